@@ -32,9 +32,6 @@ class WgmmaConfig(TensorConfig):
     ping_pong: consumers take turns with the tensor cores, so that the softmax of one runs beside the products of the
     other. l2_bytes: how much K and V the blocks of the whole GPU work on at a time, so that it stays in L2.
 
-    cluster: 2 runs two blocks as a cluster, on neighbouring query tiles that see the same keys. Each fetches half of
-    every tile of K and V for both, so that L2 is read half as often.
-
     bias_stages: how many tiles of a bias that comes by TMA are on their way or in use, of each consumer's rows; 0 where
     it does not.
     """
@@ -45,7 +42,6 @@ class WgmmaConfig(TensorConfig):
     ping_pong: bool = True
     l2_bytes: int = L2_BYTES
     blocks_per_sm: int = 1
-    cluster: int = 1  # type: ignore[misc]
     bias_stages: int = 0
 
     whole_program: ClassVar[bool] = True
@@ -65,8 +61,6 @@ class WgmmaConfig(TensorConfig):
             raise ValueError(
                 f"tile_n must be at most {self.MOST_KEYS}, what one product can be wide, not {self.tile_n}"
             )
-        if self.cluster not in (1, 2):
-            raise ValueError(f"cluster must be 1 or 2, not {self.cluster}")
         if self.q_buffers not in (1, 2):
             raise ValueError(f"q_buffers must be 1 or 2, not {self.q_buffers}")
         if self.o_buffer and not self.o_vectorized:

@@ -142,10 +142,10 @@ def grid(config: Config, problem: Problem, target: Target) -> int:
     if config.kernel == "v1":
         return problem.batch * problem.heads
     if isinstance(config, TensorConfig):
-        head_tiles = -(-problem.seqlen_q // (config.queries * config.cluster))
+        head_tiles = -(-problem.seqlen_q // config.queries)
         tiles = problem.batch * (problem.heads // config.group_size) * head_tiles
         if config.counted:
-            return config.cluster * min(tiles, max(target.multiprocessors // config.cluster, 1))
+            return min(tiles, max(target.multiprocessors, 1))
         return tiles * config.v_parts
     return problem.batch * problem.heads * -(-problem.seqlen_q // config.tile_m)
 

@@ -103,11 +103,11 @@ def test_what_tensor_cores_launch_for_bias_and_mask(rung, made_by):
 @pytest.mark.parametrize(
     ("options", "boxes", "streams"),
     [
-        ({}, True, (128, 128)),
-        (dict(causal=True, sinks=empty(2, dtype="float16")), True, (128, 128)),
+        ({}, True, (112, 128)),
+        (dict(causal=True, sinks=empty(2, dtype="float16")), True, (112, 128)),
         (dict(softcap=3.0), True, (64, 64)),
-        (dict(mask=empty(300, 500, dtype="bool")), True, (96, 64)),
-        (dict(bias_aligned=False), False, (96, 64)),
+        (dict(mask=empty(300, 500, dtype="bool")), True, (80, 64)),
+        (dict(bias_aligned=False), False, (80, 64)),
     ],
 )
 def test_when_a_bias_comes_by_tma(options, boxes, streams):
@@ -570,7 +570,7 @@ def test_what_decides_about_each_score_has_tiles_of_its_own(options, tile_m, til
 @pytest.mark.parametrize(
     ("options", "tile_m"),
     [(dict(mask_mod=earlier), 128), (dict(mask="bool"), 112), (dict(dropout_p=0.1, seed=3), 112),
-     (dict(bias="float32", mask="bool"), 96), (dict(score_mod=doubled), 80), (dict(mask="bool", softcap=2.0), 80),
+     (dict(bias="float32", mask="bool"), 80), (dict(score_mod=doubled), 80), (dict(mask="bool", softcap=2.0), 80),
      (dict(bias="float32", softcap=2.0), 64)],
     ids=["mask_mod", "mask", "dropout", "bias and mask", "score_mod", "mask and softcap", "bias and softcap"],
 )  # fmt: skip
@@ -594,15 +594,6 @@ def test_scores_of_which_no_derivative_is_kept_have_larger_tiles():
     assert tiles_with(64, slopes | dict(softcap=2.0)) == [(64, 128), (128, 64)]
     assert tiles_with(128, slopes) == [(64, 128), (128, 112)]
     assert tiles_with(128, dict(softcap=2.0)) == [(48, 128), (128, 64)]
-
-
-def test_dv_of_a_bias_by_tma_has_a_tile_of_its_own():
-    bias = dict(bias=empty(300, 500, dtype="bfloat16", strides=(504, 1)), bias_aligned=True)
-    made = wgmma_configs(problem(256, dtype="bfloat16", **bias), HOPPER)
-    assert {(x.of_dk, x.of_dv): x.tile_m for x in made if x.kernel == "wgmma_dkdv"} == {
-        (True, False): 48,
-        (False, True): 64,
-    }
 
 
 @pytest.mark.usefixtures("two_kernels")

@@ -61,7 +61,7 @@ def starter(config, fillers):
     number of arrivals that fill K or V."""
     places, _ = make(config)
     Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY, BIAS_FULL, BIAS_EMPTY = places
-    init, consumers, blocks, stages = mbarrier.init, config.consumers, config.cluster, config.stages
+    init, consumers, stages = mbarrier.init, config.consumers, config.stages
     bias_places = config.bias_stages * consumers
 
     @inlined
@@ -76,8 +76,8 @@ def starter(config, fillers):
         for stage in range(stages):
             init(base + K_FULL + 8 * stage, fillers)
             init(base + V_FULL + 8 * stage, fillers)
-            init(base + K_EMPTY + 8 * stage, 4 * consumers * blocks)
-            init(base + V_EMPTY + 8 * stage, 4 * consumers * blocks)
+            init(base + K_EMPTY + 8 * stage, 4 * consumers)
+            init(base + V_EMPTY + 8 * stage, 4 * consumers)
         for place in range(bias_places):
             init(base + BIAS_FULL + 8 * place, 1)
             init(base + BIAS_EMPTY + 8 * place, 128)

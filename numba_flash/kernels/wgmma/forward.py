@@ -16,10 +16,6 @@ The kernel is persistent: one block per multiprocessor stays for the whole launc
 global memory. Tiles that see the most keys come first, and blocks work on a few heads at a time, so that K and V of
 these heads stay in L2. The last block that finds no tile left resets the counter for the next launch.
 
-With config.cluster 2, two blocks form a cluster. Their query tiles are neighbours and see the same keys, so each
-producer loads half of every tile of K and V for both blocks (TMA multicast), and consumers report to both blocks when
-they have finished with a tile. All tiles then take equally long, so blocks take them in turn without a counter.
-
 The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (persistent blocks), block
 (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k and v.
 """
@@ -27,7 +23,7 @@ The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (persis
 import numpy as np
 from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import bar, cluster, fence, ld_st, local, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
+from ...ptx import bar, fence, ld_st, local, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
 from ..score import fragments, one_side, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..score.stage import exponent_unit
@@ -74,8 +70,7 @@ def make(config):
     pin_s, pin_o = wgmma.pin(s_count), wgmma.pin(o_count)
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
-    wait, arrive_if, arrive_there_if = mbarrier.wait, mbarrier.arrive_if, mbarrier.arrive_there_if
-    blocks, place_in, cluster_sync = config.cluster, cluster.place_in, cluster.sync
+    wait, arrive_if = mbarrier.wait, mbarrier.arrive_if
     fence_init, fence_async = fence.mbarrier_init, fence.proxy_async
     bar_sync, bar_arrive, warp_sync = bar.sync, bar.arrive, bar.warp_sync
     bfly, idx_b32, any_lane = shfl.bfly_f32, shfl.idx_b32, vote.any_lane
@@ -172,13 +167,8 @@ def make(config):
 
     @inlined
     def consumer_release(base, empty_at, n, elected):
-        """A warp is done with the n-th K or V. The next tile there is brought by all blocks of the cluster."""
-        empty = int32(base + empty_at + 8 * stage_of(n))
-        if blocks > 1:
-            lane = thread_index() & int32(31)
-            arrive_there_if(place_in(empty, lane & int32(blocks - 1)), lane < blocks)
-        else:
-            arrive_if(empty, elected)
+        """A warp is done with the n-th K or V."""
+        arrive_if(base + empty_at + 8 * stage_of(n), elected)
 
     @inlined
     def done_with_scores(base, elected, tile, rows):
@@ -414,8 +404,6 @@ def make(config):
             set_up(base)
             fence_init()
         cuda.syncthreads()
-        if blocks > 1:
-            cluster_sync()  # the other block's mbarriers are there too
         if warpgroup == 0:
             give_registers()
             if thread == 0:
@@ -428,7 +416,5 @@ def make(config):
         else:
             take_registers()
             consume(base, warpgroup, arrays, strides, sizes, score)
-        if blocks > 1:
-            cluster_sync()  # nobody reaches for a block that is gone
 
     return flash_attention_wgmma

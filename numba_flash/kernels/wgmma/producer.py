@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from numba import int32, int64
 
-from ...ptx import cluster, mbarrier, special, tma
+from ...ptx import mbarrier, special, tma
 from ..score import tile_walk
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -34,8 +34,7 @@ def make(config):
     roles."""
     tile_m, tile_n, consumers = config.tile_m, config.tile_n, config.consumers
     stages, q_buffers = config.stages, config.q_buffers
-    group, blocks = config.group_size, config.cluster
-    part_rows = tile_n // blocks  # rows of a tile that one block loads
+    group = config.group_size
     _, k_at, v_at, bias_at, *_ = config.shared_offsets()
     bias_bytes, bias_stages = config.bias_bytes, max(config.bias_stages, 1)
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 64 columns
@@ -49,9 +48,9 @@ def make(config):
     Q_FULL, Q_EMPTY, TILE_FULL, _, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY, BIAS_FULL, BIAS_EMPTY = places
     fetch_bias = bias_boxes.make(config, 64).fetch
     maps_address = tma.parameter("numba_flash_wgmma")
-    load_4d, load_5d, multicast_4d, prefetch_5d = tma.load_4d, tma.load_5d, tma.multicast_4d, tma.prefetch_5d
+    load_4d, load_5d, prefetch_5d = tma.load_4d, tma.load_5d, tma.prefetch_5d
     expect, wait, arrive_if = mbarrier.arrive_expect_tx, mbarrier.wait, mbarrier.arrive_if
-    block_index, rank = special.block_index, cluster.rank
+    block_index = special.block_index
     publish_tile, following, set_back = query_tiles.make(config)
     walk = tile_walk.make(config)
     has_states, behind = walk.present, walk.behind
@@ -85,14 +84,7 @@ def make(config):
         expect(full, ring.tile_bytes)
         for panel in range(ring.panels):
             to = base + ring.tiles_at + stage * ring.tile_bytes + panel * kv_panel
-            if blocks > 1:  # a part of the rows, for all blocks of the cluster; they load the others
-                row = rank() * part_rows
-                every = (1 << blocks) - 1
-                multicast_4d(
-                    to + row * 128, maps_address() + ring.map_at, full, panel * 64, j * tile_n + row, h_kv, b, every
-                )
-            else:
-                load_4d(to, maps_address() + ring.map_at, full, panel * 64, j * tile_n, h_kv, b)
+            load_4d(to, maps_address() + ring.map_at, full, panel * 64, j * tile_n, h_kv, b)
 
     @inlined
     def claim(base, i, t, arrays, strides, sizes):
@@ -108,8 +100,6 @@ def make(config):
         """The scheduler, one thread: hands out query tiles and loads Q, independently of the producer."""
         i = int32(0)  # number of query tiles so far
         t = int64(block_index())
-        if blocks > 1:
-            t = int64(divide(block_index(), blocks))
         more = int32(1)
         while more != 0:
             claim(base, i, t, arrays, strides, sizes)

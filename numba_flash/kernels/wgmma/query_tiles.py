@@ -10,7 +10,7 @@ import functools
 from numba import int32, int64, uint32
 
 from ...config.forward import ITEM_SIZE
-from ...ptx import cluster, ld_st, mbarrier, memory, special
+from ...ptx import ld_st, mbarrier, memory, special
 from ..score import longest_first, positions, reads, tile_walk
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
 from ..steps.inlined import inlined
@@ -46,14 +46,13 @@ def field_of(place):
 @functools.cache
 def make(config):
     """-> (publish_tile, following, set_back), device functions for one thread."""
-    tile_n, group, queries, blocks = config.tile_n, config.group_size, config.queries, config.cluster
-    cluster_queries = queries * blocks
+    tile_n, group, queries = config.tile_n, config.group_size, config.queries
     l2_rows = config.l2_bytes // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # of K and V
     places, work_tile_of = barriers.make(config)
     tile_place_of, tile_phase_of = barriers.ring(WORK_TILES)
     TILE_FULL, TILE_EMPTY = places[2:4]
     wait, arrive = mbarrier.wait, mbarrier.arrive
-    block_count, rank = special.block_count, cluster.rank
+    block_count = special.block_count
     store_shared, atomic_add, exchange = ld_st.store_b32, memory.add, memory.exchange
     keys_and_start = positions.make(config)
     has_mask, ranges_of, walk = config.has("mask"), reads.make(config, 1).ranges, tile_walk.make(config)
@@ -63,14 +62,14 @@ def make(config):
 
     @inlined
     def tile_of(t, arrays, strides, sizes):
-        """-> (b, h, first_query) of query tile t, or of the t-th tiles of a cluster (b = batch: none).
+        """-> (b, h, first_query) of query tile t (b = batch: none).
 
         Some heads at a time, last queries first; under a mask_mod, those that see the most tiles first.
         """
         if has_states:
             b, head, own = take(t, arrays, strides, sizes)
             return b, int32(head * group), int32(own * queries)
-        m_tiles = divide(int32(sizes.seqlen_q) + int32(cluster_queries - 1), cluster_queries)
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(queries - 1), queries)
         groups = divide(sizes.heads, group)
         head_tiles = int32(sizes.batch) * groups
         kv_heads_at_once = max(divide(l2_rows, max(sizes.seqlen_k, 1)), 1)
@@ -78,7 +77,7 @@ def make(config):
         head_tile, from_last = in_rounds(t, m_tiles, head_tiles, heads_at_once)
         b, of_entry = entry_and_head(head_tile, sizes.batch, groups, bias_of_all(strides))
         b = b if t < head_tiles * m_tiles else int32(sizes.batch)
-        return b, int32(of_entry * group), int32((m_tiles - 1 - from_last) * cluster_queries)
+        return b, int32(of_entry * group), int32((m_tiles - 1 - from_last) * queries)
 
     @inlined
     def tiles_of(first_query, tile_pos, keys, sizes):
@@ -172,8 +171,6 @@ def make(config):
         work = b < sizes.batch
         if not work:
             b, h, first_query = int32(0), int32(0), int32(0)
-        if blocks > 1:
-            first_query = int32(first_query + rank() * queries)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         tile_pos = first_query + q_start
         begin, free, cut, stop = tiles_of(first_query, tile_pos, keys, sizes)
@@ -187,18 +184,13 @@ def make(config):
     @inlined
     def following(t, counter):
         """The block's next query tile after t."""
-        if blocks > 1:  # all blocks of a cluster take the same t and all tiles take equally long: no counter
-            t = t + divide(block_count(), blocks)
-        else:
-            t = int32(atomic_add(counter, uint32(1))) + block_count()
-        return t
+        return int32(atomic_add(counter, uint32(1))) + block_count()
 
     @inlined
     def set_back(counter):
         """Called by each block that found no tile left; the last one resets the counter for the next launch."""
-        if blocks == 1:
-            if atomic_add(counter + 4, uint32(1)) == uint32(block_count() - 1):
-                exchange(counter, uint32(0))
-                exchange(counter + 4, uint32(0))
+        if atomic_add(counter + 4, uint32(1)) == uint32(block_count() - 1):
+            exchange(counter, uint32(0))
+            exchange(counter + 4, uint32(0))
 
     return publish_tile, following, set_back
