@@ -41,7 +41,7 @@ from ..steps import async_tiles, fragment_products, gradient_rows, lse_delta
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
-from ..steps.plain import key_queries, key_tiles
+from ..steps.sequence import query_range
 from ..steps.tiles import row_base
 from . import backward_walk
 
@@ -330,7 +330,7 @@ def make(config):
 
     @cuda.jit
     def flash_attention_mma_dkdv(arrays, strides, sizes, score):
-        seqlen_q, seqlen_k, left, right = sizes.seqlen_q, sizes.seqlen_k, sizes.left, sizes.right
+        seqlen_k = sizes.seqlen_k
         thread = special.thread_index()
         k_smem = aligned(shared.address(cuda.shared.array(0, uint8)))
         smem = Smem(
@@ -344,9 +344,7 @@ def make(config):
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
         group = divide(sizes.heads, sizes.heads_kv)
-        top_first, top_end = key_queries(first_key, q_start, left, right, seqlen_q)
-        bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
-        begin_, free_, cut_, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+        begin_, free_, cut_, stop_ = query_range(first_key, first_key + keys_left - 1, q_start, sizes, tile_m)
         begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
         if has_mask:  # drop the tiles before the first and after the last query to which it shows a key
             h = h_kv * group

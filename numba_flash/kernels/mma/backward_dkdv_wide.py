@@ -27,7 +27,8 @@ from ..steps import async_tiles, lse_delta, numbers
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
-from ..steps.plain import first_column_of, first_row_of, key_queries, key_tiles
+from ..steps.plain import first_column_of, first_row_of, key_queries
+from ..steps.sequence import query_range
 from ..steps.tiles import row_base
 from . import backward_wide
 
@@ -152,9 +153,7 @@ def make(config):
         rows_left = int32(sizes.seqlen_q - i * tile_m)
         source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m))
         load_q(k_smem + int32(q_at), source, size * strides.q[2], 0, rows_left, head_dim, special.thread_index())
-        start_rows(
-            k_smem + int32(rows_at), int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes, special.thread_index()
-        )
+        start_rows(k_smem + int32(rows_at), walk.b, h, i * tile_m, arrays, sizes, special.thread_index())
 
     @inlined
     def own_column():
@@ -328,9 +327,7 @@ def make(config):
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
         left, right, seqlen_q = sizes.left, sizes.right, sizes.seqlen_q
-        top_first, top_end = key_queries(first_key, q_start, left, right, seqlen_q)
-        bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
-        begin, _, _, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+        begin, _, _, stop = query_range(first_key, first_key + keys_left - 1, q_start, sizes, tile_m)
         if has_mask:  # drop the tiles before the first and after the last query to which it shows a key
             group, end_key = divide(sizes.heads, sizes.heads_kv), first_key + max(keys_left, int32(1))
             first, end, _, _ = ranges_of(b, h_kv * group, group, first_key, end_key, arrays, strides, sizes)

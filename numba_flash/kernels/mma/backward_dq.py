@@ -33,7 +33,7 @@ from ..steps import async_tiles, fragment_products, gradient_rows
 from ..steps import recompute_queries as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
-from ..steps.plain import key_tiles, row_keys
+from ..steps.sequence import key_range
 from ..steps.tiles import row_base
 from . import backward_dq_walk
 
@@ -262,10 +262,8 @@ def make(config):
         own_lane, other_lane, transposed_lane = lanes_of(thread)
         lanes = Lanes(own_lane, other_lane, transposed_lane)
 
-        top_first, top_end = row_keys(tile_keys.position, sizes.left, sizes.right, tile_keys.keys)
-        last_pos = tile_keys.position + queries_left - 1
-        bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, tile_keys.keys)
-        begin_, free_, cut_, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        first_pos, last_pos = tile_keys.position, tile_keys.position + queries_left - 1
+        begin_, free_, cut_, stop_ = key_range(first_pos, last_pos, tile_keys.keys, sizes, tile_n)
         begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
         if has_mask:  # drop the key tiles before the first and after the last in which it shows a key
             end_query = tile.first_query + queries_left

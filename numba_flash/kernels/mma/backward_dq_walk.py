@@ -59,12 +59,7 @@ def make(config):
     cut_ends, take = of_states.ends, longest_first.make(config).take
     apply_functions = gradient_functions.on_fragments(config, strips, part, of_keys=False)
     drops, _, kept_of, *_ = counts.on_fragments(config, strips, part)
-    row_blocks, block_words, place, minus_delta_at = (
-        lse_delta.row_blocks,
-        lse_delta.BLOCK_WORDS,
-        lse_delta.place,
-        lse_delta.MINUS_DELTA,
-    )
+    place, minus_delta_at = lse_delta.place, lse_delta.MINUS_DELTA
     inf = float32(math.inf)
 
     @inlined
@@ -109,7 +104,7 @@ def make(config):
             if reads:
                 origin = origin_of(b, h, first_query, arrays, strides)
                 block_state.put(q_smem + int32(origin_at), origin.bias, origin.bits)
-        head_lse_delta = int64(b * sizes.heads + h) * (row_blocks(sizes.seqlen_q) * block_words)
+        head_lse_delta = lse_delta.head_blocks(b, h, sizes)
         for step in range(-(-tile_m // threads)):
             row = int32(thread + step * threads)
             if row < tile_m:

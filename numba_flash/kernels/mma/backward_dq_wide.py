@@ -25,8 +25,9 @@ from ..steps import async_tiles, lse_delta, numbers
 from ..steps import recompute_queries as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
-from ..steps.plain import first_column_of, first_row_of, key_tiles, row_keys
+from ..steps.plain import first_column_of, first_row_of, row_keys
 from ..steps.query_tile import QueryTile, TileKeys
+from ..steps.sequence import key_range
 from ..steps.tiles import row_base
 from . import backward_wide
 
@@ -262,10 +263,8 @@ def make(config):
 
         tile, tile_keys = tile_of(special.block_index(), arrays, strides, sizes)
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, tile_m))
-        top_first, top_end = row_keys(tile_keys.position, sizes.left, sizes.right, tile_keys.keys)
-        last_pos = tile_keys.position + queries_left - 1
-        bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, tile_keys.keys)
-        begin_, _, _, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        first_pos, last_pos = tile_keys.position, tile_keys.position + queries_left - 1
+        begin_, _, _, stop_ = key_range(first_pos, last_pos, tile_keys.keys, sizes, tile_n)
         begin, stop = int32(begin_), int32(stop_)
         if has_mask:  # drop the key tiles before the first and after the last in which it shows a key
             end_query = tile.first_query + queries_left

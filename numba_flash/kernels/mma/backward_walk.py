@@ -86,7 +86,7 @@ def make(config):
             block_state.put(
                 k_smem + int32(bases_at), memory.address(arrays.q, q_end), memory.address(arrays.do, do_end)
             )
-            lse_delta_end = int64(b * sizes.heads + end_head) * (row_blocks(sizes.seqlen_q) * block_words)
+            lse_delta_end = lse_delta.head_blocks(b, end_head, sizes)
             block_state.put(
                 k_smem + int32(lse_delta_at), memory.address(arrays.lse_delta, lse_delta_end), int64(end_head)
             )

@@ -15,7 +15,7 @@ Launch: a block, or with `blocks` a cluster, for each key tile: grid (blocks * b
 bytes and are contiguous along dim; dq, dk and dv are contiguous.
 """
 
-from numba import cuda, float64, int32, int64, uint8, uint32
+from numba import cuda, float64, int32, uint8, uint32
 
 from ...ptx import bar, cluster, cp_async, fence, ld_st, local, mbarrier, memory, setmaxnreg, shared, special
 from ..score import fragments, positions
@@ -23,7 +23,7 @@ from ..steps import async_tiles, block_state, lse_delta
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.plain import key_queries, key_tiles
+from ..steps.sequence import query_range
 from ..steps.tiles import row_base
 from . import backward_dq_carried, backward_dq_parts, backward_fused_tile, backward_wide, shared_scores
 from .backward_dq_carried import WORKERS
@@ -94,7 +94,7 @@ def make(config):
         first, rows_left = own_column(), int32(sizes.seqlen_q - i * tile_m)
         source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m) + first)
         load_other(k_smem + int32(q_at), source, 8 * strides.q[2], 0, rows_left, head_dim - first, thread)
-        start_rows(k_smem + int32(rows_at), int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes, thread)
+        start_rows(k_smem + int32(rows_at), walk.b, h, i * tile_m, arrays, sizes, thread)
 
     @inlined
     def load_do(t, k_smem, thread, arrays, strides, sizes):
@@ -203,10 +203,7 @@ def make(config):
         b, h_kv, first_key = work_of(int32(ld_st.load_b32(state)), sizes)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
-        left, right, seqlen_q = sizes.left, sizes.right, sizes.seqlen_q
-        top_first, top_end = key_queries(first_key, q_start, left, right, seqlen_q)
-        bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
-        begin, _, _, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+        begin, _, _, stop = query_range(first_key, first_key + keys_left - 1, q_start, sizes, tile_m)
         tiles = int32(stop - begin) if keys_left > 0 else int32(0)
         walk = Walk(b, h_kv, first_key, q_start, int32(keys), int32(begin), tiles)
         cuda.syncthreads()  # the ticket has been read

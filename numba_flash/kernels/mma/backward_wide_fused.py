@@ -17,7 +17,7 @@ Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shar
 of q, k, v, do and dq begin at multiples of 16 bytes and are contiguous along dim; dq, dk and dv are contiguous.
 """
 
-from numba import cuda, int32, int64, uint8, uint32
+from numba import cuda, int32, uint8, uint32
 
 from ...ptx import cp_async, ld_st, local, memory, shared, special
 from ..score import fragments, positions
@@ -25,7 +25,7 @@ from ..steps import async_tiles, lse_delta, numbers
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.plain import key_queries, key_tiles
+from ..steps.sequence import query_range
 from ..steps.tiles import row_base
 from . import backward_dq_parts, backward_fused_tile, backward_wide
 from .backward_dq_parts import Walk
@@ -83,14 +83,7 @@ def make(config):
             source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m))
             rows_left, stride = int32(sizes.seqlen_q - i * tile_m), size * strides.q[2]
             load_other(k_smem + int32(q_at), source, stride, 0, rows_left, head_dim, special.thread_index())
-            start_rows(
-                k_smem + int32(rows_at),
-                int64(walk.b) * sizes.heads + h,
-                i * tile_m,
-                arrays,
-                sizes,
-                special.thread_index(),
-            )
+            start_rows(k_smem + int32(rows_at), walk.b, h, i * tile_m, arrays, sizes, special.thread_index())
 
     @inlined
     def hand_on_before(t, k_smem, sizes):
@@ -139,10 +132,7 @@ def make(config):
         b, h_kv, first_key = work_of(int32(ld_st.load_b32(state)), sizes)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
-        left, right, seqlen_q = sizes.left, sizes.right, sizes.seqlen_q
-        top_first, top_end = key_queries(first_key, q_start, left, right, seqlen_q)
-        bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
-        begin, _, _, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+        begin, _, _, stop = query_range(first_key, first_key + keys_left - 1, q_start, sizes, tile_m)
         tiles = int32(stop - begin) if keys_left > 0 else int32(0)
         walk = Walk(b, h_kv, first_key, q_start, int32(keys), int32(begin), tiles)
         cuda.syncthreads()  # the ticket has been read

@@ -27,8 +27,9 @@ from ..steps import async_tiles, block_state, fragment_softmax, numbers, recompu
 from ..steps import recompute_rows as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
-from ..steps.plain import first_column_of, first_row_of, key_tiles, row_keys
+from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile, TileKeys
+from ..steps.sequence import key_range
 from ..steps.tiles import row_base
 from . import products_16bit, products_float32, products_float64, rows_16bit, rows_wide, sliced_tiles
 
@@ -336,10 +337,8 @@ def make(config):
             row_head = min(tile.h + int64(tile_row % uint32(group)), sizes.heads - 1)
             row.term[r] = row_term(tile.b, row_head, arrays, strides)
 
-        top_first, top_end = row_keys(tile_keys.position, sizes.left, sizes.right, tile_keys.keys)
-        last_pos = tile_keys.position + queries_left - 1
-        bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, tile_keys.keys)
-        begin_, free_, cut_, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        first_pos, last_pos = tile_keys.position, tile_keys.position + queries_left - 1
+        begin_, free_, cut_, stop = key_range(first_pos, last_pos, tile_keys.keys, sizes, tile_n)
         begin, free, cut = int32(begin_), int32(free_), int32(cut_)
         if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
             first_query, end_query = tile.first_query, tile.first_query + queries_left

@@ -22,7 +22,8 @@ from ...ptx import shared
 from .. import score
 from ..score import At, positions, sum_terms, tile_walk
 from ..steps import elements, tiles
-from ..steps.plain import key_tiles, row_keys
+from ..steps.plain import row_keys
+from ..steps.sequence import key_range, lse_row
 from ..steps.tiles import row_base
 
 
@@ -56,7 +57,7 @@ def make(config):
         h_kv = h // (heads // sizes.heads_kv)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         m_tiles = (seqlen_q + tile_m - 1) // tile_m
-        lm_base = (b * heads + h) * seqlen_q  # of l, m, lse, and times head_dim_v of acc_o
+        lm_base = lse_row(b, h, 0, sizes)  # of l, m, lse, and times head_dim_v of acc_o
 
         smem = cuda.shared.array(0, compute)
         q_smem = shared.pointer(smem, q_at)  # (tile_m, q_row)
@@ -72,9 +73,7 @@ def make(config):
                 acc_o[(lm_base + q_index) * head_dim_v + x] = compute(0)
 
         # line 2: the tiles that some query sees
-        top_first, top_end = row_keys(q_start, left, right, keys)
-        bottom_first, bottom_end = row_keys(seqlen_q - 1 + q_start, left, right, keys)
-        begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        begin, _, _, end = key_range(q_start, seqlen_q - 1 + q_start, keys, sizes, tile_n)
         for j in range(begin, end):
             cuda.syncthreads()  # everyone is done with the tiles before
             # line 3: load K_j, V_j

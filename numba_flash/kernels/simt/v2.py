@@ -21,7 +21,8 @@ from ...ptx import local, shared
 from ..score import At, positions, sum_terms, tile_walk
 from ..score import make as make_score
 from ..steps import elements, tiles
-from ..steps.plain import key_tiles, row_keys
+from ..steps.plain import row_keys
+from ..steps.sequence import key_range, lse_row
 from ..steps.tiles import row_base
 
 # Elements of a product at a time, which in float32 are one 16-byte read of K. Rows of K and V are padded with zeros to
@@ -88,10 +89,8 @@ def make(config):
             o_k[x] = compute(0)
 
         # line 5: the tiles that some row of the block sees
-        top_first, top_end = row_keys(first_row + q_start, left, right, keys)
-        bottom_first, bottom_end = row_keys(min(first_row + tile_m, seqlen_q) - 1 + q_start, left, right, keys)
-        # between begin and end: tiles that every row sees whole, for kernels that gain by it
-        begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        last_row = min(first_row + tile_m, seqlen_q) - 1
+        begin, _, _, end = key_range(first_row + q_start, last_row + q_start, keys, sizes, tile_n)
         states = states_row(b, h, first_row, arrays, strides)
         for j in range(begin, end):
             if not shows(states, j, arrays, strides):  # a mask_mod shows nothing of it
@@ -158,6 +157,6 @@ def make(config):
             for x in range(head_dim_v):
                 store(arrays.o, o_base + x * strides.o[3], o_k[x] * inverse)
             if write_lse:
-                arrays.lse[(b * heads + h) * seqlen_q + q_index] = row_lse
+                arrays.lse[lse_row(b, h, q_index, sizes)] = row_lse
 
     return flash_attention_v2

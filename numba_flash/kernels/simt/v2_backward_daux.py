@@ -14,7 +14,8 @@ from ..score.owed import Run
 from ..steps import ds_rows, elements, tiles
 from ..steps.ds_rows import Row, RowTiles
 from ..steps.inlined import TRUE
-from ..steps.plain import key_tiles, row_keys
+from ..steps.plain import row_keys
+from ..steps.sequence import key_range, lse_row
 from ..steps.tiles import row_base
 
 
@@ -61,7 +62,7 @@ def make(config):
         q_pos = q_index + q_start
         first_key, end_key = row_keys(q_pos, left, right, keys)
         q_k, do_k, s_k = thread * q_row, thread * do_row, thread * s_row
-        lse_at = (b * heads + h) * seqlen_q + min(q_index, seqlen_q - 1)
+        lse_at = lse_row(b, h, min(q_index, seqlen_q - 1), sizes)
         own_row = Row(b, h, q_index, q_pos, first_key, end_key, arrays.lse[lse_at], arrays.delta[lse_at])
         tiles_of_row = RowTiles(q_smem, q_k, do_smem, do_k, ds_smem, s_k, k_smem, v_smem)
         run = Run(
@@ -72,9 +73,8 @@ def make(config):
         )
         start(run)
 
-        top_first, top_end = row_keys(first_row + q_start, left, right, keys)
-        bottom_first, bottom_end = row_keys(min(first_row + tile_m, seqlen_q) - 1 + q_start, left, right, keys)
-        begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        last_row = min(first_row + tile_m, seqlen_q) - 1
+        begin, _, _, end = key_range(first_row + q_start, last_row + q_start, keys, sizes, tile_n)
         for j in range(begin, end):
             cuda.syncthreads()  # everyone is done with the tiles before
             first_y = j * tile_n

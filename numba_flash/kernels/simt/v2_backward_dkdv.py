@@ -20,7 +20,8 @@ from ...ptx import local, shared
 from .. import score
 from ..score import At, positions, tile_walk, weights
 from ..steps import elements, rows, tiles
-from ..steps.plain import key_queries, key_tiles
+from ..steps.plain import key_queries
+from ..steps.sequence import lse_row, query_range
 from ..steps.tiles import row_base
 
 
@@ -85,14 +86,12 @@ def make(config):
         first_query, end_query = key_queries(k_index, q_start, left, right, seqlen_q)
         if k_index >= keys:
             end_query = first_query
-        top_first, top_end = key_queries(first_y, q_start, left, right, seqlen_q)
         last_y = min(first_y + tile_n, keys) - 1
-        bottom_first, bottom_end = key_queries(last_y, q_start, left, right, seqlen_q)
-        begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+        begin, _, _, end = query_range(first_y, last_y, q_start, sizes, tile_m)
         if last_y < first_y:
             end = begin
         for h in range(h_kv * group, (h_kv + 1) * group):  # line 3
-            lse_base = (b * heads + h) * seqlen_q  # and of delta
+            lse_base = lse_row(b, h, 0, sizes)  # and of delta
             states = states_row(b, h, first_y, arrays, strides)
             for i in range(begin, end):
                 first_row = i * tile_m

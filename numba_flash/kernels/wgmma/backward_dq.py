@@ -19,7 +19,7 @@ maps of q, k, v and do. dq is contiguous.
 
 import math
 
-from numba import cuda, float32, int32, int64, uint8, uint32
+from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, cvt, fence, griddepcontrol, ld_st, local, mbarrier, setmaxnreg, shared, shfl, special, wgmma
 from ..score import fragments, tile_walk
@@ -77,12 +77,7 @@ def make(config):
     thread_index, shared_address = special.thread_index, shared.address
     wait_for_kernel, let_kernel_start = griddepcontrol.wait, griddepcontrol.launch_dependents
     finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
-    row_blocks, block_words, place, minus_delta_at = (
-        lse_delta.row_blocks,
-        lse_delta.BLOCK_WORDS,
-        lse_delta.place,
-        lse_delta.MINUS_DELTA,
-    )
+    place, minus_delta_at = lse_delta.place, lse_delta.MINUS_DELTA
     inf = float32(math.inf)
 
     set_up, _, _, word, position = backward_state.make(config)
@@ -194,16 +189,15 @@ def make(config):
         return (thread >> int32(5)) * 16, thread & int32(31)
 
     @inlined
-    def load_lse_delta(base, lse_and_delta, heads, seqlen_q, lse_log2, minus_delta):
+    def load_lse_delta(base, lse_and_delta, sizes, lse_log2, minus_delta):
         """Loads lse and -delta of the lane's two rows."""
         first_row, lane = rows_of_lane()
-        row_head = int64(word(base, BATCH) * heads + word(base, HEAD))
-        head_lse_delta = row_head * (row_blocks(seqlen_q) * block_words)
+        head_lse_delta = lse_delta.head_blocks(word(base, BATCH), word(base, HEAD), sizes)
         for r in range(2):
             query = word(base, FIRST_ROW) + first_row + first_row_of(lane) + 8 * r
             lse_log2[r] = inf
             minus_delta[r] = float32(0)
-            if query < seqlen_q:
+            if query < sizes.seqlen_q:
                 row = head_lse_delta + place(query)
                 lse_log2[r] = lse_and_delta[row]
                 minus_delta[r] = lse_and_delta[row + minus_delta_at]
@@ -283,7 +277,7 @@ def make(config):
         term = float32(0)
         if has_row_term:
             term = row_term(word(base, BATCH), word(base, HEAD), arrays, strides)
-        load_lse_delta(base, arrays.lse_delta, sizes.heads, sizes.seqlen_q, lse_log2, minus_delta)
+        load_lse_delta(base, arrays.lse_delta, sizes, lse_log2, minus_delta)
 
         begin = word(base, BEGIN)
         states = word(base, STATES) if has_states else int32(0)

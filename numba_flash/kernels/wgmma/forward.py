@@ -33,6 +33,7 @@ from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile, TileKeys
+from ..steps.sequence import lse_row
 from . import barriers, producer, tile_scores
 from .barriers import BEGIN, CUT, FREE, H_KV, KEYS, STATES, STOP, WORK, B, H
 from .forward_state import Consumer, Registers, Rows
@@ -255,8 +256,8 @@ def make(config):
                 store_shared(base + row_states_at + row * row_state_bytes, flag)
                 store_shared(base + row_states_at + row * row_state_bytes + 4, lse[r].view(np.uint32))
                 if write_lse and tile.first_query + query < sizes.seqlen_q:
-                    head = tile.b * sizes.heads + tile.h + row - query * group
-                    arrays.lse[head * sizes.seqlen_q + tile.first_query + query] = lse[r] * to_natural
+                    head = tile.h + row - query * group
+                    arrays.lse[lse_row(tile.b, head, tile.first_query + query, sizes)] = lse[r] * to_natural
         if o_in_q:
             o_smem = base + buffer_of(rows.seen) * q_bytes
         else:

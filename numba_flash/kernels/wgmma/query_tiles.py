@@ -15,7 +15,7 @@ from ..score import longest_first, positions, reads, tile_walk
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.plain import key_tiles, row_keys
+from ..steps.sequence import key_range
 from . import barriers
 from .barriers import (
     BEGIN,
@@ -88,9 +88,7 @@ def make(config):
         rows.
         """
         last_pos = tile_pos + min(sizes.seqlen_q - first_query, queries) - 1
-        top_first, top_end = row_keys(tile_pos, sizes.left, sizes.right, keys)
-        bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, keys)
-        begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        begin, free, cut, stop = key_range(tile_pos, last_pos, keys, sizes, tile_n)
         if stop <= begin:
             begin = free = cut = divide(int32(sizes.seqlen_k), tile_n) + 1
             stop = begin + 1
