@@ -26,6 +26,7 @@ class WgmmaFloat32Config(TensorConfig):
     counted: ClassVar[bool] = True
     PARTS: ClassVar[int] = 3
     bias_stages: ClassVar[int] = 0  # a bias is read from global memory
+    q_buffers: ClassVar[int] = 1  # each consumer splits its own rows of Q
     bias_bytes: ClassVar[int] = 0
     bias_panel: ClassVar[int] = 16
     KEYS: ClassVar[tuple[int, ...]] = (32, 64)  # whose weights are one sum: a longer one would drift

@@ -23,7 +23,7 @@ The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (persis
 import numpy as np
 from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import bar, fence, ld_st, local, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
+from ...ptx import bar, fence, ld_st, local, memory, setmaxnreg, shared, shfl, special, vote, wgmma
 from ..score import fragments, one_side, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..score.stage import exponent_unit
@@ -42,7 +42,7 @@ from .work_tile import counting, position, rows_of_lane, tile_of, word
 
 
 def make(config):
-    tile_n, consumers, q_buffers = config.tile_n, config.consumers, config.q_buffers
+    tile_n, consumers = config.tile_n, config.consumers
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     group, row_state_bytes, alignment = config.group_size, config.ROW_STATE_BYTES, config.ALIGNMENT
     _, k_at, v_at, _, o_at, row_states_at, _, _ = config.shared_offsets()
@@ -71,18 +71,13 @@ def make(config):
     pin_s, pin_o = wgmma.pin(s_count), wgmma.pin(o_count)
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
-    wait, arrive_if = mbarrier.wait, mbarrier.arrive_if
     fence_init, fence_async = fence.mbarrier_init, fence.proxy_async
     bar_sync, bar_arrive, warp_sync = bar.sync, bar.arrive, bar.warp_sync
     bfly, idx_b32, any_lane = shfl.bfly_f32, shfl.idx_b32, vote.any_lane
     store_shared, store_shared_v4 = ld_st.store_b32, ld_st.store_v4
     thread_index, address, shared_address = special.thread_index, memory.address, shared.address
 
-    places, work_tile_of = barriers.make(config)
-    stage_of, phase_of = barriers.ring(config.stages)
-    buffer_of, q_phase_of = barriers.ring(q_buffers)
-    tile_place_of, tile_phase_of = barriers.ring(barriers.WORK_TILES)
-    Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, _, K_FULL, V_FULL, K_EMPTY, V_EMPTY, _, _ = places
+    rings = barriers.make(config)
     set_up, schedule, produce, produce_bias = producer.make(config)
     has_row_term, row_term = fragments.chain(config).has_row_term, fragments.chain(config).row_term
     mask_words = fragments.tile(config, 1).mask_words
@@ -124,28 +119,15 @@ def make(config):
     @inlined
     def issue_scores(base, q_desc, acc_s, n):
         """S of the block's n-th tile of keys, which has come."""
-        multiply_q_k(acc_s, q_desc, describe_k(base + k_at + stage_of(n) * k_bytes), 0)
+        multiply_q_k(acc_s, q_desc, describe_k(base + k_at + rings.k.stage(n) * k_bytes), 0)
         commit()
 
     @inlined
     def issue_outputs(base, acc_o, p_frag, n):
         """P . V of the n-th tile of keys."""
-        stage = stage_of(n)
-        wait(base + V_FULL + 8 * stage, phase_of(n))
-        multiply_p_v(acc_o, p_frag, describe_v(base + v_at + stage * v_bytes), 1)
+        rings.v.consumer_wait(base, n)
+        multiply_p_v(acc_o, p_frag, describe_v(base + v_at + rings.v.stage(n) * v_bytes), 1)
         commit()
-
-    @inlined
-    def wait_for_work_tile(base, i):
-        wait(base + TILE_FULL + 8 * tile_place_of(i), tile_phase_of(i))
-
-    @inlined
-    def wait_for_q(base, i):
-        wait(base + Q_FULL + 8 * buffer_of(i), q_phase_of(i))
-
-    @inlined
-    def wait_for_k(base, n):
-        wait(base + K_FULL + 8 * stage_of(n), phase_of(n))
 
     @inlined
     def pingpong_wait(me):
@@ -160,23 +142,18 @@ def make(config):
     @inlined
     def issue_products(base, consumer, q_desc, registers, n):
         """S of the n-th tile of keys and P . V of the one before."""
-        wait_for_k(base, n)
+        rings.k.consumer_wait(base, n)
         pingpong_wait(consumer.me)
         issue_scores(base, q_desc, registers.scores.acc_s, n)
         issue_outputs(base, registers.acc_o, registers.p_frag, int32(n - 1))
         pingpong_arrive(consumer.following)
 
     @inlined
-    def consumer_release(base, empty_at, n, elected):
-        """A warp is done with the n-th K or V."""
-        arrive_if(base + empty_at + 8 * stage_of(n), elected)
-
-    @inlined
     def done_with_scores(base, elected, tile, rows):
         """K of a tile is given back; and Q with the query tile's last, unless O is to lie there."""
-        consumer_release(base, K_EMPTY, tile.n, elected)
+        rings.k.consumer_release(base, tile.n, elected)
         if not o_in_q:
-            arrive_if(base + Q_EMPTY + 8 * buffer_of(rows.seen), elected & (tile.j == rows.begin))
+            rings.q.consumer_release(base, rows.seen, elected & (tile.j == rows.begin))
 
     @inlined
     def prepare(tile, rows, registers, arrays, sizes):
@@ -220,7 +197,7 @@ def make(config):
         moved = weigh(base, tile, rows, side, registers, arrays, strides, sizes, score)
         wait_all()
         pin_o(acc_o)
-        consumer_release(base, V_EMPTY, int32(tile.n - 1), consumer.elected)
+        rings.v.consumer_release(base, int32(tile.n - 1), consumer.elected)
         to_p(acc_s, registers.p_frag)
         rescale(acc_o, registers.alpha, moved)
         return following
@@ -259,7 +236,7 @@ def make(config):
                     head = tile.h + row - query * group
                     arrays.lse[lse_row(tile.b, head, tile.first_query + query, sizes)] = lse[r] * to_natural
         if o_in_q:
-            o_smem = base + buffer_of(rows.seen) * q_bytes
+            o_smem = base + rings.q.stage(rows.seen) * q_bytes
         else:
             o_smem = base + o_at + (first_row >> 4) * o_bytes
         if o_staged:
@@ -307,14 +284,14 @@ def make(config):
         if ping_pong and me == consumers - 1:
             bar_arrive(1, pair)  # the first turn is the first consumer's, as if the last had given it on
         # The block's first S is the only one that stands alone.
-        wait_for_work_tile(base, seen)
-        wait_for_q(base, seen)
-        wait_for_k(base, taken)
+        rings.tiles.consumer_wait(base, seen)
+        rings.q.consumer_wait(base, seen)
+        rings.k.consumer_wait(base, taken)
         pingpong_wait(me)
         issue_scores(base, q_desc, acc_s, taken)
         pingpong_arrive(consumer.following)
-        while word(work_tile_of(base, seen) + WORK) != 0:
-            work_tile = work_tile_of(base, seen)
+        while word(rings.work_tile(base, seen) + WORK) != 0:
+            work_tile = rings.work_tile(base, seen)
             begin, free = word(work_tile + BEGIN), word(work_tile + FREE)
             cut, j = word(work_tile + CUT), int32(word(work_tile + STOP) - 1)
             states = word(work_tile + STATES) if has_states else int32(0)
@@ -349,11 +326,10 @@ def make(config):
             weigh(base, tile, rows, side, registers, arrays, strides, sizes, score)
             to_p(acc_s, p_frag)
             if padded:
-                stage = stage_of(taken)
-                wait(base + V_FULL + 8 * stage, phase_of(taken))
+                rings.v.consumer_wait(base, taken)
                 keys = word(work_tile + KEYS)
                 if keys < (j + 1) * tile_n:
-                    zero_tail(base, stage, max(keys - j * tile_n, 0), thread_index() - 128)
+                    zero_tail(base, rings.v.stage(taken), max(keys - j * tile_n, 0), thread_index() - 128)
             taken, j = int32(taken + 1), following
             while j >= begin:
                 # Tiles that some row sees in part; then those that every row sees whole; then, behind a left
@@ -370,12 +346,12 @@ def make(config):
             # The last P . V, and behind it the first S of the next query tile, beside which O is written. When there
             # is no next one, nobody looks at that S.
             seen = int32(seen + 1)
-            wait_for_work_tile(base, seen)
+            rings.tiles.consumer_wait(base, seen)
             pingpong_wait(me)
             issue_outputs(base, acc_o, p_frag, int32(taken - 1))
-            q_desc = describe_k(base + buffer_of(seen) * q_bytes + me * (64 * 128))
-            wait_for_q(base, seen)
-            wait_for_k(base, taken)
+            q_desc = describe_k(base + rings.q.stage(seen) * q_bytes + me * (64 * 128))
+            rings.q.consumer_wait(base, seen)
+            rings.k.consumer_wait(base, taken)
             issue_scores(base, q_desc, acc_s, taken)
             pingpong_arrive(consumer.following)
             if has_term:  # read beside the products, into registers that are free by now
@@ -384,13 +360,13 @@ def make(config):
                 load_terms(distance, word(work_tile + B), word(work_tile + H), lane_row, arrays, strides)
             wait_but_one()
             pin_o(acc_o)
-            consumer_release(base, V_EMPTY, int32(taken - 1), elected)
+            rings.v.consumer_release(base, int32(taken - 1), elected)
 
             write_tile(base, rows, registers, words, arrays, strides, sizes, score)
             warp_sync()  # all lanes have read the work tile, the rows' states, and what was staged
             if o_in_q:
-                arrive_if(base + Q_EMPTY + 8 * buffer_of(rows.seen), elected)
-            arrive_if(base + TILE_EMPTY + 8 * tile_place_of(rows.seen), elected)
+                rings.q.consumer_release(base, rows.seen, elected)
+            rings.tiles.consumer_release(base, rows.seen, elected)
         wait_all()
         if ping_pong and me == 0:
             bar_sync(1, pair)  # takes the turn that was given on when there was nothing left to do

@@ -10,7 +10,7 @@ import functools
 from numba import int32, int64, uint32
 
 from ...config.forward import ITEM_SIZE
-from ...ptx import ld_st, mbarrier, memory, special
+from ...ptx import ld_st, memory, special
 from ..score import longest_first, positions, reads, tile_walk
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
 from ..steps.inlined import inlined
@@ -31,7 +31,6 @@ from .barriers import (
     STATES,
     STOP,
     WORK,
-    WORK_TILES,
     B,
     H,
 )
@@ -48,10 +47,7 @@ def make(config):
     """-> (publish_tile, following, set_back), device functions for one thread."""
     tile_n, group, queries = config.tile_n, config.group_size, config.queries
     l2_rows = config.l2_bytes // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # of K and V
-    places, work_tile_of = barriers.make(config)
-    tile_place_of, tile_phase_of = barriers.ring(WORK_TILES)
-    TILE_FULL, TILE_EMPTY = places[2:4]
-    wait, arrive = mbarrier.wait, mbarrier.arrive
+    rings = barriers.make(config)
     block_count = special.block_count
     store_shared, atomic_add, exchange = ld_st.store_b32, memory.add, memory.exchange
     keys_and_start = positions.make(config)
@@ -137,8 +133,8 @@ def make(config):
     @inlined
     def publish(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop, arrays, strides, sizes):
         """Writes the work tile for the producer and the consumers."""
-        at = work_tile_of(base, i)
-        wait(base + TILE_EMPTY + 8 * tile_place_of(i), tile_phase_of(i) ^ 1)
+        at = rings.work_tile(base, i)
+        rings.tiles.producer_acquire(base, i)
         store_shared(at + WORK, uint32(work))
         store_shared(at + B, uint32(b))
         store_shared(at + H, uint32(h))
@@ -157,7 +153,7 @@ def make(config):
             ask_mask(at, arrays, strides, sizes)
         if has_states:
             leave_empty_out(at, arrays, strides, sizes)
-        arrive(base + TILE_FULL + 8 * tile_place_of(i))
+        rings.tiles.producer_commit(base, i, True)
 
     @inlined
     def publish_tile(base, i, t, arrays, strides, sizes):
@@ -175,7 +171,7 @@ def make(config):
         h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
         publish(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop, arrays, strides, sizes)
         if has_mask or has_states:  # read again, not kept in registers until here
-            work_tile = work_tile_of(base, i)
+            work_tile = rings.work_tile(base, i)
             b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
         return b, h, first_query
 
