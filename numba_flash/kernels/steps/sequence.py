@@ -1,7 +1,7 @@
 """Where a batch entry's rows are, and which tiles of them a block visits.
 
 Every address of a row of lse is `lse_row`, every range of tiles is `key_range` or `query_range`. What these take of a
-batch entry (how many keys are valid, the position of its query 0) comes from score/positions.py.
+batch entry (how many keys are valid, the position of its query 0) comes from kernels/score/positions.py.
 """
 
 from .inlined import inlined
