@@ -1,9 +1,10 @@
 """Config of the Hopper forward (kernels/wgmma/forward.py), and how its warpgroups share registers."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from .forward import L2_BYTES, TensorConfig, panel_of_bias, tile_bytes
+from .shared_memory import layout
 
 
 def check_registers(registers: tuple[int, int], consumers: int) -> None:
@@ -72,7 +73,7 @@ class WgmmaConfig(TensorConfig):
         if self.v_parts > 1 or self.head_dim_padded > 256:
             raise ValueError(f"head_dim must be at most 256, not {self.head_dim} and {self.head_dim_v}")
         check_registers(self.registers, self.consumers)
-        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
+        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def consumers(self) -> int:
@@ -121,16 +122,16 @@ class WgmmaConfig(TensorConfig):
         registers |= self.MASK_REGISTERS if self.has("mask") or self.tile_states else {}
         return registers[self.consumers]
 
-    def shared_offsets(self) -> tuple[int, ...]:
+    def shared_layout(self) -> Any:
         """Where Q, the stages of K, those of V, those of the bias, O's own place, the states of O's rows, barriers and
-        work tiles, and the end are.
-        """
-        k_at = self.q_buffers * tile_bytes(self.tile_m, self.head_dim_padded)
-        v_at = k_at + self.stages * tile_bytes(self.tile_n, self.head_dim_padded)
-        bias_at = v_at + self.stages * tile_bytes(self.tile_n, self.head_dim_v_padded)
+        work tiles, and the end are."""
         boxes = self.bias_stages * self.consumers
-        o_at = bias_at + boxes * self.bias_bytes
-        row_states_at = o_at + (tile_bytes(self.tile_m, self.O_COLUMNS) if self.o_buffer else 0)
-        barriers_at = row_states_at + self.ROW_STATE_BYTES * self.tile_m
-        end = barriers_at + 112 + 32 * self.stages + 4 * 64 + 16 * boxes
-        return 0, k_at, v_at, bias_at, o_at, row_states_at, barriers_at, end
+        return layout(
+            q=self.q_buffers * tile_bytes(self.tile_m, self.head_dim_padded),
+            k=self.stages * tile_bytes(self.tile_n, self.head_dim_padded),
+            v=self.stages * tile_bytes(self.tile_n, self.head_dim_v_padded),
+            bias=boxes * self.bias_bytes,
+            o=tile_bytes(self.tile_m, self.O_COLUMNS) if self.o_buffer else 0,
+            row_states=self.ROW_STATE_BYTES * self.tile_m,
+            barriers=112 + 32 * self.stages + 4 * 64 + 16 * boxes,
+        )

@@ -532,7 +532,7 @@ def test_products_are_in_whole_steps(head_dim, head_dim_v, depth, width, parts, 
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(16, 16), (128, 64)])
 def test_tiles_in_panels_do_not_overlap(head_dim, head_dim_v, tile_m, tile_n):
     config = mma(head_dim=head_dim, head_dim_v=head_dim_v, tile_m=tile_m, tile_n=tile_n, warp_rows=16)
-    q_at, k_at, v_at, row_states_at, tile_at, end = config.shared_offsets()
+    q_at, k_at, v_at, row_states_at, tile_at, end = config.shared_layout()
 
     def size(rows, columns):
         return rows * -(-columns // 64) * 128
@@ -555,7 +555,7 @@ def test_tiles_in_panels_do_not_overlap(head_dim, head_dim_v, tile_m, tile_n):
 @pytest.mark.parametrize(("dtype", "size", "head_dim"), [("float16", 4, 64), ("float64", 8, 64), ("bfloat16", 4, 59)])
 def test_shared_tiles_do_not_overlap(kernel, dtype, size, head_dim):
     config = SimtConfig(kernel, dtype, head_dim, head_dim + 1, tile_m=64, tile_n=32)
-    offsets = config.shared_offsets()
+    offsets = config.shared_layout()
     need = [64 * head_dim, 32 * head_dim, 32 * (head_dim + 1), 64 * 32]
     assert all(offset % 4 == 0 for offset in offsets)
     assert all(b - a >= n for a, b, n in zip(offsets, offsets[1:], need, strict=False))

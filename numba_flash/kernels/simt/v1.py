@@ -30,7 +30,7 @@ from ..steps.tiles import row_base
 def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    q_at, k_at, v_at, s_at, _ = config.shared_offsets()
+    plan = config.shared_layout()
     k_row, v_row = config.k_row, config.v_row
     q_row, s_row = k_row + config.pad, tile_n + config.pad
     write_lse = config.write_lse
@@ -60,10 +60,10 @@ def make(config):
         lm_base = lse_row(b, h, 0, sizes)  # of l, m, lse, and times head_dim_v of acc_o
 
         smem = cuda.shared.array(0, compute)
-        q_smem = shared.pointer(smem, q_at)  # (tile_m, q_row)
-        k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
-        v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
-        s_smem = shared.pointer(smem, s_at)  # (tile_m, s_row)
+        q_smem = shared.pointer(smem, plan.q)  # (tile_m, q_row)
+        k_smem = shared.pointer(smem, plan.k)  # (tile_n, k_row)
+        v_smem = shared.pointer(smem, plan.v)  # (tile_n, v_row)
+        s_smem = shared.pointer(smem, plan.s)  # (tile_m, s_row)
         q_k, s_k = thread * q_row, thread * s_row  # where row k begins in Q_i and S
 
         # listing 4, line 1: l = 0, m = -inf, O = 0; a term of l that is no key's comes first

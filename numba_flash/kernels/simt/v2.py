@@ -33,7 +33,7 @@ DEPTH = 4
 def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    q_at, k_at, v_at, s_at, _ = config.shared_offsets()
+    plan = config.shared_layout()
     k_row, v_row = config.k_row, config.v_row  # head_dim and head_dim_v, rounded up to a multiple of DEPTH
     q_row, s_row = k_row + config.pad, tile_n + config.pad
     wide = (8, 4) if config.dtype == "float64" else (16, 8, 4)
@@ -66,10 +66,10 @@ def make(config):
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
 
         smem = cuda.shared.array(0, compute)  # 0: the launch says how much
-        q_smem = shared.pointer(smem, q_at)  # (tile_m, q_row)
-        k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
-        v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
-        s_smem = shared.pointer(smem, s_at)  # (tile_m, s_row)
+        q_smem = shared.pointer(smem, plan.q)  # (tile_m, q_row)
+        k_smem = shared.pointer(smem, plan.k)  # (tile_n, k_row)
+        v_smem = shared.pointer(smem, plan.v)  # (tile_n, v_row)
+        s_smem = shared.pointer(smem, plan.s)  # (tile_m, s_row)
         s_part = local.array(keys_at_once, compute)  # (keys_at_once,)
         o_part = local.array(columns, compute)  # (columns,)
         o_k = local.array(v_row, compute)  # (v_row,): row k of O_i, in registers

@@ -22,10 +22,10 @@ from ..steps.tiles import row_base
 def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    q_at, do_at, k_at, v_at, ds_at, products_at, _ = config.shared_offsets()
+    plan = config.shared_layout()
     k_row, v_row = config.k_row, config.v_row
     q_row, do_row, s_row = k_row + config.pad, v_row + config.pad, tile_n + config.pad
-    to_product = products_at - ds_at
+    to_product = plan.products - plan.ds
     compute = elements.COMPUTE_TYPES[config.dtype]
     load = elements.loader(config.dtype, compute)
     load_q = tiles.loader(load, compute(0), tile_m, q_row, head_dim)
@@ -49,11 +49,11 @@ def make(config):
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
 
         smem = cuda.shared.array(0, compute)
-        q_smem = shared.pointer(smem, q_at)  # (tile_m, q_row)
-        do_smem = shared.pointer(smem, do_at)  # (tile_m, do_row)
-        k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
-        v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
-        ds_smem = shared.pointer(smem, ds_at)  # (2, tile_m, s_row): dS, and q . k
+        q_smem = shared.pointer(smem, plan.q)  # (tile_m, q_row)
+        do_smem = shared.pointer(smem, plan.do)  # (tile_m, do_row)
+        k_smem = shared.pointer(smem, plan.k)  # (tile_n, k_row)
+        v_smem = shared.pointer(smem, plan.v)  # (tile_n, v_row)
+        ds_smem = shared.pointer(smem, plan.ds)  # (2, tile_m, s_row): dS, and q . k
 
         q_base, do_base = row_base(strides.q, b, h, first_row), row_base(strides.do, b, h, first_row)
         load_q(q_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, tile_m)

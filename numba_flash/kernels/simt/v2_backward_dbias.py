@@ -25,7 +25,7 @@ from ..steps.tiles import row_base
 def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    q_at, do_at, k_at, v_at, ds_at, _ = config.shared_offsets()
+    plan = config.shared_layout()
     k_row, v_row = config.k_row, config.v_row
     q_row, do_row, s_row = k_row + config.pad, v_row + config.pad, tile_n + config.pad
     rows_summed, keys_summed = config.rows_summed, config.keys_summed
@@ -59,11 +59,11 @@ def make(config):
         end_j = n_tiles if keys_summed else own_j + 1
 
         smem = cuda.shared.array(0, compute)
-        q_smem = shared.pointer(smem, q_at)  # (tile_m, q_row)
-        do_smem = shared.pointer(smem, do_at)  # (tile_m, do_row)
-        k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
-        v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
-        ds_smem = shared.pointer(smem, ds_at)  # (tile_m, s_row)
+        q_smem = shared.pointer(smem, plan.q)  # (tile_m, q_row)
+        do_smem = shared.pointer(smem, plan.do)  # (tile_m, do_row)
+        k_smem = shared.pointer(smem, plan.k)  # (tile_n, k_row)
+        v_smem = shared.pointer(smem, plan.v)  # (tile_n, v_row)
+        ds_smem = shared.pointer(smem, plan.ds)  # (tile_m, s_row)
         sums = local.array(width, compute)  # (width,): of this thread's rows, in registers
         q_k, do_k, s_k = thread * q_row, thread * do_row, thread * s_row
         tiles_of_row = RowTiles(q_smem, q_k, do_smem, do_k, ds_smem, s_k, k_smem, v_smem)

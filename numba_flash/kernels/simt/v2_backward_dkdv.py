@@ -28,7 +28,7 @@ from ..steps.tiles import row_base
 def make(config):
     tile_m, tile_n, threads = config.tile_m, config.tile_n, config.threads
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    kv_at, qdo_at, weights_at, derivative_at, _ = config.shared_offsets()
+    plan = config.shared_layout()
     width, kv_row, s_row = config.row, config.row + config.pad, tile_m + config.pad
     write_dk, write_dv, varies = "dk" in config.wanted, "dv" in config.wanted, config.derivative_varies
     drops = config.seeded
@@ -59,12 +59,12 @@ def make(config):
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
 
         smem = cuda.shared.array(0, compute)
-        kv_smem = shared.pointer(smem, kv_at)  # (2 * tile_n, kv_row): K_j, V_j
-        v_smem = shared.pointer(smem, kv_at + tile_n * kv_row)
-        qdo_smem = shared.pointer(smem, qdo_at)  # (2 * tile_m, width): Q_i, dO_i
-        do_smem = shared.pointer(smem, qdo_at + tile_m * width)
-        weights_smem = shared.pointer(smem, weights_at)  # (2 * tile_n, s_row): P, dS
-        derivative_smem = shared.pointer(smem, derivative_at)  # (tile_n, s_row)
+        kv_smem = shared.pointer(smem, plan.kv)  # (2 * tile_n, kv_row): K_j, V_j
+        v_smem = shared.pointer(smem, plan.kv + tile_n * kv_row)
+        qdo_smem = shared.pointer(smem, plan.qdo)  # (2 * tile_m, width): Q_i, dO_i
+        do_smem = shared.pointer(smem, plan.qdo + tile_m * width)
+        weights_smem = shared.pointer(smem, plan.weights)  # (2 * tile_n, s_row): P, dS
+        derivative_smem = shared.pointer(smem, plan.derivative)  # (tile_n, s_row)
         products = local.array(at_once, compute)  # (at_once,)
         acc = local.array(width, compute)  # (width,): this thread's width of dV_j or of dK_j, in registers
 

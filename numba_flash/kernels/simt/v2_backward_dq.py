@@ -23,7 +23,7 @@ from ..steps.tiles import row_base
 def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    q_at, do_at, k_at, v_at, ds_at, _ = config.shared_offsets()
+    plan = config.shared_layout()
     k_row, v_row = config.k_row, config.v_row  # head_dim and head_dim_v, rounded up to whole steps
     q_row, do_row, s_row = k_row + config.pad, v_row + config.pad, tile_n + config.pad
     write_dq, write_shares = "dq" in config.wanted, config.wanted != ("dq",)
@@ -51,11 +51,11 @@ def make(config):
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
 
         smem = cuda.shared.array(0, compute)
-        q_smem = shared.pointer(smem, q_at)  # (tile_m, q_row)
-        do_smem = shared.pointer(smem, do_at)  # (tile_m, do_row)
-        k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
-        v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
-        ds_smem = shared.pointer(smem, ds_at)  # (tile_m, s_row)
+        q_smem = shared.pointer(smem, plan.q)  # (tile_m, q_row)
+        do_smem = shared.pointer(smem, plan.do)  # (tile_m, do_row)
+        k_smem = shared.pointer(smem, plan.k)  # (tile_n, k_row)
+        v_smem = shared.pointer(smem, plan.v)  # (tile_n, v_row)
+        ds_smem = shared.pointer(smem, plan.ds)  # (tile_m, s_row)
         dq_k = local.array(k_row, compute)  # (k_row,): row k of dQ_i, in registers
 
         # listing 8, line 1: load Q_i, dO_i

@@ -40,7 +40,7 @@ from .backward_state import BEGIN, CUT, FREE, MEMBERS, STOP
 
 def make(config):
     tile_m, alignment = config.tile_m, config.ALIGNMENT
-    of_dk, of_dv, plan = config.of_dk, config.of_dv, config.shared_plan()
+    of_dk, of_dv, plan = config.of_dk, config.of_dv, config.shared_layout()
     lse_delta_bytes, bias_bytes = config.lse_delta_bytes, config.bias_bytes
     s_count, frag_count = tile_m // 2, tile_m // 4
     dk_count, dv_count = config.head_dim_padded // 2 if of_dk else 1, config.head_dim_v_padded // 2 if of_dv else 1

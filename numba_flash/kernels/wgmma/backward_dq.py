@@ -40,7 +40,7 @@ def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
     head_dim_padded, head_dim_v_padded, head_dim = config.head_dim_padded, config.head_dim_v_padded, config.head_dim
     alignment, all_consumers = config.ALIGNMENT, 128 * config.consumers
-    plan = config.shared_plan()
+    plan = config.shared_layout()
     s_count, frag_count, blocks, dq_count = tile_n // 2, tile_n // 4, tile_n // 8, head_dim_padded // 2
     varies, padded = config.derivative_varies, config.has("seqlens_k")
 

@@ -23,7 +23,7 @@ def second_part(config):
 
 def make(config, keys, tiles):
     """-> add_dq, a device function. keys: a KeyBlock; tiles: BlockTiles."""
-    tile_m, tile_n, plan = config.tile_m, config.tile_n, config.shared_plan()
+    tile_m, tile_n, plan = config.tile_m, config.tile_n, config.shared_layout()
     part_bytes, second_bytes = config.dq_part_bytes, second_part(config)
     turns_at, ordered, lines = TURNS_AT, config.ordered, config.dq_lines
     fence_global = fence.proxy_async_global

@@ -63,7 +63,7 @@ from .backward_state import BEGIN, CUT, FIRST_ROW, FREE, KEYS, MEMBERS, STEP, ST
 
 def make(config):
     tile_m, tile_n, alignment = config.tile_m, config.tile_n, config.ALIGNMENT
-    head_dim_padded, plan, at = config.head_dim_padded, config.shared_plan(), config.barriers()
+    head_dim_padded, plan, at = config.head_dim_padded, config.shared_layout(), config.barriers()
     lse_delta_bytes, s_count, frag_count = config.lse_delta_bytes, tile_m // 2, tile_m // 4
     dk_count, dv_count, dq_columns = head_dim_padded // 2, config.head_dim_v_padded // 2, 64
     dq_count, part_bytes, ds_bytes = dq_columns // 2, config.dq_part_bytes, config.ds_bytes

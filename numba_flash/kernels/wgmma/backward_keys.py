@@ -62,7 +62,7 @@ def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     of_dk, of_dv, both_ways = config.of_dk, config.of_dv, config.both_ways
-    plan = config.shared_plan()
+    plan = config.shared_layout()
     lse_delta_bytes, members_of_part = config.lse_delta_bytes, config.members
     boxed, fetch_bias, bias_bytes = (
         config.bias_boxes,

@@ -18,7 +18,7 @@ def make(config, own_maps, stream_maps):
 
     own_maps, stream_maps: which of the kernel's tensor maps tiles a and b have; None: there is no such tile.
     """
-    plan, at, rings = config.shared_plan(), config.barriers(), backward_state.pipelines(config)
+    plan, at, rings = config.shared_layout(), config.barriers(), backward_state.pipelines(config)
     own_rows, stream_rows = config.own_rows, config.stream_rows
     maps_address = tma.parameter(f"numba_flash_{config.kernel}")
     load_4d = tma.load_4d

@@ -112,7 +112,7 @@ def sources(config):
 def make(config):
     of_keys, rows, own_rows = config.of_keys, config.stream_rows, config.own_rows
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    plan, (ring_a, ring_b) = config.shared_plan(), backward_state.streamed(config)
+    plan, (ring_a, ring_b) = config.shared_layout(), backward_state.streamed(config)
     a_bytes, b_bytes = config.stream_a_bytes, config.stream_b_bytes
     own_a_part, own_b_part = config.own_a_bytes // config.PARTS, config.own_b_bytes // config.PARTS
     a_words, fetch_a, store_a = parts.loader(rows, head_dim, 64, rows * 128, a_bytes // config.PARTS)

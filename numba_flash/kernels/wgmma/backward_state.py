@@ -84,7 +84,7 @@ def make(config):
 @functools.cache
 def words(config):
     """-> (put, put_position, word, position), device functions."""
-    state = config.shared_plan().state
+    state = config.shared_layout().state
     load_b32, store_b32, idx_b32 = ld_st.load_b32, ld_st.store_b32, shfl.idx_b32
 
     @inlined

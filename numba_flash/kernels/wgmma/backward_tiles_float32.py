@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
 
 
 def make(config):
-    of_dv, has_second, plan, at = config.of_dv, config.has_second, config.shared_plan(), config.barriers()
+    of_dv, has_second, plan, at = config.of_dv, config.has_second, config.shared_layout(), config.barriers()
     ring_a, ring_b = backward_state.streamed(config)
     weights = pipeline(at.weights_full, at.weights_empty, 1)
     a_bytes, b_bytes = config.stream_a_bytes, config.stream_b_bytes

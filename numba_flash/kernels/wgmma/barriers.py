@@ -34,7 +34,7 @@ def make(config) -> Pipelines:
     """8 bytes for each mbarrier: Q's full and empty ones twice, those of work tiles, the one of the scheduler, and then
     those of K and V for each stage, the work tiles, and those of a bias."""
     stages, consumers = config.stages, config.consumers
-    at = config.shared_offsets()[-2]
+    at = config.shared_layout().barriers
     q_full, q_empty, tile_full, tile_empty, asked = at, at + 16, at + 32, at + 64, at + 96
     k_full, v_full, k_empty, v_empty, work_tiles_at = (at + 112 + 8 * stages * i for i in range(5))
     bias_full = work_tiles_at + 64 * WORK_TILES

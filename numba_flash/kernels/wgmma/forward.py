@@ -45,7 +45,7 @@ def make(config):
     tile_n, consumers = config.tile_n, config.consumers
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     group, row_state_bytes, alignment = config.group_size, config.ROW_STATE_BYTES, config.ALIGNMENT
-    _, k_at, v_at, _, o_at, row_states_at, _, _ = config.shared_offsets()
+    plan = config.shared_layout()
     q_panel, kv_panel = config.tile_m * 128, tile_n * 128  # bytes of 64 columns
     k_panels, v_panels = -(-head_dim_padded // 64), -(-head_dim_v_padded // 64)
     q_bytes, k_bytes, v_bytes = q_panel * k_panels, kv_panel * k_panels, kv_panel * v_panels
@@ -105,7 +105,7 @@ def make(config):
             zeros[i] = uint32(0)
         for index in range(rows * 8 + thread, tile_n * 8, all_consumers):
             for panel in range(v_panels):
-                store_shared_v4(base + v_at + stage * v_bytes + panel * kv_panel + index * 16, zeros, 0)
+                store_shared_v4(base + plan.v + stage * v_bytes + panel * kv_panel + index * 16, zeros, 0)
         fence_async()
         bar_sync(4, all_consumers)
 
@@ -119,14 +119,14 @@ def make(config):
     @inlined
     def issue_scores(base, q_desc, acc_s, n):
         """S of the block's n-th tile of keys, which has come."""
-        multiply_q_k(acc_s, q_desc, describe_k(base + k_at + rings.k.stage(n) * k_bytes), 0)
+        multiply_q_k(acc_s, q_desc, describe_k(base + plan.k + rings.k.stage(n) * k_bytes), 0)
         commit()
 
     @inlined
     def issue_outputs(base, acc_o, p_frag, n):
         """P . V of the n-th tile of keys."""
         rings.v.consumer_wait(base, n)
-        multiply_p_v(acc_o, p_frag, describe_v(base + v_at + rings.v.stage(n) * v_bytes), 1)
+        multiply_p_v(acc_o, p_frag, describe_v(base + plan.v + rings.v.stage(n) * v_bytes), 1)
         commit()
 
     @inlined
@@ -230,15 +230,15 @@ def make(config):
             flag = uint32(0) if nonfinite[r] == 0 else uint32(1)
             some_nonfinite |= flag
             if lane & 3 == 0:
-                store_shared(base + row_states_at + row * row_state_bytes, flag)
-                store_shared(base + row_states_at + row * row_state_bytes + 4, lse[r].view(np.uint32))
+                store_shared(base + plan.row_states + row * row_state_bytes, flag)
+                store_shared(base + plan.row_states + row * row_state_bytes + 4, lse[r].view(np.uint32))
                 if write_lse and tile.first_query + query < sizes.seqlen_q:
                     head = tile.h + row - query * group
                     arrays.lse[lse_row(tile.b, head, tile.first_query + query, sizes)] = lse[r] * to_natural
         if o_in_q:
             o_smem = base + rings.q.stage(rows.seen) * q_bytes
         else:
-            o_smem = base + o_at + (first_row >> 4) * o_bytes
+            o_smem = base + plan.o + (first_row >> 4) * o_bytes
         if o_staged:
             # In Q's place a warp writes over 16 rows that only its own quarter of each product has read. So the
             # hardware does it; PTX does not say so.
@@ -246,21 +246,21 @@ def make(config):
             if o_in_q:
                 fence_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
             warp_sync()  # the states of a warp's rows, and the rows, are there for all of its lanes
-            store_rows(first_row, lane, o_smem, base + row_states_at, tile, arrays, strides, sizes)
+            store_rows(first_row, lane, o_smem, base + plan.row_states, tile, arrays, strides, sizes)
             if o_parts > 1:  # no loop, through which ptxas does not follow wgmma's registers
                 warp_sync()  # all lanes have read the first part
                 stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words, 1)
                 warp_sync()
                 second_part = QueryTile(tile.b, tile.h, tile.first_query, int32(1))
-                store_rows(first_row, lane, o_smem, base + row_states_at, second_part, arrays, strides, sizes)
+                store_rows(first_row, lane, o_smem, base + plan.row_states, second_part, arrays, strides, sizes)
         else:
             warp_sync()  # the states of a warp's rows are there for all of its lanes
-            flags = base + row_states_at
+            flags = base + plan.row_states
             write_rows(lane_row, lane_column, lane, flags, acc_o, inverse_l, words, tile, arrays, strides, sizes)
         if any_lane(some_nonfinite) != 0:
             work_tile = rows.work_tile
             tile_keys = TileKeys(word(work_tile + H_KV), word(work_tile + KEYS), position(work_tile))
-            recompute_rows(first_row, lane, base + row_states_at, tile, tile_keys, arrays, strides, sizes, score)
+            recompute_rows(first_row, lane, base + plan.row_states, tile, tile_keys, arrays, strides, sizes, score)
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):

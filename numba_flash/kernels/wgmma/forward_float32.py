@@ -74,7 +74,7 @@ def make(config):
     tile_m, tile_n, consumers = config.tile_m, config.tile_n, config.consumers
     head_dim, head_dim_v, group, queries = config.head_dim, config.head_dim_v, config.group_size, config.queries
     alignment = config.ALIGNMENT
-    _, k_at, v_at, row_states_at, _, _ = config.shared_offsets()
+    plan = config.shared_layout()
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of a panel of a part
     k_panels, v_panels, v_columns = -(-config.head_dim_padded // 64), config.v_panels, config.v_columns
     k_part, v_part = kv_panel * k_panels, kv_panel * v_panels
@@ -166,12 +166,12 @@ def make(config):
             while j >= begin:
                 fetch(raw, fetch_k, arrays.k, strides.k, work_tile, j)
                 rings.k.producer_acquire(base, n)
-                store_k(raw, base + k_at + rings.k.stage(n) * k_bytes, two, special.thread_index())
+                store_k(raw, base + plan.k + rings.k.stage(n) * k_bytes, two, special.thread_index())
                 make_visible()
                 rings.k.producer_commit(base, n, elected())
                 fetch(raw, fetch_v, arrays.v, strides.v, work_tile, j)
                 rings.v.producer_acquire(base, n)
-                store_v(raw, base + v_at + rings.v.stage(n) * v_bytes, two, special.thread_index())
+                store_v(raw, base + plan.v + rings.v.stage(n) * v_bytes, two, special.thread_index())
                 make_visible()
                 rings.v.producer_commit(base, n, elected())
                 n = int32(n + 1)
@@ -252,7 +252,7 @@ def make(config):
         my_turn(me)
         issue_scores(
             describe_k(base + special.opaque(me * (64 * 128))),
-            describe_k(base + k_at + rings.k.stage(n) * k_bytes),
+            describe_k(base + plan.k + rings.k.stage(n) * k_bytes),
             acc_s,
             part_1,
             part_2,
@@ -303,7 +303,7 @@ def make(config):
         even, odd = local.array(panel_count, float32), local.array(panel_count, float32)
         rings.v.consumer_wait(base, n)
         my_turn(me)
-        v_desc = describe_v(base + v_at + rings.v.stage(n) * v_bytes)
+        v_desc = describe_v(base + plan.v + rings.v.stage(n) * v_bytes)
         issue_panel(FIRST, me, even, p_frag, v_desc)
         issue_panel(SECOND, me, odd, p_frag, v_desc)
         add_0(acc_o, even)
@@ -347,7 +347,7 @@ def make(config):
         finish(m, l, inverse_l, lse)
         if drops:
             count_kept(inverse_l, score)
-        row_states = base + row_states_at
+        row_states = base + plan.row_states
         nonfinite = write_rows(acc_o, inverse_l, lse, row_states, first_row, lane, tile, arrays, strides, sizes)
         if vote.any_lane(nonfinite) != 0:
             tile_keys = TileKeys(word(work_tile + H_KV), word(work_tile + KEYS), position(work_tile))

@@ -35,7 +35,7 @@ def make(config):
     tile_m, tile_n, consumers = config.tile_m, config.tile_n, config.consumers
     q_buffers = config.q_buffers
     group = config.group_size
-    _, k_at, v_at, bias_at, *_ = config.shared_offsets()
+    plan = config.shared_layout()
     bias_bytes = config.bias_bytes
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 64 columns
     k_panels, v_panels = -(-config.head_dim_padded // 64), -(-config.head_dim_v_padded // 64)
@@ -47,8 +47,8 @@ def make(config):
     walk = tile_walk.make(config)
     has_states, behind = walk.present, walk.behind
     set_up = barriers.starter(config, 1)
-    k_tiles = Tiles(rings.k, k_at, k_bytes, k_panels, 128)
-    v_tiles = Tiles(rings.v, v_at, v_bytes, v_panels, 256)
+    k_tiles = Tiles(rings.k, plan.k, k_bytes, k_panels, 128)
+    v_tiles = Tiles(rings.v, plan.v, v_bytes, v_panels, 256)
 
     @inlined
     def load_q(base, i, h, first_query, b):
@@ -149,7 +149,7 @@ def make(config):
             while j >= begin:
                 for consumer in range(consumers):
                     full = rings.bias.producer_expect(base + 8 * consumer, n, bias_bytes)
-                    to = base + bias_at + (rings.bias.stage(n) * consumers + consumer) * bias_bytes
+                    to = base + plan.bias + (rings.bias.stage(n) * consumers + consumer) * bias_bytes
                     fetch_bias(to, full, int32(first_query + 64 * consumer), int32(j * tile_n), h, b, strides)
                 n = int32(n + 1)
                 j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)

@@ -54,7 +54,7 @@ def make(config, sides):
     _, visible, finish, mask_scores = fragments.tile(config, 1)
     boxes, blocks, consumers = bias_boxes.make(config, 64), config.tile_n // 8, config.consumers
     boxed, place_of_bias, load_boxed = boxes.present, boxes.place, boxes.load
-    bias_at, bias_bytes = config.shared_offsets()[3], config.bias_bytes
+    bias_at, bias_bytes = config.shared_layout().bias, config.bias_bytes
     ring = barriers.make(config).bias
     functions, has_score_mod = fragment_functions.make(config), config.has("score_mod")
     has_functions, apply_masked, apply_inside = functions.present, functions.apply, functions.apply_inside
