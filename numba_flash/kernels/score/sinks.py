@@ -39,7 +39,8 @@ def head_gradient(config: Any) -> HeadGradient:
         lse = arrays.lse[(b * sizes.heads + h) * sizes.seqlen_q + q_index]
         weight = compute(0)
         if lse != minus_inf:  # otherwise neither the row nor its sink has a weight
-            weight = math.exp(load(arrays.sinks, b * strides.sinks[0] + h * strides.sinks[1]) - lse)
+            exponent = load(arrays.sinks, b * strides.sinks[0] + h * strides.sinks[1]) - lse
+            weight = math.exp(compute(0) if exponent > compute(0) else exponent)  # above 0 is the rounding of lse
         if weight != 0:
             return -weight * delta_of(b * sizes.heads + h, q_index, arrays, sizes)
         return compute(0)
