@@ -115,8 +115,8 @@ def backward(
 ) -> Gradients:
     """The gradients of sum(do * o) + sum(dlse * lse), all float64; the other arguments are those of `forward`.
 
-    P is not kept from the forward but computed again, P = e^(S - lse). e^(S - m) / l is the same without the rounding of
-    lse, which is that of P where |S| is large. Then, by equations 13 to 18 of docs/algorithm.md,
+    P is not kept from the forward but computed again, P = e^(S - lse). e^(S - m) / l is the same without the rounding
+    of lse, which is that of P where |S| is large. Then, by equations 13 to 18 of docs/algorithm.md,
 
         dV = P^T dO    dP = dO V^T    dS = P * (dP - delta)    dQ = dS K    dK = dS^T Q
 
@@ -279,7 +279,7 @@ def unrounded(lse: NDArray, own: NDArray) -> NDArray:
 
 
 def _weights(s: Array, sinks: NDArray | None) -> tuple[Array, Array, Array, Array]:
-    """-> (e^(s - m), e^(sink - m), m, l) of scores that are -inf where a key is not seen. l is the sum of the others."""
+    """-> (e^(s - m), e^(sink - m), m, l) of scores that are -inf where a key is not seen. l is the sum of both."""
     sink = _of_rows(sinks)
     m = np.maximum(np.max(s, axis=-1, keepdims=True, initial=-np.inf), sink)
     shift = np.where(m == -np.inf, 0.0, m)

@@ -332,8 +332,8 @@ def test_a_key_without_weight_gets_nothing_from_a_row_that_is_struck(rung):
     assert np.isnan(gradients.dk[:, :, 0]).any() and np.isnan(gradients.dv[:, :, last]).any()
 
 
-# The bound of check_gradients is in units of the largest lse, and would let everything pass. But for the rounding of lse
-# itself nothing is lost: P = e^(S - lse) of the lse that is given, at most 1. All scores are the bias.
+# The bound of check_gradients is in units of the largest lse, and would let everything pass. But for the rounding of
+# lse itself nothing is lost: P = e^(S - lse) of the lse that is given, at most 1. All scores are the bias.
 @pytest.mark.parametrize("sign", [-1, 1])
 @pytest.mark.parametrize("level", contract.LEVELS)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])

@@ -96,8 +96,8 @@ def outer_gradients(case: Case, seed: int, strange_strides: bool = False) -> tup
 def _gradient_floors(
     case: Case, do: np.ndarray, o: np.ndarray, lse: np.ndarray, dlse: np.ndarray | None, aux: Sequence[int]
 ) -> AttentionGradients:
-    """What rounding each number once does to what the gradients are sums of: P, by the rounding of its score and of lse,
-    dP and delta, by that of the products in them, and what a derivative of the scores lets through."""
+    """What rounding each number once does to what the gradients are sums of: P, by the rounding of its score and of
+    lse, dP and delta, by that of the products in them, and what a derivative of the scores lets through."""
     wide = Case(finite(case.q), finite(case.k), finite(case.v), dict(case.options))
     if "bias" in case.options:
         wide.options["bias"] = np.where(case.options["bias"] == -np.inf, -np.inf, finite(case.options["bias"]))

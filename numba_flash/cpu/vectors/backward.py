@@ -62,7 +62,7 @@ def score_gradients(what):
     """
 
     def build(b, shape, s, dp, slopes, keys, scale_log2, shift, delta):
-        """s (keys, lanes) becomes p = exp2(scale_log2 * s + shift), at most 1, and dp becomes p * (dp - delta) * slopes.
+        """s (keys, lanes) becomes p = exp2(scale_log2 * s + shift), at most 1; dp becomes p * (dp - delta) * slopes.
 
         shift and delta are (lanes,), shift being -lse in powers of 2, or -inf for a row without weight, whatever its
         scores hold; a score of -inf has none, whatever shift holds. Where p is 0 the gradient is 0, whatever dp and
