@@ -14,6 +14,7 @@ from ..gpu import tile_counters
 from ..gpu.compiled import AnyConfig, compiled, entry_name, source
 from ..gpu.launcher import Launcher, packed
 from ..gpu.stream_numbers import number_of
+from ..machine import toolchain
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import Operands
@@ -400,7 +401,8 @@ class OnCpu(_ByAddresses):
 
 
 def _cpu() -> Any:
-    from ..cpu import forward as cpu
+    with toolchain.importing():
+        from ..cpu import forward as cpu
 
     return cpu
 

@@ -11,7 +11,6 @@ import importlib
 import os
 import re
 import sys
-import threading
 import time
 import types
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ..machine import toolchain
 from ..machine.announce import announce
 from ..machine.cache_folder import cache_folder, complain
+from ..machine.forked import compile_lock
 from ..select import tensor_maps
 from ..select.arguments import HEAD_SUMS, SEED
 from ..select.arguments import types as parameter_types
@@ -79,7 +79,6 @@ MODULES = {
 # driver that assembles a whole program may be older than the compiler, but not older than the GPU.
 PTX_VERSIONS = dict.fromkeys([(8, 0), (8, 6), (8, 7), (8, 9), (9, 0)], "8.0")
 PTX_VERSIONS |= {(10, 0): "8.6", (10, 3): "8.8", (12, 0): "8.7", (12, 1): "8.8"}
-_lock = threading.RLock()
 _kernels: dict[tuple[AnyConfig, int], Any] = {}
 
 
@@ -87,7 +86,7 @@ def compiled(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
     """The kernel, loaded for a CUDA device: a cuda.core Kernel."""
     kernel = _kernels.get((config, device))
     if kernel is None:
-        with _lock:  # if two threads ask for the same kernel, only one compiles it
+        with compile_lock:  # if two threads ask for the same kernel, only one compiles it
             kernel = _kernels.get((config, device))
             if kernel is None:
                 kernel = _kernels[config, device] = _load(config, device, cc)
@@ -165,7 +164,7 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
     blocks = config.blocks_per_sm  # the registers must suffice for so many
     if blocks:
         options["launch_bounds"] = (config.threads, blocks)
-    with _lock, _compiling_for(cc), toolchain.compiling():
+    with toolchain.compiling(), _compiling_for(cc):
         function = source(config).py_func
         target = (*cc, "a") if cc >= (9, 0) else cc  # as in `architecture`
         try:
