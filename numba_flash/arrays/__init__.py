@@ -29,6 +29,7 @@ from .reading import one_go as one_go
 from .reading import read as read
 from .recording import NeedsBridge as NeedsBridge
 from .recording import refuse_jax_tracer as refuse_jax_tracer
+from .recording import shown as shown
 from .streams import core_stream as core_stream
 from .streams import move as move
 from .streams import stream_of as stream_of

@@ -63,10 +63,11 @@ def run(q: Any, k: Any, v: Any, options: Given, return_lse: Any, out: Any, strea
     if seed is not None or problem.numbers:
         given = with_seed(given, OWN, problem, seed)
     blocks = None if options[OF_FUNCTIONS] is None else caller_functions().block_mask_of(options[OF_FUNCTIONS])
-    if blocks is None:
-        launch.run(given, work_on)
-    else:
-        launch.run_with_blocks(given, work_on, blocks)
+    with arrays.shown(like.layout.family, "numba_flash.attention"):
+        if blocks is None:
+            launch.run(given, work_on)
+        else:
+            launch.run_with_blocks(given, work_on, blocks)
     again = find(q, k, v, options, return_lse, out, kernel) if stream is None else None
     if again is not None and is_repeatable(launch, q, k, v):
         of_o, of_lse = (problem.o_shape, problem.dtype), (problem.lse_shape, problem.compute_dtype)
