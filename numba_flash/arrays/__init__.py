@@ -5,6 +5,7 @@ waiting for the device. No framework is imported here that the caller did not im
 type names its family, and the family's module is then in sys.modules already. No attention words.
 """
 
+from .dlpack import as_bfloat16 as as_bfloat16
 from .layout import AUX_DTYPES as AUX_DTYPES
 from .layout import DTYPES as DTYPES
 from .layout import ITEM_SIZE as ITEM_SIZE
@@ -15,7 +16,6 @@ from .layout import host_pointer as host_pointer
 from .layout import host_view as host_view
 from .layout import is_array as is_array
 from .layout import jax_layout as jax_layout
-from .making import as_bfloat16 as as_bfloat16
 from .making import empty as empty
 from .making import empty_for as empty_for
 from .making import give as give
