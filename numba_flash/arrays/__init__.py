@@ -5,7 +5,6 @@ waiting for the device. No framework is imported here that the caller did not im
 type names its family, and the family's module is then in sys.modules already. No attention words.
 """
 
-from .dlpack import as_bfloat16 as as_bfloat16
 from .layout import AUX_DTYPES as AUX_DTYPES
 from .layout import DTYPES as DTYPES
 from .layout import ITEM_SIZE as ITEM_SIZE
@@ -22,6 +21,7 @@ from .making import give as give
 from .making import note_writing as note_writing
 from .making import scratch as scratch
 from .one_go import OneGo as OneGo
+from .reading import as_bfloat16 as as_bfloat16
 from .reading import checks as checks
 from .reading import differentiated as differentiated
 from .reading import jax_addresses as jax_addresses

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from .dlpack import as_bfloat16
 from .layout import Array, Layout, contiguous_like, host_pointer, numpy_dtype
 from .one_go import cupy_maker, numpy_maker, torch_maker
-from .reading import is_transformed, read_numba, read_numpy
+from .reading import as_bfloat16, is_transformed, read_numba, read_numpy
 from .recording import NeedsBridge
 from .streams import LEGACY_DEFAULT, core_stream, current_stream
 

@@ -7,10 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
-from torch.nn.attention import flex_attention as flex  # noqa: E402
-
 from numba_flash.compat.flash_attn import flash_attn_func  # noqa: E402
-from numba_flash.compat.flex_attention import flex_attention  # noqa: E402
 from numba_flash.compat.torch import scaled_dot_product_attention  # noqa: E402
 
 MASK = torch.rand(1, 1, 6, 6, generator=torch.Generator().manual_seed(1)) < 0.7
@@ -33,7 +30,15 @@ CASES = {
         deterministic=[True],
         return_attn_probs=[True],
     ),
-    flex_attention: dict(
+}
+NO_GRAPH = set()  # which torch.compile leaves its graph for
+if importlib.util.find_spec("torch.nn.attention.flex_attention") is not None:  # from torch 2.5 on
+    from torch.nn.attention import flex_attention as flex
+
+    from numba_flash.compat.flex_attention import flex_attention
+
+    NO_GRAPH.add(flex_attention)
+    CASES[flex_attention] = dict(
         score_mod=[lambda score, b, h, q_idx, kv_idx: score + (kv_idx - q_idx)],
         block_mask=["causal"],
         scale=[0.3],
@@ -41,8 +46,7 @@ CASES = {
         return_lse=[True],
         kernel_options=[dict(BLOCK_M=16)],
         return_aux=["lse"],
-    ),
-}
+    )
 FIRST = dict.fromkeys(CASES, 3)  # how many arguments come before the optional ones
 if importlib.util.find_spec("transformers") is not None:
     from numba_flash.compat.transformers import attention as of_transformers
@@ -57,7 +61,6 @@ if importlib.util.find_spec("transformers") is not None:
         others=[dict(sinks=SLOPES)],
     )
     FIRST[of_transformers] = 5
-NO_GRAPH = {flex_attention}  # which torch.compile leaves its graph for
 EVERY = [
     (function, name, value) for function, names in CASES.items() for name, values in names.items() for value in values
 ]
