@@ -1,7 +1,6 @@
 """New arrays of the caller's own library, scratch memory of any, and how they are handed over."""
 
 import contextlib
-import ctypes
 import functools
 import math
 import sys
@@ -12,7 +11,7 @@ import numpy as np
 
 from .layout import Array, Layout, contiguous_like, host_pointer, numpy_dtype
 from .one_go import cupy_maker, numpy_maker, torch_maker
-from .reading import is_transformed, read_numba, read_numpy
+from .reading import as_bfloat16, is_transformed, read_numba, read_numpy
 from .recording import NeedsBridge
 from .streams import LEGACY_DEFAULT, core_stream, current_stream
 
@@ -158,19 +157,6 @@ class _Handover:
             Stream.from_handle(stream).wait(LEGACY_DEFAULT_STREAM)
         capsule = self._view.__dlpack__(stream=-1, **options)
         return as_bfloat16(capsule) if self._view.dtype == np.int16 else capsule
-
-
-def as_bfloat16(capsule: Any) -> Any:
-    """A DLPack capsule of int16 as one of bfloat16. A field of dlpack.h's DLTensor is written in place: code of dtype,
-    20 bytes from its beginning, which is that of the capsule or, since version 1.0, 32 bytes behind it."""
-    # Prototypes of our own: ctypes.pythonapi's functions are shared by everyone in the process.
-    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
-    pointer_of = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))
-    name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
-    name = name_of(capsule)
-    tensor = pointer_of(capsule, name) + (32 if name == b"dltensor_versioned" else 0)
-    ctypes.c_uint8.from_address(tensor + 20).value = 4  # kDLBfloat
-    return capsule
 
 
 def aligned_memory(shape: tuple[int, ...], dtype: np.dtype, alignment: int = 64) -> np.ndarray:

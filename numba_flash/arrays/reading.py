@@ -1,12 +1,22 @@
 """`read`: an array of any library as an Array. An array's own type names its family."""
 
+import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from .layout import CUPY_LAYOUTS, LAYOUTS_OF, NUMPY_LAYOUTS, TORCH_LAYOUTS, Array, host_pointer, strides_of_contiguous
+from .layout import (
+    CUPY_LAYOUTS,
+    LAYOUTS_OF,
+    NUMPY_LAYOUTS,
+    TORCH_LAYOUTS,
+    Array,
+    host_pointer,
+    numpy_dtype,
+    strides_of_contiguous,
+)
 from .one_go import NUMPY, OneGo, of_cupy, of_torch
 from .recording import NeedsBridge, refuse_jax_tracer, torch_check, torch_differentiates
 from .streams import LEGACY_DEFAULT
@@ -126,7 +136,9 @@ def read_numba(x: Any) -> Array:
 
 def _dlpack(x: Any, family: str = "foreign") -> Array:
     if x.__dlpack_device__()[0] == 1:  # kDLCPU
-        host = np.from_dlpack(x)
+        bits = _Bits(x)
+        host = np.from_dlpack(bits)
+        host = host.view(numpy_dtype("bfloat16")) if bits.bfloat16 else host
         facts = LAYOUTS_OF[family][None, host.shape, host.strides, 1, host.dtype, not host.flags.writeable]
         return Array(host_pointer(host), facts, x, host)
     from cuda.core.utils import StridedMemoryView
@@ -137,6 +149,51 @@ def _dlpack(x: Any, family: str = "foreign") -> Array:
     readonly = view.readonly or family == "jax"
     facts = LAYOUTS_OF[family][view.device_id, tuple(view.shape), tuple(strides), dtype.itemsize, dtype, readonly]
     return Array(view.ptr, facts, x, view, LEGACY_DEFAULT)
+
+
+class DLDataType(ctypes.Structure):
+    """Of dlpack.h."""
+
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+INT, BFLOAT = 0, 4  # codes of it
+
+
+def as_bfloat16(capsule: Any) -> Any:
+    """A DLPack capsule of int16 as one of bfloat16."""
+    dtype_of(capsule).code = BFLOAT
+    return capsule
+
+
+def dtype_of(capsule: Any) -> DLDataType:
+    """The dtype in a DLPack capsule, which may be written: 20 bytes from the beginning of the DLTensor, which is that
+    of the capsule or, since version 1.0, 32 bytes behind it."""
+    # Prototypes of our own: ctypes.pythonapi's functions are shared by everyone in the process.
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    pointer_of = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))
+    name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
+    name = name_of(capsule)
+    tensor = pointer_of(capsule, name) + (32 if name == b"dltensor_versioned" else 0)
+    return DLDataType.from_address(tensor + 20)
+
+
+class _Bits:
+    """An array by DLPack for NumPy, which knows no bfloat16 there and gets it as int16."""
+
+    def __init__(self, x: Any):
+        self.x, self.bfloat16 = x, False
+
+    def __dlpack_device__(self) -> Any:
+        return self.x.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        capsule = self.x.__dlpack__(**options)
+        dtype = dtype_of(capsule)
+        self.bfloat16 = (dtype.code, dtype.bits) == (BFLOAT, 16)
+        if self.bfloat16:
+            dtype.code = INT
+        return capsule
 
 
 def _device_of(pointer: int) -> int:
@@ -173,6 +230,10 @@ def read(name: str, x: Any) -> Array:
     except (TypeError, NotImplementedError, ValueError) as error:
         error.args = (f"{name}: {error}",)
         raise
+    except Exception as error:
+        if reader not in (_dlpack, _cuda_interface):
+            raise
+        raise TypeError(f"{name}: {type(x).__name__} cannot be read, {type(error).__name__}: {error}") from error
 
 
 def _reader_for(name: str, x: Any) -> Callable[[Any], Array]:
