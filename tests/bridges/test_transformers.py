@@ -390,14 +390,6 @@ def test_what_a_model_writes_to_its_mask_counts(write, guard):
         assert seen(made, 1, 4, 4).all()
 
 
-def test_a_model_may_make_its_mask_longer():
-    """DeepSeek V4 asks whether its mask is a tensor, and then appends what says which compressed keys are seen."""
-    made = bridge.visible(1, 4, 4)
-    assert isinstance(made, torch.Tensor) and isinstance(made, bridge.Visible)
-    longer = torch.cat([made, torch.zeros(1, 1, 4, 2)], dim=-1)
-    assert torch.equal(longer[0, 0] == 0, torch.cat([torch.ones(4, 4).tril(), torch.ones(4, 2)], dim=-1).bool())
-
-
 def test_no_mask_slows_padded_prompts_down(monkeypatch):
     """A mask of any kind leaves the fast kernels: padding on one side never becomes one."""
     asked = spied(monkeypatch)
