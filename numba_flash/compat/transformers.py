@@ -291,9 +291,13 @@ def _padded(window: Window, offset: Any, padding: torch.Tensor, q_length: int) -
         stretch = _of_stretch(window, offset, start, length, within, q_length)
         return stretch | dict(masked=masked, proof=(padding == within).all().to("cpu"))
     every, one, front = torch.stack([padding.all(), (padding == within).all(), ~start.any()]).tolist()
-    if every:
+    # A position on the device is that of a static cache. All its steps are described alike, whatever the padding is:
+    # one compiled program, or CUDA graph, serves them.
+    static = isinstance(offset, torch.Tensor)
+    if every and not static:
         return dict(options=dict(window=window, q_offset=offset))
     if one:
+        front &= not (static and q_length == 1)
         return _of_stretch(window, offset, None if front else start, length, within, q_length)
     return dict(options=masked)
 

@@ -134,6 +134,22 @@ def test_layers_compiled_one_by_one(build, side, graphs, device):
     assert count.graphs == graphs
 
 
+@pytest.mark.parametrize("left", [0, 3])
+@pytest.mark.parametrize("size", [None, 4])
+def test_the_steps_of_a_static_cache_are_described_alike(size, left, no_matrix):
+    """Also where no padding is seen: the last step fills the cache, and a window leaves the padding behind."""
+    causal = masking_utils.causal_mask_function
+    function = causal if size is None else masking_utils.sliding_window_causal_mask_function(size)
+    found = []
+    for position in range(4, 12):
+        padding = torch.ones(2, 12, dtype=torch.bool)
+        padding[0, :left] = padding[:, position + 1 :] = False
+        first, keys = (0, 12) if size is None else (max(0, position + 1 - size), size)
+        made = bridge.visible(2, 1, keys, torch.tensor(position), first, function, padding, size)
+        found.append((made.start, {name: getattr(x, "shape", x) for name, x in made.options.items()}))
+    assert all(form == found[0] for form in found)
+
+
 def moved_by_a_hook(module, arguments, named):
     """What accelerate does before the forward of each module that is on a device of its own."""
     return torch.utils._pytree.tree_map(
