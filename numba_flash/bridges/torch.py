@@ -37,7 +37,7 @@ def attention(
     v: Any,
     *,
     dropout_p: float = NO_DROPOUT,
-    seed: int | None = None,
+    seed: Any = None,
     block_mask: Any = None,
     return_lse: bool = False,
     out: Any = None,
@@ -63,8 +63,8 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
 
     torch.func.grad, vjp, jacrev and vmap take it, in any order. vmap makes the mapped dimension part of the batch and
     calls once. That costs nothing for tensors that are contiguous with the mapped dimension first, and for those that
-    are not mapped and have a batch of 1; others are copied into such a form. With score_mod or mask_mod, which are told
-    the batch entry, it makes a call for each.
+    are not mapped and have a batch of 1; others are copied into such a form. With score_mod, mask_mod or dropout, which
+    are told the batch entry, it makes a call for each, in which the entries are those of its own batch.
     """
     options = Options(*options)
     if out is not None or stream is not None:
@@ -81,7 +81,8 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
     elif torch._C._get_tracing_state() is not None or recording.recording_mode() is not None:
         o, lse = operation(*taken_apart(q, k, v, options, kernel))
     else:
-        if options.arrays is None and not isinstance(options.q_offset, Tensor):  # autograd is told of three tensors
+        if options.arrays is None and not (isinstance(options.q_offset, Tensor) or isinstance(options.seed, Tensor)):
+            # autograd is told of three tensors
             tensors, call = (q, k, v), Call(options, kernel)
         else:
             tensors, call = taken_apart(q, k, v, options, kernel)

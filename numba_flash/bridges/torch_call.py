@@ -19,7 +19,8 @@ from ..problem.options import GRADIENT_OF as ARRAY_OF_GRADIENT
 from ..select import rungs
 
 # The first arguments of both operations, which are tensors; and where the one stands that a gradient is of.
-ARRAYS = ("q", "k", "v", *ARRAY_NAMES)
+ARRAYS = ("q", "k", "v", *ARRAY_NAMES, "seed")
+SEED = ARRAYS.index("seed")
 NO_ARRAYS = (None,) * len(OPTION_ARRAYS)
 GRADIENT_OF = {name: ARRAYS.index(of) for name, of in ARRAY_OF_GRADIENT.items()}
 NO_SECOND_GRADIENTS = "the gradients of numba_flash.attention have no gradients themselves yet"
@@ -27,7 +28,7 @@ NO_SECOND_GRADIENTS = "the gradients of numba_flash.attention have no gradients 
 
 class Call(NamedTuple):
     """The arguments that are no tensors: Options without its arrays and aux, with its functions as they were read when
-    the forward ran, and the kernel."""
+    the forward ran, and the kernel. A seed is in it only if it is a number."""
 
     options: Options
     kernel: str
@@ -36,19 +37,39 @@ class Call(NamedTuple):
 def taken_apart(q: Any, k: Any, v: Any, options: Options, kernel: str) -> tuple[tuple[Any, ...], Call]:
     """-> the tensors in the order of ARRAYS, behind them those of aux, and the rest."""
     offsets, q_offset = (options.q_offset, None) if isinstance(options.q_offset, Tensor) else (None, options.q_offset)
+    seeds, seed = (options.seed, None) if isinstance(options.seed, Tensor) else (None, options.seed)
+    if seeds is not None and (seeds.numel() != 1 or seeds.is_floating_point() or seeds.dtype == torch.bool):
+        raise TypeError(f"seed must be a whole number, or a tensor of one, not {seeds.dtype} of {tuple(seeds.shape)}")
     functions, aux = (None, ()) if options.functions is None else caller_functions.functions_of(options.functions)
-    tensors = (q, k, v, *(options.arrays or NO_ARRAYS), offsets, *aux)
-    rest = options._replace(q_offset=q_offset, arrays=None, functions=functions)
+    tensors = (q, k, v, *(options.arrays or NO_ARRAYS), offsets, seeds, *aux)
+    rest = options._replace(q_offset=q_offset, arrays=None, functions=functions, seed=seed)
     return tensors, Call(rest, kernel)
+
+
+def seed_words(seed: Any) -> Tensor:
+    """A number as a tensor in host memory: its lower 32 bits and the others. torch's own numbers end at 2**63."""
+    if isinstance(seed, bool) or not isinstance(seed, int | torch.SymInt):
+        seed = dispatch.seed_number(seed)
+    words = (seed % 2**32, seed // 2**32)
+    return torch.stack([torch.full((), word, dtype=torch.int64, device="cpu") for word in words])
+
+
+def _seed_of(seed: Tensor) -> Any:
+    """The number of a seed's words; what a caller gave stays what it is."""
+    if seed.numel() == 1:
+        return seed
+    low, high = seed.tolist()
+    return low + high * 2**32
 
 
 def put_together(call: Call, tensors: Any) -> tuple[Any, Any, Any, Options]:
     """-> q, k, v and the options with their tensors."""
     if len(tensors) == 3:
         return (*tensors, call.options)
-    q, k, v, *arrays_given, offsets = tensors[: len(ARRAYS)]
+    q, k, v, *arrays_given, offsets, seeds = tensors[: len(ARRAYS)]
     causal, window, q_offset, numbers, _, functions, layout, seed = call.options
     q_offset = q_offset if offsets is None else offsets
+    seed = seed if seeds is None else _seed_of(seeds)
     functions = None if functions is None else (*functions, tuple(tensors[len(ARRAYS) :]))
     return q, k, v, Options(causal, window, q_offset, numbers, tuple(arrays_given), functions, layout, seed)
 

@@ -10,16 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from .. import arrays
-from ..problem.options import SEEDED
 from . import torch_vmap
-from .torch_call import ARRAYS, Call, forward_now
+from .torch_call import Call, forward_now
 from .torch_eager import Recorded
 from .torch_operations import operation
-
-NO_MAPPED_SEED = (
-    f"{SEEDED} is not implemented under torch.func.vmap, because which weights count depends on the batch entry; make "
-    "the mapped dimension part of the batch yourself"
-)
 
 
 class Transformed(Recorded):
@@ -41,16 +35,5 @@ class Transformed(Recorded):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], call: Call, *tensors: Any) -> Any:
-        if call.options.seed is not None:
-            raise NotImplementedError(NO_MAPPED_SEED)
-        if call.options.functions is not None:
-            return torch_vmap.one_by_one(
-                functools.partial(Transformed.apply, call), info.batch_size, in_dims[1:], tensors
-            )
-        size, batch = info.batch_size, torch_vmap.own_shape(tensors[0], in_dims[1])[0]
-        folded = [
-            torch_vmap.fold(name, x, dim, size, batch)
-            for name, x, dim in zip(ARRAYS, tensors, in_dims[1:], strict=True)
-        ]
-        results = Transformed.apply(call, *folded)
-        return tuple(torch_vmap.unfold(x, size, batch) for x in results), (0, 0)
+        attend = functools.partial(Transformed.apply, call)
+        return torch_vmap.map_forward(attend, info.batch_size, in_dims[1:], call, tensors)

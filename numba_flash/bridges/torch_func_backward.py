@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import arrays
 from . import torch_vmap
-from .torch_call import ARRAYS, GRADIENT_OF, Call, all_gradients, no_second_gradients, no_tangents
+from .torch_call import Call, all_gradients, no_second_gradients, no_tangents
 from .torch_operations import gradients_operation
 
 
@@ -32,24 +32,5 @@ class TransformedGradients(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, wanted: tuple[str, ...], *tensors: Any) -> Any:
-        if call.options.functions is not None:
-            one = functools.partial(TransformedGradients.apply, call, wanted)
-            return torch_vmap.one_by_one(one, info.batch_size, in_dims[2:], tensors)
-        names, dims = ("do", "dlse", "o", "lse", *ARRAYS), in_dims[2:]
-        given = {name: (x, dim) for name, x, dim in zip(names, tensors, dims, strict=True)}
-        size, batch = info.batch_size, torch_vmap.own_shape(*given["o"])[0]
-        of = {name: ARRAYS[GRADIENT_OF[name]] for name in wanted}
-        folded: dict[str, Any] = {
-            name: torch_vmap.fold(name, x, dim, size, batch, own=name in of.values())
-            for name, (x, dim) in given.items()
-        }
-        for name in of.values():
-            if torch_vmap.is_summed(name, *given[name], batch):
-                folded[name] = folded[name].to(given["lse"][0].dtype)  # rounded once, when all is added up
-        found = TransformedGradients.apply(call, wanted, *folded.values())
-        results = [
-            torch_vmap.unfold_gradient(gradient, name, torch_vmap.own_shape(*given[name]), size, batch)
-            for gradient, name in zip(found, of.values(), strict=True)
-        ]
-        results = [x.to(given[name][0].dtype) for x, name in zip(results, of.values(), strict=True)]
-        return tuple(results), (0,) * len(results)
+        compute = functools.partial(TransformedGradients.apply, call, wanted)
+        return torch_vmap.map_gradients(compute, info.batch_size, in_dims[2:], call, wanted, tensors)

@@ -1,27 +1,47 @@
 """attention() and its gradients as operations of torch's dispatcher, with schemas and the shapes of their results.
 
-Everything that traces sees them there: torch.compile, torch.export, tracers, modes, FakeTensor, the meta device.
+Everything that traces sees them there: torch.compile, torch.export, tracers, modes, FakeTensor, the meta device, and
+torch.func inside of those. torch.library.custom_op makes operations that torch.func.grad cannot differentiate, so that
+they are made of what lies below it: `_recorded` is what custom_op registers, for one level of transforms at a time.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..arrays import recording
 from ..problem.forward import LAYOUTS
 from ..problem.option_checks import window_sides
 from ..problem.options import NUMBERS, OPTION_ARRAYS, Options
+from . import torch_vmap
 from .torch_call import (
     ARRAYS,
     GRADIENT_OF,
+    SEED,
     Call,
     all_gradients,
     forward_now,
     no_second_gradients,
+    no_tangents,
+    seed_words,
     taken_apart,
     wanted_of,
 )
+
+Way = Callable[..., tuple[Any, Call, Callable[[str, Tensor], Tensor]]]
+_TENSORS = ("Tensor q", "Tensor k", "Tensor v", *(f"Tensor? {name}" for name in (*OPTION_ARRAYS, "q_offsets", "seed")))
+_REST = (
+    "SymInt? q_offset", "bool causal", "SymInt? left", "SymInt? right", *(f"float? {name}" for name in NUMBERS),
+    "str layout", "str kernel",
+)  # fmt: skip
+_GIVEN = "str wanted, Tensor? do, Tensor? dlse, Tensor o, Tensor lse"
+_LIBRARY = torch.library.Library("numba_flash", "FRAGMENT")
+_BELOW_AUTOGRAD = torch._C._after_autograd_keyset
 
 
 def operation(tensors: tuple[Any, ...], call: Call) -> tuple[Tensor, Tensor]:
@@ -32,8 +52,8 @@ def operation(tensors: tuple[Any, ...], call: Call) -> tuple[Tensor, Tensor]:
         if not isinstance(x, Tensor) and (x is not None or name in ("q", "k", "v")):
             raise TypeError(f"all arrays must be of one kind, but {name} is {type(x).__name__} beside torch tensors")
     if not torch.compiler.is_compiling():
-        recording.refuse_tangents(tensors)
-    return forward(*tensors, *_flat(call))
+        _give_formulas()
+    return forward(*flat(tensors, call))
 
 
 def gradients_operation(
@@ -41,87 +61,183 @@ def gradients_operation(
 ) -> list[Tensor]:
     if call.options.functions is not None:
         raise NotImplementedError(recording.NO_FUNCTIONS)
-    return backward(" ".join(wanted), do, dlse, o, lse, *tensors, *_flat(call))
+    _give_formulas()
+    return backward(" ".join(wanted), do, dlse, o, lse, *flat(tensors, call))
 
 
 def recorded(q: Tensor, k: Tensor, v: Tensor, options: Options, kernel: str) -> tuple[Tensor, Tensor]:
     """o and lse by torch's dispatcher, for tensors of any kind that it knows, such as meta tensors."""
-    tensors, call = taken_apart(q, k, v, options, kernel)
-    return forward(*tensors, *_flat(call))
+    return forward(*flat(*taken_apart(q, k, v, options, kernel)))
 
 
-def _flat(call: Call) -> tuple[Any, ...]:
-    """A call as an operation takes it; see _SCHEMA."""
-    causal, window, q_offset, numbers, _, _, layout, seed = call.options
-    return (q_offset, causal, *window_sides(window), *numbers, seed, layout, call.kernel)
+def flat(tensors: tuple[Any, ...], call: Call, more: tuple[Any, ...] = (), numbers: tuple[Any, ...] = ()) -> Any:
+    """A call as an operation takes it, with the further arguments that `define` was told of.
+
+    A seed is a tensor there, so that another one makes no other graph, and may be any number from 0 to below 2**64.
+    """
+    causal, window, q_offset, own, _, _, layout, seed = call.options
+    if seed is not None:
+        tensors = (*tensors[:SEED], seed_words(seed))
+    return (*tensors, *more, q_offset, causal, *window_sides(window), *own, layout, call.kernel, *numbers)
 
 
-def _from_flat(flat: tuple[Any, ...]) -> Call:
-    q_offset, causal, left, right, *numbers, seed, layout, kernel = flat
-    return Call(Options(causal, (left, right), q_offset, tuple(numbers), None, None, layout, seed), kernel)
+def _of_flat(rest: tuple[Any, ...]) -> Call:
+    q_offset, causal, left, right, *numbers, layout, kernel = rest
+    return Call(Options(causal, (left, right), q_offset, tuple(numbers), None, None, layout), kernel)
 
 
-def _compute(*arguments: Any) -> tuple[Tensor, Tensor]:
-    tensors, flat = arguments[: len(ARRAYS)], arguments[len(ARRAYS) :]
-    return forward_now(_from_flat(flat), _without_grad(*tensors))
+def _as_given(tensors: Any, call: Call) -> Any:
+    return tensors, call, lambda name, gradient: gradient
 
 
-def _compute_gradients(wanted: str, *arguments: Any) -> list[Tensor]:
-    own = len(ARRAYS) + 4
-    do, dlse, o, lse, *tensors = _without_grad(*arguments[:own])
-    return all_gradients(_from_flat(arguments[own:]), tuple(wanted.split()), do, dlse, o, lse, tensors)
+def define(name: str, more: tuple[str, ...] = (), numbers: tuple[str, ...] = (), way: Way = _as_given) -> Any:
+    """The operations numba_flash::`name` and numba_flash::`name`_backward.
+
+    more, numbers: the schema of further tensors and numbers. way(tensors, call, *more, *numbers), where the numbers are
+    known: -> what is computed of them, and what makes a gradient of that one of what was given.
+    """
+    own, read = len(ARRAYS), len(ARRAYS) + len(more)
+    end = read + len(_REST)
+
+    def asked(arguments: Any) -> Any:
+        tensors = _without_grad(arguments[:read])
+        return way(tensors[:own], _of_flat(arguments[read:end]), *tensors[own:], *arguments[end:])
+
+    def compute(*arguments: Any) -> tuple[Tensor, Tensor]:
+        tensors, call, _ = asked(arguments)
+        return tuple(forward_now(call, tensors))  # type: ignore[return-value]
+
+    def compute_gradients(wanted: str, *arguments: Any) -> list[Tensor]:
+        do, dlse, o, lse = _without_grad(arguments[:4])
+        tensors, call, given_back = asked(arguments[4:])
+        names = tuple(wanted.split())
+        found = all_gradients(call, names, do, dlse, o, lse, tensors)
+        return [given_back(*pair) for pair in zip(names, found, strict=True)]
+
+    def fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        batch, heads, seqlen_q = (q.shape[axis] for axis in LAYOUTS[others[end - 5]][:3])
+        lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.promote_types(q.dtype, torch.float32))
+        return q.new_empty((*q.shape[:3], v.shape[3])), lse
+
+    def fake_gradients(wanted: str, do: Any, dlse: Any, o: Tensor, lse: Tensor, *inputs: Any) -> list[Tensor]:
+        return [inputs[GRADIENT_OF[name]].new_empty(inputs[GRADIENT_OF[name]].shape) for name in wanted.split()]
+
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*output, *inputs[:read])
+        ctx.others = inputs[read:]
+
+    def gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[1:]
+        wanted = wanted_of(needs[:own])
+        result: list[Tensor | None] = [None] * len(needs)
+        found = backward(" ".join(wanted), do, dlse, *ctx.saved_tensors, *ctx.others)
+        for gradient_name, gradient in zip(wanted, found, strict=True):
+            result[GRADIENT_OF[gradient_name]] = gradient
+        return tuple(result)
+
+    def flops(products: int, products_v: int, shapes: Any) -> int:
+        """As torch counts its own attention: with each key that a query has, also those that it does not see."""
+        (q, k, v), axes = shapes[:3], LAYOUTS[shapes[end - 2]]
+        batch, heads, seqlen_q, head_dim = (q[axis] for axis in axes)
+        return 2 * batch * heads * seqlen_q * k[axes[2]] * (products * head_dim + products_v * v[3])
+
+    schema = ", ".join((*_TENSORS, *more, *_REST, *numbers))
+    forward = _defined(name, f"({schema}) -> (Tensor, Tensor)", compute, fake, remember, gradients)
+    backward = _defined(
+        f"{name}_backward", f"({_GIVEN}, {schema}) -> Tensor[]", compute_gradients, fake_gradients,
+        lambda *unused: None, no_second_gradients,
+    )  # fmt: skip
+    _register_formula(forward, lambda *shapes, out_shape=None: flops(1, 1, shapes))
+    _register_formula(backward, lambda *shapes, out_shape=None: flops(3, 2, shapes[5:]))
+    return forward, backward
 
 
-def _without_grad(*tensors: Tensor | None) -> tuple[Any, ...]:
+def _without_grad(tensors: Any) -> tuple[Any, ...]:
     """Inside an operation tensors still say that they require grad, though nothing is recorded there."""
-    return tuple(None if x is None else x.detach() for x in tensors)
+    return tuple([None if x is None else x.detach() for x in tensors])
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[: len(ARRAYS)])
-    ctx.others = inputs[len(ARRAYS) :]
-    ctx.set_materialize_grads(False)
+def _defined(name: str, schema: str, compute: Any, fake: Any, remember: Any, gradients: Any) -> Any:
+    """An operation of torch's dispatcher."""
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    defined = getattr(torch.ops.numba_flash, name).default
+    torch.library.register_fake(f"numba_flash::{name}", fake, lib=_LIBRARY)
+    _LIBRARY.impl(name, _recorded(defined, remember, gradients), "Autograd", with_keyset=True)
+    return defined
 
 
-def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-    wanted = wanted_of(tuple(ctx.needs_input_grad))
-    found = backward(" ".join(wanted), do, dlse, *ctx.saved_tensors, *ctx.others)
-    for name, gradient in zip(wanted, found, strict=True):
-        result[GRADIENT_OF[name]] = gradient
-    return tuple(result)
+def _recorded(defined: Any, remember: Any, gradients: Any) -> Any:
+    """What autograd, or one transform of torch.func, makes of a call before it goes on below."""
+
+    def below(keyset: Any, arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return defined.redispatch(keyset & _BELOW_AUTOGRAD, *arguments)
+
+    class Recorded(torch.autograd.function._SingleLevelFunction):
+        @staticmethod
+        def forward(ctx: Any, keyset: Any, *arguments: Any) -> Any:
+            found = below(keyset, arguments)
+            ctx.set_materialize_grads(False)
+            remember(ctx, arguments, found)
+            return tuple(found)
+
+        @staticmethod
+        def backward(ctx: Any, *incoming: Any) -> Any:
+            return (None, *gradients(ctx, *incoming))
+
+        jvp = staticmethod(no_tangents)
+
+    def kernel(keyset: Any, *arguments: Any) -> Any:
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        recording.refuse_tangents(tensors)
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+            return below(keyset, arguments)
+        with enable_single_level_autograd_function():
+            found = Recorded.apply(keyset, *arguments)
+        return found if len(defined._schema.returns) > 1 else list(found)
+
+    return kernel
 
 
-_SCHEMA = ", ".join(
-    [
-        "Tensor q, Tensor k, Tensor v",
-        *(f"Tensor? {name}" for name in OPTION_ARRAYS),
-        "Tensor? q_offsets",
-        "SymInt? q_offset, bool causal, SymInt? left, SymInt? right",
-        *(f"float? {name}" for name in NUMBERS),
-        "SymInt? seed",
-        "str layout, str kernel",
-    ]
-)
-_GIVEN = "str wanted, Tensor? do, Tensor? dlse, Tensor o, Tensor lse"
-forward = torch.library.custom_op(
-    "numba_flash::attention", _compute, mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)"
-)
-forward.register_autograd(_gradients, setup_context=_remember)
-backward = torch.library.custom_op(
-    "numba_flash::attention_backward", _compute_gradients, mutates_args=(), schema=f"({_GIVEN}, {_SCHEMA}) -> Tensor[]"
-)
-backward.register_autograd(no_second_gradients)
+_FORMULAS: dict[Any, Any] = {}
 
 
-@forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    layout = others[-2]
-    batch, heads, seqlen_q = (q.shape[axis] for axis in LAYOUTS[layout][:3])
-    lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.promote_types(q.dtype, torch.float32))
-    return q.new_empty((*q.shape[:3], v.shape[3])), lse
+def _register_formula(defined: Any, formula: Any) -> None:
+    """Tells torch.utils.flop_counter how many floating-point operations a call of this operation is."""
+    packet = defined._overloadpacket
+    _FORMULAS[packet] = flop_counter.register_flop_formula(packet)(formula)
 
 
-@backward.register_fake
-def _(wanted: str, do: Any, dlse: Any, o: Tensor, lse: Tensor, *inputs: Any) -> list[Tensor]:
-    return [inputs[GRADIENT_OF[name]].new_empty(inputs[GRADIENT_OF[name]].shape) for name in wanted.split()]
+def _give_formulas() -> None:
+    """To a FlopCounterMode that is older than this module: it has a copy of the formulas that there were."""
+    for mode in _get_current_dispatch_mode_stack():
+        registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)
+        if registry is not None:
+            registry.update(_FORMULAS)
+
+
+forward, backward = define("attention")
+
+
+def _map(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+    own = len(ARRAYS)
+    call, rest = _of_flat(arguments[own:]), arguments[own:]
+    return torch_vmap.map_forward(
+        lambda *tensors: forward(*tensors, *rest), info.batch_size, in_dims[:own], call, arguments[:own]
+    )
+
+
+def _map_gradients(info: Any, in_dims: tuple[Any, ...], wanted: str, *arguments: Any) -> Any:
+    read = len(ARRAYS) + 4
+    call, rest = _of_flat(arguments[read:]), arguments[read:]
+    found, out_dims = torch_vmap.map_gradients(
+        lambda *tensors: backward(wanted, *tensors, *rest),
+        info.batch_size, in_dims[1 : read + 1], call, tuple(wanted.split()), arguments[:read],
+    )  # fmt: skip
+    return list(found), list(out_dims)
+
+
+if hasattr(torch.library, "register_vmap"):  # from 2.5 on; before that torch makes a call for each, if it can
+    torch.library.register_vmap("numba_flash::attention", _map, lib=_LIBRARY)
+    torch.library.register_vmap("numba_flash::attention_backward", _map_gradients, lib=_LIBRARY)

@@ -1,4 +1,5 @@
-"""torch.vmap of attention: the mapped dimension becomes part of the batch, so that it stays one call.
+"""torch.vmap of attention: the mapped dimension becomes part of the batch, so that it stays one call. Functions and
+dropout, which are told the batch entry, get a call for each instead.
 
 Of arrays that are mapped with the batch this is a view where their strides allow it, which is so when the mapped
 dimension comes first, and a copy where not. An array that is not mapped is repeated: without memory where it has a
@@ -12,6 +13,44 @@ import torch
 from torch import Tensor
 
 from ..problem.options import BROADCAST, RANKS
+from .torch_call import ARRAYS, GRADIENT_OF, SEED, Call
+
+
+def map_forward(attend: Callable[..., Any], size: int, dims: tuple[Any, ...], call: Call, tensors: Any) -> Any:
+    """The results of attend(*tensors), and where they are mapped. dims: where each tensor is; size: how often."""
+    if _by_entry(call, tensors):
+        return _one_by_one(attend, size, dims, tensors)
+    batch = own_shape(tensors[0], dims[0])[0]
+    folded = [fold(name, x, dim, size, batch) for name, x, dim in zip(ARRAYS, tensors, dims, strict=True)]
+    return tuple([unfold(x, size, batch) for x in attend(*folded)]), (0, 0)
+
+
+def map_gradients(
+    compute: Callable[..., Any], size: int, dims: tuple[Any, ...], call: Call, wanted: tuple[str, ...], tensors: Any
+) -> Any:
+    """The same of gradients. tensors: do, dlse, o, lse, and those of the forward."""
+    if _by_entry(call, tensors[4:]):
+        return _one_by_one(compute, size, dims, tensors)
+    names = ("do", "dlse", "o", "lse", *ARRAYS)
+    given = {name: (x, dim) for name, x, dim in zip(names, tensors, dims, strict=True)}
+    batch = own_shape(*given["o"])[0]
+    of = {name: ARRAYS[GRADIENT_OF[name]] for name in wanted}
+    folded: dict[str, Any] = {
+        name: fold(name, x, dim, size, batch, own=name in of.values()) for name, (x, dim) in given.items()
+    }
+    folded["lse"] = folded["lse"].contiguous()  # kernels read it so, and of a batch of 1 it is repeated without memory
+    for name in of.values():
+        if is_summed(name, *given[name], batch):
+            folded[name] = folded[name].to(given["lse"][0].dtype)  # rounded once, when all is added up
+    results = [
+        unfold_gradient(gradient, name, own_shape(*given[name]), size, batch).to(given[name][0].dtype)
+        for gradient, name in zip(compute(*folded.values()), of.values(), strict=True)
+    ]
+    return tuple(results), (0,) * len(results)
+
+
+def _by_entry(call: Call, tensors: Any) -> bool:
+    return call.options.functions is not None or call.options.seed is not None or tensors[SEED] is not None
 
 
 def fold(name: str, x: Tensor | None, dim: int | None, size: int, batch: int, own: bool = False) -> Tensor | None:
@@ -52,7 +91,7 @@ def _serves_whole_batch(name: str, shape: tuple[int, ...]) -> bool:
     return name in BROADCAST and (len(shape) < RANKS[name] or shape[0] == 1)
 
 
-def one_by_one(call: Callable[..., Any], size: int, in_dims: tuple[Any, ...], tensors: tuple[Any, ...]) -> Any:
+def _one_by_one(call: Callable[..., Any], size: int, in_dims: tuple[Any, ...], tensors: tuple[Any, ...]) -> Any:
     """The rule of a call whose mapped dimension cannot be part of the batch: a call for each."""
     results = [
         call(*[x if dim is None else x.select(dim, number) for x, dim in zip(tensors, in_dims, strict=True)])

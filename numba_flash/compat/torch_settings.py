@@ -12,9 +12,6 @@ def autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if lower else x
 
 
-def drawn_seed() -> int:
-    """From torch's generator in host memory.
-
-    To read it torch.compile leaves its graph, or with capture_scalar_outputs keeps it as a symbol.
-    """
-    return int(torch.randint(2**63 - 1, ()))
+def drawn_seed() -> Tensor:
+    """From torch's generator in host memory; a tensor, which torch.compile and torch.func.vmap take as it is."""
+    return torch.randint(2**63 - 1, (), device="cpu")

@@ -141,9 +141,9 @@ def register(name: str = NAME) -> str:
     """Make numba_flash known to Transformers under `name`, which is returned.
 
     What runs: forward and backward, on the CPU and on GPUs; grouped heads, sliding windows, softcap, additive masks,
-    position bias, attention sinks, padding on either side, and decoding with a cache. Not built, and refused by name
-    with NotImplementedError: dropout beside padding inside torch.compile, paged caches, keys that a model chooses by
-    their indices, and attention weights as a result.
+    position bias, attention sinks, dropout, padding on either side, and decoding with a cache. Not built, and refused
+    by name with NotImplementedError: paged caches, keys that a model chooses by their indices, and attention weights as
+    a result.
 
     Keys that are padded on the left are copied to the front in each layer, so that kernels without masks can run;
     a decoding step of one token copies nothing.
@@ -180,11 +180,11 @@ def attention(
     q, k, v = (autocast(x).transpose(1, 2) for x in (query, key, value))  # as they lie in memory
     sinks = others.get("sinks") if s_aux is None else s_aux
     dropped: dict[str, Any] = dict(dropout_p=dropout, seed=drawn_seed()) if dropout else {}
-    given: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=sinks, layout="bshd") | dropped
-    compute: Any = functools.partial(api.attention, **given)
+    given: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=sinks) | dropped
+    compute: Any = functools.partial(api.attention, layout="bshd", **given)
     if isinstance(attention_mask, Visible):
         if attention_mask.holds_for(query, key):
-            return _attend(q, k, v, position_bias, sinks, attention_mask, scaling, softcap, dropped), None
+            return _attend(q, k, v, position_bias, attention_mask, given), None
         attention_mask = attention_mask.whole()
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -195,21 +195,16 @@ def attention(
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, sinks: Any, seen: Visible, scale: Any, softcap: Any,
-    dropped: dict[str, Any],
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, seen: Visible, given: dict[str, Any]
+) -> torch.Tensor:
+    """given: the options besides bias and which keys are seen."""
     if bias is not None and seen.start is not None:
         bias = bias.expand(k.shape[0], -1, -1, k.shape[1])
     if seen.proof is not None and seen.masked is not None:
-        if dropped:
-            raise NotImplementedError(
-                "dropout of a model with padding inside torch.compile is not implemented; set its attention dropout to "
-                "0, or compile it without padding"
-            )
-        return proven.attention(q, k, v, bias, sinks, seen.proof, seen.start, seen.options, seen.masked, scale, softcap)
+        both = given | dict(bias=bias)
+        return proven.attention(q, k, v, seen.proof, seen.start, seen.options, seen.masked, both)
     k, v, bias = (proven.moved(seen.start, x, axis) for x, axis in ((k, 1), (v, 1), (bias, 3)))
-    given = dict(bias=bias, sinks=sinks, scale=scale, softcap=softcap, layout="bshd") | dropped
-    return api.attention(q, k, v, **given, **seen.options)
+    return api.attention(q, k, v, bias=bias, layout="bshd", **given, **seen.options)
 
 
 def _refuse(attention_mask: Any, query: torch.Tensor, key: torch.Tensor, others: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ later calls look it up. So a repeated call reads its arrays, looks up its plan, 
 """
 
 import functools
+import math
 import operator
 from typing import Any, NamedTuple
 
@@ -272,13 +273,20 @@ def seed_number(seed: Any) -> int:
     try:
         if isinstance(seed, bool):
             raise TypeError
-        number = operator.index(seed)
+        number = operator.index(_on_host(seed) if arrays.is_array(seed) else seed)
     except TypeError:
-        arrays.refuse_jax_tracer(seed)
         raise TypeError(f"seed must be a whole number, not {seed!r}") from None
     if not 0 <= number < 2**64:
         raise ValueError(f"seed must be from 0 to below 2**64, not {number}")
     return number
+
+
+def _on_host(seed: Any) -> Any:
+    """An array of one number as one that NumPy can read: torch's own conversion ends at 2**63. Of a GPU's, its library
+    makes a number, and waits for it."""
+    array = arrays.read("seed", seed)
+    view = seed if array.layout.device is not None else arrays.host_view(array)
+    return view.reshape(()) if math.prod(view.shape) == 1 else view
 
 
 # If torch.compile reaches `attention` directly, it leaves its graph here.

@@ -195,19 +195,6 @@ def test_dropout_has_the_gradients_of_the_formula_with_its_mask(device):
             assert torch.allclose(one, other, rtol=1e-10, atol=1e-10)
 
 
-def test_a_compiled_step_takes_another_seed_each_time(device):
-    q, k, v = tensors(Q, K, V, device=device, requires_grad=False)
-    step = compiled(lambda q, k, v, seed: numba_flash.attention(q, k, v, dropout_p=0.5, seed=seed), device)
-    for seed in (1, 2, 3, 2**40):
-        assert torch.equal(step(q, k, v, seed), numba_flash.attention(q, k, v, dropout_p=0.5, seed=seed))
-
-
-def test_dropout_is_refused_under_vmap():
-    q, k, v = tensors((3, *Q), (3, *K), (3, *V), requires_grad=False)
-    with pytest.raises(NotImplementedError, match="dropout_p is not implemented under torch.func.vmap"):
-        torch.func.vmap(lambda q, k, v: numba_flash.attention(q, k, v, dropout_p=0.5, seed=1))(q, k, v)
-
-
 def test_a_kernel_without_a_backward_takes_another():
     q, k, v = tensors(Q, K, V)
     assert "v1" not in rungs.WITH_BACKWARD

@@ -13,8 +13,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 transformers = pytest.importorskip("transformers", reason="needs Transformers")
 
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
+from numba_flash.bridges import torch_operations  # noqa: E402
+from numba_flash.bridges.torch_call import ARRAYS  # noqa: E402
 from numba_flash.compat import transformers as bridge  # noqa: E402
 
 OURS, EXACT = bridge.register(), "exact"
@@ -291,6 +294,32 @@ def test_a_model_compiled_as_a_whole(build, side, device, monkeypatch):
     assert asked and any(options.get("mask") is not None for options in asked) == (side == "holes")
 
 
+@pytest.mark.parametrize("side", ["none", "left", "right", "holes"])
+def test_dropout_beside_padding_in_a_compiled_model(side, monkeypatch):
+    """BERT as it comes, padded, in one graph: it drops the weights that it drops when it is not compiled."""
+    config = transformers.BertConfig(**SMALL | dict(num_hidden_layers=1))
+    config.hidden_dropout_prob = 0.0
+    assert config.attention_probs_dropout_prob == 0.1
+    model = transformers.BertForMaskedLM(config).train()
+    model.set_attn_implementation(OURS)
+    ids, mask = torch.randint(3, TOKENS, (3, LENGTH)), padding_mask(side, "cpu")
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    found = []
+    for run in (model, torch.compile(model, fullgraph=True, backend=graphs)):
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            model.zero_grad()
+            logits = run(ids, attention_mask=mask).logits[mask.bool()]
+            logits.square().mean().backward()
+            found.append([logits, *(x.grad for x in model.parameters() if x.grad is not None)])
+    first, second, first_compiled, second_compiled = found
+    assert graphs.frame_count == 1 and not torch.equal(first[0], second[0])
+    for eager, compiled in ((first, first_compiled), (second, second_compiled)):
+        for one, other in zip(eager, compiled, strict=True):
+            assert torch.allclose(one, other, rtol=1e-4, atol=1e-5 * float(one.detach().abs().max()))
+
+
 def test_packed_sequences_stay_apart_in_a_compiled_model():
     model = llama().eval()
     model.set_attn_implementation(OURS)
@@ -304,9 +333,9 @@ def test_packed_sequences_stay_apart_in_a_compiled_model():
 
 
 def spied(monkeypatch):
-    """The options of each call of attention()."""
+    """The options of each call of attention(), and the masks of each that a compiled program makes."""
     asked = []
-    attention = bridge.api.attention
+    attention, compute = bridge.api.attention, torch_operations.forward_now
 
     def recording(*arrays, **options):
         asked.append(options)
@@ -314,6 +343,12 @@ def spied(monkeypatch):
 
     recording._torchdynamo_inline = attention._torchdynamo_inline
     monkeypatch.setattr(bridge.api, "attention", recording)
+
+    def in_a_graph(call, given):
+        asked.append(dict(mask=given[ARRAYS.index("mask")]))
+        return compute(call, given)
+
+    monkeypatch.setattr(torch_operations, "forward_now", in_a_graph)
     return asked
 
 
