@@ -174,35 +174,52 @@ def attention(
     attention_mask: what `visible` made; or a tensor (batch, 1 or heads, seqlen_q, seqlen_k), bool or added to the
     scores; or None, from models that make no masks: every key before the query if the module is causal, else all.
     Under autocast tensors are cast as for torch's own attention. s_aux: attention sinks, (heads,), as gpt-oss hands
-    them over; some models call them sinks.
+    them over, or one for each query, (batch, heads, seqlen_q, 1), as Inkling2 does; some models call them sinks.
     """
     _refuse(attention_mask, query, key, others)
-    q, k, v = (autocast(x).transpose(1, 2) for x in (query, key, value))  # as they lie in memory
     sinks = others.get("sinks") if s_aux is None else s_aux
-    dropped: dict[str, Any] = dict(dropout_p=dropout, seed=drawn_seed()) if dropout else {}
-    given: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=sinks) | dropped
-    compute: Any = functools.partial(api.attention, layout="bshd", **given)
-    if isinstance(attention_mask, Visible):
-        if attention_mask.holds_for(query, key):
-            return _attend(q, k, v, position_bias, attention_mask, given), None
-        attention_mask = attention_mask.whole()
-    if attention_mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        return compute(q, k, v, causal=bool(causal) and q.shape[1] > 1, bias=position_bias), None
-    if attention_mask.dtype == torch.bool:
-        return compute(q, k, v, mask=attention_mask, bias=position_bias), None
-    return compute(q, k, v, bias=attention_mask if position_bias is None else attention_mask + position_bias), None
+    given: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=sinks)
+    given |= dict(dropout_p=dropout, seed=drawn_seed()) if dropout else {}
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    arrays = (query, key, value, attention_mask, position_bias, causal)
+    if sinks is None or sinks.ndim == 1:
+        return _attend(*arrays, given), None
+    if sinks.shape != (*query.shape[:3], 1):
+        raise ValueError(
+            f"sinks (s_aux) must have shape (heads,) = ({query.shape[1]},) or (batch, heads, seqlen_q, 1) = "
+            f"{(*query.shape[:3], 1)}, not {tuple(sinks.shape)}"
+        )
+    # What a sink takes of a row: o l / (l + e^sink).
+    o, lse = _attend(*arrays, given | dict(sinks=None, return_lse=True))
+    return o * torch.sigmoid(lse - sinks[..., 0]).transpose(1, 2).unsqueeze(-1).to(o.dtype), None
 
 
 def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, bias: Any, causal: bool,
+    given: dict[str, Any],
+) -> Any:  # fmt: skip
+    """What api.attention returns. given: the options besides bias and which keys are seen."""
+    q, k, v = (autocast(x).transpose(1, 2) for x in (query, key, value))  # as they lie in memory
+    if isinstance(mask, Visible):
+        if mask.holds_for(query, key):
+            return _attend_visible(q, k, v, bias, mask, given)
+        mask = mask.whole()
+    compute: Any = functools.partial(api.attention, q, k, v, layout="bshd", **given)
+    if mask is None:
+        return compute(causal=causal and q.shape[1] > 1, bias=bias)
+    if mask.dtype == torch.bool:
+        return compute(mask=mask, bias=bias)
+    return compute(bias=mask if bias is None else mask + bias)
+
+
+def _attend_visible(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, seen: Visible, given: dict[str, Any]
-) -> torch.Tensor:
-    """given: the options besides bias and which keys are seen."""
+) -> Any:
     if bias is not None and seen.start is not None:
         bias = bias.expand(k.shape[0], -1, -1, k.shape[1])
     if seen.proof is not None and seen.masked is not None:
         both = given | dict(bias=bias)
-        return proven.attention(q, k, v, seen.proof, seen.start, seen.options, seen.masked, both)
+        return proven.attention(q, k, v, seen.proof, seen.start, seen.options, seen.masked, **both)
     k, v, bias = (proven.moved(seen.start, x, axis) for x, axis in ((k, 1), (v, 1), (bias, 3)))
     return api.attention(q, k, v, bias=bias, layout="bshd", **given, **seen.options)
 
