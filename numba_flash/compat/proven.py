@@ -21,15 +21,16 @@ AXES = dict(k=1, v=1, bias=3) | dict(dk=1, dv=1, dbias=3)  # in which of them th
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, proof: Tensor, start: Tensor | None, stretch: dict[str, Any],
-    masked: dict[str, Any], options: dict[str, Any],
-) -> Tensor:  # fmt: skip
+    masked: dict[str, Any], *, return_lse: bool = False, **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """q, k, v as layout="bshd". With a proof that holds, the options `stretch` of keys that begin at `start`; else
     the options `masked`. options: those of both."""
     both = Options.of(**stretch, mask=masked["mask"], layout="bshd", **options)
     offset = masked.get("q_offset")
     offsets, offset = (offset, None) if isinstance(offset, Tensor) else (None, offset)
     numbers = (offset, *masked.get("window", (None, None)))
-    return forward(*flat(*taken_apart(q, k, v, both, "auto"), (proof, start, offsets), numbers))[0]
+    o, lse = forward(*flat(*taken_apart(q, k, v, both, "auto"), (proof, start, offsets), numbers))
+    return (o, lse) if return_lse else o
 
 
 def moved(start: Tensor | None, x: Tensor | None, axis: int) -> Any:

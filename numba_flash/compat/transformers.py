@@ -33,6 +33,8 @@ except ImportError:
     ) from None
 
 NAME = "numba_attention"
+# Models that make their mask longer where it is a tensor, and otherwise forget to. They get a tensor.
+MAKE_LONGER = ("deepseek_v4",)
 Window = tuple[int | None, int | None]
 Options = dict[str, Any]
 
@@ -40,15 +42,19 @@ Options = dict[str, Any]
 class Visible:
     """Which keys each query sees: for `attention` in its options, and for a model that reads its mask as that mask.
 
-    A model may add its mask to scores, join it with another one, or ask for its dtype. It then gets the additive mask
-    of shape (batch, 1, seqlen_q, seqlen_k) that eager attention would give it: each model can read that one. It is
-    made when it is first asked for.
+    A model may add its mask to scores or join it with another one. It then gets the additive mask of shape (batch, 1,
+    seqlen_q, seqlen_k) that eager attention would give it: each model can read that one. It is made when its numbers
+    are first asked for. Its shape, dtype and device are known without it, and `to` makes none.
+
+    It is no tensor to isinstance: torch.compile, and hooks that move or cast tensors, would take it for one.
     """
 
     def __init__(
         self,
         make_whole: Callable[[], torch.Tensor],
         shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
         options: Options,
         start: torch.Tensor | None = None,
         masked: Options | None = None,
@@ -58,6 +64,7 @@ class Visible:
         self._whole: torch.Tensor | None = None
         self._version: int | None = None
         self.shape, self.ndim = torch.Size(shape), 4
+        self.dtype, self.device = dtype, device  # of the mask
         self.options = options  # of attention()
         self.start = start  # int32 (batch,): key start[b] is the first one that they mean. None = key 0
         # In a traced program: what holds where proof, a bool on the host, turns out to be False.
@@ -70,13 +77,30 @@ class Visible:
             self._version = _version(self._whole)
         return self._whole
 
-    def holds_for(self, q: torch.Tensor, k: torch.Tensor) -> bool:
-        """Whether this describes what q sees of k. It does not after a model has written to its mask."""
-        unchanged = self._whole is None or _version(self._whole) == self._version is not None
-        return unchanged and self.shape == (q.shape[0], 1, q.shape[2], k.shape[2])
+    def unchanged(self) -> bool:
+        """Whether no model has written to the mask."""
+        return self._whole is None or _version(self._whole) == self._version is not None
 
-    def contiguous(self) -> "Visible":  # generate() asks this of masks that it makes ahead
+    def holds_for(self, q: torch.Tensor, k: torch.Tensor) -> bool:
+        """Whether this describes what q sees of k."""
+        return self.unchanged() and self.shape == (q.shape[0], 1, q.shape[2], k.shape[2])
+
+    def contiguous(self) -> "Visible":  # generate() of some versions asks this of masks that it makes ahead
         return self
+
+    def to(self, *arguments: Any, **named: Any) -> Any:
+        """The same for a mask of another dtype or on another device, as torch.Tensor.to. accelerate's hooks call it."""
+        if not self.unchanged():
+            return self.whole().to(*arguments, **named)
+        before = torch.empty(0, dtype=self.dtype, device=self.device)
+        after = before.to(*arguments, **named)
+        if after is before:
+            return self
+        return Visible(
+            lambda: self._make_whole().to(*arguments, **named), tuple(self.shape), after.dtype, after.device,
+            _moved(self.options, after.device), None if self.start is None else self.start.to(after.device),
+            _moved(self.masked, after.device), self.proof,
+        )  # fmt: skip
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,12 +112,8 @@ class Visible:
         return getattr(self.whole(), name)
 
 
-class EagerVisible(Visible):
-    """A tensor to isinstance: DeepSeek V4 asks before it makes its mask longer. torch.compile takes it for one then."""
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return torch.Tensor
+def _moved(options: Options | None, device: torch.device) -> Any:
+    return options and {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
 
 
 def _read(arguments: Any) -> Any:
@@ -154,35 +174,52 @@ def attention(
     attention_mask: what `visible` made; or a tensor (batch, 1 or heads, seqlen_q, seqlen_k), bool or added to the
     scores; or None, from models that make no masks: every key before the query if the module is causal, else all.
     Under autocast tensors are cast as for torch's own attention. s_aux: attention sinks, (heads,), as gpt-oss hands
-    them over; some models call them sinks.
+    them over, or one for each query, (batch, heads, seqlen_q, 1), as Inkling2 does; some models call them sinks.
     """
     _refuse(attention_mask, query, key, others)
-    q, k, v = (autocast(x).transpose(1, 2) for x in (query, key, value))  # as they lie in memory
     sinks = others.get("sinks") if s_aux is None else s_aux
-    dropped: dict[str, Any] = dict(dropout_p=dropout, seed=drawn_seed()) if dropout else {}
-    given: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=sinks) | dropped
-    compute: Any = functools.partial(api.attention, layout="bshd", **given)
-    if isinstance(attention_mask, Visible):
-        if attention_mask.holds_for(query, key):
-            return _attend(q, k, v, position_bias, attention_mask, given), None
-        attention_mask = attention_mask.whole()
-    if attention_mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        return compute(q, k, v, causal=bool(causal) and q.shape[1] > 1, bias=position_bias), None
-    if attention_mask.dtype == torch.bool:
-        return compute(q, k, v, mask=attention_mask, bias=position_bias), None
-    return compute(q, k, v, bias=attention_mask if position_bias is None else attention_mask + position_bias), None
+    given: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=sinks)
+    given |= dict(dropout_p=dropout, seed=drawn_seed()) if dropout else {}
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    arrays = (query, key, value, attention_mask, position_bias, causal)
+    if sinks is None or sinks.ndim == 1:
+        return _attend(*arrays, given), None
+    if sinks.shape != (*query.shape[:3], 1):
+        raise ValueError(
+            f"sinks (s_aux) must have shape (heads,) = ({query.shape[1]},) or (batch, heads, seqlen_q, 1) = "
+            f"{(*query.shape[:3], 1)}, not {tuple(sinks.shape)}"
+        )
+    # What a sink takes of a row: o l / (l + e^sink).
+    o, lse = _attend(*arrays, given | dict(sinks=None, return_lse=True))
+    return o * torch.sigmoid(lse - sinks[..., 0]).transpose(1, 2).unsqueeze(-1).to(o.dtype), None
 
 
 def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, bias: Any, causal: bool,
+    given: dict[str, Any],
+) -> Any:  # fmt: skip
+    """What api.attention returns. given: the options besides bias and which keys are seen."""
+    q, k, v = (autocast(x).transpose(1, 2) for x in (query, key, value))  # as they lie in memory
+    if isinstance(mask, Visible):
+        if mask.holds_for(query, key):
+            return _attend_visible(q, k, v, bias, mask, given)
+        mask = mask.whole()
+    compute: Any = functools.partial(api.attention, q, k, v, layout="bshd", **given)
+    if mask is None:
+        return compute(causal=causal and q.shape[1] > 1, bias=bias)
+    if mask.dtype == torch.bool:
+        return compute(mask=mask, bias=bias)
+    return compute(bias=mask if bias is None else mask + bias)
+
+
+def _attend_visible(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, seen: Visible, given: dict[str, Any]
-) -> torch.Tensor:
-    """given: the options besides bias and which keys are seen."""
+) -> Any:
     if bias is not None and seen.start is not None:
         bias = bias.expand(k.shape[0], -1, -1, k.shape[1])
     if seen.proof is not None and seen.masked is not None:
         both = given | dict(bias=bias)
-        return proven.attention(q, k, v, seen.proof, seen.start, seen.options, seen.masked, both)
+        return proven.attention(q, k, v, seen.proof, seen.start, seen.options, seen.masked, **both)
     k, v, bias = (proven.moved(seen.start, x, axis) for x, axis in ((k, 1), (v, 1), (bias, 3)))
     return api.attention(q, k, v, bias=bias, layout="bshd", **given, **seen.options)
 
@@ -217,7 +254,7 @@ def visible(
     attention_mask: Any = None,
     local_size: int | None = None,
     **others: Any,
-) -> Visible:
+) -> Visible | torch.Tensor:
     """What Transformers asks for once in a model's forward: which keys are seen, without a matrix wherever that can be.
 
     Padding that leaves one stretch of keys, on the left, on the right or on both sides, becomes its start and length,
@@ -235,9 +272,12 @@ def visible(
         allow_is_bidirectional_skip=False,
     )  # fmt: skip
     shape = (batch_size, 1, q_length, kv_length)
+    make_whole = functools.partial(masking_utils.eager_mask, **given)
+    if getattr(others.get("config"), "model_type", None) in MAKE_LONGER:
+        return make_whole()
     tracing = torch.compiler.is_compiling()
-    kind = Visible if tracing else EagerVisible
-    described = functools.partial(kind, functools.partial(masking_utils.eager_mask, **given), shape)
+    dtype, device = others.get("dtype", torch.float32), torch.device(others.get("device", "cpu"))
+    described = functools.partial(Visible, make_whole, shape, dtype, device)
     window = _window(mask_function, local_size)
     if window is None and not tracing:
         return described(dict(mask=masking_utils.sdpa_mask(**given)))
@@ -263,9 +303,13 @@ def _padded(window: Window, offset: Any, padding: torch.Tensor, q_length: int) -
         stretch = _of_stretch(window, offset, start, length, within, q_length)
         return stretch | dict(masked=masked, proof=(padding == within).all().to("cpu"))
     every, one, front = torch.stack([padding.all(), (padding == within).all(), ~start.any()]).tolist()
-    if every:
+    # A position on the device is that of a static cache. All its steps are described alike, whatever the padding is:
+    # one compiled program, or CUDA graph, serves them.
+    static = isinstance(offset, torch.Tensor)
+    if every and not static:
         return dict(options=dict(window=window, q_offset=offset))
     if one:
+        front &= not (static and q_length == 1)
         return _of_stretch(window, offset, None if front else start, length, within, q_length)
     return dict(options=masked)
 

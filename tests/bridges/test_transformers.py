@@ -241,6 +241,44 @@ def test_sinks_are_one_more_score_of_each_row(name, masked):
     assert torch.allclose(o, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
 
 
+def test_a_sink_for_each_query():
+    """As Inkling2 hands it over. Beside a mask of which a row sees nothing; o, and the gradients of sinks and of q."""
+    torch.manual_seed(2)
+    q, k = torch.randn(1, 4, 5, 8, requires_grad=True), torch.randn(1, 2, 6, 8)
+    sinks = torch.randn(1, 4, 5, 1, requires_grad=True)
+    mask = torch.rand(1, 1, 5, 6) < 0.7
+    mask[..., 2, :] = False
+    o, _ = bridge.attention(torch.nn.Module(), q, k, k, mask, sinks=sinks)
+    s = torch.where(mask, q @ k.repeat_interleave(2, 1).mT / 8**0.5, -torch.inf)
+    expected = torch.softmax(torch.cat([s, sinks], 3), -1)[..., :-1] @ k.repeat_interleave(2, 1)
+    weights = torch.randn_like(o)
+    found, wanted = ((x, *torch.autograd.grad((x * weights).sum(), (q, sinks))) for x in (o, expected.transpose(1, 2)))
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match=r"sinks \(s_aux\) must have shape \(heads,\) = \(4,\) or .* not \(4, 5\)"):
+        attend(sinks=sinks[0, ..., 0])
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize(
+    ("side", "compiled"), [("none", False), ("left", False), pytest.param("left", True, marks=pytest.mark.slow)]
+)
+def test_a_model_with_a_sink_for_each_query(side, compiled):
+    if not hasattr(transformers, "Inkling2TextConfig"):
+        pytest.skip(f"needs a Transformers that has Inkling2, unlike {transformers.__version__}")
+    import architectures
+
+    kind = architectures.model_class("inkling2_text")
+    model = kind._from_config(architectures.tiny(kind.config_class), attn_implementation="eager").eval()
+    ids, mask = torch.randint(3, TOKENS, (3, LENGTH)), padding_mask(side, "cpu")
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits[mask.bool()]
+        model.set_attn_implementation(OURS)
+        torch._dynamo.reset()
+        run = torch.compile(model, backend="eager") if compiled else model
+        assert torch.allclose(run(ids, attention_mask=mask).logits[mask.bool()], expected, rtol=1e-3, atol=1e-4)
+
+
 def test_bias_and_additive_masks():
     torch.manual_seed(1)
     bias, added = torch.randn(1, 4, 5, 6), torch.randn(1, 1, 5, 6)
@@ -423,14 +461,6 @@ def test_what_a_model_writes_to_its_mask_counts(write, guard):
         assert torch.equal(seen(made, 1, 4, 4)[0, 0], torch.ones(4, 4).tril().bool())
         write(made)
         assert seen(made, 1, 4, 4).all()
-
-
-def test_a_model_may_make_its_mask_longer():
-    """DeepSeek V4 asks whether its mask is a tensor, and then appends what says which compressed keys are seen."""
-    made = bridge.visible(1, 4, 4)
-    assert isinstance(made, torch.Tensor) and isinstance(made, bridge.Visible)
-    longer = torch.cat([made, torch.zeros(1, 1, 4, 2)], dim=-1)
-    assert torch.equal(longer[0, 0] == 0, torch.cat([torch.ones(4, 4).tril(), torch.ones(4, 2)], dim=-1).bool())
 
 
 def test_no_mask_slows_padded_prompts_down(monkeypatch):

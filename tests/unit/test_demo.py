@@ -199,6 +199,11 @@ def test_a_second_run_reads_only_what_is_new_and_answers_the_same(folder, rememb
     assert run()[1] == [40 - measured, measured]
 
 
+def test_few_passages_are_measured_in_every_run():
+    """A later run does little else: it took two minutes on a busy machine, for 24 passages."""
+    assert 4 <= len(range(0, len(passages.project_passages()), story.MEASURED_EACH)) <= 8
+
+
 def test_another_model_remembers_nothing(folder):
     model = weights.load(folder)
     memory.Memory(model).keep(TEXTS, model.encode(TEXTS, plain_attention))

@@ -63,6 +63,43 @@ def test_it_goes_on_in_the_environment_of_the_clone(clone):
     assert done.returncode == 7 and done.stdout == f"in .venv: {clone / 'scripts' / 'step'}\n"
 
 
+STAND_IN = """#!/bin/sh
+# .venv's Python: runs the tests, and leaves out the checks before them
+case "$2" in ruff | mypy | pip) exit 0 ;; esac
+exec {python} "$@"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="runs a shell's script")
+def test_what_failed_is_named_last(clone):
+    """In both parts, of which the second one runs though the first one fails."""
+    pytest.importorskip("xdist")
+    python = clone / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(STAND_IN.format(python=sys.executable))
+    python.chmod(0o755)
+    (clone / "setup.cfg").write_text("[tool:pytest]\naddopts = --import-mode=importlib\n")
+    (clone / ".venv" / "test-ready").touch()
+    for folder in ("sim", "bridges", "gpu", "unit"):
+        (clone / "tests" / folder).mkdir()
+        body = (
+            "import pytest\n\ndef test_that_passes():\n    pass\n\ndef test_that_skips():\n    pytest.skip('no GPU')\n"
+        )
+        if folder in ("sim", "unit"):
+            body += "\ndef test_that_fails():\n    assert 1 == 2\n"
+        (clone / "tests" / folder / f"test_{folder}.py").write_text(body)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    done = subprocess.run(
+        ["sh", "scripts/test"], cwd=clone, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-2:] == [
+        "FAILED tests/sim/test_sim.py::test_that_fails - assert 1 == 2",
+        "FAILED tests/unit/test_unit.py::test_that_fails - assert 1 == 2",
+    ]
+
+
 def test_results_name_the_commit(clone):
     commit = runpy.run_path(str(SCRIPTS / "_clone.py"))["commit"]()
     if (ROOT / ".git").exists() and shutil.which("git"):
