@@ -280,8 +280,9 @@ def seed_number(seed: Any) -> int:
         number = operator.index(seed)
     except TypeError:
         arrays.refuse_jax_tracer(seed)
+        given = f"{seed.dtype} of shape {tuple(seed.shape)}" if arrays.is_array(seed) else repr(seed)
         of_a_key = f"; {OF_A_KEY}" if type(seed).__module__.startswith("jax") else ""
-        raise TypeError(f"seed must be a whole number, not {seed!r}{of_a_key}") from None
+        raise TypeError(f"seed must be a whole number, not {given}{of_a_key}") from None
     if not 0 <= number < 2**64:
         raise ValueError(f"seed must be from 0 to below 2**64, not {number}")
     return number
