@@ -148,7 +148,7 @@ def _put(x: np.ndarray, like: Any) -> Any:
     jax.numpy.asarray would copy it."""
     jax = sys.modules["jax"]
     (device,) = like.devices()
-    if getattr(like, "committed", True):
+    if like.committed:
         return jax.device_put(x, device)
     with jax.default_device(device):
         return jax.device_put(x)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
@@ -28,9 +28,14 @@ try:
     from jax.experimental.buffer_callback import buffer_callback
 except ImportError:
     raise NotImplementedError(
-        f"attention inside jax.jit, jax.grad and jax.vmap needs jax.experimental.buffer_callback, which JAX "
-        f"{jax.__version__} does not have; a newer JAX has it"
+        "attention inside jax.jit, jax.grad and jax.vmap, and on several devices, needs "
+        f"jax.experimental.buffer_callback, which JAX {jax.__version__} does not have; a newer JAX has it"
     ) from None
+
+try:
+    from jax.sharding import reshard
+except ImportError:  # before JAX 0.7
+    from jax.experimental.shard import reshard
 
 BATCH, HEADS, WHOLE = "b", "h", ""  # labels of dimensions; those that were mapped over are "m0", "m1", ...
 WORDS = {BATCH: "batch entry", HEADS: "head"}
@@ -87,13 +92,21 @@ class Rule(NamedTuple):
     def specs(self, axes: dict[str, Axes]) -> list[PartitionSpec]:
         return [PartitionSpec(*(axes.get(label) for label in labels)) for labels in self.labels]
 
-    def einsum(self) -> str:
-        """As Shardy takes it: a dimension that stays whole has a name that no other one has."""
-        named = [
-            " ".join(label or f"w{number}of{dim}" for dim, label in enumerate(labels))
-            for number, labels in enumerate(self.labels)
+    def of_shardy(self) -> SdyShardingRule:
+        """A dimension that stays whole has a factor of its own; query heads are the heads of k and v times a group."""
+        heads = self._extents(HEADS) or [1]
+        grouped = {"group": max(heads) // min(heads)} if max(heads) > min(heads) else {}
+
+        def factor(label: str, extent: int, place: str) -> str | CompoundFactor:
+            if grouped and label == HEADS and extent == max(heads):
+                return CompoundFactor(HEADS, "group")
+            return label or place
+
+        mappings = [
+            ArrayMapping(*(factor(*dim, f"w{n}of{axis}") for axis, dim in enumerate(zip(labels, shape, strict=True))))
+            for n, (labels, shape) in enumerate(zip(self.labels, self.shapes, strict=True))
         ]
-        return f"{', '.join(named[: self.operands])} -> {', '.join(named[self.operands :])}"
+        return SdyShardingRule(tuple(mappings[: self.operands]), tuple(mappings[self.operands :]), **grouped)
 
 
 def _labels(name: str, shape: tuple[int, ...], mapped: int, layout: str) -> tuple[str, ...]:
@@ -156,7 +169,7 @@ def lying_as(operand: Any, gradient: Any) -> Any:
     wanted = getattr(jax.typeof(operand), "sharding", None)
     if wanted is None or wanted.spec == jax.typeof(gradient).sharding.spec:
         return gradient
-    return jax.sharding.reshard(gradient, wanted)
+    return reshard(gradient, wanted)
 
 
 def _batched(given: Any, axes: Any, *, callback: Any, results: Any, devices: Any) -> Any:
@@ -223,5 +236,5 @@ def _split(rule: Rule, results: tuple[jax.ShapeDtypeStruct, ...], computed: Any)
         return mesh, part, tuple(found), tuple(given)
 
     split = custom_partitioning(computed(results))
-    split.def_partition(partition, infer_sharding_from_operands=of_results, sharding_rule=rule.einsum())
+    split.def_partition(partition, infer_sharding_from_operands=of_results, sharding_rule=rule.of_shardy())
     return split

@@ -17,6 +17,7 @@ import numba_flash
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 BATCH, HEADS = 4, 4
+PARTLY = jax.__version_info__ >= (0, 7)  # before, XLA ends the process where shard_map leaves out an axis
 
 
 @pytest.fixture(params=["shardy", "gspmd", "explicit"])
@@ -244,7 +245,7 @@ def test_in_a_program(auto):
 def test_inside_shard_map(auto):
     """Of a mesh whose other axis is XLA's, too."""
     given = inputs()
-    for axes in ({"d"}, {"d", "e"}):
+    for axes in ({"d"}, {"d", "e"}) if PARTLY else ({"d", "e"},):
         split_by_hand = jax.shard_map(
             numba_flash.attention, mesh=auto, in_specs=P("d"), out_specs=P("d"), axis_names=axes
         )
