@@ -15,6 +15,7 @@ from .layout import host_pointer as host_pointer
 from .layout import host_view as host_view
 from .layout import is_array as is_array
 from .layout import jax_layout as jax_layout
+from .making import beside_jax as beside_jax
 from .making import empty as empty
 from .making import empty_for as empty_for
 from .making import give as give

@@ -86,9 +86,16 @@ def _torch_dispatching(x: Any) -> Array:
     raise NeedsBridge(f"a {type(x).__name__} was given, a torch tensor without an address of its own", "torch")
 
 
-def _jax(x: Any) -> Array:
+def read_jax(x: Any) -> Array:
     refuse_jax_tracer(x)
-    if next(iter(x.devices())).platform != "cpu":
+    device, *others = x.devices()
+    if others:
+        raise NeedsBridge(
+            "a JAX array that is on several devices was given, which only attention() takes: call this inside "
+            "jax.shard_map",
+            "jax",
+        )
+    if device.platform != "cpu":
         return _dlpack(x, "jax")
     host = np.asarray(x)  # a view: JAX's host buffers are NumPy's to read
     facts = LAYOUTS_OF["jax"][None, host.shape, host.strides, 1, host.dtype, True]
@@ -227,7 +234,7 @@ def read(name: str, x: Any) -> Array:
         reader = _READERS[type(x)] = _reader_for(name, x)
     try:
         return reader(x)
-    except (TypeError, NotImplementedError, ValueError) as error:
+    except (TypeError, RuntimeError, ValueError, BufferError) as error:
         error.args = (f"{name}: {error}",)
         raise
     except Exception as error:
@@ -256,7 +263,7 @@ def _reader_for(name: str, x: Any) -> Callable[[Any], Array]:
             one_go[type(x)] = of_torch()
         return _torch
     if "jax" in sys.modules and isinstance(x, sys.modules["jax"].Array):
-        return _jax
+        return read_jax
     if package == "jax" and hasattr(x, "__dlpack_device__"):
         return _jax_buffer
     if package in ("numba", "numba_cuda") and hasattr(x, "__cuda_array_interface__"):

@@ -142,6 +142,9 @@ def prepare(
         blocks = block_mask_of(functions)
         functions, aux = read_functions(functions)
         given += aux
+    if q.layout.family == "jax":
+        given[5:_DO] = arrays.beside_jax(q, given[5:_DO])
+        given[len(_READ) :] = arrays.beside_jax(q, given[len(_READ) :])
     if q.layout.family in checks:
         checks[q.layout.family](given)
     addresses = q.pointer | k.pointer | v.pointer | o.pointer | do.pointer
