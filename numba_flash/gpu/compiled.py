@@ -173,13 +173,14 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
                 function, _signature(config), device=False, abi="numba", cc=target, output="ptx", **options
             )
         except Exception as error:
-            from ..functions.function import Function, explain_failure
+            from ..functions.failures import explain_failure
+            from ..functions.function import Function
 
-            own = [value for _, value in getattr(config, "uses", ()) if isinstance(value, Function)]
+            own = {name: value for name, value in getattr(config, "uses", ()) if isinstance(value, Function)}
             explained = explain_failure(error, own) if own else None
             if explained is None:
                 raise
-            raise explained from None
+            raise explained from error
     mangled = re.search(r"\.entry\s+(\S+?)\s*\(", ptx)
     assert mangled, "no entry in the PTX"
     ptx = ptx.replace(mangled[1], entry_name(config))
