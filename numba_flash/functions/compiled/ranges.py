@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba.core import cgutils, errors, types
 from numba.core.datamodel import models
 from numba.core.extending import lower_builtin, register_model
-from numba.core.imputils import RefType, call_getiter, call_iternext, iternext_impl
+from numba.core.imputils import call_getiter, call_iternext
 
 from ..failures import MARK, NOT_WHOLE
 from .code import Code
@@ -74,14 +74,13 @@ def _start(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     return call_getiter(context, builder, STATE, args[0])
 
 
-@lower_builtin("iternext", RangeIterator)
-@iternext_impl(RefType.UNTRACKED)
-def _next(context: Any, builder: Any, sig: Any, args: Any, result: Any) -> None:
-    number = sig.args[0].yield_type
+@lower_builtin("iternext", RangeIterator)  # CUDA leaves out what Numba's own decorator of such functions returns
+def _next(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+    number, made = sig.args[0].yield_type, context.make_helper(builder, sig.return_type)
     found = call_iternext(context, builder, ITERATOR, args[0])
-    result.set_valid(found.is_valid())
-    with builder.if_then(found.is_valid()):
-        result.yield_(Code(context, builder, number.base).made(number, found.yielded_value()))
+    made.first = Code(context, builder, number.base).made(number, found.yielded_value())
+    made.second = found.is_valid()
+    return made._getvalue()
 
 
 def _held(held: Any, x: Any) -> Any:
