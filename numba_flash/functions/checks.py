@@ -71,6 +71,11 @@ def wrong_in(code: types.CodeType) -> str | None:
         return f"{place(code, code.co_firstlineno)}: it takes **{_arguments(code)[-1]}, and a kernel passes no names"
     if code.co_kwonlyargcount and code.co_flags & inspect.CO_VARARGS:
         return f"{place(code, code.co_firstlineno)}: it takes parameters by name behind *{_arguments(code)[-1]}"
+    if any(inner.co_kwonlyargcount for inner in inner_codes(code)):
+        return (
+            f"{place(code, code.co_firstlineno)}: it defines a function inside that takes parameters by name: let it "
+            "take them by position"
+        )
     every = list(instructions(code))
     before: Any = None
     for now, line in every:
@@ -157,12 +162,7 @@ def _lists(code: types.CodeType, every: Every) -> Found:
 
 
 def _names_of_inner(code: types.CodeType, every: Every) -> Found:
-    inner = inner_codes(code)
-    if any(x.co_kwonlyargcount for x in inner):
-        return "it defines a function inside that takes parameters by name: let it take them by position", (
-            code.co_firstlineno
-        )
-    if inner:
+    if inner_codes(code):
         for now, line in every:
             if now.opname in _NAMED_CALLS:
                 return "it defines a function inside, and passes an argument by name: pass it by position", line

@@ -22,6 +22,10 @@ def takes(name: str, count: int | None, kinds: Iterable[str]) -> str:
     return f"{name}() takes {wanted} here, not ({', '.join(kinds)})"
 
 
+def too_many_numbers(ndim: int, count: int) -> str:
+    return f"an aux array has {ndim} dimensions, and it is read at {count} numbers"
+
+
 def explained(error: Exception, option: str, function: Function) -> Exception:
     """What to raise where nothing but this function was compiled: whatever went wrong, its argument is named."""
     found = explain_failure(error, {option: function})
@@ -32,6 +36,8 @@ def explain_failure(error: Exception, functions: Mapping[str, Function]) -> Exce
     """functions: by the argument's names. None if the error is not the user's."""
     text = _text_of(error)
     marked = re.search(f"{MARK}(.*)", text)
+    if marked and re.match(r"\w+ must return", marked[1]):  # it says everything
+        return TypeError(marked[1])
     for option, function in functions.items():
         codes = list(_codes_in(function.tree))
         for path, line in re.findall(r'(?: at |File ")([^"\n]*?)(?:", line | \()(\d+)', text):

@@ -19,7 +19,7 @@ import numpy as np
 from . import rules
 from .build import NUMBERS as OF_NUMBERS
 from .checks import INT64, NO_INVERSE
-from .failures import AT_CONSTANTS, NOT_ITERABLE, NOT_WHOLE, takes
+from .failures import AT_CONSTANTS, NOT_ITERABLE, NOT_WHOLE, takes, too_many_numbers
 from .function import Function
 from .rules import Pair
 
@@ -98,7 +98,9 @@ class Table:
         self.base, self.array = base, array
 
     def __getitem__(self, index: Any) -> Any:
-        whole = tuple(map(_index, index)) if isinstance(index, tuple) else _index(index)
+        whole = tuple(map(_index, index)) if isinstance(index, tuple) else (_index(index),)
+        if len(whole) > self.array.ndim:
+            raise TypeError(too_many_numbers(self.array.ndim, len(whole)))
         found = self.array[whole]
         if np.ndim(found):
             return Table(self.base, found)
@@ -402,6 +404,7 @@ def _called(option: str, function: Function, base: Any, arguments: tuple[Any, ..
         kind = TypeError if isinstance(error, AttributeError) else (*kinds, ValueError)[0]
         words = re.sub(r"'(\w+)'", lambda found: WORDS.get(found[1], found[0]), str(error))
         words = AT_CONSTANTS if words.startswith("tuple indices must be") else words
+        words = NOT_ITERABLE if "Table'" in str(error) else words
         where = f"{function.name} ({function.path}, line {_line_in(function, error)})"
         raise kind(f"{option}: {where}: {words}") from error
 

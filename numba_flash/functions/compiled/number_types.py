@@ -153,6 +153,8 @@ READS = 3
 def words(t: Any) -> str:
     if isinstance(t, Number):
         return "bool" if is_truth(t) else "int" if t.kind == "whole" else "float"
+    if isinstance(t, types.BaseTuple):
+        return "tuple"
     return "aux array" if isinstance(t, Table) else str(types.unliteral(t))
 
 

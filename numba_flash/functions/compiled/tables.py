@@ -10,7 +10,7 @@ from numba.core.extending import lower_builtin, lower_getattr
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
 
 from ..checks import MIXED
-from ..failures import AT_CONSTANTS, MARK, NOT_ITERABLE, NOT_WHOLE
+from ..failures import AT_CONSTANTS, MARK, NOT_ITERABLE, NOT_WHOLE, too_many_numbers
 from .code import Code
 from .number_types import READS, Number, Table, Truth, constant_of, is_narrow, kind_of, within_of
 from .operators import members_of, typed
@@ -70,9 +70,7 @@ def _read(t: Any, index: Any) -> Any:
     if any(kind_of(i) != "whole" for i in indices):
         raise errors.TypingError(f"{MARK}an aux array is read at {NOT_WHOLE}")
     if len(indices) > t.ndim:
-        raise errors.TypingError(
-            f"{MARK}an aux array has {t.ndim} dimensions, and it is read at {len(indices)} numbers"
-        )
+        raise errors.TypingError(MARK + too_many_numbers(t.ndim, len(indices)))
     left = t.ndim - len(indices)
     if left:
         return Table(t.dtype, t.element, left, t.base, t.recorded, t.narrow)
