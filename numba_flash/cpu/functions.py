@@ -24,6 +24,7 @@ from ..arrays.layout import numpy_dtype
 from ..functions import compiled
 from ..functions.failures import explained
 from ..functions.function import Function
+from ..functions.remembered import note_compiled
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from ..problem.strides import contiguous_strides
@@ -59,9 +60,12 @@ def make_gradient(function: Function, base_name: str, aux: tuple, wanted: tuple,
 
 def _compiled(option: str, function: Function, body: Any, signature: str, key: str) -> Any:
     try:
-        return c_function(body, signature, key=hashlib.sha256(key.encode()).hexdigest())
+        made = c_function(body, signature, key=hashlib.sha256(key.encode()).hexdigest())
     except Exception as error:
         raise explained(error, option, function) from error
+    if not made.cache_hits:  # it was not in the disk cache
+        note_compiled({option: function})
+    return made
 
 
 def _gradient_panel(function, base_name, aux, wanted, capped, narrow):

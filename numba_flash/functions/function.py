@@ -20,7 +20,7 @@ from typing import Any, final
 
 import numpy as np
 
-from . import rules
+from . import remembered, rules
 from .build import build
 from .checks import inner_codes, instructions, place, wrong_in, wrong_with
 
@@ -56,8 +56,9 @@ class Function:
             raise TypeError(f"{option}: {error}") from None
         found = _known.get(tree)
         if found is None:
-            if len(_known) >= 1000:
+            if len(_known) >= remembered.MOST:
                 _known.clear()
+                remembered.forget()
             code = _code_of(tree)
             found = _known[tree] = Function(tree, code.co_name, code.co_filename, code.co_firstlineno)
         return found
