@@ -54,7 +54,7 @@ def _forget() -> None:
             modules[name]._plans.clear()
     if "gpu.compiled" in modules:
         modules["gpu.compiled"].forget_functions()
-    made = [vars(modules[name]).get(maker) for name, maker in _MAKERS if name in modules]
+    made: list[Any] = [vars(modules[name]).get(maker) for name, maker in _MAKERS if name in modules]
     made += [value for name in modules if name.startswith("kernels.") for value in vars(modules[name]).values()]
     for maker in made:
         if hasattr(maker, "cache_clear"):

@@ -32,8 +32,8 @@ def note_compiled(functions: Mapping[str, Any]) -> None:
         if len(known) >= VALUES:
             _compiled[shape] = None
             warn_caller(
-                f"{option}: {function.where} was compiled {VALUES} times, for other numbers that it captures. Each time "
-                "takes about a second, and a file in the cache folder. A number that changes can be passed in "
+                f"{option}: {function.where} was compiled {VALUES} times, for other numbers that it captures. Each "
+                "time takes about a second, and a file in the cache folder. A number that changes can be passed in "
                 "aux=(numpy.array(number),), and is read as x[()] from a further argument x"
             )
 

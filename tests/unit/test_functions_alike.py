@@ -7,6 +7,7 @@ import re
 import functions_beside as beside
 import numpy as np
 import pytest
+import random_functions
 
 import numba_flash
 from numba_flash.cpu import functions as cpu_functions
@@ -29,6 +30,10 @@ def made(text, captured=None, option="score_mod"):
     arguments = f"{'s, ' * (option == 'score_mod')}b, h, i, j, {ARRAYS}"
     lines = text.strip().splitlines() if "\n" in text or "return" in text else [f"return {text}"]
     source = "\n".join([f"def f({arguments}):", *(f"    {line}" for line in lines)])
+    return run(source, captured)
+
+
+def run(source, captured=None):
     names = dict(math=math, np=np, **(captured or {}))
     exec(compile(source, "alike.py", "exec"), names)
     return names["f"]
@@ -140,6 +145,22 @@ def test_they_mean_the_same(option, narrow):
         for place in PLACES:
             found, expected = compiled(option, narrow)(number, *place), as_python(*place)
             assert np.allclose(found, expected, rtol=1e-13, atol=0, equal_nan=True), (text, place, found, expected)
+
+
+# Random functions: each as Python, and compiled for CPUs or for GPUs.
+RANDOM = [(option, narrow) for option in ("score_mod", "mask_mod") for narrow in (False, True)]
+
+
+@pytest.mark.parametrize(("option", "narrow"), RANDOM, ids=[f"{x}, {'as on GPUs' * y}" for x, y in RANDOM])
+def test_random_functions_mean_the_same(option, narrow):
+    texts = [getattr(random_functions, option)(seed) for seed in range(narrow, 48, 2)]
+    functions = [run(text) for text in texts]
+    call = beside.compiled(option, functions, "float64", AUX, narrow)
+    for number, function in enumerate(functions):
+        as_python = beside.oracle(option, function, "float64", AUX)
+        for place in PLACES:
+            found, expected = call(number, *place), as_python(*place)
+            assert np.allclose(found, expected, rtol=1e-9, atol=1e-9, equal_nan=True), (texts[number], place, found)
 
 
 def counting():
