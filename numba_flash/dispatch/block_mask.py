@@ -130,7 +130,7 @@ def expanded(
         raise TypeError(
             f"block_mask must be what numba_flash.block_mask returns, or None, not {type(block_mask).__name__}"
         )
-    if mask_mod is not None and Function.of("mask_mod", mask_mod) is not block_mask.function:
+    if mask_mod is not None and Function.of("mask_mod", mask_mod) != block_mask.function:
         raise ValueError(
             f"mask_mod must be that of block_mask, {block_mask.function.name}, not another function: {SAME}"
         )

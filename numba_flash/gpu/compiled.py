@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..machine import toolchain
 from ..machine.announce import announce
-from ..machine.cache_folder import cache_folder, complain
+from ..machine.cache_folder import MOST_BYTES, cache_folder, complain
 from ..machine.forked import compile_lock
 from ..select import tensor_maps
 from ..select.arguments import HEAD_SUMS, SEED
@@ -93,6 +93,18 @@ def compiled(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
     return kernel
 
 
+def forget_functions() -> None:
+    """Unloads the kernels that were compiled with a caller's functions, when nobody has them any more."""
+    with _lock:
+        for key in [key for key in _kernels if _functions_of(key[0])]:
+            del _kernels[key]
+
+
+def _functions_of(config: AnyConfig) -> dict[str, Any]:
+    """The caller's functions, by the argument's names."""
+    return {name: value for name, value in getattr(config, "uses", ()) if hasattr(value, "tree")}
+
+
 def source(config: AnyConfig) -> Any:
     """The kernel as a Numba function, from its file's make(config); the simulator can call it."""
     toolchain.cuda()
@@ -112,6 +124,10 @@ def _load(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
     kernel = _opt_in(_loaded(config, code), config, device)
     announce(f" {time.perf_counter() - started:.1f} s")
     write_cache(config, arch, code)
+    if functions := _functions_of(config):
+        from ..functions.remembered import note_compiled
+
+        note_compiled(functions)
     return kernel
 
 
@@ -172,13 +188,13 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
                 function, _signature(config), device=False, abi="numba", cc=target, output="ptx", **options
             )
         except Exception as error:
-            from ..functions.function import Function, explain_failure
+            from ..functions.failures import explain_failure
 
-            own = [value for _, value in getattr(config, "uses", ()) if isinstance(value, Function)]
+            own = _functions_of(config)
             explained = explain_failure(error, own) if own else None
             if explained is None:
                 raise
-            raise explained from None
+            raise explained from error
     mangled = re.search(r"\.entry\s+(\S+?)\s*\(", ptx)
     assert mangled, "no entry in the PTX"
     ptx = ptx.replace(mangled[1], entry_name(config))
@@ -344,6 +360,6 @@ def read_cache(config: AnyConfig, arch: str) -> bytes | None:
 
 def write_cache(config: AnyConfig, arch: str, code: bytes) -> None:
     try:
-        _store(512 * 2**20).update({_key(config, arch): code + _sha256(code)})
+        _store(MOST_BYTES).update({_key(config, arch): code + _sha256(code)})
     except Exception as error:
         complain(error)
