@@ -95,7 +95,7 @@ def compiled(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
 
 def forget_functions() -> None:
     """Unloads the kernels that were compiled with a caller's functions, when nobody has them any more."""
-    with _lock:
+    with compile_lock:
         for key in [key for key in _kernels if _functions_of(key[0])]:
             del _kernels[key]
 
