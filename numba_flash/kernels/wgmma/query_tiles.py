@@ -6,6 +6,7 @@ these heads stay in L2.
 """
 
 import functools
+from typing import NamedTuple
 
 from numba import int32, int64, uint32
 
@@ -34,6 +35,20 @@ from .barriers import (
     B,
     H,
 )
+
+
+class WorkTile(NamedTuple):
+    """A query tile, and the key tiles that it sees."""
+
+    b: int
+    h: int  # the first head
+    first_query: int
+    keys: int  # how many are valid
+    position: int  # of its first query among the keys
+    begin: int  # as ranges.key_tiles gives them, the next three too
+    free: int
+    cut: int
+    stop: int
 
 
 @inlined
@@ -131,25 +146,25 @@ def make(config):
         store_shared(work_tile + STATES, uint32(states))
 
     @inlined
-    def publish(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop, arrays, strides, sizes):
-        """Writes the work tile for the producer and the consumers."""
+    def publish(base, i, work, tile, arrays, strides, sizes):
+        """Writes a WorkTile as the block's i-th, for the producer and the consumers. work: 0 if none was left."""
         at = rings.work_tile(base, i)
         rings.tiles.producer_acquire(base, i)
         store_shared(at + WORK, uint32(work))
-        store_shared(at + B, uint32(b))
-        store_shared(at + H, uint32(h))
-        store_shared(at + H_KV, uint32(h_kv))
-        store_shared(at + FIRST_QUERY, uint32(first_query))
-        store_shared(at + KEYS, uint32(keys))
-        store_shared(at + BEGIN, uint32(begin))
-        store_shared(at + FREE, uint32(free))
-        store_shared(at + CUT, uint32(cut))
-        store_shared(at + STOP, uint32(stop))
-        store_shared(at + POS_LOW, uint32(tile_pos & int64(0xFFFFFFFF)))
-        store_shared(at + POS_HIGH, uint32((tile_pos >> int64(32)) & int64(0xFFFFFFFF)))
+        store_shared(at + B, uint32(tile.b))
+        store_shared(at + H, uint32(tile.h))
+        store_shared(at + H_KV, uint32(divide(tile.h, divide(sizes.heads, sizes.heads_kv))))
+        store_shared(at + FIRST_QUERY, uint32(tile.first_query))
+        store_shared(at + KEYS, uint32(tile.keys))
+        store_shared(at + BEGIN, uint32(tile.begin))
+        store_shared(at + FREE, uint32(tile.free))
+        store_shared(at + CUT, uint32(tile.cut))
+        store_shared(at + STOP, uint32(tile.stop))
+        store_shared(at + POS_LOW, uint32(tile.position & int64(0xFFFFFFFF)))
+        store_shared(at + POS_HIGH, uint32((tile.position >> int64(32)) & int64(0xFFFFFFFF)))
         if has_mask:
-            store_shared(at + POS_FREE, uint32(free))
-            store_shared(at + POS_CUT, uint32(cut))
+            store_shared(at + POS_FREE, uint32(tile.free))
+            store_shared(at + POS_CUT, uint32(tile.cut))
             ask_mask(at, arrays, strides, sizes)
         if has_states:
             leave_empty_out(at, arrays, strides, sizes)
@@ -166,10 +181,9 @@ def make(config):
         if not work:
             b, h, first_query = int32(0), int32(0), int32(0)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        tile_pos = first_query + q_start
-        begin, free, cut, stop = tiles_of(first_query, tile_pos, keys, sizes)
-        h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
-        publish(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop, arrays, strides, sizes)
+        position = first_query + q_start
+        tile = WorkTile(b, h, first_query, keys, position, *tiles_of(first_query, position, keys, sizes))
+        publish(base, i, work, tile, arrays, strides, sizes)
         if has_mask or has_states:  # read again, not kept in registers until here
             work_tile = rings.work_tile(base, i)
             b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
