@@ -135,10 +135,11 @@ def backward(
             delta = delta - np.asarray(dlse, np.float64)[..., None]
         visible = _unmasked(visible, (*q.shape[:3], k.shape[2]), mask_mod, q_offset, aux)
         s, through = _scores(q, k, scale, score_mod, softcap, alibi_slopes, q_offset, bias, visible, aux)
-        p, of_sink, m, l = _weights(np.where(visible, s, -np.inf), sinks)
+        shown = np.where(visible, s, -np.inf)
+        p, of_sink, m, l = _weights(shown, sinks)
         own = np.where(l == 0, -np.inf, m + np.log(l))
         share = np.exp(own - unrounded(lse, own)) / l  # times l it is 1, but where lse is that of more keys than these
-        p = np.where((p == 0) | (lse == -np.inf), 0.0, p * share)
+        p = np.where((shown == -np.inf) | (lse == -np.inf), 0.0, p * share)  # beside a score of +inf it is NaN, not 0
         counts = _counts(p.shape, dropout_p, seed, q_offset)  # with dropout dV has P * counts, and dP is times counts
         dp = np.where(counts == 0, 0.0, counts * np.einsum("bhid,bhjd->bhij", do, v))
         ds = np.where(p == 0, 0.0, p * (dp - delta))
@@ -154,7 +155,7 @@ def backward(
             of_positions = np.where(p == 0, 0.0, -ds * _distance(q_offset, q.shape[2], k.shape[2]))
             dalibi_slopes = _summed(of_positions, (*alibi_slopes.shape, 1, 1))[..., 0, 0]
         if sinks is not None:
-            weight = np.where((of_sink == 0) | (lse == -np.inf), 0.0, of_sink * share)
+            weight = np.where((_of_rows(sinks) == -np.inf) | (lse == -np.inf), 0.0, of_sink * share)
             of_rows = np.where(weight == 0, 0.0, -weight * delta)
             dsinks = _summed(of_rows, (*sinks.shape, 1, 1))[..., 0, 0]
         products = scale * np.einsum("bhid,bhjd->bhij", q, k) if wanted_aux else s
