@@ -208,6 +208,12 @@ def _lower(context: Any, *values: Any, callback: Any, results: Any, devices: Any
 mlir.register_lowering(operation, _lower)
 
 
+def _sum(x: Any, names: Axes) -> Any:
+    """Over devices, in float32 or more, rounded once."""
+    wide = jax.numpy.promote_types(x.dtype, jax.numpy.float32)
+    return jax.lax.psum(x.astype(wide), names).astype(x.dtype) if names else x
+
+
 def _split(rule: Rule, results: tuple[jax.ShapeDtypeStruct, ...], computed: Any) -> Any:
     """computed(results) with the rule."""
 
@@ -216,7 +222,9 @@ def _split(rule: Rule, results: tuple[jax.ShapeDtypeStruct, ...], computed: Any)
         return tuple(NamedSharding(mesh, spec) for spec in rule.specs(axes)[rule.operands :])
 
     def partition(mesh: Any, operands: Any, whole: Any) -> Any:
-        axes = rule.axes(mesh, [x.sharding for x in (*operands, *whole)])
+        # How a result is to lie may split an operation that its operands do not, but not one that cannot be split.
+        deciding = operands if rule.numbered else (*operands, *whole)
+        axes = rule.axes(mesh, [x.sharding for x in deciding])
         rule.check(axes)  # not in of_results, an error of which ends the process
         shardings = [NamedSharding(mesh, spec) for spec in rule.specs(axes)]
         given, found = shardings[: rule.operands], shardings[rule.operands :]
@@ -230,8 +238,7 @@ def _split(rule: Rule, results: tuple[jax.ShapeDtypeStruct, ...], computed: Any)
         ]
 
         def part(*operands: Any) -> Any:
-            sums = zip(computed(parts)(*operands), over, strict=True)
-            return tuple(jax.lax.psum(x, names) if names else x for x, names in sums)
+            return tuple(_sum(x, names) for x, names in zip(computed(parts)(*operands), over, strict=True))
 
         return mesh, part, tuple(found), tuple(given)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import AUX_DTYPES, Layout
+from ..arrays import AUX_DTYPES, Layout, refuse_jax_tracer
 from .options import BY_NAME, Option
 from .strides import Strides, element_strides
 
@@ -85,6 +85,7 @@ def number_of(name: str, value: Any, dtype: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+        refuse_jax_tracer(value)  # the bridge says what to write where JAX traces
         raise TypeError(f"{name} must be a number or None, not {value!r}{_of_one(name, value)}")
     try:
         number = float(value)

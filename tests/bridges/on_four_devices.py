@@ -208,6 +208,28 @@ def test_what_follows_from_a_number_is_refused_where_it_is_split(mesh, name):
         jax.block_until_ready(jax.jit(gradients_of(attention, 3))(*placed))
 
 
+@pytest.mark.parametrize("options", [{}, NUMBERED["dropout_p"][0]], ids=["plain", "dropout"])
+def test_how_a_result_is_to_lie(auto, options):
+    """It splits what can be split, and refuses nothing."""
+    given, spec = inputs(), P("d", "e")
+    attention = functools.partial(numba_flash.attention, **options)
+    found = jax.jit(attention, out_shardings=NamedSharding(auto, spec))(*put(auto, given, P(), P(), P()))
+    same(found, attention(*given))
+    assert found.sharding.spec == spec
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sums_over_devices_are_rounded_once(mesh, dtype):
+    """The gradients of one KV head whose four query heads are on four devices. The sum in float32 is exact."""
+    q, k, v = (x.astype(dtype) for x in inputs(heads_kv=1))
+    backward = jax.jit(gradients_of(numba_flash.attention, 3))
+    alone = [backward(q[:, head : head + 1], k, v) for head in range(HEADS)]
+    _, *found = backward(*put(mesh, (q, k, v), P(None, ("d", "e")), P(), P()))
+    for gradient, parts in zip(found, list(zip(*alone, strict=True))[1:], strict=True):
+        expected = sum(np.asarray(part, "float32") for part in parts)
+        same(gradient, jnp.asarray(expected, dtype))
+
+
 def test_sequences_are_gathered(mesh):
     """A query needs all keys: what lies split along the lengths or head_dim is made whole, as XLA does."""
     given = inputs()
