@@ -74,7 +74,8 @@ def attention(
         in flash-attn). 0 is "top-left" (as in torch and JAX).
     seqlens_k: int32 (batch,), how many keys are valid, as in a padded cache. In host memory the values are checked.
         On a device they are clamped to 0 .. seqlen_k, because reading them would make the host wait.
-    scale: a finite number; None = head_dim ** -0.5.
+    scale: a finite number; None = head_dim ** -0.5. q_i . k_j is computed before it is scaled, and must be below the
+        largest number of the sums' dtype, 3.4e38 for float32; otherwise multiply q by scale first.
     softcap: above 0; None = no cap.
     alibi_slopes: (heads,) or (batch, heads), float32 or q's dtype.
     bias: added to the scores, float32 or q's dtype, broadcastable to (batch, heads, seqlen_q, seqlen_k).
