@@ -138,7 +138,7 @@ def backward(
         p, of_sink, m, l = _weights(np.where(visible, s, -np.inf), sinks)
         own = np.where(l == 0, -np.inf, m + np.log(l))
         share = np.exp(own - unrounded(lse, own)) / l  # times l it is 1, but where lse is that of more keys than these
-        p = np.where((p == 0) | (lse == -np.inf), 0.0, p * share)
+        p = np.where(visible & (s != -np.inf) & (lse != -np.inf), p * share, 0.0)
         counts = _counts(p.shape, dropout_p, seed, q_offset)  # with dropout dV has P * counts, and dP is times counts
         dp = np.where(counts == 0, 0.0, counts * np.einsum("bhid,bhjd->bhij", do, v))
         ds = np.where(p == 0, 0.0, p * (dp - delta))

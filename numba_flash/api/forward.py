@@ -79,7 +79,7 @@ def attention(
     softcap: above 0; None = no cap.
     alibi_slopes: (heads,) or (batch, heads), float32 or q's dtype.
     bias: added to the scores, float32 or q's dtype, broadcastable to (batch, heads, seqlen_q, seqlen_k).
-        -inf removes a key, as the mask does.
+        -inf removes a key, as the mask does, unless its score is NaN.
     mask: bool, True = attend, broadcastable to the same shape.
     score_mod: your own score(score, b, h, q_pos, k_pos, *aux) -> score, a plain Python function of numbers. It runs
         after the scale and before softcap, and is compiled into the kernel. It may use arithmetic, comparisons, if,

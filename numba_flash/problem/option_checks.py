@@ -153,8 +153,10 @@ def check_arguments(name: str, function: "Function", aux: int) -> None:
 
 def _by_batch(name: str, array: Layout, batch: int) -> tuple[int, ...]:
     if array.dtype != "int32" or array.shape != (batch,):
+        how = f"{name}.int()" if array.family == "torch" else f"{name}.astype('int32')"
         raise (TypeError if array.dtype != "int32" else ValueError)(
             f"{name} must be int32 of shape (batch,) = ({batch},), not {array.dtype} of shape {array.shape}"
+            + (f"; convert it first, as with {how}" if array.dtype == "int64" else "")
         )
     return element_strides(array)
 

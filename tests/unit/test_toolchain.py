@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from machines import HOPPER, problem
 
 from numba_flash.gpu import compiled
-from numba_flash.machine import toolchain
+from numba_flash.machine import cache_folder, toolchain
 from numba_flash.select import forward as select
 
 
@@ -189,3 +190,18 @@ def test_no_package_is_advised_that_macos_does_not_have(monkeypatch):
         monkeypatch.setattr(sys, "platform", platform)
         reason = toolchain.unusable.__wrapped__()
         assert ("pip install" in reason) == advised and ("simulator" in reason) != advised
+
+
+def test_a_warning_from_within_numba_is_at_the_callers_line(tmp_path):
+    """As that of a cache folder that is none: Numba's compiler calls this package's cache."""
+    program = "import numpy as np, numba_flash\nx = np.ones((1, 1, 4, 4))\nnumba_flash.attention(x, x, x)"
+    (tmp_path / "file").touch()
+    environment = dict(os.environ, NUMBA_FLASH_CACHE_DIR=str(tmp_path / "file"))
+    command = [sys.executable, "-W", "always", "-c", program]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "<string>:3: RuntimeWarning: numba_flash cannot use" in run.stderr
+
+
+def test_a_tilde_in_the_cache_folder_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("NUMBA_FLASH_CACHE_DIR", "~/kernels")
+    assert cache_folder.cache_folder() == pathlib.Path.home() / "kernels"
