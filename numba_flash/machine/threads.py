@@ -16,9 +16,10 @@ def count() -> int:
     try:
         own = numba.get_num_threads()  # starts them
     except ValueError as error:
+        reason, layer = str(error).strip().partition("\n")[0], numba.config.THREADING_LAYER
         raise NotImplementedError(
-            "the threads of kernel='cpu' cannot be started with NUMBA_THREADING_LAYER="
-            f"{numba.config.THREADING_LAYER!r} ({str(error).strip().splitlines()[0]}): unset it, or set it to 'workqueue', which is always there"
+            f"the threads of kernel='cpu' cannot be started with NUMBA_THREADING_LAYER={layer!r} ({reason}): unset it, "
+            "or set it to 'workqueue', which is always there"
         ) from None
     limits = [own, _of_openmp()]
     of_torch = getattr(sys.modules.get("torch"), "get_num_threads", None)  # absent while another thread imports torch
