@@ -135,11 +135,10 @@ def backward(
             delta = delta - np.asarray(dlse, np.float64)[..., None]
         visible = _unmasked(visible, (*q.shape[:3], k.shape[2]), mask_mod, q_offset, aux)
         s, through = _scores(q, k, scale, score_mod, softcap, alibi_slopes, q_offset, bias, visible, aux)
-        shown = np.where(visible, s, -np.inf)
-        p, of_sink, m, l = _weights(shown, sinks)
+        p, of_sink, m, l = _weights(np.where(visible, s, -np.inf), sinks)
         own = np.where(l == 0, -np.inf, m + np.log(l))
         share = np.exp(own - unrounded(lse, own)) / l  # times l it is 1, but where lse is that of more keys than these
-        p = np.where((shown == -np.inf) | (lse == -np.inf), 0.0, p * share)  # beside a score of +inf it is NaN, not 0
+        p = np.where(visible & (s != -np.inf) & (lse != -np.inf), p * share, 0.0)
         counts = _counts(p.shape, dropout_p, seed, q_offset)  # with dropout dV has P * counts, and dP is times counts
         dp = np.where(counts == 0, 0.0, counts * np.einsum("bhid,bhjd->bhij", do, v))
         ds = np.where(p == 0, 0.0, p * (dp - delta))

@@ -305,6 +305,18 @@ def test_large_values(rung):
     assert same_bits(large, o * np.float32(2.0**122)) and same_bits(lse_of_large, lse)
 
 
+# docs/numerics.md: q . k is below the largest number before it is scaled.
+def test_products_up_to_the_largest_number(rung):
+    case = rung.problem(6, 30, dtype="float32", batch=1, heads=1, head_dim=8, scale=1e-38)
+    case.q[...], case.k[...] = 0, 0
+    case.q[..., 0], case.k[..., 0] = 1e19, np.linspace(-3.3e19, 3.3e19, 30)  # scores from -3.3 to 3.3
+    for _ in range(2):
+        for got, right in zip(rung(case), testing.oracle(case), strict=True):
+            assert np.abs(got - right).max() <= 1e-5 * np.abs(right).max()
+        case.k[..., 0] *= 1.2  # the largest products would be Inf
+        case.q[...], case.options["scale"] = case.q * np.float32(1e-38), 1.0
+
+
 # What hides key 13 from some queries, from all of the 20, or from one batch entry.
 BLINDS = {
     "causal": dict(causal=True, q_offset=0),

@@ -206,6 +206,20 @@ def test_a_mask_is_a_bias_of_minus_infinity(rung):
     assert both_close(rung(case, bias=rung.move(bias)), rung(case, mask=rung.move(MASK)))
 
 
+def test_a_bias_removes_no_nan(rung):
+    case, bias = rung.problem(batch=1), np.zeros((1, 1, 1, 30), np.float32)
+    case.k[:, :, 13], bias[..., 13] = np.nan, -np.inf
+    assert all(np.isnan(x).all() for x in rung(case, bias=rung.move(bias)))
+
+
+@pytest.mark.parametrize("sink", [np.inf, np.nan])
+def test_a_sink_of_infinity_is_nan(rung, sink):
+    case = rung.problem(batch=1)
+    o, lse = rung(case, sinks=rung.move(np.array([sink, -np.inf], np.float32)))
+    assert np.isnan(o[:, 0]).all() and np.isnan(lse[:, 0]).all()
+    assert both_same((o[:, 1], lse[:, 1]), [x[:, 1] for x in rung(case)])
+
+
 def test_a_sink_of_minus_infinity_is_none(rung):
     case = with_mask(rung)
     assert both_same(rung(case, sinks=rung.move(np.full(2, -np.inf, np.float32))), rung(case))

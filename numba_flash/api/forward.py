@@ -75,11 +75,12 @@ def attention(
         in flash-attn). 0 is "top-left" (as in torch and JAX).
     seqlens_k: int32 (batch,), how many keys are valid, as in a padded cache. In host memory the values are checked.
         On a device they are clamped to 0 .. seqlen_k, because reading them would make the host wait.
-    scale: a finite number; None = head_dim ** -0.5.
+    scale: a finite number; None = head_dim ** -0.5. q_i . k_j is computed before it is scaled, and must be below the
+        largest number of the sums' dtype, 3.4e38 for float32; otherwise multiply q by scale first.
     softcap: above 0; None = no cap.
     alibi_slopes: (heads,) or (batch, heads), float32 or q's dtype.
     bias: added to the scores, float32 or q's dtype, broadcastable to (batch, heads, seqlen_q, seqlen_k).
-        -inf removes a key, as the mask does.
+        -inf removes a key, as the mask does, unless its score is NaN.
     mask: bool, True = attend, broadcastable to the same shape.
     score_mod: your own score(score, b, h, q_pos, k_pos, *aux) -> score, a plain Python function of numbers. It runs
         after the scale and before softcap, and is compiled into the kernel. It may use arithmetic, comparisons, if,

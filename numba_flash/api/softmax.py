@@ -15,7 +15,7 @@ from ..select.arguments import Values
 KERNELS = ("safe", "online", "blocked")
 
 
-def softmax(x: Any, *, kernel: str = "online", out: Any = None, stream: Any = None) -> Any:
+def softmax(x: Any, *, kernel: str = "auto", out: Any = None, stream: Any = None) -> Any:
     """softmax(x)_i = e^(x_i - max x) / sum_j e^(x_j - max x) over the last axis.
 
     >>> numba_flash.softmax(cupy.array([1.0, 2.0, 3.0]), kernel="blocked")
@@ -23,15 +23,16 @@ def softmax(x: Any, *, kernel: str = "online", out: Any = None, stream: Any = No
     kernel: "safe" reads a row three times (maximum, sum, result); "online" twice, correcting the sum
     whenever the maximum grows; "blocked" uses a whole block for a row and joins the maxima and sums of its
     threads; "reference" is NumPy in float64, in host memory. The three kernels run on a GPU, or on
-    NumPy arrays in Numba's simulator. Equations 2 to 5 of docs/algorithm.md; Milakov and Gimelshein (2018).
+    NumPy arrays in Numba's simulator. "auto" is "online" where that runs, and "reference" for other arrays in
+    host memory. Equations 2 to 5 of docs/algorithm.md; Milakov and Gimelshein (2018).
 
     x: float16, bfloat16, float32 or float64, any shape whose leading axes can be walked with one
     stride; computed in float32 (float64 for float64). A row that is all -inf gives NaN, as in
     NumPy. Returns an array of x's kind and shape, or out. Raises TypeError and ValueError for invalid arrays or
     names, and NotImplementedError without a GPU and without the simulator.
     """
-    if kernel not in (*KERNELS, "reference"):
-        raise ValueError(f"kernel must be one of {', '.join((*KERNELS, 'reference'))}, not {kernel!r}")
+    if kernel not in ("auto", *KERNELS, "reference"):
+        raise ValueError(f"kernel must be one of {', '.join(('auto', *KERNELS, 'reference'))}, not {kernel!r}")
     given = arrays.read("x", x)
     if given.layout.dtype not in DTYPES:
         raise TypeError(f"x must be float16, bfloat16, float32 or float64, not {given.layout.dtype}")
@@ -48,6 +49,8 @@ def softmax(x: Any, *, kernel: str = "online", out: Any = None, stream: Any = No
     if out is not None:
         arrays.note_writing(y)
     target = Target.of(given.layout.device)
+    if kernel == "auto":
+        kernel = "reference" if given.layout.device is None and not target.simulated else "online"
     if kernel == "reference":
         if given.layout.device is not None:
             raise NotImplementedError("kernel='reference' computes in host memory; copy x there first")

@@ -217,6 +217,8 @@ def finish(state, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
             term = get(at + head * load(plan, slot.TERM_STRIDE + 1, INT), term_dtype, 0.0)
             if term != -INFINITY:  # log(e^lse + e^term) replaces lse
                 whole = max(lse, term) + math.log1p(math.exp(-abs(lse - term)))
+                if term == INFINITY:  # as a score of inf, of which e^(s - m) is no number
+                    whole = math.nan
                 factor *= type(zero)(math.exp(lse - whole))
                 lse = whole
         source = state + ((r // width) * head_dim_v * width + r % width) * size

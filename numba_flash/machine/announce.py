@@ -15,7 +15,8 @@ def announce(text: str, end: str = "\n") -> None:
 
 def warn_caller(text: str) -> None:
     """A RuntimeWarning at the line that called into numba_flash, however deep this is."""
-    frame, level, package = sys._getframe(1), 2, __name__.partition(".")[0]
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+    frame, level = sys._getframe(1), 2
+    ours = __name__.partition(".")[0], "numba"  # Numba's compiler calls this package's cache
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ours:
         frame, level = frame.f_back, level + 1
     warnings.warn(text, RuntimeWarning, stacklevel=level)

@@ -13,7 +13,7 @@ def cache_folder() -> Path:
     """NUMBA_FLASH_CACHE_DIR, or the user's cache folder; each cache has a folder of its own below it."""
     named = os.environ.get("NUMBA_FLASH_CACHE_DIR")
     if named:
-        return Path(named)
+        return Path(named).expanduser()  # no shell does that where a file or a service sets the variable
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("numba_flash", False))

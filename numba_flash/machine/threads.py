@@ -13,7 +13,15 @@ def count() -> int:
     torchrun sets the first and a worker of a DataLoader the second, to 1, as each is a process among many. Who sets
     NUMBA_NUM_THREADS means this kernel, and OMP_NUM_THREADS does not count.
     """
-    limits = [numba.get_num_threads(), _of_openmp()]
+    try:
+        own = numba.get_num_threads()  # starts them
+    except ValueError as error:
+        reason, layer = str(error).strip().partition("\n")[0], numba.config.THREADING_LAYER
+        raise NotImplementedError(
+            f"the threads of kernel='cpu' cannot be started with NUMBA_THREADING_LAYER={layer!r} ({reason}): unset it, "
+            "or set it to 'workqueue', which is always there"
+        ) from None
+    limits = [own, _of_openmp()]
     of_torch = getattr(sys.modules.get("torch"), "get_num_threads", None)  # absent while another thread imports torch
     if of_torch is not None:
         limits.append(of_torch())

@@ -154,12 +154,17 @@ def cuda() -> ModuleType:
             return module
         if getattr(module, "implementation", "") != "NVIDIA":
             raise ImportError(
-                "numba.cuda is Numba's built-in copy; numba_flash needs NVIDIA's numba-cuda: "
-                "pip install 'numba-flash[cu13]' (or [cu12], after the CUDA version of your driver)"
+                f"numba.cuda is Numba's built-in copy; numba_flash needs NVIDIA's numba-cuda: {_remedy()}"
             )
         # Imports everything the first compile would import, while the names are lent.
         importlib.import_module("numba.cuda.descriptor").cuda_target.target_context.refresh()
     return module
+
+
+def _remedy() -> str:
+    if sys.platform == "darwin":
+        return "there is none for macOS, where GPU kernels run in the simulator (NUMBA_ENABLE_CUDASIM=1) alone"
+    return "pip install 'numba-flash[cu13]', or [cu12], after your driver's CUDA"
 
 
 @functools.cache
@@ -176,7 +181,7 @@ def unusable() -> str | None:
         except ModuleNotFoundError:
             found = None
         if found is None:
-            return f"{package} is not installed: pip install 'numba-flash[cu13]', or [cu12], after your driver's CUDA"
+            return f"{package} is not installed: {_remedy()}"
     try:
         from cuda.core import Device
 

@@ -86,10 +86,12 @@ class BackwardProblem:
 
 def _wanted(wanted: Any, arrays: dict[str, Layout | None], aux: dict[str, str]) -> tuple[str, ...]:
     """arrays: by name, those that have gradients. aux: the dtype of each, by the name of its gradient."""
-    names = ", ".join((*GRADIENTS, *(aux or [daux_name(0)])))
+    names = ", ".join((*GRADIENTS, *aux))
     if not isinstance(wanted, tuple) or not all(isinstance(name, str) for name in wanted):
         raise TypeError(f"wanted must be a tuple of names of {names}, not {wanted!r}")
     unknown = [name for name in wanted if name not in GRADIENTS and name not in aux]
+    if unknown and unknown[0].startswith("daux[") and not aux:
+        raise ValueError(f"wanted names {unknown[0]}, but no aux is given")
     if unknown or not wanted:
         raise ValueError(f"wanted must name some of {names}, not {wanted!r}")
     for name, dtype in aux.items():

@@ -138,10 +138,7 @@ class Problem:
             check_strides(name, array)
 
         if q.dtype not in DTYPES:
-            raise TypeError(
-                f"q must be float16, bfloat16, float32 or float64, not {q.dtype}; convert it first, as with "
-                + ("q.float()" if q.family == "torch" else "q.astype('float32')")
-            )
+            raise TypeError(f"q must be float16, bfloat16, float32 or float64, not {q.dtype}; {_conversion(q)}")
         for name, other in (("k", k), ("v", v)):
             if other.dtype != q.dtype:
                 raise TypeError(
@@ -206,6 +203,17 @@ class Problem:
         )
 
 
+def _conversion(q: Layout) -> str:
+    """How to make q of a dtype that is taken, without a loss of digits."""
+    if q.dtype.startswith("complex"):
+        return "attention of complex numbers is not defined here"
+    if q.dtype.startswith(">"):  # of another byte order
+        return f"convert it first, as with q.astype({q.dtype[1:]!r})"
+    if q.dtype in ("int32", "uint32", "int64", "uint64", "float96", "float128", "longdouble") or q.dtype == "float80":
+        return "convert it first, as with " + ("q.double()" if q.family == "torch" else "q.astype('float64')")
+    return "convert it first, as with " + ("q.float()" if q.family == "torch" else "q.astype('float32')")
+
+
 def _sizes(q: Layout, k: Layout, v: Layout, layout: str) -> tuple[int, int, int, int, int, int, int]:
     """batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v of arrays that fit together."""
     for name, array in (("q", q), ("k", k), ("v", v)):
@@ -230,7 +238,8 @@ def _sizes(q: Layout, k: Layout, v: Layout, layout: str) -> tuple[int, int, int,
             f"the heads of q must be a multiple of those of k and v, but {heads} is not of {heads_kv}: {shapes}"
         )
     if head_dim == 0 or head_dim_v == 0:
-        raise ValueError(f"head_dim must be at least 1, but {shapes}")
+        only_lse = "; for lse alone pass a v of one column of zeros" if head_dim else ""
+        raise ValueError(f"head_dim and head_dim_v must be at least 1, but {shapes}{only_lse}")
     if max(seqlen_q, seqlen_k, batch * heads) > MAX_EXTENT:
         raise ValueError(f"seqlen and batch * heads must stay below 2**31, but {shapes}")
     return batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v

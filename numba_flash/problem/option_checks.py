@@ -164,8 +164,10 @@ def _by_batch(name: str, array: Layout, batch: int) -> tuple[int, ...]:
     if array.dtype != "int32" or array.shape != (batch,):
         library = "jax.numpy" if array.family == "jax" else "numpy" if array.family == "foreign" else array.family
         one = f"; one number for all entries is {library}.full(({batch},), {name})" if array.shape == () else ""
+        how = f"{name}.int()" if array.family == "torch" else f"{name}.astype('int32')"
+        of_int64 = f"; convert it first, as with {how}" if array.dtype == "int64" and not one else ""
         raise (TypeError if array.dtype != "int32" else ValueError)(
-            f"{name} must be int32 of shape (batch,) = ({batch},), not {array.dtype} of shape {array.shape}{one}"
+            f"{name} must be int32 of shape (batch,) = ({batch},), not {array.dtype} of shape {array.shape}{one}{of_int64}"
         )
     return element_strides(array)
 

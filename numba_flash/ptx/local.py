@@ -6,8 +6,13 @@ here.
 """
 
 from llvmlite import ir
-from numba.cuda import cgutils, types
+from numba.cuda import types
 from numba.cuda.extending import intrinsic
+
+try:
+    from numba.cuda import cgutils
+except ImportError:  # without numba-cuda, where only the simulator runs
+    from numba.core import cgutils
 
 
 @intrinsic

@@ -8,7 +8,11 @@ and twenty instructions of index arithmetic (seen in the PTX of v2).
 from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
-from numba.cuda.np import arrayobj
+
+try:
+    from numba.cuda.np import arrayobj
+except ImportError:  # without numba-cuda, where only the simulator runs
+    from numba.np import arrayobj
 
 ALIGNMENT = 16  # bytes; lets neighbouring elements be read with one instruction
 

@@ -62,6 +62,7 @@ WRONG = [
     # what is wanted
     *[(dict(wanted=x), TypeError, ["wanted must be a tuple of names", "dalibi_slopes"])
       for x in ("dq", ["dq"], None, 1, ("dq", 1), {"dq"}, {"dq": 1})],
+    (dict(wanted=("daux[0]",)), ValueError, ["wanted names daux[0], but no aux is given"]),
     *[(dict(wanted=x), ValueError, ["wanted must name some of dq, dk, dv", repr(x)])
       for x in ((), ("q",), ("dq", "do"))],
     (dict(wanted=("dq", "dbias")), ValueError, ["wanted names dbias", "no bias was given"]),

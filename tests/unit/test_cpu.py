@@ -243,6 +243,18 @@ def test_limits_of_threads(monkeypatch, workers, environment, of_torch, expected
     assert workers == [expected, expected]
 
 
+def test_a_threading_layer_that_is_not_there(monkeypatch, workers):
+    def none():
+        raise ValueError("No threading layer could be loaded.\\nHINT: ...")
+
+    monkeypatch.setattr(numba, "get_num_threads", none)
+    monkeypatch.setattr(numba.config, "THREADING_LAYER", "tbb")
+    monkeypatch.setattr(forked, "threads_lost", False)
+    x = np.zeros((1, 2, 1000, 64), np.float32)
+    with pytest.raises(NotImplementedError, match="NUMBA_THREADING_LAYER='tbb' .*'workqueue'"):
+        numba_flash.attention(x, x, x, kernel="cpu")
+
+
 # Few rows, whose keys are split; a tile's worth; more, where tasks get smaller without a batch.
 @pytest.mark.parametrize("seqlen_q", [1, 3, 20, 200])
 def test_bits_do_not_depend_on_batch_neighbours(seqlen_q):

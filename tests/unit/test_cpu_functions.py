@@ -1,5 +1,6 @@
 """What the CPU rung promises of a user's function: its arithmetic, its bounds, its code in the cache, all positions."""
 
+import json
 import math
 import os
 import re
@@ -14,8 +15,6 @@ import numba
 import numpy as np
 import pytest
 from machines import problem
-from numba.core.ccallback import CFunc
-from numba.core.sigutils import normalize_signature
 
 import numba_flash
 from numba_flash import mods, testing
@@ -161,35 +160,71 @@ def test_gradients_of_aux_of_every_dtype(threads):
 KNOWN = {}
 
 
-def llvm_of(function, aux=(), option="score_mod"):
-    """What LLVM makes of a function in float32, compiled anew."""
+# What LLVM makes of functions in float32 for a processor that need not be this one, so that nothing is run.
+OF_A_TARGET = """
+import json, math, sys
+import llvmlite.binding as llvm
+
+triple, processor, features = sys.argv[1:]
+llvm.initialize_all_targets()
+llvm.initialize_all_asmprinters()
+llvm.get_process_triple = lambda: triple
+import numba
+
+numba.config.CPU_NAME, numba.config.CPU_FEATURES = processor, features
+from numba.core.ccallback import CFunc
+from numba.core.sigutils import normalize_signature
+from numba_flash import mods
+from numba_flash.cpu import functions
+from numba_flash.cpu.vectors import build
+from numba_flash.functions.function import Function
+
+FUNCTIONS = dict(
+    log=("score_mod", lambda s, b, h, i, j: s + math.log(max(abs(i - j), 8) / 8), ()),
+    large=("score_mod", mods.relative_position(), (("float32", 2),)),
+    mask=("mask_mod", mods.causal, ()),
+)
+found = {}
+for name, (option, function, aux) in FUNCTIONS.items():
     body = functions._panel(option, Function.of(option, function), "float32", aux, False, narrow=True)
     made = CFunc(body, normalize_signature(functions.SIGNATURE), locals={}, options=dict(error_model="numpy"))
     made.compile()
-    return made.inspect_llvm()
+    found[name] = made.inspect_llvm()
+print(json.dumps((build.VECTOR_BYTES, build.Shape(numba.float32).lanes, found)))
+"""
+AVX512 = "+avx,+avx2,+fma,+avx512f"
+LINUX_X86, LINUX_ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
+# For sapphirerapids LLVM prefers vectors of 32 bytes.
+TARGETS = {
+    "x86-64-v2": (LINUX_X86, "+sse4.2", 16),
+    "x86-64-v3": (LINUX_X86, "+avx,+avx2,+fma", 32),
+    "x86-64-v4": (LINUX_X86, AVX512, 64),
+    "znver4": (LINUX_X86, AVX512, 64),
+    "sapphirerapids": (LINUX_X86, AVX512, 64),
+    "apple-m1": (LINUX_ARM, "+neon", 16),
+    "neoverse-v1": (LINUX_ARM, "+neon", 16),
+}
 
 
-# A loop with a call in it is none that LLVM makes vectors of.
-def test_a_large_function_is_no_call():
-    text = llvm_of(mods.relative_position(), (("float32", 2),))
-    assert "biased" not in "".join(re.findall(r"call i32 @(\S+)\(", text))
-    assert re.search(r"icmp[ \w]* <\d+ x i\d+>", text)
-
-
-# Its vectors are as long as those of scores, though positions are int64 to the function.
-@pytest.mark.skipif(build.VECTOR_BYTES != 64, reason="with shorter vectors that is for LLVM to weigh")
-def test_positions_do_not_halve_the_vectors():
-    text = llvm_of(lambda s, b, h, i, j: s + math.log(max(abs(i - j), 8) / 8))
-    found = set(re.findall(r"fmul[ \w]* <(\d+) x float>", text))
-    assert "16" in found and "8" not in found  # 4: the end of a row alone
-
-
-# LLVM takes a loop over the rows of a panel apart where that makes little code, and makes no vectors then.
-@pytest.mark.skipif(build.VECTOR_BYTES != 64, reason="with shorter vectors that is for LLVM to weigh")
-def test_a_small_mask_is_in_vectors():
-    stored = sum(map(int, re.findall(r"store <(\d+) x float>", llvm_of(mods.causal, option="mask_mod"))))
-    rows = build.Shape(numba.float32).lanes
-    assert stored >= 2 * rows + 5 * 16  # those of two keys, and of a row alone, up to five vectors at a time
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", TARGETS)
+def test_functions_are_in_vectors_on(processor):
+    triple, features, expected = TARGETS[processor]
+    command = [sys.executable, "-c", OF_A_TARGET, triple, processor, features]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    vector_bytes, rows, llvm = json.loads(run.stdout)
+    assert vector_bytes == expected
+    # Vectors are as long as those of scores, though positions are int64 to the function.
+    lengths = set(map(int, re.findall(r"fmul[ \w]* <(\d+) x float>", llvm["log"])))
+    assert max(lengths) == vector_bytes // 4 and lengths <= {vector_bytes // 4, 4}  # 4: the end of a row alone
+    # A loop with a call in it is none that LLVM makes vectors of.
+    assert "biased" not in "".join(re.findall(r"call i32 @(\S+)\(", llvm["large"]))
+    if vector_bytes == 64:  # what is shorter is for LLVM to weigh
+        assert re.search(r"icmp[ \w]* <16 x i\d+>", llvm["large"])
+        # It takes a loop over the rows of a panel apart where that makes little code, and makes no vectors then: only
+        # where the number of keys is odd, of the last.
+        assert len(re.findall(r"store float", llvm["mask"])) <= rows + 1
 
 
 def test_one_score_that_is_shown_is_found_wherever_it_lies():

@@ -94,3 +94,8 @@ def test_torch_and_jax_tensors_stay_what_they_are():
     assert np.allclose(merged.o.numpy(), expected.o, rtol=1e-6, atol=1e-6)
     with pytest.raises(TypeError, match="one library"):
         merge(parts[0], torch.from_numpy(parts[1]))
+
+
+def test_softmax_of_arrays_in_host_memory_needs_no_gpu():
+    x = np.array([[1.0, 2.0, 3.0]])
+    assert np.array_equal(numba_flash.softmax(x), numba_flash.softmax(x, kernel="reference"))

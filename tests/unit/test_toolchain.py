@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from machines import HOPPER, problem
 
 from numba_flash.gpu import compiled
-from numba_flash.machine import toolchain
+from numba_flash.machine import cache_folder, toolchain
 from numba_flash.select import forward as select
 
 
@@ -156,3 +157,51 @@ def test_code_is_the_same_as_by_looking_up_each_time(monkeypatch):
     found = instructions()
     monkeypatch.setattr(toolchain, "_remembering_signatures", contextlib.nullcontext)
     assert len(found) > 1000 and instructions() == found
+
+
+# As on macOS, where pip finds no numba-cuda: Numba's own numba.cuda is there. The simulator needs no more.
+WITHOUT_NUMBA_CUDA = """
+import sys
+sys.meta_path[:] = [x for x in sys.meta_path if "numba_cuda" not in type(x).__module__]
+sys.modules["_numba_cuda_redirector"] = sys.modules["numba_cuda"] = None
+import numpy as np, numba_flash
+x = np.random.default_rng(0).standard_normal((1, 1, 18, 16)).astype(np.float16)
+options = dict(score_mod=lambda s, b, h, i, j, t: s + t[j], aux=(np.arange(18, dtype=np.float32),))
+for kernel in ("v1", "v2", "mma", "wgmma"):
+    o, lse = numba_flash.attention(x, x, x, **options, return_lse=True, kernel=kernel)
+    assert np.isfinite(o).all()
+    if kernel != "v1":
+        numba_flash.attention_backward(x, x, x, x, o, lse, **options, kernel=kernel)
+import numba.cuda
+assert "numba_cuda" not in numba.cuda.__file__
+"""
+
+
+@pytest.mark.slow
+def test_the_simulator_needs_no_numba_cuda():
+    environment = dict(os.environ, NUMBA_ENABLE_CUDASIM="1")
+    subprocess.run([sys.executable, "-c", WITHOUT_NUMBA_CUDA], env=environment, check=True)
+
+
+def test_no_package_is_advised_that_macos_does_not_have(monkeypatch):
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(toolchain, "simulated", lambda: False)
+    for platform, advised in (("darwin", False), ("linux", True)):
+        monkeypatch.setattr(sys, "platform", platform)
+        reason = toolchain.unusable.__wrapped__()
+        assert ("pip install" in reason) == advised and ("simulator" in reason) != advised
+
+
+def test_a_warning_from_within_numba_is_at_the_callers_line(tmp_path):
+    """As that of a cache folder that is none: Numba's compiler calls this package's cache."""
+    program = "import numpy as np, numba_flash\nx = np.ones((1, 1, 4, 4))\nnumba_flash.attention(x, x, x)"
+    (tmp_path / "file").touch()
+    environment = dict(os.environ, NUMBA_FLASH_CACHE_DIR=str(tmp_path / "file"))
+    command = [sys.executable, "-W", "always", "-c", program]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "<string>:3: RuntimeWarning: numba_flash cannot use" in run.stderr
+
+
+def test_a_tilde_in_the_cache_folder_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("NUMBA_FLASH_CACHE_DIR", "~/kernels")
+    assert cache_folder.cache_folder() == pathlib.Path.home() / "kernels"

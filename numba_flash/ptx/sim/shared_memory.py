@@ -11,8 +11,13 @@ are all there is, in a quarter of that. So some arrays are there as both.
 import sys
 
 import numpy as np
-from numba.cuda import types
-from numba.cuda.np import numpy_support
+
+try:
+    from numba.cuda import types
+    from numba.cuda.np import numpy_support
+except ImportError:  # without numba-cuda
+    from numba import types
+    from numba.np import numpy_support
 
 from .errors import InstructionError
 from .order import NEVER, NOBODY
