@@ -42,13 +42,14 @@ def taken_apart(q: Any, k: Any, v: Any, options: Options, kernel: str) -> tuple[
         raise TypeError(f"seed must be a whole number, or a tensor of one, not {seeds.dtype} of {tuple(seeds.shape)}")
     functions, aux = (None, ()) if options.functions is None else caller_functions.functions_of(options.functions)
     tensors = (q, k, v, *(options.arrays or NO_ARRAYS), offsets, seeds, *aux)
-    rest = options._replace(q_offset=q_offset, arrays=None, functions=functions, seed=seed)
+    # not by _replace, which torch.compile of torch 2.4 does not trace
+    rest = Options(options.causal, options.window, q_offset, options.numbers, None, functions, options.layout, seed)
     return tensors, Call(rest, kernel)
 
 
 def seed_words(seed: Any) -> Tensor:
     """A number as a tensor in host memory: its lower 32 bits and the others. torch's own numbers end at 2**63."""
-    if isinstance(seed, bool) or not isinstance(seed, int | torch.SymInt):
+    if isinstance(seed, bool) or not isinstance(seed, (int, torch.SymInt)):
         seed = dispatch.seed_number(seed)
     words = (seed % 2**32, seed // 2**32)
     return torch.stack([torch.full((), word, dtype=torch.int64, device="cpu") for word in words])

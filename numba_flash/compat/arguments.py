@@ -21,7 +21,7 @@ def dropout_of(dropout_p: Any, may_be_one: bool = False) -> float:
 def number(name: str, value: Any) -> Any:
     """A Python number for a NumPy scalar. An array of one number is refused: a kernel takes a number, and to read it
     from a GPU the host would have to wait."""
-    if isinstance(value, int | float):  # first, as torch.compile does not know NumPy's kinds
+    if isinstance(value, (int, float)):  # first, as torch.compile does not know NumPy's kinds
         return value
     if isinstance(value, np.floating | np.integer):
         return value.item()

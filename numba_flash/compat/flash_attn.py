@@ -85,7 +85,7 @@ def _dropout(dropout_p: float, q: Any) -> dict[str, Any]:
 def _window(window_size: Any) -> tuple[int | None, int | None]:
     """`numba_flash.attention`'s pair."""
     allowed = "window_size must be a pair (left, right) of whole numbers from 0, or -1 for unbounded"
-    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"{allowed}, not {described(window_size)}")
     if not all(side is None or hasattr(side, "__index__") and not isinstance(side, bool) for side in window_size):
         raise TypeError(f"{allowed}, not {window_size!r}")
@@ -97,7 +97,7 @@ def _window(window_size: Any) -> tuple[int | None, int | None]:
 
 def _softcap(softcap: Any) -> float | None:
     cap = number("softcap", softcap)
-    if not isinstance(cap, int | float) or isinstance(cap, bool):
+    if not isinstance(cap, (int, float)) or isinstance(cap, bool):
         raise TypeError(f"softcap must be a number, with 0.0 for none, not {softcap!r}")
     return None if cap <= 0 else cap  # NaN is attention's to refuse
 

@@ -246,7 +246,7 @@ def _sizes(q: Layout, k: Layout, v: Layout, layout: str) -> tuple[int, int, int,
 
 
 def check_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool | np.bool_):
+    if type(value) is not bool and not isinstance(value, np.bool_):
         raise TypeError(f"{name} must be True or False, not {value!r}")
 
 

@@ -40,7 +40,7 @@ def window_sides(window: Any) -> Window:
     """(left, right) as Python ints or None."""
     if window is None:
         return None, None
-    if isinstance(window, int | np.integer | float):
+    if not isinstance(window, (tuple, list)) and isinstance(window, int | np.integer | float):
         raise ValueError(
             f"window must be a pair (left, right), not {window!r}: a bare number means different things elsewhere. A "
             "query at position p sees keys p - left to p + right, both included; None is unbounded. The last "
@@ -48,7 +48,7 @@ def window_sides(window: Any) -> Window:
             f"own, flash-attn's ({window}, 0), are ({window}, 0); {window} on either side, JAX's local_window_size, "
             f"are ({window}, {window})"
         )
-    if not isinstance(window, tuple | list) or len(window) != 2:
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window must be a pair (left, right), not {window!r}")
     return _window_side("left", window[0]), _window_side("right", window[1])
 
@@ -165,9 +165,9 @@ def _by_batch(name: str, array: Layout, batch: int) -> tuple[int, ...]:
         library = "jax.numpy" if array.family == "jax" else "numpy" if array.family == "foreign" else array.family
         one = f"; one number for all entries is {library}.full(({batch},), {name})" if array.shape == () else ""
         how = f"{name}.int()" if array.family == "torch" else f"{name}.astype('int32')"
-        of_int64 = f"; convert it first, as with {how}" if array.dtype == "int64" and not one else ""
+        advice = one or (f"; convert it first, as with {how}" if array.dtype == "int64" else "")
         raise (TypeError if array.dtype != "int32" else ValueError)(
-            f"{name} must be int32 of shape (batch,) = ({batch},), not {array.dtype} of shape {array.shape}{one}{of_int64}"
+            f"{name} must be int32 of shape (batch,) = ({batch},), not {array.dtype} of shape {array.shape}{advice}"
         )
     return element_strides(array)
 

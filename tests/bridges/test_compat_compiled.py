@@ -76,6 +76,8 @@ def test_every_argument_has_a_case(function):
 
 @pytest.mark.parametrize(("function", "name", "value"), EVERY)
 def test_compiled(function, name, value):
+    if function is flash_attn_func and not hasattr(torch.library, "register_vmap"):
+        pytest.skip("torch 2.4 does not trace hasattr of a tensor")
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 6, 4, generator=generator) for _ in range(3))
     if function is flash_attn_func:
