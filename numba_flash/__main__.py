@@ -224,8 +224,10 @@ def _gpus() -> Rows:
 def _cpu() -> Rows:
     import numba
 
-    threads = numba.get_num_threads()  # starts them, so that their layer is known
-    yield "threads", f"{threads}, {numba.threading_layer()}"
+    from .machine import threads
+
+    numba.get_num_threads()  # starts them, so that their layer is known
+    yield "threads", f"{threads.count()}, {numba.threading_layer()}"
 
 
 def _cache() -> Rows:

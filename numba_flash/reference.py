@@ -83,12 +83,7 @@ def forward(
     with np.errstate(all="ignore"):  # masked keys may hold anything
         visible = _unmasked(visible, (*q.shape[:3], k.shape[2]), mask_mod, q_offset, aux)
         s, _ = _scores(q, k, scale, score_mod, softcap, alibi_slopes, q_offset, bias, visible, aux)
-        s = np.where(visible, s, -np.inf)
-        sink = _of_rows(sinks)
-        m = np.maximum(np.max(s, axis=-1, keepdims=True, initial=-np.inf), sink)
-        shift = np.where(m == -np.inf, 0.0, m)
-        p = np.where(s == -np.inf, 0.0, np.exp(s - shift))
-        l = np.sum(p, axis=-1, keepdims=True) + np.exp(sink - shift)
+        p, _, m, l = _weights(np.where(visible, s, -np.inf), sinks)
         p = p * _counts(p.shape, dropout_p, seed, q_offset)
         o = np.where(l == 0, 0.0, _weighted(p, v) / np.where(l == 0, 1.0, l))
         lse = np.where(l == 0, -np.inf, m + np.log(l))
@@ -120,8 +115,8 @@ def backward(
 ) -> Gradients:
     """The gradients of sum(do * o) + sum(dlse * lse), all float64; the other arguments are those of `forward`.
 
-    P is not kept from the forward but computed again, P = e^(S - lse). Then, by equations 13 to 18
-    of docs/algorithm.md,
+    P is not kept from the forward but computed again, P = e^(S - lse). e^(S - m) / l is the same without the rounding
+    of lse, which is that of P where |S| is large. Then, by equations 13 to 18 of docs/algorithm.md,
 
         dV = P^T dO    dP = dO V^T    dS = P * (dP - delta)    dQ = dS K    dK = dS^T Q
 
@@ -132,7 +127,7 @@ def backward(
     q, do = np.asarray(q, np.float64), np.asarray(do, np.float64)
     heads_kv = k.shape[1]
     k, v = _of_each_head(q, k), _of_each_head(q, v)
-    lse = np.asarray(lse, np.float64)[..., None]
+    lse = lse[..., None]
     with np.errstate(all="ignore"):
         o = np.asarray(o, np.float64)
         delta = np.sum(np.where(o == 0, 0.0, do * o), axis=-1, keepdims=True)  # 0 without keys, whatever do is there
@@ -140,8 +135,10 @@ def backward(
             delta = delta - np.asarray(dlse, np.float64)[..., None]
         visible = _unmasked(visible, (*q.shape[:3], k.shape[2]), mask_mod, q_offset, aux)
         s, through = _scores(q, k, scale, score_mod, softcap, alibi_slopes, q_offset, bias, visible, aux)
-        seen = visible & (s != -np.inf) & (lse != -np.inf)
-        p = np.where(seen, np.exp(s - lse), 0.0)
+        p, of_sink, m, l = _weights(np.where(visible, s, -np.inf), sinks)
+        own = np.where(l == 0, -np.inf, m + np.log(l))
+        share = np.exp(own - unrounded(lse, own)) / l  # times l it is 1, but where lse is that of more keys than these
+        p = np.where((p == 0) | (lse == -np.inf), 0.0, p * share)
         counts = _counts(p.shape, dropout_p, seed, q_offset)  # with dropout dV has P * counts, and dP is times counts
         dp = np.where(counts == 0, 0.0, counts * np.einsum("bhid,bhjd->bhij", do, v))
         ds = np.where(p == 0, 0.0, p * (dp - delta))
@@ -157,7 +154,7 @@ def backward(
             of_positions = np.where(p == 0, 0.0, -ds * _distance(q_offset, q.shape[2], k.shape[2]))
             dalibi_slopes = _summed(of_positions, (*alibi_slopes.shape, 1, 1))[..., 0, 0]
         if sinks is not None:
-            weight = np.where(lse == -np.inf, 0.0, np.exp(_of_rows(sinks) - lse))
+            weight = np.where((of_sink == 0) | (lse == -np.inf), 0.0, of_sink * share)
             of_rows = np.where(weight == 0, 0.0, -weight * delta)
             dsinks = _summed(of_rows, (*sinks.shape, 1, 1))[..., 0, 0]
         products = scale * np.einsum("bhid,bhjd->bhij", q, k) if wanted_aux else s
@@ -273,6 +270,21 @@ def _scores(
     if bias is not None:
         s = s + np.asarray(bias, np.float64)
     return s, through
+
+
+def unrounded(lse: NDArray, own: NDArray) -> NDArray:
+    """own, where lse may be that after rounding, and lse where it is not: there it is that of more keys."""
+    rounding = 2 * np.finfo(lse.dtype).eps * (1 + np.abs(own))
+    return np.where(np.isfinite(own) & (np.abs(lse - own) <= rounding), own, np.asarray(lse, np.float64))
+
+
+def _weights(s: Array, sinks: NDArray | None) -> tuple[Array, Array, Array, Array]:
+    """-> (e^(s - m), e^(sink - m), m, l) of scores that are -inf where a key is not seen. l is the sum of both."""
+    sink = _of_rows(sinks)
+    m = np.maximum(np.max(s, axis=-1, keepdims=True, initial=-np.inf), sink)
+    shift = np.where(m == -np.inf, 0.0, m)
+    p, of_sink = np.where(s == -np.inf, 0.0, np.exp(s - shift)), np.exp(sink - shift)
+    return p, of_sink, m, np.sum(p, axis=-1, keepdims=True) + of_sink
 
 
 def _of_rows(sinks: NDArray | None) -> Array:

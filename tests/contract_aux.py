@@ -141,8 +141,8 @@ def test_a_gradient_of_whole_numbers_is_refused(aux_rung):
 def of_table(aux_rung, score_mod, *aux, case=None, given=None):
     """The gradient of aux[0], and of which problem it is."""
     case = case or aux_rung.problem(9, 11, heads=3, heads_kv=1)
-    given = given or contract_backward.incoming(case, 5)
     case.options |= dict(score_mod=score_mod, aux=aux)
+    given = given or contract_backward.incoming(case, 5)
     return np.asarray(aux_rung(case, given, ("daux[0]",)).daux[0]), case, given
 
 

@@ -79,7 +79,7 @@ class Explanation(Readable):
         facts = _about(self.problem)
         if self.config:
             grid = (
-                f"{self.blocks} blocks of {self.config.threads} threads, {_clusters(self.config)}"
+                f"{self.blocks} blocks of {self.config.threads} threads, "
                 f"tile {self.config.tile_m} queries x {self.config.tile_n} keys, "
                 f"{self.config.shared_bytes} of {self.target.shared_bytes} bytes of shared memory"
             )
@@ -167,10 +167,6 @@ def explain_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **option
     """
     _, plan = backward.prepare_call(dict(do=do, q=q, k=k, v=v, o=o, lse=lse) | options)
     return BackwardExplanation.of(plan.problem, plan.target, plan.choice)
-
-
-def _clusters(config: Config) -> str:
-    return f"in clusters of {config.cluster} that share K and V, " if config.cluster > 1 else ""
 
 
 def _duration(seconds: float) -> str:

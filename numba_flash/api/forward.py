@@ -61,8 +61,9 @@ def attention(
     float32, or in float64 for float64. Strides may be any (transposed, sliced, broadcast, negative), lengths may be
     0, and head_dim_v may differ from head_dim. Query head h reads KV head h // (heads // heads_kv), so grouped and
     multi-query attention need no flag. The arrays are of NumPy, CuPy, torch, JAX or Numba, or anything with DLPack
-    or the CUDA Array Interface. They are all in one place and of one kind, and so is the result. Nothing is cast or
-    copied, with one exception, which `explain` shows: NumPy arrays with a GPU kernel named.
+    or the CUDA Array Interface. They are all in one place and of one kind, and so is the result; only beside JAX
+    arrays may options be NumPy's. Nothing else is cast or copied, with one exception, which `explain` shows: NumPy
+    arrays with a GPU kernel named.
     torch tensors that require grad and traced JAX arrays get gradients from their frameworks (`bridges`). For other
     arrays see `attention_backward`.
 

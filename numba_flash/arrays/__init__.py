@@ -15,13 +15,14 @@ from .layout import host_pointer as host_pointer
 from .layout import host_view as host_view
 from .layout import is_array as is_array
 from .layout import jax_layout as jax_layout
-from .making import as_bfloat16 as as_bfloat16
+from .making import beside_jax as beside_jax
 from .making import empty as empty
 from .making import empty_for as empty_for
 from .making import give as give
 from .making import note_writing as note_writing
 from .making import scratch as scratch
 from .one_go import OneGo as OneGo
+from .reading import as_bfloat16 as as_bfloat16
 from .reading import checks as checks
 from .reading import differentiated as differentiated
 from .reading import jax_addresses as jax_addresses
@@ -29,6 +30,7 @@ from .reading import one_go as one_go
 from .reading import read as read
 from .recording import NeedsBridge as NeedsBridge
 from .recording import refuse_jax_tracer as refuse_jax_tracer
+from .recording import shown as shown
 from .streams import core_stream as core_stream
 from .streams import move as move
 from .streams import stream_of as stream_of

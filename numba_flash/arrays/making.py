@@ -1,7 +1,6 @@
 """New arrays of the caller's own library, scratch memory of any, and how they are handed over."""
 
 import contextlib
-import ctypes
 import functools
 import math
 import sys
@@ -12,7 +11,7 @@ import numpy as np
 
 from .layout import Array, Layout, contiguous_like, host_pointer, numpy_dtype
 from .one_go import cupy_maker, numpy_maker, torch_maker
-from .reading import is_transformed, read_numba, read_numpy
+from .reading import as_bfloat16, is_transformed, read_jax, read_numba, read_numpy
 from .recording import NeedsBridge
 from .streams import LEGACY_DEFAULT, core_stream, current_stream
 
@@ -138,8 +137,26 @@ def give(like: Array, array: Array) -> Any:
     """The object to hand to the caller for an array that `empty` made."""
     if like.layout.family != "jax" or isinstance(array.owner, type(like.owner)):
         return array.owner
+    if array.layout.device is None:
+        return _put(array.owner, like.owner)
+    return sys.modules["jax"].dlpack.from_dlpack(_Handover(array))
+
+
+def _put(x: np.ndarray, like: Any) -> Any:
+    """x as a JAX array on the device of `like`, and committed to it if `like` is. Aligned memory is taken over;
+    jax.numpy.asarray would copy it."""
     jax = sys.modules["jax"]
-    return jax.numpy.asarray(array.owner) if array.layout.device is None else jax.dlpack.from_dlpack(_Handover(array))
+    (device,) = like.devices()
+    if like.committed:
+        return jax.device_put(x, device)
+    with jax.default_device(device):
+        return jax.device_put(x)
+
+
+def beside_jax(q: Array, options: list[Array | None]) -> list[Array | None]:
+    """The options of a call with a JAX array as q, with JAX's in the place of NumPy's: JAX programs mix them, and their
+    constants are NumPy's. JAX's rules say which dtype they get."""
+    return [read_jax(_put(x.owner, q.owner)) if x is not None and x.layout.family == "numpy" else x for x in options]
 
 
 class _Handover:
@@ -158,19 +175,6 @@ class _Handover:
             Stream.from_handle(stream).wait(LEGACY_DEFAULT_STREAM)
         capsule = self._view.__dlpack__(stream=-1, **options)
         return as_bfloat16(capsule) if self._view.dtype == np.int16 else capsule
-
-
-def as_bfloat16(capsule: Any) -> Any:
-    """A DLPack capsule of int16 as one of bfloat16. A field of dlpack.h's DLTensor is written in place: code of dtype,
-    20 bytes from its beginning, which is that of the capsule or, since version 1.0, 32 bytes behind it."""
-    # Prototypes of our own: ctypes.pythonapi's functions are shared by everyone in the process.
-    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
-    pointer_of = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))
-    name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
-    name = name_of(capsule)
-    tensor = pointer_of(capsule, name) + (32 if name == b"dltensor_versioned" else 0)
-    ctypes.c_uint8.from_address(tensor + 20).value = 4  # kDLBfloat
-    return capsule
 
 
 def aligned_memory(shape: tuple[int, ...], dtype: np.dtype, alignment: int = 64) -> np.ndarray:

@@ -73,10 +73,12 @@ def of_torch() -> OneGo:
     torch = sys.modules["torch"]
     dispatch_modes, function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
     transforms, forward_ad = torch._C._are_functorch_transforms_active, torch.autograd.forward_ad
-    is_grad_enabled = torch.is_grad_enabled
+    is_grad_enabled, profiler = torch.is_grad_enabled, torch.autograd.profiler
 
     def facts(x: Any, y: Any, z: Any) -> Any:
         if dispatch_modes() or function_modes() or transforms() or forward_ad._current_level >= 0:
+            return None
+        if profiler._is_profiler_enabled:  # `recording.shown` is for it
             return None
         try:
             addresses = x.data_ptr(), y.data_ptr(), z.data_ptr()

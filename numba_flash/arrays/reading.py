@@ -1,12 +1,22 @@
 """`read`: an array of any library as an Array. An array's own type names its family."""
 
+import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from .layout import CUPY_LAYOUTS, LAYOUTS_OF, NUMPY_LAYOUTS, TORCH_LAYOUTS, Array, host_pointer, strides_of_contiguous
+from .layout import (
+    CUPY_LAYOUTS,
+    LAYOUTS_OF,
+    NUMPY_LAYOUTS,
+    TORCH_LAYOUTS,
+    Array,
+    host_pointer,
+    numpy_dtype,
+    strides_of_contiguous,
+)
 from .one_go import NUMPY, OneGo, of_cupy, of_torch
 from .recording import NeedsBridge, refuse_jax_tracer, torch_check, torch_differentiates
 from .streams import LEGACY_DEFAULT
@@ -76,9 +86,16 @@ def _torch_dispatching(x: Any) -> Array:
     raise NeedsBridge(f"a {type(x).__name__} was given, a torch tensor without an address of its own", "torch")
 
 
-def _jax(x: Any) -> Array:
+def read_jax(x: Any) -> Array:
     refuse_jax_tracer(x)
-    if next(iter(x.devices())).platform != "cpu":
+    device, *others = x.devices()
+    if others:
+        raise NeedsBridge(
+            "a JAX array that is on several devices was given, which only attention() takes: call this inside "
+            "jax.shard_map",
+            "jax",
+        )
+    if device.platform != "cpu":
         return _dlpack(x, "jax")
     host = np.asarray(x)  # a view: JAX's host buffers are NumPy's to read
     facts = LAYOUTS_OF["jax"][None, host.shape, host.strides, 1, host.dtype, True]
@@ -126,7 +143,9 @@ def read_numba(x: Any) -> Array:
 
 def _dlpack(x: Any, family: str = "foreign") -> Array:
     if x.__dlpack_device__()[0] == 1:  # kDLCPU
-        host = np.from_dlpack(x)
+        bits = _Bits(x)
+        host = np.from_dlpack(bits)
+        host = host.view(numpy_dtype("bfloat16")) if bits.bfloat16 else host
         facts = LAYOUTS_OF[family][None, host.shape, host.strides, 1, host.dtype, not host.flags.writeable]
         return Array(host_pointer(host), facts, x, host)
     from cuda.core.utils import StridedMemoryView
@@ -137,6 +156,51 @@ def _dlpack(x: Any, family: str = "foreign") -> Array:
     readonly = view.readonly or family == "jax"
     facts = LAYOUTS_OF[family][view.device_id, tuple(view.shape), tuple(strides), dtype.itemsize, dtype, readonly]
     return Array(view.ptr, facts, x, view, LEGACY_DEFAULT)
+
+
+class DLDataType(ctypes.Structure):
+    """Of dlpack.h."""
+
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+INT, BFLOAT = 0, 4  # codes of it
+
+
+def as_bfloat16(capsule: Any) -> Any:
+    """A DLPack capsule of int16 as one of bfloat16."""
+    dtype_of(capsule).code = BFLOAT
+    return capsule
+
+
+def dtype_of(capsule: Any) -> DLDataType:
+    """The dtype in a DLPack capsule, which may be written: 20 bytes from the beginning of the DLTensor, which is that
+    of the capsule or, since version 1.0, 32 bytes behind it."""
+    # Prototypes of our own: ctypes.pythonapi's functions are shared by everyone in the process.
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    pointer_of = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))
+    name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
+    name = name_of(capsule)
+    tensor = pointer_of(capsule, name) + (32 if name == b"dltensor_versioned" else 0)
+    return DLDataType.from_address(tensor + 20)
+
+
+class _Bits:
+    """An array by DLPack for NumPy, which knows no bfloat16 there and gets it as int16."""
+
+    def __init__(self, x: Any):
+        self.x, self.bfloat16 = x, False
+
+    def __dlpack_device__(self) -> Any:
+        return self.x.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        capsule = self.x.__dlpack__(**options)
+        dtype = dtype_of(capsule)
+        self.bfloat16 = (dtype.code, dtype.bits) == (BFLOAT, 16)
+        if self.bfloat16:
+            dtype.code = INT
+        return capsule
 
 
 def _device_of(pointer: int) -> int:
@@ -170,9 +234,13 @@ def read(name: str, x: Any) -> Array:
         reader = _READERS[type(x)] = _reader_for(name, x)
     try:
         return reader(x)
-    except (TypeError, NotImplementedError, ValueError) as error:
+    except (TypeError, RuntimeError, ValueError, BufferError) as error:
         error.args = (f"{name}: {error}",)
         raise
+    except Exception as error:
+        if reader not in (_dlpack, _cuda_interface):
+            raise
+        raise TypeError(f"{name}: {type(x).__name__} cannot be read, {type(error).__name__}: {error}") from error
 
 
 def _reader_for(name: str, x: Any) -> Callable[[Any], Array]:
@@ -195,7 +263,7 @@ def _reader_for(name: str, x: Any) -> Callable[[Any], Array]:
             one_go[type(x)] = of_torch()
         return _torch
     if "jax" in sys.modules and isinstance(x, sys.modules["jax"].Array):
-        return _jax
+        return read_jax
     if package == "jax" and hasattr(x, "__dlpack_device__"):
         return _jax_buffer
     if package in ("numba", "numba_cuda") and hasattr(x, "__cuda_array_interface__"):

@@ -3,6 +3,7 @@
 Most arrays tell so themselves when `arrays.read` meets them. Here is what torch keeps apart from its tensors.
 """
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable
@@ -75,6 +76,17 @@ def recording_mode() -> str | None:
         if kind.__module__ != "torch.utils._device":
             return f"torch's mode {kind.__name__}"
     return None
+
+
+def shown(family: str, name: str) -> contextlib.AbstractContextManager[Any]:
+    """Shows what runs in it to torch's profiler as `name`, while that is on. A call like one before does not come
+    here: arrays/one_go.py sends it the long way then."""
+    if family == "torch" and sys.modules["torch"].autograd.profiler._is_profiler_enabled:
+        return sys.modules["torch"].autograd.profiler.record_function(name)
+    return _NOTHING
+
+
+_NOTHING: contextlib.nullcontext[Any] = contextlib.nullcontext()
 
 
 def refuse_tangents(tensors: Iterable[Any]) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+import numpy as np
 
 from .. import arrays
 from ..arrays import Array, Layout
@@ -41,18 +42,10 @@ from ..problem.options import (
 from ..problem.strides import contiguous_strides
 from ..select import rungs
 from ..select.arguments import aux_names
-from . import jax_seed
+from . import jax_seed, jax_sharding
 from .jax_fold import fold
 from .jax_refusals import FORWARD_MODE, no_second_derivative, reverse_only
 from .jax_varying import axes_of, varying
-
-try:
-    from jax.experimental.buffer_callback import buffer_callback
-except ImportError:
-    raise NotImplementedError(
-        f"attention inside jax.jit, jax.grad and jax.vmap needs jax.experimental.buffer_callback, which JAX "
-        f"{jax.__version__} does not have; a newer JAX has it"
-    ) from None
 
 OPERANDS = ("q", "k", "v", *ARRAY_NAMES)  # what the operation may be given
 SEQLENS_K = Operands._fields.index("seqlens_k")  # GradientOperands begins with the same fields
@@ -93,17 +86,27 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
     functions = functions and caller_functions.without_blocks(functions)
     for name, given in (("out", out), ("stream", stream)):
         if given is not None:
-            raise NotImplementedError(f"{name} cannot be given where JAX traces: memory and stream are XLA's")
+            raise NotImplementedError(
+                f"{name} cannot be given where JAX traces or arrays are on several devices: memory and stream are XLA's"
+            )
     offsets, q_offset = (q_offset, None) if arrays.is_array(q_offset) else (None, q_offset)
     operands = dict(zip(OPERANDS, (q, k, v, *(given_arrays or NO_ARRAYS), offsets), strict=True))
     operands |= dict(zip(aux_names(len(aux)), aux, strict=True))
     for name, array in operands.items():
+        if isinstance(array, np.ndarray) and name not in ("q", "k", "v"):
+            operands[name] = array = jax.numpy.asarray(array)
         if not isinstance(array, jax.Array) and (array is not None or name in ("q", "k", "v")):
             raise TypeError(f"all arrays must be of one kind, but {name} is {type(array).__name__} beside JAX arrays")
     static = dict(causal=causal, window=window, q_offset=q_offset, return_lse=return_lse)
     for name, value in (static | dict(zip(NUMBERS, numbers, strict=True))).items():
         if any(isinstance(x, jax.core.Tracer) for x in (value if isinstance(value, tuple | list) else (value,))):
-            raise TypeError(f"{name} must be known when JAX traces, not a traced value: see jax.jit's static_argnames")
+            instead = (
+                "head_dim ** -0.5 is a number where 1 / jnp.sqrt(head_dim) is traced; or multiply q by it and pass "
+                "scale=1.0"
+                if name == "scale"
+                else "pass a Python number; of an argument of jax.jit, name it in static_argnames"
+            )
+            raise TypeError(f"{name} must be known when JAX traces, not a traced value: {instead}")
     rungs.check_name(kernel)
     window = None if window is None else window_sides(window)
     known = Known(Options(causal, window, q_offset, numbers, None, functions, layout), kernel)
@@ -170,7 +173,9 @@ def _backward(known: Known, kept: Any, cotangents: tuple[Any, Any]) -> tuple[dic
     results = {name: jax.ShapeDtypeStruct(operand.shape, operand.dtype) for name, operand in of.items()}
     callback = _Backward(known, *_facts(given | results))
     found = _call(callback, tuple(given.values()), tuple(results.values()))
-    gradients_of = {array_of[name]: gradient for name, gradient in zip(results, found, strict=True)}
+    gradients_of = {
+        array_of[name]: jax_sharding.lying_as(of[name], gradient) for name, gradient in zip(results, found, strict=True)
+    }
     return ({name: gradients_of.get(name) for name in operands},)
 
 
@@ -185,7 +190,7 @@ def _dense(cotangent: Any) -> Any:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 2))
 def _call(callback: "_Callback", given: tuple[Any, ...], results: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
     axes = axes_of(given)
-    return tuple(varying(x, axes) for x in buffer_callback(callback, results, vmap_method="expand_dims")(*given))
+    return tuple(varying(x, axes) for x in jax_sharding.call(callback, results, *given))
 
 
 @_call.defjvp

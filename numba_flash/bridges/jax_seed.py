@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import arrays
 from ..arrays import Layout
-from ..dispatch.forward import seed_number
+from ..dispatch.forward import OF_A_KEY, seed_number
 from ..machine import context
 
 NAME = "seed"
@@ -29,7 +29,7 @@ def operand_of(seed: Any) -> jax.Array:
     if seed.shape or str(seed.dtype) not in DTYPES:
         raise TypeError(
             f"seed must be a whole number, or a JAX scalar of {', '.join(DTYPES)}, not {seed.dtype} of shape "
-            f'{seed.shape}; of a key: jax.random.bits(key, dtype="uint32")'
+            f"{seed.shape}; {OF_A_KEY}"
         )
     return seed
 

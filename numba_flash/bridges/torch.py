@@ -71,8 +71,11 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
         name = "stream" if out is None else "out"
         raise NotImplementedError(f"{name} cannot be given where torch records what is done, as it does for grad")
     if options.functions is not None:
-        computed = _outside_of_the_graph if torch.compiler.is_compiling() else _run_with_functions
-        return computed(q, k, v, options, return_lse, kernel)
+        if not torch.compiler.is_compiling():
+            return _run_with_functions(q, k, v, options, return_lse, kernel)
+        if torch._C._are_functorch_transforms_active():  # which no break of a graph may lie in
+            raise NotImplementedError(recording.NO_FUNCTIONS)
+        return _outside_of_the_graph(q, k, v, options, return_lse, kernel)
     if torch.compiler.is_compiling() or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
         o, lse = operation(*taken_apart(q, k, v, options, kernel))
     elif torch._C._are_functorch_transforms_active():  # before all tracers: what it calls comes here again
@@ -129,9 +132,11 @@ def _outside_of_the_graph(*arguments: Any) -> Any:
 _outside_of_the_graph._torchdynamo_disable = True  # type: ignore[attr-defined]
 _outside_of_the_graph._torchdynamo_disable_msg = "score_mod and mask_mod are no part of a graph"  # type: ignore[attr-defined]
 # It leaves for the call of `attention`, which it would then trace as it stands: nothing below dispatch is for it.
-run_again._torchdynamo_disable = True  # type: ignore[attr-defined]
+_BELOW: Any = (run_again, _run_with_functions, Transformed.forward, Transformed.backward, Transformed.setup_context)
+for _function in _BELOW:
+    _function._torchdynamo_disable = True
 _frames = torch._C._dynamo.eval_frame
 if hasattr(_frames, "_FrameExecStrategy"):  # else it traces there what it can, and warns
     _skip = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)  # also what it calls
-    for _function in (*dispatch.NOT_TO_BE_TRACED, run_again):
+    for _function in (*dispatch.NOT_TO_BE_TRACED, *_BELOW):
         _frames.set_code_exec_strategy(_function.__code__, _skip)

@@ -5,6 +5,7 @@ torch.func inside of those. torch.library.custom_op makes operations that torch.
 they are made of what lies below it: `_recorded` is what custom_op registers, for one level of transforms at a time.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,7 @@ _REST = (
 _GIVEN = "str wanted, Tensor? do, Tensor? dlse, Tensor o, Tensor lse"
 _LIBRARY = torch.library.Library("numba_flash", "FRAGMENT")
 _BELOW_AUTOGRAD = torch._C._after_autograd_keyset
+_transforms_are_active = torch._C._are_functorch_transforms_active
 
 
 def operation(tensors: tuple[Any, ...], call: Call) -> tuple[Tensor, Tensor]:
@@ -177,7 +179,10 @@ def _recorded(defined: Any, remember: Any, gradients: Any) -> Any:
     class Recorded(torch.autograd.function._SingleLevelFunction):
         @staticmethod
         def forward(ctx: Any, keyset: Any, *arguments: Any) -> Any:
-            found = below(keyset, arguments)
+            # the next transform records too, for which autograd has switched that off here
+            outer = torch.enable_grad() if _transforms_are_active() else contextlib.nullcontext()
+            with outer:
+                found = below(keyset, arguments)
             ctx.set_materialize_grads(False)
             remember(ctx, arguments, found)
             return tuple(found)

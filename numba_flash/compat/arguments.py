@@ -8,18 +8,21 @@ import numpy as np
 NUMBER = (float, int, np.floating, np.integer)
 
 
-def dropout_of(dropout_p: Any) -> float:
+def dropout_of(dropout_p: Any, may_be_one: bool = False) -> float:
     """A probability from a signature that has a default of 0 for none."""
     if not isinstance(dropout_p, NUMBER) or isinstance(dropout_p, bool):
         raise TypeError(f"dropout_p must be a number, not {described(dropout_p)}")
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p is a probability, from 0 to below 1, not {dropout_p!r}")
+    if not (0 <= dropout_p < 1 or may_be_one and dropout_p == 1):
+        allowed = "from 0 to 1" if may_be_one else "from 0 to below 1"
+        raise ValueError(f"dropout_p is a probability, {allowed}, not {dropout_p!r}")
     return float(dropout_p)
 
 
-def number(name: str, value: Any) -> float | None:
+def number(name: str, value: Any) -> Any:
     """A Python number for a NumPy scalar. An array of one number is refused: a kernel takes a number, and to read it
     from a GPU the host would have to wait."""
+    if isinstance(value, int | float):  # first, as torch.compile does not know NumPy's kinds
+        return value
     if isinstance(value, np.floating | np.integer):
         return value.item()
     if hasattr(value, "shape"):

@@ -39,7 +39,8 @@ def scaled_dot_product_attention(
     With enable_gqa=True key and value may have fewer heads, which divide query's.
     attn_mask: bool, True = attend, or added to the scores, in float32 or query's dtype; broadcastable to (..., heads,
     seqlen_q, seqlen_k), and not together with is_causal. Also a CausalBias of torch.nn.attention.bias.
-    is_causal: query 0 stands at key 0 ("top-left"). scale: a number; None = head_dim ** -0.5.
+    is_causal: query 0 stands at key 0 ("top-left").
+    scale: a number, or a tensor of no dimensions, which is read; None = head_dim ** -0.5.
     Under torch.autocast tensors are cast, as they are there, except a float32 attn_mask, which is more exact as it is.
     A query that sees no key gives 0. Tensors on the meta device give one there.
 
@@ -47,16 +48,18 @@ def scaled_dot_product_attention(
     is copied. Where no view does, as for keys that repeat in the second of three dimensions, each index of the
     shortest dimension is an attention of its own, and the results are stacked, which is a copy of them.
 
-    dropout_p: from 0 to below 1, as of `numba_flash.attention`. The seed is drawn from torch's default generator in
-    host memory, which torch.manual_seed sets and torch.utils.checkpoint brings back.
+    dropout_p: from 0 to 1, as of `numba_flash.attention`; 1 gives 0. The seed is drawn from torch's default generator
+    in host memory, which torch.manual_seed sets and torch.utils.checkpoint brings back.
 
     Raises NotImplementedError for nested tensors; TypeError and ValueError as
     `numba_flash.attention` does, with the names of these arguments.
     """
     if type(dropout_p) not in (int, float) or dropout_p:
-        dropout_p = dropout_of(dropout_p)
+        dropout_p = dropout_of(dropout_p, may_be_one=True)
     if type(is_causal) is not bool or type(enable_gqa) is not bool:
         is_causal, enable_gqa = _bool("is_causal", is_causal), _bool("enable_gqa", enable_gqa)
+    if isinstance(scale, Tensor) and not scale.ndim and not scale.requires_grad:
+        scale = scale.item()  # as the original, which also waits for the GPU if the number is there
     if scale is not None:
         scale = number("scale", scale)
     _check_tensors(query, key, value)
@@ -146,6 +149,9 @@ def _attend(
 ) -> Tensor:
     """`numba_flash.attention` of 4 dimensions."""
     bias, mask = (None, attn_mask) if attn_mask is not None and attn_mask.dtype is torch.bool else (attn_mask, None)
+    if dropout_p == 1:  # no weight is left, as where no key is seen
+        mask = torch.zeros(1, dtype=torch.bool, device=query.device) if mask is None else mask & False
+        dropout_p = 0
     if query.is_meta:
         return _on_meta(query, key, value, bias, mask, is_causal, q_offset, scale)
     attend = functools.partial(api.attention, causal=is_causal, q_offset=q_offset, scale=scale, bias=bias, mask=mask)

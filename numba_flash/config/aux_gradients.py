@@ -15,9 +15,9 @@ class DauxConfig(DqConfig):
     wanted_aux: tuple[int, ...] = ()  # type: ignore[misc]
     of_bounds: bool = False
 
-    def _tile_sizes(self) -> tuple[int, ...]:
-        *others, scores = super()._tile_sizes()
-        return (*others, scores, scores)  # dS, and Q K^T
+    def _tile_sizes(self) -> dict[str, int]:
+        sizes = super()._tile_sizes()
+        return sizes | dict(products=sizes["ds"])  # Q K^T
 
 
 @dataclass(frozen=True)

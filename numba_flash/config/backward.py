@@ -1,12 +1,13 @@
 """Configs of the backward kernels: like forward.py's, everything in them is a constant of the compiled code."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..problem.options import BY_NAME
 from .aux_gradients import AuxElementsConfig
 from .forward import Config, LaunchFacts, tile_bytes
 from .mask_bits import MaskBitsConfig
+from .shared_memory import layout
 from .simt_backward import DeltaConfig, HeadSumsConfig
 from .tile_states import TileOrderConfig, TileStatesConfig
 
@@ -93,7 +94,7 @@ class MmaBackwardConfig(Config):
         unknown = [name for name, _ in self.uses if not BY_NAME[name].on_tensor_cores]
         if unknown:
             raise ValueError(f"the tensor-core backward takes no {' and no '.join(unknown)}")
-        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
+        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def state_entries(self) -> int:
@@ -129,7 +130,7 @@ class MmaBackwardConfig(Config):
         """head_dim_v in whole steps."""
         return (self.head_dim_v + 15) // 16 * 16
 
-    def shared_offsets(self) -> tuple[int, ...]:
+    def shared_layout(self) -> Any:
         """Where in shared memory things begin, and the end, in bytes."""
         raise NotImplementedError
 
@@ -167,25 +168,25 @@ class MmaDkdvConfig(MmaBackwardConfig):
     def other_rows(self) -> int:
         return self.tile_m
 
-    def shared_offsets(self) -> tuple[int, ...]:
+    def shared_layout(self) -> Any:
         """Where K, V, the stages of Q, of dO, of lse and delta, P or dS where warps exchange them, which queries see
         each key, the state of the block, a word for each warp and the end are.
 
         dK and dV are staged in the place of K and V; without dK there is no V, and dV takes K's place.
         """
-        v_at = tile_bytes(
-            self.tile_n, self.head_dim_padded if self.of_dk else max(self.head_dim_padded, self.head_dim_v_padded)
+        k_columns = self.head_dim_padded if self.of_dk else max(self.head_dim_padded, self.head_dim_v_padded)
+        rows = self.stages * 8 * self.tile_m
+        return layout(
+            k=tile_bytes(self.tile_n, k_columns),
+            v=tile_bytes(self.tile_n, self.head_dim_v_padded) if self.of_dk else 0,
+            q=self.stages * tile_bytes(self.tile_m, self.head_dim_padded),
+            do=self.stages * tile_bytes(self.tile_m, self.head_dim_v_padded),
+            rows=-(-rows // self.ALIGNMENT) * self.ALIGNMENT,
+            weights=tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 else 0,
+            seen=8 * self.tile_n,
+            state=self.state_entries * 16,
+            warps=self.threads // 8,
         )
-        q_at = v_at + (tile_bytes(self.tile_n, self.head_dim_v_padded) if self.of_dk else 0)
-        do_at = q_at + self.stages * tile_bytes(self.tile_m, self.head_dim_padded)
-        rows_at = do_at + self.stages * tile_bytes(self.tile_m, self.head_dim_v_padded)
-        weights_at = rows_at + self.stages * 8 * self.tile_m
-        weights_at = -(-weights_at // self.ALIGNMENT) * self.ALIGNMENT
-        exchanged = tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 else 0
-        seen_at = weights_at + exchanged
-        state_at = seen_at + 8 * self.tile_n
-        warps_at = state_at + self.state_entries * 16
-        return 0, v_at, q_at, do_at, rows_at, weights_at, seen_at, state_at, warps_at, warps_at + self.threads // 8
 
 
 @dataclass(frozen=True)
@@ -200,20 +201,22 @@ class MmaDqConfig(MmaBackwardConfig):
     def other_rows(self) -> int:
         return self.tile_n
 
-    def shared_offsets(self) -> tuple[int, ...]:
+    def shared_layout(self) -> Any:
         """Where Q, dO, the stages of K, those of V, dS where warps exchange it, what each query needs (which keys it
         sees, lse, -delta), the state of the block, a word for each warp and the end are.
 
         dQ is staged in Q's place.
         """
-        do_at = tile_bytes(self.tile_m, self.head_dim_padded)
-        k_at = do_at + tile_bytes(self.tile_m, self.head_dim_v_padded)
-        v_at = k_at + self.stages * tile_bytes(self.tile_n, self.head_dim_padded)
-        weights_at = v_at + self.stages * tile_bytes(self.tile_n, self.head_dim_v_padded)
-        of_rows_at = weights_at + (tile_bytes(self.tile_m, self.tile_n) if self.column_groups > 1 else 0)
-        state_at = of_rows_at + 16 * self.tile_m
-        warps_at = state_at + self.state_entries * 16
-        return 0, do_at, k_at, v_at, weights_at, of_rows_at, state_at, warps_at, warps_at + self.threads // 8
+        return layout(
+            q=tile_bytes(self.tile_m, self.head_dim_padded),
+            do=tile_bytes(self.tile_m, self.head_dim_v_padded),
+            k=self.stages * tile_bytes(self.tile_n, self.head_dim_padded),
+            v=self.stages * tile_bytes(self.tile_n, self.head_dim_v_padded),
+            weights=tile_bytes(self.tile_m, self.tile_n) if self.column_groups > 1 else 0,
+            of_rows=16 * self.tile_m,
+            state=self.state_entries * 16,
+            warps=self.threads // 8,
+        )
 
 
 BackwardConfig = (

@@ -1,9 +1,10 @@
 """Config of mma's forward (kernels/mma/forward.py)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from .forward import TensorConfig, tile_bytes
+from .shared_memory import places
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class MmaConfig(TensorConfig):
             )
         if self.scalar_loads and self.dtype != "float64":
             raise ValueError(f"scalar_loads is for float64, not for {self.dtype}")
-        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
+        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def columns_in_order(self) -> bool:
@@ -100,7 +101,7 @@ class MmaConfig(TensorConfig):
         """Columns of O that a warp has."""
         return self.head_dim_v_padded // self.column_groups
 
-    def shared_offsets(self) -> tuple[int, ...]:
+    def shared_layout(self) -> Any:
         """Where Q, K, V, the states of O's rows, that of the tile and the end are, in bytes.
 
         O of 16 bits takes Q's place and may reach into K's; of more bits it goes straight to global memory. Scores that
@@ -115,4 +116,10 @@ class MmaConfig(TensorConfig):
         end = v_at + tile_bytes(self.tile_n, self.head_dim_v_padded, size)
         tile_at = max(end, row_states_at + self.ROW_STATE_BYTES * self.tile_m * self.column_groups)
         exchanged = self.tile_m * self.tile_n * size * (1 + self.splits_columns) if self.column_groups > 1 else 0
-        return 0, k_at, v_at, row_states_at, tile_at, tile_at + self.tile_state_entries * 16 + exchanged
+        end = tile_at + self.tile_state_entries * 16 + exchanged
+        return places(q=0, k=k_at, v=v_at, row_states=row_states_at, tile_state=tile_at, end=end)
+
+    @property
+    def exchange_at(self) -> int:
+        """Where scores that warps exchange are."""
+        return self.shared_layout().tile_state + self.tile_state_entries * 16

@@ -1,10 +1,11 @@
 """Configs of the tensor-core kernels that stop at dS: the gradients of bias and of what a score_mod reads."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from .backward import MmaBackwardConfig
 from .forward import tile_bytes
+from .shared_memory import layout
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,17 @@ class MmaScoresConfig(MmaBackwardConfig):
     def other_rows(self) -> int:
         return self.tile_n
 
-    def shared_offsets(self) -> tuple[int, ...]:
+    def shared_layout(self) -> Any:
         """Where Q, dO, K, V, what is behind them and the end are."""
-        do_at = tile_bytes(self.tile_m, self.head_dim_padded)
-        k_at = do_at + tile_bytes(self.tile_m, self.head_dim_v_padded)
-        v_at = k_at + tile_bytes(self.tile_n, self.head_dim_padded)
-        behind_at = v_at + tile_bytes(self.tile_n, self.head_dim_v_padded)
-        return 0, do_at, k_at, v_at, *self._behind(behind_at)
+        return layout(
+            q=tile_bytes(self.tile_m, self.head_dim_padded),
+            do=tile_bytes(self.tile_m, self.head_dim_v_padded),
+            k=tile_bytes(self.tile_n, self.head_dim_padded),
+            v=tile_bytes(self.tile_n, self.head_dim_v_padded),
+            **self._behind(),
+        )
 
-    def _behind(self, at: int) -> tuple[int, ...]:
+    def _behind(self) -> dict[str, int]:
         raise NotImplementedError
 
 
@@ -50,9 +53,9 @@ class MmaDbiasConfig(MmaScoresConfig):
     keys_summed: bool = False
     pairs: bool = False
 
-    def _behind(self, at: int) -> tuple[int, ...]:
+    def _behind(self) -> dict[str, int]:
         """A row of sums for each warp."""
-        return at, at + self.threads // 32 * self.tile_n * 4
+        return dict(sums=self.threads // 32 * self.tile_n * 4)
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,6 @@ class MmaDauxConfig(MmaScoresConfig):
         """Bytes from one row of scores in shared memory to the next."""
         return 4 * (self.tile_n + self.SCORE_PAD)
 
-    def _behind(self, at: int) -> tuple[int, ...]:
+    def _behind(self) -> dict[str, int]:
         """Q K^T, dO V^T, and what is known of each query."""
-        dp_at = at + self.tile_m * self.score_row
-        rows_at = dp_at + self.tile_m * self.score_row
-        return at, dp_at, rows_at, rows_at + 16 * self.tile_m
+        return dict(s=self.tile_m * self.score_row, dp=self.tile_m * self.score_row, rows=16 * self.tile_m)

@@ -1,10 +1,11 @@
 """Configs of the kernels of v2's backward, of which delta runs first."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..problem.options import GRADIENT_OF
 from .forward import ITEM_SIZE, Config, LaunchFacts
+from .shared_memory import layout
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class SimtBackwardConfig(Config):
             raise ValueError(f"a block has 1 to 1024 threads, not {self.threads}")
         if self.pad < 0:
             raise ValueError(f"pad must be at least 0, not {self.pad}")
-        object.__setattr__(self, "shared_bytes", self.shared_offsets()[-1] * ITEM_SIZE[self.compute_dtype])
+        object.__setattr__(self, "shared_bytes", self.shared_layout().end * ITEM_SIZE[self.compute_dtype])
 
     @property
     def k_row(self) -> int:
@@ -69,14 +70,12 @@ class SimtBackwardConfig(Config):
         """The same for tiles of V and dO."""
         return (self.head_dim_v + 3) // 4 * 4
 
-    def shared_offsets(self) -> tuple[int, ...]:
-        """Where the kernel's tiles begin in shared memory, and the end, in elements."""
-        starts = [0]
-        for size in self._tile_sizes():
-            starts.append(starts[-1] + (size + 3) // 4 * 4)  # every tile starts at a multiple of 16 bytes
-        return tuple(starts)
+    def shared_layout(self) -> Any:
+        """Where the kernel's tiles begin in shared memory, and the end, in elements. Every tile begins at a multiple of
+        16 bytes."""
+        return layout(4, **self._tile_sizes())
 
-    def _tile_sizes(self) -> tuple[int, ...]:
+    def _tile_sizes(self) -> dict[str, int]:
         raise NotImplementedError
 
 
@@ -94,13 +93,13 @@ class DkdvConfig(SimtBackwardConfig):
         """Elements from one row to the next, before pad, of all tiles of Q, K, V and dO."""
         return max(self.k_row, self.v_row)
 
-    def _tile_sizes(self) -> tuple[int, ...]:
+    def _tile_sizes(self) -> dict[str, int]:
         scores = self.tile_n * (self.tile_m + self.pad)
-        return (
-            2 * self.tile_n * (self.row + self.pad),  # K_j, V_j: each thread reads its own row
-            2 * self.tile_m * self.row,  # Q_i, dO_i: all threads of a half read the same element, nothing to pad
-            2 * scores,  # P, dS
-            scores if self.derivative_varies else 0,  # the scores' derivative
+        return dict(
+            kv=2 * self.tile_n * (self.row + self.pad),  # K_j, V_j: each thread reads its own row
+            qdo=2 * self.tile_m * self.row,  # Q_i, dO_i: all threads of a half read the same element, nothing to pad
+            weights=2 * scores,  # P, dS
+            derivative=scores if self.derivative_varies else 0,  # the scores' derivative
         )
 
 
@@ -113,13 +112,13 @@ class DqConfig(SimtBackwardConfig):
     def threads(self) -> int:
         return self.tile_m
 
-    def _tile_sizes(self) -> tuple[int, ...]:
-        return (
-            self.tile_m * (self.k_row + self.pad),  # Q_i and dO_i: each thread reads its own row
-            self.tile_m * (self.v_row + self.pad),
-            self.tile_n * self.k_row,  # K_j and V_j: all threads read the same element
-            self.tile_n * self.v_row,
-            self.tile_m * (self.tile_n + self.pad),  # dS
+    def _tile_sizes(self) -> dict[str, int]:
+        return dict(
+            q=self.tile_m * (self.k_row + self.pad),  # Q_i and dO_i: each thread reads its own row
+            do=self.tile_m * (self.v_row + self.pad),
+            k=self.tile_n * self.k_row,  # K_j and V_j: all threads read the same element
+            v=self.tile_n * self.v_row,
+            ds=self.tile_m * (self.tile_n + self.pad),
         )
 
 

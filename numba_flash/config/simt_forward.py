@@ -1,8 +1,10 @@
 """Config of v1 and v2 (kernels/simt), where a thread owns a row."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from .forward import ITEM_SIZE, Config
+from .shared_memory import layout
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class SimtConfig(Config):
             raise ValueError(f"tile_n must be a multiple of 4, not {self.tile_n}")
         if self.pad < 0:
             raise ValueError(f"pad must be at least 0, not {self.pad}")
-        object.__setattr__(self, "shared_bytes", self.shared_offsets()[-1] * ITEM_SIZE[self.compute_dtype])
+        object.__setattr__(self, "shared_bytes", self.shared_layout().end * ITEM_SIZE[self.compute_dtype])
 
     @property
     def threads(self) -> int:
@@ -39,15 +41,13 @@ class SimtConfig(Config):
         """The same for V tiles."""
         return (self.head_dim_v + 3) // 4 * 4
 
-    def shared_offsets(self) -> tuple[int, ...]:
-        """Where the tiles Q_i, K_j, V_j and S begin in shared memory, and the end, in elements."""
-        sizes = [
-            self.tile_m * (self.k_row + self.pad),  # Q_i: each thread reads its own row
-            self.tile_n * self.k_row,  # K_j: all threads read the same element, nothing to pad
-            self.tile_n * self.v_row,  # V_j: likewise
-            self.tile_m * (self.tile_n + self.pad),  # S
-        ]
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + (size + 3) // 4 * 4)  # every tile starts at a multiple of 16 bytes
-        return tuple(starts)
+    def shared_layout(self) -> Any:
+        """Where the tiles Q_i, K_j, V_j and S begin in shared memory, and the end, in elements. Every tile begins at a
+        multiple of 16 bytes."""
+        return layout(
+            4,
+            q=self.tile_m * (self.k_row + self.pad),  # each thread reads its own row
+            k=self.tile_n * self.k_row,  # all threads read the same element, nothing to pad
+            v=self.tile_n * self.v_row,  # likewise
+            s=self.tile_m * (self.tile_n + self.pad),
+        )

@@ -90,7 +90,7 @@ class WgmmaBackwardConfig(Config):
         if unknown:
             raise ValueError(f"the tensor-core backward takes no {' and no '.join(unknown)}")
         check_registers(self.registers, self.consumers)
-        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_plan().end)
+        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def tensor_maps(self) -> int:  # type: ignore[override]
@@ -201,12 +201,12 @@ class WgmmaBackwardConfig(Config):
         counts = [1, int(self.stays), told, told, self.stages_a, self.stages_a, self.stages_b, self.stages_b]
         parts = self.dq_stages * self.consumers
         counts += [int(self.ds_bytes > 0), parts, parts]
-        at = [self.shared_plan().barriers]
+        at = [self.shared_layout().barriers]
         for count in counts:
             at.append(at[-1] + 8 * count)
         return Barriers(*at)
 
-    def shared_plan(self) -> SharedPlan:
+    def shared_layout(self) -> SharedPlan:
         own_b = self.own_a_bytes
         stream_a = own_b + self.own_b_bytes
         stream_b = stream_a + self.stages_a * self.stream_a_bytes
@@ -336,7 +336,7 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
             raise ValueError(f"with {SEEDED} tiles are of 64 queries, and lse_first is False: registers are few")
         super().__post_init__()
         # Where the tiles begin is said to the assembler, because nothing is left for a gap (compiled.to_ptx).
-        object.__setattr__(self, "shared_bytes", self.shared_plan().end)
+        object.__setattr__(self, "shared_bytes", self.shared_layout().end)
 
     @property
     def delta_first(self) -> bool:  # type: ignore[override]

@@ -86,7 +86,7 @@ class WgmmaBackwardFloat32Config(Config):
         if not_taken:
             raise ValueError(f"wgmma's backward in float32 takes no {' and no '.join(not_taken)}")
         check_registers(self.registers, self.CONSUMERS)
-        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_plan().end)
+        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def own_rows(self) -> int:
@@ -129,7 +129,7 @@ class WgmmaBackwardFloat32Config(Config):
     def stream_b_bytes(self) -> int:
         return self.parts_bytes(self.stream_rows, self.head_dim_v_padded)
 
-    def shared_plan(self) -> SharedPlan:
+    def shared_layout(self) -> SharedPlan:
         streamed = self.stages_a * self.stream_a_bytes, self.stages_b * self.stream_b_bytes
         weights, state = 4 * self.own_rows * self.stream_rows, 4 * self.STATE_WORDS
         barriers = 8 * (2 * self.stages_a + 2 * self.stages_b + 2)
@@ -139,7 +139,7 @@ class WgmmaBackwardFloat32Config(Config):
     def barriers(self) -> Barriers:
         a, b = self.stages_a, self.stages_b
         starts = itertools.accumulate((a, a, b, b, 1, 1), initial=0)
-        return Barriers(*(self.shared_plan().barriers + 8 * count for count in starts))
+        return Barriers(*(self.shared_layout().barriers + 8 * count for count in starts))
 
 
 @dataclass(frozen=True)

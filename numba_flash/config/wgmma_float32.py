@@ -1,9 +1,10 @@
 """Config of the Hopper forward in float32 (kernels/wgmma/forward_float32.py)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from .forward import L2_BYTES, TensorConfig, tile_bytes
+from .shared_memory import layout
 from .wgmma_forward import check_registers
 
 
@@ -26,6 +27,7 @@ class WgmmaFloat32Config(TensorConfig):
     counted: ClassVar[bool] = True
     PARTS: ClassVar[int] = 3
     bias_stages: ClassVar[int] = 0  # a bias is read from global memory
+    q_buffers: ClassVar[int] = 1  # each consumer splits its own rows of Q
     bias_bytes: ClassVar[int] = 0
     bias_panel: ClassVar[int] = 16
     KEYS: ClassVar[tuple[int, ...]] = (32, 64)  # whose weights are one sum: a longer one would drift
@@ -48,7 +50,7 @@ class WgmmaFloat32Config(TensorConfig):
         if max(self.head_dim, self.head_dim_v) > 256:
             raise ValueError(f"head_dim must be at most 256, not {self.head_dim} and {self.head_dim_v}")
         check_registers(self.registers, self.consumers)
-        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
+        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def consumers(self) -> int:
@@ -82,10 +84,13 @@ class WgmmaFloat32Config(TensorConfig):
         """Columns of O that a warp has."""
         return self.head_dim_v_padded
 
-    def shared_offsets(self) -> tuple[int, ...]:
+    def shared_layout(self) -> Any:
         """Where Q, the stages of K, those of V, the states of O's rows, barriers and work tiles, and the end are."""
-        k_at = self.PARTS * tile_bytes(self.tile_m, self.head_dim_padded)
-        v_at = k_at + self.stages * self.PARTS * tile_bytes(self.tile_n, self.head_dim_padded)
-        row_states_at = v_at + self.stages * self.PARTS * self.tile_n * 128 * self.v_panels
-        barriers_at = row_states_at + self.ROW_STATE_BYTES * self.tile_m
-        return 0, k_at, v_at, row_states_at, barriers_at, barriers_at + 112 + 32 * self.stages + 4 * 64
+        return layout(
+            q=self.PARTS * tile_bytes(self.tile_m, self.head_dim_padded),
+            k=self.stages * self.PARTS * tile_bytes(self.tile_n, self.head_dim_padded),
+            v=self.stages * self.PARTS * self.tile_n * 128 * self.v_panels,
+            bias=0,
+            row_states=self.ROW_STATE_BYTES * self.tile_m,
+            barriers=112 + 32 * self.stages + 4 * 64,
+        )

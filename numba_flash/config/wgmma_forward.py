@@ -1,9 +1,10 @@
 """Config of the Hopper forward (kernels/wgmma/forward.py), and how its warpgroups share registers."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from .forward import L2_BYTES, TensorConfig, panel_of_bias, tile_bytes
+from .shared_memory import layout
 
 
 def check_registers(registers: tuple[int, int], consumers: int) -> None:
@@ -32,9 +33,6 @@ class WgmmaConfig(TensorConfig):
     ping_pong: consumers take turns with the tensor cores, so that the softmax of one runs beside the products of the
     other. l2_bytes: how much K and V the blocks of the whole GPU work on at a time, so that it stays in L2.
 
-    cluster: 2 runs two blocks as a cluster, on neighbouring query tiles that see the same keys. Each fetches half of
-    every tile of K and V for both, so that L2 is read half as often.
-
     bias_stages: how many tiles of a bias that comes by TMA are on their way or in use, of each consumer's rows; 0 where
     it does not.
     """
@@ -45,7 +43,6 @@ class WgmmaConfig(TensorConfig):
     ping_pong: bool = True
     l2_bytes: int = L2_BYTES
     blocks_per_sm: int = 1
-    cluster: int = 1  # type: ignore[misc]
     bias_stages: int = 0
 
     whole_program: ClassVar[bool] = True
@@ -65,8 +62,6 @@ class WgmmaConfig(TensorConfig):
             raise ValueError(
                 f"tile_n must be at most {self.MOST_KEYS}, what one product can be wide, not {self.tile_n}"
             )
-        if self.cluster not in (1, 2):
-            raise ValueError(f"cluster must be 1 or 2, not {self.cluster}")
         if self.q_buffers not in (1, 2):
             raise ValueError(f"q_buffers must be 1 or 2, not {self.q_buffers}")
         if self.o_buffer and not self.o_vectorized:
@@ -78,7 +73,7 @@ class WgmmaConfig(TensorConfig):
         if self.v_parts > 1 or self.head_dim_padded > 256:
             raise ValueError(f"head_dim must be at most 256, not {self.head_dim} and {self.head_dim_v}")
         check_registers(self.registers, self.consumers)
-        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
+        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def consumers(self) -> int:
@@ -127,16 +122,16 @@ class WgmmaConfig(TensorConfig):
         registers |= self.MASK_REGISTERS if self.has("mask") or self.tile_states else {}
         return registers[self.consumers]
 
-    def shared_offsets(self) -> tuple[int, ...]:
+    def shared_layout(self) -> Any:
         """Where Q, the stages of K, those of V, those of the bias, O's own place, the states of O's rows, barriers and
-        work tiles, and the end are.
-        """
-        k_at = self.q_buffers * tile_bytes(self.tile_m, self.head_dim_padded)
-        v_at = k_at + self.stages * tile_bytes(self.tile_n, self.head_dim_padded)
-        bias_at = v_at + self.stages * tile_bytes(self.tile_n, self.head_dim_v_padded)
+        work tiles, and the end are."""
         boxes = self.bias_stages * self.consumers
-        o_at = bias_at + boxes * self.bias_bytes
-        row_states_at = o_at + (tile_bytes(self.tile_m, self.O_COLUMNS) if self.o_buffer else 0)
-        barriers_at = row_states_at + self.ROW_STATE_BYTES * self.tile_m
-        end = barriers_at + 112 + 32 * self.stages + 4 * 64 + 16 * boxes
-        return 0, k_at, v_at, bias_at, o_at, row_states_at, barriers_at, end
+        return layout(
+            q=self.q_buffers * tile_bytes(self.tile_m, self.head_dim_padded),
+            k=self.stages * tile_bytes(self.tile_n, self.head_dim_padded),
+            v=self.stages * tile_bytes(self.tile_n, self.head_dim_v_padded),
+            bias=boxes * self.bias_bytes,
+            o=tile_bytes(self.tile_m, self.O_COLUMNS) if self.o_buffer else 0,
+            row_states=self.ROW_STATE_BYTES * self.tile_m,
+            barriers=112 + 32 * self.stages + 4 * 64 + 16 * boxes,
+        )

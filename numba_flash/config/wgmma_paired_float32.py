@@ -75,7 +75,7 @@ class Paired(WgmmaBackwardFloat32Config):
         """Of 64 columns of a tile of the walk."""
         return self.parts_bytes(self.stream_rows, 64)
 
-    def shared_plan(self) -> PairedPlan:  # type: ignore[override]
+    def shared_layout(self) -> PairedPlan:  # type: ignore[override]
         tiles, scores = 2 * self.panels * self.panel_bytes, 4 * self.own_rows * self.stream_rows
         struck, state, barriers = self.threads // 32 * 4, 4 * self.STATE_WORDS, 8 * (5 * self.panels + 5)
         sizes = self.own_a_bytes, self.own_b_bytes, tiles, scores, scores, struck, state, barriers
@@ -84,7 +84,7 @@ class Paired(WgmmaBackwardFloat32Config):
     def barriers(self) -> PairedBarriers:  # type: ignore[override]
         n = self.panels
         starts = itertools.accumulate((n, 2 * n, n, n, *[1] * 5), initial=0)
-        return PairedBarriers(*(self.shared_plan().barriers + 8 * count for count in starts))
+        return PairedBarriers(*(self.shared_layout().barriers + 8 * count for count in starts))
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Configs of the backward on tensor cores in float32 and float64."""
 
-import itertools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from .forward import ITEM_SIZE, Config, tile_bytes
 from .mma_forward import MmaConfig
+from .shared_memory import layout
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class WideBackwardConfig(Config):
         sums = self.summed_columns // self.column_groups * self.item_size // 4 * self.warp_rows // 16
         if sums > self.SUMS:
             raise ValueError(f"head_dim {self.head_dim} and {self.head_dim_v} need {sums} sums a row, not {self.SUMS}")
-        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_offsets()[-1])
+        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def item_size(self) -> int:
@@ -92,16 +92,17 @@ class WideBackwardConfig(Config):
         step = 128 // self.item_size * self.column_groups
         return -(-columns // step) * step
 
-    def shared_offsets(self) -> tuple[int, ...]:
+    def shared_layout(self) -> Any:
         """Where the own tiles, for S and for dP, the other side's, scores that are exchanged, lse with delta of the
         other side, and the end are."""
-        starts = [0]
-        for rows in (self.own_rows, self.other_rows):
-            for columns in (self.head_dim_padded, self.head_dim_v_padded):
-                starts.append(starts[-1] + tile_bytes(rows, columns, self.item_size))
+        own_s, own_dp, other_s, other_dp = (
+            tile_bytes(rows, columns, self.item_size)
+            for rows in (self.own_rows, self.other_rows)
+            for columns in (self.head_dim_padded, self.head_dim_v_padded)
+        )
         exchanged = self.own_rows * self.other_rows * self.item_size * self.exchanges if self.column_groups > 1 else 0
-        starts.append(starts[-1] + exchanged)
-        return (*starts, starts[-1] + self.staged_rows * 2 * self.item_size)
+        rows = self.staged_rows * 2 * self.item_size
+        return layout(own_s=own_s, own_dp=own_dp, other_s=other_s, other_dp=other_dp, exchanged=exchanged, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -205,16 +206,14 @@ class WideFusedConfig(WideBackwardConfig):
 
     def own_places(self) -> tuple[int, int, int]:
         """Where V, P^T and dS^T are."""
-        v_at, _, _, p_at, ds_at, *_ = self.shared_offsets()
-        return v_at, p_at, ds_at
+        plan = self.shared_layout()
+        return plan.v, plan.p, plan.ds
 
-    def shared_offsets(self) -> tuple[int, ...]:
-        """Where V, Q, dO, P^T, dS^T, lse with delta of the queries, the block's state, and the end are."""
+    def shared_layout(self) -> Any:
+        """Where K, V, Q, dO, P^T, dS^T, lse with delta of the queries, the block's state, and the end are."""
         own, other = (tile_bytes(rows, self.head_dim_padded, self.item_size) for rows in (self.tile_n, self.tile_m))
-        weights = self.tile_n * self.pitch * self.item_size
-        return tuple(
-            itertools.accumulate((own, own, other, other, weights, weights, self.tile_m * 2 * self.item_size, 48))
-        )
+        weights, rows = self.tile_n * self.pitch * self.item_size, self.tile_m * 2 * self.item_size
+        return layout(k=own, v=own, q=other, do=other, p=weights, ds=weights, rows=rows, state=48)
 
 
 @dataclass(frozen=True)
@@ -250,7 +249,7 @@ class WideCarriedConfig(WideFusedConfig):
                 "gives where the other block's scores come to"
             )
         super().__post_init__()
-        object.__setattr__(self, "shared_bytes", self.shared_offsets()[-1])
+        object.__setattr__(self, "shared_bytes", self.shared_layout().end)
 
     @property
     def threads(self) -> int:
@@ -281,18 +280,25 @@ class WideCarriedConfig(WideFusedConfig):
         """Elements from a query of a part of dQ to the next (kernels/mma/backward_dq_carried.py)."""
         return self.head_dim_padded + 8
 
-    def shared_offsets(self) -> tuple[int, ...]:
-        """Where V, Q, dO, P^T, dS^T, lse with delta of the queries, the block's state, the part of dQ, mbarriers, those
-        of scores from the other block (kernels/mma/shared_scores.py), and the end are."""
+    def shared_layout(self) -> Any:
+        """Where K, V, Q, dO, P^T, dS^T, lse with delta of the queries, the block's state, the part of dQ, mbarriers,
+        those of scores from the other block (kernels/mma/shared_scores.py), and the end are."""
         own, other = (tile_bytes(rows, self.head_dim_padded, 8) for rows in (self.tile_n, self.tile_m))
-        weights, part = self.tile_n * self.pitch * 8, self.tile_m * self.pitch_dq * 8
-        sizes = [own, own, other, other, weights, weights, self.tile_m * 16, 64, part, 32]
-        if self.one_staging_buffer:  # the part of dQ begins where P^T does
-            sizes[5], sizes[8] = max(weights, part - weights), 0
-        starts = list(itertools.accumulate((*sizes, (self.blocks - 1) * self.workers // 4)))
-        if self.one_staging_buffer:
-            starts[7] = starts[3]
-        return tuple(starts)
+        weights, part, one = self.tile_n * self.pitch * 8, self.tile_m * self.pitch_dq * 8, self.one_staging_buffer
+        made = layout(
+            k=own,
+            v=own,
+            q=other,
+            do=other,
+            p=weights,
+            ds=max(weights, part - weights) if one else weights,
+            rows=self.tile_m * 16,
+            state=64,
+            dq=0 if one else part,
+            barriers=32,
+            scores_barriers=(self.blocks - 1) * self.workers // 4,
+        )
+        return made._replace(dq=made.p) if one else made
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from .backward_sums import run_sums_float32, run_sums_float64
 from .backward_terms import run_terms_float32, run_terms_float64
 from .cache import c_function, cached, compile_for
 from .elements import INT
-from .forward import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS, entry_of, seeded
+from .forward import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS, entry_of, seeded, workers_of
 from .functions import OfAux, OwnFunctions, own_functions
 from .vectors.build import Shape, call, load, store
 
@@ -162,12 +162,13 @@ class Ready(NamedTuple):
             self._run(interrupt.NEVER, pointers)
 
     def _run(self, stop: int, pointers: tuple[int, ...]) -> None:
-        if self.serial or forked.threads_lost:
+        workers = workers_of(self.serial)
+        if workers == 1:
             run_serial(self.address, stop, pointers)
             return
         shared = np.zeros(self.numbers[at.SHARED], np.int64)
         with forked.launch_lock:
-            run_parallel(numba.get_num_threads(), self.address, host_pointer(shared), stop, pointers)
+            run_parallel(workers, self.address, host_pointer(shared), stop, pointers)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -225,7 +226,7 @@ def ready(problem: BackwardProblem) -> Ready:
 
 def warm_up(problem: BackwardProblem) -> None:
     """Compiles what `Ready.run` would run, or loads it from the cache, and runs nothing."""
-    if ready(problem).serial or forked.threads_lost:
+    if workers_of(ready(problem).serial) == 1:
         compile_for(run_serial, (numba.int64, numba.int64, POINTERS))
     else:
         compile_for(run_parallel, (*(numba.int64,) * 4, POINTERS))

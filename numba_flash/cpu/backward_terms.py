@@ -53,7 +53,7 @@ def run_task(task, frame, scratch, zero):
             break  # the result is no longer wanted
         for i in range(seqlen_q):
             lse = np.float64(load(load(pointers, slot.LSE_AT, INT), (b * heads + head) * seqlen_q + i, zero))
-            weight = math.exp(term - lse) if lse != -INFINITY else 0.0
+            weight = math.exp(min(term - lse, 0.0)) if lse != -INFINITY else 0.0  # above 0 is the rounding of lse
             if weight != 0:
                 total -= weight * delta_of(scratch, plan, pointers, b, head, i, zero)
     to = own_b * load(plan, at.SUM_STRIDE, INT) + head * load(plan, at.SUM_STRIDE + 1, INT)

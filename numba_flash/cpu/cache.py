@@ -26,7 +26,7 @@ from numba.core.sigutils import normalize_signature
 
 from ..machine import toolchain
 from ..machine.announce import announce
-from ..machine.cache_folder import cache_folder, complain
+from ..machine.cache_folder import cache_folder, complain, keep_within
 
 # The sources that are compiled into the CPU's kernels.
 SOURCES = ("cpu/**/*.py", "functions/**/*.py", "problem/ranges.py")
@@ -79,7 +79,10 @@ class Entries:
         return entries_folder() / f"{self.name}-{digest[:32]}.nbc"
 
     def load(self, key: Any) -> Any:
-        content = self.path(key).read_bytes()
+        path = self.path(key)
+        content = path.read_bytes()
+        with contextlib.suppress(OSError):
+            os.utime(path)  # used now
         if hashlib.sha256(content[32:]).digest() != content[:32]:
             raise ValueError("damaged entry")
         return pickle.loads(content[32:])
@@ -96,6 +99,7 @@ class Entries:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
+        keep_within(path.parent, path.suffix)
 
 
 class Cache(FunctionCache):

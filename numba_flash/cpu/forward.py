@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit, prange
 
 from ..arrays import ITEM_SIZE, host_pointer
-from ..machine import forked, interrupt
+from ..machine import forked, interrupt, threads
 from ..problem.forward import Problem
 from . import plan as slot
 from .cache import c_function, cached, compile_for
@@ -100,6 +100,11 @@ def seeded(functions: OwnFunctions, behind: tuple[int, ...], has_seed: bool) -> 
     return functions.aux(aux), seed - 2**64 if seed >= 2**63 else seed
 
 
+def workers_of(serial: bool) -> int:
+    """How many threads compute a call, of which `serial` says that it is too small for several."""
+    return 1 if serial or forked.threads_lost else threads.count()
+
+
 class Ready(NamedTuple):
     """What is known of a problem before its arrays."""
 
@@ -133,11 +138,12 @@ class Ready(NamedTuple):
             self._run(interrupt.NEVER, pointers)
 
     def _run(self, stop: int, pointers: tuple[int, ...]) -> None:
-        if self.serial or forked.threads_lost:
+        workers = workers_of(self.serial)
+        if workers == 1:
             run_serial(self.kernel, self.address, stop, pointers)
             return
         with forked.launch_lock:
-            run_parallel(numba.get_num_threads(), self.kernel, self.address, stop, pointers)
+            run_parallel(workers, self.kernel, self.address, stop, pointers)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -165,7 +171,7 @@ def warm_up(problem: Problem) -> None:
     plan = ready(problem)
     if plan.nothing:
         return
-    if plan.serial or forked.threads_lost:
+    if workers_of(plan.serial) == 1:
         compile_for(run_serial, (*(numba.int64,) * 3, POINTERS))
     else:
         compile_for(run_parallel, (*(numba.int64,) * 4, POINTERS))

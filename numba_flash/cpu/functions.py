@@ -22,7 +22,9 @@ from numba.extending import intrinsic
 from ..arrays import host_pointer
 from ..arrays.layout import numpy_dtype
 from ..functions import compiled
-from ..functions.function import Function, explain_failure
+from ..functions.failures import explained
+from ..functions.function import Function
+from ..functions.remembered import note_compiled
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from ..problem.strides import contiguous_strides
@@ -53,7 +55,17 @@ def make_gradient(function: Function, base_name: str, aux: tuple, wanted: tuple,
     """
     key = repr(("gradient of aux", function.key, base_name, aux, wanted, capped, narrow))
     body = _gradient_panel(function, base_name, aux, wanted, capped, narrow)
-    return c_function(body, SIGNATURE_OF_AUX, key=hashlib.sha256(key.encode()).hexdigest())
+    return _compiled("score_mod", function, body, SIGNATURE_OF_AUX, key)
+
+
+def _compiled(option: str, function: Function, body: Any, signature: str, key: str) -> Any:
+    try:
+        made = c_function(body, signature, key=hashlib.sha256(key.encode()).hexdigest())
+    except Exception as error:
+        raise explained(error, option, function) from error
+    if not made.cache_hits:  # it was not in the disk cache
+        note_compiled({option: function})
+    return made
 
 
 def _gradient_panel(function, base_name, aux, wanted, capped, narrow):
@@ -98,14 +110,7 @@ def make(option: str, function: Function, base_name: str, aux: tuple, derivative
     aux: (dtype, dimensions) of each array. derivative: it also writes slopes. narrow: all positions are in 0 to NARROW.
     """
     key = repr((option, function.key, base_name, aux, derivative, narrow))
-    body = _panel(option, function, base_name, aux, derivative, narrow)
-    try:
-        return c_function(body, SIGNATURE, key=hashlib.sha256(key.encode()).hexdigest())
-    except Exception as error:
-        explained = explain_failure(error, [function])
-        if explained is None:
-            raise
-        raise explained from None
+    return _compiled(option, function, _panel(option, function, base_name, aux, derivative, narrow), SIGNATURE, key)
 
 
 def _panel(option, function, base_name, aux, derivative, narrow):

@@ -73,10 +73,11 @@ def run(
         given = with_seed(given, own, problem.forward, seed)
     operands = [*given[:own], *results, *given[own:], *of_aux]
     blocks = None if options[OF_FUNCTIONS] is None else block_mask_of(options[OF_FUNCTIONS])
-    if blocks is None:
-        launch.run(operands, work_on)
-    else:
-        launch.run_with_blocks(operands, work_on, blocks)
+    with arrays.shown(like.layout.family, "numba_flash.attention_backward"):
+        if blocks is None:
+            launch.run(operands, work_on)
+        else:
+            launch.run_with_blocks(operands, work_on, blocks)
     if again is not None and is_repeatable(launch, q, k, v, o, lse, do):
         remember(_plans, again[0], Backward.of(launch, q, like.layout, shapes[:3]))
     found, daux = (
@@ -141,6 +142,9 @@ def prepare(
         blocks = block_mask_of(functions)
         functions, aux = read_functions(functions)
         given += aux
+    if q.layout.family == "jax":
+        given[5:_DO] = arrays.beside_jax(q, given[5:_DO])
+        given[len(_READ) :] = arrays.beside_jax(q, given[len(_READ) :])
     if q.layout.family in checks:
         checks[q.layout.family](given)
     addresses = q.pointer | k.pointer | v.pointer | o.pointer | do.pointer

@@ -1,5 +1,6 @@
 """BlockMask: a mask_mod for problems of one shape, and what was computed about its tiles, kept for the next call."""
 
+import copy
 import threading
 from collections.abc import Hashable
 from typing import Any, final
@@ -81,8 +82,23 @@ class BlockMask:
         extents = ", ".join(f"{name}={getattr(self, name)}" for name in EXTENTS)
         return f"<BlockMask of {self.function.name}, {extents}>"
 
+    def _arguments(self) -> tuple[Any, ...]:
+        """Those of __init__."""
+        return tuple(getattr(self, name) for name in ("mask_mod", *EXTENTS, "aux", *RANGES))
+
     def __reduce__(self) -> Any:
-        raise TypeError(f"{self} is of one process")
+        """Without what was kept. pickle names mask_mod, which is read again where it is loaded."""
+        return BlockMask, self._arguments()
+
+    def __copy__(self) -> "BlockMask":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BlockMask":
+        """Of other arrays, and of the function as it was read: what that captures may have changed since."""
+        mask_mod, *others = self._arguments()
+        made = BlockMask(self.function, *copy.deepcopy(others, memo))
+        object.__setattr__(made, "mask_mod", mask_mod)
+        return made
 
     def check(self, problem: Problem) -> None:
         """Checks that the problem has this shape."""
@@ -114,7 +130,7 @@ def expanded(
         raise TypeError(
             f"block_mask must be what numba_flash.block_mask returns, or None, not {type(block_mask).__name__}"
         )
-    if mask_mod is not None and Function.of("mask_mod", mask_mod) is not block_mask.function:
+    if mask_mod is not None and Function.of("mask_mod", mask_mod) != block_mask.function:
         raise ValueError(
             f"mask_mod must be that of block_mask, {block_mask.function.name}, not another function: {SAME}"
         )

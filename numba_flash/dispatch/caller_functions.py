@@ -1,9 +1,11 @@
 """What a call does with the caller's functions and a BlockMask. Calls without them do not load this module."""
 
+import sys
 from typing import Any
 
 from .. import arrays
 from ..functions.function import Function
+from ..functions.remembered import forgetting
 from ..problem.options import FUNCTIONS
 from .block_mask import BlockMask
 
@@ -37,3 +39,30 @@ def read_functions(given: tuple[Any, ...]) -> tuple[tuple[Function | None, ...],
     """The caller's functions as values, and the arrays that they read."""
     functions, aux = functions_of(given)
     return without_blocks(functions), [arrays.read(f"aux[{number}]", array) for number, array in enumerate(aux)]
+
+
+def _forget() -> None:
+    """Plans, kernels and the parts of kernels that were made for functions; calls that run have their own references.
+
+    Only of modules that are loaded: most programs have few of these.
+    """
+    modules = {
+        name.partition(".")[2]: module for name, module in sys.modules.items() if name.startswith("numba_flash.")
+    }
+    for name in ("dispatch.forward", "dispatch.backward"):
+        if name in modules:
+            modules[name]._plans.clear()
+    if "gpu.compiled" in modules:
+        modules["gpu.compiled"].forget_functions()
+    made: list[Any] = [vars(modules[name]).get(maker) for name, maker in _MAKERS if name in modules]
+    made += [value for name in modules if name.startswith("kernels.") for value in vars(modules[name]).values()]
+    for maker in made:
+        if hasattr(maker, "cache_clear"):
+            maker.cache_clear()
+
+
+_MAKERS = (
+    *(("cpu.functions", "make"), ("cpu.functions", "make_gradient")),
+    *(("cpu.forward", "ready"), ("cpu.backward", "ready"), ("dispatch.launch", "_loaded")),
+)
+forgetting.append(_forget)

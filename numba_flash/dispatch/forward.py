@@ -63,10 +63,11 @@ def run(q: Any, k: Any, v: Any, options: Given, return_lse: Any, out: Any, strea
     if seed is not None or problem.numbers:
         given = with_seed(given, OWN, problem, seed)
     blocks = None if options[OF_FUNCTIONS] is None else caller_functions().block_mask_of(options[OF_FUNCTIONS])
-    if blocks is None:
-        launch.run(given, work_on)
-    else:
-        launch.run_with_blocks(given, work_on, blocks)
+    with arrays.shown(like.layout.family, "numba_flash.attention"):
+        if blocks is None:
+            launch.run(given, work_on)
+        else:
+            launch.run_with_blocks(given, work_on, blocks)
     again = find(q, k, v, options, return_lse, out, kernel) if stream is None else None
     if again is not None and is_repeatable(launch, q, k, v):
         of_o, of_lse = (problem.o_shape, problem.dtype), (problem.lse_shape, problem.compute_dtype)
@@ -144,6 +145,8 @@ def prepare(
         blocks = caller_functions().block_mask_of(functions)
         functions, aux = caller_functions().read_functions(functions)
         given += aux
+    if q.layout.family == "jax":
+        given[LSE + 1 :] = arrays.beside_jax(q, given[LSE + 1 :])
     if q.layout.family in checks:
         checks[q.layout.family](given)
     # nearly always only q, k and v are given, and absent ones need no individual check
@@ -263,6 +266,9 @@ def with_seed(given: list[Any], own: int, problem: Problem, seed: Any) -> list[A
     return [*given[:own], Seed(number), *given[own:]] if problem.seeded else given
 
 
+OF_A_KEY = 'of a key of JAX: jax.random.bits(key, dtype="uint32")'
+
+
 def seed_number(seed: Any) -> int:
     """The seed that a caller gave, as a number."""
     if seed is None:
@@ -275,7 +281,10 @@ def seed_number(seed: Any) -> int:
             raise TypeError
         number = operator.index(_on_host(seed) if arrays.is_array(seed) else seed)
     except TypeError:
-        raise TypeError(f"seed must be a whole number, not {seed!r}") from None
+        arrays.refuse_jax_tracer(seed)
+        given = f"{seed.dtype} of shape {tuple(seed.shape)}" if arrays.is_array(seed) else repr(seed)
+        of_a_key = f"; {OF_A_KEY}" if type(seed).__module__.startswith("jax") else ""
+        raise TypeError(f"seed must be a whole number, not {given}{of_a_key}") from None
     if not 0 <= number < 2**64:
         raise ValueError(f"seed must be from 0 to below 2**64, not {number}")
     return number

@@ -14,6 +14,7 @@ from ..gpu import tile_counters
 from ..gpu.compiled import AnyConfig, compiled, entry_name, source
 from ..gpu.launcher import Launcher, packed
 from ..gpu.stream_numbers import number_of
+from ..machine import toolchain
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import Operands
@@ -142,10 +143,10 @@ def grid(config: Config, problem: Problem, target: Target) -> int:
     if config.kernel == "v1":
         return problem.batch * problem.heads
     if isinstance(config, TensorConfig):
-        head_tiles = -(-problem.seqlen_q // (config.queries * config.cluster))
+        head_tiles = -(-problem.seqlen_q // config.queries)
         tiles = problem.batch * (problem.heads // config.group_size) * head_tiles
         if config.counted:
-            return config.cluster * min(tiles, max(target.multiprocessors // config.cluster, 1))
+            return min(tiles, max(target.multiprocessors, 1))
         return tiles * config.v_parts
     return problem.batch * problem.heads * -(-problem.seqlen_q // config.tile_m)
 
@@ -400,7 +401,8 @@ class OnCpu(_ByAddresses):
 
 
 def _cpu() -> Any:
-    from ..cpu import forward as cpu
+    with toolchain.importing():
+        from ..cpu import forward as cpu
 
     return cpu
 

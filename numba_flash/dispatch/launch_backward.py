@@ -17,6 +17,7 @@ from ..config.tile_states import TileOrderConfig, TileStatesConfig
 from ..config.wgmma_backward import WgmmaAddPartsConfig, WgmmaDkdvConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from ..config.wgmma_backward_float32 import WgmmaDkdvFloat32Config
 from ..config.wide_backward import WideDkdvConfig, WideFusedConfig
+from ..machine import toolchain
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import GradientOperands
@@ -159,7 +160,8 @@ def _values(config: BackwardConfig, problem: BackwardProblem) -> Values:
 
 
 def _cpu() -> Any:
-    from ..cpu import backward as cpu
+    with toolchain.importing():
+        from ..cpu import backward as cpu
 
     return cpu
 

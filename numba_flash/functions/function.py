@@ -12,18 +12,17 @@ import functools
 import hashlib
 import inspect
 import itertools
-import linecache
 import math
-import os
-import re
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, final
 
 import numpy as np
 
-from . import rules
+from . import remembered, rules
+from .build import build
+from .checks import inner_codes, instructions, place, wrong_in, wrong_with
 
 Tree = tuple[Any, ...]
 
@@ -51,11 +50,15 @@ class Function:
         """Reads what was given as the argument `option`; a function that was read before stays as it was then."""
         if type(function) is Function:
             return function
-        tree = _read(function, option, ())
+        try:
+            tree = _read(function, option, ())
+        except Refused as error:
+            raise TypeError(f"{option}: {error}") from None
         found = _known.get(tree)
         if found is None:
-            if len(_known) >= 1000:
+            if len(_known) >= remembered.MOST:
                 _known.clear()
+                remembered.forget()
             code = _code_of(tree)
             found = _known[tree] = Function(tree, code.co_name, code.co_filename, code.co_firstlineno)
         return found
@@ -88,18 +91,32 @@ class Function:
     def build(self, stand_ins: Mapping[Any, Any], helper: Callable[[Any], Any] = lambda function: function) -> Any:
         """The function, rebuilt. stand_ins: what replaces a builtin ("abs") or a function of math ("math", "exp").
         helper: applied to each function that it calls."""
-        return _build(self.tree, stand_ins, helper)
+        return build(self.tree, stand_ins, helper)
 
     def takes(self, count: int) -> str | None:
         """Why it cannot be called with `count` arguments, or None."""
         try:
-            inspect.signature(self.build({})).bind(*range(count))
+            inspect.signature(_as_written(self.tree)).bind(*range(count))
         except TypeError as error:
             return str(error)
         return None
 
 
 _known: dict[Tree, Function] = {}
+
+
+class Refused(Exception):
+    """Why a function is none for a kernel, without the name of the argument."""
+
+
+def _as_written(tree: Tree) -> Any:
+    """Something with the function's own signature."""
+    if tree[0] == "partial":
+        return functools.partial(_as_written(tree[1]), *tree[2], **dict(tree[3]))
+    _, code, _, cells, defaults, named = tree
+    made = types.FunctionType(code, {}, code.co_name, defaults or None, tuple(types.CellType() for _ in cells))
+    made.__kwdefaults__ = dict(named) or None
+    return made
 
 
 def _read(value: Any, name: str, callers: tuple[Any, ...]) -> Tree:
@@ -122,6 +139,9 @@ def _read(value: Any, name: str, callers: tuple[Any, ...]) -> Tree:
     if kind is bool or isinstance(value, np.bool_):
         return ("bool", bool(value))
     if kind is int or isinstance(value, np.integer):
+        wrong = wrong_with(int(value))
+        if wrong:
+            raise Refused(f"{_where(callers[-1], name)}: {name} = {wrong}")
         return ("int", int(value))
     if kind is float or isinstance(value, np.floating):
         return ("float", float(value).hex())
@@ -140,36 +160,54 @@ def _read(value: Any, name: str, callers: tuple[Any, ...]) -> Tree:
             return ("builtin", _BUILTINS[value])
         if value in _MATH:
             if _MATH[value] not in rules.FUNCTIONS:
-                raise TypeError(_not_in_math(_MATH[value], callers[-1]))
+                raise Refused(_not_in_math(_MATH[value], callers[-1]))
             return ("math", _MATH[value])
     except TypeError:
         if isinstance(value, Hashable):
             raise
-    raise TypeError(_cannot_capture(value, name, callers[-1]))
+    raise Refused(_cannot_capture(value, name, callers[-1]))
+
+
+# What to write instead of functions that a kernel does not know, by their own names.
+_INSTEAD = dict(
+    divmod="// and %", sum="+ in a loop", pow="**", power="**", any="or", all="and", absolute="abs(x)",
+    minimum="min(x, y)", maximum="max(x, y)", where="x if condition else y", sign="math.copysign(1, x)",
+    float32="float(x)", float64="float(x)", int32="int(x)", int64="int(x)", clip="min(max(x, low), high)",
+)  # fmt: skip
 
 
 def _cannot_capture(value: Any, name: str, code: types.CodeType) -> str:
-    where = _place(code, _line_of(code, name.partition(".")[0]))
+    where = _where(code, name)
     if isinstance(value, types.ModuleType):
         return f"{where} uses the module {name}: a kernel knows math, and what is a function or a number in others"
-    if hasattr(value, "shape"):
+    if hasattr(value, "shape") and not isinstance(value, type):
         return f"{where} captures the array {name}: pass it in aux=, and take it as an argument"
+    last = name.rpartition(".")[2]
+    instead = _INSTEAD.get(last) or (f"math.{last}(x)" if last in rules.FUNCTIONS else "")
+    if callable(value) and instead:
+        return f"{where} uses {name}(), which a kernel does not know: write {instead}"
     what = f"{name}, a {type(value).__name__}" if not callable(value) else f"{name}()"
     return f"{where} uses {what}, which a kernel does not know: {WHAT_TO_WRITE}"
 
 
 def _not_in_math(name: str, code: types.CodeType) -> str:
     known = ", ".join((*rules.FUNCTIONS, *rules.CONSTANTS))
-    return f"{_place(code, _line_of(code, name))} uses math.{name}; of math a kernel knows {known}"
+    return f"{_where(code, name)} uses math.{name}; of math a kernel knows {known}"
+
+
+def _where(code: types.CodeType, name: str) -> str:
+    """The place where a function reads `name`."""
+    first = name.partition(".")[0]
+    return place(code, next((line for x, line in instructions(code) if x.argval == first), code.co_firstlineno))
 
 
 def _read_function(function: types.FunctionType, callers: tuple[Any, ...]) -> Tree:
     code = function.__code__
     if code in callers:
-        raise TypeError(f"{_place(code, code.co_firstlineno)}: a function that calls itself is none for a kernel")
-    wrong = _wrong_in(code)
+        raise Refused(f"{place(code, code.co_firstlineno)}: a function that calls itself is none for a kernel")
+    wrong = wrong_in(code) or _wrong_defaults(function)
     if wrong:
-        raise TypeError(wrong)
+        raise Refused(wrong)
     within = (*callers, code)
     names, known, builtin = _globals_of(code), function.__globals__, vars(builtins)
     captured = []
@@ -177,7 +215,7 @@ def _read_function(function: types.FunctionType, callers: tuple[Any, ...]) -> Tr
         if name in known or name in builtin:
             captured.append((name, _read(known[name] if name in known else builtin[name], name, within)))
         else:
-            raise TypeError(f"{_place(code, _line_of(code, name))} uses {name}, which is not defined")
+            raise Refused(f"{_where(code, name)} uses {name}, which is not defined")
     cells: tuple[Tree, ...] = ()
     if function.__closure__:
         cells = tuple(
@@ -187,45 +225,40 @@ def _read_function(function: types.FunctionType, callers: tuple[Any, ...]) -> Tr
     owners = [name for name, tree in (*captured, *zip(code.co_freevars, cells, strict=True)) if tree == ("module",)]
     for owner, attribute in _attributes_of(code):
         if owner in owners and attribute not in (*rules.FUNCTIONS, *rules.CONSTANTS):
-            raise TypeError(_not_in_math(attribute, code))
+            raise Refused(_not_in_math(attribute, code))
     defaults = tuple(_read(x, "a default", within) for x in function.__defaults__ or ())
     named = tuple((name, _read(x, name, within)) for name, x in sorted((function.__kwdefaults__ or {}).items()))
     return ("function", code, tuple(captured), cells, defaults, named)
 
 
-def _line_of(code: types.CodeType, name: str) -> int:
-    """The line on which a function reads `name`."""
-    return next((line for x, line in _instructions(code) if x.argval == name), code.co_firstlineno)
-
-
-def _instructions(code: types.CodeType) -> Iterator[tuple[dis.Instruction, int]]:
-    """Each instruction with its line."""
-    lines = {start: line for start, _, line in code.co_lines() if line}
-    line = code.co_firstlineno
-    for instruction in dis.get_instructions(code):
-        line = lines.get(instruction.offset, line)
-        yield instruction, line
+def _wrong_defaults(function: types.FunctionType) -> str | None:
+    """Parameters that are passed by name alone come behind the others (build.py), and the last ones have defaults."""
+    code, named = function.__code__, function.__kwdefaults__ or {}
+    own = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    missing = [name for name in own if name not in named]
+    if missing and (function.__defaults__ or missing != list(own[: len(missing)])):
+        where = place(code, code.co_firstlineno)
+        return f"{where}: its parameter {missing[-1]} comes behind one with a default: give it a default, too"
+    return None
 
 
 @functools.lru_cache(maxsize=1000)
 def _globals_of(code: types.CodeType) -> tuple[str, ...]:
     """The global names that a function reads, and those that its inner functions read."""
     found = {x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found.update(_globals_of(constant))
+    for inner in inner_codes(code):
+        found.update(_globals_of(inner))
     return tuple(sorted(found))
 
 
 @functools.lru_cache(maxsize=1000)
 def _attributes_of(code: types.CodeType) -> tuple[tuple[str, str], ...]:
     """(captured name, its attribute), once for each time that a function reads one."""
-    instructions = list(dis.get_instructions(code))
-    inside = [pair for x in code.co_consts if isinstance(x, types.CodeType) for pair in _attributes_of(x)]
+    inside = [pair for x in inner_codes(code) for pair in _attributes_of(x)]
     return (
         *(
             (one.argval, two.argval)
-            for one, two in itertools.pairwise(instructions)
+            for one, two in itertools.pairwise(dis.get_instructions(code))
             if one.opname in ("LOAD_GLOBAL", "LOAD_DEREF") and two.opname in ("LOAD_ATTR", "LOAD_METHOD")
         ),
         *inside,
@@ -245,159 +278,3 @@ def _text(tree: Any) -> str:
     if isinstance(tree, tuple):
         return f"({','.join(map(_text, tree))})"
     return f"{type(tree).__name__} {sorted(tree, key=repr) if isinstance(tree, frozenset) else tree!r}"
-
-
-OF_TUPLES = "tuple"  # its stand-in converts the tree of a tuple
-
-
-def _as_it_is(tree: Tree) -> Tree:
-    return tree
-
-
-def _build(tree: Tree, stand_ins: Mapping[Any, Any], helper: Callable[[Any], Any]) -> Any:
-    kind = tree[0]
-    if kind == "function":
-        return _build_function(tree, stand_ins, helper)
-    if kind == "partial":
-        _, function, arguments, named = tree
-        built = helper(_build(function, stand_ins, helper))
-        values = [_build(x, stand_ins, helper) for x in arguments]
-        return _with_arguments(built, values, {key: _build(x, stand_ins, helper) for key, x in named})
-    if kind == "tuple":
-        return tuple(_build(x, stand_ins, helper) for x in stand_ins.get(OF_TUPLES, _as_it_is)(tree)[1:])
-    if kind == "float":
-        return float.fromhex(tree[1])
-    if kind == "module":
-        return _math_of(stand_ins)
-    if kind == "namespace":
-        made = types.ModuleType("namespace")
-        for name, x in tree[1:]:
-            value = _build(x, stand_ins, helper)
-            setattr(made, name, helper(value) if x[0] in ("function", "partial") else value)
-        return made
-    if kind == "builtin":
-        return stand_ins.get(tree[1], getattr(builtins, tree[1]))
-    if kind == "math":
-        return getattr(_math_of(stand_ins), tree[1])
-    return None if kind == "none" else tree[1]
-
-
-def _build_function(tree: Tree, stand_ins: Mapping[Any, Any], helper: Callable[[Any], Any]) -> Any:
-    _, code, captured, cells, defaults, named = tree
-    names: dict[str, Any] = {"__builtins__": builtins, "__name__": "numba_flash.functions"}
-    made_cells = tuple(types.CellType() for _ in cells)
-    function = types.FunctionType(code, names, code.co_name, None, made_cells)
-
-    def of(x: Tree) -> Any:
-        made = _build(x, stand_ins, helper)
-        return helper(made) if x[0] in ("function", "partial") else made
-
-    function.__defaults__ = tuple(map(of, defaults)) or None
-    function.__kwdefaults__ = {name: of(x) for name, x in named} or None
-    names.update((name, of(x)) for name, x in captured)
-    for cell, x in zip(made_cells, cells, strict=True):
-        cell.cell_contents = of(x)
-    return function
-
-
-def _with_arguments(function: Any, values: list[Any], named: dict[str, Any]) -> Any:
-    """functools.partial as a function with a cell for each of its arguments: kernels have no partial."""
-    signature = inspect.signature(getattr(function, "py_func", function))
-    parameters = signature.bind_partial(*values, **named).arguments
-    names = list(signature.parameters)
-    free = [name for name in names if name not in parameters]
-    call = ", ".join(name if name in free else f"given_{name}" for name in names)
-    source = (
-        f"lambda given, {', '.join(f'given_{name}' for name in parameters)}: lambda {', '.join(free)}: given({call})"
-    )
-    return eval(source, {"__builtins__": {}})(function, *parameters.values())
-
-
-def _math_of(stand_ins: Mapping[Any, Any]) -> Any:
-    return stand_ins.get("math", math)
-
-
-MARK = "numba_flash: "  # marks the part of a compiler's error that a user should read
-
-
-def explain_failure(error: Exception, functions: Sequence[Function]) -> Exception | None:
-    """What a compiler found wrong with a user's function, in a few words with the line; None if the error is not the
-    user's."""
-    place = getattr(error, "loc", None)
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)) + (f" at {place.filename} ({place.line})" if place else "")
-    marked = re.search(f"{MARK}(.*)", text)
-    for function in functions:
-        codes = list(_codes_in(function.tree))
-        for path, line in re.findall(r'(?: at |File ")([^"\n]*?)(?:", line | \()(\d+)', text):
-            for code in codes:
-                lines = [number for *_, number in code.co_lines() if number]
-                if os.path.basename(path) == os.path.basename(code.co_filename) and int(line) in lines:
-                    why = marked[1] if marked else _first_words(text)
-                    return TypeError(f"{_place(code, int(line))}: {why}. {WHAT_TO_WRITE[0].upper()}{WHAT_TO_WRITE[1:]}")
-    where = " or ".join(function.where for function in functions)
-    return TypeError(f"{where}: {marked[1]}") if marked else None
-
-
-def _codes_in(tree: Any) -> Iterator[types.CodeType]:
-    if isinstance(tree, types.CodeType):
-        yield tree
-        yield from _codes_in(tree.co_consts)
-    elif isinstance(tree, tuple):
-        for part in tree:
-            yield from _codes_in(part)
-
-
-def _first_words(text: str) -> str:
-    """Numba's first complaint, without the types of this package."""
-    if "NRT required" in text:
-        return "it makes a list or an array, which a kernel does not know"
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("Failed in")]
-    words = re.sub(r"whole\(float\d\d\)", "int", lines[0] if lines else "it cannot be compiled")
-    words = re.sub(r"(real|dual)\(float\d\d\)", "float", words)
-    return re.sub(r"table\(.*?\)", "an aux array", words)[:200].rstrip(".: ")
-
-
-# What kernels cannot do, by the Python instruction that does it.
-_REFUSED = {
-    "RAISE_VARARGS": "it raises, and a kernel cannot",
-    "LOAD_ASSERTION_ERROR": "it asserts, and a kernel cannot",
-    "LOAD_COMMON_CONSTANT": "it asserts, and a kernel cannot",
-    "PUSH_EXC_INFO": "it catches exceptions, and a kernel raises none",
-    "SETUP_FINALLY": "it catches exceptions, and a kernel raises none",
-    "SETUP_WITH": "it uses with, which a kernel does not know",
-    "GEN_START": "it is a generator or a coroutine; it is to return a number",
-    "BEFORE_WITH": "it uses with, which a kernel does not know",
-    "IMPORT_NAME": "it imports; do so outside of it",
-    "STORE_SUBSCR": "it writes to an array; it is to return what it computes",
-    "STORE_ATTR": "it sets an attribute; it is to return what it computes",
-    "STORE_GLOBAL": "it sets a global; it is to return what it computes",
-    "BUILD_MAP": "it makes a dict, which a kernel does not know",
-    "BUILD_SET": "it makes a set, which a kernel does not know",
-    "FORMAT_VALUE": "it makes a string, which a kernel does not know",
-    "FORMAT_SIMPLE": "it makes a string, which a kernel does not know",
-    "RETURN_GENERATOR": "it is a generator or a coroutine; it is to return a number",
-}
-
-
-@functools.lru_cache(maxsize=1000)
-def _wrong_in(code: types.CodeType) -> str | None:
-    """What this function does that a kernel cannot, with the line, or None."""
-    before, text = None, None
-    for instruction, line in _instructions(code):
-        why = _REFUSED.get(instruction.opname)
-        loads = instruction.opname in ("LOAD_CONST", "RETURN_CONST")
-        if loads and isinstance(instruction.argval, str | bytes):
-            text = text or f"{_place(code, line)}: {instruction.argval!r} is text, which a kernel does not know"
-        returns = before if instruction.opname == "RETURN_VALUE" else instruction
-        if instruction.opname in ("RETURN_VALUE", "RETURN_CONST") and returns is not None:
-            if returns.opname in ("LOAD_CONST", "RETURN_CONST") and returns.argval is None:
-                why = "it returns None here, or comes to its end without return; every way through it returns a number"
-        if why:
-            return f"{_place(code, line)}: {why}"
-        before = instruction
-    return text
-
-
-def _place(code: types.CodeType, line: int) -> str:
-    text = linecache.getline(code.co_filename, line).strip()
-    return f"{code.co_name} ({code.co_filename}, line {line}" + (f": {text})" if text else ")")

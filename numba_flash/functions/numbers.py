@@ -1,14 +1,15 @@
 """The numbers of a user's function that runs as Python, in the oracle and in the simulator.
 
-A Real is a NumPy number of the computing type, with its derivative by the score or None. A Whole is an integer. They
-follow the rules of the compiled function (rules.py, compiled/code.py): real numbers stay in the computing type,
-whatever Python or NumPy numbers they meet; integer / integer is real; division by 0 gives an infinity or NaN and does
-not raise.
+A Real is a NumPy number of the computing type, with its derivative by the score or None. A Whole is an integer of 64
+bits. They follow the rules of the compiled function (rules.py, compiled/code.py): real numbers stay in the computing
+type, whatever Python or NumPy numbers they meet; integer / integer is real, and so is a power whose exponent is no
+constant; what does not fit into 64 bits is taken modulo 2^64; division by 0 does not raise.
 """
 
 import functools
 import math
 import operator
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,9 @@ from typing import Any
 import numpy as np
 
 from . import rules
+from .build import NUMBERS as OF_NUMBERS
+from .checks import INT64, NO_INVERSE
+from .failures import AT_CONSTANTS, NOT_ITERABLE, NOT_WHOLE, takes, too_many_numbers
 from .function import Function
 from .rules import Pair
 
@@ -37,16 +41,52 @@ class Whole:
     __slots__ = ("base", "x")
 
     def __init__(self, base: Any, x: int):
-        self.base, self.x = base, int(x)
+        x = int(x)
+        self.base, self.x = base, x if INT64[0] <= x <= INT64[1] else (x + 2**63) % 2**64 - 2**63
 
     def __bool__(self) -> bool:
         return self.x != 0
 
+    def __repr__(self) -> str:
+        return f"{self.x}"
+
+
+class Constant(Whole):
+    """It is written in the function or captured by it. Tuples are read at these alone."""
+
+    __slots__ = ()
+
     def __index__(self) -> int:
         return self.x
 
+
+class Truth(Whole):
+    """True or False; computed with, it is 1 or 0."""
+
+    __slots__ = ()
+
+    def __invert__(self) -> Any:
+        raise TypeError(NO_INVERSE)
+
     def __repr__(self) -> str:
-        return f"{self.x}"
+        return f"{bool(self)}"
+
+
+class Range:
+    """What range() gives: for loops, and for `in`."""
+
+    def __init__(self, base: Any, *ends: Any):
+        if not all(map(_whole, ends)):
+            raise TypeError(f"range() takes {NOT_WHOLE}")
+        self.base, self.numbers = base, range(*(int(_plain(x)) for x in ends))
+
+    def __iter__(self) -> Any:
+        return (Whole(self.base, number) for number in self.numbers)
+
+    def __contains__(self, x: Any) -> bool:
+        if not _whole(x):
+            raise TypeError(f"range() has {NOT_WHOLE}")
+        return int(_plain(x)) in self.numbers
 
 
 class Table:
@@ -58,17 +98,22 @@ class Table:
         self.base, self.array = base, array
 
     def __getitem__(self, index: Any) -> Any:
-        whole = tuple(map(_index, index)) if isinstance(index, tuple) else _index(index)
+        whole = tuple(map(_index, index)) if isinstance(index, tuple) else (_index(index),)
+        if len(whole) > self.array.ndim:
+            raise TypeError(too_many_numbers(self.array.ndim, len(whole)))
         found = self.array[whole]
         if np.ndim(found):
             return Table(self.base, found)
         if self.array.dtype == bool:
-            return bool(found)
+            return Truth(self.base, found)
         return Whole(self.base, found) if self.array.dtype.kind in "iu" else Real(self.base, found)
 
     @property
     def shape(self) -> tuple[Whole, ...]:
         return tuple(Whole(self.base, n) for n in self.array.shape)
+
+    def __iter__(self) -> Any:
+        raise TypeError(NOT_ITERABLE)
 
     def __repr__(self) -> str:
         return f"{self.array.dtype} array of shape {self.array.shape}"
@@ -135,12 +180,9 @@ class RecordedTable(Table):
 
 
 def _index(x: Any) -> int:
-    if isinstance(x, bool | np.bool_):
-        return int(x)
-    try:
-        return operator.index(x)
-    except TypeError:
-        raise TypeError(f"an array is read at whole numbers, not {x!r}; int() makes one") from None
+    if not _whole(x):
+        raise TypeError(f"an aux array is read at {NOT_WHOLE}")
+    return int(_plain(x))
 
 
 NUMBERS = (bool, int, float, np.bool_)
@@ -176,12 +218,15 @@ def _binary(name: str, turned: bool = False) -> Callable[[Any, Any], Any]:
             return NotImplemented
         base = self.base
         one, two = (other, self) if turned else (self, other)
-        if _whole(one) and _whole(two) and name != "truediv" and not (name == "pow" and int(_plain(two)) < 0):
+        if name == "pow" and isinstance(two, Constant | int):
+            exponent = int(_plain(two))
+            if _whole(one) and exponent >= 0:
+                return Whole(base, pow(int(_plain(one)), exponent, 2**64))
+            return Real(base, *rules.whole_power(_pair(base, one), exponent, functions_of(base)))
+        if _whole(one) and _whole(two) and name not in ("truediv", "pow"):
             if name in ("floordiv", "mod") and not _plain(two):
                 return Whole(base, 0)  # a kernel does not raise
-            return Whole(base, plain(_plain(one), _plain(two)))
-        if name == "pow" and isinstance(two, int):
-            return Real(base, *rules.whole_power(_pair(base, one), two, functions_of(base)))
+            return Whole(base, plain(int(_plain(one)), int(_plain(two))))
         return Real(base, *rule(_pair(base, one), _pair(base, two), functions_of(base)))
 
     return method
@@ -198,9 +243,9 @@ def _comparing(name: str) -> Callable[[Any, Any], Any]:
         if not isinstance(other, (Real, Whole, *NUMBERS)):
             return NotImplemented
         one, two = _plain(self), _plain(other)
-        if _whole(self) and _whole(other):
-            return bool(plain(one, two))
-        return bool(plain(self.base(one), self.base(two)))
+        if not (_whole(self) and _whole(other)):
+            one, two = self.base(one), self.base(two)
+        return Truth(self.base, plain(one, two))
 
     return method
 
@@ -211,8 +256,11 @@ def _of_bits(name: str, turned: bool = False) -> Callable[[Any, Any], Any]:
     def method(self: Any, other: Any) -> Any:
         if not _whole(other):
             return NotImplemented
-        one, two = (_plain(other), self.x) if turned else (self.x, _plain(other))
-        return Whole(self.base, plain(int(one), int(two)))
+        one, two = (int(_plain(other)), self.x) if turned else (self.x, int(_plain(other)))
+        if "shift" in name:
+            two = two if 0 <= two < 64 else 64  # a kernel does not raise
+        truths = all(isinstance(x, Truth | bool) for x in (self, other)) and "shift" not in name
+        return (Truth if truths else Whole)(self.base, plain(one, two))
 
     return method
 
@@ -248,62 +296,77 @@ def stand_ins(base: Any) -> dict[Any, Any]:
     """What replaces builtins and functions of math."""
     f = functions_of(base)
 
-    def checked(name: str, x: Any) -> Any:
-        if not isinstance(x, (Real, Whole, *NUMBERS)):
-            raise TypeError(f"{name} takes a number, not {x!r}")
-        return x
+    def checked(name: str, count: int | None, values: Any) -> Any:
+        numbers = all(isinstance(x, (Real, Whole, *NUMBERS)) for x in values)
+        if not values or count not in (None, len(values)) or not numbers:
+            raise TypeError(takes(name, count, map(_word, values)))
+        return values
 
-    def unary(name: str) -> Callable[[Any], Any]:
-        return lambda x: Real(base, *rules.apply(name, _pair(base, checked(name, x)), f))
+    def of_reals(name: str, count: int, rule: Any) -> Callable[..., Any]:
+        return lambda *x: Real(base, *rule(*(_pair(base, each) for each in checked(name, count, x)), f))
 
-    def binary(name: str) -> Callable[[Any, Any], Any]:
-        rule = rules.MATH_BINARY[name]
-        return lambda x, y: Real(base, *rule(_pair(base, checked(name, x)), _pair(base, checked(name, y)), f))
-
-    def to_whole(name: str) -> Callable[[Any], Any]:
-        def function(x: Any) -> Any:
-            if _whole(checked(name, x)):
-                return Whole(base, _plain(x))
-            value = getattr(f, name)(base(_plain(x)))
-            return Whole(base, int(value) if np.isfinite(value) else 0)
+    def to_whole(name: str, by: str) -> Callable[..., Any]:
+        def function(*values: Any) -> Any:
+            (x,) = checked(name, 1, values)
+            return Whole(base, _plain(x) if _whole(x) else _saturated(getattr(f, by)(base(_plain(x)))))
 
         return function
 
-    def asking(name: str) -> Callable[[Any], bool]:
-        return lambda x: bool(getattr(f, name)(base(_plain(checked(name, x)))))
+    def asking(name: str) -> Callable[..., Truth]:
+        return lambda *x: Truth(base, getattr(f, name)(base(_plain(checked(name, 1, x)[0]))))
 
-    def extreme(rule: Any, plain: Any) -> Callable[..., Any]:
+    def extreme(name: str, rule: Any, plain: Any) -> Callable[..., Any]:
         def function(*values: Any) -> Any:
-            if len(values) < 2:
-                raise TypeError(f"{plain.__name__} takes two numbers or more")
+            if len(checked(name, None, values)) < 2:
+                raise TypeError(takes(name, None, map(_word, values)))
             if all(map(_whole, values)):
                 return Whole(base, plain(map(_plain, values)))
-            found = _pair(base, checked(plain.__name__, values[0]))
-            for value in values[1:]:
-                found = rule(found, _pair(base, checked(plain.__name__, value)), f)
-            return Real(base, *found)
+            pairs = [_pair(base, value) for value in values]
+            return Real(base, *functools.reduce(lambda one, two: rule(one, two, f), pairs))
 
         return function
 
-    def real(x: Any = 0) -> Real:
-        return Real(base, *_pair(base, checked("float", x)))
+    def length(*values: Any) -> Whole:
+        if len(values) != 1 or not isinstance(values[0], Table | tuple):
+            raise TypeError(takes("len", 0, map(_word, values)))
+        return values[0].shape[0] if isinstance(values[0], Table) else Constant(base, len(values[0]))
 
-    of_math: dict[str, Any] = {name: unary(name) for name in rules.SLOPES}
-    of_math |= {name: binary(name) for name in rules.MATH_BINARY}
-    of_math |= {name: to_whole(name) for name in rules.TO_WHOLE[:3]}
+    of_math: dict[str, Any] = {name: of_reals(name, 1, functools.partial(rules.apply, name)) for name in rules.SLOPES}
+    of_math |= {name: of_reals(name, 2, rule) for name, rule in rules.MATH_BINARY.items()}
+    of_math |= {name: to_whole(name, name) for name in rules.TO_WHOLE[:3]}
     of_math |= {name: asking(name) for name in rules.ASKING}
-    of_math |= {name: getattr(math, name) for name in rules.CONSTANTS}
-    of_math["fabs"] = lambda x: Real(base, *rules.fabs(_pair(base, checked("fabs", x)), f))
+    of_math |= {name: Real(base, getattr(math, name)) for name in rules.CONSTANTS}
+    of_math["fabs"] = of_reals("fabs", 1, rules.fabs)
     return {
         "math": SimpleNamespace(**of_math),
-        "float": real,
-        "int": to_whole("trunc"),
-        "round": to_whole("rint"),
-        "bool": lambda x: bool(_plain(checked("bool", x)) != 0),
-        "len": lambda table: table.shape[0],
-        "min": extreme(rules.minimum, min),
-        "max": extreme(rules.maximum, max),
+        "float": of_reals("float", 1, lambda a, f: a),
+        "int": to_whole("int", "trunc"),
+        "round": to_whole("round", "rint"),
+        "bool": lambda *x: Truth(base, _plain(checked("bool", 1, x)[0]) != 0),
+        "len": length,
+        "range": functools.partial(Range, base),
+        "min": extreme("min", rules.minimum, min),
+        "max": extreme("max", rules.maximum, max),
+        OF_NUMBERS: lambda values: functools.partial(_captured, base),
     }
+
+
+def _captured(base: Any, value: bool | int | float) -> Any:
+    kind: Any = Truth if isinstance(value, bool) else Constant if isinstance(value, int) else Real
+    return kind(base, value)
+
+
+def _saturated(x: Any) -> int:
+    """A real number without fraction as a whole one of 64 bits: the nearest; NaN becomes 0."""
+    return 0 if x != x else INT64[1] if x >= 2.0**63 else INT64[0] if x < -(2.0**63) else int(x)
+
+
+def _word(x: Any) -> str:
+    return WORDS.get(type(x).__name__, type(x).__name__)
+
+
+# What a user calls these classes.
+WORDS = dict(Real="float", Whole="int", Constant="int", Truth="bool", Table="aux array", RecordedTable="aux array")
 
 
 @functools.lru_cache(maxsize=200)
@@ -315,32 +378,35 @@ def as_python(function: Function, base: Any) -> Callable[..., Any]:
 def score_of(function: Function, base: Any, s: Any, positions: Any, tables: Any, derivative: bool) -> Pair:
     """score_mod of one score: (the next score, its derivative by s, or None if that is 0)."""
     score = Real(base, s, 1 if derivative else None)
-    found = _called(function, base, (score, *[Whole(base, x) for x in positions], *tables))
-    if isinstance(found, bool | np.bool_) or not isinstance(found, (Real, Whole, *NUMBERS)):
+    found = _called("score_mod", function, base, (score, *[Whole(base, x) for x in positions], *tables))
+    if isinstance(found, bool | np.bool_ | Truth) or not isinstance(found, (Real, Whole, *NUMBERS)):
         raise TypeError(must_return("score_mod", "a number", function, found))
     return _pair(base, found)
 
 
 def mask_of(function: Function, base: Any, positions: Any, tables: Any) -> bool:
-    """mask_mod of one position."""
-    found = _called(function, base, (*[Whole(base, x) for x in positions], *tables))
-    if not isinstance(found, bool | np.bool_):
+    """mask_mod of one position: the truth of what it returns, as of `near or flags[i]`."""
+    found = _called("mask_mod", function, base, (*[Whole(base, x) for x in positions], *tables))
+    if not _whole(found):
         raise TypeError(must_return("mask_mod", "True or False", function, found))
-    return bool(found)
+    return bool(_plain(found))
 
 
 def must_return(option: str, what: str, function: Function, found: Any) -> str:
-    kind = {Real: "float", Whole: "int"}.get(type(found), type(found).__name__)
-    return f"{option} must return {what}, but {function.where} returned {found!r}, a {kind}"
+    return f"{option} must return {what}, but {function.where} returned {found!r}, a {_word(found)}"
 
 
-def _called(function: Function, base: Any, arguments: tuple[Any, ...]) -> Any:
+def _called(option: str, function: Function, base: Any, arguments: tuple[Any, ...]) -> Any:
     try:
         return as_python(function, base)(*arguments)
     except Exception as error:
-        line = _line_in(function, error)
-        error.args = (f"{function.name} ({function.path}, line {line}): {error}",)
-        raise
+        kinds = [kind for kind in (TypeError, NotImplementedError) if isinstance(error, kind)]
+        kind = TypeError if isinstance(error, AttributeError) else (*kinds, ValueError)[0]
+        words = re.sub(r"'(\w+)'", lambda found: WORDS.get(found[1], found[0]), str(error))
+        words = AT_CONSTANTS if words.startswith("tuple indices must be") else words
+        words = NOT_ITERABLE if "Table'" in str(error) else words
+        where = f"{function.name} ({function.path}, line {_line_in(function, error)})"
+        raise kind(f"{option}: {where}: {words}") from error
 
 
 def _line_in(function: Function, error: Exception) -> int:

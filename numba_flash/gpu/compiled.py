@@ -11,7 +11,6 @@ import importlib
 import os
 import re
 import sys
-import threading
 import time
 import types
 from collections.abc import Iterator
@@ -20,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..machine import toolchain
 from ..machine.announce import announce
-from ..machine.cache_folder import cache_folder, complain
+from ..machine.cache_folder import MOST_BYTES, cache_folder, complain
+from ..machine.forked import compile_lock
 from ..select import tensor_maps
 from ..select.arguments import HEAD_SUMS, SEED
 from ..select.arguments import types as parameter_types
@@ -79,7 +79,6 @@ MODULES = {
 # driver that assembles a whole program may be older than the compiler, but not older than the GPU.
 PTX_VERSIONS = dict.fromkeys([(8, 0), (8, 6), (8, 7), (8, 9), (9, 0)], "8.0")
 PTX_VERSIONS |= {(10, 0): "8.6", (10, 3): "8.8", (12, 0): "8.7", (12, 1): "8.8"}
-_lock = threading.RLock()
 _kernels: dict[tuple[AnyConfig, int], Any] = {}
 
 
@@ -87,11 +86,23 @@ def compiled(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
     """The kernel, loaded for a CUDA device: a cuda.core Kernel."""
     kernel = _kernels.get((config, device))
     if kernel is None:
-        with _lock:  # if two threads ask for the same kernel, only one compiles it
+        with compile_lock:  # if two threads ask for the same kernel, only one compiles it
             kernel = _kernels.get((config, device))
             if kernel is None:
                 kernel = _kernels[config, device] = _load(config, device, cc)
     return kernel
+
+
+def forget_functions() -> None:
+    """Unloads the kernels that were compiled with a caller's functions, when nobody has them any more."""
+    with compile_lock:
+        for key in [key for key in _kernels if _functions_of(key[0])]:
+            del _kernels[key]
+
+
+def _functions_of(config: AnyConfig) -> dict[str, Any]:
+    """The caller's functions, by the argument's names."""
+    return {name: value for name, value in getattr(config, "uses", ()) if hasattr(value, "tree")}
 
 
 def source(config: AnyConfig) -> Any:
@@ -113,6 +124,10 @@ def _load(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
     kernel = _opt_in(_loaded(config, code), config, device)
     announce(f" {time.perf_counter() - started:.1f} s")
     write_cache(config, arch, code)
+    if functions := _functions_of(config):
+        from ..functions.remembered import note_compiled
+
+        note_compiled(functions)
     return kernel
 
 
@@ -165,7 +180,7 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
     blocks = config.blocks_per_sm  # the registers must suffice for so many
     if blocks:
         options["launch_bounds"] = (config.threads, blocks)
-    with _lock, _compiling_for(cc), toolchain.compiling():
+    with toolchain.compiling(), _compiling_for(cc):
         function = source(config).py_func
         target = (*cc, "a") if cc >= (9, 0) else cc  # as in `architecture`
         try:
@@ -173,13 +188,13 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
                 function, _signature(config), device=False, abi="numba", cc=target, output="ptx", **options
             )
         except Exception as error:
-            from ..functions.function import Function, explain_failure
+            from ..functions.failures import explain_failure
 
-            own = [value for _, value in getattr(config, "uses", ()) if isinstance(value, Function)]
+            own = _functions_of(config)
             explained = explain_failure(error, own) if own else None
             if explained is None:
                 raise
-            raise explained from None
+            raise explained from error
     mangled = re.search(r"\.entry\s+(\S+?)\s*\(", ptx)
     assert mangled, "no entry in the PTX"
     ptx = ptx.replace(mangled[1], entry_name(config))
@@ -345,6 +360,6 @@ def read_cache(config: AnyConfig, arch: str) -> bytes | None:
 
 def write_cache(config: AnyConfig, arch: str, code: bytes) -> None:
     try:
-        _store(512 * 2**20).update({_key(config, arch): code + _sha256(code)})
+        _store(MOST_BYTES).update({_key(config, arch): code + _sha256(code)})
     except Exception as error:
         complain(error)

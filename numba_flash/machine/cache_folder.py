@@ -1,9 +1,12 @@
 """Where compiled kernels are kept between processes."""
 
+import contextlib
 import os
 from pathlib import Path
 
 from .announce import warn_caller
+
+MOST_BYTES = 512 * 2**20  # of each cache
 
 
 def cache_folder() -> Path:
@@ -29,3 +32,21 @@ def complain(error: Exception) -> None:
         f"numba_flash cannot use its cache folder {folder} ({type(error).__name__}: {error}); kernels are "
         "compiled anew in every process. Set NUMBA_FLASH_CACHE_DIR to a folder that can be written."
     )
+
+
+def keep_within(folder: Path, suffix: str, most_bytes: int = MOST_BYTES) -> None:
+    """Removes the entries that were used longest ago, until the others have a tenth less than most_bytes."""
+    found = []
+    for entry in os.scandir(folder):
+        if entry.name.endswith(suffix):
+            with contextlib.suppress(OSError):
+                found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
+    total = sum(size for _, size, _ in found)
+    if total <= most_bytes:
+        return
+    for _, size, path in sorted(found):
+        if total <= most_bytes * 9 // 10:
+            break
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        total -= size

@@ -15,6 +15,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 import threading
 import warnings
@@ -24,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-_compiling = threading.RLock()
+from .forked import compile_lock
+
 _LENT_NAMES = {"row_stack": "vstack"}  # name that numba-cuda looks up -> the function it always was
 
 
@@ -56,8 +58,38 @@ def keeping_garbage() -> Iterator[None]:
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """What makes Numba compile faster, to the same code. One thread at a time, as Numba itself has it."""
-    with _compiling, keeping_garbage(), _remembering_signatures():
+    with compile_lock, keeping_garbage(), _remembering_signatures():
         yield
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """For what imports Numba: one thread at a time, and Ctrl-C waits for its end.
+
+    An interrupted import leaves Python with some of Numba's modules, and a new one then fails ("module 'numba' has no
+    attribute 'core'"). A process that is forked off meanwhile would wait for the import's locks for ever.
+    """
+    with compile_lock, _interrupted_afterwards():
+        yield
+
+
+@contextlib.contextmanager
+def _interrupted_afterwards() -> Iterator[None]:
+    handler, came = signal.getsignal(signal.SIGINT), []
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield  # signals are the main thread's; without a handler of Python's the process ends
+        return
+    try:
+        signal.signal(signal.SIGINT, lambda *arguments: came.append(arguments))
+    except ValueError:  # not the main interpreter
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[-1])
 
 
 @contextlib.contextmanager
@@ -113,7 +145,7 @@ def cuda() -> ModuleType:
     """The module `numba.cuda`, ready to compile. Raises ImportError with the remedy."""
     with contextlib.suppress(ImportError):
         importlib.import_module("_numba_cuda_redirector")
-    with numpy_names(), warnings.catch_warnings(), keeping_garbage():
+    with importing(), numpy_names(), warnings.catch_warnings(), keeping_garbage():
         warnings.filterwarnings(
             "ignore", "The 'generic' unit", DeprecationWarning
         )  # NumPy 2.5 about numba-cuda's import

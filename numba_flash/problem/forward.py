@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # the indices of batch, head, seqlen and dim in the shape
 
+AUTOCAST = " (compat.torch.scaled_dot_product_attention casts as torch.autocast says)"
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -144,7 +146,7 @@ class Problem:
             if other.dtype != q.dtype:
                 raise TypeError(
                     f"q, k and v must have one dtype, but q is {q.dtype} and {name} is {other.dtype}; "
-                    "convert one of them"
+                    f"convert one of them{AUTOCAST if q.family == 'torch' else ''}"
                 )
         order = LAYOUTS[layout]
         batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = _sizes(q, k, v, layout)

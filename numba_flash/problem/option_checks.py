@@ -85,7 +85,7 @@ def number_of(name: str, value: Any, dtype: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{name} must be a number or None, not {value!r}")
+        raise TypeError(f"{name} must be a number or None, not {value!r}{_of_one(name, value)}")
     try:
         number = float(value)
     except OverflowError:
@@ -102,6 +102,14 @@ def number_of(name: str, value: Any, dtype: str) -> float | None:
     if BY_NAME[name].positive and number <= least:
         raise ValueError(f"{name} must be above {least:.3g} (None = none), not {number}")
     return number
+
+
+def _of_one(name: str, value: Any) -> str:
+    """What to do with an array of one number. A kernel takes a number, and to read it the host waits for a GPU."""
+    if getattr(value, "shape", None) != ():
+        return ""
+    hint = f": write {name}=float(...), which waits for the GPU if the number is there"
+    return hint if name != "scale" else f"{hint}; head_dim ** -0.5 is one of Python's"
 
 
 def option_array(
@@ -153,8 +161,10 @@ def check_arguments(name: str, function: "Function", aux: int) -> None:
 
 def _by_batch(name: str, array: Layout, batch: int) -> tuple[int, ...]:
     if array.dtype != "int32" or array.shape != (batch,):
+        library = "jax.numpy" if array.family == "jax" else "numpy" if array.family == "foreign" else array.family
+        one = f"; one number for all entries is {library}.full(({batch},), {name})" if array.shape == () else ""
         raise (TypeError if array.dtype != "int32" else ValueError)(
-            f"{name} must be int32 of shape (batch,) = ({batch},), not {array.dtype} of shape {array.shape}"
+            f"{name} must be int32 of shape (batch,) = ({batch},), not {array.dtype} of shape {array.shape}{one}"
         )
     return element_strides(array)
 

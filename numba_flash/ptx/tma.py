@@ -19,10 +19,6 @@ from numba.cuda.extending import intrinsic
 from . import asm
 
 _LOAD = "cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {}], [$2];"
-_MULTICAST = (
-    "{{ .reg .b16 blocks; cvt.u16.u32 blocks, ${}; cp.async.bulk.tensor.{}d.shared::cluster.global"
-    ".mbarrier::complete_tx::bytes.multicast::cluster [$0], [$1, {}], [$2], blocks; }}"
-)
 _STORE = "cp.async.bulk.tensor.{}d.global.shared::cta.bulk_group [$0, {}], [$1];"
 _ADD = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.{} [$0], [$1], $2;"
 _i32, _i64, _void = types.int32, types.int64, types.void
@@ -85,16 +81,6 @@ def add_bytes(typingctx, target, source, count):
 def add_bytes_f64(typingctx, target, source, count):
     """Likewise of float64 numbers."""
     return asm.scalars(_ADD.format("f64"), _void(_i64, _i32, _i32))
-
-
-@intrinsic
-def multicast_4d(typingctx, target, tensor_map, barrier, c0, c1, c2, c3, blocks):
-    """Box at (c0, c1, c2, c3) -> shared address `target` of each block of the cluster whose bit is set in `blocks`.
-
-    There its bytes count on the mbarrier that the block has at address `barrier`. Read once, it is delivered to all.
-    """
-    text = _MULTICAST.format(7, 4, asm.braces(3, 4))
-    return asm.scalars(text, _void(_i32, _i64, _i32, _i32, _i32, _i32, _i32, _i32))
 
 
 @intrinsic

@@ -375,7 +375,7 @@ def tensor_maps(config: Any, problem: Problem) -> tuple[tuple[int, TensorMap], .
         # Without keys the kernel loads a tile past the end, which is zeros. But a map cannot have an extent of 0, and
         # an empty array has no address: one element of q replaces it.
         shape = (columns, p.seqlen_k, p.heads_kv, p.batch) if p.seqlen_k else (1, 1, 1, 1)
-        box = (64, config.tile_n // config.cluster, 1, 1)
+        box = (64, config.tile_n, 1, 1)
         maps.append((operand if p.seqlen_k else 0, TensorMap(p.dtype, shape, (row, head, batch), box)))
     if config.bias_boxes:
         maps.append(bias_map(config, p, 64, 0))

@@ -371,7 +371,7 @@ def _wgmma_dkdv(problem: BackwardProblem, row: tiles.WgmmaDkdv) -> list[WgmmaBac
     for part in apart_or_together(problem, row.apart):
         features = features_of(problem) | bias_boxes_of(problem) | columns(row) | dict(kernel="wgmma_dkdv")
         if "dk" not in part:  # dV alone needs less memory than dK
-            features |= dict(stages_b=2, tile_m=row.dv_tile_m or row.tile_m)
+            features |= dict(stages_b=2)
         made.append(WgmmaDkdvConfig(**features, of_dk="dk" in part, of_dv="dv" in part))
     return made
 

@@ -85,10 +85,10 @@ def _by_element(problem: BackwardProblem) -> str:
     used, bias = dict(forward.uses), forward.array("bias")
     others = tuple((name, given) for name, given in forward.uses if name not in BY_ELEMENT)
     if found == ["bias"] and bias is not None and bias.boxes and not changes_scores(others):
-        return "bias by TMA"
+        return "mask or dropped weights"
     if len(kinds) > 1 or ("bias" in used and changes_scores(others)):
         return "several kinds"
-    return "bias and mask" if kinds == {"read"} and not changes_scores(others) else "one kind"
+    return "one kind"
 
 
 def first_that_fits(candidates: Sequence[Sequence[Any]], target: Target) -> Sequence[Any]:

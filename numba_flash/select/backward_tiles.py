@@ -94,10 +94,9 @@ class WideCarried(NamedTuple):
 
 
 # What decides about each score or weight on its own in wgmma's backward. Each takes more registers than the one before
-# it: a bias alone, if TMA fetches it; a mask_mod alone; a mask alone, or weights that drop; a bias, with or without a
-# mask; one kind of these, or functions, beside options of the score; several kinds, or a bias beside another option of
-# the score.
-BY_ELEMENT = ("bias by TMA", "mask_mod", "mask or dropped weights", "bias and mask", "one kind", "several kinds")
+# it: a mask_mod alone; a bias alone that TMA loads, a mask alone, or dropout; one kind of these, or functions, beside
+# options of the score; several kinds, or a bias beside another option of the score.
+BY_ELEMENT = ("mask_mod", "mask or dropped weights", "one kind", "several kinds")
 
 
 class WgmmaDkdv(NamedTuple):
@@ -108,7 +107,6 @@ class WgmmaDkdv(NamedTuple):
     stages_a: int
     stages_b: int
     apart: bool = False  # dK and dV have a kernel each
-    dv_tile_m: int = 0  # of the kernel of dV, where it is another
     linear: bool = False  # only for scores whose derivative by the product is 1: nothing keeps another
     by_element: str = ""  # for problems in which something decides about each score: up to this one of BY_ELEMENT
     gpu: str = MEASURED
@@ -264,16 +262,13 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WgmmaDkdv(128, False, 48, 128, stages_a=2, stages_b=2),
         WgmmaDkdv(192, True, 80, 128, stages_a=2, stages_b=2, apart=True),
         WgmmaDkdv(256, False, 64, 128, stages_a=2, stages_b=1, apart=True),
-        WgmmaDkdv(64, False, 128, 128, stages_a=2, stages_b=2, by_element="bias by TMA"),
         WgmmaDkdv(64, False, 128, 128, stages_a=2, stages_b=2, by_element="mask_mod"),
         WgmmaDkdv(64, False, 112, 128, stages_a=2, stages_b=2, by_element="mask or dropped weights"),
-        WgmmaDkdv(64, False, 96, 128, stages_a=2, stages_b=2, by_element="bias and mask"),
         WgmmaDkdv(64, False, 80, 128, stages_a=2, stages_b=2, by_element="one kind"),
         WgmmaDkdv(64, False, 64, 128, stages_a=2, stages_b=2, by_element="several kinds"),
         WgmmaDkdv(128, False, 64, 128, stages_a=2, stages_b=2, by_element="mask or dropped weights"),
         WgmmaDkdv(128, False, 48, 128, stages_a=2, stages_b=2, by_element="one kind"),
         WgmmaDkdv(128, False, 32, 128, stages_a=2, stages_b=2, by_element="several kinds"),
-        WgmmaDkdv(256, False, 48, 128, stages_a=2, stages_b=1, apart=True, dv_tile_m=64, by_element="bias by TMA"),
         WgmmaDkdv(256, False, 64, 128, stages_a=2, stages_b=1, apart=True, by_element="mask or dropped weights"),
         WgmmaDkdv(256, False, 48, 128, stages_a=2, stages_b=1, apart=True, by_element="one kind"),
         WgmmaDkdv(256, False, 32, 128, stages_a=2, stages_b=1, apart=True, by_element="several kinds"),
@@ -294,12 +289,10 @@ TABLES: dict[str, tuple[Any, ...]] = {
         WgmmaDq(256, False, 128, 64, stages_a=2, stages_b=1),
         WgmmaDq(64, False, 128, 128, stages_a=2, stages_b=2, by_element="mask or dropped weights"),
         WgmmaDq(64, False, 128, 64, stages_a=2, stages_b=2, by_element="several kinds"),
-        WgmmaDq(128, False, 128, 96, stages_a=2, stages_b=2, by_element="bias by TMA"),
         WgmmaDq(128, False, 128, 128, stages_a=2, stages_b=2, by_element="mask_mod"),
         WgmmaDq(128, False, 128, 112, stages_a=2, stages_b=2, by_element="mask or dropped weights"),
         WgmmaDq(128, False, 128, 80, stages_a=2, stages_b=2, by_element="one kind"),
         WgmmaDq(128, False, 128, 64, stages_a=2, stages_b=2, by_element="several kinds"),
-        WgmmaDq(256, False, 128, 48, stages_a=2, stages_b=1, by_element="bias by TMA"),
         WgmmaDq(256, False, 128, 64, stages_a=2, stages_b=1, by_element="mask or dropped weights"),
         WgmmaDq(256, False, 128, 48, stages_a=2, stages_b=1, by_element="one kind"),
         WgmmaDq(256, False, 128, 32, stages_a=2, stages_b=1, by_element="several kinds"),

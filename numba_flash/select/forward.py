@@ -261,23 +261,13 @@ def _with_fastest_rows(config: "WgmmaConfig", problem: Problem, target: Target) 
     if same_tile_walk(problem, rows // group, tile_n):
         multiprocessors = max(target.multiprocessors, 1)
         rows = fastest(rows, lambda queries: wave_cost(problem, group, queries, tile_n, multiprocessors))
-    paired = max(config.head_dim_padded, config.head_dim_v_padded) > 64 and _in_pairs(problem, rows // group)
-    return dataclasses.replace(config, tile_m=rows, cluster=1 + paired)
+    return dataclasses.replace(config, tile_m=rows)
 
 
 def _same_keys(problem: Problem) -> bool:
     """Whether all queries of a batch entry are known to see the same keys."""
     masked = problem.array("mask") is not None or problem.function("mask_mod") is not None
     return problem.left is None and problem.right is None and not masked
-
-
-def _in_pairs(problem: Problem, queries: int) -> bool:
-    """Whether two blocks process two query tiles of `queries` queries as a pair, in which each loads half of K and V
-    for both: if both see the same keys, and no tile is left over, beside which a block would compute nothing."""
-    # 1 to 3 % faster at head_dim 128 and 256 (docs/adding_a_tile_row.md). With one of 33 tiles left over it would be
-    # 0.945 and 0.889 times as fast.
-    tiles = -(-problem.seqlen_q // queries)
-    return _same_keys(problem) and problem.array("seqlens_k") is None and tiles % 2 == 0 and tiles > 0
 
 
 def _group(problem: Problem, tile_m: int) -> int:

@@ -183,7 +183,6 @@ NOT_COLUMNS = (
     "masked",
     "sloped",
     "by_element",
-    "dv_tile_m",
     "linear",
     "gpu",
     "above",

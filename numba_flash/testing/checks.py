@@ -8,7 +8,7 @@ import numpy as np
 from ..api.backward import AttentionGradients
 from ..problem.options import GRADIENT_OF
 from .cases import STRIDES, Case, heads_first, strided
-from .expected import oracle, oracle_gradients
+from .expected import lse_of_all, oracle, oracle_gradients
 from .formula import (
     counts_of,
     delta_of,
@@ -96,33 +96,33 @@ def outer_gradients(case: Case, seed: int, strange_strides: bool = False) -> tup
 def _gradient_floors(
     case: Case, do: np.ndarray, o: np.ndarray, lse: np.ndarray, dlse: np.ndarray | None, aux: Sequence[int]
 ) -> AttentionGradients:
-    """What rounding each number once does to what the gradients are sums of: P, by the rounding of its score, dP and
-    delta, by that of the products in them, and what a derivative of the scores lets
-    through."""
+    """What rounding each number once does to what the gradients are sums of: P, by the rounding of its score and of
+    lse, dP and delta, by that of the products in them, and what a derivative of the scores lets through."""
     wide = Case(finite(case.q), finite(case.k), finite(case.v), dict(case.options))
     if "bias" in case.options:
         wide.options["bias"] = np.where(case.options["bias"] == -np.inf, -np.inf, finite(case.options["bias"]))
     do, o = (finite(heads_first(case, x)) for x in (do, o))
     q, k, v = of_each_head(wide)
     s, through = scores_of(wide)
-    p = np.where(s == -np.inf, 0, np.exp(s - finite(lse)[..., None]))
     eps = EPS["float64" if case.dtype == "float64" else "float32"]
-    of_p = eps * (1 + np.max(np.abs(finite(lse)), initial=0) + _largest_score(case))
+    of_score = eps * (1 + np.max(np.abs(finite(lse)), initial=0) + _largest_score(case))
+    lse = finite(lse_of_all(case, lse))[..., None]
+    p, of_p = _weights(s - lse, of_score)
     counts = counts_of(case, p)
     of_dp = eps * (counts * (np.abs(do) @ np.abs(v).swapaxes(2, 3)) + np.sum(np.abs(do * o), -1, keepdims=True))
     bracket = np.abs(counts * (do @ v.swapaxes(2, 3)) - delta_of(do, o, dlse))
-    ds = p * (of_p * bracket + of_dp)
+    ds = of_p * bracket + p * of_dp
     scaled = abs(scale_of(case)) * (ds * through + eps * p * bracket)
     of_arrays = of_options(case, ds)
     if "sinks" in case.options:
-        weight = np.exp(sinks_of(case).astype(np.float64) - finite(lse)[..., None])
+        weight, of_weight = _weights(sinks_of(case) - lse, of_score)
         terms = np.sum(np.abs(do * o), -1, keepdims=True) + (0 if dlse is None else np.abs(dlse[..., None]))
-        of_arrays["dsinks"] = summed((weight * (of_p + eps) * terms).sum((2, 3)), case.options["sinks"].shape)
+        of_arrays["dsinks"] = summed(((of_weight + eps * weight) * terms).sum((2, 3)), case.options["sinks"].shape)
     heads_kv = heads_first(case, case.k).shape[1]
     whole = dict(
         dq=scaled @ np.abs(k),
         dk=of_each_kv_head(scaled.swapaxes(2, 3) @ np.abs(q), heads_kv),
-        dv=of_p * of_each_kv_head((p * counts).swapaxes(2, 3) @ np.abs(do), heads_kv),
+        dv=of_each_kv_head((of_p * counts).swapaxes(2, 3) @ np.abs(do), heads_kv),
         **of_arrays,
     )
     # A term of daux is off by what its dS is, and by the rounding of its own derivative.
@@ -131,6 +131,13 @@ def _gradient_floors(
         **{name: np.max(np.abs(x), initial=0) for name, x in whole.items()},
         daux={number: np.max(x, initial=0) for number, x in daux.items()},
     )
+
+
+def _weights(exponent: np.ndarray, error: float) -> tuple[np.ndarray, np.ndarray]:
+    """e^exponent, at most 1, and how far it may be off when the exponent is."""
+    exponent = np.minimum(exponent, 0.0)
+    p = np.exp(exponent)
+    return p, np.maximum(np.exp(np.minimum(exponent + error, 0)) - p, p - np.exp(exponent - error))
 
 
 def _largest_score(case: Case) -> float:

@@ -7,6 +7,7 @@ import numpy as np
 from ..api import forward as api
 from ..api.backward import AttentionGradients, attention_backward
 from ..problem.options import GRADIENT_OF, daux_name
+from ..reference import unrounded
 from .cases import Case, heads_first
 
 
@@ -27,18 +28,24 @@ def oracle_gradients(
     """All gradients that the case has, in float64; dq, dk and dv in (batch, heads, seqlen, dim) order.
 
     o and lse are what some forward made of the case, rounded as they may be: a backward works with just these. aux: the
-    numbers of those of aux whose gradients are wanted, too.
+    numbers of those of aux whose gradients are wanted, too. The rounding of lse is not in these gradients.
     """
     dq, dk, dv, *rest = attention_backward(
         _widened(do),
         **case.arguments(_widened),
         o=_widened(o),
-        lse=_widened(lse),
+        lse=lse_of_all(case, lse),
         dlse=None if dlse is None else _widened(dlse),
         wanted=(*gradients_of(case), *map(daux_name, aux)),
         kernel="reference",
     )
     return AttentionGradients(*(heads_first(case, x) for x in (dq, dk, dv)), *rest)
+
+
+def lse_of_all(case: Case, lse: np.ndarray) -> np.ndarray:
+    """lse in float64, without its rounding where it is that of the case's keys."""
+    with np.errstate(invalid="ignore"):
+        return unrounded(lse, oracle(case)[1])
 
 
 def gradients_of(case: Case) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from ..functions import numbers as function_numbers
 from ..functions.function import Function
 from ..reference import dropout_mask
 from .cases import SEEDED, Case, heads_first
-from .expected import oracle
+from .expected import lse_of_all, oracle
 
 
 def plain(case: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -42,6 +42,7 @@ def plain_gradients(
     do, o = (heads_first(case, x).astype(q.dtype) for x in (do, o))
     heads_kv = heads_first(case, case.k).shape[1]
     with np.errstate(all="ignore"):
+        lse = lse_of_all(case, lse)
         share = np.exp(oracle(case)[1] - lse)  # 1 but where o and lse come from more keys than these
         p = softmax(case, s)[0]
         p = rounded(case, np.where(p == 0, 0, p * share[..., None].astype(q.dtype)))
@@ -58,7 +59,7 @@ def plain_gradients(
         made = {name: rounded(case, x) for name, x in made.items()}
         made |= of_options(case, ds)
         if "sinks" in case.options:
-            weight = rounded(case, np.exp(sinks_of(case).astype(q.dtype) - lse[..., None]))
+            weight = rounded(case, np.exp(sinks_of(case).astype(q.dtype) - lse[..., None].astype(q.dtype)))
             of_rows = np.where(weight == 0, 0, -weight * rounded(case, delta))
             made["dsinks"] = summed(of_rows.sum((2, 3)), case.options["sinks"].shape)
         daux = of_aux(case, ds, aux, lambda x: x) if aux else None

@@ -236,7 +236,7 @@ def test_meta_tensors_have_shapes_and_are_checked():
         scaled_dot_product_attention(query, key, torch.empty(value.shape))
 
 
-@pytest.mark.parametrize("scale", [np.float32(0.25), np.float64(0.25), np.int64(1), 1, 0, -0.5])
+@pytest.mark.parametrize("scale", [np.float32(0.25), np.float64(0.25), np.int64(1), 1, 0, -0.5, torch.tensor(0.25)])
 def test_numbers_of_all_kinds(scale):
     inputs = tensors(*LONG)
     expected = theirs(*inputs, scale=float(scale))
@@ -264,6 +264,19 @@ def test_dropout_has_a_seed_from_torchs_generator():
     assert torch.equal(compiled(), found) and torch.equal(compiled(), other)
 
 
+@pytest.mark.parametrize("mask", [None, SEEN, SEEN * 1.0])
+def test_dropout_of_all_weights(mask):
+    inputs = tensors(*LONG)
+    expected, found = (
+        function(*inputs, mask if mask is None or mask.dtype == torch.bool else mask.double(), dropout_p=1.0)
+        for function in (theirs, scaled_dot_product_attention)
+    )
+    assert torch.equal(found, expected) and not found.any()
+    assert not any(x.any() for x in torch.autograd.grad(found, inputs, torch.ones_like(found)))
+    with pytest.raises(ValueError, match="attn_mask"):
+        scaled_dot_product_attention(*inputs, SEEN[..., :8], dropout_p=1.0)
+
+
 def nested(layout):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a prototype
@@ -272,11 +285,15 @@ def nested(layout):
 
 MANY = torch.ones(2, 8, 5, 8, dtype=torch.float64)
 REFUSALS = [
-    (dict(dropout_p=1.0), ValueError, "dropout_p is a probability, from 0 to below 1, not 1.0"),
-    (dict(dropout_p=1.5), ValueError, "dropout_p"),
+    (dict(dropout_p=1.5), ValueError, "dropout_p is a probability, from 0 to 1, not 1.5"),
     (dict(dropout_p=None), TypeError, "dropout_p"),
     (dict(dropout_p=torch.tensor(0.0)), TypeError, "dropout_p must be a number.* not Tensor of shape"),
-    (dict(scale=torch.tensor(0.5)), TypeError, "scale must be a number or None, not Tensor .*write scale=float"),
+    (dict(scale=torch.tensor([0.5])), TypeError, "scale must be a number or None, not Tensor .*write scale=float"),
+    (
+        dict(scale=torch.tensor(0.5, requires_grad=True)),
+        TypeError,
+        "scale .*if it needs a gradient, multiply the queries",
+    ),
     (dict(scale=np.array(0.5)), TypeError, "write scale=float"),
     (dict(scale=True), TypeError, "scale"),
     (dict(scale=float("nan")), ValueError, "scale must be finite"),

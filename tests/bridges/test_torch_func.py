@@ -255,3 +255,66 @@ def test_nor_by_the_other_functions():
         merged = numba_flash.merge(forward_ad.make_dual(o, o), lse, o, lse).o  # of torch's operations, which know
         assert torch.allclose(forward_ad.unpack_dual(merged).tangent, o / 2)
         assert torch.equal(ours(q, k, v), o)  # without a tangent
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_jacrev_and_vmap_of_a_vjp(batch):
+    """Whatever is not mapped with the incoming gradient is repeated without memory where the batch is 1."""
+    q, k, v, do = made((batch, *Q[1:]), (batch, *K[1:]), (batch, *V[1:]), (SEVERAL, batch, *O[1:]))
+    same(lambda attention: func.jacrev(attention, argnums=ALL)(q, k, v))
+    same(lambda attention: func.vmap(func.vjp(attention, q, k, v)[1])(do))
+
+
+BIAS, DO = made((5, 6), O, seed=5)
+TRANSFORMS = {
+    "grad": lambda f, q: func.grad(lambda q: (f(q) * DO[: len(q)]).sum())(q),
+    "grad_and_value": lambda f, q: func.grad_and_value(lambda q: (f(q) * DO[: len(q)]).sum())(q)[0],
+    "vjp": lambda f, q: func.vjp(f, q)[1](DO[: len(q)])[0],
+    "vmap": lambda f, q: func.vmap(f)(torch.stack([q, q + 1])),
+    "vmap of grad": lambda f, q: func.vmap(func.grad(lambda q: f(q).square().sum()))(torch.stack([q, q + 1])),
+    "grad of vmap": lambda f, q: func.grad(lambda q: func.vmap(f)(torch.stack([q, 2 * q])).square().sum())(q),
+    "vmap of vmap": lambda f, q: func.vmap(func.vmap(f))(torch.stack([q, q + 1])[None]),
+    "jacrev": lambda f, q: func.jacrev(f)(q),
+}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(bias=BIAS), dict(dropout_p=0.5, seed=2**63 + 1)], ids=["", "bias", "seed"]
+)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_in_a_compiled_function(name, batch, options):
+    q, k, v = (x[:batch] for x in made(Q, K, V))
+
+    def run(q):
+        return TRANSFORMS[name](lambda q: ours(q, k, v, **options), q)
+
+    torch._dynamo.reset()
+    found = torch.compile(run, fullgraph=True, backend="aot_eager")(q)
+    assert torch.allclose(found, run(q), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("transform", "options", "words"),
+    [
+        (lambda f, q: func.jvp(f, (q,), (q,))[1], {}, "no forward-mode derivatives"),
+        (lambda f, q: func.jacfwd(f)(q), {}, "no forward-mode derivatives"),
+        (lambda f, q: func.grad(lambda q: func.grad(lambda q: f(q).square().sum())(q).sum())(q), {}, "no gradients"),
+        (lambda f, q: func.grad(lambda q: f(q).sum())(q), dict(score_mod=lambda s, b, h, i, j: 2 * s), "score_mod"),
+    ],
+    ids=["jvp", "jacfwd", "second derivative", "score_mod"],
+)
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_what_a_graph_cannot_hold_of_transforms_is_refused_by_name(transform, options, words, fullgraph):
+    q, k, v = made(Q, K, V)
+
+    def run(q):
+        return transform(lambda q: ours(q, k, v, **options), q)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=fullgraph, backend="eager")
+    if options and not fullgraph:  # torch leaves its graph
+        assert torch.equal(compiled(q), run(q))
+        return
+    with pytest.raises((NotImplementedError, torch._dynamo.exc.Unsupported), match=words):
+        compiled(q)

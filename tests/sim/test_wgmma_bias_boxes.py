@@ -126,31 +126,25 @@ def test_tiles(rung, dkdv, dq, rows_for_every_kind):
 
 
 # A block takes several query tiles, with one and two consumers, of several tiles of keys, each in its place of the ring
-# or in the only one; alone, or with a second block that shares K and V. Tiles of 96 and 48 keys have narrower panels.
+# or in the only one. Tiles of 96 and 48 keys have narrower panels.
 @pytest.mark.parametrize(
-    ("tile_m", "tile_n", "bias_stages", "pairs"),
-    [(64, 64, 2, False), (128, 32, 1, False), (64, 96, 1, True), (64, 48, 2, True)],
+    ("tile_m", "tile_n", "bias_stages", "causal"),
+    [(64, 64, 2, True), (128, 32, 1, True), (64, 96, 1, False), (64, 48, 2, False)],
 )
-def test_tiles_of_the_forward(forward, tile_m, tile_n, bias_stages, pairs, monkeypatch, nothing_remembered):
-    machine = dataclasses.replace(Target.of(None), multiprocessors=1 + pairs)
+def test_tiles_of_the_forward(forward, tile_m, tile_n, bias_stages, causal, monkeypatch, nothing_remembered):
+    machine = dataclasses.replace(Target.of(None), multiprocessors=1)
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
     row = tiles.Wgmma(256, tile_m, tile_n, ping_pong=True, q_buffers=1, rescale_threshold=8)
     monkeypatch.setitem(tiles.TABLES, "wgmma", (row,))
-    monkeypatch.setattr(select, "_in_pairs", lambda *_: pairs)
     candidates = select._wgmma_candidates
     monkeypatch.setattr(
         select, "_wgmma_candidates",
         lambda *given: (made for made in candidates(*given) if made.bias_stages == bias_stages),
     )  # fmt: skip
-    case = forward.problem(250, 136, batch=1, heads=1, head_dim=72, causal=not pairs)
+    case = forward.problem(250, 136, batch=1, heads=1, head_dim=72, causal=causal)
     case.options["bias"] = random_bias(250, 136)
     config = numba_flash.explain(**case.arguments(), kernel="wgmma").config
-    assert (config.tile_m, config.tile_n, config.bias_stages, config.cluster) == (
-        tile_m,
-        tile_n,
-        bias_stages,
-        1 + pairs,
-    )
+    assert (config.tile_m, config.tile_n, config.bias_stages) == (tile_m, tile_n, bias_stages)
     forward.check(case)
 
 

@@ -21,7 +21,6 @@ from numba_flash import testing
 from numba_flash.api import forward as api
 from numba_flash.dispatch import forward as dispatch
 from numba_flash.machine.target import Target
-from numba_flash.select import forward as select
 from numba_flash.select import tiles
 
 
@@ -54,30 +53,6 @@ def test_blocks_take_several_tiles(rung, multiprocessors, shape, options, monkey
     asked = dict(options, kernel="wgmma")
     assert api.prepare_call(case.q, case.k, case.v, asked)[1].choice.config.consumers > 1
     rung.check(case, **options)
-
-
-# Two blocks run as a cluster and fetch K and V for each other, also where one of them has no query tile of its own: one
-# cluster that takes several pairs, two with one each, heads that share a tile, and keys that end inside of a half.
-@pytest.mark.parametrize(
-    ("multiprocessors", "shape"),
-    [
-        (2, dict(seqlen_q=250, seqlen_k=100, heads=1, heads_kv=1, head_dim=72)),
-        (5, dict(seqlen_q=80, seqlen_k=50, heads=2, heads_kv=1, head_dim=136)),
-        (2, dict(seqlen_q=140, seqlen_k=10, heads=1, heads_kv=1, head_dim=72)),
-        (2, dict(seqlen_q=40, seqlen_k=70, heads=2, heads_kv=1, head_dim=72)),
-        (2, dict(seqlen_q=70, seqlen_k=0, heads=1, heads_kv=1, head_dim=72)),
-    ],
-    ids=["pairs", "clusters", "one too many", "group", "no keys"],
-)
-def test_blocks_in_pairs(rung, multiprocessors, shape, monkeypatch, nothing_remembered):
-    machine = dataclasses.replace(Target.of(None), multiprocessors=multiprocessors)
-    monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
-    row = tiles.Wgmma(256, 64, 48, ping_pong=False, q_buffers=1, rescale_threshold=8)
-    monkeypatch.setitem(tiles.TABLES, "wgmma", (row,))
-    monkeypatch.setattr(select, "_in_pairs", lambda *_: True)
-    case = rung.problem(**shape, batch=1)
-    assert api.prepare_call(case.q, case.k, case.v, dict(kernel="wgmma"))[1].choice.config.cluster == 2
-    rung.check(case)
 
 
 # Two or three tiles of keys for each of as many consumers as the table has: one tile of queries, which is whole.

@@ -106,6 +106,30 @@ def test_a_bare_dlpack_object_needs_out(kernel):
         numba_flash.attention(q, k, v, kernel=kernel, out=out)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_bfloat16_by_dlpack_alone(kernel):
+    """NumPy reads no bfloat16 by DLPack."""
+    torch = pytest.importorskip("torch", reason="needs torch")
+    x, out = torch.randn(1, 2, 5, 8).bfloat16(), torch.zeros(1, 2, 5, 8).bfloat16()
+    array = read("q", Bare(x))
+    assert array.pointer == x.data_ptr() and array.layout.dtype == "bfloat16"
+    numba_flash.attention(Bare(x), Bare(x), Bare(x), kernel=kernel, out=Bare(out))
+    assert torch.equal(out, numba_flash.attention(x, x, x, kernel=kernel))
+
+
+def test_what_another_library_says_of_its_array_has_the_name_of_the_argument():
+    torch = pytest.importorskip("torch", reason="needs torch")
+
+    class Broken(Bare):
+        def __dlpack__(self, **options):
+            raise AssertionError("not today")
+
+    with pytest.raises(TypeError, match="v: Bare cannot be read, RuntimeError: .*dtype"):
+        read("v", Bare(torch.zeros(2).to(torch.float8_e4m3fn)))
+    with pytest.raises(TypeError, match="k: Broken cannot be read, AssertionError: not today"):
+        read("k", Broken(np.zeros(2)))
+
+
 def test_objects_without_a_protocol_are_refused():
     with pytest.raises(TypeError, match="q must be an array"):
         read("q", object())

@@ -103,11 +103,11 @@ def test_what_tensor_cores_launch_for_bias_and_mask(rung, made_by):
 @pytest.mark.parametrize(
     ("options", "boxes", "streams"),
     [
-        ({}, True, (128, 128)),
-        (dict(causal=True, sinks=empty(2, dtype="float16")), True, (128, 128)),
+        ({}, True, (112, 128)),
+        (dict(causal=True, sinks=empty(2, dtype="float16")), True, (112, 128)),
         (dict(softcap=3.0), True, (64, 64)),
-        (dict(mask=empty(300, 500, dtype="bool")), True, (96, 64)),
-        (dict(bias_aligned=False), False, (96, 64)),
+        (dict(mask=empty(300, 500, dtype="bool")), True, (80, 64)),
+        (dict(bias_aligned=False), False, (80, 64)),
     ],
 )
 def test_when_a_bias_comes_by_tma(options, boxes, streams):
@@ -371,7 +371,7 @@ def test_shared_memory_of_a_pair(kind, head_dim, head_dim_v, halves, panels):
     assert (config.head_dim_padded, config.head_dim_v_padded) == halves and config.panels == panels
     own = [3 * 64 * 128 * (1 + (columns > 64)) for columns in halves]
     sizes = [*own, 2 * panels * 3 * 64 * 128, 64 * 64 * 4, 64 * 64 * 4, 12 * 4, 64, (5 * panels + 5) * 8]
-    plan, at = config.shared_plan(), config.barriers()
+    plan, at = config.shared_layout(), config.barriers()
     assert list(plan) == [0, *itertools.accumulate(sizes)] and all(place % 1024 == 0 for place in plan[:3])
     assert at.a_empty - at.a_full == 8 * panels and at.b_full - at.a_empty == 16 * panels and at.end == plan.end
     assert config.shared_bytes == 1024 + plan.end <= HOPPER.shared_bytes
@@ -397,7 +397,7 @@ def test_shared_memory_of_wgmma_in_float32(kind, head_dim, head_dim_v, rows):
     """Parts of whole panels, each place behind the one before, and all of it in a block's 227 KB."""
     tile = (rows, 64) if kind is WgmmaDkdvFloat32Config else (64, rows)
     config = kind("", "float32", head_dim, head_dim_v, *tile)
-    plan, panels = config.shared_plan(), (1 + (head_dim > 64), 1 + (head_dim_v > 64))
+    plan, panels = config.shared_layout(), (1 + (head_dim > 64), 1 + (head_dim_v > 64))
     own_a, own_b = (3 * 64 * 128 * n for n in panels)
     stream_a, stream_b = (3 * rows * 128 * n for n in panels)
     sizes = [own_a, own_b, 2 * stream_a, stream_b, 64 * rows * 4, 64, 8 * 8]
@@ -474,7 +474,7 @@ def test_which_backwards_take_functions(given):
 @pytest.mark.parametrize("kind", [MmaDkdvConfig, MmaDqConfig])
 def test_the_parts_of_shared_memory_do_not_overlap(kind, stages, groups, head_dim):
     config = kind("mma_dkdv", "float16", head_dim, head_dim, 64, 64, warp_rows=32, column_groups=groups, stages=stages)
-    offsets = config.shared_offsets()
+    offsets = config.shared_layout()
     assert list(offsets) == sorted(offsets) and offsets[-1] + config.ALIGNMENT == config.shared_bytes
     columns = config.group_columns * groups
     assert columns % 64 == 0 and columns >= max(config.head_dim_padded, config.head_dim_v_padded)
@@ -493,7 +493,7 @@ def test_the_parts_of_shared_memory_do_not_overlap(kind, stages, groups, head_di
 @pytest.mark.parametrize("kind", [WgmmaDkdvConfig, WgmmaDqConfig])
 def test_the_parts_of_a_wgmma_blocks_shared_memory_do_not_overlap(kind, head_dim):
     config = kind("wgmma", "float16", head_dim, 64, 64, 64, stages_a=3, stages_b=1)
-    plan, panels = config.shared_plan(), -(-head_dim // 64)
+    plan, panels = config.shared_layout(), -(-head_dim // 64)
     assert list(plan) == sorted(plan) and plan.end + config.ALIGNMENT == config.shared_bytes
     assert all(place % config.ALIGNMENT == 0 for place in plan[:4]), "panels"
     assert plan.own_b - plan.own_a == 64 * 128 * panels and plan.stream_a - plan.own_b == 64 * 128
@@ -570,7 +570,7 @@ def test_what_decides_about_each_score_has_tiles_of_its_own(options, tile_m, til
 @pytest.mark.parametrize(
     ("options", "tile_m"),
     [(dict(mask_mod=earlier), 128), (dict(mask="bool"), 112), (dict(dropout_p=0.1, seed=3), 112),
-     (dict(bias="float32", mask="bool"), 96), (dict(score_mod=doubled), 80), (dict(mask="bool", softcap=2.0), 80),
+     (dict(bias="float32", mask="bool"), 80), (dict(score_mod=doubled), 80), (dict(mask="bool", softcap=2.0), 80),
      (dict(bias="float32", softcap=2.0), 64)],
     ids=["mask_mod", "mask", "dropout", "bias and mask", "score_mod", "mask and softcap", "bias and softcap"],
 )  # fmt: skip
@@ -596,15 +596,6 @@ def test_scores_of_which_no_derivative_is_kept_have_larger_tiles():
     assert tiles_with(128, dict(softcap=2.0)) == [(48, 128), (128, 64)]
 
 
-def test_dv_of_a_bias_by_tma_has_a_tile_of_its_own():
-    bias = dict(bias=empty(300, 500, dtype="bfloat16", strides=(504, 1)), bias_aligned=True)
-    made = wgmma_configs(problem(256, dtype="bfloat16", **bias), HOPPER)
-    assert {(x.of_dk, x.of_dv): x.tile_m for x in made if x.kernel == "wgmma_dkdv"} == {
-        (True, False): 48,
-        (False, True): 64,
-    }
-
-
 @pytest.mark.usefixtures("two_kernels")
 def test_blocks_are_halved_where_they_are_few():
     """2 heads of 500 keys and 300 queries: 8 and 6 blocks of 128 rows."""
@@ -616,7 +607,7 @@ def test_blocks_are_halved_where_they_are_few():
 def test_the_parts_of_the_one_kernels_shared_memory_do_not_overlap():
     for tile_m, head_dim, stages in ((64, 100, 3), (128, 60, 2)):
         config = WgmmaFusedConfig("wgmma_fused", "float16", head_dim, 40, tile_m, 128, stages_a=stages, stages_b=2)
-        plan = config.shared_plan()
+        plan = config.shared_layout()
         # It begins at a multiple of ALIGNMENT, as the assembler is told. Nothing is left for a gap in front.
         assert list(plan) == sorted(plan) and plan.end == config.shared_bytes <= HOPPER.shared_bytes
         assert config.shared_alignment == config.ALIGNMENT
@@ -881,14 +872,14 @@ def test_a_block_with_all_keys_of_a_head_takes_no_workspace_for_dq():
         start, fused = choice.configs[:2]
         assert fused.key_tiles == key_tiles and fused.ordered and start.turns_of == (0 if key_tiles else 128)
         assert ({"turns", "dq_sums"} & set(workspace(choice.configs, made)) == set()) == (key_tiles > 0)
-        plan = fused.shared_plan()
+        plan = fused.shared_layout()
         assert plan.lse_delta - plan.dq == 2 * 64 * 64 * (2 if key_tiles == 1 else 2 * 4)
         assert plan.barriers - plan.state == 64 * (1 + stays) and fused.stays == stays
         rings = 1 + 5 * stays + 4 + 4 + 1 + (0 if key_tiles else 8)
         assert fused.barriers().end - plan.barriers == 8 * rings
         assert grid(fused, made) == (100 if key_tiles else 0)
     wide = WgmmaFusedConfig("wgmma_fused", "float16", 128, 128, 64, 128)
-    plan = wide.shared_plan()
+    plan = wide.shared_layout()
     assert plan.barriers - plan.state == 64 and wide.barriers().end - plan.barriers == 8 * (1 + 4 + 4 + 1 + 8)
 
 

@@ -1,6 +1,8 @@
 """block_mask(): its arguments, which arguments of a function matter, and for whom states are kept."""
 
+import copy
 import functools
+import pickle
 import types
 
 import numpy as np
@@ -160,3 +162,41 @@ def test_states_are_kept_for_each_stream_and_never_from_a_capture(monkeypatch):
     one = launch.KernelSequence([steps[0], steps[2]], [((3,), "uint32")])
     one.run_with_blocks([q], 7, blocks)
     assert log == [("states", "f", 7), ("kernel", "f", 7)]
+
+
+def copied_window(b, h, q_pos, k_pos, lengths):
+    return k_pos < lengths[b]
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda blocks: pickle.loads(pickle.dumps(blocks))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_copies_are_of_the_same_keys(copied):
+    blocks = numba_flash.block_mask(copied_window, 1, 2, 5, 6, aux=(np.array([4]),), window=(3, 0), q_offset=1)
+    q, k = (np.random.default_rng(n).standard_normal((1, 2, n, 4)).astype("float32") for n in (5, 6))
+    expected = numba_flash.attention(q, k, k, block_mask=blocks)
+    other = copied(blocks)
+    assert repr(other) == repr(blocks) and other.mask_mod is copied_window
+    assert np.array_equal(numba_flash.attention(q, k, k, block_mask=other), expected)
+
+
+def test_a_deep_copy_has_its_own_arrays_and_the_function_as_it_was_read():
+    most = [3]
+
+    def made():
+        limit = most[0]
+        return lambda b, h, q_pos, k_pos, other: k_pos < limit
+
+    blocks = numba_flash.block_mask(made(), 1, 1, 2, 6, aux=(np.zeros(2),))
+    other = copy.deepcopy(blocks)
+    assert other.function is blocks.function and other.aux[0] is not blocks.aux[0]
+
+
+def test_torch_saves_a_block_mask(tmp_path):
+    torch = pytest.importorskip("torch", reason="needs torch")
+    blocks = numba_flash.block_mask(copied_window, 1, 2, 5, 6, aux=(torch.tensor([4]),))
+    torch.save(blocks, tmp_path / "blocks")
+    other = torch.load(tmp_path / "blocks", weights_only=False)
+    assert torch.equal(other.aux[0], blocks.aux[0]) and other.function is blocks.function

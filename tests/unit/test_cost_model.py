@@ -142,6 +142,6 @@ def test_batch_entries_and_heads_decide_on_rows_alone(head_dim, options):
                 continue  # a group of three
             found.append(config)
             if made.left is made.right is None or same_tile_walk(made, config.queries, config.tile_n):
-                config = dataclasses.replace(config, tile_m=64, cluster=1)
+                config = dataclasses.replace(config, tile_m=64)
             found[-1] = config
         assert len(set(found)) == 1

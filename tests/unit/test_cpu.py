@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import contract
@@ -18,6 +19,7 @@ from numba import njit
 
 import numba_flash
 from numba_flash import testing
+from numba_flash.cpu import backward as cpu_backward
 from numba_flash.cpu import cache as cpu_cache
 from numba_flash.cpu import forward as cpu
 from numba_flash.cpu.elements import float_to_bfloat, float_to_half
@@ -25,6 +27,8 @@ from numba_flash.cpu.plan import CHUNK_KEYS, MAX_ROWS_ALONE, MAX_ROWS_SPLIT, til
 from numba_flash.cpu.vectors.build import TILE_KEYS, Shape, lanes, load
 from numba_flash.cpu.vectors.panel import softmax_panel
 from numba_flash.cpu.vectors.scores import cap_scores
+from numba_flash.machine import forked
+from numba_flash.machine import threads as machine_threads
 from numba_flash.machine.announce import announce
 from numba_flash.testing import Case
 
@@ -192,6 +196,51 @@ def test_bits_do_not_depend_on_threads_or_runs(threads, seqlen_q, seqlen_k):
         threads(count)
         results += [bits(*attention(q, k, v, causal=True, return_lse=True)) for _ in range(3)]
     assert all(result == results[0] for result in results)
+
+
+@pytest.fixture
+def workers(monkeypatch):
+    """The number of threads of each call."""
+    counts = []
+    for module in (cpu, cpu_backward):
+        for name in ("run_serial", "run_parallel"):
+            monkeypatch.setattr(
+                module, name, lambda first, *rest, name=name: counts.append(1 if name == "run_serial" else first)
+            )
+    return counts
+
+
+# Whose limit it is, what the environment has, and the threads that a long call takes of Numba's four.
+@pytest.mark.parametrize(
+    ("environment", "of_torch", "expected"),
+    [
+        ({}, None, 4),
+        (dict(OMP_NUM_THREADS="3"), None, 3),
+        (dict(OMP_NUM_THREADS="1"), None, 1),
+        (dict(OMP_NUM_THREADS="2,8"), None, 2),
+        (dict(OMP_NUM_THREADS="16"), None, 4),
+        (dict(OMP_NUM_THREADS="many"), None, 4),
+        (dict(OMP_NUM_THREADS="2", NUMBA_NUM_THREADS="4"), None, 4),
+        ({}, 2, 2),
+        ({}, 1, 1),
+        (dict(OMP_NUM_THREADS="3"), 2, 2),
+    ],
+)
+def test_limits_of_threads(monkeypatch, workers, environment, of_torch, expected):
+    for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    torch = types.SimpleNamespace(**{} if of_torch is None else dict(get_num_threads=lambda: of_torch))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(numba, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(forked, "threads_lost", False)
+    machine_threads._of_openmp.cache_clear()
+    x = np.zeros((1, 2, 1000, 64), np.float32)
+    numba_flash.attention(x, x, x, kernel="cpu")
+    numba_flash.attention_backward(x, x, x, x, x, x[..., 0].copy(), kernel="cpu")
+    machine_threads._of_openmp.cache_clear()
+    assert workers == [expected, expected]
 
 
 # Few rows, whose keys are split; a tile's worth; more, where tasks get smaller without a batch.

@@ -88,7 +88,6 @@ WIDE = {  # mma in other dtypes, and the instructions of its products
     "float64": ("mma.sync.aligned.m8n8k4.row.col.f64", "DMMA"),
     "float64, sm_90": ("mma.sync.aligned.m16n8k16.row.col.f64", "DMMA"),
 }
-IN_PAIRS = (".reqnctapercluster 2, 1, 1", ".multicast::cluster", "mapa.shared::cluster")
 OF_CARRIER = (
     "setmaxnreg.inc",
     "setmaxnreg.dec",
@@ -571,12 +570,11 @@ def by_element_gates():
     functions = dict(score_mod=score_mod(capped), mask_mod=mask_mod(of_document), **aux)
     read, dropped = dict(bias="float32", mask="bool"), dict(dropout_p=True)
     of_level = {
-        "bias by TMA": dict(boxed=dict(bias="bfloat16", **lengths)),
         "mask_mod": dict(mask_mod=dict(mask_mod=mask_mod(of_document), **aux, **lengths)),
-        "mask or dropped weights": dict(mask=dict(mask="bool", **lengths), dropout=dropped | lengths),
-        "bias and mask": dict(read=read | lengths),
+        "mask or dropped weights": dict(boxed=dict(bias="bfloat16", **lengths), mask=dict(mask="bool", **lengths),
+                                        dropout=dropped | lengths),
         "one kind": dict(reads=dict(score_mod=score_mod(by_distance), **aux), functions=functions | rich,
-                         dropout=dropped | rich),
+                         dropout=dropped | rich, read=read | lengths),
         "several kinds": dict(everything=functions | read | dropped | rich, read_rich=read | rich),
     }  # fmt: skip
     for kernel, kind in dict(wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig).items():
@@ -590,7 +588,7 @@ def by_element_gates():
             features |= tiles.columns(row)
             parts = {"": {}}
             if kind is WgmmaDkdvConfig and row.apart:
-                of_dv = dict(of_dk=False, stages_b=2, tile_m=row.dv_tile_m or row.tile_m)
+                of_dv = dict(of_dk=False, stages_b=2, tile_m=row.tile_m)
                 parts = {"-dk": dict(of_dv=False), "-dv": of_dv}
             halved = dict(stages_b=2) | {"tile_n" if kind is WgmmaDkdvConfig else "tile_m": 64}
             for number, (words, options) in enumerate(served.items()):
@@ -638,12 +636,10 @@ def gates():
                 configs[f"{name}-sinks"] = dataclasses.replace(configs[name], uses=uses(sinks="float32", **read))
     v = empty(1, 2, 4096, 250, strides=(2**24, 2**22, 256, 1))
     configs["wgmma-256-250"] = next(select._candidates("wgmma", problem(256, v=v), HOPPER))  # not by 16 bytes
-    for row in tiles.TABLES["wgmma"]:  # what becomes of it: tiles of fewer queries, and blocks in pairs
+    for row in tiles.TABLES["wgmma"]:  # what becomes of it: tiles of fewer queries
         name, whole = name_of("wgmma", row), of_row("wgmma", row)
         for rows in (rows for rows in tiles.TILE_COST if rows < row.tile_m):
             configs[f"{name}-{rows}"] = dataclasses.replace(whole, tile_m=rows)
-        if row.head_dim > 64:
-            configs[f"{name}-paired"] = dataclasses.replace(whole, cluster=2)
         if row.sloped or row.head_dim > 64:  # ALiBi, in tiles on one side of the queries, too
             given = uses(alibi_slopes="float32", seqlens_k="int32", sinks="float32")
             configs[f"{name}-alibi"] = dataclasses.replace(whole, uses=given, scores_finished=True)
@@ -708,11 +704,7 @@ def measured(name, config, folder):
     assert targets, "this row fits no GPU"
     ptx = compiled.to_ptx(config, machines[0].cc)  # that of the first serves the others
     seconds = time.perf_counter() - started
-    wrong = [
-        f"PTX: no {word}"
-        for word in in_ptx + IN_PAIRS * (config.kernel == "wgmma" and config.cluster > 1)
-        if word not in ptx
-    ]
+    wrong = [f"PTX: no {word}" for word in in_ptx if word not in ptx]
     registers, spills, stack = [], [], []
     for target in targets:
         arch = compiled.architecture(target.cc)
@@ -740,7 +732,7 @@ def key_of(config):
     judges = [source_of(function) for function in (measured, complaints, machine_code)]
     own = {function.name for _, function in getattr(config, "uses", ()) if isinstance(function, Function)}
     judges += [source_of(function) for function in FUNCTIONS if function.__name__ in own]
-    return gate_results.key(config, [targets_of(config), *intended(config)[:2], IN_PAIRS, REGISTERS, judges])
+    return gate_results.key(config, [targets_of(config), *intended(config)[:2], REGISTERS, judges])
 
 
 def judged(name, config, folder):

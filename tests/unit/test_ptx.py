@@ -130,6 +130,7 @@ USES = {
     "memory.exchange": ("atom.global.exch.b32", "u[0] = memory.exchange(g, uint32(1))"),
     "minmax.maximum": ("max.f32", "f[0] = minmax.maximum(x, x)"),
     "minmax.maximum_f64": ("max.f64", "d[0] = minmax.maximum_f64(d[0], d[1])"),
+    "minmax.minimum_nan": ("min.NaN.f32", "f[0] = minmax.minimum_nan(x, x)"),
     "mma.m16n8k8_tf32": ("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32", "mma.m16n8k8_tf32(f, 0, u, 0, u, 2)"),
     "mma.m16n8k16_f64": ("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64", "mma.m16n8k16_f64(d, 0, d, 4, d, 12)"),
     "mma.m8n8k4_f64": ("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64", "mma.m8n8k4_f64(d, 0, d, 2, d, 3)"),
@@ -149,10 +150,6 @@ USES = {
     "special.block_count": ("%nctaid.x", "u[0] = special.block_count()"),
     "tma.commit_group": ("cp.async.bulk.commit_group", "tma.commit_group()"),
     "tma.wait_group_read": ("cp.async.bulk.wait_group.read 1", "made()", (1,)),
-    "tma.multicast_4d": (
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster",
-        "tma.multicast_4d(at, g, at, i, i, i, i, 3)",
-    ),
     "tma.prefetch_5d": ("cp.async.bulk.prefetch.tensor.5d.L2", "tma.prefetch_5d(g, i, i, i, i, i)"),
     "tma.load_bytes": (
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes",

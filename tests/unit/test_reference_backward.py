@@ -74,3 +74,28 @@ def test_finite_differences(which, with_dlse):
             up, down = (value(**{INPUTS[name]: np.asarray(x + sign * STEP * direction)}) for sign in (1, -1))
             # the third derivative times STEP**2, and the cancellation of two values of about 100
             assert abs((up - down) / (2 * STEP) - np.sum(gradient * direction)) < 1e-7, name
+
+
+# From an lse as a forward in float32 rounds it: by up to 512 at 1e10.
+@pytest.mark.parametrize("size", [1e5, 1e7, 1e10])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_large_scores(size, with_sinks):
+    q, k, v, do = np.random.default_rng(0).standard_normal((4, 4, 1, 16, 8)).astype(np.float32)
+    options = dict(scale=size / 10) | (dict(sinks=np.array([size / 5], np.float32)) if with_sinks else {})
+    o, lse = numba_flash.attention(q, k, v, **options, return_lse=True, kernel="reference")
+    found = numba_flash.attention_backward(
+        do, q, k, v, o, lse, **options, wanted=("dq", "dv", *(["dsinks"] if with_sinks else [])), kernel="reference"
+    )
+    q, k, v, do = (x.astype(np.float64) for x in (q, k, v, do))
+    s = size / 10 * q @ k.swapaxes(2, 3)
+    assert np.abs(s).max() > size / 2
+    s = np.concatenate([s, np.full((4, 1, 16, 1), size / 5 if with_sinks else -np.inf)], 3)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p, of_sink = np.split(p / p.sum(-1, keepdims=True), [16], 3)
+    delta = (do * o).sum(-1, keepdims=True)
+    dq = size / 10 * (p * (do @ v.swapaxes(2, 3) - delta)) @ k
+    # each product of float64 in dS is rounded, and scale times that may be all of dq
+    rights = (found.dv, p.swapaxes(2, 3) @ do, 0), (found.dq, dq, 1e-12 * size), (found.dsinks, -of_sink * delta, 0)
+    for got, right, rounding in rights[: 3 if with_sinks else 2]:
+        right = right.sum() if got is found.dsinks else right
+        assert np.abs(got - right).max() <= 1e-6 * np.abs(right).max() + rounding + 1e-30

@@ -11,11 +11,10 @@ from numba_flash.config.mma_forward import MmaConfig
 from numba_flash.config.simt_forward import SimtConfig
 from numba_flash.config.wgmma_float32 import WgmmaFloat32Config
 from numba_flash.config.wgmma_forward import WgmmaConfig
-from numba_flash.dispatch import launch
 from numba_flash.functions.function import Function
 from numba_flash.machine.target import Target
 from numba_flash.problem.options import uses
-from numba_flash.select import arguments, backward_tiles, tiles
+from numba_flash.select import backward_tiles, tiles
 from numba_flash.select import forward as select_module
 from numba_flash.select.forward import FLOAT64_CORES, _candidates, refusal, select
 from numba_flash.select.rungs import KERNELS, TENSOR
@@ -156,7 +155,6 @@ def test_bias_and_mask_have_tiles_of_their_own(kernel, head_dim):
         config = select(problem(head_dim, **given), HOPPER, "auto" if kernel == "wgmma" else kernel).config
         assert config.kernel == kernel and config.scores_finished == ("bias" in given) and not config.bias_pairs
         rows[name] = config.tile_n
-        assert config.cluster == 1 or "mask" not in given, "query tiles see other keys"
     assert plain.tile_n >= rows["bias"] >= rows["float32"] >= rows["both"]
 
 
@@ -350,35 +348,6 @@ def test_room_goes_to_keys_and_then_to_o(head_dim, head_dim_v, tile_n, place):
     assert (config.tile_n, config.o_place) == (tile_n, place)
 
 
-# Blocks fetch K and V for each other where two query tiles see the same keys and no block is left without one.
-@pytest.mark.parametrize(
-    ("head_dim", "options", "paired"),
-    [
-        (256, {}, True), (128, {}, True), (72, {}, True), (64, {}, False), (128, dict(causal=True), False),
-        (128, dict(window=(None, 100)), False), (128, dict(window=(100, None)), False), (128, dict(softcap=3.0), True),
-        (128, dict(seqlens_k=empty(1, dtype="int32")), False), (128, dict(q_offset=7), True),
-        (128, dict(seqlen=128), False), (128, dict(seqlen=129), True), (128, dict(seqlen=257), False),
-        (128, dict(seqlen=64 * 128 + 1), False), (128, dict(seqlen=64 * 128), True),
-        (128, dict(seqlen=16, seqlen_k=900, heads=8, heads_kv=1), False),
-        (128, dict(seqlen=24, seqlen_k=900, heads=8, heads_kv=1), True),
-    ],
-)  # fmt: skip
-def test_blocks_in_pairs(head_dim, options, paired, monkeypatch):
-    monkeypatch.setattr(select_module, "TILE_COST", {128: 1.0, 192: 1.3})  # tiles of fewer rows are even more often
-    made = problem(head_dim, **options)
-    choice = select(made, HOPPER, "wgmma")
-    config = choice.config
-    assert config.cluster == 1 + paired
-    assert ("in clusters of 2" in str(Explanation.of(made, HOPPER, choice))) == paired
-    rows = [tensor_map.box[1] for _, tensor_map in arguments.tensor_maps(config, made)[1:]]
-    assert rows == [config.tile_n // config.cluster] * 2
-    head_tiles = -(-made.seqlen_q // config.queries)
-    head_tiles += head_tiles % config.cluster
-    room = HOPPER.multiprocessors // config.cluster * config.cluster
-    assert launch.grid(config, made, HOPPER) == min(made.heads // config.group_size * head_tiles, room)
-    assert launch.grid(config, made, dataclasses.replace(HOPPER, multiprocessors=1)) == config.cluster
-
-
 # Why scores cannot wait for the exponent: each alone, and neither.
 @pytest.mark.parametrize(
     ("options", "scores_finished"),
@@ -526,7 +495,7 @@ def test_a_tensor_config_checks_itself(wrong, word):
         (dict(tile_m=256), "tile_m must be 64, 128 or 192"), (dict(tile_m=96), "tile_m"), (dict(tile_n=264), "tile_n"),
         (dict(tile_n=272), "at most 256"), (dict(stages=1), "stages"), (dict(head_dim=257), "at most 256, not 257"),
         (dict(head_dim_v=257), "at most 256"), (dict(dtype="float32"), "wgmma takes float16, bfloat16"),
-        (dict(o_buffer=True, o_vectorized=False), "o_buffer needs o_vectorized"), (dict(cluster=3), "1 or 2, not 3"),
+        (dict(o_buffer=True, o_vectorized=False), "o_buffer needs o_vectorized"),
     ],
     ids=str,
 )  # fmt: skip
@@ -563,7 +532,7 @@ def test_products_are_in_whole_steps(head_dim, head_dim_v, depth, width, parts, 
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(16, 16), (128, 64)])
 def test_tiles_in_panels_do_not_overlap(head_dim, head_dim_v, tile_m, tile_n):
     config = mma(head_dim=head_dim, head_dim_v=head_dim_v, tile_m=tile_m, tile_n=tile_n, warp_rows=16)
-    q_at, k_at, v_at, row_states_at, tile_at, end = config.shared_offsets()
+    q_at, k_at, v_at, row_states_at, tile_at, end = config.shared_layout()
 
     def size(rows, columns):
         return rows * -(-columns // 64) * 128
@@ -586,7 +555,7 @@ def test_tiles_in_panels_do_not_overlap(head_dim, head_dim_v, tile_m, tile_n):
 @pytest.mark.parametrize(("dtype", "size", "head_dim"), [("float16", 4, 64), ("float64", 8, 64), ("bfloat16", 4, 59)])
 def test_shared_tiles_do_not_overlap(kernel, dtype, size, head_dim):
     config = SimtConfig(kernel, dtype, head_dim, head_dim + 1, tile_m=64, tile_n=32)
-    offsets = config.shared_offsets()
+    offsets = config.shared_layout()
     need = [64 * head_dim, 32 * head_dim, 32 * (head_dim + 1), 64 * 32]
     assert all(offset % 4 == 0 for offset in offsets)
     assert all(b - a >= n for a, b, n in zip(offsets, offsets[1:], need, strict=False))

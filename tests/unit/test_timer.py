@@ -1,4 +1,4 @@
-"""scripts/_gpu.py: a launch that the host was late with does not count."""
+"""scripts/_timer.py: a launch that the host was late with does not count."""
 
 import sys
 import types
@@ -18,7 +18,7 @@ def timed(monkeypatch, spins):
     """(was the GPU done spinning, try by try) -> (how many launches, medians), of one timer and a torch that only
     counts."""
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
-    import _gpu
+    import _timer
 
     answers, events, launches = [], [], []
 
@@ -43,7 +43,7 @@ def timed(monkeypatch, spins):
     memory = types.SimpleNamespace(zero_=lambda: None)
     torch = types.SimpleNamespace(cuda=cuda, int8="int8", empty=lambda *_, **__: memory)
     monkeypatch.setitem(sys.modules, "torch", torch)
-    timer = _gpu.Timer()
+    timer = _timer.Timer()
 
     def run(spun):
         answers[:] = spun

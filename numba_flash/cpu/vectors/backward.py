@@ -62,7 +62,7 @@ def score_gradients(what):
     """
 
     def build(b, shape, s, dp, slopes, keys, scale_log2, shift, delta):
-        """s (keys, lanes) becomes p = exp2(scale_log2 * s + shift), and dp becomes p * (dp - delta) * slopes.
+        """s (keys, lanes) becomes p = exp2(scale_log2 * s + shift), at most 1; dp becomes p * (dp - delta) * slopes.
 
         shift and delta are (lanes,), shift being -lse in powers of 2, or -inf for a row without weight, whatever its
         scores hold; a score of -inf has none, whatever shift holds. Where p is 0 the gradient is 0, whatever dp and
@@ -83,6 +83,7 @@ def score_gradients(what):
                 ]
                 raw = [shape.load(b, s, place) for place in places]
                 xs = [shape.fma(b, x, scale, shifts[n % PANEL_VECTORS]) for n, x in enumerate(raw)]
+                xs = [b.select(b.fcmp_ordered("<", zero, x), zero, x) for x in xs]  # above 0 is the rounding of lse
                 # a hidden key has no weight even where the row's lse is NaN
                 hidden = [
                     b.or_(weightless[n % PANEL_VECTORS], b.fcmp_ordered("==", x, infinity)) for n, x in enumerate(raw)

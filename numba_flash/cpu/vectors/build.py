@@ -255,13 +255,41 @@ def fetch_add(typingctx, address):
     return types.int64(types.int64), generate
 
 
+def _in_ieee_modes(context, b, run):
+    """run() with the thread's floating-point modes as IEEE 754 has them, and afterwards as they were.
+
+    A caller, or a library built with -ffast-math, may have set its threads to take subnormal numbers as 0 (a float16
+    below 6.1e-5 is one while it is converted), to round in other ways, or to trap. Started threads inherit that.
+    """
+    triple = context.codegen().magic_tuple()[0]
+    if triple.startswith(("x86_64", "amd64")):
+        before, ours = cgutils.alloca_once(b, I32), cgutils.alloca_once(b, I32)
+        read, write = (declare(b, f"llvm.x86.sse.{name}", VOID, [I8.as_pointer()]) for name in ("stmxcsr", "ldmxcsr"))
+        before, to = (b.bitcast(memory, I8.as_pointer()) for memory in (before, ours))
+        b.call(read, [before])
+        b.store(I32(0x1F80), ours)
+        b.call(write, [to])
+        run()
+        b.call(write, [before])
+    elif triple.startswith(("aarch64", "arm64")):
+        before = b.call(declare(b, "llvm.aarch64.get.fpcr", I64, []), [])
+        write = declare(b, "llvm.aarch64.set.fpcr", VOID, [I64])
+        b.call(write, [I64(0)])
+        run()
+        b.call(write, [before])
+    else:
+        run()
+
+
 @intrinsic
 def call(typingctx, function, frame, first, scratch):
-    """Call the C function void(int64, int64, int64) at an address."""
+    """Call the C function void(int64, int64, int64) at an address, which is a kernel's way in: all its arithmetic is
+    in there."""
 
     def generate(context, b, sig, args):
         kind = ir.FunctionType(VOID, [I64] * 3)
-        b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:])
+        kernel = b.inttoptr(args[0], kind.as_pointer())
+        _in_ieee_modes(context, b, lambda: b.call(kernel, args[1:]))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), generate

@@ -16,10 +16,11 @@ from numba.core.extending import intrinsic
 from numba.core.typing import signature
 
 from .. import NARROW
-from ..function import MARK, Function
+from ..failures import MARK
+from ..function import Function
 from . import operators  # noqa: F401 - it tells Numba
 from .code import Code
-from .number_types import ANY, BASES, Number, Table, kind_of, words
+from .number_types import ANY, BASES, Number, Table, is_truth, kind_of, words
 from .number_types import READS as READS
 from .stand_ins import stand_ins as stand_ins
 from .tables import scope_of_scores as scope_of_scores
@@ -161,19 +162,24 @@ def derivative(option: str, base_name: str, function: Function) -> Any:
 
 
 def truth_of(option: str, function: Function) -> Any:
-    """-> truth(x): what a mask function gave."""
+    """-> truth(x): that of what a mask function gave, as of `near or flags[i]`."""
 
     @intrinsic
     def truth(typingctx: Any, x: Any) -> Any:
-        if types.unliteral(x) != types.boolean:
+        if kind_of(x) != "whole":
             raise errors.TypingError(
                 f"{MARK}{option} must return True or False, but {function.where} returns {words(x)}"
             )
-        return signature(types.boolean, x), lambda context, builder, sig, args: args[0]
+
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            base = x.base if isinstance(x, Number) else BASES["float32"]
+            return Code(context, builder, base).truth(sig.args[0], args[0])
+
+        return signature(types.boolean, x), codegen
 
     return truth
 
 
 def _check_score(option: str, function: Function, x: Any) -> None:
-    if kind_of(x) is None or types.unliteral(x) == types.boolean:
+    if kind_of(x) is None or is_truth(x):
         raise errors.TypingError(f"{MARK}{option} must return a number, but {function.where} returns {words(x)}")

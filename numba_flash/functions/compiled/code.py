@@ -11,7 +11,7 @@ from numba.core.typing import signature
 
 from .. import on_cpu, quick
 from ..rules import Pair
-from .number_types import Number, is_narrow
+from .number_types import Number, Truth, is_narrow, is_truth
 
 
 class Value:
@@ -177,6 +177,8 @@ class Code:
 
     def of(self, t: Any, value: Any) -> Pair:
         """A number of any type as what rules.py computes with."""
+        if isinstance(t, Truth):
+            return Pair(Value(self, self.builder.uitofp(value, self.zero.value.type), whole=True))
         if isinstance(t, Number):
             members = cgutils.create_struct_proxy(t)(self.context, self.builder, value=value)
             if t.kind == "whole":
@@ -189,6 +191,8 @@ class Code:
         """A whole number of any type as an int64, or as an int32, where it is one."""
         if not isinstance(t, Number):
             return self.context.cast(self.builder, value, t, types.int32 if narrow else types.int64)
+        if isinstance(t, Truth):
+            return self.builder.zext(value, ir.IntType(32 if narrow else 64))
         x = cgutils.create_struct_proxy(t)(self.context, self.builder, value=value).x
         if narrow or not t.narrow:
             return x
@@ -204,8 +208,19 @@ class Code:
     def wholes(self, sig: Any, args: Any) -> list[Any]:
         """Whole numbers as what an operation on them computes in: int32, where they and the result are that."""
         types_of = (sig.return_type, *sig.args)
-        narrow = all(is_narrow(t) for t in types_of if t != types.boolean)
+        narrow = all(is_narrow(t) for t in types_of if not is_truth(t))
         return [self.whole(t, value, narrow) for t, value in zip(sig.args, args, strict=True)]
+
+    def truth(self, t: Any, value: Any) -> Any:
+        """Whether a number of any type is not 0."""
+        if is_truth(t):
+            return value
+        if not isinstance(t, Number):
+            return self.context.is_true(self.builder, types.unliteral(t), value)
+        x = cgutils.create_struct_proxy(t)(self.context, self.builder, value=value).x
+        if t.kind == "whole":
+            return self.builder.icmp_signed("!=", x, ir.Constant(x.type, 0))
+        return self.builder.fcmp_unordered("!=", x, self.zero.value)
 
     def difference(self, sig: Any, args: Any) -> Any:
         """That of a query's position and a key's, which scores on a diagonal share; None of other numbers."""
@@ -218,7 +233,7 @@ class Code:
 
     def made(self, t: Any, x: Any, d: Any = None) -> Any:
         """A number of type t."""
-        if t == types.boolean:
+        if is_truth(t):
             return x
         members = cgutils.create_struct_proxy(t)(self.context, self.builder)
         members.x = self.resized(x, ir.IntType(32)) if t.narrow else x

@@ -44,15 +44,37 @@ class Number(types.Type):
         kind = kind_of(other)
         if kind is None:
             return None
+        if is_truth(self) and is_truth(other):
+            return Truth(self.base)
         if (self.kind, kind) == ("whole", "whole"):
             return Number("whole", self.base, _around(self.within, within_of(other)))
         return Number(max(self.kind, kind, key=KINDS.index), self.base)
 
     def can_convert_from(self, typingctx: Any, other: Any) -> Any:
         kind = kind_of(other)
-        if kind is None or KINDS.index(kind) > KINDS.index(self.kind) or self.side:
+        if kind is None or KINDS.index(kind) > KINDS.index(self.kind):
+            return None
+        if self.side or isinstance(self, Truth) and not is_truth(other):
             return None
         return Conversion.safe if self.kind != "whole" or fits(within_of(other), self.within) else None
+
+
+class Truth(Number):
+    """True or False, as of a comparison; where it is computed with, it is 1 or 0. In memory it is a boolean."""
+
+    def __init__(self, base: Any):
+        super().__init__("whole", base, (0, 1))
+        self.name = f"truth({base})"
+
+
+def is_truth(t: Any) -> bool:
+    return isinstance(t, Truth) or types.unliteral(t) == types.boolean
+
+
+def constant_of(t: Any) -> int | None:
+    """The whole number that a type has no other than."""
+    least, largest = within_of(t)
+    return least if kind_of(t) == "whole" and least == largest else None
 
 
 def fits(within: Within, other: Within) -> bool:
@@ -62,7 +84,7 @@ def fits(within: Within, other: Within) -> bool:
 def _around(one: Within, two: Within) -> Within:
     """What holds both. A variable that grows in a loop gets a new type each time Numba looks, until none is wider: so
     there are few."""
-    return next(wide for wide in STEPS if fits(one, wide) and fits(two, wide))
+    return next((wide for wide in STEPS if fits(one, wide) and fits(two, wide)), ANY)
 
 
 def within_of(t: Any) -> Within:
@@ -111,6 +133,9 @@ class _NumberModel(models.StructModel):
         super().__init__(manager, t, [("x", number), *others])
 
 
+register_model(Truth)(models.BooleanModel)
+
+
 @register_model(Table)
 class _TableModel(models.StructModel):
     def __init__(self, manager: Any, t: Table):
@@ -127,8 +152,10 @@ READS = 3
 
 def words(t: Any) -> str:
     if isinstance(t, Number):
-        return "int" if t.kind == "whole" else "float"
-    return "an aux array" if isinstance(t, Table) else str(types.unliteral(t))
+        return "bool" if is_truth(t) else "int" if t.kind == "whole" else "float"
+    if isinstance(t, types.BaseTuple):
+        return "tuple"
+    return "aux array" if isinstance(t, Table) else str(types.unliteral(t))
 
 
 def result_of(kinds: tuple[str, ...], base: Any) -> Number:

@@ -2,22 +2,25 @@
 
 import functools
 import math
+import operator
 import types as python_types
 from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import errors, types
+from numba.core import cgutils, errors, types
 from numba.core.extending import lower_builtin
 from numba.core.imputils import lower_constant
 from numba.core.typing import signature
 from numba.core.typing.templates import AbstractTemplate, infer_global
 
 from .. import rules
-from ..function import MARK, OF_TUPLES
+from ..build import NUMBERS
+from ..failures import MARK, takes
 from . import within
 from .code import Code
-from .number_types import ANY, BASES, Number, fits, kind_of, result_of, within_of, words
+from .number_types import ANY, BASES, Number, Table, Truth, kind_of, result_of, within_of, words
+from .ranges import make_range, range_type
 
 
 def _stand_in(name: str, result: Callable[..., Any], lower: Any) -> Any:
@@ -43,43 +46,46 @@ def _stand_in(name: str, result: Callable[..., Any], lower: Any) -> Any:
 def _kinds(name: str, count: int | None, args: tuple[Any, ...]) -> tuple[str, ...]:
     kinds = tuple(map(kind_of, args))
     if None in kinds or (count is not None and len(args) != count) or not args:
-        wanted = {None: "numbers", 1: "a number", 2: "two numbers"}[count]
-        raise errors.TypingError(f"{MARK}{name}() takes {wanted} here, not ({', '.join(map(words, args))})")
+        raise errors.TypingError(MARK + takes(name, count, map(words, args)))
     return kinds  # type: ignore[return-value]
 
 
 class _Constant:
-    """A whole number of a tuple, of which in a loop Numba would know no more than that it is an int64."""
+    """A number that is written in a function or captured by it. Numba asks it what an `if` decides once for all."""
 
-    def __init__(self, value: int, t: Number):
+    def __init__(self, value: Any, t: Number):
         self.value, self._numba_type_ = value, t
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+
+def _asked(operation: Any) -> Any:
+    return lambda self, other: operation(self.value, other.value if isinstance(other, _Constant) else other)
+
+
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(_Constant, f"__{_name}__", _asked(getattr(operator, _name)))
 
 
 @lower_constant(Number)
 def _lower_constant(context: Any, builder: Any, t: Any, constant: Any) -> Any:
     kind = context.get_value_type(t)
+    if isinstance(t, Truth):
+        return kind(int(constant.value))
     return kind([kind.elements[0](constant.value)])
 
 
-def _of_tuples(base: Any, tree: Any) -> Any:
-    """The tree of a tuple whose whole numbers know between which they all lie."""
-    found = list(_whole_numbers(tree))
-    if not found or not fits((min(found), max(found)), ANY):
-        return tree
-    return _with_constants(tree, Number("whole", base, (min(found), max(found))))
-
-
-def _whole_numbers(tree: Any) -> Any:
-    if tree[0] == "int":
-        yield tree[1]
-    for part in tree[1:] if tree[0] == "tuple" else ():
-        yield from _whole_numbers(part)
-
-
-def _with_constants(tree: Any, t: Number) -> Any:
-    if tree[0] == "tuple":
-        return ("tuple", *(_with_constants(part, t) for part in tree[1:]))
-    return ("constant", _Constant(tree[1], t)) if tree[0] == "int" else tree
+def _constants(base: Any, values: list[Any]) -> Any:
+    """NUMBERS: those of a tuple have one type of each kind, as loops over it need."""
+    wholes = [x for x in values if not isinstance(x, bool | float)]
+    kinds: dict[Any, Number] = {bool: Truth(base), float: Number("real", base)}
+    if wholes:
+        kinds[int] = Number("whole", base, (min(wholes), max(wholes)))
+    return lambda value: _Constant(value, kinds[type(value)])
 
 
 @functools.cache
@@ -99,8 +105,7 @@ def stand_ins(base_name: str) -> dict[Any, Any]:
             code = Code(context, builder, base)
             if kind_of(sig.args[0]) == "whole":
                 return code.made(sig.return_type, code.whole(sig.args[0], args[0]))
-            rounded = getattr(code, by)(code.of(sig.args[0], args[0]).x)
-            return code.made(sig.return_type, builder.fptosi(rounded.value, ir.IntType(64)))
+            return code.made(sig.return_type, _saturated(getattr(code, by)(code.of(sig.args[0], args[0]).x)))
 
         def result(*args: Any) -> Any:
             (kind,) = _kinds(name, 1, args)
@@ -112,14 +117,12 @@ def stand_ins(base_name: str) -> dict[Any, Any]:
         def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             code = Code(context, builder, base)
             x = code.of(sig.args[0], args[0]).x
-            if name == "isnan":
-                return builder.fcmp_unordered("uno", x.value, x.value)
-            size, inf = code.fabs(x).value, ir.Constant(x.value.type, math.inf)
-            return builder.fcmp_ordered("==" if name == "isinf" else "<", size, inf)
+            found = x != x if name == "isnan" else code.fabs(x)._ask("==" if name == "isinf" else "<", math.inf)
+            return code.made(sig.return_type, found.value)
 
         def result(*args: Any) -> Any:
             _kinds(name, 1, args)
-            return types.boolean
+            return Truth(base)
 
         return _stand_in(name, result, lower)
 
@@ -127,7 +130,7 @@ def stand_ins(base_name: str) -> dict[Any, Any]:
         def result(*args: Any) -> Any:
             kinds = _kinds(name, None, args)
             if len(kinds) < 2:
-                raise errors.TypingError(f"{MARK}{name}() takes two numbers or more here")
+                raise errors.TypingError(MARK + takes(name, None, map(words, args)))
             if set(kinds) == {"whole"}:
                 return Number("whole", base, of_within(*map(within_of, args)))
             return result_of(kinds, base)
@@ -151,13 +154,28 @@ def stand_ins(base_name: str) -> dict[Any, Any]:
     def truth() -> Any:
         def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             code = Code(context, builder, base)
-            return builder.fcmp_unordered("!=", code.of(sig.args[0], args[0]).x.value, code.zero.value)
+            return code.made(sig.return_type, code.truth(sig.args[0], args[0]))
 
         def result(*args: Any) -> Any:
             _kinds("bool", 1, args)
-            return types.boolean
+            return Truth(base)
 
         return _stand_in("bool", result, lower)
+
+    def length() -> Any:
+        def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            (t,) = sig.args
+            if not isinstance(t, Table):
+                return context.get_constant_generic(builder, sig.return_type, _Constant(len(t), sig.return_type))
+            table = cgutils.create_struct_proxy(t)(context, builder, value=args[0])
+            return Code(context, builder, base).made(sig.return_type, builder.extract_value(table.shape, 0))
+
+        def result(*args: Any) -> Any:
+            if len(args) != 1 or not isinstance(args[0], Table | types.BaseTuple):
+                raise errors.TypingError(MARK + takes("len", 0, map(words, args)))
+            return Number("whole", base, ANY if isinstance(args[0], Table) else (len(args[0]),) * 2)
+
+        return _stand_in("len", result, lower)
 
     of_math = python_types.ModuleType("math")
     for name in rules.SLOPES:
@@ -170,14 +188,27 @@ def stand_ins(base_name: str) -> dict[Any, Any]:
     for name in rules.ASKING:
         setattr(of_math, name, asking(name))
     for name in rules.CONSTANTS:
-        setattr(of_math, name, getattr(math, name))
+        setattr(of_math, name, _constants(base, [getattr(math, name)])(getattr(math, name)))
     return {
         "math": of_math,
         "float": of_reals("float", 1, lambda a, f: a),
         "int": to_whole("int", "trunc"),
         "round": to_whole("round", "rint"),
         "bool": truth(),
+        "len": length(),
+        "range": _stand_in("range", lambda *args: range_type(base, args), make_range),
         "min": extreme("min", rules.minimum, "<", within.least),
-        OF_TUPLES: functools.partial(_of_tuples, base),
         "max": extreme("max", rules.maximum, ">", within.largest),
+        NUMBERS: functools.partial(_constants, base),
     }
+
+
+def _saturated(x: Any) -> Any:
+    """A real number without fraction as an int64: the nearest; NaN becomes 0. LLVM says nothing of these."""
+    code, i64 = x.code, ir.IntType(64)
+    is_low, is_high = x < -(2.0**63), x._ask(">=", 2.0**63)
+    inside = code.where(is_low, code.zero, code.where(is_high, code.zero, code.where(x != x, code.zero, x)))
+    found = code.builder.fptosi(inside.value, i64)
+    for condition, end in ((is_low, ANY[0]), (is_high, ANY[1])):
+        found = code.builder.select(condition.value, i64(end), found)
+    return found

@@ -1,6 +1,5 @@
-"""Arrays that functions read: x[i], x.shape, len(x), and range() of their sizes. Importing it tells Numba."""
+"""Arrays and tuples that functions read: x[i], x.shape. Importing it tells Numba."""
 
-import itertools
 import operator
 from typing import Any
 
@@ -8,13 +7,13 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, errors, types
 from numba.core.extending import lower_builtin, lower_getattr
-from numba.core.typing import signature
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
 
-from ..function import MARK
+from ..checks import MIXED
+from ..failures import AT_CONSTANTS, MARK, NOT_ITERABLE, NOT_WHOLE, too_many_numbers
 from .code import Code
-from .number_types import READS, Number, Table, is_narrow, kind_of, within_of
-from .operators import numbers_of, typed
+from .number_types import READS, Number, Table, Truth, constant_of, is_narrow, kind_of, within_of
+from .operators import members_of, typed
 
 
 def scope_of_scores(module: Any) -> Any:
@@ -40,7 +39,7 @@ def _load(code: Code, t: Table, pointer: Any) -> Any:
     if t.dtype == "float16":  # not every CPU has an instruction for it
         return code.made(Number("real", t.base), _from_half(code, value))
     if t.dtype == "bool":
-        return builder.icmp_unsigned("!=", value, ir.Constant(value.type, 0))
+        return code.made(Truth(t.base), builder.icmp_unsigned("!=", value, ir.Constant(value.type, 0)))
     number = _number_in(t)
     to = t.base.type if number.kind == "real" else types.int64
     return code.made(number, context.cast(builder, value, t.element, to))
@@ -59,38 +58,56 @@ def _from_half(code: Code, bits: Any) -> Any:
     return code.context.cast(builder, found, types.float32, code.base.type)
 
 
-def _members(t: Any) -> list[Any]:
-    """The types of a tuple's members."""
-    return list(t)
-
-
 def _read(t: Any, index: Any) -> Any:
+    if isinstance(t, types.BaseTuple) and isinstance(index, Number):
+        at = constant_of(index)
+        if at is None or not -len(t) <= at < len(t):
+            raise errors.TypingError(MARK + (AT_CONSTANTS if at is None else f"a tuple of {len(t)} has no [{at}]"))
+        return members_of(t)[at]
     if not isinstance(t, Table):
         return None
-    indices: list[Any] = _members(index) if isinstance(index, types.BaseTuple) else [index]
+    indices: list[Any] = members_of(index) if isinstance(index, types.BaseTuple) else [index]
     if any(kind_of(i) != "whole" for i in indices):
-        raise errors.TypingError(f"{MARK}an aux array is read at whole numbers, and int() makes one of another")
+        raise errors.TypingError(f"{MARK}an aux array is read at {NOT_WHOLE}")
     if len(indices) > t.ndim:
-        raise errors.TypingError(
-            f"{MARK}an aux array has {t.ndim} dimensions, and it is read at {len(indices)} numbers"
-        )
+        raise errors.TypingError(MARK + too_many_numbers(t.ndim, len(indices)))
     left = t.ndim - len(indices)
     if left:
         return Table(t.dtype, t.element, left, t.base, t.recorded, t.narrow)
     if t.recorded:
         return Number("dual", t.base)
-    return types.boolean if t.dtype == "bool" else _number_in(t)
+    return _number_in(t)
 
 
 def _number_in(t: Table) -> Number:
     """The type of a number that is read."""
+    if t.dtype == "bool":
+        return Truth(t.base)
     if "float" in t.dtype:
         return Number("real", t.base)
-    limits = np.iinfo(t.dtype)
+    limits = np.iinfo("int64" if t.dtype == "uint64" else t.dtype)  # what does not fit is taken modulo 2^64
     return Number("whole", t.base, (int(limits.min), int(limits.max)))
 
 
 typed(operator.getitem, _read)
+
+
+@lower_builtin(operator.getitem, types.BaseTuple, Number)
+def _part(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+    at = constant_of(sig.args[1])
+    assert at is not None
+    return builder.extract_value(args[0], at % len(sig.args[0]))
+
+
+def _not_iterable(t: Any) -> None:
+    if isinstance(t, Table):
+        raise errors.TypingError(f"{MARK}{NOT_ITERABLE}")
+    if isinstance(t, types.Tuple) and any(isinstance(x, Number) for x in members_of(t)):
+        raise errors.TypingError(f"{MARK}{MIXED}")
+
+
+typed("getiter", _not_iterable)
+typed(operator.contains, lambda t, x: _not_iterable(t) if isinstance(t, Table) else None)
 
 
 @lower_builtin(operator.getitem, Table, types.Any)
@@ -100,7 +117,7 @@ def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     table = cgutils.create_struct_proxy(t)(context, builder, value=args[0])
     shape, strides = (cgutils.unpack_tuple(builder, x) for x in (table.shape, table.strides))
     if isinstance(index, types.BaseTuple):
-        indices = zip(_members(index), cgutils.unpack_tuple(builder, args[1]), strict=True)
+        indices = zip(members_of(index), cgutils.unpack_tuple(builder, args[1]), strict=True)
     else:
         indices = zip([index], [args[1]], strict=True)
     size = ir.IntType(32 if t.narrow else 64)
@@ -161,31 +178,3 @@ def _shape(context: Any, builder: Any, t: Any, value: Any) -> Any:
     whole = Number("whole", t.base)
     sizes = [code.made(whole, x) for x in cgutils.unpack_tuple(builder, table.shape)]
     return context.make_tuple(builder, types.UniTuple(whole, t.ndim), sizes)
-
-
-def _counts(*args: Any) -> Any:
-    found = numbers_of(*args)
-    if found and found[0] != ("whole",) * len(args):
-        raise errors.TypingError(f"{MARK}range() takes whole numbers, and int() makes one of another")
-    return types.range_state64_type if found else None
-
-
-def _range(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-    code = Code(context, builder, next(t.base for t in sig.args if isinstance(t, Number)))
-    plain = context.get_function(range, signature(sig.return_type, *[types.int64] * len(args)))
-    return plain(builder, list(map(code.whole, sig.args, args)))
-
-
-typed(range, _counts)
-for _count in (1, 2, 3):
-    for _pattern in itertools.product((Number, types.Any), repeat=_count):
-        if Number in _pattern:
-            lower_builtin(range, *_pattern)(_range)
-typed(len, lambda t: Number("whole", t.base) if isinstance(t, Table) else None)
-
-
-@lower_builtin(len, Table)
-def _length(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-    table = cgutils.create_struct_proxy(sig.args[0])(context, builder, value=args[0])
-    size = cgutils.unpack_tuple(builder, table.shape)[0]
-    return Code(context, builder, sig.return_type.base).made(sig.return_type, size)

@@ -52,10 +52,17 @@ BINARY = dict(
 )  # fmt: skip
 
 
-def of_binary(name: str, a: Within, b: Within) -> Within:
+def _known(found: Within) -> Within:
     """What does not fit into an int64 is computed modulo 2^64: then nothing is known."""
-    found = BINARY[name](a, b) if name in BINARY else ANY
     return found if fits(found, ANY) else ANY
+
+
+def of_binary(name: str, a: Within, b: Within) -> Within:
+    return _known(BINARY[name](a, b) if name in BINARY else ANY)
+
+
+def of_unary(key: Any, a: Within) -> Within:
+    return _known(UNARY[key](a))
 
 
 def _negative(a: Within) -> Within:
@@ -66,11 +73,11 @@ def _size(a: Within) -> Within:
     return max(a[0], -a[1], 0), max(-a[0], a[1])
 
 
-def inverted(a: Within) -> Within:
+def _inverted(a: Within) -> Within:
     return ~a[1], ~a[0]
 
 
-UNARY = {operator.neg: _negative, operator.pos: lambda a: a, abs: _size}
+UNARY = {operator.neg: _negative, operator.pos: lambda a: a, abs: _size, operator.invert: _inverted}
 
 
 def least(*all_of: Within) -> Within:

@@ -43,7 +43,7 @@ class Registers(NamedTuple):
 
 def make(config):
     tile_m, tile_n, threads, alignment = config.tile_m, config.tile_n, config.threads, config.ALIGNMENT
-    _, do_at, k_at, v_at, s_at, dp_at, rows_at, _ = config.shared_offsets()
+    plan = config.shared_layout()
     score_row, blocks, rows, inf = config.score_row, tile_n // 8, 2, float32(math.inf)
     count, thread_rows = blocks * 4, tile_m * tile_n // threads
     tiles = score_tiles.make(config)
@@ -67,7 +67,7 @@ def make(config):
             lse, delta = inf, float32(0)
             if query < sizes.seqlen_q:
                 lse, delta = of_query(place.b, place.h, query, arrays, sizes)
-            at = q_smem + int32(rows_at) + 16 * thread
+            at = q_smem + int32(plan.rows) + 16 * thread
             block_state.put_range(at, int32(first), int32(end))
             ld_st.store_b32(at + 8, float32(lse).view(np.uint32))
             ld_st.store_b32(at + 12, float32(delta).view(np.uint32))
@@ -81,8 +81,8 @@ def make(config):
             for n in range(blocks):
                 for x in range(2):
                     here = at + 4 * (n * 8 + x)
-                    ld_st.store_b32(here + int32(s_at), registers.acc_s[n * 4 + r * 2 + x].view(np.uint32))
-                    ld_st.store_b32(here + int32(dp_at), registers.acc_dp[n * 4 + r * 2 + x].view(np.uint32))
+                    ld_st.store_b32(here + int32(plan.s), registers.acc_s[n * 4 + r * 2 + x].view(np.uint32))
+                    ld_st.store_b32(here + int32(plan.dp), registers.acc_dp[n * 4 + r * 2 + x].view(np.uint32))
 
     @inlined
     def shown(at, arrays, strides):
@@ -103,19 +103,19 @@ def make(config):
         end_row = min(int32(row + thread_rows), int32(sizes.seqlen_q) - place.i * int32(tile_m))
         while row < end_row:
             key, query = int32(first_key + column), int32(place.i * tile_m + row)
-            ld_st.load_v4(four, 0, q_smem + int32(rows_at) + 16 * row)
+            ld_st.load_v4(four, 0, q_smem + int32(plan.rows) + 16 * row)
             lse = four[2].view(np.float32)
             if int32(four[0]) <= key and key < int32(four[1]) and lse != inf:
                 at = At(int64(place.b), int64(place.h), int64(query), int64(key), place.q_start + query)
                 if shown(at, arrays, strides):
                     here = q_smem + row * score_row + 4 * column
-                    s = ld_st.load_b32(here + int32(s_at)).view(np.float32) * score.scale
+                    s = ld_st.load_b32(here + int32(plan.s)).view(np.float32) * score.scale
                     y, slope, element, reads = ask(s, at, int64(0), arrays, strides, sizes)
                     bias = added(at.b, at.h, at.q_index, at.k_index, arrays, strides)
                     p, through = weight(y, FragmentAt(term, float32(at.q_pos - key), bias), score, lse)
                     if p != 0:
                         counted = count_of(at, arrays, sizes, score)
-                        dp = ld_st.load_b32(here + int32(dp_at)).view(np.float32)
+                        dp = ld_st.load_b32(here + int32(plan.dp)).view(np.float32)
                         dp = dp * counted if counted != 0 else float32(0)  # no NaN if the weight does not count
                         ds = p * (dp - four[3].view(np.float32))
                         if ds != 0:
@@ -139,9 +139,9 @@ def make(config):
         q_smem = int32((address + int32(alignment - 1)) & int32(-alignment))
         smem = Smem(
             q_smem,  # (tile_m, head_dim_padded)
-            q_smem + int32(do_at),  # (tile_m, head_dim_v_padded)
-            q_smem + int32(k_at),  # (tile_n, head_dim_padded)
-            q_smem + int32(v_at),  # (tile_n, head_dim_v_padded)
+            q_smem + int32(plan.do),  # (tile_m, head_dim_v_padded)
+            q_smem + int32(plan.k),  # (tile_n, head_dim_padded)
+            q_smem + int32(plan.v),  # (tile_n, head_dim_v_padded)
         )
         registers = Registers(
             local.array(count, float32),  # acc_s (tile_n / 8, 4)

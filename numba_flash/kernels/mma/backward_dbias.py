@@ -46,7 +46,7 @@ class Registers(NamedTuple):
 
 def make(config):
     tile_m, tile_n, alignment, warps = config.tile_m, config.tile_n, config.ALIGNMENT, config.threads // 32
-    _, do_at, k_at, v_at, sums_at, _ = config.shared_offsets()
+    plan = config.shared_layout()
     rows_summed, keys_summed, pairs = config.rows_summed, config.keys_summed, config.pairs
     blocks, rows, inf = tile_n // 8, 2, float32(math.inf)
     count = blocks * 4
@@ -220,9 +220,9 @@ def make(config):
         q_smem = int32((address + int32(alignment - 1)) & int32(-alignment))
         smem = Smem(
             q_smem,  # (tile_m, head_dim_padded)
-            q_smem + int32(do_at),  # (tile_m, head_dim_v_padded)
-            q_smem + int32(k_at),  # (tile_n, head_dim_padded)
-            q_smem + int32(v_at),  # (tile_n, head_dim_v_padded)
+            q_smem + int32(plan.do),  # (tile_m, head_dim_v_padded)
+            q_smem + int32(plan.k),  # (tile_n, head_dim_padded)
+            q_smem + int32(plan.v),  # (tile_n, head_dim_v_padded)
         )
         registers = Registers(
             local.array(count, float32),  # acc_s (tile_n / 8, 4)
@@ -262,7 +262,7 @@ def make(config):
         base = own_b * by[0] + own_h * by[1]
         first_query, first_key = int64(own_i) * tile_m, int64(own_j) * tile_n
         if rows_summed or keys_summed:
-            at = q_smem + int32(sums_at)
+            at = q_smem + int32(plan.sums)
             store_sums(registers, base, first_query, first_key, at, thread, arrays, strides, sizes)
         else:
             store_tile(registers, base, first_query, first_key, thread, arrays, strides, sizes)

@@ -41,7 +41,7 @@ from ..steps import async_tiles, fragment_products, gradient_rows, lse_delta
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
-from ..steps.plain import key_queries, key_tiles
+from ..steps.sequence import query_range
 from ..steps.tiles import row_base
 from . import backward_walk
 
@@ -79,11 +79,11 @@ def make(config):
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     of_dk, of_dv, in_registers = config.of_dk, config.of_dv, config.in_registers
-    _, v_at, q_at, do_at, rows_at, weights_at, _, _, warps_at, _ = config.shared_offsets()
-    dv_at = v_at if of_dk else 0  # where dV is staged
+    plan = config.shared_layout()
+    dv_at = plan.v if of_dk else 0  # where dV is staged
     alignment = config.ALIGNMENT
     stages, other_stage = config.stages, config.stages - 1
-    q_stage, do_stage = (do_at - q_at) // stages, (rows_at - do_at) // stages  # bytes
+    q_stage, do_stage = (plan.do - plan.q) // stages, (plan.rows - plan.do) // stages  # bytes
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     part = tile_m // groups  # queries of a tile for which a warp computes scores
     rows_stage, row_chunks = 8 * tile_m, tile_m // 2  # of lse and -delta of a tile's queries: bytes, 16 at a time
@@ -136,7 +136,11 @@ def make(config):
                 here = int32(i * (tile_m // 16) + (chunk >> 3)) < row_blocks(seqlen_q)
                 at = base + int64(4) * int32(i * (2 * tile_m) + chunk * 4)
                 # This order of additions leaves nothing to be kept in a register between tiles.
-                to = smem.rows + stage * rows_stage + 16 * chunk if stages > 1 else smem.k + 16 * chunk + int32(rows_at)
+                to = (
+                    smem.rows + stage * rows_stage + 16 * chunk
+                    if stages > 1
+                    else smem.k + 16 * chunk + int32(plan.rows)
+                )
                 cp_async.copy16(to, at, 16 if here else 0)
 
     @inlined
@@ -273,7 +277,7 @@ def make(config):
         if groups > 1:
             # The thread's number is read again for each product, so that addresses are not kept in registers through
             # the others.
-            weights, barrier = smem.k + int32(weights_at), (thread >> int32(5) >> shift) + 1
+            weights, barrier = smem.k + int32(plan.weights), (thread >> int32(5) >> shift) + 1
             put(p_frag, weights, thread)
             own_columns = do_tile + own_panels(thread)
             own_product(acc_dv, p_frag, b_frag, own_columns, head_dim_v_padded - first_own_column(thread), thread)
@@ -330,23 +334,21 @@ def make(config):
 
     @cuda.jit
     def flash_attention_mma_dkdv(arrays, strides, sizes, score):
-        seqlen_q, seqlen_k, left, right = sizes.seqlen_q, sizes.seqlen_k, sizes.left, sizes.right
+        seqlen_k = sizes.seqlen_k
         thread = special.thread_index()
         k_smem = aligned(shared.address(cuda.shared.array(0, uint8)))
         smem = Smem(
             k_smem,  # (tile_n, head_dim_padded)
-            k_smem + int32(v_at),  # (tile_n, head_dim_v_padded)
-            k_smem + int32(q_at),  # (stages, tile_m, head_dim_padded)
-            k_smem + int32(do_at),  # (stages, tile_m, head_dim_v_padded)
-            k_smem + int32(rows_at),  # (stages, tile_m)
+            k_smem + int32(plan.v),  # (tile_n, head_dim_v_padded)
+            k_smem + int32(plan.q),  # (stages, tile_m, head_dim_padded)
+            k_smem + int32(plan.do),  # (stages, tile_m, head_dim_v_padded)
+            k_smem + int32(plan.rows),  # (stages, tile_m)
         )
         b, h_kv, first_key = tile_of(special.block_index(), arrays, strides, sizes)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
         group = divide(sizes.heads, sizes.heads_kv)
-        top_first, top_end = key_queries(first_key, q_start, left, right, seqlen_q)
-        bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
-        begin_, free_, cut_, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+        begin_, free_, cut_, stop_ = query_range(first_key, first_key + keys_left - 1, q_start, sizes, tile_m)
         begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
         if has_mask:  # drop the tiles before the first and after the last query to which it shows a key
             h = h_kv * group
@@ -440,10 +442,10 @@ def make(config):
         if of_dv and dv_left > 0:
             nonfinite |= stage_dv(registers.acc_dv, float32(1), dv_smem, first_row, lane, keys_left)
         if groups > 1:  # a row that is not finite in one panel is computed again in all
-            ld_st.store_b32(k_smem + int32(warps_at) + 4 * warp, nonfinite)
+            ld_st.store_b32(k_smem + int32(plan.warps) + 4 * warp, nonfinite)
             bar.sync((warp >> shift) + 1, 32 * groups)
             for other in range(groups):
-                nonfinite |= ld_st.load_b32(k_smem + int32(warps_at) + 4 * ((warp & int32(-groups)) + other))
+                nonfinite |= ld_st.load_b32(k_smem + int32(plan.warps) + 4 * ((warp & int32(-groups)) + other))
         if of_dk and dk_left > 0:
             base = row_base(strides.dk, b, h_kv, first_key) + first_column
             store_dk(dk_smem, first_row, lane, arrays.dk, base, strides.dk[2], rows_left, dk_left, nonfinite)

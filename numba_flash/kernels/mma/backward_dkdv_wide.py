@@ -27,7 +27,8 @@ from ..steps import async_tiles, lse_delta, numbers
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
-from ..steps.plain import first_column_of, first_row_of, key_queries, key_tiles
+from ..steps.plain import first_column_of, first_row_of, key_queries
+from ..steps.sequence import query_range
 from ..steps.tiles import row_base
 from . import backward_wide
 
@@ -78,7 +79,7 @@ def make(config):
     head_dim, head_dim_v, size = config.head_dim, config.head_dim_v, config.item_size
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     of_dk, of_dv, alignment = config.of_dk, config.of_dv, config.ALIGNMENT
-    _, v_at, q_at, do_at, _, rows_at, _ = config.shared_offsets()
+    plan = config.shared_layout()
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     strips, rows = warp_rows // 16, warp_rows // 8
     columns = tile_m // groups  # columns of scores that a warp computes
@@ -151,10 +152,10 @@ def make(config):
         """Start the copies of Q of query tile i of a head, with lse and delta."""
         rows_left = int32(sizes.seqlen_q - i * tile_m)
         source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m))
-        load_q(k_smem + int32(q_at), source, size * strides.q[2], 0, rows_left, head_dim, special.thread_index())
-        start_rows(
-            k_smem + int32(rows_at), int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes, special.thread_index()
+        load_q(
+            k_smem + int32(plan.other_s), source, size * strides.q[2], 0, rows_left, head_dim, special.thread_index()
         )
+        start_rows(k_smem + int32(plan.rows), walk.b, h, i * tile_m, arrays, sizes, special.thread_index())
 
     @inlined
     def own_column():
@@ -274,11 +275,11 @@ def make(config):
         if drops:
             find_kept(i, h, registers.kept, walk, arrays, sizes)
         if of_dk and has_functions:
-            finish_dp(registers, k_smem + int32(rows_at), score)
+            finish_dp(registers, k_smem + int32(plan.rows), score)
         if reads or has_functions:
             ask(i, h, registers, walk, arrays, strides, sizes, score)
         term = row_term(walk.b, h, arrays, strides)
-        weigh(i, registers, k_smem + int32(rows_at), walk, term, score)
+        weigh(i, registers, k_smem + int32(plan.rows), walk, term, score)
         if groups > 1:
             if of_dv:
                 put(registers.acc_s, lanes.exchanged)
@@ -298,7 +299,7 @@ def make(config):
                     at, rows_at_16 = int32(at + step_16), int32(rows_at_16 + 2048)
         cuda.syncthreads()  # all threads have finished with dO
         if t + 1 < walk.tiles * divide(sizes.heads, sizes.heads_kv):
-            load_others(int32(t + 1), k_smem + int32(do_at), walk, arrays, strides, sizes)
+            load_others(int32(t + 1), k_smem + int32(plan.other_dp), walk, arrays, strides, sizes)
         cp_async.commit_group()
         if of_dk:
             if groups == 1:
@@ -317,9 +318,9 @@ def make(config):
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         k_smem = aligned(shared.address(cuda.shared.array(0, uint8)))  # (tile_n, head_dim_padded)
-        v_smem = k_smem + int32(v_at)  # (tile_n, head_dim_v_padded)
-        q_smem = k_smem + int32(q_at)  # (tile_m, head_dim_padded)
-        do_smem = k_smem + int32(do_at)  # (tile_m, head_dim_v_padded)
+        v_smem = k_smem + int32(plan.own_dp)  # (tile_n, head_dim_v_padded)
+        q_smem = k_smem + int32(plan.other_s)  # (tile_m, head_dim_padded)
+        do_smem = k_smem + int32(plan.other_dp)  # (tile_m, head_dim_v_padded)
         k_lane, q_lane, do_transposed, exchanged = s_lanes(lane, warp, k_smem, q_smem, do_smem)
         v_lane, do_lane, q_transposed, _ = dp_lanes(lane, warp, v_smem, do_smem, q_smem)
         lanes = Lanes(k_lane, q_lane, do_transposed, v_lane, do_lane, q_transposed, exchanged)
@@ -328,9 +329,7 @@ def make(config):
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
         left, right, seqlen_q = sizes.left, sizes.right, sizes.seqlen_q
-        top_first, top_end = key_queries(first_key, q_start, left, right, seqlen_q)
-        bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
-        begin, _, _, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+        begin, _, _, stop = query_range(first_key, first_key + keys_left - 1, q_start, sizes, tile_m)
         if has_mask:  # drop the tiles before the first and after the last query to which it shows a key
             group, end_key = divide(sizes.heads, sizes.heads_kv), first_key + max(keys_left, int32(1))
             first, end, _, _ = ranges_of(b, h_kv * group, group, first_key, end_key, arrays, strides, sizes)

@@ -33,7 +33,7 @@ from ..steps import async_tiles, fragment_products, gradient_rows
 from ..steps import recompute_queries as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
-from ..steps.plain import key_tiles, row_keys
+from ..steps.sequence import key_range
 from ..steps.tiles import row_base
 from . import backward_dq_walk
 
@@ -81,9 +81,9 @@ def make(config):
         config.head_dim_v_padded,
     )
     in_registers, alignment = config.in_registers, config.ALIGNMENT
-    _, do_at, k_at, v_at, weights_at, _, _, warps_at, _ = config.shared_offsets()
+    plan = config.shared_layout()
     stages, other_stage = config.stages, config.stages - 1
-    k_stage, v_stage = (v_at - k_at) // stages, (weights_at - v_at) // stages  # bytes
+    k_stage, v_stage = (plan.v - plan.k) // stages, (plan.weights - plan.v) // stages  # bytes
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     part = tile_n // groups  # keys of a tile for which a warp computes scores
     strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
@@ -224,7 +224,7 @@ def make(config):
             ask_functions(j, registers, smem.q, arrays, strides, score)
         weigh(j, registers, smem.q, thread, term, arrays, sizes, score, masked)
         if groups > 1:
-            warp, weights = thread >> int32(5), smem.q + int32(weights_at)
+            warp, weights = thread >> int32(5), smem.q + int32(plan.weights)
             first = (warp & (groups - 1)) * columns
             k_tile += lanes.transposed + (first >> 6) * (tile_n * 128)
             put(registers.ds_frag, weights, thread)
@@ -255,17 +255,15 @@ def make(config):
         q_smem = aligned(shared.address(cuda.shared.array(0, uint8)))
         smem = Smem(
             q_smem,  # (tile_m, head_dim_padded)
-            q_smem + int32(do_at),  # (tile_m, head_dim_v_padded)
-            q_smem + int32(k_at),  # (stages, tile_n, head_dim_padded)
-            q_smem + int32(v_at),  # (stages, tile_n, head_dim_v_padded)
+            q_smem + int32(plan.do),  # (tile_m, head_dim_v_padded)
+            q_smem + int32(plan.k),  # (stages, tile_n, head_dim_padded)
+            q_smem + int32(plan.v),  # (stages, tile_n, head_dim_v_padded)
         )
         own_lane, other_lane, transposed_lane = lanes_of(thread)
         lanes = Lanes(own_lane, other_lane, transposed_lane)
 
-        top_first, top_end = row_keys(tile_keys.position, sizes.left, sizes.right, tile_keys.keys)
-        last_pos = tile_keys.position + queries_left - 1
-        bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, tile_keys.keys)
-        begin_, free_, cut_, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        first_pos, last_pos = tile_keys.position, tile_keys.position + queries_left - 1
+        begin_, free_, cut_, stop_ = key_range(first_pos, last_pos, tile_keys.keys, sizes, tile_n)
         begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
         if has_mask:  # drop the key tiles before the first and after the last in which it shows a key
             end_query = tile.first_query + queries_left
@@ -342,10 +340,10 @@ def make(config):
         if dq_left > 0:
             nonfinite |= stage_dq(registers.acc_dq, score.scale, dq_smem, first_row, lane, queries_left)
         if groups > 1:  # a row that is not finite in one panel is computed again in all
-            ld_st.store_b32(q_smem + int32(warps_at) + 4 * warp, nonfinite)
+            ld_st.store_b32(q_smem + int32(plan.warps) + 4 * warp, nonfinite)
             bar.sync((warp >> shift) + 1, 32 * groups)
             for other in range(groups):
-                nonfinite |= ld_st.load_b32(q_smem + int32(warps_at) + 4 * ((warp & int32(-groups)) + other))
+                nonfinite |= ld_st.load_b32(q_smem + int32(plan.warps) + 4 * ((warp & int32(-groups)) + other))
         if dq_left > 0:
             base = row_base(strides.dq, tile.b, tile.h, tile.first_query) + first_column
             store_dq(dq_smem, first_row, lane, arrays.dq, base, strides.dq[2], queries_left, dq_left, nonfinite)

@@ -12,8 +12,8 @@ from ..steps import elements, numbers
 from ..steps import recompute_queries as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.plain import key_tiles, row_keys
 from ..steps.query_tile import QueryTile, TileKeys
+from ..steps.sequence import key_range
 from ..steps.tiles import row_base
 
 
@@ -27,9 +27,7 @@ def make(config):
     @inlined
     def has_parts(tile, tile_keys, sizes):
         last_pos = tile_keys.position + min(sizes.seqlen_q - tile.first_query, tile_m) - 1
-        top_first, top_end = row_keys(tile_keys.position, sizes.left, sizes.right, tile_keys.keys)
-        bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, tile_keys.keys)
-        begin, _, _, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        begin, _, _, stop = key_range(tile_keys.position, last_pos, tile_keys.keys, sizes, tile_n)
         return begin < stop
 
     @inlined

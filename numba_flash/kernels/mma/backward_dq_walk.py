@@ -46,8 +46,8 @@ class Walk(NamedTuple):
 
 def make(config):
     tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
-    *_, of_rows_at, state_at, _, _ = config.shared_offsets()
-    bases_at, keys_at, head_at, tile_at, walk_at, origin_at = (state_at + n * block_state.SIZE for n in range(6))
+    plan = config.shared_layout()
+    bases_at, keys_at, head_at, tile_at, walk_at, origin_at = (plan.state + n * block_state.SIZE for n in range(6))
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     part = tile_n // groups  # keys of a tile for which a warp computes scores
     strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
@@ -59,12 +59,7 @@ def make(config):
     cut_ends, take = of_states.ends, longest_first.make(config).take
     apply_functions = gradient_functions.on_fragments(config, strips, part, of_keys=False)
     drops, _, kept_of, *_ = counts.on_fragments(config, strips, part)
-    row_blocks, block_words, place, minus_delta_at = (
-        lse_delta.row_blocks,
-        lse_delta.BLOCK_WORDS,
-        lse_delta.place,
-        lse_delta.MINUS_DELTA,
-    )
+    place, minus_delta_at = lse_delta.place, lse_delta.MINUS_DELTA
     inf = float32(math.inf)
 
     @inlined
@@ -109,7 +104,7 @@ def make(config):
             if reads:
                 origin = origin_of(b, h, first_query, arrays, strides)
                 block_state.put(q_smem + int32(origin_at), origin.bias, origin.bits)
-        head_lse_delta = int64(b * sizes.heads + h) * (row_blocks(sizes.seqlen_q) * block_words)
+        head_lse_delta = lse_delta.head_blocks(b, h, sizes)
         for step in range(-(-tile_m // threads)):
             row = int32(thread + step * threads)
             if row < tile_m:
@@ -120,7 +115,7 @@ def make(config):
                     lse_log2, minus_delta = arrays.lse_delta[at], arrays.lse_delta[at + minus_delta_at]
                 elif has_functions:  # they are not called for a row that does not exist
                     end_key = first_key
-                of_row = q_smem + int32(of_rows_at) + 16 * row
+                of_row = q_smem + int32(plan.of_rows) + 16 * row
                 block_state.put_range(of_row, int32(first_key), int32(end_key))
                 ld_st.store_b32(of_row + 8, float32(lse_log2).view(np.uint32))
                 ld_st.store_b32(of_row + 12, float32(minus_delta).view(np.uint32))
@@ -167,7 +162,7 @@ def make(config):
     def of_row(r, thread, q_smem):
         """The shared address of the data of the lane's row r."""
         lane, warp = thread & int32(31), thread >> int32(5)
-        return q_smem + int32(of_rows_at) + 16 * ((warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8)
+        return q_smem + int32(plan.of_rows) + 16 * ((warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8)
 
     @inlined
     def distances(j, thread, q_smem, distance):

@@ -25,8 +25,9 @@ from ..steps import async_tiles, lse_delta, numbers
 from ..steps import recompute_queries as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
-from ..steps.plain import first_column_of, first_row_of, key_tiles, row_keys
+from ..steps.plain import first_column_of, first_row_of, row_keys
 from ..steps.query_tile import QueryTile, TileKeys
+from ..steps.sequence import key_range
 from ..steps.tiles import row_base
 from . import backward_wide
 
@@ -66,7 +67,7 @@ def make(config):
     head_dim, head_dim_v, size = config.head_dim, config.head_dim_v, config.item_size
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     alignment = config.ALIGNMENT
-    _, do_at, k_at, v_at, *_ = config.shared_offsets()
+    plan = config.shared_layout()
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     strips, rows = warp_rows // 16, warp_rows // 8
     columns = tile_n // groups  # columns of scores that a warp computes
@@ -220,13 +221,13 @@ def make(config):
         """One key tile."""
         wait_all()
         cuda.syncthreads()  # V has arrived, and all threads have finished with K of the last tile
-        load_keys(j, q_smem + int32(k_at), tile, tile_keys, arrays, strides)
+        load_keys(j, q_smem + int32(plan.other_s), tile, tile_keys, arrays, strides)
         cp_async.commit_group()
         multiply_do_v(registers.acc_dp, registers.own_frag, registers.other_frag, lanes.do, lanes.v)
         wait_all()
         cuda.syncthreads()  # K has arrived, and all threads have finished with V
         if j > begin:
-            load_values(int32(j - 1), q_smem + int32(v_at), tile, tile_keys, arrays, strides)
+            load_values(int32(j - 1), q_smem + int32(plan.other_dp), tile, tile_keys, arrays, strides)
         cp_async.commit_group()
         multiply_q_k(registers.acc_s, registers.own_frag, registers.other_frag, lanes.q, lanes.k)
         if drops:
@@ -253,19 +254,17 @@ def make(config):
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         q_smem = aligned(shared.address(cuda.shared.array(0, uint8)))  # (tile_m, head_dim_padded)
-        do_smem = q_smem + int32(do_at)  # (tile_m, head_dim_v_padded)
-        k_smem = q_smem + int32(k_at)  # (tile_n, head_dim_padded)
-        v_smem = q_smem + int32(v_at)  # (tile_n, head_dim_v_padded)
+        do_smem = q_smem + int32(plan.own_dp)  # (tile_m, head_dim_v_padded)
+        k_smem = q_smem + int32(plan.other_s)  # (tile_n, head_dim_padded)
+        v_smem = q_smem + int32(plan.other_dp)  # (tile_n, head_dim_v_padded)
         q_lane, k_lane, k_transposed, exchanged = s_lanes(lane, warp, q_smem, k_smem, k_smem)
         do_lane, v_lane, _, _ = dp_lanes(lane, warp, do_smem, v_smem, v_smem)
         lanes = Lanes(q_lane, k_lane, k_transposed, do_lane, v_lane, exchanged)
 
         tile, tile_keys = tile_of(special.block_index(), arrays, strides, sizes)
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, tile_m))
-        top_first, top_end = row_keys(tile_keys.position, sizes.left, sizes.right, tile_keys.keys)
-        last_pos = tile_keys.position + queries_left - 1
-        bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, tile_keys.keys)
-        begin_, _, _, stop_ = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        first_pos, last_pos = tile_keys.position, tile_keys.position + queries_left - 1
+        begin_, _, _, stop_ = key_range(first_pos, last_pos, tile_keys.keys, sizes, tile_n)
         begin, stop = int32(begin_), int32(stop_)
         if has_mask:  # drop the key tiles before the first and after the last in which it shows a key
             end_query = tile.first_query + queries_left

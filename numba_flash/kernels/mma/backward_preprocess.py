@@ -20,6 +20,7 @@ from ..steps import elements, lse_delta
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
+from ..steps.sequence import lse_row
 from ..steps.tiles import row_base
 
 
@@ -31,7 +32,7 @@ def make(config):
     load, load_v4, address = elements.loader(config.dtype, float32), memory.load_v4, memory.address
     bfly, low_f16, high_f16 = shfl.bfly_f32, cvt.low_f16, cvt.high_f16
     thread_index, block_index = special.thread_index, special.block_index
-    row_blocks, place, block_words = lse_delta.row_blocks, lse_delta.place, lse_delta.BLOCK_WORDS
+    row_blocks, block_row = lse_delta.row_blocks, lse_delta.block_row
     minus_delta_at, product = lse_delta.MINUS_DELTA, lse_delta.product(config)
     turns_of, turns_at, turn_words = config.turns_of, TURNS_AT, 2 * config.dq_lines
     early, let_kernel_start = config.early, griddepcontrol.launch_dependents
@@ -86,12 +87,12 @@ def make(config):
         if lane == 0 and query < head_row_blocks * 16:
             lse = inf
             if query < seqlen_q:
-                at = (b * heads + h) * seqlen_q + query
+                at = lse_row(b, h, query, sizes)
                 lse = float32(arrays.lse[at]) * unit
                 lse = inf if lse == -inf else lse
                 if has_dlse:
                     part -= arrays.dlse[row_base(strides.dlse, b, h, query)]
-            at = int64(head_of_all) * (head_row_blocks * block_words) + place(query)
+            at = block_row(b, h, query, sizes)
             arrays.lse_delta[at] = lse
             arrays.lse_delta[at + minus_delta_at] = -part
 

@@ -46,8 +46,10 @@ def make(config):
     tile_m, tile_n, warp_rows, rows = config.tile_m, config.tile_n, config.warp_rows, config.warp_rows // 8
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     part = tile_m // groups  # queries of a tile for which a warp computes scores
-    *_, seen_at, state_at, _, _ = config.shared_offsets()
-    bases_at, lse_delta_at, offset_at, walk_at, tile_at, reads_at = (state_at + n * block_state.SIZE for n in range(6))
+    plan = config.shared_layout()
+    bases_at, lse_delta_at, offset_at, walk_at, tile_at, reads_at = (
+        plan.state + n * block_state.SIZE for n in range(6)
+    )
     read, row_term = score_reads.make(config, warp_rows // 16, part, of_keys=True), fragments.chain(config).row_term
     reads, origin_of, bias_item = read.reads, read.origin, ITEM_SIZE[config.dtype_of("bias") or "float32"]
     load_reads, has_mask, has_score_mod = read.load, config.has("mask"), config.has("score_mod")
@@ -86,7 +88,7 @@ def make(config):
             block_state.put(
                 k_smem + int32(bases_at), memory.address(arrays.q, q_end), memory.address(arrays.do, do_end)
             )
-            lse_delta_end = int64(b * sizes.heads + end_head) * (row_blocks(sizes.seqlen_q) * block_words)
+            lse_delta_end = lse_delta.head_blocks(b, end_head, sizes)
             block_state.put(
                 k_smem + int32(lse_delta_at), memory.address(arrays.lse_delta, lse_delta_end), int64(end_head)
             )
@@ -100,7 +102,7 @@ def make(config):
         if thread < tile_n:  # the range of queries that see a key
             first_query, end_query = key_queries(first_key + thread, q_start, sizes.left, sizes.right, sizes.seqlen_q)
             end_query = first_query if first_key + thread >= keys else end_query
-            block_state.put_range(k_smem + int32(seen_at) + 8 * thread, int32(first_query), int32(end_query))
+            block_state.put_range(k_smem + int32(plan.seen) + 8 * thread, int32(first_query), int32(end_query))
 
     @inlined
     def distances(i, thread, k_smem, distance):
@@ -117,7 +119,7 @@ def make(config):
         lane, warp = thread & int32(31), thread >> int32(5)
         first_column = int32(i * int32(tile_m) + first_query_of(lane, warp))
         key = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
-        first_query, end_query = block_state.get_range(k_smem + int32(seen_at) + 8 * key)
+        first_query, end_query = block_state.get_range(k_smem + int32(plan.seen) + 8 * key)
         return columns_within(int32(first_query - first_column), int32(end_query - first_column), 0)
 
     @inlined

@@ -31,15 +31,11 @@ class View(NamedTuple):
     large_f64: bool
     unrolled: bool
     exchange_at: int
-    tile_state_entries: int = 0
     splits_columns: bool = False
     sliced: bool = False
     scalar_loads: bool = False  # these three: products_float64.py
     columns_in_order: bool = False
     odd_rows_first: bool = False
-
-    def shared_offsets(self):
-        return 0, 0, 0, 0, self.exchange_at, 0
 
 
 def products(config, first_columns, second_columns):
@@ -54,7 +50,7 @@ def products(config, first_columns, second_columns):
         config.column_groups,
         config.large_f64,
         config.unrolled,
-        config.shared_offsets()[4],
+        config.shared_layout().exchanged,
     )
     return PRODUCTS[config.dtype].make(view)
 
@@ -63,7 +59,7 @@ def exchange(config):
     """-> Exchange of P, and of dS behind it, between two warps that own the same rows; and bytes of one."""
     view = View(
         config.dtype, config.own_rows, config.other_rows, config.warp_rows, 0, 0, config.column_groups,
-        config.large_f64, False, config.shared_offsets()[4],
+        config.large_f64, False, config.shared_layout().exchanged,
     )  # fmt: skip
     return exchanged_scores.make(view), config.own_rows * config.other_rows * config.item_size
 

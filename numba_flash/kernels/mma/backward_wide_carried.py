@@ -15,7 +15,7 @@ Launch: a block, or with `blocks` a cluster, for each key tile: grid (blocks * b
 bytes and are contiguous along dim; dq, dk and dv are contiguous.
 """
 
-from numba import cuda, float64, int32, int64, uint8, uint32
+from numba import cuda, float64, int32, uint8, uint32
 
 from ...ptx import bar, cluster, cp_async, fence, ld_st, local, mbarrier, memory, setmaxnreg, shared, special
 from ..score import fragments, positions
@@ -23,7 +23,7 @@ from ..steps import async_tiles, block_state, lse_delta
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.plain import key_queries, key_tiles
+from ..steps.sequence import query_range
 from ..steps.tiles import row_base
 from . import backward_dq_carried, backward_dq_parts, backward_fused_tile, backward_wide, shared_scores
 from .backward_dq_carried import WORKERS
@@ -36,10 +36,10 @@ REGISTERS = setmaxnreg.decrease, setmaxnreg.increase
 def make(config):
     tile_m, tile_n, workers = config.tile_m, config.tile_n, config.workers
     head_dim, head_dim_v, padded = config.head_dim, config.head_dim_v, config.head_dim_padded
-    v_at, q_at, do_at, p_at, ds_at, rows_at, state_at, dq_at, bars_at, scores_bars_at, _ = config.shared_offsets()
+    plan = config.shared_layout()
     paired, groups, loaders = config.blocks > 1, config.column_groups, config.LOADERS
-    full, q_empty, do_empty, staging_empty = (bars_at + 8 * n for n in range(4))  # full: Q and dO are there
-    one_buffer, end_at, columns = config.one_staging_buffer, state_at + 3 * block_state.SIZE, padded // groups
+    full, q_empty, do_empty, staging_empty = (plan.barriers + 8 * n for n in range(4))  # full: Q and dO are there
+    one_buffer, end_at, columns = config.one_staging_buffer, plan.state + 3 * block_state.SIZE, padded // groups
 
     load_own = async_tiles.loader(tile_n, padded, workers, 1, 8)
     load_other = async_tiles.loader(tile_m, padded, loaders, 1, 8)
@@ -89,21 +89,21 @@ def make(config):
     @inlined
     def load_queries(t, k_smem, thread, arrays, strides, sizes):
         """Start the copies of Q of the t-th tile of queries, with lse and delta."""
-        walk = walk_of(k_smem + int32(state_at), sizes)
+        walk = walk_of(k_smem + int32(plan.state), sizes)
         i, h = turn(t, walk, sizes)
         first, rows_left = own_column(), int32(sizes.seqlen_q - i * tile_m)
         source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m) + first)
-        load_other(k_smem + int32(q_at), source, 8 * strides.q[2], 0, rows_left, head_dim - first, thread)
-        start_rows(k_smem + int32(rows_at), int64(walk.b) * sizes.heads + h, i * tile_m, arrays, sizes, thread)
+        load_other(k_smem + int32(plan.q), source, 8 * strides.q[2], 0, rows_left, head_dim - first, thread)
+        start_rows(k_smem + int32(plan.rows), walk.b, h, i * tile_m, arrays, sizes, thread)
 
     @inlined
     def load_do(t, k_smem, thread, arrays, strides, sizes):
         """Likewise of dO."""
-        walk = walk_of(k_smem + int32(state_at), sizes)
+        walk = walk_of(k_smem + int32(plan.state), sizes)
         i, h = turn(t, walk, sizes)
         first, rows_left = own_column(), int32(sizes.seqlen_q - i * tile_m)
         source = memory.address(arrays.do, row_base(strides.do, walk.b, h, i * tile_m) + first)
-        load_other(k_smem + int32(do_at), source, 8 * strides.do[2], 0, rows_left, head_dim_v - first, thread)
+        load_other(k_smem + int32(plan.do), source, 8 * strides.do[2], 0, rows_left, head_dim_v - first, thread)
 
     @inlined
     def fetch(k_smem, thread, arrays, strides, sizes):
@@ -130,39 +130,39 @@ def make(config):
         """Where the other block's scores for the warp come to: there the warp puts the half that it gives, later."""
         warp = special.thread_index() >> int32(5)
         group, role = warp >> int32(1), warp & int32(1)
-        return k_smem + int32(p_at) + role * int32(ds_at - p_at) + group * int32(s_count * 256)
+        return k_smem + int32(plan.p) + role * int32(plan.ds - plan.p) + group * int32(s_count * 256)
 
     @inlined
     def step(t, registers, k_smem, arrays, strides, sizes, score):
         """One tile of queries of one head."""
         mbarrier.wait(k_smem + int32(full), t & 1)
-        find_scores(registers, k_smem, int32(q_at), int32(do_at))
-        walk = walk_of(k_smem + int32(state_at), sizes)
+        find_scores(registers, k_smem, int32(plan.q), int32(plan.do))
+        walk = walk_of(k_smem + int32(plan.state), sizes)
         i, h = turn(t, walk, sizes)  # while the last products end
         if one_buffer:
             mbarrier.wait(k_smem + int32(staging_empty), (t & 1) ^ 1)
         if paired:
-            add_other(registers.acc, t, place_of_incoming_scores(k_smem), k_smem + int32(scores_bars_at))
+            add_other(registers.acc, t, place_of_incoming_scores(k_smem), k_smem + int32(plan.scores_barriers))
         give_half(registers, k_smem)
         meet()
-        rows_smem, term = k_smem + int32(rows_at), row_term(walk.b, h, arrays, strides)
+        rows_smem, term = k_smem + int32(plan.rows), row_term(walk.b, h, arrays, strides)
         weigh(i, registers, k_smem, rows_smem, walk, term, sizes, score)
         meet()
-        add_rows(registers.acc_dv, registers, k_smem + int32(p_at), k_smem + int32(do_at))
+        add_rows(registers.acc_dv, registers, k_smem + int32(plan.p), k_smem + int32(plan.do))
         done_with(k_smem + int32(do_empty))
-        add_rows(registers.acc_dk, registers, k_smem + int32(ds_at), k_smem + int32(q_at))
+        add_rows(registers.acc_dk, registers, k_smem + int32(plan.ds), k_smem + int32(plan.q))
         done_with(k_smem + int32(q_empty))
         meet_all()  # all of dS is there
-        leave_dq(k_smem, k_smem + int32(ds_at), k_smem + int32(dq_at), score)
+        leave_dq(k_smem, k_smem + int32(plan.ds), k_smem + int32(plan.dq), score)
 
     @inlined
     def carry(k_smem, strides, sizes):
         """What the carrier does: all of the block's parts of dQ, one behind the other."""
-        state, t = k_smem + int32(state_at), int32(0)
+        state, t = k_smem + int32(plan.state), int32(0)
         while t < end_of(k_smem):
             i, h = turn(t, walk_of(state, sizes), sizes)
             free = k_smem + int32(staging_empty)
-            carry_dq(i, h, t == 0, t + 1 == end_of(k_smem), k_smem + int32(dq_at), state, free, strides, sizes)
+            carry_dq(i, h, t == 0, t + 1 == end_of(k_smem), k_smem + int32(plan.dq), state, free, strides, sizes)
             t = int32(t + 1)
 
     @inlined
@@ -181,7 +181,7 @@ def make(config):
             begin(k_smem)
         if paired:
             if special.thread_index() == 0:
-                begin_scores(k_smem + int32(scores_bars_at))
+                begin_scores(k_smem + int32(plan.scores_barriers))
                 fence.mbarrier_init()
                 if cluster.rank() == 0:
                     ticket = memory.add(memory.address(arrays.turns, 0), uint32(1))
@@ -198,15 +198,12 @@ def make(config):
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         k_smem = shared.address(cuda.shared.array(0, uint8))  # (tile_n, head_dim_padded)
-        state = k_smem + int32(state_at)
+        state = k_smem + int32(plan.state)
         take_ticket(k_smem, state, arrays)
         b, h_kv, first_key = work_of(int32(ld_st.load_b32(state)), sizes)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
-        left, right, seqlen_q = sizes.left, sizes.right, sizes.seqlen_q
-        top_first, top_end = key_queries(first_key, q_start, left, right, seqlen_q)
-        bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
-        begin, _, _, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+        begin, _, _, stop = query_range(first_key, first_key + keys_left - 1, q_start, sizes, tile_m)
         tiles = int32(stop - begin) if keys_left > 0 else int32(0)
         walk = Walk(b, h_kv, first_key, q_start, int32(keys), int32(begin), tiles)
         cuda.syncthreads()  # the ticket has been read
@@ -239,7 +236,7 @@ def make(config):
             k_global = memory.address(arrays.k, row_base(strides.k, b, h_kv, first_key) + first)
             load_own(k_smem, k_global, 8 * strides.k[2], 0, keys_left, head_dim - first, thread)
             v_global = memory.address(arrays.v, row_base(strides.v, b, h_kv, first_key) + first)
-            load_own(k_smem + int32(v_at), v_global, 8 * strides.v[2], 0, keys_left, head_dim_v - first, thread)
+            load_own(k_smem + int32(plan.v), v_global, 8 * strides.v[2], 0, keys_left, head_dim_v - first, thread)
         cp_async.commit_group()
         wait_all()
         meet_all()  # K and V are there

@@ -17,7 +17,7 @@ Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shar
 of q, k, v, do and dq begin at multiples of 16 bytes and are contiguous along dim; dq, dk and dv are contiguous.
 """
 
-from numba import cuda, int32, int64, uint8, uint32
+from numba import cuda, int32, uint8, uint32
 
 from ...ptx import cp_async, ld_st, local, memory, shared, special
 from ..score import fragments, positions
@@ -25,7 +25,7 @@ from ..steps import async_tiles, lse_delta, numbers
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.plain import key_queries, key_tiles
+from ..steps.sequence import query_range
 from ..steps.tiles import row_base
 from . import backward_dq_parts, backward_fused_tile, backward_wide
 from .backward_dq_parts import Walk
@@ -35,7 +35,7 @@ from .backward_fused_tile import Registers
 def make(config):
     tile_m, tile_n, threads = config.tile_m, config.tile_n, config.threads
     head_dim, head_dim_v, size, padded = config.head_dim, config.head_dim_v, config.item_size, config.head_dim_padded
-    v_at, q_at, do_at, p_at, ds_at, rows_at, state_at, _ = config.shared_offsets()
+    plan = config.shared_layout()
     alignment, groups = config.ALIGNMENT, config.column_groups
     columns = padded // groups
 
@@ -66,38 +66,31 @@ def make(config):
     @inlined
     def load_do(t, k_smem, arrays, strides, sizes):
         """Start the copies of dO of the t-th query tile, if there is one."""
-        walk = walk_of(k_smem + int32(state_at), sizes)
+        walk = walk_of(k_smem + int32(plan.state), sizes)
         if t < walk.tiles * divide(sizes.heads, sizes.heads_kv):
             i, h = turn(t, walk, sizes)
             source = memory.address(arrays.do, row_base(strides.do, walk.b, h, i * tile_m))
             rows_left = int32(sizes.seqlen_q - i * tile_m)
             stride = size * strides.do[2]
-            load_other(k_smem + int32(do_at), source, stride, 0, rows_left, head_dim_v, special.thread_index())
+            load_other(k_smem + int32(plan.do), source, stride, 0, rows_left, head_dim_v, special.thread_index())
 
     @inlined
     def load_queries(t, k_smem, arrays, strides, sizes):
         """Likewise for Q, with lse and delta."""
-        walk = walk_of(k_smem + int32(state_at), sizes)
+        walk = walk_of(k_smem + int32(plan.state), sizes)
         if t < walk.tiles * divide(sizes.heads, sizes.heads_kv):
             i, h = turn(t, walk, sizes)
             source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m))
             rows_left, stride = int32(sizes.seqlen_q - i * tile_m), size * strides.q[2]
-            load_other(k_smem + int32(q_at), source, stride, 0, rows_left, head_dim, special.thread_index())
-            start_rows(
-                k_smem + int32(rows_at),
-                int64(walk.b) * sizes.heads + h,
-                i * tile_m,
-                arrays,
-                sizes,
-                special.thread_index(),
-            )
+            load_other(k_smem + int32(plan.q), source, stride, 0, rows_left, head_dim, special.thread_index())
+            start_rows(k_smem + int32(plan.rows), walk.b, h, i * tile_m, arrays, sizes, special.thread_index())
 
     @inlined
     def hand_on_before(t, k_smem, sizes):
         """After a barrier: the block's parts of the query tiles before its t-th one are in dQ; passes on the turn."""
         if special.thread_index() == 0 and t > 0:
-            i, h = turn(int32(t - 1), walk_of(k_smem + int32(state_at), sizes), sizes)
-            hand_on(i, h, k_smem + int32(state_at), sizes)
+            i, h = turn(int32(t - 1), walk_of(k_smem + int32(plan.state), sizes), sizes)
+            hand_on(i, h, k_smem + int32(plan.state), sizes)
 
     @inlined
     def step(t, registers, k_smem, arrays, strides, sizes, score):
@@ -105,44 +98,41 @@ def make(config):
         wait_all()
         cuda.syncthreads()  # Q and dO have arrived; dS of the last tile has been used and added to dQ
         hand_on_before(t, k_smem, sizes)
-        find_scores(registers, k_smem, int32(q_at), int32(do_at))
+        find_scores(registers, k_smem, int32(plan.q), int32(plan.do))
         give_half(registers, k_smem)
         meet()
-        walk = walk_of(k_smem + int32(state_at), sizes)
+        walk = walk_of(k_smem + int32(plan.state), sizes)
         i, h = turn(t, walk, sizes)
         term = row_term(walk.b, h, arrays, strides)
-        weigh(i, registers, k_smem, k_smem + int32(rows_at), walk, term, sizes, score)
+        weigh(i, registers, k_smem, k_smem + int32(plan.rows), walk, term, sizes, score)
         meet()
-        add_rows(registers.acc_dv, registers, k_smem + int32(p_at), k_smem + int32(do_at))
+        add_rows(registers.acc_dv, registers, k_smem + int32(plan.p), k_smem + int32(plan.do))
         if special.thread_index() == threads - 1:
-            i, h = turn(t, walk_of(k_smem + int32(state_at), sizes), sizes)
-            wait_turn(i, h, k_smem + int32(state_at), sizes)
+            i, h = turn(t, walk_of(k_smem + int32(plan.state), sizes), sizes)
+            wait_turn(i, h, k_smem + int32(plan.state), sizes)
         cuda.syncthreads()  # all threads have finished with dO, dS is stored, and it is this block's turn
         load_do(int32(t + 1), k_smem, arrays, strides, sizes)
         cp_async.commit_group()
-        add_rows(registers.acc_dk, registers, k_smem + int32(ds_at), k_smem + int32(q_at))
+        add_rows(registers.acc_dk, registers, k_smem + int32(plan.ds), k_smem + int32(plan.q))
         cuda.syncthreads()  # all threads have finished with Q
         load_queries(int32(t + 1), k_smem, arrays, strides, sizes)
         cp_async.commit_group()
-        i, h = turn(t, walk_of(k_smem + int32(state_at), sizes), sizes)
-        add_dq(i, h, k_smem, k_smem + int32(ds_at), k_smem + int32(state_at), strides, sizes, score)
+        i, h = turn(t, walk_of(k_smem + int32(plan.state), sizes), sizes)
+        add_dq(i, h, k_smem, k_smem + int32(plan.ds), k_smem + int32(plan.state), strides, sizes, score)
 
     @cuda.jit
     def flash_attention_mma_wide_fused(arrays, strides, sizes, score):
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         k_smem = aligned(shared.address(cuda.shared.array(0, uint8)))  # (tile_n, head_dim_padded)
-        state = k_smem + int32(state_at)
+        state = k_smem + int32(plan.state)
         if thread == 0:
             ld_st.store_b32(state, memory.add(memory.address(arrays.turns, 0), uint32(1)))
         cuda.syncthreads()
         b, h_kv, first_key = work_of(int32(ld_st.load_b32(state)), sizes)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
-        left, right, seqlen_q = sizes.left, sizes.right, sizes.seqlen_q
-        top_first, top_end = key_queries(first_key, q_start, left, right, seqlen_q)
-        bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
-        begin, _, _, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+        begin, _, _, stop = query_range(first_key, first_key + keys_left - 1, q_start, sizes, tile_m)
         tiles = int32(stop - begin) if keys_left > 0 else int32(0)
         walk = Walk(b, h_kv, first_key, q_start, int32(keys), int32(begin), tiles)
         cuda.syncthreads()  # the ticket has been read
@@ -164,7 +154,7 @@ def make(config):
             k_global = memory.address(arrays.k, row_base(strides.k, b, h_kv, first_key))
             load_own(k_smem, k_global, size * strides.k[2], 0, keys_left, head_dim, thread)
             v_global = memory.address(arrays.v, row_base(strides.v, b, h_kv, first_key))
-            load_own(k_smem + int32(v_at), v_global, size * strides.v[2], 0, keys_left, head_dim_v, thread)
+            load_own(k_smem + int32(plan.v), v_global, size * strides.v[2], 0, keys_left, head_dim_v, thread)
             load_do(int32(0), k_smem, arrays, strides, sizes)
             load_queries(int32(0), k_smem, arrays, strides, sizes)
         cp_async.commit_group()

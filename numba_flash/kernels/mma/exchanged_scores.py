@@ -33,8 +33,7 @@ class Exchange(NamedTuple):
 def make(config):
     strips, blocks, double = config.warp_rows // 16, config.tile_n // 8, config.dtype == "float64"
     half, chunks, chunk = blocks // 2, 2 if double else 1, 2 if double else 4  # 16 bytes of a block, and their elements
-    _, _, _, _, tile_at, _ = config.shared_offsets()
-    begin = tile_at + config.tile_state_entries * 16
+    begin = config.exchange_at
     all_bytes = strips * blocks * chunks * ROW
     pair_bytes = all_bytes * (2 if config.splits_columns else 1)
 

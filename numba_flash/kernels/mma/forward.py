@@ -27,8 +27,9 @@ from ..steps import async_tiles, block_state, fragment_softmax, numbers, recompu
 from ..steps import recompute_rows as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
-from ..steps.plain import first_column_of, first_row_of, key_tiles, row_keys
+from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile, TileKeys
+from ..steps.sequence import key_range
 from ..steps.tiles import row_base
 from . import products_16bit, products_float32, products_float64, rows_16bit, rows_wide, sliced_tiles
 
@@ -74,9 +75,9 @@ def make(config):
     tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
     head_dim_padded, head_dim_v_padded, v_parts = config.head_dim_padded, config.head_dim_v_padded, config.v_parts
-    _, k_at, v_at, row_states_at, tile_state_at, _ = config.shared_offsets()
+    plan = config.shared_layout()
     bases_at, keys_at, origin_at, query_at = (
-        tile_state_at + n * block_state.SIZE for n in range(4)
+        plan.tile_state + n * block_state.SIZE for n in range(4)
     )  # the last two: if read
     alignment, row_states_bytes = config.ALIGNMENT, config.ROW_STATE_BYTES * config.tile_m
     many_copies = max(head_dim_padded, head_dim_v_padded) > 128
@@ -190,7 +191,7 @@ def make(config):
             source = v_global + j * tile_n * v_bytes
             wait_all()
             cuda.syncthreads()  # K_j is there, and everyone is done with V_j+1
-            load_v(places.q + int32(v_at), source, v_bytes, 0, rows_left, columns_left, again(thread))
+            load_v(places.q + int32(plan.v), source, v_bytes, 0, rows_left, columns_left, again(thread))
             cp_async.commit_group()
             multiply_q_k(
                 registers.acc_s, registers.q_frag, registers.kv_frag, places.q_lane, places.k_lane, places.s_lane
@@ -249,7 +250,7 @@ def make(config):
             wait_all()
             cuda.syncthreads()  # V_j is there, and everyone is done with K_j
             if j > begin:
-                load_k(places.q + int32(k_at), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(thread))
+                load_k(places.q + int32(plan.k), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(thread))
                 cp_async.commit_group()
         moved = softmax(registers.acc_s, row.m, row.l, row.alpha, scale_log2)
         if drops:
@@ -295,8 +296,8 @@ def make(config):
 
         smem = cuda.shared.array(0, uint8)
         q_smem = aligned(shared.address(smem))  # (tile_m, head_dim_padded)
-        k_smem = q_smem + int32(k_at)  # (tile_n, head_dim_padded)
-        v_smem = q_smem + int32(v_at)  # (tile_n, head_dim_v_padded)
+        k_smem = q_smem + int32(plan.k)  # (tile_n, head_dim_padded)
+        v_smem = q_smem + int32(plan.v)  # (tile_n, head_dim_v_padded)
         q_global = memory.address(arrays.q, row_base(strides.q, tile.b, tile.h, tile.first_query))
         k_global = memory.address(arrays.k, row_base(strides.k, tile.b, tile_keys.h_kv, 0))
         v_global = memory.address(
@@ -336,10 +337,8 @@ def make(config):
             row_head = min(tile.h + int64(tile_row % uint32(group)), sizes.heads - 1)
             row.term[r] = row_term(tile.b, row_head, arrays, strides)
 
-        top_first, top_end = row_keys(tile_keys.position, sizes.left, sizes.right, tile_keys.keys)
-        last_pos = tile_keys.position + queries_left - 1
-        bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, tile_keys.keys)
-        begin_, free_, cut_, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        first_pos, last_pos = tile_keys.position, tile_keys.position + queries_left - 1
+        begin_, free_, cut_, stop = key_range(first_pos, last_pos, tile_keys.keys, sizes, tile_n)
         begin, free, cut = int32(begin_), int32(free_), int32(cut_)
         if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
             first_query, end_query = tile.first_query, tile.first_query + queries_left
@@ -409,7 +408,7 @@ def make(config):
         o_smem = aligned(shared.address(smem))  # (tile_m, head_dim_v_padded)
         owner, column_group = warp >> shift, warp & (groups - 1)
         own = QueryTile(tile.b, tile.h, tile.first_query, int32(tile.part * groups + column_group))
-        row_states = o_smem + row_states_at + column_group * row_states_bytes
+        row_states = o_smem + plan.row_states + column_group * row_states_bytes
         nonfinite = write_rows(
             registers.acc_o, inverse_l, lse, o_smem, row_states, own, lane, owner, arrays, strides, sizes
         )

@@ -8,6 +8,7 @@ from ..score.stage import exponent_unit
 from ..steps import output_rows
 from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of, panel_offset
+from ..steps.sequence import lse_row
 
 
 def make(config):
@@ -51,8 +52,7 @@ def make(config):
                 ld_st.store_b32(row_states + tile_row * row_state_bytes + 4, lse[r].view(np.uint32))
                 query = tile.first_query + tile_row // group
                 if write_lse and tile.part == 0 and query < sizes.seqlen_q:
-                    head = tile.b * sizes.heads + tile.h + tile_row % group
-                    arrays.lse[head * sizes.seqlen_q + query] = lse[r] * to_natural
+                    arrays.lse[lse_row(tile.b, tile.h + tile_row % group, query, sizes)] = lse[r] * to_natural
         return some
 
     @inlined

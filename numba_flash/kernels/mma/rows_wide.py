@@ -11,6 +11,7 @@ from ..score.stage import exponent_unit
 from ..steps import elements, numbers
 from ..steps.inlined import inlined
 from ..steps.plain import first_row_of
+from ..steps.sequence import lse_row
 
 FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python's own: see inlined.py
 
@@ -115,8 +116,7 @@ def make(config):
         if lane & 3 == 0:
             ld_st.store_b32(row_states + tile_row * row_state_bytes, flag)
             if write_lse and tile.part == 0 and query < queries_left:
-                row = (tile.b * sizes.heads + head) * sizes.seqlen_q + tile.first_query + query
-                arrays.lse[row] = lse[r] * to_natural
+                arrays.lse[lse_row(tile.b, head, tile.first_query + query, sizes)] = lse[r] * to_natural
         if flag == 0 and query < queries_left:
             columns_left = int32(min(head_dim_v - tile.part * head_dim_v_padded, head_dim_v_padded))
             row_at = tile.b * strides.o[0] + tile.part * head_dim_v_padded * strides.o[3]

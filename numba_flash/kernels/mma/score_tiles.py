@@ -15,7 +15,7 @@ from ..score import positions
 from ..steps import async_tiles, fragment_products
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.plain import key_tiles, row_keys
+from ..steps.sequence import key_range
 from ..steps.tiles import row_base
 
 
@@ -87,9 +87,7 @@ def make(config):
             keys, q_start = int32(keys_), int64(start_)
             first_pos = q_start + i * tile_m
             last_pos = q_start + min(int64(i * tile_m + tile_m), sizes.seqlen_q) - 1
-            top_first, top_end = row_keys(first_pos, sizes.left, sizes.right, keys_)
-            bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, keys_)
-            begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+            begin, _, _, end = key_range(first_pos, last_pos, keys_, sizes, tile_n)
             j, stop = max(int32(begin), tiles.j), min(int32(end), tiles.end_j)
             if j < stop:
                 break

@@ -31,7 +31,7 @@ def make(config, products):
     panels, slice_bytes = slice_columns // 32, slice_columns * tile_n * 8  # panels: of a slice, of one warp
     q_panel, kv_panel = config.tile_m * 128, tile_n * 128
     s_count = config.warp_rows // 16 * (tile_n // 8) * 4
-    _, k_at, _, _, bases_at, _ = config.shared_offsets()
+    plan = config.shared_layout()
     exchanged = exchanged_scores.make(config)
     put_all, get_sum = exchanged.put_all, exchanged.get_sum
     add_k_panel, add_v_slice = products.add_k_panel, products.add_v_slice
@@ -43,7 +43,7 @@ def make(config, products):
         @inlined
         def load(i, places, source, row_bytes, j, rows_left):
             """Start the copies of slice i, and close their group."""
-            to = int32(places.q + int32(k_at) + i * slice_bytes)
+            to = int32(places.q + int32(plan.k) + i * slice_bytes)
             columns_left = int32(columns - i * (slice_columns // 2))
             source += i * (slice_columns // 2 * 8)
             of_panels(to, source, row_bytes, int32(j * tile_n), rows_left, columns_left, special.thread_index())
@@ -56,19 +56,21 @@ def make(config, products):
     @inlined
     def load_k(i, places, j, row_bytes, rows_left):
         """Slice i of tile j of K."""
-        k_global, _ = block_state.get(places.q + int32(bases_at))  # read anew each time: it takes no registers then
+        k_global, _ = block_state.get(
+            places.q + int32(plan.tile_state)
+        )  # read anew each time: it takes no registers then
         load_of_k(i, places, k_global, row_bytes, j, rows_left)
 
     @inlined
     def load_v(i, places, j, row_bytes, rows_left):
         """The same of V."""
-        _, v_global = block_state.get(places.q + int32(bases_at))
+        _, v_global = block_state.get(places.q + int32(plan.tile_state))
         load_of_v(i, places, v_global, row_bytes, j, rows_left)
 
     @inlined
     def lanes_again(places):
         """Where the lane's rows begin, worked out anew: kept through the loop, it would cost registers."""
-        thread, room = special.thread_index(), places.q + int32(k_at)
+        thread, room = special.thread_index(), places.q + int32(plan.k)
         return lanes(thread & int32(31), thread >> int32(5), places.q, room, room)
 
     @inlined

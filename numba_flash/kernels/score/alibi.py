@@ -6,6 +6,7 @@ from numba import cuda
 
 from ..steps import elements
 from ..steps.inlined import inlined
+from ..steps.sequence import lse_row
 from .stage import FragmentStage, HeadGradient, Stage, exponent_unit
 
 
@@ -33,7 +34,7 @@ def head_gradient(config: Any) -> HeadGradient:
 
     @cuda.jit(device=True)
     def of_row(b, h, q_index, arrays, strides, sizes):
-        return arrays.row_shares[(b * sizes.heads + h) * sizes.seqlen_q + q_index]
+        return arrays.row_shares[lse_row(b, h, q_index, sizes)]
 
     @cuda.jit(device=True)
     def store(total, b, h, arrays, strides):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from numba import float32, int32, int64, uint32
 
+from ...ptx import minmax
 from ..steps import elements, numbers
 from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of
@@ -120,20 +121,27 @@ def weights_at(config: Any) -> tuple[Any, Any]:
 
     p = e^(score - lse); lse, in the scores' units, is +inf for a row that sees no key. derivative: as in Chain.
     weight_or_zero gives 0 for a score of -inf even if lse is NaN.
+
+    lse is rounded, so with large scores score - lse may be above 0, and e of it anything (docs/numerics.md). In float32
+    it is at most 0. In 16 bits that would cost 1.2 % (H200, all gradients), for scores that 16 bits cannot order.
     """
     with_derivative, exponential = chain(config).with_derivative, exponential_of(config)
     real = elements.COMPUTE_TYPES[config.dtype]
-    minus_inf = real(-math.inf)
+    minus_inf, bounded = real(-math.inf), config.dtype == "float32"
+
+    @inlined
+    def below_lse(s, lse):
+        return minmax.minimum_nan(s - lse, real(0)) if bounded else s - lse
 
     @inlined
     def weight(product, at, score, lse):
         s, derivative = with_derivative(product, at, score)
-        return exponential(s - lse), derivative
+        return exponential(below_lse(s, lse)), derivative
 
     @inlined
     def weight_or_zero(product, at, score, lse):
         s, derivative = with_derivative(product, at, score)
-        return exponential(s - lse) if s != minus_inf else real(0), derivative
+        return exponential(below_lse(s, lse)) if s != minus_inf else real(0), derivative
 
     return weight, weight_or_zero
 

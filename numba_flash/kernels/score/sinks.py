@@ -8,6 +8,7 @@ from numba import cuda
 
 from ..steps import elements, lse_delta
 from ..steps.inlined import inlined
+from ..steps.sequence import lse_row
 from .stage import HeadGradient
 
 
@@ -36,12 +37,13 @@ def head_gradient(config: Any) -> HeadGradient:
 
     @cuda.jit(device=True)
     def of_row(b, h, q_index, arrays, strides, sizes):
-        lse = arrays.lse[(b * sizes.heads + h) * sizes.seqlen_q + q_index]
+        lse = arrays.lse[lse_row(b, h, q_index, sizes)]
         weight = compute(0)
         if lse != minus_inf:  # otherwise neither the row nor its sink has a weight
-            weight = math.exp(load(arrays.sinks, b * strides.sinks[0] + h * strides.sinks[1]) - lse)
+            exponent = load(arrays.sinks, b * strides.sinks[0] + h * strides.sinks[1]) - lse
+            weight = math.exp(compute(0) if exponent > compute(0) else exponent)  # above 0 is the rounding of lse
         if weight != 0:
-            return -weight * delta_of(b * sizes.heads + h, q_index, arrays, sizes)
+            return -weight * delta_of(b, h, q_index, arrays, sizes)
         return compute(0)
 
     @cuda.jit(device=True)

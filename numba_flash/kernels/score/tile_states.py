@@ -22,7 +22,8 @@ from ...config.states_of_tiles import STATES_IN_WORD
 from ...ptx import special, vote
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.plain import key_tiles, row_keys
+from ..steps.plain import row_keys
+from ..steps.sequence import key_range
 from . import At, mask, positions, tile_walk, user
 
 
@@ -76,9 +77,7 @@ def make(config):
     def is_visited(j, b, first_query, end_query, arrays, strides, sizes):
         """Whether a kernel visits the tile; it does not ask about other tiles."""
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        top_first, top_end = row_keys(first_query + q_start, sizes.left, sizes.right, keys)
-        bottom_first, bottom_end = row_keys(end_query - 1 + q_start, sizes.left, sizes.right, keys)
-        begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        begin, _, _, end = key_range(first_query + q_start, end_query - 1 + q_start, keys, sizes, tile_n)
         return begin <= j and j < end
 
     @cuda.jit

@@ -32,7 +32,8 @@ def make(config: Any) -> Any:
         if row_lse != minus_inf and visible(at, asks, arrays, strides):
             s, derivative = with_derivative(product, at, arrays, strides, score)
             if s != minus_inf:
-                p = math.exp(s - row_lse)
+                exponent = s - row_lse
+                p = math.exp(compute(0) if exponent > compute(0) else exponent)  # above 0 is the rounding of lse
         return p, derivative
 
     return weight

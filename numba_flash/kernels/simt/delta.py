@@ -16,6 +16,7 @@ from numba import cuda, uint32
 
 from ...ptx import shared
 from ..steps import elements, lse_delta
+from ..steps.sequence import lse_row
 from ..steps.tiles import row_base
 
 
@@ -49,7 +50,7 @@ def make(config):
                 total += parts[thread + other]
             if has_dlse:  # line 2
                 total -= arrays.dlse[row_base(strides.dlse, b, h, q_index)]
-            arrays.delta[(b * heads + h) * seqlen_q + q_index] = total
+            arrays.delta[lse_row(b, h, q_index, sizes)] = total
             if turns_of:
                 if q_index % turns_of == 0:
                     m_tiles = (seqlen_q + turns_of - 1) // turns_of

@@ -22,14 +22,15 @@ from ...ptx import shared
 from .. import score
 from ..score import At, positions, sum_terms, tile_walk
 from ..steps import elements, tiles
-from ..steps.plain import key_tiles, row_keys
+from ..steps.plain import row_keys
+from ..steps.sequence import key_range, lse_row
 from ..steps.tiles import row_base
 
 
 def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    q_at, k_at, v_at, s_at, _ = config.shared_offsets()
+    plan = config.shared_layout()
     k_row, v_row = config.k_row, config.v_row
     q_row, s_row = k_row + config.pad, tile_n + config.pad
     write_lse = config.write_lse
@@ -56,13 +57,13 @@ def make(config):
         h_kv = h // (heads // sizes.heads_kv)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         m_tiles = (seqlen_q + tile_m - 1) // tile_m
-        lm_base = (b * heads + h) * seqlen_q  # of l, m, lse, and times head_dim_v of acc_o
+        lm_base = lse_row(b, h, 0, sizes)  # of l, m, lse, and times head_dim_v of acc_o
 
         smem = cuda.shared.array(0, compute)
-        q_smem = shared.pointer(smem, q_at)  # (tile_m, q_row)
-        k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
-        v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
-        s_smem = shared.pointer(smem, s_at)  # (tile_m, s_row)
+        q_smem = shared.pointer(smem, plan.q)  # (tile_m, q_row)
+        k_smem = shared.pointer(smem, plan.k)  # (tile_n, k_row)
+        v_smem = shared.pointer(smem, plan.v)  # (tile_n, v_row)
+        s_smem = shared.pointer(smem, plan.s)  # (tile_m, s_row)
         q_k, s_k = thread * q_row, thread * s_row  # where row k begins in Q_i and S
 
         # listing 4, line 1: l = 0, m = -inf, O = 0; a term of l that is no key's comes first
@@ -72,9 +73,7 @@ def make(config):
                 acc_o[(lm_base + q_index) * head_dim_v + x] = compute(0)
 
         # line 2: the tiles that some query sees
-        top_first, top_end = row_keys(q_start, left, right, keys)
-        bottom_first, bottom_end = row_keys(seqlen_q - 1 + q_start, left, right, keys)
-        begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        begin, _, _, end = key_range(q_start, seqlen_q - 1 + q_start, keys, sizes, tile_n)
         for j in range(begin, end):
             cuda.syncthreads()  # everyone is done with the tiles before
             # line 3: load K_j, V_j

@@ -21,7 +21,8 @@ from ...ptx import local, shared
 from ..score import At, positions, sum_terms, tile_walk
 from ..score import make as make_score
 from ..steps import elements, tiles
-from ..steps.plain import key_tiles, row_keys
+from ..steps.plain import row_keys
+from ..steps.sequence import key_range, lse_row
 from ..steps.tiles import row_base
 
 # Elements of a product at a time, which in float32 are one 16-byte read of K. Rows of K and V are padded with zeros to
@@ -32,7 +33,7 @@ DEPTH = 4
 def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    q_at, k_at, v_at, s_at, _ = config.shared_offsets()
+    plan = config.shared_layout()
     k_row, v_row = config.k_row, config.v_row  # head_dim and head_dim_v, rounded up to a multiple of DEPTH
     q_row, s_row = k_row + config.pad, tile_n + config.pad
     wide = (8, 4) if config.dtype == "float64" else (16, 8, 4)
@@ -65,10 +66,10 @@ def make(config):
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
 
         smem = cuda.shared.array(0, compute)  # 0: the launch says how much
-        q_smem = shared.pointer(smem, q_at)  # (tile_m, q_row)
-        k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
-        v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
-        s_smem = shared.pointer(smem, s_at)  # (tile_m, s_row)
+        q_smem = shared.pointer(smem, plan.q)  # (tile_m, q_row)
+        k_smem = shared.pointer(smem, plan.k)  # (tile_n, k_row)
+        v_smem = shared.pointer(smem, plan.v)  # (tile_n, v_row)
+        s_smem = shared.pointer(smem, plan.s)  # (tile_m, s_row)
         s_part = local.array(keys_at_once, compute)  # (keys_at_once,)
         o_part = local.array(columns, compute)  # (columns,)
         o_k = local.array(v_row, compute)  # (v_row,): row k of O_i, in registers
@@ -88,10 +89,8 @@ def make(config):
             o_k[x] = compute(0)
 
         # line 5: the tiles that some row of the block sees
-        top_first, top_end = row_keys(first_row + q_start, left, right, keys)
-        bottom_first, bottom_end = row_keys(min(first_row + tile_m, seqlen_q) - 1 + q_start, left, right, keys)
-        # between begin and end: tiles that every row sees whole, for kernels that gain by it
-        begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        last_row = min(first_row + tile_m, seqlen_q) - 1
+        begin, _, _, end = key_range(first_row + q_start, last_row + q_start, keys, sizes, tile_n)
         states = states_row(b, h, first_row, arrays, strides)
         for j in range(begin, end):
             if not shows(states, j, arrays, strides):  # a mask_mod shows nothing of it
@@ -158,6 +157,6 @@ def make(config):
             for x in range(head_dim_v):
                 store(arrays.o, o_base + x * strides.o[3], o_k[x] * inverse)
             if write_lse:
-                arrays.lse[(b * heads + h) * seqlen_q + q_index] = row_lse
+                arrays.lse[lse_row(b, h, q_index, sizes)] = row_lse
 
     return flash_attention_v2

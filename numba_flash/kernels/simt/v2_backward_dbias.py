@@ -17,14 +17,15 @@ from ..score import positions
 from ..steps import ds_rows, elements, tiles
 from ..steps.ds_rows import Row, RowTiles
 from ..steps.inlined import TRUE
-from ..steps.plain import key_tiles, row_keys
+from ..steps.plain import row_keys
+from ..steps.sequence import key_range, lse_row
 from ..steps.tiles import row_base
 
 
 def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    q_at, do_at, k_at, v_at, ds_at, _ = config.shared_offsets()
+    plan = config.shared_layout()
     k_row, v_row = config.k_row, config.v_row
     q_row, do_row, s_row = k_row + config.pad, v_row + config.pad, tile_n + config.pad
     rows_summed, keys_summed = config.rows_summed, config.keys_summed
@@ -58,11 +59,11 @@ def make(config):
         end_j = n_tiles if keys_summed else own_j + 1
 
         smem = cuda.shared.array(0, compute)
-        q_smem = shared.pointer(smem, q_at)  # (tile_m, q_row)
-        do_smem = shared.pointer(smem, do_at)  # (tile_m, do_row)
-        k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
-        v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
-        ds_smem = shared.pointer(smem, ds_at)  # (tile_m, s_row)
+        q_smem = shared.pointer(smem, plan.q)  # (tile_m, q_row)
+        do_smem = shared.pointer(smem, plan.do)  # (tile_m, do_row)
+        k_smem = shared.pointer(smem, plan.k)  # (tile_n, k_row)
+        v_smem = shared.pointer(smem, plan.v)  # (tile_n, v_row)
+        ds_smem = shared.pointer(smem, plan.ds)  # (tile_m, s_row)
         sums = local.array(width, compute)  # (width,): of this thread's rows, in registers
         q_k, do_k, s_k = thread * q_row, thread * do_row, thread * s_row
         tiles_of_row = RowTiles(q_smem, q_k, do_smem, do_k, ds_smem, s_k, k_smem, v_smem)
@@ -75,10 +76,8 @@ def make(config):
                 h_kv = h // (heads // sizes.heads_kv)
                 for i in range(own_i, end_i):
                     first_row = i * tile_m
-                    top_first, top_end = row_keys(first_row + q_start, left, right, keys)
                     last_row = min(first_row + tile_m, seqlen_q) - 1
-                    bottom_first, bottom_end = row_keys(last_row + q_start, left, right, keys)
-                    begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+                    begin, _, _, end = key_range(first_row + q_start, last_row + q_start, keys, sizes, tile_n)
                     cuda.syncthreads()  # everyone is done with the tiles before
                     q_base, do_base = row_base(strides.q, b, h, first_row), row_base(strides.do, b, h, first_row)
                     load_q(q_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, threads)
@@ -86,7 +85,7 @@ def make(config):
                     q_index = first_row + thread
                     q_pos = q_index + q_start
                     first_key, end_key = row_keys(q_pos, left, right, keys)
-                    lse_at = (b * heads + h) * seqlen_q + min(q_index, seqlen_q - 1)
+                    lse_at = lse_row(b, h, min(q_index, seqlen_q - 1), sizes)
                     own_row = Row(b, h, q_index, q_pos, first_key, end_key, arrays.lse[lse_at], arrays.delta[lse_at])
                     for j in range(max(begin, own_j), min(end, end_j)):
                         cuda.syncthreads()

@@ -20,14 +20,15 @@ from ...ptx import local, shared
 from .. import score
 from ..score import At, positions, tile_walk, weights
 from ..steps import elements, rows, tiles
-from ..steps.plain import key_queries, key_tiles
+from ..steps.plain import key_queries
+from ..steps.sequence import lse_row, query_range
 from ..steps.tiles import row_base
 
 
 def make(config):
     tile_m, tile_n, threads = config.tile_m, config.tile_n, config.threads
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    kv_at, qdo_at, weights_at, derivative_at, _ = config.shared_offsets()
+    plan = config.shared_layout()
     width, kv_row, s_row = config.row, config.row + config.pad, tile_m + config.pad
     write_dk, write_dv, varies = "dk" in config.wanted, "dv" in config.wanted, config.derivative_varies
     drops = config.seeded
@@ -58,12 +59,12 @@ def make(config):
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
 
         smem = cuda.shared.array(0, compute)
-        kv_smem = shared.pointer(smem, kv_at)  # (2 * tile_n, kv_row): K_j, V_j
-        v_smem = shared.pointer(smem, kv_at + tile_n * kv_row)
-        qdo_smem = shared.pointer(smem, qdo_at)  # (2 * tile_m, width): Q_i, dO_i
-        do_smem = shared.pointer(smem, qdo_at + tile_m * width)
-        weights_smem = shared.pointer(smem, weights_at)  # (2 * tile_n, s_row): P, dS
-        derivative_smem = shared.pointer(smem, derivative_at)  # (tile_n, s_row)
+        kv_smem = shared.pointer(smem, plan.kv)  # (2 * tile_n, kv_row): K_j, V_j
+        v_smem = shared.pointer(smem, plan.kv + tile_n * kv_row)
+        qdo_smem = shared.pointer(smem, plan.qdo)  # (2 * tile_m, width): Q_i, dO_i
+        do_smem = shared.pointer(smem, plan.qdo + tile_m * width)
+        weights_smem = shared.pointer(smem, plan.weights)  # (2 * tile_n, s_row): P, dS
+        derivative_smem = shared.pointer(smem, plan.derivative)  # (tile_n, s_row)
         products = local.array(at_once, compute)  # (at_once,)
         acc = local.array(width, compute)  # (width,): this thread's width of dV_j or of dK_j, in registers
 
@@ -85,14 +86,12 @@ def make(config):
         first_query, end_query = key_queries(k_index, q_start, left, right, seqlen_q)
         if k_index >= keys:
             end_query = first_query
-        top_first, top_end = key_queries(first_y, q_start, left, right, seqlen_q)
         last_y = min(first_y + tile_n, keys) - 1
-        bottom_first, bottom_end = key_queries(last_y, q_start, left, right, seqlen_q)
-        begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+        begin, _, _, end = query_range(first_y, last_y, q_start, sizes, tile_m)
         if last_y < first_y:
             end = begin
         for h in range(h_kv * group, (h_kv + 1) * group):  # line 3
-            lse_base = (b * heads + h) * seqlen_q  # and of delta
+            lse_base = lse_row(b, h, 0, sizes)  # and of delta
             states = states_row(b, h, first_y, arrays, strides)
             for i in range(begin, end):
                 first_row = i * tile_m

@@ -15,14 +15,15 @@ from ...ptx import local, shared
 from ..score import positions, tile_walk
 from ..steps import ds_rows, elements, rows, tiles
 from ..steps.ds_rows import Row, RowTiles
-from ..steps.plain import key_tiles, row_keys
+from ..steps.plain import row_keys
+from ..steps.sequence import key_range, lse_row
 from ..steps.tiles import row_base
 
 
 def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    q_at, do_at, k_at, v_at, ds_at, _ = config.shared_offsets()
+    plan = config.shared_layout()
     k_row, v_row = config.k_row, config.v_row  # head_dim and head_dim_v, rounded up to whole steps
     q_row, do_row, s_row = k_row + config.pad, v_row + config.pad, tile_n + config.pad
     write_dq, write_shares = "dq" in config.wanted, config.wanted != ("dq",)
@@ -50,11 +51,11 @@ def make(config):
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
 
         smem = cuda.shared.array(0, compute)
-        q_smem = shared.pointer(smem, q_at)  # (tile_m, q_row)
-        do_smem = shared.pointer(smem, do_at)  # (tile_m, do_row)
-        k_smem = shared.pointer(smem, k_at)  # (tile_n, k_row)
-        v_smem = shared.pointer(smem, v_at)  # (tile_n, v_row)
-        ds_smem = shared.pointer(smem, ds_at)  # (tile_m, s_row)
+        q_smem = shared.pointer(smem, plan.q)  # (tile_m, q_row)
+        do_smem = shared.pointer(smem, plan.do)  # (tile_m, do_row)
+        k_smem = shared.pointer(smem, plan.k)  # (tile_n, k_row)
+        v_smem = shared.pointer(smem, plan.v)  # (tile_n, v_row)
+        ds_smem = shared.pointer(smem, plan.ds)  # (tile_m, s_row)
         dq_k = local.array(k_row, compute)  # (k_row,): row k of dQ_i, in registers
 
         # listing 8, line 1: load Q_i, dO_i
@@ -67,7 +68,7 @@ def make(config):
         q_pos = q_index + q_start
         first_key, end_key = row_keys(q_pos, left, right, keys)
         q_k, do_k, s_k = thread * q_row, thread * do_row, thread * s_row  # where row k begins in Q_i, dO_i and dS
-        lse_at = (b * heads + h) * seqlen_q + min(q_index, seqlen_q - 1)
+        lse_at = lse_row(b, h, min(q_index, seqlen_q - 1), sizes)
         own_row = Row(b, h, q_index, q_pos, first_key, end_key, arrays.lse[lse_at], arrays.delta[lse_at])
         tiles_of_row = RowTiles(q_smem, q_k, do_smem, do_k, ds_smem, s_k, k_smem, v_smem)
         share = compute(0)
@@ -75,9 +76,8 @@ def make(config):
             dq_k[x] = compute(0)
 
         # line 3: the tiles that some row of the block sees
-        top_first, top_end = row_keys(first_row + q_start, left, right, keys)
-        bottom_first, bottom_end = row_keys(min(first_row + tile_m, seqlen_q) - 1 + q_start, left, right, keys)
-        begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        last_row = min(first_row + tile_m, seqlen_q) - 1
+        begin, _, _, end = key_range(first_row + q_start, last_row + q_start, keys, sizes, tile_n)
         states = states_row(b, h, first_row, arrays, strides)
         for j in range(begin, end):
             if not shows(states, j, arrays, strides):  # a mask_mod shows nothing of it

@@ -17,6 +17,7 @@ from ...ptx import cp_async, ld_st, local, memory
 from ..score.stage import exponent_unit
 from . import elements
 from .inlined import inlined
+from .sequence import lse_row
 
 BLOCK_WORDS = 32
 MINUS_DELTA = 16  # where -delta begins in a block
@@ -35,6 +36,18 @@ def place(query):
     return int64(query >> 4) * BLOCK_WORDS + ((at & 6) << 1) + ((at & 8) >> 2) + (at & 1)
 
 
+@inlined
+def head_blocks(b, h, sizes):
+    """Index of the first of a head's blocks."""
+    return int64(b * sizes.heads + h) * (row_blocks(sizes.seqlen_q) * BLOCK_WORDS)
+
+
+@inlined
+def block_row(b, h, query, sizes):
+    """Index of a query's lse in the blocks, `lse_row` of their layout."""
+    return head_blocks(b, h, sizes) + place(query)
+
+
 def product(config):
     """-> product(do, o), a device function: one term of delta."""
     of_terms, zero = config.of_terms, elements.COMPUTE_TYPES[config.dtype](0)
@@ -48,16 +61,15 @@ def product(config):
 
 
 def delta_of_row(config):
-    """-> delta_of(head_of_all, q_index, arrays, sizes), a device function. With config.of_blocks it reads the blocks,
+    """-> delta_of(b, h, q_index, arrays, sizes), a device function. With config.of_blocks it reads the blocks,
     otherwise what the delta kernel wrote."""
     of_blocks, minus_delta_at = config.of_blocks, MINUS_DELTA
 
     @inlined
-    def delta_of(head_of_all, q_index, arrays, sizes):
+    def delta_of(b, h, q_index, arrays, sizes):
         if of_blocks:
-            at = int64(head_of_all) * (row_blocks(sizes.seqlen_q) * BLOCK_WORDS) + place(int32(q_index))
-            return -arrays.lse_delta[at + minus_delta_at]
-        return arrays.delta[head_of_all * sizes.seqlen_q + q_index]
+            return -arrays.lse_delta[block_row(b, h, q_index, sizes) + minus_delta_at]
+        return arrays.delta[lse_row(b, h, q_index, sizes)]
 
     return delta_of
 
@@ -72,13 +84,12 @@ def of_query(config):
 
     @inlined
     def found(b, h, query, arrays, sizes):
-        head_of_all = int64(b) * sizes.heads + h
         if of_blocks:
-            at = head_of_all * (row_blocks(sizes.seqlen_q) * BLOCK_WORDS) + place(query)
+            at = block_row(b, h, query, sizes)
             return arrays.lse_delta[at], -arrays.lse_delta[at + minus_delta_at]
         lse, delta = inf, real(0)
         if query < sizes.seqlen_q:
-            at = head_of_all * sizes.seqlen_q + query
+            at = lse_row(int64(b), h, query, sizes)
             lse, delta = arrays.lse[at] * unit, arrays.delta[at]
             lse = inf if lse == minus_inf else lse
         return lse, delta
@@ -96,7 +107,7 @@ def staged(config, rows, threads):
     inf, minus_inf, unit = real(math.inf), real(-math.inf), real(exponent_unit(config))
 
     @inlined
-    def start_rows(rows_smem, head_of_all, first_query, arrays, sizes, thread):
+    def start_rows(rows_smem, b, h, first_query, arrays, sizes, thread):
         """Start the copies of both; the caller commits, waits and owes a barrier. Queries past the last one get
         zeros."""
         for step in range(-(-rows // threads)):
@@ -104,7 +115,7 @@ def staged(config, rows, threads):
             if row < rows:
                 query = int64(first_query + row)
                 count = int32(size) if query < sizes.seqlen_q else int32(0)
-                at = head_of_all * sizes.seqlen_q + query
+                at = lse_row(int64(b), h, query, sizes)
                 copy(int32(rows_smem + row * size), memory.address(arrays.lse, at), count)
                 copy(int32(rows_smem + (rows + row) * size), memory.address(arrays.delta, at), count)
 

@@ -18,6 +18,7 @@ from ..score.stage import FragmentAt, exponent_unit
 from . import elements, numbers
 from .inlined import inlined
 from .plain import row_keys
+from .sequence import lse_row
 from .tiles import row_base
 
 
@@ -106,6 +107,6 @@ def make(config, warp_rows):
                         store(arrays.o, at + x * strides.o[3], row_o[c] * inverse)
                 if write_lse and tile.part == 0 and lane == 0:
                     row_lse = minus_inf if empty else m * to_natural + log2(l / largest) * ln_2
-                    arrays.lse[(tile.b * sizes.heads + head) * sizes.seqlen_q + index] = row_lse
+                    arrays.lse[lse_row(tile.b, head, index, sizes)] = row_lse
 
     return recompute_rows

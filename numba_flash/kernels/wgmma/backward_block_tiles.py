@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from numba import int32, uint32
 
-from ...ptx import mbarrier, memory, special
+from ...ptx import memory, special
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import key_tile_of, ways_of
@@ -36,10 +36,10 @@ class BlockTiles(NamedTuple):
 
 def make(config, of_word):
     """of_word: as in backward_keys."""
-    tile_n, at, stays = config.tile_n, config.barriers(), config.stays
+    tile_n, stays, ring = config.tile_n, config.stays, backward_state.pipelines(config).state
     states, state_bytes = config.states, config.state_bytes
     all_keys, own_tiles = config.key_tiles > 0, max(config.key_tiles, 1)
-    wait, arrive, address, add = mbarrier.wait, mbarrier.arrive, memory.address, memory.add
+    address, add = memory.address, memory.add
     block_index, block_count = special.block_index, special.block_count
     head_parts_of, _, set_up_state = backward_key_work.make(config)
     put, _, word, _ = backward_state.words(config)
@@ -92,7 +92,7 @@ def make(config, of_word):
             """Whether the block has a w-th tile. Waits until the state is written."""
             if not stays:
                 return w == 0
-            wait(base + at.state_full + 8 * (w & 1), (w >> 1) & 1)
+            ring.consumer_wait(base, w)
             return read(state_of(base, w), MEMBERS) > 0
 
         return has_tile
@@ -103,15 +103,15 @@ def make(config, of_word):
     def next_tile(base, w, arrays, strides, sizes):
         """has_tile for the thread that writes the state."""
         if stays:
-            wait(base + at.state_empty + 8 * (w & 1), ((w >> 1) & 1) ^ 1)
+            ring.producer_acquire(base, w)
             take(base, w, arrays, strides, sizes)
-            arrive(base + at.state_full + 8 * (w & 1))
+            ring.producer_commit(base, w, True)
         return has_tile(base, w)
 
     @inlined
     def leave(base, w):
         """A thread has read the state of the w-th tile for the last time."""
         if stays:
-            arrive(base + at.state_empty + 8 * (w & 1))
+            ring.consumer_release(base, w, True)
 
     return BlockTiles(state_of, take, next_tile, has_tile, warp_has_tile, leave)

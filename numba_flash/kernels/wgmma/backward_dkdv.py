@@ -31,7 +31,7 @@ what wgmma/backward_add_parts reads.
 
 from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import bar, fence, griddepcontrol, local, mbarrier, setmaxnreg, shared, shfl, special, wgmma
+from ...ptx import bar, fence, griddepcontrol, local, setmaxnreg, shared, shfl, special, wgmma
 from ..steps.inlined import FALSE, TRUE, inlined
 from . import backward_key_work, backward_keys, backward_query_walk, backward_scores, backward_state
 from .backward_scores import Own
@@ -40,7 +40,7 @@ from .backward_state import BEGIN, CUT, FREE, MEMBERS, STOP
 
 def make(config):
     tile_m, alignment = config.tile_m, config.ALIGNMENT
-    of_dk, of_dv, plan, at = config.of_dk, config.of_dv, config.shared_plan(), config.barriers()
+    of_dk, of_dv, plan = config.of_dk, config.of_dv, config.shared_layout()
     lse_delta_bytes, bias_bytes = config.lse_delta_bytes, config.bias_bytes
     s_count, frag_count = tile_m // 2, tile_m // 4
     dk_count, dv_count = config.head_dim_padded // 2 if of_dk else 1, config.head_dim_v_padded // 2 if of_dv else 1
@@ -50,7 +50,7 @@ def make(config):
     pin_s, pin_dk, pin_dv = wgmma.pin(s_count), wgmma.pin(dk_count), wgmma.pin(dv_count)
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
-    wait, bar_sync, fence_init, idx_b32 = mbarrier.wait, bar.sync, fence.mbarrier_init, shfl.idx_b32
+    bar_sync, fence_init, idx_b32 = bar.sync, fence.mbarrier_init, shfl.idx_b32
     thread_index, block_index, shared_address = special.thread_index, special.block_index, shared.address
     wait_for_kernel, let_kernel_start = griddepcontrol.wait, griddepcontrol.launch_dependents
     finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
@@ -69,8 +69,7 @@ def make(config):
     walk = backward_query_walk.make(config, whole_warp=True)
     has_states, up_to, asks = walk.present, walk.up_to, walk.asks
     set_up, _, _, word, _ = backward_state.make(config)
-    a_stage_of, _ = backward_state.ring(config.stages_a)
-    b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
+    rings = backward_state.pipelines(config)
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
@@ -112,7 +111,7 @@ def make(config):
         if has_states:
             i, member = up_to(base, i, member, arrays, strides)
         n = int32(0)
-        wait(base + at.own_full, 0)
+        rings.own.consumer_wait(base, n)
         # Otherwise ptxas copies these zeros from the accumulators of S, which are zero as well, while S is being
         # computed.
         pin_s(acc_s)
@@ -121,10 +120,9 @@ def make(config):
         pin_dv(acc_dv)
         issue_s(base, acc_s, k_desc, n, FALSE)
         while member < word(base, MEMBERS) if has_states else n < steps:
-            stage_b = b_stage_of(n)
-            wait(base + at.b_full + 8 * stage_b, b_phase_of(n))
+            rings.b.consumer_wait(base, n)
             masked = i >= word(base, CUT) or i < word(base, FREE)
-            lse_and_delta = base + plan.lse_delta + a_stage_of(n) * lse_delta_bytes
+            lse_and_delta = base + plan.lse_delta + rings.a.stage(n) * lse_delta_bytes
             if has_row_term:
                 term = term_of(base, member, arrays, strides)
             if by_element:
@@ -137,7 +135,7 @@ def make(config):
             if of_dk:
                 issue_dp(base, acc_dp, v_desc, n)
             if by_element:
-                bias = base + plan.bias + a_stage_of(n) * bias_bytes
+                bias = base + plan.bias + rings.a.stage(n) * bias_bytes
                 to_own_weights(
                     base,
                     i,

@@ -23,6 +23,7 @@ from ..steps import recompute_keys as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of
+from ..steps.sequence import lse_row
 from ..steps.tiles import row_base
 from . import (
     backward_key_work,
@@ -68,8 +69,8 @@ def make(config):
         """found (tile_m / 8, 2) <- the values of the queries in the lane's columns; 0 past the last query."""
         _, lane = rows_of_lane()
         first = int32(step.i * tile_m + first_column_of(lane))
-        head = int64(word(base, BATCH)) * sizes.heads + word(base, HEAD) + step.member
-        place = memory.address(values, head * sizes.seqlen_q + first)
+        head = word(base, HEAD) + step.member
+        place = memory.address(values, lse_row(int64(word(base, BATCH)), head, first, sizes))
         queries_left = int32(sizes.seqlen_q - first)
         for n in range(blocks):
             for x in range(2):

@@ -19,9 +19,9 @@ maps of q, k, v and do. dq is contiguous.
 
 import math
 
-from numba import cuda, float32, int32, int64, uint8, uint32
+from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import bar, cvt, fence, griddepcontrol, ld_st, local, mbarrier, setmaxnreg, shared, shfl, special, wgmma
+from ...ptx import bar, cvt, fence, griddepcontrol, ld_st, local, setmaxnreg, shared, shfl, special, wgmma
 from ..score import fragments, tile_walk
 from ..steps import gradient_rows, lse_delta
 from ..steps import recompute_queries as recompute
@@ -40,7 +40,7 @@ def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
     head_dim_padded, head_dim_v_padded, head_dim = config.head_dim_padded, config.head_dim_v_padded, config.head_dim
     alignment, all_consumers = config.ALIGNMENT, 128 * config.consumers
-    plan, at = config.shared_plan(), config.barriers()
+    plan = config.shared_layout()
     s_count, frag_count, blocks, dq_count = tile_n // 2, tile_n // 4, tile_n // 8, head_dim_padded // 2
     varies, padded = config.derivative_varies, config.has("seqlens_k")
 
@@ -71,23 +71,16 @@ def make(config):
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
-    wait, arrive, arrive_if = mbarrier.wait, mbarrier.arrive, mbarrier.arrive_if
     load_b32, store_shared_v4 = ld_st.load_b32, ld_st.store_v4
     fence_init, fence_async, bar_sync, idx_b32 = fence.mbarrier_init, fence.proxy_async, bar.sync, shfl.idx_b32
     thread_index, shared_address = special.thread_index, shared.address
     wait_for_kernel, let_kernel_start = griddepcontrol.wait, griddepcontrol.launch_dependents
     finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
-    row_blocks, block_words, place, minus_delta_at = (
-        lse_delta.row_blocks,
-        lse_delta.BLOCK_WORDS,
-        lse_delta.place,
-        lse_delta.MINUS_DELTA,
-    )
+    place, minus_delta_at = lse_delta.place, lse_delta.MINUS_DELTA
     inf = float32(math.inf)
 
     set_up, _, _, word, position = backward_state.make(config)
-    a_stage_of, a_phase_of = backward_state.ring(config.stages_a)
-    b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
+    rings = backward_state.pipelines(config)
     load_own, load_a, load_b = backward_producer.make(config, (Q_MAP, DO_MAP), (K_MAP, V_MAP))
     set_up_state = backward_query_work.make(config)
     mask_words, visible, _, _ = fragments.tile(config, 1)
@@ -126,7 +119,7 @@ def make(config):
             first_key, b = int32(j * tile_n), of_word(base, BATCH)
             stage = load_a(base, n, first_key, of_word(base, HEAD_KV), b, bias_bytes)
             if boxed:
-                to, full = base + plan.bias + stage * bias_bytes, base + at.a_full + 8 * stage
+                to, full = base + plan.bias + stage * bias_bytes, rings.a.full(base, n)
                 fetch_bias(to, full, of_word(base, FIRST_ROW), first_key, of_word(base, HEAD), b, strides)
             n, j = int32(n + 1), behind_of(base, j, arrays, strides)
         load_a(base, n, int32((divide(int32(seqlen_k), tile_n) + 1) * tile_n), 0, 0, 0)
@@ -142,38 +135,38 @@ def make(config):
     @inlined
     def issue_s(base, acc_s, q_desc, n):
         """S of the n-th key tile, which has arrived."""
-        multiply_q_k(acc_s, q_desc, describe_rows(base + plan.stream_a + a_stage_of(n) * a_bytes), 0)
+        multiply_q_k(acc_s, q_desc, describe_rows(base + plan.stream_a + rings.a.stage(n) * a_bytes), 0)
         commit()
 
     @inlined
     def issue_dp(base, acc_dp, do_desc, n):
         """dP of the n-th key tile, whose V has arrived."""
-        multiply_do_v(acc_dp, do_desc, describe_rows(base + plan.stream_b + b_stage_of(n) * b_bytes), 0)
+        multiply_do_v(acc_dp, do_desc, describe_rows(base + plan.stream_b + rings.b.stage(n) * b_bytes), 0)
         commit()
 
     @inlined
     def issue_dq(base, acc_dq, ds_frag, n):
         """dQ += dS K of the n-th key tile."""
-        multiply_ds_k(acc_dq, ds_frag, describe_columns(base + plan.stream_a + a_stage_of(n) * a_bytes), 1)
+        multiply_ds_k(acc_dq, ds_frag, describe_columns(base + plan.stream_a + rings.a.stage(n) * a_bytes), 1)
         commit()
 
     @inlined
     def wait_for_k(base, n):
-        wait(base + at.a_full + 8 * a_stage_of(n), a_phase_of(n))
+        rings.a.consumer_wait(base, n)
 
     @inlined
     def release_k(base, n, elected):
         """A warp has finished with the n-th K. With a bias beside K, which all lanes read, every lane arrives."""
         if boxed:
             fence_async()
-            arrive(base + at.a_empty + 8 * a_stage_of(n))
+            rings.a.consumer_release(base, n, True)
         else:
-            arrive_if(base + at.a_empty + 8 * a_stage_of(n), elected)
+            rings.a.consumer_release(base, n, elected)
 
     @inlined
     def release_v(base, n, elected):
         """A warp has finished with the n-th V."""
-        arrive_if(base + at.b_empty + 8 * b_stage_of(n), elected)
+        rings.b.consumer_release(base, n, elected)
 
     @inlined
     def zero_tail(base, rows, thread):
@@ -194,16 +187,15 @@ def make(config):
         return (thread >> int32(5)) * 16, thread & int32(31)
 
     @inlined
-    def load_lse_delta(base, lse_and_delta, heads, seqlen_q, lse_log2, minus_delta):
+    def load_lse_delta(base, lse_and_delta, sizes, lse_log2, minus_delta):
         """Loads lse and -delta of the lane's two rows."""
         first_row, lane = rows_of_lane()
-        row_head = int64(word(base, BATCH) * heads + word(base, HEAD))
-        head_lse_delta = row_head * (row_blocks(seqlen_q) * block_words)
+        head_lse_delta = lse_delta.head_blocks(word(base, BATCH), word(base, HEAD), sizes)
         for r in range(2):
             query = word(base, FIRST_ROW) + first_row + first_row_of(lane) + 8 * r
             lse_log2[r] = inf
             minus_delta[r] = float32(0)
-            if query < seqlen_q:
+            if query < sizes.seqlen_q:
                 row = head_lse_delta + place(query)
                 lse_log2[r] = lse_and_delta[row]
                 minus_delta[r] = lse_and_delta[row + minus_delta_at]
@@ -283,13 +275,13 @@ def make(config):
         term = float32(0)
         if has_row_term:
             term = row_term(word(base, BATCH), word(base, HEAD), arrays, strides)
-        load_lse_delta(base, arrays.lse_delta, sizes.heads, sizes.seqlen_q, lse_log2, minus_delta)
+        load_lse_delta(base, arrays.lse_delta, sizes, lse_log2, minus_delta)
 
         begin = word(base, BEGIN)
         states = word(base, STATES) if has_states else int32(0)
         j = int32(word(base, STOP) - 1)
         n = int32(0)
-        wait(base + at.own_full, 0)
+        rings.own.consumer_wait(base, 0)
         wait_for_k(base, n)
         if padded:
             keys_left = int32(word(base, KEYS) - j * tile_n)
@@ -300,7 +292,7 @@ def make(config):
         pin_dq(acc_dq)
         issue_s(base, acc_s, q_desc, n)
         while j >= begin:
-            wait(base + at.b_full + 8 * b_stage_of(n), b_phase_of(n))
+            rings.b.consumer_wait(base, n)
             masked = j >= word(base, CUT) or j < word(base, FREE)
             if by_element:
                 asked = asks_in(states, j, arrays, strides) if has_states else FALSE
@@ -311,7 +303,7 @@ def make(config):
             pin_s(acc_s)
             issue_dp(base, acc_dp, do_desc, n)
             if by_element:
-                bias = base + plan.bias + a_stage_of(n) * bias_bytes
+                bias = base + plan.bias + rings.a.stage(n) * bias_bytes
                 to_own_weights(
                     base, j, 0, acc_s, ds_frag, lse_log2, bias, own, term, distance, every, arrays, strides, score
                 )

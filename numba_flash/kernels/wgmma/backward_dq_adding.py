@@ -5,7 +5,7 @@ One thread for each consumer warpgroup does it, so that no consumer waits for a 
 
 from numba import int32, int64, uint32
 
-from ...ptx import fence, mbarrier, memory, tma
+from ...ptx import fence, memory, tma
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
@@ -23,16 +23,16 @@ def second_part(config):
 
 def make(config, keys, tiles):
     """-> add_dq, a device function. keys: a KeyBlock; tiles: BlockTiles."""
-    tile_m, tile_n, plan, at = config.tile_m, config.tile_n, config.shared_plan(), config.barriers()
+    tile_m, tile_n, plan = config.tile_m, config.tile_n, config.shared_layout()
     part_bytes, second_bytes = config.dq_part_bytes, second_part(config)
     turns_at, ordered, lines = TURNS_AT, config.ordered, config.dq_lines
-    wait, arrive, fence_global = mbarrier.wait, mbarrier.arrive, fence.proxy_async_global
+    fence_global = fence.proxy_async_global
     store_bytes, add_bytes, commit_bytes = tma.store_bytes, tma.add_bytes, tma.commit_group
     wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
     address, load_acquire, add_release = memory.address, memory.load_acquire, memory.add_release
     of_word, first_tile, following_tile = keys.of_word, keys.first_tile, keys.following_tile
     state_of, has_tile, leave = tiles.state_of, tiles.has_tile, tiles.leave
-    dq_stage_of, dq_phase_of = backward_state.ring(config.dq_stages)
+    ring = backward_state.pipelines(config).dq
 
     @inlined
     def parts_before_mine(own, i, step, sizes):
@@ -77,8 +77,8 @@ def make(config, keys, tiles):
             # Without an order only the first part, which is stored, comes before all others.
             while seen < (before if ordered else min(before, uint32(1))):
                 seen = load_acquire(turn)
-            place = dq_stage_of(n) * 2 + me
-            wait(base + at.dq_full + 8 * place, dq_phase_of(n))
+            place = ring.stage(n) * 2 + me
+            ring.consumer_wait(base + 8 * me, n)
             fence_global()
             target, staged = address(arrays.dq_sums, part * (part_bytes // 4)), base + plan.dq + place * part_bytes
             hands_on = ordered or before == 0
@@ -94,7 +94,7 @@ def make(config, keys, tiles):
                 part, before = line_of(tile, parts_before_mine(own, i, step, sizes), me)
                 seen = load_acquire(address(arrays.turns, turns_at + part))
             wait_read()
-            arrive(base + at.dq_empty + 8 * place)
+            ring.consumer_release(base + 8 * me, int32(n - 1), True)
             if hands_on:
                 wait_added()
                 fence_global()

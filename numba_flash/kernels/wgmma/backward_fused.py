@@ -63,7 +63,7 @@ from .backward_state import BEGIN, CUT, FIRST_ROW, FREE, KEYS, MEMBERS, STEP, ST
 
 def make(config):
     tile_m, tile_n, alignment = config.tile_m, config.tile_n, config.ALIGNMENT
-    head_dim_padded, plan, at = config.head_dim_padded, config.shared_plan(), config.barriers()
+    head_dim_padded, plan, at = config.head_dim_padded, config.shared_layout(), config.barriers()
     lse_delta_bytes, s_count, frag_count = config.lse_delta_bytes, tile_m // 2, tile_m // 4
     dk_count, dv_count, dq_columns = head_dim_padded // 2, config.head_dim_v_padded // 2, 64
     dq_count, part_bytes, ds_bytes = dq_columns // 2, config.dq_part_bytes, config.ds_bytes
@@ -88,7 +88,7 @@ def make(config):
 
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
-    wait, arrive, arrive_if, bar_sync = mbarrier.wait, mbarrier.arrive, mbarrier.arrive_if, bar.sync
+    wait, arrive, bar_sync = mbarrier.wait, mbarrier.arrive, bar.sync
     fence_init, fence_async = fence.mbarrier_init, fence.proxy_async
     store_v4, store_transposed, idx_b32 = ld_st.store_v4, stmatrix.x4_trans, shfl.idx_b32
     thread_index, shared_address = special.thread_index, shared.address
@@ -110,9 +110,7 @@ def make(config):
     set_up, _, _, word, _ = backward_state.make(config)
     add_dq = backward_dq_adding.make(config, keys, tiles)
     leave_own_dq, repair_dq = backward_single.make(config) if all_keys else (None, None)
-    a_stage_of, _ = backward_state.ring(config.stages_a)
-    b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
-    dq_stage_of, dq_phase_of = backward_state.ring(config.dq_stages)
+    rings = backward_state.pipelines(config)
 
     @inlined
     def fetch(base, arrays, strides, sizes):
@@ -169,16 +167,15 @@ def make(config):
     def store_dq(base, acc_dq, me, n):
         """The n-th part of dQ to where add_dq takes it from, as it lies in registers."""
         four = local.array(4, uint32)
-        own = dq_stage_of(n) * 2 + me
-        wait(base + at.dq_empty + 8 * own, dq_phase_of(n) ^ 1)
-        place = base + plan.dq + own * part_bytes + (thread_index() & int32(127)) * 16
+        rings.dq.producer_acquire(base + 8 * me, n)
+        place = base + plan.dq + (rings.dq.stage(n) * 2 + me) * part_bytes + (thread_index() & int32(127)) * 16
         for chunk in range(dq_columns // 8):
             for x in range(4):
                 four[x] = acc_dq[4 * chunk + x].view(np.uint32)
             if chunk < second_chunks or me == 0:
                 store_v4(place + chunk * (128 * 16), four, 0)
         fence_async()
-        arrive(base + at.dq_full + 8 * own)
+        rings.dq.producer_commit(base + 8 * me, n, True)
 
     @inlined
     def leave_dq(base, own, acc_dq, me, n, before, arrays, strides, sizes, score):
@@ -256,7 +253,7 @@ def make(config):
             for x in range(dv_count):
                 acc_dv[x] = float32(0)
             i, member = first_tile(word(own, BEGIN), word(own, STOP), word(own, STEP)), int32(0)
-            wait(base + at.own_full, w & 1)
+            rings.own.consumer_wait(base, w)
             if padded:
                 keys_left = max(int32(word(own, KEYS) - word(own, FIRST_ROW)), int32(0))
                 if n < end and keys_left < tile_n:
@@ -277,7 +274,7 @@ def make(config):
                 wait_all()
                 pin_s(acc_s)
             while n < end:
-                lse_and_delta = base + plan.lse_delta + a_stage_of(n) * lse_delta_bytes
+                lse_and_delta = base + plan.lse_delta + rings.a.stage(n) * lse_delta_bytes
                 if has_row_term:
                     term = term_of(own, member, arrays, strides)
                 if drops:
@@ -293,9 +290,8 @@ def make(config):
                 pin_dq(acc_dq)
                 if n > before:
                     leave_dq(base, own, acc_dq, me, int32(n - 1), before, arrays, strides, sizes, score)
-                stage_b = b_stage_of(n)
                 preload_dp(base, acc_dp, n)
-                wait(base + at.b_full + 8 * stage_b, b_phase_of(n))
+                rings.b.consumer_wait(base, n)
                 issue_dp(base, acc_dp, v_desc, n)
                 if masked:
                     to_other_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, TRUE)
@@ -334,7 +330,7 @@ def make(config):
             wait_all()
             pin_dq(acc_dq)
             if stays:
-                arrive_if(base + at.own_empty, elected)
+                rings.own.consumer_release(base, w, elected)
             if n > first:
                 leave_dq(base, own, acc_dq, me, int32(n - 1), before, arrays, strides, sizes, score)
             if stays:

@@ -13,7 +13,8 @@ from ..score import reads as score_reads
 from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.plain import key_queries, key_tiles, part_of, parts_of
+from ..steps.plain import part_of, parts_of
+from ..steps.sequence import query_range
 from . import backward_state
 from .backward_state import (
     BATCH,
@@ -73,12 +74,10 @@ def make(config):
         group = int32(divide(sizes.heads, sizes.heads_kv))
         parts = parts_of(group, int32(members_of_part))
         h_kv, first_head, members = part_of(head_part, parts, group, int32(members_of_part))
-        seqlen_q, left, right = sizes.seqlen_q, sizes.left, sizes.right
+        seqlen_q = sizes.seqlen_q
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         keys_left = min(keys - first_key, tile_n)
-        top_first, top_end = key_queries(first_key, q_start, left, right, seqlen_q)
-        bottom_first, bottom_end = key_queries(first_key + keys_left - 1, q_start, left, right, seqlen_q)
-        begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_m)
+        begin, free, cut, stop = query_range(first_key, first_key + keys_left - 1, q_start, sizes, tile_m)
         if has_mask:  # leave out the query tiles before the first and after the last in which the mask shows a key
             put(base, POS_FREE, free)
             put(base, POS_CUT, cut)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import float32, int32, int64, uint32
 
-from ...ptx import cvt, fence, griddepcontrol, ld_st, local, mbarrier, memory, special, tma, wgmma
+from ...ptx import cvt, fence, griddepcontrol, ld_st, local, memory, special, tma, wgmma
 from ..score import counts, fragments
 from ..score.stage import LOG2_E
 from ..steps import lse_delta
@@ -62,7 +62,7 @@ def make(config):
     tile_m, tile_n = config.tile_m, config.tile_n
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     of_dk, of_dv, both_ways = config.of_dk, config.of_dv, config.both_ways
-    plan, at = config.shared_plan(), config.barriers()
+    plan = config.shared_layout()
     lse_delta_bytes, members_of_part = config.lse_delta_bytes, config.members
     boxed, fetch_bias, bias_bytes = (
         config.bias_boxes,
@@ -98,15 +98,14 @@ def make(config):
     to_lse, to_delta = int(lse_first), int(delta_first)  # 1: the product is added to the accumulator's value
 
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    wait, arrive, arrive_if, fence_async = mbarrier.wait, mbarrier.arrive, mbarrier.arrive_if, fence.proxy_async
+    fence_async = fence.proxy_async
     load_v4, load_b32, load_bytes = ld_st.load_v4, ld_st.load_b32, tma.load_bytes
     thread_index, address, store_v4 = special.thread_index, memory.address, memory.store_v4
     row_blocks, block_words = lse_delta.row_blocks, lse_delta.BLOCK_WORDS
     wait_for_kernel = griddepcontrol.wait
 
     _, _, word, position = backward_state.words(config)
-    a_stage_of, a_phase_of = backward_state.ring(config.stages_a)
-    b_stage_of, _ = backward_state.ring(config.stages_b)
+    rings = backward_state.pipelines(config)
     own_maps = (K_MAP, V_MAP if of_dk else None)
     load_own, load_a, load_b = backward_producer.make(config, own_maps, (Q_MAP, DO_MAP))
     head_parts_of = backward_key_work.make(config).head_parts_of
@@ -188,15 +187,15 @@ def make(config):
             load_bytes(
                 base + plan.lse_delta + stage * lse_delta_bytes,
                 address(arrays.lse_delta, first_row_block * block_words),
-                base + at.a_full + 8 * stage,
+                rings.a.full(base, n),
                 count,
             )
             if boxed:
-                to, full = base + plan.bias + stage * bias_bytes, base + at.a_full + 8 * stage
+                to, full = base + plan.bias + stage * bias_bytes, rings.a.full(base, n)
                 b, first_key = of_word(own, BATCH), of_word(own, FIRST_ROW)
                 fetch_bias(to, full, int32(i * tile_m), first_key, h, b, strides)
             if waits:
-                wait(base + at.own_empty, (w - 1) & 1)
+                rings.own.producer_acquire(base, w)
                 load_keys(base, own)
                 waits = False
             n = int32(n + 1)
@@ -205,7 +204,7 @@ def make(config):
             else:
                 i, member = advance(own, i, member)
         if waits:
-            wait(base + at.own_empty, (w - 1) & 1)
+            rings.own.producer_acquire(base, w)
             load_keys(base, own)
         return n
 
@@ -253,48 +252,42 @@ def make(config):
         """Waits for the n-th query tile; acc_s <- -lse / scale, to which S^T is added, so that P is 2^(scale_log2 *
         sum). The numbers are read during other products, and no exponential waits for them."""
         if lse_first:
-            stage = a_stage_of(n)
-            wait(base + at.a_full + 8 * stage, a_phase_of(n))
-            place = base + plan.lse_delta + stage * lse_delta_bytes + ((thread_index() & int32(3)) << 4)
+            rings.a.consumer_wait(base, n)
+            place = base + plan.lse_delta + rings.a.stage(n) * lse_delta_bytes + ((thread_index() & int32(3)) << 4)
             preload(acc_s, place, lse_factor)
 
     @inlined
     def preload_dp(base, acc_dp, n):
         """acc_dp <- -delta, to which dP^T is added."""
         if delta_first:
-            stage = a_stage_of(n)
-            place = base + plan.lse_delta + stage * lse_delta_bytes + ((thread_index() & int32(3)) << 4)
+            place = base + plan.lse_delta + rings.a.stage(n) * lse_delta_bytes + ((thread_index() & int32(3)) << 4)
             preload(acc_dp, place + 64, float32(1))
 
     @inlined
     def issue_s(base, acc_s, k_desc, n, none):
         """S^T of the n-th query tile, once it has arrived. With `none` K V^T instead, which is dropped: so consumers
         need no branch if no tile follows."""
-        stage = a_stage_of(n)
-        wait(base + at.a_full + 8 * stage, a_phase_of(n))
-        place = base + (plan.own_b if none else plan.stream_a + stage * a_bytes)
+        rings.a.consumer_wait(base, n)
+        place = base + (plan.own_b if none else plan.stream_a + rings.a.stage(n) * a_bytes)
         multiply_k_q(acc_s, k_desc, describe_rows(place), to_lse)
         commit()
 
     @inlined
     def issue_dp(base, acc_dp, v_desc, n):
         """dP^T of the n-th query tile, whose dO has arrived."""
-        stage = b_stage_of(n)
-        multiply_v_do(acc_dp, v_desc, describe_rows(base + plan.stream_b + stage * b_bytes), to_delta)
+        multiply_v_do(acc_dp, v_desc, describe_rows(base + plan.stream_b + rings.b.stage(n) * b_bytes), to_delta)
         commit()
 
     @inlined
     def issue_dv(base, acc_dv, p_frag, n):
         """dV += P^T dO of the n-th query tile."""
-        stage = b_stage_of(n)
-        multiply_p_do(acc_dv, p_frag, describe_columns(base + plan.stream_b + stage * b_bytes), 1)
+        multiply_p_do(acc_dv, p_frag, describe_columns(base + plan.stream_b + rings.b.stage(n) * b_bytes), 1)
         commit()
 
     @inlined
     def issue_dk(base, acc_dk, ds_frag, n):
         """dK += dS^T Q of the n-th query tile."""
-        stage = a_stage_of(n)
-        multiply_ds_q(acc_dk, ds_frag, describe_columns(base + plan.stream_a + stage * a_bytes), 1)
+        multiply_ds_q(acc_dk, ds_frag, describe_columns(base + plan.stream_a + rings.a.stage(n) * a_bytes), 1)
         commit()
 
     @inlined
@@ -302,12 +295,12 @@ def make(config):
         """A thread has finished with the n-th Q, lse and delta."""
         # Ordinary loads read lse and delta, and a bulk copy overwrites them. So every lane that has read them arrives.
         fence_async()
-        arrive(base + at.a_empty + 8 * a_stage_of(n))
+        rings.a.consumer_release(base, n, True)
 
     @inlined
     def release_do(base, n, elected):
         """A warp has finished with the n-th dO."""
-        arrive_if(base + at.b_empty + 8 * b_stage_of(n), elected)
+        rings.b.consumer_release(base, n, elected)
 
     @inlined
     def rows_of_lane():

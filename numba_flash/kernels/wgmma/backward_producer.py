@@ -18,15 +18,13 @@ def make(config, own_maps, stream_maps):
 
     own_maps, stream_maps: which of the kernel's tensor maps tiles a and b have; None: there is no such tile.
     """
-    plan, at = config.shared_plan(), config.barriers()
+    plan, at, rings = config.shared_layout(), config.barriers(), backward_state.pipelines(config)
     own_rows, stream_rows = config.own_rows, config.stream_rows
     maps_address = tma.parameter(f"numba_flash_{config.kernel}")
-    load_4d, expect, wait = tma.load_4d, mbarrier.arrive_expect_tx, mbarrier.wait
+    load_4d = tma.load_4d
     a_panels, b_panels = -(-config.head_dim_padded // 64), -(-config.head_dim_v_padded // 64)
     a_bytes, b_bytes = config.stream_a_bytes, config.stream_b_bytes
     own_bytes = own_rows * 128 * (a_panels + (b_panels if own_maps[1] is not None else 0))
-    a_stage_of, a_phase_of = backward_state.ring(config.stages_a)
-    b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
 
     def box_loader(rows, panels, map_at):
         @inlined
@@ -47,7 +45,7 @@ def make(config, own_maps, stream_maps):
     def load_own(base, row, head, batch):
         """The tile that the block owns."""
         full = base + at.own_full
-        expect(full, own_bytes)
+        mbarrier.arrive_expect_tx(full, own_bytes)
         load_own_a(base + plan.own_a, full, row, head, batch)
         if has_own_b:
             load_own_b(base + plan.own_b, full, row, head, batch)
@@ -55,20 +53,15 @@ def make(config, own_maps, stream_maps):
     @inlined
     def load_a(base, n, row, head, batch, extra_bytes):
         """Loads the n-th tile of stream_a. extra_bytes: what the caller loads on the same mbarrier. -> its stage."""
-        stage = a_stage_of(n)
-        wait(base + at.a_empty + 8 * stage, a_phase_of(n) ^ 1)
-        full = base + at.a_full + 8 * stage
-        expect(full, int32(a_bytes + extra_bytes))
+        stage = rings.a.stage(n)
+        full = rings.a.producer_expect(base, n, int32(a_bytes + extra_bytes))
         load_stream_a(base + plan.stream_a + stage * a_bytes, full, row, head, batch)
         return stage
 
     @inlined
     def load_b(base, n, row, head, batch):
         """Loads the n-th tile of stream_b."""
-        stage = b_stage_of(n)
-        wait(base + at.b_empty + 8 * stage, b_phase_of(n) ^ 1)
-        full = base + at.b_full + 8 * stage
-        expect(full, b_bytes)
-        load_stream_b(base + plan.stream_b + stage * b_bytes, full, row, head, batch)
+        full = rings.b.producer_expect(base, n, b_bytes)
+        load_stream_b(base + plan.stream_b + rings.b.stage(n) * b_bytes, full, row, head, batch)
 
     return load_own, load_a, load_b

@@ -112,7 +112,7 @@ def sources(config):
 def make(config):
     of_keys, rows, own_rows = config.of_keys, config.stream_rows, config.own_rows
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    plan, at = config.shared_plan(), config.barriers()
+    plan, (ring_a, ring_b) = config.shared_layout(), backward_state.streamed(config)
     a_bytes, b_bytes = config.stream_a_bytes, config.stream_b_bytes
     own_a_part, own_b_part = config.own_a_bytes // config.PARTS, config.own_b_bytes // config.PARTS
     a_words, fetch_a, store_a = parts.loader(rows, head_dim, 64, rows * 128, a_bytes // config.PARTS)
@@ -121,8 +121,6 @@ def make(config):
     own_b_words, fetch_own_b, store_own_b = parts.loader(LOADED_ROWS, head_dim_v, 64, own_rows * 128, own_b_part)
     raw_words = max(a_words, b_words)
     (steps_of, first_step, step_behind), (source_of, own_source_of) = walk(config), sources(config)
-    a_stage_of, a_phase_of = backward_state.ring(config.stages_a)
-    b_stage_of, b_phase_of = backward_state.ring(config.stages_b)
 
     @inlined
     def produce(base, arrays, strides, sizes):
@@ -132,18 +130,16 @@ def make(config):
         array_b, of_b = (arrays.do, strides.do) if of_keys else (arrays.v, strides.v)
         step, steps = first_step(base), steps_of(base)
         while step.n < steps:
-            stage = a_stage_of(step.n)
             source, rows_left = source_of(base, step, array_a, of_a, sizes)
             fetch_a(raw, source, 4 * of_a[2], int64(0), int32(0), rows_left, own_thread())
-            mbarrier.wait(base + at.a_empty + 8 * stage, a_phase_of(step.n) ^ 1)
-            store_a(raw, int32(base + plan.stream_a + stage * a_bytes), two, own_thread())
-            hand_over(base + at.a_full + 8 * stage)
-            stage = b_stage_of(step.n)
+            ring_a.producer_acquire(base, step.n)
+            store_a(raw, int32(base + plan.stream_a + ring_a.stage(step.n) * a_bytes), two, own_thread())
+            hand_over(ring_a.full(base, step.n))
             source, rows_left = source_of(base, step, array_b, of_b, sizes)
             fetch_b(raw, source, 4 * of_b[2], int64(0), int32(0), rows_left, own_thread())
-            mbarrier.wait(base + at.b_empty + 8 * stage, b_phase_of(step.n) ^ 1)
-            store_b(raw, int32(base + plan.stream_b + stage * b_bytes), two, own_thread())
-            hand_over(base + at.b_full + 8 * stage)
+            ring_b.producer_acquire(base, step.n)
+            store_b(raw, int32(base + plan.stream_b + ring_b.stage(step.n) * b_bytes), two, own_thread())
+            hand_over(ring_b.full(base, step.n))
             step = step_behind(base, step)
 
     @inlined

@@ -28,7 +28,7 @@ def make(config, whole_warp):
     """whole_warp: all lanes of a warp call these functions together, and the compiler may rely on it."""
     walk = tile_walk.make(config, whole_warp)
     row_of, last, asks_in = walk.row, walk.last, walk.asks
-    state, load_b32 = config.shared_plan().state, ld_st.load_b32
+    state, load_b32 = config.shared_layout().state, ld_st.load_b32
     _, _, _, word_of_warp, _ = backward_state.make(config)
 
     @inlined

@@ -8,7 +8,7 @@ from ..score import reads as score_reads
 from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.plain import key_tiles, row_keys
+from ..steps.sequence import key_range
 from . import backward_state
 from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, KEYS, POS_CUT, POS_FREE, STATES, STOP
 
@@ -41,14 +41,11 @@ def make(config):
 
     @inlined
     def set_up(base, arrays, strides, sizes):
-        left, right = sizes.left, sizes.right
         b, h, first_query = work_of(divide(block_index(), blocks), arrays, strides, sizes)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         tile_pos = first_query + q_start
         last_pos = tile_pos + min(sizes.seqlen_q - first_query, tile_m) - 1
-        top_first, top_end = row_keys(tile_pos, left, right, keys)
-        bottom_first, bottom_end = row_keys(last_pos, left, right, keys)
-        begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        begin, free, cut, stop = key_range(tile_pos, last_pos, keys, sizes, tile_n)
         if has_mask:  # leave out the key tiles before the first and after the last in which the mask shows a key
             put(base, POS_FREE, free)
             put(base, POS_CUT, cut)

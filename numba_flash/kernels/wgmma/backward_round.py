@@ -17,8 +17,8 @@ from ..steps import gradient_rows
 from ..steps import recompute_queries as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.plain import key_tiles, row_keys
 from ..steps.query_tile import QueryTile, TileKeys
+from ..steps.sequence import key_range
 from ..steps.tiles import row_base
 
 
@@ -41,9 +41,7 @@ def make(config):
         """How many key tiles have a part of the sums."""
         first = first_query // tile_m * tile_m
         last = min(sizes.seqlen_q, first + tile_m) - 1
-        top_first, top_end = row_keys(first + q_start, sizes.left, sizes.right, keys)
-        bottom_first, bottom_end = row_keys(last + q_start, sizes.left, sizes.right, keys)
-        begin, _, _, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        begin, _, _, stop = key_range(first + q_start, last + q_start, keys, sizes, tile_n)
         return stop - begin
 
     @cuda.jit

@@ -72,7 +72,7 @@ def rows_of_lane():
 def make(config):
     of_keys, rows, varies = config.of_keys, config.stream_rows, config.derivative_varies
     has_second, both_sum = config.has_second, config.of_dv and config.has_second
-    plan, at, blocks = config.shared_plan(), config.barriers(), config.stream_rows // 8
+    plan, at, blocks = config.shared_layout(), config.barriers(), config.stream_rows // 8
     a, b = (backward_products_float32.make(config, n) for n in (config.head_dim_padded, config.head_dim_v_padded))
     of_tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
     await_a, issue_s, finish_s = of_tiles.await_a, of_tiles.issue_s, of_tiles.finish_s

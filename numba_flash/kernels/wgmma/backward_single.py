@@ -24,7 +24,7 @@ def make(config):
     """-> (leave, repair), device functions."""
     tile_m, tile_n, head_dim = config.tile_m, config.tile_n, config.head_dim
     of_warp = config.tile_m // (4 * config.consumers)
-    dq_at, part_bytes, parts = config.shared_plan().dq, config.dq_part_bytes, -(-head_dim // 32)
+    dq_at, part_bytes, parts = config.shared_layout().dq, config.dq_part_bytes, -(-head_dim // 32)
     own_columns, own_queries = (64, 0) if config.dq_panels == 2 else (0, 64)  # how far apart the warpgroups' parts are
     stage, store = gradient_rows.make(config.dtype, 64, 16, 64, head_dim % 8 == 0)
     key_tiles, chunk_bytes, warp_bytes = config.key_tiles, 32 * 16, part_bytes // 4

@@ -4,11 +4,13 @@ Places are in bytes from the block's base in shared memory.
 """
 
 import functools
+from typing import NamedTuple
 
 from numba import int32, int64, uint32
 
 from ...ptx import ld_st, mbarrier, shfl
 from ..steps.inlined import inlined
+from .pipeline import Pipeline, pipeline
 
 # Words of the block's state.
 BATCH, HEAD, HEAD_KV, FIRST_ROW, KEYS, BEGIN, FREE, CUT, STOP, MEMBERS, POS_LOW, POS_HIGH = (4 * i for i in range(12))
@@ -21,53 +23,60 @@ STRUCK = 60  # whether some row of dQ is not finite (config.key_tiles)
 POS_FREE, POS_CUT = STEP, STRUCK
 
 
+class Pipelines(NamedTuple):
+    """The rings of a block: its own tile, its state, the tiles a and b that it walks over, and parts of dQ. dq has one
+    place for each consumer and stage: that of consumer c is at base + 8 * c."""
+
+    own: Pipeline
+    state: Pipeline
+    a: Pipeline
+    b: Pipeline
+    dq: Pipeline
+
+
+def streamed(config) -> tuple[Pipeline, Pipeline]:
+    """The pipelines of the tiles a and b that a block walks over."""
+    at = config.barriers()
+    return pipeline(at.a_full, at.a_empty, config.stages_a), pipeline(at.b_full, at.b_empty, config.stages_b)
+
+
 @functools.cache
-def ring(stages):
-    """-> (stage_of, phase_of), device functions: the stage of the n-th tile in a ring, and the parity of its phase."""
-
-    @inlined
-    def stage_of(n):
-        return int32(uint32(n) % uint32(stages))
-
-    @inlined
-    def phase_of(n):
-        return int32(uint32(n) // uint32(stages)) & 1
-
-    return stage_of, phase_of
+def pipelines(config) -> Pipelines:
+    at = config.barriers()
+    return Pipelines(
+        pipeline(at.own_full, at.own_empty, 1),
+        pipeline(at.state_full, at.state_empty, config.states),
+        *streamed(config),
+        pipeline(at.dq_full, at.dq_empty, max(config.dq_stages, 1), 8 * config.consumers),
+    )
 
 
 @functools.cache
 def make(config):
     """-> (set_up, put, put_position, word, position), device functions."""
-    at, init = config.barriers(), mbarrier.init
-    stages_a, stages_b, consumer_warps = config.stages_a, config.stages_b, 4 * config.consumers
-    exchanges, consumers, dq_stages = config.ds_bytes > 0, config.consumers, config.dq_stages
+    rings, at, init = pipelines(config), config.barriers(), mbarrier.init
+    consumers, consumer_warps, has_dq = config.consumers, 4 * config.consumers, config.dq_stages > 0
     # Arrivals that release a state: the consumers, the thread that loads dO, and those that add dQ.
-    stays, states = config.stays, config.states
-    state_readers = 32 * consumer_warps + 1 + (consumers if dq_stages else 0)
+    stays, exchanges = config.stays, config.ds_bytes > 0
+    state_readers = 32 * consumer_warps + 1 + (consumers if has_dq else 0)
     beside = config.lse_delta_bytes or config.bias_boxes  # what threads read of a tile themselves, apart from wgmma
     a_readers = 32 * consumer_warps if beside else consumer_warps
 
     @inlined
     def set_up(base):
         """One thread initialises the mbarriers, before a fence and a barrier of the block."""
-        init(base + at.own_full, 1)
         if stays:
-            init(base + at.own_empty, consumer_warps)
-            for place in range(states):
-                init(base + at.state_full + 8 * place, 1)
-                init(base + at.state_empty + 8 * place, state_readers)
-        for stage in range(stages_a):
-            init(base + at.a_full + 8 * stage, 1)
-            init(base + at.a_empty + 8 * stage, a_readers)
-        for stage in range(stages_b):
-            init(base + at.b_full + 8 * stage, 1)
-            init(base + at.b_empty + 8 * stage, consumer_warps)
+            rings.own.init(base, 1, consumer_warps)
+            rings.state.init(base, 1, state_readers)
+        else:
+            init(base + at.own_full, 1)
+        rings.a.init(base, 1, a_readers)
+        rings.b.init(base, 1, consumer_warps)
         if exchanges:
             init(base + at.ds_full, 128 * consumers)
-            for part in range(dq_stages * consumers):
-                init(base + at.dq_full + 8 * part, 128)
-                init(base + at.dq_empty + 8 * part, 1)
+        if has_dq:
+            for consumer in range(consumers):
+                rings.dq.init(base + 8 * consumer, 128, 1)
 
     return set_up, *words(config)
 
@@ -75,7 +84,7 @@ def make(config):
 @functools.cache
 def words(config):
     """-> (put, put_position, word, position), device functions."""
-    state = config.shared_plan().state
+    state = config.shared_layout().state
     load_b32, store_b32, idx_b32 = ld_st.load_b32, ld_st.store_b32, shfl.idx_b32
 
     @inlined

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 from numba import cuda, int32
 
-from ...ptx import fence, mbarrier
+from ...ptx import fence
 from ..steps.inlined import inlined
 from . import backward_products_float32, backward_state
 from .backward_producer_float32 import elected
+from .pipeline import pipeline
 
 
 class Tiles(NamedTuple):
@@ -35,24 +36,18 @@ class Tiles(NamedTuple):
 
 
 def make(config):
-    of_dv, has_second, stages_a, stages_b = config.of_dv, config.has_second, config.stages_a, config.stages_b
-    plan, at = config.shared_plan(), config.barriers()
+    of_dv, has_second, plan, at = config.of_dv, config.has_second, config.shared_layout(), config.barriers()
+    ring_a, ring_b = backward_state.streamed(config)
+    weights = pipeline(at.weights_full, at.weights_empty, 1)
     a_bytes, b_bytes = config.stream_a_bytes, config.stream_b_bytes
     a, b = (backward_products_float32.make(config, n) for n in (config.head_dim_padded, config.head_dim_v_padded))
-    a_stage_of, a_phase_of = backward_state.ring(stages_a)
-    b_stage_of, b_phase_of = backward_state.ring(stages_b)
 
     @inlined
     def set_up(base):
         """A warp arrives once, whether it belongs to the producer or to a consumer."""
-        for stage in range(stages_a):
-            mbarrier.init(base + at.a_full + 8 * stage, 4)
-            mbarrier.init(base + at.a_empty + 8 * stage, 4 + 4 * has_second)
-        for stage in range(stages_b):
-            mbarrier.init(base + at.b_full + 8 * stage, 4)
-            mbarrier.init(base + at.b_empty + 8 * stage, 4 * of_dv + 4 * has_second)
-        mbarrier.init(base + at.weights_full, 4)
-        mbarrier.init(base + at.weights_empty, 4)
+        ring_a.init(base, 4, 4 + 4 * has_second)
+        ring_b.init(base, 4, 4 * of_dv + 4 * has_second)
+        weights.init(base, 4, 4)
         fence.mbarrier_init()
 
     @inlined
@@ -63,21 +58,17 @@ def make(config):
     def leave(base, found):
         return found
 
-    def of_kind(products, stage_of, phase_of, full, empty, own, streamed, tile_bytes):
+    def of_kind(products, ring, own, streamed, tile_bytes):
         issue_scores, finish_scores = products.issue_scores, products.finish_scores
         issue_sums, finish_sums = products.issue_sums, products.finish_sums
 
         @inlined
-        def wait(base, n):
-            mbarrier.wait(base + full + 8 * stage_of(n), phase_of(n))
-
-        @inlined
         def place_of(base, n):
-            return int32(base + streamed + stage_of(n) * tile_bytes)
+            return int32(base + streamed + ring.stage(n) * tile_bytes)
 
         @inlined
         def give_back(base, n):
-            mbarrier.arrive_if(base + empty + 8 * stage_of(n), elected())
+            ring.consumer_release(base, n, elected())
 
         @inlined
         def issue(acc, other, base, n):
@@ -97,18 +88,17 @@ def make(config):
             finish_sums(acc, even, odd, frag)
             give_back(base, n)
 
-        return (wait, issue, finish), (issue_of_sums, finish_of_sums)
+        return (ring.consumer_wait, issue, finish), (issue_of_sums, finish_of_sums)
 
     @inlined
     def await_weights_place(base, n):
         if has_second:
-            mbarrier.wait(base + at.weights_empty, (n & 1) ^ 1)
+            weights.producer_acquire(base, n)
 
     @inlined
     def give_weights_place(base):
-        mbarrier.arrive_if(base + at.weights_empty, elected())
+        weights.consumer_release(base, 0, elected())
 
-    of_a = a, a_stage_of, a_phase_of, at.a_full, at.a_empty, plan.own_a, plan.stream_a, a_bytes
-    of_b = b, b_stage_of, b_phase_of, at.b_full, at.b_empty, plan.own_b, plan.stream_b, b_bytes
-    (scores_a, sums_a), (scores_b, sums_b) = of_kind(*of_a), of_kind(*of_b)
+    scores_a, sums_a = of_kind(a, ring_a, plan.own_a, plan.stream_a, a_bytes)
+    scores_b, sums_b = of_kind(b, ring_b, plan.own_b, plan.stream_b, b_bytes)
     return Tiles(set_up, start, leave, *scores_a, *scores_b, *sums_a, *sums_b, await_weights_place, give_weights_place)

@@ -1,14 +1,15 @@
-"""What the roles of a wgmma block share: the places of mbarriers and work tiles, and the order in which rings are used.
+"""What the roles of a wgmma block share: its pipelines, and where its work tiles are.
 
 Places are in bytes from the block's base in shared memory.
 """
 
 import functools
-
-from numba import int32, uint32
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from ...ptx import mbarrier
 from ..steps.inlined import inlined
+from .pipeline import Pipeline, pipeline
 
 # A work tile describes a query tile in words. The scheduler writes it; a block has a ring of four.
 WORK, B, H, H_KV, FIRST_QUERY, KEYS, BEGIN, FREE, CUT, STOP, POS_LOW, POS_HIGH, STATES = (4 * i for i in range(13))
@@ -16,70 +17,59 @@ POS_FREE, POS_CUT = 52, 56  # with a mask: FREE and CUT by positions alone
 WORK_TILES = 4
 
 
-@functools.cache
-def ring(count):
-    """-> (place_of, phase_of), device functions: the place of the n-th use in a ring of `count` places, and the parity
-    of the phase in which that place is filled."""
+class Pipelines(NamedTuple):
+    """The rings of a block. bias has one place for each consumer and stage: that of consumer c is at base + 8 * c."""
 
-    @inlined
-    def place_of(n):
-        return int32(uint32(n) % uint32(count))
-
-    @inlined
-    def phase_of(n):
-        return int32(uint32(n) // uint32(count)) & 1
-
-    return place_of, phase_of
+    q: Pipeline
+    tiles: Pipeline  # work tiles, from the scheduler to all other roles
+    k: Pipeline
+    v: Pipeline
+    bias: Pipeline
+    asked: int  # the mbarrier at which the scheduler waits until the producer asks for the next query tile
+    work_tile: Callable[..., Any]  # (base, i) -> where the work tile of the block's i-th query tile is
 
 
 @functools.cache
-def make(config):
-    """-> (the places of the mbarriers, work_tile_of), the last one a device function.
-
-    mbarriers, 8 bytes each: Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY, BIAS_FULL,
-    BIAS_EMPTY. Full and empty ones exist once for each stage of K and V, twice for Q, four times for work tiles, and
-    for a bias once for each consumer and stage.
-    """
-    stages = config.stages
-    barriers_at = config.shared_offsets()[-2]
-    singles = tuple(barriers_at + offset for offset in (0, 16, 32, 64, 96))
-    place_of, _ = ring(WORK_TILES)
-    *rings, work_tiles_at = (barriers_at + 112 + 8 * stages * i for i in range(5))
+def make(config) -> Pipelines:
+    """8 bytes for each mbarrier: Q's full and empty ones twice, those of work tiles, the one of the scheduler, and then
+    those of K and V for each stage, the work tiles, and those of a bias."""
+    stages, consumers = config.stages, config.consumers
+    at = config.shared_layout().barriers
+    q_full, q_empty, tile_full, tile_empty, asked = at, at + 16, at + 32, at + 64, at + 96
+    k_full, v_full, k_empty, v_empty, work_tiles_at = (at + 112 + 8 * stages * i for i in range(5))
     bias_full = work_tiles_at + 64 * WORK_TILES
-    of_bias = bias_full, bias_full + 8 * config.bias_stages * config.consumers
+    bias_empty = bias_full + 8 * config.bias_stages * consumers
+    tiles = pipeline(tile_full, tile_empty, WORK_TILES)
 
     @inlined
-    def work_tile_of(base, i):
-        """Where the work tile of the block's i-th query tile is."""
-        return base + work_tiles_at + 64 * place_of(i)
+    def work_tile(base, i):
+        return base + work_tiles_at + 64 * tiles.stage(i)
 
-    return (*singles, *rings, *of_bias), work_tile_of
+    return Pipelines(
+        pipeline(q_full, q_empty, config.q_buffers),
+        tiles,
+        pipeline(k_full, k_empty, stages),
+        pipeline(v_full, v_empty, stages),
+        pipeline(bias_full, bias_empty, max(config.bias_stages, 1), 8 * consumers),
+        asked,
+        work_tile,
+    )
 
 
 def starter(config, fillers):
     """-> set_up(base), a device function: one thread initialises the mbarriers, before a fence and a barrier. fillers:
     number of arrivals that fill K or V."""
-    places, _ = make(config)
-    Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, ASKED, K_FULL, V_FULL, K_EMPTY, V_EMPTY, BIAS_FULL, BIAS_EMPTY = places
-    init, consumers, blocks, stages = mbarrier.init, config.consumers, config.cluster, config.stages
-    bias_places = config.bias_stages * consumers
+    rings, consumers = make(config), config.consumers
+    bias_consumers = consumers if config.bias_stages else 0
 
     @inlined
     def set_up(base):
-        for i in range(2):
-            init(base + Q_FULL + 8 * i, 1)
-            init(base + Q_EMPTY + 8 * i, 4 * consumers)
-        init(base + ASKED, 1)
-        for i in range(WORK_TILES):
-            init(base + TILE_FULL + 8 * i, 1)
-            init(base + TILE_EMPTY + 8 * i, 4 * consumers)
-        for stage in range(stages):
-            init(base + K_FULL + 8 * stage, fillers)
-            init(base + V_FULL + 8 * stage, fillers)
-            init(base + K_EMPTY + 8 * stage, 4 * consumers * blocks)
-            init(base + V_EMPTY + 8 * stage, 4 * consumers * blocks)
-        for place in range(bias_places):
-            init(base + BIAS_FULL + 8 * place, 1)
-            init(base + BIAS_EMPTY + 8 * place, 128)
+        mbarrier.init(base + rings.asked, 1)
+        rings.q.init(base, 1, 4 * consumers)
+        rings.tiles.init(base, 1, 4 * consumers)
+        rings.k.init(base, fillers, 4 * consumers)
+        rings.v.init(base, fillers, 4 * consumers)
+        for consumer in range(bias_consumers):
+            rings.bias.init(base + 8 * consumer, 1, 128)
 
     return set_up

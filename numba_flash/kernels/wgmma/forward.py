@@ -16,10 +16,6 @@ The kernel is persistent: one block per multiprocessor stays for the whole launc
 global memory. Tiles that see the most keys come first, and blocks work on a few heads at a time, so that K and V of
 these heads stay in L2. The last block that finds no tile left resets the counter for the next launch.
 
-With config.cluster 2, two blocks form a cluster. Their query tiles are neighbours and see the same keys, so each
-producer loads half of every tile of K and V for both blocks (TMA multicast), and consumers report to both blocks when
-they have finished with a tile. All tiles then take equally long, so blocks take them in turn without a counter.
-
 The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (persistent blocks), block
 (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k and v.
 """
@@ -27,7 +23,7 @@ The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (persis
 import numpy as np
 from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import bar, cluster, fence, ld_st, local, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
+from ...ptx import bar, fence, ld_st, local, memory, setmaxnreg, shared, shfl, special, vote, wgmma
 from ..score import fragments, one_side, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..score.stage import exponent_unit
@@ -37,6 +33,7 @@ from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile, TileKeys
+from ..steps.sequence import lse_row
 from . import barriers, producer, tile_scores
 from .barriers import BEGIN, CUT, FREE, H_KV, KEYS, STATES, STOP, WORK, B, H
 from .forward_state import Consumer, Registers, Rows
@@ -45,10 +42,10 @@ from .work_tile import counting, position, rows_of_lane, tile_of, word
 
 
 def make(config):
-    tile_n, consumers, q_buffers = config.tile_n, config.consumers, config.q_buffers
+    tile_n, consumers = config.tile_n, config.consumers
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     group, row_state_bytes, alignment = config.group_size, config.ROW_STATE_BYTES, config.ALIGNMENT
-    _, k_at, v_at, _, o_at, row_states_at, _, _ = config.shared_offsets()
+    plan = config.shared_layout()
     q_panel, kv_panel = config.tile_m * 128, tile_n * 128  # bytes of 64 columns
     k_panels, v_panels = -(-head_dim_padded // 64), -(-head_dim_v_padded // 64)
     q_bytes, k_bytes, v_bytes = q_panel * k_panels, kv_panel * k_panels, kv_panel * v_panels
@@ -74,19 +71,13 @@ def make(config):
     pin_s, pin_o = wgmma.pin(s_count), wgmma.pin(o_count)
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
-    wait, arrive_if, arrive_there_if = mbarrier.wait, mbarrier.arrive_if, mbarrier.arrive_there_if
-    blocks, place_in, cluster_sync = config.cluster, cluster.place_in, cluster.sync
     fence_init, fence_async = fence.mbarrier_init, fence.proxy_async
     bar_sync, bar_arrive, warp_sync = bar.sync, bar.arrive, bar.warp_sync
     bfly, idx_b32, any_lane = shfl.bfly_f32, shfl.idx_b32, vote.any_lane
     store_shared, store_shared_v4 = ld_st.store_b32, ld_st.store_v4
     thread_index, address, shared_address = special.thread_index, memory.address, shared.address
 
-    places, work_tile_of = barriers.make(config)
-    stage_of, phase_of = barriers.ring(config.stages)
-    buffer_of, q_phase_of = barriers.ring(q_buffers)
-    tile_place_of, tile_phase_of = barriers.ring(barriers.WORK_TILES)
-    Q_FULL, Q_EMPTY, TILE_FULL, TILE_EMPTY, _, K_FULL, V_FULL, K_EMPTY, V_EMPTY, _, _ = places
+    rings = barriers.make(config)
     set_up, schedule, produce, produce_bias = producer.make(config)
     has_row_term, row_term = fragments.chain(config).has_row_term, fragments.chain(config).row_term
     mask_words = fragments.tile(config, 1).mask_words
@@ -114,7 +105,7 @@ def make(config):
             zeros[i] = uint32(0)
         for index in range(rows * 8 + thread, tile_n * 8, all_consumers):
             for panel in range(v_panels):
-                store_shared_v4(base + v_at + stage * v_bytes + panel * kv_panel + index * 16, zeros, 0)
+                store_shared_v4(base + plan.v + stage * v_bytes + panel * kv_panel + index * 16, zeros, 0)
         fence_async()
         bar_sync(4, all_consumers)
 
@@ -128,28 +119,15 @@ def make(config):
     @inlined
     def issue_scores(base, q_desc, acc_s, n):
         """S of the block's n-th tile of keys, which has come."""
-        multiply_q_k(acc_s, q_desc, describe_k(base + k_at + stage_of(n) * k_bytes), 0)
+        multiply_q_k(acc_s, q_desc, describe_k(base + plan.k + rings.k.stage(n) * k_bytes), 0)
         commit()
 
     @inlined
     def issue_outputs(base, acc_o, p_frag, n):
         """P . V of the n-th tile of keys."""
-        stage = stage_of(n)
-        wait(base + V_FULL + 8 * stage, phase_of(n))
-        multiply_p_v(acc_o, p_frag, describe_v(base + v_at + stage * v_bytes), 1)
+        rings.v.consumer_wait(base, n)
+        multiply_p_v(acc_o, p_frag, describe_v(base + plan.v + rings.v.stage(n) * v_bytes), 1)
         commit()
-
-    @inlined
-    def wait_for_work_tile(base, i):
-        wait(base + TILE_FULL + 8 * tile_place_of(i), tile_phase_of(i))
-
-    @inlined
-    def wait_for_q(base, i):
-        wait(base + Q_FULL + 8 * buffer_of(i), q_phase_of(i))
-
-    @inlined
-    def wait_for_k(base, n):
-        wait(base + K_FULL + 8 * stage_of(n), phase_of(n))
 
     @inlined
     def pingpong_wait(me):
@@ -164,28 +142,18 @@ def make(config):
     @inlined
     def issue_products(base, consumer, q_desc, registers, n):
         """S of the n-th tile of keys and P . V of the one before."""
-        wait_for_k(base, n)
+        rings.k.consumer_wait(base, n)
         pingpong_wait(consumer.me)
         issue_scores(base, q_desc, registers.scores.acc_s, n)
         issue_outputs(base, registers.acc_o, registers.p_frag, int32(n - 1))
         pingpong_arrive(consumer.following)
 
     @inlined
-    def consumer_release(base, empty_at, n, elected):
-        """A warp is done with the n-th K or V. The next tile there is brought by all blocks of the cluster."""
-        empty = int32(base + empty_at + 8 * stage_of(n))
-        if blocks > 1:
-            lane = thread_index() & int32(31)
-            arrive_there_if(place_in(empty, lane & int32(blocks - 1)), lane < blocks)
-        else:
-            arrive_if(empty, elected)
-
-    @inlined
     def done_with_scores(base, elected, tile, rows):
         """K of a tile is given back; and Q with the query tile's last, unless O is to lie there."""
-        consumer_release(base, K_EMPTY, tile.n, elected)
+        rings.k.consumer_release(base, tile.n, elected)
         if not o_in_q:
-            arrive_if(base + Q_EMPTY + 8 * buffer_of(rows.seen), elected & (tile.j == rows.begin))
+            rings.q.consumer_release(base, rows.seen, elected & (tile.j == rows.begin))
 
     @inlined
     def prepare(tile, rows, registers, arrays, sizes):
@@ -229,7 +197,7 @@ def make(config):
         moved = weigh(base, tile, rows, side, registers, arrays, strides, sizes, score)
         wait_all()
         pin_o(acc_o)
-        consumer_release(base, V_EMPTY, int32(tile.n - 1), consumer.elected)
+        rings.v.consumer_release(base, int32(tile.n - 1), consumer.elected)
         to_p(acc_s, registers.p_frag)
         rescale(acc_o, registers.alpha, moved)
         return following
@@ -262,15 +230,15 @@ def make(config):
             flag = uint32(0) if nonfinite[r] == 0 else uint32(1)
             some_nonfinite |= flag
             if lane & 3 == 0:
-                store_shared(base + row_states_at + row * row_state_bytes, flag)
-                store_shared(base + row_states_at + row * row_state_bytes + 4, lse[r].view(np.uint32))
+                store_shared(base + plan.row_states + row * row_state_bytes, flag)
+                store_shared(base + plan.row_states + row * row_state_bytes + 4, lse[r].view(np.uint32))
                 if write_lse and tile.first_query + query < sizes.seqlen_q:
-                    head = tile.b * sizes.heads + tile.h + row - query * group
-                    arrays.lse[head * sizes.seqlen_q + tile.first_query + query] = lse[r] * to_natural
+                    head = tile.h + row - query * group
+                    arrays.lse[lse_row(tile.b, head, tile.first_query + query, sizes)] = lse[r] * to_natural
         if o_in_q:
-            o_smem = base + buffer_of(rows.seen) * q_bytes
+            o_smem = base + rings.q.stage(rows.seen) * q_bytes
         else:
-            o_smem = base + o_at + (first_row >> 4) * o_bytes
+            o_smem = base + plan.o + (first_row >> 4) * o_bytes
         if o_staged:
             # In Q's place a warp writes over 16 rows that only its own quarter of each product has read. So the
             # hardware does it; PTX does not say so.
@@ -278,21 +246,21 @@ def make(config):
             if o_in_q:
                 fence_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
             warp_sync()  # the states of a warp's rows, and the rows, are there for all of its lanes
-            store_rows(first_row, lane, o_smem, base + row_states_at, tile, arrays, strides, sizes)
+            store_rows(first_row, lane, o_smem, base + plan.row_states, tile, arrays, strides, sizes)
             if o_parts > 1:  # no loop, through which ptxas does not follow wgmma's registers
                 warp_sync()  # all lanes have read the first part
                 stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words, 1)
                 warp_sync()
                 second_part = QueryTile(tile.b, tile.h, tile.first_query, int32(1))
-                store_rows(first_row, lane, o_smem, base + row_states_at, second_part, arrays, strides, sizes)
+                store_rows(first_row, lane, o_smem, base + plan.row_states, second_part, arrays, strides, sizes)
         else:
             warp_sync()  # the states of a warp's rows are there for all of its lanes
-            flags = base + row_states_at
+            flags = base + plan.row_states
             write_rows(lane_row, lane_column, lane, flags, acc_o, inverse_l, words, tile, arrays, strides, sizes)
         if any_lane(some_nonfinite) != 0:
             work_tile = rows.work_tile
             tile_keys = TileKeys(word(work_tile + H_KV), word(work_tile + KEYS), position(work_tile))
-            recompute_rows(first_row, lane, base + row_states_at, tile, tile_keys, arrays, strides, sizes, score)
+            recompute_rows(first_row, lane, base + plan.row_states, tile, tile_keys, arrays, strides, sizes, score)
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
@@ -316,14 +284,14 @@ def make(config):
         if ping_pong and me == consumers - 1:
             bar_arrive(1, pair)  # the first turn is the first consumer's, as if the last had given it on
         # The block's first S is the only one that stands alone.
-        wait_for_work_tile(base, seen)
-        wait_for_q(base, seen)
-        wait_for_k(base, taken)
+        rings.tiles.consumer_wait(base, seen)
+        rings.q.consumer_wait(base, seen)
+        rings.k.consumer_wait(base, taken)
         pingpong_wait(me)
         issue_scores(base, q_desc, acc_s, taken)
         pingpong_arrive(consumer.following)
-        while word(work_tile_of(base, seen) + WORK) != 0:
-            work_tile = work_tile_of(base, seen)
+        while word(rings.work_tile(base, seen) + WORK) != 0:
+            work_tile = rings.work_tile(base, seen)
             begin, free = word(work_tile + BEGIN), word(work_tile + FREE)
             cut, j = word(work_tile + CUT), int32(word(work_tile + STOP) - 1)
             states = word(work_tile + STATES) if has_states else int32(0)
@@ -358,11 +326,10 @@ def make(config):
             weigh(base, tile, rows, side, registers, arrays, strides, sizes, score)
             to_p(acc_s, p_frag)
             if padded:
-                stage = stage_of(taken)
-                wait(base + V_FULL + 8 * stage, phase_of(taken))
+                rings.v.consumer_wait(base, taken)
                 keys = word(work_tile + KEYS)
                 if keys < (j + 1) * tile_n:
-                    zero_tail(base, stage, max(keys - j * tile_n, 0), thread_index() - 128)
+                    zero_tail(base, rings.v.stage(taken), max(keys - j * tile_n, 0), thread_index() - 128)
             taken, j = int32(taken + 1), following
             while j >= begin:
                 # Tiles that some row sees in part; then those that every row sees whole; then, behind a left
@@ -379,12 +346,12 @@ def make(config):
             # The last P . V, and behind it the first S of the next query tile, beside which O is written. When there
             # is no next one, nobody looks at that S.
             seen = int32(seen + 1)
-            wait_for_work_tile(base, seen)
+            rings.tiles.consumer_wait(base, seen)
             pingpong_wait(me)
             issue_outputs(base, acc_o, p_frag, int32(taken - 1))
-            q_desc = describe_k(base + buffer_of(seen) * q_bytes + me * (64 * 128))
-            wait_for_q(base, seen)
-            wait_for_k(base, taken)
+            q_desc = describe_k(base + rings.q.stage(seen) * q_bytes + me * (64 * 128))
+            rings.q.consumer_wait(base, seen)
+            rings.k.consumer_wait(base, taken)
             issue_scores(base, q_desc, acc_s, taken)
             pingpong_arrive(consumer.following)
             if has_term:  # read beside the products, into registers that are free by now
@@ -393,13 +360,13 @@ def make(config):
                 load_terms(distance, word(work_tile + B), word(work_tile + H), lane_row, arrays, strides)
             wait_but_one()
             pin_o(acc_o)
-            consumer_release(base, V_EMPTY, int32(taken - 1), elected)
+            rings.v.consumer_release(base, int32(taken - 1), elected)
 
             write_tile(base, rows, registers, words, arrays, strides, sizes, score)
             warp_sync()  # all lanes have read the work tile, the rows' states, and what was staged
             if o_in_q:
-                arrive_if(base + Q_EMPTY + 8 * buffer_of(rows.seen), elected)
-            arrive_if(base + TILE_EMPTY + 8 * tile_place_of(rows.seen), elected)
+                rings.q.consumer_release(base, rows.seen, elected)
+            rings.tiles.consumer_release(base, rows.seen, elected)
         wait_all()
         if ping_pong and me == 0:
             bar_sync(1, pair)  # takes the turn that was given on when there was nothing left to do
@@ -414,8 +381,6 @@ def make(config):
             set_up(base)
             fence_init()
         cuda.syncthreads()
-        if blocks > 1:
-            cluster_sync()  # the other block's mbarriers are there too
         if warpgroup == 0:
             give_registers()
             if thread == 0:
@@ -428,7 +393,5 @@ def make(config):
         else:
             take_registers()
             consume(base, warpgroup, arrays, strides, sizes, score)
-        if blocks > 1:
-            cluster_sync()  # nobody reaches for a block that is gone
 
     return flash_attention_wgmma

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
-from ...ptx import bar, fence, local, mbarrier, memory, setmaxnreg, shared, shfl, special, vote, wgmma
+from ...ptx import bar, fence, local, memory, setmaxnreg, shared, shfl, special, vote, wgmma
 from ..score import fragments, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..steps import fragment_softmax, recompute_whole_rows
@@ -71,10 +71,10 @@ def multipliers(config):
 
 
 def make(config):
-    tile_m, tile_n, consumers, stages = config.tile_m, config.tile_n, config.consumers, config.stages
+    tile_m, tile_n, consumers = config.tile_m, config.tile_n, config.consumers
     head_dim, head_dim_v, group, queries = config.head_dim, config.head_dim_v, config.group_size, config.queries
     alignment = config.ALIGNMENT
-    _, k_at, v_at, row_states_at, _, _ = config.shared_offsets()
+    plan = config.shared_layout()
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of a panel of a part
     k_panels, v_panels, v_columns = -(-config.head_dim_padded // 64), config.v_panels, config.v_columns
     k_part, v_part = kv_panel * k_panels, kv_panel * v_panels
@@ -93,12 +93,9 @@ def make(config):
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
 
-    places, work_tile_of = barriers.make(config)
+    rings = barriers.make(config)
     set_up = barriers.starter(config, 4)  # the producer's warps
     publish_tile, following_tile, set_back = query_tiles.make(config)
-    stage_of, phase_of = barriers.ring(stages)
-    tile_place_of, tile_phase_of = barriers.ring(barriers.WORK_TILES)
-    _, _, TILE_FULL, TILE_EMPTY, _, K_FULL, V_FULL, K_EMPTY, V_EMPTY, _, _ = places
     q_words, fetch_q, store_q = parts.loader(Q_ROWS, head_dim, 64, q_panel, q_panel * k_panels, group)
     k_words, fetch_k, store_k = parts.loader(tile_n, head_dim, 64, kv_panel, k_part)
     v_words, fetch_v, store_v = parts.loader(tile_n, head_dim_v, v_columns, kv_panel, v_part)
@@ -146,11 +143,10 @@ def make(config):
         return special.thread_index() & int32(31) == 0
 
     @inlined
-    def hand_over(full):
-        """Makes what the warp wrote visible to wgmma, and reports it at `full`."""
+    def make_visible():
+        """Lets wgmma see what the warp wrote."""
         fence.proxy_async()
         bar.warp_sync()
-        mbarrier.arrive_if(full, elected())
 
     @inlined
     def produce(base, counter, arrays, strides, sizes):
@@ -162,29 +158,30 @@ def make(config):
         thread = special.thread_index()
         if thread == 0:
             publish_tile(base, i, t, arrays, strides, sizes)
-        mbarrier.wait(base + TILE_FULL, 0)
-        work_tile = int32(work_tile_of(base, i))
+        rings.tiles.consumer_wait(base, i)
+        work_tile = int32(rings.work_tile(base, i))
         while query_tiles.field_of(work_tile + WORK) != 0:
             begin, j = query_tiles.field_of(work_tile + BEGIN), int32(query_tiles.field_of(work_tile + STOP) - 1)
             states = query_tiles.field_of(work_tile + STATES) if has_states else int32(0)
             while j >= begin:
-                stage = stage_of(n)
                 fetch(raw, fetch_k, arrays.k, strides.k, work_tile, j)
-                mbarrier.wait(base + K_EMPTY + 8 * stage, phase_of(n) ^ 1)
-                store_k(raw, base + k_at + stage * k_bytes, two, special.thread_index())
-                hand_over(base + K_FULL + 8 * stage)
+                rings.k.producer_acquire(base, n)
+                store_k(raw, base + plan.k + rings.k.stage(n) * k_bytes, two, special.thread_index())
+                make_visible()
+                rings.k.producer_commit(base, n, elected())
                 fetch(raw, fetch_v, arrays.v, strides.v, work_tile, j)
-                mbarrier.wait(base + V_EMPTY + 8 * stage, phase_of(n) ^ 1)
-                store_v(raw, base + v_at + stage * v_bytes, two, special.thread_index())
-                hand_over(base + V_FULL + 8 * stage)
+                rings.v.producer_acquire(base, n)
+                store_v(raw, base + plan.v + rings.v.stage(n) * v_bytes, two, special.thread_index())
+                make_visible()
+                rings.v.producer_commit(base, n, elected())
                 n = int32(n + 1)
                 j = int32(behind_in_producer(states, j, begin, arrays, strides) if has_states else j - 1)
             i = int32(i + 1)
             if thread == 0:
                 t = following_tile(t, counter)
                 publish_tile(base, i, t, arrays, strides, anew(sizes))
-            mbarrier.wait(base + TILE_FULL + 8 * tile_place_of(i), tile_phase_of(i))
-            work_tile = int32(work_tile_of(base, i))
+            rings.tiles.consumer_wait(base, i)
+            work_tile = int32(rings.work_tile(base, i))
         if thread == 0:
             set_back(counter)
 
@@ -251,12 +248,11 @@ def make(config):
         part_1 = local.array(s_count, float32)
         part_2 = local.array(s_count, float32)
         part_3 = local.array(s_count, float32)
-        stage = stage_of(n)
-        mbarrier.wait(base + K_FULL + 8 * stage, phase_of(n))
+        rings.k.consumer_wait(base, n)
         my_turn(me)
         issue_scores(
             describe_k(base + special.opaque(me * (64 * 128))),
-            describe_k(base + k_at + stage * k_bytes),
+            describe_k(base + plan.k + rings.k.stage(n) * k_bytes),
             acc_s,
             part_1,
             part_2,
@@ -268,7 +264,7 @@ def make(config):
         add_part(acc_s, part_1, k_panels > 1)
         add_part(acc_s, part_2, k_panels > 2)
         add_part(acc_s, part_3, k_panels > 3)
-        mbarrier.arrive_if(base + K_EMPTY + 8 * stage, elected())
+        rings.k.consumer_release(base, n, elected())
 
     def panel_adder(panel):
         """-> add_panel(acc_o, acc), a device function: waits for that panel of P . V and adds it to acc_o. Only the
@@ -305,10 +301,9 @@ def make(config):
     def outputs(base, me, n, acc_o, p_frag):
         """acc_o += P . V of the n-th key tile: one panel is added while the next is computed."""
         even, odd = local.array(panel_count, float32), local.array(panel_count, float32)
-        stage = stage_of(n)
-        mbarrier.wait(base + V_FULL + 8 * stage, phase_of(n))
+        rings.v.consumer_wait(base, n)
         my_turn(me)
-        v_desc = describe_v(base + v_at + stage * v_bytes)
+        v_desc = describe_v(base + plan.v + rings.v.stage(n) * v_bytes)
         issue_panel(FIRST, me, even, p_frag, v_desc)
         issue_panel(SECOND, me, odd, p_frag, v_desc)
         add_0(acc_o, even)
@@ -318,7 +313,7 @@ def make(config):
         add_2(acc_o, even)
         add_3(acc_o, odd)
         pin_p(p_frag)  # pins the operands in their registers until here
-        mbarrier.arrive_if(base + V_EMPTY + 8 * stage, elected())
+        rings.v.consumer_release(base, n, elected())
 
     @inlined
     def step(base, me, tile, registers, row, arrays, strides, sizes, score):
@@ -352,7 +347,7 @@ def make(config):
         finish(m, l, inverse_l, lse)
         if drops:
             count_kept(inverse_l, score)
-        row_states = base + row_states_at
+        row_states = base + plan.row_states
         nonfinite = write_rows(acc_o, inverse_l, lse, row_states, first_row, lane, tile, arrays, strides, sizes)
         if vote.any_lane(nonfinite) != 0:
             tile_keys = TileKeys(word(work_tile + H_KV), word(work_tile + KEYS), position(work_tile))
@@ -381,8 +376,8 @@ def make(config):
         n, i = int32(0), int32(0)  # number of key tiles, and of query tiles, so far
         if me == consumers - 1:
             next_turn(me)  # the first consumer has the first turn, as if the last had passed it on
-        mbarrier.wait(base + TILE_FULL, 0)
-        work_tile = int32(work_tile_of(base, i))
+        rings.tiles.consumer_wait(base, i)
+        work_tile = int32(rings.work_tile(base, i))
         while word(work_tile + WORK) != 0:
             begin, free = word(work_tile + BEGIN), word(work_tile + FREE)
             cut, j = word(work_tile + CUT), int32(word(work_tile + STOP) - 1)
@@ -413,10 +408,10 @@ def make(config):
                     n = int32(n + 1)
                     j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)
             write_tile(base, work_tile, acc_o, row, arrays, strides, sizes, score)
-            mbarrier.arrive_if(base + TILE_EMPTY + 8 * tile_place_of(i), elected())
+            rings.tiles.consumer_release(base, i, elected())
             i = int32(i + 1)
-            mbarrier.wait(base + TILE_FULL + 8 * tile_place_of(i), tile_phase_of(i))
-            work_tile = int32(work_tile_of(base, i))
+            rings.tiles.consumer_wait(base, i)
+            work_tile = int32(rings.work_tile(base, i))
         if me == 0:
             my_turn(me)  # takes the turn that was passed on after the last tile
 

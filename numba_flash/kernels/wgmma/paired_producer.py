@@ -38,7 +38,7 @@ def of_panel(rows, head_dim, half, panel, part_bytes):
 
 def make(config):
     """-> Producer."""
-    of_keys, at, plan, panel_bytes = config.of_keys, config.barriers(), config.shared_plan(), config.panel_bytes
+    of_keys, at, plan, panel_bytes = config.of_keys, config.barriers(), config.shared_layout(), config.panel_bytes
     (steps_of, first_step, step_behind), (source_of, own_source_of) = walk(config), sources(config)
     place_of_a, place_of_b, empty_of_a = paired_tiles.places(config)
     of_a = config.stream_rows, config.head_dim, config.head_dim_padded

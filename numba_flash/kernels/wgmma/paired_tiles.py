@@ -31,7 +31,7 @@ from .backward_tiles_float32 import Tiles
 def places(config):
     """-> (place_of_a, place_of_b, empty_of_a), device functions of (base, n): the places of the tiles of step n, and
     the mbarriers that count the readers of a."""
-    streamed, place_bytes = config.shared_plan().stream, config.panels * config.panel_bytes
+    streamed, place_bytes = config.shared_layout().stream, config.panels * config.panel_bytes
     a_empty, panels = config.barriers().a_empty, config.panels
 
     @inlined
@@ -51,7 +51,7 @@ def places(config):
 
 def make(config):
     of_dv, has_second, panels = config.of_dv, config.has_second, config.panels
-    plan, at = config.shared_plan(), config.barriers()
+    plan, at = config.shared_layout(), config.barriers()
     a, b = (backward_products_float32.make(config, n) for n in (config.head_dim_padded, config.head_dim_v_padded))
     place_of_a, place_of_b, empty_of_a = places(config)
     of_s = paired_scores.make(config, plan.weights, at.scores_full, at.scores_empty)

@@ -6,16 +6,17 @@ these heads stay in L2.
 """
 
 import functools
+from typing import NamedTuple
 
 from numba import int32, int64, uint32
 
 from ...config.forward import ITEM_SIZE
-from ...ptx import cluster, ld_st, mbarrier, memory, special
+from ...ptx import ld_st, memory, special
 from ..score import longest_first, positions, reads, tile_walk
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.plain import key_tiles, row_keys
+from ..steps.sequence import key_range
 from . import barriers
 from .barriers import (
     BEGIN,
@@ -31,10 +32,23 @@ from .barriers import (
     STATES,
     STOP,
     WORK,
-    WORK_TILES,
     B,
     H,
 )
+
+
+class WorkTile(NamedTuple):
+    """A query tile, and the key tiles that it sees."""
+
+    b: int
+    h: int  # the first head
+    first_query: int
+    keys: int  # how many are valid
+    position: int  # of its first query among the keys
+    begin: int  # as ranges.key_tiles gives them, the next three too
+    free: int
+    cut: int
+    stop: int
 
 
 @inlined
@@ -46,14 +60,10 @@ def field_of(place):
 @functools.cache
 def make(config):
     """-> (publish_tile, following, set_back), device functions for one thread."""
-    tile_n, group, queries, blocks = config.tile_n, config.group_size, config.queries, config.cluster
-    cluster_queries = queries * blocks
+    tile_n, group, queries = config.tile_n, config.group_size, config.queries
     l2_rows = config.l2_bytes // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # of K and V
-    places, work_tile_of = barriers.make(config)
-    tile_place_of, tile_phase_of = barriers.ring(WORK_TILES)
-    TILE_FULL, TILE_EMPTY = places[2:4]
-    wait, arrive = mbarrier.wait, mbarrier.arrive
-    block_count, rank = special.block_count, cluster.rank
+    rings = barriers.make(config)
+    block_count = special.block_count
     store_shared, atomic_add, exchange = ld_st.store_b32, memory.add, memory.exchange
     keys_and_start = positions.make(config)
     has_mask, ranges_of, walk = config.has("mask"), reads.make(config, 1).ranges, tile_walk.make(config)
@@ -63,14 +73,14 @@ def make(config):
 
     @inlined
     def tile_of(t, arrays, strides, sizes):
-        """-> (b, h, first_query) of query tile t, or of the t-th tiles of a cluster (b = batch: none).
+        """-> (b, h, first_query) of query tile t (b = batch: none).
 
         Some heads at a time, last queries first; under a mask_mod, those that see the most tiles first.
         """
         if has_states:
             b, head, own = take(t, arrays, strides, sizes)
             return b, int32(head * group), int32(own * queries)
-        m_tiles = divide(int32(sizes.seqlen_q) + int32(cluster_queries - 1), cluster_queries)
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(queries - 1), queries)
         groups = divide(sizes.heads, group)
         head_tiles = int32(sizes.batch) * groups
         kv_heads_at_once = max(divide(l2_rows, max(sizes.seqlen_k, 1)), 1)
@@ -78,7 +88,7 @@ def make(config):
         head_tile, from_last = in_rounds(t, m_tiles, head_tiles, heads_at_once)
         b, of_entry = entry_and_head(head_tile, sizes.batch, groups, bias_of_all(strides))
         b = b if t < head_tiles * m_tiles else int32(sizes.batch)
-        return b, int32(of_entry * group), int32((m_tiles - 1 - from_last) * cluster_queries)
+        return b, int32(of_entry * group), int32((m_tiles - 1 - from_last) * queries)
 
     @inlined
     def tiles_of(first_query, tile_pos, keys, sizes):
@@ -89,9 +99,7 @@ def make(config):
         rows.
         """
         last_pos = tile_pos + min(sizes.seqlen_q - first_query, queries) - 1
-        top_first, top_end = row_keys(tile_pos, sizes.left, sizes.right, keys)
-        bottom_first, bottom_end = row_keys(last_pos, sizes.left, sizes.right, keys)
-        begin, free, cut, stop = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+        begin, free, cut, stop = key_range(tile_pos, last_pos, keys, sizes, tile_n)
         if stop <= begin:
             begin = free = cut = divide(int32(sizes.seqlen_k), tile_n) + 1
             stop = begin + 1
@@ -138,29 +146,29 @@ def make(config):
         store_shared(work_tile + STATES, uint32(states))
 
     @inlined
-    def publish(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop, arrays, strides, sizes):
-        """Writes the work tile for the producer and the consumers."""
-        at = work_tile_of(base, i)
-        wait(base + TILE_EMPTY + 8 * tile_place_of(i), tile_phase_of(i) ^ 1)
+    def publish(base, i, work, tile, arrays, strides, sizes):
+        """Writes a WorkTile as the block's i-th, for the producer and the consumers. work: 0 if none was left."""
+        at = rings.work_tile(base, i)
+        rings.tiles.producer_acquire(base, i)
         store_shared(at + WORK, uint32(work))
-        store_shared(at + B, uint32(b))
-        store_shared(at + H, uint32(h))
-        store_shared(at + H_KV, uint32(h_kv))
-        store_shared(at + FIRST_QUERY, uint32(first_query))
-        store_shared(at + KEYS, uint32(keys))
-        store_shared(at + BEGIN, uint32(begin))
-        store_shared(at + FREE, uint32(free))
-        store_shared(at + CUT, uint32(cut))
-        store_shared(at + STOP, uint32(stop))
-        store_shared(at + POS_LOW, uint32(tile_pos & int64(0xFFFFFFFF)))
-        store_shared(at + POS_HIGH, uint32((tile_pos >> int64(32)) & int64(0xFFFFFFFF)))
+        store_shared(at + B, uint32(tile.b))
+        store_shared(at + H, uint32(tile.h))
+        store_shared(at + H_KV, uint32(divide(tile.h, divide(sizes.heads, sizes.heads_kv))))
+        store_shared(at + FIRST_QUERY, uint32(tile.first_query))
+        store_shared(at + KEYS, uint32(tile.keys))
+        store_shared(at + BEGIN, uint32(tile.begin))
+        store_shared(at + FREE, uint32(tile.free))
+        store_shared(at + CUT, uint32(tile.cut))
+        store_shared(at + STOP, uint32(tile.stop))
+        store_shared(at + POS_LOW, uint32(tile.position & int64(0xFFFFFFFF)))
+        store_shared(at + POS_HIGH, uint32((tile.position >> int64(32)) & int64(0xFFFFFFFF)))
         if has_mask:
-            store_shared(at + POS_FREE, uint32(free))
-            store_shared(at + POS_CUT, uint32(cut))
+            store_shared(at + POS_FREE, uint32(tile.free))
+            store_shared(at + POS_CUT, uint32(tile.cut))
             ask_mask(at, arrays, strides, sizes)
         if has_states:
             leave_empty_out(at, arrays, strides, sizes)
-        arrive(base + TILE_FULL + 8 * tile_place_of(i))
+        rings.tiles.producer_commit(base, i, True)
 
     @inlined
     def publish_tile(base, i, t, arrays, strides, sizes):
@@ -172,33 +180,25 @@ def make(config):
         work = b < sizes.batch
         if not work:
             b, h, first_query = int32(0), int32(0), int32(0)
-        if blocks > 1:
-            first_query = int32(first_query + rank() * queries)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        tile_pos = first_query + q_start
-        begin, free, cut, stop = tiles_of(first_query, tile_pos, keys, sizes)
-        h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
-        publish(base, i, work, b, h, h_kv, first_query, keys, tile_pos, begin, free, cut, stop, arrays, strides, sizes)
+        position = first_query + q_start
+        tile = WorkTile(b, h, first_query, keys, position, *tiles_of(first_query, position, keys, sizes))
+        publish(base, i, work, tile, arrays, strides, sizes)
         if has_mask or has_states:  # read again, not kept in registers until here
-            work_tile = work_tile_of(base, i)
+            work_tile = rings.work_tile(base, i)
             b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
         return b, h, first_query
 
     @inlined
     def following(t, counter):
         """The block's next query tile after t."""
-        if blocks > 1:  # all blocks of a cluster take the same t and all tiles take equally long: no counter
-            t = t + divide(block_count(), blocks)
-        else:
-            t = int32(atomic_add(counter, uint32(1))) + block_count()
-        return t
+        return int32(atomic_add(counter, uint32(1))) + block_count()
 
     @inlined
     def set_back(counter):
         """Called by each block that found no tile left; the last one resets the counter for the next launch."""
-        if blocks == 1:
-            if atomic_add(counter + 4, uint32(1)) == uint32(block_count() - 1):
-                exchange(counter, uint32(0))
-                exchange(counter + 4, uint32(0))
+        if atomic_add(counter + 4, uint32(1)) == uint32(block_count() - 1):
+            exchange(counter, uint32(0))
+            exchange(counter + 4, uint32(0))
 
     return publish_tile, following, set_back

@@ -10,6 +10,7 @@ from ..steps import elements
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
+from ..steps.sequence import lse_row
 from ..steps.tiles import row_base
 
 
@@ -76,7 +77,7 @@ def make(config):
         if lane & 3 == 0:
             store_shared(row_states + row * row_state_bytes, uint32(0) if finite else uint32(1))
             if write_lse and index < sizes.seqlen_q:
-                arrays.lse[(tile.b * sizes.heads + head) * sizes.seqlen_q + index] = lse[r] * to_natural
+                arrays.lse[lse_row(tile.b, head, index, sizes)] = lse[r] * to_natural
         if finite and index < sizes.seqlen_q:
             write_row(acc_o, r, lane, arrays.o, row_base(strides.o, tile.b, head, index), strides.o[3])
         return uint32(0) if finite else uint32(1)

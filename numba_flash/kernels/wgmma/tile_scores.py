@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from numba import float32, int32, uint32
 
-from ...ptx import fence, local, mbarrier
+from ...ptx import fence, local
 from ..score import fragment_functions, fragments, reads
 from ..score.stage import LOG2_E
 from ..steps.inlined import FALSE, TRUE, inlined
@@ -54,10 +54,8 @@ def make(config, sides):
     _, visible, finish, mask_scores = fragments.tile(config, 1)
     boxes, blocks, consumers = bias_boxes.make(config, 64), config.tile_n // 8, config.consumers
     boxed, place_of_bias, load_boxed = boxes.present, boxes.place, boxes.load
-    bias_at, bias_bytes = config.shared_offsets()[3], config.bias_bytes
-    (*_, BIAS_FULL, BIAS_EMPTY), _ = barriers.make(config)
-    stage_of, phase_of = barriers.ring(max(config.bias_stages, 1))
-    wait, arrive, fence_async = mbarrier.wait, mbarrier.arrive, fence.proxy_async
+    bias_at, bias_bytes = config.shared_layout().bias, config.bias_bytes
+    ring = barriers.make(config).bias
     functions, has_score_mod = fragment_functions.make(config), config.has("score_mod")
     has_functions, apply_masked, apply_inside = functions.present, functions.apply, functions.apply_inside
     scores_finished = config.scores_finished
@@ -108,16 +106,17 @@ def make(config, sides):
         """loaded (2, tile_n / 8) <- the bias of the n-th key tile, once TMA has loaded it."""
         four = local.array(4, uint32)
         first_row, lane = rows_of_lane()
-        at = int32(stage_of(n) * consumers + (first_row >> 6))
-        wait(base + BIAS_FULL + 8 * at, phase_of(n))
-        place = place_of_bias(base + bias_at + at * bias_bytes, first_row & 63, lane)
+        consumer = first_row >> 6
+        ring.consumer_wait(base + 8 * consumer, n)
+        at = base + bias_at + int32(ring.stage(n) * consumers + consumer) * bias_bytes
+        place = place_of_bias(at, first_row & 63, lane)
         for pair in range(blocks // 2):
             load_boxed(four, place, pair)
             for half in range(2):
                 for r in range(2):
                     loaded[r * blocks + 2 * pair + half] = four[2 * half + r]
-        fence_async()  # the next bias is written by the async proxy
-        arrive(base + BIAS_EMPTY + 8 * at)
+        fence.proxy_async()  # the next bias is written by the async proxy
+        ring.consumer_release(base + 8 * consumer, n, True)
 
     @inlined
     def side_of(j, before, behind, registers, shift):

@@ -52,21 +52,16 @@ def lines(address, count, swizzle_bytes):
 
 
 def _load(target, tensor_map, barrier, *coordinates):
-    _deliver([current().block], target, tensor_map, barrier, coordinates)
-
-
-def _deliver(blocks, target, tensor_map, barrier, coordinates):
-    """A box to the same shared address of each of these blocks."""
     thread, target = current(), int(target)
     coordinates = tuple(int(c) for c in coordinates)
     tensor_map, tensor, box = _box(thread.block, tensor_map, coordinates)
     count = _bytes(tensor_map)
-    for block in blocks:
-        mbarrier = find(thread, barrier, block)
-        _check_known(mbarrier)
-        words = block.shared.words(target, count, _alignment(tensor_map))
-        block.shared.start_copy(words, thread)
-        block.transfers.append(_Arrival(block, target, tensor_map, tensor, box, coordinates, words, mbarrier))
+    block = thread.block
+    mbarrier = find(thread, barrier, block)
+    _check_known(mbarrier)
+    words = block.shared.words(target, count, _alignment(tensor_map))
+    block.shared.start_copy(words, thread)
+    block.transfers.append(_Arrival(block, target, tensor_map, tensor, box, coordinates, words, mbarrier))
 
 
 class _Arrival:
@@ -175,14 +170,6 @@ def _check_known(mbarrier):
         raise InstructionError(
             f"{mbarrier} is not known to TMA yet: fence.mbarrier_init is missing after mbarrier.init"
         )
-
-
-def multicast_4d(target, tensor_map, barrier, c0, c1, c2, c3, blocks):
-    cluster, blocks = current().turns.blocks, int(blocks)
-    if not 0 < blocks < 1 << len(cluster):
-        raise InstructionError(f"a multicast to blocks {blocks:#b} of a cluster of {len(cluster)}")
-    chosen = [block for block in cluster if blocks >> block.rank & 1]
-    _deliver(chosen, target, tensor_map, barrier, (c0, c1, c2, c3))
 
 
 def store_2d(tensor_map, source, c0, c1):

@@ -1,0 +1,44 @@
+"""How many functions are remembered, and what is said of one that is compiled again and again."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..machine.announce import warn_caller
+
+MOST = 200  # functions that are remembered, with all that was made of them
+VALUES = 3  # for so many values of the numbers that it captures a function is compiled before a word is said
+# Of what each was compiled for: {its tree without floats: the functions, or None once it was said}.
+_compiled: dict[Any, set[Any] | None] = {}
+# What else keeps what was made of functions, to be called when all of them are forgotten.
+forgetting: list[Callable[[], Any]] = []
+
+
+def forget() -> None:
+    for each in forgetting:
+        each()
+    _compiled.clear()
+
+
+def note_compiled(functions: Mapping[str, Any]) -> None:
+    """Says once of each function that a number which changes belongs into aux. functions: by the argument's names."""
+    for option, function in functions.items():
+        shape = _without_floats(function.tree)
+        if shape == function.tree:
+            continue
+        known = _compiled.setdefault(shape, set())
+        if known is None:
+            continue
+        known.add(function)
+        if len(known) >= VALUES:
+            _compiled[shape] = None
+            warn_caller(
+                f"{option}: {function.where} was compiled {VALUES} times, for other numbers that it captures. Each "
+                "time takes about a second, and a file in the cache folder. A number that changes can be passed in "
+                "aux=(numpy.array(number),), and is read as x[()] from a further argument x"
+            )
+
+
+def _without_floats(tree: Any) -> Any:
+    if not isinstance(tree, tuple):
+        return tree
+    return ("float",) if tree[:1] == ("float",) else tuple(map(_without_floats, tree))
