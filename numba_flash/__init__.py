@@ -1,13 +1,14 @@
 """Exact attention in pure Python on Numba: readable kernels, from the textbook to the tensor core.
 
 Importing this loads NumPy and nothing else; Numba, CUDA and frameworks come in with the first call
-that needs them.
+that needs them. Where torch is imported, before or after, it is told of our operations.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from .machine import forked as _forked  # noqa: F401 - is told of forks from now on
+from .machine import torch_arrival as _torch_arrival
 
 __version__ = "0.1.0"
 
@@ -58,3 +59,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+_torch_arrival.await_torch()

@@ -96,7 +96,7 @@ def attention(
         1 / (1 - dropout_p). It is rounded to the nearest multiple of 2^-16. lse is that without dropout.
     seed: an integer from 0 to below 2**64, required with dropout_p, because there is no hidden random state. The
         dropped weights follow from (seed, b, h, q_pos, k_pos) alone, so they are the same in every kernel, tile and
-        part; `testing.dropout_mask` gives them. Under JAX's tracing it may be a JAX scalar.
+        part; `testing.dropout_mask` gives them. It may be an array of one integer, also one that JAX or torch traces.
     return_lse: return AttentionOutput(o, lse), lse (batch, heads, seqlen_q) in float32 (float64 for
         float64), natural logarithm, ready for `merge`.
     out: an array to write o to, or a pair (o, lse); it must not share memory with an input.

@@ -55,7 +55,18 @@ def operation(tensors: tuple[Any, ...], call: Call) -> tuple[Tensor, Tensor]:
             raise TypeError(f"all arrays must be of one kind, but {name} is {type(x).__name__} beside torch tensors")
     if not torch.compiler.is_compiling():
         _give_formulas()
+        _refuse_distributed(tensors)
     return forward(*flat(tensors, call))
+
+
+def _refuse_distributed(tensors: tuple[Any, ...]) -> None:
+    for name, x in zip(ARRAYS, tensors, strict=True):
+        if type(x).__name__ == "DTensor":
+            raise NotImplementedError(
+                f"{name} is a DTensor, for which attention has no sharding rule. Call it for the tensors of each "
+                "device, as torch.distributed.tensor.experimental.local_map does: q, k, v and o may be replicated, or "
+                "sharded over the batch or over the heads"
+            )
 
 
 def gradients_operation(

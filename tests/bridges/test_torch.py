@@ -364,3 +364,28 @@ def test_tensors_without_numbers_are_refused_by_name(change, words):
     (x,) = tensors((2, 3, 5, 4), requires_grad=False)
     with pytest.raises(TypeError, match=words):
         numba_flash.attention(change(x), x, x)
+
+
+@pytest.fixture
+def mesh():
+    """One process as a mesh of devices."""
+    distributed = pytest.importorskip("torch.distributed.tensor", reason="needs torch.distributed.tensor")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield distributed, torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_distributed_tensors_are_taken_by_their_parts(mesh):
+    distributed, devices = mesh
+    from torch.distributed.tensor.experimental import local_map
+
+    (x,) = tensors((2, 4, 5, 4), requires_grad=False)
+    placed = [distributed.Shard(0)]
+    shared = distributed.distribute_tensor(x, devices, placed).requires_grad_()
+    with pytest.raises(NotImplementedError, match="q is a DTensor.*local_map"):
+        numba_flash.attention(shared, shared, shared)
+    attend = local_map(numba_flash.attention, placed, (placed, placed, placed), device_mesh=devices)
+    o = attend(shared, shared, shared)
+    o.sum().backward()
+    assert torch.equal(o.to_local(), numba_flash.attention(x, x, x)) and shared.grad.placements == tuple(placed)
