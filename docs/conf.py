@@ -1,9 +1,13 @@
 """Sphinx's configuration; `sh scripts/docs` builds with it."""
 
 import importlib.util
+import re
 import shutil
 import sys
 from pathlib import Path
+
+from docutils import nodes
+from latex2mathml.converter import convert
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -37,6 +41,10 @@ nitpicky = True
 html_theme = "pydata_sphinx_theme"
 html_title = f"numba_flash {release}"
 html_show_sourcelink = False
+html_math_renderer = "mathml"  # of browsers themselves: a page asks for nothing from elsewhere, and is whole offline
+html_sidebars = {"**": []}  # there are no sections to list; listings take the room
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 html_theme_options = {"show_prev_next": True, "navigation_with_keys": False, "secondary_sidebar_items": ["page-toc"]}
 autodoc_typehints = "none"
 autodoc_docstring_signature = False  # a first line like "merge(o1, ...) -> ..." is a sentence
@@ -47,11 +55,29 @@ def as_it_is(app, what, name, obj, options, lines):
     lines[:] = ["::", "", *(f"   {line}" for line in lines), ""] if any(lines) else []
 
 
+def formula(text, display):
+    """MathML. A number that LaTeX's \\tag gives goes into an element of its own, and `\\_` is a character."""
+    number = re.search(r"\\tag\{(\d+)\}", text)
+    made = convert(text.replace(number[0], "") if number else text, display=display).replace("\\_", "_")
+    return f'<span class="eqno">({number[1]})</span>{made}' if number else made
+
+
+def inline(translator, node):
+    translator.body.append(formula(node.astext(), "inline"))
+    raise nodes.SkipNode
+
+
+def block(translator, node):
+    translator.body.append(f'<div class="math">{formula(node.astext(), "block")}</div>')
+    raise nodes.SkipNode
+
+
 def say_what_is_not_run(app):
     for name in NOT_RUN:
         print(f"torch is not installed: examples/{name}.py is shown, but not run")
 
 
 def setup(app):
+    app.add_html_math_renderer("mathml", (inline, None), (block, None))
     app.connect("builder-inited", say_what_is_not_run)
     app.connect("autodoc-process-docstring", as_it_is)

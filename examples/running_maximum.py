@@ -47,7 +47,12 @@ assert np.isclose(last.m + np.log(last.l), lse[0, 0, 63])
 # Where the maximum grows, the earlier sums are multiplied by `alpha` (line 14).
 
 # %%
-seen.plot()
+picture = seen.plot()
+if "get_ipython" not in globals():  # a notebook shows pictures; a script saves them
+    picture.savefig("running_maximum.png")
+    seen.html("running_maximum.html")
+    print("saved running_maximum.png, and as a page running_maximum.html")
+picture  # noqa: B018
 
 # %% [markdown]
 # ## Move through the tiles

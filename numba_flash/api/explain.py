@@ -101,7 +101,15 @@ class Explanation(Readable):
             facts.append(("time", f"about {_duration(self.seconds)}, by measurements of others like it"))
         if self.cost:
             facts.append(("cost", self.cost))
-        return facts + [(f"not {name!r}", reason) for name, reason in self.refused]
+        return facts + _refused(self.refused)
+
+
+def _refused(refused: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
+    """A line for each reason: without a GPU four kernels have the same."""
+    kernels: dict[str, list[str]] = {}
+    for name, reason in refused:
+        kernels.setdefault(reason, []).append(repr(name))
+    return [(f"not {', '.join(names)}", reason) for reason, names in kernels.items()]
 
 
 def explain(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
@@ -146,7 +154,7 @@ class BackwardExplanation(Readable):
         if self.configs:
             made = launch_backward.workspace_bytes(self.configs, self.problem)
             facts.append(("workspace", f"{made} bytes beside the gradients"))
-        return facts + [(f"not {name!r}", reason) for name, reason in self.refused]
+        return facts + _refused(self.refused)
 
 
 def explain_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **options: Any) -> BackwardExplanation:

@@ -14,10 +14,11 @@ from .tile_states import TileOrderConfig, TileStatesConfig
 
 @dataclass(frozen=True)
 class PreprocessConfig(LaunchFacts):
-    """Of mma_backward_rows: `lanes` neighbours share a row. wide: rows of do and o begin at multiples of 16 bytes.
+    """Of mma/backward_preprocess: `lanes` neighbours share a row. wide: rows of do and o begin at multiples of 16
+    bytes.
 
     natural: lse is kept as it is, as scores with a bias need it (kernels/score/stage.py). turns_of: if the sums of dQ
-    to be taken in turns (wgmma_backward_fused), of how many queries; else 0. dq_lines: how many sums these have.
+    to be taken in turns (wgmma/backward_fused), of how many queries; else 0. dq_lines: how many sums these have.
     of_terms: what it finds goes into the gradient of a term of the sum, too. early: the kernel behind may start before
     this one has ended; cc 9.0.
     """
@@ -51,7 +52,7 @@ class PreprocessConfig(LaunchFacts):
 
 @dataclass(frozen=True)
 class MmaBackwardConfig(Config):
-    """What mma_backward_dkdv and mma_backward_dq share.
+    """What mma/backward_dkdv and mma/backward_dq share.
 
     A block owns a tile of rows and keeps it in shared memory; it walks over the tiles of the other side.
     Warps own `warp_rows` rows. in_registers: fragments of the block's own tiles stay in registers instead of being read
@@ -136,7 +137,7 @@ class MmaBackwardConfig(Config):
 
 @dataclass(frozen=True)
 class MmaDkdvConfig(MmaBackwardConfig):
-    """Of mma_backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
+    """Of mma/backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
 
     of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128.
     """
@@ -190,7 +191,7 @@ class MmaDkdvConfig(MmaBackwardConfig):
 
 @dataclass(frozen=True)
 class MmaDqConfig(MmaBackwardConfig):
-    """Of mma_backward_dq: a block owns tile_m queries of one head and walks over tiles of tile_n keys."""
+    """Of mma/backward_dq: a block owns tile_m queries of one head and walks over tiles of tile_n keys."""
 
     @property
     def own_rows(self) -> int:

@@ -9,7 +9,7 @@ from .shared_memory import places
 
 @dataclass(frozen=True)
 class MmaConfig(TensorConfig):
-    """Of mma_forward: warps of `warp_rows` query rows.
+    """Of mma/forward: warps of `warp_rows` query rows.
 
     warp_rows 32 reads each K and V fragment from shared memory once for two strips of 16 rows, which
     halves that traffic; the registers allow it up to 128 columns of O. q_registers: Q's fragments stay in

@@ -49,7 +49,7 @@ class Barriers(NamedTuple):
 
 @dataclass(frozen=True)
 class WgmmaBackwardConfig(Config):
-    """What wgmma_backward_dkdv and wgmma_backward_dq share.
+    """What wgmma/backward_dkdv and wgmma/backward_dq share.
 
     A block is a producer warpgroup and own_rows / 64 consumer warpgroups, each of which owns 64 rows. stages_a and
     stages_b: how many tiles of either kind are in shared memory, in use or on their way. bias_pairs: bias can be read
@@ -222,7 +222,7 @@ class WgmmaBackwardConfig(Config):
 
 @dataclass(frozen=True)
 class WgmmaDkdvConfig(WgmmaBackwardConfig):
-    """Of wgmma_backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
+    """Of wgmma/backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
 
     of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128.
     members: how many of the query heads of a group it takes, and then it leaves sums in float32; 0: all.
@@ -268,7 +268,7 @@ class WgmmaDkdvConfig(WgmmaBackwardConfig):
 
 @dataclass(frozen=True)
 class WgmmaDqConfig(WgmmaBackwardConfig):
-    """Of wgmma_backward_dq: a block owns tile_m queries of one head and walks over tiles of tile_n keys."""
+    """Of wgmma/backward_dq: a block owns tile_m queries of one head and walks over tiles of tile_n keys."""
 
     @property
     def own_rows(self) -> int:
@@ -281,7 +281,7 @@ class WgmmaDqConfig(WgmmaBackwardConfig):
 
 @dataclass(frozen=True)
 class WgmmaFusedConfig(WgmmaDkdvConfig):
-    """Of wgmma_backward_fused: as WgmmaDkdvConfig, and the block's parts of dQ.
+    """Of wgmma/backward_fused: as WgmmaDkdvConfig, and the block's parts of dQ.
 
     Two warpgroups share dQ: each has 64 queries of a tile of 128, or a panel of 64 columns of a tile of 64.
 
@@ -382,7 +382,7 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
 
 @dataclass(frozen=True)
 class WgmmaRoundConfig(Config):
-    """Of wgmma_backward_round; tiles and columns as in the WgmmaFusedConfig whose sums it takes."""
+    """Of wgmma/backward_round; tiles and columns as in the WgmmaFusedConfig whose sums it takes."""
 
     dq_columns: int = 128
     dq_lines: int = 1
@@ -401,7 +401,7 @@ class WgmmaRoundConfig(Config):
 
 @dataclass(frozen=True)
 class WgmmaAddPartsConfig(Config):
-    """Of wgmma_backward_add_parts; tiles, depths and members as in the WgmmaDkdvConfigs whose sums it takes."""
+    """Of wgmma/backward_add_parts; tiles, depths and members as in the WgmmaDkdvConfigs whose sums it takes."""
 
     head_dim_padded: int = 128
     head_dim_v_padded: int = 128

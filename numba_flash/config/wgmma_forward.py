@@ -26,7 +26,7 @@ def check_registers(registers: tuple[int, int], consumers: int) -> None:
 
 @dataclass(frozen=True)
 class WgmmaConfig(TensorConfig):
-    """Of wgmma_forward: a producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
+    """Of wgmma/forward: a producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
 
     stages: tiles of K and V on their way or in use; q_buffers: of Q, so that with two the next one is there when this
     one is done. o_buffer: O has a place of its own, O_COLUMNS columns at a time, on its way to global memory.

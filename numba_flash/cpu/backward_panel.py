@@ -69,7 +69,7 @@ def take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_h
 
     A row that sees no key has lse = -inf. Its shift is also -inf, so that each of its keys has weight 0. Rows that do
     not exist get the same. base is 0. If lse is far from 0, base is lse in units of the scores, to be subtracted from
-    them, and shift is 0 (as in simd_panel.exponents).
+    them, and shift is 0 (as in exponents of vectors/panel.py).
     """
     kind, size = type(zero), size_of(zero)
     heads, seqlen_q = load(plan, slot.HEADS, INT), load(plan, slot.SEQLEN_Q, INT)

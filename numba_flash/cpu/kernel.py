@@ -210,7 +210,7 @@ def finish(state, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
             best = load(m, r, zero)
             in_log2 = double(best * scale_log2)
             lse = in_log2 * math.log(2.0) + math.log(double(total))
-            if abs(in_log2) >= FAR and abs(best) != INFINITY:  # there p was taken from m itself (simd_panel.exponents)
+            if abs(in_log2) >= FAR and abs(best) != INFINITY:  # there p was taken from m itself (vectors/panel.py)
                 lse = double(best) * natural + math.log(double(total))
         if has_term:
             at = load(pointers, slot.TERM_AT, INT) + b * load(plan, slot.TERM_STRIDE, INT)

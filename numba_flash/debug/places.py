@@ -7,7 +7,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..gpu.compiled import MODULES
 from ..machine import toolchain
@@ -16,11 +16,25 @@ Index3 = tuple[int, ...]  # threadIdx or blockIdx as the simulator counts them: 
 Follow = Callable[..., Any]  # a trace function (sys.settrace)
 
 
-def make_of(kernel: str, who: str) -> types.CodeType:
-    """The code of a kernel's make(config). who: asks, for its errors.
+class Code(NamedTuple):
+    """What is asked of a code object: the file, and the code of the functions that it defines."""
 
-    Raises ValueError for a kernel that is not there, RuntimeError where the simulator is off.
+    co_filename: str
+    co_consts: tuple[Any, ...]
+
+
+def make_of(kernel: Any, who: str) -> types.CodeType | Code:
+    """The code of a kernel's make(config), or what stands for it of a caller's own kernel. who: asks, for its errors.
+
+    Raises ValueError for a kernel that is not there, TypeError for what is none, RuntimeError where the simulator is
+    off.
     """
+    if not isinstance(kernel, str):
+        check_simulated(who)
+        function = getattr(kernel, "fn", None)  # of the simulator's kernels
+        if not isinstance(function, types.FunctionType):
+            raise TypeError(f"{who} takes the name of a kernel, or a kernel made by cuda.jit, not {kernel!r}")
+        return Code(function.__code__.co_filename, (function.__code__,))
     if kernel not in MODULES:
         raise ValueError(f"{who} knows the kernels {', '.join(MODULES)}, not {kernel!r}")
     check_simulated(who)
@@ -64,7 +78,7 @@ def watching(file: str, attach: Callable[[Index3, Index3, types.FrameType], Foll
         threading.settrace(before)  # type: ignore[arg-type]  # None takes the hook away
 
 
-def find_line(make: types.CodeType, line: int | str) -> int:
+def find_line(make: types.CodeType | Code, line: int | str) -> int:
     """The number of a line with code in a kernel file, inside the functions that `make` defines."""
     file = make.co_filename
     inside = {number: linecache.getline(file, number).strip() for number in _lines_inside(make)}
@@ -82,7 +96,7 @@ def find_line(make: types.CodeType, line: int | str) -> int:
     return found[0]
 
 
-def _lines_inside(make: types.CodeType) -> list[int]:
+def _lines_inside(make: types.CodeType | Code) -> list[int]:
     """The lines with code of every function inside `make`."""
     lines: set[int] = set()
     for code in make.co_consts:

@@ -29,7 +29,7 @@ _pdb = functools.partial(pdb.Pdb, nosigint=True)  # signal handlers belong to th
 
 @contextlib.contextmanager
 def stop_at(
-    kernel: str,
+    kernel: Any,
     line: int | str,
     thread: Index = 0,
     block: Index = 0,
@@ -39,12 +39,13 @@ def stop_at(
 ) -> Iterator[None]:
     """Stop in one thread of one block whenever it comes to a line of a kernel, in Numba's simulator.
 
-    kernel: its name ("v1", "v2", "safe", "online" or "blocked"). line: a line number of its file, or a
-    piece of text that only one line of its code contains. thread, block: threadIdx and blockIdx; an int is x.
+    kernel: the name of one of ours, as `explain` shows it, such as "v2", "mma" or "wgmma_dq" (an unknown name raises
+    with all of them), or your own, made by cuda.jit. line: a line number of its file, or a piece of text that only one
+    line of its code contains. thread, block: threadIdx and blockIdx; an int is x.
 
     At the prompt everything of pdb works. `n` over cuda.syncthreads() lets all threads come to that
     barrier, so that shared memory then shows what they wrote. `c` goes on to the next time this thread
-    comes here, `cl` and `c` to the end. `q` leaves: the launch is given up and bdb.BdbQuit comes out
+    comes here, `cl`, `y` and `c` to the end. `q` leaves: the launch is given up and bdb.BdbQuit comes out
     of the with statement, because what the kernel should have written is not there.
 
     commands: what to type, where nobody types: in a script, a notebook, a test. They are printed with what pdb

@@ -231,13 +231,13 @@ LOOKS: dict[str, dict[str, Look]] = {
         "max_tmp = minus_inf": _Row.begin,
         "if sees:": _Row.scores,
         "sum_new = sum_tmp * new + old": _Row.weights_v1,
-        "for i in range(m_tiles):": _Row.end_v1,
+        "for i in range(": _Row.end_v1,
     },
     "v2": {
         "max_tmp = minus_inf": _Row.begin,
         "if sees:": _Row.scores,
         "l = alpha * l + sum_tmp": _Row.weights_v2,
-        "for j in range(begin, end):": _Row.end_v2,
+        "for j in range(": _Row.end_v2,
     },
 }
 
@@ -279,7 +279,8 @@ def _joined(seen: dict[int, _Row], rows: range, problem: Problem) -> tuple[Tile,
     of_row = {row: {tile["number"]: tile for tile in seen[row].tiles} for row in rows}
     state = {row: dict(m=-math.inf, l=0.0, O=np.zeros(problem.head_dim_v, problem.compute_dtype)) for row in rows}
     made = []
-    for number in sorted(keys):
+    in_order = all(list(of) == sorted(of) for of in of_row.values())
+    for number in sorted(keys) if in_order else keys:  # else as they were visited, by a loop that was changed
         columns: dict[str, list[Any]] = {}
         for row in rows:
             unseen = np.full(len(keys[number]), -math.inf, problem.compute_dtype)

@@ -10,6 +10,7 @@ import numpy as np
 
 TEMPLATE = Path(__file__).with_name("trace.html")
 FRAME_HEIGHT = 820  # pixels in a notebook
+AS_TALL_AS_ITS_PAGE = "this.style.height = this.contentDocument.documentElement.scrollHeight + 'px'"
 
 
 def page(trace: Any) -> str:
@@ -21,7 +22,8 @@ def page(trace: Any) -> str:
 def frame(trace: Any) -> str:
     """The page in a notebook: in a frame, so that neither changes how the other looks."""
     text = html.escape(page(trace), quote=True)
-    return f'<iframe srcdoc="{text}" style="width:100%;height:{FRAME_HEIGHT}px;border:0" title="trace"></iframe>'
+    style = f"width:100%;height:{FRAME_HEIGHT}px;border:0"
+    return f'<iframe srcdoc="{text}" style="{style}" onload="{AS_TALL_AS_ITS_PAGE}" title="trace"></iframe>'
 
 
 def _data(trace: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """One traced row as a matplotlib Figure."""
 
+import io
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,18 @@ BLUE, ORANGE, GREY = "#1f5fa8", "#d9772b", "#9a9a9a"
 COMPONENTS = 5  # of O that are drawn; all of them would be a thicket
 
 
+class Shown(Figure):
+    """A Figure that a notebook shows also where matplotlib's own pictures are not switched on."""
+
+    def _repr_png_(self) -> bytes:
+        picture = io.BytesIO()
+        self.savefig(picture, format="png")
+        return picture.getvalue()
+
+
 def plot(trace: Any) -> Figure:
     # Figure without pyplot: no window system is asked for, and no global state is left behind.
-    figure = Figure(figsize=(8, 7), layout="constrained")
+    figure = Shown(figsize=(8, 7), layout="constrained")
     figure.suptitle(f"query {trace.row}: what kernel {trace.kernel!r} held after each tile of keys")
     scores, sums, outputs = figure.subplots(3, sharex=True, height_ratios=(2, 1, 1))
     draw_scores(scores, trace)

@@ -102,7 +102,7 @@ def prepare_kernel(minilm: MiniLM, screen: Screen) -> None:
         f"Compiled, or found compiled by an earlier run, in {seconds:.1f} s. numba_flash.explain says of a batch:"
     )
     for line in str(explanation).splitlines():
-        if not line.startswith("  not "):  # why no other kernel runs, four times the same
+        if not line.startswith("  not "):  # why no other kernel runs
             screen.line(f"  {line}")
 
 

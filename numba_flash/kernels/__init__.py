@@ -1,1 +1,1 @@
-"""The kernels: one file each, behind one `make(config)`. Read v1.py, then v2.py."""
+"""The kernels: one file each, behind one `make(config)`. Read simt/v1.py, then simt/v2.py."""

@@ -178,7 +178,7 @@ def _halved(config: WgmmaBackwardConfig, problem: BackwardProblem, target: Targe
 
 
 def _can_be_one_kernel(problem: BackwardProblem) -> bool:
-    """Whether wgmma_backward_fused, which computes five products instead of seven, can compute the gradients. It needs
+    """Whether wgmma/backward_fused, which computes five products instead of seven, can compute the gradients. It needs
     a query: without one no previous kernel would set its ticket to 0."""
     forward = problem.forward
     if not forward.seqlen_q:

@@ -1,4 +1,4 @@
-"""How many heads wgmma_backward_fused processes side by side. The order of sums, and so every bit, stays the same."""
+"""How many heads wgmma/backward_fused processes side by side. The order of sums, and so every bit, stays the same."""
 
 from ..config.blocks import AT_A_TIME
 from ..config.wgmma_backward import WgmmaFusedConfig

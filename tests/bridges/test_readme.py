@@ -36,6 +36,6 @@ def test_the_report_of_the_page_is_what_is_printed(capsys):
         r"^```python\n(import torch.*?)^```\n+```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL
     ).groups()
     exec(compile(code, "document", "exec"), {"__name__": "document"})
-    printed = [line[:56].rstrip() for line in capsys.readouterr().out.splitlines()]
-    lines = [line[:56].rstrip() for line in shown.splitlines() if line != "..."]
+    printed = [line[:58].rstrip() for line in capsys.readouterr().out.splitlines()]
+    lines = [line[:58].rstrip() for line in shown.splitlines() if line != "..."]
     assert lines and [line for line in lines if line not in printed] == []

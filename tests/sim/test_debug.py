@@ -257,6 +257,27 @@ def test_every_kernel(kernel, monkeypatch):
     assert FIRST_LINES[kernel] in session.answers[0] and session.answers[1]
 
 
+OWN = """
+@cuda.jit
+def doubled(x, out):
+    i = cuda.threadIdx.x
+    out[i] = 2 * x[i]
+"""
+
+
+def test_stops_in_a_kernel_of_ones_own(capsys, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    names = dict(cuda=toolchain.cuda())
+    exec(compile(OWN, str(file), "exec"), names)
+    x, out = np.arange(4.0), np.zeros(4)
+    with stop_at(names["doubled"], "out[i] = 2 * x[i]", thread=2, commands=["p i, float(x[i])"]):
+        names["doubled"][1, 4](x, out)
+    assert "(2, 2.0)" in capsys.readouterr().out and out.tolist() == [0, 2, 4, 6]
+    with pytest.raises(TypeError, match="the name of a kernel, or a kernel made by cuda.jit, not <function"):
+        stop_at(lambda: None, "1").__enter__()
+
+
 def test_commands_are_typed_where_nobody_types(capsys):
     with stop_at("v2", ALPHA, thread=6, block=1, commands=["p j", "c", "p j, float(m)"]):
         o = attend()

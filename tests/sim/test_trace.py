@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -125,8 +126,6 @@ def test_it_reads_the_kernel_and_computes_nothing(monkeypatch):
 
 
 def edited(line, instead):
-    from pathlib import Path
-
     text, names = Path(v2.__file__).read_text(), dict(v2.__dict__)
     assert text.count(line) == 1
     exec(compile(text.replace(line, instead), v2.__file__, "exec"), names)
@@ -189,9 +188,26 @@ def test_repr_is_a_table():
     assert many.count("query ") == 4 and "6 queries more" in many
 
 
+def test_a_loop_that_was_changed_is_traced_as_it_goes(monkeypatch, tmp_path):
+    """The last tile first: the trace has the tiles in the order of their visits, and its numbers fit together."""
+    file = tmp_path / "v2.py"
+    text = Path(v2.__file__).read_text()
+    file.write_text(text.replace("for j in range(begin, end):", "for j in range(end - 1, begin - 1, -1):"))
+    names = dict(v2.__dict__)
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    monkeypatch.setattr(v2, "make", names["make"])
+    seen = debug.trace(q, k, v, causal=True, row=22)
+    assert [tile.number for tile in seen.tiles] == [1, 0]
+    first, second = seen.tiles
+    assert np.isclose(second.l, first.l * second.alpha + second.P.sum(), rtol=1e-6)
+    o = numba_flash.attention(q, k, v, causal=True, kernel="reference")
+    assert np.allclose(seen.o, o[0, 0, 22], rtol=1e-5)
+
+
 def test_plot_draws_what_was_seen():
     pytest.importorskip("matplotlib")
     seen = debug.trace(q, k, v, causal=True, row=22)
+    assert seen.plot()._repr_png_().startswith(b"\x89PNG")
     scores, sums, outputs = seen.plot().axes
     heights = [bar.get_height() for bar in scores.patches]
     np.testing.assert_allclose(heights, np.concatenate([tile.S[np.isfinite(tile.S)] for tile in seen.tiles]))

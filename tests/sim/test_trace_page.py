@@ -104,6 +104,8 @@ def test_the_page_in_a_notebook(seen, page, tmp_path):
     try:
         title = "document.querySelector('iframe').contentDocument.querySelector('#title').textContent"
         assert page.run(title) == page.run(title) == "What query 16 saw of each tile of keys"
+        frame = "document.querySelector('iframe')"
+        assert page.run(f"{frame}.clientHeight >= {frame}.contentDocument.documentElement.scrollHeight")
     finally:
         page.open(inside)
 

@@ -44,6 +44,30 @@ def test_ours_keeps_everything(capsys):
     assert max(map(len, printed.splitlines())) < 180
 
 
+def test_what_is_found_is_printed_at_once_and_problems_can_be_small(capsys):
+    printed, lengths = [], set()
+
+    def function(q, k, v, **options):
+        printed.append(capsys.readouterr().out)
+        lengths.update((q.shape[2], k.shape[2]))
+        return numba_flash.attention(q, k, v, kernel="cpu", **options)
+
+    report = testing.check_kernel(function, layouts=("bhsd",), features=("causal",), max_seqlen=17, count=2)
+    assert report and max(lengths) == 17
+    assert sum("held" in text for text in printed) == sum(line.outcome == HELD for line in report.lines) - 1
+    with pytest.raises(ValueError, match="max_seqlen must be at least 6, .* not 3"):
+        testing.check_kernel(function, max_seqlen=3)
+
+
+def test_nan_that_is_dropped_is_found_by_a_promise_about_nan():
+    """The promise said that NaN reaches no result, and failed for a kernel whose results it did not reach."""
+
+    def drops(q, k, v, causal=False):
+        return np.nan_to_num(plain(q, k, v, causal))
+
+    assert "NaN goes where it is seen, and nowhere else" in broken(drops)
+
+
 def test_a_function_with_limits(capsys):
     found = lines(plain)
     assert {line.outcome for line in found.values()} == {HELD, LEFT_OUT}
@@ -86,7 +110,7 @@ def overflows(q, k, v, causal=False):
 
 
 def test_overflow_and_nan_are_found():
-    assert {"scores may be large", "NaN that causal removes reaches no result"} <= broken(overflows)
+    assert {"scores may be large", "NaN goes where it is seen, and nowhere else"} <= broken(overflows)
 
 
 def test_a_wrong_rescaling_is_found_where_the_maximum_moves():

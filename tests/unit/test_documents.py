@@ -6,6 +6,7 @@ are run, sessions with a debugger by tests/sim; of scripts the options are compa
 """
 
 import ast
+import builtins
 import os
 import re
 import shlex
@@ -25,7 +26,7 @@ FILES = [path for folder in FOLDERS for path in folder.rglob("*")]
 FILES += ROOT.glob("*")
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FRAMEWORK = re.compile(r"^(?:import|from) (?:torch|jax|transformers)\b", re.MULTILINE)
+FRAMEWORK = re.compile(r"^(?:import|from) (?:torch|jax|transformers|cupy)\b", re.MULTILINE)
 # Not a part of something longer: an address on the web, a place below / or ~.
 PATH = re.compile(r"(?<![\w/.:*~-])(?:[\w.*-]+/)*[\w.*-]+/?")
 # What an example calls a file of the reader's own.
@@ -230,6 +231,22 @@ def test_a_kernel_follows_its_listing_from_the_first_line_to_the_last(name):
     lines = cited("line", text)
     listing = LISTINGS[cited("listing", text)[0]]
     assert min(lines) == 1 and max(lines) == listing[-1]
+
+
+def test_the_page_has_every_name_of_v2():
+    """The ones that a reader does not find there are those that he does not understand."""
+    code = ast.parse((PACKAGE / "kernels" / "simt" / "v2.py").read_text())
+    names = {node.id for node in ast.walk(code) if isinstance(node, ast.Name)} - set(dir(builtins))
+    page = set(re.findall(r"\w+", (ROOT / "docs" / "algorithm.md").read_text()))
+    assert names - page <= {"_", "math", "flash_attention_v2"}
+
+
+def test_comments_name_kernels_by_their_files():
+    """mma/forward, not mma_forward, which no file is called."""
+    kernels = PACKAGE / "kernels"
+    old = {f"{file.parent.name}_{file.stem}" for file in kernels.glob("*mma/*.py")}
+    for file in [path for room in ("kernels", "config", "select") for path in (PACKAGE / room).rglob("*.py")]:
+        assert not old & set(re.findall(r"[\w/.]+", comments(file))), file
 
 
 def test_the_finder_of_citations_itself():

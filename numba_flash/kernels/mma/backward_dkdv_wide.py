@@ -1,6 +1,6 @@
 """dK and dV in float32 and float64 on tensor cores; since Ampere (sm_80).
 
-Read mma_backward_dkdv first, whose loop this is, with one query tile at a time. A block owns a key tile of one KV head.
+Read mma/backward_dkdv first, whose loop this is, with one query tile at a time. A block owns a key tile of one KV head.
 It loops over the query tiles that see it, for each query head of the group. A warp owns `warp_rows` keys, and computes
 (listing 7 of docs/algorithm.md, lines 6 to 12)
 

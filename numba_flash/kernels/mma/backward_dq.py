@@ -1,6 +1,6 @@
 """dQ on tensor cores: mma.sync, ldmatrix and cp.async, for every GPU since Ampere (sm_80).
 
-Read mma_forward and mma_backward_dkdv first. It is listing 8 of docs/algorithm.md. A block owns a query tile of one
+Read mma/forward and mma/backward_dkdv first. It is listing 8 of docs/algorithm.md. A block owns a query tile of one
 head. It loops over the key tiles that the queries see, like the forward, but without an online softmax: lse is known. A
 warp owns `warp_rows` queries and computes
 
@@ -9,7 +9,7 @@ warp owns `warp_rows` queries and computes
     dQ += dS K                         and at the end dQ *= scale    lines 9 and 10
 
 The elements of dS that a lane holds are, rounded to 16 bits, those it needs of the A operand of dS K, so dS never
-leaves the registers. With `column_groups` warps share queries and exchange dS, as in mma_backward_dkdv. With one stage
+leaves the registers. With `column_groups` warps share queries and exchange dS, as in mma/backward_dkdv. With one stage
 K and V take turns as Q and dO do there: the next V is loaded while dQ is summed up from K, and the next K while dP is
 computed from V.
 

@@ -3,7 +3,7 @@
     delta = rowsum(dO * O) - dlse          (kernels/simt/delta.py says why)
 
 A few neighbouring lanes share a row and read 16 bytes at a time. kernels/steps/lse_delta.py describes the layout.
-Before wgmma_backward_fused it also sets the ticket and the turn counters to zero. With config.early the next kernel may
+Before wgmma/backward_fused it also sets the ticket and the turn counters to zero. With config.early the next kernel may
 start when all blocks have started. It waits before it reads their results (ptx/griddepcontrol.py).
 
 Launch: grid (batch * heads * row tiles), block (config.threads). The tiles cover whole blocks of 16 queries.

@@ -1,6 +1,6 @@
 """What the backward's two kernels in float32 and float64 share: their products, and gradients to global memory.
 
-Read mma_backward_dkdv first. The products are those of the forward (products_float32.py, products_float64.py), with
+Read mma/backward_dkdv first. The products are those of the forward (products_float32.py, products_float64.py), with
 other tiles in the places of Q, K and V. A warp multiplies its own rows with the rows of a tile that the block walks
 over, once for S and once for dP, and then P or dS, which it has in registers, with such a tile.
 """

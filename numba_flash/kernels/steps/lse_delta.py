@@ -21,7 +21,7 @@ from .sequence import lse_row
 
 BLOCK_WORDS = 32
 MINUS_DELTA = 16  # where -delta begins in a block
-TURNS_AT = 32  # where the turn counters of wgmma_backward_fused begin, in words: away from the ticket
+TURNS_AT = 32  # where the turn counters of wgmma/backward_fused begin, in words: away from the ticket
 
 
 @inlined

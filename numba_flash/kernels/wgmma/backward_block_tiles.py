@@ -1,4 +1,4 @@
-"""Which key tiles a block of wgmma_backward_fused processes, and how its roles learn of them.
+"""Which key tiles a block of wgmma/backward_fused processes, and how its roles learn of them.
 
 With config.stays a block processes one tile after another. The thread that loads Q takes the next tile when the last Q
 of this one has been issued. It describes the tile in one of two states (backward_state), which alternate. The other

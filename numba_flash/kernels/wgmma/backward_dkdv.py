@@ -1,6 +1,6 @@
 """dK and dV for Hopper (sm_90a): TMA loads tiles, wgmma multiplies them, and both run asynchronously.
 
-Read wgmma_forward and mma_backward_dkdv first, with backward_keys beside this. It is listing 7 of docs/algorithm.md. A
+Read wgmma/forward and mma/backward_dkdv first, with backward_keys beside this. It is listing 7 of docs/algorithm.md. A
 block owns a key tile of one KV head. It loops over the query tiles that see it, for each query head of the group, and
 holds the sums dK and dV in registers: no atomics, the same bits in every run. With config.members a block processes
 only so many heads of the group, and leaves its sums for wgmma_add_parts. Scores are computed transposed:
@@ -26,7 +26,7 @@ block's work, so with either of them all threads wait at the start. Consumers al
 
 Launch: grid (batch * heads_kv * parts of a group * key tiles), block (config.threads), config.shared_bytes of dynamic
 shared memory; tensor maps of q, k, v and do. dk and dv are contiguous; with config.members, dk_sums and dv_sums are
-what wgmma_backward_add_parts reads.
+what wgmma/backward_add_parts reads.
 """
 
 from numba import cuda, float32, int32, uint8, uint32

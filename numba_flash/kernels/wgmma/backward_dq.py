@@ -1,6 +1,6 @@
 """dQ for Hopper (sm_90a): TMA loads tiles, wgmma multiplies them.
 
-Read wgmma_backward_dkdv first. It is listing 8 of docs/algorithm.md. A block owns a query tile of one head. It loops
+Read wgmma/backward_dkdv first. It is listing 8 of docs/algorithm.md. A block owns a query tile of one head. It loops
 over the key tiles that the queries see, the last one first:
 
     S = Q K^T      P = 2^(scale_log2 S - lse_log2)                   line 6
@@ -11,7 +11,7 @@ Each consumer warpgroup owns 64 queries. The elements of dS that a lane holds ar
 the A operand of dS K. K is read from shared memory twice, once as rows and once as columns.
 
 Consumers wait for the previous kernel at the start. With the bits of a mask or the states of tiles all threads do, as
-in wgmma_backward_dkdv. Producers load Q, dO, K and V, which no backward kernel writes.
+in wgmma/backward_dkdv. Producers load Q, dO, K and V, which no backward kernel writes.
 
 Launch: grid (batch * heads * query tiles), block (config.threads), config.shared_bytes of dynamic shared memory; tensor
 maps of q, k, v and do. dq is contiguous.

@@ -1,6 +1,6 @@
 """dQ, dK and dV in one kernel for Hopper (sm_90a): five products instead of the seven that two kernels compute.
 
-Read wgmma_backward_dkdv first. A block owns a tile of keys of one KV head, loops over the tiles of queries that see it,
+Read wgmma/backward_dkdv first. A block owns a tile of keys of one KV head, loops over the tiles of queries that see it,
 and holds the sums of dK and dV in registers. Here it uses dS for dQ, too:
 
     dQ += dS K     where dS^T goes through shared memory and is transposed on its way
@@ -11,10 +11,10 @@ and rounds the sum (backward_round).
 Order of the sums. The parts of a query tile are added in a fixed order (kernels/steps/dq_order.py). A counter for each
 query tile holds the number of parts added so far, and a block waits for its turn. The first part is stored instead of
 added, so no memory has to be set to zero. With ordered False only the first part waits for its turn. A query tile has
-config.dq_lines sums, to which its parts go in rotation, and wgmma_backward_round adds up these sums. With
+config.dq_lines sums, to which its parts go in rotation, and wgmma/backward_round adds up these sums. With
 config.key_tiles a block has all keys of a head, and its consumers add up the parts themselves (backward_single).
 
-Roles. Two threads load tiles, as in wgmma_backward_dkdv. Two more threads, one for each consumer warpgroup, add the
+Roles. Two threads load tiles, as in wgmma/backward_dkdv. Two more threads, one for each consumer warpgroup, add the
 parts of dQ: they wait for the turn, so that no consumer has to. A consumer warpgroup owns 64 keys for S, dP, dV and dK.
 It computes half of the columns of dQ, or half of the rows of a tile of 128 queries, from the dS of both warpgroups. S
 of the next tile and dQ of this one are issued after dV and dK, and dP when half of the next exponentials are done:
@@ -36,7 +36,7 @@ Launch: grid (batch * heads_kv * parts of a group * key tiles); with config.key_
 config.stays any smaller grid; block (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q,
 k, v and do; turns (zeros): the ticket, and from TURNS_AT on the counters, (batch * heads, query tiles, lines, 2);
 dq_sums (batch * heads, query tiles, lines, 2, chunks of 8 columns, 128, 4); dk, dv, dk_sums and dv_sums as in
-wgmma_backward_dkdv. With config.key_tiles there are no turns and dq_sums, but dq, which is contiguous.
+wgmma/backward_dkdv. With config.key_tiles there are no turns and dq_sums, but dq, which is contiguous.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""The loop of a block that owns a key tile, shared by wgmma_backward_dkdv and wgmma_backward_fused.
+"""The loop of a block that owns a key tile, shared by wgmma/backward_dkdv and wgmma/backward_fused.
 
 The block loops over the query tiles that see its keys, for each query head of the group. The last tile comes first;
 with config.both_ways the word STEP gives the direction.

@@ -1,7 +1,7 @@
-"""dQ from the float32 sums of wgmma_backward_fused: scaled and rounded to 16 bits. With config.dq_lines a query tile
+"""dQ from the float32 sums of wgmma/backward_fused: scaled and rounded to 16 bits. With config.dq_lines a query tile
 has several sums, which are added up first, the line of the first part before the others.
 
-All threads wait for wgmma_backward_fused before they read what it wrote. It has waited for the kernel that wrote lse
+All threads wait for wgmma/backward_fused before they read what it wrote. It has waited for the kernel that wrote lse
 and delta.
 
 Launch: grid (batch * heads * tiles of 64 queries), block (128), config.shared_bytes of dynamic shared memory. The sums

@@ -1,6 +1,6 @@
 """FlashAttention-2 for Hopper (sm_90a): TMA loads tiles, wgmma multiplies them, and both run asynchronously.
 
-Read mma_forward first. The recurrence is the same, and a lane holds the same rows. Three things are new.
+Read mma/forward first. The recurrence is the same, and a lane holds the same rows. Three things are new.
 
 Roles. One thread, the scheduler, takes query tiles and loads their Q into shared memory by TMA. Another thread, the
 producer, loads K and V (both are in producer.py). Each consumer warpgroup computes 64 query rows. They synchronise at
