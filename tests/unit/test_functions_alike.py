@@ -11,6 +11,7 @@ import random_functions
 
 import numba_flash
 from numba_flash.cpu import functions as cpu_functions
+from numba_flash.functions import numbers
 from numba_flash.functions.function import Function
 
 PLACES = [(0.75, 0, 1, 7, 3), (-1.5, 1, 0, 2, 5), (2.0, 0, 2, 4, 4)]  # s, b, h, i, j
@@ -86,6 +87,7 @@ SAME = [
     ("s // (j - 4) + s % -3 + i % 2.5", {}),
     ("s * (i > j) + (i < j) / 2 + -(i == j) + abs(i > j) + (i > j) // 2 + ((i > j) << 3)", {}),
     ("s * (flags[i % 8] & flags[j] | (i > j) ^ True) + flags[j] + min(flags[j], 2)", {}),
+    ("reals[i > j] + reals[not flags[j]] * s", {}),
     ("s * (not flags[j])", {}),
     ("s + (flags[j] or small[j]) + (small[i % 8] and reals[j])", {}),
     ("s if small[j] or s > 0 else -s", {}),
@@ -284,16 +286,41 @@ def test_a_mask_of_real_numbers_is_refused():
 
 
 def test_an_error_of_another_library_names_the_argument(monkeypatch):
-    """Whatever Numba raises, as AssertionError without text."""
+    """Whatever Numba raises, as AssertionError without text; not what the system does."""
 
     def fails(*_, **__):
-        raise AssertionError
+        raise error
 
+    error = AssertionError()
     monkeypatch.setattr(cpu_functions, "c_function", fails)
     with pytest.raises(TypeError, match=r"score_mod: f \(.*line 1\): it cannot be compiled: AssertionError"):
         cpu_functions.make(
             "score_mod", Function.of("score_mod", made("s * 1.015625")), "float64", AUX_TYPES, False, True
         )
+    error = OSError("no space")
+    with pytest.raises(OSError, match="no space"):
+        cpu_functions.make("score_mod", Function.of("score_mod", made("s * 1.5")), "float64", AUX_TYPES, False, True)
+
+
+def test_what_a_debugger_raises_passes():
+    from bdb import BdbQuit
+
+    def quits():
+        raise BdbQuit
+
+    own = Function.of("score_mod", made("s * 1.25"))
+    with pytest.raises(BdbQuit):
+        numbers._called("score_mod", own, np.float64, (Quits(quits), 0, 0, 0, 0, *AUX))
+
+
+class Quits:
+    """In the place of a score."""
+
+    def __init__(self, what):
+        self.what = what
+
+    def __mul__(self, other):
+        return self.what()
 
 
 def test_errors_of_the_oracle_are_of_the_kinds_that_are_promised():
