@@ -88,6 +88,7 @@ SAME = [
     ("s * (i > j) + (i < j) / 2 + -(i == j) + abs(i > j) + (i > j) // 2 + ((i > j) << 3)", {}),
     ("s * (flags[i % 8] & flags[j] | (i > j) ^ True) + flags[j] + min(flags[j], 2)", {}),
     ("reals[i > j] + reals[not flags[j]] * s", {}),
+    ("ids[large[0]] + s", {}),
     ("s * (not flags[j])", {}),
     ("s + (flags[j] or small[j]) + (small[i % 8] and reals[j])", {}),
     ("s if small[j] or s > 0 else -s", {}),
