@@ -4,15 +4,20 @@ import functools
 import math
 import re
 
+import compiler
 import functions_beside as beside
 import numpy as np
 import pytest
 import random_functions
+from machines import A100, problem
 
 import numba_flash
+from numba_flash.arrays import read
 from numba_flash.cpu import functions as cpu_functions
 from numba_flash.functions import numbers
 from numba_flash.functions.function import Function
+from numba_flash.gpu import compiled as gpu
+from numba_flash.select import forward as select
 
 PLACES = [(0.75, 0, 1, 7, 3), (-1.5, 1, 0, 2, 5), (2.0, 0, 2, 4, 4)]  # s, b, h, i, j
 IDS = np.array([3, 0, -2, 7, 2**62, -(2**63), 1, 9])
@@ -348,3 +353,18 @@ def test_parameters_by_name(kernel):
         numba_flash.attention(q, q, q, score_mod=scaled, **given)
     with pytest.raises(TypeError, match="score_mod is called with .*aux.0.*too many positional"):
         numba_flash.attention(q, q, q, score_mod=lambda s, b, h, i, j, *, c=2.0: s, **given)
+
+
+@compiler.needed
+def test_all_of_it_compiles_for_gpus():
+    """What Numba's CUDA leaves out of what is registered shows here: nothing is run."""
+    kinds = ("range(", " in ", "int(", "<<", "**", "len(", "flags", ":=", "for x in", "pair")
+    parts = [next((text, captured) for _, text, captured in ALIKE if kind in text) for kind in kinds]
+    names = {f"f{number}": made(*part) for number, part in enumerate(parts)}
+    lines = [f"    if h == {number}: return f{number}(s, b, h, i, j, {ARRAYS})" for number in range(len(parts))]
+    score = run("\n".join([f"def f(s, b, h, i, j, {ARRAYS}):", *lines, "    return s"]), names)
+    shown = run(f"def f(b, h, i, j, {ARRAYS}):\n    return i - j in range(5) or small[j]")
+    own = dict(score_mod=Function.of("score_mod", score), mask_mod=Function.of("mask_mod", shown))
+    layouts = tuple(read("aux", array).layout for array in AUX)
+    config = select.config_of("v2", problem(dtype="float32", head_dim=8, aux=layouts, **own), A100)
+    assert ".entry" in gpu.to_ptx(config, A100.cc)
