@@ -86,7 +86,7 @@ def attention(
         after the scale and before softcap, and is compiled into the kernel. It may use arithmetic, comparisons, if,
         loops, min, max, abs, round, int, float, math.*, aux[...], captured numbers, and functions made of these. Its
         numbers are int64 and float32 (float64 for float64).
-    mask_mod: mask(b, h, q_pos, k_pos, *aux) -> True or False, such a function; False removes a key, as the mask does.
+    mask_mod: mask(b, h, q_pos, k_pos, *aux) -> True or False, such a function; False, or the integer 0, removes a key.
         Tiles in which it removes every key are skipped.
     aux: a tuple of arrays that these functions read, of any shape, strides and dtype; a GPU does not check bounds.
     block_mask: a result of `numba_flash.block_mask`, instead of mask_mod. It finds the empty and full tiles once for

@@ -62,7 +62,10 @@ def _compiled(option: str, function: Function, body: Any, signature: str, key: s
     try:
         made = c_function(body, signature, key=hashlib.sha256(key.encode()).hexdigest())
     except Exception as error:
-        raise explained(error, option, function) from error
+        found = explained(error, {option: function})
+        if found is None:
+            raise
+        raise found from error
     if not made.cache_hits:  # it was not in the disk cache
         note_compiled({option: function})
     return made

@@ -26,14 +26,11 @@ def too_many_numbers(ndim: int, count: int) -> str:
     return f"an aux array has {ndim} dimensions, and it is read at {count} numbers"
 
 
-def explained(error: Exception, option: str, function: Function) -> Exception:
-    """What to raise where nothing but this function was compiled: whatever went wrong, its argument is named."""
-    found = explain_failure(error, {option: function})
-    return found or TypeError(f"{option}: {function.where}: it cannot be compiled: {_first_words(_text_of(error))}")
+def explained(error: Exception, functions: Mapping[str, Function]) -> Exception | None:
+    """What to raise in place of a compiler's error; None if the error is not about what functions do.
 
-
-def explain_failure(error: Exception, functions: Mapping[str, Function]) -> Exception | None:
-    """functions: by the argument's names. None if the error is not the user's."""
+    functions: those that were compiled, by the argument's names.
+    """
     text = _text_of(error)
     marked = re.search(f"{MARK}(.*)", text)
     if marked and re.match(r"\w+ must return", marked[1]):  # it says everything
@@ -48,7 +45,22 @@ def explain_failure(error: Exception, functions: Mapping[str, Function]) -> Exce
                     more = f"{WHAT_TO_WRITE[0].upper()}{WHAT_TO_WRITE[1:]}"
                     return TypeError(f"{option}: {place(code, int(line))}: {why}. {more}")
     where = " or ".join(f"{option}: {function.where}" for option, function in functions.items())
-    return TypeError(f"{where}: {marked[1]}") if marked else None
+    if marked:
+        return TypeError(f"{where}: {marked[1]}")
+    if type(error).__module__.startswith("numba.") or isinstance(error, _OF_COMPILERS):
+        return TypeError(f"{where}: it cannot be compiled: {_first_words(text)}")
+    return None
+
+
+_OF_COMPILERS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
 
 
 def _text_of(error: Exception) -> str:

@@ -366,7 +366,9 @@ def _word(x: Any) -> str:
 
 
 # What a user calls these classes.
-WORDS = dict(Real="float", Whole="int", Constant="int", Truth="bool", Table="aux array", RecordedTable="aux array")
+WORDS = dict(
+    Range="range", Real="float", Whole="int", Constant="int", Truth="bool", Table="aux array", RecordedTable="aux array"
+)
 
 
 @functools.lru_cache(maxsize=200)
@@ -396,12 +398,21 @@ def must_return(option: str, what: str, function: Function, found: Any) -> str:
     return f"{option} must return {what}, but {function.where} returned {found!r}, a {_word(found)}"
 
 
+# Of an error in a function that runs as Python, and what it is raised as.
+KINDS = (
+    *((AttributeError, TypeError), (NameError, TypeError), (TypeError, TypeError)),
+    *((ArithmeticError, ValueError), (LookupError, ValueError), (ValueError, ValueError)),
+    (NotImplementedError, NotImplementedError),
+)
+
+
 def _called(option: str, function: Function, base: Any, arguments: tuple[Any, ...]) -> Any:
     try:
         return as_python(function, base)(*arguments)
     except Exception as error:
-        kinds = [kind for kind in (TypeError, NotImplementedError) if isinstance(error, kind)]
-        kind = TypeError if isinstance(error, AttributeError) else (*kinds, ValueError)[0]
+        kind = next((kind for known, kind in KINDS if isinstance(error, known)), None)
+        if kind is None:  # as a debugger's, when it quits
+            raise
         words = re.sub(r"'(\w+)'", lambda found: WORDS.get(found[1], found[0]), str(error))
         words = AT_CONSTANTS if words.startswith("tuple indices must be") else words
         words = NOT_ITERABLE if "Table'" in str(error) else words

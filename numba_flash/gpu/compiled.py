@@ -188,13 +188,13 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
                 function, _signature(config), device=False, abi="numba", cc=target, output="ptx", **options
             )
         except Exception as error:
-            from ..functions.failures import explain_failure
+            from ..functions.failures import explained
 
             own = _functions_of(config)
-            explained = explain_failure(error, own) if own else None
-            if explained is None:
+            found = explained(error, own) if own else None
+            if found is None:
                 raise
-            raise explained from error
+            raise found from error
     mangled = re.search(r"\.entry\s+(\S+?)\s*\(", ptx)
     assert mangled, "no entry in the PTX"
     ptx = ptx.replace(mangled[1], entry_name(config))

@@ -16,7 +16,7 @@ def count() -> int:
     try:
         own = numba.get_num_threads()  # starts them
     except ValueError as error:
-        reason, layer = str(error).strip().partition("\n")[0], numba.config.THREADING_LAYER
+        reason, layer = str(error).strip().partition("\n")[0], numba.config.THREADING_LAYER  # type: ignore[attr-defined]
         raise NotImplementedError(
             f"the threads of kernel='cpu' cannot be started with NUMBA_THREADING_LAYER={layer!r} ({reason}): unset it, "
             "or set it to 'workqueue', which is always there"

@@ -4,14 +4,20 @@ import functools
 import math
 import re
 
+import compiler
 import functions_beside as beside
 import numpy as np
 import pytest
 import random_functions
+from machines import A100, problem
 
 import numba_flash
+from numba_flash.arrays import read
 from numba_flash.cpu import functions as cpu_functions
+from numba_flash.functions import numbers
 from numba_flash.functions.function import Function
+from numba_flash.gpu import compiled as gpu
+from numba_flash.select import forward as select
 
 PLACES = [(0.75, 0, 1, 7, 3), (-1.5, 1, 0, 2, 5), (2.0, 0, 2, 4, 4)]  # s, b, h, i, j
 IDS = np.array([3, 0, -2, 7, 2**62, -(2**63), 1, 9])
@@ -86,6 +92,8 @@ SAME = [
     ("s // (j - 4) + s % -3 + i % 2.5", {}),
     ("s * (i > j) + (i < j) / 2 + -(i == j) + abs(i > j) + (i > j) // 2 + ((i > j) << 3)", {}),
     ("s * (flags[i % 8] & flags[j] | (i > j) ^ True) + flags[j] + min(flags[j], 2)", {}),
+    ("reals[i > j] + reals[not flags[j]] * s", {}),
+    ("ids[large[0]] + s", {}),
     ("s * (not flags[j])", {}),
     ("s + (flags[j] or small[j]) + (small[i % 8] and reals[j])", {}),
     ("s if small[j] or s > 0 else -s", {}),
@@ -284,16 +292,41 @@ def test_a_mask_of_real_numbers_is_refused():
 
 
 def test_an_error_of_another_library_names_the_argument(monkeypatch):
-    """Whatever Numba raises, as AssertionError without text."""
+    """Whatever Numba raises, as AssertionError without text; not what the system does."""
 
     def fails(*_, **__):
-        raise AssertionError
+        raise error
 
+    error = AssertionError()
     monkeypatch.setattr(cpu_functions, "c_function", fails)
     with pytest.raises(TypeError, match=r"score_mod: f \(.*line 1\): it cannot be compiled: AssertionError"):
         cpu_functions.make(
             "score_mod", Function.of("score_mod", made("s * 1.015625")), "float64", AUX_TYPES, False, True
         )
+    error = OSError("no space")
+    with pytest.raises(OSError, match="no space"):
+        cpu_functions.make("score_mod", Function.of("score_mod", made("s * 1.5")), "float64", AUX_TYPES, False, True)
+
+
+def test_what_a_debugger_raises_passes():
+    from bdb import BdbQuit
+
+    def quits():
+        raise BdbQuit
+
+    own = Function.of("score_mod", made("s * 1.25"))
+    with pytest.raises(BdbQuit):
+        numbers._called("score_mod", own, np.float64, (Quits(quits), 0, 0, 0, 0, *AUX))
+
+
+class Quits:
+    """In the place of a score."""
+
+    def __init__(self, what):
+        self.what = what
+
+    def __mul__(self, other):
+        return self.what()
 
 
 def test_errors_of_the_oracle_are_of_the_kinds_that_are_promised():
@@ -320,3 +353,18 @@ def test_parameters_by_name(kernel):
         numba_flash.attention(q, q, q, score_mod=scaled, **given)
     with pytest.raises(TypeError, match="score_mod is called with .*aux.0.*too many positional"):
         numba_flash.attention(q, q, q, score_mod=lambda s, b, h, i, j, *, c=2.0: s, **given)
+
+
+@compiler.needed
+def test_all_of_it_compiles_for_gpus():
+    """What Numba's CUDA leaves out of what is registered shows here: nothing is run."""
+    kinds = ("range(", " in ", "int(", "<<", "**", "len(", "flags", ":=", "for x in", "pair")
+    parts = [next((text, captured) for _, text, captured in ALIKE if kind in text) for kind in kinds]
+    names = {f"f{number}": made(*part) for number, part in enumerate(parts)}
+    lines = [f"    if h == {number}: return f{number}(s, b, h, i, j, {ARRAYS})" for number in range(len(parts))]
+    score = run("\n".join([f"def f(s, b, h, i, j, {ARRAYS}):", *lines, "    return s"]), names)
+    shown = run(f"def f(b, h, i, j, {ARRAYS}):\n    return i - j in range(5) or small[j]")
+    own = dict(score_mod=Function.of("score_mod", score), mask_mod=Function.of("mask_mod", shown))
+    layouts = tuple(read("aux", array).layout for array in AUX)
+    config = select.config_of("v2", problem(dtype="float32", head_dim=8, aux=layouts, **own), A100)
+    assert ".entry" in gpu.to_ptx(config, A100.cc)
