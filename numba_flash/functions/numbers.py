@@ -84,7 +84,7 @@ class Owed:
     def __init__(self, parts: dict[tuple[int, int], Any]):
         self.parts = parts
 
-    def _each(self, function: Callable[[Any], Any]) -> "Owed":
+    def each(self, function: Callable[[Any], Any]) -> "Owed":
         return Owed({key: function(value) for key, value in self.parts.items()})
 
     def __add__(self, other: Any) -> "Owed":
@@ -94,7 +94,7 @@ class Owed:
         return Owed(parts)
 
     def __neg__(self) -> "Owed":
-        return self._each(operator.neg)
+        return self.each(operator.neg)
 
     def __sub__(self, other: Any) -> "Owed":
         return self + -other
@@ -103,10 +103,10 @@ class Owed:
         return -self + other
 
     def __mul__(self, factor: Any) -> "Owed":
-        return self._each(lambda value: value * factor)
+        return self.each(lambda value: value * factor)
 
     def __truediv__(self, divisor: Any) -> "Owed":
-        return self._each(lambda value: value / divisor)
+        return self.each(lambda value: value / divisor)
 
     __radd__ = __add__
 
@@ -165,7 +165,10 @@ def functions_of(base: Any) -> Any:
     def where(condition: Any, x: Any, y: Any) -> Any:
         return x if condition else y
 
-    return SimpleNamespace(**of_math, where=where, zero=base(0), one=base(1))
+    def each(d: Any, function: Any) -> Any:
+        return d.each(function) if isinstance(d, Owed) else function(d)
+
+    return SimpleNamespace(**of_math, where=where, each=each, zero=base(0), one=base(1), largest=np.finfo(base).max)
 
 
 def _binary(name: str, turned: bool = False) -> Callable[[Any, Any], Any]:
