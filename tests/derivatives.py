@@ -25,7 +25,7 @@ class Table:
         """The derivatives at the numbers x."""
         base, head = np.dtype(dtype).type, self.heads[expression]
         with np.errstate(all="ignore"):
-            found = [numbers.score_of(self.function, base, base(s), (0, head, 0, 0), [], True).d for s in x]
+            found = [numbers.score_of(self.function, base, base(s), (0, head, 0, 0, 0), [], True).d for s in x]
         return np.array([0 if d is None else d for d in found], dtype)
 
     def compiled(self, expression, x, dtype="float64"):

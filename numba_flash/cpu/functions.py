@@ -32,7 +32,8 @@ from .vectors.build import Shape, lanes, load, store
 
 # s, slopes (0: unwanted), keys, the first key, where PLACES are, b, rows of a panel or 1, where AUX are
 SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
-# PLACES: the position of each row of a panel, followed by the head of each; int64.
+# PLACES: the position of each row of a panel, followed by the head of each, and by numbers of the panel: the position
+# of row 0 of q; int64.
 # AUX: for each array its address, its shape and its strides in elements; for its gradient the offset among a part's
 # sums and the strides, in bytes; at the end the address of these sums; int64.
 AUX_ELEMENTS = dict(bool="uint8", float16="uint16", bfloat16="uint16")  # the types in memory
@@ -61,7 +62,7 @@ def _gradient_panel(function, base_name, aux, wanted, capped, narrow):
     number, whole = compiled.as_number("real", base_name), compiled.as_number("whole", base_name, narrow)
     result, slope = (make("score_mod", base_name, function) for make in (compiled.result, compiled.derivative))
     tables, zero, none = _tables(aux, base_name, wanted), np.dtype(base_name).type(0), np.int64(0)
-    behind = 8 * compiled.READS
+    behind, row_of = 8 * compiled.READS, _row_of(function, whole)
 
     def gradient_of_aux(s, ds, keys, key0, places, b, rows, aux, state, sums):
         arrays = tables(aux, state, sums)
@@ -71,12 +72,12 @@ def _gradient_panel(function, base_name, aux, wanted, capped, narrow):
                 continue
             q_pos, head = load(places, r, none), load(places, lanes(zero) + r, none)
             where = (whole(b), whole(head), whole(q_pos), whole(key0 + key))
-            read = none
+            row, read = row_of(q_pos, places, lanes(zero)), none
             while True:
                 store(state, 0, none)
                 store(state, 1, read)
                 store(state, 2, none)
-                y = call(*((number(load(s, at, zero)), *where, *arrays)))
+                y = call(*((*row, number(load(s, at, zero)), *where, *arrays)))
                 place = load(state, 2, none)
                 if place == 0:  # it reads fewer numbers
                     break
@@ -119,20 +120,21 @@ def _panel(option, function, base_name, aux, derivative, narrow):
     )
     tables, zero = _tables(aux, base_name), np.dtype(base_name).type(0)
     hidden, kept, read = type(zero)(-math.inf), *(_in_halves() if narrow else (_as_they_are, read_place))
+    row_of = _row_of(function, whole)
 
     @inner
-    def value_of(s, slopes, at, where, arrays):
-        write_score(s, at, result(call(*((number(read_score(s, at, zero)), *where, *arrays)))))
+    def value_of(s, slopes, at, row, where, arrays):
+        write_score(s, at, result(call(*((*row, number(read_score(s, at, zero)), *where, *arrays)))))
 
     @inner
-    def both_of(s, slopes, at, where, arrays):
-        y = call(*((number(read_score(s, at, zero)), *where, *arrays)))
+    def both_of(s, slopes, at, row, where, arrays):
+        y = call(*((*row, number(read_score(s, at, zero)), *where, *arrays)))
         write_score(s, at, result(y))
         write_score(slopes, at, slope(y))
 
     @inner
-    def mask_of(s, slopes, at, where, arrays):
-        write_score(s, at, _either(truth(call(*(where + arrays))), read_score(s, at, zero), hidden))
+    def mask_of(s, slopes, at, row, where, arrays):
+        write_score(s, at, _either(truth(call(*(row + where + arrays))), read_score(s, at, zero), hidden))
 
     one = mask_of if option == "mask_mod" else both_of if derivative else value_of
 
@@ -144,23 +146,40 @@ def _panel(option, function, base_name, aux, derivative, narrow):
         arrays = tables(aux, 0, 0)
         if width == 1:
             q_pos, head = read_place(places, 0), read_place(places, 1)
+            row = row_of(q_pos, places, 1)
             for key in range(keys):
-                one(s, slopes, key, (whole(b), whole(head), whole(q_pos), whole(key0 + key)), arrays)
+                one(s, slopes, key, row, (whole(b), whole(head), whole(q_pos), whole(key0 + key)), arrays)
         else:
             own = kept(places, zero)
             # Two keys at a time. LLVM splits a loop over rows that has little code, and does not vectorise what is
             # left; with two keys the code is not little.
             for key in range(0, keys - 1, 2):
                 for r in range(lanes(zero)):
-                    row, at = of_row(own, r, b), key * lanes(zero) + r
-                    one(s, slopes, at, row + (whole(key0 + key),), arrays)
-                    one(s, slopes, at + lanes(zero), row + (whole(key0 + key + 1),), arrays)
+                    where, at = of_row(own, r, b), key * lanes(zero) + r
+                    row = row_of(read(own, r), places, lanes(zero))
+                    one(s, slopes, at, row, where + (whole(key0 + key),), arrays)
+                    one(s, slopes, at + lanes(zero), row, where + (whole(key0 + key + 1),), arrays)
             for key in range(keys // 2 * 2, keys):
                 for r in range(lanes(zero)):
-                    one(s, slopes, key * lanes(zero) + r, of_row(own, r, b) + (whole(key0 + key),), arrays)
+                    where, row = of_row(own, r, b), row_of(read(own, r), places, lanes(zero))
+                    one(s, slopes, key * lanes(zero) + r, row, where + (whole(key0 + key),), arrays)
 
     panel.__name__ = option
     return panel
+
+
+def _row_of(function, whole):
+    """-> row(q_pos, places, width): the first argument, the row of q, of functions that ask for it; otherwise ()."""
+
+    @inner
+    def no_row(q_pos, places, width):
+        return ()
+
+    @inner
+    def row(q_pos, places, width):
+        return (whole(q_pos - read_place(places, 2 * width)),)
+
+    return row if function.asks_row else no_row
 
 
 # Scores and slopes are written, and everything else that is read is elsewhere: LLVM need not check that for each key.

@@ -238,9 +238,11 @@ def scale_panel(s, keys, width, plan, zero):
 
 @compiled
 def take_places(places, first_row, rows, width, kv_head, offset, plan):
-    """Position and head of each row of a panel; lanes after its last row get those of the last row."""
+    """Position and head of each row of a panel, and the position of row 0 of q; lanes after the panel's last row get
+    those of that row."""
     group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
     q_pos, member = first_row // group + offset, first_row % group  # a division for each row would take longer
+    store(places, 2 * width, offset)
     for r in range(width):
         store(places, r, q_pos)
         store(places, width + r, kv_head * group + member)

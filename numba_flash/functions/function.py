@@ -40,11 +40,12 @@ WHAT_TO_WRITE = (
 class Function:
     """`Function.of` creates it: one object for all functions that compute the same."""
 
-    __slots__ = ("_hash", "_key", "line", "name", "path", "tree")
+    __slots__ = ("_hash", "_key", "line", "name", "path", "row_at", "tree")
 
     def __init__(self, tree: Tree, name: str, path: str, line: int):
         self.tree, self.name, self.path, self.line = tree, name, path, line
         self._hash, self._key = hash(tree), ""
+        self.row_at = _row_at(tree)
 
     @staticmethod
     def of(option: str, function: Any) -> "Function":
@@ -81,19 +82,24 @@ class Function:
         raise TypeError(f"{self} is of one process")
 
     @property
+    def asks_row(self) -> bool:
+        return self.row_at is not None
+
+    @property
     def where(self) -> str:
         """The place of the function, for messages."""
         return f"{self.name} ({self.path}, line {self.line})"
 
     def build(self, stand_ins: Mapping[Any, Any], helper: Callable[[Any], Any] = lambda function: function) -> Any:
         """The function, rebuilt. stand_ins: what replaces a builtin ("abs") or a function of math ("math", "exp").
-        helper: applied to each function that it calls."""
-        return _build(self.tree, stand_ins, helper)
+        helper: applied to each function that it calls. If it asks for ROW, that is the first argument."""
+        made = _build(self.tree, stand_ins, helper)
+        return _with_row_first(made, helper) if self.asks_row else made
 
     def takes(self, count: int) -> str | None:
-        """Why it cannot be called with `count` arguments, or None."""
+        """Why it cannot be called with `count` arguments, not counting ROW, or None."""
         try:
-            inspect.signature(self.build({})).bind(*range(count))
+            inspect.signature(self.build({})).bind(*range(count + self.asks_row))
         except TypeError as error:
             return str(error)
         return None
@@ -250,8 +256,8 @@ def _text(tree: Any) -> str:
 OF_TUPLES = "tuple"  # its stand-in converts the tree of a tuple
 
 
-def _as_it_is(tree: Tree) -> Tree:
-    return tree
+def _as_it_is(x: Any) -> Any:
+    return x
 
 
 def _build(tree: Tree, stand_ins: Mapping[Any, Any], helper: Callable[[Any], Any]) -> Any:
@@ -311,6 +317,31 @@ def _with_arguments(function: Any, values: list[Any], named: dict[str, Any]) -> 
         f"lambda given, {', '.join(f'given_{name}' for name in parameters)}: lambda {', '.join(free)}: given({call})"
     )
     return eval(source, {"__builtins__": {}})(function, *parameters.values())
+
+
+ROW = "q_index"  # a parameter of this name, wherever it stands, is the row of q
+
+
+def _row_at(tree: Tree) -> int | None:
+    """The index of ROW among the parameters; None without."""
+    try:
+        names = list(inspect.signature(_build(tree, {}, _as_it_is)).parameters)
+    except TypeError:  # of a partial, which `takes` reports
+        return None
+    return names.index(ROW) if ROW in names else None
+
+
+def _with_row_first(function: Any, helper: Callable[[Any], Any]) -> Any:
+    """The function with ROW as its first parameter, and the others in their order."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(x.kind == x.KEYWORD_ONLY for x in parameters):
+        raise TypeError(f"{ROW} and the others are not to be keyword-only: write {ROW} behind k_pos, before *aux")
+    stars = {x.name: "*" * (x.kind == x.VAR_POSITIONAL) for x in parameters}
+    given = ", ".join(star + name for name, star in stars.items())
+    others = ", ".join(star + name for name, star in stars.items() if name != ROW)
+    made = eval(f"lambda function: lambda {ROW}, {others}: function({given})", {"__builtins__": {}})(helper(function))
+    made.__defaults__ = tuple(x.default for x in parameters if x.default is not x.empty and x.name != ROW) or None
+    return made
 
 
 def _math_of(stand_ins: Mapping[Any, Any]) -> Any:

@@ -316,9 +316,10 @@ def as_python(function: Function, base: Any) -> Callable[..., Any]:
 
 
 def score_of(function: Function, base: Any, s: Any, positions: Any, tables: Any, derivative: bool) -> Pair:
-    """score_mod of one score: (the next score, its derivative by s, or None if that is 0)."""
+    """score_mod of one score: (the next score, its derivative by s, or None if that is 0). positions: b, h, q_pos,
+    k_pos and the row of q."""
     score = Real(base, s, 1 if derivative else None)
-    found = _called(function, base, (score, *[Whole(base, x) for x in positions], *tables))
+    found = _called(function, base, (score,), positions, tables)
     if isinstance(found, bool | np.bool_) or not isinstance(found, (Real, Whole, *NUMBERS)):
         raise TypeError(must_return("score_mod", "a number", function, found))
     return _pair(base, found)
@@ -326,7 +327,7 @@ def score_of(function: Function, base: Any, s: Any, positions: Any, tables: Any,
 
 def mask_of(function: Function, base: Any, positions: Any, tables: Any) -> bool:
     """mask_mod of one position."""
-    found = _called(function, base, (*[Whole(base, x) for x in positions], *tables))
+    found = _called(function, base, (), positions, tables)
     if not isinstance(found, bool | np.bool_):
         raise TypeError(must_return("mask_mod", "True or False", function, found))
     return bool(found)
@@ -337,9 +338,11 @@ def must_return(option: str, what: str, function: Function, found: Any) -> str:
     return f"{option} must return {what}, but {function.where} returned {found!r}, a {kind}"
 
 
-def _called(function: Function, base: Any, arguments: tuple[Any, ...]) -> Any:
+def _called(function: Function, base: Any, score: tuple[Any, ...], positions: Any, tables: Any) -> Any:
+    b, h, q_pos, k_pos, q_index = (Whole(base, x) for x in positions)
+    row = (q_index,) if function.asks_row else ()
     try:
-        return as_python(function, base)(*arguments)
+        return as_python(function, base)(*row, *score, b, h, q_pos, k_pos, *tables)
     except Exception as error:
         line = _line_in(function, error)
         error.args = (f"{function.name} ({function.path}, line {line}): {error}",)
