@@ -31,7 +31,8 @@ ON_FRAGMENTS = (
     "test_a_function_is_the_option_that_it_describes", "test_what_mask_mod_hides_never_reaches_o",
     "test_arrays_without_dimensions_and_parts_of_arrays", "test_documents_are_separate_calls",
     "test_a_row_that_mask_mod_empties_is_zero", "test_gradients_of_a_function_are_those_of_the_option",
-    "test_gradients_of_a_score_of_its_own", "test_a_row_that_mask_mod_empties_gets_no_gradient",
+    "test_gradients_of_a_score_of_its_own", "test_q_index_is", "test_gradients_by_the_row",
+    "test_a_row_that_mask_mod_empties_gets_no_gradient",
 )  # fmt: skip
 
 
