@@ -31,7 +31,11 @@ class Table:
     def compiled(self, expression, x, dtype="float64"):
         """The same, compiled for the CPU."""
         made = functions.make("score_mod", self.function, dtype, (), True, True)
-        s, places, aux = np.array(list(x), dtype), np.array([0, self.heads[expression], 0]), np.zeros(8, np.int64)
+        s, places, aux = (
+            np.array(list(x), dtype),
+            np.array([0, self.heads[expression], *[0] * 6]),
+            np.zeros(8, np.int64),
+        )
         slopes = np.full_like(s, NAN)
         made.ctypes(s.ctypes.data, slopes.ctypes.data, len(s), 0, places.ctypes.data, 0, 1, aux.ctypes.data)
         return slopes

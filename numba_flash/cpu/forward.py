@@ -131,6 +131,8 @@ class Ready(NamedTuple):
             interrupt.stoppable(lambda stop: self._run(stop, pointers))
         else:
             self._run(interrupt.NEVER, pointers)
+        if self.behind is None:
+            self.functions.check(aux)
 
     def _run(self, stop: int, pointers: tuple[int, ...]) -> None:
         if self.serial or forked.threads_lost:

@@ -34,7 +34,8 @@ OWN = dict(score_mod=SCORE_MOD, mask_mod=MASK_MOD)
 # Whether there is a seed, the random bits below which a weight is dropped, how often the other weights count, and the
 # index of the seed's pointer.
 SEEDED, DROPPED, KEPT_COUNT, SEED_POINTER = range(64, 68)
-NUMBERS = 68
+OUTSIDE_AT = 68  # the index in AUX of what is reported of a read outside an array (functions.py)
+NUMBERS = 69
 OF_PANEL = 8  # numbers of places behind those of rows
 # Array options: the slots for whether there is one, its dtype, its strides, and whether these are in bytes.
 ARRAY_SLOTS = {

@@ -49,6 +49,12 @@ class Whole:
         return f"{self.x}"
 
 
+class Position(Whole):
+    """q_pos itself, which as an index is not to count from the end: a negative one is before the array."""
+
+    __slots__ = ()
+
+
 class Table:
     """An aux array as the function reads it: a full set of indices gives an element, fewer give a part of the array."""
 
@@ -137,6 +143,8 @@ class RecordedTable(Table):
 def _index(x: Any) -> int:
     if isinstance(x, bool | np.bool_):
         return int(x)
+    if isinstance(x, Position) and x.x < 0:
+        raise IndexError(f"q_pos, here {x}, is before the array: it is a position among the keys, and no row of q")
     try:
         return operator.index(x)
     except TypeError:
@@ -339,14 +347,21 @@ def must_return(option: str, what: str, function: Function, found: Any) -> str:
 
 
 def _called(function: Function, base: Any, score: tuple[Any, ...], positions: Any, tables: Any) -> Any:
-    b, h, q_pos, k_pos, q_index = (Whole(base, x) for x in positions)
+    b, h, _, k_pos, q_index = (Whole(base, x) for x in positions)
     row = (q_index,) if function.asks_row else ()
     try:
-        return as_python(function, base)(*row, *score, b, h, q_pos, k_pos, *tables)
+        return as_python(function, base)(*row, *score, b, h, Position(base, positions[2]), k_pos, *tables)
     except Exception as error:
         line = _line_in(function, error)
-        error.args = (f"{function.name} ({function.path}, line {line}): {error}",)
+        at = f", at {where(positions)}" if isinstance(error, IndexError) else ""
+        error.args = (f"{function.name} ({function.path}, line {line}): {error}{at}",)
         raise
+
+
+def where(positions: Any) -> str:
+    """In words, for messages."""
+    b, h, q_pos, k_pos, q_index = (int(x) for x in positions)
+    return f"b {b}, h {h}, q_pos {q_pos} (row {q_index} of q), k_pos {k_pos}"
 
 
 def _line_in(function: Function, error: Exception) -> int:
