@@ -66,7 +66,7 @@ def _gradient_panel(function, base_name, aux, wanted, capped, narrow):
     number, whole = compiled.as_number("real", base_name), compiled.as_number("whole", base_name, narrow)
     position = compiled.as_position(base_name, narrow)
     result, slope = (make("score_mod", base_name, function) for make in (compiled.result, compiled.derivative))
-    tables, zero, none = _tables(aux, base_name, wanted), np.dtype(base_name).type(0), np.int64(0)
+    tables, zero, none = _tables(aux, base_name, narrow, wanted), np.dtype(base_name).type(0), np.int64(0)
     behind, row_of = 8 * compiled.READS, _row_of(function, whole)
 
     def gradient_of_aux(s, ds, keys, key0, places, b, rows, aux, state, sums):
@@ -123,7 +123,7 @@ def _panel(option, function, base_name, aux, derivative, narrow):
         compiled.derivative(option, base_name, function),
         compiled.truth_of(option, function),
     )
-    tables, zero = _tables(aux, base_name), np.dtype(base_name).type(0)
+    tables, zero = _tables(aux, base_name, narrow), np.dtype(base_name).type(0)
     hidden, kept, read = type(zero)(-math.inf), *(_in_halves() if narrow else (_as_they_are, read_place))
     row_of = _row_of(function, whole)
 
@@ -147,25 +147,25 @@ def _panel(option, function, base_name, aux, derivative, narrow):
     made = mask_of if option == "mask_mod" else both_of if derivative else value_of
 
     @inner
-    def one(s, slopes, at, row, where, arrays, flags):
+    def one(s, slopes, at, row, where, arrays, flags, lane):
         outside, ever = flags
         lower(outside)
         made(s, slopes, at, row, where, arrays, outside)
-        raise_too(ever, outside)
+        raise_too(ever, lane, outside)
 
     @inner
     def of_row(own, r, b):
         return whole(b), whole(read(own, lanes(zero) + r)), position(read(own, r))
 
     def panel(s, slopes, keys, key0, places, b, width, aux):
-        flags = new_flag(), new_flag()
+        flags = new_flag(), new_flags(zero)
         arrays = tables(aux, 0, 0, flags[0])
         if width == 1:
             q_pos, head = read_place(places, 0), read_place(places, 1)
             row = row_of(q_pos, places, 1)
             for key in range(keys):
                 where = (whole(b), whole(head), position(q_pos), whole(key0 + key))
-                one(s, slopes, key, row, where, arrays, flags)
+                one(s, slopes, key, row, where, arrays, flags, 0)
         else:
             own = kept(places, zero)
             # Two keys at a time. LLVM splits a loop over rows that has little code, and does not vectorise what is
@@ -174,14 +174,14 @@ def _panel(option, function, base_name, aux, derivative, narrow):
                 for r in range(lanes(zero)):
                     where, at = of_row(own, r, b), key * lanes(zero) + r
                     row = row_of(read(own, r), places, lanes(zero))
-                    one(s, slopes, at, row, where + (whole(key0 + key),), arrays, flags)
-                    one(s, slopes, at + lanes(zero), row, where + (whole(key0 + key + 1),), arrays, flags)
+                    one(s, slopes, at, row, where + (whole(key0 + key),), arrays, flags, r)
+                    one(s, slopes, at + lanes(zero), row, where + (whole(key0 + key + 1),), arrays, flags, r)
             for key in range(keys // 2 * 2, keys):
                 for r in range(lanes(zero)):
                     where, row = of_row(own, r, b), row_of(read(own, r), places, lanes(zero))
-                    one(s, slopes, key * lanes(zero) + r, row, where + (whole(key0 + key),), arrays, flags)
+                    one(s, slopes, key * lanes(zero) + r, row, where + (whole(key0 + key),), arrays, flags, r)
 
-        write_flag(places, 2 * width + 1, flags[1])
+        write_flags(places, 2 * width + 1, flags[1], zero)
 
     panel.__name__ = option
     return panel
@@ -254,12 +254,27 @@ def lower(typingctx, flag):
 
 
 @intrinsic
-def raise_too(typingctx, flag, other):
+def new_flags(typingctx, zero):
+    """One for each lane of a panel: of a single one LLVM would gather all lanes' after every key."""
+
     def generate(context, b, sig, args):
-        b.store(b.or_(b.load(args[0]), b.load(args[1])), args[0])
+        count = Shape(sig.args[0]).lanes
+        flags = b.bitcast(cgutils.alloca_once(b, ir.ArrayType(ir.IntType(32), count)), ir.IntType(32).as_pointer())
+        for lane in range(count):
+            b.store(ir.IntType(32)(0), b.gep(flags, [ir.IntType(32)(lane)]))
+        return flags
+
+    return FLAG(zero), generate
+
+
+@intrinsic
+def raise_too(typingctx, flags, lane, other):
+    def generate(context, b, sig, args):
+        place = b.gep(args[0], [args[1]])
+        b.store(b.or_(b.load(place), b.load(args[2])), place)
         return context.get_dummy_value()
 
-    return types.void(FLAG, FLAG), generate
+    return types.void(FLAG, types.int64, FLAG), generate
 
 
 @intrinsic
@@ -271,13 +286,17 @@ def is_raised(typingctx, flag):
 
 
 @intrinsic
-def write_flag(typingctx, address, index, flag):
+def write_flags(typingctx, address, index, flags, zero):
+    """Writes whether one of them is raised, as an int64."""
+
     def generate(context, b, sig, args):
-        place = b.gep(b.inttoptr(args[0], ir.IntType(64).as_pointer()), [args[1]])
-        b.store(b.zext(b.load(args[2]), ir.IntType(64)), place)
+        found = ir.IntType(32)(0)
+        for lane in range(Shape(sig.args[3]).lanes):
+            found = b.or_(found, b.load(b.gep(args[2], [ir.IntType(32)(lane)])))
+        b.store(b.zext(found, ir.IntType(64)), b.gep(b.inttoptr(args[0], ir.IntType(64).as_pointer()), [args[1]]))
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, FLAG), generate
+    return types.void(types.int64, types.int64, FLAG, zero), generate
 
 
 @inner
@@ -326,7 +345,7 @@ def _either(typingctx, condition, x, y):
     return x(types.boolean, x, x), lambda context, b, sig, args: b.select(*args)
 
 
-def _tables(aux: tuple, base_name: str, wanted: tuple = ()):
+def _tables(aux: tuple, base_name: str, narrow: bool, wanted: tuple = ()):
     """-> tables(address of AUX, state, sums, outside): a tuple of all aux arrays. wanted: the indices of those that are
     recorded; outside: the flag that a read outside raises."""
 
@@ -336,7 +355,7 @@ def _tables(aux: tuple, base_name: str, wanted: tuple = ()):
 
     at = 0
     for number, (dtype, ndim) in enumerate(aux):
-        tables = _one_more(tables, _table(dtype, ndim, base_name, number in wanted), at)
+        tables = _one_more(tables, _table(dtype, ndim, base_name, number in wanted, narrow), at)
         at += 2 + 3 * ndim
     return tables
 
@@ -351,9 +370,10 @@ def _one_more(before, table, at):
     return tables
 
 
-def _table(dtype: str, ndim: int, base_name: str, recorded: bool):
+def _table(dtype: str, ndim: int, base_name: str, recorded: bool, narrow: bool):
     element = getattr(types, AUX_ELEMENTS.get(dtype, dtype))
-    t = compiled.Table(dtype, element, ndim, compiled.BASES[base_name], recorded, checked=True)
+    narrow = narrow and not recorded
+    t = compiled.Table(dtype, element, ndim, compiled.BASES[base_name], recorded, narrow, checked=True)
 
     @intrinsic
     def table(typingctx, address, state, sums, outside):

@@ -114,7 +114,8 @@ def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         if within_of(kind)[0] < 0 and getattr(kind, "side", "") != "position":  # from the end
             at = builder.select(builder.icmp_signed("<", at, first), builder.add(at, length), at)
         if t.checked:
-            is_outside = builder.icmp_unsigned(">=", at, length)
+            compare = builder.icmp_signed if within_of(kind)[0] >= 0 else builder.icmp_unsigned
+            is_outside = compare(">=", at, length)
             at, flag = builder.select(is_outside, first, at), builder.zext(is_outside, ir.IntType(32))
             builder.store(builder.or_(builder.load(table.outside), flag), table.outside)
         way = (code.resized(x, size) for x in (at, strides[axis]))
