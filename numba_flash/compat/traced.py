@@ -14,6 +14,7 @@ call of flex_attention, because what it captures may have changed.
 import functools
 import linecache
 import math
+import operator
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +31,9 @@ MATH = "tanh exp expm1 log log1p log2 sqrt sin cos tan sinh cosh asin acos atan 
 class Lines:
     """What has been written down, of all functions of one call, and the tensors that they read."""
 
-    def __init__(self, device: torch.device, real: torch.dtype):
+    def __init__(self, device: torch.device, real: torch.dtype, sizes: tuple[int, int, int, int]):
         self.device = device
+        self.sizes = sizes  # how many b, h, q_pos and k_pos there are
         self.real = real  # what a kernel computes real numbers in
         self.tensors: list[Tensor] = []
         self.of_function: list[str] = []
@@ -82,7 +84,9 @@ class Lines:
         if isinstance(x, bool):
             return Value(self, repr(x), "bool")
         if isinstance(x, int):
-            return Value(self, f"({x})", "whole")
+            constant = Value(self, f"({x})", "whole")
+            constant.span = x, x
+            return constant
         if isinstance(x, float):
             named = {math.inf: "math.inf", -math.inf: "(-math.inf)"}.get(x, "math.nan" if x != x else f"({x!r})")
             return Value(self, named, "real")
@@ -95,6 +99,7 @@ class Value:
     def __init__(self, lines: Lines, text: str, kind: str, whole: Any = None):
         """whole: the dtype of a whole number; None for one of Python's, which takes that of the others."""
         self.lines, self.text, self.kind, self.whole = lines, text, kind, whole
+        self.span: tuple[int, int] | None = None  # of a whole number the least and the largest, if both occur
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,13 +153,18 @@ class Row:
         return found.read() if len(found.index) == self.tensor.ndim else found
 
     def _texts(self, index: Any) -> list[str]:
-        texts = []
+        texts: list[str] = []
         for x in index if isinstance(index, tuple) else (index,):
             if isinstance(x, slice) or x is None or x is Ellipsis:
                 raise TypeError(f"a tensor is indexed by {x!r}: a kernel reads one number, as in bias[h, q_idx]")
             value = self.lines.value(x)
             if value.kind != "whole":
                 raise TypeError(f"a tensor is indexed by a {value.kind} number: only whole numbers are indices")
+            sizes = self.tensor.shape[len(self.index) + len(texts) :]
+            for end in (value.span or (0,) * (sizes[0] == 0)) if sizes else ():  # as torch, whatever a mask hides
+                if not -sizes[0] <= end < sizes[0]:
+                    axis = self.tensor.ndim - len(sizes)
+                    raise IndexError(f"index {end} is out of bounds for dimension {axis} with size {sizes[0]}")
             texts.append(value.text)
         if len(self.index) + len(texts) > self.tensor.ndim:
             raise TypeError(f"a tensor of {self.tensor.ndim} dimensions has more indices than that")
@@ -214,6 +224,9 @@ def _common(*values: Value) -> str:
     return max((x.kind for x in values), key=KINDS.index)
 
 
+SPANS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
 def _arithmetic(sign: str, names: tuple[str, ...], real: bool = False, swapped: bool = False) -> None:
     @_named(*names)
     def compute(a: Any, b: Any, *, alpha: Any = None, rounding_mode: Any = None) -> Value:
@@ -221,7 +234,13 @@ def _arithmetic(sign: str, names: tuple[str, ...], real: bool = False, swapped: 
             raise NotImplementedError("it uses alpha or rounding_mode, which are not implemented for kernels")
         a, b = _values(*((b, a) if swapped else (a, b)))
         text = f"{a.as_number} {sign} {b.as_number}"
-        return a.lines.write(text, "real") if real or _common(a, b) == "real" else a.lines.write_whole(text, a, b)
+        if real or _common(a, b) == "real":
+            return a.lines.write(text, "real")
+        found = a.lines.write_whole(text, a, b)
+        if sign in SPANS and a.span and b.span and (a.span[0] == a.span[1] or b.span[0] == b.span[1]):
+            ends = [SPANS[sign](x, y) for x in a.span for y in b.span]
+            found.span = min(ends), max(ends)
+        return found
 
 
 for _sign, _names in {"+": ("add",), "-": ("sub", "subtract"), "*": ("mul", "multiply"), "**": ("pow",)}.items():
@@ -280,15 +299,19 @@ def _not(a: Value) -> Value:
     return a.lines.write(f"not {a.as_truth}", "bool")
 
 
-def _alone(formula: str, *names: str) -> None:
-    @_named(*names)
-    def compute(a: Value) -> Value:
-        text = formula.format(a.as_number)
-        return a.lines.write(text, "real") if a.kind == "real" else a.lines.write_whole(text, a)
+@_named("neg", "negative")
+def _neg(a: Value) -> Value:
+    if a.kind == "real":
+        return a.lines.write(f"-{a.text}", "real")
+    found = a.lines.write_whole(f"-{a.as_number}", a)
+    found.span = a.span and (-a.span[1], -a.span[0])
+    return found
 
 
-_alone("-{}", "neg", "negative")
-_alone("abs({})", "abs", "absolute")
+@_named("abs", "absolute")
+def _abs(a: Value) -> Value:
+    text = f"abs({a.as_number})"
+    return a.lines.write(text, "real") if a.kind == "real" else a.lines.write_whole(text, a)
 
 
 def _of_math(name: str) -> None:
@@ -434,9 +457,11 @@ def write_down(lines: Lines, name: str, function: Any) -> str:
     lines.of_function = []
     kinds = dict(score="real")
     try:
-        given = (Value(lines, x, kinds.get(x, "whole"), torch.int64) for x in ARGUMENTS[name])
+        given = [Value(lines, x, kinds.get(x, "whole"), torch.int64) for x in ARGUMENTS[name]]
+        for value, size in zip(given[-4:], lines.sizes, strict=True):
+            value.span = (0, size - 1) if size else None
         result = lines.value(function(*given))
-    except (TypeError, NotImplementedError) as error:
+    except (TypeError, IndexError, NotImplementedError) as error:
         code = getattr(function, "__code__", None)
         where = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
         raise type(error)(f"{name}{where}: {error}") from error

@@ -352,7 +352,7 @@ def _called(function: Function, base: Any, score: tuple[Any, ...], positions: An
     try:
         return as_python(function, base)(*row, *score, b, h, Position(base, positions[2]), k_pos, *tables)
     except Exception as error:
-        line = _line_in(function, error)
+        line = line_in(function, error)
         at = f", at {where(positions)}" if isinstance(error, IndexError) else ""
         error.args = (f"{function.name} ({function.path}, line {line}): {error}{at}",)
         raise
@@ -364,7 +364,7 @@ def where(positions: Any) -> str:
     return f"b {b}, h {h}, q_pos {q_pos} (row {q_index} of q), k_pos {k_pos}"
 
 
-def _line_in(function: Function, error: Exception) -> int:
+def line_in(function: Function, error: Exception) -> int:
     """The last line of the function's own file in the error's traceback."""
     trace, line = error.__traceback__, function.line
     while trace is not None:

@@ -317,3 +317,30 @@ def test_captured_integers_beyond_int64_are_refused():
     words = torch.zeros(3, dtype=torch.uint64)
     with pytest.raises(TypeError, match="uint64"):
         flex_attention(*problem(), enable_gqa=True, score_mod=lambda s, b, h, i, j: s + words[0])
+
+
+# As torch does without a compiler, also where block_mask hides it.
+@pytest.mark.parametrize("block_mask", [None, "causal"])
+def test_reads_outside_a_captured_tensor_raise_before_the_launch(block_mask):
+    query, key, value = problem(heads_kv=HEADS)
+    block_mask = block_mask and masked(causal)
+    q_idx, kv_idx, h = torch.arange(SEQLEN_Q), torch.arange(SEQLEN_K), torch.arange(HEADS)
+    short, whole, none = torch.zeros(SEQLEN_K - 1), torch.zeros(SEQLEN_K), torch.zeros(0, 3)
+    for read in (
+        lambda h, i, j: short[j], lambda h, i, j: whole[j + 1], lambda h, i, j: whole[-j - 2],
+        lambda h, i, j: TABLE[h + 1][i], lambda h, i, j: none[j, 0],
+    ):  # fmt: skip
+        with pytest.raises(IndexError, match="out of bounds"):
+            torch.vmap(torch.vmap(read, (0, None, None)), (None, 0, 0))(
+                h, q_idx, kv_idx[:SEQLEN_Q] + SEQLEN_K - SEQLEN_Q
+            )
+        with pytest.raises(IndexError, match=r"score_mod \(.*line \d+\): index .* is out of bounds for dimension"):
+            flex_attention(
+                query, key, value, block_mask=block_mask, score_mod=lambda s, b, h, i, j, read=read: s + read(h, i, j)
+            )
+    for read in (
+        lambda i, j: whole[-j - 1],
+        lambda i, j: short[torch.where(j > 0, j - 1, 0)],
+        lambda i, j: whole[i + 14],
+    ):
+        flex_attention(query, key, value, score_mod=lambda s, b, h, i, j, read=read: s + read(i, j))
