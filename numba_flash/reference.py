@@ -311,10 +311,10 @@ def _unmasked(
 
 
 def _positions(visible: NDArray[np.bool_], q_offset: NDArray | None) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """(index of a score, (b, h, q_pos, k_pos)) for all that are visible."""
+    """(index of a score, (b, h, q_pos, k_pos, row of q)) for all that are visible."""
     assert q_offset is not None
     for b, h, i, j in zip(*np.nonzero(visible), strict=True):
-        yield (b, h, i, j), (b, h, i + q_offset[b], j)
+        yield (b, h, i, j), (b, h, i + q_offset[b], j, i)
 
 
 def _tables(aux: tuple[NDArray, ...]) -> list[numbers.Table]:

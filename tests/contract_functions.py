@@ -130,6 +130,34 @@ def test_documents_are_separate_calls(rung):
         assert both_close((o[:, :, first:end], lse[:, :, first:end]), rung(part))
 
 
+def by_row(rung):
+    """A problem of several query tiles with a bias and a mask by the row of q, which is not q_pos, both as functions
+    and as arrays."""
+    case = rung.problem(140, 20, batch=1)
+    steps, shown = np.arange(140, dtype=np.float32) % 5 / 40, np.arange(140) % 11 * 2
+    case.options |= dict(
+        score_mod=lambda s, b, h, i, j, steps, q_index, shown: s + steps[q_index] * j,
+        mask_mod=lambda b, h, i, j, q_index, *aux: j >= aux[1][q_index],
+        aux=(steps, shown),
+    )
+    keys = np.arange(20)
+    arrays = dict(bias=steps[:, None] * keys.astype(np.float32), mask=keys >= shown[:, None])
+    return case, testing.Case(case.q, case.k, case.v, arrays)
+
+
+def test_q_index_is_the_row_of_q(rung):
+    by_function, by_arrays = by_row(rung)
+    assert both_close(rung(by_function), rung(by_arrays))
+
+
+def test_gradients_by_the_row_of_q(backward_rung):
+    by_function, by_arrays = by_row(backward_rung)
+    incoming = contract_backward.incoming(by_function, 0)
+    one, other = (backward_rung(case, incoming, wanted=("dq", "dk", "dv")) for case in (by_function, by_arrays))
+    for name in ("dq", "dk", "dv"):
+        assert np.allclose(getattr(one, name), getattr(other, name), rtol=0.02, atol=0.02)
+
+
 def test_an_identity_changes_no_bit(rung):
     case = rung.problem(causal=True)
     plain = rung(case)

@@ -75,7 +75,7 @@ def attention_backward(
     The contents of positions that seqlens_k, window, causal or mask remove never reach a gradient, not even NaN and
     Inf.
 
-    Raises TypeError, ValueError and NotImplementedError as `attention` does.
+    Raises TypeError, ValueError, NotImplementedError and IndexError as `attention` does.
 
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """

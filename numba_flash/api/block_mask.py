@@ -31,7 +31,7 @@ def block_mask(
     No (seqlen_q, seqlen_k) matrix is stored: a tile takes 2 bits, once for all batch entries or heads if the visible
     keys do not differ between them.
 
-    mask_mod: mask(b, h, q_pos, k_pos, *aux) -> True or False, as for `attention`.
+    mask_mod: mask(b, h, q_pos, k_pos, *aux) -> True or False, as for `attention`, also with a parameter q_index.
     batch, heads, seqlen_q, seqlen_k: those of q and k, integers; heads are those of q.
     aux, causal, window, q_offset, seqlens_k: as for `attention`, which takes them from the block_mask. In a call with
         block_mask=, leave them out or pass the same objects.

@@ -85,10 +85,13 @@ def attention(
     score_mod: your own score(score, b, h, q_pos, k_pos, *aux) -> score, a plain Python function of numbers. It runs
         after the scale and before softcap, and is compiled into the kernel. It may use arithmetic, comparisons, if,
         loops, min, max, abs, round, int, float, math.*, aux[...], captured numbers, and functions made of these. Its
-        numbers are int64 and float32 (float64 for float64).
+        numbers are int64 and float32 (float64 for float64). q_pos is the position among the keys; a parameter of the
+        name q_index, behind k_pos, gets the row of q.
     mask_mod: mask(b, h, q_pos, k_pos, *aux) -> True or False, such a function; False, or the integer 0, removes a key.
         Tiles in which it removes every key are skipped.
-    aux: a tuple of arrays that these functions read, of any shape, strides and dtype; a GPU does not check bounds.
+    aux: a tuple of arrays that these functions read, of any shape, strides and dtype, as in aux[q_index], or with
+        q_offset=0 aux[q_pos]. A read outside one raises IndexError if the shapes tell of it, and on "cpu" and
+        "reference" always; a GPU does not check the others.
     block_mask: a result of `numba_flash.block_mask`, instead of mask_mod. It finds the empty and full tiles once for
         many calls. It contains causal, window, q_offset, seqlens_k and aux.
     sinks: (heads,) or (batch, heads), float32 or q's dtype. e^sink is one more term of the sum in lse_i, like a key
@@ -113,7 +116,8 @@ def attention(
     otherwise o may be Inf.
 
     Raises TypeError or ValueError for invalid arguments; the message names the argument, what was given and what is
-    allowed. Raises NotImplementedError, with the reason, for what no kernel here can compute.
+    allowed. Raises NotImplementedError, with the reason, for what no kernel here can compute, and IndexError, with the
+    function's line, for a read outside an array of aux.
 
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """

@@ -81,7 +81,8 @@ def _computed(
     _check(query, key, value, enable_gqa, return_lse, return_aux)
     if scale is not None:
         scale = number("scale", scale)
-    lines = traced.Lines(query.device, torch.promote_types(query.dtype, torch.float32))
+    sizes = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
+    lines = traced.Lines(query.device, torch.promote_types(query.dtype, torch.float32), sizes)
     bodies: dict[str, str] = {}
     if score_mod is not None:
         bodies["score_mod"] = traced.write_down(lines, "score_mod", score_mod)

@@ -14,6 +14,7 @@ call of flex_attention, because what it captures may have changed.
 import functools
 import linecache
 import math
+import operator
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -30,18 +31,29 @@ MATH = "tanh exp expm1 log log1p log2 sqrt sin cos tan sinh cosh asin acos atan 
 class Lines:
     """What has been written down, of all functions of one call, and the tensors that they read."""
 
-    def __init__(self, device: torch.device, real: torch.dtype):
+    def __init__(self, device: torch.device, real: torch.dtype, sizes: tuple[int, int, int, int]):
         self.device = device
+        self.sizes = sizes  # how many b, h, q_pos and k_pos there are
         self.real = real  # what a kernel computes real numbers in
         self.tensors: list[Tensor] = []
         self.of_function: list[str] = []
         self.count = 0
 
-    def write(self, expression: str, kind: str) -> "Value":
+    def write(self, expression: str, kind: str, whole: Any = None) -> "Value":
+        """A line of its own. whole: the dtype of a whole number."""
         name = f"x{self.count}"
         self.count += 1
         self.of_function.append(f"{name} = {expression}")
-        return Value(self, name, kind)
+        return Value(self, name, kind, whole)
+
+    def write_whole(self, expression: str, *of: "Value") -> "Value":
+        """A line of whole numbers, whose result wraps around as one of their common dtype does."""
+        whole = _dtype_of(*of)
+        if whole.itemsize < 8:  # a kernel computes in int64
+            info = torch.iinfo(whole)
+            shift = f" + {-info.min}" * (info.min < 0)
+            expression = f"(({expression}){shift} & {2**info.bits - 1}){f' - {-info.min}' * (info.min < 0)}"
+        return self.write(expression, "whole", whole)
 
     def table(self, tensor: Tensor) -> str:
         """The name of a captured tensor in aux."""
@@ -64,14 +76,17 @@ class Lines:
                 raise TypeError(
                     f"it computes with a tensor of shape {tuple(x.shape)}: read a number, as in bias[h, q_idx]"
                 )
-            if x.device != self.device or x.device.type == "cpu" and not x.requires_grad:
-                x = x.item()  # a constant, as torch itself takes a number in host memory
-            else:
+            if x.device == self.device and (x.device.type != "cpu" or x.requires_grad):
                 return Row(self, x, ()).read()
+            constant = self.value(x.item())  # as torch itself takes a number in host memory
+            constant.whole = _readable(x.dtype)
+            return constant
         if isinstance(x, bool):
             return Value(self, repr(x), "bool")
         if isinstance(x, int):
-            return Value(self, f"({x})", "whole")
+            constant = Value(self, f"({x})", "whole")
+            constant.span = x, x
+            return constant
         if isinstance(x, float):
             named = {math.inf: "math.inf", -math.inf: "(-math.inf)"}.get(x, "math.nan" if x != x else f"({x!r})")
             return Value(self, named, "real")
@@ -81,8 +96,10 @@ class Lines:
 class Value:
     """A number that a kernel will have; what is done to it is written down."""
 
-    def __init__(self, lines: Lines, text: str, kind: str):
-        self.lines, self.text, self.kind = lines, text, kind
+    def __init__(self, lines: Lines, text: str, kind: str, whole: Any = None):
+        """whole: the dtype of a whole number; None for one of Python's, which takes that of the others."""
+        self.lines, self.text, self.kind, self.whole = lines, text, kind, whole
+        self.span: tuple[int, int] | None = None  # of a whole number the least and the largest, if both occur
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,7 +111,7 @@ class Value:
         if name == "device":
             return self.lines.device
         if name == "dtype":
-            return dict(real=self.lines.real, whole=torch.int64, bool=torch.bool)[self.kind]
+            return dict(real=self.lines.real, whole=self.whole or torch.int64, bool=torch.bool)[self.kind]
         if name.startswith("__"):
             raise AttributeError(name)
         return functools.partial(operation(name), self)
@@ -136,28 +153,45 @@ class Row:
         return found.read() if len(found.index) == self.tensor.ndim else found
 
     def _texts(self, index: Any) -> list[str]:
-        texts = []
+        texts: list[str] = []
         for x in index if isinstance(index, tuple) else (index,):
             if isinstance(x, slice) or x is None or x is Ellipsis:
                 raise TypeError(f"a tensor is indexed by {x!r}: a kernel reads one number, as in bias[h, q_idx]")
             value = self.lines.value(x)
             if value.kind != "whole":
                 raise TypeError(f"a tensor is indexed by a {value.kind} number: only whole numbers are indices")
+            sizes = self.tensor.shape[len(self.index) + len(texts) :]
+            for end in (value.span or (0,) * (sizes[0] == 0)) if sizes else ():  # as torch, whatever a mask hides
+                if not -sizes[0] <= end < sizes[0]:
+                    axis = self.tensor.ndim - len(sizes)
+                    raise IndexError(f"index {end} is out of bounds for dimension {axis} with size {sizes[0]}")
             texts.append(value.text)
         if len(self.index) + len(texts) > self.tensor.ndim:
             raise TypeError(f"a tensor of {self.tensor.ndim} dimensions has more indices than that")
         return texts
 
     def read(self) -> Value:
-        dtype = self.tensor.dtype
+        dtype = _readable(self.tensor.dtype)
         kind = "bool" if dtype is torch.bool else "real" if dtype.is_floating_point else "whole"
         index = ", ".join(self.index) or "()"
-        return self.lines.write(f"{self.lines.table(self.tensor)}[{index}]", kind)
+        return self.lines.write(f"{self.lines.table(self.tensor)}[{index}]", kind, dtype)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         lines = next(x.lines for x in args if isinstance(x, Row))
         return [lines.value(x) for x in args]  # which says what is wrong
+
+
+def _readable(dtype: torch.dtype) -> torch.dtype:
+    if dtype is torch.uint64:
+        raise TypeError("it captures a tensor of uint64, and a kernel computes in int64: make it torch.int64")
+    return dtype
+
+
+def _dtype_of(*values: Value) -> torch.dtype:
+    """The dtype of what is computed of whole numbers and truths."""
+    dtypes = [x.whole for x in values if x.kind == "whole" and x.whole is not None]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.int64
 
 
 def operation(name: str) -> Callable[..., Any]:
@@ -190,14 +224,23 @@ def _common(*values: Value) -> str:
     return max((x.kind for x in values), key=KINDS.index)
 
 
+SPANS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
 def _arithmetic(sign: str, names: tuple[str, ...], real: bool = False, swapped: bool = False) -> None:
     @_named(*names)
     def compute(a: Any, b: Any, *, alpha: Any = None, rounding_mode: Any = None) -> Value:
         if alpha is not None or rounding_mode is not None:
             raise NotImplementedError("it uses alpha or rounding_mode, which are not implemented for kernels")
         a, b = _values(*((b, a) if swapped else (a, b)))
-        kind = "real" if real else max(_common(a, b), "whole", key=KINDS.index)
-        return a.lines.write(f"{a.as_number} {sign} {b.as_number}", kind)
+        text = f"{a.as_number} {sign} {b.as_number}"
+        if real or _common(a, b) == "real":
+            return a.lines.write(text, "real")
+        found = a.lines.write_whole(text, a, b)
+        if sign in SPANS and a.span and b.span and (a.span[0] == a.span[1] or b.span[0] == b.span[1]):
+            ends = [SPANS[sign](x, y) for x in a.span for y in b.span]
+            found.span = min(ends), max(ends)
+        return found
 
 
 for _sign, _names in {"+": ("add",), "-": ("sub", "subtract"), "*": ("mul", "multiply"), "**": ("pow",)}.items():
@@ -234,7 +277,7 @@ def _of_bits(sign: str, word: str, name: str) -> None:
         a, b = _values(a, b)
         if a.kind == b.kind == "bool":
             return a.lines.write(f"{a.text} {word} {b.text}", "bool")
-        return a.lines.write(f"{a.as_number} {sign} {b.as_number}", "whole")
+        return a.lines.write(f"{a.as_number} {sign} {b.as_number}", "whole", _dtype_of(a, b))
 
     @_named(f"logical_{name}")
     def combine_truths(a: Any, b: Any) -> Value:
@@ -248,7 +291,7 @@ for _sign, _word, _name in (("&", "and", "and"), ("|", "or", "or"), ("^", "!=", 
 
 @_named("invert", "bitwise_not")
 def _invert(a: Value) -> Value:
-    return _not(a) if a.kind == "bool" else a.lines.write(f"~{a.text}", "whole")
+    return _not(a) if a.kind == "bool" else a.lines.write_whole(f"~{a.text}", a)
 
 
 @_named("logical_not")
@@ -258,12 +301,17 @@ def _not(a: Value) -> Value:
 
 @_named("neg", "negative")
 def _neg(a: Value) -> Value:
-    return a.lines.write(f"-{a.as_number}", max(a.kind, "whole", key=KINDS.index))
+    if a.kind == "real":
+        return a.lines.write(f"-{a.text}", "real")
+    found = a.lines.write_whole(f"-{a.as_number}", a)
+    found.span = a.span and (-a.span[1], -a.span[0])
+    return found
 
 
 @_named("abs", "absolute")
 def _abs(a: Value) -> Value:
-    return a.lines.write(f"abs({a.as_number})", max(a.kind, "whole", key=KINDS.index))
+    text = f"abs({a.as_number})"
+    return a.lines.write(text, "real") if a.kind == "real" else a.lines.write_whole(text, a)
 
 
 def _of_math(name: str) -> None:
@@ -287,30 +335,39 @@ _of_formula("1.0 / math.sqrt({0})", "rsqrt")
 _of_formula("1.0 / {0}", "reciprocal")
 _of_formula("1.0 / (1.0 + math.exp(-{0}))", "sigmoid")
 _of_formula("{0} * {0}", "square")
-_of_formula("max({0}, 0.0)", "relu")
-_of_formula("float(math.floor({0}))", "floor")
-_of_formula("float(math.ceil({0}))", "ceil")
-_of_formula("float(math.trunc({0}))", "trunc")
+_of_formula("0.0 if {0} <= 0.0 else {0}", "relu")  # of NaN it is NaN, and its derivative at 0 is 0
+_of_formula("{0} // 1.0", "floor")  # math.floor makes a whole number, which does not hold every real one
+_of_formula("-(-{0} // 1.0)", "ceil")
+_of_formula("{0} // 1.0 if {0} > 0.0 else -(-{0} // 1.0)", "trunc")
 
 
-def _extremes(name: str, word: str) -> None:
+def _extremes(name: str, word: str, sign: str) -> None:
     @_named(name)
     def compute(a: Any, b: Any) -> Value:
         a, b = _values(a, b)
-        if _common(a, b) == "real":
-            return a.lines.write(f"{word}({a.as_real}, {b.as_real})", "real")
-        return a.lines.write(f"{word}({a.as_number}, {b.as_number})", "whole")
+        if _common(a, b) != "real":
+            return a.lines.write(f"{word}({a.as_number}, {b.as_number})", "whole", _dtype_of(a, b))
+        # Of equal numbers each gives half of the derivative, and beside NaN the result is NaN.
+        one, two = a.as_real, b.as_real
+        rest = f"{two} if {two} {sign} {one} else 0.5 * {one} + 0.5 * {two}"
+        return a.lines.write(f"{one} if {one} {sign} {two} else {rest}", "real")
 
 
-_extremes("maximum", "max")
-_extremes("minimum", "min")
+_extremes("maximum", "max", ">")
+_extremes("minimum", "min", "<")
 
 
 @_named("clamp", "clip")
 def _clamp(a: Any, min: Any = None, max: Any = None) -> Value:
-    for bound, name in ((min, "maximum"), (max, "minimum")):
+    for bound, sign, word in ((min, ">=", "max"), (max, "<=", "min")):
         if bound is not None:
-            a = OPERATIONS[name](a, bound)
+            a, bound = _values(a, bound)
+            if _common(a, bound) != "real":
+                a = a.lines.write(f"{word}({a.as_number}, {bound.as_number})", "whole", _dtype_of(a, bound))
+                continue
+            # At the bound the number counts; NaN stays, in the number and in the bound.
+            x, y = a.as_real, bound.as_real
+            a = a.lines.write(f"{x} if {x} {sign} {y} or {x} != {x} else {y}", "real")
     return a
 
 
@@ -319,7 +376,8 @@ def _where(condition: Any, a: Any, b: Any) -> Value:
     condition, a, b = _values(condition, a, b)
     kind = _common(a, b)
     texts = [dict(real=x.as_real, whole=x.as_number, bool=x.text)[kind] for x in (a, b)]
-    return condition.lines.write(f"{texts[0]} if {condition.as_truth} else {texts[1]}", kind)
+    text = f"{texts[0]} if {condition.as_truth} else {texts[1]}"
+    return condition.lines.write(text, kind, _dtype_of(a, b))
 
 
 @_named("masked_fill")
@@ -337,7 +395,7 @@ def _to(a: Value, *given: Any, dtype: Any = None, device: Any = None, **others: 
         return a if a.kind == "bool" else a.lines.write(a.as_truth, "bool")
     if not dtype.is_floating_point:
         text = f"int({a.text})" if a.kind == "real" else a.as_number
-        return a if a.kind == "whole" else a.lines.write(text, "whole")
+        return a.lines.write_whole(text, Value(a.lines, text, "whole", _readable(dtype)))
     if dtype is not a.lines.real:
         raise NotImplementedError(
             f"it asks for {dtype}, and a kernel computes this problem in {a.lines.real}: use that"
@@ -399,8 +457,11 @@ def write_down(lines: Lines, name: str, function: Any) -> str:
     lines.of_function = []
     kinds = dict(score="real")
     try:
-        result = lines.value(function(*(Value(lines, x, kinds.get(x, "whole")) for x in ARGUMENTS[name])))
-    except (TypeError, NotImplementedError) as error:
+        given = [Value(lines, x, kinds.get(x, "whole"), torch.int64) for x in ARGUMENTS[name]]
+        for value, size in zip(given[-4:], lines.sizes, strict=True):
+            value.span = (0, size - 1) if size else None
+        result = lines.value(function(*given))
+    except (TypeError, IndexError, NotImplementedError) as error:
         code = getattr(function, "__code__", None)
         where = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
         raise type(error)(f"{name}{where}: {error}") from error

@@ -152,6 +152,7 @@ class Ready(NamedTuple):
             sums = np.zeros((at.PARTS, self.of_aux.elements))
             aux[-1] = host_pointer(sums)
         self._start((*pointers[: at.AUX], host_pointer(aux), seed))
+        self.functions[0].check(aux)
         if self.of_aux is not None:
             self.of_aux.write(sums, results)
 

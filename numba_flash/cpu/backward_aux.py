@@ -42,7 +42,7 @@ def run_tile(task, sums, frame, scratch, zero):
     delta = base + tile_m * size
     row_numbers = delta + tile_m * size
     places = row_numbers + 2 * across * size
-    state = places + 2 * across * 8
+    state = places + (2 * across + slot.OF_PANEL) * 8
     k = state + at.STATE_BYTES
     v = k + tile_n * head_dim * size
     row = v + tile_n * head_dim_v * size

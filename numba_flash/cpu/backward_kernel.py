@@ -97,7 +97,7 @@ def run_task(task, frame, scratch, zero):
     ones = delta + tile_m * size
     row_numbers = ones + across * size
     places = row_numbers + 2 * across * size
-    slopes = places + 2 * across * 8
+    slopes = places + (2 * across + slot.OF_PANEL) * 8
     seen = slopes + panel_bytes  # for each panel the first key, the end, and the results of keys_of and shown_keys
     k = seen + 4 * 8 * (tile_m // across)
     v = k + tile_n * head_dim * size

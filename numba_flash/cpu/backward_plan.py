@@ -96,7 +96,7 @@ def make_plan(problem: BackwardProblem, lanes: int, width: int) -> Plan:
     of_rows = tile_m * (2 * p.head_dim + p.head_dim_v + blocks + 3)
     of_keys = TILE_N * (2 * tile_m + lanes + 2 * p.head_dim + p.head_dim_v)
     scratch = (of_rows + of_keys + 3 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size
-    scratch += (2 * lanes + 4 * (tile_m // lanes)) * 8
+    scratch += (2 * lanes + slot.OF_PANEL + 4 * (tile_m // lanes)) * 8
     return Plan(numbers, units, key_tiles, tiles * units, (sums[0], sums[1]), -(-scratch // 64) * 64)
 
 
@@ -124,7 +124,7 @@ def make_sums_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.
     size = 8 if p.dtype == "float64" else 4
     of_rows, of_keys = tile_m * (p.head_dim + p.head_dim_v + 3), TILE_N * (2 * lanes + p.head_dim + p.head_dim_v)
     scratch = (of_rows + of_keys + 2 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size + 8 * (
-        1 + tile_m * TILE_N + 2 * lanes
+        1 + tile_m * TILE_N + 2 * lanes + slot.OF_PANEL
     )
     return numbers, -(-scratch // 64) * 64
 
@@ -135,7 +135,8 @@ def make_aux_plan(problem: BackwardProblem, lanes: int) -> tuple[np.ndarray, int
     numbers = make_plan(problem, lanes, 1).numbers
     tile_m, size = int(numbers[slot.TILE_M]), 8 if p.dtype == "float64" else 4
     of_rows, of_keys = tile_m * (p.head_dim + p.head_dim_v + 3), TILE_N * (2 * lanes + p.head_dim + p.head_dim_v)
-    scratch = (of_rows + of_keys + 2 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size + 2 * lanes * 8 + STATE_BYTES
+    scratch = (of_rows + of_keys + 2 * lanes + 2 * max(p.head_dim, p.head_dim_v)) * size + STATE_BYTES
+    scratch += (2 * lanes + slot.OF_PANEL) * 8
     return numbers, -(-scratch // 64) * 64
 
 

@@ -117,7 +117,7 @@ def run_task(task, frame, scratch, zero):
     delta = base + tile_m * size
     row_numbers = delta + tile_m * size
     places = row_numbers + 2 * across * size
-    k = places + 2 * across * 8
+    k = places + (2 * across + slot.OF_PANEL) * 8
     v = k + tile_n * head_dim * size
     row = v + tile_n * head_dim_v * size
 

@@ -136,6 +136,8 @@ class Ready(NamedTuple):
             interrupt.stoppable(lambda stop: self._run(stop, pointers))
         else:
             self._run(interrupt.NEVER, pointers)
+        if self.behind is None:
+            self.functions.check(aux)
 
     def _run(self, stop: int, pointers: tuple[int, ...]) -> None:
         workers = workers_of(self.serial)

@@ -24,6 +24,7 @@ from ..arrays.layout import numpy_dtype
 from ..functions import compiled
 from ..functions.failures import explained
 from ..functions.function import Function
+from ..functions.outside import OutsideRead, Read
 from ..functions.remembered import note_compiled
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
@@ -34,10 +35,14 @@ from .vectors.build import VECTOR_BYTES, Shape, lanes, load, store
 
 # s, slopes (0: unwanted), keys, the first key, where PLACES are, b, rows of a panel or 1, where AUX are
 SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
-# PLACES: the position of each row of a panel, followed by the head of each; int64.
+# PLACES: the position of each row of a panel, followed by the head of each, and by numbers of the panel: the position
+# of row 0 of q, whether a read was outside an array, and work space for panel.find_outside; int64.
 # AUX: for each array its address, its shape and its strides in elements; for its gradient the offset among a part's
-# sums and the strides, in bytes; at the end the address of these sums; int64.
+# sums and the strides, in bytes; then a report of a read outside an array: how many there are, and for the first one
+# which function it is, b, h, q_pos, k_pos, the row of q, and the bits of the score; at the end the address of these
+# sums; int64.
 AUX_ELEMENTS = dict(bool="uint8", float16="uint16", bfloat16="uint16")  # the types in memory
+REPORT = 8
 MOST_FUNCTIONS = 200
 inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
@@ -74,24 +79,25 @@ def _compiled(option: str, function: Function, body: Any, signature: str, key: s
 def _gradient_panel(function, base_name, aux, wanted, capped, narrow):
     call = inner(function.build(compiled.stand_ins(base_name), inner))
     number, whole = compiled.as_number("real", base_name), compiled.as_number("whole", base_name, narrow)
+    position = compiled.as_position(base_name, narrow)
     result, slope = (make("score_mod", base_name, function) for make in (compiled.result, compiled.derivative))
-    tables, zero, none = _tables(aux, base_name, wanted), np.dtype(base_name).type(0), np.int64(0)
-    behind = 8 * compiled.READS
+    tables, zero, none = _tables(aux, base_name, narrow, wanted), np.dtype(base_name).type(0), np.int64(0)
+    behind, row_of = 8 * compiled.READS, _row_of(function, whole)
 
     def gradient_of_aux(s, ds, keys, key0, places, b, rows, aux, state, sums):
-        arrays = tables(aux, state, sums)
+        arrays = tables(aux, state, sums, new_flag())
         for at in range(keys * lanes(zero)):
             key, r = at // lanes(zero), at % lanes(zero)
             if r >= rows or load(ds, at, zero) == 0:
                 continue
             q_pos, head = load(places, r, none), load(places, lanes(zero) + r, none)
-            where = (whole(b), whole(head), whole(q_pos), whole(key0 + key))
-            read = none
+            where = (whole(b), whole(head), position(q_pos), whole(key0 + key))
+            row, read = row_of(q_pos, places, lanes(zero)), none
             while True:
                 store(state, 0, none)
                 store(state, 1, read)
                 store(state, 2, none)
-                y = call(*((number(load(s, at, zero)), *where, *arrays)))
+                y = call(*((*row, number(load(s, at, zero)), *where, *arrays)))
                 place = load(state, 2, none)
                 if place == 0:  # it reads fewer numbers
                     break
@@ -119,54 +125,72 @@ def make(option: str, function: Function, base_name: str, aux: tuple, derivative
 def _panel(option, function, base_name, aux, derivative, narrow):
     call = inner(function.build(compiled.stand_ins(base_name), inner))
     number = compiled.as_number("dual" if derivative else "real", base_name)
-    whole = compiled.as_number("whole", base_name, narrow)
+    whole, position = compiled.as_number("whole", base_name, narrow), compiled.as_position(base_name, narrow)
     result, slope, truth = (
         compiled.result(option, base_name, function),
         compiled.derivative(option, base_name, function),
         compiled.truth_of(option, function),
     )
-    tables, zero = _tables(aux, base_name), np.dtype(base_name).type(0)
+    tables, zero = _tables(aux, base_name, narrow), np.dtype(base_name).type(0)
     hidden, kept, read = type(zero)(-math.inf), *(_in_halves() if narrow else (_as_they_are, read_place))
+    row_of = _row_of(function, whole)
 
     @inner
-    def value_of(s, slopes, at, where, arrays):
-        write_score(s, at, result(call(*((number(read_score(s, at, zero)), *where, *arrays)))))
+    def value_of(s, slopes, at, row, where, arrays, outside):
+        x = read_score(s, at, zero)
+        y = result(call(*((*row, number(x), *where, *arrays))))
+        write_score(s, at, _either(is_raised(outside), x, y))  # panel.find_outside calls it with x again
 
     @inner
-    def both_of(s, slopes, at, where, arrays):
-        y = call(*((number(read_score(s, at, zero)), *where, *arrays)))
-        write_score(s, at, result(y))
+    def both_of(s, slopes, at, row, where, arrays, outside):
+        x = read_score(s, at, zero)
+        y = call(*((*row, number(x), *where, *arrays)))
+        write_score(s, at, _either(is_raised(outside), x, result(y)))
         write_score(slopes, at, slope(y))
 
     @inner
-    def mask_of(s, slopes, at, where, arrays):
-        write_score(s, at, _either(truth(call(*(where + arrays))), read_score(s, at, zero), hidden))
+    def mask_of(s, slopes, at, row, where, arrays, outside):
+        write_score(s, at, _either(truth(call(*(row + where + arrays))), read_score(s, at, zero), hidden))
 
-    one = mask_of if option == "mask_mod" else both_of if derivative else value_of
+    made = mask_of if option == "mask_mod" else both_of if derivative else value_of
+
+    @inner
+    def one(s, slopes, at, row, where, arrays, flags, lane):
+        outside, ever = flags
+        lower(outside)
+        made(s, slopes, at, row, where, arrays, outside)
+        raise_too(ever, lane, outside)
 
     @inner
     def of_row(own, r, b):
-        return whole(b), whole(read(own, lanes(zero) + r)), whole(read(own, r))
+        return whole(b), whole(read(own, lanes(zero) + r)), position(read(own, r))
 
     def panel(s, slopes, keys, key0, places, b, width, aux):
         _in_whole_vectors()
-        arrays = tables(aux, 0, 0)
+        flags = new_flag(), new_flags(zero)
+        arrays = tables(aux, 0, 0, flags[0])
         if width == 1:
             q_pos, head = read_place(places, 0), read_place(places, 1)
+            row = row_of(q_pos, places, 1)
             for key in range(keys):
-                one(s, slopes, key, (whole(b), whole(head), whole(q_pos), whole(key0 + key)), arrays)
+                where = (whole(b), whole(head), position(q_pos), whole(key0 + key))
+                one(s, slopes, key, row, where, arrays, flags, 0)
         else:
             own = kept(places, zero)
             # Two keys at a time. LLVM splits a loop over rows that has little code, and does not vectorise what is
             # left; with two keys the code is not little.
             for key in range(0, keys - 1, 2):
                 for r in range(lanes(zero)):
-                    row, at = of_row(own, r, b), key * lanes(zero) + r
-                    one(s, slopes, at, row + (whole(key0 + key),), arrays)
-                    one(s, slopes, at + lanes(zero), row + (whole(key0 + key + 1),), arrays)
+                    where, at = of_row(own, r, b), key * lanes(zero) + r
+                    row = row_of(read(own, r), places, lanes(zero))
+                    one(s, slopes, at, row, where + (whole(key0 + key),), arrays, flags, r)
+                    one(s, slopes, at + lanes(zero), row, where + (whole(key0 + key + 1),), arrays, flags, r)
             for key in range(keys // 2 * 2, keys):
                 for r in range(lanes(zero)):
-                    one(s, slopes, key * lanes(zero) + r, of_row(own, r, b) + (whole(key0 + key),), arrays)
+                    where, row = of_row(own, r, b), row_of(read(own, r), places, lanes(zero))
+                    one(s, slopes, key * lanes(zero) + r, row, where + (whole(key0 + key),), arrays, flags, r)
+
+        write_flags(places, 2 * width + 1, flags[1], zero)
 
     panel.__name__ = option
     return panel
@@ -183,6 +207,20 @@ def _in_whole_vectors(typingctx):
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+def _row_of(function, whole):
+    """-> row(q_pos, places, width): the first argument, the row of q, of functions that ask for it; otherwise ()."""
+
+    @inner
+    def no_row(q_pos, places, width):
+        return ()
+
+    @inner
+    def row(q_pos, places, width):
+        return (whole(q_pos - read_place(places, 2 * width)),)
+
+    return row if function.asks_row else no_row
 
 
 # Scores and slopes are written, and everything else that is read is elsewhere: LLVM need not check that for each key.
@@ -212,6 +250,75 @@ def read_place(typingctx, address, index):
         return found
 
     return types.int64(types.int64, types.int64), generate
+
+
+# Flags are int32 numbers that LLVM keeps in registers: whether a read was outside an array.
+FLAG = types.CPointer(types.int32)
+
+
+@intrinsic
+def new_flag(typingctx):
+    def generate(context, b, sig, args):
+        flag = cgutils.alloca_once(b, ir.IntType(32))
+        b.store(ir.IntType(32)(0), flag)
+        return flag
+
+    return FLAG(), generate
+
+
+@intrinsic
+def lower(typingctx, flag):
+    def generate(context, b, sig, args):
+        b.store(ir.IntType(32)(0), args[0])
+        return context.get_dummy_value()
+
+    return types.void(FLAG), generate
+
+
+@intrinsic
+def new_flags(typingctx, zero):
+    """One for each lane of a panel: of a single one LLVM would gather all lanes' after every key."""
+
+    def generate(context, b, sig, args):
+        count = Shape(sig.args[0]).lanes
+        flags = b.bitcast(cgutils.alloca_once(b, ir.ArrayType(ir.IntType(32), count)), ir.IntType(32).as_pointer())
+        for lane in range(count):
+            b.store(ir.IntType(32)(0), b.gep(flags, [ir.IntType(32)(lane)]))
+        return flags
+
+    return FLAG(zero), generate
+
+
+@intrinsic
+def raise_too(typingctx, flags, lane, other):
+    def generate(context, b, sig, args):
+        place = b.gep(args[0], [args[1]])
+        b.store(b.or_(b.load(place), b.load(args[2])), place)
+        return context.get_dummy_value()
+
+    return types.void(FLAG, types.int64, FLAG), generate
+
+
+@intrinsic
+def is_raised(typingctx, flag):
+    def generate(context, b, sig, args):
+        return b.icmp_unsigned("!=", b.load(args[0]), ir.IntType(32)(0))
+
+    return types.boolean(FLAG), generate
+
+
+@intrinsic
+def write_flags(typingctx, address, index, flags, zero):
+    """Writes whether one of them is raised, as an int64."""
+
+    def generate(context, b, sig, args):
+        found = ir.IntType(32)(0)
+        for lane in range(Shape(sig.args[3]).lanes):
+            found = b.or_(found, b.load(b.gep(args[2], [ir.IntType(32)(lane)])))
+        b.store(b.zext(found, ir.IntType(64)), b.gep(b.inttoptr(args[0], ir.IntType(64).as_pointer()), [args[1]]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, FLAG, zero), generate
 
 
 @inner
@@ -260,17 +367,17 @@ def _either(typingctx, condition, x, y):
     return x(types.boolean, x, x), lambda context, b, sig, args: b.select(*args)
 
 
-def _tables(aux: tuple, base_name: str, wanted: tuple = ()):
-    """-> tables(address of AUX, state, sums): a tuple of all aux arrays. wanted: the indices of those that are
-    recorded."""
+def _tables(aux: tuple, base_name: str, narrow: bool, wanted: tuple = ()):
+    """-> tables(address of AUX, state, sums, outside): a tuple of all aux arrays. wanted: the indices of those that are
+    recorded; outside: the flag that a read outside raises."""
 
     @inner
-    def tables(address, state, sums):
+    def tables(address, state, sums, outside):
         return ()
 
     at = 0
     for number, (dtype, ndim) in enumerate(aux):
-        tables = _one_more(tables, _table(dtype, ndim, base_name, number in wanted), at)
+        tables = _one_more(tables, _table(dtype, ndim, base_name, number in wanted, narrow), at)
         at += 2 + 3 * ndim
     return tables
 
@@ -279,18 +386,19 @@ def _one_more(before, table, at):
     offset = 8 * at
 
     @inner
-    def tables(address, state, sums):
-        return before(address, state, sums) + (table(address + offset, state, sums),)
+    def tables(address, state, sums, outside):
+        return before(address, state, sums, outside) + (table(address + offset, state, sums, outside),)
 
     return tables
 
 
-def _table(dtype: str, ndim: int, base_name: str, recorded: bool):
+def _table(dtype: str, ndim: int, base_name: str, recorded: bool, narrow: bool):
     element = getattr(types, AUX_ELEMENTS.get(dtype, dtype))
-    t = compiled.Table(dtype, element, ndim, compiled.BASES[base_name], recorded)
+    narrow = narrow and not recorded
+    t = compiled.Table(dtype, element, ndim, compiled.BASES[base_name], recorded, narrow, checked=True)
 
     @intrinsic
-    def table(typingctx, address, state, sums):
+    def table(typingctx, address, state, sums, outside):
         def codegen(context, b, sig, args):
             numbers = b.inttoptr(args[0], ir.IntType(64).as_pointer())
             loads = [b.load(b.gep(numbers, [ir.Constant(ir.IntType(64), n)])) for n in range(2 + 3 * ndim)]
@@ -299,6 +407,7 @@ def _table(dtype: str, ndim: int, base_name: str, recorded: bool):
             first, *sizes = loads
             made = cgutils.create_struct_proxy(t)(context, b)
             made.data = b.inttoptr(first, context.get_value_type(types.CPointer(element)))
+            made.outside = args[3]
             made.shape, made.strides = (
                 context.make_tuple(b, types.UniTuple(types.int64, ndim), part)
                 for part in (sizes[:ndim], sizes[ndim : 2 * ndim])
@@ -309,7 +418,7 @@ def _table(dtype: str, ndim: int, base_name: str, recorded: bool):
                 made.owed_strides = context.make_tuple(b, types.UniTuple(types.int64, ndim), sizes[2 * ndim + 1 :])
             return made._getvalue()
 
-        return t(types.int64, types.int64, types.int64), codegen
+        return t(types.int64, types.int64, types.int64, FLAG), codegen
 
     return table
 
@@ -325,6 +434,15 @@ class OwnFunctions(NamedTuple):
     def go_into(self, plan: np.ndarray) -> None:
         for at, function in self.of:
             plan[at] = function.address
+        plan[slot.OUTSIDE_AT] = len(self.aux_numbers) - 1 - REPORT
+
+    def check(self, aux: np.ndarray) -> None:
+        """Raises OutsideRead if a call that has AUX reported one."""
+        if self.places:
+            count, *found, score = aux[-1 - REPORT : -1]
+            if count:
+                option, *places = map(int, found)
+                raise OutsideRead(Read(list(slot.OWN)[option], *places, float(score.view(np.float64))))
 
     def aux(self, pointers: Sequence[int]) -> np.ndarray:
         """AUX of a call."""
@@ -337,7 +455,7 @@ class OwnFunctions(NamedTuple):
 
 
 NOTHING = np.zeros(1, np.int64)
-NO_FUNCTIONS = OwnFunctions((), NOTHING, (), ())
+NO_FUNCTIONS = OwnFunctions((), np.zeros(1 + REPORT, np.int64), (), ())
 
 
 def own_functions(problem: Problem, derivative: bool) -> OwnFunctions:
@@ -355,10 +473,11 @@ def own_functions(problem: Problem, derivative: bool) -> OwnFunctions:
     for array in problem.aux:
         places.append(len(numbers))
         numbers += [0, *array.shape, *(array.strides if 0 not in array.shape else (0,) * len(array.shape))]
-        numbers += [owed, *(8 * stride for stride in contiguous_strides(array.shape))]
+        by = (0,) * len(array.shape) if 0 in array.shape else contiguous_strides(array.shape)
+        numbers += [owed, *(8 * stride for stride in by)]
         owed += 8 * math.prod(array.shape)
     empty = tuple(0 in array.shape for array in problem.aux)
-    return OwnFunctions(made, np.array([*numbers, 0], np.int64), tuple(places), empty)
+    return OwnFunctions(made, np.array([*numbers, *[0] * REPORT, 0], np.int64), tuple(places), empty)
 
 
 class OfAux(NamedTuple):
@@ -370,7 +489,8 @@ class OfAux(NamedTuple):
 
     @staticmethod
     def of(problem: BackwardProblem) -> "OfAux":
-        p, numbers = problem.forward, problem.wanted_aux
+        p = problem.forward
+        numbers = tuple(n for n in problem.wanted_aux if 0 not in p.aux[n].shape)  # others have no gradient to write
         sizes = [math.prod(array.shape) for array in p.aux]
         function, aux = p.function("score_mod"), tuple((array.dtype, len(array.shape)) for array in p.aux)
         capped = p.number("softcap") is not None

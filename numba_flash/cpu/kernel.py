@@ -75,7 +75,7 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
     alpha = s + tile_n * lanes(zero) * size
     row_numbers = alpha + lanes(zero) * size
     places = row_numbers + 2 * lanes(zero) * size
-    k_copy = places + 2 * lanes(zero) * 8
+    k_copy = places + (2 * lanes(zero) + slot.OF_PANEL) * 8
     v_copy = k_copy + tile_n * head_dim * size
     packed = v_copy + tile_n * head_dim_v * size
     fill(o, panels * width * head_dim_v, zero)

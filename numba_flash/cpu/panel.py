@@ -8,8 +8,8 @@ import numpy as np
 
 from ..problem import ranges
 from . import plan as slot
-from .elements import INT, compiled, fill, get, row_address
-from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, call_function, lanes, load, size_of, store
+from .elements import INT, compiled, fill, get, length_and_offset, row_address
+from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, call_function, fetch_add, lanes, load, size_of, store
 from .vectors.panel import all_finite, largest, pack_rows, score_rows, value_rows
 from .vectors.row import dot_rows, value_columns
 from .vectors.scores import (
@@ -189,6 +189,8 @@ def shown_keys(s, places, first, end, first_row, rows, width, kv_head, b, offset
     take_places(places, first_row, rows, width, kv_head, offset, plan)
     fill(s, (end - first) * width, zero)
     call_function(mask_mod, (s, INT, end - first, first, places, b, width, aux))
+    if load(places, 2 * width + 1, INT):
+        find_outside(0, s, places, end - first, first, first_row, rows, width, kv_head, b, plan, pointers, zero)
     if largest(s, (end - first) * width, zero) != 0:
         return first, first, False
     begin, stop = first, end
@@ -214,6 +216,8 @@ def composed(tiles, asks, keys, key0, first_row, rows, width, kv_head, b, offset
         take_places(places, first_row, rows, width, kv_head, offset, plan)
     if score_mod:
         call_function(score_mod, (s, slopes, keys, key0, places, b, width, aux))
+        if load(places, 2 * width + 1, INT):
+            find_outside(1, s, places, keys, key0, first_row, rows, width, kv_head, b, plan, pointers, zero)
     if load(plan, slot.HAS_SOFTCAP, INT):
         cap = kind(load(plan, slot.SOFTCAP, 0.0))
         if slopes == 0:
@@ -228,6 +232,48 @@ def composed(tiles, asks, keys, key0, first_row, rows, width, kv_head, b, offset
 
 
 @compiled
+def find_outside(is_score, s, places, keys, key0, first_row, rows, width, kv_head, b, plan, pointers, zero):
+    """Reports a read outside an array that a function made for a panel, into AUX: the first for a score that counts.
+
+    A panel's function is called also for what the range of keys, a mask or mask_mod hides; there such a read is none.
+    s: of score_mod what it was called with, where it read outside.
+    """
+    group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
+    left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
+    valid, offset = length_and_offset(plan, pointers, b)
+    mask_mod, aux = load(plan, slot.MASK_MOD, INT), load(pointers, load(plan, slot.AUX_POINTER, INT), INT)
+    function = load(plan, slot.SCORE_MOD, INT) if is_score else mask_mod
+    own = places + (2 * width + 2) * 8  # places of a row alone, followed by its score and slope
+    number, slope = own + 4 * 8, own + 5 * 8
+    for r in range(rows):
+        i, head = (first_row + r) // group, kv_head * group + (first_row + r) % group
+        first, end = row_keys(i + offset, left, right, valid)
+        store(own, 0, i + offset)
+        store(own, 1, head)
+        store(own, 2, offset)
+        for key in range(max(first, key0), min(end, key0 + keys)):
+            if load(plan, slot.HAS_MASK, INT):
+                mask = row_address(load(pointers, slot.MASK_AT, INT), plan, slot.MASK_STRIDE, b, head, i)
+                if not load(mask + key * load(plan, slot.MASK_STRIDE + 3, INT), 0, np.uint8(0)):
+                    continue
+            if is_score and mask_mod:
+                store(number, 0, zero)
+                call_function(mask_mod, (number, INT, 1, key, own, b, 1, aux))
+                if load(number, 0, zero) != 0:
+                    continue
+            score = load(s, (key - key0) * width + r, zero)
+            store(number, 0, score)
+            call_function(function, (number, slope, 1, key, own, b, 1, aux))
+            if load(own, 3, INT):
+                report = aux + load(plan, slot.OUTSIDE_AT, INT) * 8
+                if fetch_add(report) == 0:
+                    for at, fact in enumerate((1 - is_score, b, head, i + offset, key, i)):
+                        store(report, 1 + at, fact)
+                    store(report, 7, float(score))
+                return
+
+
+@compiled
 def scale_panel(s, keys, width, plan, zero):
     """s *= |scale|; its sign is in q. Returns the number of elements of s, rounded up to whole vectors."""
     vector = lanes(zero) // PANEL_VECTORS
@@ -238,9 +284,11 @@ def scale_panel(s, keys, width, plan, zero):
 
 @compiled
 def take_places(places, first_row, rows, width, kv_head, offset, plan):
-    """Position and head of each row of a panel; lanes after its last row get those of the last row."""
+    """Position and head of each row of a panel, and the position of row 0 of q; lanes after the panel's last row get
+    those of that row."""
     group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
     q_pos, member = first_row // group + offset, first_row % group  # a division for each row would take longer
+    store(places, 2 * width, offset)
     for r in range(width):
         store(places, r, q_pos)
         store(places, width + r, kv_head * group + member)

@@ -34,7 +34,9 @@ OWN = dict(score_mod=SCORE_MOD, mask_mod=MASK_MOD)
 # Whether there is a seed, the random bits below which a weight is dropped, how often the other weights count, and the
 # index of the seed's pointer.
 SEEDED, DROPPED, KEPT_COUNT, SEED_POINTER = range(64, 68)
-NUMBERS = 68
+OUTSIDE_AT = 68  # the index in AUX of what is reported of a read outside an array (functions.py)
+NUMBERS = 69
+OF_PANEL = 8  # numbers of places behind those of rows
 # Array options: the slots for whether there is one, its dtype, its strides, and whether these are in bytes.
 ARRAY_SLOTS = {
     "alibi_slopes": (None, ALIBI_DTYPE, ALIBI_STRIDE, True),
@@ -132,7 +134,7 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
     # o, m and l; beside them q, scores, the factors that rescale o, ALiBi, places, and a key tile converted and packed.
     state = tile_m * (p.head_dim_v + 2) * size
     work = (tile_m * p.head_dim + (tile_n + 3) * panel_rows + tile_n * (p.head_dim + 2 * p.head_dim_v)) * size
-    work += 2 * panel_rows * 8
+    work += (2 * panel_rows + OF_PANEL) * 8
     plan[TASKS] = tasks
     plan[STATE_BYTES] = state
     plan[SCRATCH_BYTES] = -(-(state + work) // 64) * 64

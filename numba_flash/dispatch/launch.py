@@ -17,7 +17,7 @@ from ..gpu.stream_numbers import number_of
 from ..machine import toolchain
 from ..machine.target import Target
 from ..problem.forward import Problem
-from ..problem.options import Operands
+from ..problem.options import GradientOperands, Operands
 from ..select.arguments import (
     FORWARD_WORKSPACE,
     MASK_BITS,
@@ -398,6 +398,21 @@ class OnCpu(_ByAddresses):
 
     def shortest(self) -> Callable[..., None]:
         return self.start if self._ready is None else self._ready.run
+
+    def run(self, operands: Given, stream: int) -> None:
+        of_scores = getattr(self._problem, "forward", self._problem)
+        if not of_scores.aux:
+            super().run(operands, stream)
+            return
+        from ..functions.outside import OutsideRead, error_of
+
+        try:
+            super().run(operands, stream)
+        except OutsideRead as error:
+            read, fields = error.read, (Operands if of_scores is self._problem else GradientOperands)._fields
+            behind = operands[len(fields) + of_scores.seeded :]
+            aux = [arrays.host_view(x) for x in behind[: len(of_scores.aux)] if x is not None]
+            raise error_of(read, of_scores.function(read.option), of_scores.compute_dtype, aux) from None
 
 
 def _cpu() -> Any:

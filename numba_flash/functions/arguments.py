@@ -13,8 +13,8 @@ from .function import Function, Tree
 
 @functools.lru_cache(maxsize=1000)
 def reads_argument(function: Function, number: int) -> bool:
-    """Whether the argument with this index, from 0 on, may change the result. In doubt it may."""
-    return _reads(function.tree, number)
+    """Whether the argument with this index, from 0 on, may change the result. In doubt it may. ROW does not count."""
+    return _reads(function.tree, number + (function.row_at is not None and function.row_at <= number))
 
 
 def _reads(tree: Tree, number: int) -> bool:

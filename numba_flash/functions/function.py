@@ -39,11 +39,12 @@ WHAT_TO_WRITE = (
 class Function:
     """`Function.of` creates it: one object for all functions that compute the same."""
 
-    __slots__ = ("_hash", "_key", "line", "name", "path", "tree")
+    __slots__ = ("_hash", "_key", "line", "name", "path", "row_at", "tree")
 
     def __init__(self, tree: Tree, name: str, path: str, line: int):
         self.tree, self.name, self.path, self.line = tree, name, path, line
         self._hash, self._key = hash(tree), ""
+        self.row_at = _row_at(tree)
 
     @staticmethod
     def of(option: str, function: Any) -> "Function":
@@ -84,19 +85,24 @@ class Function:
         raise TypeError(f"{self} is of one process")
 
     @property
+    def asks_row(self) -> bool:
+        return self.row_at is not None
+
+    @property
     def where(self) -> str:
         """The place of the function, for messages."""
         return f"{self.name} ({self.path}, line {self.line})"
 
     def build(self, stand_ins: Mapping[Any, Any], helper: Callable[[Any], Any] = lambda function: function) -> Any:
         """The function, rebuilt. stand_ins: what replaces a builtin ("abs") or a function of math ("math", "exp").
-        helper: applied to each function that it calls."""
-        return build(self.tree, stand_ins, helper)
+        helper: applied to each function that it calls. If it asks for ROW, that is the first argument."""
+        made = build(self.tree, stand_ins, helper)
+        return _with_row_first(made, helper) if self.asks_row else made
 
     def takes(self, count: int) -> str | None:
-        """Why it cannot be called with `count` arguments, or None."""
+        """Why it cannot be called with `count` arguments, not counting ROW, or None."""
         try:
-            inspect.signature(_as_written(self.tree)).bind(*range(count))
+            inspect.signature(_as_written(self.tree)).bind(*range(count + self.asks_row))
         except TypeError as error:
             return str(error)
         return None
@@ -116,6 +122,31 @@ def _as_written(tree: Tree) -> Any:
     _, code, _, cells, defaults, named = tree
     made = types.FunctionType(code, {}, code.co_name, defaults or None, tuple(types.CellType() for _ in cells))
     made.__kwdefaults__ = dict(named) or None
+    return made
+
+
+ROW = "q_index"  # a parameter of this name, wherever it stands, is the row of q
+
+
+def _row_at(tree: Tree) -> int | None:
+    """The index of ROW among the parameters; None without."""
+    try:
+        names = list(inspect.signature(_as_written(tree)).parameters)
+    except TypeError:  # of a partial, which `takes` reports
+        return None
+    return names.index(ROW) if ROW in names else None
+
+
+def _with_row_first(function: Any, helper: Callable[[Any], Any]) -> Any:
+    """The function with ROW as its first parameter, and the others in their order."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(x.kind == x.KEYWORD_ONLY for x in parameters):
+        raise TypeError(f"{ROW} and the others are not to be keyword-only: write {ROW} behind k_pos, before *aux")
+    stars = {x.name: "*" * (x.kind == x.VAR_POSITIONAL) for x in parameters}
+    given = ", ".join(star + name for name, star in stars.items())
+    others = ", ".join(star + name for name, star in stars.items() if name != ROW)
+    made = eval(f"lambda function: lambda {ROW}, {others}: function({given})", {"__builtins__": {}})(helper(function))
+    made.__defaults__ = tuple(x.default for x in parameters if x.default is not x.empty and x.name != ROW) or None
     return made
 
 

@@ -89,6 +89,12 @@ class Range:
         return int(_plain(x)) in self.numbers
 
 
+class Position(Whole):
+    """q_pos itself, which as an index is not to count from the end: a negative one is before the array."""
+
+    __slots__ = ()
+
+
 class Table:
     """An aux array as the function reads it: a full set of indices gives an element, fewer give a part of the array."""
 
@@ -129,7 +135,7 @@ class Owed:
     def __init__(self, parts: dict[tuple[int, int], Any]):
         self.parts = parts
 
-    def _each(self, function: Callable[[Any], Any]) -> "Owed":
+    def each(self, function: Callable[[Any], Any]) -> "Owed":
         return Owed({key: function(value) for key, value in self.parts.items()})
 
     def __add__(self, other: Any) -> "Owed":
@@ -139,7 +145,7 @@ class Owed:
         return Owed(parts)
 
     def __neg__(self) -> "Owed":
-        return self._each(operator.neg)
+        return self.each(operator.neg)
 
     def __sub__(self, other: Any) -> "Owed":
         return self + -other
@@ -148,10 +154,10 @@ class Owed:
         return -self + other
 
     def __mul__(self, factor: Any) -> "Owed":
-        return self._each(lambda value: value * factor)
+        return self.each(lambda value: value * factor)
 
     def __truediv__(self, divisor: Any) -> "Owed":
-        return self._each(lambda value: value / divisor)
+        return self.each(lambda value: value / divisor)
 
     __radd__ = __add__
 
@@ -180,6 +186,8 @@ class RecordedTable(Table):
 
 
 def _index(x: Any) -> int:
+    if isinstance(x, Position) and x.x < 0:
+        raise IndexError(f"q_pos, here {x}, is before the array: it is a position among the keys, and no row of q")
     if not _whole(x):
         raise TypeError(f"an aux array is read at {NOT_WHOLE}")
     return int(_plain(x))
@@ -207,7 +215,10 @@ def functions_of(base: Any) -> Any:
     def where(condition: Any, x: Any, y: Any) -> Any:
         return x if condition else y
 
-    return SimpleNamespace(**of_math, where=where, zero=base(0), one=base(1))
+    def each(d: Any, function: Any) -> Any:
+        return d.each(function) if isinstance(d, Owed) else function(d)
+
+    return SimpleNamespace(**of_math, where=where, each=each, zero=base(0), one=base(1), largest=np.finfo(base).max)
 
 
 def _binary(name: str, turned: bool = False) -> Callable[[Any, Any], Any]:
@@ -378,9 +389,10 @@ def as_python(function: Function, base: Any) -> Callable[..., Any]:
 
 
 def score_of(function: Function, base: Any, s: Any, positions: Any, tables: Any, derivative: bool) -> Pair:
-    """score_mod of one score: (the next score, its derivative by s, or None if that is 0)."""
+    """score_mod of one score: (the next score, its derivative by s, or None if that is 0). positions: b, h, q_pos,
+    k_pos and the row of q."""
     score = Real(base, s, 1 if derivative else None)
-    found = _called("score_mod", function, base, (score, *[Whole(base, x) for x in positions], *tables))
+    found = _called("score_mod", function, base, (score,), positions, tables)
     if isinstance(found, bool | np.bool_ | Truth) or not isinstance(found, (Real, Whole, *NUMBERS)):
         raise TypeError(must_return("score_mod", "a number", function, found))
     return _pair(base, found)
@@ -388,7 +400,7 @@ def score_of(function: Function, base: Any, s: Any, positions: Any, tables: Any,
 
 def mask_of(function: Function, base: Any, positions: Any, tables: Any) -> bool:
     """mask_mod of one position: the truth of what it returns, as of `near or flags[i]`."""
-    found = _called("mask_mod", function, base, (*[Whole(base, x) for x in positions], *tables))
+    found = _called("mask_mod", function, base, (), positions, tables)
     if not _whole(found):
         raise TypeError(must_return("mask_mod", "True or False", function, found))
     return bool(_plain(found))
@@ -401,14 +413,16 @@ def must_return(option: str, what: str, function: Function, found: Any) -> str:
 # Of an error in a function that runs as Python, and what it is raised as.
 KINDS = (
     *((AttributeError, TypeError), (NameError, TypeError), (TypeError, TypeError)),
-    *((ArithmeticError, ValueError), (LookupError, ValueError), (ValueError, ValueError)),
+    *((ArithmeticError, ValueError), (IndexError, IndexError), (LookupError, ValueError), (ValueError, ValueError)),
     (NotImplementedError, NotImplementedError),
 )
 
 
-def _called(option: str, function: Function, base: Any, arguments: tuple[Any, ...]) -> Any:
+def _called(option: str, function: Function, base: Any, score: tuple[Any, ...], positions: Any, tables: Any) -> Any:
+    b, h, _, k_pos, q_index = (Whole(base, x) for x in positions)
+    row = (q_index,) if function.asks_row else ()
     try:
-        return as_python(function, base)(*arguments)
+        return as_python(function, base)(*row, *score, b, h, Position(base, positions[2]), k_pos, *tables)
     except Exception as error:
         kind = next((kind for known, kind in KINDS if isinstance(error, known)), None)
         if kind is None:  # as a debugger's, when it quits
@@ -416,11 +430,18 @@ def _called(option: str, function: Function, base: Any, arguments: tuple[Any, ..
         words = re.sub(r"'(\w+)'", lambda found: WORDS.get(found[1], found[0]), str(error))
         words = AT_CONSTANTS if words.startswith("tuple indices must be") else words
         words = NOT_ITERABLE if "Table'" in str(error) else words
-        where = f"{function.name} ({function.path}, line {_line_in(function, error)})"
-        raise kind(f"{option}: {where}: {words}") from error
+        line = line_in(function, error)
+        at = f", at {where(positions)}" if kind is IndexError else ""
+        raise kind(f"{option}: {function.name} ({function.path}, line {line}): {words}{at}") from error
 
 
-def _line_in(function: Function, error: Exception) -> int:
+def where(positions: Any) -> str:
+    """In words, for messages."""
+    b, h, q_pos, k_pos, q_index = (int(x) for x in positions)
+    return f"b {b}, h {h}, q_pos {q_pos} (row {q_index} of q), k_pos {k_pos}"
+
+
+def line_in(function: Function, error: Exception) -> int:
     """The last line of the function's own file in the error's traceback."""
     trace, line = error.__traceback__, function.line
     while trace is not None:

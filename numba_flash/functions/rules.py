@@ -6,7 +6,11 @@ computed for it. So adding to a score costs nothing, and its derivative stays 1.
 x and d are anything with Python's operators: NumPy's numbers (numbers.py), or values of the code that is being compiled
 (compiled/code.py). `f` has their functions: f.exp(x) and those of math, f.where(condition, x, y), f.zero, f.one.
 
-If a function has no derivative, such as abs at 0, that of the chosen branch counts, as in torch.
+Where a function has no derivative, the one that torch takes counts: 0 for abs at 0, and for min and max that of the
+number that Python returns.
+
+A derivative of 0 stays 0 behind an infinite slope, and an infinite one becomes 0 behind a slope of 0, where 0 * inf
+would be NaN. So sqrt(max(s, 0.0)) below 0 gives nothing, and neither does tanh(exp(s)) where exp overflows.
 """
 
 import math
@@ -31,6 +35,16 @@ def _times(d: Any, factor: Any) -> Any:
     return None if d is None else d * factor
 
 
+def _scaled(d: Any, slope: Any, f: Any) -> Any:
+    """d times a slope that may be infinite."""
+    return None if d is None else f.each(d, lambda x: f.where(x == 0, f.zero, x * slope))
+
+
+def _finite(d: Any, f: Any) -> Any:
+    """d for a product with a slope that may be 0: an infinity becomes the largest number, NaN stays."""
+    return f.each(d, lambda x: f.where(x > f.largest, f.largest, f.where(x < -f.largest, -f.largest, x)))
+
+
 def add(a: Pair, b: Pair, f: Any) -> Pair:
     return Pair(a.x + b.x, _plus(a.d, b.d))
 
@@ -45,8 +59,10 @@ def mul(a: Pair, b: Pair, f: Any) -> Pair:
 
 def truediv(a: Pair, b: Pair, f: Any) -> Pair:
     y = a.x / b.x
-    d = _minus(a.d, _times(b.d, y))
-    return Pair(y, None if d is None else d / b.x)
+    if b.d is None:
+        return Pair(y, None if a.d is None else a.d / b.x)
+    is_far = f.fabs(b.x) == math.inf  # as of 1 / (1 + exp(-s)): y is 0 all around
+    return Pair(y, f.each(_minus(a.d, _scaled(b.d, y, f)), lambda d: f.where((d == 0) | is_far, f.zero, d / b.x)))
 
 
 def floordiv(a: Pair, b: Pair, f: Any) -> Pair:
@@ -62,11 +78,15 @@ def mod(a: Pair, b: Pair, f: Any) -> Pair:
 
 def power(a: Pair, b: Pair, f: Any) -> Pair:
     y = f.pow(a.x, b.x)
-    by_base = _times(a.d, b.x * f.pow(a.x, b.x - 1))
+    by_base = None
+    if a.d is not None:  # x ** 0 is 1 for every x
+        slope = f.where(b.x == 0, f.zero, b.x * f.pow(a.x, b.x - 1))
+        by_base = _scaled(_finite(a.d, f), slope, f)
     if b.d is None:
         return Pair(y, by_base)
-    # 0 ** b stays 0 for every b
-    return Pair(y, _plus(by_base, f.where(y == 0, f.zero, b.d * y * f.log(a.x))))
+    # 0 ** b stays 0 for every b, and torch takes it so at b = 0 too.
+    is_flat = (y == 0) | ((a.x == 0) & (b.x == 0))
+    return Pair(y, _plus(by_base, f.where(is_flat, f.zero, _scaled(b.d, y * f.log(a.x), f))))
 
 
 def whole_power(a: Pair, exponent: int, f: Any) -> Pair:
@@ -75,8 +95,10 @@ def whole_power(a: Pair, exponent: int, f: Any) -> Pair:
         return Pair(f.one)
     below = _repeated(a.x, abs(exponent) - 1)  # None: 1
     x = a.x if below is None else below * a.x
-    d = None if a.d is None else a.d if below is None else a.d * (below * abs(exponent))
-    return Pair(x, d) if exponent > 0 else truediv(Pair(f.one), Pair(x, d), f)
+    if exponent > 0:
+        return Pair(x, a.d if a.d is None or below is None else a.d * (below * exponent))
+    y = f.one / x
+    return Pair(y, None if a.d is None else _scaled(_finite(a.d, f), y / a.x * exponent, f))
 
 
 def _repeated(x: Any, count: int) -> Any:
@@ -97,7 +119,7 @@ def pos(a: Pair, f: Any) -> Pair:
 
 
 def absolute(a: Pair, f: Any) -> Pair:
-    return Pair(f.fabs(a.x), None if a.d is None else f.where(a.x < 0, -a.d, a.d))
+    return Pair(f.fabs(a.x), None if a.d is None else f.where(a.x == 0, f.zero, f.where(a.x < 0, -a.d, a.d)))
 
 
 def choose(condition: Any, a: Pair, b: Pair, f: Any) -> Pair:
@@ -120,8 +142,8 @@ BINARY = dict(add=add, sub=sub, mul=mul, truediv=truediv, floordiv=floordiv, mod
 UNARY = dict(neg=neg, pos=pos, abs=absolute)
 
 TWO_OVER_ROOT_PI = 2 / math.sqrt(math.pi)
-# {function of math with one argument: its derivative, from x, from y = the function of x, and from f}; None: it is 0
-SLOPES: dict[str, Callable[[Any, Any, Any], Any] | None] = {
+# {function of math with one argument: its derivative, from x, from y = the function of x, and from f}
+SLOPES: dict[str, Callable[[Any, Any, Any], Any]] = {
     "exp": lambda x, y, f: y,
     "expm1": lambda x, y, f: y + 1,
     "log": lambda x, y, f: 1 / x,
@@ -148,11 +170,21 @@ SLOPES: dict[str, Callable[[Any, Any, Any], Any] | None] = {
 }
 
 
+# Where a number is infinite, the slope of these is 0; and the slope of those is infinite somewhere.
+SATURATING = ("exp", "expm1", "tanh", "atan", "erf", "erfc")
+STEEP = (
+    "exp", "expm1", "log", "log1p", "log2", "log10", "sqrt", "tan", "asin", "acos", "sinh", "cosh", "acosh", "atanh",
+)  # fmt: skip
+
+
 def apply(name: str, a: Pair, f: Any) -> Pair:
     """Applies a function of SLOPES."""
-    y = getattr(f, name)(a.x)
-    slope = SLOPES[name]
-    return Pair(y) if a.d is None or slope is None else Pair(y, a.d * slope(a.x, y, f))
+    y, d = getattr(f, name)(a.x), a.d
+    if d is None:
+        return Pair(y)
+    slope = SLOPES[name](a.x, y, f)
+    d = _finite(d, f) if name in SATURATING else d
+    return Pair(y, _scaled(d, slope, f) if name in STEEP else d * slope)
 
 
 def fabs(a: Pair, f: Any) -> Pair:
@@ -162,18 +194,22 @@ def fabs(a: Pair, f: Any) -> Pair:
 def atan2(a: Pair, b: Pair, f: Any) -> Pair:
     square = a.x * a.x + b.x * b.x
     d = _minus(_times(a.d, b.x), _times(b.d, a.x))
-    return Pair(f.atan2(a.x, b.x), None if d is None else d / square)
+    is_far = square == math.inf  # there the angle stays as it is; at (0, 0) it has no derivative
+    d = None if d is None else f.each(d, lambda x: f.where((x == 0) | is_far, f.zero, x / square))
+    return Pair(f.atan2(a.x, b.x), d)
 
 
 def hypot(a: Pair, b: Pair, f: Any) -> Pair:
     y = f.hypot(a.x, b.x)
     d = _plus(_times(a.d, a.x), _times(b.d, b.x))
-    return Pair(y, None if d is None else d / y)
+    return Pair(y, None if d is None else f.where(y == 0, f.zero, d / y))
 
 
 def copysign(a: Pair, b: Pair, f: Any) -> Pair:
     x = f.copysign(a.x, b.x)
-    return Pair(x, None if a.d is None else f.where((x < 0) ^ (a.x < 0), -a.d, a.d))
+    if a.d is None:
+        return Pair(x)
+    return Pair(x, f.where(a.x == 0, f.zero, f.where((x < 0) ^ (a.x < 0), -a.d, a.d)))
 
 
 def fmod(a: Pair, b: Pair, f: Any) -> Pair:

@@ -173,7 +173,7 @@ class Problem:
         numbers = dict(zip(NUMBERS, options.numbers, strict=True))
         scale = number_of("scale", numbers.pop("scale"), q.dtype)
         functions = tuple((name, x) for name, x in zip(FUNCTIONS, own, strict=False) if x is not None)
-        return Problem(
+        problem = Problem(
             batch,
             heads,
             heads_kv,
@@ -201,6 +201,9 @@ class Problem:
             return_lse=bool(return_lse),
             aligned=aligned,
         )
+        if aux:
+            check_reads(problem)
+        return problem
 
 
 def _conversion(q: Layout) -> str:
@@ -243,6 +246,34 @@ def _sizes(q: Layout, k: Layout, v: Layout, layout: str) -> tuple[int, int, int,
     if max(seqlen_q, seqlen_k, batch * heads) > MAX_EXTENT:
         raise ValueError(f"seqlen and batch * heads must stay below 2**31, but {shapes}")
     return batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v
+
+
+def check_reads(p: Problem) -> None:
+    """Raises IndexError for a read outside an array of aux that follows from the shapes."""
+    from ..functions import reads
+
+    if 0 in (p.batch, p.heads, p.seqlen_q, p.seqlen_k):
+        return
+    first, last = p.q_offset, p.q_offset + p.seqlen_q - 1  # positions of queries, and of those that see a key
+    low = first if p.right is None else max(first, -p.right)
+    high = last if p.left is None else min(last, p.seqlen_k - 1 + p.left)
+    decided = p.array("seqlens_k") or p.array("mask") or p.q_offset_source != "number"
+    if not decided and low > high:
+        return  # no query sees a key
+    everywhere: dict[str, tuple[int, int] | None] = dict(
+        b=(0, p.batch - 1),
+        h=(0, p.heads - 1),
+        q_pos=(low, high),
+        k_pos=(
+            0 if p.left is None else max(0, low - p.left),
+            p.seqlen_k - 1 if p.right is None else min(p.seqlen_k - 1, high + p.right),
+        ),
+        q_index=(low - first, high - first),
+    )
+    arrays = {f"aux[{number}]": array.shape for number, array in enumerate(p.aux)}
+    for option, function in p.functions:
+        known = not decided and (option == "mask_mod" or p.function("mask_mod") is None)
+        reads.check(option, function, everywhere if known else dict.fromkeys(everywhere), arrays)
 
 
 def check_bool(name: str, value: Any) -> None:

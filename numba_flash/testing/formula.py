@@ -128,7 +128,7 @@ def _by_function(case: Case, s: np.ndarray, visible: np.ndarray) -> tuple[np.nda
     function, base = Function.of("score_mod", case.options["score_mod"]), s.dtype.type
     found, through, q_pos = s.copy(), np.zeros_like(s), _positions(case)
     for b, h, i, j in zip(*np.nonzero(np.broadcast_to(visible, s.shape)), strict=True):
-        position = (b, h, q_pos[b, i], j)
+        position = (b, h, q_pos[b, i], j, i)
         y = function_numbers.score_of(function, base, s[b, h, i, j], position, _tables(case, base), True)
         found[b, h, i, j], through[b, h, i, j] = y.x, 0 if y.d is None else y.d
     return found, through
@@ -173,7 +173,7 @@ def of_aux(case: Case, ds: np.ndarray, wanted: Sequence[int], term: Callable[[An
         cap = case.options.get("softcap")
         for at in zip(*np.nonzero(ds), strict=True):
             b, h, i, j = at
-            y, owed = function_numbers.score_of(function, base, products[at], (b, h, q_pos[b, i], j), tables, False)
+            y, owed = function_numbers.score_of(function, base, products[at], (b, h, q_pos[b, i], j, i), tables, False)
             outer = ds[at] * (1 - np.tanh(y / base(cap)) ** 2) if cap else ds[at]
             for (number, place), slope in function_numbers.parts_of(owed):
                 found[number][place] += term(outer * slope)
@@ -215,7 +215,7 @@ def visible_keys(case: Case) -> np.ndarray:
     function, positions = Function.of("mask_mod", options["mask_mod"]), _positions(case)
     left = np.zeros((positions.shape[0], heads, positions.shape[1], k_pos.size), bool)
     for b, h, i, j in zip(*np.nonzero(np.broadcast_to(visible, left.shape)), strict=True):
-        position = (b, h, positions[b, i], j)
+        position = (b, h, positions[b, i], j, i)
         left[b, h, i, j] = function_numbers.mask_of(function, np.float64, position, _tables(case, np.float64))
     return left
 

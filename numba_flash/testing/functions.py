@@ -45,6 +45,13 @@ def _scaled(
     return score * factor if documents[b, 0] == 0 else score**2 / (abs(score) + 2)
 
 
+def by_row(
+    score: Any, b: Any, h: Any, q_pos: Any, k_pos: Any, table: Any, q_index: Any, slopes: Any, documents: Any
+) -> Any:
+    """It asks for the row of q, amid the arrays."""
+    return score * (1 - q_index % 3 / 4) + slopes[h] * table[h, (q_pos + 2 * q_index) % 16]
+
+
 def _with_closure(width: int) -> Any:
     def window(b: Any, h: Any, q_pos: Any, k_pos: Any, table: Any, slopes: Any, documents: Any) -> Any:
         return abs(q_pos - k_pos) <= width
@@ -56,12 +63,16 @@ def same_document(b: Any, h: Any, q_pos: Any, k_pos: Any, table: Any, slopes: An
     return documents[b, k_pos] == documents[b, -1]
 
 
+def near_row(b: Any, h: Any, q_pos: Any, k_pos: Any, q_index: Any, *aux: Any) -> Any:
+    return abs(2 * q_index - k_pos) < 9
+
+
 def every_third(b: Any, h: Any, q_pos: Any, k_pos: Any, table: Any, slopes: Any, documents: Any) -> Any:
     return (q_pos + k_pos) % 3 == h % 3 or k_pos == 0
 
 
-SCORES = (relative, alibi, bent, looped, functools.partial(_scaled, 0.75))
-MASKS = (_with_closure(9), same_document, every_third)
+SCORES = (relative, alibi, bent, looped, functools.partial(_scaled, 0.75), by_row)
+MASKS = (_with_closure(9), same_document, every_third, near_row)
 
 
 def aux_for(

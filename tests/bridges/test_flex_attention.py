@@ -240,3 +240,107 @@ def test_bad_arguments(given, error, words):
     with pytest.raises(error) as caught:
         flex_attention(**dict(query=query, key=key, value=value, enable_gqa=True) | given)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+FAR = [0.0, 5e-324, 1e-160, 0.3, 0.5, 1.0, 2.5, 30.0, 800.0, 1e19, 1e160, torch.inf]
+FAR = torch.tensor([*FAR, *(-x for x in FAR[1:]), torch.nan], dtype=torch.float64)
+HALF, NOT_A_NUMBER = torch.tensor([0.5], dtype=torch.float64), torch.tensor([torch.nan], dtype=torch.float64)
+OF_A_NUMBER = {
+    "sigmoid": torch.sigmoid, "exp2": torch.exp2, "rsqrt": torch.rsqrt, "reciprocal": torch.reciprocal,
+    "square": torch.square, "relu": torch.relu,
+    "abs": torch.abs, "tanh": torch.tanh, "power": lambda x: x**0.0, "negative power": lambda x: x**-2,
+    "root of relu": lambda x: torch.sqrt(torch.relu(x)), "root of clamp": lambda x: torch.sqrt(x.clamp(min=0.0)),
+    "maximum": lambda x: torch.maximum(x, x.new_full((), 0.5)), "minimum": lambda x: torch.minimum(x * 2, x),
+    "maximum with NaN": lambda x: torch.maximum(x, NOT_A_NUMBER[0]),
+    "minimum with NaN": lambda x: torch.minimum(NOT_A_NUMBER[0], x),
+    "maximum of a captured number": lambda x: torch.maximum(HALF[0], x),
+    "clamp": lambda x: x.clamp(-1.0, 2.5), "clamp by NaN": lambda x: torch.clamp(x, NOT_A_NUMBER[0], HALF[0]),
+    "clamp by a captured number": lambda x: torch.clamp(x, HALF[0], HALF[0] * 5),
+    "clamp the other way around": lambda x: x.clamp(1.0, 0.5),
+    "steps": lambda x: torch.floor(x) + 2 * torch.ceil(x) + 4 * torch.trunc(x) + x,
+}  # fmt: skip
+
+
+def of_heads(functions):
+    """What each head computes with its own function, compiled as one."""
+
+    def chosen(h, x, dtype):
+        found = x.to(dtype)
+        for head, function in enumerate(functions):
+            found = torch.where(h == head, function(x).to(dtype), found)
+        return found
+
+    return chosen
+
+
+def test_values_and_gradients_at_limits():
+    """Of queries that see one key, lse is the score."""
+    functions, one = OF_A_NUMBER.values(), torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    q = FAR.reshape(1, 1, -1, 1).repeat(1, len(functions), 1, 1).requires_grad_()
+    chosen = of_heads(functions)
+    given = dict(score_mod=lambda score, b, h, q_idx, kv_idx: chosen(h, score, score.dtype), scale=1.0)
+    _, lse = flex_attention(q, one, one, enable_gqa=True, return_lse=True, **given)
+    (gradients,) = torch.autograd.grad(lse.sum(), q)
+    for name, values, found in zip(OF_A_NUMBER, lse[0], gradients[0, :, :, 0], strict=True):
+        x = FAR.clone().requires_grad_()
+        y = OF_A_NUMBER[name](x)
+        (expected,) = torch.autograd.grad(y.sum(), x)
+        seen = y < torch.inf  # no row with a score of inf has a sum
+        torch.testing.assert_close(values[seen], y[seen], rtol=1e-12, atol=0, msg=name)
+        assert values[y.isnan()].isnan().all(), name
+        seen &= (y > -torch.inf) & ~expected.isnan()
+        close = torch.isclose(found[seen], expected[seen], rtol=1e-12, atol=2e-16)  # torch computes y * (1 - y)
+        assert close.all(), (name, FAR[seen][~close], found[seen][~close], expected[seen][~close])
+
+
+BYTES, SHORTS = torch.tensor([0, 3, 255], dtype=torch.uint8), torch.tensor([-128, 3, 127], dtype=torch.int8)
+OF_INTEGERS = [
+    lambda i: BYTES[i] - 1, lambda i: -BYTES[i], lambda i: ~BYTES[i], lambda i: BYTES[i] + BYTES[2],
+    lambda i: BYTES[i] - 300, lambda i: BYTES[i] * BYTES[i], lambda i: BYTES[i] - i,
+    lambda i: BYTES[i] + torch.tensor(9),
+    lambda i: BYTES[i] ** 2, lambda i: BYTES[i] // 2 - 1, lambda i: (i - 3).to(torch.uint8),
+    lambda i: torch.where(i > 1, BYTES[i], 5) - 6, lambda i: torch.maximum(BYTES[i], i) - 5,
+    lambda i: BYTES[i].clamp(max=9) - 10, lambda i: BYTES[i].double() - 1.0, lambda i: SHORTS[i] + 1,
+    lambda i: -SHORTS[i], lambda i: abs(SHORTS[i]), lambda i: SHORTS[i] * BYTES[i], lambda i: SHORTS[i] % 5,
+]  # fmt: skip
+
+
+def test_captured_integers_wrap_around():
+    zero, chosen = torch.zeros(1, len(OF_INTEGERS), 3, 1, dtype=torch.float64), of_heads(OF_INTEGERS)
+    given = dict(score_mod=lambda s, b, h, i, j: s + chosen(h, i, s.dtype), return_lse=True)
+    _, lse = flex_attention(zero, zero[:, :, :1], zero[:, :, :1], **given)
+    expected = [torch.vmap(function)(torch.arange(3)).tolist() for function in OF_INTEGERS]
+    assert lse[0].round().tolist() == expected
+
+
+def test_captured_integers_beyond_int64_are_refused():
+    words = torch.zeros(3, dtype=torch.uint64)
+    with pytest.raises(TypeError, match="uint64"):
+        flex_attention(*problem(), enable_gqa=True, score_mod=lambda s, b, h, i, j: s + words[0])
+
+
+# As torch does without a compiler, also where block_mask hides it.
+@pytest.mark.parametrize("block_mask", [None, "causal"])
+def test_reads_outside_a_captured_tensor_raise_before_the_launch(block_mask):
+    query, key, value = problem(heads_kv=HEADS)
+    block_mask = block_mask and masked(causal)
+    q_idx, kv_idx, h = torch.arange(SEQLEN_Q), torch.arange(SEQLEN_K), torch.arange(HEADS)
+    short, whole, none = torch.zeros(SEQLEN_K - 1), torch.zeros(SEQLEN_K), torch.zeros(0, 3)
+    for read in (
+        lambda h, i, j: short[j], lambda h, i, j: whole[j + 1], lambda h, i, j: whole[-j - 2],
+        lambda h, i, j: TABLE[h + 1][i], lambda h, i, j: none[j, 0],
+    ):  # fmt: skip
+        with pytest.raises(IndexError, match="out of bounds"):
+            torch.vmap(torch.vmap(read, (0, None, None)), (None, 0, 0))(
+                h, q_idx, kv_idx[:SEQLEN_Q] + SEQLEN_K - SEQLEN_Q
+            )
+        with pytest.raises(IndexError, match=r"score_mod \(.*line \d+\): index .* is out of bounds for dimension"):
+            flex_attention(
+                query, key, value, block_mask=block_mask, score_mod=lambda s, b, h, i, j, read=read: s + read(h, i, j)
+            )
+    for read in (
+        lambda i, j: whole[-j - 1],
+        lambda i, j: short[torch.where(j > 0, j - 1, 0)],
+        lambda i, j: whole[i + 14],
+    ):
+        flex_attention(query, key, value, score_mod=lambda s, b, h, i, j, read=read: s + read(i, j))

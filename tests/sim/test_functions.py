@@ -2,6 +2,7 @@
 
 import contract
 import contract_backward
+import numpy as np
 import pytest
 from contract_functions import *  # noqa: F403
 
@@ -31,7 +32,8 @@ ON_FRAGMENTS = (
     "test_a_function_is_the_option_that_it_describes", "test_what_mask_mod_hides_never_reaches_o",
     "test_arrays_without_dimensions_and_parts_of_arrays", "test_documents_are_separate_calls",
     "test_a_row_that_mask_mod_empties_is_zero", "test_gradients_of_a_function_are_those_of_the_option",
-    "test_gradients_of_a_score_of_its_own", "test_a_row_that_mask_mod_empties_gets_no_gradient",
+    "test_gradients_of_a_score_of_its_own", "test_q_index_is", "test_reads_outside", "test_gradients_by_the_row",
+    "test_a_row_that_mask_mod_empties_gets_no_gradient",
 )  # fmt: skip
 
 
@@ -41,3 +43,15 @@ def in_seconds(request):
     for name in {"rung", "backward_rung"} & set(request.fixturenames):
         if request.getfixturevalue(name).slow and not request.node.name.startswith(ON_FRAGMENTS):
             pytest.skip("minutes in the simulator; runs on a GPU")
+
+
+def test_reads_outside_an_array_raise_in_a_kernel(rung):
+    """Those that the shapes do not tell of: they depend on a decision."""
+
+    def read(s, b, h, i, j, x):
+        return s + x[j] if j > 0 else s
+
+    line = read.__code__.co_firstlineno + 1
+    case = rung.problem(3, 6, batch=1, heads=1, score_mod=read, aux=(np.zeros(5, np.float32),))
+    with pytest.raises(IndexError, match=rf"read \(.*, line {line}\): .*size 5.*k_pos 5"):
+        rung(case)

@@ -85,14 +85,83 @@ def test_positions_of_any_size(offset, by_array, seqlen_q):
     testing.check(case, o, lse)
 
 
-def test_reads_beyond_an_array_are_of_its_ends():
-    table = np.arange(10, dtype=np.float32)[2:8]
-    found = scores_of(lambda s, b, h, i, j, x: x[int(s)], np.float32([-1000, -7, -6, -1, 0, 5, 6, 1e9]), (table,))
-    assert found.tolist() == [2, 2, 2, 7, 2, 7, 7, 7]
+# In a row alone, and in panels.
+@pytest.mark.parametrize("seqlen_q", [1, 40])
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+def test_reads_outside_an_array_raise_with_the_line(kernel, seqlen_q):
+    table, segments = np.arange(5, dtype=np.float32)[::-1], np.zeros((1, 5), np.int64)
+    q, k = np.zeros((1, 2, seqlen_q, 4), np.float32), np.zeros((1, 2, 7, 4), np.float32)
+
+    def call(q_offset=0, **options):
+        numba_flash.attention(q, k, k, **options, q_offset=q_offset, kernel=kernel)
+
+    def by_key(s, b, h, i, j, x):
+        return s + x[j]
+
+    line = by_key.__code__.co_firstlineno + 1
+    with pytest.raises(IndexError, match=rf"by_key \(.*, line {line}\): .*size 5.*row [0-9]+ of q.*, k_pos 5"):
+        call(score_mod=by_key, aux=(table,))
+    with pytest.raises(IndexError, match="k_pos 5"):
+        call(mask_mod=lambda b, h, i, j, x: x[b, j] == 0, aux=(segments,))
+    with pytest.raises(IndexError, match=r"q_pos, here -2, is before the array.*\(row 0 of q\)"):
+        call(-2, score_mod=lambda s, b, h, i, j, x: s + x[i], aux=(np.zeros(50),))
+    with pytest.raises(IndexError, match="k_pos 0"):  # an index from the score
+        call(score_mod=lambda s, b, h, i, j, x: x[int(s) + 9], aux=(table,))
+    with pytest.raises(IndexError, match="k_pos 0"):
+        call(score_mod=lambda s, b, h, i, j, x: s + x[j - 6], aux=(table,))
     for shape in ((0,), (0, 5), (5, 0)):
-        index = (4,) * len(shape)
-        read = eval(f"lambda s, b, h, i, j, x: s + 0 * x[{', '.join(map(str, index))}]")
-        assert scores_of(read, np.float32([1, 2]), (np.zeros(shape, np.float32),)).tolist() == [1, 2]
+        index = ", ".join("4" for _ in shape)
+        with pytest.raises(IndexError, match="size 0"):
+            call(score_mod=eval(f"lambda s, b, h, i, j, x: s + x[{index}]"), aux=(np.zeros(shape, np.float32),))
+
+
+# A panel calls a function also for keys that something else hides.
+@pytest.mark.parametrize("seqlen_q", [3, 40])
+def test_reads_outside_an_array_for_what_is_hidden_are_none(seqlen_q):
+    generator = np.random.default_rng(0)
+    q, k, v = (generator.standard_normal((2, 2, n, 4)).astype(np.float32) for n in (seqlen_q, 50, 50))
+    table, keys = generator.standard_normal(8).astype(np.float32), np.arange(50)
+
+    def near(s, b, h, i, j, x):
+        return s + x[i - j] if i >= j else s * 2  # a negative index would count from the end
+
+    def at_key(s, b, h, i, j, x):
+        return s + x[j] + int(s)
+
+    for options in (
+        dict(score_mod=near, window=(7, 0)),
+        dict(score_mod=near, mask_mod=lambda b, h, i, j, x: 0 <= i - j < 8),
+        dict(score_mod=at_key, mask=np.broadcast_to(keys < 8, (seqlen_q, 50))),
+        dict(score_mod=at_key, mask=np.broadcast_to(keys < 9, (seqlen_q, 50)), mask_mod=lambda b, h, i, j, x: j != 8),
+        dict(score_mod=at_key, seqlens_k=np.array([8, 3], np.int32)),
+        dict(mask_mod=lambda b, h, i, j, x: x[i - j] > 0, window=(7, 0)),
+    ):
+        case = Case(q, k, v, options | dict(aux=(table,)))
+        testing.check(case, *numba_flash.attention(q, k, v, **case.options, return_lse=True, kernel="cpu"))
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+def test_reads_outside_an_array_raise_in_a_backward(kernel):
+    q, table = np.zeros((1, 1, 20, 4)), np.zeros(20)
+    options = dict(score_mod=lambda s, b, h, i, j, x: s + x[j])
+    o, lse = numba_flash.attention(q, q, q, **options, aux=(table,), return_lse=True, kernel="reference")
+    for wanted in (("dq",), ("dv",), ("daux[0]",)):
+        with pytest.raises(IndexError, match="k_pos 9"):
+            numba_flash.attention_backward(
+                q, q, q, q, o, lse, **options, aux=(table[:9],), wanted=wanted, kernel=kernel
+            )
+
+
+# Nothing may be written where an array has no elements, whose gradient has none either.
+def test_an_array_without_elements_has_a_gradient_without_elements():
+    q = np.zeros((1, 2, 20, 4))
+    options = dict(score_mod=lambda s, b, h, i, j, x: s + x[h, j] if len(x) else s, aux=(np.zeros((0, 11)),))
+    o, lse = numba_flash.attention(q, q, q, **options, return_lse=True)
+    found = numba_flash.attention_backward(q, q, q, q, o, lse, **options, wanted=("dq", "daux[0]"))
+    assert found.daux[0].shape == (0, 11) and (found.dq == 0).all()
+    options["score_mod"] = lambda s, b, h, i, j, x: s + x[h, j]
+    with pytest.raises(IndexError, match="size 0"):
+        numba_flash.attention_backward(q, q, q, q, o, lse, **options, wanted=("dq", "daux[0]"), kernel="cpu")
 
 
 @pytest.mark.parametrize("seqlen_q", [3, 40])

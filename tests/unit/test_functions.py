@@ -50,7 +50,7 @@ PLACE = (0, 7, 3)  # h, i and j
 
 
 def by_python(number, s, base=np.float64):
-    return numbers.score_of(EACH, base, s, (number, *PLACE), (), True)
+    return numbers.score_of(EACH, base, s, (number, *PLACE, 0), (), True)
 
 
 # The value beside Python's own, and the derivative beside the difference of values.
@@ -147,9 +147,9 @@ def test_it_stays_what_was_read():
     exec("def f(s, b, h, i, j): return s * FACTOR", names)
     before = Function.of("score_mod", names["f"])
     names["FACTOR"] = 5.0
-    assert numbers.score_of(before, np.float64, 1.0, (0, 0, 0, 0), (), False).x == 2.0
+    assert numbers.score_of(before, np.float64, 1.0, (0, 0, 0, 0, 0), (), False).x == 2.0
     after = Function.of("score_mod", names["f"])
-    assert before != after and numbers.score_of(after, np.float64, 1.0, (0, 0, 0, 0), (), False).x == 5.0
+    assert before != after and numbers.score_of(after, np.float64, 1.0, (0, 0, 0, 0, 0), (), False).x == 5.0
 
 
 def test_njit_and_partial():
@@ -165,7 +165,7 @@ def test_njit_and_partial():
 
     function = Function.of("score_mod", functools.partial(outer, 0.5))
     assert function.takes(5) is None and function.takes(6)
-    assert numbers.score_of(function, np.float64, 2.0, (0, 0, 0, 0), (), True) == (3.0, 1.5)
+    assert numbers.score_of(function, np.float64, 2.0, (0, 0, 0, 0, 0), (), True) == (3.0, 1.5)
 
 
 def test_functions_and_numbers_of_modules(monkeypatch):
@@ -178,7 +178,7 @@ def test_functions_and_numbers_of_modules(monkeypatch):
         return lengths.twice(s) * lengths.FACTOR
 
     function = Function.of("score_mod", reads)
-    assert numbers.score_of(function, np.float64, 1.0, (0, 0, 0, 0), (), True) == (6.0, 6.0)
+    assert numbers.score_of(function, np.float64, 1.0, (0, 0, 0, 0, 0), (), True) == (6.0, 6.0)
     lengths.FACTOR = 4.0
     assert Function.of("score_mod", reads) != function
 

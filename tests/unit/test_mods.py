@@ -173,7 +173,7 @@ def test_compiled_they_are_the_same(which, narrow):
     all_of(found, *arrays)
     read = [numbers.Table(np.float32, x) for x in aux]
     for h, i, j in np.ndindex(found.shape):
-        where = (0, h, i + 10, j)
+        where = (0, h, i + 10, j, i)
         if is_mask:
             expected = numbers.mask_of(function, np.float32, where, read)
         else:

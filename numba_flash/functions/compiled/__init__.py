@@ -74,6 +74,21 @@ def as_positions(base_name: str, narrow: bool) -> tuple[Any, Any]:
     return query, key
 
 
+def as_position(base_name: str, narrow: bool) -> Any:
+    """-> position(q_pos): likewise, of the side "position"."""
+    t = Number("whole", BASES[base_name], (0, NARROW) if narrow else ANY, "position")
+
+    @intrinsic
+    def position(typingctx: Any, q_pos: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            code = Code(context, builder, t.base)
+            return code.made(t, code.whole(sig.args[0], args[0]))
+
+        return signature(t, q_pos), codegen
+
+    return position
+
+
 def as_table(dtype: str, ndim: int, base_name: str, narrow: bool = False) -> Any:
     """-> table(pointer, sizes): the array at a pointer; sizes: its shape, and behind it its strides in elements.
     narrow: as of Table."""

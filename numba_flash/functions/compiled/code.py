@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.typing import signature
@@ -37,6 +38,9 @@ class Value:
 
     def __and__(self, other: Any) -> "Value":
         return Value(self.code, self.code.builder.and_(self.value, other.value))
+
+    def __or__(self, other: Any) -> "Value":
+        return Value(self.code, self.code.builder.or_(self.value, other.value))
 
     def __xor__(self, other: Any) -> "Value":
         return Value(self.code, self.code.builder.xor(self.value, other.value))
@@ -84,6 +88,7 @@ class Code:
         self.context, self.builder, self.base = context, builder, base
         self.flags = flags or ("contract",) * base.quick
         self.zero, self.one = self.number(0), self.number(1)
+        self.largest = self.number(float(np.finfo(str(base.type)).max))
 
     def number(self, x: float) -> Value:
         return Value(self, ir.Constant(self.context.get_value_type(self.base.type), float(x)))
@@ -107,6 +112,10 @@ class Code:
         own = signature(self.base.type, *[self.base.type] * len(values))
         made = self.context.get_function(getattr(math, name), own)
         return Value(self, made(self.builder, [v.value for v in values]))
+
+    def each(self, d: Value, function: Callable[[Value], Value]) -> Value:
+        """Of a derivative by one number; those by several are numbers.py's."""
+        return function(d)
 
     def where(self, condition: Value, x: Value, y: Value) -> Value:
         return Value(self, self.builder.select(condition.value, x.value, y.value))

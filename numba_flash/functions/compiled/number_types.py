@@ -28,7 +28,8 @@ STEPS = ((0, 2**8), (-(2**8), 2**8), (0, 2**28), (-(2**28), 2**28), INT32, ANY)
 
 class Number(types.Type):
     """within: between which numbers a whole one lies, both included. It is an int32 where these are. side: "query" or
-    "key" of its position, until something is done with it. A query's also says how far it is ahead of the key."""
+    "key" of its position, until something is done with it. A query's also says how far it is ahead of the key; that of
+    "position", on a CPU, does not."""
 
     def __init__(self, kind: str, base: Any, within: Within = ANY, side: str = ""):
         self.kind, self.base, self.within, self.side = kind, base, within, side
@@ -115,13 +116,17 @@ def kind_of(t: Any) -> str | None:
 
 class Table(types.Type):
     """An aux array, or a part of it. recorded: it is told which of the numbers that are read has the derivative 1, and
-    says where what is owed to that one is added up. narrow: how far an element is from the first is an int32."""
+    says where what is owed to that one is added up. narrow: how far an element is from the first is an int32. checked:
+    a read outside is noted, and reads the first element."""
 
-    def __init__(self, dtype: str, element: Any, ndim: int, base: Any, recorded: bool = False, narrow: bool = False):
+    def __init__(
+        self, dtype: str, element: Any, ndim: int, base: Any, recorded: bool = False, narrow: bool = False,
+        checked: bool = False,
+    ):  # fmt: skip
         self.dtype, self.element, self.ndim, self.base = dtype, element, ndim, base
-        self.recorded, self.narrow = recorded, narrow
+        self.recorded, self.narrow, self.checked = recorded, narrow, checked
         # Types of equal names are one type to Numba. float16 lies in memory as uint16 on a CPU and as float16 on a GPU.
-        words = f"{', recorded' * recorded}{', narrow' * narrow}"
+        words = f"{', recorded' * recorded}{', narrow' * narrow}{', checked' * checked}"
         super().__init__(name=f"table({dtype} as {element}, {ndim}, {base}{words})")
 
 
@@ -143,7 +148,8 @@ class _TableModel(models.StructModel):
         members = [("data", types.CPointer(t.element)), ("shape", sizes), ("strides", sizes)]
         # owed, owed_strides: where the sum for the first element is, and for the others; state: where READS are
         owed = [("owed", types.int64), ("owed_strides", sizes), ("state", types.CPointer(types.int64))]
-        super().__init__(manager, t, members + owed * t.recorded)
+        outside = [("outside", types.CPointer(types.int32))]  # becomes 1 at a read outside
+        super().__init__(manager, t, members + owed * t.recorded + outside * t.checked)
 
 
 # Three int64 numbers: how many numbers were read, which of them has the derivative 1, where what is owed to it goes.

@@ -73,7 +73,7 @@ def _read(t: Any, index: Any) -> Any:
         raise errors.TypingError(MARK + too_many_numbers(t.ndim, len(indices)))
     left = t.ndim - len(indices)
     if left:
-        return Table(t.dtype, t.element, left, t.base, t.recorded, t.narrow)
+        return Table(t.dtype, t.element, left, t.base, t.recorded, t.narrow, t.checked)
     if t.recorded:
         return Number("dual", t.base)
     return _number_in(t)
@@ -128,12 +128,13 @@ def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     for axis, (kind, value) in enumerate(indices):
         at = code.whole(kind, value, t.narrow and is_narrow(kind))
         length, first = code.resized(shape[axis], at.type), ir.Constant(at.type, 0)
-        if within_of(kind)[0] < 0:  # from the end
+        if within_of(kind)[0] < 0 and getattr(kind, "side", "") != "position":  # from the end
             at = builder.select(builder.icmp_signed("<", at, first), builder.add(at, length), at)
-        if not code.on_gpu:  # where others use the memory beyond: the nearest element
-            last = builder.sub(length, ir.Constant(at.type, 1))
-            at = builder.select(builder.icmp_signed(">", at, last), last, at)
-            at = builder.select(builder.icmp_signed("<", at, first), first, at)
+        if t.checked:
+            compare = builder.icmp_signed if within_of(kind)[0] >= 0 else builder.icmp_unsigned
+            is_outside = compare(">=", at, length)
+            at, flag = builder.select(is_outside, first, at), builder.zext(is_outside, ir.IntType(32))
+            builder.store(builder.or_(builder.load(table.outside), flag), table.outside)
         way = (code.resized(x, size) for x in (at, strides[axis]))
         offset, count = builder.add(offset, builder.mul(*way)), axis + 1
         if t.recorded:
@@ -145,6 +146,8 @@ def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     part.data = pointer
     part.shape = cgutils.pack_array(builder, shape[count:])
     part.strides = cgutils.pack_array(builder, strides[count:])
+    if t.checked:
+        part.outside = table.outside
     if t.recorded:
         part.owed, part.state = owed, table.state
         part.owed_strides = cgutils.pack_array(builder, owed_strides[count:])

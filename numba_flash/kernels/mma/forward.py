@@ -206,8 +206,8 @@ def make(config):
             queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
             first_row = (now >> int32(5 + shift)) * warp_rows
             apply_functions(
-                acc_s, row.mask_bits, j, tile.b, tile.h, first_row, now & int32(31), position, queries_left, asks,
-                arrays, strides, score,
+                acc_s, row.mask_bits, j, tile.b, tile.h, first_row, now & int32(31), tile.first_query, position,
+                queries_left, asks, arrays, strides, score,
             )  # fmt: skip
 
     @inlined

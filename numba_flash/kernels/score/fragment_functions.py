@@ -33,6 +33,7 @@ class LaneScores(NamedTuple):
     h: Any  # the head of the query tile's first row
     first_row: Any  # the lane's, in the query tile
     last_row: Any  # of the query tile, that exists
+    first_query: Any  # the query tile's
     first_key: Any  # the lane's
     tile_pos: Any  # position of the query tile's first query
     ahead: Any  # position of the lane's first row less first_key
@@ -90,7 +91,7 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
                     query = int32(uint32(row) // uint32(group))
                     q_pos, head = int64(place.tile_pos + query), int32(place.h + row - query * group)
                     ahead = q_pos - k_pos if shared else place.ahead + (r * 8 - n * 8 - i)
-                    at = Placed(place.b, head, query, k_pos, q_pos, ahead)
+                    at = Placed(place.b, head, int32(place.first_query + query), k_pos, q_pos, ahead)
                     acc_s[index], seen = applied(acc_s[index], at, asks, arrays, strides, score)
                     if has_mask_mod:
                         if not seen:
@@ -101,19 +102,21 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
     every_block = repeated(block, blocks if present else 0)
 
     @inlined
-    def place_of(j, b, h, first_row, lane, tile_pos, queries_left):
+    def place_of(j, b, h, first_row, lane, first_query, tile_pos, queries_left):
         first, first_key = int32(first_row + first_row_of(lane)), int32(j * tile_n + first_column_of(lane))
         last, ahead = int32(queries_left * group - 1), int64(tile_pos + first - first_key)
-        return LaneScores(b, h, first, last, first_key, tile_pos, ahead)
+        return LaneScores(b, h, first, last, first_query, first_key, tile_pos, ahead)
 
     @inlined
-    def apply(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, asks, arrays, strides, score):
+    def apply(
+        acc_s, mask_bits, j, b, h, first_row, lane, first_query, tile_pos, queries_left, asks, arrays, strides, score
+    ):
         """acc_s <- score_mod of scale * acc_s, for scores that count; mask_bits <- without what mask_mod removes.
 
         asks: whether mask_mod removes something of this tile (tile_walk.py). first_row: the warp's, in the query tile,
-        whose first query is at position tile_pos; h: the head of its first row.
+        which begins with first_query at position tile_pos; h: the head of its first row.
         """
-        place = place_of(j, b, h, first_row, lane, tile_pos, queries_left)
+        place = place_of(j, b, h, first_row, lane, first_query, tile_pos, queries_left)
         for r in range(2 * strips):
             if int32(uint32(place.first_row + r * 8) // uint32(group)) >= queries_left:  # a row that does not exist
                 for word in range(words):
@@ -121,13 +124,30 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
         every_block(acc_s, mask_bits, place, FALSE, asks, arrays, strides, score)
 
     @inlined
-    def apply_inside(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, asks, arrays, strides, score):
+    def apply_inside(
+        acc_s, mask_bits, j, b, h, first_row, lane, first_query, tile_pos, queries_left, asks, arrays, strides, score
+    ):
         """Likewise for a tile in which every row exists and sees every key, apart from mask_mod. If the tile has
         several heads' queries, functions are called with the last row that exists in place of those that do not."""
         if has_score_mod and asks:  # score_mod only for scores that mask_mod leaves
-            apply(acc_s, mask_bits, j, b, h, first_row, lane, tile_pos, queries_left, asks, arrays, strides, score)
+            apply(
+                acc_s,
+                mask_bits,
+                j,
+                b,
+                h,
+                first_row,
+                lane,
+                first_query,
+                tile_pos,
+                queries_left,
+                asks,
+                arrays,
+                strides,
+                score,
+            )
         else:
-            place = place_of(j, b, h, first_row, lane, tile_pos, queries_left)
+            place = place_of(j, b, h, first_row, lane, first_query, tile_pos, queries_left)
             # Without a score_mod this is called where mask_mod decides.
             alone = FALSE if has_score_mod else TRUE
             every_block(acc_s, mask_bits, place, TRUE, alone, arrays, strides, score)

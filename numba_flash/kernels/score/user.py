@@ -29,8 +29,8 @@ def _base(config: Any, option: str) -> str:
     return "for 16 bits" if quick else config.compute_dtype
 
 
-def _positions(config: Any, base: str, placed: bool) -> Any:
-    """-> where(at): the integer arguments of a function."""
+def _positions(config: Any, option: str, base: str, placed: bool) -> tuple[Any, Any]:
+    """-> (row(at), where(at)): the integer arguments of a function; row: that of q, if it asks for it."""
     from ...functions import compiled
 
     whole, (query, key) = compiled.as_number("whole", base, config.narrow), compiled.as_positions(base, config.narrow)
@@ -43,7 +43,15 @@ def _positions(config: Any, base: str, placed: bool) -> Any:
     def of_at(at):
         return whole(at.b), whole(at.h), query(at.q_pos, int64(at.q_pos) - int64(at.k_index)), key(at.k_index)
 
-    return of_placed if placed else of_at
+    @inlined
+    def no_row(at):
+        return ()
+
+    @inlined
+    def row(at):
+        return (whole(at.q_index),)
+
+    return row if config.function(option).asks_row else no_row, of_placed if placed else of_at
 
 
 def _compiled(config: Any, option: str, derivative: bool, placed: bool) -> Any:
@@ -51,13 +59,13 @@ def _compiled(config: Any, option: str, derivative: bool, placed: bool) -> Any:
 
     function, base = config.function(option), _base(config, option)
     call = inlined(function.build(compiled.stand_ins(base), inlined))
-    where, tables = _positions(config, base, placed), _tables(config, base)
+    (row, where), tables = _positions(config, option, base, placed), _tables(config, base)
     if option == "mask_mod":
         truth = compiled.truth_of(option, function)
 
         @inlined
         def visible(at, arrays, strides):
-            return truth(call(*(where(at) + tables(arrays, strides))))
+            return truth(call(*(row(at) + where(at) + tables(arrays, strides))))
 
         return visible
     number = compiled.as_number("dual" if derivative else "real", base)
@@ -65,7 +73,7 @@ def _compiled(config: Any, option: str, derivative: bool, placed: bool) -> Any:
 
     @inlined
     def found(s, at, arrays, strides):
-        return call(*((number(s),) + where(at) + tables(arrays, strides)))
+        return call(*(row(at) + (number(s),) + where(at) + tables(arrays, strides)))
 
     @inlined
     def value(s, at, arrays, strides):
@@ -93,7 +101,8 @@ def _compiled_recorded(config: Any) -> Any:
 
     function, base, count = config.function("score_mod"), _base(config, "score_mod"), len(config.aux)
     call = inlined(function.build(compiled.stand_ins(base), inlined))
-    where, number = _positions(config, base, placed=False), compiled.as_number("real", base)
+    row, where = _positions(config, "score_mod", base, placed=False)
+    number = compiled.as_number("real", base)
     result, slope = (make("score_mod", base, function) for make in (compiled.result, compiled.derivative))
     reads = compiled.READS
 
@@ -112,7 +121,7 @@ def _compiled_recorded(config: Any) -> Any:
     def owed(s, at, read, arrays, strides, sizes):
         state = local.array(reads, int64)  # in registers
         state[0], state[1], state[2] = 0, read, 0
-        y = call(*((number(s),) + where(at) + tables(arrays, strides, sizes, state)))
+        y = call(*(row(at) + (number(s),) + where(at) + tables(arrays, strides, sizes, state)))
         return result(y), slope(y), state[2], state[0]
 
     return owed
@@ -148,7 +157,7 @@ def _simulated_recorded(config: Any) -> Any:
             numbers.RecordedTable(base, x.array, n) if n in wanted else numbers.Table(base, x.array)
             for n, x in enumerate(own)
         ]
-        y, d = numbers.score_of(function, base, s, (at.b, at.h, at.q_pos, at.k_index), tables, False)
+        y, d = numbers.score_of(function, base, s, (at.b, at.h, at.q_pos, at.k_index, at.q_index), tables, False)
         parts = list(numbers.parts_of(d))
         if read >= len(parts):
             return y, base(0), np.int64(0), np.int64(len(parts))
@@ -195,7 +204,7 @@ def _simulated(config: Any, option: str, derivative: bool) -> Any:
     def where(at):
         # Compiled functions use `ahead`, Python's use both positions: they must agree.
         assert getattr(at, "ahead", at.q_pos - at.k_index) == at.q_pos - at.k_index, f"ahead is wrong: {at}"
-        return at.b, at.h, at.q_pos, at.k_index
+        return at.b, at.h, at.q_pos, at.k_index, at.q_index
 
     @cuda.jit(device=True)
     def visible(at, arrays, strides):

@@ -134,11 +134,12 @@ def make(config, sides):
         first_row, lane = rows_of_lane()
         own, at = tile_of(tile.work_tile), position(tile.work_tile)
         left = int32(min(sizes.seqlen_q - own.first_query, queries))
-        s, bits = registers.acc_s, registers.mask_bits
+        s, bits, first = registers.acc_s, registers.mask_bits, own.first_query
+        j, b, h, asks = tile.j, own.b, own.h, tile.asks
         if tile.inside:
-            apply_inside(s, bits, tile.j, own.b, own.h, first_row, lane, at, left, tile.asks, arrays, strides, score)
+            apply_inside(s, bits, j, b, h, first_row, lane, first, at, left, asks, arrays, strides, score)
         else:
-            apply_masked(s, bits, tile.j, own.b, own.h, first_row, lane, at, left, tile.asks, arrays, strides, score)
+            apply_masked(s, bits, j, b, h, first_row, lane, first, at, left, asks, arrays, strides, score)
 
     @inlined
     def add_options(base, tile, registers, score):
