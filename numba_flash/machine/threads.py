@@ -3,6 +3,7 @@
 import functools
 import os
 import sys
+from typing import Any
 
 import numba
 
@@ -16,7 +17,8 @@ def count() -> int:
     try:
         own = numba.get_num_threads()  # starts them
     except ValueError as error:
-        reason, layer = str(error).strip().partition("\n")[0], numba.config.THREADING_LAYER  # type: ignore[attr-defined]
+        config: Any = numba.config
+        reason, layer = str(error).strip().partition("\n")[0], config.THREADING_LAYER
         raise NotImplementedError(
             f"the threads of kernel='cpu' cannot be started with NUMBA_THREADING_LAYER={layer!r} ({reason}): unset it, "
             "or set it to 'workqueue', which is always there"
