@@ -308,6 +308,8 @@ def test_transforms_in_a_compiled_function(name, batch, options):
 )
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_what_a_graph_cannot_hold_of_transforms_is_refused_by_name(transform, options, words, fullgraph):
+    if not hasattr(torch.library, "register_vmap") and not fullgraph:
+        pytest.skip("torch 2.4 ends in an error of its own")
     q, k, v = made(Q, K, V)
 
     def run(q):
