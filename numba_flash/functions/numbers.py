@@ -389,7 +389,7 @@ def score_of(function: Function, base: Any, s: Any, positions: Any, tables: Any,
 def mask_of(function: Function, base: Any, positions: Any, tables: Any) -> bool:
     """mask_mod of one position: the truth of what it returns, as of `near or flags[i]`."""
     found = _called("mask_mod", function, base, (*[Whole(base, x) for x in positions], *tables))
-    if not _whole(found):
+    if not isinstance(found, bool | np.bool_ | Whole):
         raise TypeError(must_return("mask_mod", "True or False", function, found))
     return bool(_plain(found))
 
