@@ -401,7 +401,7 @@ def must_return(option: str, what: str, function: Function, found: Any) -> str:
 # Of an error in a function that runs as Python, and what it is raised as.
 KINDS = (
     *((AttributeError, TypeError), (NameError, TypeError), (TypeError, TypeError)),
-    *((ArithmeticError, ValueError), (LookupError, ValueError), (ValueError, ValueError)),
+    *((ArithmeticError, ValueError), (IndexError, IndexError), (ValueError, ValueError)),
     (NotImplementedError, NotImplementedError),
 )
 

@@ -337,7 +337,7 @@ class Quits:
 
 
 def test_errors_of_the_oracle_are_of_the_kinds_that_are_promised():
-    for text, kind in (("s + ids[i + 99]", ValueError), ("s.real", TypeError), ("i.bit_length() + s", TypeError)):
+    for text, kind in (("s + ids[i + 99]", IndexError), ("s.real", TypeError), ("i.bit_length() + s", TypeError)):
         with pytest.raises(kind, match=r"^score_mod: f \(.*line 2\)") as caught:
             beside.oracle("score_mod", made(text), "float64", AUX)(*PLACES[0])
         assert type(caught.value) is kind
