@@ -42,20 +42,17 @@ def read_functions(given: tuple[Any, ...]) -> tuple[tuple[Function | None, ...],
 
 
 def _forget() -> None:
-    """Plans, kernels and the parts of kernels that were made for functions; calls that run have their own references.
-
-    Only of modules that are loaded: most programs have few of these.
+    """Plans, the CPU's compiled functions, and the parts that GPU kernels were compiled from; calls that run have their
+    own references. Kernels stay loaded, as CUDA graphs have them. Most programs have loaded few of these modules.
     """
     modules = {
-        name.partition(".")[2]: module for name, module in sys.modules.items() if name.startswith("numba_flash.")
+        name.partition(".")[2]: module for name, module in list(sys.modules.items()) if name.startswith("numba_flash.")
     }
     for name in ("dispatch.forward", "dispatch.backward"):
         if name in modules:
             modules[name]._plans.clear()
-    if "gpu.compiled" in modules:
-        modules["gpu.compiled"].forget_functions()
     made: list[Any] = [vars(modules[name]).get(maker) for name, maker in _MAKERS if name in modules]
-    made += [value for name in modules if name.startswith("kernels.") for value in vars(modules[name]).values()]
+    made += [value for name in modules if name.startswith("kernels.") for value in list(vars(modules[name]).values())]
     for maker in made:
         if hasattr(maker, "cache_clear"):
             maker.cache_clear()
@@ -63,6 +60,6 @@ def _forget() -> None:
 
 _MAKERS = (
     *(("cpu.functions", "make"), ("cpu.functions", "make_gradient")),
-    *(("cpu.forward", "ready"), ("cpu.backward", "ready"), ("dispatch.launch", "_loaded")),
+    *(("cpu.forward", "ready"), ("cpu.backward", "ready")),
 )
 forgetting.append(_forget)

@@ -401,7 +401,7 @@ def score_of(function: Function, base: Any, s: Any, positions: Any, tables: Any,
 def mask_of(function: Function, base: Any, positions: Any, tables: Any) -> bool:
     """mask_mod of one position: the truth of what it returns, as of `near or flags[i]`."""
     found = _called("mask_mod", function, base, (), positions, tables)
-    if not _whole(found):
+    if not isinstance(found, bool | np.bool_ | Whole):
         raise TypeError(must_return("mask_mod", "True or False", function, found))
     return bool(_plain(found))
 
@@ -413,7 +413,7 @@ def must_return(option: str, what: str, function: Function, found: Any) -> str:
 # Of an error in a function that runs as Python, and what it is raised as.
 KINDS = (
     *((AttributeError, TypeError), (NameError, TypeError), (TypeError, TypeError)),
-    *((ArithmeticError, ValueError), (IndexError, IndexError), (LookupError, ValueError), (ValueError, ValueError)),
+    *((ArithmeticError, ValueError), (IndexError, IndexError), (ValueError, ValueError)),
     (NotImplementedError, NotImplementedError),
 )
 

@@ -93,13 +93,6 @@ def compiled(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
     return kernel
 
 
-def forget_functions() -> None:
-    """Unloads the kernels that were compiled with a caller's functions, when nobody has them any more."""
-    with compile_lock:
-        for key in [key for key in _kernels if _functions_of(key[0])]:
-            del _kernels[key]
-
-
 def _functions_of(config: AnyConfig) -> dict[str, Any]:
     """The caller's functions, by the argument's names."""
     return {name: value for name, value in getattr(config, "uses", ()) if hasattr(value, "tree")}

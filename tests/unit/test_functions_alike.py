@@ -291,6 +291,13 @@ def test_a_mask_of_real_numbers_is_refused():
         assert said.startswith("mask_mod must return True or False") and "float" in said
 
 
+@pytest.mark.filterwarnings("ignore:Bitwise inversion")
+def test_a_truth_that_is_inverted_is_refused():
+    function = made("y = not (i > j)\nreturn ~y", option="mask_mod")
+    assert "mask_mod must return True or False" in refused_by_the_oracle(function, "mask_mod")
+    assert "write not" in refused_by_the_compiler(function, "mask_mod")
+
+
 def test_an_error_of_another_library_names_the_argument(monkeypatch):
     """Whatever Numba raises, as AssertionError without text; not what the system does."""
 
@@ -330,7 +337,7 @@ class Quits:
 
 
 def test_errors_of_the_oracle_are_of_the_kinds_that_are_promised():
-    for text, kind in (("s + ids[i + 99]", ValueError), ("s.real", TypeError), ("i.bit_length() + s", TypeError)):
+    for text, kind in (("s + ids[i + 99]", IndexError), ("s.real", TypeError), ("i.bit_length() + s", TypeError)):
         with pytest.raises(kind, match=r"^score_mod: f \(.*line 2\)") as caught:
             beside.oracle("score_mod", made(text), "float64", AUX)(*PLACES[0])
         assert type(caught.value) is kind

@@ -214,8 +214,9 @@ _register_unary(operator.invert, None, lambda builder, x: builder.not_(x))
 
 
 def _register_truth(key: Any) -> None:
-    """What asks whether a number is not 0: `if` and `not`, of which Numba wants its own type."""
-    typed(key, lambda a: types.boolean if isinstance(a, Number) else None)
+    """What asks whether a number is not 0: `if`, of which Numba wants its own type, and `not`."""
+    of = Truth if key is operator.not_ else lambda base: types.boolean
+    typed(key, lambda a: of(a.base) if isinstance(a, Number) else None)
 
     @lower_builtin(key, Number)
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
