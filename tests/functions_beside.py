@@ -22,13 +22,13 @@ def oracle(option, function, base, aux=()):
     own, real = Function.of(option, function), np.dtype(base).type
     tables = [numbers.Table(real, array) for array in aux]
 
-    def score(s, *where):
+    def score(s, b, h, i, j):
         with np.errstate(all="ignore"):
-            y = numbers.score_of(own, real, s, where, tables, True)
+            y = numbers.score_of(own, real, s, (b, h, i, j, i), tables, True)
         return y.x, real(0) if y.d is None else y.d
 
-    def mask(s, *where):
-        return numbers.mask_of(own, real, where, tables)
+    def mask(s, b, h, i, j):
+        return numbers.mask_of(own, real, (b, h, i, j, i), tables)
 
     return score if option == "score_mod" else mask
 

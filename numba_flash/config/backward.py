@@ -5,9 +5,8 @@ from typing import Any, ClassVar
 
 from ..problem.options import BY_NAME
 from .aux_gradients import AuxElementsConfig
-from .forward import Config, LaunchFacts, tile_bytes
+from .forward import Config, LaunchFacts, layout, tile_bytes
 from .mask_bits import MaskBitsConfig
-from .shared_memory import layout
 from .simt_backward import DeltaConfig, HeadSumsConfig
 from .tile_states import TileOrderConfig, TileStatesConfig
 

@@ -1,5 +1,8 @@
 """Config: what one kernel is compiled for. All its fields are constants of the compiled code."""
 
+import collections
+import functools
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -21,6 +24,23 @@ def tile_bytes(rows: int, columns: int, item_size: int = 2) -> int:
 def panel_of_bias(tile_n: int) -> int:
     """The keys of a panel of a bias that TMA loads, for tiles of tile_n keys."""
     return next(keys for keys in (64, 32, 16) if tile_n % keys == 0)
+
+
+def places(**starts: int) -> Any:
+    """A NamedTuple of these numbers, which a kernel reads as constants."""
+    return _type(tuple(starts))(**starts)
+
+
+def layout(step: int = 1, **sizes: int) -> Any:
+    """Parts that follow each other: a NamedTuple of where each of them begins, and `end`. A part takes a multiple of
+    `step`."""
+    starts = itertools.accumulate((-(-size // step) * step for size in sizes.values()), initial=0)
+    return places(**dict(zip((*sizes, "end"), starts, strict=True)))
+
+
+@functools.cache
+def _type(names: tuple[str, ...]) -> Any:
+    return collections.namedtuple("Places", names)  # type: ignore[misc]
 
 
 class LaunchFacts:

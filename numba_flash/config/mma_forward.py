@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .forward import TensorConfig, tile_bytes
-from .shared_memory import places
+from .forward import TensorConfig, places, tile_bytes
 
 
 @dataclass(frozen=True)

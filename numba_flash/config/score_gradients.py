@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .backward import MmaBackwardConfig
-from .forward import tile_bytes
-from .shared_memory import layout
+from .forward import layout, tile_bytes
 
 
 @dataclass(frozen=True)

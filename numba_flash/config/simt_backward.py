@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..problem.options import GRADIENT_OF
-from .forward import ITEM_SIZE, Config, LaunchFacts
-from .shared_memory import layout
+from .forward import ITEM_SIZE, Config, LaunchFacts, layout
 
 
 @dataclass(frozen=True)

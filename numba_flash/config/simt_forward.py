@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from .forward import ITEM_SIZE, Config
-from .shared_memory import layout
+from .forward import ITEM_SIZE, Config, layout
 
 
 @dataclass(frozen=True)

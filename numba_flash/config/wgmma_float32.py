@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .forward import L2_BYTES, TensorConfig, tile_bytes
-from .shared_memory import layout
+from .forward import L2_BYTES, TensorConfig, layout, tile_bytes
 from .wgmma_forward import check_registers
 
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .forward import L2_BYTES, TensorConfig, panel_of_bias, tile_bytes
-from .shared_memory import layout
+from .forward import L2_BYTES, TensorConfig, layout, panel_of_bias, tile_bytes
 
 
 def check_registers(registers: tuple[int, int], consumers: int) -> None:

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .forward import ITEM_SIZE, Config, tile_bytes
+from .forward import ITEM_SIZE, Config, layout, tile_bytes
 from .mma_forward import MmaConfig
-from .shared_memory import layout
 
 
 @dataclass(frozen=True)

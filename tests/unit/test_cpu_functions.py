@@ -95,20 +95,20 @@ def test_reads_outside_an_array_raise_with_the_line(kernel, seqlen_q):
     def call(q_offset=0, **options):
         numba_flash.attention(q, k, k, **options, q_offset=q_offset, kernel=kernel)
 
-    def by_key(s, b, h, i, j, x):
-        return s + x[j]
+    def by_key(s, b, h, i, j, x):  # a decision, so that the shapes alone do not tell
+        return s + x[j] if h < 9 else s
 
     line = by_key.__code__.co_firstlineno + 1
     with pytest.raises(IndexError, match=rf"by_key \(.*, line {line}\): .*size 5.*row [0-9]+ of q.*, k_pos 5"):
         call(score_mod=by_key, aux=(table,))
     with pytest.raises(IndexError, match="k_pos 5"):
-        call(mask_mod=lambda b, h, i, j, x: x[b, j] == 0, aux=(segments,))
+        call(mask_mod=lambda b, h, i, j, x: x[b, j] == 0 if h < 9 else False, aux=(segments,))
     with pytest.raises(IndexError, match=r"q_pos, here -2, is before the array.*\(row 0 of q\)"):
-        call(-2, score_mod=lambda s, b, h, i, j, x: s + x[i], aux=(np.zeros(50),))
+        call(-2, score_mod=lambda s, b, h, i, j, x: s + x[i] if h < 9 else s, aux=(np.zeros(50),))
     with pytest.raises(IndexError, match="k_pos 0"):  # an index from the score
         call(score_mod=lambda s, b, h, i, j, x: x[int(s) + 9], aux=(table,))
     with pytest.raises(IndexError, match="k_pos 0"):
-        call(score_mod=lambda s, b, h, i, j, x: s + x[j - 6], aux=(table,))
+        call(score_mod=lambda s, b, h, i, j, x: s + x[j - 6] if h < 9 else s, aux=(table,))
     for shape in ((0,), (0, 5), (5, 0)):
         index = ", ".join("4" for _ in shape)
         with pytest.raises(IndexError, match="size 0"):
@@ -143,7 +143,7 @@ def test_reads_outside_an_array_for_what_is_hidden_are_none(seqlen_q):
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
 def test_reads_outside_an_array_raise_in_a_backward(kernel):
     q, table = np.zeros((1, 1, 20, 4)), np.zeros(20)
-    options = dict(score_mod=lambda s, b, h, i, j, x: s + x[j])
+    options = dict(score_mod=lambda s, b, h, i, j, x: s + x[j] if h < 9 else s)
     o, lse = numba_flash.attention(q, q, q, **options, aux=(table,), return_lse=True, kernel="reference")
     for wanted in (("dq",), ("dv",), ("daux[0]",)):
         with pytest.raises(IndexError, match="k_pos 9"):
@@ -350,7 +350,7 @@ def test_a_second_process_takes_it_from_the_cache(tmp_path):
             [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
         )
         outputs.append(run.stdout)
-        written.append([path.stat().st_mtime_ns for path in tmp_path.glob("cpu/score_mod-*.nbc")])
+        written.append([path.stat().st_ino for path in tmp_path.glob("cpu/score_mod-*.nbc")])
     assert outputs[0] == outputs[1] and written[0] == written[1] and len(written[0]) == 1
 
 

@@ -323,7 +323,7 @@ def test_what_a_debugger_raises_passes():
 
     own = Function.of("score_mod", made("s * 1.25"))
     with pytest.raises(BdbQuit):
-        numbers._called("score_mod", own, np.float64, (Quits(quits), 0, 0, 0, 0, *AUX))
+        numbers._called("score_mod", own, np.float64, (Quits(quits),), (0, 0, 0, 0, 0), AUX)
 
 
 class Quits:
