@@ -12,6 +12,7 @@ from contract_backward import (  # noqa: F401
     test_a_kv_head_gets_the_sum_of_its_group,
     test_any_strides,
     test_head_dim_v_may_differ,
+    test_large_scores,
     test_nothing_is_defined,
     test_scale,
     test_what_is_not_wanted_changes_nothing,

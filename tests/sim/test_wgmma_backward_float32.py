@@ -8,6 +8,7 @@ from contract_backward import (  # noqa: F401
     same,
     test_a_key_without_weight_gets_nothing_from_a_row_that_is_struck,
     test_head_dim_v_may_differ,
+    test_large_scores,
     test_nothing_is_defined,
     test_scale,
     test_whole_numbers_come_out_exactly,
