@@ -127,7 +127,7 @@ def backward(
     q, do = np.asarray(q, np.float64), np.asarray(do, np.float64)
     heads_kv = k.shape[1]
     k, v = _of_each_head(q, k), _of_each_head(q, v)
-    lse = lse[..., None]
+    lse = lse[..., None]  # in its own dtype, whose rounding counts
     with np.errstate(all="ignore"):
         o = np.asarray(o, np.float64)
         delta = np.sum(np.where(o == 0, 0.0, do * o), axis=-1, keepdims=True)  # 0 without keys, whatever do is there
@@ -137,8 +137,9 @@ def backward(
         s, through = _scores(q, k, scale, score_mod, softcap, alibi_slopes, q_offset, bias, visible, aux)
         p, of_sink, m, l = _weights(np.where(visible, s, -np.inf), sinks)
         own = np.where(l == 0, -np.inf, m + np.log(l))
-        share = np.exp(own - unrounded(lse, own)) / l  # times l it is 1, but where lse is that of more keys than these
-        p = np.where(visible & (s != -np.inf) & (lse != -np.inf), p * share, 0.0)
+        of_these = unrounded(lse, own) == own  # otherwise lse is that of more keys than these
+        p = np.where(of_these, p / l, np.exp(s - lse))
+        p = np.where(visible & (s != -np.inf) & (lse != -np.inf), p, 0.0)
         counts = _counts(p.shape, dropout_p, seed, q_offset)  # with dropout dV has P * counts, and dP is times counts
         dp = np.where(counts == 0, 0.0, counts * np.einsum("bhid,bhjd->bhij", do, v))
         ds = np.where(p == 0, 0.0, p * (dp - delta))
@@ -154,7 +155,9 @@ def backward(
             of_positions = np.where(p == 0, 0.0, -ds * _distance(q_offset, q.shape[2], k.shape[2]))
             dalibi_slopes = _summed(of_positions, (*alibi_slopes.shape, 1, 1))[..., 0, 0]
         if sinks is not None:
-            weight = np.where((_of_rows(sinks) == -np.inf) | (lse == -np.inf), 0.0, of_sink * share)
+            sink = _of_rows(sinks)
+            weight = np.where(of_these, of_sink / l, np.exp(sink - lse))
+            weight = np.where((sink == -np.inf) | (lse == -np.inf), 0.0, weight)
             of_rows = np.where(weight == 0, 0.0, -weight * delta)
             dsinks = _summed(of_rows, (*sinks.shape, 1, 1))[..., 0, 0]
         products = scale * np.einsum("bhid,bhjd->bhij", q, k) if wanted_aux else s

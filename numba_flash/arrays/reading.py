@@ -234,13 +234,13 @@ def read(name: str, x: Any) -> Array:
         reader = _READERS[type(x)] = _reader_for(name, x)
     try:
         return reader(x)
-    except (TypeError, RuntimeError, ValueError, BufferError) as error:
-        error.args = (f"{name}: {error}",)
-        raise
     except Exception as error:
-        if reader not in (_dlpack, _cuda_interface):
-            raise
-        raise TypeError(f"{name}: {type(x).__name__} cannot be read, {type(error).__name__}: {error}") from error
+        by_protocol = reader in (_dlpack, _cuda_interface)  # an object of a library that nobody knows here
+        if by_protocol and not isinstance(error, TypeError | NotImplementedError | ValueError):
+            raise TypeError(f"{name}: {type(x).__name__} cannot be read, {type(error).__name__}: {error}") from error
+        if isinstance(error, TypeError | RuntimeError | ValueError | BufferError):
+            error.args = (f"{name}: {error}",)
+        raise
 
 
 def _reader_for(name: str, x: Any) -> Callable[[Any], Array]:

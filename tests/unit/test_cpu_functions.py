@@ -370,7 +370,7 @@ def test_keys_that_mask_mod_hides_at_the_ends_are_left_out(name, width):
     first, end = 10, 77
     rows = 1 if width == "row" else 5
     across = 1 if width == "row" else build.Shape(numba.float32).lanes
-    s, places = np.ones(across * (end - first), np.float32), np.zeros(2 * across, np.int64)
+    s, places = np.ones(across * (end - first), np.float32), np.zeros(2 * across + slot.OF_PANEL, np.int64)
     pointers = np.zeros(slot.ALL_POINTERS, np.int64)
 
     @numba.njit

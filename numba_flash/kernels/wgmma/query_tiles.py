@@ -42,6 +42,7 @@ class WorkTile(NamedTuple):
 
     b: int
     h: int  # the first head
+    h_kv: int
     first_query: int
     keys: int  # how many are valid
     position: int  # of its first query among the keys
@@ -153,7 +154,7 @@ def make(config):
         store_shared(at + WORK, uint32(work))
         store_shared(at + B, uint32(tile.b))
         store_shared(at + H, uint32(tile.h))
-        store_shared(at + H_KV, uint32(divide(tile.h, divide(sizes.heads, sizes.heads_kv))))
+        store_shared(at + H_KV, uint32(tile.h_kv))
         store_shared(at + FIRST_QUERY, uint32(tile.first_query))
         store_shared(at + KEYS, uint32(tile.keys))
         store_shared(at + BEGIN, uint32(tile.begin))
@@ -182,7 +183,9 @@ def make(config):
             b, h, first_query = int32(0), int32(0), int32(0)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         position = first_query + q_start
-        tile = WorkTile(b, h, first_query, keys, position, *tiles_of(first_query, position, keys, sizes))
+        begin, free, cut, stop = tiles_of(first_query, position, keys, sizes)
+        h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
+        tile = WorkTile(b, h, h_kv, first_query, keys, position, begin, free, cut, stop)
         publish(base, i, work, tile, arrays, strides, sizes)
         if has_mask or has_states:  # read again, not kept in registers until here
             work_tile = rings.work_tile(base, i)
