@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 
 import numba_flash
-from numba_flash.demo.measure import REPEATS, Measured
-from numba_flash.demo.memory import Memory
-from numba_flash.demo.minilm import BATCH, MiniLM
-from numba_flash.demo.passages import Passage, project_passages
-from numba_flash.demo.picture_text import text_picture
-from numba_flash.demo.plain import plain_attention
-from numba_flash.demo.scene import make_scene
-from numba_flash.demo.screen import Screen
-from numba_flash.demo.search import QUESTIONS, Answer, search
-from numba_flash.demo.weights import MODEL_PACKAGE, installed_model, load, missing_readers, random_model
+
+from .measure import REPEATS, Measured
+from .memory import Memory
+from .minilm import BATCH, MiniLM
+from .passages import Passage, project_passages
+from .picture_text import text_picture
+from .plain import plain_attention
+from .scene import make_scene
+from .screen import Screen
+from .search import QUESTIONS, Answer, search
+from .weights import MODEL_PACKAGE, installed_model, load, missing_readers, random_model
 
 # Every run measures again, and the plain formula and the oracle take most of its time: beside other programs, where
 # NumPy's BLAS all but stands still, 7 s for 6 passages, and 69 s for 24 in one batch.
@@ -179,7 +180,7 @@ def show_pictures(minilm: MiniLM, picture: str, screen: Screen) -> bool:
     if importlib.util.find_spec("matplotlib") is None:
         screen.say("With matplotlib installed, the demo would draw this as a picture, too.")
     else:
-        from numba_flash.demo.picture import save_picture
+        from .picture import save_picture
 
         save_picture(scene, picture)
         screen.say(f"The same as a picture: {Path(picture).resolve()}")

@@ -1,8 +1,8 @@
 """A small language model answers questions about this project, and every attention in it is ours.
 
-    python -m numba_flash demo [--model FOLDER] [--picture FILE] [--ask QUESTION]
+    python examples/demo [--model FOLDER] [--picture FILE] [--ask QUESTION]
 
-`scripts/demo` does the same from a clean checkout, with all of its own set-up.
+`sh scripts/demo` does the same from a clean checkout, and installs what it needs.
 """
 
 import argparse
@@ -14,14 +14,14 @@ PICTURE = "numba_flash_demo.png"
 
 def run(model: str | None = None, picture: str = PICTURE, questions: Sequence[str] = (), quiet: bool = False) -> bool:
     """Run the demo; True when every check held. No `questions` means the demo's own."""
-    from numba_flash.demo.story import tell
+    from .story import tell
 
     return tell(model, picture, questions, quiet)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. 0: all checks held, 1: one did not, 2: the demo could not run as asked."""
-    parser = argparse.ArgumentParser(prog="python -m numba_flash demo", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python examples/demo", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--model", metavar="FOLDER", help="holds MiniLM's config.json, tokenizer.json and model.safetensors"
     )

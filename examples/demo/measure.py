@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from numba_flash.demo.minilm import Attention
+from .minilm import Attention
 
 REPEATS = 3
 

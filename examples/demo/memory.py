@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 
 import numba_flash
-from numba_flash.demo import minilm as model
-from numba_flash.demo.minilm import MiniLM
 from numba_flash.machine.cache_folder import cache_folder
+
+from . import minilm as model
+from .minilm import MiniLM
 
 
 class Memory:

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numba_flash
-
-# What is written for users. The pages lie beside the package in a checkout; an installed package has none.
+ROOT = Path(__file__).resolve().parents[2]
+# What is written for users.
 PAGES = (
     "README.md",
     "docs/contract.md",
@@ -20,7 +19,7 @@ PAGES = (
     "docs/troubleshooting.md",
     "docs/variants.md",
 )
-MODULES = ("api/*.py", "compat/*.py", "debug/*.py", "mods.py", "reference.py", "testing/*.py")
+MODULES = tuple(f"numba_flash/{name}.py" for name in ("api/*", "compat/*", "debug/*", "mods", "reference", "testing/*"))
 MIN_WORDS = 25  # less says too little to be found by its meaning
 MAX_WORDS = 100  # more no longer fits the 256 tokens the model reads
 
@@ -33,16 +32,13 @@ class Passage:
 
 
 def project_passages() -> list[Passage]:
-    package = Path(numba_flash.__file__).parent
-    root = package.parent
     found: list[Passage] = []
     for name in PAGES:
-        if (root / name).is_file():
-            found += split((root / name).read_text(encoding="utf-8"), name)
-    for path in sorted(path for names in MODULES for path in package.glob(names)):
+        found += split((ROOT / name).read_text(encoding="utf-8"), name)
+    for path in sorted(path for names in MODULES for path in ROOT.glob(names)):
         for line, text in docstrings(path.read_text(encoding="utf-8")):
             if len(text.split()) >= MIN_WORDS:
-                found += split(text, path.relative_to(root).as_posix(), line)
+                found += split(text, path.relative_to(ROOT).as_posix(), line)
     return found
 
 

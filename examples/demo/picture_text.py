@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from numba_flash.demo.scene import SENTENCE, TILE, Scene
+from .scene import SENTENCE, TILE, Scene
 
 SHADES = " ░▒▓█"
 BARS = "▁▂▃▄▅▆▇█"

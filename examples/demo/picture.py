@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from numba_flash.demo.scene import SENTENCE, TILE, Scene
+from .scene import SENTENCE, TILE, Scene
 
 BLUE, ORANGE, GREY = "#1f5fa8", "#d9772b", "#9a9a9a"
 COMPONENTS = 5  # of o that are drawn; all of them would be a thicket

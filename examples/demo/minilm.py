@@ -17,7 +17,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from numba_flash.demo.tokens import Tokenizer
+from .tokens import Tokenizer
 
 Attention = Callable[..., np.ndarray]
 Batch = tuple[list[int], np.ndarray, np.ndarray]  # which texts, their token ids, their lengths
