@@ -5,7 +5,7 @@ All of it takes minutes, and runs on a GPU.
 
 import numpy as np
 import pytest
-from contract_backward import (  # noqa: F401
+from contracts.backward import (  # noqa: F401
     Rung,
     incoming,
     test_a_key_without_weight_gets_nothing_from_a_row_that_is_struck,
@@ -22,7 +22,7 @@ from contract_backward import (  # noqa: F401
     test_what_is_not_wanted_changes_nothing,
     test_whole_numbers_come_out_exactly,
 )
-from contract_functions import BY_PLACE
+from contracts.functions import BY_PLACE
 
 from numba_flash import testing
 from numba_flash.select import backward_tiles

@@ -5,9 +5,9 @@ import math
 
 import numpy as np
 import pytest
-from contract_backward import Rung, incoming
-from contract_functions import BY_PLACE
-from metamorphic import both_close
+from contracts.backward import Rung, incoming
+from contracts.functions import BY_PLACE
+from contracts.metamorphic import both_close
 
 from numba_flash import testing
 

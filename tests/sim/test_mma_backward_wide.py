@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from contract_backward import (  # noqa: F401
+from contracts.backward import (  # noqa: F401
     Rung,
     incoming,
     test_a_key_without_weight_gets_nothing_from_a_row_that_is_struck,
@@ -17,7 +17,7 @@ from contract_backward import (  # noqa: F401
     test_scale,
     test_what_is_not_wanted_changes_nothing,
 )
-from contract_functions import BY_PLACE
+from contracts.functions import BY_PLACE
 
 import numba_flash
 from numba_flash import testing

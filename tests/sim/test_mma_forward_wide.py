@@ -2,10 +2,10 @@
 
 import dataclasses
 
-import contract
 import numpy as np
 import pytest
-from contract import (  # noqa: F401
+from contracts import forward
+from contracts.forward import (  # noqa: F401
     test_any_strides,
     test_head_dim_v_may_differ,
     test_maxima_that_move,
@@ -16,7 +16,7 @@ from contract import (  # noqa: F401
     test_scale,
     test_scores_of_minus_infinity_in_whole_tiles,
 )
-from contract_wide import (  # noqa: F401
+from contracts.fp32_fp64 import (  # noqa: F401
     float32,
     test_a_large_bias_is_exact,
     test_all_options_and_a_group_in_one_tile,
@@ -38,7 +38,7 @@ from numba_flash.select import tiles
 
 @pytest.fixture(scope="session", params=["float32", "float64"])
 def rung(request):
-    return contract.Rung("mma", testing.rows_padded, tensor=True, tile=16, slow=True, usual=request.param)
+    return forward.Rung("mma", testing.rows_padded, tensor=True, tile=16, slow=True, usual=request.param)
 
 
 # Warps of 32 rows; products of 8 rows, as sm_80 has them; columns of O that two blocks have between them, or two warps.
@@ -58,7 +58,7 @@ def test_other_tiles(dtype, row, cc, head_dim_v, monkeypatch, nothing_remembered
     machine = dataclasses.replace(Target.of(None), cc=cc)
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
     monkeypatch.setitem(tiles.TABLES, f"mma_{dtype}", (tiles.MmaWide(512, *row, blocks_per_sm=1, rescale_threshold=8),))
-    rung = contract.Rung("mma", testing.rows_padded, tensor=True, usual=dtype)
+    rung = forward.Rung("mma", testing.rows_padded, tensor=True, usual=dtype)
     case = rung.problem(34, 50, batch=1, heads=1, head_dim=24, head_dim_v=head_dim_v)
     config = api.prepare_call(case.q, case.k, case.v, dict(kernel="mma"))[1].choice.config
     assert (config.warp_rows, config.large_f64) == (row[2], dtype == "float64" and cc == (9, 0))
@@ -80,7 +80,7 @@ def test_two_steps_over_head_dim_at_a_time(head_dim, monkeypatch, nothing_rememb
     """Of 16 columns each: head_dim 8 and 40 have an odd number of them."""
     row = tiles.MmaWide(512, 16, 16, 16, column_groups=2, blocks_per_sm=1, rescale_threshold=8, unrolled=True)
     monkeypatch.setitem(tiles.TABLES, "mma_float32", (row,))
-    rung = contract.Rung("mma", testing.rows_padded, tensor=True, usual="float32")
+    rung = forward.Rung("mma", testing.rows_padded, tensor=True, usual="float32")
     case = rung.problem(7, 20, batch=1, heads=1, head_dim=head_dim, head_dim_v=136)
     assert api.prepare_call(case.q, case.k, case.v, dict(kernel="mma"))[1].choice.config.unrolled
     rung.check(case, causal=True)
@@ -101,7 +101,7 @@ def test_slices_of_k_and_v_in_the_room_of_one_tile(
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
     row = tiles.MmaWide(256, tile_m, 32, 16, 2, 1, rescale_threshold=8, sliced=True, scalar_loads=scalar_loads)
     monkeypatch.setitem(tiles.TABLES, "mma_float64", (row,))
-    rung = contract.Rung("mma", testing.rows_padded, tensor=True, usual="float64")
+    rung = forward.Rung("mma", testing.rows_padded, tensor=True, usual="float64")
     case = rung.problem(20, 70, batch=1, heads=1, head_dim=head_dim, head_dim_v=head_dim_v)
     config = api.prepare_call(*map(rung.move, (case.q, case.k, case.v)), dict(kernel="mma"))[1].choice.config
     assert (config.sliced, config.scalar_loads) == (True, scalar_loads)

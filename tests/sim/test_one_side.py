@@ -1,8 +1,8 @@
 """ALiBi in tiles on one side of the queries (numba_flash/kernels/score/one_side.py)."""
 
-import contract
 import numpy as np
 import pytest
+from contracts import forward
 
 from numba_flash import testing
 from numba_flash.api import forward as api
@@ -21,7 +21,7 @@ def config_of(case, **options):
 
 @pytest.fixture(scope="session")
 def rung():
-    return contract.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    return forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
 
 
 # 64 queries and 32 keys to a tile: tiles on either side, and between them some on both. The last rows have the largest

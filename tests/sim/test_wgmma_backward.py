@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from contract_backward import (  # noqa: F401
+from contracts.backward import (  # noqa: F401
     Rung,
     incoming,
     same,

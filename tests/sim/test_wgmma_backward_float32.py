@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from contract_backward import (  # noqa: F401
+from contracts.backward import (  # noqa: F401
     Rung,
     incoming,
     same,

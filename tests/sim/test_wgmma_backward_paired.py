@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from contract_backward import Rung, incoming, same
+from contracts.backward import Rung, incoming, same
 
 from numba_flash import testing
 from numba_flash.kernels.steps import recompute_keys, recompute_queries

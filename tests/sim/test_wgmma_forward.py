@@ -2,10 +2,10 @@
 
 import dataclasses
 
-import contract
 import numpy as np
 import pytest
-from contract import (  # noqa: F401
+from contracts import forward
+from contracts.forward import (  # noqa: F401
     test_any_strides,
     test_head_dim_v_may_differ,
     test_many_tiles,
@@ -26,7 +26,7 @@ from numba_flash.select import tiles
 
 @pytest.fixture(scope="session")
 def rung():
-    return contract.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    return forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
 
 
 # Blocks stay and take tile after tile, which takes more tiles than multiprocessors: rings of stages go round, phases

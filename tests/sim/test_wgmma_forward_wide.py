@@ -2,10 +2,10 @@
 
 import dataclasses
 
-import contract
 import numpy as np
 import pytest
-from contract import (  # noqa: F401
+from contracts import forward
+from contracts.forward import (  # noqa: F401
     test_any_strides,
     test_head_dim_v_may_differ,
     test_maxima_that_move,
@@ -17,7 +17,7 @@ from contract import (  # noqa: F401
     test_scale,
     test_scores_of_minus_infinity_in_whole_tiles,
 )
-from contract_wide import (  # noqa: F401
+from contracts.fp32_fp64 import (  # noqa: F401
     float32,
     test_a_large_bias_is_exact,
     test_all_options_and_a_group_in_one_tile,
@@ -41,7 +41,7 @@ from numba_flash.select import tiles
 
 @pytest.fixture(scope="session")
 def rung():
-    return contract.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True, usual="float32")
+    return forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True, usual="float32")
 
 
 def config_of(case, **options):
@@ -115,7 +115,7 @@ def one_key(rung, v):
     case = rung.problem(3, 1, batch=1, heads=1, head_dim=8, head_dim_v=v.size)
     case.v[...] = v
     o, _ = rung(case)
-    assert contract.same_bits(o, np.broadcast_to(o[:, :, :1], o.shape))
+    assert forward.same_bits(o, np.broadcast_to(o[:, :, :1], o.shape))
     return o[0, 0, 0]
 
 
@@ -126,7 +126,7 @@ def test_one_key_gives_its_value(rung, size, no_repair):
     v = (1 + np.random.default_rng(3).integers(0, 2**23, 64) / 2**23).astype(np.float32) * np.float32(size)
     v[:3] = np.float32(2**24 - 1) / 2**23 * size, size, -size
     v = np.where(np.abs(v) < np.float32(float.fromhex("0x1.ffp127")), v, np.float32(size))
-    assert contract.same_bits(one_key(rung, v), v)
+    assert forward.same_bits(one_key(rung, v), v)
 
 
 # What lies below 2^-133 of a number is rounded away.

@@ -3,8 +3,8 @@
 import math
 import types
 
-import compiler
 import pytest
+from helpers import compiler
 
 from numba_flash.config.forward import LaunchFacts
 from numba_flash.gpu import compiled

@@ -6,11 +6,11 @@ import inspect
 import itertools
 import re
 
-import compiler
 import pytest
-from machines import A100, AMPERE, B200, HOPPER, RTX_5090, TURING, empty
-from simt_kernels import ALL, BACKWARD, everything, local_bytes
-from simt_kernels import backward_problem as problem
+from helpers import compiler
+from helpers.machines import A100, AMPERE, B200, HOPPER, RTX_5090, TURING, empty
+from helpers.simt_kernels import ALL, BACKWARD, everything, local_bytes
+from helpers.simt_kernels import backward_problem as problem
 
 from numba_flash.api.explain import BackwardExplanation
 from numba_flash.arrays import read

@@ -4,9 +4,9 @@ import dataclasses
 import heapq
 
 import pytest
+from helpers.machines import HOPPER, empty, problem
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import HOPPER, empty, problem
 
 from numba_flash.problem.ranges import UNBOUNDED, key_tiles, row_keys
 from numba_flash.select import cost_model

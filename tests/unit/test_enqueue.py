@@ -6,9 +6,9 @@ import re
 import struct
 import types
 
-import compiler
 import numpy as np
 import pytest
+from helpers import compiler
 
 import numba_flash
 from numba_flash.arrays import Array

@@ -6,8 +6,8 @@ C7519), registers and shared memory suffice for the blocks that its Config count
 sake it was written are there. The terminal summary has what was found.
 
 PTX is made once, for the oldest GPU, and assembled for each: compiling takes seconds, assembling tenths of them. What
-was found is kept (tests/gate_results.py): a gate compiles only when something has changed that could change it. Those
-that will compile are marked slow.
+was found is kept (tests/helpers/gate_results.py): a gate compiles only when something has changed that could change it.
+Those that will compile are marked slow.
 """
 
 import dataclasses
@@ -20,11 +20,10 @@ import time
 import types
 from unittest import mock
 
-import compiler
-import gate_results
 import pytest
-from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, TURING, empty, problem
-from simt_kernels import BACKWARD, FORWARD, local_bytes
+from helpers import compiler, gate_results
+from helpers.machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, TURING, empty, problem
+from helpers.simt_kernels import BACKWARD, FORWARD, local_bytes
 
 from numba_flash.config.backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from numba_flash.config.score_gradients import MmaDauxConfig, MmaDbiasConfig

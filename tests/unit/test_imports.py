@@ -172,7 +172,7 @@ def test_a_plain_forward_loads_little(tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
         "from numba_flash import attention\n"
-        "from machines import HOPPER, problem\n"
+        "from helpers.machines import HOPPER, problem\n"
         "from numba_flash.dispatch.launch import make_launch\n"
         "from numba_flash.gpu.compiled import read_cache\n"
         "from numba_flash.select.forward import select\n"

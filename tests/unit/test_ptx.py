@@ -5,8 +5,8 @@ import functools
 import re
 from pathlib import Path
 
-import compiler
 import pytest
+from helpers import compiler
 
 import numba_flash
 from numba_flash.gpu import compiled

@@ -86,8 +86,10 @@ def test_what_failed_is_named_last(clone):
         body = (
             "import pytest\n\ndef test_that_passes():\n    pass\n\ndef test_that_skips():\n    pytest.skip('no GPU')\n"
         )
-        if folder in ("sim", "unit"):
+        if folder == "sim":
             body += "\ndef test_that_fails():\n    assert 1 == 2\n"
+        if folder == "unit":
+            body += "\nclass TestOfClass:\n    def test_that_fails(self):\n        assert 1 == 2\n"
         (clone / "tests" / folder / f"test_{folder}.py").write_text(body)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
     done = subprocess.run(
@@ -96,7 +98,7 @@ def test_what_failed_is_named_last(clone):
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines()[-2:] == [
         "FAILED tests/sim/test_sim.py::test_that_fails - assert 1 == 2",
-        "FAILED tests/unit/test_unit.py::test_that_fails - assert 1 == 2",
+        "FAILED tests/unit/test_unit.py::TestOfClass::test_that_fails - assert 1 == 2",
     ]
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from machines import A100, ADA, AMPERE, B200, HOPPER, KB, RTX_5090, TENSOR_MACHINES, TURING, empty, problem
+from helpers.machines import A100, ADA, AMPERE, B200, HOPPER, KB, RTX_5090, TENSOR_MACHINES, TURING, empty, problem
 
 from numba_flash.api.explain import Explanation
 from numba_flash.config.forward import TensorConfig

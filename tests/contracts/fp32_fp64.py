@@ -1,10 +1,10 @@
 """What holds of float32 and float64 on tensor cores beside the contract, for the kernel of the fixture `rung`."""
 
-import contract
 import numpy as np
 import pytest
-from contract_functions import BY_PLACE
 
+from contracts import forward
+from contracts.functions import BY_PLACE
 from numba_flash import testing
 
 
@@ -53,7 +53,7 @@ def test_what_is_read_or_asked_for_each_score(rung, how):
 # A bias beside which all that a float32 has behind the point is lost, or one so small that it counts alone.
 def test_a_large_bias_is_exact(rung):
     case = rung.problem(9, 20, batch=1, heads=1, bias=np.array([[1e30]], rung.dtype))
-    assert contract.same_bits(
+    assert forward.same_bits(
         rung(case)[0], rung(rung.problem(9, 20, batch=1, heads=1, bias=case.options["bias"] - 0))[0]
     )
     rung.check(case)

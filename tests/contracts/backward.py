@@ -1,36 +1,35 @@
 """The contract of attention_backward(), line by line, for whatever kernel the fixture `rung` holds.
 
-Each tier has its own `rung` and takes these tests over with one import, as it does contract.py's. Gradients are
-compared with the oracle's from the same o and lse; the other tests state one promise each, and compare bits wherever
-the promise is about bits.
+Each tier has its own `rung`. Gradients are compared with the oracle's from the same o and lse; the other tests state
+one promise each, and compare bits wherever the promise is about bits.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import contract
 import numpy as np
 import pytest
-from contract import identity, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
 import numba_flash
+from contracts import forward
+from contracts.forward import identity, same_bits
 from numba_flash import testing
 from numba_flash.api.backward import AttentionGradients
 from numba_flash.problem.options import GRADIENT_OF
 from numba_flash.testing import Case
 from numba_flash.testing import exact as testing_exact
 
-NAMES = tuple(GRADIENT_OF)  # without daux, of which a problem has any number: tests/contract_functions.py
+NAMES = tuple(GRADIENT_OF)  # without daux, of which a problem has any number: tests/contracts/functions.py
 # Why a backward on tensor cores may refuse a problem: nothing else is a reason to skip a test.
-REFUSALS = (*contract.REFUSALS, "no gradient of alibi_slopes", "no bias", "no mask", "no score_mod")
+REFUSALS = (*forward.REFUSALS, "no gradient of alibi_slopes", "no bias", "no mask", "no score_mod")
 
 
 @dataclass(frozen=True)
 class Rung:
-    """A kernel and the arrays it takes; the fields are those of contract.Rung."""
+    """A kernel and the arrays it takes; the fields are those of forward.Rung."""
 
     kernel: str
     move: Callable[[np.ndarray], Any] = identity
@@ -57,7 +56,7 @@ class Rung:
         return tuple(name for name in testing.FEATURES if not self.tensor or name not in ("bias", "mask"))
 
     def problem(self, *seqlens, dtype=None, **options):
-        return contract.problem(*seqlens, dtype=dtype or self.dtype, **options)
+        return forward.problem(*seqlens, dtype=dtype or self.dtype, **options)
 
     def __call__(self, case, given=None, wanted=None, **options):
         """AttentionGradients of a case as NumPy arrays; given: do, o, lse, dlse, else random ones."""
@@ -164,12 +163,12 @@ def test_lengths_need_be_no_multiple(rung, seqlen_q, seqlen_k):
 
 
 # In tiles of keys, as in the forward's contract: tiles that are free, cut by either edge, seen by no row.
-@pytest.mark.parametrize("how", contract.TILES)
+@pytest.mark.parametrize("how", forward.TILES)
 def test_many_tiles(rung, how):
     def in_keys(x):
         return x if x is None or isinstance(x, bool) else int(x * rung.tile)
 
-    options = dict(contract.TILES[how])
+    options = dict(forward.TILES[how])
     for name in ("window", "seqlens_k"):
         if name in options:
             options[name] = tuple(map(in_keys, options[name]))
@@ -227,11 +226,11 @@ def test_lse_beyond_the_range_of_exp(rung, level, options):
 
 # Every way in which a row can come to see no key, with all that such a row must not be moved by.
 @pytest.mark.parametrize("value", [1.0, np.nan, np.inf])
-@pytest.mark.parametrize("how", contract.HIDING)
+@pytest.mark.parametrize("how", forward.HIDING)
 def test_a_row_that_sees_no_key_gives_and_gets_zero(rung, how, value):
     if how not in ("causal", "window", "seqlens_k", *rung.features):
         pytest.skip(f"it takes no {how}")
-    hiding = contract.HIDING[how]
+    hiding = forward.HIDING[how]
     case = rung.problem(6, 7, **hiding)
     if how == "bias":
         visible = np.broadcast_to(np.arange(6) % 3 != 0, (2, 2, 6))
@@ -255,11 +254,11 @@ def test_a_row_that_sees_no_key_gives_and_gets_zero(rung, how, value):
 
 # It gives to its sink what came for lse, which is the sink, and of do nothing, even NaN: its o is 0 and stays 0.
 @pytest.mark.parametrize("value", [1.0, np.nan])
-@pytest.mark.parametrize("how", contract.HIDING)
+@pytest.mark.parametrize("how", forward.HIDING)
 def test_a_row_that_sees_no_key_gives_its_sink_dlse_alone(rung, how, value):
     if how not in ("causal", "window", "seqlens_k", *rung.features):
         pytest.skip(f"it takes no {how}")
-    case = rung.problem(6, 7, **contract.HIDING[how])
+    case = rung.problem(6, 7, **forward.HIDING[how])
     empty = testing.oracle(case)[1] == -np.inf
     case.options["sinks"] = np.array([[1.25, -0.5], [-2.5, -np.inf]], np.float32)
     do, o, lse, dlse = incoming(case)
@@ -310,7 +309,7 @@ def test_what_no_query_sees_never_reaches_a_gradient(rung, how, value):
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
 @pytest.mark.parametrize("how", ["causal", "left", "seqlens_k"])
 def test_what_is_seen_strikes_what_depends_on_it(rung, how, where):
-    case = rung.problem(**contract.BLINDS[how])
+    case = rung.problem(**forward.BLINDS[how])
     do, o, lse, dlse = incoming(case)
     array = do if where == "do" else getattr(case, where)
     array[:, :, 13] = np.nan
@@ -335,13 +334,13 @@ def test_a_key_without_weight_gets_nothing_from_a_row_that_is_struck(rung):
 # The bound of check_gradients is in units of the largest lse, and would let everything pass. But for the rounding of
 # lse itself nothing is lost: P = e^(S - lse) of the lse that is given, at most 1. All scores are the bias.
 @pytest.mark.parametrize("sign", [-1, 1])
-@pytest.mark.parametrize("level", contract.LEVELS)
+@pytest.mark.parametrize("level", forward.LEVELS)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("how", [dict(scale=0.0), dict(softcap=1.0, scale=0.0)], ids=str)
 def test_scores_of_any_size(rung, dtype, level, sign, how):
     if "bias" not in rung.features:
         pytest.skip("it takes no bias")
-    case = contract.at_a_level(rung, dtype, level, sign, **how)
+    case = forward.at_a_level(rung, dtype, level, sign, **how)
     given = incoming(case)
     do, o, lse, dlse = (x.astype(np.float64) for x in given)
     s = case.options["bias"].astype(np.float64)
@@ -546,7 +545,7 @@ def test_any_strides(rung, how):
     strange = Case(*(testing.strided(x, rung.dtype, how) for x in (case.q, case.k, case.v)))
     given = incoming(strange)
     given = (*(testing.strided(x, rung.dtype, how) for x in given[:2]), lse if how != "broadcast" else given[2])
-    if how in contract.NOT_FETCHED.get(rung.kernel, ()):
+    if how in forward.NOT_FETCHED.get(rung.kernel, ()):
         with pytest.raises(NotImplementedError, match="not contiguous along dim|begins at an address|fetched by TMA"):
             rung(strange, (*given, dlse))
         return

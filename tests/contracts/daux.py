@@ -1,14 +1,13 @@
-"""Gradients of what a score_mod reads, for whatever kernels the fixture `aux_rung` holds, as in contract.py."""
+"""Gradients of what a score_mod reads, for whatever kernels the fixture `aux_rung` holds, as in forward.py."""
 
 import functools
 import math
 
-import contract
-import contract_backward
 import numpy as np
 import pytest
 
 import numba_flash
+from contracts import backward, forward
 from numba_flash import testing
 
 
@@ -27,7 +26,7 @@ def hides(b, h, i, j, table, slopes, ids):
 
 def case_of(dtype="float64", seqlens=(5, 8), strange=False, **options):
     generator = np.random.default_rng(7)
-    case = contract.problem(*seqlens, dtype=dtype, **options)
+    case = forward.problem(*seqlens, dtype=dtype, **options)
     table, slopes = generator.standard_normal((4, 7)), generator.standard_normal(4)
     if strange:
         table, slopes = np.repeat(table[::-1], 2, axis=1)[::-1, ::2], np.flip(np.flip(slopes).copy())
@@ -48,7 +47,7 @@ def found_by(rung, case, wanted=WANTED):
 def test_finite_differences_of_aux(softcap):
     """Of the oracle, which the others are compared with."""
     case = case_of(softcap=softcap)
-    do, o, lse, dlse = contract_backward.incoming(case)
+    do, o, lse, dlse = backward.incoming(case)
     arguments = case.arguments(lambda x: x)
     aux = arguments["aux"]
     gradients = numba_flash.attention_backward(
@@ -73,7 +72,7 @@ def test_finite_differences_of_aux(softcap):
 
 @functools.cache
 def oracle(dtype, options):
-    return found_by(contract_backward.Rung("reference"), case_of(dtype, **dict(options)))
+    return found_by(backward.Rung("reference"), case_of(dtype, **dict(options)))
 
 
 def agree(found, expected, dtype):
@@ -108,7 +107,7 @@ def test_gradients_of_aux_have_the_same_bits_each_time(aux_rung, dtype):
 @pytest.mark.parametrize("dtype", testing.DTYPES)
 def test_gradients_of_aux_are_within_the_derived_tolerance(aux_rung, dtype):
     case = case_of(dtype, softcap=2.0, causal=True)
-    given = contract_backward.incoming(case)
+    given = backward.incoming(case)
     found = aux_rung(case, given, (*testing.gradients_of(case), *WANTED))
     testing.check_gradients(case, found, *given, aux_rung.kernel)
     assert found.daux[0] is not None and found.daux[2] is None
@@ -142,12 +141,12 @@ def of_table(aux_rung, score_mod, *aux, case=None, given=None):
     """The gradient of aux[0], and of which problem it is."""
     case = case or aux_rung.problem(9, 11, heads=3, heads_kv=1)
     case.options |= dict(score_mod=score_mod, aux=aux)
-    given = given or contract_backward.incoming(case, 5)
+    given = given or backward.incoming(case, 5)
     return np.asarray(aux_rung(case, given, ("daux[0]",)).daux[0]), case, given
 
 
 def by_reference(case, given, wanted="daux[0]"):
-    found = contract_backward.Rung("reference")(case, given, (wanted,))
+    found = backward.Rung("reference")(case, given, (wanted,))
     return np.asarray(found.daux[0] if wanted == "daux[0]" else getattr(found, wanted))
 
 
@@ -172,7 +171,7 @@ def test_the_gradient_of_a_bias_in_aux_is_that_of_a_bias(aux_rung, shape):
     case, biased = (aux_rung.problem(9, 11, heads=3, heads_kv=1) for _ in range(2))
     bias = np.random.default_rng(3).standard_normal(shape).astype(real(case))
     biased.options["bias"] = bias
-    given = contract_backward.incoming(biased, 5)
+    given = backward.incoming(biased, 5)
     found, *_ = of_table(aux_rung, added, bias, case=case, given=given)
     assert near(found, by_reference(biased, given, "dbias"))
 
@@ -180,7 +179,7 @@ def test_the_gradient_of_a_bias_in_aux_is_that_of_a_bias(aux_rung, shape):
 def test_the_gradient_of_slopes_in_aux_is_that_of_slopes(aux_rung):
     case, sloped = (aux_rung.problem(9, 11, heads=3, heads_kv=1) for _ in range(2))
     slopes = sloped.options["alibi_slopes"] = np.array([0.5, 0.25, 0.125], real(case))
-    given = contract_backward.incoming(sloped, 5)
+    given = backward.incoming(sloped, 5)
     found, *_ = of_table(aux_rung, lambda s, b, h, i, j, x: s - x[h] * abs(i - j), slopes, case=case, given=given)
     assert near(found, by_reference(sloped, given, "dalibi_slopes"))
 
@@ -233,7 +232,7 @@ def test_gradients_of_aux_with_all_else(aux_rung, beside):
     case = aux_rung.problem(19, 21, head_dim=8)
     table = np.random.default_rng(8).standard_normal((2, 60)).astype(real(case))
     case.options |= BESIDE[beside] | dict(score_mod=placed, aux=(table,))
-    given = contract_backward.incoming(case, 5)
+    given = backward.incoming(case, 5)
     found, *_ = of_table(aux_rung, placed, table, case=case, given=given)
     assert near(found, by_reference(case, given))
 

@@ -1,10 +1,10 @@
-"""The gradient of bias on tensor cores, for whatever kernel the fixture `dbias_rung` holds, as in contract.py."""
+"""The gradient of bias on tensor cores, for whatever kernel the fixture `dbias_rung` holds, as in forward.py."""
 
 import numpy as np
 import pytest
-from contract_backward import incoming
-from contract_functions import BY_PLACE
 
+from contracts.backward import incoming
+from contracts.functions import BY_PLACE
 from numba_flash import testing
 
 Q, K = "seqlen_q", "seqlen_k"

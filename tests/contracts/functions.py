@@ -1,18 +1,17 @@
-"""score_mod and mask_mod, for whatever kernels the fixtures `rung` and `backward_rung` hold, as in contract.py."""
+"""score_mod and mask_mod, for whatever kernels the fixtures `rung` and `backward_rung` hold, as in forward.py."""
 
 import functools
 import math
 import re
 
-import contract
-import contract_backward
 import numpy as np
 import pytest
-from contract import lse_unchanged, unchanged
 from hypothesis import given
 from hypothesis import strategies as st
-from metamorphic import both_close, both_same
 
+from contracts import backward, forward
+from contracts.forward import lse_unchanged, unchanged
+from contracts.metamorphic import both_close, both_same
 from numba_flash import testing
 
 # Random problems with functions: the oracle and the plain formula call them for each score by itself.
@@ -32,7 +31,7 @@ def test_random_functions_agree_with_the_oracle(rung, data):
 @given(st.data())
 def test_gradients_of_random_functions_agree_with_the_oracle(backward_rung, data):
     case = data.draw(testing.cases(**limits_of(backward_rung)))
-    backward_rung.check(case, contract_backward.incoming(case, data.draw(st.integers(0, 100))))
+    backward_rung.check(case, backward.incoming(case, data.draw(st.integers(0, 100))))
 
 
 # Every function, in every dtype, with all else that changes a score.
@@ -49,7 +48,7 @@ def test_gradients_of_every_function(backward_rung, number, dtype):
 
 
 def with_function(number, dtype):
-    case = contract.problem(12, 18, batch=1, dtype=dtype)
+    case = forward.problem(12, 18, batch=1, dtype=dtype)
     case.options |= dict(
         score_mod=testing.functions.SCORES[number], causal=True, softcap=3.0,
         mask_mod=testing.functions.MASKS[number % len(testing.functions.MASKS)],
@@ -115,7 +114,7 @@ def test_a_function_is_the_option_that_it_describes(rung, which):
 @pytest.mark.parametrize("which", SAME)
 def test_gradients_of_a_function_are_those_of_the_option(backward_rung, which):
     case, other = (backward_rung.problem(**options) for options in SAME[which])
-    given = contract_backward.incoming(other)
+    given = backward.incoming(other)
     wanted = ("dq", "dk", "dv")
     of_own, of_option = (backward_rung(x, given, wanted)[:3] for x in (case, other))
     assert both_close(of_own, of_option)
@@ -152,7 +151,7 @@ def test_q_index_is_the_row_of_q(rung):
 
 def test_gradients_by_the_row_of_q(backward_rung):
     by_function, by_arrays = by_row(backward_rung)
-    incoming = contract_backward.incoming(by_function, 0)
+    incoming = backward.incoming(by_function, 0)
     one, other = (backward_rung(case, incoming, wanted=("dq", "dk", "dv")) for case in (by_function, by_arrays))
     for name in ("dq", "dk", "dv"):
         assert np.allclose(getattr(one, name), getattr(other, name), rtol=0.02, atol=0.02)

@@ -3,8 +3,8 @@
 import dataclasses
 
 import numpy as np
-from machines import HOPPER, empty
 
+from helpers.machines import HOPPER, empty
 from numba_flash import testing
 from numba_flash.arrays import read
 from numba_flash.config.simt_forward import SimtConfig

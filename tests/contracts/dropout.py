@@ -1,12 +1,12 @@
-"""dropout_p and seed, for whatever kernels the fixtures `rung` and `backward_rung` hold, as in contract.py."""
+"""dropout_p and seed, for whatever kernels the fixtures `rung` and `backward_rung` hold, as in forward.py."""
 
-import contract_backward
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from metamorphic import both_same
 
+from contracts import backward
+from contracts.metamorphic import both_same
 from numba_flash import testing
 from numba_flash.machine import toolchain
 
@@ -29,7 +29,7 @@ def test_random_problems_with_dropout_agree_with_the_oracle(rung, data):
 @given(st.data())
 def test_gradients_with_dropout_agree_with_the_oracle(backward_rung, data):
     case = data.draw(testing.cases(**limits_of(backward_rung)))
-    backward_rung.check(case, contract_backward.incoming(case, data.draw(st.integers(0, 100))))
+    backward_rung.check(case, backward.incoming(case, data.draw(st.integers(0, 100))))
 
 
 # Several tiles of every kernel, and groups of 32 keys that tiles of 16 begin in the middle of.

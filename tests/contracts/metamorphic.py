@@ -1,16 +1,16 @@
 """Relations between calls that hold whatever the right answer is: no oracle, so no shared mistake.
 
-For whatever kernel the fixture `rung` holds, as in contract.py. Where the sums run in another order
+For whatever kernel the fixture `rung` holds, as in forward.py. Where the sums run in another order
 the results are compared within a few roundings; where they do not, bit by bit.
 """
 
 import numpy as np
 import pytest
-from contract import lse_unchanged, same_bits, unchanged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import numba_flash
+from contracts.forward import lse_unchanged, same_bits, unchanged
 from numba_flash.testing import Case
 
 

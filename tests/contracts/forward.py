@@ -1,8 +1,8 @@
 """The contract of attention(), line by line, for whatever kernel the fixture `rung` holds.
 
-Each tier has its own `rung` (reference and cpu; the GPU kernels simulated; the GPU kernels on a GPU) and
-takes these tests over with one import. Random problems are compared with the oracle; the other tests state
-one promise each, and compare bits wherever the promise is about bits.
+Each tier has its own `rung` (reference and cpu; the GPU kernels simulated; the GPU kernels on a GPU). Random problems
+are compared with the oracle; the other tests state one promise each, and compare bits wherever the promise is about
+bits.
 
 What a rung refuses is skipped, in the words of select, and only for the reasons that are listed here.
 """
