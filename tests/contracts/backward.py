@@ -320,7 +320,7 @@ def test_what_is_seen_strikes_what_depends_on_it(rung, how, where):
     assert any(struck) and not np.isnan(gradients.dq).all()
 
 
-def test_a_key_without_weight_gets_nothing_from_a_row_that_is_struck(rung):
+def test_a_key_of_weight_0_gets_no_gradient_from_a_nonfinite_row(rung):
     """Its score of -inf says that its weight is 0, whatever else the row sees and its lse has become."""
     case = rung.problem(5, 9, batch=1, heads=1, head_dim=7, causal=True)
     last = case.k.shape[2] - 1

@@ -89,7 +89,7 @@ def test_what_is_hidden_never_reaches_dbias(dbias_rung, where, by):
 
 # head_dim over several panels, and another one of v.
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(72, 136), (136, 16)])
-def test_dbias_of_wide_heads(dbias_rung, head_dim, head_dim_v):
+def test_dbias_of_large_head_dim(dbias_rung, head_dim, head_dim_v):
     case = dbias_rung.problem(18, 20, batch=1, heads=1, heads_kv=1, head_dim=head_dim, head_dim_v=head_dim_v)
     case.options["bias"] = np.zeros((1, 1, 18, 20), np.float32)
     assert check(dbias_rung, case).any()

@@ -676,7 +676,7 @@ def test_a_sink_of_any_size(rung, dtype, sink):
 # With more columns of V than a block has, and with rows that are computed again.
 @pytest.mark.parametrize("last", [0, np.nan])
 @pytest.mark.parametrize("head_dim_v", [5, 400])
-def test_sinks_of_rows_that_are_computed_again(rung, head_dim_v, last):
+def test_sinks_of_recomputed_rows(rung, head_dim_v, last):
     case = rung.problem(5, 12, batch=1, head_dim=8, head_dim_v=head_dim_v, causal=True, window=(3, 0))
     case.v[:, :, 11] = last
     rung.check(case, sinks=np.array([0.5, 3.0], np.float32))

@@ -1151,7 +1151,7 @@ def test_nobody_can_go_on():
     assert "1 of 2 arrivals and 0 bytes are missing" in message and "mbarrier.wait(shared.address(smem), 0)" in message
 
 
-def test_a_loop_that_asks_memory_for_ever(monkeypatch):
+def test_a_loop_that_polls_memory_for_ever(monkeypatch):
     monkeypatch.setattr("numba_flash.ptx.sim.scheduler.POLLS", 1000)
 
     def kernel(flag):

@@ -89,7 +89,7 @@ def test_bits_of_a_mask(layout, columns, of_keys):
     assert not found[len(seen) :].any()
 
 
-def test_any_byte_but_0_shows():
+def test_any_nonzero_byte_unmasks_its_key():
     mask = np.random.default_rng(4).choice(np.array([0, 1, 128, 255], np.uint8), (ROWS, 304))
     for of_keys, seen in ((False, mask), (True, mask.T)):
         words = pieces_of(mask.view(bool)[None, None], 32, of_keys)
@@ -121,7 +121,7 @@ def test_ranges_of_a_mask(name, threads, of_keys):
 # In tiles of 32 keys: some of which a mask hides whole, some in part, and some not at all, from either end.
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("name", ["right padding", "left padding", "a hole", "band", "two runs", "documents"])
-def test_tiles_that_a_mask_shows_whole(name, dtype):
+def test_tiles_without_a_masked_score(name, dtype):
     rung = forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
     case = rung.problem(ROWS, COLUMNS, batch=1, heads=1, heads_kv=1, head_dim=16, dtype=dtype)
     rung.check(case, mask=MASKS[name])
@@ -130,7 +130,7 @@ def test_tiles_that_a_mask_shows_whole(name, dtype):
 # The same for gradients, whose blocks own queries and walk over keys, or the other way around.
 @pytest.mark.parametrize("turned", [False, True], ids=["many keys", "many queries"])
 @pytest.mark.parametrize("name", ["left padding", "a hole", "band", "documents"])
-def test_gradients_of_tiles_that_a_mask_shows_whole(name, turned):
+def test_gradients_of_tiles_without_a_masked_score(name, turned):
     rung = backward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
     mask = MASKS[name][..., 100:270]
     case = rung.problem(ROWS, 170, batch=1, heads=1, heads_kv=1, head_dim=8)

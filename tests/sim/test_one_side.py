@@ -92,7 +92,7 @@ def test_an_infinite_slope_leaves_no_weight(rung):
 
 
 @pytest.mark.parametrize("position", [0, 16, 17, 30, 31, 32, 62, 100, -1, -15, -16, -(2**40), 2**31, 2**62])
-def test_which_tiles_are_on_one_side(rung, position):
+def test_which_tiles_lie_on_one_side_of_the_queries(rung, position):
     case = rung.problem(64, 64, batch=1, heads=2, heads_kv=2, head_dim=16)
     config = config_of(case, alibi_slopes=SLOPES)
     made = one_side.make(config)

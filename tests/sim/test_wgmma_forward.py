@@ -89,7 +89,7 @@ def test_o_is_staged_where_there_is_room(rung, row, head_dim_v, kilobytes, place
 
 # 40 of the 64 rows of a query tile exist; of the tiles of keys all but one are seen whole.
 @pytest.mark.parametrize("by", ["mask_mod", "score_mod"])
-def test_nobody_asks_about_rows_past_the_end(rung, by):
+def test_functions_are_not_called_for_rows_past_the_end(rung, by):
     of_queries, of_keys = (np.linspace(0.25, 0.5, n).astype(np.float32) for n in (40, 72))
 
     def visible(b, h, q_pos, k_pos, of_queries, of_keys):

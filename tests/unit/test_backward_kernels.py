@@ -755,7 +755,7 @@ def test_how_many_heads_of_a_group_a_block_takes():
     assert members(32, 4, mask_mod=Function.of("mask_mod", earlier)) == 0, "blocks take what is left of tiles in turns"
 
 
-def test_parts_of_a_group_are_all_of_its_heads():
+def test_splits_of_a_group_are_all_of_its_heads():
     for group, members in itertools.product(range(1, 10), (0, 1, 2, 3, 4, 10)):
         parts = parts_of(group, members)
         taken = [part_of(number, parts, group, members) for number in range(3 * parts)]
@@ -765,7 +765,7 @@ def test_parts_of_a_group_are_all_of_its_heads():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_one_wide_kernel_needs_a_query(dtype, monkeypatch):
+def test_one_kernel_in_float32_and_float64_needs_a_query(dtype, monkeypatch):
     """Without one no previous kernel would set its ticket to 0."""
     monkeypatch.setattr(backward_wide, "gains_by_one_wide_kernel", lambda *_: True)
     for seqlen_q, one in ((1, True), (0, False)):
@@ -777,7 +777,7 @@ def test_one_wide_kernel_needs_a_query(dtype, monkeypatch):
         assert (kernels[1] in ("mma_wide_fused", "mma_wide_carried")) == one
 
 
-def test_a_long_head_alone_has_sums_of_dq_in_lines():
+def test_one_long_head_has_several_partial_sums_of_dq():
     """With as many key tiles as a GPU runs blocks: 128 of 128 keys."""
 
     def kernels(seqlen_k=16384, seqlen_q=16384, head_dim=128, heads=1, batch=1, **options):
@@ -815,7 +815,7 @@ def test_a_long_head_alone_has_sums_of_dq_in_lines():
         (4, 8064, 64, 0),
     ],
 )
-def test_a_few_long_heads_that_see_all_keys_have_sums_of_dq_in_lines(heads, seqlen, head_dim, lines):
+def test_a_few_long_heads_that_see_all_keys_have_several_partial_sums_of_dq(heads, seqlen, head_dim, lines):
     """0: two kernels. The batch size does not matter."""
     for batch in (1, 4):
         of_q = (batch, heads, seqlen, head_dim)
@@ -848,7 +848,7 @@ def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_colum
     assert made.own_a_bytes == 128 * 2 * dq_columns and made.stream_a_bytes == tile_m * 2 * dq_columns
 
 
-def test_the_workspace_has_room_for_the_sums_of_all_parts():
+def test_the_workspace_has_room_for_all_partial_sums():
     """2 entries of 2 KV heads with groups of 5, in parts of 2, 2 and 1; 300 keys are 3 tiles of 128."""
     arrays = {name: empty(2, 10, 600, 100, dtype="float16") for name in ("do", "q", "o")}
     arrays |= {name: empty(2, 2, 300, 100, dtype="float16") for name in ("k", "v")}
@@ -903,7 +903,7 @@ def test_a_block_with_all_keys_of_a_head_takes_no_workspace_for_dq():
         ((1, 1, 1, 10**5, 10**5, 128), (1, 1)),
     ],
 )
-def test_how_many_heads_are_abreast(shape, found):
+def test_the_number_of_heads_in_flight(shape, found):
     batch, heads, heads_kv, seqlen_q, seqlen_k, dim = shape
     arrays = {name: empty(batch, heads, seqlen_q, dim, dtype="float16") for name in ("do", "q", "o")}
     arrays |= {name: empty(batch, heads_kv, seqlen_k, dim, dtype="float16") for name in ("k", "v")}
@@ -948,7 +948,7 @@ def test_where_shared_memory_begins_is_said_to_the_assembler(monkeypatch):
     ],
     ids=["few", "many", "one tile each", "two tiles each", "all tiles of a head each", "of two heads", "head_dim 88"],
 )  # fmt: skip
-def test_blocks_stay_where_there_are_more_tiles_than_multiprocessors(head_dim, batch, seqlen_k, blocks):
+def test_blocks_are_persistent_if_there_are_more_tiles_than_multiprocessors(head_dim, batch, seqlen_k, blocks):
     seqlen_q = seqlen_k if seqlen_k > 500 else 200
     arrays = {name: empty(batch, 4, seqlen_q, head_dim, dtype="float16") for name in ("do", "q", "o")}
     arrays |= {name: empty(batch, 4, seqlen_k, head_dim, dtype="float16") for name in ("k", "v")}
@@ -970,7 +970,7 @@ def test_blocks_stay_where_there_are_more_tiles_than_multiprocessors(head_dim, b
     ],
     ids=["short", "long", "long of two members", "long, 64", "long, causal", "dropout"],
 )  # fmt: skip
-def test_blocks_do_not_stay_for_long_walks_of_wide_heads(seqlen, heads_kv, head_dim, options, stays):
+def test_blocks_are_not_persistent_for_many_queries_of_large_head_dim(seqlen, heads_kv, head_dim, options, stays):
     arrays = {name: empty(1, 8, seqlen, head_dim, dtype="float16") for name in ("do", "q", "o")}
     arrays |= {name: empty(1, heads_kv, seqlen, head_dim, dtype="float16") for name in ("k", "v")}
     lse = empty(1, 8, seqlen, dtype="float32")
@@ -979,7 +979,7 @@ def test_blocks_do_not_stay_for_long_walks_of_wide_heads(seqlen, heads_kv, head_
     assert (fused.kernel, fused.stays) == ("wgmma_fused", stays)
 
 
-def test_parts_of_groups_are_tiles_of_their_own_for_blocks_that_stay():
+def test_splits_of_groups_count_as_tiles_of_persistent_blocks():
     """4 groups of 8 heads in parts of 4, causal: 128 tiles of 16 key tiles, 136 of 17."""
     for seqlen, stays in ((2048, False), (2049, True)):
         arrays = {name: empty(1, 32, seqlen, 64, dtype="float16") for name in ("do", "q", "o")}
@@ -996,7 +996,7 @@ def may_start_early(made):
     return [(step.launch._config.kernel, step.launch._behind) for step in sequence._steps]
 
 
-def test_kernels_that_wait_may_start_early_behind_one_that_is_always_launched():
+def test_programmatic_launches_follow_a_kernel_that_is_always_launched():
     of, start = may_start_early, [("backward_preprocess", False)]
     assert of(problem(dtype="float16")) == [*start, ("wgmma_fused", True), ("wgmma_round", True)]
     mask = empty(300, 500, dtype="bool")

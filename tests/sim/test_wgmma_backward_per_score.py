@@ -120,7 +120,7 @@ def test_the_same_said_in_another_way(rung, name):
 # simulator's are, a read is an error.
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["causal", "window", "mask", "lengths"])
-def test_nobody_asks_about_what_does_not_count(rung, how):
+def test_functions_are_not_called_for_masked_positions(rung, how):
     seqlen_q, seqlen_k = 34, 68  # two tiles of queries; two of keys, and of the queries' kernel three
     i, j = np.arange(seqlen_q)[:, None] + 37, np.arange(seqlen_k)
     mask = (i + j) % 3 > 0
@@ -147,7 +147,7 @@ def test_nobody_asks_about_what_does_not_count(rung, how):
 
 # Of 16 rows of a warp eight exist, in tiles of which every column counts: 40 of 64 queries, and 72 of 128 keys.
 @pytest.mark.parametrize("by", ["mask_mod", "score_mod"])
-def test_nobody_asks_about_rows_past_the_end(rung, by):
+def test_functions_are_not_called_for_rows_past_the_end(rung, by):
     of_queries, of_keys = (np.linspace(0.25, 0.5, n).astype(np.float32) for n in (40, 72))
 
     def visible(b, h, q_pos, k_pos, of_queries, of_keys):
@@ -206,7 +206,7 @@ def test_what_a_hidden_value_gives_is_dropped_before_it_is_multiplied(rung, monk
 # What some rows see and others do not: those that are computed again ask the functions, too.
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["k", "q", "do"])
-def test_rows_that_meet_nan_are_computed_again(rung, where):
+def test_nonfinite_rows_are_recomputed(rung, where):
     case = rung.problem(8, 36, batch=1, heads=1, head_dim=8, **BY_PLACE)
     case.options |= dict(causal=True) | (dict(dropout_p=0.2, seed=3) if where == "do" else {})
     do, o, lse, dlse = incoming(case)

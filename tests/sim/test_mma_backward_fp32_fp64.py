@@ -8,7 +8,7 @@ import pytest
 from contracts.backward import (  # noqa: F401
     Rung,
     incoming,
-    test_a_key_without_weight_gets_nothing_from_a_row_that_is_struck,
+    test_a_key_of_weight_0_gets_no_gradient_from_a_nonfinite_row,
     test_a_kv_head_gets_the_sum_of_its_group,
     test_any_strides,
     test_head_dim_v_may_differ,
@@ -70,7 +70,7 @@ def test_what_is_read_or_asked_for_each_score(rung, how):
 
 # A function may read past the end of an array at a position that does not count, and the simulator sees it.
 @pytest.mark.parametrize("how", ["lengths", "mask"])
-def test_nobody_asks_about_what_does_not_count(rung, how):
+def test_functions_are_not_called_for_masked_positions(rung, how):
     seqlen_q, seqlen_k = 18, 35
     i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)
     seen = np.broadcast_to(j < 21, (seqlen_q, seqlen_k)) if how == "lengths" else (i + j) % 3 > 0
@@ -122,7 +122,7 @@ HIDING = {
 
 @pytest.mark.parametrize("how", HIDING)
 @pytest.mark.parametrize("where", ["do", "v", "k"])
-def test_what_is_strange_stays_where_it_is_seen(rung, where, how):
+def test_nonfinite_values_reach_only_the_rows_that_see_them(rung, where, how):
     case = rung.problem(20, 20, batch=1, heads=1, head_dim=8, **HIDING[how])
     do, o, lse, dlse = incoming(case, 1)
     (do if where == "do" else getattr(case, where))[0, 0, 12, 3] = np.nan
@@ -194,7 +194,7 @@ def one_kernel(request, monkeypatch, nothing_remembered):
     indirect=["one_kernel"],
     ids=name_of_row,
 )
-def test_parts_of_dq(one_kernel, how):
+def test_partial_sums_of_dq(one_kernel, how):
     heads, options = ONE_KERNEL[how]
     case = one_kernel.problem(36, 50, batch=1, heads=heads, heads_kv=1, head_dim=24, head_dim_v=40, **options)
     assert ("mma_wide_fused" in str(explained(case))) != ("mma_wide_carried" in str(explained(case)))
@@ -213,7 +213,7 @@ def explained(case):
     indirect=["one_kernel"],
     ids=name_of_row,
 )
-def test_parts_of_dq_that_meet_nan(one_kernel, where):
+def test_partial_sums_of_dq_with_nan(one_kernel, where):
     case = one_kernel.problem(40, 40, batch=1, heads=1, head_dim=8, causal=True)
     given, units = incoming(case), 16 * testing.EPS[one_kernel.dtype]
     clean = one_kernel(case, given).dq[0, 0]
