@@ -19,7 +19,7 @@ from numba_flash.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "numba_flash"
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 DEMO = sorted((ROOT / "examples" / "demo").glob("*.py"))
 FOLDERS = [PACKAGE, *(ROOT / name for name in ("docs", "examples", "scripts", "tests", ".github"))]
