@@ -42,14 +42,11 @@ class Registers(NamedTuple):
 
 
 def make(config):
-    tile_m, tile_n, threads, alignment = config.tile_m, config.tile_n, config.threads, config.ALIGNMENT
     plan = config.shared_layout()
-    score_row, blocks, rows, inf = config.score_row, tile_n // 8, 2, float32(math.inf)
-    count, thread_rows = blocks * 4, tile_m * tile_n // threads
+    score_row, blocks, rows, inf = config.score_row, config.tile_n // 8, 2, float32(math.inf)
+    count, thread_rows = blocks * 4, config.tile_m * config.tile_n // config.threads
     tiles = score_tiles.make(config)
     q_words, do_words = tiles.frag_words
-    first_of, following, multiply = tiles.first, tiles.following, tiles.multiply
-    load_first, load_next = tiles.load_first, tiles.load_next
     chain, (_, weight) = fragments.chain(config), fragments.weights_at(config)
     added, visible = at_scores.make(config)
     has_mask_mod = config.has("mask_mod")
@@ -61,8 +58,8 @@ def make(config):
     @inlined
     def note_rows(place, q_smem, thread, arrays, sizes):
         """Stores in shared memory, for each query of the tile, the keys that it sees, lse and delta."""
-        if thread < tile_m:
-            query = int32(place.i * tile_m + thread)
+        if thread < config.tile_m:
+            query = int32(place.i * config.tile_m + thread)
             first, end = row_keys(place.q_start + query, sizes.left, sizes.right, place.keys)
             lse, delta = inf, float32(0)
             if query < sizes.seqlen_q:
@@ -96,13 +93,13 @@ def make(config):
     def owe_scores(place, run, q_smem, thread, arrays, strides, sizes, score):
         """Adds the terms of the thread's scores of a tile."""
         four = local.array(4, uint32)
-        part = divide(thread, tile_n)
-        column = int32(thread - part * tile_n)
-        first_key, row = int32(place.j * tile_n), int32(part * thread_rows)
+        part = divide(thread, config.tile_n)
+        column = int32(thread - part * config.tile_n)
+        first_key, row = int32(place.j * config.tile_n), int32(part * thread_rows)
         term = row_term(place.b, place.h, arrays, strides)
-        end_row = min(int32(row + thread_rows), int32(sizes.seqlen_q) - place.i * int32(tile_m))
+        end_row = min(int32(row + thread_rows), int32(sizes.seqlen_q) - place.i * int32(config.tile_m))
         while row < end_row:
-            key, query = int32(first_key + column), int32(place.i * tile_m + row)
+            key, query = int32(first_key + column), int32(place.i * config.tile_m + row)
             ld_st.load_v4(four, 0, q_smem + int32(plan.rows) + 16 * row)
             lse = four[2].view(np.float32)
             if int32(four[0]) <= key and key < int32(four[1]) and lse != inf:
@@ -122,21 +119,21 @@ def make(config):
                             add(run, ds * through, s, slope, element, reads, at, arrays, strides, sizes)
             row = int32(row + 1)
             column = int32(column + 1)
-            if column == tile_n:
+            if column == config.tile_n:
                 column = int32(0)
 
     @cuda.jit
     def flash_attention_mma_daux(arrays, strides, sizes, score):
         thread, block = special.thread_index(), special.block_index()
-        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
-        n_tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(config.tile_m - 1), config.tile_m)
+        n_tiles = divide(int32(sizes.seqlen_k) + int32(config.tile_n - 1), config.tile_n)
         head_of_all = divide(block, m_tiles)
         b = divide(head_of_all, sizes.heads)
         h, i = int32(head_of_all - b * int32(sizes.heads)), int32(block - head_of_all * m_tiles)
         walk = Range(b, int32(b + 1), h, int32(h + 1), i, int32(i + 1), int32(0), n_tiles)
 
         address = shared.address(cuda.shared.array(0, uint8))
-        q_smem = int32((address + int32(alignment - 1)) & int32(-alignment))
+        q_smem = int32((address + int32(config.ALIGNMENT - 1)) & int32(-config.ALIGNMENT))
         smem = Smem(
             q_smem,  # (tile_m, head_dim_padded)
             q_smem + int32(plan.do),  # (tile_m, head_dim_v_padded)
@@ -158,9 +155,9 @@ def make(config):
         )
         start(run)
 
-        place = first_of(walk, arrays, strides, sizes)
+        place = tiles.first(walk, arrays, strides, sizes)
         if place.b < walk.end_b:
-            load_first(place, smem, arrays, strides, sizes, thread)
+            tiles.load_first(place, smem, arrays, strides, sizes, thread)
         cp_async.commit_group()
         while place.b < walk.end_b:
             for x in range(count):
@@ -168,13 +165,13 @@ def make(config):
                 registers.acc_dp[x] = float32(0)
             wait_all()
             cuda.syncthreads()  # the tile has arrived, and all threads have finished with the last scores
-            multiply(registers, smem, thread)
+            tiles.multiply(registers, smem, thread)
             put_products(registers, q_smem, thread)
             note_rows(place, q_smem, thread, arrays, sizes)
-            following_place = following(place, walk, arrays, strides, sizes)
+            following_place = tiles.following(place, walk, arrays, strides, sizes)
             cuda.syncthreads()  # all threads have finished with the tile, and its scores are stored
             if following_place.b < walk.end_b:
-                load_next(following_place, place, smem, arrays, strides, sizes, thread)
+                tiles.load_next(following_place, place, smem, arrays, strides, sizes, thread)
             cp_async.commit_group()
             owe_scores(place, run, q_smem, thread, arrays, strides, sizes, score)
             place = following_place

@@ -47,20 +47,15 @@ class Registers(NamedTuple):
 def make(config):
     tile_m, tile_n, alignment, warps = config.tile_m, config.tile_n, config.ALIGNMENT, config.threads // 32
     plan = config.shared_layout()
-    rows_summed, keys_summed, pairs = config.rows_summed, config.keys_summed, config.pairs
     blocks, rows, inf = tile_n // 8, 2, float32(math.inf)
     count = blocks * 4
     tiles = score_tiles.make(config)
     q_words, do_words = tiles.frag_words
-    first_of, following, multiply = tiles.first, tiles.following, tiles.multiply
-    load_first, load_next = tiles.load_first, tiles.load_next
     chain, (_, weight) = fragments.chain(config), fragments.weights_at(config)
     read, has_mask = score_reads.make(config, 1, tile_n), config.has("mask")
     has_functions = gradient_functions.present(config)
     apply_functions = gradient_functions.on_fragments(config, 1, tile_n, of_keys=False, derivative=False)
     drops, kept_words, kept_of, *_ = counts.on_fragments(config, 1, tile_n)
-    row_term, reads, added, bias_words = chain.row_term, read.reads, read.added, read.bias_words
-    origin_of, load_reads = read.origin, read.load
     of_query, bfly = lse_delta.of_query(config), shfl.bfly_f32
     dtype = config.dtype_of("bias")
     store = elements.storer(dtype)
@@ -71,10 +66,10 @@ def make(config):
     def read_scores(place, registers, thread, arrays, strides, sizes):
         """Loads what the scores need from global memory, before their products are ready."""
         first_query = int32(place.i * tile_m)
-        origin = origin_of(place.b, place.h, first_query, arrays, strides)
+        origin = read.origin(place.b, place.h, first_query, arrays, strides)
         lane, first_row = thread & int32(31), (thread >> int32(5)) * 16
         bits = registers.shown_bits
-        load_reads(registers.loaded, bits, place.j, origin, first_row, lane, arrays, strides, sizes, FALSE)
+        read.load(registers.loaded, bits, place.j, origin, first_row, lane, arrays, strides, sizes, FALSE)
 
     @inlined
     def add_scores(place, registers, thread, arrays, strides, sizes, score):
@@ -109,7 +104,7 @@ def make(config):
         if drops:
             first_pos = place.q_start + int64(place.i) * tile_m
             kept_of(registers.kept, first_key, place.b, place.h, first_row, first_pos, arrays, sizes)
-        term = row_term(place.b, place.h, arrays, strides)
+        term = chain.row_term(place.b, place.h, arrays, strides)
         for r in range(rows):
             query = int32(first_query + r * 8)
             lse, delta = inf, float32(0)
@@ -119,7 +114,7 @@ def make(config):
             for n in range(blocks):
                 for x in range(2):
                     at, column = n * 4 + r * 2 + x, n * 8 + x
-                    here = FragmentAt(term, distance - float32(column), added(registers.loaded, r, n, x))
+                    here = FragmentAt(term, distance - float32(column), read.added(registers.loaded, r, n, x))
                     p, _ = weight(acc_s[at], here, score, lse)
                     dp = acc_dp[at]
                     if drops:
@@ -162,7 +157,7 @@ def make(config):
                 for n in range(blocks):
                     key = first_key + int64(n * 8 + int32(first_column_of(lane)))
                     low, high = registers.sums[n * 4 + r * 2], registers.sums[n * 4 + r * 2 + 1]
-                    if pairs:
+                    if config.pairs:
                         if key < sizes.seqlen_k:
                             memory.store_b32(memory.address(arrays.dbias, of_row + key), pack(low, high))
                     else:
@@ -175,13 +170,13 @@ def make(config):
     def store_sums(registers, base, first_query, first_key, sums_smem, thread, arrays, strides, sizes):
         """Likewise if rows or keys are summed."""
         lane, warp = thread & int32(31), thread >> int32(5)
-        if keys_summed:
+        if config.keys_summed:
             over_keys(registers)
-        if rows_summed:
-            over_rows(registers, sums_smem, thread, 1 if keys_summed else blocks)
+        if config.rows_summed:
+            over_rows(registers, sums_smem, thread, 1 if config.keys_summed else blocks)
             cuda.syncthreads()
             key = first_key + int64(thread)
-            if thread < (1 if keys_summed else tile_n) and key < sizes.seqlen_k:
+            if thread < (1 if config.keys_summed else tile_n) and key < sizes.seqlen_k:
                 total = float32(0)
                 for other in range(warps):
                     total += ld_st.load_b32(sums_smem + 4 * int32(other * tile_n + thread)).view(np.float32)
@@ -199,7 +194,7 @@ def make(config):
         m_tiles = int32(divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m))
         n_tiles = int32(divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n))
         # the block's own tile of bias, and the tiles of scores that read it
-        own_m, own_n = (int32(1) if rows_summed else m_tiles), (int32(1) if keys_summed else n_tiles)
+        own_m, own_n = (int32(1) if config.rows_summed else m_tiles), (int32(1) if config.keys_summed else n_tiles)
         above = divide(block, own_n)
         own_j, own_i = int32(block - above * own_n), int32(above - divide(above, own_m) * own_m)
         above = divide(above, own_m)
@@ -211,9 +206,9 @@ def make(config):
             own_h,
             int32(own_h + 1) if shape[1] > 1 else int32(sizes.heads),
             own_i,
-            m_tiles if rows_summed else int32(own_i + 1),
+            m_tiles if config.rows_summed else int32(own_i + 1),
             own_j,
-            n_tiles if keys_summed else int32(own_j + 1),
+            n_tiles if config.keys_summed else int32(own_j + 1),
         )
 
         address = shared.address(cuda.shared.array(0, uint8))
@@ -231,37 +226,37 @@ def make(config):
             local.array(q_words, uint32),  # q_frag (head_dim_padded / 16, 4)
             local.array(do_words, uint32),  # do_frag (head_dim_v_padded / 16, 4)
             local.array(4, uint32),  # b_frag (16, 16): K or V
-            local.array(bias_words, uint32),  # loaded
+            local.array(read.bias_words, uint32),  # loaded
             local.array(rows, uint32),  # shown_bits
             local.array(kept_words, uint32),  # kept
         )
         for x in range(count):
             registers.sums[x] = float32(0)
 
-        place = first_of(walk, arrays, strides, sizes)
+        place = tiles.first(walk, arrays, strides, sizes)
         if place.b < walk.end_b:
-            load_first(place, smem, arrays, strides, sizes, thread)
+            tiles.load_first(place, smem, arrays, strides, sizes, thread)
         cp_async.commit_group()
         while place.b < walk.end_b:
-            if reads:
+            if read.reads:
                 read_scores(place, registers, thread, arrays, strides, sizes)
             for x in range(count):
                 registers.acc_s[x] = float32(0)
                 registers.acc_dp[x] = float32(0)
             wait_all()
             cuda.syncthreads()  # the tile has arrived
-            multiply(registers, smem, thread)
-            following_place = following(place, walk, arrays, strides, sizes)
+            tiles.multiply(registers, smem, thread)
+            following_place = tiles.following(place, walk, arrays, strides, sizes)
             cuda.syncthreads()  # all threads have finished with it
             if following_place.b < walk.end_b:
-                load_next(following_place, place, smem, arrays, strides, sizes, thread)
+                tiles.load_next(following_place, place, smem, arrays, strides, sizes, thread)
             cp_async.commit_group()
             add_scores(place, registers, thread, arrays, strides, sizes, score)
             place = following_place
 
         base = own_b * by[0] + own_h * by[1]
         first_query, first_key = int64(own_i) * tile_m, int64(own_j) * tile_n
-        if rows_summed or keys_summed:
+        if config.rows_summed or config.keys_summed:
             at = q_smem + int32(plan.sums)
             store_sums(registers, base, first_query, first_key, at, thread, arrays, strides, sizes)
         else:

@@ -76,12 +76,10 @@ class Smem(NamedTuple):
 
 def make(config):
     tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
-    head_dim, head_dim_v = config.head_dim, config.head_dim_v
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     of_dk, of_dv, in_registers = config.of_dk, config.of_dv, config.in_registers
     plan = config.shared_layout()
     dv_at = plan.v if of_dk else 0  # where dV is staged
-    alignment = config.ALIGNMENT
     stages, other_stage = config.stages, config.stages - 1
     q_stage, do_stage = (plan.do - plan.q) // stages, (plan.rows - plan.do) // stages  # bytes
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
@@ -99,14 +97,9 @@ def make(config):
     load_k, load_q = (async_tiles.loader(tile, head_dim_padded, threads) for tile in (tile_n, tile_m))
     load_v, load_do = (async_tiles.loader(tile, head_dim_v_padded, threads) for tile in (tile_n, tile_m))
     keys_and_start, walk = positions.make(config), backward_walk.make(config)
-    tile_of, set_up_state, own_keys, from_tile = walk.tile_of, walk.set_up_state, walk.own_keys, walk.from_tile
-    following, is_unmasked, queries_at, others_at = walk.following, walk.is_unmasked, walk.queries_at, walk.others_at
-    distances, seen_columns, term_of, find_kept = walk.distances, walk.seen_columns, walk.term_of, walk.find_kept
-    load_for_scores, ask_functions = walk.load_for_scores, walk.ask_functions
     has_functions, has_states = gradient_functions.present(config), bool(config.tile_states)
     has_row_term, (weight, _) = fragments.chain(config).has_row_term, fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part, of_keys=True), config.has("mask")
-    reads, added, ranges_of, bias_words = read.reads, read.added, read.ranges, read.bias_words
     bits_words = rows if has_functions else read.bits_words
     drops, kept_words, *_ = counts.on_fragments(config, strips, part)
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
@@ -114,9 +107,9 @@ def make(config):
     load_k_frag, load_v_frag = load_own(head_dim_padded), load_own(head_dim_v_padded)
     multiply_k_q, multiply_v_do = scores_product(head_dim_padded), scores_product(head_dim_v_padded)
     multiply_p_do, multiply_ds_q = gradient_product(head_dim_v_padded), gradient_product(head_dim_padded)
-    stored_dk, stored_dv = (head_dim, head_dim_v) if groups == 1 else (columns, columns)
-    stage_dk, store_dk = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dk, head_dim % 8 == 0)
-    stage_dv, store_dv = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dv, head_dim_v % 8 == 0)
+    stored_dk, stored_dv = (config.head_dim, config.head_dim_v) if groups == 1 else (columns, columns)
+    stage_dk, store_dk = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dk, config.head_dim % 8 == 0)
+    stage_dv, store_dv = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dv, config.head_dim_v % 8 == 0)
     recompute_keys, wait_all = recompute.make(config, of_dk, of_dv), cp_async.wait_group(0)
     row_blocks, start_dp = lse_delta.row_blocks, lse_delta.starter(config, strips, blocks)
     finish_dp = lse_delta.finisher(config, strips, blocks)
@@ -124,7 +117,7 @@ def make(config):
 
     @inlined
     def aligned(address):
-        return int32((address + int32(alignment - 1)) & int32(-alignment))
+        return int32((address + int32(config.ALIGNMENT - 1)) & int32(-config.ALIGNMENT))
 
     @inlined
     def load_rows(i, stage, base, smem, seqlen_q, thread):
@@ -160,7 +153,7 @@ def make(config):
             if has_functions:
                 seen = registers.shown_bits[r]
             elif masked:
-                seen = seen_columns(i, thread, r, k_smem)
+                seen = walk.seen_columns(i, thread, r, k_smem)
             if has_mask and not has_functions:
                 seen = seen & registers.shown_bits[r] if masked else registers.shown_bits[r]
             for n in range(blocks // 2):
@@ -173,7 +166,7 @@ def make(config):
                     for x in range(2):
                         column = int32((2 * n + half) * 8 + x)
                         lse = four[half * 2 + x].view(np.float32)
-                        bias = added(registers.loaded, r, 2 * n + half, x)
+                        bias = read.added(registers.loaded, r, 2 * n + half, x)
                         here = FragmentAt(term, distance[r] + float32(column), bias)
                         p[x], derivative = weight(registers.acc_s[at + x], here, score, lse)
                         counts = TRUE
@@ -199,13 +192,13 @@ def make(config):
     def load_queries(i, stage, source, smem, strides, sizes, thread):
         """Start the copies of Q of query tile i, at address `source`, to stage `stage`."""
         rows_left = int32(int32(sizes.seqlen_q) - i * int32(tile_m))
-        load_q(smem.q + stage * q_stage, source, 2 * strides.q[2], 0, rows_left, head_dim, thread)
+        load_q(smem.q + stage * q_stage, source, 2 * strides.q[2], 0, rows_left, config.head_dim, thread)
 
     @inlined
     def load_others(i, stage, sources, smem, strides, sizes, thread):
         """Start the copies of dO, lse and -delta of query tile i to stage `stage`."""
         rows_left = int32(int32(sizes.seqlen_q) - i * int32(tile_m))
-        load_do(smem.do + stage * do_stage, sources[0], 2 * strides.do[2], 0, rows_left, head_dim_v, thread)
+        load_do(smem.do + stage * do_stage, sources[0], 2 * strides.do[2], 0, rows_left, config.head_dim_v, thread)
         load_rows(i, stage, sources[1], smem, sizes.seqlen_q, thread)
 
     @inlined
@@ -213,10 +206,10 @@ def make(config):
         """Wait for dO of tile i, with two stages also for Q, and start the copies for which there is room now."""
         next_i, next_heads_left, next_stage = i, heads_left, stage
         if stages > 1:
-            next_i, next_heads_left = following(i, heads_left, smem.k, arrays, strides)
+            next_i, next_heads_left = walk.following(i, heads_left, smem.k, arrays, strides)
             next_stage = int32(stage ^ 1)
-            others = others_at(next_i, next_heads_left, strides, sizes, smem.k)
-        queries = queries_at(next_i, next_heads_left, strides, smem.k)
+            others = walk.others_at(next_i, next_heads_left, strides, sizes, smem.k)
+        queries = walk.queries_at(next_i, next_heads_left, strides, smem.k)
         wait_all()
         cuda.syncthreads()  # it has arrived, and all threads have finished with the last tile
         if next_heads_left > 0:
@@ -229,8 +222,8 @@ def make(config):
     @inlined
     def prefetch_second(i, heads_left, smem, arrays, strides, sizes):
         """With one stage, after all threads have finished with dO of tile i: start the copies of the next dO."""
-        next_i, next_heads_left = following(i, heads_left, smem.k, arrays, strides)
-        others = others_at(next_i, next_heads_left, strides, sizes, smem.k)
+        next_i, next_heads_left = walk.following(i, heads_left, smem.k, arrays, strides)
+        others = walk.others_at(next_i, next_heads_left, strides, sizes, smem.k)
         cuda.syncthreads()
         if next_heads_left > 0:
             load_others(next_i, 0, others, smem, strides, sizes, special.thread_index())
@@ -314,22 +307,22 @@ def make(config):
     @inlined
     def step(i, heads_left, stage, registers, smem, distance, arrays, strides, sizes, score, masked):
         """One query tile of one head. masked, a constant: some query does not see some key."""
-        if reads:
-            load_for_scores(i, heads_left, registers, smem.k, arrays, strides, sizes, masked)
+        if read.reads:
+            walk.load_for_scores(i, heads_left, registers, smem.k, arrays, strides, sizes, masked)
         prefetch(i, heads_left, stage, smem, arrays, strides, sizes)
         scores_of_tile(stage, registers, smem, score)
         if drops:
-            find_kept(i, heads_left, registers.kept, smem.k, special.thread_index(), arrays, sizes)
+            walk.find_kept(i, heads_left, registers.kept, smem.k, special.thread_index(), arrays, sizes)
         if finishes:
             now = special.thread_index()
             rows_tile = smem.rows + stage * rows_stage + rows_of_part(now)
             finish_dp(registers.acc_dp, registers.kept, rows_tile, now & int32(31), score)
         if has_functions and masked:
-            ask_functions(i, heads_left, registers, smem.k, arrays, strides, score)
+            walk.ask_functions(i, heads_left, registers, smem.k, arrays, strides, score)
         term = float32(0)
         if has_row_term:
-            term = term_of(heads_left, smem.k, arrays, strides)
-            distances(i, special.thread_index(), smem.k, distance)
+            term = walk.term_of(heads_left, smem.k, arrays, strides)
+            walk.distances(i, special.thread_index(), smem.k, distance)
         gradients_of_tile(i, heads_left, stage, registers, smem, term, distance, arrays, strides, sizes, score, masked)
 
     @cuda.jit
@@ -344,7 +337,7 @@ def make(config):
             k_smem + int32(plan.do),  # (stages, tile_m, head_dim_v_padded)
             k_smem + int32(plan.rows),  # (stages, tile_m)
         )
-        b, h_kv, first_key = tile_of(special.block_index(), arrays, strides, sizes)
+        b, h_kv, first_key = walk.tile_of(special.block_index(), arrays, strides, sizes)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
         group = divide(sizes.heads, sizes.heads_kv)
@@ -353,11 +346,11 @@ def make(config):
         if has_mask:  # drop the tiles before the first and after the last query to which it shows a key
             h = h_kv * group
             end_key = first_key + max(keys_left, int32(1))
-            first, end, _, _ = ranges_of(b, h, group, first_key, end_key, arrays, strides, sizes)
+            first, end, _, _ = read.ranges(b, h, group, first_key, end_key, arrays, strides, sizes)
             begin = max(begin, divide(first, tile_m))
             stop = min(stop, divide(end + int32(tile_m - 1), tile_m))
         tiles = (begin, stop, free, cut)
-        set_up_state(b, h_kv, first_key, keys, q_start, tiles, arrays, strides, sizes, k_smem, thread)
+        walk.set_up_state(b, h_kv, first_key, keys, q_start, tiles, arrays, strides, sizes, k_smem, thread)
         cuda.syncthreads()
 
         registers = Registers(
@@ -371,7 +364,7 @@ def make(config):
             local.array(v_count, uint32),  # v_frag (strips, head_dim_v_padded / 16, 4)
             local.array(a_count, uint32),  # a_frag (strips, 4): P^T or dS^T from shared memory
             local.array(4, uint32),  # b_frag (16, 16): Q or dO
-            local.array(bias_words, uint32),  # loaded (2 * strips, part / 8, 2), in 16 bits two in one
+            local.array(read.bias_words, uint32),  # loaded (2 * strips, part / 8, 2), in 16 bits two in one
             local.array(bits_words, uint32),  # shown_bits
             local.array(kept_words, uint32),  # kept
         )
@@ -386,18 +379,18 @@ def make(config):
         if begin < stop and keys_left > 0:
             heads_left = group
             if has_states:
-                i, heads_left = from_tile(i, heads_left, smem.k, arrays, strides)
-                whole = is_unmasked(i, heads_left, smem.k, arrays, strides)
+                i, heads_left = walk.from_tile(i, heads_left, smem.k, arrays, strides)
+                whole = walk.is_unmasked(i, heads_left, smem.k, arrays, strides)
         if heads_left > 0:
             k_global = memory.address(arrays.k, row_base(strides.k, b, h_kv, first_key))
-            load_k(smem.k, k_global, 2 * strides.k[2], 0, keys_left, head_dim, thread)
+            load_k(smem.k, k_global, 2 * strides.k[2], 0, keys_left, config.head_dim, thread)
             if of_dk:
                 v_global = memory.address(arrays.v, row_base(strides.v, b, h_kv, first_key))
-                load_v(smem.v, v_global, 2 * strides.v[2], 0, keys_left, head_dim_v, thread)
-            others = others_at(i, heads_left, strides, sizes, smem.k)
+                load_v(smem.v, v_global, 2 * strides.v[2], 0, keys_left, config.head_dim_v, thread)
+            others = walk.others_at(i, heads_left, strides, sizes, smem.k)
             load_others(i, stage, others, smem, strides, sizes, thread)
             if stages > 1:
-                queries = queries_at(i, heads_left, strides, smem.k)
+                queries = walk.queries_at(i, heads_left, strides, smem.k)
                 load_queries(i, stage, queries, smem, strides, sizes, thread)
         cp_async.commit_group()
         if in_registers:
@@ -414,13 +407,13 @@ def make(config):
             while heads_left > 0 and not whole:
                 step(i, heads_left, stage, registers, smem, distance, arrays, strides, sizes, score, TRUE)
                 stage = int32(stage ^ other_stage)
-                i, heads_left = following(i, heads_left, smem.k, arrays, strides)
-                whole = is_unmasked(i, heads_left, smem.k, arrays, strides)
+                i, heads_left = walk.following(i, heads_left, smem.k, arrays, strides)
+                whole = walk.is_unmasked(i, heads_left, smem.k, arrays, strides)
             while heads_left > 0 and whole:
                 step(i, heads_left, stage, registers, smem, distance, arrays, strides, sizes, score, FALSE)
                 stage = int32(stage ^ other_stage)
-                i, heads_left = following(i, heads_left, smem.k, arrays, strides)
-                whole = is_unmasked(i, heads_left, smem.k, arrays, strides)
+                i, heads_left = walk.following(i, heads_left, smem.k, arrays, strides)
+                whole = walk.is_unmasked(i, heads_left, smem.k, arrays, strides)
 
         # Stage dK and dV in the place of the warp's own rows of K and V, and write them from there to global memory.
         wait_all()
@@ -430,12 +423,12 @@ def make(config):
         first_row = int32((warp >> shift) * warp_rows)
         first_column = int32((warp & (groups - 1)) * columns)
         # From the state of the block: kept in registers through the loop, it would take those that S needs.
-        b, h_kv, first_key, q_start, keys = own_keys(k_smem)
+        b, h_kv, first_key, q_start, keys = walk.own_keys(k_smem)
         keys_left = int32(min(keys - first_key, tile_n))
         rows_left = int32(min(seqlen_k - first_key, tile_n))
         own_panels = (first_column >> 6) * (tile_n * 128)
         dk_smem, dv_smem = k_smem + own_panels, k_smem + int32(dv_at) + own_panels
-        dk_left, dv_left = int32(head_dim - first_column), int32(head_dim_v - first_column)
+        dk_left, dv_left = int32(config.head_dim - first_column), int32(config.head_dim_v - first_column)
         nonfinite = uint32(0)
         if of_dk and dk_left > 0:
             nonfinite |= stage_dk(registers.acc_dk, score.scale, dk_smem, first_row, lane, keys_left)

@@ -95,24 +95,15 @@ def make(config):
     load_v, load_do = (async_tiles.loader(tile, head_dim_v_padded, threads, 1, size) for tile in (tile_n, tile_m))
     s_and_dv = backward_wide.products(config, head_dim_padded, head_dim_v_padded)
     dp_and_dk = backward_wide.products(config, head_dim_v_padded, head_dim_padded)
-    multiply_k_q, multiply_p_do, to_operand = s_and_dv.multiply_part, s_and_dv.multiply_p_v, s_and_dv.to_p
-    multiply_v_do, multiply_ds_q = dp_and_dk.multiply_part, dp_and_dk.multiply_p_v
-    s_lanes, dp_lanes, fragment = s_and_dv.lanes, dp_and_dk.lanes, s_and_dv.register
     (_, put, meet, _, get_16, step_16, *_), exchanged_bytes = backward_wide.exchange(config)
     store_dk = backward_wide.storer(config, head_dim, head_dim_padded)
     store_dv = backward_wide.storer(config, head_dim_v, head_dim_v_padded)
-    to_16, add_p_do, add_ds_q = s_and_dv.to_16, s_and_dv.add_16, dp_and_dk.add_16
-    own_count, other_count, operand_count = (
-        s_and_dv.q_count,
-        s_and_dv.kv_count,
-        s_and_dv.p_count if groups == 1 else strips * 8,
-    )
+    operand_count = s_and_dv.p_count if groups == 1 else strips * 8
     keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
     weight, _ = fragments.weights_at(config)
     start_rows, of_pair = lse_delta.staged(config, tile_m, threads)
     drops, kept_words, _, kept_of, _, _ = counts.on_fragments(config, strips, columns)
     read, has_mask = score_reads.make(config, strips, columns, of_keys=True), config.has("mask")
-    reads, origin_of, load_reads, added, ranges_of = read.reads, read.origin, read.load, read.added, read.ranges
     bias_words, bias_type, has_functions = read.bias_words, read.bias_type, gradient_functions.present(config)
     has_bits = has_mask or has_functions  # one bit for each score says whether it is seen
     apply_functions = gradient_functions.on_fragments(config, strips, columns, of_keys=True, derivative=of_dk)
@@ -191,10 +182,10 @@ def make(config):
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         first_row, first_query = (warp >> shift) * warp_rows, int32(i * tile_m + own_column())
-        if reads:
-            origin = origin_of(walk.b, h, walk.first_key, arrays, strides)
+        if read.reads:
+            origin = read.origin(walk.b, h, walk.first_key, arrays, strides)
             part = int32(i * groups + (warp & (groups - 1)))
-            load_reads(
+            read.load(
                 registers.loaded, registers.shown_bits, part, origin, first_row, lane, arrays, strides, sizes, FALSE
             )
         for r in range(rows if has_bits else 0):
@@ -233,7 +224,7 @@ def make(config):
                 for r in range(rows):
                     at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x
                     distance = real(int64(query) + walk.q_start - walk.first_key - (key + r * 8))
-                    here = FragmentAt(term, distance, added(registers.loaded, r, n, x))
+                    here = FragmentAt(term, distance, read.added(registers.loaded, r, n, x))
                     p, derivative = weight(registers.acc_s[at], here, score, lse[x])
                     if has_bits:
                         seen = (registers.shown_bits[r] >> uint32(2 * n + x)) & uint32(1) != 0
@@ -268,15 +259,15 @@ def make(config):
         load_queries(i, h, k_smem, walk, arrays, strides, sizes)
         cp_async.commit_group()
         if of_dk:
-            multiply_v_do(registers.acc_dp, registers.own_frag, registers.other_frag, lanes.v, lanes.do)
+            dp_and_dk.multiply_part(registers.acc_dp, registers.own_frag, registers.other_frag, lanes.v, lanes.do)
         wait_all()
         cuda.syncthreads()  # Q, lse and delta have arrived
-        multiply_k_q(registers.acc_s, registers.own_frag, registers.other_frag, lanes.k, lanes.q)
+        s_and_dv.multiply_part(registers.acc_s, registers.own_frag, registers.other_frag, lanes.k, lanes.q)
         if drops:
             find_kept(i, h, registers.kept, walk, arrays, sizes)
         if of_dk and has_functions:
             finish_dp(registers, k_smem + int32(plan.rows), score)
-        if reads or has_functions:
+        if read.reads or has_functions:
             ask(i, h, registers, walk, arrays, strides, sizes, score)
         term = row_term(walk.b, h, arrays, strides)
         weigh(i, registers, k_smem + int32(plan.rows), walk, term, score)
@@ -288,14 +279,14 @@ def make(config):
             meet()
         if of_dv:
             if groups == 1:
-                to_operand(registers.acc_s, registers.p_frag)
-                multiply_p_do(registers.acc_dv, registers.p_frag, registers.other_frag, lanes.do_transposed)
+                s_and_dv.to_p(registers.acc_s, registers.p_frag)
+                s_and_dv.multiply_p_v(registers.acc_dv, registers.p_frag, registers.other_frag, lanes.do_transposed)
             else:
                 at, rows_at_16 = lanes.exchanged, lanes.do_transposed
                 for _ in range(special.opaque(steps_16)):
                     get_16(registers.weights, at)
-                    to_16(registers.weights, registers.p_frag)
-                    add_p_do(registers.acc_dv, registers.p_frag, registers.other_frag, rows_at_16)
+                    s_and_dv.to_16(registers.weights, registers.p_frag)
+                    s_and_dv.add_16(registers.acc_dv, registers.p_frag, registers.other_frag, rows_at_16)
                     at, rows_at_16 = int32(at + step_16), int32(rows_at_16 + 2048)
         cuda.syncthreads()  # all threads have finished with dO
         if t + 1 < walk.tiles * divide(sizes.heads, sizes.heads_kv):
@@ -303,14 +294,14 @@ def make(config):
         cp_async.commit_group()
         if of_dk:
             if groups == 1:
-                to_operand(registers.acc_dp, registers.p_frag)
-                multiply_ds_q(registers.acc_dk, registers.p_frag, registers.other_frag, lanes.q_transposed)
+                s_and_dv.to_p(registers.acc_dp, registers.p_frag)
+                dp_and_dk.multiply_p_v(registers.acc_dk, registers.p_frag, registers.other_frag, lanes.q_transposed)
             else:
                 at, rows_at_16 = lanes.exchanged + of_dv * exchanged_bytes, lanes.q_transposed
                 for _ in range(special.opaque(steps_16)):
                     get_16(registers.weights, at)
-                    to_16(registers.weights, registers.p_frag)
-                    add_ds_q(registers.acc_dk, registers.p_frag, registers.other_frag, rows_at_16)
+                    s_and_dv.to_16(registers.weights, registers.p_frag)
+                    dp_and_dk.add_16(registers.acc_dk, registers.p_frag, registers.other_frag, rows_at_16)
                     at, rows_at_16 = int32(at + step_16), int32(rows_at_16 + 2048)
 
     @cuda.jit
@@ -321,8 +312,8 @@ def make(config):
         v_smem = k_smem + int32(plan.own_dp)  # (tile_n, head_dim_v_padded)
         q_smem = k_smem + int32(plan.other_s)  # (tile_m, head_dim_padded)
         do_smem = k_smem + int32(plan.other_dp)  # (tile_m, head_dim_v_padded)
-        k_lane, q_lane, do_transposed, exchanged = s_lanes(lane, warp, k_smem, q_smem, do_smem)
-        v_lane, do_lane, q_transposed, _ = dp_lanes(lane, warp, v_smem, do_smem, q_smem)
+        k_lane, q_lane, do_transposed, exchanged = s_and_dv.lanes(lane, warp, k_smem, q_smem, do_smem)
+        v_lane, do_lane, q_transposed, _ = dp_and_dk.lanes(lane, warp, v_smem, do_smem, q_smem)
         lanes = Lanes(k_lane, q_lane, do_transposed, v_lane, do_lane, q_transposed, exchanged)
 
         b, h_kv, first_key = tile_of(special.block_index(), sizes.heads_kv, sizes.seqlen_k)
@@ -332,7 +323,7 @@ def make(config):
         begin, _, _, stop = query_range(first_key, first_key + keys_left - 1, q_start, sizes, tile_m)
         if has_mask:  # drop the tiles before the first and after the last query to which it shows a key
             group, end_key = divide(sizes.heads, sizes.heads_kv), first_key + max(keys_left, int32(1))
-            first, end, _, _ = ranges_of(b, h_kv * group, group, first_key, end_key, arrays, strides, sizes)
+            first, end, _, _ = read.ranges(b, h_kv * group, group, first_key, end_key, arrays, strides, sizes)
             begin = max(int32(begin), divide(first, tile_m))
             stop = max(min(int32(stop), divide(end + int32(tile_m - 1), tile_m)), begin)
         tiles = int32(stop - begin) if keys_left > 0 else int32(0)
@@ -343,9 +334,9 @@ def make(config):
             local.array(dk_count, real),  # acc_dk (strips, dk_columns / 8, 4)
             local.array(dv_count, real),  # acc_dv (strips, dv_columns / 8, 4)
             local.array(weight_count, real),  # weights (strips, 2, 4)
-            local.array(own_count, fragment),  # own_frag
-            local.array(other_count, fragment),  # other_frag
-            local.array(operand_count, fragment),  # p_frag
+            local.array(s_and_dv.q_count, s_and_dv.register),  # own_frag
+            local.array(s_and_dv.kv_count, s_and_dv.register),  # other_frag
+            local.array(operand_count, s_and_dv.register),  # p_frag
             local.array(rows, int32),  # first_query
             local.array(rows, int32),  # end_query
             local.array(kept_words, uint32),  # kept

@@ -73,20 +73,13 @@ class Lanes(NamedTuple):
 
 
 def make(config):
-    tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
-    head_dim, head_dim_v, head_dim_padded, head_dim_v_padded = (
-        config.head_dim,
-        config.head_dim_v,
-        config.head_dim_padded,
-        config.head_dim_v_padded,
-    )
-    in_registers, alignment = config.in_registers, config.ALIGNMENT
+    head_dim, head_dim_padded, head_dim_v_padded = config.head_dim, config.head_dim_padded, config.head_dim_v_padded
     plan = config.shared_layout()
     stages, other_stage = config.stages, config.stages - 1
     k_stage, v_stage = (plan.v - plan.k) // stages, (plan.weights - plan.v) // stages  # bytes
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
-    part = tile_n // groups  # keys of a tile for which a warp computes scores
-    strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
+    part = config.tile_n // groups  # keys of a tile for which a warp computes scores
+    strips, blocks, rows = config.warp_rows // 16, part // 8, config.warp_rows // 8
     columns = config.group_columns
     s_count, frag_count = strips * blocks * 4, strips * blocks * 2
     dq_count = strips * (head_dim_padded if groups == 1 else columns) // 2
@@ -94,40 +87,34 @@ def make(config):
 
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     load_q, load_do = (
-        async_tiles.loader(tile_m, head_dim_padded, threads),
-        async_tiles.loader(tile_m, head_dim_v_padded, threads),
+        async_tiles.loader(config.tile_m, head_dim_padded, config.threads),
+        async_tiles.loader(config.tile_m, head_dim_v_padded, config.threads),
     )
     load_k, load_v = (
-        async_tiles.loader(tile_n, head_dim_padded, threads),
-        async_tiles.loader(tile_n, head_dim_v_padded, threads),
+        async_tiles.loader(config.tile_n, head_dim_padded, config.threads),
+        async_tiles.loader(config.tile_n, head_dim_v_padded, config.threads),
     )
     walk, has_functions = backward_dq_walk.make(config), gradient_functions.present(config)
-    tile_of, set_up_state, own_rows, of_row = walk.tile_of, walk.set_up_state, walk.own_rows, walk.of_row
-    first_key_of, distances, find_kept = walk.first_key_of, walk.distances, walk.find_kept
-    load_for_scores, ask_functions, places_of = walk.load_for_scores, walk.ask_functions, walk.places_of
-    is_unmasked, start_dp, finish_dp = walk.is_unmasked, walk.start_dp, walk.finish_dp
     behind, states_ends, has_states = walk.behind, walk.states_ends, bool(config.tile_states)
     chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part), config.has("mask")
-    reads, added, ranges_of, bias_words = read.reads, read.added, read.ranges, read.bias_words
     bits_words = rows if has_functions else read.bits_words
     drops, kept_words, *_ = counts.on_fragments(config, strips, part)
     finishes = drops and has_functions  # dP - delta, before it is multiplied by their derivative
-    row_term, has_row_term = chain.row_term, chain.has_row_term
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
     put, own_product, others_product = shared_by_warps
     load_q_frag, load_do_frag = load_own(head_dim_padded), load_own(head_dim_v_padded)
     multiply_q_k, multiply_do_v = scores_product(head_dim_padded), scores_product(head_dim_v_padded)
     multiply_ds_k = gradient_product(head_dim_padded)
     stage_dq, store_dq = gradient_rows.make(
-        config.dtype, tile_m, warp_rows, head_dim if groups == 1 else columns, head_dim % 8 == 0
+        config.dtype, config.tile_m, config.warp_rows, head_dim if groups == 1 else columns, head_dim % 8 == 0
     )
     recompute_queries = recompute.make(config)
     wait_all = cp_async.wait_group(0)
 
     @inlined
     def aligned(address):
-        return int32((address + int32(alignment - 1)) & int32(-alignment))
+        return int32((address + int32(config.ALIGNMENT - 1)) & int32(-config.ALIGNMENT))
 
     @inlined
     def load_keys(places, stage, strides, smem, thread):
@@ -137,13 +124,13 @@ def make(config):
     @inlined
     def load_values(places, stage, strides, smem, thread):
         """Start the copies of V of a key tile to stage `stage`."""
-        load_v(smem.v + stage * v_stage, places[1], 2 * strides.v[2], 0, places[2], head_dim_v, thread)
+        load_v(smem.v + stage * v_stage, places[1], 2 * strides.v[2], 0, places[2], config.head_dim_v, thread)
 
     @inlined
     def prefetch(j, stage, begin, smem, arrays, strides):
         """Wait for V of tile j, with two stages also for K, and start the copies for which there is room now."""
         next_j = behind(j, begin, smem.q, arrays, strides)
-        places = places_of(j if stages == 1 else next_j, strides, smem.q)
+        places = walk.places_of(j if stages == 1 else next_j, strides, smem.q)
         wait_all()
         cuda.syncthreads()  # it has arrived, and all threads have finished with the last tile
         if stages == 1:
@@ -157,7 +144,7 @@ def make(config):
     def prefetch_second(j, begin, smem, arrays, strides):
         """With one stage: wait for K of tile j and start the copies of V of the next one."""
         next_j = behind(j, begin, smem.q, arrays, strides)
-        places = places_of(next_j, strides, smem.q)
+        places = walk.places_of(next_j, strides, smem.q)
         wait_all()
         cuda.syncthreads()  # K has arrived, and all threads have finished with V
         if next_j >= begin:
@@ -169,11 +156,11 @@ def make(config):
         """ds_frag <- dS of key tile j in 16 bits. masked, a constant: some columns are not seen by some rows."""
         four = local.array(4, uint32)
         ds = local.array(2, float32)
-        first_column = int32(j * int32(tile_n) + first_key_of(thread & int32(31), thread >> int32(5)))
+        first_column = int32(j * int32(config.tile_n) + walk.first_key_of(thread & int32(31), thread >> int32(5)))
         if drops and not finishes:
-            find_kept(first_column, registers.kept, q_smem, thread, arrays, sizes)
+            walk.find_kept(first_column, registers.kept, q_smem, thread, arrays, sizes)
         for r in range(rows):
-            ld_st.load_v4(four, 0, of_row(r, thread, q_smem))
+            ld_st.load_v4(four, 0, walk.of_row(r, thread, q_smem))
             seen = uint32(0)
             if has_functions:
                 seen = registers.shown_bits[r]
@@ -189,7 +176,7 @@ def make(config):
                 for x in range(2):
                     column = int32(n * 8 + x)
                     distance = registers.distance[r] - float32(column)
-                    here = FragmentAt(term, distance, added(registers.loaded, r, n, x))
+                    here = FragmentAt(term, distance, read.added(registers.loaded, r, n, x))
                     p, derivative = weight(registers.acc_s[at + x], here, score, lse)
                     bracket = registers.acc_dp[at + x]
                     if drops and not finishes:
@@ -210,23 +197,23 @@ def make(config):
         if stages > 1:
             multiply_q_k(acc_s, registers.q_frag, b_frag, smem.q + lanes.own, k_tile + lanes.other)
         thread = special.thread_index()
-        start_dp(acc_dp, smem.q, thread, score)
+        walk.start_dp(acc_dp, smem.q, thread, score)
         multiply_do_v(acc_dp, registers.do_frag, b_frag, smem.do + lanes.own, v_tile + lanes.other)
         if stages == 1:  # K arrives only now
             prefetch_second(j, begin, smem, arrays, strides)
             multiply_q_k(acc_s, registers.q_frag, b_frag, smem.q + lanes.own, k_tile + lanes.other)
         thread = special.thread_index()
         if finishes:
-            first_column = int32(j * int32(tile_n) + first_key_of(thread & int32(31), thread >> int32(5)))
-            find_kept(first_column, registers.kept, smem.q, thread, arrays, sizes)
-            finish_dp(registers, smem.q, thread, score)
+            first_column = int32(j * int32(config.tile_n) + walk.first_key_of(thread & int32(31), thread >> int32(5)))
+            walk.find_kept(first_column, registers.kept, smem.q, thread, arrays, sizes)
+            walk.finish_dp(registers, smem.q, thread, score)
         if has_functions and masked:
-            ask_functions(j, registers, smem.q, arrays, strides, score)
+            walk.ask_functions(j, registers, smem.q, arrays, strides, score)
         weigh(j, registers, smem.q, thread, term, arrays, sizes, score, masked)
         if groups > 1:
             warp, weights = thread >> int32(5), smem.q + int32(plan.weights)
             first = (warp & (groups - 1)) * columns
-            k_tile += lanes.transposed + (first >> 6) * (tile_n * 128)
+            k_tile += lanes.transposed + (first >> 6) * (config.tile_n * 128)
             put(registers.ds_frag, weights, thread)
             own_product(acc_dq, registers.ds_frag, b_frag, k_tile, head_dim_padded - first, thread)
             bar.sync((warp >> shift) + 1, 32 * groups)
@@ -239,18 +226,18 @@ def make(config):
     @inlined
     def step(j, stage, begin, registers, smem, lanes, term, arrays, strides, sizes, score, masked):
         """One key tile. masked, a constant: some row does not see some key."""
-        if reads:
-            load_for_scores(j, registers, smem.q, arrays, strides, sizes, masked)
+        if read.reads:
+            walk.load_for_scores(j, registers, smem.q, arrays, strides, sizes, masked)
         prefetch(j, stage, begin, smem, arrays, strides)
-        if has_row_term:
-            distances(j, special.thread_index(), smem.q, registers.distance)
+        if chain.has_row_term:
+            walk.distances(j, special.thread_index(), smem.q, registers.distance)
         products_of_tile(j, stage, begin, registers, smem, lanes, term, arrays, strides, sizes, score, masked)
 
     @cuda.jit
     def flash_attention_mma_dq(arrays, strides, sizes, score):
         thread = special.thread_index()
-        tile, tile_keys = tile_of(special.block_index(), arrays, strides, sizes)
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, tile_m))
+        tile, tile_keys = walk.tile_of(special.block_index(), arrays, strides, sizes)
+        queries_left = int32(min(sizes.seqlen_q - tile.first_query, config.tile_m))
 
         q_smem = aligned(shared.address(cuda.shared.array(0, uint8)))
         smem = Smem(
@@ -263,16 +250,16 @@ def make(config):
         lanes = Lanes(own_lane, other_lane, transposed_lane)
 
         first_pos, last_pos = tile_keys.position, tile_keys.position + queries_left - 1
-        begin_, free_, cut_, stop_ = key_range(first_pos, last_pos, tile_keys.keys, sizes, tile_n)
+        begin_, free_, cut_, stop_ = key_range(first_pos, last_pos, tile_keys.keys, sizes, config.tile_n)
         begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
         if has_mask:  # drop the key tiles before the first and after the last in which it shows a key
             end_query = tile.first_query + queries_left
-            first, end, _, _ = ranges_of(tile.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes)
-            begin = max(begin, divide(first, tile_n))
-            stop = max(min(stop, divide(end + int32(tile_n - 1), tile_n)), begin)
+            first, end, _, _ = read.ranges(tile.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes)
+            begin = max(begin, divide(first, config.tile_n))
+            stop = max(min(stop, divide(end + int32(config.tile_n - 1), config.tile_n)), begin)
         if has_states:
             begin, stop = states_ends(tile, begin, stop, arrays, strides)
-        set_up_state(tile, tile_keys, (free, cut), arrays, strides, sizes, q_smem, thread)
+        walk.set_up_state(tile, tile_keys, (free, cut), arrays, strides, sizes, q_smem, thread)
         cuda.syncthreads()
 
         registers = Registers(
@@ -285,7 +272,7 @@ def make(config):
             local.array(a_count, uint32),  # a_frag (strips, 4): dS from shared memory
             local.array(4, uint32),  # b_frag (16, 16): K or V
             local.array(rows, float32),  # distance
-            local.array(bias_words, uint32),  # loaded (2 * strips, part / 8, 2), in 16 bits two in one
+            local.array(read.bias_words, uint32),  # loaded (2 * strips, part / 8, 2), in 16 bits two in one
             local.array(bits_words, uint32),  # shown_bits
             local.array(kept_words, uint32),  # kept
         )
@@ -297,14 +284,14 @@ def make(config):
             q_global = memory.address(arrays.q, row_base(strides.q, tile.b, tile.h, tile.first_query))
             do_global = memory.address(arrays.do, row_base(strides.do, tile.b, tile.h, tile.first_query))
             load_q(smem.q, q_global, 2 * strides.q[2], 0, queries_left, head_dim, thread)
-            load_do(smem.do, do_global, 2 * strides.do[2], 0, queries_left, head_dim_v, thread)
-            places = places_of(j, strides, q_smem)
+            load_do(smem.do, do_global, 2 * strides.do[2], 0, queries_left, config.head_dim_v, thread)
+            places = walk.places_of(j, strides, q_smem)
             load_values(places, stage, strides, smem, thread)
             if stages > 1:
                 load_keys(places, stage, strides, smem, thread)
         cp_async.commit_group()
-        term = row_term(tile.b, tile.h, arrays, strides)
-        if in_registers:
+        term = chain.row_term(tile.b, tile.h, arrays, strides)
+        if config.in_registers:
             wait_all()
             cuda.syncthreads()
             load_q_frag(registers.q_frag, smem.q + lanes.own)
@@ -312,30 +299,30 @@ def make(config):
 
         whole = j >= free and j < cut and not has_functions
         if has_states:
-            whole = is_unmasked(j, q_smem, arrays, strides)
+            whole = walk.is_unmasked(j, q_smem, arrays, strides)
         while j >= begin:
             # Key tiles that some row sees only in part; then those that every row sees whole; then, with a left window,
             # again some that are seen in part.
             while j >= begin and not whole:
                 step(j, stage, begin, registers, smem, lanes, term, arrays, strides, sizes, score, TRUE)
                 j, stage = behind(j, begin, q_smem, arrays, strides), int32(stage ^ other_stage)
-                whole = is_unmasked(j, q_smem, arrays, strides)
+                whole = walk.is_unmasked(j, q_smem, arrays, strides)
             while j >= begin and whole:
                 step(j, stage, begin, registers, smem, lanes, term, arrays, strides, sizes, score, FALSE)
                 j, stage = behind(j, begin, q_smem, arrays, strides), int32(stage ^ other_stage)
-                whole = is_unmasked(j, q_smem, arrays, strides)
+                whole = walk.is_unmasked(j, q_smem, arrays, strides)
 
         # Stage dQ in the place of the warp's own rows of Q, and write it from there to global memory. Its place there
         # is in the state of the block: kept in registers through the loop, it would take those that S needs.
         wait_all()
-        tile, tile_keys = own_rows(q_smem)
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, tile_m))
+        tile, tile_keys = walk.own_rows(q_smem)
+        queries_left = int32(min(sizes.seqlen_q - tile.first_query, config.tile_m))
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         bar.sync((warp >> shift) + 1, 32 * groups)  # all warps that share these rows have read them for the last time
-        first_row = int32((warp >> shift) * warp_rows)
+        first_row = int32((warp >> shift) * config.warp_rows)
         first_column = int32((warp & (groups - 1)) * columns)
-        dq_smem, dq_left = q_smem + (first_column >> 6) * (tile_m * 128), int32(head_dim - first_column)
+        dq_smem, dq_left = q_smem + (first_column >> 6) * (config.tile_m * 128), int32(head_dim - first_column)
         nonfinite = uint32(0)
         if dq_left > 0:
             nonfinite |= stage_dq(registers.acc_dq, score.scale, dq_smem, first_row, lane, queries_left)
@@ -348,7 +335,7 @@ def make(config):
             base = row_base(strides.dq, tile.b, tile.h, tile.first_query) + first_column
             store_dq(dq_smem, first_row, lane, arrays.dq, base, strides.dq[2], queries_left, dq_left, nonfinite)
         if groups > 1:  # each warp of a group recomputes some
-            share = warp_rows // groups
+            share = config.warp_rows // groups
             nonfinite &= uint32((1 << share) - 1) << uint32((warp & (groups - 1)) * share)
         if nonfinite != 0:
             recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score)

@@ -43,35 +43,29 @@ def make(config):
     head_dim, columns, pitch, pitch_dq = config.head_dim, config.dq_columns, config.pitch, config.pitch_dq
     strips, panels = tile_m // 16, columns // 16
     dq_count, paired, own_columns = columns // 2, config.blocks > 1, config.head_dim_padded
-    one_buffer = config.one_staging_buffer
-    done = (WORKERS, workers) if one_buffer else (EMPTY, both)
+    done = (WORKERS, workers) if config.one_staging_buffer else (EMPTY, both)
     made = backward_wide.dq_product(config)
-    add_16, lanes, fragment, other_count = made.add_16, made.lanes, made.register, made.kv_count
     weights = shared_weights.make(pitch, 1, True)
-    turned_place, turned = weights.turned_place, weights.turned
     parts = backward_dq_parts.make(config)
-    parts_before, wait_turn, hand_on = parts.parts_before, parts.wait_turn, parts.hand_on
-    store_bytes, add_bytes, commit = tma.store_bytes, tma.add_bytes_f64, tma.commit_group
     wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
-    fence_async, fence_global, store_v2 = fence.proxy_async, fence.proxy_async_global, ld_st.store_v2_f64
 
     @inlined
     def leave(k_smem, ds_smem, dq_smem, score):
         """The block's part of dQ of a query tile, scale * dS K, to shared memory."""
         acc = local.array(dq_count, float64)  # (columns / 8, 4)
-        operand, other = local.array(8, fragment), local.array(other_count, fragment)
+        operand, other = local.array(8, made.register), local.array(made.kv_count, made.register)
         values = local.array(2, float64)
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         strip, column_part = warp % strips, warp // strips
         for x in range(dq_count):
             acc[x] = float64(0)
-        place = turned_place(lane, ds_smem) + strip * 128
-        _, _, k_lane, _ = lanes(lane, int32(0), k_smem, k_smem, k_smem)
+        place = weights.turned_place(lane, ds_smem) + strip * 128
+        _, _, k_lane, _ = made.lanes(lane, int32(0), k_smem, k_smem, k_smem)
         k_lane += column_part * (panels * tile_n * 128)
         for n in range(tile_n // 16):  # written out, so that what comes next is read while this is multiplied
-            turned(operand, int32(place + n * (16 * pitch * 8)))
-            add_16(acc, operand, other, int32(k_lane + n * 2048))
+            weights.turned(operand, int32(place + n * (16 * pitch * 8)))
+            made.add_16(acc, operand, other, int32(k_lane + n * 2048))
         bar.sync(done[0], done[1])  # and all are done with dS, or the carrier with the last part
         row, column = strip * 16 + int32(first_row_of(lane)), column_part * columns + int32(first_column_of(lane))
         to = int32(dq_smem + (row * pitch_dq + column) * 8)
@@ -79,8 +73,8 @@ def make(config):
             for r in range(2):
                 for x in range(2):
                     values[x] = acc[n * 4 + 2 * r + x] * score.scale
-                store_v2(to + (8 * r * pitch_dq + 8 * n) * 8, values, 0)
-        fence_async()
+                ld_st.store_v2_f64(to + (8 * r * pitch_dq + 8 * n) * 8, values, 0)
+        fence.proxy_async()
         bar.arrive(FULL, both)
 
     @inlined
@@ -95,16 +89,16 @@ def make(config):
             if row < tile_m and query < sizes.seqlen_q and row_bytes > 0:
                 target = dq + (h * strides.dq[1] + query * strides.dq[2] + first) * 8
                 if adds:
-                    add_bytes(target, source, row_bytes)
+                    tma.add_bytes_f64(target, source, row_bytes)
                 else:
-                    store_bytes(target, source, row_bytes)
-        commit()
+                    tma.store_bytes(target, source, row_bytes)
+        tma.commit_group()
 
     @inlined
     def say_free(last, free):
         """All lanes' copies have read the place."""
         bar.warp_sync()
-        if one_buffer:
+        if config.one_staging_buffer:
             elected = special.thread_index() & int32(31) == 0
             if paired:
                 mbarrier.arrive_there_if(cluster.place_in(free, cluster.rank() ^ 1), elected and not last)
@@ -116,19 +110,19 @@ def make(config):
     @inlined
     def carry(i, h, first, last, dq_smem, state, free, strides, sizes):
         """The part of query tile i to global memory, when its turn has come, and the turn to the next key tile."""
-        if first and not one_buffer:
+        if first and not config.one_staging_buffer:
             bar.arrive(EMPTY, both)
-        wait_turn(i, h, state, sizes)
-        adds = parts_before(i, state) != uint32(0)
+        parts.wait_turn(i, h, state, sizes)
+        adds = parts.parts_before(i, state) != uint32(0)
         bar.sync(FULL, both)
-        fence_global()
+        fence.proxy_async_global()
         copy_part(i, h, adds, dq_smem, state, strides, sizes)
         wait_read()
         say_free(last, free)
         wait_added()
-        fence_global()
+        fence.proxy_async_global()
         bar.warp_sync()
         if special.thread_index() & int32(31) == 0:
-            hand_on(i, h, state, sizes)
+            parts.hand_on(i, h, state, sizes)
 
     return DqCarried(leave, carry)

@@ -18,7 +18,6 @@ from ..steps.tiles import row_base
 
 
 def make(config):
-    tile_m, tile_n, head_dim, own = config.tile_m, config.tile_n, config.head_dim, config.ROWS_OF_WARP
     real = numbers.of(config.compute_dtype).real
     load, store = elements.loader(config.dtype, real), elements.storer(config.dtype)
     keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
@@ -26,15 +25,15 @@ def make(config):
 
     @inlined
     def has_parts(tile, tile_keys, sizes):
-        last_pos = tile_keys.position + min(sizes.seqlen_q - tile.first_query, tile_m) - 1
-        begin, _, _, stop = key_range(tile_keys.position, last_pos, tile_keys.keys, sizes, tile_n)
+        last_pos = tile_keys.position + min(sizes.seqlen_q - tile.first_query, config.tile_m) - 1
+        begin, _, _, stop = key_range(tile_keys.position, last_pos, tile_keys.keys, sizes, config.tile_n)
         return begin < stop
 
     @inlined
     def look_at_row(row_at, lane, seen, arrays):
         """-> whether the row is finite, in this lane's columns; writes 0 if no key tile wrote it."""
         nonfinite = real(0)
-        for x in range(lane, head_dim, 32):
+        for x in range(lane, config.head_dim, 32):
             if seen:
                 nonfinite += load(arrays.dq, row_at + x) * real(0)  # NaN when it is NaN or Inf
             else:
@@ -45,18 +44,18 @@ def make(config):
     def flash_attention_mma_dq_finish(arrays, strides, sizes, score):
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(config.tile_m - 1), config.tile_m)
         head_of_all = divide(special.block_index(), m_tiles)
         b = divide(head_of_all, sizes.heads)
         h = int32(head_of_all - b * sizes.heads)
-        first_query = int32((special.block_index() - head_of_all * m_tiles) * tile_m)
+        first_query = int32((special.block_index() - head_of_all * m_tiles) * config.tile_m)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         tile = QueryTile(b, h, first_query, 0)
         h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
         tile_keys = TileKeys(h_kv, int32(keys), first_query + q_start)
-        seen, first_row = has_parts(tile, tile_keys, sizes), int32(warp * own)
+        seen, first_row = has_parts(tile, tile_keys, sizes), int32(warp * config.ROWS_OF_WARP)
         nonfinite = uint32(0)
-        for r in range(own):
+        for r in range(config.ROWS_OF_WARP):
             query = int64(first_query + first_row + r)
             if query < sizes.seqlen_q:
                 if not look_at_row(row_base(strides.dq, b, h, query), lane, seen, arrays):

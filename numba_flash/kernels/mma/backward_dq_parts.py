@@ -86,11 +86,7 @@ def make(config):
     real = numbers.of(config.compute_dtype).real
     to_words, to_number = (bits_of_f64, number_of_f64) if double else (bits_of, number_of)
     made = backward_wide.dq_product(config)
-    add_16, lanes, fragment, other_count = made.add_16, made.lanes, made.register, made.kv_count
     weights = shared_weights.make(pitch, 1, double)
-    turned_place, turned = weights.turned_place, weights.turned
-    load_v4, store_v4, address = memory.load_v4_relaxed, memory.store_v4_relaxed, memory.address
-    load_acquire, add_release = memory.load_acquire, memory.add_release
 
     @inlined
     def work_of(ticket, sizes):
@@ -110,8 +106,8 @@ def make(config):
     def keep(walk, state, arrays, strides, sizes):
         """One thread stores at `state` what every tile needs: in registers it would be kept through the loop."""
         m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
-        turns = address(arrays.turns, turns_at + int64(walk.b) * sizes.heads * m_tiles)
-        block_state.put(state, address(arrays.dq, row_base(strides.dq, walk.b, 0, 0)), turns)
+        turns = memory.address(arrays.turns, turns_at + int64(walk.b) * sizes.heads * m_tiles)
+        block_state.put(state, memory.address(arrays.dq, row_base(strides.dq, walk.b, 0, 0)), turns)
         block_state.put(state + block_state.SIZE, walk.q_start - sizes.left, int64(walk.first_key) << 32 | walk.keys)
         place, begin_and_tiles = int64(walk.b) << 32 | walk.h_kv, int64(walk.begin) << 32 | walk.tiles
         block_state.put(state + 2 * block_state.SIZE, place, begin_and_tiles)
@@ -144,20 +140,20 @@ def make(config):
     def wait_turn(i, h, state, sizes):
         """One thread, before a barrier: waits until the parts of lower key tiles have been added."""
         before, turn = parts_before(i, state), turn_of(h, i, state, sizes)
-        while load_acquire(turn) != before:
+        while memory.load_acquire(turn) != before:
             pass
 
     @inlined
     def hand_on(i, h, state, sizes):
         """One thread, after a barrier that follows `add`: gives the turn to the next key tile."""
-        add_release(turn_of(h, i, state, sizes), uint32(1))
+        memory.add_release(turn_of(h, i, state, sizes), uint32(1))
 
     @inlined
     def load_old(old, at, row, columns_left):
         """old[at : at + old_count] <- the current values of a row of dQ, from the lane's first column on."""
         for n in range(2 * panels):
             if (n // 2 * 8 + n % 2) * chunk < columns_left:
-                load_v4(old, at + 4 * n, row + 128 * (n // 2) + 16 * (n % 2))
+                memory.load_v4_relaxed(old, at + 4 * n, row + 128 * (n // 2) + 16 * (n % 2))
             else:
                 for x in range(4):
                     old[at + 4 * n + x] = uint32(0)
@@ -174,13 +170,13 @@ def make(config):
                 values[j] = part * score.scale + to_number(words, j)
             to_words(values, words)
             if (n // 2 * 8 + n % 2) * chunk < columns_left:
-                store_v4(row + 128 * (n // 2) + 16 * (n % 2), words, 0)
+                memory.store_v4_relaxed(row + 128 * (n // 2) + 16 * (n % 2), words, 0)
 
     @inlined
     def add(i, h, k_smem, ds_smem, state, strides, sizes, score):
         """dQ += scale * dS K, for query tile i."""
         acc = local.array(dq_count, real)  # (columns / 8, 4)
-        operand, other = local.array(8, fragment), local.array(other_count, fragment)
+        operand, other = local.array(8, made.register), local.array(made.kv_count, made.register)
         old = local.array(both_count, uint32)
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
@@ -194,12 +190,12 @@ def make(config):
         rows_left = int32(sizes.seqlen_q - query)
         for x in range(dq_count):
             acc[x] = real(0)
-        place = turned_place(lane, ds_smem) + strip * (16 * size)
-        _, _, k_lane, _ = lanes(lane, int32(0), k_smem, k_smem, k_smem)
+        place = weights.turned_place(lane, ds_smem) + strip * (16 * size)
+        _, _, k_lane, _ = made.lanes(lane, int32(0), k_smem, k_smem, k_smem)
         k_lane += (warp // strips) * (panels * tile_n * 128)
         for _ in range(special.opaque(tile_n // 16)):
-            turned(operand, place)
-            add_16(acc, operand, other, k_lane)
+            weights.turned(operand, place)
+            made.add_16(acc, operand, other, k_lane)
             place, k_lane = int32(place + 16 * pitch * size), int32(k_lane + 2048)
         left, left_next = columns_left if rows_left > 0 else int32(0), columns_left if rows_left > 8 else int32(0)
         load_old(old, 0, to, left if adds else int32(0))

@@ -52,14 +52,11 @@ def make(config):
     part = tile_n // groups  # keys of a tile for which a warp computes scores
     strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
     keys_and_start, read = positions.make(config), score_reads.make(config, strips, part)
-    reads, origin_of, load_reads = read.reads, read.origin, read.load
     has_mask, has_functions = config.has("mask"), gradient_functions.present(config)
     has_score_mod, of_states = config.has("score_mod"), tile_walk.make(config)
-    has_states, states_row, behind_tile, asks_in = of_states.present, of_states.row, of_states.behind, of_states.asks
     cut_ends, take = of_states.ends, longest_first.make(config).take
     apply_functions = gradient_functions.on_fragments(config, strips, part, of_keys=False)
     drops, _, kept_of, *_ = counts.on_fragments(config, strips, part)
-    place, minus_delta_at = lse_delta.place, lse_delta.MINUS_DELTA
     inf = float32(math.inf)
 
     @inlined
@@ -70,7 +67,7 @@ def make(config):
     @inlined
     def tile_of(block, arrays, strides, sizes):
         """-> QueryTile, TileKeys. The last queries of a head come first: under a causal mask they see the most keys."""
-        if has_states:  # the query tiles that see the most key tiles come first
+        if of_states.present:  # the query tiles that see the most key tiles come first
             b, h, own = take(block, arrays, strides, sizes)
             first_query = int32(own * tile_m)
         else:
@@ -98,11 +95,11 @@ def make(config):
             block_state.put(q_smem + int32(head_at), int64(b), int64(h))
             block_state.put(q_smem + int32(tile_at), int64(first_query), int64(h_kv))
             block_state.put_range(q_smem + int32(walk_at), walk[0], walk[1])
-            if has_states:
-                states = states_row(b, h, first_query, arrays, strides)
+            if of_states.present:
+                states = of_states.row(b, h, first_query, arrays, strides)
                 block_state.put_range(q_smem + int32(walk_at + 8), states, int32(0))
-            if reads:
-                origin = origin_of(b, h, first_query, arrays, strides)
+            if read.reads:
+                origin = read.origin(b, h, first_query, arrays, strides)
                 block_state.put(q_smem + int32(origin_at), origin.bias, origin.bits)
         head_lse_delta = lse_delta.head_blocks(b, h, sizes)
         for step in range(-(-tile_m // threads)):
@@ -111,8 +108,8 @@ def make(config):
                 first_key, end_key = row_keys(tile_pos + row, sizes.left, sizes.right, keys)
                 lse_log2, minus_delta = inf, float32(0)
                 if first_query + row < sizes.seqlen_q:
-                    at = head_lse_delta + place(first_query + row)
-                    lse_log2, minus_delta = arrays.lse_delta[at], arrays.lse_delta[at + minus_delta_at]
+                    at = head_lse_delta + lse_delta.place(first_query + row)
+                    lse_log2, minus_delta = arrays.lse_delta[at], arrays.lse_delta[at + lse_delta.MINUS_DELTA]
                 elif has_functions:  # they are not called for a row that does not exist
                     end_key = first_key
                 of_row = q_smem + int32(plan.of_rows) + 16 * row
@@ -140,22 +137,22 @@ def make(config):
             return False
         free, cut = block_state.get_range(q_smem + int32(walk_at))
         whole = j >= free and j < cut
-        if has_states:
+        if of_states.present:
             if whole:
-                whole = not asks_in(states_of(q_smem), j, arrays, strides)
+                whole = not of_states.asks(states_of(q_smem), j, arrays, strides)
         return whole
 
     @inlined
     def behind(j, begin, q_smem, arrays, strides):
         """The next tile after j; one before begin if none is left."""
-        if has_states:
-            return int32(behind_tile(states_of(q_smem), j, begin, arrays, strides))
+        if of_states.present:
+            return int32(of_states.behind(states_of(q_smem), j, begin, arrays, strides))
         return int32(j - 1)
 
     @inlined
     def states_ends(tile, begin, stop, arrays, strides):
         """[begin, stop) without the tiles at both ends in which a mask_mod shows nothing."""
-        states = states_row(tile.b, tile.h, tile.first_query, arrays, strides)
+        states = of_states.row(tile.b, tile.h, tile.first_query, arrays, strides)
         return cut_ends(states, begin, stop, arrays, strides)
 
     @inlined
@@ -191,14 +188,14 @@ def make(config):
         part_j = int32(j * groups + (warp & (groups - 1)))  # index of the warp's part of the keys
         origin, inside = Origin(bias, bits, int32(first_query)), FALSE if masked else TRUE
         loaded, shown_bits, first_row = registers.loaded, registers.shown_bits, (warp >> shift) * warp_rows
-        load_reads(loaded, shown_bits, part_j, origin, first_row, lane, arrays, strides, sizes, inside)
+        read.load(loaded, shown_bits, part_j, origin, first_row, lane, arrays, strides, sizes, inside)
 
     @inlined
     def ask_functions(j, registers, q_smem, arrays, strides, score):
         """acc_s, acc_dp <- with score_mod and its derivative; shown_bits <- without what any option hides."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        asks = asks_in(states_of(q_smem), j, arrays, strides) if has_states else FALSE
+        asks = of_states.asks(states_of(q_smem), j, arrays, strides) if of_states.present else FALSE
         key = int32(j * int32(tile_n) + first_key_of(lane, warp))
         for r in range(rows):
             first, end = block_state.get_range(of_row(r, thread, q_smem))

@@ -66,7 +66,6 @@ def make(config):
     tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
     head_dim, head_dim_v, size = config.head_dim, config.head_dim_v, config.item_size
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
-    alignment = config.ALIGNMENT
     plan = config.shared_layout()
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     strips, rows = warp_rows // 16, warp_rows // 8
@@ -82,23 +81,15 @@ def make(config):
     load_do, load_v = (async_tiles.loader(tile, head_dim_v_padded, threads, 1, size) for tile in (tile_m, tile_n))
     s_and_dq = backward_wide.products(config, head_dim_padded, head_dim_padded)
     of_dp = backward_wide.products(config, head_dim_v_padded, head_dim_padded)
-    multiply_q_k, multiply_ds_k, to_operand = s_and_dq.multiply_part, s_and_dq.multiply_p_v, s_and_dq.to_p
-    multiply_do_v, s_lanes, dp_lanes, fragment = of_dp.multiply_part, s_and_dq.lanes, of_dp.lanes, s_and_dq.register
     (_, put, meet, _, get_16, step_16, *_), _ = backward_wide.exchange(config)
     store_dq = backward_wide.storer(config, head_dim, head_dim_padded)
-    to_16, add_ds_k = s_and_dq.to_16, s_and_dq.add_16
-    own_count, other_count, operand_count = (
-        s_and_dq.q_count,
-        s_and_dq.kv_count,
-        s_and_dq.p_count if groups == 1 else strips * 8,
-    )
+    operand_count = s_and_dq.p_count if groups == 1 else strips * 8
     keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
     weight, _ = fragments.weights_at(config)
     of_query = lse_delta.of_query(config)
     drops, kept_words, kept_of, _, _, _ = counts.on_fragments(config, strips, columns)
     words_a_row = kept_words // rows if drops else 1
     read, has_mask = score_reads.make(config, strips, columns), config.has("mask")
-    reads, origin_of, load_reads, added, ranges_of = read.reads, read.origin, read.load, read.added, read.ranges
     bias_words, bias_type, has_functions = read.bias_words, read.bias_type, gradient_functions.present(config)
     has_bits = has_mask or has_functions  # one bit for each score says whether it is seen
     apply_functions = gradient_functions.on_fragments(config, strips, columns, of_keys=False)
@@ -107,7 +98,7 @@ def make(config):
 
     @inlined
     def aligned(address):
-        return int32((address + int32(alignment - 1)) & int32(-alignment))
+        return int32((address + int32(config.ALIGNMENT - 1)) & int32(-config.ALIGNMENT))
 
     @inlined
     def tile_of(block, arrays, strides, sizes):
@@ -161,10 +152,10 @@ def make(config):
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         first_row, first_key = (warp >> shift) * warp_rows, int32(j * tile_n + own_column())
-        if reads:
-            origin = origin_of(tile.b, tile.h, tile.first_query, arrays, strides)
+        if read.reads:
+            origin = read.origin(tile.b, tile.h, tile.first_query, arrays, strides)
             part = int32(j * groups + (warp & (groups - 1)))
-            load_reads(
+            read.load(
                 registers.loaded, registers.shown_bits, part, origin, first_row, lane, arrays, strides, sizes, FALSE
             )
         for r in range(rows if has_bits else 0):
@@ -201,7 +192,7 @@ def make(config):
                 for r in range(rows):
                     at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x
                     distance = real(tile_keys.position + (row + r * 8) - key)
-                    here = FragmentAt(term, distance, added(registers.loaded, r, n, x))
+                    here = FragmentAt(term, distance, read.added(registers.loaded, r, n, x))
                     p, derivative = weight(registers.acc_s[at], here, score, registers.lse[r])
                     if has_bits:
                         seen = (registers.shown_bits[r] >> uint32(2 * n + x)) & uint32(1) != 0
@@ -223,17 +214,17 @@ def make(config):
         cuda.syncthreads()  # V has arrived, and all threads have finished with K of the last tile
         load_keys(j, q_smem + int32(plan.other_s), tile, tile_keys, arrays, strides)
         cp_async.commit_group()
-        multiply_do_v(registers.acc_dp, registers.own_frag, registers.other_frag, lanes.do, lanes.v)
+        of_dp.multiply_part(registers.acc_dp, registers.own_frag, registers.other_frag, lanes.do, lanes.v)
         wait_all()
         cuda.syncthreads()  # K has arrived, and all threads have finished with V
         if j > begin:
             load_values(int32(j - 1), q_smem + int32(plan.other_dp), tile, tile_keys, arrays, strides)
         cp_async.commit_group()
-        multiply_q_k(registers.acc_s, registers.own_frag, registers.other_frag, lanes.q, lanes.k)
+        s_and_dq.multiply_part(registers.acc_s, registers.own_frag, registers.other_frag, lanes.q, lanes.k)
         if drops:
             find_kept(j, registers.kept, tile, tile_keys, arrays, sizes)
         finish_dp(registers, score)
-        if reads or has_functions:
+        if read.reads or has_functions:
             ask(j, registers, tile, tile_keys, arrays, strides, sizes, score)
         weigh(j, registers, tile_keys, term, score)
         if groups > 1:
@@ -242,12 +233,12 @@ def make(config):
             at, rows_at = lanes.exchanged, lanes.k_transposed
             for _ in range(special.opaque(steps_16)):
                 get_16(registers.weights, at)
-                to_16(registers.weights, registers.ds_frag)
-                add_ds_k(registers.acc_dq, registers.ds_frag, registers.other_frag, rows_at)
+                s_and_dq.to_16(registers.weights, registers.ds_frag)
+                s_and_dq.add_16(registers.acc_dq, registers.ds_frag, registers.other_frag, rows_at)
                 at, rows_at = int32(at + step_16), int32(rows_at + 2048)
         else:
-            to_operand(registers.acc_dp, registers.ds_frag)
-            multiply_ds_k(registers.acc_dq, registers.ds_frag, registers.other_frag, lanes.k_transposed)
+            s_and_dq.to_p(registers.acc_dp, registers.ds_frag)
+            s_and_dq.multiply_p_v(registers.acc_dq, registers.ds_frag, registers.other_frag, lanes.k_transposed)
 
     @cuda.jit
     def flash_attention_mma_dq_wide(arrays, strides, sizes, score):
@@ -257,8 +248,8 @@ def make(config):
         do_smem = q_smem + int32(plan.own_dp)  # (tile_m, head_dim_v_padded)
         k_smem = q_smem + int32(plan.other_s)  # (tile_n, head_dim_padded)
         v_smem = q_smem + int32(plan.other_dp)  # (tile_n, head_dim_v_padded)
-        q_lane, k_lane, k_transposed, exchanged = s_lanes(lane, warp, q_smem, k_smem, k_smem)
-        do_lane, v_lane, _, _ = dp_lanes(lane, warp, do_smem, v_smem, v_smem)
+        q_lane, k_lane, k_transposed, exchanged = s_and_dq.lanes(lane, warp, q_smem, k_smem, k_smem)
+        do_lane, v_lane, _, _ = of_dp.lanes(lane, warp, do_smem, v_smem, v_smem)
         lanes = Lanes(q_lane, k_lane, k_transposed, do_lane, v_lane, exchanged)
 
         tile, tile_keys = tile_of(special.block_index(), arrays, strides, sizes)
@@ -268,7 +259,7 @@ def make(config):
         begin, stop = int32(begin_), int32(stop_)
         if has_mask:  # drop the key tiles before the first and after the last in which it shows a key
             end_query = tile.first_query + queries_left
-            first, end, _, _ = ranges_of(tile.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes)
+            first, end, _, _ = read.ranges(tile.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes)
             begin = max(begin, divide(first, tile_n))
             stop = min(stop, divide(end + int32(tile_n - 1), tile_n))
         registers = Registers(
@@ -276,9 +267,9 @@ def make(config):
             local.array(s_count, real),  # acc_dp (strips, tile_n / 8, 4)
             local.array(dq_count, real),  # acc_dq (strips, dq_columns / 8, 4)
             local.array(weight_count, real),  # weights (strips, 2, 4)
-            local.array(own_count, fragment),  # own_frag
-            local.array(other_count, fragment),  # other_frag
-            local.array(operand_count, fragment),  # ds_frag
+            local.array(s_and_dq.q_count, s_and_dq.register),  # own_frag
+            local.array(s_and_dq.kv_count, s_and_dq.register),  # other_frag
+            local.array(operand_count, s_and_dq.register),  # ds_frag
             local.array(rows, int32),  # first_key
             local.array(rows, int32),  # end_key
             local.array(rows, real),  # lse

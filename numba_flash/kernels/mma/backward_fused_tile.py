@@ -41,27 +41,24 @@ class FusedTile(NamedTuple):
 
 
 def make(config):
-    tile_m, warp_rows = config.tile_m, config.warp_rows
     size, padded, pitch, double = config.item_size, config.head_dim_padded, config.pitch, config.dtype == "float64"
     v_at, p_at, ds_at = config.own_places()
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     parts, part_shift = groups // 2, shift - 1  # of the queries, in which warps compute S or dP
-    strips, columns, own_columns = warp_rows // 16, padded // groups, tile_m // parts
-    blocks, steps_16 = own_columns // 8, tile_m // 16
+    strips, columns, own_columns = config.warp_rows // 16, padded // groups, config.tile_m // parts
+    blocks, steps_16 = own_columns // 8, config.tile_m // 16
     s_count, sum_count = strips * blocks * 4, strips * columns // 2
 
     real = numbers.of(config.compute_dtype).real
     of_scores, of_sums = (backward_wide.fused_products(config, n) for n in (parts, groups))
     multiply, score_lanes, fragment = of_scores.multiply_part, of_scores.lanes, of_scores.register
-    add_16, sum_lanes = of_sums.add_16, of_sums.lanes
-    own_count, other_count = of_sums.q_count, of_sums.kv_count
     place, moved, pair, put, operand_place, operand, _, _ = shared_weights.make(pitch, strips, double)
     weight, _ = fragments.weights_at(config)
-    _, of_pair = lse_delta.staged(config, tile_m, config.threads)
+    _, of_pair = lse_delta.staged(config, config.tile_m, config.threads)
 
     @inlined
     def first_row_of_warp():
-        return int32((special.thread_index() >> int32(5 + shift)) * warp_rows)
+        return int32((special.thread_index() >> int32(5 + shift)) * config.warp_rows)
 
     @inlined
     def part_and_role():
@@ -131,7 +128,7 @@ def make(config):
                     of = (strip * blocks + n) * 4 + x
                     upper, lower = registers.acc[of], registers.acc[of + 2]
                     s, dp = given[x] if role else upper, lower if role else given[x]
-                    query = int32(i * tile_m + first_column + n * 8 + x)
+                    query = int32(i * config.tile_m + first_column + n * 8 + x)
                     distance = real(int64(query) + walk.q_start - walk.first_key - (key + strip * 16))
                     found, derivative = weight(s, FragmentAt(term, distance, real(0)), score, lse[x])
                     seen = query >= first_query[strip] and query < end_query[strip]
@@ -146,7 +143,7 @@ def make(config):
     @inlined
     def add_step(acc, registers, at, rows_lane):
         operand(registers.p_frag, at)
-        add_16(acc, registers.p_frag, registers.other_frag, rows_lane)
+        of_sums.add_16(acc, registers.p_frag, registers.other_frag, rows_lane)
 
     @inlined
     def add_steps_in_loop(acc, registers, at, rows_lane):
@@ -168,8 +165,8 @@ def make(config):
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         at = operand_place(lane, weights_smem) + first_row_of_warp() * (pitch * size)
-        _, _, rows_lane, _ = sum_lanes(lane, warp, rows_smem, rows_smem, rows_smem)
+        _, _, rows_lane, _ = of_sums.lanes(lane, warp, rows_smem, rows_smem, rows_smem)
         add_steps(acc, registers, at, rows_lane)
 
-    of_lane = s_count, sum_count, own_count, other_count
+    of_lane = s_count, sum_count, of_sums.q_count, of_sums.kv_count
     return FusedTile(first_row_of_warp, turn, find_scores, give_half, meet, weigh, add_rows, of_lane, fragment)

@@ -26,33 +26,28 @@ from ..steps.tiles import row_base
 
 def make(config):
     head_dim_v, lanes, rows = config.head_dim_v, config.lanes, config.rows
-    has_dlse, wide = config.has_dlse, config.wide
     steps, is_float16 = -(-head_dim_v // (8 * lanes)), config.dtype == "float16"
     distances = tuple(2**i for i in range(lanes.bit_length() - 1))
     load, load_v4, address = elements.loader(config.dtype, float32), memory.load_v4, memory.address
-    bfly, low_f16, high_f16 = shfl.bfly_f32, cvt.low_f16, cvt.high_f16
-    thread_index, block_index = special.thread_index, special.block_index
-    row_blocks, block_row = lse_delta.row_blocks, lse_delta.block_row
     minus_delta_at, product = lse_delta.MINUS_DELTA, lse_delta.product(config)
     turns_of, turns_at, turn_words = config.turns_of, TURNS_AT, 2 * config.dq_lines
-    early, let_kernel_start = config.early, griddepcontrol.launch_dependents
     unit, inf = float32(1.0 if config.natural else LOG2_E), float32(math.inf)
 
     @inlined
     def low(two):
-        return low_f16(two) if is_float16 else uint32(two << uint32(16)).view(np.float32)
+        return cvt.low_f16(two) if is_float16 else uint32(two << uint32(16)).view(np.float32)
 
     @inlined
     def high(two):
-        return high_f16(two) if is_float16 else uint32(two & uint32(0xFFFF0000)).view(np.float32)
+        return cvt.high_f16(two) if is_float16 else uint32(two & uint32(0xFFFF0000)).view(np.float32)
 
     @cuda.jit
     def preprocess(arrays, strides, sizes):
-        if early:
-            let_kernel_start()
+        if config.early:
+            griddepcontrol.launch_dependents()
         heads, seqlen_q = sizes.heads, sizes.seqlen_q
-        thread, block = thread_index(), block_index()
-        head_row_blocks = row_blocks(seqlen_q)
+        thread, block = special.thread_index(), special.block_index()
+        head_row_blocks = lse_delta.row_blocks(seqlen_q)
         tiles = divide(int32(head_row_blocks * 16 + (rows - 1)), rows)
         head_of_all = divide(block, tiles)
         b = divide(head_of_all, heads)
@@ -66,7 +61,7 @@ def make(config):
             do_base, o_base = row_base(strides.do, b, h, query), row_base(strides.o, b, h, query)
             for step in range(steps):
                 x = int32((lane + step * lanes) * 8)
-                if wide and x + 8 <= head_dim_v:
+                if config.wide and x + 8 <= head_dim_v:
                     load_v4(four_do, 0, address(arrays.do, do_base + x))
                     load_v4(four_o, 0, address(arrays.o, o_base + x))
                     for i in range(4):
@@ -76,7 +71,7 @@ def make(config):
                         from_do = load(arrays.do, do_base + column * strides.do[3])
                         part += product(from_do, load(arrays.o, o_base + column * strides.o[3]))
         for distance in distances:
-            part += bfly(part, distance)
+            part += shfl.bfly_f32(part, distance)
         if turns_of:
             if block == 0 and thread == 0:
                 arrays.turns[0] = uint32(0)
@@ -90,9 +85,9 @@ def make(config):
                 at = lse_row(b, h, query, sizes)
                 lse = float32(arrays.lse[at]) * unit
                 lse = inf if lse == -inf else lse
-                if has_dlse:
+                if config.has_dlse:
                     part -= arrays.dlse[row_base(strides.dlse, b, h, query)]
-            at = block_row(b, h, query, sizes)
+            at = lse_delta.block_row(b, h, query, sizes)
             arrays.lse_delta[at] = lse
             arrays.lse_delta[at + minus_delta_at] = -part
 

@@ -89,7 +89,6 @@ def storer(config, columns, padded):
     bfly = numbers.of(config.compute_dtype).bfly
     vectorized = columns * config.item_size % 16 == 0
     write_row = rows_wide.row_writer(config.dtype, blocks, vectorized, config.columns_in_order)
-    bfly_b32 = shfl.bfly_b32
 
     @inlined
     def scale_row(acc, r, factor, counts):
@@ -142,7 +141,7 @@ def storer(config, columns, padded):
         """
         found = every_row(acc, factor, lane, target, base, row_stride, rows_left, rows_that_count, columns_left)
         for distance in (1, 2, 4, 8, 16):
-            found |= bfly_b32(found, distance)
+            found |= shfl.bfly_b32(found, distance)
         return found
 
     return store_rows

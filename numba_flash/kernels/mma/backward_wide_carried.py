@@ -34,31 +34,21 @@ REGISTERS = setmaxnreg.decrease, setmaxnreg.increase
 
 
 def make(config):
-    tile_m, tile_n, workers = config.tile_m, config.tile_n, config.workers
     head_dim, head_dim_v, padded = config.head_dim, config.head_dim_v, config.head_dim_padded
     plan = config.shared_layout()
     paired, groups, loaders = config.blocks > 1, config.column_groups, config.LOADERS
     full, q_empty, do_empty, staging_empty = (plan.barriers + 8 * n for n in range(4))  # full: Q and dO are there
     one_buffer, end_at, columns = config.one_staging_buffer, plan.state + 3 * block_state.SIZE, padded // groups
 
-    load_own = async_tiles.loader(tile_n, padded, workers, 1, 8)
-    load_other = async_tiles.loader(tile_m, padded, loaders, 1, 8)
+    load_own = async_tiles.loader(config.tile_n, padded, config.workers, 1, 8)
+    load_other = async_tiles.loader(config.tile_m, padded, loaders, 1, 8)
     tile = backward_fused_tile.make(config)
-    find_scores, give_half, meet, weigh, add_rows = (
-        tile.find_scores,
-        tile.give_half,
-        tile.meet,
-        tile.weigh,
-        tile.add_rows,
-    )
-    first_row_of_warp, turn, fragment = tile.first_row_of_warp, tile.turn, tile.fragment
     s_count, sum_count, own_count, other_count = tile.counts
     store_dk, store_dv = (backward_wide.storer(config, n, padded) for n in (head_dim, head_dim_v))
     keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
-    start_rows, _ = lse_delta.staged(config, tile_m, loaders)
+    start_rows, _ = lse_delta.staged(config, config.tile_m, loaders)
     recompute_keys, wait_all = recompute.make(config, True, True), cp_async.wait_group(0)
     parts = backward_dq_parts.make(config)
-    work_of, keep, walk_of = parts.work_of, parts.keep, parts.walk_of
     leave_dq, carry_dq = backward_dq_carried.make(config)
     begin_scores, add_other = shared_scores.make(config, s_count)
     give_registers, take_registers = (of(n) for of, n in zip(REGISTERS, config.registers, strict=True))
@@ -71,7 +61,7 @@ def make(config):
     @inlined
     def meet_all():
         """All warps that compute."""
-        bar.sync(WORKERS, workers)
+        bar.sync(WORKERS, config.workers)
 
     @inlined
     def meet_others():
@@ -89,20 +79,20 @@ def make(config):
     @inlined
     def load_queries(t, k_smem, thread, arrays, strides, sizes):
         """Start the copies of Q of the t-th tile of queries, with lse and delta."""
-        walk = walk_of(k_smem + int32(plan.state), sizes)
-        i, h = turn(t, walk, sizes)
-        first, rows_left = own_column(), int32(sizes.seqlen_q - i * tile_m)
-        source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m) + first)
+        walk = parts.walk_of(k_smem + int32(plan.state), sizes)
+        i, h = tile.turn(t, walk, sizes)
+        first, rows_left = own_column(), int32(sizes.seqlen_q - i * config.tile_m)
+        source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * config.tile_m) + first)
         load_other(k_smem + int32(plan.q), source, 8 * strides.q[2], 0, rows_left, head_dim - first, thread)
-        start_rows(k_smem + int32(plan.rows), walk.b, h, i * tile_m, arrays, sizes, thread)
+        start_rows(k_smem + int32(plan.rows), walk.b, h, i * config.tile_m, arrays, sizes, thread)
 
     @inlined
     def load_do(t, k_smem, thread, arrays, strides, sizes):
         """Likewise of dO."""
-        walk = walk_of(k_smem + int32(plan.state), sizes)
-        i, h = turn(t, walk, sizes)
-        first, rows_left = own_column(), int32(sizes.seqlen_q - i * tile_m)
-        source = memory.address(arrays.do, row_base(strides.do, walk.b, h, i * tile_m) + first)
+        walk = parts.walk_of(k_smem + int32(plan.state), sizes)
+        i, h = tile.turn(t, walk, sizes)
+        first, rows_left = own_column(), int32(sizes.seqlen_q - i * config.tile_m)
+        source = memory.address(arrays.do, row_base(strides.do, walk.b, h, i * config.tile_m) + first)
         load_other(k_smem + int32(plan.do), source, 8 * strides.do[2], 0, rows_left, head_dim_v - first, thread)
 
     @inlined
@@ -136,21 +126,21 @@ def make(config):
     def step(t, registers, k_smem, arrays, strides, sizes, score):
         """One tile of queries of one head."""
         mbarrier.wait(k_smem + int32(full), t & 1)
-        find_scores(registers, k_smem, int32(plan.q), int32(plan.do))
-        walk = walk_of(k_smem + int32(plan.state), sizes)
-        i, h = turn(t, walk, sizes)  # while the last products end
+        tile.find_scores(registers, k_smem, int32(plan.q), int32(plan.do))
+        walk = parts.walk_of(k_smem + int32(plan.state), sizes)
+        i, h = tile.turn(t, walk, sizes)  # while the last products end
         if one_buffer:
             mbarrier.wait(k_smem + int32(staging_empty), (t & 1) ^ 1)
         if paired:
             add_other(registers.acc, t, place_of_incoming_scores(k_smem), k_smem + int32(plan.scores_barriers))
-        give_half(registers, k_smem)
-        meet()
+        tile.give_half(registers, k_smem)
+        tile.meet()
         rows_smem, term = k_smem + int32(plan.rows), row_term(walk.b, h, arrays, strides)
-        weigh(i, registers, k_smem, rows_smem, walk, term, sizes, score)
-        meet()
-        add_rows(registers.acc_dv, registers, k_smem + int32(plan.p), k_smem + int32(plan.do))
+        tile.weigh(i, registers, k_smem, rows_smem, walk, term, sizes, score)
+        tile.meet()
+        tile.add_rows(registers.acc_dv, registers, k_smem + int32(plan.p), k_smem + int32(plan.do))
         done_with(k_smem + int32(do_empty))
-        add_rows(registers.acc_dk, registers, k_smem + int32(plan.ds), k_smem + int32(plan.q))
+        tile.add_rows(registers.acc_dk, registers, k_smem + int32(plan.ds), k_smem + int32(plan.q))
         done_with(k_smem + int32(q_empty))
         meet_all()  # all of dS is there
         leave_dq(k_smem, k_smem + int32(plan.ds), k_smem + int32(plan.dq), score)
@@ -160,7 +150,7 @@ def make(config):
         """What the carrier does: all of the block's parts of dQ, one behind the other."""
         state, t = k_smem + int32(plan.state), int32(0)
         while t < end_of(k_smem):
-            i, h = turn(t, walk_of(state, sizes), sizes)
+            i, h = tile.turn(t, parts.walk_of(state, sizes), sizes)
             free = k_smem + int32(staging_empty)
             carry_dq(i, h, t == 0, t + 1 == end_of(k_smem), k_smem + int32(plan.dq), state, free, strides, sizes)
             t = int32(t + 1)
@@ -169,8 +159,8 @@ def make(config):
     def begin(k_smem):
         """One thread: mbarriers of the tiles' places."""
         mbarrier.init(k_smem + int32(full), loaders)
-        mbarrier.init(k_smem + int32(q_empty), workers)
-        mbarrier.init(k_smem + int32(do_empty), workers)
+        mbarrier.init(k_smem + int32(q_empty), config.workers)
+        mbarrier.init(k_smem + int32(do_empty), config.workers)
         if one_buffer:
             mbarrier.init(k_smem + int32(staging_empty), 1)
 
@@ -200,23 +190,23 @@ def make(config):
         k_smem = shared.address(cuda.shared.array(0, uint8))  # (tile_n, head_dim_padded)
         state = k_smem + int32(plan.state)
         take_ticket(k_smem, state, arrays)
-        b, h_kv, first_key = work_of(int32(ld_st.load_b32(state)), sizes)
+        b, h_kv, first_key = parts.work_of(int32(ld_st.load_b32(state)), sizes)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
-        begin, _, _, stop = query_range(first_key, first_key + keys_left - 1, q_start, sizes, tile_m)
+        keys_left = int32(min(keys - first_key, config.tile_n))  # may be below 0
+        begin, _, _, stop = query_range(first_key, first_key + keys_left - 1, q_start, sizes, config.tile_m)
         tiles = int32(stop - begin) if keys_left > 0 else int32(0)
         walk = Walk(b, h_kv, first_key, q_start, int32(keys), int32(begin), tiles)
         cuda.syncthreads()  # the ticket has been read
         if thread == 0:
-            keep(walk, state, arrays, strides, sizes)
+            parts.keep(walk, state, arrays, strides, sizes)
             end = int32(tiles * divide(sizes.heads, sizes.heads_kv))
             ld_st.store_b32(k_smem + int32(end_at), uint32(end))
         cuda.syncthreads()  # what was kept is there
-        if thread >= workers:
+        if thread >= config.workers:
             give_registers()
-            if thread < workers + loaders:
-                fetch(k_smem, thread - workers, arrays, strides, sizes)
-            elif thread < workers + loaders + 32:
+            if thread < config.workers + loaders:
+                fetch(k_smem, thread - config.workers, arrays, strides, sizes)
+            elif thread < config.workers + loaders + 32:
                 carry(k_smem, strides, sizes)
             return
         take_registers()
@@ -224,9 +214,9 @@ def make(config):
             local.array(s_count, float64),  # acc (strips, own_columns / 8, 4)
             local.array(sum_count, float64),  # acc_dk (strips, columns / 8, 4)
             local.array(sum_count, float64),  # acc_dv (strips, columns / 8, 4)
-            local.array(own_count, fragment),  # own_frag
-            local.array(other_count, fragment),  # other_frag
-            local.array(own_count, fragment),  # p_frag (strips, 2, 4)
+            local.array(own_count, tile.fragment),  # own_frag
+            local.array(other_count, tile.fragment),  # other_frag
+            local.array(own_count, tile.fragment),  # p_frag (strips, 2, 4)
         )
         for x in range(sum_count):
             registers.acc_dk[x] = float64(0)
@@ -245,11 +235,11 @@ def make(config):
             step(t, registers, k_smem, arrays, strides, sizes, score)
             t = int32(t + 1)
 
-        walk = walk_of(state, sizes)  # once more: not kept in registers while products need them
+        walk = parts.walk_of(state, sizes)  # once more: not kept in registers while products need them
         b, h_kv, first_key, q_start = walk.b, walk.h_kv, walk.first_key, walk.q_start
-        keys_left = int32(min(walk.keys - first_key, tile_n))
-        first_row, column = first_row_of_warp(), own_column() + (warp & (groups - 1)) * columns
-        rows_left = int32(min(sizes.seqlen_k - first_key, tile_n) - first_row)
+        keys_left = int32(min(walk.keys - first_key, config.tile_n))
+        first_row, column = tile.first_row_of_warp(), own_column() + (warp & (groups - 1)) * columns
+        rows_left = int32(min(sizes.seqlen_k - first_key, config.tile_n) - first_row)
         valid = int32(keys_left - first_row)
         base = row_base(strides.dk, b, h_kv, first_key + first_row) + column
         nonfinite = store_dk(

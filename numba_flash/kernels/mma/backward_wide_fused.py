@@ -36,8 +36,7 @@ def make(config):
     tile_m, tile_n, threads = config.tile_m, config.tile_n, config.threads
     head_dim, head_dim_v, size, padded = config.head_dim, config.head_dim_v, config.item_size, config.head_dim_padded
     plan = config.shared_layout()
-    alignment, groups = config.ALIGNMENT, config.column_groups
-    columns = padded // groups
+    columns = padded // config.column_groups
 
     real = numbers.of(config.compute_dtype).real
     load_own, load_other = (async_tiles.loader(tile, padded, threads, 1, size) for tile in (tile_n, tile_m))
@@ -56,17 +55,15 @@ def make(config):
     start_rows, _ = lse_delta.staged(config, tile_m, threads)
     recompute_keys, wait_all = recompute.make(config, True, True), cp_async.wait_group(0)
     parts = backward_dq_parts.make(config)
-    work_of, keep, walk_of = parts.work_of, parts.keep, parts.walk_of
-    wait_turn, add_dq, hand_on = parts.wait_turn, parts.add, parts.hand_on
 
     @inlined
     def aligned(address):
-        return int32((address + int32(alignment - 1)) & int32(-alignment))
+        return int32((address + int32(config.ALIGNMENT - 1)) & int32(-config.ALIGNMENT))
 
     @inlined
     def load_do(t, k_smem, arrays, strides, sizes):
         """Start the copies of dO of the t-th query tile, if there is one."""
-        walk = walk_of(k_smem + int32(plan.state), sizes)
+        walk = parts.walk_of(k_smem + int32(plan.state), sizes)
         if t < walk.tiles * divide(sizes.heads, sizes.heads_kv):
             i, h = turn(t, walk, sizes)
             source = memory.address(arrays.do, row_base(strides.do, walk.b, h, i * tile_m))
@@ -77,7 +74,7 @@ def make(config):
     @inlined
     def load_queries(t, k_smem, arrays, strides, sizes):
         """Likewise for Q, with lse and delta."""
-        walk = walk_of(k_smem + int32(plan.state), sizes)
+        walk = parts.walk_of(k_smem + int32(plan.state), sizes)
         if t < walk.tiles * divide(sizes.heads, sizes.heads_kv):
             i, h = turn(t, walk, sizes)
             source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m))
@@ -89,8 +86,8 @@ def make(config):
     def hand_on_before(t, k_smem, sizes):
         """After a barrier: the block's parts of the query tiles before its t-th one are in dQ; passes on the turn."""
         if special.thread_index() == 0 and t > 0:
-            i, h = turn(int32(t - 1), walk_of(k_smem + int32(plan.state), sizes), sizes)
-            hand_on(i, h, k_smem + int32(plan.state), sizes)
+            i, h = turn(int32(t - 1), parts.walk_of(k_smem + int32(plan.state), sizes), sizes)
+            parts.hand_on(i, h, k_smem + int32(plan.state), sizes)
 
     @inlined
     def step(t, registers, k_smem, arrays, strides, sizes, score):
@@ -101,15 +98,15 @@ def make(config):
         find_scores(registers, k_smem, int32(plan.q), int32(plan.do))
         give_half(registers, k_smem)
         meet()
-        walk = walk_of(k_smem + int32(plan.state), sizes)
+        walk = parts.walk_of(k_smem + int32(plan.state), sizes)
         i, h = turn(t, walk, sizes)
         term = row_term(walk.b, h, arrays, strides)
         weigh(i, registers, k_smem, k_smem + int32(plan.rows), walk, term, sizes, score)
         meet()
         add_rows(registers.acc_dv, registers, k_smem + int32(plan.p), k_smem + int32(plan.do))
         if special.thread_index() == threads - 1:
-            i, h = turn(t, walk_of(k_smem + int32(plan.state), sizes), sizes)
-            wait_turn(i, h, k_smem + int32(plan.state), sizes)
+            i, h = turn(t, parts.walk_of(k_smem + int32(plan.state), sizes), sizes)
+            parts.wait_turn(i, h, k_smem + int32(plan.state), sizes)
         cuda.syncthreads()  # all threads have finished with dO, dS is stored, and it is this block's turn
         load_do(int32(t + 1), k_smem, arrays, strides, sizes)
         cp_async.commit_group()
@@ -117,8 +114,8 @@ def make(config):
         cuda.syncthreads()  # all threads have finished with Q
         load_queries(int32(t + 1), k_smem, arrays, strides, sizes)
         cp_async.commit_group()
-        i, h = turn(t, walk_of(k_smem + int32(plan.state), sizes), sizes)
-        add_dq(i, h, k_smem, k_smem + int32(plan.ds), k_smem + int32(plan.state), strides, sizes, score)
+        i, h = turn(t, parts.walk_of(k_smem + int32(plan.state), sizes), sizes)
+        parts.add(i, h, k_smem, k_smem + int32(plan.ds), k_smem + int32(plan.state), strides, sizes, score)
 
     @cuda.jit
     def flash_attention_mma_wide_fused(arrays, strides, sizes, score):
@@ -129,7 +126,7 @@ def make(config):
         if thread == 0:
             ld_st.store_b32(state, memory.add(memory.address(arrays.turns, 0), uint32(1)))
         cuda.syncthreads()
-        b, h_kv, first_key = work_of(int32(ld_st.load_b32(state)), sizes)
+        b, h_kv, first_key = parts.work_of(int32(ld_st.load_b32(state)), sizes)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
         keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
         begin, _, _, stop = query_range(first_key, first_key + keys_left - 1, q_start, sizes, tile_m)
@@ -137,7 +134,7 @@ def make(config):
         walk = Walk(b, h_kv, first_key, q_start, int32(keys), int32(begin), tiles)
         cuda.syncthreads()  # the ticket has been read
         if thread == 0:
-            keep(walk, state, arrays, strides, sizes)
+            parts.keep(walk, state, arrays, strides, sizes)
         registers = Registers(
             local.array(s_count, real),  # acc (strips, own_columns / 8, 4)
             local.array(sum_count, real),  # acc_dk (strips, columns / 8, 4)
@@ -165,10 +162,10 @@ def make(config):
         cuda.syncthreads()
         hand_on_before(end, k_smem, sizes)
 
-        walk = walk_of(state, sizes)  # read again: not kept in registers while products need them
+        walk = parts.walk_of(state, sizes)  # read again: not kept in registers while products need them
         b, h_kv, first_key, q_start = walk.b, walk.h_kv, walk.first_key, walk.q_start
         keys_left = int32(min(walk.keys - first_key, tile_n))
-        first_row, column = first_row_of_warp(), (warp & (groups - 1)) * columns
+        first_row, column = first_row_of_warp(), (warp & (config.column_groups - 1)) * columns
         rows_left = int32(min(sizes.seqlen_k - first_key, tile_n) - first_row)
         valid = int32(keys_left - first_row)
         base = row_base(strides.dk, b, h_kv, first_key + first_row) + column

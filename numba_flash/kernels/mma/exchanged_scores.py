@@ -33,13 +33,12 @@ class Exchange(NamedTuple):
 def make(config):
     strips, blocks, double = config.warp_rows // 16, config.tile_n // 8, config.dtype == "float64"
     half, chunks, chunk = blocks // 2, 2 if double else 1, 2 if double else 4  # 16 bytes of a block, and their elements
-    begin = config.exchange_at
     all_bytes = strips * blocks * chunks * ROW
     pair_bytes = all_bytes * (2 if config.splits_columns else 1)
 
     @inlined
     def place(lane, warp, q_smem):
-        return q_smem + int32(begin) + (warp >> 1) * pair_bytes + lane * 16
+        return q_smem + int32(config.exchange_at) + (warp >> 1) * pair_bytes + lane * 16
 
     @inlined
     def put(own, s_lane):

@@ -86,12 +86,11 @@ def make(config):
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     o_blocks = config.group_columns // 8
     s_count, o_count = strips * (tile_n // 8) * 4, strips * o_blocks * 4
-    q_registers, scores_finished, size = config.q_registers, config.scores_finished, config.item_size
     real = numbers.of(config.compute_dtype).real
 
-    load_q = async_tiles.loader(tile_m, head_dim_padded, threads, group, size)
-    load_k = async_tiles.loader(tile_n, head_dim_padded, threads, 1, size)
-    load_v = async_tiles.loader(tile_n, head_dim_v_padded, threads, 1, size)
+    load_q = async_tiles.loader(tile_m, head_dim_padded, threads, group, config.item_size)
+    load_k = async_tiles.loader(tile_n, head_dim_padded, threads, 1, config.item_size)
+    load_v = async_tiles.loader(tile_n, head_dim_v_padded, threads, 1, config.item_size)
     if config.splits_columns and tile_n == 32:
         load_k = async_tiles.panel_loader(tile_n, head_dim_padded, threads, head_dim == head_dim_padded)
         load_v = async_tiles.panel_loader(tile_n, head_dim_v_padded, threads, head_dim_v == head_dim_v_padded)
@@ -100,16 +99,11 @@ def make(config):
     row_term = fragments.chain(config).row_term
     mask_words, visible, finish_scores, mask_scores = fragments.tile(config, strips)
     read, has_mask = score_reads.make(config, strips), config.has("mask")
-    reads, origin_of, load_reads, hide, ranges_of = read.reads, read.origin, read.load, read.hide, read.ranges
-    some_hidden, bias_words = read.some_hidden, read.bias_words
-    bits_words, bias_type = read.bits_words, read.bias_type
     # Numbers that scores need are loaded before the products, or after them if the products take all registers.
-    reads_before, reads_behind = reads and config.item_size == 2, reads and config.item_size > 2
+    reads_before, reads_behind = read.reads and config.item_size == 2, read.reads and config.item_size > 2
     functions = fragment_functions.make(config, strips)
     every_tile = TRUE if functions.every_tile else FALSE
-    has_functions, apply_functions, has_score_mod = functions.present, functions.apply, functions.every_tile
     walk = tile_walk.make(config, whole_warp=True)
-    has_states, states_row, states_ends, behind, asks_in = walk.present, walk.row, walk.ends, walk.behind, walk.asks
     take = longest_first.make(config).take
     start, softmax, finish = fragment_softmax.make(config, strips)
     drops, kept_words, kept_of, _, drop, count_kept = counts.on_fragments(config, strips, tile_n)
@@ -117,10 +111,9 @@ def make(config):
     products = PRODUCTS[config.dtype].make(config)
     fragment, q_count, kv_count, p_count, lanes, load_q_frag, multiply_q_k, to_p, multiply_p_v, *_ = products
     sliced = sliced_tiles.make(config, products) if config.sliced else None
-    in_slices = config.sliced
     start_slices, score_slices, output_slices = sliced or (None, None, None)
-    write_rows = (rows_16bit if size == 2 else rows_wide).make(config)
-    recompute_rows = (recompute if size == 2 else recompute_whole_rows).make(config, warp_rows)
+    write_rows = (rows_16bit if config.item_size == 2 else rows_wide).make(config)
+    recompute_rows = (recompute if config.item_size == 2 else recompute_whole_rows).make(config, warp_rows)
     log2_e = real(LOG2_E)
 
     @inlined
@@ -133,7 +126,7 @@ def make(config):
         m_tiles = divide(int32(sizes.seqlen_q) + int32(queries - 1), queries)
         tiles = divide(block, v_parts)
         part = int32(block - tiles * v_parts)
-        if has_states:  # those that see the most tiles
+        if walk.present:  # those that see the most tiles
             b, head, own = take(tiles, arrays, strides, sizes)
             h, first_query = int32(head * group), int32(own * queries)
         else:
@@ -157,7 +150,7 @@ def make(config):
     @inlined
     def masked_too(asks):
         """Whether a tile that every row sees whole takes a mask."""
-        return every_tile if has_score_mod or not has_states else asks
+        return every_tile if functions.every_tile or not walk.present else asks
 
     @inlined
     def again(thread):
@@ -173,7 +166,7 @@ def make(config):
         origin = Origin(bias, bits, int32(first_query))
         first_row = (now >> int32(5 + shift)) * warp_rows
         inside = FALSE if masked else TRUE
-        load_reads(
+        read.load(
             registers.loaded, row.shown_bits, j, origin, first_row, now & int32(31), arrays, strides, sizes, inside
         )
 
@@ -184,7 +177,7 @@ def make(config):
         if masked:
             _, keys = block_state.get(places.q + int32(keys_at))
             rows_left = int32(int32(keys) - j * tile_n)
-        if in_slices:
+        if config.sliced:
             score_slices(j, registers, places, k_bytes, v_bytes, rows_left)
         else:
             _, v_global = block_state.get(places.q + int32(bases_at))
@@ -200,12 +193,12 @@ def make(config):
     @inlined
     def apply_to_tile(j, acc_s, row, places, tile, asks, arrays, strides, sizes, score):
         """The caller's own functions on S."""
-        if has_functions:
+        if functions.present:
             now = special.thread_index()
             position, _ = block_state.get(places.q + int32(keys_at))
             queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
             first_row = (now >> int32(5 + shift)) * warp_rows
-            apply_functions(
+            functions.apply(
                 acc_s, row.mask_bits, j, tile.b, tile.h, first_row, now & int32(31), tile.first_query, position,
                 queries_left, asks, arrays, strides, score,
             )  # fmt: skip
@@ -221,32 +214,32 @@ def make(config):
             first_row = (now >> int32(5 + shift)) * warp_rows
             left, right = sizes.left, sizes.right
             visible(j, first_row, now & int32(31), position, left, right, int32(keys), row.mask_bits, row.distance)
-        elif scores_finished:
+        elif config.scores_finished:
             position, _ = block_state.get(places.q + int32(keys_at))
             lane_column = int32(first_column_of(special.thread_index() & int32(31)))
             for r in range(rows):
                 row.distance[r] = real(position + row.query[r] - j * tile_n - lane_column)
         if has_mask:
-            hide(row.mask_bits, row.shown_bits, masked)
-        if has_score_mod or asks:
+            read.hide(row.mask_bits, row.shown_bits, masked)
+        if functions.every_tile or asks:
             apply_to_tile(j, acc_s, row, places, tile, asks, arrays, strides, sizes, score)
-        if scores_finished:
+        if config.scores_finished:
             finish_scores(acc_s, row.term, row.distance, loaded, score)
         if masked:
             mask_scores(acc_s, row.mask_bits)
         elif has_mask:
-            if some_hidden(row.mask_bits):
+            if read.some_hidden(row.mask_bits):
                 mask_scores(acc_s, row.mask_bits)
 
     @inlined
     def outputs_of_tile(j, next_j, begin, registers, row, places, tile, k_bytes, thread, arrays, sizes, scale_log2):
         """softmax and O of tile j while the next tile's K is on the way."""
-        if in_slices:
-            if not has_states:
+        if config.sliced:
+            if not walk.present:
                 next_j = int32(j - 1)  # here: behind the softmax this takes a register more
         else:
             k_global, _ = block_state.get(places.q + int32(bases_at))
-            source = k_global + (next_j if has_states else j - 1) * tile_n * k_bytes
+            source = k_global + (next_j if walk.present else j - 1) * tile_n * k_bytes
             wait_all()
             cuda.syncthreads()  # V_j is there, and everyone is done with K_j
             if j > begin:
@@ -262,7 +255,7 @@ def make(config):
             drop(registers.acc_s, row.kept)
         to_p(registers.acc_s, registers.p_frag)
         rescale(registers.acc_o, row.alpha, moved)
-        if in_slices:
+        if config.sliced:
             output_slices(next_j, registers, places, j > begin, k_bytes)
         else:
             multiply_p_v(registers.acc_o, registers.p_frag, registers.kv_frag, places.v_lane)
@@ -303,8 +296,8 @@ def make(config):
         v_global = memory.address(
             arrays.v, row_base(strides.v, tile.b, tile_keys.h_kv, 0) + tile.part * head_dim_v_padded
         )
-        q_bytes, head_bytes = size * strides.q[2], size * strides.q[1]
-        k_bytes, v_bytes = size * strides.k[2], size * strides.v[2]
+        q_bytes, head_bytes = config.item_size * strides.q[2], config.item_size * strides.q[1]
+        k_bytes, v_bytes = config.item_size * strides.k[2], config.item_size * strides.v[2]
 
         q_lane, k_lane, v_lane, s_lane = lanes(lane, warp, q_smem, k_smem, v_smem)
         places = Places(q_smem, q_lane, k_lane, v_lane, s_lane)
@@ -314,7 +307,7 @@ def make(config):
             local.array(p_count, fragment),  # p_frag
             local.array(q_count, fragment),  # q_frag
             local.array(kv_count, fragment),  # kv_frag
-            local.array(bias_words, bias_type),  # loaded (2 * strips, tile_n / 8, 2), in 16 bits two in one
+            local.array(read.bias_words, read.bias_type),  # loaded (2 * strips, tile_n / 8, 2), in 16 bits two in one
         )
         row = Rows(
             local.array(rows, real),
@@ -323,7 +316,7 @@ def make(config):
             local.array(rows, real),
             local.array(rows, real),
             local.array(mask_words, uint32),
-            local.array(bits_words, uint32),
+            local.array(read.bits_words, uint32),
             local.array(rows, int32),
             local.array(kept_words, uint32),
         )
@@ -342,18 +335,18 @@ def make(config):
         begin, free, cut = int32(begin_), int32(free_), int32(cut_)
         if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
             first_query, end_query = tile.first_query, tile.first_query + queries_left
-            first, end, _, _ = ranges_of(tile.b, tile.h, group, first_query, end_query, arrays, strides, sizes)
+            first, end, _, _ = read.ranges(tile.b, tile.h, group, first_query, end_query, arrays, strides, sizes)
             begin = max(begin, divide(first, tile_n))
             free = max(free, begin)
             stop = min(int32(stop), divide(end + int32(tile_n - 1), tile_n))
-        states = states_row(tile.b, tile.h, tile.first_query, arrays, strides)
-        if has_states:
-            begin, stop = states_ends(states, begin, int32(stop), arrays, strides)
+        states = walk.row(tile.b, tile.h, tile.first_query, arrays, strides)
+        if walk.present:
+            begin, stop = walk.ends(states, begin, int32(stop), arrays, strides)
             free = max(free, begin)
 
         if thread == 0:
-            if reads:
-                origin = origin_of(tile.b, tile.h, tile.first_query, arrays, strides)
+            if read.reads:
+                origin = read.origin(tile.b, tile.h, tile.first_query, arrays, strides)
                 block_state.put(q_smem + int32(origin_at), origin.bias, origin.bits)
                 block_state.put(q_smem + int32(query_at), int64(tile.first_query), int64(0))
             block_state.put(q_smem + int32(bases_at), k_global, v_global)
@@ -364,12 +357,12 @@ def make(config):
         if j >= begin:
             first_key = j * tile_n
             keys_left = int32(tile_keys.keys - first_key)
-            if in_slices:
+            if config.sliced:
                 start_slices(places, j, k_bytes, keys_left)
             else:
                 load_k(k_smem, k_global + first_key * k_bytes, k_bytes, 0, keys_left, int32(head_dim), thread)
         cp_async.commit_group()
-        if q_registers:
+        if config.q_registers:
             wait_all()
             cuda.syncthreads()
             load_q_frag(registers.q_frag, places.q_lane)
@@ -378,19 +371,19 @@ def make(config):
             # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
             # some of the first kind again.
             while j >= begin and (j >= cut or j < free):
-                next_j, asks = behind(states, j, begin, arrays, strides), asks_in(states, j, arrays, strides)
+                next_j, asks = walk.behind(states, j, begin, arrays, strides), walk.asks(states, j, arrays, strides)
                 step(
                     j, next_j, begin, registers, row, places, tile, (k_bytes, v_bytes), columns_left, thread, arrays,
                     strides, sizes, score, asks, TRUE,
                 )  # fmt: skip
-                j = int32(next_j if has_states else j - 1)
+                j = int32(next_j if walk.present else j - 1)
             while j >= free and j < cut:
-                next_j, asks = behind(states, j, begin, arrays, strides), asks_in(states, j, arrays, strides)
+                next_j, asks = walk.behind(states, j, begin, arrays, strides), walk.asks(states, j, arrays, strides)
                 step(
                     j, next_j, begin, registers, row, places, tile, (k_bytes, v_bytes), columns_left, thread, arrays,
                     strides, sizes, score, asks, masked_too(asks),
                 )  # fmt: skip
-                j = int32(next_j if has_states else j - 1)
+                j = int32(next_j if walk.present else j - 1)
 
         # Where all this belongs is worked out again: kept through the loop, it would cost the registers that S needs.
         thread = special.thread_index()

@@ -13,15 +13,13 @@ from .products import Products
 
 
 def make(config):
-    tile_m, tile_n, warp_rows = config.tile_m, config.tile_n, config.warp_rows
-    head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
-    strips, s_blocks, o_blocks = warp_rows // 16, tile_n // 8, head_dim_v_padded // 8
+    strips, s_blocks, o_blocks = config.warp_rows // 16, config.tile_n // 8, config.head_dim_v_padded // 8
     s_count = strips * s_blocks * 4
-    q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes
+    q_panel, kv_panel = config.tile_m * 128, config.tile_n * 128  # bytes
     # Unrolled steps of 16 of head_dim: all of them up to 128 and if Q stays in registers; otherwise some at a time,
     # because the 16 steps of head_dim 256 spill registers. Each step has its own slot of Q's fragments, even if slots
     # share registers: that makes the compiler unroll the loop over them.
-    q_registers, steps = config.q_registers, head_dim_padded // 16
+    q_registers, steps = config.q_registers, config.head_dim_padded // 16
     at_once = steps if q_registers or steps <= 8 else max(n for n in range(1, 9) if steps % n == 0)
     product = mma.m16n8k16_f16 if config.dtype == "float16" else mma.m16n8k16_bf16
 
@@ -29,9 +27,9 @@ def make(config):
     def lanes(lane, warp, q_smem, k_smem, v_smem):
         # For Q and V lanes 8 to 15 give the 8 rows below, for K lanes 16 to 31 do.
         return (
-            q_smem + panel_offset(warp * warp_rows + (lane & 15), lane >> 4, tile_m),
-            k_smem + panel_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1, tile_n),
-            v_smem + panel_offset(lane & 15, lane >> 4, tile_n),
+            q_smem + panel_offset(warp * config.warp_rows + (lane & 15), lane >> 4, config.tile_m),
+            k_smem + panel_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1, config.tile_n),
+            v_smem + panel_offset(lane & 15, lane >> 4, config.tile_n),
             q_smem,
         )
 
@@ -53,7 +51,7 @@ def make(config):
                     for strip in range(strips):
                         a = (strip * at_once + x) * 4
                         ldmatrix.x4(q_frag, a, chunk_pair(q_lane, first + x, q_panel) + strip * 2048)  # (16, 16)
-                for n in range(tile_n // 16):
+                for n in range(config.tile_n // 16):
                     ldmatrix.x4(k_frag, 0, chunk_pair(k_lane, first + x, kv_panel) + n * 2048)  # (16 keys, 16)
                     for strip in range(strips):
                         a = (strip * at_once + x) * 4
@@ -62,8 +60,8 @@ def make(config):
 
     @inlined
     def multiply_p_v(acc_o, p_frag, v_frag, v_lane):
-        for y in range(tile_n // 16):
-            for n in range(head_dim_v_padded // 16):
+        for y in range(config.tile_n // 16):
+            for n in range(config.head_dim_v_padded // 16):
                 ldmatrix.x4_trans(v_frag, 0, chunk_pair(v_lane, n, kv_panel) + y * 2048)  # (16 keys, 16)
                 for strip in range(strips):
                     a = (strip * s_blocks + 2 * y) * 2

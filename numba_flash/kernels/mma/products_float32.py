@@ -52,9 +52,7 @@ def make(config):
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     own_blocks = s_blocks // groups  # blocks of 8 keys for which a warp computes scores
     own_count = strips * own_blocks * 4
-    unrolled = config.unrolled
     exchanged = exchanged_scores.make(config)
-    place, put, meet, get = exchanged.place, exchanged.put, exchanged.meet, exchanged.get
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 32 columns
 
     @inlined
@@ -67,7 +65,7 @@ def make(config):
             q_smem + panel_offset((warp >> shift) * warp_rows + (lane & 15), lane >> 4, tile_m),
             k_smem + panel_offset(lane & 7, lane >> 3, tile_n) + group_of(warp) * (own_blocks * 1024),
             v_smem + panel_offset((lane & 3) << 1, lane >> 2, tile_n) + group_of(warp) * (panels * kv_panel),
-            place(lane, warp, q_smem),
+            exchanged.place(lane, warp, q_smem),
         )
 
     @inlined
@@ -117,7 +115,7 @@ def make(config):
         for i in range(own_count):
             acc_s[i] = float32(0)
         q_at, k_at = q_lane, k_lane
-        if unrolled:
+        if config.unrolled:
             for _ in range(special.opaque(steps // 2)):  # a panel each
                 add_columns(acc_s, q_frag, k_frag, q_at, k_at)
                 add_columns(acc_s, q_frag, k_frag, int32(q_at ^ int32(64)), int32(k_at ^ int32(64)))
@@ -138,9 +136,9 @@ def make(config):
         else:
             own = local.array(own_count, float32)
             add_scores(own, q_frag, k_frag, q_lane, k_lane)
-            put(own, s_lane)
-            meet()
-            get(acc_s, s_lane)
+            exchanged.put(own, s_lane)
+            exchanged.meet()
+            exchanged.get(acc_s, s_lane)
 
     @inlined
     def to_p(acc_s, p_frag):

@@ -44,16 +44,7 @@ def make(config):
     own_blocks = s_blocks // groups  # of 8 keys, with which a warp computes scores
     own_count = strips * own_blocks * 4
     exchanged = exchanged_scores.make(config)
-    place, meet, get, get_sum, put, put_all = (
-        exchanged.place,
-        exchanged.meet,
-        exchanged.get,
-        exchanged.get_sum,
-        exchanged.put,
-        exchanged.put_all,
-    )
     by_columns = groups > 1 and config.splits_columns
-    scalar_loads, odd_rows_first, columns_in_order = config.scalar_loads, config.odd_rows_first, config.columns_in_order
     half_steps = steps // 2
     slice_panels = half_steps // config.SLICES if config.sliced else 0  # of a warp's columns
     k_panels, v_panels = (slice_panels, slice_panels) if config.sliced else (half_steps, o_blocks // 2)  # of a warp
@@ -66,12 +57,12 @@ def make(config):
     @inlined
     def lanes(lane, warp, q_smem, k_smem, v_smem):
         chunk, half, first = (lane & 3) << 1, int32(0), (lane & 3) << 1
-        if scalar_loads:
+        if config.scalar_loads:
             chunk, half = (lane & 1) << 2, (lane & 2) << 2
         column, column_half = lane >> 2, int32(0)
-        if columns_in_order:
+        if config.columns_in_order:
             column, column_half = lane >> 3, (lane & 4) << 1
-        if odd_rows_first:
+        if config.odd_rows_first:
             first += (lane & 2) >> 1
         q_lane = q_smem + panel_offset((warp >> shift) * warp_rows + (lane >> 2), chunk, tile_m) + half
         k_lane = k_smem + panel_offset(lane >> 2, chunk, tile_n) + half
@@ -81,7 +72,7 @@ def make(config):
         else:
             k_lane += group_of(warp) * (own_blocks * 1024)
         v_lane = v_smem + panel_offset(first, column, tile_n) + column_half + group_of(warp) * (v_panels * kv_panel)
-        return q_lane, k_lane, v_lane, place(lane, warp, q_smem)
+        return q_lane, k_lane, v_lane, exchanged.place(lane, warp, q_smem)
 
     @inlined
     def load_q(q_frag, q_lane):
@@ -134,7 +125,7 @@ def make(config):
             for strip in range(strips):
                 add_product(acc_s, (strip * blocks + n) * 4, q_frag, strip * 8, k_frag, 0)
 
-    add_panel = add_panel_by_scalar_loads if scalar_loads else add_panel_by_vector_loads
+    add_panel = add_panel_by_scalar_loads if config.scalar_loads else add_panel_by_vector_loads
 
     @inlined
     def add_panels(count, blocks, acc_s, q_frag, k_frag, q_lane, k_lane):
@@ -169,7 +160,7 @@ def make(config):
         add_panels(int32(steps), own_blocks, acc_s, q_frag, k_frag, q_lane, k_lane)
 
     add_scores = add_scores_in_loop
-    if scalar_loads:
+    if config.scalar_loads:
         add_scores = set_to_zero
         for n in range(steps):
             add_scores = and_panel(add_scores, n)
@@ -182,15 +173,15 @@ def make(config):
             warp = special.thread_index() >> int32(5)
             count = int32(half_steps + group_of(warp) * (steps - 2 * half_steps))
             add_panels(count, s_blocks, acc_s, q_frag, k_frag, q_lane, k_lane)
-            put_all(acc_s, s_lane)
-            meet()
-            get_sum(acc_s, s_lane)
+            exchanged.put_all(acc_s, s_lane)
+            exchanged.meet()
+            exchanged.get_sum(acc_s, s_lane)
         else:
             own = local.array(own_count, float64)
             add_scores(own, q_frag, k_frag, q_lane, k_lane)
-            put(own, s_lane)
-            meet()
-            get(acc_s, s_lane)
+            exchanged.put(own, s_lane)
+            exchanged.meet()
+            exchanged.get(acc_s, s_lane)
 
     @inlined
     def to_p(acc_s, p_frag):
@@ -234,7 +225,7 @@ def make(config):
                     at_o = (strip * o_blocks + 2 * (first + n) + j) * 4
                     add_product(acc_o, at_o, p_frag, (strip * p_blocks + 2 * y) * 4, column, 0)
 
-    add_rows = add_rows_by_scalar_loads if columns_in_order else add_rows_by_vector_loads
+    add_rows = add_rows_by_scalar_loads if config.columns_in_order else add_rows_by_vector_loads
 
     @inlined
     def add_16(acc_o, p_frag, v_frag, v_lane):

@@ -13,26 +13,18 @@ from ..steps.sequence import lse_row
 
 def make(config):
     """-> write_rows, a device function."""
-    tile_m, warp_rows, head_dim_v_padded, group = (
-        config.tile_m,
-        config.warp_rows,
-        config.head_dim_v_padded,
-        config.group_size,
-    )
-    rows, o_blocks, row_state_bytes, write_lse = (
-        warp_rows // 8,
-        head_dim_v_padded // 8,
-        config.ROW_STATE_BYTES,
-        config.write_lse,
-    )
+    rows, o_blocks = config.warp_rows // 8, config.head_dim_v_padded // 8
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    store_rows, to_natural = output_rows.make(config, warp_rows, head_dim_v_padded), float32(1 / exponent_unit(config))
+    store_rows, to_natural = (
+        output_rows.make(config, config.warp_rows, config.head_dim_v_padded),
+        float32(1 / exponent_unit(config)),
+    )
 
     @inlined
     def keep_row_states(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, sizes):
         """Stores O, divided, in 16 bits in shared memory, with a flag and the lse of each row. -> whether some row of
         the lane is not finite."""
-        lane_row, lane_column = warp * warp_rows + int32(first_row_of(lane)), int32(first_column_of(lane))
+        lane_row, lane_column = warp * config.warp_rows + int32(first_row_of(lane)), int32(first_column_of(lane))
         some = uint32(0)
         for r in range(rows):
             strip, below = r // 2, r % 2
@@ -42,17 +34,19 @@ def make(config):
                 at = (strip * o_blocks + n) * 4 + below * 2
                 low, high = acc_o[at] * inverse_l[r], acc_o[at + 1] * inverse_l[r]
                 nonfinite += low * float32(0) + high * float32(0)  # NaN when one of them is NaN or Inf
-                ld_st.store_b32(o_smem + panel_offset(tile_row, n, tile_m) + 2 * lane_column, pack(low, high))
+                ld_st.store_b32(o_smem + panel_offset(tile_row, n, config.tile_m) + 2 * lane_column, pack(low, high))
             nonfinite += shfl.bfly_f32(nonfinite, 1)
             nonfinite += shfl.bfly_f32(nonfinite, 2)
             flag = uint32(0) if nonfinite == 0 else uint32(1)
             some |= flag
             if lane & 3 == 0:
-                ld_st.store_b32(row_states + tile_row * row_state_bytes, flag)
-                ld_st.store_b32(row_states + tile_row * row_state_bytes + 4, lse[r].view(np.uint32))
-                query = tile.first_query + tile_row // group
-                if write_lse and tile.part == 0 and query < sizes.seqlen_q:
-                    arrays.lse[lse_row(tile.b, tile.h + tile_row % group, query, sizes)] = lse[r] * to_natural
+                ld_st.store_b32(row_states + tile_row * config.ROW_STATE_BYTES, flag)
+                ld_st.store_b32(row_states + tile_row * config.ROW_STATE_BYTES + 4, lse[r].view(np.uint32))
+                query = tile.first_query + tile_row // config.group_size
+                if config.write_lse and tile.part == 0 and query < sizes.seqlen_q:
+                    arrays.lse[lse_row(tile.b, tile.h + tile_row % config.group_size, query, sizes)] = (
+                        lse[r] * to_natural
+                    )
         return some
 
     @inlined
@@ -61,7 +55,7 @@ def make(config):
         row_states: room for a note on each row (kernels/steps/recompute_rows.py)."""
         some = keep_row_states(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, sizes)
         cuda.syncthreads()
-        store_rows(warp * warp_rows, lane, o_smem, row_states, tile, arrays, strides, sizes)
+        store_rows(warp * config.warp_rows, lane, o_smem, row_states, tile, arrays, strides, sizes)
         return some
 
     return write_rows

@@ -76,19 +76,7 @@ def row_writer(dtype, blocks, vectorized, columns_in_order=False):
 
 def make(config):
     """-> write_rows, a device function like that of rows_16bit."""
-    warp_rows, head_dim_v_padded, group, queries = (
-        config.warp_rows,
-        config.group_columns,
-        config.group_size,
-        config.queries,
-    )
-    rows, o_blocks, row_state_bytes, write_lse = (
-        warp_rows // 8,
-        head_dim_v_padded // 8,
-        config.ROW_STATE_BYTES,
-        config.write_lse,
-    )
-    head_dim_v = config.head_dim_v
+    rows, o_blocks = config.warp_rows // 8, config.group_columns // 8
     write_row = row_writer(config.dtype, o_blocks, config.o_vectorized, config.columns_in_order)
     real, _, _, _, _, bfly, _, _, _ = numbers.of(config.compute_dtype)
     to_natural = real(1 / exponent_unit(config))
@@ -109,17 +97,17 @@ def make(config):
     @inlined
     def finish_row(r, acc_o, inverse_l, lse, row_states, tile, lane, warp, arrays, strides, sizes):
         """-> 1 where the row is not finite."""
-        tile_row = warp * warp_rows + int32(first_row_of(lane)) + r * 8
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
-        query, head = tile_row // group, tile.h + tile_row % group
+        tile_row = warp * config.warp_rows + int32(first_row_of(lane)) + r * 8
+        queries_left = int32(min(sizes.seqlen_q - tile.first_query, config.queries))
+        query, head = tile_row // config.group_size, tile.h + tile_row % config.group_size
         flag = uint32(0) if divide_row(acc_o, r, inverse_l[r]) else uint32(1)
         if lane & 3 == 0:
-            ld_st.store_b32(row_states + tile_row * row_state_bytes, flag)
-            if write_lse and tile.part == 0 and query < queries_left:
+            ld_st.store_b32(row_states + tile_row * config.ROW_STATE_BYTES, flag)
+            if config.write_lse and tile.part == 0 and query < queries_left:
                 arrays.lse[lse_row(tile.b, head, tile.first_query + query, sizes)] = lse[r] * to_natural
         if flag == 0 and query < queries_left:
-            columns_left = int32(min(head_dim_v - tile.part * head_dim_v_padded, head_dim_v_padded))
-            row_at = tile.b * strides.o[0] + tile.part * head_dim_v_padded * strides.o[3]
+            columns_left = int32(min(config.head_dim_v - tile.part * config.group_columns, config.group_columns))
+            row_at = tile.b * strides.o[0] + tile.part * config.group_columns * strides.o[3]
             row_at += head * strides.o[1] + (tile.first_query + query) * strides.o[2]
             write_row(acc_o, r, lane, arrays.o, row_at, strides.o[3], columns_left)
         return flag

@@ -66,17 +66,14 @@ class ScoreTiles(NamedTuple):
 
 
 def make(config):
-    tile_m, tile_n, threads = config.tile_m, config.tile_n, config.threads
-    head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     load_q, load_do, load_k, load_v = (
-        async_tiles.loader(rows, columns, threads)
-        for rows in (tile_m, tile_n)
-        for columns in (head_dim_padded, head_dim_v_padded)
+        async_tiles.loader(rows, columns, config.threads)
+        for rows in (config.tile_m, config.tile_n)
+        for columns in (config.head_dim_padded, config.head_dim_v_padded)
     )
     keys_and_start = positions.make(config)
     lanes_of, _, scores_product, *_ = fragment_products.make(config)
-    multiply_q_k, multiply_do_v = scores_product(head_dim_padded), scores_product(head_dim_v_padded)
+    multiply_q_k, multiply_do_v = scores_product(config.head_dim_padded), scores_product(config.head_dim_v_padded)
 
     @inlined
     def seek(b, h, i, tiles, arrays, strides, sizes):
@@ -85,9 +82,9 @@ def make(config):
         while b < tiles.end_b:
             keys_, start_ = keys_and_start(b, arrays, strides, sizes)
             keys, q_start = int32(keys_), int64(start_)
-            first_pos = q_start + i * tile_m
-            last_pos = q_start + min(int64(i * tile_m + tile_m), sizes.seqlen_q) - 1
-            begin, _, _, end = key_range(first_pos, last_pos, keys_, sizes, tile_n)
+            first_pos = q_start + i * config.tile_m
+            last_pos = q_start + min(int64(i * config.tile_m + config.tile_m), sizes.seqlen_q) - 1
+            begin, _, _, end = key_range(first_pos, last_pos, keys_, sizes, config.tile_n)
             j, stop = max(int32(begin), tiles.j), min(int32(end), tiles.end_j)
             if j < stop:
                 break
@@ -117,21 +114,21 @@ def make(config):
 
     @inlined
     def load_queries(place, smem, arrays, strides, sizes, thread):
-        first_query = int64(place.i) * tile_m
-        left = int32(min(sizes.seqlen_q - first_query, tile_m))
+        first_query = int64(place.i) * config.tile_m
+        left = int32(min(sizes.seqlen_q - first_query, config.tile_m))
         q_global = memory.address(arrays.q, row_base(strides.q, place.b, place.h, first_query))
         do_global = memory.address(arrays.do, row_base(strides.do, place.b, place.h, first_query))
-        load_q(smem.q, q_global, 2 * strides.q[2], 0, left, head_dim, thread)
-        load_do(smem.do, do_global, 2 * strides.do[2], 0, left, head_dim_v, thread)
+        load_q(smem.q, q_global, 2 * strides.q[2], 0, left, config.head_dim, thread)
+        load_do(smem.do, do_global, 2 * strides.do[2], 0, left, config.head_dim_v, thread)
 
     @inlined
     def load_keys(place, h_kv, smem, arrays, strides, thread):
-        first_key = int64(place.j) * tile_n
+        first_key = int64(place.j) * config.tile_n
         left = int32(place.keys - first_key)
         k_global = memory.address(arrays.k, row_base(strides.k, place.b, h_kv, first_key))
         v_global = memory.address(arrays.v, row_base(strides.v, place.b, h_kv, first_key))
-        load_k(smem.k, k_global, 2 * strides.k[2], 0, left, head_dim, thread)
-        load_v(smem.v, v_global, 2 * strides.v[2], 0, left, head_dim_v, thread)
+        load_k(smem.k, k_global, 2 * strides.k[2], 0, left, config.head_dim, thread)
+        load_v(smem.v, v_global, 2 * strides.v[2], 0, left, config.head_dim_v, thread)
 
     @inlined
     def load_first(place, smem, arrays, strides, sizes, thread):
@@ -154,5 +151,5 @@ def make(config):
         multiply_q_k(registers.acc_s, registers.q_frag, registers.b_frag, smem.q + own_lane, smem.k + other_lane)
         multiply_do_v(registers.acc_dp, registers.do_frag, registers.b_frag, smem.do + own_lane, smem.v + other_lane)
 
-    frag_words = head_dim_padded // 4, head_dim_v_padded // 4
+    frag_words = config.head_dim_padded // 4, config.head_dim_v_padded // 4
     return ScoreTiles(first, following, load_first, load_next, multiply, frag_words)

@@ -38,7 +38,6 @@ class SharedWeights(NamedTuple):
 def make(pitch, strips, double):
     """pitch: elements from a key to the next; in float64 a multiple of 16."""
     load_b32, store_b32, load_f64 = ld_st.load_b32, ld_st.store_b32, ld_st.load_f64
-    load_v2_f64, store_v2_f64 = ld_st.load_v2_f64, ld_st.store_v2_f64
 
     @inlined
     def place(lane, smem):
@@ -65,7 +64,7 @@ def make(pitch, strips, double):
 
     @inlined
     def pair_f64(values, at):
-        load_v2_f64(values, 0, at)
+        ld_st.load_v2_f64(values, 0, at)
 
     @inlined
     def put(x, y, at):
@@ -76,7 +75,7 @@ def make(pitch, strips, double):
     def put_f64(x, y, at):
         values = local.array(2, float64)
         values[0], values[1] = x, y
-        store_v2_f64(at, values, 0)
+        ld_st.store_v2_f64(at, values, 0)
 
     @inlined
     def operand_place(lane, smem):

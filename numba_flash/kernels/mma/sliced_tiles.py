@@ -25,7 +25,6 @@ FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python's o
 def make(config, products):
     """-> (start, scores, outputs), device functions."""
     tile_n, threads, slices = config.tile_n, config.threads, config.SLICES
-    head_dim = config.head_dim
     slice_columns = config.head_dim_padded // slices  # half of them of each warp
     gap = (config.group_columns - slice_columns // 2) * 8  # from the columns of one warp to those of the other
     panels, slice_bytes = slice_columns // 32, slice_columns * tile_n * 8  # panels: of a slice, of one warp
@@ -33,7 +32,6 @@ def make(config, products):
     s_count = config.warp_rows // 16 * (tile_n // 8) * 4
     plan = config.shared_layout()
     exchanged = exchanged_scores.make(config)
-    put_all, get_sum = exchanged.put_all, exchanged.get_sum
     add_k_panel, add_v_slice = products.add_k_panel, products.add_v_slice
     lanes, wait_oldest = products.lanes, cp_async.wait_group(slices - 2)
 
@@ -51,7 +49,7 @@ def make(config, products):
 
         return load
 
-    load_of_k, load_of_v = loader(head_dim), loader(config.head_dim_v)
+    load_of_k, load_of_v = loader(config.head_dim), loader(config.head_dim_v)
 
     @inlined
     def load_k(i, places, j, row_bytes, rows_left):
@@ -117,9 +115,9 @@ def make(config, products):
         add_scores(FOURTH, registers, q_lane, k_lane)
         load_v(THIRD, places, j, v_bytes, rows_left)
         _, _, _, s_lane = lanes_again(places)
-        put_all(registers.acc_s, s_lane)
+        exchanged.put_all(registers.acc_s, s_lane)
         turn()
-        get_sum(registers.acc_s, s_lane)
+        exchanged.get_sum(registers.acc_s, s_lane)
         load_v(FOURTH, places, j, v_bytes, rows_left)
 
     @inlined

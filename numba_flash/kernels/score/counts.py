@@ -93,13 +93,12 @@ def push_upper(dropped, word, most):
 @functools.cache
 def make(config: Any) -> Any:
     """-> count(at, arrays, sizes, score), a device function: how often a weight counts, 0 or 1 / (1 - dropout_p)."""
-    present = config.seeded
     compute = elements.COMPUTE_TYPES[config.dtype]
 
     @cuda.jit(device=True)
     def count(at, arrays, sizes, score):
         found = compute(1)
-        if present:
+        if config.seeded:
             words = random_words(arrays.seed, keys_of(at.k_index), at.q_pos, at.h, at.b)
             counts = number_of(words, at.k_index) < int32(2**16) - sizes.dropped
             found = compute(score.kept_count) if counts else compute(0)

@@ -62,9 +62,6 @@ def _nonzero_bytes(word):
 def make(config):
     warps, of_keys = config.threads // 32, config.of_keys
     result = _of_keys if of_keys else _of_queries
-    bfly, count = shfl.bfly_b32, bits.count
-    load_b32, load_v4, address = memory.load_b32_if, memory.load_v4_if, memory.address
-    thread_index, block_index = special.thread_index, special.block_index
     ends_of_warps = 5 * warps
 
     @inlined
@@ -89,7 +86,7 @@ def make(config):
         way = int32(BY_BYTES)
         if piece.column_stride == 1 and (place | piece.row_stride) & 3 == 0:
             way = int32(BY_WORDS)
-        elif piece.row_stride == 1 and (place | piece.column_stride) & 3 == 0 and count(piece.rows) & 3 == 0:
+        elif piece.row_stride == 1 and (place | piece.column_stride) & 3 == 0 and bits.count(piece.rows) & 3 == 0:
             way = int32(BY_ROWS)
         return way
 
@@ -100,7 +97,7 @@ def make(config):
         rows, at = piece.rows if column < piece.columns else uint32(0), place + int64(column)
         for x in range(2):  # first each for 8 rows: two columns in the low half of a word, two in the high half
             for r in range(8):
-                words[r] = load_b32(at, rows >> uint32(8 * x + r) & uint32(1))
+                words[r] = memory.load_b32_if(at, rows >> uint32(8 * x + r) & uint32(1))
                 at += piece.row_stride
             seen[x] = uint32(0)
             for r in range(8):
@@ -117,13 +114,13 @@ def make(config):
         if (place | piece.column_stride) & 15 == 0 and piece.rows == ALL_ROWS:
             for k in range(4):
                 at = place + int64(column + k) * piece.column_stride
-                load_v4(words, 4 * k, at, uint32(column + k < piece.columns))
+                memory.load_v4_if(words, 4 * k, at, uint32(column + k < piece.columns))
         else:
             for k in range(4):
                 at = place + int64(column + k) * piece.column_stride
                 rows = piece.rows if column + k < piece.columns else uint32(0)
                 for four in range(4):
-                    words[4 * k + four] = load_b32(at + 4 * four, rows >> uint32(4 * four) & uint32(1))
+                    words[4 * k + four] = memory.load_b32_if(at + 4 * four, rows >> uint32(4 * four) & uint32(1))
         for x in range(2):
             seen[x] = uint32(0)
             for i in range(2):
@@ -135,7 +132,7 @@ def make(config):
     def read_bytes(seen, column, piece, mask):
         """Likewise, byte by byte."""
         seen[0], seen[1] = uint32(0), uint32(0)
-        for r in range(count(piece.rows)):
+        for r in range(bits.count(piece.rows)):
             for k in range(4):
                 own = int64(column + k)
                 if own < piece.columns:
@@ -170,21 +167,21 @@ def make(config):
     @inlined
     def first_of_warp(column):
         for distance in (1, 2, 4, 8, 16):
-            column = min(column, int32(bfly(uint32(column), distance)))
+            column = min(column, int32(shfl.bfly_b32(uint32(column), distance)))
         return column
 
     @cuda.jit
     def mask_bits(arrays, strides, sizes):
-        thread = thread_index()
+        thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        piece = piece_of(block_index(), strides, sizes)
-        columns, place, found = piece.columns, address(arrays.mask, piece.at), result(arrays)
+        piece = piece_of(special.block_index(), strides, sizes)
+        columns, place, found = piece.columns, memory.address(arrays.mask, piece.at), result(arrays)
         way, groups = way_of(piece, place), int32((columns + 127) >> 7)
         row_words = int64(groups) << 2
-        to = int64(block_index()) * (PIECE * row_words + ENDS)
+        to = int64(special.block_index()) * (PIECE * row_words + ENDS)
         ends = cuda.shared.array(ends_of_warps, int32)
         seen = local.array(2, uint32)
-        every_row = EVERY_SECOND >> uint32(32 - 2 * count(piece.rows))
+        every_row = EVERY_SECOND >> uint32(32 - 2 * bits.count(piece.rows))
         first, end = int32(columns), int32(0)
         # Of the warp's columns: the first that all rows see, the next that some do not, and the first of those.
         whole_first, whole_end, cut_first = int32(columns), int32(columns), int32(columns)

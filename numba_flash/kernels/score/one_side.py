@@ -38,7 +38,6 @@ def make(config: Any) -> OneSide:
     """For tiles of config.tile_n keys, of which a warp has 16 rows. Its rows alone decide: a row's bits must not depend
     on how many rows a block has."""
     tile_n, group = config.tile_n, config.group_size
-    present = config.by_distance_alone
     least_scale, steepest, log2_e = float32(LEAST_SCALE), float32(STEEPEST), float32(LOG2_E)
 
     @inlined
@@ -74,4 +73,4 @@ def make(config: Any) -> OneSide:
                 for i in range(2):
                     acc_s[4 * n + 2 * r + i] += steepness * float32(8 * n + i)
 
-    return OneSide(present, inverse_scale, ends, to_shift, to_linear)
+    return OneSide(config.by_distance_alone, inverse_scale, ends, to_shift, to_linear)

@@ -74,11 +74,10 @@ def _sides_of_keys(sizes, by):
 @functools.cache
 def halves(dtype: str) -> Any:
     """-> half_of, a device function: (two, i) -> number i of two of 16 bits in a register, as float32."""
-    low_f16, high_f16 = cvt.low_f16, cvt.high_f16
 
     @inlined
     def of_float16(two, i):
-        return high_f16(two) if i else low_f16(two)
+        return cvt.high_f16(two) if i else cvt.low_f16(two)
 
     @inlined
     def of_bfloat16(two, i):
@@ -100,8 +99,6 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
     pairs = has_bias and not double and config.bias_pairs and not of_keys
     bits_of, sides = (bits_of_keys, _sides_of_keys) if of_keys else (bits_of_queries, _sides)
     apart, half_of = item > 2, halves(dtype)  # apart: each number has its own register
-    load_b16, load_b32 = memory.load_b16_if, memory.load_b32_if
-    load_v2, load_f64, load_v4 = memory.load_v2_if, memory.load_f64_if, memory.load_v4
     any_lane, address, opaque, most = vote.any_lane, memory.address, special.opaque, (1 << 31) - 1
 
     @inlined
@@ -125,17 +122,17 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
     def load_pair(loaded, at, place, step, first, second):
         """loaded[at :] <- the bias of two columns, `step` bytes apart. first, second: whether each exists."""
         if double:
-            loaded[at] = load_f64(place, first)
-            loaded[at + 1] = load_f64(place + step, second)
+            loaded[at] = memory.load_f64_if(place, first)
+            loaded[at + 1] = memory.load_f64_if(place + step, second)
         elif pairs and apart:
-            load_v2(loaded, at, place, first)
+            memory.load_v2_if(loaded, at, place, first)
         elif pairs:
-            loaded[at] = load_b32(place, first)
+            loaded[at] = memory.load_b32_if(place, first)
         elif apart:
-            loaded[at] = load_b32(place, first)
-            loaded[at + 1] = load_b32(place + step, second)
+            loaded[at] = memory.load_b32_if(place, first)
+            loaded[at + 1] = memory.load_b32_if(place + step, second)
         else:
-            loaded[at] = load_b16(place, first) | (load_b16(place + step, second) << uint32(16))
+            loaded[at] = memory.load_b16_if(place, first) | (memory.load_b16_if(place + step, second) << uint32(16))
 
     @inlined
     def load_bias(loaded, j, origin, first_row, lane, strides, sizes, inside):
@@ -171,9 +168,9 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
             word = (row >> 4) * by[2] + ENDS + (row & (PIECE - 1)) * row_words + member * by[1]
             place = origin.bits + 4 * (word + 4 * int64(first_word) + (lane & 3))
             for n in range(words):
-                found = load_b32(place + 16 * n, uint32(1) if n < words_left else uint32(0))
+                found = memory.load_b32_if(place + 16 * n, uint32(1) if n < words_left else uint32(0))
                 if tile_n % 128 and 128 % tile_n:  # a tile's bits may begin in one word and end in the next
-                    following = load_b32(place + 16 * n + 16, uint32(1) if n + 1 < words_left else uint32(0))
+                    following = memory.load_b32_if(place + 16 * n + 16, uint32(1) if n + 1 < words_left else uint32(0))
                     found = uint32((uint64(following) << uint64(32) | uint64(found)) >> uint64(shift))
                 elif tile_n % 128:
                     found = found >> shift
@@ -229,7 +226,7 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
         while heads_left > 0:
             place, left = of_head, pieces
             while left > 0:
-                load_v4(four, 0, address(bits, place))
+                memory.load_v4(four, 0, address(bits, place))
                 first, end = min(first, int32(four[SEEN_BY_SOME])), max(end, int32(four[SEEN_BY_SOME + 1]))
                 whole_first = max(whole_first, int32(four[SEEN_BY_ALL]))
                 whole_end = min(whole_end, int32(four[SEEN_BY_ALL + 1]))

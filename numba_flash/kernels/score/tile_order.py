@@ -21,18 +21,17 @@ from . import tile_walk
 def make(config):
     threads, own_rows, of_keys = config.threads, config.tile.own, config.tile.of_keys
     states_of, ones = tile_walk.states_of(config), bits.count
-    thread_index, block_index = special.thread_index, special.block_index
 
     @cuda.jit
     def tile_order(arrays, strides, sizes):
-        thread = thread_index()
+        thread = special.thread_index()
         states, by = states_of(arrays, strides)
         words = int32(by[2] - 1)
         tiles = divide(int32(sizes.seqlen_k if of_keys else sizes.seqlen_q) + int32(own_rows - 1), own_rows)
         blocks = divide(tiles + int32(threads - 1), threads)  # blocks of each head
-        head = divide(block_index(), blocks)
+        head = divide(special.block_index(), blocks)
         row = int32(head * tiles * by[2])
-        own_chunk = int32(block_index() - head * blocks)
+        own_chunk = int32(special.block_index() - head * blocks)
         own, mine = int32(own_chunk * threads + thread), int32(0)
         counts = cuda.shared.array(threads, int32)
 

@@ -31,7 +31,6 @@ def make(config):
     queries, tile_n, heads, of_keys = config.tile
     own_rows = config.tile.own
     warps = config.threads // 32
-    any_lane, thread_index, block_index = vote.any_lane, special.thread_index, special.block_index
     keys_and_start, states_of = positions.make(config), tile_walk.states_of(config)
     visible, has_mask = user.make(config, "mask_mod"), config.has("mask")
     shown_by_mask = mask.make(config)
@@ -51,7 +50,7 @@ def make(config):
                     seen = uint32(1)
                 else:
                     hidden = uint32(1)
-        return any_lane(seen), any_lane(hidden)
+        return vote.any_lane(seen), vote.any_lane(hidden)
 
     @inlined
     def look_at_tile(j, b, h, members, first_query, end_query, lane, arrays, strides, sizes):
@@ -82,19 +81,19 @@ def make(config):
 
     @cuda.jit
     def tile_states(arrays, strides, sizes):
-        thread = thread_index()
+        thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         states, by = states_of(arrays, strides)
         own_tiles = divide(int32(sizes.seqlen_k if of_keys else sizes.seqlen_q) + int32(own_rows - 1), own_rows)
         groups = divide(sizes.heads, heads) if by[1] != 0 else int32(1)
         members = int32(heads) if by[1] != 0 else int32(1)  # otherwise all heads see the same
         words = int32(by[2] - 1)
-        row = divide(block_index(), words)
+        row = divide(special.block_index(), words)
         head_row = divide(row, own_tiles)
         b = divide(head_row, groups)
         h = int32((head_row - b * groups) * heads)
         own = int32(row - head_row * own_tiles)
-        number = int32(block_index() - row * words)
+        number = int32(special.block_index() - row * words)
         first_tile = int32(number * STATES_IN_WORD)
 
         found = cuda.shared.array(STATES_IN_WORD, uint32)

@@ -23,14 +23,13 @@ def make(config: Any) -> Any:
     compute = elements.COMPUTE_TYPES[config.dtype]
     minus_inf = compute(-math.inf)
     made = make_score(config)
-    with_derivative, visible = made.with_derivative, made.visible_in
 
     @cuda.jit(device=True)
     def weight(product, row_lse, at, asks, arrays, strides, score):
         """If a mask removes the key or the row sees none (lse -inf), p is 0 and is not computed."""
         p, derivative = compute(0), compute(1)
-        if row_lse != minus_inf and visible(at, asks, arrays, strides):
-            s, derivative = with_derivative(product, at, arrays, strides, score)
+        if row_lse != minus_inf and made.visible_in(at, asks, arrays, strides):
+            s, derivative = made.with_derivative(product, at, arrays, strides, score)
             if s != minus_inf:
                 exponent = s - row_lse
                 p = math.exp(compute(0) if exponent > compute(0) else exponent)  # above 0 is the rounding of lse

@@ -21,7 +21,6 @@ from ..steps.tiles import row_base
 
 
 def make(config):
-    head_dim_v, lanes, rows, has_dlse = config.head_dim_v, config.lanes, config.rows, config.has_dlse
     product, turns_of, turns_at = lse_delta.product(config), config.turns_of, lse_delta.TURNS_AT
     compute = elements.COMPUTE_TYPES[config.dtype]
     load = elements.loader(config.dtype, compute)
@@ -30,25 +29,25 @@ def make(config):
     def delta_of_rows(arrays, strides, sizes):
         heads, seqlen_q = sizes.heads, sizes.seqlen_q
         thread = cuda.threadIdx.x
-        tiles = (seqlen_q + rows - 1) // rows
+        tiles = (seqlen_q + config.rows - 1) // config.rows
         b = cuda.blockIdx.x // (heads * tiles)
         h = cuda.blockIdx.x // tiles % heads
-        lane = thread % lanes
-        q_index = cuda.blockIdx.x % tiles * rows + thread // lanes
+        lane = thread % config.lanes
+        q_index = cuda.blockIdx.x % tiles * config.rows + thread // config.lanes
         parts = shared.pointer(cuda.shared.array(0, compute), 0)  # (rows, lanes)
 
         part = compute(0)  # listing 6, line 1
         if q_index < seqlen_q:
             do_base, o_base = row_base(strides.do, b, h, q_index), row_base(strides.o, b, h, q_index)
-            for x in range(lane, head_dim_v, lanes):
+            for x in range(lane, config.head_dim_v, config.lanes):
                 part += product(load(arrays.do, do_base + x * strides.do[3]), load(arrays.o, o_base + x * strides.o[3]))
         parts[thread] = part
         cuda.syncthreads()
         if lane == 0 and q_index < seqlen_q:
             total = compute(0)
-            for other in range(lanes):
+            for other in range(config.lanes):
                 total += parts[thread + other]
-            if has_dlse:  # line 2
+            if config.has_dlse:  # line 2
                 total -= arrays.dlse[row_base(strides.dlse, b, h, q_index)]
             arrays.delta[lse_row(b, h, q_index, sizes)] = total
             if turns_of:

@@ -15,7 +15,6 @@ from ..steps import elements
 
 
 def make(config):
-    threads, batch_summed = config.threads, config.batch_summed
     compute = elements.COMPUTE_TYPES[config.dtype]
     of_row, store = OF_HEADS[config.option].head_gradient(config)
 
@@ -25,14 +24,14 @@ def make(config):
         thread = cuda.threadIdx.x
         h = cuda.blockIdx.x % heads
         own_b = cuda.blockIdx.x // heads
-        end_b = sizes.batch if batch_summed else own_b + 1
+        end_b = sizes.batch if config.batch_summed else own_b + 1
         parts = shared.pointer(cuda.shared.array(0, compute), 0)  # (threads,)
         part = compute(0)
         for b in range(own_b, end_b):
-            for q_index in range(thread, seqlen_q, threads):
+            for q_index in range(thread, seqlen_q, config.threads):
                 part += of_row(b, h, q_index, arrays, strides, sizes)
         parts[thread] = part
-        half = threads // 2
+        half = config.threads // 2
         while half:
             cuda.syncthreads()
             if thread < half:

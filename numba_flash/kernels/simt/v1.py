@@ -28,22 +28,17 @@ from ..steps.tiles import row_base
 
 
 def make(config):
-    tile_m, tile_n = config.tile_m, config.tile_n
-    head_dim, head_dim_v = config.head_dim, config.head_dim_v
     plan = config.shared_layout()
-    k_row, v_row = config.k_row, config.v_row
-    q_row, s_row = k_row + config.pad, tile_n + config.pad
-    write_lse = config.write_lse
+    q_row, s_row = config.k_row + config.pad, config.tile_n + config.pad
     compute = elements.COMPUTE_TYPES[config.dtype]
     load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
-    load_q = tiles.loader(load, compute(0), tile_m, q_row, head_dim)
-    load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)
-    load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
+    load_q = tiles.loader(load, compute(0), config.tile_m, q_row, config.head_dim)
+    load_k = tiles.loader(load, compute(0), config.tile_n, config.k_row, config.head_dim)
+    load_v = tiles.loader(load, compute(0), config.tile_n, config.v_row, config.head_dim_v)
     keys_and_start = positions.make(config)
     made = score.make(config)
     score_value, visible, count = made.value, made.visible_in, made.count
     walk = tile_walk.make(config)
-    states_row, shows, asks_in = walk.row, walk.shows, walk.asks
     row_start = sum_terms.start(config)
     minus_inf = compute(-math.inf)
 
@@ -56,7 +51,7 @@ def make(config):
         h = cuda.blockIdx.x % heads
         h_kv = h // (heads // sizes.heads_kv)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        m_tiles = (seqlen_q + tile_m - 1) // tile_m
+        m_tiles = (seqlen_q + config.tile_m - 1) // config.tile_m
         lm_base = lse_row(b, h, 0, sizes)  # of l, m, lse, and times head_dim_v of acc_o
 
         smem = cuda.shared.array(0, compute)
@@ -67,26 +62,26 @@ def make(config):
         q_k, s_k = thread * q_row, thread * s_row  # where row k begins in Q_i and S
 
         # listing 4, line 1: l = 0, m = -inf, O = 0; a term of l that is no key's comes first
-        for q_index in range(thread, seqlen_q, tile_m):
+        for q_index in range(thread, seqlen_q, config.tile_m):
             row_max[lm_base + q_index], row_sum[lm_base + q_index] = row_start(b, h, arrays, strides)
-            for x in range(head_dim_v):
-                acc_o[(lm_base + q_index) * head_dim_v + x] = compute(0)
+            for x in range(config.head_dim_v):
+                acc_o[(lm_base + q_index) * config.head_dim_v + x] = compute(0)
 
         # line 2: the tiles that some query sees
-        begin, _, _, end = key_range(q_start, seqlen_q - 1 + q_start, keys, sizes, tile_n)
+        begin, _, _, end = key_range(q_start, seqlen_q - 1 + q_start, keys, sizes, config.tile_n)
         for j in range(begin, end):
             cuda.syncthreads()  # everyone is done with the tiles before
             # line 3: load K_j, V_j
-            first_y = j * tile_n
+            first_y = j * config.tile_n
             k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
-            load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, tile_m)
-            load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, tile_m)
+            load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, config.tile_m)
+            load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, config.tile_m)
             for i in range(m_tiles):  # line 4
-                first_row = i * tile_m
-                states = states_row(b, h, first_row, arrays, strides)
-                if not shows(states, j, arrays, strides):  # a mask_mod shows nothing of K_j to Q_i
+                first_row = i * config.tile_m
+                states = walk.row(b, h, first_row, arrays, strides)
+                if not walk.shows(states, j, arrays, strides):  # a mask_mod shows nothing of K_j to Q_i
                     continue
-                asks = asks_in(states, j, arrays, strides)  # whether mask_mod hides some of it
+                asks = walk.asks(states, j, arrays, strides)  # whether mask_mod hides some of it
                 cuda.syncthreads()  # everyone is done with the Q tile before; K_j and V_j are there
                 # line 5: load Q_i
                 load_q(
@@ -96,19 +91,19 @@ def make(config):
                     strides.q,
                     seqlen_q - first_row,
                     thread,
-                    tile_m,
+                    config.tile_m,
                 )
                 cuda.syncthreads()
                 q_index = first_row + thread  # line 6: thread k has row k, query n
                 q_pos = q_index + q_start
                 first_key, end_key = row_keys(q_pos, left, right, keys)
-                if q_index < seqlen_q and first_key < first_y + tile_n and first_y < end_key:
+                if q_index < seqlen_q and first_key < first_y + config.tile_n and first_y < end_key:
                     max_tmp = minus_inf
                     sees = False
-                    for y in range(tile_n):  # lines 7 to 11
+                    for y in range(config.tile_n):  # lines 7 to 11
                         total = compute(0)
-                        for x in range(k_row):
-                            total += q_smem[q_k + x] * k_smem[y * k_row + x]
+                        for x in range(config.k_row):
+                            total += q_smem[q_k + x] * k_smem[y * config.k_row + x]
                         k_index = first_y + y
                         at = At(b, h, q_index, k_index, q_pos)
                         s = minus_inf
@@ -119,7 +114,7 @@ def make(config):
                         s_smem[s_k + y] = s
                     if sees:  # line 12: else max_tmp is -inf, and -inf - -inf is NaN
                         sum_tmp = compute(0)
-                        for y in range(tile_n):  # lines 13 and 14
+                        for y in range(config.tile_n):  # lines 13 and 14
                             p = math.exp(s_smem[s_k + y] - max_tmp)
                             s_smem[s_k + y] = p * count(At(b, h, q_index, first_y + y, q_pos), arrays, sizes, score)
                             sum_tmp += p
@@ -131,21 +126,21 @@ def make(config):
                         sum_new = sum_tmp * new + old  # line 18
                         row_sum[lm_base + q_index] = sum_new  # line 19
                         row_max[lm_base + q_index] = max_new
-                        for x in range(head_dim_v):  # lines 20 and 21
+                        for x in range(config.head_dim_v):  # lines 20 and 21
                             value = compute(0)
-                            for y in range(tile_n):
+                            for y in range(config.tile_n):
                                 p = s_smem[s_k + y]
                                 if p != 0:  # a key without weight adds nothing, even where v is NaN or Inf
-                                    value += p * v_smem[y * v_row + x]
-                            o_at = (lm_base + q_index) * head_dim_v + x
+                                    value += p * v_smem[y * config.v_row + x]
+                            o_at = (lm_base + q_index) * config.head_dim_v + x
                             acc_o[o_at] = acc_o[o_at] * (old / sum_new) + (new / sum_new) * value  # line 22
 
         # line 23: round O, and give lse = m + log(l). A row without keys is zero, and its lse -inf
-        for q_index in range(thread, seqlen_q, tile_m):
+        for q_index in range(thread, seqlen_q, config.tile_m):
             o_base = row_base(strides.o, b, h, q_index)
-            for x in range(head_dim_v):
-                store(arrays.o, o_base + x * strides.o[3], acc_o[(lm_base + q_index) * head_dim_v + x])
-            if write_lse:
+            for x in range(config.head_dim_v):
+                store(arrays.o, o_base + x * strides.o[3], acc_o[(lm_base + q_index) * config.head_dim_v + x])
+            if config.write_lse:
                 row_lse = minus_inf
                 if row_sum[lm_base + q_index] != 0:
                     row_lse = row_max[lm_base + q_index] + math.log(row_sum[lm_base + q_index])

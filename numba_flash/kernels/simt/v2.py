@@ -31,26 +31,21 @@ DEPTH = 4
 
 
 def make(config):
-    tile_m, tile_n = config.tile_m, config.tile_n
-    head_dim, head_dim_v = config.head_dim, config.head_dim_v
     plan = config.shared_layout()
     k_row, v_row = config.k_row, config.v_row  # head_dim and head_dim_v, rounded up to a multiple of DEPTH
-    q_row, s_row = k_row + config.pad, tile_n + config.pad
+    q_row, s_row = k_row + config.pad, config.tile_n + config.pad
     wide = (8, 4) if config.dtype == "float64" else (16, 8, 4)
     columns = next(c for c in wide if v_row % c == 0)  # outputs side by side: one read of p serves them all
-    keys_at_once = 8 if tile_n % 8 == 0 else 4  # scores side by side, so that one read of q serves them all
-    write_lse = config.write_lse
+    keys_at_once = 8 if config.tile_n % 8 == 0 else 4  # scores side by side, so that one read of q serves them all
     compute = elements.COMPUTE_TYPES[config.dtype]
     load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
     # `load` reads one element as `compute`. Then come the padding value, rows, elements from row to row, and columns.
-    load_q = tiles.loader(load, compute(0), tile_m, q_row, head_dim)
-    load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)
-    load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
+    load_q = tiles.loader(load, compute(0), config.tile_m, q_row, config.head_dim)
+    load_k = tiles.loader(load, compute(0), config.tile_n, k_row, config.head_dim)
+    load_v = tiles.loader(load, compute(0), config.tile_n, v_row, config.head_dim_v)
     keys_and_start = positions.make(config)
     made = make_score(config)
-    score_value, visible, count = made.value, made.visible_in, made.count
     walk = tile_walk.make(config)
-    states_row, shows, asks_in = walk.row, walk.shows, walk.asks
     row_start = sum_terms.start(config)
     minus_inf = compute(-math.inf)
 
@@ -58,7 +53,7 @@ def make(config):
     def flash_attention_v2(arrays, strides, sizes, score):
         heads, seqlen_q, left, right = sizes.heads, sizes.seqlen_q, sizes.left, sizes.right
         thread = cuda.threadIdx.x
-        m_tiles = (seqlen_q + tile_m - 1) // tile_m
+        m_tiles = (seqlen_q + config.tile_m - 1) // config.tile_m
         b = cuda.blockIdx.x // (heads * m_tiles)
         h = cuda.blockIdx.x // m_tiles % heads
         i = cuda.blockIdx.x % m_tiles  # listing 5, line 1: one block for each i
@@ -75,9 +70,9 @@ def make(config):
         o_k = local.array(v_row, compute)  # (v_row,): row k of O_i, in registers
 
         # line 2: load Q_i; behind the strides: how many rows exist, this thread, and how many threads there are
-        first_row = i * tile_m
+        first_row = i * config.tile_m
         q_base = row_base(strides.q, b, h, first_row)
-        load_q(q_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, tile_m)
+        load_q(q_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, config.tile_m)
 
         # lines 3 and 4: this thread's row k, the keys that it sees, and its m, l and O
         q_index = first_row + thread
@@ -89,25 +84,25 @@ def make(config):
             o_k[x] = compute(0)
 
         # line 5: the tiles that some row of the block sees
-        last_row = min(first_row + tile_m, seqlen_q) - 1
-        begin, _, _, end = key_range(first_row + q_start, last_row + q_start, keys, sizes, tile_n)
-        states = states_row(b, h, first_row, arrays, strides)
+        last_row = min(first_row + config.tile_m, seqlen_q) - 1
+        begin, _, _, end = key_range(first_row + q_start, last_row + q_start, keys, sizes, config.tile_n)
+        states = walk.row(b, h, first_row, arrays, strides)
         for j in range(begin, end):
-            if not shows(states, j, arrays, strides):  # a mask_mod shows nothing of it
+            if not walk.shows(states, j, arrays, strides):  # a mask_mod shows nothing of it
                 continue
-            asks = asks_in(states, j, arrays, strides)  # whether mask_mod hides some of it
+            asks = walk.asks(states, j, arrays, strides)  # whether mask_mod hides some of it
             cuda.syncthreads()  # everyone is done with the tiles before
             # line 6: load K_j, V_j
-            first_y = j * tile_n
+            first_y = j * config.tile_n
             k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
-            load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, tile_m)
-            load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, tile_m)
+            load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, config.tile_m)
+            load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, config.tile_m)
             cuda.syncthreads()
             if q_index < seqlen_q:
                 # lines 7 to 11: S[k, :] = Q_i[k, :] . K_j^T and its maximum
                 max_tmp = minus_inf
                 sees = False
-                for y0 in range(0, tile_n, keys_at_once):
+                for y0 in range(0, config.tile_n, keys_at_once):
                     for u in range(keys_at_once):
                         s_part[u] = compute(0)
                     for x0 in range(0, k_row, DEPTH):
@@ -118,8 +113,8 @@ def make(config):
                         k_index = first_y + y0 + u
                         at = At(b, h, q_index, k_index, q_pos)
                         s = minus_inf
-                        if first_key <= k_index and k_index < end_key and visible(at, asks, arrays, strides):
-                            s = score_value(s_part[u], at, arrays, strides, score)
+                        if first_key <= k_index and k_index < end_key and made.visible_in(at, asks, arrays, strides):
+                            s = made.value(s_part[u], at, arrays, strides, score)
                         s_smem[s_k + y0 + u] = s
                         max_tmp = max(max_tmp, s)
                         sees = sees or s != minus_inf
@@ -128,9 +123,9 @@ def make(config):
                     m_new = max(max_tmp, m)
                     alpha = math.exp(m - m_new)
                     sum_tmp = compute(0)
-                    for y in range(tile_n):
+                    for y in range(config.tile_n):
                         p = math.exp(s_smem[s_k + y] - m_new)
-                        s_smem[s_k + y] = p * count(At(b, h, q_index, first_y + y, q_pos), arrays, sizes, score)
+                        s_smem[s_k + y] = p * made.count(At(b, h, q_index, first_y + y, q_pos), arrays, sizes, score)
                         sum_tmp += p
                     l = alpha * l + sum_tmp
                     m = m_new
@@ -138,7 +133,7 @@ def make(config):
                     for x0 in range(0, v_row, columns):
                         for x in range(columns):
                             o_part[x] = compute(0)  # each tile is summed by itself, which rounds less
-                        for y in range(tile_n):
+                        for y in range(config.tile_n):
                             p = s_smem[s_k + y]
                             if p != 0:  # a key without weight adds nothing, even where v is NaN or Inf
                                 for x in range(columns):
@@ -154,9 +149,9 @@ def make(config):
                 inverse = compute(1) / l
                 row_lse = m + math.log(l)
             o_base = row_base(strides.o, b, h, q_index)
-            for x in range(head_dim_v):
+            for x in range(config.head_dim_v):
                 store(arrays.o, o_base + x * strides.o[3], o_k[x] * inverse)
-            if write_lse:
+            if config.write_lse:
                 arrays.lse[lse_row(b, h, q_index, sizes)] = row_lse
 
     return flash_attention_v2

@@ -20,18 +20,15 @@ from ..steps.tiles import row_base
 
 
 def make(config):
-    tile_m, tile_n = config.tile_m, config.tile_n
-    head_dim, head_dim_v = config.head_dim, config.head_dim_v
     plan = config.shared_layout()
-    k_row, v_row = config.k_row, config.v_row
-    q_row, do_row, s_row = k_row + config.pad, v_row + config.pad, tile_n + config.pad
+    q_row, do_row, s_row = config.k_row + config.pad, config.v_row + config.pad, config.tile_n + config.pad
     to_product = plan.products - plan.ds
     compute = elements.COMPUTE_TYPES[config.dtype]
     load = elements.loader(config.dtype, compute)
-    load_q = tiles.loader(load, compute(0), tile_m, q_row, head_dim)
-    load_do = tiles.loader(load, compute(0), tile_m, do_row, head_dim_v)
-    load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)
-    load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
+    load_q = tiles.loader(load, compute(0), config.tile_m, q_row, config.head_dim)
+    load_do = tiles.loader(load, compute(0), config.tile_m, do_row, config.head_dim_v)
+    load_k = tiles.loader(load, compute(0), config.tile_n, config.k_row, config.head_dim)
+    load_v = tiles.loader(load, compute(0), config.tile_n, config.v_row, config.head_dim_v)
     keys_and_start = positions.make(config)
     ds_row = ds_rows.make(config, of_product=False, products_at=to_product)
     ask, (before, behind) = user.recorded(config), around_score_mod(config)
@@ -41,10 +38,10 @@ def make(config):
     def flash_attention_v2_daux(arrays, strides, sizes, score):
         heads, seqlen_q, left, right = sizes.heads, sizes.seqlen_q, sizes.left, sizes.right
         thread = cuda.threadIdx.x
-        m_tiles = (seqlen_q + tile_m - 1) // tile_m
+        m_tiles = (seqlen_q + config.tile_m - 1) // config.tile_m
         b = cuda.blockIdx.x // (heads * m_tiles)
         h = cuda.blockIdx.x // m_tiles % heads
-        first_row = cuda.blockIdx.x % m_tiles * tile_m
+        first_row = cuda.blockIdx.x % m_tiles * config.tile_m
         h_kv = h // (heads // sizes.heads_kv)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
 
@@ -56,8 +53,8 @@ def make(config):
         ds_smem = shared.pointer(smem, plan.ds)  # (2, tile_m, s_row): dS, and q . k
 
         q_base, do_base = row_base(strides.q, b, h, first_row), row_base(strides.do, b, h, first_row)
-        load_q(q_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, tile_m)
-        load_do(do_smem, arrays.do, do_base, strides.do, seqlen_q - first_row, thread, tile_m)
+        load_q(q_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, config.tile_m)
+        load_do(do_smem, arrays.do, do_base, strides.do, seqlen_q - first_row, thread, config.tile_m)
         q_index = first_row + thread
         q_pos = q_index + q_start
         first_key, end_key = row_keys(q_pos, left, right, keys)
@@ -73,18 +70,18 @@ def make(config):
         )
         start(run)
 
-        last_row = min(first_row + tile_m, seqlen_q) - 1
-        begin, _, _, end = key_range(first_row + q_start, last_row + q_start, keys, sizes, tile_n)
+        last_row = min(first_row + config.tile_m, seqlen_q) - 1
+        begin, _, _, end = key_range(first_row + q_start, last_row + q_start, keys, sizes, config.tile_n)
         for j in range(begin, end):
             cuda.syncthreads()  # everyone is done with the tiles before
-            first_y = j * tile_n
+            first_y = j * config.tile_n
             k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
-            load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, tile_m)
-            load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, tile_m)
+            load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, config.tile_m)
+            load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, config.tile_m)
             cuda.syncthreads()
             if q_index < seqlen_q:
                 ds_row(own_row, tiles_of_row, first_y, TRUE, arrays, strides, sizes, score)
-                for y in range(min(tile_n, keys - first_y)):
+                for y in range(min(config.tile_n, keys - first_y)):
                     ds = ds_smem[s_k + y]
                     if ds != 0:
                         at = At(b, h, q_index, first_y + y, q_pos)

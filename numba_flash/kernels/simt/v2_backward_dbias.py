@@ -23,19 +23,15 @@ from ..steps.tiles import row_base
 
 
 def make(config):
-    tile_m, tile_n = config.tile_m, config.tile_n
-    head_dim, head_dim_v = config.head_dim, config.head_dim_v
     plan = config.shared_layout()
-    k_row, v_row = config.k_row, config.v_row
-    q_row, do_row, s_row = k_row + config.pad, v_row + config.pad, tile_n + config.pad
-    rows_summed, keys_summed = config.rows_summed, config.keys_summed
-    width = 1 if keys_summed else tile_n  # columns of bias in a tile
+    q_row, do_row, s_row = config.k_row + config.pad, config.v_row + config.pad, config.tile_n + config.pad
+    width = 1 if config.keys_summed else config.tile_n  # columns of bias in a tile
     compute = elements.COMPUTE_TYPES[config.dtype]
     load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype_of("bias"))
-    load_q = tiles.loader(load, compute(0), tile_m, q_row, head_dim)
-    load_do = tiles.loader(load, compute(0), tile_m, do_row, head_dim_v)
-    load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)
-    load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
+    load_q = tiles.loader(load, compute(0), config.tile_m, q_row, config.head_dim)
+    load_do = tiles.loader(load, compute(0), config.tile_m, do_row, config.head_dim_v)
+    load_k = tiles.loader(load, compute(0), config.tile_n, config.k_row, config.head_dim)
+    load_v = tiles.loader(load, compute(0), config.tile_n, config.v_row, config.head_dim_v)
     keys_and_start = positions.make(config)
     ds_row = ds_rows.make(config, of_product=False)
 
@@ -45,18 +41,18 @@ def make(config):
         dbias_shape, dbias_strides = sizes.dbias_shape, strides.dbias
         thread = cuda.threadIdx.x
         threads = cuda.blockDim.x  # tile_m, but nothing that the compiler could unroll loops by
-        m_tiles = (seqlen_q + tile_m - 1) // tile_m
-        n_tiles = (seqlen_k + tile_n - 1) // tile_n
+        m_tiles = (seqlen_q + config.tile_m - 1) // config.tile_m
+        n_tiles = (seqlen_k + config.tile_n - 1) // config.tile_n
         # bias' own element tile, and the positions that read it
-        own_m, own_n = (1 if rows_summed else m_tiles), (1 if keys_summed else n_tiles)
+        own_m, own_n = (1 if config.rows_summed else m_tiles), (1 if config.keys_summed else n_tiles)
         own_j = cuda.blockIdx.x % own_n
         own_i = cuda.blockIdx.x // own_n % own_m
         own_h = cuda.blockIdx.x // (own_n * own_m) % dbias_shape[1]
         own_b = cuda.blockIdx.x // (own_n * own_m * dbias_shape[1])
         end_b = own_b + 1 if dbias_shape[0] > 1 else sizes.batch
         end_h = own_h + 1 if dbias_shape[1] > 1 else heads
-        end_i = m_tiles if rows_summed else own_i + 1
-        end_j = n_tiles if keys_summed else own_j + 1
+        end_i = m_tiles if config.rows_summed else own_i + 1
+        end_j = n_tiles if config.keys_summed else own_j + 1
 
         smem = cuda.shared.array(0, compute)
         q_smem = shared.pointer(smem, plan.q)  # (tile_m, q_row)
@@ -75,9 +71,9 @@ def make(config):
             for h in range(own_h, end_h):
                 h_kv = h // (heads // sizes.heads_kv)
                 for i in range(own_i, end_i):
-                    first_row = i * tile_m
-                    last_row = min(first_row + tile_m, seqlen_q) - 1
-                    begin, _, _, end = key_range(first_row + q_start, last_row + q_start, keys, sizes, tile_n)
+                    first_row = i * config.tile_m
+                    last_row = min(first_row + config.tile_m, seqlen_q) - 1
+                    begin, _, _, end = key_range(first_row + q_start, last_row + q_start, keys, sizes, config.tile_n)
                     cuda.syncthreads()  # everyone is done with the tiles before
                     q_base, do_base = row_base(strides.q, b, h, first_row), row_base(strides.do, b, h, first_row)
                     load_q(q_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, threads)
@@ -89,37 +85,37 @@ def make(config):
                     own_row = Row(b, h, q_index, q_pos, first_key, end_key, arrays.lse[lse_at], arrays.delta[lse_at])
                     for j in range(max(begin, own_j), min(end, end_j)):
                         cuda.syncthreads()
-                        first_y = j * tile_n
+                        first_y = j * config.tile_n
                         k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
-                        load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, tile_m)
-                        load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, tile_m)
+                        load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, config.tile_m)
+                        load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, config.tile_m)
                         cuda.syncthreads()
                         if q_index < seqlen_q:
                             ds_row(own_row, tiles_of_row, first_y, TRUE, arrays, strides, sizes, score)
                             for y in range(width):
                                 part = ds_smem[s_k + y]
-                                if keys_summed:
-                                    for other in range(1, tile_n):
+                                if config.keys_summed:
+                                    for other in range(1, config.tile_n):
                                         part += ds_smem[s_k + other]
                                 sums[y] += part
 
-        first_row, first_y = own_i * tile_m, own_j * tile_n
+        first_row, first_y = own_i * config.tile_m, own_j * config.tile_n
         base = own_b * dbias_strides[0] + own_h * dbias_strides[1]
-        if rows_summed:
+        if config.rows_summed:
             cuda.syncthreads()
             for y in range(width):
                 ds_smem[s_k + y] = sums[y]
             cuda.syncthreads()
-            for y in range(thread, width, tile_m):
+            for y in range(thread, width, config.tile_m):
                 total = compute(0)
                 for row in range(threads):
                     total += ds_smem[row * s_row + y]
-                if keys_summed or first_y + y < seqlen_k:
+                if config.keys_summed or first_y + y < seqlen_k:
                     store(arrays.dbias, base + (first_y + y) * dbias_strides[3], total)
         elif first_row + thread < seqlen_q:
             base += (first_row + thread) * dbias_strides[2]
             for y in range(width):
-                if keys_summed or first_y + y < seqlen_k:
+                if config.keys_summed or first_y + y < seqlen_k:
                     store(arrays.dbias, base + (first_y + y) * dbias_strides[3], sums[y])
 
     return flash_attention_v2_dbias

@@ -26,43 +26,39 @@ from ..steps.tiles import row_base
 
 
 def make(config):
-    tile_m, tile_n, threads = config.tile_m, config.tile_n, config.threads
-    head_dim, head_dim_v = config.head_dim, config.head_dim_v
     plan = config.shared_layout()
-    width, kv_row, s_row = config.row, config.row + config.pad, tile_m + config.pad
+    width, kv_row, s_row = config.row, config.row + config.pad, config.tile_m + config.pad
     write_dk, write_dv, varies = "dk" in config.wanted, "dv" in config.wanted, config.derivative_varies
-    drops = config.seeded
     compute = elements.COMPUTE_TYPES[config.dtype]
     load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
-    load_k = tiles.loader(load, compute(0), tile_n, kv_row, head_dim)
-    load_v = tiles.loader(load, compute(0), tile_n, kv_row, head_dim_v)
-    load_q = tiles.loader(load, compute(0), tile_m, width, head_dim)
-    load_do = tiles.loader(load, compute(0), tile_m, width, head_dim_v)
+    load_k = tiles.loader(load, compute(0), config.tile_n, kv_row, config.head_dim)
+    load_v = tiles.loader(load, compute(0), config.tile_n, kv_row, config.head_dim_v)
+    load_q = tiles.loader(load, compute(0), config.tile_m, width, config.head_dim)
+    load_do = tiles.loader(load, compute(0), config.tile_m, width, config.head_dim_v)
     keys_and_start, weight, count = positions.make(config), weights.make(config), score.make(config).count
     walk = tile_walk.make(config)
-    states_row, shows, asks_in = walk.row, walk.shows, walk.asks
-    at_once = rows.at_once(tile_m, config.dtype)
+    at_once = rows.at_once(config.tile_m, config.dtype)
     dot_rows = rows.dots(width, at_once, compute(0))
-    add_rows = rows.adder(width, tile_m, config.dtype, compute)
+    add_rows = rows.adder(width, config.tile_m, config.dtype, compute)
 
     @cuda.jit
     def flash_attention_v2_dkdv(arrays, strides, sizes, score):
         heads, heads_kv, seqlen_q, seqlen_k = sizes.heads, sizes.heads_kv, sizes.seqlen_q, sizes.seqlen_k
         left, right = sizes.left, sizes.right
         thread = cuda.threadIdx.x
-        n_tiles = (seqlen_k + tile_n - 1) // tile_n
+        n_tiles = (seqlen_k + config.tile_n - 1) // config.tile_n
         b = cuda.blockIdx.x // (heads_kv * n_tiles)
         h_kv = cuda.blockIdx.x // n_tiles % heads_kv
         j = cuda.blockIdx.x % n_tiles
-        first_y = j * tile_n
+        first_y = j * config.tile_n
         group = heads // heads_kv
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
 
         smem = cuda.shared.array(0, compute)
         kv_smem = shared.pointer(smem, plan.kv)  # (2 * tile_n, kv_row): K_j, V_j
-        v_smem = shared.pointer(smem, plan.kv + tile_n * kv_row)
+        v_smem = shared.pointer(smem, plan.kv + config.tile_n * kv_row)
         qdo_smem = shared.pointer(smem, plan.qdo)  # (2 * tile_m, width): Q_i, dO_i
-        do_smem = shared.pointer(smem, plan.qdo + tile_m * width)
+        do_smem = shared.pointer(smem, plan.qdo + config.tile_m * width)
         weights_smem = shared.pointer(smem, plan.weights)  # (2 * tile_n, s_row): P, dS
         derivative_smem = shared.pointer(smem, plan.derivative)  # (tile_n, s_row)
         products = local.array(at_once, compute)  # (at_once,)
@@ -70,14 +66,14 @@ def make(config):
 
         # line 1: load K_j, V_j
         k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
-        load_k(kv_smem, arrays.k, k_base, strides.k, keys - first_y, thread, threads)
-        load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, threads)
+        load_k(kv_smem, arrays.k, k_base, strides.k, keys - first_y, thread, config.threads)
+        load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, config.threads)
 
-        of_p = thread < tile_n  # line 2: the first thread of a key, else the second
-        k_index = first_y + thread % tile_n
+        of_p = thread < config.tile_n  # line 2: the first thread of a key, else the second
+        k_index = first_y + thread % config.tile_n
         kv_y, s_y = thread * kv_row, thread * s_row  # where this thread's width begins in K_j, V_j and in P, dS
         # what its width is multiplied by, and then its weights
-        first, second = (0, tile_m * width) if of_p else (tile_m * width, 0)
+        first, second = (0, config.tile_m * width) if of_p else (config.tile_m * width, 0)
         counts = write_dv if of_p else write_dk
         for x in range(width):
             acc[x] = compute(0)
@@ -86,24 +82,24 @@ def make(config):
         first_query, end_query = key_queries(k_index, q_start, left, right, seqlen_q)
         if k_index >= keys:
             end_query = first_query
-        last_y = min(first_y + tile_n, keys) - 1
-        begin, _, _, end = query_range(first_y, last_y, q_start, sizes, tile_m)
+        last_y = min(first_y + config.tile_n, keys) - 1
+        begin, _, _, end = query_range(first_y, last_y, q_start, sizes, config.tile_m)
         if last_y < first_y:
             end = begin
         for h in range(h_kv * group, (h_kv + 1) * group):  # line 3
             lse_base = lse_row(b, h, 0, sizes)  # and of delta
-            states = states_row(b, h, first_y, arrays, strides)
+            states = walk.row(b, h, first_y, arrays, strides)
             for i in range(begin, end):
-                first_row = i * tile_m
-                if not shows(states, i, arrays, strides):  # a mask_mod shows nothing of it
+                first_row = i * config.tile_m
+                if not walk.shows(states, i, arrays, strides):  # a mask_mod shows nothing of it
                     continue
-                asks = asks_in(states, i, arrays, strides)
+                asks = walk.asks(states, i, arrays, strides)
                 cuda.syncthreads()  # line 4: everyone is done with the tiles before
                 q_base, do_base = row_base(strides.q, b, h, first_row), row_base(strides.do, b, h, first_row)
-                load_q(qdo_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, threads)
-                load_do(do_smem, arrays.do, do_base, strides.do, seqlen_q - first_row, thread, threads)
+                load_q(qdo_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, config.threads)
+                load_do(do_smem, arrays.do, do_base, strides.do, seqlen_q - first_row, thread, config.threads)
                 cuda.syncthreads()
-                for row in range(0, tile_m, at_once):  # lines 5 to 7: S = Q_i K_j^T, and dP
+                for row in range(0, config.tile_m, at_once):  # lines 5 to 7: S = Q_i K_j^T, and dP
                     dot_rows(products, kv_smem, kv_y, qdo_smem, first + row * width)
                     for u in range(at_once):
                         product, q_index = products[u], first_row + row + u
@@ -119,8 +115,8 @@ def make(config):
                         weights_smem[s_y + row + u] = product
                 cuda.syncthreads()
                 if not of_p:
-                    s_p = s_y - tile_n * s_row  # where the other thread's width of P begins
-                    for row in range(tile_m):  # line 9
+                    s_p = s_y - config.tile_n * s_row  # where the other thread's width of P begins
+                    for row in range(config.tile_m):  # line 9
                         p = weights_smem[s_p + row]
                         ds = compute(0)
                         if p != 0:  # else dP may be NaN or Inf, of a key that is not seen
@@ -131,10 +127,10 @@ def make(config):
                             if varies:
                                 ds *= derivative_smem[s_p + row]
                         weights_smem[s_y + row] = ds
-                if drops:
+                if config.seeded:
                     cuda.syncthreads()  # the other thread has read P
                     if of_p:
-                        for row in range(tile_m):
+                        for row in range(config.tile_m):
                             at = At(b, h, first_row + row, k_index, first_row + row + q_start)
                             weights_smem[s_y + row] *= count(at, arrays, sizes, score)
                 if counts:  # lines 10 and 11
@@ -144,11 +140,11 @@ def make(config):
             if of_p:
                 if write_dv:
                     base = row_base(strides.dv, b, h_kv, k_index)
-                    for x in range(head_dim_v):
+                    for x in range(config.head_dim_v):
                         store(arrays.dv, base + x * strides.dv[3], acc[x])
             elif write_dk:  # scale, by which S has Q K^T, comes in once
                 base = row_base(strides.dk, b, h_kv, k_index)
-                for x in range(head_dim):
+                for x in range(config.head_dim):
                     store(arrays.dk, base + x * strides.dk[3], acc[x] * compute(score.scale))
 
     return flash_attention_v2_dkdv

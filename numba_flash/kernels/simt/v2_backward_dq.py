@@ -21,32 +21,29 @@ from ..steps.tiles import row_base
 
 
 def make(config):
-    tile_m, tile_n = config.tile_m, config.tile_n
-    head_dim, head_dim_v = config.head_dim, config.head_dim_v
     plan = config.shared_layout()
     k_row, v_row = config.k_row, config.v_row  # head_dim and head_dim_v, rounded up to whole steps
-    q_row, do_row, s_row = k_row + config.pad, v_row + config.pad, tile_n + config.pad
+    q_row, do_row, s_row = k_row + config.pad, v_row + config.pad, config.tile_n + config.pad
     write_dq, write_shares = "dq" in config.wanted, config.wanted != ("dq",)
     compute = elements.COMPUTE_TYPES[config.dtype]
     load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
-    load_q = tiles.loader(load, compute(0), tile_m, q_row, head_dim)
-    load_do = tiles.loader(load, compute(0), tile_m, do_row, head_dim_v)
-    load_k = tiles.loader(load, compute(0), tile_n, k_row, head_dim)
-    load_v = tiles.loader(load, compute(0), tile_n, v_row, head_dim_v)
+    load_q = tiles.loader(load, compute(0), config.tile_m, q_row, config.head_dim)
+    load_do = tiles.loader(load, compute(0), config.tile_m, do_row, config.head_dim_v)
+    load_k = tiles.loader(load, compute(0), config.tile_n, k_row, config.head_dim)
+    load_v = tiles.loader(load, compute(0), config.tile_n, v_row, config.head_dim_v)
     keys_and_start = positions.make(config)
     ds_row = ds_rows.make(config, of_product=True)
     walk = tile_walk.make(config)
-    states_row, shows, asks_in = walk.row, walk.shows, walk.asks
-    add_k = rows.adder(k_row, tile_n, config.dtype, compute)
+    add_k = rows.adder(k_row, config.tile_n, config.dtype, compute)
 
     @cuda.jit
     def flash_attention_v2_dq(arrays, strides, sizes, score):
         heads, seqlen_q, left, right = sizes.heads, sizes.seqlen_q, sizes.left, sizes.right
         thread = cuda.threadIdx.x
-        m_tiles = (seqlen_q + tile_m - 1) // tile_m
+        m_tiles = (seqlen_q + config.tile_m - 1) // config.tile_m
         b = cuda.blockIdx.x // (heads * m_tiles)
         h = cuda.blockIdx.x // m_tiles % heads
-        first_row = cuda.blockIdx.x % m_tiles * tile_m
+        first_row = cuda.blockIdx.x % m_tiles * config.tile_m
         h_kv = h // (heads // sizes.heads_kv)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
 
@@ -60,8 +57,8 @@ def make(config):
 
         # listing 8, line 1: load Q_i, dO_i
         q_base, do_base = row_base(strides.q, b, h, first_row), row_base(strides.do, b, h, first_row)
-        load_q(q_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, tile_m)
-        load_do(do_smem, arrays.do, do_base, strides.do, seqlen_q - first_row, thread, tile_m)
+        load_q(q_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, config.tile_m)
+        load_do(do_smem, arrays.do, do_base, strides.do, seqlen_q - first_row, thread, config.tile_m)
 
         # line 2: this thread's row k, the keys that it sees, and its lse and delta
         q_index = first_row + thread
@@ -76,18 +73,18 @@ def make(config):
             dq_k[x] = compute(0)
 
         # line 3: the tiles that some row of the block sees
-        last_row = min(first_row + tile_m, seqlen_q) - 1
-        begin, _, _, end = key_range(first_row + q_start, last_row + q_start, keys, sizes, tile_n)
-        states = states_row(b, h, first_row, arrays, strides)
+        last_row = min(first_row + config.tile_m, seqlen_q) - 1
+        begin, _, _, end = key_range(first_row + q_start, last_row + q_start, keys, sizes, config.tile_n)
+        states = walk.row(b, h, first_row, arrays, strides)
         for j in range(begin, end):
-            if not shows(states, j, arrays, strides):  # a mask_mod shows nothing of it
+            if not walk.shows(states, j, arrays, strides):  # a mask_mod shows nothing of it
                 continue
-            asks = asks_in(states, j, arrays, strides)
+            asks = walk.asks(states, j, arrays, strides)
             cuda.syncthreads()  # line 4: everyone is done with the tiles before
-            first_y = j * tile_n
+            first_y = j * config.tile_n
             k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
-            load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, tile_m)
-            load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, tile_m)
+            load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, config.tile_m)
+            load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, config.tile_m)
             cuda.syncthreads()
             if q_index < seqlen_q:
                 # lines 5 to 8: dS[k, :] = P[k, :] * (dO_i[k, :] V_j^T - delta[k])
@@ -98,7 +95,7 @@ def make(config):
         if q_index < seqlen_q:
             if write_dq:  # line 10: scale, by which S has Q K^T, comes in once
                 base = row_base(strides.dq, b, h, q_index)
-                for x in range(head_dim):
+                for x in range(config.head_dim):
                     store(arrays.dq, base + x * strides.dq[3], dq_k[x] * compute(score.scale))
             if write_shares:
                 arrays.row_shares[lse_at] = share

@@ -15,7 +15,6 @@ from ..steps import elements
 
 
 def make(config):
-    threads = config.threads
     compute = elements.COMPUTE_TYPES[config.dtype]
     load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
     minus_inf = compute(-math.inf)
@@ -27,12 +26,12 @@ def make(config):
         thread = cuda.threadIdx.x
         smem = cuda.shared.array(0, compute)
         m_smem = shared.pointer(smem, 0)  # (threads,)
-        d_smem = shared.pointer(smem, threads)  # (threads,)
+        d_smem = shared.pointer(smem, config.threads)  # (threads,)
 
         # line 1: equation 3 on every threads-th element
         m = minus_inf
         d = compute(0)
-        for i in range(thread, n, threads):
+        for i in range(thread, n, config.threads):
             x_i = load(x, row * strides.x[0] + i * strides.x[1])
             m_new = max(m, x_i)
             if m_new > minus_inf:
@@ -44,7 +43,7 @@ def make(config):
         d_smem[thread] = d
 
         # lines 2 to 6: equation 5, halving the number of parts each time
-        half = threads // 2
+        half = config.threads // 2
         while half > 0:
             cuda.syncthreads()
             if thread < half:
@@ -62,7 +61,7 @@ def make(config):
         # lines 7 and 8: equation 4
         m = m_smem[0]
         d = d_smem[0]
-        for i in range(thread, n, threads):
+        for i in range(thread, n, config.threads):
             y_i = math.exp(load(x, row * strides.x[0] + i * strides.x[1]) - m) / d
             store(y, row * strides.y[0] + i * strides.y[1], y_i)
 

@@ -27,7 +27,6 @@ def loader(rows, columns, threads, group=1, size=2):
     # (H200).
     rows_a_step = threads // chunks
     regular = group == 1 and threads % chunks == 0 and (rows_a_step % 8 == 0 or 8 % rows_a_step == 0)
-    copy16 = cp_async.copy16
 
     @inlined
     def load(target, source, row_stride, head_stride, rows_left, columns_left, thread):
@@ -47,7 +46,7 @@ def loader(rows, columns, threads, group=1, size=2):
                 # The target is a multiple of 1024, so the swizzle bits of `to` come from row and chunk.
                 first = step * rows_a_step
                 if total % threads == 0 or row < int32(rows - first):
-                    copy16(
+                    cp_async.copy16(
                         (to ^ int32((first & 7) << 4)) + int32(first * 128), place, count if left > int32(first) else 0
                     )
                 place += rows_a_step * row_stride
@@ -61,7 +60,7 @@ def loader(rows, columns, threads, group=1, size=2):
                 if total % threads == 0 or row < rows:
                     count = min(max(size * columns_left - 16 * chunk, 0), 16)
                     to = target + panel_offset(row, chunk, rows)
-                    copy16(to, place + chunk * 16, count if query < rows_left else 0)
+                    cp_async.copy16(to, place + chunk * 16, count if query < rows_left else 0)
 
     return load
 
@@ -76,7 +75,6 @@ def panel_loader(rows, columns, threads, whole, gap=0):
     """
     rows_a_step, panels = threads // 8, columns // 16
     assert rows % rows_a_step == 0 and rows_a_step % 8 == 0 and columns % 16 == 0
-    copy16 = cp_async.copy16
 
     @inlined
     def load(target, source, row_stride, first_row, rows_left, columns_left, thread):
@@ -90,7 +88,7 @@ def panel_loader(rows, columns, threads, whole, gap=0):
             for n in range(panels):
                 ahead = n * 128 + (gap if 2 * n >= panels else 0)
                 count = row_left if whole else min(max(left - ahead, 0), row_left)
-                copy16(to + (n * rows + first) * 128, place + ahead, count)
+                cp_async.copy16(to + (n * rows + first) * 128, place + ahead, count)
             place += rows_a_step * row_stride
 
     return load

@@ -41,13 +41,12 @@ def make(config, of_product, products_at=0):
     of_product: dS is the gradient of scale * q . k, so it includes the derivative of all stages after the product;
     otherwise it is the gradient of the finished score. products_at: if q . k is stored, too, how far after dS.
     """
-    tile_n, k_row, v_row = config.tile_n, config.k_row, config.v_row
     compute = elements.COMPUTE_TYPES[config.dtype]
     of_number = by_head(config)
     has_number = of_number is not None
     weight, count = weights.make(config), make_score(config).count
-    at_once = rows.at_once(tile_n, config.dtype)
-    dot_k, dot_v = rows.dots(k_row, at_once, compute(0)), rows.dots(v_row, at_once, compute(0))
+    at_once = rows.at_once(config.tile_n, config.dtype)
+    dot_k, dot_v = rows.dots(config.k_row, at_once, compute(0)), rows.dots(config.v_row, at_once, compute(0))
 
     @inlined
     def ds_row(row, tiles, first_y, asks, arrays, strides, sizes, score):
@@ -60,9 +59,9 @@ def make(config, of_product, products_at=0):
         s_part = local.array(at_once, compute)  # (at_once,)
         dp_part = local.array(at_once, compute)  # (at_once,)
         share = compute(0)
-        for y in range(0, tile_n, at_once):
-            dot_k(s_part, tiles.q, tiles.q_at, tiles.k, y * k_row)  # S = Q K^T
-            dot_v(dp_part, tiles.do, tiles.do_at, tiles.v, y * v_row)  # dP = dO V^T
+        for y in range(0, config.tile_n, at_once):
+            dot_k(s_part, tiles.q, tiles.q_at, tiles.k, y * config.k_row)  # S = Q K^T
+            dot_v(dp_part, tiles.do, tiles.do_at, tiles.v, y * config.v_row)  # dP = dO V^T
             for u in range(at_once):
                 k_index = first_y + y + u
                 ds = compute(0)

@@ -14,19 +14,11 @@ def make(config):
 
     acc_o (head_dim_v_padded / 8, 4) is not divided yet; inverse (2,): the factors of its rows.
     """
-    own_place = config.o_buffer
-    rows = 16 if own_place else config.tile_m  # rows of the tile in which a warp stages O
+    rows = 16 if config.o_buffer else config.tile_m  # rows of the tile in which a warp stages O
     panel, staged_blocks = rows * 128, config.o_columns // 8  # bytes of 64 columns; blocks of 8
-    group, row_state_bytes, head_dim_v, o_vectorized = (
-        config.group_size,
-        config.ROW_STATE_BYTES,
-        config.head_dim_v,
-        config.o_vectorized,
-    )
     o_blocks = config.head_dim_v_padded // 8
     o_words = (o_blocks + 3) // 4 * 4  # a lane's words of a row in 16 bits: one for each block of 8 columns
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    bfly_b32, store_matrices, load_shared = shfl.bfly_b32, stmatrix.x4, ld_st.load_b32
     address, store_v4, store_b16 = memory.address, memory.store_v4, memory.store_b16
 
     @inlined
@@ -45,7 +37,7 @@ def make(config):
                 mine, given = words[n + i], words[n + i + 2]
                 if right:
                     mine, given = given, mine
-                given = bfly_b32(given, 2)
+                given = shfl.bfly_b32(given, 2)
                 words[n + i] = given if right else mine
                 words[n + i + 2] = mine if right else given
         for n in range(0, o_words, 4):
@@ -53,7 +45,7 @@ def make(config):
                 mine, given = words[n + i], words[n + i + 1]
                 if odd:
                     mine, given = given, mine
-                given = bfly_b32(given, 1)
+                given = shfl.bfly_b32(given, 1)
                 words[n + i] = given if odd else mine
                 words[n + i + 1] = mine if odd else given
 
@@ -61,37 +53,37 @@ def make(config):
     def stage_rows(o_smem, first_row, lane, acc_o, inverse, words, part):
         """Stages a warp's 16 rows of O in shared memory, in 16 bits: the part-th o_columns of them."""
         # Lanes give the rows of four matrices: 8 rows, the 8 rows below, and both again 8 columns further.
-        at = o_smem + panel_offset((0 if own_place else first_row) + (lane & 15), lane >> 4, rows)
+        at = o_smem + panel_offset((0 if config.o_buffer else first_row) + (lane & 15), lane >> 4, rows)
         for n in range(0, staged_blocks, 2):
             for i in range(4):
                 words[i] = output_pair(acc_o, inverse, part * staged_blocks + n + i // 2, i % 2)
             pair = n // 2
-            store_matrices((at ^ ((pair & 3) << 5)) + (pair >> 2) * panel, words, 0)  # (16, 16)
+            stmatrix.x4((at ^ ((pair & 3) << 5)) + (pair >> 2) * panel, words, 0)  # (16, 16)
 
     @inlined
     def write_rows(lane_row, lane_column, lane, row_states, acc_o, inverse, words, tile, arrays, strides, sizes):
         """Writes a warp's 16 rows of O from its registers to global memory, except those that are not finite."""
         for r in range(2):
             row = lane_row + 8 * r
-            query = divide(row, group)
+            query = divide(row, config.group_size)
             index = tile.first_query + query
-            at = row_base(strides.o, tile.b, tile.h + row - query * group, index)
-            here = index < sizes.seqlen_q and load_shared(row_states + row * row_state_bytes) == 0
-            if o_vectorized:
+            at = row_base(strides.o, tile.b, tile.h + row - query * config.group_size, index)
+            here = index < sizes.seqlen_q and ld_st.load_b32(row_states + row * config.ROW_STATE_BYTES) == 0
+            if config.o_vectorized:
                 for n in range(o_words):
                     words[n] = output_pair(acc_o, inverse, n, r)
                 exchange_blocks(words, lane)
                 to = address(arrays.o, at) + int64((lane & 3) * 16)
                 for n in range(0, o_words, 4):
-                    if here and 8 * (n + (lane & 3)) + 8 <= head_dim_v:
+                    if here and 8 * (n + (lane & 3)) + 8 <= config.head_dim_v:
                         store_v4(to + 16 * n, words, n)
             else:
                 for n in range(o_blocks):
                     two = output_pair(acc_o, inverse, n, r)
                     column = lane_column + 8 * n
-                    if here and column < head_dim_v:
+                    if here and column < config.head_dim_v:
                         store_b16(address(arrays.o, at + column * strides.o[3]), two)
-                    if here and column + 1 < head_dim_v:
+                    if here and column + 1 < config.head_dim_v:
                         store_b16(address(arrays.o, at + (column + 1) * strides.o[3]), uint32(two >> uint32(16)))
 
     return 4 if config.o_place else o_words, stage_rows, write_rows

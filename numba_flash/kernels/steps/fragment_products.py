@@ -20,15 +20,13 @@ def make(config):
     rows."""
     strips = config.warp_rows // 16
     own_panel, other_panel = config.own_rows * 128, config.other_rows * 128  # bytes
-    own_rows, other_rows, warp_rows = config.own_rows, config.other_rows, config.warp_rows
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
-    part = other_rows // groups  # rows of the other tile for which a warp computes scores
+    part = config.other_rows // groups  # rows of the other tile for which a warp computes scores
     blocks = part // 8  # of 8 columns of scores
     columns = config.group_columns
     whole = (
         config.head_dim_padded == config.head_dim_v_padded == columns * groups
     )  # every warp of a group has all of its columns
-    in_registers = config.in_registers
     product = mma.m16n8k16_f16 if config.dtype == "float16" else mma.m16n8k16_bf16
     x4, x4_trans, store_b32 = ldmatrix.x4, ldmatrix.x4_trans, ld_st.store_b32
 
@@ -36,10 +34,10 @@ def make(config):
     def lanes(thread):
         """-> (own, other, other transposed): the addresses of this lane's matrix rows, from the beginning of a tile."""
         lane, warp = thread & int32(31), thread >> int32(5)
-        own = panel_offset((warp >> shift) * warp_rows + (lane & 15), lane >> 4, own_rows)
-        other = panel_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1, other_rows)
+        own = panel_offset((warp >> shift) * config.warp_rows + (lane & 15), lane >> 4, config.own_rows)
+        other = panel_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1, config.other_rows)
         other += (warp & (groups - 1)) * (part * 128)
-        transposed = panel_offset(lane & 15, lane >> 4, other_rows)
+        transposed = panel_offset(lane & 15, lane >> 4, config.other_rows)
         return own, other, transposed
 
     @functools.cache
@@ -60,11 +58,11 @@ def make(config):
         steps = columns // 16
         # Without in_registers the slots have no meaning: they make the compiler unroll eight steps, not sixteen.
         at_once = min(steps, 8)
-        slots = steps if in_registers else at_once
+        slots = steps if config.in_registers else at_once
 
         @inlined
         def step(x, acc, a_frag, b_frag, own_lane, other_lane):
-            if not in_registers:
+            if not config.in_registers:
                 for strip in range(strips):
                     x4(a_frag, (strip * slots + x % slots) * 4, chunk_pair(own_lane, x, own_panel) + strip * 2048)
             for n in range(part // 16):
@@ -92,7 +90,7 @@ def make(config):
         @inlined
         def multiply(acc, a_frag, b_frag, other_transposed):
             """acc (strips, columns / 8, 4) += a . other; a_frag (strips, other_rows / 8, 2) comes from the scores."""
-            for y in range(other_rows // 16):
+            for y in range(config.other_rows // 16):
                 for n in range(columns // 16):
                     x4_trans(b_frag, 0, chunk_pair(other_transposed, n, other_panel) + y * 2048)  # (16 rows, 16)
                     for strip in range(strips):
@@ -107,9 +105,9 @@ def make(config):
         """Stores the warp's part of the 16-bit scores (own_rows, other_rows) in shared memory, for its group."""
         lane, warp = thread & int32(31), thread >> int32(5)
         for r in range(2 * strips):
-            row = (warp >> shift) * warp_rows + int32(first_row_of(lane)) + r * 8
+            row = (warp >> shift) * config.warp_rows + int32(first_row_of(lane)) + r * 8
             for n in range(blocks):
-                at = tile + panel_offset(row, (warp & (groups - 1)) * blocks + n, own_rows)
+                at = tile + panel_offset(row, (warp & (groups - 1)) * blocks + n, config.own_rows)
                 store_b32(at + 2 * int32(first_column_of(lane)), frag[((r // 2) * blocks + n) * 2 + r % 2])
 
     @inlined

@@ -29,8 +29,6 @@ def make(dtype, own_rows, warp_rows, columns, wide):
     word_count = 4 * panels
     pack = cvt.pack_f16x2 if dtype == "float16" else cvt.pack_bf16x2
     load_b32, load_v4, store_shared = ld_st.load_b32, ld_st.load_v4, ld_st.store_b32
-    address, store_v4, store_b16 = memory.address, memory.store_v4, memory.store_b16
-    bfly, warp_sync = shfl.bfly_b32, bar.warp_sync
 
     @inlined
     def stage(acc, factor, tile, first_row, lane, rows_that_count):
@@ -53,8 +51,8 @@ def make(dtype, own_rows, warp_rows, columns, wide):
             if nonfinite != 0:
                 suspects |= uint32(1) << uint32(in_warp)
         for distance in (1, 2, 4, 8, 16):
-            suspects |= bfly(suspects, distance)
-        warp_sync()
+            suspects |= shfl.bfly_b32(suspects, distance)
+        bar.warp_sync()
         return suspects
 
     @inlined
@@ -66,13 +64,13 @@ def make(dtype, own_rows, warp_rows, columns, wide):
             in_warp = int32((lane >> 3) + 4 * step)
             row = int32(first_row + in_warp)
             staged = tile + panel_offset(row, lane & 7, own_rows)
-            to = address(target, base + row * row_stride + column)
+            to = memory.address(target, base + row * row_stride + column)
             for panel in range(panels):
                 load_v4(words, 4 * panel, staged + panel * (own_rows * 128))
             here = row < rows_left and (suspects >> uint32(in_warp)) & uint32(1) == 0
             for panel in range(panels):
                 if here and 64 * panel + column < columns_left:
-                    store_v4(to + int64(128 * panel), words, 4 * panel)
+                    memory.store_v4(to + int64(128 * panel), words, 4 * panel)
 
     @inlined
     def store_narrow(tile, first_row, lane, target, base, row_stride, rows_left, columns_left, suspects):
@@ -82,6 +80,6 @@ def make(dtype, own_rows, warp_rows, columns, wide):
             if row < rows_left and column < columns_left and (suspects >> uint32(in_warp)) & uint32(1) == 0:
                 pair = load_b32(tile + panel_offset(row, column >> 3, own_rows) + ((column & 6) << 1))
                 half = uint32(pair >> uint32(16)) if column % 2 else pair
-                store_b16(address(target, base + row * row_stride + column), half)
+                memory.store_b16(memory.address(target, base + row * row_stride + column), half)
 
     return stage, store_wide if wide else store_narrow

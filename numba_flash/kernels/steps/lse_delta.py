@@ -142,7 +142,6 @@ def staged(config, rows, threads):
 
 def starter(config, strips, blocks):
     """-> start_dp, a device function for fragments whose columns are queries."""
-    drops = config.seeded
 
     @inlined
     def start_dp(acc_dp, rows_smem, lane, score):
@@ -155,7 +154,7 @@ def starter(config, strips, blocks):
                 for half in range(2):
                     for i in range(4):
                         minus_delta = four[half * 2 + i % 2].view(np.float32)
-                        if drops:
+                        if config.seeded:
                             minus_delta /= score.kept_count
                         acc_dp[(strip * blocks + 2 * n + half) * 4 + i] = minus_delta
 

@@ -17,56 +17,52 @@ def make(config, warp_rows, columns, own_place=False):
     rows, and is read 16 bytes at a time. row_states as in steps/recompute_rows.
     """
     tile_m = warp_rows if own_place else config.tile_m
-    head_dim_v, group, queries, row_state_bytes = (
-        config.head_dim_v,
-        config.group_size,
-        config.queries,
-        config.ROW_STATE_BYTES,
-    )
     panels, steps = -(-columns // 64), warp_rows // 4
     word_count = 4 * panels
-    load_b32, load_v4 = ld_st.load_b32, ld_st.load_v4
-    address, store_v4, store_b16 = memory.address, memory.store_v4, memory.store_b16
 
     @inlined
     def store_wide(first_row, lane, o_smem, row_states, tile, arrays, strides, sizes):
         # Eight lanes for each row and panel. Independent instructions are adjacent: a warp that wrote one piece after
         # the other would take as long as two key tiles.
         words = local.array(word_count, uint32)
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
+        queries_left = int32(min(sizes.seqlen_q - tile.first_query, config.queries))
         # The last panel may reach past this part; those columns belong to the next part.
-        columns_left = int32(min(head_dim_v - tile.part * columns, columns)) - ((lane & 7) << 3)
+        columns_left = int32(min(config.head_dim_v - tile.part * columns, columns)) - ((lane & 7) << 3)
         top_row = int32(first_row + (lane >> 3))
         o_base = tile.b * strides.o[0] + (tile.part * columns + ((lane & 7) << 3)) * strides.o[3]
-        top = address(arrays.o, o_base + tile.h * strides.o[1] + (tile.first_query + top_row) * strides.o[2])
+        top = memory.address(arrays.o, o_base + tile.h * strides.o[1] + (tile.first_query + top_row) * strides.o[2])
         for step in range(steps):
             row = int32(top_row + 4 * step)
-            flag = load_b32(row_states + row * row_state_bytes)
+            flag = ld_st.load_b32(row_states + row * config.ROW_STATE_BYTES)
             staged = o_smem + panel_offset(row - first_row if own_place else row, lane & 7, tile_m)
             to = top + step * (8 * strides.o[2])  # 4 rows further, if each row is a query
-            if group > 1:
-                head, query = tile.h + row % group, tile.first_query + row // group
-                to = address(arrays.o, o_base + head * strides.o[1] + query * strides.o[2])
+            if config.group_size > 1:
+                head, query = tile.h + row % config.group_size, tile.first_query + row // config.group_size
+                to = memory.address(arrays.o, o_base + head * strides.o[1] + query * strides.o[2])
             for panel in range(panels):
-                load_v4(words, 4 * panel, staged + panel * (tile_m * 128))
-            here = flag == 0 and int32(row // group) < queries_left
+                ld_st.load_v4(words, 4 * panel, staged + panel * (tile_m * 128))
+            here = flag == 0 and int32(row // config.group_size) < queries_left
             for panel in range(panels):
                 if here and 64 * panel < columns_left:
-                    store_v4(to + int64(128 * panel), words, 4 * panel)
+                    memory.store_v4(to + int64(128 * panel), words, 4 * panel)
 
     @inlined
     def store_narrow(first_row, lane, o_smem, row_states, tile, arrays, strides, sizes):
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
-        columns_left = int32(head_dim_v - tile.part * columns)
+        queries_left = int32(min(sizes.seqlen_q - tile.first_query, config.queries))
+        columns_left = int32(config.head_dim_v - tile.part * columns)
         o_base = tile.b * strides.o[0] + tile.part * columns * strides.o[3]
         for index in range(lane, warp_rows * columns, 32):
             in_warp = int32(uint32(index) // uint32(columns))
             row, column = first_row + in_warp, index - in_warp * columns
-            query, member = row // group, row % group
-            if query < queries_left and column < columns_left and load_b32(row_states + row * row_state_bytes) == 0:
-                pair = load_b32(o_smem + panel_offset(row, column >> 3, tile_m) + ((column & 6) << 1))
+            query, member = row // config.group_size, row % config.group_size
+            if (
+                query < queries_left
+                and column < columns_left
+                and ld_st.load_b32(row_states + row * config.ROW_STATE_BYTES) == 0
+            ):
+                pair = ld_st.load_b32(o_smem + panel_offset(row, column >> 3, tile_m) + ((column & 6) << 1))
                 half = uint32(pair >> uint32(16)) if column % 2 else pair
                 at = o_base + (tile.h + member) * strides.o[1] + (tile.first_query + query) * strides.o[2]
-                store_b16(address(arrays.o, at + column * strides.o[3]), half)
+                memory.store_b16(memory.address(arrays.o, at + column * strides.o[3]), half)
 
     return store_wide if config.o_vectorized else store_narrow

@@ -27,16 +27,15 @@ def make(config, of_dk, of_dv):
     load, store = elements.loader(config.dtype, made.real), elements.storer(config.dtype)
     count, ask = counts.make(config), gradient_functions.alone(config, derivative=of_dk)
     has_functions = gradient_functions.present(config)
-    real, warp_sum = made.real, made.warp_sum
-    inf = real(math.inf)
+    inf = made.real(math.inf)
     of_query = lse_delta.of_query(config)
 
     @inlined
     def recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score):
         """One warp computes those of its rows from first_row on that have a bit in nonfinite, of the tile at
         first_key."""
-        row_dk = local.array(parts, real)
-        row_dv = local.array(parts_v, real)
+        row_dk = local.array(parts, made.real)
+        row_dv = local.array(parts_v, made.real)
         row = int32(first_row)
         while nonfinite != 0:
             found = uint32(nonfinite & uint32(1))
@@ -44,9 +43,9 @@ def make(config, of_dk, of_dv):
             if found != 0:
                 key = int64(first_key + row - 1)
                 for c in range(parts):
-                    row_dk[c] = real(0)
+                    row_dk[c] = made.real(0)
                 for c in range(parts_v):
-                    row_dv[c] = real(0)
+                    row_dv[c] = made.real(0)
                 k_at, v_at = row_base(strides.k, b, h_kv, key), row_base(strides.v, b, h_kv, key)
                 first_query, end_query = key_queries(key, q_start, sizes.left, sizes.right, sizes.seqlen_q)
                 group = divide(sizes.heads, sizes.heads_kv)
@@ -55,7 +54,7 @@ def make(config, of_dk, of_dv):
                     term = row_term(b, h, arrays, strides)
                     for query in range(first_query, end_query):
                         q_at, do_at = row_base(strides.q, b, h, query), row_base(strides.do, b, h, query)
-                        product, dp = real(0), real(0)
+                        product, dp = made.real(0), made.real(0)
                         for c in range(parts):
                             x = int32(lane + 32 * c)
                             if x < head_dim:
@@ -65,25 +64,25 @@ def make(config, of_dk, of_dv):
                                 x = int32(lane + 32 * c)
                                 if x < head_dim_v:
                                     dp += load(arrays.do, do_at + x) * load(arrays.v, v_at + x)
-                        product, dp = warp_sum(product), warp_sum(dp)
+                        product, dp = made.warp_sum(product), made.warp_sum(dp)
                         lse, delta = of_query(b, h, query, arrays, sizes)
-                        p, derivative = real(0), real(1)
-                        seen, slope = lse != inf and visible(b, h, query, key, arrays, strides), real(1)
+                        p, derivative = made.real(0), made.real(1)
+                        seen, slope = lse != inf and visible(b, h, query, key, arrays, strides), made.real(1)
                         if has_functions:
                             if seen:
                                 at = At(b, h, query, key, query + q_start)
                                 product, slope, seen = ask(product, at, TRUE, arrays, strides, score)
                         if seen:
                             bias = added(b, h, query, key, arrays, strides)
-                            here = FragmentAt(term, real(query + q_start - key), bias)
+                            here = FragmentAt(term, made.real(query + q_start - key), bias)
                             p, derivative = weight_or_zero(product, here, score, lse)
                             if has_functions:
                                 derivative *= slope
                         if p != 0:
                             counts = count(At(b, h, query, key, query + q_start), arrays, sizes, score)
-                            ds = real(0)
+                            ds = made.real(0)
                             if of_dk:
-                                dp = dp * counts if counts != 0 else real(0)
+                                dp = dp * counts if counts != 0 else made.real(0)
                                 ds = p * (dp - delta) * score.scale * derivative
                             if of_dv and counts != 0:
                                 for c in range(parts_v):

@@ -21,15 +21,14 @@ def make(config):
     load, store = elements.loader(config.dtype, made.real), elements.storer(config.dtype)
     count, ask = counts.make(config), gradient_functions.alone(config, derivative=True)
     has_functions = gradient_functions.present(config)
-    real, warp_sum = made.real, made.warp_sum
-    inf = real(math.inf)
+    inf = made.real(math.inf)
     of_query = lse_delta.of_query(config)
 
     @inlined
     def recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score):
         """One warp computes those of its rows from first_row on that have a bit in nonfinite, of a QueryTile."""
         b, h, h_kv = tile.b, tile.h, tile_keys.h_kv
-        row_dq = local.array(parts, real)
+        row_dq = local.array(parts, made.real)
         row = int32(first_row)
         while nonfinite != 0:
             found = uint32(nonfinite & uint32(1))
@@ -37,7 +36,7 @@ def make(config):
             if found != 0:
                 query = int64(tile.first_query + row - 1)
                 for c in range(parts):
-                    row_dq[c] = real(0)
+                    row_dq[c] = made.real(0)
                 q_at, do_at = row_base(strides.q, b, h, query), row_base(strides.do, b, h, query)
                 lse, delta = of_query(b, h, query, arrays, sizes)
                 q_pos = query - tile.first_query + tile_keys.position
@@ -46,7 +45,7 @@ def make(config):
                     end_key = first_key
                 for key in range(first_key, end_key):
                     k_at, v_at = row_base(strides.k, b, h_kv, key), row_base(strides.v, b, h_kv, key)
-                    product, dp = real(0), real(0)
+                    product, dp = made.real(0), made.real(0)
                     for c in range(parts):
                         x = int32(lane + 32 * c)
                         if x < head_dim:
@@ -55,21 +54,21 @@ def make(config):
                         x = int32(lane + 32 * c)
                         if x < head_dim_v:
                             dp += load(arrays.do, do_at + x) * load(arrays.v, v_at + x)
-                    product, dp = warp_sum(product), warp_sum(dp)
-                    seen, slope = True, real(1)
+                    product, dp = made.warp_sum(product), made.warp_sum(dp)
+                    seen, slope = True, made.real(1)
                     if has_functions:
                         seen = visible(b, h, query, key, arrays, strides)
                         if seen:
                             product, slope, seen = ask(
                                 product, At(b, h, query, key, q_pos), TRUE, arrays, strides, score
                             )
-                    here = FragmentAt(term, real(q_pos - key), added(b, h, query, key, arrays, strides))
+                    here = FragmentAt(term, made.real(q_pos - key), added(b, h, query, key, arrays, strides))
                     p, derivative = weight_or_zero(product, here, score, lse)
                     counts = count(At(b, h, query, key, q_pos), arrays, sizes, score)
-                    dp = dp * counts if counts != 0 else real(0)  # no NaN from a key whose weight was dropped
+                    dp = dp * counts if counts != 0 else made.real(0)  # no NaN from a key whose weight was dropped
                     ds = p * (dp - delta) * score.scale * derivative
                     if has_functions:
-                        ds = ds * slope if seen else real(0)
+                        ds = ds * slope if seen else made.real(0)
                     if p != 0 and ds != 0 and visible(b, h, query, key, arrays, strides):
                         for c in range(parts):
                             x = int32(lane + 32 * c)

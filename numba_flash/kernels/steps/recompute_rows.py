@@ -25,9 +25,7 @@ def make(config, warp_rows):
     Each row of the tile has 8 bytes in shared memory: a uint32 that is not 0 if the row is not finite, and the row's
     lse as a float32 in the scores' units (kernels/score/stage.py).
     """
-    head_dim, head_dim_v, head_dim_v_padded = config.head_dim, config.head_dim_v, config.head_dim_v_padded
-    group, queries, row_state_bytes = config.group_size, config.queries, config.ROW_STATE_BYTES
-    columns = -(-head_dim_v_padded // 32)
+    columns = -(-config.head_dim_v_padded // 32)
     load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
     chain, (added, visible) = fragments.chain(config), at_scores.make(config)
     value, row_term, exponential = chain.value, chain.row_term, fragments.exponential_of(config)
@@ -37,15 +35,15 @@ def make(config, warp_rows):
     @inlined
     def recompute_rows(first_row, lane, row_states, tile, tile_keys, arrays, strides, sizes, score):
         """One warp computes its marked rows from first_row on, of a QueryTile and its TileKeys."""
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
-        first_column = tile.part * head_dim_v_padded
+        queries_left = int32(min(sizes.seqlen_q - tile.first_query, config.queries))
+        first_column = tile.part * config.head_dim_v_padded
         columns_left = int32(
-            min(head_dim_v - first_column, head_dim_v_padded)
+            min(config.head_dim_v - first_column, config.head_dim_v_padded)
         )  # the next row states belong to another block
         row_o = local.array(columns, float32)
         for row in range(first_row, first_row + warp_rows):
-            query, head = row // group, tile.h + row % group
-            note = row_states + row * row_state_bytes
+            query, head = row // config.group_size, tile.h + row % config.group_size
+            note = row_states + row * config.ROW_STATE_BYTES
             if query < queries_left and load_b32(note) != 0:
                 index, lse = tile.first_query + query, load_b32(note + 4).view(np.float32)
                 term = row_term(tile.b, head, arrays, strides)
@@ -60,7 +58,7 @@ def make(config, warp_rows):
                     end_key = first_key
                 for key in range(first_key, end_key):
                     product = float32(0)
-                    for x in range(lane, head_dim, 32):
+                    for x in range(lane, config.head_dim, 32):
                         product += load(arrays.q, q_at + x) * load(arrays.k, k_at + key * strides.k[2] + x)
                     product = warp_sum(product)
                     seen = visible(tile.b, head, index, key, arrays, strides)

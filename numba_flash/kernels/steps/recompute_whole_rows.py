@@ -28,14 +28,7 @@ def make(config, warp_rows):
     Each row of the tile has a uint32 in shared memory, config.ROW_STATE_BYTES from the next, that is not 0 if the row
     is not finite.
     """
-    head_dim, head_dim_v, head_dim_v_padded = config.head_dim, config.head_dim_v, config.group_columns
-    group, queries, row_state_bytes, write_lse = (
-        config.group_size,
-        config.queries,
-        config.ROW_STATE_BYTES,
-        config.write_lse,
-    )
-    columns = -(-head_dim_v_padded // 32)
+    columns = -(-config.group_columns // 32)
     real, _, log2, _, _, _, warp_sum, minus_inf, _ = numbers.of(config.compute_dtype)
     load, store = elements.loader(config.dtype, real), elements.storer(config.dtype)
     chain, (added, visible) = fragments.chain(config), at_scores.make(config)
@@ -47,15 +40,15 @@ def make(config, warp_rows):
     @inlined
     def recompute_rows(first_row, lane, row_states, tile, tile_keys, arrays, strides, sizes, score):
         """One warp computes its marked rows from first_row on, of a QueryTile and its TileKeys."""
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
-        first_column = tile.part * head_dim_v_padded
+        queries_left = int32(min(sizes.seqlen_q - tile.first_query, config.queries))
+        first_column = tile.part * config.group_columns
         columns_left = int32(
-            min(head_dim_v - first_column, head_dim_v_padded)
+            min(config.head_dim_v - first_column, config.group_columns)
         )  # the next row states belong to another block
         row_o = local.array(columns, real)
         for row in range(first_row, first_row + warp_rows):
-            query, head = row // group, tile.h + row % group
-            if query < queries_left and load_b32(row_states + row * row_state_bytes) != 0:
+            query, head = row // config.group_size, tile.h + row % config.group_size
+            if query < queries_left and load_b32(row_states + row * config.ROW_STATE_BYTES) != 0:
                 index = tile.first_query + query
                 term = row_term(tile.b, head, arrays, strides)
                 q_at = row_base(strides.q, tile.b, head, index)
@@ -73,7 +66,7 @@ def make(config, warp_rows):
                     row_o[c] = real(0)
                 for key in range(first_key, end_key):
                     product = real(0)
-                    for x in range(lane, head_dim, 32):
+                    for x in range(lane, config.head_dim, 32):
                         product += load(arrays.q, q_at + x) * load(arrays.k, k_at + key * strides.k[2] + x)
                     product = warp_sum(product)
                     seen = visible(tile.b, head, index, key, arrays, strides)
@@ -105,7 +98,7 @@ def make(config, warp_rows):
                     x = int64(lane + 32 * c)
                     if x < columns_left:
                         store(arrays.o, at + x * strides.o[3], row_o[c] * inverse)
-                if write_lse and tile.part == 0 and lane == 0:
+                if config.write_lse and tile.part == 0 and lane == 0:
                     row_lse = minus_inf if empty else m * to_natural + log2(l / largest) * ln_2
                     arrays.lse[lse_row(tile.b, head, index, sizes)] = row_lse
 

@@ -21,14 +21,10 @@ from . import backward_key_outputs
 
 
 def make(config):
-    of_dk, of_dv, alignment, members = config.of_dk, config.of_dv, config.ALIGNMENT, config.members
     of_tile, dk_padded, dv_padded = config.tile_n // 64, config.head_dim_padded, config.head_dim_v_padded
     # columns past head_dim are left out
     dk_blocks, dv_blocks = -(-config.head_dim // 16) * 2, -(-config.head_dim_v // 16) * 2
-    dk_count, dv_count = 4 * dk_blocks if of_dk else 1, 4 * dv_blocks if of_dv else 1
-    load_v4, address, shared_address = memory.load_v4, memory.address, shared.address
-    thread_index, block_index = special.thread_index, special.block_index
-    wait_for_kernel = griddepcontrol.wait
+    dk_count, dv_count = 4 * dk_blocks if config.of_dk else 1, 4 * dv_blocks if config.of_dv else 1
     keys_and_start = positions.make(config)
     write = backward_key_outputs.make(config, 64, 0, config.dv_at)
 
@@ -40,7 +36,7 @@ def make(config):
             for part in range(parts):
                 at = ((int64(first_part + part) * tiles + tile) * (padded // 8) * 128 + thread) * 4
                 for block in range(blocks):
-                    load_v4(four, 0, address(sums, at + block * 512))
+                    memory.load_v4(four, 0, memory.address(sums, at + block * 512))
                     for x in range(4):
                         acc[4 * block + x] += four[x].view(np.float32)
 
@@ -51,26 +47,26 @@ def make(config):
     @cuda.jit
     def add_parts(arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
-        base = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
+        base = int32((shared.address(smem) + int32(config.ALIGNMENT - 1)) & int32(-config.ALIGNMENT))
         acc_dk = local.array(dk_count, float32)  # (head_dim / 8, 4)
         acc_dv = local.array(dv_count, float32)  # (head_dim_v / 8, 4)
-        thread, block = thread_index(), block_index()
+        thread, block = special.thread_index(), special.block_index()
         own_tiles = divide(int32(sizes.seqlen_k) + int32(63), 64)
         head_of_all = divide(block, own_tiles)
         b = divide(head_of_all, sizes.heads_kv)
         h_kv, tile = int32(head_of_all - b * sizes.heads_kv), int32(block - head_of_all * own_tiles)
         first_key = int32(tile * 64)
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        parts = int32(parts_of(divide(sizes.heads, sizes.heads_kv), members))
+        parts = int32(parts_of(divide(sizes.heads, sizes.heads_kv), config.members))
         tiles = divide(int32(sizes.seqlen_k) + int32(64 * of_tile - 1), 64 * of_tile) * of_tile
         for x in range(dk_count):
             acc_dk[x] = float32(0)
         for x in range(dv_count):
             acc_dv[x] = float32(0)
-        wait_for_kernel()
-        if of_dk:
+        griddepcontrol.wait()
+        if config.of_dk:
             add_dk(acc_dk, arrays.dk_sums, head_of_all * parts, parts, tiles, tile, thread)
-        if of_dv:
+        if config.of_dv:
             add_dv(acc_dv, arrays.dv_sums, head_of_all * parts, parts, tiles, tile, thread)
         lane_rows, of_tile_keys = ((thread >> int32(5)) * 16, thread & int32(31)), (b, h_kv, first_key, keys, q_start)
         write(base, acc_dk, acc_dv, lane_rows, of_tile_keys, arrays, strides, sizes, score)

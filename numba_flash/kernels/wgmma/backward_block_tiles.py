@@ -37,24 +37,21 @@ class BlockTiles(NamedTuple):
 def make(config, of_word):
     """of_word: as in backward_keys."""
     tile_n, stays, ring = config.tile_n, config.stays, backward_state.pipelines(config).state
-    states, state_bytes = config.states, config.state_bytes
     all_keys, own_tiles = config.key_tiles > 0, max(config.key_tiles, 1)
-    address, add = memory.address, memory.add
-    block_index, block_count = special.block_index, special.block_count
     head_parts_of, _, set_up_state = backward_key_work.make(config)
     put, _, word, _ = backward_state.words(config)
 
     @inlined
     def state_of(base, w):
         """Shared address of the state of the block's w-th tile: the base, moved."""
-        return base + (w & (states - 1)) * state_bytes
+        return base + (w & (config.states - 1)) * config.state_bytes
 
     @inlined
     def number_of(w, arrays):
         """The ticket of the block's w-th tile; with config.key_tiles, the number of its head among all heads."""
         if all_keys:
-            return int32(block_index() + divide(w, own_tiles) * block_count())
-        return int32(add(address(arrays.turns, 0), uint32(1)))
+            return int32(special.block_index() + divide(w, own_tiles) * special.block_count())
+        return int32(memory.add(memory.address(arrays.turns, 0), uint32(1)))
 
     @inlined
     def tiles_of(sizes):

@@ -39,10 +39,8 @@ from .backward_state import BEGIN, CUT, FREE, MEMBERS, STOP
 
 
 def make(config):
-    tile_m, alignment = config.tile_m, config.ALIGNMENT
     of_dk, of_dv, plan = config.of_dk, config.of_dv, config.shared_layout()
-    lse_delta_bytes, bias_bytes = config.lse_delta_bytes, config.bias_bytes
-    s_count, frag_count = tile_m // 2, tile_m // 4
+    s_count, frag_count = config.tile_m // 2, config.tile_m // 4
     dk_count, dv_count = config.head_dim_padded // 2 if of_dk else 1, config.head_dim_v_padded // 2 if of_dv else 1
 
     describe_rows = wgmma.descriptor(16, 1024, 128)  # the first number is not used
@@ -50,24 +48,14 @@ def make(config):
     pin_s, pin_dk, pin_dv = wgmma.pin(s_count), wgmma.pin(dk_count), wgmma.pin(dv_count)
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
-    bar_sync, fence_init, idx_b32 = bar.sync, fence.mbarrier_init, shfl.idx_b32
-    thread_index, block_index, shared_address = special.thread_index, special.block_index, shared.address
-    wait_for_kernel, let_kernel_start = griddepcontrol.wait, griddepcontrol.launch_dependents
     finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
 
     keys = backward_keys.make(config)
     _, work_of, set_up_state = backward_key_work.make(config)
-    produce_a, produce_no_a, produce_b = keys.produce_a, keys.produce_no_a, keys.produce_b
-    issue_s, issue_dp, issue_dv, issue_dk = keys.issue_s, keys.issue_dp, keys.issue_dv, keys.issue_dk
-    release_q, release_do, write_gradients = keys.release_q, keys.release_do, keys.write_gradients
-    to_weights, to_score_gradients = keys.weights_of(0, tile_m // 16), keys.to_score_gradients
-    find_visible, term_of = keys.find_visible, keys.term_of
-    has_row_term, mask_words = keys.has_row_term, keys.mask_words
+    to_weights, to_score_gradients = keys.weights_of(0, config.tile_m // 16), keys.to_score_gradients
     by_element, scores = config.by_element, backward_scores.make(config, of_keys=True)
-    prepare, to_own_weights, to_own_gradients = scores.prepare, scores.to_weights, scores.to_gradients
     bits_words, shown_words, kept_words, bias_words = scores.words if by_element else (1, 1, 1, 1)
     walk = backward_query_walk.make(config, whole_warp=True)
-    has_states, up_to, asks = walk.present, walk.up_to, walk.asks
     set_up, _, _, word, _ = backward_state.make(config)
     rings = backward_state.pipelines(config)
 
@@ -80,7 +68,7 @@ def make(config):
         acc_dv = local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
         p_frag = local.array(frag_count, uint32)  # (tile_m / 8, 2)
         ds_frag = local.array(frag_count, uint32)  # (tile_m / 8, 2)
-        mask_bits = local.array(mask_words, uint32)
+        mask_bits = local.array(keys.mask_words, uint32)
         distance = local.array(2, float32)
         own = Own(
             local.array(bits_words, uint32),
@@ -89,7 +77,7 @@ def make(config):
             local.array(bias_words, uint32),  # (2, tile_m / 8, 2), in 16 bits two in one
         )
         me = int32(warpgroup - 1)  # index of the consumer
-        elected = thread_index() & int32(31) == 0
+        elected = special.thread_index() & int32(31) == 0
         k_desc = describe_rows(base + plan.own_a + me * (64 * 128))
         v_desc = describe_rows(base + plan.own_b + me * (64 * 128))
         for x in range(s_count):
@@ -99,7 +87,7 @@ def make(config):
             acc_dk[x] = float32(0)
         for x in range(dv_count):
             acc_dv[x] = float32(0)
-        for x in range(mask_words):
+        for x in range(keys.mask_words):
             mask_bits[x] = uint32(0)
         for r in range(2):
             distance[r] = float32(0)
@@ -108,8 +96,8 @@ def make(config):
         begin, i = word(base, BEGIN), int32(word(base, STOP) - 1)
         steps = int32(word(base, MEMBERS) * (i + 1 - begin))
         member = int32(0)
-        if has_states:
-            i, member = up_to(base, i, member, arrays, strides)
+        if walk.present:
+            i, member = walk.up_to(base, i, member, arrays, strides)
         n = int32(0)
         rings.own.consumer_wait(base, n)
         # Otherwise ptxas copies these zeros from the accumulators of S, which are zero as well, while S is being
@@ -118,25 +106,25 @@ def make(config):
         pin_s(acc_dp)
         pin_dk(acc_dk)
         pin_dv(acc_dv)
-        issue_s(base, acc_s, k_desc, n, FALSE)
-        while member < word(base, MEMBERS) if has_states else n < steps:
+        keys.issue_s(base, acc_s, k_desc, n, FALSE)
+        while member < word(base, MEMBERS) if walk.present else n < steps:
             rings.b.consumer_wait(base, n)
             masked = i >= word(base, CUT) or i < word(base, FREE)
-            lse_and_delta = base + plan.lse_delta + rings.a.stage(n) * lse_delta_bytes
-            if has_row_term:
-                term = term_of(base, member, arrays, strides)
+            lse_and_delta = base + plan.lse_delta + rings.a.stage(n) * config.lse_delta_bytes
+            if keys.has_row_term:
+                term = keys.term_of(base, member, arrays, strides)
             if by_element:
-                asked = asks(base, i, member, arrays, strides) if has_states else FALSE
-                every = prepare(base, i, member, own, distance, masked, asked, arrays, strides, sizes)
-            elif has_row_term or masked:
-                find_visible(base, i, sizes, mask_bits, distance)
+                asked = walk.asks(base, i, member, arrays, strides) if walk.present else FALSE
+                every = scores.prepare(base, i, member, own, distance, masked, asked, arrays, strides, sizes)
+            elif keys.has_row_term or masked:
+                keys.find_visible(base, i, sizes, mask_bits, distance)
             wait_all()
             pin_s(acc_s)
             if of_dk:
-                issue_dp(base, acc_dp, v_desc, n)
+                keys.issue_dp(base, acc_dp, v_desc, n)
             if by_element:
-                bias = base + plan.bias + rings.a.stage(n) * bias_bytes
-                to_own_weights(
+                bias = base + plan.bias + rings.a.stage(n) * config.bias_bytes
+                scores.to_weights(
                     base,
                     i,
                     member,
@@ -160,9 +148,9 @@ def make(config):
                 wait_all()
                 pin_s(acc_dp)
                 if not of_dv:
-                    release_do(base, n, elected)  # only dP reads it
+                    keys.release_do(base, n, elected)  # only dP reads it
                 if by_element:
-                    to_own_gradients(acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, own, every, score)
+                    scores.to_gradients(acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, own, every, score)
                 elif masked:
                     to_score_gradients(
                         acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, own.kept, term, distance, score, TRUE
@@ -172,59 +160,59 @@ def make(config):
                         acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, own.kept, term, distance, score, FALSE
                     )
             else:
-                release_q(base, n)  # only S reads Q, and P has its lse
+                keys.release_q(base, n)  # only S reads Q, and P has its lse
             if of_dv:
-                issue_dv(base, acc_dv, p_frag, n)
+                keys.issue_dv(base, acc_dv, p_frag, n)
             if of_dk:
-                issue_dk(base, acc_dk, ds_frag, n)
-            issue_s(base, acc_s, k_desc, int32(n + 1), FALSE)
+                keys.issue_dk(base, acc_dk, ds_frag, n)
+            keys.issue_s(base, acc_s, k_desc, int32(n + 1), FALSE)
             if of_dv and of_dk:
                 wait_but_two()
-                release_do(base, n, elected)
+                keys.release_do(base, n, elected)
             wait_but_one()
             if of_dv:
                 pin_dv(acc_dv)
             if of_dk:
                 pin_dk(acc_dk)
-                release_q(base, n)
+                keys.release_q(base, n)
             else:
-                release_do(base, n, elected)
+                keys.release_do(base, n, elected)
             n = int32(n + 1)
             i = int32(i - 1)
-            if has_states:
-                i, member = up_to(base, i, member, arrays, strides)
+            if walk.present:
+                i, member = walk.up_to(base, i, member, arrays, strides)
             elif i < begin:
                 i, member = int32(word(base, STOP) - 1), int32(member + 1)
         wait_all()
 
-        bar_sync(me + 1, 128)  # all four warps have read the warpgroup's own rows for the last time
-        write_gradients(base, base, acc_dk, acc_dv, arrays, strides, sizes, score)
+        bar.sync(me + 1, 128)  # all four warps have read the warpgroup's own rows for the last time
+        keys.write_gradients(base, base, acc_dk, acc_dv, arrays, strides, sizes, score)
 
     @cuda.jit
     def flash_attention_wgmma_dkdv(tensor_maps, arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
-        base = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
-        thread = thread_index()
-        warpgroup = int32(idx_b32(uint32(thread >> int32(7)), 0))  # known to be uniform in the warp
+        base = int32((shared.address(smem) + int32(config.ALIGNMENT - 1)) & int32(-config.ALIGNMENT))
+        thread = special.thread_index()
+        warpgroup = int32(shfl.idx_b32(uint32(thread >> int32(7)), 0))  # known to be uniform in the warp
         if finds_by_kernels:
-            wait_for_kernel()
+            griddepcontrol.wait()
         if thread == 0:
             set_up(base)
-            fence_init()
-            b, part, first_key = work_of(block_index(), arrays, strides, sizes)
+            fence.mbarrier_init()
+            b, part, first_key = work_of(special.block_index(), arrays, strides, sizes)
             set_up_state(base, b, part, first_key, arrays, strides, sizes)
         cuda.syncthreads()
         if warpgroup == 0:
             give_registers()
             if thread == 0:
-                n = produce_a(base, base, int32(0), int32(0), arrays, strides, sizes.heads, sizes.seqlen_q)
-                produce_no_a(base, n, sizes.seqlen_q)
+                n = keys.produce_a(base, base, int32(0), int32(0), arrays, strides, sizes.heads, sizes.seqlen_q)
+                keys.produce_no_a(base, n, sizes.seqlen_q)
             if thread == 32:
-                produce_b(base, base, int32(0), arrays, strides)
+                keys.produce_b(base, base, int32(0), arrays, strides)
         else:
             take_registers()
-            wait_for_kernel()
-            let_kernel_start()
+            griddepcontrol.wait()
+            griddepcontrol.launch_dependents()
             consume(base, warpgroup, arrays, strides, sizes, score)
 
     return flash_attention_wgmma_dkdv

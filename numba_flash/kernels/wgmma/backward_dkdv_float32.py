@@ -40,8 +40,7 @@ from .backward_state import BATCH, FIRST_ROW, HEAD, HEAD_KV, KEYS
 
 
 def make(config):
-    of_dk, of_dv, tile_m, alignment = config.of_dk, config.of_dv, config.tile_m, config.ALIGNMENT
-    blocks, query_count = tile_m // 8, tile_m // 4
+    blocks, query_count = config.tile_m // 8, config.tile_m // 4
     pair = config.cluster  # how many blocks own the same keys
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
@@ -49,17 +48,11 @@ def make(config):
     _, _, word, position = backward_state.words(config)
     producer = paired_producer if config.paired else backward_producer_float32
     of_tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
-    set_up, start_together, leave = of_tiles.set_up, of_tiles.start, of_tiles.leave
     steps_of, first_step, step_behind, produce, load_k, load_v = producer.make(config)
     scores = backward_scores_float32.make(config)
     s_count, other_count, mask_words, distance_count, bias_words, bits_words = scores.words
-    bias_type, frag_count = scores.bias_type, scores.frag_count
     dk_count, dk_even, dk_odd = scores.counts_a
-    dv_count, dv_even, dv_odd = scores.counts_b if of_dv else (1, 1, 1)
-    my_turn, next_turn = scores.my_turn, scores.next_turn
-    start, weights_at = scores.start, scores.weights_at
-    to_weights, to_score_gradients = scores.to_weights, scores.to_score_gradients
-    add_dk, add_dv = scores.add_a, scores.add_b
+    dv_count, dv_even, dv_odd = scores.counts_b if config.of_dv else (1, 1, 1)
     store_dk = gradient_rows_float32.of_block(config, config.head_dim, config.head_dim_padded)
     store_dv = gradient_rows_float32.of_block(config, config.head_dim_v, config.head_dim_v_padded)
     recompute_dk, recompute_dv = recompute.make(config, True, False), recompute.make(config, False, True)
@@ -68,7 +61,7 @@ def make(config):
     def load_columns(found, values, base, step, sizes):
         """found (tile_m / 8, 2) <- the values of the queries in the lane's columns; 0 past the last query."""
         _, lane = rows_of_lane()
-        first = int32(step.i * tile_m + first_column_of(lane))
+        first = int32(step.i * config.tile_m + first_column_of(lane))
         head = word(base, HEAD) + step.member
         place = memory.address(values, lse_row(int64(word(base, BATCH)), head, first, sizes))
         queries_left = int32(sizes.seqlen_q - first)
@@ -85,7 +78,7 @@ def make(config):
         first = int32(first_key + first_row)
         rows_left, valid = int32(sizes.seqlen_k - first), int32(word(base, KEYS) - first)
         to, step = row_base(of_target, b, h_kv, first), of_target[2]
-        nonfinite = leave(base, store(acc, factor, lane, target, to, step, rows_left, valid))
+        nonfinite = of_tiles.leave(base, store(acc, factor, lane, target, to, step, rows_left, valid))
         if nonfinite != 0:
             q_start = first_key - position(base)
             recompute_rows(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
@@ -98,31 +91,31 @@ def make(config):
             local.array(other_count, float32),
             local.array(mask_words, uint32),
             local.array(distance_count, float32),
-            local.array(bias_words, bias_type),
+            local.array(bias_words, scores.bias_type),
             local.array(bits_words, uint32),
         )
         lse = local.array(query_count, float32)  # (tile_m / 8, 2)
         acc_dv = local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
-        p_frag = local.array(frag_count, uint32)  # (3, tile_m / 8, 2)
+        p_frag = local.array(scores.frag_count, uint32)  # (3, tile_m / 8, 2)
         even, odd = local.array(dv_even, float32), local.array(dv_odd, float32)
         for x in range(dv_count):
             acc_dv[x] = float32(0)
-        start(held)
+        scores.start(held)
         load_k(base, FIRST, arrays, strides, sizes)
-        weights, step, steps = weights_at(base), first_step(base), steps_of(base)
+        weights, step, steps = scores.weights_at(base), first_step(base), steps_of(base)
         while step.n < steps:
             load_columns(lse, arrays.lse, base, step, sizes)
-            to_weights(base, step, weights, held, lse, arrays, strides, sizes, score)
-            if of_dv:
-                add_dv(base, step, held.acc_s, acc_dv, p_frag, even, odd)
+            scores.to_weights(base, step, weights, held, lse, arrays, strides, sizes, score)
+            if config.of_dv:
+                scores.add_b(base, step, held.acc_s, acc_dv, p_frag, even, odd)
             step = step_behind(base, step)
-        my_turn(FIRST)  # takes the turn that was passed on after the last tile
-        if of_dv:
+        scores.my_turn(FIRST)  # takes the turn that was passed on after the last tile
+        if config.of_dv:
             write(
                 base, acc_dv, float32(1), arrays.dv, strides.dv, store_dv, recompute_dv, arrays, strides, sizes, score
             )
         else:
-            leave(base, uint32(0))
+            of_tiles.leave(base, uint32(0))
 
     @inlined
     def consume_second(base, arrays, strides, sizes, score):
@@ -130,39 +123,39 @@ def make(config):
         acc_dp, other = local.array(s_count, float32), local.array(other_count, float32)  # (tile_m / 8, 4)
         delta = local.array(query_count, float32)  # (tile_m / 8, 2)
         acc_dk = local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
-        ds_frag = local.array(frag_count, uint32)  # (3, tile_m / 8, 2)
+        ds_frag = local.array(scores.frag_count, uint32)  # (3, tile_m / 8, 2)
         even, odd = local.array(dk_even, float32), local.array(dk_odd, float32)
         for x in range(dk_count):
             acc_dk[x] = float32(0)
-        next_turn(SECOND)  # the first consumer has the first turn
+        scores.next_turn(SECOND)  # the first consumer has the first turn
         load_v(base, SECOND, arrays, strides, sizes)
-        weights, step, steps = weights_at(base), first_step(base), steps_of(base)
+        weights, step, steps = scores.weights_at(base), first_step(base), steps_of(base)
         while step.n < steps:
             load_columns(delta, arrays.delta, base, step, sizes)
-            to_score_gradients(base, step, weights, acc_dp, other, delta)
-            add_dk(base, step, acc_dp, acc_dk, ds_frag, even, odd)
+            scores.to_score_gradients(base, step, weights, acc_dp, other, delta)
+            scores.add_a(base, step, acc_dp, acc_dk, ds_frag, even, odd)
             step = step_behind(base, step)
         write(base, acc_dk, score.scale, arrays.dk, strides.dk, store_dk, recompute_dk, arrays, strides, sizes, score)
 
     @cuda.jit
     def flash_attention_wgmma_dkdv_float32(arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
-        base = int32((shared.address(smem) + int32(alignment - 1)) & int32(-alignment))
+        base = int32((shared.address(smem) + int32(config.ALIGNMENT - 1)) & int32(-config.ALIGNMENT))
         thread = special.thread_index()
         warpgroup = int32(shfl.idx_b32(uint32(thread >> int32(7)), 0))  # known to be uniform in the warp
         if thread == 0:
-            set_up(base)
+            of_tiles.set_up(base)
             b, part, first_key = work_of(divide(special.block_index(), pair), arrays, strides, sizes)
             set_up_state(base, b, part, first_key, arrays, strides, sizes)
-        start_together()
+        of_tiles.start()
         if warpgroup == 0:
             give_registers()
             produce(base, arrays, strides, sizes)
-            leave(base, uint32(0))
+            of_tiles.leave(base, uint32(0))
         elif warpgroup == 1:
             take_registers()
             consume_first(base, arrays, strides, sizes, score)
-        elif of_dk:
+        elif config.of_dk:
             take_registers()
             consume_second(base, arrays, strides, sizes, score)
 

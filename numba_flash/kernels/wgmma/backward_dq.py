@@ -71,12 +71,7 @@ def make(config):
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
-    load_b32, store_shared_v4 = ld_st.load_b32, ld_st.store_v4
-    fence_init, fence_async, bar_sync, idx_b32 = fence.mbarrier_init, fence.proxy_async, bar.sync, shfl.idx_b32
-    thread_index, shared_address = special.thread_index, shared.address
-    wait_for_kernel, let_kernel_start = griddepcontrol.wait, griddepcontrol.launch_dependents
     finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
-    place, minus_delta_at = lse_delta.place, lse_delta.MINUS_DELTA
     inf = float32(math.inf)
 
     set_up, _, _, word, position = backward_state.make(config)
@@ -85,28 +80,24 @@ def make(config):
     set_up_state = backward_query_work.make(config)
     mask_words, visible, _, _ = fragments.tile(config, 1)
     chain, (weight, _) = fragments.chain(config), (None, None) if config.by_element else fragments.weights(config)
-    row_term, has_row_term = chain.row_term, chain.has_row_term
     stage_dq, store_dq = gradient_rows.make(config.dtype, tile_m, 16, head_dim, head_dim % 8 == 0)
     recompute_queries = recompute.make(config)
     by_element, scores = config.by_element, backward_scores.make(config, of_keys=False)
-    prepare, to_own_weights, to_own_gradients = scores.prepare, scores.to_weights, scores.to_gradients
     bits_words, shown_words, kept_words, bias_words = scores.words if by_element else (1, 1, 1, 1)
     of_thread, of_warp = tile_walk.make(config), tile_walk.make(config, whole_warp=True)
-    has_states = of_thread.present
-    behind_by_thread, behind, asks_in = of_thread.behind, of_warp.behind, of_warp.asks
 
     @inlined
     def of_word(base, which):
         """A word of the block's state, for one thread. It is read again each time, because the thread has few
         registers."""
-        return int32(load_b32(int32(base + plan.state + which)))
+        return int32(ld_st.load_b32(int32(base + plan.state + which)))
 
     @inlined
     def behind_of(base, j, arrays, strides):
         """The key tile after j, for one thread."""
-        if has_states:
+        if of_thread.present:
             states, begin = of_word(base, STATES), of_word(base, BEGIN)
-            return int32(behind_by_thread(states, j, begin, arrays, strides))
+            return int32(of_thread.behind(states, j, begin, arrays, strides))
         return int32(j - 1)
 
     @inlined
@@ -158,7 +149,7 @@ def make(config):
     def release_k(base, n, elected):
         """A warp has finished with the n-th K. With a bias beside K, which all lanes read, every lane arrives."""
         if boxed:
-            fence_async()
+            fence.proxy_async()
             rings.a.consumer_release(base, n, True)
         else:
             rings.a.consumer_release(base, n, elected)
@@ -176,14 +167,14 @@ def make(config):
             zeros[x] = uint32(0)
         for index in range(rows * 8 + thread, tile_n * 8, all_consumers):
             for panel in range(k_panels):
-                store_shared_v4(base + plan.stream_a + panel * stream_panel + index * 16, zeros, 0)
-        fence_async()
-        bar_sync(4, all_consumers)
+                ld_st.store_v4(base + plan.stream_a + panel * stream_panel + index * 16, zeros, 0)
+        fence.proxy_async()
+        bar.sync(4, all_consumers)
 
     @inlined
     def rows_of_lane():
         """-> (the warp's first row in the query tile, lane). Computed again on each call, to save registers."""
-        thread = thread_index() - 128
+        thread = special.thread_index() - 128
         return (thread >> int32(5)) * 16, thread & int32(31)
 
     @inlined
@@ -196,9 +187,9 @@ def make(config):
             lse_log2[r] = inf
             minus_delta[r] = float32(0)
             if query < sizes.seqlen_q:
-                row = head_lse_delta + place(query)
+                row = head_lse_delta + lse_delta.place(query)
                 lse_log2[r] = lse_and_delta[row]
-                minus_delta[r] = lse_and_delta[row + minus_delta_at]
+                minus_delta[r] = lse_and_delta[row + lse_delta.MINUS_DELTA]
 
     @inlined
     def is_seen(mask_bits, r, n, x):
@@ -254,7 +245,7 @@ def make(config):
         lse_log2 = local.array(2, float32)
         minus_delta = local.array(2, float32)
         me = int32(warpgroup - 1)  # index of the consumer
-        elected = thread_index() & int32(31) == 0
+        elected = special.thread_index() & int32(31) == 0
         q_desc = describe_rows(base + plan.own_a + me * (64 * 128))
         do_desc = describe_rows(base + plan.own_b + me * (64 * 128))
         for x in range(s_count):
@@ -273,12 +264,12 @@ def make(config):
             local.array(bias_words, uint32),  # (2, tile_n / 8, 2), in 16 bits two in one
         )
         term = float32(0)
-        if has_row_term:
-            term = row_term(word(base, BATCH), word(base, HEAD), arrays, strides)
+        if chain.has_row_term:
+            term = chain.row_term(word(base, BATCH), word(base, HEAD), arrays, strides)
         load_lse_delta(base, arrays.lse_delta, sizes, lse_log2, minus_delta)
 
         begin = word(base, BEGIN)
-        states = word(base, STATES) if has_states else int32(0)
+        states = word(base, STATES) if of_thread.present else int32(0)
         j = int32(word(base, STOP) - 1)
         n = int32(0)
         rings.own.consumer_wait(base, 0)
@@ -286,7 +277,7 @@ def make(config):
         if padded:
             keys_left = int32(word(base, KEYS) - j * tile_n)
             if j >= begin and keys_left < tile_n:
-                zero_tail(base, keys_left, thread_index() - 128)
+                zero_tail(base, keys_left, special.thread_index() - 128)
         pin_s(acc_s)
         pin_s(acc_dp)
         pin_dq(acc_dq)
@@ -295,16 +286,16 @@ def make(config):
             rings.b.consumer_wait(base, n)
             masked = j >= word(base, CUT) or j < word(base, FREE)
             if by_element:
-                asked = asks_in(states, j, arrays, strides) if has_states else FALSE
-                every = prepare(base, j, 0, own, distance, masked, asked, arrays, strides, sizes)
-            elif has_row_term or masked:
+                asked = of_warp.asks(states, j, arrays, strides) if of_thread.present else FALSE
+                every = scores.prepare(base, j, 0, own, distance, masked, asked, arrays, strides, sizes)
+            elif chain.has_row_term or masked:
                 find_visible(base, j, sizes, mask_bits, distance)
             wait_all()
             pin_s(acc_s)
             issue_dp(base, acc_dp, do_desc, n)
             if by_element:
                 bias = base + plan.bias + rings.a.stage(n) * bias_bytes
-                to_own_weights(
+                scores.to_weights(
                     base, j, 0, acc_s, ds_frag, lse_log2, bias, own, term, distance, every, arrays, strides, score
                 )
             elif masked:
@@ -315,7 +306,7 @@ def make(config):
             pin_s(acc_dp)
             release_v(base, n, elected)
             if by_element:
-                to_own_gradients(acc_s, acc_dp, ds_frag, ds_frag, minus_delta, own, every, score)
+                scores.to_gradients(acc_s, acc_dp, ds_frag, ds_frag, minus_delta, own, every, score)
             elif masked:
                 to_score_gradients(
                     acc_s, acc_dp, ds_frag, lse_log2, minus_delta, mask_bits, term, distance, score, TRUE
@@ -331,11 +322,11 @@ def make(config):
             pin_dq(acc_dq)
             release_k(base, n, elected)
             n = int32(n + 1)
-            j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)
+            j = int32(of_warp.behind(states, j, begin, arrays, strides) if of_thread.present else j - 1)
         wait_all()
 
         # Stage dQ in the place of the warpgroup's own rows of Q, and write it from there to global memory.
-        bar_sync(me + 1, 128)  # all four warps have read these rows for the last time
+        bar.sync(me + 1, 128)  # all four warps have read these rows for the last time
         first_row, lane = rows_of_lane()
         tile = QueryTile(word(base, BATCH), word(base, HEAD), word(base, FIRST_ROW), int32(0))
         queries_left = int32(min(sizes.seqlen_q - tile.first_query, tile_m))
@@ -349,14 +340,14 @@ def make(config):
     @cuda.jit
     def flash_attention_wgmma_dq(tensor_maps, arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
-        base = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
-        thread = thread_index()
-        warpgroup = int32(idx_b32(uint32(thread >> int32(7)), 0))  # known to be uniform in the warp
+        base = int32((shared.address(smem) + int32(alignment - 1)) & int32(-alignment))
+        thread = special.thread_index()
+        warpgroup = int32(shfl.idx_b32(uint32(thread >> int32(7)), 0))  # known to be uniform in the warp
         if finds_by_kernels:
-            wait_for_kernel()
+            griddepcontrol.wait()
         if thread == 0:
             set_up(base)
-            fence_init()
+            fence.mbarrier_init()
             set_up_state(base, arrays, strides, sizes)
         cuda.syncthreads()
         if warpgroup == 0:
@@ -367,8 +358,8 @@ def make(config):
                 produce_b(base, arrays, strides)
         else:
             take_registers()
-            wait_for_kernel()
-            let_kernel_start()
+            griddepcontrol.wait()
+            griddepcontrol.launch_dependents()
             consume(base, warpgroup, arrays, strides, sizes, score)
 
     return flash_attention_wgmma_dq

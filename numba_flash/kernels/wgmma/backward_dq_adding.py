@@ -26,8 +26,6 @@ def make(config, keys, tiles):
     tile_m, tile_n, plan = config.tile_m, config.tile_n, config.shared_layout()
     part_bytes, second_bytes = config.dq_part_bytes, second_part(config)
     turns_at, ordered, lines = TURNS_AT, config.ordered, config.dq_lines
-    fence_global = fence.proxy_async_global
-    store_bytes, add_bytes, commit_bytes = tma.store_bytes, tma.add_bytes, tma.commit_group
     wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
     address, load_acquire, add_release = memory.address, memory.load_acquire, memory.add_release
     of_word, first_tile, following_tile = keys.of_word, keys.first_tile, keys.following_tile
@@ -79,14 +77,14 @@ def make(config, keys, tiles):
                 seen = load_acquire(turn)
             place = ring.stage(n) * 2 + me
             ring.consumer_wait(base + 8 * me, n)
-            fence_global()
+            fence.proxy_async_global()
             target, staged = address(arrays.dq_sums, part * (part_bytes // 4)), base + plan.dq + place * part_bytes
             hands_on = ordered or before == 0
             if before == 0:
-                store_bytes(target, staged, own_bytes)
+                tma.store_bytes(target, staged, own_bytes)
             else:
-                add_bytes(target, staged, own_bytes)
-            commit_bytes()
+                tma.add_bytes(target, staged, own_bytes)
+            tma.commit_group()
             n = int32(n + 1)
             i, member = following_tile(i, member, step, members)
             if n < end:  # the next turn is looked at while this copy is under way
@@ -97,7 +95,7 @@ def make(config, keys, tiles):
             ring.consumer_release(base + 8 * me, int32(n - 1), True)
             if hands_on:
                 wait_added()
-                fence_global()
+                fence.proxy_async_global()
                 add_release(turn, uint32(1))
         return n
 

@@ -37,22 +37,16 @@ from .backward_state import BATCH, FIRST_ROW, HEAD, HEAD_KV, KEYS, MEMBERS
 
 
 def make(config):
-    alignment = config.ALIGNMENT
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
     set_up_state = backward_query_work.make(config)
     put, _, word, position = backward_state.words(config)
     producer = paired_producer if config.paired else backward_producer_float32
     of_tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
-    set_up, start_together, leave = of_tiles.set_up, of_tiles.start, of_tiles.leave
     steps_of, first_step, step_behind, produce, load_q, load_do = producer.make(config)
     scores = backward_scores_float32.make(config)
     s_count, other_count, mask_words, distance_count, bias_words, bits_words = scores.words
-    bias_type, frag_count = scores.bias_type, scores.frag_count
     dq_count, dq_even, dq_odd = scores.counts_a
-    my_turn, next_turn = scores.my_turn, scores.next_turn
-    start, weights_at = scores.start, scores.weights_at
-    to_weights, to_score_gradients, add_dq = scores.to_weights, scores.to_score_gradients, scores.add_a
     of_query, row_term = lse_delta.of_query(config), fragments.chain(config).row_term
     store_dq = gradient_rows_float32.of_block(config, config.head_dim, config.head_dim_padded)
     recompute_dq = recompute.make(config)
@@ -73,7 +67,7 @@ def make(config):
         first = int32(tile.first_query + first_row)
         left = int32(sizes.seqlen_q - first)
         to, step = row_base(strides.dq, tile.b, tile.h, first), strides.dq[2]
-        nonfinite = leave(base, store_dq(acc_dq, score.scale, lane, arrays.dq, to, step, left, left))
+        nonfinite = of_tiles.leave(base, store_dq(acc_dq, score.scale, lane, arrays.dq, to, step, left, left))
         if nonfinite != 0:
             term = row_term(tile.b, tile.h, arrays, strides)
             tile_keys = TileKeys(word(base, HEAD_KV), word(base, KEYS), position(base))
@@ -87,19 +81,19 @@ def make(config):
             local.array(other_count, float32),
             local.array(mask_words, uint32),
             local.array(distance_count, float32),
-            local.array(bias_words, bias_type),
+            local.array(bias_words, scores.bias_type),
             local.array(bits_words, uint32),
         )
         lse, delta = local.array(2, float32), local.array(2, float32)
-        start(held)
+        scores.start(held)
         load_q(base, FIRST, arrays, strides, sizes)
         load_rows(lse, delta, base, arrays, sizes)
-        weights, step, steps = weights_at(base), first_step(base), steps_of(base)
+        weights, step, steps = scores.weights_at(base), first_step(base), steps_of(base)
         while step.n < steps:
-            to_weights(base, step, weights, held, lse, arrays, strides, sizes, score)
+            scores.to_weights(base, step, weights, held, lse, arrays, strides, sizes, score)
             step = step_behind(base, step)
-        my_turn(FIRST)  # takes the turn that was passed on after the last tile
-        leave(base, uint32(0))
+        scores.my_turn(FIRST)  # takes the turn that was passed on after the last tile
+        of_tiles.leave(base, uint32(0))
 
     @inlined
     def consume_second(base, arrays, strides, sizes, score):
@@ -107,35 +101,35 @@ def make(config):
         acc_dp, other = local.array(s_count, float32), local.array(other_count, float32)  # (tile_n / 8, 4)
         lse, delta = local.array(2, float32), local.array(2, float32)
         acc_dq = local.array(dq_count, float32)  # (head_dim_padded / 8, 4)
-        ds_frag = local.array(frag_count, uint32)  # (3, tile_n / 8, 2)
+        ds_frag = local.array(scores.frag_count, uint32)  # (3, tile_n / 8, 2)
         even, odd = local.array(dq_even, float32), local.array(dq_odd, float32)
         for x in range(dq_count):
             acc_dq[x] = float32(0)
-        next_turn(SECOND)  # the first consumer has the first turn
+        scores.next_turn(SECOND)  # the first consumer has the first turn
         load_do(base, SECOND, arrays, strides, sizes)
         load_rows(lse, delta, base, arrays, sizes)
-        weights, step, steps = weights_at(base), first_step(base), steps_of(base)
+        weights, step, steps = scores.weights_at(base), first_step(base), steps_of(base)
         while step.n < steps:
-            to_score_gradients(base, step, weights, acc_dp, other, delta)
-            add_dq(base, step, acc_dp, acc_dq, ds_frag, even, odd)
+            scores.to_score_gradients(base, step, weights, acc_dp, other, delta)
+            scores.add_a(base, step, acc_dp, acc_dq, ds_frag, even, odd)
             step = step_behind(base, step)
         write(base, acc_dq, arrays, strides, sizes, score)
 
     @cuda.jit
     def flash_attention_wgmma_dq_float32(arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
-        base = int32((shared.address(smem) + int32(alignment - 1)) & int32(-alignment))
+        base = int32((shared.address(smem) + int32(config.ALIGNMENT - 1)) & int32(-config.ALIGNMENT))
         thread = special.thread_index()
         warpgroup = int32(shfl.idx_b32(uint32(thread >> int32(7)), 0))  # known to be uniform in the warp
         if thread == 0:
-            set_up(base)
+            of_tiles.set_up(base)
             set_up_state(base, arrays, strides, sizes)
             put(base, MEMBERS, 1)
-        start_together()
+        of_tiles.start()
         if warpgroup == 0:
             give_registers()
             produce(base, arrays, strides, sizes)
-            leave(base, uint32(0))
+            of_tiles.leave(base, uint32(0))
         elif warpgroup == 1:
             take_registers()
             consume_first(base, arrays, strides, sizes, score)

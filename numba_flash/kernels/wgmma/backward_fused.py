@@ -88,25 +88,10 @@ def make(config):
 
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
-    wait, arrive, bar_sync = mbarrier.wait, mbarrier.arrive, bar.sync
-    fence_init, fence_async = fence.mbarrier_init, fence.proxy_async
-    store_v4, store_transposed, idx_b32 = ld_st.store_v4, stmatrix.x4_trans, shfl.idx_b32
-    thread_index, shared_address = special.thread_index, shared.address
-    wait_for_kernel, let_kernel_start = griddepcontrol.wait, griddepcontrol.launch_dependents
 
     keys = backward_keys.make(config)
-    produce_a, produce_no_a, produce_b = keys.produce_a, keys.produce_no_a, keys.produce_b
     tiles = backward_block_tiles.make(config, keys.of_word)
-    state_of, take, next_tile, leave = tiles.state_of, tiles.take, tiles.next_tile, tiles.leave
-    has_tile, warp_has_tile = tiles.has_tile, tiles.warp_has_tile
-    first_tile, following_tile = keys.first_tile, keys.following_tile
-    issue_s, issue_dp, issue_dv, issue_dk = keys.issue_s, keys.issue_dp, keys.issue_dv, keys.issue_dk
-    release_q, release_do, write_gradients = keys.release_q, keys.release_do, keys.write_gradients
     to_some_weights, to_other_weights = keys.weights_of(0, tile_m // 32), keys.weights_of(tile_m // 32, tile_m // 16)
-    to_score_gradients, find_visible, term_of = keys.to_score_gradients, keys.find_visible, keys.term_of
-    drops, find_kept, kept_words = config.seeded, keys.find_kept, keys.kept_words
-    lse_factor_of, preload_s, preload_dp = keys.lse_factor_of, keys.preload_s, keys.preload_dp
-    has_row_term, mask_words, rows_of_lane = keys.has_row_term, keys.mask_words, keys.rows_of_lane
     set_up, _, _, word, _ = backward_state.make(config)
     add_dq = backward_dq_adding.make(config, keys, tiles)
     leave_own_dq, repair_dq = backward_single.make(config) if all_keys else (None, None)
@@ -116,19 +101,19 @@ def make(config):
     def fetch(base, arrays, strides, sizes):
         """One thread: K, V and Q of one tile after the other."""
         w, n = int32(0), int32(0)
-        while next_tile(base, w, arrays, strides, sizes):
-            n = produce_a(base, state_of(base, w), n, w, arrays, strides, sizes.heads, sizes.seqlen_q)
+        while tiles.next_tile(base, w, arrays, strides, sizes):
+            n = keys.produce_a(base, tiles.state_of(base, w), n, w, arrays, strides, sizes.heads, sizes.seqlen_q)
             w = int32(w + 1)
         if not stays:
-            produce_no_a(base, n, sizes.seqlen_q)
+            keys.produce_no_a(base, n, sizes.seqlen_q)
 
     @inlined
     def fetch_do(base, arrays, strides):
         """Another thread: dO."""
         w, n = int32(0), int32(0)
-        while has_tile(base, w):
-            n = produce_b(base, state_of(base, w), n, arrays, strides)
-            leave(base, w)
+        while tiles.has_tile(base, w):
+            n = keys.produce_b(base, tiles.state_of(base, w), n, arrays, strides)
+            tiles.leave(base, w)
             w = int32(w + 1)
 
     @inlined
@@ -139,26 +124,26 @@ def make(config):
             zeros[x] = uint32(0)
         for index in range(rows * 8 + thread, tile_n * 8, all_consumers):
             for panel in range(k_panels):
-                store_v4(base + plan.own_a + panel * k_panel + index * 16, zeros, 0)
-        fence_async()
-        bar_sync(3, all_consumers)
+                ld_st.store_v4(base + plan.own_a + panel * k_panel + index * 16, zeros, 0)
+        fence.proxy_async()
+        bar.sync(3, all_consumers)
 
     @inlined
     def store_ds(base, ds_frag, n):
         """The warpgroup's dS^T (64, m) to its panel of dS (m, n): rows of it become columns."""
-        first_row, lane = rows_of_lane()
+        first_row, lane = keys.rows_of_lane()
         row, chunk = lane & 7, (first_row >> 3) + ((lane >> 3) & 1)  # of 8 keys
         own = base + plan.ds + (n & 1) * ds_bytes + (chunk >> 3) * ds_panel
         place = own + (row + ((lane >> 4) << 3)) * 128 + (((chunk & 7) ^ row) << 4)
         for pair in range(tile_m // 16):
-            store_transposed(place + pair * (16 * 128), ds_frag, 4 * pair)
-        fence_async()
-        arrive(base + at.ds_full)
+            stmatrix.x4_trans(place + pair * (16 * 128), ds_frag, 4 * pair)
+        fence.proxy_async()
+        mbarrier.arrive(base + at.ds_full)
 
     @inlined
     def issue_dq(base, acc_dq, me, n):
         """The warpgroup's part of dQ of the n-th query tile, once both warpgroups have stored their dS."""
-        wait(base + at.ds_full, n & 1)
+        mbarrier.wait(base + at.ds_full, n & 1)
         ds_desc = describe_rows(base + plan.ds + (n & 1) * ds_bytes + me * own_queries)
         multiply_ds_k(acc_dq, ds_desc, describe_columns(base + plan.own_a + me * own_columns), 0)
         commit()
@@ -168,13 +153,13 @@ def make(config):
         """The n-th part of dQ to where add_dq takes it from, as it lies in registers."""
         four = local.array(4, uint32)
         rings.dq.producer_acquire(base + 8 * me, n)
-        place = base + plan.dq + (rings.dq.stage(n) * 2 + me) * part_bytes + (thread_index() & int32(127)) * 16
+        place = base + plan.dq + (rings.dq.stage(n) * 2 + me) * part_bytes + (special.thread_index() & int32(127)) * 16
         for chunk in range(dq_columns // 8):
             for x in range(4):
                 four[x] = acc_dq[4 * chunk + x].view(np.uint32)
             if chunk < second_chunks or me == 0:
-                store_v4(place + chunk * (128 * 16), four, 0)
-        fence_async()
+                ld_st.store_v4(place + chunk * (128 * 16), four, 0)
+        fence.proxy_async()
         rings.dq.producer_commit(base + 8 * me, n, True)
 
     @inlined
@@ -193,14 +178,14 @@ def make(config):
         for x in range(4):
             zeros[x] = uint32(0)
         for stage in range(2):
-            place = base + plan.ds + stage * ds_bytes + me * ds_panel + (thread_index() & int32(127)) * 16
+            place = base + plan.ds + stage * ds_bytes + me * ds_panel + (special.thread_index() & int32(127)) * 16
             for chunk in range(ds_panel // (128 * 16)):
-                store_v4(place + chunk * (128 * 16), zeros, 0)
-        fence_async()
+                ld_st.store_v4(place + chunk * (128 * 16), zeros, 0)
+        fence.proxy_async()
         while n < end:
-            release_q(base, n)
-            release_do(base, n, elected)
-            arrive(base + at.ds_full)
+            keys.release_q(base, n)
+            keys.release_do(base, n, elected)
+            mbarrier.arrive(base + at.ds_full)
             issue_dq(base, acc_dq, me, n)
             wait_all()
             pin_dq(acc_dq)
@@ -224,26 +209,26 @@ def make(config):
         acc_dq = acc_dp  # (dq_columns / 8, 4): one is done with where the other begins, which ptxas does not find out
         p_frag = local.array(frag_count, uint32)  # (tile_m / 8, 2)
         ds_frag = local.array(frag_count, uint32)  # (tile_m / 8, 2)
-        mask_bits = local.array(mask_words, uint32)
-        kept = local.array(kept_words, uint32)  # which weights count (kernels/score/counts.py)
+        mask_bits = local.array(keys.mask_words, uint32)
+        kept = local.array(keys.kept_words, uint32)  # which weights count (kernels/score/counts.py)
         distance = local.array(2, float32)
         me = int32(warpgroup - 1)  # which of the consumers
-        elected = thread_index() & int32(31) == 0
+        elected = special.thread_index() & int32(31) == 0
         k_desc = describe_rows(base + plan.own_a + me * (64 * 128))
         v_desc = describe_rows(base + plan.own_b + me * (64 * 128))
         # With two panels these are zeroed for each tile, so that they do not live while dK and dV are staged. Otherwise
         # ptxas spills 32 bytes. With one panel it would spill 212 bytes if they were zeroed for each tile.
         if one_panel:
             zero_scores(acc_s, acc_dp)
-        for x in range(mask_words):
+        for x in range(keys.mask_words):
             mask_bits[x] = uint32(0)
         for r in range(2):
             distance[r] = float32(0)
-        term, lse_factor = float32(0), lse_factor_of(score)
+        term, lse_factor = float32(0), keys.lse_factor_of(score)
 
         w, n = int32(0), int32(0)
-        while warp_has_tile(base, w):
-            own = state_of(base, w)
+        while tiles.warp_has_tile(base, w):
+            own = tiles.state_of(base, w)
             before = n  # tiles of queries that other key tiles have met
             end = int32(n + word(own, MEMBERS) * (word(own, STOP) - word(own, BEGIN)))
             if not one_panel:
@@ -252,12 +237,12 @@ def make(config):
                 acc_dk[x] = float32(0)
             for x in range(dv_count):
                 acc_dv[x] = float32(0)
-            i, member = first_tile(word(own, BEGIN), word(own, STOP), word(own, STEP)), int32(0)
+            i, member = keys.first_tile(word(own, BEGIN), word(own, STOP), word(own, STEP)), int32(0)
             rings.own.consumer_wait(base, w)
             if padded:
                 keys_left = max(int32(word(own, KEYS) - word(own, FIRST_ROW)), int32(0))
                 if n < end and keys_left < tile_n:
-                    zero_tail(base, keys_left, thread_index() - 128)
+                    zero_tail(base, keys_left, special.thread_index() - 128)
             # Else ptxas makes these zeros out of the accumulators of S, which are theirs too, while S is computed.
             pin_s(acc_s)
             pin_s(acc_dp)
@@ -267,21 +252,21 @@ def make(config):
                 n = own_dq_alone(base, own, acc_dq, me, n, end, elected, arrays, strides, sizes, score)
             first, masked = n, False
             if n < end or not some_lack_q:
-                preload_s(base, acc_s, n, lse_factor)
-                issue_s(base, acc_s, k_desc, n, FALSE)
-                find_kept(own, i, member, kept, arrays, sizes)
+                keys.preload_s(base, acc_s, n, lse_factor)
+                keys.issue_s(base, acc_s, k_desc, n, FALSE)
+                keys.find_kept(own, i, member, kept, arrays, sizes)
                 masked = i >= word(own, CUT) or i < word(own, FREE)
                 wait_all()
                 pin_s(acc_s)
             while n < end:
                 lse_and_delta = base + plan.lse_delta + rings.a.stage(n) * lse_delta_bytes
-                if has_row_term:
-                    term = term_of(own, member, arrays, strides)
-                if drops:
-                    for x in range(mask_words):  # else those of the tile before would be kept in registers
+                if keys.has_row_term:
+                    term = keys.term_of(own, member, arrays, strides)
+                if config.seeded:
+                    for x in range(keys.mask_words):  # else those of the tile before would be kept in registers
                         mask_bits[x] = uint32(0)
-                if has_row_term or masked:
-                    find_visible(own, i, sizes, mask_bits, distance)
+                if keys.has_row_term or masked:
+                    keys.find_visible(own, i, sizes, mask_bits, distance)
                 if masked:
                     to_some_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, TRUE)
                 else:
@@ -290,9 +275,9 @@ def make(config):
                 pin_dq(acc_dq)
                 if n > before:
                     leave_dq(base, own, acc_dq, me, int32(n - 1), before, arrays, strides, sizes, score)
-                preload_dp(base, acc_dp, n)
+                keys.preload_dp(base, acc_dp, n)
                 rings.b.consumer_wait(base, n)
-                issue_dp(base, acc_dp, v_desc, n)
+                keys.issue_dp(base, acc_dp, v_desc, n)
                 if masked:
                     to_other_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, TRUE)
                 else:
@@ -300,30 +285,30 @@ def make(config):
                 wait_all()
                 pin_s(acc_dp)
                 if masked:
-                    to_score_gradients(
+                    keys.to_score_gradients(
                         acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, kept, term, distance, score, TRUE
                     )
                 else:
-                    to_score_gradients(
+                    keys.to_score_gradients(
                         acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, kept, term, distance, score, FALSE
                     )
                 store_ds(base, ds_frag, n)
                 last = stays and n + 1 == end  # the next Q may be of a tile that comes much later
                 ahead = n if last else int32(n + 1)
-                preload_s(base, acc_s, ahead, lse_factor)
-                issue_dv(base, acc_dv, p_frag, n)
-                issue_dk(base, acc_dk, ds_frag, n)
-                issue_s(base, acc_s, k_desc, ahead, last)
+                keys.preload_s(base, acc_s, ahead, lse_factor)
+                keys.issue_dv(base, acc_dv, p_frag, n)
+                keys.issue_dk(base, acc_dk, ds_frag, n)
+                keys.issue_s(base, acc_s, k_desc, ahead, last)
                 wait_but_two()
                 pin_dv(acc_dv)
-                release_do(base, n, elected)
+                keys.release_do(base, n, elected)
                 wait_but_one()
                 pin_dk(acc_dk)
-                release_q(base, n)
+                keys.release_q(base, n)
                 issue_dq(base, acc_dq, me, n)  # not before, since its sums take the registers of P and dS
                 n = int32(n + 1)
-                i, member = following_tile(i, member, word(own, STEP), word(own, MEMBERS))
-                find_kept(own, i, member, kept, arrays, sizes)
+                i, member = keys.following_tile(i, member, word(own, STEP), word(own, MEMBERS))
+                keys.find_kept(own, i, member, kept, arrays, sizes)
                 masked = i >= word(own, CUT) or i < word(own, FREE)
                 wait_but_one()
                 pin_s(acc_s)
@@ -337,32 +322,32 @@ def make(config):
                 if one_panel:  # in place of the dS that is not the last: both warpgroups' dQ of that is there
                     place = base + (n & 1) * ds_bytes + me * (64 * 128)
                 else:  # in place of the warpgroup's own panels of both
-                    bar_sync(3, all_consumers)  # the dQ of both is there
+                    bar.sync(3, all_consumers)  # the dQ of both is there
                     place = base
-                write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score)
-                bar_sync(me + 1, 128)  # all four warps have read it
+                keys.write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score)
+                bar.sync(me + 1, 128)  # all four warps have read it
             else:
-                bar_sync(3, all_consumers)  # both warpgroups have read K and V for the last time
-                write_gradients(own, base, acc_dk, acc_dv, arrays, strides, sizes, score)
+                bar.sync(3, all_consumers)  # both warpgroups have read K and V for the last time
+                keys.write_gradients(own, base, acc_dk, acc_dv, arrays, strides, sizes, score)
             if all_keys and word(own, FIRST_ROW) == 0:  # of all key tiles the last one
-                bar_sync(3, all_consumers)  # all of dQ is written
+                bar.sync(3, all_consumers)  # all of dQ is written
                 repair_dq(own, int32(end - before), arrays, strides, sizes, score)
-            leave(base, w)
+            tiles.leave(base, w)
             w = int32(w + 1)
 
     @cuda.jit
     def flash_attention_wgmma_fused(tensor_maps, arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
-        base = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
-        thread = thread_index()
-        warpgroup = int32(idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
+        base = int32((shared.address(smem) + int32(alignment - 1)) & int32(-alignment))
+        thread = special.thread_index()
+        warpgroup = int32(shfl.idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
         if not all_keys:
-            wait_for_kernel()
+            griddepcontrol.wait()
         if thread == 0:
             set_up(base)
-            fence_init()
+            fence.mbarrier_init()
             if not stays:
-                take(base, int32(0), arrays, strides, sizes)
+                tiles.take(base, int32(0), arrays, strides, sizes)
         cuda.syncthreads()
         if warpgroup == 0:
             give_registers()
@@ -374,8 +359,8 @@ def make(config):
                 add_dq(base, int32((thread >> int32(5)) - 2), arrays, sizes)
         else:
             take_registers()
-            wait_for_kernel()
-            let_kernel_start()
+            griddepcontrol.wait()
+            griddepcontrol.launch_dependents()
             consume(base, warpgroup, arrays, strides, sizes, score)
 
     return flash_attention_wgmma_fused

@@ -15,11 +15,10 @@ from ..steps.tiles import row_base
 def make(config, rows, dk_at, dv_at):
     """-> write, a device function. rows: keys of the tile; dk_at, dv_at: where in shared memory the gradients are
     staged, in bytes from `base`."""
-    head_dim, head_dim_v, of_dk, of_dv = config.head_dim, config.head_dim_v, config.of_dk, config.of_dv
-    stage_dk, store_dk = gradient_rows.make(config.dtype, rows, 16, head_dim, head_dim % 8 == 0)
-    stage_dv, store_dv = gradient_rows.make(config.dtype, rows, 16, head_dim_v, head_dim_v % 8 == 0)
-    recompute_keys, drops = recompute.make(config, of_dk, of_dv), config.seeded
-    in_turn, warp_sync = of_dk and of_dv and dk_at == dv_at, bar.warp_sync
+    stage_dk, store_dk = gradient_rows.make(config.dtype, rows, 16, config.head_dim, config.head_dim % 8 == 0)
+    stage_dv, store_dv = gradient_rows.make(config.dtype, rows, 16, config.head_dim_v, config.head_dim_v % 8 == 0)
+    recompute_keys, drops = recompute.make(config, config.of_dk, config.of_dv), config.seeded
+    in_turn, warp_sync = config.of_dk and config.of_dv and dk_at == dv_at, bar.warp_sync
 
     @inlined
     def write(base, acc_dk, acc_dv, lane_rows, tile, arrays, strides, sizes, score):
@@ -31,19 +30,19 @@ def make(config, rows, dk_at, dv_at):
         rows_left = int32(min(sizes.seqlen_k - first_key, rows))
         nonfinite = uint32(0)
         kept_count = score.kept_count if drops else float32(1)
-        if of_dk:
+        if config.of_dk:
             nonfinite |= stage_dk(acc_dk, score.scale, base + dk_at, first_row, lane, keys_left)
-        if of_dv and not in_turn:
+        if config.of_dv and not in_turn:
             nonfinite |= stage_dv(acc_dv, kept_count, base + dv_at, first_row, lane, keys_left)
-        if of_dk:
+        if config.of_dk:
             to, row = row_base(strides.dk, b, h_kv, first_key), strides.dk[2]
-            store_dk(base + dk_at, first_row, lane, arrays.dk, to, row, rows_left, head_dim, nonfinite)
+            store_dk(base + dk_at, first_row, lane, arrays.dk, to, row, rows_left, config.head_dim, nonfinite)
         if in_turn:
             warp_sync()  # all lanes have read dK
             nonfinite |= stage_dv(acc_dv, kept_count, base + dv_at, first_row, lane, keys_left)
-        if of_dv:
+        if config.of_dv:
             to, row = row_base(strides.dv, b, h_kv, first_key), strides.dv[2]
-            store_dv(base + dv_at, first_row, lane, arrays.dv, to, row, rows_left, head_dim_v, nonfinite)
+            store_dv(base + dv_at, first_row, lane, arrays.dv, to, row, rows_left, config.head_dim_v, nonfinite)
         if nonfinite != 0:
             recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
 

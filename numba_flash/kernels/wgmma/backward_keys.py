@@ -64,14 +64,9 @@ def make(config):
     of_dk, of_dv, both_ways = config.of_dk, config.of_dv, config.both_ways
     plan = config.shared_layout()
     lse_delta_bytes, members_of_part = config.lse_delta_bytes, config.members
-    boxed, fetch_bias, bias_bytes = (
-        config.bias_boxes,
-        bias_boxes.make(config, tile_m, of_keys=True).fetch,
-        config.bias_bytes,
-    )
+    fetch_bias = bias_boxes.make(config, tile_m, of_keys=True).fetch
     blocks, varies = tile_m // 8, config.derivative_varies
     lse_first, delta_first = config.lse_first, config.delta_first
-    stays = config.stays
 
     # 16 columns are 32 bytes of a panel's row, and a panel has 64 columns; offsets are in units of 16 bytes.
     kind = "f16" if config.dtype == "float16" else "bf16"
@@ -94,15 +89,11 @@ def make(config):
     multiply_p_do = wgmma.product_registers(head_dim_v_padded, kind, row_steps, 1)
     describe_rows = wgmma.descriptor(16, 1024, 128)  # the first number is not used
     describe_columns = wgmma.descriptor(stream_panel, 1024, 128)
-    commit = wgmma.commit_group
     to_lse, to_delta = int(lse_first), int(delta_first)  # 1: the product is added to the accumulator's value
 
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    fence_async = fence.proxy_async
-    load_v4, load_b32, load_bytes = ld_st.load_v4, ld_st.load_b32, tma.load_bytes
     thread_index, address, store_v4 = special.thread_index, memory.address, memory.store_v4
     row_blocks, block_words = lse_delta.row_blocks, lse_delta.BLOCK_WORDS
-    wait_for_kernel = griddepcontrol.wait
 
     _, _, word, position = backward_state.words(config)
     rings = backward_state.pipelines(config)
@@ -111,23 +102,21 @@ def make(config):
     head_parts_of = backward_key_work.make(config).head_parts_of
     mask_words, visible, _, _ = fragments.tile(config, 1, tile_m)  # columns are queries
     chain, (weight, _) = fragments.chain(config), (None, None) if config.has("bias") else fragments.weights(config)
-    row_term, has_row_term = chain.row_term, chain.has_row_term
     # If the next K and V arrive meanwhile, dK and dV are staged in the place of dS. Up to 64 columns they lie side by
     # side in one of its two buffers; above that one follows the other, each with a panel in both buffers.
     places = (plan.own_a, plan.own_b if of_dk else plan.own_a)
-    if stays:
+    if config.stays:
         places = (plan.ds, plan.ds + 64 * 128 if config.dq_panels == 1 else plan.ds)
     count = counts.on_fragments(config, 1, tile_m)
     drops, kept_of = count.present, count.of_keys
     write_outputs = backward_key_outputs.make(config, tile_n, *places)
     walk = backward_query_walk.make(config, whole_warp=False)
-    has_states, up_to = walk.present, walk.up_to
 
     @inlined
     def of_word(base, which):
         """A word of the block's state, for one thread. It is read again each time, because the thread has few
         registers."""
-        return int32(load_b32(int32(base + plan.state + which)))
+        return int32(ld_st.load_b32(int32(base + plan.state + which)))
 
     @inlined
     def first_tile(begin, stop, step):
@@ -168,30 +157,30 @@ def make(config):
         """One thread: K and V of the block's w-th tile; then Q with its lse, -delta and bias, tile after tile of each
         head. n: the number of Q tiles loaded before. From the second key tile on, a Q is loaded before K and V, because
         consumers release K and V last. -> n"""
-        tile_row_blocks, waits = tile_m // 16, stays and w > 0
+        tile_row_blocks, waits = tile_m // 16, config.stays and w > 0
         if not waits:
             load_keys(base, own)
         member, i = int32(0), start_of(own)
-        if has_states:
-            i, member = up_to(own, i, member, arrays, strides)
+        if walk.present:
+            i, member = walk.up_to(own, i, member, arrays, strides)
         while member < of_word(own, MEMBERS) and of_word(own, BEGIN) <= i < of_word(own, STOP):
             h = int32(of_word(own, HEAD) + member)
             # masks hide what lies past the last block
             count = int32(
                 min(int32(row_blocks(seqlen_q) - i * tile_row_blocks), int32(tile_row_blocks)) * int32(4 * block_words)
             )
-            stage = load_a(base, n, int32(i * tile_m), h, of_word(own, BATCH), int32(count + bias_bytes))
+            stage = load_a(base, n, int32(i * tile_m), h, of_word(own, BATCH), int32(count + config.bias_bytes))
             if n == 0:
-                wait_for_kernel()  # it writes lse and delta
+                griddepcontrol.wait()  # it writes lse and delta
             first_row_block = int64(of_word(own, BATCH) * heads + h) * row_blocks(seqlen_q) + i * tile_row_blocks
-            load_bytes(
+            tma.load_bytes(
                 base + plan.lse_delta + stage * lse_delta_bytes,
                 address(arrays.lse_delta, first_row_block * block_words),
                 rings.a.full(base, n),
                 count,
             )
-            if boxed:
-                to, full = base + plan.bias + stage * bias_bytes, rings.a.full(base, n)
+            if config.bias_boxes:
+                to, full = base + plan.bias + stage * config.bias_bytes, rings.a.full(base, n)
                 b, first_key = of_word(own, BATCH), of_word(own, FIRST_ROW)
                 fetch_bias(to, full, int32(i * tile_m), first_key, h, b, strides)
             if waits:
@@ -199,8 +188,8 @@ def make(config):
                 load_keys(base, own)
                 waits = False
             n = int32(n + 1)
-            if has_states:
-                i, member = up_to(own, int32(i - 1), member, arrays, strides)
+            if walk.present:
+                i, member = walk.up_to(own, int32(i - 1), member, arrays, strides)
             else:
                 i, member = advance(own, i, member)
         if waits:
@@ -218,14 +207,14 @@ def make(config):
     def produce_b(base, own, n, arrays, strides):
         """One thread of another warp, so that neither producer waits for the other: dO. -> n"""
         member, i = int32(0), start_of(own)
-        if has_states:
-            i, member = up_to(own, i, member, arrays, strides)
+        if walk.present:
+            i, member = walk.up_to(own, i, member, arrays, strides)
         while member < of_word(own, MEMBERS) and of_word(own, BEGIN) <= i < of_word(own, STOP):
             h = int32(of_word(own, HEAD) + member)
             load_b(base, n, int32(i * tile_m), h, of_word(own, BATCH))
             n = int32(n + 1)
-            if has_states:
-                i, member = up_to(own, int32(i - 1), member, arrays, strides)
+            if walk.present:
+                i, member = walk.up_to(own, int32(i - 1), member, arrays, strides)
             else:
                 i, member = advance(own, i, member)
         return n
@@ -235,7 +224,7 @@ def make(config):
         """acc (tile_m / 8, 4) <- factor * a number of each query; the columns are queries."""
         four = local.array(4, uint32)
         for pair in range(blocks // 2):
-            load_v4(four, 0, place + pair * 128)
+            ld_st.load_v4(four, 0, place + pair * 128)
             for half in range(2):
                 for x in range(2):
                     start = factor * four[half * 2 + x].view(np.float32)
@@ -270,31 +259,31 @@ def make(config):
         rings.a.consumer_wait(base, n)
         place = base + (plan.own_b if none else plan.stream_a + rings.a.stage(n) * a_bytes)
         multiply_k_q(acc_s, k_desc, describe_rows(place), to_lse)
-        commit()
+        wgmma.commit_group()
 
     @inlined
     def issue_dp(base, acc_dp, v_desc, n):
         """dP^T of the n-th query tile, whose dO has arrived."""
         multiply_v_do(acc_dp, v_desc, describe_rows(base + plan.stream_b + rings.b.stage(n) * b_bytes), to_delta)
-        commit()
+        wgmma.commit_group()
 
     @inlined
     def issue_dv(base, acc_dv, p_frag, n):
         """dV += P^T dO of the n-th query tile."""
         multiply_p_do(acc_dv, p_frag, describe_columns(base + plan.stream_b + rings.b.stage(n) * b_bytes), 1)
-        commit()
+        wgmma.commit_group()
 
     @inlined
     def issue_dk(base, acc_dk, ds_frag, n):
         """dK += dS^T Q of the n-th query tile."""
         multiply_ds_q(acc_dk, ds_frag, describe_columns(base + plan.stream_a + rings.a.stage(n) * a_bytes), 1)
-        commit()
+        wgmma.commit_group()
 
     @inlined
     def release_q(base, n):
         """A thread has finished with the n-th Q, lse and delta."""
         # Ordinary loads read lse and delta, and a bulk copy overwrites them. So every lane that has read them arrives.
-        fence_async()
+        fence.proxy_async()
         rings.a.consumer_release(base, n, True)
 
     @inlined
@@ -328,7 +317,7 @@ def make(config):
             place = lse_and_delta + ((thread_index() & int32(3)) << 4)
             for pair in range(first, end):
                 if not lse_first:
-                    load_v4(four, 0, place + pair * 128)
+                    ld_st.load_v4(four, 0, place + pair * 128)
                 for half in range(2):
                     n = 2 * pair + half
                     for r in range(2):
@@ -359,9 +348,9 @@ def make(config):
         for pair in range(blocks // 2):
             if varies:
                 lse = local.array(4, uint32)
-                load_v4(lse, 0, place + pair * 128)
+                ld_st.load_v4(lse, 0, place + pair * 128)
             if not delta_first:
-                load_v4(four, 0, place + pair * 128 + 64)
+                ld_st.load_v4(four, 0, place + pair * 128 + 64)
             for half in range(2):
                 n = 2 * pair + half
                 for r in range(2):
@@ -412,7 +401,7 @@ def make(config):
     @inlined
     def term_of(base, member, arrays, strides):
         """The term that all scores of the head share (kernels/score/fragments.py)."""
-        return row_term(word(base, BATCH), word(base, HEAD) + member, arrays, strides)
+        return chain.row_term(word(base, BATCH), word(base, HEAD) + member, arrays, strides)
 
     @inlined
     def leave_sums(own, acc, blocks, sums, sizes):
@@ -448,5 +437,6 @@ def make(config):
     return KeyBlock(
         first_tile, following_tile, of_word, produce_a, produce_no_a, produce_b, lse_factor_of,
         preload_s, preload_dp, issue_s, issue_dp, issue_dv, issue_dk, release_q, release_do, rows_of_lane, weights_of,
-        to_score_gradients, find_visible, find_kept, term_of, has_row_term, mask_words, count.words, write_gradients,
+        to_score_gradients, find_visible, find_kept, term_of, chain.has_row_term, mask_words, count.words,
+        write_gradients,
     )  # fmt: skip

@@ -87,13 +87,12 @@ def sources(config):
 
     The tile is that of a step of the loop, (base, step, array, of_array, sizes), or the block's own, without a step.
     """
-    of_keys, rows = config.of_keys, config.stream_rows
     _, _, word, _ = backward_state.words(config)
 
     @inlined
     def source_of(base, step, array, of_array, sizes):
-        first = int32(step.i * rows)
-        if of_keys:
+        first = int32(step.i * config.stream_rows)
+        if config.of_keys:
             head, rows_left = int32(word(base, HEAD) + step.member), int32(sizes.seqlen_q - first)
         else:
             head, rows_left = word(base, HEAD_KV), int32(word(base, KEYS) - first)
@@ -102,8 +101,8 @@ def sources(config):
     @inlined
     def own_source_of(base, array, of_array, sizes):
         first = word(base, FIRST_ROW)
-        head = word(base, HEAD_KV) if of_keys else word(base, HEAD)
-        rows_left = int32((word(base, KEYS) if of_keys else sizes.seqlen_q) - first)
+        head = word(base, HEAD_KV) if config.of_keys else word(base, HEAD)
+        rows_left = int32((word(base, KEYS) if config.of_keys else sizes.seqlen_q) - first)
         return memory.address(array, row_base(of_array, word(base, BATCH), head, int64(first))), rows_left
 
     return source_of, own_source_of
@@ -111,14 +110,13 @@ def sources(config):
 
 def make(config):
     of_keys, rows, own_rows = config.of_keys, config.stream_rows, config.own_rows
-    head_dim, head_dim_v = config.head_dim, config.head_dim_v
     plan, (ring_a, ring_b) = config.shared_layout(), backward_state.streamed(config)
     a_bytes, b_bytes = config.stream_a_bytes, config.stream_b_bytes
     own_a_part, own_b_part = config.own_a_bytes // config.PARTS, config.own_b_bytes // config.PARTS
-    a_words, fetch_a, store_a = parts.loader(rows, head_dim, 64, rows * 128, a_bytes // config.PARTS)
-    b_words, fetch_b, store_b = parts.loader(rows, head_dim_v, 64, rows * 128, b_bytes // config.PARTS)
-    own_a_words, fetch_own_a, store_own_a = parts.loader(LOADED_ROWS, head_dim, 64, own_rows * 128, own_a_part)
-    own_b_words, fetch_own_b, store_own_b = parts.loader(LOADED_ROWS, head_dim_v, 64, own_rows * 128, own_b_part)
+    a_words, fetch_a, store_a = parts.loader(rows, config.head_dim, 64, rows * 128, a_bytes // config.PARTS)
+    b_words, fetch_b, store_b = parts.loader(rows, config.head_dim_v, 64, rows * 128, b_bytes // config.PARTS)
+    own_a_words, fetch_own_a, store_own_a = parts.loader(LOADED_ROWS, config.head_dim, 64, own_rows * 128, own_a_part)
+    own_b_words, fetch_own_b, store_own_b = parts.loader(LOADED_ROWS, config.head_dim_v, 64, own_rows * 128, own_b_part)
     raw_words = max(a_words, b_words)
     (steps_of, first_step, step_behind), (source_of, own_source_of) = walk(config), sources(config)
 

@@ -27,7 +27,6 @@ class QueryWalk(NamedTuple):
 def make(config, whole_warp):
     """whole_warp: all lanes of a warp call these functions together, and the compiler may rely on it."""
     walk = tile_walk.make(config, whole_warp)
-    row_of, last, asks_in = walk.row, walk.last, walk.asks
     state, load_b32 = config.shared_layout().state, ld_st.load_b32
     _, _, _, word_of_warp, _ = backward_state.make(config)
 
@@ -40,21 +39,21 @@ def make(config, whole_warp):
     @inlined
     def states_of(base, member, arrays, strides):
         h = int32(word(base, HEAD) + member)
-        return row_of(word(base, BATCH), h, word(base, FIRST_ROW), arrays, strides)
+        return walk.row(word(base, BATCH), h, word(base, FIRST_ROW), arrays, strides)
 
     @inlined
     def up_to(base, i, member, arrays, strides):
         begin, members = word(base, BEGIN), word(base, MEMBERS)
-        found = last(states_of(base, member, arrays, strides), i, begin, arrays, strides)
+        found = walk.last(states_of(base, member, arrays, strides), i, begin, arrays, strides)
         while found < begin and member < members:
             member = int32(member + 1)
             if member < members:
                 states = states_of(base, member, arrays, strides)
-                found = last(states, int32(word(base, STOP) - 1), begin, arrays, strides)
+                found = walk.last(states, int32(word(base, STOP) - 1), begin, arrays, strides)
         return found, member
 
     @inlined
     def asks(base, i, member, arrays, strides):
-        return asks_in(states_of(base, member, arrays, strides), i, arrays, strides)
+        return walk.asks(states_of(base, member, arrays, strides), i, arrays, strides)
 
     return QueryWalk(walk.present, up_to, asks)

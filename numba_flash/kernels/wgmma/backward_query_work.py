@@ -21,7 +21,6 @@ def make(config):
     keys_and_start = positions.make(config)
     has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, tile_n).ranges
     of_thread = tile_walk.make(config)
-    has_states, states_row, states_ends = of_thread.present, of_thread.row, of_thread.ends
     take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
 
     @inlined
@@ -29,7 +28,7 @@ def make(config):
         """-> (b, h, first_query). The last queries of some heads come first: under a causal mask they see the most
         keys."""
         heads, seqlen_q = sizes.heads, sizes.seqlen_q
-        if has_states:  # the query tiles that see the most key tiles come first
+        if of_thread.present:  # the query tiles that see the most key tiles come first
             b, h, own = take(block, arrays, strides, sizes)
             return b, h, int32(own * tile_m)
         m_tiles = divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
@@ -55,9 +54,9 @@ def make(config):
             begin, stop = max(begin, divide(first, tile_n)), min(stop, divide(end + int32(tile_n - 1), tile_n))
             stop = max(begin, stop)
             free, cut = max(free, divide(whole_first + int32(tile_n - 1), tile_n)), min(cut, divide(whole_end, tile_n))
-        if has_states:
-            states = states_row(b, h, first_query, arrays, strides)
-            begin, stop = states_ends(states, int32(begin), int32(stop), arrays, strides)
+        if of_thread.present:
+            states = of_thread.row(b, h, first_query, arrays, strides)
+            begin, stop = of_thread.ends(states, int32(begin), int32(stop), arrays, strides)
             put(base, STATES, states)
         put(base, BATCH, b)
         put(base, HEAD, h)

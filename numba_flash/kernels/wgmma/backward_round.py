@@ -23,25 +23,21 @@ from ..steps.tiles import row_base
 
 
 def make(config):
-    tile_m, tile_n, dq_columns, head_dim = config.tile_m, config.tile_n, config.dq_columns, config.head_dim
-    of_part, alignment, lines = tile_m // 64, config.ALIGNMENT, config.dq_lines
-    columns, head_blocks = dq_columns // 8, -(-head_dim // 16) * 2
+    of_part, alignment, lines = config.tile_m // 64, config.ALIGNMENT, config.dq_lines
+    columns, head_blocks = config.dq_columns // 8, -(-config.head_dim // 16) * 2
     dq_count = 4 * head_blocks
     load_v4, address, shared_address = memory.load_v4, memory.address, shared.address
-    thread_index, block_index = special.thread_index, special.block_index
-    wait_for_kernel = griddepcontrol.wait
     keys_and_start = positions.make(config)
     chain = fragments.chain(config)
-    row_term, has_row_term = chain.row_term, chain.has_row_term
-    stage_dq, store_dq = gradient_rows.make(config.dtype, 64, 16, head_dim, head_dim % 8 == 0)
+    stage_dq, store_dq = gradient_rows.make(config.dtype, 64, 16, config.head_dim, config.head_dim % 8 == 0)
     recompute_queries = recompute.make(config)
 
     @inlined
     def parts_of(first_query, q_start, keys, sizes):
         """How many key tiles have a part of the sums."""
-        first = first_query // tile_m * tile_m
-        last = min(sizes.seqlen_q, first + tile_m) - 1
-        begin, _, _, stop = key_range(first + q_start, last + q_start, keys, sizes, tile_n)
+        first = first_query // config.tile_m * config.tile_m
+        last = min(sizes.seqlen_q, first + config.tile_m) - 1
+        begin, _, _, stop = key_range(first + q_start, last + q_start, keys, sizes, config.tile_n)
         return stop - begin
 
     @cuda.jit
@@ -51,7 +47,7 @@ def make(config):
         acc_dq = local.array(dq_count, float32)  # (head_dim / 8, 4)
         four = local.array(4, uint32)
         heads, seqlen_q = sizes.heads, sizes.seqlen_q
-        thread, block = thread_index(), block_index()
+        thread, block = special.thread_index(), special.block_index()
         tiles = divide(int32(seqlen_q) + int32(63), 64)
         head_of_all = divide(block, tiles)
         b = divide(head_of_all, heads)
@@ -59,13 +55,13 @@ def make(config):
         tile = int32(block - head_of_all * tiles)
         first_query = int64(tile) * 64
         keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        m_tiles = int64(divide(int32(seqlen_q) + int32(tile_m - 1), tile_m))
+        m_tiles = int64(divide(int32(seqlen_q) + int32(config.tile_m - 1), config.tile_m))
         m_tile = tile // of_part
         first_sum = (head_of_all * m_tiles + m_tile) * (lines * of_part) + (tile - m_tile * of_part)
         at = (first_sum * columns * 128 + thread) * 4
         for x in range(dq_count):
             acc_dq[x] = float32(0)
-        wait_for_kernel()
+        griddepcontrol.wait()
         parts = parts_of(first_query, q_start, keys, sizes)
         for line in range(lines):
             if line < parts:
@@ -77,11 +73,11 @@ def make(config):
         queries_left = int32(min(seqlen_q - first_query, 64))
         nonfinite = stage_dq(acc_dq, score.scale, tile_at, first_row, lane, queries_left)
         to, row = row_base(strides.dq, b, h, first_query), strides.dq[2]
-        store_dq(tile_at, first_row, lane, arrays.dq, to, row, queries_left, head_dim, nonfinite)
+        store_dq(tile_at, first_row, lane, arrays.dq, to, row, queries_left, config.head_dim, nonfinite)
         if nonfinite != 0:
             term = float32(0)
-            if has_row_term:
-                term = row_term(b, h, arrays, strides)
+            if chain.has_row_term:
+                term = chain.row_term(b, h, arrays, strides)
             query_tile = QueryTile(b, h, first_query, int32(0))
             tile_keys = TileKeys(divide(h, divide(heads, sizes.heads_kv)), keys, first_query + q_start)
             recompute_queries(nonfinite, first_row, lane, query_tile, tile_keys, term, arrays, strides, sizes, score)

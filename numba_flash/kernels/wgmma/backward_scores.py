@@ -56,34 +56,29 @@ class TileScores(NamedTuple):
 
 
 def make(config, of_keys):
-    columns = config.stream_rows
-    pairs, way = columns // 16, 1 if of_keys else -1  # way: 1 if columns are queries
+    pairs, way = config.stream_rows // 16, 1 if of_keys else -1  # way: 1 if columns are queries
     of_ds, of_p = (config.of_dk, config.of_dv) if of_keys else (True, False)
     has_score_mod, has_mask_mod, has_mask = config.has("score_mod"), config.has("mask_mod"), config.has("mask")
     # P is kept in 16 bits if dS is not P * (dP - delta). Without dS it can be rounded at once.
     early = of_p and (config.derivative_varies or not of_ds)
 
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    load_v4, thread_index, any_lane = ld_st.load_v4, special.thread_index, vote.any_lane
     _, _, _, word, position = backward_state.make(config)
-    bits_words, visible, _, _ = fragments.tile(config, 1, columns)
+    bits_words, visible, _, _ = fragments.tile(config, 1, config.stream_rows)
     weight, _ = fragments.weights_at(config)
-    read = score_reads.make(config, 1, columns, of_keys)
-    reads, origin_of, load_direct, load_bits = read.reads, read.origin, read.load_bias, read.load_bits
-    added, hide = read.added, read.hide
+    read = score_reads.make(config, 1, config.stream_rows, of_keys)
     boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), score_reads.halves(config.dtype_of("bias"))
     boxed, place_of_bias, load_boxed = boxes.present, boxes.place, boxes.load
-    count = counts.on_fragments(config, 1, columns)
-    drops, kept_of_keys, kept_of_queries = count.present, count.of_keys, count.of_queries
+    count = counts.on_fragments(config, 1, config.stream_rows)
     asked = gradient_functions.present(config)
-    ask_mask_mod = gradient_functions.of_bits(config, columns, of_keys)
+    ask_mask_mod = gradient_functions.of_bits(config, config.stream_rows, of_keys)
     with_slope = user.make(config, "score_mod", of_ds, placed=True) if has_score_mod else None
     has_row_term, every_bit = fragments.chain(config).has_row_term, uint32((1 << (4 * pairs)) - 1)
 
     @inlined
     def rows_of_lane():
         """-> (the warp's first row in the block's own tile, lane). Computed again on each call, to save registers."""
-        thread = thread_index() - 128
+        thread = special.thread_index() - 128
         return (thread >> int32(5)) * 16, thread & int32(31)
 
     @inlined
@@ -94,7 +89,7 @@ def make(config, of_keys):
     def place_of(base, i, member):
         first_row, lane = rows_of_lane()
         row = int32(word(base, FIRST_ROW) + first_row + first_row_of(lane))
-        column = int32(i * columns + first_column_of(lane))
+        column = int32(i * config.stream_rows + first_column_of(lane))
         if of_keys:  # position: of the first key among the queries
             q_start = word(base, FIRST_ROW) - position(base)
             place = Place(word(base, BATCH), head_of(base, member), column, row, q_start)
@@ -109,11 +104,11 @@ def make(config, of_keys):
         some of it; asks: mask_mod removes some of it. -> whether all scores of the warp count."""
         first_row, lane = rows_of_lane()
         own_first = word(base, FIRST_ROW)
-        if reads:
-            origin = origin_of(word(base, BATCH), head_of(base, member), own_first, arrays, strides)
-            load_direct(own.loaded, i, origin, first_row, lane, strides, sizes, FALSE)
+        if read.reads:
+            origin = read.origin(word(base, BATCH), head_of(base, member), own_first, arrays, strides)
+            read.load_bias(own.loaded, i, origin, first_row, lane, strides, sizes, FALSE)
             if masked:
-                load_bits(own.shown, i, origin, first_row, lane, arrays, strides, sizes)
+                read.load_bits(own.shown, i, origin, first_row, lane, arrays, strides, sizes)
         keys = word(base, KEYS)
         if of_keys:  # seen from the keys, left and right are exchanged
             left, right, column_end, row_end = sizes.right, sizes.left, sizes.seqlen_q, keys
@@ -127,15 +122,15 @@ def make(config, of_keys):
         else:
             for r in range(2):
                 own.bits[r] = every_bit
-        if drops:
+        if count.present:
             place = place_of(base, i, member)
             if of_keys:
-                kept_of_keys(own.kept, place.query + place.q_start, place.b, place.h, place.key, arrays, sizes)
+                count.of_keys(own.kept, place.query + place.q_start, place.b, place.h, place.key, arrays, sizes)
             else:
                 lane_row, tile_pos = int32(first_row + first_row_of(lane)), position(base)
-                kept_of_queries(own.kept, place.key, place.b, place.h, lane_row, tile_pos, arrays, sizes)
+                count.of_queries(own.kept, place.key, place.b, place.h, lane_row, tile_pos, arrays, sizes)
         if masked:
-            hide(own.bits, own.shown, TRUE)
+            read.hide(own.bits, own.shown, TRUE)
         if asked:  # no function is called for a row that does not exist
             for r in range(2):
                 if own_first + first_row + first_row_of(lane) + 8 * r >= row_end:
@@ -145,7 +140,7 @@ def make(config, of_keys):
                 b, h, query, key, q_start = place_of(base, i, member)
                 ask_mask_mod(own.bits, b, h, query, q_start, key, arrays, strides)
         # Bits past the tile may also be set.
-        return any_lane(~(own.bits[0] & own.bits[1]) & every_bit) == 0
+        return vote.any_lane(~(own.bits[0] & own.bits[1]) & every_bit) == 0
 
     @inlined
     def is_seen(own, r, n, x):
@@ -154,7 +149,7 @@ def make(config, of_keys):
     @inlined
     def if_kept(number, own, r, n, x):
         """`number`, or 0 if the weight does not count."""
-        if drops:
+        if count.present:
             number = number if (own.kept[r] >> uint32(2 * n + x)) & uint32(1) != 0 else float32(0)
         return number
 
@@ -168,7 +163,7 @@ def make(config, of_keys):
             p = local.array(4, float32)
             biased = local.array(4, uint32)
             if of_keys:
-                load_v4(four, 0, lse + pair * 128)
+                ld_st.load_v4(four, 0, lse + pair * 128)
             if boxed:
                 load_boxed(biased, bias, pair)
             for half in range(2):
@@ -192,7 +187,7 @@ def make(config, of_keys):
                                 else:
                                     s = with_slope(s, here, arrays, strides)
                         row_lse = four[half * 2 + x].view(np.float32) if of_keys else lse[r]
-                        own_bias = half_of(biased[2 * half + r], x) if boxed else added(own.loaded, r, n, x)
+                        own_bias = half_of(biased[2 * half + r], x) if boxed else read.added(own.loaded, r, n, x)
                         fragment = FragmentAt(term, distance[0] - float32(column - 8 * r), own_bias)
                         weighed, derivative = weight(s, fragment, score, row_lse)
                         weighed = weighed if seen else float32(0)
@@ -213,7 +208,7 @@ def make(config, of_keys):
         instead, so that fewer registers are live beside dP. every: all scores of the warp count."""
         place = place_of(base, i, member)
         if of_keys:
-            lse = lse + ((thread_index() & int32(3)) << 4)
+            lse = lse + ((special.thread_index() & int32(3)) << 4)
         if boxed:
             first_row, lane = rows_of_lane()
             bias = place_of_bias(bias, first_row, lane)
@@ -230,7 +225,7 @@ def make(config, of_keys):
             p = local.array(2, float32)
             for pair in range(pairs):
                 if of_keys:
-                    load_v4(four, 0, minus_delta + pair * 128 + 64)
+                    ld_st.load_v4(four, 0, minus_delta + pair * 128 + 64)
                 for half in range(2):
                     n = 2 * pair + half
                     for r in range(2):
@@ -238,7 +233,7 @@ def make(config, of_keys):
                             at = 4 * n + 2 * r + x
                             less = four[half * 2 + x].view(np.float32) if of_keys else minus_delta[r]
                             dp = if_kept(acc_dp[at], own, r, n, x)
-                            ds[x] = acc_s[at] * (dp * score.kept_count + less if drops else dp + less)
+                            ds[x] = acc_s[at] * (dp * score.kept_count + less if count.present else dp + less)
                             if not (inside or is_seen(own, r, n, x)):
                                 ds[x] = float32(0)  # dP may be NaN there
                             if of_p and not early:
@@ -255,7 +250,7 @@ def make(config, of_keys):
     def to_gradients(acc_s, acc_dp, p_frag, ds_frag, minus_delta, own, every, score):
         """ds_frag <- dS in 16 bits, p_frag <- P. every: all scores of the warp count."""
         if of_keys:
-            minus_delta = minus_delta + ((thread_index() & int32(3)) << 4)
+            minus_delta = minus_delta + ((special.thread_index() & int32(3)) << 4)
         if every:
             gradients_inside(acc_s, acc_dp, p_frag, ds_frag, minus_delta, own, score)
         else:

@@ -70,22 +70,16 @@ def rows_of_lane():
 
 
 def make(config):
-    of_keys, rows, varies = config.of_keys, config.stream_rows, config.derivative_varies
     has_second, both_sum = config.has_second, config.of_dv and config.has_second
     plan, at, blocks = config.shared_layout(), config.barriers(), config.stream_rows // 8
     a, b = (backward_products_float32.make(config, n) for n in (config.head_dim_padded, config.head_dim_v_padded))
     of_tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
-    await_a, issue_s, finish_s = of_tiles.await_a, of_tiles.issue_s, of_tiles.finish_s
-    await_b, issue_dp, finish_dp = of_tiles.await_b, of_tiles.issue_dp, of_tiles.finish_dp
-    await_weights_place, give_weights_place = of_tiles.await_weights_place, of_tiles.give_weights_place
-    to_parts = parts.to_operand(rows)
+    to_parts = parts.to_operand(config.stream_rows)
 
     _, _, word, position = backward_state.words(config)
-    mask_words, visible, _, _ = fragments.tile(config, 1, rows)
+    mask_words, visible, _, _ = fragments.tile(config, 1, config.stream_rows)
     chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
-    row_term, has_row_term = chain.row_term, chain.has_row_term
-    read, has_mask = score_reads.make(config, 1, rows, of_keys), config.has("mask")
-    reads, origin_of, load_reads, added, hide = read.reads, read.origin, read.load, read.added, read.hide
+    read, has_mask = score_reads.make(config, 1, config.stream_rows, config.of_keys), config.has("mask")
     unit, inf, minus_inf = float32(exponent_unit(config)), float32(math.inf), float32(-math.inf)
 
     @inlined
@@ -114,7 +108,7 @@ def make(config):
     def find_visible(base, i, sizes, mask_bits, distance):
         """mask_bits <- which of the lane's scores of tile i count; distance <- q_pos - k_pos."""
         first_row, lane = rows_of_lane()
-        if of_keys:  # seen from the keys, left and right are exchanged
+        if config.of_keys:  # seen from the keys, left and right are exchanged
             left, right, end = sizes.right, sizes.left, sizes.seqlen_q
         else:
             left, right, end = sizes.left, sizes.right, int64(word(base, KEYS))
@@ -125,14 +119,14 @@ def make(config):
         """Loads what each of the lane's scores of a tile needs."""
         first_row, lane = rows_of_lane()
         head = int32(word(base, HEAD) + step.member)
-        origin = origin_of(word(base, BATCH), head, word(base, FIRST_ROW), arrays, strides)
-        load_reads(held.loaded, held.shown_bits, step.i, origin, first_row, lane, arrays, strides, sizes, FALSE)
+        origin = read.origin(word(base, BATCH), head, word(base, FIRST_ROW), arrays, strides)
+        read.load(held.loaded, held.shown_bits, step.i, origin, first_row, lane, arrays, strides, sizes, FALSE)
 
     @inlined
     def lse_of(lse, n, r, x):
         """lse of a column as the forward wrote it, -inf for a query without keys; lse of a row as lse_delta gives
         it."""
-        if of_keys:
+        if config.of_keys:
             found = lse[2 * n + x] * unit
             return inf if found == minus_inf else found
         return lse[r]
@@ -147,9 +141,9 @@ def make(config):
                 for x in range(2):
                     at_x = 4 * n + 2 * r + x
                     away = held.distance[0] - float32((n - r) * 8 + x)
-                    here = FragmentAt(term, away, added(held.loaded, r, n, x))
+                    here = FragmentAt(term, away, read.added(held.loaded, r, n, x))
                     p, derivative = weight(held.acc_s[at_x], here, score, lse_of(lse, n, r, x))
-                    given = p * derivative if varies else p
+                    given = p * derivative if config.derivative_varies else p
                     if masked:
                         seen = (held.mask_bits[r] >> uint32(2 * n + x)) & uint32(1) != 0
                         p, given = p if seen else float32(0), given if seen else float32(0)
@@ -165,19 +159,19 @@ def make(config):
         n, i = step.n, step.i
         masked = i >= word(base, CUT) or i < word(base, FREE)
         term = float32(0)
-        if has_row_term:
-            term = row_term(word(base, BATCH), word(base, HEAD) + step.member, arrays, strides)
-        if reads:
+        if chain.has_row_term:
+            term = chain.row_term(word(base, BATCH), word(base, HEAD) + step.member, arrays, strides)
+        if read.reads:
             load_for_scores(base, step, held, arrays, strides, sizes)
-        await_a(base, n)
+        of_tiles.await_a(base, n)
         my_turn(FIRST)
-        issue_s(held.acc_s, held.other, base, n)
+        of_tiles.issue_s(held.acc_s, held.other, base, n)
         next_turn(FIRST)
-        if has_row_term or has_mask or masked:
+        if chain.has_row_term or has_mask or masked:
             find_visible(base, i, sizes, held.mask_bits, held.distance)
-        hide(held.mask_bits, held.shown_bits, TRUE)
-        finish_s(held.acc_s, held.other, base, n)
-        await_weights_place(base, n)
+        read.hide(held.mask_bits, held.shown_bits, TRUE)
+        of_tiles.finish_s(held.acc_s, held.other, base, n)
+        of_tiles.await_weights_place(base, n)
         if has_mask or masked:
             weigh(weights, held, lse, term, score, TRUE)
         else:
@@ -191,21 +185,21 @@ def make(config):
         """The second consumer: dP of a tile, and dS in its place. delta: as lse."""
         four = local.array(4, uint32)
         n = step.n
-        await_b(base, n)
+        of_tiles.await_b(base, n)
         my_turn(SECOND)
-        issue_dp(acc_dp, other, base, n)
+        of_tiles.issue_dp(acc_dp, other, base, n)
         next_turn(SECOND)
-        finish_dp(acc_dp, other, base, n)
+        of_tiles.finish_dp(acc_dp, other, base, n)
         mbarrier.wait(base + at.weights_full, n & 1)
         for block in range(blocks):
             ld_st.load_v4(four, 0, weights + block * WEIGHTS_STEP)
             for r in range(2):
                 for x in range(2):
                     at_x, p = 4 * block + 2 * r + x, four[2 * r + x].view(np.float32)
-                    ds = p * (acc_dp[at_x] - delta[2 * block + x if of_keys else r])
+                    ds = p * (acc_dp[at_x] - delta[2 * block + x if config.of_keys else r])
                     acc_dp[at_x] = ds if p != float32(0) else float32(0)  # where P is 0, dP may be NaN
         bar.warp_sync()
-        give_weights_place(base)
+        of_tiles.give_weights_place(base)
 
     def adder(me, issue, finish, of_a):
         """-> add, a device function of consumer me: acc += scores times the tile a or b of this step."""
@@ -214,7 +208,7 @@ def make(config):
         def add(base, step, scores, acc, frag, even, odd):
             to_parts(scores, frag)
             if not of_a:  # for a the first consumer has waited before its weights
-                await_b(base, step.n)
+                of_tiles.await_b(base, step.n)
             if both_sum:
                 my_turn(me)
             issue(even, odd, frag, base, step.n)

@@ -22,17 +22,13 @@ from .backward_state import BATCH, FIRST_ROW, HEAD, HEAD_KV, KEYS, MEMBERS, STRU
 
 def make(config):
     """-> (leave, repair), device functions."""
-    tile_m, tile_n, head_dim = config.tile_m, config.tile_n, config.head_dim
     of_warp = config.tile_m // (4 * config.consumers)
-    dq_at, part_bytes, parts = config.shared_layout().dq, config.dq_part_bytes, -(-head_dim // 32)
+    dq_at, part_bytes, parts = config.shared_layout().dq, config.dq_part_bytes, -(-config.head_dim // 32)
     own_columns, own_queries = (64, 0) if config.dq_panels == 2 else (0, 64)  # how far apart the warpgroups' parts are
-    stage, store = gradient_rows.make(config.dtype, 64, 16, 64, head_dim % 8 == 0)
+    stage, store = gradient_rows.make(config.dtype, 64, 16, 64, config.head_dim % 8 == 0)
     key_tiles, chunk_bytes, warp_bytes = config.key_tiles, 32 * 16, part_bytes // 4
     recompute_queries, load = recompute.make(config), elements.loader(config.dtype, float32)
     chain = fragments.chain(config)
-    row_term, has_row_term = chain.row_term, chain.has_row_term
-    thread_index, warp_sync, any_lane = special.thread_index, bar.warp_sync, vote.any_lane
-    load_v4, store_v4 = ld_st.load_v4, ld_st.store_v4
     _, put, _, word, position = backward_state.make(config)
 
     @inlined
@@ -40,20 +36,20 @@ def make(config):
         """-> (head, first query) of the n-th tile. Each query tile comes for all members before the next."""
         members = word(own, MEMBERS)
         i = divide(n, members)
-        return int32(word(own, HEAD) + n - i * members), int32(i * tile_m)
+        return int32(word(own, HEAD) + n - i * members), int32(i * config.tile_m)
 
     @inlined
     def write(own, place, acc_dq, me, n, arrays, strides, sizes, score):
         """Writes acc_dq (8, 4): 64 columns of 64 queries of the n-th tile. place: where the warpgroup stages rows."""
-        thread = thread_index() & int32(127)
+        thread = special.thread_index() & int32(127)
         first_row, lane = (thread >> int32(5)) * 16, thread & int32(31)
         h, first_query = tile_of(own, n)
         first_query, first_column = int64(first_query + me * own_queries), me * own_columns
         queries_left = int32(min(sizes.seqlen_q - first_query, 64))
-        warp_sync()  # all lanes have read the last rows
+        bar.warp_sync()  # all lanes have read the last rows
         nonfinite = stage(acc_dq, score.scale, place, first_row, lane, queries_left)
         to, row = row_base(strides.dq, word(own, BATCH), h, first_query) + first_column, strides.dq[2]
-        columns_left = int32(head_dim - first_column)
+        columns_left = int32(config.head_dim - first_column)
         store(place, first_row, lane, arrays.dq, to, row, queries_left, columns_left, uint32(0))
         if nonfinite != 0 and lane == 0:
             put(own, STRUCK, 1)
@@ -66,20 +62,20 @@ def make(config):
             write(own, base + dq_at + me * part_bytes, acc_dq, me, n, arrays, strides, sizes, score)
             return
         four = local.array(4, uint32)
-        thread = thread_index() & int32(127)
+        thread = special.thread_index() & int32(127)
         # Each warp has a quarter of the place, in which the numbers of a thread lie side by side.
         warp, place = thread >> int32(5), base + dq_at + (2 * n + me) * part_bytes
         mine, first_key = place + warp * warp_bytes + (thread & int32(31)) * 16, word(own, FIRST_ROW)
-        if first_key < (key_tiles - 1) * tile_n:
+        if first_key < (key_tiles - 1) * config.tile_n:
             for chunk in range(8):
-                load_v4(four, 0, mine + chunk * chunk_bytes)
+                ld_st.load_v4(four, 0, mine + chunk * chunk_bytes)
                 for x in range(4):
                     acc_dq[4 * chunk + x] += four[x].view(np.float32)
         if first_key > 0:
             for chunk in range(8):
                 for x in range(4):
                     four[x] = acc_dq[4 * chunk + x].view(np.uint32)
-                store_v4(mine + chunk * chunk_bytes, four, 0)
+                ld_st.store_v4(mine + chunk * chunk_bytes, four, 0)
         else:  # 16 rows of 128 bytes a warp
             write(own, place + warp * (warp_bytes - 16 * 128), acc_dq, me, n, arrays, strides, sizes, score)
 
@@ -91,15 +87,15 @@ def make(config):
             at = row_base(strides.dq, b, h, query)
             for c in range(parts):
                 x = int32(lane + 32 * c)
-                if x < head_dim and load(arrays.dq, at + x) * float32(0) != 0:
+                if x < config.head_dim and load(arrays.dq, at + x) * float32(0) != 0:
                     found = uint32(1)
-        return any_lane(found) != 0
+        return vote.any_lane(found) != 0
 
     @inlined
     def repair(own, steps, arrays, strides, sizes, score):
         """Called by all consumers, after they have written all of dQ and passed a barrier."""
         if word(own, STRUCK) != 0:
-            thread = thread_index() - 128
+            thread = special.thread_index() - 128
             first_row, lane = (thread >> int32(5)) * of_warp, thread & int32(31)
             b, q_start, term = word(own, BATCH), -position(own), float32(0)
             for n in range(steps):
@@ -108,8 +104,8 @@ def make(config):
                 for row in range(of_warp):
                     if is_nonfinite(b, h, first_query + first_row + row, lane, arrays, strides, sizes):
                         nonfinite |= uint32(1) << uint32(row)
-                if has_row_term:
-                    term = row_term(b, h, arrays, strides)
+                if chain.has_row_term:
+                    term = chain.row_term(b, h, arrays, strides)
                 tile = QueryTile(b, h, int64(first_query), int32(0))
                 tile_keys = TileKeys(word(own, HEAD_KV), word(own, KEYS), first_query + q_start)
                 recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score)

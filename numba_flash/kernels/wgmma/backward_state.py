@@ -85,12 +85,11 @@ def make(config):
 def words(config):
     """-> (put, put_position, word, position), device functions."""
     state = config.shared_layout().state
-    load_b32, store_b32, idx_b32 = ld_st.load_b32, ld_st.store_b32, shfl.idx_b32
 
     @inlined
     def put(base, which, value):
         """Called by one thread, before a barrier of the block."""
-        store_b32(base + state + which, uint32(int64(value) & int64(0xFFFFFFFF)))
+        ld_st.store_b32(base + state + which, uint32(int64(value) & int64(0xFFFFFFFF)))
 
     @inlined
     def put_position(base, value):
@@ -101,7 +100,7 @@ def words(config):
     def word(base, which):
         """Called by a whole warp. The word is broadcast from one lane, so ptxas knows that it is uniform, and with it
         what depends on it. Only then does it keep descriptors and counts in uniform registers."""
-        return int32(idx_b32(load_b32(int32(base + state + which)), 0))
+        return int32(shfl.idx_b32(ld_st.load_b32(int32(base + state + which)), 0))
 
     @inlined
     def position(base):

@@ -39,7 +39,6 @@ def make(config):
     of_dv, has_second, plan, at = config.of_dv, config.has_second, config.shared_layout(), config.barriers()
     ring_a, ring_b = backward_state.streamed(config)
     weights = pipeline(at.weights_full, at.weights_empty, 1)
-    a_bytes, b_bytes = config.stream_a_bytes, config.stream_b_bytes
     a, b = (backward_products_float32.make(config, n) for n in (config.head_dim_padded, config.head_dim_v_padded))
 
     @inlined
@@ -99,6 +98,6 @@ def make(config):
     def give_weights_place(base):
         weights.consumer_release(base, 0, elected())
 
-    scores_a, sums_a = of_kind(a, ring_a, plan.own_a, plan.stream_a, a_bytes)
-    scores_b, sums_b = of_kind(b, ring_b, plan.own_b, plan.stream_b, b_bytes)
+    scores_a, sums_a = of_kind(a, ring_a, plan.own_a, plan.stream_a, config.stream_a_bytes)
+    scores_b, sums_b = of_kind(b, ring_b, plan.own_b, plan.stream_b, config.stream_b_bytes)
     return Tiles(set_up, start, leave, *scores_a, *scores_b, *sums_a, *sums_b, await_weights_place, give_weights_place)

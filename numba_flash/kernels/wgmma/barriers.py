@@ -33,12 +33,11 @@ class Pipelines(NamedTuple):
 def make(config) -> Pipelines:
     """8 bytes for each mbarrier: Q's full and empty ones twice, those of work tiles, the one of the scheduler, and then
     those of K and V for each stage, the work tiles, and those of a bias."""
-    stages, consumers = config.stages, config.consumers
     at = config.shared_layout().barriers
     q_full, q_empty, tile_full, tile_empty, asked = at, at + 16, at + 32, at + 64, at + 96
-    k_full, v_full, k_empty, v_empty, work_tiles_at = (at + 112 + 8 * stages * i for i in range(5))
+    k_full, v_full, k_empty, v_empty, work_tiles_at = (at + 112 + 8 * config.stages * i for i in range(5))
     bias_full = work_tiles_at + 64 * WORK_TILES
-    bias_empty = bias_full + 8 * config.bias_stages * consumers
+    bias_empty = bias_full + 8 * config.bias_stages * config.consumers
     tiles = pipeline(tile_full, tile_empty, WORK_TILES)
 
     @inlined
@@ -48,9 +47,9 @@ def make(config) -> Pipelines:
     return Pipelines(
         pipeline(q_full, q_empty, config.q_buffers),
         tiles,
-        pipeline(k_full, k_empty, stages),
-        pipeline(v_full, v_empty, stages),
-        pipeline(bias_full, bias_empty, max(config.bias_stages, 1), 8 * consumers),
+        pipeline(k_full, k_empty, config.stages),
+        pipeline(v_full, v_empty, config.stages),
+        pipeline(bias_full, bias_empty, max(config.bias_stages, 1), 8 * config.consumers),
         asked,
         work_tile,
     )

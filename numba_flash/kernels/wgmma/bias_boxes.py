@@ -29,20 +29,18 @@ class BiasBoxes(NamedTuple):
 
 def make(config: Any, queries: int, of_keys: bool = False) -> BiasBoxes:
     """queries: of a tile. of_keys: rows of scores are keys."""
-    keys = config.bias_panel
-    panels, row_bytes = config.tile_n // keys, 2 * keys
-    panel_bytes, pairs_of_panel = queries * row_bytes, keys // 16
+    panels, row_bytes = config.tile_n // config.bias_panel, 2 * config.bias_panel
+    panel_bytes, pairs_of_panel = queries * row_bytes, config.bias_panel // 16
     maps_address = tma.parameter(f"numba_flash_{config.kernel}")
     map_at = 128 * (config.tensor_maps - 1)  # the last of the kernel's tensor maps
-    load_4d, x4, x4_trans = tma.load_4d, ldmatrix.x4, ldmatrix.x4_trans
 
     @inlined
     def fetch(to, full, first_query, first_key, h, b, strides):
         of_head = int32(h if strides.bias[1] != 0 else 0)
         of_batch = int32(b if strides.bias[0] != 0 else 0)
         for panel in range(panels):
-            key = int32(first_key + panel * keys)
-            load_4d(to + panel * panel_bytes, maps_address() + map_at, full, key, first_query, of_head, of_batch)
+            key = int32(first_key + panel * config.bias_panel)
+            tma.load_4d(to + panel * panel_bytes, maps_address() + map_at, full, key, first_query, of_head, of_batch)
 
     @inlined
     def place_of_queries(tile, first_row, lane):
@@ -51,18 +49,18 @@ def make(config: Any, queries: int, of_keys: bool = False) -> BiasBoxes:
 
     @inlined
     def load_of_queries(four, place, pair):
-        x4(four, 0, (place ^ ((pair % pairs_of_panel) << 5)) + (pair // pairs_of_panel) * panel_bytes)
+        ldmatrix.x4(four, 0, (place ^ ((pair % pairs_of_panel) << 5)) + (pair // pairs_of_panel) * panel_bytes)
 
     @inlined
     def place_of_keys(tile, first_row, lane):
         """In order: upper and lower 8 keys of the first 8 queries, then of the next 8 queries."""
         query, key = ((lane >> 4) << 3) + (lane & 7), first_row + (lane & 8)
-        in_panel = int32(query * row_bytes + (key % keys) * 2)
-        return tile + int32(key // keys) * panel_bytes + swizzled(in_panel, row_bytes)
+        in_panel = int32(query * row_bytes + (key % config.bias_panel) * 2)
+        return tile + int32(key // config.bias_panel) * panel_bytes + swizzled(in_panel, row_bytes)
 
     @inlined
     def load_of_keys(four, place, pair):
-        x4_trans(four, 0, place + pair * (16 * row_bytes))
+        ldmatrix.x4_trans(four, 0, place + pair * (16 * row_bytes))
 
     place, load = (place_of_keys, load_of_keys) if of_keys else (place_of_queries, load_of_queries)
     # load: four (2, 2) <- for each half of the pair-th 16 columns the lane's two rows; two columns in a register.

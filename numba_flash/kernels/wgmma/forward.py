@@ -42,17 +42,15 @@ from .work_tile import counting, position, rows_of_lane, tile_of, word
 
 
 def make(config):
-    tile_n, consumers = config.tile_n, config.consumers
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
-    group, row_state_bytes, alignment = config.group_size, config.ROW_STATE_BYTES, config.ALIGNMENT
     plan = config.shared_layout()
-    q_panel, kv_panel = config.tile_m * 128, tile_n * 128  # bytes of 64 columns
+    q_panel, kv_panel = config.tile_m * 128, config.tile_n * 128  # bytes of 64 columns
     k_panels, v_panels = -(-head_dim_padded // 64), -(-head_dim_v_padded // 64)
     q_bytes, k_bytes, v_bytes = q_panel * k_panels, kv_panel * k_panels, kv_panel * v_panels
-    s_count, o_count, p_count = tile_n // 2, head_dim_v_padded // 2, tile_n // 4
+    s_count, o_count, p_count = config.tile_n // 2, head_dim_v_padded // 2, config.tile_n // 4
     o_blocks = head_dim_v_padded // 8
-    all_consumers = 128 * consumers
-    ping_pong, pair = config.ping_pong and consumers > 1, 256  # threads of two warpgroups
+    all_consumers = 128 * config.consumers
+    ping_pong, pair = config.ping_pong and config.consumers > 1, 256  # threads of two warpgroups
     write_lse, o_columns, o_staged = config.write_lse, config.o_columns, config.o_place != ""
     o_in_q = config.o_place == "q"
     o_parts, o_bytes = -(-head_dim_v_padded // o_columns), 32 * o_columns  # of a warp's rows that are staged at a time
@@ -62,8 +60,8 @@ def make(config):
     # 16 columns of Q and K are 32 bytes of a panel's row, 64 a panel; offsets are in units of 16 bytes
     q_steps = tuple(((x % 4) * 32 + (x // 4) * q_panel) >> 4 for x in range(head_dim_padded // 16))
     k_steps = tuple(((x % 4) * 32 + (x // 4) * kv_panel) >> 4 for x in range(head_dim_padded // 16))
-    v_steps = tuple((y * 16 * 128) >> 4 for y in range(tile_n // 16))
-    multiply_q_k = wgmma.product_shared(tile_n, kind, q_steps, k_steps, 0)
+    v_steps = tuple((y * 16 * 128) >> 4 for y in range(config.tile_n // 16))
+    multiply_q_k = wgmma.product_shared(config.tile_n, kind, q_steps, k_steps, 0)
     multiply_p_v = wgmma.product_registers(head_dim_v_padded, kind, v_steps, 1)
     describe_k = wgmma.descriptor(16, 1024, 128)  # of Q too; the first number is not used
     describe_v = wgmma.descriptor(kv_panel, 1024, 128)
@@ -71,10 +69,6 @@ def make(config):
     pin_s, pin_o = wgmma.pin(s_count), wgmma.pin(o_count)
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
-    fence_init, fence_async = fence.mbarrier_init, fence.proxy_async
-    bar_sync, bar_arrive, warp_sync = bar.sync, bar.arrive, bar.warp_sync
-    bfly, idx_b32, any_lane = shfl.bfly_f32, shfl.idx_b32, vote.any_lane
-    store_shared, store_shared_v4 = ld_st.store_b32, ld_st.store_v4
     thread_index, address, shared_address = special.thread_index, memory.address, shared.address
 
     rings = barriers.make(config)
@@ -82,12 +76,10 @@ def make(config):
     has_row_term, row_term = fragments.chain(config).has_row_term, fragments.chain(config).row_term
     mask_words = fragments.tile(config, 1).mask_words
     read = score_reads.make(config, 1)
-    bias_words, bits_words = read.bias_words, read.bits_words
     reads, sides = read.reads, one_side.make(config)
     one_sided, inverse_scale_of, linear_ends, _, _ = sides
     load_for_scores, find_bits, side_of, finish_scores = tile_scores.make(config, sides)
     bias_boxes, walk = config.bias_boxes, tile_walk.make(config, whole_warp=True)
-    has_states, next_with_keys, asks_in = walk.present, walk.behind, walk.asks
     start, softmax, finish = fragment_softmax.make_shifted(config, 1, one_sided)
     drops, kept_words, find_kept, drop_some, count_kept = counting(config)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
@@ -103,11 +95,11 @@ def make(config):
         zeros = local.array(4, uint32)
         for i in range(4):
             zeros[i] = uint32(0)
-        for index in range(rows * 8 + thread, tile_n * 8, all_consumers):
+        for index in range(rows * 8 + thread, config.tile_n * 8, all_consumers):
             for panel in range(v_panels):
-                store_shared_v4(base + plan.v + stage * v_bytes + panel * kv_panel + index * 16, zeros, 0)
-        fence_async()
-        bar_sync(4, all_consumers)
+                ld_st.store_v4(base + plan.v + stage * v_bytes + panel * kv_panel + index * 16, zeros, 0)
+        fence.proxy_async()
+        bar.sync(4, all_consumers)
 
     @inlined
     def rescale(acc_o, alpha, moved):
@@ -132,12 +124,12 @@ def make(config):
     @inlined
     def pingpong_wait(me):
         if ping_pong:
-            bar_sync(me + 1, pair)
+            bar.sync(me + 1, pair)
 
     @inlined
     def pingpong_arrive(following):
         if ping_pong:
-            bar_arrive(following + 1, pair)
+            bar.arrive(following + 1, pair)
 
     @inlined
     def issue_products(base, consumer, q_desc, registers, n):
@@ -179,8 +171,8 @@ def make(config):
     @inlined
     def next_tile(j, rows, arrays, strides):
         """-> (the key tile after j, one before `begin` if none is left; whether mask_mod removes something of it)"""
-        following = int32(next_with_keys(rows.states, j, rows.begin, arrays, strides) if has_states else j - 1)
-        return following, asks_in(rows.states, max(following, rows.begin), arrays, strides)
+        following = int32(walk.behind(rows.states, j, rows.begin, arrays, strides) if walk.present else j - 1)
+        return following, walk.asks(rows.states, max(following, rows.begin), arrays, strides)
 
     @inlined
     def step(base, consumer, tile, rows, registers, arrays, strides, sizes, score):
@@ -221,19 +213,19 @@ def make(config):
                 odd += acc_o[4 * n + 2 * r + 1] * float32(0)
             nonfinite[r] = even + odd
         for r in range(2):
-            nonfinite[r] += bfly(nonfinite[r], 1)
+            nonfinite[r] += shfl.bfly_f32(nonfinite[r], 1)
         for r in range(2):
-            nonfinite[r] += bfly(nonfinite[r], 2)
+            nonfinite[r] += shfl.bfly_f32(nonfinite[r], 2)
         for r in range(2):
             row = lane_row + 8 * r
-            query = divide(row, group)
+            query = divide(row, config.group_size)
             flag = uint32(0) if nonfinite[r] == 0 else uint32(1)
             some_nonfinite |= flag
             if lane & 3 == 0:
-                store_shared(base + plan.row_states + row * row_state_bytes, flag)
-                store_shared(base + plan.row_states + row * row_state_bytes + 4, lse[r].view(np.uint32))
+                ld_st.store_b32(base + plan.row_states + row * config.ROW_STATE_BYTES, flag)
+                ld_st.store_b32(base + plan.row_states + row * config.ROW_STATE_BYTES + 4, lse[r].view(np.uint32))
                 if write_lse and tile.first_query + query < sizes.seqlen_q:
-                    head = tile.h + row - query * group
+                    head = tile.h + row - query * config.group_size
                     arrays.lse[lse_row(tile.b, head, tile.first_query + query, sizes)] = lse[r] * to_natural
         if o_in_q:
             o_smem = base + rings.q.stage(rows.seen) * q_bytes
@@ -244,20 +236,20 @@ def make(config):
             # hardware does it; PTX does not say so.
             stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words, 0)
             if o_in_q:
-                fence_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
-            warp_sync()  # the states of a warp's rows, and the rows, are there for all of its lanes
+                fence.proxy_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
+            bar.warp_sync()  # the states of a warp's rows, and the rows, are there for all of its lanes
             store_rows(first_row, lane, o_smem, base + plan.row_states, tile, arrays, strides, sizes)
             if o_parts > 1:  # no loop, through which ptxas does not follow wgmma's registers
-                warp_sync()  # all lanes have read the first part
+                bar.warp_sync()  # all lanes have read the first part
                 stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words, 1)
-                warp_sync()
+                bar.warp_sync()
                 second_part = QueryTile(tile.b, tile.h, tile.first_query, int32(1))
                 store_rows(first_row, lane, o_smem, base + plan.row_states, second_part, arrays, strides, sizes)
         else:
-            warp_sync()  # the states of a warp's rows are there for all of its lanes
+            bar.warp_sync()  # the states of a warp's rows are there for all of its lanes
             flags = base + plan.row_states
             write_rows(lane_row, lane_column, lane, flags, acc_o, inverse_l, words, tile, arrays, strides, sizes)
-        if any_lane(some_nonfinite) != 0:
+        if vote.any_lane(some_nonfinite) != 0:
             work_tile = rows.work_tile
             tile_keys = TileKeys(word(work_tile + H_KV), word(work_tile + KEYS), position(work_tile))
             recompute_rows(first_row, lane, base + plan.row_states, tile, tile_keys, arrays, strides, sizes, score)
@@ -268,21 +260,21 @@ def make(config):
         acc_s, acc_o = local.array(s_count, float32), local.array(o_count, float32)
         m, l, alpha = local.array(2, float32), local.array(2, float32), local.array(2, float32)
         terms, distance, shift = local.array(2, float32), local.array(2, float32), local.array(2, float32)
-        loaded, mask_bits = local.array(bias_words, uint32), local.array(mask_words, uint32)
+        loaded, mask_bits = local.array(read.bias_words, uint32), local.array(mask_words, uint32)
         p_frag, kept = local.array(p_count, uint32), local.array(kept_words, uint32)
-        scores = ScoreRegisters(acc_s, loaded, mask_bits, local.array(bits_words, uint32), terms, distance)
+        scores = ScoreRegisters(acc_s, loaded, mask_bits, local.array(read.bits_words, uint32), terms, distance)
         registers = Registers(scores, acc_o, p_frag, m, l, alpha, shift, kept)
         words = local.array(o_words, uint32)  # of O, on their way
         me = int32(warpgroup - 1)
         elected = thread_index() & int32(31) == 0
-        consumer = Consumer(me, int32(0) if me == consumers - 1 else int32(me + 1), elected)
+        consumer = Consumer(me, int32(0) if me == config.consumers - 1 else int32(me + 1), elected)
         q_desc = describe_k(base + me * (64 * 128))  # of the query tile at work
         taken = int32(0)  # tiles of K and V so far
         seen = int32(0)  # query tiles so far
         for i in range(s_count):
             acc_s[i] = float32(0)
-        if ping_pong and me == consumers - 1:
-            bar_arrive(1, pair)  # the first turn is the first consumer's, as if the last had given it on
+        if ping_pong and me == config.consumers - 1:
+            bar.arrive(1, pair)  # the first turn is the first consumer's, as if the last had given it on
         # The block's first S is the only one that stands alone.
         rings.tiles.consumer_wait(base, seen)
         rings.q.consumer_wait(base, seen)
@@ -294,7 +286,7 @@ def make(config):
             work_tile = rings.work_tile(base, seen)
             begin, free = word(work_tile + BEGIN), word(work_tile + FREE)
             cut, j = word(work_tile + CUT), int32(word(work_tile + STOP) - 1)
-            states = word(work_tile + STATES) if has_states else int32(0)
+            states = word(work_tile + STATES) if walk.present else int32(0)
             # All that needs no score comes before they do.
             start(m, l)
             for i in range(o_count):
@@ -303,7 +295,7 @@ def make(config):
                 terms[r] = float32(0)
                 if has_row_term:
                     first_row, lane = rows_of_lane()
-                    row_head = word(work_tile + H) + (first_row + first_row_of(lane) + 8 * r) % group
+                    row_head = word(work_tile + H) + (first_row + first_row_of(lane) + 8 * r) % config.group_size
                     terms[r] = row_term(word(work_tile + B), row_head, arrays, strides)
             inverse_scale, before, behind = float32(0), int32(0), int32(0)
             if one_sided:
@@ -314,7 +306,7 @@ def make(config):
             rows = Rows(work_tile, seen, q_desc, begin, states, before, behind, inverse_scale)
 
             # P of the first tile, whose S is issued already.
-            masked, asks = j >= cut or j < free, asks_in(states, j, arrays, strides)
+            masked, asks = j >= cut or j < free, walk.asks(states, j, arrays, strides)
             tile = KeyTile(j, taken, work_tile, FALSE, masked, asks)
             if reads:
                 load_for_scores(tile, scores, arrays, strides, sizes)
@@ -328,8 +320,8 @@ def make(config):
             if padded:
                 rings.v.consumer_wait(base, taken)
                 keys = word(work_tile + KEYS)
-                if keys < (j + 1) * tile_n:
-                    zero_tail(base, rings.v.stage(taken), max(keys - j * tile_n, 0), thread_index() - 128)
+                if keys < (j + 1) * config.tile_n:
+                    zero_tail(base, rings.v.stage(taken), max(keys - j * config.tile_n, 0), thread_index() - 128)
             taken, j = int32(taken + 1), following
             while j >= begin:
                 # Tiles that some row sees in part; then those that every row sees whole; then, behind a left
@@ -363,23 +355,23 @@ def make(config):
             rings.v.consumer_release(base, int32(taken - 1), elected)
 
             write_tile(base, rows, registers, words, arrays, strides, sizes, score)
-            warp_sync()  # all lanes have read the work tile, the rows' states, and what was staged
+            bar.warp_sync()  # all lanes have read the work tile, the rows' states, and what was staged
             if o_in_q:
                 rings.q.consumer_release(base, rows.seen, elected)
             rings.tiles.consumer_release(base, rows.seen, elected)
         wait_all()
         if ping_pong and me == 0:
-            bar_sync(1, pair)  # takes the turn that was given on when there was nothing left to do
+            bar.sync(1, pair)  # takes the turn that was given on when there was nothing left to do
 
     @cuda.jit
     def flash_attention_wgmma(tensor_maps, arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
-        base = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
+        base = int32((shared_address(smem) + int32(config.ALIGNMENT - 1)) & int32(-config.ALIGNMENT))
         thread = thread_index()
-        warpgroup = int32(idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
+        warpgroup = int32(shfl.idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
         if thread == 0:
             set_up(base)
-            fence_init()
+            fence.mbarrier_init()
         cuda.syncthreads()
         if warpgroup == 0:
             give_registers()

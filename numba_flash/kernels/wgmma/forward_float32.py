@@ -71,18 +71,16 @@ def multipliers(config):
 
 
 def make(config):
-    tile_m, tile_n, consumers = config.tile_m, config.tile_n, config.consumers
     head_dim, head_dim_v, group, queries = config.head_dim, config.head_dim_v, config.group_size, config.queries
-    alignment = config.ALIGNMENT
     plan = config.shared_layout()
-    q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of a panel of a part
+    q_panel, kv_panel = config.tile_m * 128, config.tile_n * 128  # bytes of a panel of a part
     k_panels, v_panels, v_columns = -(-config.head_dim_padded // 64), config.v_panels, config.v_columns
     k_part, v_part = kv_panel * k_panels, kv_panel * v_panels
     k_bytes, v_bytes = config.PARTS * k_part, config.PARTS * v_part
-    s_count, o_count, p_count = tile_n // 2, config.head_dim_v_padded // 2, config.PARTS * tile_n // 4
+    s_count, o_count, p_count = config.tile_n // 2, config.head_dim_v_padded // 2, config.PARTS * config.tile_n // 4
     panel_count = v_columns // 2  # registers of a panel of O
     o_blocks = config.head_dim_v_padded // 8
-    turns, pair = config.ping_pong and consumers > 1, 256  # threads of two warpgroups
+    turns, pair = config.ping_pong and config.consumers > 1, 256  # threads of two warpgroups
 
     of_q_k, multiply_p_v = multipliers(config)
     multiply_0, multiply_1, multiply_2, multiply_3 = (*of_q_k, *of_q_k[-1:] * (4 - k_panels))
@@ -97,23 +95,20 @@ def make(config):
     set_up = barriers.starter(config, 4)  # the producer's warps
     publish_tile, following_tile, set_back = query_tiles.make(config)
     q_words, fetch_q, store_q = parts.loader(Q_ROWS, head_dim, 64, q_panel, q_panel * k_panels, group)
-    k_words, fetch_k, store_k = parts.loader(tile_n, head_dim, 64, kv_panel, k_part)
-    v_words, fetch_v, store_v = parts.loader(tile_n, head_dim_v, v_columns, kv_panel, v_part)
+    k_words, fetch_k, store_k = parts.loader(config.tile_n, head_dim, 64, kv_panel, k_part)
+    v_words, fetch_v, store_v = parts.loader(config.tile_n, head_dim_v, v_columns, kv_panel, v_part)
     raw_words = max(k_words, v_words)
 
     has_row_term, row_term = fragments.chain(config).has_row_term, fragments.chain(config).row_term
     mask_words = fragments.tile(config, 1).mask_words
     read = score_reads.make(config, 1)
-    reads, bias_type = read.reads, read.bias_type
-    bias_words, bits_words = read.bias_words, read.bits_words
     load_for_scores, find_bits, _, finish_scores = tile_scores.make(config, None)
     walk = tile_walk.make(config, whole_warp=True)
-    has_states, behind, asks_in = walk.present, walk.behind, walk.asks
     behind_in_producer = tile_walk.make(config).behind
     start, softmax, finish = fragment_softmax.make(config, 1)
     drops, kept_words, find_kept, drop_some, count_kept = counting(config)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
-    to_p = parts.to_operand(tile_n)
+    to_p = parts.to_operand(config.tile_n)
     write_rows, recompute_rows = rows_float32.make(config), recompute_whole_rows.make(config, 16)
 
     # The producer.
@@ -132,7 +127,7 @@ def make(config):
     def fetch(raw, fetch_rows, array, of_array, work_tile, j):
         """raw <- the rows of key tile j that are valid keys; zeros past them."""
         b, h_kv = query_tiles.field_of(work_tile + B), query_tiles.field_of(work_tile + H_KV)
-        first = int32(j * tile_n)
+        first = int32(j * config.tile_n)
         source = memory.address(array, row_base(of_array, b, h_kv, int64(first)))
         rows_left = int32(query_tiles.field_of(work_tile + KEYS) - first)
         fetch_rows(raw, source, 4 * of_array[2], int64(0), int32(0), rows_left, special.thread_index())
@@ -162,7 +157,7 @@ def make(config):
         work_tile = int32(rings.work_tile(base, i))
         while query_tiles.field_of(work_tile + WORK) != 0:
             begin, j = query_tiles.field_of(work_tile + BEGIN), int32(query_tiles.field_of(work_tile + STOP) - 1)
-            states = query_tiles.field_of(work_tile + STATES) if has_states else int32(0)
+            states = query_tiles.field_of(work_tile + STATES) if walk.present else int32(0)
             while j >= begin:
                 fetch(raw, fetch_k, arrays.k, strides.k, work_tile, j)
                 rings.k.producer_acquire(base, n)
@@ -175,7 +170,7 @@ def make(config):
                 make_visible()
                 rings.v.producer_commit(base, n, elected())
                 n = int32(n + 1)
-                j = int32(behind_in_producer(states, j, begin, arrays, strides) if has_states else j - 1)
+                j = int32(behind_in_producer(states, j, begin, arrays, strides) if walk.present else j - 1)
             i = int32(i + 1)
             if thread == 0:
                 t = following_tile(t, counter)
@@ -321,7 +316,7 @@ def make(config):
         acc_s, acc_o, p_frag, loaded = registers
         m, l, alpha, terms, distance, mask_bits, shown_bits = row
         of_scores = ScoreRegisters(acc_s, loaded, mask_bits, shown_bits, terms, distance)
-        if reads:
+        if read.reads:
             load_for_scores(tile, of_scores, arrays, strides, sizes)
         scores(base, me, tile.n, acc_s)
         find_bits(tile, of_scores, sizes)
@@ -361,7 +356,7 @@ def make(config):
             local.array(s_count, float32),  # acc_s (tile_n / 8, 4)
             local.array(o_count, float32),  # acc_o (head_dim_v_padded / 8, 4)
             local.array(p_count, uint32),  # p_frag (3, tile_n / 8, 2)
-            local.array(bias_words, bias_type),  # loaded (2, tile_n / 8, 2), in 16 bits two in one
+            local.array(read.bias_words, read.bias_type),  # loaded (2, tile_n / 8, 2), in 16 bits two in one
         )
         row = (
             local.array(2, float32),  # m
@@ -370,18 +365,18 @@ def make(config):
             local.array(2, float32),  # terms
             local.array(2, float32),  # distance
             local.array(mask_words, uint32),  # mask_bits
-            local.array(bits_words, uint32),  # shown_bits, of the caller's mask
+            local.array(read.bits_words, uint32),  # shown_bits, of the caller's mask
         )
         acc_o, terms, mask_bits = registers[1], row[3], row[5]
         n, i = int32(0), int32(0)  # number of key tiles, and of query tiles, so far
-        if me == consumers - 1:
+        if me == config.consumers - 1:
             next_turn(me)  # the first consumer has the first turn, as if the last had passed it on
         rings.tiles.consumer_wait(base, i)
         work_tile = int32(rings.work_tile(base, i))
         while word(work_tile + WORK) != 0:
             begin, free = word(work_tile + BEGIN), word(work_tile + FREE)
             cut, j = word(work_tile + CUT), int32(word(work_tile + STOP) - 1)
-            states = word(work_tile + STATES) if has_states else int32(0)
+            states = word(work_tile + STATES) if walk.present else int32(0)
             load_q(base, me, work_tile, arrays, strides, sizes)
             start(row[0], row[1])
             for x in range(o_count):
@@ -398,15 +393,15 @@ def make(config):
                 # Key tiles that some row sees only in part; then those that every row sees whole; then, with a left
                 # window, again some that are seen in part.
                 while j >= begin and (j >= cut or j < free):
-                    tile = KeyTile(j, n, work_tile, FALSE, TRUE, asks_in(states, j, arrays, strides))
+                    tile = KeyTile(j, n, work_tile, FALSE, TRUE, walk.asks(states, j, arrays, strides))
                     step(base, me, tile, registers, row, arrays, strides, sizes, score)
                     n = int32(n + 1)
-                    j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)
+                    j = int32(walk.behind(states, j, begin, arrays, strides) if walk.present else j - 1)
                 while j >= free and j < cut:
-                    tile = KeyTile(j, n, work_tile, TRUE, FALSE, asks_in(states, j, arrays, strides))
+                    tile = KeyTile(j, n, work_tile, TRUE, FALSE, walk.asks(states, j, arrays, strides))
                     step(base, me, tile, registers, row, arrays, strides, sizes, score)
                     n = int32(n + 1)
-                    j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)
+                    j = int32(walk.behind(states, j, begin, arrays, strides) if walk.present else j - 1)
             write_tile(base, work_tile, acc_o, row, arrays, strides, sizes, score)
             rings.tiles.consumer_release(base, i, elected())
             i = int32(i + 1)
@@ -418,7 +413,7 @@ def make(config):
     @cuda.jit
     def flash_attention_wgmma_float32(arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
-        base = int32((shared.address(smem) + int32(alignment - 1)) & int32(-alignment))
+        base = int32((shared.address(smem) + int32(config.ALIGNMENT - 1)) & int32(-config.ALIGNMENT))
         thread = special.thread_index()
         warpgroup = int32(shfl.idx_b32(uint32(thread >> int32(7)), 0))  # known to be uniform in the warp
         if thread == 0:

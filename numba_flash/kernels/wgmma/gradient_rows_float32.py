@@ -21,7 +21,6 @@ def make(columns, padded, of_row=None):
     """
     blocks = padded // 8
     write_row = rows_float32.row_writer(blocks, columns, (of_row or columns) % 2 == 0)
-    bfly, bfly_b32 = shfl.bfly_f32, shfl.bfly_b32
 
     @inlined
     def store_row(r, acc, factor, lane, target, base, row_stride, rows_left, rows_that_count):
@@ -32,8 +31,8 @@ def make(columns, padded, of_row=None):
                 at = 4 * n + 2 * r + x
                 acc[at] = acc[at] * factor if counts else float32(0)
                 nonfinite += acc[at] * float32(0)  # NaN when it is NaN or Inf
-        nonfinite += bfly(nonfinite, 1)
-        nonfinite += bfly(nonfinite, 2)
+        nonfinite += shfl.bfly_f32(nonfinite, 1)
+        nonfinite += shfl.bfly_f32(nonfinite, 2)
         finite = nonfinite == float32(0)
         if finite and row < rows_left:
             write_row(acc, r, lane, target, base + row * row_stride, 1)
@@ -49,7 +48,7 @@ def make(columns, padded, of_row=None):
         found = store_row(FIRST, acc, factor, lane, target, base, row_stride, rows_left, rows_that_count)
         found |= store_row(SECOND, acc, factor, lane, target, base, row_stride, rows_left, rows_that_count)
         for distance in (1, 2, 4, 8, 16):
-            found |= bfly_b32(found, distance)
+            found |= shfl.bfly_b32(found, distance)
         return found
 
     return store

@@ -50,26 +50,22 @@ def places(config):
 
 
 def make(config):
-    of_dv, has_second, panels = config.of_dv, config.has_second, config.panels
     plan, at = config.shared_layout(), config.barriers()
     a, b = (backward_products_float32.make(config, n) for n in (config.head_dim_padded, config.head_dim_v_padded))
     place_of_a, place_of_b, empty_of_a = places(config)
     of_s = paired_scores.make(config, plan.weights, at.scores_full, at.scores_empty)
     of_dp = paired_scores.make(config, plan.score_gradients, at.score_gradients_full, at.score_gradients_empty)
-    give_s, take_s, give_back_s = of_s.give, of_s.take, of_s.give_back
-    give_dp, take_dp, give_back_dp = of_dp.give, of_dp.take, of_dp.give_back
-    finish_half_s, finish_half_dp = a.finish_scores, b.finish_scores
     commit, wait_but_one, two_b = wgmma.commit_group, wgmma.wait_group(1), b.panels > 1
 
     @inlined
     def set_up(base):
         """A warp arrives once, whether it belongs to the producer or to a consumer, here or in the other block."""
-        for panel in range(panels):
+        for panel in range(config.panels):
             mbarrier.init(base + at.a_full + 8 * panel, 4)
             mbarrier.init(base + at.b_full + 8 * panel, 4)
-            mbarrier.init(base + at.b_empty + 8 * panel, 4 * of_dv + 4 * has_second)
-        for panel in range(2 * panels):
-            mbarrier.init(base + at.a_empty + 8 * panel, 4 + 4 * has_second)
+            mbarrier.init(base + at.b_empty + 8 * panel, 4 * config.of_dv + 4 * config.has_second)
+        for panel in range(2 * config.panels):
+            mbarrier.init(base + at.a_empty + 8 * panel, 4 + 4 * config.has_second)
         mbarrier.init(base + at.scores_full, 4)
         mbarrier.init(base + at.scores_empty, 4)
         mbarrier.init(base + at.score_gradients_full, 4)
@@ -99,7 +95,7 @@ def make(config):
     @inlined
     def give_back(empty, first):
         """Releases the panels from `first` on, including those that only the other kind of tile has."""
-        for panel in range(first, panels):
+        for panel in range(first, config.panels):
             mbarrier.arrive_if(empty + 8 * panel, elected())
 
     def of_kind(products, full, own, place_of, empty_of, is_a):
@@ -138,23 +134,23 @@ def make(config):
 
     @inlined
     def finish_s(acc, other, base, n):
-        finish_half_s(acc, other)
+        a.finish_scores(acc, other)
         give_back(empty_of_a(base, n), 0)
-        give_s(acc, base, n)
-        take_s(acc, base, n)
-        if not has_second:
-            give_back_s(base)
+        of_s.give(acc, base, n)
+        of_s.take(acc, base, n)
+        if not config.has_second:
+            of_s.give_back(base)
 
     @inlined
     def finish_dp(acc, other, base, n):
         if two_b:  # the next tile a may be loaded beside the second panel
             wait_but_one()
             mbarrier.arrive_if(empty_of_b(base, n), elected())
-        finish_half_dp(acc, other)
+        b.finish_scores(acc, other)
         give_back(empty_of_b(base, n), int32(two_b))
-        give_dp(acc, base, n)
-        take_dp(acc, base, n)
-        give_back_dp(base)
+        of_dp.give(acc, base, n)
+        of_dp.take(acc, base, n)
+        of_dp.give_back(base)
 
     @inlined
     def await_weights_place(base, n):
@@ -164,5 +160,5 @@ def make(config):
     scores_b, sums_b = of_kind(b, at.b_full, plan.own_b, place_of_b, empty_of_b, False)
     return Tiles(
         set_up, start, leave, *scores_a, finish_s, *scores_b, finish_dp, *sums_a, *sums_b, await_weights_place,
-        give_back_s,
+        of_s.give_back,
     )  # fmt: skip

@@ -32,12 +32,8 @@ class Tiles(NamedTuple):
 def make(config):
     """-> (set_up, schedule, produce, produce_bias), device functions: initialisation of the mbarriers, and the
     roles."""
-    tile_m, tile_n, consumers = config.tile_m, config.tile_n, config.consumers
-    q_buffers = config.q_buffers
-    group = config.group_size
     plan = config.shared_layout()
-    bias_bytes = config.bias_bytes
-    q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 64 columns
+    q_panel, kv_panel = config.tile_m * 128, config.tile_n * 128  # bytes of 64 columns
     k_panels, v_panels = -(-config.head_dim_padded // 64), -(-config.head_dim_v_padded // 64)
     q_bytes, k_bytes, v_bytes = q_panel * k_panels, kv_panel * k_panels, kv_panel * v_panels
     rings = barriers.make(config)
@@ -45,7 +41,6 @@ def make(config):
     maps_address = tma.parameter("numba_flash_wgmma")
     publish_tile, following, set_back = query_tiles.make(config)
     walk = tile_walk.make(config)
-    has_states, behind = walk.present, walk.behind
     set_up = barriers.starter(config, 1)
     k_tiles = Tiles(rings.k, plan.k, k_bytes, k_panels, 128)
     v_tiles = Tiles(rings.v, plan.v, v_bytes, v_panels, 256)
@@ -56,13 +51,13 @@ def make(config):
         full = rings.q.producer_expect(base, i, q_bytes)
         for panel in range(k_panels):
             to = base + rings.q.stage(i) * q_bytes + panel * q_panel
-            tma.load_5d(to, maps_address(), full, panel * 64, 0, first_query, divide(h, group), b)
+            tma.load_5d(to, maps_address(), full, panel * 64, 0, first_query, divide(h, config.group_size), b)
 
     @inlined
     def prefetch_q(h, first_query, b):
         """Prefetches Q of a query tile into L2, because shared memory has no room for it yet."""
         for panel in range(k_panels):
-            tma.prefetch_5d(maps_address(), panel * 64, 0, first_query, divide(h, group), b)
+            tma.prefetch_5d(maps_address(), panel * 64, 0, first_query, divide(h, config.group_size), b)
 
     def loader(tiles):
         @inlined
@@ -71,7 +66,7 @@ def make(config):
             full = tiles.ring.producer_expect(base, n, tiles.bytes)
             for panel in range(tiles.panels):
                 to = base + tiles.at + tiles.ring.stage(n) * tiles.bytes + panel * kv_panel
-                tma.load_4d(to, maps_address() + tiles.map_at, full, panel * 64, j * tile_n, h_kv, b)
+                tma.load_4d(to, maps_address() + tiles.map_at, full, panel * 64, j * config.tile_n, h_kv, b)
 
         return load
 
@@ -82,7 +77,7 @@ def make(config):
         """Query tile t is the block's i-th: publish it and load its Q. If no tile is left, consumers issue S of the
         first query tile and drop it."""
         b, h, first_query = publish_tile(base, i, t, arrays, strides, sizes)
-        if q_buffers == 1:
+        if config.q_buffers == 1:
             prefetch_q(h, first_query, b)
         load_q(base, i, h, first_query, b)
 
@@ -113,17 +108,17 @@ def make(config):
             next_tile = rings.work_tile(base, int32(i + 1))
             begin, j = field_of(work_tile + BEGIN), int32(field_of(work_tile + STOP) - 1)
             ask_at, behind_j = min(begin + 1, j), j
-            if has_states:
+            if walk.present:
                 states, alone = field_of(work_tile + STATES), j == begin
             while j >= begin:
                 # Ask for the next query tile now: earlier, the block would hold a query tile while others are idle;
                 # later, its Q and its first K would arrive too late.
-                if has_states:
-                    behind_j = behind(states, j, begin, arrays, strides)
+                if walk.present:
+                    behind_j = walk.behind(states, j, begin, arrays, strides)
                     mbarrier.arrive_if(base + rings.asked, alone or behind_j == begin)
                 else:
                     mbarrier.arrive_if(base + rings.asked, j == ask_at)
-                source, next_j = work_tile, int32(behind_j if has_states else j - 1)
+                source, next_j = work_tile, int32(behind_j if walk.present else j - 1)
                 if j == begin:
                     rings.tiles.consumer_wait(base, int32(i + 1))
                     source, next_j = next_tile, int32(field_of(next_tile + STOP) - 1)
@@ -131,7 +126,7 @@ def make(config):
                 load_k(base, int32(n + 1), next_j, field_of(source + H_KV), field_of(source + B))
                 load_v(base, n, j, field_of(work_tile + H_KV), field_of(work_tile + B))
                 n = int32(n + 1)
-                j = int32(behind_j if has_states else j - 1)
+                j = int32(behind_j if walk.present else j - 1)
             i = int32(i + 1)
             work_tile = next_tile
 
@@ -145,14 +140,14 @@ def make(config):
         while field_of(work_tile + WORK) != 0:
             begin, j = field_of(work_tile + BEGIN), int32(field_of(work_tile + STOP) - 1)
             b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
-            states = field_of(work_tile + STATES) if has_states else int32(0)
+            states = field_of(work_tile + STATES) if walk.present else int32(0)
             while j >= begin:
-                for consumer in range(consumers):
-                    full = rings.bias.producer_expect(base + 8 * consumer, n, bias_bytes)
-                    to = base + plan.bias + (rings.bias.stage(n) * consumers + consumer) * bias_bytes
-                    fetch_bias(to, full, int32(first_query + 64 * consumer), int32(j * tile_n), h, b, strides)
+                for consumer in range(config.consumers):
+                    full = rings.bias.producer_expect(base + 8 * consumer, n, config.bias_bytes)
+                    to = base + plan.bias + (rings.bias.stage(n) * config.consumers + consumer) * config.bias_bytes
+                    fetch_bias(to, full, int32(first_query + 64 * consumer), int32(j * config.tile_n), h, b, strides)
                 n = int32(n + 1)
-                j = int32(behind(states, j, begin, arrays, strides) if has_states else j - 1)
+                j = int32(walk.behind(states, j, begin, arrays, strides) if walk.present else j - 1)
             i = int32(i + 1)
             rings.tiles.consumer_wait(base, i)
             work_tile = rings.work_tile(base, i)

@@ -64,11 +64,8 @@ def make(config):
     tile_n, group, queries = config.tile_n, config.group_size, config.queries
     l2_rows = config.l2_bytes // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # of K and V
     rings = barriers.make(config)
-    block_count = special.block_count
-    store_shared, atomic_add, exchange = ld_st.store_b32, memory.add, memory.exchange
     keys_and_start = positions.make(config)
     has_mask, ranges_of, walk = config.has("mask"), reads.make(config, 1).ranges, tile_walk.make(config)
-    has_states, states_row, states_ends = walk.present, walk.row, walk.ends
     asked_of_whole = group == 1 and (config.has("score_mod") or config.has("mask_mod"))  # as fragment_functions.py does
     take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
 
@@ -78,7 +75,7 @@ def make(config):
 
         Some heads at a time, last queries first; under a mask_mod, those that see the most tiles first.
         """
-        if has_states:
+        if walk.present:
             b, head, own = take(t, arrays, strides, sizes)
             return b, int32(head * group), int32(own * queries)
         m_tiles = divide(int32(sizes.seqlen_q) + int32(queries - 1), queries)
@@ -113,9 +110,9 @@ def make(config):
         if stop <= begin:  # as in tiles_of
             begin = divide(int32(sizes.seqlen_k), tile_n) + 1
             stop = begin + 1
-        store_shared(work_tile + BEGIN, uint32(begin))
-        store_shared(work_tile + FREE, uint32(max(field_of(work_tile + FREE), begin)))
-        store_shared(work_tile + STOP, uint32(stop))
+        ld_st.store_b32(work_tile + BEGIN, uint32(begin))
+        ld_st.store_b32(work_tile + FREE, uint32(max(field_of(work_tile + FREE), begin)))
+        ld_st.store_b32(work_tile + STOP, uint32(stop))
 
     @inlined
     def ask_mask(work_tile, arrays, strides, sizes):
@@ -129,8 +126,8 @@ def make(config):
         ranges = ranges_of(b, h, group, first_query, end_query, arrays, strides, sizes)
         first, end, whole_first, whole_end = ranges
         free, cut = divide(whole_first + int32(tile_n - 1), tile_n), divide(whole_end, tile_n)
-        store_shared(work_tile + FREE, uint32(max(field_of(work_tile + FREE), free)))
-        store_shared(work_tile + CUT, uint32(min(field_of(work_tile + CUT), cut)))
+        ld_st.store_b32(work_tile + FREE, uint32(max(field_of(work_tile + FREE), free)))
+        ld_st.store_b32(work_tile + CUT, uint32(min(field_of(work_tile + CUT), cut)))
         begin = max(field_of(work_tile + BEGIN), divide(first, tile_n))
         stop = min(field_of(work_tile + STOP), divide(end + int32(tile_n - 1), tile_n))
         write_ends(work_tile, begin, stop, sizes)
@@ -140,34 +137,34 @@ def make(config):
         """Drops the tiles at both ends in which a mask_mod shows nothing; STATES <- where the states of the tiles
         between are."""
         b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
-        states = states_row(b, h, first_query, arrays, strides)
+        states = walk.row(b, h, first_query, arrays, strides)
         begin, stop = field_of(work_tile + BEGIN), field_of(work_tile + STOP)
-        begin, stop = states_ends(states, begin, stop, arrays, strides)
+        begin, stop = walk.ends(states, begin, stop, arrays, strides)
         write_ends(work_tile, begin, stop, sizes)
-        store_shared(work_tile + STATES, uint32(states))
+        ld_st.store_b32(work_tile + STATES, uint32(states))
 
     @inlined
     def publish(base, i, work, tile, arrays, strides, sizes):
         """Writes a WorkTile as the block's i-th, for the producer and the consumers. work: 0 if none was left."""
         at = rings.work_tile(base, i)
         rings.tiles.producer_acquire(base, i)
-        store_shared(at + WORK, uint32(work))
-        store_shared(at + B, uint32(tile.b))
-        store_shared(at + H, uint32(tile.h))
-        store_shared(at + H_KV, uint32(tile.h_kv))
-        store_shared(at + FIRST_QUERY, uint32(tile.first_query))
-        store_shared(at + KEYS, uint32(tile.keys))
-        store_shared(at + BEGIN, uint32(tile.begin))
-        store_shared(at + FREE, uint32(tile.free))
-        store_shared(at + CUT, uint32(tile.cut))
-        store_shared(at + STOP, uint32(tile.stop))
-        store_shared(at + POS_LOW, uint32(tile.position & int64(0xFFFFFFFF)))
-        store_shared(at + POS_HIGH, uint32((tile.position >> int64(32)) & int64(0xFFFFFFFF)))
+        ld_st.store_b32(at + WORK, uint32(work))
+        ld_st.store_b32(at + B, uint32(tile.b))
+        ld_st.store_b32(at + H, uint32(tile.h))
+        ld_st.store_b32(at + H_KV, uint32(tile.h_kv))
+        ld_st.store_b32(at + FIRST_QUERY, uint32(tile.first_query))
+        ld_st.store_b32(at + KEYS, uint32(tile.keys))
+        ld_st.store_b32(at + BEGIN, uint32(tile.begin))
+        ld_st.store_b32(at + FREE, uint32(tile.free))
+        ld_st.store_b32(at + CUT, uint32(tile.cut))
+        ld_st.store_b32(at + STOP, uint32(tile.stop))
+        ld_st.store_b32(at + POS_LOW, uint32(tile.position & int64(0xFFFFFFFF)))
+        ld_st.store_b32(at + POS_HIGH, uint32((tile.position >> int64(32)) & int64(0xFFFFFFFF)))
         if has_mask:
-            store_shared(at + POS_FREE, uint32(tile.free))
-            store_shared(at + POS_CUT, uint32(tile.cut))
+            ld_st.store_b32(at + POS_FREE, uint32(tile.free))
+            ld_st.store_b32(at + POS_CUT, uint32(tile.cut))
             ask_mask(at, arrays, strides, sizes)
-        if has_states:
+        if walk.present:
             leave_empty_out(at, arrays, strides, sizes)
         rings.tiles.producer_commit(base, i, True)
 
@@ -187,7 +184,7 @@ def make(config):
         h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
         tile = WorkTile(b, h, h_kv, first_query, keys, position, begin, free, cut, stop)
         publish(base, i, work, tile, arrays, strides, sizes)
-        if has_mask or has_states:  # read again, not kept in registers until here
+        if has_mask or walk.present:  # read again, not kept in registers until here
             work_tile = rings.work_tile(base, i)
             b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
         return b, h, first_query
@@ -195,13 +192,13 @@ def make(config):
     @inlined
     def following(t, counter):
         """The block's next query tile after t."""
-        return int32(atomic_add(counter, uint32(1))) + block_count()
+        return int32(memory.add(counter, uint32(1))) + special.block_count()
 
     @inlined
     def set_back(counter):
         """Called by each block that found no tile left; the last one resets the counter for the next launch."""
-        if atomic_add(counter + 4, uint32(1)) == uint32(block_count() - 1):
-            exchange(counter, uint32(0))
-            exchange(counter + 4, uint32(0))
+        if memory.add(counter + 4, uint32(1)) == uint32(special.block_count() - 1):
+            memory.exchange(counter, uint32(0))
+            memory.exchange(counter + 4, uint32(0))
 
     return publish_tile, following, set_back

@@ -49,10 +49,8 @@ def make(config):
     finite, but marks the row in row_states. -> whether the lane has a part of such a row.
     """
     group, blocks = config.group_size, config.head_dim_v_padded // 8
-    row_state_bytes, write_lse = config.ROW_STATE_BYTES, config.write_lse
     write_row = row_writer(blocks, config.head_dim_v, config.o_vectorized)
     to_natural = float32(1 / exponent_unit(config))
-    store_shared, bfly = ld_st.store_b32, shfl.bfly_f32
 
     @inlined
     def divide_row(acc_o, r, inverse):
@@ -64,8 +62,8 @@ def make(config):
             even += acc_o[4 * n + 2 * r] * float32(0)  # NaN when it is NaN or Inf
             odd += acc_o[4 * n + 2 * r + 1] * float32(0)
         nonfinite = even + odd
-        nonfinite += bfly(nonfinite, 1)
-        nonfinite += bfly(nonfinite, 2)
+        nonfinite += shfl.bfly_f32(nonfinite, 1)
+        nonfinite += shfl.bfly_f32(nonfinite, 2)
         return nonfinite == float32(0)
 
     @inlined
@@ -75,8 +73,8 @@ def make(config):
         head, index = tile.h + row - query * group, tile.first_query + query
         finite = divide_row(acc_o, r, inverse_l[r])
         if lane & 3 == 0:
-            store_shared(row_states + row * row_state_bytes, uint32(0) if finite else uint32(1))
-            if write_lse and index < sizes.seqlen_q:
+            ld_st.store_b32(row_states + row * config.ROW_STATE_BYTES, uint32(0) if finite else uint32(1))
+            if config.write_lse and index < sizes.seqlen_q:
                 arrays.lse[lse_row(tile.b, head, index, sizes)] = lse[r] * to_natural
         if finite and index < sizes.seqlen_q:
             write_row(acc_o, r, lane, arrays.o, row_base(strides.o, tile.b, head, index), strides.o[3])

@@ -48,17 +48,13 @@ class TileScores(NamedTuple):
 def make(config, sides):
     """sides: a OneSide; None if no tile may be linear. -> TileScores"""
     queries, read = config.queries, reads.make(config, 1)
-    origin_of, load_direct, load_bits = read.origin, read.load_bias, read.load_bits
     hide, some_hidden, has_mask = read.hide, read.some_hidden, config.has("mask")
     has_row_term = fragments.chain(config).has_row_term
     _, visible, finish, mask_scores = fragments.tile(config, 1)
     boxes, blocks, consumers = bias_boxes.make(config, 64), config.tile_n // 8, config.consumers
-    boxed, place_of_bias, load_boxed = boxes.present, boxes.place, boxes.load
     bias_at, bias_bytes = config.shared_layout().bias, config.bias_bytes
     ring = barriers.make(config).bias
     functions, has_score_mod = fragment_functions.make(config), config.has("score_mod")
-    has_functions, apply_masked, apply_inside = functions.present, functions.apply, functions.apply_inside
-    scores_finished = config.scores_finished
     one_sided, to_shift, to_linear = (False, None, None) if sides is None else (sides.present, *sides[-2:])
     log2_e = float32(LOG2_E)
 
@@ -85,9 +81,9 @@ def make(config, sides):
     def find_bits(tile, registers, sizes):
         """mask_bits <- which scores count, if that may be asked. Run it during products, like find_visible."""
         if tile.inside:
-            if scores_finished or has_score_mod or tile.asks:
+            if config.scores_finished or has_score_mod or tile.asks:
                 find_visible(tile.j, tile.work_tile, sizes, registers.mask_bits, registers.distance)
-        elif scores_finished or has_mask or has_score_mod or tile.masked or tile.asks:
+        elif config.scores_finished or has_mask or has_score_mod or tile.masked or tile.asks:
             bits = registers.shown_bits
             find_shown(tile.j, tile.work_tile, sizes, registers.mask_bits, bits, registers.distance)
 
@@ -96,10 +92,10 @@ def make(config, sides):
         """Issues loads of what the scores need from global memory, before their product is issued."""
         first_row, lane = rows_of_lane()
         b, h, first_query = word(tile.work_tile + B), word(tile.work_tile + H), word(tile.work_tile + FIRST_QUERY)
-        origin = origin_of(b, h, first_query, arrays, strides)
-        load_direct(registers.loaded, tile.j, origin, first_row, lane, strides, sizes, tile.inside)
+        origin = read.origin(b, h, first_query, arrays, strides)
+        read.load_bias(registers.loaded, tile.j, origin, first_row, lane, strides, sizes, tile.inside)
         if not tile.inside:  # inside, the mask hides nothing
-            load_bits(registers.shown_bits, tile.j, origin, first_row, lane, arrays, strides, sizes)
+            read.load_bits(registers.shown_bits, tile.j, origin, first_row, lane, arrays, strides, sizes)
 
     @inlined
     def load_bias(base, loaded, n):
@@ -109,9 +105,9 @@ def make(config, sides):
         consumer = first_row >> 6
         ring.consumer_wait(base + 8 * consumer, n)
         at = base + bias_at + int32(ring.stage(n) * consumers + consumer) * bias_bytes
-        place = place_of_bias(at, first_row & 63, lane)
+        place = boxes.place(at, first_row & 63, lane)
         for pair in range(blocks // 2):
-            load_boxed(four, place, pair)
+            boxes.load(four, place, pair)
             for half in range(2):
                 for r in range(2):
                     loaded[r * blocks + 2 * pair + half] = four[2 * half + r]
@@ -137,14 +133,14 @@ def make(config, sides):
         s, bits, first = registers.acc_s, registers.mask_bits, own.first_query
         j, b, h, asks = tile.j, own.b, own.h, tile.asks
         if tile.inside:
-            apply_inside(s, bits, j, b, h, first_row, lane, first, at, left, asks, arrays, strides, score)
+            functions.apply_inside(s, bits, j, b, h, first_row, lane, first, at, left, asks, arrays, strides, score)
         else:
-            apply_masked(s, bits, j, b, h, first_row, lane, first, at, left, asks, arrays, strides, score)
+            functions.apply(s, bits, j, b, h, first_row, lane, first, at, left, asks, arrays, strides, score)
 
     @inlined
     def add_options(base, tile, registers, score):
         """acc_s <- finished scores, but for what hides them."""
-        if boxed:
+        if boxes.present:
             load_bias(base, registers.loaded, tile.n)
         finish(registers.acc_s, registers.terms, registers.distance, registers.loaded, score)
 
@@ -154,8 +150,8 @@ def make(config, sides):
 
         -> the factor that the scores lack."""
         factor = score.scale * log2_e
-        if tile.inside or scores_finished or has_mask or has_score_mod or tile.masked or tile.asks:
-            if has_functions:
+        if tile.inside or config.scores_finished or has_mask or has_score_mod or tile.masked or tile.asks:
+            if functions.present:
                 if has_score_mod or tile.asks:
                     apply(tile, registers, arrays, strides, sizes, score)
             if one_sided:
@@ -164,7 +160,7 @@ def make(config, sides):
                 else:
                     add_options(base, tile, registers, score)
                     factor = float32(1)
-            elif scores_finished:
+            elif config.scores_finished:
                 add_options(base, tile, registers, score)
                 factor = float32(1)
             if not tile.inside or has_score_mod or tile.asks:

@@ -54,14 +54,13 @@ class Counting(NamedTuple):
 def counting(config):
     """-> Counting, for tiles of config.tile_n keys."""
     drops, kept_words, kept_of, _, drop, scale = counts.on_fragments(config, 1, config.tile_n)
-    tile_n = config.tile_n
 
     @inlined
     def find_kept(j, work_tile, kept, arrays, sizes):
         """kept <- which weights of key tile j count. It needs no score."""
         first_row, lane = rows_of_lane()
         b, h, lane_row = word(work_tile + B), word(work_tile + H), first_row + first_row_of(lane)
-        first_key = int32(j * tile_n + first_column_of(lane))
+        first_key = int32(j * config.tile_n + first_column_of(lane))
         kept_of(kept, first_key, b, h, lane_row, position(work_tile), arrays, sizes)
 
     return Counting(drops, kept_words, find_kept, drop, scale)
