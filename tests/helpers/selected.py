@@ -1,0 +1,19 @@
+"""What select makes of a problem of gradients for a GPU that is not here, in the order of the launches."""
+
+from helpers.machines import HOPPER
+from numba_flash.api.explain import BackwardExplanation
+from numba_flash.select.backward import select_backward
+
+
+def explained(problem, target=HOPPER, kernel="auto"):
+    """The kernel, its Configs and the number of blocks of each; str() of it is for people."""
+    family = "numpy" if target.arrays_on_host else "cupy"
+    return BackwardExplanation.of(problem, target, select_backward(problem, target, kernel, family))
+
+
+def configs_of(kernel, problem, target=HOPPER):
+    return explained(problem, target, kernel).configs
+
+
+def kernels_of(kernel, problem, target=HOPPER):
+    return [config.kernel for config in configs_of(kernel, problem, target)]
