@@ -1,7 +1,10 @@
 """What select makes of a problem of gradients for a GPU that is not here, in the order of the launches."""
 
+from unittest import mock
+
 from helpers.machines import HOPPER
 from numba_flash.api.explain import BackwardExplanation
+from numba_flash.select import backward_kernels, backward_tiles, backward_wide
 from numba_flash.select.backward import select_backward
 
 
@@ -17,3 +20,16 @@ def configs_of(kernel, problem, target=HOPPER):
 
 def kernels_of(kernel, problem, target=HOPPER):
     return [config.kernel for config in configs_of(kernel, problem, target)]
+
+
+def configs_with(rows, kernel, problem, target=HOPPER):
+    """The same where each of these tables has one row only, {its name: the row}, or none where that is None."""
+    tables = {name: () if row is None else (row,) for name, row in rows.items()}
+    memos = (backward_kernels.mma_configs, backward_kernels.wgmma_configs, backward_wide.wide_configs)
+    with mock.patch.dict(backward_tiles.TABLES, tables):
+        for memo in memos:
+            memo.cache_clear()
+        found = configs_of(kernel, problem, target)
+    for memo in memos:
+        memo.cache_clear()
+    return found
