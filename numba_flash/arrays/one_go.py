@@ -1,4 +1,4 @@
-"""Three arrays of a call that may be like one before: all that a plan follows from, read in one go.
+"""Fast path: reads from q, k and v in one pass what the key of a plan needs.
 
 `read` makes an Array of each and looks its Layout up. Here the same facts come as they are, as the part of a key, in
 half the time. A tiny problem takes 5 us in torch's own attention, so it counts there. The families that people call

@@ -1,4 +1,4 @@
-"""Twins of ptx.mma. Sums in float64, rounded once; those of tf32 are cut off, as GPUs do."""
+"""Stand-ins for ptx.mma. Sums in float64, rounded once; those of tf32 are cut off, as GPUs do."""
 
 import functools
 

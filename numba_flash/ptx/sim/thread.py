@@ -1,4 +1,4 @@
-"""A simulated thread: what its twins keep there, and what it runs on, a greenlet or a thread of Python's.
+"""A simulated thread: what its stand-ins keep there, and what it runs on, a greenlet or a thread of Python's.
 
 One runs at a time, and hands on by itself (scheduler.py). Greenlets do that in half a microsecond and Python's threads
 in 4 to 12, which is half of the time of a kernel on tensor cores. But debuggers, traces and coverage follow threads of
@@ -25,7 +25,7 @@ except ImportError:
 
 
 class Thread:
-    """A GPU thread. Its twins' state: what it waits for, copies under way, values to come.
+    """A GPU thread. Its stand-ins' state: what it waits for, copies under way, values to come.
 
     `cuda.threadIdx` and the like find it in place of Numba's BlockThread.
     """
