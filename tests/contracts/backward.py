@@ -4,9 +4,8 @@ Each tier has its own `rung`. Gradients are compared with the oracle's from the 
 one promise each, and compare bits wherever the promise is about bits.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 import numba_flash
 from contracts import forward
-from contracts.forward import identity, same_bits
+from contracts.forward import same_bits
 from numba_flash import testing
 from numba_flash.api.backward import AttentionGradients
 from numba_flash.problem.options import GRADIENT_OF
@@ -23,53 +22,29 @@ from numba_flash.testing import Case
 from numba_flash.testing import exact as testing_exact
 
 NAMES = tuple(GRADIENT_OF)  # without daux, of which a problem has any number: tests/contracts/functions.py
-# Why a backward on tensor cores may refuse a problem: nothing else is a reason to skip a test.
-REFUSALS = (*forward.REFUSALS, "no gradient of alibi_slopes", "no bias", "no mask", "no score_mod")
 
 
 @dataclass(frozen=True)
-class Rung:
-    """A kernel and the arrays it takes; the fields are those of forward.Rung."""
+class Rung(forward.Rung):
+    """A kernel and the arrays it takes, for gradients."""
 
-    kernel: str
-    move: Callable[[np.ndarray], Any] = identity
-    back: Callable[[Any], np.ndarray] = identity
-    limits: dict = field(default_factory=lambda: dict(max_seqlen=150))
-    tensor: bool = False
-    tile: int = 16
-    slow: bool = False
-    usual: str = ""  # the dtype of a problem that does not say which, if not the kernel's first
-
-    @property
-    def dtype(self):
-        """Of a problem that does not say which."""
-        return self.usual or ("float16" if self.tensor else "float32")
-
-    @property
-    def batch(self):
-        """Entries of a problem that is not about them."""
-        return 1 if self.slow else 2
+    REFUSALS: ClassVar = (
+        *forward.Rung.REFUSALS, "no gradient of alibi_slopes", "no bias", "no mask", "no score_mod",
+    )  # fmt: skip
 
     @property
     def features(self):
         """What it takes of testing.FEATURES."""
         return tuple(name for name in testing.FEATURES if not self.tensor or name not in ("bias", "mask"))
 
-    def problem(self, *seqlens, dtype=None, **options):
-        return forward.problem(*seqlens, dtype=dtype or self.dtype, **options)
-
     def __call__(self, case, given=None, wanted=None, **options):
         """AttentionGradients of a case as NumPy arrays; given: do, o, lse, dlse, else random ones."""
         do, o, lse, dlse = (x if x is None else self.move(x) for x in given or incoming(case))
-        try:
+        with self.skipping_refusals():
             gradients = numba_flash.attention_backward(
                 do, **case.arguments(self.move) | options, o=o, lse=lse, dlse=dlse, kernel=self.kernel,
                 wanted=wanted or self.gradients_of(case),
             )  # fmt: skip
-        except NotImplementedError as refused:
-            if not self.tensor or not any(reason in str(refused) for reason in REFUSALS):
-                raise
-            pytest.skip(str(refused).partition(" What would run")[0])
         own, daux = gradients[:-1], gradients.daux
         daux = None if daux is None else tuple(x if x is None else self.back(x) for x in daux)
         return AttentionGradients(*(x if x is None else self.back(x) for x in own), daux)

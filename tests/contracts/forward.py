@@ -7,10 +7,11 @@ bits.
 What a rung refuses is skipped, in the words of select, and only for the reasons that are listed here.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -27,13 +28,12 @@ def identity(x):
     return x
 
 
-# Why a kernel on tensor cores may refuse a problem: nothing else is a reason to skip a test.
-REFUSALS = ("not float32", "not float64", "head_dim up to")
-
-
 @dataclass(frozen=True)
 class Rung:
     """A kernel and the arrays it takes."""
+
+    # Why a kernel on tensor cores may refuse a problem: nothing else is a reason to skip a test.
+    REFUSALS: ClassVar = ("not float32", "not float64", "head_dim up to")
 
     kernel: str
     move: Callable[[np.ndarray], Any] = identity
@@ -57,14 +57,19 @@ class Rung:
     def problem(self, *seqlens, dtype=None, **options):
         return problem(*seqlens, dtype=dtype or self.dtype, **options)
 
-    def attention(self, *operands, **arguments):
-        """attention() by this kernel, for arrays that have been moved."""
+    @contextlib.contextmanager
+    def skipping_refusals(self):
         try:
-            return numba_flash.attention(*operands, kernel=self.kernel, **arguments)
+            yield
         except NotImplementedError as refused:
-            if not self.tensor or not any(reason in str(refused) for reason in REFUSALS):
+            if not self.tensor or not any(reason in str(refused) for reason in self.REFUSALS):
                 raise
             pytest.skip(str(refused).partition(" What would run")[0])
+
+    def attention(self, *operands, **arguments):
+        """attention() by this kernel, for arrays that have been moved."""
+        with self.skipping_refusals():
+            return numba_flash.attention(*operands, kernel=self.kernel, **arguments)
 
     def __call__(self, case, **options):
         """(o, lse) of a case as NumPy arrays."""
