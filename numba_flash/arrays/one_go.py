@@ -20,7 +20,7 @@ Facts = tuple[Any, ...]
 
 
 class OneGo(NamedTuple):
-    """What a call like one before still asks of a family's arrays."""
+    """What the fast path needs to know of a family's arrays."""
 
     # x, y, z -> their addresses; what else a plan follows from, which can be a key; and whether their library is to
     # know of the call because one of them requires grad. None where only `read` knows what to make of them.

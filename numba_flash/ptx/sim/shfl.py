@@ -33,7 +33,7 @@ def sum_f64(value):
 
 
 def _sum(warp, given):
-    """As by five butterflies, for which the lanes would have to come together five times."""
+    """Adds as five butterflies do, without five meetings of the lanes."""
     sums = np.array(given)
     with np.errstate(all="ignore"):
         for distance in (1, 2, 4, 8, 16):
