@@ -1,5 +1,6 @@
 """Scripts of a fresh clone: they say what they need, and go on in .venv where it is there."""
 
+import fnmatch
 import importlib.util
 import os
 import re
@@ -37,6 +38,12 @@ def run(clone, script):
 
 def test_every_script_is_known():
     assert set(NEEDS) | WITH_NOTHING == set(PYTHON)
+
+
+def test_ruff_reads_every_script():
+    """They are commands without an ending, so ruff.toml has to name them."""
+    named = re.findall(r'"scripts/(\S+?)"', (ROOT / "ruff.toml").read_text().partition("extend-exclude")[0])
+    assert [name for name in PYTHON if not any(fnmatch.fnmatch(name, pattern) for pattern in named)] == []
 
 
 @pytest.mark.parametrize("script", sorted(NEEDS))
