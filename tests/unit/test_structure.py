@@ -141,7 +141,7 @@ MEASURES = (
     ),
     Measure("tile rows", tile_rows, 226, 185, "each is compiled for every GPU, and has to be measured"),
     Measure("functions of over 12 parameters", many_parameters, 14, 0, "arguments that belong together have a name"),
-    Measure("files of over 450 lines", long_files, 4, 0, "a file has one idea"),
+    Measure("files of over 450 lines", long_files, 1, 0, "a file has one idea"),
     Measure("functions of over 80 own lines", long_functions, 9, 0, "a function that is no kernel fits on two screens"),
     Measure("barrier addresses by hand", barrier_addresses, 9, 0, "a ring of barriers is an object: wgmma/pipeline.py"),
     Measure("lse rows by hand", lse_rows, 1, 0, "steps/sequence.py and steps/lse_delta.py say where rows are"),
