@@ -41,7 +41,7 @@ from ..steps import async_tiles, fragment_products, gradient_rows, lse_delta
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
-from ..steps.sequence import query_range
+from ..steps.old_sequence import query_range
 from ..steps.tiles import row_base
 from . import backward_walk
 
@@ -449,6 +449,6 @@ def make(config):
             share = warp_rows // groups
             nonfinite &= uint32((1 << share) - 1) << uint32((warp & (groups - 1)) * share)
         if nonfinite != 0:
-            recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
+            recompute_keys(nonfinite, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score)
 
     return flash_attention_mma_dkdv

@@ -28,7 +28,7 @@ from ..steps import recompute_keys as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, key_queries
-from ..steps.sequence import query_range
+from ..steps.old_sequence import query_range
 from ..steps.tiles import row_base
 from . import backward_wide
 
@@ -384,6 +384,6 @@ def make(config):
             )
         cuda.syncthreads()  # a row that is not finite in some columns is written again as a whole
         if nonfinite != 0:
-            recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
+            recompute_keys(nonfinite, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score)
 
     return flash_attention_mma_dkdv_wide

@@ -33,7 +33,7 @@ from ..steps import async_tiles, fragment_products, gradient_rows
 from ..steps import recompute_queries as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
-from ..steps.sequence import key_range
+from ..steps.old_sequence import key_range
 from ..steps.tiles import row_base
 from . import backward_dq_walk
 
@@ -338,6 +338,6 @@ def make(config):
             share = config.warp_rows // groups
             nonfinite &= uint32((1 << share) - 1) << uint32((warp & (groups - 1)) * share)
         if nonfinite != 0:
-            recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score)
+            recompute_queries(nonfinite, first_row, lane, tile, term, arrays, strides, sizes, score)
 
     return flash_attention_mma_dq

@@ -13,7 +13,7 @@ from ..steps import recompute_queries as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.query_tile import QueryTile, TileKeys
-from ..steps.sequence import key_range
+from ..steps.old_sequence import key_range
 from ..steps.tiles import row_base
 
 
@@ -64,6 +64,6 @@ def make(config):
             nonfinite |= bfly(nonfinite, distance)
         if nonfinite != 0:
             term = row_term(b, h, arrays, strides)
-            recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score)
+            recompute_queries(nonfinite, first_row, lane, tile, term, arrays, strides, sizes, score)
 
     return flash_attention_mma_dq_finish

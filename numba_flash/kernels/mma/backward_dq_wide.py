@@ -27,7 +27,7 @@ from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, row_keys
 from ..steps.query_tile import QueryTile, TileKeys
-from ..steps.sequence import key_range
+from ..steps.old_sequence import key_range
 from ..steps.tiles import row_base
 from . import backward_wide
 
@@ -310,6 +310,6 @@ def make(config):
         )
         cuda.syncthreads()  # a row that is not finite in some columns is written again as a whole
         if nonfinite != 0:
-            recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score)
+            recompute_queries(nonfinite, first_row, lane, tile, term, arrays, strides, sizes, score)
 
     return flash_attention_mma_dq_wide

@@ -20,7 +20,7 @@ from ..steps import elements, lse_delta
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
-from ..steps.sequence import lse_row
+from ..steps.old_sequence import lse_row
 from ..steps.tiles import row_base
 
 

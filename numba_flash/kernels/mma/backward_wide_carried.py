@@ -23,7 +23,7 @@ from ..steps import async_tiles, block_state, lse_delta
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.sequence import query_range
+from ..steps.old_sequence import query_range
 from ..steps.tiles import row_base
 from . import backward_dq_carried, backward_dq_parts, backward_fused_tile, backward_wide, shared_scores
 from .backward_dq_carried import WORKERS
@@ -251,6 +251,6 @@ def make(config):
         )
         meet_others()  # a row that is no number in some columns is written again as a whole
         if nonfinite != 0:
-            recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
+            recompute_keys(nonfinite, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score)
 
     return flash_attention_mma_wide_carried

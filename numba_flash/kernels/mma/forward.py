@@ -29,7 +29,7 @@ from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile, TileKeys
-from ..steps.sequence import key_range
+from ..steps.old_sequence import key_range
 from ..steps.tiles import row_base
 from . import products_16bit, products_float32, products_float64, rows_16bit, rows_wide, sliced_tiles
 
@@ -406,6 +406,6 @@ def make(config):
             registers.acc_o, inverse_l, lse, o_smem, row_states, own, lane, owner, arrays, strides, sizes
         )
         if vote.any_lane(nonfinite) != 0:
-            recompute_rows(owner * warp_rows, lane, row_states, own, tile_keys, arrays, strides, sizes, score)
+            recompute_rows(owner * warp_rows, lane, row_states, own, arrays, strides, sizes, score)
 
     return flash_attention_mma

@@ -8,7 +8,7 @@ from ..score.stage import exponent_unit
 from ..steps import output_rows
 from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of, panel_offset
-from ..steps.sequence import lse_row
+from ..steps.old_sequence import lse_row
 
 
 def make(config):

@@ -11,7 +11,7 @@ from ..score.stage import exponent_unit
 from ..steps import elements, numbers
 from ..steps.inlined import inlined
 from ..steps.plain import first_row_of
-from ..steps.sequence import lse_row
+from ..steps.old_sequence import lse_row
 
 FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python's own: see inlined.py
 

@@ -15,7 +15,7 @@ from ..score import positions
 from ..steps import async_tiles, fragment_products
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.sequence import key_range
+from ..steps.old_sequence import key_range
 from ..steps.tiles import row_base
 
 

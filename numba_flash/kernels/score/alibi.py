@@ -33,8 +33,8 @@ def head_gradient(config: Any) -> HeadGradient:
     store_element = elements.storer(config.given)
 
     @cuda.jit(device=True)
-    def of_row(b, h, q_index, arrays, strides, sizes):
-        return arrays.row_shares[lse_row(b, h, q_index, sizes)]
+    def of_row(sequence, h, q_index, arrays, strides, sizes):
+        return arrays.row_shares[lse_row(sequence, h, q_index, sizes)]
 
     @cuda.jit(device=True)
     def store(total, b, h, arrays, strides):

@@ -9,7 +9,7 @@ LOG2_E = 1.4426950408889634
 class HeadGradient(NamedTuple):
     """The gradient of an option that is one number for each head."""
 
-    of_row: Callable[..., Any]  # (b, h, q_index, arrays, strides, sizes) -> the row's term
+    of_row: Callable[..., Any]  # (sequence, h, q_index, arrays, strides, sizes) -> the row's term
     store: Callable[..., Any]  # (the sum, b, h, arrays, strides)
 
 

@@ -15,7 +15,7 @@ from . import elements, lse_delta, numbers
 from .inlined import TRUE, inlined
 from .integers import divide
 from .plain import key_queries
-from .tiles import row_base
+from .sequence import key_row, query_row
 
 
 def make(config, of_dk, of_dv):
@@ -31,9 +31,10 @@ def make(config, of_dk, of_dv):
     of_query = lse_delta.of_query(config)
 
     @inlined
-    def recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score):
+    def recompute_keys(nonfinite, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score):
         """One warp computes those of its rows from first_row on that have a bit in nonfinite, of the tile at
         first_key."""
+        b, q_start = sequence.b, sequence.q_start
         row_dk = local.array(parts, made.real)
         row_dv = local.array(parts_v, made.real)
         row = int32(first_row)
@@ -46,14 +47,14 @@ def make(config, of_dk, of_dv):
                     row_dk[c] = made.real(0)
                 for c in range(parts_v):
                     row_dv[c] = made.real(0)
-                k_at, v_at = row_base(strides.k, b, h_kv, key), row_base(strides.v, b, h_kv, key)
-                first_query, end_query = key_queries(key, q_start, sizes.left, sizes.right, sizes.seqlen_q)
+                k_at, v_at = key_row(strides.k, sequence, h_kv, key), key_row(strides.v, sequence, h_kv, key)
+                first_query, end_query = key_queries(key, q_start, sizes.left, sizes.right, sequence.seqlen_q)
                 group = divide(sizes.heads, sizes.heads_kv)
                 for member in range(group):
                     h = int32(h_kv * group + member)
                     term = row_term(b, h, arrays, strides)
                     for query in range(first_query, end_query):
-                        q_at, do_at = row_base(strides.q, b, h, query), row_base(strides.do, b, h, query)
+                        q_at, do_at = query_row(strides.q, sequence, h, query), query_row(strides.do, sequence, h, query)
                         product, dp = made.real(0), made.real(0)
                         for c in range(parts):
                             x = int32(lane + 32 * c)
@@ -65,7 +66,7 @@ def make(config, of_dk, of_dv):
                                 if x < head_dim_v:
                                     dp += load(arrays.do, do_at + x) * load(arrays.v, v_at + x)
                         product, dp = made.warp_sum(product), made.warp_sum(dp)
-                        lse, delta = of_query(b, h, query, arrays, sizes)
+                        lse, delta = of_query(sequence, h, query, arrays, sizes)
                         p, derivative = made.real(0), made.real(1)
                         seen, slope = lse != inf and visible(b, h, query, key, arrays, strides), made.real(1)
                         if has_functions:
@@ -95,13 +96,13 @@ def make(config, of_dk, of_dv):
                                     if x < head_dim:
                                         row_dk[c] += ds * load(arrays.q, q_at + x)
                 if of_dk:
-                    at = row_base(strides.dk, b, h_kv, key)
+                    at = key_row(strides.dk, sequence, h_kv, key)
                     for c in range(parts):
                         x = int32(lane + 32 * c)
                         if x < head_dim:
                             store(arrays.dk, at + x, row_dk[c])
                 if of_dv:
-                    at = row_base(strides.dv, b, h_kv, key)
+                    at = key_row(strides.dv, sequence, h_kv, key)
                     for c in range(parts_v):
                         x = int32(lane + 32 * c)
                         if x < head_dim_v:

@@ -9,8 +9,10 @@ from ..score import At, at_scores, counts, fragments, gradient_functions
 from ..score.stage import FragmentAt
 from . import elements, lse_delta, numbers
 from .inlined import TRUE, inlined
+from .integers import divide
 from .plain import row_keys
-from .tiles import row_base
+from .sequence import key_row, query_row
+from .sequence import make as make_sequence
 
 
 def make(config):
@@ -22,12 +24,13 @@ def make(config):
     count, ask = counts.make(config), gradient_functions.alone(config, derivative=True)
     has_functions = gradient_functions.present(config)
     inf = made.real(math.inf)
-    of_query = lse_delta.of_query(config)
+    of_query, sequence_of = lse_delta.of_query(config), make_sequence(config)
 
     @inlined
-    def recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score):
+    def recompute_queries(nonfinite, first_row, lane, tile, term, arrays, strides, sizes, score):
         """One warp computes those of its rows from first_row on that have a bit in nonfinite, of a QueryTile."""
-        b, h, h_kv = tile.b, tile.h, tile_keys.h_kv
+        b, h, h_kv = tile.b, tile.h, divide(tile.h, divide(sizes.heads, sizes.heads_kv))
+        sequence = sequence_of(b, arrays, strides, sizes)
         row_dq = local.array(parts, made.real)
         row = int32(first_row)
         while nonfinite != 0:
@@ -37,14 +40,14 @@ def make(config):
                 query = int64(tile.first_query + row - 1)
                 for c in range(parts):
                     row_dq[c] = made.real(0)
-                q_at, do_at = row_base(strides.q, b, h, query), row_base(strides.do, b, h, query)
-                lse, delta = of_query(b, h, query, arrays, sizes)
-                q_pos = query - tile.first_query + tile_keys.position
-                first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, tile_keys.keys)
+                q_at, do_at = query_row(strides.q, sequence, h, query), query_row(strides.do, sequence, h, query)
+                lse, delta = of_query(sequence, h, query, arrays, sizes)
+                q_pos = query + sequence.q_start
+                first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, sequence.keys)
                 if lse == inf:
                     end_key = first_key
                 for key in range(first_key, end_key):
-                    k_at, v_at = row_base(strides.k, b, h_kv, key), row_base(strides.v, b, h_kv, key)
+                    k_at, v_at = key_row(strides.k, sequence, h_kv, key), key_row(strides.v, sequence, h_kv, key)
                     product, dp = made.real(0), made.real(0)
                     for c in range(parts):
                         x = int32(lane + 32 * c)
@@ -74,7 +77,7 @@ def make(config):
                             x = int32(lane + 32 * c)
                             if x < head_dim:
                                 row_dq[c] += ds * load(arrays.k, k_at + x)
-                at = row_base(strides.dq, b, h, query)
+                at = query_row(strides.dq, sequence, h, query)
                 for c in range(parts):
                     x = int32(lane + 32 * c)
                     if x < head_dim:

@@ -15,8 +15,10 @@ from ..score import At, at_scores, counts, fragment_functions, fragments
 from ..score.stage import FragmentAt
 from . import elements
 from .inlined import inlined
+from .integers import divide
 from .plain import row_keys
-from .tiles import row_base
+from .sequence import key_row, query_row
+from .sequence import make as make_sequence
 
 
 def make(config, warp_rows):
@@ -30,12 +32,14 @@ def make(config, warp_rows):
     chain, (added, visible) = fragments.chain(config), at_scores.make(config)
     value, row_term, exponential = chain.value, chain.row_term, fragments.exponential_of(config)
     apply_functions, count = fragment_functions.make(config).apply_alone, counts.make(config)
+    sequence_of = make_sequence(config)
     warp_sum, load_b32, minus_inf = shfl.sum_f32, ld_st.load_b32, float32(-math.inf)
 
     @inlined
-    def recompute_rows(first_row, lane, row_states, tile, tile_keys, arrays, strides, sizes, score):
-        """One warp computes its marked rows from first_row on, of a QueryTile and its TileKeys."""
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, config.queries))
+    def recompute_rows(first_row, lane, row_states, tile, arrays, strides, sizes, score):
+        """One warp computes its marked rows from first_row on, of a QueryTile."""
+        sequence, h_kv = sequence_of(tile.b, arrays, strides, sizes), divide(tile.h, divide(sizes.heads, sizes.heads_kv))
+        queries_left = int32(min(sequence.seqlen_q - tile.first_query, config.queries))
         first_column = tile.part * config.head_dim_v_padded
         columns_left = int32(
             min(config.head_dim_v - first_column, config.head_dim_v_padded)
@@ -47,13 +51,13 @@ def make(config, warp_rows):
             if query < queries_left and load_b32(note) != 0:
                 index, lse = tile.first_query + query, load_b32(note + 4).view(np.float32)
                 term = row_term(tile.b, head, arrays, strides)
-                q_at = row_base(strides.q, tile.b, head, index)
-                k_at = row_base(strides.k, tile.b, tile_keys.h_kv, 0)
-                v_at = row_base(strides.v, tile.b, tile_keys.h_kv, 0) + first_column
-                q_pos = tile_keys.position + query
+                q_at = query_row(strides.q, sequence, head, index)
+                k_at = key_row(strides.k, sequence, h_kv, 0)
+                v_at = key_row(strides.v, sequence, h_kv, 0) + first_column
+                q_pos = index + sequence.q_start
                 for c in range(columns):
                     row_o[c] = float32(0)
-                first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, tile_keys.keys)
+                first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, sequence.keys)
                 if lse == minus_inf:  # only scores of -inf: a row without weights, as if it saw no key
                     end_key = first_key
                 for key in range(first_key, end_key):
@@ -73,7 +77,7 @@ def make(config, warp_rows):
                             x = int64(lane + 32 * c)
                             if x < columns_left:
                                 row_o[c] += p * load(arrays.v, v_at + key * strides.v[2] + x)
-                at = row_base(strides.o, tile.b, head, index) + first_column * strides.o[3]
+                at = query_row(strides.o, sequence, head, index) + first_column * strides.o[3]
                 for c in range(columns):
                     x = int64(lane + 32 * c)
                     if x < columns_left:

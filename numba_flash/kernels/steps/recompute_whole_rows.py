@@ -17,9 +17,10 @@ from ..score import At, at_scores, counts, fragment_functions, fragments, sum_te
 from ..score.stage import FragmentAt, exponent_unit
 from . import elements, numbers
 from .inlined import inlined
+from .integers import divide
 from .plain import row_keys
-from .sequence import lse_row
-from .tiles import row_base
+from .sequence import key_row, lse_row, query_row
+from .sequence import make as make_sequence
 
 
 def make(config, warp_rows):
@@ -35,12 +36,14 @@ def make(config, warp_rows):
     value, row_term, exponential = chain.value, chain.row_term, fragments.exponential_of(config)
     row_start, unit = sum_terms.start(config), real(exponent_unit(config))
     apply_functions, count = fragment_functions.make(config).apply_alone, counts.make(config)
+    sequence_of = make_sequence(config)
     load_b32, ln_2, to_natural = ld_st.load_b32, real(math.log(2)), real(1 / exponent_unit(config))
 
     @inlined
-    def recompute_rows(first_row, lane, row_states, tile, tile_keys, arrays, strides, sizes, score):
-        """One warp computes its marked rows from first_row on, of a QueryTile and its TileKeys."""
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, config.queries))
+    def recompute_rows(first_row, lane, row_states, tile, arrays, strides, sizes, score):
+        """One warp computes its marked rows from first_row on, of a QueryTile."""
+        sequence, h_kv = sequence_of(tile.b, arrays, strides, sizes), divide(tile.h, divide(sizes.heads, sizes.heads_kv))
+        queries_left = int32(min(sequence.seqlen_q - tile.first_query, config.queries))
         first_column = tile.part * config.group_columns
         columns_left = int32(
             min(config.head_dim_v - first_column, config.group_columns)
@@ -51,11 +54,11 @@ def make(config, warp_rows):
             if query < queries_left and load_b32(row_states + row * config.ROW_STATE_BYTES) != 0:
                 index = tile.first_query + query
                 term = row_term(tile.b, head, arrays, strides)
-                q_at = row_base(strides.q, tile.b, head, index)
-                k_at = row_base(strides.k, tile.b, tile_keys.h_kv, 0)
-                v_at = row_base(strides.v, tile.b, tile_keys.h_kv, 0) + first_column
-                q_pos = tile_keys.position + query
-                first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, tile_keys.keys)
+                q_at = query_row(strides.q, sequence, head, index)
+                k_at = key_row(strides.k, sequence, h_kv, 0)
+                v_at = key_row(strides.v, sequence, h_kv, 0) + first_column
+                q_pos = index + sequence.q_start
+                first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, sequence.keys)
                 largest = real(1)  # an upper bound of a weight, a power of 2
                 while largest * real(end_key - first_key + 1) > real(1):  # a sink is one more term
                     largest *= real(0.5)
@@ -93,13 +96,13 @@ def make(config, warp_rows):
                                     row_o[c] += p * load(arrays.v, v_at + key * strides.v[2] + x)
                 empty = l == real(0)
                 inverse = real(0) if empty else real(1) / l
-                at = row_base(strides.o, tile.b, head, index) + first_column * strides.o[3]
+                at = query_row(strides.o, sequence, head, index) + first_column * strides.o[3]
                 for c in range(columns):
                     x = int64(lane + 32 * c)
                     if x < columns_left:
                         store(arrays.o, at + x * strides.o[3], row_o[c] * inverse)
                 if config.write_lse and tile.part == 0 and lane == 0:
                     row_lse = minus_inf if empty else m * to_natural + log2(l / largest) * ln_2
-                    arrays.lse[lse_row(tile.b, head, index, sizes)] = row_lse
+                    arrays.lse[lse_row(sequence, head, index, sizes)] = row_lse
 
     return recompute_rows

@@ -23,7 +23,7 @@ from ..steps import recompute_keys as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of
-from ..steps.sequence import lse_row
+from ..steps.old_sequence import lse_row
 from ..steps.tiles import row_base
 from . import (
     backward_key_work,

@@ -334,8 +334,7 @@ def make(config):
         to, row = row_base(strides.dq, tile.b, tile.h, tile.first_query), strides.dq[2]
         store_dq(base + plan.own_a, first_row, lane, arrays.dq, to, row, queries_left, head_dim, nonfinite)
         if nonfinite != 0:
-            tile_keys = TileKeys(word(base, HEAD_KV), word(base, KEYS), position(base))
-            recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score)
+            recompute_queries(nonfinite, first_row, lane, tile, term, arrays, strides, sizes, score)
 
     @cuda.jit
     def flash_attention_wgmma_dq(tensor_maps, arrays, strides, sizes, score):

@@ -14,7 +14,7 @@ from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round,
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import part_of, parts_of
-from ..steps.sequence import query_range
+from ..steps.old_sequence import query_range
 from . import backward_state
 from .backward_state import (
     BATCH,

@@ -8,7 +8,7 @@ from ..score import reads as score_reads
 from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.sequence import key_range
+from ..steps.old_sequence import key_range
 from . import backward_state
 from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, KEYS, POS_CUT, POS_FREE, STATES, STOP
 

@@ -18,7 +18,7 @@ from ..steps import recompute_queries as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.query_tile import QueryTile, TileKeys
-from ..steps.sequence import key_range
+from ..steps.old_sequence import key_range
 from ..steps.tiles import row_base
 
 
@@ -79,7 +79,6 @@ def make(config):
             if chain.has_row_term:
                 term = chain.row_term(b, h, arrays, strides)
             query_tile = QueryTile(b, h, first_query, int32(0))
-            tile_keys = TileKeys(divide(h, divide(heads, sizes.heads_kv)), keys, first_query + q_start)
-            recompute_queries(nonfinite, first_row, lane, query_tile, tile_keys, term, arrays, strides, sizes, score)
+            recompute_queries(nonfinite, first_row, lane, query_tile, term, arrays, strides, sizes, score)
 
     return round_dq

@@ -107,7 +107,6 @@ def make(config):
                 if chain.has_row_term:
                     term = chain.row_term(b, h, arrays, strides)
                 tile = QueryTile(b, h, int64(first_query), int32(0))
-                tile_keys = TileKeys(word(own, HEAD_KV), word(own, KEYS), first_query + q_start)
-                recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score)
+                recompute_queries(nonfinite, first_row, lane, tile, term, arrays, strides, sizes, score)
 
     return leave, repair

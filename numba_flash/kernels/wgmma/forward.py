@@ -33,7 +33,7 @@ from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile, TileKeys
-from ..steps.sequence import lse_row
+from ..steps.old_sequence import lse_row
 from . import barriers, producer, tile_scores
 from .barriers import BEGIN, CUT, FREE, H_KV, KEYS, STATES, STOP, WORK, B, H
 from .forward_state import Consumer, Registers, Rows
@@ -251,8 +251,7 @@ def make(config):
             write_rows(lane_row, lane_column, lane, flags, acc_o, inverse_l, words, tile, arrays, strides, sizes)
         if vote.any_lane(some_nonfinite) != 0:
             work_tile = rows.work_tile
-            tile_keys = TileKeys(word(work_tile + H_KV), word(work_tile + KEYS), position(work_tile))
-            recompute_rows(first_row, lane, base + plan.row_states, tile, tile_keys, arrays, strides, sizes, score)
+            recompute_rows(first_row, lane, base + plan.row_states, tile, arrays, strides, sizes, score)
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):

@@ -345,8 +345,7 @@ def make(config):
         row_states = base + plan.row_states
         nonfinite = write_rows(acc_o, inverse_l, lse, row_states, first_row, lane, tile, arrays, strides, sizes)
         if vote.any_lane(nonfinite) != 0:
-            tile_keys = TileKeys(word(work_tile + H_KV), word(work_tile + KEYS), position(work_tile))
-            recompute_rows(first_row, lane, row_states, tile, tile_keys, arrays, strides, sizes, score)
+            recompute_rows(first_row, lane, row_states, tile, arrays, strides, sizes, score)
         bar.warp_sync()  # all lanes have read the work tile and the rows' states
 
     @inlined

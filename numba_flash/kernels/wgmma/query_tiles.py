@@ -16,7 +16,7 @@ from ..score import longest_first, positions, reads, tile_walk
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.sequence import key_range
+from ..steps.old_sequence import key_range
 from . import barriers
 from .barriers import (
     BEGIN,

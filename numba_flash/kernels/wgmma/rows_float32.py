@@ -10,7 +10,7 @@ from ..steps import elements
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
-from ..steps.sequence import lse_row
+from ..steps.old_sequence import lse_row
 from ..steps.tiles import row_base
 
 
