@@ -75,9 +75,9 @@ def delta_of_row(config):
 
 
 def of_query(config):
-    """-> of_query(sequence, h, query, arrays, sizes), a device function: lse in the scores' units, +inf if the query sees no
-    key or does not exist, and delta. It reads the blocks; in float32 and float64, what the forward and the delta kernel
-    wrote."""
+    """-> of_query(sequence, h, query, arrays, sizes), a device function: lse in the scores' units, +inf if the query
+    sees no key or does not exist, and delta. It reads the blocks; in float32 and float64, what the forward and the
+    delta kernel wrote."""
     of_blocks, minus_delta_at = ITEM_SIZE[config.dtype] == 2, MINUS_DELTA
     real = elements.COMPUTE_TYPES[config.dtype]
     inf, minus_inf, unit = real(math.inf), real(-math.inf), real(exponent_unit(config))
