@@ -213,3 +213,8 @@ class TensorConfig(Config):
         """Columns of O that a block computes, in whole steps."""
         step = self.columns_step
         return (-(-self.head_dim_v // self.v_parts) + step - 1) // step * step
+
+    @property
+    def group_columns(self) -> int:
+        """Columns of O that a warp has."""
+        return self.head_dim_v_padded

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba import cuda
+from numba import cuda, int64
 
 from ..steps import elements
 from ..steps.inlined import inlined
@@ -27,17 +27,10 @@ OF_HEADS = {"alibi_slopes": alibi, "sinks": sinks}  # options of one number for 
 
 
 class At(NamedTuple):
-    """The place of a score: query q_index at position q_pos, and key k_index, whose position is its index."""
+    """The place of a score: query q_index at position q_pos, and key k_index, whose position is its index.
 
-    b: int
-    h: int
-    q_index: int
-    k_index: int
-    q_pos: int
-
-
-class Placed(NamedTuple):
-    """At, in a fragment. ahead: q_pos - k_index, computed so that all scores on a diagonal share the number."""
+    ahead: q_pos - k_index. In a fragment it is computed so that all scores on a diagonal share the number.
+    """
 
     b: int
     h: int
@@ -45,6 +38,17 @@ class Placed(NamedTuple):
     k_index: int
     q_pos: int
     ahead: int
+
+
+@inlined
+def at_position(b, h, q_index, k_index, q_pos):
+    return At(b, h, q_index, k_index, q_pos, int64(q_pos) - int64(k_index))
+
+
+@inlined
+def at_key(query, k_index):
+    """The place of the score of a steps.sequence.Query and a key."""
+    return at_position(query.b, query.h, query.q_index, k_index, query.q_pos)
 
 
 class Score(NamedTuple):
@@ -74,12 +78,6 @@ def make(config: Any) -> Score:
         return s
 
     return Score(value, with_derivative, visible, masked, counts.make(config))
-
-
-@inlined
-def at_key(query, k_index):
-    """The place of the score of a steps.sequence.Query and a key."""
-    return At(query.b, query.h, query.q_index, k_index, query.q_pos)
 
 
 def around_score_mod(config: Any) -> tuple[Any, Any]:

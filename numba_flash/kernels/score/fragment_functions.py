@@ -13,7 +13,7 @@ from numba import int32, int64, uint32
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.repeated import repeated
-from . import Placed, user
+from . import At, user
 
 
 class FragmentFunctions(NamedTuple):
@@ -21,9 +21,6 @@ class FragmentFunctions(NamedTuple):
     every_tile: bool  # whether there is work also where mask_mod decides nothing
     apply: Callable[..., Any]  # to a tile
     apply_inside: Callable[..., Any]  # to a tile whose keys all rows see, except for what mask_mod removes
-    apply_alone: Callable[
-        ..., Any
-    ]  # to one score: (product, at, arrays, strides, score) -> (product, whether it counts)
 
 
 class LaneScores(NamedTuple):
@@ -47,33 +44,7 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
     shared, blocks = group > 1, tile_n // 8  # shared: a tile has the queries of several heads
     words = -(-blocks // 16)
 
-    @inlined
-    def unchanged(s, at, arrays, strides):
-        return s
-
-    @inlined
-    def all_visible(at, arrays, strides):
-        return True
-
-    value = user.make(config, "score_mod", placed=True) if has_score_mod else unchanged
-    visible = user.make(config, "mask_mod", placed=True) if has_mask_mod else all_visible
-
-    @inlined
-    def applied(product, at, asks, arrays, strides, score):
-        seen = True
-        if has_mask_mod:
-            if asks:
-                seen = visible(at, arrays, strides)
-        if has_score_mod:
-            if seen:
-                product = value(product * score.scale, at, arrays, strides)
-        return product, seen
-
-    @inlined
-    def apply_alone(product, at, arrays, strides, score):
-        head, query, key = int32(at.h), int32(at.q_index), int32(at.k_index)  # as in a tile, so compiled once
-        placed = Placed(at.b, head, query, key, at.q_pos, at.q_pos - at.k_index)
-        return applied(product, placed, TRUE, arrays, strides, score)
+    applied = user.both(config, False)
 
     @inlined
     def block(n, acc_s, mask_bits, place, inside, asks, arrays, strides, score):
@@ -91,14 +62,14 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
                     query = int32(uint32(row) // uint32(group))
                     q_pos, head = int64(place.tile_pos + query), int32(place.h + row - query * group)
                     ahead = q_pos - k_pos if shared else place.ahead + (r * 8 - n * 8 - i)
-                    at = Placed(place.b, head, int32(place.first_query + query), k_pos, q_pos, ahead)
-                    acc_s[index], seen = applied(acc_s[index], at, asks, arrays, strides, score)
+                    at = At(place.b, head, int32(place.first_query + query), k_pos, q_pos, ahead)
+                    acc_s[index], _, seen = applied(acc_s[index], at, asks, arrays, strides, score)
                     if has_mask_mod:
                         if not seen:
                             mask_bits[word] &= ~bit
 
     # Without functions there is nothing to compile.
-    present = has_score_mod or has_mask_mod
+    present = user.present(config)
     every_block = repeated(block, blocks if present else 0)
 
     @inlined
@@ -152,4 +123,4 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
             alone = FALSE if has_score_mod else TRUE
             every_block(acc_s, mask_bits, place, TRUE, alone, arrays, strides, score)
 
-    return FragmentFunctions(present, has_score_mod, apply, apply_inside, apply_alone)
+    return FragmentFunctions(present, has_score_mod, apply, apply_inside)

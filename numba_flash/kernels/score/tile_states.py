@@ -24,7 +24,7 @@ from ..steps import sequence
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import row_keys
-from . import At, mask, tile_walk, user
+from . import at_position, mask, tile_walk, user
 
 
 def make(config):
@@ -41,7 +41,7 @@ def make(config):
         the query."""
         seen, hidden = uint32(0), uint32(0)
         for key in range(first + lane, end, 32):
-            here = At(at.b, at.h, at.q_index, int32(key), at.q_pos)
+            here = at_position(at.b, at.h, at.q_index, int32(key), at.q_pos)
             counts = True
             if has_mask:
                 counts = shown_by_mask(here, arrays, strides)
@@ -63,7 +63,7 @@ def make(config):
             while query < end_query:
                 first, end = row_keys(query + q_start, sizes.left, sizes.right, keys)
                 first, end = int32(max(first, j * tile_n)), int32(min(end, (j + 1) * tile_n))
-                at = At(b, int32(h + member), query, int32(0), query + q_start)
+                at = at_position(b, int32(h + member), query, int32(0), query + q_start)
                 some_seen, some_hidden = look_at_row(at, first, end, lane, arrays, strides)
                 seen, hidden = seen | some_seen, hidden | some_hidden
                 query = int32(query + 1)

@@ -18,7 +18,7 @@ from numba import cuda
 
 from ...ptx import local, shared
 from .. import score
-from ..score import At, tile_walk, weights
+from ..score import at_position, tile_walk, weights
 from ..steps import elements, rows, sequence, tiles
 from ..steps.plain import key_queries
 from ..steps.sequence import key_row, lse_row, query_range
@@ -98,7 +98,7 @@ def make(config):
                         if of_p:
                             p, derivative = compute(0), compute(0)
                             if first_query <= q_index and q_index < end_query:
-                                at = At(b, h, q_index, k_index, q_index + sequence.q_start)
+                                at = at_position(b, h, q_index, k_index, q_index + sequence.q_start)
                                 row_lse = arrays.lse[lse_base + q_index]
                                 p, derivative = weight(product, row_lse, at, needs_mask, arrays, strides, score)
                             product = p
@@ -112,7 +112,7 @@ def make(config):
                         p = weights_smem[s_p + row]
                         ds = compute(0)
                         if p != 0:  # else dP may be NaN or Inf, of a key that is not seen
-                            at = At(b, h, first_row + row, k_index, first_row + row + sequence.q_start)
+                            at = at_position(b, h, first_row + row, k_index, first_row + row + sequence.q_start)
                             factor = dropout(at, arrays, sizes, score)
                             dp = weights_smem[s_y + row] * factor if factor != 0 else compute(0)
                             ds = p * (dp - arrays.delta[lse_base + first_row + row])
@@ -123,7 +123,7 @@ def make(config):
                     cuda.syncthreads()  # the other thread has read P
                     if of_p:
                         for row in range(config.tile_m):
-                            at = At(b, h, first_row + row, k_index, first_row + row + sequence.q_start)
+                            at = at_position(b, h, first_row + row, k_index, first_row + row + sequence.q_start)
                             weights_smem[s_y + row] *= dropout(at, arrays, sizes, score)
                 if is_wanted:  # lines 10 and 11
                     add_rows(acc, compute(1), weights_smem, s_y, qdo_smem, second)

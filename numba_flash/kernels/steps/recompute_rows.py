@@ -1,39 +1,64 @@
-"""Rows of O that came out NaN or Inf, computed again without the keys that they may not see.
+"""Rows of O that came out NaN or Inf, computed again from the beginning without the keys that they do not see
+(pairs.py).
 
-A tensor core multiplies every p by every v of a tile, also the p of 0 of a masked key, and 0 * NaN is NaN. Such values
-are rare (uninitialised padding, a diverged model), so the loop over tiles does not check for them. At the end a warp
-marks rows of O that are not finite. They are computed here, key by key, without the masked keys.
+In 16 bits a row's lse is right whatever V is, and stays as it is. In float32 an Inf in K or Q also makes NaN
+(kernels/mma/products_float32.py), and so does a number that tf32 rounds up to Inf: there lse is written again.
+
+A sum of weights times large numbers of V may be Inf before it is divided by l. Here all weights of a row are scaled
+down by a power of 2, so that l is at most 1. Then no sum is larger than the largest number of V.
 """
 
 import math
+from typing import Any
 
-import numpy as np
-from numba import float32, int32, int64
+from numba import int32
 
-from ...ptx import ld_st, local, shfl
-from ..score import At, at_scores, counts, fragment_functions, fragments
-from ..score.stage import FragmentAt
-from . import elements
+from ...ptx import ld_st, local
+from ..score import at_key, counts, fragments, sum_terms
+from ..score.stage import exponent_unit
+from . import numbers, pairs
 from .inlined import inlined
 from .integers import divide
-from .plain import row_keys
-from .sequence import key_row, query_row
+from .sequence import key_row, lse_row, query_of, query_row
 from .sequence import make as make_sequence
 
 
-def make(config, warp_rows):
+def make(config: Any, warp_rows: int) -> Any:
     """-> recompute_rows, a device function.
 
-    Each row of the tile has 8 bytes in shared memory: a uint32 that is not 0 if the row is not finite, and the row's
-    lse as a float32 in the scores' units (kernels/score/stage.py).
+    Each row of the tile has a uint32 in shared memory, config.ROW_STATE_BYTES from the next, that is not 0 if the row
+    is not finite.
     """
-    columns = -(-config.head_dim_v_padded // 32)
-    load, store = elements.loader(config.dtype, float32), elements.storer(config.dtype)
-    chain, (added, visible) = fragments.chain(config), at_scores.make(config)
-    value, row_term, exponential = chain.value, chain.row_term, fragments.exponential_of(config)
-    apply_functions, count = fragment_functions.make(config).apply_alone, counts.make(config)
-    sequence_of = make_sequence(config)
-    warp_sum, load_b32, minus_inf = shfl.sum_f32, ld_st.load_b32, float32(-math.inf)
+    made, of_pair, dropout = numbers.of(config.compute_dtype), pairs.make(config), counts.make(config)
+    first_m_and_l, exponential = sum_terms.start(config), fragments.exponential_of(config)
+    sequence_of, unit, ln_2 = make_sequence(config), made.real(exponent_unit(config)), made.real(math.log(2))
+    write_lse, words = config.write_lse and config.item_size > 2, -(-config.group_columns // 32)
+
+    @inlined
+    def recompute_row(row_o, sequence, query, lane, columns, v_at, arrays, strides, sizes, score):
+        """row_o <- O before it is divided by the sum, of a Query. -> (its sum, its lse in natural units)."""
+        first_key, end_key = query.first_key, query.end_key
+        largest = made.real(1)  # an upper bound of a weight, a power of 2
+        while largest * made.real(end_key - first_key + 1) > made.real(1):  # a sink is one more term
+            largest *= made.real(0.5)
+        m, l = first_m_and_l(query.b, query.h, arrays, strides)
+        m, l = m * unit, l * largest
+        of_pair.clear(row_o, config.group_columns)
+        for key in range(first_key, end_key):
+            s = of_pair.score(sequence, query.h, query.q_index, key, lane, arrays, strides, sizes, score)
+            if s > m:
+                alpha = exponential(m - s)
+                l *= alpha
+                for word in range(words):
+                    row_o[word] *= alpha
+                m = s
+            if s != made.minus_inf:
+                p = exponential(s - m) * largest
+                l += p
+                p *= dropout(at_key(query, key), arrays, sizes, score)
+                of_pair.add(row_o, p, arrays.v, v_at + key * strides.v[2], columns, lane)
+        row_lse = made.minus_inf if l == made.real(0) else m / unit + made.log2(l / largest) * ln_2
+        return l, row_lse
 
     @inlined
     def recompute_rows(first_row, lane, row_states, tile, arrays, strides, sizes, score):
@@ -43,47 +68,19 @@ def make(config, warp_rows):
             divide(tile.h, divide(sizes.heads, sizes.heads_kv)),
         )
         queries_left = int32(min(sequence.seqlen_q - tile.first_query, config.queries))
-        first_column = tile.part * config.head_dim_v_padded
-        columns_left = int32(
-            min(config.head_dim_v - first_column, config.head_dim_v_padded)
-        )  # the next row states belong to another block
-        row_o = local.array(columns, float32)
+        first_column = tile.part * config.group_columns
+        columns = int32(min(config.head_dim_v - first_column, config.group_columns))
+        v_at = key_row(strides.v, sequence, h_kv, 0) + first_column
+        row_o = local.array(words, made.real)
         for row in range(first_row, first_row + warp_rows):
-            query, head = row // config.group_size, tile.h + row % config.group_size
-            note = row_states + row * config.ROW_STATE_BYTES
-            if query < queries_left and load_b32(note) != 0:
-                index, lse = tile.first_query + query, load_b32(note + 4).view(np.float32)
-                term = row_term(tile.b, head, arrays, strides)
-                q_at = query_row(strides.q, sequence, head, index)
-                k_at = key_row(strides.k, sequence, h_kv, 0)
-                v_at = key_row(strides.v, sequence, h_kv, 0) + first_column
-                q_pos = index + sequence.q_start
-                for c in range(columns):
-                    row_o[c] = float32(0)
-                first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, sequence.keys)
-                if lse == minus_inf:  # only scores of -inf: a row without weights, as if it saw no key
-                    end_key = first_key
-                for key in range(first_key, end_key):
-                    product = float32(0)
-                    for x in range(lane, config.head_dim, 32):
-                        product += load(arrays.q, q_at + x) * load(arrays.k, k_at + key * strides.k[2] + x)
-                    product = warp_sum(product)
-                    seen = visible(tile.b, head, index, key, arrays, strides)
-                    if seen:
-                        at = At(tile.b, head, index, key, q_pos)
-                        product, seen = apply_functions(product, at, arrays, strides, score)
-                    bias = added(tile.b, head, index, key, arrays, strides)
-                    p = exponential(value(product, FragmentAt(term, float32(q_pos - key), bias), score) - lse)
-                    p *= count(At(tile.b, head, index, key, q_pos), arrays, sizes, score)
-                    if p != 0 and seen:
-                        for c in range(columns):
-                            x = int64(lane + 32 * c)
-                            if x < columns_left:
-                                row_o[c] += p * load(arrays.v, v_at + key * strides.v[2] + x)
-                at = query_row(strides.o, sequence, head, index) + first_column * strides.o[3]
-                for c in range(columns):
-                    x = int64(lane + 32 * c)
-                    if x < columns_left:
-                        store(arrays.o, at + x * strides.o[3], row_o[c])
+            row_query, head = row // config.group_size, tile.h + row % config.group_size
+            if row_query < queries_left and ld_st.load_b32(row_states + row * config.ROW_STATE_BYTES) != 0:
+                query = query_of(sequence, head, tile.first_query + row_query, sizes)
+                l, row_lse = recompute_row(row_o, sequence, query, lane, columns, v_at, arrays, strides, sizes, score)
+                inverse = made.real(0) if l == made.real(0) else made.real(1) / l
+                at = query_row(strides.o, sequence, head, query.q_index) + first_column * strides.o[3]
+                of_pair.store(row_o, inverse, arrays.o, at, strides.o[3], columns, lane)
+                if write_lse and tile.part == 0 and lane == 0:
+                    arrays.lse[lse_row(sequence, head, query.q_index, sizes)] = row_lse
 
     return recompute_rows
