@@ -20,7 +20,7 @@ def make(config: Any) -> Any:
 
     @inlined
     def sink(b, h, arrays, strides):
-        return load(arrays.sinks, sequence.b * strides.sinks[0] + h * strides.sinks[1])
+        return load(arrays.sinks, b * strides.sinks[0] + h * strides.sinks[1])
 
     return sink
 
