@@ -48,6 +48,12 @@ def block_row(sequence, h, query, sizes):
     return head_blocks(sequence, h, sizes) + place(query)
 
 
+@inlined
+def row_block(sequence, h, number, sizes):
+    """Index of a head's number-th block."""
+    return (int64(sequence.b * sizes.heads + h) * row_blocks(sequence.seqlen_q) + number) * BLOCK_WORDS
+
+
 def product(config):
     """-> product(do, o), a device function: one term of delta."""
     of_terms, zero = config.of_terms, elements.COMPUTE_TYPES[config.dtype](0)

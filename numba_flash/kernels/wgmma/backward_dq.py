@@ -28,8 +28,8 @@ from ..steps import recompute_queries as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_row_of
-from ..steps.query_tile import QueryTile, TileKeys
-from ..steps.tiles import row_base
+from ..steps.query_tile import QueryTile
+from ..steps.sequence import queries_of, query_row
 from . import backward_producer, backward_query_work, backward_scores, backward_state, bias_boxes
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
 from .backward_scores import Own
@@ -178,18 +178,18 @@ def make(config):
         return (thread >> int32(5)) * 16, thread & int32(31)
 
     @inlined
-    def load_lse_delta(base, lse_and_delta, sizes, lse_log2, minus_delta):
+    def load_lse_delta(base, arrays, strides, sizes, lse_log2, minus_delta):
         """Loads lse and -delta of the lane's two rows."""
         first_row, lane = rows_of_lane()
-        head_lse_delta = lse_delta.head_blocks(word(base, BATCH), word(base, HEAD), sizes)
+        sequence, h = queries_of(word(base, BATCH), arrays, strides, sizes), word(base, HEAD)
         for r in range(2):
             query = word(base, FIRST_ROW) + first_row + first_row_of(lane) + 8 * r
             lse_log2[r] = inf
             minus_delta[r] = float32(0)
-            if query < sizes.seqlen_q:
-                row = head_lse_delta + lse_delta.place(query)
-                lse_log2[r] = lse_and_delta[row]
-                minus_delta[r] = lse_and_delta[row + lse_delta.MINUS_DELTA]
+            if query < sequence.seqlen_q:
+                row = lse_delta.block_row(sequence, h, query, sizes)
+                lse_log2[r] = arrays.lse_delta[row]
+                minus_delta[r] = arrays.lse_delta[row + lse_delta.MINUS_DELTA]
 
     @inlined
     def is_seen(mask_bits, r, n, x):
@@ -266,7 +266,7 @@ def make(config):
         term = float32(0)
         if chain.has_row_term:
             term = chain.row_term(word(base, BATCH), word(base, HEAD), arrays, strides)
-        load_lse_delta(base, arrays.lse_delta, sizes, lse_log2, minus_delta)
+        load_lse_delta(base, arrays, strides, sizes, lse_log2, minus_delta)
 
         begin = word(base, BEGIN)
         states = word(base, STATES) if of_thread.present else int32(0)
@@ -329,9 +329,10 @@ def make(config):
         bar.sync(me + 1, 128)  # all four warps have read these rows for the last time
         first_row, lane = rows_of_lane()
         tile = QueryTile(word(base, BATCH), word(base, HEAD), word(base, FIRST_ROW), int32(0))
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, tile_m))
+        sequence = queries_of(tile.b, arrays, strides, sizes)
+        queries_left = int32(min(sequence.seqlen_q - tile.first_query, tile_m))
         nonfinite = stage_dq(acc_dq, score.scale, base + plan.own_a, first_row, lane, queries_left)
-        to, row = row_base(strides.dq, tile.b, tile.h, tile.first_query), strides.dq[2]
+        to, row = query_row(strides.dq, sequence, tile.h, tile.first_query), strides.dq[2]
         store_dq(base + plan.own_a, first_row, lane, arrays.dq, to, row, queries_left, head_dim, nonfinite)
         if nonfinite != 0:
             recompute_queries(nonfinite, first_row, lane, tile, term, arrays, strides, sizes, score)

@@ -32,10 +32,10 @@ from ..steps import recompute_rows as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
-from ..steps.query_tile import QueryTile, TileKeys
-from ..steps.old_sequence import lse_row
+from ..steps.query_tile import QueryTile
+from ..steps.sequence import lse_row, queries_of
 from . import barriers, producer, tile_scores
-from .barriers import BEGIN, CUT, FREE, H_KV, KEYS, STATES, STOP, WORK, B, H
+from .barriers import BEGIN, CUT, FREE, KEYS, STATES, STOP, WORK, B, H
 from .forward_state import Consumer, Registers, Rows
 from .tile_scores import KeyTile, ScoreRegisters
 from .work_tile import counting, position, rows_of_lane, tile_of, word
@@ -198,6 +198,7 @@ def make(config):
     def write_tile(base, rows, registers, words, arrays, strides, sizes, score):
         """Writes O and lse of the warp's rows."""
         tile, acc_o = tile_of(rows.work_tile), registers.acc_o
+        sequence = queries_of(tile.b, arrays, strides, sizes)
         first_row, lane = rows_of_lane()
         lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
         inverse_l, lse = registers.alpha, registers.scores.distance  # the same registers, free by now
@@ -224,9 +225,9 @@ def make(config):
             if lane & 3 == 0:
                 ld_st.store_b32(base + plan.row_states + row * config.ROW_STATE_BYTES, flag)
                 ld_st.store_b32(base + plan.row_states + row * config.ROW_STATE_BYTES + 4, lse[r].view(np.uint32))
-                if write_lse and tile.first_query + query < sizes.seqlen_q:
+                if write_lse and tile.first_query + query < sequence.seqlen_q:
                     head = tile.h + row - query * config.group_size
-                    arrays.lse[lse_row(tile.b, head, tile.first_query + query, sizes)] = lse[r] * to_natural
+                    arrays.lse[lse_row(sequence, head, tile.first_query + query, sizes)] = lse[r] * to_natural
         if o_in_q:
             o_smem = base + rings.q.stage(rows.seen) * q_bytes
         else:
@@ -250,7 +251,6 @@ def make(config):
             flags = base + plan.row_states
             write_rows(lane_row, lane_column, lane, flags, acc_o, inverse_l, words, tile, arrays, strides, sizes)
         if vote.any_lane(some_nonfinite) != 0:
-            work_tile = rows.work_tile
             recompute_rows(first_row, lane, base + plan.row_states, tile, arrays, strides, sizes, score)
 
     @inlined

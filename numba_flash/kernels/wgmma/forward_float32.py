@@ -26,12 +26,12 @@ from ..score import reads as score_reads
 from ..steps import fragment_softmax, recompute_whole_rows
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_row_of
-from ..steps.query_tile import TileKeys
-from ..steps.tiles import row_base
+from ..steps.sequence import key_row, queries_of, query_row
+from ..steps.sequence import make as make_sequence
 from . import barriers, parts, query_tiles, rows_float32, tile_scores
 from .barriers import BEGIN, CUT, FREE, H_KV, KEYS, STATES, STOP, WORK, B, H
 from .tile_scores import KeyTile, ScoreRegisters
-from .work_tile import counting, position, rows_of_lane, tile_of, word
+from .work_tile import counting, rows_of_lane, tile_of, word
 
 Q_ROWS = 32  # rows of a consumer's 64 that it splits at a time
 FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python ints: see inlined.py
@@ -91,7 +91,7 @@ def make(config):
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
 
-    rings = barriers.make(config)
+    rings, sequence_of = barriers.make(config), make_sequence(config)
     set_up = barriers.starter(config, 4)  # the producer's warps
     publish_tile, following_tile, set_back = query_tiles.make(config)
     q_words, fetch_q, store_q = parts.loader(Q_ROWS, head_dim, 64, q_panel, q_panel * k_panels, group)
@@ -124,11 +124,12 @@ def make(config):
         )  # fmt: skip
 
     @inlined
-    def fetch(raw, fetch_rows, array, of_array, work_tile, j):
+    def fetch(raw, fetch_rows, array, of_array, work_tile, j, arrays, strides, sizes):
         """raw <- the rows of key tile j that are valid keys; zeros past them."""
         b, h_kv = query_tiles.field_of(work_tile + B), query_tiles.field_of(work_tile + H_KV)
         first = int32(j * config.tile_n)
-        source = memory.address(array, row_base(of_array, b, h_kv, int64(first)))
+        sequence = sequence_of(b, arrays, strides, sizes)
+        source = memory.address(array, key_row(of_array, sequence, h_kv, int64(first)))
         rows_left = int32(query_tiles.field_of(work_tile + KEYS) - first)
         fetch_rows(raw, source, 4 * of_array[2], int64(0), int32(0), rows_left, special.thread_index())
 
@@ -159,12 +160,12 @@ def make(config):
             begin, j = query_tiles.field_of(work_tile + BEGIN), int32(query_tiles.field_of(work_tile + STOP) - 1)
             states = query_tiles.field_of(work_tile + STATES) if walk.present else int32(0)
             while j >= begin:
-                fetch(raw, fetch_k, arrays.k, strides.k, work_tile, j)
+                fetch(raw, fetch_k, arrays.k, strides.k, work_tile, j, arrays, strides, sizes)
                 rings.k.producer_acquire(base, n)
                 store_k(raw, base + plan.k + rings.k.stage(n) * k_bytes, two, special.thread_index())
                 make_visible()
                 rings.k.producer_commit(base, n, elected())
-                fetch(raw, fetch_v, arrays.v, strides.v, work_tile, j)
+                fetch(raw, fetch_v, arrays.v, strides.v, work_tile, j, arrays, strides, sizes)
                 rings.v.producer_acquire(base, n)
                 store_v(raw, base + plan.v + rings.v.stage(n) * v_bytes, two, special.thread_index())
                 make_visible()
@@ -202,8 +203,9 @@ def make(config):
         raw = local.array(q_words, uint32)
         two = local.array(2, uint32)
         thread, tile = special.thread_index() & int32(127), tile_of(work_tile)
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
-        source = memory.address(arrays.q, row_base(strides.q, tile.b, tile.h, int64(tile.first_query)))
+        sequence = queries_of(tile.b, arrays, strides, sizes)
+        queries_left = int32(min(sequence.seqlen_q - tile.first_query, queries))
+        source = memory.address(arrays.q, query_row(strides.q, sequence, tile.h, int64(tile.first_query)))
         warpgroup_sync(me)  # the whole warpgroup has finished with the last ones
         for first_row in range(me * 64, me * 64 + 64, Q_ROWS):
             fetch_q(raw, source, 4 * strides.q[2], 4 * strides.q[1], first_row, queries_left, thread)
