@@ -1,4 +1,4 @@
-"""ALiBi in tiles on one side of the queries (numba_flash/kernels/score/one_side.py)."""
+"""ALiBi in tiles on one side of the queries (numba_flash/kernels/wgmma/one_side.py)."""
 
 import contract
 import numpy as np

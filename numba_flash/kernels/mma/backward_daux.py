@@ -20,7 +20,8 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, ld_st, local, shared, special
-from ..score import At, at_scores, counts, fragments, owed, user
+from ..recompute import at_scores
+from ..score import at_position, counts, fragments, owed, user
 from ..score.owed import Run
 from ..score.stage import FragmentAt
 from ..steps import block_state, lse_delta
@@ -103,7 +104,7 @@ def make(config):
             ld_st.load_v4(four, 0, q_smem + int32(plan.rows) + 16 * row)
             lse = four[2].view(np.float32)
             if int32(four[0]) <= key and key < int32(four[1]) and lse != inf:
-                at = At(
+                at = at_position(
                     int64(place.sequence.b), int64(place.h), int64(query), int64(key), place.sequence.q_start + query
                 )
                 if shown(at, arrays, strides):

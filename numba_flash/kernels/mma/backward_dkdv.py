@@ -34,11 +34,11 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, cp_async, cvt, ld_st, local, memory, shared, special
+from ..recompute import keys as recompute
 from ..score import counts, fragments, gradient_functions
 from ..score import reads as score_reads
 from ..score.stage import FragmentAt
 from ..steps import async_tiles, fragment_products, gradient_rows, lse_delta
-from ..steps import recompute_keys as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.sequence import key_row, query_range

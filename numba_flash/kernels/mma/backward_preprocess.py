@@ -15,12 +15,12 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import cvt, griddepcontrol, local, memory, shfl, special
-from ..score.stage import LOG2_E
 from ..steps import elements, lse_delta
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
 from ..steps.sequence import lse_row, queries_of, query_row
+from ..steps.units import LOG2_E
 
 
 def make(config):

@@ -54,7 +54,12 @@ def make(config):
     reads, origin_of, bias_item = read.reads, read.origin, ITEM_SIZE[config.dtype_of("bias") or "float32"]
     load_reads, has_mask, has_score_mod = read.load, config.has("mask"), config.has("score_mod")
     of_states = tile_walk.make(config)
-    has_states, states_row, first_tile, asks_in = of_states.present, of_states.row, of_states.first, of_states.asks
+    has_states, states_row, first_tile, asks_in = (
+        of_states.present,
+        of_states.row,
+        of_states.first,
+        of_states.needs_mask,
+    )
     apply_functions = gradient_functions.on_fragments(config, warp_rows // 16, part, True, derivative=config.of_dk)
     row_blocks, block_words = lse_delta.row_blocks, lse_delta.BLOCK_WORDS
     kept_of = counts.on_fragments(config, warp_rows // 16, part).of_keys

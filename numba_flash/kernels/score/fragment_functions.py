@@ -17,10 +17,14 @@ from . import At, user
 
 
 class FragmentFunctions(NamedTuple):
+    """Device functions. acc_s <- score_mod of scale * acc_s, for scores that count; mask_bits <- without what mask_mod
+    removes. needs_mask: whether mask_mod removes something of this tile (tile_walk.py)."""
+
     present: bool
     every_tile: bool  # whether there is work also where mask_mod decides nothing
-    apply: Callable[..., Any]  # to a tile
-    apply_inside: Callable[..., Any]  # to a tile whose keys all rows see, except for what mask_mod removes
+    place_of: Callable[..., Any]  # -> LaneScores
+    apply: Callable[..., Any]  # (acc_s, mask_bits, LaneScores, needs_mask, arrays, strides, score)
+    apply_inside: Callable[..., Any]  # likewise, for a tile whose keys all rows see, except for what mask_mod removes
 
 
 class LaneScores(NamedTuple):
@@ -42,12 +46,10 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
     has_score_mod, has_mask_mod = config.has("score_mod"), config.has("mask_mod")
     group, tile_n = config.group_size, config.tile_n
     shared, blocks = group > 1, tile_n // 8  # shared: a tile has the queries of several heads
-    words = -(-blocks // 16)
-
-    applied = user.both(config, False)
+    words, changed = -(-blocks // 16), user.both(config, False)
 
     @inlined
-    def block(n, acc_s, mask_bits, place, inside, asks, arrays, strides, score):
+    def block(n, acc_s, mask_bits, place, inside, needs_mask, arrays, strides, score):
         """Block n of 8 columns. inside: all scores count; no branch surrounds a score, so they are computed side by
         side."""
         # The inner loop goes over rows: with columns inside, the compiler would keep the positions of all columns.
@@ -63,7 +65,7 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
                     q_pos, head = int64(place.tile_pos + query), int32(place.h + row - query * group)
                     ahead = q_pos - k_pos if shared else place.ahead + (r * 8 - n * 8 - i)
                     at = At(place.b, head, int32(place.first_query + query), k_pos, q_pos, ahead)
-                    acc_s[index], _, seen = applied(acc_s[index], at, asks, arrays, strides, score)
+                    acc_s[index], _, seen = changed(acc_s[index], at, needs_mask, arrays, strides, score)
                     if has_mask_mod:
                         if not seen:
                             mask_bits[word] &= ~bit
@@ -74,53 +76,29 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
 
     @inlined
     def place_of(j, b, h, first_row, lane, first_query, tile_pos, queries_left):
+        """Of key tile j. first_row: the warp's, in the query tile, which begins with first_query at position tile_pos
+        and has queries_left queries; h: the head of its first row."""
         first, first_key = int32(first_row + first_row_of(lane)), int32(j * tile_n + first_column_of(lane))
         last, ahead = int32(queries_left * group - 1), int64(tile_pos + first - first_key)
         return LaneScores(b, h, first, last, first_query, first_key, tile_pos, ahead)
 
     @inlined
-    def apply(
-        acc_s, mask_bits, j, b, h, first_row, lane, first_query, tile_pos, queries_left, asks, arrays, strides, score
-    ):
-        """acc_s <- score_mod of scale * acc_s, for scores that count; mask_bits <- without what mask_mod removes.
-
-        asks: whether mask_mod removes something of this tile (tile_walk.py). first_row: the warp's, in the query tile,
-        which begins with first_query at position tile_pos; h: the head of its first row.
-        """
-        place = place_of(j, b, h, first_row, lane, first_query, tile_pos, queries_left)
+    def apply(acc_s, mask_bits, place, needs_mask, arrays, strides, score):
         for r in range(2 * strips):
-            if int32(uint32(place.first_row + r * 8) // uint32(group)) >= queries_left:  # a row that does not exist
+            if place.first_row + r * 8 > place.last_row:  # a row that does not exist
                 for word in range(words):
                     mask_bits[r * words + word] = uint32(0)
-        every_block(acc_s, mask_bits, place, FALSE, asks, arrays, strides, score)
+        every_block(acc_s, mask_bits, place, FALSE, needs_mask, arrays, strides, score)
 
     @inlined
-    def apply_inside(
-        acc_s, mask_bits, j, b, h, first_row, lane, first_query, tile_pos, queries_left, asks, arrays, strides, score
-    ):
-        """Likewise for a tile in which every row exists and sees every key, apart from mask_mod. If the tile has
-        several heads' queries, functions are called with the last row that exists in place of those that do not."""
-        if has_score_mod and asks:  # score_mod only for scores that mask_mod leaves
-            apply(
-                acc_s,
-                mask_bits,
-                j,
-                b,
-                h,
-                first_row,
-                lane,
-                first_query,
-                tile_pos,
-                queries_left,
-                asks,
-                arrays,
-                strides,
-                score,
-            )
+    def apply_inside(acc_s, mask_bits, place, needs_mask, arrays, strides, score):
+        """If the tile has several heads' queries, functions are called with the last row that exists in place of those
+        that do not."""
+        if has_score_mod and needs_mask:  # score_mod only for scores that mask_mod leaves
+            apply(acc_s, mask_bits, place, needs_mask, arrays, strides, score)
         else:
-            place = place_of(j, b, h, first_row, lane, first_query, tile_pos, queries_left)
             # Without a score_mod this is called where mask_mod decides.
             alone = FALSE if has_score_mod else TRUE
             every_block(acc_s, mask_bits, place, TRUE, alone, arrays, strides, score)
 
-    return FragmentFunctions(present, has_score_mod, apply, apply_inside)
+    return FragmentFunctions(present, has_score_mod, place_of, apply, apply_inside)

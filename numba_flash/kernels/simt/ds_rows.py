@@ -123,9 +123,9 @@ def make(config: Any, of_product: bool, use: Any, products_at: int = 0) -> DsRow
         begin, _, _, end = key_range(sequence, first_row, last_row, sizes, config.tile_n)
         mask_row = walk.row(sequence.b, h, first_row, arrays, strides)
         for j in range(max(begin, first_j), min(end, end_j)):
-            if not walk.shows(mask_row, j, arrays, strides):  # mask_mod removes all of the tile
+            if not walk.is_nonempty(mask_row, j, arrays, strides):  # mask_mod removes all of the tile
                 continue
-            needs_mask = walk.asks(mask_row, j, arrays, strides) if walk.present else TRUE
+            needs_mask = walk.needs_mask(mask_row, j, arrays, strides) if walk.present else TRUE
             cuda.syncthreads()  # line 4: everyone is done with the tiles before
             first_y = j * config.tile_n
             load_k(tiles.k, arrays.k, strides.k, sequence, h_kv, first_y, thread)

@@ -73,9 +73,9 @@ def make(config):
             for i in range(m_tiles):  # line 4
                 first_row = i * config.tile_m
                 mask_row = walk.row(sequence.b, h, first_row, arrays, strides)
-                if not walk.shows(mask_row, j, arrays, strides):  # mask_mod removes all of the tile
+                if not walk.is_nonempty(mask_row, j, arrays, strides):  # mask_mod removes all of the tile
                     continue
-                needs_mask = walk.asks(mask_row, j, arrays, strides)
+                needs_mask = walk.needs_mask(mask_row, j, arrays, strides)
                 cuda.syncthreads()  # line 5: everyone is done with the Q tile before; K_j and V_j are there
                 load_q(q_smem, arrays.q, strides.q, sequence, h, first_row, thread)
                 cuda.syncthreads()

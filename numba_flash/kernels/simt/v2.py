@@ -76,9 +76,9 @@ def make(config):
         begin, _, _, end = key_range(sequence, first_row, last_row, sizes, config.tile_n)
         mask_row = walk.row(sequence.b, h, first_row, arrays, strides)
         for j in range(begin, end):
-            if not walk.shows(mask_row, j, arrays, strides):  # mask_mod removes all of the tile
+            if not walk.is_nonempty(mask_row, j, arrays, strides):  # mask_mod removes all of the tile
                 continue
-            needs_mask = walk.asks(mask_row, j, arrays, strides)
+            needs_mask = walk.needs_mask(mask_row, j, arrays, strides)
             cuda.syncthreads()  # line 6: everyone is done with the tiles before
             first_y = j * config.tile_n
             load_k(k_smem, arrays.k, strides.k, sequence, h_kv, first_y, thread)

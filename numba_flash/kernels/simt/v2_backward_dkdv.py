@@ -83,9 +83,9 @@ def make(config):
             lse_base = lse_row(sequence, h, 0, sizes)  # and of delta
             mask_row = walk.row(b, h, first_y, arrays, strides)
             for i in range(begin, end):
-                if not walk.shows(mask_row, i, arrays, strides):  # mask_mod removes all of the tile
+                if not walk.is_nonempty(mask_row, i, arrays, strides):  # mask_mod removes all of the tile
                     continue
-                needs_mask = walk.asks(mask_row, i, arrays, strides)
+                needs_mask = walk.needs_mask(mask_row, i, arrays, strides)
                 cuda.syncthreads()  # line 4: everyone is done with the tiles before
                 first_row = i * config.tile_m
                 load_q(qdo_smem, arrays.q, strides.q, sequence, h, first_row, thread)

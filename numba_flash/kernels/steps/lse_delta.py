@@ -14,10 +14,10 @@ from numba import int32, int64, uint32
 
 from ...config.forward import ITEM_SIZE
 from ...ptx import cp_async, ld_st, local, memory
-from ..score.stage import exponent_unit
 from . import elements
 from .inlined import inlined
 from .sequence import lse_row
+from .units import exponent_unit
 
 BLOCK_WORDS = 32
 MINUS_DELTA = 16  # where -delta begins in a block

@@ -19,7 +19,7 @@ import numpy as np
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import local, memory, setmaxnreg, shared, shfl, special
-from ..steps import recompute_keys as recompute
+from ..recompute import keys as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of

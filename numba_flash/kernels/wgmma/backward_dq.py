@@ -22,9 +22,9 @@ import math
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, cvt, fence, griddepcontrol, ld_st, local, setmaxnreg, shared, shfl, special, wgmma
+from ..recompute import queries as recompute
 from ..score import fragments, tile_walk
 from ..steps import gradient_rows, lse_delta
-from ..steps import recompute_queries as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_row_of
@@ -97,7 +97,7 @@ def make(config):
         """The key tile after j, for one thread."""
         if of_thread.present:
             states, begin = of_word(base, STATES), of_word(base, BEGIN)
-            return int32(of_thread.behind(states, j, begin, arrays, strides))
+            return int32(of_thread.next_tile(states, j, begin, arrays, strides))
         return int32(j - 1)
 
     @inlined
@@ -286,7 +286,7 @@ def make(config):
             rings.b.consumer_wait(base, n)
             masked = j >= word(base, CUT) or j < word(base, FREE)
             if by_element:
-                asked = of_warp.asks(states, j, arrays, strides) if of_thread.present else FALSE
+                asked = of_warp.needs_mask(states, j, arrays, strides) if of_thread.present else FALSE
                 every = scores.prepare(base, j, 0, own, distance, masked, asked, arrays, strides, sizes)
             elif chain.has_row_term or masked:
                 find_visible(base, j, sizes, mask_bits, distance)
@@ -322,7 +322,7 @@ def make(config):
             pin_dq(acc_dq)
             release_k(base, n, elected)
             n = int32(n + 1)
-            j = int32(of_warp.behind(states, j, begin, arrays, strides) if of_thread.present else j - 1)
+            j = int32(of_warp.next_tile(states, j, begin, arrays, strides) if of_thread.present else j - 1)
         wait_all()
 
         # Stage dQ in the place of the warpgroup's own rows of Q, and write it from there to global memory.

@@ -15,9 +15,9 @@ of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; d
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import local, setmaxnreg, shared, shfl, special
+from ..recompute import queries as recompute
 from ..score import fragments
 from ..steps import lse_delta
-from ..steps import recompute_queries as recompute
 from ..steps.inlined import inlined
 from ..steps.plain import first_row_of
 from ..steps.query_tile import QueryTile

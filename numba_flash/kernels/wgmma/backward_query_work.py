@@ -56,7 +56,7 @@ def make(config):
             free, cut = max(free, divide(whole_first + int32(tile_n - 1), tile_n)), min(cut, divide(whole_end, tile_n))
         if of_thread.present:
             states = of_thread.row(b, h, first_query, arrays, strides)
-            begin, stop = of_thread.ends(states, int32(begin), int32(stop), arrays, strides)
+            begin, stop = of_thread.trim(states, int32(begin), int32(stop), arrays, strides)
             put(base, STATES, states)
         put(base, BATCH, b)
         put(base, HEAD, h)

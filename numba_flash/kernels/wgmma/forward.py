@@ -24,17 +24,17 @@ import numpy as np
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, fence, ld_st, local, memory, setmaxnreg, shared, shfl, special, vote, wgmma
-from ..score import fragments, one_side, sum_terms, tile_walk
+from ..recompute import rows as recompute
+from ..score import fragment_softmax, fragments, sum_terms, tile_walk
 from ..score import reads as score_reads
-from ..score.stage import exponent_unit
-from ..steps import fragment_outputs, fragment_softmax, output_rows
-from ..steps import recompute_rows as recompute
+from ..steps import output_rows
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import lse_row, queries_of
-from . import barriers, producer, tile_scores
+from ..steps.units import exponent_unit
+from . import barriers, fragment_outputs, one_side, producer, tile_scores
 from .barriers import BEGIN, CUT, FREE, KEYS, STATES, STOP, WORK, B, H
 from .forward_state import Consumer, Registers, Rows
 from .tile_scores import KeyTile, ScoreRegisters
@@ -171,8 +171,8 @@ def make(config):
     @inlined
     def next_tile(j, rows, arrays, strides):
         """-> (the key tile after j, one before `begin` if none is left; whether mask_mod removes something of it)"""
-        following = int32(walk.behind(rows.states, j, rows.begin, arrays, strides) if walk.present else j - 1)
-        return following, walk.asks(rows.states, max(following, rows.begin), arrays, strides)
+        following = int32(walk.next_tile(rows.states, j, rows.begin, arrays, strides) if walk.present else j - 1)
+        return following, walk.needs_mask(rows.states, max(following, rows.begin), arrays, strides)
 
     @inlined
     def step(base, consumer, tile, rows, registers, arrays, strides, sizes, score):
@@ -305,7 +305,7 @@ def make(config):
             rows = Rows(work_tile, seen, q_desc, begin, states, before, behind, inverse_scale)
 
             # P of the first tile, whose S is issued already.
-            masked, asks = j >= cut or j < free, walk.asks(states, j, arrays, strides)
+            masked, asks = j >= cut or j < free, walk.needs_mask(states, j, arrays, strides)
             tile = KeyTile(j, taken, work_tile, FALSE, masked, asks)
             if reads:
                 load_for_scores(tile, scores, arrays, strides, sizes)

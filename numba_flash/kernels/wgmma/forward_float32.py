@@ -21,9 +21,9 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from ...ptx import bar, fence, local, memory, setmaxnreg, shared, shfl, special, vote, wgmma
-from ..score import fragments, sum_terms, tile_walk
+from ..recompute import rows as recompute
+from ..score import fragment_softmax, fragments, sum_terms, tile_walk
 from ..score import reads as score_reads
-from ..steps import fragment_softmax, recompute_whole_rows
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_row_of
 from ..steps.sequence import key_row, queries_of, query_row
@@ -104,12 +104,12 @@ def make(config):
     read = score_reads.make(config, 1)
     load_for_scores, find_bits, _, finish_scores = tile_scores.make(config, None)
     walk = tile_walk.make(config, whole_warp=True)
-    behind_in_producer = tile_walk.make(config).behind
+    behind_in_producer = tile_walk.make(config).next_tile
     start, softmax, finish = fragment_softmax.make(config, 1)
     drops, kept_words, find_kept, drop_some, count_kept = counting(config)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
     to_p = parts.to_operand(config.tile_n)
-    write_rows, recompute_rows = rows_float32.make(config), recompute_whole_rows.make(config, 16)
+    write_rows, recompute_rows = rows_float32.make(config), recompute.make(config, 16)
 
     # The producer.
 
@@ -394,15 +394,15 @@ def make(config):
                 # Key tiles that some row sees only in part; then those that every row sees whole; then, with a left
                 # window, again some that are seen in part.
                 while j >= begin and (j >= cut or j < free):
-                    tile = KeyTile(j, n, work_tile, FALSE, TRUE, walk.asks(states, j, arrays, strides))
+                    tile = KeyTile(j, n, work_tile, FALSE, TRUE, walk.needs_mask(states, j, arrays, strides))
                     step(base, me, tile, registers, row, arrays, strides, sizes, score)
                     n = int32(n + 1)
-                    j = int32(walk.behind(states, j, begin, arrays, strides) if walk.present else j - 1)
+                    j = int32(walk.next_tile(states, j, begin, arrays, strides) if walk.present else j - 1)
                 while j >= free and j < cut:
-                    tile = KeyTile(j, n, work_tile, TRUE, FALSE, walk.asks(states, j, arrays, strides))
+                    tile = KeyTile(j, n, work_tile, TRUE, FALSE, walk.needs_mask(states, j, arrays, strides))
                     step(base, me, tile, registers, row, arrays, strides, sizes, score)
                     n = int32(n + 1)
-                    j = int32(walk.behind(states, j, begin, arrays, strides) if walk.present else j - 1)
+                    j = int32(walk.next_tile(states, j, begin, arrays, strides) if walk.present else j - 1)
             write_tile(base, work_tile, acc_o, row, arrays, strides, sizes, score)
             rings.tiles.consumer_release(base, i, elected())
             i = int32(i + 1)

@@ -140,7 +140,7 @@ def make(config):
         b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
         states = walk.row(b, h, first_query, arrays, strides)
         begin, stop = field_of(work_tile + BEGIN), field_of(work_tile + STOP)
-        begin, stop = walk.ends(states, begin, stop, arrays, strides)
+        begin, stop = walk.trim(states, begin, stop, arrays, strides)
         write_ends(work_tile, begin, stop, sizes)
         ld_st.store_b32(work_tile + STATES, uint32(states))
 

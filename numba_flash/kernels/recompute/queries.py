@@ -5,11 +5,12 @@ from typing import Any
 from numba import int32, int64, uint32
 
 from ...ptx import local
-from . import numbers, pairs
-from .inlined import inlined
-from .integers import divide
-from .sequence import key_row, query_of, query_row
-from .sequence import make as make_sequence
+from ..steps import numbers
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.sequence import key_row, query_of, query_row
+from ..steps.sequence import make as make_sequence
+from . import pairs
 
 
 def make(config: Any) -> Any:

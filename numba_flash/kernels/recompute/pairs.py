@@ -2,8 +2,8 @@
 
 A tensor core multiplies every weight of a tile by every row of the other tile, also the weight of 0 of a key that the
 query does not see, and 0 * NaN is NaN. Such values are rare (uninitialised padding, a diverged model), so the loops
-over tiles do not check for them. At the end a warp marks rows of its results that are not finite. recompute_rows.py,
-recompute_keys.py and recompute_queries.py compute these again, pair by pair, without the pairs that a mask removes.
+over tiles do not check for them. At the end a warp marks rows of its results that are not finite. rows.py, keys.py and
+queries.py compute these again, pair by pair, without the pairs that a mask removes.
 """
 
 import functools
@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 from numba import int32
 
-from ..score import at_position, at_scores, counts, fragments, user
+from ..score import at_position, counts, fragments, user
 from ..score.stage import FragmentAt
-from . import elements, lse_delta, numbers
-from .inlined import TRUE, inlined
-from .integers import divide
-from .sequence import key_row, query_row
+from ..steps import elements, lse_delta, numbers
+from ..steps.inlined import TRUE, inlined
+from ..steps.integers import divide
+from ..steps.sequence import key_row, query_row
+from . import at_scores
 
 
 class Pairs(NamedTuple):

@@ -15,12 +15,13 @@ from numba import int32
 
 from ...ptx import ld_st, local
 from ..score import at_key, counts, fragments, sum_terms
-from ..score.stage import exponent_unit
-from . import numbers, pairs
-from .inlined import inlined
-from .integers import divide
-from .sequence import key_row, lse_row, query_of, query_row
-from .sequence import make as make_sequence
+from ..steps import numbers
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.sequence import key_row, lse_row, query_of, query_row
+from ..steps.sequence import make as make_sequence
+from ..steps.units import exponent_unit
+from . import pairs
 
 
 def make(config: Any, warp_rows: int) -> Any:

@@ -5,11 +5,12 @@ from typing import Any
 from numba import int32, int64, uint32
 
 from ...ptx import local
-from . import numbers, pairs
-from .inlined import inlined
-from .integers import divide
-from .plain import key_queries
-from .sequence import key_row, query_row
+from ..steps import numbers
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.plain import key_queries
+from ..steps.sequence import key_row, query_row
+from . import pairs
 
 
 def make(config: Any, of_dk: bool, of_dv: bool) -> Any:

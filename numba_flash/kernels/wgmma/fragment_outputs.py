@@ -3,10 +3,10 @@
 from numba import int64, uint32
 
 from ...ptx import cvt, ld_st, memory, shfl, stmatrix
-from .inlined import inlined
-from .integers import divide
-from .plain import panel_offset
-from .sequence import queries_of, query_row
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.plain import panel_offset
+from ..steps.sequence import queries_of, query_row
 
 
 def make(config):
