@@ -44,8 +44,7 @@ class LaneScores(NamedTuple):
 def make(config: Any, strips: int = 1) -> FragmentFunctions:
     """A tile of config.tile_n columns, of which a warp has `strips` strips of 16 rows."""
     has_score_mod, has_mask_mod = config.has("score_mod"), config.has("mask_mod")
-    group, tile_n = config.group_size, config.tile_n
-    shared, blocks = group > 1, tile_n // 8  # shared: a tile has the queries of several heads
+    shared, blocks = config.group_size > 1, config.tile_n // 8  # shared: a tile has the queries of several heads
     words, changed = -(-blocks // 16), user.both(config, False)
 
     @inlined
@@ -61,8 +60,8 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
                     row = int32(place.first_row + r * 8)
                     if shared:  # inside, a row may not exist
                         row = min(row, place.last_row)
-                    query = int32(uint32(row) // uint32(group))
-                    q_pos, head = int64(place.tile_pos + query), int32(place.h + row - query * group)
+                    query = int32(uint32(row) // uint32(config.group_size))
+                    q_pos, head = int64(place.tile_pos + query), int32(place.h + row - query * config.group_size)
                     ahead = q_pos - k_pos if shared else place.ahead + (r * 8 - n * 8 - i)
                     at = At(place.b, head, int32(place.first_query + query), k_pos, q_pos, ahead)
                     acc_s[index], _, seen = changed(acc_s[index], at, needs_mask, arrays, strides, score)
@@ -78,8 +77,8 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
     def place_of(j, b, h, first_row, lane, first_query, tile_pos, queries_left):
         """Of key tile j. first_row: the warp's, in the query tile, which begins with first_query at position tile_pos
         and has queries_left queries; h: the head of its first row."""
-        first, first_key = int32(first_row + first_row_of(lane)), int32(j * tile_n + first_column_of(lane))
-        last, ahead = int32(queries_left * group - 1), int64(tile_pos + first - first_key)
+        first, first_key = int32(first_row + first_row_of(lane)), int32(j * config.tile_n + first_column_of(lane))
+        last, ahead = int32(queries_left * config.group_size - 1), int64(tile_pos + first - first_key)
         return LaneScores(b, h, first, last, first_query, first_key, tile_pos, ahead)
 
     @inlined

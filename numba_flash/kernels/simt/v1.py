@@ -26,16 +26,11 @@ from ..steps.sequence import key_range, lse_row, query_of, query_row
 
 
 def make(config):
-    plan, compute, k_row, v_row = (
-        config.shared_layout(),
-        elements.COMPUTE_TYPES[config.dtype],
-        config.k_row,
-        config.v_row,
-    )
-    q_row, s_row = k_row + config.pad, config.tile_n + config.pad
+    plan, compute = config.shared_layout(), elements.COMPUTE_TYPES[config.dtype]
+    q_row, s_row = config.k_row + config.pad, config.tile_n + config.pad
     load_q = tiles.query_loader(config, q_row, config.head_dim)
-    load_k = tiles.key_loader(config, k_row, config.head_dim)
-    load_v = tiles.key_loader(config, v_row, config.head_dim_v)
+    load_k = tiles.key_loader(config, config.k_row, config.head_dim)
+    load_v = tiles.key_loader(config, config.v_row, config.head_dim_v)
     store, minus_inf = elements.storer(config.dtype), compute(-math.inf)
     sequence_of, scores = sequence.make(config), make_score(config)
     first_m_and_l, walk = sum_terms.start(config), tile_walk.make(config)
@@ -87,8 +82,8 @@ def make(config):
                     sees = False
                     for y in range(config.tile_n):  # lines 7 to 11
                         total = compute(0)
-                        for x in range(k_row):
-                            total += q_smem[q_k + x] * k_smem[y * k_row + x]
+                        for x in range(config.k_row):
+                            total += q_smem[q_k + x] * k_smem[y * config.k_row + x]
                         s = scores.masked(total, query, first_y + y, needs_mask, arrays, strides, score)
                         max_tmp = max(max_tmp, s)
                         sees = sees or s != minus_inf
@@ -112,7 +107,7 @@ def make(config):
                             for y in range(config.tile_n):
                                 p = s_smem[s_k + y]
                                 if p != 0:  # a key without weight adds nothing, even where v is NaN or Inf
-                                    value += p * v_smem[y * v_row + x]
+                                    value += p * v_smem[y * config.v_row + x]
                             o_at = (lm_base + q_index) * config.head_dim_v + x
                             acc_o[o_at] = acc_o[o_at] * (old / sum_new) + (new / sum_new) * value  # line 22
 

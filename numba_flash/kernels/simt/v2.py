@@ -25,19 +25,14 @@ from ..steps.sequence import key_range, lse_row, query_of, query_row
 
 
 def make(config):
-    plan, compute, k_row, v_row = (
-        config.shared_layout(),
-        elements.COMPUTE_TYPES[config.dtype],
-        config.k_row,
-        config.v_row,
-    )
-    q_row, s_row = k_row + config.pad, config.tile_n + config.pad
+    plan, compute = config.shared_layout(), elements.COMPUTE_TYPES[config.dtype]
+    q_row, s_row = config.k_row + config.pad, config.tile_n + config.pad
     load_q = tiles.query_loader(config, q_row, config.head_dim)
-    load_k = tiles.key_loader(config, k_row, config.head_dim)
-    load_v = tiles.key_loader(config, v_row, config.head_dim_v)
+    load_k = tiles.key_loader(config, config.k_row, config.head_dim)
+    load_v = tiles.key_loader(config, config.v_row, config.head_dim_v)
     keys_at_once = rows.at_once(config.tile_n)  # scores side by side, so that one read of q serves them all
-    dot_rows = rows.dots(k_row, keys_at_once, compute(0))
-    add_rows = rows.adder(v_row, config.tile_n, config.dtype, compute)
+    dot_rows = rows.dots(config.k_row, keys_at_once, compute(0))
+    add_rows = rows.adder(config.v_row, config.tile_n, config.dtype, compute)
     store, minus_inf = elements.storer(config.dtype), compute(-math.inf)
     sequence_of, scores = sequence.make(config), make_score(config)
     first_m_and_l, walk = sum_terms.start(config), tile_walk.make(config)
@@ -57,7 +52,7 @@ def make(config):
         v_smem = shared.pointer(smem, plan.v)  # (tile_n, v_row)
         s_smem = shared.pointer(smem, plan.s)  # (tile_m, s_row)
         s_part = local.array(keys_at_once, compute)  # (keys_at_once,)
-        o_k = local.array(v_row, compute)  # (v_row,): row k of O_i, in registers
+        o_k = local.array(config.v_row, compute)  # (v_row,): row k of O_i, in registers
 
         # line 2: load Q_i
         first_row = i * config.tile_m
@@ -68,7 +63,7 @@ def make(config):
         query = query_of(sequence, h, q_index, sizes)
         q_k, s_k = thread * q_row, thread * s_row  # where row k begins in Q_i and S
         m, l = first_m_and_l(sequence.b, h, arrays, strides)  # -inf and 0, or a sink and 1
-        for x in range(v_row):
+        for x in range(config.v_row):
             o_k[x] = compute(0)
 
         # line 5: the tiles that some row of the block sees
@@ -89,7 +84,7 @@ def make(config):
                 max_tmp = minus_inf
                 sees = False
                 for y in range(0, config.tile_n, keys_at_once):
-                    dot_rows(s_part, q_smem, q_k, k_smem, y * k_row)
+                    dot_rows(s_part, q_smem, q_k, k_smem, y * config.k_row)
                     for u in range(keys_at_once):
                         s = scores.masked(s_part[u], query, first_y + y + u, needs_mask, arrays, strides, score)
                         s_smem[s_k + y + u] = s
