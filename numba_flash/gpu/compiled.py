@@ -281,6 +281,7 @@ _COMPILERS = re.compile(
 SOURCES = (
     "kernels/steps",
     "kernels/score",
+    "kernels/recompute",
     "functions",
     "ptx",
     "config",

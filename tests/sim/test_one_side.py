@@ -1,4 +1,4 @@
-"""ALiBi in tiles on one side of the queries (numba_flash/kernels/score/one_side.py)."""
+"""ALiBi in tiles on one side of the queries (numba_flash/kernels/wgmma/one_side.py)."""
 
 import contract
 import numpy as np
@@ -7,7 +7,7 @@ import pytest
 from numba_flash import testing
 from numba_flash.api import forward as api
 from numba_flash.dispatch import forward as dispatch
-from numba_flash.kernels.score import one_side
+from numba_flash.kernels.wgmma import one_side
 from numba_flash.machine.target import Target
 from numba_flash.select import forward as select
 from numba_flash.select import tiles

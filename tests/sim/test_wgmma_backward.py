@@ -27,7 +27,9 @@ from numba_flash.arrays import making
 from numba_flash.config.wgmma_backward import WgmmaFusedConfig
 from numba_flash.dispatch import backward as dispatch
 from numba_flash.dispatch import launch_backward
-from numba_flash.kernels.steps import dq_order, recompute_keys, recompute_queries
+from numba_flash.kernels.recompute import keys as recompute_keys
+from numba_flash.kernels.recompute import queries as recompute_queries
+from numba_flash.kernels.steps import dq_order
 from numba_flash.kernels.wgmma import backward_block_tiles
 from numba_flash.ptx import griddepcontrol
 from numba_flash.ptx.sim import now, special, wgmma

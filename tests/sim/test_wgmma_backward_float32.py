@@ -16,7 +16,8 @@ from contract_backward import (  # noqa: F401
 from numba import cuda
 
 from numba_flash import arrays, testing
-from numba_flash.kernels.steps import recompute_keys, recompute_queries
+from numba_flash.kernels.recompute import keys as recompute_keys
+from numba_flash.kernels.recompute import queries as recompute_queries
 from numba_flash.kernels.wgmma import gradient_rows_float32
 from numba_flash.ptx.sim import block
 from numba_flash.ptx.sim.launch import run

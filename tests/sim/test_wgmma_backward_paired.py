@@ -5,7 +5,8 @@ import pytest
 from contract_backward import Rung, incoming, same
 
 from numba_flash import testing
-from numba_flash.kernels.steps import recompute_keys, recompute_queries
+from numba_flash.kernels.recompute import keys as recompute_keys
+from numba_flash.kernels.recompute import queries as recompute_queries
 from numba_flash.select import backward_tiles as tiles
 
 

@@ -34,7 +34,7 @@ from numba_flash import testing
 from numba_flash.api import forward as api
 from numba_flash.dispatch import forward as dispatch
 from numba_flash.gpu import compiled
-from numba_flash.kernels.steps import recompute_whole_rows
+from numba_flash.kernels.recompute import rows as recompute_rows
 from numba_flash.machine.target import Target
 from numba_flash.select import tiles
 
@@ -56,7 +56,7 @@ def no_repair(monkeypatch):
     def repair(*_):
         raise AssertionError("a row is computed again")
 
-    monkeypatch.setattr(recompute_whole_rows, "make", lambda *_: repair)
+    monkeypatch.setattr(recompute_rows, "make", lambda *_: repair)
     monkeypatch.setattr(compiled, "_kernels", {})
 
 

@@ -66,7 +66,7 @@ def make(config):
     def read_scores(place, registers, thread, arrays, strides, sizes):
         """Loads what the scores need from global memory, before their products are ready."""
         first_query = int32(place.i * tile_m)
-        origin = read.origin(place.b, place.h, first_query, arrays, strides)
+        origin = read.origin(place.sequence.b, place.h, first_query, arrays, strides)
         lane, first_row = thread & int32(31), (thread >> int32(5)) * 16
         bits = registers.shown_bits
         read.load(registers.loaded, bits, place.j, origin, first_row, lane, arrays, strides, sizes, FALSE)
@@ -81,8 +81,8 @@ def make(config):
         first_query = int32(place.i * tile_m + first_row)
         for r in range(rows):
             query = int32(first_query + r * 8)
-            first, end = row_keys(place.q_start + query, sizes.left, sizes.right, place.keys)
-            if query >= sizes.seqlen_q:
+            first, end = row_keys(place.sequence.q_start + query, sizes.left, sizes.right, place.sequence.keys)
+            if query >= place.sequence.seqlen_q:
                 end = first
             seen = columns_within(int32(first - first_key), int32(end - first_key), 0)
             shown_bits[r] = shown_bits[r] & seen if has_mask else seen
@@ -91,10 +91,10 @@ def make(config):
                 acc_s,
                 acc_dp,
                 shown_bits,
-                int64(place.b),
+                int64(place.sequence.b),
                 int64(place.h),
                 first_query,
-                place.q_start,
+                place.sequence.q_start,
                 first_key,
                 TRUE,
                 arrays,
@@ -102,15 +102,15 @@ def make(config):
                 score,
             )
         if drops:
-            first_pos = place.q_start + int64(place.i) * tile_m
-            kept_of(registers.kept, first_key, place.b, place.h, first_row, first_pos, arrays, sizes)
-        term = chain.row_term(place.b, place.h, arrays, strides)
+            first_pos = place.sequence.q_start + int64(place.i) * tile_m
+            kept_of(registers.kept, first_key, place.sequence.b, place.h, first_row, first_pos, arrays, sizes)
+        term = chain.row_term(place.sequence.b, place.h, arrays, strides)
         for r in range(rows):
             query = int32(first_query + r * 8)
             lse, delta = inf, float32(0)
-            if query < sizes.seqlen_q:
-                lse, delta = of_query(place.b, place.h, query, arrays, sizes)
-            distance = float32(place.q_start + query - first_key)
+            if query < place.sequence.seqlen_q:
+                lse, delta = of_query(place.sequence, place.h, query, arrays, sizes)
+            distance = float32(place.sequence.q_start + query - first_key)
             for n in range(blocks):
                 for x in range(2):
                     at, column = n * 4 + r * 2 + x, n * 8 + x
@@ -234,10 +234,10 @@ def make(config):
             registers.sums[x] = float32(0)
 
         place = tiles.first(walk, arrays, strides, sizes)
-        if place.b < walk.end_b:
+        if place.sequence.b < walk.end_b:
             tiles.load_first(place, smem, arrays, strides, sizes, thread)
         cp_async.commit_group()
-        while place.b < walk.end_b:
+        while place.sequence.b < walk.end_b:
             if read.reads:
                 read_scores(place, registers, thread, arrays, strides, sizes)
             for x in range(count):
@@ -248,7 +248,7 @@ def make(config):
             tiles.multiply(registers, smem, thread)
             following_place = tiles.following(place, walk, arrays, strides, sizes)
             cuda.syncthreads()  # all threads have finished with it
-            if following_place.b < walk.end_b:
+            if following_place.sequence.b < walk.end_b:
                 tiles.load_next(following_place, place, smem, arrays, strides, sizes, thread)
             cp_async.commit_group()
             add_scores(place, registers, thread, arrays, strides, sizes, score)

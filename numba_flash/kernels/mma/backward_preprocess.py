@@ -15,13 +15,12 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import cvt, griddepcontrol, local, memory, shfl, special
-from ..score.stage import LOG2_E
 from ..steps import elements, lse_delta
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
-from ..steps.sequence import lse_row
-from ..steps.tiles import row_base
+from ..steps.sequence import lse_row, queries_of, query_row
+from ..steps.units import LOG2_E
 
 
 def make(config):
@@ -52,13 +51,14 @@ def make(config):
         head_of_all = divide(block, tiles)
         b = divide(head_of_all, heads)
         h = int32(head_of_all - b * heads)
+        sequence = queries_of(b, arrays, strides, sizes)
         query, lane = int32((block - head_of_all * tiles) * rows + thread // lanes), int32(thread % lanes)
         four_do = local.array(4, uint32)
         four_o = local.array(4, uint32)
 
         part = float32(0)
         if query < seqlen_q:
-            do_base, o_base = row_base(strides.do, b, h, query), row_base(strides.o, b, h, query)
+            do_base, o_base = query_row(strides.do, sequence, h, query), query_row(strides.o, sequence, h, query)
             for step in range(steps):
                 x = int32((lane + step * lanes) * 8)
                 if config.wide and x + 8 <= head_dim_v:
@@ -82,12 +82,12 @@ def make(config):
         if lane == 0 and query < head_row_blocks * 16:
             lse = inf
             if query < seqlen_q:
-                at = lse_row(b, h, query, sizes)
+                at = lse_row(sequence, h, query, sizes)
                 lse = float32(arrays.lse[at]) * unit
                 lse = inf if lse == -inf else lse
                 if config.has_dlse:
-                    part -= arrays.dlse[row_base(strides.dlse, b, h, query)]
-            at = lse_delta.block_row(b, h, query, sizes)
+                    part -= arrays.dlse[query_row(strides.dlse, sequence, h, query)]
+            at = lse_delta.block_row(sequence, h, query, sizes)
             arrays.lse_delta[at] = lse
             arrays.lse_delta[at + minus_delta_at] = -part
 

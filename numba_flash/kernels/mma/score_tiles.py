@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 from numba import int32, int64
 
 from ...ptx import memory
-from ..score import positions
 from ..steps import async_tiles, fragment_products
+from ..steps import sequence as sequences
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.sequence import key_range
-from ..steps.tiles import row_base
+from ..steps.sequence import Sequence, key_range, key_row, query_row
 
 
 class Range(NamedTuple):
@@ -33,16 +32,13 @@ class Range(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A tile: query tile i of head h of entry b, whose query 0 is at position q_start, and key tile j below stop; keys:
-    how many are valid."""
+    """A tile: query tile i of head h of a batch entry, and key tile j below stop."""
 
-    b: int
+    sequence: Any
     h: int
     i: int
     j: int
     stop: int
-    keys: int
-    q_start: int
 
 
 class Smem(NamedTuple):
@@ -58,7 +54,9 @@ class ScoreTiles(NamedTuple):
     """Device functions."""
 
     first: Callable[..., Any]  # (range, arrays, strides, sizes) -> Place
-    following: Callable[..., Any]  # (place, range, arrays, strides, sizes) -> Place; after the last, b is range.end_b
+    following: Callable[
+        ..., Any
+    ]  # (place, range, arrays, strides, sizes) -> Place; after the last, its b is range.end_b
     load_first: Callable[..., Any]  # (place, smem, arrays, strides, sizes, thread): starts copies
     load_next: Callable[..., Any]  # (place, before, smem, arrays, strides, sizes, thread): of what changes
     multiply: Callable[..., Any]  # (registers, smem, thread): acc_s, acc_dp += the products
@@ -71,20 +69,18 @@ def make(config):
         for rows in (config.tile_m, config.tile_n)
         for columns in (config.head_dim_padded, config.head_dim_v_padded)
     )
-    keys_and_start = positions.make(config)
+    sequence_of = sequences.make(config)
     lanes_of, _, scores_product, *_ = fragment_products.make(config)
     multiply_q_k, multiply_do_v = scores_product(config.head_dim_padded), scores_product(config.head_dim_v_padded)
 
     @inlined
     def seek(b, h, i, tiles, arrays, strides, sizes):
         """The first tile that some query sees, from query tile i of head h of entry b on."""
-        j, stop, keys, q_start = int32(0), int32(0), int32(0), int64(0)
+        j, stop, sequence = int32(0), int32(0), Sequence(b, sizes.seqlen_q, int64(0), int64(0))
         while b < tiles.end_b:
-            keys_, start_ = keys_and_start(b, arrays, strides, sizes)
-            keys, q_start = int32(keys_), int64(start_)
-            first_pos = q_start + i * config.tile_m
-            last_pos = q_start + min(int64(i * config.tile_m + config.tile_m), sizes.seqlen_q) - 1
-            begin, _, _, end = key_range(first_pos, last_pos, keys_, sizes, config.tile_n)
+            sequence = sequence_of(b, arrays, strides, sizes)
+            last_query = min(int64(i * config.tile_m + config.tile_m), sequence.seqlen_q) - 1
+            begin, _, _, end = key_range(sequence, i * config.tile_m, last_query, sizes, config.tile_n)
             j, stop = max(int32(begin), tiles.j), min(int32(end), tiles.end_j)
             if j < stop:
                 break
@@ -93,7 +89,7 @@ def make(config):
                 i, h = tiles.i, int32(h + 1)
             if h >= tiles.end_h:
                 h, b = tiles.h, int32(b + 1)
-        return Place(b, h, i, j, stop, keys, q_start)
+        return Place(Sequence(b, sequence.seqlen_q, sequence.keys, sequence.q_start), h, i, j, stop)
 
     @inlined
     def first(tiles, arrays, strides, sizes):
@@ -101,32 +97,32 @@ def make(config):
 
     @inlined
     def following(place, tiles, arrays, strides, sizes):
-        b, h, i, j, stop, keys, q_start = place
-        j = int32(j + 1)
+        sequence, h, i, j, stop = place
+        b, j = sequence.b, int32(j + 1)
         if j >= stop:
             i = int32(i + 1)
             if i >= tiles.end_i:
                 i, h = tiles.i, int32(h + 1)
             if h >= tiles.end_h:
                 h, b = tiles.h, int32(b + 1)
-            b, h, i, j, stop, keys, q_start = seek(b, h, i, tiles, arrays, strides, sizes)
-        return Place(b, h, i, j, stop, keys, q_start)
+            sequence, h, i, j, stop = seek(b, h, i, tiles, arrays, strides, sizes)
+        return Place(sequence, h, i, j, stop)
 
     @inlined
     def load_queries(place, smem, arrays, strides, sizes, thread):
         first_query = int64(place.i) * config.tile_m
-        left = int32(min(sizes.seqlen_q - first_query, config.tile_m))
-        q_global = memory.address(arrays.q, row_base(strides.q, place.b, place.h, first_query))
-        do_global = memory.address(arrays.do, row_base(strides.do, place.b, place.h, first_query))
+        left = int32(min(place.sequence.seqlen_q - first_query, config.tile_m))
+        q_global = memory.address(arrays.q, query_row(strides.q, place.sequence, place.h, first_query))
+        do_global = memory.address(arrays.do, query_row(strides.do, place.sequence, place.h, first_query))
         load_q(smem.q, q_global, 2 * strides.q[2], 0, left, config.head_dim, thread)
         load_do(smem.do, do_global, 2 * strides.do[2], 0, left, config.head_dim_v, thread)
 
     @inlined
     def load_keys(place, h_kv, smem, arrays, strides, thread):
         first_key = int64(place.j) * config.tile_n
-        left = int32(place.keys - first_key)
-        k_global = memory.address(arrays.k, row_base(strides.k, place.b, h_kv, first_key))
-        v_global = memory.address(arrays.v, row_base(strides.v, place.b, h_kv, first_key))
+        left = int32(place.sequence.keys - first_key)
+        k_global = memory.address(arrays.k, key_row(strides.k, place.sequence, h_kv, first_key))
+        v_global = memory.address(arrays.v, key_row(strides.v, place.sequence, h_kv, first_key))
         load_k(smem.k, k_global, 2 * strides.k[2], 0, left, config.head_dim, thread)
         load_v(smem.v, v_global, 2 * strides.v[2], 0, left, config.head_dim_v, thread)
 
@@ -140,9 +136,9 @@ def make(config):
     def load_next(place, before, smem, arrays, strides, sizes, thread):
         group = divide(sizes.heads, sizes.heads_kv)
         h_kv = divide(place.h, group)
-        if place.i != before.i or place.h != before.h or place.b != before.b:
+        if place.i != before.i or place.h != before.h or place.sequence.b != before.sequence.b:
             load_queries(place, smem, arrays, strides, sizes, thread)
-        if place.j != before.j or h_kv != divide(before.h, group) or place.b != before.b:
+        if place.j != before.j or h_kv != divide(before.h, group) or place.sequence.b != before.sequence.b:
             load_keys(place, h_kv, smem, arrays, strides, thread)
 
     @inlined

@@ -216,6 +216,9 @@ def _instead_of_numbas(numba_kernel: Any, memory: Any, cluster: int) -> Iterator
                 seen.add(value)
                 swap(value.fn, simulated)
             return value.fn
+        if isinstance(value, tuple) and hasattr(value, "_fields"):  # such as device functions from another make
+            members = [instead(member, simulated) for member in value]
+            return type(value)(*members) if any(x is not y for x, y in zip(members, value, strict=True)) else value
         return numbers.get(id(value), value)
 
     def call(kernel: Any, *arguments: Any) -> Any:
