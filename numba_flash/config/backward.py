@@ -138,13 +138,17 @@ class MmaBackwardConfig(Config):
 class MmaDkdvConfig(MmaBackwardConfig):
     """Of mma/backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
 
-    of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128.
+    of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128. of_dq: it
+    computes dQ too, because its only tile has all keys.
     """
 
     of_dk: bool = True
     of_dv: bool = True
+    of_dq: bool = False
 
     def __post_init__(self) -> None:
+        if self.of_dq and not (self.of_dk and self.of_dv and self.column_groups == 1):
+            raise ValueError("of_dq needs of_dk, of_dv and column_groups=1")
         if not (self.of_dk or self.of_dv):
             raise ValueError("of_dk or of_dv must be True: there is nothing else to compute")
         if self.column_groups > 1 and not (self.of_dk and self.of_dv):
@@ -181,7 +185,8 @@ class MmaDkdvConfig(MmaBackwardConfig):
             q=self.stages * tile_bytes(self.tile_m, self.head_dim_padded),
             do=self.stages * tile_bytes(self.tile_m, self.head_dim_v_padded),
             rows=-(-rows // self.ALIGNMENT) * self.ALIGNMENT,
-            weights=tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 else 0,
+            weights=tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 or self.of_dq else 0,
+            dq=tile_bytes(self.tile_m, self.head_dim_padded) if self.of_dq else 0,
             seen=8 * self.tile_n,
             state=self.state_entries * 16,
             warps=self.threads // 8,

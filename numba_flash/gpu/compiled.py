@@ -56,6 +56,7 @@ MODULES = {
     **dict.fromkeys(HEAD_SUMS, "simt.head_sums"),
     "backward_preprocess": "mma.backward_preprocess",
     "mma_dkdv": "mma.backward_dkdv",
+    "mma_one_key_tile": "mma.backward_dkdv",
     "mma_dq": "mma.backward_dq",
     "mma_dbias": "mma.backward_dbias",
     **dict.fromkeys(("mma_daux_bounds", "mma_daux_sums"), "mma.backward_daux"),

@@ -146,6 +146,7 @@ PARAMETERS: dict[str, Parameters] = {
     **HEAD_SUMS,
     "backward_preprocess": Parameters(_words("do o lse dlse lse_delta turns"), **_OF_ROWS),
     "mma_dkdv": _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)),
+    "mma_one_key_tile": _tensor_backward(("dq", "dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)),
     "mma_dq": _tensor_backward(("dq",), _with_bits(_OF_SCORES)),
     "mma_dbias": _tensor_backward(("dbias",), _with_bits(_OF_SCORES), "dbias_shape"),
     **dict.fromkeys(

@@ -48,6 +48,7 @@ from .backward_shared import (
 )
 from .backward_simt import simt_config
 from .backward_wide import wide_configs
+from .forward import halved
 from .tiles import columns
 
 
@@ -103,6 +104,11 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
     """mma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if ITEM_SIZE[problem.forward.dtype] > 2:
         return wide_configs(problem, target)
+    rows = one_key_tile(problem, target)
+    if rows:
+        own = [*first_that_fits([[_mma_one_key_tile(problem, row)] for row in rows], target)]
+        made = [preprocess_config(problem, target), *with_what_goes_before([*own, *_dbias(problem, target)], target)]
+        return (*made, *head_sums(problem, target, of_blocks=True))
     rows = usable("mma_dkdv", problem, target)
     if not {"dk", "dv"} <= set(problem.wanted):
         rows = [row for row in rows if row.column_groups == 1]  # warps that exchange scores add up both
@@ -337,6 +343,23 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> tuple[BackwardConf
 def _mma_dkdv(problem: BackwardProblem, row: tiles.MmaDkdv) -> list[MmaBackwardConfig]:
     features = features_of(problem) | bias_pairs_of(problem) | columns(row) | dict(kernel="mma_dkdv")
     return [MmaDkdvConfig(**features, of_dk="dk" in p, of_dv="dv" in p) for p in apart_or_together(problem, row.apart)]
+
+
+def one_key_tile(problem: BackwardProblem, target: Target) -> list[tiles.MmaDkdv]:
+    """The rows of tiles that have all keys of a head, if one kernel of mma computes dQ, dK and dV: its blocks read all
+    of a head once, and walk over two tiles of queries at most."""
+    forward = problem.forward
+    if ITEM_SIZE[forward.dtype] != 2 or not {"dq", "dk", "dv"} <= set(problem.wanted) or not forward.seqlen_k:
+        return []
+    rows = usable("mma_one_key_tile", problem, target)
+    return [row for row in rows if forward.seqlen_k <= row.tile_n and forward.seqlen_q <= 2 * row.tile_n]
+
+
+def _mma_one_key_tile(problem: BackwardProblem, row: tiles.MmaDkdv) -> MmaDkdvConfig:
+    tile_m, tile_n = halved(row.tile_m, problem.forward.seqlen_q), halved(row.tile_n, problem.forward.seqlen_k)
+    features = features_of(problem) | bias_pairs_of(problem) | columns(row)
+    features |= dict(tile_m=tile_m, tile_n=tile_n, blocks_per_sm=row.blocks_per_sm * row.tile_n // tile_n)
+    return MmaDkdvConfig(**features, kernel="mma_one_key_tile", of_dq=True)
 
 
 def _mma_dq(problem: BackwardProblem, row: tiles.MmaDq) -> list[MmaBackwardConfig]:

@@ -42,7 +42,7 @@ from ..steps import recompute_keys as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.sequence import key_row, query_range
-from . import backward_walk, work_tile
+from . import backward_own_dq, backward_walk, work_tile
 
 
 class Registers(NamedTuple):
@@ -110,6 +110,7 @@ def make(config):
     stage_dk, store_dk = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dk, config.head_dim % 8 == 0)
     stage_dv, store_dv = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dv, config.head_dim_v % 8 == 0)
     recompute_keys, wait_all = recompute.make(config, of_dk, of_dv), cp_async.wait_group(0)
+    write_dq = backward_own_dq.make(config) if config.of_dq else None
     row_blocks, start_dp = lse_delta.row_blocks, lse_delta.starter(config, strips, blocks)
     finish_dp = lse_delta.finisher(config, strips, blocks)
     finishes = drops and of_dk and has_functions  # before it is multiplied by their derivative
@@ -302,6 +303,12 @@ def make(config):
                 prefetch_second(i, heads_left, smem, arrays, strides, sizes)
             if of_dk:
                 multiply_ds_q(acc_dk, ds_frag, b_frag, q_tile)
+            if config.of_dq:
+                put(ds_frag, smem.k + int32(plan.weights), thread)
+                cuda.syncthreads()
+                work = walk.work_again(smem.k, sizes)
+                h = int32((work.h_kv + 1) * divide(sizes.heads, sizes.heads_kv) - heads_left)
+                write_dq(i, work.sequence, h, smem.k, thread, arrays, strides, sizes, score)
 
     @inlined
     def step(i, heads_left, stage, registers, smem, distance, arrays, strides, sizes, score, masked):
@@ -347,6 +354,10 @@ def make(config):
             first, end, _, _ = read.ranges(sequence.b, h, group, first_key, end_key, arrays, strides, sizes)
             begin = max(begin, divide(first, tile_m))
             stop = min(stop, divide(end + int32(tile_m - 1), tile_m))
+        if config.of_dq:  # a query that sees no key has a dQ, too
+            begin, stop = int32(0), divide(int32(sequence.seqlen_q) + int32(tile_m - 1), tile_m)
+            if keys_left < tile_n:  # what does not exist is hidden: its K is 0, but its dS might be Inf
+                free, cut = int32(0), int32(0)
         tiles = (begin, stop, free, cut)
         walk.set_up_state(work, tiles, arrays, strides, sizes, k_smem, thread)
         cuda.syncthreads()
@@ -374,7 +385,7 @@ def make(config):
 
         # stage: which stage is in use; heads_left: heads of the group that are left.
         i, stage, heads_left, whole = begin, int32(0), int32(0), begin >= free and begin < cut and not has_functions
-        if begin < stop and keys_left > 0:
+        if begin < stop and (config.of_dq or keys_left > 0):
             heads_left = group
             if has_states:
                 i, heads_left = walk.from_tile(i, heads_left, smem.k, arrays, strides)
@@ -417,6 +428,8 @@ def make(config):
         wait_all()
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
+        if config.of_dq:
+            cuda.syncthreads()  # all warps have read K for the last time
         bar.sync((warp >> shift) + 1, 32 * groups)  # all warps that share these rows have read them for the last time
         first_row = int32((warp >> shift) * warp_rows)
         first_column = int32((warp & (groups - 1)) * columns)

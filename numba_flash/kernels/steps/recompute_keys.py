@@ -54,7 +54,10 @@ def make(config, of_dk, of_dv):
                     h = int32(h_kv * group + member)
                     term = row_term(b, h, arrays, strides)
                     for query in range(first_query, end_query):
-                        q_at, do_at = query_row(strides.q, sequence, h, query), query_row(strides.do, sequence, h, query)
+                        q_at, do_at = (
+                            query_row(strides.q, sequence, h, query),
+                            query_row(strides.do, sequence, h, query),
+                        )
                         product, dp = made.real(0), made.real(0)
                         for c in range(parts):
                             x = int32(lane + 32 * c)

@@ -15,11 +15,11 @@ from .sequence import key_row, query_row
 from .sequence import make as make_sequence
 
 
-def make(config):
-    """-> recompute_queries, a device function."""
+def make(config, of_keys=False):
+    """-> recompute_queries, a device function. of_keys: the kernel's mask bits have keys as rows."""
     head_dim, head_dim_v, made = config.head_dim, config.head_dim_v, numbers.of(config.compute_dtype)
     parts, parts_v = -(-head_dim // 32), -(-head_dim_v // 32)
-    (_, weight_or_zero), (added, visible) = fragments.weights_at(config), at_scores.make(config)
+    (_, weight_or_zero), (added, visible) = fragments.weights_at(config), at_scores.make(config, of_keys)
     load, store = elements.loader(config.dtype, made.real), elements.storer(config.dtype)
     count, ask = counts.make(config), gradient_functions.alone(config, derivative=True)
     has_functions = gradient_functions.present(config)

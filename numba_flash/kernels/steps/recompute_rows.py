@@ -38,7 +38,10 @@ def make(config, warp_rows):
     @inlined
     def recompute_rows(first_row, lane, row_states, tile, arrays, strides, sizes, score):
         """One warp computes its marked rows from first_row on, of a QueryTile."""
-        sequence, h_kv = sequence_of(tile.b, arrays, strides, sizes), divide(tile.h, divide(sizes.heads, sizes.heads_kv))
+        sequence, h_kv = (
+            sequence_of(tile.b, arrays, strides, sizes),
+            divide(tile.h, divide(sizes.heads, sizes.heads_kv)),
+        )
         queries_left = int32(min(sequence.seqlen_q - tile.first_query, config.queries))
         first_column = tile.part * config.head_dim_v_padded
         columns_left = int32(

@@ -42,7 +42,10 @@ def make(config, warp_rows):
     @inlined
     def recompute_rows(first_row, lane, row_states, tile, arrays, strides, sizes, score):
         """One warp computes its marked rows from first_row on, of a QueryTile."""
-        sequence, h_kv = sequence_of(tile.b, arrays, strides, sizes), divide(tile.h, divide(sizes.heads, sizes.heads_kv))
+        sequence, h_kv = (
+            sequence_of(tile.b, arrays, strides, sizes),
+            divide(tile.h, divide(sizes.heads, sizes.heads_kv)),
+        )
         queries_left = int32(min(sequence.seqlen_q - tile.first_query, config.queries))
         first_column = tile.part * config.group_columns
         columns_left = int32(

@@ -22,8 +22,8 @@ from ...ptx import local, memory, setmaxnreg, shared, shfl, special
 from ..steps import recompute_keys as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.plain import first_column_of
 from ..steps.old_sequence import lse_row
+from ..steps.plain import first_column_of
 from ..steps.tiles import row_base
 from . import (
     backward_key_work,

@@ -28,7 +28,7 @@ from ..steps import recompute_queries as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_row_of
-from ..steps.query_tile import QueryTile, TileKeys
+from ..steps.query_tile import QueryTile
 from ..steps.tiles import row_base
 from . import backward_producer, backward_query_work, backward_scores, backward_state, bias_boxes
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP

@@ -13,8 +13,8 @@ from ..score import reads as score_reads
 from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.plain import part_of, parts_of
 from ..steps.old_sequence import query_range
+from ..steps.plain import part_of, parts_of
 from . import backward_state
 from .backward_state import (
     BATCH,

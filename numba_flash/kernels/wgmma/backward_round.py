@@ -17,8 +17,8 @@ from ..steps import gradient_rows
 from ..steps import recompute_queries as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.query_tile import QueryTile, TileKeys
 from ..steps.old_sequence import key_range
+from ..steps.query_tile import QueryTile
 from ..steps.tiles import row_base
 
 

@@ -14,10 +14,10 @@ from ..steps import elements, gradient_rows
 from ..steps import recompute_queries as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.query_tile import QueryTile, TileKeys
+from ..steps.query_tile import QueryTile
 from ..steps.tiles import row_base
 from . import backward_state
-from .backward_state import BATCH, FIRST_ROW, HEAD, HEAD_KV, KEYS, MEMBERS, STRUCK
+from .backward_state import BATCH, FIRST_ROW, HEAD, MEMBERS, STRUCK
 
 
 def make(config):

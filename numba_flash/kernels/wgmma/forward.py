@@ -31,11 +31,11 @@ from ..steps import fragment_outputs, fragment_softmax, output_rows
 from ..steps import recompute_rows as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
-from ..steps.plain import first_column_of, first_row_of
-from ..steps.query_tile import QueryTile, TileKeys
 from ..steps.old_sequence import lse_row
+from ..steps.plain import first_column_of, first_row_of
+from ..steps.query_tile import QueryTile
 from . import barriers, producer, tile_scores
-from .barriers import BEGIN, CUT, FREE, H_KV, KEYS, STATES, STOP, WORK, B, H
+from .barriers import BEGIN, CUT, FREE, KEYS, STATES, STOP, WORK, B, H
 from .forward_state import Consumer, Registers, Rows
 from .tile_scores import KeyTile, ScoreRegisters
 from .work_tile import counting, position, rows_of_lane, tile_of, word

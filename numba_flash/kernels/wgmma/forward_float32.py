@@ -26,12 +26,11 @@ from ..score import reads as score_reads
 from ..steps import fragment_softmax, recompute_whole_rows
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_row_of
-from ..steps.query_tile import TileKeys
 from ..steps.tiles import row_base
 from . import barriers, parts, query_tiles, rows_float32, tile_scores
 from .barriers import BEGIN, CUT, FREE, H_KV, KEYS, STATES, STOP, WORK, B, H
 from .tile_scores import KeyTile, ScoreRegisters
-from .work_tile import counting, position, rows_of_lane, tile_of, word
+from .work_tile import counting, rows_of_lane, tile_of, word
 
 Q_ROWS = 32  # rows of a consumer's 64 that it splits at a time
 FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python ints: see inlined.py

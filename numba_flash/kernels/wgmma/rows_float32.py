@@ -9,8 +9,8 @@ from ..score.stage import exponent_unit
 from ..steps import elements
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.plain import first_column_of, first_row_of
 from ..steps.old_sequence import lse_row
+from ..steps.plain import first_column_of, first_row_of
 from ..steps.tiles import row_base
 
 
