@@ -7,7 +7,7 @@ from ..problem.options import BY_NAME
 from .aux_gradients import AuxElementsConfig
 from .forward import Config, LaunchFacts, layout, tile_bytes
 from .mask_bits import MaskBitsConfig
-from .simt_backward import DeltaConfig, HeadSumsConfig
+from .simt_backward import DbiasSumConfig, DeltaConfig, HeadSumsConfig
 from .tile_states import TileOrderConfig, TileStatesConfig
 
 
@@ -226,6 +226,7 @@ class MmaDqConfig(MmaBackwardConfig):
 BackwardConfig = (
     AuxElementsConfig
     | Config
+    | DbiasSumConfig
     | DeltaConfig
     | HeadSumsConfig
     | MaskBitsConfig

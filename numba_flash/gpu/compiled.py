@@ -51,6 +51,7 @@ MODULES = {
     "v2_dq": "simt.v2_backward_dq",
     "v2_dbias": "simt.v2_backward_dbias",
     **dict.fromkeys(("v2_daux_bounds", "v2_daux_sums"), "simt.v2_backward_daux"),
+    "dbias_sum": "simt.dbias_sum",
     "daux_start": "simt.daux_start",
     "daux_round": "simt.daux_round",
     **dict.fromkeys(HEAD_SUMS, "simt.head_sums"),

@@ -96,8 +96,9 @@ FORWARD_WORKSPACE = (
 )  # the first three of v1: O before rounding, l and m
 # For the gradients of aux (kernels/score/owed.py): the largest exponents, and the sums; their indices, and their room.
 AUX_BOUNDS, AUX_SUMS, _OF_AUX = "aux_bounds", "aux_sums", _words("aux_begins term_bits run_bits")
+_OF_DBIAS = ("dbias_shape", "dbias_splits")
 BACKWARD_WORKSPACE = (
-    *_words("delta row_shares lse_delta turns dq_sums dk_sums dv_sums"),
+    *_words("delta row_shares lse_delta turns dq_sums dk_sums dv_sums dbias_sums"),
     *_BITS,
     *_STATES,
     AUX_BOUNDS,
@@ -136,7 +137,7 @@ PARAMETERS: dict[str, Parameters] = {
     "v2_dkdv": Parameters((*_BACKWARD, "dk", "dv"), (*_BACKWARD_STRIDES, "dk", "dv"), _SIZES, SCORE_NUMBERS),
     "v2_dq": Parameters((*_BACKWARD, "dq", "row_shares"), (*_BACKWARD_STRIDES, "dq"), _SIZES, SCORE_NUMBERS),
     "v2_dbias": Parameters(
-        (*_BACKWARD, "dbias"), (*_BACKWARD_STRIDES, "dbias"), (*_SIZES, "dbias_shape"), SCORE_NUMBERS
+        (*_BACKWARD, "dbias", "dbias_sums"), (*_BACKWARD_STRIDES, "dbias"), (*_SIZES, *_OF_DBIAS), SCORE_NUMBERS
     ),
     **dict.fromkeys(
         ("v2_daux_bounds", "v2_daux_sums"),
@@ -148,7 +149,8 @@ PARAMETERS: dict[str, Parameters] = {
     "mma_dkdv": _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)),
     "mma_one_key_tile": _tensor_backward(("dq", "dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)),
     "mma_dq": _tensor_backward(("dq",), _with_bits(_OF_SCORES)),
-    "mma_dbias": _tensor_backward(("dbias",), _with_bits(_OF_SCORES), "dbias_shape"),
+    "mma_dbias": _with_arrays(_tensor_backward(("dbias",), _with_bits(_OF_SCORES), *_OF_DBIAS), "dbias_sums"),
+    "dbias_sum": Parameters(("dbias_sums", "dbias"), ("dbias",), _OF_DBIAS),
     **dict.fromkeys(
         ("mma_daux_bounds", "mma_daux_sums"),
         _with_arrays(_tensor_backward((), _with_bits(_OF_SCORES), *_OF_AUX), AUX_BOUNDS, AUX_SUMS),

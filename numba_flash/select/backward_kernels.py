@@ -11,7 +11,7 @@ from ..config.blocks import AT_A_TIME
 from ..config.forward import ITEM_SIZE, Config
 from ..config.mask_bits import MaskBitsConfig
 from ..config.score_gradients import MmaDauxConfig, MmaDbiasConfig
-from ..config.simt_backward import DbiasConfig, DkdvConfig, DqConfig
+from ..config.simt_backward import DbiasConfig, DbiasSumConfig, DkdvConfig, DqConfig
 from ..config.tile_states import TileStatesConfig
 from ..config.wgmma_backward import (
     BY_ELEMENT,
@@ -58,6 +58,10 @@ def kernels_of(name: str, problem: BackwardProblem, target: Target) -> tuple[Bac
     if own is None:
         return ()
     made = own(problem, target)
+    if "dbias" in problem.wanted and problem.dbias_splits > 1:
+        bias = problem.forward.array("bias")
+        assert bias is not None
+        made = (*made, DbiasSumConfig(problem.forward.dtype, bias.dtype, 16 if target.simulated else 256))
     return (*made, *_aux_configs(problem, target, made)) if problem.wanted_aux else made
 
 
@@ -369,7 +373,7 @@ def _mma_dq(problem: BackwardProblem, row: tiles.MmaDq) -> list[MmaBackwardConfi
 
 def _mma_dbias(problem: BackwardProblem, row: tiles.MmaScores) -> list[MmaBackwardConfig]:
     *_, rows, keys = problem.dbias_shape
-    own = dict(rows_summed=rows == 1, keys_summed=keys == 1)
+    own = dict(rows_summed=rows == 1, keys_summed=keys == 1, split=problem.dbias_splits > 1)
     bias = problem.forward.array("bias")
     assert bias is not None
     # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes
