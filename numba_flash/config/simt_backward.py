@@ -143,6 +143,9 @@ class DbiasSumConfig(LaunchFacts):
     shared_bytes: ClassVar[int] = 0
     blocks_per_sm: ClassVar[int] = 0
 
+    def dtype_of(self, option: str) -> str:
+        return self.given
+
     @property
     def compute_dtype(self) -> str:
         return "float64" if self.dtype == "float64" else "float32"

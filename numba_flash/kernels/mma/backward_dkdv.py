@@ -204,6 +204,7 @@ def make(config):
     @inlined
     def prefetch(i, heads_left, stage, smem, arrays, strides, sizes):
         """Wait for dO of tile i, with two stages also for Q, and start the copies for which there is room now."""
+        first = config.of_dq and i == 0 and heads_left == divide(sizes.heads, sizes.heads_kv)  # its Q comes with its dO
         next_i, next_heads_left, next_stage = i, heads_left, stage
         if stages > 1:
             next_i, next_heads_left = walk.following(i, heads_left, smem.k, arrays, strides)
@@ -212,7 +213,7 @@ def make(config):
         queries = walk.queries_at(next_i, next_heads_left, strides, smem.k)
         wait_all()
         cuda.syncthreads()  # it has arrived, and all threads have finished with the last tile
-        if next_heads_left > 0:
+        if next_heads_left > 0 and not first:
             thread = special.thread_index()
             load_queries(next_i, next_stage, queries, smem, strides, sizes, thread)
             if stages > 1:
@@ -398,7 +399,7 @@ def make(config):
                 load_v(smem.v, v_global, 2 * strides.v[2], 0, keys_left, config.head_dim_v, thread)
             others = walk.others_at(i, heads_left, strides, sizes, smem.k)
             load_others(i, stage, others, smem, strides, sizes, thread)
-            if stages > 1:
+            if stages > 1 or config.of_dq:
                 queries = walk.queries_at(i, heads_left, strides, smem.k)
                 load_queries(i, stage, queries, smem, strides, sizes, thread)
         cp_async.commit_group()
