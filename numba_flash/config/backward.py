@@ -139,16 +139,19 @@ class MmaDkdvConfig(MmaBackwardConfig):
     """Of mma/backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
 
     of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128. of_dq: it
-    computes dQ too, because its only tile has all keys.
+    computes dQ too, because its only tile has all keys. preprocess: with of_dq, how it computes delta itself.
     """
 
     of_dk: bool = True
     of_dv: bool = True
     of_dq: bool = False
+    preprocess: PreprocessConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.of_dq and not (self.of_dk and self.of_dv and self.column_groups == 1):
-            raise ValueError("of_dq needs of_dk, of_dv and column_groups=1")
+        if self.of_dq and not (
+            self.of_dk and self.of_dv and self.column_groups == self.stages == 1 and self.preprocess
+        ):
+            raise ValueError("of_dq needs of_dk, of_dv, column_groups=1, stages=1 and preprocess")
         if not (self.of_dk or self.of_dv):
             raise ValueError("of_dk or of_dv must be True: there is nothing else to compute")
         if self.column_groups > 1 and not (self.of_dk and self.of_dv):

@@ -85,6 +85,12 @@ def _with_arrays(parameters: Parameters, *names: str) -> Parameters:
     return parameters._replace(arrays=(*parameters.arrays, *names))
 
 
+def _with_rows(parameters: Parameters, names: tuple[str, ...]) -> Parameters:
+    """With what delta is computed from."""
+    strides = tuple(name for name in names if name != "lse")
+    return parameters._replace(arrays=(*parameters.arrays, *names), strides=(*parameters.strides, *strides))
+
+
 _OF_ROWS = dict(strides=_words("do o dlse"), sizes=_words("heads seqlen_q"))
 
 _STATES, _OF_STATES = (TILE_STATES, TILE_STATES_OF_KEYS), _words("mask seqlens_k q_offset")
@@ -147,7 +153,9 @@ PARAMETERS: dict[str, Parameters] = {
     **HEAD_SUMS,
     "backward_preprocess": Parameters(_words("do o lse dlse lse_delta turns"), **_OF_ROWS),
     "mma_dkdv": _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)),
-    "mma_one_key_tile": _tensor_backward(("dq", "dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)),
+    "mma_one_key_tile": _with_rows(
+        _tensor_backward(("dq", "dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)), _words("o lse dlse")
+    ),
     "mma_dq": _tensor_backward(("dq",), _with_bits(_OF_SCORES)),
     "mma_dbias": _with_arrays(_tensor_backward(("dbias",), _with_bits(_OF_SCORES), *_OF_DBIAS), "dbias_sums"),
     "dbias_sum": Parameters(("dbias_sums", "dbias"), ("dbias",), _OF_DBIAS),

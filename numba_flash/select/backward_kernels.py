@@ -74,7 +74,9 @@ def _aux_configs(problem: BackwardProblem, target: Target, before: Sequence[Back
         return [start, end]
     sums: MmaDauxConfig | DauxConfig
     needed: list[BackwardConfig] = []
-    if any(isinstance(config, PreprocessConfig) for config in before):  # products on tensor cores in 16 bits
+    if any(
+        isinstance(config, PreprocessConfig | MmaBackwardConfig) for config in before
+    ):  # products on tensor cores in 16 bits
         sums = _mma_daux(problem, target)
         if problem.forward.array("mask") is not None:
             needed.append(MaskBitsConfig(threads=32 if target.simulated else 512))
@@ -110,8 +112,8 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
         return wide_configs(problem, target)
     rows = one_key_tile(problem, target)
     if rows:
-        own = [*first_that_fits([[_mma_one_key_tile(problem, row)] for row in rows], target)]
-        made = [preprocess_config(problem, target), *with_what_goes_before([*own, *_dbias(problem, target)], target)]
+        own = [*first_that_fits([[_mma_one_key_tile(problem, row, target)] for row in rows], target)]
+        made = with_what_goes_before([*own, *_dbias(problem, target)], target)
         return (*made, *head_sums(problem, target, of_blocks=True))
     rows = usable("mma_dkdv", problem, target)
     if not {"dk", "dv"} <= set(problem.wanted):
@@ -359,11 +361,13 @@ def one_key_tile(problem: BackwardProblem, target: Target) -> list[tiles.MmaDkdv
     return [row for row in rows if forward.seqlen_k <= row.tile_n and forward.seqlen_q <= 2 * row.tile_n]
 
 
-def _mma_one_key_tile(problem: BackwardProblem, row: tiles.MmaDkdv) -> MmaDkdvConfig:
+def _mma_one_key_tile(problem: BackwardProblem, row: tiles.MmaDkdv, target: Target) -> MmaDkdvConfig:
     tile_m, tile_n = halved(row.tile_m, problem.forward.seqlen_q), halved(row.tile_n, problem.forward.seqlen_k)
     features = features_of(problem) | bias_pairs_of(problem) | columns(row)
     features |= dict(tile_m=tile_m, tile_n=tile_n, blocks_per_sm=row.blocks_per_sm * row.tile_n // tile_n)
-    return MmaDkdvConfig(**features, kernel="mma_one_key_tile", of_dq=True)
+    return MmaDkdvConfig(
+        **features, kernel="mma_one_key_tile", of_dq=True, preprocess=preprocess_config(problem, target)
+    )
 
 
 def _mma_dq(problem: BackwardProblem, row: tiles.MmaDq) -> list[MmaBackwardConfig]:

@@ -42,7 +42,7 @@ from ..steps import recompute_keys as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.sequence import key_row, query_range
-from . import backward_own_dq, backward_walk, work_tile
+from . import backward_own_dq, backward_walk, row_delta, work_tile
 
 
 class Registers(NamedTuple):
@@ -110,6 +110,7 @@ def make(config):
     stage_dk, store_dk = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dk, config.head_dim % 8 == 0)
     stage_dv, store_dv = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dv, config.head_dim_v % 8 == 0)
     recompute_keys, wait_all = recompute.make(config, of_dk, of_dv), cp_async.wait_group(0)
+    own_rows, lanes = (row_delta.make(config.preprocess), config.preprocess.lanes) if config.of_dq else (None, 1)
     write_dq = backward_own_dq.make(config) if config.of_dq else None
     row_blocks, start_dp = lse_delta.row_blocks, lse_delta.starter(config, strips, blocks)
     finish_dp = lse_delta.finisher(config, strips, blocks)
@@ -135,6 +136,24 @@ def make(config):
                     else smem.k + 16 * chunk + int32(plan.rows)
                 )
                 cp_async.copy16(to, at, 16 if here else 0)
+
+    @inlined
+    def compute_rows(i, heads_left, smem, arrays, strides, sizes, thread):
+        """Stores lse and -delta of query tile i of a head, where the block computes them itself: in shared memory, and
+        in global memory for rows that are computed again and for the kernels behind this one."""
+        work = walk.work_again(smem.k, sizes)
+        h = int32((work.h_kv + 1) * divide(sizes.heads, sizes.heads_kv) - heads_left)
+        for step in range(tile_m * lanes // threads):
+            row, lane = int32((thread + step * threads) // lanes), int32(thread % lanes)
+            query = int32(i * int32(tile_m) + row)
+            lse, minus_delta = own_rows(work.sequence, h, query, lane, arrays, strides, sizes)
+            if lane == 0:
+                at = smem.rows + int32(4 * lse_delta.place(row))
+                ld_st.store_b32(at, float32(lse).view(np.uint32))
+                ld_st.store_b32(at + 4 * lse_delta.MINUS_DELTA, float32(minus_delta).view(np.uint32))
+                if query < row_blocks(work.sequence.seqlen_q) * 16:
+                    place = lse_delta.block_row(work.sequence, h, query, sizes)
+                    arrays.lse_delta[place], arrays.lse_delta[place + lse_delta.MINUS_DELTA] = lse, minus_delta
 
     @inlined
     def rows_of_part(thread):
@@ -195,11 +214,14 @@ def make(config):
         load_q(smem.q + stage * q_stage, source, 2 * strides.q[2], 0, rows_left, config.head_dim, thread)
 
     @inlined
-    def load_others(i, stage, sources, smem, strides, sizes, thread):
-        """Start the copies of dO, lse and -delta of query tile i to stage `stage`."""
+    def load_others(i, heads_left, stage, sources, smem, arrays, strides, sizes, thread):
+        """Start the copies of dO, lse and -delta of query tile i of a head to stage `stage`."""
         rows_left = int32(int32(sizes.seqlen_q) - i * int32(tile_m))
         load_do(smem.do + stage * do_stage, sources[0], 2 * strides.do[2], 0, rows_left, config.head_dim_v, thread)
-        load_rows(i, stage, sources[1], smem, sizes.seqlen_q, thread)
+        if config.of_dq:
+            compute_rows(i, heads_left, smem, arrays, strides, sizes, thread)
+        else:
+            load_rows(i, stage, sources[1], smem, sizes.seqlen_q, thread)
 
     @inlined
     def prefetch(i, heads_left, stage, smem, arrays, strides, sizes):
@@ -217,7 +239,7 @@ def make(config):
             thread = special.thread_index()
             load_queries(next_i, next_stage, queries, smem, strides, sizes, thread)
             if stages > 1:
-                load_others(next_i, next_stage, others, smem, strides, sizes, thread)
+                load_others(next_i, next_heads_left, next_stage, others, smem, arrays, strides, sizes, thread)
         cp_async.commit_group()
 
     @inlined
@@ -227,7 +249,8 @@ def make(config):
         others = walk.others_at(next_i, next_heads_left, strides, sizes, smem.k)
         cuda.syncthreads()
         if next_heads_left > 0:
-            load_others(next_i, 0, others, smem, strides, sizes, special.thread_index())
+            thread = special.thread_index()
+            load_others(next_i, next_heads_left, 0, others, smem, arrays, strides, sizes, thread)
         cp_async.commit_group()
 
     @inlined
@@ -398,7 +421,7 @@ def make(config):
                 v_global = memory.address(arrays.v, key_row(strides.v, sequence, h_kv, first_key))
                 load_v(smem.v, v_global, 2 * strides.v[2], 0, keys_left, config.head_dim_v, thread)
             others = walk.others_at(i, heads_left, strides, sizes, smem.k)
-            load_others(i, stage, others, smem, strides, sizes, thread)
+            load_others(i, heads_left, stage, others, smem, arrays, strides, sizes, thread)
             if stages > 1 or config.of_dq:
                 queries = walk.queries_at(i, heads_left, strides, smem.k)
                 load_queries(i, stage, queries, smem, strides, sizes, thread)
