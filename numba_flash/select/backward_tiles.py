@@ -174,10 +174,8 @@ TABLES: dict[str, tuple[Any, ...]] = {
     ),
     # All keys of a head in one tile: dK, dV and dQ in one kernel. Tiles shrink to the lengths (backward_kernels.py).
     "mma_one_key_tile": (
-        MmaDkdv(32, True, 64, 64, warp_rows=16, in_registers=False, blocks_per_sm=4, column_groups=1, stages=1),
         MmaDkdv(32, False, 64, 64, warp_rows=16, in_registers=False, blocks_per_sm=3, column_groups=1, stages=1),
-        MmaDkdv(64, True, 64, 64, warp_rows=16, in_registers=False, blocks_per_sm=3, column_groups=1, stages=1),
-        MmaDkdv(64, False, 32, 64, warp_rows=16, in_registers=False, blocks_per_sm=2, column_groups=1, stages=1),
+        MmaDkdv(64, False, 64, 64, warp_rows=16, in_registers=False, blocks_per_sm=2, column_groups=1, stages=1),
         MmaDkdv(128, True, 32, 64, warp_rows=16, in_registers=False, blocks_per_sm=2, column_groups=1, stages=1),
         MmaDkdv(128, False, 32, 64, warp_rows=16, in_registers=False, blocks_per_sm=1, column_groups=1, stages=1),
         MmaDkdv(128, False, 16, 16, 16, False, 0, column_groups=1, stages=1, gpu=SIMULATOR),

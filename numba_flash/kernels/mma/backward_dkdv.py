@@ -138,22 +138,20 @@ def make(config):
                 cp_async.copy16(to, at, 16 if here else 0)
 
     @inlined
-    def compute_rows(i, heads_left, smem, arrays, strides, sizes, thread):
-        """Stores lse and -delta of query tile i of a head, where the block computes them itself: in shared memory, and
-        in global memory for rows that are computed again and for the kernels behind this one."""
-        work = walk.work_again(smem.k, sizes)
-        h = int32((work.h_kv + 1) * divide(sizes.heads, sizes.heads_kv) - heads_left)
-        for step in range(tile_m * lanes // threads):
-            row, lane = int32((thread + step * threads) // lanes), int32(thread % lanes)
-            query = int32(i * int32(tile_m) + row)
-            lse, minus_delta = own_rows(work.sequence, h, query, lane, arrays, strides, sizes)
+    def compute_rows(work, arrays, strides, sizes, thread):
+        """Stores lse and -delta of all queries of the group's heads in global memory, as backward_preprocess does."""
+        sequence, group = work.sequence, divide(sizes.heads, sizes.heads_kv)
+        of_head = row_blocks(sequence.seqlen_q) * 16
+        row, lane = int32(thread // lanes), int32(thread % lanes)
+        while row < group * of_head:
+            member = divide(row, of_head)
+            h, query = int32(work.h_kv * group + member), int32(row - member * of_head)
+            lse, minus_delta = own_rows(sequence, h, query, lane, arrays, strides, sizes)
             if lane == 0:
-                at = smem.rows + int32(4 * lse_delta.place(row))
-                ld_st.store_b32(at, float32(lse).view(np.uint32))
-                ld_st.store_b32(at + 4 * lse_delta.MINUS_DELTA, float32(minus_delta).view(np.uint32))
-                if query < row_blocks(work.sequence.seqlen_q) * 16:
-                    place = lse_delta.block_row(work.sequence, h, query, sizes)
-                    arrays.lse_delta[place], arrays.lse_delta[place + lse_delta.MINUS_DELTA] = lse, minus_delta
+                at = lse_delta.block_row(sequence, h, query, sizes)
+                arrays.lse_delta[at], arrays.lse_delta[at + lse_delta.MINUS_DELTA] = lse, minus_delta
+            row = int32(row + threads // lanes)
+        cuda.syncthreads()  # all threads may read them
 
     @inlined
     def rows_of_part(thread):
@@ -214,19 +212,15 @@ def make(config):
         load_q(smem.q + stage * q_stage, source, 2 * strides.q[2], 0, rows_left, config.head_dim, thread)
 
     @inlined
-    def load_others(i, heads_left, stage, sources, smem, arrays, strides, sizes, thread):
-        """Start the copies of dO, lse and -delta of query tile i of a head to stage `stage`."""
+    def load_others(i, stage, sources, smem, strides, sizes, thread):
+        """Start the copies of dO, lse and -delta of query tile i to stage `stage`."""
         rows_left = int32(int32(sizes.seqlen_q) - i * int32(tile_m))
         load_do(smem.do + stage * do_stage, sources[0], 2 * strides.do[2], 0, rows_left, config.head_dim_v, thread)
-        if config.of_dq:
-            compute_rows(i, heads_left, smem, arrays, strides, sizes, thread)
-        else:
-            load_rows(i, stage, sources[1], smem, sizes.seqlen_q, thread)
+        load_rows(i, stage, sources[1], smem, sizes.seqlen_q, thread)
 
     @inlined
     def prefetch(i, heads_left, stage, smem, arrays, strides, sizes):
         """Wait for dO of tile i, with two stages also for Q, and start the copies for which there is room now."""
-        first = config.of_dq and i == 0 and heads_left == divide(sizes.heads, sizes.heads_kv)  # its Q comes with its dO
         next_i, next_heads_left, next_stage = i, heads_left, stage
         if stages > 1:
             next_i, next_heads_left = walk.following(i, heads_left, smem.k, arrays, strides)
@@ -235,11 +229,11 @@ def make(config):
         queries = walk.queries_at(next_i, next_heads_left, strides, smem.k)
         wait_all()
         cuda.syncthreads()  # it has arrived, and all threads have finished with the last tile
-        if next_heads_left > 0 and not first:
+        if next_heads_left > 0 and not config.of_dq:  # then Q comes before
             thread = special.thread_index()
             load_queries(next_i, next_stage, queries, smem, strides, sizes, thread)
             if stages > 1:
-                load_others(next_i, next_heads_left, next_stage, others, smem, arrays, strides, sizes, thread)
+                load_others(next_i, next_stage, others, smem, strides, sizes, thread)
         cp_async.commit_group()
 
     @inlined
@@ -249,8 +243,7 @@ def make(config):
         others = walk.others_at(next_i, next_heads_left, strides, sizes, smem.k)
         cuda.syncthreads()
         if next_heads_left > 0:
-            thread = special.thread_index()
-            load_others(next_i, next_heads_left, 0, others, smem, arrays, strides, sizes, thread)
+            load_others(next_i, 0, others, smem, strides, sizes, special.thread_index())
         cp_async.commit_group()
 
     @inlined
@@ -329,7 +322,11 @@ def make(config):
                 multiply_ds_q(acc_dk, ds_frag, b_frag, q_tile)
             if config.of_dq:
                 put(ds_frag, smem.k + int32(plan.weights), thread)
-                cuda.syncthreads()
+                cuda.syncthreads()  # dS^T is there, and all threads have finished with Q
+                next_i, next_heads_left = walk.following(i, heads_left, smem.k, arrays, strides)
+                if next_heads_left > 0:
+                    queries = walk.queries_at(next_i, next_heads_left, strides, smem.k)
+                    load_queries(next_i, 0, queries, smem, strides, sizes, thread)
                 work = walk.work_again(smem.k, sizes)
                 h = int32((work.h_kv + 1) * divide(sizes.heads, sizes.heads_kv) - heads_left)
                 write_dq(i, work.sequence, h, smem.k, thread, arrays, strides, sizes, score)
@@ -367,6 +364,8 @@ def make(config):
             k_smem + int32(plan.rows),  # (stages, tile_m)
         )
         work = work_of(special.block_index(), arrays, strides, sizes)
+        if config.of_dq:
+            compute_rows(work, arrays, strides, sizes, thread)
         sequence, h_kv, first_key = work.sequence, work.h_kv, work.first_key
         keys_left = int32(min(sequence.keys - first_key, tile_n))  # may be below 0
         group = divide(sizes.heads, sizes.heads_kv)
@@ -420,11 +419,10 @@ def make(config):
             if of_dk:
                 v_global = memory.address(arrays.v, key_row(strides.v, sequence, h_kv, first_key))
                 load_v(smem.v, v_global, 2 * strides.v[2], 0, keys_left, config.head_dim_v, thread)
-            others = walk.others_at(i, heads_left, strides, sizes, smem.k)
-            load_others(i, heads_left, stage, others, smem, arrays, strides, sizes, thread)
             if stages > 1 or config.of_dq:
                 queries = walk.queries_at(i, heads_left, strides, smem.k)
                 load_queries(i, stage, queries, smem, strides, sizes, thread)
+            load_others(i, stage, walk.others_at(i, heads_left, strides, sizes, smem.k), smem, strides, sizes, thread)
         cp_async.commit_group()
         if in_registers:
             wait_all()
