@@ -7,7 +7,7 @@ from ..problem.options import BY_NAME
 from .aux_gradients import AuxElementsConfig
 from .forward import Config, LaunchFacts, layout, tile_bytes
 from .mask_bits import MaskBitsConfig
-from .simt_backward import DeltaConfig, HeadSumsConfig
+from .simt_backward import DbiasSumConfig, DeltaConfig, HeadSumsConfig
 from .tile_states import TileOrderConfig, TileStatesConfig
 
 
@@ -138,13 +138,20 @@ class MmaBackwardConfig(Config):
 class MmaDkdvConfig(MmaBackwardConfig):
     """Of mma/backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
 
-    of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128.
+    of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128. of_dq: it
+    computes dQ too, because its only tile has all keys. preprocess: with of_dq, how it computes delta itself.
     """
 
     of_dk: bool = True
     of_dv: bool = True
+    of_dq: bool = False
+    preprocess: PreprocessConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.of_dq and not (
+            self.of_dk and self.of_dv and self.column_groups == self.stages == 1 and self.preprocess
+        ):
+            raise ValueError("of_dq needs of_dk, of_dv, column_groups=1, stages=1 and preprocess")
         if not (self.of_dk or self.of_dv):
             raise ValueError("of_dk or of_dv must be True: there is nothing else to compute")
         if self.column_groups > 1 and not (self.of_dk and self.of_dv):
@@ -181,7 +188,8 @@ class MmaDkdvConfig(MmaBackwardConfig):
             q=self.stages * tile_bytes(self.tile_m, self.head_dim_padded),
             do=self.stages * tile_bytes(self.tile_m, self.head_dim_v_padded),
             rows=-(-rows // self.ALIGNMENT) * self.ALIGNMENT,
-            weights=tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 else 0,
+            weights=tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 or self.of_dq else 0,
+            dq=tile_bytes(self.tile_m, self.head_dim_padded) if self.of_dq else 0,
             seen=8 * self.tile_n,
             state=self.state_entries * 16,
             warps=self.threads // 8,
@@ -221,6 +229,7 @@ class MmaDqConfig(MmaBackwardConfig):
 BackwardConfig = (
     AuxElementsConfig
     | Config
+    | DbiasSumConfig
     | DeltaConfig
     | HeadSumsConfig
     | MaskBitsConfig

@@ -46,11 +46,12 @@ class MmaScoresConfig(MmaBackwardConfig):
 @dataclass(frozen=True)
 class MmaDbiasConfig(MmaScoresConfig):
     """Of mma_dbias. rows_summed, keys_summed: bias is one row, or one column, for all. pairs: two neighbours of 16 bits
-    in dbias lie in one word of 4 bytes."""
+    in dbias lie in one word of 4 bytes. split: as of DbiasConfig."""
 
     rows_summed: bool = False
     keys_summed: bool = False
     pairs: bool = False
+    split: bool = False
 
     def _behind(self) -> dict[str, int]:
         """A row of sums for each warp."""

@@ -123,10 +123,32 @@ class DqConfig(SimtBackwardConfig):
 
 @dataclass(frozen=True)
 class DbiasConfig(DqConfig):
-    """Of v2_dbias, one thread per query row. rows_summed, keys_summed: bias is one row, or one column, for all."""
+    """Of v2_dbias, one thread per query row. rows_summed, keys_summed: bias is one row, or one column, for all. split:
+    several blocks share the sum of an element, and dbias_sum adds theirs up."""
 
     rows_summed: bool = False
     keys_summed: bool = False
+    split: bool = False
+
+
+@dataclass(frozen=True)
+class DbiasSumConfig(LaunchFacts):
+    """Of dbias_sum, one thread per element of dbias. dtype: that of the problem; given: that of dbias."""
+
+    dtype: str
+    given: str
+    threads: int = 256
+
+    kernel: ClassVar[str] = "dbias_sum"
+    shared_bytes: ClassVar[int] = 0
+    blocks_per_sm: ClassVar[int] = 0
+
+    def dtype_of(self, option: str) -> str:
+        return self.given
+
+    @property
+    def compute_dtype(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
 
 
 @dataclass(frozen=True)

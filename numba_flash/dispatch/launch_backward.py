@@ -12,7 +12,7 @@ from ..config.backward import BackwardConfig, MmaDkdvConfig, PreprocessConfig
 from ..config.forward import ITEM_SIZE
 from ..config.mask_bits import MaskBitsConfig
 from ..config.score_gradients import MmaDbiasConfig
-from ..config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, HeadSumsConfig
+from ..config.simt_backward import DbiasConfig, DbiasSumConfig, DeltaConfig, DkdvConfig, HeadSumsConfig
 from ..config.tile_states import TileOrderConfig, TileStatesConfig
 from ..config.wgmma_backward import WgmmaAddPartsConfig, WgmmaDkdvConfig, WgmmaFusedConfig, WgmmaRoundConfig
 from ..config.wgmma_backward_float32 import WgmmaDkdvFloat32Config
@@ -73,7 +73,10 @@ def grid(config: BackwardConfig, problem: BackwardProblem) -> int:
         return forward.batch * forward.heads * -(-forward.seqlen_q // 64)
     if isinstance(config, DbiasConfig | MmaDbiasConfig):
         batch, heads, rows, keys = problem.dbias_shape
-        return batch * heads * -(-rows // config.tile_m) * -(-keys // config.tile_n)
+        splits = problem.dbias_splits if config.split else 1
+        return splits * batch * heads * -(-rows // config.tile_m) * -(-keys // config.tile_n)
+    if isinstance(config, DbiasSumConfig):
+        return -(-math.prod(problem.dbias_shape) // config.threads)
     if isinstance(config, AuxElementsConfig):
         return -(-aux_elements(problem) // config.threads)
     if isinstance(config, HeadSumsConfig):
@@ -102,6 +105,8 @@ def workspace(configs: Sequence[BackwardConfig], problem: BackwardProblem) -> di
         elements, words = aux_elements(problem), 2 if problem.forward.compute_dtype == "float64" else 1
         made |= {AUX_BOUNDS: ((elements + 1,), "uint32"), AUX_SUMS: ((elements * words,), "int64")}
     for config in configs:
+        if isinstance(config, DbiasSumConfig):
+            made["dbias_sums"] = (problem.dbias_splits * math.prod(problem.dbias_shape),), config.compute_dtype
         if isinstance(config, TileStatesConfig):
             made[config.tile_states] = (tile_states.words(problem.forward, config.tile),), "uint32"
         if isinstance(config, WideFusedConfig):

@@ -85,6 +85,12 @@ def _with_arrays(parameters: Parameters, *names: str) -> Parameters:
     return parameters._replace(arrays=(*parameters.arrays, *names))
 
 
+def _with_rows(parameters: Parameters, names: tuple[str, ...]) -> Parameters:
+    """With what delta is computed from."""
+    strides = tuple(name for name in names if name != "lse")
+    return parameters._replace(arrays=(*parameters.arrays, *names), strides=(*parameters.strides, *strides))
+
+
 _OF_ROWS = dict(strides=_words("do o dlse"), sizes=_words("heads seqlen_q"))
 
 _STATES, _OF_STATES = (TILE_STATES, TILE_STATES_OF_KEYS), _words("mask seqlens_k q_offset")
@@ -96,8 +102,9 @@ FORWARD_WORKSPACE = (
 )  # the first three of v1: O before rounding, l and m
 # For the gradients of aux (kernels/score/owed.py): the largest exponents, and the sums; their indices, and their room.
 AUX_BOUNDS, AUX_SUMS, _OF_AUX = "aux_bounds", "aux_sums", _words("aux_begins term_bits run_bits")
+_OF_DBIAS = ("dbias_shape", "dbias_splits")
 BACKWARD_WORKSPACE = (
-    *_words("delta row_shares lse_delta turns dq_sums dk_sums dv_sums"),
+    *_words("delta row_shares lse_delta turns dq_sums dk_sums dv_sums dbias_sums"),
     *_BITS,
     *_STATES,
     AUX_BOUNDS,
@@ -136,7 +143,7 @@ PARAMETERS: dict[str, Parameters] = {
     "v2_dkdv": Parameters((*_BACKWARD, "dk", "dv"), (*_BACKWARD_STRIDES, "dk", "dv"), _SIZES, SCORE_NUMBERS),
     "v2_dq": Parameters((*_BACKWARD, "dq", "row_shares"), (*_BACKWARD_STRIDES, "dq"), _SIZES, SCORE_NUMBERS),
     "v2_dbias": Parameters(
-        (*_BACKWARD, "dbias"), (*_BACKWARD_STRIDES, "dbias"), (*_SIZES, "dbias_shape"), SCORE_NUMBERS
+        (*_BACKWARD, "dbias", "dbias_sums"), (*_BACKWARD_STRIDES, "dbias"), (*_SIZES, *_OF_DBIAS), SCORE_NUMBERS
     ),
     **dict.fromkeys(
         ("v2_daux_bounds", "v2_daux_sums"),
@@ -146,8 +153,12 @@ PARAMETERS: dict[str, Parameters] = {
     **HEAD_SUMS,
     "backward_preprocess": Parameters(_words("do o lse dlse lse_delta turns"), **_OF_ROWS),
     "mma_dkdv": _tensor_backward(("dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)),
+    "mma_one_key_tile": _with_rows(
+        _tensor_backward(("dq", "dk", "dv"), _with_bits(_OF_SCORES, MASK_BITS_OF_KEYS)), _words("o lse dlse")
+    ),
     "mma_dq": _tensor_backward(("dq",), _with_bits(_OF_SCORES)),
-    "mma_dbias": _tensor_backward(("dbias",), _with_bits(_OF_SCORES), "dbias_shape"),
+    "mma_dbias": _with_arrays(_tensor_backward(("dbias",), _with_bits(_OF_SCORES), *_OF_DBIAS), "dbias_sums"),
+    "dbias_sum": Parameters(("dbias_sums", "dbias"), ("dbias",), _OF_DBIAS),
     **dict.fromkeys(
         ("mma_daux_bounds", "mma_daux_sums"),
         _with_arrays(_tensor_backward((), _with_bits(_OF_SCORES), *_OF_AUX), AUX_BOUNDS, AUX_SUMS),

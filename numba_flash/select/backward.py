@@ -10,7 +10,7 @@ from ..problem.backward import BackwardProblem
 from ..problem.options import ARRAYS
 from .arguments import parameters_of
 from .backward_arguments import backward_tensor_maps
-from .backward_kernels import kernels_of, wgmma_configs
+from .backward_kernels import kernels_of, one_key_tile, wgmma_configs
 from .forward import no_cpu, no_tensor_cores, no_wide_rows
 from .rungs import TENSOR, WITH_BACKWARD, Refused, check_request, choose, no_gpu
 from .tensor_maps import fits
@@ -30,7 +30,9 @@ def select_backward(
 ) -> BackwardChoice:
     """The rung by name, or for "auto" the fastest rung that can compute the gradients exactly here; like `select`."""
     check_request(kernel, target, family, stream)
-    name, refused = choose(kernel, target, functools.partial(_refusal, problem=problem, target=target))
+    refuses = functools.partial(_refusal, problem=problem, target=target)
+    first = "mma" if target.cc is not None and one_key_tile(problem, target) else ""
+    name, refused = choose(kernel, target, refuses, first=first)
     return BackwardChoice(name, kernels_of(name, problem, target), refused)
 
 

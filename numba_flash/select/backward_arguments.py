@@ -16,7 +16,9 @@ def backward_values(kernel: str, problem: BackwardProblem, states: str = "", til
     numbers = numbers_of(problem.forward, tile if states else None)
     numbers["strides"] |= dict(do=problem.do_strides, dlse=problem.dlse_strides)
     numbers["strides"] |= zip(GRADIENT_OF, problem.strides, strict=True)
-    numbers["sizes"] |= dict(dbias_shape=problem.dbias_shape, **_sizes_of_aux(problem))
+    numbers["sizes"] |= dict(
+        dbias_shape=problem.dbias_shape, dbias_splits=problem.dbias_splits, **_sizes_of_aux(problem)
+    )
     numbers["sizes"] |= dict(heads_abreast=heads_abreast(problem.forward))
     return Values.of(kernel, len(problem.forward.aux), problem.forward.seeded, states, **numbers)
 

@@ -11,7 +11,7 @@ from ..config.blocks import AT_A_TIME
 from ..config.forward import ITEM_SIZE, Config
 from ..config.mask_bits import MaskBitsConfig
 from ..config.score_gradients import MmaDauxConfig, MmaDbiasConfig
-from ..config.simt_backward import DbiasConfig, DkdvConfig, DqConfig
+from ..config.simt_backward import DbiasConfig, DbiasSumConfig, DkdvConfig, DqConfig
 from ..config.tile_states import TileStatesConfig
 from ..config.wgmma_backward import (
     BY_ELEMENT,
@@ -48,6 +48,7 @@ from .backward_shared import (
 )
 from .backward_simt import simt_config
 from .backward_wide import wide_configs
+from .forward import halved
 from .tiles import columns
 
 
@@ -57,6 +58,10 @@ def kernels_of(name: str, problem: BackwardProblem, target: Target) -> tuple[Bac
     if own is None:
         return ()
     made = own(problem, target)
+    if "dbias" in problem.wanted and problem.dbias_splits > 1:
+        bias = problem.forward.array("bias")
+        assert bias is not None
+        made = (*made, DbiasSumConfig(problem.forward.dtype, bias.dtype, 16 if target.simulated else 256))
     return (*made, *_aux_configs(problem, target, made)) if problem.wanted_aux else made
 
 
@@ -69,7 +74,9 @@ def _aux_configs(problem: BackwardProblem, target: Target, before: Sequence[Back
         return [start, end]
     sums: MmaDauxConfig | DauxConfig
     needed: list[BackwardConfig] = []
-    if any(isinstance(config, PreprocessConfig) for config in before):  # products on tensor cores in 16 bits
+    if any(
+        isinstance(config, PreprocessConfig | MmaBackwardConfig) for config in before
+    ):  # products on tensor cores in 16 bits
         sums = _mma_daux(problem, target)
         if problem.forward.array("mask") is not None:
             needed.append(MaskBitsConfig(threads=32 if target.simulated else 512))
@@ -103,6 +110,11 @@ def mma_configs(problem: BackwardProblem, target: Target) -> tuple[BackwardConfi
     """mma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if ITEM_SIZE[problem.forward.dtype] > 2:
         return wide_configs(problem, target)
+    rows = one_key_tile(problem, target)
+    if rows:
+        own = [*first_that_fits([[_mma_one_key_tile(problem, row, target)] for row in rows], target)]
+        made = with_what_goes_before([*own, *_dbias(problem, target)], target)
+        return (*made, *head_sums(problem, target, of_blocks=True))
     rows = usable("mma_dkdv", problem, target)
     if not {"dk", "dv"} <= set(problem.wanted):
         rows = [row for row in rows if row.column_groups == 1]  # warps that exchange scores add up both
@@ -339,6 +351,25 @@ def _mma_dkdv(problem: BackwardProblem, row: tiles.MmaDkdv) -> list[MmaBackwardC
     return [MmaDkdvConfig(**features, of_dk="dk" in p, of_dv="dv" in p) for p in apart_or_together(problem, row.apart)]
 
 
+def one_key_tile(problem: BackwardProblem, target: Target) -> list[tiles.MmaDkdv]:
+    """The rows of tiles that have all keys of a head, if one kernel of mma computes dQ, dK and dV: its blocks read all
+    of a head once, and walk over two tiles of queries at most."""
+    forward = problem.forward
+    if ITEM_SIZE[forward.dtype] != 2 or not {"dq", "dk", "dv"} <= set(problem.wanted) or not forward.seqlen_k:
+        return []
+    rows = usable("mma_one_key_tile", problem, target)
+    return [row for row in rows if forward.seqlen_k <= row.tile_n and forward.seqlen_q <= 2 * row.tile_n]
+
+
+def _mma_one_key_tile(problem: BackwardProblem, row: tiles.MmaDkdv, target: Target) -> MmaDkdvConfig:
+    tile_m, tile_n = halved(row.tile_m, problem.forward.seqlen_q), halved(row.tile_n, problem.forward.seqlen_k)
+    features = features_of(problem) | bias_pairs_of(problem) | columns(row)
+    features |= dict(tile_m=tile_m, tile_n=tile_n, blocks_per_sm=row.blocks_per_sm * row.tile_n // tile_n)
+    return MmaDkdvConfig(
+        **features, kernel="mma_one_key_tile", of_dq=True, preprocess=preprocess_config(problem, target)
+    )
+
+
 def _mma_dq(problem: BackwardProblem, row: tiles.MmaDq) -> list[MmaBackwardConfig]:
     features = features_of(problem) | bias_pairs_of(problem) | columns(row) | dict(kernel="mma_dq")
     return [MmaDqConfig(**features)]
@@ -346,7 +377,7 @@ def _mma_dq(problem: BackwardProblem, row: tiles.MmaDq) -> list[MmaBackwardConfi
 
 def _mma_dbias(problem: BackwardProblem, row: tiles.MmaScores) -> list[MmaBackwardConfig]:
     *_, rows, keys = problem.dbias_shape
-    own = dict(rows_summed=rows == 1, keys_summed=keys == 1)
+    own = dict(rows_summed=rows == 1, keys_summed=keys == 1, split=problem.dbias_splits > 1)
     bias = problem.forward.array("bias")
     assert bias is not None
     # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes

@@ -22,7 +22,7 @@ def simt_config(
     features = features_of(problem) | dict(kernel=KERNEL_OF[kind], wanted=own)
     if kind is DbiasConfig:
         *_, bias_rows, bias_keys = problem.dbias_shape
-        features |= dict(rows_summed=bias_rows == 1, keys_summed=bias_keys == 1)
+        features |= dict(rows_summed=bias_rows == 1, keys_summed=bias_keys == 1, split=problem.dbias_splits > 1)
     if kind is DauxConfig:
         features |= dict(wanted_aux=problem.wanted_aux)
     # not mostly past the last row of its own side

@@ -172,6 +172,14 @@ TABLES: dict[str, tuple[Any, ...]] = {
         MmaDkdv(128, False, 32, 32, 16, False, 0, column_groups=1, stages=2, gpu=SIMULATOR),
         MmaDkdv(256, False, 32, 32, 16, False, 0, column_groups=1, stages=2, apart=True, gpu=SIMULATOR),
     ),
+    # All keys of a head in one tile: dK, dV and dQ in one kernel. Tiles shrink to the lengths (backward_kernels.py).
+    "mma_one_key_tile": (
+        MmaDkdv(32, False, 64, 64, warp_rows=16, in_registers=False, blocks_per_sm=3, column_groups=1, stages=1),
+        MmaDkdv(64, False, 64, 64, warp_rows=16, in_registers=False, blocks_per_sm=2, column_groups=1, stages=1),
+        MmaDkdv(128, True, 32, 64, warp_rows=16, in_registers=False, blocks_per_sm=2, column_groups=1, stages=1),
+        MmaDkdv(128, False, 32, 64, warp_rows=16, in_registers=False, blocks_per_sm=1, column_groups=1, stages=1),
+        MmaDkdv(128, False, 16, 16, 16, False, 0, column_groups=1, stages=1, gpu=SIMULATOR),
+    ),
     "mma_dq": (
         MmaDq(64, True, 128, 32, warp_rows=32, in_registers=True, blocks_per_sm=2, column_groups=1, stages=2),
         MmaDq(64, False, 128, 32, warp_rows=32, in_registers=False, blocks_per_sm=2, column_groups=1, stages=2),
@@ -185,7 +193,7 @@ TABLES: dict[str, tuple[Any, ...]] = {
         MmaDq(256, False, 32, 32, 16, False, 0, column_groups=1, stages=2, gpu=SIMULATOR),
     ),
     "mma_dbias": (
-        MmaScores(64, 64, 64, blocks_per_sm=2),
+        MmaScores(64, 64, 64, blocks_per_sm=3),
         MmaScores(128, 64, 64, blocks_per_sm=2),
         MmaScores(256, 64, 64, blocks_per_sm=1),
         MmaScores(256, 64, 32, blocks_per_sm=1),

@@ -45,7 +45,8 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
     """
     check_request(kernel, target, family, stream)
     refuses = functools.partial(refusal, problem=problem, target=target)
-    name, refused = choose(kernel, target, refuses, copies=True)
+    first = "mma" if target.cc is not None and _short_rows(problem, target) else ""
+    name, refused = choose(kernel, target, refuses, copies=True, first=first)
     config = None if name in ("reference", "cpu") else config_of(name, problem, target)
     copies = config is not None and target.arrays_on_host and not target.simulated
     return Choice(name, config, copies, refused)
@@ -161,12 +162,33 @@ def _simt_candidates(name: str, problem: Problem, target: Target) -> Iterator[Co
 def _mma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.mma_forward import MmaConfig
 
+    for row in _short_rows(problem, target):
+        group, keys = _group(problem, row.tile_m), halved(row.tile_n, problem.seqlen_k)
+        queries = _rows(problem, group, row.tile_m, row.warp_rows)
+        more = dict(tile_m=queries, tile_n=keys, blocks_per_sm=row.blocks_per_sm * row.tile_m // queries)
+        yield MmaConfig(**_features("mma", problem) | _tensor_features(problem, group) | columns(row) | more)
     large_f64 = problem.dtype == "float64" and target.cc == LARGE_FLOAT64
     for row in _wide_enough(table_of("mma", problem.dtype), problem, target):
         group = _group(problem, row.tile_m)
         features = _features("mma", problem) | _tensor_features(problem, group) | columns(row)
         features |= dict(tile_m=_rows(problem, group, row.tile_m, row.warp_rows), large_f64=large_f64)
         yield MmaConfig(**features)
+
+
+def _short_rows(problem: Problem, target: Target) -> list[Any]:
+    """The rows of mma that have all queries and keys of a head in one tile, for heads of so few tokens. On every GPU
+    mma computes them first: a tile of wgmma has 64 rows at least, of which most would be wasted."""
+    if ITEM_SIZE[problem.dtype] != 2 or not problem.seqlen_k:
+        return []
+    rows = _wide_enough("mma_short", problem, target)
+    return [row for row in rows if problem.seqlen_q <= row.tile_m and problem.seqlen_k <= row.tile_n]
+
+
+def halved(rows: int, needed: int) -> int:
+    """A tile's rows, halved as long as half of them, at least 16, are enough."""
+    while rows >= 32 and needed <= rows // 2:
+        rows //= 2
+    return rows
 
 
 def _wgmma_candidates(problem: Problem, target: Target) -> Iterator[Config]:

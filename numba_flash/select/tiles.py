@@ -99,6 +99,13 @@ TABLES: dict[str, tuple[Any, ...]] = {
         Mma(512, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, rescale_threshold=0, reads=True),
         Mma(512, 32, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, rescale_threshold=0, reads=True),
     ),
+    # All queries and keys of a head in one tile, which shrinks to the lengths (select/forward.py).
+    "mma_short": (
+        Mma(64, 64, 64, warp_rows=16, q_registers=True, blocks_per_sm=4, rescale_threshold=0),
+        Mma(128, 64, 64, warp_rows=16, q_registers=False, blocks_per_sm=2, rescale_threshold=0),
+        Mma(64, 64, 64, warp_rows=16, q_registers=True, blocks_per_sm=4, rescale_threshold=0, reads=True),
+        Mma(128, 64, 64, warp_rows=16, q_registers=False, blocks_per_sm=2, rescale_threshold=0, reads=True),
+    ),
     "mma_float32": (
         MmaWide(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=2, rescale_threshold=8),
         MmaWide(128, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=2, rescale_threshold=8),

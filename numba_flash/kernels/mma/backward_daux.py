@@ -133,7 +133,7 @@ def make(config):
         head_of_all = divide(block, m_tiles)
         b = divide(head_of_all, sizes.heads)
         h, i = int32(head_of_all - b * int32(sizes.heads)), int32(block - head_of_all * m_tiles)
-        walk = Range(b, int32(b + 1), h, int32(h + 1), i, int32(i + 1), int32(0), n_tiles)
+        walk = Range(b, h, i, int32(1), int32(1), int32(0), int32(1), int32(0), n_tiles)
 
         address = shared.address(cuda.shared.array(0, uint8))
         q_smem = int32((address + int32(config.ALIGNMENT - 1)) & int32(-config.ALIGNMENT))
@@ -159,10 +159,10 @@ def make(config):
         start(run)
 
         place = tiles.first(walk, arrays, strides, sizes)
-        if place.sequence.b < walk.end_b:
+        if place.unit < walk.end_unit:
             tiles.load_first(place, smem, arrays, strides, sizes, thread)
         cp_async.commit_group()
-        while place.sequence.b < walk.end_b:
+        while place.unit < walk.end_unit:
             for x in range(count):
                 registers.acc_s[x] = float32(0)
                 registers.acc_dp[x] = float32(0)
@@ -173,7 +173,7 @@ def make(config):
             note_rows(place, q_smem, thread, arrays, sizes)
             following_place = tiles.following(place, walk, arrays, strides, sizes)
             cuda.syncthreads()  # all threads have finished with the tile, and its scores are stored
-            if following_place.sequence.b < walk.end_b:
+            if following_place.unit < walk.end_unit:
                 tiles.load_next(following_place, place, smem, arrays, strides, sizes, thread)
             cp_async.commit_group()
             owe_scores(place, run, q_smem, thread, arrays, strides, sizes, score)

@@ -142,7 +142,7 @@ def make(config):
         """acc_s, acc_dp <- with score_mod and its derivative; shown_bits <- without what any option hides."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        asks = asks_in(states_of(heads_left, k_smem, arrays, strides), i, arrays, strides) if has_states else FALSE
+        asks = asks_in(states_of(heads_left, k_smem, arrays, strides), i, arrays, strides) if has_states else TRUE
         for r in range(rows):
             seen = seen_columns(i, thread, r, k_smem)
             registers.shown_bits[r] = registers.shown_bits[r] & seen if has_mask else seen

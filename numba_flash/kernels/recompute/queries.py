@@ -13,9 +13,9 @@ from ..steps.sequence import make as make_sequence
 from . import pairs
 
 
-def make(config: Any) -> Any:
-    """-> recompute_queries, a device function."""
-    made, of_pair, sequence_of = numbers.of(config.compute_dtype), pairs.make(config), make_sequence(config)
+def make(config: Any, of_keys: bool = False) -> Any:
+    """-> recompute_queries, a device function. of_keys: the kernel's mask bits have keys as rows."""
+    made, of_pair, sequence_of = numbers.of(config.compute_dtype), pairs.make(config, of_keys), make_sequence(config)
     words, one = -(-config.head_dim // 32), made.real(1)
 
     @inlined
