@@ -98,7 +98,7 @@ def scratch(like: Array, shape: tuple[int, ...], dtype: str, stream: int = 0) ->
 
 @contextlib.contextmanager
 def _library_on(like: Array, stream: int) -> Iterator[None]:
-    """With this one as the current stream of CuPy or torch."""
+    """Makes this the current stream of CuPy or torch."""
     device = like.layout.device
     if like.layout.family == "cupy":
         cuda = sys.modules["cupy"].cuda

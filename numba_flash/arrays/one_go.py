@@ -1,4 +1,4 @@
-"""Three arrays of a call that may be like one before: all that a plan follows from, read in one go.
+"""Fast path: reads from q, k and v in one pass what the key of a plan needs.
 
 `read` makes an Array of each and looks its Layout up. Here the same facts come as they are, as the part of a key, in
 half the time. A tiny problem takes 5 us in torch's own attention, so it counts there. The families that people call
@@ -20,7 +20,7 @@ Facts = tuple[Any, ...]
 
 
 class OneGo(NamedTuple):
-    """What a call like one before still asks of a family's arrays."""
+    """What the fast path needs to know of a family's arrays."""
 
     # x, y, z -> their addresses; what else a plan follows from, which can be a key; and whether their library is to
     # know of the call because one of them requires grad. None where only `read` knows what to make of them.

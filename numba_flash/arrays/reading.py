@@ -112,7 +112,7 @@ def _jax_buffer(x: Any) -> Array:
 
 
 def jax_addresses(buffers: Sequence[Any]) -> tuple[list[int], int | None]:
-    """Where the buffers of one callback of JAX lie, and on which CUDA device, which is None for host memory.
+    """The addresses of the buffers of one JAX callback, and their CUDA device, which is None for host memory.
 
     A callback knows their shapes and dtypes. `read`, which asks for those, takes three times as long.
     """

@@ -1,4 +1,4 @@
-"""Attention in a program that torch.compile traces whole, where a mask may turn out to say no more than a window does.
+"""In a program that torch.compile traces whole, decides at run time whether a mask is only a window.
 
 While a program is traced, the numbers in its mask are not known. So it gets both ways to say which keys are seen, and
 a proof of their equality: a bool on the host, worked out once in each run. The operation below reads it and takes the

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from unittest import mock
 
-import contract
 import pytest
+from contracts import forward
 
 from numba_flash import testing
 from numba_flash.dispatch import backward as dispatch_backward
@@ -141,7 +141,7 @@ def rows_for_every_kind(monkeypatch, nothing_remembered):
 
 
 def tensor(kernel):
-    rung = contract.Rung(kernel, testing.rows_padded, tensor=True, tile=32, slow=True)
+    rung = forward.Rung(kernel, testing.rows_padded, tensor=True, tile=32, slow=True)
     return dataclasses.replace(rung, limits=TENSOR)
 
 
@@ -150,4 +150,4 @@ def tensor(kernel):
 def rung(request):
     if request.param in rungs.TENSOR:
         return tensor(request.param)
-    return contract.Rung(request.param, limits=SMALL)
+    return forward.Rung(request.param, limits=SMALL)

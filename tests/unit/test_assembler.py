@@ -3,8 +3,8 @@
 import math
 import types
 
-import compiler
 import pytest
+from helpers import compiler
 
 from numba_flash.config.forward import LaunchFacts
 from numba_flash.gpu import compiled
@@ -77,7 +77,7 @@ def kernel_without_maps(arrays, strides):
 
 @compiler.needed
 @pytest.mark.parametrize(("config", "function"), [(Asking, kernel), (Plain, kernel_without_maps)])
-def test_what_a_config_asks_for_is_in_the_ptx(config, function, monkeypatch):
+def test_what_a_config_requests_is_in_the_ptx(config, function, monkeypatch):
     monkeypatch.setitem(PARAMETERS, "asking", Parameters(("x", "y"), ("x", "y")))
     monkeypatch.setattr(compiled, "source", lambda config: types.SimpleNamespace(py_func=function))
     ptx = compiled.to_ptx(config(), (9, 0))

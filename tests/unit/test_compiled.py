@@ -5,9 +5,9 @@ import functools
 import inspect
 import warnings
 
-import compiler
 import pytest
-from simt_kernels import FORWARD, PLAIN, local_bytes
+from helpers import compiler
+from helpers.simt_kernels import FORWARD, PLAIN, local_bytes
 
 from numba_flash import mods, testing
 from numba_flash.arrays import AUX_DTYPES

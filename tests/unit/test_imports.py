@@ -16,7 +16,7 @@ PACKAGE = Path(numba_flash.__file__).parent
 # The rooms, from the top down. A module imports its own floor and those below it. A new file stands on the floor of
 # its folder.
 FLOORS = (
-    ("__main__", "demo", "debug"),
+    ("__main__", "debug"),
     ("compat", "testing", "mods"),
     ("api",),
     ("bridges",),
@@ -41,7 +41,7 @@ def module_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = {module_of(path): path for path in PACKAGE.rglob("*.py") if "demo" not in path.parts and path.parent != PACKAGE}
+FILES = {module_of(path): path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE}
 FILES |= {path.stem: path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"}
 MODULES = sorted(FILES)
 
@@ -60,7 +60,7 @@ def imports(module):
             base = ".".join([*package, *([node.module] if node.module else [])])
             for alias in node.names:
                 name = f"{base}.{alias.name}".lstrip(".")
-                ours.add(name if name in (*MODULES, "demo") else base)
+                ours.add(name if name in MODULES else base)
     return ours - {""}, others
 
 
@@ -179,7 +179,7 @@ def test_a_plain_forward_loads_little(tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
         "from numba_flash import attention\n"
-        "from machines import HOPPER, problem\n"
+        "from helpers.machines import HOPPER, problem\n"
         "from numba_flash.dispatch.launch import make_launch\n"
         "from numba_flash.gpu.compiled import read_cache\n"
         "from numba_flash.select.forward import select\n"
