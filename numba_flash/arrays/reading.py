@@ -223,8 +223,22 @@ checks: dict[str, Callable[[Sequence[Array | None]], None]] = {}
 # type of q -> whether its library differentiates a call with these q, k and v. `read` finds out too, by an exception
 # that takes 3 to 8 us.
 differentiated: dict[type, Callable[[Any, Any, Any], bool]] = {}
-# type of an array -> how a call like one before reads it.
-one_go: dict[type, OneGo] = {np.ndarray: NUMPY}
+
+
+class _OneGo(dict):
+    """type of an array -> how a call like one before reads it; None: it does not. Subscripting one that was seen costs
+    no function call."""
+
+    def __missing__(self, kind: type) -> OneGo | None:
+        found, package = None, kind.__module__.partition(".")[0]
+        if package == "cupy" and kind is sys.modules["cupy"].ndarray:  # not a subclass
+            found = of_cupy()
+        if package == "torch" and kind in (sys.modules["torch"].Tensor, sys.modules["torch"].nn.Parameter):
+            found = of_torch()
+        return self.setdefault(kind, found)
+
+
+one_go: dict[type, Any] = _OneGo({np.ndarray: NUMPY})
 
 
 def read(name: str, x: Any) -> Array:
@@ -250,8 +264,6 @@ def _reader_for(name: str, x: Any) -> Callable[[Any], Array]:
             raise TypeError(f"{name} must not be a masked array; pass its data and, if that is meant, mask=")
         return read_numpy
     if package == "cupy" and hasattr(x, "__cuda_array_interface__"):
-        if type(x) is sys.modules["cupy"].ndarray:  # not a subclass
-            one_go[type(x)] = of_cupy()
         return _cupy
     if "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor):
         checks.setdefault("torch", torch_check())
@@ -259,8 +271,6 @@ def _reader_for(name: str, x: Any) -> Callable[[Any], Array]:
         if type(x).__torch_dispatch__ is not plain:
             return _torch_dispatching
         differentiated[type(x)] = torch_differentiates()
-        if type(x) in (sys.modules["torch"].Tensor, sys.modules["torch"].nn.Parameter):  # not a subclass
-            one_go[type(x)] = of_torch()
         return _torch
     if "jax" in sys.modules and isinstance(x, sys.modules["jax"].Array):
         return read_jax

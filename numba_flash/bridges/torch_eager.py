@@ -13,16 +13,15 @@ from .. import arrays
 from ..dispatch import backward as gradients
 from ..dispatch.repeated import Forward
 from ..problem.options import AttentionGradients, daux_name
+from .static_call import StaticCall, kernel_of_backward
 from .torch_call import (
     ARRAYS,
     GRADIENT_OF,
-    Call,
     fetchable,
+    flatten,
     forward_now,
     gradients_now,
-    kernel_of_backward,
     no_tangents,
-    taken_apart,
     wanted_of,
 )
 from .torch_func_backward import TransformedGradients
@@ -33,11 +32,11 @@ FOUND_AT = [list(GRADIENT_OF.values()).index(n) if n in GRADIENT_OF.values() els
 
 
 class Recorded(torch.autograd.Function):
-    """For eager calls. Its arguments are a Call and the tensors: q, k and v where the Call has all else, or those of
-    ARRAYS and aux. Results are o alone, or o and lse."""
+    """For eager calls. Its arguments are a StaticCall and the tensors: q, k and v where that has all else, or those
+    of ARRAYS and aux. Results are o alone, or o and lse."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
+    def forward(ctx: Any, call: StaticCall, *tensors: Any) -> Any:
         o, lse = forward_now(call, tensors)
         ctx.save_for_backward(o, lse, *tensors)
         ctx.call = call
@@ -65,13 +64,13 @@ class RecordedAgain(Recorded):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         o, lse, q, k, v = ctx.saved_tensors
         known, needs, do = ctx.known, ctx.needs_input_grad[2:], fetchable(do)
-        kernel = kernel_of_backward(known.kernel)
-        found = gradients.find(do, q, k, v, o, lse, wanted_of(needs), known.options, True, kernel)
+        operands, kernel = (q, k, v, o, lse, do, None), kernel_of_backward(known.kernel)
+        found = gradients.find((operands, *known.options, True, wanted_of(needs), True, None, kernel, None))
         if found is not None:
-            _, inputs, incoming, again = found
+            _, again, inputs, incoming = found
             if again is not None:
                 return (None, None, *again.run(q, inputs, incoming))
-        call = Call(known.options, known.kernel)
+        call = StaticCall(known.options, known.kernel)
         return (None, None, *_gradients_of(call, needs, do, None, o, lse, (q, k, v)))
 
 
@@ -79,7 +78,7 @@ class RecordedBoth(Recorded):
     """With lse as a result, which then has a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
+    def forward(ctx: Any, call: StaticCall, *tensors: Any) -> Any:
         o, lse = forward_now(call, tensors)
         ctx.save_for_backward(o, lse, *tensors)
         ctx.call = call
@@ -94,7 +93,7 @@ record_both = super(torch.autograd.Function, RecordedBoth).apply
 
 
 def _gradients_of(
-    call: Call, needs: tuple[bool, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
+    call: StaticCall, needs: tuple[bool, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
 ) -> tuple[Tensor | None, ...]:
     """Of the tensors of an eager call. needs: whose gradients are wanted."""
     wanted, aux = wanted_of(needs), range(len(tensors) - len(ARRAYS))
@@ -103,7 +102,7 @@ def _gradients_of(
     except arrays.NeedsBridge:  # with create_graph=True, in a transform or a trace
         if len(tensors) == 3:
             q, k, v = tensors
-            tensors, call = taken_apart(q, k, v, call.options, call.kernel)
+            tensors, call = flatten(q, k, v, call.options, call.kernel)
         if torch._C._are_functorch_transforms_active() or call.options.functions is not None:
             named = TransformedGradients.apply(call, wanted, do, dlse, o, lse, *tensors)
         else:

@@ -13,29 +13,19 @@ from typing import Any, NamedTuple
 from .. import arrays
 from ..arrays import Array, Layout
 from ..problem.option_checks import window_sides
-from ..problem.options import ARRAY_NAMES, GRADIENT_OF, NO_NUMBERS, Options
+from ..problem.options import ARRAY_NAMES, GRADIENT_OF, Options
+from .call import Call
 from .launch import Addresses, Launch
 
 Made = tuple[tuple[int, ...], str]  # shape and dtype
 NO_OPTIONS = (0,) * len(ARRAY_NAMES)  # the addresses of a call without options
+NO_LSE_OR_OPTIONS = (0, *NO_OPTIONS)
 NO_GRADIENTS = (0,) * (len(GRADIENT_OF) - 3)  # of options
-
-
-def key_of_options(options: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The part of a key that describes the options; None if they have arrays, functions or a seed."""
-    causal, window, q_offset, numbers, option_arrays, functions, layout, seed = options
-    if not option_arrays is functions is seed is None or not (q_offset is None or isinstance(q_offset, int)):
-        return None
-    if window is not None:
-        window = window_sides(window)
-    # 1 and True are equal as keys, but causal= accepts only one of them
-    types = type(q_offset), type(causal), None if numbers is NO_NUMBERS else tuple(map(type, numbers))
-    return causal, window, q_offset, numbers, layout, types
 
 
 def is_repeatable(launch: Launch, *given: Any) -> bool:
     """Whether later calls like this one, whose key is known, may use what was found for it."""
-    return launch.by_addresses and all(type(x) in arrays.one_go for x in given)
+    return launch.by_addresses and all(arrays.one_go[type(x)] for x in given)
 
 
 class _Device(NamedTuple):
@@ -71,17 +61,14 @@ class Forward(NamedTuple):
     bounds: tuple[tuple[int, int], ...]  # the byte ranges of q, k, v and o, relative to their addresses
 
     @staticmethod
-    def of(
-        launch: Launch, q: Any, layouts: list[Layout], o: Made, lse: Made | None, options: Any, kernel: Any
-    ) -> "Forward":
+    def of(launch: Launch, call: Call, layouts: list[Layout], o: Made, lse: Made | None) -> "Forward":
         """layouts: of q, k, v and o; o, lse: their shapes and dtypes."""
-        family, layout = arrays.one_go[type(q)], layouts[0]
+        family, layout = arrays.one_go[type(call.operands[0])], layouts[0]
         makers = family.maker(layout, *o), None if lse is None else family.maker(layout, *lse)
-        given = Options(*options)
-        given = given._replace(window=given.window and window_sides(given.window))  # a list might be changed
+        options = call.options()._replace(window=call.window and window_sides(call.window))  # a list might be changed
         bounds = tuple([each.byte_bounds for each in layouts])
         own = launch.shortest(), *makers, family.address, family.note_writing
-        return Forward(*own, _Device.of(family, layout), given, kernel, bounds)
+        return Forward(*own, _Device.of(family, layout), options, call.kernel, bounds)
 
     def overlaps(self, addresses: Addresses) -> bool:
         """Whether an input's first or last byte lies inside out, or the other way round. addresses: of q, k, v, out."""
@@ -99,16 +86,16 @@ class Forward(NamedTuple):
         start, make_o, make_lse, address, note_writing, device, _, _, _ = self
         if out is None:
             o = make_o(q)
-            addresses = (*addresses, address(o))
+            addresses += (address(o),)
         else:
             o = out
             if note_writing is not None:
                 note_writing(o)
         if make_lse is None:
-            lse, every = None, (*addresses, 0, *NO_OPTIONS)
+            lse, every = None, addresses + NO_LSE_OR_OPTIONS
         else:
             lse = make_lse(q)
-            every = (*addresses, address(lse), *NO_OPTIONS)
+            every = addresses + (address(lse),) + NO_OPTIONS  # faster than (*addresses, ...)
         if device is None:
             start(every)
         else:
