@@ -138,11 +138,11 @@ def attention(
     )  # fmt: skip
     found = find(fields)
     if found is not None:
-        key, known, addresses, is_recorded = found
-        if known is not None:
+        key, cached, addresses, is_recorded = found
+        if cached is not None:
             if is_recorded:
-                return bridge("torch").run_again(known, addresses, q, k, v, return_lse)
-            o, lse = known.run(q, addresses, out)
+                return bridge("torch").run_cached(cached, addresses, q, k, v, return_lse)
+            o, lse = cached.run(q, addresses, out)
             return o if lse is None else AttentionOutput(o, lse)
     call = Call._make(fields)
     if found is not None:

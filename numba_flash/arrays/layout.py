@@ -43,7 +43,8 @@ class Layout:
 @final
 @dataclass(slots=True, eq=False)
 class Array:
-    """An array as the rest of the package sees it. Not a tuple: one takes twice as long to make, four times a call."""
+    """An array as the rest of the package sees it. A class with slots, because a NamedTuple takes twice as long to
+    make."""
 
     pointer: int
     layout: Layout

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from .fast_path import NUMPY, FastPath, of_cupy, of_torch
 from .layout import (
     CUPY_LAYOUTS,
     LAYOUTS_OF,
@@ -17,7 +18,6 @@ from .layout import (
     numpy_dtype,
     strides_of_contiguous,
 )
-from .one_go import NUMPY, OneGo, of_cupy, of_torch
 from .recording import NeedsBridge, refuse_jax_tracer, torch_check, torch_differentiates
 from .streams import LEGACY_DEFAULT
 
@@ -225,11 +225,10 @@ checks: dict[str, Callable[[Sequence[Array | None]], None]] = {}
 differentiated: dict[type, Callable[[Any, Any, Any], bool]] = {}
 
 
-class _OneGo(dict):
-    """type of an array -> how a call like one before reads it; None: it does not. Subscripting one that was seen costs
-    no function call."""
+class _FastPaths(dict):
+    """type of an array -> its FastPath or None. Subscripting one that was seen costs no function call."""
 
-    def __missing__(self, kind: type) -> OneGo | None:
+    def __missing__(self, kind: type) -> FastPath | None:
         found, package = None, kind.__module__.partition(".")[0]
         if package == "cupy" and kind is sys.modules["cupy"].ndarray:  # not a subclass
             found = of_cupy()
@@ -238,7 +237,7 @@ class _OneGo(dict):
         return self.setdefault(kind, found)
 
 
-one_go: dict[type, Any] = _OneGo({np.ndarray: NUMPY})
+fast_paths: dict[type, Any] = _FastPaths({np.ndarray: NUMPY})
 
 
 def read(name: str, x: Any) -> Array:

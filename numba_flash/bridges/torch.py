@@ -18,13 +18,13 @@ from torch import Tensor
 from ..arrays import recording
 from ..dispatch import forward as dispatch
 from ..dispatch.block_mask import in_options
+from ..dispatch.cached_call import CachedForward
 from ..dispatch.call import Call
 from ..dispatch.forward import AttentionOutput
-from ..dispatch.repeated import Forward
 from ..problem.options import Options
 from .static_call import StaticCall
 from .torch_call import flatten
-from .torch_eager import record, record_again, record_both
+from .torch_eager import record, record_both, record_cached
 from .torch_func import Transformed
 from .torch_operations import operation
 
@@ -101,11 +101,11 @@ def run(call: Call) -> Any:
     return _result(return_lse, o, lse)
 
 
-def run_again(known: Forward, addresses: Any, q: Tensor, k: Tensor, v: Tensor, return_lse: Any) -> Any:
-    """`run` of a call like one before, as `dispatch.forward.find` found it."""
+def run_cached(cached: CachedForward, addresses: Any, q: Tensor, k: Tensor, v: Tensor, return_lse: Any) -> Any:
+    """`run` of a repeated call that `dispatch.forward.find` found."""
     if return_lse:
-        return run(Call.of((q, k, v, None), known.options, return_lse=return_lse, kernel=known.kernel))
-    return record_again(known, addresses, q, k, v)
+        return run(Call.of((q, k, v, None), cached.options, return_lse=return_lse, kernel=cached.kernel))
+    return record_cached(cached, addresses, q, k, v)
 
 
 def _result(return_lse: Any, o: Tensor, lse: Tensor) -> Any:
@@ -136,7 +136,7 @@ def _outside_of_the_graph(*arguments: Any) -> Any:
 _outside_of_the_graph._torchdynamo_disable = True  # type: ignore[attr-defined]
 _outside_of_the_graph._torchdynamo_disable_msg = "score_mod and mask_mod are no part of a graph"  # type: ignore[attr-defined]
 # It leaves for the call of `attention`, which it would then trace as it stands: nothing below dispatch is for it.
-_BELOW: Any = (run_again, _run_with_functions, Transformed.forward, Transformed.backward, Transformed.setup_context)
+_BELOW: Any = (run_cached, _run_with_functions, Transformed.forward, Transformed.backward, Transformed.setup_context)
 for _function in _BELOW:
     _function._torchdynamo_disable = True
 _frames = torch._C._dynamo.eval_frame

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import arrays
 from ..dispatch import backward as gradients
-from ..dispatch.repeated import Forward
+from ..dispatch.cached_call import CachedForward
 from ..problem.options import AttentionGradients, daux_name
 from .static_call import StaticCall, kernel_of_backward
 from .torch_call import (
@@ -50,27 +50,27 @@ class Recorded(torch.autograd.Function):
     jvp = staticmethod(no_tangents)
 
 
-class RecordedAgain(Recorded):
-    """For an eager call like one before, of which dispatch knows what it does; the result is o alone."""
+class RecordedCached(Recorded):
+    """For a repeated eager call, which takes dispatch's fast path; the result is o alone."""
 
     @staticmethod
-    def forward(ctx: Any, known: Forward, addresses: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:  # type: ignore[override]
-        o, lse = known.run(q, addresses)
+    def forward(ctx: Any, cached: CachedForward, addresses: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:  # type: ignore[override]
+        o, lse = cached.run(q, addresses)
         ctx.save_for_backward(o, lse, q, k, v)
-        ctx.known = known
+        ctx.cached = cached
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         o, lse, q, k, v = ctx.saved_tensors
-        known, needs, do = ctx.known, ctx.needs_input_grad[2:], fetchable(do)
-        operands, kernel = (q, k, v, o, lse, do, None), kernel_of_backward(known.kernel)
-        found = gradients.find((operands, *known.options, True, wanted_of(needs), True, None, kernel, None))
+        cached, needs, do = ctx.cached, ctx.needs_input_grad[2:], fetchable(do)
+        operands, kernel = (q, k, v, o, lse, do, None), kernel_of_backward(cached.kernel)
+        found = gradients.find((operands, *cached.options, True, wanted_of(needs), True, None, kernel, None))
         if found is not None:
-            _, again, inputs, incoming = found
-            if again is not None:
-                return (None, None, *again.run(q, inputs, incoming))
-        call = StaticCall(known.options, known.kernel)
+            _, backward, inputs, incoming = found
+            if backward is not None:
+                return (None, None, *backward.run(q, inputs, incoming))
+        call = StaticCall(cached.options, cached.kernel)
         return (None, None, *_gradients_of(call, needs, do, None, o, lse, (q, k, v)))
 
 
@@ -88,7 +88,7 @@ class RecordedBoth(Recorded):
 
 # The inherited method, past Function's own: that looks for transforms, as `attention` has done, in 4 us.
 record = super(torch.autograd.Function, Recorded).apply
-record_again = super(torch.autograd.Function, RecordedAgain).apply
+record_cached = super(torch.autograd.Function, RecordedCached).apply
 record_both = super(torch.autograd.Function, RecordedBoth).apply
 
 

@@ -137,7 +137,7 @@ def define(name: str, more: tuple[str, ...] = (), numbers: tuple[str, ...] = (),
     def fake_gradients(wanted: str, do: Any, dlse: Any, o: Tensor, lse: Tensor, *inputs: Any) -> list[Tensor]:
         return [inputs[GRADIENT_OF[name]].new_empty(inputs[GRADIENT_OF[name]].shape) for name in wanted.split()]
 
-    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.save_for_backward(*output, *inputs[:read])
         ctx.others = inputs[read:]
 
@@ -157,7 +157,7 @@ def define(name: str, more: tuple[str, ...] = (), numbers: tuple[str, ...] = (),
         return 2 * batch * heads * seqlen_q * k[axes[2]] * (products * head_dim + products_v * v[3])
 
     schema = ", ".join((*_TENSORS, *more, *_REST, *numbers))
-    forward = _defined(name, f"({schema}) -> (Tensor, Tensor)", compute, fake, remember, gradients)
+    forward = _defined(name, f"({schema}) -> (Tensor, Tensor)", compute, fake, save, gradients)
     backward = _defined(
         f"{name}_backward", f"({_GIVEN}, {schema}) -> Tensor[]", compute_gradients, fake_gradients,
         lambda *unused: None, no_second_gradients,
@@ -172,17 +172,17 @@ def _without_grad(tensors: Any) -> tuple[Any, ...]:
     return tuple([None if x is None else x.detach() for x in tensors])
 
 
-def _defined(name: str, schema: str, compute: Any, fake: Any, remember: Any, gradients: Any) -> Any:
+def _defined(name: str, schema: str, compute: Any, fake: Any, save: Any, gradients: Any) -> Any:
     """An operation of torch's dispatcher."""
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
     defined = getattr(torch.ops.numba_flash, name).default
     torch.library.register_fake(f"numba_flash::{name}", fake, lib=_LIBRARY)
-    _LIBRARY.impl(name, _recorded(defined, remember, gradients), "Autograd", with_keyset=True)
+    _LIBRARY.impl(name, _recorded(defined, save, gradients), "Autograd", with_keyset=True)
     return defined
 
 
-def _recorded(defined: Any, remember: Any, gradients: Any) -> Any:
+def _recorded(defined: Any, save: Any, gradients: Any) -> Any:
     """What autograd, or one transform of torch.func, makes of a call before it goes on below."""
 
     def below(keyset: Any, arguments: Any) -> Any:
@@ -197,7 +197,7 @@ def _recorded(defined: Any, remember: Any, gradients: Any) -> Any:
             with outer:
                 found = below(keyset, arguments)
             ctx.set_materialize_grads(False)
-            remember(ctx, arguments, found)
+            save(ctx, arguments, found)
             return tuple(found)
 
         @staticmethod

@@ -11,11 +11,10 @@ from ..problem.memory import check_alignments, check_lengths, named
 from ..problem.option_checks import window_sides
 from ..problem.options import ARRAY_NAMES, GRADIENT_OF, NO_NUMBERS, AttentionGradients, GradientOperands
 from ..select.backward import BackwardChoice, select_backward
-from .call import NO_OTHERS, Call, Fields, PlanKey, enqueue, remember
-from .call import prepare as prepare_options
+from .cached_call import Addresses, CachedBackward, is_cacheable
+from .call import NO_OTHERS, Call, Fields, PlanKey, enqueue, look_up, store
 from .launch import Launch
 from .launch_backward import make_backward_launch
-from .repeated import Addresses, Backward, is_repeatable
 
 _SEQLENS_K = GradientOperands._fields.index("seqlens_k")
 _READ = GradientOperands._fields[: -len(GRADIENT_OF)]  # the names of the given arrays
@@ -35,11 +34,11 @@ class CallPlan(NamedTuple):
 def run(fields: Fields) -> AttentionGradients:
     """`attention_backward` for arrays that have addresses. Raises arrays.NeedsBridge if a framework records the
     computation."""
-    again, key = find(fields), None
-    if again is not None:
-        key, known, inputs, incoming = again
-        if known is not None:
-            return AttentionGradients(*known.run(fields[0][0], inputs, incoming))
+    seen, key = find(fields), None
+    if seen is not None:
+        key, cached, inputs, incoming = seen
+        if cached is not None:
+            return AttentionGradients(*cached.run(fields[0][0], inputs, incoming))
     call = Call._make(fields)
     given, found = prepare(call)
     like = given[0]
@@ -50,8 +49,8 @@ def run(fields: Fields) -> AttentionGradients:
     of_aux = [wanted and empty(like, *wanted) for wanted in found.aux_shapes]
     operands = [*given[: len(_READ)], *results, *given[len(_READ) :], *of_aux]
     enqueue(call, found, operands, len(GradientOperands._fields), work_on, "numba_flash.attention_backward")
-    if key is not None and is_repeatable(found.launch, *call.operands[:6]):
-        remember(_plans, key, Backward.of(found.launch, call.operands[0], like.layout, found.shapes[:3]))
+    if key is not None and is_cacheable(found.launch, *call.operands[:6]):
+        store(_plans, key, CachedBackward.of(found.launch, call.operands[0], like.layout, found.shapes[:3]))
     gradients = [array and arrays.give(like, array) for array in results]
     if not of_aux:
         return AttentionGradients(*gradients)
@@ -59,7 +58,7 @@ def run(fields: Fields) -> AttentionGradients:
     return AttentionGradients._make((*gradients, daux))
 
 
-def find(fields: Fields) -> tuple[Any, Backward | None, Addresses, Addresses] | None:
+def find(fields: Fields) -> tuple[Any, CachedBackward | None, Addresses, Addresses] | None:
     """For a call that may equal an earlier one: the key of its cached call; that cached call, if `run` has stored it;
     the addresses of q, k and v, and those of o, lse and do. None for other calls."""
     (
@@ -72,7 +71,7 @@ def find(fields: Fields) -> tuple[Any, Backward | None, Addresses, Addresses] | 
         return None
     if not (causal is False or causal is True) or not (deterministic is False or deterministic is True):
         return None  # 1 and True are equal as keys, but causal= accepts only one of them
-    family = arrays.one_go[type(q)]
+    family = arrays.fast_paths[type(q)]
     if family is None:
         return None
     read, rest = family.facts(q, k, v), family.facts(o, lse, do)
@@ -106,7 +105,7 @@ def prepare(call: Call) -> tuple[list[Array | None], CallPlan]:
     operands = q, k, v, o, lse, do, dlse
     layouts = q.layout, k.layout, v.layout, o.layout, lse.layout, do.layout, dlse and dlse.layout
     addresses = q.pointer | k.pointer | v.pointer | o.pointer | do.pointer
-    others, found = prepare_options(call, operands, layouts, addresses, plan, _plans)
+    others, found = look_up(call, operands, layouts, addresses, plan, _plans)
     own = len(ARRAY_NAMES)
     given = [q, k, v, o, lse, *others[:own], do, dlse, *others[own:]]
     every = addresses | lse.pointer | (dlse.pointer if dlse else 0)
@@ -139,4 +138,4 @@ def plan(key: PlanKey) -> CallPlan:
 
 
 # The plans of earlier calls, as in forward.py.
-_plans: dict[tuple[Any, ...], CallPlan | Backward] = {}
+_plans: dict[tuple[Any, ...], CallPlan | CachedBackward] = {}

@@ -78,7 +78,7 @@ class PlanKey(NamedTuple):
         return Options(self.causal, self.window, q_offset, self.numbers, own, functions, self.layout)
 
 
-def prepare(
+def look_up(
     call: Call,
     operands: tuple[Array | None, ...],
     layouts: tuple[Layout | None, ...],
@@ -130,13 +130,13 @@ def prepare(
         found = plan(PlanKey(*key))  # a value that cannot be part of a key was given: report what is wrong with it
     if found is None:
         found = plan(PlanKey(*key))
-        remember(plans, key, found)
+        store(plans, key, found)
     if blocks is not None:
         blocks.check(getattr(found.problem, "forward", found.problem))
     return others, found
 
 
-def remember(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...], found: Any) -> None:
+def store(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...], found: Any) -> None:
     if len(plans) >= MOST_PLANS:
         plans.clear()
     plans[key] = found

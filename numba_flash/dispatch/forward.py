@@ -15,10 +15,9 @@ from ..problem.memory import check_memory
 from ..problem.option_checks import window_sides
 from ..problem.options import NO_NUMBERS, Operands
 from ..select.forward import Choice, select
-from .call import NO_OTHERS, Call, Fields, PlanKey, enqueue, remember
-from .call import prepare as prepare_options
+from .cached_call import Addresses, CachedForward, is_cacheable
+from .call import NO_OTHERS, Call, Fields, PlanKey, enqueue, look_up, store
 from .launch import Launch, make_launch
-from .repeated import Addresses, Forward, is_repeatable
 
 O, LSE = Operands._fields.index("o"), Operands._fields.index("lse")
 OWN = len(Operands._fields)
@@ -55,16 +54,16 @@ def run(call: Call) -> Any:
     if lse is None and call.return_lse:
         lse = given[LSE] = empty(like, problem.lse_shape, problem.compute_dtype)
     enqueue(call, found, given, OWN, work_on, "numba_flash.attention")
-    if call.key is not None and is_repeatable(launch, *call.operands[:3]):
+    if call.key is not None and is_cacheable(launch, *call.operands[:3]):
         of_o, of_lse = (problem.o_shape, problem.dtype), (problem.lse_shape, problem.compute_dtype)
         layouts = [array.layout for array in (*given[:3], o)]
-        remember(_plans, call.key, Forward.of(launch, call, layouts, of_o, of_lse if call.return_lse else None))
+        store(_plans, call.key, CachedForward.of(launch, call, layouts, of_o, of_lse if call.return_lse else None))
     if lse is None:
         return arrays.give(like, o)
     return AttentionOutput(arrays.give(like, o), arrays.give(like, lse))
 
 
-def find(fields: Fields) -> tuple[Any, Forward | None, Addresses, bool] | None:
+def find(fields: Fields) -> tuple[Any, CachedForward | None, Addresses, bool] | None:
     """For a call that may equal an earlier one: the key of its cached call; that cached call, if `run` has stored it;
     the addresses of q, k, v and, if given, out; and whether a framework records the call. None for other calls."""
     (
@@ -75,7 +74,7 @@ def find(fields: Fields) -> tuple[Any, Forward | None, Addresses, bool] | None:
         return None
     if not (causal is False or causal is True) or not (return_lse is False or return_lse is True):
         return None  # 1 and True are equal as keys, but causal= accepts only one of them
-    family = arrays.one_go[type(q)]
+    family = arrays.fast_paths[type(q)]
     read = None if family is None else family.facts(q, k, v)
     if read is None:
         return None
@@ -98,12 +97,12 @@ def find(fields: Fields) -> tuple[Any, Forward | None, Addresses, bool] | None:
     types = None if numbers is NO_NUMBERS else tuple(map(type, numbers))
     key = facts, of_out, causal, window, q_offset, numbers, types, layout, wants_lse, kernel, every % 16
     try:
-        known: Any = _plans.get(key)
+        cached: Any = _plans.get(key)
     except TypeError:  # unhashable
         return None
-    if known is not None and out is not None and known.overlaps(addresses):
+    if cached is not None and out is not None and cached.overlaps(addresses):
         return None  # `prepare` says with which input it shares memory
-    return key, known, addresses, recorded
+    return key, cached, addresses, recorded
 
 
 def prepare(call: Call) -> tuple[list[Array | None], CallPlan]:
@@ -124,7 +123,7 @@ def prepare(call: Call) -> tuple[list[Array | None], CallPlan]:
     operands = q, k, v, o, lse
     layouts = q.layout, k.layout, v.layout, o and o.layout, lse and lse.layout
     addresses = q.pointer | k.pointer | v.pointer | (o.pointer if o else 0)
-    others, found = prepare_options(call, operands, layouts, addresses, plan, _plans)
+    others, found = look_up(call, operands, layouts, addresses, plan, _plans)
     given = [*operands, *others]
     if o is not None or others is not NO_OTHERS or addresses & 7:
         check_memory(given, found.problem)
@@ -153,9 +152,9 @@ def plan(key: PlanKey) -> CallPlan:
 
 # The plans of earlier calls, and under other keys what `find` returns. Each call looks one up. functools.lru_cache,
 # which would add the type of every part of the key, takes twice as long.
-_plans: dict[tuple[Any, ...], CallPlan | Forward] = {}
+_plans: dict[tuple[Any, ...], CallPlan | CachedForward] = {}
 
 # If torch.compile reaches `attention` directly, it leaves its graph here.
-NOT_TO_BE_TRACED: tuple[Any, ...] = (run, find, Forward.run)
+NOT_TO_BE_TRACED: tuple[Any, ...] = (run, find, CachedForward.run)
 for _function in NOT_TO_BE_TRACED:
     _function._torchdynamo_disable = True

@@ -1,5 +1,5 @@
-"""Calls of torch tensors like one before (dispatch/repeated.py): the same results, and nothing taken for the same that
-is not."""
+"""Repeated calls of torch tensors (dispatch/cached_call.py): the same results, and no other call is taken for a
+repeated one."""
 
 import functools
 

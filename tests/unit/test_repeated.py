@@ -1,5 +1,5 @@
-"""Calls of NumPy arrays like one before (dispatch/repeated.py): the same results, and nothing taken for the same that
-is not. tests/bridges/test_torch_repeated.py has torch's."""
+"""Repeated calls of NumPy arrays (dispatch/cached_call.py): the same results, and no other call is taken for a repeated
+one. tests/bridges/test_torch_repeated.py has torch's."""
 
 import numpy as np
 import pytest
@@ -150,9 +150,9 @@ NOT_CACHED = {
 def test_arrays_are_read_for_a_key_at_most_once(name, monkeypatch, prepared):
     """Only in a call that can be cached: the options say so, before the arrays are looked at."""
     facts = []
-    seen = arrays_module.one_go[np.ndarray]
+    seen = arrays_module.fast_paths[np.ndarray]
     counting = seen._replace(facts=lambda *x: facts.append(1) or seen.facts(*x))
-    monkeypatch.setitem(arrays_module.one_go, np.ndarray, counting)
+    monkeypatch.setitem(arrays_module.fast_paths, np.ndarray, counting)
     q, k, v, do = arrays(4)
     for _ in range(2):
         o, lse = numba_flash.attention(q, k, v, return_lse=True, **NOT_CACHED.get(name, {}))

@@ -1,10 +1,9 @@
-"""The short path of a repeated call: arrays of NumPy, CuPy or torch and plain options, with a plan that launches by
-addresses.
+"""The fast path of a repeated call. It takes arrays of NumPy, CuPy or torch, options that are neither arrays nor
+functions nor a seed, and a launch that needs only addresses.
 
 `prepare` creates an Array for every argument of a call, and a key of their Layouts. For a tiny problem that takes
-longer than the kernel. So `forward.find` and `backward.find` read all arrays in one go (arrays/one_go.py). In the memo
-that also holds the plans they look up what `run` has stored for a call with the same facts: how its results are
-allocated and what starts its launch. If nothing is stored, or the call has other options, `run` prepares it.
+longer than the kernel. So `find` reads q, k and v in one pass (arrays/fast_path.py) and looks up a cached call: how the
+results are allocated and what starts the launch. `run` stores it after the first call with the same key.
 """
 
 from collections.abc import Callable
@@ -23,9 +22,9 @@ NO_LSE_OR_OPTIONS = (0, *NO_OPTIONS)
 NO_GRADIENTS = (0,) * (len(GRADIENT_OF) - 3)  # of options
 
 
-def is_repeatable(launch: Launch, *given: Any) -> bool:
-    """Whether later calls like this one, whose key is known, may use what was found for it."""
-    return launch.by_addresses and all(arrays.one_go[type(x)] for x in given)
+def is_cacheable(launch: Launch, *given: Any) -> bool:
+    """Whether later calls with the same key can take the fast path. given: the arrays."""
+    return launch.by_addresses and all(arrays.fast_paths[type(x)] for x in given)
 
 
 class _Device(NamedTuple):
@@ -36,7 +35,7 @@ class _Device(NamedTuple):
     current_stream: Callable[[int], int]
 
     @staticmethod
-    def of(family: arrays.OneGo, layout: Layout) -> "_Device | None":
+    def of(family: arrays.FastPath, layout: Layout) -> "_Device | None":
         if layout.device is None:
             return None
         assert family.current_stream is not None
@@ -47,8 +46,8 @@ class _Device(NamedTuple):
         return Array(address, self.layout, q), self.current_stream(self.number)
 
 
-class Forward(NamedTuple):
-    """What `forward.run` does for a repeated call. options and kernel: those of the first such call."""
+class CachedForward(NamedTuple):
+    """What a repeated call of attention() does. options and kernel: those of the first such call."""
 
     start: Callable[..., None]
     make_o: Callable[[Any], Any]
@@ -61,14 +60,14 @@ class Forward(NamedTuple):
     bounds: tuple[tuple[int, int], ...]  # the byte ranges of q, k, v and o, relative to their addresses
 
     @staticmethod
-    def of(launch: Launch, call: Call, layouts: list[Layout], o: Made, lse: Made | None) -> "Forward":
+    def of(launch: Launch, call: Call, layouts: list[Layout], o: Made, lse: Made | None) -> "CachedForward":
         """layouts: of q, k, v and o; o, lse: their shapes and dtypes."""
-        family, layout = arrays.one_go[type(call.operands[0])], layouts[0]
+        family, layout = arrays.fast_paths[type(call.operands[0])], layouts[0]
         makers = family.maker(layout, *o), None if lse is None else family.maker(layout, *lse)
         options = call.options()._replace(window=call.window and window_sides(call.window))  # a list might be changed
         bounds = tuple([each.byte_bounds for each in layouts])
         own = launch.shortest(), *makers, family.address, family.note_writing
-        return Forward(*own, _Device.of(family, layout), options, call.kernel, bounds)
+        return CachedForward(*own, _Device.of(family, layout), options, call.kernel, bounds)
 
     def overlaps(self, addresses: Addresses) -> bool:
         """Whether an input's first or last byte lies inside out, or the other way round. addresses: of q, k, v, out."""
@@ -103,8 +102,8 @@ class Forward(NamedTuple):
         return o, lse
 
 
-class Backward(NamedTuple):
-    """What `backward.run` does for a repeated call."""
+class CachedBackward(NamedTuple):
+    """What a repeated call of attention_backward() does."""
 
     start: Callable[..., None]
     makers: tuple[Callable[[Any], Any] | None, ...]  # of dq, dk and dv
@@ -112,11 +111,11 @@ class Backward(NamedTuple):
     device: _Device | None
 
     @staticmethod
-    def of(launch: Launch, q: Any, layout: Layout, shapes: tuple[Made | None, ...]) -> "Backward":
+    def of(launch: Launch, q: Any, layout: Layout, shapes: tuple[Made | None, ...]) -> "CachedBackward":
         """shapes: of dq, dk and dv, None for those that are not wanted."""
-        family = arrays.one_go[type(q)]
+        family = arrays.fast_paths[type(q)]
         makers = tuple([what and family.maker(layout, *what) for what in shapes])
-        return Backward(launch.shortest(), makers, family.address, _Device.of(family, layout))
+        return CachedBackward(launch.shortest(), makers, family.address, _Device.of(family, layout))
 
     def run(self, q: Any, inputs: Addresses, incoming: Addresses) -> tuple[Any, Any, Any]:
         """dq, dk, dv, None for those that are not wanted. inputs: the addresses of q, k and v; incoming: of o, lse and
