@@ -88,15 +88,12 @@ def attention_backward(
     plain = bias is mask is alibi_slopes is seqlens_k is sinks is None
     given = None if plain else (bias, mask, alibi_slopes, seqlens_k, sinks)
     functions = None if score_mod is mask_mod is None and aux is NO_AUX else (score_mod, mask_mod, aux)
-    fields = (
-        (q, k, v, o, lse, do, dlse), causal, window, q_offset, numbers, given, functions, layout, seed, True, wanted,
-        deterministic, stream, kernel, None,
-    )  # fmt: skip
-    return dispatch.run(fields)
+    options = causal, window, q_offset, numbers, given, functions, layout, seed
+    return dispatch.run(((q, k, v, o, lse, do, dlse), options, True, wanted, deterministic, stream, kernel))
 
 
 def prepare_call(arguments: dict[str, Any]) -> tuple[list[Any], CallPlan]:
     """`dispatch.backward.prepare` for what a caller would hand to `attention_backward`, by name."""
     named = bound_to(attention_backward, arguments)
     operands = tuple([named.pop(name) for name in ("q", "k", "v", "o", "lse", "do", "dlse")])
-    return dispatch.prepare(Call.of(operands, **named))
+    return dispatch.prepare(Call(operands, **named))

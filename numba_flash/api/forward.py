@@ -132,11 +132,9 @@ def attention(
     plain = bias is mask is alibi_slopes is seqlens_k is sinks is None
     given = None if plain else (bias, mask, alibi_slopes, seqlens_k, sinks)
     functions = None if score_mod is mask_mod is None and aux is NO_AUX else (score_mod, mask_mod, aux)
-    fields = (
-        (q, k, v, out), causal, window, q_offset, numbers, given, functions, layout, seed, return_lse, None, True,
-        stream, kernel, None,
-    )  # fmt: skip
-    found = find(fields)
+    options = causal, window, q_offset, numbers, given, functions, layout, seed
+    fields = (q, k, v, out), options, return_lse, None, True, stream, kernel
+    found, key = find(fields), None
     if found is not None:
         key, cached, addresses, is_recorded = found
         if cached is not None:
@@ -144,9 +142,7 @@ def attention(
                 return bridge("torch").run_cached(cached, addresses, q, k, v, return_lse)
             o, lse = cached.run(q, addresses, out)
             return o if lse is None else AttentionOutput(o, lse)
-    call = Call._make(fields)
-    if found is not None:
-        call = call._replace(key=key)
+    call = Call.of(fields, key)
     differentiates = differentiated(type(q))
     if differentiates is None or not differentiates(q, k, v):
         try:
@@ -195,7 +191,7 @@ def warmup(q: Any, k: Any, v: Any, **options: Any) -> None:
 def prepare_call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[list[Any], CallPlan]:
     """`dispatch.forward.prepare` for the arguments of `attention`, or for what torch's autograd would run with them."""
     named = bound_to(attention, dict(options, q=q, k=k, v=v))
-    call = Call.of(tuple([named.pop(name) for name in ("q", "k", "v", "out")]), **named)
+    call = Call(tuple([named.pop(name) for name in ("q", "k", "v", "out")]), **named)
     try:
         return dispatch.prepare(call)
     except arrays.NeedsBridge as recorded:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .layout import Layout, contiguous_like, host_pointer, numpy_dtype
+from .layout import Layout, contiguous_like, host_pointer, host_pointers, numpy_dtype
 
 Maker = Callable[[Any], Any]
 Facts = tuple[Any, ...]
@@ -138,8 +138,11 @@ def _numpy_facts(x: Any, y: Any, z: Any) -> Any:
     kind = np.ndarray
     if type(x) is not kind or type(y) is not kind or type(z) is not kind:
         return None
-    addresses = host_pointer(x), host_pointer(y), host_pointer(z)
-    return addresses, (x.shape, y.shape, z.shape, x.strides, y.strides, z.strides, x.dtype, y.dtype, z.dtype), False
+    return (
+        host_pointers(x, y, z),
+        (x.shape, y.shape, z.shape, x.strides, y.strides, z.strides, x.dtype, y.dtype, z.dtype),
+        False,
+    )
 
 
 def _numpy_facts_of_output(x: Any) -> Any:

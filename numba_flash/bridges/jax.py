@@ -71,7 +71,7 @@ def run(call: Call) -> Any:
     host waits for what XLA's stream has before it.
     """
     (q, k, v, out), return_lse = call.operands, call.return_lse
-    causal, window, q_offset, numbers, given_arrays, functions, layout, seed = call.options()
+    causal, window, q_offset, numbers, given_arrays, functions, layout, seed = call.options
     functions, aux = (None, ()) if functions is None else caller_functions.functions_of(functions)
     functions = functions and caller_functions.without_blocks(functions)
     for name, given in (("out", out), ("stream", call.stream)):

@@ -53,7 +53,7 @@ def attention(
         named |= in_options(block_mask, named)
     dropout = dict(dropout_p=dropout_p, seed=seed) if dropout_p else {}
     options = Options.of(**named, **dropout)
-    return run(Call.of((q, k, v, out), options, return_lse=return_lse, stream=stream, kernel=kernel))
+    return run(Call((q, k, v, out), options, return_lse=return_lse, stream=stream, kernel=kernel))
 
 
 def run(call: Call) -> Any:
@@ -70,7 +70,7 @@ def run(call: Call) -> Any:
     are not mapped and have a batch of 1; others are copied into such a form. With score_mod, mask_mod or dropout, which
     are told the batch entry, it makes a call for each, in which the entries are those of its own batch.
     """
-    (q, k, v, out), options, kernel, return_lse = call.operands, call.options(), call.kernel, call.return_lse
+    (q, k, v, out), options, kernel, return_lse = call.operands, call.options, call.kernel, call.return_lse
     if out is not None or call.stream is not None:
         name = "stream" if out is None else "out"
         raise NotImplementedError(f"{name} cannot be given where torch records what is done, as it does for grad")
@@ -104,7 +104,7 @@ def run(call: Call) -> Any:
 def run_cached(cached: CachedForward, addresses: Any, q: Tensor, k: Tensor, v: Tensor, return_lse: Any) -> Any:
     """`run` of a repeated call that `dispatch.forward.find` found."""
     if return_lse:
-        return run(Call.of((q, k, v, None), cached.options, return_lse=return_lse, kernel=cached.kernel))
+        return run(Call((q, k, v, None), cached.options, return_lse=return_lse, kernel=cached.kernel))
     return record_cached(cached, addresses, q, k, v)
 
 

@@ -72,7 +72,7 @@ def unflatten(call: StaticCall, tensors: Any) -> tuple[Any, Any, Any, Options]:
 def forward_now(call: StaticCall, tensors: tuple[Any, ...]) -> Any:
     """o and lse of tensors for which torch records nothing now. Raises arrays.NeedsBridge where a tracer does."""
     q, k, v, options = unflatten(call, tensors)
-    return dispatch.run(Call.of((q, k, v, None), options, kernel=call.kernel, key=call.key))
+    return dispatch.run(Call((q, k, v, None), options, kernel=call.kernel, key=call.key))
 
 
 def gradients_now(
@@ -82,7 +82,7 @@ def gradients_now(
     do = torch.zeros_like(o) if do is None else fetchable(do)
     q, k, v, options = unflatten(call, tensors)
     operands, kernel = (q, k, v, o, lse, do, dlse), kernel_of_backward(call.kernel)
-    return gradients.run(Call.of(operands, options, wanted=wanted, kernel=kernel))
+    return gradients.run((operands, options, True, wanted, True, None, kernel))
 
 
 def fetchable(do: Tensor) -> Tensor:

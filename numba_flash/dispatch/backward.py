@@ -39,7 +39,7 @@ def run(fields: Fields) -> AttentionGradients:
         key, cached, inputs, incoming = seen
         if cached is not None:
             return AttentionGradients(*cached.run(fields[0][0], inputs, incoming))
-    call = Call._make(fields)
+    call = Call.of(fields)
     given, found = prepare(call)
     like = given[0]
     assert like is not None
@@ -61,10 +61,8 @@ def run(fields: Fields) -> AttentionGradients:
 def find(fields: Fields) -> tuple[Any, CachedBackward | None, Addresses, Addresses] | None:
     """For a call that may equal an earlier one: the key of its cached call; that cached call, if `run` has stored it;
     the addresses of q, k and v, and those of o, lse and do. None for other calls."""
-    (
-        (q, k, v, o, lse, do, dlse), causal, window, q_offset, numbers, option_arrays, functions, layout, seed, _,
-        wanted, deterministic, stream, kernel, _,
-    ) = fields  # fmt: skip
+    (q, k, v, o, lse, do, dlse), options, _, wanted, deterministic, stream, kernel = fields
+    causal, window, q_offset, numbers, option_arrays, functions, layout, seed = options
     if not option_arrays is functions is seed is stream is dlse is None:
         return None
     if not (q_offset is None or type(q_offset) is int):

@@ -64,7 +64,8 @@ class CachedForward(NamedTuple):
         """layouts: of q, k, v and o; o, lse: their shapes and dtypes."""
         family, layout = arrays.fast_paths[type(call.operands[0])], layouts[0]
         makers = family.maker(layout, *o), None if lse is None else family.maker(layout, *lse)
-        options = call.options()._replace(window=call.window and window_sides(call.window))  # a list might be changed
+        options = call.options
+        options = options._replace(window=options.window and window_sides(options.window))  # a list might be changed
         bounds = tuple([each.byte_bounds for each in layouts])
         own = launch.shortest(), *makers, family.address, family.note_writing
         return CachedForward(*own, _Device.of(family, layout), options, call.kernel, bounds)

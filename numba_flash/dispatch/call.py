@@ -18,35 +18,28 @@ MOST_PLANS = 4096
 
 
 class Call(NamedTuple):
-    """The arguments of attention() or attention_backward(). causal to seed are the fields of Options."""
+    """The arguments of attention() or attention_backward()."""
 
     operands: tuple[Any, ...]  # q, k, v and out; of a backward q, k, v, o, lse, do and dlse
-    causal: Any
-    window: Any
-    q_offset: Any
-    numbers: tuple[Any, ...]
-    arrays: tuple[Any, ...] | None
-    functions: tuple[Any, ...] | None
-    layout: Any
-    seed: Any
+    options: Options
     return_lse: Any = True
     wanted: Any = None  # the gradients; None: it is a forward
     deterministic: Any = True
     stream: Any = None
     kernel: Any = "auto"
-    key: Any = None  # for the cached call that this one becomes, as `find` made it; None: it is not cached
+    key: Any = None  # of the cached call that this one becomes, as `find` made it; None: it is not cached
 
     @staticmethod
-    def of(operands: tuple[Any, ...], options: Options, **named: Any) -> "Call":
-        return Call(operands, *options, **named)
-
-    def options(self) -> Options:
-        return Options(
-            self.causal, self.window, self.q_offset, self.numbers, self.arrays, self.functions, self.layout, self.seed
-        )
+    def of(fields: "Fields", key: Any = None) -> "Call":
+        operands, options, return_lse, wanted, deterministic, stream, kernel = fields
+        options = _make(Options, options)
+        return _make(Call, (operands, options, return_lse, wanted, deterministic, stream, kernel, key))
 
 
-Fields = tuple[Any, ...]  # of a Call, or a Call. A plain tuple is made in a quarter of the time
+_make: Any = tuple.__new__  # takes half the time of Call(...)
+# The fields of a Call but its key, as a plain tuple, and in it those of Options as another one: a repeated call needs
+# no more, and plain tuples take a quarter of the time.
+Fields = tuple[Any, ...]
 
 
 class PlanKey(NamedTuple):
@@ -91,10 +84,8 @@ def look_up(
     operands: q, k, v and so on, as they were read; layouts: theirs; addresses: of those that kernels load in pieces of
     16 bytes, joined by |. plan: makes what is missing in `plans`.
     """
-    (
-        _, causal, window, q_offset, numbers, option_arrays, functions, layout, _, return_lse, wanted, deterministic,
-        stream, kernel, _,
-    ) = call  # fmt: skip
+    _, options, return_lse, wanted, deterministic, stream, kernel, _ = call
+    causal, window, q_offset, numbers, option_arrays, functions, layout, _ = options
     q: Any = operands[0]
     others, blocks = NO_OTHERS, None
     offsets = None
@@ -169,9 +160,10 @@ def seeds() -> Any:
 def enqueue(call: Call, found: Any, operands: list[Any], own: int, stream: int, name: str) -> None:
     """Launches on `stream`. own: how many operands are no arrays of aux; name: what torch's profiler shows."""
     problem = getattr(found.problem, "forward", found.problem)
-    if call.seed is not None or problem.numbers:
-        operands = seeds().with_seed(operands, own, problem, call.seed)
-    blocks = None if call.functions is None else caller_functions().block_mask_of(call.functions)
+    seed, functions = call.options.seed, call.options.functions
+    if seed is not None or problem.numbers:
+        operands = seeds().with_seed(operands, own, problem, seed)
+    blocks = None if functions is None else caller_functions().block_mask_of(functions)
     with arrays.shown(operands[0].layout.family, name):
         if blocks is None:
             found.launch.run(operands, stream)

@@ -66,10 +66,8 @@ def run(call: Call) -> Any:
 def find(fields: Fields) -> tuple[Any, CachedForward | None, Addresses, bool] | None:
     """For a call that may equal an earlier one: the key of its cached call; that cached call, if `run` has stored it;
     the addresses of q, k, v and, if given, out; and whether a framework records the call. None for other calls."""
-    (
-        (q, k, v, out), causal, window, q_offset, numbers, option_arrays, functions, layout, seed, return_lse, _, _,
-        stream, kernel, _,
-    ) = fields  # fmt: skip
+    (q, k, v, out), options, return_lse, _, _, stream, kernel = fields
+    causal, window, q_offset, numbers, option_arrays, functions, layout, seed = options
     if not option_arrays is functions is seed is stream is None or not (q_offset is None or type(q_offset) is int):
         return None
     if not (causal is False or causal is True) or not (return_lse is False or return_lse is True):
