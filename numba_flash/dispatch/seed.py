@@ -1,4 +1,4 @@
-"""The seed of a call with dropout: a number that a launch takes among its operands."""
+"""The seed of a call: a number that a launch takes among its operands."""
 
 import math
 import operator
