@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from .. import arrays
+from ..abi.parameters import aux_names
 from ..arrays import Array, Layout
 from ..dispatch import backward as gradients
 from ..dispatch import caller_functions
@@ -41,7 +42,6 @@ from ..problem.options import (
 )
 from ..problem.strides import contiguous_strides
 from ..select import rungs
-from ..select.arguments import aux_names
 from . import jax_seed, jax_sharding
 from .jax_fold import fold
 from .jax_refusals import FORWARD_MODE, no_second_derivative, reverse_only
@@ -300,7 +300,7 @@ class _Backward(_Callback):
     def plan(
         self, layouts: dict[str, Layout], has_stream: bool, aligned: bool, bias_aligned: bool
     ) -> tuple[Problem, Launch]:
-        kernel = self.known.kernel if self.known.kernel in rungs.WITH_BACKWARD else "auto"
+        kernel = rungs.kernel_of_backward(self.known.kernel)
         inputs: dict[str, Any] = {name: layouts.get(name) for name in ("q", "k", "v", "o", "lse", "do", "dlse")}
         found = gradients.plan(
             **inputs,

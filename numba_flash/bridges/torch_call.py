@@ -96,7 +96,7 @@ def fetchable(do: Tensor) -> Tensor:
 
 
 def kernel_of_backward(kernel: str) -> str:
-    return kernel if kernel in rungs.WITH_BACKWARD else "auto"
+    return rungs.kernel_of_backward(kernel)
 
 
 def all_gradients(

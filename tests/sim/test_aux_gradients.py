@@ -5,12 +5,13 @@ import pytest
 from contract_aux import *  # noqa: F403
 
 from numba_flash import testing
-from numba_flash.select import backward_arguments, rungs
+from numba_flash.abi import arguments
+from numba_flash.select import rungs
 
 
 @pytest.fixture(scope="session", params=["v2", "mma"])
 def aux_rung(request):
-    if request.param in rungs.TENSOR:
+    if rungs.RUNGS[request.param].tensor_cores:
         return contract_backward.Rung(request.param, testing.rows_padded, tensor=True, slow=True)
     return contract_backward.Rung(request.param)
 
@@ -18,7 +19,7 @@ def aux_rung(request):
 # As if there were 2^31 scores: a sum has so few bits then that float64 needs its second one.
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_sums_of_many_scores(monkeypatch, nothing_remembered, dtype):
-    of_problem = backward_arguments._sizes_of_aux
-    monkeypatch.setattr(backward_arguments, "_sizes_of_aux", lambda problem: of_problem(problem) | dict(term_bits=31))
+    of_problem = arguments.sizes_of_aux
+    monkeypatch.setattr(arguments, "sizes_of_aux", lambda problem: of_problem(problem) | dict(term_bits=31))
     found = found_by(contract_backward.Rung("v2"), case_of(dtype))  # noqa: F405
     assert all(agree(*both, dtype) for both in zip(found[:2], oracle(dtype, ())[:2], strict=True))  # noqa: F405

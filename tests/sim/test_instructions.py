@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from numba_flash import arrays
+from numba_flash.abi.tensor_maps import TensorMap
 from numba_flash.arrays.making import aligned_memory
 from numba_flash.machine import toolchain
 from numba_flash.ptx.sim.errors import InstructionError
 from numba_flash.ptx.sim.launch import run
-from numba_flash.select.tensor_maps import TensorMap
 
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
 

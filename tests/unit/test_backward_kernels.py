@@ -12,9 +12,11 @@ from machines import A100, AMPERE, B200, HOPPER, RTX_5090, TURING, empty
 from simt_kernels import ALL, BACKWARD, everything, local_bytes
 from simt_kernels import backward_problem as problem
 
+from numba_flash.abi import arguments
 from numba_flash.api.explain import BackwardExplanation
 from numba_flash.arrays import read
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
+from numba_flash.config.blocks import heads_abreast
 from numba_flash.config.mask_bits import MaskBitsConfig
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaAddPartsConfig, WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
@@ -22,23 +24,23 @@ from numba_flash.config.wgmma_backward_float32 import (
     WgmmaBackwardFloat32Config,
     WgmmaDkdvFloat32Config,
     WgmmaDqFloat32Config,
+    WgmmaPairedDkdvConfig,
+    WgmmaPairedDqConfig,
 )
 from numba_flash.config.wgmma_forward import WgmmaConfig, check_registers
-from numba_flash.config.wgmma_paired_float32 import WgmmaPairedDkdvConfig, WgmmaPairedDqConfig
 from numba_flash.config.wide_backward import WideCarriedConfig, WideDkdvConfig, WideFusedConfig
-from numba_flash.dispatch import launch_backward
-from numba_flash.dispatch.launch_backward import grid, workspace
+from numba_flash.dispatch.launch import workspace
+from numba_flash.dispatch.launch_backward import make_backward_launch
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.machine.target import Target
 from numba_flash.problem.groups import part_of, parts_of
 from numba_flash.problem.options import uses
-from numba_flash.select import arguments, backward_arguments, backward_kernels, backward_wide
+from numba_flash.select import backward_forms, backward_kernels, backward_wide
 from numba_flash.select.backward import select_backward
 from numba_flash.select.backward_kernels import mma_configs, v2_configs, wgmma_configs
 from numba_flash.select.backward_wide import wide_configs
-from numba_flash.select.heads_abreast import heads_abreast
-from numba_flash.select.rungs import KERNELS, WITH_BACKWARD
+from numba_flash.select.rungs import RUNGS
 
 HOST = Target(True, why_no_gpu="it is not plugged in")
 SIMULATOR = Target(True, True, 0, (9, 0), 227 * 1024, 132, "Numba's CUDA simulator")
@@ -117,10 +119,7 @@ def test_when_a_bias_comes_by_tma(options, boxes, streams):
     assert [config.bias_boxes for config in own] == [boxes] * 2
     assert tuple(config.stream_rows for config in own) == streams
     assert all(config.shared_bytes <= HOPPER.shared_bytes for config in own)
-    maps = [backward_arguments.backward_tensor_maps(config, made) for config in own]
-    fetched = [
-        arguments.parameters_of(config).arrays[of_last[-1][0]] for config, of_last in zip(own, maps, strict=True)
-    ]
+    fetched = [config.parameters.arrays[config.operand_maps(made)[-1][0]] for config in own]
     assert fetched == (["bias"] if boxes else ["do"]) * 2
 
 
@@ -180,7 +179,7 @@ def test_the_workspace_of_aux():
 
 def test_sums_of_aux_have_room_for_every_term():
     made = reading("float32", score_mod=Function.of("score_mod", table_and_slopes))
-    sizes = backward_arguments._sizes_of_aux(made)
+    sizes = arguments.sizes_of_aux(made)
     scores = 2 * 300 * 500
     assert sizes["aux_begins"] == (0, 1998, 2000)
     assert 2 ** (sizes["term_bits"] - 1) < scores <= 2 ** sizes["term_bits"]
@@ -229,7 +228,7 @@ def test_small_tiles_in_the_simulator():
 
 
 # Each kernel that has no backward, where another has one and would run.
-@pytest.mark.parametrize("kernel", [name for name in KERNELS if name not in WITH_BACKWARD])
+@pytest.mark.parametrize("kernel", [name for name, rung in RUNGS.items() if not rung.has_backward])
 def test_what_is_not_built_names_what_would_run(kernel):
     with pytest.raises(NotImplementedError, match=f"kernel='{kernel}' .*not built yet.*What would run.*'v2'"):
         select_backward(problem(), HOPPER, kernel, "cupy")
@@ -343,7 +342,7 @@ def test_what_wgmma_runs_in_float32():
     assert made(128, mask=empty(500, dtype="bool")) == read, "what is read takes registers"
     assert list(made(64, wanted=("dq",))) == ["wgmma_dq_float32"]
     (dkdv,) = select_backward(problem(64, wanted=("dv",)), HOPPER, "wgmma", "cupy").configs[1:]
-    assert dkdv.of_dv and not dkdv.of_dk and grid(dkdv, problem(64)) == 2 * 8
+    assert dkdv.of_dv and not dkdv.of_dk and dkdv.grid(problem(64)) == 2 * 8
 
 
 def test_above_head_dim_128_two_blocks_share_the_columns_in_float32():
@@ -357,7 +356,7 @@ def test_above_head_dim_128_two_blocks_share_the_columns_in_float32():
     assert made(256, softcap=3.0) == made(256, mask=empty(500, dtype="bool")) == changed, "it takes registers"
     given = problem(256)
     _, dkdv, dq = select_backward(given, HOPPER, "wgmma", "cupy").configs
-    assert grid(dkdv, given) == 2 * (2 * 8) and grid(dq, given) == 2 * (2 * 5), "pairs of blocks"
+    assert dkdv.grid(given) == 2 * (2 * 8) and dq.grid(given) == 2 * (2 * 5), "pairs of blocks"
 
 
 @pytest.mark.parametrize("kind", [WgmmaPairedDkdvConfig, WgmmaPairedDqConfig])
@@ -367,7 +366,7 @@ def test_above_head_dim_128_two_blocks_share_the_columns_in_float32():
 )
 def test_shared_memory_of_a_pair(kind, head_dim, head_dim_v, halves, panels):
     """Halves are whole steps of a product; two places for tiles, of so many panels; all of it in a block's 227 KB."""
-    config = kind("", "float32", head_dim, head_dim_v, 64, 64, stages_a=1, stages_b=1)
+    config = kind("float32", head_dim, head_dim_v, 64, 64, stages_a=1, stages_b=1)
     assert (config.head_dim_padded, config.head_dim_v_padded) == halves and config.panels == panels
     own = [3 * 64 * 128 * (1 + (columns > 64)) for columns in halves]
     sizes = [*own, 2 * panels * 3 * 64 * 128, 64 * 64 * 4, 64 * 64 * 4, 12 * 4, 64, (5 * panels + 5) * 8]
@@ -385,7 +384,7 @@ def test_shared_memory_of_a_pair(kind, head_dim, head_dim_v, halves, panels):
     ],
 )  # fmt: skip
 def test_what_a_config_of_a_pair_may_say(changed, words):
-    given = dict(kernel="", dtype="float32", head_dim=136, head_dim_v=64, tile_m=64, tile_n=64, stages_a=1, stages_b=1)
+    given = dict(dtype="float32", head_dim=136, head_dim_v=64, tile_m=64, tile_n=64, stages_a=1, stages_b=1)
     WgmmaPairedDkdvConfig(**given)
     with pytest.raises(ValueError, match=words):
         WgmmaPairedDkdvConfig(**given | changed)
@@ -396,7 +395,7 @@ def test_what_a_config_of_a_pair_may_say(changed, words):
 def test_shared_memory_of_wgmma_in_float32(kind, head_dim, head_dim_v, rows):
     """Parts of whole panels, each place behind the one before, and all of it in a block's 227 KB."""
     tile = (rows, 64) if kind is WgmmaDkdvFloat32Config else (64, rows)
-    config = kind("", "float32", head_dim, head_dim_v, *tile)
+    config = kind("float32", head_dim, head_dim_v, *tile)
     plan, panels = config.shared_layout(), (1 + (head_dim > 64), 1 + (head_dim_v > 64))
     own_a, own_b = (3 * 64 * 128 * n for n in panels)
     stream_a, stream_b = (3 * rows * 128 * n for n in panels)
@@ -417,7 +416,7 @@ def test_shared_memory_of_wgmma_in_float32(kind, head_dim, head_dim_v, rows):
     ],
 )  # fmt: skip
 def test_what_a_config_of_wgmma_in_float32_may_say(changed, words):
-    given = dict(kernel="wgmma_dkdv_float32", dtype="float32", head_dim=64, head_dim_v=64, tile_m=64, tile_n=64)
+    given = dict(dtype="float32", head_dim=64, head_dim_v=64, tile_m=64, tile_n=64)
     WgmmaDkdvFloat32Config(**given)
     with pytest.raises(ValueError, match=words):
         WgmmaDkdvFloat32Config(**given | changed)
@@ -473,7 +472,7 @@ def test_which_backwards_take_functions(given):
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("kind", [MmaDkdvConfig, MmaDqConfig])
 def test_the_parts_of_shared_memory_do_not_overlap(kind, stages, groups, head_dim):
-    config = kind("mma_dkdv", "float16", head_dim, head_dim, 64, 64, warp_rows=32, column_groups=groups, stages=stages)
+    config = kind("float16", head_dim, head_dim, 64, 64, warp_rows=32, column_groups=groups, stages=stages)
     offsets = config.shared_layout()
     assert list(offsets) == sorted(offsets) and offsets[-1] + config.ALIGNMENT == config.shared_bytes
     columns = config.group_columns * groups
@@ -492,7 +491,7 @@ def test_the_parts_of_shared_memory_do_not_overlap(kind, stages, groups, head_di
 @pytest.mark.parametrize("head_dim", [8, 72, 256])
 @pytest.mark.parametrize("kind", [WgmmaDkdvConfig, WgmmaDqConfig])
 def test_the_parts_of_a_wgmma_blocks_shared_memory_do_not_overlap(kind, head_dim):
-    config = kind("wgmma", "float16", head_dim, 64, 64, 64, stages_a=3, stages_b=1)
+    config = kind("float16", head_dim, 64, 64, 64, stages_a=3, stages_b=1)
     plan, panels = config.shared_layout(), -(-head_dim // 64)
     assert list(plan) == sorted(plan) and plan.end + config.ALIGNMENT == config.shared_bytes
     assert all(place % config.ALIGNMENT == 0 for place in plan[:4]), "panels"
@@ -606,7 +605,7 @@ def test_blocks_are_halved_where_they_are_few():
 
 def test_the_parts_of_the_one_kernels_shared_memory_do_not_overlap():
     for tile_m, head_dim, stages in ((64, 100, 3), (128, 60, 2)):
-        config = WgmmaFusedConfig("wgmma_fused", "float16", head_dim, 40, tile_m, 128, stages_a=stages, stages_b=2)
+        config = WgmmaFusedConfig("float16", head_dim, 40, tile_m, 128, stages_a=stages, stages_b=2)
         plan = config.shared_layout()
         # It begins at a multiple of ALIGNMENT, as the assembler is told. Nothing is left for a gap in front.
         assert list(plan) == sorted(plan) and plan.end == config.shared_bytes <= HOPPER.shared_bytes
@@ -733,7 +732,7 @@ def test_nothing_reads_the_mask_of_an_empty_batch(kernel):
     made = problem(dtype="float16", **arrays, lse=empty(0, 2, 300, dtype="float32"), mask=mask)
     configs = select_backward(made, HOPPER, kernel, "cupy").configs
     assert any(isinstance(config, MaskBitsConfig) for config in configs)
-    assert not any(grid(config, made) for config in configs)
+    assert not any(config.grid(made) for config in configs)
 
 
 def test_how_many_heads_of_a_group_a_block_takes():
@@ -744,7 +743,7 @@ def test_how_many_heads_of_a_group_a_block_takes():
             lse=empty(*of_q[:3], dtype="float32")
         )
         made = problem(head_dim, dtype="float16", causal=causal, **given, **options)
-        return backward_kernels.members_of_a_part(made, one_kernel)
+        return backward_forms.members_of_a_part(made, one_kernel)
 
     assert members(32, 8) == members(6, 2) == members(32, 8, batch=50) == 2 and members(4, 2) == members(8, 8) == 0
     assert members(32, 4, 64) == 4 and members(32, 8, 64) == 0, "tiles of 64 columns are half as large"
@@ -769,7 +768,7 @@ def test_one_wide_kernel_needs_a_query(dtype, monkeypatch):
     """Without one no previous kernel would set its ticket to 0."""
     monkeypatch.setattr(backward_wide, "gains_by_one_wide_kernel", lambda *_: True)
     for seqlen_q, one in ((1, True), (0, False)):
-        of_q, of_k = (1, 2, seqlen_q, 64), (1, 2, 300, 64)
+        of_q, of_k = (1, 2, seqlen_q, 64), (1, 2, 2**15, 64)
         given = {name: empty(*of_q, dtype=dtype) for name in ("do", "q", "o")}
         given |= {name: empty(*of_k, dtype=dtype) for name in ("k", "v")}
         made = problem(64, dtype=dtype, **given, lse=empty(*of_q[:3], dtype=dtype))
@@ -843,7 +842,7 @@ def test_a_few_long_heads_that_see_all_keys_have_sums_of_dq_in_lines(heads, seql
 )
 def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_columns):
     """Two warpgroups with 64 columns of dQ each need two panels of K."""
-    made = WgmmaFusedConfig("wgmma_fused", "float16", head_dim, head_dim_v, tile_m, 128)
+    made = WgmmaFusedConfig("float16", head_dim, head_dim_v, tile_m, 128)
     assert (made.head_dim_padded, made.dq_columns) == (columns, dq_columns)
     assert made.own_a_bytes == 128 * 2 * dq_columns and made.stream_a_bytes == tile_m * 2 * dq_columns
 
@@ -853,9 +852,9 @@ def test_the_workspace_has_room_for_the_sums_of_all_parts():
     arrays = {name: empty(2, 10, 600, 100, dtype="float16") for name in ("do", "q", "o")}
     arrays |= {name: empty(2, 2, 300, 100, dtype="float16") for name in ("k", "v")}
     made = problem(100, dtype="float16", causal=True, **arrays, lse=empty(2, 10, 600, dtype="float32"))
-    fused = WgmmaFusedConfig("wgmma_fused", "float16", 100, 100, 64, 128, members=2)
-    add = WgmmaAddPartsConfig("wgmma_add_parts", "float16", 100, 100, 64, 128, members=2)
-    assert grid(fused, made) == 2 * 2 * 3 * 3 and grid(add, made) == 2 * 2 * 5
+    fused = WgmmaFusedConfig("float16", 100, 100, 64, 128, members=2)
+    add = WgmmaAddPartsConfig("float16", 100, 100, 64, 128, members=2)
+    assert fused.grid(made) == 2 * 2 * 3 * 3 and add.grid(made) == 2 * 2 * 5
     sizes = workspace([fused, add], made)
     assert sizes["dk_sums"] == ((36 * 128 * 112,), "float32") and sizes["dv_sums"] == ((36 * 128 * 112,), "float32")
     assert not {"dk_sums", "dv_sums"} & set(workspace([dataclasses.replace(fused, members=0)], made))
@@ -877,8 +876,8 @@ def test_a_block_with_all_keys_of_a_head_takes_no_workspace_for_dq():
         assert plan.barriers - plan.state == 64 * (1 + stays) and fused.stays == stays
         rings = 1 + 5 * stays + 4 + 4 + 1 + (0 if key_tiles else 8)
         assert fused.barriers().end - plan.barriers == 8 * rings
-        assert grid(fused, made) == (100 if key_tiles else 0)
-    wide = WgmmaFusedConfig("wgmma_fused", "float16", 128, 128, 64, 128)
+        assert fused.grid(made) == (100 if key_tiles else 0)
+    wide = WgmmaFusedConfig("float16", 128, 128, 64, 128)
     plan = wide.shared_layout()
     assert plan.barriers - plan.state == 64 and wide.barriers().end - plan.barriers == 8 * (1 + 4 + 4 + 1 + 8)
 
@@ -911,8 +910,8 @@ def test_how_many_heads_are_abreast(shape, found):
         problem(dim, dtype="float16", causal=causal, **arrays, lse=empty(batch, heads, seqlen_q, dtype="float32"))
         for causal in (False, True)
     ]
-    assert tuple(heads_abreast(x.forward) for x in made) == found
-    sizes = backward_arguments.backward_values("wgmma_fused", made[0]).tuples[1]
+    assert tuple(heads_abreast(x.forward, 128) for x in made) == found
+    sizes = arguments.values_of(WgmmaFusedConfig("float16", 64, 64, 128, 128), made[0]).tuples[1]
     assert sizes.heads_abreast == found[0]
 
 
@@ -935,7 +934,7 @@ def test_products_begin_with_lse_where_it_can_be_divided_by_the_scale(monkeypatc
 
 def test_where_shared_memory_begins_is_said_to_the_assembler(monkeypatch):
     """Of kernels that say it (`shared_alignment`, the one for all gradients among them); this one compiles faster."""
-    small = WgmmaAddPartsConfig("wgmma_add_parts", "float16", 8, 8, 64, 64)
+    small = WgmmaAddPartsConfig("float16", 8, 8, 64, 64)
     monkeypatch.setattr(WgmmaAddPartsConfig, "shared_alignment", 1024)
     assert ".extern .shared .align 1024 .b8" in compiled.to_ptx(small, (9, 0))
 
@@ -955,7 +954,7 @@ def test_blocks_stay_where_there_are_more_tiles_than_multiprocessors(head_dim, b
     lse = empty(batch, 4, seqlen_q, dtype="float32")
     made = problem(head_dim, dtype="float16", deterministic=False, **arrays, lse=lse)
     choice = select_backward(made, HOPPER, "wgmma", "cupy")
-    _, fused = launch_backward.make_backward_launch(choice, made, HOPPER)._steps[:2]
+    _, fused = make_backward_launch(choice, made, HOPPER)._steps[:2]
     assert fused.launch._config.kernel == "wgmma_fused"
     many = seqlen_k == 500 or 4 * batch * -(-seqlen_k // 128) > 132
     assert fused.launch._config.stays == many
@@ -992,7 +991,7 @@ def test_parts_of_groups_are_tiles_of_their_own_for_blocks_that_stay():
 def may_start_early(made):
     """[(kernel, whether it may start before the one before it has ended)] of what select makes for wgmma."""
     choice = select_backward(made, HOPPER, "wgmma", "cupy")
-    sequence = launch_backward.make_backward_launch(choice, made, HOPPER)
+    sequence = make_backward_launch(choice, made, HOPPER)
     return [(step.launch._config.kernel, step.launch._behind) for step in sequence._steps]
 
 
@@ -1029,78 +1028,78 @@ def test_what_the_hopper_backward_refuses(options, words):
     ("make", "word"),
     [
         (lambda: DeltaConfig("float32", 64, False, 100, 16), "lanes"),
-        (lambda: DkdvConfig("v2_dkdv", "float32", 64, 64, 16, 6), "tile_m and tile_n"),
-        (lambda: DqConfig("v2_dq", "float32", 64, 64, 2, 16), "tile_m and tile_n"),
-        (lambda: DqConfig("v2_dq", "float32", 64, 64, 16, 16, pad=-1), "pad"),
-        (lambda: DkdvConfig("v2_dkdv", "float32", 64, 64, 16, 1024), "threads"),
-        (lambda: DbiasConfig("v2_dbias", "float32", 64, 64, 2048, 16), "threads"),
+        (lambda: DkdvConfig("float32", 64, 64, 16, 6), "tile_m and tile_n"),
+        (lambda: DqConfig("float32", 64, 64, 2, 16), "tile_m and tile_n"),
+        (lambda: DqConfig("float32", 64, 64, 16, 16, pad=-1), "pad"),
+        (lambda: DkdvConfig("float32", 64, 64, 16, 1024), "threads"),
+        (lambda: DbiasConfig("float32", 64, 64, 2048, 16), "threads"),
         (lambda: HeadSumsConfig("float32", "dalibi_slopes", "float32", True, threads=100), "power of two"),
         (lambda: PreprocessConfig("float16", 64, False, True, lanes=3), "lanes"),
         (lambda: PreprocessConfig("float16", 64, False, True, threads=48), "threads"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float32", 64, 64, 32, 64), "float16 and bfloat16"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, warp_rows=8), "warp_rows"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 40, warp_rows=16), "multiple of 16, not 40"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 24, 64), "multiple of 16, not 24"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 288, 64, 32, 64), "at most 256"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 96, 64, column_groups=3), "1, 2 or 4"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, column_groups=4), "16 rows for each"),
+        (lambda: MmaDkdvConfig("float32", 64, 64, 32, 64), "float16 and bfloat16"),
+        (lambda: MmaDkdvConfig("float16", 64, 64, 32, 64, warp_rows=8), "warp_rows"),
+        (lambda: MmaDkdvConfig("float16", 64, 64, 32, 40, warp_rows=16), "multiple of 16, not 40"),
+        (lambda: MmaDkdvConfig("float16", 64, 64, 24, 64), "multiple of 16, not 24"),
+        (lambda: MmaDkdvConfig("float16", 288, 64, 32, 64), "at most 256"),
+        (lambda: MmaDkdvConfig("float16", 64, 64, 96, 64, column_groups=3), "1, 2 or 4"),
+        (lambda: MmaDkdvConfig("float16", 64, 64, 32, 64, column_groups=4), "16 rows for each"),
         (
-            lambda: MmaDkdvConfig("mma_dkdv", "float16", 192, 192, 64, 64, column_groups=2),
+            lambda: MmaDkdvConfig("float16", 192, 192, 64, 64, column_groups=2),
             "than are left of head_dim 192",
         ),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 256, 64, 64, 64, column_groups=2), "than are left of .* and 64"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 160, 64), "at most 128 rows, not 160"),
-        (lambda: MmaDqConfig("mma_dq", "float16", 64, 64, 64, 64, stages=3), "stages must be 1 or 2, not 3"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, column_groups=2, of_dk=False), "of_dk and of_dv"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, of_dk=False, of_dv=False), "of_dk or of_dv"),
-        (lambda: WgmmaDkdvConfig("wgmma_dkdv", "float32", 64, 64, 64, 128), "float16 and bfloat16"),
-        (lambda: WgmmaDkdvConfig("wgmma_dkdv", "float16", 64, 64, 64, 96), "64, 128 or 192, not 96"),
-        (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 256, 64), "64, 128 or 192, not 256"),
-        (lambda: WgmmaDkdvConfig("wgmma_dkdv", "float16", 64, 64, 40, 128), "in steps of 16, not 40"),
-        (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 128, 144), "16 to 128 rows, in steps of 16, not 144"),
-        (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 128, 64, stages_a=1), "stages_a must be 2 to 4"),
-        (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 128, 64, stages_b=0), "stages_b 1 to 4"),
-        (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 272, 128, 64), "at most 256"),
-        (lambda: WgmmaDkdvConfig("wgmma_dkdv", "float16", 64, 64, 64, 64, of_dk=False, of_dv=False), "of_dk or of_dv"),
-        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 96, 128), "64 or 128 queries and 128 keys, not 96"),
-        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 128, 136, 64, 128), "at most 128 with tiles of 64 queries"),
-        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 72, 128, 128), "at most 64 with tiles of 128 queries"),
-        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 64, 128, dq_lines=5), "1 to 4 with .*, not 5"),
-        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 64, 128, dq_lines=0), "1 to 4 with .*, not 0"),
-        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 128, 128, dq_lines=2), "1 to 1 with .*, not 2"),
+        (lambda: MmaDkdvConfig("float16", 256, 64, 64, 64, column_groups=2), "than are left of .* and 64"),
+        (lambda: MmaDkdvConfig("float16", 64, 64, 160, 64), "at most 128 rows, not 160"),
+        (lambda: MmaDqConfig("float16", 64, 64, 64, 64, stages=3), "stages must be 1 or 2, not 3"),
+        (lambda: MmaDkdvConfig("float16", 64, 64, 32, 64, column_groups=2, of_dk=False), "of_dk and of_dv"),
+        (lambda: MmaDkdvConfig("float16", 64, 64, 32, 64, of_dk=False, of_dv=False), "of_dk or of_dv"),
+        (lambda: WgmmaDkdvConfig("float32", 64, 64, 64, 128), "float16 and bfloat16"),
+        (lambda: WgmmaDkdvConfig("float16", 64, 64, 64, 96), "64, 128 or 192, not 96"),
+        (lambda: WgmmaDqConfig("float16", 64, 64, 256, 64), "64, 128 or 192, not 256"),
+        (lambda: WgmmaDkdvConfig("float16", 64, 64, 40, 128), "in steps of 16, not 40"),
+        (lambda: WgmmaDqConfig("float16", 64, 64, 128, 144), "16 to 128 rows, in steps of 16, not 144"),
+        (lambda: WgmmaDqConfig("float16", 64, 64, 128, 64, stages_a=1), "stages_a must be 2 to 4"),
+        (lambda: WgmmaDqConfig("float16", 64, 64, 128, 64, stages_b=0), "stages_b 1 to 4"),
+        (lambda: WgmmaDqConfig("float16", 64, 272, 128, 64), "at most 256"),
+        (lambda: WgmmaDkdvConfig("float16", 64, 64, 64, 64, of_dk=False, of_dv=False), "of_dk or of_dv"),
+        (lambda: WgmmaFusedConfig("float16", 64, 64, 96, 128), "64 or 128 queries and 128 keys, not 96"),
+        (lambda: WgmmaFusedConfig("float16", 128, 136, 64, 128), "at most 128 with tiles of 64 queries"),
+        (lambda: WgmmaFusedConfig("float16", 64, 72, 128, 128), "at most 64 with tiles of 128 queries"),
+        (lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, dq_lines=5), "1 to 4 with .*, not 5"),
+        (lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, dq_lines=0), "1 to 4 with .*, not 0"),
+        (lambda: WgmmaFusedConfig("float16", 64, 64, 128, 128, dq_lines=2), "1 to 1 with .*, not 2"),
         (
-            lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 64, 128, uses=uses(mask="bool")),
+            lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, uses=uses(mask="bool")),
             "it takes dropout_p alone",
         ),
         (
-            lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 64, 128, uses=uses(dropout_p=True)),
+            lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, uses=uses(dropout_p=True)),
             "registers are few",
         ),
         (
-            lambda: WideDkdvConfig("mma_dkdv_wide", "float32", 64, 64, 32, 64, column_groups=4),
+            lambda: WideDkdvConfig("float32", 64, 64, 32, 64, column_groups=4),
             r"one of \(1, 2\), not 4",
         ),
-        (lambda: WideFusedConfig("mma_wide_fused", "float32", 64, 64, 32, 64, column_groups=1), r"\(2, 4\), not 1"),
+        (lambda: WideFusedConfig("float32", 64, 64, 32, 64, column_groups=1), r"\(2, 4\), not 1"),
         (
-            lambda: WideFusedConfig("mma_wide_fused", "float32", 64, 64, 64, 48),
+            lambda: WideFusedConfig("float32", 64, 64, 64, 48),
             "strips of 16 .* divide 6 warps",
         ),
-        (lambda: WideFusedConfig("mma_wide_fused", "float32", 256, 256, 16, 64, warp_rows=32), "need 512 sums"),
+        (lambda: WideFusedConfig("float32", 256, 256, 16, 64, warp_rows=32), "need 512 sums"),
         (
-            lambda: WideCarriedConfig("mma_wide_carried", "float32", 64, 64, 16, 64),
+            lambda: WideCarriedConfig("float32", 64, 64, 16, 64),
             "carried in float64, not in float32",
         ),
         (
-            lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 16, 64, blocks=3),
+            lambda: WideCarriedConfig("float64", 64, 64, 16, 64, blocks=3),
             "blocks must be 1 or 2, not 3",
         ),
         (
-            lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 16, 64, blocks=2),
+            lambda: WideCarriedConfig("float64", 64, 64, 16, 64, blocks=2),
             "blocks=2 needs one_staging_buffer",
         ),
         (
             lambda: WideCarriedConfig(
-                "mma_wide_carried", "float64", 64, 64, 32, 64, warp_rows=32, column_groups=4, one_staging_buffer=True
+                "float64", 64, 64, 32, 64, warp_rows=32, column_groups=4, one_staging_buffer=True
             ),
             "column_groups=2, not 4",
         ),
@@ -1126,9 +1125,9 @@ def test_wgmma_configs_check_their_registers(monkeypatch):
     monkeypatch.setattr(WgmmaConfig, "REGISTERS", {2: (32, 240)})
     monkeypatch.setattr(WgmmaFusedConfig, "registers", (32, 240))
     for make in (
-        lambda: WgmmaDkdvConfig("wgmma_dkdv", "float16", 64, 64, 64, 128),
-        lambda: WgmmaFusedConfig("wgmma_fused", "float16", 128, 128, 64, 128),
-        lambda: WgmmaConfig("wgmma", "float16", 64, 64, 128, 128),
+        lambda: WgmmaDkdvConfig("float16", 64, 64, 64, 128),
+        lambda: WgmmaFusedConfig("float16", 128, 128, 64, 128),
+        lambda: WgmmaConfig("float16", 64, 64, 128, 128),
     ):
         with pytest.raises(ValueError, match="more than the 168"):
             make()

@@ -26,8 +26,14 @@ import pytest
 from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, TURING, empty, problem
 from simt_kernels import BACKWARD, FORWARD, local_bytes
 
-from numba_flash.config.backward import MmaBackwardConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
-from numba_flash.config.score_gradients import MmaDauxConfig, MmaDbiasConfig
+from numba_flash.config.backward import (
+    MmaBackwardConfig,
+    MmaDauxConfig,
+    MmaDbiasConfig,
+    MmaDkdvConfig,
+    MmaDqConfig,
+    PreprocessConfig,
+)
 from numba_flash.config.simt_backward import HeadSumsConfig
 from numba_flash.config.wgmma_backward import (
     WgmmaAddPartsConfig,
@@ -36,8 +42,12 @@ from numba_flash.config.wgmma_backward import (
     WgmmaFusedConfig,
     WgmmaRoundConfig,
 )
-from numba_flash.config.wgmma_backward_float32 import WgmmaDkdvFloat32Config, WgmmaDqFloat32Config
-from numba_flash.config.wgmma_paired_float32 import WgmmaPairedDkdvConfig, WgmmaPairedDqConfig
+from numba_flash.config.wgmma_backward_float32 import (
+    WgmmaDkdvFloat32Config,
+    WgmmaDqFloat32Config,
+    WgmmaPairedDkdvConfig,
+    WgmmaPairedDqConfig,
+)
 from numba_flash.config.wide_backward import (
     WideBackwardConfig,
     WideCarriedConfig,
@@ -49,9 +59,9 @@ from numba_flash.config.wide_backward import (
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import HEAD_GRADIENTS, uses
-from numba_flash.select import backward_tiles, rungs, tiles
+from numba_flash.select import backward_tiles, tiles
 from numba_flash.select import forward as select
-from numba_flash.select.arguments import HEAD_SUMS
+from numba_flash.select.rungs import RUNGS
 
 pytestmark = compiler.needed
 
@@ -95,7 +105,7 @@ OF_CARRIER = (
     *OF_TURNS[1:],
 )
 OF_BOTH_BLOCKS = IN_PTX["wgmma_dkdv_paired"][-4:]
-WITHOUT_PRODUCTS = (*HEAD_SUMS, "mma_dq_finish")
+WITHOUT_PRODUCTS = (*HeadSumsConfig.names, "mma_dq_finish")
 for kernel in WITHOUT_PRODUCTS:
     MACHINES[kernel], IN_PTX[kernel], IN_SASS[kernel] = SINCE_AMPERE, (), ()
 SIMT = [config for config in (*FORWARD, *BACKWARD) if not local_bytes(config)]  # rows in registers
@@ -131,7 +141,6 @@ DEPENDS = {
     "mma_float32-128-64x32-both": "spills 8 bytes on sm_80 to sm_89, 40 on sm_120a with 13.0; none on sm_90a",
     "mma_float32-256-64x32-reading": "spills 380 bytes on sm_80, 4 on sm_100a with 13.0; none on sm_90a",
     "mma_float32-256-64x32-both": "spills 536 bytes on sm_80 with 13.0; none on later ones",
-    "mma_float32-256-32x16": "spills 4 bytes on sm_80 to sm_100a, 32 on sm_120a with 13.5; none on sm_90a",
     "mma_dkdv_float32-256-16x16": "spills 44 bytes with 13.0, none with 13.5",
     "mma_float32-256-128x32": "spills 284 bytes on sm_100a with 13.5, none on sm_90a",
     "mma_dkdv-128-64x64x2-dkdv": "spills 4 bytes with 13.0, none with 13.5",
@@ -169,16 +178,31 @@ def intended(config):
     return (in_ptx, "cp.async.cg.shared", *more), (in_sass, "LDGSTS", *("USETMAXREG",) * carried), machines
 
 
+class Fields:
+    """A row's conditions and what it sets, each by its name; columns: what it sets."""
+
+    def __init__(self, row):
+        self.row, self.columns, self.apart = row, row.tile, row.apart
+        vars(self).update(row.when._asdict(), **row.tile)
+
+
+def rows(tables, kernel, dtype=""):
+    return [Fields(row) for row in tiles.rows_of(tables, kernel, dtype, HOPPER)]
+
+
+def candidates(kernel, problem, target):
+    return RUNGS[kernel].candidates(problem, target)
+
+
 def wide_gates():
     """mma's rows for float32 and float64, plain, with everything that it takes, and with functions."""
     used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32", sinks="float32")
     rich = dict(q_offset_source="array", scores_finished=True, o_vectorized=False)
     for dtype, target in (("float32", HOPPER), ("float64", HOPPER), ("float64", A100)):
-        key = tiles.table_of("mma", dtype)
-        table = tiles.TABLES[key]
+        key, table = f"mma_{dtype}", rows(tiles.TABLES, "mma", dtype)
         for row in table:
-            with mock.patch.dict(tiles.TABLES, {key: (row,)}):
-                (config,) = select._candidates("mma", problem(row.head_dim, dtype=dtype), target)
+            with mock.patch.dict(tiles.TABLES, {key: (row.row,)}):
+                (config,) = candidates("mma", problem(row.head_dim, dtype=dtype), target)
             if config.shared_bytes > target.shared_bytes:
                 continue
             name = f"{key}-{row.head_dim}-{row.tile_m}x{row.tile_n}{'-sm80' if target is A100 else ''}"
@@ -197,9 +221,9 @@ def wgmma_float32_gates():
     serves. Few queries share a tile of 64 rows with their group's other heads."""
     lengths, array = dict(seqlens_k="int32", q_offset="int32", sinks="float32"), dict(q_offset_source="array")
     changed, read = dict(softcap=True, alibi_slopes="float32"), dict(bias="float32", mask="bool")
-    for row in tiles.TABLES["wgmma_float32"]:
-        with mock.patch.dict(tiles.TABLES, {"wgmma_float32": (row,)}):
-            (config,) = select._candidates("wgmma", problem(row.head_dim, dtype="float32"), HOPPER)
+    for row in rows(tiles.TABLES, "wgmma_float32"):
+        with mock.patch.dict(tiles.TABLES, {"wgmma_float32": (row.row,)}):
+            (config,) = candidates("wgmma", problem(row.head_dim, dtype="float32"), HOPPER)
         odd = dict(head_dim=row.head_dim - 1, head_dim_v=row.head_dim - 1, o_vectorized=False)
         served = {"": {}, "-odd": dict(odd, **array, uses=uses(**lengths))}
         finished, few = dict(array, scores_finished=True), dict(tile_m=64, group_size=8)
@@ -228,12 +252,12 @@ def wgmma_backward_float32_gates():
     kinds = dict(wgmma_dkdv_float32=WgmmaDkdvFloat32Config, wgmma_dq_float32=WgmmaDqFloat32Config)
     paired = dict(wgmma_dkdv_float32=WgmmaPairedDkdvConfig, wgmma_dq_float32=WgmmaPairedDqConfig)
     for table in kinds:
-        for row in backward_tiles.rows_for(table, HOPPER):
+        for row in rows(backward_tiles.TABLES, table):
             kind, kernel = kinds[table], table
             if row.head_dim > kind.WIDEST:
                 kind, kernel = paired[table], table.replace("float32", "paired")
-            features = dict(kernel=kernel, dtype="float32", head_dim=row.head_dim, head_dim_v=row.head_dim)
-            features |= tiles.columns(row)
+            features = dict(dtype="float32", head_dim=row.head_dim, head_dim_v=row.head_dim)
+            features |= row.columns
             odd = dict(head_dim=row.head_dim - 1, head_dim_v=row.head_dim - 1)
             words, most = ("-lengths", lengths) if row.plain else ("-rich", rich)
             served = {"": {}, "-odd": odd, words: most, f"{words}-odd": most | odd}
@@ -256,17 +280,15 @@ def wide_backward_gates():
     used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
     for kernel, kind in dict(mma_dkdv=WideDkdvConfig, mma_dq=WideDqConfig).items():
         for dtype, large in (("float32", False), ("float64", True), ("float64", False)):
-            for row in backward_tiles.rows_for(tiles.table_of(kernel, dtype), HOPPER):
-                sizes = dict(tile_m=row.own_rows, tile_n=row.other_rows)
-                if kind is WideDkdvConfig:
-                    sizes = dict(tile_m=row.other_rows, tile_n=row.own_rows)
-                features = dict(kernel=f"{kernel}_wide", dtype=dtype, head_dim=row.head_dim, head_dim_v=row.head_dim)
-                features |= tiles.columns(row) | sizes | dict(large_f64=large)
+            for row in rows(backward_tiles.TABLES, kernel, dtype):
+                own, other = (row.tile_n, row.tile_m) if kind.of_keys else (row.tile_m, row.tile_n)
+                features = dict(dtype=dtype, head_dim=row.head_dim, head_dim_v=row.head_dim)
+                features |= row.columns | dict(large_f64=large)
                 parts = {"": {}}
                 if kind is WideDkdvConfig and row.apart:
                     parts = {"-dk": dict(of_dv=False), "-dv": dict(of_dk=False)}
                 for part, wanted in parts.items():
-                    name = f"{kernel}_{dtype}-{row.head_dim}-{row.own_rows}x{row.other_rows}{part}"
+                    name = f"{kernel}_{dtype}-{row.head_dim}-{own}x{other}{part}"
                     name += "-sm80" * (dtype == "float64" and not large)
                     yield name, kind(**features, **wanted)
                     if not row.plain:
@@ -276,34 +298,34 @@ def wide_backward_gates():
                         yield f"{name}-reading", kind(**rich, uses=uses(**used, bias=dtype, mask="bool"))
                         yield f"{name}-both", kind(**features, **wanted, uses=wide_functions())
     for dtype, large in (("float32", False), ("float64", True), ("float64", False)):
-        for row in backward_tiles.rows_for(f"mma_wide_fused_{dtype}", HOPPER):
-            sizes = dict(tile_m=row.other_rows, tile_n=row.own_rows)
+        for row in rows(backward_tiles.TABLES, "mma_wide_fused", dtype):
+            sizes = dict(tile_m=row.tile_m, tile_n=row.tile_n)
             features = dict(dtype=dtype, head_dim=row.head_dim, head_dim_v=row.head_dim)
-            of_fused = features | tiles.columns(row) | sizes | dict(large_f64=large, kernel="mma_wide_fused")
-            name = f"mma_wide_fused_{dtype}-{row.head_dim}-{row.own_rows}x{row.other_rows}"
+            of_fused = features | row.columns | dict(large_f64=large)
+            name = f"mma_wide_fused_{dtype}-{row.head_dim}-{row.tile_n}x{row.tile_m}"
             name += "-sm80" * (dtype == "float64" and not large)
             positions = dict(uses=uses(seqlens_k="int32", q_offset="int32"), q_offset_source="array")
             for words, given in {"": {}, "-positions": positions}.items():
                 yield name + words, WideFusedConfig(**of_fused, **given)
-                of_finish = features | sizes | given | dict(kernel="mma_dq_finish")
+                of_finish = features | sizes | given
                 yield name.replace("wide_fused", "dq_finish") + words, WideDqFinishConfig(**of_finish)
 
 
 def carried_gates():
-    for row in backward_tiles.rows_for("mma_wide_carried_float64", HOPPER):
-        sizes = dict(tile_m=row.other_rows, tile_n=row.own_rows)
+    for row in rows(backward_tiles.TABLES, "mma_wide_carried_float64"):
+        sizes = dict(tile_m=row.tile_m, tile_n=row.tile_n)
         features = dict(dtype="float64", head_dim=row.head_dim, head_dim_v=row.head_dim)
-        of_all = features | tiles.columns(row) | sizes | dict(large_f64=True, kernel="mma_wide_carried")
-        name = f"mma_wide_carried_float64-{row.head_dim}-{row.own_rows}x{row.other_rows}"
+        of_all = features | row.columns | dict(large_f64=True)
+        name = f"mma_wide_carried_float64-{row.head_dim}-{row.tile_n}x{row.tile_m}"
         positions = dict(uses=uses(seqlens_k="int32", q_offset="int32"), q_offset_source="array")
         for words, given in {"": {}, "-positions": positions}.items():
             yield name + words, WideCarriedConfig(**of_all, **given)
-            of_finish = features | sizes | given | dict(kernel="mma_dq_finish")
+            of_finish = features | sizes | given
             yield name.replace("wide_carried", "dq_finish") + words, WideDqFinishConfig(**of_finish)
 
 
 def name_of(kernel, row):
-    return f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}" + "-sloped" * getattr(row, "sloped", False)
+    return f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}" + "-sloped" * row.sloped
 
 
 def of_row(kernel, row):
@@ -311,16 +333,16 @@ def of_row(kernel, row):
     that does not fit with 64 columns less of v. With softcap where another row is for plain attention, and with a mask
     or ALiBi where the row is for these.
     """
-    options = dict(softcap=5.0) if getattr(row, "unread", False) else {}
-    if getattr(row, "sloped", False):
+    options = dict(softcap=5.0) if row.unread and kernel == "wgmma" else {}
+    if row.sloped:
         options = dict(alibi_slopes=empty(2, dtype="float32"))
-    if getattr(row, "masked", False):
+    if row.masked:
         options = dict(mask=empty(1, 1, 4096, 4096, dtype="bool", strides=(2**24, 2**24, 4096, 1)))
-    with mock.patch.dict(tiles.TABLES, {kernel: (row,)}):
+    with mock.patch.dict(tiles.TABLES, {kernel: (row.row,)}):
         found = [
             config
             for head_dim_v in (row.head_dim, row.head_dim - 64)
-            for config in select._candidates(kernel, problem(row.head_dim, head_dim_v, **options), HOPPER)
+            for config in candidates(kernel, problem(row.head_dim, head_dim_v, **options), HOPPER)
         ]
     return next(config for config in found if config.shared_bytes <= HOPPER.shared_bytes)
 
@@ -356,9 +378,7 @@ def reading(kernel, head_dim, bias, mask, everything):
             q_offset=empty(1, dtype="int32"), sinks=empty(2, dtype="float32"), return_lse=True,
         )  # fmt: skip
     made = problem(head_dim, dtype="bfloat16", bias_aligned=True, **given)
-    return next(
-        config for config in select._candidates(kernel, made, HOPPER) if config.shared_bytes <= HOPPER.shared_bytes
-    )
+    return next(config for config in candidates(kernel, made, HOPPER) if config.shared_bytes <= HOPPER.shared_bytes)
 
 
 def dropping(kernel, head_dim, everything):
@@ -370,9 +390,7 @@ def dropping(kernel, head_dim, everything):
             q_offset=empty(1, dtype="int32"), sinks=empty(2, dtype="float32"), return_lse=True,
         )  # fmt: skip
     made = problem(head_dim, dtype="bfloat16", **given)
-    return next(
-        config for config in select._candidates(kernel, made, HOPPER) if config.shared_bytes <= HOPPER.shared_bytes
-    )
+    return next(config for config in candidates(kernel, made, HOPPER) if config.shared_bytes <= HOPPER.shared_bytes)
 
 
 def dropping_gates():
@@ -406,7 +424,7 @@ def add_parts_gate(config, name):
         "head_dim_v_padded", "of_dk", "of_dv",
     )  # fmt: skip
     features = {name: getattr(config, name) for name in names}
-    yield f"wgmma_add_parts-{name}", WgmmaAddPartsConfig(**features, kernel="wgmma_add_parts")
+    yield f"wgmma_add_parts-{name}", WgmmaAddPartsConfig(**features)
 
 
 def backward_gates():
@@ -418,26 +436,31 @@ def backward_gates():
     reading = dict(rich, uses=uses(**used, bias="float32", mask="bool"), bias_pairs=True)
     kinds = dict(mma_dkdv=MmaDkdvConfig, mma_dq=MmaDqConfig, wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig)
     for kernel, kind in kinds.items():
-        rows = backward_tiles.rows_for(kernel, HOPPER)
-        for row in (row for row in rows if not (getattr(row, "functions", False) or getattr(row, "by_element", ""))):
-            of_row = {"": dict(dtype="float16")} if row.plain else {"-rich": rich}
-            if getattr(row, "linear", False):
-                of_row = {"-linear": linear}
-            if kind in (MmaDkdvConfig, MmaDqConfig) and not row.plain:
-                of_row["-reading"] = reading
+        table, plain = rows(backward_tiles.TABLES, kernel), {"": dict(dtype="float16")}
+        for row in table:
+            if kind in (MmaDkdvConfig, MmaDqConfig):
+                of_row = plain if row.plain else {} if row.functions else {"-rich": rich, "-reading": reading}
+            else:
+                # the first of a head_dim whose derivative may vary takes it; others by_element_gates have, too
+                alike = [
+                    other for other in table if other.head_dim == row.head_dim and not (other.plain or other.functions)
+                ]
+                firsts = [next((x for x in alike if x.linear == linear), None) for linear in (True, False)]
+                of_row = plain if row.plain else plain | {"-linear": linear} if row is firsts[0] else {}
+                of_row |= {"-rich": rich} if row is firsts[1] else {}
             for words, options in of_row.items():
-                features = options | dict(kernel=kernel, head_dim=row.head_dim, head_dim_v=row.head_dim)
+                features = options | dict(head_dim=row.head_dim, head_dim_v=row.head_dim)
                 size = f"{row.tile_m}x{row.tile_n}" + (
-                    f"x{row.column_groups}" if "column_groups" in row._fields else ""
+                    f"x{row.column_groups}" if "column_groups" in row.columns else ""
                 )
                 name = f"{kernel}-{row.head_dim}-{size}{words}"
                 if kind in (MmaDqConfig, WgmmaDqConfig):
-                    yield name, kind(**features, **tiles.columns(row))
+                    yield name, kind(**features, **row.columns)
                     if kind is WgmmaDqConfig:  # what becomes of it where there are few blocks
-                        yield f"{name}-halved", kind(**features, **tiles.columns(row) | dict(tile_m=64, stages_b=2))
+                        yield f"{name}-halved", kind(**features, **row.columns | dict(tile_m=64, stages_b=2))
                     continue
                 for dk, dv in ((True, False), (False, True)) if row.apart else ((True, True),):
-                    columns = tiles.columns(row)
+                    columns = dict(row.columns)
                     if kind is WgmmaDkdvConfig and not dk:
                         columns["stages_b"] = 2
                     gradients = dict(of_dk=dk, of_dv=dv)
@@ -448,13 +471,13 @@ def backward_gates():
                         in_parts = kind(**features, **columns, **gradients, members=4)
                         yield f"{name}-{'dk' * dk}{'dv' * dv}-parts", in_parts
                         yield from add_parts_gate(in_parts, f"{name}-{'dk' * dk}{'dv' * dv}")
-    for row in backward_tiles.rows_for("wgmma_fused", HOPPER):
+    for row in rows(backward_tiles.TABLES, "wgmma_fused"):
         plain = dict(dtype="float16", head_dim=row.head_dim, head_dim_v=row.head_dim)
         kinds = dict(plain=plain, seqlens=plain | dict(uses=uses(seqlens_k="int32")))
         if row.tile_m == 64:
             kinds["dropout"] = plain | dict(uses=uses(seqlens_k="int32", dropout_p=True), lse_first=False)
         for name, features in kinds.items():
-            fused = WgmmaFusedConfig(**features, **tiles.columns(row), kernel="wgmma_fused")
+            fused = WgmmaFusedConfig(**features, **row.columns)
             yield f"wgmma_fused-{row.head_dim}-{name}", fused
             if name == "plain":
                 yield f"wgmma_fused-{row.head_dim}-scale-0", dataclasses.replace(fused, lse_first=False)
@@ -484,11 +507,11 @@ def backward_gates():
             yield from add_parts_gate(in_parts, f"{row.head_dim}-{name}")
             features = {x: features[x] for x in features if x != "lse_first"}
             features |= dict(tile_m=row.tile_m, tile_n=row.tile_n, dq_columns=fused.dq_columns)
-            yield f"wgmma_round-{row.head_dim}-{name}", WgmmaRoundConfig(**features, kernel="wgmma_round")
+            yield f"wgmma_round-{row.head_dim}-{name}", WgmmaRoundConfig(**features)
             if row.tile_m == 64:
                 for lines in (2, WgmmaFusedConfig.MOST_LINES):
                     features["dq_lines"] = lines
-                    in_lines = WgmmaRoundConfig(**features, kernel="wgmma_round")
+                    in_lines = WgmmaRoundConfig(**features)
                     yield f"wgmma_round-{row.head_dim}-{name}-{lines}-lines", in_lines
     of_turns = PreprocessConfig("float16", 64, has_dlse=True, wide=True, turns_of=64, early=True)
     yield "backward_preprocess-64-turns", of_turns
@@ -524,8 +547,8 @@ def backward_functions_gates():
     given["both"] = dict(score_mod=score_mod(capped), mask_mod=mask_mod(of_document))
     kinds = dict(mma_dkdv=MmaDkdvConfig, mma_dq=MmaDqConfig)
     for kernel, kind in kinds.items():
-        for row in (row for row in backward_tiles.rows_for(kernel, HOPPER) if not row.plain):
-            features = dict(kernel=kernel, dtype="bfloat16", head_dim=row.head_dim, head_dim_v=row.head_dim)
+        for row in (row for row in rows(backward_tiles.TABLES, kernel) if not row.plain):
+            features = dict(dtype="bfloat16", head_dim=row.head_dim, head_dim_v=row.head_dim)
             parts = {"": {}}
             if kind is MmaDkdvConfig and row.apart:
                 parts = {"-dk": dict(of_dv=False), "-dv": dict(of_dk=False)}
@@ -533,7 +556,7 @@ def backward_functions_gates():
                 used = uses(**functions, aux=(("float32", 2), ("int32", 2)))
                 for part, wanted in parts.items():
                     name = f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}-{words}{part}"
-                    yield name, kind(**features, **tiles.columns(row), **wanted, uses=used)
+                    yield name, kind(**features, **row.columns, **wanted, uses=used)
 
 
 def score_gradients_gates():
@@ -541,19 +564,19 @@ def score_gradients_gates():
     those of mma_daux, in both walks, with a function alone and with all else."""
     used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32", mask="bool", dropout_p=True)
     rich = dict(dtype="bfloat16", q_offset_source="array")
-    for row in backward_tiles.rows_for("mma_dbias", HOPPER):
-        features = dict(kernel="mma_dbias", head_dim=row.head_dim, head_dim_v=row.head_dim) | tiles.columns(row)
+    for row in rows(backward_tiles.TABLES, "mma_dbias"):
+        features = dict(head_dim=row.head_dim, head_dim_v=row.head_dim) | row.columns
         name = f"mma_dbias-{row.head_dim}-{row.tile_m}x{row.tile_n}"
         yield name, MmaDbiasConfig(**features, dtype="float16", uses=uses(bias="float16"), bias_pairs=True, pairs=True)
         yield f"{name}-rich", MmaDbiasConfig(**features, **rich, uses=uses(bias="float32", **used), bias_pairs=True)
-        summed = dict(rows_summed=True, keys_summed=row.head_dim > 64)
+        summed = dict(rows_summed=True, keys_summed=row.head_dim > 128)
         yield f"{name}-summed", MmaDbiasConfig(**features, **rich, uses=uses(bias="bfloat16", **used), **summed)
     score_mod, mask_mod = Function.of("score_mod", by_distance), Function.of("mask_mod", of_document)
     aux = (("float32", 2), ("int32", 2))
-    for row in backward_tiles.rows_for("mma_daux", HOPPER):
-        features = dict(head_dim=row.head_dim, head_dim_v=row.head_dim, wanted_aux=(0,)) | tiles.columns(row)
+    for row in rows(backward_tiles.TABLES, "mma_daux"):
+        features = dict(head_dim=row.head_dim, head_dim_v=row.head_dim, wanted_aux=(0,)) | row.columns
         for walk, of_bounds in (("bounds", True), ("sums", False)):
-            features |= dict(kernel=f"mma_daux_{walk}", of_bounds=of_bounds)
+            features |= dict(of_bounds=of_bounds)
             name = f"mma_daux-{row.head_dim}-{row.tile_m}x{row.tile_n}-{walk}"
             yield name, MmaDauxConfig(**features, dtype="float16", uses=uses(score_mod=score_mod, aux=aux))
             every = uses(score_mod=score_mod, mask_mod=mask_mod, aux=aux, bias="float32", **used)
@@ -578,13 +601,13 @@ def by_element_gates():
     }  # fmt: skip
     for kernel, kind in dict(wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig).items():
         before = ""  # the levels of a head_dim come one behind the other, and a row serves those since the last one
-        for row in (row for row in backward_tiles.rows_for(kernel, HOPPER) if row.by_element):
-            levels = backward_tiles.BY_ELEMENT[: backward_tiles.BY_ELEMENT.index(row.by_element) + 1]
+        for row in (row for row in rows(backward_tiles.TABLES, kernel) if row.by_element):
+            levels = tiles.BY_ELEMENT[: tiles.BY_ELEMENT.index(row.by_element) + 1]
             first = levels.index(before) + 1 if before in levels else 0
-            before = "" if row.by_element == backward_tiles.BY_ELEMENT[-1] else row.by_element
+            before = "" if row.by_element == tiles.BY_ELEMENT[-1] else row.by_element
             served = {name: options for level in levels[first:] for name, options in of_level[level].items()}
-            features = dict(kernel=kernel, dtype="bfloat16", head_dim=row.head_dim, head_dim_v=row.head_dim)
-            features |= tiles.columns(row)
+            features = dict(dtype="bfloat16", head_dim=row.head_dim, head_dim_v=row.head_dim)
+            features |= row.columns
             parts = {"": {}}
             if kind is WgmmaDkdvConfig and row.apart:
                 of_dv = dict(of_dk=False, stages_b=2, tile_m=row.tile_m)
@@ -626,27 +649,27 @@ def gates():
         | dict(wgmma_backward_float32_gates())
     )
     configs |= simt_gates()
-    for kernel in rungs.TENSOR:
-        table = [row for row in tiles.TABLES[kernel] if not getattr(row, "reads", False)]  # those in reading_gates
+    for kernel in (name for name, rung in RUNGS.items() if rung.tensor_cores):
+        table = rows(tiles.TABLES, kernel)
         configs |= {name_of(kernel, row): of_row(kernel, row) for row in table}
         configs[f"{kernel}-rich-64"] = rich(kernel, 64, 64, 4096)
         configs[f"{kernel}-rich-80-59-group"] = rich(kernel, 80, 59, 5)
         for row in table:  # what sinks alone add
             name = name_of(kernel, row)
-            read = dict(mask="bool") if getattr(row, "masked", False) else {}
-            if not getattr(row, "sloped", False):
+            read = dict(mask="bool") if row.masked else {}
+            if not row.sloped:
                 configs[f"{name}-sinks"] = dataclasses.replace(configs[name], uses=uses(sinks="float32", **read))
     v = empty(1, 2, 4096, 250, strides=(2**24, 2**22, 256, 1))
-    configs["wgmma-256-250"] = next(select._candidates("wgmma", problem(256, v=v), HOPPER))  # not by 16 bytes
-    for row in tiles.TABLES["wgmma"]:  # what becomes of it: tiles of fewer queries
+    configs["wgmma-256-250"] = next(candidates("wgmma", problem(256, v=v), HOPPER))  # not by 16 bytes
+    for row in rows(tiles.TABLES, "wgmma"):  # what becomes of it: tiles of fewer queries
         name, whole = name_of("wgmma", row), of_row("wgmma", row)
-        for rows in (rows for rows in tiles.TILE_COST if rows < row.tile_m):
-            configs[f"{name}-{rows}"] = dataclasses.replace(whole, tile_m=rows)
+        for tile_m in (tile_m for tile_m in tiles.TILE_COST if tile_m < row.tile_m):
+            configs[f"{name}-{tile_m}"] = dataclasses.replace(whole, tile_m=tile_m)
         if row.sloped or row.head_dim > 64:  # ALiBi, in tiles on one side of the queries, too
             given = uses(alibi_slopes="float32", seqlens_k="int32", sinks="float32")
             configs[f"{name}-alibi"] = dataclasses.replace(whole, uses=given, scores_finished=True)
     reasons = FAILING | DEPENDS
-    assert set(reasons) <= set(configs), "rows are named that are gone"
+    assert set(reasons) <= set(configs), f"rows are named that are gone: {set(reasons) - set(configs)}"
     for name, config in configs.items():
         marks = [pytest.mark.xfail(strict=name in FAILING, reason=reasons[name])] if name in reasons else []
         if gate_results.kept(name, key_of(config)) is None:
@@ -872,7 +895,7 @@ def test_a_gates_key_knows_every_source_of_the_kernel():
 
 def test_what_the_gates_look_for_is_found():
     """A kernel that has none of it does not pass."""
-    config = dataclasses.replace(of_row("mma", tiles.TABLES["mma"][0]), blocks_per_sm=4)
+    config = dataclasses.replace(of_row("mma", rows(tiles.TABLES, "mma")[0]), blocks_per_sm=4)
     made = assembler.Assembled(
         b"", "ptxas info: Used 255 registers\n16 bytes stack frame, 8 bytes spill stores\n(C7510) serialized"
     )

@@ -18,7 +18,7 @@ A warp examines a tile until it has found both. Launch: grid (words), block (con
 
 from numba import cuda, int32, uint32
 
-from ...config.states_of_tiles import STATES_IN_WORD
+from ...abi.parameters import STATES_IN_WORD
 from ...ptx import special, vote
 from ..steps.inlined import inlined
 from ..steps.integers import divide

@@ -11,7 +11,7 @@ import numpy as np
 from numba import config as numba_config
 from numba import cuda, int64
 
-from ...config.forward import ITEM_SIZE
+from ...dtypes import ITEM_SIZE
 from ...ptx import local
 from ..steps.inlined import inlined
 
