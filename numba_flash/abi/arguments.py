@@ -8,37 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..problem import options
 from ..problem.forward import Problem
-from ..problem.options import (
-    ARRAYS,
-    BY_NAME,
-    GRADIENT_OF,
-    SCORE_NUMBERS,
-    SEEDED,
-    GradientOperands,
-    Operands,
-    daux_name,
-    dropped_steps,
-    kept_count,
-)
 from ..problem.ranges import UNBOUNDED
-from .parameters import (
-    AUX_BOUNDS,
-    AUX_SUMS,
-    BACKWARD_WORKSPACE,
-    COUNTERS,
-    DROPPED,
-    FORWARD_WORKSPACE,
-    KEPT_COUNT,
-    MASK_BITS,
-    MASK_BITS_OF_KEYS,
-    SEED,
-    SIZES,
-    STATES,
-    STRIDES,
-    StatesTile,
-    aux_names,
-)
+from . import parameters as abi
 
 if TYPE_CHECKING:
     from ..problem.backward import BackwardProblem
@@ -61,10 +34,12 @@ def types(config: Any) -> list[tuple[Any, list[Any]]]:
         return [("int64", count) if count else "int64" for count in counts]
 
     p = config.parameters
-    of_aux = {name: 2 * max(ndim, 1) for name, (_, ndim) in zip(aux_names(len(config.aux)), config.aux, strict=True)}
+    of_aux = {
+        name: 2 * max(ndim, 1) for name, (_, ndim) in zip(abi.aux_names(len(config.aux)), config.aux, strict=True)
+    }
     members = dict(
         arrays=[element_type(config, name) for name in p.arrays],
-        strides=numbers(p.strides, STRIDES | of_aux, 4),
+        strides=numbers(p.strides, abi.STRIDES | of_aux, 4),
         sizes=numbers(p.sizes, dict(dbias_shape=4, aux_begins=len(config.wanted_aux) + 1), 0),
         score=[config.compute_dtype] * len(p.score),
     )
@@ -73,22 +48,22 @@ def types(config: Any) -> list[tuple[Any, list[Any]]]:
 
 def element_type(config: Any, name: str) -> str:
     """The element type of a pointer; masks are bytes."""
-    if name in (MASK_BITS, MASK_BITS_OF_KEYS, *STATES, COUNTERS, "turns", AUX_BOUNDS):
+    if name in (abi.MASK_BITS, abi.MASK_BITS_OF_KEYS, *abi.STATES, abi.COUNTERS, "turns", abi.AUX_BOUNDS):
         return "uint32"
-    if name == AUX_SUMS:
+    if name == abi.AUX_SUMS:
         return "int64"
-    if name in map(daux_name, config.wanted_aux):
-        return config.given[list(map(daux_name, config.wanted_aux)).index(name)]
-    if name == SEED:
-        return SEED
-    if name in aux_names(len(config.aux)):
+    if name in map(options.daux_name, config.wanted_aux):
+        return config.given[list(map(options.daux_name, config.wanted_aux)).index(name)]
+    if name == abi.SEED:
+        return abi.SEED
+    if name in abi.aux_names(len(config.aux)):
         dtype = config.aux[int(name.removeprefix("aux"))][0]
         return "uint8" if dtype == "bool" else dtype
-    if name in ("lse", "dlse", *FORWARD_WORKSPACE, *BACKWARD_WORKSPACE):
+    if name in ("lse", "dlse", *abi.FORWARD_WORKSPACE, *abi.BACKWARD_WORKSPACE):
         return config.compute_dtype
-    option = GRADIENT_OF.get(name, name)
-    if option in BY_NAME:
-        given = config.dtype_of(option) or BY_NAME[option].dtypes[0]
+    option = options.GRADIENT_OF.get(name, name)
+    if option in options.BY_NAME:
+        given = config.dtype_of(option) or options.BY_NAME[option].dtypes[0]
         return "uint8" if given == "bool" else given
     return config.dtype
 
@@ -124,32 +99,32 @@ def values_of(config: Any, problem: "AnyProblem") -> Values:
     strides, sizes, score = _numbers(problem.forward, config.states_tile if config.tile_states else None)
     if problem.wanted is not None:
         strides = strides | dict(do=problem.do_strides, dlse=problem.dlse_strides)
-        strides |= zip(GRADIENT_OF, problem.strides, strict=True)
+        strides |= zip(options.GRADIENT_OF, problem.strides, strict=True)
         sizes = sizes | dict(dbias_shape=problem.dbias_shape, **sizes_of_aux(problem))
     return Values.of(config, strides=strides, sizes=sizes | config.own_sizes(problem), score=score)
 
 
 @functools.lru_cache(maxsize=4096)
-def _numbers(p: Problem, tile: StatesTile | None) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def _numbers(p: Problem, tile: abi.StatesTile | None) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """-> strides, sizes and numbers of the score. tile: what has a state, if the kernel reads states."""
     strides = {name: getattr(p, f"{name}_strides") for name in ("q", "k", "v", "o")}
-    for option in ARRAYS:
-        array, count = p.array(option.name), STRIDES.get(option.name, 4)
+    for option in options.ARRAYS:
+        array, count = p.array(option.name), abi.STRIDES.get(option.name, 4)
         given = (0,) * (count or 1) if array is None else array.strides
         strides[option.name] = given if count else given[0]
-    strides |= {MASK_BITS: mask_bits_layout(p)[1], MASK_BITS_OF_KEYS: mask_bits_layout(p, of_keys=True)[1]}
+    strides |= {abi.MASK_BITS: mask_bits_layout(p)[1], abi.MASK_BITS_OF_KEYS: mask_bits_layout(p, of_keys=True)[1]}
     if tile is not None:
         from . import tile_states  # loads what reads functions
 
         strides[tile.array] = tile_states.strides(p, tile)
-    for name, aux in zip(aux_names(len(p.aux)), p.aux, strict=True):
+    for name, aux in zip(abi.aux_names(len(p.aux)), p.aux, strict=True):
         strides[name] = (*aux.shape, *aux.strides) if aux.shape else (1, 0)
-    sizes = {name: getattr(p, name) for name in SIZES}
+    sizes = {name: getattr(p, name) for name in abi.SIZES}
     sizes |= {side: UNBOUNDED if sizes[side] is None else sizes[side] for side in ("left", "right")}
     number = np.float64 if p.compute_dtype == "float64" else np.float32
-    score = {name: number(p.number(name) or 0.0) for name in SCORE_NUMBERS}
-    sizes[DROPPED] = dropped_steps(p.number(SEEDED) or 0.0)
-    score[KEPT_COUNT] = number(kept_count(sizes[DROPPED]))
+    score = {name: number(p.number(name) or 0.0) for name in options.SCORE_NUMBERS}
+    sizes[abi.DROPPED] = options.dropped_steps(p.number(options.SEEDED) or 0.0)
+    score[abi.KEPT_COUNT] = number(options.kept_count(sizes[abi.DROPPED]))
     return strides, sizes, score
 
 
@@ -199,13 +174,13 @@ def sizes_of_aux(problem: "BackwardProblem") -> dict[str, Any]:
 def names_of(problem: "AnyProblem") -> tuple[tuple[str, ...], tuple[str, ...]]:
     """-> (the names of a launch's operands in order, those of the workspace that follows them)."""
     p = problem.forward
-    behind = (*(SEED,) * p.seeded, *aux_names(len(p.aux)))
+    behind = (*(abi.SEED,) * p.seeded, *abi.aux_names(len(p.aux)))
     if problem.wanted is None:
-        return Operands._fields + behind, FORWARD_WORKSPACE
-    daux = map(daux_name, range(len(p.aux) if problem.wanted_aux else 0))
-    return (*GradientOperands._fields, *behind, *daux), BACKWARD_WORKSPACE
+        return options.Operands._fields + behind, abi.FORWARD_WORKSPACE
+    daux = map(options.daux_name, range(len(p.aux) if problem.wanted_aux else 0))
+    return (*options.GradientOperands._fields, *behind, *daux), abi.BACKWARD_WORKSPACE
 
 
 def positions(config: Any, names: tuple[str, ...]) -> tuple[int, ...]:
     """The indices of a kernel's arrays in `names`; the launch itself has its counters."""
-    return tuple(names.index(name) for name in config.parameters.arrays if name != COUNTERS)
+    return tuple(names.index(name) for name in config.parameters.arrays if name != abi.COUNTERS)

@@ -104,8 +104,7 @@ class MmaBackwardConfig(OwnRows, Padded, Config):
         check(whole, f"column_groups must be 1, 2 or 4, with 16 rows for each, not {groups}")
         fits = other <= 128 * groups
         check(fits, f"a warp's part of a tile has at most 128 rows, not {other}: a mask is one word")
-        fits = max(self.head_dim, self.head_dim_v) <= self.WIDEST
-        check(fits, f"head_dim must be at most {self.WIDEST}, not {self.head_dim} and {self.head_dim_v}")
+        self._check_widest()
         self._check_options("the tensor-core backward")
         self._set(self.ALIGNMENT + self.shared_layout().end)
 

@@ -169,6 +169,11 @@ class Config(LaunchFacts):
     def _set(self, shared_bytes: int) -> None:
         object.__setattr__(self, "shared_bytes", shared_bytes)
 
+    def _check_widest(self, widest: int = 0) -> None:
+        most = widest or self.WIDEST  # type: ignore[attr-defined]
+        fits = max(self.head_dim, self.head_dim_v) <= most
+        check(fits, f"head_dim must be at most {most}, not {self.head_dim} and {self.head_dim_v}")
+
     def _check_options(self, name: str) -> None:
         unknown = [option for option, _ in self.uses if not BY_NAME[option].on_tensor_cores]
         check(not unknown, f"{name} takes no {' and no '.join(unknown)}")

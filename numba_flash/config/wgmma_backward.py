@@ -22,42 +22,107 @@ def all_parts(p: Problem, members: int) -> int:
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class WgmmaBackwardConfig(OwnRows, Padded, Config):
-    """What wgmma/backward_dkdv and wgmma/backward_dq share.
+class StreamingConfig(OwnRows, Padded, Config):
+    """Of a block that owns a tile of rows, and to which a producer warpgroup loads the tiles that it walks over.
 
-    A block is a producer warpgroup and own_rows / 64 consumer warpgroups, each of which owns 64 rows. stages_a and
-    stages_b: how many tiles of either kind are in shared memory, in use or on their way. bias_pairs: bias can be read
-    two keys at a time; bias_boxes: it comes by TMA, with a tile of stream_a (problem/option_checks.py, OptionArray).
+    a is of head_dim (K or Q), b of head_dim_v (V or dO). stages_a and stages_b: how many tiles of either kind have a
+    place in shared memory, in use or on their way. bias_pairs: bias can be read two keys at a time
+    (problem/option_checks.py, OptionArray).
     """
 
     stages_a: int = 2
     stages_b: int = 2
     blocks_per_sm: int = 1
     bias_pairs: bool = False
+
+    whole_program = True
+    key_tiles: ClassVar[int] = 0  # as of WgmmaFusedConfig
+    PARTS: ClassVar[int] = 1  # of which a tile consists (kernels/wgmma/parts.py)
+    STATE_WORDS: ClassVar[int] = 16  # that every role reads of the block's work
+
+    @property
+    def stream_rows(self) -> int:
+        """Rows of the tiles that a block walks over."""
+        return self.other_rows
+
+    def parts_bytes(self, rows: int, columns: int) -> int:
+        """Of a tile in parts."""
+        return self.PARTS * tile_bytes(rows, columns)
+
+    @property
+    def own_a_bytes(self) -> int:
+        return self.parts_bytes(self.own_rows, self.head_dim_padded)
+
+    @property
+    def own_b_bytes(self) -> int:
+        return self.parts_bytes(self.own_rows, self.head_dim_v_padded)
+
+    @property
+    def stream_a_bytes(self) -> int:
+        """Of one stage."""
+        return self.parts_bytes(self.stream_rows, self.head_dim_padded)
+
+    @property
+    def stream_b_bytes(self) -> int:
+        return self.parts_bytes(self.stream_rows, self.head_dim_v_padded)
+
+    def _check_walk(self, own: tuple[int, ...], most: int, least_a: int) -> None:
+        """own: how many rows a block may own; most: how many it may walk over at a time; least_a: of stages_a."""
+        rows, other, (a, b) = self.own_rows, self.other_rows, (self.stages_a, self.stages_b)
+        allowed = f"{', '.join(map(str, own[:-1]))} or {own[-1]}" if len(own) > 1 else own[0]
+        check(rows in own, f"a block's own rows must be {allowed}, not {rows}")
+        whole = 16 <= other <= most and other % 16 == 0
+        check(whole, f"a block walks over tiles of 16 to {most} rows, in steps of 16, not {other}")
+        enough = least_a <= a <= 4 and 1 <= b <= 4
+        check(enough, f"stages_a must be {least_a} to 4 and stages_b 1 to 4, not {a} and {b}")
+        self._check_widest()
+
+    def barriers(self) -> Any:
+        """Where the mbarriers are, 8 bytes each."""
+        counts = {name: 8 * count for name, count in self._barrier_counts().items()}
+        return layout(begin=self.shared_layout().barriers, **counts)
+
+    def _rings(self) -> dict[str, int]:
+        """Of the stages: one of each kind for each."""
+        return dict(a_full=self.stages_a, a_empty=self.stages_a, b_full=self.stages_b, b_empty=self.stages_b)
+
+    def _barrier_counts(self) -> dict[str, int]:
+        raise NotImplementedError
+
+    def shared_layout(self) -> Any:
+        """Where things begin in a block's shared memory, in bytes. own_*: the tile that the block owns; stream_*: the
+        stages of the tiles that it walks over; state: what every role reads of the block's work."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class WgmmaBackwardConfig(StreamingConfig):
+    """What wgmma/backward_dkdv and wgmma/backward_dq share.
+
+    A block is a producer warpgroup and own_rows / 64 consumer warpgroups, each of which owns 64 rows. bias_boxes: a
+    bias comes by TMA, with a tile of stream_a (problem/option_checks.py, OptionArray).
+    """
+
     bias_boxes: bool = False  # type: ignore[misc]
 
-    whole_program = waits = True
-    key_tiles: ClassVar[int] = 0  # as of WgmmaFusedConfig
+    waits = True
     stays: ClassVar[bool] = False
     WIDEST: ClassVar[int] = 256  # columns that one product can be wide
-    STATE_WORDS: ClassVar[int] = 16
     MOST_BARRIERS: ClassVar[int] = 24
     # consumers -> registers of a thread of the producer and of the consumers
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+    # of a block without these
+    lse_delta_bytes: ClassVar[int] = 0  # of one stage of stream_a
+    ds_bytes: ClassVar[int] = 0  # of one of two tiles of dS that go through shared memory
+    dq_part_bytes: ClassVar[int] = 0  # of what a consumer warpgroup makes of dQ at a time
+    dq_places: ClassVar[int] = 1  # how many of these are in shared memory for each consumer warpgroup
+    dq_stages: ClassVar[int] = 0  # how many of these may be on their way to the sums of dQ
 
     def __post_init__(self) -> None:
-        own, other, stages, widest = self.own_rows, self.other_rows, (self.stages_a, self.stages_b), self.WIDEST
         taken = self.dtype in ("float16", "bfloat16")
         check(taken, f"tensor-core kernels take float16 and bfloat16, not {self.dtype}")
-        whole = own % 64 == 0 and own // 64 in self.REGISTERS
-        check(whole, f"a block's own rows must be 64, 128 or 192, not {own}")
-        whole = 16 <= other <= 128 and other % 16 == 0
-        check(whole, f"a block walks over tiles of 16 to 128 rows, in steps of 16, not {other}")
         # S of the next tile is issued before the product with this one's first tile is done.
-        enough = 2 <= stages[0] <= 4 and 1 <= stages[1] <= 4
-        check(enough, f"stages_a must be 2 to 4 and stages_b 1 to 4, not {stages[0]} and {stages[1]}")
-        fits = max(self.head_dim, self.head_dim_v) <= widest
-        check(fits, f"head_dim must be at most {widest}, not {self.head_dim} and {self.head_dim_v}")
+        self._check_walk((64, 128, 192), 128, least_a=2)
         self._check_options("the tensor-core backward")
         check_registers(self.registers, self.consumers)
         self._set(self.ALIGNMENT + self.shared_layout().end)
@@ -85,11 +150,6 @@ class WgmmaBackwardConfig(OwnRows, Padded, Config):
         return any(name in BY_ELEMENT for name, _ in self.uses)
 
     @property
-    def stream_rows(self) -> int:
-        """Rows of the tiles that a block walks over."""
-        return self.other_rows
-
-    @property
     def consumers(self) -> int:
         return self.own_rows // 64
 
@@ -103,23 +163,6 @@ class WgmmaBackwardConfig(OwnRows, Padded, Config):
         return self.REGISTERS[self.consumers]
 
     @property
-    def own_b_bytes(self) -> int:
-        return tile_bytes(self.own_rows, self.head_dim_v_padded)
-
-    @property
-    def own_a_bytes(self) -> int:
-        return tile_bytes(self.own_rows, self.head_dim_padded)
-
-    @property
-    def stream_a_bytes(self) -> int:
-        """Of one stage."""
-        return tile_bytes(self.stream_rows, self.head_dim_padded)
-
-    @property
-    def stream_b_bytes(self) -> int:
-        return tile_bytes(self.stream_rows, self.head_dim_v_padded)
-
-    @property
     def bias_panel(self) -> int:
         return panel_of_bias(self.tile_n)
 
@@ -127,11 +170,6 @@ class WgmmaBackwardConfig(OwnRows, Padded, Config):
     def bias_bytes(self) -> int:
         """Of one stage of stream_a."""
         return 2 * self.tile_m * self.tile_n if self.bias_boxes else 0
-
-    @property
-    def lse_delta_bytes(self) -> int:
-        """Of one stage of stream_a."""
-        return 0
 
     @property
     def state_bytes(self) -> int:
@@ -143,43 +181,16 @@ class WgmmaBackwardConfig(OwnRows, Padded, Config):
         """How many tiles of a block have a state: the one at which it works, and the next one where it stays."""
         return 2 if self.stays else 1
 
-    @property
-    def ds_bytes(self) -> int:
-        """Of one of two tiles of dS that go through shared memory."""
-        return 0
-
-    @property
-    def dq_part_bytes(self) -> int:
-        """Of what a consumer warpgroup makes of dQ at a time."""
-        return 0
-
-    @property
-    def dq_places(self) -> int:
-        """How many of these are in shared memory for each consumer warpgroup."""
-        return 1
-
-    @property
-    def dq_stages(self) -> int:
-        """How many of these may be on their way to the sums of dQ."""
-        return 0
-
-    def barriers(self) -> Any:
-        """Where the mbarriers are, 8 bytes each; the rings have one of each kind for a stage. A block that stays has
-        own_empty and those of its state; dq_full and dq_empty have for each stage one for each consumer warpgroup."""
+    def _barrier_counts(self) -> dict[str, int]:
+        """A block that stays has own_empty and those of its state; dq_full and dq_empty have for each stage one for
+        each consumer warpgroup."""
         told, parts = self.states if self.stays else 0, self.dq_stages * self.consumers
-        counts = dict(own_full=1, own_empty=int(self.stays), state_full=told, state_empty=told)
-        counts |= dict(a_full=self.stages_a, a_empty=self.stages_a, b_full=self.stages_b, b_empty=self.stages_b)
-        counts |= dict(ds_full=int(self.ds_bytes > 0), dq_full=parts, dq_empty=parts)
-        return layout(begin=self.shared_layout().barriers, **{name: 8 * count for name, count in counts.items()})
+        counts = dict(own_full=1, own_empty=int(self.stays), state_full=told, state_empty=told) | self._rings()
+        return counts | dict(ds_full=int(self.ds_bytes > 0), dq_full=parts, dq_empty=parts)
 
     def shared_layout(self) -> Any:
-        """Where things begin in a block's shared memory, in bytes.
-
-        own_*: the tile that the block owns; stream_*: the stages of the tiles that it walks over. a is of head_dim (K
-        or Q), b of head_dim_v (V or dO). bias: of each stage of stream_a, where it comes in boxes. ds: two tiles of dS,
-        in 16 bits. dq: parts of dQ on their way to global memory. lse_delta: lse and -delta of each stage's queries.
-        state: what every role reads of the block's work.
-        """
+        """bias: of each stage of stream_a, where it comes in boxes. ds: two tiles of dS, in 16 bits. dq: parts of dQ on
+        their way to global memory. lse_delta: lse and -delta of each stage's queries."""
         return layout(
             own_a=self.own_a_bytes,
             own_b=self.own_b_bytes,
@@ -243,7 +254,7 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
         return tile_bytes(self.tile_n, self.head_dim_v_padded) if self.of_dk else 0
 
     @property
-    def lse_delta_bytes(self) -> int:
+    def lse_delta_bytes(self) -> int:  # type: ignore[override]
         return 8 * self.tile_m
 
 
@@ -358,19 +369,19 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
         return max(super().head_dim_padded, self.dq_columns - 48)
 
     @property
-    def ds_bytes(self) -> int:
+    def ds_bytes(self) -> int:  # type: ignore[override]
         return tile_bytes(self.tile_m, self.tile_n)
 
     @property
-    def dq_part_bytes(self) -> int:
+    def dq_part_bytes(self) -> int:  # type: ignore[override]
         return 64 * 64 * (2 if self.key_tiles == 1 else 4)
 
     @property
-    def dq_places(self) -> int:
+    def dq_places(self) -> int:  # type: ignore[override]
         return 1 if self.key_tiles == 1 else self.KEPT if self.key_tiles else self.dq_stages
 
     @property
-    def dq_stages(self) -> int:
+    def dq_stages(self) -> int:  # type: ignore[override]
         return 0 if self.key_tiles else 2
 
 

@@ -7,78 +7,38 @@ from typing import Any, ClassVar
 from ..abi import parameters as abi
 from ..problem.options import BY_NAME, FUNCTIONS, SEEDED
 from .backward import OfGradients
-from .forward import Config, OwnRows, Padded, check, layout, tile_bytes
+from .forward import check, layout
+from .wgmma_backward import StreamingConfig
 from .wgmma_forward import check_registers
 
 NOT_TAKEN = (*FUNCTIONS, SEEDED)  # yet
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class WgmmaBackwardFloat32Config(OwnRows, Padded, Config):
+class WgmmaBackwardFloat32Config(StreamingConfig):
     """What wgmma_dkdv_float32 and wgmma_dq_float32 share.
 
-    A block owns 64 rows. It is a producer warpgroup and two consumer warpgroups, one for S and one for dP. stages_a and
-    stages_b: how many tiles of either kind have a place in shared memory. bias_pairs: bias can be read two keys
-    at a time (problem/option_checks.py, OptionArray).
+    A block owns 64 rows. It is a producer warpgroup and two consumer warpgroups, one for S and one for dP.
     """
 
-    stages_a: int = 2
     stages_b: int = 1
-    bias_pairs: bool = False
-    blocks_per_sm: int = 1
 
-    whole_program = True
     members: ClassVar[int] = 0  # a block that owns keys takes all query heads of a group
-    key_tiles: ClassVar[int] = 0  # as of WgmmaFusedConfig
-    PARTS: ClassVar[int] = 3
+    PARTS = 3
     paired: ClassVar[bool] = False  # two blocks own the same rows, and share the columns
     WIDEST: ClassVar[int] = 128  # columns of a gradient whose sums a consumer keeps
-    OWN_ROWS: ClassVar[int] = 64
     LONGEST: ClassVar[int] = 64  # rows that are one sum: a longer one would drift
     CONSUMERS: ClassVar[int] = 2
-    STATE_WORDS: ClassVar[int] = 16
     threads: ClassVar[int] = 128 * (1 + CONSUMERS)  # type: ignore[misc]
     registers: ClassVar[tuple[int, int]] = 104, 200  # a thread's, of the producer and of the consumers
 
     def __post_init__(self) -> None:
-        own, other, a, b = self.own_rows, self.other_rows, self.stages_a, self.stages_b
         check(self.dtype == "float32", f"these kernels take float32, not {self.dtype}")
-        check(own == self.OWN_ROWS, f"a block's own rows must be {self.OWN_ROWS}, not {own}")
-        whole = 16 <= other <= self.LONGEST and other % 16 == 0
-        check(whole, f"a block walks over tiles of 16 to {self.LONGEST} rows, in steps of 16, not {other}")
-        check(1 <= a <= 4 and 1 <= b <= 4, f"stages_a and stages_b must be 1 to 4, not {a} and {b}")
-        fits = max(self.head_dim, self.head_dim_v) <= self.WIDEST
-        check(fits, f"head_dim must be at most {self.WIDEST}, not {self.head_dim} and {self.head_dim_v}")
+        self._check_walk((64,), self.LONGEST, least_a=1)
         not_taken = [name for name, _ in self.uses if name in NOT_TAKEN or not BY_NAME[name].on_tensor_cores]
         check(not not_taken, f"wgmma's backward in float32 takes no {' and no '.join(not_taken)}")
         check_registers(self.registers, self.CONSUMERS)
         self._set(self.ALIGNMENT + self.shared_layout().end)
-
-    @property
-    def stream_rows(self) -> int:
-        """Rows of the tiles that a block walks over."""
-        return self.other_rows
-
-    def parts_bytes(self, rows: int, columns: int) -> int:
-        """Of a tile in parts."""
-        return self.PARTS * tile_bytes(rows, columns)
-
-    @property
-    def own_a_bytes(self) -> int:
-        return self.parts_bytes(self.own_rows, self.head_dim_padded)
-
-    @property
-    def own_b_bytes(self) -> int:
-        return self.parts_bytes(self.own_rows, self.head_dim_v_padded)
-
-    @property
-    def stream_a_bytes(self) -> int:
-        """Of one of the tiles that a block walks over."""
-        return self.parts_bytes(self.stream_rows, self.head_dim_padded)
-
-    @property
-    def stream_b_bytes(self) -> int:
-        return self.parts_bytes(self.stream_rows, self.head_dim_v_padded)
 
     @property
     def weights_bytes(self) -> int:
@@ -86,20 +46,9 @@ class WgmmaBackwardFloat32Config(OwnRows, Padded, Config):
         return 4 * self.own_rows * self.stream_rows
 
     def _barrier_counts(self) -> dict[str, int]:
-        a, b = self.stages_a, self.stages_b
-        return dict(a_full=a, a_empty=a, b_full=b, b_empty=b, weights_full=1, weights_empty=1)
-
-    def barriers(self) -> Any:
-        """Where the mbarriers are, 8 bytes each; the rings have one of each kind for a stage."""
-        counts = {name: 8 * count for name, count in self._barrier_counts().items()}
-        return layout(begin=self.shared_layout().barriers, **counts)
+        return self._rings() | dict(weights_full=1, weights_empty=1)
 
     def shared_layout(self) -> Any:
-        """Where things begin in a block's shared memory, in bytes; tiles are in parts (kernels/wgmma/parts.py).
-
-        own_*: the tile that the block owns; stream_*: the stages of the tiles that it walks over. a is of head_dim (K
-        or Q), b of head_dim_v (V or dO). state: what every role reads of the block's work.
-        """
         return layout(
             own_a=self.own_a_bytes,
             own_b=self.own_b_bytes,
@@ -180,13 +129,12 @@ class Paired(WgmmaBackwardFloat32Config):
         return counts | dict(weights_full=1)
 
     def shared_layout(self) -> Any:
-        """Where things begin in a block's shared memory, in bytes; tiles are in parts, of the block's half of the
-        columns.
+        """Tiles are of the block's half of the columns.
 
-        own_a, own_b: the tiles that the pair owns. stream: two places for tiles that it walks over, each of panels of
-        64 columns: one has a tile of a, the other of b, and in the next step the other way around. weights: what the
-        other block has of S, and then those on their way to the other consumer. score_gradients: what the other block
-        has of dP. struck: rows of results that are not finite in the other block.
+        stream: two places for tiles that it walks over, each of panels of 64 columns: one has a tile of a, the other of
+        b, and in the next step the other way around. weights: what the other block has of S, and then those on their
+        way to the other consumer. score_gradients: what the other block has of dP. struck: rows of results that are not
+        finite in the other block.
         """
         return layout(
             own_a=self.own_a_bytes,

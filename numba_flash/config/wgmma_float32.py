@@ -43,8 +43,7 @@ class WgmmaFloat32Config(WarpgroupsConfig):
         check(self.consumers in (1, 2), f"tile_m must be 64 or 128, not {self.tile_m}")
         check(self.tile_n in self.KEYS, f"tile_n must be one of {self.KEYS}, not {self.tile_n}")
         check(self.stages in (1, 2), f"stages must be 1 or 2, not {self.stages}")
-        fits = max(self.head_dim, self.head_dim_v) <= 256
-        check(fits, f"head_dim must be at most 256, not {self.head_dim} and {self.head_dim_v}")
+        self._check_widest(256)
         check_registers(self.registers, self.consumers)
         self._set(self.ALIGNMENT + self.shared_layout().end)
 

@@ -6,28 +6,17 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from ..config import backward as mma
+from ..config import wgmma_backward as wgmma
+from ..config import wgmma_backward_float32 as wgmma_float32
 from ..config.aux_gradients import AuxRoundConfig, AuxStartConfig
-from ..config.backward import MmaDauxConfig, MmaDbiasConfig, MmaDkdvConfig, MmaDqConfig
 from ..config.forward import Config, LaunchFacts
 from ..config.mask_bits import MaskBitsConfig
-from ..config.wgmma_backward import (
-    WgmmaAddPartsConfig,
-    WgmmaDkdvConfig,
-    WgmmaDqConfig,
-    WgmmaFusedConfig,
-    WgmmaRoundConfig,
-)
-from ..config.wgmma_backward_float32 import (
-    WgmmaBackwardFloat32Config,
-    WgmmaDkdvFloat32Config,
-    WgmmaDqFloat32Config,
-    WgmmaPairedDkdvConfig,
-    WgmmaPairedDqConfig,
-)
 from ..dtypes import ITEM_SIZE
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import HEAD_GRADIENTS
+from . import backward_shared as shared
 from . import backward_simt
 from .backward_forms import (
     blocks_stay,
@@ -36,18 +25,6 @@ from .backward_forms import (
     gains_by_one_kernel,
     key_tiles_of_a_block,
     members_of_a_part,
-)
-from .backward_shared import (
-    apart_or_together,
-    delta_config,
-    features_of,
-    first_that_fits,
-    head_sums,
-    preprocess_config,
-    usable,
-    with_bias_boxes,
-    with_bias_pairs,
-    with_what_goes_before,
 )
 from .backward_wide import wide_configs
 
@@ -66,14 +43,14 @@ def _with_aux(problem: BackwardProblem, target: Target, before: Configs, narrow:
     sums: Any  # the second of two loops over all scores (kernels/score/owed.py)
     needed: list[LaunchFacts] = []
     if narrow:
-        features = with_bias_pairs(problem) | dict(wanted_aux=problem.wanted_aux)
-        rows = usable("mma_daux", problem, target)
-        (sums,) = first_that_fits([[MmaDauxConfig(**features, **row.tile)] for row in rows], target)
+        features = shared.with_bias_pairs(problem) | dict(wanted_aux=problem.wanted_aux)
+        rows = shared.usable("mma_daux", problem, target)
+        (sums,) = shared.best(mma.MmaDauxConfig, rows, problem, target, features)
         if problem.forward.array("mask") is not None:
             needed.append(MaskBitsConfig(threads=32 if target.simulated else 512))
     else:
         sums = backward_simt.daux(problem, target)
-        needed.append(delta_config(problem, target))
+        needed.append(shared.delta_config(problem, target))
     bounds = dataclasses.replace(sums, of_bounds=True)
     return (*before, *(config for config in needed if config not in before), start, bounds, sums, end)
 
@@ -89,8 +66,8 @@ def v2_configs(problem: BackwardProblem, target: Target) -> Configs:
             own.append(make(problem, target, wanted))
     if "dbias" in problem.wanted:
         own.append(backward_simt.dbias(problem, target))
-    made = [delta_config(problem, target), *with_what_goes_before(own, target)]
-    return _with_aux(problem, target, (*made, *head_sums(problem, target, of_blocks=False)))
+    made = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
+    return _with_aux(problem, target, (*made, *shared.head_sums(problem, target, of_blocks=False)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -98,24 +75,15 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     """mma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if ITEM_SIZE[problem.forward.dtype] > 2:
         return _with_aux(problem, target, wide_configs(problem, target))
-    features, rows = with_bias_pairs(problem), usable("mma_dkdv", problem, target)
+    features, rows = shared.with_bias_pairs(problem), shared.usable("mma_dkdv", problem, target)
     if not {"dk", "dv"} <= set(problem.wanted):
         rows = [row for row in rows if row.tile["column_groups"] == 1]  # warps that exchange scores add up both
-    own: list[Config] = [
-        *first_that_fits(
-            [
-                [MmaDkdvConfig(**features, **row.tile, **part) for part in apart_or_together(problem, row.apart)]
-                for row in rows
-            ],
-            target,
-        )
-    ]
+    own = shared.best(mma.MmaDkdvConfig, rows, problem, target, features)
     if "dq" in problem.wanted:
-        rows = usable("mma_dq", problem, target)
-        own += first_that_fits([[MmaDqConfig(**features, **row.tile)] for row in rows], target)
-    made = with_what_goes_before([*own, *_dbias(problem, target)], target)
-    ends = head_sums(problem, target, of_blocks=True)
-    return _with_aux(problem, target, (preprocess_config(problem, target), *made, *ends), narrow=True)
+        own += shared.best(mma.MmaDqConfig, shared.usable("mma_dq", problem, target), problem, target, features)
+    made = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
+    ends = shared.head_sums(problem, target, of_blocks=True)
+    return _with_aux(problem, target, (shared.preprocess_config(problem, target), *made, *ends), narrow=True)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -125,50 +93,47 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> Configs:
         return _with_aux(problem, target, _wgmma_float32(problem, target))
     one = can_be_one_kernel(problem) and gains_by_one_kernel(problem, target)
     made = (_wgmma_fused if one else _wgmma_two)(problem, target)
-    return _with_aux(problem, target, (*made, *head_sums(problem, target, of_blocks=True)), narrow=True)
+    return _with_aux(problem, target, (*made, *shared.head_sums(problem, target, of_blocks=True)), narrow=True)
 
 
 def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """A kernel of dK and dV, or one for each, and a kernel of dQ."""
-    features, members = with_bias_boxes(problem), members_of_a_part(problem, one_kernel=False)
-    sets: list[list[WgmmaDkdvConfig]] = []
-    for row in usable("wgmma_dkdv", problem, target):
-        parts = apart_or_together(problem, row.apart)
-        # dV alone needs less memory than dK
-        tiles = [row.tile | part | ({} if part["of_dk"] else dict(stages_b=2)) for part in parts]
-        sets.append([WgmmaDkdvConfig(**features, **tile, members=members) for tile in tiles])
-    of_keys = [_halved(config, problem, target) for config in first_that_fits(sets, target)]
-    of_queries: list[WgmmaDqConfig] = []
+    features, members = shared.with_bias_boxes(problem), members_of_a_part(problem, one_kernel=False)
+    rows, of_keys = shared.usable("wgmma_dkdv", problem, target), features | dict(members=members)
+    dkdv = shared.best(wgmma.WgmmaDkdvConfig, rows, problem, target, of_keys, dv_alone=dict(stages_b=2))
+    own = [_halved(config, problem, target) for config in dkdv]
     if "dq" in problem.wanted:
-        rows = usable("wgmma_dq", problem, target)
-        made = first_that_fits([[WgmmaDqConfig(**features, **row.tile)] for row in rows], target)
-        of_queries = [_halved(config, problem, target) for config in made]
-    own = with_what_goes_before([*of_keys, *of_queries, *_dbias(problem, target)], target)
-    return [preprocess_config(problem, target, early=True), *own, *_add_parts(problem, of_keys)]
+        rows = shared.usable("wgmma_dq", problem, target)
+        (dq,) = shared.best(wgmma.WgmmaDqConfig, rows, problem, target, features)
+        own.append(_halved(dq, problem, target))
+    before = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
+    ends = _add_parts(problem, own[: len(dkdv)])
+    return [shared.preprocess_config(problem, target, early=True), *before, *ends]
 
 
 def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
     """wgmma's kernels in float32, for the problems that select_backward leaves to them."""
-    features, forward, own = with_bias_pairs(problem), problem.forward, list[Config]()
-    paired = max(forward.head_dim, forward.head_dim_v) > WgmmaBackwardFloat32Config.WIDEST
-    if {"dk", "dv"} & set(problem.wanted):
-        row, (part,) = usable("wgmma_dkdv", problem, target)[0], apart_or_together(problem, apart=False)
-        own.append((WgmmaPairedDkdvConfig if paired else WgmmaDkdvFloat32Config)(**features, **row.tile, **part))
+    features, widest = shared.with_bias_pairs(problem), wgmma_float32.WgmmaBackwardFloat32Config.WIDEST
+    kinds: list[type[Any]] = [wgmma_float32.WgmmaDkdvFloat32Config, wgmma_float32.WgmmaDqFloat32Config]
+    if max(problem.forward.head_dim, problem.forward.head_dim_v) > widest:
+        kinds = [wgmma_float32.WgmmaPairedDkdvConfig, wgmma_float32.WgmmaPairedDqConfig]
+    rows = shared.usable("wgmma_dkdv", problem, target)[:1]
+    own = shared.best(kinds[0], rows, problem, target, features)
     if "dq" in problem.wanted:
-        row = usable("wgmma_dq", problem, target)[0]
-        own.append((WgmmaPairedDqConfig if paired else WgmmaDqFloat32Config)(**features, **row.tile))
-    made = [delta_config(problem, target), *with_what_goes_before(own, target)]
+        rows = shared.usable("wgmma_dq", problem, target)[:1]
+        own += shared.best(kinds[1], rows, problem, target, features)
+    made = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
     if "dbias" in problem.wanted:  # wgmma has no dbias kernel yet
         made.append(backward_simt.dbias(problem, target))
-    return (*made, *head_sums(problem, target, of_blocks=False))
+    return (*made, *shared.head_sums(problem, target, of_blocks=False))
 
 
 def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """One kernel of all gradients."""
-    tile, features = usable("wgmma_fused", problem, target)[0].tile, features_of(problem)
+    tile, features = shared.usable("wgmma_fused", problem, target)[0].tile, shared.features_of(problem)
     key_tiles, members = key_tiles_of_a_block(problem, target), members_of_a_part(problem, one_kernel=True)
     lines = 1 if key_tiles else dq_lines(problem)
-    fused = WgmmaFusedConfig(
+    fused = wgmma.WgmmaFusedConfig(
         **features,
         **tile,
         ordered=problem.deterministic or key_tiles > 0,
@@ -179,10 +144,11 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
         dq_lines=lines,
     )
     turns_of = 0 if key_tiles else fused.tile_m
-    made: list[LaunchFacts] = [preprocess_config(problem, target, turns_of=turns_of, dq_lines=lines, early=True), fused]
+    start = shared.preprocess_config(problem, target, turns_of=turns_of, dq_lines=lines, early=True)
+    made: list[LaunchFacts] = [start, fused]
     if not key_tiles:
         tiles: dict[str, Any] = dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
-        made.append(WgmmaRoundConfig(**features, **tiles, dq_columns=fused.dq_columns, dq_lines=lines))
+        made.append(wgmma.WgmmaRoundConfig(**features, **tiles, dq_columns=fused.dq_columns, dq_lines=lines))
     return [*made, *_add_parts(problem, [fused])]
 
 
@@ -195,9 +161,8 @@ def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
     own = dict(rows_summed=rows == 1, keys_summed=keys == 1)
     # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes
     pairs = ITEM_SIZE[bias.dtype] == 2 and keys % 2 == 0 and not any(own.values())
-    features = with_bias_pairs(problem) | own | dict(pairs=pairs)
-    usable_rows = usable("mma_dbias", problem, target)
-    return first_that_fits([[MmaDbiasConfig(**features, **row.tile)] for row in usable_rows], target)
+    features = shared.with_bias_pairs(problem) | own | dict(pairs=pairs)
+    return shared.best(mma.MmaDbiasConfig, shared.usable("mma_dbias", problem, target), problem, target, features)
 
 
 def _halved(config: Any, problem: BackwardProblem, target: Target) -> Any:
@@ -211,12 +176,12 @@ def _halved(config: Any, problem: BackwardProblem, target: Target) -> Any:
     return dataclasses.replace(config, **{"tile_n" if config.of_keys else "tile_m": 64}, stages_b=2)
 
 
-def _add_parts(problem: BackwardProblem, configs: Sequence[WgmmaDkdvConfig]) -> list[LaunchFacts]:
+def _add_parts(problem: BackwardProblem, configs: Sequence[wgmma.WgmmaDkdvConfig]) -> list[LaunchFacts]:
     """The kernels that add up the sums of dK and dV that these kernels leave; none if they write the gradients
     themselves."""
     names = ("tile_m", "tile_n", "members", "head_dim_padded", "head_dim_v_padded", "of_dk", "of_dv")
     return [
-        WgmmaAddPartsConfig(**features_of(problem), **{name: getattr(config, name) for name in names})
+        wgmma.WgmmaAddPartsConfig(**shared.features_of(problem), **{name: getattr(config, name) for name in names})
         for config in configs
         if config.members
     ]

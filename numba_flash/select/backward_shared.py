@@ -48,6 +48,24 @@ def apart_or_together(problem: BackwardProblem, apart: bool) -> list[dict[str, A
     return [dict(of_dk="dk" in part, of_dv="dv" in part) for part in parts]
 
 
+def best(
+    kind: type[Any],
+    rows: Sequence[Row],
+    problem: BackwardProblem,
+    target: Target,
+    features: dict[str, Any],
+    dv_alone: dict[str, Any] | None = None,
+) -> list[Any]:
+    """The kernels of the first row whose blocks fit into a multiprocessor as often as they need, or of the last: one,
+    or one for each of dK and dV. dv_alone: what a kernel of dV alone has otherwise than its row says."""
+    sets = []
+    for row in rows:
+        parts = apart_or_together(problem, row.apart) if kind.of_keys else [{}]
+        more = [part | (dv_alone or {}) if not part.get("of_dk", True) else part for part in parts]
+        sets.append([kind(**features | row.tile | part) for part in more])
+    return next((made for made in sets if all(fits(config, target) for config in made)), sets[-1])
+
+
 def usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Row]:
     """The rows of a kernel's table for this head_dim and these scores."""
     rows, facts = rows_of(TABLES, kernel, problem.forward.dtype, target), _facts_of(problem)
@@ -88,11 +106,6 @@ def _by_element(problem: BackwardProblem) -> str:
     if len(kinds) > 1 or ("bias" in used and changes_scores(others)):
         return "several kinds"
     return "one kind"
-
-
-def first_that_fits(candidates: Sequence[Sequence[Any]], target: Target) -> Sequence[Any]:
-    """The first set of kernels whose blocks fit into a multiprocessor as often as they need, or the last set."""
-    return next((made for made in candidates if all(fits(config, target) for config in made)), candidates[-1])
 
 
 def fits(config: LaunchFacts, target: Target) -> bool:

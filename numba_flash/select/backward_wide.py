@@ -3,29 +3,13 @@
 import functools
 from typing import Any
 
-from ..config.forward import Config, LaunchFacts
-from ..config.wide_backward import (
-    WideCarriedConfig,
-    WideDkdvConfig,
-    WideDqConfig,
-    WideDqFinishConfig,
-    WideFusedConfig,
-)
+from ..config import wide_backward as wide
+from ..config.forward import LaunchFacts
 from ..dtypes import ITEM_SIZE
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
+from . import backward_shared as shared
 from . import backward_simt
-from .backward_shared import (
-    apart_or_together,
-    delta_config,
-    features_of,
-    first_that_fits,
-    fits,
-    head_sums,
-    usable,
-    with_bias_pairs,
-    with_what_goes_before,
-)
 from .rungs import LARGE_FLOAT64
 
 
@@ -34,24 +18,15 @@ def wide_configs(problem: BackwardProblem, target: Target) -> tuple[LaunchFacts,
     """mma's kernels in float32 and float64."""
     fused = _wide_fused(problem, target)
     if fused:
-        return (*fused, *head_sums(problem, target, of_blocks=False))
-    features, own = _features(problem, target), list[Config]()
-    if {"dk", "dv"} & set(problem.wanted):
-        rows = usable("mma_dkdv", problem, target)
-        own += first_that_fits(
-            [
-                [WideDkdvConfig(**features, **row.tile, **part) for part in apart_or_together(problem, row.apart)]
-                for row in rows
-            ],
-            target,
-        )
+        return (*fused, *shared.head_sums(problem, target, of_blocks=False))
+    features = _features(problem, target)
+    own = shared.best(wide.WideDkdvConfig, shared.usable("mma_dkdv", problem, target), problem, target, features)
     if "dq" in problem.wanted:
-        rows = usable("mma_dq", problem, target)
-        own += first_that_fits([[WideDqConfig(**features, **row.tile)] for row in rows], target)
-    made: list[LaunchFacts] = [delta_config(problem, target), *with_what_goes_before(own, target)]
+        own += shared.best(wide.WideDqConfig, shared.usable("mma_dq", problem, target), problem, target, features)
+    made: list[LaunchFacts] = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
     if "dbias" in problem.wanted:  # mma has no float32 or float64 dbias kernel yet
         made.append(backward_simt.dbias(problem, target))
-    return (*made, *head_sums(problem, target, of_blocks=False))
+    return (*made, *shared.head_sums(problem, target, of_blocks=False))
 
 
 def _wide_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
@@ -63,15 +38,16 @@ def _wide_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     every = {"dq", "dk", "dv"} <= set(problem.wanted) and rows_of_16_bytes and forward.seqlen_q > 0
     if not every or not gains_by_one_wide_kernel(problem):
         return []
-    forms: list[tuple[type[WideFusedConfig], str]] = [(WideFusedConfig, "mma_wide_fused")]
+    forms: list[tuple[type[wide.WideFusedConfig], str]] = [(wide.WideFusedConfig, "mma_wide_fused")]
     if forward.dtype == "float64" and (target.simulated or target.cc == LARGE_FLOAT64):
-        forms.insert(0, (WideCarriedConfig, "mma_wide_carried"))
+        forms.insert(0, (wide.WideCarriedConfig, "mma_wide_carried"))
     for kind, table in forms:
-        for row in usable(table, problem, target):
+        for row in shared.usable(table, problem, target):
             fused = kind(**_features(problem, target), **row.tile)
-            if fits(fused, target):
-                finish = WideDqFinishConfig(**features_of(problem), tile_m=fused.tile_m, tile_n=fused.tile_n)
-                return [delta_config(problem, target, turns_of=fused.tile_m), fused, finish]
+            if shared.fits(fused, target):
+                of_finish: dict[str, Any] = dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
+                finish = wide.WideDqFinishConfig(**shared.features_of(problem), **of_finish)
+                return [shared.delta_config(problem, target, turns_of=fused.tile_m), fused, finish]
     return []
 
 
@@ -86,4 +62,4 @@ def gains_by_one_wide_kernel(problem: BackwardProblem) -> bool:
 
 def _features(problem: BackwardProblem, target: Target) -> dict[str, Any]:
     large = problem.forward.dtype == "float64" and target.cc == LARGE_FLOAT64
-    return with_bias_pairs(problem) | dict(large_f64=large)
+    return shared.with_bias_pairs(problem) | dict(large_f64=large)

@@ -410,7 +410,7 @@ def test_shared_memory_of_wgmma_in_float32(kind, head_dim, head_dim_v, rows):
     [
         (dict(dtype="float16"), "take float32, not float16"), (dict(tile_n=128), "own rows must be 64, not 128"),
         (dict(tile_m=80), "16 to 64 rows, in steps of 16, not 80"), (dict(tile_m=24), "in steps of 16, not 24"),
-        (dict(stages_b=0), "must be 1 to 4, not 2 and 0"), (dict(head_dim_v=136), "at most 128, not 64 and 136"),
+        (dict(stages_b=0), "stages_b 1 to 4, not 2 and 0"), (dict(head_dim_v=136), "at most 128, not 64 and 136"),
         (dict(uses=uses(dropout_p=True)), "takes no dropout_p"),
         (dict(of_dk=False, of_dv=False), "of_dk or of_dv must be True"),
     ],
