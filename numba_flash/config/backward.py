@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .forward import AnyProblem, Config, LaunchFacts, OwnRows, Padded, check, layout, tile_bytes
+from .forward import AnyProblem, LaunchFacts, WarpsConfig, check, layout, tile_bytes
 from .simt_backward import OfBias
 
 BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/steps/lse_delta.py)
@@ -70,33 +70,26 @@ class OfGradients:
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class MmaBackwardConfig(OwnRows, Padded, Config):
+class MmaBackwardConfig(WarpsConfig):
     """What mma/backward_dkdv and mma/backward_dq share.
 
-    A block owns a tile of rows and keeps it in shared memory; it walks over the tiles of the other side.
-    Warps own `warp_rows` rows. in_registers: fragments of the block's own tiles stay in registers instead of being read
-    again for each tile that it walks over.
-    column_groups: so many warps own the same rows. Each computes their scores with a part of the other rows and sums up
-    `group_columns` columns of their gradients; in between, scores go through shared memory.
+    in_registers: fragments of the block's own tiles stay in registers instead of being read again for each tile that it
+    walks over. column_groups: each of the warps that own the same rows computes their scores with a part of the other
+    rows and sums up `group_columns` columns of their gradients; in between, scores go through shared memory.
     stages: with two there is room for two tiles of the other side, one in use and one on its way. With one, a half of
     the only one (V of K and V, dO of Q and dO) comes while products use the other: room for tiles twice as large.
-    bias_pairs: bias can be read two keys at a time (problem/option_checks.py, OptionArray).
     """
 
-    warp_rows: int = 16
     in_registers: bool = False
-    column_groups: int = 1
     stages: int = 2
-    bias_pairs: bool = False
 
     WIDEST: ClassVar[int] = 256  # columns of a gradient whose sums a warp can keep in registers
 
     def __post_init__(self) -> None:
-        own, other, step, groups = self.own_rows, self.other_rows, self.warp_rows, self.column_groups
+        other, groups = self.other_rows, self.column_groups
         taken = self.dtype in ("float16", "bfloat16")
         check(taken, f"tensor-core kernels take float16 and bfloat16, not {self.dtype}")
-        check(step in (16, 32), f"warp_rows must be 16 or 32, not {step}")
-        check(own >= step and own % step == 0, f"a block's own rows must be a multiple of {step}, not {own}")
+        self._check_warps()
         whole = other >= 16 and other % 16 == 0
         check(whole, f"the rows that a block walks over must be a multiple of 16, not {other}")
         check(self.stages in (1, 2), f"stages must be 1 or 2, not {self.stages}")
@@ -117,10 +110,6 @@ class MmaBackwardConfig(OwnRows, Padded, Config):
     def group_columns(self) -> int:
         """Columns of gradients that a warp of a group sums up: whole panels of 64."""
         return -(-max(self.head_dim_padded, self.head_dim_v_padded) // (64 * self.column_groups)) * 64
-
-    @property
-    def threads(self) -> int:  # type: ignore[override]
-        return self.own_rows // self.warp_rows * self.column_groups * 32
 
     def shared_layout(self) -> Any:
         """Where in shared memory things begin, and the end, in bytes."""

@@ -252,6 +252,33 @@ class OwnRows:
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
+class WarpsConfig(OwnRows, Padded, Config):
+    """Of a block that owns a tile of rows, keeps it in shared memory, and walks over the tiles of the other side.
+
+    Warps own `warp_rows` rows. column_groups: so many warps own the same rows, each with a part of the columns.
+    bias_pairs: bias can be read two keys at a time (problem/option_checks.py, OptionArray).
+    """
+
+    warp_rows: int = 16
+    column_groups: int = 1
+    bias_pairs: bool = False
+
+    def _check_warps(self) -> None:
+        own, step = self.own_rows, self.warp_rows
+        check(step in (16, 32), f"warp_rows must be 16 or 32, not {step}")
+        check(own >= step and own % step == 0, f"a block's own rows must be a multiple of {step}, not {own}")
+
+    @property
+    def workers(self) -> int:
+        """Threads that compute."""
+        return self.own_rows // self.warp_rows * self.column_groups * 32
+
+    @property
+    def threads(self) -> int:  # type: ignore[override]
+        return self.workers
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class TensorConfig(Padded, Config):
     """What the tensor-core kernels of a forward share.
 

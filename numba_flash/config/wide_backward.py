@@ -5,22 +5,15 @@ from typing import Any, ClassVar
 
 from ..abi import parameters as abi
 from .backward import OfGradients
-from .forward import AnyProblem, Config, OwnRows, Padded, check, layout, tile_bytes
+from .forward import AnyProblem, Config, WarpsConfig, check, layout, tile_bytes
 from .mma_forward import MmaConfig
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class WideBackwardConfig(OwnRows, Padded, Config):
-    """What mma_dkdv_wide and mma_dq_wide share.
+class WideBackwardConfig(WarpsConfig):
+    """What mma_dkdv_wide and mma_dq_wide share. large_f64, unrolled: as of MmaConfig."""
 
-    A block owns a tile of rows and keeps it in shared memory; it walks over the tiles of the other side. Warps own
-    `warp_rows` rows. column_groups, large_f64, unrolled, bias_pairs: as of MmaConfig.
-    """
-
-    warp_rows: int = 16
-    column_groups: int = 1
     large_f64: bool = False
-    bias_pairs: bool = False
     unrolled: bool = False
 
     GROUPS: ClassVar[tuple[int, ...]] = (1, 2)
@@ -28,10 +21,9 @@ class WideBackwardConfig(OwnRows, Padded, Config):
     SUMS: ClassVar[int] = 256  # of 32 bits: what a warp can keep in registers of a row of gradients
 
     def __post_init__(self) -> None:
-        own, step, groups = self.own_rows, self.warp_rows, self.column_groups
+        step, groups = self.warp_rows, self.column_groups
         check(self.dtype in MmaConfig.KEYS, f"these kernels take float32 and float64, not {self.dtype}")
-        check(step in (16, 32), f"warp_rows must be 16 or 32, not {step}")
-        check(own >= step and own % step == 0, f"a block's own rows must be a multiple of {step}, not {own}")
+        self._check_warps()
         allowed = MmaConfig.KEYS[self.dtype]
         fits = self.other_rows in allowed
         check(fits, f"the rows that a block walks over must be one of {allowed}, not {self.other_rows}")
@@ -54,10 +46,6 @@ class WideBackwardConfig(OwnRows, Padded, Config):
     def exchanges(self) -> int:
         """How many of P and dS warps exchange that own the same rows."""
         return 1
-
-    @property
-    def threads(self) -> int:  # type: ignore[override]
-        return self.own_rows // self.warp_rows * self.column_groups * 32
 
     def _padded(self, columns: int) -> int:
         """In whole panels for each group of columns."""
@@ -130,11 +118,6 @@ class WideFusedConfig(WideBackwardConfig):
         warps, strips, sharing = self.workers // 32, self.tile_m // 16, self.column_groups // 2
         check(warps % strips == 0, f"strips of 16 of {self.tile_m} queries must divide {warps} warps")
         check(self.tile_m // 8 % sharing == 0, f"{sharing} warps cannot share {self.tile_m} queries")
-
-    @property
-    def workers(self) -> int:
-        """Threads that compute."""
-        return self.own_rows // self.warp_rows * self.column_groups * 32
 
     @property
     def summed_columns(self) -> int:

@@ -137,23 +137,14 @@ def _fitting(rung: Rung, problem: Problem, target: Target) -> Config | None:
 # The Configs of each rung, the best first, from the rows of its table that are for the problem.
 
 
-def v1(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
-    from ..config.simt_forward import V1Config
+def simt(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
+    from ..config.simt_forward import V1Config, V2Config
 
-    return (V1Config(**made) for made in _simt(rung, problem, target))
-
-
-def v2(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
-    from ..config.simt_forward import V2Config
-
-    return (V2Config(**made) for made in _simt(rung, problem, target))
-
-
-def _simt(rung: Rung, problem: Problem, target: Target) -> Iterator[dict[str, Any]]:
+    kind = V1Config if rung.name == V1Config.kernel else V2Config
     for row in rows_of(TABLES, rung.table, problem.dtype, target):
-        tile = row.tile
-        if tile["tile_m"] <= 32 or tile["tile_m"] < 2 * problem.seqlen_q:  # not mostly past the last query
-            yield _features(problem) | tile
+        tile_m = row.tile["tile_m"]
+        if tile_m <= 32 or tile_m < 2 * problem.seqlen_q:  # not mostly past the last query
+            yield kind(**_features(problem), **row.tile)
 
 
 def mma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
@@ -161,9 +152,7 @@ def mma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
 
     large_f64 = problem.dtype == "float64" and target.cc == LARGE_FLOAT64
     for tile in _tiles(rung, problem, target):
-        group = _group(problem, tile["tile_m"])
-        tile["tile_m"] = _rows(problem, group, tile["tile_m"], tile["warp_rows"])
-        yield MmaConfig(**_tensor_features(problem, group), **tile, large_f64=large_f64)
+        yield MmaConfig(**_in_few_rows(problem, tile, tile["warp_rows"]), large_f64=large_f64)
 
 
 def wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
@@ -187,10 +176,17 @@ def _wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
 def _wgmma_float32(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.wgmma_float32 import WgmmaFloat32Config
 
-    for tile in _tiles(rung, problem, target):
-        group = _group(problem, tile["tile_m"])
-        tile["tile_m"] = _rows(problem, group, tile["tile_m"], 64)
-        yield WgmmaFloat32Config(**_tensor_features(problem, group), **tile)
+    return (WgmmaFloat32Config(**_in_few_rows(problem, tile, 64)) for tile in _tiles(rung, problem, target))
+
+
+def _in_few_rows(problem: Problem, tile: dict[str, Any], step: int) -> dict[str, Any]:
+    """A tile's fields, its rows halved as long as half of them hold all queries, and those of the problem."""
+    group, tile_m = _group(problem, tile["tile_m"]), tile["tile_m"]
+    while tile_m > step and tile_m % (2 * step) == 0 and tile_m // 2 % group == 0:
+        if problem.seqlen_q * group > tile_m // 2:
+            break
+        tile_m //= 2
+    return _tensor_features(problem, group) | tile | dict(tile_m=tile_m)
 
 
 def _tiles(rung: Rung, problem: Problem, target: Target) -> list[dict[str, Any]]:
@@ -266,18 +262,6 @@ def _group(problem: Problem, tile_m: int) -> int:
     """How many query heads share a tile: all of a KV head's if the queries of one head would not fill it."""
     group = max(problem.heads // problem.heads_kv, 1) if problem.heads_kv else 1
     return group if problem.seqlen_q < tile_m and tile_m % group == 0 else 1
-
-
-def _rows(problem: Problem, group_size: int, tile_m: int, step: int) -> int:
-    """tile_m, halved as long as half of it holds all queries."""
-    while (
-        tile_m > step
-        and tile_m // 2 % step == 0
-        and tile_m // 2 % group_size == 0
-        and problem.seqlen_q * group_size <= tile_m // 2
-    ):
-        tile_m //= 2
-    return tile_m
 
 
 def _features(problem: Problem) -> dict[str, Any]:

@@ -97,16 +97,8 @@ TABLES: dict[str, tuple[Row, ...]] = {
     # Of v1 and v2. Rows that would be mostly past the last query are passed over.
     "simt": table(
         "tile_m tile_n",
-        at(ANY, 256, 16),
-        at(ANY, 128, 16),
-        at(ANY, 64, 16),
-        at(ANY, 32, 16),
-        at(ANY, 32, 8),
-        at(ANY, 16, 8),
-        at(ANY, 8, 8),
-        at(ANY, 8, 4),
-        at(ANY, 4, 4),
-        at(ANY, 1, 4),
+        *(at(ANY, tile_m, 16) for tile_m in (256, 128, 64, 32)),
+        *(at(ANY, *sizes) for sizes in ((32, 8), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))),
         *(at(ANY, *sizes, gpu=SIMULATOR) for sizes in ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))),
     ),
     # The words of a bias or a mask take registers: then a warp has one strip of 16 rows.
