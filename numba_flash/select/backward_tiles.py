@@ -79,7 +79,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
         at(256, 16, 16, 16, 2, 1, plain=True),
         at(256, 32, 64, 16, 2, 1, apart=True),
         at(256, 16, 16, 16, 2, 1, apart=True),
-        at(256, 16, 32, 16, 1, 0, gpu=SIMULATOR),
+        at(256, 16, 32, 16, 2, 0, gpu=SIMULATOR),
     ),
     "mma_dkdv_float64": table(
         _WIDE,
@@ -88,7 +88,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
         at(128, 16, 32, 16, 2, 1),
         at(256, 16, 32, 16, 2, 1, apart=True),
         at(256, 16, 16, 16, 2, 1, apart=True),
-        at(256, 16, 32, 16, 1, 0, gpu=SIMULATOR),
+        at(256, 16, 32, 16, 2, 0, apart=True, gpu=SIMULATOR),
     ),
     "mma_dq_float32": table(
         _WIDE,
@@ -109,7 +109,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
         at(128, 32, 16, 16, 2, 1),
         at(256, 32, 16, 16, 2, 1),
         at(256, 16, 16, 16, 2, 1),
-        at(256, 32, 16, 16, 1, 0, gpu=SIMULATOR),
+        at(256, 32, 16, 16, 2, 0, gpu=SIMULATOR),
     ),
     # One kernel of all gradients. least_keys: with fewer, its line of parts of dQ takes too long.
     "mma_wide_fused_float32": table(

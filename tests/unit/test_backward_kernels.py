@@ -222,6 +222,14 @@ def test_few_rows_take_small_tiles(seqlen_q, seqlen_k):
     assert dkdv.tile_n <= max(32, 2 * seqlen_k - 1) and dq.tile_m <= max(32, 2 * seqlen_q - 1)
 
 
+# Sums of a row of gradients must fit into a warp's registers there, too.
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_the_simulator_has_tiles_for_every_head_dim(dtype):
+    for head_dim, head_dim_v in ((8, 256), (72, 72), (136, 136), (256, 256)):
+        made = problem(head_dim, head_dim_v, dtype=dtype)
+        assert select_backward(made, SIMULATOR, "mma").configs[0].kernel in ("delta", "backward_preprocess")
+
+
 def test_small_tiles_in_the_simulator():
     made = [config for config in v2_configs(problem(16), SIMULATOR) if hasattr(config, "tile_m")]
     assert all((config.tile_m, config.tile_n) == (16, 16) for config in made)
