@@ -8,6 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
+from ..dtypes import ITEM_SIZE
 from .recording import NeedsBridge
 
 
@@ -102,8 +103,6 @@ def _name(dtype: Any) -> str:
 
 
 DTYPES = {"float16", "bfloat16", "float32", "float64"}
-ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int32": 4}
-ITEM_SIZE |= {"int8": 1, "int16": 2, "int64": 8, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8}
 AUX_DTYPES = tuple(ITEM_SIZE)  # of arrays that a caller's functions read
 # Where NumPy keeps an array's address: the first field of its C structure, behind Python's own header. Reading it
 # there takes a quarter of the time of x.__array_struct__ and a tenth of x.ctypes.data, four times a call.

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from .. import arrays
+from ..abi.parameters import aux_names
 from ..arrays import Array, Layout
 from ..dispatch import backward as gradients
 from ..dispatch import caller_functions
@@ -43,12 +44,12 @@ from ..problem.options import (
 )
 from ..problem.strides import contiguous_strides
 from ..select import rungs
-from ..select.arguments import aux_names
+from ..select.rungs import kernel_of_backward
 from . import jax_seed, jax_sharding
 from .jax_fold import fold
 from .jax_refusals import FORWARD_MODE, no_second_derivative, reverse_only
 from .jax_varying import axes_of, varying
-from .static_call import StaticCall, kernel_of_backward
+from .static_call import StaticCall
 
 OPERANDS = ("q", "k", "v", *ARRAY_NAMES)  # what the operation may be given
 SEQLENS_K = Operands._fields.index("seqlens_k")  # GradientOperands begins with the same fields

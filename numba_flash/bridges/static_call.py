@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 from ..arrays import Layout
 from ..dispatch.call import PlanKey
 from ..problem.options import Options
-from ..select import rungs
 
 
 class StaticCall(NamedTuple):
@@ -20,7 +19,3 @@ class StaticCall(NamedTuple):
         causal, window, q_offset, numbers, _, functions, layout, _ = self.options
         options = causal, window, q_offset, numbers, functions, layout
         return PlanKey(operands, others, *options, kernel=self.kernel, **more)
-
-
-def kernel_of_backward(kernel: str) -> str:
-    return kernel if kernel in rungs.WITH_BACKWARD else "auto"

@@ -18,7 +18,8 @@ from ..dispatch.call import Call
 from ..dispatch.seed import seed_number
 from ..problem.options import ARRAY_NAMES, OPTION_ARRAYS, AttentionGradients, Options, daux_name
 from ..problem.options import GRADIENT_OF as ARRAY_OF_GRADIENT
-from .static_call import StaticCall, kernel_of_backward
+from ..select.rungs import kernel_of_backward
+from .static_call import StaticCall
 
 # The first arguments of both operations, which are tensors; and where the one stands that a gradient is of.
 ARRAYS = ("q", "k", "v", *ARRAY_NAMES, "seed")

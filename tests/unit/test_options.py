@@ -7,6 +7,7 @@ import pytest
 
 import numba_flash
 from numba_flash.api import backward, forward
+from numba_flash.config.simt_backward import HeadSumsConfig
 from numba_flash.dispatch import backward as dispatch_backward
 from numba_flash.dispatch import forward as dispatch_forward
 from numba_flash.dispatch.call import Call
@@ -20,7 +21,6 @@ from numba_flash.problem.options import (
     GradientOperands,
     Options,
 )
-from numba_flash.select.arguments import HEAD_SUMS, PARAMETERS
 
 X = np.zeros((1, 1, 2, 4), np.float32)
 ROW = np.zeros((1, 1, 2), np.float32)
@@ -74,5 +74,6 @@ def test_every_array_has_a_rank():
 def test_every_gradient_of_a_head_has_its_sum():
     assert set(score.OF_HEADS) == {option.name for option in HEAD_GRADIENTS.values()}
     for gradient, option in HEAD_GRADIENTS.items():
-        assert gradient in PARAMETERS[gradient].arrays and gradient in HEAD_SUMS
+        config = HeadSumsConfig("float32", gradient, "float32", batch_summed=True)
+        assert gradient in config.parameters.arrays and gradient in config.names
         assert hasattr(score.OF_HEADS[option.name], "head_gradient")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from numba import float32, int32, int64
 
-from ...config.forward import ITEM_SIZE
+from ...dtypes import ITEM_SIZE
 from ...ptx import memory, special
 from ..score import counts, fragments, gradient_functions, tile_walk
 from ..score import reads as score_reads

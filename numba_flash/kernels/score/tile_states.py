@@ -5,7 +5,7 @@ A tile in which nothing is seen can be left out, and a tile in which all is seen
 stored: a tile has two bits. mask_mod is called only for positions that causal, window, lengths and mask leave, so "all"
 means all of those. Elsewhere the function might read past the end of an array.
 
-A query tile has a row of words (select/tile_states.py), each for STATES_IN_WORD key tiles, and after them a word that
+A query tile has a row of words (abi/tile_states.py), each for STATES_IN_WORD key tiles, and after them a word that
 tile_order.py writes. Bit i says that something is seen in the i-th of a word's tiles. Bit 16 + i says that something is
 seen and something is not, so that mask_mod must be called again. If a tile has rows of several heads, what is seen for
 one of them counts as seen. For kernels that own keys and loop over queries, a key tile has a row of words instead, each
@@ -18,7 +18,7 @@ A warp examines a tile until it has found both. Launch: grid (words), block (con
 
 from numba import cuda, int32, uint32
 
-from ...config.states_of_tiles import STATES_IN_WORD
+from ...abi.parameters import STATES_IN_WORD
 from ...ptx import special, vote
 from ..steps import sequence
 from ..steps.inlined import inlined

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from numba import int32, uint32
 
-from ...config.states_of_tiles import STATES_IN_WORD, TILE_STATES_OF_KEYS
+from ...abi.parameters import STATES_IN_WORD, TILE_STATES_OF_KEYS
 from ...ptx import bits, shfl
 from ..steps.inlined import FALSE, inlined
 from ..steps.integers import divide

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from numba import int32, int64, uint32
 
-from ...config.forward import ITEM_SIZE
+from ...dtypes import ITEM_SIZE
 from ...ptx import ld_st, memory, special
 from ..score import longest_first, reads, tile_walk
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds

@@ -115,7 +115,7 @@ def run(
 ) -> None:
     """Make a kernel with @cuda.jit and run it. Exceptions in it are raised here, with thread and block.
 
-    arrays, values: what the kernel takes (select/arguments.py), with arrays where it sees pointers. A NamedTuple of
+    arrays, values: what the kernel takes (abi/arguments.py), with arrays where it sees pointers. A NamedTuple of
     arrays is one parameter; those of a plain tuple are parameters of their own.
     tensor_maps: (number of the operand whose memory it describes, TensorMap) in the kernel's order. A kernel
     that has some takes a first parameter more, which stands for their 128 bytes each and is 0 here. cluster: how
