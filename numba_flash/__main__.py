@@ -262,7 +262,7 @@ def _kernels() -> Rows:
     from .machine import toolchain
     from .machine.target import Target
     from .select.forward import refusal
-    from .select.rungs import KERNELS
+    from .select.rungs import RUNGS
 
     x = np.zeros((1, 1, 1, 128), np.float16)
     problem = explain(x, x, x, kernel="reference").problem
@@ -270,7 +270,7 @@ def _kernels() -> Rows:
     if target.why_no_gpu:  # which was said once, under GPU
         target = dataclasses.replace(target, why_no_gpu="see above")
     no_jit = "NUMBA_DISABLE_JIT is set" if toolchain.jit_disabled() else None
-    for name in KERNELS:
+    for name in RUNGS:
         yield name, (no_jit if name == "cpu" else None) or refusal(name, problem, target) or "usable"
 
 

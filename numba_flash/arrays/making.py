@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from .fast_path import cupy_maker, numpy_maker, torch_maker
 from .layout import Array, Layout, contiguous_like, host_pointer, numpy_dtype
-from .one_go import cupy_maker, numpy_maker, torch_maker
 from .reading import as_bfloat16, is_transformed, read_jax, read_numba, read_numpy
 from .recording import NeedsBridge
 from .streams import LEGACY_DEFAULT, core_stream, current_stream

@@ -1,4 +1,4 @@
-"""What a function of torch's operations computes with while it is written down (traced.py): lines, numbers and rows."""
+"""The stand-ins for the numbers and tensors of a traced function: what is done to them is written down as lines."""
 
 import functools
 import math
@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KINDS = ("bool", "whole", "real")  # what a line gives; of two kinds computed with each other the later one
-OPERATIONS: dict[str, Callable[..., Any]] = {}  # those of traced.py
+OPERATIONS: dict[str, Callable[..., Any]] = {}  # of torch, by name (traced_operations.py)
 
 
 class Lines:
@@ -185,3 +184,16 @@ def operation(name: str) -> Callable[..., Any]:
             f"it uses torch's {name}, which is not implemented for kernels; there are {', '.join(sorted(OPERATIONS))}"
         )
     return found
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def apply(self: Value, *others: Any) -> Any:
+        return operation(name)(self, *others)
+
+    return apply
+
+
+_OPERATORS = "add sub mul truediv floordiv mod pow and or xor lt le gt ge eq ne neg abs invert"
+_REFLECTED = "radd rsub rmul rtruediv rfloordiv rmod rpow rand ror rxor"
+for _name in f"{_OPERATORS} {_REFLECTED}".split():
+    setattr(Value, f"__{_name}__", _operator(_name))

@@ -85,13 +85,13 @@ class InLargeTiles(forward.Rung):
 @pytest.fixture(
     scope="session",
     params=[
-        *(name for name in rungs.KERNELS if name not in ("reference", "cpu")),
+        *(name for name in rungs.RUNGS if name not in ("reference", "cpu")),
         "wgmma in large tiles", "wgmma in float32", "mma in float32", "mma in float64",
     ],
 )  # fmt: skip
 def rung(request):
     name, _, how = request.param.partition(" in ")
-    if name not in rungs.TENSOR:
+    if not rungs.RUNGS[name].tensor_cores:
         return forward.Rung(name, to_cupy, lambda x: x.get(), SMALL)
     try:
         usual = how if how.startswith("float") else "float16"
@@ -106,13 +106,13 @@ def rung(request):
 @pytest.fixture(
     scope="session",
     params=[
-        *(name for name in rungs.WITH_BACKWARD if name not in ("reference", "cpu")),
+        *(name for name, rung in rungs.RUNGS.items() if rung.has_backward and not rung.on_host),
         "mma in float32", "mma in float64",
     ],
 )  # fmt: skip
 def backward_rung(request):
     name, _, usual = request.param.partition(" in ")
-    if name not in rungs.TENSOR:
+    if not rungs.RUNGS[name].tensor_cores:
         return backward.Rung(name, to_cupy, lambda x: x.get(), SMALL)
     limits = TENSOR | dict(dtypes=(usual or "float16",))
     rung = backward.Rung(name, to_tensor_cores, lambda x: x.get(), limits, tensor=True, tile=64, usual=usual)

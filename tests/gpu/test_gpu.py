@@ -12,7 +12,7 @@ from numba_flash import testing
 from numba_flash.gpu import tile_counters as counters
 from numba_flash.select import rungs
 
-GPU_KERNELS = [name for name in rungs.KERNELS if name not in ("reference", "cpu")]
+GPU_KERNELS = [name for name in rungs.RUNGS if name not in ("reference", "cpu")]
 
 
 @pytest.fixture(scope="session")

@@ -27,10 +27,10 @@ PACKAGE = Path(numba_flash.__file__).parent
 FILE = Path(__file__).parents[1] / "unit" / "gate_results.json"
 TO_WRITE = "run sh scripts/gates, and commit tests/unit/gate_results.json"
 # Imports are followed into these rooms; what else shapes the code of every kernel.
-ROOMS = ("kernels", "ptx", "config", "functions", "problem.ranges", "problem.options")
+ROOMS = ("kernels", "ptx", "config", "abi", "dtypes", "functions", "problem.ranges", "problem.options")
 SIMULATED = "ptx.sim"  # no compiler sees it
 WITH_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-OF_ALL = ("gpu.compiled", "gpu.assembler", "select.arguments")
+OF_ALL = ("gpu.compiled", "gpu.assembler", "abi.arguments")
 
 
 def kept(name, key):
@@ -94,14 +94,14 @@ def key(config, asked):
 
     Of a caller's function that is its source: what names it in the disk cache depends on Python's version.
     """
-    text = re.sub(r"(Function\('\w+'), \w+\)", r"\1)", repr([config, asked, sources_of(config.kernel)]))
+    text = re.sub(r"(Function\('\w+'), \w+\)", r"\1)", repr([config, asked, sources_of(config.module)]))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @functools.cache
-def sources_of(kernel):
-    """A hash of the code that this kernel is made of."""
-    found = reached_from(f"kernels.{compiled.MODULES[kernel]}") | set(OF_ALL)
+def sources_of(module):
+    """A hash of the code that the kernels of this file are made of."""
+    found = reached_from(f"kernels.{module}") | set(OF_ALL)
     digest = hashlib.sha256()
     for module in sorted(found):
         digest.update(f"{module}\n{code_of(path_of(module))}\n".encode())

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from numba_flash import arrays
+from numba_flash.abi.tensor_maps import TensorMap
 from numba_flash.machine import toolchain
 from numba_flash.ptx.sim.errors import InstructionError
 from numba_flash.ptx.sim.launch import run
-from numba_flash.select.tensor_maps import TensorMap
 
 rng = np.random.default_rng(0)
 BASE = 1024  # where dynamic shared memory begins

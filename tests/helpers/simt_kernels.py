@@ -7,29 +7,36 @@ import numpy as np
 from helpers.machines import HOPPER, empty
 from numba_flash import testing
 from numba_flash.arrays import read
-from numba_flash.config.simt_forward import SimtConfig
+from numba_flash.config.simt_forward import V1Config, V2Config
 from numba_flash.problem.backward import BackwardProblem
 from numba_flash.problem.options import OPTION_NAMES, Options, uses
 from numba_flash.select.backward_kernels import v2_configs
 
-PLAIN = SimtConfig("v2", "float32", 64, 64, 128, 16, write_lse=False)
-EVERYTHING = SimtConfig(
-    "v2", "float16", 59, 33, 64, 16, q_offset_source="seqlens_k",
+PLAIN = V2Config("float32", 64, 64, 128, 16, write_lse=False)
+EVERYTHING = V2Config(
+    "float16", 59, 33, 64, 16, q_offset_source="seqlens_k",
     uses=uses(softcap=True, alibi_slopes="float32", bias="float16", mask="bool", seqlens_k="int32"),
 )  # fmt: skip
+
+
+def of_rung(kind, config, **others):
+    """The same for v1 or v2."""
+    return kind(**{x.name: getattr(config, x.name) for x in dataclasses.fields(config) if x.init} | others)
+
+
 # v1 and v2 in every dtype, plain and with everything; a head_dim that no step divides; the smallest tile.
 FORWARD = [
-    *[dataclasses.replace(PLAIN, kernel=kernel, dtype=dtype) for kernel in ("v1", "v2") for dtype in testing.DTYPES],
-    *[dataclasses.replace(EVERYTHING, kernel=kernel) for kernel in ("v1", "v2")],
+    *[of_rung(kind, PLAIN, dtype=dtype) for kind in (V1Config, V2Config) for dtype in testing.DTYPES],
+    *[of_rung(kind, EVERYTHING) for kind in (V1Config, V2Config)],
     dataclasses.replace(
         EVERYTHING,
         dtype="bfloat16",
         q_offset_source="array",
         uses=uses(softcap=True, alibi_slopes="float32", bias="bfloat16", mask="bool", q_offset="int32"),
     ),
-    SimtConfig("v2", "float32", 128, 128, 64, 16),
-    SimtConfig("v2", "float64", 257, 257, 8, 4),
-    SimtConfig("v2", "float32", 1, 1, 1, 4),
+    V2Config("float32", 128, 128, 64, 16),
+    V2Config("float64", 257, 257, 8, 4),
+    V2Config("float32", 1, 1, 1, 4),
 ]
 ALL = ("dq", "dk", "dv", "dbias", "dalibi_slopes")
 

@@ -10,9 +10,10 @@ from numba import cuda
 
 import numba_flash
 from numba_flash import mods, reference, testing
+from numba_flash.abi.arguments import tuple_class
+from numba_flash.abi.parameters import STATES_IN_WORD, StatesTile
 from numba_flash.api import forward as api
 from numba_flash.arrays import read
-from numba_flash.config.states_of_tiles import STATES_IN_WORD, StatesTile
 from numba_flash.config.tile_states import TileOrderConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
 from numba_flash.dispatch import forward as dispatch
@@ -23,7 +24,6 @@ from numba_flash.machine.target import Target
 from numba_flash.problem.options import uses
 from numba_flash.ptx.sim.launch import run
 from numba_flash.select import rungs
-from numba_flash.select.arguments import tuple_class
 
 EMPTY, PARTIAL, FULL = range(3)
 KERNELS = ("v1", "v2", "mma", "wgmma")
@@ -85,14 +85,14 @@ OF_ENTRIES = (mods.document, mods.prefix_lm, by_entry, of_valid_keys)  # those t
 
 @pytest.fixture(scope="session", params=KERNELS)
 def rung(request):
-    tensor = request.param in rungs.TENSOR
+    tensor = rungs.RUNGS[request.param].tensor_cores
     moved = (testing.rows_padded,) if tensor else ()
     return forward.Rung(request.param, *moved, tensor=tensor, tile=32 if tensor else 16, slow=tensor)
 
 
 @pytest.fixture(scope="session", params=KERNELS[1:])
 def backward_rung(request):
-    tensor = request.param in rungs.TENSOR
+    tensor = rungs.RUNGS[request.param].tensor_cores
     moved = (testing.rows_padded,) if tensor else ()
     return backward.Rung(request.param, *moved, tensor=tensor, tile=32 if tensor else 16, slow=tensor)
 
@@ -262,7 +262,7 @@ def test_which_tile_comes_next(density):
         states[tile // STATES_IN_WORD] |= np.uint32(1) << np.uint32(tile % STATES_IN_WORD)
     states |= np.uint32(0xABCD0000)  # the other half of a word says something else
     used = uses(mask_mod=Function.of("mask_mod", mods.causal))
-    walk = tile_walk.make(WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 64, 32, uses=used))
+    walk = tile_walk.make(WgmmaDqConfig("float16", 64, 64, 64, 32, uses=used))
     own_last, own_first = walk.last, walk.first
     arrays_of, strides_of = tuple_class("arrays", ("tile_states",)), tuple_class("strides", ("tile_states",))
     found = np.zeros((2, count, count), np.int64)

@@ -26,14 +26,14 @@ def words_are_remembered():
 
 @pytest.fixture(scope="session", params=["v1", "v2", "mma", "wgmma"])
 def rung(request):
-    if request.param in rungs.TENSOR:
+    if rungs.RUNGS[request.param].tensor_cores:
         return forward.Rung(request.param, testing.rows_padded, tensor=True, tile=32, slow=True, limits=TENSOR)
     return forward.Rung(request.param, limits=SMALL)
 
 
 @pytest.fixture(scope="session", params=["v2", "mma"])
 def backward_rung(request):
-    if request.param in rungs.TENSOR:
+    if rungs.RUNGS[request.param].tensor_cores:
         limits = TENSOR | dict(head_dims=(8, 16), features=("causal", "window", "softcap"))
         return backward.Rung(request.param, testing.rows_padded, tensor=True, slow=True, limits=limits)
     return backward.Rung("v2", limits=SMALL)

@@ -15,14 +15,14 @@ SMALL = dict(max_seqlen=36, max_batch=2, head_dims=(1, 7, 16, 32))  # every row 
 
 @pytest.fixture(scope="session", params=["v1", "v2", "mma", "wgmma"])
 def rung(request):
-    if request.param in rungs.TENSOR:
+    if rungs.RUNGS[request.param].tensor_cores:
         return forward.Rung(request.param, testing.rows_padded, tensor=True, tile=32, slow=True, limits=TENSOR)
     return forward.Rung(request.param, limits=SMALL)
 
 
 @pytest.fixture(scope="session", params=["v2", "mma"])
 def backward_rung(request):
-    if request.param in rungs.TENSOR:
+    if rungs.RUNGS[request.param].tensor_cores:
         return backward.Rung(request.param, testing.rows_padded, tensor=True, slow=True, limits=TENSOR)
     return backward.Rung(request.param, limits=SMALL)
 

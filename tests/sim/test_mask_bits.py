@@ -6,12 +6,12 @@ from contracts import backward, forward
 
 import numba_flash
 from numba_flash import arrays, testing
+from numba_flash.abi.arguments import mask_bits_layout, mask_bits_words
 from numba_flash.api import forward as api
 from numba_flash.config.mask_bits import MaskBitsConfig
 from numba_flash.dispatch import launch
 from numba_flash.kernels.score.mask_bits import ENDS, PIECE, SEEN_BY_ALL, SEEN_BY_SOME
 from numba_flash.machine.target import Target
-from numba_flash.select.arguments import forward_values, mask_bits_layout, mask_bits_words, parameters_of
 
 ROWS, COLUMNS = 37, 300
 row, column = np.arange(ROWS)[:, None], np.arange(COLUMNS)
@@ -36,8 +36,8 @@ def pieces_of(mask, threads, of_keys):
     pieces, (*_, row_words) = mask_bits_layout(problem, of_keys)
     made = np.full(mask_bits_words(problem, of_keys), 0xABABABAB, np.uint32)
     given = dict(mask=mask, mask_bits=made, mask_bits_of_keys=made)
-    ready = launch.on_gpu(config, Target.of(None), pieces, forward_values(config.kernel, problem))
-    ready.run([arrays.read(name, given[name]) for name in parameters_of(config).arrays], 0)
+    ready = launch.on_gpu(config, problem, Target.of(None))
+    ready.run([arrays.read(name, given[name]) for name in config.parameters.arrays], 0)
     return made.reshape(pieces, PIECE * row_words + ENDS)
 
 

@@ -18,12 +18,14 @@ from contracts.backward import (  # noqa: F401
     test_what_is_not_wanted_changes_nothing,
 )
 from contracts.functions import BY_PLACE
+from helpers.tile_rows import in_simulator
+from helpers.tile_rows import row as tile_row
 
 import numba_flash
 from numba_flash import testing
 from numba_flash.config.wide_backward import WideFusedConfig
 from numba_flash.ptx.sim import now, tma
-from numba_flash.select import backward_tiles, backward_wide, tiles
+from numba_flash.select import backward_tiles, backward_wide
 
 
 @pytest.fixture(scope="module", params=["float32", "float64"])
@@ -86,6 +88,11 @@ def test_functions_are_not_called_for_masked_positions(rung, how):
     rung.check(case, (*given[:2], given[2] + np.float32(0.5), given[3]))
 
 
+def of_mma(tile_m, tile_n, warp_rows, column_groups, **more):
+    sizes = dict(tile_m=tile_m, tile_n=tile_n, warp_rows=warp_rows, column_groups=column_groups)
+    return tile_row(256, **sizes, blocks_per_sm=0, **more)
+
+
 # Warps of 32 rows, two warps with columns of their own, dK and dV apart, and how many rows a block walks over.
 ROWS = {
     "two strips": (("float32", 32, 32, 32, 1), {}),
@@ -100,8 +107,8 @@ ROWS = {
 @pytest.mark.parametrize("how", ROWS)
 def test_every_kind_of_row(how, monkeypatch, nothing_remembered):
     (dtype, own, other, warp_rows, groups), more = ROWS[how]
-    row = backward_tiles.WideBackward(256, own, other, warp_rows, groups, blocks_per_sm=0, **more)
-    for kernel in ("mma_dkdv", "mma_dq"):
+    for kernel, sizes in (("mma_dkdv", (other, own)), ("mma_dq", (own, other))):
+        row = of_mma(*sizes, warp_rows, groups, **more)
         monkeypatch.setitem(backward_tiles.TABLES, f"{kernel}_{dtype}", (row,))
     rung = Rung("mma", testing.rows_padded, tensor=True, tile=16, slow=True, usual=dtype)
     case = rung.problem(34, 50, batch=1, heads=1, head_dim=24, head_dim_v=40)
@@ -150,36 +157,35 @@ ONE_KERNEL = {
 }
 
 
-FUSED, CARRIED = backward_tiles.WideFused, backward_tiles.WideCarried
+FUSED, CARRIED = "fused", "carried"
 ROWS_OF_ONE_KERNEL = [
-    ("float32", FUSED(0, 256, 16, 16, 16, 2, 0, 0)),
-    ("float32", FUSED(0, 256, 32, 32, 32, 4, 0, 0, unrolled=True)),
-    ("float32", FUSED(0, 256, 32, 32, 16, 2, 0, 0)),
-    ("float64", FUSED(0, 256, 32, 16, 16, 2, 0, 0)),
-    ("float64", FUSED(0, 256, 32, 16, 32, 4, 0, 0)),
-    ("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0)),
-    ("float64", CARRIED(0, 256, 32, 32, 32, 4, 0, 0)),
-    ("float64", CARRIED(0, 256, 32, 32, 16, 2, 0, 0, one_staging_buffer=True)),
-    ("float64", CARRIED(0, 256, 32, 32, 16, 2, 0, 0, blocks=2, one_staging_buffer=True)),
+    ("float32", FUSED, of_mma(16, 16, 16, 2)),
+    ("float32", FUSED, of_mma(32, 32, 32, 4, unrolled=True)),
+    ("float32", FUSED, of_mma(32, 32, 16, 2)),
+    ("float64", FUSED, of_mma(16, 32, 16, 2)),
+    ("float64", FUSED, of_mma(16, 32, 32, 4)),
+    ("float64", CARRIED, of_mma(16, 32, 16, 2)),
+    ("float64", CARRIED, of_mma(32, 32, 32, 4)),
+    ("float64", CARRIED, of_mma(32, 32, 16, 2, one_staging_buffer=True)),
+    ("float64", CARRIED, of_mma(32, 32, 16, 2, blocks=2, one_staging_buffer=True)),
 ]
 
 
 def name_of_row(given):
-    return given if isinstance(given, str) else "-".join(map(str, (type(given[1]).__name__, given[0], *given[1][2:6])))
+    return given if isinstance(given, str) else "-".join(map(str, (*given[:2], *given[2].values[:4])))
 
 
 @pytest.fixture(params=ROWS_OF_ONE_KERNEL, ids=name_of_row)
 def one_kernel(request, monkeypatch, nothing_remembered):
-    dtype, row = request.param
-    for kind, form in ((FUSED, "fused"), (CARRIED, "carried")):
-        rows = (row._replace(gpu=backward_tiles.SIMULATOR),) if isinstance(row, kind) else ()
+    dtype, which, row = request.param
+    for form in (FUSED, CARRIED):
         if f"mma_wide_{form}_{dtype}" in backward_tiles.TABLES:
+            rows = (in_simulator(row),) if form == which else ()
             monkeypatch.setitem(backward_tiles.TABLES, f"mma_wide_{form}_{dtype}", rows)
     monkeypatch.setattr(backward_wide, "gains_by_one_wide_kernel", lambda *_: True)
     rung = Rung("mma", testing.rows_padded, tensor=True, tile=16, slow=True, usual=dtype)
-    of_row = dict(own_rows=row.own_rows, other_rows=row.other_rows) | tiles.columns(row)
     [config] = [x for x in explained(rung.problem(36, 50, head_dim=8)).configs if isinstance(x, WideFusedConfig)]
-    assert {name: getattr(config, name) for name in of_row} == of_row
+    assert {name: getattr(config, name) for name in row.names} == row.tile
     return rung
 
 
@@ -226,9 +232,9 @@ def test_partial_sums_of_dq_with_nan(one_kernel, where):
 @pytest.mark.parametrize(
     ("one_kernel", "head_dims"),
     [
-        (("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0, blocks=2, one_staging_buffer=True)), (130, 68)),
-        (("float64", CARRIED(0, 256, 32, 32, 16, 2, 0, 0, blocks=2, one_staging_buffer=True)), (72, 100)),
-        (("float64", CARRIED(0, 256, 32, 32, 16, 2, 0, 0, blocks=2, one_staging_buffer=True)), (130, 68)),
+        (("float64", CARRIED, of_mma(16, 32, 16, 2, blocks=2, one_staging_buffer=True)), (130, 68)),
+        (("float64", CARRIED, of_mma(32, 32, 16, 2, blocks=2, one_staging_buffer=True)), (72, 100)),
+        (("float64", CARRIED, of_mma(32, 32, 16, 2, blocks=2, one_staging_buffer=True)), (130, 68)),
     ],
     indirect=["one_kernel"],
 )
@@ -241,9 +247,9 @@ def test_columns_that_two_blocks_share(one_kernel, head_dims):
 @pytest.mark.parametrize(
     "one_kernel",
     [
-        ("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0)),
-        ("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0, one_staging_buffer=True)),
-        ("float64", CARRIED(0, 256, 32, 16, 16, 2, 0, 0, blocks=2, one_staging_buffer=True)),
+        ("float64", CARRIED, of_mma(16, 32, 16, 2)),
+        ("float64", CARRIED, of_mma(16, 32, 16, 2, one_staging_buffer=True)),
+        ("float64", CARRIED, of_mma(16, 32, 16, 2, blocks=2, one_staging_buffer=True)),
     ],
     indirect=True,
 )

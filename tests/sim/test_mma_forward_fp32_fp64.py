@@ -28,6 +28,7 @@ from contracts.fp32_fp64 import (  # noqa: F401
     test_what_has_no_small_part,
     test_what_is_read_or_asked_for_each_score,
 )
+from helpers.tile_rows import row as tile_row
 
 from numba_flash import testing
 from numba_flash.api import forward as api
@@ -39,6 +40,11 @@ from numba_flash.select import tiles
 @pytest.fixture(scope="session", params=["float32", "float64"])
 def rung(request):
     return forward.Rung("mma", testing.rows_padded, tensor=True, tile=16, slow=True, usual=request.param)
+
+
+def of_mma(head_dim, tile_m, tile_n, warp_rows, column_groups, **more):
+    sizes = dict(tile_m=tile_m, tile_n=tile_n, warp_rows=warp_rows, column_groups=column_groups)
+    return tile_row(head_dim, **sizes, blocks_per_sm=1, rescale_threshold=8, **more)
 
 
 # Warps of 32 rows; products of 8 rows, as sm_80 has them; columns of O that two blocks have between them, or two warps.
@@ -57,7 +63,7 @@ def rung(request):
 def test_other_tiles(dtype, row, cc, head_dim_v, monkeypatch, nothing_remembered):
     machine = dataclasses.replace(Target.of(None), cc=cc)
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
-    monkeypatch.setitem(tiles.TABLES, f"mma_{dtype}", (tiles.MmaWide(512, *row, blocks_per_sm=1, rescale_threshold=8),))
+    monkeypatch.setitem(tiles.TABLES, f"mma_{dtype}", (of_mma(512, *row),))
     rung = forward.Rung("mma", testing.rows_padded, tensor=True, usual=dtype)
     case = rung.problem(34, 50, batch=1, heads=1, head_dim=24, head_dim_v=head_dim_v)
     config = api.prepare_call(case.q, case.k, case.v, dict(kernel="mma"))[1].choice.config
@@ -78,7 +84,7 @@ def test_other_tiles(dtype, row, cc, head_dim_v, monkeypatch, nothing_remembered
 @pytest.mark.parametrize("head_dim", [8, 40, 64])
 def test_two_steps_over_head_dim_at_a_time(head_dim, monkeypatch, nothing_remembered):
     """Of 16 columns each: head_dim 8 and 40 have an odd number of them."""
-    row = tiles.MmaWide(512, 16, 16, 16, column_groups=2, blocks_per_sm=1, rescale_threshold=8, unrolled=True)
+    row = of_mma(512, 16, 16, 16, 2, unrolled=True)
     monkeypatch.setitem(tiles.TABLES, "mma_float32", (row,))
     rung = forward.Rung("mma", testing.rows_padded, tensor=True, usual="float32")
     case = rung.problem(7, 20, batch=1, heads=1, head_dim=head_dim, head_dim_v=136)
@@ -99,7 +105,7 @@ def test_slices_of_k_and_v_in_the_room_of_one_tile(
     """
     machine = dataclasses.replace(Target.of(None), cc=(9, 0))
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
-    row = tiles.MmaWide(256, tile_m, 32, 16, 2, 1, rescale_threshold=8, sliced=True, scalar_loads=scalar_loads)
+    row = of_mma(256, tile_m, 32, 16, 2, sliced=True, scalar_loads=scalar_loads)
     monkeypatch.setitem(tiles.TABLES, "mma_float64", (row,))
     rung = forward.Rung("mma", testing.rows_padded, tensor=True, usual="float64")
     case = rung.problem(20, 70, batch=1, heads=1, head_dim=head_dim, head_dim_v=head_dim_v)

@@ -1,4 +1,4 @@
-"""ALiBi in tiles on one side of the queries (numba_flash/kernels/score/one_side.py)."""
+"""ALiBi in tiles on one side of the queries (numba_flash/kernels/wgmma/one_side.py)."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,7 @@ from contracts import forward
 from numba_flash import testing
 from numba_flash.api import forward as api
 from numba_flash.dispatch import forward as dispatch
-from numba_flash.kernels.score import one_side
-from numba_flash.machine.target import Target
+from numba_flash.kernels.wgmma import one_side
 from numba_flash.select import forward as select
 from numba_flash.select import tiles
 
@@ -73,7 +72,7 @@ def test_a_slope_that_is_too_steep(rung, slope):
 
 def test_bits_do_not_depend_on_the_rows_of_a_block(rung, monkeypatch, nothing_remembered):
     case, found = rung.problem(130, 300, batch=1, heads=1, heads_kv=1, head_dim=16, q_offset=100), []
-    rows = tuple(row._replace(tile_m=128) for row in tiles.rows_for("wgmma", Target.of(None)))
+    rows = tuple(row.changed(tile_m=128) for row in tiles.TABLES["wgmma"])
     monkeypatch.setitem(tiles.TABLES, "wgmma", rows)
     for tile_m in (64, 128):
         monkeypatch.setattr(select, "TILE_COST", {tile_m: 1.0})

@@ -21,24 +21,33 @@ from contracts.backward import (  # noqa: F401
     test_what_is_not_wanted_changes_nothing,
     test_whole_numbers_come_out_exactly,
 )
+from helpers.tile_rows import row as tile_row
 
 from numba_flash import arrays, testing
 from numba_flash.arrays import making
+from numba_flash.config import wgmma_backward
 from numba_flash.config.wgmma_backward import WgmmaFusedConfig
 from numba_flash.dispatch import backward as dispatch
 from numba_flash.dispatch import launch_backward
-from numba_flash.kernels.steps import dq_order, recompute_keys, recompute_queries
+from numba_flash.kernels.recompute import keys as recompute_keys
+from numba_flash.kernels.recompute import queries as recompute_queries
+from numba_flash.kernels.steps import dq_order
 from numba_flash.kernels.wgmma import backward_block_tiles
 from numba_flash.ptx import griddepcontrol
 from numba_flash.ptx.sim import now, special, wgmma
 from numba_flash.ptx.sim.errors import InstructionError
-from numba_flash.select import backward_arguments, backward_tiles
 from numba_flash.select import backward_kernels as select_backward
+from numba_flash.select import backward_tiles
 
 
 @pytest.fixture(scope="module")
 def rung():
     return Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+
+
+def of_wgmma(tile_m, tile_n, stages_a, stages_b, apart=False):
+    sizes = dict(tile_m=tile_m, tile_n=tile_n, stages_a=stages_a, stages_b=stages_b)
+    return tile_row(256, apart, **sizes, by_element="several kinds")
 
 
 # What a row of the tables may say: several consumers, rings of other lengths, tiles that are no power of two, dK and dV
@@ -55,8 +64,8 @@ ROWS = {
 @pytest.mark.parametrize("how", ROWS)
 def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
     dkdv, dq = ROWS[how]
-    monkeypatch.setitem(backward_tiles.TABLES, "wgmma_dkdv", (backward_tiles.WgmmaDkdv(256, False, *dkdv),))
-    monkeypatch.setitem(backward_tiles.TABLES, "wgmma_dq", (backward_tiles.WgmmaDq(256, False, *dq),))
+    monkeypatch.setitem(backward_tiles.TABLES, "wgmma_dkdv", (of_wgmma(*dkdv),))
+    monkeypatch.setitem(backward_tiles.TABLES, "wgmma_dq", (of_wgmma(*dq),))
     # Rings go round, and every kind of tile is walked: masked, free and ragged ones. head_dim is more than a panel.
     case = rung.problem(50, 130, batch=1, heads=1, head_dim=69, head_dim_v=40, dtype="bfloat16")
     rung.check(case, causal=True, softcap=2.0, alibi_slopes=np.array([0.5], np.float32))
@@ -95,7 +104,7 @@ def test_bits_do_not_depend_on_the_number_of_heads_in_flight(rung, monkeypatch, 
     case = rung.problem(20, 270, batch=3, heads=1, head_dim=8)
     given, found = incoming(case), []
     for abreast in (2, 1):
-        monkeypatch.setattr(backward_arguments, "heads_abreast", lambda _, abreast=abreast: abreast)
+        monkeypatch.setattr(wgmma_backward, "heads_abreast", lambda *_, abreast=abreast: abreast)
         dispatch._plans.clear()
         found.append(rung.check(case, given, causal=True))
     assert same(*found)
@@ -350,9 +359,7 @@ def test_blocks_that_share_a_group(rung, form, members, batch, heads_kv, seqlen_
     monkeypatch.setattr(select_backward, "members_of_a_part", lambda *_, **__: members)
     if form != "one kernel":
         apart = form == "dk and dv apart"
-        monkeypatch.setitem(
-            backward_tiles.TABLES, "wgmma_dkdv", (backward_tiles.WgmmaDkdv(256, False, 32, 128, 2, 2, apart),)
-        )
+        monkeypatch.setitem(backward_tiles.TABLES, "wgmma_dkdv", (of_wgmma(32, 128, 2, 2, apart),))
     case = rung.problem(12, seqlen_k, batch=batch, heads=3 * heads_kv, heads_kv=heads_kv, head_dim=8, head_dim_v=24)
     case.k[:, :, -5:], case.v[:, :, -5:] = 1e3, -1e3
     case.v[-1, -1, -10] = np.nan

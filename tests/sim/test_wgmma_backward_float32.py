@@ -13,10 +13,12 @@ from contracts.backward import (  # noqa: F401
     test_scale,
     test_whole_numbers_come_out_exactly,
 )
+from helpers.tile_rows import row as tile_row
 from numba import cuda
 
 from numba_flash import arrays, testing
-from numba_flash.kernels.steps import recompute_keys, recompute_queries
+from numba_flash.kernels.recompute import keys as recompute_keys
+from numba_flash.kernels.recompute import queries as recompute_queries
 from numba_flash.kernels.wgmma import gradient_rows_float32
 from numba_flash.ptx.sim import block
 from numba_flash.ptx.sim.launch import run
@@ -113,7 +115,9 @@ def test_each_gradient_alone_has_the_same_bits(rung, wanted, all_at_once):
 
 def use_rows(monkeypatch, rows, *stages):
     """Tables in which a block walks over so many rows at a time, with stages_a and stages_b."""
-    dkdv, dq = (tiles.WgmmaBackwardFloat32(128, *own, *stages) for own in ((rows, 64), (64, rows)))
+    dkdv, dq = (
+        tile_row(128, tile_m=m, tile_n=n, stages_a=stages[0], stages_b=stages[1]) for m, n in ((rows, 64), (64, rows))
+    )
     monkeypatch.setitem(tiles.TABLES, "wgmma_dkdv_float32", (dkdv,))
     monkeypatch.setitem(tiles.TABLES, "wgmma_dq_float32", (dq,))
 

@@ -10,7 +10,8 @@ from contracts.functions import BY_PLACE
 from contracts.metamorphic import both_close
 
 from numba_flash import mods, testing
-from numba_flash.kernels.steps import recompute_keys, recompute_queries
+from numba_flash.kernels.recompute import keys as recompute_keys
+from numba_flash.kernels.recompute import queries as recompute_queries
 
 
 @pytest.fixture(scope="module")

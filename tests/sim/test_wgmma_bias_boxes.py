@@ -10,6 +10,7 @@ from contracts import forward
 from contracts.backward import Rung, incoming
 from contracts.functions import BY_PLACE
 from contracts.metamorphic import both_close
+from helpers.tile_rows import row as tile_row
 
 import numba_flash
 from numba_flash import testing
@@ -134,11 +135,11 @@ def test_tiles(rung, dkdv, dq, rows_for_every_kind):
 def test_tiles_of_the_forward(forward_rung, tile_m, tile_n, bias_stages, causal, monkeypatch, nothing_remembered):
     machine = dataclasses.replace(Target.of(None), multiprocessors=1)
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
-    row = tiles.Wgmma(256, tile_m, tile_n, ping_pong=True, q_buffers=1, rescale_threshold=8)
+    row = tile_row(256, tile_m=tile_m, tile_n=tile_n, ping_pong=True, q_buffers=1, rescale_threshold=8)
     monkeypatch.setitem(tiles.TABLES, "wgmma", (row,))
-    candidates = select._wgmma_candidates
+    candidates = select._wgmma
     monkeypatch.setattr(
-        select, "_wgmma_candidates",
+        select, "_wgmma",
         lambda *given: (made for made in candidates(*given) if made.bias_stages == bias_stages),
     )  # fmt: skip
     case = forward_rung.problem(250, 136, batch=1, heads=1, head_dim=72, causal=causal)

@@ -16,6 +16,7 @@ from contracts.forward import (  # noqa: F401
     test_rows_whose_scores_are_all_far_from_zero,
     test_scores_of_minus_infinity_in_whole_tiles,
 )
+from helpers.tile_rows import row as tile_row
 
 from numba_flash import testing
 from numba_flash.api import forward as api
@@ -73,9 +74,9 @@ def test_tiles_of_the_table(rung, head_dim, tile, monkeypatch, tiles_of_gpus):
 @pytest.mark.parametrize(
     ("row", "head_dim_v", "kilobytes", "place"),
     [
-        (tiles.Wgmma(256, 64, 144, ping_pong=False, q_buffers=2, rescale_threshold=8), 72, 227, "q"),
-        (tiles.Wgmma(256, 128, 64, ping_pong=True, q_buffers=1, rescale_threshold=8), 136, 227, "own"),
-        (tiles.Wgmma(256, 64, 32, ping_pong=True, q_buffers=1, rescale_threshold=0), 40, 48, ""),
+        (tile_row(256, tile_m=64, tile_n=144, ping_pong=False, q_buffers=2, rescale_threshold=8), 72, 227, "q"),
+        (tile_row(256, tile_m=128, tile_n=64, ping_pong=True, q_buffers=1, rescale_threshold=8), 136, 227, "own"),
+        (tile_row(256, tile_m=64, tile_n=32, ping_pong=True, q_buffers=1, rescale_threshold=0), 40, 48, ""),
     ],
 )
 def test_o_is_staged_where_there_is_room(rung, row, head_dim_v, kilobytes, place, monkeypatch, nothing_remembered):

@@ -29,12 +29,13 @@ from contracts.fp32_fp64 import (  # noqa: F401
     test_what_has_no_small_part,
     test_what_is_read_or_asked_for_each_score,
 )
+from helpers.tile_rows import row as tile_row
 
 from numba_flash import testing
 from numba_flash.api import forward as api
 from numba_flash.dispatch import forward as dispatch
 from numba_flash.gpu import compiled
-from numba_flash.kernels.steps import recompute_whole_rows
+from numba_flash.kernels.recompute import rows as recompute_rows
 from numba_flash.machine.target import Target
 from numba_flash.select import tiles
 
@@ -56,7 +57,7 @@ def no_repair(monkeypatch):
     def repair(*_):
         raise AssertionError("a row is computed again")
 
-    monkeypatch.setattr(recompute_whole_rows, "make", lambda *_: repair)
+    monkeypatch.setattr(recompute_rows, "make", lambda *_: repair)
     monkeypatch.setattr(compiled, "_kernels", {})
 
 
@@ -89,7 +90,7 @@ def test_tiles_of_the_table(rung, head_dim, head_dim_v, seqlens, heads, options,
 def test_blocks_take_several_tiles(rung, stages, ping_pong, monkeypatch, nothing_remembered, no_repair):
     machine = dataclasses.replace(Target.of(None), multiprocessors=1)
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
-    row = tiles.WgmmaFloat32(64, 128, 32, ping_pong=ping_pong, stages=stages, rescale_threshold=8)
+    row = tile_row(64, tile_m=128, tile_n=32, ping_pong=ping_pong, stages=stages, rescale_threshold=8)
     monkeypatch.setitem(tiles.TABLES, "wgmma_float32", (row,))
     case = rung.problem(200, 80, batch=1, heads=2, heads_kv=1, head_dim=16)
     assert (config_of(case).consumers, config_of(case).stages) == (2, stages)

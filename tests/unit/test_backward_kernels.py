@@ -10,11 +10,12 @@ from helpers.simt_kernels import ALL, everything
 from helpers.simt_kernels import backward_problem as problem
 
 from numba_flash.arrays import read
-from numba_flash.dispatch.launch_backward import workspace
+from numba_flash.dispatch.launch import workspace
 from numba_flash.functions.function import Function
 from numba_flash.machine.target import Target
-from numba_flash.select import arguments, backward_arguments, backward_kernels, backward_wide
-from numba_flash.select.rungs import KERNELS, WITH_BACKWARD
+from numba_flash.select import backward_forms, backward_kernels, backward_wide
+from numba_flash.select.backward import select_backward
+from numba_flash.select.rungs import RUNGS
 
 HOST = Target(True, why_no_gpu="it is not plugged in")
 
@@ -67,10 +68,7 @@ def test_when_a_bias_comes_by_tma(options, boxes, streams):
     assert [config.bias_boxes for config in own] == [boxes] * 2
     assert tuple(config.stream_rows for config in own) == streams
     assert all(config.shared_bytes <= HOPPER.shared_bytes for config in own)
-    maps = [backward_arguments.backward_tensor_maps(config, made) for config in own]
-    fetched = [
-        arguments.parameters_of(config).arrays[of_last[-1][0]] for config, of_last in zip(own, maps, strict=True)
-    ]
+    fetched = [config.parameters.arrays[config.operand_maps(made)[-1][0]] for config in own]
     assert fetched == (["bias"] if boxes else ["do"]) * 2
 
 
@@ -154,13 +152,21 @@ def test_few_rows_take_small_tiles(seqlen_q, seqlen_k):
     assert dkdv.tile_n <= max(32, 2 * seqlen_k - 1) and dq.tile_m <= max(32, 2 * seqlen_q - 1)
 
 
+# Sums of a row of gradients must fit into a warp's registers there, too.
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_the_simulator_has_tiles_for_every_head_dim(dtype):
+    for head_dim, head_dim_v in ((8, 256), (72, 72), (136, 136), (256, 256)):
+        made = problem(head_dim, head_dim_v, dtype=dtype)
+        assert select_backward(made, SIMULATOR, "mma").configs[0].kernel in ("delta", "backward_preprocess")
+
+
 def test_small_tiles_in_the_simulator():
     made = [config for config in configs_of("v2", problem(16), SIMULATOR) if hasattr(config, "tile_m")]
     assert all((config.tile_m, config.tile_n) == (16, 16) for config in made)
 
 
 # Each kernel that has no backward, where another has one and would run.
-@pytest.mark.parametrize("kernel", [name for name in KERNELS if name not in WITH_BACKWARD])
+@pytest.mark.parametrize("kernel", [name for name, rung in RUNGS.items() if not rung.has_backward])
 def test_what_is_not_built_names_what_would_run(kernel):
     with pytest.raises(NotImplementedError, match=f"kernel='{kernel}' .*not built yet.*What would run.*'v2'"):
         explained(problem(), HOPPER, kernel)
@@ -547,7 +553,7 @@ def test_how_many_heads_of_a_group_a_block_takes():
             lse=empty(*of_q[:3], dtype="float32")
         )
         made = problem(head_dim, dtype="float16", causal=causal, **given, **options)
-        return backward_kernels.members_of_a_part(made, one_kernel)
+        return backward_forms.members_of_a_part(made, one_kernel)
 
     assert members(32, 8) == members(6, 2) == members(32, 8, batch=50) == 2 and members(4, 2) == members(8, 8) == 0
     assert members(32, 4, 64) == 4 and members(32, 8, 64) == 0, "tiles of 64 columns are half as large"
@@ -563,7 +569,7 @@ def test_one_kernel_in_float32_and_float64_needs_a_query(dtype, monkeypatch):
     """Without one no previous kernel would set its ticket to 0."""
     monkeypatch.setattr(backward_wide, "gains_by_one_wide_kernel", lambda *_: True)
     for seqlen_q, one in ((1, True), (0, False)):
-        of_q, of_k = (1, 2, seqlen_q, 64), (1, 2, 300, 64)
+        of_q, of_k = (1, 2, seqlen_q, 64), (1, 2, 2**15, 64)
         given = {name: empty(*of_q, dtype=dtype) for name in ("do", "q", "o")}
         given |= {name: empty(*of_k, dtype=dtype) for name in ("k", "v")}
         made = problem(64, dtype=dtype, **given, lse=empty(*of_q[:3], dtype=dtype))

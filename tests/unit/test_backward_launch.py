@@ -10,6 +10,7 @@ from helpers.machines import HOPPER, empty
 from helpers.selected import configs_of, explained
 from helpers.simt_kernels import BACKWARD, everything, local_bytes
 from helpers.simt_kernels import backward_problem as problem
+from numba_flash.select.heads_abreast import heads_abreast
 
 from numba_flash.arrays import read
 from numba_flash.config.wgmma_backward import WgmmaAddPartsConfig, WgmmaFusedConfig
@@ -19,7 +20,6 @@ from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.groups import part_of, parts_of
 from numba_flash.select import arguments, backward_arguments
-from numba_flash.select.heads_abreast import heads_abreast
 
 
 def named(config):

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 import numba_flash
+from numba_flash import testing
 from numba_flash.__main__ import main
+from numba_flash.select.rungs import RUNGS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "numba_flash"
@@ -270,3 +272,17 @@ def test_the_finder_of_citations_itself():
 )
 def test_the_finder_itself(text, expected):
     assert missing(text, (ROOT, PACKAGE)) == expected
+
+
+def test_the_contract_says_of_each_rung_what_its_row_says():
+    text = (ROOT / "docs" / "contract.md").read_text()
+    for name, rung in RUNGS.items():
+        (line,) = (line for line in text.splitlines() if re.match(rf"\| (`\w+`, )*`{name}`(, `\w+`)* \|", line))
+        _, _, where, dtypes, *_ = line.split("|")
+        assert (where.strip() == "host memory") == rung.on_host
+        every = len(rung.dtypes) in (0, len(testing.DTYPES))
+        assert dtypes.strip() == ("all" if every else ", ".join(rung.dtypes))
+        if rung.tensor_cores:
+            version = "{}.{}".format(*rung.least_cc)
+            assert where.strip().startswith(f"compute capability {version}{' and newer' * (rung.only_cc is None)}")
+            assert rung.only_cc in (None, rung.least_cc)

@@ -34,9 +34,9 @@ from numba_flash.config.wide_backward import WideBackwardConfig
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import HEAD_GRADIENTS, uses
-from numba_flash.select import backward_kernels, backward_tiles, rungs, tiles
+from numba_flash.select import backward_kernels, backward_tiles, tiles
 from numba_flash.select import forward as select
-from numba_flash.select.arguments import HEAD_SUMS
+from numba_flash.select.rungs import RUNGS
 
 pytestmark = compiler.needed
 
@@ -80,7 +80,7 @@ OF_CARRIER = (
     *OF_TURNS[1:],
 )
 OF_BOTH_BLOCKS = IN_PTX["wgmma_dkdv_paired"][-4:]
-WITHOUT_PRODUCTS = (*HEAD_SUMS, "mma_dq_finish")
+WITHOUT_PRODUCTS = (*HeadSumsConfig.names, "mma_dq_finish")
 for kernel in WITHOUT_PRODUCTS:
     MACHINES[kernel], IN_PTX[kernel], IN_SASS[kernel] = SINCE_AMPERE, (), ()
 SIMT = [config for config in (*FORWARD, *BACKWARD) if not local_bytes(config)]  # rows in registers
@@ -116,7 +116,6 @@ DEPENDS = {
     "mma_float32-128-64x32-both": "spills 8 bytes on sm_80 to sm_89, 40 on sm_120a with 13.0; none on sm_90a",
     "mma_float32-256-64x32-reading": "spills 380 bytes on sm_80, 4 on sm_100a with 13.0; none on sm_90a",
     "mma_float32-256-64x32-both": "spills 536 bytes on sm_80 with 13.0; none on later ones",
-    "mma_float32-256-32x16": "spills 4 bytes on sm_80 to sm_100a, 32 on sm_120a with 13.5; none on sm_90a",
     "mma_dkdv_float32-256-16x16": "spills 44 bytes with 13.0, none with 13.5",
     "mma_float32-256-128x32": "spills 284 bytes on sm_100a with 13.5, none on sm_90a",
     "mma_dkdv-128-64x64x2-dkdv": "spills 4 bytes with 13.0, none with 13.5",
@@ -154,16 +153,31 @@ def intended(config):
     return (in_ptx, "cp.async.cg.shared", *more), (in_sass, "LDGSTS", *("USETMAXREG",) * carried), machines
 
 
+class Fields:
+    """A row's conditions and what it sets, each by its name; columns: what it sets."""
+
+    def __init__(self, row):
+        self.row, self.columns, self.apart = row, row.tile, row.apart
+        vars(self).update(row.when._asdict(), **row.tile)
+
+
+def rows(tables, kernel, dtype=""):
+    return [Fields(row) for row in tiles.rows_of(tables, kernel, dtype, HOPPER)]
+
+
+def candidates(kernel, problem, target):
+    return RUNGS[kernel].candidates(problem, target)
+
+
 def wide_gates():
     """mma's rows for float32 and float64, plain, with everything that it takes, and with functions."""
     used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32", sinks="float32")
     rich = dict(q_offset_source="array", scores_finished=True, o_vectorized=False)
     for dtype, target in (("float32", HOPPER), ("float64", HOPPER), ("float64", A100)):
-        key = tiles.table_of("mma", dtype)
-        table = tiles.TABLES[key]
+        key, table = f"mma_{dtype}", rows(tiles.TABLES, "mma", dtype)
         for row in table:
-            with mock.patch.dict(tiles.TABLES, {key: (row,)}):
-                (config,) = select._candidates("mma", problem(row.head_dim, dtype=dtype), target)
+            with mock.patch.dict(tiles.TABLES, {key: (row.row,)}):
+                (config,) = candidates("mma", problem(row.head_dim, dtype=dtype), target)
             if config.shared_bytes > target.shared_bytes:
                 continue
             name = f"{key}-{row.head_dim}-{row.tile_m}x{row.tile_n}{'-sm80' if target is A100 else ''}"
@@ -182,9 +196,9 @@ def wgmma_float32_gates():
     serves. Few queries share a tile of 64 rows with their group's other heads."""
     lengths, array = dict(seqlens_k="int32", q_offset="int32", sinks="float32"), dict(q_offset_source="array")
     changed, read = dict(softcap=True, alibi_slopes="float32"), dict(bias="float32", mask="bool")
-    for row in tiles.TABLES["wgmma_float32"]:
-        with mock.patch.dict(tiles.TABLES, {"wgmma_float32": (row,)}):
-            (config,) = select._candidates("wgmma", problem(row.head_dim, dtype="float32"), HOPPER)
+    for row in rows(tiles.TABLES, "wgmma_float32"):
+        with mock.patch.dict(tiles.TABLES, {"wgmma_float32": (row.row,)}):
+            (config,) = candidates("wgmma", problem(row.head_dim, dtype="float32"), HOPPER)
         odd = dict(head_dim=row.head_dim - 1, head_dim_v=row.head_dim - 1, o_vectorized=False)
         served = {"": {}, "-odd": dict(odd, **array, uses=uses(**lengths))}
         finished, few = dict(array, scores_finished=True), dict(tile_m=64, group_size=8)
@@ -296,7 +310,7 @@ def part(config):
 
 
 def name_of(kernel, row):
-    return f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}" + "-sloped" * getattr(row, "sloped", False)
+    return f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}" + "-sloped" * row.sloped
 
 
 def of_row(kernel, row):
@@ -304,16 +318,16 @@ def of_row(kernel, row):
     that does not fit with 64 columns less of v. With softcap where another row is for plain attention, and with a mask
     or ALiBi where the row is for these.
     """
-    options = dict(softcap=5.0) if getattr(row, "unread", False) else {}
-    if getattr(row, "sloped", False):
+    options = dict(softcap=5.0) if row.unread and kernel == "wgmma" else {}
+    if row.sloped:
         options = dict(alibi_slopes=empty(2, dtype="float32"))
-    if getattr(row, "masked", False):
+    if row.masked:
         options = dict(mask=empty(1, 1, 4096, 4096, dtype="bool", strides=(2**24, 2**24, 4096, 1)))
-    with mock.patch.dict(tiles.TABLES, {kernel: (row,)}):
+    with mock.patch.dict(tiles.TABLES, {kernel: (row.row,)}):
         found = [
             config
             for head_dim_v in (row.head_dim, row.head_dim - 64)
-            for config in select._candidates(kernel, problem(row.head_dim, head_dim_v, **options), HOPPER)
+            for config in candidates(kernel, problem(row.head_dim, head_dim_v, **options), HOPPER)
         ]
     return next(config for config in found if config.shared_bytes <= HOPPER.shared_bytes)
 
@@ -349,9 +363,7 @@ def reading(kernel, head_dim, bias, mask, everything):
             q_offset=empty(1, dtype="int32"), sinks=empty(2, dtype="float32"), return_lse=True,
         )  # fmt: skip
     made = problem(head_dim, dtype="bfloat16", bias_aligned=True, **given)
-    return next(
-        config for config in select._candidates(kernel, made, HOPPER) if config.shared_bytes <= HOPPER.shared_bytes
-    )
+    return next(config for config in candidates(kernel, made, HOPPER) if config.shared_bytes <= HOPPER.shared_bytes)
 
 
 def dropping(kernel, head_dim, everything):
@@ -363,9 +375,7 @@ def dropping(kernel, head_dim, everything):
             q_offset=empty(1, dtype="int32"), sinks=empty(2, dtype="float32"), return_lse=True,
         )  # fmt: skip
     made = problem(head_dim, dtype="bfloat16", **given)
-    return next(
-        config for config in select._candidates(kernel, made, HOPPER) if config.shared_bytes <= HOPPER.shared_bytes
-    )
+    return next(config for config in candidates(kernel, made, HOPPER) if config.shared_bytes <= HOPPER.shared_bytes)
 
 
 def dropping_gates():
@@ -543,7 +553,7 @@ def by_element_gates():
         for row in (row for row in backward_tiles.rows_for(table, HOPPER) if row.by_element):
             levels = backward_tiles.BY_ELEMENT[: backward_tiles.BY_ELEMENT.index(row.by_element) + 1]
             first = levels.index(before) + 1 if before in levels else 0
-            before = "" if row.by_element == backward_tiles.BY_ELEMENT[-1] else row.by_element
+            before = "" if row.by_element == tiles.BY_ELEMENT[-1] else row.by_element
             served = {name: options for level in levels[first:] for name, options in of_level[level].items()}
             for words, given in served.items():
                 name = f"{table}-{row.head_dim}-{row.tile_m}x{row.tile_n}-by-element-{words}"
@@ -577,27 +587,27 @@ def gates():
     configs |= dict(wide_backward_gates()) | dict(backward_functions_gates()) | dict(score_gradients_gates())
     configs |= dict(by_element_gates()) | dict(wgmma_float32_gates()) | dict(wgmma_backward_float32_gates())
     configs |= simt_gates()
-    for kernel in rungs.TENSOR:
-        table = [row for row in tiles.TABLES[kernel] if not getattr(row, "reads", False)]  # those in reading_gates
+    for kernel in (name for name, rung in RUNGS.items() if rung.tensor_cores):
+        table = rows(tiles.TABLES, kernel)
         configs |= {name_of(kernel, row): of_row(kernel, row) for row in table}
         configs[f"{kernel}-rich-64"] = rich(kernel, 64, 64, 4096)
         configs[f"{kernel}-rich-80-59-group"] = rich(kernel, 80, 59, 5)
         for row in table:  # what sinks alone add
             name = name_of(kernel, row)
-            read = dict(mask="bool") if getattr(row, "masked", False) else {}
-            if not getattr(row, "sloped", False):
+            read = dict(mask="bool") if row.masked else {}
+            if not row.sloped:
                 configs[f"{name}-sinks"] = dataclasses.replace(configs[name], uses=uses(sinks="float32", **read))
     v = empty(1, 2, 4096, 250, strides=(2**24, 2**22, 256, 1))
-    configs["wgmma-256-250"] = next(select._candidates("wgmma", problem(256, v=v), HOPPER))  # not by 16 bytes
-    for row in tiles.TABLES["wgmma"]:  # what becomes of it: tiles of fewer queries
+    configs["wgmma-256-250"] = next(candidates("wgmma", problem(256, v=v), HOPPER))  # not by 16 bytes
+    for row in rows(tiles.TABLES, "wgmma"):  # what becomes of it: tiles of fewer queries
         name, whole = name_of("wgmma", row), of_row("wgmma", row)
-        for rows in (rows for rows in tiles.TILE_COST if rows < row.tile_m):
-            configs[f"{name}-{rows}"] = dataclasses.replace(whole, tile_m=rows)
+        for tile_m in (tile_m for tile_m in tiles.TILE_COST if tile_m < row.tile_m):
+            configs[f"{name}-{tile_m}"] = dataclasses.replace(whole, tile_m=tile_m)
         if row.sloped or row.head_dim > 64:  # ALiBi, in tiles on one side of the queries, too
             given = uses(alibi_slopes="float32", seqlens_k="int32", sinks="float32")
             configs[f"{name}-alibi"] = dataclasses.replace(whole, uses=given, scores_finished=True)
     reasons = FAILING | DEPENDS
-    assert set(reasons) <= set(configs), "rows are named that are gone"
+    assert set(reasons) <= set(configs), f"rows are named that are gone: {set(reasons) - set(configs)}"
     for name, config in configs.items():
         marks = [pytest.mark.xfail(strict=name in FAILING, reason=reasons[name])] if name in reasons else []
         if gate_results.kept(name, key_of(config)) is None:
@@ -823,7 +833,7 @@ def test_a_gates_key_knows_every_source_of_the_kernel():
 
 def test_what_the_gates_look_for_is_found():
     """A kernel that has none of it does not pass."""
-    config = dataclasses.replace(of_row("mma", tiles.TABLES["mma"][0]), blocks_per_sm=4)
+    config = dataclasses.replace(of_row("mma", rows(tiles.TABLES, "mma")[0]), blocks_per_sm=4)
     made = assembler.Assembled(
         b"", "ptxas info: Used 255 registers\n16 bytes stack frame, 8 bytes spill stores\n(C7510) serialized"
     )

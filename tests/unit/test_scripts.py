@@ -137,7 +137,7 @@ from numba_flash.problem.options import uses
 
 def kernel(head_dim, value):
     made = uses(mask_mod=Function.of("mask_mod", lambda b, h, i, j: j <= i + value))
-    return WgmmaDqConfig("wgmma_dq", "float16", head_dim, head_dim, 64, 64, uses=made), (9, 0)
+    return WgmmaDqConfig("float16", head_dim, head_dim, 64, 64, uses=made), (9, 0)
 
 def compile_one(job):
     if job[0].head_dim == 32:

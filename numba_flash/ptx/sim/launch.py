@@ -115,7 +115,7 @@ def run(
 ) -> None:
     """Make a kernel with @cuda.jit and run it. Exceptions in it are raised here, with thread and block.
 
-    arrays, values: what the kernel takes (select/arguments.py), with arrays where it sees pointers. A NamedTuple of
+    arrays, values: what the kernel takes (abi/arguments.py), with arrays where it sees pointers. A NamedTuple of
     arrays is one parameter; those of a plain tuple are parameters of their own.
     tensor_maps: (number of the operand whose memory it describes, TensorMap) in the kernel's order. A kernel
     that has some takes a first parameter more, which stands for their 128 bytes each and is 0 here. cluster: how
@@ -216,6 +216,9 @@ def _instead_of_numbas(numba_kernel: Any, memory: Any, cluster: int) -> Iterator
                 seen.add(value)
                 swap(value.fn, simulated)
             return value.fn
+        if isinstance(value, tuple) and hasattr(value, "_fields"):  # such as device functions from another make
+            members = [instead(member, simulated) for member in value]
+            return type(value)(*members) if any(x is not y for x, y in zip(members, value, strict=True)) else value
         return numbers.get(id(value), value)
 
     def call(kernel: Any, *arguments: Any) -> Any:

@@ -5,10 +5,10 @@ import pytest
 from helpers.instructions import TILE, launch, misuse, random
 from numba import cuda
 
+from numba_flash.abi.tensor_maps import TensorMap
 from numba_flash.arrays.making import aligned_memory
 from numba_flash.ptx.sim import fence, ld_st, mbarrier, memory, shared, tma
 from numba_flash.ptx.sim.errors import InstructionError
-from numba_flash.select.tensor_maps import TensorMap
 
 BOX = (32, 4, 2)  # 64 bytes a row
 

@@ -8,9 +8,9 @@ no more than a bit or two.
 
 import math
 
-from ..config.states_of_tiles import STATES_IN_WORD, StatesTile
 from ..functions.arguments import reads_argument
 from ..problem.forward import Problem
+from .parameters import STATES_IN_WORD, StatesTile
 
 B, H = 0, 1  # the indices of these arguments of a mask_mod
 

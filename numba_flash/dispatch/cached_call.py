@@ -1,10 +1,9 @@
-"""The short path of a repeated call: arrays of NumPy, CuPy or torch and plain options, with a plan that launches by
-addresses.
+"""The fast path of a repeated call. It takes arrays of NumPy, CuPy or torch, options that are neither arrays nor
+functions nor a seed, and a launch that needs only addresses.
 
 `prepare` creates an Array for every argument of a call, and a key of their Layouts. For a tiny problem that takes
-longer than the kernel. So `forward.find` and `backward.find` read all arrays in one go (arrays/one_go.py). In the memo
-that also holds the plans they look up what `run` has stored for a call with the same facts: how its results are
-allocated and what starts its launch. If nothing is stored, or the call has other options, `run` prepares it.
+longer than the kernel. So `find` reads q, k and v in one pass (arrays/fast_path.py) and looks up a cached call: how the
+results are allocated and what starts the launch. `run` stores it after the first call with the same key.
 """
 
 from collections.abc import Callable
@@ -13,29 +12,19 @@ from typing import Any, NamedTuple
 from .. import arrays
 from ..arrays import Array, Layout
 from ..problem.option_checks import window_sides
-from ..problem.options import ARRAY_NAMES, GRADIENT_OF, NO_NUMBERS, Options
+from ..problem.options import ARRAY_NAMES, GRADIENT_OF, Options
+from .call import Call
 from .launch import Addresses, Launch
 
 Made = tuple[tuple[int, ...], str]  # shape and dtype
 NO_OPTIONS = (0,) * len(ARRAY_NAMES)  # the addresses of a call without options
+NO_LSE_OR_OPTIONS = (0, *NO_OPTIONS)
 NO_GRADIENTS = (0,) * (len(GRADIENT_OF) - 3)  # of options
 
 
-def key_of_options(options: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The part of a key that describes the options; None if they have arrays, functions or a seed."""
-    causal, window, q_offset, numbers, option_arrays, functions, layout, seed = options
-    if not option_arrays is functions is seed is None or not (q_offset is None or isinstance(q_offset, int)):
-        return None
-    if window is not None:
-        window = window_sides(window)
-    # 1 and True are equal as keys, but causal= accepts only one of them
-    types = type(q_offset), type(causal), None if numbers is NO_NUMBERS else tuple(map(type, numbers))
-    return causal, window, q_offset, numbers, layout, types
-
-
-def is_repeatable(launch: Launch, *given: Any) -> bool:
-    """Whether later calls like this one, whose key is known, may use what was found for it."""
-    return launch.by_addresses and all(type(x) in arrays.one_go for x in given)
+def is_cacheable(launch: Launch, *given: Any) -> bool:
+    """Whether later calls with the same key can take the fast path. given: the arrays."""
+    return launch.by_addresses and all(arrays.fast_paths[type(x)] for x in given)
 
 
 class _Device(NamedTuple):
@@ -46,7 +35,7 @@ class _Device(NamedTuple):
     current_stream: Callable[[int], int]
 
     @staticmethod
-    def of(family: arrays.OneGo, layout: Layout) -> "_Device | None":
+    def of(family: arrays.FastPath, layout: Layout) -> "_Device | None":
         if layout.device is None:
             return None
         assert family.current_stream is not None
@@ -57,8 +46,8 @@ class _Device(NamedTuple):
         return Array(address, self.layout, q), self.current_stream(self.number)
 
 
-class Forward(NamedTuple):
-    """What `forward.run` does for a repeated call. options and kernel: those of the first such call."""
+class CachedForward(NamedTuple):
+    """What a repeated call of attention() does. options and kernel: those of the first such call."""
 
     start: Callable[..., None]
     make_o: Callable[[Any], Any]
@@ -71,17 +60,15 @@ class Forward(NamedTuple):
     bounds: tuple[tuple[int, int], ...]  # the byte ranges of q, k, v and o, relative to their addresses
 
     @staticmethod
-    def of(
-        launch: Launch, q: Any, layouts: list[Layout], o: Made, lse: Made | None, options: Any, kernel: Any
-    ) -> "Forward":
+    def of(launch: Launch, call: Call, layouts: list[Layout], o: Made, lse: Made | None) -> "CachedForward":
         """layouts: of q, k, v and o; o, lse: their shapes and dtypes."""
-        family, layout = arrays.one_go[type(q)], layouts[0]
+        family, layout = arrays.fast_paths[type(call.operands[0])], layouts[0]
         makers = family.maker(layout, *o), None if lse is None else family.maker(layout, *lse)
-        given = Options(*options)
-        given = given._replace(window=given.window and window_sides(given.window))  # a list might be changed
+        options = call.options
+        options = options._replace(window=options.window and window_sides(options.window))  # a list might be changed
         bounds = tuple([each.byte_bounds for each in layouts])
         own = launch.shortest(), *makers, family.address, family.note_writing
-        return Forward(*own, _Device.of(family, layout), given, kernel, bounds)
+        return CachedForward(*own, _Device.of(family, layout), options, call.kernel, bounds)
 
     def overlaps(self, addresses: Addresses) -> bool:
         """Whether an input's first or last byte lies inside out, or the other way round. addresses: of q, k, v, out."""
@@ -99,16 +86,16 @@ class Forward(NamedTuple):
         start, make_o, make_lse, address, note_writing, device, _, _, _ = self
         if out is None:
             o = make_o(q)
-            addresses = (*addresses, address(o))
+            addresses += (address(o),)
         else:
             o = out
             if note_writing is not None:
                 note_writing(o)
         if make_lse is None:
-            lse, every = None, (*addresses, 0, *NO_OPTIONS)
+            lse, every = None, addresses + NO_LSE_OR_OPTIONS
         else:
             lse = make_lse(q)
-            every = (*addresses, address(lse), *NO_OPTIONS)
+            every = addresses + (address(lse),) + NO_OPTIONS  # faster than (*addresses, ...)
         if device is None:
             start(every)
         else:
@@ -116,8 +103,8 @@ class Forward(NamedTuple):
         return o, lse
 
 
-class Backward(NamedTuple):
-    """What `backward.run` does for a repeated call."""
+class CachedBackward(NamedTuple):
+    """What a repeated call of attention_backward() does."""
 
     start: Callable[..., None]
     makers: tuple[Callable[[Any], Any] | None, ...]  # of dq, dk and dv
@@ -125,11 +112,11 @@ class Backward(NamedTuple):
     device: _Device | None
 
     @staticmethod
-    def of(launch: Launch, q: Any, layout: Layout, shapes: tuple[Made | None, ...]) -> "Backward":
+    def of(launch: Launch, q: Any, layout: Layout, shapes: tuple[Made | None, ...]) -> "CachedBackward":
         """shapes: of dq, dk and dv, None for those that are not wanted."""
-        family = arrays.one_go[type(q)]
+        family = arrays.fast_paths[type(q)]
         makers = tuple([what and family.maker(layout, *what) for what in shapes])
-        return Backward(launch.shortest(), makers, family.address, _Device.of(family, layout))
+        return CachedBackward(launch.shortest(), makers, family.address, _Device.of(family, layout))
 
     def run(self, q: Any, inputs: Addresses, incoming: Addresses) -> tuple[Any, Any, Any]:
         """dq, dk, dv, None for those that are not wanted. inputs: the addresses of q, k and v; incoming: of o, lse and

@@ -1,8 +1,7 @@
-"""Fast path: reads from q, k and v in one pass what the key of a plan needs.
+"""Fast path: read from three arrays in one pass what the key of a cached call needs.
 
-`read` makes an Array of each and looks its Layout up. Here the same facts come as they are, as the part of a key, in
-half the time. A tiny problem takes 5 us in torch's own attention, so it counts there. The families that people call
-most have this: torch, CuPy and NumPy.
+`read` makes an Array of each and looks up its Layout. Here the same facts are read as they are, in half the time. That
+counts: torch's own attention takes 5 us for a tiny problem. torch, CuPy and NumPy have a fast path.
 """
 
 import functools
@@ -13,29 +12,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .layout import Layout, contiguous_like, host_pointer, numpy_dtype
+from .layout import Layout, contiguous_like, host_pointer, host_pointers, numpy_dtype
 
 Maker = Callable[[Any], Any]
 Facts = tuple[Any, ...]
 
 
-class OneGo(NamedTuple):
-    """What the fast path needs to know of a family's arrays."""
+class FastPath(NamedTuple):
+    """What a repeated call asks of a library's arrays."""
 
-    # x, y, z -> their addresses; what else a plan follows from, which can be a key; and whether their library is to
-    # know of the call because one of them requires grad. None where only `read` knows what to make of them.
+    # x, y, z -> their addresses; a key of all else that a plan follows from; and whether the library must record the
+    # call because one of them requires grad. None if only `read` can tell.
     facts: Callable[[Any, Any, Any], tuple[tuple[int, int, int], Facts, bool] | None]
-    # an array to write to -> its address and the same of it
+    # an array to write to -> its address and the same key of it
     facts_of_output: Callable[[Any], tuple[int, Facts] | None]
     maker: Callable[[Layout, tuple[int, ...], str], Maker]  # layout of q, shape, dtype -> q -> new array
     address: Callable[[Any], int]
     current_stream: Callable[[int], int] | None  # of a CUDA device; None where the library knows none
-    note_writing: Callable[[Any], None] | None  # before an array of the caller's is written; None where nobody asks
+    note_writing: Callable[[Any], None] | None  # called before an array of the caller's is written; None: not needed
 
 
 @functools.lru_cache(maxsize=20_000)
 def torch_maker(like: Layout, shape: tuple[int, ...], dtype: str) -> Maker:
-    """What makes of a tensor with the layout `like` a new contiguous one, in the quickest way that torch has."""
+    """The quickest function of torch that makes a new contiguous tensor from one with the layout `like`."""
     torch = sys.modules["torch"]
     if contiguous_like(like, shape, dtype) is like:
         return torch.empty_like  # 0.8 us sooner than new_empty (H200)
@@ -45,7 +44,7 @@ def torch_maker(like: Layout, shape: tuple[int, ...], dtype: str) -> Maker:
 
 @functools.lru_cache(maxsize=20_000)
 def cupy_maker(like: Layout, shape: tuple[int, ...], dtype: str) -> Maker:
-    """The same of CuPy's, on the device of `like`."""
+    """The same for CuPy, on the device of `like`."""
     cuda, ndarray = sys.modules["cupy"].cuda, sys.modules["cupy"].ndarray  # what cupy.empty() makes one call later
     of_dtype, device = numpy_dtype(dtype), like.device
     if cuda.runtime.getDeviceCount() == 1:
@@ -63,13 +62,13 @@ def cupy_maker(like: Layout, shape: tuple[int, ...], dtype: str) -> Maker:
 
 @functools.lru_cache(maxsize=20_000)
 def numpy_maker(like: Layout, shape: tuple[int, ...], dtype: str) -> Maker:
-    """The same of NumPy's."""
+    """The same for NumPy."""
     empty, of_dtype = np.empty, numpy_dtype(dtype)
     return lambda x: empty(shape, of_dtype)
 
 
 @functools.cache
-def of_torch() -> OneGo:
+def of_torch() -> FastPath:
     torch = sys.modules["torch"]
     dispatch_modes, function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
     transforms, forward_ad = torch._C._are_functorch_transforms_active, torch.autograd.forward_ad
@@ -103,13 +102,13 @@ def of_torch() -> OneGo:
             return None
 
     stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # not there in a torch for CPUs
-    return OneGo(
+    return FastPath(
         facts, facts_of_output, torch_maker, torch.Tensor.data_ptr, stream, torch.autograd.graph.increment_version
     )
 
 
 @functools.cache
-def of_cupy() -> OneGo:
+def of_cupy() -> FastPath:
     cupy = sys.modules["cupy"]
     current = cupy.cuda.get_current_stream
 
@@ -132,19 +131,22 @@ def of_cupy() -> OneGo:
         return data.ptr, (type(x), x.shape, x.strides, x.dtype, data.device_id)
 
     address = operator.attrgetter("data.ptr")
-    return OneGo(facts, facts_of_output, cupy_maker, address, lambda device: current(device).ptr, None)
+    return FastPath(facts, facts_of_output, cupy_maker, address, lambda device: current(device).ptr, None)
 
 
 def _numpy_facts(x: Any, y: Any, z: Any) -> Any:
     kind = np.ndarray
     if type(x) is not kind or type(y) is not kind or type(z) is not kind:
         return None
-    addresses = host_pointer(x), host_pointer(y), host_pointer(z)
-    return addresses, (x.shape, y.shape, z.shape, x.strides, y.strides, z.strides, x.dtype, y.dtype, z.dtype), False
+    return (
+        host_pointers(x, y, z),
+        (x.shape, y.shape, z.shape, x.strides, y.strides, z.strides, x.dtype, y.dtype, z.dtype),
+        False,
+    )
 
 
 def _numpy_facts_of_output(x: Any) -> Any:
     return (host_pointer(x), (x.shape, x.strides, x.dtype)) if x.flags.writeable else None
 
 
-NUMPY = OneGo(_numpy_facts, _numpy_facts_of_output, numpy_maker, host_pointer, None, None)
+NUMPY = FastPath(_numpy_facts, _numpy_facts_of_output, numpy_maker, host_pointer, None, None)

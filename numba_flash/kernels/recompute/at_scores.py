@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from numba import int64, uint32
 
+from ..score.mask_bits import ENDS, PIECE
+from ..score.reads import bits_of_keys, bits_of_queries
 from ..steps import elements
 from ..steps.inlined import inlined
-from .mask_bits import ENDS, PIECE
-from .reads import bits_of_keys, bits_of_queries
 
 
 class AtScores(NamedTuple):

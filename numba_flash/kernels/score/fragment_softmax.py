@@ -15,13 +15,11 @@ idea of FlashAttention-4).
 from numba import uint32
 
 from ...ptx import cvt, local, vote
-from ..score import sum_terms
-from ..score.fragments import exponential_of
-from ..score.stage import exponent_unit
-from . import numbers
-from .inlined import inlined
-
-LN_2 = 0.6931471805599453
+from ..steps import numbers
+from ..steps.inlined import inlined
+from ..steps.units import LN_2, exponent_unit
+from . import sum_terms
+from .fragments import exponential_of
 
 
 def make(config, strips):
@@ -38,7 +36,7 @@ def make(config, strips):
 
 def make_shifted(config, strips, shifted):
     """Likewise. shifted: update takes what a score is multiplied by, and what is added to all scores of a row then
-    (kernels/score/one_side.py); otherwise it reads no shift."""
+    (kernels/wgmma/one_side.py); otherwise it reads no shift."""
     blocks = config.tile_n // 8
     rows = 2 * strips
     scores_finished = config.scores_finished  # the scores are already in their own units (score/stage.py)

@@ -3,10 +3,10 @@
 from numba import int64, uint32
 
 from ...ptx import cvt, ld_st, memory, shfl, stmatrix
-from .inlined import inlined
-from .integers import divide
-from .plain import panel_offset
-from .tiles import row_base
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.plain import panel_offset
+from ..steps.sequence import queries_of, query_row
 
 
 def make(config):
@@ -63,12 +63,13 @@ def make(config):
     @inlined
     def write_rows(lane_row, lane_column, lane, row_states, acc_o, inverse, words, tile, arrays, strides, sizes):
         """Writes a warp's 16 rows of O from its registers to global memory, except those that are not finite."""
+        sequence = queries_of(tile.b, arrays, strides, sizes)
         for r in range(2):
             row = lane_row + 8 * r
             query = divide(row, config.group_size)
             index = tile.first_query + query
-            at = row_base(strides.o, tile.b, tile.h + row - query * config.group_size, index)
-            here = index < sizes.seqlen_q and ld_st.load_b32(row_states + row * config.ROW_STATE_BYTES) == 0
+            at = query_row(strides.o, sequence, tile.h + row - query * config.group_size, index)
+            here = index < sequence.seqlen_q and ld_st.load_b32(row_states + row * config.ROW_STATE_BYTES) == 0
             if config.o_vectorized:
                 for n in range(o_words):
                     words[n] = output_pair(acc_o, inverse, n, r)

@@ -18,7 +18,7 @@ from numba import float32, int32, int64, uint32
 from ...ptx import vote
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from .stage import LOG2_E
+from ..steps.units import LOG2_E
 
 LEAST_SCALE, STEEPEST = 1e-30, 1e30  # within these limits no number overflows
 FAR = 2**30  # a position: tiles further away are not linear
