@@ -17,8 +17,7 @@ from ..score import at_position, counts, fragments, user
 from ..score.stage import FragmentAt
 from ..steps import elements, lse_delta, numbers
 from ..steps.inlined import TRUE, inlined
-from ..steps.integers import divide
-from ..steps.sequence import key_row, query_row
+from ..steps.sequence import key_row, kv_head, query_row
 from . import at_scores
 
 
@@ -29,9 +28,7 @@ class Pairs(NamedTuple):
     gradients: Callable[..., Any]  # -> (the weight in dV, dS times scale), both 0 where the query does not see the key
     clear: Callable[..., Any]  # (row_sum, columns): row_sum <- 0
     add: Callable[..., Any]  # (row_sum, weight, source, at, columns, lane): row_sum += weight * the row at `at`
-    store: Callable[
-        ..., Any
-    ]  # (row_sum, factor, target, at, stride, columns, lane): the row at `at` <- factor * row_sum
+    store: Callable[..., Any]  # (row_sum, factor, target, at, stride, columns, lane): the row <- factor * row_sum
 
 
 @functools.cache
@@ -55,8 +52,8 @@ def make(config: Any, of_keys: bool = False, of_ds: bool = True) -> Pairs:
 
     @inlined
     def product_of(sequence, h, query, key, lane, arrays, strides, sizes):
-        h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
-        q_at, k_at = query_row(strides.q, sequence, h, query), key_row(strides.k, sequence, h_kv, key)
+        q_at = query_row(strides.q, sequence, h, query)
+        k_at = key_row(strides.k, sequence, kv_head(h, sizes), key)
         return dot(arrays.q, q_at, arrays.k, k_at, config.head_dim, lane)
 
     @inlined
@@ -81,8 +78,8 @@ def make(config: Any, of_keys: bool = False, of_ds: bool = True) -> Pairs:
         product = product_of(sequence, h, query, key, lane, arrays, strides, sizes)
         dp = made.real(0)
         if of_ds:
-            h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
-            do_at, v_at = query_row(strides.do, sequence, h, query), key_row(strides.v, sequence, h_kv, key)
+            do_at = query_row(strides.do, sequence, h, query)
+            v_at = key_row(strides.v, sequence, kv_head(h, sizes), key)
             dp = dot(arrays.do, do_at, arrays.v, v_at, config.head_dim_v, lane)
         lse, delta = lse_and_delta(sequence, h, query, arrays, sizes)
         at = at_position(sequence.b, int32(h), int32(query), int32(key), query + sequence.q_start)

@@ -17,8 +17,7 @@ from ...ptx import ld_st, local
 from ..score import at_key, counts, fragments, sum_terms
 from ..steps import numbers
 from ..steps.inlined import inlined
-from ..steps.integers import divide
-from ..steps.sequence import key_row, lse_row, query_of, query_row
+from ..steps.sequence import key_row, kv_head, lse_row, query_of, query_row
 from ..steps.sequence import make as make_sequence
 from ..steps.units import exponent_unit
 from . import pairs
@@ -64,10 +63,7 @@ def make(config: Any, warp_rows: int) -> Any:
     @inlined
     def recompute_rows(first_row, lane, row_states, tile, arrays, strides, sizes, score):
         """One warp computes its marked rows from first_row on, of a QueryTile."""
-        sequence, h_kv = (
-            sequence_of(tile.b, arrays, strides, sizes),
-            divide(tile.h, divide(sizes.heads, sizes.heads_kv)),
-        )
+        sequence, h_kv = sequence_of(tile.b, arrays, strides, sizes), kv_head(tile.h, sizes)
         queries_left = int32(min(sequence.seqlen_q - tile.first_query, config.queries))
         first_column = tile.part * config.group_columns
         columns = int32(min(config.head_dim_v - first_column, config.group_columns))

@@ -24,9 +24,8 @@ def make(config):
     part = config.other_rows // groups  # rows of the other tile for which a warp computes scores
     blocks = part // 8  # of 8 columns of scores
     columns = config.group_columns
-    whole = (
-        config.head_dim_padded == config.head_dim_v_padded == columns * groups
-    )  # every warp of a group has all of its columns
+    # whether every warp of a group has all of its columns
+    whole = config.head_dim_padded == config.head_dim_v_padded == columns * groups
     product = mma.m16n8k16_f16 if config.dtype == "float16" else mma.m16n8k16_bf16
     x4, x4_trans, store_b32 = ldmatrix.x4, ldmatrix.x4_trans, ld_st.store_b32
 
