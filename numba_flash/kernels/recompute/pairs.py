@@ -24,7 +24,7 @@ from . import at_scores
 class Pairs(NamedTuple):
     """Device functions. row_sum: of a row of so many columns, those of the lane: lane, lane + 32 and so on."""
 
-    score: Callable[..., Any]  # -> the score, in its own units (score/stage.py), or -inf
+    score: Callable[..., Any]  # -> the score, in the scores' unit (steps/units.py), or -inf
     gradients: Callable[..., Any]  # -> (the weight in dV, dS times scale), both 0 where the query does not see the key
     clear: Callable[..., Any]  # (row_sum, columns): row_sum <- 0
     add: Callable[..., Any]  # (row_sum, weight, source, at, columns, lane): row_sum += weight * the row at `at`
@@ -34,7 +34,7 @@ class Pairs(NamedTuple):
 @functools.cache
 def make(config: Any, of_keys: bool = False, of_ds: bool = True) -> Pairs:
     """of_keys: the mask's bits have keys as rows. of_ds: otherwise dS is 0."""
-    made, reads, dropout = numbers.of(config.compute_dtype), at_scores.make(config, of_keys), counts.make(config)
+    made, reads, dropout_factor = numbers.of(config.compute_dtype), at_scores.make(config, of_keys), counts.make(config)
     load, store_element = elements.loader(config.dtype, made.real), elements.storer(config.dtype)
     chain, (_, weight_or_zero) = fragments.chain(config), fragments.weights_at(config)
     apply, apply_with_slope = user.both(config, False), user.both(config, of_ds)
@@ -91,7 +91,7 @@ def make(config: Any, of_keys: bool = False, of_ds: bool = True) -> Pairs:
             here = in_fragment(sequence, h, query, key, arrays, strides)
             p, derivative = weight_or_zero(product, here, score, lse)
             if p != 0:
-                factor = dropout(at, arrays, sizes, score)
+                factor = dropout_factor(at, arrays, sizes, score)
                 if factor != 0:  # no NaN from a key whose weight was dropped
                     weight, dp = p * factor, dp * factor
                 else:

@@ -4,7 +4,7 @@ It is listing 5 of docs/algorithm.md, lines 13 to 17 and, at the end, lines 19 a
 
 The four lanes of a quad hold a row's scores. Every tile needs the row's maximum in all four lanes, so only the maximum
 is exchanged. Each lane keeps its own sum; `finish` adds up the four. Exponents are powers of 2: with m the running
-maximum in units of log2(e), p = 2^(s * scale_log2 - m).
+maximum in log2, p = 2^(s * scale_log2 - m).
 
 With config.rescale_threshold m may be below the true maximum by at most that many powers of two, so p is at most
 2^rescale_threshold. The result is the same, since O and l have the same factor, and no number comes near the limits of
@@ -39,8 +39,8 @@ def make_shifted(config, strips, shifted):
     (kernels/wgmma/one_side.py); otherwise it reads no shift."""
     blocks = config.tile_n // 8
     rows = 2 * strips
-    scores_finished = config.scores_finished  # the scores are already in their own units (score/stage.py)
-    natural = exponent_unit(config) == 1.0  # rescale_threshold and lse are in these units, too
+    scores_finished = config.scores_finished  # the scores are already in the scores' unit (steps/units.py)
+    natural = exponent_unit(config) == 1.0  # rescale_threshold and lse are in this unit, too
     real, _, lg2, rcp, maximum, bfly, _, minus_inf, lowest = numbers.of(config.compute_dtype)
     rescale_threshold = real(config.rescale_threshold * LN_2 if natural else config.rescale_threshold)
     exponential, of_log2 = exponential_of(config), real(LN_2 if natural else 1.0)
@@ -54,7 +54,7 @@ def make_shifted(config, strips, shifted):
 
     @inlined
     def in_units(s, factor):
-        """A score in units of log2(e), but for its shift; a finished score stays in its own units."""
+        """A score in log2, but for its shift; a finished score stays in the scores' unit."""
         return s if scores_finished and not shifted else s * factor
 
     @inlined
@@ -131,7 +131,7 @@ def make_shifted(config, strips, shifted):
     @inlined
     def finish(m, l, alpha, lse):
         """l <- sums of whole rows; alpha (rows,) <- 1 / l, or 0; lse (rows,) <- log of the sum of exponentials, in the
-        scores' units. If the sum has a term that belongs to no key (kernels/score/sum_terms.py), lse holds that term on
+        scores' unit. If the sum has a term that belongs to no key (kernels/score/sum_terms.py), lse holds that term on
         entry.
 
         A row without keys gets 0 and -inf, or that term.

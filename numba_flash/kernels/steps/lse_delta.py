@@ -1,7 +1,7 @@
 """lse and delta of every query in the layout that the tensor-core backward reads. kernels/mma/backward_preprocess.py
 computes them once.
 
-lse is in the scores' units (kernels/score/stage.py), and +inf for a query that sees no key, so that its weights become
+lse is in the scores' unit (kernels/steps/units.py), and +inf for a query that sees no key, so that its weights become
 0. -delta stands beside it. Blocks of 16 queries hold BLOCK_WORDS float32 numbers: 16 lse, then 16 -delta. Within both,
 the four columns that a lane has of every 16 (ptx/fragments.py) are contiguous. A head has `row_blocks` blocks; queries
 of the last one that do not exist have +inf and 0.
@@ -81,7 +81,7 @@ def delta_of_row(config):
 
 
 def of_query(config):
-    """-> of_query(sequence, h, query, arrays, sizes), a device function: lse in the scores' units, +inf if the query
+    """-> of_query(sequence, h, query, arrays, sizes), a device function: lse in the scores' unit, +inf if the query
     sees no key or does not exist, and delta. It reads the blocks; in float32 and float64, what the forward and the
     delta kernel wrote."""
     of_blocks, minus_delta_at = ITEM_SIZE[config.dtype] == 2, MINUS_DELTA
@@ -136,7 +136,7 @@ def staged(config, rows, threads):
 
     @inlined
     def of_pair(lse, delta, rows_smem, column):
-        """lse, delta (2,) <- those of query `column`, an even one, and the next: lse in the scores' units, +inf if the
+        """lse, delta (2,) <- those of query `column`, an even one, and the next: lse in the scores' unit, +inf if the
         query sees no key."""
         pair(lse, int32(rows_smem + column * size))
         pair(delta, int32(rows_smem + (rows + column) * size))

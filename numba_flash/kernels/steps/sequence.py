@@ -38,7 +38,7 @@ class Query(NamedTuple):
 
 @functools.cache
 def make(config: Any) -> Any:
-    """-> sequence_of(b, arrays, strides, sizes): the Sequence of batch entry b. Fields that nobody uses cost nothing."""
+    """-> sequence_of(b, arrays, strides, sizes): the Sequence of batch entry b. Unused fields cost nothing."""
     has_seqlens_k, source = config.has("seqlens_k"), config.q_offset_source
     from_array, from_seqlens_k = source == "array", source == "seqlens_k"
 
