@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from numba import int32
 
-from ..score import at_position, counts, fragments, user
+from ..score import at_position, dropout, fragments, user
 from ..score.stage import FragmentAt
 from ..steps import elements, lse_delta, numbers
 from ..steps.inlined import TRUE, inlined
@@ -22,10 +22,11 @@ from . import at_scores
 
 
 class Pairs(NamedTuple):
-    """Device functions. row_sum: of a row of so many columns, those of the lane: lane, lane + 32 and so on."""
+    """Device functions. PAIR is (sequence, h, query, key, lane, arrays, strides, sizes, score). row_sum: of a row's
+    columns, those of the lane: lane, lane + 32 and so on."""
 
-    score: Callable[..., Any]  # -> the score, in the scores' unit (steps/units.py), or -inf
-    gradients: Callable[..., Any]  # -> (the weight in dV, dS times scale), both 0 where the query does not see the key
+    score: Callable[..., Any]  # PAIR -> the score, in the scores' unit (steps/units.py), or -inf
+    gradients: Callable[..., Any]  # PAIR -> (the weight in dV, dS times scale); both 0 if the key is not seen
     clear: Callable[..., Any]  # (row_sum, columns): row_sum <- 0
     add: Callable[..., Any]  # (row_sum, weight, source, at, columns, lane): row_sum += weight * the row at `at`
     store: Callable[..., Any]  # (row_sum, factor, target, at, stride, columns, lane): the row <- factor * row_sum
@@ -34,9 +35,10 @@ class Pairs(NamedTuple):
 @functools.cache
 def make(config: Any, of_keys: bool = False, of_ds: bool = True) -> Pairs:
     """of_keys: the mask's bits have keys as rows. of_ds: otherwise dS is 0."""
-    made, reads, dropout_factor = numbers.of(config.compute_dtype), at_scores.make(config, of_keys), counts.make(config)
+    made, dropout_factor = numbers.of(config.compute_dtype), dropout.make(config)
     load, store_element = elements.loader(config.dtype, made.real), elements.storer(config.dtype)
-    chain, (_, weight_or_zero) = fragments.chain(config), fragments.weights_at(config)
+    reads, chain = at_scores.make(config, of_keys), fragments.chain(config)
+    _, weight_or_zero = fragments.weights_at(config)
     apply, apply_with_slope = user.both(config, False), user.both(config, of_ds)
     inf, lse_and_delta = made.real(math.inf), lse_delta.of_query(config)
 

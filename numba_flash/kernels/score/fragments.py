@@ -173,9 +173,9 @@ class Tile(NamedTuple):
     """Device functions for the scores of one tile, and the registers they need."""
 
     mask_words: int  # uint32 of mask bits for a lane's rows
-    visible: Callable[..., Any]
-    finish: Callable[..., Any]
-    mask: Callable[..., Any]
+    visible: Callable[..., Any]  # (j, first_row, lane, tile_pos, left, right, keys, mask_bits, distance)
+    finish: Callable[..., Any]  # (acc_s, terms, distance, loaded, score)
+    mask: Callable[..., Any]  # (acc_s, mask_bits)
 
 
 @functools.cache

@@ -43,13 +43,13 @@ class Reads(NamedTuple):
     bits_words: int
     bias_type: Any
     origin: Callable[..., Any]  # (b, h, first_row, arrays, strides) -> Origin
-    load: Callable[..., Any]  # both of the following
-    load_bias: Callable[..., Any]
-    load_bits: Callable[..., Any]  # needed only if the mask hides something
-    added: Callable[..., Any]
-    hide: Callable[..., Any]
-    some_hidden: Callable[..., Any]
-    ranges: Callable[..., Any]
+    load: Callable[..., Any]  # load_bias and load_bits: (loaded, bits, then as load_bits, inside)
+    load_bias: Callable[..., Any]  # (loaded, j, origin, first_row, lane, strides, sizes, inside)
+    load_bits: Callable[..., Any]  # (bits, j, origin, first_row, lane, arrays, strides, sizes): if the mask hides some
+    added: Callable[..., Any]  # (loaded, r, n, i) -> the bias of a score
+    hide: Callable[..., Any]  # (mask_bits, bits, masked)
+    some_hidden: Callable[..., Any]  # (mask_bits) -> whether the mask hides any of the warp's scores
+    ranges: Callable[..., Any]  # (b, h, heads, first_row, end_row, arrays, strides, sizes) -> two ranges of columns
 
 
 @inlined
