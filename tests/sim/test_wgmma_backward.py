@@ -28,7 +28,7 @@ from numba_flash.arrays import making
 from numba_flash.config import wgmma_backward
 from numba_flash.config.wgmma_backward import WgmmaFusedConfig
 from numba_flash.dispatch import backward as dispatch
-from numba_flash.dispatch import launch_backward
+from numba_flash.dispatch import launch
 from numba_flash.kernels.recompute import keys as recompute_keys
 from numba_flash.kernels.recompute import queries as recompute_queries
 from numba_flash.kernels.steps import dq_order
@@ -243,7 +243,7 @@ def test_persistent_blocks(
     rung, batch, heads, seqlen_q, seqlen_k, head_dim, options, together, blocks,
     one_kernel, monkeypatch, key_tiles_of_blocks,
 ):  # fmt: skip
-    monkeypatch.setattr(launch_backward, "blocks_at_a_time", lambda _: blocks)
+    monkeypatch.setattr(launch, "blocks_at_a_time", lambda _: blocks)
     if not together:
         monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
     rung.check(rung.problem(seqlen_q, seqlen_k, batch=batch, heads=heads, head_dim=head_dim), **options)
@@ -255,7 +255,7 @@ def test_persistent_blocks_do_not_overwrite_operands_of_products(
 ):
     """The next K and V come as soon as their place is given back, which is behind the last dQ. From head_dim 65 on dK
     takes the place of a dS from which the other warpgroup makes its dQ."""
-    monkeypatch.setattr(launch_backward, "blocks_at_a_time", lambda _: 1)
+    monkeypatch.setattr(launch, "blocks_at_a_time", lambda _: 1)
     rung.check(rung.problem(20, 140, batch=1, heads=2, head_dim=head_dim))
 
 
@@ -271,7 +271,7 @@ def test_dk_waits_for_the_other_warpgroup(rung, one_kernel, monkeypatch, key_til
         together(instruction, *given)
 
     monkeypatch.setattr(wgmma, "together", late)
-    monkeypatch.setattr(launch_backward, "blocks_at_a_time", lambda _: 1)
+    monkeypatch.setattr(launch, "blocks_at_a_time", lambda _: 1)
     rung.check(rung.problem(20, 140, batch=1, heads=1, head_dim=72))
 
 
@@ -280,8 +280,8 @@ def test_dk_waits_for_the_other_warpgroup(rung, one_kernel, monkeypatch, key_til
 def test_only_nonfinite_heads_are_recomputed(rung, seqlen_k, one_kernel, key_tiles_of_blocks, monkeypatch):
     make, seen = recompute_queries.make, set()
 
-    def made(config):
-        repair = make(config)
+    def made(config, *more):
+        repair = make(config, *more)
 
         def recorded(nonfinite, first_row, lane, tile, *more):
             seen.add((int(tile.b), int(tile.h)))
@@ -290,7 +290,7 @@ def test_only_nonfinite_heads_are_recomputed(rung, seqlen_k, one_kernel, key_til
         return recorded
 
     monkeypatch.setattr(recompute_queries, "make", made)
-    monkeypatch.setattr(launch_backward, "blocks_at_a_time", lambda _: 1)
+    monkeypatch.setattr(launch, "blocks_at_a_time", lambda _: 1)
     case = rung.problem(8, seqlen_k, batch=3, heads=1, head_dim=8)
     case.q[0, 0, 3, 2], case.k[1, 0, 35, 0] = np.nan, np.inf
     rung.check(case, causal=True)

@@ -14,7 +14,7 @@ from ..score import at_key, by_head, tile_walk, weights
 from ..score import make as make_score
 from ..steps import elements, rows, tiles
 from ..steps.inlined import TRUE, inlined
-from ..steps.sequence import key_range, lse_row, query_of
+from ..steps.sequence import key_range, kv_head, lse_row, query_of
 
 
 class RowTiles(NamedTuple):
@@ -105,7 +105,7 @@ def make(config: Any, of_product: bool, use: Any, products_at: int = 0) -> DsRow
 
         sums: what `use` adds to. -> the thread's share of the gradient of a number of the head.
         """
-        thread, h_kv = cuda.threadIdx.x, h // (sizes.heads // sizes.heads_kv)
+        thread, h_kv = cuda.threadIdx.x, kv_head(h, sizes)
         cuda.syncthreads()  # everyone is done with the tiles before
         # line 1: load Q_i, dO_i
         load_q(tiles.q, arrays.q, strides.q, sequence, h, first_row, thread)

@@ -210,7 +210,7 @@ def make(config):
         p_frag = local.array(frag_count, uint32)  # (tile_m / 8, 2)
         ds_frag = local.array(frag_count, uint32)  # (tile_m / 8, 2)
         mask_bits = local.array(keys.mask_words, uint32)
-        kept = local.array(keys.kept_words, uint32)  # which weights count (kernels/score/counts.py)
+        kept = local.array(keys.kept_words, uint32)  # which weights count (kernels/score/dropout.py)
         distance = local.array(2, float32)
         me = int32(warpgroup - 1)  # which of the consumers
         elected = special.thread_index() & int32(31) == 0

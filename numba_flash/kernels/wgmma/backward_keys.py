@@ -10,7 +10,7 @@ import numpy as np
 from numba import float32, int32, int64, uint32
 
 from ...ptx import cvt, fence, griddepcontrol, ld_st, local, memory, special, tma, wgmma
-from ..score import counts, fragments
+from ..score import dropout, fragments
 from ..steps import lse_delta
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -109,7 +109,7 @@ def make(config):
     places = (plan.own_a, plan.own_b if of_dk else plan.own_a)
     if config.stays:
         places = (plan.ds, plan.ds + 64 * 128 if config.dq_panels == 1 else plan.ds)
-    count = counts.on_fragments(config, 1, tile_m)
+    count = dropout.on_fragments(config, 1, tile_m)
     drops, kept_of = count.present, count.of_keys
     write_outputs = backward_key_outputs.make(config, tile_n, *places)
     walk = backward_query_walk.make(config, whole_warp=False)

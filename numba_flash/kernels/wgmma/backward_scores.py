@@ -16,7 +16,7 @@ import numpy as np
 from numba import float32, int32, uint32
 
 from ...ptx import cvt, ld_st, local, special, vote
-from ..score import At, counts, fragments, gradient_functions, user
+from ..score import At, dropout, fragments, gradient_functions, user
 from ..score import reads as score_reads
 from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
@@ -41,7 +41,7 @@ class Own(NamedTuple):
 
     bits: Any  # which scores count
     shown: Any  # which the mask shows
-    kept: Any  # which weights count (kernels/score/counts.py)
+    kept: Any  # which weights count (kernels/score/dropout.py)
     loaded: Any  # bias (kernels/score/reads.py)
 
 
@@ -69,7 +69,7 @@ def make(config, of_keys):
     read = score_reads.make(config, 1, config.stream_rows, of_keys)
     boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), score_reads.halves(config.dtype_of("bias"))
     boxed, place_of_bias, load_boxed = boxes.present, boxes.place, boxes.load
-    count = counts.on_fragments(config, 1, config.stream_rows)
+    count = dropout.on_fragments(config, 1, config.stream_rows)
     asked = user.present(config)
     ask_mask_mod = gradient_functions.of_bits(config, config.stream_rows, of_keys)
     with_slope = user.make(config, "score_mod", of_ds) if has_score_mod else None

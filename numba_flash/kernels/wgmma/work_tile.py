@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from numba import int32, int64, uint32
 
 from ...ptx import ld_st, shfl, special
-from ..score import counts
+from ..score import dropout
 from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile
@@ -53,7 +53,7 @@ class Counting(NamedTuple):
 
 def counting(config):
     """-> Counting, for tiles of config.tile_n keys."""
-    drops, kept_words, kept_of, _, drop, scale = counts.on_fragments(config, 1, config.tile_n)
+    drops, kept_words, kept_of, _, drop, scale = dropout.on_fragments(config, 1, config.tile_n)
 
     @inlined
     def find_kept(j, work_tile, kept, arrays, sizes):
