@@ -7,7 +7,6 @@ import pytest
 from contracts import backward, dropout, forward, suite
 
 from numba_flash import testing
-from numba_flash.kernels.score import dropout as kernel_dropout
 from numba_flash.select import rungs
 
 TestDropout = suite(dropout)

@@ -131,7 +131,7 @@ class Measure(NamedTuple):
 
 
 MEASURES = (
-    Measure("lines of kernels", lambda: sum(map(lines_of, names("kernels"))), 17_323, 14_500, "a person can read them"),
+    Measure("lines of kernels", lambda: sum(map(lines_of, names("kernels"))), 17_247, 14_500, "a person can read them"),
     Measure(
         "lines of select and config",
         lambda: sum(map(lines_of, names("select", "config"))),
@@ -140,7 +140,7 @@ MEASURES = (
         "a choice is easier to read than what is chosen",
     ),
     Measure("tile rows", tile_rows, 192, 185, "each is compiled for every GPU, and has to be measured"),
-    Measure("functions of over 12 parameters", many_parameters, 10, 0, "arguments that belong together have a name"),
+    Measure("functions of over 12 parameters", many_parameters, 9, 0, "arguments that belong together have a name"),
     Measure("files of over 450 lines", long_files, 1, 0, "a file has one idea"),
     Measure("functions of over 80 own lines", long_functions, 9, 0, "a function that is no kernel fits on two screens"),
     Measure("barrier addresses by hand", barrier_addresses, 9, 0, "a ring of barriers is an object: wgmma/pipeline.py"),
@@ -149,7 +149,7 @@ MEASURES = (
     Measure(
         "lines before the first function of make",
         lines_before_functions,
-        1_260,
+        1_236,
         800,
         "a kernel begins with what it does",
     ),
