@@ -221,7 +221,7 @@ def wgmma_backward_float32_gates():
     """Rows of wgmma's backward in float32: plain, with columns that are not loaded four at a time, with all that it
     takes, and dK or dV alone."""
     for table, wanted in dict(wgmma_dkdv_float32=OF_KEYS, wgmma_dq_float32=OF_QUERIES).items():
-        for row in backward_tiles.rows_for(table, HOPPER):
+        for row in rows(backward_tiles.TABLES, table):
             odd = padded_rows(row.head_dim - 1)
             words, most = ("-lengths", LENGTHS) if row.plain else ("-rich", OPTIONS)
             served = {"": {}, "-odd": odd, words: most, f"{words}-odd": most | odd}
@@ -244,15 +244,15 @@ def wide_backward_gates():
     """Rows of the backward of mma in float32 and float64, plain, with all that it takes, and with functions."""
     for dtype, target, sm80 in (("float32", HOPPER, ""), ("float64", HOPPER, ""), ("float64", B200, "-sm80")):
         for kernel, wanted in dict(mma_dkdv=OF_KEYS, mma_dq=OF_QUERIES).items():
-            table = tiles.table_of(kernel, dtype)
-            for row in backward_tiles.rows_for(table, HOPPER):
+            table = f"{kernel}_{dtype}"
+            for row in rows(backward_tiles.TABLES, table):
                 served = {"": {}} | ({} if row.plain else {"-rich": OPTIONS})
                 if not row.plain and not row.unread:
                     read = READ | dict(bias=empty(300, 500, dtype=dtype), bias_aligned=False)
                     served |= {"-reading": OPTIONS | read, "-both": FUNCTIONS_OF["both"]}
                 for words, given in served.items():
                     for config in of_gradients({table: row}, target, dtype=dtype, wanted=wanted, **given):
-                        size = f"{row.own_rows}x{row.other_rows}{part(config)}"
+                        size = f"{own_by_other(table, row)}{part(config)}"
                         yield f"{table}-{row.head_dim}-{size}{sm80}{words}", config
         yield from wide_fused_gates("mma_wide_fused", dtype, target, sm80)
     yield from wide_fused_gates("mma_wide_carried", "float64", HOPPER)
@@ -260,14 +260,14 @@ def wide_backward_gates():
 
 def wide_fused_gates(kernel, dtype, target, sm80=""):
     """Of the one kernel and of the one behind it, with as many keys as it needs."""
-    for row in backward_tiles.rows_for(f"{kernel}_{dtype}", HOPPER):
-        rows = {"mma_wide_carried_float64": None, f"{kernel}_{dtype}": row}  # it would come first
+    for row in rows(backward_tiles.TABLES, f"{kernel}_{dtype}"):
+        of_tables = {"mma_wide_carried_float64": None, f"{kernel}_{dtype}": row}  # it would come first
         arrays = dict.fromkeys(("do", "q", "k", "v", "o"), empty(1, 64, 2048, row.head_dim, dtype=dtype))
         arrays |= dict(lse=empty(1, 64, 2048, dtype=dtype))
         for words, given in {"": {}, "-positions": LENGTHS}.items():
-            of_all = of_gradients(rows, target, dtype=dtype, **arrays, **given)
+            of_all = of_gradients(of_tables, target, dtype=dtype, **arrays, **given)
             for config, name in zip(of_all, (kernel, "mma_dq_finish"), strict=True):
-                yield f"{name}_{dtype}-{row.head_dim}-{row.own_rows}x{row.other_rows}{sm80}{words}", config
+                yield f"{name}_{dtype}-{row.head_dim}-{own_by_other(kernel, row)}{sm80}{words}", config
 
 
 # What problems of gradients may have, with 300 queries and 500 keys of two heads.
@@ -279,13 +279,14 @@ OF_KEYS, OF_QUERIES = ("dk", "dv"), ("dq",)
 FEW_BLOCKS, MANY_BLOCKS = HOPPER, dataclasses.replace(HOPPER, multiprocessors=1)  # for so many multiprocessors
 
 
-def of_gradients(rows, target=MANY_BLOCKS, members=0, **given):
+def of_gradients(of_tables, target=MANY_BLOCKS, members=0, **given):
     """The Configs that select makes of a problem of gradients where each of these tables has one row, {table: row}, or
     none; without those that prepare what others read. members: query heads of a part of a group."""
-    *_, (table, row) = rows.items()
+    *_, (table, row) = of_tables.items()
     made = gradients(given.pop("head_dim", row.head_dim), **given)
+    one_row = {name: x and x.row for name, x in of_tables.items()}
     with mock.patch.object(backward_kernels, "members_of_a_part", lambda *_, **__: members):
-        found = configs_with(rows, table.partition("_")[0], made, target)
+        found = configs_with(one_row, table.partition("_")[0], made, target)
     before = ("backward_preprocess", "delta", "mask_bits", "tile_states", "tile_order")
     return [config for config in found if not config.kernel.startswith(before)]
 
@@ -302,6 +303,11 @@ def padded_rows(head_dim):
 def of_both(config):
     """Of a kernel for dK and dV, which of them."""
     return f"-{'dk' * config.of_dk}{'dv' * config.of_dv}" if hasattr(config, "of_dk") else ""
+
+
+def own_by_other(kernel, row):
+    """A kernel of dQ owns queries, others own keys."""
+    return f"{row.tile_m}x{row.tile_n}" if "_dq" in kernel else f"{row.tile_n}x{row.tile_m}"
 
 
 def part(config):
@@ -404,19 +410,22 @@ def reading_gates():
 
 def backward_gates():
     """Each row of the backward's tables: with all that it takes, or with plain scores where it is for those only."""
+    plain = {"": dict(dtype="float16")}
+    rich, linear = dict(dtype="bfloat16", **OPTIONS), dict(dtype="bfloat16", **LINEAR)
     for table in ("mma_dkdv", "mma_dq", "wgmma_dkdv", "wgmma_dq"):
         wanted = OF_KEYS if table.endswith("dkdv") else OF_QUERIES
-        rows = backward_tiles.rows_for(table, HOPPER)
-        for row in (row for row in rows if not (getattr(row, "functions", False) or getattr(row, "by_element", ""))):
-            served = {"": dict(dtype="float16")} if row.plain else {"-rich": dict(dtype="bfloat16", **OPTIONS)}
-            if getattr(row, "linear", False):
-                served = {"-linear": dict(dtype="bfloat16", **LINEAR)}
-            # What is read for each score, in the rows of mma for other than plain scores. A mask alone takes less.
-            if table.startswith("mma") and not row.plain:
-                served["-reading"] = dict(dtype="bfloat16", **OPTIONS, **READ)
+        every = rows(backward_tiles.TABLES, table)
+        for row in every:
+            if table.startswith("mma"):  # what is read for each score, too; a mask alone takes less
+                served = plain if row.plain else {} if row.functions else {"-rich": rich, "-reading": rich | READ}
+            else:  # the first of a head_dim whose derivative may vary, or not; by_element_gates has others
+                alike = [x for x in every if x.head_dim == row.head_dim and not (x.plain or x.functions)]
+                of_linear, of_all = (next((x for x in alike if x.linear == alone), None) for alone in (True, False))
+                served = plain if row.plain else plain | {"-linear": linear} if row is of_linear else {}
+                served = served | ({"-rich": rich} if row is of_all else {})
             for words, given in served.items():
-                given |= dict(wanted=wanted)
-                groups = f"x{row.column_groups}" if "column_groups" in row._fields else ""
+                given = given | dict(wanted=wanted)
+                groups = f"x{row.column_groups}" if "column_groups" in row.columns else ""
                 name = f"{table}-{row.head_dim}-{row.tile_m}x{row.tile_n}{groups}{words}"
                 for config in of_gradients({table: row}, **given):
                     yield name + of_both(config), config
@@ -428,7 +437,7 @@ def backward_gates():
                     for config in made:
                         after = config.kernel == "wgmma_add_parts"
                         yield f"{'wgmma_add_parts-' * after}{name}{of_both(config)}{'' if after else '-parts'}", config
-    for row in backward_tiles.rows_for("wgmma_fused", HOPPER):
+    for row in rows(backward_tiles.TABLES, "wgmma_fused"):
         yield from fused_gates(row)
     yield from around_gates()
 
@@ -505,7 +514,7 @@ def backward_functions_gates():
     """Of mma's backward each row that takes a caller's functions alone: one that reads, with derivative 1; one whose
     derivative varies; one that hides; and two at once."""
     for table, wanted in dict(mma_dkdv=OF_KEYS, mma_dq=OF_QUERIES).items():
-        for row in (row for row in backward_tiles.rows_for(table, HOPPER) if not row.plain):
+        for row in (row for row in rows(backward_tiles.TABLES, table) if not row.plain):
             for words, functions in FUNCTIONS_OF.items():
                 for config in of_gradients({table: row}, dtype="bfloat16", wanted=wanted, **functions):
                     yield f"{table}-{row.head_dim}-{row.tile_m}x{row.tile_n}-{words}{part(config)}", config
@@ -515,7 +524,7 @@ def score_gradients_gates():
     """Rows of mma_dbias: a tile of its own elements and sums over each side, with a bias of either size and all else;
     those of mma_daux, in both walks, with a function alone and with all else."""
     every = dict(dtype="bfloat16", mask=READ["mask"], dropout_p=0.1, **OPTIONS)
-    for row in backward_tiles.rows_for("mma_dbias", HOPPER):
+    for row in rows(backward_tiles.TABLES, "mma_dbias"):
         summed = empty(1, 1 if row.head_dim > 64 else 500, dtype="bfloat16")
         served = {
             "": dict(dtype="float16", bias=empty(300, 500, dtype="float16"), bias_aligned=True),
@@ -523,10 +532,10 @@ def score_gradients_gates():
             "-summed": every | dict(bias=summed),
         }
         for words, given in served.items():
-            (config,) = of_gradients({"mma_dbias": row}, wanted=("dbias",), **given)
+            config = of_gradients({"mma_dbias": row}, wanted=("dbias",), **given)[0]
             yield f"mma_dbias-{row.head_dim}-{row.tile_m}x{row.tile_n}{words}", config
     hides = FUNCTIONS_OF["hides"] | every | dict(bias=READ["bias"])
-    for row in backward_tiles.rows_for("mma_daux", HOPPER):
+    for row in rows(backward_tiles.TABLES, "mma_daux"):
         for words, given in {"": dict(dtype="float16"), "-rich": hides}.items():
             given = FUNCTIONS_OF["reads"] | given
             found = of_gradients({"mma_daux": row}, wanted=("daux[0]",), **given)
@@ -550,14 +559,14 @@ def by_element_gates():
     }  # fmt: skip
     for table, wanted in dict(wgmma_dkdv=OF_KEYS, wgmma_dq=OF_QUERIES).items():
         before = ""  # the levels of a head_dim come one behind the other, and a row serves those since the last one
-        for row in (row for row in backward_tiles.rows_for(table, HOPPER) if row.by_element):
-            levels = backward_tiles.BY_ELEMENT[: backward_tiles.BY_ELEMENT.index(row.by_element) + 1]
+        for row in (row for row in rows(backward_tiles.TABLES, table) if row.by_element):
+            levels = tiles.BY_ELEMENT[: tiles.BY_ELEMENT.index(row.by_element) + 1]
             first = levels.index(before) + 1 if before in levels else 0
             before = "" if row.by_element == tiles.BY_ELEMENT[-1] else row.by_element
             served = {name: options for level in levels[first:] for name, options in of_level[level].items()}
             for words, given in served.items():
                 name = f"{table}-{row.head_dim}-{row.tile_m}x{row.tile_n}-by-element-{words}"
-                for of_one_kernel in [(name,) for name in wanted] if getattr(row, "apart", False) else [wanted]:
+                for of_one_kernel in [(name,) for name in wanted] if row.apart else [wanted]:
                     given = given | dict(dtype="bfloat16", wanted=of_one_kernel)
                     try:
                         (config,) = of_gradients({table: row}, **given)
