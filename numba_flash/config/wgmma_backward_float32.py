@@ -1,4 +1,4 @@
-"""Configs of the Hopper backward in float32 (kernels/wgmma/backward_dkdv_float32.py, backward_dq_float32.py)."""
+"""Configs of the Hopper backward in float32 (kernels/wgmma/backward_float32.py)."""
 
 import itertools
 from dataclasses import dataclass

@@ -28,7 +28,7 @@ class PairedPlan(NamedTuple):
 class PairedBarriers(NamedTuple):
     """Where the mbarriers are, 8 bytes each; tiles have one of each kind for each panel.
 
-    The next tile of a comes while the last one is still read. So those that count who has read it are there twice.
+    The next tile of a comes while the last one is still read. So those of a are there twice.
     """
 
     a_full: int
@@ -77,13 +77,13 @@ class Paired(WgmmaBackwardFloat32Config):
 
     def shared_layout(self) -> PairedPlan:  # type: ignore[override]
         tiles, scores = 2 * self.panels * self.panel_bytes, 4 * self.own_rows * self.stream_rows
-        struck, state, barriers = self.threads // 32 * 4, 4 * self.STATE_WORDS, 8 * (5 * self.panels + 5)
+        struck, state, barriers = self.threads // 32 * 4, 4 * self.STATE_WORDS, 8 * (6 * self.panels + 5)
         sizes = self.own_a_bytes, self.own_b_bytes, tiles, scores, scores, struck, state, barriers
         return PairedPlan(0, *itertools.accumulate(sizes))
 
     def barriers(self) -> PairedBarriers:  # type: ignore[override]
         n = self.panels
-        starts = itertools.accumulate((n, 2 * n, n, n, *[1] * 5), initial=0)
+        starts = itertools.accumulate((2 * n, 2 * n, n, n, *[1] * 5), initial=0)
         return PairedBarriers(*(self.shared_layout().barriers + 8 * count for count in starts))
 
 
