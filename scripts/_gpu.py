@@ -17,7 +17,6 @@ from _clone import commit
 
 import numba_flash
 from numba_flash.dispatch import forward as dispatch
-from numba_flash.dispatch.launch import kernels_before
 from numba_flash.gpu import compiled
 from numba_flash.select import forward as select
 
@@ -201,7 +200,7 @@ def job(arguments, kernel, **options):
 def jobs(arguments, kernel, **options):
     """The same of all kernels that it runs."""
     explained = numba_flash.explain(**arguments, **options, kernel=kernel)
-    before = [config for config, _ in kernels_before(explained.config, explained.problem, explained.target)]
+    before = select.prologue(explained.config, explained.target)
     return [(config, explained.target.cc) for config in (*before, explained.config)]
 
 

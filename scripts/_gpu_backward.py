@@ -15,7 +15,7 @@ from numba_flash.api import backward as gradients
 from numba_flash.api.backward import AttentionGradients
 from numba_flash.config.wgmma_backward import BY_ELEMENT
 from numba_flash.dispatch import backward as dispatch
-from numba_flash.dispatch import launch_backward
+from numba_flash.dispatch import launch
 from numba_flash.problem.options import daux_name
 from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select import backward_wide, rungs
@@ -48,7 +48,7 @@ class Guarded:
 def wanted(case, kernel, aux=()):
     """Every gradient that the case has and the kernel makes, and those of these of aux."""
     every = (*testing.gradients_of(case), *map(daux_name, aux))
-    return tuple(name for name in every if kernel not in rungs.TENSOR or name != "dalibi_slopes")
+    return tuple(name for name in every if not rungs.RUNGS[kernel].tensor_cores or name != "dalibi_slopes")
 
 
 def check_in_a_process(case, found, given, kernel):
@@ -86,7 +86,7 @@ def compare(cases, kernel, on_gpu, say=None, wanted_aux=(), judges=()):
     moved = {name: case.arguments(on_gpu) for name, case in cases.items()}
     compile_ahead(each for arguments in moved.values() for each in jobs(arguments, kernel, return_lse=True))
     for number, (name, case) in enumerate(cases.items()):
-        tensor, arguments = kernel in rungs.TENSOR, moved.pop(name)
+        tensor, arguments = rungs.RUNGS[kernel].tensor_cores, moved.pop(name)
         do, dlse = testing.outer_gradients(case, number, strange_strides=not tensor)
         do = testing.rows_padded(do) if tensor else do
         asked = wanted(case, kernel, dict(wanted_aux).get(name, ()))
@@ -148,7 +148,7 @@ def compare(cases, kernel, on_gpu, say=None, wanted_aux=(), judges=()):
 
 def check_backward(kernel, options, tools):
     """Random problems of the forward's groups, then adversarial ones."""
-    if kernel not in rungs.WITH_BACKWARD:
+    if not rungs.RUNGS[kernel].has_backward:
         return "no backward yet"
     if options.case:
         numbers = [tuple(map(int, options.case.split(":")))]
@@ -191,12 +191,12 @@ def one_kernel_where_possible(few_blocks=False):
     each takes many tiles."""
     stay = {
         (select_backward, "blocks_stay"): stays_anyhow,
-        (launch_backward, "blocks_at_a_time"): lambda target: 3,
+        (launch, "blocks_at_a_time"): lambda target: 3,
     }
     instead = (stay if few_blocks else {}) | {
         (select_backward, "gains_by_one_kernel"): lambda problem, target: True,
         (select_backward, "members_of_a_part"): in_pairs,
-        (backward_wide, "gains_by_one_wide_kernel"): lambda problem, row: True,
+        (backward_wide, "gains_by_one_wide_kernel"): lambda problem: True,
     }
     kept = {(module, name): getattr(module, name) for module, name in instead}
 
@@ -253,9 +253,9 @@ def check_whole_numbers(kernel, options, tools):
     """Problems whose products are exact, compared bit by bit; for tensor cores every width whose tiles differ."""
     import cupy as cp
 
-    if kernel not in rungs.WITH_BACKWARD:
+    if not rungs.RUNGS[kernel].has_backward:
         return "no backward yet"
-    tensor = kernel in rungs.TENSOR
+    tensor = rungs.RUNGS[kernel].tensor_cores
     dims = ((24, 40), (64, 64), (80, 96), (128, 128), (128, 64), (192, 128), (192, 192), (256, 256), (250, 40))
     every = [
         (dtype, dim, seqlens, heads, causal)
@@ -293,11 +293,11 @@ def check_repeats(kernel, options, tools):
     """The same bits a thousand times, beside a stream that keeps the GPU busy now and then."""
     import cupy as cp
 
-    if kernel not in rungs.WITH_BACKWARD:
+    if not rungs.RUNGS[kernel].has_backward:
         return "no backward yet"
     if Ahead.only:
         return Ahead.note
-    repeats, dtype = 10 if options.small else 1000, "float16" if kernel in rungs.TENSOR else "float32"
+    repeats, dtype = 10 if options.small else 1000, "float16" if rungs.RUNGS[kernel].tensor_cores else "float32"
     busy, big = cp.cuda.Stream(non_blocking=True), cp.ones((2048, 2048), cp.float32)
     g = np.random.default_rng(5)
     for dim, causal in ((64, True), (128, False), (128, True)) if dtype == "float16" else ((64, True),):
@@ -363,9 +363,9 @@ def check_graph(kernel, options, tools):
     """Forward and backward captured in one graph, and replayed with other inputs."""
     import cupy as cp
 
-    if kernel not in rungs.WITH_BACKWARD:
+    if not rungs.RUNGS[kernel].has_backward:
         return "no backward yet"
-    g, dtype = np.random.default_rng(0), "float16" if kernel in rungs.TENSOR else "float32"
+    g, dtype = np.random.default_rng(0), "float16" if rungs.RUNGS[kernel].tensor_cores else "float32"
     q, k, v, do = (cp.asarray(g.standard_normal((1, 2, 100, 32)).astype(dtype)) for _ in range(4))
 
     def step():
@@ -394,9 +394,9 @@ def check_families(kernel, options, tools):
     import cupy as cp
     from numba import cuda
 
-    if kernel not in rungs.WITH_BACKWARD:
+    if not rungs.RUNGS[kernel].has_backward:
         return "no backward yet"
-    dtype = "float16" if kernel in rungs.TENSOR else "float32"
+    dtype = "float16" if rungs.RUNGS[kernel].tensor_cores else "float32"
     case = testing.Case(*(np.random.default_rng(i).standard_normal((1, 2, 50, 16)).astype(dtype) for i in range(3)))
     do, dlse = testing.outer_gradients(case, 0)
     movers = {"cupy": (cp.asarray, cp.asnumpy), "numba": (cuda.to_device, lambda x: x.copy_to_host())}
@@ -426,9 +426,9 @@ def check_memory(kernel, options, tools):
     which grows linearly with the length."""
     import cupy as cp
 
-    if kernel not in rungs.WITH_BACKWARD:
+    if not rungs.RUNGS[kernel].has_backward:
         return "no backward yet"
-    dtype, memory = "float16" if kernel in rungs.TENSOR else "float32", cp.get_default_memory_pool()
+    dtype, memory = "float16" if rungs.RUNGS[kernel].tensor_cores else "float32", cp.get_default_memory_pool()
 
     def grown(seqlen, repeats):
         q, k, v, do = (cp.ones((1, 2, seqlen, 64), dtype) for _ in range(4))
@@ -442,7 +442,7 @@ def check_memory(kernel, options, tools):
         del made
         assert memory.used_bytes() == before[0], (memory.used_bytes(), before[0])
         explained = numba_flash.explain_backward(do, q, k, v, o, lse, kernel=kernel)
-        return taken, 3 * q.nbytes, launch_backward.workspace_bytes(explained.configs, explained.problem)
+        return taken, 3 * q.nbytes, launch.workspace_bytes(explained.configs, explained.problem)
 
     grown(64, 10 if options.small else 1000)
     if options.small:

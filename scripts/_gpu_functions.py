@@ -153,7 +153,7 @@ def with_functions(kernel, small):
 def like_an_option(kernel, small):
     """{name: Problem}: longer ones, because their judges need no Python for each score."""
     found: dict[str, Problem] = {}
-    dtype = "float16" if kernel in rungs.TENSOR else "float32"
+    dtype = "float16" if rungs.RUNGS[kernel].tensor_cores else "float32"
     shape = (2, 4, 2, 70, 150, {}) if small else (2, 4, 2, 333, 600, {})
     for number, kind in enumerate(("alibi_slopes", "bias", "softcap", "causal")):
         case, generator = problem(5000 + number, dtype, 64, shape)
@@ -215,7 +215,7 @@ def check_graph(kernel, options, tools):
 
     if kernel not in ROWS:
         return "no functions in its backward"
-    generator, dtype = np.random.default_rng(0), "float16" if kernel in rungs.TENSOR else "float32"
+    generator, dtype = np.random.default_rng(0), "float16" if rungs.RUNGS[kernel].tensor_cores else "float32"
     q, k, v, do = (cp.asarray(generator.standard_normal((2, 2, 300, 64)).astype(dtype)) for _ in range(4))
     aux = tuple(map(cp.asarray, (generator.random(2).astype(np.float32), segments_of(generator, 2, 300))))
     own = dict(score_mod=sloped, mask_mod=of_documents, aux=aux, kernel=kernel)
@@ -264,7 +264,7 @@ def check_first_call(kernel, options, tools):
     """A fresh process on one core calls with a function of its own: with no disk cache, then with one."""
     if kernel not in ROWS:
         return "no functions in its backward"
-    dtype = "float16" if kernel in rungs.TENSOR else "float32"
+    dtype = "float16" if rungs.RUNGS[kernel].tensor_cores else "float32"
     program = FIRST_CALL.replace("DTYPE", repr(dtype)).replace("KERNEL", repr(kernel))
     with tempfile.TemporaryDirectory() as folder:
         places = dict(NUMBA_FLASH_CACHE_DIR=folder, CUDA_CACHE_PATH=folder, PYTHONPATH=os.pathsep.join(sys.path))

@@ -1,32 +1,23 @@
 """explain, explain_backward: which kernels a call would run, with which settings, and why not the others."""
 
 import html
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..arrays import ITEM_SIZE
-from ..config.backward import BackwardConfig
-from ..config.forward import Config
-from ..dispatch import launch, launch_backward
+from ..config.forward import Config, LaunchFacts
+from ..dispatch import launch
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from ..problem.options import daux_name
 from ..select import cost
 from ..select.backward import BackwardChoice
-from ..select.forward import Choice
+from ..select.forward import Choice, prologue
+from ..select.rungs import RUNGS
 from . import backward, forward
 
 IN_16_BITS = "in float32, of exact products; the weights are rounded to 16 bits before they meet v"
 GRADIENTS_IN_16_BITS = "in float32, of exact products; P and dS are rounded to 16 bits before they are multiplied"
-# Of the kernels on tensor cores, which could do otherwise.
-ACCURACY = {
-    "mma": dict(
-        float32="as exact as in float32: each factor is split into two of 11 bits (3xTF32)", float64="in float64"
-    ),
-    "wgmma": dict(float32="as exact as in float32: each factor is split into three of 8 bits, in bfloat16"),
-}
 
 
 class Readable:
@@ -65,7 +56,7 @@ class Explanation(Readable):
 
     @staticmethod
     def of(problem: Problem, target: Target, choice: Choice) -> "Explanation":
-        blocks = launch.grid(choice.config, problem, target) if choice.config else 0
+        blocks = launch.blocks_of(choice.config, problem, target) if choice.config else 0
         time = cost.seconds(choice.kernel, choice.config, problem, target)
         lost = cost.lost(choice, problem, target)
         return Explanation(
@@ -84,16 +75,15 @@ class Explanation(Readable):
                 f"{self.config.shared_bytes} of {self.target.shared_bytes} bytes of shared memory"
             )
             facts.append(("grid", grid))
-        if self.config and self.kernel in ACCURACY:
-            facts.append(("sums", ACCURACY[self.kernel].get(self.problem.dtype, IN_16_BITS)))
         if self.config:
+            facts += _sums(self.kernel, self.problem.dtype, IN_16_BITS)
+            before = prologue(self.config, self.target)
             facts += [
-                ("before it", f"{before.kernel}, {blocks} blocks of {before.threads} threads")
-                for before, blocks in launch.kernels_before(self.config, self.problem, self.target)
+                ("before it", f"{each.kernel}, {each.grid(self.problem)} blocks of {each.threads} threads")
+                for each in before
             ]
-            made = launch.workspace(self.config, self.problem).values()
-            if made:
-                size = sum(math.prod(shape) * ITEM_SIZE[dtype] for shape, dtype in made)
+            size = launch.workspace_bytes([*before, self.config], self.problem)
+            if size:
                 facts.append(("workspace", f"{size} bytes beside the result"))
         if self.copies:
             facts.append(("copies", "the arrays go to the GPU and the result comes back, which is waited for"))
@@ -102,6 +92,12 @@ class Explanation(Readable):
         if self.cost:
             facts.append(("cost", self.cost))
         return facts + _refused(self.refused)
+
+
+def _sums(kernel: str, dtype: str, in_16_bits: str) -> list[tuple[str, str]]:
+    """How exact the sums are on tensor cores, which could do otherwise."""
+    sums = RUNGS[kernel].sums
+    return [("sums", sums.get(dtype, in_16_bits))] if sums else []
 
 
 def _refused(refused: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
@@ -129,7 +125,7 @@ class BackwardExplanation(Readable):
     """What `attention_backward` would do with these arguments. str() and repr() of it are for people."""
 
     kernel: str
-    configs: tuple[BackwardConfig, ...]  # of its kernels in the order of their launches; none of the host's rungs
+    configs: tuple[LaunchFacts, ...]  # of its kernels in the order of their launches; none of the host's rungs
     problem: BackwardProblem
     target: Target
     blocks: tuple[int, ...]  # of each kernel
@@ -137,7 +133,7 @@ class BackwardExplanation(Readable):
 
     @staticmethod
     def of(problem: BackwardProblem, target: Target, choice: BackwardChoice) -> "BackwardExplanation":
-        blocks = tuple(launch_backward.grid(config, problem) for config in choice.configs)
+        blocks = tuple(launch.blocks_of(config, problem, target) for config in choice.configs)
         return BackwardExplanation(choice.kernel, choice.configs, problem, target, blocks, choice.refused)
 
     def headline(self) -> str:
@@ -146,13 +142,13 @@ class BackwardExplanation(Readable):
     def facts(self) -> list[tuple[str, str]]:
         wanted = (*self.problem.wanted, *map(daux_name, self.problem.wanted_aux))
         facts = [*_about(self.problem.forward), ("gradients", ", ".join(wanted))]
-        if self.kernel in ACCURACY:
-            facts.append(("sums", ACCURACY[self.kernel].get(self.problem.forward.dtype, GRADIENTS_IN_16_BITS)))
+        if self.configs:
+            facts += _sums(self.kernel, self.problem.forward.dtype, GRADIENTS_IN_16_BITS)
         for config, blocks in zip(self.configs, self.blocks, strict=True):
             shared = f"{config.shared_bytes} of {self.target.shared_bytes} bytes of shared memory"
             facts.append((config.kernel, f"{blocks} blocks of {config.threads} threads, {shared}"))
         if self.configs:
-            made = launch_backward.workspace_bytes(self.configs, self.problem)
+            made = launch.workspace_bytes(self.configs, self.problem)
             facts.append(("workspace", f"{made} bytes beside the gradients"))
         return facts + _refused(self.refused)
 

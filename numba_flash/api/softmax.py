@@ -5,14 +5,14 @@ from typing import Any
 import numpy as np
 
 from .. import arrays
+from ..abi.arguments import Values
 from ..arrays import DTYPES, Array
-from ..config.softmax import SoftmaxConfig
-from ..dispatch.launch import on_gpu
+from ..config.softmax import SOFTMAX
+from ..dispatch.launch import kernel_launch
 from ..machine.target import Target
 from ..problem.memory import check_alignment, check_output
-from ..select.arguments import Values
 
-KERNELS = ("safe", "online", "blocked")
+KERNELS = tuple(SOFTMAX)
 
 
 def softmax(x: Any, *, kernel: str = "auto", out: Any = None, stream: Any = None) -> Any:
@@ -81,10 +81,10 @@ def _run(kernel: str, x: Array, y: Array, target: Target, stream: int) -> None:
         return
     strides = dict(x=_row_strides("x", x), y=_row_strides("out", y))
     threads = 32 if target.simulated else 128
-    config = SoftmaxConfig(kernel, x.layout.dtype, threads)
+    config = SOFTMAX[kernel](x.layout.dtype, threads)
     blocks = rows if kernel == "blocked" else -(-rows // threads)
-    values = Values.of(kernel, strides=strides, sizes=dict(rows=rows, n=n))
-    on_gpu(config, target, blocks, values).run((x, y), stream)
+    values = Values.of(config, strides=strides, sizes=dict(rows=rows, n=n))
+    kernel_launch(config, target, blocks, values).run((x, y), stream)
 
 
 def _row_strides(name: str, array: Array) -> tuple[int, int]:

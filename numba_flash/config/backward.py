@@ -1,14 +1,13 @@
-"""Configs of the backward kernels: like forward.py's, everything in them is a constant of the compiled code."""
+"""Configs of mma's backward in 16 bits, and of the kernel before it, which wgmma's has, too."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..problem.options import BY_NAME
-from .aux_gradients import AuxElementsConfig
-from .forward import Config, LaunchFacts, layout, tile_bytes
-from .mask_bits import MaskBitsConfig
-from .simt_backward import DeltaConfig, HeadSumsConfig
-from .tile_states import TileOrderConfig, TileStatesConfig
+from ..abi import parameters as abi
+from .forward import AnyProblem, LaunchFacts, WarpsConfig, check, layout, tile_bytes
+from .simt_backward import OfBias
+
+BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/steps/lse_delta.py)
 
 
 @dataclass(frozen=True)
@@ -34,66 +33,73 @@ class PreprocessConfig(LaunchFacts):
     of_terms: bool = False
     early: bool = False
 
-    kernel: ClassVar[str] = "backward_preprocess"
-    compute_dtype: ClassVar[str] = "float32"
-    shared_bytes: ClassVar[int] = 0
-    blocks_per_sm: ClassVar[int] = 0
+    kernel = "backward_preprocess"
+    module = "mma.backward_preprocess"
+    takes = abi.OF_PREPROCESS
 
     def __post_init__(self) -> None:
-        if self.lanes not in (1, 2, 4, 8, 16, 32) or self.threads < 32 or self.threads % 32:
-            raise ValueError(f"lanes must divide 32, and 32 threads, but they are {self.lanes} and {self.threads}")
+        whole = self.lanes in (1, 2, 4, 8, 16, 32) and self.threads >= 32 and self.threads % 32 == 0
+        check(whole, f"lanes must divide 32, and 32 threads, but they are {self.lanes} and {self.threads}")
 
     @property
     def rows(self) -> int:
         """Of one block."""
         return self.threads // self.lanes
 
+    def grid(self, problem: AnyProblem) -> int:
+        p = problem.forward
+        return p.batch * p.heads * -(-self._padded(p.seqlen_q) // self.rows)
 
-@dataclass(frozen=True)
-class MmaBackwardConfig(Config):
+    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+        p = problem.forward
+        return dict(lse_delta=((p.batch * p.heads * 2 * self._padded(p.seqlen_q),), "float32"))
+
+    @staticmethod
+    def _padded(queries: int) -> int:
+        return -(-queries // BLOCK_ROWS) * BLOCK_ROWS
+
+
+class OfGradients:
+    """Which of dK and dV a kernel computes that owns keys."""
+
+    of_dk: bool
+    of_dv: bool
+
+    def _check_gradients(self) -> None:
+        check(self.of_dk or self.of_dv, "of_dk or of_dv must be True: there is nothing else to compute")
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class MmaBackwardConfig(WarpsConfig):
     """What mma/backward_dkdv and mma/backward_dq share.
 
-    A block owns a tile of rows and keeps it in shared memory; it walks over the tiles of the other side.
-    Warps own `warp_rows` rows. in_registers: fragments of the block's own tiles stay in registers instead of being read
-    again for each tile that it walks over.
-    column_groups: so many warps own the same rows. Each computes their scores with a part of the other rows and sums up
-    `group_columns` columns of their gradients; in between, scores go through shared memory.
+    in_registers: fragments of the block's own tiles stay in registers instead of being read again for each tile that it
+    walks over. column_groups: each of the warps that own the same rows computes their scores with a part of the other
+    rows and sums up `group_columns` columns of their gradients; in between, scores go through shared memory.
     stages: with two there is room for two tiles of the other side, one in use and one on its way. With one, a half of
     the only one (V of K and V, dO of Q and dO) comes while products use the other: room for tiles twice as large.
-    bias_pairs: bias can be read two keys at a time (problem/option_checks.py, OptionArray).
     """
 
-    warp_rows: int = 16
     in_registers: bool = False
-    column_groups: int = 1
     stages: int = 2
-    bias_pairs: bool = False
 
-    ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     WIDEST: ClassVar[int] = 256  # columns of a gradient whose sums a warp can keep in registers
-    group_size: ClassVar[int] = 1  # a tile is of one head
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("float16", "bfloat16"):
-            raise ValueError(f"tensor-core kernels take float16 and bfloat16, not {self.dtype}")
-        if self.warp_rows not in (16, 32):
-            raise ValueError(f"warp_rows must be 16 or 32, not {self.warp_rows}")
-        if self.own_rows < self.warp_rows or self.own_rows % self.warp_rows:
-            raise ValueError(f"a block's own rows must be a multiple of {self.warp_rows}, not {self.own_rows}")
-        if self.other_rows < 16 or self.other_rows % 16:
-            raise ValueError(f"the rows that a block walks over must be a multiple of 16, not {self.other_rows}")
-        if self.stages not in (1, 2):
-            raise ValueError(f"stages must be 1 or 2, not {self.stages}")
-        if self.column_groups not in (1, 2, 4) or self.other_rows % (16 * self.column_groups):
-            raise ValueError(f"column_groups must be 1, 2 or 4, with 16 rows for each, not {self.column_groups}")
-        if self.other_rows > 128 * self.column_groups:
-            raise ValueError(f"a warp's part of a tile has at most 128 rows, not {self.other_rows}: a mask is one word")
-        if max(self.head_dim, self.head_dim_v) > self.WIDEST:
-            raise ValueError(f"head_dim must be at most {self.WIDEST}, not {self.head_dim} and {self.head_dim_v}")
-        unknown = [name for name, _ in self.uses if not BY_NAME[name].on_tensor_cores]
-        if unknown:
-            raise ValueError(f"the tensor-core backward takes no {' and no '.join(unknown)}")
-        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_layout().end)
+        other, groups = self.other_rows, self.column_groups
+        taken = self.dtype in ("float16", "bfloat16")
+        check(taken, f"tensor-core kernels take float16 and bfloat16, not {self.dtype}")
+        self._check_warps()
+        whole = other >= 16 and other % 16 == 0
+        check(whole, f"the rows that a block walks over must be a multiple of 16, not {other}")
+        check(self.stages in (1, 2), f"stages must be 1 or 2, not {self.stages}")
+        whole = groups in (1, 2, 4) and other % (16 * groups) == 0
+        check(whole, f"column_groups must be 1, 2 or 4, with 16 rows for each, not {groups}")
+        fits = other <= 128 * groups
+        check(fits, f"a warp's part of a tile has at most 128 rows, not {other}: a mask is one word")
+        self._check_widest()
+        self._check_options("the tensor-core backward")
+        self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def state_entries(self) -> int:
@@ -105,37 +111,13 @@ class MmaBackwardConfig(Config):
         """Columns of gradients that a warp of a group sums up: whole panels of 64."""
         return -(-max(self.head_dim_padded, self.head_dim_v_padded) // (64 * self.column_groups)) * 64
 
-    @property
-    def own_rows(self) -> int:
-        """Rows of the tile that a block owns."""
-        raise NotImplementedError
-
-    @property
-    def other_rows(self) -> int:
-        """Rows of the tiles that it walks over."""
-        raise NotImplementedError
-
-    @property
-    def threads(self) -> int:
-        return self.own_rows // self.warp_rows * self.column_groups * 32
-
-    @property
-    def head_dim_padded(self) -> int:
-        """head_dim in whole steps of a product; what is past head_dim is zero."""
-        return (self.head_dim + 15) // 16 * 16
-
-    @property
-    def head_dim_v_padded(self) -> int:
-        """head_dim_v in whole steps."""
-        return (self.head_dim_v + 15) // 16 * 16
-
     def shared_layout(self) -> Any:
         """Where in shared memory things begin, and the end, in bytes."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class MmaDkdvConfig(MmaBackwardConfig):
+class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
     """Of mma/backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
 
     of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128.
@@ -144,28 +126,24 @@ class MmaDkdvConfig(MmaBackwardConfig):
     of_dk: bool = True
     of_dv: bool = True
 
+    of_dq: ClassVar[bool] = False  # it computes dQ, too
+    kernel = "mma_dkdv"
+    module = "mma.backward_dkdv"
+    takes = abi.backward("dk dv", mask=abi.MASK_BITS_OF_KEYS)
+    of_keys = True
+    reads_states = True
+
     def __post_init__(self) -> None:
-        if not (self.of_dk or self.of_dv):
-            raise ValueError("of_dk or of_dv must be True: there is nothing else to compute")
-        if self.column_groups > 1 and not (self.of_dk and self.of_dv):
-            raise ValueError("column_groups need of_dk and of_dv")
+        self._check_gradients()
+        alone = self.column_groups == 1
+        check(alone or (self.of_dk and self.of_dv), "column_groups need of_dk and of_dv")
         super().__post_init__()
-        shared_out = self.column_groups > 1
-        if shared_out and any(
-            -(-columns // 64) % (self.group_columns // 64) for columns in (self.head_dim_padded, self.head_dim_v_padded)
-        ):
-            raise ValueError(
-                f"column_groups = {self.column_groups} gives a warp more columns than are left of head_dim "
-                f"{self.head_dim} and {self.head_dim_v}, and those it would stage on top of another's"
-            )
-
-    @property
-    def own_rows(self) -> int:
-        return self.tile_n
-
-    @property
-    def other_rows(self) -> int:
-        return self.tile_m
+        panels = [-(-columns // 64) for columns in (self.head_dim_padded, self.head_dim_v_padded)]
+        check(
+            alone or not any(count % (self.group_columns // 64) for count in panels),
+            f"column_groups = {self.column_groups} gives a warp more columns than are left of head_dim "
+            f"{self.head_dim} and {self.head_dim_v}, and those it would stage on top of another's",
+        )
 
     def shared_layout(self) -> Any:
         """Where K, V, the stages of Q, of dO, of lse and delta, P or dS where warps exchange them, which queries see
@@ -181,7 +159,8 @@ class MmaDkdvConfig(MmaBackwardConfig):
             q=self.stages * tile_bytes(self.tile_m, self.head_dim_padded),
             do=self.stages * tile_bytes(self.tile_m, self.head_dim_v_padded),
             rows=-(-rows // self.ALIGNMENT) * self.ALIGNMENT,
-            weights=tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 else 0,
+            weights=tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 or self.of_dq else 0,
+            dq=tile_bytes(self.tile_m, self.head_dim_padded) if self.of_dq else 0,
             seen=8 * self.tile_n,
             state=self.state_entries * 16,
             warps=self.threads // 8,
@@ -189,16 +168,35 @@ class MmaDkdvConfig(MmaBackwardConfig):
 
 
 @dataclass(frozen=True)
+class MmaOneKeyTileConfig(MmaDkdvConfig):
+    """The same where a block's tile has all keys of a head: it computes dQ, too, and delta before, as `preprocess`
+    says."""
+
+    preprocess: PreprocessConfig | None = None
+
+    of_dq = True
+    kernel = "mma_one_key_tile"
+    takes = abi.backward("dq dk dv", mask=abi.MASK_BITS_OF_KEYS).plus("o lse dlse", strides="o dlse")
+    reads_states = False
+
+    def __post_init__(self) -> None:
+        alone = self.of_dk and self.of_dv and self.column_groups == self.stages == 1
+        check(alone and self.preprocess, "one kernel needs of_dk, of_dv, column_groups=1, stages=1 and preprocess")
+        super().__post_init__()
+
+    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+        assert self.preprocess is not None
+        return self.preprocess.workspace(problem)
+
+
+@dataclass(frozen=True)
 class MmaDqConfig(MmaBackwardConfig):
     """Of mma/backward_dq: a block owns tile_m queries of one head and walks over tiles of tile_n keys."""
 
-    @property
-    def own_rows(self) -> int:
-        return self.tile_m
-
-    @property
-    def other_rows(self) -> int:
-        return self.tile_n
+    kernel = "mma_dq"
+    module = "mma.backward_dq"
+    takes = abi.backward("dq")
+    reads_states = True
 
     def shared_layout(self) -> Any:
         """Where Q, dO, the stages of K, those of V, dS where warps exchange it, what each query needs (which keys it
@@ -218,13 +216,72 @@ class MmaDqConfig(MmaBackwardConfig):
         )
 
 
-BackwardConfig = (
-    AuxElementsConfig
-    | Config
-    | DeltaConfig
-    | HeadSumsConfig
-    | MaskBitsConfig
-    | PreprocessConfig
-    | TileStatesConfig
-    | TileOrderConfig
-)  # that of every kernel of a backward
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class MmaScoresConfig(MmaBackwardConfig):
+    """Of the kernels that stop at dS. Tiles of tile_m queries by tile_n keys, one behind the other. Q, dO, K and V have
+    one place each: the next ones come while a tile's scores are finished."""
+
+    SCORE_PAD: ClassVar[int] = 8  # floats behind a row of scores in shared memory, so that lanes meet no bank twice
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        own = self.warp_rows == 16 and self.column_groups == 1 and not self.in_registers
+        check(own, "warps of these kernels own 16 rows, each its own")
+        check(self.threads % self.tile_n == 0, f"tile_n must divide the {self.threads} threads, but is {self.tile_n}")
+
+    def shared_layout(self) -> Any:
+        """Where Q, dO, K, V, what is behind them and the end are."""
+        return layout(
+            q=tile_bytes(self.tile_m, self.head_dim_padded),
+            do=tile_bytes(self.tile_m, self.head_dim_v_padded),
+            k=tile_bytes(self.tile_n, self.head_dim_padded),
+            v=tile_bytes(self.tile_n, self.head_dim_v_padded),
+            **self._behind(),
+        )
+
+    def _behind(self) -> dict[str, int]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class MmaDbiasConfig(OfBias, MmaScoresConfig):
+    """Of mma_dbias. rows_summed, keys_summed: bias is one row, or one column, for all. pairs: two neighbours of 16 bits
+    in dbias lie in one word of 4 bytes."""
+
+    rows_summed: bool = False
+    keys_summed: bool = False
+    pairs: bool = False
+    split: bool = False
+
+    kernel = "mma_dbias"
+    module = "mma.backward_dbias"
+    takes = abi.backward("dbias").plus("dbias_sums", OfBias.SIZES)
+
+    def _behind(self) -> dict[str, int]:
+        """A row of sums for each warp."""
+        return dict(sums=self.threads // 32 * self.tile_n * 4)
+
+
+@dataclass(frozen=True)
+class MmaDauxConfig(MmaScoresConfig):
+    """Of mma_daux, as DauxConfig."""
+
+    wanted_aux: tuple[int, ...] = ()
+    of_bounds: bool = False
+
+    module = "mma.backward_daux"
+    takes = abi.backward("").plus("aux_bounds aux_sums", abi.OF_AUX)
+    names = ("mma_daux_bounds", "mma_daux_sums")
+
+    @property
+    def kernel(self) -> str:  # type: ignore[override]
+        return self.names[not self.of_bounds]
+
+    @property
+    def score_row(self) -> int:
+        """Bytes from one row of scores in shared memory to the next."""
+        return 4 * (self.tile_n + self.SCORE_PAD)
+
+    def _behind(self) -> dict[str, int]:
+        """Q K^T, dO V^T, and what is known of each query."""
+        return dict(s=self.tile_m * self.score_row, dp=self.tile_m * self.score_row, rows=16 * self.tile_m)

@@ -1,3 +1,29 @@
-"""How many blocks run at a time, for decisions that must be the same in a kernel and in select."""
+"""How many blocks run at a time, for decisions that must be the same in a kernel, in its Config and in select."""
+
+from ..problem.forward import Problem
 
 AT_A_TIME = 128  # about as many as a GPU has room for where one fills a multiprocessor
+FEW = 24  # heads whose tiles may always come from memory: a quarter of its bandwidth
+HALF_OF_L2 = 24 << 20  # bytes, about
+MOST_TILES = 8 * AT_A_TIME  # of keys: with more, the waits at the beginning are a small part of the whole
+FEW_QUERIES = 512  # up to here a head's line is long, but the waits in it are short
+
+
+def heads_abreast(p: Problem, tile_n: int) -> int:
+    """How many heads wgmma/backward_fused processes side by side, of each way (kernels/steps/dq_order.py), as equal as
+    possible for all groups. The order of sums, and so every bit, stays the same.
+
+    If every query sees every key, blocks of a head follow each other in a line, each one turn after the one before.
+    With more heads, fewer blocks of each run at a time, and the line is shorter. But what they read and add to should
+    stay in L2. Under a mask they do not wait, and with many key tiles only the first ones do. Then the number is as
+    many heads as keep a GPU busy.
+    """
+    key_tiles = max(-(-p.seqlen_k // tile_n), 1)
+    heads, busy = max(p.batch * p.heads_kv, 1), max(AT_A_TIME // key_tiles, 1)
+    masked = p.left is not None or p.right is not None
+    if masked or (heads * key_tiles > MOST_TILES and p.seqlen_q > FEW_QUERIES):
+        return busy
+    rows = p.seqlen_q * max(p.heads // max(p.heads_kv, 1), 1)  # query rows of a KV head
+    of_head = max(rows * max(p.head_dim, p.head_dim_v) * 8, 1)  # Q and dO in 16 bits, sums of dQ in 32
+    most = min(max(busy, FEW, HALF_OF_L2 // of_head), AT_A_TIME)
+    return -(-heads // -(-heads // most))

@@ -1,16 +1,30 @@
-"""Config: what one kernel is compiled for. All its fields are constants of the compiled code."""
+"""Config: what one kernel is compiled for, and what selecting, compiling and launching need to know of the kernel.
+
+A Config's fields are constants of the compiled code. Its class states the kernel's name and file, the parameters that
+it takes, how many blocks it is launched with, and the workspace that it needs.
+"""
 
 import collections
 import functools
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..abi import parameters as abi
+from ..abi.parameters import Parameters, StatesTile, Workspace
+from ..dtypes import COMPUTE_DTYPE, ITEM_SIZE
 from ..problem.options import BY_NAME, SEEDED, Uses, changes_by_distance_alone, changes_scores
-from .states_of_tiles import READERS, TILE_STATES_OF_KEYS, StatesTile
+
+if TYPE_CHECKING:
+    from ..abi.tensor_maps import OperandMaps
+    from ..problem.backward import BackwardProblem
+    from ..problem.forward import Problem
+
+    AnyProblem = Problem | BackwardProblem
+else:
+    AnyProblem = Any
 
 L2_BYTES = 16 * 2**20  # of K and V on which all blocks of the GPU work at the same time, so that they stay in L2
-ITEM_SIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "uint32": 4, "float64": 8, "int64": 8}
 
 
 # Tiles for tensor cores are stored as swizzled panels with 128 bytes per row, 64 columns of 16 bits (ptx/fragments.py).
@@ -31,10 +45,10 @@ def places(**starts: int) -> Any:
     return _type(tuple(starts))(**starts)
 
 
-def layout(step: int = 1, **sizes: int) -> Any:
-    """Parts that follow each other: a NamedTuple of where each of them begins, and `end`. A part takes a multiple of
-    `step`."""
-    starts = itertools.accumulate((-(-size // step) * step for size in sizes.values()), initial=0)
+def layout(step: int = 1, begin: int = 0, **sizes: int) -> Any:
+    """Parts that follow each other from `begin` on, each a multiple of `step`: a NamedTuple of where each of them
+    begins, and `end`."""
+    starts = itertools.accumulate((-(-size // step) * step for size in sizes.values()), initial=begin)
     return places(**dict(zip((*sizes, "end"), starts, strict=True)))
 
 
@@ -43,17 +57,33 @@ def _type(names: tuple[str, ...]) -> Any:
     return collections.namedtuple("Places", names)  # type: ignore[misc]
 
 
-class LaunchFacts:
-    """The facts that a launch needs from a Config, with the values that hold for most kernels."""
+def check(holds: object, message: str) -> None:
+    if not holds:
+        raise ValueError(message)
 
+
+class LaunchFacts:
+    """What selecting, compiling and launching need to know of a kernel, with the values that hold for most."""
+
+    kernel: str  # its name
+    module: ClassVar[str]  # its file, below numba_flash/kernels
+    takes: ClassVar[Parameters]  # its own parameters; options add more
+    names: ClassVar[tuple[str, ...]] = ()  # all names of a kernel that has several
+
+    dtype: str  # of q, k, v and o
+    threads: int
+    shared_bytes: int = 0
+    blocks_per_sm: int = 0  # how many blocks the registers must suffice for; 0 leaves it to the assembler
+    uses: Uses = ()  # options.uses(...): what else the problem uses
+    wanted_aux: tuple[int, ...] = ()  # the numbers of the arrays of functions whose gradients it is about
+
+    of_keys: ClassVar[bool] = False  # a block owns keys and walks over queries
     tensor_maps: ClassVar[int] = 0  # how many TMA descriptors the kernel takes
     whole_program: ClassVar[bool] = False  # assembled by the driver (compiled.to_code)
     waits: ClassVar[bool] = False  # it executes griddepcontrol.wait: it may start before the kernel before has ended
     cluster: ClassVar[int] = 1  # how many neighbouring blocks run together and reach each other's shared memory
-    aux: ClassVar[tuple[tuple[str, int], ...]] = ()  # (dtype, dimensions) of each array that functions read
-    wanted_aux: ClassVar[tuple[int, ...]] = ()  # the numbers of those whose gradients it is about
-    seeded: ClassVar[bool] = False  # it takes a seed, and which weights count follows from it
     counted: ClassVar[bool] = False  # its blocks take their work by a counter, the last of its pointers
+    persistent: ClassVar[bool] = False  # a block takes one piece of work after the other
     shared_alignment: ClassVar[int] = 0  # where dynamic shared memory has to begin at a multiple of; 0: of 16
     bias_boxes: ClassVar[bool] = False  # a bias comes by TMA (problem/option_checks.py, OptionArray)
     tile_states: ClassVar[str] = ""  # the array that says which tiles a mask_mod leaves; "" = it asks for none
@@ -61,32 +91,9 @@ class LaunchFacts:
     ptx_version: ClassVar[str] = ""  # the first with its instructions; "": its GPU's (compiled.PTX_VERSIONS)
     kept: ClassVar[bool] = False  # a BlockMask keeps what it makes, for the next call
 
-
-# This class and TensorConfig have no instances of their own. So they do without the methods of a dataclass, which each
-# class below them has anew: making these would take longer than the rest of this module.
-@dataclass(frozen=True, init=False, repr=False, eq=False)
-class Config(LaunchFacts):
-    """The compile-time facts that every attention kernel has; frozen, hashable, part of the disk cache's key.
-
-    tile_m query rows by tile_n keys is what a block works on at a time.
-    """
-
-    kernel: str
-    dtype: str  # of q, k, v and o
-    head_dim: int
-    head_dim_v: int
-    tile_m: int
-    tile_n: int
-    write_lse: bool = True
-    uses: Uses = ()  # options.uses(...): what else the problem uses
-    q_offset_source: str = "number"  # "number", "seqlens_k" or "array"
-    narrow: bool = False  # as of Problem: where functions are told positions
-    blocks_per_sm: int = 0  # how many blocks the registers must suffice for; 0 leaves it to the assembler
-    shared_bytes: int = field(init=False)
-
     @property
     def compute_dtype(self) -> str:
-        return "float64" if self.dtype == "float64" else "float32"
+        return COMPUTE_DTYPE.get(self.dtype, "float32")
 
     def has(self, option: str) -> bool:
         """Whether the problem uses an option (options.py)."""
@@ -101,24 +108,95 @@ class Config(LaunchFacts):
         return dict(self.uses).get(option)
 
     @property
-    def aux(self) -> tuple[tuple[str, int], ...]:  # type: ignore[override]
+    def aux(self) -> tuple[tuple[str, int], ...]:
         """(dtype, dimensions) of each array that functions read."""
         return dict(self.uses).get("aux", ())
 
     @property
-    def seeded(self) -> bool:  # type: ignore[override]
-        """Whether each call brings a seed."""
+    def seeded(self) -> bool:
+        """Whether each call brings a seed, from which follows which weights count."""
         return self.has(SEEDED)
+
+    @property
+    def parameters(self) -> Parameters:
+        """All parameters of the kernel as it is compiled."""
+        return abi.complete(self.takes, len(self.aux), self.seeded, self.tile_states, self.counted)
+
+    def own_sizes(self, problem: AnyProblem) -> dict[str, Any]:
+        """Values of sizes that this kernel alone takes."""
+        return {}
+
+    def grid(self, problem: AnyProblem) -> int:
+        """Number of blocks, or of pieces of work of a persistent kernel; 0 if there is nothing to do."""
+        raise NotImplementedError
+
+    def workspace(self, problem: AnyProblem) -> Workspace:
+        """What it needs of the arrays that the kernels of a call hand each other, other than the next kernel's."""
+        return {}
+
+    def operand_maps(self, problem: AnyProblem) -> "OperandMaps":
+        """(operand, its tensor map) for each of the kernel's TMA descriptors, in the kernel's order."""
+        return ()
+
+
+# This class and TensorConfig have no instances of their own. So they do without the methods of a dataclass, which each
+# class below them has anew: making these would take longer than the rest of this module.
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class Config(LaunchFacts):
+    """The compile-time facts that every attention kernel has; frozen, hashable, part of the disk cache's key.
+
+    tile_m query rows by tile_n keys is what a block works on at a time.
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    tile_m: int
+    tile_n: int
+    write_lse: bool = True
+    uses: Uses = ()
+    q_offset_source: str = "number"  # "number", "seqlens_k" or "array"
+    narrow: bool = False  # as of Problem: where functions are told positions
+    blocks_per_sm: int = 0
+    shared_bytes: int = field(init=False)
+
+    group_size: ClassVar[int] = 1  # a tile is of one head
+    v_parts: ClassVar[int] = 1  # blocks that share a tile's columns of O
+    reads_bits: ClassVar[bool] = True  # it reads a mask as bits, which mask_bits makes before
+    reads_states: ClassVar[bool] = False  # it skips tiles in which a mask_mod leaves nothing
+    reads_order: ClassVar[bool] = True  # and takes tiles in an order that depends on this
+
+    def _set(self, shared_bytes: int) -> None:
+        object.__setattr__(self, "shared_bytes", shared_bytes)
+
+    def _check_widest(self, widest: int = 0) -> None:
+        most = widest or self.WIDEST  # type: ignore[attr-defined]
+        fits = max(self.head_dim, self.head_dim_v) <= most
+        check(fits, f"head_dim must be at most {most}, not {self.head_dim} and {self.head_dim_v}")
+
+    def _check_options(self, name: str) -> None:
+        unknown = [option for option, _ in self.uses if not BY_NAME[option].on_tensor_cores]
+        check(not unknown, f"{name} takes no {' and no '.join(unknown)}")
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of an element."""
+        return ITEM_SIZE[self.dtype]
 
     @property
     def tile_states(self) -> str:  # type: ignore[override]
         """The array that says which tiles a mask_mod leaves; "" without one."""
-        return READERS.get(self.kernel, "") if self.has("mask_mod") else ""
+        return self.states_tile.array if self.reads_states and self.has("mask_mod") else ""
 
     @property
     def states_tile(self) -> StatesTile:  # type: ignore[override]
         """What has a state there."""
-        return StatesTile(self.tile_m, self.tile_n, 1, self.tile_states == TILE_STATES_OF_KEYS)
+        return StatesTile(self.queries, self.tile_n, self.group_size, self.of_keys)
+
+    @property
+    def queries(self) -> int:
+        """Queries in a tile; with a group of heads each of them is several rows."""
+        return self.tile_m // self.group_size
 
     @property
     def derivative_varies(self) -> bool:
@@ -130,55 +208,113 @@ class Config(LaunchFacts):
         """Whether scores change by the distance of a query and a key, and by nothing else."""
         return changes_by_distance_alone(self.uses)
 
+    def grid(self, problem: AnyProblem) -> int:
+        """A block, or a cluster of blocks, for each tile of the side that it owns."""
+        p = problem.forward
+        if self.of_keys:
+            return self.cluster * p.batch * p.heads_kv * -(-p.seqlen_k // self.tile_n)
+        return self.cluster * p.batch * (p.heads // self.group_size) * -(-p.seqlen_q // self.queries)
+
+
+class Padded:
+    """Columns of tiles on tensor cores, in whole steps of a product; what is past head_dim is zero."""
+
+    head_dim: int
+    head_dim_v: int
+
     @property
-    def threads(self) -> int:
-        raise NotImplementedError
+    def head_dim_padded(self) -> int:
+        return self._padded(self.head_dim)
+
+    @property
+    def head_dim_v_padded(self) -> int:
+        return self._padded(self.head_dim_v)
+
+    def _padded(self, columns: int) -> int:
+        return -(-columns // 16) * 16
+
+
+class OwnRows:
+    """own_rows: of the tile that a block owns. other_rows: of the tiles that it walks over."""
+
+    of_keys: ClassVar[bool]
+    tile_m: int
+    tile_n: int
+    ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
+
+    @property
+    def own_rows(self) -> int:
+        return self.tile_n if self.of_keys else self.tile_m
+
+    @property
+    def other_rows(self) -> int:
+        return self.tile_m if self.of_keys else self.tile_n
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class TensorConfig(Config):
-    """What the tensor-core kernels share.
+class WarpsConfig(OwnRows, Padded, Config):
+    """Of a block that owns a tile of rows, keeps it in shared memory, and walks over the tiles of the other side.
+
+    Warps own `warp_rows` rows. column_groups: so many warps own the same rows, each with a part of the columns.
+    bias_pairs: bias can be read two keys at a time (problem/option_checks.py, OptionArray).
+    """
+
+    warp_rows: int = 16
+    column_groups: int = 1
+    bias_pairs: bool = False
+
+    def _check_warps(self) -> None:
+        own, step = self.own_rows, self.warp_rows
+        check(step in (16, 32), f"warp_rows must be 16 or 32, not {step}")
+        check(own >= step and own % step == 0, f"a block's own rows must be a multiple of {step}, not {own}")
+
+    @property
+    def workers(self) -> int:
+        """Threads that compute."""
+        return self.own_rows // self.warp_rows * self.column_groups * 32
+
+    @property
+    def threads(self) -> int:  # type: ignore[override]
+        return self.workers
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class TensorConfig(Padded, Config):
+    """What the tensor-core kernels of a forward share.
 
     group_size: how many query heads of one KV head lie in a tile as rows of one query (1: a tile is of one head).
     scores_finished: scores are finished before the softmax, because an option that changes them or a scale that is not
     above 0 forbids folding the scale into the exponent. o_vectorized: rows of o can be written 16 bytes at a time.
     bias_pairs: bias can be read two keys at a time (problem/option_checks.py, OptionArray). rescale_threshold: how many
-    powers of two a row's running maximum may be behind (kernels/steps/fragment_softmax.py); 0 = none.
+    powers of two a row's running maximum may be behind (kernels/score/fragment_softmax.py); 0 = none.
     """
 
-    group_size: int = 1
+    group_size: int = 1  # type: ignore[misc]
     scores_finished: bool = False
     o_vectorized: bool = True
     rescale_threshold: float = 0.0
     bias_pairs: bool = False
 
+    takes = abi.forward()
+    reads_states = True
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")
     MAX_RESCALE_THRESHOLD: ClassVar[int] = 12  # 2^12 is far from float16's largest number, 65504
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     ROW_STATE_BYTES: ClassVar[int] = 8  # for a row of O that waits in shared memory: is it finite, and its lse
 
     def _check(self, rows_step: int, keys_step: int) -> None:
-        if self.dtype not in self.DTYPES:
-            raise ValueError(f"{self.kernel} takes {', '.join(self.DTYPES)}, not {self.dtype}")
-        if self.tile_m < rows_step or self.tile_m % rows_step:
-            raise ValueError(f"tile_m must be a multiple of {rows_step}, not {self.tile_m}")
-        if self.tile_n < keys_step or self.tile_n % keys_step:
-            raise ValueError(f"tile_n must be a multiple of {keys_step}, not {self.tile_n}")
-        if self.group_size < 1 or self.tile_m % self.group_size:
-            raise ValueError(f"group_size must divide tile_m = {self.tile_m}, but is {self.group_size}")
-        if changes_scores(self.uses) and not self.scores_finished:
-            named = ", ".join(name for name, _ in self.uses)
-            raise ValueError(f"{named}: options that change scores need scores_finished=True")
-        if any(not BY_NAME[name].on_tensor_cores for name, _ in self.uses):
-            raise ValueError(f"the tensor-core kernels do not take all of {', '.join(name for name, _ in self.uses)}")
-        if not 0 <= self.rescale_threshold <= self.MAX_RESCALE_THRESHOLD:
-            most, given = self.MAX_RESCALE_THRESHOLD, self.rescale_threshold
-            raise ValueError(f"rescale_threshold must be 0 to {most}, not {given}: P may be held in 16 bits")
-
-    @property
-    def item_size(self) -> int:
-        """Bytes of an element."""
-        return ITEM_SIZE[self.dtype]
+        check(self.dtype in self.DTYPES, f"{self.kernel} takes {', '.join(self.DTYPES)}, not {self.dtype}")
+        for name, tile, step in (("tile_m", self.tile_m, rows_step), ("tile_n", self.tile_n, keys_step)):
+            check(tile >= step and tile % step == 0, f"{name} must be a multiple of {step}, not {tile}")
+        fits = self.group_size >= 1 and self.tile_m % self.group_size == 0
+        check(fits, f"group_size must divide tile_m = {self.tile_m}, but is {self.group_size}")
+        named, most = ", ".join(name for name, _ in self.uses), self.MAX_RESCALE_THRESHOLD
+        finished = self.scores_finished or not changes_scores(self.uses)
+        check(finished, f"{named}: options that change scores need scores_finished=True")
+        taken = all(BY_NAME[name].on_tensor_cores for name, _ in self.uses)
+        check(taken, f"the tensor-core kernels do not take all of {named}")
+        within = 0 <= self.rescale_threshold <= most
+        check(within, f"rescale_threshold must be 0 to {most}, not {self.rescale_threshold}: P may be held in 16 bits")
 
     @property
     def widest(self) -> int:
@@ -186,21 +322,7 @@ class TensorConfig(Config):
         return 256
 
     @property
-    def queries(self) -> int:
-        """Queries in a tile; with a group of heads each of them is several rows."""
-        return self.tile_m // self.group_size
-
-    @property
-    def states_tile(self) -> StatesTile:  # type: ignore[override]
-        return StatesTile(self.queries, self.tile_n, self.group_size)
-
-    @property
-    def head_dim_padded(self) -> int:
-        """head_dim in whole steps of a product; what is past head_dim is zero."""
-        return (self.head_dim + 15) // 16 * 16
-
-    @property
-    def v_parts(self) -> int:
+    def v_parts(self) -> int:  # type: ignore[override]
         """Blocks that share one tile's columns of O, each computing the scores anew: registers end at `widest`."""
         return -(-self.head_dim_v // self.widest)
 
@@ -213,3 +335,11 @@ class TensorConfig(Config):
         """Columns of O that a block computes, in whole steps."""
         step = self.columns_step
         return (-(-self.head_dim_v // self.v_parts) + step - 1) // step * step
+
+    @property
+    def group_columns(self) -> int:
+        """Columns of O that a warp has."""
+        return self.head_dim_v_padded
+
+    def grid(self, problem: AnyProblem) -> int:
+        return super().grid(problem) * self.v_parts

@@ -3,28 +3,41 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .forward import LaunchFacts
+from ..abi import parameters as abi
+from ..abi.arguments import mask_bits_layout, mask_bits_words
+from .forward import AnyProblem, LaunchFacts, check
 
 
 @dataclass(frozen=True)
 class MaskBitsConfig(LaunchFacts):
     """Of mask_bits, which runs before tensor-core kernels where there is a mask. of_keys: its rows are keys."""
 
-    of_keys: bool = False
+    of_keys: bool = False  # type: ignore[misc]
     threads: int = 512
 
-    dtype: ClassVar[str] = "bool"
-    compute_dtype: ClassVar[str] = "float32"
-    shared_bytes: ClassVar[int] = 0
-    blocks_per_sm: ClassVar[int] = 2  # so that 32 warps read at a time; a thread then has 64 registers
+    module = "score.mask_bits"
+    names = (abi.MASK_BITS, abi.MASK_BITS_OF_KEYS)
+    dtype: ClassVar[str] = "bool"  # type: ignore[misc]
+    # so that 32 warps read at a time; a thread then has 64 registers
+    blocks_per_sm: ClassVar[int] = 2  # type: ignore[misc]
 
     def __post_init__(self) -> None:
-        if self.threads < 32 or self.threads % 32:
-            raise ValueError(f"threads must be a multiple of 32, not {self.threads}")
+        whole = self.threads >= 32 and self.threads % 32 == 0
+        check(whole, f"threads must be a multiple of 32, not {self.threads}")
 
     @property
-    def kernel(self) -> str:
-        return "mask_bits_of_keys" if self.of_keys else "mask_bits"
+    def kernel(self) -> str:  # type: ignore[override]
+        return self.names[self.of_keys]
+
+    @property
+    def takes(self) -> abi.Parameters:  # type: ignore[override]
+        return abi.Parameters(("mask", self.kernel), ("mask",), abi.words("heads seqlen_q seqlen_k"))
 
     def dtype_of(self, option: str) -> str:
         return self.dtype
+
+    def grid(self, problem: AnyProblem) -> int:
+        return mask_bits_layout(problem.forward, self.of_keys)[0]
+
+    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+        return {self.kernel: ((mask_bits_words(problem.forward, self.of_keys),), "uint32")}

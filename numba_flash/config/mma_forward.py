@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .forward import TensorConfig, places, tile_bytes
+from .forward import TensorConfig, check, layout, places, tile_bytes
 
 
 @dataclass(frozen=True)
@@ -34,31 +34,31 @@ class MmaConfig(TensorConfig):
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
     KEYS: ClassVar[dict[str, tuple[int, ...]]] = dict(float32=(16, 32, 64), float64=(16, 32))
 
+    kernel = "mma"
+    module = "mma.forward"
+
     @property
     def tile_state_entries(self) -> int:
         """What a block keeps of its query tile (kernels/steps/block_state.py); of bias and mask, where they are."""
         return 4 if self.has("bias") or self.has("mask") else 2
 
     def __post_init__(self) -> None:
-        if self.warp_rows not in (16, 32):
-            raise ValueError(f"warp_rows must be 16 or 32, not {self.warp_rows}")
+        check(self.warp_rows in (16, 32), f"warp_rows must be 16 or 32, not {self.warp_rows}")
         self._check(self.warp_rows, 16)
-        if self.q_registers and self.item_size > 2:
-            raise ValueError(f"q_registers is for 16-bit elements, not for {self.dtype}")
-        if self.column_groups not in (1, 2) or (self.column_groups > 1 and self.item_size == 2):
-            raise ValueError(f"column_groups must be 1, or 2 for float32 and float64, not {self.column_groups}")
-        if self.item_size > 2 and self.tile_n not in self.KEYS[self.dtype]:
-            raise ValueError(f"tile_n must be one of {self.KEYS[self.dtype]} for {self.dtype}, not {self.tile_n}")
+        narrow, groups, keys = self.item_size == 2, self.column_groups, self.KEYS.get(self.dtype, (self.tile_n,))
+        check(narrow or not self.q_registers, f"q_registers is for 16-bit elements, not for {self.dtype}")
+        allowed = groups == 1 or groups == 2 and not narrow
+        check(allowed, f"column_groups must be 1, or 2 for float32 and float64, not {groups}")
+        check(self.tile_n in keys, f"tile_n must be one of {keys} for {self.dtype}, not {self.tile_n}")
         same = self.head_dim_padded == self.head_dim_v_padded and self.v_parts == 1
-        if self.sliced and not (self.splits_columns and same and self.tile_n == 32):
-            raise ValueError(
-                "sliced is for float64, column_groups=2, tile_n=32 and as many columns of V in a block as of K, not "
-                f"for {self.dtype}, column_groups={self.column_groups}, tile_n={self.tile_n} and "
-                f"{self.head_dim_v_padded} columns in each of {self.v_parts} blocks beside {self.head_dim_padded}"
-            )
-        if self.scalar_loads and self.dtype != "float64":
-            raise ValueError(f"scalar_loads is for float64, not for {self.dtype}")
-        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_layout().end)
+        check(
+            not self.sliced or self.splits_columns and same and self.tile_n == 32,
+            "sliced is for float64, column_groups=2, tile_n=32 and as many columns of V in a block as of K, not "
+            f"for {self.dtype}, column_groups={groups}, tile_n={self.tile_n} and "
+            f"{self.head_dim_v_padded} columns in each of {self.v_parts} blocks beside {self.head_dim_padded}",
+        )
+        check(not self.scalar_loads or self.dtype == "float64", f"scalar_loads is for float64, not for {self.dtype}")
+        self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def columns_in_order(self) -> bool:
@@ -66,7 +66,7 @@ class MmaConfig(TensorConfig):
         return self.scalar_loads
 
     @property
-    def threads(self) -> int:
+    def threads(self) -> int:  # type: ignore[override]
         return self.tile_m // self.warp_rows * self.column_groups * 32
 
     @property
@@ -101,24 +101,22 @@ class MmaConfig(TensorConfig):
         return self.head_dim_v_padded // self.column_groups
 
     def shared_layout(self) -> Any:
-        """Where Q, K, V, the states of O's rows, that of the tile and the end are, in bytes.
+        """Where Q, K, V, the states of O's rows, that of the tile, scores that warps exchange and the end are.
 
-        O of 16 bits takes Q's place and may reach into K's; of more bits it goes straight to global memory. Scores that
-        are exchanged are at the end.
+        O of 16 bits takes Q's place and may reach into K's, which is no longer needed then; of more bits it goes
+        straight to global memory.
         """
         size = self.item_size
-        k_at = tile_bytes(self.tile_m, self.head_dim_padded, size)
-        v_at = k_at if self.sliced else k_at + tile_bytes(self.tile_n, self.head_dim_padded, size)
-        row_states_at = (
-            tile_bytes(self.tile_m, self.head_dim_v_padded) if size == 2 else 0
-        )  # K and V are no longer needed then
-        end = v_at + tile_bytes(self.tile_n, self.head_dim_v_padded, size)
-        tile_at = max(end, row_states_at + self.ROW_STATE_BYTES * self.tile_m * self.column_groups)
+        tile_q, tile_k = (tile_bytes(rows, self.head_dim_padded, size) for rows in (self.tile_m, self.tile_n))
+        v_at = tile_q if self.sliced else tile_q + tile_k
+        row_states_at = tile_bytes(self.tile_m, self.head_dim_v_padded) if size == 2 else 0
+        of_rows = self.ROW_STATE_BYTES * self.tile_m * self.column_groups
+        behind = max(v_at + tile_bytes(self.tile_n, self.head_dim_v_padded, size), row_states_at + of_rows)
         exchanged = self.tile_m * self.tile_n * size * (1 + self.splits_columns) if self.column_groups > 1 else 0
-        end = tile_at + self.tile_state_entries * 16 + exchanged
-        return places(q=0, k=k_at, v=v_at, row_states=row_states_at, tile_state=tile_at, end=end)
+        states = layout(begin=behind, tile_state=self.tile_state_entries * 16, exchange=exchanged)
+        return places(q=0, k=tile_q, v=v_at, row_states=row_states_at, **states._asdict())
 
     @property
     def exchange_at(self) -> int:
         """Where scores that warps exchange are."""
-        return self.shared_layout().tile_state + self.tile_state_entries * 16
+        return self.shared_layout().exchange

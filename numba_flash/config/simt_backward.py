@@ -1,34 +1,38 @@
 """Configs of the kernels of v2's backward, of which delta runs first."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..problem.options import GRADIENT_OF
-from .forward import ITEM_SIZE, Config, LaunchFacts, layout
+from ..abi import parameters as abi
+from ..problem.options import GRADIENT_OF, HEAD_GRADIENTS, Option
+from .forward import ITEM_SIZE, AnyProblem, Config, LaunchFacts, check
+from .simt_forward import SimtRows
 
 
 @dataclass(frozen=True)
 class DeltaConfig(LaunchFacts):
-    """Of delta: `lanes` threads share a row, so that a warp reads whole sectors of memory."""
+    """Of delta: `lanes` threads share a row, so that a warp reads whole sectors of memory.
+
+    of_terms: what it finds goes into the gradient of a term of the sum, too. turns_of: of how many queries the parts of
+    dQ are that are added up in turns; 0: none are.
+    """
 
     dtype: str
     head_dim_v: int
     has_dlse: bool
     threads: int = 256
     lanes: int = 16
-    of_terms: bool = False  # what it finds goes into the gradient of a term of the sum, too
-    turns_of: int = 0  # of how many queries the parts of dQ are that are added up in turns; 0: none are
+    of_terms: bool = False
+    turns_of: int = 0
 
-    kernel: ClassVar[str] = "delta"
-    blocks_per_sm: ClassVar[int] = 0
+    kernel = "delta"
+    module = "simt.delta"
+    takes = abi.OF_DELTA
 
     def __post_init__(self) -> None:
-        if self.lanes < 1 or self.threads < 1 or self.threads % self.lanes:
-            raise ValueError(f"threads must be a multiple of lanes, but are {self.threads} and {self.lanes}")
-
-    @property
-    def compute_dtype(self) -> str:
-        return "float64" if self.dtype == "float64" else "float32"
+        whole = self.lanes >= 1 and self.threads >= 1 and self.threads % self.lanes == 0
+        check(whole, f"threads must be a multiple of lanes, but are {self.threads} and {self.lanes}")
 
     @property
     def rows(self) -> int:
@@ -36,46 +40,31 @@ class DeltaConfig(LaunchFacts):
         return self.threads // self.lanes
 
     @property
-    def shared_bytes(self) -> int:
+    def shared_bytes(self) -> int:  # type: ignore[override]
         return self.threads * ITEM_SIZE[self.compute_dtype]
 
+    def grid(self, problem: AnyProblem) -> int:
+        p = problem.forward
+        return p.batch * p.heads * -(-p.seqlen_q // self.rows)
 
-@dataclass(frozen=True)
-class SimtBackwardConfig(Config):
-    """Of v2's kernels: tiles of tile_m queries by tile_n keys, `pad` as in SimtConfig.
+    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+        return dict(delta=(problem.forward.lse_shape, self.compute_dtype))
 
-    wanted: what the kernel writes, of its gradients.
-    """
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class SimtBackwardConfig(SimtRows, Config):
+    """Of v2's kernels: tiles of tile_m queries by tile_n keys. wanted: what the kernel writes, of its gradients."""
 
     wanted: tuple[str, ...] = ()
     pad: int = 1
 
     def __post_init__(self) -> None:
-        if self.tile_m < 4 or self.tile_m % 4 or self.tile_n < 4 or self.tile_n % 4:
-            raise ValueError(f"tile_m and tile_n must be multiples of 4, not {self.tile_m} and {self.tile_n}")
-        if not 1 <= self.threads <= 1024:
-            raise ValueError(f"a block has 1 to 1024 threads, not {self.threads}")
-        if self.pad < 0:
-            raise ValueError(f"pad must be at least 0, not {self.pad}")
-        object.__setattr__(self, "shared_bytes", self.shared_layout().end * ITEM_SIZE[self.compute_dtype])
-
-    @property
-    def k_row(self) -> int:
-        """Elements from one row of a Q or K tile to the next, before pad: head_dim in whole 16-byte reads."""
-        return (self.head_dim + 3) // 4 * 4
-
-    @property
-    def v_row(self) -> int:
-        """The same for tiles of V and dO."""
-        return (self.head_dim_v + 3) // 4 * 4
-
-    def shared_layout(self) -> Any:
-        """Where the kernel's tiles begin in shared memory, and the end, in elements. Every tile begins at a multiple of
-        16 bytes."""
-        return layout(4, **self._tile_sizes())
-
-    def _tile_sizes(self) -> dict[str, int]:
-        raise NotImplementedError
+        tiles = self.tile_m, self.tile_n
+        whole = all(tile >= 4 and tile % 4 == 0 for tile in tiles)
+        check(whole, f"tile_m and tile_n must be multiples of 4, not {tiles[0]} and {tiles[1]}")
+        check(1 <= self.threads <= 1024, f"a block has 1 to 1024 threads, not {self.threads}")
+        self._check_pad()
+        self._set(self._bytes())
 
 
 @dataclass(frozen=True)
@@ -83,8 +72,14 @@ class DkdvConfig(SimtBackwardConfig):
     """Of v2_dkdv, in which a key has two threads, which run the same code on rows of one length; wanted: dk, dv or
     both."""
 
+    kernel = "v2_dkdv"
+    module = "simt.v2_backward_dkdv"
+    takes = abi.backward("dk dv", abi.ROWS, "mask")
+    of_keys = True
+    reads_states = True
+
     @property
-    def threads(self) -> int:
+    def threads(self) -> int:  # type: ignore[override]
         return 2 * self.tile_n
 
     @property
@@ -102,13 +97,12 @@ class DkdvConfig(SimtBackwardConfig):
         )
 
 
-@dataclass(frozen=True)
-class DqConfig(SimtBackwardConfig):
-    """Of v2_dq, one thread per query row; wanted: dq, the gradient of which head_sums adds up each row's share, or
-    both."""
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class SimtRowsConfig(SimtBackwardConfig):
+    """Of the kernels that have one thread per query row."""
 
     @property
-    def threads(self) -> int:
+    def threads(self) -> int:  # type: ignore[override]
         return self.tile_m
 
     def _tile_sizes(self) -> dict[str, int]:
@@ -122,11 +116,69 @@ class DqConfig(SimtBackwardConfig):
 
 
 @dataclass(frozen=True)
-class DbiasConfig(DqConfig):
-    """Of v2_dbias, one thread per query row. rows_summed, keys_summed: bias is one row, or one column, for all."""
+class DqConfig(SimtRowsConfig):
+    """Of v2_dq; wanted: dq, the gradient of which head_sums adds up each row's share, or both."""
+
+    kernel = "v2_dq"
+    module = "simt.v2_backward_dq"
+    takes = abi.backward("dq", abi.ROWS, "mask").plus("row_shares")
+    reads_states = True
+
+    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+        return dict(row_shares=(problem.forward.lse_shape, self.compute_dtype))
+
+
+class OfBias:
+    """A kernel of dbias, in tiles as large as dbias has rows and keys. split: several blocks share the sum of an
+    element, and dbias_sum adds theirs up."""
+
+    SIZES: ClassVar[str] = "dbias_shape dbias_splits"
+
+    tile_m: int
+    tile_n: int
+    split: bool
+
+    def grid(self, problem: Any) -> int:
+        batch, heads, rows, keys = problem.dbias_shape
+        splits = problem.dbias_splits if self.split else 1
+        return splits * batch * heads * -(-rows // self.tile_m) * -(-keys // self.tile_n)
+
+
+@dataclass(frozen=True)
+class DbiasConfig(OfBias, SimtRowsConfig):
+    """Of v2_dbias. rows_summed, keys_summed: bias is one row, or one column, for all."""
 
     rows_summed: bool = False
     keys_summed: bool = False
+    split: bool = False
+
+    kernel = "v2_dbias"
+    module = "simt.v2_backward_dbias"
+    takes = abi.backward("dbias", abi.ROWS, "mask").plus("dbias_sums", OfBias.SIZES)
+
+
+@dataclass(frozen=True)
+class DbiasSumConfig(LaunchFacts):
+    """Of dbias_sum, one thread per element of dbias. dtype: that of the problem; given: that of dbias."""
+
+    dtype: str
+    given: str
+    threads: int = 256
+
+    kernel = "dbias_sum"
+    module = "simt.dbias_sum"
+    takes = abi.Parameters(("dbias_sums", "dbias"), ("dbias",), abi.words(OfBias.SIZES))
+
+    def dtype_of(self, option: str) -> str | None:
+        """As of every Config."""
+        return self.given if option == "bias" else None
+
+    def grid(self, problem: Any) -> int:
+        return -(-math.prod(problem.dbias_shape) // self.threads)
+
+    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+        count = problem.dbias_splits * math.prod(problem.dbias_shape)
+        return dict(dbias_sums=((count,), self.compute_dtype))
 
 
 @dataclass(frozen=True)
@@ -144,14 +196,16 @@ class HeadSumsConfig(LaunchFacts):
     of_blocks: bool = False
     threads: int = 1024
 
-    blocks_per_sm: ClassVar[int] = 1  # registers must suffice for its many threads
+    module = "simt.head_sums"
+    names = (*HEAD_GRADIENTS, *(f"{name}_of_blocks" for name, x in HEAD_GRADIENTS.items() if x.acts_on == "sum"))
+    blocks_per_sm: ClassVar[int] = 1  # type: ignore[misc]  # registers must suffice for its many threads
 
     def __post_init__(self) -> None:
-        if not 1 <= self.threads <= 1024 or self.threads & (self.threads - 1):
-            raise ValueError(f"threads must be a power of two, at most 1024, not {self.threads}")
+        power_of_two = 1 <= self.threads <= 1024 and not self.threads & (self.threads - 1)
+        check(power_of_two, f"threads must be a power of two, at most 1024, not {self.threads}")
 
     @property
-    def kernel(self) -> str:
+    def kernel(self) -> str:  # type: ignore[override]
         return f"{self.gradient}_of_blocks" if self.of_blocks else self.gradient
 
     @property
@@ -159,14 +213,22 @@ class HeadSumsConfig(LaunchFacts):
         """Of which it is the gradient."""
         return GRADIENT_OF[self.gradient]
 
+    @property
+    def takes(self) -> abi.Parameters:  # type: ignore[override]
+        option: Option = HEAD_GRADIENTS[self.gradient]
+        sizes = abi.words("batch heads seqlen_q")
+        if option.acts_on == "score":
+            return abi.Parameters(("row_shares", self.gradient), (self.gradient,), sizes)
+        own = option.name, self.gradient
+        return abi.Parameters(("lse", "lse_delta" if self.of_blocks else "delta", *own), own, sizes)
+
     def dtype_of(self, option: str) -> str | None:
         """As of every Config."""
         return self.given if option == self.option else None
 
     @property
-    def compute_dtype(self) -> str:
-        return "float64" if self.dtype == "float64" else "float32"
-
-    @property
-    def shared_bytes(self) -> int:
+    def shared_bytes(self) -> int:  # type: ignore[override]
         return self.threads * ITEM_SIZE[self.compute_dtype]
+
+    def grid(self, problem: Any) -> int:
+        return math.prod(problem.shape_of(self.gradient))

@@ -1,52 +1,99 @@
-"""Config of v1 and v2 (kernels/simt), where a thread owns a row."""
+"""Configs of v1 and v2 (kernels/simt), where a thread owns a row."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from .forward import ITEM_SIZE, Config, layout
+from ..abi import parameters as abi
+from .forward import ITEM_SIZE, AnyProblem, Config, check, layout
 
 
-@dataclass(frozen=True)
-class SimtConfig(Config):
-    """Of v1 and v2, which run one thread per query row: tile_m is also the number of threads.
+class SimtRows:
+    """Rows of tiles in shared memory: head_dim in whole 16-byte reads.
 
-    `pad` is how many elements are added to each row of a shared tile that every thread reads its own
-    row of: with pad 0 and a head_dim that is a multiple of 32 all 32 lanes of a warp hit one bank, which
-    shows bank conflicts (docs/tensor_cores.md).
+    `pad` is how many elements are added to each row of a tile that every thread reads its own row of: with pad 0 and a
+    head_dim that is a multiple of 32 all 32 lanes of a warp hit one bank, which shows bank conflicts
+    (docs/tensor_cores.md).
     """
 
-    pad: int = 1
+    head_dim: int
+    head_dim_v: int
+    pad: int
+    compute_dtype: Any
+    reads_bits: ClassVar[bool] = False
+    reads_order: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.tile_m <= 1024:
-            raise ValueError(f"tile_m is the number of threads of a block: 1 to 1024, not {self.tile_m}")
-        if self.tile_n < 4 or self.tile_n % 4:
-            raise ValueError(f"tile_n must be a multiple of 4, not {self.tile_n}")
-        if self.pad < 0:
-            raise ValueError(f"pad must be at least 0, not {self.pad}")
-        object.__setattr__(self, "shared_bytes", self.shared_layout().end * ITEM_SIZE[self.compute_dtype])
-
-    @property
-    def threads(self) -> int:
-        return self.tile_m
+    def _check_pad(self) -> None:
+        check(self.pad >= 0, f"pad must be at least 0, not {self.pad}")
 
     @property
     def k_row(self) -> int:
-        """Elements from one row of a Q or K tile to the next, before pad: head_dim in whole 16-byte reads."""
+        """Elements from one row of a Q or K tile to the next, before pad."""
         return (self.head_dim + 3) // 4 * 4
 
     @property
     def v_row(self) -> int:
-        """The same for V tiles."""
+        """The same for tiles of V and dO."""
         return (self.head_dim_v + 3) // 4 * 4
 
     def shared_layout(self) -> Any:
-        """Where the tiles Q_i, K_j, V_j and S begin in shared memory, and the end, in elements. Every tile begins at a
-        multiple of 16 bytes."""
-        return layout(
-            4,
-            q=self.tile_m * (self.k_row + self.pad),  # each thread reads its own row
-            k=self.tile_n * self.k_row,  # all threads read the same element, nothing to pad
-            v=self.tile_n * self.v_row,  # likewise
+        """Where the kernel's tiles begin in shared memory, and the end, in elements. Every tile begins at a multiple of
+        16 bytes."""
+        return layout(4, **self._tile_sizes())
+
+    def _tile_sizes(self) -> dict[str, int]:
+        raise NotImplementedError
+
+    def _bytes(self) -> int:
+        return self.shared_layout().end * ITEM_SIZE[self.compute_dtype]
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class SimtConfig(SimtRows, Config):
+    """Of v1 and v2, which run one thread per query row: tile_m is also the number of threads."""
+
+    pad: int = 1
+
+    reads_states = True
+
+    def __post_init__(self) -> None:
+        threads, keys = self.tile_m, self.tile_n
+        check(1 <= threads <= 1024, f"tile_m is the number of threads of a block: 1 to 1024, not {threads}")
+        check(keys >= 4 and keys % 4 == 0, f"tile_n must be a multiple of 4, not {keys}")
+        self._check_pad()
+        self._set(self._bytes())
+
+    @property
+    def threads(self) -> int:  # type: ignore[override]
+        return self.tile_m
+
+    def _tile_sizes(self) -> dict[str, int]:
+        return dict(
+            q=self.tile_m * (self.k_row + self.pad),  # Q_i: each thread reads its own row
+            k=self.tile_n * self.k_row,  # K_j: all threads read the same element, nothing to pad
+            v=self.tile_n * self.v_row,  # V_j: likewise
             s=self.tile_m * (self.tile_n + self.pad),
         )
+
+
+@dataclass(frozen=True)
+class V1Config(SimtConfig):
+    """A block for each head, which loops over all queries."""
+
+    kernel = "v1"
+    module = "simt.v1"
+    takes = abi.forward("mask").plus("acc_o row_sum row_max")
+
+    def grid(self, problem: AnyProblem) -> int:
+        return problem.forward.batch * problem.forward.heads
+
+    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+        """O before rounding, l and m."""
+        rows, dtype = problem.forward.lse_shape, self.compute_dtype
+        return dict(acc_o=((*rows, self.head_dim_v), dtype), row_sum=(rows, dtype), row_max=(rows, dtype))
+
+
+@dataclass(frozen=True)
+class V2Config(SimtConfig):
+    kernel = "v2"
+    module = "simt.v2"
+    takes = abi.forward("mask")

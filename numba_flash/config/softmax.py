@@ -1,25 +1,43 @@
-"""Config of the softmax kernels (kernels/softmax)."""
+"""Configs of the softmax kernels (kernels/softmax)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
+from ..abi.parameters import Parameters
 from .forward import ITEM_SIZE, LaunchFacts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class SoftmaxConfig(LaunchFacts):
-    """The compile-time facts of one softmax kernel: one thread per row, or one block per row for "blocked"."""
+    """The compile-time facts of one softmax kernel: one thread per row."""
 
-    kernel: str  # "safe", "online" or "blocked"
     dtype: str
     threads: int
 
-    blocks_per_sm: ClassVar[int] = 0
+    takes = Parameters(("x", "y"), ("x", "y"), ("rows", "n"))
+
+
+@dataclass(frozen=True)
+class SafeConfig(SoftmaxConfig):
+    kernel = "safe"
+    module = "softmax.safe"
+
+
+@dataclass(frozen=True)
+class OnlineConfig(SoftmaxConfig):
+    kernel = "online"
+    module = "softmax.online"
+
+
+@dataclass(frozen=True)
+class BlockedConfig(SoftmaxConfig):
+    """One block per row."""
+
+    kernel = "blocked"
+    module = "softmax.blocked"
 
     @property
-    def compute_dtype(self) -> str:
-        return "float64" if self.dtype == "float64" else "float32"
+    def shared_bytes(self) -> int:  # type: ignore[override]
+        return 2 * self.threads * ITEM_SIZE[self.compute_dtype]
 
-    @property
-    def shared_bytes(self) -> int:
-        return 2 * self.threads * ITEM_SIZE[self.compute_dtype] if self.kernel == "blocked" else 0
+
+SOFTMAX = {kind.kernel: kind for kind in (SafeConfig, OnlineConfig, BlockedConfig)}

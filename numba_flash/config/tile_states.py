@@ -3,15 +3,32 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..abi import parameters as abi
+from ..abi import tile_states
+from ..abi.parameters import StatesTile
 from ..problem.options import Uses
-from .forward import LaunchFacts
-from .states_of_tiles import TILE_STATES, TILE_STATES_OF_KEYS, StatesTile
+from .forward import AnyProblem, LaunchFacts, check
 
+_READ = abi.words("mask seqlens_k q_offset")
 VISIBLE = ("mask", "mask_mod", "aux", "seqlens_k", "q_offset")  # the options that decide what is seen
 
 
+class OfTile(LaunchFacts):
+    """A kernel that works on the states of tiles like `tile`."""
+
+    tile: StatesTile
+
+    @property
+    def tile_states(self) -> str:  # type: ignore[override]
+        return self.tile.array
+
+    @property
+    def states_tile(self) -> StatesTile:  # type: ignore[override]
+        return self.tile
+
+
 @dataclass(frozen=True)
-class TileStatesConfig(LaunchFacts):
+class TileStatesConfig(OfTile):
     """The Config of tile_states, which runs before kernels that skip tiles.
 
     dtype: of the function's real numbers, float32 or float64. tile: the tile of the kernel that runs after it.
@@ -24,12 +41,13 @@ class TileStatesConfig(LaunchFacts):
     threads: int = 512
     narrow: bool = False  # as of Config
 
-    shared_bytes: ClassVar[int] = 0
-    blocks_per_sm: ClassVar[int] = 0
+    module = "score.tile_states"
+    takes = abi.Parameters(_READ, _READ, abi.SIZES)
+    names = abi.STATES
 
     def __post_init__(self) -> None:
-        if self.threads < 32 or self.threads % 32:
-            raise ValueError(f"threads must be a multiple of 32, not {self.threads}")
+        whole = self.threads >= 32 and self.threads % 32 == 0
+        check(whole, f"threads must be a multiple of 32, not {self.threads}")
 
     @property
     def kept(self) -> bool:  # type: ignore[override]
@@ -44,37 +62,18 @@ class TileStatesConfig(LaunchFacts):
         return TileStatesConfig(config.compute_dtype, *facts)
 
     @property
-    def kernel(self) -> str:
+    def kernel(self) -> str:  # type: ignore[override]
         return self.tile_states
 
-    @property
-    def tile_states(self) -> str:  # type: ignore[override]
-        return TILE_STATES_OF_KEYS if self.tile.of_keys else TILE_STATES
+    def grid(self, problem: AnyProblem) -> int:
+        return tile_states.blocks(problem.forward, self.tile)
 
-    @property
-    def states_tile(self) -> StatesTile:  # type: ignore[override]
-        return self.tile
-
-    @property
-    def compute_dtype(self) -> str:
-        return self.dtype
-
-    def has(self, option: str) -> bool:
-        return any(name == option for name, _ in self.uses)
-
-    def dtype_of(self, option: str) -> str | None:
-        return dict(self.uses).get(option)
-
-    def function(self, option: str) -> Any:
-        return dict(self.uses).get(option)
-
-    @property
-    def aux(self) -> tuple[tuple[str, int], ...]:  # type: ignore[override]
-        return dict(self.uses).get("aux", ())
+    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+        return {self.tile_states: ((tile_states.words(problem.forward, self.tile),), "uint32")}
 
 
 @dataclass(frozen=True)
-class TileOrderConfig(LaunchFacts):
+class TileOrderConfig(OfTile):
     """Of tile_order, which runs behind tile_states, for the same tile.
 
     of_mask: a mask has its part in the states, which are each call's own then.
@@ -84,9 +83,10 @@ class TileOrderConfig(LaunchFacts):
     of_mask: bool
     threads: int = 512
 
-    compute_dtype: ClassVar[str] = "float32"
-    shared_bytes: ClassVar[int] = 0
-    blocks_per_sm: ClassVar[int] = 0
+    module = "score.tile_order"
+    takes = abi.Parameters((), sizes=abi.words("seqlen_q seqlen_k"))
+    names = ("tile_order", "tile_order_of_keys")
+    dtype: ClassVar[str] = "uint32"  # type: ignore[misc]
 
     @property
     def kept(self) -> bool:  # type: ignore[override]
@@ -97,13 +97,8 @@ class TileOrderConfig(LaunchFacts):
         return TileOrderConfig(states.tile, states.has("mask"), states.threads)
 
     @property
-    def kernel(self) -> str:
-        return "tile_order_of_keys" if self.tile.of_keys else "tile_order"
+    def kernel(self) -> str:  # type: ignore[override]
+        return self.names[self.tile.of_keys]
 
-    @property
-    def tile_states(self) -> str:  # type: ignore[override]
-        return TILE_STATES_OF_KEYS if self.tile.of_keys else TILE_STATES
-
-    @property
-    def states_tile(self) -> StatesTile:  # type: ignore[override]
-        return self.tile
+    def grid(self, problem: AnyProblem) -> int:
+        return tile_states.order_blocks(problem.forward, self.tile, self.threads)

@@ -1,101 +1,148 @@
 """Configs of the Hopper backward (kernels/wgmma/backward_*.py): everything in them is a constant of the code."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from ..problem.options import BY_NAME, FUNCTIONS, SEEDED
-from .forward import Config, panel_of_bias, tile_bytes
+from ..abi import parameters as abi
+from ..abi.tensor_maps import OperandMaps, bias_map, map_of_rows
+from ..problem.forward import Problem
+from ..problem.groups import parts_of
+from ..problem.options import FUNCTIONS, SEEDED
+from .backward import OfGradients
+from .blocks import heads_abreast
+from .forward import AnyProblem, Config, OwnRows, Padded, check, layout, panel_of_bias, tile_bytes
 from .wgmma_forward import check_registers
 
 BY_ELEMENT = (*FUNCTIONS, "bias", "mask", SEEDED)  # options that decide about each score or weight on its own
 
 
-class SharedPlan(NamedTuple):
-    """Where things begin in a block's shared memory, in bytes.
-
-    own_*: the tile that the block owns; stream_*: the stages of the tiles that it walks over. a is of head_dim (K or
-    Q), b of head_dim_v (V or dO).
-    """
-
-    own_a: int
-    own_b: int
-    stream_a: int
-    stream_b: int
-    bias: int  # of each stage of stream_a, where it comes in boxes
-    ds: int  # two tiles of dS, in 16 bits
-    dq: int  # parts of dQ on their way to global memory
-    lse_delta: int  # lse and -delta of each stage's queries
-    state: int  # what every role reads of the block's work
-    barriers: int
-    end: int
+def all_parts(p: Problem, members: int) -> int:
+    """The number of parts of `members` query heads in the groups of all batch entries."""
+    return p.batch * p.heads_kv * parts_of(p.heads // max(p.heads_kv, 1), members)
 
 
-class Barriers(NamedTuple):
-    """Where the mbarriers are, 8 bytes each; the rings have one of each kind for a stage."""
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class StreamingConfig(OwnRows, Padded, Config):
+    """Of a block that owns a tile of rows, and to which a producer warpgroup loads the tiles that it walks over.
 
-    own_full: int
-    own_empty: int  # of a block that stays, as the next two
-    state_full: int
-    state_empty: int
-    a_full: int
-    a_empty: int
-    b_full: int
-    b_empty: int
-    ds_full: int
-    dq_full: int  # for each stage one for each consumer warpgroup
-    dq_empty: int
-    end: int
-
-
-@dataclass(frozen=True)
-class WgmmaBackwardConfig(Config):
-    """What wgmma/backward_dkdv and wgmma/backward_dq share.
-
-    A block is a producer warpgroup and own_rows / 64 consumer warpgroups, each of which owns 64 rows. stages_a and
-    stages_b: how many tiles of either kind are in shared memory, in use or on their way. bias_pairs: bias can be read
-    two keys at a time; bias_boxes: it comes by TMA, with a tile of stream_a (problem/option_checks.py, OptionArray).
+    a is of head_dim (K or Q), b of head_dim_v (V or dO). stages_a and stages_b: how many tiles of either kind have a
+    place in shared memory, in use or on their way. bias_pairs: bias can be read two keys at a time
+    (problem/option_checks.py, OptionArray).
     """
 
     stages_a: int = 2
     stages_b: int = 2
     blocks_per_sm: int = 1
     bias_pairs: bool = False
+
+    whole_program = True
+    key_tiles: ClassVar[int] = 0  # as of WgmmaFusedConfig
+    PARTS: ClassVar[int] = 1  # of which a tile consists (kernels/wgmma/parts.py)
+    STATE_WORDS: ClassVar[int] = 16  # that every role reads of the block's work
+
+    @property
+    def stream_rows(self) -> int:
+        """Rows of the tiles that a block walks over."""
+        return self.other_rows
+
+    def parts_bytes(self, rows: int, columns: int) -> int:
+        """Of a tile in parts."""
+        return self.PARTS * tile_bytes(rows, columns)
+
+    @property
+    def own_a_bytes(self) -> int:
+        return self.parts_bytes(self.own_rows, self.head_dim_padded)
+
+    @property
+    def own_b_bytes(self) -> int:
+        return self.parts_bytes(self.own_rows, self.head_dim_v_padded)
+
+    @property
+    def stream_a_bytes(self) -> int:
+        """Of one stage."""
+        return self.parts_bytes(self.stream_rows, self.head_dim_padded)
+
+    @property
+    def stream_b_bytes(self) -> int:
+        return self.parts_bytes(self.stream_rows, self.head_dim_v_padded)
+
+    def _check_walk(self, own: tuple[int, ...], most: int, least_a: int) -> None:
+        """own: how many rows a block may own; most: how many it may walk over at a time; least_a: of stages_a."""
+        rows, other, (a, b) = self.own_rows, self.other_rows, (self.stages_a, self.stages_b)
+        allowed = f"{', '.join(map(str, own[:-1]))} or {own[-1]}" if len(own) > 1 else own[0]
+        check(rows in own, f"a block's own rows must be {allowed}, not {rows}")
+        whole = 16 <= other <= most and other % 16 == 0
+        check(whole, f"a block walks over tiles of 16 to {most} rows, in steps of 16, not {other}")
+        enough = least_a <= a <= 4 and 1 <= b <= 4
+        check(enough, f"stages_a must be {least_a} to 4 and stages_b 1 to 4, not {a} and {b}")
+        self._check_widest()
+
+    def barriers(self) -> Any:
+        """Where the mbarriers are, 8 bytes each."""
+        counts = {name: 8 * count for name, count in self._barrier_counts().items()}
+        return layout(begin=self.shared_layout().barriers, **counts)
+
+    def _rings(self) -> dict[str, int]:
+        """Of the stages: one of each kind for each."""
+        return dict(a_full=self.stages_a, a_empty=self.stages_a, b_full=self.stages_b, b_empty=self.stages_b)
+
+    def _barrier_counts(self) -> dict[str, int]:
+        raise NotImplementedError
+
+    def shared_layout(self) -> Any:
+        """Where things begin in a block's shared memory, in bytes. own_*: the tile that the block owns; stream_*: the
+        stages of the tiles that it walks over; state: what every role reads of the block's work."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class WgmmaBackwardConfig(StreamingConfig):
+    """What wgmma/backward_dkdv and wgmma/backward_dq share.
+
+    A block is a producer warpgroup and own_rows / 64 consumer warpgroups, each of which owns 64 rows. bias_boxes: a
+    bias comes by TMA, with a tile of stream_a (problem/option_checks.py, OptionArray).
+    """
+
     bias_boxes: bool = False  # type: ignore[misc]
 
-    whole_program: ClassVar[bool] = True
-    waits: ClassVar[bool] = True
-    group_size: ClassVar[int] = 1  # a tile is of one head
-    key_tiles: ClassVar[int] = 0  # as of WgmmaFusedConfig
+    waits = True
     stays: ClassVar[bool] = False
-    ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     WIDEST: ClassVar[int] = 256  # columns that one product can be wide
-    STATE_WORDS: ClassVar[int] = 16
     MOST_BARRIERS: ClassVar[int] = 24
     # consumers -> registers of a thread of the producer and of the consumers
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+    # of a block without these
+    lse_delta_bytes: ClassVar[int] = 0  # of one stage of stream_a
+    ds_bytes: ClassVar[int] = 0  # of one of two tiles of dS that go through shared memory
+    dq_part_bytes: ClassVar[int] = 0  # of what a consumer warpgroup makes of dQ at a time
+    dq_places: ClassVar[int] = 1  # how many of these are in shared memory for each consumer warpgroup
+    dq_stages: ClassVar[int] = 0  # how many of these may be on their way to the sums of dQ
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("float16", "bfloat16"):
-            raise ValueError(f"tensor-core kernels take float16 and bfloat16, not {self.dtype}")
-        if self.own_rows % 64 or self.own_rows // 64 not in self.REGISTERS:
-            raise ValueError(f"a block's own rows must be 64, 128 or 192, not {self.own_rows}")
-        if not 16 <= self.stream_rows <= 128 or self.stream_rows % 16:
-            raise ValueError(f"a block walks over tiles of 16 to 128 rows, in steps of 16, not {self.stream_rows}")
-        if not (2 <= self.stages_a <= 4 and 1 <= self.stages_b <= 4):
-            # S of the next tile is issued before the product with this one's first tile is done.
-            raise ValueError(f"stages_a must be 2 to 4 and stages_b 1 to 4, not {self.stages_a} and {self.stages_b}")
-        if max(self.head_dim, self.head_dim_v) > self.WIDEST:
-            raise ValueError(f"head_dim must be at most {self.WIDEST}, not {self.head_dim} and {self.head_dim_v}")
-        unknown = [name for name, _ in self.uses if not BY_NAME[name].on_tensor_cores]
-        if unknown:
-            raise ValueError(f"the tensor-core backward takes no {' and no '.join(unknown)}")
+        taken = self.dtype in ("float16", "bfloat16")
+        check(taken, f"tensor-core kernels take float16 and bfloat16, not {self.dtype}")
+        # S of the next tile is issued before the product with this one's first tile is done.
+        self._check_walk((64, 128, 192), 128, least_a=2)
+        self._check_options("the tensor-core backward")
         check_registers(self.registers, self.consumers)
-        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_layout().end)
+        self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def tensor_maps(self) -> int:  # type: ignore[override]
         """Of q, k, v and do, and of a bias that comes in boxes."""
         return 4 + self.bias_boxes
+
+    def operand_maps(self, problem: AnyProblem) -> OperandMaps:
+        p, do_strides = problem.forward, problem.do_strides  # type: ignore[union-attr]
+        given = (
+            (0, p.q_strides, (p.head_dim, p.seqlen_q, p.heads, p.batch), self.tile_m),
+            (1, p.k_strides, (p.head_dim, p.seqlen_k, p.heads_kv, p.batch), self.tile_n),
+            (2, p.v_strides, (p.head_dim_v, p.seqlen_k, p.heads_kv, p.batch), self.tile_n),
+            (3, do_strides, (p.head_dim_v, p.seqlen_q, p.heads, p.batch), self.tile_m),
+        )
+        present = 1 if p.seqlen_k and not p.seqlen_q else 0  # an array that is not empty
+        maps = [map_of_rows(p.dtype, n, strides, shape, (64, tile), present) for n, strides, shape, tile in given]
+        return (*maps, *([bias_map(self, p, self.tile_m, present)] if self.bias_boxes else []))
 
     @property
     def by_element(self) -> bool:
@@ -103,54 +150,17 @@ class WgmmaBackwardConfig(Config):
         return any(name in BY_ELEMENT for name, _ in self.uses)
 
     @property
-    def own_rows(self) -> int:
-        """Rows of the tile that a block owns."""
-        raise NotImplementedError
-
-    @property
-    def stream_rows(self) -> int:
-        """Rows of the tiles that it walks over."""
-        raise NotImplementedError
-
-    @property
     def consumers(self) -> int:
         return self.own_rows // 64
 
     @property
-    def threads(self) -> int:
+    def threads(self) -> int:  # type: ignore[override]
         return 128 * (1 + self.consumers)
 
     @property
     def registers(self) -> tuple[int, int]:
         """A thread's, of the producer and of the consumers."""
         return self.REGISTERS[self.consumers]
-
-    @property
-    def head_dim_padded(self) -> int:
-        """head_dim in whole steps of a product; what is past head_dim is zero."""
-        return (self.head_dim + 15) // 16 * 16
-
-    @property
-    def head_dim_v_padded(self) -> int:
-        """head_dim_v in whole steps."""
-        return (self.head_dim_v + 15) // 16 * 16
-
-    @property
-    def own_b_bytes(self) -> int:
-        return tile_bytes(self.own_rows, self.head_dim_v_padded)
-
-    @property
-    def own_a_bytes(self) -> int:
-        return tile_bytes(self.own_rows, self.head_dim_padded)
-
-    @property
-    def stream_a_bytes(self) -> int:
-        """Of one stage."""
-        return tile_bytes(self.stream_rows, self.head_dim_padded)
-
-    @property
-    def stream_b_bytes(self) -> int:
-        return tile_bytes(self.stream_rows, self.head_dim_v_padded)
 
     @property
     def bias_panel(self) -> int:
@@ -162,11 +172,6 @@ class WgmmaBackwardConfig(Config):
         return 2 * self.tile_m * self.tile_n if self.bias_boxes else 0
 
     @property
-    def lse_delta_bytes(self) -> int:
-        """Of one stage of stream_a."""
-        return 0
-
-    @property
     def state_bytes(self) -> int:
         """Of a tile that the block owns."""
         return 4 * self.STATE_WORDS
@@ -176,52 +181,32 @@ class WgmmaBackwardConfig(Config):
         """How many tiles of a block have a state: the one at which it works, and the next one where it stays."""
         return 2 if self.stays else 1
 
-    @property
-    def ds_bytes(self) -> int:
-        """Of one of two tiles of dS that go through shared memory."""
-        return 0
+    def _barrier_counts(self) -> dict[str, int]:
+        """A block that stays has own_empty and those of its state; dq_full and dq_empty have for each stage one for
+        each consumer warpgroup."""
+        told, parts = self.states if self.stays else 0, self.dq_stages * self.consumers
+        counts = dict(own_full=1, own_empty=int(self.stays), state_full=told, state_empty=told) | self._rings()
+        return counts | dict(ds_full=int(self.ds_bytes > 0), dq_full=parts, dq_empty=parts)
 
-    @property
-    def dq_part_bytes(self) -> int:
-        """Of what a consumer warpgroup makes of dQ at a time."""
-        return 0
-
-    @property
-    def dq_places(self) -> int:
-        """How many of these are in shared memory for each consumer warpgroup."""
-        return 1
-
-    @property
-    def dq_stages(self) -> int:
-        """How many of these may be on their way to the sums of dQ."""
-        return 0
-
-    def barriers(self) -> Barriers:
-        told = self.states if self.stays else 0
-        counts = [1, int(self.stays), told, told, self.stages_a, self.stages_a, self.stages_b, self.stages_b]
-        parts = self.dq_stages * self.consumers
-        counts += [int(self.ds_bytes > 0), parts, parts]
-        at = [self.shared_layout().barriers]
-        for count in counts:
-            at.append(at[-1] + 8 * count)
-        return Barriers(*at)
-
-    def shared_layout(self) -> SharedPlan:
-        own_b = self.own_a_bytes
-        stream_a = own_b + self.own_b_bytes
-        stream_b = stream_a + self.stages_a * self.stream_a_bytes
-        bias = stream_b + self.stages_b * self.stream_b_bytes
-        ds = bias + self.stages_a * self.bias_bytes
-        dq = ds + 2 * self.ds_bytes
-        lse_delta = dq + self.dq_places * self.consumers * self.dq_part_bytes
-        state = lse_delta + self.stages_a * self.lse_delta_bytes
-        barriers = state + self.state_bytes * self.states
-        end = barriers + 8 * self.MOST_BARRIERS
-        return SharedPlan(0, own_b, stream_a, stream_b, bias, ds, dq, lse_delta, state, barriers, end)
+    def shared_layout(self) -> Any:
+        """bias: of each stage of stream_a, where it comes in boxes. ds: two tiles of dS, in 16 bits. dq: parts of dQ on
+        their way to global memory. lse_delta: lse and -delta of each stage's queries."""
+        return layout(
+            own_a=self.own_a_bytes,
+            own_b=self.own_b_bytes,
+            stream_a=self.stages_a * self.stream_a_bytes,
+            stream_b=self.stages_b * self.stream_b_bytes,
+            bias=self.stages_a * self.bias_bytes,
+            ds=2 * self.ds_bytes,
+            dq=self.dq_places * self.consumers * self.dq_part_bytes,
+            lse_delta=self.stages_a * self.lse_delta_bytes,
+            state=self.state_bytes * self.states,
+            barriers=8 * self.MOST_BARRIERS,
+        )
 
 
 @dataclass(frozen=True)
-class WgmmaDkdvConfig(WgmmaBackwardConfig):
+class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
     """Of wgmma/backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
 
     of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128.
@@ -232,29 +217,36 @@ class WgmmaDkdvConfig(WgmmaBackwardConfig):
     of_dv: bool = True
     members: int = 0
 
+    kernel = "wgmma_dkdv"
+    module = "wgmma.backward_dkdv"
+    takes = abi.backward("dk dv", mask=abi.MASK_BITS_OF_KEYS).plus("dk_sums dv_sums")
+    of_keys = reads_states = True
     both_ways: ClassVar[bool] = False  # a block is told which way to walk
     lse_first: ClassVar[bool] = False  # as of WgmmaFusedConfig
     delta_first: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not (self.of_dk or self.of_dv):
-            raise ValueError("of_dk or of_dv must be True: there is nothing else to compute")
+        self._check_gradients()
         super().__post_init__()
 
-    @property
-    def own_rows(self) -> int:
-        return self.tile_n
+    def grid(self, problem: AnyProblem) -> int:
+        return all_parts(problem.forward, self.members) * (1 if self.key_tiles else self._tiles_of_keys(problem))
 
-    @property
-    def stream_rows(self) -> int:
-        return self.tile_m
+    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+        if not self.members:
+            return {}
+        rows = all_parts(problem.forward, self.members) * self._tiles_of_keys(problem) * self.tile_n
+        columns = dict(dk_sums=self.of_dk * self.head_dim_padded, dv_sums=self.of_dv * self.head_dim_v_padded)
+        return {name: ((rows * count,), "float32") for name, count in columns.items() if count}
+
+    def _tiles_of_keys(self, problem: AnyProblem) -> int:
+        return -(-problem.forward.seqlen_k // self.tile_n)
 
     @property
     def own_a_bytes(self) -> int:
         """Of K, in whose place a block without dK stages dV."""
-        return tile_bytes(
-            self.tile_n, self.head_dim_padded if self.of_dk else max(self.head_dim_padded, self.head_dim_v_padded)
-        )
+        columns = self.head_dim_padded if self.of_dk else max(self.head_dim_padded, self.head_dim_v_padded)
+        return tile_bytes(self.tile_n, columns)
 
     @property
     def own_b_bytes(self) -> int:
@@ -262,7 +254,7 @@ class WgmmaDkdvConfig(WgmmaBackwardConfig):
         return tile_bytes(self.tile_n, self.head_dim_v_padded) if self.of_dk else 0
 
     @property
-    def lse_delta_bytes(self) -> int:
+    def lse_delta_bytes(self) -> int:  # type: ignore[override]
         return 8 * self.tile_m
 
 
@@ -270,13 +262,10 @@ class WgmmaDkdvConfig(WgmmaBackwardConfig):
 class WgmmaDqConfig(WgmmaBackwardConfig):
     """Of wgmma/backward_dq: a block owns tile_m queries of one head and walks over tiles of tile_n keys."""
 
-    @property
-    def own_rows(self) -> int:
-        return self.tile_m
-
-    @property
-    def stream_rows(self) -> int:
-        return self.tile_n
+    kernel = "wgmma_dq"
+    module = "wgmma.backward_dq"
+    takes = abi.backward("dq")
+    reads_states = True
 
 
 @dataclass(frozen=True)
@@ -299,6 +288,10 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     lse_first: bool = True  # type: ignore[misc]
     dq_lines: int = 1
 
+    kernel = "wgmma_fused"
+    module = "wgmma.backward_fused"
+    takes = abi.backward("dq dk dv", without=("bias", "mask")).plus("turns dq_sums dk_sums dv_sums", "heads_abreast")
+    reads_states = False
     both_ways: ClassVar[bool] = True
     shared_alignment: ClassVar[int] = 1024
     KEYS: ClassVar[int] = 128  # of a tile
@@ -308,35 +301,47 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     MOST_LINES: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
-        if self.tile_m not in (64, 128) or self.tile_n != self.KEYS:
-            raise ValueError(f"tiles are of 64 or 128 queries and 128 keys, not {self.tile_m} and {self.tile_n}")
-        widest = 64 * self.dq_panels
-        if max(self.head_dim, self.head_dim_v) > widest:
-            raise ValueError(
-                f"head_dim must be at most {widest} with tiles of {self.tile_m} queries, not {self.head_dim} and "
-                f"{self.head_dim_v}"
-            )
-        if self.key_tiles > 1 and self.tile_m != 128:
-            raise ValueError(f"key_tiles must be 0 or 1 with tiles of {self.tile_m} queries, not {self.key_tiles}")
-        if self.key_tiles and self.stays and self.tile_m != 128:  # products would wait for each other (C7515)
-            raise ValueError(f"with key_tiles blocks stay with tiles of 128 queries, not {self.tile_m}")
-        if self.key_tiles > 1 and not self.stays:
-            raise ValueError(f"a block with {self.key_tiles} key tiles stays")
-        if not 0 <= self.key_tiles <= self.MOST_KEY_TILES:
-            raise ValueError(f"key_tiles must be 0 to {self.MOST_KEY_TILES}, not {self.key_tiles}")
-        most = self.MOST_LINES if self.tile_m == 64 and not self.key_tiles else 1
-        if not 1 <= self.dq_lines <= most:
-            raise ValueError(
-                f"dq_lines must be 1 to {most} with tiles of {self.tile_m} queries and key_tiles {self.key_tiles}, not "
-                f"{self.dq_lines}"
-            )
-        if any(name in BY_ELEMENT and name != SEEDED for name, _ in self.uses):
-            raise ValueError(f"of {', '.join(BY_ELEMENT)} it takes {SEEDED} alone")
-        if self.seeded and (self.tile_m != 64 or self.lse_first):
-            raise ValueError(f"with {SEEDED} tiles are of 64 queries, and lse_first is False: registers are few")
+        queries, tiles, widest = self.tile_m, self.key_tiles, 64 * self.dq_panels
+        right = queries in (64, 128) and self.tile_n == self.KEYS
+        check(right, f"tiles are of 64 or 128 queries and 128 keys, not {queries} and {self.tile_n}")
+        check(
+            max(self.head_dim, self.head_dim_v) <= widest,
+            f"head_dim must be at most {widest} with tiles of {queries} queries, not {self.head_dim} and "
+            f"{self.head_dim_v}",
+        )
+        large = queries == 128
+        check(large or tiles <= 1, f"key_tiles must be 0 or 1 with tiles of {queries} queries, not {tiles}")
+        apart = large or not (tiles and self.stays)  # else products would wait for each other (C7515)
+        check(apart, f"with key_tiles blocks stay with tiles of 128 queries, not {queries}")
+        check(self.stays or tiles <= 1, f"a block with {tiles} key tiles stays")
+        check(0 <= tiles <= self.MOST_KEY_TILES, f"key_tiles must be 0 to {self.MOST_KEY_TILES}, not {tiles}")
+        most = self.MOST_LINES if not large and not tiles else 1
+        check(
+            1 <= self.dq_lines <= most,
+            f"dq_lines must be 1 to {most} with tiles of {queries} queries and key_tiles {tiles}, not {self.dq_lines}",
+        )
+        alone = not any(name in BY_ELEMENT and name != SEEDED for name, _ in self.uses)
+        check(alone, f"of {', '.join(BY_ELEMENT)} it takes {SEEDED} alone")
+        room = not self.seeded or not (large or self.lse_first)
+        check(room, f"with {SEEDED} tiles are of 64 queries, and lse_first is False: registers are few")
         super().__post_init__()
         # Where the tiles begin is said to the assembler, because nothing is left for a gap (compiled.to_ptx).
-        object.__setattr__(self, "shared_bytes", self.shared_layout().end)
+        self._set(self.shared_layout().end)
+
+    @property
+    def persistent(self) -> bool:  # type: ignore[override]
+        return self.stays
+
+    def own_sizes(self, problem: AnyProblem) -> dict[str, Any]:
+        return dict(heads_abreast=heads_abreast(problem.forward, self.KEYS))
+
+    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+        made, p = super().workspace(problem), problem.forward
+        if not self.key_tiles:
+            sums = p.batch * p.heads * -(-p.seqlen_q // self.tile_m) * self.dq_lines
+            made["turns"] = (self.TURNS_AT + 2 * sums,), "uint32"
+            made["dq_sums"] = (sums * self.tile_m * self.dq_columns,), "float32"
+        return made
 
     @property
     def delta_first(self) -> bool:  # type: ignore[override]
@@ -364,19 +369,19 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
         return max(super().head_dim_padded, self.dq_columns - 48)
 
     @property
-    def ds_bytes(self) -> int:
+    def ds_bytes(self) -> int:  # type: ignore[override]
         return tile_bytes(self.tile_m, self.tile_n)
 
     @property
-    def dq_part_bytes(self) -> int:
+    def dq_part_bytes(self) -> int:  # type: ignore[override]
         return 64 * 64 * (2 if self.key_tiles == 1 else 4)
 
     @property
-    def dq_places(self) -> int:
+    def dq_places(self) -> int:  # type: ignore[override]
         return 1 if self.key_tiles == 1 else self.KEPT if self.key_tiles else self.dq_stages
 
     @property
-    def dq_stages(self) -> int:
+    def dq_stages(self) -> int:  # type: ignore[override]
         return 0 if self.key_tiles else 2
 
 
@@ -387,16 +392,19 @@ class WgmmaRoundConfig(Config):
     dq_columns: int = 128
     dq_lines: int = 1
 
-    waits: ClassVar[bool] = True
-    group_size: ClassVar[int] = 1
+    kernel = "wgmma_round"
+    module = "wgmma.backward_round"
+    takes = abi.backward("dq", without=("bias", "mask")).plus("dq_sums")
+    waits = True
+    threads: ClassVar[int] = 128  # type: ignore[misc]
     ALIGNMENT: ClassVar[int] = 1024
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + tile_bytes(64, self.head_dim))
+        self._set(self.ALIGNMENT + tile_bytes(64, self.head_dim))
 
-    @property
-    def threads(self) -> int:
-        return 128
+    def grid(self, problem: AnyProblem) -> int:
+        p = problem.forward
+        return p.batch * p.heads * -(-p.seqlen_q // 64)
 
 
 @dataclass(frozen=True)
@@ -409,19 +417,21 @@ class WgmmaAddPartsConfig(Config):
     of_dv: bool = True
     members: int = 1
 
-    waits: ClassVar[bool] = True
-    group_size: ClassVar[int] = 1
+    kernel = "wgmma_add_parts"
+    module = "wgmma.backward_add_parts"
+    takes = WgmmaDkdvConfig.takes
+    waits = True
+    threads: ClassVar[int] = 128  # type: ignore[misc]
     ALIGNMENT: ClassVar[int] = 1024
 
     def __post_init__(self) -> None:
-        end = self.dv_at + (tile_bytes(64, self.head_dim_v) if self.of_dv else 0)
-        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + end)
+        self._set(self.ALIGNMENT + self.dv_at + (tile_bytes(64, self.head_dim_v) if self.of_dv else 0))
+
+    def grid(self, problem: AnyProblem) -> int:
+        p = problem.forward
+        return p.batch * p.heads_kv * -(-p.seqlen_k // 64)
 
     @property
     def dv_at(self) -> int:
         """Where dV is put together, behind dK."""
         return tile_bytes(64, self.head_dim) if self.of_dk else 0
-
-    @property
-    def threads(self) -> int:
-        return 128

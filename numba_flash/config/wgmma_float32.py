@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .forward import L2_BYTES, TensorConfig, layout, tile_bytes
-from .wgmma_forward import check_registers
+from .forward import L2_BYTES, check, layout, tile_bytes
+from .wgmma_forward import WarpgroupsConfig, check_registers
 
 
 @dataclass(frozen=True)
-class WgmmaFloat32Config(TensorConfig):
+class WgmmaFloat32Config(WarpgroupsConfig):
     """A producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
 
     Elements are kept as three parts in bfloat16 (kernels/wgmma/parts.py). stages: tiles of K and V in parts; with one,
@@ -22,8 +22,8 @@ class WgmmaFloat32Config(TensorConfig):
     blocks_per_sm: int = 1
 
     DTYPES: ClassVar[tuple[str, ...]] = ("float32",)
-    whole_program: ClassVar[bool] = True
-    counted: ClassVar[bool] = True
+    kernel = "wgmma_float32"
+    module = "wgmma.forward_float32"
     PARTS: ClassVar[int] = 3
     bias_stages: ClassVar[int] = 0  # a bias is read from global memory
     q_buffers: ClassVar[int] = 1  # each consumer splits its own rows of Q
@@ -40,24 +40,12 @@ class WgmmaFloat32Config(TensorConfig):
 
     def __post_init__(self) -> None:
         self._check(64, 16)
-        if self.consumers not in (1, 2):
-            raise ValueError(f"tile_m must be 64 or 128, not {self.tile_m}")
-        if self.tile_n not in self.KEYS:
-            raise ValueError(f"tile_n must be one of {self.KEYS}, not {self.tile_n}")
-        if self.stages not in (1, 2):
-            raise ValueError(f"stages must be 1 or 2, not {self.stages}")
-        if max(self.head_dim, self.head_dim_v) > 256:
-            raise ValueError(f"head_dim must be at most 256, not {self.head_dim} and {self.head_dim_v}")
+        check(self.consumers in (1, 2), f"tile_m must be 64 or 128, not {self.tile_m}")
+        check(self.tile_n in self.KEYS, f"tile_n must be one of {self.KEYS}, not {self.tile_n}")
+        check(self.stages in (1, 2), f"stages must be 1 or 2, not {self.stages}")
+        self._check_widest(256)
         check_registers(self.registers, self.consumers)
-        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_layout().end)
-
-    @property
-    def consumers(self) -> int:
-        return self.tile_m // 64
-
-    @property
-    def threads(self) -> int:
-        return 128 * (1 + self.consumers)
+        self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -77,11 +65,6 @@ class WgmmaFloat32Config(TensorConfig):
     @property
     def head_dim_v_padded(self) -> int:
         return self.v_panels * self.v_columns
-
-    @property
-    def group_columns(self) -> int:
-        """Columns of O that a warp has."""
-        return self.head_dim_v_padded
 
     def shared_layout(self) -> Any:
         """Where Q, the stages of K, those of V, the states of O's rows, barriers and work tiles, and the end are."""

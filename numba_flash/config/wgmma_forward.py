@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .forward import L2_BYTES, TensorConfig, layout, panel_of_bias, tile_bytes
+from ..abi.tensor_maps import OperandMaps, TensorMap, bias_map, map_of_rows
+from .forward import L2_BYTES, AnyProblem, TensorConfig, check, layout, panel_of_bias, tile_bytes
 
 
 def check_registers(registers: tuple[int, int], consumers: int) -> None:
@@ -16,15 +17,30 @@ def check_registers(registers: tuple[int, int], consumers: int) -> None:
     producer, consumer = registers
     warpgroups = 1 + consumers
     launched = min(65536 // (128 * warpgroups) // 8 * 8, 256)
-    if producer + consumers * consumer > launched * warpgroups:
-        raise ValueError(
-            f"a producer of {producer} and {consumers} consumers of {consumer} registers a thread need more than the "
-            f"{launched} that each of {warpgroups} warpgroups is launched with"
-        )
+    check(
+        producer + consumers * consumer <= launched * warpgroups,
+        f"a producer of {producer} and {consumers} consumers of {consumer} registers a thread need more than the "
+        f"{launched} that each of {warpgroups} warpgroups is launched with",
+    )
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class WarpgroupsConfig(TensorConfig):
+    """A block of a producer warpgroup and consumer warpgroups, each of which owns 64 rows."""
+
+    whole_program = counted = persistent = True
+
+    @property
+    def consumers(self) -> int:
+        return self.tile_m // 64
+
+    @property
+    def threads(self) -> int:  # type: ignore[override]
+        return 128 * (1 + self.consumers)
 
 
 @dataclass(frozen=True)
-class WgmmaConfig(TensorConfig):
+class WgmmaConfig(WarpgroupsConfig):
     """Of wgmma/forward: a producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
 
     stages: tiles of K and V on their way or in use; q_buffers: of Q, so that with two the next one is there when this
@@ -44,8 +60,8 @@ class WgmmaConfig(TensorConfig):
     blocks_per_sm: int = 1
     bias_stages: int = 0
 
-    whole_program: ClassVar[bool] = True
-    counted: ClassVar[bool] = True
+    kernel = "wgmma"
+    module = "wgmma.forward"
     MOST_KEYS: ClassVar[int] = 256
     O_COLUMNS: ClassVar[int] = 128
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
@@ -55,37 +71,39 @@ class WgmmaConfig(TensorConfig):
 
     def __post_init__(self) -> None:
         self._check(64, 16)
-        if self.consumers not in self.REGISTERS:
-            raise ValueError(f"tile_m must be 64, 128 or 192, not {self.tile_m}")
-        if self.tile_n > self.MOST_KEYS:
-            raise ValueError(
-                f"tile_n must be at most {self.MOST_KEYS}, what one product can be wide, not {self.tile_n}"
-            )
-        if self.q_buffers not in (1, 2):
-            raise ValueError(f"q_buffers must be 1 or 2, not {self.q_buffers}")
-        if self.o_buffer and not self.o_vectorized:
-            raise ValueError("o_buffer needs o_vectorized: from there rows are written 16 bytes at a time")
-        if self.bias_stages and self.group_size > 1:
-            raise ValueError(f"a bias comes by TMA for tiles of one head, not of {self.group_size}")
-        if not 2 <= self.stages <= 4:
-            raise ValueError(f"stages must be 2 to 4, not {self.stages}: the next K is read before this V is done")
-        if self.v_parts > 1 or self.head_dim_padded > 256:
-            raise ValueError(f"head_dim must be at most 256, not {self.head_dim} and {self.head_dim_v}")
+        most = self.MOST_KEYS
+        check(self.consumers in self.REGISTERS, f"tile_m must be 64, 128 or 192, not {self.tile_m}")
+        check(self.tile_n <= most, f"tile_n must be at most {most}, what one product can be wide, not {self.tile_n}")
+        check(self.q_buffers in (1, 2), f"q_buffers must be 1 or 2, not {self.q_buffers}")
+        whole = self.o_vectorized or not self.o_buffer
+        check(whole, "o_buffer needs o_vectorized: from there rows are written 16 bytes at a time")
+        of_one = self.group_size == 1 or not self.bias_stages
+        check(of_one, f"a bias comes by TMA for tiles of one head, not of {self.group_size}")
+        enough = 2 <= self.stages <= 4
+        check(enough, f"stages must be 2 to 4, not {self.stages}: the next K is read before this V is done")
+        fits = self.v_parts == 1 and self.head_dim_padded <= 256
+        check(fits, f"head_dim must be at most 256, not {self.head_dim} and {self.head_dim_v}")
         check_registers(self.registers, self.consumers)
-        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_layout().end)
-
-    @property
-    def consumers(self) -> int:
-        return self.tile_m // 64
-
-    @property
-    def threads(self) -> int:
-        return 128 * (1 + self.consumers)
+        self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def tensor_maps(self) -> int:  # type: ignore[override]
         """Of q, k and v, and of a bias that comes in boxes."""
         return 3 + self.bias_boxes
+
+    def operand_maps(self, problem: AnyProblem) -> OperandMaps:
+        p, group = problem.forward, self.group_size
+        q_batch, q_head, q_row = (2 * stride for stride in p.q_strides[:3])
+        # The heads of a group are a dimension of their own, so that a box has some queries with all of them.
+        q_shape = (p.head_dim, group, p.seqlen_q, p.heads // group, p.batch)
+        q = TensorMap(p.dtype, q_shape, (q_head, q_row, group * q_head, q_batch), (64, group, self.queries, 1, 1))
+        given = ((1, p.k_strides, p.head_dim), (2, p.v_strides, p.head_dim_v))
+        # Without keys the kernel loads a tile past the end, which is zeros; an element of q replaces the empty array.
+        maps = [
+            map_of_rows(p.dtype, operand, strides, (columns, p.seqlen_k, p.heads_kv, p.batch), (64, self.tile_n), 0)
+            for operand, strides, columns in given
+        ]
+        return ((0, q), *maps, *([bias_map(self, p, 64, 0)] if self.bias_boxes else []))
 
     @property
     def bias_boxes(self) -> bool:  # type: ignore[override]

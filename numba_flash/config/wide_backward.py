@@ -3,61 +3,34 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .forward import ITEM_SIZE, Config, layout, tile_bytes
+from ..abi import parameters as abi
+from .backward import OfGradients
+from .forward import AnyProblem, Config, WarpsConfig, check, layout, tile_bytes
 from .mma_forward import MmaConfig
 
 
-@dataclass(frozen=True)
-class WideBackwardConfig(Config):
-    """What mma_dkdv_wide and mma_dq_wide share.
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class WideBackwardConfig(WarpsConfig):
+    """What mma_dkdv_wide and mma_dq_wide share. large_f64, unrolled: as of MmaConfig."""
 
-    A block owns a tile of rows and keeps it in shared memory; it walks over the tiles of the other side. Warps own
-    `warp_rows` rows. column_groups, large_f64, unrolled, bias_pairs: as of MmaConfig.
-    """
-
-    warp_rows: int = 16
-    column_groups: int = 1
     large_f64: bool = False
-    bias_pairs: bool = False
     unrolled: bool = False
 
-    ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
-    group_size: ClassVar[int] = 1  # a tile is of one head
     GROUPS: ClassVar[tuple[int, ...]] = (1, 2)
     columns_in_order: ClassVar[bool] = False  # a lane's sums are of two columns of each 8, side by side
     SUMS: ClassVar[int] = 256  # of 32 bits: what a warp can keep in registers of a row of gradients
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("float32", "float64"):
-            raise ValueError(f"these kernels take float32 and float64, not {self.dtype}")
-        if self.warp_rows not in (16, 32):
-            raise ValueError(f"warp_rows must be 16 or 32, not {self.warp_rows}")
-        if self.own_rows < self.warp_rows or self.own_rows % self.warp_rows:
-            raise ValueError(f"a block's own rows must be a multiple of {self.warp_rows}, not {self.own_rows}")
-        if self.other_rows not in MmaConfig.KEYS[self.dtype]:
-            allowed = MmaConfig.KEYS[self.dtype]
-            raise ValueError(f"the rows that a block walks over must be one of {allowed}, not {self.other_rows}")
-        if self.column_groups not in self.GROUPS:
-            raise ValueError(f"column_groups must be one of {self.GROUPS}, not {self.column_groups}")
-        sums = self.summed_columns // self.column_groups * self.item_size // 4 * self.warp_rows // 16
-        if sums > self.SUMS:
-            raise ValueError(f"head_dim {self.head_dim} and {self.head_dim_v} need {sums} sums a row, not {self.SUMS}")
-        object.__setattr__(self, "shared_bytes", self.ALIGNMENT + self.shared_layout().end)
-
-    @property
-    def item_size(self) -> int:
-        """Bytes of an element."""
-        return ITEM_SIZE[self.dtype]
-
-    @property
-    def own_rows(self) -> int:
-        """Rows of the tile that a block owns."""
-        raise NotImplementedError
-
-    @property
-    def other_rows(self) -> int:
-        """Rows of the tiles that it walks over."""
-        raise NotImplementedError
+        step, groups = self.warp_rows, self.column_groups
+        check(self.dtype in MmaConfig.KEYS, f"these kernels take float32 and float64, not {self.dtype}")
+        self._check_warps()
+        allowed = MmaConfig.KEYS[self.dtype]
+        fits = self.other_rows in allowed
+        check(fits, f"the rows that a block walks over must be one of {allowed}, not {self.other_rows}")
+        check(groups in self.GROUPS, f"column_groups must be one of {self.GROUPS}, not {groups}")
+        sums, most = self.summed_columns // groups * self.item_size // 4 * step // 16, self.SUMS
+        check(sums <= most, f"head_dim {self.head_dim} and {self.head_dim_v} need {sums} sums a row, not {most}")
+        self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def summed_columns(self) -> int:
@@ -74,20 +47,8 @@ class WideBackwardConfig(Config):
         """How many of P and dS warps exchange that own the same rows."""
         return 1
 
-    @property
-    def threads(self) -> int:
-        return self.own_rows // self.warp_rows * self.column_groups * 32
-
-    @property
-    def head_dim_padded(self) -> int:
-        """head_dim in whole panels for each group of columns; what is past head_dim is zero."""
-        return self._padded(self.head_dim)
-
-    @property
-    def head_dim_v_padded(self) -> int:
-        return self._padded(self.head_dim_v)
-
     def _padded(self, columns: int) -> int:
+        """In whole panels for each group of columns."""
         step = 128 // self.item_size * self.column_groups
         return -(-columns // step) * step
 
@@ -105,28 +66,24 @@ class WideBackwardConfig(Config):
 
 
 @dataclass(frozen=True)
-class WideDkdvConfig(WideBackwardConfig):
+class WideDkdvConfig(OfGradients, WideBackwardConfig):
     """A block owns tile_n keys and walks over tiles of tile_m queries. of_dk, of_dv: which of the two it computes."""
 
     of_dk: bool = True
     of_dv: bool = True
 
+    kernel = "mma_dkdv_wide"
+    module = "mma.backward_dkdv_wide"
+    takes = abi.backward("dk dv", abi.ROWS, abi.MASK_BITS_OF_KEYS)
+    of_keys = True
+
     def __post_init__(self) -> None:
-        if not (self.of_dk or self.of_dv):
-            raise ValueError("of_dk or of_dv must be True: there is nothing else to compute")
+        self._check_gradients()
         super().__post_init__()
 
     @property
     def exchanges(self) -> int:
         return self.of_dv + self.of_dk
-
-    @property
-    def own_rows(self) -> int:
-        return self.tile_n
-
-    @property
-    def other_rows(self) -> int:
-        return self.tile_m
 
     @property
     def staged_rows(self) -> int:
@@ -147,6 +104,10 @@ class WideFusedConfig(WideBackwardConfig):
 
     column_groups: int = 2
 
+    kernel = "mma_wide_fused"
+    module = "mma.backward_wide_fused"
+    takes = abi.backward("dq dk dv", abi.ROWS).plus("turns")
+    of_keys = True
     GROUPS: ClassVar[tuple[int, ...]] = (2, 4)
     ABREAST: ClassVar[int] = 264  # about as many key tiles as a GPU works on at a time
     blocks: ClassVar[int] = 1  # that share the columns
@@ -154,23 +115,9 @@ class WideFusedConfig(WideBackwardConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.workers // 32 % (self.tile_m // 16):
-            raise ValueError(f"strips of 16 of {self.tile_m} queries must divide {self.workers // 32} warps")
-        if self.tile_m // 8 % (self.column_groups // 2):
-            raise ValueError(f"{self.column_groups // 2} warps cannot share {self.tile_m} queries")
-
-    @property
-    def workers(self) -> int:
-        """Threads that compute."""
-        return self.own_rows // self.warp_rows * self.column_groups * 32
-
-    @property
-    def own_rows(self) -> int:
-        return self.tile_n
-
-    @property
-    def other_rows(self) -> int:
-        return self.tile_m
+        warps, strips, sharing = self.workers // 32, self.tile_m // 16, self.column_groups // 2
+        check(warps % strips == 0, f"strips of 16 of {self.tile_m} queries must divide {warps} warps")
+        check(self.tile_m // 8 % sharing == 0, f"{sharing} warps cannot share {self.tile_m} queries")
 
     @property
     def summed_columns(self) -> int:
@@ -203,6 +150,10 @@ class WideFusedConfig(WideBackwardConfig):
         """Elements from a key of P^T or dS^T to the next (kernels/mma/shared_weights.py)."""
         return self.tile_m + (4 if self.item_size == 4 else 0)
 
+    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+        p = problem.forward
+        return dict(turns=((self.TURNS_AT + p.batch * p.heads * -(-p.seqlen_q // self.tile_m),), "uint32"))
+
     def own_places(self) -> tuple[int, int, int]:
         """Where V, P^T and dS^T are."""
         plan = self.shared_layout()
@@ -227,6 +178,8 @@ class WideCarriedConfig(WideFusedConfig):
     blocks: int = 1  # type: ignore[misc]
     one_staging_buffer: bool = False
 
+    kernel = "mma_wide_carried"
+    module = "mma.backward_wide_carried"
     whole_program: ClassVar[bool] = True  # setmaxnreg wants that
     columns_in_order: ClassVar[bool] = True
     shared_alignment: ClassVar[int] = WideBackwardConfig.ALIGNMENT
@@ -234,24 +187,23 @@ class WideCarriedConfig(WideFusedConfig):
     LOADERS: ClassVar[int] = 64  # threads that fetch tiles
 
     def __post_init__(self) -> None:
-        if self.dtype != "float64":
-            raise ValueError(f"parts of dQ are carried in float64, not in {self.dtype}")
-        if self.blocks not in (1, 2):
-            raise ValueError(f"blocks must be 1 or 2, not {self.blocks}")
-        if self.blocks == 2 and not self.one_staging_buffer:
-            raise ValueError("blocks=2 needs one_staging_buffer: there is no other place for the other block's scores")
-        if self.own_rows > 4 * self.warp_rows:
-            raise ValueError(f"{self.own_rows} keys are more than 4 times {self.warp_rows}: each has a named barrier")
-        if self.one_staging_buffer and self.column_groups > 2:
-            raise ValueError(
-                f"one_staging_buffer is for column_groups=2, not {self.column_groups}: a warp puts the half that it "
-                "gives where the other block's scores come to"
-            )
+        one, own = self.one_staging_buffer, self.own_rows
+        check(self.dtype == "float64", f"parts of dQ are carried in float64, not in {self.dtype}")
+        check(self.blocks in (1, 2), f"blocks must be 1 or 2, not {self.blocks}")
+        other_place = self.blocks == 1 or one
+        check(other_place, "blocks=2 needs one_staging_buffer: there is no other place for the other block's scores")
+        few = own <= 4 * self.warp_rows
+        check(few, f"{own} keys are more than 4 times {self.warp_rows}: each has a named barrier")
+        check(
+            not one or self.column_groups <= 2,
+            f"one_staging_buffer is for column_groups=2, not {self.column_groups}: a warp puts the half that it "
+            "gives where the other block's scores come to",
+        )
         super().__post_init__()
-        object.__setattr__(self, "shared_bytes", self.shared_layout().end)
+        self._set(self.shared_layout().end)
 
     @property
-    def threads(self) -> int:
+    def threads(self) -> int:  # type: ignore[override]
         return self.workers + 128
 
     @property
@@ -304,14 +256,16 @@ class WideCarriedConfig(WideFusedConfig):
 class WideDqFinishConfig(Config):
     """Of mma_dq_finish; tiles as in the WideFusedConfig whose parts it finishes."""
 
-    group_size: ClassVar[int] = 1
+    kernel = "mma_dq_finish"
+    module = "mma.backward_dq_finish"
+    takes = abi.backward("dq", abi.ROWS)
     ROWS_OF_WARP: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shared_bytes", 0)
+        self._set(0)
 
     @property
-    def threads(self) -> int:
+    def threads(self) -> int:  # type: ignore[override]
         return self.tile_m // self.ROWS_OF_WARP * 32
 
 
@@ -319,13 +273,9 @@ class WideDqFinishConfig(Config):
 class WideDqConfig(WideBackwardConfig):
     """A block owns tile_m queries of one head and walks over tiles of tile_n keys."""
 
-    @property
-    def own_rows(self) -> int:
-        return self.tile_m
-
-    @property
-    def other_rows(self) -> int:
-        return self.tile_n
+    kernel = "mma_dq_wide"
+    module = "mma.backward_dq_wide"
+    takes = abi.backward("dq", abi.ROWS)
 
     @property
     def summed_columns(self) -> int:

@@ -9,8 +9,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from ..gpu.compiled import MODULES
 from ..machine import toolchain
+from .kernels import modules
 
 Index3 = tuple[int, ...]  # threadIdx or blockIdx as the simulator counts them: (x, y, z)
 Follow = Callable[..., Any]  # a trace function (sys.settrace)
@@ -35,11 +35,12 @@ def make_of(kernel: Any, who: str) -> types.CodeType | Code:
         if not isinstance(function, types.FunctionType):
             raise TypeError(f"{who} takes the name of a kernel, or a kernel made by cuda.jit, not {kernel!r}")
         return Code(function.__code__.co_filename, (function.__code__,))
-    if kernel not in MODULES:
-        raise ValueError(f"{who} knows the kernels {', '.join(MODULES)}, not {kernel!r}")
+    files = modules()
+    if kernel not in files:
+        raise ValueError(f"{who} knows the kernels {', '.join(files)}, not {kernel!r}")
     check_simulated(who)
     toolchain.cuda()
-    code: types.CodeType = importlib.import_module(f"numba_flash.kernels.{MODULES[kernel]}").make.__code__
+    code: types.CodeType = importlib.import_module(f"numba_flash.kernels.{files[kernel]}").make.__code__
     return code
 
 

@@ -146,8 +146,7 @@ def trace(
     rows = _rows(row, problem)
     _inside("batch", batch, problem.batch)
     _inside("head", head, problem.heads)
-    config = choice.config
-    assert isinstance(config, SimtConfig)
+    config: Any = choice.config
     if tile is not None:
         config = _with_tile(tile, target, config)
         choice = choice._replace(config=config)

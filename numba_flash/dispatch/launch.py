@@ -7,35 +7,27 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import arrays
+from ..abi.arguments import Values, names_of, positions, tuple_class, values_of
+from ..abi.parameters import Workspace
+from ..abi.tensor_maps import TensorMap
 from ..arrays import Array
-from ..config.forward import Config, TensorConfig
-from ..config.states_of_tiles import SIMT, TILE_STATES
+from ..config.forward import LaunchFacts
+from ..dtypes import ITEM_SIZE
 from ..gpu import tile_counters
-from ..gpu.compiled import AnyConfig, compiled, entry_name, source
+from ..gpu.compiled import compiled, entry_name, source
 from ..gpu.launcher import Launcher, packed
 from ..gpu.stream_numbers import number_of
 from ..machine import toolchain
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import GradientOperands, Operands
-from ..select.arguments import (
-    FORWARD_WORKSPACE,
-    MASK_BITS,
-    Values,
-    forward_arrays,
-    forward_values,
-    mask_bits_layout,
-    mask_bits_words,
-    parameters_of,
-    positions,
-    tensor_maps,
-    tuple_class,
-)
-from ..select.forward import Choice
-from ..select.tensor_maps import TensorMap
+from ..select.forward import Choice, prologue
 
 if TYPE_CHECKING:
+    from ..problem.backward import BackwardProblem
     from .block_mask import BlockMask
+
+    AnyProblem = Problem | BackwardProblem
 
 Given = Sequence[Array | None]
 Addresses = tuple[int, ...]
@@ -79,93 +71,69 @@ def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
         return OnCpu(problem, _cpu)
     if not problem.batch * problem.heads * problem.seqlen_q:
         return Launch()
-    config = choice.config
-    assert config is not None
-    maps = tensor_maps(config, problem)
-    blocks = grid(config, problem, target)
-    ready = on_gpu(config, target, blocks, _values(config, problem), maps)
-    made = workspace(config, problem)
-    if made:
-        every = forward_arrays(problem)
-        steps = []
-        for first, its_blocks in kernels_before(config, problem, target):
-            values = _values(first, problem)
-            steps.append(Step.of(first, on_gpu(first, target, its_blocks, values), values, every, FORWARD_WORKSPACE))
-        steps.append(Step(ready, positions(config, every)))
-        ready = KernelSequence(steps, [made.get(name) for name in FORWARD_WORKSPACE])
+    assert choice.config is not None
+    configs = [*prologue(choice.config, target), choice.config]
+    ready = sequence_of(configs, problem, target)
     return WarnsIfSlow(problem, ready) if target.simulated else ready
 
 
-def _values(config: AnyConfig, problem: Problem) -> Values:
-    return forward_values(config.kernel, problem, config.tile_states, config.states_tile)
+def sequence_of(configs: Sequence[LaunchFacts], problem: "AnyProblem", target: Target) -> "Launch":
+    """The kernels that have something to do, and the workspace between them."""
+    operands, names = names_of(problem)
+    shapes = workspace(configs, problem)
+    if len(configs) == 1 and not shapes:
+        return on_gpu(configs[0], problem, target)
+    steps: list[Step] = []
+    for config in configs:
+        if config.grid(problem):
+            behind = any(step.makes is None for step in steps)  # the others may be left out (run_with_blocks)
+            launch, values = on_gpu(config, problem, target, behind), values_of(config, problem)
+            steps.append(Step.of(config, launch, values, operands + names, names))
+    used = {number for step in steps for number in step.taken}
+    made = [shapes.get(name) if number in used else None for number, name in enumerate(names, len(operands))]
+    return KernelSequence(steps, made)
 
 
-def kernels_before(config: Config, problem: Problem, target: Target) -> list[tuple[AnyConfig, int]]:
-    """(Config, blocks) of the kernels that run before the attention kernel. A plain call has none, and loads nothing
-    for it."""
-    threads = 32 if target.simulated else 512
-    before: list[tuple[AnyConfig, int]] = []
-    if isinstance(config, TensorConfig) and config.has("mask"):
-        from ..config.mask_bits import MaskBitsConfig
-
-        pieces, _ = mask_bits_layout(problem)
-        before.append((MaskBitsConfig(threads=threads), pieces))
-    if config.tile_states:
-        from ..config.tile_states import TileOrderConfig, TileStatesConfig
-        from ..select import tile_states
-
-        tile, states = config.states_tile, TileStatesConfig.before(config, threads)
-        before.append((states, tile_states.blocks(problem, tile)))
-        if config.kernel not in SIMT:
-            order = TileOrderConfig.behind(states)
-            before.append((order, tile_states.order_blocks(problem, tile, threads)))
-    return before
+def workspace(configs: Sequence[LaunchFacts], problem: "AnyProblem") -> Workspace:
+    """Shape and dtype of the arrays that these kernels hand each other, or need besides the results."""
+    used = {name for config in configs for name in config.parameters.arrays}
+    made = {name: what for config in configs for name, what in config.workspace(problem).items()}
+    return {name: what for name, what in made.items() if name in used}
 
 
-def workspace(config: Config, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of the arrays of FORWARD_WORKSPACE that a kernel needs: what it allocates besides its result."""
-    made: dict[str, tuple[tuple[int, ...], str]] = {}
-    if config.kernel == "v1":
-        rows, dtype = problem.lse_shape, problem.compute_dtype
-        made |= dict(acc_o=((*rows, problem.head_dim_v), dtype), row_sum=(rows, dtype), row_max=(rows, dtype))
-    if isinstance(config, TensorConfig) and config.has("mask"):
-        made[MASK_BITS] = (mask_bits_words(problem),), "uint32"
-    if config.tile_states:
-        from ..select import tile_states
-
-        made[TILE_STATES] = (tile_states.words(problem, config.states_tile),), "uint32"
-    return made
+def workspace_bytes(configs: Sequence[LaunchFacts], problem: "AnyProblem") -> int:
+    return sum(math.prod(shape) * ITEM_SIZE[dtype] for shape, dtype in workspace(configs, problem).values())
 
 
-def grid(config: Config, problem: Problem, target: Target) -> int:
-    """Number of blocks. v1 has one for each head, which loops over all queries; wgmma has persistent blocks; the others
-    have one for each query tile."""
-    if config.kernel == "v1":
-        return problem.batch * problem.heads
-    if isinstance(config, TensorConfig):
-        head_tiles = -(-problem.seqlen_q // config.queries)
-        tiles = problem.batch * (problem.heads // config.group_size) * head_tiles
-        if config.counted:
-            return min(tiles, max(target.multiprocessors, 1))
-        return tiles * config.v_parts
-    return problem.batch * problem.heads * -(-problem.seqlen_q // config.tile_m)
+def blocks_of(config: LaunchFacts, problem: "AnyProblem", target: Target) -> int:
+    """Number of blocks; of a persistent kernel at most one for each multiprocessor."""
+    blocks = config.grid(problem)
+    return min(blocks, blocks_at_a_time(target)) if config.persistent else blocks
+
+
+def blocks_at_a_time(target: Target) -> int:
+    return max(target.multiprocessors, 1)
 
 
 Maps = Sequence[tuple[int, TensorMap]]
 
 
-def on_gpu(
-    config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps = (), behind: bool = False
-) -> Launch:
-    """One kernel on the GPU, or in the simulator. It gets the arrays that PARAMETERS names, in that order.
+def on_gpu(config: LaunchFacts, problem: "AnyProblem", target: Target, behind: bool = False) -> Launch:
+    """One kernel on the GPU, or in the simulator. It gets the arrays that its parameters name, in that order.
 
-    maps: (index of the array, its tensor map) in the kernel's order. behind: a kernel of the same sequence always runs
-    before it. If its Config says that it waits for that one, it may start before that one has ended.
+    behind: a kernel of the same sequence always runs before it. If its Config says that it waits for that one, it may
+    start before that one has ended.
     """
-    behind = behind and config.waits
-    if target.simulated:
-        return _Simulated(config, blocks, values, maps, behind)
-    return _OnGpu(config, target, blocks, values, maps, behind)
+    blocks, maps = blocks_of(config, problem, target), config.operand_maps(problem)
+    return kernel_launch(config, target, blocks, values_of(config, problem), maps, behind)
+
+
+def kernel_launch(
+    config: LaunchFacts, target: Target, blocks: int, values: Values, maps: Maps = (), behind: bool = False
+) -> Launch:
+    """maps: (index of the array, its tensor map) in the kernel's order."""
+    kind = _Simulated if target.simulated else _OnGpu
+    return kind(config, target, blocks, values, maps, behind and config.waits)
 
 
 class _ByAddresses(Launch):
@@ -195,10 +163,10 @@ class _OnGpu(_ByAddresses):
     )
 
     def __init__(
-        self, config: AnyConfig, target: Target, blocks: int, values: Values, maps: Maps, behind: bool
+        self, config: LaunchFacts, target: Target, blocks: int, values: Values, maps: Maps, behind: bool
     ) -> None:
         self._config, self._target, self._blocks, self._maps, self._behind = config, target, blocks, maps, behind
-        taken = parameters_of(config).arrays
+        taken = config.parameters.arrays
         self._pointers, self._constants = len(taken), packed(values.flat)
         self._counted = config.counted
         self._launcher: Launcher | None = None
@@ -229,7 +197,7 @@ PREPARED = 16  # number of sets of arrays whose parameters a launch keeps, about
 
 
 @functools.cache
-def _loaded(config: AnyConfig, target: Target, pointers: int, maps: int, constants: int, behind: bool) -> Launcher:
+def _loaded(config: LaunchFacts, target: Target, pointers: int, maps: int, constants: int, behind: bool) -> Launcher:
     kernel = compiled(config, target.device, target.cc or (0, 0))
     name, threads, shared_bytes = entry_name(config), config.threads, config.shared_bytes
     return Launcher(kernel, name, target.device, threads, shared_bytes, pointers, maps, constants, behind)
@@ -238,7 +206,9 @@ def _loaded(config: AnyConfig, target: Target, pointers: int, maps: int, constan
 class _Simulated(Launch):
     __slots__ = ("_arguments", "_behind", "_config")
 
-    def __init__(self, config: AnyConfig, blocks: int, values: Values, maps: Maps, behind: bool) -> None:
+    def __init__(
+        self, config: LaunchFacts, target: Target, blocks: int, values: Values, maps: Maps, behind: bool
+    ) -> None:
         self._config, self._arguments, self._behind = config, (blocks, values, maps), behind
 
     def run(self, operands: Given, stream: int) -> None:
@@ -251,7 +221,7 @@ class _Simulated(Launch):
             counter = arrays.scratch(q, (tile_counters.WORDS,), "uint32")
             arrays.host_view(counter)[...] = 0
             operands = (*operands, counter)
-        arrays_of_kernel = tuple_class("arrays", parameters_of(config).arrays)
+        arrays_of_kernel = tuple_class("arrays", config.parameters.arrays)
         taken, size = arrays_of_kernel(*operands), (blocks, config.threads, config.shared_bytes)
         run(lambda: source(config), *size, taken, values.tuples, tuple(maps), config.cluster, self._behind)
 
@@ -294,7 +264,7 @@ class Step(NamedTuple):
 
     @staticmethod
     def of(
-        config: AnyConfig, launch: Launch, values: Values, names: tuple[str, ...], workspace: tuple[str, ...]
+        config: LaunchFacts, launch: Launch, values: Values, names: tuple[str, ...], workspace: tuple[str, ...]
     ) -> "Step":
         """names: of all arrays, the workspace last."""
         taken = positions(config, names)

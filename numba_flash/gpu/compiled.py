@@ -15,74 +15,25 @@ import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..abi import tensor_maps
+from ..abi.arguments import types as parameter_types
+from ..abi.parameters import SEED
+from ..config.forward import LaunchFacts
 from ..machine import toolchain
 from ..machine.announce import announce
 from ..machine.cache_folder import MOST_BYTES, cache_folder, complain
 from ..machine.forked import compile_lock
-from ..select import tensor_maps
-from ..select.arguments import HEAD_SUMS, SEED
-from ..select.arguments import types as parameter_types
 
-if TYPE_CHECKING:
-    from ..config.backward import BackwardConfig
-    from ..config.mask_bits import MaskBitsConfig
-    from ..config.softmax import SoftmaxConfig
-    from ..config.tile_states import TileOrderConfig, TileStatesConfig
-
-    AnyConfig = BackwardConfig | MaskBitsConfig | TileStatesConfig | TileOrderConfig | SoftmaxConfig
-else:
-    AnyConfig = Any  # not imported just for a name: Configs take a fifth of a first call's time
-# The file of each kernel, in numba_flash/kernels.
-MODULES = {
-    "v1": "simt.v1",
-    "v2": "simt.v2",
-    "mma": "mma.forward",
-    "wgmma": "wgmma.forward",
-    "wgmma_float32": "wgmma.forward_float32",
-    "delta": "simt.delta",
-    "mask_bits": "score.mask_bits",
-    "mask_bits_of_keys": "score.mask_bits",
-    "tile_states": "score.tile_states",
-    "tile_states_of_keys": "score.tile_states",
-    **dict.fromkeys(("tile_order", "tile_order_of_keys"), "score.tile_order"),
-    "v2_dkdv": "simt.v2_backward_dkdv",
-    "v2_dq": "simt.v2_backward_dq",
-    "v2_dbias": "simt.v2_backward_dbias",
-    **dict.fromkeys(("v2_daux_bounds", "v2_daux_sums"), "simt.v2_backward_daux"),
-    "daux_start": "simt.daux_start",
-    "daux_round": "simt.daux_round",
-    **dict.fromkeys(HEAD_SUMS, "simt.head_sums"),
-    "backward_preprocess": "mma.backward_preprocess",
-    "mma_dkdv": "mma.backward_dkdv",
-    "mma_dq": "mma.backward_dq",
-    "mma_dbias": "mma.backward_dbias",
-    **dict.fromkeys(("mma_daux_bounds", "mma_daux_sums"), "mma.backward_daux"),
-    "mma_dkdv_wide": "mma.backward_dkdv_wide",
-    "mma_dq_wide": "mma.backward_dq_wide",
-    "mma_wide_fused": "mma.backward_wide_fused",
-    "mma_wide_carried": "mma.backward_wide_carried",
-    "mma_dq_finish": "mma.backward_dq_finish",
-    "wgmma_dkdv": "wgmma.backward_dkdv",
-    "wgmma_dq": "wgmma.backward_dq",
-    "wgmma_fused": "wgmma.backward_fused",
-    "wgmma_round": "wgmma.backward_round",
-    "wgmma_add_parts": "wgmma.backward_add_parts",
-    **dict.fromkeys(("wgmma_dkdv_float32", "wgmma_dkdv_paired"), "wgmma.backward_float32"),
-    **dict.fromkeys(("wgmma_dq_float32", "wgmma_dq_paired"), "wgmma.backward_float32"),
-    "safe": "softmax.safe",
-    "online": "softmax.online",
-    "blocked": "softmax.blocked",
-}
 # For each compute capability the first PTX version that has it, or 8.0, which the driver of every CUDA 12 takes. The
 # driver that assembles a whole program may be older than the compiler, but not older than the GPU.
 PTX_VERSIONS = dict.fromkeys([(8, 0), (8, 6), (8, 7), (8, 9), (9, 0)], "8.0")
 PTX_VERSIONS |= {(10, 0): "8.6", (10, 3): "8.8", (12, 0): "8.7", (12, 1): "8.8"}
-_kernels: dict[tuple[AnyConfig, int], Any] = {}
+_kernels: dict[tuple[LaunchFacts, int], Any] = {}
 
 
-def compiled(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
+def compiled(config: LaunchFacts, device: int, cc: tuple[int, int]) -> Any:
     """The kernel, loaded for a CUDA device: a cuda.core Kernel."""
     kernel = _kernels.get((config, device))
     if kernel is None:
@@ -93,18 +44,18 @@ def compiled(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
     return kernel
 
 
-def _functions_of(config: AnyConfig) -> dict[str, Any]:
+def _functions_of(config: LaunchFacts) -> dict[str, Any]:
     """The caller's functions, by the argument's names."""
     return {name: value for name, value in getattr(config, "uses", ()) if hasattr(value, "tree")}
 
 
-def source(config: AnyConfig) -> Any:
+def source(config: LaunchFacts) -> Any:
     """The kernel as a Numba function, from its file's make(config); the simulator can call it."""
     toolchain.cuda()
-    return importlib.import_module(f"numba_flash.kernels.{MODULES[config.kernel]}").make(config)
+    return importlib.import_module(f"numba_flash.kernels.{config.module}").make(config)
 
 
-def _load(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
+def _load(config: LaunchFacts, device: int, cc: tuple[int, int]) -> Any:
     arch = architecture(cc)
     cached = read_cache(config, arch)
     if cached is not None:
@@ -124,7 +75,7 @@ def _load(config: AnyConfig, device: int, cc: tuple[int, int]) -> Any:
     return kernel
 
 
-def to_code(config: AnyConfig, cc: tuple[int, int]) -> bytes:
+def to_code(config: LaunchFacts, cc: tuple[int, int]) -> bytes:
     """What the disk cache stores and the driver loads: a cubin, or PTX for a whole program.
 
     nvJitLink assembles for linking with other code. Then setmaxnreg is ignored, wgmma is serialised (C7504, C7512), and
@@ -137,14 +88,14 @@ def to_code(config: AnyConfig, cc: tuple[int, int]) -> bytes:
     return ptx.encode() if config.whole_program else assemble(ptx, architecture(cc)).cubin
 
 
-def _loaded(config: AnyConfig, code: bytes) -> Any:
+def _loaded(config: LaunchFacts, code: bytes) -> Any:
     from cuda.core import ObjectCode
 
     module = ObjectCode.from_ptx(code) if config.whole_program else ObjectCode.from_cubin(code)
     return module.get_kernel(entry_name(config))
 
 
-def _opt_in(kernel: Any, config: AnyConfig, device: int) -> Any:
+def _opt_in(kernel: Any, config: LaunchFacts, device: int) -> Any:
     """More than 48 KB of dynamic shared memory must be requested, for each kernel and device."""
     from cuda.bindings import driver
 
@@ -161,12 +112,12 @@ def architecture(cc: tuple[int, int]) -> str:
     return f"sm_{cc[0]}{cc[1]}" + ("a" if cc >= (9, 0) else "")
 
 
-def entry_name(config: AnyConfig) -> str:
+def entry_name(config: LaunchFacts) -> str:
     """The name that profilers show."""
     return f"numba_flash_{config.kernel}"
 
 
-def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
+def to_ptx(config: LaunchFacts, cc: tuple[int, int]) -> str:
     """PTX of one kernel. Needs Numba's compiler, no GPU and no driver."""
     cuda = toolchain.cuda()
     options: dict[str, Any] = {}
@@ -199,7 +150,7 @@ def to_ptx(config: AnyConfig, cc: tuple[int, int]) -> str:
     return _with_tensor_maps(_in_clusters(ptx, config), config)
 
 
-def _in_clusters(ptx: str, config: AnyConfig) -> str:
+def _in_clusters(ptx: str, config: LaunchFacts) -> str:
     """Adds the cluster size, which Numba cannot express. Such a kernel is launched like any other."""
     if config.cluster == 1:
         return ptx
@@ -209,7 +160,7 @@ def _in_clusters(ptx: str, config: AnyConfig) -> str:
     return ptx
 
 
-def _with_tensor_maps(ptx: str, config: AnyConfig) -> str:
+def _with_tensor_maps(ptx: str, config: LaunchFacts) -> str:
     """Replaces the kernel's first parameter, a number by name, by its tensor maps: Numba has no parameter of 128
     bytes."""
     maps = config.tensor_maps
@@ -223,7 +174,7 @@ def _with_tensor_maps(ptx: str, config: AnyConfig) -> str:
     return ptx
 
 
-def _signature(config: AnyConfig) -> Any:
+def _signature(config: LaunchFacts) -> Any:
     from numba.core import types as numba_types
 
     from ..kernels.steps.elements import ELEMENT_TYPES
@@ -284,10 +235,11 @@ SOURCES = (
     "functions",
     "ptx",
     "config",
+    "abi",
+    "dtypes.py",
     "problem/ranges.py",
     "problem/groups.py",
     "problem/options.py",
-    "select/arguments.py",
     "gpu/assembler.py",
     "gpu/compiled.py",
 )
@@ -335,12 +287,12 @@ def _sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _key(config: AnyConfig, arch: str) -> bytes:
-    room, _ = MODULES[config.kernel].split(".")
+def _key(config: LaunchFacts, arch: str) -> bytes:
+    room, _ = config.module.split(".")
     return _sha256(f"{_fingerprint(room)} {arch} {config!r}".encode())
 
 
-def read_cache(config: AnyConfig, arch: str) -> bytes | None:
+def read_cache(config: LaunchFacts, arch: str) -> bytes | None:
     try:
         entry = _store().get(_key(config, arch))
     except Exception as error:  # a cache never fails a call, whatever is wrong with its folder
@@ -351,7 +303,7 @@ def read_cache(config: AnyConfig, arch: str) -> bytes | None:
     return bytes(entry[:-32])
 
 
-def write_cache(config: AnyConfig, arch: str, code: bytes) -> None:
+def write_cache(config: LaunchFacts, arch: str, code: bytes) -> None:
     try:
         _store(MOST_BYTES).update({_key(config, arch): code + _sha256(code)})
     except Exception as error:

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from ..abi.tensor_maps import SIZE as MAP_SIZE
+from ..abi.tensor_maps import TensorMap
 from ..machine import context
-from ..select.tensor_maps import SIZE as MAP_SIZE
-from ..select.tensor_maps import TensorMap, encode
+from .tensor_maps import encode
 
 # CUDA driver API, cuLaunchKernel: `extra` is a list of these words, each followed by its value.
 END, BUFFER_POINTER, BUFFER_SIZE = 0, 1, 2

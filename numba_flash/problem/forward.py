@@ -1,7 +1,8 @@
 """Problem: one attention problem, checked. Every mistake that a caller can make in it is reported here."""
 
+import functools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -63,6 +64,8 @@ class Problem:
     o_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of the output, in the caller's layout
     _hash: int = field(init=False, repr=False, compare=False)
 
+    wanted: ClassVar[None] = None  # no gradients, other than of a BackwardProblem
+
     def __post_init__(self) -> None:
         # Every call needs both.
         extents = (self.batch, self.heads, self.seqlen_q, self.head_dim_v)
@@ -72,6 +75,11 @@ class Problem:
 
     def __hash__(self) -> int:
         return self._hash
+
+    @property
+    def forward(self) -> "Problem":
+        """The problem itself: what a kernel's facts follow from is a Problem or a BackwardProblem, which has one."""
+        return self
 
     @property
     def compute_dtype(self) -> str:
@@ -108,7 +116,7 @@ class Problem:
         """A function option, or None."""
         return dict(self.functions).get(name)
 
-    @property
+    @functools.cached_property
     def uses(self) -> Uses:
         """What a kernel is compiled for; scale, which every problem has, is left out."""
         given: dict[str, Any] = {array.name: array.dtype for array in self.arrays} | dict(self.functions)

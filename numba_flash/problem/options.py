@@ -1,7 +1,7 @@
 """The options of attention() that decide which keys a query sees and what its scores are: a table with a row for each.
 
 Options travel as one value from the public signature through the bridges and dispatch to Problem, which checks arrays
-by this table. Config has the options for which a kernel is compiled, select refuses by it, and select/arguments.py
+by this table. Config has the options for which a kernel is compiled, select refuses by it, and abi/parameters.py
 derives the kernels' arrays, strides and numbers. docs/adding_an_option.md adds an option and names every place.
 """
 

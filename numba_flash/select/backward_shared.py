@@ -4,21 +4,17 @@ table that can be used, and the kernels that run before and after those of the r
 from collections.abc import Sequence
 from typing import Any
 
-from ..config.backward import BackwardConfig, MmaDkdvConfig, PreprocessConfig
-from ..config.forward import Config
-from ..config.mask_bits import MaskBitsConfig
+from ..config.backward import PreprocessConfig
+from ..config.forward import Config, LaunchFacts
 from ..config.simt_backward import DeltaConfig, HeadSumsConfig
-from ..config.tile_states import TileOrderConfig, TileStatesConfig
-from ..config.wgmma_backward import BY_ELEMENT, WgmmaDkdvConfig
-from ..config.wgmma_backward_float32 import WgmmaDkdvFloat32Config
-from ..config.wide_backward import WideDkdvConfig
+from ..config.wgmma_backward import BY_ELEMENT
+from ..dtypes import ITEM_SIZE
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores, of_scores
-from .backward_tiles import BY_ELEMENT as KINDS_BY_ELEMENT
-from .backward_tiles import rows_for
-from .forward import no_wide_rows
-from .tiles import table_of
+from .backward_tiles import TABLES
+from .forward import halved, no_wide_rows, prologue
+from .tiles import Facts, Row, rows_of
 
 
 def features_of(problem: BackwardProblem) -> dict[str, Any]:
@@ -34,47 +30,86 @@ def features_of(problem: BackwardProblem) -> dict[str, Any]:
     )
 
 
-def bias_pairs_of(problem: BackwardProblem) -> dict[str, Any]:
+def with_bias_pairs(problem: BackwardProblem) -> dict[str, Any]:
+    """The same, for kernels that can read the bias two keys at a time."""
     bias = problem.forward.array("bias")
-    return dict(bias_pairs=bias is not None and bias.pairs)
+    return features_of(problem) | dict(bias_pairs=bias is not None and bias.pairs)
 
 
-def bias_boxes_of(problem: BackwardProblem) -> dict[str, Any]:
-    """Like bias_pairs_of, for kernels that can load the bias by TMA."""
+def with_bias_boxes(problem: BackwardProblem) -> dict[str, Any]:
+    """The same, for kernels that can load the bias by TMA, too."""
     bias = problem.forward.array("bias")
-    return bias_pairs_of(problem) | dict(bias_boxes=bias is not None and bias.boxes)
+    return with_bias_pairs(problem) | dict(bias_boxes=bias is not None and bias.boxes)
 
 
-def apart_or_together(problem: BackwardProblem, apart: bool) -> list[list[str]]:
-    """Which of dK and dV each kernel computes."""
-    wanted: list[str] = [name for name in ("dk", "dv") if name in problem.wanted]
-    return [[name] for name in wanted] if apart else [wanted] if wanted else []
+def apart_or_together(problem: BackwardProblem, apart: bool) -> list[dict[str, Any]]:
+    """Which of dK and dV each kernel computes that owns keys."""
+    wanted = [name for name in ("dk", "dv") if name in problem.wanted]
+    parts = [[name] for name in wanted] if apart else [wanted] if wanted else []
+    return [dict(of_dk="dk" in part, of_dv="dv" in part) for part in parts]
 
 
-def usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Any]:
+def best(
+    kind: type[Any],
+    rows: Sequence[Row],
+    problem: BackwardProblem,
+    target: Target,
+    features: dict[str, Any],
+    dv_alone: dict[str, Any] | None = None,
+) -> list[Any]:
+    """The kernels of the first row whose blocks fit into a multiprocessor as often as they need, or of the last: one,
+    or one for each of dK and dV. dv_alone: what a kernel of dV alone has otherwise than its row says."""
+    sets = []
+    for row in rows:
+        parts = apart_or_together(problem, row.apart) if kind.of_keys else [{}]
+        more = [part | (dv_alone or {}) if not part.get("of_dk", True) else part for part in parts]
+        sets.append([kind(**features | row.tile | part) for part in more])
+    return next((made for made in sets if all(fits(config, target) for config in made)), sets[-1])
+
+
+def usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Row]:
     """The rows of a kernel's table for this head_dim and these scores."""
+    rows, facts = rows_of(TABLES, kernel, problem.forward.dtype, target), _facts_of(problem)
+    if not any(row.when.by_element for row in rows):
+        facts = facts._replace(by_element="")
+    return [row for row in rows if row.when.holds(facts)]
+
+
+def one_key_tile(problem: BackwardProblem, target: Target) -> list[Row]:
+    """The rows of mma_one_key_tile, shrunk to the lengths, if all keys of a head fit into a tile: one kernel then reads
+    a head once. It walks over two tiles of queries at most, because only heads run side by side."""
     forward = problem.forward
-    head_dim = max(forward.head_dim, forward.head_dim_v)
-    asked = tuple((name, given) for name, given in forward.uses if not BY_NAME[name].function)
-    bare = not changes_scores(asked) and forward.array("mask") is None and not forward.seeded
-    plain, alone = bare and not forward.functions, bare and bool(forward.functions)
-    reads = bool(forward.functions) or any(forward.array(name) is not None for name in ("bias", "mask"))
-    linear = not any(BY_NAME[name].derivative for name, _ in forward.uses)
-    by_element = _by_element(problem)
+    all_three = {"dq", "dk", "dv"} <= set(problem.wanted) and target.cc is not None
+    if not all_three or ITEM_SIZE[forward.dtype] != 2 or not forward.seqlen_k:
+        return []
+    made = []
+    for row in usable("mma_one_key_tile", problem, target):
+        tile_m, tile_n, blocks = (row.tile[name] for name in ("tile_m", "tile_n", "blocks_per_sm"))
+        if forward.seqlen_k <= tile_n and forward.seqlen_q <= 2 * tile_n:
+            keys = halved(tile_n, forward.seqlen_k)
+            sizes = dict(tile_m=halved(tile_m, forward.seqlen_q), tile_n=keys, blocks_per_sm=blocks * tile_n // keys)
+            made.append(row.changed(**sizes))
+    return made
 
-    def takes(row: Any) -> bool:
-        if head_dim > row.head_dim or (reads and getattr(row, "unread", False)):
-            return False
-        if by_element and hasattr(row, "by_element"):
-            return row.by_element in KINDS_BY_ELEMENT[KINDS_BY_ELEMENT.index(by_element) :]
-        of_scores = (plain or not getattr(row, "plain", False)) and (alone or not getattr(row, "functions", False))
-        return of_scores and (linear or not getattr(row, "linear", False)) and not getattr(row, "by_element", "")
 
-    return [row for row in rows_for(table_of(kernel, forward.dtype), target) if takes(row)]
+def _facts_of(problem: BackwardProblem) -> Facts:
+    p = problem.forward
+    asked = tuple((name, given) for name, given in p.uses if not BY_NAME[name].function)
+    bare = not changes_scores(asked) and p.array("mask") is None and not p.seeded
+    return Facts(
+        max(p.head_dim, p.head_dim_v),
+        min(p.head_dim, p.head_dim_v),
+        p.heads_kv * p.seqlen_k,
+        reads=bool(p.functions) or any(p.array(name) is not None for name in ("bias", "mask")),
+        plain=bare and not p.functions,
+        linear=not any(BY_NAME[name].derivative for name, _ in p.uses),
+        functions=bare and bool(p.functions),
+        by_element=_by_element(problem),
+    )
 
 
 def _by_element(problem: BackwardProblem) -> str:
-    """Which entry of backward_tiles.BY_ELEMENT the problem is; "" if no option acts on single scores."""
+    """Which entry of rows.BY_ELEMENT the problem is; "" if no option acts on single scores."""
     forward = problem.forward
     found = [name for name, _ in forward.uses if name in BY_ELEMENT]
     kinds = {"functions" if BY_NAME[name].function else "read" if BY_NAME[name].shape else name for name in found}
@@ -91,54 +126,33 @@ def _by_element(problem: BackwardProblem) -> str:
     return "one kind"
 
 
-def first_that_fits(candidates: Sequence[Sequence[Any]], target: Target) -> Sequence[Any]:
-    """The first set of kernels whose blocks fit into a multiprocessor as often as they need, or the last set."""
-
-    def fit(config: Config) -> bool:
-        return config.shared_bytes * max(config.blocks_per_sm, 1) <= target.shared_bytes
-
-    return next((made for made in candidates if all(map(fit, made))), candidates[-1])
+def fits(config: LaunchFacts, target: Target) -> bool:
+    return config.shared_bytes * max(config.blocks_per_sm, 1) <= target.shared_bytes
 
 
-def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[BackwardConfig]:
-    """Tensor-core kernels, preceded by those that prepare what they read: a mask's bits, the states of tiles."""
-    threads = 32 if target.simulated else 512
-    made: list[BackwardConfig] = []
+def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[LaunchFacts]:
+    """Kernels, preceded by those that prepare what they read: a mask's bits, the states of tiles."""
+    made: list[LaunchFacts] = []
     for config in configs:
-        before: list[BackwardConfig] = []
-        if config.has("mask"):
-            of_keys = isinstance(config, MmaDkdvConfig | WgmmaDkdvConfig | WgmmaDkdvFloat32Config | WideDkdvConfig)
-            before.append(MaskBitsConfig(of_keys=of_keys, threads=threads))
-        if config.tile_states:
-            states = TileStatesConfig.before(config, threads)
-            before += [states, TileOrderConfig.behind(states)]
+        before = prologue(config, target)
         made += [other for other in before if other not in made] + [config]
     return made
 
 
-def preprocess_config(problem: BackwardProblem, target: Target) -> PreprocessConfig:
+def preprocess_config(problem: BackwardProblem, target: Target, **more: Any) -> PreprocessConfig:
     forward = problem.forward
-    wide = not any(
-        no_wide_rows(name, strides, forward.head_dim_v)
-        for name, strides in (("do", problem.do_strides), ("o", forward.o_strides))
-    )
-    threads = 32 if target.simulated else 256
-    return PreprocessConfig(
-        forward.dtype,
-        forward.head_dim_v,
-        problem.has_dlse,
-        wide,
-        threads,
-        natural=forward.array("bias") is not None,
-        of_terms=_of_terms(problem),
-    )
+    rows = (("do", problem.do_strides), ("o", forward.o_strides))
+    wide = not any(no_wide_rows(name, strides, forward.head_dim_v) for name, strides in rows)
+    more |= dict(threads=32 if target.simulated else 256, natural=forward.array("bias") is not None)
+    of_terms = _of_terms(problem)
+    return PreprocessConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, wide, of_terms=of_terms, **more)
 
 
-def delta_config(problem: BackwardProblem, target: Target) -> DeltaConfig:
+def delta_config(problem: BackwardProblem, target: Target, turns_of: int = 0) -> DeltaConfig:
     """The Config of the kernel with which v2 begins."""
     threads, lanes = (16, 4) if target.simulated else (256, 16)
     forward, of_terms = problem.forward, _of_terms(problem)
-    return DeltaConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, threads, lanes, of_terms)
+    return DeltaConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, threads, lanes, of_terms, turns_of)
 
 
 def _of_terms(problem: BackwardProblem) -> bool:

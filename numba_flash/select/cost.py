@@ -8,14 +8,15 @@ import dataclasses
 import os
 from typing import Any
 
-from ..config.forward import Config, TensorConfig
+from ..config.forward import Config
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import BY_NAME
 from ..problem.ranges import UNBOUNDED, row_keys
 from .forward import Choice, config_of, refusal
 from .measured import CALL_MICROSECONDS, CPU_GFLOPS, GPU, MULTIPROCESSORS, TFLOPS
-from .rungs import TENSOR
+from .rungs import GPU as ON_GPU
+from .rungs import RUNGS, preferred
 
 SAMPLES = 64  # about how many queries' keys are counted
 MEASURED_CC = (9, 0)
@@ -46,29 +47,30 @@ def seconds(kernel: str, config: Config | None, problem: Problem, target: Target
 
 
 def _was_measured(kernel: str, problem: Problem) -> bool:
-    return problem.dtype != "float64" and not (kernel in TENSOR and problem.dtype == "float32")
+    return problem.dtype != "float64" and not (RUNGS[kernel].tensor_cores and problem.dtype == "float32")
 
 
 def lost(choice: Choice, problem: Problem, target: Target) -> str | None:
     """Says which faster kernel of this GPU does not run, why, what that costs, and what would let it run."""
     if choice.config is None or choice.copies or target.simulated or target.cc is None:
         return None
-    fastest = "wgmma" if target.cc == (9, 0) else "mma"
-    if target.cc < (8, 0) or choice.kernel == fastest:
+    there = (rung for rung in preferred(ON_GPU) if rung.tensor_cores and rung.runs_on(target.cc))
+    fastest = next(there, None)
+    if fastest is None or choice.kernel == fastest.name:
         return None
-    if choice.kernel in TENSOR and refusal(fastest, problem, target) is not None:
+    if RUNGS[choice.kernel].tensor_cores and refusal(fastest.name, problem, target) is not None:
         return None  # only mma is left, which is not much slower
     reason, other, remedy = "it was asked for", problem, ""  # type: str, Problem | None, str
-    if refusal(fastest, problem, target) is not None:
-        reason, other, remedy = _cause(fastest, problem, target)
-    text = f"{choice.kernel} instead of {fastest} because {reason}"
-    stays = f"; {remedy} would run on {fastest}" if remedy else ""
-    if other is None or not (_was_measured(choice.kernel, problem) and _was_measured(fastest, other)):
+    if refusal(fastest.name, problem, target) is not None:
+        reason, other, remedy = _cause(fastest.name, problem, target)
+    text = f"{choice.kernel} instead of {fastest.name} because {reason}"
+    stays = f"; {remedy} would run on {fastest.name}" if remedy else ""
+    if other is None or not (_was_measured(choice.kernel, problem) and _was_measured(fastest.name, other)):
         return f"{text}{stays}"
-    config = config_of(fastest, other, target)
+    config = config_of(fastest.name, other, target)
     assert config is not None
     slow = _on_measured_gpu(choice.kernel, choice.config, problem, target.multiprocessors)
-    times = slow / _on_measured_gpu(fastest, config, other, target.multiprocessors)
+    times = slow / _on_measured_gpu(fastest.name, config, other, target.multiprocessors)
     expect = f"about {float(f'{times:.2g}'):g} times slower" if times >= 1.5 else "about the same time at this size"
     where = "" if GPU in target.name else f", as on an {GPU}"
     return f"{text}: expect {expect}{where}{stays}"
@@ -100,14 +102,10 @@ def _on_measured_gpu(kernel: str, config: Config, problem: Problem, multiprocess
     by_head_dim = TFLOPS[kernel]
     head_dim = max(problem.head_dim, problem.head_dim_v)
     speed = by_head_dim[min(by_head_dim, key=lambda measured: abs(measured - head_dim))] * 1e12
-    group, queries = 1, config.tile_m
-    if isinstance(config, TensorConfig):
-        group, queries = config.group_size, config.queries
-    head_tiles = -(-problem.seqlen_q // queries)
-    blocks = problem.batch * problem.heads // group * (1 if kernel == "v1" else head_tiles)
-    busy = min(blocks / max(multiprocessors, 1), 1)  # of the GPU; a tile costs the same for any number of queries
+    rows = -(-problem.seqlen_q // config.queries) * config.queries  # a tile costs the same for any number of queries
+    busy = min(config.grid(problem) // config.v_parts / max(multiprocessors, 1), 1)  # of the GPU
     speed *= busy * multiprocessors / MULTIPROCESSORS
-    products = _products(problem, head_tiles * queries)
+    products = _products(problem, rows)
     return max(products / speed if products else 0.0, CALL_MICROSECONDS * 1e-6)
 
 

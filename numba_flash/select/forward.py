@@ -8,25 +8,20 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..config.forward import ITEM_SIZE, Config
+from ..abi.tensor_maps import fits
+from ..config.forward import Config, LaunchFacts
+from ..dtypes import ITEM_SIZE
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import BY_NAME, changes_by_distance_alone, changes_scores
 from ..problem.strides import Strides
-from .arguments import parameters_of, tensor_maps
 from .cost_model import same_tile_walk, tile_visits, wave_cost
-from .rungs import TENSOR, check_request, choose, no_gpu
-from .tensor_maps import fits
-from .tiles import READING_KEYS, TILE_COST, columns, rows_for, table_of
+from .rungs import LARGE_FLOAT64, RUNGS, Rung, check_request, choose, no_gpu, no_tensor_cores
+from .tiles import READING_KEYS, TABLES, TILE_COST, Facts, Row, rows_of
 
 if TYPE_CHECKING:
     from ..config.wgmma_forward import WgmmaConfig
-
-# The dtypes of the tensor-core rungs. The Config of a rung is imported only for a problem that needs it: creating the
-# class takes a millisecond, of the 20 that a process's first call may take.
-DTYPES = dict(mma=("float16", "bfloat16", "float32", "float64"), wgmma=("float16", "bfloat16", "float32"))
-FLOAT64_CORES = ((8, 0), (9, 0), (10, 0))  # tensor cores with float64 at full speed
-LARGE_FLOAT64 = (9, 0)  # m16n8k16 is one instruction on these GPUs; sm_100 splits it, with local memory
+    from ..problem.backward import BackwardProblem
 
 
 class Choice(NamedTuple):
@@ -44,27 +39,25 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
     family: the kind of the given arrays; stream: whether a stream was named, which only a GPU has.
     """
     check_request(kernel, target, family, stream)
-    refuses = functools.partial(refusal, problem=problem, target=target)
-    name, refused = choose(kernel, target, refuses, copies=True)
-    config = None if name in ("reference", "cpu") else config_of(name, problem, target)
+    refuses, first = functools.partial(refusal, problem=problem, target=target), "mma" if short(problem, target) else ""
+    name, refused = choose(kernel, target, refuses, copies=True, first=first)
+    config = None if RUNGS[name].on_host else config_of(name, problem, target)
     copies = config is not None and target.arrays_on_host and not target.simulated
     return Choice(name, config, copies, refused)
 
 
 def refusal(name: str, problem: Problem, target: Target) -> str | None:
-    """Why kernel `name` cannot compute the problem on this machine, or None."""
-    if name in ("reference", "cpu"):
-        if name == "cpu" and (reason := no_cpu(problem)) is not None:
-            return reason
-        return None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
+    """Why a rung cannot compute the problem on this machine, or None."""
+    rung = RUNGS[name]
+    if rung.on_host:
+        somewhere = None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
+        return rung.not_taken(problem) or somewhere
     if target.cc is None:
         return no_gpu(target)
-    if name in TENSOR:
-        reason = no_tensor_cores(name, problem, target)
-        if reason is not None:
-            return reason
-    if _fitting(name, problem, target) is None:
-        smallest = min(config.shared_bytes for config in _candidates(name, problem, target))
+    if rung.tensor_cores and (reason := not_on_tensor_cores(rung, problem, target)) is not None:
+        return reason
+    if _fitting(rung, problem, target) is None:
+        smallest = min(config.shared_bytes for config in rung.candidates(problem, target))
         return (
             f"head_dim {problem.head_dim} and {problem.head_dim_v} in {problem.dtype} need {smallest} bytes of "
             f"shared memory in the smallest tile, and {target.name} has {target.shared_bytes}"
@@ -72,30 +65,12 @@ def refusal(name: str, problem: Problem, target: Target) -> str | None:
     return None
 
 
-def no_cpu(problem: Problem) -> str | None:
-    """Why the CPU's kernels do not take the problem, wherever its arrays are."""
-    return next((f"it takes no {option} yet" for option, _ in problem.uses if not BY_NAME[option].on_cpu), None)
-
-
-def no_tensor_cores(name: str, problem: Problem, target: Target) -> str | None:
-    """Why a tensor-core kernel does not take the problem on this GPU, apart from shared memory."""
-    cc, gpu = target.cc, target.name
-    assert cc is not None
-    if name == "wgmma" and cc != (9, 0):
-        return f"its instructions exist on compute capability 9.0 only, and {gpu} has {cc[0]}.{cc[1]}"
-    if cc < (8, 0):
-        return f"its instructions need compute capability 8.0, and {gpu} has {cc[0]}.{cc[1]}"
-    if problem.dtype not in DTYPES[name]:
-        return f"it takes {', '.join(DTYPES[name])}, not {problem.dtype}"
-    if problem.dtype == "float64" and cc not in FLOAT64_CORES:
-        return (
-            f"it takes float64 where tensor cores have it at full speed, on compute capability 8.0, 9.0 and 10.0, and "
-            f"{gpu} has {cc[0]}.{cc[1]}"
-        )
-    for option, _ in problem.uses:
-        if not BY_NAME[option].on_tensor_cores:
-            return f"it takes no {option} yet"
-    widest = max(row.head_dim for row in rows_for(table_of(name, problem.dtype), target))
+def not_on_tensor_cores(rung: Rung, problem: Problem, target: Target) -> str | None:
+    """Why a rung on tensor cores does not take the problem on this GPU, apart from shared memory."""
+    reason = no_tensor_cores(rung, problem, target) or rung.not_taken(problem)
+    if reason is not None:
+        return reason
+    widest = max(row.when.head_dim for row in rows_of(TABLES, rung.table, problem.dtype, target))
     if max(problem.head_dim, problem.head_dim_v) > widest:
         return f"it takes head_dim up to {widest}, not {problem.head_dim} and {problem.head_dim_v}"
     if not problem.aligned:
@@ -105,12 +80,17 @@ def no_tensor_cores(name: str, problem: Problem, target: Target) -> str | None:
         reason = no_wide_rows(operand, strides, wide, problem.dtype)
         if reason is not None:
             return reason
-    if name == "wgmma" and problem.batch * problem.heads * problem.seqlen_q:
-        config = next(_candidates(name, problem, target))
-        for index, tensor_map in tensor_maps(config, problem):
-            reason = fits(tensor_map)
-            if reason is not None:
-                return f"{parameters_of(config).arrays[index]} cannot be fetched by TMA: {reason}"
+    if problem.batch * problem.heads * problem.seqlen_q:
+        return no_tma(next(rung.candidates(problem, target)), problem)
+    return None
+
+
+def no_tma(config: Config, problem: "Problem | BackwardProblem") -> str | None:
+    """Why TMA cannot load an operand, or None. Only the strides decide, and they are the same for every tile."""
+    for operand, tensor_map in config.operand_maps(problem):
+        reason = fits(tensor_map)
+        if reason is not None:
+            return f"{config.parameters.arrays[operand]} cannot be fetched by TMA: {reason}"
     return None
 
 
@@ -131,97 +111,126 @@ def _strides_that_matter(problem: Problem) -> list[tuple[str, Strides]]:
 
 
 def config_of(name: str, problem: Problem, target: Target) -> Config | None:
-    config: Any = _fitting(name, problem, target)
-    return _with_fastest_rows(config, problem, target) if config and config.kernel == "wgmma" else config
+    rung = RUNGS[name]
+    return rung.refine(_fitting(rung, problem, target), problem, target)
 
 
-def _fitting(name: str, problem: Problem, target: Target) -> Config | None:
-    return next((c for c in _candidates(name, problem, target) if c.shared_bytes <= target.shared_bytes), None)
+def prologue(config: Config, target: Target) -> list[LaunchFacts]:
+    """The kernels that make what the kernel of `config` reads: a mask's bits, the states of tiles under a mask_mod and
+    their order. Most calls have none, and load nothing for them."""
+    threads, made = 32 if target.simulated else 512, list[LaunchFacts]()
+    if config.reads_bits and config.has("mask"):
+        from ..config.mask_bits import MaskBitsConfig
+
+        made.append(MaskBitsConfig(config.of_keys, threads))
+    if config.tile_states:
+        from ..config.tile_states import TileOrderConfig, TileStatesConfig
+
+        states = TileStatesConfig.before(config, threads)
+        made += [states, TileOrderConfig.behind(states)] if config.reads_order else [states]
+    return made
 
 
-def _candidates(name: str, problem: Problem, target: Target) -> Iterator[Config]:
-    """Configs to choose from, the best first; the last needs the least shared memory. The first almost always fits."""
-    if name == "mma":
-        return _mma_candidates(problem, target)
-    if name == "wgmma" and problem.dtype == "float32":
-        return _wgmma_float32_candidates(problem, target)
-    if name == "wgmma":
-        return _wgmma_candidates(problem, target)
-    return _simt_candidates(name, problem, target)
+def _fitting(rung: Rung, problem: Problem, target: Target) -> Config | None:
+    return next((c for c in rung.candidates(problem, target) if c.shared_bytes <= target.shared_bytes), None)
 
 
-def _simt_candidates(name: str, problem: Problem, target: Target) -> Iterator[Config]:
-    from ..config.simt_forward import SimtConfig
-
-    for row in rows_for(name, target):
-        if row.tile_m <= 32 or row.tile_m < 2 * problem.seqlen_q:  # not mostly past the last query
-            yield SimtConfig(**_features(name, problem), **columns(row))
+# The Configs of each rung, the best first, from the rows of its table that are for the problem.
 
 
-def _mma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
+def simt(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
+    from ..config.simt_forward import V1Config, V2Config
+
+    kind = V1Config if rung.name == V1Config.kernel else V2Config
+    for row in rows_of(TABLES, rung.table, problem.dtype, target):
+        tile_m = row.tile["tile_m"]
+        if tile_m <= 32 or tile_m < 2 * problem.seqlen_q:  # not mostly past the last query
+            yield kind(**_features(problem), **row.tile)
+
+
+def mma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.mma_forward import MmaConfig
 
+    for row in short(problem, target):
+        made, tile_n = _in_few_rows(problem, row.tile, 16), halved(row.tile["tile_n"], problem.seqlen_k)
+        blocks = row.tile["blocks_per_sm"] * row.tile["tile_m"] // made["tile_m"]
+        yield MmaConfig(**made | dict(tile_n=tile_n, blocks_per_sm=blocks))
     large_f64 = problem.dtype == "float64" and target.cc == LARGE_FLOAT64
-    for row in _wide_enough(table_of("mma", problem.dtype), problem, target):
-        group = _group(problem, row.tile_m)
-        features = _features("mma", problem) | _tensor_features(problem, group) | columns(row)
-        features |= dict(tile_m=_rows(problem, group, row.tile_m, row.warp_rows), large_f64=large_f64)
-        yield MmaConfig(**features)
+    for tile in _tiles(rung, problem, target):
+        yield MmaConfig(**_in_few_rows(problem, tile, tile["warp_rows"]), large_f64=large_f64)
 
 
-def _wgmma_candidates(problem: Problem, target: Target) -> Iterator[Config]:
+def short(problem: Problem, target: Target) -> list[Row]:
+    """The rows of mma that have all queries and keys of a head in one tile, where these are so few. "auto" takes them
+    on every GPU: a tile of wgmma has 64 rows at least, of which most would be wasted, and fewer blocks run at a time.
+    Heads of 16 tokens take 32 us instead of 214, of 64 tokens 22 instead of 35 (H200)."""
+    if target.cc is None or ITEM_SIZE[problem.dtype] != 2 or not problem.seqlen_k:
+        return []
+    facts = facts_of(problem)
+    rows = [row for row in rows_of(TABLES, "mma_short", problem.dtype, target) if row.when.holds(facts)]
+    return [x for x in rows if problem.seqlen_q <= x.tile["tile_m"] and problem.seqlen_k <= x.tile["tile_n"]]
+
+
+def halved(rows: int, needed: int) -> int:
+    """A tile's rows, halved as long as half of them, at least 16, are enough."""
+    while rows >= 32 and needed <= rows // 2:
+        rows //= 2
+    return rows
+
+
+def wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
+    return (_wgmma_float32 if problem.dtype == "float32" else _wgmma)(rung, problem, target)
+
+
+def _wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.wgmma_forward import WgmmaConfig
 
-    for row in _wide_enough("wgmma", problem, target):
-        group = _group(problem, row.tile_m)
-        features = _features("wgmma", problem) | _tensor_features(problem, group) | columns(row)
-        features["tile_n"] = min(row.tile_n, _most_keys(problem, WgmmaConfig.MOST_KEYS))
+    for tile in _tiles(rung, problem, target):
+        group = _group(problem, tile["tile_m"])
+        features = _tensor_features(problem, group)
+        tile["tile_n"] = min(tile["tile_n"], _most_keys(problem, WgmmaConfig.MOST_KEYS))
         # A place for O, if no buffer of Q is free for it and there is room; then one for a bias.
         bias = problem.array("bias")
         for bias_stages in (2, 1, 0) if bias is not None and bias.boxes and group == 1 else (0,):
-            for o_buffer in (True, False) if row.q_buffers == 1 and features["o_vectorized"] else (False,):
-                yield WgmmaConfig(**features, o_buffer=o_buffer, bias_stages=bias_stages)
+            for o_buffer in (True, False) if tile["q_buffers"] == 1 and features["o_vectorized"] else (False,):
+                yield WgmmaConfig(**features, **tile, o_buffer=o_buffer, bias_stages=bias_stages)
 
 
-def _wgmma_float32_candidates(problem: Problem, target: Target) -> Iterator[Config]:
+def _wgmma_float32(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.wgmma_float32 import WgmmaFloat32Config
 
-    for row in _wide_enough("wgmma_float32", problem, target):
-        group = _group(problem, row.tile_m)
-        features = _features("wgmma_float32", problem) | _tensor_features(problem, group) | columns(row)
-        yield WgmmaFloat32Config(**features | dict(tile_m=_rows(problem, group, row.tile_m, 64)))
+    return (WgmmaFloat32Config(**_in_few_rows(problem, tile, 64)) for tile in _tiles(rung, problem, target))
 
 
-def _wide_enough(table: str, problem: Problem, target: Target) -> list[Any]:
-    head_dim = max(problem.head_dim, problem.head_dim_v)
-    reads = _reads_scores(problem)
-    sloped = changes_by_distance_alone(problem.uses) and problem.scale > 0
-    plain = not (reads or changes_scores(problem.uses) or problem.scale <= 0)
-    rows = [row for row in rows_for(table, target) if head_dim <= row.head_dim]
-
-    def takes(row: Any) -> bool:
-        if getattr(row, "reads", reads) != reads or (reads and getattr(row, "unread", False)):
-            return False
-        if getattr(row, "masked", False) and not _reads_mask_alone(problem):
-            return False
-        if getattr(row, "sloped", False) and not sloped:
-            return False
-        if min(problem.head_dim, problem.head_dim_v) <= getattr(row, "above", 0):
-            return False
-        return plain or not getattr(row, "plain", False)
-
-    return [row for row in rows if takes(row)]
+def _in_few_rows(problem: Problem, tile: dict[str, Any], step: int) -> dict[str, Any]:
+    """A tile's fields, its rows halved as long as half of them hold all queries, and those of the problem."""
+    group, tile_m = _group(problem, tile["tile_m"]), tile["tile_m"]
+    while tile_m > step and tile_m % (2 * step) == 0 and tile_m // 2 % group == 0:
+        if problem.seqlen_q * group > tile_m // 2:
+            break
+        tile_m //= 2
+    return _tensor_features(problem, group) | tile | dict(tile_m=tile_m)
 
 
-def _reads_scores(problem: Problem) -> bool:
-    """Whether each score needs a load, or a call with its position."""
-    read = any(problem.array(option) is not None for option in ("bias", "mask"))
-    return read or problem.seeded or bool(problem.functions)
+def _tiles(rung: Rung, problem: Problem, target: Target) -> list[dict[str, Any]]:
+    """Of the rows that are for the problem."""
+    facts = facts_of(problem)
+    return [row.tile for row in rows_of(TABLES, rung.table, problem.dtype, target) if row.when.holds(facts)]
 
 
-def _reads_mask_alone(problem: Problem) -> bool:
-    others = problem.array("bias") is not None or problem.seeded or bool(problem.functions)
-    return problem.array("mask") is not None and not others
+def facts_of(problem: Problem) -> Facts:
+    bias, mask = problem.array("bias") is not None, problem.array("mask") is not None
+    called = problem.seeded or bool(problem.functions)
+    reads, rising = bias or mask or called, problem.scale > 0
+    return Facts(
+        max(problem.head_dim, problem.head_dim_v),
+        min(problem.head_dim, problem.head_dim_v),
+        problem.heads_kv * problem.seqlen_k,
+        reads,
+        plain=not reads and not changes_scores(problem.uses) and rising,
+        masked=mask and not bias and not called,
+        sloped=changes_by_distance_alone(problem.uses) and rising,
+    )
 
 
 def _most_keys(problem: Problem, most: int) -> int:
@@ -242,13 +251,15 @@ def _most_keys(problem: Problem, most: int) -> int:
     return next(keys for widest, keys in rows if head_dim <= widest)
 
 
-def _with_fastest_rows(config: "WgmmaConfig", problem: Problem, target: Target) -> "WgmmaConfig":
-    """With tiles of fewer query rows, if they finish sooner.
+def with_fastest_rows(config: "WgmmaConfig", problem: Problem, target: Target) -> "WgmmaConfig":
+    """With tiles of fewer query rows, if they finish sooner; in float32 the row says how many.
 
     A row's bits must not depend on the number of heads and batch entries. tile_m changes nothing else, except that a
     tile visits keys that some of its rows do not see. Their weight is 0, but if V is not finite there, the row is
     computed again, in another order. So if larger tiles visit more keys, the work for one head decides.
     """
+    if problem.dtype == "float32":
+        return config
     group, tile_n = config.group_size, config.tile_n
 
     def fastest(most: int, time: Callable[[int], float]) -> int:
@@ -276,22 +287,9 @@ def _group(problem: Problem, tile_m: int) -> int:
     return group if problem.seqlen_q < tile_m and tile_m % group == 0 else 1
 
 
-def _rows(problem: Problem, group_size: int, tile_m: int, step: int) -> int:
-    """tile_m, halved as long as half of it holds all queries."""
-    while (
-        tile_m > step
-        and tile_m // 2 % step == 0
-        and tile_m // 2 % group_size == 0
-        and problem.seqlen_q * group_size <= tile_m // 2
-    ):
-        tile_m //= 2
-    return tile_m
-
-
-def _features(name: str, problem: Problem) -> dict[str, Any]:
+def _features(problem: Problem) -> dict[str, Any]:
     """The options that the problem uses, in the fields that every Config has."""
     return dict(
-        kernel=name,
         dtype=problem.dtype,
         head_dim=problem.head_dim,
         head_dim_v=problem.head_dim_v,
@@ -305,7 +303,7 @@ def _features(name: str, problem: Problem) -> dict[str, Any]:
 def _tensor_features(problem: Problem, group_size: int) -> dict[str, Any]:
     bias, size = problem.array("bias"), ITEM_SIZE[problem.dtype]
     rows_of_16_bytes = problem.o_strides[3] == 1 and not any(stride * size % 16 for stride in problem.o_strides[:3])
-    return dict(
+    return _features(problem) | dict(
         group_size=group_size,
         scores_finished=changes_scores(problem.uses) or problem.scale <= 0,
         bias_pairs=bias is not None and bias.pairs,

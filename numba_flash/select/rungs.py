@@ -1,14 +1,114 @@
-"""The rungs, and what choosing a rung has in common for attention and for its gradients."""
+"""The rungs: a row of facts for each, and what choosing one has in common for attention and for its gradients."""
 
+import functools
+import importlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..machine.target import Target
+from ..problem.forward import Problem
+from ..problem.options import BY_NAME
 
-KERNELS = ("reference", "v1", "v2", "mma", "wgmma", "cpu")
-TENSOR = ("mma", "wgmma")  # rungs on tensor cores
-WITH_BACKWARD = ("reference", "v2", "mma", "wgmma", "cpu")
+if TYPE_CHECKING:
+    from ..problem.backward import BackwardProblem
+
+    AnyProblem = Problem | BackwardProblem
 
 Refused = tuple[tuple[str, str], ...]  # (rung, why it does not run)
+GPU, HOST, SIMULATOR = "gpu", "host", "simulator"  # where arrays are
+FLOAT64_CORES = ((8, 0), (9, 0), (10, 0))  # tensor cores with float64 at full speed
+LARGE_FLOAT64 = (9, 0)  # m16n8k16 is one instruction on these GPUs; sm_100 splits it, with local memory
+
+
+class Rung(NamedTuple):
+    """forward, backward: the modules that list its Configs for a problem, and its functions there; None on the host.
+    They are loaded when a problem needs them: a Config class takes a millisecond, of the 20 of a first call."""
+
+    name: str
+    auto: tuple[str, ...]  # where "auto" may take it
+    on_host: bool = False
+    option: str = ""  # the field of Option that says whether it takes an option
+    dtypes: tuple[str, ...] = ()  # (): all
+    tensor_cores: bool = False
+    least_cc: tuple[int, int] = (0, 0)
+    only_cc: tuple[int, int] | None = None
+    table: str = ""  # of its forward kernel's tiles
+    forward: str | None = None
+    refined: str | None = None  # the function that improves a Config of these
+    has_backward: bool = True
+    backward: str | None = None
+    sums: dict[str, str] = {}  # how exact it is, by dtype, of a rung that could be less exact than its dtype
+
+    def runs_on(self, cc: tuple[int, int]) -> bool:
+        return cc >= self.least_cc and self.only_cc in (None, cc)
+
+    def not_taken(self, problem: Problem) -> str | None:
+        """Why it does not take the problem's options, wherever the arrays are, or None."""
+        missing = (name for name, _ in problem.uses if self.option and not getattr(BY_NAME[name], self.option))
+        return next((f"it takes no {name} yet" for name in missing), None)
+
+    def candidates(self, problem: Problem, target: Target) -> Any:
+        """Configs of a forward, the best first; the last needs the least shared memory. The first almost always
+        fits."""
+        return _loaded(self.forward)(self, problem, target)
+
+    def refine(self, config: Any, problem: Problem, target: Target) -> Any:
+        return _loaded(self.refined)(config, problem, target) if config and self.refined else config
+
+    def kernels(self, problem: "BackwardProblem", target: Target) -> tuple[Any, ...]:
+        """The Configs of a backward in the order of their launches; none of a rung on the host."""
+        return _loaded(self.backward)(problem, target) if self.backward else ()
+
+
+@functools.cache
+def _loaded(name: Any) -> Callable[..., Any]:
+    module, _, function = name.partition(".")
+    return getattr(importlib.import_module(f".{module}", __package__), function)
+
+
+RUNGS = {
+    rung.name: rung
+    for rung in (
+        Rung("reference", (), on_host=True),
+        Rung("v1", (GPU,), table="simt", forward="forward.simt", has_backward=False),
+        Rung("v2", (GPU, SIMULATOR), table="simt", forward="forward.simt", backward="backward_kernels.v2_configs"),
+        Rung(
+            "mma",
+            (GPU,),
+            option="on_tensor_cores",
+            dtypes=("float16", "bfloat16", "float32", "float64"),
+            tensor_cores=True,
+            least_cc=(8, 0),
+            table="mma",
+            forward="forward.mma",
+            backward="backward_kernels.mma_configs",
+            sums=dict(
+                float32="as exact as in float32: each factor is split into two of 11 bits (3xTF32)",
+                float64="in float64",
+            ),
+        ),
+        Rung(
+            "wgmma",
+            (GPU,),
+            option="on_tensor_cores",
+            dtypes=("float16", "bfloat16", "float32"),
+            tensor_cores=True,
+            least_cc=(9, 0),
+            only_cc=(9, 0),
+            table="wgmma",
+            forward="forward.wgmma",
+            refined="forward.with_fastest_rows",
+            backward="backward_kernels.wgmma_configs",
+            sums=dict(float32="as exact as in float32: each factor is split into three of 8 bits, in bfloat16"),
+        ),
+        Rung("cpu", (HOST,), on_host=True, option="on_cpu"),
+    )
+}
+
+
+def preferred(place: str) -> list[Rung]:
+    """The rungs that "auto" may take for arrays there, the fastest first."""
+    return [rung for rung in reversed(RUNGS.values()) if place in rung.auto]
 
 
 def check_request(kernel: str, target: Target, family: str, stream: bool) -> None:
@@ -19,7 +119,7 @@ def check_request(kernel: str, target: Target, family: str, stream: bool) -> Non
     check_name(kernel)
     if stream and target.arrays_on_host:
         raise ValueError("stream was given, but the arrays are in host memory, where there are no streams")
-    if target.simulated and family != "numpy" and kernel not in ("cpu", "reference"):
+    if target.simulated and family != "numpy" and not (kernel in RUNGS and RUNGS[kernel].on_host):
         raise NotImplementedError(
             f"the simulator (NUMBA_ENABLE_CUDASIM) takes NumPy arrays only, and {family} arrays were given; "
             "unset NUMBA_ENABLE_CUDASIM, or pass NumPy arrays"
@@ -27,49 +127,51 @@ def check_request(kernel: str, target: Target, family: str, stream: bool) -> Non
 
 
 def check_name(kernel: str) -> None:
-    if not isinstance(kernel, str) or kernel not in ("auto", *KERNELS):
-        raise ValueError(f"kernel must be one of {', '.join(('auto', *KERNELS))}, not {kernel!r}")
+    if not isinstance(kernel, str) or kernel not in ("auto", *RUNGS):
+        raise ValueError(f"kernel must be one of {', '.join(('auto', *RUNGS))}, not {kernel!r}")
 
 
 def choose(
-    kernel: str, target: Target, refusal: Callable[[str], str | None], copies: bool = False
+    kernel: str, target: Target, refusal: Callable[[str], str | None], copies: bool = False, first: str = ""
 ) -> tuple[str, Refused]:
     """The first of the requested rungs that can run, and why each other rung does not.
 
     refusal: why a rung cannot compute the problem here, or None. copies: whether arrays in host memory are copied to
-    the GPU for a rung that is named. Raises NotImplementedError if no rung can run.
+    the GPU for a rung that is named. first: the rung that "auto" asks before the others on a GPU. Raises
+    NotImplementedError if no rung can run.
     """
-    wanted = _by_preference(target) if kernel == "auto" else (kernel,)
-    refused = [(name, _not_asked(name, kernel, target, copies)) for name in KERNELS if name not in wanted]
+    place = SIMULATOR if target.simulated else HOST if target.arrays_on_host else GPU
+    wanted = [rung.name for rung in preferred(place)] if kernel == "auto" else [kernel]
+    wanted.sort(key=lambda name: name != first)
+    refused = [(name, _not_asked(rung, kernel, target, copies)) for name, rung in RUNGS.items() if name not in wanted]
     for index, name in enumerate(wanted):
         reason = refusal(name)
         if reason is None:
             return name, (*refused, *((later, f"{name} comes first") for later in wanted[index + 1 :]))
         refused.append((name, reason))
     reasons = "; ".join(f"{name}: {why}" for name, why in refused if name in wanted)
-    others = [name for name in KERNELS if name not in wanted and refusal(name) is None]
+    others = [name for name in RUNGS if name not in wanted and refusal(name) is None]
     possible = f" What would run: kernel={' or '.join(map(repr, others))}." if others else ""
     raise NotImplementedError(f"kernel={kernel!r} cannot run this problem here. {reasons}.{possible}")
 
 
-def _by_preference(target: Target) -> tuple[str, ...]:
-    if target.simulated:
-        return ("v2",)
-    return ("cpu",) if target.arrays_on_host else ("wgmma", "mma", "v2", "v1")
-
-
-def _not_asked(name: str, kernel: str, target: Target, copies: bool) -> str:
+def _not_asked(rung: Rung, kernel: str, target: Target, copies: bool) -> str:
     if kernel != "auto":
         return f"kernel={kernel!r} was asked for"
-    if name == "reference":
+    if not rung.auto:
         return "the oracle holds the whole score matrix; it runs when named"
     if not target.arrays_on_host:
         return "the arrays are on a GPU"
     if target.simulated:
-        return "v2 comes first in the simulator; it runs when named"
+        return f"{preferred(SIMULATOR)[0].name} comes first in the simulator; it runs when named"
     if target.cc is None:
         return no_gpu(target)
     return "the arrays are in host memory" + "; it runs when named, with copies to the GPU and back" * copies
+
+
+def kernel_of_backward(kernel: str) -> str:
+    """The rung that a framework's backward asks for, where its forward asked for `kernel`."""
+    return kernel if kernel in RUNGS and RUNGS[kernel].has_backward else "auto"
 
 
 def no_gpu(target: Target) -> str:
@@ -77,3 +179,25 @@ def no_gpu(target: Target) -> str:
         f"no GPU is usable ({target.why_no_gpu}); to step through it without one, set NUMBA_ENABLE_CUDASIM=1 before "
         "Python starts"
     )
+
+
+def no_tensor_cores(rung: Rung, problem: Problem, target: Target) -> str | None:
+    """Why the GPU's tensor cores do not serve a rung and its dtype, or None."""
+    cc, gpu = target.cc, target.name
+    assert cc is not None
+    has = f"and {gpu} has {cc[0]}.{cc[1]}"
+    if rung.only_cc not in (None, cc):
+        return f"its instructions exist on compute capability {_version(rung.only_cc)} only, {has}"
+    if cc < rung.least_cc:
+        return f"its instructions need compute capability {_version(rung.least_cc)}, {has}"
+    if problem.dtype not in rung.dtypes:
+        return f"it takes {', '.join(rung.dtypes)}, not {problem.dtype}"
+    if problem.dtype == "float64" and cc not in FLOAT64_CORES:
+        *first, last = map(_version, FLOAT64_CORES)
+        where = f"{', '.join(first)} and {last}"
+        return f"it takes float64 where tensor cores have it at full speed, on compute capability {where}, {has}"
+    return None
+
+
+def _version(cc: tuple[int, int] | None) -> str:
+    return "" if cc is None else f"{cc[0]}.{cc[1]}"

@@ -1,7 +1,7 @@
 """Which tiles each kernel of a forward uses: a table of rows for each kernel, the best first.
 
-The first row is taken whose head_dim is large enough and whose shared memory fits. docs/adding_a_tile_row.md explains
-the columns, has the measurements behind the rows, and shows how to add one for another GPU.
+The first row is taken that is for the problem and whose shared memory fits. docs/adding_a_tile_row.md explains the
+columns, has the measurements behind the rows, and shows how to add one for another GPU.
 """
 
 from typing import Any, NamedTuple
@@ -10,134 +10,160 @@ from ..machine.target import Target
 
 MEASURED = "H200"  # the GPU of a row that names none
 SIMULATOR = "simulator"  # small blocks, whose barriers are cheap, and few wasted rows: a thread is a Python thread
+ANY = 2**31  # head_dim of a row for all
+
+# What decides about each score or weight on its own in wgmma's backward. Each takes more registers than the one before
+# it: a mask_mod alone; a bias alone that TMA loads, a mask alone, or dropout; one kind of these, or functions, beside
+# options of the score; several kinds, or a bias beside another option of the score.
+BY_ELEMENT = ("mask_mod", "mask or dropped weights", "one kind", "several kinds")
 
 
-class Simt(NamedTuple):
-    """Of v1 and v2, and of v2's backward. Rows that would be mostly past the last query, or key, are passed over."""
+class Facts(NamedTuple):
+    """What the rows of a table ask of a problem."""
 
-    tile_m: int
-    tile_n: int
-    gpu: str = MEASURED
+    head_dim: int  # the larger of q's and v's
+    least: int  # the smaller
+    keys: int  # of all heads of a batch entry
+    reads: bool  # something is read or asked for each score
+    plain: bool  # no option changes, reads or drops scores
+    masked: bool = False  # a mask is read for each score, and nothing else
+    sloped: bool = False  # ALiBi alone changes scores
+    linear: bool = True  # the derivative of scores by the product is 1: nothing keeps another
+    functions: bool = False  # the caller's functions change or hide scores, and nothing else
+    by_element: str = ""  # one of BY_ELEMENT, or nothing decides about a score on its own
 
 
-class Mma(NamedTuple):
+class When(NamedTuple):
+    """For which problems a row is: True stands for "only where this is so", the words being those of Facts."""
+
     head_dim: int  # up to this one
-    tile_m: int
-    tile_n: int
-    warp_rows: int
-    q_registers: bool
-    blocks_per_sm: int
-    rescale_threshold: int
-    reads: bool = False  # for problems with a bias or a mask, whose words take registers
-    gpu: str = MEASURED
-
-
-class MmaWide(NamedTuple):
-    """Of mma in float32 and float64."""
-
-    head_dim: int
-    tile_m: int
-    tile_n: int
-    warp_rows: int
-    column_groups: int
-    blocks_per_sm: int
-    rescale_threshold: int
-    plain: bool = False  # only for scores that no option changes
-    unread: bool = False  # not where something is read or asked for each score
-    unrolled: bool = False
-    sliced: bool = False
-    scalar_loads: bool = False
     above: int = 0  # for head_dim of q and k and of v that are both above this
-    gpu: str = MEASURED
-
-
-class Wgmma(NamedTuple):
-    head_dim: int
-    tile_m: int  # at most; TILE_COST decides
-    tile_n: int
-    ping_pong: bool
-    q_buffers: int
-    rescale_threshold: int
-    plain: bool = False  # only for scores that no option changes
+    least_keys: int = 0
     unread: bool = False  # not where something is read or asked for each score
-    masked: bool = False  # only where a mask is read for each score, and nothing else
-    sloped: bool = False  # only for scores that ALiBi alone changes
+    plain: bool = False
+    masked: bool = False
+    sloped: bool = False
+    linear: bool = False
+    functions: bool = False
+    by_element: str = ""  # and for problems with one of BY_ELEMENT, up to this one, whatever is said before
     gpu: str = MEASURED
 
-
-class WgmmaFloat32(NamedTuple):
-    head_dim: int
-    tile_m: int  # at most
-    tile_n: int
-    ping_pong: bool
-    stages: int
-    rescale_threshold: int
-    plain: bool = False  # only for scores that no option changes
-    gpu: str = MEASURED
+    def holds(self, facts: Facts) -> bool:
+        narrow = facts.head_dim <= self.head_dim and facts.least > self.above
+        if not narrow or facts.keys < self.least_keys or (self.unread and facts.reads):
+            return False
+        if facts.by_element:
+            return self.by_element in BY_ELEMENT[BY_ELEMENT.index(facts.by_element) :]
+        asked = ("plain", "masked", "sloped", "linear", "functions")
+        return all(getattr(facts, name) for name in asked if getattr(self, name))
 
 
-_SIMULATED = tuple(Simt(m, n, SIMULATOR) for m, n in ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4)))
-_SIMT = tuple(
-    Simt(m, n) for m, n in ((256, 16), (128, 16), (64, 16), (32, 16), (32, 8), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))
-)
+class Row(NamedTuple):
+    """names, values: the fields of a Config that the row sets. apart: dK and dV have a kernel each."""
 
-TABLES: dict[str, tuple[Any, ...]] = {
-    "v1": _SIMT + _SIMULATED,
-    "v2": _SIMT + _SIMULATED,
-    "mma": (
-        Mma(64, 128, 64, warp_rows=32, q_registers=True, blocks_per_sm=2, rescale_threshold=0),
-        Mma(128, 128, 64, warp_rows=32, q_registers=False, blocks_per_sm=2, rescale_threshold=8),
-        Mma(128, 64, 64, warp_rows=16, q_registers=False, blocks_per_sm=2, rescale_threshold=0),
-        Mma(256, 64, 64, warp_rows=16, q_registers=False, blocks_per_sm=2, rescale_threshold=0),
-        Mma(256, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, rescale_threshold=0),
-        Mma(512, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, rescale_threshold=0),
-        Mma(512, 32, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, rescale_threshold=0),
-        Mma(64, 64, 64, warp_rows=16, q_registers=True, blocks_per_sm=2, rescale_threshold=0, reads=True),
-        Mma(128, 64, 64, warp_rows=16, q_registers=False, blocks_per_sm=2, rescale_threshold=0, reads=True),
-        Mma(256, 64, 64, warp_rows=16, q_registers=False, blocks_per_sm=2, rescale_threshold=0, reads=True),
-        Mma(256, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, rescale_threshold=0, reads=True),
-        Mma(512, 64, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, rescale_threshold=0, reads=True),
-        Mma(512, 32, 32, warp_rows=16, q_registers=False, blocks_per_sm=1, rescale_threshold=0, reads=True),
+    when: When
+    values: tuple[Any, ...]
+    apart: bool = False
+    names: tuple[str, ...] = ()
+
+    @property
+    def tile(self) -> dict[str, Any]:
+        return dict(zip(self.names, self.values, strict=True))
+
+    def changed(self, **values: Any) -> "Row":
+        """The same with other values."""
+        return self._replace(values=tuple((self.tile | values).values()))
+
+
+def at(head_dim: int, *values: Any, apart: bool = False, **when: Any) -> Row:
+    return Row(When(head_dim, **when), values, apart)
+
+
+def table(names: str, *rows: Row, **same: Any) -> tuple[Row, ...]:
+    """A table whose columns have these names, the best row first. same: columns that are alike in all rows."""
+    columns = (*names.split(), *same)
+    return tuple(row._replace(names=columns, values=(*row.values, *same.values())) for row in rows)
+
+
+def rows_of(tables: dict[str, tuple[Row, ...]], kernel: str, dtype: str, target: Target) -> tuple[Row, ...]:
+    """The rows of a kernel's table, or of its table for this dtype if there is one, for this machine: its GPU's own, or
+    else those of the GPU that was measured."""
+    found = tables[name if (name := f"{kernel}_{dtype}") in tables else kernel]
+    gpu = SIMULATOR if target.simulated else next((row.when.gpu for row in found if row.when.gpu in target.name), "")
+    return tuple(row for row in found if row.when.gpu == gpu) or tuple(row for row in found if row.when.gpu == MEASURED)
+
+
+TABLES: dict[str, tuple[Row, ...]] = {
+    # Of v1 and v2. Rows that would be mostly past the last query are passed over.
+    "simt": table(
+        "tile_m tile_n",
+        *(at(ANY, tile_m, 16) for tile_m in (256, 128, 64, 32)),
+        *(at(ANY, *sizes) for sizes in ((32, 8), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))),
+        *(at(ANY, *sizes, gpu=SIMULATOR) for sizes in ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))),
     ),
-    "mma_float32": (
-        MmaWide(64, 64, 64, warp_rows=16, column_groups=1, blocks_per_sm=2, rescale_threshold=8),
-        MmaWide(128, 64, 32, warp_rows=16, column_groups=1, blocks_per_sm=2, rescale_threshold=8),
-        MmaWide(256, 64, 64, 16, column_groups=2, blocks_per_sm=1, rescale_threshold=8, plain=True, unrolled=True),
-        MmaWide(256, 128, 32, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8, unread=True),
-        MmaWide(256, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1, rescale_threshold=8),
-        MmaWide(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
-        MmaWide(512, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
-        MmaWide(512, 16, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
+    # The words of a bias or a mask take registers: then a warp has one strip of 16 rows.
+    "mma": table(
+        "tile_m tile_n warp_rows q_registers blocks_per_sm rescale_threshold",
+        at(64, 128, 64, 32, True, 2, 0, unread=True),
+        at(64, 64, 64, 16, True, 2, 0),
+        at(128, 128, 64, 32, False, 2, 8, unread=True),
+        at(256, 64, 64, 16, False, 2, 0),
+        at(512, 64, 32, 16, False, 1, 0),
+        at(512, 32, 32, 16, False, 1, 0),
     ),
-    "mma_float64": (
-        MmaWide(64, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=3, rescale_threshold=8),
-        MmaWide(128, 128, 32, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8, plain=True),
-        MmaWide(128, 128, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
-        MmaWide(128, 64, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
-        MmaWide(192, 64, 32, warp_rows=16, column_groups=2, blocks_per_sm=1, rescale_threshold=8, plain=True),
-        MmaWide(256, 64, 32, 16, 2, 1, rescale_threshold=8, plain=True, sliced=True, scalar_loads=True, above=192),
-        MmaWide(256, 64, 16, warp_rows=16, column_groups=2, blocks_per_sm=1, rescale_threshold=8),
-        MmaWide(256, 32, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
-        MmaWide(512, 16, 16, warp_rows=16, column_groups=1, blocks_per_sm=1, rescale_threshold=8),
+    # All queries and keys of a head in one tile, which shrinks to the lengths (forward.short).
+    "mma_short": table(
+        "tile_m tile_n warp_rows q_registers blocks_per_sm rescale_threshold",
+        at(64, 64, 64, 16, True, 4, 0),
+        at(128, 64, 64, 16, False, 2, 0),
     ),
-    "wgmma": (
-        Wgmma(64, 192, 128, ping_pong=True, q_buffers=2, rescale_threshold=8, plain=True),
-        Wgmma(64, 192, 112, ping_pong=True, q_buffers=2, rescale_threshold=8, unread=True, sloped=True),
-        Wgmma(64, 192, 96, ping_pong=True, q_buffers=2, rescale_threshold=8, unread=True),
-        Wgmma(64, 192, 112, ping_pong=True, q_buffers=2, rescale_threshold=8, masked=True),
-        Wgmma(64, 128, 128, ping_pong=True, q_buffers=2, rescale_threshold=8),
-        Wgmma(128, 128, 128, ping_pong=True, q_buffers=2, rescale_threshold=8),
-        Wgmma(192, 128, 128, ping_pong=True, q_buffers=1, rescale_threshold=8),
-        Wgmma(192, 128, 96, ping_pong=True, q_buffers=1, rescale_threshold=8),
-        Wgmma(256, 128, 64, ping_pong=True, q_buffers=1, rescale_threshold=8),
+    "mma_float32": table(
+        "tile_m tile_n column_groups blocks_per_sm unrolled",
+        at(64, 64, 64, 1, 2, False),
+        at(128, 64, 32, 1, 2, False),
+        at(256, 64, 64, 2, 1, True, plain=True),
+        at(256, 128, 32, 1, 1, False, unread=True),
+        at(256, 64, 32, 2, 1, False),
+        at(512, 32, 16, 1, 1, False),
+        at(512, 16, 16, 1, 1, False),
+        warp_rows=16,
+        rescale_threshold=8,
     ),
-    "wgmma_float32": (
-        WgmmaFloat32(64, 128, 64, ping_pong=True, stages=2, rescale_threshold=8),
-        WgmmaFloat32(128, 128, 64, ping_pong=True, stages=1, rescale_threshold=8, plain=True),
-        WgmmaFloat32(128, 128, 32, ping_pong=True, stages=2, rescale_threshold=8),
-        WgmmaFloat32(192, 128, 32, ping_pong=True, stages=1, rescale_threshold=8, plain=True),
-        WgmmaFloat32(192, 64, 32, ping_pong=True, stages=1, rescale_threshold=8),
-        WgmmaFloat32(256, 64, 32, ping_pong=True, stages=1, rescale_threshold=8),
+    "mma_float64": table(
+        "tile_m tile_n column_groups blocks_per_sm sliced scalar_loads",
+        at(64, 64, 16, 1, 3, False, False),
+        at(128, 128, 32, 1, 1, False, False, plain=True),
+        at(128, 128, 16, 1, 1, False, False),
+        at(128, 64, 16, 1, 1, False, False),
+        at(192, 64, 32, 2, 1, False, False, plain=True),
+        at(256, 64, 32, 2, 1, True, True, plain=True, above=192),
+        at(256, 64, 16, 2, 1, False, False),
+        at(256, 32, 16, 1, 1, False, False),
+        at(512, 16, 16, 1, 1, False, False),
+        warp_rows=16,
+        rescale_threshold=8,
+    ),
+    # tile_m: at most; TILE_COST decides
+    "wgmma": table(
+        "tile_m tile_n ping_pong q_buffers rescale_threshold",
+        at(64, 192, 128, True, 2, 8, plain=True),
+        at(64, 192, 112, True, 2, 8, unread=True, sloped=True),
+        at(64, 192, 96, True, 2, 8, unread=True),
+        at(64, 192, 112, True, 2, 8, masked=True),
+        at(128, 128, 128, True, 2, 8),
+        at(192, 128, 128, True, 1, 8),
+        at(192, 128, 96, True, 1, 8),
+        at(256, 128, 64, True, 1, 8),
+    ),
+    # tile_m: at most
+    "wgmma_float32": table(
+        "tile_m tile_n ping_pong stages rescale_threshold",
+        at(64, 128, 64, True, 2, 8),
+        at(128, 128, 64, True, 1, 8, plain=True),
+        at(128, 128, 32, True, 2, 8),
+        at(192, 128, 32, True, 1, 8, plain=True),
+        at(192, 64, 32, True, 1, 8),
+        at(256, 64, 32, True, 1, 8),
     ),
 }
 
@@ -155,43 +181,3 @@ READING_KEYS = {
     (4, True): ((64, 128), (128, 112), (256, 64)),
     (4, False): ((128, 96), (256, 32)),
 }
-
-
-def table_of(kernel: str, dtype: str) -> str:
-    """The table of a kernel: tiles on tensor cores depend on the size of elements."""
-    return f"{kernel}_{dtype}" if kernel.startswith(("mma", "wgmma")) and dtype in ("float32", "float64") else kernel
-
-
-def rows_for(kernel: str, target: Target) -> tuple[Any, ...]:
-    """The rows of a kernel's table for this machine."""
-    return rows_of(TABLES[kernel], target)
-
-
-def rows_of(table: tuple[Any, ...], target: Target) -> tuple[Any, ...]:
-    """Those of a table for this machine: its GPU's own, or else those of the GPU that was measured."""
-    gpu = SIMULATOR if target.simulated else next((row.gpu for row in table if row.gpu in target.name), MEASURED)
-    return tuple(row for row in table if row.gpu == gpu) or tuple(row for row in table if row.gpu == MEASURED)
-
-
-NOT_COLUMNS = (
-    "head_dim",
-    "plain",
-    "reads",
-    "apart",
-    "functions",
-    "unread",
-    "masked",
-    "sloped",
-    "by_element",
-    "linear",
-    "gpu",
-    "above",
-    "least_keys",
-    "own_rows",
-    "other_rows",
-)
-
-
-def columns(row: Any) -> dict[str, Any]:
-    """What a row says, by the names of a Config's fields; for which problems it is comes apart."""
-    return {name: value for name, value in row._asdict().items() if name not in NOT_COLUMNS}

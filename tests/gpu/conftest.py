@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import ClassVar
 from unittest import mock
 
-import contract
-import contract_backward
 import numpy as np
 import pytest
+from contracts import backward, forward
 
 import numba_flash
 from numba_flash import testing
@@ -71,7 +70,7 @@ TENSOR = dict(
 )  # fmt: skip
 
 
-class InLargeTiles(contract.Rung):
+class InLargeTiles(forward.Rung):
     """wgmma with as many query rows a tile as its table has, which it takes of itself where there is much to do."""
 
     plans: ClassVar[dict] = {}
@@ -86,20 +85,20 @@ class InLargeTiles(contract.Rung):
 @pytest.fixture(
     scope="session",
     params=[
-        *(name for name in rungs.KERNELS if name not in ("reference", "cpu")),
+        *(name for name in rungs.RUNGS if name not in ("reference", "cpu")),
         "wgmma in large tiles", "wgmma in float32", "mma in float32", "mma in float64",
     ],
 )  # fmt: skip
 def rung(request):
     name, _, how = request.param.partition(" in ")
-    if name not in rungs.TENSOR:
-        return contract.Rung(name, to_cupy, lambda x: x.get(), SMALL)
+    if not rungs.RUNGS[name].tensor_cores:
+        return forward.Rung(name, to_cupy, lambda x: x.get(), SMALL)
     try:
         usual = how if how.startswith("float") else "float16"
         numba_flash.explain(*[to_cupy(np.zeros((1, 1, 8, 8), usual))] * 3, kernel=name)
     except NotImplementedError as refused:
         pytest.skip(str(refused))
-    made, limits = InLargeTiles if how == "large tiles" else contract.Rung, TENSOR | dict(dtypes=(usual,))
+    made, limits = InLargeTiles if how == "large tiles" else forward.Rung, TENSOR | dict(dtypes=(usual,))
     return made(name, to_tensor_cores, lambda x: x.get(), limits, tensor=True, usual=usual, tile=64)
 
 
@@ -107,16 +106,16 @@ def rung(request):
 @pytest.fixture(
     scope="session",
     params=[
-        *(name for name in rungs.WITH_BACKWARD if name not in ("reference", "cpu")),
+        *(name for name, rung in rungs.RUNGS.items() if rung.has_backward and not rung.on_host),
         "mma in float32", "mma in float64",
     ],
 )  # fmt: skip
 def backward_rung(request):
     name, _, usual = request.param.partition(" in ")
-    if name not in rungs.TENSOR:
-        return contract_backward.Rung(name, to_cupy, lambda x: x.get(), SMALL)
+    if not rungs.RUNGS[name].tensor_cores:
+        return backward.Rung(name, to_cupy, lambda x: x.get(), SMALL)
     limits = TENSOR | dict(dtypes=(usual or "float16",))
-    rung = contract_backward.Rung(name, to_tensor_cores, lambda x: x.get(), limits, tensor=True, tile=64, usual=usual)
+    rung = backward.Rung(name, to_tensor_cores, lambda x: x.get(), limits, tensor=True, tile=64, usual=usual)
     try:
         rung(rung.problem(head_dim=8))
     except NotImplementedError as refused:

@@ -5,14 +5,14 @@ import types
 
 import numpy as np
 import pytest
-from contract import problem, same_bits
+from contracts.forward import problem, same_bits
 
 import numba_flash
 from numba_flash import testing
 from numba_flash.gpu import tile_counters as counters
 from numba_flash.select import rungs
 
-GPU_KERNELS = [name for name in rungs.KERNELS if name not in ("reference", "cpu")]
+GPU_KERNELS = [name for name in rungs.RUNGS if name not in ("reference", "cpu")]
 
 
 @pytest.fixture(scope="session")

@@ -4,15 +4,16 @@ import dataclasses
 
 import numpy as np
 import pytest
-from contract import problem
+from contracts.forward import problem
 
 import numba_flash
 from numba_flash import testing
+from numba_flash.abi.tensor_maps import TensorMap, fits
 from numba_flash.dispatch import forward as dispatch
 from numba_flash.dispatch import launch
 from numba_flash.gpu import compiled
 from numba_flash.gpu.launcher import Launcher
-from numba_flash.select.tensor_maps import TensorMap, _encoded, encode, fits
+from numba_flash.gpu.tensor_maps import _encoded, encode
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,10 @@ import os
 from pathlib import Path
 from unittest import mock
 
-import contract
 import pytest
+from contracts import forward
+from helpers.tile_rows import in_simulator
+from helpers.tile_rows import row as tile_row
 
 from numba_flash import testing
 from numba_flash.dispatch import backward as dispatch_backward
@@ -42,40 +44,47 @@ def one_core():
 SMALL = dict(max_seqlen=40, max_batch=2, head_dims=(1, 7, 16, 32))  # every row is a Python thread
 TENSOR = SMALL | dict(dtypes=("float16", "bfloat16"), strange_strides=False, max_seqlen=80)  # over several tiles
 
+
+def mma(head_dim, tile_m, warp_rows, q_registers=False, rescale_threshold=0, **when):
+    sizes = dict(tile_m=tile_m, tile_n=32, warp_rows=warp_rows, q_registers=q_registers, blocks_per_sm=0)
+    return tile_row(head_dim, **sizes, rescale_threshold=rescale_threshold, **when)
+
+
 # Tiles on tensor cores: small, so that few keys make several, in warps of either kind. What the tables have besides is
 # in test_tiles_of_the_table and, for gradients, in test_every_kind_of_row.
 TILES = {
     "mma": (
-        tiles.Mma(64, 64, 32, warp_rows=32, q_registers=True, blocks_per_sm=0, rescale_threshold=0),
-        tiles.Mma(128, 64, 32, warp_rows=32, q_registers=False, blocks_per_sm=0, rescale_threshold=8),
-        tiles.Mma(512, 32, 32, warp_rows=16, q_registers=False, blocks_per_sm=0, rescale_threshold=0),
-        tiles.Mma(64, 32, 32, warp_rows=16, q_registers=True, blocks_per_sm=0, rescale_threshold=0, reads=True),
-        tiles.Mma(512, 32, 32, warp_rows=16, q_registers=False, blocks_per_sm=0, rescale_threshold=0, reads=True),
+        mma(64, 64, 32, q_registers=True, unread=True),
+        mma(64, 32, 16, q_registers=True),
+        mma(128, 64, 32, rescale_threshold=8, unread=True),
+        mma(512, 32, 16),
     ),
-    "mma_float32": (tiles.MmaWide(512, 16, 16, 16, column_groups=1, blocks_per_sm=0, rescale_threshold=8),),
-    "mma_float64": (tiles.MmaWide(512, 16, 16, 16, column_groups=1, blocks_per_sm=0, rescale_threshold=8),),
+    "mma_float32": (
+        tile_row(512, tile_m=16, tile_n=16, warp_rows=16, column_groups=1, blocks_per_sm=0, rescale_threshold=8),
+    ),
+    "mma_float64": (
+        tile_row(512, tile_m=16, tile_n=16, warp_rows=16, column_groups=1, blocks_per_sm=0, rescale_threshold=8),
+    ),
     "wgmma": (
-        tiles.Wgmma(64, 128, 32, ping_pong=True, q_buffers=2, rescale_threshold=8),
-        tiles.Wgmma(256, 128, 32, ping_pong=True, q_buffers=1, rescale_threshold=8),
+        tile_row(64, tile_m=128, tile_n=32, ping_pong=True, q_buffers=2, rescale_threshold=8),
+        tile_row(256, tile_m=128, tile_n=32, ping_pong=True, q_buffers=1, rescale_threshold=8),
     ),
     "mma_dkdv": (
-        backward_tiles.MmaDkdv(128, False, 16, 32, 16, False, 0, column_groups=1, stages=2),
-        backward_tiles.MmaDkdv(256, False, 16, 32, 16, False, 0, column_groups=1, stages=2, apart=True),
+        tile_row(128, tile_m=16, tile_n=32, warp_rows=16, column_groups=1),
+        tile_row(256, tile_m=16, tile_n=32, warp_rows=16, column_groups=1, apart=True),
     ),
     **{
-        f"mma_{kernel}_{dtype}": (
-            backward_tiles.WideBackward(256, 16, 16, warp_rows=16, column_groups=1, blocks_per_sm=0),
-        )
+        f"mma_{kernel}_{dtype}": (tile_row(256, tile_m=16, tile_n=16, warp_rows=16, column_groups=1, blocks_per_sm=0),)
         for kernel in ("dkdv", "dq")
         for dtype in ("float32", "float64")
     },
-    "mma_dq": (backward_tiles.MmaDq(256, False, 32, 16, 16, False, 0, column_groups=1, stages=2),),
+    "mma_dq": (tile_row(256, tile_m=32, tile_n=16, warp_rows=16, column_groups=1),),
 }
 
 
 @pytest.fixture(autouse=True, scope="session")
 def small_tiles():
-    tables = {name: of_gpus(name) + [row._replace(gpu=tiles.SIMULATOR) for row in own] for name, own in TILES.items()}
+    tables = {name: of_gpus(name) + [in_simulator(row) for row in own] for name, own in TILES.items()}
     forward = {name: rows for name, rows in tables.items() if name in tiles.TABLES}
     backward = {name: rows for name, rows in tables.items() if name in backward_tiles.TABLES}
     with mock.patch.dict(tiles.TABLES, forward), mock.patch.dict(backward_tiles.TABLES, backward):
@@ -88,7 +97,7 @@ def table_with(name):
 
 
 def of_gpus(table):
-    return [row for row in table_with(table)[table] if row.gpu != tiles.SIMULATOR]
+    return [row for row in table_with(table)[table] if row.when.gpu != tiles.SIMULATOR]
 
 
 @pytest.fixture
@@ -141,13 +150,13 @@ def rows_for_every_kind(monkeypatch, nothing_remembered):
 
 
 def tensor(kernel):
-    rung = contract.Rung(kernel, testing.rows_padded, tensor=True, tile=32, slow=True)
+    rung = forward.Rung(kernel, testing.rows_padded, tensor=True, tile=32, slow=True)
     return dataclasses.replace(rung, limits=TENSOR)
 
 
 # Every attention kernel that is written for GPUs; wgmma, which takes longer, is in test_wgmma_forward.
 @pytest.fixture(scope="session", params=["v1", "v2", "mma"])
 def rung(request):
-    if request.param in rungs.TENSOR:
+    if rungs.RUNGS[request.param].tensor_cores:
         return tensor(request.param)
-    return contract.Rung(request.param, limits=SMALL)
+    return forward.Rung(request.param, limits=SMALL)

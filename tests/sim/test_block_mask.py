@@ -2,18 +2,18 @@
 
 import dataclasses
 
-import contract
-import contract_backward
 import numpy as np
 import pytest
-from contract import same_bits
+from contracts import backward, forward
+from contracts.forward import same_bits
 from numba import cuda
 
 import numba_flash
 from numba_flash import mods, reference, testing
+from numba_flash.abi.arguments import tuple_class
+from numba_flash.abi.parameters import STATES_IN_WORD, StatesTile
 from numba_flash.api import forward as api
 from numba_flash.arrays import read
-from numba_flash.config.states_of_tiles import STATES_IN_WORD, StatesTile
 from numba_flash.config.tile_states import TileOrderConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
 from numba_flash.dispatch import forward as dispatch
@@ -24,7 +24,6 @@ from numba_flash.machine.target import Target
 from numba_flash.problem.options import uses
 from numba_flash.ptx.sim.launch import run
 from numba_flash.select import rungs
-from numba_flash.select.arguments import tuple_class
 
 EMPTY, PARTIAL, FULL = range(3)
 KERNELS = ("v1", "v2", "mma", "wgmma")
@@ -86,16 +85,16 @@ OF_ENTRIES = (mods.document, mods.prefix_lm, by_entry, of_valid_keys)  # those t
 
 @pytest.fixture(scope="session", params=KERNELS)
 def rung(request):
-    tensor = request.param in rungs.TENSOR
+    tensor = rungs.RUNGS[request.param].tensor_cores
     moved = (testing.rows_padded,) if tensor else ()
-    return contract.Rung(request.param, *moved, tensor=tensor, tile=32 if tensor else 16, slow=tensor)
+    return forward.Rung(request.param, *moved, tensor=tensor, tile=32 if tensor else 16, slow=tensor)
 
 
 @pytest.fixture(scope="session", params=KERNELS[1:])
 def backward_rung(request):
-    tensor = request.param in rungs.TENSOR
+    tensor = rungs.RUNGS[request.param].tensor_cores
     moved = (testing.rows_padded,) if tensor else ()
-    return contract_backward.Rung(request.param, *moved, tensor=tensor, tile=32 if tensor else 16, slow=tensor)
+    return backward.Rung(request.param, *moved, tensor=tensor, tile=32 if tensor else 16, slow=tensor)
 
 
 def case_of(rung, name):
@@ -221,7 +220,7 @@ def with_gaps(b, h, q_pos, k_pos):
 def test_a_block_takes_several_query_tiles(monkeypatch, nothing_remembered):
     machine = dataclasses.replace(Target.of(None), multiprocessors=1)
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
-    own = contract.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    own = forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
     case = own.problem(400, 300, batch=1, heads=1, head_dim=16, q_offset=0, mask_mod=with_gaps)
     arguments = dict(case.options, kernel="wgmma")
     plan = api.prepare_call(case.q, case.k, case.v, arguments)[1]
@@ -263,7 +262,7 @@ def test_which_tile_comes_next(density):
         states[tile // STATES_IN_WORD] |= np.uint32(1) << np.uint32(tile % STATES_IN_WORD)
     states |= np.uint32(0xABCD0000)  # the other half of a word says something else
     used = uses(mask_mod=Function.of("mask_mod", mods.causal))
-    walk = tile_walk.make(WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 64, 32, uses=used))
+    walk = tile_walk.make(WgmmaDqConfig("float16", 64, 64, 64, 32, uses=used))
     own_last, own_first = walk.last, walk.first
     arrays_of, strides_of = tuple_class("arrays", ("tile_states",)), tuple_class("strides", ("tile_states",))
     found = np.zeros((2, count, count), np.int64)
@@ -369,7 +368,7 @@ def test_gradients(backward_rung, name):
     case, options = case_of(backward_rung, name)
     case.options |= options
     kernel = backward_rung.kernel
-    do, o, lse, dlse = contract_backward.incoming(case)
+    do, o, lse, dlse = backward.incoming(case)
     blocks = blocks_of(case, options)
     operands = (do, case.q, case.k, case.v, o, lse)
     found = numba_flash.attention_backward(*operands, dlse=dlse, block_mask=blocks, kernel=kernel)
@@ -389,7 +388,7 @@ def test_gradients_leave_out_what_is_empty(backward_rung):
     kernel = backward_rung.kernel
     case.options |= options
     blocks = blocks_of(case, options)
-    do, o, lse, _ = contract_backward.incoming(case)
+    do, o, lse, _ = backward.incoming(case)
     operands = (do, case.q, case.k, case.v, o, lse)
     assert all(x.any() for x in numba_flash.attention_backward(*operands, block_mask=blocks, kernel=kernel)[:3])
     for words, _ in words_of(blocks):

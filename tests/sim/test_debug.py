@@ -10,15 +10,18 @@ import threading
 
 import numpy as np
 import pytest
+from helpers.tile_rows import in_simulator
+from helpers.tile_rows import row as tile_row
 
 import numba_flash
 from numba_flash import mods
 from numba_flash.debug import stop_at
-from numba_flash.gpu.compiled import MODULES, source
+from numba_flash.debug.kernels import modules
+from numba_flash.gpu.compiled import source
 from numba_flash.machine import toolchain
 from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select import backward_tiles, backward_wide
-from numba_flash.select.rungs import TENSOR
+from numba_flash.select.rungs import RUNGS
 
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
 
@@ -134,7 +137,7 @@ def test_stops_once_per_key_tile_in_the_named_thread_and_block():
 
 
 def test_the_row_of_scores_can_be_seen():
-    session = Session("p s_smem[s_k : s_k + tile_n].tolist()", "c", "c")
+    session = Session("p s_smem[s_k : s_k + config.tile_n].tolist()", "c", "c")
     with stop_at("v2", ALPHA, (5,), (0, 0, 0), debugger=session):
         attend()
     (row,) = session.values()
@@ -191,24 +194,20 @@ def test_stepping_past_the_end_does_not_enter_the_simulator():
     assert "simulator" not in session.output.getvalue()
 
 
-@pytest.mark.parametrize("kernel", MODULES)
+@pytest.mark.parametrize("kernel", modules())
 def test_every_kernel(kernel, monkeypatch):
     session, all_seen = Session("n", "c", "c"), np.ones((24, 24), bool)  # one file may hold two kernels of a call
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda problem, _: problem.forward.seqlen_q in (19, 23))
     if kernel in ("mma_wide_fused", "mma_wide_carried", "mma_dq_finish"):
-        for kind, form, rows in (
-            (backward_tiles.WideFused, "fused_float32", 16),
-            (backward_tiles.WideCarried, "carried_float64", 32),
-        ):
-            row = kind(0, 256, rows, 16, 16, 2, 0, 0, gpu=backward_tiles.SIMULATOR)
+        for form, rows in (("fused_float32", 16), ("carried_float64", 32)):
+            sizes = dict(tile_m=16, tile_n=rows, warp_rows=16, column_groups=2)
+            row = in_simulator(tile_row(256, **sizes))
             monkeypatch.setitem(backward_tiles.TABLES, f"mma_wide_{form}", (row,))
-        monkeypatch.setattr(
-            backward_wide, "gains_by_one_wide_kernel", lambda problem, _: problem.forward.seqlen_q == 22
-        )
+        monkeypatch.setattr(backward_wide, "gains_by_one_wide_kernel", lambda problem: problem.forward.seqlen_q == 22)
     with stop_at(kernel, FIRST_LINES[kernel], debugger=session):
         if kernel in ("v1", "v2"):
             numba_flash.attention(q, k, v, kernel=kernel)
-        elif kernel in TENSOR:
+        elif kernel in RUNGS:
             numba_flash.attention(*half, kernel=kernel)
         elif kernel == "wgmma_float32":
             numba_flash.attention(q, k, v, kernel="wgmma")
@@ -335,10 +334,10 @@ def test_warns_when_it_never_stopped(where, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("v9", 1), "knows the kernels v1, v2, mma, wgmma, .*blocked, not 'v9'"),
+        (("v9", 1), "knows the kernels backward_preprocess, blocked, .*wgmma_round, not 'v9'"),
         (("v2", "no such text"), "no line of the kernel in .*v2.py contains 'no such text'"),
         (("v2", "cuda.syncthreads()"), r"2 lines of .*v2.py contain .*:\n  \d+: cuda.syncthreads\(\).*\n  \d+: cuda"),
-        (("v2", 1), r"line 1 of .*v2.py is not code of the kernel; the next one is \d+: heads, seqlen_q"),
+        (("v2", 1), r"line 1 of .*v2.py is not code of the kernel; the next one is \d+: thread = cuda"),
         (("v2", "tile_m, tile_n = config"), "no line of the kernel"),  # of make, not of the kernel
         (("v2", "def flash_attention_v2"), "no line of the kernel"),
         (("v2", 10**6), r"line 1000000 of .*v2.py is not code of the kernel$"),

@@ -6,19 +6,18 @@ import warnings
 
 import numpy as np
 import pytest
-from contract import problem
+from contracts.forward import problem
 
 import numba_flash
 from numba_flash import mods, testing
-from numba_flash.config.aux_gradients import AuxElementsConfig, DauxConfig
-from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
+from numba_flash.abi.parameters import StatesTile
+from numba_flash.config.aux_gradients import AuxRoundConfig, AuxStartConfig, DauxConfig
+from numba_flash.config.backward import MmaDauxConfig, MmaDbiasConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from numba_flash.config.mask_bits import MaskBitsConfig
 from numba_flash.config.mma_forward import MmaConfig
-from numba_flash.config.score_gradients import MmaDauxConfig, MmaDbiasConfig
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
-from numba_flash.config.simt_forward import SimtConfig
-from numba_flash.config.softmax import SoftmaxConfig
-from numba_flash.config.states_of_tiles import StatesTile
+from numba_flash.config.simt_forward import V1Config, V2Config
+from numba_flash.config.softmax import SOFTMAX
 from numba_flash.config.tile_states import TileOrderConfig, TileStatesConfig
 from numba_flash.config.wgmma_backward import (
     WgmmaAddPartsConfig,
@@ -27,10 +26,14 @@ from numba_flash.config.wgmma_backward import (
     WgmmaFusedConfig,
     WgmmaRoundConfig,
 )
-from numba_flash.config.wgmma_backward_float32 import WgmmaDkdvFloat32Config, WgmmaDqFloat32Config
+from numba_flash.config.wgmma_backward_float32 import (
+    WgmmaDkdvFloat32Config,
+    WgmmaDqFloat32Config,
+    WgmmaPairedDkdvConfig,
+    WgmmaPairedDqConfig,
+)
 from numba_flash.config.wgmma_float32 import WgmmaFloat32Config
 from numba_flash.config.wgmma_forward import WgmmaConfig
-from numba_flash.config.wgmma_paired_float32 import WgmmaPairedDkdvConfig, WgmmaPairedDqConfig
 from numba_flash.config.wide_backward import (
     WideCarriedConfig,
     WideDkdvConfig,
@@ -38,14 +41,15 @@ from numba_flash.config.wide_backward import (
     WideDqFinishConfig,
     WideFusedConfig,
 )
+from numba_flash.debug.kernels import modules
 from numba_flash.functions.function import Function
-from numba_flash.gpu.compiled import MODULES, source
+from numba_flash.gpu.compiled import source
 from numba_flash.machine import toolchain
 from numba_flash.problem.options import uses
 from numba_flash.ptx.sim import launch
 from numba_flash.ptx.sim.launch import Pointer
 from numba_flash.select import cost
-from numba_flash.select.rungs import TENSOR
+from numba_flash.select.rungs import RUNGS
 
 cuda = None  # `numba.cuda`, put here by the tests: the simulator swaps module globals that are this module
 
@@ -105,43 +109,43 @@ def test_every_kernel_can_be_made():
     tile, used = StatesTile(16, 16, 1), uses(mask_mod=Function.of("mask_mod", mods.causal))
     reads = uses(score_mod=Function.of("score_mod", lambda s, b, h, i, j, x: s * x[0]), aux=(("float32", 1),))
     configs = [
-        *[SimtConfig(name, "float16", 8, 8, 16, 16) for name in ("v1", "v2")],
-        MmaConfig("mma", "float16", 8, 8, 16, 16),
-        WgmmaConfig("wgmma", "float16", 8, 8, 64, 16),
-        WgmmaFloat32Config("wgmma_float32", "float32", 8, 8, 64, 32),
+        *[kind("float16", 8, 8, 16, 16) for kind in (V1Config, V2Config)],
+        MmaConfig("float16", 8, 8, 16, 16),
+        WgmmaConfig("float16", 8, 8, 64, 16),
+        WgmmaFloat32Config("float32", 8, 8, 64, 32),
         DeltaConfig("float16", 8, False),
-        DkdvConfig("v2_dkdv", "float16", 8, 8, 16, 16),
-        DqConfig("v2_dq", "float16", 8, 8, 16, 16),
-        DbiasConfig("v2_dbias", "float16", 8, 8, 16, 16, uses=uses(bias="float32")),
+        DkdvConfig("float16", 8, 8, 16, 16),
+        DqConfig("float16", 8, 8, 16, 16),
+        DbiasConfig("float16", 8, 8, 16, 16, uses=uses(bias="float32")),
         HeadSumsConfig("float16", "dalibi_slopes", "float32", True),
         *[HeadSumsConfig("float16", "dsinks", "float32", True, of_blocks) for of_blocks in (False, True)],
-        MmaDkdvConfig("mma_dkdv", "float16", 8, 8, 16, 16),
-        MmaDqConfig("mma_dq", "float16", 8, 8, 16, 16),
-        MmaDbiasConfig("mma_dbias", "float16", 8, 8, 32, 16, uses=uses(bias="float32")),
-        *[MmaDauxConfig(f"mma_daux_{walk}", "float16", 8, 8, 32, 16, uses=reads) for walk in ("bounds", "sums")],
-        *[DauxConfig(f"v2_daux_{walk}", "float16", 8, 8, 16, 16, uses=reads) for walk in ("bounds", "sums")],
-        *[AuxElementsConfig(name, "float32", ("float32",), (0,)) for name in ("daux_start", "daux_round")],
-        WideDkdvConfig("mma_dkdv_wide", "float32", 8, 8, 16, 16),
-        WideDqConfig("mma_dq_wide", "float32", 8, 8, 16, 16),
-        WideFusedConfig("mma_wide_fused", "float32", 8, 8, 16, 16),
-        WideCarriedConfig("mma_wide_carried", "float64", 8, 8, 16, 32),
-        WideDqFinishConfig("mma_dq_finish", "float32", 8, 8, 16, 16),
+        MmaDkdvConfig("float16", 8, 8, 16, 16),
+        MmaDqConfig("float16", 8, 8, 16, 16),
+        MmaDbiasConfig("float16", 8, 8, 32, 16, uses=uses(bias="float32")),
+        *[MmaDauxConfig("float16", 8, 8, 32, 16, uses=reads, of_bounds=of_bounds) for of_bounds in (True, False)],
+        *[DauxConfig("float16", 8, 8, 16, 16, uses=reads, of_bounds=of_bounds) for of_bounds in (True, False)],
+        *[kind("float32", ("float32",), (0,)) for kind in (AuxStartConfig, AuxRoundConfig)],
+        WideDkdvConfig("float32", 8, 8, 16, 16),
+        WideDqConfig("float32", 8, 8, 16, 16),
+        WideFusedConfig("float32", 8, 8, 16, 16),
+        WideCarriedConfig("float64", 8, 8, 16, 32),
+        WideDqFinishConfig("float32", 8, 8, 16, 16),
         PreprocessConfig("float16", 8, has_dlse=False, wide=True),
-        WgmmaDkdvConfig("wgmma_dkdv", "float16", 8, 8, 16, 64),
-        WgmmaDqConfig("wgmma_dq", "float16", 8, 8, 64, 16),
-        WgmmaDkdvFloat32Config("wgmma_dkdv_float32", "float32", 8, 8, 32, 64),
-        WgmmaDqFloat32Config("wgmma_dq_float32", "float32", 8, 8, 64, 32),
-        WgmmaPairedDkdvConfig("wgmma_dkdv_paired", "float32", 136, 8, 32, 64, stages_a=1, stages_b=1),
-        WgmmaPairedDqConfig("wgmma_dq_paired", "float32", 136, 8, 64, 32, stages_a=1, stages_b=1),
-        WgmmaFusedConfig("wgmma_fused", "float16", 8, 8, 64, 128),
-        WgmmaRoundConfig("wgmma_round", "float16", 8, 8, 64, 128),
-        WgmmaAddPartsConfig("wgmma_add_parts", "float16", 8, 8, 64, 128),
+        WgmmaDkdvConfig("float16", 8, 8, 16, 64),
+        WgmmaDqConfig("float16", 8, 8, 64, 16),
+        WgmmaDkdvFloat32Config("float32", 8, 8, 32, 64),
+        WgmmaDqFloat32Config("float32", 8, 8, 64, 32),
+        WgmmaPairedDkdvConfig("float32", 136, 8, 32, 64, stages_a=1, stages_b=1),
+        WgmmaPairedDqConfig("float32", 136, 8, 64, 32, stages_a=1, stages_b=1),
+        WgmmaFusedConfig("float16", 8, 8, 64, 128),
+        WgmmaRoundConfig("float16", 8, 8, 64, 128),
+        WgmmaAddPartsConfig("float16", 8, 8, 64, 128),
         *[MaskBitsConfig(of_keys=of_keys) for of_keys in (False, True)],
         *[TileStatesConfig("float32", tile._replace(of_keys=of_keys), used) for of_keys in (False, True)],
         *[TileOrderConfig(tile._replace(of_keys=of_keys), of_mask=False) for of_keys in (False, True)],
-        *[SoftmaxConfig(name, "float16", 32) for name in ("safe", "online", "blocked")],
+        *[kind("float16", 32) for kind in SOFTMAX.values()],
     ]
-    assert {config.kernel for config in configs} == set(MODULES)
+    assert {config.kernel for config in configs} == set(modules())
     for config in configs:
         assert callable(source(config))
 
@@ -149,7 +153,7 @@ def test_every_kernel_can_be_made():
 def test_a_tensor_core_tile_takes_seconds():
     """64 x 64 of head_dim 64: else nobody would step through it."""
     case = problem(64, 64, batch=1, heads=1, head_dim=64, dtype="float16")
-    for kernel in TENSOR:
+    for kernel in (name for name, rung in RUNGS.items() if rung.tensor_cores):
         started = time.perf_counter()
         testing.check(case, numba_flash.attention(**case.arguments(), kernel=kernel), None, kernel)
         assert time.perf_counter() - started < 60

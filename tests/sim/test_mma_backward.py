@@ -5,10 +5,10 @@ All of it takes minutes, and runs on a GPU.
 
 import numpy as np
 import pytest
-from contract_backward import (  # noqa: F401
+from contracts.backward import (  # noqa: F401
     Rung,
     incoming,
-    test_a_key_without_weight_gets_nothing_from_a_row_that_is_struck,
+    test_a_key_of_weight_0_gets_no_gradient_from_a_nonfinite_row,
     test_a_kv_head_gets_the_sum_of_its_group,
     test_all_options_at_once,
     test_any_strides,
@@ -22,7 +22,8 @@ from contract_backward import (  # noqa: F401
     test_what_is_not_wanted_changes_nothing,
     test_whole_numbers_come_out_exactly,
 )
-from contract_functions import BY_PLACE
+from contracts.functions import BY_PLACE
+from helpers.tile_rows import row as tile_row
 
 from numba_flash import testing
 from numba_flash.select import backward_tiles
@@ -37,12 +38,17 @@ def rung():
     return made
 
 
+def of_mma(tile_m, tile_n, warp_rows, in_registers, groups, stages, apart=False):
+    sizes = dict(tile_m=tile_m, tile_n=tile_n, warp_rows=warp_rows, in_registers=in_registers)
+    return tile_row(256, apart, **sizes, column_groups=groups, stages=stages)
+
+
 def dkdv(tile_m, tile_n, warp_rows=32, in_registers=False, groups=1, stages=2, apart=False):
-    return backward_tiles.MmaDkdv(256, False, tile_m, tile_n, warp_rows, in_registers, 0, groups, stages, apart)
+    return of_mma(tile_m, tile_n, warp_rows, in_registers, groups, stages, apart)
 
 
 def dq(tile_m, tile_n, warp_rows=32, in_registers=False, groups=1, stages=2):
-    return backward_tiles.MmaDq(256, False, tile_m, tile_n, warp_rows, in_registers, 0, groups, stages)
+    return of_mma(tile_m, tile_n, warp_rows, in_registers, groups, stages)
 
 
 # What else a row of the tables may say: two strips of rows a warp, fragments that stay in registers, warps that share
@@ -75,8 +81,8 @@ def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
     # The smallest lengths by which dQ's blocks walk over three tiles, more than there are stages, and dK's and dV's
     # over masked, free and ragged ones. Several heads walk over theirs in the same way: the contract above has them.
     # head_dim is more than a panel where warps have parts of it.
-    seqlen_q, seqlen_k = max(50, dkdv_row.tile_m + 2), max(66, 2 * dq_row.tile_n + 2)
-    head_dim, head_dim_v = (67, 40) if dq_row.column_groups > 1 else (19, 24)
+    seqlen_q, seqlen_k = max(50, dkdv_row.tile["tile_m"] + 2), max(66, 2 * dq_row.tile["tile_n"] + 2)
+    head_dim, head_dim_v = (67, 40) if dq_row.tile["column_groups"] > 1 else (19, 24)
     case = rung.problem(
         seqlen_q, seqlen_k, batch=1, heads=1, head_dim=head_dim, head_dim_v=head_dim_v, dtype="bfloat16"
     )
@@ -89,8 +95,8 @@ def test_functions_in_every_kind_of_row(rung, how, monkeypatch, nothing_remember
     dkdv_row, dq_row = ROWS[how]
     monkeypatch.setitem(backward_tiles.TABLES, "mma_dkdv", (dkdv_row,))
     monkeypatch.setitem(backward_tiles.TABLES, "mma_dq", (dq_row,))
-    seqlen_q, seqlen_k = max(40, dkdv_row.tile_m + 2), max(40, dq_row.tile_n + 2)
-    head_dim, head_dim_v = (67, 40) if dq_row.column_groups > 1 else (19, 24)
+    seqlen_q, seqlen_k = max(40, dkdv_row.tile["tile_m"] + 2), max(40, dq_row.tile["tile_n"] + 2)
+    head_dim, head_dim_v = (67, 40) if dq_row.tile["column_groups"] > 1 else (19, 24)
     case = rung.problem(seqlen_q, seqlen_k, batch=1, heads=1, head_dim=head_dim, head_dim_v=head_dim_v)
     rung.check(case, **BY_PLACE, causal=True, **(dict(dropout_p=0.2, seed=4) if "one stage" in how else {}))
 
@@ -110,7 +116,7 @@ def test_warps_that_share_rows_recompute_them_once(rung, monkeypatch, nothing_re
 # A key that some queries do not see and a query that does not see some keys, whole tiles of them and parts of tiles.
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["k", "v", "q", "do"])
-def test_rows_that_meet_nan_are_computed_again(rung, where):
+def test_nonfinite_rows_are_recomputed(rung, where):
     case = rung.problem(8, 36, batch=1, heads=1, head_dim=8)
     do, o, lse, dlse = incoming(case)
     array = do if where == "do" else getattr(case, where)

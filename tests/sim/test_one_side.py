@@ -1,14 +1,13 @@
-"""ALiBi in tiles on one side of the queries (numba_flash/kernels/score/one_side.py)."""
+"""ALiBi in tiles on one side of the queries (numba_flash/kernels/wgmma/one_side.py)."""
 
-import contract
 import numpy as np
 import pytest
+from contracts import forward
 
 from numba_flash import testing
 from numba_flash.api import forward as api
 from numba_flash.dispatch import forward as dispatch
-from numba_flash.kernels.score import one_side
-from numba_flash.machine.target import Target
+from numba_flash.kernels.wgmma import one_side
 from numba_flash.select import forward as select
 from numba_flash.select import tiles
 
@@ -21,7 +20,7 @@ def config_of(case, **options):
 
 @pytest.fixture(scope="session")
 def rung():
-    return contract.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    return forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
 
 
 # 64 queries and 32 keys to a tile: tiles on either side, and between them some on both. The last rows have the largest
@@ -73,7 +72,7 @@ def test_a_slope_that_is_too_steep(rung, slope):
 
 def test_bits_do_not_depend_on_the_rows_of_a_block(rung, monkeypatch, nothing_remembered):
     case, found = rung.problem(130, 300, batch=1, heads=1, heads_kv=1, head_dim=16, q_offset=100), []
-    rows = tuple(row._replace(tile_m=128) for row in tiles.rows_for("wgmma", Target.of(None)))
+    rows = tuple(row.changed(tile_m=128) for row in tiles.TABLES["wgmma"])
     monkeypatch.setitem(tiles.TABLES, "wgmma", rows)
     for tile_m in (64, 128):
         monkeypatch.setattr(select, "TILE_COST", {tile_m: 1.0})
@@ -92,7 +91,7 @@ def test_an_infinite_slope_leaves_no_weight(rung):
 
 
 @pytest.mark.parametrize("position", [0, 16, 17, 30, 31, 32, 62, 100, -1, -15, -16, -(2**40), 2**31, 2**62])
-def test_which_tiles_are_on_one_side(rung, position):
+def test_which_tiles_lie_on_one_side_of_the_queries(rung, position):
     case = rung.problem(64, 64, batch=1, heads=2, heads_kv=2, head_dim=16)
     config = config_of(case, alibi_slopes=SLOPES)
     made = one_side.make(config)

@@ -7,11 +7,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-from contract_backward import (  # noqa: F401
+from contracts.backward import (  # noqa: F401
     Rung,
     incoming,
     same,
-    test_a_key_without_weight_gets_nothing_from_a_row_that_is_struck,
+    test_a_key_of_weight_0_gets_no_gradient_from_a_nonfinite_row,
     test_all_options_at_once,
     test_head_dim_v_may_differ,
     test_lse_beyond_the_range_of_exp,
@@ -21,24 +21,33 @@ from contract_backward import (  # noqa: F401
     test_what_is_not_wanted_changes_nothing,
     test_whole_numbers_come_out_exactly,
 )
+from helpers.tile_rows import row as tile_row
 
 from numba_flash import arrays, testing
 from numba_flash.arrays import making
+from numba_flash.config import wgmma_backward
 from numba_flash.config.wgmma_backward import WgmmaFusedConfig
 from numba_flash.dispatch import backward as dispatch
 from numba_flash.dispatch import launch_backward
-from numba_flash.kernels.steps import dq_order, recompute_keys, recompute_queries
+from numba_flash.kernels.recompute import keys as recompute_keys
+from numba_flash.kernels.recompute import queries as recompute_queries
+from numba_flash.kernels.steps import dq_order
 from numba_flash.kernels.wgmma import backward_block_tiles
 from numba_flash.ptx import griddepcontrol
 from numba_flash.ptx.sim import now, special, wgmma
 from numba_flash.ptx.sim.errors import InstructionError
-from numba_flash.select import backward_arguments, backward_tiles
 from numba_flash.select import backward_kernels as select_backward
+from numba_flash.select import backward_tiles
 
 
 @pytest.fixture(scope="module")
 def rung():
     return Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+
+
+def of_wgmma(tile_m, tile_n, stages_a, stages_b, apart=False):
+    sizes = dict(tile_m=tile_m, tile_n=tile_n, stages_a=stages_a, stages_b=stages_b)
+    return tile_row(256, apart, **sizes, by_element="several kinds")
 
 
 # What a row of the tables may say: several consumers, rings of other lengths, tiles that are no power of two, dK and dV
@@ -55,8 +64,8 @@ ROWS = {
 @pytest.mark.parametrize("how", ROWS)
 def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
     dkdv, dq = ROWS[how]
-    monkeypatch.setitem(backward_tiles.TABLES, "wgmma_dkdv", (backward_tiles.WgmmaDkdv(256, False, *dkdv),))
-    monkeypatch.setitem(backward_tiles.TABLES, "wgmma_dq", (backward_tiles.WgmmaDq(256, False, *dq),))
+    monkeypatch.setitem(backward_tiles.TABLES, "wgmma_dkdv", (of_wgmma(*dkdv),))
+    monkeypatch.setitem(backward_tiles.TABLES, "wgmma_dq", (of_wgmma(*dq),))
     # Rings go round, and every kind of tile is walked: masked, free and ragged ones. head_dim is more than a panel.
     case = rung.problem(50, 130, batch=1, heads=1, head_dim=69, head_dim_v=40, dtype="bfloat16")
     rung.check(case, causal=True, softcap=2.0, alibi_slopes=np.array([0.5], np.float32))
@@ -87,7 +96,7 @@ def test_one_kernel_for_all_gradients(
 
 
 @pytest.mark.slow
-def test_bits_do_not_depend_on_how_many_heads_are_abreast(rung, monkeypatch, nothing_remembered):
+def test_bits_do_not_depend_on_the_number_of_heads_in_flight(rung, monkeypatch, nothing_remembered):
     """Two heads abreast may be of two entries, and the last is alone. Three parts are added: two in another order would
     give the same."""
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: True)
@@ -95,7 +104,7 @@ def test_bits_do_not_depend_on_how_many_heads_are_abreast(rung, monkeypatch, not
     case = rung.problem(20, 270, batch=3, heads=1, head_dim=8)
     given, found = incoming(case), []
     for abreast in (2, 1):
-        monkeypatch.setattr(backward_arguments, "heads_abreast", lambda _, abreast=abreast: abreast)
+        monkeypatch.setattr(wgmma_backward, "heads_abreast", lambda *_, abreast=abreast: abreast)
         dispatch._plans.clear()
         found.append(rung.check(case, given, causal=True))
     assert same(*found)
@@ -103,7 +112,7 @@ def test_bits_do_not_depend_on_how_many_heads_are_abreast(rung, monkeypatch, not
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, dict(causal=True, q_offset=0), dict(window=(30, 10), q_offset=50)], ids=str)
-def test_sums_in_lines(rung, options, one_kernel, monkeypatch):
+def test_several_partial_sums_of_dq(rung, options, one_kernel, monkeypatch):
     """Of three key tiles two add to the first of two sums. Under a mask some query tiles have one part, or none."""
     made, scratch = [], arrays.scratch
 
@@ -204,7 +213,7 @@ def test_one_tile_of_keys(rung, seqlen_q, seqlen_k, heads, heads_kv, head_dim, o
     assert all(np.isfinite(x).all() for x in rung.check(case, **options)[:3])
 
 
-def test_one_tile_of_keys_and_parts_of_a_group(rung, one_kernel, monkeypatch):
+def test_one_tile_of_keys_and_split_groups_of_heads(rung, one_kernel, monkeypatch):
     monkeypatch.setattr(select_backward, "members_of_a_part", lambda *_, **__: 2)
     rung.check(rung.problem(20, 70, batch=2, heads=3, heads_kv=1, head_dim=24), causal=True)
 
@@ -230,7 +239,7 @@ def test_one_tile_of_keys_and_parts_of_a_group(rung, one_kernel, monkeypatch):
         "72, tiles without queries, one", "128, tails, one",
     ],
 )  # fmt: skip
-def test_blocks_that_stay(
+def test_persistent_blocks(
     rung, batch, heads, seqlen_q, seqlen_k, head_dim, options, together, blocks,
     one_kernel, monkeypatch, key_tiles_of_blocks,
 ):  # fmt: skip
@@ -241,7 +250,7 @@ def test_blocks_that_stay(
 
 
 @pytest.mark.parametrize("head_dim", [8, 72])
-def test_blocks_that_stay_keep_what_products_read(
+def test_persistent_blocks_do_not_overwrite_operands_of_products(
     rung, head_dim, one_kernel, slow_products, monkeypatch, key_tiles_of_blocks
 ):
     """The next K and V come as soon as their place is given back, which is behind the last dQ. From head_dim 65 on dK
@@ -268,9 +277,7 @@ def test_dk_waits_for_the_other_warpgroup(rung, one_kernel, monkeypatch, key_til
 
 # A block has all heads, whose states take turns: the third one's is where the first one's was.
 @pytest.mark.parametrize("seqlen_k", [40, 140])
-def test_rows_are_computed_again_of_heads_that_meet_nan_alone(
-    rung, seqlen_k, one_kernel, key_tiles_of_blocks, monkeypatch
-):
+def test_only_nonfinite_heads_are_recomputed(rung, seqlen_k, one_kernel, key_tiles_of_blocks, monkeypatch):
     make, seen = recompute_queries.make, set()
 
     def made(config):
@@ -326,7 +333,7 @@ def test_more_key_tiles_of_a_block_give_the_same_bits(rung, one_kernel, key_tile
 
 # Keys that only the last queries see, in the second tile. Their rows are computed again, in either panel of columns.
 @pytest.mark.parametrize(("seqlen_q", "head_dim", "column"), [(135, 40, 3), (70, 100, 3), (70, 100, 90)])
-def test_one_tile_of_keys_that_meets_nan(rung, seqlen_q, head_dim, column, one_kernel):
+def test_one_tile_of_keys_with_nan(rung, seqlen_q, head_dim, column, one_kernel):
     case = rung.problem(seqlen_q, 24, batch=1, heads=2, heads_kv=1, head_dim=head_dim)
     case.k[0, 0, 20, column], case.v[0, 0, 22, 0] = np.inf, np.nan
     dq = rung.check(case, causal=True, q_offset=24 - seqlen_q)[0]
@@ -352,9 +359,7 @@ def test_blocks_that_share_a_group(rung, form, members, batch, heads_kv, seqlen_
     monkeypatch.setattr(select_backward, "members_of_a_part", lambda *_, **__: members)
     if form != "one kernel":
         apart = form == "dk and dv apart"
-        monkeypatch.setitem(
-            backward_tiles.TABLES, "wgmma_dkdv", (backward_tiles.WgmmaDkdv(256, False, 32, 128, 2, 2, apart),)
-        )
+        monkeypatch.setitem(backward_tiles.TABLES, "wgmma_dkdv", (of_wgmma(32, 128, 2, 2, apart),))
     case = rung.problem(12, seqlen_k, batch=batch, heads=3 * heads_kv, heads_kv=heads_kv, head_dim=8, head_dim_v=24)
     case.k[:, :, -5:], case.v[:, :, -5:] = 1e3, -1e3
     case.v[-1, -1, -10] = np.nan
@@ -407,7 +412,7 @@ def test_what_a_mask_hides_from_one_kernel_may_be_anything(rung, head_dim, hidde
 # A key that some queries do not see and a query that does not see some keys, whole tiles of them and parts of tiles.
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["k", "v", "q", "do"])
-def test_rows_that_meet_nan_are_computed_again(rung, where):
+def test_nonfinite_rows_are_recomputed(rung, where):
     case = rung.problem(8, 24, batch=1, heads=1, head_dim=8)
     do, o, lse, dlse = incoming(case)
     array = do if where == "do" else getattr(case, where)

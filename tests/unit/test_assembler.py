@@ -3,14 +3,14 @@
 import math
 import types
 
-import compiler
 import pytest
+from helpers import compiler
 
+from numba_flash.abi import tensor_maps
+from numba_flash.abi.parameters import Parameters
 from numba_flash.config.forward import LaunchFacts
 from numba_flash.gpu import compiled
 from numba_flash.gpu.assembler import Assembled, assemble
-from numba_flash.select import tensor_maps
-from numba_flash.select.arguments import PARAMETERS, Parameters
 
 REPORT = """
 ptxas info    : Compiling entry function 'one' for 'sm_90a'
@@ -59,7 +59,8 @@ def test_the_version_of_ptx_has_the_architecture(cc):
 class Asking(LaunchFacts):
     """A config of a kernel that is written here."""
 
-    kernel, dtype, compute_dtype, threads = "asking", "float32", "float32", 64
+    kernel, dtype, threads = "asking", "float32", 64
+    takes = Parameters(("x", "y"), ("x", "y"))
     tensor_maps, blocks_per_sm, whole_program, cluster = 3, 2, True, 2
 
 
@@ -78,7 +79,6 @@ def kernel_without_maps(arrays, strides):
 @compiler.needed
 @pytest.mark.parametrize(("config", "function"), [(Asking, kernel), (Plain, kernel_without_maps)])
 def test_what_a_config_asks_for_is_in_the_ptx(config, function, monkeypatch):
-    monkeypatch.setitem(PARAMETERS, "asking", Parameters(("x", "y"), ("x", "y")))
     monkeypatch.setattr(compiled, "source", lambda config: types.SimpleNamespace(py_func=function))
     ptx = compiled.to_ptx(config(), (9, 0))
     asked = config is Asking

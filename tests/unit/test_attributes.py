@@ -2,14 +2,14 @@
 
 import collections
 
-import compiler
 import pytest
+from helpers import compiler
 
 from numba_flash.config.forward import places
-from numba_flash.config.softmax import SoftmaxConfig
+from numba_flash.config.softmax import OnlineConfig
 
 pytestmark = compiler.needed
-CONFIG = SoftmaxConfig("online", "float32", 128)
+CONFIG = OnlineConfig("float32", 128)
 
 
 def to_ptx(kernel):

@@ -7,15 +7,15 @@ import types
 
 import numpy as np
 import pytest
-from machines import empty, problem
+from helpers.machines import empty, problem
 
 import numba_flash
 from numba_flash import mods
-from numba_flash.config.states_of_tiles import StatesTile
+from numba_flash.abi import tile_states
+from numba_flash.abi.parameters import StatesTile
 from numba_flash.dispatch import launch
 from numba_flash.functions.arguments import reads_argument
 from numba_flash.functions.function import Function
-from numba_flash.select import tile_states
 
 SEGMENTS = np.zeros((2, 8), np.int64)
 

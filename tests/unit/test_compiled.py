@@ -5,26 +5,26 @@ import functools
 import inspect
 import warnings
 
-import compiler
 import pytest
-from simt_kernels import FORWARD, PLAIN, local_bytes
+from helpers import compiler
+from helpers.simt_kernels import FORWARD, PLAIN, local_bytes, of_rung
 
 from numba_flash import mods, testing
+from numba_flash.abi.arguments import types as parameter_types
+from numba_flash.abi.parameters import StatesTile
 from numba_flash.arrays import AUX_DTYPES
-from numba_flash.config.simt_forward import SimtConfig
-from numba_flash.config.softmax import SoftmaxConfig
-from numba_flash.config.states_of_tiles import StatesTile
+from numba_flash.config.simt_forward import V1Config, V2Config
+from numba_flash.config.softmax import SOFTMAX
 from numba_flash.config.tile_states import TileOrderConfig, TileStatesConfig
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import uses
-from numba_flash.select.arguments import types as parameter_types
 
 pytestmark = compiler.needed
 
 CONFIGS = [  # and the gates have the other ones
     *filter(local_bytes, FORWARD),
-    *[SoftmaxConfig(kernel, dtype, 128) for kernel in ("safe", "online", "blocked") for dtype in testing.DTYPES],
+    *[kind(dtype, 128) for kind in SOFTMAX.values() for dtype in testing.DTYPES],
 ]
 # The oldest that CUDA 13 knows, and one of each generation after it.
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
@@ -51,7 +51,7 @@ def test_nothing_is_spilled_on_hopper(config):
 
 # PTX for the oldest is what every later one takes, and making it is what takes seconds.
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [SoftmaxConfig("blocked", "float16", 128)], ids=name)
+@pytest.mark.parametrize("config", [SOFTMAX["blocked"]("float16", 128)], ids=name)
 def test_every_gpu_from_turing_on(config):
     text = compiled.to_ptx(config, CAPABILITIES[0])
     for arch in map(compiled.architecture, CAPABILITIES):
@@ -87,7 +87,7 @@ def reads_a_number(score, b, h, q_pos, k_pos, x):
 )
 def test_functions_may_read_arrays_of_every_dtype(function, aux):
     read = uses(score_mod=Function.of("score_mod", function), aux=aux)
-    assert ".entry" in compiled.to_ptx(dataclasses.replace(PLAIN, kernel="v1", uses=read), (9, 0))
+    assert ".entry" in compiled.to_ptx(of_rung(V1Config, PLAIN, uses=read), (9, 0))
 
 
 @pytest.mark.parametrize("of_keys", [False, True])
@@ -99,9 +99,9 @@ def test_what_runs_before_a_mask_mod(of_keys):
         assert made.spill_bytes == made.stack_bytes == 0 and made.warnings == ()
 
 
-@pytest.mark.parametrize("kernel", ["v1", "v2"])
-def test_parameters_match_the_kernels_def_line(kernel):
-    config = dataclasses.replace(PLAIN, kernel=kernel)
+@pytest.mark.parametrize("kind", [V1Config, V2Config])
+def test_parameters_match_the_kernels_def_line(kind):
+    config = of_rung(kind, PLAIN)
     taken = inspect.signature(compiled.source(config).py_func).parameters
     assert list(taken) == [made.__name__ for made, _ in parameter_types(config)]
 
@@ -157,7 +157,7 @@ def test_a_damaged_entry_is_as_good_as_none(cache, damage):
 @pytest.mark.parametrize(
     "other",
     [
-        dict(kernel="v1"), dict(dtype="float16"), dict(head_dim=65), dict(head_dim_v=65), dict(tile_m=64),
+        dict(dtype="float16"), dict(head_dim=65), dict(head_dim_v=65), dict(tile_m=64),
         dict(tile_n=8), dict(pad=0), dict(write_lse=True), dict(uses=uses(softcap=True)),
         dict(uses=uses(bias="float32")), dict(uses=uses(bias="float16")), dict(q_offset_source="array"),
     ],
@@ -165,7 +165,11 @@ def test_a_damaged_entry_is_as_good_as_none(cache, damage):
 )  # fmt: skip
 def test_the_key_knows_every_field(other):
     assert compiled._key(PLAIN, "sm_90a") != compiled._key(dataclasses.replace(PLAIN, **other), "sm_90a")
-    assert set(other) <= {field.name for field in dataclasses.fields(SimtConfig)}
+    assert set(other) <= {field.name for field in dataclasses.fields(V2Config)}
+
+
+def test_kernels_alike_but_in_name_are_not_taken_for_each_other():
+    assert compiled._key(PLAIN, "sm_90a") != compiled._key(of_rung(V1Config, PLAIN), "sm_90a")
 
 
 def test_the_key_knows_the_gpu_the_sources_and_the_compilers(monkeypatch):

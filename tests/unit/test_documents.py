@@ -15,12 +15,15 @@ from pathlib import Path
 import pytest
 
 import numba_flash
+from numba_flash import testing
 from numba_flash.__main__ import main
+from numba_flash.select.rungs import RUNGS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "numba_flash"
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+DEMO = sorted((ROOT / "examples" / "demo").glob("*.py"))
 FOLDERS = [PACKAGE, *(ROOT / name for name in ("docs", "examples", "scripts", "tests", ".github"))]
 FILES = [path for folder in FOLDERS for path in folder.rglob("*")]
 FILES += ROOT.glob("*")
@@ -71,7 +74,7 @@ def test_the_editor_s_settings_name_files_that_exist():
     assert missing((ROOT / ".vscode" / "launch.json").read_text(), (ROOT, PACKAGE)) == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*SOURCES, *DEMO], ids=lambda path: str(path.relative_to(ROOT)))
 def test_docstrings_name_files_that_exist(path):
     assert missing("\n".join(docstrings(path)), (ROOT, PACKAGE, path.parent)) == []
 
@@ -269,3 +272,17 @@ def test_the_finder_of_citations_itself():
 )
 def test_the_finder_itself(text, expected):
     assert missing(text, (ROOT, PACKAGE)) == expected
+
+
+def test_the_contract_says_of_each_rung_what_its_row_says():
+    text = (ROOT / "docs" / "contract.md").read_text()
+    for name, rung in RUNGS.items():
+        (line,) = (line for line in text.splitlines() if re.match(rf"\| (`\w+`, )*`{name}`(, `\w+`)* \|", line))
+        _, _, where, dtypes, *_ = line.split("|")
+        assert (where.strip() == "host memory") == rung.on_host
+        every = len(rung.dtypes) in (0, len(testing.DTYPES))
+        assert dtypes.strip() == ("all" if every else ", ".join(rung.dtypes))
+        if rung.tensor_cores:
+            version = "{}.{}".format(*rung.least_cc)
+            assert where.strip().startswith(f"compute capability {version}{' and newer' * (rung.only_cc is None)}")
+            assert rung.only_cc in (None, rung.least_cc)

@@ -6,20 +6,21 @@ import re
 import struct
 import types
 
-import compiler
 import numpy as np
 import pytest
+from helpers import compiler
 
 import numba_flash
+from numba_flash.abi import tensor_maps
+from numba_flash.abi.arguments import Values, values_of
+from numba_flash.abi.parameters import Parameters
+from numba_flash.abi.tensor_maps import TensorMap
 from numba_flash.arrays import Array
 from numba_flash.dispatch import launch
 from numba_flash.gpu import compiled
 from numba_flash.gpu import launcher as enqueue
 from numba_flash.machine.target import Target
-from numba_flash.select import tensor_maps
-from numba_flash.select.arguments import PARAMETERS, Parameters, Values, forward_values
 from numba_flash.select.forward import select
-from numba_flash.select.tensor_maps import TensorMap
 
 driver = pytest.importorskip("cuda.bindings.driver", reason="needs numba-flash[cu13]")
 KERNEL = types.SimpleNamespace(handle=0x1234)
@@ -68,7 +69,7 @@ def test_parameters_lie_side_by_side(launches):
     assert launches == [(0x1234, (7, 1, 1), (64, 1, 1), 1024, 99, expected)]
 
 
-def test_a_kernel_behind_another_may_start_before_that_has_ended(launches, monkeypatch):
+def test_a_programmatic_launch_may_start_before_the_kernel_before_it_has_ended(launches, monkeypatch):
     monkeypatch.setattr(enqueue, "CONFIGS", 3)
     one, asked = launcher(behind=True), [(n % 4, 7 + n % 2) for n in range(9)]
     for stream, blocks in asked:
@@ -105,19 +106,26 @@ def config(monkeypatch):
     """Of a kernel that counts as compiled."""
     monkeypatch.setattr(launch, "compiled", lambda config, device, cc: KERNEL)
     monkeypatch.setattr(launch, "_loaded", launch._loaded.__wrapped__)  # a namespace cannot be a key
-    monkeypatch.setitem(PARAMETERS, "one", Parameters(("x", "y"), sizes=("n",)))
-    monkeypatch.setitem(PARAMETERS, "counted", Parameters(("x", "y", "counters"), sizes=("n",)))
+    return taking("x", "y")
+
+
+def taking(*arrays, counted=False):
+    """The facts of a kernel that takes these."""
+    taken = Parameters((*arrays, *("counters",) * counted), sizes=("n",))
     return types.SimpleNamespace(
-        kernel="one", threads=64, shared_bytes=1024, counted=False, aux=(), wanted_aux=(), seeded=False, tile_states=""
+        kernel="one", threads=64, shared_bytes=1024, counted=counted, waits=False, parameters=taken
     )
 
 
+def launch_of(config, n, device=0):
+    return launch.kernel_launch(config, Target(False, device=device, cc=(9, 0)), 7, Values.of(config, sizes=dict(n=n)))
+
+
 def test_the_counter_of_the_stream_is_the_last_pointer(launches, config, monkeypatch):
-    config.kernel, config.counted = "counted", True
     prepared = []
     monkeypatch.setattr(launch.tile_counters, "prepare", prepared.append)
     monkeypatch.setattr(launch.tile_counters, "counter", lambda device, stream: 1000 * device + stream)
-    ready = launch.on_gpu(config, Target(False, device=3, cc=(9, 0)), 7, Values.of("one", sizes=dict(n=5)))
+    ready = launch_of(taking("x", "y", counted=True), 5, device=3)
     for stream in (8, 9, 8):
         ready.run([Array(16, None, None), None], stream)
     assert [parameters for *_, parameters in launches] == [
@@ -132,7 +140,7 @@ def test_parameters_of_arrays_seen_before_are_not_made_again(launches, config, m
     monkeypatch.setattr(
         enqueue.Launcher, "parameters", lambda self, *given: made.append(given[0]) or original(self, *given)
     )
-    ready = launch.on_gpu(config, Target(False, cc=(9, 0)), 7, Values.of("one", sizes=dict(n=5)))
+    ready = launch_of(config, 5)
     sets = [(16 * n, 0) for n in range(1, 2 * launch.PREPARED)]
     for first, _ in sets + sets[-3:]:
         ready.run([Array(first, None, None), None], 0)
@@ -187,7 +195,7 @@ def test_what_is_packed_has_the_size_and_types_of_the_compiled_parameters():
     problem = numba_flash.explain(x, x, x, softcap=2.0).problem
     config = select(problem, Target(False, cc=(9, 0), shared_bytes=2**17), "v2").config
     entry = re.search(r"\.entry.*?\)", compiled.to_ptx(config, (9, 0)), re.DOTALL)[0]
-    pointers, numbers = len(PARAMETERS["v2"].arrays), forward_values("v2", problem).flat
+    pointers, numbers = len(config.parameters.arrays), values_of(config, problem).flat
     kinds = ["f32" if isinstance(number, np.float32) else "u64" for number in numbers]
     assert re.findall(r"\.param \.(\w+)", entry) == ["u64"] * pointers + kinds
     assert len(enqueue.packed(numbers)) == sum(4 if kind == "f32" else 8 for kind in kinds)
@@ -202,10 +210,7 @@ def test_a_sequence_hands_out_addresses_of_one_workspace(launches, config, monke
         return Array(4096, None, None)
 
     monkeypatch.setattr(launch.arrays, "scratch", scratch)
-    monkeypatch.setitem(PARAMETERS, "alone", Parameters(("x",), sizes=("n",)))
-    one = launch.on_gpu(config, Target(False, cc=(9, 0)), 7, Values.of("one", sizes=dict(n=5)))
-    config.kernel = "alone"
-    alone = launch.on_gpu(config, Target(False, cc=(9, 0)), 7, Values.of("alone", sizes=dict(n=6)))
+    one, alone = launch_of(config, 5), launch_of(taking("x"), 6)
     steps = [launch.Step(one, (0, 2)), launch.Step(alone, (4,)), launch.Step(one, (1, 3))]
     sequence = launch.KernelSequence(steps, [((3,), "uint32"), None, ((2, 50), "float32")])
     q = Array(16, None, None)

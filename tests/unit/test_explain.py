@@ -2,10 +2,10 @@
 
 import re
 
-import machines
 import numpy as np
 import pytest
-from contract import problem
+from contracts.forward import problem
+from helpers import machines
 
 import numba_flash
 from numba_flash.api.explain import Explanation, _duration, _refused
@@ -22,7 +22,7 @@ def test_it_names_the_kernel_and_why_not_the_others():
     explanation = explain(problem())
     assert explanation.kernel == "cpu" and explanation.config is None and explanation.blocks == 0
     assert not explanation.copies
-    assert {name for name, _ in explanation.refused} == set(rungs.KERNELS) - {"cpu"}
+    assert {name for name, _ in explanation.refused} == set(rungs.RUNGS) - {"cpu"}
     for name, reason in explanation.refused:
         (line,) = (line for line in str(explanation).splitlines() if line.startswith("  not ") and repr(name) in line)
         assert line.endswith(f": {reason}")
@@ -68,7 +68,7 @@ def test_a_backward_is_explained():
     o, lse = numba_flash.attention(**case.arguments(), return_lse=True)
     explanation = numba_flash.explain_backward(o, o=o, lse=lse, **case.arguments(), wanted=("dk", "dbias"), causal=True)
     assert explanation.kernel == "cpu" and explanation.configs == explanation.blocks == ()
-    assert {name for name, _ in explanation.refused} == set(rungs.KERNELS) - {"cpu"}
+    assert {name for name, _ in explanation.refused} == set(rungs.RUNGS) - {"cpu"}
     for fragment in ("kernel 'cpu' on the CPU", "20 x 30", "all before, 0 after", "gradients: dk, dbias", "'v1', 'v2'"):
         assert fragment in str(explanation), explanation
     with pytest.raises(ValueError, match="wanted names dalibi_slopes"):

@@ -16,7 +16,7 @@ PACKAGE = Path(numba_flash.__file__).parent
 # The rooms, from the top down. A module imports its own floor and those below it. A new file stands on the floor of
 # its folder.
 FLOORS = (
-    ("__main__", "demo", "debug"),
+    ("__main__", "debug"),
     ("compat", "testing", "mods"),
     ("api",),
     ("bridges",),
@@ -26,13 +26,15 @@ FLOORS = (
     ("ptx",),
     ("select",),
     ("config",),
+    ("abi",),
     ("problem",),
     ("arrays", "reference"),
     ("functions",),
-    ("machine",),
+    ("machine", "dtypes"),
 )
 
 ALLOWED_IN_KERNELS = ("collections", "functools", "math", "typing", "numpy", "numba")
+ALLOWED_ROOMS = ("kernels.", "functions.", "ptx", "problem.ranges", "problem.groups", "config.", "abi.", "dtypes")
 FRAMEWORKS = ("torch", "jax", "transformers", "cupy", "tensorflow")
 
 
@@ -41,7 +43,7 @@ def module_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = {module_of(path): path for path in PACKAGE.rglob("*.py") if "demo" not in path.parts and path.parent != PACKAGE}
+FILES = {module_of(path): path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE}
 FILES |= {path.stem: path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"}
 MODULES = sorted(FILES)
 
@@ -60,7 +62,7 @@ def imports(module):
             base = ".".join([*package, *([node.module] if node.module else [])])
             for alias in node.names:
                 name = f"{base}.{alias.name}".lstrip(".")
-                ours.add(name if name in (*MODULES, "demo") else base)
+                ours.add(name if name in MODULES else base)
     return ours - {""}, others
 
 
@@ -93,26 +95,27 @@ def test_kernels_import_only_what_kernels_are_made_of():
     for module in MODULES:
         if module.startswith("kernels."):
             ours, others = imports(module)
-            assert all(
-                name.startswith(("kernels.", "functions.", "ptx", "problem.ranges", "problem.groups", "config."))
-                for name in ours
-            ), (
-                module,
-                ours,
-            )
+            assert all(name.startswith(ALLOWED_ROOMS) for name in ours), (module, ours)
             assert all(name.split(".")[0] in ALLOWED_IN_KERNELS for name in others), (
                 module,
                 others,
             )
 
 
-def test_rooms_of_kernels_import_none_beside_them():
-    """The disk cache's key of a kernel has the sources of its own room, and of steps and score."""
+# The rooms of kernels/, from the bottom up. Those of kernels stand beside each other.
+ROOMS_OF_KERNELS = (("steps",), ("score",), ("recompute",), ("softmax", "simt", "mma", "wgmma"))
+
+
+def test_rooms_of_kernels_import_those_below_them():
+    """The disk cache's key of a kernel has the sources of its own room, and of those below all kernels."""
+    floors = {room: number for number, rooms in enumerate(ROOMS_OF_KERNELS) for room in rooms}
     for module in MODULES:
         if module.startswith("kernels."):
-            known = {module.split(".")[1], "steps", "score"}
-            rooms = {name.split(".")[1] for name in imports(module)[0] if name.startswith("kernels.")}
-            assert rooms <= known, (module, rooms)
+            own = module.split(".")[1]
+            for name in imports(module)[0]:
+                other = name.split(".")[1] if name.startswith("kernels.") else own
+                if own in floors:  # else a file of no room, such as kernels/attributes.py
+                    assert other == own or floors[other] < floors[own], (module, name)
 
 
 def test_only_the_lower_floors_know_numba():
@@ -121,6 +124,17 @@ def test_only_the_lower_floors_know_numba():
     for module in MODULES:
         if not module.startswith(tuple(allowed)):
             assert not any(name.split(".")[0] in ("numba", "llvmlite") for name in imports(module)[1]), module
+
+
+def test_gpu_knows_no_kernel_and_select_no_cuda():
+    """A kernel's facts are its Config's, so that a new kernel is no line of gpu/."""
+    for module in MODULES:
+        ours, others = imports(module)
+        if module.startswith("gpu."):
+            rooms = ("gpu", "machine", "functions", "abi", "config.forward", "kernels.steps.elements")
+            assert all(name.startswith(rooms) for name in ours), (module, ours)
+        if module.startswith(("select.", "abi.", "config.")):
+            assert not any(name.startswith(("cuda", "numba")) for name in others), (module, others)
 
 
 def test_only_bridges_and_compat_import_frameworks():
@@ -164,7 +178,7 @@ NOT_PLAIN = (
     "backward gradients functions. caller_functions block_mask mask_bits tile_states softmax reference simt float32 "
     "config.mma_forward assembler host_copies kernels cpu bridges compat testing debug mods explain"
 ).split()
-MOST_MODULES = 46  # each takes a tenth of a millisecond and more of a process's first call
+MOST_MODULES = 49  # each takes a tenth of a millisecond and more of a process's first call
 
 
 def test_a_plain_forward_loads_little(tmp_path):
@@ -172,7 +186,7 @@ def test_a_plain_forward_loads_little(tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
         "from numba_flash import attention\n"
-        "from machines import HOPPER, problem\n"
+        "from helpers.machines import HOPPER, problem\n"
         "from numba_flash.dispatch.launch import make_launch\n"
         "from numba_flash.gpu.compiled import read_cache\n"
         "from numba_flash.select.forward import select\n"

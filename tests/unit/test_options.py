@@ -7,8 +7,10 @@ import pytest
 
 import numba_flash
 from numba_flash.api import backward, forward
+from numba_flash.config.simt_backward import HeadSumsConfig
 from numba_flash.dispatch import backward as dispatch_backward
 from numba_flash.dispatch import forward as dispatch_forward
+from numba_flash.dispatch.call import Call
 from numba_flash.kernels import score
 from numba_flash.problem.options import (
     GRADIENT_OF,
@@ -19,7 +21,6 @@ from numba_flash.problem.options import (
     GradientOperands,
     Options,
 )
-from numba_flash.select.arguments import HEAD_SUMS, PARAMETERS
 
 X = np.zeros((1, 1, 2, 4), np.float32)
 ROW = np.zeros((1, 1, 2), np.float32)
@@ -42,8 +43,12 @@ def test_every_option_arrives_in_its_place(function, given, monkeypatch):
     operands = (X, X, X) if function is numba_flash.attention else (X, X, X, X, X, ROW)
     with pytest.raises(Packed) as packed:
         function(*operands, **named)
-    (options,) = (x for x in packed.value.args if isinstance(x, tuple) and len(x) == len(Options._fields))
-    assert options == Options.of(**named)
+    (call,) = packed.value.args
+    call = call if isinstance(call, Call) else Call.of(call)
+    numbers = {"dropout_p": 0.0} if {"scale", "softcap"} & {*given} else {}  # its default comes with the other numbers
+    assert call.options == Options.of(**numbers | named)
+    assert call.operands == ((X, X, X, None) if len(operands) == 3 else (X, X, X, X, ROW, X, None))
+    assert (call.stream, call.kernel, call.key) == (None, "auto", None)
 
 
 @pytest.mark.parametrize("function", [forward.attention, backward.attention_backward])
@@ -69,5 +74,6 @@ def test_every_array_has_a_rank():
 def test_every_gradient_of_a_head_has_its_sum():
     assert set(score.OF_HEADS) == {option.name for option in HEAD_GRADIENTS.values()}
     for gradient, option in HEAD_GRADIENTS.items():
-        assert gradient in PARAMETERS[gradient].arrays and gradient in HEAD_SUMS
+        config = HeadSumsConfig("float32", gradient, "float32", batch_summed=True)
+        assert gradient in config.parameters.arrays and gradient in config.names
         assert hasattr(score.OF_HEADS[option.name], "head_gradient")

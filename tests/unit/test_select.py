@@ -3,22 +3,21 @@
 import dataclasses
 
 import pytest
-from machines import A100, ADA, AMPERE, B200, HOPPER, KB, RTX_5090, TENSOR_MACHINES, TURING, empty, problem
+from helpers.machines import A100, ADA, AMPERE, B200, HOPPER, KB, RTX_5090, TENSOR_MACHINES, TURING, empty, problem
 
 from numba_flash.api.explain import Explanation
 from numba_flash.config.forward import TensorConfig
 from numba_flash.config.mma_forward import MmaConfig
-from numba_flash.config.simt_forward import SimtConfig
+from numba_flash.config.simt_forward import V1Config, V2Config
 from numba_flash.config.wgmma_float32 import WgmmaFloat32Config
 from numba_flash.config.wgmma_forward import WgmmaConfig
 from numba_flash.functions.function import Function
 from numba_flash.machine.target import Target
 from numba_flash.problem.options import uses
 from numba_flash.select import backward_tiles, tiles
-from numba_flash.select import forward as select_module
-from numba_flash.select.forward import FLOAT64_CORES, _candidates, refusal, select
-from numba_flash.select.rungs import KERNELS, TENSOR
-from numba_flash.select.tiles import MEASURED, TABLES, Mma, columns, rows_for, table_of
+from numba_flash.select.forward import refusal, select
+from numba_flash.select.rungs import FLOAT64_CORES, RUNGS
+from numba_flash.select.tiles import MEASURED, TABLES, rows_of
 
 MMA = TABLES["mma"]
 
@@ -63,8 +62,8 @@ def test_the_choice(target, kernel, expected, copies):
     choice = select(problem(), target, kernel)
     assert (choice.kernel, choice.copies) == (expected, copies)
     assert (choice.config is not None) == (expected not in ("cpu", "reference"))
-    assert isinstance(choice.config, TensorConfig) == (expected in TENSOR)
-    assert sorted([expected, *(name for name, _ in choice.refused)]) == sorted(KERNELS)
+    assert isinstance(choice.config, TensorConfig) == RUNGS[expected].tensor_cores
+    assert sorted([expected, *(name for name, _ in choice.refused)]) == sorted(RUNGS)
     assert all(reason for _, reason in choice.refused)
 
 
@@ -172,7 +171,7 @@ def test_bias_and_mask_have_tiles_of_their_own(kernel, head_dim):
     ids=range(6),
 )
 def test_a_mask_alone_has_tiles_of_more_rows(given, rows, keys):
-    config = next(_candidates("wgmma", problem(64, **given), HOPPER))
+    config = next(RUNGS["wgmma"].candidates(problem(64, **given), HOPPER))
     assert (config.tile_m, config.tile_n) == (rows, keys)
 
 
@@ -265,55 +264,54 @@ def test_mma_has_a_tile_for_every_head_dim_on_every_gpu(target, dtype):
         made = dataclasses.replace(made, k_strides=made.q_strides, v_strides=made.q_strides)
         assert refusal("mma", made, target) is None
         config = select(made, target, "mma").config
-        rows = [row for row in TABLES[table_of("mma", dtype)] if row.head_dim >= head_dim]
-        rows = [row for row in rows if not getattr(row, "reads", False) and head_dim > getattr(row, "above", 0)]
-        candidates = list(_candidates("mma", made, target))
+        rows = [row for row in table_of(dtype) if row.when.head_dim >= head_dim > row.when.above]
+        candidates = list(RUNGS["mma"].candidates(made, target))
         fitting = [c for c in candidates if c.shared_bytes <= target.shared_bytes]
         assert len(candidates) == len(rows) and config == fitting[0]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_the_tables_rows_are_in_the_order_in_which_they_are_tried(dtype):
-    table = TABLES[table_of("mma", dtype)]
-
-    def reads(row):
-        return getattr(row, "reads", False)
-
-    for reading in (False, True) if dtype == "float16" else (False,):
-        widest = [row.head_dim for row in table if reads(row) == reading]
-        assert widest == sorted(widest) and widest[-1] == 512
+    table = table_of(dtype)
+    widest = [row.when.head_dim for row in table]
+    assert widest == sorted(widest) and widest[-1] == 512
     for before, row in zip(table, table[1:], strict=False):
-        if (before.head_dim, reads(before)) == (row.head_dim, reads(row)):  # for GPUs with less shared memory
+        if before.when == row.when:  # for GPUs with less shared memory
             one, other = (mma(row=x, dtype=dtype).shared_bytes for x in (before, row))
             assert other < one, "a row behind one that needs less is never taken"
 
 
+def table_of(dtype):
+    return rows_of(TABLES, "mma", dtype, HOPPER)
+
+
 def mma(row=None, **others):
-    row = row or TABLES[table_of("mma", others.get("dtype", "float16"))][0]
-    head_dims = dict(head_dim=row.head_dim, head_dim_v=row.head_dim)
-    return MmaConfig(**dict(kernel="mma", dtype="float16") | head_dims | columns(row) | others)
+    row = row or table_of(others.get("dtype", "float16"))[0]
+    head_dims = dict(head_dim=row.when.head_dim, head_dim_v=row.when.head_dim)
+    return MmaConfig(**dict(dtype="float16") | head_dims | row.tile | others)
 
 
 def test_a_gpu_with_rows_of_its_own_uses_them(monkeypatch):
-    own = Mma(64, 64, 32, warp_rows=16, q_registers=True, blocks_per_sm=1, rescale_threshold=0, gpu="A100")
+    own = MMA[1].changed(tile_n=32)
+    own = own._replace(when=own.when._replace(gpu="A100"))
     monkeypatch.setitem(TABLES, "mma", (own, *MMA))
-    assert rows_for("mma", A100) == (own,)
-    assert rows_for("mma", HOPPER) == rows_for("mma", AMPERE) == MMA
+    assert rows_of(TABLES, "mma", "float16", A100) == (own,)
+    assert table_of("float16") == rows_of(TABLES, "mma", "float16", AMPERE) == MMA
     assert select(problem(64), A100, "mma").config.tile_n == 32
 
 
 def test_rungs_take_the_dtypes_of_their_configs():
     of_wgmma = WgmmaConfig.DTYPES + WgmmaFloat32Config.DTYPES
-    assert select_module.DTYPES == dict(mma=MmaConfig.DTYPES, wgmma=of_wgmma)
+    assert (RUNGS["mma"].dtypes, RUNGS["wgmma"].dtypes) == (MmaConfig.DTYPES, of_wgmma)
 
 
 def test_the_simulator_has_rows_of_its_own():
     for module in (tiles, backward_tiles):
         for kernel, table in module.TABLES.items():
-            gpus = {row.gpu for row in table}
+            gpus = {row.when.gpu for row in table}
             assert MEASURED in gpus
             expected = "simulator" if "simulator" in gpus else MEASURED
-            assert {row.gpu for row in module.rows_for(kernel, SIMULATOR)} == {expected}
+            assert {row.when.gpu for row in rows_of(module.TABLES, kernel, "", SIMULATOR)} == {expected}
 
 
 # (seqlen_q, heads, heads_kv) -> (group, tile_m) of the row 128 x 64, warps of 32: a whole tile or more, half a tile,
@@ -372,7 +370,7 @@ def test_scores_are_finished_first_where_they_must_be(options, scores_finished):
     ],
     ids=range(5),
 )
-def test_o_is_written_in_wide_stores_where_it_can_be(made, wide):
+def test_o_is_written_in_vector_stores_where_it_can_be(made, wide):
     assert select(problem(**made), A100, "mma").config.o_vectorized == wide
 
 
@@ -382,10 +380,10 @@ def test_tiles_are_the_largest_that_fit():
             for dtype in ("float16", "float64"):
                 config = select(problem(head_dim, dtype=dtype), target, "v2").config
                 assert config.shared_bytes <= target.shared_bytes
-                for row in rows_for("v2", target):
-                    if (row.tile_m, row.tile_n) == (config.tile_m, config.tile_n):
+                for row in rows_of(TABLES, "simt", dtype, target):
+                    if row.values == (config.tile_m, config.tile_n):
                         break
-                    larger = dataclasses.replace(config, **columns(row))
+                    larger = dataclasses.replace(config, **row.tile)
                     assert larger.shared_bytes > target.shared_bytes
 
 
@@ -453,9 +451,9 @@ def test_refusal_is_none_where_a_kernel_runs():
 # Outside of what a block may have, and what the kernels' loops divide by.
 @pytest.mark.parametrize("wrong", [dict(tile_m=0), dict(tile_m=1025), dict(tile_n=0), dict(tile_n=6), dict(pad=-1)])
 def test_a_config_checks_itself(wrong):
-    right = dict(kernel="v2", dtype="float32", head_dim=64, head_dim_v=64, tile_m=64, tile_n=32)
+    right = dict(dtype="float32", head_dim=64, head_dim_v=64, tile_m=64, tile_n=32)
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        SimtConfig(**right | wrong)
+        V2Config(**right | wrong)
 
 
 # What the warps and the products divide by, and what a Config must not say at once.
@@ -500,7 +498,7 @@ def test_a_tensor_config_checks_itself(wrong, word):
     ids=str,
 )  # fmt: skip
 def test_a_wgmma_config_checks_itself(wrong, word):
-    right = dict(kernel="wgmma", dtype="float16", head_dim=64, head_dim_v=64, tile_m=128, tile_n=128)
+    right = dict(dtype="float16", head_dim=64, head_dim_v=64, tile_m=128, tile_n=128)
     with pytest.raises(ValueError, match=word):
         WgmmaConfig(**right | wrong)
     for tile_m in (64, 128, 192):
@@ -532,7 +530,7 @@ def test_products_are_in_whole_steps(head_dim, head_dim_v, depth, width, parts, 
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(16, 16), (128, 64)])
 def test_tiles_in_panels_do_not_overlap(head_dim, head_dim_v, tile_m, tile_n):
     config = mma(head_dim=head_dim, head_dim_v=head_dim_v, tile_m=tile_m, tile_n=tile_n, warp_rows=16)
-    q_at, k_at, v_at, row_states_at, tile_at, end = config.shared_layout()
+    q_at, k_at, v_at, row_states_at, tile_at, exchange_at, end = config.shared_layout()
 
     def size(rows, columns):
         return rows * -(-columns // 64) * 128
@@ -544,17 +542,17 @@ def test_tiles_in_panels_do_not_overlap(head_dim, head_dim_v, tile_m, tile_n):
     )
     assert tile_at - v_at >= size(tile_n, config.head_dim_v_padded)
     assert row_states_at >= size(tile_m, config.head_dim_v_padded) and tile_at - row_states_at >= 8 * tile_m
-    assert tile_at % 16 == 0 and end - tile_at == 2 * 16
+    assert tile_at % 16 == 0 and exchange_at - tile_at == 2 * 16 and end == exchange_at
     assert config.shared_bytes >= end + 1024 - 16, (
         "the first panel begins at a multiple of 1024, and memory at one of 16"
     )
 
 
 # The fewest bytes, float64, a head_dim that is padded, and both kernels.
-@pytest.mark.parametrize("kernel", ["v1", "v2"])
+@pytest.mark.parametrize("kind", [V1Config, V2Config])
 @pytest.mark.parametrize(("dtype", "size", "head_dim"), [("float16", 4, 64), ("float64", 8, 64), ("bfloat16", 4, 59)])
-def test_shared_tiles_do_not_overlap(kernel, dtype, size, head_dim):
-    config = SimtConfig(kernel, dtype, head_dim, head_dim + 1, tile_m=64, tile_n=32)
+def test_shared_tiles_do_not_overlap(kind, dtype, size, head_dim):
+    config = kind(dtype, head_dim, head_dim + 1, tile_m=64, tile_n=32)
     offsets = config.shared_layout()
     need = [64 * head_dim, 32 * head_dim, 32 * (head_dim + 1), 64 * 32]
     assert all(offset % 4 == 0 for offset in offsets)

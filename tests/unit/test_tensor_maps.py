@@ -5,8 +5,9 @@ import types
 
 import pytest
 
-from numba_flash.select import tensor_maps
-from numba_flash.select.tensor_maps import TensorMap, encode, fits
+from numba_flash.abi.tensor_maps import SIZE, TensorMap, fits
+from numba_flash.gpu import tensor_maps as encoding
+from numba_flash.gpu.tensor_maps import encode
 
 PLAIN = TensorMap("float16", (64, 1000, 8, 2), (128, 128_000, 1_024_000), (64, 128, 1, 1))
 
@@ -62,13 +63,13 @@ def driver(monkeypatch):
         return driver.CUresult.CUDA_SUCCESS, types.SimpleNamespace(opaque=words)
 
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode_tiled)
-    tensor_maps._encoded.cache_clear()
+    encoding._encoded.cache_clear()
     yield fake
-    tensor_maps._encoded.cache_clear()
+    encoding._encoded.cache_clear()
 
 
 def words(encoded):
-    assert len(encoded) == tensor_maps.SIZE
+    assert len(encoded) == SIZE
     return [int.from_bytes(encoded[8 * n : 8 * n + 8], "little") for n in range(16)]
 
 

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 from numba import cuda, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, local, memory, shared, special
+from ..recompute import keys as recompute
 from ..score import counts, fragments, gradient_functions
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.stage import FragmentAt
 from ..steps import async_tiles, lse_delta, numbers
-from ..steps import recompute_keys as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, key_queries

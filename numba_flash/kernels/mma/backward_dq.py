@@ -25,12 +25,12 @@ import numpy as np
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, cp_async, cvt, ld_st, local, memory, shared, special
+from ..recompute import queries as recompute
 from ..score import counts, fragments, gradient_functions
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.stage import FragmentAt
 from ..steps import async_tiles, fragment_products, gradient_rows
-from ..steps import recompute_queries as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.query_tile import QueryTile
@@ -96,7 +96,7 @@ def make(config):
     )
     work_of = work_tile.of_queries(config, config.tile_m)
     walk, has_functions = backward_dq_walk.make(config), gradient_functions.present(config)
-    behind, states_ends, has_states = walk.behind, walk.states_ends, bool(config.tile_states)
+    behind, states_ends, has_states = walk.next_tile, walk.states_ends, bool(config.tile_states)
     chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part), config.has("mask")
     bits_words = rows if has_functions else read.bits_words

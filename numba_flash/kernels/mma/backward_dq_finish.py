@@ -1,5 +1,5 @@
 """Completes dQ after its parts (backward_dq_parts.py). Rows to which no key tile contributes become 0. Rows that came
-out NaN or Inf are computed again without the keys that they may not see (kernels/steps/recompute_queries.py).
+out NaN or Inf are computed again without the keys that they may not see (kernels/recompute/queries.py).
 
 Launch: grid (batch * heads * query tiles), block (config.threads). dq is contiguous.
 """
@@ -7,9 +7,9 @@ Launch: grid (batch * heads * query tiles), block (config.threads). dq is contig
 from numba import cuda, int32, int64, uint32
 
 from ...ptx import shfl, special
+from ..recompute import queries as recompute
 from ..score import fragments
 from ..steps import elements, numbers
-from ..steps import recompute_queries as recompute
 from ..steps.inlined import inlined
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import key_range, query_row

@@ -52,7 +52,7 @@ def make(config):
     read = score_reads.make(config, strips, part)
     has_mask, has_functions = config.has("mask"), gradient_functions.present(config)
     has_score_mod, of_states = config.has("score_mod"), tile_walk.make(config)
-    cut_ends = of_states.ends
+    cut_ends = of_states.trim
     apply_functions = gradient_functions.on_fragments(config, strips, part, of_keys=False)
     drops, _, kept_of, *_ = counts.on_fragments(config, strips, part)
     inf = float32(math.inf)
@@ -122,14 +122,14 @@ def make(config):
         whole = j >= free and j < cut
         if of_states.present:
             if whole:
-                whole = not of_states.asks(states_of(q_smem), j, arrays, strides)
+                whole = not of_states.needs_mask(states_of(q_smem), j, arrays, strides)
         return whole
 
     @inlined
     def behind(j, begin, q_smem, arrays, strides):
         """The next tile after j; one before begin if none is left."""
         if of_states.present:
-            return int32(of_states.behind(states_of(q_smem), j, begin, arrays, strides))
+            return int32(of_states.next_tile(states_of(q_smem), j, begin, arrays, strides))
         return int32(j - 1)
 
     @inlined
@@ -178,7 +178,7 @@ def make(config):
         """acc_s, acc_dp <- with score_mod and its derivative; shown_bits <- without what any option hides."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        asks = of_states.asks(states_of(q_smem), j, arrays, strides) if of_states.present else FALSE
+        asks = of_states.needs_mask(states_of(q_smem), j, arrays, strides) if of_states.present else FALSE
         key = int32(j * int32(tile_n) + first_key_of(lane, warp))
         for r in range(rows):
             first, end = block_state.get_range(of_row(r, thread, q_smem))

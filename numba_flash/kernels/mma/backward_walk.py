@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from numba import float32, int32, int64
 
-from ...config.forward import ITEM_SIZE
+from ...dtypes import ITEM_SIZE
 from ...ptx import memory, special
 from ..score import counts, fragments, gradient_functions, tile_walk
 from ..score import reads as score_reads
@@ -54,7 +54,12 @@ def make(config):
     reads, origin_of, bias_item = read.reads, read.origin, ITEM_SIZE[config.dtype_of("bias") or "float32"]
     load_reads, has_mask, has_score_mod = read.load, config.has("mask"), config.has("score_mod")
     of_states = tile_walk.make(config)
-    has_states, states_row, first_tile, asks_in = of_states.present, of_states.row, of_states.first, of_states.asks
+    has_states, states_row, first_tile, asks_in = (
+        of_states.present,
+        of_states.row,
+        of_states.first,
+        of_states.needs_mask,
+    )
     apply_functions = gradient_functions.on_fragments(config, warp_rows // 16, part, True, derivative=config.of_dk)
     row_blocks, block_words = lse_delta.row_blocks, lse_delta.BLOCK_WORDS
     kept_of = counts.on_fragments(config, warp_rows // 16, part).of_keys
@@ -137,7 +142,7 @@ def make(config):
         """acc_s, acc_dp <- with score_mod and its derivative; shown_bits <- without what any option hides."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        asks = asks_in(states_of(heads_left, k_smem, arrays, strides), i, arrays, strides) if has_states else FALSE
+        asks = asks_in(states_of(heads_left, k_smem, arrays, strides), i, arrays, strides) if has_states else TRUE
         for r in range(rows):
             seen = seen_columns(i, thread, r, k_smem)
             registers.shown_bits[r] = registers.shown_bits[r] & seen if has_mask else seen

@@ -18,9 +18,9 @@ bytes and are contiguous along dim; dq, dk and dv are contiguous.
 from numba import cuda, float64, int32, uint8, uint32
 
 from ...ptx import bar, cluster, cp_async, fence, ld_st, local, mbarrier, memory, setmaxnreg, shared, special
+from ..recompute import keys as recompute
 from ..score import fragments
 from ..steps import async_tiles, block_state, lse_delta
-from ..steps import recompute_keys as recompute
 from ..steps import sequence as sequences
 from ..steps.inlined import inlined
 from ..steps.integers import divide

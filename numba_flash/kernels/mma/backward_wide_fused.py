@@ -20,9 +20,9 @@ of q, k, v, do and dq begin at multiples of 16 bytes and are contiguous along di
 from numba import cuda, int32, uint8, uint32
 
 from ...ptx import cp_async, ld_st, local, memory, shared, special
+from ..recompute import keys as recompute
 from ..score import fragments
 from ..steps import async_tiles, lse_delta, numbers
-from ..steps import recompute_keys as recompute
 from ..steps import sequence as sequences
 from ..steps.inlined import inlined
 from ..steps.integers import divide

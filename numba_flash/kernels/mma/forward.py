@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 from numba import cuda, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, local, memory, shared, special, vote
-from ..score import counts, fragment_functions, fragments, sum_terms, tile_walk
+from ..recompute import rows as recompute
+from ..score import counts, fragment_functions, fragment_softmax, fragments, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..score.reads import Origin
-from ..score.stage import LOG2_E
-from ..steps import async_tiles, block_state, fragment_softmax, numbers, recompute_whole_rows
-from ..steps import recompute_rows as recompute
+from ..steps import async_tiles, block_state, numbers
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import key_range, key_row, query_row
+from ..steps.units import LOG2_E
 from . import products_16bit, products_float32, products_float64, rows_16bit, rows_wide, sliced_tiles, work_tile
 
 PRODUCTS = dict(float16=products_16bit, bfloat16=products_16bit, float32=products_float32, float64=products_float64)
@@ -111,7 +111,7 @@ def make(config):
     sliced = sliced_tiles.make(config, products) if config.sliced else None
     start_slices, score_slices, output_slices = sliced or (None, None, None)
     write_rows = (rows_16bit if config.item_size == 2 else rows_wide).make(config)
-    recompute_rows = (recompute if config.item_size == 2 else recompute_whole_rows).make(config, warp_rows)
+    recompute_rows = recompute.make(config, warp_rows)
     log2_e = real(LOG2_E)
 
     @inlined
@@ -178,9 +178,16 @@ def make(config):
             queries_left = int32(min(tile.sequence.seqlen_q - tile.first_query, queries))
             first_row = (now >> int32(5 + shift)) * warp_rows
             functions.apply(
-                acc_s, row.mask_bits, j, tile.sequence.b, tile.h, first_row, now & int32(31), tile.first_query,
-                position, queries_left, asks, arrays, strides, score,
-            )  # fmt: skip
+                acc_s,
+                row.mask_bits,
+                functions.place_of(
+                    j, tile.sequence.b, tile.h, first_row, now & int32(31), tile.first_query, position, queries_left
+                ),
+                asks,
+                arrays,
+                strides,
+                score,
+            )
 
     @inlined
     def finish_and_mask(j, acc_s, loaded, row, places, tile, asks, arrays, strides, sizes, score, masked):
@@ -321,7 +328,7 @@ def make(config):
             stop = min(int32(stop), divide(end + int32(tile_n - 1), tile_n))
         states = walk.row(sequence.b, tile.h, tile.first_query, arrays, strides)
         if walk.present:
-            begin, stop = walk.ends(states, begin, int32(stop), arrays, strides)
+            begin, stop = walk.trim(states, begin, int32(stop), arrays, strides)
             free = max(free, begin)
 
         if thread == 0:
@@ -351,14 +358,20 @@ def make(config):
             # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
             # some of the first kind again.
             while j >= begin and (j >= cut or j < free):
-                next_j, asks = walk.behind(states, j, begin, arrays, strides), walk.asks(states, j, arrays, strides)
+                next_j, asks = (
+                    walk.next_tile(states, j, begin, arrays, strides),
+                    walk.needs_mask(states, j, arrays, strides),
+                )
                 step(
                     j, next_j, begin, registers, row, places, tile, (k_bytes, v_bytes), columns_left, thread, arrays,
                     strides, sizes, score, asks, TRUE,
                 )  # fmt: skip
                 j = int32(next_j if walk.present else j - 1)
             while j >= free and j < cut:
-                next_j, asks = walk.behind(states, j, begin, arrays, strides), walk.asks(states, j, arrays, strides)
+                next_j, asks = (
+                    walk.next_tile(states, j, begin, arrays, strides),
+                    walk.needs_mask(states, j, arrays, strides),
+                )
                 step(
                     j, next_j, begin, registers, row, places, tile, (k_bytes, v_bytes), columns_left, thread, arrays,
                     strides, sizes, score, asks, masked_too(asks),

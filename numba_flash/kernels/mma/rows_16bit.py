@@ -4,11 +4,11 @@ import numpy as np
 from numba import cuda, float32, int32, uint32
 
 from ...ptx import cvt, ld_st, shfl
-from ..score.stage import exponent_unit
 from ..steps import output_rows
 from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of, panel_offset
 from ..steps.sequence import lse_row
+from ..steps.units import exponent_unit
 
 
 def make(config):
@@ -52,7 +52,7 @@ def make(config):
     @inlined
     def write_rows(acc_o, inverse_l, lse, o_smem, row_states, tile, sequence, lane, warp, arrays, strides, sizes):
         """Writes O and lse of the rows that are finite. -> whether a row of which the lane has a part is not.
-        row_states: room for a note on each row (kernels/steps/recompute_rows.py)."""
+        row_states: room for a note on each row (kernels/recompute/rows.py)."""
         some = keep_row_states(acc_o, inverse_l, lse, o_smem, row_states, tile, sequence, lane, warp, arrays, sizes)
         cuda.syncthreads()
         store_rows(warp * config.warp_rows, lane, o_smem, row_states, tile, arrays, strides, sizes)

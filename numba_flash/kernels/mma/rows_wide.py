@@ -7,11 +7,11 @@ import numpy as np
 from numba import int32, uint32
 
 from ...ptx import bar, ld_st, local, memory
-from ..score.stage import exponent_unit
 from ..steps import elements, numbers
 from ..steps.inlined import inlined
 from ..steps.plain import first_row_of
 from ..steps.sequence import lse_row, query_row
+from ..steps.units import exponent_unit
 
 FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python's own: see inlined.py
 

@@ -19,21 +19,24 @@ from ..steps.sequence import Sequence, key_range, key_row, query_row
 
 
 class Range(NamedTuple):
-    """Half-open ranges of batch entries, heads, query tiles and key tiles."""
+    """Units [unit, end_unit) of a box of query tiles, and the half-open range of key tiles in each. A unit is one query
+    tile of one head of one batch entry; the box has `heads` heads of `tiles` query tiles each, from (b, h, i) on."""
 
     b: int
-    end_b: int
     h: int
-    end_h: int
     i: int
-    end_i: int
+    heads: int
+    tiles: int
+    unit: int
+    end_unit: int
     j: int
     end_j: int
 
 
 class Place(NamedTuple):
-    """A tile: query tile i of head h of a batch entry, and key tile j below stop."""
+    """A tile of a Range: query tile i of head h of a batch entry, the unit-th, and key tile j below stop."""
 
+    unit: int
     sequence: Any
     h: int
     i: int
@@ -56,7 +59,7 @@ class ScoreTiles(NamedTuple):
     first: Callable[..., Any]  # (range, arrays, strides, sizes) -> Place
     following: Callable[
         ..., Any
-    ]  # (place, range, arrays, strides, sizes) -> Place; after the last, its b is range.end_b
+    ]  # (place, range, arrays, strides, sizes) -> Place; its unit is end_unit after the last
     load_first: Callable[..., Any]  # (place, smem, arrays, strides, sizes, thread): starts copies
     load_next: Callable[..., Any]  # (place, before, smem, arrays, strides, sizes, thread): of what changes
     multiply: Callable[..., Any]  # (registers, smem, thread): acc_s, acc_dp += the products
@@ -74,39 +77,34 @@ def make(config):
     multiply_q_k, multiply_do_v = scores_product(config.head_dim_padded), scores_product(config.head_dim_v_padded)
 
     @inlined
-    def seek(b, h, i, tiles, arrays, strides, sizes):
-        """The first tile that some query sees, from query tile i of head h of entry b on."""
-        j, stop, sequence = int32(0), int32(0), Sequence(b, sizes.seqlen_q, int64(0), int64(0))
-        while b < tiles.end_b:
-            sequence = sequence_of(b, arrays, strides, sizes)
+    def seek(unit, tiles, arrays, strides, sizes):
+        """The first tile that some query sees, from this unit on."""
+        h, i, j, stop = int32(0), int32(0), int32(0), int32(0)
+        sequence = Sequence(int32(0), sizes.seqlen_q, int64(0), int64(0))
+        while unit < tiles.end_unit:
+            head_of_all = divide(unit, tiles.tiles)
+            entry = divide(head_of_all, tiles.heads)
+            h, i = int32(tiles.h + head_of_all - entry * tiles.heads), int32(tiles.i + unit - head_of_all * tiles.tiles)
+            sequence = sequence_of(int32(tiles.b + entry), arrays, strides, sizes)
             last_query = min(int64(i * config.tile_m + config.tile_m), sequence.seqlen_q) - 1
             begin, _, _, end = key_range(sequence, i * config.tile_m, last_query, sizes, config.tile_n)
             j, stop = max(int32(begin), tiles.j), min(int32(end), tiles.end_j)
             if j < stop:
                 break
-            i = int32(i + 1)
-            if i >= tiles.end_i:
-                i, h = tiles.i, int32(h + 1)
-            if h >= tiles.end_h:
-                h, b = tiles.h, int32(b + 1)
-        return Place(Sequence(b, sequence.seqlen_q, sequence.keys, sequence.q_start), h, i, j, stop)
+            unit = int32(unit + 1)
+        return Place(unit, Sequence(sequence.b, sequence.seqlen_q, sequence.keys, sequence.q_start), h, i, j, stop)
 
     @inlined
     def first(tiles, arrays, strides, sizes):
-        return seek(tiles.b, tiles.h, tiles.i, tiles, arrays, strides, sizes)
+        return seek(tiles.unit, tiles, arrays, strides, sizes)
 
     @inlined
     def following(place, tiles, arrays, strides, sizes):
-        sequence, h, i, j, stop = place
-        b, j = sequence.b, int32(j + 1)
+        unit, sequence, h, i, j, stop = place
+        j = int32(j + 1)
         if j >= stop:
-            i = int32(i + 1)
-            if i >= tiles.end_i:
-                i, h = tiles.i, int32(h + 1)
-            if h >= tiles.end_h:
-                h, b = tiles.h, int32(b + 1)
-            sequence, h, i, j, stop = seek(b, h, i, tiles, arrays, strides, sizes)
-        return Place(sequence, h, i, j, stop)
+            unit, sequence, h, i, j, stop = seek(int32(unit + 1), tiles, arrays, strides, sizes)
+        return Place(unit, sequence, h, i, j, stop)
 
     @inlined
     def load_queries(place, smem, arrays, strides, sizes, thread):

@@ -7,7 +7,8 @@ from numba import cuda
 from ..steps import elements
 from ..steps.inlined import inlined
 from ..steps.sequence import lse_row
-from .stage import FragmentStage, HeadGradient, Stage, exponent_unit
+from ..steps.units import exponent_unit
+from .stage import FragmentStage, HeadGradient, Stage
 
 
 def make(config: Any) -> Stage | None:

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from numba import int32
 
-from ...config.forward import ITEM_SIZE, L2_BYTES
+from ...config.forward import L2_BYTES
+from ...dtypes import ITEM_SIZE
 from ..steps.head_rounds import in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide

@@ -12,7 +12,7 @@ tile. Launch: grid (batch * heads, as far as they differ, * blocks for a head), 
 
 from numba import cuda, int32, uint32
 
-from ...config.states_of_tiles import STATES_IN_WORD
+from ...abi.parameters import STATES_IN_WORD
 from ...ptx import bits, special
 from ..steps.integers import divide
 from . import tile_walk

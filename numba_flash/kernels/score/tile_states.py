@@ -5,7 +5,7 @@ A tile in which nothing is seen can be left out, and a tile in which all is seen
 stored: a tile has two bits. mask_mod is called only for positions that causal, window, lengths and mask leave, so "all"
 means all of those. Elsewhere the function might read past the end of an array.
 
-A query tile has a row of words (select/tile_states.py), each for STATES_IN_WORD key tiles, and after them a word that
+A query tile has a row of words (abi/tile_states.py), each for STATES_IN_WORD key tiles, and after them a word that
 tile_order.py writes. Bit i says that something is seen in the i-th of a word's tiles. Bit 16 + i says that something is
 seen and something is not, so that mask_mod must be called again. If a tile has rows of several heads, what is seen for
 one of them counts as seen. For kernels that own keys and loop over queries, a key tile has a row of words instead, each
@@ -18,13 +18,13 @@ A warp examines a tile until it has found both. Launch: grid (words), block (con
 
 from numba import cuda, int32, uint32
 
-from ...config.states_of_tiles import STATES_IN_WORD
+from ...abi.parameters import STATES_IN_WORD
 from ...ptx import special, vote
 from ..steps import sequence
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import row_keys
-from . import At, mask, tile_walk, user
+from . import at_position, mask, tile_walk, user
 
 
 def make(config):
@@ -41,7 +41,7 @@ def make(config):
         the query."""
         seen, hidden = uint32(0), uint32(0)
         for key in range(first + lane, end, 32):
-            here = At(at.b, at.h, at.q_index, int32(key), at.q_pos)
+            here = at_position(at.b, at.h, at.q_index, int32(key), at.q_pos)
             counts = True
             if has_mask:
                 counts = shown_by_mask(here, arrays, strides)
@@ -63,7 +63,7 @@ def make(config):
             while query < end_query:
                 first, end = row_keys(query + q_start, sizes.left, sizes.right, keys)
                 first, end = int32(max(first, j * tile_n)), int32(min(end, (j + 1) * tile_n))
-                at = At(b, int32(h + member), query, int32(0), query + q_start)
+                at = at_position(b, int32(h + member), query, int32(0), query + q_start)
                 some_seen, some_hidden = look_at_row(at, first, end, lane, arrays, strides)
                 seen, hidden = seen | some_seen, hidden | some_hidden
                 query = int32(query + 1)

@@ -6,7 +6,7 @@ lower tickets. So every wait ends, however many blocks a GPU runs at a time.
 
 Several heads are processed side by side: the first tiles of all of them come before their second tiles, so a tile's
 turn has come when it begins. The number of heads changes no order of additions, so it may depend on anything
-(select/heads_abreast.py).
+(config/blocks.py).
 
 If every query sees every key, all heads go the same way: the last key tile first, and query tiles from the first one up
 (step 1). Under a causal mask that begins on the diagonal, a block n key tiles away reaches a query tile n steps later,

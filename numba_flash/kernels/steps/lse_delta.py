@@ -12,12 +12,12 @@ import math
 import numpy as np
 from numba import int32, int64, uint32
 
-from ...config.forward import ITEM_SIZE
+from ...dtypes import ITEM_SIZE
 from ...ptx import cp_async, ld_st, local, memory
-from ..score.stage import exponent_unit
 from . import elements
 from .inlined import inlined
 from .sequence import lse_row
+from .units import exponent_unit
 
 BLOCK_WORDS = 32
 MINUS_DELTA = 16  # where -delta begins in a block
@@ -81,9 +81,9 @@ def delta_of_row(config):
 
 
 def of_query(config):
-    """-> of_query(sequence, h, query, arrays, sizes), a device function: lse in the scores' units, +inf if the query sees no
-    key or does not exist, and delta. It reads the blocks; in float32 and float64, what the forward and the delta kernel
-    wrote."""
+    """-> of_query(sequence, h, query, arrays, sizes), a device function: lse in the scores' units, +inf if the query
+    sees no key or does not exist, and delta. It reads the blocks; in float32 and float64, what the forward and the
+    delta kernel wrote."""
     of_blocks, minus_delta_at = ITEM_SIZE[config.dtype] == 2, MINUS_DELTA
     real = elements.COMPUTE_TYPES[config.dtype]
     inf, minus_inf, unit = real(math.inf), real(-math.inf), real(exponent_unit(config))

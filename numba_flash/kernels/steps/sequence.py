@@ -23,6 +23,18 @@ class Sequence(NamedTuple):
     q_start: int
 
 
+class Query(NamedTuple):
+    """Query q_index of a head, at position q_pos among the keys, and the keys [first_key, end_key) that causal, window
+    and lengths leave it."""
+
+    b: int
+    h: int
+    q_index: int
+    q_pos: int
+    first_key: int
+    end_key: int
+
+
 @functools.cache
 def make(config: Any) -> Any:
     """-> sequence_of(b, arrays, strides, sizes), a device function: the Sequence of batch entry b.
@@ -51,6 +63,14 @@ def make(config: Any) -> Any:
 def queries_of(b, arrays, strides, sizes):
     """The Sequence of batch entry b, for a kernel that looks at no key."""
     return Sequence(b, sizes.seqlen_q, int64(0), int64(0))
+
+
+@inlined
+def query_of(sequence, h, q_index, sizes):
+    """-> Query q_index of head h. It may lie past the last one: then its keys mean nothing."""
+    q_pos = q_index + sequence.q_start
+    first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, sequence.keys)
+    return Query(sequence.b, h, q_index, q_pos, first_key, end_key)
 
 
 @inlined

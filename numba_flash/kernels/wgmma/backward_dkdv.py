@@ -75,7 +75,7 @@ def make(config):
         if keys.has_row_term:
             term = keys.term_of(base, member, arrays, strides)
         if by_element:
-            asked = walk.asks(base, i, member, arrays, strides) if walk.present else FALSE
+            asked = walk.needs_mask(base, i, member, arrays, strides) if walk.present else FALSE
             every = scores.prepare(base, i, member, tile, masked, asked, arrays, strides, sizes)
         elif keys.has_row_term or masked:
             keys.find_visible(base, i, sizes, tile.mask_bits, tile.distance)

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, fence, griddepcontrol, local, special, wgmma
+from ..recompute import queries as recompute
 from ..score import fragments, tile_walk
 from ..steps import gradient_rows, lse_delta
-from ..steps import recompute_queries as recompute
 from ..steps.inlined import FALSE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_row_of
@@ -87,7 +87,7 @@ def make(config):
         """The key tile after j, for one thread."""
         if of_thread.present:
             states, begin = word_alone(base, STATES), word_alone(base, BEGIN)
-            return int32(of_thread.behind(states, j, begin, arrays, strides))
+            return int32(of_thread.next_tile(states, j, begin, arrays, strides))
         return int32(j - 1)
 
     @inlined
@@ -171,7 +171,7 @@ def make(config):
         """P and dS of the n-th key tile, whose S has been issued; it computes dP."""
         masked = j >= word(base, CUT) or j < word(base, FREE)
         if by_element:
-            asked = of_warp.asks(states, j, arrays, strides) if of_thread.present else FALSE
+            asked = of_warp.needs_mask(states, j, arrays, strides) if of_thread.present else FALSE
             every = scores.prepare(base, j, 0, tile, masked, asked, arrays, strides, sizes)
         elif chain.has_row_term or masked:
             find_visible(base, j, sizes, tile.mask_bits, tile.distance)
@@ -259,7 +259,7 @@ def make(config):
             pin_dq(acc_dq)
             release_k(base, n, elected)
             n = int32(n + 1)
-            j = int32(of_warp.behind(states, j, begin, arrays, strides) if of_thread.present else j - 1)
+            j = int32(of_warp.next_tile(states, j, begin, arrays, strides) if of_thread.present else j - 1)
         wait_all()
 
         bar.sync(me + 1, 128)  # all four warps have read the warpgroup's own rows for the last time

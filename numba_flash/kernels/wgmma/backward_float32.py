@@ -26,8 +26,10 @@ import numpy as np
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import local, memory, special
+from ..recompute import keys as recompute_keys
+from ..recompute import queries as recompute_queries
 from ..score import fragments
-from ..steps import lse_delta, recompute_keys, recompute_queries
+from ..steps import lse_delta
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of

@@ -6,8 +6,8 @@ dK is multiplied by scale. Where weights are dropped, dV is multiplied by how of
 from numba import float32, int32, uint32
 
 from ...ptx import bar
+from ..recompute import keys as recompute
 from ..steps import gradient_rows
-from ..steps import recompute_keys as recompute
 from ..steps.inlined import inlined
 from ..steps.sequence import key_row
 

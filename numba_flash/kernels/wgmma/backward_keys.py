@@ -10,11 +10,11 @@ from numba import float32, int32, int64, uint32
 
 from ...ptx import fence, ld_st, local, memory, special, wgmma
 from ..score import counts, fragments
-from ..score.stage import LOG2_E
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.sequence import make as make_sequence
+from ..steps.units import LOG2_E
 from . import (
     backward_key_outputs,
     backward_key_work,

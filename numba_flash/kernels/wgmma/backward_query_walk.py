@@ -25,7 +25,7 @@ class QueryWalk(NamedTuple):
     first: Callable[..., Any]  # (work, arrays, strides) -> (i, member)
     more: Callable[..., Any]  # (work, i, member) -> whether this tile is one of them
     next: Callable[..., Any]  # (work, i, member, arrays, strides) -> (i, member)
-    asks: Callable[..., Any]  # (work, i, member, arrays, strides) -> whether mask_mod decides there
+    needs_mask: Callable[..., Any]  # (work, i, member, arrays, strides) -> whether mask_mod decides there
 
 
 @inlined
@@ -93,7 +93,7 @@ def make(config, whole_warp):
         return i, member
 
     @inlined
-    def asks(work, i, member, arrays, strides):
-        return walk.asks(states_of(work, member, arrays, strides), i, arrays, strides)
+    def needs_mask(work, i, member, arrays, strides):
+        return walk.needs_mask(states_of(work, member, arrays, strides), i, arrays, strides)
 
-    return QueryWalk(walk.present, first, more, following, asks)
+    return QueryWalk(walk.present, first, more, following, needs_mask)

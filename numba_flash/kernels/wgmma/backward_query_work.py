@@ -59,7 +59,7 @@ def make(config):
             stop = max(begin, stop)
         if of_thread.present:
             states = of_thread.row(b, h, first_query, arrays, strides)
-            begin, stop = of_thread.ends(states, int32(begin), int32(stop), arrays, strides)
+            begin, stop = of_thread.trim(states, int32(begin), int32(stop), arrays, strides)
             state.write(base, STATES, states)
         h_kv, position = divide(h, divide(sizes.heads, sizes.heads_kv)), first_query + sequence.q_start
         state.write_tile(base, WorkTile(b, h, h_kv, first_query, sequence.keys, position, 1, begin, free, cut, stop))

@@ -12,9 +12,9 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import griddepcontrol, local, memory, special
+from ..recompute import queries as recompute
 from ..score import fragments
 from ..steps import gradient_rows
-from ..steps import recompute_queries as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.query_tile import QueryTile

@@ -23,8 +23,9 @@ from numba import float32, int32, int64, uint32
 from ...ptx import bar, ld_st, local
 from ..score import fragments
 from ..score import reads as score_reads
-from ..score.stage import FragmentAt, exponent_unit
+from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.units import exponent_unit
 from . import backward_products_float32, backward_tiles_float32, block, paired_tiles, parts
 from .block import CUT, FIRST_ROW, FREE, KEYS, B, H, elected, own_thread, rows_in_warpgroup
 from .pipeline import pipeline

@@ -9,9 +9,9 @@ import numpy as np
 from numba import float32, int32, int64, uint32
 
 from ...ptx import bar, ld_st, local, special, vote
+from ..recompute import queries as recompute
 from ..score import fragments
 from ..steps import elements, gradient_rows
-from ..steps import recompute_queries as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.query_tile import QueryTile

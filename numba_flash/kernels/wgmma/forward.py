@@ -25,12 +25,11 @@ from typing import Any, NamedTuple
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, fence, local, memory, special, wgmma
-from ..score import fragments, one_side, sum_terms, tile_walk
+from ..score import fragment_softmax, fragments, sum_terms, tile_walk
 from ..score import reads as score_reads
-from ..steps import fragment_softmax
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_row_of
-from . import barriers, block, forward_outputs, operands, producer, tile_scores
+from . import barriers, block, forward_outputs, one_side, operands, producer, tile_scores
 from .barriers import position, tile_of, word
 from .block import BEGIN, CUT, FREE, KEYS, MEMBERS, STATES, STOP, B, H, aligned, rows_of_lane, warpgroup_index
 from .operands import describe_rows, wait_all, wait_but_one
@@ -53,7 +52,7 @@ class Rows(NamedTuple):
     q_desc: Any  # wgmma's descriptor of the consumer's rows of Q
     begin: Any  # its last key tile, since they come in descending order
     states: Any  # where the states of its key tiles begin (kernels/score/tile_walk.py)
-    before: Any  # the first key tile that is not on one side of the queries (kernels/score/one_side.py)
+    before: Any  # the first key tile that is not on one side of the queries (kernels/wgmma/one_side.py)
     behind: Any  # the first one that is again
     inverse_scale: Any  # 1 / scale, or 0 if no tile may be linear
 
@@ -145,8 +144,8 @@ def make(config):
     @inlined
     def next_tile(j, rows, arrays, strides):
         """-> (the key tile after j, one before `begin` if none is left; whether mask_mod removes something of it)"""
-        following = int32(walk.behind(rows.states, j, rows.begin, arrays, strides) if walk.present else j - 1)
-        return following, walk.asks(rows.states, max(following, rows.begin), arrays, strides)
+        following = int32(walk.next_tile(rows.states, j, rows.begin, arrays, strides) if walk.present else j - 1)
+        return following, walk.needs_mask(rows.states, max(following, rows.begin), arrays, strides)
 
     @inlined
     def step(base, consumer, tile, rows, registers, arrays, strides, sizes, score):
@@ -243,7 +242,7 @@ def make(config):
             states = word(work_tile, STATES) if walk.present else int32(0)
             # All that needs no score comes before they do.
             rows = begin_rows(work_tile, seen, q_desc, begin, states, registers, arrays, strides, score)
-            masked, asks = j >= cut or j < free, walk.asks(states, j, arrays, strides)
+            masked, asks = j >= cut or j < free, walk.needs_mask(states, j, arrays, strides)
             tile = KeyTile(j, taken, work_tile, FALSE, masked, asks)
             following, asks = first_step(base, consumer, tile, rows, registers, arrays, strides, sizes, score)
             taken, j = int32(taken + 1), following

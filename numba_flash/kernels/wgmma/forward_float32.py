@@ -21,9 +21,9 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from ...ptx import bar, fence, local, memory, special, vote, wgmma
-from ..score import fragments, sum_terms, tile_walk
+from ..recompute import rows as recompute
+from ..score import fragment_softmax, fragments, sum_terms, tile_walk
 from ..score import reads as score_reads
-from ..steps import fragment_softmax, recompute_whole_rows
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_row_of
 from ..steps.sequence import key_row, queries_of, query_row
@@ -117,7 +117,7 @@ def make(config):
     start, softmax, finish = fragment_softmax.make(config, 1)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
     to_p = parts.to_operand(tile_n)
-    write_rows, recompute_rows = rows_float32.make(config), recompute_whole_rows.make(config, 16)
+    write_rows, recompute_rows = rows_float32.make(config), recompute.make(config, 16)
 
     # The producer.
 
@@ -174,7 +174,7 @@ def make(config):
                 make_visible()
                 rings.v.producer_commit(base, n, elected())
                 n = int32(n + 1)
-                j = int32(producer_walk.behind(states, j, begin, arrays, strides) if walk.present else j - 1)
+                j = int32(producer_walk.next_tile(states, j, begin, arrays, strides) if walk.present else j - 1)
             i = int32(i + 1)
             if thread == 0:
                 t = work.following(t, counter)
@@ -377,15 +377,15 @@ def make(config):
                 # Key tiles that some row sees only in part; then those that every row sees whole; then, with a left
                 # window, again some that are seen in part.
                 while j >= begin and (j >= cut or j < free):
-                    tile = KeyTile(j, n, work_tile, FALSE, TRUE, walk.asks(states, j, arrays, strides))
+                    tile = KeyTile(j, n, work_tile, FALSE, TRUE, walk.needs_mask(states, j, arrays, strides))
                     step(base, me, tile, registers, arrays, strides, sizes, score)
                     n = int32(n + 1)
-                    j = int32(walk.behind(states, j, begin, arrays, strides) if walk.present else j - 1)
+                    j = int32(walk.next_tile(states, j, begin, arrays, strides) if walk.present else j - 1)
                 while j >= free and j < cut:
-                    tile = KeyTile(j, n, work_tile, TRUE, FALSE, walk.asks(states, j, arrays, strides))
+                    tile = KeyTile(j, n, work_tile, TRUE, FALSE, walk.needs_mask(states, j, arrays, strides))
                     step(base, me, tile, registers, arrays, strides, sizes, score)
                     n = int32(n + 1)
-                    j = int32(walk.behind(states, j, begin, arrays, strides) if walk.present else j - 1)
+                    j = int32(walk.next_tile(states, j, begin, arrays, strides) if walk.present else j - 1)
             write_tile(base, work_tile, registers, arrays, strides, sizes, score)
             rings.tiles.consumer_release(base, i, elected())
             i = int32(i + 1)

@@ -8,14 +8,15 @@ import numpy as np
 from numba import float32, int32, uint32
 
 from ...ptx import bar, fence, ld_st, shfl, vote
-from ..score.stage import exponent_unit
-from ..steps import fragment_outputs, output_rows
-from ..steps import recompute_rows as recompute
+from ..recompute import rows as recompute
+from ..steps import output_rows
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import lse_row, queries_of
+from ..steps.units import exponent_unit
+from . import fragment_outputs
 from .block import rows_of_lane
 from .tile_scores import counting
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from numba import int32, uint32
 
-from ...config.forward import ITEM_SIZE
+from ...dtypes import ITEM_SIZE
 from ...ptx import memory, special
 from ..score import longest_first, reads, tile_walk
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
@@ -112,7 +112,7 @@ def make(config):
         b, h, first_query = word_alone(work_tile, B), word_alone(work_tile, H), word_alone(work_tile, FIRST_ROW)
         states = walk.row(b, h, first_query, arrays, strides)
         begin, stop = word_alone(work_tile, BEGIN), word_alone(work_tile, STOP)
-        begin, stop = walk.ends(states, begin, stop, arrays, strides)
+        begin, stop = walk.trim(states, begin, stop, arrays, strides)
         write_ends(work_tile, begin, stop, sizes)
         write(work_tile, STATES, states)
 

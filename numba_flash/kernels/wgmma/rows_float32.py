@@ -5,12 +5,12 @@ import numpy as np
 from numba import float32, int32, uint32
 
 from ...ptx import bar, ld_st, local, memory, shfl
-from ..score.stage import exponent_unit
 from ..steps import elements
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.sequence import lse_row, queries_of, query_row
+from ..steps.units import exponent_unit
 
 
 def row_writer(blocks, columns, vectorized):

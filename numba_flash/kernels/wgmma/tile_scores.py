@@ -7,9 +7,9 @@ from numba import float32, int32, uint32
 
 from ...ptx import fence, local
 from ..score import counts, fragment_functions, fragments, reads
-from ..score.stage import LOG2_E
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
+from ..steps.units import LOG2_E
 from . import barriers, bias_boxes
 from .barriers import position, tile_of, word
 from .block import FIRST_ROW, KEYS, POS_CUT, POS_FREE, B, H, rows_of_lane
@@ -46,7 +46,7 @@ class ConsumerRegisters(NamedTuple):
     m: Any  # (2,)
     l: Any  # (2,)
     alpha: Any  # (2,)
-    shift: Any  # (2,) of the rows' scores (kernels/score/one_side.py)
+    shift: Any  # (2,) of the rows' scores (kernels/wgmma/one_side.py)
     kept: Any  # which weights count
 
 
@@ -170,11 +170,11 @@ def make(config, sides):
         own, at = tile_of(tile.work_tile), position(tile.work_tile)
         left = int32(min(sizes.seqlen_q - own.first_query, queries))
         s, bits, first = registers.acc_s, registers.mask_bits, own.first_query
-        j, b, h, asks = tile.j, own.b, own.h, tile.asks
+        asks, place = tile.asks, functions.place_of(tile.j, own.b, own.h, first_row, lane, first, at, left)
         if tile.inside:
-            functions.apply_inside(s, bits, j, b, h, first_row, lane, first, at, left, asks, arrays, strides, score)
+            functions.apply_inside(s, bits, place, asks, arrays, strides, score)
         else:
-            functions.apply(s, bits, j, b, h, first_row, lane, first, at, left, asks, arrays, strides, score)
+            functions.apply(s, bits, place, asks, arrays, strides, score)
 
     @inlined
     def add_options(base, tile, registers, score):

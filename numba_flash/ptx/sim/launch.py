@@ -90,7 +90,7 @@ class Pointer:
         return position
 
     def address(self, index: int) -> int:
-        """Where an element lies in the host's memory, or would lie."""
+        """The address of an element in the host's memory. It may lie outside of the array."""
         flat = self._flat
         return flat.__array_interface__["data"][0] + (index + self._first) * flat.itemsize
 
@@ -115,7 +115,7 @@ def run(
 ) -> None:
     """Make a kernel with @cuda.jit and run it. Exceptions in it are raised here, with thread and block.
 
-    arrays, values: what the kernel takes (select/arguments.py), with arrays where it sees pointers. A NamedTuple of
+    arrays, values: what the kernel takes (abi/arguments.py), with arrays where it sees pointers. A NamedTuple of
     arrays is one parameter; those of a plain tuple are parameters of their own.
     tensor_maps: (number of the operand whose memory it describes, TensorMap) in the kernel's order. A kernel
     that has some takes a first parameter more, which stands for their 128 bytes each and is 0 here. cluster: how
@@ -192,7 +192,7 @@ def _instead_of_numbas(numba_kernel: Any, memory: Any, cluster: int) -> Iterator
     kernels = numba_kernel.FakeCUDAKernel
 
     def swap(function: Any, simulated: Any) -> contextlib.AbstractContextManager:
-        """In what a function sees: its module and what it closes over."""
+        """Replaces what a function sees: names of its module, and what it closes over."""
         names = function.__globals__
         if id(names) not in seen:
             seen.add(id(names))
@@ -251,7 +251,7 @@ class _Running:
 
 @functools.cache
 def _numbers() -> dict[int, Any]:
-    """By the id of one of Numba's types of numbers: NumPy's."""
+    """{id of one of Numba's types of numbers: its NumPy type}"""
     from numba import types
 
     named = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64")

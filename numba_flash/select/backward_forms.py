@@ -1,0 +1,129 @@
+"""In which form wgmma's backward runs: one kernel or two, how many heads and key tiles a block has, and how dQ is
+added up. docs/adding_a_tile_row.md has the measurements."""
+
+from ..config.blocks import AT_A_TIME
+from ..config.wgmma_backward import BY_ELEMENT, WgmmaFusedConfig, all_parts
+from ..machine.target import Target
+from ..problem.backward import BackwardProblem
+from ..problem.groups import parts_of
+from ..problem.options import SEEDED, changes_scores
+
+LONGEST_STAY = 8192  # queries of a walk over all of them
+
+
+def can_be_one_kernel(problem: BackwardProblem) -> bool:
+    """Whether wgmma/backward_fused, which computes five products instead of seven, can compute the gradients. It needs
+    a query: without one no previous kernel would set its ticket to 0."""
+    forward = problem.forward
+    if not forward.seqlen_q:
+        return False
+    by_element = any(name in BY_ELEMENT and name != SEEDED for name, _ in forward.uses)
+    plain, widest = not changes_scores(forward.uses) and not by_element, max(forward.head_dim, forward.head_dim_v)
+    # Where weights are dropped, registers do not suffice for tiles of 128 queries.
+    taken = widest <= 128 and (widest > 64 or not forward.seeded)
+    return plain and {"dq", "dk", "dv"} <= set(problem.wanted) and taken
+
+
+def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
+    """Whether the one kernel is faster than two. docs/adding_a_tile_row.md has the measurements.
+
+    If every query sees every key, parts of dQ wait in a line (kernels/steps/dq_order.py). That costs little if a head
+    has no more key tiles than query tiles, or few query tiles, and if a batch entry has enough work for the line to
+    pass: eight heads, or more key tiles than run at a time, because only the first ones wait. Under a mask two long
+    heads go two ways, and parts of a group count as heads. With several sums of dQ (dq_lines) lines are short. Without
+    an order there is no line. The batch size may not decide: a row's bits must not depend on it. Short sequences are
+    assumed to come in batches. If all keys are one tile, there are no parts.
+    """
+    forward = problem.forward
+    widest, every_key = max(forward.head_dim, forward.head_dim_v), forward.left is None and forward.right is None
+    short = max(forward.seqlen_q, forward.seqlen_k) <= 512
+    one_tile = 0 < forward.seqlen_k <= WgmmaFusedConfig.KEYS  # a head is one block, which walks all of its queries
+    if target.simulated or (one_tile and 64 < widest <= 80):
+        return False
+    if short:
+        return True
+    if one_tile:
+        return forward.seqlen_q <= 1024
+    group = forward.heads // max(forward.heads_kv, 1)
+    lines = forward.heads_kv * parts_of(group, members_of_a_part(problem, one_kernel=True))
+    few_queries = every_key and forward.seqlen_q <= 512
+    long_line = forward.seqlen_k > forward.seqlen_q and not few_queries
+    two_ways = lines == 2 and not every_key and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
+    key_tiles, enough = lines * forward.seqlen_k // WgmmaFusedConfig.KEYS, 2 if widest <= 64 else 1.5
+    many_tiles = every_key and key_tiles >= enough * AT_A_TIME and forward.seqlen_q >= forward.seqlen_k
+    few = lines < (8 if every_key else 4) and not two_ways and not many_tiles and dq_lines(problem) == 1
+    if problem.deterministic and (long_line or few):
+        return False
+    # Wide heads that see all keys start later: a small batch of them would lose more by the one kernel.
+    least = 8192 if widest <= 64 or not every_key else 16384
+    return (forward.heads_kv if every_key else forward.heads) * forward.seqlen_k >= least
+
+
+def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
+    """How many key tiles a block of the one kernel has: all of a head if dQ stays in shared memory; otherwise 0.
+
+    With one tile dQ need not stay there. Without a key no block would write dQ. If every query sees every key, both
+    ways have the same order of sums, and so the same bits. Then a block has one tile if the GPU can run all blocks at a
+    time: 12 heads of 197 tokens take 20 us instead of 26, 256 heads 64 instead of 53 (H200).
+    """
+    forward = problem.forward
+    key_tiles = -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
+    if key_tiles == 1:
+        return 1
+    query_tiles = -(-forward.seqlen_q // 128) * forward.heads // max(forward.heads_kv, 1)
+    kept = max(forward.head_dim, forward.head_dim_v) <= 64 and query_tiles <= WgmmaFusedConfig.KEPT
+    every_key = forward.left is None and forward.right is None
+    few = every_key and forward.batch * forward.heads_kv * key_tiles <= target.multiprocessors
+    return key_tiles if kept and not few and key_tiles <= WgmmaFusedConfig.MOST_KEY_TILES else 0
+
+
+def dq_lines(problem: BackwardProblem) -> int:
+    """How many sums of dQ the key tiles of a head add to in rotation.
+
+    If few heads have as many key tiles as a GPU runs blocks, all blocks begin with the same query tiles, each one turn
+    after the one before (kernels/steps/dq_order.py). More sums shorten this wait and take more of the L2 cache.
+    docs/adding_a_tile_row.md has the measurements.
+    """
+    forward = problem.forward
+    every_key = forward.left is None and forward.right is None
+    key_tiles = forward.heads_kv * forward.seqlen_k // WgmmaFusedConfig.KEYS
+    most_heads = 4 if every_key and forward.seqlen_q >= forward.seqlen_k else 1
+    narrow = max(forward.head_dim, forward.head_dim_v) <= 64
+    if narrow or not problem.deterministic or forward.heads > most_heads:
+        return 1
+    if forward.heads <= 2:
+        return WgmmaFusedConfig.MOST_LINES if key_tiles >= AT_A_TIME else 1
+    return 2 if key_tiles >= 1.5 * AT_A_TIME else 1
+
+
+def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tiles: int) -> bool:
+    """Whether blocks of the one kernel process several tiles, if there are more tiles than blocks that run at a time.
+    It changes no order of sums, and so no bit.
+
+    From head_dim 65 on long loops lose 2 % by it, and short ones gain up to 14 % (docs/adding_a_tile_row.md). A block
+    with the only key tile of a head does not stay there: the compiler would serialise its products. Nor does a block
+    where weights are dropped: registers are scarce.
+    """
+    forward = problem.forward
+    tiles = all_parts(forward, members) * -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
+    many = key_tiles > 1 or tiles > target.multiprocessors
+    every_key = forward.left is None and forward.right is None
+    of_a_walk = forward.seqlen_q * (members or forward.heads // max(forward.heads_kv, 1))
+    long = every_key and of_a_walk > LONGEST_STAY
+    wide = max(forward.head_dim, forward.head_dim_v) > 64
+    return many and not (wide and (key_tiles or forward.seeded or long))
+
+
+def members_of_a_part(problem: BackwardProblem, one_kernel: bool) -> int:
+    """How many query heads of a group a block that owns keys processes; 0: all, so it writes dK and dV itself.
+
+    Under a causal mask the blocks of a head process different query tiles at a time, each of all its members. With two
+    members the concurrent tiles and the sums of dQ stay in L2; with eight they do not. The two kernels gain only with
+    few blocks. If every query sees every key, nothing is gained. docs/adding_a_tile_row.md has the measurements.
+    """
+    forward = problem.forward
+    every_key, short = forward.left is None and forward.right is None, max(forward.seqlen_q, forward.seqlen_k) <= 512
+    if every_key or short or forward.function("mask_mod") is not None or not (one_kernel or forward.heads_kv <= 4):
+        return 0
+    members = 2 if max(forward.head_dim, forward.head_dim_v) > (64 if one_kernel else 192) else 4
+    return members if forward.heads > members * forward.heads_kv else 0
