@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from numba_flash import arrays
-from numba_flash.kernels.score import dropout
+from numba_flash.kernels.score import kept_weights
 from numba_flash.machine import toolchain
 from numba_flash.ptx.sim.launch import run
 from numba_flash.testing import dropout_mask
