@@ -23,7 +23,9 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 # The examples are scripts that are notebooks, too: "# %%" begins a cell. They are run while the pages are built, and an
 # exception in one fails the build.
-shutil.copytree(ROOT / "examples", ROOT / "docs" / "examples", dirs_exist_ok=True)
+shutil.copytree(
+    ROOT / "examples", ROOT / "docs" / "examples", ignore=shutil.ignore_patterns("demo"), dirs_exist_ok=True
+)
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True

@@ -7,7 +7,7 @@ that needs them. Where torch is imported, before or after, it is told of our ope
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .machine import forked as _forked  # noqa: F401 - is told of forks from now on
+from .machine import forked as _forked  # noqa: F401 - registers an at-fork handler
 from .machine import torch_arrival as _torch_arrival
 
 __version__ = "0.1.0"

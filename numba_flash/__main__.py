@@ -1,4 +1,4 @@
-"""python -m numba_flash demo | info | explain"""
+"""python -m numba_flash info | explain"""
 
 import argparse
 import os
@@ -13,14 +13,17 @@ from typing import Any
 from . import __version__
 from .problem.options import ARRAYS, NUMBERS, OPTION_ARRAYS, Option, Options
 
+DEMO = (
+    "The demo is no part of the installed package: it is examples/demo in the repository, and sh scripts/demo runs it."
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status: 0 done, 1 the demo's checks failed, 2 it cannot be done as asked."""
+    """Run a command; the exit status: 0 done, 2 it cannot be done as asked."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["demo"]:  # has options of its own
-        from . import demo
-
-        return demo.main(arguments[1:])
+    if arguments[:1] == ["demo"]:
+        print(DEMO, file=sys.stderr)
+        return 2
     parsed = _parser().parse_args(arguments)
     return explain(parsed) if parsed.command == "explain" else info()
 
@@ -28,8 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m numba_flash", description="Exact attention in pure Python.")
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="demo | info | explain")
-    commands.add_parser("demo", help="a language model answers questions with our attention", add_help=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="info | explain")
     commands.add_parser("info", help="versions, GPUs, the cache, and which kernels are usable here")
     add = commands.add_parser(
         "explain",

@@ -17,7 +17,7 @@ Array = NDArray[np.float64]
 
 
 class Gradients(NamedTuple):
-    """Of everything that a score or an output depends on; None for what was not given."""
+    """The gradients of everything that a score or an output depends on; None for what was not given."""
 
     dq: Array
     dk: Array
@@ -227,7 +227,7 @@ def dropout_mask(
 
 
 def _dropped(dropout_p: float) -> int:
-    """Of 2^16 random numbers, how many drop a weight."""
+    """How many of the 2^16 values of a random number drop a weight."""
     return min(round(dropout_p * 2**16), 2**16 - 1)
 
 

@@ -8,4 +8,6 @@ for report in sys.argv[1:]:
         for outcome in ("failure", "error"):
             for found in case.findall(outcome):
                 words = (found.get("message") or "").partition("\n")[0]
-                print("FAILED", f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')} - {words}"[:200])
+                module, _, of_class = case.get("classname", "").partition(".Test")
+                test = f"Test{of_class}::{case.get('name')}" if of_class else case.get("name")
+                print("FAILED", f"{module.replace('.', '/')}.py::{test} - {words}"[:200])

@@ -8,7 +8,7 @@ import pytest
 
 from numba_flash.machine import toolchain
 
-pytest.register_assert_rewrite("contract", "contract_backward", "contract_dropout", "contract_functions", "metamorphic")
+pytest.register_assert_rewrite("contracts")
 
 if toolchain.simulated():  # before any test imports numba.cuda by itself: NumPy 2.5 warns about it then
     toolchain.cuda()

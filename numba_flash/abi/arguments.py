@@ -100,7 +100,9 @@ def values_of(config: Any, problem: "AnyProblem") -> Values:
     if problem.wanted is not None:
         strides = strides | dict(do=problem.do_strides, dlse=problem.dlse_strides)
         strides |= zip(options.GRADIENT_OF, problem.strides, strict=True)
-        sizes = sizes | dict(dbias_shape=problem.dbias_shape, **sizes_of_aux(problem))
+        sizes = sizes | dict(
+            dbias_shape=problem.dbias_shape, dbias_splits=problem.dbias_splits, **sizes_of_aux(problem)
+        )
     return Values.of(config, strides=strides, sizes=sizes | config.own_sizes(problem), score=score)
 
 

@@ -22,9 +22,10 @@ class Parameters(NamedTuple):
     sizes: tuple[str, ...] = ()
     score: tuple[str, ...] = ()
 
-    def plus(self, arrays: str = "", sizes: str = "") -> "Parameters":
-        """With more arrays, which have no strides, and more sizes."""
-        return self._replace(arrays=(*self.arrays, *words(arrays)), sizes=(*self.sizes, *words(sizes)))
+    def plus(self, arrays: str = "", sizes: str = "", strides: str = "") -> "Parameters":
+        """With more arrays, more sizes, and strides of more arrays."""
+        more = dict(arrays=arrays, sizes=sizes, strides=strides)
+        return self._replace(**{name: (*getattr(self, name), *words(text)) for name, text in more.items()})
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -49,7 +50,8 @@ SEED, DROPPED, KEPT_COUNT = "seed", "dropped", "kept_count"
 # The arrays that kernels of one call hand each other. The first three are v1's: O before rounding, l and m.
 STATES = (TILE_STATES, TILE_STATES_OF_KEYS)
 FORWARD_WORKSPACE = (*words("acc_o row_sum row_max"), MASK_BITS, TILE_STATES)
-BACKWARD_WORKSPACE = (*words("delta row_shares lse_delta turns dq_sums dk_sums dv_sums"), MASK_BITS, MASK_BITS_OF_KEYS)
+BACKWARD_WORKSPACE = words("delta row_shares lse_delta turns dq_sums dk_sums dv_sums dbias_sums")
+BACKWARD_WORKSPACE += (MASK_BITS, MASK_BITS_OF_KEYS)
 BACKWARD_WORKSPACE += (*STATES, AUX_BOUNDS, AUX_SUMS)
 Workspace = dict[str, tuple[tuple[int, ...], str]]  # shape and dtype of some of these arrays
 

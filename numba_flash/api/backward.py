@@ -5,8 +5,9 @@ from typing import Any
 from ..dispatch import backward as dispatch
 from ..dispatch.backward import CallPlan
 from ..dispatch.block_mask import expanded
+from ..dispatch.call import NO_AUX, Call
 from ..problem.options import NO_NUMBERS, AttentionGradients
-from .forward import NO_AUX, NO_DROPOUT, bound_to
+from .forward import NO_DROPOUT, bound_to
 
 
 def attention_backward(
@@ -83,23 +84,16 @@ def attention_backward(
         causal, window, q_offset, seqlens_k, mask_mod, aux = expanded(
             block_mask, causal, window, q_offset, seqlens_k, mask_mod, aux
         )
-    options = (  # those of Options, as a plain tuple: it is made in a tenth of the time
-        causal,
-        window,
-        q_offset,
-        NO_NUMBERS
-        if scale is softcap is None and dropout_p is NO_DROPOUT
-        else (scale, softcap, None if dropout_p is NO_DROPOUT else dropout_p),
-        None
-        if bias is mask is alibi_slopes is seqlens_k is sinks is None
-        else (bias, mask, alibi_slopes, seqlens_k, sinks),
-        None if score_mod is mask_mod is None and aux is NO_AUX else (score_mod, mask_mod, aux),
-        layout,
-        seed,
-    )
-    return dispatch.run(do, q, k, v, o, lse, dlse, wanted, options, deterministic, stream, kernel)
+    numbers = NO_NUMBERS if scale is softcap is None and dropout_p is NO_DROPOUT else (scale, softcap, dropout_p)
+    plain = bias is mask is alibi_slopes is seqlens_k is sinks is None
+    given = None if plain else (bias, mask, alibi_slopes, seqlens_k, sinks)
+    functions = None if score_mod is mask_mod is None and aux is NO_AUX else (score_mod, mask_mod, aux)
+    options = causal, window, q_offset, numbers, given, functions, layout, seed
+    return dispatch.run(((q, k, v, o, lse, do, dlse), options, True, wanted, deterministic, stream, kernel))
 
 
 def prepare_call(arguments: dict[str, Any]) -> tuple[list[Any], CallPlan]:
     """`dispatch.backward.prepare` for what a caller would hand to `attention_backward`, by name."""
-    return dispatch.prepare(**bound_to(attention_backward, arguments))
+    named = bound_to(attention_backward, arguments)
+    operands = tuple([named.pop(name) for name in ("q", "k", "v", "o", "lse", "do", "dlse")])
+    return dispatch.prepare(Call(operands, **named))

@@ -7,8 +7,9 @@ from typing import Any
 
 from .. import arrays
 from ..dispatch import forward as dispatch
-from ..dispatch.forward import NO_AUX, CallPlan
+from ..dispatch.call import NO_AUX, Call
 from ..dispatch.forward import AttentionOutput as AttentionOutput
+from ..dispatch.forward import CallPlan
 from ..problem.options import NO_NUMBERS, OPTION_NAMES, Options
 
 differentiated = arrays.differentiated.get
@@ -127,37 +128,30 @@ def attention(
         causal, window, q_offset, seqlens_k, mask_mod, aux = expanded(
             block_mask, causal, window, q_offset, seqlens_k, mask_mod, aux
         )
-    options = (  # those of Options, as a plain tuple: it is made in a tenth of the time
-        causal,
-        window,
-        q_offset,
-        NO_NUMBERS
-        if scale is softcap is None and dropout_p is NO_DROPOUT
-        else (scale, softcap, None if dropout_p is NO_DROPOUT else dropout_p),
-        None
-        if bias is mask is alibi_slopes is seqlens_k is sinks is None
-        else (bias, mask, alibi_slopes, seqlens_k, sinks),
-        None if score_mod is mask_mod is None and aux is NO_AUX else (score_mod, mask_mod, aux),
-        layout,
-        seed,
-    )
-    again = find(q, k, v, options, return_lse, out, kernel) if stream is None else None
-    if again is not None:
-        _, addresses, is_recorded, known = again
-        if known is not None:  # a call like one before
+    numbers = NO_NUMBERS if scale is softcap is None and dropout_p is NO_DROPOUT else (scale, softcap, dropout_p)
+    plain = bias is mask is alibi_slopes is seqlens_k is sinks is None
+    given = None if plain else (bias, mask, alibi_slopes, seqlens_k, sinks)
+    functions = None if score_mod is mask_mod is None and aux is NO_AUX else (score_mod, mask_mod, aux)
+    options = causal, window, q_offset, numbers, given, functions, layout, seed
+    fields = (q, k, v, out), options, return_lse, None, True, stream, kernel
+    found, key = find(fields), None
+    if found is not None:
+        key, cached, addresses, is_recorded = found
+        if cached is not None:
             if is_recorded:
-                return bridge("torch").run_again(known, addresses, q, k, v, return_lse)
-            o, lse = known.run(q, addresses, out)
+                return bridge("torch").run_cached(cached, addresses, q, k, v, return_lse)
+            o, lse = cached.run(q, addresses, out)
             return o if lse is None else AttentionOutput(o, lse)
+    call = Call.of(fields, key)
     differentiates = differentiated(type(q))
     if differentiates is None or not differentiates(q, k, v):
         try:
-            return dispatch.run(q, k, v, options, return_lse, out, stream, kernel)
+            return dispatch.run(call)
         except arrays.NeedsBridge as recorded:
             family = recorded.family
     else:
         family = "torch"
-    return bridge(family).run(q, k, v, options, return_lse, out, stream, kernel)
+    return bridge(family).run(call)
 
 
 def bridge(framework: str) -> Any:
@@ -196,14 +190,15 @@ def warmup(q: Any, k: Any, v: Any, **options: Any) -> None:
 
 def prepare_call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[list[Any], CallPlan]:
     """`dispatch.forward.prepare` for the arguments of `attention`, or for what torch's autograd would run with them."""
-    arguments = bound_to(attention, dict(options, q=q, k=k, v=v))
+    named = bound_to(attention, dict(options, q=q, k=k, v=v))
+    call = Call(tuple([named.pop(name) for name in ("q", "k", "v", "out")]), **named)
     try:
-        return dispatch.prepare(**arguments)
+        return dispatch.prepare(call)
     except arrays.NeedsBridge as recorded:
         if recorded.family != "torch":
             raise
     with sys.modules["torch"].no_grad():
-        return dispatch.prepare(**arguments | dict(return_lse=True))  # which the backward reads
+        return dispatch.prepare(call._replace(return_lse=True))  # which the backward reads
 
 
 def bound_to(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:

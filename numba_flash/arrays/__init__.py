@@ -6,6 +6,7 @@ type names its family, and the family's module is then in sys.modules already. N
 """
 
 from ..dtypes import ITEM_SIZE as ITEM_SIZE
+from .fast_path import FastPath as FastPath
 from .layout import AUX_DTYPES as AUX_DTYPES
 from .layout import DTYPES as DTYPES
 from .layout import Array as Array
@@ -21,12 +22,11 @@ from .making import empty_for as empty_for
 from .making import give as give
 from .making import note_writing as note_writing
 from .making import scratch as scratch
-from .one_go import OneGo as OneGo
 from .reading import as_bfloat16 as as_bfloat16
 from .reading import checks as checks
 from .reading import differentiated as differentiated
+from .reading import fast_paths as fast_paths
 from .reading import jax_addresses as jax_addresses
-from .reading import one_go as one_go
 from .reading import read as read
 from .recording import NeedsBridge as NeedsBridge
 from .recording import refuse_jax_tracer as refuse_jax_tracer

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from .fast_path import cupy_maker, numpy_maker, torch_maker
 from .layout import Array, Layout, contiguous_like, host_pointer, numpy_dtype
-from .one_go import cupy_maker, numpy_maker, torch_maker
 from .reading import as_bfloat16, is_transformed, read_jax, read_numba, read_numpy
 from .recording import NeedsBridge
 from .streams import LEGACY_DEFAULT, core_stream, current_stream
@@ -98,7 +98,7 @@ def scratch(like: Array, shape: tuple[int, ...], dtype: str, stream: int = 0) ->
 
 @contextlib.contextmanager
 def _library_on(like: Array, stream: int) -> Iterator[None]:
-    """With this one as the current stream of CuPy or torch."""
+    """Makes this the current stream of CuPy or torch."""
     device = like.layout.device
     if like.layout.family == "cupy":
         cuda = sys.modules["cupy"].cuda

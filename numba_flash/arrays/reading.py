@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from .fast_path import NUMPY, FastPath, of_cupy, of_torch
 from .layout import (
     CUPY_LAYOUTS,
     LAYOUTS_OF,
@@ -17,7 +18,6 @@ from .layout import (
     numpy_dtype,
     strides_of_contiguous,
 )
-from .one_go import NUMPY, OneGo, of_cupy, of_torch
 from .recording import NeedsBridge, refuse_jax_tracer, torch_check, torch_differentiates
 from .streams import LEGACY_DEFAULT
 
@@ -112,7 +112,7 @@ def _jax_buffer(x: Any) -> Array:
 
 
 def jax_addresses(buffers: Sequence[Any]) -> tuple[list[int], int | None]:
-    """Where the buffers of one callback of JAX lie, and on which CUDA device, which is None for host memory.
+    """The addresses of the buffers of one JAX callback, and their CUDA device, which is None for host memory.
 
     A callback knows their shapes and dtypes. `read`, which asks for those, takes three times as long.
     """
@@ -223,8 +223,21 @@ checks: dict[str, Callable[[Sequence[Array | None]], None]] = {}
 # type of q -> whether its library differentiates a call with these q, k and v. `read` finds out too, by an exception
 # that takes 3 to 8 us.
 differentiated: dict[type, Callable[[Any, Any, Any], bool]] = {}
-# type of an array -> how a call like one before reads it.
-one_go: dict[type, OneGo] = {np.ndarray: NUMPY}
+
+
+class _FastPaths(dict):
+    """type of an array -> its FastPath or None. Subscripting one that was seen costs no function call."""
+
+    def __missing__(self, kind: type) -> FastPath | None:
+        found, package = None, kind.__module__.partition(".")[0]
+        if package == "cupy" and kind is sys.modules["cupy"].ndarray:  # not a subclass
+            found = of_cupy()
+        if package == "torch" and kind in (sys.modules["torch"].Tensor, sys.modules["torch"].nn.Parameter):
+            found = of_torch()
+        return self.setdefault(kind, found)
+
+
+fast_paths: dict[type, Any] = _FastPaths({np.ndarray: NUMPY})
 
 
 def read(name: str, x: Any) -> Array:
@@ -250,8 +263,6 @@ def _reader_for(name: str, x: Any) -> Callable[[Any], Array]:
             raise TypeError(f"{name} must not be a masked array; pass its data and, if that is meant, mask=")
         return read_numpy
     if package == "cupy" and hasattr(x, "__cuda_array_interface__"):
-        if type(x) is sys.modules["cupy"].ndarray:  # not a subclass
-            one_go[type(x)] = of_cupy()
         return _cupy
     if "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor):
         checks.setdefault("torch", torch_check())
@@ -259,8 +270,6 @@ def _reader_for(name: str, x: Any) -> Callable[[Any], Array]:
         if type(x).__torch_dispatch__ is not plain:
             return _torch_dispatching
         differentiated[type(x)] = torch_differentiates()
-        if type(x) in (sys.modules["torch"].Tensor, sys.modules["torch"].nn.Parameter):  # not a subclass
-            one_go[type(x)] = of_torch()
         return _torch
     if "jax" in sys.modules and isinstance(x, sys.modules["jax"].Array):
         return read_jax

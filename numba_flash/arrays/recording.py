@@ -79,8 +79,8 @@ def recording_mode() -> str | None:
 
 
 def shown(family: str, name: str) -> contextlib.AbstractContextManager[Any]:
-    """Shows what runs in it to torch's profiler as `name`, while that is on. A call like one before does not come
-    here: arrays/one_go.py sends it the long way then."""
+    """Shows what runs in it to torch's profiler as `name`, while that is on. The fast path of a repeated
+    call is closed while the profiler is on (arrays/fast_path.py)."""
     if family == "torch" and sys.modules["torch"].autograd.profiler._is_profiler_enabled:
         return sys.modules["torch"].autograd.profiler.record_function(name)
     return _NOTHING

@@ -25,8 +25,10 @@ from ..arrays import Array, Layout
 from ..dispatch import backward as gradients
 from ..dispatch import caller_functions
 from ..dispatch import forward as dispatch
+from ..dispatch.call import Call
 from ..dispatch.forward import AttentionOutput
 from ..dispatch.launch import Launch
+from ..dispatch.seed import with_seed
 from ..problem.forward import LAYOUTS, Problem
 from ..problem.memory import check_lengths
 from ..problem.option_checks import window_sides
@@ -42,31 +44,19 @@ from ..problem.options import (
 )
 from ..problem.strides import contiguous_strides
 from ..select import rungs
+from ..select.rungs import kernel_of_backward
 from . import jax_seed, jax_sharding
 from .jax_fold import fold
 from .jax_refusals import FORWARD_MODE, no_second_derivative, reverse_only
 from .jax_varying import axes_of, varying
+from .static_call import StaticCall
 
 OPERANDS = ("q", "k", "v", *ARRAY_NAMES)  # what the operation may be given
 SEQLENS_K = Operands._fields.index("seqlens_k")  # GradientOperands begins with the same fields
 NO_ARRAYS = (None,) * len(OPTION_ARRAYS)
 
 
-class Known(NamedTuple):
-    """What is known when XLA compiles: Options without its arrays, aux and seed, with its functions as they were read
-    when JAX traced, and the kernel."""
-
-    options: Options
-    kernel: str
-
-    def plan(self) -> dict[str, Any]:
-        """As dispatch takes it."""
-        named = self.options._asdict()
-        del named["arrays"], named["seed"]
-        return named | dict(kernel=self.kernel)
-
-
-def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: Any, stream: Any, kernel: Any) -> Any:
+def run(call: Call) -> Any:
     """`dispatch.forward.run` for traced JAX arrays, with gradients of q, k, v and the options that have one,
     also through lse.
 
@@ -81,10 +71,11 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
     seed may also be a scalar of JAX's, traced or not. Whatever it is, the callback reads it on the host: on a GPU the
     host waits for what XLA's stream has before it.
     """
-    causal, window, q_offset, numbers, given_arrays, functions, layout, seed = options
+    (q, k, v, out), return_lse = call.operands, call.return_lse
+    causal, window, q_offset, numbers, given_arrays, functions, layout, seed = call.options
     functions, aux = (None, ()) if functions is None else caller_functions.functions_of(functions)
     functions = functions and caller_functions.without_blocks(functions)
-    for name, given in (("out", out), ("stream", stream)):
+    for name, given in (("out", out), ("stream", call.stream)):
         if given is not None:
             raise NotImplementedError(
                 f"{name} cannot be given where JAX traces or arrays are on several devices: memory and stream are XLA's"
@@ -107,11 +98,11 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
                 else "pass a Python number; of an argument of jax.jit, name it in static_argnames"
             )
             raise TypeError(f"{name} must be known when JAX traces, not a traced value: {instead}")
-    rungs.check_name(kernel)
+    rungs.check_name(call.kernel)
     window = None if window is None else window_sides(window)
-    known = Known(Options(causal, window, q_offset, numbers, None, functions, layout), kernel)
+    known = StaticCall(Options(causal, window, q_offset, numbers, None, functions, layout), call.kernel)
     operands = {name: array for name, array in operands.items() if array is not None}
-    problem = _check(known.options, operands, return_lse)
+    problem = _check(known, operands, return_lse)
     if seed is not None or problem.seeded:
         seed = jax_seed.operand_of(seed)
     if problem.seeded:
@@ -130,20 +121,25 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
     return AttentionOutput(o, lse) if return_lse else o
 
 
-def _check(options: Options, operands: dict[str, Any], return_lse: Any) -> Problem:
+def _check(known: StaticCall, operands: dict[str, Any], return_lse: Any) -> Problem:
     """From shapes and dtypes alone: a user's mistake shows where it was made, not when XLA runs."""
 
     def layout(array: Any) -> Layout:
         unit, strides = array.dtype.itemsize, contiguous_strides(array.shape)
         return Layout("jax", None, array.shape, strides, unit, array.dtype.name, True)
 
-    known: dict[str, Any] = {name: layout(array) for name, array in operands.items()}
-    options = dispatch.with_layouts(options, [known.get(name) for name in (*ARRAY_NAMES, *_aux_of(known))])
-    return Problem.of(known["q"], known["k"], known["v"], options, return_lse=return_lse)
+    layouts: dict[str, Any] = {name: layout(array) for name, array in operands.items()}
+    options = known.plan_key((), _others(layouts)).options()
+    return Problem.of(layouts["q"], layouts["k"], layouts["v"], options, return_lse=return_lse)
+
+
+def _others(layouts: dict[str, Layout]) -> tuple[Layout | None, ...]:
+    """Those of ARRAY_NAMES and of aux, of the layouts by name."""
+    return tuple(layouts.get(name) for name in (*ARRAY_NAMES, *_aux_of(layouts)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(known: Known, operands: dict[str, Any]) -> tuple[Any, Any]:
+def _attention(known: StaticCall, operands: dict[str, Any]) -> tuple[Any, Any]:
     operands, axes = _in_order(operands), LAYOUTS[known.options.layout]
     q, v = operands["q"], operands["v"]
     o = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
@@ -153,7 +149,7 @@ def _attention(known: Known, operands: dict[str, Any]) -> tuple[Any, Any]:
     return _call(_Forward(known, *_facts(dict(operands, o=o, lse=lse))), tuple(operands.values()), (o, lse))
 
 
-def _forward(known: Known, operands: dict[str, Any]) -> tuple[tuple[Any, Any], Any]:
+def _forward(known: StaticCall, operands: dict[str, Any]) -> tuple[tuple[Any, Any], Any]:
     """What JAX differentiates comes marked; which gradients that asks for is kept as keys, which are not traced."""
     values = {name: operand.value for name, operand in operands.items()}
     of = GRADIENT_OF | _gradients_of_aux(values)
@@ -162,7 +158,7 @@ def _forward(known: Known, operands: dict[str, Any]) -> tuple[tuple[Any, Any], A
     return (o, lse), (wanted, values, o, lse)
 
 
-def _backward(known: Known, kept: Any, cotangents: tuple[Any, Any]) -> tuple[dict[str, Any]]:
+def _backward(known: StaticCall, kept: Any, cotangents: tuple[Any, Any]) -> tuple[dict[str, Any]]:
     wanted, operands, o, lse = kept
     do, dlse = cotangents
     given = dict(_in_order(operands), o=o, lse=lse, do=_dense(do))
@@ -238,7 +234,7 @@ class _Plan(NamedTuple):
 class _Callback:
     """What XLA calls. Equal ones are compiled once."""
 
-    known: Known
+    known: StaticCall
     names: tuple[str, ...]  # of the operands and then of the results
     dtypes: tuple[str, ...]
     order: ClassVar[tuple[str, ...]]  # of the launch's own operands
@@ -265,27 +261,16 @@ class _Callback:
             ]
             check_lengths(given[SEQLENS_K], plan.forward)
             if seed is not None:
-                given = dispatch.with_seed(given, len(self.order), plan.forward, seed)
+                given = with_seed(given, len(self.order), plan.forward, seed)
             _run(plan.launch, given, stream)
 
 
 class _Forward(_Callback):
     order, results = Operands._fields, ("o", "lse")
 
-    def plan(
-        self, layouts: dict[str, Layout], has_stream: bool, aligned: bool, bias_aligned: bool
-    ) -> tuple[Problem, Launch]:
-        found = dispatch.plan(
-            layouts["q"],
-            layouts["k"],
-            layouts["v"],
-            tuple(layouts.get(name) for name in (*self.order[3:], *_aux_of(layouts))),
-            **self.known.plan(),
-            return_lse=True,
-            has_stream=has_stream,
-            aligned=aligned,
-            bias_aligned=bias_aligned,
-        )
+    def plan(self, layouts: dict[str, Layout], **asked: bool) -> tuple[Problem, Launch]:
+        operands = tuple(layouts.get(name) for name in ("q", "k", "v", "o", "lse"))
+        found = dispatch.plan(self.known.plan_key(operands, _others(layouts), **asked))
         if found.choice.copies:
             raise NotImplementedError(
                 f"kernel={found.choice.kernel!r} runs on a GPU, and these JAX arrays are in host memory. Nothing is "
@@ -297,21 +282,11 @@ class _Forward(_Callback):
 class _Backward(_Callback):
     order, results = GradientOperands._fields, tuple(GRADIENT_OF)
 
-    def plan(
-        self, layouts: dict[str, Layout], has_stream: bool, aligned: bool, bias_aligned: bool
-    ) -> tuple[Problem, Launch]:
-        kernel = rungs.kernel_of_backward(self.known.kernel)
-        inputs: dict[str, Any] = {name: layouts.get(name) for name in ("q", "k", "v", "o", "lse", "do", "dlse")}
-        found = gradients.plan(
-            **inputs,
-            **self.known._replace(kernel=kernel).plan(),
-            deterministic=True,
-            has_stream=has_stream,
-            optional=tuple(layouts.get(name) for name in (*ARRAY_NAMES, *_aux_of(layouts))),
-            aligned=aligned,
-            bias_aligned=bias_aligned,
-            wanted=tuple(name for name in layouts if name in GRADIENT_OF or name.startswith("daux")),
-        )
+    def plan(self, layouts: dict[str, Layout], **asked: bool) -> tuple[Problem, Launch]:
+        known = self.known._replace(kernel=kernel_of_backward(self.known.kernel))
+        operands = tuple(layouts.get(name) for name in ("q", "k", "v", "o", "lse", "do", "dlse"))
+        wanted = tuple(name for name in layouts if name in GRADIENT_OF or name.startswith("daux"))
+        found = gradients.plan(known.plan_key(operands, _others(layouts), wanted=wanted, **asked))
         return found.problem.forward, found.launch
 
 
@@ -337,7 +312,8 @@ def _plan(callback: Any, shapes: tuple[tuple[int, ...], ...], device: int | None
     of_bias = [n for n, name in enumerate(names) if name == "bias"]
     bias_aligned = aligned and all(starts[n] % 16 == 0 for starts in turns for n in of_bias)
     aligned = aligned and all(starts[n] % 16 == 0 for starts in turns for n in fetched)
-    forward, launch = callback.plan(dict(zip(names, layouts, strict=True)), device is not None, aligned, bias_aligned)
+    named = dict(zip(names, layouts, strict=True))
+    forward, launch = callback.plan(named, has_stream=device is not None, aligned=aligned, bias_aligned=bias_aligned)
     where = tuple(names.index(name) if name in names else None for name in (*callback.order, *aux, *of_aux))
     return _Plan(forward, launch, where, seed, layouts, turns)
 

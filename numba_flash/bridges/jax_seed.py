@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import arrays
 from ..arrays import Layout
-from ..dispatch.forward import OF_A_KEY, seed_number
+from ..dispatch.seed import OF_A_KEY, seed_number
 from ..machine import context
 
 NAME = "seed"

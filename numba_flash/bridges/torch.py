@@ -4,7 +4,8 @@
 tensors. dispatch/ computes it, as for `attention` and `attention_backward`. What torch must know of it has three forms,
 and here a call is given the one that it needs: an autograd.Function for eager calls (torch_eager.py), which is the
 cheapest; one in the parts that torch.func asks for (torch_func.py, torch_func_backward.py, torch_vmap.py); and
-operations of torch's dispatcher for everything that traces (torch_operations.py). All carry a Call (torch_call.py).
+operations of torch's dispatcher for everything that traces (torch_operations.py). All carry a StaticCall
+(static_call.py).
 
 Autocast leaves them alone, since nothing is cast in silence: q, k and v are of one dtype, as without it.
 """
@@ -17,11 +18,13 @@ from torch import Tensor
 from ..arrays import recording
 from ..dispatch import forward as dispatch
 from ..dispatch.block_mask import in_options
+from ..dispatch.cached_call import CachedForward
+from ..dispatch.call import Call
 from ..dispatch.forward import AttentionOutput
-from ..dispatch.repeated import Forward
 from ..problem.options import Options
-from .torch_call import Call, taken_apart
-from .torch_eager import record, record_again, record_both
+from .static_call import StaticCall
+from .torch_call import flatten
+from .torch_eager import record, record_both, record_cached
 from .torch_func import Transformed
 from .torch_operations import operation
 
@@ -49,10 +52,11 @@ def attention(
     if block_mask is not None:
         named |= in_options(block_mask, named)
     dropout = dict(dropout_p=dropout_p, seed=seed) if dropout_p else {}
-    return run(q, k, v, Options.of(**named, **dropout), return_lse, out, stream, kernel)
+    options = Options.of(**named, **dropout)
+    return run(Call((q, k, v, out), options, return_lse=return_lse, stream=stream, kernel=kernel))
 
 
-def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: Any, stream: Any, kernel: Any) -> Any:
+def run(call: Call) -> Any:
     """`dispatch.forward.run` for torch tensors, with gradients of q, k, v and the options that have one, also
     through lse.
 
@@ -66,8 +70,8 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
     are not mapped and have a batch of 1; others are copied into such a form. With score_mod, mask_mod or dropout, which
     are told the batch entry, it makes a call for each, in which the entries are those of its own batch.
     """
-    options = Options(*options)
-    if out is not None or stream is not None:
+    (q, k, v, out), options, kernel, return_lse = call.operands, call.options, call.kernel, call.return_lse
+    if out is not None or call.stream is not None:
         name = "stream" if out is None else "out"
         raise NotImplementedError(f"{name} cannot be given where torch records what is done, as it does for grad")
     if options.functions is not None:
@@ -77,31 +81,31 @@ def run(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: Any, out: 
             raise NotImplementedError(recording.NO_FUNCTIONS)
         return _outside_of_the_graph(q, k, v, options, return_lse, kernel)
     if torch.compiler.is_compiling() or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
-        o, lse = operation(*taken_apart(q, k, v, options, kernel))
+        o, lse = operation(*flatten(q, k, v, options, kernel))
     elif torch._C._are_functorch_transforms_active():  # before all tracers: what it calls comes here again
-        tensors, call = taken_apart(q, k, v, options, kernel)
-        o, lse = Transformed.apply(call, *tensors)
+        tensors, static = flatten(q, k, v, options, kernel)
+        o, lse = Transformed.apply(static, *tensors)
     elif torch._C._get_tracing_state() is not None or recording.recording_mode() is not None:
-        o, lse = operation(*taken_apart(q, k, v, options, kernel))
+        o, lse = operation(*flatten(q, k, v, options, kernel))
     else:
         if options.arrays is None and not (isinstance(options.q_offset, Tensor) or isinstance(options.seed, Tensor)):
             # autograd is told of three tensors
-            tensors, call = (q, k, v), Call(options, kernel)
+            tensors, static = (q, k, v), StaticCall(options, kernel, call.key)
         else:
-            tensors, call = taken_apart(q, k, v, options, kernel)
+            tensors, static = flatten(q, k, v, options, kernel)
             if not PLAIN.issuperset(map(type, tensors)):
-                return _result(return_lse, *operation(tensors, call))
+                return _result(return_lse, *operation(tensors, static))
         if not return_lse:
-            return record(call, *tensors)
-        o, lse = record_both(call, *tensors)
+            return record(static, *tensors)
+        o, lse = record_both(static, *tensors)
     return _result(return_lse, o, lse)
 
 
-def run_again(known: Forward, addresses: Any, q: Tensor, k: Tensor, v: Tensor, return_lse: Any) -> Any:
-    """`run` of a call like one before, as `dispatch.forward.find` found it."""
+def run_cached(cached: CachedForward, addresses: Any, q: Tensor, k: Tensor, v: Tensor, return_lse: Any) -> Any:
+    """`run` of a repeated call that `dispatch.forward.find` found."""
     if return_lse:
-        return run(q, k, v, known.options, return_lse, None, None, known.kernel)
-    return record_again(known, addresses, q, k, v)
+        return run(Call((q, k, v, None), cached.options, return_lse=return_lse, kernel=cached.kernel))
+    return record_cached(cached, addresses, q, k, v)
 
 
 def _result(return_lse: Any, o: Tensor, lse: Tensor) -> Any:
@@ -110,15 +114,15 @@ def _result(return_lse: Any, o: Tensor, lse: Tensor) -> Any:
 
 def _run_with_functions(q: Any, k: Any, v: Any, options: Options, return_lse: Any, kernel: str) -> Any:
     """`run` with score_mod or mask_mod, which are no arguments that an operation could have."""
-    tensors, call = taken_apart(q, k, v, options, kernel)
+    tensors, static = flatten(q, k, v, options, kernel)
     if torch._C._are_functorch_transforms_active():
-        o, lse = Transformed.apply(call, *tensors)
+        o, lse = Transformed.apply(static, *tensors)
     elif torch._C._get_tracing_state() or recording.recording_mode() or not PLAIN.issuperset(map(type, tensors)):
         raise NotImplementedError(recording.NO_FUNCTIONS)
     elif return_lse:
-        o, lse = record_both(call, *tensors)
+        o, lse = record_both(static, *tensors)
     else:
-        return record(call, *tensors)
+        return record(static, *tensors)
     return AttentionOutput(o, lse) if return_lse else o
 
 
@@ -132,7 +136,7 @@ def _outside_of_the_graph(*arguments: Any) -> Any:
 _outside_of_the_graph._torchdynamo_disable = True  # type: ignore[attr-defined]
 _outside_of_the_graph._torchdynamo_disable_msg = "score_mod and mask_mod are no part of a graph"  # type: ignore[attr-defined]
 # It leaves for the call of `attention`, which it would then trace as it stands: nothing below dispatch is for it.
-_BELOW: Any = (run_again, _run_with_functions, Transformed.forward, Transformed.backward, Transformed.setup_context)
+_BELOW: Any = (run_cached, _run_with_functions, Transformed.forward, Transformed.backward, Transformed.setup_context)
 for _function in _BELOW:
     _function._torchdynamo_disable = True
 _frames = torch._C._dynamo.eval_frame

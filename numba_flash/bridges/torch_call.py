@@ -1,11 +1,11 @@
 """A call of attention as every form of it for torch carries it, and what each of them computes with it now.
 
-Torch is told of tensors one by one. So a call is taken apart into its tensors, in one order, and a Call, which is all
-the rest; and put together again where dispatch/ computes it.
+Torch is told of tensors one by one. So a call is flattened into its tensors, in one order, and a StaticCall, which is
+all the rest; and unflattened where dispatch/ computes it.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,12 @@ from ..arrays import recording
 from ..dispatch import backward as gradients
 from ..dispatch import caller_functions
 from ..dispatch import forward as dispatch
+from ..dispatch.call import Call
+from ..dispatch.seed import seed_number
 from ..problem.options import ARRAY_NAMES, OPTION_ARRAYS, AttentionGradients, Options, daux_name
 from ..problem.options import GRADIENT_OF as ARRAY_OF_GRADIENT
-from ..select import rungs
+from ..select.rungs import kernel_of_backward
+from .static_call import StaticCall
 
 # The first arguments of both operations, which are tensors; and where the one stands that a gradient is of.
 ARRAYS = ("q", "k", "v", *ARRAY_NAMES, "seed")
@@ -26,15 +29,7 @@ GRADIENT_OF = {name: ARRAYS.index(of) for name, of in ARRAY_OF_GRADIENT.items()}
 NO_SECOND_GRADIENTS = "the gradients of numba_flash.attention have no gradients themselves yet"
 
 
-class Call(NamedTuple):
-    """The arguments that are no tensors: Options without its arrays and aux, with its functions as they were read when
-    the forward ran, and the kernel. A seed is in it only if it is a number."""
-
-    options: Options
-    kernel: str
-
-
-def taken_apart(q: Any, k: Any, v: Any, options: Options, kernel: str) -> tuple[tuple[Any, ...], Call]:
+def flatten(q: Any, k: Any, v: Any, options: Options, kernel: str) -> tuple[tuple[Any, ...], StaticCall]:
     """-> the tensors in the order of ARRAYS, behind them those of aux, and the rest."""
     offsets, q_offset = (options.q_offset, None) if isinstance(options.q_offset, Tensor) else (None, options.q_offset)
     seeds, seed = (options.seed, None) if isinstance(options.seed, Tensor) else (None, options.seed)
@@ -44,13 +39,13 @@ def taken_apart(q: Any, k: Any, v: Any, options: Options, kernel: str) -> tuple[
     tensors = (q, k, v, *(options.arrays or NO_ARRAYS), offsets, seeds, *aux)
     # not by _replace, which torch.compile of torch 2.4 does not trace
     rest = Options(options.causal, options.window, q_offset, options.numbers, None, functions, options.layout, seed)
-    return tensors, Call(rest, kernel)
+    return tensors, StaticCall(rest, kernel)
 
 
 def seed_words(seed: Any) -> Tensor:
     """A number as a tensor in host memory: its lower 32 bits and the others. torch's own numbers end at 2**63."""
     if isinstance(seed, bool) or not isinstance(seed, (int, torch.SymInt)):
-        seed = dispatch.seed_number(seed)
+        seed = seed_number(seed)
     words = (seed % 2**32, seed // 2**32)
     return torch.stack([torch.full((), word, dtype=torch.int64, device="cpu") for word in words])
 
@@ -63,7 +58,7 @@ def _seed_of(seed: Tensor) -> Any:
     return low + high * 2**32
 
 
-def put_together(call: Call, tensors: Any) -> tuple[Any, Any, Any, Options]:
+def unflatten(call: StaticCall, tensors: Any) -> tuple[Any, Any, Any, Options]:
     """-> q, k, v and the options with their tensors."""
     if len(tensors) == 3:
         return (*tensors, call.options)
@@ -75,19 +70,20 @@ def put_together(call: Call, tensors: Any) -> tuple[Any, Any, Any, Options]:
     return q, k, v, Options(causal, window, q_offset, numbers, tuple(arrays_given), functions, layout, seed)
 
 
-def forward_now(call: Call, tensors: tuple[Any, ...]) -> Any:
+def forward_now(call: StaticCall, tensors: tuple[Any, ...]) -> Any:
     """o and lse of tensors for which torch records nothing now. Raises arrays.NeedsBridge where a tracer does."""
-    q, k, v, options = put_together(call, tensors)
-    return dispatch.run(q, k, v, options, True, None, None, call.kernel)
+    q, k, v, options = unflatten(call, tensors)
+    return dispatch.run(Call((q, k, v, None), options, kernel=call.kernel, key=call.key))
 
 
 def gradients_now(
-    call: Call, wanted: tuple[str, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
+    call: StaticCall, wanted: tuple[str, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
 ) -> AttentionGradients:
     """Of tensors for which torch records nothing now."""
     do = torch.zeros_like(o) if do is None else fetchable(do)
-    q, k, v, options = put_together(call, tensors)
-    return gradients.run(do, q, k, v, o, lse, dlse, wanted, options, True, None, kernel_of_backward(call.kernel))
+    q, k, v, options = unflatten(call, tensors)
+    operands, kernel = (q, k, v, o, lse, do, dlse), kernel_of_backward(call.kernel)
+    return gradients.run((operands, options, True, wanted, True, None, kernel))
 
 
 def fetchable(do: Tensor) -> Tensor:
@@ -95,12 +91,8 @@ def fetchable(do: Tensor) -> Tensor:
     return do if do.stride(-1) == 1 else do.contiguous()
 
 
-def kernel_of_backward(kernel: str) -> str:
-    return rungs.kernel_of_backward(kernel)
-
-
 def all_gradients(
-    call: Call, wanted: tuple[str, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
+    call: StaticCall, wanted: tuple[str, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
 ) -> list[Tensor]:
     """The gradients wanted, without None for the others."""
     found = gradients_now(call, wanted, do, dlse, o, lse, tensors)

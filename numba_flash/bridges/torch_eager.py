@@ -11,18 +11,18 @@ from torch import Tensor
 
 from .. import arrays
 from ..dispatch import backward as gradients
-from ..dispatch.repeated import Forward
+from ..dispatch.cached_call import CachedForward
 from ..problem.options import AttentionGradients, daux_name
+from ..select.rungs import kernel_of_backward
+from .static_call import StaticCall
 from .torch_call import (
     ARRAYS,
     GRADIENT_OF,
-    Call,
     fetchable,
+    flatten,
     forward_now,
     gradients_now,
-    kernel_of_backward,
     no_tangents,
-    taken_apart,
     wanted_of,
 )
 from .torch_func_backward import TransformedGradients
@@ -33,11 +33,11 @@ FOUND_AT = [list(GRADIENT_OF.values()).index(n) if n in GRADIENT_OF.values() els
 
 
 class Recorded(torch.autograd.Function):
-    """For eager calls. Its arguments are a Call and the tensors: q, k and v where the Call has all else, or those of
-    ARRAYS and aux. Results are o alone, or o and lse."""
+    """For eager calls. Its arguments are a StaticCall and the tensors: q, k and v where that has all else, or those
+    of ARRAYS and aux. Results are o alone, or o and lse."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
+    def forward(ctx: Any, call: StaticCall, *tensors: Any) -> Any:
         o, lse = forward_now(call, tensors)
         ctx.save_for_backward(o, lse, *tensors)
         ctx.call = call
@@ -51,27 +51,27 @@ class Recorded(torch.autograd.Function):
     jvp = staticmethod(no_tangents)
 
 
-class RecordedAgain(Recorded):
-    """For an eager call like one before, of which dispatch knows what it does; the result is o alone."""
+class RecordedCached(Recorded):
+    """For a repeated eager call, which takes dispatch's fast path; the result is o alone."""
 
     @staticmethod
-    def forward(ctx: Any, known: Forward, addresses: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:  # type: ignore[override]
-        o, lse = known.run(q, addresses)
+    def forward(ctx: Any, cached: CachedForward, addresses: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:  # type: ignore[override]
+        o, lse = cached.run(q, addresses)
         ctx.save_for_backward(o, lse, q, k, v)
-        ctx.known = known
+        ctx.cached = cached
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         o, lse, q, k, v = ctx.saved_tensors
-        known, needs, do = ctx.known, ctx.needs_input_grad[2:], fetchable(do)
-        kernel = kernel_of_backward(known.kernel)
-        found = gradients.find(do, q, k, v, o, lse, wanted_of(needs), known.options, True, kernel)
+        cached, needs, do = ctx.cached, ctx.needs_input_grad[2:], fetchable(do)
+        operands, kernel = (q, k, v, o, lse, do, None), kernel_of_backward(cached.kernel)
+        found = gradients.find((operands, cached.options, True, wanted_of(needs), True, None, kernel))
         if found is not None:
-            _, inputs, incoming, again = found
-            if again is not None:
-                return (None, None, *again.run(q, inputs, incoming))
-        call = Call(known.options, known.kernel)
+            _, backward, inputs, incoming = found
+            if backward is not None:
+                return (None, None, *backward.run(q, inputs, incoming))
+        call = StaticCall(cached.options, cached.kernel)
         return (None, None, *_gradients_of(call, needs, do, None, o, lse, (q, k, v)))
 
 
@@ -79,7 +79,7 @@ class RecordedBoth(Recorded):
     """With lse as a result, which then has a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
+    def forward(ctx: Any, call: StaticCall, *tensors: Any) -> Any:
         o, lse = forward_now(call, tensors)
         ctx.save_for_backward(o, lse, *tensors)
         ctx.call = call
@@ -89,12 +89,12 @@ class RecordedBoth(Recorded):
 
 # The inherited method, past Function's own: that looks for transforms, as `attention` has done, in 4 us.
 record = super(torch.autograd.Function, Recorded).apply
-record_again = super(torch.autograd.Function, RecordedAgain).apply
+record_cached = super(torch.autograd.Function, RecordedCached).apply
 record_both = super(torch.autograd.Function, RecordedBoth).apply
 
 
 def _gradients_of(
-    call: Call, needs: tuple[bool, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
+    call: StaticCall, needs: tuple[bool, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
 ) -> tuple[Tensor | None, ...]:
     """Of the tensors of an eager call. needs: whose gradients are wanted."""
     wanted, aux = wanted_of(needs), range(len(tensors) - len(ARRAYS))
@@ -103,7 +103,7 @@ def _gradients_of(
     except arrays.NeedsBridge:  # with create_graph=True, in a transform or a trace
         if len(tensors) == 3:
             q, k, v = tensors
-            tensors, call = taken_apart(q, k, v, call.options, call.kernel)
+            tensors, call = flatten(q, k, v, call.options, call.kernel)
         if torch._C._are_functorch_transforms_active() or call.options.functions is not None:
             named = TransformedGradients.apply(call, wanted, do, dlse, o, lse, *tensors)
         else:

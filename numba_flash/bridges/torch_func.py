@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .. import arrays
 from . import torch_vmap
-from .torch_call import Call, forward_now
+from .static_call import StaticCall
+from .torch_call import forward_now
 from .torch_eager import Recorded
 from .torch_operations import operation
 
@@ -20,7 +21,7 @@ class Transformed(Recorded):
     """For torch.func, which takes a forward apart and wants to be told what its transforms make of it."""
 
     @staticmethod
-    def forward(call: Call, *tensors: Any) -> Any:  # type: ignore[override]
+    def forward(call: StaticCall, *tensors: Any) -> Any:  # type: ignore[override]
         try:
             return tuple(forward_now(call, tensors))
         except arrays.NeedsBridge:
@@ -34,6 +35,6 @@ class Transformed(Recorded):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], call: Call, *tensors: Any) -> Any:
+    def vmap(info: Any, in_dims: tuple[int | None, ...], call: StaticCall, *tensors: Any) -> Any:
         attend = functools.partial(Transformed.apply, call)
         return torch_vmap.map_forward(attend, info.batch_size, in_dims[1:], call, tensors)

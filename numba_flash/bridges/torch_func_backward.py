@@ -8,7 +8,8 @@ from torch import Tensor
 
 from .. import arrays
 from . import torch_vmap
-from .torch_call import Call, all_gradients, no_second_gradients, no_tangents
+from .static_call import StaticCall
+from .torch_call import all_gradients, no_second_gradients, no_tangents
 from .torch_operations import gradients_operation
 
 
@@ -16,7 +17,7 @@ class TransformedGradients(torch.autograd.Function):
     """The backward of `Transformed`, which transforms take apart in their turn."""
 
     @staticmethod
-    def forward(call: Call, wanted: tuple[str, ...], *tensors: Any) -> Any:
+    def forward(call: StaticCall, wanted: tuple[str, ...], *tensors: Any) -> Any:
         do, dlse, o, lse, *inputs = tensors
         try:
             return tuple(all_gradients(call, wanted, do, dlse, o, lse, inputs))
@@ -31,6 +32,6 @@ class TransformedGradients(torch.autograd.Function):
     jvp = staticmethod(no_tangents)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, wanted: tuple[str, ...], *tensors: Any) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], call: StaticCall, wanted: tuple[str, ...], *tensors: Any) -> Any:
         compute = functools.partial(TransformedGradients.apply, call, wanted)
         return torch_vmap.map_gradients(compute, info.batch_size, in_dims[2:], call, wanted, tensors)

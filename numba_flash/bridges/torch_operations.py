@@ -20,21 +20,21 @@ from ..problem.forward import LAYOUTS
 from ..problem.option_checks import window_sides
 from ..problem.options import NUMBERS, OPTION_ARRAYS, Options
 from . import torch_vmap
+from .static_call import StaticCall
 from .torch_call import (
     ARRAYS,
     GRADIENT_OF,
     SEED,
-    Call,
     all_gradients,
+    flatten,
     forward_now,
     no_second_gradients,
     no_tangents,
     seed_words,
-    taken_apart,
     wanted_of,
 )
 
-Way = Callable[..., tuple[Any, Call, Callable[[str, Tensor], Tensor]]]
+Way = Callable[..., tuple[Any, StaticCall, Callable[[str, Tensor], Tensor]]]
 _TENSORS = ("Tensor q", "Tensor k", "Tensor v", *(f"Tensor? {name}" for name in (*OPTION_ARRAYS, "q_offsets", "seed")))
 _REST = (
     "SymInt? q_offset", "bool causal", "SymInt? left", "SymInt? right", *(f"float? {name}" for name in NUMBERS),
@@ -46,8 +46,8 @@ _BELOW_AUTOGRAD = torch._C._after_autograd_keyset
 _transforms_are_active = torch._C._are_functorch_transforms_active
 
 
-def operation(tensors: tuple[Any, ...], call: Call) -> tuple[Tensor, Tensor]:
-    """By torch's dispatcher, where everything that traces sees it. It costs 75 us."""
+def operation(tensors: tuple[Any, ...], call: StaticCall) -> tuple[Tensor, Tensor]:
+    """Calls torch's dispatcher, so that tracers see one operation. That costs 75 us."""
     if call.options.functions is not None:
         raise NotImplementedError(recording.NO_FUNCTIONS)
     for name, x in zip(ARRAYS, tensors, strict=True):
@@ -56,7 +56,7 @@ def operation(tensors: tuple[Any, ...], call: Call) -> tuple[Tensor, Tensor]:
     if not torch.compiler.is_compiling():
         _give_formulas()
         _refuse_distributed(tensors)
-    return forward(*flat(tensors, call))
+    return forward(*schema_arguments(tensors, call))
 
 
 def _refuse_distributed(tensors: tuple[Any, ...]) -> None:
@@ -70,20 +70,22 @@ def _refuse_distributed(tensors: tuple[Any, ...]) -> None:
 
 
 def gradients_operation(
-    call: Call, wanted: tuple[str, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
+    call: StaticCall, wanted: tuple[str, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
 ) -> list[Tensor]:
     if call.options.functions is not None:
         raise NotImplementedError(recording.NO_FUNCTIONS)
     _give_formulas()
-    return backward(" ".join(wanted), do, dlse, o, lse, *flat(tensors, call))
+    return backward(" ".join(wanted), do, dlse, o, lse, *schema_arguments(tensors, call))
 
 
 def recorded(q: Tensor, k: Tensor, v: Tensor, options: Options, kernel: str) -> tuple[Tensor, Tensor]:
     """o and lse by torch's dispatcher, for tensors of any kind that it knows, such as meta tensors."""
-    return forward(*flat(*taken_apart(q, k, v, options, kernel)))
+    return forward(*schema_arguments(*flatten(q, k, v, options, kernel)))
 
 
-def flat(tensors: tuple[Any, ...], call: Call, more: tuple[Any, ...] = (), numbers: tuple[Any, ...] = ()) -> Any:
+def schema_arguments(
+    tensors: tuple[Any, ...], call: StaticCall, more: tuple[Any, ...] = (), numbers: tuple[Any, ...] = ()
+) -> Any:
     """A call as an operation takes it, with the further arguments that `define` was told of.
 
     A seed is a tensor there, so that another one makes no other graph, and may be any number from 0 to below 2**64.
@@ -94,12 +96,12 @@ def flat(tensors: tuple[Any, ...], call: Call, more: tuple[Any, ...] = (), numbe
     return (*tensors, *more, q_offset, causal, *window_sides(window), *own, layout, call.kernel, *numbers)
 
 
-def _of_flat(rest: tuple[Any, ...]) -> Call:
+def from_schema(rest: tuple[Any, ...]) -> StaticCall:
     q_offset, causal, left, right, *numbers, layout, kernel = rest
-    return Call(Options(causal, (left, right), q_offset, tuple(numbers), None, None, layout), kernel)
+    return StaticCall(Options(causal, (left, right), q_offset, tuple(numbers), None, None, layout), kernel)
 
 
-def _as_given(tensors: Any, call: Call) -> Any:
+def _as_given(tensors: Any, call: StaticCall) -> Any:
     return tensors, call, lambda name, gradient: gradient
 
 
@@ -114,7 +116,7 @@ def define(name: str, more: tuple[str, ...] = (), numbers: tuple[str, ...] = (),
 
     def asked(arguments: Any) -> Any:
         tensors = _without_grad(arguments[:read])
-        return way(tensors[:own], _of_flat(arguments[read:end]), *tensors[own:], *arguments[end:])
+        return way(tensors[:own], from_schema(arguments[read:end]), *tensors[own:], *arguments[end:])
 
     def compute(*arguments: Any) -> tuple[Tensor, Tensor]:
         tensors, call, _ = asked(arguments)
@@ -135,7 +137,7 @@ def define(name: str, more: tuple[str, ...] = (), numbers: tuple[str, ...] = (),
     def fake_gradients(wanted: str, do: Any, dlse: Any, o: Tensor, lse: Tensor, *inputs: Any) -> list[Tensor]:
         return [inputs[GRADIENT_OF[name]].new_empty(inputs[GRADIENT_OF[name]].shape) for name in wanted.split()]
 
-    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.save_for_backward(*output, *inputs[:read])
         ctx.others = inputs[read:]
 
@@ -155,7 +157,7 @@ def define(name: str, more: tuple[str, ...] = (), numbers: tuple[str, ...] = (),
         return 2 * batch * heads * seqlen_q * k[axes[2]] * (products * head_dim + products_v * v[3])
 
     schema = ", ".join((*_TENSORS, *more, *_REST, *numbers))
-    forward = _defined(name, f"({schema}) -> (Tensor, Tensor)", compute, fake, remember, gradients)
+    forward = _defined(name, f"({schema}) -> (Tensor, Tensor)", compute, fake, save, gradients)
     backward = _defined(
         f"{name}_backward", f"({_GIVEN}, {schema}) -> Tensor[]", compute_gradients, fake_gradients,
         lambda *unused: None, no_second_gradients,
@@ -170,17 +172,17 @@ def _without_grad(tensors: Any) -> tuple[Any, ...]:
     return tuple([None if x is None else x.detach() for x in tensors])
 
 
-def _defined(name: str, schema: str, compute: Any, fake: Any, remember: Any, gradients: Any) -> Any:
+def _defined(name: str, schema: str, compute: Any, fake: Any, save: Any, gradients: Any) -> Any:
     """An operation of torch's dispatcher."""
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
     defined = getattr(torch.ops.numba_flash, name).default
     torch.library.register_fake(f"numba_flash::{name}", fake, lib=_LIBRARY)
-    _LIBRARY.impl(name, _recorded(defined, remember, gradients), "Autograd", with_keyset=True)
+    _LIBRARY.impl(name, _recorded(defined, save, gradients), "Autograd", with_keyset=True)
     return defined
 
 
-def _recorded(defined: Any, remember: Any, gradients: Any) -> Any:
+def _recorded(defined: Any, save: Any, gradients: Any) -> Any:
     """What autograd, or one transform of torch.func, makes of a call before it goes on below."""
 
     def below(keyset: Any, arguments: Any) -> Any:
@@ -195,7 +197,7 @@ def _recorded(defined: Any, remember: Any, gradients: Any) -> Any:
             with outer:
                 found = below(keyset, arguments)
             ctx.set_materialize_grads(False)
-            remember(ctx, arguments, found)
+            save(ctx, arguments, found)
             return tuple(found)
 
         @staticmethod
@@ -238,7 +240,7 @@ forward, backward = define("attention")
 
 def _map(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
     own = len(ARRAYS)
-    call, rest = _of_flat(arguments[own:]), arguments[own:]
+    call, rest = from_schema(arguments[own:]), arguments[own:]
     return torch_vmap.map_forward(
         lambda *tensors: forward(*tensors, *rest), info.batch_size, in_dims[:own], call, arguments[:own]
     )
@@ -246,7 +248,7 @@ def _map(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
 
 def _map_gradients(info: Any, in_dims: tuple[Any, ...], wanted: str, *arguments: Any) -> Any:
     read = len(ARRAYS) + 4
-    call, rest = _of_flat(arguments[read:]), arguments[read:]
+    call, rest = from_schema(arguments[read:]), arguments[read:]
     found, out_dims = torch_vmap.map_gradients(
         lambda *tensors: backward(wanted, *tensors, *rest),
         info.batch_size, in_dims[1 : read + 1], call, tuple(wanted.split()), arguments[:read],

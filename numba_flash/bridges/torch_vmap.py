@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from ..problem.options import BROADCAST, RANKS
-from .torch_call import ARRAYS, GRADIENT_OF, SEED, Call
+from .static_call import StaticCall
+from .torch_call import ARRAYS, GRADIENT_OF, SEED
 
 
-def map_forward(attend: Callable[..., Any], size: int, dims: tuple[Any, ...], call: Call, tensors: Any) -> Any:
+def map_forward(attend: Callable[..., Any], size: int, dims: tuple[Any, ...], call: StaticCall, tensors: Any) -> Any:
     """The results of attend(*tensors), and where they are mapped. dims: where each tensor is; size: how often."""
     if _by_entry(call, tensors):
         return _one_by_one(attend, size, dims, tensors)
@@ -26,7 +27,12 @@ def map_forward(attend: Callable[..., Any], size: int, dims: tuple[Any, ...], ca
 
 
 def map_gradients(
-    compute: Callable[..., Any], size: int, dims: tuple[Any, ...], call: Call, wanted: tuple[str, ...], tensors: Any
+    compute: Callable[..., Any],
+    size: int,
+    dims: tuple[Any, ...],
+    call: StaticCall,
+    wanted: tuple[str, ...],
+    tensors: Any,
 ) -> Any:
     """The same of gradients. tensors: do, dlse, o, lse, and those of the forward."""
     if _by_entry(call, tensors[4:]):
@@ -49,7 +55,7 @@ def map_gradients(
     return tuple(results), (0,) * len(results)
 
 
-def _by_entry(call: Call, tensors: Any) -> bool:
+def _by_entry(call: StaticCall, tensors: Any) -> bool:
     return call.options.functions is not None or call.options.seed is not None or tensors[SEED] is not None
 
 

@@ -1,4 +1,4 @@
-"""Attention in a program that torch.compile traces whole, where a mask may turn out to say no more than a window does.
+"""In a program that torch.compile traces whole, decides at run time whether a mask is only a window.
 
 While a program is traced, the numbers in its mask are not known. So it gets both ways to say which keys are seen, and
 a proof of their equality: a bool on the host, worked out once in each run. The operation below reads it and takes the
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bridges.torch_call import ARRAYS, Call, taken_apart
-from ..bridges.torch_operations import define, flat
+from ..bridges.static_call import StaticCall
+from ..bridges.torch_call import ARRAYS, flatten
+from ..bridges.torch_operations import define, schema_arguments
 from ..problem.options import Options
 
 MASK, LENGTHS, OFFSETS = (ARRAYS.index(name) for name in ("mask", "seqlens_k", "q_offset"))
@@ -29,7 +30,7 @@ def attention(
     offset = masked.get("q_offset")
     offsets, offset = (offset, None) if isinstance(offset, Tensor) else (None, offset)
     numbers = (offset, *masked.get("window", (None, None)))
-    o, lse = forward(*flat(*taken_apart(q, k, v, both, "auto"), (proof, start, offsets), numbers))
+    o, lse = forward(*schema_arguments(*flatten(q, k, v, both, "auto"), (proof, start, offsets), numbers))
     return (o, lse) if return_lse else o
 
 
@@ -44,8 +45,13 @@ def moved(start: Tensor | None, x: Tensor | None, axis: int) -> Any:
 
 
 def _proven(
-    given: tuple[Any, ...], call: Call, proof: Tensor, start: Tensor | None, offsets: Tensor | None, *numbers: Any
-) -> tuple[Any, Call, Callable[[str, Tensor], Tensor]]:
+    given: tuple[Any, ...],
+    call: StaticCall,
+    proof: Tensor,
+    start: Tensor | None,
+    offsets: Tensor | None,
+    *numbers: Any,
+) -> tuple[Any, StaticCall, Callable[[str, Tensor], Tensor]]:
     """The call that the proof is of, and what makes its gradients those of what was given."""
     tensors = list(given)
     if proof.item():

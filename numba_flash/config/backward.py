@@ -126,6 +126,7 @@ class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
     of_dk: bool = True
     of_dv: bool = True
 
+    of_dq: ClassVar[bool] = False  # it computes dQ, too
     kernel = "mma_dkdv"
     module = "mma.backward_dkdv"
     takes = abi.backward("dk dv", mask=abi.MASK_BITS_OF_KEYS)
@@ -158,11 +159,34 @@ class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
             q=self.stages * tile_bytes(self.tile_m, self.head_dim_padded),
             do=self.stages * tile_bytes(self.tile_m, self.head_dim_v_padded),
             rows=-(-rows // self.ALIGNMENT) * self.ALIGNMENT,
-            weights=tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 else 0,
+            weights=tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 or self.of_dq else 0,
+            dq=tile_bytes(self.tile_m, self.head_dim_padded) if self.of_dq else 0,
             seen=8 * self.tile_n,
             state=self.state_entries * 16,
             warps=self.threads // 8,
         )
+
+
+@dataclass(frozen=True)
+class MmaOneKeyTileConfig(MmaDkdvConfig):
+    """The same where a block's tile has all keys of a head: it computes dQ, too, and delta before, as `preprocess`
+    says."""
+
+    preprocess: PreprocessConfig | None = None
+
+    of_dq = True
+    kernel = "mma_one_key_tile"
+    takes = abi.backward("dq dk dv", mask=abi.MASK_BITS_OF_KEYS).plus("o lse dlse", strides="o dlse")
+    reads_states = False
+
+    def __post_init__(self) -> None:
+        alone = self.of_dk and self.of_dv and self.column_groups == self.stages == 1
+        check(alone and self.preprocess, "one kernel needs of_dk, of_dv, column_groups=1, stages=1 and preprocess")
+        super().__post_init__()
+
+    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+        assert self.preprocess is not None
+        return self.preprocess.workspace(problem)
 
 
 @dataclass(frozen=True)
@@ -227,10 +251,11 @@ class MmaDbiasConfig(OfBias, MmaScoresConfig):
     rows_summed: bool = False
     keys_summed: bool = False
     pairs: bool = False
+    split: bool = False
 
     kernel = "mma_dbias"
     module = "mma.backward_dbias"
-    takes = abi.backward("dbias").plus(sizes="dbias_shape")
+    takes = abi.backward("dbias").plus("dbias_sums", OfBias.SIZES)
 
     def _behind(self) -> dict[str, int]:
         """A row of sums for each warp."""

@@ -286,7 +286,7 @@ class TensorConfig(Padded, Config):
     scores_finished: scores are finished before the softmax, because an option that changes them or a scale that is not
     above 0 forbids folding the scale into the exponent. o_vectorized: rows of o can be written 16 bytes at a time.
     bias_pairs: bias can be read two keys at a time (problem/option_checks.py, OptionArray). rescale_threshold: how many
-    powers of two a row's running maximum may be behind (kernels/steps/fragment_softmax.py); 0 = none.
+    powers of two a row's running maximum may be behind (kernels/score/fragment_softmax.py); 0 = none.
     """
 
     group_size: int = 1  # type: ignore[misc]
@@ -334,6 +334,11 @@ class TensorConfig(Padded, Config):
         """Columns of O that a block computes, in whole steps."""
         step = self.columns_step
         return (-(-self.head_dim_v // self.v_parts) + step - 1) // step * step
+
+    @property
+    def group_columns(self) -> int:
+        """Columns of O that a warp has."""
+        return self.head_dim_v_padded
 
     def grid(self, problem: AnyProblem) -> int:
         return super().grid(problem) * self.v_parts

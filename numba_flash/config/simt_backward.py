@@ -129,14 +129,19 @@ class DqConfig(SimtRowsConfig):
 
 
 class OfBias:
-    """A kernel of dbias, in tiles as large as dbias has rows and keys."""
+    """A kernel of dbias, in tiles as large as dbias has rows and keys. split: several blocks share the sum of an
+    element, and dbias_sum adds theirs up."""
+
+    SIZES: ClassVar[str] = "dbias_shape dbias_splits"
 
     tile_m: int
     tile_n: int
+    split: bool
 
     def grid(self, problem: Any) -> int:
         batch, heads, rows, keys = problem.dbias_shape
-        return batch * heads * -(-rows // self.tile_m) * -(-keys // self.tile_n)
+        splits = problem.dbias_splits if self.split else 1
+        return splits * batch * heads * -(-rows // self.tile_m) * -(-keys // self.tile_n)
 
 
 @dataclass(frozen=True)
@@ -145,10 +150,35 @@ class DbiasConfig(OfBias, SimtRowsConfig):
 
     rows_summed: bool = False
     keys_summed: bool = False
+    split: bool = False
 
     kernel = "v2_dbias"
     module = "simt.v2_backward_dbias"
-    takes = abi.backward("dbias", abi.ROWS, "mask").plus(sizes="dbias_shape")
+    takes = abi.backward("dbias", abi.ROWS, "mask").plus("dbias_sums", OfBias.SIZES)
+
+
+@dataclass(frozen=True)
+class DbiasSumConfig(LaunchFacts):
+    """Of dbias_sum, one thread per element of dbias. dtype: that of the problem; given: that of dbias."""
+
+    dtype: str
+    given: str
+    threads: int = 256
+
+    kernel = "dbias_sum"
+    module = "simt.dbias_sum"
+    takes = abi.Parameters(("dbias_sums", "dbias"), ("dbias",), abi.words(OfBias.SIZES))
+
+    def dtype_of(self, option: str) -> str | None:
+        """As of every Config."""
+        return self.given if option == "bias" else None
+
+    def grid(self, problem: Any) -> int:
+        return -(-math.prod(problem.dbias_shape) // self.threads)
+
+    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+        count = problem.dbias_splits * math.prod(problem.dbias_shape)
+        return dict(dbias_sums=((count,), self.compute_dtype))
 
 
 @dataclass(frozen=True)

@@ -66,11 +66,6 @@ class WgmmaFloat32Config(WarpgroupsConfig):
     def head_dim_v_padded(self) -> int:
         return self.v_panels * self.v_columns
 
-    @property
-    def group_columns(self) -> int:
-        """Columns of O that a warp has."""
-        return self.head_dim_v_padded
-
     def shared_layout(self) -> Any:
         """Where Q, the stages of K, those of V, the states of O's rows, barriers and work tiles, and the end are."""
         return layout(

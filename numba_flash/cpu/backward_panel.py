@@ -27,8 +27,8 @@ FAR_LSE = 2.0**10  # in powers of 2; as a shift it would be rounded by 2^-14 the
 
 @compiled
 def keys_of(row0, rows, group, offset, left, right, valid, key0, key_end):
-    """Of the keys [key0, key_end), those [first, end) that some of the rows see, and whether some row does not see them
-    all."""
+    """-> (first, end, partial): some rows see the keys [first, end) of [key0, key_end). partial: some row does not see
+    all of these."""
     first_first, first_end = row_keys(row0 // group + offset, left, right, valid)
     last_first, last_end = row_keys((row0 + rows - 1) // group + offset, left, right, valid)
     first, end = max(key0, first_first), min(key_end, last_end)

@@ -39,7 +39,7 @@ def count_one(x, key, keys, r, width, number, end, kept, zero):
 
 @compiled
 def count_two(x, key, keys, r, width, word, end, kept, zero):
-    """Likewise for the two keys of a word."""
+    """Does `count_one` for the two keys of a word."""
     count_one(x, key, keys, r, width, word & LOWER, end, kept, zero)
     count_one(x, key + 8, keys, r, width, word >> UPPER, end, kept, zero)
 

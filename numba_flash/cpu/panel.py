@@ -203,7 +203,7 @@ def shown_keys(s, places, first, end, first_row, rows, width, kv_head, b, offset
 
 @compiled
 def composed(tiles, asks, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
-    """From products to scores, without the range of keys: s (keys, width) for keys from key0, `rows` rows of it.
+    """Turns products into scores, without the range of keys: s (keys, width) for keys from key0, `rows` of its rows.
 
     tiles: s; slopes, likewise, the derivatives by scale * product (0 = unwanted); row_numbers, work space for two
     numbers of each row; places, for two int64 numbers. asks: whether mask_mod hides some of them.

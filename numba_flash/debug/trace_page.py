@@ -57,7 +57,7 @@ def _row(trace: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """For JSON, which has no infinities: they are text there."""
+    """A number as JSON can have it: infinities and NaN become text."""
     if isinstance(value, np.ndarray):
         return [_plain(x) for x in value]
     number = float(value)

@@ -20,6 +20,10 @@ def layout_of_copy(host: Layout) -> Layout:
     return arrays.contiguous_layout("foreign", 0, host.shape, host.dtype)
 
 
+def layouts_of_copies(layouts: tuple[Layout | None, ...]) -> tuple[Layout | None, ...]:
+    return tuple([None if layout is None else layout_of_copy(layout) for layout in layouts])
+
+
 class ThroughGpu(Launch):
     """A launch on device 0 for operands in host memory, with copies of them."""
 

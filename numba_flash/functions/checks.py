@@ -153,7 +153,7 @@ def _text(code: types.CodeType, every: Every) -> Found:
 
 
 def _lists(code: types.CodeType, every: Every) -> Found:
-    """Of a call with a starred argument, a list becomes the tuple of its arguments."""
+    """Finds a list. A call with a starred argument also makes one, but turns it into the tuple of its arguments."""
     made = [line for now, line in every if now.opname == "BUILD_LIST"]
     tuples = [1 for now, _ in every if now.opname == "LIST_TO_TUPLE" or "LIST_TO_TUPLE" in now.argrepr]
     if len(made) > len(tuples):

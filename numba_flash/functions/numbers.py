@@ -126,7 +126,7 @@ class Table:
 
 
 class Owed:
-    """In the place of a derivative, the derivatives by each element that was read: {(index of the array, place):
+    """Stands in place of a derivative: the derivatives by each element that was read, {(index of the array, place):
     number}."""
 
     __slots__ = ("parts",)
@@ -436,7 +436,7 @@ def _called(option: str, function: Function, base: Any, score: tuple[Any, ...], 
 
 
 def where(positions: Any) -> str:
-    """In words, for messages."""
+    """The positions in words, for messages."""
     b, h, q_pos, k_pos, q_index = (int(x) for x in positions)
     return f"b {b}, h {h}, q_pos {q_pos} (row {q_index} of q), k_pos {k_pos}"
 

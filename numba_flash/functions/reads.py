@@ -106,7 +106,7 @@ def check(option: str, function: Function, spans: dict[str, Span | None], arrays
     except IndexError as error:
         line = line_in(function, error)
         raise IndexError(f"{option}: {function.name} ({function.path}, line {line}): {error}") from None
-    except Exception:  # noqa: S110 - what else is wrong with it, who compiles or calls it says
+    except Exception:  # noqa: S110 - compiling or calling it reports any other error
         pass
 
 

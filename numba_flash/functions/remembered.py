@@ -6,10 +6,10 @@ from typing import Any
 from ..machine.announce import warn_caller
 
 MOST = 200  # functions that are remembered, with all that was made of them
-VALUES = 3  # for so many values of the numbers that it captures a function is compiled before a word is said
-# Of what each was compiled for: {its tree without floats: the functions, or None once it was said}.
+VALUES = 3  # a function is compiled for so many values of the numbers that it captures before a warning
+# {a function's tree without floats: what it was compiled for, or None after the warning}
 _compiled: dict[Any, set[Any] | None] = {}
-# What else keeps what was made of functions, to be called when all of them are forgotten.
+# Called when all functions are forgotten: they empty other memos of what was made of functions.
 forgetting: list[Callable[[], Any]] = []
 
 

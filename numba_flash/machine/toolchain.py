@@ -64,7 +64,7 @@ def compiling() -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """For what imports Numba: one thread at a time, and Ctrl-C waits for its end.
+    """Guards an import of Numba: one thread at a time, and Ctrl-C waits for its end.
 
     An interrupted import leaves Python with some of Numba's modules, and a new one then fails ("module 'numba' has no
     attribute 'core'"). A process that is forked off meanwhile would wait for the import's locks for ever.

@@ -12,7 +12,7 @@ from typing import Any
 
 
 class _Finder:
-    """In sys.meta_path until torch is imported, and asked first."""
+    """Is first in sys.meta_path until torch is imported."""
 
     @staticmethod
     def find_spec(name: str, *others: Any) -> Any:

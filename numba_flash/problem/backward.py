@@ -12,6 +12,11 @@ from .strides import Strides, check_strides, contiguous_strides, element_strides
 GRADIENTS = tuple(GRADIENT_OF)
 
 
+SPLIT_TILE = 64  # rows of a tile of dbias, about
+SPLIT_BLOCKS = 1024  # blocks that keep any GPU busy
+LEAST_TILES = 4  # of scores, for a block: what a sum of its own costs is little beside them
+
+
 @dataclass(frozen=True)
 class BackwardProblem:
     """What to compute, never how or where. Frozen and hashable; `BackwardProblem.of` creates and checks it.
@@ -42,6 +47,18 @@ class BackwardProblem:
     def dbias_shape(self) -> tuple[int, ...]:
         """(batch, head, query, key), with 1 where bias is broadcast."""
         return (1,) * (4 - len(self.shape_of("dbias"))) + self.shape_of("dbias")
+
+    @property
+    def dbias_splits(self) -> int:
+        """How many blocks share the sum of an element of dbias: so many that the GPU is busy, as far as each has some
+        tiles of scores. It follows from the shapes alone, and so do the bits of the sum."""
+        batch, heads, rows, keys = self.dbias_shape
+        owned = batch * heads * -(-rows // SPLIT_TILE) * -(-keys // SPLIT_TILE)
+        forward = self.forward
+        units = (forward.batch if batch == 1 else 1) * (forward.heads if heads == 1 else 1)
+        units *= -(-forward.seqlen_q // SPLIT_TILE) if rows == 1 else 1
+        tiles = units * (-(-forward.seqlen_k // SPLIT_TILE) if keys == 1 else 1)
+        return max(min(SPLIT_BLOCKS // max(owned, 1), tiles // LEAST_TILES, units), 1)
 
     @staticmethod
     def of(

@@ -1,6 +1,6 @@
 """Single instructions and addresses that Numba does not offer, one family a file; no attention here.
 
-The files carry the PTX manual's names. Every function has a twin of the same name in the folder
+The files carry the PTX manual's names. Every function has a stand-in of the same name in the folder
 `sim`, which takes its place when Numba's simulator is on (NUMBA_ENABLE_CUDASIM=1), so one kernel source
 serves both. fragments.py has neither: it is arithmetic.
 

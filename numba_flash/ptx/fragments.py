@@ -1,7 +1,7 @@
 """Where things are: which element each register of each lane holds, and how swizzled rows lie in shared memory.
 
 Plain arithmetic on plain ints, as data that the tests check: every map hits every element once. Kernels use
-the same facts through `row` and `column`; the twins in sim use the tables.
+the same facts through `row` and `column`; the stand-ins in sim use the tables.
 
 For mma.m16n8k16 (PTX ISA 9.7.14.5.8) and, a warp of 16 rows at a time, wgmma.m64nNk16 (9.7.15.5.1):
 

@@ -22,7 +22,7 @@ def _m16n8k16(kind):
         """acc[acc_at : +4] += a[a_at : +4] . b[b_at : +2]: mma.sync.aligned.m16n8k16.row.col.f32.T.T.f32.
 
         acc: local float32 array; a and b: local uint32 arrays, two 16-bit values in each. Products are
-        exact, the sum is float32. Twin: the function of the same name in sim.mma.
+        exact, the sum is float32. Stand-in: the function of the same name in sim.mma.
         """
         return _product(text, 4, 4, 2, acc, acc_at, a, a_at, b, b_at)
 

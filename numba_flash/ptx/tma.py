@@ -79,7 +79,7 @@ def add_bytes(typingctx, target, source, count):
 
 @intrinsic
 def add_bytes_f64(typingctx, target, source, count):
-    """Likewise of float64 numbers."""
+    """The same for float64 numbers."""
     return asm.scalars(_ADD.format("f64"), _void(_i64, _i32, _i32))
 
 

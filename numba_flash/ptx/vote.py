@@ -11,7 +11,7 @@ from . import asm
 
 @intrinsic
 def ballot(typingctx, flag):
-    """vote.sync.ballot.b32: in every lane a uint32 whose bit i says whether lane i's `flag` is not 0. Twin:
+    """vote.sync.ballot.b32: in every lane a uint32 whose bit i says whether lane i's `flag` is not 0. Stand-in:
     sim.vote.ballot."""
     text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
     return asm.scalars(text, types.uint32(types.uint32))

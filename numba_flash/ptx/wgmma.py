@@ -138,8 +138,8 @@ def product_registers(n, kind, b_offsets, b_trans):
 
 @functools.cache
 def new_product_shared(n, kind, a_offsets, b_offsets, b_trans):
-    """-> f(acc, a, b): product_shared that overwrites acc and does not read it, so that acc is in no registers until
-    then. They are named as read and written all the same: ptxas takes others for each product else."""
+    """-> f(acc, a, b): product_shared that overwrites acc and does not read it, so acc needs no registers before it.
+    acc is an in/out operand although it is not read: otherwise ptxas assigns new registers to each product."""
     text = _shared_text(n, kind, a_offsets, b_offsets, b_trans, "0")
 
     @intrinsic

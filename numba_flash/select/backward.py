@@ -9,6 +9,7 @@ from ..config.wgmma_backward_float32 import NOT_TAKEN
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import ARRAYS
+from .backward_shared import one_key_tile
 from .forward import no_tma, no_wide_rows, not_on_tensor_cores
 from .rungs import RUNGS, Refused, Rung, check_request, choose, no_gpu
 
@@ -27,7 +28,8 @@ def select_backward(
 ) -> BackwardChoice:
     """The rung by name, or for "auto" the fastest rung that can compute the gradients exactly here; like `select`."""
     check_request(kernel, target, family, stream)
-    name, refused = choose(kernel, target, functools.partial(_refusal, problem=problem, target=target))
+    refuses = functools.partial(_refusal, problem=problem, target=target)
+    name, refused = choose(kernel, target, refuses, first="mma" if one_key_tile(problem, target) else "")
     return BackwardChoice(name, RUNGS[name].kernels(problem, target), refused)
 
 

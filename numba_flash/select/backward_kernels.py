@@ -12,6 +12,7 @@ from ..config import wgmma_backward_float32 as wgmma_float32
 from ..config.aux_gradients import AuxRoundConfig, AuxStartConfig
 from ..config.forward import Config, LaunchFacts
 from ..config.mask_bits import MaskBitsConfig
+from ..config.simt_backward import DbiasSumConfig
 from ..dtypes import ITEM_SIZE
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
@@ -31,8 +32,12 @@ from .backward_wide import wide_configs
 Configs = tuple[LaunchFacts, ...]  # in the order of their launches
 
 
-def _with_aux(problem: BackwardProblem, target: Target, before: Configs, narrow: bool = False) -> Configs:
-    """A rung's kernels, and those of the gradients of aux. narrow: it has products on tensor cores in 16 bits."""
+def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow: bool = False) -> Configs:
+    """A rung's kernels, the one that adds up split sums of dbias, and those of the gradients of aux. narrow: it has
+    products on tensor cores in 16 bits."""
+    bias = problem.forward.array("bias")
+    if "dbias" in problem.wanted and bias is not None and problem.dbias_splits > 1:
+        before = (*before, DbiasSumConfig(problem.forward.dtype, bias.dtype, 16 if target.simulated else 256))
     if not problem.wanted_aux:
         return before
     dtypes = tuple(problem.forward.aux[number].dtype for number in problem.wanted_aux)
@@ -67,33 +72,38 @@ def v2_configs(problem: BackwardProblem, target: Target) -> Configs:
     if "dbias" in problem.wanted:
         own.append(backward_simt.dbias(problem, target))
     made = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
-    return _with_aux(problem, target, (*made, *shared.head_sums(problem, target, of_blocks=False)))
+    return _with_sums(problem, target, (*made, *shared.head_sums(problem, target, of_blocks=False)))
 
 
 @functools.lru_cache(maxsize=4096)
 def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     """mma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if ITEM_SIZE[problem.forward.dtype] > 2:
-        return _with_aux(problem, target, wide_configs(problem, target))
-    features, rows = shared.with_bias_pairs(problem), shared.usable("mma_dkdv", problem, target)
+        return _with_sums(problem, target, wide_configs(problem, target))
+    features, ends = shared.with_bias_pairs(problem), shared.head_sums(problem, target, of_blocks=True)
+    if rows := shared.one_key_tile(problem, target):
+        before = dict(preprocess=shared.preprocess_config(problem, target))
+        own = shared.best(mma.MmaOneKeyTileConfig, rows, problem, target, features | before)
+        made = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
+        return _with_sums(problem, target, (*made, *ends), narrow=True)
+    rows = shared.usable("mma_dkdv", problem, target)
     if not {"dk", "dv"} <= set(problem.wanted):
         rows = [row for row in rows if row.tile["column_groups"] == 1]  # warps that exchange scores add up both
     own = shared.best(mma.MmaDkdvConfig, rows, problem, target, features)
     if "dq" in problem.wanted:
         own += shared.best(mma.MmaDqConfig, shared.usable("mma_dq", problem, target), problem, target, features)
     made = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
-    ends = shared.head_sums(problem, target, of_blocks=True)
-    return _with_aux(problem, target, (shared.preprocess_config(problem, target), *made, *ends), narrow=True)
+    return _with_sums(problem, target, (shared.preprocess_config(problem, target), *made, *ends), narrow=True)
 
 
 @functools.lru_cache(maxsize=4096)
 def wgmma_configs(problem: BackwardProblem, target: Target) -> Configs:
     """wgmma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if problem.forward.dtype == "float32":
-        return _with_aux(problem, target, _wgmma_float32(problem, target))
+        return _with_sums(problem, target, _wgmma_float32(problem, target))
     one = can_be_one_kernel(problem) and gains_by_one_kernel(problem, target)
     made = (_wgmma_fused if one else _wgmma_two)(problem, target)
-    return _with_aux(problem, target, (*made, *shared.head_sums(problem, target, of_blocks=True)), narrow=True)
+    return _with_sums(problem, target, (*made, *shared.head_sums(problem, target, of_blocks=True)), narrow=True)
 
 
 def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
@@ -158,7 +168,7 @@ def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
     if "dbias" not in problem.wanted or bias is None:
         return []
     *_, rows, keys = problem.dbias_shape
-    own = dict(rows_summed=rows == 1, keys_summed=keys == 1)
+    own = dict(rows_summed=rows == 1, keys_summed=keys == 1, split=problem.dbias_splits > 1)
     # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes
     pairs = ITEM_SIZE[bias.dtype] == 2 and keys % 2 == 0 and not any(own.values())
     features = shared.with_bias_pairs(problem) | own | dict(pairs=pairs)

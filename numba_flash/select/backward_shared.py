@@ -8,11 +8,12 @@ from ..config.backward import PreprocessConfig
 from ..config.forward import Config, LaunchFacts
 from ..config.simt_backward import DeltaConfig, HeadSumsConfig
 from ..config.wgmma_backward import BY_ELEMENT
+from ..dtypes import ITEM_SIZE
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores, of_scores
 from .backward_tiles import TABLES
-from .forward import no_wide_rows, prologue
+from .forward import halved, no_wide_rows, prologue
 from .tiles import Facts, Row, rows_of
 
 
@@ -72,6 +73,23 @@ def usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Row]:
     if not any(row.when.by_element for row in rows):
         facts = facts._replace(by_element="")
     return [row for row in rows if row.when.holds(facts)]
+
+
+def one_key_tile(problem: BackwardProblem, target: Target) -> list[Row]:
+    """The rows of mma_one_key_tile, shrunk to the lengths, if all keys of a head fit into a tile: one kernel then reads
+    a head once. It walks over two tiles of queries at most, because only heads run side by side."""
+    forward = problem.forward
+    all_three = {"dq", "dk", "dv"} <= set(problem.wanted) and target.cc is not None
+    if not all_three or ITEM_SIZE[forward.dtype] != 2 or not forward.seqlen_k:
+        return []
+    made = []
+    for row in usable("mma_one_key_tile", problem, target):
+        tile_m, tile_n, blocks = (row.tile[name] for name in ("tile_m", "tile_n", "blocks_per_sm"))
+        if forward.seqlen_k <= tile_n and forward.seqlen_q <= 2 * tile_n:
+            keys = halved(tile_n, forward.seqlen_k)
+            sizes = dict(tile_m=halved(tile_m, forward.seqlen_q), tile_n=keys, blocks_per_sm=blocks * tile_n // keys)
+            made.append(row.changed(**sizes))
+    return made
 
 
 def _facts_of(problem: BackwardProblem) -> Facts:

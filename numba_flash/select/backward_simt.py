@@ -22,6 +22,7 @@ def dq(problem: BackwardProblem, target: Target, wanted: tuple[str, ...]) -> Sim
 def dbias(problem: BackwardProblem, target: Target) -> SimtBackwardConfig:
     *_, rows, keys = problem.dbias_shape
     own: dict[str, Any] = dict(wanted=("dbias",), rows_summed=rows == 1, keys_summed=keys == 1)
+    own |= dict(split=problem.dbias_splits > 1)
     return _best(DbiasConfig, "v2_dq", problem, target, **own)
 
 

@@ -39,6 +39,15 @@ TABLES: dict[str, tuple[Row, ...]] = {
         at(128, 32, 32, 16, False, 0, 1, 2, gpu=SIMULATOR),
         at(256, 32, 32, 16, False, 0, 1, 2, apart=True, gpu=SIMULATOR),
     ),
+    # All keys of a head in one tile, which shrinks to the lengths: dK, dV and dQ in one kernel.
+    "mma_one_key_tile": table(
+        _MMA,
+        at(32, 64, 64, 16, False, 3, 1, 1),
+        at(64, 64, 64, 16, False, 2, 1, 1),
+        at(128, 32, 64, 16, False, 2, 1, 1, plain=True),
+        at(128, 32, 64, 16, False, 1, 1, 1),
+        at(128, 16, 16, 16, False, 0, 1, 1, gpu=SIMULATOR),
+    ),
     "mma_dq": table(
         _MMA,
         at(64, 128, 32, 32, True, 2, 1, 2, plain=True),
@@ -54,6 +63,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
     ),
     "mma_dbias": table(
         "tile_m tile_n blocks_per_sm",
+        at(64, 64, 64, 3),
         at(128, 64, 64, 2),
         at(256, 64, 64, 1),
         at(256, 64, 32, 1),

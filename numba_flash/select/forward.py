@@ -17,7 +17,7 @@ from ..problem.options import BY_NAME, changes_by_distance_alone, changes_scores
 from ..problem.strides import Strides
 from .cost_model import same_tile_walk, tile_visits, wave_cost
 from .rungs import LARGE_FLOAT64, RUNGS, Rung, check_request, choose, no_gpu, no_tensor_cores
-from .tiles import READING_KEYS, TABLES, TILE_COST, Facts, rows_of
+from .tiles import READING_KEYS, TABLES, TILE_COST, Facts, Row, rows_of
 
 if TYPE_CHECKING:
     from ..config.wgmma_forward import WgmmaConfig
@@ -39,7 +39,8 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
     family: the kind of the given arrays; stream: whether a stream was named, which only a GPU has.
     """
     check_request(kernel, target, family, stream)
-    name, refused = choose(kernel, target, functools.partial(refusal, problem=problem, target=target), copies=True)
+    refuses, first = functools.partial(refusal, problem=problem, target=target), "mma" if short(problem, target) else ""
+    name, refused = choose(kernel, target, refuses, copies=True, first=first)
     config = None if RUNGS[name].on_host else config_of(name, problem, target)
     copies = config is not None and target.arrays_on_host and not target.simulated
     return Choice(name, config, copies, refused)
@@ -150,9 +151,31 @@ def simt(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
 def mma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.mma_forward import MmaConfig
 
+    for row in short(problem, target):
+        made, tile_n = _in_few_rows(problem, row.tile, 16), halved(row.tile["tile_n"], problem.seqlen_k)
+        blocks = row.tile["blocks_per_sm"] * row.tile["tile_m"] // made["tile_m"]
+        yield MmaConfig(**made | dict(tile_n=tile_n, blocks_per_sm=blocks))
     large_f64 = problem.dtype == "float64" and target.cc == LARGE_FLOAT64
     for tile in _tiles(rung, problem, target):
         yield MmaConfig(**_in_few_rows(problem, tile, tile["warp_rows"]), large_f64=large_f64)
+
+
+def short(problem: Problem, target: Target) -> list[Row]:
+    """The rows of mma that have all queries and keys of a head in one tile, where these are so few. "auto" takes them
+    on every GPU: a tile of wgmma has 64 rows at least, of which most would be wasted, and fewer blocks run at a time.
+    Heads of 16 tokens take 32 us instead of 214, of 64 tokens 22 instead of 35 (H200)."""
+    if target.cc is None or ITEM_SIZE[problem.dtype] != 2 or not problem.seqlen_k:
+        return []
+    facts = facts_of(problem)
+    rows = [row for row in rows_of(TABLES, "mma_short", problem.dtype, target) if row.when.holds(facts)]
+    return [x for x in rows if problem.seqlen_q <= x.tile["tile_m"] and problem.seqlen_k <= x.tile["tile_n"]]
+
+
+def halved(rows: int, needed: int) -> int:
+    """A tile's rows, halved as long as half of them, at least 16, are enough."""
+    while rows >= 32 and needed <= rows // 2:
+        rows //= 2
+    return rows
 
 
 def wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:

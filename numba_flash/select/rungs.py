@@ -132,15 +132,17 @@ def check_name(kernel: str) -> None:
 
 
 def choose(
-    kernel: str, target: Target, refusal: Callable[[str], str | None], copies: bool = False
+    kernel: str, target: Target, refusal: Callable[[str], str | None], copies: bool = False, first: str = ""
 ) -> tuple[str, Refused]:
     """The first of the requested rungs that can run, and why each other rung does not.
 
     refusal: why a rung cannot compute the problem here, or None. copies: whether arrays in host memory are copied to
-    the GPU for a rung that is named. Raises NotImplementedError if no rung can run.
+    the GPU for a rung that is named. first: the rung that "auto" asks before the others on a GPU. Raises
+    NotImplementedError if no rung can run.
     """
     place = SIMULATOR if target.simulated else HOST if target.arrays_on_host else GPU
     wanted = [rung.name for rung in preferred(place)] if kernel == "auto" else [kernel]
+    wanted.sort(key=lambda name: name != first)
     refused = [(name, _not_asked(rung, kernel, target, copies)) for name, rung in RUNGS.items() if name not in wanted]
     for index, name in enumerate(wanted):
         reason = refusal(name)

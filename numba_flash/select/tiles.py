@@ -111,6 +111,12 @@ TABLES: dict[str, tuple[Row, ...]] = {
         at(512, 64, 32, 16, False, 1, 0),
         at(512, 32, 32, 16, False, 1, 0),
     ),
+    # All queries and keys of a head in one tile, which shrinks to the lengths (forward.short).
+    "mma_short": table(
+        "tile_m tile_n warp_rows q_registers blocks_per_sm rescale_threshold",
+        at(64, 64, 64, 16, True, 4, 0),
+        at(128, 64, 64, 16, False, 2, 0),
+    ),
     "mma_float32": table(
         "tile_m tile_n column_groups blocks_per_sm unrolled",
         at(64, 64, 64, 1, 2, False),

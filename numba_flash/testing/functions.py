@@ -21,7 +21,7 @@ def alibi(score: Any, b: Any, h: Any, q_pos: Any, k_pos: Any, table: Any, slopes
 
 
 def bent(score: Any, b: Any, h: Any, q_pos: Any, k_pos: Any, table: Any, slopes: Any, documents: Any) -> Any:
-    """With a branch on the score, and division of whole numbers."""
+    """Branches on the score, and divides whole numbers."""
     if score > 0:
         return score / (1 + score) + 1 / (2 + abs(q_pos - k_pos))
     return 0.5 * score

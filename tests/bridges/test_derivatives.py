@@ -5,7 +5,7 @@ import types
 
 import numpy as np
 import pytest
-from derivatives import Table
+from helpers.derivatives import Table
 
 torch = pytest.importorskip("torch", reason="needs torch")
 

@@ -177,7 +177,7 @@ def test_sums_over_the_batch_are_rounded_once():
 def test_one_call_for_all(monkeypatch):
     calls = []
     real = dispatch.prepare
-    monkeypatch.setattr(dispatch, "prepare", lambda *x: calls.append(x[0].shape) or real(*x))
+    monkeypatch.setattr(dispatch, "prepare", lambda *x: calls.append(x[0].operands[0].shape) or real(*x))
     q, k, v = made((SEVERAL, *Q), (SEVERAL, *K), (SEVERAL, *V))
     func.vmap(ours)(q, k, v)
     assert calls[-1] == (SEVERAL * Q[0], *Q[1:]) and len([shape for shape in calls if len(shape) == 4]) <= 2
@@ -186,7 +186,7 @@ def test_one_call_for_all(monkeypatch):
 def test_no_copy_where_views_will_do(monkeypatch):
     given_to = []
     real = dispatch.prepare
-    monkeypatch.setattr(dispatch, "prepare", lambda *x: given_to.append(x[:3]) or real(*x))
+    monkeypatch.setattr(dispatch, "prepare", lambda *x: given_to.append(x[0].operands[:3]) or real(*x))
     q, k, v = made((SEVERAL, 1, *Q[1:]), (1, *K[1:]), (SEVERAL, 1, *V[1:]))
     func.vmap(ours, in_dims=(0, None, 0))(q, k, v)
     assert [x.data_ptr() for x in given_to[-1]] == [x.data_ptr() for x in (q, k, v)]

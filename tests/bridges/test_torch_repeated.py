@@ -1,5 +1,5 @@
-"""Calls of torch tensors like one before (dispatch/repeated.py): the same results, and nothing taken for the same that
-is not."""
+"""Repeated calls of torch tensors (dispatch/cached_call.py): the same results, and no other call is taken for a
+repeated one."""
 
 import functools
 
@@ -11,6 +11,7 @@ import numpy as np  # noqa: E402
 
 import numba_flash  # noqa: E402
 from numba_flash.dispatch import backward as gradients  # noqa: E402
+from numba_flash.dispatch import call as of_calls  # noqa: E402
 from numba_flash.dispatch import forward as dispatch  # noqa: E402
 
 SHAPE = (2, 4, 10, 16)
@@ -273,7 +274,7 @@ def test_saved_tensors_may_come_back_otherwise(known):
 
 
 def test_no_more_is_kept_than_so_many(monkeypatch, prepared):
-    monkeypatch.setattr(dispatch, "MOST_PLANS", 6)
+    monkeypatch.setattr(of_calls, "MOST_PLANS", 6)
     for length in range(1, 12):
         numba_flash.attention(*tensors(*((1, 1, length, 8),) * 3))
         assert len(dispatch._plans) <= 6

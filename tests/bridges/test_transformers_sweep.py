@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs Transformers")
 
-import architectures  # noqa: E402
 import transformers  # noqa: E402
+from helpers import architectures  # noqa: E402
 
 # What each stands for.
 SAMPLE = dict(

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import ClassVar
 from unittest import mock
 
-import contract
-import contract_backward
 import numpy as np
 import pytest
+from contracts import backward, forward
 
 import numba_flash
 from numba_flash import testing
@@ -71,7 +70,7 @@ TENSOR = dict(
 )  # fmt: skip
 
 
-class InLargeTiles(contract.Rung):
+class InLargeTiles(forward.Rung):
     """wgmma with as many query rows a tile as its table has, which it takes of itself where there is much to do."""
 
     plans: ClassVar[dict] = {}
@@ -93,13 +92,13 @@ class InLargeTiles(contract.Rung):
 def rung(request):
     name, _, how = request.param.partition(" in ")
     if not rungs.RUNGS[name].tensor_cores:
-        return contract.Rung(name, to_cupy, lambda x: x.get(), SMALL)
+        return forward.Rung(name, to_cupy, lambda x: x.get(), SMALL)
     try:
         usual = how if how.startswith("float") else "float16"
         numba_flash.explain(*[to_cupy(np.zeros((1, 1, 8, 8), usual))] * 3, kernel=name)
     except NotImplementedError as refused:
         pytest.skip(str(refused))
-    made, limits = InLargeTiles if how == "large tiles" else contract.Rung, TENSOR | dict(dtypes=(usual,))
+    made, limits = InLargeTiles if how == "large tiles" else forward.Rung, TENSOR | dict(dtypes=(usual,))
     return made(name, to_tensor_cores, lambda x: x.get(), limits, tensor=True, usual=usual, tile=64)
 
 
@@ -114,9 +113,9 @@ def rung(request):
 def backward_rung(request):
     name, _, usual = request.param.partition(" in ")
     if not rungs.RUNGS[name].tensor_cores:
-        return contract_backward.Rung(name, to_cupy, lambda x: x.get(), SMALL)
+        return backward.Rung(name, to_cupy, lambda x: x.get(), SMALL)
     limits = TENSOR | dict(dtypes=(usual or "float16",))
-    rung = contract_backward.Rung(name, to_tensor_cores, lambda x: x.get(), limits, tensor=True, tile=64, usual=usual)
+    rung = backward.Rung(name, to_tensor_cores, lambda x: x.get(), limits, tensor=True, tile=64, usual=usual)
     try:
         rung(rung.problem(head_dim=8))
     except NotImplementedError as refused:

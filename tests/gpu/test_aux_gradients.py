@@ -1,7 +1,9 @@
 """Gradients of what a score_mod reads, on the GPU's kernels."""
 
 import pytest
-from contract_aux import *  # noqa: F403
+from contracts import daux, suite
+
+TestDaux = suite(daux)
 
 
 @pytest.fixture

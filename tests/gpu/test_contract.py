@@ -1,3 +1,5 @@
 """The contract on the GPU kernels."""
 
-from contract import *  # noqa: F403
+from contracts import forward, suite
+
+TestForward = suite(forward)

@@ -1,7 +1,9 @@
 """The contract of gradients on the GPU's kernels."""
 
 import pytest
-from contract_backward import *  # noqa: F403
+from contracts import backward, suite
+
+TestBackward = suite(backward)
 
 
 @pytest.fixture(scope="module")

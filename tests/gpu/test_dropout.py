@@ -1,3 +1,5 @@
 """Dropout on a GPU."""
 
-from contract_dropout import *  # noqa: F403
+from contracts import dropout, suite
+
+TestDropout = suite(dropout)

@@ -1,3 +1,5 @@
 """score_mod and mask_mod on a GPU."""
 
-from contract_functions import *  # noqa: F403
+from contracts import functions, suite
+
+TestFunctions = suite(functions)

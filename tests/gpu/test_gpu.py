@@ -5,7 +5,7 @@ import types
 
 import numpy as np
 import pytest
-from contract import problem, same_bits
+from contracts.forward import problem, same_bits
 
 import numba_flash
 from numba_flash import testing

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from contract import problem
+from contracts.forward import problem
 
 import numba_flash
 from numba_flash import testing

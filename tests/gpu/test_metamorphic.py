@@ -1,3 +1,5 @@
 """Relations between calls, on the GPU kernels."""
 
-from metamorphic import *  # noqa: F403
+from contracts import metamorphic, suite
+
+TestMetamorphic = suite(metamorphic)

@@ -1,7 +1,9 @@
 """The gradient of bias by mma_dbias on a GPU."""
 
 import pytest
-from contract_dbias import *  # noqa: F403
+from contracts import dbias, suite
+
+TestDbias = suite(dbias)
 
 
 @pytest.fixture

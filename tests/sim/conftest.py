@@ -5,10 +5,10 @@ import os
 from pathlib import Path
 from unittest import mock
 
-import contract
 import pytest
-from tile_rows import in_simulator
-from tile_rows import row as tile_row
+from contracts import forward
+from helpers.tile_rows import in_simulator
+from helpers.tile_rows import row as tile_row
 
 from numba_flash import testing
 from numba_flash.dispatch import backward as dispatch_backward
@@ -150,7 +150,7 @@ def rows_for_every_kind(monkeypatch, nothing_remembered):
 
 
 def tensor(kernel):
-    rung = contract.Rung(kernel, testing.rows_padded, tensor=True, tile=32, slow=True)
+    rung = forward.Rung(kernel, testing.rows_padded, tensor=True, tile=32, slow=True)
     return dataclasses.replace(rung, limits=TENSOR)
 
 
@@ -159,4 +159,4 @@ def tensor(kernel):
 def rung(request):
     if rungs.RUNGS[request.param].tensor_cores:
         return tensor(request.param)
-    return contract.Rung(request.param, limits=SMALL)
+    return forward.Rung(request.param, limits=SMALL)

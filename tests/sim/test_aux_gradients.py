@@ -1,19 +1,20 @@
 """Gradients of what a score_mod reads, on the simulated GPU kernels."""
 
-import contract_backward
 import pytest
-from contract_aux import *  # noqa: F403
+from contracts import backward, daux, suite
 
 from numba_flash import testing
 from numba_flash.abi import arguments
 from numba_flash.select import rungs
 
+TestDaux = suite(daux)
+
 
 @pytest.fixture(scope="session", params=["v2", "mma"])
 def aux_rung(request):
     if rungs.RUNGS[request.param].tensor_cores:
-        return contract_backward.Rung(request.param, testing.rows_padded, tensor=True, slow=True)
-    return contract_backward.Rung(request.param)
+        return backward.Rung(request.param, testing.rows_padded, tensor=True, slow=True)
+    return backward.Rung(request.param)
 
 
 # As if there were 2^31 scores: a sum has so few bits then that float64 needs its second one.
@@ -21,5 +22,5 @@ def aux_rung(request):
 def test_sums_of_many_scores(monkeypatch, nothing_remembered, dtype):
     of_problem = arguments.sizes_of_aux
     monkeypatch.setattr(arguments, "sizes_of_aux", lambda problem: of_problem(problem) | dict(term_bits=31))
-    found = found_by(contract_backward.Rung("v2"), case_of(dtype))  # noqa: F405
-    assert all(agree(*both, dtype) for both in zip(found[:2], oracle(dtype, ())[:2], strict=True))  # noqa: F405
+    found = daux.found_by(backward.Rung("v2"), daux.case_of(dtype))
+    assert all(daux.agree(*both, dtype) for both in zip(found[:2], daux.oracle(dtype, ())[:2], strict=True))

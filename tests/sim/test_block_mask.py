@@ -2,11 +2,10 @@
 
 import dataclasses
 
-import contract
-import contract_backward
 import numpy as np
 import pytest
-from contract import same_bits
+from contracts import backward, forward
+from contracts.forward import same_bits
 from numba import cuda
 
 import numba_flash
@@ -88,14 +87,14 @@ OF_ENTRIES = (mods.document, mods.prefix_lm, by_entry, of_valid_keys)  # those t
 def rung(request):
     tensor = rungs.RUNGS[request.param].tensor_cores
     moved = (testing.rows_padded,) if tensor else ()
-    return contract.Rung(request.param, *moved, tensor=tensor, tile=32 if tensor else 16, slow=tensor)
+    return forward.Rung(request.param, *moved, tensor=tensor, tile=32 if tensor else 16, slow=tensor)
 
 
 @pytest.fixture(scope="session", params=KERNELS[1:])
 def backward_rung(request):
     tensor = rungs.RUNGS[request.param].tensor_cores
     moved = (testing.rows_padded,) if tensor else ()
-    return contract_backward.Rung(request.param, *moved, tensor=tensor, tile=32 if tensor else 16, slow=tensor)
+    return backward.Rung(request.param, *moved, tensor=tensor, tile=32 if tensor else 16, slow=tensor)
 
 
 def case_of(rung, name):
@@ -221,7 +220,7 @@ def with_gaps(b, h, q_pos, k_pos):
 def test_a_block_takes_several_query_tiles(monkeypatch, nothing_remembered):
     machine = dataclasses.replace(Target.of(None), multiprocessors=1)
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
-    own = contract.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    own = forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
     case = own.problem(400, 300, batch=1, heads=1, head_dim=16, q_offset=0, mask_mod=with_gaps)
     arguments = dict(case.options, kernel="wgmma")
     plan = api.prepare_call(case.q, case.k, case.v, arguments)[1]
@@ -369,7 +368,7 @@ def test_gradients(backward_rung, name):
     case, options = case_of(backward_rung, name)
     case.options |= options
     kernel = backward_rung.kernel
-    do, o, lse, dlse = contract_backward.incoming(case)
+    do, o, lse, dlse = backward.incoming(case)
     blocks = blocks_of(case, options)
     operands = (do, case.q, case.k, case.v, o, lse)
     found = numba_flash.attention_backward(*operands, dlse=dlse, block_mask=blocks, kernel=kernel)
@@ -389,7 +388,7 @@ def test_gradients_leave_out_what_is_empty(backward_rung):
     kernel = backward_rung.kernel
     case.options |= options
     blocks = blocks_of(case, options)
-    do, o, lse, _ = contract_backward.incoming(case)
+    do, o, lse, _ = backward.incoming(case)
     operands = (do, case.q, case.k, case.v, o, lse)
     assert all(x.any() for x in numba_flash.attention_backward(*operands, block_mask=blocks, kernel=kernel)[:3])
     for words, _ in words_of(blocks):

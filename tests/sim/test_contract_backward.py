@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
-from contract_backward import *  # noqa: F403
-from contract_backward import Rung
+from contracts import backward, suite
+from contracts.backward import Rung
 
 import numba_flash
 from numba_flash.ptx.sim import launch
+
+TestBackward = suite(backward)
 
 SMALL = dict(max_seqlen=36, max_batch=2, head_dims=(1, 7, 16, 32))  # every row is a Python thread
 

@@ -10,8 +10,8 @@ import threading
 
 import numpy as np
 import pytest
-from tile_rows import in_simulator
-from tile_rows import row as tile_row
+from helpers.tile_rows import in_simulator
+from helpers.tile_rows import row as tile_row
 
 import numba_flash
 from numba_flash import mods
@@ -137,7 +137,7 @@ def test_stops_once_per_key_tile_in_the_named_thread_and_block():
 
 
 def test_the_row_of_scores_can_be_seen():
-    session = Session("p s_smem[s_k : s_k + tile_n].tolist()", "c", "c")
+    session = Session("p s_smem[s_k : s_k + config.tile_n].tolist()", "c", "c")
     with stop_at("v2", ALPHA, (5,), (0, 0, 0), debugger=session):
         attend()
     (row,) = session.values()
@@ -337,7 +337,7 @@ def test_warns_when_it_never_stopped(where, message):
         (("v9", 1), "knows the kernels backward_preprocess, blocked, .*wgmma_round, not 'v9'"),
         (("v2", "no such text"), "no line of the kernel in .*v2.py contains 'no such text'"),
         (("v2", "cuda.syncthreads()"), r"2 lines of .*v2.py contain .*:\n  \d+: cuda.syncthreads\(\).*\n  \d+: cuda"),
-        (("v2", 1), r"line 1 of .*v2.py is not code of the kernel; the next one is \d+: heads, seqlen_q"),
+        (("v2", 1), r"line 1 of .*v2.py is not code of the kernel; the next one is \d+: thread = cuda"),
         (("v2", "tile_m, tile_n = config"), "no line of the kernel"),  # of make, not of the kernel
         (("v2", "def flash_attention_v2"), "no line of the kernel"),
         (("v2", 10**6), r"line 1000000 of .*v2.py is not code of the kernel$"),

@@ -3,14 +3,14 @@
 import functools
 from unittest import mock
 
-import contract
-import contract_backward
 import pytest
-from contract_dropout import *  # noqa: F403
+from contracts import backward, dropout, forward, suite
 
 from numba_flash import testing
 from numba_flash.kernels.score import counts
 from numba_flash.select import rungs
+
+TestDropout = suite(dropout)
 
 TENSOR = dict(dtypes=("float16", "bfloat16"), strange_strides=False, max_seqlen=40)
 SMALL = dict(max_seqlen=36, max_batch=2, head_dims=(1, 7, 16, 32))  # every row is a Python thread
@@ -27,13 +27,13 @@ def words_are_remembered():
 @pytest.fixture(scope="session", params=["v1", "v2", "mma", "wgmma"])
 def rung(request):
     if rungs.RUNGS[request.param].tensor_cores:
-        return contract.Rung(request.param, testing.rows_padded, tensor=True, tile=32, slow=True, limits=TENSOR)
-    return contract.Rung(request.param, limits=SMALL)
+        return forward.Rung(request.param, testing.rows_padded, tensor=True, tile=32, slow=True, limits=TENSOR)
+    return forward.Rung(request.param, limits=SMALL)
 
 
 @pytest.fixture(scope="session", params=["v2", "mma"])
 def backward_rung(request):
     if rungs.RUNGS[request.param].tensor_cores:
         limits = TENSOR | dict(head_dims=(8, 16), features=("causal", "window", "softcap"))
-        return contract_backward.Rung(request.param, testing.rows_padded, tensor=True, slow=True, limits=limits)
-    return contract_backward.Rung("v2", limits=SMALL)
+        return backward.Rung(request.param, testing.rows_padded, tensor=True, slow=True, limits=limits)
+    return backward.Rung("v2", limits=SMALL)

@@ -1,13 +1,13 @@
 """score_mod and mask_mod on the GPU kernels, simulated."""
 
-import contract
-import contract_backward
 import numpy as np
 import pytest
-from contract_functions import *  # noqa: F403
+from contracts import backward, forward, functions, suite
 
 from numba_flash import testing
 from numba_flash.select import rungs
+
+TestFunctions = suite(functions)
 
 TENSOR = dict(dtypes=("float16", "bfloat16"), strange_strides=False)
 SMALL = dict(max_seqlen=36, max_batch=2, head_dims=(1, 7, 16, 32))  # every row is a Python thread
@@ -16,15 +16,15 @@ SMALL = dict(max_seqlen=36, max_batch=2, head_dims=(1, 7, 16, 32))  # every row 
 @pytest.fixture(scope="session", params=["v1", "v2", "mma", "wgmma"])
 def rung(request):
     if rungs.RUNGS[request.param].tensor_cores:
-        return contract.Rung(request.param, testing.rows_padded, tensor=True, tile=32, slow=True, limits=TENSOR)
-    return contract.Rung(request.param, limits=SMALL)
+        return forward.Rung(request.param, testing.rows_padded, tensor=True, tile=32, slow=True, limits=TENSOR)
+    return forward.Rung(request.param, limits=SMALL)
 
 
 @pytest.fixture(scope="session", params=["v2", "mma"])
 def backward_rung(request):
     if rungs.RUNGS[request.param].tensor_cores:
-        return contract_backward.Rung(request.param, testing.rows_padded, tensor=True, slow=True, limits=TENSOR)
-    return contract_backward.Rung(request.param, limits=SMALL)
+        return backward.Rung(request.param, testing.rows_padded, tensor=True, slow=True, limits=TENSOR)
+    return backward.Rung(request.param, limits=SMALL)
 
 
 # What says most about a fragment, which takes the simulator seconds: positions, arrays, masks, rows computed again.

@@ -6,7 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
-from contract import problem
+from contracts.forward import problem
 
 import numba_flash
 from numba_flash import mods, testing

@@ -1,9 +1,8 @@
 """What a mask shows, as the tensor-core kernels are told it (numba_flash/kernels/score/mask_bits.py)."""
 
-import contract
-import contract_backward
 import numpy as np
 import pytest
+from contracts import backward, forward
 
 import numba_flash
 from numba_flash import arrays, testing
@@ -90,7 +89,7 @@ def test_bits_of_a_mask(layout, columns, of_keys):
     assert not found[len(seen) :].any()
 
 
-def test_any_byte_but_0_shows():
+def test_any_nonzero_byte_unmasks_its_key():
     mask = np.random.default_rng(4).choice(np.array([0, 1, 128, 255], np.uint8), (ROWS, 304))
     for of_keys, seen in ((False, mask), (True, mask.T)):
         words = pieces_of(mask.view(bool)[None, None], 32, of_keys)
@@ -122,8 +121,8 @@ def test_ranges_of_a_mask(name, threads, of_keys):
 # In tiles of 32 keys: some of which a mask hides whole, some in part, and some not at all, from either end.
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("name", ["right padding", "left padding", "a hole", "band", "two runs", "documents"])
-def test_tiles_that_a_mask_shows_whole(name, dtype):
-    rung = contract.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+def test_tiles_without_a_masked_score(name, dtype):
+    rung = forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
     case = rung.problem(ROWS, COLUMNS, batch=1, heads=1, heads_kv=1, head_dim=16, dtype=dtype)
     rung.check(case, mask=MASKS[name])
 
@@ -131,8 +130,8 @@ def test_tiles_that_a_mask_shows_whole(name, dtype):
 # The same for gradients, whose blocks own queries and walk over keys, or the other way around.
 @pytest.mark.parametrize("turned", [False, True], ids=["many keys", "many queries"])
 @pytest.mark.parametrize("name", ["left padding", "a hole", "band", "documents"])
-def test_gradients_of_tiles_that_a_mask_shows_whole(name, turned):
-    rung = contract_backward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+def test_gradients_of_tiles_without_a_masked_score(name, turned):
+    rung = backward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
     mask = MASKS[name][..., 100:270]
     case = rung.problem(ROWS, 170, batch=1, heads=1, heads_kv=1, head_dim=8)
     if turned:
@@ -167,7 +166,7 @@ def random(rows, columns):
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("beside", BESIDE)
 def test_a_mask_beside_positions(beside, dtype):
-    rung = contract.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    rung = forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
     case = rung.problem(ROWS, 200, batch=1, heads=1, heads_kv=1, head_dim=16, dtype=dtype, q_offset=110)
     rung.check(case, mask=random(ROWS, 200), **BESIDE[beside])
 
@@ -175,7 +174,7 @@ def test_a_mask_beside_positions(beside, dtype):
 @pytest.mark.parametrize("shape", [(ROWS, 200, 110), (200, ROWS, 0)], ids=["many keys", "many queries"])
 @pytest.mark.parametrize("beside", ["causal, and slopes", "a window"])
 def test_gradients_with_a_mask_beside_positions(beside, shape):
-    rung = contract_backward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    rung = backward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
     rows, columns, q_offset = shape
     case = rung.problem(rows, columns, batch=1, heads=1, heads_kv=1, head_dim=8, q_offset=q_offset)
     rung.check(case, mask=random(rows, columns), **BESIDE[beside])

@@ -5,10 +5,10 @@ All of it takes minutes, and runs on a GPU.
 
 import numpy as np
 import pytest
-from contract_backward import (  # noqa: F401
+from contracts.backward import (  # noqa: F401
     Rung,
     incoming,
-    test_a_key_without_weight_gets_nothing_from_a_row_that_is_struck,
+    test_a_key_of_weight_0_gets_no_gradient_from_a_nonfinite_row,
     test_a_kv_head_gets_the_sum_of_its_group,
     test_all_options_at_once,
     test_any_strides,
@@ -22,8 +22,8 @@ from contract_backward import (  # noqa: F401
     test_what_is_not_wanted_changes_nothing,
     test_whole_numbers_come_out_exactly,
 )
-from contract_functions import BY_PLACE
-from tile_rows import row as tile_row
+from contracts.functions import BY_PLACE
+from helpers.tile_rows import row as tile_row
 
 from numba_flash import testing
 from numba_flash.select import backward_tiles
@@ -116,7 +116,7 @@ def test_warps_that_share_rows_recompute_them_once(rung, monkeypatch, nothing_re
 # A key that some queries do not see and a query that does not see some keys, whole tiles of them and parts of tiles.
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["k", "v", "q", "do"])
-def test_rows_that_meet_nan_are_computed_again(rung, where):
+def test_nonfinite_rows_are_recomputed(rung, where):
     case = rung.problem(8, 36, batch=1, heads=1, head_dim=8)
     do, o, lse, dlse = incoming(case)
     array = do if where == "do" else getattr(case, where)

@@ -5,9 +5,9 @@ import math
 
 import numpy as np
 import pytest
-from contract_backward import Rung, incoming
-from contract_functions import BY_PLACE
-from metamorphic import both_close
+from contracts.backward import Rung, incoming
+from contracts.functions import BY_PLACE
+from contracts.metamorphic import both_close
 
 from numba_flash import testing
 
@@ -49,7 +49,7 @@ def test_what_is_not_wanted_changes_nothing(rung, option, wanted):
 # A function may read past the end of an array at a position that does not count: with bounds that are checked, as the
 # simulator's are, a read is an error.
 @pytest.mark.parametrize("how", ["causal", "window", "mask", "lengths"])
-def test_nobody_asks_about_what_does_not_count(rung, how):
+def test_functions_are_not_called_for_masked_positions(rung, how):
     seqlen_q, seqlen_k = 34, 35  # two tiles of queries, and three of keys
     i, j = np.arange(seqlen_q)[:, None] + 17, np.arange(seqlen_k)
     mask = (i + j) % 3 > 0
@@ -88,7 +88,7 @@ def test_what_mask_mod_hides_never_reaches_a_gradient(rung, where):
 
 # What some rows see and others do not: those that are computed again ask the functions, too.
 @pytest.mark.parametrize("where", ["k", "q", "do"])
-def test_rows_that_meet_nan_are_computed_again(rung, where):
+def test_nonfinite_rows_are_recomputed(rung, where):
     case = rung.problem(8, 36, batch=1, heads=2, heads_kv=1, head_dim=8, **BY_PLACE)
     case.options |= dict(causal=True) | (dict(dropout_p=0.2, seed=3) if where == "do" else {})
     do, o, lse, dlse = incoming(case)

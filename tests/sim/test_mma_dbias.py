@@ -1,10 +1,12 @@
 """The gradient of bias by mma_dbias, simulated."""
 
 import pytest
-from contract_backward import Rung
-from contract_dbias import *  # noqa: F403
+from contracts import dbias, suite
+from contracts.backward import Rung
 
 from numba_flash import testing
+
+TestDbias = suite(dbias)
 
 
 @pytest.fixture(scope="module")

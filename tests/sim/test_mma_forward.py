@@ -1,8 +1,8 @@
 """mma's forward in the tiles that its table has for GPUs. The contract runs it in smaller ones (small_tiles)."""
 
-import contract
 import numpy as np
 import pytest
+from contracts import forward
 
 from numba_flash import testing
 from numba_flash.api import forward as api
@@ -10,7 +10,7 @@ from numba_flash.api import forward as api
 
 @pytest.fixture
 def rung(tiles_of_gpus):
-    return contract.Rung("mma", testing.rows_padded, tensor=True, slow=True)
+    return forward.Rung("mma", testing.rows_padded, tensor=True, slow=True)
 
 
 # Two tiles of queries by two of keys, the second of which are ragged: two strips of rows a warp with Q in registers,

@@ -1,13 +1,13 @@
-"""ALiBi in tiles on one side of the queries (numba_flash/kernels/score/one_side.py)."""
+"""ALiBi in tiles on one side of the queries (numba_flash/kernels/wgmma/one_side.py)."""
 
-import contract
 import numpy as np
 import pytest
+from contracts import forward
 
 from numba_flash import testing
 from numba_flash.api import forward as api
 from numba_flash.dispatch import forward as dispatch
-from numba_flash.kernels.score import one_side
+from numba_flash.kernels.wgmma import one_side
 from numba_flash.select import forward as select
 from numba_flash.select import tiles
 
@@ -20,7 +20,7 @@ def config_of(case, **options):
 
 @pytest.fixture(scope="session")
 def rung():
-    return contract.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    return forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
 
 
 # 64 queries and 32 keys to a tile: tiles on either side, and between them some on both. The last rows have the largest
@@ -91,7 +91,7 @@ def test_an_infinite_slope_leaves_no_weight(rung):
 
 
 @pytest.mark.parametrize("position", [0, 16, 17, 30, 31, 32, 62, 100, -1, -15, -16, -(2**40), 2**31, 2**62])
-def test_which_tiles_are_on_one_side(rung, position):
+def test_which_tiles_lie_on_one_side_of_the_queries(rung, position):
     case = rung.problem(64, 64, batch=1, heads=2, heads_kv=2, head_dim=16)
     config = config_of(case, alibi_slopes=SLOPES)
     made = one_side.make(config)

@@ -2,9 +2,9 @@
 
 import re
 
-import browser
 import numpy as np
 import pytest
+from helpers import browser
 
 from numba_flash import debug
 from numba_flash.machine import toolchain

@@ -7,11 +7,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-from contract_backward import (  # noqa: F401
+from contracts.backward import (  # noqa: F401
     Rung,
     incoming,
     same,
-    test_a_key_without_weight_gets_nothing_from_a_row_that_is_struck,
+    test_a_key_of_weight_0_gets_no_gradient_from_a_nonfinite_row,
     test_all_options_at_once,
     test_head_dim_v_may_differ,
     test_lse_beyond_the_range_of_exp,
@@ -21,7 +21,7 @@ from contract_backward import (  # noqa: F401
     test_what_is_not_wanted_changes_nothing,
     test_whole_numbers_come_out_exactly,
 )
-from tile_rows import row as tile_row
+from helpers.tile_rows import row as tile_row
 
 from numba_flash import arrays, testing
 from numba_flash.arrays import making
@@ -29,7 +29,9 @@ from numba_flash.config import wgmma_backward
 from numba_flash.config.wgmma_backward import WgmmaFusedConfig
 from numba_flash.dispatch import backward as dispatch
 from numba_flash.dispatch import launch_backward
-from numba_flash.kernels.steps import dq_order, recompute_keys, recompute_queries
+from numba_flash.kernels.recompute import keys as recompute_keys
+from numba_flash.kernels.recompute import queries as recompute_queries
+from numba_flash.kernels.steps import dq_order
 from numba_flash.kernels.wgmma import backward_block_tiles
 from numba_flash.ptx import griddepcontrol
 from numba_flash.ptx.sim import now, special, wgmma
@@ -94,7 +96,7 @@ def test_one_kernel_for_all_gradients(
 
 
 @pytest.mark.slow
-def test_bits_do_not_depend_on_how_many_heads_are_abreast(rung, monkeypatch, nothing_remembered):
+def test_bits_do_not_depend_on_the_number_of_heads_in_flight(rung, monkeypatch, nothing_remembered):
     """Two heads abreast may be of two entries, and the last is alone. Three parts are added: two in another order would
     give the same."""
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: True)
@@ -110,7 +112,7 @@ def test_bits_do_not_depend_on_how_many_heads_are_abreast(rung, monkeypatch, not
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, dict(causal=True, q_offset=0), dict(window=(30, 10), q_offset=50)], ids=str)
-def test_sums_in_lines(rung, options, one_kernel, monkeypatch):
+def test_several_partial_sums_of_dq(rung, options, one_kernel, monkeypatch):
     """Of three key tiles two add to the first of two sums. Under a mask some query tiles have one part, or none."""
     made, scratch = [], arrays.scratch
 
@@ -211,7 +213,7 @@ def test_one_tile_of_keys(rung, seqlen_q, seqlen_k, heads, heads_kv, head_dim, o
     assert all(np.isfinite(x).all() for x in rung.check(case, **options)[:3])
 
 
-def test_one_tile_of_keys_and_parts_of_a_group(rung, one_kernel, monkeypatch):
+def test_one_tile_of_keys_and_split_groups_of_heads(rung, one_kernel, monkeypatch):
     monkeypatch.setattr(select_backward, "members_of_a_part", lambda *_, **__: 2)
     rung.check(rung.problem(20, 70, batch=2, heads=3, heads_kv=1, head_dim=24), causal=True)
 
@@ -237,7 +239,7 @@ def test_one_tile_of_keys_and_parts_of_a_group(rung, one_kernel, monkeypatch):
         "72, tiles without queries, one", "128, tails, one",
     ],
 )  # fmt: skip
-def test_blocks_that_stay(
+def test_persistent_blocks(
     rung, batch, heads, seqlen_q, seqlen_k, head_dim, options, together, blocks,
     one_kernel, monkeypatch, key_tiles_of_blocks,
 ):  # fmt: skip
@@ -248,7 +250,7 @@ def test_blocks_that_stay(
 
 
 @pytest.mark.parametrize("head_dim", [8, 72])
-def test_blocks_that_stay_keep_what_products_read(
+def test_persistent_blocks_do_not_overwrite_operands_of_products(
     rung, head_dim, one_kernel, slow_products, monkeypatch, key_tiles_of_blocks
 ):
     """The next K and V come as soon as their place is given back, which is behind the last dQ. From head_dim 65 on dK
@@ -275,9 +277,7 @@ def test_dk_waits_for_the_other_warpgroup(rung, one_kernel, monkeypatch, key_til
 
 # A block has all heads, whose states take turns: the third one's is where the first one's was.
 @pytest.mark.parametrize("seqlen_k", [40, 140])
-def test_rows_are_computed_again_of_heads_that_meet_nan_alone(
-    rung, seqlen_k, one_kernel, key_tiles_of_blocks, monkeypatch
-):
+def test_only_nonfinite_heads_are_recomputed(rung, seqlen_k, one_kernel, key_tiles_of_blocks, monkeypatch):
     make, seen = recompute_queries.make, set()
 
     def made(config):
@@ -333,7 +333,7 @@ def test_more_key_tiles_of_a_block_give_the_same_bits(rung, one_kernel, key_tile
 
 # Keys that only the last queries see, in the second tile. Their rows are computed again, in either panel of columns.
 @pytest.mark.parametrize(("seqlen_q", "head_dim", "column"), [(135, 40, 3), (70, 100, 3), (70, 100, 90)])
-def test_one_tile_of_keys_that_meets_nan(rung, seqlen_q, head_dim, column, one_kernel):
+def test_one_tile_of_keys_with_nan(rung, seqlen_q, head_dim, column, one_kernel):
     case = rung.problem(seqlen_q, 24, batch=1, heads=2, heads_kv=1, head_dim=head_dim)
     case.k[0, 0, 20, column], case.v[0, 0, 22, 0] = np.inf, np.nan
     dq = rung.check(case, causal=True, q_offset=24 - seqlen_q)[0]
@@ -412,7 +412,7 @@ def test_what_a_mask_hides_from_one_kernel_may_be_anything(rung, head_dim, hidde
 # A key that some queries do not see and a query that does not see some keys, whole tiles of them and parts of tiles.
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["k", "v", "q", "do"])
-def test_rows_that_meet_nan_are_computed_again(rung, where):
+def test_nonfinite_rows_are_recomputed(rung, where):
     case = rung.problem(8, 24, batch=1, heads=1, head_dim=8)
     do, o, lse, dlse = incoming(case)
     array = do if where == "do" else getattr(case, where)

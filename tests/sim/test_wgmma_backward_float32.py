@@ -2,22 +2,23 @@
 
 import numpy as np
 import pytest
-from contract_backward import (  # noqa: F401
+from contracts.backward import (  # noqa: F401
     Rung,
     incoming,
     same,
-    test_a_key_without_weight_gets_nothing_from_a_row_that_is_struck,
+    test_a_key_of_weight_0_gets_no_gradient_from_a_nonfinite_row,
     test_head_dim_v_may_differ,
     test_large_scores,
     test_nothing_is_defined,
     test_scale,
     test_whole_numbers_come_out_exactly,
 )
+from helpers.tile_rows import row as tile_row
 from numba import cuda
-from tile_rows import row as tile_row
 
 from numba_flash import arrays, testing
-from numba_flash.kernels.steps import recompute_keys, recompute_queries
+from numba_flash.kernels.recompute import keys as recompute_keys
+from numba_flash.kernels.recompute import queries as recompute_queries
 from numba_flash.kernels.wgmma import gradient_rows_float32
 from numba_flash.ptx.sim import block
 from numba_flash.ptx.sim.launch import run
@@ -133,7 +134,7 @@ def test_products_may_take_long(rung, wanted, stages, slow_products, monkeypatch
     assert all(np.isfinite(getattr(gradients, name)).all() for name in wanted)
 
 
-def test_every_turn_that_is_given_on_is_taken(rung, monkeypatch):
+def test_every_semaphore_that_is_released_is_acquired(rung, monkeypatch):
     """No named barrier is half full when its block ends."""
     blocks, make_threads = [], block.Block.make_threads
 
@@ -204,7 +205,7 @@ def test_a_row_of_a_gradient_is_written_whole_or_not_at_all(columns):
 
 # A key that some queries do not see and a query that does not see some keys.
 @pytest.mark.parametrize("where", ["k", "v", "q", "do"])
-def test_rows_that_meet_nan_are_computed_again(rung, where):
+def test_nonfinite_rows_are_recomputed(rung, where):
     case = rung.problem(8, 24, batch=1, heads=1, head_dim=8)
     do, _, _, dlse = incoming(case)
     array = do if where == "do" else getattr(case, where)

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from contract_backward import Rung, incoming, same
-from tile_rows import row as tile_row
+from contracts.backward import Rung, incoming, same
+from helpers.tile_rows import row as tile_row
 
 from numba_flash import testing
-from numba_flash.kernels.steps import recompute_keys, recompute_queries
+from numba_flash.kernels.recompute import keys as recompute_keys
+from numba_flash.kernels.recompute import queries as recompute_queries
 from numba_flash.select import backward_tiles as tiles
 
 
@@ -102,7 +103,7 @@ def test_keys_and_columns_past_the_end_may_be_anything(rung, monkeypatch):
 
 # In a column of the first block, and of the second; what they make not finite is not finite in one block, or in both.
 @pytest.mark.parametrize(("where", "column"), [("k", 5), ("v", 130), ("do", 5), ("q", 130)])
-def test_rows_that_meet_nan_in_one_half_are_computed_again_as_a_whole(rung, where, column):
+def test_rows_that_are_nonfinite_in_one_half_are_recomputed_as_a_whole(rung, where, column):
     case = rung.problem(8, 24, batch=1, heads=1, head_dim=136, head_dim_v=136)
     do, _, _, dlse = incoming(case)
     array = do if where == "do" else getattr(case, where)

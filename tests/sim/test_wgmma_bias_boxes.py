@@ -4,13 +4,13 @@ width of its panels, what else may be there, and rows that it cannot fetch."""
 import dataclasses
 import math
 
-import contract
 import numpy as np
 import pytest
-from contract_backward import Rung, incoming
-from contract_functions import BY_PLACE
-from metamorphic import both_close
-from tile_rows import row as tile_row
+from contracts import forward
+from contracts.backward import Rung, incoming
+from contracts.functions import BY_PLACE
+from contracts.metamorphic import both_close
+from helpers.tile_rows import row as tile_row
 
 import numba_flash
 from numba_flash import testing
@@ -27,8 +27,8 @@ def rung():
 
 
 @pytest.fixture(scope="module")
-def forward():
-    return contract.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+def forward_rung():
+    return forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
 
 
 def random_bias(*shape, dtype="float16"):
@@ -59,12 +59,12 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_broadcast(rung, forward, shape):
+def test_broadcast(rung, forward_rung, shape):
     seqlens = SHAPES[shape][-2:]
     case = rung.problem(*seqlens, batch=2, heads=2, heads_kv=2, head_dim=8, bias=random_bias(*SHAPES[shape]))
     assert in_boxes(case)
     rung.check(case)
-    forward.check(case)
+    forward_rung.check(case)
 
 
 def test_heads_of_a_group(rung):
@@ -98,11 +98,11 @@ def strided(how):
         "from the end", "one row for all", "32 bits",
     ],
 )  # fmt: skip
-def test_strides(rung, forward, how):
+def test_strides(rung, forward_rung, how):
     bias, expected = strided(how)
     case = rung.problem(20, 72, batch=1, heads=2, heads_kv=2, head_dim=8, bias=bias)
     assert in_boxes(case) == expected
-    forward.check(case)
+    forward_rung.check(case)
     if expected or how == "from the end":  # the others are read in the same way as that one
         rung.check(case)
 
@@ -132,7 +132,7 @@ def test_tiles(rung, dkdv, dq, rows_for_every_kind):
     ("tile_m", "tile_n", "bias_stages", "causal"),
     [(64, 64, 2, True), (128, 32, 1, True), (64, 96, 1, False), (64, 48, 2, False)],
 )
-def test_tiles_of_the_forward(forward, tile_m, tile_n, bias_stages, causal, monkeypatch, nothing_remembered):
+def test_tiles_of_the_forward(forward_rung, tile_m, tile_n, bias_stages, causal, monkeypatch, nothing_remembered):
     machine = dataclasses.replace(Target.of(None), multiprocessors=1)
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
     row = tile_row(256, tile_m=tile_m, tile_n=tile_n, ping_pong=True, q_buffers=1, rescale_threshold=8)
@@ -142,11 +142,11 @@ def test_tiles_of_the_forward(forward, tile_m, tile_n, bias_stages, causal, monk
         select, "_wgmma",
         lambda *given: (made for made in candidates(*given) if made.bias_stages == bias_stages),
     )  # fmt: skip
-    case = forward.problem(250, 136, batch=1, heads=1, head_dim=72, causal=causal)
+    case = forward_rung.problem(250, 136, batch=1, heads=1, head_dim=72, causal=causal)
     case.options["bias"] = random_bias(250, 136)
     config = numba_flash.explain(**case.arguments(), kernel="wgmma").config
     assert (config.tile_m, config.tile_n, config.bias_stages) == (tile_m, tile_n, bias_stages)
-    forward.check(case)
+    forward_rung.check(case)
 
 
 BESIDE = {
@@ -160,19 +160,19 @@ BESIDE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("beside", BESIDE)
-def test_beside_all_else(rung, forward, beside):
+def test_beside_all_else(rung, forward_rung, beside):
     case = rung.problem(20, 72, batch=2, heads=2, heads_kv=2, head_dim=8, bias=random_bias(2, 20, 72))
     case.options |= BESIDE[beside]
     assert in_boxes(case)
     rung.check(case)
-    forward.check(case)
+    forward_rung.check(case)
 
 
-def test_it_may_hide_keys(rung, forward):
+def test_it_may_hide_keys(rung, forward_rung):
     bias = random_bias(40, 72)
     bias[:, 17] = bias[3] = -math.inf
     case = rung.problem(40, 72, batch=1, heads=1, head_dim=8, bias=bias)
-    forward.check(case)
+    forward_rung.check(case)
     gradients = rung.check(case)
     assert in_boxes(case) and not gradients.dk[:, :, 17].any() and not gradients.dq[:, :, 3].any()
 
@@ -187,10 +187,10 @@ def test_the_same_in_32_bits(rung):
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 8), (8, 0)])
-def test_nothing_to_fetch(rung, forward, seqlen_q, seqlen_k):
+def test_nothing_to_fetch(rung, forward_rung, seqlen_q, seqlen_k):
     bias = random_bias(1, 8, 16)[:, :seqlen_q, :seqlen_k]
     case = rung.problem(seqlen_q, seqlen_k, batch=1, heads=1, head_dim=8, bias=bias)
-    forward.check(case)
+    forward_rung.check(case)
     assert all(not x.any() for x in rung.check(case)[:3])
 
 

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-import contract
 import numpy as np
 import pytest
-from contract import (  # noqa: F401
+from contracts import forward
+from contracts.forward import (  # noqa: F401
     test_any_strides,
     test_head_dim_v_may_differ,
     test_many_tiles,
@@ -16,7 +16,7 @@ from contract import (  # noqa: F401
     test_rows_whose_scores_are_all_far_from_zero,
     test_scores_of_minus_infinity_in_whole_tiles,
 )
-from tile_rows import row as tile_row
+from helpers.tile_rows import row as tile_row
 
 from numba_flash import testing
 from numba_flash.api import forward as api
@@ -27,7 +27,7 @@ from numba_flash.select import tiles
 
 @pytest.fixture(scope="session")
 def rung():
-    return contract.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    return forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
 
 
 # Blocks stay and take tile after tile, which takes more tiles than multiprocessors: rings of stages go round, phases
@@ -90,7 +90,7 @@ def test_o_is_staged_where_there_is_room(rung, row, head_dim_v, kilobytes, place
 
 # 40 of the 64 rows of a query tile exist; of the tiles of keys all but one are seen whole.
 @pytest.mark.parametrize("by", ["mask_mod", "score_mod"])
-def test_nobody_asks_about_rows_past_the_end(rung, by):
+def test_functions_are_not_called_for_rows_past_the_end(rung, by):
     of_queries, of_keys = (np.linspace(0.25, 0.5, n).astype(np.float32) for n in (40, 72))
 
     def visible(b, h, q_pos, k_pos, of_queries, of_keys):

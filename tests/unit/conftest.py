@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-import contract
-import gate_results
 import pytest
+from contracts import forward
+from helpers import gate_results
 
 HERE = Path(__file__).parent
 
@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items):
 # The two rungs that compute in host memory.
 @pytest.fixture(scope="session", params=["reference", "cpu"])
 def rung(request):
-    return contract.Rung(request.param)
+    return forward.Rung(request.param)
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus):

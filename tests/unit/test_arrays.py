@@ -6,7 +6,7 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
-from contract import problem, same_bits
+from contracts.forward import problem, same_bits
 
 import numba_flash
 from numba_flash import arrays, testing

@@ -3,8 +3,8 @@
 import math
 import types
 
-import compiler
 import pytest
+from helpers import compiler
 
 from numba_flash.abi import tensor_maps
 from numba_flash.abi.parameters import Parameters

@@ -2,8 +2,8 @@
 
 import collections
 
-import compiler
 import pytest
+from helpers import compiler
 
 from numba_flash.config.forward import places
 from numba_flash.config.softmax import OnlineConfig

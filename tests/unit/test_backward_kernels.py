@@ -1,83 +1,32 @@
-"""Backward kernels as compiled, without a GPU; what select makes of a problem of gradients; what Configs say."""
+"""What select makes of a problem of gradients, without a GPU."""
 
-import contextlib
 import dataclasses
-import inspect
-import itertools
 import re
 
-import compiler
 import pytest
-from machines import A100, AMPERE, B200, HOPPER, RTX_5090, TURING, empty
-from simt_kernels import ALL, BACKWARD, everything, local_bytes
-from simt_kernels import backward_problem as problem
+from helpers.machines import A100, AMPERE, B200, HOPPER, RTX_5090, TURING, empty
+from helpers.selected import configs_of, explained, kernels_of
+from helpers.simt_kernels import ALL, everything
+from helpers.simt_kernels import backward_problem as problem
 
-from numba_flash.abi import arguments
-from numba_flash.api.explain import BackwardExplanation
 from numba_flash.arrays import read
-from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
-from numba_flash.config.blocks import heads_abreast
-from numba_flash.config.mask_bits import MaskBitsConfig
-from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
-from numba_flash.config.wgmma_backward import WgmmaAddPartsConfig, WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
-from numba_flash.config.wgmma_backward_float32 import (
-    WgmmaBackwardFloat32Config,
-    WgmmaDkdvFloat32Config,
-    WgmmaDqFloat32Config,
-    WgmmaPairedDkdvConfig,
-    WgmmaPairedDqConfig,
-)
-from numba_flash.config.wgmma_forward import WgmmaConfig, check_registers
-from numba_flash.config.wide_backward import WideCarriedConfig, WideDkdvConfig, WideFusedConfig
 from numba_flash.dispatch.launch import workspace
-from numba_flash.dispatch.launch_backward import make_backward_launch
 from numba_flash.functions.function import Function
-from numba_flash.gpu import assembler, compiled
 from numba_flash.machine.target import Target
-from numba_flash.problem.groups import part_of, parts_of
-from numba_flash.problem.options import uses
 from numba_flash.select import backward_forms, backward_kernels, backward_wide
 from numba_flash.select.backward import select_backward
-from numba_flash.select.backward_kernels import mma_configs, v2_configs, wgmma_configs
-from numba_flash.select.backward_wide import wide_configs
 from numba_flash.select.rungs import RUNGS
 
 HOST = Target(True, why_no_gpu="it is not plugged in")
+
+
 SIMULATOR = Target(True, True, 0, (9, 0), 227 * 1024, 132, "Numba's CUDA simulator")
-
-
-def named(config):
-    return f"{config.kernel}-{config.dtype}-{getattr(config, 'head_dim', config.threads)}"
-
-
-@compiler.needed
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [*filter(local_bytes, BACKWARD)], ids=named)
-def test_long_rows_and_nothing_else_lie_in_local_memory(config):
-    made = assembler.assemble(compiled.to_ptx(config, (9, 0)), "sm_90a")
-    assert made.spill_bytes == 0 and made.stack_bytes <= local_bytes(config) and made.warnings == ()
-
-
-@compiler.needed
-@pytest.mark.parametrize(
-    "config",
-    [
-        *v2_configs(everything((300, 500)), HOPPER), *BACKWARD[1:3],
-        *mma_configs(everything((300, 500)), HOPPER)[:5],
-        *wgmma_configs(problem(dtype="float16"), HOPPER)[1:],
-    ],
-    ids=named,
-)  # fmt: skip
-def test_the_kernel_has_the_parameters_that_it_is_given(config):
-    taken = inspect.signature(compiled.source(config).py_func).parameters
-    maps = ["tensor_maps"] if config.tensor_maps else []
-    assert list(taken) == [*maps, *[made.__name__ for made, _ in arguments.types(config)]]
 
 
 def test_what_is_launched_for_what_is_wanted():
     def kernels(*wanted):
         made = everything((300, 500))
-        return [config.kernel for config in v2_configs(dataclasses.replace(made, wanted=wanted), HOPPER)]
+        return kernels_of("v2", dataclasses.replace(made, wanted=wanted))
 
     assert kernels("dq") == ["delta", "v2_dq"]
     assert kernels("dk") == kernels("dv") == kernels("dk", "dv") == ["delta", "v2_dkdv"]
@@ -86,19 +35,19 @@ def test_what_is_launched_for_what_is_wanted():
     assert kernels(*ALL) == ["delta", "v2_dkdv", "v2_dq", "v2_dbias", "dalibi_slopes"]
 
 
-@pytest.mark.parametrize(("rung", "made_by"), [("mma", mma_configs), ("wgmma", wgmma_configs)])
-def test_what_tensor_cores_launch_for_bias_and_mask(rung, made_by):
+@pytest.mark.parametrize("rung", ["mma", "wgmma"])
+def test_what_tensor_cores_launch_for_bias_and_mask(rung):
     made = problem(dtype="float16", mask=empty(300, 500, dtype="bool"), bias=empty(300, 500, dtype="float16"),
                    wanted=("dq", "dk", "dv", "dbias"))  # fmt: skip
     names = f"backward_preprocess mask_bits_of_keys {rung}_dkdv mask_bits {rung}_dq mma_dbias".split()
-    assert [config.kernel for config in made_by(made, HOPPER)] == names
-    assert select_backward(made, HOPPER, "auto", "cupy").kernel == "wgmma"
-    assert made_by(made, HOPPER)[0].natural
+    assert kernels_of(rung, made) == names
+    assert explained(made).kernel == "wgmma"
+    assert configs_of(rung, made)[0].natural
     del names[1:4:2]
     without = problem(dtype="float16", bias=empty(300, 500, dtype="float16"), wanted=("dq", "dk", "dv", "dbias"))
-    assert [config.kernel for config in made_by(without, HOPPER)] == names
+    assert kernels_of(rung, without) == names
     alone = dataclasses.replace(made, wanted=("dbias",))
-    assert [config.kernel for config in made_by(alone, HOPPER)] == [names[0], "mask_bits", "mma_dbias"]
+    assert kernels_of(rung, alone) == [names[0], "mask_bits", "mma_dbias"]
 
 
 # Rows of 500 keys, at multiples of 16 bytes. By TMA alone, a bias takes the fewest registers.
@@ -115,7 +64,7 @@ def test_what_tensor_cores_launch_for_bias_and_mask(rung, made_by):
 def test_when_a_bias_comes_by_tma(options, boxes, streams):
     bias = empty(300, 500, dtype="float16", strides=(504, 1))
     made = problem(dtype="float16", **dict(bias=bias, bias_aligned=True) | options)
-    own = [config for config in wgmma_configs(made, HOPPER) if config.kernel in ("wgmma_dkdv", "wgmma_dq")]
+    own = [config for config in configs_of("wgmma", made) if config.kernel in ("wgmma_dkdv", "wgmma_dq")]
     assert [config.bias_boxes for config in own] == [boxes] * 2
     assert tuple(config.stream_rows for config in own) == streams
     assert all(config.shared_bytes <= HOPPER.shared_bytes for config in own)
@@ -126,7 +75,7 @@ def test_when_a_bias_comes_by_tma(options, boxes, streams):
 def test_what_mma_dbias_is_compiled_for():
     def config(*shape, dtype="float16"):
         bias = empty(*shape, dtype=dtype)
-        return mma_configs(problem(dtype="float16", bias=bias, wanted=("dbias",)), HOPPER)[-1]
+        return configs_of("mma", problem(dtype="float16", bias=bias, wanted=("dbias",)))[-1]
 
     assert [config(*shape).rows_summed for shape in ((300, 500), (1, 500), ())] == [False, True, True]
     assert [config(*shape).keys_summed for shape in ((300, 500), (300, 1), ())] == [False, True, True]
@@ -147,7 +96,7 @@ def table_and_slopes(s, b, h, i, j, table, ids, slopes):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_what_is_launched_for_aux(dtype):
     def kernels(kernel, **options):
-        choice = select_backward(reading(dtype, **options), HOPPER, kernel, "cupy")
+        choice = explained(reading(dtype, **options), HOPPER, kernel)
         return [config.kernel for config in choice.configs]
 
     own, of_mma = (["daux_start", f"{name}_daux_bounds", f"{name}_daux_sums", "daux_round"] for name in ("v2", "mma"))
@@ -167,29 +116,10 @@ def test_what_is_launched_for_aux(dtype):
         assert kernels("auto", score_mod=given, mask=mask, wanted=("dq", "daux[0]")).count("mask_bits") == 1
 
 
-def test_the_workspace_of_aux():
-    made = reading("float32", score_mod=Function.of("score_mod", table_and_slopes))
-    choice = select_backward(made, HOPPER, "auto", "cupy")
-    text = str(BackwardExplanation.of(made, HOPPER, choice))
-    elements = 2 * 999 + 2
-    # an exponent and a sum for each element, how often a score reads, and delta
-    assert f"workspace: {elements * 12 + 4 + 4 * 2 * 300} bytes" in text
-    assert "gradients: daux[0], daux[2]" in text and f"daux_round: {-(-elements // 256)} blocks" in text
-
-
-def test_sums_of_aux_have_room_for_every_term():
-    made = reading("float32", score_mod=Function.of("score_mod", table_and_slopes))
-    sizes = arguments.sizes_of_aux(made)
-    scores = 2 * 300 * 500
-    assert sizes["aux_begins"] == (0, 1998, 2000)
-    assert 2 ** (sizes["term_bits"] - 1) < scores <= 2 ** sizes["term_bits"]
-    assert 2 ** (sizes["run_bits"] - 1) < 4 * 500 <= 2 ** sizes["run_bits"]
-
-
-@pytest.mark.parametrize(("rung", "made_by"), [("mma", mma_configs), ("wgmma", wgmma_configs)])
-def test_what_tensor_cores_launch_for_a_mask_mod(rung, made_by):
+@pytest.mark.parametrize("rung", ["mma", "wgmma"])
+def test_what_tensor_cores_launch_for_a_mask_mod(rung):
     given = dict(dtype="float16", mask_mod=Function.of("mask_mod", earlier))
-    configs = made_by(problem(256, **given), HOPPER)  # dK and dV apart, which read the same states
+    configs = configs_of(rung, problem(256, **given))  # dK and dV apart, which read the same states
     of_dkdv, of_dq = (c for c in configs if c.kernel.startswith("tile_states"))
     of_keys, of_queries = (f"tile_states{side} tile_order{side}" for side in ("_of_keys", ""))
     names = [*of_keys.split(), f"{rung}_dkdv", f"{rung}_dkdv", *of_queries.split(), f"{rung}_dq"]
@@ -206,7 +136,7 @@ def test_what_tensor_cores_launch_for_a_mask_mod(rung, made_by):
 def test_tiles_fit_every_gpu(target):
     previous = None
     for head_dim in (16, 64, 128, 256, 576):
-        choice = select_backward(problem(head_dim), target, "v2", "cupy")
+        choice = explained(problem(head_dim), target, "v2")
         assert all(config.shared_bytes <= target.shared_bytes for config in choice.configs)
         tiles = [(config.tile_m, config.tile_n) for config in choice.configs if hasattr(config, "tile_m")]
         assert previous is None or all(one <= other for one, other in zip(tiles, previous, strict=True))
@@ -218,7 +148,7 @@ def test_tiles_fit_every_gpu(target):
 def test_few_rows_take_small_tiles(seqlen_q, seqlen_k):
     rows, columns = empty(1, 2, seqlen_q, 64, dtype="float32"), empty(1, 2, seqlen_k, 64, dtype="float32")
     made = problem(do=rows, q=rows, o=rows, k=columns, v=columns, lse=empty(1, 2, seqlen_q, dtype="float32"))
-    _, dkdv, dq = v2_configs(made, HOPPER)
+    _, dkdv, dq = configs_of("v2", made)
     assert dkdv.tile_n <= max(32, 2 * seqlen_k - 1) and dq.tile_m <= max(32, 2 * seqlen_q - 1)
 
 
@@ -231,7 +161,7 @@ def test_the_simulator_has_tiles_for_every_head_dim(dtype):
 
 
 def test_small_tiles_in_the_simulator():
-    made = [config for config in v2_configs(problem(16), SIMULATOR) if hasattr(config, "tile_m")]
+    made = [config for config in configs_of("v2", problem(16), SIMULATOR) if hasattr(config, "tile_m")]
     assert all((config.tile_m, config.tile_n) == (16, 16) for config in made)
 
 
@@ -239,9 +169,9 @@ def test_small_tiles_in_the_simulator():
 @pytest.mark.parametrize("kernel", [name for name, rung in RUNGS.items() if not rung.has_backward])
 def test_what_is_not_built_names_what_would_run(kernel):
     with pytest.raises(NotImplementedError, match=f"kernel='{kernel}' .*not built yet.*What would run.*'v2'"):
-        select_backward(problem(), HOPPER, kernel, "cupy")
+        explained(problem(), HOPPER, kernel)
     with pytest.raises(NotImplementedError, match=f"kernel='{kernel}' .*not built yet.*What would run.*'cpu'"):
-        select_backward(problem(), HOST, kernel)
+        explained(problem(), HOST, kernel)
 
 
 def by_pairs(b, h, i, j):
@@ -269,13 +199,12 @@ def by_pairs(b, h, i, j):
 )
 def test_refusals(made, target, kernel, words):
     with pytest.raises(NotImplementedError, match=words):
-        select_backward(made, target, kernel, "numpy" if target.arrays_on_host else "cupy")
+        explained(made, target, kernel)
 
 
 def test_what_auto_takes():
     def kernel(target, **options):
-        family = "numpy" if target.arrays_on_host else "cupy"
-        return select_backward(problem(**options), target, "auto", family).kernel
+        return explained(problem(**options), target).kernel
 
     assert kernel(TURING) == kernel(SIMULATOR) == "v2"
     assert kernel(A100) == kernel(HOPPER, dtype="float64") == kernel(A100, dtype="float64") == kernel(B200) == "mma"
@@ -288,7 +217,7 @@ def test_what_auto_takes():
 
 def test_the_kernels_of_a_backward_are_explained():
     made = everything((300, 500))
-    text = str(BackwardExplanation.of(made, HOPPER, select_backward(made, HOPPER, "auto", "cupy")))
+    text = str(explained(made))
     for fragment in (
         "kernel 'v2' on H200",
         "delta: ",
@@ -309,13 +238,13 @@ def test_the_kernels_of_a_backward_are_explained():
 )  # fmt: skip
 def test_the_accuracy_of_tensor_cores_is_explained(kernel, dtype, words):
     made = problem(64, dtype=dtype)
-    text = str(BackwardExplanation.of(made, HOPPER, select_backward(made, HOPPER, kernel, "cupy")))
+    text = str(explained(made, HOPPER, kernel))
     assert re.search(f"sums: .*{words}", text), text
 
 
 def test_rows_for_plain_scores_serve_no_others():
     def tiles_of(kernel, **options):
-        choice = select_backward(problem(64, dtype="float32", **options), HOPPER, "mma", "cupy")
+        choice = explained(problem(64, dtype="float32", **options), HOPPER, "mma")
         return next((c.tile_m, c.tile_n) for c in choice.configs if c.kernel == kernel)
 
     assert tiles_of("mma_dq_wide") == (64, 64) and tiles_of("mma_dq_wide", softcap=3.0) == (64, 32)
@@ -324,115 +253,42 @@ def test_rows_for_plain_scores_serve_no_others():
 def test_masks_and_bias_in_float32_have_kernels_beside_the_tiles():
     given = dict(mask=empty(500, dtype="bool"), bias=empty(500, dtype="float32"))
     made = problem(256, dtype="float32", wanted=("dq", "dk", "dv", "dbias"), **given)
-    configs = select_backward(made, HOPPER, "mma", "cupy").configs
+    configs = configs_of("mma", made)
     names = [config.kernel for config in configs]
     apart = ["mma_dkdv_wide"] * 2
     assert names == ["delta", "mask_bits_of_keys", *apart, "mask_bits", "mma_dq_wide", "v2_dbias"]
     assert (configs[-2].tile_m, configs[-2].tile_n) == (64, 16), "where nothing is read 64 x 32"
 
 
-def test_the_workspace_is_explained():
-    made = problem(72, dtype="float16", wanted=("dk", "dv"))
-    choice = select_backward(made, HOPPER, "auto", "cupy")
-    pieces = 2 * 19  # of 16 queries: 300 of each of two heads
-    text = str(BackwardExplanation.of(made, HOPPER, choice))
-    assert choice.kernel == "wgmma" and f"workspace: {pieces * 2 * 16 * 4} bytes beside the gradients" in text, text
-
-
 def test_what_wgmma_runs_in_float32():
     def made(head_dim, **options):
-        choice = select_backward(problem(head_dim, **options), HOPPER, "wgmma", "cupy")
-        return {c.kernel: (c.tile_m, c.tile_n) for c in choice.configs if isinstance(c, WgmmaBackwardFloat32Config)}
+        choice = explained(problem(head_dim, **options), HOPPER, "wgmma")
+        return {c.kernel: (c.tile_m, c.tile_n) for c in choice.configs if c.kernel.startswith("wgmma")}
 
     assert made(64) == dict(wgmma_dkdv_float32=(64, 64), wgmma_dq_float32=(64, 64))
     assert made(72, head_dim_v=8) == made(128) == dict(wgmma_dkdv_float32=(48, 64), wgmma_dq_float32=(64, 48))
     read = dict(wgmma_dkdv_float32=(32, 64), wgmma_dq_float32=(64, 48))
     assert made(128, mask=empty(500, dtype="bool")) == read, "what is read takes registers"
     assert list(made(64, wanted=("dq",))) == ["wgmma_dq_float32"]
-    (dkdv,) = select_backward(problem(64, wanted=("dv",)), HOPPER, "wgmma", "cupy").configs[1:]
-    assert dkdv.of_dv and not dkdv.of_dk and dkdv.grid(problem(64)) == 2 * 8
+    alone = explained(problem(64, wanted=("dv",)), HOPPER, "wgmma")
+    assert alone.configs[1].of_dv and not alone.configs[1].of_dk and alone.blocks[1:] == (2 * 8,)
 
 
 def test_above_head_dim_128_two_blocks_share_the_columns_in_float32():
     def made(head_dim, **options):
-        choice = select_backward(problem(head_dim, **options), HOPPER, "auto", "cupy")
-        return {c.kernel: (c.tile_m, c.tile_n) for c in choice.configs if isinstance(c, WgmmaBackwardFloat32Config)}
+        choice = explained(problem(head_dim, **options))
+        return {c.kernel: (c.tile_m, c.tile_n) for c in choice.configs if c.kernel.startswith("wgmma")}
 
     plain = dict(wgmma_dkdv_paired=(64, 64), wgmma_dq_paired=(64, 64))
     assert made(132, head_dim_v=8) == made(8, head_dim_v=256) == made(256) == plain
     changed = dict(wgmma_dkdv_paired=(48, 64), wgmma_dq_paired=(64, 64))
     assert made(256, softcap=3.0) == made(256, mask=empty(500, dtype="bool")) == changed, "it takes registers"
-    given = problem(256)
-    _, dkdv, dq = select_backward(given, HOPPER, "wgmma", "cupy").configs
-    assert dkdv.grid(given) == 2 * (2 * 8) and dq.grid(given) == 2 * (2 * 5), "pairs of blocks"
-
-
-@pytest.mark.parametrize("kind", [WgmmaPairedDkdvConfig, WgmmaPairedDqConfig])
-@pytest.mark.parametrize(
-    ("head_dim", "head_dim_v", "halves", "panels"),
-    [(129, 8, (80, 16), 2), (256, 256, (128, 128), 2), (40, 255, (32, 128), 2), (130, 136, (80, 80), 2)],
-)
-def test_shared_memory_of_a_pair(kind, head_dim, head_dim_v, halves, panels):
-    """Halves are whole steps of a product; two places for tiles, of so many panels; all of it in a block's 227 KB."""
-    config = kind("float32", head_dim, head_dim_v, 64, 64, stages_a=1, stages_b=1)
-    assert (config.head_dim_padded, config.head_dim_v_padded) == halves and config.panels == panels
-    own = [3 * 64 * 128 * (1 + (columns > 64)) for columns in halves]
-    sizes = [*own, 2 * panels * 3 * 64 * 128, 64 * 64 * 4, 64 * 64 * 4, 12 * 4, 64, (5 * panels + 5) * 8]
-    plan, at = config.shared_layout(), config.barriers()
-    assert list(plan) == [0, *itertools.accumulate(sizes)] and all(place % 1024 == 0 for place in plan[:3])
-    assert at.a_empty - at.a_full == 8 * panels and at.b_full - at.a_empty == 16 * panels and at.end == plan.end
-    assert config.shared_bytes == 1024 + plan.end <= HOPPER.shared_bytes
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        (dict(stages_a=2), "must be 1, not 2 and 1"), (dict(head_dim=257), "at most 256, not 257 and 64"),
-        (dict(tile_m=80), "16 to 64 rows, in steps of 16, not 80"), (dict(uses=uses(dropout_p=True)), "no dropout_p"),
-    ],
-)  # fmt: skip
-def test_what_a_config_of_a_pair_may_say(changed, words):
-    given = dict(dtype="float32", head_dim=136, head_dim_v=64, tile_m=64, tile_n=64, stages_a=1, stages_b=1)
-    WgmmaPairedDkdvConfig(**given)
-    with pytest.raises(ValueError, match=words):
-        WgmmaPairedDkdvConfig(**given | changed)
-
-
-@pytest.mark.parametrize("kind", [WgmmaDkdvFloat32Config, WgmmaDqFloat32Config])
-@pytest.mark.parametrize(("head_dim", "head_dim_v", "rows"), [(64, 64, 64), (40, 128, 48), (128, 128, 48)])
-def test_shared_memory_of_wgmma_in_float32(kind, head_dim, head_dim_v, rows):
-    """Parts of whole panels, each place behind the one before, and all of it in a block's 227 KB."""
-    tile = (rows, 64) if kind is WgmmaDkdvFloat32Config else (64, rows)
-    config = kind("float32", head_dim, head_dim_v, *tile)
-    plan, panels = config.shared_layout(), (1 + (head_dim > 64), 1 + (head_dim_v > 64))
-    own_a, own_b = (3 * 64 * 128 * n for n in panels)
-    stream_a, stream_b = (3 * rows * 128 * n for n in panels)
-    sizes = [own_a, own_b, 2 * stream_a, stream_b, 64 * rows * 4, 64, 8 * 8]
-    assert list(plan) == [0, *itertools.accumulate(sizes)]
-    assert all(place % 1024 == 0 for place in plan[:4]) and config.barriers().end == plan.end
-    assert config.shared_bytes == 1024 + plan.end <= HOPPER.shared_bytes
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        (dict(dtype="float16"), "take float32, not float16"), (dict(tile_n=128), "own rows must be 64, not 128"),
-        (dict(tile_m=80), "16 to 64 rows, in steps of 16, not 80"), (dict(tile_m=24), "in steps of 16, not 24"),
-        (dict(stages_b=0), "stages_b 1 to 4, not 2 and 0"), (dict(head_dim_v=136), "at most 128, not 64 and 136"),
-        (dict(uses=uses(dropout_p=True)), "takes no dropout_p"),
-        (dict(of_dk=False, of_dv=False), "of_dk or of_dv must be True"),
-    ],
-)  # fmt: skip
-def test_what_a_config_of_wgmma_in_float32_may_say(changed, words):
-    given = dict(dtype="float32", head_dim=64, head_dim_v=64, tile_m=64, tile_n=64)
-    WgmmaDkdvFloat32Config(**given)
-    with pytest.raises(ValueError, match=words):
-        WgmmaDkdvFloat32Config(**given | changed)
+    assert explained(problem(256), HOPPER, "wgmma").blocks[1:] == (2 * (2 * 8), 2 * (2 * 5)), "pairs of blocks"
 
 
 def mma_tiles(head_dim, target=HOPPER, **options):
     """{kernel: tile_m, tile_n, column_groups} of what select makes for mma."""
-    configs = select_backward(problem(head_dim, dtype="float16", **options), target, "mma", "cupy").configs
+    configs = configs_of("mma", problem(head_dim, dtype="float16", **options), target)
     assert configs[0].kernel == "backward_preprocess" and configs[0].wide
     return [(c.kernel, c.tile_m, c.tile_n, c.column_groups) for c in configs[1:] if c.kernel.startswith("mma")]
 
@@ -462,7 +318,7 @@ def test_which_backwards_take_functions(given):
     (option,) = given
 
     def chosen(target, **options):
-        return select_backward(problem(128, **dict(dtype="float16") | given | options), target, "auto", "cupy")
+        return explained(problem(128, **dict(dtype="float16") | given | options), target)
 
     on_hopper, on_ampere = chosen(HOPPER), chosen(A100)
     assert on_hopper.kernel == "wgmma" and on_ampere.kernel == "mma"
@@ -471,43 +327,8 @@ def test_which_backwards_take_functions(given):
     with_softcap = mma_tiles(128, softcap=2.0, **given)
     assert [name for name, *_ in with_softcap] == ["mma_dkdv", "mma_dkdv", "mma_dq"], "other options take registers"
     assert mma_tiles(64, **given) == mma_tiles(64, softcap=2.0)
-    text = str(BackwardExplanation.of(problem(128, dtype="float16", **given), HOPPER, on_hopper))
+    text = str(on_hopper)
     assert "kernel 'wgmma'" in text and "not 'wgmma'" not in text, text
-
-
-@pytest.mark.parametrize("head_dim", [8, 72, 128, 200, 256])
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("kind", [MmaDkdvConfig, MmaDqConfig])
-def test_the_parts_of_shared_memory_do_not_overlap(kind, stages, groups, head_dim):
-    config = kind("float16", head_dim, head_dim, 64, 64, warp_rows=32, column_groups=groups, stages=stages)
-    offsets = config.shared_layout()
-    assert list(offsets) == sorted(offsets) and offsets[-1] + config.ALIGNMENT == config.shared_bytes
-    columns = config.group_columns * groups
-    assert columns % 64 == 0 and columns >= max(config.head_dim_padded, config.head_dim_v_padded)
-    assert config.threads == 64 * groups
-    own, other = 128 * config.own_rows, 128 * config.other_rows
-    assert offsets[1] >= own * -(-head_dim // 64), "K or Q"
-    panels = -(-head_dim // 64)
-    assert offsets[3] - offsets[2] == stages * other * panels, "the stages of Q or K"
-    if groups > 1:
-        exchanged = {MmaDkdvConfig: (5, 6), MmaDqConfig: (4, 5)}[kind]
-        assert offsets[exchanged[1]] - offsets[exchanged[0]] == own, "64 columns of P or dS"
-        assert offsets[exchanged[0]] % config.ALIGNMENT == 0
-
-
-@pytest.mark.parametrize("head_dim", [8, 72, 256])
-@pytest.mark.parametrize("kind", [WgmmaDkdvConfig, WgmmaDqConfig])
-def test_the_parts_of_a_wgmma_blocks_shared_memory_do_not_overlap(kind, head_dim):
-    config = kind("float16", head_dim, 64, 64, 64, stages_a=3, stages_b=1)
-    plan, panels = config.shared_layout(), -(-head_dim // 64)
-    assert list(plan) == sorted(plan) and plan.end + config.ALIGNMENT == config.shared_bytes
-    assert all(place % config.ALIGNMENT == 0 for place in plan[:4]), "panels"
-    assert plan.own_b - plan.own_a == 64 * 128 * panels and plan.stream_a - plan.own_b == 64 * 128
-    assert plan.stream_b - plan.stream_a == 3 * 64 * 128 * panels and plan.lse_delta - plan.stream_b == 64 * 128
-    assert plan.ds == plan.dq == plan.lse_delta, "these are wgmma_fused's"
-    assert plan.state - plan.lse_delta == (3 * 8 * 64 if kind is WgmmaDkdvConfig else 0)
-    assert config.barriers().end - plan.barriers == 8 * (1 + 2 * 3 + 2 * 1) <= plan.end - plan.barriers
 
 
 ONE_MULTIPROCESSOR = dataclasses.replace(HOPPER, multiprocessors=1)
@@ -517,7 +338,7 @@ def wgmma_tiles(head_dim, multiprocessors=1, **options):
     """[(kernel, tile_m, tile_n, which gradients)] of what select makes for wgmma; on one multiprocessor there are never
     few blocks."""
     target = dataclasses.replace(HOPPER, multiprocessors=multiprocessors)
-    configs = select_backward(problem(head_dim, dtype="float16", **options), target, "wgmma", "cupy").configs
+    configs = configs_of("wgmma", problem(head_dim, dtype="float16", **options), target)
     assert configs[0].kernel == "backward_preprocess"
     of = {(True, True): "dk dv", (True, False): "dk", (False, True): "dv", (None, None): "dq"}
     which = [of[getattr(c, "of_dk", None), getattr(c, "of_dv", None)] for c in configs[1:]]
@@ -528,9 +349,9 @@ def wgmma_tiles(head_dim, multiprocessors=1, **options):
 def two_kernels(monkeypatch):
     """wgmma's two kernels also where one is faster."""
     monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: False)
-    wgmma_configs.cache_clear()
+    backward_kernels.wgmma_configs.cache_clear()
     yield
-    wgmma_configs.cache_clear()
+    backward_kernels.wgmma_configs.cache_clear()
 
 
 @pytest.mark.usefixtures("two_kernels")
@@ -568,7 +389,7 @@ def test_what_decides_about_each_score_has_tiles_of_its_own(options, tile_m, til
     for name, value in options.items():
         of_array, of_function = name in ("bias", "mask"), name in ("score_mod", "mask_mod")
         made[name] = empty(300, 500, dtype=value) if of_array else Function.of(name, value) if of_function else value
-    found = {c.kernel: c for c in wgmma_configs(problem(128, dtype="float16", **made), ONE_MULTIPROCESSOR)}
+    found = {c.kernel: c for c in configs_of("wgmma", problem(128, dtype="float16", **made), ONE_MULTIPROCESSOR)}
     dkdv, dq = found["wgmma_dkdv"], found["wgmma_dq"]
     assert (dkdv.tile_m, dkdv.tile_n, dq.tile_m, dq.tile_n) == (tile_m, 128, 128, tile_n)
     assert dkdv.by_element and dq.by_element
@@ -585,13 +406,13 @@ def test_at_head_dim_64_what_is_read_has_larger_tiles_than_what_is_computed(opti
     arrays = {name: empty(300, 500, dtype=x) for name, x in options.items() if name in ("bias", "mask")}
     functions = {name: Function.of(name, x) for name, x in options.items() if name.endswith("_mod")}
     given = options | arrays | functions
-    (found,) = (x for x in wgmma_configs(problem(64, dtype="float16", **given), HOPPER) if x.kernel == "wgmma_dkdv")
+    (found,) = (x for x in configs_of("wgmma", problem(64, dtype="float16", **given)) if x.kernel == "wgmma_dkdv")
     assert found.tile_m == tile_m
 
 
 def tiles_with(head_dim, options):
     """Of wgmma's kernels, (tile_m, tile_n) each."""
-    made = wgmma_configs(problem(head_dim, dtype="bfloat16", **options), ONE_MULTIPROCESSOR)
+    made = configs_of("wgmma", problem(head_dim, dtype="bfloat16", **options), ONE_MULTIPROCESSOR)
     return [(x.tile_m, x.tile_n) for x in made if x.kernel in ("wgmma_dkdv", "wgmma_dq")]
 
 
@@ -611,24 +432,17 @@ def test_blocks_are_halved_where_they_are_few():
     assert tiles == {11: whole, 12: [whole[0], halved[1]], 15: [whole[0], halved[1]], 16: halved}
 
 
-def test_the_parts_of_the_one_kernels_shared_memory_do_not_overlap():
-    for tile_m, head_dim, stages in ((64, 100, 3), (128, 60, 2)):
-        config = WgmmaFusedConfig("float16", head_dim, 40, tile_m, 128, stages_a=stages, stages_b=2)
-        plan = config.shared_layout()
-        # It begins at a multiple of ALIGNMENT, as the assembler is told. Nothing is left for a gap in front.
-        assert list(plan) == sorted(plan) and plan.end == config.shared_bytes <= HOPPER.shared_bytes
-        assert config.shared_alignment == config.ALIGNMENT
-        assert all(place % config.ALIGNMENT == 0 for place in plan[:5]), "panels"
-        assert plan.dq - plan.ds == 2 * tile_m * 128 * 2 and plan.lse_delta - plan.dq == 2 * 2 * 64 * 64 * 4
-    assert config.barriers().end <= plan.end
-
-
 def test_when_one_kernel_takes_all_gradients_in_float32_and_float64():
     def kernels(head_dim=128, seqlen_q=2048, seqlen_k=2048, heads=8, batch=1, dtype="float32", target=HOPPER, **more):
-        of_q, of_k = ((batch, heads, seqlen, head_dim) for seqlen in (seqlen_q, seqlen_k))
-        given = {name: empty(*of_q, dtype=dtype) for name in ("do", "q", "o")}
-        given |= {name: empty(*of_k, dtype=dtype) for name in ("k", "v")} | dict(lse=empty(*of_q[:3], dtype=dtype))
-        return [config.kernel for config in wide_configs(problem(head_dim, dtype=dtype, **given, **more), target)]
+        pitch = -(-head_dim // 4) * 4  # rows begin at multiples of 16 bytes
+
+        def rows(seqlen):
+            strides = (heads * seqlen * pitch, seqlen * pitch, pitch, 1)
+            return empty(batch, heads, seqlen, head_dim, dtype=dtype, strides=strides)
+
+        given = {name: rows(seqlen_q) for name in ("do", "q", "o")} | {name: rows(seqlen_k) for name in ("k", "v")}
+        given |= dict(lse=empty(batch, heads, seqlen_q, dtype=dtype))
+        return kernels_of("mma", problem(head_dim, dtype=dtype, **given, **more), target)
 
     one, two = ["delta", "mma_wide_fused", "mma_dq_finish"], ["delta", "mma_dkdv_wide", "mma_dq_wide"]
     assert all(kernels(head_dim, heads=32) == one for head_dim in (36, 64, 68, 128, 132, 256))
@@ -650,7 +464,7 @@ def test_who_takes_all_gradients_in_float64():
     def kernels(target, head_dim=128, heads=32, **options):
         of_all = dict.fromkeys(("do", "q", "k", "v", "o"), empty(1, heads, 2048, head_dim, dtype="float64"))
         given = of_all | dict(lse=empty(1, heads, 2048, dtype="float64"))
-        made = wide_configs(problem(head_dim, dtype="float64", **given, **options), target)
+        made = configs_of("mma", problem(head_dim, dtype="float64", **given, **options), target)
         return [config.kernel for config in made], [config.cluster for config in made]
 
     carried = ["delta", "mma_wide_carried", "mma_dq_finish"]
@@ -670,7 +484,7 @@ def test_when_one_kernel_takes_all_gradients():
         given |= {name: empty(*of_k, dtype="float16") for name in ("k", "v")} | dict(
             lse=empty(*of_q[:3], dtype="float32")
         )
-        choice = select_backward(problem(head_dim, dtype="float16", **given, **options), HOPPER, "wgmma", "cupy")
+        choice = explained(problem(head_dim, dtype="float16", **given, **options), HOPPER, "wgmma")
         return [config.kernel for config in choice.configs]
 
     one, two = ["backward_preprocess", "wgmma_fused", "wgmma_round"], ["backward_preprocess", "wgmma_dkdv", "wgmma_dq"]
@@ -731,18 +545,6 @@ def test_when_one_kernel_takes_all_gradients():
     assert "wgmma_fused" not in kernels(mask_mod=Function.of("mask_mod", earlier))
 
 
-@pytest.mark.parametrize("kernel", ["mma", "wgmma"])
-def test_nothing_reads_the_mask_of_an_empty_batch(kernel):
-    """A mask of no batch entries has no elements. Broadcast dimensions, as an empty array may have all, repeat none."""
-    arrays = {name: empty(0, 2, 300, 64, dtype="float16") for name in ("do", "q", "o")}
-    arrays |= {name: empty(0, 2, 500, 64, dtype="float16") for name in ("k", "v")}
-    mask = empty(0, 1, 1, 500, dtype="bool", strides=(0, 0, 0, 0))
-    made = problem(dtype="float16", **arrays, lse=empty(0, 2, 300, dtype="float32"), mask=mask)
-    configs = select_backward(made, HOPPER, kernel, "cupy").configs
-    assert any(isinstance(config, MaskBitsConfig) for config in configs)
-    assert not any(config.grid(made) for config in configs)
-
-
 def test_how_many_heads_of_a_group_a_block_takes():
     def members(heads, heads_kv, head_dim=128, seqlen=2048, causal=True, one_kernel=True, batch=1, **options):
         of_q, of_k = (batch, heads, seqlen, head_dim), (batch, heads_kv, seqlen, head_dim)
@@ -762,17 +564,8 @@ def test_how_many_heads_of_a_group_a_block_takes():
     assert members(32, 4, mask_mod=Function.of("mask_mod", earlier)) == 0, "blocks take what is left of tiles in turns"
 
 
-def test_parts_of_a_group_are_all_of_its_heads():
-    for group, members in itertools.product(range(1, 10), (0, 1, 2, 3, 4, 10)):
-        parts = parts_of(group, members)
-        taken = [part_of(number, parts, group, members) for number in range(3 * parts)]
-        heads = [(h_kv, first + n) for h_kv, first, count in taken for n in range(count)]
-        assert heads == [(h // group, h) for h in range(3 * group)]
-        assert all(0 < count <= (members or group) for *_, count in taken)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_one_wide_kernel_needs_a_query(dtype, monkeypatch):
+def test_one_kernel_in_float32_and_float64_needs_a_query(dtype, monkeypatch):
     """Without one no previous kernel would set its ticket to 0."""
     monkeypatch.setattr(backward_wide, "gains_by_one_wide_kernel", lambda *_: True)
     for seqlen_q, one in ((1, True), (0, False)):
@@ -780,11 +573,11 @@ def test_one_wide_kernel_needs_a_query(dtype, monkeypatch):
         given = {name: empty(*of_q, dtype=dtype) for name in ("do", "q", "o")}
         given |= {name: empty(*of_k, dtype=dtype) for name in ("k", "v")}
         made = problem(64, dtype=dtype, **given, lse=empty(*of_q[:3], dtype=dtype))
-        kernels = [config.kernel for config in wide_configs.__wrapped__(made, HOPPER)]
+        kernels = [config.kernel for config in backward_wide.wide_configs.__wrapped__(made, HOPPER)]
         assert (kernels[1] in ("mma_wide_fused", "mma_wide_carried")) == one
 
 
-def test_a_long_head_alone_has_sums_of_dq_in_lines():
+def test_one_long_head_has_several_partial_sums_of_dq():
     """With as many key tiles as a GPU runs blocks: 128 of 128 keys."""
 
     def kernels(seqlen_k=16384, seqlen_q=16384, head_dim=128, heads=1, batch=1, **options):
@@ -792,7 +585,7 @@ def test_a_long_head_alone_has_sums_of_dq_in_lines():
         given = {name: empty(*of_q, dtype="float16") for name in ("do", "q", "o")}
         given |= {name: empty(*of_k, dtype="float16") for name in ("k", "v")}
         made = problem(head_dim, dtype="float16", **given, lse=empty(*of_q[:3], dtype="float32"), **options)
-        return made, wgmma_configs(made, HOPPER)
+        return made, configs_of("wgmma", made)
 
     for batch in (1, 3):
         made, (start, fused, rounds) = kernels(causal=True, batch=batch)
@@ -822,151 +615,37 @@ def test_a_long_head_alone_has_sums_of_dq_in_lines():
         (4, 8064, 64, 0),
     ],
 )
-def test_a_few_long_heads_that_see_all_keys_have_sums_of_dq_in_lines(heads, seqlen, head_dim, lines):
+def test_a_few_long_heads_that_see_all_keys_have_several_partial_sums_of_dq(heads, seqlen, head_dim, lines):
     """0: two kernels. The batch size does not matter."""
     for batch in (1, 4):
         of_q = (batch, heads, seqlen, head_dim)
         given = {name: empty(*of_q, dtype="float16") for name in ("do", "q", "o", "k", "v")}
         made = problem(head_dim, dtype="float16", **given, lse=empty(*of_q[:3], dtype="float32"))
-        start, *others = wgmma_configs(made, HOPPER)
+        start, *others = configs_of("wgmma", made)
         assert [config.kernel for config in others] == (
             ["wgmma_fused", "wgmma_round"] if lines else ["wgmma_dkdv", "wgmma_dq"]
         )
         if lines:
             assert {config.dq_lines for config in (start, *others)} == {lines}
     any_order = problem(head_dim, dtype="float16", **given, lse=empty(*of_q[:3], dtype="float32"), deterministic=False)
-    assert {getattr(config, "dq_lines", 1) for config in wgmma_configs(any_order, HOPPER)} == {1}
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "head_dim_v", "tile_m", "columns", "dq_columns"),
-    [
-        (88, 80, 64, 96, 128),
-        (112, 112, 64, 112, 128),
-        (40, 100, 64, 80, 128),
-        (40, 40, 128, 48, 64),
-        (8, 8, 128, 16, 64),
-    ],
-)
-def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_columns):
-    """Two warpgroups with 64 columns of dQ each need two panels of K."""
-    made = WgmmaFusedConfig("float16", head_dim, head_dim_v, tile_m, 128)
-    assert (made.head_dim_padded, made.dq_columns) == (columns, dq_columns)
-    assert made.own_a_bytes == 128 * 2 * dq_columns and made.stream_a_bytes == tile_m * 2 * dq_columns
-
-
-def test_the_workspace_has_room_for_the_sums_of_all_parts():
-    """2 entries of 2 KV heads with groups of 5, in parts of 2, 2 and 1; 300 keys are 3 tiles of 128."""
-    arrays = {name: empty(2, 10, 600, 100, dtype="float16") for name in ("do", "q", "o")}
-    arrays |= {name: empty(2, 2, 300, 100, dtype="float16") for name in ("k", "v")}
-    made = problem(100, dtype="float16", causal=True, **arrays, lse=empty(2, 10, 600, dtype="float32"))
-    fused = WgmmaFusedConfig("float16", 100, 100, 64, 128, members=2)
-    add = WgmmaAddPartsConfig("float16", 100, 100, 64, 128, members=2)
-    assert fused.grid(made) == 2 * 2 * 3 * 3 and add.grid(made) == 2 * 2 * 5
-    sizes = workspace([fused, add], made)
-    assert sizes["dk_sums"] == ((36 * 128 * 112,), "float32") and sizes["dv_sums"] == ((36 * 128 * 112,), "float32")
-    assert not {"dk_sums", "dv_sums"} & set(workspace([dataclasses.replace(fused, members=0)], made))
-
-
-def test_a_block_with_all_keys_of_a_head_takes_no_workspace_for_dq():
-    """A key is there, or no block would write that dQ is 0."""
-    for seqlen_k, key_tiles in ((0, 0), (1, 1), (128, 1), (129, 2), (512, 4)):
-        stays = key_tiles > 1  # 100 blocks, each with one tile
-        arrays = {name: empty(50, 2, seqlen_k, 64, dtype="float16") for name in ("k", "v")}
-        arrays |= {name: empty(50, 2, 100, 64, dtype="float16") for name in ("do", "q", "o")}
-        made = problem(64, dtype="float16", **arrays, lse=empty(50, 2, 100, dtype="float32"))
-        choice = select_backward(made, HOPPER, "wgmma", "cupy")
-        start, fused = choice.configs[:2]
-        assert fused.key_tiles == key_tiles and fused.ordered and start.turns_of == (0 if key_tiles else 128)
-        assert ({"turns", "dq_sums"} & set(workspace(choice.configs, made)) == set()) == (key_tiles > 0)
-        plan = fused.shared_layout()
-        assert plan.lse_delta - plan.dq == 2 * 64 * 64 * (2 if key_tiles == 1 else 2 * 4)
-        assert plan.barriers - plan.state == 64 * (1 + stays) and fused.stays == stays
-        rings = 1 + 5 * stays + 4 + 4 + 1 + (0 if key_tiles else 8)
-        assert fused.barriers().end - plan.barriers == 8 * rings
-        assert fused.grid(made) == (100 if key_tiles else 0)
-    wide = WgmmaFusedConfig("float16", 128, 128, 64, 128)
-    plan = wide.shared_layout()
-    assert plan.barriers - plan.state == 64 and wide.barriers().end - plan.barriers == 8 * (1 + 4 + 4 + 1 + 8)
-
-
-@pytest.mark.parametrize(
-    ("shape", "found"),
-    [
-        # (batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim), full and causal
-        ((2, 8, 8, 512, 8192, 128), (16, 2)),
-        ((4, 8, 8, 512, 8192, 128), (32, 2)),
-        ((4, 8, 8, 513, 8192, 128), (2, 2)),  # more than 1024 key tiles, and more than 512 queries
-        ((4, 20, 20, 448, 1500, 64), (80, 10)),
-        ((5, 17, 17, 448, 1500, 64), (85, 10)),
-        ((2, 10, 10, 4096, 4096, 64), (20, 4)),
-        ((1, 64, 8, 4096, 4096, 128), (8, 4)),  # no more than there are
-        ((2, 16, 16, 4096, 4096, 128), (16, 4)),  # two equal groups
-        ((4, 16, 16, 4096, 4096, 128), (4, 4)),
-        ((16, 16, 16, 129, 129, 64), (128, 64)),
-        ((0, 2, 2, 300, 300, 64), (1, 42)),
-        ((1, 2, 2, 0, 300, 64), (2, 42)),
-        ((1, 2, 2, 300, 0, 64), (2, 128)),
-        ((1, 1, 1, 10**5, 10**5, 128), (1, 1)),
-    ],
-)
-def test_how_many_heads_are_abreast(shape, found):
-    batch, heads, heads_kv, seqlen_q, seqlen_k, dim = shape
-    arrays = {name: empty(batch, heads, seqlen_q, dim, dtype="float16") for name in ("do", "q", "o")}
-    arrays |= {name: empty(batch, heads_kv, seqlen_k, dim, dtype="float16") for name in ("k", "v")}
-    made = [
-        problem(dim, dtype="float16", causal=causal, **arrays, lse=empty(batch, heads, seqlen_q, dtype="float32"))
-        for causal in (False, True)
-    ]
-    assert tuple(heads_abreast(x.forward, 128) for x in made) == found
-    sizes = arguments.values_of(WgmmaFusedConfig("float16", 64, 64, 128, 128), made[0]).tuples[1]
-    assert sizes.heads_abreast == found[0]
+    assert {getattr(config, "dq_lines", 1) for config in configs_of("wgmma", any_order)} == {1}
 
 
 def test_only_sums_of_equal_calls_have_an_order():
     made = {}
     for deterministic in (True, False):
         given = problem(128, dtype="float16", deterministic=deterministic)
-        made[deterministic] = wgmma_configs(given, HOPPER)[1].ordered
+        made[deterministic] = configs_of("wgmma", given)[1].ordered
     assert made == {True: True, False: False}
 
 
 def test_products_begin_with_lse_where_it_can_be_divided_by_the_scale(monkeypatch):
     monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: True)
-    wgmma_configs.cache_clear()
+    backward_kernels.wgmma_configs.cache_clear()
     for scale in (0.3, 0.0):
-        _, fused, _ = wgmma_configs(problem(64, dtype="float16", scale=scale), HOPPER)
+        _, fused, _ = configs_of("wgmma", problem(64, dtype="float16", scale=scale))
         assert fused.lse_first == (scale != 0)
-    wgmma_configs.cache_clear()
-
-
-def test_where_shared_memory_begins_is_said_to_the_assembler(monkeypatch):
-    """Of kernels that say it (`shared_alignment`, the one for all gradients among them); this one compiles faster."""
-    small = WgmmaAddPartsConfig("float16", 8, 8, 64, 64)
-    monkeypatch.setattr(WgmmaAddPartsConfig, "shared_alignment", 1024)
-    assert ".extern .shared .align 1024 .b8" in compiled.to_ptx(small, (9, 0))
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "batch", "seqlen_k", "blocks"),
-    [
-        (64, 1, 2048, 64), (64, 3, 2048, 132), (64, 33, 100, 132), (64, 66, 100, 132), (64, 33, 500, 132),
-        (64, 34, 500, 132), (88, 3, 4096, 132),
-    ],
-    ids=["few", "many", "one tile each", "two tiles each", "all tiles of a head each", "of two heads", "head_dim 88"],
-)  # fmt: skip
-def test_blocks_stay_where_there_are_more_tiles_than_multiprocessors(head_dim, batch, seqlen_k, blocks):
-    seqlen_q = seqlen_k if seqlen_k > 500 else 200
-    arrays = {name: empty(batch, 4, seqlen_q, head_dim, dtype="float16") for name in ("do", "q", "o")}
-    arrays |= {name: empty(batch, 4, seqlen_k, head_dim, dtype="float16") for name in ("k", "v")}
-    lse = empty(batch, 4, seqlen_q, dtype="float32")
-    made = problem(head_dim, dtype="float16", deterministic=False, **arrays, lse=lse)
-    choice = select_backward(made, HOPPER, "wgmma", "cupy")
-    _, fused = make_backward_launch(choice, made, HOPPER)._steps[:2]
-    assert fused.launch._config.kernel == "wgmma_fused"
-    many = seqlen_k == 500 or 4 * batch * -(-seqlen_k // 128) > 132
-    assert fused.launch._config.stays == many
-    assert fused.launch._blocks == blocks
+    backward_kernels.wgmma_configs.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -977,42 +656,23 @@ def test_blocks_stay_where_there_are_more_tiles_than_multiprocessors(head_dim, b
     ],
     ids=["short", "long", "long of two members", "long, 64", "long, causal", "dropout"],
 )  # fmt: skip
-def test_blocks_do_not_stay_for_long_walks_of_wide_heads(seqlen, heads_kv, head_dim, options, stays):
+def test_blocks_are_not_persistent_for_many_queries_of_large_head_dim(seqlen, heads_kv, head_dim, options, stays):
     arrays = {name: empty(1, 8, seqlen, head_dim, dtype="float16") for name in ("do", "q", "o")}
     arrays |= {name: empty(1, heads_kv, seqlen, head_dim, dtype="float16") for name in ("k", "v")}
     lse = empty(1, 8, seqlen, dtype="float32")
     made = problem(head_dim, dtype="float16", deterministic=False, **arrays, lse=lse, **options)
-    fused = wgmma_configs(made, HOPPER)[1]
+    fused = configs_of("wgmma", made)[1]
     assert (fused.kernel, fused.stays) == ("wgmma_fused", stays)
 
 
-def test_parts_of_groups_are_tiles_of_their_own_for_blocks_that_stay():
+def test_splits_of_groups_count_as_tiles_of_persistent_blocks():
     """4 groups of 8 heads in parts of 4, causal: 128 tiles of 16 key tiles, 136 of 17."""
     for seqlen, stays in ((2048, False), (2049, True)):
         arrays = {name: empty(1, 32, seqlen, 64, dtype="float16") for name in ("do", "q", "o")}
         arrays |= {name: empty(1, 4, seqlen, 64, dtype="float16") for name in ("k", "v")}
         lse = empty(1, 32, seqlen, dtype="float32")
-        fused = wgmma_configs(problem(64, dtype="float16", causal=True, **arrays, lse=lse), HOPPER)[1]
+        fused = configs_of("wgmma", problem(64, dtype="float16", causal=True, **arrays, lse=lse))[1]
         assert (fused.kernel, fused.members, fused.stays) == ("wgmma_fused", 4, stays)
-
-
-def may_start_early(made):
-    """[(kernel, whether it may start before the one before it has ended)] of what select makes for wgmma."""
-    choice = select_backward(made, HOPPER, "wgmma", "cupy")
-    sequence = make_backward_launch(choice, made, HOPPER)
-    return [(step.launch._config.kernel, step.launch._behind) for step in sequence._steps]
-
-
-def test_kernels_that_wait_may_start_early_behind_one_that_is_always_launched():
-    of, start = may_start_early, [("backward_preprocess", False)]
-    assert of(problem(dtype="float16")) == [*start, ("wgmma_fused", True), ("wgmma_round", True)]
-    mask = empty(300, 500, dtype="bool")
-    both = [("mask_bits_of_keys", False), ("wgmma_dkdv", True), ("mask_bits", False), ("wgmma_dq", True)]
-    assert of(problem(dtype="float16", mask=mask)) == [*start, *both]
-    sinks = dict(sinks=empty(2, dtype="float16"), wanted=("dk", "dsinks"))
-    assert of(problem(dtype="float16", **sinks)) == [*start, ("wgmma_dkdv", True), ("dsinks_of_blocks", False)]
-    states = of(problem(dtype="float16", mask_mod=Function.of("mask_mod", earlier)))
-    assert states[0] == start[0] and [x for x in states if x[1]] == [("wgmma_dkdv", True), ("wgmma_dq", True)]
 
 
 # One each of what TMA and the table do not take.
@@ -1028,117 +688,7 @@ def test_kernels_that_wait_may_start_early_behind_one_that_is_always_launched():
 )
 def test_what_the_hopper_backward_refuses(options, words):
     with pytest.raises(NotImplementedError, match=words):
-        select_backward(problem(**dict(dtype="float16") | options), HOPPER, "wgmma", "cupy")
-
-
-# Each field that a Config checks.
-@pytest.mark.parametrize(
-    ("make", "word"),
-    [
-        (lambda: DeltaConfig("float32", 64, False, 100, 16), "lanes"),
-        (lambda: DkdvConfig("float32", 64, 64, 16, 6), "tile_m and tile_n"),
-        (lambda: DqConfig("float32", 64, 64, 2, 16), "tile_m and tile_n"),
-        (lambda: DqConfig("float32", 64, 64, 16, 16, pad=-1), "pad"),
-        (lambda: DkdvConfig("float32", 64, 64, 16, 1024), "threads"),
-        (lambda: DbiasConfig("float32", 64, 64, 2048, 16), "threads"),
-        (lambda: HeadSumsConfig("float32", "dalibi_slopes", "float32", True, threads=100), "power of two"),
-        (lambda: PreprocessConfig("float16", 64, False, True, lanes=3), "lanes"),
-        (lambda: PreprocessConfig("float16", 64, False, True, threads=48), "threads"),
-        (lambda: MmaDkdvConfig("float32", 64, 64, 32, 64), "float16 and bfloat16"),
-        (lambda: MmaDkdvConfig("float16", 64, 64, 32, 64, warp_rows=8), "warp_rows"),
-        (lambda: MmaDkdvConfig("float16", 64, 64, 32, 40, warp_rows=16), "multiple of 16, not 40"),
-        (lambda: MmaDkdvConfig("float16", 64, 64, 24, 64), "multiple of 16, not 24"),
-        (lambda: MmaDkdvConfig("float16", 288, 64, 32, 64), "at most 256"),
-        (lambda: MmaDkdvConfig("float16", 64, 64, 96, 64, column_groups=3), "1, 2 or 4"),
-        (lambda: MmaDkdvConfig("float16", 64, 64, 32, 64, column_groups=4), "16 rows for each"),
-        (
-            lambda: MmaDkdvConfig("float16", 192, 192, 64, 64, column_groups=2),
-            "than are left of head_dim 192",
-        ),
-        (lambda: MmaDkdvConfig("float16", 256, 64, 64, 64, column_groups=2), "than are left of .* and 64"),
-        (lambda: MmaDkdvConfig("float16", 64, 64, 160, 64), "at most 128 rows, not 160"),
-        (lambda: MmaDqConfig("float16", 64, 64, 64, 64, stages=3), "stages must be 1 or 2, not 3"),
-        (lambda: MmaDkdvConfig("float16", 64, 64, 32, 64, column_groups=2, of_dk=False), "of_dk and of_dv"),
-        (lambda: MmaDkdvConfig("float16", 64, 64, 32, 64, of_dk=False, of_dv=False), "of_dk or of_dv"),
-        (lambda: WgmmaDkdvConfig("float32", 64, 64, 64, 128), "float16 and bfloat16"),
-        (lambda: WgmmaDkdvConfig("float16", 64, 64, 64, 96), "64, 128 or 192, not 96"),
-        (lambda: WgmmaDqConfig("float16", 64, 64, 256, 64), "64, 128 or 192, not 256"),
-        (lambda: WgmmaDkdvConfig("float16", 64, 64, 40, 128), "in steps of 16, not 40"),
-        (lambda: WgmmaDqConfig("float16", 64, 64, 128, 144), "16 to 128 rows, in steps of 16, not 144"),
-        (lambda: WgmmaDqConfig("float16", 64, 64, 128, 64, stages_a=1), "stages_a must be 2 to 4"),
-        (lambda: WgmmaDqConfig("float16", 64, 64, 128, 64, stages_b=0), "stages_b 1 to 4"),
-        (lambda: WgmmaDqConfig("float16", 64, 272, 128, 64), "at most 256"),
-        (lambda: WgmmaDkdvConfig("float16", 64, 64, 64, 64, of_dk=False, of_dv=False), "of_dk or of_dv"),
-        (lambda: WgmmaFusedConfig("float16", 64, 64, 96, 128), "64 or 128 queries and 128 keys, not 96"),
-        (lambda: WgmmaFusedConfig("float16", 128, 136, 64, 128), "at most 128 with tiles of 64 queries"),
-        (lambda: WgmmaFusedConfig("float16", 64, 72, 128, 128), "at most 64 with tiles of 128 queries"),
-        (lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, dq_lines=5), "1 to 4 with .*, not 5"),
-        (lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, dq_lines=0), "1 to 4 with .*, not 0"),
-        (lambda: WgmmaFusedConfig("float16", 64, 64, 128, 128, dq_lines=2), "1 to 1 with .*, not 2"),
-        (
-            lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, uses=uses(mask="bool")),
-            "it takes dropout_p alone",
-        ),
-        (
-            lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, uses=uses(dropout_p=True)),
-            "registers are few",
-        ),
-        (
-            lambda: WideDkdvConfig("float32", 64, 64, 32, 64, column_groups=4),
-            r"one of \(1, 2\), not 4",
-        ),
-        (lambda: WideFusedConfig("float32", 64, 64, 32, 64, column_groups=1), r"\(2, 4\), not 1"),
-        (
-            lambda: WideFusedConfig("float32", 64, 64, 64, 48),
-            "strips of 16 .* divide 6 warps",
-        ),
-        (lambda: WideFusedConfig("float32", 256, 256, 16, 64, warp_rows=32), "need 512 sums"),
-        (
-            lambda: WideCarriedConfig("float32", 64, 64, 16, 64),
-            "carried in float64, not in float32",
-        ),
-        (
-            lambda: WideCarriedConfig("float64", 64, 64, 16, 64, blocks=3),
-            "blocks must be 1 or 2, not 3",
-        ),
-        (
-            lambda: WideCarriedConfig("float64", 64, 64, 16, 64, blocks=2),
-            "blocks=2 needs one_staging_buffer",
-        ),
-        (
-            lambda: WideCarriedConfig(
-                "float64", 64, 64, 32, 64, warp_rows=32, column_groups=4, one_staging_buffer=True
-            ),
-            "column_groups=2, not 4",
-        ),
-    ],
-)
-def test_a_config_checks_itself(make, word):
-    with pytest.raises(ValueError, match=word):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("registers", "consumers", "enough"),
-    [((24, 240), 2, True), ((40, 232), 2, True), ((32, 240), 2, False), ((32, 160), 3, True), ((40, 160), 3, False)],
-)
-def test_warpgroups_share_the_registers_that_a_block_is_launched_with(registers, consumers, enough):
-    # 32 and twice 240 are the 65536 of a multiprocessor, but a launch gives 384 threads 168 each: it waits forever.
-    with contextlib.nullcontext() if enough else pytest.raises(ValueError, match="more than the 1[26]8 that each"):
-        check_registers(registers, consumers)
-
-
-def test_wgmma_configs_check_their_registers(monkeypatch):
-    monkeypatch.setattr(WgmmaDkdvConfig, "REGISTERS", {2: (32, 240)})
-    monkeypatch.setattr(WgmmaConfig, "REGISTERS", {2: (32, 240)})
-    monkeypatch.setattr(WgmmaFusedConfig, "registers", (32, 240))
-    for make in (
-        lambda: WgmmaDkdvConfig("float16", 64, 64, 64, 128),
-        lambda: WgmmaFusedConfig("float16", 128, 128, 64, 128),
-        lambda: WgmmaConfig("float16", 64, 64, 128, 128),
-    ):
-        with pytest.raises(ValueError, match="more than the 168"):
-            make()
+        explained(problem(**dict(dtype="float16") | options), HOPPER, "wgmma")
 
 
 @pytest.mark.parametrize(
@@ -1150,4 +700,4 @@ def test_long_queries_of_one_key_tile_take_two_kernels(seqlen_q, seqlen_k, kerne
     arrays = {name: empty(2, 10, seqlen_q, 64, dtype="float16") for name in ("do", "q", "o")}
     arrays |= {name: empty(2, 10, seqlen_k, 64, dtype="float16") for name in ("k", "v")}
     made = problem(64, dtype="float16", **arrays, lse=empty(2, 10, seqlen_q, dtype="float32"))
-    assert kernel in [config.kernel for config in wgmma_configs(made, HOPPER)]
+    assert kernel in kernels_of("wgmma", made)

@@ -184,7 +184,7 @@ WRONG = [
     (dict(dropout_p=1.0, seed=1), ValueError, ["dropout_p", "from 0 to below 1", "1.0"]),
     (dict(seed=0.5), TypeError, ["seed", "whole number", "0.5"]),
     (dict(seed=-1), ValueError, ["seed", "2**64", "-1"]),
-    # functions of the caller's own; what is wrong inside of them is in contract_functions.py
+    # functions of the caller's own; what is wrong inside of them is in tests/contracts/functions.py
     *[({name: x}, TypeError, [name, "plain Python function", repr(x)])
       for name in ("score_mod", "mask_mod") for x in (abs, 3, int, [].append)],
     (dict(score_mod=lambda s, b: s), TypeError,

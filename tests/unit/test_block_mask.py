@@ -7,7 +7,7 @@ import types
 
 import numpy as np
 import pytest
-from machines import empty, problem
+from helpers.machines import empty, problem
 
 import numba_flash
 from numba_flash import mods

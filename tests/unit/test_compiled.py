@@ -5,9 +5,9 @@ import functools
 import inspect
 import warnings
 
-import compiler
 import pytest
-from simt_kernels import FORWARD, PLAIN, local_bytes, of_rung
+from helpers import compiler
+from helpers.simt_kernels import FORWARD, PLAIN, local_bytes, of_rung
 
 from numba_flash import mods, testing
 from numba_flash.abi.arguments import types as parameter_types

@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
-from contract import *  # noqa: F403
+from contracts import forward, suite
 from hypothesis import given
 
 from numba_flash import testing
+
+TestForward = suite(forward)
 
 
 @given(testing.cases(dtypes=("float64",), max_seqlen=30))
@@ -18,7 +20,7 @@ def test_the_oracle_agrees_with_a_second_writing_of_the_formula(case):
 
 @pytest.mark.parametrize("wrong", ["o", "lse", "nan", "shape", "dtype"])  # each thing that check looks at
 def test_the_check_can_fail(wrong):
-    case = problem()  # noqa: F405
+    case = forward.problem()
     o, lse = testing.oracle(case)
     o, lse = o.astype(np.float32), lse.astype(np.float32)
     testing.check(case, o, lse)
@@ -38,7 +40,7 @@ def test_the_check_can_fail(wrong):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_the_check_looks_at_finite_rows_beside_strange_ones(value):
-    case = problem(batch=1, causal=True)  # noqa: F405
+    case = forward.problem(batch=1, causal=True)
     case.v[:, :, 25] = value
     o, lse = (x.astype(np.float32) for x in testing.oracle(case))
     assert np.isfinite(o[:, :, 0]).all() and not np.isfinite(o[:, :, -1]).any()

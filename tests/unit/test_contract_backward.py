@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
-from contract_backward import *  # noqa: F403
-from contract_backward import NAMES, Rung, incoming, same_bits
+from contracts import backward, suite
+from contracts.backward import NAMES, Rung, incoming, same_bits
 
 import numba_flash
 from numba_flash import testing
+
+TestBackward = suite(backward)
 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])

@@ -4,9 +4,9 @@ import dataclasses
 import heapq
 
 import pytest
+from helpers.machines import HOPPER, empty, problem
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import HOPPER, empty, problem
 
 from numba_flash.problem.ranges import UNBOUNDED, key_tiles, row_keys
 from numba_flash.select import cost_model
@@ -66,7 +66,7 @@ def test_it_is_what_blocks_take_one_after_the_other(batch, heads, seqlen, querie
     st.sampled_from([None, 0, 64, 100, 128]), st.sampled_from([None, 0, 1, 64, 128]), st.integers(-4, 4),
     st.sampled_from([0, 1, 64]),
 )  # fmt: skip
-def test_parts_that_walk_alike_do(seqlen_q, seqlen_k, queries, tile_n, left, right, blocks, more):
+def test_parts_of_a_query_tile_see_the_same_key_tiles(seqlen_q, seqlen_k, queries, tile_n, left, right, blocks, more):
     made = of(1, 1, seqlen_q, seqlen_k=seqlen_k, window=(left, right), q_offset=64 * blocks + more)
     if not same_tile_walk(made, queries, tile_n):
         return
@@ -80,7 +80,7 @@ def test_parts_that_walk_alike_do(seqlen_q, seqlen_k, queries, tile_n, left, rig
             part //= 2
 
 
-def test_parts_walk_alike_where_edges_meet():
+def test_parts_see_the_same_key_tiles_where_edges_meet():
     assert same_tile_walk(of(1, 1, 700, causal=True), 128, 128)
     assert same_tile_walk(of(1, 1, 700, causal=True, q_offset=256), 128, 128)
     assert same_tile_walk(of(1, 1, 700, window=(128, 0)), 128, 128)

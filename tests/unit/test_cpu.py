@@ -8,11 +8,11 @@ import threading
 import types
 from pathlib import Path
 
-import contract
 import ml_dtypes
 import numba
 import numpy as np
 import pytest
+from contracts import forward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
@@ -454,13 +454,13 @@ def test_the_kernels_are_cached(folder):
 
 # Rows by themselves and in panels, in one chunk of keys and in several, each of more than one tile.
 @pytest.mark.parametrize("sign", [-1, 1])
-@pytest.mark.parametrize("level", contract.LEVELS)
+@pytest.mark.parametrize("level", forward.LEVELS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("seqlen_k", [600, 2100])
 def test_scores_of_any_size_over_tiles_and_chunks(dtype, level, sign, heads, seqlen_k):
     assert tile_keys(7, 7, 4) < 300 and CHUNK_KEYS < 2100 and 6 <= MAX_ROWS_ALONE < 12 <= MAX_ROWS_SPLIT
-    contract.check_at_a_level(contract.Rung("cpu"), dtype, level, sign, seqlen_k=seqlen_k, heads=heads, heads_kv=1)
+    forward.check_at_a_level(forward.Rung("cpu"), dtype, level, sign, seqlen_k=seqlen_k, heads=heads, heads_kv=1)
 
 
 FORKS = """

@@ -8,13 +8,12 @@ import shutil
 import subprocess
 import sys
 
-import contract
-import contract_backward
 import ml_dtypes
 import numba
 import numpy as np
 import pytest
-from machines import problem
+from contracts import backward, forward
+from helpers.machines import problem
 
 import numba_flash
 from numba_flash import mods, testing
@@ -399,5 +398,5 @@ def test_documents_in_both_directions(beside):
     )  # fmt: skip
     options = {name: value for part in beside.split(", ") for name, value in options[part].items()}
     options |= dict(mask_mod=mods.document, aux=(np.repeat(np.array([[3, 1, 2, 7]]), [30, 3, 50, 27], axis=1),))
-    contract_backward.Rung("cpu").check(contract.problem(110, 110, batch=1, head_dim=8), **options)
-    contract.Rung("cpu").check(contract.problem(110, 110, batch=1, head_dim=8), **options)
+    backward.Rung("cpu").check(forward.problem(110, 110, batch=1, head_dim=8), **options)
+    forward.Rung("cpu").check(forward.problem(110, 110, batch=1, head_dim=8), **options)

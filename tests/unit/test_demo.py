@@ -4,19 +4,21 @@ import importlib.util
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import demo
 import numpy as np
 import pytest
+from demo import memory, passages, story, weights
+from demo.measure import REPEATS, LayerReport, Measured
+from demo.online_softmax import online_softmax
+from demo.picture_text import text_picture
+from demo.plain import plain_attention
+from demo.scene import TILE, make_scene
 
 import numba_flash
-from numba_flash import demo
-from numba_flash.demo import memory, passages, story, weights
-from numba_flash.demo.measure import REPEATS, LayerReport, Measured
-from numba_flash.demo.online_softmax import online_softmax
-from numba_flash.demo.picture_text import text_picture
-from numba_flash.demo.plain import plain_attention
-from numba_flash.demo.scene import TILE, make_scene
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, LAYERS, HEADS = 24, 2, 3
@@ -272,7 +274,7 @@ def test_text_picture_shows_the_numbers_of_the_formula():
 
 def test_picture_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
-    from numba_flash.demo.picture import save_picture
+    from demo.picture import save_picture
 
     path = tmp_path / "picture.png"
     save_picture(make_scene(weights.random_model(), numba_flash.attention), str(path))
@@ -325,6 +327,12 @@ def test_main_with_a_model_folder_and_a_question(folder, capsys):
     said = capsys.readouterr().out
     assert "README.md:7, cosine 1.00" in said
     assert "random" not in said
+
+
+def test_the_folder_runs_as_a_program(tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "demo"), "--model", str(tmp_path / "nowhere")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and "nowhere' lacks config.json" in done.stderr, done.stderr
 
 
 def test_main_says_what_is_wrong_with_a_folder(tmp_path, capsys):

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from derivatives import INF, Table
+from helpers.derivatives import INF, Table
 
 import numba_flash
 

@@ -21,8 +21,9 @@ from numba_flash.select.rungs import RUNGS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "numba_flash"
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+DEMO = sorted((ROOT / "examples" / "demo").glob("*.py"))
 FOLDERS = [PACKAGE, *(ROOT / name for name in ("docs", "examples", "scripts", "tests", ".github"))]
 FILES = [path for folder in FOLDERS for path in folder.rglob("*")]
 FILES += ROOT.glob("*")
@@ -73,7 +74,7 @@ def test_the_editor_s_settings_name_files_that_exist():
     assert missing((ROOT / ".vscode" / "launch.json").read_text(), (ROOT, PACKAGE)) == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*SOURCES, *DEMO], ids=lambda path: str(path.relative_to(ROOT)))
 def test_docstrings_name_files_that_exist(path):
     assert missing("\n".join(docstrings(path)), (ROOT, PACKAGE, path.parent)) == []
 

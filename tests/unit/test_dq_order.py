@@ -29,7 +29,7 @@ def test_each_key_tile_has_one_ticket_and_waits_for_lower_ones(batch, heads_kv, 
         assert not 0 <= other < n_tiles or ticket_of[b, h, other] < ticket
 
 
-def test_of_heads_abreast_all_first_tiles_come_first():
+def test_the_first_tiles_of_all_heads_in_flight_come_first():
     taken = [key_tile_of(ticket, 2, 3, 2, 1, 4)[:3] for ticket in range(12)]
     of_four = [(0, 0), (0, 1), (0, 2), (1, 0)]
     of_two = [(1, 1), (1, 2)]
@@ -43,7 +43,7 @@ side = st.integers(-5, 60) | st.just(UNBOUNDED)
     seqlen_q=st.integers(1, 70), keys=st.integers(1, 90), q_start=st.integers(-90, 90), left=side, right=side,
     tile_m=st.sampled_from((4, 8, 16)), tile_n=st.sampled_from((4, 8, 16)), step=st.sampled_from((1, -1)),
 )  # fmt: skip
-def test_parts_before_are_the_other_key_tiles_that_see_the_queries(
+def test_parts_before_are_the_key_tiles_that_add_to_dq_first(
     seqlen_q, keys, q_start, left, right, tile_m, tile_n, step
 ):
     if left + right < 0:

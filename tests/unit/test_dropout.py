@@ -1,25 +1,25 @@
 """Dropout on the kernels of the CPU, and which weights it leaves out."""
 
-import contract
-import contract_backward
 import numpy as np
 import pytest
-from contract_dropout import *  # noqa: F403
+from contracts import backward, dropout, forward, suite
 
 import numba_flash
 from numba_flash.testing import dropout_mask
+
+TestDropout = suite(dropout)
 
 X = np.zeros((1, 1, 4, 8), np.float32)
 
 
 @pytest.fixture(scope="session", params=["reference", "cpu"])
 def rung(request):
-    return contract.Rung(request.param)
+    return forward.Rung(request.param)
 
 
 @pytest.fixture(scope="session", params=["reference", "cpu"])
 def backward_rung(request):
-    return contract_backward.Rung(request.param)
+    return backward.Rung(request.param)
 
 
 def words(counter, key):
@@ -110,7 +110,7 @@ def test_warmup_and_explain_need_no_seed():
 
 
 def test_the_expected_output_is_that_without_dropout():
-    case = contract.problem(8, 24, batch=1)
+    case = forward.problem(8, 24, batch=1)
     without = numba_flash.attention(**case.arguments())
     outs = [numba_flash.attention(**case.arguments(), dropout_p=0.5, seed=s, kernel="reference") for s in range(400)]
     deviation = np.std(outs, axis=0) / len(outs) ** 0.5
@@ -118,9 +118,9 @@ def test_the_expected_output_is_that_without_dropout():
 
 
 def test_gradients_are_those_of_finite_differences():
-    case = contract.problem(5, 40, dtype="float64", causal=True, softcap=3.0)
+    case = forward.problem(5, 40, dtype="float64", causal=True, softcap=3.0)
     case.options |= dict(dropout_p=0.4, seed=9)
-    do, o, lse, dlse = contract_backward.incoming(case)
+    do, o, lse, dlse = backward.incoming(case)
     arguments = case.arguments()
     found = numba_flash.attention_backward(do, **arguments, o=o, lse=lse, dlse=dlse, kernel="reference")
 

@@ -6,9 +6,9 @@ import re
 import struct
 import types
 
-import compiler
 import numpy as np
 import pytest
+from helpers import compiler
 
 import numba_flash
 from numba_flash.abi import tensor_maps
@@ -69,7 +69,7 @@ def test_parameters_lie_side_by_side(launches):
     assert launches == [(0x1234, (7, 1, 1), (64, 1, 1), 1024, 99, expected)]
 
 
-def test_a_kernel_behind_another_may_start_before_that_has_ended(launches, monkeypatch):
+def test_a_programmatic_launch_may_start_before_the_kernel_before_it_has_ended(launches, monkeypatch):
     monkeypatch.setattr(enqueue, "CONFIGS", 3)
     one, asked = launcher(behind=True), [(n % 4, 7 + n % 2) for n in range(9)]
     for stream, blocks in asked:

@@ -2,10 +2,10 @@
 
 import re
 
-import machines
 import numpy as np
 import pytest
-from contract import problem
+from contracts.forward import problem
+from helpers import machines
 
 import numba_flash
 from numba_flash.api.explain import Explanation, _duration, _refused

@@ -6,10 +6,10 @@ import pickle
 import subprocess
 import sys
 
-import compiler
 import numpy as np
 import pytest
-from machines import A100, HOPPER, problem
+from helpers import compiler
+from helpers.machines import A100, HOPPER, problem
 
 from numba_flash.arrays import read
 from numba_flash.functions import numbers, rules

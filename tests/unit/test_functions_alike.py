@@ -4,12 +4,11 @@ import functools
 import math
 import re
 
-import compiler
-import functions_beside as beside
 import numpy as np
 import pytest
-import random_functions
-from machines import A100, problem
+from helpers import compiler, random_functions
+from helpers import functions_beside as beside
+from helpers.machines import A100, problem
 
 import numba_flash
 from numba_flash.arrays import read

@@ -1,22 +1,22 @@
 """score_mod and mask_mod on the oracle and on the CPU rung, against formulas and other options."""
 
-import contract
-import contract_backward
 import pytest
-from contract_aux import *  # noqa: F403
-from contract_functions import *  # noqa: F403
+from contracts import backward, daux, forward, functions, suite
+
+TestDaux = suite(daux)
+TestFunctions = suite(functions)
 
 
 @pytest.fixture(scope="session", params=["reference", "cpu"])
 def rung(request):
-    return contract.Rung(request.param)
+    return forward.Rung(request.param)
 
 
 @pytest.fixture(scope="session", params=["reference", "cpu"])
 def backward_rung(request):
-    return contract_backward.Rung(request.param)
+    return backward.Rung(request.param)
 
 
 @pytest.fixture(scope="session", params=["reference", "cpu"])
 def aux_rung(request):
-    return contract_backward.Rung(request.param)
+    return backward.Rung(request.param)

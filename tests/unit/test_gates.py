@@ -6,8 +6,8 @@ C7519), registers and shared memory suffice for the blocks that its Config count
 sake it was written are there. The terminal summary has what was found.
 
 PTX is made once, for the oldest GPU, and assembled for each: compiling takes seconds, assembling tenths of them. What
-was found is kept (tests/gate_results.py): a gate compiles only when something has changed that could change it. Those
-that will compile are marked slow.
+was found is kept (tests/helpers/gate_results.py): a gate compiles only when something has changed that could change it.
+Those that will compile are marked slow.
 """
 
 import dataclasses
@@ -20,46 +20,21 @@ import time
 import types
 from unittest import mock
 
-import compiler
-import gate_results
 import pytest
-from machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, TURING, empty, problem
-from simt_kernels import BACKWARD, FORWARD, local_bytes
+from helpers import compiler, gate_results
+from helpers.machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, TURING, empty, problem
+from helpers.selected import configs_with
+from helpers.simt_kernels import BACKWARD, FORWARD, local_bytes
+from helpers.simt_kernels import backward_problem as gradients
 
-from numba_flash.config.backward import (
-    MmaBackwardConfig,
-    MmaDauxConfig,
-    MmaDbiasConfig,
-    MmaDkdvConfig,
-    MmaDqConfig,
-    PreprocessConfig,
-)
+from numba_flash.arrays import read
+from numba_flash.config.backward import MmaBackwardConfig, PreprocessConfig
 from numba_flash.config.simt_backward import HeadSumsConfig
-from numba_flash.config.wgmma_backward import (
-    WgmmaAddPartsConfig,
-    WgmmaDkdvConfig,
-    WgmmaDqConfig,
-    WgmmaFusedConfig,
-    WgmmaRoundConfig,
-)
-from numba_flash.config.wgmma_backward_float32 import (
-    WgmmaDkdvFloat32Config,
-    WgmmaDqFloat32Config,
-    WgmmaPairedDkdvConfig,
-    WgmmaPairedDqConfig,
-)
-from numba_flash.config.wide_backward import (
-    WideBackwardConfig,
-    WideCarriedConfig,
-    WideDkdvConfig,
-    WideDqConfig,
-    WideDqFinishConfig,
-    WideFusedConfig,
-)
+from numba_flash.config.wide_backward import WideBackwardConfig
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import HEAD_GRADIENTS, uses
-from numba_flash.select import backward_tiles, tiles
+from numba_flash.select import backward_kernels, backward_tiles, tiles
 from numba_flash.select import forward as select
 from numba_flash.select.rungs import RUNGS
 
@@ -245,28 +220,18 @@ def wgmma_float32_gates():
 def wgmma_backward_float32_gates():
     """Rows of wgmma's backward in float32: plain, with columns that are not loaded four at a time, with all that it
     takes, and dK or dV alone."""
-    used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
-    rich = dict(uses=uses(**used), q_offset_source="array")
-    reading = dict(uses=uses(**used, bias="float32", mask="bool"))
-    lengths = rich | dict(uses=uses(seqlens_k="int32", q_offset="int32"))
-    kinds = dict(wgmma_dkdv_float32=WgmmaDkdvFloat32Config, wgmma_dq_float32=WgmmaDqFloat32Config)
-    paired = dict(wgmma_dkdv_float32=WgmmaPairedDkdvConfig, wgmma_dq_float32=WgmmaPairedDqConfig)
-    for table in kinds:
-        for row in rows(backward_tiles.TABLES, table):
-            kind, kernel = kinds[table], table
-            if row.head_dim > kind.WIDEST:
-                kind, kernel = paired[table], table.replace("float32", "paired")
-            features = dict(dtype="float32", head_dim=row.head_dim, head_dim_v=row.head_dim)
-            features |= row.columns
-            odd = dict(head_dim=row.head_dim - 1, head_dim_v=row.head_dim - 1)
-            words, most = ("-lengths", lengths) if row.plain else ("-rich", rich)
+    for table, wanted in dict(wgmma_dkdv_float32=OF_KEYS, wgmma_dq_float32=OF_QUERIES).items():
+        for row in backward_tiles.rows_for(table, HOPPER):
+            odd = padded_rows(row.head_dim - 1)
+            words, most = ("-lengths", LENGTHS) if row.plain else ("-rich", OPTIONS)
             served = {"": {}, "-odd": odd, words: most, f"{words}-odd": most | odd}
             if not (row.unread or row.plain):
-                served["-reading"] = rich | reading
-            if kind.of_keys:
-                served |= {"-dk": dict(of_dv=False), "-dv": dict(of_dk=False)}
-            for words, options in served.items():
-                yield f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}{words}", kind(**features | options)
+                served["-reading"] = OPTIONS | READ | dict(bias_aligned=False)
+            if wanted == OF_KEYS:
+                served |= {"-dk": dict(wanted=("dk",)), "-dv": dict(wanted=("dv",))}
+            for words, given in served.items():
+                (config,) = of_gradients({table: row}, dtype="float32", **dict(wanted=wanted) | given)
+                yield f"{config.kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}{words}", config
 
 
 def wide_functions(**options):
@@ -277,51 +242,71 @@ def wide_functions(**options):
 
 def wide_backward_gates():
     """Rows of the backward of mma in float32 and float64, plain, with all that it takes, and with functions."""
-    used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
-    for kernel, kind in dict(mma_dkdv=WideDkdvConfig, mma_dq=WideDqConfig).items():
-        for dtype, large in (("float32", False), ("float64", True), ("float64", False)):
-            for row in rows(backward_tiles.TABLES, kernel, dtype):
-                own, other = (row.tile_n, row.tile_m) if kind.of_keys else (row.tile_m, row.tile_n)
-                features = dict(dtype=dtype, head_dim=row.head_dim, head_dim_v=row.head_dim)
-                features |= row.columns | dict(large_f64=large)
-                parts = {"": {}}
-                if kind is WideDkdvConfig and row.apart:
-                    parts = {"-dk": dict(of_dv=False), "-dv": dict(of_dk=False)}
-                for part, wanted in parts.items():
-                    name = f"{kernel}_{dtype}-{row.head_dim}-{own}x{other}{part}"
-                    name += "-sm80" * (dtype == "float64" and not large)
-                    yield name, kind(**features, **wanted)
-                    if not row.plain:
-                        rich = features | wanted | dict(q_offset_source="array")
-                        yield f"{name}-rich", kind(**rich, uses=uses(**used))
-                    if not row.plain and not row.unread:
-                        yield f"{name}-reading", kind(**rich, uses=uses(**used, bias=dtype, mask="bool"))
-                        yield f"{name}-both", kind(**features, **wanted, uses=wide_functions())
-    for dtype, large in (("float32", False), ("float64", True), ("float64", False)):
-        for row in rows(backward_tiles.TABLES, "mma_wide_fused", dtype):
-            sizes = dict(tile_m=row.tile_m, tile_n=row.tile_n)
-            features = dict(dtype=dtype, head_dim=row.head_dim, head_dim_v=row.head_dim)
-            of_fused = features | row.columns | dict(large_f64=large)
-            name = f"mma_wide_fused_{dtype}-{row.head_dim}-{row.tile_n}x{row.tile_m}"
-            name += "-sm80" * (dtype == "float64" and not large)
-            positions = dict(uses=uses(seqlens_k="int32", q_offset="int32"), q_offset_source="array")
-            for words, given in {"": {}, "-positions": positions}.items():
-                yield name + words, WideFusedConfig(**of_fused, **given)
-                of_finish = features | sizes | given
-                yield name.replace("wide_fused", "dq_finish") + words, WideDqFinishConfig(**of_finish)
+    for dtype, target, sm80 in (("float32", HOPPER, ""), ("float64", HOPPER, ""), ("float64", B200, "-sm80")):
+        for kernel, wanted in dict(mma_dkdv=OF_KEYS, mma_dq=OF_QUERIES).items():
+            table = tiles.table_of(kernel, dtype)
+            for row in backward_tiles.rows_for(table, HOPPER):
+                served = {"": {}} | ({} if row.plain else {"-rich": OPTIONS})
+                if not row.plain and not row.unread:
+                    read = READ | dict(bias=empty(300, 500, dtype=dtype), bias_aligned=False)
+                    served |= {"-reading": OPTIONS | read, "-both": FUNCTIONS_OF["both"]}
+                for words, given in served.items():
+                    for config in of_gradients({table: row}, target, dtype=dtype, wanted=wanted, **given):
+                        size = f"{row.own_rows}x{row.other_rows}{part(config)}"
+                        yield f"{table}-{row.head_dim}-{size}{sm80}{words}", config
+        yield from wide_fused_gates("mma_wide_fused", dtype, target, sm80)
+    yield from wide_fused_gates("mma_wide_carried", "float64", HOPPER)
 
 
-def carried_gates():
-    for row in rows(backward_tiles.TABLES, "mma_wide_carried_float64"):
-        sizes = dict(tile_m=row.tile_m, tile_n=row.tile_n)
-        features = dict(dtype="float64", head_dim=row.head_dim, head_dim_v=row.head_dim)
-        of_all = features | row.columns | dict(large_f64=True)
-        name = f"mma_wide_carried_float64-{row.head_dim}-{row.tile_n}x{row.tile_m}"
-        positions = dict(uses=uses(seqlens_k="int32", q_offset="int32"), q_offset_source="array")
-        for words, given in {"": {}, "-positions": positions}.items():
-            yield name + words, WideCarriedConfig(**of_all, **given)
-            of_finish = features | sizes | given
-            yield name.replace("wide_carried", "dq_finish") + words, WideDqFinishConfig(**of_finish)
+def wide_fused_gates(kernel, dtype, target, sm80=""):
+    """Of the one kernel and of the one behind it, with as many keys as it needs."""
+    for row in backward_tiles.rows_for(f"{kernel}_{dtype}", HOPPER):
+        rows = {"mma_wide_carried_float64": None, f"{kernel}_{dtype}": row}  # it would come first
+        arrays = dict.fromkeys(("do", "q", "k", "v", "o"), empty(1, 64, 2048, row.head_dim, dtype=dtype))
+        arrays |= dict(lse=empty(1, 64, 2048, dtype=dtype))
+        for words, given in {"": {}, "-positions": LENGTHS}.items():
+            of_all = of_gradients(rows, target, dtype=dtype, **arrays, **given)
+            for config, name in zip(of_all, (kernel, "mma_dq_finish"), strict=True):
+                yield f"{name}_{dtype}-{row.head_dim}-{row.own_rows}x{row.other_rows}{sm80}{words}", config
+
+
+# What problems of gradients may have, with 300 queries and 500 keys of two heads.
+LENGTHS = dict(seqlens_k=empty(1, dtype="int32"), q_offset=empty(1, dtype="int32"))
+LINEAR = LENGTHS | dict(alibi_slopes=empty(2, dtype="float32"))  # the derivative with respect to the product is 1
+OPTIONS = LINEAR | dict(softcap=3.0)
+READ = dict(bias=empty(300, 500, dtype="float32"), bias_aligned=True, mask=empty(300, 500, dtype="bool"))
+OF_KEYS, OF_QUERIES = ("dk", "dv"), ("dq",)
+FEW_BLOCKS, MANY_BLOCKS = HOPPER, dataclasses.replace(HOPPER, multiprocessors=1)  # for so many multiprocessors
+
+
+def of_gradients(rows, target=MANY_BLOCKS, members=0, **given):
+    """The Configs that select makes of a problem of gradients where each of these tables has one row, {table: row}, or
+    none; without those that prepare what others read. members: query heads of a part of a group."""
+    *_, (table, row) = rows.items()
+    made = gradients(given.pop("head_dim", row.head_dim), **given)
+    with mock.patch.object(backward_kernels, "members_of_a_part", lambda *_, **__: members):
+        found = configs_with(rows, table.partition("_")[0], made, target)
+    before = ("backward_preprocess", "delta", "mask_bits", "tile_states", "tile_order")
+    return [config for config in found if not config.kernel.startswith(before)]
+
+
+def padded_rows(head_dim):
+    """Arrays in float32 whose rows begin at multiples of 16 bytes, and that have one column less."""
+    shapes = dict.fromkeys(("do", "q", "o"), (1, 2, 300, head_dim)) | dict.fromkeys("kv", (1, 2, 500, head_dim))
+    pitch = head_dim + 1
+    strides = {n: (2 * n * pitch, n * pitch, pitch, 1) for n in (300, 500)}
+    made = {name: empty(*shape, dtype="float32", strides=strides[shape[2]]) for name, shape in shapes.items()}
+    return dict(head_dim=head_dim, **made)
+
+
+def of_both(config):
+    """Of a kernel for dK and dV, which of them."""
+    return f"-{'dk' * config.of_dk}{'dv' * config.of_dv}" if hasattr(config, "of_dk") else ""
+
+
+def part(config):
+    """The same, where it is one of them."""
+    return of_both(config).replace("-dkdv", "")
 
 
 def name_of(kernel, row):
@@ -417,102 +402,71 @@ def reading_gates():
                         yield f"{name}-direct", dataclasses.replace(config, bias_stages=0)
 
 
-def add_parts_gate(config, name):
-    """Of the kernel behind one that leaves sums of parts of a group."""
-    names = (
-        "dtype", "head_dim", "head_dim_v", "tile_m", "tile_n", "uses", "q_offset_source", "members", "head_dim_padded",
-        "head_dim_v_padded", "of_dk", "of_dv",
-    )  # fmt: skip
-    features = {name: getattr(config, name) for name in names}
-    yield f"wgmma_add_parts-{name}", WgmmaAddPartsConfig(**features)
-
-
 def backward_gates():
     """Each row of the backward's tables: with all that it takes, or with plain scores where it is for those only."""
-    used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32")
-    rich = dict(dtype="bfloat16", uses=uses(**used), q_offset_source="array")
-    linear = rich | dict(uses=uses(**{name: given for name, given in used.items() if name != "softcap"}))
-    # What is read for each score, in the rows of mma that are not for plain scores only. A mask alone takes less.
-    reading = dict(rich, uses=uses(**used, bias="float32", mask="bool"), bias_pairs=True)
-    kinds = dict(mma_dkdv=MmaDkdvConfig, mma_dq=MmaDqConfig, wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig)
-    for kernel, kind in kinds.items():
-        table, plain = rows(backward_tiles.TABLES, kernel), {"": dict(dtype="float16")}
-        for row in table:
-            if kind in (MmaDkdvConfig, MmaDqConfig):
-                of_row = plain if row.plain else {} if row.functions else {"-rich": rich, "-reading": reading}
-            else:
-                # the first of a head_dim whose derivative may vary takes it; others by_element_gates have, too
-                alike = [
-                    other for other in table if other.head_dim == row.head_dim and not (other.plain or other.functions)
-                ]
-                firsts = [next((x for x in alike if x.linear == linear), None) for linear in (True, False)]
-                of_row = plain if row.plain else plain | {"-linear": linear} if row is firsts[0] else {}
-                of_row |= {"-rich": rich} if row is firsts[1] else {}
-            for words, options in of_row.items():
-                features = options | dict(head_dim=row.head_dim, head_dim_v=row.head_dim)
-                size = f"{row.tile_m}x{row.tile_n}" + (
-                    f"x{row.column_groups}" if "column_groups" in row.columns else ""
-                )
-                name = f"{kernel}-{row.head_dim}-{size}{words}"
-                if kind in (MmaDqConfig, WgmmaDqConfig):
-                    yield name, kind(**features, **row.columns)
-                    if kind is WgmmaDqConfig:  # what becomes of it where there are few blocks
-                        yield f"{name}-halved", kind(**features, **row.columns | dict(tile_m=64, stages_b=2))
-                    continue
-                for dk, dv in ((True, False), (False, True)) if row.apart else ((True, True),):
-                    columns = dict(row.columns)
-                    if kind is WgmmaDkdvConfig and not dk:
-                        columns["stages_b"] = 2
-                    gradients = dict(of_dk=dk, of_dv=dv)
-                    yield f"{name}-{'dk' * dk}{'dv' * dv}", kind(**features, **columns, **gradients)
-                    if kind is WgmmaDkdvConfig:
-                        halved = columns | dict(tile_n=64, stages_b=2)
-                        yield f"{name}-{'dk' * dk}{'dv' * dv}-halved", kind(**features, **halved, **gradients)
-                        in_parts = kind(**features, **columns, **gradients, members=4)
-                        yield f"{name}-{'dk' * dk}{'dv' * dv}-parts", in_parts
-                        yield from add_parts_gate(in_parts, f"{name}-{'dk' * dk}{'dv' * dv}")
-    for row in rows(backward_tiles.TABLES, "wgmma_fused"):
-        plain = dict(dtype="float16", head_dim=row.head_dim, head_dim_v=row.head_dim)
-        kinds = dict(plain=plain, seqlens=plain | dict(uses=uses(seqlens_k="int32")))
-        if row.tile_m == 64:
-            kinds["dropout"] = plain | dict(uses=uses(seqlens_k="int32", dropout_p=True), lse_first=False)
-        for name, features in kinds.items():
-            fused = WgmmaFusedConfig(**features, **row.columns)
-            yield f"wgmma_fused-{row.head_dim}-{name}", fused
-            if name == "plain":
-                yield f"wgmma_fused-{row.head_dim}-scale-0", dataclasses.replace(fused, lse_first=False)
-                yield f"wgmma_fused-{row.head_dim}-unordered", dataclasses.replace(fused, ordered=False)
-                if row.tile_m == 64:
-                    for lines in (2, WgmmaFusedConfig.MOST_LINES):
-                        in_lines = dataclasses.replace(fused, dq_lines=lines)
-                        yield f"wgmma_fused-{row.head_dim}-{lines}-lines", in_lines
-                narrow = dataclasses.replace(fused, head_dim=row.head_dim - 3, lse_first=False)  # not by 16 bytes
-                yield f"wgmma_fused-{row.head_dim}-single-narrow", dataclasses.replace(narrow, key_tiles=1)
-                fewer = row.head_dim * 3 // 4
-                of_fewer = dataclasses.replace(fused, head_dim=fewer, head_dim_v=fewer)
-                yield f"wgmma_fused-{row.head_dim}-three-quarters", of_fewer
-            in_parts = dataclasses.replace(fused, members=2)
-            yield f"wgmma_fused-{row.head_dim}-{name}-parts", in_parts
-            yield f"wgmma_fused-{row.head_dim}-{name}-single", dataclasses.replace(fused, key_tiles=1)
-            if name != "dropout":
-                for key_tiles in range(1 + (WgmmaFusedConfig.MOST_KEY_TILES if row.tile_m == 128 else 0)):
-                    stays = dataclasses.replace(fused, key_tiles=key_tiles, stays=True)
-                    yield f"wgmma_fused-{row.head_dim}-{name}-stays-{key_tiles}-key-tiles", stays
-                yield f"wgmma_fused-{row.head_dim}-{name}-stays-parts", dataclasses.replace(in_parts, stays=True)
-            if name == "plain":
-                of_fewer = dataclasses.replace(of_fewer, stays=True)
-                yield f"wgmma_fused-{row.head_dim}-three-quarters-stays", of_fewer
-                unordered = dataclasses.replace(fused, ordered=False, stays=True)
-                yield f"wgmma_fused-{row.head_dim}-unordered-stays", unordered
-            yield from add_parts_gate(in_parts, f"{row.head_dim}-{name}")
-            features = {x: features[x] for x in features if x != "lse_first"}
-            features |= dict(tile_m=row.tile_m, tile_n=row.tile_n, dq_columns=fused.dq_columns)
-            yield f"wgmma_round-{row.head_dim}-{name}", WgmmaRoundConfig(**features)
-            if row.tile_m == 64:
-                for lines in (2, WgmmaFusedConfig.MOST_LINES):
-                    features["dq_lines"] = lines
-                    in_lines = WgmmaRoundConfig(**features)
-                    yield f"wgmma_round-{row.head_dim}-{name}-{lines}-lines", in_lines
+    for table in ("mma_dkdv", "mma_dq", "wgmma_dkdv", "wgmma_dq"):
+        wanted = OF_KEYS if table.endswith("dkdv") else OF_QUERIES
+        rows = backward_tiles.rows_for(table, HOPPER)
+        for row in (row for row in rows if not (getattr(row, "functions", False) or getattr(row, "by_element", ""))):
+            served = {"": dict(dtype="float16")} if row.plain else {"-rich": dict(dtype="bfloat16", **OPTIONS)}
+            if getattr(row, "linear", False):
+                served = {"-linear": dict(dtype="bfloat16", **LINEAR)}
+            # What is read for each score, in the rows of mma for other than plain scores. A mask alone takes less.
+            if table.startswith("mma") and not row.plain:
+                served["-reading"] = dict(dtype="bfloat16", **OPTIONS, **READ)
+            for words, given in served.items():
+                given |= dict(wanted=wanted)
+                groups = f"x{row.column_groups}" if "column_groups" in row._fields else ""
+                name = f"{table}-{row.head_dim}-{row.tile_m}x{row.tile_n}{groups}{words}"
+                for config in of_gradients({table: row}, **given):
+                    yield name + of_both(config), config
+                if table.startswith("wgmma"):  # what becomes of it where there are few blocks
+                    for config in of_gradients({table: row}, FEW_BLOCKS, **given):
+                        yield f"{name}{of_both(config)}-halved", config
+                if table == "wgmma_dkdv":
+                    made = of_gradients({table: row}, members=4, **given)
+                    for config in made:
+                        after = config.kernel == "wgmma_add_parts"
+                        yield f"{'wgmma_add_parts-' * after}{name}{of_both(config)}{'' if after else '-parts'}", config
+    for row in backward_tiles.rows_for("wgmma_fused", HOPPER):
+        yield from fused_gates(row)
+    yield from around_gates()
+
+
+def fused_gates(row):
+    """The one kernel and the two behind it, in each form: blocks with some or all key tiles of a head, persistent or
+    not; parts of a group; several sums of dQ."""
+    seqlens = dict(seqlens_k=LENGTHS["seqlens_k"], q_offset=0)
+    kinds = dict(plain={}, seqlens=seqlens) | (dict(dropout=seqlens | dict(dropout_p=0.1)) if row.tile_m == 64 else {})
+    for name, given in kinds.items():
+        table, given = {"wgmma_fused": row}, dict(dtype="float16", **given)
+        fused, rounds = of_gradients(table, FEW_BLOCKS, **given)
+        in_parts, _, add_parts = of_gradients(table, FEW_BLOCKS, members=2, **given)
+        several = (2, fused.MOST_LINES) if row.tile_m == 64 else ()
+        forms = {"": {}, "-single": dict(key_tiles=1)}
+        if name != "dropout":
+            key_tiles = range(1 + (fused.MOST_KEY_TILES if row.tile_m == 128 else 0))
+            forms |= {f"-stays-{n}-key-tiles": dict(key_tiles=n, stays=True) for n in key_tiles}
+        made = {name + words: dataclasses.replace(fused, **form) for words, form in forms.items()}
+        made[f"{name}-parts"] = in_parts
+        if name != "dropout":
+            made[f"{name}-stays-parts"] = dataclasses.replace(in_parts, stays=True)
+        if name == "plain":
+            fewer = dict(head_dim=row.head_dim * 3 // 4, head_dim_v=row.head_dim * 3 // 4)
+            forms = {"scale-0": dict(lse_first=False), "unordered": dict(ordered=False), "three-quarters": fewer}
+            forms |= {f"{form}-stays": forms[form] | dict(stays=True) for form in ("unordered", "three-quarters")}
+            forms |= {f"{lines}-lines": dict(dq_lines=lines) for lines in several}
+            forms["single-narrow"] = dict(head_dim=row.head_dim - 3, lse_first=False, key_tiles=1)  # not by 16 bytes
+            made |= {words: dataclasses.replace(fused, **form) for words, form in forms.items()}
+        yield from ((f"wgmma_fused-{row.head_dim}-{words}", config) for words, config in made.items())
+        yield f"wgmma_add_parts-{row.head_dim}-{name}", add_parts
+        yield f"wgmma_round-{row.head_dim}-{name}", rounds
+        for lines in several:
+            yield f"wgmma_round-{row.head_dim}-{name}-{lines}-lines", dataclasses.replace(rounds, dq_lines=lines)
+
+
+def around_gates():
+    """What goes before and behind the kernels of gradients."""
     of_turns = PreprocessConfig("float16", 64, has_dlse=True, wide=True, turns_of=64, early=True)
     yield "backward_preprocess-64-turns", of_turns
     yield "backward_preprocess-64-sinks", PreprocessConfig("float16", 64, has_dlse=True, wide=True, of_terms=True)
@@ -537,94 +491,83 @@ def of_document(b, h, q_pos, k_pos, table, segments):
 
 
 FUNCTIONS = (by_distance, capped, of_document)
+# Of a table that reaches so far positions are int64, which takes more registers.
+TABLE, SEGMENTS = empty(2, 127, dtype="float32", strides=(2**40, 1)), empty(1, 500, dtype="int32")
+AUX = tuple(read("aux", x).layout for x in (TABLE, SEGMENTS))
+FUNCTIONS_OF = dict(
+    reads=dict(score_mod=Function.of("score_mod", by_distance), aux=AUX),
+    hides=dict(mask_mod=Function.of("mask_mod", of_document), aux=AUX),
+    both=dict(score_mod=Function.of("score_mod", capped), mask_mod=Function.of("mask_mod", of_document), aux=AUX),
+)
 
 
 def backward_functions_gates():
     """Of mma's backward each row that takes a caller's functions alone: one that reads, with derivative 1; one whose
     derivative varies; one that hides; and two at once."""
-    score_mod, mask_mod = (functools.partial(Function.of, name) for name in ("score_mod", "mask_mod"))
-    given = dict(reads=dict(score_mod=score_mod(by_distance)), hides=dict(mask_mod=mask_mod(of_document)))
-    given["both"] = dict(score_mod=score_mod(capped), mask_mod=mask_mod(of_document))
-    kinds = dict(mma_dkdv=MmaDkdvConfig, mma_dq=MmaDqConfig)
-    for kernel, kind in kinds.items():
-        for row in (row for row in rows(backward_tiles.TABLES, kernel) if not row.plain):
-            features = dict(dtype="bfloat16", head_dim=row.head_dim, head_dim_v=row.head_dim)
-            parts = {"": {}}
-            if kind is MmaDkdvConfig and row.apart:
-                parts = {"-dk": dict(of_dv=False), "-dv": dict(of_dk=False)}
-            for words, functions in given.items():
-                used = uses(**functions, aux=(("float32", 2), ("int32", 2)))
-                for part, wanted in parts.items():
-                    name = f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}-{words}{part}"
-                    yield name, kind(**features, **row.columns, **wanted, uses=used)
+    for table, wanted in dict(mma_dkdv=OF_KEYS, mma_dq=OF_QUERIES).items():
+        for row in (row for row in backward_tiles.rows_for(table, HOPPER) if not row.plain):
+            for words, functions in FUNCTIONS_OF.items():
+                for config in of_gradients({table: row}, dtype="bfloat16", wanted=wanted, **functions):
+                    yield f"{table}-{row.head_dim}-{row.tile_m}x{row.tile_n}-{words}{part(config)}", config
 
 
 def score_gradients_gates():
     """Rows of mma_dbias: a tile of its own elements and sums over each side, with a bias of either size and all else;
     those of mma_daux, in both walks, with a function alone and with all else."""
-    used = dict(softcap=True, alibi_slopes="float32", seqlens_k="int32", q_offset="int32", mask="bool", dropout_p=True)
-    rich = dict(dtype="bfloat16", q_offset_source="array")
-    for row in rows(backward_tiles.TABLES, "mma_dbias"):
-        features = dict(head_dim=row.head_dim, head_dim_v=row.head_dim) | row.columns
-        name = f"mma_dbias-{row.head_dim}-{row.tile_m}x{row.tile_n}"
-        yield name, MmaDbiasConfig(**features, dtype="float16", uses=uses(bias="float16"), bias_pairs=True, pairs=True)
-        yield f"{name}-rich", MmaDbiasConfig(**features, **rich, uses=uses(bias="float32", **used), bias_pairs=True)
-        summed = dict(rows_summed=True, keys_summed=row.head_dim > 128)
-        yield f"{name}-summed", MmaDbiasConfig(**features, **rich, uses=uses(bias="bfloat16", **used), **summed)
-    score_mod, mask_mod = Function.of("score_mod", by_distance), Function.of("mask_mod", of_document)
-    aux = (("float32", 2), ("int32", 2))
-    for row in rows(backward_tiles.TABLES, "mma_daux"):
-        features = dict(head_dim=row.head_dim, head_dim_v=row.head_dim, wanted_aux=(0,)) | row.columns
-        for walk, of_bounds in (("bounds", True), ("sums", False)):
-            features |= dict(of_bounds=of_bounds)
-            name = f"mma_daux-{row.head_dim}-{row.tile_m}x{row.tile_n}-{walk}"
-            yield name, MmaDauxConfig(**features, dtype="float16", uses=uses(score_mod=score_mod, aux=aux))
-            every = uses(score_mod=score_mod, mask_mod=mask_mod, aux=aux, bias="float32", **used)
-            yield f"{name}-rich", MmaDauxConfig(**features, **rich, uses=every)
+    every = dict(dtype="bfloat16", mask=READ["mask"], dropout_p=0.1, **OPTIONS)
+    for row in backward_tiles.rows_for("mma_dbias", HOPPER):
+        summed = empty(1, 1 if row.head_dim > 64 else 500, dtype="bfloat16")
+        served = {
+            "": dict(dtype="float16", bias=empty(300, 500, dtype="float16"), bias_aligned=True),
+            "-rich": every | dict(bias=READ["bias"], bias_aligned=True),
+            "-summed": every | dict(bias=summed),
+        }
+        for words, given in served.items():
+            (config,) = of_gradients({"mma_dbias": row}, wanted=("dbias",), **given)
+            yield f"mma_dbias-{row.head_dim}-{row.tile_m}x{row.tile_n}{words}", config
+    hides = FUNCTIONS_OF["hides"] | every | dict(bias=READ["bias"])
+    for row in backward_tiles.rows_for("mma_daux", HOPPER):
+        for words, given in {"": dict(dtype="float16"), "-rich": hides}.items():
+            given = FUNCTIONS_OF["reads"] | given
+            found = of_gradients({"mma_daux": row}, wanted=("daux[0]",), **given)
+            for config in (x for x in found if x.kernel.startswith("mma_daux")):
+                walk = config.kernel.rpartition("_")[2]
+                yield f"mma_daux-{row.head_dim}-{row.tile_m}x{row.tile_n}-{walk}{words}", config
 
 
 def by_element_gates():
     """Of wgmma's backward each row for what decides about each score, with what takes the most registers of all that it
     serves; and what becomes of it where there are few blocks."""
-    score_mod, mask_mod = (functools.partial(Function.of, name) for name in ("score_mod", "mask_mod"))
-    aux, lengths = dict(aux=(("float32", 2), ("int32", 2))), dict(seqlens_k="int32", q_offset="int32")
-    rich = dict(softcap=True, alibi_slopes="float32", **lengths)
-    functions = dict(score_mod=score_mod(capped), mask_mod=mask_mod(of_document), **aux)
-    read, dropped = dict(bias="float32", mask="bool"), dict(dropout_p=True)
+    reads, hides, both = FUNCTIONS_OF.values()
+    boxed = LENGTHS | dict(bias=empty(300, 500, dtype="bfloat16", strides=(504, 1)), bias_aligned=True)
+    mask, dropped = dict(mask=READ["mask"]), dict(dropout_p=0.1)
     of_level = {
-        "mask_mod": dict(mask_mod=dict(mask_mod=mask_mod(of_document), **aux, **lengths)),
-        "mask or dropped weights": dict(boxed=dict(bias="bfloat16", **lengths), mask=dict(mask="bool", **lengths),
-                                        dropout=dropped | lengths),
-        "one kind": dict(reads=dict(score_mod=score_mod(by_distance), **aux), functions=functions | rich,
-                         dropout=dropped | rich, read=read | lengths, boxed=dict(bias="bfloat16", **lengths)),
-        "several kinds": dict(everything=functions | read | dropped | rich, read_rich=read | rich),
+        "mask_mod": dict(mask_mod=hides | LENGTHS),
+        "mask or dropped weights": dict(boxed=boxed, mask=mask | LENGTHS, dropout=dropped | LENGTHS),
+        "one kind": dict(reads=reads, functions=both | OPTIONS, dropout=dropped | OPTIONS, read=READ | LENGTHS,
+                         boxed=boxed),
+        "several kinds": dict(everything=both | READ | dropped | OPTIONS, read_rich=READ | OPTIONS),
     }  # fmt: skip
-    for kernel, kind in dict(wgmma_dkdv=WgmmaDkdvConfig, wgmma_dq=WgmmaDqConfig).items():
+    for table, wanted in dict(wgmma_dkdv=OF_KEYS, wgmma_dq=OF_QUERIES).items():
         before = ""  # the levels of a head_dim come one behind the other, and a row serves those since the last one
-        for row in (row for row in rows(backward_tiles.TABLES, kernel) if row.by_element):
-            levels = tiles.BY_ELEMENT[: tiles.BY_ELEMENT.index(row.by_element) + 1]
+        for row in (row for row in backward_tiles.rows_for(table, HOPPER) if row.by_element):
+            levels = backward_tiles.BY_ELEMENT[: backward_tiles.BY_ELEMENT.index(row.by_element) + 1]
             first = levels.index(before) + 1 if before in levels else 0
             before = "" if row.by_element == tiles.BY_ELEMENT[-1] else row.by_element
             served = {name: options for level in levels[first:] for name, options in of_level[level].items()}
-            features = dict(dtype="bfloat16", head_dim=row.head_dim, head_dim_v=row.head_dim)
-            features |= row.columns
-            parts = {"": {}}
-            if kind is WgmmaDkdvConfig and row.apart:
-                of_dv = dict(of_dk=False, stages_b=2, tile_m=row.tile_m)
-                parts = {"-dk": dict(of_dv=False), "-dv": of_dv}
-            halved = dict(stages_b=2) | {"tile_n" if kind is WgmmaDkdvConfig else "tile_m": 64}
-            for number, (words, options) in enumerate(served.items()):
-                array = "array" if "q_offset" in options else "number"
-                given = dict(uses=uses(**options), q_offset_source=array, bias_pairs="bias" in options)
-                given |= dict(bias_boxes=words == "boxed")
-                for part, wanted in parts.items():
-                    name = f"{kernel}-{row.head_dim}-{row.tile_m}x{row.tile_n}-by-element-{words}{part}"
-                    config = kind(**features | wanted | given)
-                    if words == "boxed" and config.shared_bytes > HOPPER.shared_bytes:
-                        continue  # its places do not fit beside tiles of this row: the next row takes it
-                    yield name, config
-                    if number == len(served) - 1:
-                        yield f"{name}-halved", kind(**features | wanted | given | halved)
+            for words, given in served.items():
+                name = f"{table}-{row.head_dim}-{row.tile_m}x{row.tile_n}-by-element-{words}"
+                for of_one_kernel in [(name,) for name in wanted] if getattr(row, "apart", False) else [wanted]:
+                    given = given | dict(dtype="bfloat16", wanted=of_one_kernel)
+                    try:
+                        (config,) = of_gradients({table: row}, **given)
+                    except NotImplementedError:  # a bias does not fit beside tiles of this row: the next row takes it
+                        assert words == "boxed"
+                        continue
+                    yield name + part(config), config
+                    if words == [*served][-1]:
+                        (config,) = of_gradients({table: row}, FEW_BLOCKS, **given)
+                        yield f"{name}{part(config)}-halved", config
 
 
 def simt_gates():
@@ -642,12 +585,7 @@ def gates():
     # Rows that differ in blocks_per_sm alone have one name and are compiled once: for the smaller number.
     configs = dict(backward_gates()) | dict(reading_gates()) | dict(dropping_gates()) | dict(wide_gates())
     configs |= dict(wide_backward_gates()) | dict(backward_functions_gates()) | dict(score_gradients_gates())
-    configs |= (
-        dict(by_element_gates())
-        | dict(carried_gates())
-        | dict(wgmma_float32_gates())
-        | dict(wgmma_backward_float32_gates())
-    )
+    configs |= dict(by_element_gates()) | dict(wgmma_float32_gates()) | dict(wgmma_backward_float32_gates())
     configs |= simt_gates()
     for kernel in (name for name, rung in RUNGS.items() if rung.tensor_cores):
         table = rows(tiles.TABLES, kernel)

@@ -5,7 +5,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from machines import HOPPER
+from helpers.machines import HOPPER
 
 import numba_flash
 from numba_flash.dispatch import forward as dispatch

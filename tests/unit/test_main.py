@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +16,8 @@ from numba_flash import __main__ as command
 from numba_flash.__main__ import main
 from numba_flash.machine import gpus, toolchain
 from numba_flash.machine.target import Target
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(capsys, *arguments):
@@ -35,11 +38,11 @@ def test_bad_usage(arguments, capsys):
     assert "usage: python -m numba_flash" in capsys.readouterr().err
 
 
-def test_demo_gets_the_rest_of_the_line(monkeypatch):
-    seen = []
-    monkeypatch.setattr("numba_flash.demo.main", lambda argv: seen.append(argv) or 7)
-    assert main(["demo", "--ask", "why?", "--help"]) == 7
-    assert seen == [["--ask", "why?", "--help"]]
+def test_demo_says_where_the_demo_is(capsys):
+    status, printed = run(capsys, "demo", "--ask", "why?")
+    assert status == 2 and printed.out == ""
+    for place in ("examples/demo", "scripts/demo"):
+        assert place in printed.err and (ROOT / place).exists()
 
 
 def test_as_a_module_and_without_frameworks():

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from contract import problem
+from contracts.forward import problem
 from hypothesis import given
 from hypothesis import strategies as st
 

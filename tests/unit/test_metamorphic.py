@@ -1,3 +1,5 @@
 """Relations between calls, on the oracle and on the CPU rung."""
 
-from metamorphic import *  # noqa: F403
+from contracts import metamorphic, suite
+
+TestMetamorphic = suite(metamorphic)

@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from contract import problem
-from metamorphic import both_close
+from contracts.forward import problem
+from contracts.metamorphic import both_close
 
 import numba_flash
 from numba_flash import mods

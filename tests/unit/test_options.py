@@ -10,6 +10,7 @@ from numba_flash.api import backward, forward
 from numba_flash.config.simt_backward import HeadSumsConfig
 from numba_flash.dispatch import backward as dispatch_backward
 from numba_flash.dispatch import forward as dispatch_forward
+from numba_flash.dispatch.call import Call
 from numba_flash.kernels import score
 from numba_flash.problem.options import (
     GRADIENT_OF,
@@ -42,8 +43,12 @@ def test_every_option_arrives_in_its_place(function, given, monkeypatch):
     operands = (X, X, X) if function is numba_flash.attention else (X, X, X, X, X, ROW)
     with pytest.raises(Packed) as packed:
         function(*operands, **named)
-    (options,) = (x for x in packed.value.args if isinstance(x, tuple) and len(x) == len(Options._fields))
-    assert options == Options.of(**named)
+    (call,) = packed.value.args
+    call = call if isinstance(call, Call) else Call.of(call)
+    numbers = {"dropout_p": 0.0} if {"scale", "softcap"} & {*given} else {}  # its default comes with the other numbers
+    assert call.options == Options.of(**numbers | named)
+    assert call.operands == ((X, X, X, None) if len(operands) == 3 else (X, X, X, X, ROW, X, None))
+    assert (call.stream, call.kernel, call.key) == (None, "auto", None)
 
 
 @pytest.mark.parametrize("function", [forward.attention, backward.attention_backward])

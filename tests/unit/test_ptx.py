@@ -1,12 +1,12 @@
-"""Every function of ptx: it becomes the instruction that it is named after, and it has a twin in ptx/sim."""
+"""Every function of ptx: it becomes the instruction that it is named after, and it has a stand-in in ptx/sim."""
 
 import ast
 import functools
 import re
 from pathlib import Path
 
-import compiler
 import pytest
+from helpers import compiler
 
 import numba_flash
 from numba_flash.gpu import compiled
@@ -49,11 +49,11 @@ def made(function):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_function_has_a_twin_with_the_same_parameters(family):
-    ours, twins = functions("ptx", family), functions("ptx/sim", family)
+def test_every_function_has_a_stand_in_with_the_same_parameters(family):
+    ours, stand_ins = functions("ptx", family), functions("ptx/sim", family)
     assert ours
     for name, signature in ours.items():
-        assert twins.get(name) == signature, f"ptx.sim.{family}.{name}"
+        assert stand_ins.get(name) == signature, f"ptx.sim.{family}.{name}"
 
 
 # What each is in PTX, and a statement that uses it. at: a shared address, g: a global one, f and u: local arrays

@@ -3,10 +3,10 @@ whole numbers."""
 
 import math
 
-import compiler
 import numpy as np
 import pytest
-from machines import HOPPER, problem
+from helpers import compiler
+from helpers.machines import HOPPER, problem
 
 from numba_flash.functions import NARROW, quick
 from numba_flash.functions.function import Function

@@ -75,7 +75,7 @@ def test_query_tiles_of_a_key_tile(q_offset, first_key, keys, left, right, seqle
 
 
 @given(POSITIONS, st.integers(0, 60), st.integers(1, 60), st.integers(1, 16), st.integers(1, 16), SIDES, SIDES)
-def test_turns_of_key_tiles(q_offset, keys, seqlen_q, tile_m, tile_n, left, right):
+def test_the_order_in_which_key_tiles_add_to_dq(q_offset, keys, seqlen_q, tile_m, tile_n, left, right):
     """The key tiles that visit a query tile, as each finds it on its own, are just those that the query tile finds; so
     what is before a key tile in line can be counted from the first one (wgmma_backward_fused)."""
     visitors = {}

@@ -1,10 +1,12 @@
-"""Calls of NumPy arrays like one before (dispatch/repeated.py): the same results, and nothing taken for the same that
-is not. tests/bridges/test_torch_repeated.py has torch's."""
+"""Repeated calls of NumPy arrays (dispatch/cached_call.py): the same results, and no other call is taken for a repeated
+one. tests/bridges/test_torch_repeated.py has torch's."""
 
 import numpy as np
 import pytest
 
 import numba_flash
+from numba_flash import arrays as arrays_module
+from numba_flash import mods
 from numba_flash.dispatch import backward as gradients
 from numba_flash.dispatch import forward as dispatch
 
@@ -133,6 +135,59 @@ def test_what_differs_is_another_call(name, prepared):
     assert prepared == ["forward"]
     expected = numba_flash.attention(*(x.astype(np.float64) for x in inputs), kernel="reference")
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)  # weighted means of normal numbers, in float32
+
+
+# What makes each call another one, or is no part of a key.
+NOT_CACHED = {
+    "mask": dict(mask=np.ones((10, 10), bool)),
+    "q_offset": dict(q_offset=np.zeros(2, np.int32)),
+    "seed": dict(dropout_p=0.1, seed=3),
+    "mask_mod": dict(mask_mod=mods.causal),
+}
+
+
+@pytest.mark.parametrize("name", [None, *NOT_CACHED])
+def test_arrays_are_read_for_a_key_at_most_once(name, monkeypatch, prepared):
+    """Only in a call that can be cached: the options say so, before the arrays are looked at."""
+    facts = []
+    seen = arrays_module.fast_paths[np.ndarray]
+    counting = seen._replace(facts=lambda *x: facts.append(1) or seen.facts(*x))
+    monkeypatch.setitem(arrays_module.fast_paths, np.ndarray, counting)
+    q, k, v, do = arrays(4)
+    for _ in range(2):
+        o, lse = numba_flash.attention(q, k, v, return_lse=True, **NOT_CACHED.get(name, {}))
+        assert len(facts) == (name is None)
+        facts.clear()
+    numba_flash.attention_backward(do, q, k, v, o, lse, **NOT_CACHED.get(name, {}))
+    assert len(facts) == 2 * (name is None)  # of q, k and v, and of o, lse and do
+
+
+# What is right, and what is equal to it and wrong.
+EQUAL = [
+    (dict(causal=True), dict(causal=1)),
+    (dict(q_offset=1), dict(q_offset=True)),
+    (dict(scale=1.0), dict(scale=True)),
+    (dict(window=(1, 0)), dict(window=(1.0, 0))),
+]
+
+
+@pytest.mark.parametrize(("right", "wrong"), [*EQUAL, (dict(return_lse=True), dict(return_lse=1))])
+def test_an_equal_value_of_another_type_is_refused_in_a_repeated_call(right, wrong):
+    q, k, v = arrays()
+    for _ in range(2):
+        numba_flash.attention(q, k, v, **right)
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        numba_flash.attention(q, k, v, **wrong)
+
+
+@pytest.mark.parametrize(("right", "wrong"), [*EQUAL, (dict(deterministic=True), dict(deterministic=1))])
+def test_an_equal_value_of_another_type_is_refused_in_a_repeated_backward(right, wrong):
+    q, k, v, do = arrays(4)
+    o, lse = numba_flash.attention(q, k, v, return_lse=True)
+    for _ in range(2):
+        numba_flash.attention_backward(do, q, k, v, o, lse, **right)
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        numba_flash.attention_backward(do, q, k, v, o, lse, **wrong)
 
 
 def test_a_list_in_place_of_k_is_refused(prepared):

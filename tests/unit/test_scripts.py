@@ -1,5 +1,6 @@
 """Scripts of a fresh clone: they say what they need, and go on in .venv where it is there."""
 
+import fnmatch
 import importlib.util
 import os
 import re
@@ -37,6 +38,12 @@ def run(clone, script):
 
 def test_every_script_is_known():
     assert set(NEEDS) | WITH_NOTHING == set(PYTHON)
+
+
+def test_ruff_reads_every_script():
+    """They are commands without an ending, so ruff.toml has to name them."""
+    named = re.findall(r'"scripts/(\S+?)"', (ROOT / "ruff.toml").read_text().partition("extend-exclude")[0])
+    assert [name for name in PYTHON if not any(fnmatch.fnmatch(name, pattern) for pattern in named)] == []
 
 
 @pytest.mark.parametrize("script", sorted(NEEDS))
@@ -86,8 +93,10 @@ def test_what_failed_is_named_last(clone):
         body = (
             "import pytest\n\ndef test_that_passes():\n    pass\n\ndef test_that_skips():\n    pytest.skip('no GPU')\n"
         )
-        if folder in ("sim", "unit"):
+        if folder == "sim":
             body += "\ndef test_that_fails():\n    assert 1 == 2\n"
+        if folder == "unit":
+            body += "\nclass TestOfClass:\n    def test_that_fails(self):\n        assert 1 == 2\n"
         (clone / "tests" / folder / f"test_{folder}.py").write_text(body)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
     done = subprocess.run(
@@ -96,7 +105,7 @@ def test_what_failed_is_named_last(clone):
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines()[-2:] == [
         "FAILED tests/sim/test_sim.py::test_that_fails - assert 1 == 2",
-        "FAILED tests/unit/test_unit.py::test_that_fails - assert 1 == 2",
+        "FAILED tests/unit/test_unit.py::TestOfClass::test_that_fails - assert 1 == 2",
     ]
 
 

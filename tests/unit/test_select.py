@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from machines import A100, ADA, AMPERE, B200, HOPPER, KB, RTX_5090, TENSOR_MACHINES, TURING, empty, problem
+from helpers.machines import A100, ADA, AMPERE, B200, HOPPER, KB, RTX_5090, TENSOR_MACHINES, TURING, empty, problem
 
 from numba_flash.api.explain import Explanation
 from numba_flash.config.forward import TensorConfig
@@ -370,7 +370,7 @@ def test_scores_are_finished_first_where_they_must_be(options, scores_finished):
     ],
     ids=range(5),
 )
-def test_o_is_written_in_wide_stores_where_it_can_be(made, wide):
+def test_o_is_written_in_vector_stores_where_it_can_be(made, wide):
     assert select(problem(**made), A100, "mma").config.o_vectorized == wide
 
 

@@ -11,10 +11,10 @@ import threading
 import time
 import types
 
-import compiler
 import numpy as np
 import pytest
-from machines import HOPPER, problem
+from helpers import compiler
+from helpers.machines import HOPPER, problem
 
 from numba_flash.gpu import compiled
 from numba_flash.machine import cache_folder, toolchain

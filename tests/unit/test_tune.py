@@ -4,7 +4,7 @@ import runpy
 from pathlib import Path
 
 import pytest
-from machines import HOPPER, empty
+from helpers.machines import HOPPER, empty
 
 from numba_flash.dispatch import forward as dispatch
 from numba_flash.select import tiles

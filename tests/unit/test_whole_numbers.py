@@ -3,8 +3,8 @@
 import itertools
 import operator
 
-import compiler
 import pytest
+from helpers import compiler
 from llvmlite import ir
 from numba import int64, njit
 from numba.core import types

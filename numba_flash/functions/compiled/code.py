@@ -81,8 +81,8 @@ class Value:
 
 
 class Code:
-    """Where code is made, and `f` of rules.py. flags: LLVM's, of the arithmetic that Values do; contract: a product and
-    a sum may be rounded once together."""
+    """Makes code; it is `f` of rules.py. flags: LLVM's, for arithmetic; contract: a product and a sum may be rounded
+    once together."""
 
     def __init__(self, context: Any, builder: Any, base: Any, flags: tuple[str, ...] = ()):
         self.context, self.builder, self.base = context, builder, base
@@ -104,7 +104,7 @@ class Code:
         return functools.partial(self._by_target, name)
 
     def _on_cpu(self, name: str, x: Value) -> Value:
-        """By polynomials, whose products and sums may be rounded once together: they take half of the instructions."""
+        """Polynomials. Their products and sums may be rounded once together, which takes half of the instructions."""
         fused = Code(self.context, self.builder, self.base, ("contract",))
         return Value(self, on_cpu.FUNCTIONS[name](Value(fused, x.value), fused).value)
 
@@ -114,7 +114,7 @@ class Code:
         return Value(self, made(self.builder, [v.value for v in values]))
 
     def each(self, d: Value, function: Callable[[Value], Value]) -> Value:
-        """Of a derivative by one number; those by several are numbers.py's."""
+        """Applies to a derivative by one number. numbers.py has those by several."""
         return function(d)
 
     def where(self, condition: Value, x: Value, y: Value) -> Value:

@@ -89,7 +89,7 @@ def _around(one: Within, two: Within) -> Within:
 
 
 def within_of(t: Any) -> Within:
-    """Of a whole number's type, plain or not."""
+    """The range of a whole number's type, plain or ours."""
     if isinstance(t, Number):
         return t.within
     if isinstance(t, types.IntegerLiteral):
@@ -105,7 +105,7 @@ def is_narrow(t: Any) -> bool:
 
 
 def kind_of(t: Any) -> str | None:
-    """Of a number's type, plain or not; None for other types."""
+    """Whether a type, plain or ours, is of whole or of real numbers; None for other types."""
     if isinstance(t, Number):
         return t.kind
     t = types.unliteral(t)

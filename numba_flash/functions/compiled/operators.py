@@ -81,7 +81,7 @@ def _register_binary(name: str) -> None:
 
 
 def lowered(key: Any, lower: Any) -> None:
-    """For two arguments, of which one at least is a Number."""
+    """Registers `lower` for two arguments of which at least one is a Number."""
     for pattern in ((Number, Number), (Number, types.Any), (types.Any, Number)):
         lower_builtin(key, *pattern)(lower)
 
@@ -165,7 +165,7 @@ def _register_of_bits(name: str) -> None:
 
 
 def _shifted(builder: Any, name: str, x: Any, count: Any) -> Any:
-    """By 64 or more, and by a negative number, every bit is shifted out; LLVM says nothing of these."""
+    """A shift by 64 or more, or by a negative number, shifts every bit out. LLVM leaves these undefined."""
     fits = builder.icmp_unsigned("<", count, ir.Constant(count.type, 64))
     if name == "lshift":
         zero = ir.Constant(x.type, 0)

@@ -90,7 +90,7 @@ def _constants(base: Any, values: list[Any]) -> Any:
 
 @functools.cache
 def stand_ins(base_name: str) -> dict[Any, Any]:
-    """For each computing type its own: a constant in math.exp(0.5) does not say which it is."""
+    """Each computing type has its own, because a constant as in math.exp(0.5) does not say its type."""
     base = BASES[base_name]
 
     def of_reals(name: str, count: int, rule: Any) -> Any:

@@ -17,7 +17,7 @@ def _between(values: Any) -> Within:
 
 
 def _of_ends(operation: Any) -> Any:
-    """Of an operation whose extremes are at the ends of both."""
+    """The range of an operation whose extremes are at the ends of both operands."""
     return lambda a, b: _between(itertools.starmap(operation, itertools.product(a, b)))
 
 

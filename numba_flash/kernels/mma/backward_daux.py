@@ -20,7 +20,8 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, ld_st, local, shared, special
-from ..score import At, at_scores, counts, fragments, owed, user
+from ..recompute import at_scores
+from ..score import at_position, counts, fragments, owed, user
 from ..score.owed import Run
 from ..score.stage import FragmentAt
 from ..steps import block_state, lse_delta
@@ -60,10 +61,10 @@ def make(config):
         """Stores in shared memory, for each query of the tile, the keys that it sees, lse and delta."""
         if thread < config.tile_m:
             query = int32(place.i * config.tile_m + thread)
-            first, end = row_keys(place.q_start + query, sizes.left, sizes.right, place.keys)
+            first, end = row_keys(place.sequence.q_start + query, sizes.left, sizes.right, place.sequence.keys)
             lse, delta = inf, float32(0)
-            if query < sizes.seqlen_q:
-                lse, delta = of_query(place.b, place.h, query, arrays, sizes)
+            if query < place.sequence.seqlen_q:
+                lse, delta = of_query(place.sequence, place.h, query, arrays, sizes)
             at = q_smem + int32(plan.rows) + 16 * thread
             block_state.put_range(at, int32(first), int32(end))
             ld_st.store_b32(at + 8, float32(lse).view(np.uint32))
@@ -96,14 +97,16 @@ def make(config):
         part = divide(thread, config.tile_n)
         column = int32(thread - part * config.tile_n)
         first_key, row = int32(place.j * config.tile_n), int32(part * thread_rows)
-        term = row_term(place.b, place.h, arrays, strides)
+        term = row_term(place.sequence.b, place.h, arrays, strides)
         end_row = min(int32(row + thread_rows), int32(sizes.seqlen_q) - place.i * int32(config.tile_m))
         while row < end_row:
             key, query = int32(first_key + column), int32(place.i * config.tile_m + row)
             ld_st.load_v4(four, 0, q_smem + int32(plan.rows) + 16 * row)
             lse = four[2].view(np.float32)
             if int32(four[0]) <= key and key < int32(four[1]) and lse != inf:
-                at = At(int64(place.b), int64(place.h), int64(query), int64(key), place.q_start + query)
+                at = at_position(
+                    int64(place.sequence.b), int64(place.h), int64(query), int64(key), place.sequence.q_start + query
+                )
                 if shown(at, arrays, strides):
                     here = q_smem + row * score_row + 4 * column
                     s = ld_st.load_b32(here + int32(plan.s)).view(np.float32) * score.scale
@@ -130,7 +133,7 @@ def make(config):
         head_of_all = divide(block, m_tiles)
         b = divide(head_of_all, sizes.heads)
         h, i = int32(head_of_all - b * int32(sizes.heads)), int32(block - head_of_all * m_tiles)
-        walk = Range(b, int32(b + 1), h, int32(h + 1), i, int32(i + 1), int32(0), n_tiles)
+        walk = Range(b, h, i, int32(1), int32(1), int32(0), int32(1), int32(0), n_tiles)
 
         address = shared.address(cuda.shared.array(0, uint8))
         q_smem = int32((address + int32(config.ALIGNMENT - 1)) & int32(-config.ALIGNMENT))
@@ -156,10 +159,10 @@ def make(config):
         start(run)
 
         place = tiles.first(walk, arrays, strides, sizes)
-        if place.b < walk.end_b:
+        if place.unit < walk.end_unit:
             tiles.load_first(place, smem, arrays, strides, sizes, thread)
         cp_async.commit_group()
-        while place.b < walk.end_b:
+        while place.unit < walk.end_unit:
             for x in range(count):
                 registers.acc_s[x] = float32(0)
                 registers.acc_dp[x] = float32(0)
@@ -170,7 +173,7 @@ def make(config):
             note_rows(place, q_smem, thread, arrays, sizes)
             following_place = tiles.following(place, walk, arrays, strides, sizes)
             cuda.syncthreads()  # all threads have finished with the tile, and its scores are stored
-            if following_place.b < walk.end_b:
+            if following_place.unit < walk.end_unit:
                 tiles.load_next(following_place, place, smem, arrays, strides, sizes, thread)
             cp_async.commit_group()
             owe_scores(place, run, q_smem, thread, arrays, strides, sizes, score)

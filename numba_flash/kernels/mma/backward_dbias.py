@@ -5,10 +5,12 @@ It computes what v2_backward_dbias.py computes, in 16 bits. A block owns a tile 
 tiles of scores that read them (score_tiles.py): over batch entries and heads that share a bias, over query tiles if all
 queries share a row (rows_summed), and over key tiles if all keys share a column (keys_summed). A lane adds up its
 elements of dS in registers, in that order; at the end the block adds up lanes and warps. So every sum has one owner and
-one order.
+one order. If few tiles would keep most of the GPU idle, `dbias_splits` blocks share a tile: each loops over its part of
+the batch entries, heads and query tiles, and dbias_sum.py adds up what they store (config.split).
 
-Launch: grid (bias' batch * heads * query tiles * key tiles), block (config.threads), config.shared_bytes of dynamic
-shared memory. Rows of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dbias is contiguous.
+Launch: grid (splits * bias' batch * heads * query tiles * key tiles), block (config.threads), config.shared_bytes of
+dynamic shared memory. Rows of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dbias is
+contiguous.
 """
 
 import math
@@ -57,7 +59,7 @@ def make(config):
     apply_functions = gradient_functions.on_fragments(config, 1, tile_n, of_keys=False, derivative=False)
     drops, kept_words, kept_of, *_ = counts.on_fragments(config, 1, tile_n)
     of_query, bfly = lse_delta.of_query(config), shfl.bfly_f32
-    dtype = config.dtype_of("bias")
+    dtype = "float32" if config.split else config.dtype_of("bias")
     store = elements.storer(dtype)
     pack = cvt.pack_f16x2 if dtype == "float16" else cvt.pack_bf16x2
     wait_all = cp_async.wait_group(0)
@@ -66,7 +68,7 @@ def make(config):
     def read_scores(place, registers, thread, arrays, strides, sizes):
         """Loads what the scores need from global memory, before their products are ready."""
         first_query = int32(place.i * tile_m)
-        origin = read.origin(place.b, place.h, first_query, arrays, strides)
+        origin = read.origin(place.sequence.b, place.h, first_query, arrays, strides)
         lane, first_row = thread & int32(31), (thread >> int32(5)) * 16
         bits = registers.shown_bits
         read.load(registers.loaded, bits, place.j, origin, first_row, lane, arrays, strides, sizes, FALSE)
@@ -81,8 +83,8 @@ def make(config):
         first_query = int32(place.i * tile_m + first_row)
         for r in range(rows):
             query = int32(first_query + r * 8)
-            first, end = row_keys(place.q_start + query, sizes.left, sizes.right, place.keys)
-            if query >= sizes.seqlen_q:
+            first, end = row_keys(place.sequence.q_start + query, sizes.left, sizes.right, place.sequence.keys)
+            if query >= place.sequence.seqlen_q:
                 end = first
             seen = columns_within(int32(first - first_key), int32(end - first_key), 0)
             shown_bits[r] = shown_bits[r] & seen if has_mask else seen
@@ -91,10 +93,10 @@ def make(config):
                 acc_s,
                 acc_dp,
                 shown_bits,
-                int64(place.b),
+                int64(place.sequence.b),
                 int64(place.h),
                 first_query,
-                place.q_start,
+                place.sequence.q_start,
                 first_key,
                 TRUE,
                 arrays,
@@ -102,15 +104,15 @@ def make(config):
                 score,
             )
         if drops:
-            first_pos = place.q_start + int64(place.i) * tile_m
-            kept_of(registers.kept, first_key, place.b, place.h, first_row, first_pos, arrays, sizes)
-        term = chain.row_term(place.b, place.h, arrays, strides)
+            first_pos = place.sequence.q_start + int64(place.i) * tile_m
+            kept_of(registers.kept, first_key, place.sequence.b, place.h, first_row, first_pos, arrays, sizes)
+        term = chain.row_term(place.sequence.b, place.h, arrays, strides)
         for r in range(rows):
             query = int32(first_query + r * 8)
             lse, delta = inf, float32(0)
-            if query < sizes.seqlen_q:
-                lse, delta = of_query(place.b, place.h, query, arrays, sizes)
-            distance = float32(place.q_start + query - first_key)
+            if query < place.sequence.seqlen_q:
+                lse, delta = of_query(place.sequence, place.h, query, arrays, sizes)
+            distance = float32(place.sequence.q_start + query - first_key)
             for n in range(blocks):
                 for x in range(2):
                     at, column = n * 4 + r * 2 + x, n * 8 + x
@@ -147,27 +149,27 @@ def make(config):
                     ld_st.store_b32(at, float32(total).view(np.uint32))
 
     @inlined
-    def store_tile(registers, base, first_query, first_key, thread, arrays, strides, sizes):
-        """Stores a tile of dbias in which no rows or keys are summed."""
+    def store_tile(registers, target, by, base, first_query, first_key, thread, sizes):
+        """Stores a tile of dbias in which no rows or keys are summed. by: the strides of target."""
         lane, warp = thread & int32(31), thread >> int32(5)
         for r in range(rows):
             query = first_query + int64(warp * 16 + int32(first_row_of(lane)) + r * 8)
             if query < sizes.seqlen_q:
-                of_row = base + query * strides.dbias[2]
+                of_row = base + query * by[2]
                 for n in range(blocks):
                     key = first_key + int64(n * 8 + int32(first_column_of(lane)))
                     low, high = registers.sums[n * 4 + r * 2], registers.sums[n * 4 + r * 2 + 1]
                     if config.pairs:
                         if key < sizes.seqlen_k:
-                            memory.store_b32(memory.address(arrays.dbias, of_row + key), pack(low, high))
+                            memory.store_b32(memory.address(target, of_row + key), pack(low, high))
                     else:
                         if key < sizes.seqlen_k:
-                            store(arrays.dbias, of_row + key, low)
+                            store(target, of_row + key, low)
                         if key + 1 < sizes.seqlen_k:
-                            store(arrays.dbias, of_row + key + 1, high)
+                            store(target, of_row + key + 1, high)
 
     @inlined
-    def store_sums(registers, base, first_query, first_key, sums_smem, thread, arrays, strides, sizes):
+    def store_sums(registers, target, by, base, first_query, first_key, sums_smem, thread, sizes):
         """Likewise if rows or keys are summed."""
         lane, warp = thread & int32(31), thread >> int32(5)
         if config.keys_summed:
@@ -180,17 +182,17 @@ def make(config):
                 total = float32(0)
                 for other in range(warps):
                     total += ld_st.load_b32(sums_smem + 4 * int32(other * tile_n + thread)).view(np.float32)
-                store(arrays.dbias, base + key * strides.dbias[3], total)
+                store(target, base + key * by[3], total)
         elif lane & 3 == 0:
             for r in range(rows):
                 query = first_query + int64(warp * 16 + int32(first_row_of(lane)) + r * 8)
                 if query < sizes.seqlen_q:
-                    store(arrays.dbias, base + query * strides.dbias[2], registers.sums[r * 2])
+                    store(target, base + query * by[2], registers.sums[r * 2])
 
     @cuda.jit
     def flash_attention_mma_dbias(arrays, strides, sizes, score):
         thread, block = special.thread_index(), special.block_index()
-        shape, by = sizes.dbias_shape, strides.dbias
+        shape = sizes.dbias_shape
         m_tiles = int32(divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m))
         n_tiles = int32(divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n))
         # the block's own tile of bias, and the tiles of scores that read it
@@ -198,18 +200,19 @@ def make(config):
         above = divide(block, own_n)
         own_j, own_i = int32(block - above * own_n), int32(above - divide(above, own_m) * own_m)
         above = divide(above, own_m)
+        split = divide(above, int32(shape[0] * shape[1])) if config.split else int32(0)
+        above = int32(above - split * int32(shape[0] * shape[1]))
         own_b = divide(above, shape[1])
         own_h = int32(above - own_b * int32(shape[1]))
+        # The block's part of the units (score_tiles.Range).
+        entries, heads = (int64(1) if shape[0] > 1 else sizes.batch), (int64(1) if shape[1] > 1 else sizes.heads)
+        row_tiles = m_tiles if config.rows_summed else int32(1)
+        units, splits = entries * heads * row_tiles, sizes.dbias_splits if config.split else int64(1)
         walk = Range(
-            own_b,
-            int32(own_b + 1) if shape[0] > 1 else int32(sizes.batch),
-            own_h,
-            int32(own_h + 1) if shape[1] > 1 else int32(sizes.heads),
-            own_i,
-            m_tiles if config.rows_summed else int32(own_i + 1),
-            own_j,
-            n_tiles if config.keys_summed else int32(own_j + 1),
-        )
+            own_b, own_h, own_i, int32(heads), row_tiles,
+            int32(split * units // splits), int32((split + 1) * units // splits),
+            own_j, n_tiles if config.keys_summed else int32(own_j + 1),
+        )  # fmt: skip
 
         address = shared.address(cuda.shared.array(0, uint8))
         q_smem = int32((address + int32(alignment - 1)) & int32(-alignment))
@@ -234,10 +237,10 @@ def make(config):
             registers.sums[x] = float32(0)
 
         place = tiles.first(walk, arrays, strides, sizes)
-        if place.b < walk.end_b:
+        if place.unit < walk.end_unit:
             tiles.load_first(place, smem, arrays, strides, sizes, thread)
         cp_async.commit_group()
-        while place.b < walk.end_b:
+        while place.unit < walk.end_unit:
             if read.reads:
                 read_scores(place, registers, thread, arrays, strides, sizes)
             for x in range(count):
@@ -248,18 +251,23 @@ def make(config):
             tiles.multiply(registers, smem, thread)
             following_place = tiles.following(place, walk, arrays, strides, sizes)
             cuda.syncthreads()  # all threads have finished with it
-            if following_place.b < walk.end_b:
+            if following_place.unit < walk.end_unit:
                 tiles.load_next(following_place, place, smem, arrays, strides, sizes, thread)
             cp_async.commit_group()
             add_scores(place, registers, thread, arrays, strides, sizes, score)
             place = following_place
 
-        base = own_b * by[0] + own_h * by[1]
+        target, by, base = arrays.dbias, strides.dbias, int64(0)
+        if config.split:
+            of_head = shape[2] * shape[3]
+            target, by = arrays.dbias_sums, (shape[1] * of_head, of_head, shape[3], int64(1))
+            base = split * shape[0] * by[0]
+        base += own_b * by[0] + own_h * by[1]
         first_query, first_key = int64(own_i) * tile_m, int64(own_j) * tile_n
         if config.rows_summed or config.keys_summed:
             at = q_smem + int32(plan.sums)
-            store_sums(registers, base, first_query, first_key, at, thread, arrays, strides, sizes)
+            store_sums(registers, target, by, base, first_query, first_key, at, thread, sizes)
         else:
-            store_tile(registers, base, first_query, first_key, thread, arrays, strides, sizes)
+            store_tile(registers, target, by, base, first_query, first_key, thread, sizes)
 
     return flash_attention_mma_dbias

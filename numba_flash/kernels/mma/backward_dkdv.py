@@ -34,16 +34,15 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, cp_async, cvt, ld_st, local, memory, shared, special
-from ..score import counts, fragments, gradient_functions, positions
+from ..recompute import keys as recompute
+from ..score import counts, fragments, gradient_functions
 from ..score import reads as score_reads
 from ..score.stage import FragmentAt
 from ..steps import async_tiles, fragment_products, gradient_rows, lse_delta
-from ..steps import recompute_keys as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
-from ..steps.sequence import query_range
-from ..steps.tiles import row_base
-from . import backward_walk
+from ..steps.sequence import key_row, query_range
+from . import backward_own_dq, backward_walk, row_delta, work_tile
 
 
 class Registers(NamedTuple):
@@ -96,7 +95,7 @@ def make(config):
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     load_k, load_q = (async_tiles.loader(tile, head_dim_padded, threads) for tile in (tile_n, tile_m))
     load_v, load_do = (async_tiles.loader(tile, head_dim_v_padded, threads) for tile in (tile_n, tile_m))
-    keys_and_start, walk = positions.make(config), backward_walk.make(config)
+    work_of, walk = work_tile.of_keys(config), backward_walk.make(config)
     has_functions, has_states = gradient_functions.present(config), bool(config.tile_states)
     has_row_term, (weight, _) = fragments.chain(config).has_row_term, fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part, of_keys=True), config.has("mask")
@@ -111,6 +110,8 @@ def make(config):
     stage_dk, store_dk = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dk, config.head_dim % 8 == 0)
     stage_dv, store_dv = gradient_rows.make(config.dtype, tile_n, warp_rows, stored_dv, config.head_dim_v % 8 == 0)
     recompute_keys, wait_all = recompute.make(config, of_dk, of_dv), cp_async.wait_group(0)
+    own_rows, lanes = (row_delta.make(config.preprocess), config.preprocess.lanes) if config.of_dq else (None, 1)
+    write_dq = backward_own_dq.make(config) if config.of_dq else None
     row_blocks, start_dp = lse_delta.row_blocks, lse_delta.starter(config, strips, blocks)
     finish_dp = lse_delta.finisher(config, strips, blocks)
     finishes = drops and of_dk and has_functions  # before it is multiplied by their derivative
@@ -135,6 +136,22 @@ def make(config):
                     else smem.k + 16 * chunk + int32(plan.rows)
                 )
                 cp_async.copy16(to, at, 16 if here else 0)
+
+    @inlined
+    def compute_rows(work, arrays, strides, sizes, thread):
+        """Stores lse and -delta of all queries of the group's heads in global memory, as backward_preprocess does."""
+        sequence, group = work.sequence, divide(sizes.heads, sizes.heads_kv)
+        of_head = row_blocks(sequence.seqlen_q) * 16
+        row, lane = int32(thread // lanes), int32(thread % lanes)
+        while row < group * of_head:
+            member = divide(row, of_head)
+            h, query = int32(work.h_kv * group + member), int32(row - member * of_head)
+            lse, minus_delta = own_rows(sequence, h, query, lane, arrays, strides, sizes)
+            if lane == 0:
+                at = lse_delta.block_row(sequence, h, query, sizes)
+                arrays.lse_delta[at], arrays.lse_delta[at + lse_delta.MINUS_DELTA] = lse, minus_delta
+            row = int32(row + threads // lanes)
+        cuda.syncthreads()  # all threads may read them
 
     @inlined
     def rows_of_part(thread):
@@ -212,7 +229,7 @@ def make(config):
         queries = walk.queries_at(next_i, next_heads_left, strides, smem.k)
         wait_all()
         cuda.syncthreads()  # it has arrived, and all threads have finished with the last tile
-        if next_heads_left > 0:
+        if next_heads_left > 0 and not config.of_dq:  # then Q comes before
             thread = special.thread_index()
             load_queries(next_i, next_stage, queries, smem, strides, sizes, thread)
             if stages > 1:
@@ -303,6 +320,16 @@ def make(config):
                 prefetch_second(i, heads_left, smem, arrays, strides, sizes)
             if of_dk:
                 multiply_ds_q(acc_dk, ds_frag, b_frag, q_tile)
+            if config.of_dq:
+                put(ds_frag, smem.k + int32(plan.weights), thread)
+                cuda.syncthreads()  # dS^T is there, and all threads have finished with Q
+                next_i, next_heads_left = walk.following(i, heads_left, smem.k, arrays, strides)
+                if next_heads_left > 0:
+                    queries = walk.queries_at(next_i, next_heads_left, strides, smem.k)
+                    load_queries(next_i, 0, queries, smem, strides, sizes, thread)
+                work = walk.work_again(smem.k, sizes)
+                h = int32((work.h_kv + 1) * divide(sizes.heads, sizes.heads_kv) - heads_left)
+                write_dq(i, work.sequence, h, smem.k, thread, arrays, strides, sizes, score)
 
     @inlined
     def step(i, heads_left, stage, registers, smem, distance, arrays, strides, sizes, score, masked):
@@ -327,7 +354,6 @@ def make(config):
 
     @cuda.jit
     def flash_attention_mma_dkdv(arrays, strides, sizes, score):
-        seqlen_k = sizes.seqlen_k
         thread = special.thread_index()
         k_smem = aligned(shared.address(cuda.shared.array(0, uint8)))
         smem = Smem(
@@ -337,20 +363,26 @@ def make(config):
             k_smem + int32(plan.do),  # (stages, tile_m, head_dim_v_padded)
             k_smem + int32(plan.rows),  # (stages, tile_m)
         )
-        b, h_kv, first_key = walk.tile_of(special.block_index(), arrays, strides, sizes)
-        keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
+        work = work_of(special.block_index(), arrays, strides, sizes)
+        if config.of_dq:
+            compute_rows(work, arrays, strides, sizes, thread)
+        sequence, h_kv, first_key = work.sequence, work.h_kv, work.first_key
+        keys_left = int32(min(sequence.keys - first_key, tile_n))  # may be below 0
         group = divide(sizes.heads, sizes.heads_kv)
-        begin_, free_, cut_, stop_ = query_range(first_key, first_key + keys_left - 1, q_start, sizes, tile_m)
+        begin_, free_, cut_, stop_ = query_range(sequence, first_key, first_key + keys_left - 1, sizes, tile_m)
         begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
         if has_mask:  # drop the tiles before the first and after the last query to which it shows a key
             h = h_kv * group
             end_key = first_key + max(keys_left, int32(1))
-            first, end, _, _ = read.ranges(b, h, group, first_key, end_key, arrays, strides, sizes)
+            first, end, _, _ = read.ranges(sequence.b, h, group, first_key, end_key, arrays, strides, sizes)
             begin = max(begin, divide(first, tile_m))
             stop = min(stop, divide(end + int32(tile_m - 1), tile_m))
+        if config.of_dq:  # a query that sees no key has a dQ, too
+            begin, stop = int32(0), divide(int32(sequence.seqlen_q) + int32(tile_m - 1), tile_m)
+            if keys_left < tile_n:  # what does not exist is hidden: its K is 0, but its dS might be Inf
+                free, cut = int32(0), int32(0)
         tiles = (begin, stop, free, cut)
-        walk.set_up_state(b, h_kv, first_key, keys, q_start, tiles, arrays, strides, sizes, k_smem, thread)
+        walk.set_up_state(work, tiles, arrays, strides, sizes, k_smem, thread)
         cuda.syncthreads()
 
         registers = Registers(
@@ -376,22 +408,21 @@ def make(config):
 
         # stage: which stage is in use; heads_left: heads of the group that are left.
         i, stage, heads_left, whole = begin, int32(0), int32(0), begin >= free and begin < cut and not has_functions
-        if begin < stop and keys_left > 0:
+        if begin < stop and (config.of_dq or keys_left > 0):
             heads_left = group
             if has_states:
                 i, heads_left = walk.from_tile(i, heads_left, smem.k, arrays, strides)
                 whole = walk.is_unmasked(i, heads_left, smem.k, arrays, strides)
         if heads_left > 0:
-            k_global = memory.address(arrays.k, row_base(strides.k, b, h_kv, first_key))
+            k_global = memory.address(arrays.k, key_row(strides.k, sequence, h_kv, first_key))
             load_k(smem.k, k_global, 2 * strides.k[2], 0, keys_left, config.head_dim, thread)
             if of_dk:
-                v_global = memory.address(arrays.v, row_base(strides.v, b, h_kv, first_key))
+                v_global = memory.address(arrays.v, key_row(strides.v, sequence, h_kv, first_key))
                 load_v(smem.v, v_global, 2 * strides.v[2], 0, keys_left, config.head_dim_v, thread)
-            others = walk.others_at(i, heads_left, strides, sizes, smem.k)
-            load_others(i, stage, others, smem, strides, sizes, thread)
-            if stages > 1:
+            if stages > 1 or config.of_dq:
                 queries = walk.queries_at(i, heads_left, strides, smem.k)
                 load_queries(i, stage, queries, smem, strides, sizes, thread)
+            load_others(i, stage, walk.others_at(i, heads_left, strides, sizes, smem.k), smem, strides, sizes, thread)
         cp_async.commit_group()
         if in_registers:
             wait_all()
@@ -419,13 +450,16 @@ def make(config):
         wait_all()
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
+        if config.of_dq:
+            cuda.syncthreads()  # all warps have read K for the last time
         bar.sync((warp >> shift) + 1, 32 * groups)  # all warps that share these rows have read them for the last time
         first_row = int32((warp >> shift) * warp_rows)
         first_column = int32((warp & (groups - 1)) * columns)
         # From the state of the block: kept in registers through the loop, it would take those that S needs.
-        b, h_kv, first_key, q_start, keys = walk.own_keys(k_smem)
-        keys_left = int32(min(keys - first_key, tile_n))
-        rows_left = int32(min(seqlen_k - first_key, tile_n))
+        work = walk.work_again(k_smem, sizes)
+        sequence, h_kv, first_key = work.sequence, work.h_kv, work.first_key
+        keys_left = int32(min(sequence.keys - first_key, tile_n))
+        rows_left = int32(min(sizes.seqlen_k - first_key, tile_n))
         own_panels = (first_column >> 6) * (tile_n * 128)
         dk_smem, dv_smem = k_smem + own_panels, k_smem + int32(dv_at) + own_panels
         dk_left, dv_left = int32(config.head_dim - first_column), int32(config.head_dim_v - first_column)
@@ -440,15 +474,15 @@ def make(config):
             for other in range(groups):
                 nonfinite |= ld_st.load_b32(k_smem + int32(plan.warps) + 4 * ((warp & int32(-groups)) + other))
         if of_dk and dk_left > 0:
-            base = row_base(strides.dk, b, h_kv, first_key) + first_column
+            base = key_row(strides.dk, sequence, h_kv, first_key) + first_column
             store_dk(dk_smem, first_row, lane, arrays.dk, base, strides.dk[2], rows_left, dk_left, nonfinite)
         if of_dv and dv_left > 0:
-            base = row_base(strides.dv, b, h_kv, first_key) + first_column
+            base = key_row(strides.dv, sequence, h_kv, first_key) + first_column
             store_dv(dv_smem, first_row, lane, arrays.dv, base, strides.dv[2], rows_left, dv_left, nonfinite)
         if groups > 1:  # each warp of a group recomputes some
             share = warp_rows // groups
             nonfinite &= uint32((1 << share) - 1) << uint32((warp & (groups - 1)) * share)
         if nonfinite != 0:
-            recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
+            recompute_keys(nonfinite, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score)
 
     return flash_attention_mma_dkdv

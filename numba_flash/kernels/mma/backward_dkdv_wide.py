@@ -19,18 +19,17 @@ from typing import Any, NamedTuple
 from numba import cuda, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, local, memory, shared, special
-from ..score import counts, fragments, gradient_functions, positions
+from ..recompute import keys as recompute
+from ..score import counts, fragments, gradient_functions
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.stage import FragmentAt
 from ..steps import async_tiles, lse_delta, numbers
-from ..steps import recompute_keys as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, key_queries
-from ..steps.sequence import query_range
-from ..steps.tiles import row_base
-from . import backward_wide
+from ..steps.sequence import key_row, query_range, query_row
+from . import backward_wide, work_tile
 
 
 class Registers(NamedTuple):
@@ -66,10 +65,9 @@ class Lanes(NamedTuple):
 class Walk(NamedTuple):
     """The query tiles of each head, one head after the other."""
 
-    b: int
+    sequence: Any
     h_kv: int
     first_key: int
-    q_start: int
     begin: int  # the first tile of a head
     tiles: int  # of a head
 
@@ -99,7 +97,7 @@ def make(config):
     store_dk = backward_wide.storer(config, head_dim, head_dim_padded)
     store_dv = backward_wide.storer(config, head_dim_v, head_dim_v_padded)
     operand_count = s_and_dv.p_count if groups == 1 else strips * 8
-    keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
+    work_of, row_term = work_tile.of_keys(config), fragments.chain(config).row_term
     weight, _ = fragments.weights_at(config)
     start_rows, of_pair = lse_delta.staged(config, tile_m, threads)
     drops, kept_words, _, kept_of, _, _ = counts.on_fragments(config, strips, columns)
@@ -115,15 +113,6 @@ def make(config):
         return int32((address + int32(alignment - 1)) & int32(-alignment))
 
     @inlined
-    def tile_of(block, heads_kv, seqlen_k):
-        """-> (b, h_kv, first_key). The first keys of a head come first: under a causal mask the most queries see
-        them."""
-        n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
-        head_of_all = divide(block, n_tiles)
-        b = divide(head_of_all, heads_kv)
-        return b, int32(head_of_all - b * heads_kv), int32((block - head_of_all * n_tiles) * tile_n)
-
-    @inlined
     def turn(t, walk, sizes):
         """-> (i, h) of the t-th query tile."""
         member = divide(t, walk.tiles)
@@ -135,18 +124,18 @@ def make(config):
         """Start the copies of dO of the t-th query tile."""
         i, h = turn(t, walk, sizes)
         rows_left = int32(sizes.seqlen_q - i * tile_m)
-        source = memory.address(arrays.do, row_base(strides.do, walk.b, h, i * tile_m))
+        source = memory.address(arrays.do, query_row(strides.do, walk.sequence, h, i * tile_m))
         load_do(do_smem, source, size * strides.do[2], 0, rows_left, head_dim_v, special.thread_index())
 
     @inlined
     def load_queries(i, h, k_smem, walk, arrays, strides, sizes):
         """Start the copies of Q of query tile i of a head, with lse and delta."""
         rows_left = int32(sizes.seqlen_q - i * tile_m)
-        source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m))
+        source = memory.address(arrays.q, query_row(strides.q, walk.sequence, h, i * tile_m))
         load_q(
             k_smem + int32(plan.other_s), source, size * strides.q[2], 0, rows_left, head_dim, special.thread_index()
         )
-        start_rows(k_smem + int32(plan.rows), walk.b, h, i * tile_m, arrays, sizes, special.thread_index())
+        start_rows(k_smem + int32(plan.rows), walk.sequence, h, i * tile_m, arrays, sizes, special.thread_index())
 
     @inlined
     def own_column():
@@ -183,7 +172,7 @@ def make(config):
         lane, warp = thread & int32(31), thread >> int32(5)
         first_row, first_query = (warp >> shift) * warp_rows, int32(i * tile_m + own_column())
         if read.reads:
-            origin = read.origin(walk.b, h, walk.first_key, arrays, strides)
+            origin = read.origin(walk.sequence.b, h, walk.first_key, arrays, strides)
             part = int32(i * groups + (warp & (groups - 1)))
             read.load(
                 registers.loaded, registers.shown_bits, part, origin, first_row, lane, arrays, strides, sizes, FALSE
@@ -198,10 +187,10 @@ def make(config):
                 registers.acc_s,
                 registers.acc_dp,
                 registers.shown_bits,
-                walk.b,
+                walk.sequence.b,
                 h,
                 first_query,
-                walk.q_start,
+                walk.sequence.q_start,
                 key,
                 TRUE,
                 arrays,
@@ -223,7 +212,7 @@ def make(config):
                 query = int32(i * tile_m + first_column + n * 8 + x)
                 for r in range(rows):
                     at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x
-                    distance = real(int64(query) + walk.q_start - walk.first_key - (key + r * 8))
+                    distance = real(int64(query) + walk.sequence.q_start - walk.first_key - (key + r * 8))
                     here = FragmentAt(term, distance, read.added(registers.loaded, r, n, x))
                     p, derivative = weight(registers.acc_s[at], here, score, lse[x])
                     if has_bits:
@@ -246,9 +235,9 @@ def make(config):
     def find_kept(i, h, kept, walk, arrays, sizes):
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        first_q_pos = int64(i) * tile_m + own_column() + walk.q_start
+        first_q_pos = int64(i) * tile_m + own_column() + walk.sequence.q_start
         key = int64(walk.first_key) + (warp >> shift) * warp_rows + int32(first_row_of(lane))
-        kept_of(kept, first_q_pos, walk.b, h, key, arrays, sizes)
+        kept_of(kept, first_q_pos, walk.sequence.b, h, key, arrays, sizes)
 
     @inlined
     def step(t, registers, lanes, k_smem, walk, arrays, strides, sizes, score):
@@ -269,7 +258,7 @@ def make(config):
             finish_dp(registers, k_smem + int32(plan.rows), score)
         if read.reads or has_functions:
             ask(i, h, registers, walk, arrays, strides, sizes, score)
-        term = row_term(walk.b, h, arrays, strides)
+        term = row_term(walk.sequence.b, h, arrays, strides)
         weigh(i, registers, k_smem + int32(plan.rows), walk, term, score)
         if groups > 1:
             if of_dv:
@@ -316,18 +305,16 @@ def make(config):
         v_lane, do_lane, q_transposed, _ = dp_and_dk.lanes(lane, warp, v_smem, do_smem, q_smem)
         lanes = Lanes(k_lane, q_lane, do_transposed, v_lane, do_lane, q_transposed, exchanged)
 
-        b, h_kv, first_key = tile_of(special.block_index(), sizes.heads_kv, sizes.seqlen_k)
-        keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
-        left, right, seqlen_q = sizes.left, sizes.right, sizes.seqlen_q
-        begin, _, _, stop = query_range(first_key, first_key + keys_left - 1, q_start, sizes, tile_m)
+        sequence, h_kv, first_key = work_of(special.block_index(), arrays, strides, sizes)
+        keys_left = int32(min(sequence.keys - first_key, tile_n))  # may be below 0
+        begin, _, _, stop = query_range(sequence, first_key, first_key + keys_left - 1, sizes, tile_m)
         if has_mask:  # drop the tiles before the first and after the last query to which it shows a key
             group, end_key = divide(sizes.heads, sizes.heads_kv), first_key + max(keys_left, int32(1))
-            first, end, _, _ = read.ranges(b, h_kv * group, group, first_key, end_key, arrays, strides, sizes)
+            first, end, _, _ = read.ranges(sequence.b, h_kv * group, group, first_key, end_key, arrays, strides, sizes)
             begin = max(int32(begin), divide(first, tile_m))
             stop = max(min(int32(stop), divide(end + int32(tile_m - 1), tile_m)), begin)
         tiles = int32(stop - begin) if keys_left > 0 else int32(0)
-        walk = Walk(b, h_kv, first_key, q_start, int32(begin), tiles)
+        walk = Walk(sequence, h_kv, first_key, int32(begin), tiles)
         registers = Registers(
             local.array(s_count, real),  # acc_s (strips, columns / 8, 4)
             local.array(s_count, real),  # acc_dp (strips, columns / 8, 4)
@@ -350,15 +337,15 @@ def make(config):
         first_row = int32((warp >> shift) * warp_rows)
         for r in range(rows):
             key = int32(first_key + first_row + int32(first_row_of(lane)) + r * 8)
-            first, end = key_queries(key, q_start, left, right, seqlen_q)
+            first, end = key_queries(key, sequence.q_start, sizes.left, sizes.right, sequence.seqlen_q)
             registers.first_query[r] = int32(first)
-            registers.end_query[r] = int32(end) if key < keys else int32(0)
+            registers.end_query[r] = int32(end) if key < sequence.keys else int32(0)
 
         if tiles > 0:
-            k_global = memory.address(arrays.k, row_base(strides.k, b, h_kv, first_key))
+            k_global = memory.address(arrays.k, key_row(strides.k, sequence, h_kv, first_key))
             load_k(k_smem, k_global, size * strides.k[2], 0, keys_left, head_dim, thread)
             if of_dk:
-                v_global = memory.address(arrays.v, row_base(strides.v, b, h_kv, first_key))
+                v_global = memory.address(arrays.v, key_row(strides.v, sequence, h_kv, first_key))
                 load_v(v_smem, v_global, size * strides.v[2], 0, keys_left, head_dim_v, thread)
             load_others(int32(0), do_smem, walk, arrays, strides, sizes)
         cp_async.commit_group()
@@ -372,18 +359,18 @@ def make(config):
         nonfinite = uint32(0)
         if of_dk:
             column = column_group * dk_columns
-            base = row_base(strides.dk, b, h_kv, first_key + first_row) + column
+            base = key_row(strides.dk, sequence, h_kv, first_key + first_row) + column
             nonfinite |= store_dk(
                 registers.acc_dk, score.scale, lane, arrays.dk, base, strides.dk[2], rows_left, valid, head_dim - column
             )
         if of_dv:
             column = column_group * dv_columns
-            base = row_base(strides.dv, b, h_kv, first_key + first_row) + column
+            base = key_row(strides.dv, sequence, h_kv, first_key + first_row) + column
             nonfinite |= store_dv(
                 registers.acc_dv, real(1), lane, arrays.dv, base, strides.dv[2], rows_left, valid, head_dim_v - column
             )
         cuda.syncthreads()  # a row that is not finite in some columns is written again as a whole
         if nonfinite != 0:
-            recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
+            recompute_keys(nonfinite, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score)
 
     return flash_attention_mma_dkdv_wide

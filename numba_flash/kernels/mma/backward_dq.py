@@ -25,17 +25,17 @@ import numpy as np
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, cp_async, cvt, ld_st, local, memory, shared, special
+from ..recompute import queries as recompute
 from ..score import counts, fragments, gradient_functions
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.stage import FragmentAt
 from ..steps import async_tiles, fragment_products, gradient_rows
-from ..steps import recompute_queries as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
-from ..steps.sequence import key_range
-from ..steps.tiles import row_base
-from . import backward_dq_walk
+from ..steps.query_tile import QueryTile
+from ..steps.sequence import key_range, query_row
+from . import backward_dq_walk, work_tile
 
 
 class Registers(NamedTuple):
@@ -94,8 +94,9 @@ def make(config):
         async_tiles.loader(config.tile_n, head_dim_padded, config.threads),
         async_tiles.loader(config.tile_n, head_dim_v_padded, config.threads),
     )
+    work_of = work_tile.of_queries(config, config.tile_m)
     walk, has_functions = backward_dq_walk.make(config), gradient_functions.present(config)
-    behind, states_ends, has_states = walk.behind, walk.states_ends, bool(config.tile_states)
+    behind, states_ends, has_states = walk.next_tile, walk.states_ends, bool(config.tile_states)
     chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part), config.has("mask")
     bits_words = rows if has_functions else read.bits_words
@@ -236,8 +237,9 @@ def make(config):
     @cuda.jit
     def flash_attention_mma_dq(arrays, strides, sizes, score):
         thread = special.thread_index()
-        tile, tile_keys = walk.tile_of(special.block_index(), arrays, strides, sizes)
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, config.tile_m))
+        tile = work_of(special.block_index(), arrays, strides, sizes)
+        sequence = tile.sequence
+        queries_left = int32(min(sequence.seqlen_q - tile.first_query, config.tile_m))
 
         q_smem = aligned(shared.address(cuda.shared.array(0, uint8)))
         smem = Smem(
@@ -249,17 +251,16 @@ def make(config):
         own_lane, other_lane, transposed_lane = lanes_of(thread)
         lanes = Lanes(own_lane, other_lane, transposed_lane)
 
-        first_pos, last_pos = tile_keys.position, tile_keys.position + queries_left - 1
-        begin_, free_, cut_, stop_ = key_range(first_pos, last_pos, tile_keys.keys, sizes, config.tile_n)
+        end_query = tile.first_query + queries_left
+        begin_, free_, cut_, stop_ = key_range(sequence, tile.first_query, end_query - 1, sizes, config.tile_n)
         begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
         if has_mask:  # drop the key tiles before the first and after the last in which it shows a key
-            end_query = tile.first_query + queries_left
-            first, end, _, _ = read.ranges(tile.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes)
+            first, end, _, _ = read.ranges(sequence.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes)
             begin = max(begin, divide(first, config.tile_n))
             stop = max(min(stop, divide(end + int32(config.tile_n - 1), config.tile_n)), begin)
         if has_states:
             begin, stop = states_ends(tile, begin, stop, arrays, strides)
-        walk.set_up_state(tile, tile_keys, (free, cut), arrays, strides, sizes, q_smem, thread)
+        walk.set_up_state(tile, (free, cut), arrays, strides, sizes, q_smem, thread)
         cuda.syncthreads()
 
         registers = Registers(
@@ -281,8 +282,8 @@ def make(config):
 
         j, stage = int32(stop - 1), int32(0)  # stage: which stage is in use
         if j >= begin:
-            q_global = memory.address(arrays.q, row_base(strides.q, tile.b, tile.h, tile.first_query))
-            do_global = memory.address(arrays.do, row_base(strides.do, tile.b, tile.h, tile.first_query))
+            q_global = memory.address(arrays.q, query_row(strides.q, sequence, tile.h, tile.first_query))
+            do_global = memory.address(arrays.do, query_row(strides.do, sequence, tile.h, tile.first_query))
             load_q(smem.q, q_global, 2 * strides.q[2], 0, queries_left, head_dim, thread)
             load_do(smem.do, do_global, 2 * strides.do[2], 0, queries_left, config.head_dim_v, thread)
             places = walk.places_of(j, strides, q_smem)
@@ -290,7 +291,7 @@ def make(config):
             if stages > 1:
                 load_keys(places, stage, strides, smem, thread)
         cp_async.commit_group()
-        term = chain.row_term(tile.b, tile.h, arrays, strides)
+        term = chain.row_term(sequence.b, tile.h, arrays, strides)
         if config.in_registers:
             wait_all()
             cuda.syncthreads()
@@ -315,8 +316,8 @@ def make(config):
         # Stage dQ in the place of the warp's own rows of Q, and write it from there to global memory. Its place there
         # is in the state of the block: kept in registers through the loop, it would take those that S needs.
         wait_all()
-        tile, tile_keys = walk.own_rows(q_smem)
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, config.tile_m))
+        tile = walk.work_again(q_smem, sizes)
+        queries_left = int32(min(tile.sequence.seqlen_q - tile.first_query, config.tile_m))
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         bar.sync((warp >> shift) + 1, 32 * groups)  # all warps that share these rows have read them for the last time
@@ -332,12 +333,13 @@ def make(config):
             for other in range(groups):
                 nonfinite |= ld_st.load_b32(q_smem + int32(plan.warps) + 4 * ((warp & int32(-groups)) + other))
         if dq_left > 0:
-            base = row_base(strides.dq, tile.b, tile.h, tile.first_query) + first_column
+            base = query_row(strides.dq, tile.sequence, tile.h, tile.first_query) + first_column
             store_dq(dq_smem, first_row, lane, arrays.dq, base, strides.dq[2], queries_left, dq_left, nonfinite)
         if groups > 1:  # each warp of a group recomputes some
             share = config.warp_rows // groups
             nonfinite &= uint32((1 << share) - 1) << uint32((warp & (groups - 1)) * share)
         if nonfinite != 0:
-            recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score)
+            own = QueryTile(tile.sequence.b, tile.h, tile.first_query, tile.part)
+            recompute_queries(nonfinite, first_row, lane, own, term, arrays, strides, sizes, score)
 
     return flash_attention_mma_dq

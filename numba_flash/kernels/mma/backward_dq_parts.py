@@ -24,18 +24,16 @@ from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
 from ..steps.plain import first_row_of
-from ..steps.tiles import row_base
+from ..steps.sequence import Sequence, query_row
 from . import backward_wide, shared_weights
 
 
 class Walk(NamedTuple):
     """The query tiles of each head, the last one first, one head after the other."""
 
-    b: int
+    sequence: Any
     h_kv: int
     first_key: int
-    q_start: int
-    keys: int  # how many are valid
     begin: int  # the first tile of a head
     tiles: int  # of a head
 
@@ -106,10 +104,11 @@ def make(config):
     def keep(walk, state, arrays, strides, sizes):
         """One thread stores at `state` what every tile needs: in registers it would be kept through the loop."""
         m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
-        turns = memory.address(arrays.turns, turns_at + int64(walk.b) * sizes.heads * m_tiles)
-        block_state.put(state, memory.address(arrays.dq, row_base(strides.dq, walk.b, 0, 0)), turns)
-        block_state.put(state + block_state.SIZE, walk.q_start - sizes.left, int64(walk.first_key) << 32 | walk.keys)
-        place, begin_and_tiles = int64(walk.b) << 32 | walk.h_kv, int64(walk.begin) << 32 | walk.tiles
+        sequence, from_query = walk.sequence, walk.sequence.q_start - sizes.left
+        turns = memory.address(arrays.turns, turns_at + int64(sequence.b) * sizes.heads * m_tiles)
+        block_state.put(state, memory.address(arrays.dq, query_row(strides.dq, sequence, 0, 0)), turns)
+        block_state.put(state + block_state.SIZE, from_query, int64(walk.first_key) << 32 | sequence.keys)
+        place, begin_and_tiles = int64(sequence.b) << 32 | walk.h_kv, int64(walk.begin) << 32 | walk.tiles
         block_state.put(state + 2 * block_state.SIZE, place, begin_and_tiles)
 
     @inlined
@@ -118,8 +117,9 @@ def make(config):
         first_from_query, first_and_keys = block_state.get(state + block_state.SIZE)
         place, begin_and_tiles = block_state.get(state + 2 * block_state.SIZE)
         b, first_key, begin = int32(place >> 32), int32(first_and_keys >> 32), int32(begin_and_tiles >> 32)
-        q_start, keys, tiles = first_from_query + sizes.left, int32(first_and_keys), int32(begin_and_tiles)
-        return Walk(b, int32(place), first_key, q_start, keys, begin, tiles)
+        keys, tiles = int32(first_and_keys), int32(begin_and_tiles)
+        sequence = Sequence(b, sizes.seqlen_q, int64(keys), first_from_query + sizes.left)
+        return Walk(sequence, int32(place), first_key, begin, tiles)
 
     @inlined
     def turn_of(h, i, state, sizes):

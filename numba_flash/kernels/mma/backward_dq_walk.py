@@ -12,24 +12,22 @@ import numpy as np
 from numba import float32, int32, int64, uint32
 
 from ...ptx import ld_st, memory, special
-from ..score import counts, gradient_functions, longest_first, positions, tile_walk
+from ..score import counts, gradient_functions, tile_walk
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.reads import Origin
 from ..steps import block_state, lse_delta
 from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, row_keys
-from ..steps.query_tile import QueryTile, TileKeys
-from ..steps.tiles import row_base
+from ..steps.sequence import Sequence, key_row
+from .work_tile import QueryWork
 
 
 class Walk(NamedTuple):
     """Device functions. j: a key tile; q_smem: where shared memory begins."""
 
-    tile_of: Callable[..., Any]
     set_up_state: Callable[..., Any]
-    own_rows: Callable[..., Any]
+    work_again: Callable[..., Any]
     of_row: Callable[..., Any]
     first_key_of: Callable[..., Any]
     distances: Callable[..., Any]
@@ -51,10 +49,10 @@ def make(config):
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     part = tile_n // groups  # keys of a tile for which a warp computes scores
     strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
-    keys_and_start, read = positions.make(config), score_reads.make(config, strips, part)
+    read = score_reads.make(config, strips, part)
     has_mask, has_functions = config.has("mask"), gradient_functions.present(config)
     has_score_mod, of_states = config.has("score_mod"), tile_walk.make(config)
-    cut_ends, take = of_states.ends, longest_first.make(config).take
+    cut_ends = of_states.trim
     apply_functions = gradient_functions.on_fragments(config, strips, part, of_keys=False)
     drops, _, kept_of, *_ = counts.on_fragments(config, strips, part)
     inf = float32(math.inf)
@@ -65,28 +63,12 @@ def make(config):
         return int32(first_column_of(lane)) + (warp & (groups - 1)) * part
 
     @inlined
-    def tile_of(block, arrays, strides, sizes):
-        """-> QueryTile, TileKeys. The last queries of a head come first: under a causal mask they see the most keys."""
-        if of_states.present:  # the query tiles that see the most key tiles come first
-            b, h, own = take(block, arrays, strides, sizes)
-            first_query = int32(own * tile_m)
-        else:
-            m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
-            head_tiles = divide(block, m_tiles)
-            b = divide(head_tiles, sizes.heads)
-            h = int32(head_tiles - b * sizes.heads)
-            first_query = int32((m_tiles - 1 - (block - head_tiles * m_tiles)) * tile_m)
-        h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
-        keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        return QueryTile(b, h, first_query, int32(0)), TileKeys(h_kv, int32(keys), first_query + q_start)
-
-    @inlined
-    def set_up_state(tile, tile_keys, walk, arrays, strides, sizes, q_smem, thread):
+    def set_up_state(tile, walk, arrays, strides, sizes, q_smem, thread):
         """Stores what every tile needs."""
-        b, h, first_query, _ = tile
-        h_kv, keys, tile_pos = tile_keys
+        sequence, h, h_kv, first_query, _ = tile
+        b, keys, tile_pos = sequence.b, sequence.keys, sequence.q_start + first_query
         if thread == 0:
-            k_base, v_base = row_base(strides.k, b, h_kv, 0), row_base(strides.v, b, h_kv, 0)
+            k_base, v_base = key_row(strides.k, sequence, h_kv, 0), key_row(strides.v, sequence, h_kv, 0)
             # Addresses: pointers are parameters and would be kept in registers through the loop.
             block_state.put(
                 q_smem + int32(bases_at), memory.address(arrays.k, k_base), memory.address(arrays.v, v_base)
@@ -101,13 +83,13 @@ def make(config):
             if read.reads:
                 origin = read.origin(b, h, first_query, arrays, strides)
                 block_state.put(q_smem + int32(origin_at), origin.bias, origin.bits)
-        head_lse_delta = lse_delta.head_blocks(b, h, sizes)
+        head_lse_delta = lse_delta.head_blocks(sequence, h, sizes)
         for step in range(-(-tile_m // threads)):
             row = int32(thread + step * threads)
             if row < tile_m:
                 first_key, end_key = row_keys(tile_pos + row, sizes.left, sizes.right, keys)
                 lse_log2, minus_delta = inf, float32(0)
-                if first_query + row < sizes.seqlen_q:
+                if first_query + row < sequence.seqlen_q:
                     at = head_lse_delta + lse_delta.place(first_query + row)
                     lse_log2, minus_delta = arrays.lse_delta[at], arrays.lse_delta[at + lse_delta.MINUS_DELTA]
                 elif has_functions:  # they are not called for a row that does not exist
@@ -118,12 +100,13 @@ def make(config):
                 ld_st.store_b32(of_row + 12, float32(minus_delta).view(np.uint32))
 
     @inlined
-    def own_rows(q_smem):
-        """-> QueryTile, TileKeys, again."""
+    def work_again(q_smem, sizes):
+        """-> QueryWork, from the state of the block."""
         position, keys = block_state.get(q_smem + int32(keys_at))
         b, h = block_state.get(q_smem + int32(head_at))
         first_query, h_kv = block_state.get(q_smem + int32(tile_at))
-        return QueryTile(int32(b), int32(h), int32(first_query), int32(0)), TileKeys(int32(h_kv), int32(keys), position)
+        sequence = Sequence(int32(b), sizes.seqlen_q, keys, position - first_query)
+        return QueryWork(sequence, int32(h), int32(h_kv), int32(first_query), int32(0))
 
     @inlined
     def states_of(q_smem):
@@ -139,20 +122,20 @@ def make(config):
         whole = j >= free and j < cut
         if of_states.present:
             if whole:
-                whole = not of_states.asks(states_of(q_smem), j, arrays, strides)
+                whole = not of_states.needs_mask(states_of(q_smem), j, arrays, strides)
         return whole
 
     @inlined
     def behind(j, begin, q_smem, arrays, strides):
         """The next tile after j; one before begin if none is left."""
         if of_states.present:
-            return int32(of_states.behind(states_of(q_smem), j, begin, arrays, strides))
+            return int32(of_states.next_tile(states_of(q_smem), j, begin, arrays, strides))
         return int32(j - 1)
 
     @inlined
     def states_ends(tile, begin, stop, arrays, strides):
         """[begin, stop) without the tiles at both ends in which a mask_mod shows nothing."""
-        states = of_states.row(tile.b, tile.h, tile.first_query, arrays, strides)
+        states = of_states.row(tile.sequence.b, tile.h, tile.first_query, arrays, strides)
         return cut_ends(states, begin, stop, arrays, strides)
 
     @inlined
@@ -195,7 +178,7 @@ def make(config):
         """acc_s, acc_dp <- with score_mod and its derivative; shown_bits <- without what any option hides."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        asks = of_states.asks(states_of(q_smem), j, arrays, strides) if of_states.present else FALSE
+        asks = of_states.needs_mask(states_of(q_smem), j, arrays, strides) if of_states.present else FALSE
         key = int32(j * int32(tile_n) + first_key_of(lane, warp))
         for r in range(rows):
             first, end = block_state.get_range(of_row(r, thread, q_smem))
@@ -243,6 +226,6 @@ def make(config):
                     counts = (registers.kept[r] >> uint32(2 * n + x)) & uint32(1) != 0
                     registers.acc_dp[at] = registers.acc_dp[at] * score.kept_count if counts else minus_delta
 
-    state = (tile_of, set_up_state, own_rows)
+    state = (set_up_state, work_again)
     of_tile = (of_row, first_key_of, distances, find_kept, load_for_scores, ask_functions, places_of, is_unmasked)
     return Walk(*state, *of_tile, behind, states_ends, start_dp, finish_dp)

@@ -17,19 +17,18 @@ from typing import Any, NamedTuple
 from numba import cuda, int32, uint8, uint32
 
 from ...ptx import cp_async, local, memory, shared, special
-from ..score import counts, fragments, gradient_functions, positions
+from ..recompute import queries as recompute
+from ..score import counts, fragments, gradient_functions
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.stage import FragmentAt
 from ..steps import async_tiles, lse_delta, numbers
-from ..steps import recompute_queries as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, row_keys
-from ..steps.query_tile import QueryTile, TileKeys
-from ..steps.sequence import key_range
-from ..steps.tiles import row_base
-from . import backward_wide
+from ..steps.query_tile import QueryTile
+from ..steps.sequence import key_range, key_row, query_row
+from . import backward_wide, work_tile
 
 
 class Registers(NamedTuple):
@@ -84,7 +83,7 @@ def make(config):
     (_, put, meet, _, get_16, step_16, *_), _ = backward_wide.exchange(config)
     store_dq = backward_wide.storer(config, head_dim, head_dim_padded)
     operand_count = s_and_dq.p_count if groups == 1 else strips * 8
-    keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
+    work_of, row_term = work_tile.of_queries(config, tile_m), fragments.chain(config).row_term
     weight, _ = fragments.weights_at(config)
     of_query = lse_delta.of_query(config)
     drops, kept_words, kept_of, _, _, _ = counts.on_fragments(config, strips, columns)
@@ -101,28 +100,16 @@ def make(config):
         return int32((address + int32(config.ALIGNMENT - 1)) & int32(-config.ALIGNMENT))
 
     @inlined
-    def tile_of(block, arrays, strides, sizes):
-        """-> QueryTile, TileKeys. The last queries of a head come first: under a causal mask they see the most keys."""
-        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
-        head_of_all = divide(block, m_tiles)
-        first_query = int32((m_tiles - 1 - (block - head_of_all * m_tiles)) * tile_m)
-        b = divide(head_of_all, sizes.heads)
-        h = int32(head_of_all - b * sizes.heads)
-        h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
-        keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        return QueryTile(b, h, first_query, 0), TileKeys(h_kv, int32(keys), first_query + q_start)
-
-    @inlined
-    def load_values(j, v_smem, tile, tile_keys, arrays, strides):
+    def load_values(j, v_smem, tile, arrays, strides):
         """Start the copies of V of key tile j."""
-        source = memory.address(arrays.v, row_base(strides.v, tile.b, tile_keys.h_kv, j * tile_n))
-        rows_left = int32(tile_keys.keys - j * tile_n)
+        source = memory.address(arrays.v, key_row(strides.v, tile.sequence, tile.h_kv, j * tile_n))
+        rows_left = int32(int32(tile.sequence.keys) - j * tile_n)
         load_v(v_smem, source, size * strides.v[2], 0, rows_left, head_dim_v, special.thread_index())
 
     @inlined
-    def load_keys(j, k_smem, tile, tile_keys, arrays, strides):
-        source = memory.address(arrays.k, row_base(strides.k, tile.b, tile_keys.h_kv, j * tile_n))
-        rows_left = int32(tile_keys.keys - j * tile_n)
+    def load_keys(j, k_smem, tile, arrays, strides):
+        source = memory.address(arrays.k, key_row(strides.k, tile.sequence, tile.h_kv, j * tile_n))
+        rows_left = int32(int32(tile.sequence.keys) - j * tile_n)
         load_k(k_smem, source, size * strides.k[2], 0, rows_left, head_dim, special.thread_index())
 
     @inlined
@@ -146,14 +133,14 @@ def make(config):
                     registers.acc_dp[at] = dp - registers.delta[r]
 
     @inlined
-    def ask(j, registers, tile, tile_keys, arrays, strides, sizes, score):
+    def ask(j, registers, tile, arrays, strides, sizes, score):
         """shown_bits <- which keys a query sees, by every option that hides some; acc_s, acc_dp <- with score_mod and
         its derivative; loaded <- bias."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         first_row, first_key = (warp >> shift) * warp_rows, int32(j * tile_n + own_column())
         if read.reads:
-            origin = read.origin(tile.b, tile.h, tile.first_query, arrays, strides)
+            origin = read.origin(tile.sequence.b, tile.h, tile.first_query, arrays, strides)
             part = int32(j * groups + (warp & (groups - 1)))
             read.load(
                 registers.loaded, registers.shown_bits, part, origin, first_row, lane, arrays, strides, sizes, FALSE
@@ -168,10 +155,10 @@ def make(config):
                 registers.acc_s,
                 registers.acc_dp,
                 registers.shown_bits,
-                tile.b,
+                tile.sequence.b,
                 tile.h,
                 query,
-                tile_keys.position - tile.first_query,
+                tile.sequence.q_start,
                 first_key,
                 TRUE,
                 arrays,
@@ -180,7 +167,7 @@ def make(config):
             )
 
     @inlined
-    def weigh(j, registers, tile_keys, term, score):
+    def weigh(j, registers, tile, term, score):
         """acc_dp <- dS, from dP as finish_dp leaves it."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
@@ -191,7 +178,7 @@ def make(config):
                 key = int32(j * tile_n + first_column + n * 8 + x)
                 for r in range(rows):
                     at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x
-                    distance = real(tile_keys.position + (row + r * 8) - key)
+                    distance = real(tile.sequence.q_start + tile.first_query + (row + r * 8) - key)
                     here = FragmentAt(term, distance, read.added(registers.loaded, r, n, x))
                     p, derivative = weight(registers.acc_s[at], here, score, registers.lse[r])
                     if has_bits:
@@ -201,32 +188,41 @@ def make(config):
                     registers.acc_dp[at] = p * registers.acc_dp[at] * derivative if seen else real(0)
 
     @inlined
-    def find_kept(j, kept, tile, tile_keys, arrays, sizes):
+    def find_kept(j, kept, tile, arrays, sizes):
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
-        kept_of(kept, int32(j * tile_n + own_column()), tile.b, tile.h, row, tile_keys.position, arrays, sizes)
+        kept_of(
+            kept,
+            int32(j * tile_n + own_column()),
+            tile.sequence.b,
+            tile.h,
+            row,
+            tile.sequence.q_start + tile.first_query,
+            arrays,
+            sizes,
+        )
 
     @inlined
-    def step(j, begin, registers, lanes, q_smem, tile, tile_keys, term, arrays, strides, sizes, score):
+    def step(j, begin, registers, lanes, q_smem, tile, term, arrays, strides, sizes, score):
         """One key tile."""
         wait_all()
         cuda.syncthreads()  # V has arrived, and all threads have finished with K of the last tile
-        load_keys(j, q_smem + int32(plan.other_s), tile, tile_keys, arrays, strides)
+        load_keys(j, q_smem + int32(plan.other_s), tile, arrays, strides)
         cp_async.commit_group()
         of_dp.multiply_part(registers.acc_dp, registers.own_frag, registers.other_frag, lanes.do, lanes.v)
         wait_all()
         cuda.syncthreads()  # K has arrived, and all threads have finished with V
         if j > begin:
-            load_values(int32(j - 1), q_smem + int32(plan.other_dp), tile, tile_keys, arrays, strides)
+            load_values(int32(j - 1), q_smem + int32(plan.other_dp), tile, arrays, strides)
         cp_async.commit_group()
         s_and_dq.multiply_part(registers.acc_s, registers.own_frag, registers.other_frag, lanes.q, lanes.k)
         if drops:
-            find_kept(j, registers.kept, tile, tile_keys, arrays, sizes)
+            find_kept(j, registers.kept, tile, arrays, sizes)
         finish_dp(registers, score)
         if read.reads or has_functions:
-            ask(j, registers, tile, tile_keys, arrays, strides, sizes, score)
-        weigh(j, registers, tile_keys, term, score)
+            ask(j, registers, tile, arrays, strides, sizes, score)
+        weigh(j, registers, tile, term, score)
         if groups > 1:
             put(registers.acc_dp, lanes.exchanged)
             meet()
@@ -252,14 +248,16 @@ def make(config):
         do_lane, v_lane, _, _ = of_dp.lanes(lane, warp, do_smem, v_smem, v_smem)
         lanes = Lanes(q_lane, k_lane, k_transposed, do_lane, v_lane, exchanged)
 
-        tile, tile_keys = tile_of(special.block_index(), arrays, strides, sizes)
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, tile_m))
-        first_pos, last_pos = tile_keys.position, tile_keys.position + queries_left - 1
-        begin_, _, _, stop_ = key_range(first_pos, last_pos, tile_keys.keys, sizes, tile_n)
+        tile = work_of(special.block_index(), arrays, strides, sizes)
+        sequence = tile.sequence
+        queries_left = int32(min(sequence.seqlen_q - tile.first_query, tile_m))
+        end_query = tile.first_query + queries_left
+        begin_, _, _, stop_ = key_range(sequence, tile.first_query, end_query - 1, sizes, tile_n)
         begin, stop = int32(begin_), int32(stop_)
         if has_mask:  # drop the key tiles before the first and after the last in which it shows a key
-            end_query = tile.first_query + queries_left
-            first, end, _, _ = read.ranges(tile.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes)
+            first, end, _, _ = read.ranges(
+                tile.sequence.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes
+            )
             begin = max(begin, divide(first, tile_n))
             stop = min(stop, divide(end + int32(tile_n - 1), tile_n))
         registers = Registers(
@@ -281,35 +279,37 @@ def make(config):
         for x in range(dq_count):
             registers.acc_dq[x] = real(0)
         first_row = int32((warp >> shift) * warp_rows)
-        term = row_term(tile.b, tile.h, arrays, strides)
+        tile_pos = sequence.q_start + tile.first_query
+        term = row_term(tile.sequence.b, tile.h, arrays, strides)
         for r in range(rows):
             row = first_row + int32(first_row_of(lane)) + r * 8
-            first, end = row_keys(tile_keys.position + row, sizes.left, sizes.right, tile_keys.keys)
+            first, end = row_keys(tile_pos + row, sizes.left, sizes.right, sequence.keys)
             if has_functions:  # they are not called for a row that does not exist
                 end = end if row < queries_left else first
             registers.first_key[r], registers.end_key[r] = int32(first), int32(end)
-            lse, delta = of_query(tile.b, tile.h, int32(tile.first_query + row), arrays, sizes)
+            lse, delta = of_query(sequence, tile.h, int32(tile.first_query + row), arrays, sizes)
             registers.lse[r], registers.delta[r] = lse, delta
 
         j = int32(stop - 1)
         if j >= begin:
-            q_global = memory.address(arrays.q, row_base(strides.q, tile.b, tile.h, tile.first_query))
-            do_global = memory.address(arrays.do, row_base(strides.do, tile.b, tile.h, tile.first_query))
+            q_global = memory.address(arrays.q, query_row(strides.q, sequence, tile.h, tile.first_query))
+            do_global = memory.address(arrays.do, query_row(strides.do, sequence, tile.h, tile.first_query))
             load_q(q_smem, q_global, size * strides.q[2], 0, queries_left, head_dim, thread)
             load_do(do_smem, do_global, size * strides.do[2], 0, queries_left, head_dim_v, thread)
-            load_values(j, v_smem, tile, tile_keys, arrays, strides)
+            load_values(j, v_smem, tile, arrays, strides)
         cp_async.commit_group()
         while j >= begin:
-            step(j, begin, registers, lanes, q_smem, tile, tile_keys, term, arrays, strides, sizes, score)
+            step(j, begin, registers, lanes, q_smem, tile, term, arrays, strides, sizes, score)
             j = int32(j - 1)
 
         column, rows_left = (warp & (groups - 1)) * dq_columns, int32(queries_left - first_row)
-        base = row_base(strides.dq, tile.b, tile.h, tile.first_query + first_row) + column
+        base = query_row(strides.dq, sequence, tile.h, tile.first_query + first_row) + column
         nonfinite = store_dq(
             registers.acc_dq, score.scale, lane, arrays.dq, base, strides.dq[2], rows_left, rows_left, head_dim - column
         )
         cuda.syncthreads()  # a row that is not finite in some columns is written again as a whole
         if nonfinite != 0:
-            recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score)
+            own = QueryTile(sequence.b, tile.h, tile.first_query, tile.part)
+            recompute_queries(nonfinite, first_row, lane, own, term, arrays, strides, sizes, score)
 
     return flash_attention_mma_dq_wide

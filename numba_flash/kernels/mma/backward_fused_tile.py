@@ -117,8 +117,8 @@ def make(config):
         first_query, end_query = local.array(strips, int32), local.array(strips, int32)  # that see a key
         for strip in range(strips):
             at_key = int32(walk.first_key + key + strip * 16)
-            first, end = key_queries(at_key, walk.q_start, sizes.left, sizes.right, sizes.seqlen_q)
-            first_query[strip], end_query[strip] = int32(first), int32(end) if at_key < walk.keys else int32(0)
+            first, end = key_queries(at_key, walk.sequence.q_start, sizes.left, sizes.right, walk.sequence.seqlen_q)
+            first_query[strip], end_query[strip] = int32(first), int32(end) if at_key < walk.sequence.keys else int32(0)
         for n in range(blocks):
             of_pair(lse, delta, rows_smem, first_column + n * 8)
             for strip in range(strips):
@@ -129,7 +129,7 @@ def make(config):
                     upper, lower = registers.acc[of], registers.acc[of + 2]
                     s, dp = given[x] if role else upper, lower if role else given[x]
                     query = int32(i * config.tile_m + first_column + n * 8 + x)
-                    distance = real(int64(query) + walk.q_start - walk.first_key - (key + strip * 16))
+                    distance = real(int64(query) + walk.sequence.q_start - walk.first_key - (key + strip * 16))
                     found, derivative = weight(s, FragmentAt(term, distance, real(0)), score, lse[x])
                     seen = query >= first_query[strip] and query < end_query[strip]
                     registers.acc[of] = found if seen else real(0)

@@ -1,45 +1,25 @@
 """Computes lse and delta of every query once, in the layout in which the tensor-core backward kernels read them.
 
-    delta = rowsum(dO * O) - dlse          (kernels/simt/delta.py says why)
-
-A few neighbouring lanes share a row and read 16 bytes at a time. kernels/steps/lse_delta.py describes the layout.
+row_delta.py computes them, and kernels/steps/lse_delta.py describes the layout.
 Before wgmma/backward_fused it also sets the ticket and the turn counters to zero. With config.early the next kernel may
 start when all blocks have started. It waits before it reads their results (ptx/griddepcontrol.py).
 
 Launch: grid (batch * heads * row tiles), block (config.threads). The tiles cover whole blocks of 16 queries.
 """
 
-import math
+from numba import cuda, int32, int64, uint32
 
-import numpy as np
-from numba import cuda, float32, int32, int64, uint32
-
-from ...ptx import cvt, griddepcontrol, local, memory, shfl, special
-from ..score.stage import LOG2_E
-from ..steps import elements, lse_delta
-from ..steps.inlined import inlined
+from ...ptx import griddepcontrol, special
+from ..steps import lse_delta
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
-from ..steps.sequence import lse_row
-from ..steps.tiles import row_base
+from ..steps.sequence import queries_of
+from . import row_delta
 
 
 def make(config):
-    head_dim_v, lanes, rows = config.head_dim_v, config.lanes, config.rows
-    steps, is_float16 = -(-head_dim_v // (8 * lanes)), config.dtype == "float16"
-    distances = tuple(2**i for i in range(lanes.bit_length() - 1))
-    load, load_v4, address = elements.loader(config.dtype, float32), memory.load_v4, memory.address
-    minus_delta_at, product = lse_delta.MINUS_DELTA, lse_delta.product(config)
-    turns_of, turns_at, turn_words = config.turns_of, TURNS_AT, 2 * config.dq_lines
-    unit, inf = float32(1.0 if config.natural else LOG2_E), float32(math.inf)
-
-    @inlined
-    def low(two):
-        return cvt.low_f16(two) if is_float16 else uint32(two << uint32(16)).view(np.float32)
-
-    @inlined
-    def high(two):
-        return cvt.high_f16(two) if is_float16 else uint32(two & uint32(0xFFFF0000)).view(np.float32)
+    lanes, rows, of_row = config.lanes, config.rows, row_delta.make(config)
+    turns_of, turn_words = config.turns_of, 2 * config.dq_lines
 
     @cuda.jit
     def preprocess(arrays, strides, sizes):
@@ -52,43 +32,19 @@ def make(config):
         head_of_all = divide(block, tiles)
         b = divide(head_of_all, heads)
         h = int32(head_of_all - b * heads)
+        sequence = queries_of(b, arrays, strides, sizes)
         query, lane = int32((block - head_of_all * tiles) * rows + thread // lanes), int32(thread % lanes)
-        four_do = local.array(4, uint32)
-        four_o = local.array(4, uint32)
-
-        part = float32(0)
-        if query < seqlen_q:
-            do_base, o_base = row_base(strides.do, b, h, query), row_base(strides.o, b, h, query)
-            for step in range(steps):
-                x = int32((lane + step * lanes) * 8)
-                if config.wide and x + 8 <= head_dim_v:
-                    load_v4(four_do, 0, address(arrays.do, do_base + x))
-                    load_v4(four_o, 0, address(arrays.o, o_base + x))
-                    for i in range(4):
-                        part += product(low(four_do[i]), low(four_o[i])) + product(high(four_do[i]), high(four_o[i]))
-                else:
-                    for column in range(x, min(x + 8, head_dim_v)):
-                        from_do = load(arrays.do, do_base + column * strides.do[3])
-                        part += product(from_do, load(arrays.o, o_base + column * strides.o[3]))
-        for distance in distances:
-            part += shfl.bfly_f32(part, distance)
+        lse, minus_delta = of_row(sequence, h, query, lane, arrays, strides, sizes)
         if turns_of:
             if block == 0 and thread == 0:
                 arrays.turns[0] = uint32(0)
             if lane == 0 and query < seqlen_q and query % turns_of == 0:
                 tile = int64(head_of_all) * divide(int32(seqlen_q + (turns_of - 1)), turns_of) + query // turns_of
                 for word in range(turn_words):
-                    arrays.turns[turns_at + turn_words * tile + word] = uint32(0)
+                    arrays.turns[TURNS_AT + turn_words * tile + word] = uint32(0)
         if lane == 0 and query < head_row_blocks * 16:
-            lse = inf
-            if query < seqlen_q:
-                at = lse_row(b, h, query, sizes)
-                lse = float32(arrays.lse[at]) * unit
-                lse = inf if lse == -inf else lse
-                if config.has_dlse:
-                    part -= arrays.dlse[row_base(strides.dlse, b, h, query)]
-            at = lse_delta.block_row(b, h, query, sizes)
+            at = lse_delta.block_row(sequence, h, query, sizes)
             arrays.lse_delta[at] = lse
-            arrays.lse_delta[at + minus_delta_at] = -part
+            arrays.lse_delta[at + lse_delta.MINUS_DELTA] = minus_delta
 
     return preprocess

@@ -11,7 +11,7 @@ from numba import float32, int32, int64
 
 from ...dtypes import ITEM_SIZE
 from ...ptx import memory, special
-from ..score import counts, fragments, gradient_functions, longest_first, tile_walk
+from ..score import counts, fragments, gradient_functions, tile_walk
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.reads import Origin
@@ -19,15 +19,15 @@ from ..steps import block_state, lse_delta
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, key_queries
-from ..steps.tiles import row_base
+from ..steps.sequence import Sequence, query_row
+from .work_tile import KeyWork
 
 
 class Walk(NamedTuple):
     """Device functions. i: a query tile of the head given by `heads_left`; k_smem: where shared memory begins."""
 
-    tile_of: Callable[..., Any]
     set_up_state: Callable[..., Any]
-    own_keys: Callable[..., Any]
+    work_again: Callable[..., Any]
     distances: Callable[..., Any]
     seen_columns: Callable[..., Any]
     find_kept: Callable[..., Any]
@@ -54,8 +54,12 @@ def make(config):
     reads, origin_of, bias_item = read.reads, read.origin, ITEM_SIZE[config.dtype_of("bias") or "float32"]
     load_reads, has_mask, has_score_mod = read.load, config.has("mask"), config.has("score_mod")
     of_states = tile_walk.make(config)
-    has_states, states_row, first_tile, asks_in = of_states.present, of_states.row, of_states.first, of_states.asks
-    take = longest_first.make(config).take
+    has_states, states_row, first_tile, asks_in = (
+        of_states.present,
+        of_states.row,
+        of_states.first,
+        of_states.needs_mask,
+    )
     apply_functions = gradient_functions.on_fragments(config, warp_rows // 16, part, True, derivative=config.of_dk)
     row_blocks, block_words = lse_delta.row_blocks, lse_delta.BLOCK_WORDS
     kept_of = counts.on_fragments(config, warp_rows // 16, part).of_keys
@@ -66,42 +70,31 @@ def make(config):
         return int32(first_column_of(lane)) + (warp & (groups - 1)) * part
 
     @inlined
-    def tile_of(block, arrays, strides, sizes):
-        """-> (b, h_kv, first_key). The first keys of a head come first: under a causal mask the most queries see
-        them."""
-        heads_kv, seqlen_k = sizes.heads_kv, sizes.seqlen_k
-        if has_states:  # the key tiles that the most query tiles see come first
-            b, h_kv, own = take(block, arrays, strides, sizes)
-            return b, h_kv, int32(own * tile_n)
-        n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
-        head_of_all = divide(block, n_tiles)
-        b = divide(head_of_all, heads_kv)
-        return b, int32(head_of_all - b * heads_kv), int32((block - head_of_all * n_tiles) * tile_n)
-
-    @inlined
-    def set_up_state(b, h_kv, first_key, keys, q_start, walk, arrays, strides, sizes, k_smem, thread):
+    def set_up_state(work, walk, arrays, strides, sizes, k_smem, thread):
         """Stores what every tile needs. Heads are counted backwards: `heads_left` identifies the current one."""
+        sequence, h_kv, first_key = work
         end_head = (h_kv + 1) * divide(sizes.heads, sizes.heads_kv)
         if thread == 0:
-            q_end, do_end = row_base(strides.q, b, end_head, 0), row_base(strides.do, b, end_head, 0)
+            q_end, do_end = query_row(strides.q, sequence, end_head, 0), query_row(strides.do, sequence, end_head, 0)
             # Addresses: pointers are parameters and would be kept in registers through the loop.
             block_state.put(
                 k_smem + int32(bases_at), memory.address(arrays.q, q_end), memory.address(arrays.do, do_end)
             )
-            lse_delta_end = lse_delta.head_blocks(b, end_head, sizes)
+            lse_delta_end = lse_delta.head_blocks(sequence, end_head, sizes)
             block_state.put(
                 k_smem + int32(lse_delta_at), memory.address(arrays.lse_delta, lse_delta_end), int64(end_head)
             )
-            block_state.put(k_smem + int32(offset_at), q_start - first_key, keys)
+            block_state.put(k_smem + int32(offset_at), sequence.q_start - first_key, sequence.keys)
             block_state.put_range(k_smem + int32(walk_at), walk[0], walk[1])
             block_state.put_range(k_smem + int32(walk_at + 8), walk[2], walk[3])
-            block_state.put(k_smem + int32(tile_at), int64(b), int64(first_key) << 32 | h_kv)
+            block_state.put(k_smem + int32(tile_at), int64(sequence.b), int64(first_key) << 32 | h_kv)
             if reads:
-                origin = origin_of(b, end_head, first_key, arrays, strides)
+                origin = origin_of(sequence.b, end_head, first_key, arrays, strides)
                 block_state.put(k_smem + int32(reads_at), origin.bias, origin.bits)
         if thread < tile_n:  # the range of queries that see a key
-            first_query, end_query = key_queries(first_key + thread, q_start, sizes.left, sizes.right, sizes.seqlen_q)
-            end_query = first_query if first_key + thread >= keys else end_query
+            key = first_key + thread
+            first_query, end_query = key_queries(key, sequence.q_start, sizes.left, sizes.right, sequence.seqlen_q)
+            end_query = first_query if key >= sequence.keys else end_query
             block_state.put_range(k_smem + int32(plan.seen) + 8 * thread, int32(first_query), int32(end_query))
 
     @inlined
@@ -149,18 +142,20 @@ def make(config):
         """acc_s, acc_dp <- with score_mod and its derivative; shown_bits <- without what any option hides."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        asks = asks_in(states_of(heads_left, k_smem, arrays, strides), i, arrays, strides) if has_states else FALSE
+        asks = asks_in(states_of(heads_left, k_smem, arrays, strides), i, arrays, strides) if has_states else TRUE
         for r in range(rows):
             seen = seen_columns(i, thread, r, k_smem)
             registers.shown_bits[r] = registers.shown_bits[r] & seen if has_mask else seen
-        b, h_kv, first_key, q_start, keys = own_keys(k_smem)
+        b, tile = block_state.get(k_smem + int32(tile_at))
+        from_first_key, _ = block_state.get(k_smem + int32(offset_at))
+        first_key = int32(tile >> 32)
         _, end_head = block_state.get(k_smem + int32(lse_delta_at))
         first_query = int32(i * int32(tile_m) + first_query_of(lane, warp))
         key = int32(first_key + (warp >> shift) * warp_rows + int32(first_row_of(lane)))
         if has_score_mod or asks:
             apply_functions(
-                registers.acc_s, registers.acc_dp, registers.shown_bits, b, end_head - heads_left, first_query, q_start,
-                key, asks, arrays, strides, score,
+                registers.acc_s, registers.acc_dp, registers.shown_bits, b, end_head - heads_left, first_query,
+                from_first_key + first_key, key, asks, arrays, strides, score,
             )  # fmt: skip
 
     @inlined
@@ -236,13 +231,14 @@ def make(config):
         return Origin(bias, bits, int32(tile >> 32))
 
     @inlined
-    def own_keys(k_smem):
-        """-> (b, h_kv, first_key, the position of query 0, the number of keys)."""
+    def work_again(k_smem, sizes):
+        """-> KeyWork, from the state of the block."""
         b, tile = block_state.get(k_smem + int32(tile_at))
         first_key, h_kv = int32(tile >> 32), int32(tile)
         from_first_key, keys = block_state.get(k_smem + int32(offset_at))
-        return b, h_kv, first_key, from_first_key + first_key, keys
+        sequence = Sequence(int32(b), sizes.seqlen_q, keys, from_first_key + first_key)
+        return KeyWork(sequence, h_kv, first_key)
 
-    state = (tile_of, set_up_state, own_keys)
+    state = (set_up_state, work_again)
     of_tile = (distances, seen_columns, find_kept, load_for_scores, ask_functions, term_of)
     return Walk(*state, *of_tile, queries_at, others_at, from_tile, following, is_unmasked, origin_at)

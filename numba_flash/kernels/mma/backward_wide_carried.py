@@ -18,13 +18,13 @@ bytes and are contiguous along dim; dq, dk and dv are contiguous.
 from numba import cuda, float64, int32, uint8, uint32
 
 from ...ptx import bar, cluster, cp_async, fence, ld_st, local, mbarrier, memory, setmaxnreg, shared, special
-from ..score import fragments, positions
+from ..recompute import keys as recompute
+from ..score import fragments
 from ..steps import async_tiles, block_state, lse_delta
-from ..steps import recompute_keys as recompute
+from ..steps import sequence as sequences
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.sequence import query_range
-from ..steps.tiles import row_base
+from ..steps.sequence import key_row, query_range, query_row
 from . import backward_dq_carried, backward_dq_parts, backward_fused_tile, backward_wide, shared_scores
 from .backward_dq_carried import WORKERS
 from .backward_dq_parts import Walk
@@ -45,7 +45,7 @@ def make(config):
     tile = backward_fused_tile.make(config)
     s_count, sum_count, own_count, other_count = tile.counts
     store_dk, store_dv = (backward_wide.storer(config, n, padded) for n in (head_dim, head_dim_v))
-    keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
+    sequence_of, row_term = sequences.make(config), fragments.chain(config).row_term
     start_rows, _ = lse_delta.staged(config, config.tile_m, loaders)
     recompute_keys, wait_all = recompute.make(config, True, True), cp_async.wait_group(0)
     parts = backward_dq_parts.make(config)
@@ -82,9 +82,9 @@ def make(config):
         walk = parts.walk_of(k_smem + int32(plan.state), sizes)
         i, h = tile.turn(t, walk, sizes)
         first, rows_left = own_column(), int32(sizes.seqlen_q - i * config.tile_m)
-        source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * config.tile_m) + first)
+        source = memory.address(arrays.q, query_row(strides.q, walk.sequence, h, i * config.tile_m) + first)
         load_other(k_smem + int32(plan.q), source, 8 * strides.q[2], 0, rows_left, head_dim - first, thread)
-        start_rows(k_smem + int32(plan.rows), walk.b, h, i * config.tile_m, arrays, sizes, thread)
+        start_rows(k_smem + int32(plan.rows), walk.sequence, h, i * config.tile_m, arrays, sizes, thread)
 
     @inlined
     def load_do(t, k_smem, thread, arrays, strides, sizes):
@@ -92,7 +92,7 @@ def make(config):
         walk = parts.walk_of(k_smem + int32(plan.state), sizes)
         i, h = tile.turn(t, walk, sizes)
         first, rows_left = own_column(), int32(sizes.seqlen_q - i * config.tile_m)
-        source = memory.address(arrays.do, row_base(strides.do, walk.b, h, i * config.tile_m) + first)
+        source = memory.address(arrays.do, query_row(strides.do, walk.sequence, h, i * config.tile_m) + first)
         load_other(k_smem + int32(plan.do), source, 8 * strides.do[2], 0, rows_left, head_dim_v - first, thread)
 
     @inlined
@@ -135,7 +135,7 @@ def make(config):
             add_other(registers.acc, t, place_of_incoming_scores(k_smem), k_smem + int32(plan.scores_barriers))
         tile.give_half(registers, k_smem)
         tile.meet()
-        rows_smem, term = k_smem + int32(plan.rows), row_term(walk.b, h, arrays, strides)
+        rows_smem, term = k_smem + int32(plan.rows), row_term(walk.sequence.b, h, arrays, strides)
         tile.weigh(i, registers, k_smem, rows_smem, walk, term, sizes, score)
         tile.meet()
         tile.add_rows(registers.acc_dv, registers, k_smem + int32(plan.p), k_smem + int32(plan.do))
@@ -191,11 +191,11 @@ def make(config):
         state = k_smem + int32(plan.state)
         take_ticket(k_smem, state, arrays)
         b, h_kv, first_key = parts.work_of(int32(ld_st.load_b32(state)), sizes)
-        keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        keys_left = int32(min(keys - first_key, config.tile_n))  # may be below 0
-        begin, _, _, stop = query_range(first_key, first_key + keys_left - 1, q_start, sizes, config.tile_m)
+        sequence = sequence_of(b, arrays, strides, sizes)
+        keys_left = int32(min(sequence.keys - first_key, config.tile_n))  # may be below 0
+        begin, _, _, stop = query_range(sequence, first_key, first_key + keys_left - 1, sizes, config.tile_m)
         tiles = int32(stop - begin) if keys_left > 0 else int32(0)
-        walk = Walk(b, h_kv, first_key, q_start, int32(keys), int32(begin), tiles)
+        walk = Walk(sequence, h_kv, first_key, int32(begin), tiles)
         cuda.syncthreads()  # the ticket has been read
         if thread == 0:
             parts.keep(walk, state, arrays, strides, sizes)
@@ -223,9 +223,9 @@ def make(config):
             registers.acc_dv[x] = float64(0)
         if tiles > 0:
             first = own_column()
-            k_global = memory.address(arrays.k, row_base(strides.k, b, h_kv, first_key) + first)
+            k_global = memory.address(arrays.k, key_row(strides.k, sequence, h_kv, first_key) + first)
             load_own(k_smem, k_global, 8 * strides.k[2], 0, keys_left, head_dim - first, thread)
-            v_global = memory.address(arrays.v, row_base(strides.v, b, h_kv, first_key) + first)
+            v_global = memory.address(arrays.v, key_row(strides.v, sequence, h_kv, first_key) + first)
             load_own(k_smem + int32(plan.v), v_global, 8 * strides.v[2], 0, keys_left, head_dim_v - first, thread)
         cp_async.commit_group()
         wait_all()
@@ -236,21 +236,21 @@ def make(config):
             t = int32(t + 1)
 
         walk = parts.walk_of(state, sizes)  # once more: not kept in registers while products need them
-        b, h_kv, first_key, q_start = walk.b, walk.h_kv, walk.first_key, walk.q_start
-        keys_left = int32(min(walk.keys - first_key, config.tile_n))
+        sequence, h_kv, first_key = walk.sequence, walk.h_kv, walk.first_key
+        keys_left = int32(min(sequence.keys - first_key, config.tile_n))
         first_row, column = tile.first_row_of_warp(), own_column() + (warp & (groups - 1)) * columns
         rows_left = int32(min(sizes.seqlen_k - first_key, config.tile_n) - first_row)
         valid = int32(keys_left - first_row)
-        base = row_base(strides.dk, b, h_kv, first_key + first_row) + column
+        base = key_row(strides.dk, sequence, h_kv, first_key + first_row) + column
         nonfinite = store_dk(
             registers.acc_dk, score.scale, lane, arrays.dk, base, strides.dk[2], rows_left, valid, head_dim - column
         )
-        base = row_base(strides.dv, b, h_kv, first_key + first_row) + column
+        base = key_row(strides.dv, sequence, h_kv, first_key + first_row) + column
         nonfinite |= store_dv(
             registers.acc_dv, float64(1), lane, arrays.dv, base, strides.dv[2], rows_left, valid, head_dim_v - column
         )
         meet_others()  # a row that is no number in some columns is written again as a whole
         if nonfinite != 0:
-            recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
+            recompute_keys(nonfinite, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score)
 
     return flash_attention_mma_wide_carried

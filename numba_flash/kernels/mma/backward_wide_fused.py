@@ -20,13 +20,13 @@ of q, k, v, do and dq begin at multiples of 16 bytes and are contiguous along di
 from numba import cuda, int32, uint8, uint32
 
 from ...ptx import cp_async, ld_st, local, memory, shared, special
-from ..score import fragments, positions
+from ..recompute import keys as recompute
+from ..score import fragments
 from ..steps import async_tiles, lse_delta, numbers
-from ..steps import recompute_keys as recompute
+from ..steps import sequence as sequences
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.sequence import query_range
-from ..steps.tiles import row_base
+from ..steps.sequence import key_row, query_range, query_row
 from . import backward_dq_parts, backward_fused_tile, backward_wide
 from .backward_dq_parts import Walk
 from .backward_fused_tile import Registers
@@ -51,7 +51,7 @@ def make(config):
     first_row_of_warp, turn, fragment = tile.first_row_of_warp, tile.turn, tile.fragment
     s_count, sum_count, own_count, other_count = tile.counts
     store_dk, store_dv = (backward_wide.storer(config, n, padded) for n in (head_dim, head_dim_v))
-    keys_and_start, row_term = positions.make(config), fragments.chain(config).row_term
+    sequence_of, row_term = sequences.make(config), fragments.chain(config).row_term
     start_rows, _ = lse_delta.staged(config, tile_m, threads)
     recompute_keys, wait_all = recompute.make(config, True, True), cp_async.wait_group(0)
     parts = backward_dq_parts.make(config)
@@ -66,7 +66,7 @@ def make(config):
         walk = parts.walk_of(k_smem + int32(plan.state), sizes)
         if t < walk.tiles * divide(sizes.heads, sizes.heads_kv):
             i, h = turn(t, walk, sizes)
-            source = memory.address(arrays.do, row_base(strides.do, walk.b, h, i * tile_m))
+            source = memory.address(arrays.do, query_row(strides.do, walk.sequence, h, i * tile_m))
             rows_left = int32(sizes.seqlen_q - i * tile_m)
             stride = size * strides.do[2]
             load_other(k_smem + int32(plan.do), source, stride, 0, rows_left, head_dim_v, special.thread_index())
@@ -77,10 +77,10 @@ def make(config):
         walk = parts.walk_of(k_smem + int32(plan.state), sizes)
         if t < walk.tiles * divide(sizes.heads, sizes.heads_kv):
             i, h = turn(t, walk, sizes)
-            source = memory.address(arrays.q, row_base(strides.q, walk.b, h, i * tile_m))
+            source = memory.address(arrays.q, query_row(strides.q, walk.sequence, h, i * tile_m))
             rows_left, stride = int32(sizes.seqlen_q - i * tile_m), size * strides.q[2]
             load_other(k_smem + int32(plan.q), source, stride, 0, rows_left, head_dim, special.thread_index())
-            start_rows(k_smem + int32(plan.rows), walk.b, h, i * tile_m, arrays, sizes, special.thread_index())
+            start_rows(k_smem + int32(plan.rows), walk.sequence, h, i * tile_m, arrays, sizes, special.thread_index())
 
     @inlined
     def hand_on_before(t, k_smem, sizes):
@@ -100,7 +100,7 @@ def make(config):
         meet()
         walk = parts.walk_of(k_smem + int32(plan.state), sizes)
         i, h = turn(t, walk, sizes)
-        term = row_term(walk.b, h, arrays, strides)
+        term = row_term(walk.sequence.b, h, arrays, strides)
         weigh(i, registers, k_smem, k_smem + int32(plan.rows), walk, term, sizes, score)
         meet()
         add_rows(registers.acc_dv, registers, k_smem + int32(plan.p), k_smem + int32(plan.do))
@@ -127,11 +127,11 @@ def make(config):
             ld_st.store_b32(state, memory.add(memory.address(arrays.turns, 0), uint32(1)))
         cuda.syncthreads()
         b, h_kv, first_key = parts.work_of(int32(ld_st.load_b32(state)), sizes)
-        keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        keys_left = int32(min(keys - first_key, tile_n))  # may be below 0
-        begin, _, _, stop = query_range(first_key, first_key + keys_left - 1, q_start, sizes, tile_m)
+        sequence = sequence_of(b, arrays, strides, sizes)
+        keys_left = int32(min(sequence.keys - first_key, tile_n))  # may be below 0
+        begin, _, _, stop = query_range(sequence, first_key, first_key + keys_left - 1, sizes, tile_m)
         tiles = int32(stop - begin) if keys_left > 0 else int32(0)
-        walk = Walk(b, h_kv, first_key, q_start, int32(keys), int32(begin), tiles)
+        walk = Walk(sequence, h_kv, first_key, int32(begin), tiles)
         cuda.syncthreads()  # the ticket has been read
         if thread == 0:
             parts.keep(walk, state, arrays, strides, sizes)
@@ -148,9 +148,9 @@ def make(config):
             registers.acc_dv[x] = real(0)
         cuda.syncthreads()  # the stored state is visible
         if tiles > 0:
-            k_global = memory.address(arrays.k, row_base(strides.k, b, h_kv, first_key))
+            k_global = memory.address(arrays.k, key_row(strides.k, sequence, h_kv, first_key))
             load_own(k_smem, k_global, size * strides.k[2], 0, keys_left, head_dim, thread)
-            v_global = memory.address(arrays.v, row_base(strides.v, b, h_kv, first_key))
+            v_global = memory.address(arrays.v, key_row(strides.v, sequence, h_kv, first_key))
             load_own(k_smem + int32(plan.v), v_global, size * strides.v[2], 0, keys_left, head_dim_v, thread)
             load_do(int32(0), k_smem, arrays, strides, sizes)
             load_queries(int32(0), k_smem, arrays, strides, sizes)
@@ -163,21 +163,21 @@ def make(config):
         hand_on_before(end, k_smem, sizes)
 
         walk = parts.walk_of(state, sizes)  # read again: not kept in registers while products need them
-        b, h_kv, first_key, q_start = walk.b, walk.h_kv, walk.first_key, walk.q_start
-        keys_left = int32(min(walk.keys - first_key, tile_n))
+        sequence, h_kv, first_key = walk.sequence, walk.h_kv, walk.first_key
+        keys_left = int32(min(sequence.keys - first_key, tile_n))
         first_row, column = first_row_of_warp(), (warp & (config.column_groups - 1)) * columns
         rows_left = int32(min(sizes.seqlen_k - first_key, tile_n) - first_row)
         valid = int32(keys_left - first_row)
-        base = row_base(strides.dk, b, h_kv, first_key + first_row) + column
+        base = key_row(strides.dk, sequence, h_kv, first_key + first_row) + column
         nonfinite = store_dk(
             registers.acc_dk, score.scale, lane, arrays.dk, base, strides.dk[2], rows_left, valid, head_dim - column
         )
-        base = row_base(strides.dv, b, h_kv, first_key + first_row) + column
+        base = key_row(strides.dv, sequence, h_kv, first_key + first_row) + column
         nonfinite |= store_dv(
             registers.acc_dv, real(1), lane, arrays.dv, base, strides.dv[2], rows_left, valid, head_dim_v - column
         )
         cuda.syncthreads()  # a row that is not finite in some columns is written again as a whole
         if nonfinite != 0:
-            recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
+            recompute_keys(nonfinite, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score)
 
     return flash_attention_mma_wide_fused

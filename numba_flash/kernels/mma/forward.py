@@ -19,19 +19,18 @@ from typing import Any, NamedTuple
 from numba import cuda, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, local, memory, shared, special, vote
-from ..score import counts, fragment_functions, fragments, longest_first, positions, sum_terms, tile_walk
+from ..recompute import rows as recompute
+from ..score import counts, fragment_functions, fragment_softmax, fragments, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..score.reads import Origin
-from ..score.stage import LOG2_E
-from ..steps import async_tiles, block_state, fragment_softmax, numbers, recompute_whole_rows
-from ..steps import recompute_rows as recompute
+from ..steps import async_tiles, block_state, numbers
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
-from ..steps.query_tile import QueryTile, TileKeys
-from ..steps.sequence import key_range
-from ..steps.tiles import row_base
-from . import products_16bit, products_float32, products_float64, rows_16bit, rows_wide, sliced_tiles
+from ..steps.query_tile import QueryTile
+from ..steps.sequence import key_range, key_row, query_row
+from ..steps.units import LOG2_E
+from . import products_16bit, products_float32, products_float64, rows_16bit, rows_wide, sliced_tiles, work_tile
 
 PRODUCTS = dict(float16=products_16bit, bfloat16=products_16bit, float32=products_float32, float64=products_float64)
 
@@ -95,7 +94,6 @@ def make(config):
         load_k = async_tiles.panel_loader(tile_n, head_dim_padded, threads, head_dim == head_dim_padded)
         load_v = async_tiles.panel_loader(tile_n, head_dim_v_padded, threads, head_dim_v == head_dim_v_padded)
     wait_all = cp_async.wait_group(0)
-    keys_and_start = positions.make(config)
     row_term = fragments.chain(config).row_term
     mask_words, visible, finish_scores, mask_scores = fragments.tile(config, strips)
     read, has_mask = score_reads.make(config, strips), config.has("mask")
@@ -104,7 +102,7 @@ def make(config):
     functions = fragment_functions.make(config, strips)
     every_tile = TRUE if functions.every_tile else FALSE
     walk = tile_walk.make(config, whole_warp=True)
-    take = longest_first.make(config).take
+    work_of = work_tile.of_queries(config, queries, v_parts)
     start, softmax, finish = fragment_softmax.make(config, strips)
     drops, kept_words, kept_of, _, drop, count_kept = counts.on_fragments(config, strips, tile_n)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, rows)
@@ -113,31 +111,12 @@ def make(config):
     sliced = sliced_tiles.make(config, products) if config.sliced else None
     start_slices, score_slices, output_slices = sliced or (None, None, None)
     write_rows = (rows_16bit if config.item_size == 2 else rows_wide).make(config)
-    recompute_rows = (recompute if config.item_size == 2 else recompute_whole_rows).make(config, warp_rows)
+    recompute_rows = recompute.make(config, warp_rows)
     log2_e = real(LOG2_E)
 
     @inlined
     def aligned(address):
         return int32((address + int32(alignment - 1)) & int32(-alignment))
-
-    @inlined
-    def tile_of(block, arrays, strides, sizes):
-        """-> QueryTile, TileKeys. The last queries of a head come first: under a causal mask they see the most keys."""
-        m_tiles = divide(int32(sizes.seqlen_q) + int32(queries - 1), queries)
-        tiles = divide(block, v_parts)
-        part = int32(block - tiles * v_parts)
-        if walk.present:  # those that see the most tiles
-            b, head, own = take(tiles, arrays, strides, sizes)
-            h, first_query = int32(head * group), int32(own * queries)
-        else:
-            head_tiles = divide(tiles, m_tiles)
-            first_query = int32((m_tiles - 1 - (tiles - head_tiles * m_tiles)) * queries)
-            groups = divide(sizes.heads, group)
-            b = divide(head_tiles, groups)
-            h = int32((head_tiles - b * groups) * group)
-        h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
-        keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        return QueryTile(b, h, first_query, part), TileKeys(h_kv, int32(keys), first_query + q_start)
 
     @inlined
     def rescale(acc_o, alpha, moved):
@@ -196,12 +175,19 @@ def make(config):
         if functions.present:
             now = special.thread_index()
             position, _ = block_state.get(places.q + int32(keys_at))
-            queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
+            queries_left = int32(min(tile.sequence.seqlen_q - tile.first_query, queries))
             first_row = (now >> int32(5 + shift)) * warp_rows
             functions.apply(
-                acc_s, row.mask_bits, j, tile.b, tile.h, first_row, now & int32(31), tile.first_query, position,
-                queries_left, asks, arrays, strides, score,
-            )  # fmt: skip
+                acc_s,
+                row.mask_bits,
+                functions.place_of(
+                    j, tile.sequence.b, tile.h, first_row, now & int32(31), tile.first_query, position, queries_left
+                ),
+                asks,
+                arrays,
+                strides,
+                score,
+            )
 
     @inlined
     def finish_and_mask(j, acc_s, loaded, row, places, tile, asks, arrays, strides, sizes, score, masked):
@@ -251,7 +237,7 @@ def make(config):
             position, _ = block_state.get(places.q + int32(keys_at))
             lane_row = (now >> int32(5 + shift)) * warp_rows + int32(first_row_of(now & int32(31)))
             first_key = int32(j * tile_n + first_column_of(now & int32(31)))
-            kept_of(row.kept, first_key, tile.b, tile.h, lane_row, position, arrays, sizes)
+            kept_of(row.kept, first_key, tile.sequence.b, tile.h, lane_row, position, arrays, sizes)
             drop(registers.acc_s, row.kept)
         to_p(registers.acc_s, registers.p_frag)
         rescale(registers.acc_o, row.alpha, moved)
@@ -283,19 +269,19 @@ def make(config):
     def flash_attention_mma(arrays, strides, sizes, score):
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        tile, tile_keys = tile_of(special.block_index(), arrays, strides, sizes)
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
+        tile = work_of(special.block_index(), arrays, strides, sizes)
+        sequence = tile.sequence
+        queries_left = int32(min(sequence.seqlen_q - tile.first_query, queries))
         columns_left = int32(head_dim_v - tile.part * head_dim_v_padded)
 
         smem = cuda.shared.array(0, uint8)
         q_smem = aligned(shared.address(smem))  # (tile_m, head_dim_padded)
         k_smem = q_smem + int32(plan.k)  # (tile_n, head_dim_padded)
         v_smem = q_smem + int32(plan.v)  # (tile_n, head_dim_v_padded)
-        q_global = memory.address(arrays.q, row_base(strides.q, tile.b, tile.h, tile.first_query))
-        k_global = memory.address(arrays.k, row_base(strides.k, tile.b, tile_keys.h_kv, 0))
-        v_global = memory.address(
-            arrays.v, row_base(strides.v, tile.b, tile_keys.h_kv, 0) + tile.part * head_dim_v_padded
-        )
+        q_global = memory.address(arrays.q, query_row(strides.q, sequence, tile.h, tile.first_query))
+        k_global = memory.address(arrays.k, key_row(strides.k, sequence, tile.h_kv, 0))
+        v_at = key_row(strides.v, sequence, tile.h_kv, 0) + tile.part * head_dim_v_padded
+        v_global = memory.address(arrays.v, v_at)
         q_bytes, head_bytes = config.item_size * strides.q[2], config.item_size * strides.q[1]
         k_bytes, v_bytes = config.item_size * strides.k[2], config.item_size * strides.v[2]
 
@@ -328,35 +314,36 @@ def make(config):
             tile_row = uint32(lane_row + r * 8)
             row.query[r] = int32(tile_row // uint32(group))
             row_head = min(tile.h + int64(tile_row % uint32(group)), sizes.heads - 1)
-            row.term[r] = row_term(tile.b, row_head, arrays, strides)
+            row.term[r] = row_term(sequence.b, row_head, arrays, strides)
 
-        first_pos, last_pos = tile_keys.position, tile_keys.position + queries_left - 1
-        begin_, free_, cut_, stop = key_range(first_pos, last_pos, tile_keys.keys, sizes, tile_n)
+        end_query = tile.first_query + queries_left
+        begin_, free_, cut_, stop = key_range(sequence, tile.first_query, end_query - 1, sizes, tile_n)
         begin, free, cut = int32(begin_), int32(free_), int32(cut_)
         if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
-            first_query, end_query = tile.first_query, tile.first_query + queries_left
-            first, end, _, _ = read.ranges(tile.b, tile.h, group, first_query, end_query, arrays, strides, sizes)
+            first, end, _, _ = read.ranges(
+                sequence.b, tile.h, group, tile.first_query, end_query, arrays, strides, sizes
+            )
             begin = max(begin, divide(first, tile_n))
             free = max(free, begin)
             stop = min(int32(stop), divide(end + int32(tile_n - 1), tile_n))
-        states = walk.row(tile.b, tile.h, tile.first_query, arrays, strides)
+        states = walk.row(sequence.b, tile.h, tile.first_query, arrays, strides)
         if walk.present:
-            begin, stop = walk.ends(states, begin, int32(stop), arrays, strides)
+            begin, stop = walk.trim(states, begin, int32(stop), arrays, strides)
             free = max(free, begin)
 
         if thread == 0:
             if read.reads:
-                origin = read.origin(tile.b, tile.h, tile.first_query, arrays, strides)
+                origin = read.origin(sequence.b, tile.h, tile.first_query, arrays, strides)
                 block_state.put(q_smem + int32(origin_at), origin.bias, origin.bits)
                 block_state.put(q_smem + int32(query_at), int64(tile.first_query), int64(0))
             block_state.put(q_smem + int32(bases_at), k_global, v_global)
-            block_state.put(q_smem + int32(keys_at), tile_keys.position, int64(tile_keys.keys))
+            block_state.put(q_smem + int32(keys_at), sequence.q_start + tile.first_query, int64(sequence.keys))
         cuda.syncthreads()
         j = int32(stop - 1)
         load_q(q_smem, q_global, q_bytes, head_bytes, queries_left, head_dim, thread)
         if j >= begin:
             first_key = j * tile_n
-            keys_left = int32(tile_keys.keys - first_key)
+            keys_left = int32(int32(sequence.keys) - first_key)
             if config.sliced:
                 start_slices(places, j, k_bytes, keys_left)
             else:
@@ -371,14 +358,20 @@ def make(config):
             # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
             # some of the first kind again.
             while j >= begin and (j >= cut or j < free):
-                next_j, asks = walk.behind(states, j, begin, arrays, strides), walk.asks(states, j, arrays, strides)
+                next_j, asks = (
+                    walk.next_tile(states, j, begin, arrays, strides),
+                    walk.needs_mask(states, j, arrays, strides),
+                )
                 step(
                     j, next_j, begin, registers, row, places, tile, (k_bytes, v_bytes), columns_left, thread, arrays,
                     strides, sizes, score, asks, TRUE,
                 )  # fmt: skip
                 j = int32(next_j if walk.present else j - 1)
             while j >= free and j < cut:
-                next_j, asks = walk.behind(states, j, begin, arrays, strides), walk.asks(states, j, arrays, strides)
+                next_j, asks = (
+                    walk.next_tile(states, j, begin, arrays, strides),
+                    walk.needs_mask(states, j, arrays, strides),
+                )
                 step(
                     j, next_j, begin, registers, row, places, tile, (k_bytes, v_bytes), columns_left, thread, arrays,
                     strides, sizes, score, asks, masked_too(asks),
@@ -388,11 +381,11 @@ def make(config):
         # Where all this belongs is worked out again: kept through the loop, it would cost the registers that S needs.
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        tile, tile_keys = tile_of(special.block_index(), arrays, strides, sizes)
+        tile = work_of(special.block_index(), arrays, strides, sizes)
         inverse_l, lse = row.alpha, row.distance  # the same registers, free by now
         if has_term:
             lane_row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
-            load_terms(lse, tile.b, tile.h, lane_row, arrays, strides)
+            load_terms(lse, tile.sequence.b, tile.h, lane_row, arrays, strides)
         finish(row.m, row.l, inverse_l, lse)
         if drops:
             count_kept(inverse_l, score)
@@ -400,12 +393,12 @@ def make(config):
         cuda.syncthreads()  # everyone is done with Q and K
         o_smem = aligned(shared.address(smem))  # (tile_m, head_dim_v_padded)
         owner, column_group = warp >> shift, warp & (groups - 1)
-        own = QueryTile(tile.b, tile.h, tile.first_query, int32(tile.part * groups + column_group))
+        own = QueryTile(tile.sequence.b, tile.h, tile.first_query, int32(tile.part * groups + column_group))
         row_states = o_smem + plan.row_states + column_group * row_states_bytes
         nonfinite = write_rows(
-            registers.acc_o, inverse_l, lse, o_smem, row_states, own, lane, owner, arrays, strides, sizes
+            registers.acc_o, inverse_l, lse, o_smem, row_states, own, tile.sequence, lane, owner, arrays, strides, sizes
         )
         if vote.any_lane(nonfinite) != 0:
-            recompute_rows(owner * warp_rows, lane, row_states, own, tile_keys, arrays, strides, sizes, score)
+            recompute_rows(owner * warp_rows, lane, row_states, own, arrays, strides, sizes, score)
 
     return flash_attention_mma

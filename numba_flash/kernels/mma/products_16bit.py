@@ -6,7 +6,7 @@ The elements of S that a lane holds are, rounded to 16 bits, those of P that it 
 from numba import float32, uint32
 
 from ...ptx import ldmatrix, mma
-from ..steps import fragment_softmax
+from ..score import fragment_softmax
 from ..steps.inlined import inlined
 from ..steps.plain import chunk_pair, panel_offset
 from .products import Products

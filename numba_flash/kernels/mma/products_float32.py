@@ -12,7 +12,7 @@ and Yokota, 2022). Here every 16 columns have their own sum, small products firs
 nearest, add up these sums.
 
 Inf, and what tf32 rounds up to Inf, has no small part: Inf - Inf is NaN. Then O is NaN, and the row is computed again
-without tensor cores (kernels/steps/recompute_whole_rows.py).
+without tensor cores (kernels/recompute/rows.py).
 
 The accumulators of S are the operand P except for the order of keys (ptx/fragments.py). Of 8 keys a lane holds 2 *
 (lane % 4) and the next, and loads just these rows of V. Their numbers are even for one fragment and odd for the other.

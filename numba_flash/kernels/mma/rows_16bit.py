@@ -4,11 +4,11 @@ import numpy as np
 from numba import cuda, float32, int32, uint32
 
 from ...ptx import cvt, ld_st, shfl
-from ..score.stage import exponent_unit
 from ..steps import output_rows
 from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of, panel_offset
 from ..steps.sequence import lse_row
+from ..steps.units import exponent_unit
 
 
 def make(config):
@@ -21,7 +21,7 @@ def make(config):
     )
 
     @inlined
-    def keep_row_states(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, sizes):
+    def keep_row_states(acc_o, inverse_l, lse, o_smem, row_states, tile, sequence, lane, warp, arrays, sizes):
         """Stores O, divided, in 16 bits in shared memory, with a flag and the lse of each row. -> whether some row of
         the lane is not finite."""
         lane_row, lane_column = warp * config.warp_rows + int32(first_row_of(lane)), int32(first_column_of(lane))
@@ -43,17 +43,17 @@ def make(config):
                 ld_st.store_b32(row_states + tile_row * config.ROW_STATE_BYTES, flag)
                 ld_st.store_b32(row_states + tile_row * config.ROW_STATE_BYTES + 4, lse[r].view(np.uint32))
                 query = tile.first_query + tile_row // config.group_size
-                if config.write_lse and tile.part == 0 and query < sizes.seqlen_q:
-                    arrays.lse[lse_row(tile.b, tile.h + tile_row % config.group_size, query, sizes)] = (
+                if config.write_lse and tile.part == 0 and query < sequence.seqlen_q:
+                    arrays.lse[lse_row(sequence, tile.h + tile_row % config.group_size, query, sizes)] = (
                         lse[r] * to_natural
                     )
         return some
 
     @inlined
-    def write_rows(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, strides, sizes):
+    def write_rows(acc_o, inverse_l, lse, o_smem, row_states, tile, sequence, lane, warp, arrays, strides, sizes):
         """Writes O and lse of the rows that are finite. -> whether a row of which the lane has a part is not.
-        row_states: room for a note on each row (kernels/steps/recompute_rows.py)."""
-        some = keep_row_states(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, sizes)
+        row_states: room for a note on each row (kernels/recompute/rows.py)."""
+        some = keep_row_states(acc_o, inverse_l, lse, o_smem, row_states, tile, sequence, lane, warp, arrays, sizes)
         cuda.syncthreads()
         store_rows(warp * config.warp_rows, lane, o_smem, row_states, tile, arrays, strides, sizes)
         return some

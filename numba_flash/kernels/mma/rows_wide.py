@@ -7,11 +7,11 @@ import numpy as np
 from numba import int32, uint32
 
 from ...ptx import bar, ld_st, local, memory
-from ..score.stage import exponent_unit
 from ..steps import elements, numbers
 from ..steps.inlined import inlined
 from ..steps.plain import first_row_of
-from ..steps.sequence import lse_row
+from ..steps.sequence import lse_row, query_row
+from ..steps.units import exponent_unit
 
 FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python's own: see inlined.py
 
@@ -95,31 +95,37 @@ def make(config):
         return nonfinite == real(0)
 
     @inlined
-    def finish_row(r, acc_o, inverse_l, lse, row_states, tile, lane, warp, arrays, strides, sizes):
+    def finish_row(r, acc_o, inverse_l, lse, row_states, tile, sequence, lane, warp, arrays, strides, sizes):
         """-> 1 where the row is not finite."""
         tile_row = warp * config.warp_rows + int32(first_row_of(lane)) + r * 8
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, config.queries))
+        queries_left = int32(min(sequence.seqlen_q - tile.first_query, config.queries))
         query, head = tile_row // config.group_size, tile.h + tile_row % config.group_size
         flag = uint32(0) if divide_row(acc_o, r, inverse_l[r]) else uint32(1)
         if lane & 3 == 0:
             ld_st.store_b32(row_states + tile_row * config.ROW_STATE_BYTES, flag)
             if config.write_lse and tile.part == 0 and query < queries_left:
-                arrays.lse[lse_row(tile.b, head, tile.first_query + query, sizes)] = lse[r] * to_natural
+                arrays.lse[lse_row(sequence, head, tile.first_query + query, sizes)] = lse[r] * to_natural
         if flag == 0 and query < queries_left:
             columns_left = int32(min(config.head_dim_v - tile.part * config.group_columns, config.group_columns))
-            row_at = tile.b * strides.o[0] + tile.part * config.group_columns * strides.o[3]
-            row_at += head * strides.o[1] + (tile.first_query + query) * strides.o[2]
+            row_at = query_row(strides.o, sequence, head, tile.first_query + query)
+            row_at += tile.part * config.group_columns * strides.o[3]
             write_row(acc_o, r, lane, arrays.o, row_at, strides.o[3], columns_left)
         return flag
 
     @inlined
-    def write_rows(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, strides, sizes):
+    def write_rows(acc_o, inverse_l, lse, o_smem, row_states, tile, sequence, lane, warp, arrays, strides, sizes):
         # Row by row and no loop: LLVM would not write it out, and acc_o would be indexed.
-        some = finish_row(FIRST, acc_o, inverse_l, lse, row_states, tile, lane, warp, arrays, strides, sizes)
-        some |= finish_row(SECOND, acc_o, inverse_l, lse, row_states, tile, lane, warp, arrays, strides, sizes)
+        some = finish_row(FIRST, acc_o, inverse_l, lse, row_states, tile, sequence, lane, warp, arrays, strides, sizes)
+        some |= finish_row(
+            SECOND, acc_o, inverse_l, lse, row_states, tile, sequence, lane, warp, arrays, strides, sizes
+        )
         if rows > 2:
-            some |= finish_row(THIRD, acc_o, inverse_l, lse, row_states, tile, lane, warp, arrays, strides, sizes)
-            some |= finish_row(FOURTH, acc_o, inverse_l, lse, row_states, tile, lane, warp, arrays, strides, sizes)
+            some |= finish_row(
+                THIRD, acc_o, inverse_l, lse, row_states, tile, sequence, lane, warp, arrays, strides, sizes
+            )
+            some |= finish_row(
+                FOURTH, acc_o, inverse_l, lse, row_states, tile, sequence, lane, warp, arrays, strides, sizes
+            )
         bar.warp_sync()  # the flags are read by the whole warp
         return some
 

@@ -11,38 +11,37 @@ from typing import Any, NamedTuple
 from numba import int32, int64
 
 from ...ptx import memory
-from ..score import positions
 from ..steps import async_tiles, fragment_products
+from ..steps import sequence as sequences
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.sequence import key_range
-from ..steps.tiles import row_base
+from ..steps.sequence import Sequence, key_range, key_row, query_row
 
 
 class Range(NamedTuple):
-    """Half-open ranges of batch entries, heads, query tiles and key tiles."""
+    """Units [unit, end_unit) of a box of query tiles, and the half-open range of key tiles in each. A unit is one query
+    tile of one head of one batch entry; the box has `heads` heads of `tiles` query tiles each, from (b, h, i) on."""
 
     b: int
-    end_b: int
     h: int
-    end_h: int
     i: int
-    end_i: int
+    heads: int
+    tiles: int
+    unit: int
+    end_unit: int
     j: int
     end_j: int
 
 
 class Place(NamedTuple):
-    """A tile: query tile i of head h of entry b, whose query 0 is at position q_start, and key tile j below stop; keys:
-    how many are valid."""
+    """A tile of a Range: query tile i of head h of a batch entry, the unit-th, and key tile j below stop."""
 
-    b: int
+    unit: int
+    sequence: Any
     h: int
     i: int
     j: int
     stop: int
-    keys: int
-    q_start: int
 
 
 class Smem(NamedTuple):
@@ -58,7 +57,9 @@ class ScoreTiles(NamedTuple):
     """Device functions."""
 
     first: Callable[..., Any]  # (range, arrays, strides, sizes) -> Place
-    following: Callable[..., Any]  # (place, range, arrays, strides, sizes) -> Place; after the last, b is range.end_b
+    following: Callable[
+        ..., Any
+    ]  # (place, range, arrays, strides, sizes) -> Place; its unit is end_unit after the last
     load_first: Callable[..., Any]  # (place, smem, arrays, strides, sizes, thread): starts copies
     load_next: Callable[..., Any]  # (place, before, smem, arrays, strides, sizes, thread): of what changes
     multiply: Callable[..., Any]  # (registers, smem, thread): acc_s, acc_dp += the products
@@ -71,62 +72,55 @@ def make(config):
         for rows in (config.tile_m, config.tile_n)
         for columns in (config.head_dim_padded, config.head_dim_v_padded)
     )
-    keys_and_start = positions.make(config)
+    sequence_of = sequences.make(config)
     lanes_of, _, scores_product, *_ = fragment_products.make(config)
     multiply_q_k, multiply_do_v = scores_product(config.head_dim_padded), scores_product(config.head_dim_v_padded)
 
     @inlined
-    def seek(b, h, i, tiles, arrays, strides, sizes):
-        """The first tile that some query sees, from query tile i of head h of entry b on."""
-        j, stop, keys, q_start = int32(0), int32(0), int32(0), int64(0)
-        while b < tiles.end_b:
-            keys_, start_ = keys_and_start(b, arrays, strides, sizes)
-            keys, q_start = int32(keys_), int64(start_)
-            first_pos = q_start + i * config.tile_m
-            last_pos = q_start + min(int64(i * config.tile_m + config.tile_m), sizes.seqlen_q) - 1
-            begin, _, _, end = key_range(first_pos, last_pos, keys_, sizes, config.tile_n)
+    def seek(unit, tiles, arrays, strides, sizes):
+        """The first tile that some query sees, from this unit on."""
+        h, i, j, stop = int32(0), int32(0), int32(0), int32(0)
+        sequence = Sequence(int32(0), sizes.seqlen_q, int64(0), int64(0))
+        while unit < tiles.end_unit:
+            head_of_all = divide(unit, tiles.tiles)
+            entry = divide(head_of_all, tiles.heads)
+            h, i = int32(tiles.h + head_of_all - entry * tiles.heads), int32(tiles.i + unit - head_of_all * tiles.tiles)
+            sequence = sequence_of(int32(tiles.b + entry), arrays, strides, sizes)
+            last_query = min(int64(i * config.tile_m + config.tile_m), sequence.seqlen_q) - 1
+            begin, _, _, end = key_range(sequence, i * config.tile_m, last_query, sizes, config.tile_n)
             j, stop = max(int32(begin), tiles.j), min(int32(end), tiles.end_j)
             if j < stop:
                 break
-            i = int32(i + 1)
-            if i >= tiles.end_i:
-                i, h = tiles.i, int32(h + 1)
-            if h >= tiles.end_h:
-                h, b = tiles.h, int32(b + 1)
-        return Place(b, h, i, j, stop, keys, q_start)
+            unit = int32(unit + 1)
+        return Place(unit, Sequence(sequence.b, sequence.seqlen_q, sequence.keys, sequence.q_start), h, i, j, stop)
 
     @inlined
     def first(tiles, arrays, strides, sizes):
-        return seek(tiles.b, tiles.h, tiles.i, tiles, arrays, strides, sizes)
+        return seek(tiles.unit, tiles, arrays, strides, sizes)
 
     @inlined
     def following(place, tiles, arrays, strides, sizes):
-        b, h, i, j, stop, keys, q_start = place
+        unit, sequence, h, i, j, stop = place
         j = int32(j + 1)
         if j >= stop:
-            i = int32(i + 1)
-            if i >= tiles.end_i:
-                i, h = tiles.i, int32(h + 1)
-            if h >= tiles.end_h:
-                h, b = tiles.h, int32(b + 1)
-            b, h, i, j, stop, keys, q_start = seek(b, h, i, tiles, arrays, strides, sizes)
-        return Place(b, h, i, j, stop, keys, q_start)
+            unit, sequence, h, i, j, stop = seek(int32(unit + 1), tiles, arrays, strides, sizes)
+        return Place(unit, sequence, h, i, j, stop)
 
     @inlined
     def load_queries(place, smem, arrays, strides, sizes, thread):
         first_query = int64(place.i) * config.tile_m
-        left = int32(min(sizes.seqlen_q - first_query, config.tile_m))
-        q_global = memory.address(arrays.q, row_base(strides.q, place.b, place.h, first_query))
-        do_global = memory.address(arrays.do, row_base(strides.do, place.b, place.h, first_query))
+        left = int32(min(place.sequence.seqlen_q - first_query, config.tile_m))
+        q_global = memory.address(arrays.q, query_row(strides.q, place.sequence, place.h, first_query))
+        do_global = memory.address(arrays.do, query_row(strides.do, place.sequence, place.h, first_query))
         load_q(smem.q, q_global, 2 * strides.q[2], 0, left, config.head_dim, thread)
         load_do(smem.do, do_global, 2 * strides.do[2], 0, left, config.head_dim_v, thread)
 
     @inlined
     def load_keys(place, h_kv, smem, arrays, strides, thread):
         first_key = int64(place.j) * config.tile_n
-        left = int32(place.keys - first_key)
-        k_global = memory.address(arrays.k, row_base(strides.k, place.b, h_kv, first_key))
-        v_global = memory.address(arrays.v, row_base(strides.v, place.b, h_kv, first_key))
+        left = int32(place.sequence.keys - first_key)
+        k_global = memory.address(arrays.k, key_row(strides.k, place.sequence, h_kv, first_key))
+        v_global = memory.address(arrays.v, key_row(strides.v, place.sequence, h_kv, first_key))
         load_k(smem.k, k_global, 2 * strides.k[2], 0, left, config.head_dim, thread)
         load_v(smem.v, v_global, 2 * strides.v[2], 0, left, config.head_dim_v, thread)
 
@@ -140,9 +134,9 @@ def make(config):
     def load_next(place, before, smem, arrays, strides, sizes, thread):
         group = divide(sizes.heads, sizes.heads_kv)
         h_kv = divide(place.h, group)
-        if place.i != before.i or place.h != before.h or place.b != before.b:
+        if place.i != before.i or place.h != before.h or place.sequence.b != before.sequence.b:
             load_queries(place, smem, arrays, strides, sizes, thread)
-        if place.j != before.j or h_kv != divide(before.h, group) or place.b != before.b:
+        if place.j != before.j or h_kv != divide(before.h, group) or place.sequence.b != before.sequence.b:
             load_keys(place, h_kv, smem, arrays, strides, thread)
 
     @inlined

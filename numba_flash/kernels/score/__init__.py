@@ -7,12 +7,14 @@ Tensor-core kernels hold scores in fragments, where fragments.py composes the sa
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba import cuda
+from numba import cuda, int64
 
 from ..steps import elements
+from ..steps.inlined import inlined
 from . import alibi, bias, counts, mask, mask_mod, scale, score_mod, sinks, softcap
 
 STAGES = (scale, score_mod, softcap, alibi, bias)
@@ -25,17 +27,10 @@ OF_HEADS = {"alibi_slopes": alibi, "sinks": sinks}  # options of one number for 
 
 
 class At(NamedTuple):
-    """The place of a score: query q_index at position q_pos, and key k_index, whose position is its index."""
+    """The place of a score: query q_index at position q_pos, and key k_index, whose position is its index.
 
-    b: int
-    h: int
-    q_index: int
-    k_index: int
-    q_pos: int
-
-
-class Placed(NamedTuple):
-    """At, in a fragment. ahead: q_pos - k_index, computed so that all scores on a diagonal share the number."""
+    ahead: q_pos - k_index. In a fragment it is computed so that all scores on a diagonal share the number.
+    """
 
     b: int
     h: int
@@ -45,51 +40,50 @@ class Placed(NamedTuple):
     ahead: int
 
 
+@inlined
+def at_position(b, h, q_index, k_index, q_pos):
+    return At(b, h, q_index, k_index, q_pos, int64(q_pos) - int64(k_index))
+
+
+@inlined
+def at_key(query, k_index):
+    """The place of the score of a steps.sequence.Query and a key."""
+    return at_position(query.b, query.h, query.q_index, k_index, query.q_pos)
+
+
 class Score(NamedTuple):
-    """Device functions. `score`: the numbers of the kernel's parameter of this name."""
+    """Device functions. `score`: the numbers of the kernel's parameter of this name. needs_mask: whether mask_mod
+    removes some score of the tile (tile_walk.py)."""
 
     value: Callable[..., Any]  # (product, at, arrays, strides, score) -> the score
     with_derivative: Callable[..., Any]  # likewise -> (the score, its derivative by scale * product)
-    visible: Callable[..., Any]  # (at, arrays, strides) -> whether no mask removes the score
-    visible_in: Callable[
-        ..., Any
-    ]  # (at, asks, arrays, strides) -> the same, in a tile where mask_mod removes some: asks
-    count: Callable[..., Any]  # (at, arrays, sizes, score) -> how often its weight counts in the output
+    visible: Callable[..., Any]  # (at, needs_mask, arrays, strides) -> whether no mask removes the score
+    masked: Callable[..., Any]  # (product, query, k_index, needs_mask, arrays, strides, score) -> the score or -inf
+    dropout: Callable[..., Any]  # (at, arrays, sizes, score) -> 1, or with dropout 0 or 1 / (1 - dropout_p)
 
 
 @functools.cache
 def make(config: Any) -> Score:
     """The chain of one kernel, in its computing type."""
-    one = elements.COMPUTE_TYPES[config.dtype](1)
-    value, with_derivative, visible = _first(one)
-    for stage in STAGES:
-        made = stage.make(config)
-        if made is not None:
-            value = _then(value, made.value)
-            with_derivative = _then_with_derivative(with_derivative, made.value, made.with_derivative)
-    for stage in MASKS:
-        made = stage.make(config)
-        if made is not None:
-            visible = _and(visible, made)
-    visible_in, own = _in_any_tile(visible), mask_mod.make(config)
-    if own is not None:
-        visible, visible_in = _and(visible, own), _and_where_asked(visible, own)
-    return Score(value, with_derivative, visible, visible_in, counts.make(config))
+    minus_inf = elements.COMPUTE_TYPES[config.dtype](-math.inf)
+    (value, with_derivative), visible = _chain(config, STAGES), _visible(config)
+
+    @inlined
+    def masked(product, query, k_index, needs_mask, arrays, strides, score):
+        """The score of a steps.sequence.Query and a key, or -inf if the query does not see the key."""
+        at = at_key(query, k_index)
+        s = minus_inf
+        if query.first_key <= k_index and k_index < query.end_key and visible(at, needs_mask, arrays, strides):
+            s = value(product, at, arrays, strides, score)
+        return s
+
+    return Score(value, with_derivative, visible, masked, counts.make(config))
 
 
 def around_score_mod(config: Any) -> tuple[Any, Any]:
     """(value of the stages before score_mod, with_derivative of those after it), as in Score."""
-    value, behind, _ = _first(elements.COMPUTE_TYPES[config.dtype](1))
     at = STAGES.index(score_mod)
-    for stage in STAGES[:at]:
-        made = stage.make(config)
-        if made is not None:
-            value = _then(value, made.value)
-    for stage in STAGES[at + 1 :]:
-        made = stage.make(config)
-        if made is not None:
-            behind = _then_with_derivative(behind, made.value, made.with_derivative)
-    return value, behind
+    return _chain(config, STAGES[:at])[0], _chain(config, STAGES[at + 1 :])[1]
 
 
 def by_head(config: Any) -> Any:
@@ -101,20 +95,49 @@ def by_head(config: Any) -> Any:
     return next((stage.by_head for stage in made if stage.by_head is not None), None)
 
 
-def _first(one: Any) -> tuple[Any, Any, Any]:
+def _chain(config: Any, stages: Any) -> tuple[Any, Any]:
+    """(value, with_derivative) of these stages, as in Score."""
+    one = elements.COMPUTE_TYPES[config.dtype](1)
+
     @cuda.jit(device=True)
-    def value(product, at, arrays, strides, score):
+    def product_alone(product, at, arrays, strides, score):
         return product
 
     @cuda.jit(device=True)
-    def with_derivative(product, at, arrays, strides, score):
+    def with_one(product, at, arrays, strides, score):
         return product, one
 
+    value, with_derivative = product_alone, with_one
+    for stage in stages:
+        made = stage.make(config)
+        if made is not None:
+            value = _then(value, made.value)
+            with_derivative = _then_with_derivative(with_derivative, made.value, made.with_derivative)
+    return value, with_derivative
+
+
+def _visible(config: Any) -> Any:
     @cuda.jit(device=True)
-    def visible(at, arrays, strides):
+    def all_visible(at, needs_mask, arrays, strides):
         return True
 
-    return value, with_derivative, visible
+    visible = all_visible
+    for option in MASKS:
+        made = option.make(config)
+        if made is not None:
+            visible = _and(visible, made, False)
+    own = mask_mod.make(config)
+    return visible if own is None else _and(visible, own, True)
+
+
+def _and(before: Any, shown: Any, is_mask_mod: bool) -> Any:
+    @cuda.jit(device=True)
+    def visible(at, needs_mask, arrays, strides):
+        if is_mask_mod:
+            return before(at, needs_mask, arrays, strides) and (not needs_mask or shown(at, arrays, strides))
+        return before(at, needs_mask, arrays, strides) and shown(at, arrays, strides)
+
+    return visible
 
 
 def _then(before: Any, stage: Any) -> Any:
@@ -140,27 +163,3 @@ def _then_with_derivative(before: Any, stage: Any, stage_with_derivative: Any) -
         return s, derivative * own
 
     return constant if stage_with_derivative is None else varying
-
-
-def _and(before: Any, other: Any) -> Any:
-    @cuda.jit(device=True)
-    def visible(at, arrays, strides):
-        return before(at, arrays, strides) and other(at, arrays, strides)
-
-    return visible
-
-
-def _and_where_asked(before: Any, other: Any) -> Any:
-    @cuda.jit(device=True)
-    def visible(at, asks, arrays, strides):
-        return before(at, arrays, strides) and (not asks or other(at, arrays, strides))
-
-    return visible
-
-
-def _in_any_tile(visible: Any) -> Any:
-    @cuda.jit(device=True)
-    def in_any(at, asks, arrays, strides):
-        return visible(at, arrays, strides)
-
-    return in_any

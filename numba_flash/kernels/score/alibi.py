@@ -7,7 +7,8 @@ from numba import cuda
 from ..steps import elements
 from ..steps.inlined import inlined
 from ..steps.sequence import lse_row
-from .stage import FragmentStage, HeadGradient, Stage, exponent_unit
+from ..steps.units import exponent_unit
+from .stage import FragmentStage, HeadGradient, Stage
 
 
 def make(config: Any) -> Stage | None:
@@ -33,8 +34,8 @@ def head_gradient(config: Any) -> HeadGradient:
     store_element = elements.storer(config.given)
 
     @cuda.jit(device=True)
-    def of_row(b, h, q_index, arrays, strides, sizes):
-        return arrays.row_shares[lse_row(b, h, q_index, sizes)]
+    def of_row(sequence, h, q_index, arrays, strides, sizes):
+        return arrays.row_shares[lse_row(sequence, h, q_index, sizes)]
 
     @cuda.jit(device=True)
     def store(total, b, h, arrays, strides):

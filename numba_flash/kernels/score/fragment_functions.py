@@ -13,17 +13,18 @@ from numba import int32, int64, uint32
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.repeated import repeated
-from . import Placed, user
+from . import At, user
 
 
 class FragmentFunctions(NamedTuple):
+    """Device functions. acc_s <- score_mod of scale * acc_s, for scores that count; mask_bits <- without what mask_mod
+    removes. needs_mask: whether mask_mod removes something of this tile (tile_walk.py)."""
+
     present: bool
     every_tile: bool  # whether there is work also where mask_mod decides nothing
-    apply: Callable[..., Any]  # to a tile
-    apply_inside: Callable[..., Any]  # to a tile whose keys all rows see, except for what mask_mod removes
-    apply_alone: Callable[
-        ..., Any
-    ]  # to one score: (product, at, arrays, strides, score) -> (product, whether it counts)
+    place_of: Callable[..., Any]  # -> LaneScores
+    apply: Callable[..., Any]  # (acc_s, mask_bits, LaneScores, needs_mask, arrays, strides, score)
+    apply_inside: Callable[..., Any]  # likewise, for a tile whose keys all rows see, except for what mask_mod removes
 
 
 class LaneScores(NamedTuple):
@@ -43,40 +44,11 @@ class LaneScores(NamedTuple):
 def make(config: Any, strips: int = 1) -> FragmentFunctions:
     """A tile of config.tile_n columns, of which a warp has `strips` strips of 16 rows."""
     has_score_mod, has_mask_mod = config.has("score_mod"), config.has("mask_mod")
-    group, tile_n = config.group_size, config.tile_n
-    shared, blocks = group > 1, tile_n // 8  # shared: a tile has the queries of several heads
-    words = -(-blocks // 16)
+    shared, blocks = config.group_size > 1, config.tile_n // 8  # shared: a tile has the queries of several heads
+    words, changed = -(-blocks // 16), user.both(config, False)
 
     @inlined
-    def unchanged(s, at, arrays, strides):
-        return s
-
-    @inlined
-    def all_visible(at, arrays, strides):
-        return True
-
-    value = user.make(config, "score_mod", placed=True) if has_score_mod else unchanged
-    visible = user.make(config, "mask_mod", placed=True) if has_mask_mod else all_visible
-
-    @inlined
-    def applied(product, at, asks, arrays, strides, score):
-        seen = True
-        if has_mask_mod:
-            if asks:
-                seen = visible(at, arrays, strides)
-        if has_score_mod:
-            if seen:
-                product = value(product * score.scale, at, arrays, strides)
-        return product, seen
-
-    @inlined
-    def apply_alone(product, at, arrays, strides, score):
-        head, query, key = int32(at.h), int32(at.q_index), int32(at.k_index)  # as in a tile, so compiled once
-        placed = Placed(at.b, head, query, key, at.q_pos, at.q_pos - at.k_index)
-        return applied(product, placed, TRUE, arrays, strides, score)
-
-    @inlined
-    def block(n, acc_s, mask_bits, place, inside, asks, arrays, strides, score):
+    def block(n, acc_s, mask_bits, place, inside, needs_mask, arrays, strides, score):
         """Block n of 8 columns. inside: all scores count; no branch surrounds a score, so they are computed side by
         side."""
         # The inner loop goes over rows: with columns inside, the compiler would keep the positions of all columns.
@@ -88,68 +60,44 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
                     row = int32(place.first_row + r * 8)
                     if shared:  # inside, a row may not exist
                         row = min(row, place.last_row)
-                    query = int32(uint32(row) // uint32(group))
-                    q_pos, head = int64(place.tile_pos + query), int32(place.h + row - query * group)
+                    query = int32(uint32(row) // uint32(config.group_size))
+                    q_pos, head = int64(place.tile_pos + query), int32(place.h + row - query * config.group_size)
                     ahead = q_pos - k_pos if shared else place.ahead + (r * 8 - n * 8 - i)
-                    at = Placed(place.b, head, int32(place.first_query + query), k_pos, q_pos, ahead)
-                    acc_s[index], seen = applied(acc_s[index], at, asks, arrays, strides, score)
+                    at = At(place.b, head, int32(place.first_query + query), k_pos, q_pos, ahead)
+                    acc_s[index], _, seen = changed(acc_s[index], at, needs_mask, arrays, strides, score)
                     if has_mask_mod:
                         if not seen:
                             mask_bits[word] &= ~bit
 
     # Without functions there is nothing to compile.
-    present = has_score_mod or has_mask_mod
+    present = user.present(config)
     every_block = repeated(block, blocks if present else 0)
 
     @inlined
     def place_of(j, b, h, first_row, lane, first_query, tile_pos, queries_left):
-        first, first_key = int32(first_row + first_row_of(lane)), int32(j * tile_n + first_column_of(lane))
-        last, ahead = int32(queries_left * group - 1), int64(tile_pos + first - first_key)
+        """Of key tile j. first_row: the warp's, in the query tile, which begins with first_query at position tile_pos
+        and has queries_left queries; h: the head of its first row."""
+        first, first_key = int32(first_row + first_row_of(lane)), int32(j * config.tile_n + first_column_of(lane))
+        last, ahead = int32(queries_left * config.group_size - 1), int64(tile_pos + first - first_key)
         return LaneScores(b, h, first, last, first_query, first_key, tile_pos, ahead)
 
     @inlined
-    def apply(
-        acc_s, mask_bits, j, b, h, first_row, lane, first_query, tile_pos, queries_left, asks, arrays, strides, score
-    ):
-        """acc_s <- score_mod of scale * acc_s, for scores that count; mask_bits <- without what mask_mod removes.
-
-        asks: whether mask_mod removes something of this tile (tile_walk.py). first_row: the warp's, in the query tile,
-        which begins with first_query at position tile_pos; h: the head of its first row.
-        """
-        place = place_of(j, b, h, first_row, lane, first_query, tile_pos, queries_left)
+    def apply(acc_s, mask_bits, place, needs_mask, arrays, strides, score):
         for r in range(2 * strips):
-            if int32(uint32(place.first_row + r * 8) // uint32(group)) >= queries_left:  # a row that does not exist
+            if place.first_row + r * 8 > place.last_row:  # a row that does not exist
                 for word in range(words):
                     mask_bits[r * words + word] = uint32(0)
-        every_block(acc_s, mask_bits, place, FALSE, asks, arrays, strides, score)
+        every_block(acc_s, mask_bits, place, FALSE, needs_mask, arrays, strides, score)
 
     @inlined
-    def apply_inside(
-        acc_s, mask_bits, j, b, h, first_row, lane, first_query, tile_pos, queries_left, asks, arrays, strides, score
-    ):
-        """Likewise for a tile in which every row exists and sees every key, apart from mask_mod. If the tile has
-        several heads' queries, functions are called with the last row that exists in place of those that do not."""
-        if has_score_mod and asks:  # score_mod only for scores that mask_mod leaves
-            apply(
-                acc_s,
-                mask_bits,
-                j,
-                b,
-                h,
-                first_row,
-                lane,
-                first_query,
-                tile_pos,
-                queries_left,
-                asks,
-                arrays,
-                strides,
-                score,
-            )
+    def apply_inside(acc_s, mask_bits, place, needs_mask, arrays, strides, score):
+        """If the tile has several heads' queries, functions are called with the last row that exists in place of those
+        that do not."""
+        if has_score_mod and needs_mask:  # score_mod only for scores that mask_mod leaves
+            apply(acc_s, mask_bits, place, needs_mask, arrays, strides, score)
         else:
-            place = place_of(j, b, h, first_row, lane, first_query, tile_pos, queries_left)
             # Without a score_mod this is called where mask_mod decides.
             alone = FALSE if has_score_mod else TRUE
             every_block(acc_s, mask_bits, place, TRUE, alone, arrays, strides, score)
 
-    return FragmentFunctions(present, has_score_mod, apply, apply_inside, apply_alone)
+    return FragmentFunctions(present, has_score_mod, place_of, apply, apply_inside)

@@ -19,8 +19,9 @@ from ...ptx import minmax
 from ..steps import elements, numbers
 from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of
+from ..steps.units import LOG2_E, exponent_unit
 from . import STAGES, reads
-from .stage import LOG2_E, FragmentAt, exponent_unit
+from .stage import FragmentAt
 
 
 class Chain(NamedTuple):

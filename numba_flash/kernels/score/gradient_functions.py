@@ -1,5 +1,5 @@
 """Applies the caller's own functions in a backward: to a tile of S and of dP - delta in a warp's accumulators, in the
-layout of fragments.py, and to a single score.
+layout of fragments.py.
 
 It does what fragment_functions.py does for O, and also applies the derivative of score_mod: dS = P * (dP - delta) *
 derivative. dP - delta is ready when the functions are called, so it is multiplied by the derivative at once, and no
@@ -14,59 +14,11 @@ from typing import Any
 
 from numba import int32, uint32
 
-from ..steps import numbers
 from ..steps.inlined import inlined
 from ..steps.repeated import repeated
-from . import At, Placed, user
+from . import At, at_position, user
 
-
-@functools.cache
-def alone(config: Any, derivative: bool) -> Any:
-    """-> ask(product, at, asks, arrays, strides, score), a device function: (product, slope, whether it counts). With a
-    score_mod, product is its result for scale * product. slope: its derivative, or 1 if none is asked for. asks:
-    whether mask_mod decides here (tile_walk.py)."""
-    has_score_mod, has_mask_mod = config.has("score_mod"), config.has("mask_mod")
-    one = numbers.of(config.compute_dtype).real(1)
-
-    @inlined
-    def unchanged(s, at, arrays, strides):
-        return s, one
-
-    @inlined
-    def all_visible(at, arrays, strides):
-        return True
-
-    with_slope = unchanged
-    if has_score_mod:
-        made = user.make(config, "score_mod", derivative)
-        with_slope = made if derivative else _with_one(made, one)
-    visible = user.make(config, "mask_mod") if has_mask_mod else all_visible
-
-    @inlined
-    def ask(product, at, asks, arrays, strides, score):
-        seen, slope = True, one
-        if has_mask_mod:
-            if asks:
-                seen = visible(at, arrays, strides)
-        if has_score_mod:
-            if seen:
-                product, slope = with_slope(product * score.scale, at, arrays, strides)
-        return product, slope, seen
-
-    return ask
-
-
-def _with_one(value: Any, one: Any) -> Any:
-    @inlined
-    def with_one(s, at, arrays, strides):
-        return value(s, at, arrays, strides), one
-
-    return with_one
-
-
-def present(config: Any) -> bool:
-    """Whether the problem has a score_mod or mask_mod."""
-    return config.has("score_mod") or config.has("mask_mod")
+present = user.present
 
 
 @functools.cache
@@ -77,9 +29,8 @@ def on_fragments(config: Any, strips: int, columns: int, of_keys: bool, derivati
     acc_dp times its derivative. shown_bits <- without what mask_mod removes. first_query, first_key: the lane's, of a
     head; query 0 is at position q_start. derivative: dS is computed; otherwise acc_dp does not change.
     """
-    blocks, has_mask_mod = columns // 8, config.has("mask_mod")
+    blocks, has_mask_mod, apply = columns // 8, config.has("mask_mod"), user.both(config, derivative)
     scales_dp = derivative and config.has("score_mod")
-    ask = alone(config, derivative)
 
     @inlined
     def block(n, acc_s, acc_dp, shown_bits, b, h, first_query, q_start, first_key, asks, arrays, strides, score):
@@ -92,22 +43,22 @@ def on_fragments(config: Any, strips: int, columns: int, of_keys: bool, derivati
                 if shown_bits[r] & bit != 0:
                     query = int32(first_query + (column if of_keys else r * 8))
                     key = int32(first_key + (r * 8 if of_keys else column))
-                    at = At(b, h, query, key, q_start + query)
-                    acc_s[place], slope, seen = ask(acc_s[place], at, asks, arrays, strides, score)
+                    at = at_position(b, h, query, key, q_start + query)
+                    acc_s[place], slope, seen = apply(acc_s[place], at, asks, arrays, strides, score)
                     if scales_dp:
                         acc_dp[place] *= slope
                     if has_mask_mod:
                         if not seen:
                             shown_bits[r] &= ~bit
 
-    return repeated(block, blocks if present(config) else 0)
+    return repeated(block, blocks if user.present(config) else 0)
 
 
 @functools.cache
 def of_bits(config: Any, columns: int, of_keys: bool) -> Any:
     """-> ask, a device function: mask_mod alone, on a strip of 16 rows of a tile of `columns` columns. It needs no
     score, so it can run during S."""
-    visible = user.make(config, "mask_mod", placed=True) if config.has("mask_mod") else None
+    visible = user.make(config, "mask_mod") if config.has("mask_mod") else None
     way = 1 if of_keys else -1  # way: 1 if columns are queries
 
     def one_block(inside: bool) -> Any:
@@ -123,7 +74,7 @@ def of_bits(config: Any, columns: int, of_keys: bool) -> Any:
                         query = int32(first_query + (column if of_keys else r * 8))
                         key = int32(first_key + (r * 8 if of_keys else column))
                         ahead = q_start + first_query - first_key + way * (column - r * 8)
-                        if not visible(Placed(b, h, query, key, q_start + query, ahead), arrays, strides):
+                        if not visible(At(b, h, query, key, q_start + query, ahead), arrays, strides):
                             shown_bits[r] &= ~bit
 
         return block

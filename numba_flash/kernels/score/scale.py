@@ -6,7 +6,8 @@ from numba import cuda
 
 from ..steps import elements
 from ..steps.inlined import inlined
-from .stage import FragmentStage, Stage, exponent_unit
+from ..steps.units import exponent_unit
+from .stage import FragmentStage, Stage
 
 
 def make(config: Any) -> Stage:

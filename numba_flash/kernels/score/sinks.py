@@ -36,14 +36,14 @@ def head_gradient(config: Any) -> HeadGradient:
     delta_of, minus_inf = lse_delta.delta_of_row(config), compute(-math.inf)
 
     @cuda.jit(device=True)
-    def of_row(b, h, q_index, arrays, strides, sizes):
-        lse = arrays.lse[lse_row(b, h, q_index, sizes)]
+    def of_row(sequence, h, q_index, arrays, strides, sizes):
+        lse = arrays.lse[lse_row(sequence, h, q_index, sizes)]
         weight = compute(0)
         if lse != minus_inf:  # otherwise neither the row nor its sink has a weight
-            exponent = load(arrays.sinks, b * strides.sinks[0] + h * strides.sinks[1]) - lse
+            exponent = load(arrays.sinks, sequence.b * strides.sinks[0] + h * strides.sinks[1]) - lse
             weight = math.exp(compute(0) if exponent > compute(0) else exponent)  # above 0 is the rounding of lse
         if weight != 0:
-            return -weight * delta_of(b, h, q_index, arrays, sizes)
+            return -weight * delta_of(sequence, h, q_index, arrays, sizes)
         return compute(0)
 
     @cuda.jit(device=True)

@@ -9,7 +9,8 @@ from ...functions.quick import SMALL
 from ...ptx import approx
 from ..steps import elements
 from ..steps.inlined import inlined
-from .stage import LOG2_E, FragmentStage, Stage, exponent_unit
+from ..steps.units import LOG2_E, exponent_unit
+from .stage import FragmentStage, Stage
 
 
 def make(config: Any) -> Stage | None:

@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-LOG2_E = 1.4426950408889634
-
 
 class HeadGradient(NamedTuple):
     """The gradient of an option that is one number for each head."""
 
-    of_row: Callable[..., Any]  # (b, h, q_index, arrays, strides, sizes) -> the row's term
+    of_row: Callable[..., Any]  # (sequence, h, q_index, arrays, strides, sizes) -> the row's term
     store: Callable[..., Any]  # (the sum, b, h, arrays, strides)
 
 
@@ -19,15 +17,6 @@ class Stage(NamedTuple):
     value: Callable[..., Any]  # (s, at, arrays, strides, score) -> the next s
     with_derivative: Callable[..., Any] | None = None  # likewise -> (the next s, its derivative by s); None: 1
     by_head: Callable[..., Any] | None = None  # (at) -> the derivative of the next s by the option's number of the head
-
-
-def exponent_unit(config: Any) -> float:
-    """The unit of scores in fragments: log2(e), in which the exponential of a score is 2^score, or 1.
-
-    With a bias the unit is natural: the bias may be as large as float32 allows, so that log2(e) times it would
-    overflow, or so large that rounding log2(e) times it would matter.
-    """
-    return 1.0 if config.has("bias") else LOG2_E
 
 
 class FragmentAt(NamedTuple):

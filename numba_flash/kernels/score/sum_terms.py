@@ -15,8 +15,8 @@ from numba import cuda
 
 from ..steps import elements
 from ..steps.inlined import inlined
+from ..steps.units import exponent_unit
 from . import TERMS
-from .stage import exponent_unit
 
 
 @functools.cache

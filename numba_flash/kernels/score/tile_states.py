@@ -20,18 +20,18 @@ from numba import cuda, int32, uint32
 
 from ...abi.parameters import STATES_IN_WORD
 from ...ptx import special, vote
+from ..steps import sequence
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import row_keys
-from ..steps.sequence import key_range
-from . import At, mask, positions, tile_walk, user
+from . import at_position, mask, tile_walk, user
 
 
 def make(config):
     queries, tile_n, heads, of_keys = config.tile
     own_rows = config.tile.own
     warps = config.threads // 32
-    keys_and_start, states_of = positions.make(config), tile_walk.states_of(config)
+    sequence_of, states_of = sequence.make(config), tile_walk.states_of(config)
     visible, has_mask = user.make(config, "mask_mod"), config.has("mask")
     shown_by_mask = mask.make(config)
 
@@ -41,7 +41,7 @@ def make(config):
         the query."""
         seen, hidden = uint32(0), uint32(0)
         for key in range(first + lane, end, 32):
-            here = At(at.b, at.h, at.q_index, int32(key), at.q_pos)
+            here = at_position(at.b, at.h, at.q_index, int32(key), at.q_pos)
             counts = True
             if has_mask:
                 counts = shown_by_mask(here, arrays, strides)
@@ -55,7 +55,7 @@ def make(config):
     @inlined
     def look_at_tile(j, b, h, members, first_query, end_query, lane, arrays, strides, sizes):
         """Likewise for key tile j and the queries [first_query, end_query) of `members` heads from h on."""
-        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        keys, q_start = sequence_of(b, arrays, strides, sizes)[2:]
         seen, hidden = uint32(0), uint32(0)
         member = int32(0)
         while member < members:
@@ -63,7 +63,7 @@ def make(config):
             while query < end_query:
                 first, end = row_keys(query + q_start, sizes.left, sizes.right, keys)
                 first, end = int32(max(first, j * tile_n)), int32(min(end, (j + 1) * tile_n))
-                at = At(b, int32(h + member), query, int32(0), query + q_start)
+                at = at_position(b, int32(h + member), query, int32(0), query + q_start)
                 some_seen, some_hidden = look_at_row(at, first, end, lane, arrays, strides)
                 seen, hidden = seen | some_seen, hidden | some_hidden
                 query = int32(query + 1)
@@ -75,8 +75,8 @@ def make(config):
     @inlined
     def is_visited(j, b, first_query, end_query, arrays, strides, sizes):
         """Whether a kernel visits the tile; it does not ask about other tiles."""
-        keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        begin, _, _, end = key_range(first_query + q_start, end_query - 1 + q_start, keys, sizes, tile_n)
+        own = sequence_of(b, arrays, strides, sizes)
+        begin, _, _, end = sequence.key_range(own, first_query, end_query - 1, sizes, tile_n)
         return begin <= j and j < end
 
     @cuda.jit

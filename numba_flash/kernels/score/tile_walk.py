@@ -40,14 +40,14 @@ class TileWalk(NamedTuple):
 
     present: bool
     row: Callable[..., Any]  # (b, h, the own tile's first row, arrays, strides) -> row
-    ends: Callable[..., Any]  # (row, begin, stop, arrays, strides) -> [begin, stop) without empty tiles at its ends
-    behind: Callable[
+    trim: Callable[..., Any]  # (row, begin, stop, arrays, strides) -> [begin, stop) without empty tiles at its ends
+    next_tile: Callable[
         ..., Any
     ]  # (row, j, begin, arrays, strides) -> the next tile after j; one before begin if none is left
     last: Callable[..., Any]  # (row, j, begin, arrays, strides) -> the last tile of [begin, j] that is not empty
     first: Callable[..., Any]  # (row, j, stop, arrays, strides) -> the first one of [j, stop)
-    shows: Callable[..., Any]  # (row, j, arrays, strides) -> whether something is seen in tile j
-    asks: Callable[..., Any]  # (row, j, arrays, strides) -> whether mask_mod decides there
+    is_nonempty: Callable[..., Any]  # (row, j, arrays, strides) -> whether something is seen in tile j
+    needs_mask: Callable[..., Any]  # (row, j, arrays, strides) -> whether mask_mod decides there
 
 
 @functools.cache
@@ -80,14 +80,14 @@ def make(config: Any, whole_warp: bool = False) -> TileWalk:
         return int32((number << SHIFT) + highest(word))
 
     @inlined
-    def behind(row, j, begin, arrays, strides):
+    def next_tile(row, j, begin, arrays, strides):
         found = int32(begin - 1)
         if j > begin:  # in `begin` something is seen, so the loop ends there
             found = last_up_to(row, int32(j - 1), arrays, strides)
         return found
 
     @inlined
-    def ends(row, begin, stop, arrays, strides):
+    def trim(row, begin, stop, arrays, strides):
         first, last = int32(stop), int32(begin - 1)
         number = int32(begin >> SHIFT)
         while number << SHIFT < stop:
@@ -123,16 +123,16 @@ def make(config: Any, whole_warp: bool = False) -> TileWalk:
         return found
 
     @inlined
-    def shows(row, j, arrays, strides):
+    def is_nonempty(row, j, arrays, strides):
         word = word_of(row, int32(j >> SHIFT), arrays, strides)
         return (word >> uint32(j & LAST)) & uint32(1) != 0
 
     @inlined
-    def asks(row, j, arrays, strides):
+    def needs_mask(row, j, arrays, strides):
         word = word_of(row, int32(j >> SHIFT), arrays, strides)
         return (word >> uint32(STATES_IN_WORD + (j & LAST))) & uint32(1) != 0
 
-    return TileWalk(True, row, ends, behind, last, first, shows, asks)
+    return TileWalk(True, row, trim, next_tile, last, first, is_nonempty, needs_mask)
 
 
 @inlined

@@ -2,9 +2,10 @@
 
 make(config, option, derivative) -> call(before, at, arrays, strides). `before` is (the score,) for a score_mod and ()
 for a mask_mod. With a derivative, call returns (score, derivative by the score before); otherwise the score or the
-truth. placed: at is a Placed, otherwise an At.
+truth. at: an At.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,44 @@ from numba import cuda, int64
 
 from ...dtypes import ITEM_SIZE
 from ...ptx import local
+from ..steps import elements
 from ..steps.inlined import inlined
 
 
-def make(config: Any, option: str, derivative: bool = False, placed: bool = False) -> Any:
-    if numba_config.ENABLE_CUDASIM:
-        return _simulated(config, option, derivative)
-    return _compiled(config, option, derivative, placed)
+def make(config: Any, option: str, derivative: bool = False) -> Any:
+    return (_simulated if numba_config.ENABLE_CUDASIM else _compiled)(config, option, derivative)
+
+
+def present(config: Any) -> bool:
+    """Whether the problem has a score_mod or mask_mod."""
+    return config.has("score_mod") or config.has("mask_mod")
+
+
+@functools.cache
+def both(config: Any, derivative: bool) -> Any:
+    """Both functions on one score: apply(product, at, needs_mask, arrays, strides, score) -> (product, slope, whether
+    it counts). With a score_mod, product is its result for scale * product. slope: its derivative, or 1 without
+    `derivative`. needs_mask: whether mask_mod decides here (tile_walk.py)."""
+    has_score_mod, has_mask_mod = config.has("score_mod"), config.has("mask_mod")
+    one = elements.COMPUTE_TYPES[config.dtype](1)
+    changed = make(config, "score_mod", derivative) if has_score_mod else None
+    visible = make(config, "mask_mod") if has_mask_mod else None
+
+    @inlined
+    def apply(product, at, needs_mask, arrays, strides, score):
+        seen, slope = True, one
+        if has_mask_mod:
+            if needs_mask:
+                seen = visible(at, arrays, strides)
+        if has_score_mod:
+            if seen:
+                if derivative:
+                    product, slope = changed(product * score.scale, at, arrays, strides)
+                else:
+                    product = changed(product * score.scale, at, arrays, strides)
+        return product, slope, seen
+
+    return apply
 
 
 def _base(config: Any, option: str) -> str:
@@ -29,19 +61,15 @@ def _base(config: Any, option: str) -> str:
     return "for 16 bits" if quick else config.compute_dtype
 
 
-def _positions(config: Any, option: str, base: str, placed: bool) -> tuple[Any, Any]:
+def _positions(config: Any, option: str, base: str) -> tuple[Any, Any]:
     """-> (row(at), where(at)): the integer arguments of a function; row: that of q, if it asks for it."""
     from ...functions import compiled
 
     whole, (query, key) = compiled.as_number("whole", base, config.narrow), compiled.as_positions(base, config.narrow)
 
     @inlined
-    def of_placed(at):
+    def where(at):
         return whole(at.b), whole(at.h), query(at.q_pos, at.ahead), key(at.k_index)
-
-    @inlined
-    def of_at(at):
-        return whole(at.b), whole(at.h), query(at.q_pos, int64(at.q_pos) - int64(at.k_index)), key(at.k_index)
 
     @inlined
     def no_row(at):
@@ -51,15 +79,15 @@ def _positions(config: Any, option: str, base: str, placed: bool) -> tuple[Any, 
     def row(at):
         return (whole(at.q_index),)
 
-    return row if config.function(option).asks_row else no_row, of_placed if placed else of_at
+    return row if config.function(option).asks_row else no_row, where
 
 
-def _compiled(config: Any, option: str, derivative: bool, placed: bool) -> Any:
+def _compiled(config: Any, option: str, derivative: bool) -> Any:
     from ...functions import compiled
 
     function, base = config.function(option), _base(config, option)
     call = inlined(function.build(compiled.stand_ins(base), inlined))
-    (row, where), tables = _positions(config, option, base, placed), _tables(config, base)
+    (row, where), tables = _positions(config, option, base), _tables(config, base)
     if option == "mask_mod":
         truth = compiled.truth_of(option, function)
 
@@ -101,7 +129,7 @@ def _compiled_recorded(config: Any) -> Any:
 
     function, base, count = config.function("score_mod"), _base(config, "score_mod"), len(config.aux)
     call = inlined(function.build(compiled.stand_ins(base), inlined))
-    row, where = _positions(config, "score_mod", base, placed=False)
+    row, where = _positions(config, "score_mod", base)
     number = compiled.as_number("real", base)
     result, slope = (make("score_mod", base, function) for make in (compiled.result, compiled.derivative))
     reads = compiled.READS
@@ -203,7 +231,7 @@ def _simulated(config: Any, option: str, derivative: bool) -> Any:
 
     def where(at):
         # Compiled functions use `ahead`, Python's use both positions: they must agree.
-        assert getattr(at, "ahead", at.q_pos - at.k_index) == at.q_pos - at.k_index, f"ahead is wrong: {at}"
+        assert at.ahead == at.q_pos - at.k_index, f"ahead is wrong: {at}"
         return at.b, at.h, at.q_pos, at.k_index, at.q_index
 
     @cuda.jit(device=True)

@@ -16,8 +16,7 @@ from numba import cuda, uint32
 
 from ...ptx import shared
 from ..steps import elements, lse_delta
-from ..steps.sequence import lse_row
-from ..steps.tiles import row_base
+from ..steps.sequence import lse_row, queries_of, query_row
 
 
 def make(config):
@@ -32,13 +31,14 @@ def make(config):
         tiles = (seqlen_q + config.rows - 1) // config.rows
         b = cuda.blockIdx.x // (heads * tiles)
         h = cuda.blockIdx.x // tiles % heads
+        sequence = queries_of(b, arrays, strides, sizes)
         lane = thread % config.lanes
         q_index = cuda.blockIdx.x % tiles * config.rows + thread // config.lanes
         parts = shared.pointer(cuda.shared.array(0, compute), 0)  # (rows, lanes)
 
         part = compute(0)  # listing 6, line 1
         if q_index < seqlen_q:
-            do_base, o_base = row_base(strides.do, b, h, q_index), row_base(strides.o, b, h, q_index)
+            do_base, o_base = query_row(strides.do, sequence, h, q_index), query_row(strides.o, sequence, h, q_index)
             for x in range(lane, config.head_dim_v, config.lanes):
                 part += product(load(arrays.do, do_base + x * strides.do[3]), load(arrays.o, o_base + x * strides.o[3]))
         parts[thread] = part
@@ -48,8 +48,8 @@ def make(config):
             for other in range(config.lanes):
                 total += parts[thread + other]
             if config.has_dlse:  # line 2
-                total -= arrays.dlse[row_base(strides.dlse, b, h, q_index)]
-            arrays.delta[lse_row(b, h, q_index, sizes)] = total
+                total -= arrays.dlse[query_row(strides.dlse, sequence, h, q_index)]
+            arrays.delta[lse_row(sequence, h, q_index, sizes)] = total
             if turns_of:
                 if q_index % turns_of == 0:
                     m_tiles = (seqlen_q + turns_of - 1) // turns_of

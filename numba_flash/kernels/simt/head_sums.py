@@ -12,6 +12,7 @@ from numba import cuda
 from ...ptx import shared
 from ..score import OF_HEADS
 from ..steps import elements
+from ..steps.sequence import queries_of
 
 
 def make(config):
@@ -28,8 +29,9 @@ def make(config):
         parts = shared.pointer(cuda.shared.array(0, compute), 0)  # (threads,)
         part = compute(0)
         for b in range(own_b, end_b):
+            sequence = queries_of(b, arrays, strides, sizes)
             for q_index in range(thread, seqlen_q, config.threads):
-                part += of_row(b, h, q_index, arrays, strides, sizes)
+                part += of_row(sequence, h, q_index, arrays, strides, sizes)
         parts[thread] = part
         half = config.threads // 2
         while half:

@@ -19,40 +19,31 @@ import math
 from numba import cuda
 
 from ...ptx import shared
-from .. import score
-from ..score import At, positions, sum_terms, tile_walk
-from ..steps import elements, tiles
-from ..steps.plain import row_keys
-from ..steps.sequence import key_range, lse_row
-from ..steps.tiles import row_base
+from ..score import at_key, sum_terms, tile_walk
+from ..score import make as make_score
+from ..steps import elements, sequence, tiles
+from ..steps.sequence import key_range, lse_row, query_of, query_row
 
 
 def make(config):
-    plan = config.shared_layout()
+    plan, compute = config.shared_layout(), elements.COMPUTE_TYPES[config.dtype]
     q_row, s_row = config.k_row + config.pad, config.tile_n + config.pad
-    compute = elements.COMPUTE_TYPES[config.dtype]
-    load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
-    load_q = tiles.loader(load, compute(0), config.tile_m, q_row, config.head_dim)
-    load_k = tiles.loader(load, compute(0), config.tile_n, config.k_row, config.head_dim)
-    load_v = tiles.loader(load, compute(0), config.tile_n, config.v_row, config.head_dim_v)
-    keys_and_start = positions.make(config)
-    made = score.make(config)
-    score_value, visible, count = made.value, made.visible_in, made.count
-    walk = tile_walk.make(config)
-    row_start = sum_terms.start(config)
-    minus_inf = compute(-math.inf)
+    load_q = tiles.query_loader(config, q_row, config.head_dim)
+    load_k = tiles.key_loader(config, config.k_row, config.head_dim)
+    load_v = tiles.key_loader(config, config.v_row, config.head_dim_v)
+    store, minus_inf = elements.storer(config.dtype), compute(-math.inf)
+    sequence_of, scores = sequence.make(config), make_score(config)
+    first_m_and_l, walk = sum_terms.start(config), tile_walk.make(config)
 
     @cuda.jit
     def flash_attention_v1(arrays, strides, sizes, score):
-        heads, seqlen_q, left, right = sizes.heads, sizes.seqlen_q, sizes.left, sizes.right
         acc_o, row_sum, row_max = arrays.acc_o, arrays.row_sum, arrays.row_max
         thread = cuda.threadIdx.x
-        b = cuda.blockIdx.x // heads
-        h = cuda.blockIdx.x % heads
-        h_kv = h // (heads // sizes.heads_kv)
-        keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        m_tiles = (seqlen_q + config.tile_m - 1) // config.tile_m
-        lm_base = lse_row(b, h, 0, sizes)  # of l, m, lse, and times head_dim_v of acc_o
+        h = cuda.blockIdx.x % sizes.heads
+        h_kv = h // (sizes.heads // sizes.heads_kv)
+        sequence = sequence_of(cuda.blockIdx.x // sizes.heads, arrays, strides, sizes)
+        m_tiles = (sequence.seqlen_q + config.tile_m - 1) // config.tile_m
+        lm_base = lse_row(sequence, h, 0, sizes)  # of l, m, lse, and times head_dim_v of acc_o
 
         smem = cuda.shared.array(0, compute)
         q_smem = shared.pointer(smem, plan.q)  # (tile_m, q_row)
@@ -61,54 +52,39 @@ def make(config):
         s_smem = shared.pointer(smem, plan.s)  # (tile_m, s_row)
         q_k, s_k = thread * q_row, thread * s_row  # where row k begins in Q_i and S
 
-        # listing 4, line 1: l = 0, m = -inf, O = 0; a term of l that is no key's comes first
-        for q_index in range(thread, seqlen_q, config.tile_m):
-            row_max[lm_base + q_index], row_sum[lm_base + q_index] = row_start(b, h, arrays, strides)
+        # listing 4, line 1: l = 0, m = -inf, O = 0; a sink comes first
+        for q_index in range(thread, sequence.seqlen_q, config.tile_m):
+            row_max[lm_base + q_index], row_sum[lm_base + q_index] = first_m_and_l(sequence.b, h, arrays, strides)
             for x in range(config.head_dim_v):
                 acc_o[(lm_base + q_index) * config.head_dim_v + x] = compute(0)
 
         # line 2: the tiles that some query sees
-        begin, _, _, end = key_range(q_start, seqlen_q - 1 + q_start, keys, sizes, config.tile_n)
+        begin, _, _, end = key_range(sequence, 0, sequence.seqlen_q - 1, sizes, config.tile_n)
         for j in range(begin, end):
-            cuda.syncthreads()  # everyone is done with the tiles before
-            # line 3: load K_j, V_j
+            cuda.syncthreads()  # line 3: everyone is done with the tiles before
             first_y = j * config.tile_n
-            k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
-            load_k(k_smem, arrays.k, k_base, strides.k, keys - first_y, thread, config.tile_m)
-            load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, config.tile_m)
+            load_k(k_smem, arrays.k, strides.k, sequence, h_kv, first_y, thread)
+            load_v(v_smem, arrays.v, strides.v, sequence, h_kv, first_y, thread)
             for i in range(m_tiles):  # line 4
                 first_row = i * config.tile_m
-                states = walk.row(b, h, first_row, arrays, strides)
-                if not walk.shows(states, j, arrays, strides):  # a mask_mod shows nothing of K_j to Q_i
+                mask_row = walk.row(sequence.b, h, first_row, arrays, strides)
+                if not walk.is_nonempty(mask_row, j, arrays, strides):  # mask_mod removes all of the tile
                     continue
-                asks = walk.asks(states, j, arrays, strides)  # whether mask_mod hides some of it
-                cuda.syncthreads()  # everyone is done with the Q tile before; K_j and V_j are there
-                # line 5: load Q_i
-                load_q(
-                    q_smem,
-                    arrays.q,
-                    row_base(strides.q, b, h, first_row),
-                    strides.q,
-                    seqlen_q - first_row,
-                    thread,
-                    config.tile_m,
-                )
+                needs_mask = walk.needs_mask(mask_row, j, arrays, strides)
+                cuda.syncthreads()  # line 5: everyone is done with the Q tile before; K_j and V_j are there
+                load_q(q_smem, arrays.q, strides.q, sequence, h, first_row, thread)
                 cuda.syncthreads()
                 q_index = first_row + thread  # line 6: thread k has row k, query n
-                q_pos = q_index + q_start
-                first_key, end_key = row_keys(q_pos, left, right, keys)
-                if q_index < seqlen_q and first_key < first_y + config.tile_n and first_y < end_key:
+                query = query_of(sequence, h, q_index, sizes)
+                sees_tile = query.first_key < first_y + config.tile_n and first_y < query.end_key
+                if q_index < sequence.seqlen_q and sees_tile:
                     max_tmp = minus_inf
                     sees = False
                     for y in range(config.tile_n):  # lines 7 to 11
                         total = compute(0)
                         for x in range(config.k_row):
                             total += q_smem[q_k + x] * k_smem[y * config.k_row + x]
-                        k_index = first_y + y
-                        at = At(b, h, q_index, k_index, q_pos)
-                        s = minus_inf
-                        if first_key <= k_index and k_index < end_key and visible(at, asks, arrays, strides):
-                            s = score_value(total, at, arrays, strides, score)
+                        s = scores.masked(total, query, first_y + y, needs_mask, arrays, strides, score)
                         max_tmp = max(max_tmp, s)
                         sees = sees or s != minus_inf
                         s_smem[s_k + y] = s
@@ -116,7 +92,7 @@ def make(config):
                         sum_tmp = compute(0)
                         for y in range(config.tile_n):  # lines 13 and 14
                             p = math.exp(s_smem[s_k + y] - max_tmp)
-                            s_smem[s_k + y] = p * count(At(b, h, q_index, first_y + y, q_pos), arrays, sizes, score)
+                            s_smem[s_k + y] = p * scores.dropout(at_key(query, first_y + y), arrays, sizes, score)
                             sum_tmp += p
                         sum_prev = row_sum[lm_base + q_index]  # line 15
                         max_prev = row_max[lm_base + q_index]
@@ -136,8 +112,8 @@ def make(config):
                             acc_o[o_at] = acc_o[o_at] * (old / sum_new) + (new / sum_new) * value  # line 22
 
         # line 23: round O, and give lse = m + log(l). A row without keys is zero, and its lse -inf
-        for q_index in range(thread, seqlen_q, config.tile_m):
-            o_base = row_base(strides.o, b, h, q_index)
+        for q_index in range(thread, sequence.seqlen_q, config.tile_m):
+            o_base = query_row(strides.o, sequence, h, q_index)
             for x in range(config.head_dim_v):
                 store(arrays.o, o_base + x * strides.o[3], acc_o[(lm_base + q_index) * config.head_dim_v + x])
             if config.write_lse:

@@ -18,41 +18,35 @@ from numba import cuda
 
 from ...ptx import local, shared
 from .. import score
-from ..score import At, positions, tile_walk, weights
-from ..steps import elements, rows, tiles
+from ..score import at_position, tile_walk, weights
+from ..steps import elements, rows, sequence, tiles
 from ..steps.plain import key_queries
-from ..steps.sequence import lse_row, query_range
-from ..steps.tiles import row_base
+from ..steps.sequence import key_row, lse_row, query_range
 
 
 def make(config):
-    plan = config.shared_layout()
+    plan, compute = config.shared_layout(), elements.COMPUTE_TYPES[config.dtype]
     width, kv_row, s_row = config.row, config.row + config.pad, config.tile_m + config.pad
     write_dk, write_dv, varies = "dk" in config.wanted, "dv" in config.wanted, config.derivative_varies
-    compute = elements.COMPUTE_TYPES[config.dtype]
-    load, store = elements.loader(config.dtype, compute), elements.storer(config.dtype)
-    load_k = tiles.loader(load, compute(0), config.tile_n, kv_row, config.head_dim)
-    load_v = tiles.loader(load, compute(0), config.tile_n, kv_row, config.head_dim_v)
-    load_q = tiles.loader(load, compute(0), config.tile_m, width, config.head_dim)
-    load_do = tiles.loader(load, compute(0), config.tile_m, width, config.head_dim_v)
-    keys_and_start, weight, count = positions.make(config), weights.make(config), score.make(config).count
-    walk = tile_walk.make(config)
+    load_k = tiles.key_loader(config, kv_row, config.head_dim)
+    load_v = tiles.key_loader(config, kv_row, config.head_dim_v)
+    load_q = tiles.query_loader(config, width, config.head_dim)
+    load_do = tiles.query_loader(config, width, config.head_dim_v)
     at_once = rows.at_once(config.tile_m, config.dtype)
     dot_rows = rows.dots(width, at_once, compute(0))
     add_rows = rows.adder(width, config.tile_m, config.dtype, compute)
+    sequence_of, weight, dropout = sequence.make(config), weights.make(config), score.make(config).dropout
+    walk, store = tile_walk.make(config), elements.storer(config.dtype)
 
     @cuda.jit
     def flash_attention_v2_dkdv(arrays, strides, sizes, score):
-        heads, heads_kv, seqlen_q, seqlen_k = sizes.heads, sizes.heads_kv, sizes.seqlen_q, sizes.seqlen_k
-        left, right = sizes.left, sizes.right
         thread = cuda.threadIdx.x
-        n_tiles = (seqlen_k + config.tile_n - 1) // config.tile_n
-        b = cuda.blockIdx.x // (heads_kv * n_tiles)
-        h_kv = cuda.blockIdx.x // n_tiles % heads_kv
-        j = cuda.blockIdx.x % n_tiles
-        first_y = j * config.tile_n
-        group = heads // heads_kv
-        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        n_tiles = (sizes.seqlen_k + config.tile_n - 1) // config.tile_n
+        first_y = cuda.blockIdx.x % n_tiles * config.tile_n
+        h_kv = cuda.blockIdx.x // n_tiles % sizes.heads_kv
+        b = cuda.blockIdx.x // (sizes.heads_kv * n_tiles)
+        sequence = sequence_of(b, arrays, strides, sizes)
+        group = sizes.heads // sizes.heads_kv
 
         smem = cuda.shared.array(0, compute)
         kv_smem = shared.pointer(smem, plan.kv)  # (2 * tile_n, kv_row): K_j, V_j
@@ -65,39 +59,37 @@ def make(config):
         acc = local.array(width, compute)  # (width,): this thread's width of dV_j or of dK_j, in registers
 
         # line 1: load K_j, V_j
-        k_base, v_base = row_base(strides.k, b, h_kv, first_y), row_base(strides.v, b, h_kv, first_y)
-        load_k(kv_smem, arrays.k, k_base, strides.k, keys - first_y, thread, config.threads)
-        load_v(v_smem, arrays.v, v_base, strides.v, keys - first_y, thread, config.threads)
+        load_k(kv_smem, arrays.k, strides.k, sequence, h_kv, first_y, thread)
+        load_v(v_smem, arrays.v, strides.v, sequence, h_kv, first_y, thread)
 
         of_p = thread < config.tile_n  # line 2: the first thread of a key, else the second
         k_index = first_y + thread % config.tile_n
         kv_y, s_y = thread * kv_row, thread * s_row  # where this thread's width begins in K_j, V_j and in P, dS
         # what its width is multiplied by, and then its weights
         first, second = (0, config.tile_m * width) if of_p else (config.tile_m * width, 0)
-        counts = write_dv if of_p else write_dk
+        is_wanted = write_dv if of_p else write_dk
         for x in range(width):
             acc[x] = compute(0)
 
         # the queries that see this key, and the query tiles that see some key of the block
-        first_query, end_query = key_queries(k_index, q_start, left, right, seqlen_q)
-        if k_index >= keys:
+        first_query, end_query = key_queries(k_index, sequence.q_start, sizes.left, sizes.right, sequence.seqlen_q)
+        if k_index >= sequence.keys:
             end_query = first_query
-        last_y = min(first_y + config.tile_n, keys) - 1
-        begin, _, _, end = query_range(first_y, last_y, q_start, sizes, config.tile_m)
+        last_y = min(first_y + config.tile_n, sequence.keys) - 1
+        begin, _, _, end = query_range(sequence, first_y, last_y, sizes, config.tile_m)
         if last_y < first_y:
             end = begin
         for h in range(h_kv * group, (h_kv + 1) * group):  # line 3
-            lse_base = lse_row(b, h, 0, sizes)  # and of delta
-            states = walk.row(b, h, first_y, arrays, strides)
+            lse_base = lse_row(sequence, h, 0, sizes)  # and of delta
+            mask_row = walk.row(b, h, first_y, arrays, strides)
             for i in range(begin, end):
-                first_row = i * config.tile_m
-                if not walk.shows(states, i, arrays, strides):  # a mask_mod shows nothing of it
+                if not walk.is_nonempty(mask_row, i, arrays, strides):  # mask_mod removes all of the tile
                     continue
-                asks = walk.asks(states, i, arrays, strides)
+                needs_mask = walk.needs_mask(mask_row, i, arrays, strides)
                 cuda.syncthreads()  # line 4: everyone is done with the tiles before
-                q_base, do_base = row_base(strides.q, b, h, first_row), row_base(strides.do, b, h, first_row)
-                load_q(qdo_smem, arrays.q, q_base, strides.q, seqlen_q - first_row, thread, config.threads)
-                load_do(do_smem, arrays.do, do_base, strides.do, seqlen_q - first_row, thread, config.threads)
+                first_row = i * config.tile_m
+                load_q(qdo_smem, arrays.q, strides.q, sequence, h, first_row, thread)
+                load_do(do_smem, arrays.do, strides.do, sequence, h, first_row, thread)
                 cuda.syncthreads()
                 for row in range(0, config.tile_m, at_once):  # lines 5 to 7: S = Q_i K_j^T, and dP
                     dot_rows(products, kv_smem, kv_y, qdo_smem, first + row * width)
@@ -106,9 +98,9 @@ def make(config):
                         if of_p:
                             p, derivative = compute(0), compute(0)
                             if first_query <= q_index and q_index < end_query:
-                                at = At(b, h, q_index, k_index, q_index + q_start)
+                                at = at_position(b, h, q_index, k_index, q_index + sequence.q_start)
                                 row_lse = arrays.lse[lse_base + q_index]
-                                p, derivative = weight(product, row_lse, at, asks, arrays, strides, score)
+                                p, derivative = weight(product, row_lse, at, needs_mask, arrays, strides, score)
                             product = p
                             if varies:
                                 derivative_smem[s_y + row + u] = derivative
@@ -120,9 +112,9 @@ def make(config):
                         p = weights_smem[s_p + row]
                         ds = compute(0)
                         if p != 0:  # else dP may be NaN or Inf, of a key that is not seen
-                            at = At(b, h, first_row + row, k_index, first_row + row + q_start)
-                            once = count(at, arrays, sizes, score)
-                            dp = weights_smem[s_y + row] * once if once != 0 else compute(0)
+                            at = at_position(b, h, first_row + row, k_index, first_row + row + sequence.q_start)
+                            factor = dropout(at, arrays, sizes, score)
+                            dp = weights_smem[s_y + row] * factor if factor != 0 else compute(0)
                             ds = p * (dp - arrays.delta[lse_base + first_row + row])
                             if varies:
                                 ds *= derivative_smem[s_p + row]
@@ -131,19 +123,19 @@ def make(config):
                     cuda.syncthreads()  # the other thread has read P
                     if of_p:
                         for row in range(config.tile_m):
-                            at = At(b, h, first_row + row, k_index, first_row + row + q_start)
-                            weights_smem[s_y + row] *= count(at, arrays, sizes, score)
-                if counts:  # lines 10 and 11
-                    add_rows(acc, weights_smem, s_y, qdo_smem, second)
+                            at = at_position(b, h, first_row + row, k_index, first_row + row + sequence.q_start)
+                            weights_smem[s_y + row] *= dropout(at, arrays, sizes, score)
+                if is_wanted:  # lines 10 and 11
+                    add_rows(acc, compute(1), weights_smem, s_y, qdo_smem, second)
 
-        if k_index < seqlen_k:  # line 12
+        if k_index < sizes.seqlen_k:  # line 12
             if of_p:
                 if write_dv:
-                    base = row_base(strides.dv, b, h_kv, k_index)
+                    base = key_row(strides.dv, sequence, h_kv, k_index)
                     for x in range(config.head_dim_v):
                         store(arrays.dv, base + x * strides.dv[3], acc[x])
             elif write_dk:  # scale, by which S has Q K^T, comes in once
-                base = row_base(strides.dk, b, h_kv, k_index)
+                base = key_row(strides.dk, sequence, h_kv, k_index)
                 for x in range(config.head_dim):
                     store(arrays.dk, base + x * strides.dk[3], acc[x] * compute(score.scale))
 

@@ -14,10 +14,10 @@ from numba import int32, int64, uint32
 
 from ...dtypes import ITEM_SIZE
 from ...ptx import cp_async, ld_st, local, memory
-from ..score.stage import exponent_unit
 from . import elements
 from .inlined import inlined
 from .sequence import lse_row
+from .units import exponent_unit
 
 BLOCK_WORDS = 32
 MINUS_DELTA = 16  # where -delta begins in a block
@@ -37,15 +37,21 @@ def place(query):
 
 
 @inlined
-def head_blocks(b, h, sizes):
+def head_blocks(sequence, h, sizes):
     """Index of the first of a head's blocks."""
-    return int64(b * sizes.heads + h) * (row_blocks(sizes.seqlen_q) * BLOCK_WORDS)
+    return int64(sequence.b * sizes.heads + h) * (row_blocks(sequence.seqlen_q) * BLOCK_WORDS)
 
 
 @inlined
-def block_row(b, h, query, sizes):
+def block_row(sequence, h, query, sizes):
     """Index of a query's lse in the blocks, `lse_row` of their layout."""
-    return head_blocks(b, h, sizes) + place(query)
+    return head_blocks(sequence, h, sizes) + place(query)
+
+
+@inlined
+def row_block(sequence, h, number, sizes):
+    """Index of a head's number-th block."""
+    return (int64(sequence.b * sizes.heads + h) * row_blocks(sequence.seqlen_q) + number) * BLOCK_WORDS
 
 
 def product(config):
@@ -61,35 +67,35 @@ def product(config):
 
 
 def delta_of_row(config):
-    """-> delta_of(b, h, q_index, arrays, sizes), a device function. With config.of_blocks it reads the blocks,
+    """-> delta_of(sequence, h, q_index, arrays, sizes), a device function. With config.of_blocks it reads the blocks,
     otherwise what the delta kernel wrote."""
     of_blocks, minus_delta_at = config.of_blocks, MINUS_DELTA
 
     @inlined
-    def delta_of(b, h, q_index, arrays, sizes):
+    def delta_of(sequence, h, q_index, arrays, sizes):
         if of_blocks:
-            return -arrays.lse_delta[block_row(b, h, q_index, sizes) + minus_delta_at]
-        return arrays.delta[lse_row(b, h, q_index, sizes)]
+            return -arrays.lse_delta[block_row(sequence, h, q_index, sizes) + minus_delta_at]
+        return arrays.delta[lse_row(sequence, h, q_index, sizes)]
 
     return delta_of
 
 
 def of_query(config):
-    """-> of_query(b, h, query, arrays, sizes), a device function: lse in the scores' units, +inf if the query sees no
-    key or does not exist, and delta. It reads the blocks; in float32 and float64, what the forward and the delta kernel
-    wrote."""
+    """-> of_query(sequence, h, query, arrays, sizes), a device function: lse in the scores' units, +inf if the query
+    sees no key or does not exist, and delta. It reads the blocks; in float32 and float64, what the forward and the
+    delta kernel wrote."""
     of_blocks, minus_delta_at = ITEM_SIZE[config.dtype] == 2, MINUS_DELTA
     real = elements.COMPUTE_TYPES[config.dtype]
     inf, minus_inf, unit = real(math.inf), real(-math.inf), real(exponent_unit(config))
 
     @inlined
-    def found(b, h, query, arrays, sizes):
+    def found(sequence, h, query, arrays, sizes):
         if of_blocks:
-            at = block_row(b, h, query, sizes)
+            at = block_row(sequence, h, query, sizes)
             return arrays.lse_delta[at], -arrays.lse_delta[at + minus_delta_at]
         lse, delta = inf, real(0)
-        if query < sizes.seqlen_q:
-            at = lse_row(int64(b), h, query, sizes)
+        if query < sequence.seqlen_q:
+            at = lse_row(sequence, h, query, sizes)
             lse, delta = arrays.lse[at] * unit, arrays.delta[at]
             lse = inf if lse == minus_inf else lse
         return lse, delta
@@ -107,15 +113,15 @@ def staged(config, rows, threads):
     inf, minus_inf, unit = real(math.inf), real(-math.inf), real(exponent_unit(config))
 
     @inlined
-    def start_rows(rows_smem, b, h, first_query, arrays, sizes, thread):
+    def start_rows(rows_smem, sequence, h, first_query, arrays, sizes, thread):
         """Start the copies of both; the caller commits, waits and owes a barrier. Queries past the last one get
         zeros."""
         for step in range(-(-rows // threads)):
             row = int32(thread + step * threads)
             if row < rows:
                 query = int64(first_query + row)
-                count = int32(size) if query < sizes.seqlen_q else int32(0)
-                at = lse_row(int64(b), h, query, sizes)
+                count = int32(size) if query < sequence.seqlen_q else int32(0)
+                at = lse_row(sequence, h, query, sizes)
                 copy(int32(rows_smem + row * size), memory.address(arrays.lse, at), count)
                 copy(int32(rows_smem + (rows + row) * size), memory.address(arrays.delta, at), count)
 

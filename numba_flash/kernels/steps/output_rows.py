@@ -14,7 +14,7 @@ def make(config, warp_rows, columns, own_place=False):
     rows that are not finite.
 
     O is staged in panels (ptx/fragments.py), in a tile of all its rows. With own_place the tile has only the warp's
-    rows, and is read 16 bytes at a time. row_states as in steps/recompute_rows.
+    rows, and is read 16 bytes at a time. row_states as in recompute/rows.
     """
     tile_m = warp_rows if own_place else config.tile_m
     panels, steps = -(-columns // 64), warp_rows // 4

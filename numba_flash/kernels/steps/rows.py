@@ -7,9 +7,9 @@ from .inlined import inlined
 DEPTH = 4  # elements of a product at a time: one 16-byte read of the common tile
 
 
-def at_once(tile_rows, dtype):
-    """Number of products computed side by side, so that one read of the own row serves them all; float64 takes two
-    registers."""
+def at_once(tile_rows, dtype="float32"):
+    """Number of products computed side by side, so that one read of the own row serves them all. A backward has two
+    products, and float64 takes two registers."""
     return 8 if tile_rows % 8 == 0 and dtype != "float64" else 4
 
 
@@ -35,8 +35,8 @@ def adder(row, tile_rows, dtype, compute):
     columns = next(c for c in wide if row % c == 0)  # sums side by side: one read of a weight serves them all
 
     @inlined
-    def add_rows(acc, weights, weights_at, tile, tile_at):
-        """acc (row,) += the own row of weights times the tile, which begins at tile_at.
+    def add_rows(acc, factor, weights, weights_at, tile, tile_at):
+        """acc (row,) <- factor * acc + the own row of weights times the tile, which begins at tile_at.
 
         A weight of 0 adds nothing, even times NaN or Inf.
         """
@@ -50,6 +50,6 @@ def adder(row, tile_rows, dtype, compute):
                     for x in range(columns):
                         part[x] += weight * tile[tile_at + y * row + x0 + x]
             for x in range(columns):
-                acc[x0 + x] += part[x]
+                acc[x0 + x] = factor * acc[x0 + x] + part[x]
 
     return add_rows

@@ -1,36 +1,114 @@
-"""Where a batch entry's rows are, and which tiles of them a block visits.
+"""Where a batch entry's rows are, how many of them count, and which tiles of them a block visits.
 
-Every address of a row of lse is `lse_row`, every range of tiles is `key_range` or `query_range`. What these take of a
-batch entry (how many keys are valid, the position of its query 0) comes from kernels/score/positions.py.
+A kernel makes a `Sequence` once for each work item. Every address of a row, every index of a number that each query
+has, and every range of tiles comes from it, in this file. So another way to find rows is a change of this file.
 """
+
+import functools
+from typing import Any, NamedTuple
+
+from numba import cuda, int64
 
 from .inlined import inlined
 from .plain import key_queries, key_tiles, row_keys
 
 
+class Sequence(NamedTuple):
+    """Batch entry b: how many queries it has, how many of its keys are valid, and the position of query 0 among
+    them."""
+
+    b: int
+    seqlen_q: int
+    keys: int
+    q_start: int
+
+
+class Query(NamedTuple):
+    """Query q_index of a head, at position q_pos among the keys, and the keys [first_key, end_key) that causal, window
+    and lengths leave it."""
+
+    b: int
+    h: int
+    q_index: int
+    q_pos: int
+    first_key: int
+    end_key: int
+
+
+@functools.cache
+def make(config: Any) -> Any:
+    """-> sequence_of(b, arrays, strides, sizes), a device function: the Sequence of batch entry b.
+
+    Fields that the caller does not use cost nothing: the compiler drops what they were read for.
+    """
+    has_seqlens_k, from_array = config.has("seqlens_k"), config.q_offset_source == "array"
+    from_seqlens_k = config.q_offset_source == "seqlens_k"
+
+    @cuda.jit(device=True)
+    def sequence_of(b, arrays, strides, sizes):
+        keys, q_start = sizes.seqlen_k, sizes.q_offset
+        if has_seqlens_k:
+            # Clamped: the lengths are on the device, where the host cannot check them without waiting.
+            keys = min(max(int64(arrays.seqlens_k[b * strides.seqlens_k]), 0), sizes.seqlen_k)
+        if from_seqlens_k:
+            q_start = q_start + keys
+        if from_array:
+            q_start = q_start + int64(arrays.q_offset[b * strides.q_offset])
+        return Sequence(b, sizes.seqlen_q, keys, q_start)
+
+    return sequence_of
+
+
 @inlined
-def lse_row(b, h, q_index, sizes):
+def queries_of(b, arrays, strides, sizes):
+    """The Sequence of batch entry b, for a kernel that looks at no key."""
+    return Sequence(b, sizes.seqlen_q, int64(0), int64(0))
+
+
+@inlined
+def query_of(sequence, h, q_index, sizes):
+    """-> Query q_index of head h. It may lie past the last one: then its keys mean nothing."""
+    q_pos = q_index + sequence.q_start
+    first_key, end_key = row_keys(q_pos, sizes.left, sizes.right, sequence.keys)
+    return Query(sequence.b, h, q_index, q_pos, first_key, end_key)
+
+
+@inlined
+def query_row(strides, sequence, h, row):
+    """Element index at which row `row` of a head begins, in an array that has a row for each query: q, o, do or dq.
+    strides: (batch, head, row, column)."""
+    return sequence.b * strides[0] + h * strides[1] + row * strides[2]
+
+
+@inlined
+def key_row(strides, sequence, h_kv, row):
+    """The same in an array that has a row for each key: k, v, dk or dv."""
+    return sequence.b * strides[0] + h_kv * strides[1] + row * strides[2]
+
+
+@inlined
+def lse_row(sequence, h, q_index, sizes):
     """Index of a query's lse, of its delta and of all else that has one number for a query: (batch, heads,
     seqlen_q)."""
-    return (b * sizes.heads + h) * sizes.seqlen_q + q_index
+    return (int64(sequence.b) * sizes.heads + h) * sequence.seqlen_q + q_index
 
 
 @inlined
-def key_range(first_pos, last_pos, keys, sizes, tile_n):
-    """The tiles of `tile_n` keys that queries at positions first_pos to last_pos see, as in ranges.key_tiles.
+def key_range(sequence, first_query, last_query, sizes, tile_n):
+    """The tiles of `tile_n` keys that queries first_query to last_query see, as in ranges.key_tiles.
 
     -> (begin, free, cut, stop): a query sees some of the tiles [begin, stop), and all of them see [free, cut) whole.
-    keys: the number of valid keys.
     """
-    first_begin, first_end = row_keys(first_pos, sizes.left, sizes.right, keys)
-    last_begin, last_end = row_keys(last_pos, sizes.left, sizes.right, keys)
+    first_pos, last_pos = first_query + sequence.q_start, last_query + sequence.q_start
+    first_begin, first_end = row_keys(first_pos, sizes.left, sizes.right, sequence.keys)
+    last_begin, last_end = row_keys(last_pos, sizes.left, sizes.right, sequence.keys)
     return key_tiles(first_begin, first_end, last_begin, last_end, tile_n)
 
 
 @inlined
-def query_range(first_key, last_key, q_start, sizes, tile_m):
-    """The tiles of `tile_m` queries that see keys first_key to last_key: `key_range` from the keys' side. q_start: the
-    position of query 0."""
-    first_begin, first_end = key_queries(first_key, q_start, sizes.left, sizes.right, sizes.seqlen_q)
-    last_begin, last_end = key_queries(last_key, q_start, sizes.left, sizes.right, sizes.seqlen_q)
+def query_range(sequence, first_key, last_key, sizes, tile_m):
+    """The tiles of `tile_m` queries that see keys first_key to last_key: `key_range` from the keys' side."""
+    queries = sequence.seqlen_q
+    first_begin, first_end = key_queries(first_key, sequence.q_start, sizes.left, sizes.right, queries)
+    last_begin, last_end = key_queries(last_key, sequence.q_start, sizes.left, sizes.right, queries)
     return key_tiles(first_begin, first_end, last_begin, last_end, tile_m)

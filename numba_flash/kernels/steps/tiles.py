@@ -5,16 +5,46 @@ from typing import Any
 
 from numba import cuda
 
+from . import elements
 from .inlined import inlined
+from .sequence import key_row, query_row
 
 
 @functools.cache
-def loader(load: Any, zero: Any, tile_rows: int, tile_row: int, columns: int) -> Any:
-    """-> load_tile for tiles of tile_rows rows, tile_row elements apart. load: from steps.elements; zero: in the type
-    that the kernel computes in."""
+def query_loader(config: Any, tile_row: int, columns: int) -> Any:
+    """-> load(tile, source, strides, sequence, h, first_row, thread), for tiles of Q or dO: config.tile_m rows,
+    tile_row elements apart, of which `columns` are read."""
+    load_tile = _loader(config.dtype, config.tile_m, tile_row, columns, config.threads)
+
+    @inlined
+    def load(tile, source, strides, sequence, h, first_row, thread):
+        base = query_row(strides, sequence, h, first_row)
+        load_tile(tile, source, base, strides, sequence.seqlen_q - first_row, thread)
+
+    return load
+
+
+@functools.cache
+def key_loader(config: Any, tile_row: int, columns: int) -> Any:
+    """-> load(tile, source, strides, sequence, h_kv, first_row, thread): the same for tiles of K or V, of config.tile_n
+    rows. Keys that are not valid are not read."""
+    load_tile = _loader(config.dtype, config.tile_n, tile_row, columns, config.threads)
+
+    @inlined
+    def load(tile, source, strides, sequence, h_kv, first_row, thread):
+        base = key_row(strides, sequence, h_kv, first_row)
+        load_tile(tile, source, base, strides, sequence.keys - first_row, thread)
+
+    return load
+
+
+@functools.cache
+def _loader(dtype: str, tile_rows: int, tile_row: int, columns: int, threads: int) -> Any:
+    compute = elements.COMPUTE_TYPES[dtype]
+    load, zero = elements.loader(dtype, compute), compute(0)
 
     @cuda.jit(device=True)
-    def load_tile(tile, source, base, strides, rows, thread, threads):
+    def load_tile(tile, source, base, strides, rows, thread):
         """tile (tile_rows, tile_row) <- rows x columns of source from `base` on, surrounded by zeros.
 
         strides: (batch, head, row, column) of source. Consecutive threads read consecutive columns. Rows past `rows`

@@ -13,10 +13,10 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import griddepcontrol, local, memory, shared, special
-from ..score import positions
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import parts_of
+from ..steps.sequence import make as make_sequence
 from . import backward_key_outputs
 
 
@@ -25,7 +25,7 @@ def make(config):
     # columns past head_dim are left out
     dk_blocks, dv_blocks = -(-config.head_dim // 16) * 2, -(-config.head_dim_v // 16) * 2
     dk_count, dv_count = 4 * dk_blocks if config.of_dk else 1, 4 * dv_blocks if config.of_dv else 1
-    keys_and_start = positions.make(config)
+    sequence_of = make_sequence(config)
     write = backward_key_outputs.make(config, 64, 0, config.dv_at)
 
     def adder(blocks, padded):
@@ -56,7 +56,7 @@ def make(config):
         b = divide(head_of_all, sizes.heads_kv)
         h_kv, tile = int32(head_of_all - b * sizes.heads_kv), int32(block - head_of_all * own_tiles)
         first_key = int32(tile * 64)
-        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        sequence = sequence_of(b, arrays, strides, sizes)
         parts = int32(parts_of(divide(sizes.heads, sizes.heads_kv), config.members))
         tiles = divide(int32(sizes.seqlen_k) + int32(64 * of_tile - 1), 64 * of_tile) * of_tile
         for x in range(dk_count):
@@ -68,7 +68,7 @@ def make(config):
             add_dk(acc_dk, arrays.dk_sums, head_of_all * parts, parts, tiles, tile, thread)
         if config.of_dv:
             add_dv(acc_dv, arrays.dv_sums, head_of_all * parts, parts, tiles, tile, thread)
-        lane_rows, of_tile_keys = ((thread >> int32(5)) * 16, thread & int32(31)), (b, h_kv, first_key, keys, q_start)
-        write(base, acc_dk, acc_dv, lane_rows, of_tile_keys, arrays, strides, sizes, score)
+        first_row, lane = (thread >> int32(5)) * 16, thread & int32(31)
+        write(base, acc_dk, acc_dv, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score)
 
     return add_parts

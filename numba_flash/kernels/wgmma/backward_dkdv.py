@@ -205,7 +205,7 @@ def make(config):
         if warpgroup == 0:
             give_registers()
             if thread == 0:
-                n = keys.produce_a(base, base, int32(0), int32(0), arrays, strides, sizes.heads, sizes.seqlen_q)
+                n = keys.produce_a(base, base, int32(0), int32(0), arrays, strides, sizes)
                 keys.produce_no_a(base, n, sizes.seqlen_q)
             if thread == 32:
                 keys.produce_b(base, base, int32(0), arrays, strides)

@@ -16,15 +16,15 @@ of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; d
 """
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint8, uint32
+from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import local, memory, setmaxnreg, shared, shfl, special
-from ..steps import recompute_keys as recompute
+from ..recompute import keys as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of
-from ..steps.sequence import lse_row
-from ..steps.tiles import row_base
+from ..steps.sequence import key_row, lse_row, queries_of
+from ..steps.sequence import make as make_sequence
 from . import (
     backward_key_work,
     backward_producer_float32,
@@ -36,7 +36,7 @@ from . import (
     paired_tiles,
 )
 from .backward_scores_float32 import FIRST, SECOND, Held, rows_of_lane
-from .backward_state import BATCH, FIRST_ROW, HEAD, HEAD_KV, KEYS
+from .backward_state import BATCH, FIRST_ROW, HEAD, HEAD_KV
 
 
 def make(config):
@@ -45,7 +45,8 @@ def make(config):
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
     _, work_of, set_up_state = backward_key_work.make(config)
-    _, _, word, position = backward_state.words(config)
+    _, _, word, _ = backward_state.words(config)
+    sequence_of = make_sequence(config)
     producer = paired_producer if config.paired else backward_producer_float32
     of_tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
     steps_of, first_step, step_behind, produce, load_k, load_v = producer.make(config)
@@ -58,13 +59,13 @@ def make(config):
     recompute_dk, recompute_dv = recompute.make(config, True, False), recompute.make(config, False, True)
 
     @inlined
-    def load_columns(found, values, base, step, sizes):
+    def load_columns(found, values, base, step, arrays, strides, sizes):
         """found (tile_m / 8, 2) <- the values of the queries in the lane's columns; 0 past the last query."""
         _, lane = rows_of_lane()
         first = int32(step.i * config.tile_m + first_column_of(lane))
-        head = word(base, HEAD) + step.member
-        place = memory.address(values, lse_row(int64(word(base, BATCH)), head, first, sizes))
-        queries_left = int32(sizes.seqlen_q - first)
+        head, sequence = word(base, HEAD) + step.member, queries_of(word(base, BATCH), arrays, strides, sizes)
+        place = memory.address(values, lse_row(sequence, head, first, sizes))
+        queries_left = int32(sequence.seqlen_q - first)
         for n in range(blocks):
             for x in range(2):
                 here = uint32(1) if 8 * n + x < queries_left else uint32(0)
@@ -74,14 +75,14 @@ def make(config):
     def write(base, acc, factor, target, of_target, store, recompute_rows, arrays, strides, sizes, score):
         """A warp's rows of dK or dV: factor * acc."""
         first_row, lane = rows_of_lane()
-        b, h_kv, first_key = word(base, BATCH), word(base, HEAD_KV), word(base, FIRST_ROW)
+        sequence = sequence_of(word(base, BATCH), arrays, strides, sizes)
+        h_kv, first_key = word(base, HEAD_KV), word(base, FIRST_ROW)
         first = int32(first_key + first_row)
-        rows_left, valid = int32(sizes.seqlen_k - first), int32(word(base, KEYS) - first)
-        to, step = row_base(of_target, b, h_kv, first), of_target[2]
+        rows_left, valid = int32(sizes.seqlen_k - first), int32(sequence.keys - first)
+        to, step = key_row(of_target, sequence, h_kv, first), of_target[2]
         nonfinite = of_tiles.leave(base, store(acc, factor, lane, target, to, step, rows_left, valid))
         if nonfinite != 0:
-            q_start = first_key - position(base)
-            recompute_rows(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
+            recompute_rows(nonfinite, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score)
 
     @inlined
     def consume_first(base, arrays, strides, sizes, score):
@@ -104,7 +105,7 @@ def make(config):
         load_k(base, FIRST, arrays, strides, sizes)
         weights, step, steps = scores.weights_at(base), first_step(base), steps_of(base)
         while step.n < steps:
-            load_columns(lse, arrays.lse, base, step, sizes)
+            load_columns(lse, arrays.lse, base, step, arrays, strides, sizes)
             scores.to_weights(base, step, weights, held, lse, arrays, strides, sizes, score)
             if config.of_dv:
                 scores.add_b(base, step, held.acc_s, acc_dv, p_frag, even, odd)
@@ -131,7 +132,7 @@ def make(config):
         load_v(base, SECOND, arrays, strides, sizes)
         weights, step, steps = scores.weights_at(base), first_step(base), steps_of(base)
         while step.n < steps:
-            load_columns(delta, arrays.delta, base, step, sizes)
+            load_columns(delta, arrays.delta, base, step, arrays, strides, sizes)
             scores.to_score_gradients(base, step, weights, acc_dp, other, delta)
             scores.add_a(base, step, acc_dp, acc_dk, ds_frag, even, odd)
             step = step_behind(base, step)

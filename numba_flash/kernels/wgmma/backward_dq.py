@@ -22,14 +22,14 @@ import math
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, cvt, fence, griddepcontrol, ld_st, local, setmaxnreg, shared, shfl, special, wgmma
+from ..recompute import queries as recompute
 from ..score import fragments, tile_walk
 from ..steps import gradient_rows, lse_delta
-from ..steps import recompute_queries as recompute
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_row_of
-from ..steps.query_tile import QueryTile, TileKeys
-from ..steps.tiles import row_base
+from ..steps.query_tile import QueryTile
+from ..steps.sequence import queries_of, query_row
 from . import backward_producer, backward_query_work, backward_scores, backward_state, bias_boxes
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
 from .backward_scores import Own
@@ -97,7 +97,7 @@ def make(config):
         """The key tile after j, for one thread."""
         if of_thread.present:
             states, begin = of_word(base, STATES), of_word(base, BEGIN)
-            return int32(of_thread.behind(states, j, begin, arrays, strides))
+            return int32(of_thread.next_tile(states, j, begin, arrays, strides))
         return int32(j - 1)
 
     @inlined
@@ -178,18 +178,18 @@ def make(config):
         return (thread >> int32(5)) * 16, thread & int32(31)
 
     @inlined
-    def load_lse_delta(base, lse_and_delta, sizes, lse_log2, minus_delta):
+    def load_lse_delta(base, arrays, strides, sizes, lse_log2, minus_delta):
         """Loads lse and -delta of the lane's two rows."""
         first_row, lane = rows_of_lane()
-        head_lse_delta = lse_delta.head_blocks(word(base, BATCH), word(base, HEAD), sizes)
+        sequence, h = queries_of(word(base, BATCH), arrays, strides, sizes), word(base, HEAD)
         for r in range(2):
             query = word(base, FIRST_ROW) + first_row + first_row_of(lane) + 8 * r
             lse_log2[r] = inf
             minus_delta[r] = float32(0)
-            if query < sizes.seqlen_q:
-                row = head_lse_delta + lse_delta.place(query)
-                lse_log2[r] = lse_and_delta[row]
-                minus_delta[r] = lse_and_delta[row + lse_delta.MINUS_DELTA]
+            if query < sequence.seqlen_q:
+                row = lse_delta.block_row(sequence, h, query, sizes)
+                lse_log2[r] = arrays.lse_delta[row]
+                minus_delta[r] = arrays.lse_delta[row + lse_delta.MINUS_DELTA]
 
     @inlined
     def is_seen(mask_bits, r, n, x):
@@ -266,7 +266,7 @@ def make(config):
         term = float32(0)
         if chain.has_row_term:
             term = chain.row_term(word(base, BATCH), word(base, HEAD), arrays, strides)
-        load_lse_delta(base, arrays.lse_delta, sizes, lse_log2, minus_delta)
+        load_lse_delta(base, arrays, strides, sizes, lse_log2, minus_delta)
 
         begin = word(base, BEGIN)
         states = word(base, STATES) if of_thread.present else int32(0)
@@ -286,7 +286,7 @@ def make(config):
             rings.b.consumer_wait(base, n)
             masked = j >= word(base, CUT) or j < word(base, FREE)
             if by_element:
-                asked = of_warp.asks(states, j, arrays, strides) if of_thread.present else FALSE
+                asked = of_warp.needs_mask(states, j, arrays, strides) if of_thread.present else FALSE
                 every = scores.prepare(base, j, 0, own, distance, masked, asked, arrays, strides, sizes)
             elif chain.has_row_term or masked:
                 find_visible(base, j, sizes, mask_bits, distance)
@@ -322,20 +322,20 @@ def make(config):
             pin_dq(acc_dq)
             release_k(base, n, elected)
             n = int32(n + 1)
-            j = int32(of_warp.behind(states, j, begin, arrays, strides) if of_thread.present else j - 1)
+            j = int32(of_warp.next_tile(states, j, begin, arrays, strides) if of_thread.present else j - 1)
         wait_all()
 
         # Stage dQ in the place of the warpgroup's own rows of Q, and write it from there to global memory.
         bar.sync(me + 1, 128)  # all four warps have read these rows for the last time
         first_row, lane = rows_of_lane()
         tile = QueryTile(word(base, BATCH), word(base, HEAD), word(base, FIRST_ROW), int32(0))
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, tile_m))
+        sequence = queries_of(tile.b, arrays, strides, sizes)
+        queries_left = int32(min(sequence.seqlen_q - tile.first_query, tile_m))
         nonfinite = stage_dq(acc_dq, score.scale, base + plan.own_a, first_row, lane, queries_left)
-        to, row = row_base(strides.dq, tile.b, tile.h, tile.first_query), strides.dq[2]
+        to, row = query_row(strides.dq, sequence, tile.h, tile.first_query), strides.dq[2]
         store_dq(base + plan.own_a, first_row, lane, arrays.dq, to, row, queries_left, head_dim, nonfinite)
         if nonfinite != 0:
-            tile_keys = TileKeys(word(base, HEAD_KV), word(base, KEYS), position(base))
-            recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score)
+            recompute_queries(nonfinite, first_row, lane, tile, term, arrays, strides, sizes, score)
 
     @cuda.jit
     def flash_attention_wgmma_dq(tensor_maps, arrays, strides, sizes, score):

@@ -15,13 +15,13 @@ of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; d
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import local, setmaxnreg, shared, shfl, special
+from ..recompute import queries as recompute
 from ..score import fragments
 from ..steps import lse_delta
-from ..steps import recompute_queries as recompute
 from ..steps.inlined import inlined
 from ..steps.plain import first_row_of
-from ..steps.query_tile import QueryTile, TileKeys
-from ..steps.tiles import row_base
+from ..steps.query_tile import QueryTile
+from ..steps.sequence import queries_of, query_row
 from . import (
     backward_producer_float32,
     backward_query_work,
@@ -33,14 +33,14 @@ from . import (
     paired_tiles,
 )
 from .backward_scores_float32 import FIRST, SECOND, Held, rows_of_lane
-from .backward_state import BATCH, FIRST_ROW, HEAD, HEAD_KV, KEYS, MEMBERS
+from .backward_state import BATCH, FIRST_ROW, HEAD, MEMBERS
 
 
 def make(config):
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
     set_up_state = backward_query_work.make(config)
-    put, _, word, position = backward_state.words(config)
+    put, _, word, _ = backward_state.words(config)
     producer = paired_producer if config.paired else backward_producer_float32
     of_tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
     steps_of, first_step, step_behind, produce, load_q, load_do = producer.make(config)
@@ -52,26 +52,27 @@ def make(config):
     recompute_dq = recompute.make(config)
 
     @inlined
-    def load_rows(lse, delta, base, arrays, sizes):
+    def load_rows(lse, delta, base, arrays, strides, sizes):
         """Loads lse and delta of the lane's two queries."""
         first_row, lane = rows_of_lane()
+        sequence = queries_of(word(base, BATCH), arrays, strides, sizes)
         for r in range(2):
             query = word(base, FIRST_ROW) + first_row + first_row_of(lane) + 8 * r
-            lse[r], delta[r] = of_query(word(base, BATCH), word(base, HEAD), query, arrays, sizes)
+            lse[r], delta[r] = of_query(sequence, word(base, HEAD), query, arrays, sizes)
 
     @inlined
     def write(base, acc_dq, arrays, strides, sizes, score):
         """A warp's rows of dQ."""
         first_row, lane = rows_of_lane()
         tile = QueryTile(word(base, BATCH), word(base, HEAD), word(base, FIRST_ROW), int32(0))
+        sequence = queries_of(tile.b, arrays, strides, sizes)
         first = int32(tile.first_query + first_row)
-        left = int32(sizes.seqlen_q - first)
-        to, step = row_base(strides.dq, tile.b, tile.h, first), strides.dq[2]
+        left = int32(sequence.seqlen_q - first)
+        to, step = query_row(strides.dq, sequence, tile.h, first), strides.dq[2]
         nonfinite = of_tiles.leave(base, store_dq(acc_dq, score.scale, lane, arrays.dq, to, step, left, left))
         if nonfinite != 0:
             term = row_term(tile.b, tile.h, arrays, strides)
-            tile_keys = TileKeys(word(base, HEAD_KV), word(base, KEYS), position(base))
-            recompute_dq(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score)
+            recompute_dq(nonfinite, first_row, lane, tile, term, arrays, strides, sizes, score)
 
     @inlined
     def consume_first(base, arrays, strides, sizes, score):
@@ -87,7 +88,7 @@ def make(config):
         lse, delta = local.array(2, float32), local.array(2, float32)
         scores.start(held)
         load_q(base, FIRST, arrays, strides, sizes)
-        load_rows(lse, delta, base, arrays, sizes)
+        load_rows(lse, delta, base, arrays, strides, sizes)
         weights, step, steps = scores.weights_at(base), first_step(base), steps_of(base)
         while step.n < steps:
             scores.to_weights(base, step, weights, held, lse, arrays, strides, sizes, score)
@@ -107,7 +108,7 @@ def make(config):
             acc_dq[x] = float32(0)
         scores.next_turn(SECOND)  # the first consumer has the first turn
         load_do(base, SECOND, arrays, strides, sizes)
-        load_rows(lse, delta, base, arrays, sizes)
+        load_rows(lse, delta, base, arrays, strides, sizes)
         weights, step, steps = scores.weights_at(base), first_step(base), steps_of(base)
         while step.n < steps:
             scores.to_score_gradients(base, step, weights, acc_dp, other, delta)

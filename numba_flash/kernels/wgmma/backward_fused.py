@@ -102,7 +102,7 @@ def make(config):
         """One thread: K, V and Q of one tile after the other."""
         w, n = int32(0), int32(0)
         while tiles.next_tile(base, w, arrays, strides, sizes):
-            n = keys.produce_a(base, tiles.state_of(base, w), n, w, arrays, strides, sizes.heads, sizes.seqlen_q)
+            n = keys.produce_a(base, tiles.state_of(base, w), n, w, arrays, strides, sizes)
             w = int32(w + 1)
         if not stays:
             keys.produce_no_a(base, n, sizes.seqlen_q)

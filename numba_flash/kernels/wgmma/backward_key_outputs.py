@@ -6,10 +6,10 @@ dK is multiplied by scale. Where weights are dropped, dV is multiplied by how of
 from numba import float32, int32, uint32
 
 from ...ptx import bar
+from ..recompute import keys as recompute
 from ..steps import gradient_rows
-from ..steps import recompute_keys as recompute
 from ..steps.inlined import inlined
-from ..steps.tiles import row_base
+from ..steps.sequence import key_row
 
 
 def make(config, rows, dk_at, dv_at):
@@ -21,12 +21,9 @@ def make(config, rows, dk_at, dv_at):
     in_turn, warp_sync = config.of_dk and config.of_dv and dk_at == dv_at, bar.warp_sync
 
     @inlined
-    def write(base, acc_dk, acc_dv, lane_rows, tile, arrays, strides, sizes, score):
-        """A warp writes its rows of the tile. lane_rows: (its first row, lane); tile: (b, h_kv, first key, number of
-        keys of the batch entry, position of the first key among the queries)."""
-        first_row, lane = lane_rows
-        b, h_kv, first_key, keys, q_start = tile
-        keys_left = int32(min(keys - first_key, rows))
+    def write(base, acc_dk, acc_dv, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score):
+        """A warp writes its rows of the tile at first_key; the first of them is first_row."""
+        keys_left = int32(min(sequence.keys - first_key, rows))
         rows_left = int32(min(sizes.seqlen_k - first_key, rows))
         nonfinite = uint32(0)
         kept_count = score.kept_count if drops else float32(1)
@@ -35,15 +32,15 @@ def make(config, rows, dk_at, dv_at):
         if config.of_dv and not in_turn:
             nonfinite |= stage_dv(acc_dv, kept_count, base + dv_at, first_row, lane, keys_left)
         if config.of_dk:
-            to, row = row_base(strides.dk, b, h_kv, first_key), strides.dk[2]
+            to, row = key_row(strides.dk, sequence, h_kv, first_key), strides.dk[2]
             store_dk(base + dk_at, first_row, lane, arrays.dk, to, row, rows_left, config.head_dim, nonfinite)
         if in_turn:
             warp_sync()  # all lanes have read dK
             nonfinite |= stage_dv(acc_dv, kept_count, base + dv_at, first_row, lane, keys_left)
         if config.of_dv:
-            to, row = row_base(strides.dv, b, h_kv, first_key), strides.dv[2]
+            to, row = key_row(strides.dv, sequence, h_kv, first_key), strides.dv[2]
             store_dv(base + dv_at, first_row, lane, arrays.dv, to, row, rows_left, config.head_dim_v, nonfinite)
         if nonfinite != 0:
-            recompute_keys(nonfinite, first_row, lane, b, h_kv, first_key, q_start, arrays, strides, sizes, score)
+            recompute_keys(nonfinite, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score)
 
     return write

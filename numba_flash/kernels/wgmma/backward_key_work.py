@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 from numba import int32
 
-from ..score import longest_first, positions
+from ..score import longest_first
 from ..score import reads as score_reads
 from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import part_of, parts_of
+from ..steps.sequence import make as make_sequence
 from ..steps.sequence import query_range
 from . import backward_state
 from .backward_state import (
@@ -45,7 +46,7 @@ def make(config):
     tile_m, tile_n, members_of_part = config.tile_m, config.tile_n, config.members
     all_keys = config.key_tiles > 0
     put, put_position, _, _ = backward_state.words(config)
-    keys_and_start = positions.make(config)
+    sequence_of = make_sequence(config)
     has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, tile_m, of_keys=True).ranges
     has_states, take = longest_first.make(config)
     bias_of_all = bias_of_entries(config)
@@ -74,10 +75,9 @@ def make(config):
         group = int32(divide(sizes.heads, sizes.heads_kv))
         parts = parts_of(group, int32(members_of_part))
         h_kv, first_head, members = part_of(head_part, parts, group, int32(members_of_part))
-        seqlen_q = sizes.seqlen_q
-        keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        keys_left = min(keys - first_key, tile_n)
-        begin, free, cut, stop = query_range(first_key, first_key + keys_left - 1, q_start, sizes, tile_m)
+        sequence = sequence_of(b, arrays, strides, sizes)
+        keys_left = min(sequence.keys - first_key, tile_n)
+        begin, free, cut, stop = query_range(sequence, first_key, first_key + keys_left - 1, sizes, tile_m)
         if has_mask:  # leave out the query tiles before the first and after the last in which the mask shows a key
             put(base, POS_FREE, free)
             put(base, POS_CUT, cut)
@@ -87,7 +87,7 @@ def make(config):
             begin, stop = max(begin, divide(first, tile_m)), min(stop, divide(end + int32(tile_m - 1), tile_m))
             free, cut = max(free, divide(whole_first + int32(tile_m - 1), tile_m)), min(cut, divide(whole_end, tile_m))
         if all_keys:  # dQ of queries that see no key is written, too
-            begin, stop = 0, divide(int32(seqlen_q) + int32(tile_m - 1), tile_m)
+            begin, stop = 0, divide(int32(sequence.seqlen_q) + int32(tile_m - 1), tile_m)
         elif keys_left <= 0:
             stop = begin
         put(base, BATCH, b)
@@ -95,12 +95,12 @@ def make(config):
         put(base, HEAD_KV, h_kv)
         put(base, PART, head_part)
         put(base, FIRST_ROW, first_key)
-        put(base, KEYS, keys)
+        put(base, KEYS, sequence.keys)
         put(base, BEGIN, begin)
         put(base, FREE, free)
         put(base, CUT, cut)
         put(base, STOP, stop)
         put(base, MEMBERS, members)
-        put_position(base, first_key - q_start)  # among the queries
+        put_position(base, first_key - sequence.q_start)  # among the queries
 
     return KeyWork(head_parts_of, work_of, set_up)

@@ -11,11 +11,13 @@ from numba import float32, int32, int64, uint32
 
 from ...ptx import cvt, fence, griddepcontrol, ld_st, local, memory, special, tma, wgmma
 from ..score import counts, fragments
-from ..score.stage import LOG2_E
 from ..steps import lse_delta
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
+from ..steps.sequence import make as make_sequence
+from ..steps.sequence import queries_of
+from ..steps.units import LOG2_E
 from . import (
     backward_key_outputs,
     backward_key_work,
@@ -25,7 +27,7 @@ from . import (
     bias_boxes,
 )
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
-from .backward_state import BATCH, BEGIN, FIRST_ROW, HEAD, HEAD_KV, KEYS, MEMBERS, PART, STEP, STOP
+from .backward_state import BATCH, BEGIN, FIRST_ROW, HEAD, HEAD_KV, MEMBERS, PART, STEP, STOP
 
 
 class KeyBlock(NamedTuple):
@@ -96,7 +98,7 @@ def make(config):
     row_blocks, block_words = lse_delta.row_blocks, lse_delta.BLOCK_WORDS
 
     _, _, word, position = backward_state.words(config)
-    rings = backward_state.pipelines(config)
+    rings, sequence_of = backward_state.pipelines(config), make_sequence(config)
     own_maps = (K_MAP, V_MAP if of_dk else None)
     load_own, load_a, load_b = backward_producer.make(config, own_maps, (Q_MAP, DO_MAP))
     head_parts_of = backward_key_work.make(config).head_parts_of
@@ -153,7 +155,7 @@ def make(config):
         load_own(base, of_word(own, FIRST_ROW), of_word(own, HEAD_KV), of_word(own, BATCH))
 
     @inlined
-    def produce_a(base, own, n, w, arrays, strides, heads, seqlen_q):
+    def produce_a(base, own, n, w, arrays, strides, sizes):
         """One thread: K and V of the block's w-th tile; then Q with its lse, -delta and bias, tile after tile of each
         head. n: the number of Q tiles loaded before. From the second key tile on, a Q is loaded before K and V, because
         consumers release K and V last. -> n"""
@@ -166,23 +168,21 @@ def make(config):
         while member < of_word(own, MEMBERS) and of_word(own, BEGIN) <= i < of_word(own, STOP):
             h = int32(of_word(own, HEAD) + member)
             # masks hide what lies past the last block
-            count = int32(
-                min(int32(row_blocks(seqlen_q) - i * tile_row_blocks), int32(tile_row_blocks)) * int32(4 * block_words)
-            )
+            blocks_left = int32(row_blocks(sizes.seqlen_q) - i * tile_row_blocks)
+            count = int32(min(blocks_left, int32(tile_row_blocks)) * int32(4 * block_words))
             stage = load_a(base, n, int32(i * tile_m), h, of_word(own, BATCH), int32(count + config.bias_bytes))
             if n == 0:
                 griddepcontrol.wait()  # it writes lse and delta
-            first_row_block = int64(of_word(own, BATCH) * heads + h) * row_blocks(seqlen_q) + i * tile_row_blocks
+            sequence = queries_of(of_word(own, BATCH), arrays, strides, sizes)
             tma.load_bytes(
                 base + plan.lse_delta + stage * lse_delta_bytes,
-                address(arrays.lse_delta, first_row_block * block_words),
+                address(arrays.lse_delta, lse_delta.row_block(sequence, h, i * tile_row_blocks, sizes)),
                 rings.a.full(base, n),
                 count,
             )
             if config.bias_boxes:
                 to, full = base + plan.bias + stage * config.bias_bytes, rings.a.full(base, n)
-                b, first_key = of_word(own, BATCH), of_word(own, FIRST_ROW)
-                fetch_bias(to, full, int32(i * tile_m), first_key, h, b, strides)
+                fetch_bias(to, full, int32(i * tile_m), of_word(own, FIRST_ROW), h, sequence.b, strides)
             if waits:
                 rings.own.producer_acquire(base, w)
                 load_keys(base, own)
@@ -430,9 +430,12 @@ def make(config):
             if of_dv:
                 leave_sums(own, acc_dv, head_dim_v_padded // 8, arrays.dv_sums, sizes)
         else:
-            b, h_kv, first_key, keys = word(own, BATCH), word(own, HEAD_KV), word(own, FIRST_ROW), word(own, KEYS)
-            tile = b, h_kv, first_key, keys, first_key - position(own)
-            write_outputs(place, acc_dk, acc_dv, rows_of_lane(), tile, arrays, strides, sizes, score)
+            sequence = sequence_of(word(own, BATCH), arrays, strides, sizes)
+            h_kv, first_key = word(own, HEAD_KV), word(own, FIRST_ROW)
+            (first_row, lane) = rows_of_lane()
+            write_outputs(
+                place, acc_dk, acc_dv, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score
+            )
 
     return KeyBlock(
         first_tile, following_tile, of_word, produce_a, produce_no_a, produce_b, lse_factor_of,

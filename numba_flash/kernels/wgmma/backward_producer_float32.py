@@ -13,7 +13,8 @@ from numba import int32, int64, uint32
 
 from ...ptx import bar, fence, local, mbarrier, memory, special
 from ..steps.inlined import inlined
-from ..steps.tiles import row_base
+from ..steps.sequence import key_row, query_row
+from ..steps.sequence import make as make_sequence
 from . import backward_state, parts
 from .backward_state import BATCH, BEGIN, FIRST_ROW, HEAD, HEAD_KV, KEYS, MEMBERS, STOP
 
@@ -85,25 +86,31 @@ def walk(config):
 def sources(config):
     """-> (source_of, own_source_of), device functions -> (address of a tile's first row, how many of its rows exist).
 
-    The tile is that of a step of the loop, (base, step, array, of_array, sizes), or the block's own, without a step.
+    The tile is that of a step of the loop, (base, step, array, of_array, arrays, strides, sizes), or the block's own,
+    without a step.
     """
     _, _, word, _ = backward_state.words(config)
+    sequence_of = make_sequence(config)
 
     @inlined
-    def source_of(base, step, array, of_array, sizes):
-        first = int32(step.i * config.stream_rows)
+    def source_of(base, step, array, of_array, arrays, strides, sizes):
+        first, sequence = int32(step.i * config.stream_rows), sequence_of(word(base, BATCH), arrays, strides, sizes)
         if config.of_keys:
-            head, rows_left = int32(word(base, HEAD) + step.member), int32(sizes.seqlen_q - first)
+            row = query_row(of_array, sequence, int32(word(base, HEAD) + step.member), int64(first))
+            rows_left = int32(sequence.seqlen_q - first)
         else:
-            head, rows_left = word(base, HEAD_KV), int32(word(base, KEYS) - first)
-        return memory.address(array, row_base(of_array, word(base, BATCH), head, int64(first))), rows_left
+            row = key_row(of_array, sequence, word(base, HEAD_KV), int64(first))
+            rows_left = int32(word(base, KEYS) - first)
+        return memory.address(array, row), rows_left
 
     @inlined
-    def own_source_of(base, array, of_array, sizes):
-        first = word(base, FIRST_ROW)
-        head = word(base, HEAD_KV) if config.of_keys else word(base, HEAD)
-        rows_left = int32((word(base, KEYS) if config.of_keys else sizes.seqlen_q) - first)
-        return memory.address(array, row_base(of_array, word(base, BATCH), head, int64(first))), rows_left
+    def own_source_of(base, array, of_array, arrays, strides, sizes):
+        first, sequence = word(base, FIRST_ROW), sequence_of(word(base, BATCH), arrays, strides, sizes)
+        if config.of_keys:
+            row, rows_left = key_row(of_array, sequence, word(base, HEAD_KV), int64(first)), word(base, KEYS) - first
+        else:
+            row, rows_left = query_row(of_array, sequence, word(base, HEAD), int64(first)), sequence.seqlen_q - first
+        return memory.address(array, row), int32(rows_left)
 
     return source_of, own_source_of
 
@@ -128,12 +135,12 @@ def make(config):
         array_b, of_b = (arrays.do, strides.do) if of_keys else (arrays.v, strides.v)
         step, steps = first_step(base), steps_of(base)
         while step.n < steps:
-            source, rows_left = source_of(base, step, array_a, of_a, sizes)
+            source, rows_left = source_of(base, step, array_a, of_a, arrays, strides, sizes)
             fetch_a(raw, source, 4 * of_a[2], int64(0), int32(0), rows_left, own_thread())
             ring_a.producer_acquire(base, step.n)
             store_a(raw, int32(base + plan.stream_a + ring_a.stage(step.n) * a_bytes), two, own_thread())
             hand_over(ring_a.full(base, step.n))
-            source, rows_left = source_of(base, step, array_b, of_b, sizes)
+            source, rows_left = source_of(base, step, array_b, of_b, arrays, strides, sizes)
             fetch_b(raw, source, 4 * of_b[2], int64(0), int32(0), rows_left, own_thread())
             ring_b.producer_acquire(base, step.n)
             store_b(raw, int32(base + plan.stream_b + ring_b.stage(step.n) * b_bytes), two, own_thread())
@@ -141,10 +148,10 @@ def make(config):
             step = step_behind(base, step)
 
     @inlined
-    def load_own(base, me, raw, fetch_rows, store_rows, target, array, of_array, sizes):
+    def load_own(base, me, raw, fetch_rows, store_rows, target, array, of_array, arrays, strides, sizes):
         """Splits the rows of an own tile that exist into parts; writes zeros past them."""
         two = local.array(2, uint32)
-        source, rows_left = own_source_of(base, array, of_array, sizes)
+        source, rows_left = own_source_of(base, array, of_array, arrays, strides, sizes)
         for first_row in range(0, own_rows, LOADED_ROWS):
             fetch_rows(raw, source, 4 * of_array[2], int64(0), int32(first_row), rows_left, own_thread())
             store_rows(raw, int32(target + first_row * 128), two, own_thread())
@@ -155,12 +162,16 @@ def make(config):
     def load_own_a(base, me, arrays, strides, sizes):
         raw = local.array(own_a_words, uint32)
         array, of_array = (arrays.k, strides.k) if of_keys else (arrays.q, strides.q)
-        load_own(base, me, raw, fetch_own_a, store_own_a, int32(base + plan.own_a), array, of_array, sizes)
+        load_own(
+            base, me, raw, fetch_own_a, store_own_a, int32(base + plan.own_a), array, of_array, arrays, strides, sizes
+        )
 
     @inlined
     def load_own_b(base, me, arrays, strides, sizes):
         raw = local.array(own_b_words, uint32)
         array, of_array = (arrays.v, strides.v) if of_keys else (arrays.do, strides.do)
-        load_own(base, me, raw, fetch_own_b, store_own_b, int32(base + plan.own_b), array, of_array, sizes)
+        load_own(
+            base, me, raw, fetch_own_b, store_own_b, int32(base + plan.own_b), array, of_array, arrays, strides, sizes
+        )
 
     return Producer(steps_of, first_step, step_behind, produce, load_own_a, load_own_b)

@@ -54,6 +54,6 @@ def make(config, whole_warp):
 
     @inlined
     def asks(base, i, member, arrays, strides):
-        return walk.asks(states_of(base, member, arrays, strides), i, arrays, strides)
+        return walk.needs_mask(states_of(base, member, arrays, strides), i, arrays, strides)
 
     return QueryWalk(walk.present, up_to, asks)

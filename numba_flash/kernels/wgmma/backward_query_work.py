@@ -3,12 +3,13 @@
 from numba import int32
 
 from ...ptx import special
-from ..score import longest_first, positions, tile_walk
+from ..score import longest_first, tile_walk
 from ..score import reads as score_reads
 from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.sequence import key_range
+from ..steps.sequence import make as make_sequence
 from . import backward_state
 from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, KEYS, POS_CUT, POS_FREE, STATES, STOP
 
@@ -18,7 +19,7 @@ def make(config):
     tile_m, tile_n, block_index = config.tile_m, config.tile_n, special.block_index
     blocks = config.cluster  # number of blocks that own the same queries
     put, put_position, _, _ = backward_state.words(config)
-    keys_and_start = positions.make(config)
+    sequence_of = make_sequence(config)
     has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, tile_n).ranges
     of_thread = tile_walk.make(config)
     take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
@@ -41,14 +42,13 @@ def make(config):
     @inlined
     def set_up(base, arrays, strides, sizes):
         b, h, first_query = work_of(divide(block_index(), blocks), arrays, strides, sizes)
-        keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        tile_pos = first_query + q_start
-        last_pos = tile_pos + min(sizes.seqlen_q - first_query, tile_m) - 1
-        begin, free, cut, stop = key_range(tile_pos, last_pos, keys, sizes, tile_n)
+        sequence = sequence_of(b, arrays, strides, sizes)
+        last_query = first_query + min(sequence.seqlen_q - first_query, tile_m) - 1
+        begin, free, cut, stop = key_range(sequence, first_query, last_query, sizes, tile_n)
         if has_mask:  # leave out the key tiles before the first and after the last in which the mask shows a key
             put(base, POS_FREE, free)
             put(base, POS_CUT, cut)
-            end_query = min(first_query + tile_m, sizes.seqlen_q)
+            end_query = min(first_query + tile_m, sequence.seqlen_q)
             ranges = ranges_of(b, h, 1, first_query, end_query, arrays, strides, sizes)
             first, end, whole_first, whole_end = ranges
             begin, stop = max(begin, divide(first, tile_n)), min(stop, divide(end + int32(tile_n - 1), tile_n))
@@ -56,17 +56,17 @@ def make(config):
             free, cut = max(free, divide(whole_first + int32(tile_n - 1), tile_n)), min(cut, divide(whole_end, tile_n))
         if of_thread.present:
             states = of_thread.row(b, h, first_query, arrays, strides)
-            begin, stop = of_thread.ends(states, int32(begin), int32(stop), arrays, strides)
+            begin, stop = of_thread.trim(states, int32(begin), int32(stop), arrays, strides)
             put(base, STATES, states)
         put(base, BATCH, b)
         put(base, HEAD, h)
         put(base, HEAD_KV, divide(h, divide(sizes.heads, sizes.heads_kv)))
         put(base, FIRST_ROW, first_query)
-        put(base, KEYS, keys)
+        put(base, KEYS, sequence.keys)
         put(base, BEGIN, begin)
         put(base, FREE, free)
         put(base, CUT, cut)
         put(base, STOP, stop)
-        put_position(base, tile_pos)
+        put_position(base, first_query + sequence.q_start)
 
     return set_up

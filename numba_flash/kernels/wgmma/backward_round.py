@@ -12,14 +12,14 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import griddepcontrol, local, memory, shared, special
-from ..score import fragments, positions
+from ..recompute import queries as recompute
+from ..score import fragments
 from ..steps import gradient_rows
-from ..steps import recompute_queries as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.query_tile import QueryTile, TileKeys
-from ..steps.sequence import key_range
-from ..steps.tiles import row_base
+from ..steps.query_tile import QueryTile
+from ..steps.sequence import key_range, query_row
+from ..steps.sequence import make as make_sequence
 
 
 def make(config):
@@ -27,17 +27,17 @@ def make(config):
     columns, head_blocks = config.dq_columns // 8, -(-config.head_dim // 16) * 2
     dq_count = 4 * head_blocks
     load_v4, address, shared_address = memory.load_v4, memory.address, shared.address
-    keys_and_start = positions.make(config)
+    sequence_of = make_sequence(config)
     chain = fragments.chain(config)
     stage_dq, store_dq = gradient_rows.make(config.dtype, 64, 16, config.head_dim, config.head_dim % 8 == 0)
     recompute_queries = recompute.make(config)
 
     @inlined
-    def parts_of(first_query, q_start, keys, sizes):
+    def parts_of(sequence, first_query, sizes):
         """How many key tiles have a part of the sums."""
         first = first_query // config.tile_m * config.tile_m
-        last = min(sizes.seqlen_q, first + config.tile_m) - 1
-        begin, _, _, stop = key_range(first + q_start, last + q_start, keys, sizes, config.tile_n)
+        last = min(sequence.seqlen_q, first + config.tile_m) - 1
+        begin, _, _, stop = key_range(sequence, first, last, sizes, config.tile_n)
         return stop - begin
 
     @cuda.jit
@@ -54,7 +54,7 @@ def make(config):
         h = int32(head_of_all - b * heads)
         tile = int32(block - head_of_all * tiles)
         first_query = int64(tile) * 64
-        keys, q_start = keys_and_start(b, arrays, strides, sizes)
+        sequence = sequence_of(b, arrays, strides, sizes)
         m_tiles = int64(divide(int32(seqlen_q) + int32(config.tile_m - 1), config.tile_m))
         m_tile = tile // of_part
         first_sum = (head_of_all * m_tiles + m_tile) * (lines * of_part) + (tile - m_tile * of_part)
@@ -62,7 +62,7 @@ def make(config):
         for x in range(dq_count):
             acc_dq[x] = float32(0)
         griddepcontrol.wait()
-        parts = parts_of(first_query, q_start, keys, sizes)
+        parts = parts_of(sequence, first_query, sizes)
         for line in range(lines):
             if line < parts:
                 for block_of_8 in range(head_blocks):
@@ -72,14 +72,13 @@ def make(config):
         first_row, lane = (thread >> int32(5)) * 16, thread & int32(31)
         queries_left = int32(min(seqlen_q - first_query, 64))
         nonfinite = stage_dq(acc_dq, score.scale, tile_at, first_row, lane, queries_left)
-        to, row = row_base(strides.dq, b, h, first_query), strides.dq[2]
+        to, row = query_row(strides.dq, sequence, h, first_query), strides.dq[2]
         store_dq(tile_at, first_row, lane, arrays.dq, to, row, queries_left, config.head_dim, nonfinite)
         if nonfinite != 0:
             term = float32(0)
             if chain.has_row_term:
                 term = chain.row_term(b, h, arrays, strides)
             query_tile = QueryTile(b, h, first_query, int32(0))
-            tile_keys = TileKeys(divide(h, divide(heads, sizes.heads_kv)), keys, first_query + q_start)
-            recompute_queries(nonfinite, first_row, lane, query_tile, tile_keys, term, arrays, strides, sizes, score)
+            recompute_queries(nonfinite, first_row, lane, query_tile, term, arrays, strides, sizes, score)
 
     return round_dq

@@ -16,7 +16,7 @@ import numpy as np
 from numba import float32, int32, uint32
 
 from ...ptx import cvt, ld_st, local, special, vote
-from ..score import Placed, counts, fragments, gradient_functions, user
+from ..score import At, counts, fragments, gradient_functions, user
 from ..score import reads as score_reads
 from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
@@ -70,9 +70,9 @@ def make(config, of_keys):
     boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), score_reads.halves(config.dtype_of("bias"))
     boxed, place_of_bias, load_boxed = boxes.present, boxes.place, boxes.load
     count = counts.on_fragments(config, 1, config.stream_rows)
-    asked = gradient_functions.present(config)
+    asked = user.present(config)
     ask_mask_mod = gradient_functions.of_bits(config, config.stream_rows, of_keys)
-    with_slope = user.make(config, "score_mod", of_ds, placed=True) if has_score_mod else None
+    with_slope = user.make(config, "score_mod", of_ds) if has_score_mod else None
     has_row_term, every_bit = fragments.chain(config).has_row_term, uint32((1 << (4 * pairs)) - 1)
 
     @inlined
@@ -180,7 +180,7 @@ def make(config, of_keys):
                                 query = int32(place.query + (column if of_keys else r * 8))
                                 key = int32(place.key + (r * 8 if of_keys else column))
                                 ahead = place.q_start + place.query - place.key + way * (column - r * 8)
-                                here = Placed(place.b, place.h, query, key, place.q_start + query, ahead)
+                                here = At(place.b, place.h, query, key, place.q_start + query, ahead)
                                 s *= score.scale
                                 if of_ds:
                                     s, slope = with_slope(s, here, arrays, strides)

@@ -23,8 +23,9 @@ from numba import float32, int32, int64, uint32
 from ...ptx import bar, ld_st, local, mbarrier
 from ..score import fragments
 from ..score import reads as score_reads
-from ..score.stage import FragmentAt, exponent_unit
+from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.units import exponent_unit
 from . import backward_products_float32, backward_state, backward_tiles_float32, paired_tiles, parts
 from .backward_producer_float32 import elected, own_thread
 from .backward_state import BATCH, CUT, FIRST_ROW, FREE, HEAD, KEYS

@@ -9,15 +9,15 @@ import numpy as np
 from numba import float32, int32, int64, uint32
 
 from ...ptx import bar, ld_st, local, special, vote
+from ..recompute import queries as recompute
 from ..score import fragments
 from ..steps import elements, gradient_rows
-from ..steps import recompute_queries as recompute
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.query_tile import QueryTile, TileKeys
-from ..steps.tiles import row_base
+from ..steps.query_tile import QueryTile
+from ..steps.sequence import queries_of, query_row
 from . import backward_state
-from .backward_state import BATCH, FIRST_ROW, HEAD, HEAD_KV, KEYS, MEMBERS, STRUCK
+from .backward_state import BATCH, FIRST_ROW, HEAD, MEMBERS, STRUCK
 
 
 def make(config):
@@ -29,7 +29,7 @@ def make(config):
     key_tiles, chunk_bytes, warp_bytes = config.key_tiles, 32 * 16, part_bytes // 4
     recompute_queries, load = recompute.make(config), elements.loader(config.dtype, float32)
     chain = fragments.chain(config)
-    _, put, _, word, position = backward_state.make(config)
+    _, put, _, word, _ = backward_state.make(config)
 
     @inlined
     def tile_of(own, n):
@@ -45,10 +45,11 @@ def make(config):
         first_row, lane = (thread >> int32(5)) * 16, thread & int32(31)
         h, first_query = tile_of(own, n)
         first_query, first_column = int64(first_query + me * own_queries), me * own_columns
-        queries_left = int32(min(sizes.seqlen_q - first_query, 64))
+        sequence = queries_of(word(own, BATCH), arrays, strides, sizes)
+        queries_left = int32(min(sequence.seqlen_q - first_query, 64))
         bar.warp_sync()  # all lanes have read the last rows
         nonfinite = stage(acc_dq, score.scale, place, first_row, lane, queries_left)
-        to, row = row_base(strides.dq, word(own, BATCH), h, first_query) + first_column, strides.dq[2]
+        to, row = query_row(strides.dq, sequence, h, first_query) + first_column, strides.dq[2]
         columns_left = int32(config.head_dim - first_column)
         store(place, first_row, lane, arrays.dq, to, row, queries_left, columns_left, uint32(0))
         if nonfinite != 0 and lane == 0:
@@ -80,11 +81,11 @@ def make(config):
             write(own, place + warp * (warp_bytes - 16 * 128), acc_dq, me, n, arrays, strides, sizes, score)
 
     @inlined
-    def is_nonfinite(b, h, query, lane, arrays, strides, sizes):
+    def is_nonfinite(sequence, h, query, lane, arrays, strides):
         """Whether a row of dQ has NaN or Inf. Called by a warp."""
         found = uint32(0)
-        if query < sizes.seqlen_q:
-            at = row_base(strides.dq, b, h, query)
+        if query < sequence.seqlen_q:
+            at = query_row(strides.dq, sequence, h, query)
             for c in range(parts):
                 x = int32(lane + 32 * c)
                 if x < config.head_dim and load(arrays.dq, at + x) * float32(0) != 0:
@@ -97,17 +98,16 @@ def make(config):
         if word(own, STRUCK) != 0:
             thread = special.thread_index() - 128
             first_row, lane = (thread >> int32(5)) * of_warp, thread & int32(31)
-            b, q_start, term = word(own, BATCH), -position(own), float32(0)
+            sequence, term = queries_of(word(own, BATCH), arrays, strides, sizes), float32(0)
             for n in range(steps):
                 h, first_query = tile_of(own, n)
                 nonfinite = uint32(0)
                 for row in range(of_warp):
-                    if is_nonfinite(b, h, first_query + first_row + row, lane, arrays, strides, sizes):
+                    if is_nonfinite(sequence, h, first_query + first_row + row, lane, arrays, strides):
                         nonfinite |= uint32(1) << uint32(row)
                 if chain.has_row_term:
-                    term = chain.row_term(b, h, arrays, strides)
-                tile = QueryTile(b, h, int64(first_query), int32(0))
-                tile_keys = TileKeys(word(own, HEAD_KV), word(own, KEYS), first_query + q_start)
-                recompute_queries(nonfinite, first_row, lane, tile, tile_keys, term, arrays, strides, sizes, score)
+                    term = chain.row_term(sequence.b, h, arrays, strides)
+                tile = QueryTile(sequence.b, h, int64(first_query), int32(0))
+                recompute_queries(nonfinite, first_row, lane, tile, term, arrays, strides, sizes, score)
 
     return leave, repair

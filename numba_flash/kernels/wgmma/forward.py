@@ -24,18 +24,18 @@ import numpy as np
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, fence, ld_st, local, memory, setmaxnreg, shared, shfl, special, vote, wgmma
-from ..score import fragments, one_side, sum_terms, tile_walk
+from ..recompute import rows as recompute
+from ..score import fragment_softmax, fragments, sum_terms, tile_walk
 from ..score import reads as score_reads
-from ..score.stage import exponent_unit
-from ..steps import fragment_outputs, fragment_softmax, output_rows
-from ..steps import recompute_rows as recompute
+from ..steps import output_rows
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
-from ..steps.query_tile import QueryTile, TileKeys
-from ..steps.sequence import lse_row
-from . import barriers, producer, tile_scores
-from .barriers import BEGIN, CUT, FREE, H_KV, KEYS, STATES, STOP, WORK, B, H
+from ..steps.query_tile import QueryTile
+from ..steps.sequence import lse_row, queries_of
+from ..steps.units import exponent_unit
+from . import barriers, fragment_outputs, one_side, producer, tile_scores
+from .barriers import BEGIN, CUT, FREE, KEYS, STATES, STOP, WORK, B, H
 from .forward_state import Consumer, Registers, Rows
 from .tile_scores import KeyTile, ScoreRegisters
 from .work_tile import counting, position, rows_of_lane, tile_of, word
@@ -171,8 +171,8 @@ def make(config):
     @inlined
     def next_tile(j, rows, arrays, strides):
         """-> (the key tile after j, one before `begin` if none is left; whether mask_mod removes something of it)"""
-        following = int32(walk.behind(rows.states, j, rows.begin, arrays, strides) if walk.present else j - 1)
-        return following, walk.asks(rows.states, max(following, rows.begin), arrays, strides)
+        following = int32(walk.next_tile(rows.states, j, rows.begin, arrays, strides) if walk.present else j - 1)
+        return following, walk.needs_mask(rows.states, max(following, rows.begin), arrays, strides)
 
     @inlined
     def step(base, consumer, tile, rows, registers, arrays, strides, sizes, score):
@@ -198,6 +198,7 @@ def make(config):
     def write_tile(base, rows, registers, words, arrays, strides, sizes, score):
         """Writes O and lse of the warp's rows."""
         tile, acc_o = tile_of(rows.work_tile), registers.acc_o
+        sequence = queries_of(tile.b, arrays, strides, sizes)
         first_row, lane = rows_of_lane()
         lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
         inverse_l, lse = registers.alpha, registers.scores.distance  # the same registers, free by now
@@ -224,9 +225,9 @@ def make(config):
             if lane & 3 == 0:
                 ld_st.store_b32(base + plan.row_states + row * config.ROW_STATE_BYTES, flag)
                 ld_st.store_b32(base + plan.row_states + row * config.ROW_STATE_BYTES + 4, lse[r].view(np.uint32))
-                if write_lse and tile.first_query + query < sizes.seqlen_q:
+                if write_lse and tile.first_query + query < sequence.seqlen_q:
                     head = tile.h + row - query * config.group_size
-                    arrays.lse[lse_row(tile.b, head, tile.first_query + query, sizes)] = lse[r] * to_natural
+                    arrays.lse[lse_row(sequence, head, tile.first_query + query, sizes)] = lse[r] * to_natural
         if o_in_q:
             o_smem = base + rings.q.stage(rows.seen) * q_bytes
         else:
@@ -250,9 +251,7 @@ def make(config):
             flags = base + plan.row_states
             write_rows(lane_row, lane_column, lane, flags, acc_o, inverse_l, words, tile, arrays, strides, sizes)
         if vote.any_lane(some_nonfinite) != 0:
-            work_tile = rows.work_tile
-            tile_keys = TileKeys(word(work_tile + H_KV), word(work_tile + KEYS), position(work_tile))
-            recompute_rows(first_row, lane, base + plan.row_states, tile, tile_keys, arrays, strides, sizes, score)
+            recompute_rows(first_row, lane, base + plan.row_states, tile, arrays, strides, sizes, score)
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
@@ -306,7 +305,7 @@ def make(config):
             rows = Rows(work_tile, seen, q_desc, begin, states, before, behind, inverse_scale)
 
             # P of the first tile, whose S is issued already.
-            masked, asks = j >= cut or j < free, walk.asks(states, j, arrays, strides)
+            masked, asks = j >= cut or j < free, walk.needs_mask(states, j, arrays, strides)
             tile = KeyTile(j, taken, work_tile, FALSE, masked, asks)
             if reads:
                 load_for_scores(tile, scores, arrays, strides, sizes)

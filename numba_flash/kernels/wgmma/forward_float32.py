@@ -21,17 +21,17 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from ...ptx import bar, fence, local, memory, setmaxnreg, shared, shfl, special, vote, wgmma
-from ..score import fragments, sum_terms, tile_walk
+from ..recompute import rows as recompute
+from ..score import fragment_softmax, fragments, sum_terms, tile_walk
 from ..score import reads as score_reads
-from ..steps import fragment_softmax, recompute_whole_rows
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_row_of
-from ..steps.query_tile import TileKeys
-from ..steps.tiles import row_base
+from ..steps.sequence import key_row, queries_of, query_row
+from ..steps.sequence import make as make_sequence
 from . import barriers, parts, query_tiles, rows_float32, tile_scores
 from .barriers import BEGIN, CUT, FREE, H_KV, KEYS, STATES, STOP, WORK, B, H
 from .tile_scores import KeyTile, ScoreRegisters
-from .work_tile import counting, position, rows_of_lane, tile_of, word
+from .work_tile import counting, rows_of_lane, tile_of, word
 
 Q_ROWS = 32  # rows of a consumer's 64 that it splits at a time
 FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python ints: see inlined.py
@@ -91,7 +91,7 @@ def make(config):
     give_registers = setmaxnreg.decrease(config.registers[0])
     take_registers = setmaxnreg.increase(config.registers[1])
 
-    rings = barriers.make(config)
+    rings, sequence_of = barriers.make(config), make_sequence(config)
     set_up = barriers.starter(config, 4)  # the producer's warps
     publish_tile, following_tile, set_back = query_tiles.make(config)
     q_words, fetch_q, store_q = parts.loader(Q_ROWS, head_dim, 64, q_panel, q_panel * k_panels, group)
@@ -104,12 +104,12 @@ def make(config):
     read = score_reads.make(config, 1)
     load_for_scores, find_bits, _, finish_scores = tile_scores.make(config, None)
     walk = tile_walk.make(config, whole_warp=True)
-    behind_in_producer = tile_walk.make(config).behind
+    behind_in_producer = tile_walk.make(config).next_tile
     start, softmax, finish = fragment_softmax.make(config, 1)
     drops, kept_words, find_kept, drop_some, count_kept = counting(config)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
     to_p = parts.to_operand(config.tile_n)
-    write_rows, recompute_rows = rows_float32.make(config), recompute_whole_rows.make(config, 16)
+    write_rows, recompute_rows = rows_float32.make(config), recompute.make(config, 16)
 
     # The producer.
 
@@ -124,11 +124,12 @@ def make(config):
         )  # fmt: skip
 
     @inlined
-    def fetch(raw, fetch_rows, array, of_array, work_tile, j):
+    def fetch(raw, fetch_rows, array, of_array, work_tile, j, arrays, strides, sizes):
         """raw <- the rows of key tile j that are valid keys; zeros past them."""
         b, h_kv = query_tiles.field_of(work_tile + B), query_tiles.field_of(work_tile + H_KV)
         first = int32(j * config.tile_n)
-        source = memory.address(array, row_base(of_array, b, h_kv, int64(first)))
+        sequence = sequence_of(b, arrays, strides, sizes)
+        source = memory.address(array, key_row(of_array, sequence, h_kv, int64(first)))
         rows_left = int32(query_tiles.field_of(work_tile + KEYS) - first)
         fetch_rows(raw, source, 4 * of_array[2], int64(0), int32(0), rows_left, special.thread_index())
 
@@ -159,12 +160,12 @@ def make(config):
             begin, j = query_tiles.field_of(work_tile + BEGIN), int32(query_tiles.field_of(work_tile + STOP) - 1)
             states = query_tiles.field_of(work_tile + STATES) if walk.present else int32(0)
             while j >= begin:
-                fetch(raw, fetch_k, arrays.k, strides.k, work_tile, j)
+                fetch(raw, fetch_k, arrays.k, strides.k, work_tile, j, arrays, strides, sizes)
                 rings.k.producer_acquire(base, n)
                 store_k(raw, base + plan.k + rings.k.stage(n) * k_bytes, two, special.thread_index())
                 make_visible()
                 rings.k.producer_commit(base, n, elected())
-                fetch(raw, fetch_v, arrays.v, strides.v, work_tile, j)
+                fetch(raw, fetch_v, arrays.v, strides.v, work_tile, j, arrays, strides, sizes)
                 rings.v.producer_acquire(base, n)
                 store_v(raw, base + plan.v + rings.v.stage(n) * v_bytes, two, special.thread_index())
                 make_visible()
@@ -202,8 +203,9 @@ def make(config):
         raw = local.array(q_words, uint32)
         two = local.array(2, uint32)
         thread, tile = special.thread_index() & int32(127), tile_of(work_tile)
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, queries))
-        source = memory.address(arrays.q, row_base(strides.q, tile.b, tile.h, int64(tile.first_query)))
+        sequence = queries_of(tile.b, arrays, strides, sizes)
+        queries_left = int32(min(sequence.seqlen_q - tile.first_query, queries))
+        source = memory.address(arrays.q, query_row(strides.q, sequence, tile.h, int64(tile.first_query)))
         warpgroup_sync(me)  # the whole warpgroup has finished with the last ones
         for first_row in range(me * 64, me * 64 + 64, Q_ROWS):
             fetch_q(raw, source, 4 * strides.q[2], 4 * strides.q[1], first_row, queries_left, thread)
@@ -345,8 +347,7 @@ def make(config):
         row_states = base + plan.row_states
         nonfinite = write_rows(acc_o, inverse_l, lse, row_states, first_row, lane, tile, arrays, strides, sizes)
         if vote.any_lane(nonfinite) != 0:
-            tile_keys = TileKeys(word(work_tile + H_KV), word(work_tile + KEYS), position(work_tile))
-            recompute_rows(first_row, lane, row_states, tile, tile_keys, arrays, strides, sizes, score)
+            recompute_rows(first_row, lane, row_states, tile, arrays, strides, sizes, score)
         bar.warp_sync()  # all lanes have read the work tile and the rows' states
 
     @inlined
@@ -393,15 +394,15 @@ def make(config):
                 # Key tiles that some row sees only in part; then those that every row sees whole; then, with a left
                 # window, again some that are seen in part.
                 while j >= begin and (j >= cut or j < free):
-                    tile = KeyTile(j, n, work_tile, FALSE, TRUE, walk.asks(states, j, arrays, strides))
+                    tile = KeyTile(j, n, work_tile, FALSE, TRUE, walk.needs_mask(states, j, arrays, strides))
                     step(base, me, tile, registers, row, arrays, strides, sizes, score)
                     n = int32(n + 1)
-                    j = int32(walk.behind(states, j, begin, arrays, strides) if walk.present else j - 1)
+                    j = int32(walk.next_tile(states, j, begin, arrays, strides) if walk.present else j - 1)
                 while j >= free and j < cut:
-                    tile = KeyTile(j, n, work_tile, TRUE, FALSE, walk.asks(states, j, arrays, strides))
+                    tile = KeyTile(j, n, work_tile, TRUE, FALSE, walk.needs_mask(states, j, arrays, strides))
                     step(base, me, tile, registers, row, arrays, strides, sizes, score)
                     n = int32(n + 1)
-                    j = int32(walk.behind(states, j, begin, arrays, strides) if walk.present else j - 1)
+                    j = int32(walk.next_tile(states, j, begin, arrays, strides) if walk.present else j - 1)
             write_tile(base, work_tile, acc_o, row, arrays, strides, sizes, score)
             rings.tiles.consumer_release(base, i, elected())
             i = int32(i + 1)

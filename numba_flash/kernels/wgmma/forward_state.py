@@ -19,7 +19,7 @@ class Rows(NamedTuple):
     q_desc: Any  # wgmma's descriptor of the consumer's rows of Q
     begin: Any  # its last key tile, since they come in descending order
     states: Any  # where the states of its key tiles begin (kernels/score/tile_walk.py)
-    before: Any  # the first key tile that is not on one side of the queries (kernels/score/one_side.py)
+    before: Any  # the first key tile that is not on one side of the queries (kernels/wgmma/one_side.py)
     behind: Any  # the first one that is again
     inverse_scale: Any  # 1 / scale, or 0 if no tile may be linear
 
@@ -33,5 +33,5 @@ class Registers(NamedTuple):
     m: Any  # (2,)
     l: Any  # (2,)
     alpha: Any  # (2,)
-    shift: Any  # (2,) of the rows' scores (kernels/score/one_side.py)
+    shift: Any  # (2,) of the rows' scores (kernels/wgmma/one_side.py)
     kept: Any  # which weights count

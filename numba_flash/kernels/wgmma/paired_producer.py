@@ -59,7 +59,7 @@ def make(config):
         step, steps = first_step(base), steps_of(base)
         while step.n < steps:
             n, before = step.n, int32(step.n - 1)
-            source, rows_left = source_of(base, step, array_a, of_a, sizes)
+            source, rows_left = source_of(base, step, array_a, of_a, arrays, strides, sizes)
             fetch_a(raw, source, 4 * of_a[2], rows_left, own_thread())
             if two_a:
                 fetch_second_a(second, source, 4 * of_a[2], rows_left, own_thread())
@@ -70,7 +70,7 @@ def make(config):
                 mbarrier.wait(base + at.b_empty + 8, before & 1)
                 store_second_a(second, int32(place_of_a(base, n) + panel_bytes), two, own_thread())
                 hand_over(base + at.a_full + 8)
-            source, rows_left = source_of(base, step, array_b, of_b, sizes)
+            source, rows_left = source_of(base, step, array_b, of_b, arrays, strides, sizes)
             fetch_b(raw, source, 4 * of_b[2], rows_left, own_thread())
             if two_b:
                 fetch_second_b(second, source, 4 * of_b[2], rows_left, own_thread())
@@ -93,7 +93,7 @@ def make(config):
         def load(base, me, arrays, strides, sizes):
             raw, two = local.array(words, uint32), local.array(2, uint32)
             array, of_array = of_own(arrays, strides)
-            source, rows_left = own_source_of(base, array, of_array, sizes)
+            source, rows_left = own_source_of(base, array, of_array, arrays, strides, sizes)
             fetch(raw, source, 4 * of_array[2], rows_left, own_thread())
             store(raw, int32(base + own), two, own_thread())
             if panels > 1:

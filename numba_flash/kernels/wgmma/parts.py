@@ -14,7 +14,7 @@ and Yokota, 2022). Here a sum in an accumulator has at most 64 columns, or 64 ke
 additions, which round to nearest, add up these sums.
 
 Inf, and what bfloat16 rounds up to Inf, cannot be split: Inf - Inf is NaN. Then O is NaN, and the row is computed again
-without tensor cores (kernels/steps/recompute_whole_rows.py).
+without tensor cores (kernels/recompute/rows.py).
 """
 
 import numpy as np

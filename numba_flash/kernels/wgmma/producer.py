@@ -114,7 +114,7 @@ def make(config):
                 # Ask for the next query tile now: earlier, the block would hold a query tile while others are idle;
                 # later, its Q and its first K would arrive too late.
                 if walk.present:
-                    behind_j = walk.behind(states, j, begin, arrays, strides)
+                    behind_j = walk.next_tile(states, j, begin, arrays, strides)
                     mbarrier.arrive_if(base + rings.asked, alone or behind_j == begin)
                 else:
                     mbarrier.arrive_if(base + rings.asked, j == ask_at)
@@ -147,7 +147,7 @@ def make(config):
                     to = base + plan.bias + (rings.bias.stage(n) * config.consumers + consumer) * config.bias_bytes
                     fetch_bias(to, full, int32(first_query + 64 * consumer), int32(j * config.tile_n), h, b, strides)
                 n = int32(n + 1)
-                j = int32(walk.behind(states, j, begin, arrays, strides) if walk.present else j - 1)
+                j = int32(walk.next_tile(states, j, begin, arrays, strides) if walk.present else j - 1)
             i = int32(i + 1)
             rings.tiles.consumer_wait(base, i)
             work_tile = rings.work_tile(base, i)

@@ -12,11 +12,12 @@ from numba import int32, int64, uint32
 
 from ...dtypes import ITEM_SIZE
 from ...ptx import ld_st, memory, special
-from ..score import longest_first, positions, reads, tile_walk
+from ..score import longest_first, reads, tile_walk
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.sequence import key_range
+from ..steps.sequence import make as make_sequence
 from . import barriers
 from .barriers import (
     BEGIN,
@@ -64,7 +65,7 @@ def make(config):
     tile_n, group, queries = config.tile_n, config.group_size, config.queries
     l2_rows = config.l2_bytes // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # of K and V
     rings = barriers.make(config)
-    keys_and_start = positions.make(config)
+    sequence_of = make_sequence(config)
     has_mask, ranges_of, walk = config.has("mask"), reads.make(config, 1).ranges, tile_walk.make(config)
     asked_of_whole = group == 1 and (config.has("score_mod") or config.has("mask_mod"))  # as fragment_functions.py does
     take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
@@ -89,19 +90,19 @@ def make(config):
         return b, int32(of_entry * group), int32((m_tiles - 1 - from_last) * queries)
 
     @inlined
-    def tiles_of(first_query, tile_pos, keys, sizes):
+    def tiles_of(sequence, first_query, sizes):
         """-> (begin, free, cut, stop): the key tiles that the query tile sees, as in ranges.key_tiles.
 
         If it sees none, the result is one tile past the end of K and V, which reads as zeros: so every query tile has a
         key tile. If some rows do not exist, no tile counts as seen by all rows: functions are not called for missing
         rows.
         """
-        last_pos = tile_pos + min(sizes.seqlen_q - first_query, queries) - 1
-        begin, free, cut, stop = key_range(tile_pos, last_pos, keys, sizes, tile_n)
+        last_query = first_query + min(sequence.seqlen_q - first_query, queries) - 1
+        begin, free, cut, stop = key_range(sequence, first_query, last_query, sizes, tile_n)
         if stop <= begin:
             begin = free = cut = divide(int32(sizes.seqlen_k), tile_n) + 1
             stop = begin + 1
-        if asked_of_whole and sizes.seqlen_q - first_query < queries:
+        if asked_of_whole and sequence.seqlen_q - first_query < queries:
             cut = begin
         return int32(begin), int32(free), int32(cut), int32(stop)
 
@@ -139,7 +140,7 @@ def make(config):
         b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
         states = walk.row(b, h, first_query, arrays, strides)
         begin, stop = field_of(work_tile + BEGIN), field_of(work_tile + STOP)
-        begin, stop = walk.ends(states, begin, stop, arrays, strides)
+        begin, stop = walk.trim(states, begin, stop, arrays, strides)
         write_ends(work_tile, begin, stop, sizes)
         ld_st.store_b32(work_tile + STATES, uint32(states))
 
@@ -178,11 +179,11 @@ def make(config):
         work = b < sizes.batch
         if not work:
             b, h, first_query = int32(0), int32(0), int32(0)
-        keys, q_start = keys_and_start(b, arrays, strides, sizes)
-        position = first_query + q_start
-        begin, free, cut, stop = tiles_of(first_query, position, keys, sizes)
+        sequence = sequence_of(b, arrays, strides, sizes)
+        begin, free, cut, stop = tiles_of(sequence, first_query, sizes)
         h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
-        tile = WorkTile(b, h, h_kv, first_query, keys, position, begin, free, cut, stop)
+        position = first_query + sequence.q_start
+        tile = WorkTile(b, h, h_kv, first_query, sequence.keys, position, begin, free, cut, stop)
         publish(base, i, work, tile, arrays, strides, sizes)
         if has_mask or walk.present:  # read again, not kept in registers until here
             work_tile = rings.work_tile(base, i)

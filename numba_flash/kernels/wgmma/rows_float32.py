@@ -5,13 +5,12 @@ import numpy as np
 from numba import float32, int32, uint32
 
 from ...ptx import bar, ld_st, local, memory, shfl
-from ..score.stage import exponent_unit
 from ..steps import elements
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
-from ..steps.sequence import lse_row
-from ..steps.tiles import row_base
+from ..steps.sequence import lse_row, queries_of, query_row
+from ..steps.units import exponent_unit
 
 
 def row_writer(blocks, columns, vectorized):
@@ -71,13 +70,13 @@ def make(config):
         row = first_row + first_row_of(lane) + 8 * r
         query = divide(row, group)
         head, index = tile.h + row - query * group, tile.first_query + query
-        finite = divide_row(acc_o, r, inverse_l[r])
+        sequence, finite = queries_of(tile.b, arrays, strides, sizes), divide_row(acc_o, r, inverse_l[r])
         if lane & 3 == 0:
             ld_st.store_b32(row_states + row * config.ROW_STATE_BYTES, uint32(0) if finite else uint32(1))
-            if config.write_lse and index < sizes.seqlen_q:
-                arrays.lse[lse_row(tile.b, head, index, sizes)] = lse[r] * to_natural
-        if finite and index < sizes.seqlen_q:
-            write_row(acc_o, r, lane, arrays.o, row_base(strides.o, tile.b, head, index), strides.o[3])
+            if config.write_lse and index < sequence.seqlen_q:
+                arrays.lse[lse_row(sequence, head, index, sizes)] = lse[r] * to_natural
+        if finite and index < sequence.seqlen_q:
+            write_row(acc_o, r, lane, arrays.o, query_row(strides.o, sequence, head, index), strides.o[3])
         return uint32(0) if finite else uint32(1)
 
     @inlined

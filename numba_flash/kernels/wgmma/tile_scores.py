@@ -7,8 +7,8 @@ from numba import float32, int32, uint32
 
 from ...ptx import fence, local
 from ..score import fragment_functions, fragments, reads
-from ..score.stage import LOG2_E
 from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.units import LOG2_E
 from . import barriers, bias_boxes
 from .barriers import FIRST_QUERY, KEYS, POS_CUT, POS_FREE, B, H
 from .work_tile import position, rows_of_lane, tile_of, word
@@ -133,9 +133,13 @@ def make(config, sides):
         s, bits, first = registers.acc_s, registers.mask_bits, own.first_query
         j, b, h, asks = tile.j, own.b, own.h, tile.asks
         if tile.inside:
-            functions.apply_inside(s, bits, j, b, h, first_row, lane, first, at, left, asks, arrays, strides, score)
+            functions.apply_inside(
+                s, bits, functions.place_of(j, b, h, first_row, lane, first, at, left), asks, arrays, strides, score
+            )
         else:
-            functions.apply(s, bits, j, b, h, first_row, lane, first, at, left, asks, arrays, strides, score)
+            functions.apply(
+                s, bits, functions.place_of(j, b, h, first_row, lane, first, at, left), asks, arrays, strides, score
+            )
 
     @inlined
     def add_options(base, tile, registers, score):

@@ -1,4 +1,4 @@
-"""Twins of ptx.approx: correctly rounded, which is within what the GPU promises; subnormals are zero."""
+"""Stand-ins for ptx.approx: correctly rounded, which is within what the GPU promises; subnormals are zero."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Twins of ptx.bar."""
+"""Stand-ins for ptx.bar."""
 
 from .errors import InstructionError, name
 from .now import current

@@ -1,4 +1,4 @@
-"""Twin of ptx.bits."""
+"""Stand-in for ptx.bits."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Twins of ptx.cluster."""
+"""Stand-ins for ptx.cluster."""
 
 import numpy as np
 

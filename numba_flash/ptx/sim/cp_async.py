@@ -1,4 +1,4 @@
-"""Twins of ptx.cp_async. A copy arrives when its thread waits for its group, no sooner."""
+"""Stand-ins for ptx.cp_async. A copy arrives when its thread waits for its group, no sooner."""
 
 import functools
 

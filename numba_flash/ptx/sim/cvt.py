@@ -1,4 +1,4 @@
-"""Twins of ptx.cvt."""
+"""Stand-ins for ptx.cvt."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Twin of ptx.elect."""
+"""Stand-in for ptx.elect."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Twins of ptx.griddepcontrol. Kernels run one behind the other here; who reads too early is told (launch.py)."""
+"""Stand-ins for ptx.griddepcontrol. Kernels run one behind the other here; who reads too early is told (launch.py)."""
 
 from .now import current
 

@@ -90,7 +90,7 @@ class Pointer:
         return position
 
     def address(self, index: int) -> int:
-        """Where an element lies in the host's memory, or would lie."""
+        """The address of an element in the host's memory. It may lie outside of the array."""
         flat = self._flat
         return flat.__array_interface__["data"][0] + (index + self._first) * flat.itemsize
 
@@ -192,7 +192,7 @@ def _instead_of_numbas(numba_kernel: Any, memory: Any, cluster: int) -> Iterator
     kernels = numba_kernel.FakeCUDAKernel
 
     def swap(function: Any, simulated: Any) -> contextlib.AbstractContextManager:
-        """In what a function sees: its module and what it closes over."""
+        """Replaces what a function sees: names of its module, and what it closes over."""
         names = function.__globals__
         if id(names) not in seen:
             seen.add(id(names))
@@ -216,6 +216,9 @@ def _instead_of_numbas(numba_kernel: Any, memory: Any, cluster: int) -> Iterator
                 seen.add(value)
                 swap(value.fn, simulated)
             return value.fn
+        if isinstance(value, tuple) and hasattr(value, "_fields"):  # such as device functions from another make
+            members = [instead(member, simulated) for member in value]
+            return type(value)(*members) if any(x is not y for x, y in zip(members, value, strict=True)) else value
         return numbers.get(id(value), value)
 
     def call(kernel: Any, *arguments: Any) -> Any:
@@ -248,7 +251,7 @@ class _Running:
 
 @functools.cache
 def _numbers() -> dict[int, Any]:
-    """By the id of one of Numba's types of numbers: NumPy's."""
+    """{id of one of Numba's types of numbers: its NumPy type}"""
     from numba import types
 
     named = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64")

@@ -1,4 +1,4 @@
-"""Twins of ptx.ld_st."""
+"""Stand-ins for ptx.ld_st."""
 
 import numpy as np
 

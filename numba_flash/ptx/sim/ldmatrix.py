@@ -1,4 +1,4 @@
-"""Twins of ptx.ldmatrix."""
+"""Stand-ins for ptx.ldmatrix."""
 
 import numpy as np
 

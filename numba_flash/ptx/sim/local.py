@@ -1,4 +1,4 @@
-"""Twin of ptx.local."""
+"""Stand-in for ptx.local."""
 
 import numpy as np
 

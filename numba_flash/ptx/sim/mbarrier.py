@@ -1,4 +1,4 @@
-"""Twins of ptx.mbarrier. Threads that wait sleep; the last arrival or the last byte wakes them."""
+"""Stand-ins for ptx.mbarrier. Threads that wait sleep; the last arrival or the last byte wakes them."""
 
 from .errors import InstructionError, name
 from .now import current

@@ -1,4 +1,4 @@
-"""Twins of ptx.memory. Addresses are the host's; they are plain ints, so that arithmetic with any integer is exact."""
+"""Stand-ins for ptx.memory. Addresses are the host's, as plain ints: arithmetic with any integer is exact."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Twins of ptx.minmax."""
+"""Stand-ins for ptx.minmax."""
 
 import numpy as np
 

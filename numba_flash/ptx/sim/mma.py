@@ -1,4 +1,4 @@
-"""Twins of ptx.mma. Sums in float64, rounded once; those of tf32 are cut off, as GPUs do."""
+"""Stand-ins for ptx.mma. Sums in float64, rounded once; those of tf32 are cut off, as GPUs do."""
 
 import functools
 
@@ -35,7 +35,7 @@ def words(acc, a, b):
 
 @functools.cache
 def _places(which, count):
-    """Where the first `count` registers of each lane stand."""
+    """The places of the first `count` registers of each lane in a matrix."""
     return tuple(x[:, :count] for x in dict(a=_A_WORDS, b=_B_WORDS, c=_C)[which])
 
 

@@ -4,7 +4,7 @@ thread = None
 
 
 def current():
-    """In an instruction, which has one."""
+    """The thread that executes an instruction."""
     if thread is None:
         raise RuntimeError("the simulator's instructions run in kernels that sim.launch.run launches")
     return thread

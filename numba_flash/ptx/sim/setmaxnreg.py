@@ -1,4 +1,4 @@
-"""Twins of ptx.setmaxnreg: who has how many registers is kept; nothing depends on it."""
+"""Stand-ins for ptx.setmaxnreg: who has how many registers is kept; nothing depends on it."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Twins of ptx.shared."""
+"""Stand-ins for ptx.shared."""
 
 import numpy as np
 

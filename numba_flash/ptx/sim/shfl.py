@@ -1,4 +1,4 @@
-"""Twins of ptx.shfl. 32 lanes one by one take a fifth of the time of an array of them."""
+"""Stand-ins for ptx.shfl. 32 lanes one by one take a fifth of the time of an array of them."""
 
 import numpy as np
 
@@ -33,7 +33,7 @@ def sum_f64(value):
 
 
 def _sum(warp, given):
-    """As by five butterflies, for which the lanes would have to come together five times."""
+    """Adds as five butterflies do, without five meetings of the lanes."""
     sums = np.array(given)
     with np.errstate(all="ignore"):
         for distance in (1, 2, 4, 8, 16):

@@ -1,4 +1,4 @@
-"""Twins of ptx.special."""
+"""Stand-ins for ptx.special."""
 
 import numpy as np
 

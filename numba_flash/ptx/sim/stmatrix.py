@@ -1,4 +1,4 @@
-"""Twins of ptx.stmatrix. The lane that gives a row's address counts as its writer."""
+"""Stand-ins for ptx.stmatrix. The lane that gives a row's address counts as its writer."""
 
 import numpy as np
 

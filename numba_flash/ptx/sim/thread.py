@@ -1,4 +1,4 @@
-"""A simulated thread: what its twins keep there, and what it runs on, a greenlet or a thread of Python's.
+"""A simulated thread: what stand-ins keep for it, and what it runs on, a greenlet or a thread of Python's.
 
 One runs at a time, and hands on by itself (scheduler.py). Greenlets do that in half a microsecond and Python's threads
 in 4 to 12, which is half of the time of a kernel on tensor cores. But debuggers, traces and coverage follow threads of
@@ -25,7 +25,7 @@ except ImportError:
 
 
 class Thread:
-    """A GPU thread. Its twins' state: what it waits for, copies under way, values to come.
+    """A GPU thread, with the state of the stand-ins: what it waits for, copies under way, values to come.
 
     `cuda.threadIdx` and the like find it in place of Numba's BlockThread.
     """
@@ -45,7 +45,7 @@ class Thread:
         self.unfenced = []  # shared memory that it wrote and the asynchronous proxy may not see
 
     def frame(self):
-        """Of the kernel, where the thread stands, with frames of ours on top."""
+        """The frame in which the thread is, of the kernel or of ours on top of it."""
         return sys._getframe() if self is now.thread else self.standing_frame()
 
     def syncthreads(self):
@@ -61,7 +61,7 @@ class Thread:
         return self.turns
 
     def whole(self):
-        """From the first turn to the end. -> who runs next, or None after the last one."""
+        """Runs the thread from its first turn to its end. -> the thread that runs next, or None after the last one."""
         now.thread = self
         try:
             if not self.turns.over:

@@ -1,4 +1,4 @@
-"""Twins of ptx.tma. A load arrives as late as it can: when no thread can go on without it.
+"""Stand-ins for ptx.tma. A load arrives as late as it can: when no thread can go on without it.
 
 A store takes its data when it is issued, and until its wait_group_read nobody may overwrite them; the
 tensor gets them at the wait. Bytes that are stored or added land as late as they can, at wait_group.

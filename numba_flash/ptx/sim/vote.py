@@ -1,4 +1,4 @@
-"""Twin of ptx.vote."""
+"""Stand-in for ptx.vote."""
 
 import numpy as np
 

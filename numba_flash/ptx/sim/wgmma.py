@@ -1,4 +1,4 @@
-"""Twins of ptx.wgmma. A product is computed when it is issued; its accumulators hold a mark until its wait_group.
+"""Stand-ins for ptx.wgmma. A product is computed when it is issued; its accumulators hold a mark until its wait_group.
 
 Each step's sum is cut off, as GPUs do; PTX leaves that open.
 

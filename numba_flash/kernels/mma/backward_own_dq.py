@@ -1,0 +1,63 @@
+"""dQ in the block that computes dK and dV, where its tile has every key: then dS of a query is complete in it.
+
+dQ = scale * dS K. dS^T, whose rows are the warps' keys, goes through shared memory; there each warp reads strips of 16
+queries of it, transposed by ldmatrix, and multiplies them by all keys. Used by backward_dkdv.py with config.of_dq.
+"""
+
+from numba import float32, int32, uint32
+
+from ...ptx import ldmatrix, local, mma
+from ..recompute import queries as recompute_queries
+from ..score import fragments
+from ..steps import gradient_rows
+from ..steps.inlined import inlined
+from ..steps.plain import chunk_pair, panel_offset
+from ..steps.query_tile import QueryTile
+from ..steps.sequence import query_row
+
+
+def make(config):
+    """-> write_dq, a device function."""
+    plan, warps, strips = config.shared_layout(), config.threads // 32, config.tile_m // 16
+    columns, panel = config.head_dim_padded, config.tile_n * 128  # K and dS^T have panels of the same rows
+    count = columns // 2
+    multiply = mma.m16n8k16_f16 if config.dtype == "float16" else mma.m16n8k16_bf16
+    rows = gradient_rows.make(config.dtype, config.tile_m, 16, config.head_dim, config.head_dim % 8 == 0)
+    stage, store = rows
+    recompute, row_term = recompute_queries.make(config, of_keys=True), fragments.chain(config).row_term
+
+    @inlined
+    def multiply_strip(acc, k_smem, strip, lane):
+        """acc (columns / 8, 4) <- dS of 16 queries . K."""
+        a_frag, b_frag = local.array(4, uint32), local.array(4, uint32)
+        across = panel_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1, config.tile_n)
+        ds_lane = chunk_pair(k_smem + int32(plan.weights) + across, strip, panel)
+        k_lane = k_smem + panel_offset(lane & 15, lane >> 4, config.tile_n)
+        for x in range(count):
+            acc[x] = float32(0)
+        for y in range(config.tile_n // 16):
+            ldmatrix.x4_trans(a_frag, 0, ds_lane + y * 2048)  # (16 queries, 16 keys)
+            for n in range(columns // 16):
+                ldmatrix.x4_trans(b_frag, 0, chunk_pair(k_lane, n, panel) + y * 2048)  # (16 keys, 16)
+                multiply(acc, 8 * n, a_frag, 0, b_frag, 0)
+                multiply(acc, 8 * n + 4, a_frag, 0, b_frag, 2)
+
+    @inlined
+    def write_dq(i, sequence, h, k_smem, thread, arrays, strides, sizes, score):
+        """Writes dQ of query tile i of head h, whose dS^T all warps have stored."""
+        lane, strip = thread & int32(31), thread >> int32(5)
+        acc = local.array(count, float32)
+        first_query = int32(i * config.tile_m)
+        rows_left = int32(min(sequence.seqlen_q - first_query, config.tile_m))
+        to = query_row(strides.dq, sequence, h, first_query)
+        while strip < strips:
+            multiply_strip(acc, k_smem, strip, lane)
+            at, first_row = k_smem + int32(plan.dq), int32(16 * strip)
+            nonfinite = stage(acc, score.scale, at, first_row, lane, rows_left)
+            store(at, first_row, lane, arrays.dq, to, strides.dq[2], rows_left, config.head_dim, nonfinite)
+            if nonfinite != 0:
+                tile, term = QueryTile(sequence.b, h, first_query, int32(0)), row_term(sequence.b, h, arrays, strides)
+                recompute(nonfinite, first_row, lane, tile, term, arrays, strides, sizes, score)
+            strip = int32(strip + warps)
+
+    return write_dq

@@ -1,0 +1,126 @@
+"""One pair of a query and a key, computed by one warp without the tensor cores: for rows that came out NaN or Inf.
+
+A tensor core multiplies every weight of a tile by every row of the other tile, also the weight of 0 of a key that the
+query does not see, and 0 * NaN is NaN. Such values are rare (uninitialised padding, a diverged model), so the loops
+over tiles do not check for them. At the end a warp marks rows of its results that are not finite. rows.py, keys.py and
+queries.py compute these again, pair by pair, without the pairs that a mask removes.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numba import int32
+
+from ..score import at_position, counts, fragments, user
+from ..score.stage import FragmentAt
+from ..steps import elements, lse_delta, numbers
+from ..steps.inlined import TRUE, inlined
+from ..steps.integers import divide
+from ..steps.sequence import key_row, query_row
+from . import at_scores
+
+
+class Pairs(NamedTuple):
+    """Device functions. row_sum: of a row of so many columns, those of the lane: lane, lane + 32 and so on."""
+
+    score: Callable[..., Any]  # -> the score, in its own units (score/stage.py), or -inf
+    gradients: Callable[..., Any]  # -> (the weight in dV, dS times scale), both 0 where the query does not see the key
+    clear: Callable[..., Any]  # (row_sum, columns): row_sum <- 0
+    add: Callable[..., Any]  # (row_sum, weight, source, at, columns, lane): row_sum += weight * the row at `at`
+    store: Callable[
+        ..., Any
+    ]  # (row_sum, factor, target, at, stride, columns, lane): the row at `at` <- factor * row_sum
+
+
+@functools.cache
+def make(config: Any, of_keys: bool = False, of_ds: bool = True) -> Pairs:
+    """of_keys: the mask's bits have keys as rows. of_ds: otherwise dS is 0."""
+    made, reads, dropout = numbers.of(config.compute_dtype), at_scores.make(config, of_keys), counts.make(config)
+    load, store_element = elements.loader(config.dtype, made.real), elements.storer(config.dtype)
+    chain, (_, weight_or_zero) = fragments.chain(config), fragments.weights_at(config)
+    apply, apply_with_slope = user.both(config, False), user.both(config, of_ds)
+    inf, lse_and_delta = made.real(math.inf), lse_delta.of_query(config)
+
+    @inlined
+    def dot(x, x_at, y, y_at, columns, lane):
+        """The product of two rows, in all lanes."""
+        part = made.real(0)
+        for c in range((columns + 31) // 32):
+            column = int32(lane + 32 * c)
+            if column < columns:
+                part += load(x, x_at + column) * load(y, y_at + column)
+        return made.warp_sum(part)
+
+    @inlined
+    def product_of(sequence, h, query, key, lane, arrays, strides, sizes):
+        h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
+        q_at, k_at = query_row(strides.q, sequence, h, query), key_row(strides.k, sequence, h_kv, key)
+        return dot(arrays.q, q_at, arrays.k, k_at, config.head_dim, lane)
+
+    @inlined
+    def in_fragment(sequence, h, query, key, arrays, strides):
+        bias, term = reads.added(sequence.b, h, query, key, arrays, strides), made.real(0)
+        if chain.has_row_term:
+            term = chain.row_term(sequence.b, h, arrays, strides)
+        return FragmentAt(term, made.real(query + sequence.q_start - key), bias)
+
+    @inlined
+    def score_of(sequence, h, query, key, lane, arrays, strides, sizes, score):
+        product = product_of(sequence, h, query, key, lane, arrays, strides, sizes)
+        seen = reads.visible(sequence.b, h, query, key, arrays, strides)
+        if seen:
+            at = at_position(sequence.b, int32(h), int32(query), int32(key), query + sequence.q_start)
+            product, _, seen = apply(product, at, TRUE, arrays, strides, score)
+        s = chain.value(product, in_fragment(sequence, h, query, key, arrays, strides), score)
+        return s if seen else made.minus_inf
+
+    @inlined
+    def gradients(sequence, h, query, key, lane, arrays, strides, sizes, score):
+        product = product_of(sequence, h, query, key, lane, arrays, strides, sizes)
+        dp = made.real(0)
+        if of_ds:
+            h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
+            do_at, v_at = query_row(strides.do, sequence, h, query), key_row(strides.v, sequence, h_kv, key)
+            dp = dot(arrays.do, do_at, arrays.v, v_at, config.head_dim_v, lane)
+        lse, delta = lse_and_delta(sequence, h, query, arrays, sizes)
+        at = at_position(sequence.b, int32(h), int32(query), int32(key), query + sequence.q_start)
+        weight, ds, slope = made.real(0), made.real(0), made.real(1)
+        seen = lse != inf and reads.visible(sequence.b, h, query, key, arrays, strides)
+        if seen:
+            product, slope, seen = apply_with_slope(product, at, TRUE, arrays, strides, score)
+        if seen:
+            here = in_fragment(sequence, h, query, key, arrays, strides)
+            p, derivative = weight_or_zero(product, here, score, lse)
+            if p != 0:
+                factor = dropout(at, arrays, sizes, score)
+                if factor != 0:  # no NaN from a key whose weight was dropped
+                    weight, dp = p * factor, dp * factor
+                else:
+                    dp = made.real(0)
+                if of_ds:
+                    ds = p * (dp - delta) * score.scale * (derivative * slope)
+        return weight, ds
+
+    @inlined
+    def clear(row_sum, columns):
+        for c in range((columns + 31) // 32):
+            row_sum[c] = made.real(0)
+
+    @inlined
+    def add(row_sum, weight, source, at, columns, lane):
+        if weight != 0:
+            for c in range((columns + 31) // 32):
+                column = int32(lane + 32 * c)
+                if column < columns:
+                    row_sum[c] += weight * load(source, at + column)
+
+    @inlined
+    def store(row_sum, factor, target, at, stride, columns, lane):
+        for c in range((columns + 31) // 32):
+            column = int32(lane + 32 * c)
+            if column < columns:
+                store_element(target, at + column * stride, row_sum[c] * factor)
+
+    return Pairs(score_of, gradients, clear, add, store)

@@ -1,0 +1,87 @@
+"""Rows of O that came out NaN or Inf, computed again from the beginning without the keys that they do not see
+(pairs.py).
+
+In 16 bits a row's lse is right whatever V is, and stays as it is. In float32 an Inf in K or Q also makes NaN
+(kernels/mma/products_float32.py), and so does a number that tf32 rounds up to Inf: there lse is written again.
+
+A sum of weights times large numbers of V may be Inf before it is divided by l. Here all weights of a row are scaled
+down by a power of 2, so that l is at most 1. Then no sum is larger than the largest number of V.
+"""
+
+import math
+from typing import Any
+
+from numba import int32
+
+from ...ptx import ld_st, local
+from ..score import at_key, counts, fragments, sum_terms
+from ..steps import numbers
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+from ..steps.sequence import key_row, lse_row, query_of, query_row
+from ..steps.sequence import make as make_sequence
+from ..steps.units import exponent_unit
+from . import pairs
+
+
+def make(config: Any, warp_rows: int) -> Any:
+    """-> recompute_rows, a device function.
+
+    Each row of the tile has a uint32 in shared memory, config.ROW_STATE_BYTES from the next, that is not 0 if the row
+    is not finite.
+    """
+    made, of_pair, dropout = numbers.of(config.compute_dtype), pairs.make(config), counts.make(config)
+    first_m_and_l, exponential = sum_terms.start(config), fragments.exponential_of(config)
+    sequence_of, unit, ln_2 = make_sequence(config), made.real(exponent_unit(config)), made.real(math.log(2))
+    write_lse, words = config.write_lse and config.item_size > 2, -(-config.group_columns // 32)
+
+    @inlined
+    def recompute_row(row_o, sequence, query, lane, columns, v_at, arrays, strides, sizes, score):
+        """row_o <- O before it is divided by the sum, of a Query. -> (its sum, its lse in natural units)."""
+        first_key, end_key = query.first_key, query.end_key
+        largest = made.real(1)  # an upper bound of a weight, a power of 2
+        while largest * made.real(end_key - first_key + 1) > made.real(1):  # a sink is one more term
+            largest *= made.real(0.5)
+        m, l = first_m_and_l(query.b, query.h, arrays, strides)
+        m, l = m * unit, l * largest
+        of_pair.clear(row_o, config.group_columns)
+        for key in range(first_key, end_key):
+            s = of_pair.score(sequence, query.h, query.q_index, key, lane, arrays, strides, sizes, score)
+            if s > m:
+                alpha = exponential(m - s)
+                l *= alpha
+                for word in range(words):
+                    row_o[word] *= alpha
+                m = s
+            if s != made.minus_inf:
+                p = exponential(s - m) * largest
+                l += p
+                p *= dropout(at_key(query, key), arrays, sizes, score)
+                of_pair.add(row_o, p, arrays.v, v_at + key * strides.v[2], columns, lane)
+        row_lse = made.minus_inf if l == made.real(0) else m / unit + made.log2(l / largest) * ln_2
+        return l, row_lse
+
+    @inlined
+    def recompute_rows(first_row, lane, row_states, tile, arrays, strides, sizes, score):
+        """One warp computes its marked rows from first_row on, of a QueryTile."""
+        sequence, h_kv = (
+            sequence_of(tile.b, arrays, strides, sizes),
+            divide(tile.h, divide(sizes.heads, sizes.heads_kv)),
+        )
+        queries_left = int32(min(sequence.seqlen_q - tile.first_query, config.queries))
+        first_column = tile.part * config.group_columns
+        columns = int32(min(config.head_dim_v - first_column, config.group_columns))
+        v_at = key_row(strides.v, sequence, h_kv, 0) + first_column
+        row_o = local.array(words, made.real)
+        for row in range(first_row, first_row + warp_rows):
+            row_query, head = row // config.group_size, tile.h + row % config.group_size
+            if row_query < queries_left and ld_st.load_b32(row_states + row * config.ROW_STATE_BYTES) != 0:
+                query = query_of(sequence, head, tile.first_query + row_query, sizes)
+                l, row_lse = recompute_row(row_o, sequence, query, lane, columns, v_at, arrays, strides, sizes, score)
+                inverse = made.real(0) if l == made.real(0) else made.real(1) / l
+                at = query_row(strides.o, sequence, head, query.q_index) + first_column * strides.o[3]
+                of_pair.store(row_o, inverse, arrays.o, at, strides.o[3], columns, lane)
+                if write_lse and tile.part == 0 and lane == 0:
+                    arrays.lse[lse_row(sequence, head, query.q_index, sizes)] = row_lse
+
+    return recompute_rows

@@ -1,0 +1,1 @@
+"""What tests of several tiers use, and that tests nothing itself."""
