@@ -397,7 +397,6 @@ class WgmmaRoundConfig(Config):
     takes = abi.backward("dq", without=("bias", "mask")).plus("dq_sums")
     waits = True
     threads: ClassVar[int] = 128  # type: ignore[misc]
-    ALIGNMENT: ClassVar[int] = 1024
 
     def __post_init__(self) -> None:
         self._set(self.ALIGNMENT + tile_bytes(64, self.head_dim))
@@ -422,7 +421,6 @@ class WgmmaAddPartsConfig(Config):
     takes = WgmmaDkdvConfig.takes
     waits = True
     threads: ClassVar[int] = 128  # type: ignore[misc]
-    ALIGNMENT: ClassVar[int] = 1024
 
     def __post_init__(self) -> None:
         self._set(self.ALIGNMENT + self.dv_at + (tile_bytes(64, self.head_dim_v) if self.of_dv else 0))

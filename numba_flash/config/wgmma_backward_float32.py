@@ -1,4 +1,4 @@
-"""Configs of the Hopper backward in float32 (kernels/wgmma/backward_dkdv_float32.py, backward_dq_float32.py); with
+"""Configs of the Hopper backward in float32 (kernels/wgmma/backward_float32.py); with
 head_dim above 128 two blocks share the columns (kernels/wgmma/paired_tiles.py)."""
 
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ class WgmmaDkdvFloat32Config(OfGradients, WgmmaBackwardFloat32Config):
     of_dv: bool = True
 
     kernel = "wgmma_dkdv_float32"
-    module = "wgmma.backward_dkdv_float32"
+    module = "wgmma.backward_float32"
     takes = abi.backward("dk dv", abi.ROWS, abi.MASK_BITS_OF_KEYS)
     of_keys = True
 
@@ -88,7 +88,7 @@ class WgmmaDqFloat32Config(WgmmaBackwardFloat32Config):
     """Of wgmma_dq_float32: a block owns tile_m queries of one head and walks over tiles of tile_n keys."""
 
     kernel = "wgmma_dq_float32"
-    module = "wgmma.backward_dq_float32"
+    module = "wgmma.backward_float32"
     takes = abi.backward("dq", abi.ROWS)
     of_dv: ClassVar[bool] = False
     has_second: ClassVar[bool] = True
@@ -123,8 +123,8 @@ class Paired(WgmmaBackwardFloat32Config):
 
     def _barrier_counts(self) -> dict[str, int]:
         """Tiles have one of each kind for each panel. The next tile of a comes while the last one is still read, so
-        those that count who has read it are there twice. scores_empty, score_gradients_empty: in the other block."""
-        counts = dict(a_full=self.panels, a_empty=2 * self.panels, b_full=self.panels, b_empty=self.panels)
+        those of a are there twice. scores_empty, score_gradients_empty: in the other block."""
+        counts = dict(a_full=2 * self.panels, a_empty=2 * self.panels, b_full=self.panels, b_empty=self.panels)
         counts |= dict(scores_full=1, scores_empty=1, score_gradients_full=1, score_gradients_empty=1)
         return counts | dict(weights_full=1)
 

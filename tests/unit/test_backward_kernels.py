@@ -702,3 +702,17 @@ def test_long_queries_of_one_key_tile_take_two_kernels(seqlen_q, seqlen_k, kerne
     arrays |= {name: empty(2, 10, seqlen_k, 64, dtype="float16") for name in ("k", "v")}
     made = problem(64, dtype="float16", **arrays, lse=empty(2, 10, seqlen_q, dtype="float32"))
     assert kernel in kernels_of("wgmma", made)
+
+
+# The bias' batch and heads, of 128 entries and 4 heads of 256 tokens: how many blocks share a sum.
+@pytest.mark.parametrize(
+    ("batch", "heads", "rows", "keys", "splits"),
+    [(1, 4, 256, 256, 16), (1, 1, 256, 256, 64), (128, 4, 256, 256, 1), (1, 4, 1, 256, 64), (128, 4, 256, 1, 1)],
+)
+def test_the_sum_of_a_broadcast_bias_is_split_by_the_shapes_alone(batch, heads, rows, keys, splits):
+    q, lse = empty(128, 4, 256, 32), empty(128, 4, 256, dtype="float32")
+    bias = empty(batch, heads, rows, keys)
+    made = problem(dtype="float16", do=q, q=q, k=q, v=q, o=q, lse=lse, bias=bias, wanted=("dbias",))
+    assert made.dbias_splits == splits
+    for target in (HOPPER, A100):
+        assert ("dbias_sum" in kernels_of("mma", made, target)) == (splits > 1)

@@ -21,7 +21,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, ld_st, local, shared, special
 from ..recompute import at_scores
-from ..score import at_position, dropout, fragments, owed, user
+from ..score import at_position, fragments, kept_weights, owed, user
 from ..score.owed import Run
 from ..score.stage import FragmentAt
 from ..steps import block_state, lse_delta
@@ -52,7 +52,7 @@ def make(config):
     added, visible = at_scores.make(config)
     has_mask_mod = config.has("mask_mod")
     shows = user.make(config, "mask_mod") if has_mask_mod else None
-    row_term, count_of, of_query = chain.row_term, dropout.make(config), lse_delta.of_query(config)
+    row_term, count_of, of_query = chain.row_term, kept_weights.make(config), lse_delta.of_query(config)
     ask, (start, add, finish) = user.recorded(config), owed.make(config)
     wait_all = cp_async.wait_group(0)
 

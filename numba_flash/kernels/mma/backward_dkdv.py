@@ -35,7 +35,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, cp_async, cvt, ld_st, local, memory, shared, special
 from ..recompute import keys as recompute
-from ..score import dropout, fragments, gradient_functions
+from ..score import fragments, gradient_functions, kept_weights
 from ..score import reads as score_reads
 from ..score.stage import FragmentAt
 from ..steps import async_tiles, fragment_products, gradient_rows, lse_delta
@@ -60,7 +60,7 @@ class Registers(NamedTuple):
     b_frag: Any
     loaded: Any  # what its scores need from global memory (kernels/score/reads.py)
     shown_bits: Any  # by the caller's mask, and by functions
-    kept: Any  # which weights count (kernels/score/dropout.py)
+    kept: Any  # which weights count (kernels/score/kept_weights.py)
 
 
 class Smem(NamedTuple):
@@ -100,7 +100,7 @@ def make(config):
     has_row_term, (weight, _) = fragments.chain(config).has_row_term, fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part, of_keys=True), config.has("mask")
     bits_words = rows if has_functions else read.bits_words
-    drops, kept_words, *_ = dropout.on_fragments(config, strips, part)
+    drops, kept_words, *_ = kept_weights.on_fragments(config, strips, part)
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
     put, own_product, others_product = shared_by_warps
     load_k_frag, load_v_frag = load_own(head_dim_padded), load_own(head_dim_v_padded)

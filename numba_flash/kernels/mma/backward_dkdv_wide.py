@@ -20,7 +20,7 @@ from numba import cuda, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, local, memory, shared, special
 from ..recompute import keys as recompute
-from ..score import dropout, fragments, gradient_functions
+from ..score import fragments, gradient_functions, kept_weights
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.stage import FragmentAt
@@ -45,7 +45,7 @@ class Registers(NamedTuple):
     p_frag: Any
     first_query: Any  # first query that sees a key
     end_query: Any
-    kept: Any  # which weights count (kernels/score/dropout.py)
+    kept: Any  # which weights count (kernels/score/kept_weights.py)
     loaded: Any  # bias (kernels/score/reads.py)
     shown_bits: Any  # by the caller's mask, and by functions
 
@@ -100,7 +100,7 @@ def make(config):
     work_of, row_term = work_tile.of_keys(config), fragments.chain(config).row_term
     weight, _ = fragments.weights_at(config)
     start_rows, of_pair = lse_delta.staged(config, tile_m, threads)
-    drops, kept_words, _, kept_of, _, _ = dropout.on_fragments(config, strips, columns)
+    drops, kept_words, _, kept_of, _, _ = kept_weights.on_fragments(config, strips, columns)
     read, has_mask = score_reads.make(config, strips, columns, of_keys=True), config.has("mask")
     bias_words, bias_type, has_functions = read.bias_words, read.bias_type, gradient_functions.present(config)
     has_bits = has_mask or has_functions  # one bit for each score says whether it is seen

@@ -26,7 +26,7 @@ from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, cp_async, cvt, ld_st, local, memory, shared, special
 from ..recompute import queries as recompute
-from ..score import dropout, fragments, gradient_functions
+from ..score import fragments, gradient_functions, kept_weights
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.stage import FragmentAt
@@ -52,7 +52,7 @@ class Registers(NamedTuple):
     distance: Any  # q_pos - k_pos of each row at the lane's first column
     loaded: Any  # what its scores need from global memory (kernels/score/reads.py)
     shown_bits: Any  # by the caller's mask, and by functions
-    kept: Any  # which weights count (kernels/score/dropout.py)
+    kept: Any  # which weights count (kernels/score/kept_weights.py)
 
 
 class Smem(NamedTuple):
@@ -100,7 +100,7 @@ def make(config):
     chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part), config.has("mask")
     bits_words = rows if has_functions else read.bits_words
-    drops, kept_words, *_ = dropout.on_fragments(config, strips, part)
+    drops, kept_words, *_ = kept_weights.on_fragments(config, strips, part)
     finishes = drops and has_functions  # dP - delta, before it is multiplied by their derivative
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
     put, own_product, others_product = shared_by_warps

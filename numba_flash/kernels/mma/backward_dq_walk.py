@@ -12,7 +12,7 @@ import numpy as np
 from numba import float32, int32, int64, uint32
 
 from ...ptx import ld_st, memory, special
-from ..score import dropout, gradient_functions, tile_walk
+from ..score import gradient_functions, kept_weights, tile_walk
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.reads import Origin
@@ -54,7 +54,7 @@ def make(config):
     has_score_mod, of_states = config.has("score_mod"), tile_walk.make(config)
     cut_ends = of_states.trim
     apply_functions = gradient_functions.on_fragments(config, strips, part, of_keys=False)
-    drops, _, kept_of, *_ = dropout.on_fragments(config, strips, part)
+    drops, _, kept_of, *_ = kept_weights.on_fragments(config, strips, part)
     inf = float32(math.inf)
 
     @inlined

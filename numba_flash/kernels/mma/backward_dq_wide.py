@@ -18,7 +18,7 @@ from numba import cuda, int32, uint8, uint32
 
 from ...ptx import cp_async, local, memory, shared, special
 from ..recompute import queries as recompute
-from ..score import dropout, fragments, gradient_functions
+from ..score import fragments, gradient_functions, kept_weights
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.stage import FragmentAt
@@ -45,7 +45,7 @@ class Registers(NamedTuple):
     end_key: Any
     lse: Any
     delta: Any
-    kept: Any  # which weights count (kernels/score/dropout.py)
+    kept: Any  # which weights count (kernels/score/kept_weights.py)
     loaded: Any  # bias (kernels/score/reads.py)
     shown_bits: Any  # by the caller's mask, and by functions
 
@@ -86,7 +86,7 @@ def make(config):
     work_of, row_term = work_tile.of_queries(config, tile_m), fragments.chain(config).row_term
     weight, _ = fragments.weights_at(config)
     of_query = lse_delta.of_query(config)
-    drops, kept_words, kept_of, _, _, _ = dropout.on_fragments(config, strips, columns)
+    drops, kept_words, kept_of, _, _, _ = kept_weights.on_fragments(config, strips, columns)
     words_a_row = kept_words // rows if drops else 1
     read, has_mask = score_reads.make(config, strips, columns), config.has("mask")
     bias_words, bias_type, has_functions = read.bias_words, read.bias_type, gradient_functions.present(config)

@@ -11,7 +11,7 @@ from numba import float32, int32, int64
 
 from ...dtypes import ITEM_SIZE
 from ...ptx import memory, special
-from ..score import dropout, fragments, gradient_functions, tile_walk
+from ..score import fragments, gradient_functions, kept_weights, tile_walk
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.reads import Origin
@@ -62,7 +62,7 @@ def make(config):
     )
     apply_functions = gradient_functions.on_fragments(config, warp_rows // 16, part, True, derivative=config.of_dk)
     row_blocks, block_words = lse_delta.row_blocks, lse_delta.BLOCK_WORDS
-    kept_of = dropout.on_fragments(config, warp_rows // 16, part).of_keys
+    kept_of = kept_weights.on_fragments(config, warp_rows // 16, part).of_keys
 
     @inlined
     def first_query_of(lane, warp):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from numba import int32
 
-from ..score import at_position, dropout, fragments, user
+from ..score import at_position, fragments, kept_weights, user
 from ..score.stage import FragmentAt
 from ..steps import elements, lse_delta, numbers
 from ..steps.inlined import TRUE, inlined
@@ -35,7 +35,7 @@ class Pairs(NamedTuple):
 @functools.cache
 def make(config: Any, of_keys: bool = False, of_ds: bool = True) -> Pairs:
     """of_keys: the mask's bits have keys as rows. of_ds: otherwise dS is 0."""
-    made, dropout_factor = numbers.of(config.compute_dtype), dropout.make(config)
+    made, weight_factor = numbers.of(config.compute_dtype), kept_weights.make(config)
     load, store_element = elements.loader(config.dtype, made.real), elements.storer(config.dtype)
     reads, chain = at_scores.make(config, of_keys), fragments.chain(config)
     _, weight_or_zero = fragments.weights_at(config)
@@ -93,7 +93,7 @@ def make(config: Any, of_keys: bool = False, of_ds: bool = True) -> Pairs:
             here = in_fragment(sequence, h, query, key, arrays, strides)
             p, derivative = weight_or_zero(product, here, score, lse)
             if p != 0:
-                factor = dropout_factor(at, arrays, sizes, score)
+                factor = weight_factor(at, arrays, sizes, score)
                 if factor != 0:  # no NaN from a key whose weight was dropped
                     weight, dp = p * factor, dp * factor
                 else:

@@ -92,7 +92,7 @@ def make(config):
                         sum_tmp = compute(0)
                         for y in range(config.tile_n):  # lines 13 and 14
                             p = math.exp(s_smem[s_k + y] - max_tmp)
-                            s_smem[s_k + y] = p * scores.dropout(at_key(query, first_y + y), arrays, sizes, score)
+                            s_smem[s_k + y] = p * scores.weight_factor(at_key(query, first_y + y), arrays, sizes, score)
                             sum_tmp += p
                         sum_prev = row_sum[lm_base + q_index]  # line 15
                         max_prev = row_max[lm_base + q_index]

@@ -97,7 +97,7 @@ def make(config):
                     sum_tmp = compute(0)
                     for y in range(config.tile_n):
                         p = math.exp(s_smem[s_k + y] - m_new)
-                        s_smem[s_k + y] = p * scores.dropout(at_key(query, first_y + y), arrays, sizes, score)
+                        s_smem[s_k + y] = p * scores.weight_factor(at_key(query, first_y + y), arrays, sizes, score)
                         sum_tmp += p
                     l = alpha * l + sum_tmp
                     m = m_new

@@ -170,7 +170,7 @@ def finisher(config, strips, blocks):
 
     @inlined
     def finish_dp(acc_dp, kept, rows_smem, lane, score):
-        """acc_dp <- dP times the weight's dropout factor, minus delta."""
+        """acc_dp <- dP times the factor of its weight, minus delta."""
         four = local.array(4, uint32)
         for n in range(0, blocks, 2):
             ld_st.load_v4(four, 0, rows_smem + n * 64 + 4 * MINUS_DELTA + ((lane & 3) << 4))
