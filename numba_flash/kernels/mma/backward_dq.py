@@ -96,7 +96,7 @@ def make(config):
     )
     work_of = work_tile.of_queries(config, config.tile_m)
     walk, has_functions = backward_dq_walk.make(config), gradient_functions.present(config)
-    behind, states_ends, has_states = walk.next_tile, walk.states_ends, bool(config.tile_states)
+    behind, states_ends, has_states = walk.behind, walk.states_ends, bool(config.tile_states)
     chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part), config.has("mask")
     bits_words = rows if has_functions else read.bits_words

@@ -25,7 +25,7 @@ class Pairs(NamedTuple):
     """Device functions. PAIR is (sequence, h, query, key, lane, arrays, strides, sizes, score). row_sum: of a row's
     columns, those of the lane: lane, lane + 32 and so on."""
 
-    score: Callable[..., Any]  # PAIR -> the score, in the scores' unit (steps/units.py), or -inf
+    score: Callable[..., Any]  # PAIR -> the score, in the scores' unit (kernels/steps/units.py), or -inf
     gradients: Callable[..., Any]  # PAIR -> (the weight in dV, dS times scale); both 0 if the key is not seen
     clear: Callable[..., Any]  # (row_sum, columns): row_sum <- 0
     add: Callable[..., Any]  # (row_sum, weight, source, at, columns, lane): row_sum += weight * the row at `at`

@@ -4,7 +4,7 @@ acc_s is (strips, tile_n / 8, 4): strips of 16 rows below each other. A lane hol
 of each strip, and two of every eight columns (ptx/fragments.py). So a lane has 2 * strips rows. Row r is element pair
 (4 * n + 2 * (r % 2)) of strip r // 2.
 
-Scores are in log2, or with a bias in natural units (steps/units.py).
+Scores are in log2, or with a bias in natural units (kernels/steps/units.py).
 """
 
 import functools
