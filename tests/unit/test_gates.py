@@ -29,7 +29,7 @@ from helpers.simt_kernels import backward_problem as gradients
 
 from numba_flash.arrays import read
 from numba_flash.config.backward import MmaBackwardConfig, PreprocessConfig
-from numba_flash.config.simt_backward import HeadSumsConfig
+from numba_flash.config.simt_backward import DbiasSumConfig, HeadSumsConfig
 from numba_flash.config.wide_backward import WideBackwardConfig
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
@@ -42,7 +42,8 @@ pytestmark = compiler.needed
 
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
 SCORES = ("mma_dbias", "mma_daux_bounds", "mma_daux_sums")
-MACHINES = dict.fromkeys(("mma", "backward_preprocess", "mma_dkdv", "mma_dq", *SCORES), SINCE_AMPERE)
+OF_MMA = ("mma_dkdv", "mma_dq", "mma_one_key_tile", *SCORES)
+MACHINES = dict.fromkeys(("mma", "backward_preprocess", *OF_MMA), SINCE_AMPERE)
 PAIRED = ("wgmma_dkdv_paired", "wgmma_dq_paired")
 OF_PARTS = ("wgmma_float32", "wgmma_dkdv_float32", "wgmma_dq_float32", *PAIRED)  # products of 16 bits in float32
 ON_HOPPER = ("wgmma", *OF_PARTS, "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round", "wgmma_add_parts")
@@ -57,7 +58,7 @@ for kernel in OF_PARTS:
     IN_SASS[kernel] = ("HGMMA", "USETMAXREG")
 for kernel in PAIRED:
     IN_PTX[kernel] += (".version 8.1", ".reqnctapercluster 2, 1, 1", "st.async.shared::cluster", "mapa.shared::cluster")
-for kernel in ("mma_dkdv", "mma_dq", *SCORES):
+for kernel in OF_MMA:
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
 IN_PTX["mma_daux_bounds"] += ("red.global.max.u32",)
 IN_PTX["mma_daux_sums"] += ("red.global.add.u64",)
@@ -246,13 +247,14 @@ def wide_backward_gates():
         for kernel, wanted in dict(mma_dkdv=OF_KEYS, mma_dq=OF_QUERIES).items():
             table = f"{kernel}_{dtype}"
             for row in rows(backward_tiles.TABLES, table):
+                own, other = (row.tile_n, row.tile_m) if wanted == OF_KEYS else (row.tile_m, row.tile_n)
                 served = {"": {}} | ({} if row.plain else {"-rich": OPTIONS})
                 if not row.plain and not row.unread:
                     read = READ | dict(bias=empty(300, 500, dtype=dtype), bias_aligned=False)
                     served |= {"-reading": OPTIONS | read, "-both": FUNCTIONS_OF["both"]}
                 for words, given in served.items():
                     for config in of_gradients({table: row}, target, dtype=dtype, wanted=wanted, **given):
-                        size = f"{own_by_other(table, row)}{part(config)}"
+                        size = f"{own}x{other}{part(config)}"
                         yield f"{table}-{row.head_dim}-{size}{sm80}{words}", config
         yield from wide_fused_gates("mma_wide_fused", dtype, target, sm80)
     yield from wide_fused_gates("mma_wide_carried", "float64", HOPPER)
@@ -260,14 +262,14 @@ def wide_backward_gates():
 
 def wide_fused_gates(kernel, dtype, target, sm80=""):
     """Of the one kernel and of the one behind it, with as many keys as it needs."""
-    for row in rows(backward_tiles.TABLES, f"{kernel}_{dtype}"):
-        of_tables = {"mma_wide_carried_float64": None, f"{kernel}_{dtype}": row}  # it would come first
+    for row in rows(backward_tiles.TABLES, kernel, dtype):
+        tables = {"mma_wide_carried_float64": None, f"{kernel}_{dtype}": row}  # it would come first
         arrays = dict.fromkeys(("do", "q", "k", "v", "o"), empty(1, 64, 2048, row.head_dim, dtype=dtype))
         arrays |= dict(lse=empty(1, 64, 2048, dtype=dtype))
         for words, given in {"": {}, "-positions": LENGTHS}.items():
-            of_all = of_gradients(of_tables, target, dtype=dtype, **arrays, **given)
+            of_all = of_gradients(tables, target, dtype=dtype, **arrays, **given)
             for config, name in zip(of_all, (kernel, "mma_dq_finish"), strict=True):
-                yield f"{name}_{dtype}-{row.head_dim}-{own_by_other(kernel, row)}{sm80}{words}", config
+                yield f"{name}_{dtype}-{row.head_dim}-{row.tile_n}x{row.tile_m}{sm80}{words}", config
 
 
 # What problems of gradients may have, with 300 queries and 500 keys of two heads.
@@ -279,14 +281,14 @@ OF_KEYS, OF_QUERIES = ("dk", "dv"), ("dq",)
 FEW_BLOCKS, MANY_BLOCKS = HOPPER, dataclasses.replace(HOPPER, multiprocessors=1)  # for so many multiprocessors
 
 
-def of_gradients(of_tables, target=MANY_BLOCKS, members=0, **given):
+def of_gradients(tables, target=MANY_BLOCKS, members=0, **given):
     """The Configs that select makes of a problem of gradients where each of these tables has one row, {table: row}, or
     none; without those that prepare what others read. members: query heads of a part of a group."""
-    *_, (table, row) = of_tables.items()
+    *_, (table, row) = tables.items()
     made = gradients(given.pop("head_dim", row.head_dim), **given)
-    one_row = {name: x and x.row for name, x in of_tables.items()}
     with mock.patch.object(backward_kernels, "members_of_a_part", lambda *_, **__: members):
-        found = configs_with(one_row, table.partition("_")[0], made, target)
+        own = {name: fields and fields.row for name, fields in tables.items()}
+        found = configs_with(own, table.partition("_")[0], made, target)
     before = ("backward_preprocess", "delta", "mask_bits", "tile_states", "tile_order")
     return [config for config in found if not config.kernel.startswith(before)]
 
@@ -303,11 +305,6 @@ def padded_rows(head_dim):
 def of_both(config):
     """Of a kernel for dK and dV, which of them."""
     return f"-{'dk' * config.of_dk}{'dv' * config.of_dv}" if hasattr(config, "of_dk") else ""
-
-
-def own_by_other(kernel, row):
-    """A kernel of dQ owns queries, others own keys."""
-    return f"{row.tile_m}x{row.tile_n}" if "_dq" in kernel else f"{row.tile_n}x{row.tile_m}"
 
 
 def part(config):
@@ -410,21 +407,22 @@ def reading_gates():
 
 def backward_gates():
     """Each row of the backward's tables: with all that it takes, or with plain scores where it is for those only."""
-    plain = {"": dict(dtype="float16")}
-    rich, linear = dict(dtype="bfloat16", **OPTIONS), dict(dtype="bfloat16", **LINEAR)
     for table in ("mma_dkdv", "mma_dq", "wgmma_dkdv", "wgmma_dq"):
         wanted = OF_KEYS if table.endswith("dkdv") else OF_QUERIES
-        every = rows(backward_tiles.TABLES, table)
-        for row in every:
-            if table.startswith("mma"):  # what is read for each score, too; a mask alone takes less
-                served = plain if row.plain else {} if row.functions else {"-rich": rich, "-reading": rich | READ}
-            else:  # the first of a head_dim whose derivative may vary, or not; by_element_gates has others
-                alike = [x for x in every if x.head_dim == row.head_dim and not (x.plain or x.functions)]
-                of_linear, of_all = (next((x for x in alike if x.linear == alone), None) for alone in (True, False))
-                served = plain if row.plain else plain | {"-linear": linear} if row is of_linear else {}
-                served = served | ({"-rich": rich} if row is of_all else {})
+        of_table = rows(backward_tiles.TABLES, table)
+        for row in (row for row in of_table if not row.functions):
+            plain, served = {"": dict(dtype="float16")}, {"-rich": dict(dtype="bfloat16", **OPTIONS)}
+            if table.startswith("wgmma"):  # the first row of a head_dim that takes it; by_element_gates have others
+                alike = [x for x in of_table if x.head_dim == row.head_dim and not (x.plain or x.functions)]
+                served = served if row is next((x for x in alike if not x.linear), None) else {}
+                if row is next((x for x in alike if x.linear), None):
+                    served = plain | {"-linear": dict(dtype="bfloat16", **LINEAR)}
+            served = plain if row.plain else served
+            # What is read for each score, in the rows of mma for other than plain scores. A mask alone takes less.
+            if table.startswith("mma") and not row.plain:
+                served["-reading"] = dict(dtype="bfloat16", **OPTIONS, **READ)
             for words, given in served.items():
-                given = given | dict(wanted=wanted)
+                given |= dict(wanted=wanted)
                 groups = f"x{row.column_groups}" if "column_groups" in row.columns else ""
                 name = f"{table}-{row.head_dim}-{row.tile_m}x{row.tile_n}{groups}{words}"
                 for config in of_gradients({table: row}, **given):
@@ -480,6 +478,7 @@ def around_gates():
     yield "backward_preprocess-64-turns", of_turns
     yield "backward_preprocess-64-sinks", PreprocessConfig("float16", 64, has_dlse=True, wide=True, of_terms=True)
     for dtype, given in (("float16", "float16"), ("float64", "float64"), ("float64", "float32")):
+        yield f"dbias_sum-{dtype}-{given}", DbiasSumConfig(dtype, given)
         for name in HEAD_GRADIENTS:
             yield f"{name}-{dtype}-{given}", HeadSumsConfig(dtype, name, given, True)
     for dtype in ("float16", "bfloat16"):
@@ -522,7 +521,7 @@ def backward_functions_gates():
 
 def score_gradients_gates():
     """Rows of mma_dbias: a tile of its own elements and sums over each side, with a bias of either size and all else;
-    those of mma_daux, in both walks, with a function alone and with all else."""
+    those of mma_daux, in both walks, with a function alone and with all else. split: blocks share a sum."""
     every = dict(dtype="bfloat16", mask=READ["mask"], dropout_p=0.1, **OPTIONS)
     for row in rows(backward_tiles.TABLES, "mma_dbias"):
         summed = empty(1, 1 if row.head_dim > 64 else 500, dtype="bfloat16")
@@ -532,8 +531,11 @@ def score_gradients_gates():
             "-summed": every | dict(bias=summed),
         }
         for words, given in served.items():
-            config = of_gradients({"mma_dbias": row}, wanted=("dbias",), **given)[0]
-            yield f"mma_dbias-{row.head_dim}-{row.tile_m}x{row.tile_n}{words}", config
+            config, *_ = of_gradients({"mma_dbias": row}, wanted=("dbias",), **given)
+            name = f"mma_dbias-{row.head_dim}-{row.tile_m}x{row.tile_n}{words}"
+            yield name, dataclasses.replace(config, split=False)
+            if words:
+                yield f"{name}-split", dataclasses.replace(config, split=True, pairs=False)
     hides = FUNCTIONS_OF["hides"] | every | dict(bias=READ["bias"])
     for row in rows(backward_tiles.TABLES, "mma_daux"):
         for words, given in {"": dict(dtype="float16"), "-rich": hides}.items():
@@ -542,6 +544,37 @@ def score_gradients_gates():
             for config in (x for x in found if x.kernel.startswith("mma_daux")):
                 walk = config.kernel.rpartition("_")[2]
                 yield f"mma_daux-{row.head_dim}-{row.tile_m}x{row.tile_n}-{walk}{words}", config
+
+
+def short_gates():
+    """Of mma where all queries and keys of a head are in one tile, which shrinks to the lengths."""
+    for row in rows(tiles.TABLES, "mma_short"):
+        for n in (64, 32, 16):
+            read = dict(bias=empty(n, n, dtype="float32"), mask=empty(n, n, dtype="bool"), bias_aligned=True)
+            every = read | dict(
+                softcap=5.0, alibi_slopes=empty(2, dtype="float32"), seqlens_k=empty(1, dtype="int32"), causal=True,
+                q_offset=empty(1, dtype="int32"), sinks=empty(2, dtype="float32"), return_lse=True,
+            )  # fmt: skip
+            for words, given in {"": {}, "-reading": dict(dtype="bfloat16", **every)}.items():
+                with mock.patch.dict(tiles.TABLES, mma_short=(row.row,)):
+                    config = next(candidates("mma", problem(row.head_dim, seqlen=n, **given), HOPPER))
+                yield f"mma_short-{row.head_dim}-{config.tile_m}x{config.tile_n}{words}", config
+
+
+def one_key_tile_gates():
+    """All gradients where all keys of a head are in one tile, which shrinks to the lengths."""
+    for row in rows(backward_tiles.TABLES, "mma_one_key_tile"):
+        for n in (64, 32, 16):
+            read = dict(bias=empty(n, n, dtype="float32"), mask=empty(n, n, dtype="bool"), bias_aligned=True)
+            served = {"-rich": OPTIONS, "-reading": OPTIONS | read, "-both": FUNCTIONS_OF["both"]}
+            plain_too = row.plain or row.head_dim <= 64
+            served = ({"": {}} if plain_too else {}) | ({} if row.plain else served)
+            for words, given in served.items():
+                dtype = "bfloat16" if words else "float16"
+                arrays = dict.fromkeys(("do", "q", "k", "v", "o"), empty(1, 2, n, row.head_dim, dtype=dtype))
+                arrays |= dict(dtype=dtype, lse=empty(1, 2, n, dtype="float32"))
+                (config,) = of_gradients({"mma_one_key_tile": row}, **arrays, **given)
+                yield f"mma_one_key_tile-{row.head_dim}-{config.tile_m}x{config.tile_n}{words}", config
 
 
 def by_element_gates():
@@ -595,7 +628,7 @@ def gates():
     configs = dict(backward_gates()) | dict(reading_gates()) | dict(dropping_gates()) | dict(wide_gates())
     configs |= dict(wide_backward_gates()) | dict(backward_functions_gates()) | dict(score_gradients_gates())
     configs |= dict(by_element_gates()) | dict(wgmma_float32_gates()) | dict(wgmma_backward_float32_gates())
-    configs |= simt_gates()
+    configs |= dict(short_gates()) | dict(one_key_tile_gates()) | simt_gates()
     for kernel in (name for name, rung in RUNGS.items() if rung.tensor_cores):
         table = rows(tiles.TABLES, kernel)
         configs |= {name_of(kernel, row): of_row(kernel, row) for row in table}
