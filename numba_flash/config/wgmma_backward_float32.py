@@ -133,8 +133,8 @@ class Paired(WgmmaBackwardFloat32Config):
 
         stream: two places for tiles that it walks over, each of panels of 64 columns: one has a tile of a, the other of
         b, and in the next step the other way around. weights: what the other block has of S, and then those on their
-        way to the other consumer. score_gradients: what the other block has of dP. struck: rows of results that are not
-        finite in the other block.
+        way to the other consumer. score_gradients: what the other block has of dP. nonfinite: rows of results that are
+        not finite in the other block.
         """
         return layout(
             own_a=self.own_a_bytes,
@@ -142,7 +142,7 @@ class Paired(WgmmaBackwardFloat32Config):
             stream=2 * self.panels * self.panel_bytes,
             weights=self.weights_bytes,
             score_gradients=self.weights_bytes,
-            struck=self.threads // 32 * 4,
+            nonfinite=self.threads // 32 * 4,
             state=4 * self.STATE_WORDS,
             barriers=8 * sum(self._barrier_counts().values()),
         )

@@ -116,12 +116,12 @@ def _gradient_panel(function, base_name, aux, wanted, capped, narrow):
                 place = load(state, 2, none)
                 if place == 0:  # it reads fewer numbers
                     break
-                owed = np.float64(slope(y))
-                if owed != 0:
+                terms = np.float64(slope(y))
+                if terms != 0:
                     if capped:
                         t = math.tanh(np.float64(result(y)) / load(state + behind, 0, 0.0))
-                        owed *= 1 - t * t
-                    store(place, 0, load(place, 0, 0.0) + np.float64(load(ds, at, zero)) * owed)
+                        terms *= 1 - t * t
+                    store(place, 0, load(place, 0, 0.0) + np.float64(load(ds, at, zero)) * terms)
                 read += 1
 
     return gradient_of_aux
@@ -271,9 +271,9 @@ def _table(dtype: str, ndim: int, base_name: str, recorded: bool, narrow: bool):
                 for part in (sizes[:ndim], sizes[ndim : 2 * ndim])
             )
             if recorded:
-                made.owed = b.add(args[2], sizes[2 * ndim])
+                made.terms = b.add(args[2], sizes[2 * ndim])
                 made.state = b.inttoptr(args[1], ir.IntType(64).as_pointer())
-                made.owed_strides = context.make_tuple(b, types.UniTuple(types.int64, ndim), sizes[2 * ndim + 1 :])
+                made.term_strides = context.make_tuple(b, types.UniTuple(types.int64, ndim), sizes[2 * ndim + 1 :])
             return made._getvalue()
 
         return t(types.int64, types.int64, types.int64, FLAG), codegen
@@ -327,13 +327,13 @@ def own_functions(problem: Problem, derivative: bool) -> OwnFunctions:
         for name, function in problem.functions
     )
     numbers: list[int] = []
-    places, owed = [], 0
+    places, terms = [], 0
     for array in problem.aux:
         places.append(len(numbers))
         numbers += [0, *array.shape, *(array.strides if 0 not in array.shape else (0,) * len(array.shape))]
         by = (0,) * len(array.shape) if 0 in array.shape else contiguous_strides(array.shape)
-        numbers += [owed, *(8 * stride for stride in by)]
-        owed += 8 * math.prod(array.shape)
+        numbers += [terms, *(8 * stride for stride in by)]
+        terms += 8 * math.prod(array.shape)
     empty = tuple(0 in array.shape for array in problem.aux)
     return OwnFunctions(made, np.array([*numbers, *[0] * REPORT, 0], np.int64), tuple(places), empty)
 

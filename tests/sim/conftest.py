@@ -142,7 +142,7 @@ def rows_for_every_kind(monkeypatch, nothing_remembered):
     def use(dkdv, dq):
         for kernel, values in (("wgmma_dkdv", dkdv), ("wgmma_dq", dq)):
             sizes = dict(zip(("tile_m", "tile_n", "stages_a", "stages_b", "apart"), values, strict=False))
-            row = in_simulator(tile_row(256, **sizes, by_element=BY_ELEMENT[-1]))
+            row = in_simulator(tile_row(256, **sizes, per_score=BY_ELEMENT[-1]))
             monkeypatch.setitem(backward_tiles.TABLES, kernel, (row,))
 
     return use

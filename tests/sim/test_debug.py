@@ -241,7 +241,7 @@ def test_every_kernel(kernel, monkeypatch):
         elif kernel in ("dsinks", "dsinks_of_blocks"):
             differentiate("v2" if kernel == "dsinks" else "mma", sinks=np.zeros(1, np.float32))
         elif kernel == "wgmma_add_parts":
-            monkeypatch.setattr(select_backward, "members_of_a_part", lambda *_, **__: 1)
+            monkeypatch.setattr(select_backward, "heads_per_block", lambda *_, **__: 1)
             differentiate("wgmma", seqlen=21)
         elif kernel in ("wgmma_fused", "wgmma_round"):  # plans are kept by problem, and nobody else has these
             of_all = int(kernel == "wgmma_fused")

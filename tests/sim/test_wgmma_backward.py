@@ -47,7 +47,7 @@ def rung():
 
 def of_wgmma(tile_m, tile_n, stages_a, stages_b, apart=False):
     sizes = dict(tile_m=tile_m, tile_n=tile_n, stages_a=stages_a, stages_b=stages_b)
-    return tile_row(256, apart, **sizes, by_element="several kinds")
+    return tile_row(256, apart, **sizes, per_score="several kinds")
 
 
 # What a row of the tables may say: several consumers, rings of other lengths, tiles that are no power of two, dK and dV
@@ -97,14 +97,14 @@ def test_one_kernel_for_all_gradients(
 
 @pytest.mark.slow
 def test_bits_do_not_depend_on_the_number_of_heads_in_flight(rung, monkeypatch, nothing_remembered):
-    """Two heads abreast may be of two entries, and the last is alone. Three parts are added: two in another order would
-    give the same."""
+    """Two heads in_flight may be of two entries, and the last is alone. Three parts are added: two in another order
+    would give the same."""
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: True)
     monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
     case = rung.problem(20, 270, batch=3, heads=1, head_dim=8)
     given, found = incoming(case), []
-    for abreast in (2, 1):
-        monkeypatch.setattr(wgmma_backward, "heads_abreast", lambda *_, abreast=abreast: abreast)
+    for in_flight in (2, 1):
+        monkeypatch.setattr(wgmma_backward, "heads_in_flight", lambda *_, in_flight=in_flight: in_flight)
         dispatch._plans.clear()
         found.append(rung.check(case, given, causal=True))
     assert same(*found)
@@ -122,7 +122,7 @@ def test_several_partial_sums_of_dq(rung, options, one_kernel, monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(arrays, "scratch", filled)
-    monkeypatch.setattr(select_backward, "dq_lines", lambda *_: 2)
+    monkeypatch.setattr(select_backward, "dq_partials", lambda *_: 2)
     heads = 2 if "causal" in options else 1
     rung.check(rung.problem(135, 270, batch=1, heads=heads, head_dim=69, head_dim_v=23), **options)
     (turns,) = (x.owner for x in made if x.owner.dtype == np.uint32)
@@ -214,7 +214,7 @@ def test_one_tile_of_keys(rung, seqlen_q, seqlen_k, heads, heads_kv, head_dim, o
 
 
 def test_one_tile_of_keys_and_split_groups_of_heads(rung, one_kernel, monkeypatch):
-    monkeypatch.setattr(select_backward, "members_of_a_part", lambda *_, **__: 2)
+    monkeypatch.setattr(select_backward, "heads_per_block", lambda *_, **__: 2)
     rung.check(rung.problem(20, 70, batch=2, heads=3, heads_kv=1, head_dim=24), causal=True)
 
 
@@ -356,7 +356,7 @@ def test_plain_scores_of_groups(rung):
 )  # fmt: skip
 def test_blocks_that_share_a_group(rung, form, members, batch, heads_kv, seqlen_k, monkeypatch, nothing_remembered):
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: form == "one kernel")
-    monkeypatch.setattr(select_backward, "members_of_a_part", lambda *_, **__: members)
+    monkeypatch.setattr(select_backward, "heads_per_block", lambda *_, **__: members)
     if form != "one kernel":
         apart = form == "dk and dv apart"
         monkeypatch.setitem(backward_tiles.TABLES, "wgmma_dkdv", (of_wgmma(32, 128, 2, 2, apart),))
@@ -375,7 +375,7 @@ def test_kernels_wait_for_those_before_them(rung, form, key_tiles_of_blocks, mon
     """Else the simulator says so: they are launched to start before these have ended."""
     monkeypatch.setattr(griddepcontrol, "wait", lambda: None)
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: form.startswith("one"))
-    monkeypatch.setattr(select_backward, "members_of_a_part", lambda *_, **__: int(form == "parts"))
+    monkeypatch.setattr(select_backward, "heads_per_block", lambda *_, **__: int(form == "parts"))
     if form == "one kernel":
         monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
     with pytest.raises(InstructionError, match=r"before griddepcontrol\.wait: the kernel before may still run"):
@@ -420,5 +420,5 @@ def test_nonfinite_rows_are_recomputed(rung, where):
     case.options |= dict(causal=True)
     _, o, lse, _ = incoming(case)
     gradients = rung.check(case, (do, o, lse, dlse))
-    struck = [np.isnan(x).any((0, 1, 3)) for x in gradients[:3]]
-    assert any(rows.any() for rows in struck) and not struck[0].all()
+    nonfinite = [np.isnan(x).any((0, 1, 3)) for x in gradients[:3]]
+    assert any(rows.any() for rows in nonfinite) and not nonfinite[0].all()

@@ -371,7 +371,7 @@ def make(config):
         group = divide(sizes.heads, sizes.heads_kv)
         begin_, free_, cut_, stop_ = query_range(sequence, first_key, first_key + keys_left - 1, sizes, tile_m)
         begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
-        if has_mask:  # drop the tiles before the first and after the last query to which it shows a key
+        if has_mask:  # drop the tiles before the first and after the last query to which it leaves a key
             h = h_kv * group
             end_key = first_key + max(keys_left, int32(1))
             first, end, _, _ = read.ranges(sequence.b, h, group, first_key, end_key, arrays, strides, sizes)

@@ -308,7 +308,7 @@ def make(config):
         sequence, h_kv, first_key = work_of(special.block_index(), arrays, strides, sizes)
         keys_left = int32(min(sequence.keys - first_key, tile_n))  # may be below 0
         begin, _, _, stop = query_range(sequence, first_key, first_key + keys_left - 1, sizes, tile_m)
-        if has_mask:  # drop the tiles before the first and after the last query to which it shows a key
+        if has_mask:  # drop the tiles before the first and after the last query to which it leaves a key
             group, end_key = divide(sizes.heads, sizes.heads_kv), first_key + max(keys_left, int32(1))
             first, end, _, _ = read.ranges(sequence.b, h_kv * group, group, first_key, end_key, arrays, strides, sizes)
             begin = max(int32(begin), divide(first, tile_m))

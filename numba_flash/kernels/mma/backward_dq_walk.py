@@ -134,7 +134,7 @@ def make(config):
 
     @inlined
     def states_ends(tile, begin, stop, arrays, strides):
-        """[begin, stop) without the tiles at both ends in which a mask_mod shows nothing."""
+        """[begin, stop) without the tiles at both ends in which a mask_mod leaves nothing."""
         states = of_states.row(tile.sequence.b, tile.h, tile.first_query, arrays, strides)
         return cut_ends(states, begin, stop, arrays, strides)
 

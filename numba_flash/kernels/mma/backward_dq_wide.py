@@ -254,7 +254,7 @@ def make(config):
         end_query = tile.first_query + queries_left
         begin_, _, _, stop_ = key_range(sequence, tile.first_query, end_query - 1, sizes, tile_n)
         begin, stop = int32(begin_), int32(stop_)
-        if has_mask:  # drop the key tiles before the first and after the last in which it shows a key
+        if has_mask:  # drop the key tiles before the first and after the last in which it leaves a key
             first, end, _, _ = read.ranges(
                 tile.sequence.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes
             )

@@ -319,7 +319,7 @@ def make(config):
         end_query = tile.first_query + queries_left
         begin_, free_, cut_, stop = key_range(sequence, tile.first_query, end_query - 1, sizes, tile_n)
         begin, free, cut = int32(begin_), int32(free_), int32(cut_)
-        if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
+        if has_mask:  # tiles in which it leaves nothing, before the first key that it leaves and behind the last
             first, end, _, _ = read.ranges(
                 sequence.b, tile.h, group, tile.first_query, end_query, arrays, strides, sizes
             )

@@ -153,7 +153,7 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
 
     @inlined
     def load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes):
-        """bits <- which of the lane's scores the mask shows."""
+        """bits <- which of the lane's scores the mask leaves."""
         if not has_mask:
             return
         _, by = bits_of(arrays, strides)

@@ -68,7 +68,7 @@ def make(config):
             j = own_tiles - 1 - (w - divide(w, own_tiles) * own_tiles)
             return b, int32(number - b * head_parts), int32(j), int32(1)
         ways = int32(ways_of(head_parts, n_tiles, sizes.left, sizes.right))
-        return key_tile_of(number, int32(sizes.batch), head_parts, n_tiles, ways, int32(sizes.heads_abreast))
+        return key_tile_of(number, int32(sizes.batch), head_parts, n_tiles, ways, int32(sizes.heads_in_flight))
 
     @inlined
     def take(base, w, arrays, strides, sizes):

@@ -61,8 +61,8 @@ def make(config):
     work = backward_key_work.make(config)
     plain, producer = backward_plain_scores.make(config, of_keys=True), backward_key_producer.make(config)
     to_weights = plain.weights_of(0, config.tile_m // 16)
-    by_element, scores = config.by_element, backward_scores.make(config, of_keys=True)
-    _, shown_words, kept_words, bias_words = scores.words if by_element else (1, 1, 1, 1)
+    per_score, scores = config.per_score, backward_scores.make(config, of_keys=True)
+    _, shown_words, kept_words, bias_words = scores.words if per_score else (1, 1, 1, 1)
     walk = backward_query_walk.make(config, whole_warp=True)
     set_up, word = backward_state.make(config), block.words(plan.state).read
     rings = backward_state.pipelines(config)
@@ -74,7 +74,7 @@ def make(config):
         lse_and_delta, term = keys.lse_and_delta_at(base, n), float32(0)
         if keys.has_row_term:
             term = keys.term_of(base, member, arrays, strides)
-        if by_element:
+        if per_score:
             asked = walk.needs_mask(base, i, member, arrays, strides) if walk.present else FALSE
             every = scores.prepare(base, i, member, tile, masked, asked, arrays, strides, sizes)
         elif keys.has_row_term or masked:
@@ -83,7 +83,7 @@ def make(config):
         pin_s(tile.acc_s)
         if of_dk:
             keys.issue_dp(base, tile.acc_dp, v_desc, n)
-        if by_element:
+        if per_score:
             bias = base + plan.bias + rings.a.stage(n) * config.bias_bytes
             scores.to_weights(base, i, member, tile, lse_and_delta, bias, term, every, arrays, strides, score)
         else:
@@ -93,7 +93,7 @@ def make(config):
             pin_s(tile.acc_dp)
             if not of_dv:
                 keys.release_do(base, n, elected)  # only dP reads it
-            if by_element:
+            if per_score:
                 scores.to_gradients(tile, lse_and_delta, every, score)
             else:
                 plain.to_gradients(tile, lse_and_delta, lse_and_delta, term, score, masked)

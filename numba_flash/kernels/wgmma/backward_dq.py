@@ -58,7 +58,7 @@ class QueryRows(NamedTuple):
 
 def make(config):
     tile_m, tile_n, plan = config.tile_m, config.tile_n, config.shared_layout()
-    head_dim, head_dim_padded, by_element = config.head_dim, config.head_dim_padded, config.by_element
+    head_dim, head_dim_padded, per_score = config.head_dim, config.head_dim_padded, config.per_score
     s_count, frag_count, dq_count = tile_n // 2, tile_n // 4, head_dim_padded // 2
     multiply_q_k = operands.rows_by_rows(config, tile_m, tile_n, head_dim_padded)
     multiply_do_v = operands.rows_by_rows(config, tile_m, tile_n, config.head_dim_v_padded)
@@ -76,7 +76,7 @@ def make(config):
     chain, (mask_words, visible, _, _) = fragments.chain(config), fragments.tile(config, 1)
     plain, scores = backward_plain_scores.make(config, of_keys=False), backward_scores.make(config, of_keys=False)
     to_weights = plain.weights_of(0, tile_n // 16)
-    _, shown_words, kept_words, bias_words = scores.words if by_element else (1, 1, 1, 1)
+    _, shown_words, kept_words, bias_words = scores.words if per_score else (1, 1, 1, 1)
     of_thread, of_warp = tile_walk.make(config), tile_walk.make(config, whole_warp=True)
     zero_tail = block.tail_zeroer(config, -(-head_dim_padded // 64), 4)
     stage_dq, store_dq = gradient_rows.make(config.dtype, tile_m, 16, head_dim, head_dim % 8 == 0)
@@ -170,7 +170,7 @@ def make(config):
     def to_ds(base, j, n, states, tile, rows, elected, arrays, strides, sizes, score):
         """P and dS of the n-th key tile, whose S has been issued; it computes dP."""
         masked = j >= word(base, CUT) or j < word(base, FREE)
-        if by_element:
+        if per_score:
             asked = of_warp.needs_mask(states, j, arrays, strides) if of_thread.present else FALSE
             every = scores.prepare(base, j, 0, tile, masked, asked, arrays, strides, sizes)
         elif chain.has_row_term or masked:
@@ -178,7 +178,7 @@ def make(config):
         wait_all()
         pin_s(tile.acc_s)
         issue_dp(base, tile.acc_dp, rows.do_desc, n)
-        if by_element:
+        if per_score:
             bias = base + plan.bias + rings.a.stage(n) * config.bias_bytes
             scores.to_weights(base, j, 0, tile, rows.lse_log2, bias, rows.term, every, arrays, strides, score)
         else:
@@ -186,7 +186,7 @@ def make(config):
         wait_all()
         pin_s(tile.acc_dp)
         rings.b.consumer_release(base, n, elected)
-        if by_element:
+        if per_score:
             scores.to_gradients(tile, rows.minus_delta, every, score)
         else:
             plain.to_gradients(tile, rows.lse_log2, rows.minus_delta, rows.term, score, masked)

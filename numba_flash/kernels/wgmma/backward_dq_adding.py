@@ -26,7 +26,7 @@ def make(config, tiles):
     """-> add_dq, a device function. tiles: BlockTiles."""
     tile_m, tile_n, plan = config.tile_m, config.tile_n, config.shared_layout()
     part_bytes, second_bytes = config.dq_part_bytes, second_part(config)
-    turns_at, ordered, lines = TURNS_AT, config.ordered, config.dq_lines
+    turns_at, ordered, lines = TURNS_AT, config.ordered, config.dq_partials
     wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
     address, load_acquire, add_release = memory.address, memory.load_acquire, memory.add_release
     _, word_alone, _, position_alone, *_ = block.words(plan.state)

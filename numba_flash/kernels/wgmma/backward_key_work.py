@@ -64,7 +64,7 @@ def make(config):
         sequence = sequence_of(b, arrays, strides, sizes)
         keys_left = min(sequence.keys - first_key, config.tile_n)
         begin, free, cut, stop = query_range(sequence, first_key, first_key + keys_left - 1, sizes, config.tile_m)
-        if has_mask:  # leave out the query tiles before the first and after the last in which the mask shows a key
+        if has_mask:  # leave out the query tiles before the first and after the last in which the mask leaves a key
             state.write(base, POS_FREE, free)
             state.write(base, POS_CUT, cut)
             end_key = first_key + max(keys_left, 1)

@@ -23,7 +23,7 @@ class TileFragments(NamedTuple):
     p_frag: Any  # (columns / 8, 2): P in 16 bits
     ds_frag: Any  # likewise dS
     mask_bits: Any  # which scores count
-    shown_bits: Any  # which of them the mask shows
+    shown_bits: Any  # which of them the mask leaves
     kept: Any  # which weights count (kernels/score/counts.py)
     loaded: Any  # the bias (2, columns / 8, 2), in 16 bits two in one (kernels/score/reads.py)
     distance: Any  # (2,) q_pos - k_pos

@@ -1,6 +1,6 @@
 """Which query tiles a block of a wgmma backward that owns keys loops over: those that see its keys, for each query head
-of the group. The last tile of a head comes first, and the heads follow each other. With config.both_ways the word STEP
-gives the direction, and each tile of all heads comes before the next tile.
+of the group. The last tile of a head comes first, and the heads follow each other. With config.bidirectional the word
+STEP gives the direction, and each tile of all heads comes before the next tile.
 
 Under a mask_mod only tiles in which some key is seen are visited. The producer's threads and the consumers each find
 them from the same words, so they agree. The next head's own mask_mod may leave out others.
@@ -35,8 +35,8 @@ def first_tile(begin, stop, step):
 
 @inlined
 def following_tile(i, member, step, members):
-    """-> (i, member) with config.both_ways. Blocks that are some tiles apart stay so, even if some have more tiles than
-    others."""
+    """-> (i, member) with config.bidirectional. Blocks that are some tiles apart stay so, even if some have more tiles
+    than others."""
     member = int32(member + 1)
     if member == members:
         i, member = int32(i + step), int32(0)
@@ -45,7 +45,7 @@ def following_tile(i, member, step, members):
 
 def make(config, whole_warp):
     """whole_warp: all lanes of a warp call these functions together, and the compiler may rely on it."""
-    walk, both_ways = tile_walk.make(config, whole_warp), config.both_ways
+    walk, bidirectional = tile_walk.make(config, whole_warp), config.bidirectional
     words = block.words(config.shared_layout().state)
     word = words.read if whole_warp else words.read_alone
 
@@ -67,7 +67,7 @@ def make(config, whole_warp):
 
     @inlined
     def first(work, arrays, strides):
-        if both_ways:
+        if bidirectional:
             i = first_tile(word(work, BEGIN), word(work, STOP), word(work, STEP))
         else:
             i = int32(word(work, STOP) - 1)
@@ -82,7 +82,7 @@ def make(config, whole_warp):
 
     @inlined
     def following(work, i, member, arrays, strides):
-        if both_ways:
+        if bidirectional:
             i, member = following_tile(i, member, word(work, STEP), word(work, MEMBERS))
         elif walk.present:
             i, member = up_to(work, int32(i - 1), member, arrays, strides)

@@ -50,7 +50,7 @@ def make(config):
         sequence = sequence_of(b, arrays, strides, sizes)
         last_query = first_query + min(sequence.seqlen_q - first_query, config.tile_m) - 1
         begin, free, cut, stop = key_range(sequence, first_query, last_query, sizes, config.tile_n)
-        if has_mask:  # leave out the key tiles before the first and after the last in which the mask shows a key
+        if has_mask:  # leave out the key tiles before the first and after the last in which the mask leaves a key
             state.write(base, POS_FREE, free)
             state.write(base, POS_CUT, cut)
             end_query = min(first_query + config.tile_m, sequence.seqlen_q)

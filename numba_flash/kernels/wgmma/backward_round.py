@@ -1,4 +1,4 @@
-"""dQ from the float32 sums of wgmma/backward_fused: scaled and rounded to 16 bits. With config.dq_lines a query tile
+"""dQ from the float32 sums of wgmma/backward_fused: scaled and rounded to 16 bits. With config.dq_partials a query tile
 has several sums, which are added up first, the line of the first part before the others.
 
 All threads wait for wgmma/backward_fused before they read what it wrote. It has waited for the kernel that wrote lse
@@ -24,7 +24,7 @@ from .block import aligned
 
 
 def make(config):
-    of_part, lines = config.tile_m // 64, config.dq_lines
+    of_part, lines = config.tile_m // 64, config.dq_partials
     columns, head_blocks = config.dq_columns // 8, -(-config.head_dim // 16) * 2
     dq_count = 4 * head_blocks
     sequence_of = make_sequence(config)

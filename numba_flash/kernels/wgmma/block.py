@@ -100,7 +100,7 @@ def words(at: int = 0) -> Words:
 @inlined
 def shown_range(begin, free, cut, stop, ranges, rows):
     """-> (begin, free, cut, stop) without the tiles of `rows` rows before the first and after the last in which a mask
-    shows something. ranges: of rows, as reads.ranges gives them."""
+    leaves something. ranges: of rows, as reads.ranges gives them."""
     first, end, whole_first, whole_end = ranges
     begin, stop = max(begin, divide(first, rows)), min(stop, divide(end + int32(rows - 1), rows))
     return begin, max(free, divide(whole_first + int32(rows - 1), rows)), min(cut, divide(whole_end, rows)), stop

@@ -81,7 +81,7 @@ def make(config):
     def leave(base, found):
         """Afterwards neither block needs the other, and all that both wrote is visible. If a row is not finite in
         either block, the first block computes the whole row again."""
-        note = int32(base + plan.struck + (special.thread_index() >> int32(5)) * 4)
+        note = int32(base + plan.nonfinite + (special.thread_index() >> int32(5)) * 4)
         first = cluster.rank() == 0
         if not first and elected():
             cluster.store_b32(cluster.place_in(note, 0), found)

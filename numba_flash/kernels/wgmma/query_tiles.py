@@ -89,7 +89,7 @@ def make(config):
 
     @inlined
     def ask_mask(work_tile, arrays, strides, sizes):
-        """Drops the tiles before the first and after the last in which the mask shows a key. FREE and CUT <- the tiles
+        """Drops the tiles before the first and after the last in which the mask leaves a key. FREE and CUT <- the tiles
         between in which neither the mask nor positions hide a key.
 
         Reads the work tile and writes it again, because the scheduler has few registers.
@@ -107,7 +107,7 @@ def make(config):
 
     @inlined
     def leave_empty_out(work_tile, arrays, strides, sizes):
-        """Drops the tiles at both ends in which a mask_mod shows nothing; STATES <- where the states of the tiles
+        """Drops the tiles at both ends in which a mask_mod leaves nothing; STATES <- where the states of the tiles
         between are."""
         b, h, first_query = word_alone(work_tile, B), word_alone(work_tile, H), word_alone(work_tile, FIRST_ROW)
         states = walk.row(b, h, first_query, arrays, strides)

@@ -32,7 +32,7 @@ class ScoreRegisters(NamedTuple):
     acc_s: Any  # (tile_n / 8, 4)
     loaded: Any  # the bias (2, tile_n / 8, 2), in 16 bits two in one
     mask_bits: Any  # which scores count
-    shown_bits: Any  # which ones the caller's mask shows
+    shown_bits: Any  # which ones the caller's mask leaves
     terms: Any  # (2,) the rows' slopes
     distance: Any  # (2,) of the rows from the lane's first key
 
