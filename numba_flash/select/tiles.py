@@ -13,8 +13,8 @@ SIMULATOR = "simulator"  # small blocks, whose barriers are cheap, and few waste
 ANY = 2**31  # head_dim of a row for all
 
 # What decides about each score or weight on its own in wgmma's backward. Each takes more registers than the one before
-# it: a mask_mod alone; a bias alone that TMA loads, a mask alone, or dropped weights; one kind of these, or functions, beside
-# options of the score; several kinds, or a bias beside another option of the score.
+# it: a mask_mod alone; a bias alone that TMA loads, a mask alone, or dropped weights; one kind of these, or functions,
+# beside options of the score; several kinds, or a bias beside another option of the score.
 BY_ELEMENT = ("mask_mod", "mask or dropped weights", "one kind", "several kinds")
 
 
