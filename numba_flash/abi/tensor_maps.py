@@ -69,7 +69,7 @@ def map_of_rows(
 
     An empty array has no address, so one element of `present`, another operand, replaces it: past that a tile is zeros.
     """
-    batch, head, row = (2 * stride for stride in strides[:3])
+    batch, head, row = (ITEM_SIZE[dtype] * stride for stride in strides[:3])
     rows = shape[1]
     made = TensorMap(dtype, shape if rows else NONE, (row, head, batch), (*box, 1, 1))
     return operand if rows else present, made
@@ -80,10 +80,11 @@ def bias_map(config: Any, p: Problem, queries: int, present: int) -> tuple[int, 
     array that is not empty."""
     bias = p.array("bias")
     assert bias is not None
-    by_batch, by_head, by_row, _ = bias.strides
-    strides = (2 * by_row, 2 * by_head, 2 * by_batch)
+    by_batch, by_head, by_row = (ITEM_SIZE[bias.dtype] * stride for stride in bias.strides[:3])
     empty = 0 in (p.seqlen_k, p.seqlen_q)
     shape = NONE if empty else (p.seqlen_k, p.seqlen_q, p.heads if by_head else 1, p.batch if by_batch else 1)
     box = (config.bias_panel, queries, 1, 1)
     operand = present if empty else config.parameters.arrays.index("bias")
-    return operand, TensorMap(bias.dtype, shape, strides, box, swizzle_bytes=2 * config.bias_panel)
+    return operand, TensorMap(
+        bias.dtype, shape, (by_row, by_head, by_batch), box, ITEM_SIZE[bias.dtype] * config.bias_panel
+    )

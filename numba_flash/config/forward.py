@@ -160,6 +160,7 @@ class Config(LaunchFacts):
     blocks_per_sm: int = 0
     shared_bytes: int = field(init=False)
 
+    ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     group_size: ClassVar[int] = 1  # a tile is of one head
     v_parts: ClassVar[int] = 1  # blocks that share a tile's columns of O
     reads_bits: ClassVar[bool] = True  # it reads a mask as bits, which mask_bits makes before
@@ -240,7 +241,6 @@ class OwnRows:
     of_keys: ClassVar[bool]
     tile_m: int
     tile_n: int
-    ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
 
     @property
     def own_rows(self) -> int:
@@ -299,7 +299,6 @@ class TensorConfig(Padded, Config):
     reads_states = True
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")
     MAX_RESCALE_THRESHOLD: ClassVar[int] = 12  # 2^12 is far from float16's largest number, 65504
-    ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     ROW_STATE_BYTES: ClassVar[int] = 8  # for a row of O that waits in shared memory: is it finite, and its lse
 
     def _check(self, rows_step: int, keys_step: int) -> None:

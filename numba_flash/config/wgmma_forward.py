@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi.tensor_maps import OperandMaps, TensorMap, bias_map, map_of_rows
+from ..dtypes import ITEM_SIZE
 from .forward import L2_BYTES, AnyProblem, TensorConfig, check, layout, panel_of_bias, tile_bytes
 
 
@@ -93,7 +94,7 @@ class WgmmaConfig(WarpgroupsConfig):
 
     def operand_maps(self, problem: AnyProblem) -> OperandMaps:
         p, group = problem.forward, self.group_size
-        q_batch, q_head, q_row = (2 * stride for stride in p.q_strides[:3])
+        q_batch, q_head, q_row = (ITEM_SIZE[p.dtype] * stride for stride in p.q_strides[:3])
         # The heads of a group are a dimension of their own, so that a box has some queries with all of them.
         q_shape = (p.head_dim, group, p.seqlen_q, p.heads // group, p.batch)
         q = TensorMap(p.dtype, q_shape, (q_head, q_row, group * q_head, q_batch), (64, group, self.queries, 1, 1))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ..arrays import DTYPES, Layout
+from ..dtypes import COMPUTE_DTYPE
 from ..functions import NARROW
 from .option_checks import (
     MAX_EXTENT,
@@ -84,7 +85,7 @@ class Problem:
     @property
     def compute_dtype(self) -> str:
         """The dtype of accumulators and of lse."""
-        return "float64" if self.dtype == "float64" else "float32"
+        return COMPUTE_DTYPE[self.dtype]
 
     @property
     def lse_shape(self) -> tuple[int, int, int]:
@@ -169,7 +170,7 @@ class Problem:
             o_strides = ordered_strides(out, order)
         if out_lse is not None:
             lse_shape = (batch, heads, seqlen_q)
-            check_result("the lse of out", out_lse, lse_shape, "float64" if q.dtype == "float64" else "float32", "")
+            check_result("the lse of out", out_lse, lse_shape, COMPUTE_DTYPE[q.dtype], "")
             if 0 not in lse_shape and element_strides(out_lse) != contiguous_strides(lse_shape):
                 raise ValueError(f"the lse of out must be contiguous, but its strides are {out_lse.strides}")
         sizes = (batch, heads, seqlen_q, seqlen_k)

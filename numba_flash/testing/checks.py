@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..api.backward import AttentionGradients
+from ..dtypes import COMPUTE_DTYPE
 from ..problem.options import GRADIENT_OF
 from .cases import STRIDES, Case, heads_first, strided
 from .expected import lse_of_all, oracle, oracle_gradients
@@ -34,7 +35,7 @@ def check(case: Case, o: np.ndarray, lse: np.ndarray | None = None, what: str = 
     plain_o, plain_lse = plain(case)
     o = heads_first(case, np.asarray(o))
     assert o.dtype == case.q.dtype and o.shape == expected_o.shape, f"{what}: o is {o.dtype} {o.shape} in {case}"
-    compute = "float64" if case.dtype == "float64" else "float32"
+    compute = COMPUTE_DTYPE[case.dtype]
     size_o, size_lse, size_v = (np.max(np.abs(finite(x)), initial=0) for x in (expected_o, expected_lse, case.v))
     size_s = 1 + size_lse + _largest_score(case)
     floor = EPS[case.dtype] * size_o + EPS[compute] * size_s * size_v
@@ -104,7 +105,7 @@ def _gradient_floors(
     do, o = (finite(heads_first(case, x)) for x in (do, o))
     q, k, v = of_each_head(wide)
     s, through = scores_of(wide)
-    eps = EPS["float64" if case.dtype == "float64" else "float32"]
+    eps = EPS[COMPUTE_DTYPE[case.dtype]]
     of_score = eps * (1 + np.max(np.abs(finite(lse)), initial=0) + _largest_score(case))
     lse = finite(lse_of_all(case, lse))[..., None]
     p, of_p = _weights(s - lse, of_score)

@@ -13,7 +13,7 @@ from helpers.simt_kernels import backward_problem as problem
 
 from numba_flash.abi import arguments
 from numba_flash.arrays import read
-from numba_flash.config.blocks import heads_abreast
+from numba_flash.config.blocks import heads_in_flight
 from numba_flash.config.mask_bits import MaskBitsConfig
 from numba_flash.config.wgmma_backward import WgmmaAddPartsConfig, WgmmaFusedConfig
 from numba_flash.dispatch.launch import workspace
@@ -183,9 +183,9 @@ def test_the_number_of_heads_in_flight(shape, found):
         problem(dim, dtype="float16", causal=causal, **arrays, lse=empty(batch, heads, seqlen_q, dtype="float32"))
         for causal in (False, True)
     ]
-    assert tuple(heads_abreast(x.forward, 128) for x in made) == found
+    assert tuple(heads_in_flight(x.forward, 128) for x in made) == found
     sizes = arguments.values_of(WgmmaFusedConfig("float16", 64, 64, 128, 128), made[0]).tuples[1]
-    assert sizes.heads_abreast == found[0]
+    assert sizes.heads_in_flight == found[0]
 
 
 def test_where_shared_memory_begins_is_said_to_the_assembler(monkeypatch):

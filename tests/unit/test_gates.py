@@ -286,7 +286,7 @@ def of_gradients(tables, target=MANY_BLOCKS, members=0, **given):
     none; without those that prepare what others read. members: query heads of a part of a group."""
     *_, (table, row) = tables.items()
     made = gradients(given.pop("head_dim", row.head_dim), **given)
-    with mock.patch.object(backward_kernels, "members_of_a_part", lambda *_, **__: members):
+    with mock.patch.object(backward_kernels, "heads_per_block", lambda *_, **__: members):
         own = {name: fields and fields.row for name, fields in tables.items()}
         found = configs_with(own, table.partition("_")[0], made, target)
     before = ("backward_preprocess", "delta", "mask_bits", "tile_states", "tile_order")
@@ -462,14 +462,14 @@ def fused_gates(row):
             fewer = dict(head_dim=row.head_dim * 3 // 4, head_dim_v=row.head_dim * 3 // 4)
             forms = {"scale-0": dict(lse_first=False), "unordered": dict(ordered=False), "three-quarters": fewer}
             forms |= {f"{form}-stays": forms[form] | dict(stays=True) for form in ("unordered", "three-quarters")}
-            forms |= {f"{lines}-lines": dict(dq_lines=lines) for lines in several}
+            forms |= {f"{lines}-lines": dict(dq_partials=lines) for lines in several}
             forms["single-narrow"] = dict(head_dim=row.head_dim - 3, lse_first=False, key_tiles=1)  # not by 16 bytes
             made |= {words: dataclasses.replace(fused, **form) for words, form in forms.items()}
         yield from ((f"wgmma_fused-{row.head_dim}-{words}", config) for words, config in made.items())
         yield f"wgmma_add_parts-{row.head_dim}-{name}", add_parts
         yield f"wgmma_round-{row.head_dim}-{name}", rounds
         for lines in several:
-            yield f"wgmma_round-{row.head_dim}-{name}-{lines}-lines", dataclasses.replace(rounds, dq_lines=lines)
+            yield f"wgmma_round-{row.head_dim}-{name}-{lines}-lines", dataclasses.replace(rounds, dq_partials=lines)
 
 
 def around_gates():
@@ -592,10 +592,10 @@ def by_element_gates():
     }  # fmt: skip
     for table, wanted in dict(wgmma_dkdv=OF_KEYS, wgmma_dq=OF_QUERIES).items():
         before = ""  # the levels of a head_dim come one behind the other, and a row serves those since the last one
-        for row in (row for row in rows(backward_tiles.TABLES, table) if row.by_element):
-            levels = tiles.BY_ELEMENT[: tiles.BY_ELEMENT.index(row.by_element) + 1]
+        for row in (row for row in rows(backward_tiles.TABLES, table) if row.per_score):
+            levels = tiles.BY_ELEMENT[: tiles.BY_ELEMENT.index(row.per_score) + 1]
             first = levels.index(before) + 1 if before in levels else 0
-            before = "" if row.by_element == tiles.BY_ELEMENT[-1] else row.by_element
+            before = "" if row.per_score == tiles.BY_ELEMENT[-1] else row.per_score
             served = {name: options for level in levels[first:] for name, options in of_level[level].items()}
             for words, given in served.items():
                 name = f"{table}-{row.head_dim}-{row.tile_m}x{row.tile_n}-by-element-{words}"

@@ -162,6 +162,34 @@ def test_arrays_are_read_for_a_key_at_most_once(name, monkeypatch, prepared):
     assert len(facts) == 2 * (name is None)  # of q, k and v, and of o, lse and do
 
 
+# What is right, and what is equal to it and wrong.
+EQUAL = [
+    (dict(causal=True), dict(causal=1)),
+    (dict(q_offset=1), dict(q_offset=True)),
+    (dict(scale=1.0), dict(scale=True)),
+    (dict(window=(1, 0)), dict(window=(1.0, 0))),
+]
+
+
+@pytest.mark.parametrize(("right", "wrong"), [*EQUAL, (dict(return_lse=True), dict(return_lse=1))])
+def test_an_equal_value_of_another_type_is_refused_in_a_repeated_call(right, wrong):
+    q, k, v = arrays()
+    for _ in range(2):
+        numba_flash.attention(q, k, v, **right)
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        numba_flash.attention(q, k, v, **wrong)
+
+
+@pytest.mark.parametrize(("right", "wrong"), [*EQUAL, (dict(deterministic=True), dict(deterministic=1))])
+def test_an_equal_value_of_another_type_is_refused_in_a_repeated_backward(right, wrong):
+    q, k, v, do = arrays(4)
+    o, lse = numba_flash.attention(q, k, v, return_lse=True)
+    for _ in range(2):
+        numba_flash.attention_backward(do, q, k, v, o, lse, **right)
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        numba_flash.attention_backward(do, q, k, v, o, lse, **wrong)
+
+
 def test_a_list_in_place_of_k_is_refused(prepared):
     q, k, v = arrays()
     numba_flash.attention(q, k, v)
