@@ -182,9 +182,9 @@ def _of_aux(
             for number, array in enumerate(aux)
         ]
         for at, where in _positions(ds != 0, q_offset):
-            y, owed = numbers.score_of(score_mod, np.float64, s[at], where, tables, False)
+            y, aux_gradient = numbers.score_of(score_mod, np.float64, s[at], where, tables, False)
             through = 1.0 if softcap is None else 1 - np.tanh(y / softcap) ** 2
-            for (number, place), slope in numbers.parts_of(owed):
+            for (number, place), slope in numbers.parts_of(aux_gradient):
                 found[number][place] += ds[at] * through * slope
     return {number: x.reshape(aux[number].shape) for number, x in found.items()}
 

@@ -175,7 +175,7 @@ def check_backward(kernel, options, tools):
 
 
 def in_pairs(problem, one_kernel):
-    """members_of_a_part: two of three query heads of a KV head, or of more."""
+    """heads_per_block: two of three query heads of a KV head, or of more."""
     return 2 if problem.forward.heads > 2 * problem.forward.heads_kv else 0
 
 
@@ -195,7 +195,7 @@ def one_kernel_where_possible(few_blocks=False):
     }
     instead = (stay if few_blocks else {}) | {
         (select_backward, "gains_by_one_kernel"): lambda problem, target: True,
-        (select_backward, "members_of_a_part"): in_pairs,
+        (select_backward, "heads_per_block"): in_pairs,
         (backward_wide, "gains_by_one_wide_kernel"): lambda problem: True,
     }
     kept = {(module, name): getattr(module, name) for module, name in instead}
@@ -346,12 +346,12 @@ def adversarial(kernel, small, takes):
         empty.k[0], empty.v[0], empty.q[0] = np.nan, np.nan, np.nan
         yield empty
         for position in (0, 40, 64, 127):  # seen by the rows from there on; in the first tile and in others
-            struck = case(150, 150, heads=4, heads_kv=2, causal=True, q_offset=0)
-            struck.v[:, :, position] = np.nan
-            yield struck
-            struck = case(150, 150, heads=4, heads_kv=2, window=(9, 3), q_offset=0)
-            struck.q[:, :, position] = np.nan
-            yield struck
+            nonfinite = case(150, 150, heads=4, heads_kv=2, causal=True, q_offset=0)
+            nonfinite.v[:, :, position] = np.nan
+            yield nonfinite
+            nonfinite = case(150, 150, heads=4, heads_kv=2, window=(9, 3), q_offset=0)
+            nonfinite.q[:, :, position] = np.nan
+            yield nonfinite
         mask = g.random((2, 1, 40, 190)) < 0.5
         mask[:, :, :, 17], mask[1, :, 5], mask[0, :, :, 64:128] = False, False, False
         masked = case(40, 190, batch=2, mask=mask, softcap=2.0, bias=g.standard_normal((40, 1)).astype("float32"))

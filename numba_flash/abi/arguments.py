@@ -163,8 +163,8 @@ RUN_ROWS = 4  # rows of which a thread has scores, at most
 
 
 def sizes_of_aux(problem: "BackwardProblem") -> dict[str, Any]:
-    """aux_begins: the index of each array's first element, and the number of elements. kernels/score/owed.py explains
-    the bits."""
+    """aux_begins: the index of each array's first element, and the number of elements. kernels/score/aux_gradient.py
+    explains the bits."""
     p = problem.forward
     sizes = [math.prod(p.aux[number].shape) for number in problem.wanted_aux]
     scores = max(p.batch * p.heads * p.seqlen_q * p.seqlen_k, 1)

@@ -40,7 +40,7 @@ MASK_BITS, MASK_BITS_OF_KEYS = "mask_bits", "mask_bits_of_keys"
 # queries and for those that own keys.
 TILE_STATES, TILE_STATES_OF_KEYS = "tile_states", "tile_states_of_keys"
 STATES_IN_WORD = 16  # bit i: something is seen in the i-th tile; bit 16 + i: mask_mod decides what
-AUX_BOUNDS, AUX_SUMS = "aux_bounds", "aux_sums"  # of kernels/score/owed.py: the largest exponents, and the sums
+AUX_BOUNDS, AUX_SUMS = "aux_bounds", "aux_sums"  # of kernels/score/aux_gradient.py: the largest exponents, and the sums
 OF_AUX = "aux_begins term_bits run_bits"  # their sizes: where each array begins, and their room
 COUNTERS = "counters"  # of a kernel whose blocks take their work by a counter (gpu/tile_counters.py)
 # Where weights drop: a number in the place of a pointer; how many of the 2^16 random numbers, the largest, drop a

@@ -15,8 +15,8 @@ class PreprocessConfig(LaunchFacts):
     """Of mma/backward_preprocess: `lanes` neighbours share a row. wide: rows of do and o begin at multiples of 16
     bytes.
 
-    natural: lse is kept as it is, as scores with a bias need it (kernels/score/stage.py). turns_of: if the sums of dQ
-    to be taken in turns (wgmma/backward_fused), of how many queries; else 0. dq_lines: how many sums these have.
+    natural: lse is kept as it is, as scores with a bias need it (kernels/steps/units.py). turns_of: if the sums of dQ
+    to be taken in turns (wgmma/backward_fused), of how many queries; else 0. dq_partials: how many sums these have.
     of_terms: what it finds goes into the gradient of a term of the sum, too. early: the kernel behind may start before
     this one has ended; cc 9.0.
     """
@@ -29,7 +29,7 @@ class PreprocessConfig(LaunchFacts):
     lanes: int = 8
     natural: bool = False
     turns_of: int = 0
-    dq_lines: int = 1
+    dq_partials: int = 1
     of_terms: bool = False
     early: bool = False
 

@@ -9,7 +9,7 @@ MOST_TILES = 8 * AT_A_TIME  # of keys: with more, the waits at the beginning are
 FEW_QUERIES = 512  # up to here a head's line is long, but the waits in it are short
 
 
-def heads_abreast(p: Problem, tile_n: int) -> int:
+def heads_in_flight(p: Problem, tile_n: int) -> int:
     """How many heads wgmma/backward_fused processes side by side, of each way (kernels/steps/dq_order.py), as equal as
     possible for all groups. The order of sums, and so every bit, stays the same.
 

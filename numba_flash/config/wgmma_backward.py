@@ -9,7 +9,7 @@ from ..problem.forward import Problem
 from ..problem.groups import parts_of
 from ..problem.options import FUNCTIONS, SEEDED
 from .backward import OfGradients
-from .blocks import heads_abreast
+from .blocks import heads_in_flight
 from .forward import AnyProblem, Config, OwnRows, Padded, check, layout, panel_of_bias, tile_bytes
 from .wgmma_forward import check_registers
 
@@ -145,7 +145,7 @@ class WgmmaBackwardConfig(StreamingConfig):
         return (*maps, *([bias_map(self, p, self.tile_m, present)] if self.bias_boxes else []))
 
     @property
-    def by_element(self) -> bool:
+    def per_score(self) -> bool:
         """Whether something decides about each score or weight on its own (kernels/wgmma/backward_scores.py)."""
         return any(name in BY_ELEMENT for name, _ in self.uses)
 
@@ -221,7 +221,7 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
     module = "wgmma.backward_dkdv"
     takes = abi.backward("dk dv", mask=abi.MASK_BITS_OF_KEYS).plus("dk_sums dv_sums")
     of_keys = reads_states = True
-    both_ways: ClassVar[bool] = False  # a block is told which way to walk
+    bidirectional: ClassVar[bool] = False  # a block is told which way to walk
     lse_first: ClassVar[bool] = False  # as of WgmmaFusedConfig
     delta_first: ClassVar[bool] = False
 
@@ -279,20 +279,20 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     16 bits. With 0 the block owns tiles of many heads. stays: the block is persistent. It takes one tile after another,
     and stages dK and dV in the place of dS while the next K and V arrive. lse_first: the accumulators of S begin with
     -lse / scale instead of 0, so that nothing waits for lse afterwards; for a scale that is not 0, and only if no
-    weights are dropped. dq_lines: the number of sums of dQ, to which key tiles add in turn.
+    weights are dropped. dq_partials: the number of sums of dQ, to which key tiles add in turn.
     """
 
     ordered: bool = True
     key_tiles: int = 0  # type: ignore[misc]
     stays: bool = False  # type: ignore[misc]
     lse_first: bool = True  # type: ignore[misc]
-    dq_lines: int = 1
+    dq_partials: int = 1
 
     kernel = "wgmma_fused"
     module = "wgmma.backward_fused"
-    takes = abi.backward("dq dk dv", without=("bias", "mask")).plus("turns dq_sums dk_sums dv_sums", "heads_abreast")
+    takes = abi.backward("dq dk dv", without=("bias", "mask")).plus("turns dq_sums dk_sums dv_sums", "heads_in_flight")
     reads_states = False
-    both_ways: ClassVar[bool] = True
+    bidirectional: ClassVar[bool] = True
     shared_alignment: ClassVar[int] = 1024
     KEYS: ClassVar[int] = 128  # of a tile
     TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
@@ -317,8 +317,9 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
         check(0 <= tiles <= self.MOST_KEY_TILES, f"key_tiles must be 0 to {self.MOST_KEY_TILES}, not {tiles}")
         most = self.MOST_LINES if not large and not tiles else 1
         check(
-            1 <= self.dq_lines <= most,
-            f"dq_lines must be 1 to {most} with tiles of {queries} queries and key_tiles {tiles}, not {self.dq_lines}",
+            1 <= self.dq_partials <= most,
+            f"dq_partials must be 1 to {most} with tiles of {queries} queries and key_tiles {tiles}, "
+            f"not {self.dq_partials}",
         )
         alone = not any(name in BY_ELEMENT and name != SEEDED for name, _ in self.uses)
         check(alone, f"of {', '.join(BY_ELEMENT)} it takes {SEEDED} alone")
@@ -333,12 +334,12 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
         return self.stays
 
     def own_sizes(self, problem: AnyProblem) -> dict[str, Any]:
-        return dict(heads_abreast=heads_abreast(problem.forward, self.KEYS))
+        return dict(heads_in_flight=heads_in_flight(problem.forward, self.KEYS))
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         made, p = super().workspace(problem), problem.forward
         if not self.key_tiles:
-            sums = p.batch * p.heads * -(-p.seqlen_q // self.tile_m) * self.dq_lines
+            sums = p.batch * p.heads * -(-p.seqlen_q // self.tile_m) * self.dq_partials
             made["turns"] = (self.TURNS_AT + 2 * sums,), "uint32"
             made["dq_sums"] = (sums * self.tile_m * self.dq_columns,), "float32"
         return made
@@ -390,7 +391,7 @@ class WgmmaRoundConfig(Config):
     """Of wgmma/backward_round; tiles and columns as in the WgmmaFusedConfig whose sums it takes."""
 
     dq_columns: int = 128
-    dq_lines: int = 1
+    dq_partials: int = 1
 
     kernel = "wgmma_round"
     module = "wgmma.backward_round"

@@ -1,4 +1,4 @@
-"""Configs of the Hopper backward in float32 (kernels/wgmma/backward_dkdv_float32.py, backward_dq_float32.py); with
+"""Configs of the Hopper backward in float32 (kernels/wgmma/backward_float32.py); with
 head_dim above 128 two blocks share the columns (kernels/wgmma/paired_tiles.py)."""
 
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ class WgmmaDkdvFloat32Config(OfGradients, WgmmaBackwardFloat32Config):
     of_dv: bool = True
 
     kernel = "wgmma_dkdv_float32"
-    module = "wgmma.backward_dkdv_float32"
+    module = "wgmma.backward_float32"
     takes = abi.backward("dk dv", abi.ROWS, abi.MASK_BITS_OF_KEYS)
     of_keys = True
 
@@ -88,7 +88,7 @@ class WgmmaDqFloat32Config(WgmmaBackwardFloat32Config):
     """Of wgmma_dq_float32: a block owns tile_m queries of one head and walks over tiles of tile_n keys."""
 
     kernel = "wgmma_dq_float32"
-    module = "wgmma.backward_dq_float32"
+    module = "wgmma.backward_float32"
     takes = abi.backward("dq", abi.ROWS)
     of_dv: ClassVar[bool] = False
     has_second: ClassVar[bool] = True
@@ -123,8 +123,8 @@ class Paired(WgmmaBackwardFloat32Config):
 
     def _barrier_counts(self) -> dict[str, int]:
         """Tiles have one of each kind for each panel. The next tile of a comes while the last one is still read, so
-        those that count who has read it are there twice. scores_empty, score_gradients_empty: in the other block."""
-        counts = dict(a_full=self.panels, a_empty=2 * self.panels, b_full=self.panels, b_empty=self.panels)
+        those of a are there twice. scores_empty, score_gradients_empty: in the other block."""
+        counts = dict(a_full=2 * self.panels, a_empty=2 * self.panels, b_full=self.panels, b_empty=self.panels)
         counts |= dict(scores_full=1, scores_empty=1, score_gradients_full=1, score_gradients_empty=1)
         return counts | dict(weights_full=1)
 
@@ -133,8 +133,8 @@ class Paired(WgmmaBackwardFloat32Config):
 
         stream: two places for tiles that it walks over, each of panels of 64 columns: one has a tile of a, the other of
         b, and in the next step the other way around. weights: what the other block has of S, and then those on their
-        way to the other consumer. score_gradients: what the other block has of dP. struck: rows of results that are not
-        finite in the other block.
+        way to the other consumer. score_gradients: what the other block has of dP. nonfinite: rows of results that are
+        not finite in the other block.
         """
         return layout(
             own_a=self.own_a_bytes,
@@ -142,7 +142,7 @@ class Paired(WgmmaBackwardFloat32Config):
             stream=2 * self.panels * self.panel_bytes,
             weights=self.weights_bytes,
             score_gradients=self.weights_bytes,
-            struck=self.threads // 32 * 4,
+            nonfinite=self.threads // 32 * 4,
             state=4 * self.STATE_WORDS,
             barriers=8 * sum(self._barrier_counts().values()),
         )

@@ -1,5 +1,5 @@
 """How often a weight counts in the output, for a panel of the CPU rung (compiled): the rule of
-kernels/score/counts.py."""
+kernels/score/kept_weights.py."""
 
 # mypy: ignore-errors
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
@@ -31,7 +30,24 @@ from ..problem.forward import Problem
 from ..problem.strides import contiguous_strides
 from . import plan as slot
 from .cache import c_function
-from .vectors.build import VECTOR_BYTES, Shape, lanes, load, store
+from .function_access import (
+    FLAG,
+    as_they_are,
+    either,
+    in_halves,
+    in_whole_vectors,
+    inner,
+    is_raised,
+    lower,
+    new_flag,
+    new_flags,
+    raise_too,
+    read_place,
+    read_score,
+    write_flags,
+    write_score,
+)
+from .vectors.build import lanes, load, store
 
 # s, slopes (0: unwanted), keys, the first key, where PLACES are, b, rows of a panel or 1, where AUX are
 SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
@@ -44,7 +60,6 @@ SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
 AUX_ELEMENTS = dict(bool="uint8", float16="uint16", bfloat16="uint16")  # the types in memory
 REPORT = 8
 MOST_FUNCTIONS = 200
-inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
 # s and dS after score_mod, keys, the first key, where PLACES are, b, rows, where AUX, READS and a part's sums are
@@ -101,12 +116,12 @@ def _gradient_panel(function, base_name, aux, wanted, capped, narrow):
                 place = load(state, 2, none)
                 if place == 0:  # it reads fewer numbers
                     break
-                owed = np.float64(slope(y))
-                if owed != 0:
+                terms = np.float64(slope(y))
+                if terms != 0:
                     if capped:
                         t = math.tanh(np.float64(result(y)) / load(state + behind, 0, 0.0))
-                        owed *= 1 - t * t
-                    store(place, 0, load(place, 0, 0.0) + np.float64(load(ds, at, zero)) * owed)
+                        terms *= 1 - t * t
+                    store(place, 0, load(place, 0, 0.0) + np.float64(load(ds, at, zero)) * terms)
                 read += 1
 
     return gradient_of_aux
@@ -132,25 +147,25 @@ def _panel(option, function, base_name, aux, derivative, narrow):
         compiled.truth_of(option, function),
     )
     tables, zero = _tables(aux, base_name, narrow), np.dtype(base_name).type(0)
-    hidden, kept, read = type(zero)(-math.inf), *(_in_halves() if narrow else (_as_they_are, read_place))
+    hidden, kept, read = type(zero)(-math.inf), *(in_halves() if narrow else (as_they_are, read_place))
     row_of = _row_of(function, whole)
 
     @inner
     def value_of(s, slopes, at, row, where, arrays, outside):
         x = read_score(s, at, zero)
         y = result(call(*((*row, number(x), *where, *arrays))))
-        write_score(s, at, _either(is_raised(outside), x, y))  # panel.find_outside calls it with x again
+        write_score(s, at, either(is_raised(outside), x, y))  # panel.find_outside calls it with x again
 
     @inner
     def both_of(s, slopes, at, row, where, arrays, outside):
         x = read_score(s, at, zero)
         y = call(*((*row, number(x), *where, *arrays)))
-        write_score(s, at, _either(is_raised(outside), x, result(y)))
+        write_score(s, at, either(is_raised(outside), x, result(y)))
         write_score(slopes, at, slope(y))
 
     @inner
     def mask_of(s, slopes, at, row, where, arrays, outside):
-        write_score(s, at, _either(truth(call(*(row + where + arrays))), read_score(s, at, zero), hidden))
+        write_score(s, at, either(truth(call(*(row + where + arrays))), read_score(s, at, zero), hidden))
 
     made = mask_of if option == "mask_mod" else both_of if derivative else value_of
 
@@ -166,7 +181,7 @@ def _panel(option, function, base_name, aux, derivative, narrow):
         return whole(b), whole(read(own, lanes(zero) + r)), position(read(own, r))
 
     def panel(s, slopes, keys, key0, places, b, width, aux):
-        _in_whole_vectors()
+        in_whole_vectors()
         flags = new_flag(), new_flags(zero)
         arrays = tables(aux, 0, 0, flags[0])
         if width == 1:
@@ -196,19 +211,6 @@ def _panel(option, function, base_name, aux, derivative, narrow):
     return panel
 
 
-@intrinsic
-def _in_whole_vectors(typingctx):
-    """LLVM gives the loops of the calling function vectors as long as those of build.py. For most processors with
-    AVX-512 it prefers half of that, which takes up to 1.3 times as long."""
-
-    def generate(context, b, sig, args):
-        width = f'"prefer-vector-width"="{8 * VECTOR_BYTES}"'
-        set.add(b.function.attributes, width)  # llvmlite itself knows no attributes with a value
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
-
 def _row_of(function, whole):
     """-> row(q_pos, places, width): the first argument, the row of q, of functions that ask for it; otherwise ()."""
 
@@ -221,150 +223,6 @@ def _row_of(function, whole):
         return (whole(q_pos - read_place(places, 2 * width)),)
 
     return row if function.asks_row else no_row
-
-
-# Scores and slopes are written, and everything else that is read is elsewhere: LLVM need not check that for each key.
-@intrinsic
-def read_score(typingctx, address, index, zero):
-    def generate(context, b, sig, args):
-        kind = context.get_value_type(sig.args[2])
-        return _of_scores(b, b.load(b.gep(b.inttoptr(args[0], kind.as_pointer()), [args[1]])))
-
-    return zero(types.int64, types.int64, zero), generate
-
-
-@intrinsic
-def write_score(typingctx, address, index, value):
-    def generate(context, b, sig, args):
-        _of_scores(b, b.store(args[2], b.gep(b.inttoptr(args[0], args[2].type.as_pointer()), [args[1]])))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, value), generate
-
-
-@intrinsic
-def read_place(typingctx, address, index):
-    def generate(context, b, sig, args):
-        found = b.load(b.gep(b.inttoptr(args[0], ir.IntType(64).as_pointer()), [args[1]]))
-        found.set_metadata("noalias", compiled.scope_of_scores(b.module))
-        return found
-
-    return types.int64(types.int64, types.int64), generate
-
-
-# Flags are int32 numbers that LLVM keeps in registers: whether a read was outside an array.
-FLAG = types.CPointer(types.int32)
-
-
-@intrinsic
-def new_flag(typingctx):
-    def generate(context, b, sig, args):
-        flag = cgutils.alloca_once(b, ir.IntType(32))
-        b.store(ir.IntType(32)(0), flag)
-        return flag
-
-    return FLAG(), generate
-
-
-@intrinsic
-def lower(typingctx, flag):
-    def generate(context, b, sig, args):
-        b.store(ir.IntType(32)(0), args[0])
-        return context.get_dummy_value()
-
-    return types.void(FLAG), generate
-
-
-@intrinsic
-def new_flags(typingctx, zero):
-    """One for each lane of a panel: of a single one LLVM would gather all lanes' after every key."""
-
-    def generate(context, b, sig, args):
-        count = Shape(sig.args[0]).lanes
-        flags = b.bitcast(cgutils.alloca_once(b, ir.ArrayType(ir.IntType(32), count)), ir.IntType(32).as_pointer())
-        for lane in range(count):
-            b.store(ir.IntType(32)(0), b.gep(flags, [ir.IntType(32)(lane)]))
-        return flags
-
-    return FLAG(zero), generate
-
-
-@intrinsic
-def raise_too(typingctx, flags, lane, other):
-    def generate(context, b, sig, args):
-        place = b.gep(args[0], [args[1]])
-        b.store(b.or_(b.load(place), b.load(args[2])), place)
-        return context.get_dummy_value()
-
-    return types.void(FLAG, types.int64, FLAG), generate
-
-
-@intrinsic
-def is_raised(typingctx, flag):
-    def generate(context, b, sig, args):
-        return b.icmp_unsigned("!=", b.load(args[0]), ir.IntType(32)(0))
-
-    return types.boolean(FLAG), generate
-
-
-@intrinsic
-def write_flags(typingctx, address, index, flags, zero):
-    """Writes whether one of them is raised, as an int64."""
-
-    def generate(context, b, sig, args):
-        found = ir.IntType(32)(0)
-        for lane in range(Shape(sig.args[3]).lanes):
-            found = b.or_(found, b.load(b.gep(args[2], [ir.IntType(32)(lane)])))
-        b.store(b.zext(found, ir.IntType(64)), b.gep(b.inttoptr(args[0], ir.IntType(64).as_pointer()), [args[1]]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, FLAG, zero), generate
-
-
-@inner
-def _as_they_are(places, zero):
-    return places
-
-
-@functools.cache
-def _in_halves():
-    """-> (keep, read), as in read_place: places stored as 32 bits. LLVM makes vectors as long as fits the widest number
-    that is read for them, so vectors of float32 become twice as long."""
-    half = ir.IntType(32)
-
-    @intrinsic
-    def keep(typingctx, places, zero):
-        def generate(context, b, sig, args):
-            count = 2 * Shape(sig.args[1]).lanes
-            whole, halves = (ir.VectorType(kind, count) for kind in (ir.IntType(64), half))
-            memory = cgutils.alloca_once(b, ir.ArrayType(half, count))
-            found = b.load(b.inttoptr(args[0], whole.as_pointer()), align=8)
-            b.store(b.trunc(found, halves), b.bitcast(memory, halves.as_pointer()), align=4)
-            return b.ptrtoint(memory, ir.IntType(64))
-
-        return types.int64(types.int64, zero), generate
-
-    @intrinsic
-    def read(typingctx, address, index):
-        def generate(context, b, sig, args):
-            found = b.load(b.gep(b.inttoptr(args[0], half.as_pointer()), [args[1]]))
-            found.set_metadata("noalias", compiled.scope_of_scores(b.module))
-            return b.zext(found, ir.IntType(64))
-
-        return types.int64(types.int64, types.int64), generate
-
-    return keep, read
-
-
-def _of_scores(b, instruction):
-    instruction.set_metadata("alias.scope", compiled.scope_of_scores(b.module))
-    return instruction
-
-
-@intrinsic
-def _either(typingctx, condition, x, y):
-    """x if the condition holds, otherwise y, without a branch."""
-    return x(types.boolean, x, x), lambda context, b, sig, args: b.select(*args)
 
 
 def _tables(aux: tuple, base_name: str, narrow: bool, wanted: tuple = ()):
@@ -413,9 +271,9 @@ def _table(dtype: str, ndim: int, base_name: str, recorded: bool, narrow: bool):
                 for part in (sizes[:ndim], sizes[ndim : 2 * ndim])
             )
             if recorded:
-                made.owed = b.add(args[2], sizes[2 * ndim])
+                made.terms = b.add(args[2], sizes[2 * ndim])
                 made.state = b.inttoptr(args[1], ir.IntType(64).as_pointer())
-                made.owed_strides = context.make_tuple(b, types.UniTuple(types.int64, ndim), sizes[2 * ndim + 1 :])
+                made.term_strides = context.make_tuple(b, types.UniTuple(types.int64, ndim), sizes[2 * ndim + 1 :])
             return made._getvalue()
 
         return t(types.int64, types.int64, types.int64, FLAG), codegen
@@ -469,13 +327,13 @@ def own_functions(problem: Problem, derivative: bool) -> OwnFunctions:
         for name, function in problem.functions
     )
     numbers: list[int] = []
-    places, owed = [], 0
+    places, terms = [], 0
     for array in problem.aux:
         places.append(len(numbers))
         numbers += [0, *array.shape, *(array.strides if 0 not in array.shape else (0,) * len(array.shape))]
         by = (0,) * len(array.shape) if 0 in array.shape else contiguous_strides(array.shape)
-        numbers += [owed, *(8 * stride for stride in by)]
-        owed += 8 * math.prod(array.shape)
+        numbers += [terms, *(8 * stride for stride in by)]
+        terms += 8 * math.prod(array.shape)
     empty = tuple(0 in array.shape for array in problem.aux)
     return OwnFunctions(made, np.array([*numbers, *[0] * REPORT, 0], np.int64), tuple(places), empty)
 

@@ -126,8 +126,7 @@ class Table:
 
 
 class Owed:
-    """Stands in place of a derivative: the derivatives by each element that was read, {(index of the array, place):
-    number}."""
+    """Stands in place of a derivative: {(index of an array, place in it): the derivative by that element}."""
 
     __slots__ = ("parts",)
     __array_ufunc__ = None  # operators with NumPy's numbers call this class

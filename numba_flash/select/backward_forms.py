@@ -17,8 +17,8 @@ def can_be_one_kernel(problem: BackwardProblem) -> bool:
     forward = problem.forward
     if not forward.seqlen_q:
         return False
-    by_element = any(name in BY_ELEMENT and name != SEEDED for name, _ in forward.uses)
-    plain, widest = not changes_scores(forward.uses) and not by_element, max(forward.head_dim, forward.head_dim_v)
+    per_score = any(name in BY_ELEMENT and name != SEEDED for name, _ in forward.uses)
+    plain, widest = not changes_scores(forward.uses) and not per_score, max(forward.head_dim, forward.head_dim_v)
     # Where weights are dropped, registers do not suffice for tiles of 128 queries.
     taken = widest <= 128 and (widest > 64 or not forward.seeded)
     return plain and {"dq", "dk", "dv"} <= set(problem.wanted) and taken
@@ -30,9 +30,9 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     If every query sees every key, parts of dQ wait in a line (kernels/steps/dq_order.py). That costs little if a head
     has no more key tiles than query tiles, or few query tiles, and if a batch entry has enough work for the line to
     pass: eight heads, or more key tiles than run at a time, because only the first ones wait. Under a mask two long
-    heads go two ways, and parts of a group count as heads. With several sums of dQ (dq_lines) lines are short. Without
-    an order there is no line. The batch size may not decide: a row's bits must not depend on it. Short sequences are
-    assumed to come in batches. If all keys are one tile, there are no parts.
+    heads go two ways, and parts of a group count as heads. With several sums of dQ (dq_partials) lines are short.
+    Without an order there is no line. The batch size may not decide: a row's bits must not depend on it. Short
+    sequences are assumed to come in batches. If all keys are one tile, there are no parts.
     """
     forward = problem.forward
     widest, every_key = max(forward.head_dim, forward.head_dim_v), forward.left is None and forward.right is None
@@ -45,13 +45,13 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     if one_tile:
         return forward.seqlen_q <= 1024
     group = forward.heads // max(forward.heads_kv, 1)
-    lines = forward.heads_kv * parts_of(group, members_of_a_part(problem, one_kernel=True))
+    lines = forward.heads_kv * parts_of(group, heads_per_block(problem, one_kernel=True))
     few_queries = every_key and forward.seqlen_q <= 512
     long_line = forward.seqlen_k > forward.seqlen_q and not few_queries
     two_ways = lines == 2 and not every_key and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
     key_tiles, enough = lines * forward.seqlen_k // WgmmaFusedConfig.KEYS, 2 if widest <= 64 else 1.5
     many_tiles = every_key and key_tiles >= enough * AT_A_TIME and forward.seqlen_q >= forward.seqlen_k
-    few = lines < (8 if every_key else 4) and not two_ways and not many_tiles and dq_lines(problem) == 1
+    few = lines < (8 if every_key else 4) and not two_ways and not many_tiles and dq_partials(problem) == 1
     if problem.deterministic and (long_line or few):
         return False
     # Wide heads that see all keys start later: a small batch of them would lose more by the one kernel.
@@ -77,7 +77,7 @@ def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
     return key_tiles if kept and not few and key_tiles <= WgmmaFusedConfig.MOST_KEY_TILES else 0
 
 
-def dq_lines(problem: BackwardProblem) -> int:
+def dq_partials(problem: BackwardProblem) -> int:
     """How many sums of dQ the key tiles of a head add to in rotation.
 
     If few heads have as many key tiles as a GPU runs blocks, all blocks begin with the same query tiles, each one turn
@@ -114,7 +114,7 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
     return many and not (wide and (key_tiles or forward.seeded or long))
 
 
-def members_of_a_part(problem: BackwardProblem, one_kernel: bool) -> int:
+def heads_per_block(problem: BackwardProblem, one_kernel: bool) -> int:
     """How many query heads of a group a block that owns keys processes; 0: all, so it writes dK and dV itself.
 
     Under a causal mask the blocks of a head process different query tiles at a time, each of all its members. With two

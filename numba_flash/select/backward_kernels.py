@@ -22,10 +22,10 @@ from . import backward_simt
 from .backward_forms import (
     blocks_stay,
     can_be_one_kernel,
-    dq_lines,
+    dq_partials,
     gains_by_one_kernel,
+    heads_per_block,
     key_tiles_of_a_block,
-    members_of_a_part,
 )
 from .backward_wide import wide_configs
 
@@ -45,7 +45,7 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     start, end = AuxStartConfig(*facts), AuxRoundConfig(*facts)
     if problem.forward.function("score_mod") is None:
         return (*before, start, end)
-    sums: Any  # the second of two loops over all scores (kernels/score/owed.py)
+    sums: Any  # the second of two loops over all scores (kernels/score/aux_gradient.py)
     needed: list[LaunchFacts] = []
     if narrow:
         features = shared.with_bias_pairs(problem) | dict(wanted_aux=problem.wanted_aux)
@@ -108,7 +108,7 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> Configs:
 
 def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """A kernel of dK and dV, or one for each, and a kernel of dQ."""
-    features, members = shared.with_bias_boxes(problem), members_of_a_part(problem, one_kernel=False)
+    features, members = shared.with_bias_boxes(problem), heads_per_block(problem, one_kernel=False)
     rows, of_keys = shared.usable("wgmma_dkdv", problem, target), features | dict(members=members)
     dkdv = shared.best(wgmma.WgmmaDkdvConfig, rows, problem, target, of_keys, dv_alone=dict(stages_b=2))
     own = [_halved(config, problem, target) for config in dkdv]
@@ -141,8 +141,8 @@ def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
 def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """One kernel of all gradients."""
     tile, features = shared.usable("wgmma_fused", problem, target)[0].tile, shared.features_of(problem)
-    key_tiles, members = key_tiles_of_a_block(problem, target), members_of_a_part(problem, one_kernel=True)
-    lines = 1 if key_tiles else dq_lines(problem)
+    key_tiles, members = key_tiles_of_a_block(problem, target), heads_per_block(problem, one_kernel=True)
+    lines = 1 if key_tiles else dq_partials(problem)
     fused = wgmma.WgmmaFusedConfig(
         **features,
         **tile,
@@ -151,14 +151,14 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
         lse_first=problem.forward.number("scale") != 0 and not problem.forward.seeded,
         members=members,
         stays=blocks_stay(problem, target, members, key_tiles),
-        dq_lines=lines,
+        dq_partials=lines,
     )
     turns_of = 0 if key_tiles else fused.tile_m
-    start = shared.preprocess_config(problem, target, turns_of=turns_of, dq_lines=lines, early=True)
+    start = shared.preprocess_config(problem, target, turns_of=turns_of, dq_partials=lines, early=True)
     made: list[LaunchFacts] = [start, fused]
     if not key_tiles:
         tiles: dict[str, Any] = dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
-        made.append(wgmma.WgmmaRoundConfig(**features, **tiles, dq_columns=fused.dq_columns, dq_lines=lines))
+        made.append(wgmma.WgmmaRoundConfig(**features, **tiles, dq_columns=fused.dq_columns, dq_partials=lines))
     return [*made, *_add_parts(problem, [fused])]
 
 

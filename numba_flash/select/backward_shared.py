@@ -70,8 +70,8 @@ def best(
 def usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Row]:
     """The rows of a kernel's table for this head_dim and these scores."""
     rows, facts = rows_of(TABLES, kernel, problem.forward.dtype, target), _facts_of(problem)
-    if not any(row.when.by_element for row in rows):
-        facts = facts._replace(by_element="")
+    if not any(row.when.per_score for row in rows):
+        facts = facts._replace(per_score="")
     return [row for row in rows if row.when.holds(facts)]
 
 
@@ -104,7 +104,7 @@ def _facts_of(problem: BackwardProblem) -> Facts:
         plain=bare and not p.functions,
         linear=not any(BY_NAME[name].derivative for name, _ in p.uses),
         functions=bare and bool(p.functions),
-        by_element=_by_element(problem),
+        per_score=_by_element(problem),
     )
 
 

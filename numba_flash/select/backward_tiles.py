@@ -6,7 +6,7 @@ _MMA = "tile_m tile_n warp_rows in_registers blocks_per_sm column_groups stages"
 _WIDE = "tile_m tile_n warp_rows column_groups blocks_per_sm"
 _FUSED = "tile_m tile_n warp_rows column_groups blocks_per_sm unrolled"
 _WGMMA = "tile_m tile_n stages_a stages_b"
-# by_element of rows that serve problems with these options, too (rows.BY_ELEMENT)
+# per_score of rows that serve problems with these options, too (rows.BY_ELEMENT)
 _MASK_MOD, _MASK, _ONE, _SEVERAL = "mask_mod", "mask or dropped weights", "one kind", "several kinds"
 
 TABLES: dict[str, tuple[Row, ...]] = {
@@ -138,36 +138,36 @@ TABLES: dict[str, tuple[Row, ...]] = {
     ),
     "wgmma_dkdv": table(
         _WGMMA,
-        at(64, 128, 128, 2, 2, linear=True, by_element=_MASK_MOD),
-        at(64, 112, 128, 2, 2, linear=True, by_element=_MASK),
-        at(64, 80, 128, 2, 2, linear=True, by_element=_ONE),
-        at(64, 64, 128, 2, 2, by_element=_SEVERAL),
+        at(64, 128, 128, 2, 2, linear=True, per_score=_MASK_MOD),
+        at(64, 112, 128, 2, 2, linear=True, per_score=_MASK),
+        at(64, 80, 128, 2, 2, linear=True, per_score=_ONE),
+        at(64, 64, 128, 2, 2, per_score=_SEVERAL),
         at(96, 80, 128, 2, 2, plain=True),
         at(128, 64, 128, 3, 3, linear=True),
-        at(128, 64, 128, 2, 2, linear=True, by_element=_MASK),
-        at(128, 48, 128, 2, 2, by_element=_ONE),
-        at(128, 32, 128, 2, 2, by_element=_SEVERAL),
+        at(128, 64, 128, 2, 2, linear=True, per_score=_MASK),
+        at(128, 48, 128, 2, 2, per_score=_ONE),
+        at(128, 32, 128, 2, 2, per_score=_SEVERAL),
         at(192, 80, 128, 2, 2, apart=True, plain=True),
-        at(256, 64, 128, 2, 1, apart=True, by_element=_MASK),
-        at(256, 48, 128, 2, 1, apart=True, by_element=_ONE),
-        at(256, 32, 128, 2, 1, apart=True, by_element=_SEVERAL),
-        at(128, 32, 64, 2, 2, by_element=_SEVERAL, gpu=SIMULATOR),
-        at(256, 32, 64, 2, 1, apart=True, by_element=_SEVERAL, gpu=SIMULATOR),
+        at(256, 64, 128, 2, 1, apart=True, per_score=_MASK),
+        at(256, 48, 128, 2, 1, apart=True, per_score=_ONE),
+        at(256, 32, 128, 2, 1, apart=True, per_score=_SEVERAL),
+        at(128, 32, 64, 2, 2, per_score=_SEVERAL, gpu=SIMULATOR),
+        at(256, 32, 64, 2, 1, apart=True, per_score=_SEVERAL, gpu=SIMULATOR),
     ),
     "wgmma_dq": table(
         _WGMMA,
-        at(64, 128, 128, 2, 2, linear=True, by_element=_MASK),
-        at(64, 128, 64, 2, 2, by_element=_SEVERAL),
+        at(64, 128, 128, 2, 2, linear=True, per_score=_MASK),
+        at(64, 128, 64, 2, 2, per_score=_SEVERAL),
         at(96, 128, 128, 2, 2, plain=True),
-        at(128, 128, 128, 2, 2, functions=True, by_element=_MASK_MOD),
-        at(128, 128, 112, 2, 2, linear=True, by_element=_MASK),
-        at(128, 128, 80, 2, 2, linear=True, by_element=_ONE),
-        at(128, 128, 64, 2, 2, by_element=_SEVERAL),
+        at(128, 128, 128, 2, 2, functions=True, per_score=_MASK_MOD),
+        at(128, 128, 112, 2, 2, linear=True, per_score=_MASK),
+        at(128, 128, 80, 2, 2, linear=True, per_score=_ONE),
+        at(128, 128, 64, 2, 2, per_score=_SEVERAL),
         at(192, 128, 80, 2, 2, plain=True),
-        at(256, 128, 64, 2, 1, by_element=_MASK),
-        at(256, 128, 48, 2, 1, by_element=_ONE),
-        at(256, 128, 32, 2, 1, by_element=_SEVERAL),
-        at(256, 64, 32, 2, 2, by_element=_SEVERAL, gpu=SIMULATOR),
+        at(256, 128, 64, 2, 1, per_score=_MASK),
+        at(256, 128, 48, 2, 1, per_score=_ONE),
+        at(256, 128, 32, 2, 1, per_score=_SEVERAL),
+        at(256, 64, 32, 2, 2, per_score=_SEVERAL, gpu=SIMULATOR),
     ),
     # With head_dim above 64 two places for 64 rows of a do not fit, nor do two of both kinds for 48. Above 128 two
     # blocks share the columns (config/wgmma_backward_float32.py).

@@ -13,8 +13,8 @@ SIMULATOR = "simulator"  # small blocks, whose barriers are cheap, and few waste
 ANY = 2**31  # head_dim of a row for all
 
 # What decides about each score or weight on its own in wgmma's backward. Each takes more registers than the one before
-# it: a mask_mod alone; a bias alone that TMA loads, a mask alone, or dropout; one kind of these, or functions, beside
-# options of the score; several kinds, or a bias beside another option of the score.
+# it: a mask_mod alone; a bias alone that TMA loads, a mask alone, or dropped weights; one kind of these, or functions,
+# beside options of the score; several kinds, or a bias beside another option of the score.
 BY_ELEMENT = ("mask_mod", "mask or dropped weights", "one kind", "several kinds")
 
 
@@ -30,7 +30,7 @@ class Facts(NamedTuple):
     sloped: bool = False  # ALiBi alone changes scores
     linear: bool = True  # the derivative of scores by the product is 1: nothing keeps another
     functions: bool = False  # the caller's functions change or hide scores, and nothing else
-    by_element: str = ""  # one of BY_ELEMENT, or nothing decides about a score on its own
+    per_score: str = ""  # one of BY_ELEMENT, or nothing decides about a score on its own
 
 
 class When(NamedTuple):
@@ -45,15 +45,15 @@ class When(NamedTuple):
     sloped: bool = False
     linear: bool = False
     functions: bool = False
-    by_element: str = ""  # and for problems with one of BY_ELEMENT, up to this one, whatever is said before
+    per_score: str = ""  # and for problems with one of BY_ELEMENT, up to this one, whatever is said before
     gpu: str = MEASURED
 
     def holds(self, facts: Facts) -> bool:
         narrow = facts.head_dim <= self.head_dim and facts.least > self.above
         if not narrow or facts.keys < self.least_keys or (self.unread and facts.reads):
             return False
-        if facts.by_element:
-            return self.by_element in BY_ELEMENT[BY_ELEMENT.index(facts.by_element) :]
+        if facts.per_score:
+            return self.per_score in BY_ELEMENT[BY_ELEMENT.index(facts.per_score) :]
         asked = ("plain", "masked", "sloped", "linear", "functions")
         return all(getattr(facts, name) for name in asked if getattr(self, name))
 

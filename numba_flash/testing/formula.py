@@ -173,9 +173,9 @@ def of_aux(case: Case, ds: np.ndarray, wanted: Sequence[int], term: Callable[[An
         cap = case.options.get("softcap")
         for at in zip(*np.nonzero(ds), strict=True):
             b, h, i, j = at
-            y, owed = function_numbers.score_of(function, base, products[at], (b, h, q_pos[b, i], j, i), tables, False)
+            y, terms = function_numbers.score_of(function, base, products[at], (b, h, q_pos[b, i], j, i), tables, False)
             outer = ds[at] * (1 - np.tanh(y / base(cap)) ** 2) if cap else ds[at]
-            for (number, place), slope in function_numbers.parts_of(owed):
+            for (number, place), slope in function_numbers.parts_of(terms):
                 found[number][place] += term(outer * slope)
     return {number: x.reshape(aux[number].shape) for number, x in found.items()}
 

@@ -280,7 +280,7 @@ def test_what_no_query_sees_never_reaches_a_gradient(rung, how, value):
     assert clean.dq.any() and clean.dk.any() and clean.dv.any()
 
 
-# What some queries see and others do not: the oracle says which gradients are struck, and each place alone shows.
+# What some queries see and others do not: the oracle says which gradients are nonfinite, and each place alone shows.
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
 @pytest.mark.parametrize("how", ["causal", "left", "seqlens_k"])
 def test_what_is_seen_strikes_what_depends_on_it(rung, how, where):
@@ -291,8 +291,8 @@ def test_what_is_seen_strikes_what_depends_on_it(rung, how, where):
     if where != "do":
         _, o, lse, _ = incoming(case)
     gradients = rung.check(case, (do, o, lse, dlse))
-    struck = [np.isnan(x).any() for x in gradients if x is not None]
-    assert any(struck) and not np.isnan(gradients.dq).all()
+    nonfinite = [np.isnan(x).any() for x in gradients if x is not None]
+    assert any(nonfinite) and not np.isnan(gradients.dq).all()
 
 
 def test_a_key_of_weight_0_gets_no_gradient_from_a_nonfinite_row(rung):

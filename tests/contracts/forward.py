@@ -484,10 +484,10 @@ def test_nan_in_q_stays_in_its_row(rung):
     clean_o, _ = rung(case)
     case.q[0, 1, 5, 3] = np.nan
     o, lse = rung(case)
-    struck = np.zeros(o.shape[:3], bool)
-    struck[0, 1, 5] = True
-    assert np.isnan(o[struck]).all() and np.isnan(lse[struck]).all()
-    assert same_bits(o[~struck], clean_o[~struck])
+    nonfinite = np.zeros(o.shape[:3], bool)
+    nonfinite[0, 1, 5] = True
+    assert np.isnan(o[nonfinite]).all() and np.isnan(lse[nonfinite]).all()
+    assert same_bits(o[~nonfinite], clean_o[~nonfinite])
 
 
 # Every dtype: its own conversions, accumulators and tiles.

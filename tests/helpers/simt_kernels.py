@@ -65,15 +65,17 @@ def everything(bias_shape, dtype="float16"):
     )  # fmt: skip
 
 
+SUMMED = [v2_configs(everything(shape), HOPPER)[3] for shape in ((1, 500), ())]  # of dbias, with split sums
 # Every kernel, plain and with everything; rows in registers as long as they go, and longer ones in local memory.
 BACKWARD = [
     *v2_configs(backward_problem(), HOPPER),
     *v2_configs(backward_problem(128, dtype="float16"), HOPPER)[1:],
     *v2_configs(backward_problem(64, dtype="float64"), HOPPER)[1:],
     *v2_configs(everything((300, 500)), HOPPER),
-    v2_configs(everything((1, 500)), HOPPER)[3],
-    v2_configs(everything(()), HOPPER)[3],
+    *[dataclasses.replace(config, split=False) for config in SUMMED],
     *v2_configs(backward_problem(576), HOPPER)[1:],
+    *SUMMED,
+    v2_configs(everything(()), HOPPER)[-1],  # dbias_sum
 ]
 
 

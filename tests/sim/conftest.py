@@ -17,6 +17,7 @@ from numba_flash.ptx.sim import now
 from numba_flash.ptx.sim import wgmma as sim_wgmma
 from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select import backward_tiles, backward_wide, rungs, tiles
+from numba_flash.select.tiles import BY_ELEMENT
 
 HERE = Path(__file__).parent
 ON = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
@@ -139,11 +140,9 @@ def rows_for_every_kind(monkeypatch, nothing_remembered):
     """-> a function: gives wgmma's two backward kernels one row each, for whatever decides about single scores."""
 
     def use(dkdv, dq):
-        for kernel, kind, columns in (
-            ("wgmma_dkdv", backward_tiles.WgmmaDkdv, dkdv),
-            ("wgmma_dq", backward_tiles.WgmmaDq, dq),
-        ):
-            row = kind(256, False, *columns, by_element=backward_tiles.BY_ELEMENT[-1])
+        for kernel, values in (("wgmma_dkdv", dkdv), ("wgmma_dq", dq)):
+            sizes = dict(zip(("tile_m", "tile_n", "stages_a", "stages_b", "apart"), values, strict=False))
+            row = in_simulator(tile_row(256, **sizes, per_score=BY_ELEMENT[-1]))
             monkeypatch.setitem(backward_tiles.TABLES, kernel, (row,))
 
     return use

@@ -37,9 +37,9 @@ FIRST_LINES = {
     "mma": "columns_left = int32(head_dim_v -",
     "wgmma": "warpgroup = int32(",
     "wgmma_float32": "warpgroup = int32(",
-    **dict.fromkeys(("delta", "v2_dkdv", "v2_dq", "v2_dbias", "dalibi_slopes"), "thread = cuda.threadIdx.x"),
+    **dict.fromkeys(("delta", "v2_dkdv", "v2_dbias", "dalibi_slopes"), "thread = cuda.threadIdx.x"),
     **dict.fromkeys(("dsinks", "dsinks_of_blocks"), "thread = cuda.threadIdx.x"),
-    "backward_preprocess": "thread, block = thread_index()",
+    "backward_preprocess": "thread, block = special.thread_index()",
     **dict.fromkeys(
         ("mma_dkdv", "mma_dq", "mma_dkdv_wide", "mma_dq_wide", "mma_wide_fused"), "_smem = aligned(shared.address("
     ),
@@ -47,15 +47,15 @@ FIRST_LINES = {
     **dict.fromkeys(("wgmma_dkdv", "wgmma_dq", "wgmma_fused"), "warpgroup = int32("),
     **dict.fromkeys(("wgmma_dkdv_float32", "wgmma_dq_float32"), "warpgroup = int32("),
     **dict.fromkeys(("wgmma_dkdv_paired", "wgmma_dq_paired"), "warpgroup = int32("),
-    **dict.fromkeys(("v2_daux_bounds", "v2_daux_sums"), "thread = cuda.threadIdx.x"),
+    **dict.fromkeys(("v2_dq", "v2_daux_bounds", "v2_daux_sums"), "b, h, first_row = ds.query_tile("),
     **dict.fromkeys(("mma_dbias", "mma_daux_bounds", "mma_daux_sums"), "thread, block = special.thread_index()"),
     **dict.fromkeys(("daux_start", "daux_round"), "at = int64(cuda.blockIdx.x)"),
     "mma_dq_finish": "thread = special.thread_index()",
     "wgmma_round": "tile_at = int32(",
     "wgmma_add_parts": "base = int32(",
-    **dict.fromkeys(("mask_bits", "mask_bits_of_keys"), "thread = thread_index()"),
-    **dict.fromkeys(("tile_states", "tile_states_of_keys"), "thread = thread_index()"),
-    **dict.fromkeys(("tile_order", "tile_order_of_keys"), "thread = thread_index()"),
+    **dict.fromkeys(("mask_bits", "mask_bits_of_keys"), "thread = special.thread_index()"),
+    **dict.fromkeys(("tile_states", "tile_states_of_keys"), "thread = special.thread_index()"),
+    **dict.fromkeys(("tile_order", "tile_order_of_keys"), "thread = special.thread_index()"),
     "safe": "row = cuda.grid(1)",
     "online": "row = cuda.grid(1)",
     "blocked": "row = cuda.blockIdx.x",
@@ -188,7 +188,7 @@ def test_every_launch_is_stopped_in():
 
 def test_stepping_past_the_end_does_not_enter_the_simulator():
     session = Session("w", "n", "n", "n", "n", "n")
-    with stop_at("v2", "if write_lse:", debugger=session):
+    with stop_at("v2", "if config.write_lse:", debugger=session):
         attend()
     assert "--Return--" in session.output.getvalue()
     assert "simulator" not in session.output.getvalue()
@@ -241,7 +241,7 @@ def test_every_kernel(kernel, monkeypatch):
         elif kernel in ("dsinks", "dsinks_of_blocks"):
             differentiate("v2" if kernel == "dsinks" else "mma", sinks=np.zeros(1, np.float32))
         elif kernel == "wgmma_add_parts":
-            monkeypatch.setattr(select_backward, "members_of_a_part", lambda *_, **__: 1)
+            monkeypatch.setattr(select_backward, "heads_per_block", lambda *_, **__: 1)
             differentiate("wgmma", seqlen=21)
         elif kernel in ("wgmma_fused", "wgmma_round"):  # plans are kept by problem, and nobody else has these
             of_all = int(kernel == "wgmma_fused")

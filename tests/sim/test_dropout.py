@@ -7,7 +7,7 @@ import pytest
 from contracts import backward, dropout, forward, suite
 
 from numba_flash import testing
-from numba_flash.kernels.score import counts
+from numba_flash.kernels.score import kept_weights
 from numba_flash.select import rungs
 
 TestDropout = suite(dropout)
@@ -19,8 +19,8 @@ SMALL = dict(max_seqlen=36, max_batch=2, head_dims=(1, 7, 16, 32))  # every row 
 @pytest.fixture(autouse=True, scope="module")
 def words_are_remembered():
     """The words of a counter are computed once. In Python they take a millisecond, and kernels compute them often."""
-    words = functools.cache(counts.random_words.fn)
-    with mock.patch.object(counts, "random_words", words):
+    words = functools.cache(kept_weights.random_words.fn)
+    with mock.patch.object(dropout, "random_words", words):
         yield
 
 

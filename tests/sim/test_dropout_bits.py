@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from numba_flash import arrays
-from numba_flash.kernels.score import counts
+from numba_flash.kernels.score import kept_weights
 from numba_flash.machine import toolchain
 from numba_flash.ptx.sim.launch import run
 from numba_flash.testing import dropout_mask
@@ -17,7 +17,7 @@ P, SEED, HEAD, BATCH = 0.4, 2**63 + 5, 1, 2
 def found_by_a_warp(of_keys, strips, columns, group, first_row, first_column, offset):
     """(16 * strips, columns) of bool: kept of a tile whose first row and column are these. offset: of positions."""
     config = SimpleNamespace(group_size=group, seeded=True, dtype="float16")
-    made = counts.on_fragments.__wrapped__(config, strips, columns)
+    made = kept_weights.on_fragments.__wrapped__(config, strips, columns)
     operands, sizes = SimpleNamespace(seed=np.uint64(SEED)), SimpleNamespace(dropped=np.int64(round(P * 2**16)))
     kept = np.zeros(32 * made.words, np.uint32)
 

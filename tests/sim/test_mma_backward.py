@@ -124,5 +124,5 @@ def test_nonfinite_rows_are_recomputed(rung, where):
     case.options |= dict(causal=True)
     _, o, lse, _ = incoming(case)
     gradients = rung.check(case, (do, o, lse, dlse))
-    struck = [np.isnan(x).any((0, 1, 3)) for x in gradients[:3]]
-    assert any(rows.any() for rows in struck) and not struck[0].all()
+    nonfinite = [np.isnan(x).any((0, 1, 3)) for x in gradients[:3]]
+    assert any(rows.any() for rows in nonfinite) and not nonfinite[0].all()

@@ -28,7 +28,7 @@ from numba_flash.arrays import making
 from numba_flash.config import wgmma_backward
 from numba_flash.config.wgmma_backward import WgmmaFusedConfig
 from numba_flash.dispatch import backward as dispatch
-from numba_flash.dispatch import launch_backward
+from numba_flash.dispatch import launch
 from numba_flash.kernels.recompute import keys as recompute_keys
 from numba_flash.kernels.recompute import queries as recompute_queries
 from numba_flash.kernels.steps import dq_order
@@ -47,7 +47,7 @@ def rung():
 
 def of_wgmma(tile_m, tile_n, stages_a, stages_b, apart=False):
     sizes = dict(tile_m=tile_m, tile_n=tile_n, stages_a=stages_a, stages_b=stages_b)
-    return tile_row(256, apart, **sizes, by_element="several kinds")
+    return tile_row(256, apart, **sizes, per_score="several kinds")
 
 
 # What a row of the tables may say: several consumers, rings of other lengths, tiles that are no power of two, dK and dV
@@ -97,14 +97,14 @@ def test_one_kernel_for_all_gradients(
 
 @pytest.mark.slow
 def test_bits_do_not_depend_on_the_number_of_heads_in_flight(rung, monkeypatch, nothing_remembered):
-    """Two heads abreast may be of two entries, and the last is alone. Three parts are added: two in another order would
-    give the same."""
+    """Two heads in_flight may be of two entries, and the last is alone. Three parts are added: two in another order
+    would give the same."""
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: True)
     monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
     case = rung.problem(20, 270, batch=3, heads=1, head_dim=8)
     given, found = incoming(case), []
-    for abreast in (2, 1):
-        monkeypatch.setattr(wgmma_backward, "heads_abreast", lambda *_, abreast=abreast: abreast)
+    for in_flight in (2, 1):
+        monkeypatch.setattr(wgmma_backward, "heads_in_flight", lambda *_, in_flight=in_flight: in_flight)
         dispatch._plans.clear()
         found.append(rung.check(case, given, causal=True))
     assert same(*found)
@@ -122,7 +122,7 @@ def test_several_partial_sums_of_dq(rung, options, one_kernel, monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(arrays, "scratch", filled)
-    monkeypatch.setattr(select_backward, "dq_lines", lambda *_: 2)
+    monkeypatch.setattr(select_backward, "dq_partials", lambda *_: 2)
     heads = 2 if "causal" in options else 1
     rung.check(rung.problem(135, 270, batch=1, heads=heads, head_dim=69, head_dim_v=23), **options)
     (turns,) = (x.owner for x in made if x.owner.dtype == np.uint32)
@@ -214,7 +214,7 @@ def test_one_tile_of_keys(rung, seqlen_q, seqlen_k, heads, heads_kv, head_dim, o
 
 
 def test_one_tile_of_keys_and_split_groups_of_heads(rung, one_kernel, monkeypatch):
-    monkeypatch.setattr(select_backward, "members_of_a_part", lambda *_, **__: 2)
+    monkeypatch.setattr(select_backward, "heads_per_block", lambda *_, **__: 2)
     rung.check(rung.problem(20, 70, batch=2, heads=3, heads_kv=1, head_dim=24), causal=True)
 
 
@@ -243,7 +243,7 @@ def test_persistent_blocks(
     rung, batch, heads, seqlen_q, seqlen_k, head_dim, options, together, blocks,
     one_kernel, monkeypatch, key_tiles_of_blocks,
 ):  # fmt: skip
-    monkeypatch.setattr(launch_backward, "blocks_at_a_time", lambda _: blocks)
+    monkeypatch.setattr(launch, "blocks_at_a_time", lambda _: blocks)
     if not together:
         monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
     rung.check(rung.problem(seqlen_q, seqlen_k, batch=batch, heads=heads, head_dim=head_dim), **options)
@@ -255,7 +255,7 @@ def test_persistent_blocks_do_not_overwrite_operands_of_products(
 ):
     """The next K and V come as soon as their place is given back, which is behind the last dQ. From head_dim 65 on dK
     takes the place of a dS from which the other warpgroup makes its dQ."""
-    monkeypatch.setattr(launch_backward, "blocks_at_a_time", lambda _: 1)
+    monkeypatch.setattr(launch, "blocks_at_a_time", lambda _: 1)
     rung.check(rung.problem(20, 140, batch=1, heads=2, head_dim=head_dim))
 
 
@@ -271,7 +271,7 @@ def test_dk_waits_for_the_other_warpgroup(rung, one_kernel, monkeypatch, key_til
         together(instruction, *given)
 
     monkeypatch.setattr(wgmma, "together", late)
-    monkeypatch.setattr(launch_backward, "blocks_at_a_time", lambda _: 1)
+    monkeypatch.setattr(launch, "blocks_at_a_time", lambda _: 1)
     rung.check(rung.problem(20, 140, batch=1, heads=1, head_dim=72))
 
 
@@ -280,8 +280,8 @@ def test_dk_waits_for_the_other_warpgroup(rung, one_kernel, monkeypatch, key_til
 def test_only_nonfinite_heads_are_recomputed(rung, seqlen_k, one_kernel, key_tiles_of_blocks, monkeypatch):
     make, seen = recompute_queries.make, set()
 
-    def made(config):
-        repair = make(config)
+    def made(config, *more):
+        repair = make(config, *more)
 
         def recorded(nonfinite, first_row, lane, tile, *more):
             seen.add((int(tile.b), int(tile.h)))
@@ -290,7 +290,7 @@ def test_only_nonfinite_heads_are_recomputed(rung, seqlen_k, one_kernel, key_til
         return recorded
 
     monkeypatch.setattr(recompute_queries, "make", made)
-    monkeypatch.setattr(launch_backward, "blocks_at_a_time", lambda _: 1)
+    monkeypatch.setattr(launch, "blocks_at_a_time", lambda _: 1)
     case = rung.problem(8, seqlen_k, batch=3, heads=1, head_dim=8)
     case.q[0, 0, 3, 2], case.k[1, 0, 35, 0] = np.nan, np.inf
     rung.check(case, causal=True)
@@ -356,7 +356,7 @@ def test_plain_scores_of_groups(rung):
 )  # fmt: skip
 def test_blocks_that_share_a_group(rung, form, members, batch, heads_kv, seqlen_k, monkeypatch, nothing_remembered):
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: form == "one kernel")
-    monkeypatch.setattr(select_backward, "members_of_a_part", lambda *_, **__: members)
+    monkeypatch.setattr(select_backward, "heads_per_block", lambda *_, **__: members)
     if form != "one kernel":
         apart = form == "dk and dv apart"
         monkeypatch.setitem(backward_tiles.TABLES, "wgmma_dkdv", (of_wgmma(32, 128, 2, 2, apart),))
@@ -375,7 +375,7 @@ def test_kernels_wait_for_those_before_them(rung, form, key_tiles_of_blocks, mon
     """Else the simulator says so: they are launched to start before these have ended."""
     monkeypatch.setattr(griddepcontrol, "wait", lambda: None)
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: form.startswith("one"))
-    monkeypatch.setattr(select_backward, "members_of_a_part", lambda *_, **__: int(form == "parts"))
+    monkeypatch.setattr(select_backward, "heads_per_block", lambda *_, **__: int(form == "parts"))
     if form == "one kernel":
         monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
     with pytest.raises(InstructionError, match=r"before griddepcontrol\.wait: the kernel before may still run"):
@@ -420,5 +420,5 @@ def test_nonfinite_rows_are_recomputed(rung, where):
     case.options |= dict(causal=True)
     _, o, lse, _ = incoming(case)
     gradients = rung.check(case, (do, o, lse, dlse))
-    struck = [np.isnan(x).any((0, 1, 3)) for x in gradients[:3]]
-    assert any(rows.any() for rows in struck) and not struck[0].all()
+    nonfinite = [np.isnan(x).any((0, 1, 3)) for x in gradients[:3]]
+    assert any(rows.any() for rows in nonfinite) and not nonfinite[0].all()

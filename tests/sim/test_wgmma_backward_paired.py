@@ -111,8 +111,8 @@ def test_rows_that_are_nonfinite_in_one_half_are_recomputed_as_a_whole(rung, whe
     case.options |= dict(causal=True)
     _, o, lse, _ = incoming(case)
     gradients = rung.check(case, (do, o, lse, dlse))
-    struck = [np.isnan(x).any((0, 1, 3)) for x in gradients[:3]]
-    assert any(rows.any() for rows in struck) and not struck[0].all()
+    nonfinite = [np.isnan(x).any((0, 1, 3)) for x in gradients[:3]]
+    assert any(rows.any() for rows in nonfinite) and not nonfinite[0].all()
 
 
 def test_products_are_as_exact_as_float32(rung):

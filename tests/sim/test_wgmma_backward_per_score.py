@@ -216,8 +216,8 @@ def test_nonfinite_rows_are_recomputed(rung, where):
     if where != "do":
         _, o, lse, _ = incoming(case)
     gradients = rung.check(case, (do, o, lse, dlse))
-    struck = [np.isnan(x).any((0, 1, 3)) for x in gradients[:3]]
-    assert any(rows.any() for rows in struck) and not all(rows.all() for rows in struck)
+    nonfinite = [np.isnan(x).any((0, 1, 3)) for x in gradients[:3]]
+    assert any(rows.any() for rows in nonfinite) and not all(rows.all() for rows in nonfinite)
 
 
 # -inf by the function is a weight of 0, whatever its derivative is there.

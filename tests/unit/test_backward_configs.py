@@ -5,12 +5,16 @@ import itertools
 
 import pytest
 from helpers.machines import HOPPER
-from numba_flash.config.wgmma_paired_float32 import WgmmaPairedDkdvConfig, WgmmaPairedDqConfig
 
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
-from numba_flash.config.wgmma_backward_float32 import WgmmaDkdvFloat32Config, WgmmaDqFloat32Config
+from numba_flash.config.wgmma_backward_float32 import (
+    WgmmaDkdvFloat32Config,
+    WgmmaDqFloat32Config,
+    WgmmaPairedDkdvConfig,
+    WgmmaPairedDqConfig,
+)
 from numba_flash.config.wgmma_forward import WgmmaConfig, check_registers
 from numba_flash.config.wide_backward import WideCarriedConfig, WideDkdvConfig, WideFusedConfig
 from numba_flash.problem.options import uses
@@ -23,7 +27,7 @@ from numba_flash.problem.options import uses
 )
 def test_shared_memory_of_a_pair(kind, head_dim, head_dim_v, halves, panels):
     """Halves are whole steps of a product; two places for tiles, of so many panels; all of it in a block's 227 KB."""
-    config = kind("", "float32", head_dim, head_dim_v, 64, 64, stages_a=1, stages_b=1)
+    config = kind("float32", head_dim, head_dim_v, 64, 64, stages_a=1, stages_b=1)
     assert (config.head_dim_padded, config.head_dim_v_padded) == halves and config.panels == panels
     own = [3 * 64 * 128 * (1 + (columns > 64)) for columns in halves]
     sizes = [*own, 2 * panels * 3 * 64 * 128, 64 * 64 * 4, 64 * 64 * 4, 12 * 4, 64, (5 * panels + 5) * 8]
@@ -41,7 +45,7 @@ def test_shared_memory_of_a_pair(kind, head_dim, head_dim_v, halves, panels):
     ],
 )  # fmt: skip
 def test_what_a_config_of_a_pair_may_say(changed, words):
-    given = dict(kernel="", dtype="float32", head_dim=136, head_dim_v=64, tile_m=64, tile_n=64, stages_a=1, stages_b=1)
+    given = dict(dtype="float32", head_dim=136, head_dim_v=64, tile_m=64, tile_n=64, stages_a=1, stages_b=1)
     WgmmaPairedDkdvConfig(**given)
     with pytest.raises(ValueError, match=words):
         WgmmaPairedDkdvConfig(**given | changed)
@@ -52,7 +56,7 @@ def test_what_a_config_of_a_pair_may_say(changed, words):
 def test_shared_memory_of_wgmma_in_float32(kind, head_dim, head_dim_v, rows):
     """Parts of whole panels, each place behind the one before, and all of it in a block's 227 KB."""
     tile = (rows, 64) if kind is WgmmaDkdvFloat32Config else (64, rows)
-    config = kind("", "float32", head_dim, head_dim_v, *tile)
+    config = kind("float32", head_dim, head_dim_v, *tile)
     plan, panels = config.shared_layout(), (1 + (head_dim > 64), 1 + (head_dim_v > 64))
     own_a, own_b = (3 * 64 * 128 * n for n in panels)
     stream_a, stream_b = (3 * rows * 128 * n for n in panels)
@@ -67,13 +71,13 @@ def test_shared_memory_of_wgmma_in_float32(kind, head_dim, head_dim_v, rows):
     [
         (dict(dtype="float16"), "take float32, not float16"), (dict(tile_n=128), "own rows must be 64, not 128"),
         (dict(tile_m=80), "16 to 64 rows, in steps of 16, not 80"), (dict(tile_m=24), "in steps of 16, not 24"),
-        (dict(stages_b=0), "must be 1 to 4, not 2 and 0"), (dict(head_dim_v=136), "at most 128, not 64 and 136"),
+        (dict(stages_b=0), "stages_b 1 to 4, not 2 and 0"), (dict(head_dim_v=136), "at most 128, not 64 and 136"),
         (dict(uses=uses(dropout_p=True)), "takes no dropout_p"),
         (dict(of_dk=False, of_dv=False), "of_dk or of_dv must be True"),
     ],
 )  # fmt: skip
 def test_what_a_config_of_wgmma_in_float32_may_say(changed, words):
-    given = dict(kernel="wgmma_dkdv_float32", dtype="float32", head_dim=64, head_dim_v=64, tile_m=64, tile_n=64)
+    given = dict(dtype="float32", head_dim=64, head_dim_v=64, tile_m=64, tile_n=64)
     WgmmaDkdvFloat32Config(**given)
     with pytest.raises(ValueError, match=words):
         WgmmaDkdvFloat32Config(**given | changed)
@@ -84,7 +88,7 @@ def test_what_a_config_of_wgmma_in_float32_may_say(changed, words):
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("kind", [MmaDkdvConfig, MmaDqConfig])
 def test_the_parts_of_shared_memory_do_not_overlap(kind, stages, groups, head_dim):
-    config = kind("mma_dkdv", "float16", head_dim, head_dim, 64, 64, warp_rows=32, column_groups=groups, stages=stages)
+    config = kind("float16", head_dim, head_dim, 64, 64, warp_rows=32, column_groups=groups, stages=stages)
     offsets = config.shared_layout()
     assert list(offsets) == sorted(offsets) and offsets[-1] + config.ALIGNMENT == config.shared_bytes
     columns = config.group_columns * groups
@@ -103,7 +107,7 @@ def test_the_parts_of_shared_memory_do_not_overlap(kind, stages, groups, head_di
 @pytest.mark.parametrize("head_dim", [8, 72, 256])
 @pytest.mark.parametrize("kind", [WgmmaDkdvConfig, WgmmaDqConfig])
 def test_the_parts_of_a_wgmma_blocks_shared_memory_do_not_overlap(kind, head_dim):
-    config = kind("wgmma", "float16", head_dim, 64, 64, 64, stages_a=3, stages_b=1)
+    config = kind("float16", head_dim, 64, 64, 64, stages_a=3, stages_b=1)
     plan, panels = config.shared_layout(), -(-head_dim // 64)
     assert list(plan) == sorted(plan) and plan.end + config.ALIGNMENT == config.shared_bytes
     assert all(place % config.ALIGNMENT == 0 for place in plan[:4]), "panels"
@@ -116,7 +120,7 @@ def test_the_parts_of_a_wgmma_blocks_shared_memory_do_not_overlap(kind, head_dim
 
 def test_the_parts_of_the_one_kernels_shared_memory_do_not_overlap():
     for tile_m, head_dim, stages in ((64, 100, 3), (128, 60, 2)):
-        config = WgmmaFusedConfig("wgmma_fused", "float16", head_dim, 40, tile_m, 128, stages_a=stages, stages_b=2)
+        config = WgmmaFusedConfig("float16", head_dim, 40, tile_m, 128, stages_a=stages, stages_b=2)
         plan = config.shared_layout()
         # It begins at a multiple of ALIGNMENT, as the assembler is told. Nothing is left for a gap in front.
         assert list(plan) == sorted(plan) and plan.end == config.shared_bytes <= HOPPER.shared_bytes
@@ -138,7 +142,7 @@ def test_the_parts_of_the_one_kernels_shared_memory_do_not_overlap():
 )
 def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_columns):
     """Two warpgroups with 64 columns of dQ each need two panels of K."""
-    made = WgmmaFusedConfig("wgmma_fused", "float16", head_dim, head_dim_v, tile_m, 128)
+    made = WgmmaFusedConfig("float16", head_dim, head_dim_v, tile_m, 128)
     assert (made.head_dim_padded, made.dq_columns) == (columns, dq_columns)
     assert made.own_a_bytes == 128 * 2 * dq_columns and made.stream_a_bytes == tile_m * 2 * dq_columns
 
@@ -148,78 +152,78 @@ def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_colum
     ("make", "word"),
     [
         (lambda: DeltaConfig("float32", 64, False, 100, 16), "lanes"),
-        (lambda: DkdvConfig("v2_dkdv", "float32", 64, 64, 16, 6), "tile_m and tile_n"),
-        (lambda: DqConfig("v2_dq", "float32", 64, 64, 2, 16), "tile_m and tile_n"),
-        (lambda: DqConfig("v2_dq", "float32", 64, 64, 16, 16, pad=-1), "pad"),
-        (lambda: DkdvConfig("v2_dkdv", "float32", 64, 64, 16, 1024), "threads"),
-        (lambda: DbiasConfig("v2_dbias", "float32", 64, 64, 2048, 16), "threads"),
+        (lambda: DkdvConfig("float32", 64, 64, 16, 6), "tile_m and tile_n"),
+        (lambda: DqConfig("float32", 64, 64, 2, 16), "tile_m and tile_n"),
+        (lambda: DqConfig("float32", 64, 64, 16, 16, pad=-1), "pad"),
+        (lambda: DkdvConfig("float32", 64, 64, 16, 1024), "threads"),
+        (lambda: DbiasConfig("float32", 64, 64, 2048, 16), "threads"),
         (lambda: HeadSumsConfig("float32", "dalibi_slopes", "float32", True, threads=100), "power of two"),
         (lambda: PreprocessConfig("float16", 64, False, True, lanes=3), "lanes"),
         (lambda: PreprocessConfig("float16", 64, False, True, threads=48), "threads"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float32", 64, 64, 32, 64), "float16 and bfloat16"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, warp_rows=8), "warp_rows"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 40, warp_rows=16), "multiple of 16, not 40"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 24, 64), "multiple of 16, not 24"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 288, 64, 32, 64), "at most 256"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 96, 64, column_groups=3), "1, 2 or 4"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, column_groups=4), "16 rows for each"),
+        (lambda: MmaDkdvConfig("float32", 64, 64, 32, 64), "float16 and bfloat16"),
+        (lambda: MmaDkdvConfig("float16", 64, 64, 32, 64, warp_rows=8), "warp_rows"),
+        (lambda: MmaDkdvConfig("float16", 64, 64, 32, 40, warp_rows=16), "multiple of 16, not 40"),
+        (lambda: MmaDkdvConfig("float16", 64, 64, 24, 64), "multiple of 16, not 24"),
+        (lambda: MmaDkdvConfig("float16", 288, 64, 32, 64), "at most 256"),
+        (lambda: MmaDkdvConfig("float16", 64, 64, 96, 64, column_groups=3), "1, 2 or 4"),
+        (lambda: MmaDkdvConfig("float16", 64, 64, 32, 64, column_groups=4), "16 rows for each"),
         (
-            lambda: MmaDkdvConfig("mma_dkdv", "float16", 192, 192, 64, 64, column_groups=2),
+            lambda: MmaDkdvConfig("float16", 192, 192, 64, 64, column_groups=2),
             "than are left of head_dim 192",
         ),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 256, 64, 64, 64, column_groups=2), "than are left of .* and 64"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 160, 64), "at most 128 rows, not 160"),
-        (lambda: MmaDqConfig("mma_dq", "float16", 64, 64, 64, 64, stages=3), "stages must be 1 or 2, not 3"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, column_groups=2, of_dk=False), "of_dk and of_dv"),
-        (lambda: MmaDkdvConfig("mma_dkdv", "float16", 64, 64, 32, 64, of_dk=False, of_dv=False), "of_dk or of_dv"),
-        (lambda: WgmmaDkdvConfig("wgmma_dkdv", "float32", 64, 64, 64, 128), "float16 and bfloat16"),
-        (lambda: WgmmaDkdvConfig("wgmma_dkdv", "float16", 64, 64, 64, 96), "64, 128 or 192, not 96"),
-        (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 256, 64), "64, 128 or 192, not 256"),
-        (lambda: WgmmaDkdvConfig("wgmma_dkdv", "float16", 64, 64, 40, 128), "in steps of 16, not 40"),
-        (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 128, 144), "16 to 128 rows, in steps of 16, not 144"),
-        (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 128, 64, stages_a=1), "stages_a must be 2 to 4"),
-        (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 64, 128, 64, stages_b=0), "stages_b 1 to 4"),
-        (lambda: WgmmaDqConfig("wgmma_dq", "float16", 64, 272, 128, 64), "at most 256"),
-        (lambda: WgmmaDkdvConfig("wgmma_dkdv", "float16", 64, 64, 64, 64, of_dk=False, of_dv=False), "of_dk or of_dv"),
-        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 96, 128), "64 or 128 queries and 128 keys, not 96"),
-        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 128, 136, 64, 128), "at most 128 with tiles of 64 queries"),
-        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 72, 128, 128), "at most 64 with tiles of 128 queries"),
-        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 64, 128, dq_lines=5), "1 to 4 with .*, not 5"),
-        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 64, 128, dq_lines=0), "1 to 4 with .*, not 0"),
-        (lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 128, 128, dq_lines=2), "1 to 1 with .*, not 2"),
+        (lambda: MmaDkdvConfig("float16", 256, 64, 64, 64, column_groups=2), "than are left of .* and 64"),
+        (lambda: MmaDkdvConfig("float16", 64, 64, 160, 64), "at most 128 rows, not 160"),
+        (lambda: MmaDqConfig("float16", 64, 64, 64, 64, stages=3), "stages must be 1 or 2, not 3"),
+        (lambda: MmaDkdvConfig("float16", 64, 64, 32, 64, column_groups=2, of_dk=False), "of_dk and of_dv"),
+        (lambda: MmaDkdvConfig("float16", 64, 64, 32, 64, of_dk=False, of_dv=False), "of_dk or of_dv"),
+        (lambda: WgmmaDkdvConfig("float32", 64, 64, 64, 128), "float16 and bfloat16"),
+        (lambda: WgmmaDkdvConfig("float16", 64, 64, 64, 96), "64, 128 or 192, not 96"),
+        (lambda: WgmmaDqConfig("float16", 64, 64, 256, 64), "64, 128 or 192, not 256"),
+        (lambda: WgmmaDkdvConfig("float16", 64, 64, 40, 128), "in steps of 16, not 40"),
+        (lambda: WgmmaDqConfig("float16", 64, 64, 128, 144), "16 to 128 rows, in steps of 16, not 144"),
+        (lambda: WgmmaDqConfig("float16", 64, 64, 128, 64, stages_a=1), "stages_a must be 2 to 4"),
+        (lambda: WgmmaDqConfig("float16", 64, 64, 128, 64, stages_b=0), "stages_b 1 to 4"),
+        (lambda: WgmmaDqConfig("float16", 64, 272, 128, 64), "at most 256"),
+        (lambda: WgmmaDkdvConfig("float16", 64, 64, 64, 64, of_dk=False, of_dv=False), "of_dk or of_dv"),
+        (lambda: WgmmaFusedConfig("float16", 64, 64, 96, 128), "64 or 128 queries and 128 keys, not 96"),
+        (lambda: WgmmaFusedConfig("float16", 128, 136, 64, 128), "at most 128 with tiles of 64 queries"),
+        (lambda: WgmmaFusedConfig("float16", 64, 72, 128, 128), "at most 64 with tiles of 128 queries"),
+        (lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, dq_partials=5), "1 to 4 with .*, not 5"),
+        (lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, dq_partials=0), "1 to 4 with .*, not 0"),
+        (lambda: WgmmaFusedConfig("float16", 64, 64, 128, 128, dq_partials=2), "1 to 1 with .*, not 2"),
         (
-            lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 64, 128, uses=uses(mask="bool")),
+            lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, uses=uses(mask="bool")),
             "it takes dropout_p alone",
         ),
         (
-            lambda: WgmmaFusedConfig("wgmma_fused", "float16", 64, 64, 64, 128, uses=uses(dropout_p=True)),
+            lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, uses=uses(dropout_p=True)),
             "registers are few",
         ),
         (
-            lambda: WideDkdvConfig("mma_dkdv_wide", "float32", 64, 64, 32, 64, column_groups=4),
+            lambda: WideDkdvConfig("float32", 64, 64, 32, 64, column_groups=4),
             r"one of \(1, 2\), not 4",
         ),
-        (lambda: WideFusedConfig("mma_wide_fused", "float32", 64, 64, 32, 64, column_groups=1), r"\(2, 4\), not 1"),
+        (lambda: WideFusedConfig("float32", 64, 64, 32, 64, column_groups=1), r"\(2, 4\), not 1"),
         (
-            lambda: WideFusedConfig("mma_wide_fused", "float32", 64, 64, 64, 48),
+            lambda: WideFusedConfig("float32", 64, 64, 64, 48),
             "strips of 16 .* divide 6 warps",
         ),
-        (lambda: WideFusedConfig("mma_wide_fused", "float32", 256, 256, 16, 64, warp_rows=32), "need 512 sums"),
+        (lambda: WideFusedConfig("float32", 256, 256, 16, 64, warp_rows=32), "need 512 sums"),
         (
-            lambda: WideCarriedConfig("mma_wide_carried", "float32", 64, 64, 16, 64),
+            lambda: WideCarriedConfig("float32", 64, 64, 16, 64),
             "carried in float64, not in float32",
         ),
         (
-            lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 16, 64, blocks=3),
+            lambda: WideCarriedConfig("float64", 64, 64, 16, 64, blocks=3),
             "blocks must be 1 or 2, not 3",
         ),
         (
-            lambda: WideCarriedConfig("mma_wide_carried", "float64", 64, 64, 16, 64, blocks=2),
+            lambda: WideCarriedConfig("float64", 64, 64, 16, 64, blocks=2),
             "blocks=2 needs one_staging_buffer",
         ),
         (
             lambda: WideCarriedConfig(
-                "mma_wide_carried", "float64", 64, 64, 32, 64, warp_rows=32, column_groups=4, one_staging_buffer=True
+                "float64", 64, 64, 32, 64, warp_rows=32, column_groups=4, one_staging_buffer=True
             ),
             "column_groups=2, not 4",
         ),
@@ -245,9 +249,9 @@ def test_wgmma_configs_check_their_registers(monkeypatch):
     monkeypatch.setattr(WgmmaConfig, "REGISTERS", {2: (32, 240)})
     monkeypatch.setattr(WgmmaFusedConfig, "registers", (32, 240))
     for make in (
-        lambda: WgmmaDkdvConfig("wgmma_dkdv", "float16", 64, 64, 64, 128),
-        lambda: WgmmaFusedConfig("wgmma_fused", "float16", 128, 128, 64, 128),
-        lambda: WgmmaConfig("wgmma", "float16", 64, 64, 128, 128),
+        lambda: WgmmaDkdvConfig("float16", 64, 64, 64, 128),
+        lambda: WgmmaFusedConfig("float16", 128, 128, 64, 128),
+        lambda: WgmmaConfig("float16", 64, 64, 128, 128),
     ):
         with pytest.raises(ValueError, match="more than the 168"):
             make()

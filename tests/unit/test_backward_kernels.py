@@ -75,7 +75,8 @@ def test_when_a_bias_comes_by_tma(options, boxes, streams):
 def test_what_mma_dbias_is_compiled_for():
     def config(*shape, dtype="float16"):
         bias = empty(*shape, dtype=dtype)
-        return configs_of("mma", problem(dtype="float16", bias=bias, wanted=("dbias",)))[-1]
+        found = configs_of("mma", problem(dtype="float16", bias=bias, wanted=("dbias",)))
+        return next(config for config in found if config.kernel == "mma_dbias")
 
     assert [config(*shape).rows_summed for shape in ((300, 500), (1, 500), ())] == [False, True, True]
     assert [config(*shape).keys_summed for shape in ((300, 500), (300, 1), ())] == [False, True, True]
@@ -256,8 +257,8 @@ def test_masks_and_bias_in_float32_have_kernels_beside_the_tiles():
     configs = configs_of("mma", made)
     names = [config.kernel for config in configs]
     apart = ["mma_dkdv_wide"] * 2
-    assert names == ["delta", "mask_bits_of_keys", *apart, "mask_bits", "mma_dq_wide", "v2_dbias"]
-    assert (configs[-2].tile_m, configs[-2].tile_n) == (64, 16), "where nothing is read 64 x 32"
+    assert names == ["delta", "mask_bits_of_keys", *apart, "mask_bits", "mma_dq_wide", "v2_dbias", "dbias_sum"]
+    assert (configs[-3].tile_m, configs[-3].tile_n) == (64, 16), "where nothing is read 64 x 32"
 
 
 def test_what_wgmma_runs_in_float32():
@@ -392,7 +393,7 @@ def test_what_decides_about_each_score_has_tiles_of_its_own(options, tile_m, til
     found = {c.kernel: c for c in configs_of("wgmma", problem(128, dtype="float16", **made), ONE_MULTIPROCESSOR)}
     dkdv, dq = found["wgmma_dkdv"], found["wgmma_dq"]
     assert (dkdv.tile_m, dkdv.tile_n, dq.tile_m, dq.tile_n) == (tile_m, 128, 128, tile_n)
-    assert dkdv.by_element and dq.by_element
+    assert dkdv.per_score and dq.per_score
 
 
 @pytest.mark.parametrize(
@@ -553,7 +554,7 @@ def test_how_many_heads_of_a_group_a_block_takes():
             lse=empty(*of_q[:3], dtype="float32")
         )
         made = problem(head_dim, dtype="float16", causal=causal, **given, **options)
-        return backward_forms.members_of_a_part(made, one_kernel)
+        return backward_forms.heads_per_block(made, one_kernel)
 
     assert members(32, 8) == members(6, 2) == members(32, 8, batch=50) == 2 and members(4, 2) == members(8, 8) == 0
     assert members(32, 4, 64) == 4 and members(32, 8, 64) == 0, "tiles of 64 columns are half as large"
@@ -589,15 +590,15 @@ def test_one_long_head_has_several_partial_sums_of_dq():
 
     for batch in (1, 3):
         made, (start, fused, rounds) = kernels(causal=True, batch=batch)
-        assert start.dq_lines == fused.dq_lines == rounds.dq_lines == 4 and rounds.kernel == "wgmma_round"
+        assert start.dq_partials == fused.dq_partials == rounds.dq_partials == 4 and rounds.kernel == "wgmma_round"
         sizes, tiles = workspace([start, fused, rounds], made), batch * 256
         assert sizes["dq_sums"] == ((tiles * 4 * 64 * 128,), "float32")
         assert sizes["turns"] == ((32 + tiles * 4 * 2,), "uint32")
-    assert kernels(window=(500, 0), head_dim=88)[1][1].dq_lines == kernels()[1][1].dq_lines == 4
+    assert kernels(window=(500, 0), head_dim=88)[1][1].dq_partials == kernels()[1][1].dq_partials == 4
     others = (dict(seqlen_k=16383), dict(seqlen_q=16383), dict(head_dim=64), dict(heads=2))
     for other in others:
-        assert all(getattr(config, "dq_lines", 1) == 1 for config in kernels(**dict(causal=True) | other)[1])
-    assert kernels(causal=True, deterministic=False)[1][1].dq_lines == 1
+        assert all(getattr(config, "dq_partials", 1) == 1 for config in kernels(**dict(causal=True) | other)[1])
+    assert kernels(causal=True, deterministic=False)[1][1].dq_partials == 1
     assert kernels(causal=True, seqlen_q=16383)[1][1].kernel == "wgmma_dkdv"
 
 
@@ -626,9 +627,9 @@ def test_a_few_long_heads_that_see_all_keys_have_several_partial_sums_of_dq(head
             ["wgmma_fused", "wgmma_round"] if lines else ["wgmma_dkdv", "wgmma_dq"]
         )
         if lines:
-            assert {config.dq_lines for config in (start, *others)} == {lines}
+            assert {config.dq_partials for config in (start, *others)} == {lines}
     any_order = problem(head_dim, dtype="float16", **given, lse=empty(*of_q[:3], dtype="float32"), deterministic=False)
-    assert {getattr(config, "dq_lines", 1) for config in configs_of("wgmma", any_order)} == {1}
+    assert {getattr(config, "dq_partials", 1) for config in configs_of("wgmma", any_order)} == {1}
 
 
 def test_only_sums_of_equal_calls_have_an_order():
@@ -701,3 +702,17 @@ def test_long_queries_of_one_key_tile_take_two_kernels(seqlen_q, seqlen_k, kerne
     arrays |= {name: empty(2, 10, seqlen_k, 64, dtype="float16") for name in ("k", "v")}
     made = problem(64, dtype="float16", **arrays, lse=empty(2, 10, seqlen_q, dtype="float32"))
     assert kernel in kernels_of("wgmma", made)
+
+
+# The bias' batch and heads, of 128 entries and 4 heads of 256 tokens: how many blocks share a sum.
+@pytest.mark.parametrize(
+    ("batch", "heads", "rows", "keys", "splits"),
+    [(1, 4, 256, 256, 16), (1, 1, 256, 256, 64), (128, 4, 256, 256, 1), (1, 4, 1, 256, 64), (128, 4, 256, 1, 1)],
+)
+def test_the_sum_of_a_broadcast_bias_is_split_by_the_shapes_alone(batch, heads, rows, keys, splits):
+    q, lse = empty(128, 4, 256, 32), empty(128, 4, 256, dtype="float32")
+    bias = empty(batch, heads, rows, keys)
+    made = problem(dtype="float16", do=q, q=q, k=q, v=q, o=q, lse=lse, bias=bias, wanted=("dbias",))
+    assert made.dbias_splits == splits
+    for target in (HOPPER, A100):
+        assert ("dbias_sum" in kernels_of("mma", made, target)) == (splits > 1)

@@ -10,16 +10,17 @@ from helpers.machines import HOPPER, empty
 from helpers.selected import configs_of, explained
 from helpers.simt_kernels import BACKWARD, everything, local_bytes
 from helpers.simt_kernels import backward_problem as problem
-from numba_flash.select.heads_abreast import heads_abreast
 
+from numba_flash.abi import arguments
 from numba_flash.arrays import read
+from numba_flash.config.blocks import heads_in_flight
+from numba_flash.config.mask_bits import MaskBitsConfig
 from numba_flash.config.wgmma_backward import WgmmaAddPartsConfig, WgmmaFusedConfig
-from numba_flash.dispatch import launch_backward
-from numba_flash.dispatch.launch_backward import grid, workspace
+from numba_flash.dispatch.launch import workspace
+from numba_flash.dispatch.launch_backward import make_backward_launch
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.groups import part_of, parts_of
-from numba_flash.select import arguments, backward_arguments
 
 
 def named(config):
@@ -79,7 +80,7 @@ def test_the_workspace_of_aux():
 
 def test_sums_of_aux_have_room_for_every_term():
     made = reading("float32", score_mod=Function.of("score_mod", table_and_slopes))
-    sizes = backward_arguments._sizes_of_aux(made)
+    sizes = arguments.sizes_of_aux(made)
     scores = 2 * 300 * 500
     assert sizes["aux_begins"] == (0, 1998, 2000)
     assert 2 ** (sizes["term_bits"] - 1) < scores <= 2 ** sizes["term_bits"]
@@ -105,8 +106,9 @@ def test_nothing_reads_the_mask_of_an_empty_batch(kernel):
     arrays |= {name: empty(0, 2, 500, 64, dtype="float16") for name in ("k", "v")}
     mask = empty(0, 1, 1, 500, dtype="bool", strides=(0, 0, 0, 0))
     made = problem(dtype="float16", **arrays, lse=empty(0, 2, 300, dtype="float32"), mask=mask)
-    found = explained(made, HOPPER, kernel)
-    assert any(config.kernel.startswith("mask_bits") for config in found.configs) and not any(found.blocks)
+    configs = configs_of(kernel, made)
+    assert any(isinstance(config, MaskBitsConfig) for config in configs)
+    assert not any(config.grid(made) for config in configs)
 
 
 def test_splits_of_a_group_are_all_of_its_heads():
@@ -123,9 +125,9 @@ def test_the_workspace_has_room_for_all_partial_sums():
     arrays = {name: empty(2, 10, 600, 100, dtype="float16") for name in ("do", "q", "o")}
     arrays |= {name: empty(2, 2, 300, 100, dtype="float16") for name in ("k", "v")}
     made = problem(100, dtype="float16", causal=True, **arrays, lse=empty(2, 10, 600, dtype="float32"))
-    fused = WgmmaFusedConfig("wgmma_fused", "float16", 100, 100, 64, 128, members=2)
-    add = WgmmaAddPartsConfig("wgmma_add_parts", "float16", 100, 100, 64, 128, members=2)
-    assert grid(fused, made) == 2 * 2 * 3 * 3 and grid(add, made) == 2 * 2 * 5
+    fused = WgmmaFusedConfig("float16", 100, 100, 64, 128, members=2)
+    add = WgmmaAddPartsConfig("float16", 100, 100, 64, 128, members=2)
+    assert fused.grid(made) == 2 * 2 * 3 * 3 and add.grid(made) == 2 * 2 * 5
     sizes = workspace([fused, add], made)
     assert sizes["dk_sums"] == ((36 * 128 * 112,), "float32") and sizes["dv_sums"] == ((36 * 128 * 112,), "float32")
     assert not {"dk_sums", "dv_sums"} & set(workspace([dataclasses.replace(fused, members=0)], made))
@@ -147,8 +149,8 @@ def test_a_block_with_all_keys_of_a_head_takes_no_workspace_for_dq():
         assert plan.barriers - plan.state == 64 * (1 + stays) and fused.stays == stays
         rings = 1 + 5 * stays + 4 + 4 + 1 + (0 if key_tiles else 8)
         assert fused.barriers().end - plan.barriers == 8 * rings
-        assert grid(fused, made) == (100 if key_tiles else 0)
-    wide = WgmmaFusedConfig("wgmma_fused", "float16", 128, 128, 64, 128)
+        assert fused.grid(made) == (100 if key_tiles else 0)
+    wide = WgmmaFusedConfig("float16", 128, 128, 64, 128)
     plan = wide.shared_layout()
     assert plan.barriers - plan.state == 64 and wide.barriers().end - plan.barriers == 8 * (1 + 4 + 4 + 1 + 8)
 
@@ -181,14 +183,14 @@ def test_the_number_of_heads_in_flight(shape, found):
         problem(dim, dtype="float16", causal=causal, **arrays, lse=empty(batch, heads, seqlen_q, dtype="float32"))
         for causal in (False, True)
     ]
-    assert tuple(heads_abreast(x.forward) for x in made) == found
-    sizes = backward_arguments.backward_values("wgmma_fused", made[0]).tuples[1]
-    assert sizes.heads_abreast == found[0]
+    assert tuple(heads_in_flight(x.forward, 128) for x in made) == found
+    sizes = arguments.values_of(WgmmaFusedConfig("float16", 64, 64, 128, 128), made[0]).tuples[1]
+    assert sizes.heads_in_flight == found[0]
 
 
 def test_where_shared_memory_begins_is_said_to_the_assembler(monkeypatch):
     """Of kernels that say it (`shared_alignment`, the one for all gradients among them); this one compiles faster."""
-    small = WgmmaAddPartsConfig("wgmma_add_parts", "float16", 8, 8, 64, 64)
+    small = WgmmaAddPartsConfig("float16", 8, 8, 64, 64)
     monkeypatch.setattr(WgmmaAddPartsConfig, "shared_alignment", 1024)
     assert ".extern .shared .align 1024 .b8" in compiled.to_ptx(small, (9, 0))
 
@@ -208,7 +210,7 @@ def test_blocks_are_persistent_if_there_are_more_tiles_than_multiprocessors(head
     lse = empty(batch, 4, seqlen_q, dtype="float32")
     made = problem(head_dim, dtype="float16", deterministic=False, **arrays, lse=lse)
     choice = explained(made, HOPPER, "wgmma")
-    _, fused = launch_backward.make_backward_launch(choice, made, HOPPER)._steps[:2]
+    _, fused = make_backward_launch(choice, made, HOPPER)._steps[:2]
     assert fused.launch._config.kernel == "wgmma_fused"
     many = seqlen_k == 500 or 4 * batch * -(-seqlen_k // 128) > 132
     assert fused.launch._config.stays == many
@@ -218,7 +220,7 @@ def test_blocks_are_persistent_if_there_are_more_tiles_than_multiprocessors(head
 def may_start_early(made):
     """[(kernel, whether it may start before the one before it has ended)] of what select makes for wgmma."""
     choice = explained(made, HOPPER, "wgmma")
-    sequence = launch_backward.make_backward_launch(choice, made, HOPPER)
+    sequence = make_backward_launch(choice, made, HOPPER)
     return [(step.launch._config.kernel, step.launch._behind) for step in sequence._steps]
 
 

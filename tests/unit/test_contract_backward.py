@@ -34,7 +34,7 @@ def test_frameworks_get_their_own_arrays(rung, family):
         assert same_bits(np.asarray(getattr(gradients, name)), getattr(expected, name))
 
 
-# Each gradient struck by an error that float32 does not explain, by a NaN, and by another dtype.
+# Each gradient nonfinite by an error that float32 does not explain, by a NaN, and by another dtype.
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("how", ["off", "nan", "dtype"])
 def test_the_check_can_fail(name, how):
@@ -44,7 +44,7 @@ def test_the_check_can_fail(name, how):
     given = incoming(case)
     right = Rung("reference").check(case, given)
     with pytest.raises(AssertionError, match=f" {name}"):
-        testing.check_gradients(case, right._replace(**{name: struck(getattr(right, name), how)}), *given)
+        testing.check_gradients(case, right._replace(**{name: nonfinite(getattr(right, name), how)}), *given)
 
 
 @pytest.mark.parametrize("how", ["off", "nan", "dtype"])
@@ -57,10 +57,10 @@ def test_the_check_of_aux_can_fail(how):
     right = Rung("reference")(case, given, ("dq", "daux[0]"))
     testing.check_gradients(case, right, *given)
     with pytest.raises(AssertionError, match=r" daux\[0\]"):
-        testing.check_gradients(case, right._replace(daux=(struck(right.daux[0], how), None)), *given)
+        testing.check_gradients(case, right._replace(daux=(nonfinite(right.daux[0], how), None)), *given)
 
 
-def struck(x, how):
+def nonfinite(x, how):
     if how == "dtype":
         return x.astype(np.float64)
     wrong = x.copy()

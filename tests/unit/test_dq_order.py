@@ -12,19 +12,19 @@ from numba_flash.problem.ranges import UNBOUNDED, row_keys
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
-    ("batch", "heads_kv", "n_tiles", "abreast"),
+    ("batch", "heads_kv", "n_tiles", "in_flight"),
     list(itertools.product((1, 2, 3), (1, 2, 3, 4, 6), (1, 2, 5, AT_A_TIME - 1, AT_A_TIME), (1, 2, 128))),
 )
-def test_each_key_tile_has_one_ticket_and_waits_for_lower_ones(batch, heads_kv, n_tiles, abreast, masked):
+def test_each_key_tile_has_one_ticket_and_waits_for_lower_ones(batch, heads_kv, n_tiles, in_flight, masked):
     ways = ways_of(heads_kv, n_tiles, UNBOUNDED, 0 if masked else UNBOUNDED)
     taken = [
-        key_tile_of(ticket, batch, heads_kv, n_tiles, ways, abreast) for ticket in range(batch * heads_kv * n_tiles)
+        key_tile_of(ticket, batch, heads_kv, n_tiles, ways, in_flight) for ticket in range(batch * heads_kv * n_tiles)
     ]
     ticket_of = {place[:3]: ticket for ticket, place in enumerate(taken)}
     assert set(ticket_of) == set(itertools.product(range(batch), range(heads_kv), range(n_tiles)))
     for ticket, (b, h, j, step) in enumerate(taken):
         down = masked and (n_tiles >= AT_A_TIME if heads_kv % 2 else h % 2)
-        assert step == (-1 if down else 1), "it must not depend on the batch, nor on who is abreast"
+        assert step == (-1 if down else 1), "it must not depend on the batch, nor on who is in_flight"
         other = j + step  # those behind it come before this one, too
         assert not 0 <= other < n_tiles or ticket_of[b, h, other] < ticket
 

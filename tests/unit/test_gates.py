@@ -29,7 +29,7 @@ from helpers.simt_kernels import backward_problem as gradients
 
 from numba_flash.arrays import read
 from numba_flash.config.backward import MmaBackwardConfig, PreprocessConfig
-from numba_flash.config.simt_backward import HeadSumsConfig
+from numba_flash.config.simt_backward import DbiasSumConfig, HeadSumsConfig
 from numba_flash.config.wide_backward import WideBackwardConfig
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
@@ -42,7 +42,8 @@ pytestmark = compiler.needed
 
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
 SCORES = ("mma_dbias", "mma_daux_bounds", "mma_daux_sums")
-MACHINES = dict.fromkeys(("mma", "backward_preprocess", "mma_dkdv", "mma_dq", *SCORES), SINCE_AMPERE)
+OF_MMA = ("mma_dkdv", "mma_dq", "mma_one_key_tile", *SCORES)
+MACHINES = dict.fromkeys(("mma", "backward_preprocess", *OF_MMA), SINCE_AMPERE)
 PAIRED = ("wgmma_dkdv_paired", "wgmma_dq_paired")
 OF_PARTS = ("wgmma_float32", "wgmma_dkdv_float32", "wgmma_dq_float32", *PAIRED)  # products of 16 bits in float32
 ON_HOPPER = ("wgmma", *OF_PARTS, "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round", "wgmma_add_parts")
@@ -57,7 +58,7 @@ for kernel in OF_PARTS:
     IN_SASS[kernel] = ("HGMMA", "USETMAXREG")
 for kernel in PAIRED:
     IN_PTX[kernel] += (".version 8.1", ".reqnctapercluster 2, 1, 1", "st.async.shared::cluster", "mapa.shared::cluster")
-for kernel in ("mma_dkdv", "mma_dq", *SCORES):
+for kernel in OF_MMA:
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
 IN_PTX["mma_daux_bounds"] += ("red.global.max.u32",)
 IN_PTX["mma_daux_sums"] += ("red.global.add.u64",)
@@ -221,7 +222,7 @@ def wgmma_backward_float32_gates():
     """Rows of wgmma's backward in float32: plain, with columns that are not loaded four at a time, with all that it
     takes, and dK or dV alone."""
     for table, wanted in dict(wgmma_dkdv_float32=OF_KEYS, wgmma_dq_float32=OF_QUERIES).items():
-        for row in backward_tiles.rows_for(table, HOPPER):
+        for row in rows(backward_tiles.TABLES, table):
             odd = padded_rows(row.head_dim - 1)
             words, most = ("-lengths", LENGTHS) if row.plain else ("-rich", OPTIONS)
             served = {"": {}, "-odd": odd, words: most, f"{words}-odd": most | odd}
@@ -244,15 +245,16 @@ def wide_backward_gates():
     """Rows of the backward of mma in float32 and float64, plain, with all that it takes, and with functions."""
     for dtype, target, sm80 in (("float32", HOPPER, ""), ("float64", HOPPER, ""), ("float64", B200, "-sm80")):
         for kernel, wanted in dict(mma_dkdv=OF_KEYS, mma_dq=OF_QUERIES).items():
-            table = tiles.table_of(kernel, dtype)
-            for row in backward_tiles.rows_for(table, HOPPER):
+            table = f"{kernel}_{dtype}"
+            for row in rows(backward_tiles.TABLES, table):
+                own, other = (row.tile_n, row.tile_m) if wanted == OF_KEYS else (row.tile_m, row.tile_n)
                 served = {"": {}} | ({} if row.plain else {"-rich": OPTIONS})
                 if not row.plain and not row.unread:
                     read = READ | dict(bias=empty(300, 500, dtype=dtype), bias_aligned=False)
                     served |= {"-reading": OPTIONS | read, "-both": FUNCTIONS_OF["both"]}
                 for words, given in served.items():
                     for config in of_gradients({table: row}, target, dtype=dtype, wanted=wanted, **given):
-                        size = f"{row.own_rows}x{row.other_rows}{part(config)}"
+                        size = f"{own}x{other}{part(config)}"
                         yield f"{table}-{row.head_dim}-{size}{sm80}{words}", config
         yield from wide_fused_gates("mma_wide_fused", dtype, target, sm80)
     yield from wide_fused_gates("mma_wide_carried", "float64", HOPPER)
@@ -260,14 +262,14 @@ def wide_backward_gates():
 
 def wide_fused_gates(kernel, dtype, target, sm80=""):
     """Of the one kernel and of the one behind it, with as many keys as it needs."""
-    for row in backward_tiles.rows_for(f"{kernel}_{dtype}", HOPPER):
-        rows = {"mma_wide_carried_float64": None, f"{kernel}_{dtype}": row}  # it would come first
+    for row in rows(backward_tiles.TABLES, kernel, dtype):
+        tables = {"mma_wide_carried_float64": None, f"{kernel}_{dtype}": row}  # it would come first
         arrays = dict.fromkeys(("do", "q", "k", "v", "o"), empty(1, 64, 2048, row.head_dim, dtype=dtype))
         arrays |= dict(lse=empty(1, 64, 2048, dtype=dtype))
         for words, given in {"": {}, "-positions": LENGTHS}.items():
-            of_all = of_gradients(rows, target, dtype=dtype, **arrays, **given)
+            of_all = of_gradients(tables, target, dtype=dtype, **arrays, **given)
             for config, name in zip(of_all, (kernel, "mma_dq_finish"), strict=True):
-                yield f"{name}_{dtype}-{row.head_dim}-{row.own_rows}x{row.other_rows}{sm80}{words}", config
+                yield f"{name}_{dtype}-{row.head_dim}-{row.tile_n}x{row.tile_m}{sm80}{words}", config
 
 
 # What problems of gradients may have, with 300 queries and 500 keys of two heads.
@@ -279,13 +281,14 @@ OF_KEYS, OF_QUERIES = ("dk", "dv"), ("dq",)
 FEW_BLOCKS, MANY_BLOCKS = HOPPER, dataclasses.replace(HOPPER, multiprocessors=1)  # for so many multiprocessors
 
 
-def of_gradients(rows, target=MANY_BLOCKS, members=0, **given):
+def of_gradients(tables, target=MANY_BLOCKS, members=0, **given):
     """The Configs that select makes of a problem of gradients where each of these tables has one row, {table: row}, or
     none; without those that prepare what others read. members: query heads of a part of a group."""
-    *_, (table, row) = rows.items()
+    *_, (table, row) = tables.items()
     made = gradients(given.pop("head_dim", row.head_dim), **given)
-    with mock.patch.object(backward_kernels, "members_of_a_part", lambda *_, **__: members):
-        found = configs_with(rows, table.partition("_")[0], made, target)
+    with mock.patch.object(backward_kernels, "heads_per_block", lambda *_, **__: members):
+        own = {name: fields and fields.row for name, fields in tables.items()}
+        found = configs_with(own, table.partition("_")[0], made, target)
     before = ("backward_preprocess", "delta", "mask_bits", "tile_states", "tile_order")
     return [config for config in found if not config.kernel.startswith(before)]
 
@@ -406,17 +409,21 @@ def backward_gates():
     """Each row of the backward's tables: with all that it takes, or with plain scores where it is for those only."""
     for table in ("mma_dkdv", "mma_dq", "wgmma_dkdv", "wgmma_dq"):
         wanted = OF_KEYS if table.endswith("dkdv") else OF_QUERIES
-        rows = backward_tiles.rows_for(table, HOPPER)
-        for row in (row for row in rows if not (getattr(row, "functions", False) or getattr(row, "by_element", ""))):
-            served = {"": dict(dtype="float16")} if row.plain else {"-rich": dict(dtype="bfloat16", **OPTIONS)}
-            if getattr(row, "linear", False):
-                served = {"-linear": dict(dtype="bfloat16", **LINEAR)}
+        of_table = rows(backward_tiles.TABLES, table)
+        for row in (row for row in of_table if not row.functions):
+            plain, served = {"": dict(dtype="float16")}, {"-rich": dict(dtype="bfloat16", **OPTIONS)}
+            if table.startswith("wgmma"):  # the first row of a head_dim that takes it; by_element_gates have others
+                alike = [x for x in of_table if x.head_dim == row.head_dim and not (x.plain or x.functions)]
+                served = served if row is next((x for x in alike if not x.linear), None) else {}
+                if row is next((x for x in alike if x.linear), None):
+                    served = plain | {"-linear": dict(dtype="bfloat16", **LINEAR)}
+            served = plain if row.plain else served
             # What is read for each score, in the rows of mma for other than plain scores. A mask alone takes less.
             if table.startswith("mma") and not row.plain:
                 served["-reading"] = dict(dtype="bfloat16", **OPTIONS, **READ)
             for words, given in served.items():
                 given |= dict(wanted=wanted)
-                groups = f"x{row.column_groups}" if "column_groups" in row._fields else ""
+                groups = f"x{row.column_groups}" if "column_groups" in row.columns else ""
                 name = f"{table}-{row.head_dim}-{row.tile_m}x{row.tile_n}{groups}{words}"
                 for config in of_gradients({table: row}, **given):
                     yield name + of_both(config), config
@@ -428,7 +435,7 @@ def backward_gates():
                     for config in made:
                         after = config.kernel == "wgmma_add_parts"
                         yield f"{'wgmma_add_parts-' * after}{name}{of_both(config)}{'' if after else '-parts'}", config
-    for row in backward_tiles.rows_for("wgmma_fused", HOPPER):
+    for row in rows(backward_tiles.TABLES, "wgmma_fused"):
         yield from fused_gates(row)
     yield from around_gates()
 
@@ -455,14 +462,14 @@ def fused_gates(row):
             fewer = dict(head_dim=row.head_dim * 3 // 4, head_dim_v=row.head_dim * 3 // 4)
             forms = {"scale-0": dict(lse_first=False), "unordered": dict(ordered=False), "three-quarters": fewer}
             forms |= {f"{form}-stays": forms[form] | dict(stays=True) for form in ("unordered", "three-quarters")}
-            forms |= {f"{lines}-lines": dict(dq_lines=lines) for lines in several}
+            forms |= {f"{lines}-lines": dict(dq_partials=lines) for lines in several}
             forms["single-narrow"] = dict(head_dim=row.head_dim - 3, lse_first=False, key_tiles=1)  # not by 16 bytes
             made |= {words: dataclasses.replace(fused, **form) for words, form in forms.items()}
         yield from ((f"wgmma_fused-{row.head_dim}-{words}", config) for words, config in made.items())
         yield f"wgmma_add_parts-{row.head_dim}-{name}", add_parts
         yield f"wgmma_round-{row.head_dim}-{name}", rounds
         for lines in several:
-            yield f"wgmma_round-{row.head_dim}-{name}-{lines}-lines", dataclasses.replace(rounds, dq_lines=lines)
+            yield f"wgmma_round-{row.head_dim}-{name}-{lines}-lines", dataclasses.replace(rounds, dq_partials=lines)
 
 
 def around_gates():
@@ -471,6 +478,7 @@ def around_gates():
     yield "backward_preprocess-64-turns", of_turns
     yield "backward_preprocess-64-sinks", PreprocessConfig("float16", 64, has_dlse=True, wide=True, of_terms=True)
     for dtype, given in (("float16", "float16"), ("float64", "float64"), ("float64", "float32")):
+        yield f"dbias_sum-{dtype}-{given}", DbiasSumConfig(dtype, given)
         for name in HEAD_GRADIENTS:
             yield f"{name}-{dtype}-{given}", HeadSumsConfig(dtype, name, given, True)
     for dtype in ("float16", "bfloat16"):
@@ -505,7 +513,7 @@ def backward_functions_gates():
     """Of mma's backward each row that takes a caller's functions alone: one that reads, with derivative 1; one whose
     derivative varies; one that hides; and two at once."""
     for table, wanted in dict(mma_dkdv=OF_KEYS, mma_dq=OF_QUERIES).items():
-        for row in (row for row in backward_tiles.rows_for(table, HOPPER) if not row.plain):
+        for row in (row for row in rows(backward_tiles.TABLES, table) if not row.plain):
             for words, functions in FUNCTIONS_OF.items():
                 for config in of_gradients({table: row}, dtype="bfloat16", wanted=wanted, **functions):
                     yield f"{table}-{row.head_dim}-{row.tile_m}x{row.tile_n}-{words}{part(config)}", config
@@ -513,9 +521,9 @@ def backward_functions_gates():
 
 def score_gradients_gates():
     """Rows of mma_dbias: a tile of its own elements and sums over each side, with a bias of either size and all else;
-    those of mma_daux, in both walks, with a function alone and with all else."""
+    those of mma_daux, in both walks, with a function alone and with all else. split: blocks share a sum."""
     every = dict(dtype="bfloat16", mask=READ["mask"], dropout_p=0.1, **OPTIONS)
-    for row in backward_tiles.rows_for("mma_dbias", HOPPER):
+    for row in rows(backward_tiles.TABLES, "mma_dbias"):
         summed = empty(1, 1 if row.head_dim > 64 else 500, dtype="bfloat16")
         served = {
             "": dict(dtype="float16", bias=empty(300, 500, dtype="float16"), bias_aligned=True),
@@ -523,16 +531,50 @@ def score_gradients_gates():
             "-summed": every | dict(bias=summed),
         }
         for words, given in served.items():
-            (config,) = of_gradients({"mma_dbias": row}, wanted=("dbias",), **given)
-            yield f"mma_dbias-{row.head_dim}-{row.tile_m}x{row.tile_n}{words}", config
+            config, *_ = of_gradients({"mma_dbias": row}, wanted=("dbias",), **given)
+            name = f"mma_dbias-{row.head_dim}-{row.tile_m}x{row.tile_n}{words}"
+            yield name, dataclasses.replace(config, split=False)
+            if words:
+                yield f"{name}-split", dataclasses.replace(config, split=True, pairs=False)
     hides = FUNCTIONS_OF["hides"] | every | dict(bias=READ["bias"])
-    for row in backward_tiles.rows_for("mma_daux", HOPPER):
+    for row in rows(backward_tiles.TABLES, "mma_daux"):
         for words, given in {"": dict(dtype="float16"), "-rich": hides}.items():
             given = FUNCTIONS_OF["reads"] | given
             found = of_gradients({"mma_daux": row}, wanted=("daux[0]",), **given)
             for config in (x for x in found if x.kernel.startswith("mma_daux")):
                 walk = config.kernel.rpartition("_")[2]
                 yield f"mma_daux-{row.head_dim}-{row.tile_m}x{row.tile_n}-{walk}{words}", config
+
+
+def short_gates():
+    """Of mma where all queries and keys of a head are in one tile, which shrinks to the lengths."""
+    for row in rows(tiles.TABLES, "mma_short"):
+        for n in (64, 32, 16):
+            read = dict(bias=empty(n, n, dtype="float32"), mask=empty(n, n, dtype="bool"), bias_aligned=True)
+            every = read | dict(
+                softcap=5.0, alibi_slopes=empty(2, dtype="float32"), seqlens_k=empty(1, dtype="int32"), causal=True,
+                q_offset=empty(1, dtype="int32"), sinks=empty(2, dtype="float32"), return_lse=True,
+            )  # fmt: skip
+            for words, given in {"": {}, "-reading": dict(dtype="bfloat16", **every)}.items():
+                with mock.patch.dict(tiles.TABLES, mma_short=(row.row,)):
+                    config = next(candidates("mma", problem(row.head_dim, seqlen=n, **given), HOPPER))
+                yield f"mma_short-{row.head_dim}-{config.tile_m}x{config.tile_n}{words}", config
+
+
+def one_key_tile_gates():
+    """All gradients where all keys of a head are in one tile, which shrinks to the lengths."""
+    for row in rows(backward_tiles.TABLES, "mma_one_key_tile"):
+        for n in (64, 32, 16):
+            read = dict(bias=empty(n, n, dtype="float32"), mask=empty(n, n, dtype="bool"), bias_aligned=True)
+            served = {"-rich": OPTIONS, "-reading": OPTIONS | read, "-both": FUNCTIONS_OF["both"]}
+            plain_too = row.plain or row.head_dim <= 64
+            served = ({"": {}} if plain_too else {}) | ({} if row.plain else served)
+            for words, given in served.items():
+                dtype = "bfloat16" if words else "float16"
+                arrays = dict.fromkeys(("do", "q", "k", "v", "o"), empty(1, 2, n, row.head_dim, dtype=dtype))
+                arrays |= dict(dtype=dtype, lse=empty(1, 2, n, dtype="float32"))
+                (config,) = of_gradients({"mma_one_key_tile": row}, **arrays, **given)
+                yield f"mma_one_key_tile-{row.head_dim}-{config.tile_m}x{config.tile_n}{words}", config
 
 
 def by_element_gates():
@@ -550,14 +592,14 @@ def by_element_gates():
     }  # fmt: skip
     for table, wanted in dict(wgmma_dkdv=OF_KEYS, wgmma_dq=OF_QUERIES).items():
         before = ""  # the levels of a head_dim come one behind the other, and a row serves those since the last one
-        for row in (row for row in backward_tiles.rows_for(table, HOPPER) if row.by_element):
-            levels = backward_tiles.BY_ELEMENT[: backward_tiles.BY_ELEMENT.index(row.by_element) + 1]
+        for row in (row for row in rows(backward_tiles.TABLES, table) if row.per_score):
+            levels = tiles.BY_ELEMENT[: tiles.BY_ELEMENT.index(row.per_score) + 1]
             first = levels.index(before) + 1 if before in levels else 0
-            before = "" if row.by_element == tiles.BY_ELEMENT[-1] else row.by_element
+            before = "" if row.per_score == tiles.BY_ELEMENT[-1] else row.per_score
             served = {name: options for level in levels[first:] for name, options in of_level[level].items()}
             for words, given in served.items():
                 name = f"{table}-{row.head_dim}-{row.tile_m}x{row.tile_n}-by-element-{words}"
-                for of_one_kernel in [(name,) for name in wanted] if getattr(row, "apart", False) else [wanted]:
+                for of_one_kernel in [(name,) for name in wanted] if row.apart else [wanted]:
                     given = given | dict(dtype="bfloat16", wanted=of_one_kernel)
                     try:
                         (config,) = of_gradients({table: row}, **given)
@@ -586,7 +628,7 @@ def gates():
     configs = dict(backward_gates()) | dict(reading_gates()) | dict(dropping_gates()) | dict(wide_gates())
     configs |= dict(wide_backward_gates()) | dict(backward_functions_gates()) | dict(score_gradients_gates())
     configs |= dict(by_element_gates()) | dict(wgmma_float32_gates()) | dict(wgmma_backward_float32_gates())
-    configs |= simt_gates()
+    configs |= dict(short_gates()) | dict(one_key_tile_gates()) | simt_gates()
     for kernel in (name for name, rung in RUNGS.items() if rung.tensor_cores):
         table = rows(tiles.TABLES, kernel)
         configs |= {name_of(kernel, row): of_row(kernel, row) for row in table}

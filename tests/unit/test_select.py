@@ -558,3 +558,26 @@ def test_shared_tiles_do_not_overlap(kind, dtype, size, head_dim):
     assert all(offset % 4 == 0 for offset in offsets)
     assert all(b - a >= n for a, b, n in zip(offsets, offsets[1:], need, strict=False))
     assert config.shared_bytes == offsets[-1] * size
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "seqlen_k", "head_dim", "tile"),
+    [
+        (16, 16, 32, (16, 16, 16)),
+        (20, 33, 64, (32, 64, 8)),
+        (49, 49, 32, (64, 64, 4)),
+        (1, 64, 64, (16, 64, 16)),
+        (64, 60, 128, (64, 64, 2)),
+    ],
+)
+def test_short_heads_are_one_tile_of_mma(seqlen, seqlen_k, head_dim, tile):
+    made = problem(head_dim, seqlen=seqlen, seqlen_k=seqlen_k)
+    choice = select(made, HOPPER, "auto", "cupy")
+    assert (choice.kernel, dict(choice.refused)["wgmma"]) == ("mma", "mma comes first")
+    assert (choice.config.tile_m, choice.config.tile_n, choice.config.blocks_per_sm) == tile
+    assert select(made, HOPPER, "wgmma", "cupy").kernel == "wgmma"  # by name
+
+
+@pytest.mark.parametrize(("seqlen", "seqlen_k", "head_dim"), [(65, 64, 64), (64, 65, 64), (64, 64, 136)])
+def test_longer_and_wider_heads_are_not(seqlen, seqlen_k, head_dim):
+    assert select(problem(head_dim, seqlen=seqlen, seqlen_k=seqlen_k), HOPPER, "auto", "cupy").kernel == "wgmma"

@@ -129,8 +129,8 @@ def as_recorded_table(dtype: str, ndim: int, base_name: str) -> Any:
             for size in reversed(numbers[:ndim]):
                 steps.append(step)
                 step = builder.mul(step, size)
-            made.data, made.owed = args[0], context.cast(builder, args[2], sig.args[2], types.int64)
-            made.shape, made.strides, made.owed_strides = (
+            made.data, made.terms = args[0], context.cast(builder, args[2], sig.args[2], types.int64)
+            made.shape, made.strides, made.term_strides = (
                 context.make_tuple(builder, whole, part)
                 for part in (numbers[:ndim], numbers[ndim : 2 * ndim], steps[::-1])
             )

@@ -116,7 +116,7 @@ def kind_of(t: Any) -> str | None:
 
 class Table(types.Type):
     """An aux array, or a part of it. recorded: it is told which of the numbers that are read has the derivative 1, and
-    says where what is owed to that one is added up. narrow: how far an element is from the first is an int32. checked:
+    says where the gradient of that one is added up. narrow: how far an element is from the first is an int32. checked:
     a read outside is noted, and reads the first element."""
 
     def __init__(
@@ -146,13 +146,17 @@ class _TableModel(models.StructModel):
     def __init__(self, manager: Any, t: Table):
         sizes = types.UniTuple(types.int64, t.ndim)
         members = [("data", types.CPointer(t.element)), ("shape", sizes), ("strides", sizes)]
-        # owed, owed_strides: where the sum for the first element is, and for the others; state: where READS are
-        owed = [("owed", types.int64), ("owed_strides", sizes), ("state", types.CPointer(types.int64))]
+        # terms, term_strides: where the sum for the first element is, and for the others; state: where READS are
+        terms = [
+            ("terms", types.int64),
+            ("term_strides", sizes),
+            ("state", types.CPointer(types.int64)),
+        ]
         outside = [("outside", types.CPointer(types.int32))]  # becomes 1 at a read outside
-        super().__init__(manager, t, members + owed * t.recorded + outside * t.checked)
+        super().__init__(manager, t, members + terms * t.recorded + outside * t.checked)
 
 
-# Three int64 numbers: how many numbers were read, which of them has the derivative 1, where what is owed to it goes.
+# Three int64 numbers: how many numbers were read, which of them has the derivative 1, where its gradient goes.
 READS = 3
 
 

@@ -122,9 +122,12 @@ def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         indices = zip([index], [args[1]], strict=True)
     size = ir.IntType(32 if t.narrow else 64)
     offset, count, zero = ir.Constant(size, 0), 0, ir.Constant(ir.IntType(64), 0)
-    owed, owed_strides = zero, (zero,) * t.ndim
+    terms, term_strides = zero, (zero,) * t.ndim
     if t.recorded:
-        owed, owed_strides = table.owed, cgutils.unpack_tuple(builder, table.owed_strides)
+        terms, term_strides = (
+            table.terms,
+            cgutils.unpack_tuple(builder, table.term_strides),
+        )
     for axis, (kind, value) in enumerate(indices):
         at = code.whole(kind, value, t.narrow and is_narrow(kind))
         length, first = code.resized(shape[axis], at.type), ir.Constant(at.type, 0)
@@ -138,10 +141,12 @@ def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         way = (code.resized(x, size) for x in (at, strides[axis]))
         offset, count = builder.add(offset, builder.mul(*way)), axis + 1
         if t.recorded:
-            owed = builder.add(owed, builder.mul(at, owed_strides[axis]))
+            terms = builder.add(terms, builder.mul(at, term_strides[axis]))
     pointer = builder.gep(table.data, [code.resized(offset, zero.type)])
     if count == t.ndim:
-        return _recorded(code, t, _load(code, t, pointer), table.state, owed) if t.recorded else _load(code, t, pointer)
+        return (
+            _recorded(code, t, _load(code, t, pointer), table.state, terms) if t.recorded else _load(code, t, pointer)
+        )
     part = cgutils.create_struct_proxy(sig.return_type)(context, builder)
     part.data = pointer
     part.shape = cgutils.pack_array(builder, shape[count:])
@@ -149,19 +154,19 @@ def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     if t.checked:
         part.outside = table.outside
     if t.recorded:
-        part.owed, part.state = owed, table.state
-        part.owed_strides = cgutils.pack_array(builder, owed_strides[count:])
+        part.terms, part.state = terms, table.state
+        part.term_strides = cgutils.pack_array(builder, term_strides[count:])
     return part._getvalue()
 
 
-def _recorded(code: Code, t: Table, found: Any, state: Any, owed: Any) -> Any:
+def _recorded(code: Code, t: Table, found: Any, state: Any, terms: Any) -> Any:
     """An element as a dual number, with READS brought up to date."""
     builder, i64 = code.builder, ir.IntType(64)
     at = [builder.gep(state, [i64(number)]) for number in range(READS)]
     number = builder.load(at[0])
     hit = builder.icmp_signed("==", number, builder.load(at[1]))
     builder.store(builder.add(number, i64(1)), at[0])
-    builder.store(builder.select(hit, owed, builder.load(at[2])), at[2])
+    builder.store(builder.select(hit, terms, builder.load(at[2])), at[2])
     x = code.of(Number("real", t.base), found).x.value
     return code.made(Number("dual", t.base), x, builder.select(hit, code.one.value, code.zero.value))
 

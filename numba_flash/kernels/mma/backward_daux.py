@@ -1,9 +1,9 @@
 """The gradient of aux with products on tensor cores: of the numbers that a score_mod reads.
 
-It computes what v2_backward_daux.py computes, in 16 bits; kernels/score/owed.py explains the sums and why this runs
-twice. A block owns a query tile and loops over the key tiles that it sees (score_tiles.py). Warps store the products of
-a tile in shared memory, and then every thread takes its own scores from there, one after the other. A function may be
-any code, so the kernel contains it once and not once for each score of a fragment.
+It computes what v2_backward_daux.py computes, in 16 bits; kernels/score/aux_gradient.py explains the sums and why this
+runs twice. A block owns a query tile and loops over the key tiles that it sees (score_tiles.py). Warps store the
+products of a tile in shared memory, and then every thread takes its own scores from there, one after the other. A
+function may be any code, so the kernel contains it once and not once for each score of a fragment.
 
 A thread follows a diagonal: the next score is that of the next query and the next key. On a diagonal a table of
 relative positions has one element, and so has a number of a head. So most terms are added up before they are added to
@@ -21,8 +21,8 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, ld_st, local, shared, special
 from ..recompute import at_scores
-from ..score import at_position, counts, fragments, owed, user
-from ..score.owed import Run
+from ..score import at_position, aux_gradient, fragments, kept_weights, user
+from ..score.aux_gradient import Run
 from ..score.stage import FragmentAt
 from ..steps import block_state, lse_delta
 from ..steps.inlined import inlined
@@ -51,9 +51,9 @@ def make(config):
     chain, (_, weight) = fragments.chain(config), fragments.weights_at(config)
     added, visible = at_scores.make(config)
     has_mask_mod = config.has("mask_mod")
-    shows = user.make(config, "mask_mod") if has_mask_mod else None
-    row_term, count_of, of_query = chain.row_term, counts.make(config), lse_delta.of_query(config)
-    ask, (start, add, finish) = user.recorded(config), owed.make(config)
+    leaves = user.make(config, "mask_mod") if has_mask_mod else None
+    row_term, count_of, of_query = chain.row_term, kept_weights.make(config), lse_delta.of_query(config)
+    ask, (start, add, finish) = user.recorded(config), aux_gradient.make(config)
     wait_all = cp_async.wait_group(0)
 
     @inlined
@@ -87,7 +87,7 @@ def make(config):
         found = visible(at.b, at.h, at.q_index, at.k_index, arrays, strides)
         if has_mask_mod:
             if found:
-                found = shows(at, arrays, strides)
+                found = leaves(at, arrays, strides)
         return found
 
     @inlined

@@ -20,7 +20,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, cvt, ld_st, local, memory, shared, shfl, special
-from ..score import counts, fragments, gradient_functions
+from ..score import fragments, gradient_functions, kept_weights
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.stage import FragmentAt
@@ -57,7 +57,7 @@ def make(config):
     read, has_mask = score_reads.make(config, 1, tile_n), config.has("mask")
     has_functions = gradient_functions.present(config)
     apply_functions = gradient_functions.on_fragments(config, 1, tile_n, of_keys=False, derivative=False)
-    drops, kept_words, kept_of, *_ = counts.on_fragments(config, 1, tile_n)
+    drops, kept_words, kept_of, *_ = kept_weights.on_fragments(config, 1, tile_n)
     of_query, bfly = lse_delta.of_query(config), shfl.bfly_f32
     dtype = "float32" if config.split else config.dtype_of("bias")
     store = elements.storer(dtype)

@@ -35,7 +35,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, cp_async, cvt, ld_st, local, memory, shared, special
 from ..recompute import keys as recompute
-from ..score import counts, fragments, gradient_functions
+from ..score import fragments, gradient_functions, kept_weights
 from ..score import reads as score_reads
 from ..score.stage import FragmentAt
 from ..steps import async_tiles, fragment_products, gradient_rows, lse_delta
@@ -60,7 +60,7 @@ class Registers(NamedTuple):
     b_frag: Any
     loaded: Any  # what its scores need from global memory (kernels/score/reads.py)
     shown_bits: Any  # by the caller's mask, and by functions
-    kept: Any  # which weights count (kernels/score/counts.py)
+    kept: Any  # which weights count (kernels/score/kept_weights.py)
 
 
 class Smem(NamedTuple):
@@ -100,7 +100,7 @@ def make(config):
     has_row_term, (weight, _) = fragments.chain(config).has_row_term, fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part, of_keys=True), config.has("mask")
     bits_words = rows if has_functions else read.bits_words
-    drops, kept_words, *_ = counts.on_fragments(config, strips, part)
+    drops, kept_words, *_ = kept_weights.on_fragments(config, strips, part)
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
     put, own_product, others_product = shared_by_warps
     load_k_frag, load_v_frag = load_own(head_dim_padded), load_own(head_dim_v_padded)
@@ -371,7 +371,7 @@ def make(config):
         group = divide(sizes.heads, sizes.heads_kv)
         begin_, free_, cut_, stop_ = query_range(sequence, first_key, first_key + keys_left - 1, sizes, tile_m)
         begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
-        if has_mask:  # drop the tiles before the first and after the last query to which it shows a key
+        if has_mask:  # drop the tiles before the first and after the last query to which it leaves a key
             h = h_kv * group
             end_key = first_key + max(keys_left, int32(1))
             first, end, _, _ = read.ranges(sequence.b, h, group, first_key, end_key, arrays, strides, sizes)

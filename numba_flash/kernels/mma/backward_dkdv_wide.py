@@ -20,7 +20,7 @@ from numba import cuda, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, local, memory, shared, special
 from ..recompute import keys as recompute
-from ..score import counts, fragments, gradient_functions
+from ..score import fragments, gradient_functions, kept_weights
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.stage import FragmentAt
@@ -45,7 +45,7 @@ class Registers(NamedTuple):
     p_frag: Any
     first_query: Any  # first query that sees a key
     end_query: Any
-    kept: Any  # which weights count (kernels/score/counts.py)
+    kept: Any  # which weights count (kernels/score/kept_weights.py)
     loaded: Any  # bias (kernels/score/reads.py)
     shown_bits: Any  # by the caller's mask, and by functions
 
@@ -100,7 +100,7 @@ def make(config):
     work_of, row_term = work_tile.of_keys(config), fragments.chain(config).row_term
     weight, _ = fragments.weights_at(config)
     start_rows, of_pair = lse_delta.staged(config, tile_m, threads)
-    drops, kept_words, _, kept_of, _, _ = counts.on_fragments(config, strips, columns)
+    drops, kept_words, _, kept_of, _, _ = kept_weights.on_fragments(config, strips, columns)
     read, has_mask = score_reads.make(config, strips, columns, of_keys=True), config.has("mask")
     bias_words, bias_type, has_functions = read.bias_words, read.bias_type, gradient_functions.present(config)
     has_bits = has_mask or has_functions  # one bit for each score says whether it is seen
@@ -308,7 +308,7 @@ def make(config):
         sequence, h_kv, first_key = work_of(special.block_index(), arrays, strides, sizes)
         keys_left = int32(min(sequence.keys - first_key, tile_n))  # may be below 0
         begin, _, _, stop = query_range(sequence, first_key, first_key + keys_left - 1, sizes, tile_m)
-        if has_mask:  # drop the tiles before the first and after the last query to which it shows a key
+        if has_mask:  # drop the tiles before the first and after the last query to which it leaves a key
             group, end_key = divide(sizes.heads, sizes.heads_kv), first_key + max(keys_left, int32(1))
             first, end, _, _ = read.ranges(sequence.b, h_kv * group, group, first_key, end_key, arrays, strides, sizes)
             begin = max(int32(begin), divide(first, tile_m))

@@ -26,7 +26,7 @@ from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, cp_async, cvt, ld_st, local, memory, shared, special
 from ..recompute import queries as recompute
-from ..score import counts, fragments, gradient_functions
+from ..score import fragments, gradient_functions, kept_weights
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.stage import FragmentAt
@@ -52,7 +52,7 @@ class Registers(NamedTuple):
     distance: Any  # q_pos - k_pos of each row at the lane's first column
     loaded: Any  # what its scores need from global memory (kernels/score/reads.py)
     shown_bits: Any  # by the caller's mask, and by functions
-    kept: Any  # which weights count (kernels/score/counts.py)
+    kept: Any  # which weights count (kernels/score/kept_weights.py)
 
 
 class Smem(NamedTuple):
@@ -96,11 +96,11 @@ def make(config):
     )
     work_of = work_tile.of_queries(config, config.tile_m)
     walk, has_functions = backward_dq_walk.make(config), gradient_functions.present(config)
-    behind, states_ends, has_states = walk.next_tile, walk.states_ends, bool(config.tile_states)
+    behind, states_ends, has_states = walk.behind, walk.states_ends, bool(config.tile_states)
     chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part), config.has("mask")
     bits_words = rows if has_functions else read.bits_words
-    drops, kept_words, *_ = counts.on_fragments(config, strips, part)
+    drops, kept_words, *_ = kept_weights.on_fragments(config, strips, part)
     finishes = drops and has_functions  # dP - delta, before it is multiplied by their derivative
     lanes_of, load_own, scores_product, gradient_product, *shared_by_warps = fragment_products.make(config)
     put, own_product, others_product = shared_by_warps
@@ -254,7 +254,7 @@ def make(config):
         end_query = tile.first_query + queries_left
         begin_, free_, cut_, stop_ = key_range(sequence, tile.first_query, end_query - 1, sizes, config.tile_n)
         begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
-        if has_mask:  # drop the key tiles before the first and after the last in which it shows a key
+        if has_mask:  # drop the key tiles before the first and after the last in which it leaves a key
             first, end, _, _ = read.ranges(sequence.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes)
             begin = max(begin, divide(first, config.tile_n))
             stop = max(min(stop, divide(end + int32(config.tile_n - 1), config.tile_n)), begin)

@@ -78,7 +78,7 @@ def make(config):
     tile_m, tile_n, size, double = config.tile_m, config.tile_n, config.item_size, config.dtype == "float64"
     head_dim, columns, pitch, strips = config.head_dim, config.dq_columns, config.pitch, tile_m // 16
     chunk, panel_columns = 16 // size, 128 // size  # elements of 16 bytes, and of a panel
-    panels, abreast, turns_at = columns // panel_columns, config.ABREAST, TURNS_AT
+    panels, in_flight, turns_at = columns // panel_columns, config.IN_FLIGHT, TURNS_AT
     dq_count, old_count, both_count = columns // 2, 8 * panels, 16 * panels  # old: two chunks of each panel, of a row
     blocks = config.blocks  # number of blocks that share a key tile: each counts
     real = numbers.of(config.compute_dtype).real
@@ -91,7 +91,7 @@ def make(config):
         """The first key tiles of several heads, enough to keep a GPU busy, come before their second tiles: so a tile's
         turn has come when it begins."""
         n_tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
-        together = int32(max(divide(int32(abreast), n_tiles), int32(1)))
+        together = int32(max(divide(int32(in_flight), n_tiles), int32(1)))
         first_head = int32(divide(ticket, int32(together * n_tiles)) * together)
         together = int32(min(together, int32(sizes.batch * sizes.heads_kv) - first_head))
         within = int32(ticket - first_head * n_tiles)

@@ -12,7 +12,7 @@ import numpy as np
 from numba import float32, int32, int64, uint32
 
 from ...ptx import ld_st, memory, special
-from ..score import counts, gradient_functions, tile_walk
+from ..score import gradient_functions, kept_weights, tile_walk
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.reads import Origin
@@ -36,7 +36,7 @@ class Walk(NamedTuple):
     ask_functions: Callable[..., Any]
     places_of: Callable[..., Any]
     is_unmasked: Callable[..., Any]
-    behind: Callable[..., Any]
+    next_tile: Callable[..., Any]
     states_ends: Callable[..., Any]
     start_dp: Callable[..., Any]
     finish_dp: Callable[..., Any]
@@ -54,7 +54,7 @@ def make(config):
     has_score_mod, of_states = config.has("score_mod"), tile_walk.make(config)
     cut_ends = of_states.trim
     apply_functions = gradient_functions.on_fragments(config, strips, part, of_keys=False)
-    drops, _, kept_of, *_ = counts.on_fragments(config, strips, part)
+    drops, _, kept_of, *_ = kept_weights.on_fragments(config, strips, part)
     inf = float32(math.inf)
 
     @inlined
@@ -126,7 +126,7 @@ def make(config):
         return whole
 
     @inlined
-    def behind(j, begin, q_smem, arrays, strides):
+    def next_tile(j, begin, q_smem, arrays, strides):
         """The next tile after j; one before begin if none is left."""
         if of_states.present:
             return int32(of_states.next_tile(states_of(q_smem), j, begin, arrays, strides))
@@ -134,7 +134,7 @@ def make(config):
 
     @inlined
     def states_ends(tile, begin, stop, arrays, strides):
-        """[begin, stop) without the tiles at both ends in which a mask_mod shows nothing."""
+        """[begin, stop) without the tiles at both ends in which a mask_mod leaves nothing."""
         states = of_states.row(tile.sequence.b, tile.h, tile.first_query, arrays, strides)
         return cut_ends(states, begin, stop, arrays, strides)
 
@@ -228,4 +228,4 @@ def make(config):
 
     state = (set_up_state, work_again)
     of_tile = (of_row, first_key_of, distances, find_kept, load_for_scores, ask_functions, places_of, is_unmasked)
-    return Walk(*state, *of_tile, behind, states_ends, start_dp, finish_dp)
+    return Walk(*state, *of_tile, next_tile, states_ends, start_dp, finish_dp)

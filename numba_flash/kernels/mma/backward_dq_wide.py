@@ -18,7 +18,7 @@ from numba import cuda, int32, uint8, uint32
 
 from ...ptx import cp_async, local, memory, shared, special
 from ..recompute import queries as recompute
-from ..score import counts, fragments, gradient_functions
+from ..score import fragments, gradient_functions, kept_weights
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.stage import FragmentAt
@@ -45,7 +45,7 @@ class Registers(NamedTuple):
     end_key: Any
     lse: Any
     delta: Any
-    kept: Any  # which weights count (kernels/score/counts.py)
+    kept: Any  # which weights count (kernels/score/kept_weights.py)
     loaded: Any  # bias (kernels/score/reads.py)
     shown_bits: Any  # by the caller's mask, and by functions
 
@@ -86,7 +86,7 @@ def make(config):
     work_of, row_term = work_tile.of_queries(config, tile_m), fragments.chain(config).row_term
     weight, _ = fragments.weights_at(config)
     of_query = lse_delta.of_query(config)
-    drops, kept_words, kept_of, _, _, _ = counts.on_fragments(config, strips, columns)
+    drops, kept_words, kept_of, _, _, _ = kept_weights.on_fragments(config, strips, columns)
     words_a_row = kept_words // rows if drops else 1
     read, has_mask = score_reads.make(config, strips, columns), config.has("mask")
     bias_words, bias_type, has_functions = read.bias_words, read.bias_type, gradient_functions.present(config)
@@ -254,7 +254,7 @@ def make(config):
         end_query = tile.first_query + queries_left
         begin_, _, _, stop_ = key_range(sequence, tile.first_query, end_query - 1, sizes, tile_n)
         begin, stop = int32(begin_), int32(stop_)
-        if has_mask:  # drop the key tiles before the first and after the last in which it shows a key
+        if has_mask:  # drop the key tiles before the first and after the last in which it leaves a key
             first, end, _, _ = read.ranges(
                 tile.sequence.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes
             )

@@ -19,7 +19,7 @@ from . import row_delta
 
 def make(config):
     lanes, rows, of_row = config.lanes, config.rows, row_delta.make(config)
-    turns_of, turn_words = config.turns_of, 2 * config.dq_lines
+    turns_of, turn_words = config.turns_of, 2 * config.dq_partials
 
     @cuda.jit
     def preprocess(arrays, strides, sizes):

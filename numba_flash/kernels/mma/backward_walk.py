@@ -11,7 +11,7 @@ from numba import float32, int32, int64
 
 from ...dtypes import ITEM_SIZE
 from ...ptx import memory, special
-from ..score import counts, fragments, gradient_functions, tile_walk
+from ..score import fragments, gradient_functions, kept_weights, tile_walk
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.reads import Origin
@@ -54,7 +54,7 @@ def make(config):
     reads, origin_of, bias_item = read.reads, read.origin, ITEM_SIZE[config.dtype_of("bias") or "float32"]
     load_reads, has_mask, has_score_mod = read.load, config.has("mask"), config.has("score_mod")
     of_states = tile_walk.make(config)
-    has_states, states_row, first_tile, asks_in = (
+    has_states, states_row, first_tile, needs_mask = (
         of_states.present,
         of_states.row,
         of_states.first,
@@ -62,7 +62,7 @@ def make(config):
     )
     apply_functions = gradient_functions.on_fragments(config, warp_rows // 16, part, True, derivative=config.of_dk)
     row_blocks, block_words = lse_delta.row_blocks, lse_delta.BLOCK_WORDS
-    kept_of = counts.on_fragments(config, warp_rows // 16, part).of_keys
+    kept_of = kept_weights.on_fragments(config, warp_rows // 16, part).of_keys
 
     @inlined
     def first_query_of(lane, warp):
@@ -142,7 +142,7 @@ def make(config):
         """acc_s, acc_dp <- with score_mod and its derivative; shown_bits <- without what any option hides."""
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        asks = asks_in(states_of(heads_left, k_smem, arrays, strides), i, arrays, strides) if has_states else TRUE
+        asks = needs_mask(states_of(heads_left, k_smem, arrays, strides), i, arrays, strides) if has_states else TRUE
         for r in range(rows):
             seen = seen_columns(i, thread, r, k_smem)
             registers.shown_bits[r] = registers.shown_bits[r] & seen if has_mask else seen
@@ -188,7 +188,7 @@ def make(config):
 
     @inlined
     def from_tile(i, heads_left, k_smem, arrays, strides):
-        """-> (i, heads_left) of the first query tile from i on in which a mask_mod shows something."""
+        """-> (i, heads_left) of the first query tile from i on in which a mask_mod leaves something."""
         begin, stop = block_state.get_range(k_smem + int32(walk_at))
         found = first_tile(states_of(heads_left, k_smem, arrays, strides), i, stop, arrays, strides)
         while found >= stop and heads_left > 0:
@@ -216,7 +216,7 @@ def make(config):
         whole = i >= free and i < cut
         if has_states:
             if whole and heads_left > 0:
-                whole = not asks_in(states_of(heads_left, k_smem, arrays, strides), i, arrays, strides)
+                whole = not needs_mask(states_of(heads_left, k_smem, arrays, strides), i, arrays, strides)
         return whole
 
     @inlined

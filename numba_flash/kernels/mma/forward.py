@@ -20,7 +20,7 @@ from numba import cuda, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, local, memory, shared, special, vote
 from ..recompute import rows as recompute
-from ..score import counts, fragment_functions, fragment_softmax, fragments, sum_terms, tile_walk
+from ..score import fragment_functions, fragment_softmax, fragments, kept_weights, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..score.reads import Origin
 from ..steps import async_tiles, block_state, numbers
@@ -57,7 +57,7 @@ class Rows(NamedTuple):
     mask_bits: Any
     shown_bits: Any  # of the mask that was given
     query: Any  # the number of the query in the tile
-    kept: Any  # which of its weights count (kernels/score/counts.py)
+    kept: Any  # which of its weights count (kernels/score/kept_weights.py)
 
 
 class Places(NamedTuple):
@@ -104,7 +104,7 @@ def make(config):
     walk = tile_walk.make(config, whole_warp=True)
     work_of = work_tile.of_queries(config, queries, v_parts)
     start, softmax, finish = fragment_softmax.make(config, strips)
-    drops, kept_words, kept_of, _, drop, count_kept = counts.on_fragments(config, strips, tile_n)
+    drops, kept_words, kept_of, _, drop, count_kept = kept_weights.on_fragments(config, strips, tile_n)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, rows)
     products = PRODUCTS[config.dtype].make(config)
     fragment, q_count, kv_count, p_count, lanes, load_q_frag, multiply_q_k, to_p, multiply_p_v, *_ = products
@@ -319,7 +319,7 @@ def make(config):
         end_query = tile.first_query + queries_left
         begin_, free_, cut_, stop = key_range(sequence, tile.first_query, end_query - 1, sizes, tile_n)
         begin, free, cut = int32(begin_), int32(free_), int32(cut_)
-        if has_mask:  # tiles in which it shows nothing, before the first key that it shows and behind the last
+        if has_mask:  # tiles in which it leaves nothing, before the first key that it leaves and behind the last
             first, end, _, _ = read.ranges(
                 sequence.b, tile.h, group, tile.first_query, end_query, arrays, strides, sizes
             )

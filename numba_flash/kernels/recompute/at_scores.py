@@ -16,7 +16,7 @@ class AtScores(NamedTuple):
     """Device functions of (b, h, query, key, arrays, strides)."""
 
     added: Callable[..., Any]  # -> the bias, or 0
-    visible: Callable[..., Any]  # -> whether the mask shows the key, by its bits
+    visible: Callable[..., Any]  # -> whether the mask leaves the key, by its bits
 
 
 @functools.cache

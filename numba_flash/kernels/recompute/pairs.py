@@ -13,33 +13,32 @@ from typing import Any, NamedTuple
 
 from numba import int32
 
-from ..score import at_position, counts, fragments, user
+from ..score import at_position, fragments, kept_weights, user
 from ..score.stage import FragmentAt
 from ..steps import elements, lse_delta, numbers
 from ..steps.inlined import TRUE, inlined
-from ..steps.integers import divide
-from ..steps.sequence import key_row, query_row
+from ..steps.sequence import key_row, kv_head, query_row
 from . import at_scores
 
 
 class Pairs(NamedTuple):
-    """Device functions. row_sum: of a row of so many columns, those of the lane: lane, lane + 32 and so on."""
+    """Device functions. PAIR is (sequence, h, query, key, lane, arrays, strides, sizes, score). row_sum: of a row's
+    columns, those of the lane: lane, lane + 32 and so on."""
 
-    score: Callable[..., Any]  # -> the score, in its own units (score/stage.py), or -inf
-    gradients: Callable[..., Any]  # -> (the weight in dV, dS times scale), both 0 where the query does not see the key
+    score: Callable[..., Any]  # PAIR -> the score, in the scores' unit (kernels/steps/units.py), or -inf
+    gradients: Callable[..., Any]  # PAIR -> (the weight in dV, dS times scale); both 0 if the key is not seen
     clear: Callable[..., Any]  # (row_sum, columns): row_sum <- 0
     add: Callable[..., Any]  # (row_sum, weight, source, at, columns, lane): row_sum += weight * the row at `at`
-    store: Callable[
-        ..., Any
-    ]  # (row_sum, factor, target, at, stride, columns, lane): the row at `at` <- factor * row_sum
+    store: Callable[..., Any]  # (row_sum, factor, target, at, stride, columns, lane): the row <- factor * row_sum
 
 
 @functools.cache
 def make(config: Any, of_keys: bool = False, of_ds: bool = True) -> Pairs:
     """of_keys: the mask's bits have keys as rows. of_ds: otherwise dS is 0."""
-    made, reads, dropout = numbers.of(config.compute_dtype), at_scores.make(config, of_keys), counts.make(config)
+    made, weight_factor = numbers.of(config.compute_dtype), kept_weights.make(config)
     load, store_element = elements.loader(config.dtype, made.real), elements.storer(config.dtype)
-    chain, (_, weight_or_zero) = fragments.chain(config), fragments.weights_at(config)
+    reads, chain = at_scores.make(config, of_keys), fragments.chain(config)
+    _, weight_or_zero = fragments.weights_at(config)
     apply, apply_with_slope = user.both(config, False), user.both(config, of_ds)
     inf, lse_and_delta = made.real(math.inf), lse_delta.of_query(config)
 
@@ -55,8 +54,8 @@ def make(config: Any, of_keys: bool = False, of_ds: bool = True) -> Pairs:
 
     @inlined
     def product_of(sequence, h, query, key, lane, arrays, strides, sizes):
-        h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
-        q_at, k_at = query_row(strides.q, sequence, h, query), key_row(strides.k, sequence, h_kv, key)
+        q_at = query_row(strides.q, sequence, h, query)
+        k_at = key_row(strides.k, sequence, kv_head(h, sizes), key)
         return dot(arrays.q, q_at, arrays.k, k_at, config.head_dim, lane)
 
     @inlined
@@ -81,8 +80,8 @@ def make(config: Any, of_keys: bool = False, of_ds: bool = True) -> Pairs:
         product = product_of(sequence, h, query, key, lane, arrays, strides, sizes)
         dp = made.real(0)
         if of_ds:
-            h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
-            do_at, v_at = query_row(strides.do, sequence, h, query), key_row(strides.v, sequence, h_kv, key)
+            do_at = query_row(strides.do, sequence, h, query)
+            v_at = key_row(strides.v, sequence, kv_head(h, sizes), key)
             dp = dot(arrays.do, do_at, arrays.v, v_at, config.head_dim_v, lane)
         lse, delta = lse_and_delta(sequence, h, query, arrays, sizes)
         at = at_position(sequence.b, int32(h), int32(query), int32(key), query + sequence.q_start)
@@ -94,7 +93,7 @@ def make(config: Any, of_keys: bool = False, of_ds: bool = True) -> Pairs:
             here = in_fragment(sequence, h, query, key, arrays, strides)
             p, derivative = weight_or_zero(product, here, score, lse)
             if p != 0:
-                factor = dropout(at, arrays, sizes, score)
+                factor = weight_factor(at, arrays, sizes, score)
                 if factor != 0:  # no NaN from a key whose weight was dropped
                     weight, dp = p * factor, dp * factor
                 else:

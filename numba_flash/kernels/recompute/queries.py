@@ -7,8 +7,7 @@ from numba import int32, int64, uint32
 from ...ptx import local
 from ..steps import numbers
 from ..steps.inlined import inlined
-from ..steps.integers import divide
-from ..steps.sequence import key_row, query_of, query_row
+from ..steps.sequence import key_row, kv_head, query_of, query_row
 from ..steps.sequence import make as make_sequence
 from . import pairs
 
@@ -21,10 +20,7 @@ def make(config: Any, of_keys: bool = False) -> Any:
     @inlined
     def recompute_queries(nonfinite, first_row, lane, tile, term, arrays, strides, sizes, score):
         """One warp computes those of its rows from first_row on that have a bit in nonfinite, of a QueryTile."""
-        sequence, h_kv = (
-            sequence_of(tile.b, arrays, strides, sizes),
-            divide(tile.h, divide(sizes.heads, sizes.heads_kv)),
-        )
+        sequence, h_kv = sequence_of(tile.b, arrays, strides, sizes), kv_head(tile.h, sizes)
         row_dq, row = local.array(words, made.real), int32(first_row)
         while nonfinite != 0:
             if nonfinite & uint32(1) != 0:

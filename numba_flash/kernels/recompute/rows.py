@@ -14,11 +14,10 @@ from typing import Any
 from numba import int32
 
 from ...ptx import ld_st, local
-from ..score import at_key, counts, fragments, sum_terms
+from ..score import at_key, fragments, kept_weights, sum_terms
 from ..steps import numbers
 from ..steps.inlined import inlined
-from ..steps.integers import divide
-from ..steps.sequence import key_row, lse_row, query_of, query_row
+from ..steps.sequence import key_row, kv_head, lse_row, query_of, query_row
 from ..steps.sequence import make as make_sequence
 from ..steps.units import exponent_unit
 from . import pairs
@@ -30,7 +29,7 @@ def make(config: Any, warp_rows: int) -> Any:
     Each row of the tile has a uint32 in shared memory, config.ROW_STATE_BYTES from the next, that is not 0 if the row
     is not finite.
     """
-    made, of_pair, dropout = numbers.of(config.compute_dtype), pairs.make(config), counts.make(config)
+    made, of_pair, weight_factor = numbers.of(config.compute_dtype), pairs.make(config), kept_weights.make(config)
     first_m_and_l, exponential = sum_terms.start(config), fragments.exponential_of(config)
     sequence_of, unit, ln_2 = make_sequence(config), made.real(exponent_unit(config)), made.real(math.log(2))
     write_lse, words = config.write_lse and config.item_size > 2, -(-config.group_columns // 32)
@@ -56,7 +55,7 @@ def make(config: Any, warp_rows: int) -> Any:
             if s != made.minus_inf:
                 p = exponential(s - m) * largest
                 l += p
-                p *= dropout(at_key(query, key), arrays, sizes, score)
+                p *= weight_factor(at_key(query, key), arrays, sizes, score)
                 of_pair.add(row_o, p, arrays.v, v_at + key * strides.v[2], columns, lane)
         row_lse = made.minus_inf if l == made.real(0) else m / unit + made.log2(l / largest) * ln_2
         return l, row_lse
@@ -64,10 +63,7 @@ def make(config: Any, warp_rows: int) -> Any:
     @inlined
     def recompute_rows(first_row, lane, row_states, tile, arrays, strides, sizes, score):
         """One warp computes its marked rows from first_row on, of a QueryTile."""
-        sequence, h_kv = (
-            sequence_of(tile.b, arrays, strides, sizes),
-            divide(tile.h, divide(sizes.heads, sizes.heads_kv)),
-        )
+        sequence, h_kv = sequence_of(tile.b, arrays, strides, sizes), kv_head(tile.h, sizes)
         queries_left = int32(min(sequence.seqlen_q - tile.first_query, config.queries))
         first_column = tile.part * config.group_columns
         columns = int32(min(config.head_dim_v - first_column, config.group_columns))

@@ -15,7 +15,7 @@ from numba import cuda, int64
 
 from ..steps import elements
 from ..steps.inlined import inlined
-from . import alibi, bias, counts, mask, mask_mod, scale, score_mod, sinks, softcap
+from . import alibi, bias, kept_weights, mask, scale, score_mod, sinks, softcap, user
 
 STAGES = (scale, score_mod, softcap, alibi, bias)
 # Stages that remove a score. mask_mod is separate, because not every tile calls it (tile_walk.py). causal, window and
@@ -59,7 +59,7 @@ class Score(NamedTuple):
     with_derivative: Callable[..., Any]  # likewise -> (the score, its derivative by scale * product)
     visible: Callable[..., Any]  # (at, needs_mask, arrays, strides) -> whether no mask removes the score
     masked: Callable[..., Any]  # (product, query, k_index, needs_mask, arrays, strides, score) -> the score or -inf
-    dropout: Callable[..., Any]  # (at, arrays, sizes, score) -> 1, or with dropout 0 or 1 / (1 - dropout_p)
+    weight_factor: Callable[..., Any]  # (at, arrays, sizes, score) -> 1, or what a random weight is multiplied by
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def make(config: Any) -> Score:
             s = value(product, at, arrays, strides, score)
         return s
 
-    return Score(value, with_derivative, visible, masked, counts.make(config))
+    return Score(value, with_derivative, visible, masked, kept_weights.make(config))
 
 
 def around_score_mod(config: Any) -> tuple[Any, Any]:
@@ -126,8 +126,7 @@ def _visible(config: Any) -> Any:
         made = option.make(config)
         if made is not None:
             visible = _and(visible, made, False)
-    own = mask_mod.make(config)
-    return visible if own is None else _and(visible, own, True)
+    return _and(visible, user.make(config, "mask_mod"), True) if config.has("mask_mod") else visible
 
 
 def _and(before: Any, shown: Any, is_mask_mod: bool) -> Any:

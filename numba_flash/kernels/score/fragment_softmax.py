@@ -4,13 +4,16 @@ It is listing 5 of docs/algorithm.md, lines 13 to 17 and, at the end, lines 19 a
 
 The four lanes of a quad hold a row's scores. Every tile needs the row's maximum in all four lanes, so only the maximum
 is exchanged. Each lane keeps its own sum; `finish` adds up the four. Exponents are powers of 2: with m the running
-maximum in units of log2(e), p = 2^(s * scale_log2 - m).
+maximum in log2, p = 2^(s * scale_log2 - m).
 
 With config.rescale_threshold m may be below the true maximum by at most that many powers of two, so p is at most
 2^rescale_threshold. The result is the same, since O and l have the same factor, and no number comes near the limits of
 float16 or float32. Then almost no tile changes m, so lanes exchange nothing and O is not multiplied by alpha = 1 (an
 idea of FlashAttention-4).
 """
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from numba import uint32
 
@@ -22,40 +25,43 @@ from . import sum_terms
 from .fragments import exponential_of
 
 
-def make(config, strips):
-    """-> (start, update, finish), device functions. Rows as in kernels/score/fragments.py."""
+class Softmax(NamedTuple):
+    """Device functions for rows in fragments (fragments.py)."""
+
+    start: Callable[..., Any]  # (m, l): as before the first tile
+    update: Callable[..., Any]  # (acc_s, m, l, alpha, scale_log2) -> whether some alpha of the warp is not 1
+    finish: Callable[..., Any]  # (m, l, alpha, lse): alpha <- 1 / l, lse <- in the scores' unit
+
+
+def make(config: Any, strips: int) -> Softmax:
     start, update_shifted, finish = make_shifted(config, strips, False)
 
     @inlined
     def update(acc_s, m, l, alpha, scale_log2):
-        """update_shifted, for scores without a shift."""
         return update_shifted(acc_s, m, l, alpha, scale_log2, m)
 
-    return start, update, finish
+    return Softmax(start, update, finish)
 
 
-def make_shifted(config, strips, shifted):
-    """Likewise. shifted: update takes what a score is multiplied by, and what is added to all scores of a row then
+def make_shifted(config: Any, strips: int, shifted: bool) -> Softmax:
+    """shifted: update takes what a score is multiplied by, and what is added to all scores of a row then
     (kernels/wgmma/one_side.py); otherwise it reads no shift."""
-    blocks = config.tile_n // 8
-    rows = 2 * strips
-    scores_finished = config.scores_finished  # the scores are already in their own units (score/stage.py)
-    natural = exponent_unit(config) == 1.0  # rescale_threshold and lse are in these units, too
-    real, _, lg2, rcp, maximum, bfly, _, minus_inf, lowest = numbers.of(config.compute_dtype)
-    rescale_threshold = real(config.rescale_threshold * LN_2 if natural else config.rescale_threshold)
-    exponential, of_log2 = exponential_of(config), real(LN_2 if natural else 1.0)
-    any_lane, has_term = vote.any_lane, sum_terms.make(config) is not None
+    blocks, rows, of = config.tile_n // 8, 2 * strips, numbers.of(config.compute_dtype)
+    natural = exponent_unit(config) == 1.0  # rescale_threshold and lse are in the scores' unit, too
+    rescale_threshold = of.real(config.rescale_threshold * LN_2 if natural else config.rescale_threshold)
+    exponential, of_log2 = exponential_of(config), of.real(LN_2 if natural else 1.0)
+    has_term = sum_terms.make(config) is not None
 
     @inlined
     def start(m, l):
         for r in range(rows):
-            m[r] = lowest  # not -inf: if a row has only scores of -inf so far, -inf - m must be -inf, not NaN
-            l[r] = real(0)
+            m[r] = of.lowest  # not -inf: if a row has only scores of -inf so far, -inf - m must be -inf, not NaN
+            l[r] = of.real(0)
 
     @inlined
     def in_units(s, factor):
-        """A score in units of log2(e), but for its shift; a finished score stays in its own units."""
-        return s if scores_finished and not shifted else s * factor
+        """A score in log2, but for its shift; a finished score stays in the scores' unit."""
+        return s if config.scores_finished and not shifted else s * factor
 
     @inlined
     def tops(acc_s, top):
@@ -64,19 +70,19 @@ def make_shifted(config, strips, shifted):
         # be adjacent.
         for r in range(rows):
             base = (r // 2) * blocks * 4 + (r % 2) * 2
-            even, odd = maximum(acc_s[base], acc_s[base + 1]), maximum(acc_s[base + 4], acc_s[base + 5])
+            even, odd = of.maximum(acc_s[base], acc_s[base + 1]), of.maximum(acc_s[base + 4], acc_s[base + 5])
             for n in range(2, blocks, 2):
-                even = maximum(even, maximum(acc_s[base + 4 * n], acc_s[base + 4 * n + 1]))
-                odd = maximum(odd, maximum(acc_s[base + 4 * n + 4], acc_s[base + 4 * n + 5]))
-            top[r] = maximum(even, odd)
+                even = of.maximum(even, of.maximum(acc_s[base + 4 * n], acc_s[base + 4 * n + 1]))
+                odd = of.maximum(odd, of.maximum(acc_s[base + 4 * n + 4], acc_s[base + 4 * n + 5]))
+            top[r] = of.maximum(even, odd)
 
     @inlined
     def exchange(top):
         """top <- the maximum over the quad; the exchanges of all rows are issued before their results are used."""
         for r in range(rows):
-            top[r] = maximum(top[r], bfly(top[r], 1))
+            top[r] = of.maximum(top[r], of.bfly(top[r], 1))
         for r in range(rows):
-            top[r] = maximum(top[r], bfly(top[r], 2))
+            top[r] = of.maximum(top[r], of.bfly(top[r], 2))
 
     @inlined
     def move(top, m, l, alpha):
@@ -86,7 +92,7 @@ def make_shifted(config, strips, shifted):
             if rescale_threshold > 0:
                 m[r] = new if new - old > rescale_threshold else old
             else:
-                m[r] = maximum(new, old)
+                m[r] = of.maximum(new, old)
             alpha[r] = exponential(old - m[r])
             l[r] *= alpha[r]
 
@@ -96,7 +102,7 @@ def make_shifted(config, strips, shifted):
 
         -> whether some alpha of the warp is not 1.
         """
-        top = local.array(rows, real)
+        top = local.array(rows, of.real)
         tops(acc_s, top)
         for r in range(rows):
             top[r] = in_units(top[r], factor)
@@ -105,17 +111,17 @@ def make_shifted(config, strips, shifted):
         moved = uint32(1)
         if rescale_threshold > 0:
             for r in range(rows):
-                alpha[r] = real(1)
+                alpha[r] = of.real(1)
             some = uint32(0)
             for r in range(rows):
                 some |= uint32(1) if top[r] - m[r] > rescale_threshold else uint32(0)
-            moved = any_lane(some)
+            moved = vote.any_lane(some)
         if moved != 0:
             exchange(top)
             move(top, m, l, alpha)
         for r in range(rows):
             base = (r // 2) * blocks * 4 + (r % 2) * 2
-            even, odd = l[r], real(0)
+            even, odd = l[r], of.real(0)
             lacking = m[r] - shift[r] if shifted else m[r]
             for n in range(blocks):
                 at = base + 4 * n
@@ -131,27 +137,27 @@ def make_shifted(config, strips, shifted):
     @inlined
     def finish(m, l, alpha, lse):
         """l <- sums of whole rows; alpha (rows,) <- 1 / l, or 0; lse (rows,) <- log of the sum of exponentials, in the
-        scores' units. If the sum has a term that belongs to no key (kernels/score/sum_terms.py), lse holds that term on
+        scores' unit. If the sum has a term that belongs to no key (kernels/score/sum_terms.py), lse holds that term on
         entry.
 
         A row without keys gets 0 and -inf, or that term.
         """
         for r in range(rows):  # the exchanges of all rows come first: each takes a while
-            l[r] += bfly(l[r], 1)
+            l[r] += of.bfly(l[r], 1)
         for r in range(rows):
-            l[r] += bfly(l[r], 2)
+            l[r] += of.bfly(l[r], 2)
         if has_term:
             for r in range(rows):
-                old, m[r] = m[r], maximum(m[r], lse[r])
+                old, m[r] = m[r], of.maximum(m[r], lse[r])
                 alpha[r] = exponential(old - m[r])
                 l[r] = l[r] * alpha[r] + exponential(lse[r] - m[r])
         for r in range(rows):
-            empty = l[r] == real(0)
-            inverse = real(0) if empty else rcp(l[r])
+            empty = l[r] == of.real(0)
+            inverse = of.real(0) if empty else of.reciprocal(l[r])
             alpha[r] = alpha[r] * inverse if has_term else inverse
-            lse[r] = minus_inf if empty else m[r] + lg2(l[r]) * of_log2
+            lse[r] = of.minus_inf if empty else m[r] + of.log2(l[r]) * of_log2
 
-    return start, update_shifted, finish
+    return Softmax(start, update_shifted, finish)
 
 
 def in_16_bits(config, strips):

@@ -4,8 +4,7 @@ acc_s is (strips, tile_n / 8, 4): strips of 16 rows below each other. A lane hol
 of each strip, and two of every eight columns (ptx/fragments.py). So a lane has 2 * strips rows. Row r is element pair
 (4 * n + 2 * (r % 2)) of strip r // 2.
 
-Scores are in units of log2(e), because the hardware's exponential is a power of 2; with a bias they are in natural
-units (stage.exponent_unit).
+Scores are in log2, or with a bias in natural units (kernels/steps/units.py).
 """
 
 import functools
@@ -88,7 +87,7 @@ def _then(before: Any, stage: Any) -> Any:
 
 @functools.cache
 def exponential_of(config: Any) -> Any:
-    """e^x of a difference of two scores, in the units of scores."""
+    """e^x of a difference of two scores, in the scores' unit."""
     made = numbers.of(config.compute_dtype)
     ex2, log2_e = made.exp2, made.real(LOG2_E)
 
@@ -120,7 +119,7 @@ def weights(config: Any) -> tuple[Any, Any]:
 def weights_at(config: Any) -> tuple[Any, Any]:
     """-> (weight, weight_or_zero), device functions: (product, at, score, lse) -> (p, derivative).
 
-    p = e^(score - lse); lse, in the scores' units, is +inf for a row that sees no key. derivative: as in Chain.
+    p = e^(score - lse); lse, in the scores' unit, is +inf for a row that sees no key. derivative: as in Chain.
     weight_or_zero gives 0 for a score of -inf even if lse is NaN.
 
     lse is rounded, so with large scores score - lse may be above 0, and e of it anything (docs/numerics.md). In float32
@@ -174,9 +173,9 @@ class Tile(NamedTuple):
     """Device functions for the scores of one tile, and the registers they need."""
 
     mask_words: int  # uint32 of mask bits for a lane's rows
-    visible: Callable[..., Any]
-    finish: Callable[..., Any]
-    mask: Callable[..., Any]
+    visible: Callable[..., Any]  # (j, first_row, lane, tile_pos, left, right, keys, mask_bits, distance)
+    finish: Callable[..., Any]  # (acc_s, terms, distance, loaded, score)
+    mask: Callable[..., Any]  # (acc_s, mask_bits)
 
 
 @functools.cache

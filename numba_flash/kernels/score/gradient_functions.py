@@ -10,7 +10,7 @@ the tile are queries and columns keys; with of_keys it is the other way around.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import int32, uint32
 
@@ -21,37 +21,54 @@ from . import At, at_position, user
 present = user.present
 
 
+class LanePlace(NamedTuple):
+    """Where the scores of a lane lie: its first query and its first key, of a head whose query 0 is at q_start."""
+
+    b: Any
+    h: Any
+    first_query: Any
+    q_start: Any
+    first_key: Any
+
+
 @functools.cache
 def on_fragments(config: Any, strips: int, columns: int, of_keys: bool, derivative: bool = True) -> Any:
     """-> apply, a device function for a tile of `columns` columns, of which a warp has `strips` strips of 16 rows.
 
     For scores whose bit in shown_bits (a word for each row) is set: acc_s <- score_mod of scale * acc_s, and acc_dp <-
-    acc_dp times its derivative. shown_bits <- without what mask_mod removes. first_query, first_key: the lane's, of a
-    head; query 0 is at position q_start. derivative: dS is computed; otherwise acc_dp does not change.
+    acc_dp times its derivative. shown_bits <- without what mask_mod removes. derivative: dS is computed; otherwise
+    acc_dp does not change.
     """
-    blocks, has_mask_mod, apply = columns // 8, config.has("mask_mod"), user.both(config, derivative)
+    blocks, has_mask_mod, changed = columns // 8, config.has("mask_mod"), user.both(config, derivative)
     scales_dp = derivative and config.has("score_mod")
 
     @inlined
-    def block(n, acc_s, acc_dp, shown_bits, b, h, first_query, q_start, first_key, asks, arrays, strides, score):
+    def block(n, acc_s, acc_dp, shown_bits, place, needs_mask, arrays, strides, score):
         """Block n of 8 columns."""
         # The inner loop goes over rows: with columns inside, the compiler would keep the positions of all columns.
         for i in range(2):
             column, bit = n * 8 + i, uint32(1) << uint32(2 * n + i)
             for r in range(2 * strips):
-                place = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
+                index = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
                 if shown_bits[r] & bit != 0:
-                    query = int32(first_query + (column if of_keys else r * 8))
-                    key = int32(first_key + (r * 8 if of_keys else column))
-                    at = at_position(b, h, query, key, q_start + query)
-                    acc_s[place], slope, seen = apply(acc_s[place], at, asks, arrays, strides, score)
+                    query = int32(place.first_query + (column if of_keys else r * 8))
+                    key = int32(place.first_key + (r * 8 if of_keys else column))
+                    at = at_position(place.b, place.h, query, key, place.q_start + query)
+                    acc_s[index], slope, seen = changed(acc_s[index], at, needs_mask, arrays, strides, score)
                     if scales_dp:
-                        acc_dp[place] *= slope
+                        acc_dp[index] *= slope
                     if has_mask_mod:
                         if not seen:
                             shown_bits[r] &= ~bit
 
-    return repeated(block, blocks if user.present(config) else 0)
+    every_block = repeated(block, blocks if user.present(config) else 0)
+
+    @inlined
+    def apply(acc_s, acc_dp, shown_bits, b, h, first_query, q_start, first_key, needs_mask, arrays, strides, score):
+        place = LanePlace(b, h, first_query, q_start, first_key)
+        every_block(acc_s, acc_dp, shown_bits, place, needs_mask, arrays, strides, score)
+
+    return apply
 
 
 @functools.cache

@@ -23,6 +23,8 @@ from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of
 from .mask_bits import ENDS, PIECE, SEEN_BY_ALL, SEEN_BY_SOME
 
+MOST = (1 << 31) - 1  # beyond every column
+
 
 class Origin(NamedTuple):
     """Where a tile's reads begin: the addresses of bias[b, h, 0, 0] and of the mask's bits of (b, h); and the tile's
@@ -41,13 +43,13 @@ class Reads(NamedTuple):
     bits_words: int
     bias_type: Any
     origin: Callable[..., Any]  # (b, h, first_row, arrays, strides) -> Origin
-    load: Callable[..., Any]  # both of the following
-    load_bias: Callable[..., Any]
-    load_bits: Callable[..., Any]  # needed only if the mask hides something
-    added: Callable[..., Any]
-    hide: Callable[..., Any]
-    some_hidden: Callable[..., Any]
-    ranges: Callable[..., Any]
+    load: Callable[..., Any]  # load_bias and load_bits: (loaded, bits, then as load_bits, inside)
+    load_bias: Callable[..., Any]  # (loaded, j, origin, first_row, lane, strides, sizes, inside)
+    load_bits: Callable[..., Any]  # (bits, j, origin, first_row, lane, arrays, strides, sizes): if the mask hides some
+    added: Callable[..., Any]  # (loaded, r, n, i) -> the bias of a score
+    hide: Callable[..., Any]  # (mask_bits, bits, masked)
+    some_hidden: Callable[..., Any]  # (mask_bits) -> whether the mask hides any of the warp's scores
+    ranges: Callable[..., Any]  # (b, h, heads, first_row, end_row, arrays, strides, sizes) -> two ranges of columns
 
 
 @inlined
@@ -90,25 +92,22 @@ def halves(dtype: str) -> Any:
 def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> Reads:
     """Tiles of config.tile_n columns, or of `columns`, of which a warp has `strips` strips of 16 rows."""
     tile_n, group, rows = columns or config.tile_n, config.group_size, 2 * strips
-    blocks = tile_n // 8
-    words = -(-blocks // 16)  # of mask bits for each row
-    has_bias, has_mask = config.has("bias"), config.has("mask")
+    blocks, words = tile_n // 8, -(-tile_n // 128)  # words of mask bits for each row
+    has_bias, has_mask, dtype = config.has("bias"), config.has("mask"), config.dtype_of("bias") or "float32"
     reads_bias = has_bias and not config.bias_boxes
-    dtype = config.dtype_of("bias") or "float32"
     item, double, real = ITEM_SIZE[dtype], dtype == "float64", elements.COMPUTE_TYPES[config.dtype]
     pairs = has_bias and not double and config.bias_pairs and not of_keys
     bits_of, sides = (bits_of_keys, _sides_of_keys) if of_keys else (bits_of_queries, _sides)
     apart, half_of = item > 2, halves(dtype)  # apart: each number has its own register
-    any_lane, address, opaque, most = vote.any_lane, memory.address, special.opaque, (1 << 31) - 1
 
     @inlined
     def origin(b, h, first_row, arrays, strides):
         bias = bits = int64(0)
         if has_bias:
-            bias = address(arrays.bias, b * strides.bias[0] + h * strides.bias[1])
+            bias = memory.address(arrays.bias, b * strides.bias[0] + h * strides.bias[1])
         if has_mask:
             pointer, by = bits_of(arrays, strides)
-            bits = address(pointer, b * by[0] + h * by[1])
+            bits = memory.address(pointer, b * by[0] + h * by[1])
         return Origin(bias, bits, int32(first_row))
 
     @inlined
@@ -154,7 +153,7 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
 
     @inlined
     def load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes):
-        """bits <- which of the lane's scores the mask shows."""
+        """bits <- which of the lane's scores the mask leaves."""
         if not has_mask:
             return
         _, by = bits_of(arrays, strides)
@@ -209,7 +208,7 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
         for i in range(rows * words):
             count = min(2 * blocks - 32 * (i % words), 32)
             some |= ~mask_bits[i] & uint32((1 << count) - 1)
-        return any_lane(some) != 0
+        return vote.any_lane(some) != 0
 
     @inlined
     def ranges(b, h, heads, first_row, end_row, arrays, strides, sizes):
@@ -218,7 +217,7 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
         because wgmma's scheduler, the caller, has few registers."""
         four = local.array(4, uint32)
         bits, by = bits_of(arrays, strides)
-        first, end, whole_first, whole_end = int32(most), int32(0), int32(0), int32(most)
+        first, end, whole_first, whole_end = int32(MOST), int32(0), int32(0), int32(MOST)
         piece = int32(first_row) >> 4
         pieces = int32(((int32(end_row) - 1) >> 4) - piece + 1) if by[2] != 0 else int32(1)
         heads_left = int32(heads) if by[1] != 0 else int32(1)
@@ -226,15 +225,14 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
         while heads_left > 0:
             place, left = of_head, pieces
             while left > 0:
-                memory.load_v4(four, 0, address(bits, place))
+                memory.load_v4(four, 0, memory.address(bits, place))
                 first, end = min(first, int32(four[SEEN_BY_SOME])), max(end, int32(four[SEEN_BY_SOME + 1]))
                 whole_first = max(whole_first, int32(four[SEEN_BY_ALL]))
                 whole_end = min(whole_end, int32(four[SEEN_BY_ALL + 1]))
-                place, left = place + by[2], opaque(int32(left - 1))
+                place, left = place + by[2], special.opaque(int32(left - 1))
             of_head, heads_left = of_head + by[1], int32(heads_left - 1)
         return first, end, whole_first, whole_end
 
     bias_words, bits_words = rows * blocks * (2 if apart else 1) if has_bias else 1, rows * words if has_mask else 1
-    bias_type = float64 if double else uint32
-    functions = (origin, load, load_bias, load_bits, added, hide, some_hidden, ranges)
-    return Reads(reads_bias or has_mask, bias_words, bits_words, bias_type, *functions)
+    numbers = reads_bias or has_mask, bias_words, bits_words, float64 if double else uint32
+    return Reads(*numbers, origin, load, load_bias, load_bits, added, hide, some_hidden, ranges)

@@ -28,8 +28,8 @@ class FragmentAt(NamedTuple):
 
 
 class FragmentStage(NamedTuple):
-    """For a score in float32, or in float64 for float64. The score is s * factor in units of exponent_unit: a factor
-    that all scores share can wait, and is multiplied once."""
+    """For a score in float32, or in float64 for float64. The score is s * factor in the scores' unit
+    (kernels/steps/units.py): a factor that all scores share can wait, and is multiplied once."""
 
     value: Callable[..., Any]  # (s, factor, at, score) -> (the next s, the next factor)
     derivative: Callable[..., Any] | None = None  # (the next s) -> the derivative by the score before; None: 1

@@ -51,7 +51,7 @@ def on_fragments(config: Any, rows: int) -> Any:
 
     @inlined
     def load_terms(terms, b, h, lane_row, arrays, strides):
-        """terms (rows,) <- the terms of a lane's rows, in the units of its scores, for a tile that begins with head
+        """terms (rows,) <- the terms of a lane's rows, in the scores' unit, for a tile that begins with head
         h."""
         for r in range(rows):
             terms[r] = x(b, h + (lane_row + 8 * r) % group, arrays, strides) * unit

@@ -1,4 +1,4 @@
-"""Finds the tiles in which a mask_mod shows nothing, some, or all of what can be seen. Runs before the attention
+"""Finds the tiles in which a mask_mod leaves nothing, some, or all of what can be seen. Runs before the attention
 kernel.
 
 A tile in which nothing is seen can be left out, and a tile in which all is seen needs no mask_mod. Scores are not

@@ -41,9 +41,7 @@ class TileWalk(NamedTuple):
     present: bool
     row: Callable[..., Any]  # (b, h, the own tile's first row, arrays, strides) -> row
     trim: Callable[..., Any]  # (row, begin, stop, arrays, strides) -> [begin, stop) without empty tiles at its ends
-    next_tile: Callable[
-        ..., Any
-    ]  # (row, j, begin, arrays, strides) -> the next tile after j; one before begin if none is left
+    next_tile: Callable[..., Any]  # (row, j, begin, arrays, strides) -> the tile after j, or begin - 1 if none is left
     last: Callable[..., Any]  # (row, j, begin, arrays, strides) -> the last tile of [begin, j] that is not empty
     first: Callable[..., Any]  # (row, j, stop, arrays, strides) -> the first one of [j, stop)
     is_nonempty: Callable[..., Any]  # (row, j, arrays, strides) -> whether something is seen in tile j
@@ -53,13 +51,13 @@ class TileWalk(NamedTuple):
 @functools.cache
 def make(config: Any, whole_warp: bool = False) -> TileWalk:
     """whole_warp: all lanes of a warp call these functions together, and the compiler may rely on it."""
-    if not config.tile_states:
-        return TileWalk(False, _no_row, _all, _before, _same, _same, _always, _never)
-    own_rows, heads = config.states_tile.own, config.states_tile.heads
-    find, highest, idx_b32 = states_of(config), bits.highest, shfl.idx_b32
+    present, find = bool(config.tile_states), states_of(config)
+    own_rows, heads = (config.states_tile.own, config.states_tile.heads) if present else (1, 1)
 
     @inlined
     def row(b, h, first_row, arrays, strides):
+        if not present:
+            return int32(0)
         _, by = find(arrays, strides)
         return int32(b * by[0] + divide(h, heads) * by[1] + divide(first_row, own_rows) * by[2])
 
@@ -67,7 +65,7 @@ def make(config: Any, whole_warp: bool = False) -> TileWalk:
     def word_of(row, number, arrays, strides):
         states, _ = find(arrays, strides)
         word = uint32(states[row + number])
-        return idx_b32(word, 0) if whole_warp else word
+        return shfl.idx_b32(word, 0) if whole_warp else word
 
     @inlined
     def last_up_to(row, j, arrays, strides):
@@ -77,10 +75,12 @@ def make(config: Any, whole_warp: bool = False) -> TileWalk:
         while word == 0:
             number = int32(number - 1)
             word = word_of(row, number, arrays, strides) & uint32(EVERY)
-        return int32((number << SHIFT) + highest(word))
+        return int32((number << SHIFT) + bits.highest(word))
 
     @inlined
     def next_tile(row, j, begin, arrays, strides):
+        if not present:
+            return j - 1
         found = int32(begin - 1)
         if j > begin:  # in `begin` something is seen, so the loop ends there
             found = last_up_to(row, int32(j - 1), arrays, strides)
@@ -88,78 +88,56 @@ def make(config: Any, whole_warp: bool = False) -> TileWalk:
 
     @inlined
     def trim(row, begin, stop, arrays, strides):
+        if not present:
+            return begin, stop
         first, last = int32(stop), int32(begin - 1)
         number = int32(begin >> SHIFT)
         while number << SHIFT < stop:
             word = word_of(row, number, arrays, strides) & uint32(EVERY)  # the bits of tiles outside are 0
             if word != 0:
-                first = min(first, int32((number << SHIFT) + highest(word & (~word + uint32(1)))))
-                last = int32((number << SHIFT) + highest(word))
+                first = min(first, int32((number << SHIFT) + bits.highest(word & (~word + uint32(1)))))
+                last = int32((number << SHIFT) + bits.highest(word))
             number = int32(number + 1)
         return first, int32(last + 1)
 
     @inlined
     def last(row, j, begin, arrays, strides):
+        if not present:
+            return j
         found = int32(begin - 1)  # if there is none
         while j >= begin:
             word = word_of(row, int32(j >> SHIFT), arrays, strides) & (uint32(EVERY) >> uint32(LAST - (j & LAST)))
             j = int32((j >> SHIFT) << SHIFT)
             if word != 0:
-                found, j = max(found, int32(j + highest(word))), int32(begin)
+                found, j = max(found, int32(j + bits.highest(word))), int32(begin)
             j = int32(j - 1)
         return found
 
     @inlined
     def first(row, j, stop, arrays, strides):
+        if not present:
+            return j
         found = int32(stop)  # if there is none
         while j < stop:
-            word = (
-                word_of(row, int32(j >> SHIFT), arrays, strides) & (uint32(EVERY) << uint32(j & LAST)) & uint32(EVERY)
-            )
+            word = word_of(row, int32(j >> SHIFT), arrays, strides) & uint32((EVERY << (j & LAST)) & EVERY)
             j = int32((j >> SHIFT) << SHIFT)
             if word != 0:
-                found, j = min(found, int32(j + highest(word & (~word + uint32(1))))), int32(stop)
+                found, j = min(found, int32(j + bits.highest(word & (~word + uint32(1))))), int32(stop)
             j = int32(j + STATES_IN_WORD)
         return found
 
     @inlined
     def is_nonempty(row, j, arrays, strides):
+        if not present:
+            return True
         word = word_of(row, int32(j >> SHIFT), arrays, strides)
         return (word >> uint32(j & LAST)) & uint32(1) != 0
 
     @inlined
     def needs_mask(row, j, arrays, strides):
+        if not present:
+            return FALSE
         word = word_of(row, int32(j >> SHIFT), arrays, strides)
         return (word >> uint32(STATES_IN_WORD + (j & LAST))) & uint32(1) != 0
 
-    return TileWalk(True, row, trim, next_tile, last, first, is_nonempty, needs_mask)
-
-
-@inlined
-def _no_row(b, h, first_row, arrays, strides):
-    return int32(0)
-
-
-@inlined
-def _all(row, begin, stop, arrays, strides):
-    return begin, stop
-
-
-@inlined
-def _before(row, j, begin, arrays, strides):
-    return j - 1
-
-
-@inlined
-def _same(row, j, end, arrays, strides):
-    return j
-
-
-@inlined
-def _always(row, j, arrays, strides):
-    return True
-
-
-@inlined
-def _never(row, j, arrays, strides):
-    return FALSE
+    return TileWalk(present, row, trim, next_tile, last, first, is_nonempty, needs_mask)

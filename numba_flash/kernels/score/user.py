@@ -116,8 +116,8 @@ def _compiled(config: Any, option: str, derivative: bool) -> Any:
 
 
 def recorded(config: Any) -> Any:
-    """-> owed(s, at, read, arrays, strides, sizes): the result of score_mod, its derivative by the read-th number that
-    it reads from the arrays config.wanted_aux, the index of that number, and how many numbers it reads.
+    """-> aux_gradient(s, at, read, arrays, strides, sizes): the result of score_mod, its derivative by the read-th
+    number that it reads from the arrays config.wanted_aux, the index of that number, and how many numbers it reads.
 
     A function may read any number of numbers, in loops too: so it is called once for each.
     """
@@ -146,13 +146,13 @@ def _compiled_recorded(config: Any) -> Any:
             tables = _one_plain_more(tables, compiled.as_table(dtype, ndim, base), n - count)
 
     @inlined
-    def owed(s, at, read, arrays, strides, sizes):
+    def aux_gradient(s, at, read, arrays, strides, sizes):
         state = local.array(reads, int64)  # in registers
         state[0], state[1], state[2] = 0, read, 0
         y = call(*(row(at) + (number(s),) + where(at) + tables(arrays, strides, sizes, state)))
         return result(y), slope(y), state[2], state[0]
 
-    return owed
+    return aux_gradient
 
 
 def _one_recorded_more(before: Any, table: Any, place: int, wanted: int) -> Any:
@@ -179,7 +179,7 @@ def _simulated_recorded(config: Any) -> Any:
     count, wanted = len(config.aux), config.wanted_aux
 
     @cuda.jit(device=True)
-    def owed(s, at, read, arrays, strides, sizes):
+    def aux_gradient(s, at, read, arrays, strides, sizes):
         own = arrays[len(arrays) - count :]
         tables = [
             numbers.RecordedTable(base, x.array, n) if n in wanted else numbers.Table(base, x.array)
@@ -192,7 +192,7 @@ def _simulated_recorded(config: Any) -> Any:
         (n, place), slope = parts[read]
         return y, base(slope), np.int64(sizes.aux_begins[wanted.index(n)] + place), np.int64(len(parts))
 
-    return owed
+    return aux_gradient
 
 
 def _tables(config: Any, base: str) -> Any:

@@ -1,7 +1,7 @@
 """P of one position, recomputed from the row's log-sum-exp: a backward stores no scores (Dao et al., 2022, section
 3.1).
 
-With dropout a weight has the same factor in dV as in the output (counts.py), and so has its dP.
+A weight has the same factor in dV as in the output (kept_weights.py), and so has its dP.
 """
 
 import functools

@@ -1,4 +1,5 @@
-"""Behind the walks over all scores: the sums of each array that has a gradient, in its dtype (kernels/score/owed.py).
+"""Behind the walks over all scores: the sums of each array that has a gradient, in its dtype
+(kernels/score/aux_gradient.py).
 
 Launch: grid (elements / threads, rounded up), block (config.threads).
 """
@@ -7,15 +8,15 @@ import math
 
 from numba import cuda, int64
 
-from ..score import owed
+from ..score import aux_gradient
 from ..steps import elements
 from ..steps.inlined import inlined
 
 
 def make(config):
-    dtype, words = config.compute_dtype, owed.words(config.compute_dtype)
-    special, bias = owed.Exponents.of(dtype)
-    compute, power = elements.COMPUTE_TYPES[dtype], owed.powers(dtype)
+    dtype, words = config.compute_dtype, aux_gradient.words(config.compute_dtype)
+    special, bias = aux_gradient.Exponents.of(dtype)
+    compute, power = elements.COMPUTE_TYPES[dtype], aux_gradient.powers(dtype)
     nan, double = compute(math.nan), words == 2
 
     @inlined
@@ -27,13 +28,13 @@ def make(config):
     @inlined
     def value_of(at, arrays, sizes):
         bound = int64(arrays.aux_bounds[at + 1])
-        room = sizes.term_bits + owed.read_bits(arrays)
-        up = bound - bias - owed.ROOM + room
+        room = sizes.term_bits + aux_gradient.read_bits(arrays)
+        up = bound - bias - aux_gradient.ROOM + room
         found = nan
         if bound != special:
             found = scaled(arrays.aux_sums[at * words], up)
             if double:
-                found += scaled(arrays.aux_sums[at * words + words - 1], up - (owed.ROOM + 1 - room))
+                found += scaled(arrays.aux_sums[at * words + words - 1], up - (aux_gradient.ROOM + 1 - room))
         return found
 
     @inlined

@@ -1,15 +1,15 @@
-"""Before the gradients of aux: bounds and sums of all elements are 0 (kernels/score/owed.py).
+"""Before the gradients of aux: bounds and sums of all elements are 0 (kernels/score/aux_gradient.py).
 
 Launch: grid (elements / threads, rounded up), block (config.threads).
 """
 
 from numba import cuda, int64, uint32
 
-from ..score import owed
+from ..score import aux_gradient
 
 
 def make(config):
-    words = owed.words(config.compute_dtype)
+    words = aux_gradient.words(config.compute_dtype)
 
     @cuda.jit
     def daux_start(arrays, sizes):

@@ -14,7 +14,7 @@ from ..score import at_key, by_head, tile_walk, weights
 from ..score import make as make_score
 from ..steps import elements, rows, tiles
 from ..steps.inlined import TRUE, inlined
-from ..steps.sequence import key_range, lse_row, query_of
+from ..steps.sequence import key_range, kv_head, lse_row, query_of
 
 
 class RowTiles(NamedTuple):
@@ -52,7 +52,7 @@ def make(config: Any, of_product: bool, use: Any, products_at: int = 0) -> DsRow
     load_do = tiles.query_loader(config, config.v_row + config.pad, config.head_dim_v)
     load_k = tiles.key_loader(config, config.k_row, config.head_dim)
     load_v = tiles.key_loader(config, config.v_row, config.head_dim_v)
-    weight, dropout, walk = weights.make(config), make_score(config).dropout, tile_walk.make(config)
+    weight, weight_factor, walk = weights.make(config), make_score(config).weight_factor, tile_walk.make(config)
     number_derivative = by_head(config)
     has_number = number_derivative is not None
 
@@ -87,7 +87,7 @@ def make(config: Any, of_product: bool, use: Any, products_at: int = 0) -> DsRow
                     at = at_key(query, k_index)
                     p, derivative = weight(s_part[u], lse, at, needs_mask, arrays, strides, score)
                     if p != 0:  # otherwise dP may be NaN or Inf, for a key that is not seen
-                        factor = dropout(at, arrays, sizes, score)
+                        factor = weight_factor(at, arrays, sizes, score)
                         dp = dp_part[u] * factor if factor != 0 else compute(0)  # no NaN from a weight of 0
                         ds = p * (dp - delta)
                         if has_number:
@@ -105,7 +105,7 @@ def make(config: Any, of_product: bool, use: Any, products_at: int = 0) -> DsRow
 
         sums: what `use` adds to. -> the thread's share of the gradient of a number of the head.
         """
-        thread, h_kv = cuda.threadIdx.x, h // (sizes.heads // sizes.heads_kv)
+        thread, h_kv = cuda.threadIdx.x, kv_head(h, sizes)
         cuda.syncthreads()  # everyone is done with the tiles before
         # line 1: load Q_i, dO_i
         load_q(tiles.q, arrays.q, strides.q, sequence, h, first_row, thread)

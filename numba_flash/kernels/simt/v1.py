@@ -22,7 +22,7 @@ from ...ptx import shared
 from ..score import at_key, sum_terms, tile_walk
 from ..score import make as make_score
 from ..steps import elements, sequence, tiles
-from ..steps.sequence import key_range, lse_row, query_of, query_row
+from ..steps.sequence import key_range, kv_head, lse_row, query_of, query_row
 
 
 def make(config):
@@ -40,7 +40,7 @@ def make(config):
         acc_o, row_sum, row_max = arrays.acc_o, arrays.row_sum, arrays.row_max
         thread = cuda.threadIdx.x
         h = cuda.blockIdx.x % sizes.heads
-        h_kv = h // (sizes.heads // sizes.heads_kv)
+        h_kv = kv_head(h, sizes)
         sequence = sequence_of(cuda.blockIdx.x // sizes.heads, arrays, strides, sizes)
         m_tiles = (sequence.seqlen_q + config.tile_m - 1) // config.tile_m
         lm_base = lse_row(sequence, h, 0, sizes)  # of l, m, lse, and times head_dim_v of acc_o
@@ -92,7 +92,7 @@ def make(config):
                         sum_tmp = compute(0)
                         for y in range(config.tile_n):  # lines 13 and 14
                             p = math.exp(s_smem[s_k + y] - max_tmp)
-                            s_smem[s_k + y] = p * scores.dropout(at_key(query, first_y + y), arrays, sizes, score)
+                            s_smem[s_k + y] = p * scores.weight_factor(at_key(query, first_y + y), arrays, sizes, score)
                             sum_tmp += p
                         sum_prev = row_sum[lm_base + q_index]  # line 15
                         max_prev = row_max[lm_base + q_index]

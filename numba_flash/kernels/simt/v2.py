@@ -21,7 +21,7 @@ from ...ptx import local, shared
 from ..score import at_key, sum_terms, tile_walk
 from ..score import make as make_score
 from ..steps import elements, rows, sequence, tiles
-from ..steps.sequence import key_range, lse_row, query_of, query_row
+from ..steps.sequence import key_range, kv_head, lse_row, query_of, query_row
 
 
 def make(config):
@@ -43,7 +43,7 @@ def make(config):
         m_tiles = (sizes.seqlen_q + config.tile_m - 1) // config.tile_m
         i = cuda.blockIdx.x % m_tiles  # listing 5, line 1: one block for each i
         h = cuda.blockIdx.x // m_tiles % sizes.heads
-        h_kv = h // (sizes.heads // sizes.heads_kv)
+        h_kv = kv_head(h, sizes)
         sequence = sequence_of(cuda.blockIdx.x // (sizes.heads * m_tiles), arrays, strides, sizes)
 
         smem = cuda.shared.array(0, compute)  # 0: the launch says how much
@@ -97,7 +97,7 @@ def make(config):
                     sum_tmp = compute(0)
                     for y in range(config.tile_n):
                         p = math.exp(s_smem[s_k + y] - m_new)
-                        s_smem[s_k + y] = p * scores.dropout(at_key(query, first_y + y), arrays, sizes, score)
+                        s_smem[s_k + y] = p * scores.weight_factor(at_key(query, first_y + y), arrays, sizes, score)
                         sum_tmp += p
                     l = alpha * l + sum_tmp
                     m = m_new

@@ -1,4 +1,4 @@
-"""The gradient of aux: what each score owes to the numbers that its score_mod reads (kernels/score/owed.py).
+"""The gradient of aux: what each score owes to the numbers that its score_mod reads (kernels/score/aux_gradient.py).
 
 The loops are those of v2_backward_dq.py: a block owns a tile of queries, and the keys pass by. S and dP are computed
 again, and dS of each finished score is handed on. The kernel runs twice: config.of_bounds says for what.
@@ -9,8 +9,8 @@ Launch: grid (batch * heads * query tiles), block (tile_m), config.shared_bytes 
 from numba import cuda, int64
 
 from ...ptx import local
-from ..score import around_score_mod, at_key, owed, user
-from ..score.owed import Run
+from ..score import around_score_mod, at_key, aux_gradient, user
+from ..score.aux_gradient import Run
 from ..steps import elements, sequence
 from ..steps.inlined import inlined
 from . import ds_rows
@@ -18,8 +18,8 @@ from . import ds_rows
 
 def make(config):
     plan, compute = config.shared_layout(), elements.COMPUTE_TYPES[config.dtype]
-    to_product, words = plan.products - plan.ds, owed.words(config.compute_dtype)
-    ask, (before, after), aux = user.recorded(config), around_score_mod(config), owed.make(config)
+    to_product, words = plan.products - plan.ds, aux_gradient.words(config.compute_dtype)
+    ask, (before, after), aux = user.recorded(config), around_score_mod(config), aux_gradient.make(config)
     sequence_of = sequence.make(config)
 
     @inlined

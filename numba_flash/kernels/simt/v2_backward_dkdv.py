@@ -35,7 +35,7 @@ def make(config):
     at_once = rows.at_once(config.tile_m, config.dtype)
     dot_rows = rows.dots(width, at_once, compute(0))
     add_rows = rows.adder(width, config.tile_m, config.dtype, compute)
-    sequence_of, weight, dropout = sequence.make(config), weights.make(config), score.make(config).dropout
+    sequence_of, weight, weight_factor = sequence.make(config), weights.make(config), score.make(config).weight_factor
     walk, store = tile_walk.make(config), elements.storer(config.dtype)
 
     @cuda.jit
@@ -113,7 +113,7 @@ def make(config):
                         ds = compute(0)
                         if p != 0:  # else dP may be NaN or Inf, of a key that is not seen
                             at = at_position(b, h, first_row + row, k_index, first_row + row + sequence.q_start)
-                            factor = dropout(at, arrays, sizes, score)
+                            factor = weight_factor(at, arrays, sizes, score)
                             dp = weights_smem[s_y + row] * factor if factor != 0 else compute(0)
                             ds = p * (dp - arrays.delta[lse_base + first_row + row])
                             if varies:
@@ -124,7 +124,7 @@ def make(config):
                     if of_p:
                         for row in range(config.tile_m):
                             at = at_position(b, h, first_row + row, k_index, first_row + row + sequence.q_start)
-                            weights_smem[s_y + row] *= dropout(at, arrays, sizes, score)
+                            weights_smem[s_y + row] *= weight_factor(at, arrays, sizes, score)
                 if is_wanted:  # lines 10 and 11
                     add_rows(acc, compute(1), weights_smem, s_y, qdo_smem, second)
 

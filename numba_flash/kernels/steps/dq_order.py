@@ -33,13 +33,14 @@ def ways_of(heads_kv, n_tiles, left, right):
     return -1 if n_tiles >= AT_A_TIME else 1
 
 
-def key_tile_of(ticket, batch, heads_kv, n_tiles, ways, abreast):
-    """-> (b, h_kv, key tile, step). ways: from ways_of; abreast: heads of each way that are processed side by side."""
+def key_tile_of(ticket, batch, heads_kv, n_tiles, ways, in_flight):
+    """-> (b, h_kv, key tile, step). ways: from ways_of; in_flight: heads of each way that are processed side by
+    side."""
     both = 2 if ways == 2 else 1
     of_each = heads_kv // both  # heads of a batch entry that go one way
-    group = ticket // (both * abreast * n_tiles)
-    first_head = group * abreast
-    together = min(abreast, batch * of_each - first_head)
+    group = ticket // (both * in_flight * n_tiles)
+    first_head = group * in_flight
+    together = min(in_flight, batch * of_each - first_head)
     within = ticket - both * first_head * n_tiles
     way = within // (together * n_tiles)
     within = within - way * together * n_tiles

@@ -6,6 +6,8 @@ them by its part of the other tile. All tiles lie in panels in shared memory (pt
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from numba import int32
 
@@ -14,21 +16,29 @@ from .inlined import inlined
 from .plain import chunk_pair, first_column_of, first_row_of, panel_offset
 
 
-def make(config):
-    """-> (lanes, load_own, scores_product, gradient_product, put, own_product, others_product). The second to fourth
-    take the `columns` of their tile and return device functions for it. The last three are for warps that share
+class FragmentProducts(NamedTuple):
+    """Device functions, or makers of them for tiles of so many `columns`. The last three are for warps that share
     rows."""
+
+    lanes: Callable[..., Any]  # (thread) -> the lane's addresses in three tiles
+    load_own: Callable[..., Any]  # (columns) -> load(a_frag, own_lane)
+    scores_product: Callable[..., Any]  # (columns) -> multiply(acc, a_frag, b_frag, own_lane, other_lane)
+    gradient_product: Callable[..., Any]  # (columns) -> multiply(acc, a_frag, b_frag, other_transposed)
+    put: Callable[..., Any]  # (frag, tile, thread)
+    own_product: Callable[..., Any]  # (acc, frag, b_frag, other_transposed, columns_left, thread)
+    others_product: Callable[..., Any]  # (acc, a_frag, b_frag, own_lane, other_transposed, columns_left, thread)
+
+
+def make(config: Any) -> FragmentProducts:
     strips = config.warp_rows // 16
     own_panel, other_panel = config.own_rows * 128, config.other_rows * 128  # bytes
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     part = config.other_rows // groups  # rows of the other tile for which a warp computes scores
     blocks = part // 8  # of 8 columns of scores
     columns = config.group_columns
-    whole = (
-        config.head_dim_padded == config.head_dim_v_padded == columns * groups
-    )  # every warp of a group has all of its columns
+    # whether every warp of a group has all of its columns
+    whole = config.head_dim_padded == config.head_dim_v_padded == columns * groups
     product = mma.m16n8k16_f16 if config.dtype == "float16" else mma.m16n8k16_bf16
-    x4, x4_trans, store_b32 = ldmatrix.x4, ldmatrix.x4_trans, ld_st.store_b32
 
     @inlined
     def lanes(thread):
@@ -49,7 +59,7 @@ def make(config):
             """a_frag (strips, columns / 16, 4) <- the warp's rows."""
             for strip in range(strips):
                 for x in range(steps):
-                    x4(a_frag, (strip * steps + x) * 4, chunk_pair(own_lane, x, own_panel) + strip * 2048)
+                    ldmatrix.x4(a_frag, (strip * steps + x) * 4, chunk_pair(own_lane, x, own_panel) + strip * 2048)
 
         return load
 
@@ -64,9 +74,11 @@ def make(config):
         def step(x, acc, a_frag, b_frag, own_lane, other_lane):
             if not config.in_registers:
                 for strip in range(strips):
-                    x4(a_frag, (strip * slots + x % slots) * 4, chunk_pair(own_lane, x, own_panel) + strip * 2048)
+                    ldmatrix.x4(
+                        a_frag, (strip * slots + x % slots) * 4, chunk_pair(own_lane, x, own_panel) + strip * 2048
+                    )
             for n in range(part // 16):
-                x4(b_frag, 0, chunk_pair(other_lane, x, other_panel) + n * 2048)  # (16 rows, 16)
+                ldmatrix.x4(b_frag, 0, chunk_pair(other_lane, x, other_panel) + n * 2048)  # (16 rows, 16)
                 for strip in range(strips):
                     a = (strip * slots + x % slots) * 4
                     product(acc, (strip * blocks + 2 * n) * 4, a_frag, a, b_frag, 0)
@@ -92,7 +104,9 @@ def make(config):
             """acc (strips, columns / 8, 4) += a . other; a_frag (strips, other_rows / 8, 2) comes from the scores."""
             for y in range(config.other_rows // 16):
                 for n in range(columns // 16):
-                    x4_trans(b_frag, 0, chunk_pair(other_transposed, n, other_panel) + y * 2048)  # (16 rows, 16)
+                    ldmatrix.x4_trans(
+                        b_frag, 0, chunk_pair(other_transposed, n, other_panel) + y * 2048
+                    )  # (16 rows, 16)
                     for strip in range(strips):
                         a = (strip * blocks + 2 * y) * 2
                         product(acc, (strip * (columns // 8) + 2 * n) * 4, a_frag, a, b_frag, 0)
@@ -108,7 +122,7 @@ def make(config):
             row = (warp >> shift) * config.warp_rows + int32(first_row_of(lane)) + r * 8
             for n in range(blocks):
                 at = tile + panel_offset(row, (warp & (groups - 1)) * blocks + n, config.own_rows)
-                store_b32(at + 2 * int32(first_column_of(lane)), frag[((r // 2) * blocks + n) * 2 + r % 2])
+                ld_st.store_b32(at + 2 * int32(first_column_of(lane)), frag[((r // 2) * blocks + n) * 2 + r % 2])
 
     @inlined
     def own_product(acc, frag, b_frag, other_transposed, columns_left, thread):
@@ -121,7 +135,7 @@ def make(config):
         for y in range(part // 16):
             for n in range(columns // 16):
                 if whole or n * 16 < columns_left:
-                    x4_trans(b_frag, 0, chunk_pair(own_part, n, other_panel) + y * 2048)  # (16 rows, 16)
+                    ldmatrix.x4_trans(b_frag, 0, chunk_pair(own_part, n, other_panel) + y * 2048)  # (16 rows, 16)
                     for strip in range(strips):
                         a = (strip * blocks + 2 * y) * 2
                         product(acc, (strip * (columns // 8) + 2 * n) * 4, frag, a, b_frag, 0)
@@ -138,12 +152,14 @@ def make(config):
             its_part = other_transposed + member * (part * 128)
             for y in range(part // 16):
                 for strip in range(strips):
-                    x4(a_frag, strip * 4, chunk_pair(own_lane, member * (part // 16) + y, own_panel) + strip * 2048)
+                    ldmatrix.x4(
+                        a_frag, strip * 4, chunk_pair(own_lane, member * (part // 16) + y, own_panel) + strip * 2048
+                    )
                 for n in range(columns // 16):
                     if whole or n * 16 < columns_left:
-                        x4_trans(b_frag, 0, chunk_pair(its_part, n, other_panel) + y * 2048)  # (16 rows, 16)
+                        ldmatrix.x4_trans(b_frag, 0, chunk_pair(its_part, n, other_panel) + y * 2048)  # (16 rows, 16)
                         for strip in range(strips):
                             product(acc, (strip * (columns // 8) + 2 * n) * 4, a_frag, strip * 4, b_frag, 0)
                             product(acc, (strip * (columns // 8) + 2 * n + 1) * 4, a_frag, strip * 4, b_frag, 2)
 
-    return lanes, load_own, scores_product, gradient_product, put, own_product, others_product
+    return FragmentProducts(lanes, load_own, scores_product, gradient_product, put, own_product, others_product)

@@ -23,12 +23,9 @@ def make(dtype, own_rows, warp_rows, columns, wide):
     store(tile, first_row, lane, target, base, row_stride, rows_left, columns_left, suspects): the warp's rows that
     exist and are not suspects; base: the element index of the tile's row 0 and first column.
     """
-    padded = (columns + 15) // 16 * 16
-    strips, blocks = warp_rows // 16, padded // 8
-    panels = -(-columns // 64)
+    strips, blocks, panels = warp_rows // 16, (columns + 15) // 16 * 2, -(-columns // 64)
     word_count = 4 * panels
     pack = cvt.pack_f16x2 if dtype == "float16" else cvt.pack_bf16x2
-    load_b32, load_v4, store_shared = ld_st.load_b32, ld_st.load_v4, ld_st.store_b32
 
     @inlined
     def stage(acc, factor, tile, first_row, lane, rows_that_count):
@@ -47,7 +44,9 @@ def make(dtype, own_rows, warp_rows, columns, wide):
                 low = acc[at] * factor if counts else float32(0)
                 high = acc[at + 1] * factor if counts else float32(0)
                 nonfinite += low * float32(0) + high * float32(0)  # NaN when one of them is NaN or Inf
-                store_shared(tile + panel_offset(row, n, own_rows) + 2 * int32(first_column_of(lane)), pack(low, high))
+                ld_st.store_b32(
+                    tile + panel_offset(row, n, own_rows) + 2 * int32(first_column_of(lane)), pack(low, high)
+                )
             if nonfinite != 0:
                 suspects |= uint32(1) << uint32(in_warp)
         for distance in (1, 2, 4, 8, 16):
@@ -66,7 +65,7 @@ def make(dtype, own_rows, warp_rows, columns, wide):
             staged = tile + panel_offset(row, lane & 7, own_rows)
             to = memory.address(target, base + row * row_stride + column)
             for panel in range(panels):
-                load_v4(words, 4 * panel, staged + panel * (own_rows * 128))
+                ld_st.load_v4(words, 4 * panel, staged + panel * (own_rows * 128))
             here = row < rows_left and (suspects >> uint32(in_warp)) & uint32(1) == 0
             for panel in range(panels):
                 if here and 64 * panel + column < columns_left:
@@ -78,7 +77,7 @@ def make(dtype, own_rows, warp_rows, columns, wide):
             in_warp = int32(uint32(index) // uint32(columns))
             row, column = first_row + in_warp, index - in_warp * columns
             if row < rows_left and column < columns_left and (suspects >> uint32(in_warp)) & uint32(1) == 0:
-                pair = load_b32(tile + panel_offset(row, column >> 3, own_rows) + ((column & 6) << 1))
+                pair = ld_st.load_b32(tile + panel_offset(row, column >> 3, own_rows) + ((column & 6) << 1))
                 half = uint32(pair >> uint32(16)) if column % 2 else pair
                 memory.store_b16(memory.address(target, base + row * row_stride + column), half)
 

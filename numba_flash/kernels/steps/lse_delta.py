@@ -1,7 +1,7 @@
 """lse and delta of every query in the layout that the tensor-core backward reads. kernels/mma/backward_preprocess.py
 computes them once.
 
-lse is in the scores' units (kernels/score/stage.py), and +inf for a query that sees no key, so that its weights become
+lse is in the scores' unit (kernels/steps/units.py), and +inf for a query that sees no key, so that its weights become
 0. -delta stands beside it. Blocks of 16 queries hold BLOCK_WORDS float32 numbers: 16 lse, then 16 -delta. Within both,
 the four columns that a lane has of every 16 (ptx/fragments.py) are contiguous. A head has `row_blocks` blocks; queries
 of the last one that do not exist have +inf and 0.
@@ -81,7 +81,7 @@ def delta_of_row(config):
 
 
 def of_query(config):
-    """-> of_query(sequence, h, query, arrays, sizes), a device function: lse in the scores' units, +inf if the query
+    """-> of_query(sequence, h, query, arrays, sizes), a device function: lse in the scores' unit, +inf if the query
     sees no key or does not exist, and delta. It reads the blocks; in float32 and float64, what the forward and the
     delta kernel wrote."""
     of_blocks, minus_delta_at = ITEM_SIZE[config.dtype] == 2, MINUS_DELTA
@@ -136,7 +136,7 @@ def staged(config, rows, threads):
 
     @inlined
     def of_pair(lse, delta, rows_smem, column):
-        """lse, delta (2,) <- those of query `column`, an even one, and the next: lse in the scores' units, +inf if the
+        """lse, delta (2,) <- those of query `column`, an even one, and the next: lse in the scores' unit, +inf if the
         query sees no key."""
         pair(lse, int32(rows_smem + column * size))
         pair(delta, int32(rows_smem + (rows + column) * size))
@@ -154,15 +154,13 @@ def starter(config, strips, blocks):
         """acc_dp <- -delta of each column, so that the product gives dP - delta. Where weights drop, finish_dp scales
         it later."""
         four = local.array(4, uint32)
-        for n in range(blocks // 2):
-            ld_st.load_v4(four, 0, rows_smem + n * 128 + 4 * MINUS_DELTA + ((lane & 3) << 4))
-            for strip in range(strips):
-                for half in range(2):
-                    for i in range(4):
-                        minus_delta = four[half * 2 + i % 2].view(np.float32)
-                        if config.seeded:
-                            minus_delta /= score.kept_count
-                        acc_dp[(strip * blocks + 2 * n + half) * 4 + i] = minus_delta
+        for n in range(0, blocks, 2):
+            ld_st.load_v4(four, 0, rows_smem + n * 64 + 4 * MINUS_DELTA + ((lane & 3) << 4))
+            for at in range(8 * strips):  # element at % 4 of block n + at // 4 % 2
+                minus_delta = four[at // 4 % 2 * 2 + at % 2].view(np.float32)
+                if config.seeded:
+                    minus_delta /= score.kept_count
+                acc_dp[(at // 8 * blocks + n) * 4 + at % 8] = minus_delta
 
     return start_dp
 
@@ -172,17 +170,14 @@ def finisher(config, strips, blocks):
 
     @inlined
     def finish_dp(acc_dp, kept, rows_smem, lane, score):
-        """acc_dp <- dP times how often its weight counts, minus delta."""
+        """acc_dp <- dP times the factor of its weight, minus delta."""
         four = local.array(4, uint32)
-        for n in range(blocks // 2):
-            ld_st.load_v4(four, 0, rows_smem + n * 128 + 4 * MINUS_DELTA + ((lane & 3) << 4))
-            for strip in range(strips):
-                for half in range(2):
-                    for i in range(4):
-                        at = (strip * blocks + 2 * n + half) * 4 + i
-                        bit = uint32(4 * n + 2 * half + i % 2)
-                        counts = (kept[strip * 2 + i // 2] >> bit) & uint32(1) != 0
-                        minus_delta = four[half * 2 + i % 2].view(np.float32)
-                        acc_dp[at] = acc_dp[at] * score.kept_count if counts else minus_delta
+        for n in range(0, blocks, 2):
+            ld_st.load_v4(four, 0, rows_smem + n * 64 + 4 * MINUS_DELTA + ((lane & 3) << 4))
+            for at in range(8 * strips):
+                index, bit = (at // 8 * blocks + n) * 4 + at % 8, uint32(2 * n + at // 4 % 2 * 2 + at % 2)
+                counts = (kept[at // 8 * 2 + at % 4 // 2] >> bit) & uint32(1) != 0
+                minus_delta = four[at // 4 % 2 * 2 + at % 2].view(np.float32)
+                acc_dp[index] = acc_dp[index] * score.kept_count if counts else minus_delta
 
     return finish_dp

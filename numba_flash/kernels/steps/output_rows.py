@@ -5,6 +5,7 @@ from numba import int32, int64, uint32
 from ...ptx import ld_st, local, memory
 from .inlined import inlined
 from .plain import panel_offset
+from .sequence import queries_of, query_row
 
 
 def make(config, warp_rows, columns, own_place=False):
@@ -16,29 +17,33 @@ def make(config, warp_rows, columns, own_place=False):
     O is staged in panels (ptx/fragments.py), in a tile of all its rows. With own_place the tile has only the warp's
     rows, and is read 16 bytes at a time. row_states as in recompute/rows.
     """
-    tile_m = warp_rows if own_place else config.tile_m
-    panels, steps = -(-columns // 64), warp_rows // 4
+    tile_m, panels = warp_rows if own_place else config.tile_m, -(-columns // 64)
     word_count = 4 * panels
+
+    @inlined
+    def place_of(row, column, sequence, tile, strides):
+        """-> (element index of a column of the tile's part, the query of a row of the tile)."""
+        query = row // config.group_size
+        at = query_row(strides.o, sequence, tile.h + row % config.group_size, tile.first_query + query)
+        return at + (tile.part * columns + column) * strides.o[3], query
 
     @inlined
     def store_wide(first_row, lane, o_smem, row_states, tile, arrays, strides, sizes):
         # Eight lanes for each row and panel. Independent instructions are adjacent: a warp that wrote one piece after
         # the other would take as long as two key tiles.
-        words = local.array(word_count, uint32)
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, config.queries))
+        words, sequence = local.array(word_count, uint32), queries_of(tile.b, arrays, strides, sizes)
+        queries_left = int32(min(sequence.seqlen_q - tile.first_query, config.queries))
         # The last panel may reach past this part; those columns belong to the next part.
         columns_left = int32(min(config.head_dim_v - tile.part * columns, columns)) - ((lane & 7) << 3)
         top_row = int32(first_row + (lane >> 3))
-        o_base = tile.b * strides.o[0] + (tile.part * columns + ((lane & 7) << 3)) * strides.o[3]
-        top = memory.address(arrays.o, o_base + tile.h * strides.o[1] + (tile.first_query + top_row) * strides.o[2])
-        for step in range(steps):
+        top = memory.address(arrays.o, place_of(top_row, (lane & 7) << 3, sequence, tile, strides)[0])
+        for step in range(warp_rows // 4):
             row = int32(top_row + 4 * step)
             flag = ld_st.load_b32(row_states + row * config.ROW_STATE_BYTES)
             staged = o_smem + panel_offset(row - first_row if own_place else row, lane & 7, tile_m)
             to = top + step * (8 * strides.o[2])  # 4 rows further, if each row is a query
             if config.group_size > 1:
-                head, query = tile.h + row % config.group_size, tile.first_query + row // config.group_size
-                to = memory.address(arrays.o, o_base + head * strides.o[1] + query * strides.o[2])
+                to = memory.address(arrays.o, place_of(row, (lane & 7) << 3, sequence, tile, strides)[0])
             for panel in range(panels):
                 ld_st.load_v4(words, 4 * panel, staged + panel * (tile_m * 128))
             here = flag == 0 and int32(row // config.group_size) < queries_left
@@ -48,21 +53,17 @@ def make(config, warp_rows, columns, own_place=False):
 
     @inlined
     def store_narrow(first_row, lane, o_smem, row_states, tile, arrays, strides, sizes):
-        queries_left = int32(min(sizes.seqlen_q - tile.first_query, config.queries))
+        sequence = queries_of(tile.b, arrays, strides, sizes)
+        queries_left = int32(min(sequence.seqlen_q - tile.first_query, config.queries))
         columns_left = int32(config.head_dim_v - tile.part * columns)
-        o_base = tile.b * strides.o[0] + tile.part * columns * strides.o[3]
         for index in range(lane, warp_rows * columns, 32):
             in_warp = int32(uint32(index) // uint32(columns))
             row, column = first_row + in_warp, index - in_warp * columns
-            query, member = row // config.group_size, row % config.group_size
-            if (
-                query < queries_left
-                and column < columns_left
-                and ld_st.load_b32(row_states + row * config.ROW_STATE_BYTES) == 0
-            ):
+            at, query = place_of(row, column, sequence, tile, strides)
+            finite = ld_st.load_b32(row_states + row * config.ROW_STATE_BYTES) == 0
+            if query < queries_left and column < columns_left and finite:
                 pair = ld_st.load_b32(o_smem + panel_offset(row, column >> 3, tile_m) + ((column & 6) << 1))
                 half = uint32(pair >> uint32(16)) if column % 2 else pair
-                at = o_base + (tile.h + member) * strides.o[1] + (tile.first_query + query) * strides.o[2]
-                memory.store_b16(memory.address(arrays.o, at + column * strides.o[3]), half)
+                memory.store_b16(memory.address(arrays.o, at), half)
 
     return store_wide if config.o_vectorized else store_narrow

@@ -1,4 +1,4 @@
-"""The query tile that a block, or a consumer, processes, and the keys that it loops over."""
+"""The query tile that a block, or a consumer, processes."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,3 @@ class QueryTile(NamedTuple):
     h: int
     first_query: int
     part: int
-
-
-class TileKeys(NamedTuple):
-    """h_kv: the KV head. keys: how many are valid. position: of query first_query among the keys."""
-
-    h_kv: int
-    keys: int
-    position: int

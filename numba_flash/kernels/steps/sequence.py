@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from numba import cuda, int64
 
 from .inlined import inlined
+from .integers import divide
 from .plain import key_queries, key_tiles, row_keys
 
 
@@ -37,12 +38,9 @@ class Query(NamedTuple):
 
 @functools.cache
 def make(config: Any) -> Any:
-    """-> sequence_of(b, arrays, strides, sizes), a device function: the Sequence of batch entry b.
-
-    Fields that the caller does not use cost nothing: the compiler drops what they were read for.
-    """
-    has_seqlens_k, from_array = config.has("seqlens_k"), config.q_offset_source == "array"
-    from_seqlens_k = config.q_offset_source == "seqlens_k"
+    """-> sequence_of(b, arrays, strides, sizes): the Sequence of batch entry b. Unused fields cost nothing."""
+    has_seqlens_k, source = config.has("seqlens_k"), config.q_offset_source
+    from_array, from_seqlens_k = source == "array", source == "seqlens_k"
 
     @cuda.jit(device=True)
     def sequence_of(b, arrays, strides, sizes):
@@ -84,6 +82,12 @@ def query_row(strides, sequence, h, row):
 def key_row(strides, sequence, h_kv, row):
     """The same in an array that has a row for each key: k, v, dk or dv."""
     return sequence.b * strides[0] + h_kv * strides[1] + row * strides[2]
+
+
+@inlined
+def kv_head(h, sizes):
+    """The head of K and V that query head h reads."""
+    return divide(h, divide(sizes.heads, sizes.heads_kv))
 
 
 @inlined

@@ -59,9 +59,3 @@ def _loader(dtype: str, tile_rows: int, tile_row: int, columns: int, threads: in
             tile[index] = value
 
     return load_tile
-
-
-@inlined
-def row_base(strides, b, h, row):
-    """Element index at which a row of q, k, v, o or of a gradient begins. strides: (batch, head, row, column)."""
-    return b * strides[0] + h * strides[1] + row * strides[2]

@@ -11,7 +11,7 @@ LN_2 = 0.6931471805599453
 
 
 def exponent_unit(config: Any) -> float:
-    """The unit of scores in fragments, "the scores' units" elsewhere: log2(e), or 1.
+    """The unit of scores in fragments, "the scores' unit" elsewhere: log2(e), or 1.
 
     With a bias the unit is natural: the bias may be as large as float32 allows, so that log2(e) times it would
     overflow, or so large that rounding log2(e) times it would matter.

@@ -12,12 +12,13 @@ dv_sums likewise. dk and dv are contiguous.
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...ptx import griddepcontrol, local, memory, shared, special
+from ...ptx import griddepcontrol, local, memory, special
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import parts_of
 from ..steps.sequence import make as make_sequence
 from . import backward_key_outputs
+from .block import aligned
 
 
 def make(config):
@@ -47,7 +48,7 @@ def make(config):
     @cuda.jit
     def add_parts(arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
-        base = int32((shared.address(smem) + int32(config.ALIGNMENT - 1)) & int32(-config.ALIGNMENT))
+        base = aligned(smem, config.ALIGNMENT)
         acc_dk = local.array(dk_count, float32)  # (head_dim / 8, 4)
         acc_dv = local.array(dv_count, float32)  # (head_dim_v / 8, 4)
         thread, block = special.thread_index(), special.block_index()

@@ -11,6 +11,7 @@ tickets, which are finished, so the block is working on it. So every wait ends, 
 time. With config.key_tiles no block waits for another and there are no tickets: the block's number gives its heads.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from numba import int32, uint32
@@ -19,27 +20,26 @@ from ...ptx import memory, special
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import key_tile_of, ways_of
-from . import backward_key_work, backward_state
-from .backward_state import MEMBERS, STEP, STRUCK
+from . import backward_key_work, backward_state, block
+from .block import MEMBERS, NONFINITE, STEP
 
 
 class BlockTiles(NamedTuple):
-    """Device functions."""
+    """Device functions. w: the number of a tile among those of the block."""
 
-    state_of: Any
-    take: Any
-    next_tile: Any
-    has_tile: Any  # called by one thread
-    warp_has_tile: Any
-    leave: Any
+    state_of: Callable[..., Any]  # (base, w) -> the `work` of its words (block.py)
+    take: Callable[..., Any]  # (base, w, arrays, strides, sizes): one thread takes it and writes its words
+    next_tile: Callable[..., Any]  # (base, w, arrays, strides, sizes) -> whether there is one, for the same thread
+    has_tile: Callable[..., Any]  # (base, w), for another thread
+    warp_has_tile: Callable[..., Any]  # (base, w), for a whole warp
+    leave: Callable[..., Any]  # (base, w): a thread has read the words for the last time
 
 
-def make(config, of_word):
-    """of_word: as in backward_keys."""
+def make(config):
     tile_n, stays, ring = config.tile_n, config.stays, backward_state.pipelines(config).state
     all_keys, own_tiles = config.key_tiles > 0, max(config.key_tiles, 1)
-    head_parts_of, _, set_up_state = backward_key_work.make(config)
-    put, _, word, _ = backward_state.words(config)
+    head_parts_of, _, write_tile = backward_key_work.make(config)
+    state = block.words(config.shared_layout().state)
 
     @inlined
     def state_of(base, w):
@@ -68,7 +68,7 @@ def make(config, of_word):
             j = own_tiles - 1 - (w - divide(w, own_tiles) * own_tiles)
             return b, int32(number - b * head_parts), int32(j), int32(1)
         ways = int32(ways_of(head_parts, n_tiles, sizes.left, sizes.right))
-        return key_tile_of(number, int32(sizes.batch), head_parts, n_tiles, ways, int32(sizes.heads_abreast))
+        return key_tile_of(number, int32(sizes.batch), head_parts, n_tiles, ways, int32(sizes.heads_in_flight))
 
     @inlined
     def take(base, w, arrays, strides, sizes):
@@ -77,11 +77,11 @@ def make(config, of_word):
         all_parts, n_tiles = tiles_of(sizes)
         if not stays or number < all_parts * n_tiles:
             b, part, j, step = work_of(number, w, n_tiles, sizes)
-            set_up_state(own, int32(b), int32(part), int32(j * tile_n), arrays, strides, sizes)
-            put(own, STEP, step)
-            put(own, STRUCK, 0)
+            write_tile(own, int32(b), int32(part), int32(j * tile_n), arrays, strides, sizes)
+            state.write(own, STEP, step)
+            state.write(own, NONFINITE, 0)
         else:
-            put(own, MEMBERS, 0)
+            state.write(own, MEMBERS, 0)
 
     def has_tile_by(read):
         @inlined
@@ -94,7 +94,7 @@ def make(config, of_word):
 
         return has_tile
 
-    has_tile, warp_has_tile = has_tile_by(of_word), has_tile_by(word)
+    has_tile, warp_has_tile = has_tile_by(state.read_alone), has_tile_by(state.read)
 
     @inlined
     def next_tile(base, w, arrays, strides, sizes):

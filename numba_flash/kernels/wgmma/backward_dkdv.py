@@ -31,11 +31,21 @@ what wgmma/backward_add_parts reads.
 
 from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import bar, fence, griddepcontrol, local, setmaxnreg, shared, shfl, special, wgmma
-from ..steps.inlined import FALSE, TRUE, inlined
-from . import backward_key_work, backward_keys, backward_query_walk, backward_scores, backward_state
-from .backward_scores import Own
-from .backward_state import BEGIN, CUT, FREE, MEMBERS, STOP
+from ...ptx import bar, fence, griddepcontrol, local, special, wgmma
+from ..steps.inlined import FALSE, inlined
+from . import (
+    backward_key_producer,
+    backward_key_work,
+    backward_keys,
+    backward_plain_scores,
+    backward_query_walk,
+    backward_scores,
+    backward_state,
+    block,
+)
+from .backward_plain_scores import TileFragments
+from .block import BEGIN, CUT, FREE, MEMBERS, STOP, aligned, warpgroup_index
+from .operands import describe_rows, wait_all, wait_but_one, wait_but_two
 
 
 def make(config):
@@ -43,41 +53,68 @@ def make(config):
     s_count, frag_count = config.tile_m // 2, config.tile_m // 4
     dk_count, dv_count = config.head_dim_padded // 2 if of_dk else 1, config.head_dim_v_padded // 2 if of_dv else 1
 
-    describe_rows = wgmma.descriptor(16, 1024, 128)  # the first number is not used
-    wait_all, wait_but_one, wait_but_two = wgmma.wait_group(0), wgmma.wait_group(1), wgmma.wait_group(2)
     pin_s, pin_dk, pin_dv = wgmma.pin(s_count), wgmma.pin(dk_count), wgmma.pin(dv_count)
-    give_registers = setmaxnreg.decrease(config.registers[0])
-    take_registers = setmaxnreg.increase(config.registers[1])
+    give_registers, take_registers = block.register_moves(config)
     finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
 
     keys = backward_keys.make(config)
-    _, work_of, set_up_state = backward_key_work.make(config)
-    to_weights, to_score_gradients = keys.weights_of(0, config.tile_m // 16), keys.to_score_gradients
-    by_element, scores = config.by_element, backward_scores.make(config, of_keys=True)
-    bits_words, shown_words, kept_words, bias_words = scores.words if by_element else (1, 1, 1, 1)
+    work = backward_key_work.make(config)
+    plain, producer = backward_plain_scores.make(config, of_keys=True), backward_key_producer.make(config)
+    to_weights = plain.weights_of(0, config.tile_m // 16)
+    per_score, scores = config.per_score, backward_scores.make(config, of_keys=True)
+    _, shown_words, kept_words, bias_words = scores.words if per_score else (1, 1, 1, 1)
     walk = backward_query_walk.make(config, whole_warp=True)
-    set_up, _, _, word, _ = backward_state.make(config)
+    set_up, word = backward_state.make(config), block.words(plan.state).read
     rings = backward_state.pipelines(config)
+
+    @inlined
+    def to_ds(base, i, member, n, tile, v_desc, elected, arrays, strides, sizes, score):
+        """P of the n-th query tile, whose S has been issued; and dS, for which it computes dP."""
+        masked = i >= word(base, CUT) or i < word(base, FREE)
+        lse_and_delta, term = keys.lse_and_delta_at(base, n), float32(0)
+        if keys.has_row_term:
+            term = keys.term_of(base, member, arrays, strides)
+        if per_score:
+            asked = walk.needs_mask(base, i, member, arrays, strides) if walk.present else FALSE
+            every = scores.prepare(base, i, member, tile, masked, asked, arrays, strides, sizes)
+        elif keys.has_row_term or masked:
+            keys.find_visible(base, i, sizes, tile.mask_bits, tile.distance)
+        wait_all()
+        pin_s(tile.acc_s)
+        if of_dk:
+            keys.issue_dp(base, tile.acc_dp, v_desc, n)
+        if per_score:
+            bias = base + plan.bias + rings.a.stage(n) * config.bias_bytes
+            scores.to_weights(base, i, member, tile, lse_and_delta, bias, term, every, arrays, strides, score)
+        else:
+            to_weights(tile, lse_and_delta, term, score, masked)
+        if of_dk:
+            wait_all()
+            pin_s(tile.acc_dp)
+            if not of_dv:
+                keys.release_do(base, n, elected)  # only dP reads it
+            if per_score:
+                scores.to_gradients(tile, lse_and_delta, every, score)
+            else:
+                plain.to_gradients(tile, lse_and_delta, lse_and_delta, term, score, masked)
+        else:
+            keys.release_q(base, n)  # only S reads Q, and P has its lse
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 keys of the block's tile."""
-        acc_s = local.array(s_count, float32)  # (tile_m / 8, 4)
-        acc_dp = local.array(s_count, float32)  # (tile_m / 8, 4)
+        acc_s = local.array(s_count, float32)
+        acc_dp = local.array(s_count, float32)
         acc_dk = local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
         acc_dv = local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
-        p_frag = local.array(frag_count, uint32)  # (tile_m / 8, 2)
-        ds_frag = local.array(frag_count, uint32)  # (tile_m / 8, 2)
+        p_frag = local.array(frag_count, uint32)
+        ds_frag = local.array(frag_count, uint32)
         mask_bits = local.array(keys.mask_words, uint32)
-        distance = local.array(2, float32)
-        own = Own(
-            local.array(bits_words, uint32),
-            local.array(shown_words, uint32),
-            local.array(kept_words, uint32),
-            local.array(bias_words, uint32),  # (2, tile_m / 8, 2), in 16 bits two in one
-        )
+        shown_bits, kept = local.array(shown_words, uint32), local.array(kept_words, uint32)
+        loaded, distance = local.array(bias_words, uint32), local.array(2, float32)
+        tile = TileFragments(acc_s, acc_dp, p_frag, ds_frag, mask_bits, shown_bits, kept, loaded, distance)
         me = int32(warpgroup - 1)  # index of the consumer
-        elected = special.thread_index() & int32(31) == 0
+        elected = block.elected()
         k_desc = describe_rows(base + plan.own_a + me * (64 * 128))
         v_desc = describe_rows(base + plan.own_b + me * (64 * 128))
         for x in range(s_count):
@@ -91,13 +128,9 @@ def make(config):
             mask_bits[x] = uint32(0)
         for r in range(2):
             distance[r] = float32(0)
-        term = float32(0)
 
-        begin, i = word(base, BEGIN), int32(word(base, STOP) - 1)
-        steps = int32(word(base, MEMBERS) * (i + 1 - begin))
-        member = int32(0)
-        if walk.present:
-            i, member = walk.up_to(base, i, member, arrays, strides)
+        steps = int32(word(base, MEMBERS) * (word(base, STOP) - word(base, BEGIN)))
+        i, member = walk.first(base, arrays, strides)
         n = int32(0)
         rings.own.consumer_wait(base, n)
         # Otherwise ptxas copies these zeros from the accumulators of S, which are zero as well, while S is being
@@ -109,58 +142,7 @@ def make(config):
         keys.issue_s(base, acc_s, k_desc, n, FALSE)
         while member < word(base, MEMBERS) if walk.present else n < steps:
             rings.b.consumer_wait(base, n)
-            masked = i >= word(base, CUT) or i < word(base, FREE)
-            lse_and_delta = base + plan.lse_delta + rings.a.stage(n) * config.lse_delta_bytes
-            if keys.has_row_term:
-                term = keys.term_of(base, member, arrays, strides)
-            if by_element:
-                asked = walk.asks(base, i, member, arrays, strides) if walk.present else FALSE
-                every = scores.prepare(base, i, member, own, distance, masked, asked, arrays, strides, sizes)
-            elif keys.has_row_term or masked:
-                keys.find_visible(base, i, sizes, mask_bits, distance)
-            wait_all()
-            pin_s(acc_s)
-            if of_dk:
-                keys.issue_dp(base, acc_dp, v_desc, n)
-            if by_element:
-                bias = base + plan.bias + rings.a.stage(n) * config.bias_bytes
-                scores.to_weights(
-                    base,
-                    i,
-                    member,
-                    acc_s,
-                    p_frag,
-                    lse_and_delta,
-                    bias,
-                    own,
-                    term,
-                    distance,
-                    every,
-                    arrays,
-                    strides,
-                    score,
-                )
-            elif masked:
-                to_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, TRUE)
-            else:
-                to_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, FALSE)
-            if of_dk:
-                wait_all()
-                pin_s(acc_dp)
-                if not of_dv:
-                    keys.release_do(base, n, elected)  # only dP reads it
-                if by_element:
-                    scores.to_gradients(acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, own, every, score)
-                elif masked:
-                    to_score_gradients(
-                        acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, own.kept, term, distance, score, TRUE
-                    )
-                else:
-                    to_score_gradients(
-                        acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, own.kept, term, distance, score, FALSE
-                    )
-            else:
-                keys.release_q(base, n)  # only S reads Q, and P has its lse
+            to_ds(base, i, member, n, tile, v_desc, elected, arrays, strides, sizes, score)
             if of_dv:
                 keys.issue_dv(base, acc_dv, p_frag, n)
             if of_dk:
@@ -178,11 +160,7 @@ def make(config):
             else:
                 keys.release_do(base, n, elected)
             n = int32(n + 1)
-            i = int32(i - 1)
-            if walk.present:
-                i, member = walk.up_to(base, i, member, arrays, strides)
-            elif i < begin:
-                i, member = int32(word(base, STOP) - 1), int32(member + 1)
+            i, member = walk.next(base, i, member, arrays, strides)
         wait_all()
 
         bar.sync(me + 1, 128)  # all four warps have read the warpgroup's own rows for the last time
@@ -191,24 +169,23 @@ def make(config):
     @cuda.jit
     def flash_attention_wgmma_dkdv(tensor_maps, arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
-        base = int32((shared.address(smem) + int32(config.ALIGNMENT - 1)) & int32(-config.ALIGNMENT))
+        base = aligned(smem, config.ALIGNMENT)
         thread = special.thread_index()
-        warpgroup = int32(shfl.idx_b32(uint32(thread >> int32(7)), 0))  # known to be uniform in the warp
+        warpgroup = warpgroup_index()
         if finds_by_kernels:
             griddepcontrol.wait()
         if thread == 0:
             set_up(base)
             fence.mbarrier_init()
-            b, part, first_key = work_of(special.block_index(), arrays, strides, sizes)
-            set_up_state(base, b, part, first_key, arrays, strides, sizes)
+            work.write(base, special.block_index(), arrays, strides, sizes)
         cuda.syncthreads()
         if warpgroup == 0:
             give_registers()
             if thread == 0:
-                n = keys.produce_a(base, base, int32(0), int32(0), arrays, strides, sizes)
-                keys.produce_no_a(base, n, sizes.seqlen_q)
+                n = producer.load_q(base, base, int32(0), int32(0), arrays, strides, sizes)
+                producer.load_no_q(base, n, sizes.seqlen_q)
             if thread == 32:
-                keys.produce_b(base, base, int32(0), arrays, strides)
+                producer.load_do(base, base, int32(0), arrays, strides)
         else:
             take_registers()
             griddepcontrol.wait()

@@ -18,85 +18,75 @@ maps of q, k, v and do. dq is contiguous.
 """
 
 import math
+from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import bar, cvt, fence, griddepcontrol, ld_st, local, setmaxnreg, shared, shfl, special, wgmma
+from ...ptx import bar, fence, griddepcontrol, local, special, wgmma
 from ..recompute import queries as recompute
 from ..score import fragments, tile_walk
 from ..steps import gradient_rows, lse_delta
-from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.inlined import FALSE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_row_of
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import queries_of, query_row
-from . import backward_producer, backward_query_work, backward_scores, backward_state, bias_boxes
+from . import (
+    backward_plain_scores,
+    backward_producer,
+    backward_query_work,
+    backward_scores,
+    backward_state,
+    bias_boxes,
+    block,
+    operands,
+)
+from .backward_plain_scores import TileFragments
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
-from .backward_scores import Own
-from .backward_state import BATCH, BEGIN, CUT, FIRST_ROW, FREE, HEAD, HEAD_KV, KEYS, STATES, STOP
+from .block import BEGIN, CUT, FIRST_ROW, FREE, H_KV, KEYS, STATES, STOP, B, H, aligned, rows_of_lane, warpgroup_index
+from .operands import describe_rows, wait_all, wait_but_one
+
+
+class QueryRows(NamedTuple):
+    """A lane's two rows of the block's query tile."""
+
+    lse_log2: Any  # (2,)
+    minus_delta: Any  # (2,)
+    term: Any  # of the head (kernels/score/fragments.py)
+    do_desc: Any  # wgmma's descriptor of the warpgroup's rows of dO
 
 
 def make(config):
-    tile_m, tile_n = config.tile_m, config.tile_n
-    head_dim_padded, head_dim_v_padded, head_dim = config.head_dim_padded, config.head_dim_v_padded, config.head_dim
-    alignment, all_consumers = config.ALIGNMENT, 128 * config.consumers
-    plan = config.shared_layout()
-    s_count, frag_count, blocks, dq_count = tile_n // 2, tile_n // 4, tile_n // 8, head_dim_padded // 2
-    varies, padded = config.derivative_varies, config.has("seqlens_k")
-
-    # 16 columns are 32 bytes of a panel's row, and a panel has 64 columns; offsets are in units of 16 bytes.
-    kind = "f16" if config.dtype == "float16" else "bf16"
-    own_panel, stream_panel = tile_m * 128, tile_n * 128
-    own_steps = tuple(
-        ((x % 4) * 32 + (x // 4) * own_panel) >> 4 for x in range(max(head_dim_padded, head_dim_v_padded) // 16)
-    )
-    stream_steps = tuple(
-        ((x % 4) * 32 + (x // 4) * stream_panel) >> 4 for x in range(max(head_dim_padded, head_dim_v_padded) // 16)
-    )
-    row_steps = tuple((y * 16 * 128) >> 4 for y in range(tile_n // 16))
-    k_panels, a_bytes, b_bytes = -(-head_dim_padded // 64), config.stream_a_bytes, config.stream_b_bytes
-    boxed, fetch_bias, bias_bytes = config.bias_boxes, bias_boxes.make(config, tile_m).fetch, config.bias_bytes
-    multiply_q_k = wgmma.product_shared(
-        tile_n, kind, own_steps[: head_dim_padded // 16], stream_steps[: head_dim_padded // 16], 0
-    )
-    multiply_do_v = wgmma.product_shared(
-        tile_n, kind, own_steps[: head_dim_v_padded // 16], stream_steps[: head_dim_v_padded // 16], 0
-    )
-    multiply_ds_k = wgmma.product_registers(head_dim_padded, kind, row_steps, 1)
-    describe_rows = wgmma.descriptor(16, 1024, 128)  # the first number is not used
-    describe_columns = wgmma.descriptor(stream_panel, 1024, 128)
-    commit, wait_all, wait_but_one = wgmma.commit_group, wgmma.wait_group(0), wgmma.wait_group(1)
+    tile_m, tile_n, plan = config.tile_m, config.tile_n, config.shared_layout()
+    head_dim, head_dim_padded, per_score = config.head_dim, config.head_dim_padded, config.per_score
+    s_count, frag_count, dq_count = tile_n // 2, tile_n // 4, head_dim_padded // 2
+    multiply_q_k = operands.rows_by_rows(config, tile_m, tile_n, head_dim_padded)
+    multiply_do_v = operands.rows_by_rows(config, tile_m, tile_n, config.head_dim_v_padded)
+    multiply_ds_k = wgmma.product_registers(head_dim_padded, operands.kind(config), operands.row_steps(tile_n), 1)
+    describe_columns = wgmma.descriptor(tile_n * 128, 1024, 128)
     pin_s, pin_dq = wgmma.pin(s_count), wgmma.pin(dq_count)
-
-    pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    give_registers = setmaxnreg.decrease(config.registers[0])
-    take_registers = setmaxnreg.increase(config.registers[1])
+    give_registers, take_registers = block.register_moves(config)
     finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
-    inf = float32(math.inf)
 
-    set_up, _, _, word, position = backward_state.make(config)
-    rings = backward_state.pipelines(config)
+    padded = config.has("seqlens_k")  # K may hold anything after the valid keys
+    set_up, (word, word_alone, position, *_) = backward_state.make(config), block.words(plan.state)
+    rings, work = backward_state.pipelines(config), backward_query_work.make(config)
     load_own, load_a, load_b = backward_producer.make(config, (Q_MAP, DO_MAP), (K_MAP, V_MAP))
-    set_up_state = backward_query_work.make(config)
-    mask_words, visible, _, _ = fragments.tile(config, 1)
-    chain, (weight, _) = fragments.chain(config), (None, None) if config.by_element else fragments.weights(config)
+    fetch_bias = bias_boxes.make(config, tile_m).fetch
+    chain, (mask_words, visible, _, _) = fragments.chain(config), fragments.tile(config, 1)
+    plain, scores = backward_plain_scores.make(config, of_keys=False), backward_scores.make(config, of_keys=False)
+    to_weights = plain.weights_of(0, tile_n // 16)
+    _, shown_words, kept_words, bias_words = scores.words if per_score else (1, 1, 1, 1)
+    of_thread, of_warp = tile_walk.make(config), tile_walk.make(config, whole_warp=True)
+    zero_tail = block.tail_zeroer(config, -(-head_dim_padded // 64), 4)
     stage_dq, store_dq = gradient_rows.make(config.dtype, tile_m, 16, head_dim, head_dim % 8 == 0)
     recompute_queries = recompute.make(config)
-    by_element, scores = config.by_element, backward_scores.make(config, of_keys=False)
-    bits_words, shown_words, kept_words, bias_words = scores.words if by_element else (1, 1, 1, 1)
-    of_thread, of_warp = tile_walk.make(config), tile_walk.make(config, whole_warp=True)
-
-    @inlined
-    def of_word(base, which):
-        """A word of the block's state, for one thread. It is read again each time, because the thread has few
-        registers."""
-        return int32(ld_st.load_b32(int32(base + plan.state + which)))
 
     @inlined
     def behind_of(base, j, arrays, strides):
         """The key tile after j, for one thread."""
         if of_thread.present:
-            states, begin = of_word(base, STATES), of_word(base, BEGIN)
+            states, begin = word_alone(base, STATES), word_alone(base, BEGIN)
             return int32(of_thread.next_tile(states, j, begin, arrays, strides))
         return int32(j - 1)
 
@@ -104,127 +94,70 @@ def make(config):
     def produce_a(base, arrays, strides, seqlen_k):
         """One thread: Q and dO, then K with its bias, tile after tile. After the last tile it loads a K past the end,
         which is zeros: its S is issued and dropped, so that consumers need no branch."""
-        load_own(base, of_word(base, FIRST_ROW), of_word(base, HEAD), of_word(base, BATCH))
-        n, j = int32(0), int32(of_word(base, STOP) - 1)
-        while j >= of_word(base, BEGIN):
-            first_key, b = int32(j * tile_n), of_word(base, BATCH)
-            stage = load_a(base, n, first_key, of_word(base, HEAD_KV), b, bias_bytes)
-            if boxed:
-                to, full = base + plan.bias + stage * bias_bytes, rings.a.full(base, n)
-                fetch_bias(to, full, of_word(base, FIRST_ROW), first_key, of_word(base, HEAD), b, strides)
+        load_own(base, word_alone(base, FIRST_ROW), word_alone(base, H), word_alone(base, B))
+        n, j = int32(0), int32(word_alone(base, STOP) - 1)
+        while j >= word_alone(base, BEGIN):
+            first_key, b = int32(j * tile_n), word_alone(base, B)
+            stage = load_a(base, n, first_key, word_alone(base, H_KV), b, config.bias_bytes)
+            if config.bias_boxes:
+                to, full = base + plan.bias + stage * config.bias_bytes, rings.a.full(base, n)
+                fetch_bias(to, full, word_alone(base, FIRST_ROW), first_key, word_alone(base, H), b, strides)
             n, j = int32(n + 1), behind_of(base, j, arrays, strides)
         load_a(base, n, int32((divide(int32(seqlen_k), tile_n) + 1) * tile_n), 0, 0, 0)
 
     @inlined
     def produce_b(base, arrays, strides):
         """One thread of another warp, so that neither producer waits for the other: V."""
-        n, j = int32(0), int32(of_word(base, STOP) - 1)
-        while j >= of_word(base, BEGIN):
-            load_b(base, n, int32(j * tile_n), of_word(base, HEAD_KV), of_word(base, BATCH))
+        n, j = int32(0), int32(word_alone(base, STOP) - 1)
+        while j >= word_alone(base, BEGIN):
+            load_b(base, n, int32(j * tile_n), word_alone(base, H_KV), word_alone(base, B))
             n, j = int32(n + 1), behind_of(base, j, arrays, strides)
+
+    @inlined
+    def k_at(base, n):
+        return base + plan.stream_a + rings.a.stage(n) * config.stream_a_bytes
 
     @inlined
     def issue_s(base, acc_s, q_desc, n):
         """S of the n-th key tile, which has arrived."""
-        multiply_q_k(acc_s, q_desc, describe_rows(base + plan.stream_a + rings.a.stage(n) * a_bytes), 0)
-        commit()
+        multiply_q_k(acc_s, q_desc, describe_rows(k_at(base, n)), 0)
+        wgmma.commit_group()
 
     @inlined
     def issue_dp(base, acc_dp, do_desc, n):
         """dP of the n-th key tile, whose V has arrived."""
-        multiply_do_v(acc_dp, do_desc, describe_rows(base + plan.stream_b + rings.b.stage(n) * b_bytes), 0)
-        commit()
+        place = base + plan.stream_b + rings.b.stage(n) * config.stream_b_bytes
+        multiply_do_v(acc_dp, do_desc, describe_rows(place), 0)
+        wgmma.commit_group()
 
     @inlined
     def issue_dq(base, acc_dq, ds_frag, n):
         """dQ += dS K of the n-th key tile."""
-        multiply_ds_k(acc_dq, ds_frag, describe_columns(base + plan.stream_a + rings.a.stage(n) * a_bytes), 1)
-        commit()
-
-    @inlined
-    def wait_for_k(base, n):
-        rings.a.consumer_wait(base, n)
+        multiply_ds_k(acc_dq, ds_frag, describe_columns(k_at(base, n)), 1)
+        wgmma.commit_group()
 
     @inlined
     def release_k(base, n, elected):
         """A warp has finished with the n-th K. With a bias beside K, which all lanes read, every lane arrives."""
-        if boxed:
+        if config.bias_boxes:
             fence.proxy_async()
             rings.a.consumer_release(base, n, True)
         else:
             rings.a.consumer_release(base, n, elected)
 
     @inlined
-    def release_v(base, n, elected):
-        """A warp has finished with the n-th V."""
-        rings.b.consumer_release(base, n, elected)
-
-    @inlined
-    def zero_tail(base, rows, thread):
-        """All consumers set rows of the first K to 0, from `rows` on. They may hold NaN, and 0 * NaN is NaN."""
-        zeros = local.array(4, uint32)
-        for x in range(4):
-            zeros[x] = uint32(0)
-        for index in range(rows * 8 + thread, tile_n * 8, all_consumers):
-            for panel in range(k_panels):
-                ld_st.store_v4(base + plan.stream_a + panel * stream_panel + index * 16, zeros, 0)
-        fence.proxy_async()
-        bar.sync(4, all_consumers)
-
-    @inlined
-    def rows_of_lane():
-        """-> (the warp's first row in the query tile, lane). Computed again on each call, to save registers."""
-        thread = special.thread_index() - 128
-        return (thread >> int32(5)) * 16, thread & int32(31)
-
-    @inlined
     def load_lse_delta(base, arrays, strides, sizes, lse_log2, minus_delta):
         """Loads lse and -delta of the lane's two rows."""
         first_row, lane = rows_of_lane()
-        sequence, h = queries_of(word(base, BATCH), arrays, strides, sizes), word(base, HEAD)
+        sequence, h = queries_of(word(base, B), arrays, strides, sizes), word(base, H)
         for r in range(2):
             query = word(base, FIRST_ROW) + first_row + first_row_of(lane) + 8 * r
-            lse_log2[r] = inf
+            lse_log2[r] = float32(math.inf)
             minus_delta[r] = float32(0)
             if query < sequence.seqlen_q:
                 row = lse_delta.block_row(sequence, h, query, sizes)
                 lse_log2[r] = arrays.lse_delta[row]
                 minus_delta[r] = arrays.lse_delta[row + lse_delta.MINUS_DELTA]
-
-    @inlined
-    def is_seen(mask_bits, r, n, x):
-        return (mask_bits[r * (mask_words // 2) + n // 16] >> uint32(2 * (n % 16) + x)) & uint32(1) != 0
-
-    @inlined
-    def to_weights(acc_s, lse_log2, mask_bits, term, distance, score, masked):
-        """acc_s <- P. If the score has a derivative that is not constant, acc_s keeps S, which is needed again."""
-        if not varies:
-            for n in range(blocks):
-                for r in range(2):
-                    for x in range(2):
-                        i = 4 * n + 2 * r + x
-                        p, _ = weight(acc_s[i], term, distance[0] - float32((n - r) * 8 + x), score, lse_log2[r])
-                        if masked and not is_seen(mask_bits, r, n, x):
-                            p = float32(0)
-                        acc_s[i] = p
-
-    @inlined
-    def to_score_gradients(acc_s, acc_dp, ds_frag, lse_log2, minus_delta, mask_bits, term, distance, score, masked):
-        """ds_frag <- dS in 16 bits."""
-        ds = local.array(2, float32)
-        for n in range(blocks):
-            for r in range(2):
-                for x in range(2):
-                    i = 4 * n + 2 * r + x
-                    if varies:
-                        away = distance[0] - float32((n - r) * 8 + x)
-                        p, derivative = weight(acc_s[i], term, away, score, lse_log2[r])
-                        ds[x] = p * (acc_dp[i] + minus_delta[r]) * derivative
-                    else:
-                        ds[x] = acc_s[i] * (acc_dp[i] + minus_delta[r])
-                    if masked and not is_seen(mask_bits, r, n, x):
-                        ds[x] = float32(0)  # dP may be NaN there
-                ds_frag[2 * n + r] = pack(ds[0], ds[1])
 
     @inlined
     def find_visible(base, j, sizes, mask_bits, distance):
@@ -234,18 +167,57 @@ def make(config):
         visible(j, first_row, lane, position(base), left, right, keys, mask_bits, distance)
 
     @inlined
+    def to_ds(base, j, n, states, tile, rows, elected, arrays, strides, sizes, score):
+        """P and dS of the n-th key tile, whose S has been issued; it computes dP."""
+        masked = j >= word(base, CUT) or j < word(base, FREE)
+        if per_score:
+            asked = of_warp.needs_mask(states, j, arrays, strides) if of_thread.present else FALSE
+            every = scores.prepare(base, j, 0, tile, masked, asked, arrays, strides, sizes)
+        elif chain.has_row_term or masked:
+            find_visible(base, j, sizes, tile.mask_bits, tile.distance)
+        wait_all()
+        pin_s(tile.acc_s)
+        issue_dp(base, tile.acc_dp, rows.do_desc, n)
+        if per_score:
+            bias = base + plan.bias + rings.a.stage(n) * config.bias_bytes
+            scores.to_weights(base, j, 0, tile, rows.lse_log2, bias, rows.term, every, arrays, strides, score)
+        else:
+            to_weights(tile, rows.lse_log2, rows.term, score, masked)
+        wait_all()
+        pin_s(tile.acc_dp)
+        rings.b.consumer_release(base, n, elected)
+        if per_score:
+            scores.to_gradients(tile, rows.minus_delta, every, score)
+        else:
+            plain.to_gradients(tile, rows.lse_log2, rows.minus_delta, rows.term, score, masked)
+
+    @inlined
+    def write(base, acc_dq, term, arrays, strides, sizes, score):
+        """Stages dQ in the place of the warpgroup's own rows of Q, and writes it from there to global memory."""
+        first_row, lane = rows_of_lane()
+        own = QueryTile(word(base, B), word(base, H), word(base, FIRST_ROW), int32(0))
+        sequence = queries_of(own.b, arrays, strides, sizes)
+        queries_left = int32(min(sequence.seqlen_q - own.first_query, tile_m))
+        nonfinite = stage_dq(acc_dq, score.scale, base + plan.own_a, first_row, lane, queries_left)
+        to, row = query_row(strides.dq, sequence, own.h, own.first_query), strides.dq[2]
+        store_dq(base + plan.own_a, first_row, lane, arrays.dq, to, row, queries_left, head_dim, nonfinite)
+        if nonfinite != 0:
+            recompute_queries(nonfinite, first_row, lane, own, term, arrays, strides, sizes, score)
+
+    @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 queries of the block's tile."""
-        acc_s = local.array(s_count, float32)  # (tile_n / 8, 4)
-        acc_dp = local.array(s_count, float32)  # (tile_n / 8, 4)
+        acc_s = local.array(s_count, float32)
+        acc_dp = local.array(s_count, float32)
         acc_dq = local.array(dq_count, float32)  # (head_dim_padded / 8, 4)
-        ds_frag = local.array(frag_count, uint32)  # (tile_n / 8, 2)
+        ds_frag = local.array(frag_count, uint32)
         mask_bits = local.array(mask_words, uint32)
-        distance = local.array(2, float32)
-        lse_log2 = local.array(2, float32)
-        minus_delta = local.array(2, float32)
+        shown_bits, kept = local.array(shown_words, uint32), local.array(kept_words, uint32)
+        loaded, distance = local.array(bias_words, uint32), local.array(2, float32)
+        tile = TileFragments(acc_s, acc_dp, ds_frag, ds_frag, mask_bits, shown_bits, kept, loaded, distance)
+        lse_log2, minus_delta = local.array(2, float32), local.array(2, float32)
         me = int32(warpgroup - 1)  # index of the consumer
-        elected = special.thread_index() & int32(31) == 0
+        elected = block.elected()
         q_desc = describe_rows(base + plan.own_a + me * (64 * 128))
         do_desc = describe_rows(base + plan.own_b + me * (64 * 128))
         for x in range(s_count):
@@ -257,66 +229,31 @@ def make(config):
             mask_bits[x] = uint32(0)
         for r in range(2):
             distance[r] = float32(0)
-        own = Own(
-            local.array(bits_words, uint32),
-            local.array(shown_words, uint32),
-            local.array(kept_words, uint32),
-            local.array(bias_words, uint32),  # (2, tile_n / 8, 2), in 16 bits two in one
-        )
         term = float32(0)
         if chain.has_row_term:
-            term = chain.row_term(word(base, BATCH), word(base, HEAD), arrays, strides)
+            term = chain.row_term(word(base, B), word(base, H), arrays, strides)
         load_lse_delta(base, arrays, strides, sizes, lse_log2, minus_delta)
+        rows = QueryRows(lse_log2, minus_delta, term, do_desc)
 
         begin = word(base, BEGIN)
         states = word(base, STATES) if of_thread.present else int32(0)
         j = int32(word(base, STOP) - 1)
         n = int32(0)
         rings.own.consumer_wait(base, 0)
-        wait_for_k(base, n)
+        rings.a.consumer_wait(base, n)
         if padded:
             keys_left = int32(word(base, KEYS) - j * tile_n)
             if j >= begin and keys_left < tile_n:
-                zero_tail(base, keys_left, special.thread_index() - 128)
+                zero_tail(base + plan.stream_a, keys_left)
         pin_s(acc_s)
         pin_s(acc_dp)
         pin_dq(acc_dq)
         issue_s(base, acc_s, q_desc, n)
         while j >= begin:
             rings.b.consumer_wait(base, n)
-            masked = j >= word(base, CUT) or j < word(base, FREE)
-            if by_element:
-                asked = of_warp.needs_mask(states, j, arrays, strides) if of_thread.present else FALSE
-                every = scores.prepare(base, j, 0, own, distance, masked, asked, arrays, strides, sizes)
-            elif chain.has_row_term or masked:
-                find_visible(base, j, sizes, mask_bits, distance)
-            wait_all()
-            pin_s(acc_s)
-            issue_dp(base, acc_dp, do_desc, n)
-            if by_element:
-                bias = base + plan.bias + rings.a.stage(n) * bias_bytes
-                scores.to_weights(
-                    base, j, 0, acc_s, ds_frag, lse_log2, bias, own, term, distance, every, arrays, strides, score
-                )
-            elif masked:
-                to_weights(acc_s, lse_log2, mask_bits, term, distance, score, TRUE)
-            else:
-                to_weights(acc_s, lse_log2, mask_bits, term, distance, score, FALSE)
-            wait_all()
-            pin_s(acc_dp)
-            release_v(base, n, elected)
-            if by_element:
-                scores.to_gradients(acc_s, acc_dp, ds_frag, ds_frag, minus_delta, own, every, score)
-            elif masked:
-                to_score_gradients(
-                    acc_s, acc_dp, ds_frag, lse_log2, minus_delta, mask_bits, term, distance, score, TRUE
-                )
-            else:
-                to_score_gradients(
-                    acc_s, acc_dp, ds_frag, lse_log2, minus_delta, mask_bits, term, distance, score, FALSE
-                )
+            to_ds(base, j, n, states, tile, rows, elected, arrays, strides, sizes, score)
             issue_dq(base, acc_dq, ds_frag, n)
-            wait_for_k(base, int32(n + 1))
+            rings.a.consumer_wait(base, int32(n + 1))
             issue_s(base, acc_s, q_desc, int32(n + 1))
             wait_but_one()
             pin_dq(acc_dq)
@@ -325,30 +262,21 @@ def make(config):
             j = int32(of_warp.next_tile(states, j, begin, arrays, strides) if of_thread.present else j - 1)
         wait_all()
 
-        # Stage dQ in the place of the warpgroup's own rows of Q, and write it from there to global memory.
-        bar.sync(me + 1, 128)  # all four warps have read these rows for the last time
-        first_row, lane = rows_of_lane()
-        tile = QueryTile(word(base, BATCH), word(base, HEAD), word(base, FIRST_ROW), int32(0))
-        sequence = queries_of(tile.b, arrays, strides, sizes)
-        queries_left = int32(min(sequence.seqlen_q - tile.first_query, tile_m))
-        nonfinite = stage_dq(acc_dq, score.scale, base + plan.own_a, first_row, lane, queries_left)
-        to, row = query_row(strides.dq, sequence, tile.h, tile.first_query), strides.dq[2]
-        store_dq(base + plan.own_a, first_row, lane, arrays.dq, to, row, queries_left, head_dim, nonfinite)
-        if nonfinite != 0:
-            recompute_queries(nonfinite, first_row, lane, tile, term, arrays, strides, sizes, score)
+        bar.sync(me + 1, 128)  # all four warps have read the warpgroup's own rows for the last time
+        write(base, acc_dq, term, arrays, strides, sizes, score)
 
     @cuda.jit
     def flash_attention_wgmma_dq(tensor_maps, arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
-        base = int32((shared.address(smem) + int32(alignment - 1)) & int32(-alignment))
+        base = aligned(smem, config.ALIGNMENT)
         thread = special.thread_index()
-        warpgroup = int32(shfl.idx_b32(uint32(thread >> int32(7)), 0))  # known to be uniform in the warp
+        warpgroup = warpgroup_index()
         if finds_by_kernels:
             griddepcontrol.wait()
         if thread == 0:
             set_up(base)
             fence.mbarrier_init()
-            set_up_state(base, arrays, strides, sizes)
+            work.write(base, special.block_index(), arrays, strides, sizes)
         cuda.syncthreads()
         if warpgroup == 0:
             give_registers()

@@ -10,8 +10,9 @@ from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
 from ..steps.plain import parts_before
-from . import backward_state
-from .backward_state import BATCH, BEGIN, FIRST_ROW, HEAD, KEYS, MEMBERS, STEP, STOP
+from . import backward_state, block
+from .backward_query_walk import first_tile, following_tile
+from .block import BEGIN, FIRST_ROW, KEYS, MEMBERS, STEP, STOP, B, H
 
 
 def second_part(config):
@@ -21,23 +22,23 @@ def second_part(config):
     return config.dq_part_bytes * columns // 64
 
 
-def make(config, keys, tiles):
-    """-> add_dq, a device function. keys: a KeyBlock; tiles: BlockTiles."""
+def make(config, tiles):
+    """-> add_dq, a device function. tiles: BlockTiles."""
     tile_m, tile_n, plan = config.tile_m, config.tile_n, config.shared_layout()
     part_bytes, second_bytes = config.dq_part_bytes, second_part(config)
-    turns_at, ordered, lines = TURNS_AT, config.ordered, config.dq_lines
+    turns_at, ordered, lines = TURNS_AT, config.ordered, config.dq_partials
     wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
     address, load_acquire, add_release = memory.address, memory.load_acquire, memory.add_release
-    of_word, first_tile, following_tile = keys.of_word, keys.first_tile, keys.following_tile
+    _, word_alone, _, position_alone, *_ = block.words(plan.state)
     state_of, has_tile, leave = tiles.state_of, tiles.has_tile, tiles.leave
     ring = backward_state.pipelines(config).dq
 
     @inlined
     def parts_before_mine(own, i, step, sizes):
         """How many key tiles add to query tile i before the block's own."""
-        first_key, first_query = int64(of_word(own, FIRST_ROW)), int64(i) * tile_m
+        first_key, first_query = int64(word_alone(own, FIRST_ROW)), int64(i) * tile_m
         last_query = min(first_query + tile_m, sizes.seqlen_q) - 1
-        q_start, keys = first_key - query_position(own), int64(of_word(own, KEYS))
+        q_start, keys = first_key - position_alone(own), int64(word_alone(own, KEYS))
         first_pos, last_pos = first_query + q_start, last_query + q_start
         return uint32(parts_before(first_pos, last_pos, first_key, sizes.left, sizes.right, keys, tile_n, step))
 
@@ -50,19 +51,13 @@ def make(config, keys, tiles):
         return (tile * lines + own_line) * 2 + me, dealt
 
     @inlined
-    def query_position(own):
-        """first_key - q_start, for one thread."""
-        high = of_word(own, backward_state.POS_HIGH)
-        return int64(high) << int64(32) | int64(uint32(of_word(own, backward_state.POS_LOW)))
-
-    @inlined
     def add_dq_of_tile(base, own, n, me, arrays, sizes):
         """One thread for each consumer warpgroup: its parts of dQ to global memory, each when its turn has come; the
         first one is the n-th of all. -> n"""
         m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
-        heads_before = int64(of_word(own, BATCH)) * sizes.heads + of_word(own, HEAD)
-        begin, stop = of_word(own, BEGIN), of_word(own, STOP)
-        step, members = of_word(own, STEP), of_word(own, MEMBERS)
+        heads_before = int64(word_alone(own, B)) * sizes.heads + word_alone(own, H)
+        begin, stop = word_alone(own, BEGIN), word_alone(own, STOP)
+        step, members = word_alone(own, STEP), word_alone(own, MEMBERS)
         end = int32(n + members * (stop - begin))
         member, i = int32(0), first_tile(begin, stop, step)
         part, before, seen = int64(0), uint32(0), uint32(0)

@@ -11,7 +11,7 @@ and rounds the sum (backward_round).
 Order of the sums. The parts of a query tile are added in a fixed order (kernels/steps/dq_order.py). A counter for each
 query tile holds the number of parts added so far, and a block waits for its turn. The first part is stored instead of
 added, so no memory has to be set to zero. With ordered False only the first part waits for its turn. A query tile has
-config.dq_lines sums, to which its parts go in rotation, and wgmma/backward_round adds up these sums. With
+config.dq_partials sums, to which its parts go in rotation, and wgmma/backward_round adds up these sums. With
 config.key_tiles a block has all keys of a head, and its consumers add up the parts themselves (backward_single).
 
 Roles. Two threads load tiles, as in wgmma/backward_dkdv. Two more threads, one for each consumer warpgroup, add the
@@ -39,61 +39,79 @@ dq_sums (batch * heads, query tiles, lines, 2, chunks of 8 columns, 128, 4); dk,
 wgmma/backward_dkdv. With config.key_tiles there are no turns and dq_sums, but dq, which is contiguous.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import (
-    bar,
-    fence,
-    griddepcontrol,
-    ld_st,
-    local,
-    mbarrier,
-    setmaxnreg,
-    shared,
-    shfl,
-    special,
-    stmatrix,
-    wgmma,
+from ...ptx import bar, fence, griddepcontrol, ld_st, local, special, stmatrix, wgmma
+from ..steps.inlined import FALSE, inlined
+from . import (
+    backward_block_tiles,
+    backward_dq_adding,
+    backward_key_producer,
+    backward_keys,
+    backward_plain_scores,
+    backward_query_walk,
+    backward_single,
+    backward_state,
+    block,
+    operands,
 )
-from ..steps.inlined import FALSE, TRUE, inlined
-from . import backward_block_tiles, backward_dq_adding, backward_keys, backward_single, backward_state
-from .backward_state import BEGIN, CUT, FIRST_ROW, FREE, KEYS, MEMBERS, STEP, STOP
+from .backward_plain_scores import TileFragments
+from .block import BEGIN, CUT, FIRST_ROW, FREE, KEYS, MEMBERS, STOP, aligned, rows_of_lane, warpgroup_index
+from .operands import describe_rows, wait_all, wait_but_one, wait_but_two
+
+
+class Consumer(NamedTuple):
+    """A consumer warpgroup."""
+
+    me: int
+    elected: bool  # whether this lane acts for its warp
+    k_desc: int  # wgmma's descriptors of its rows of K and V
+    v_desc: int
+
+
+class QueryStep(NamedTuple):
+    """A query tile in the loop of a consumer."""
+
+    n: int  # its number among all that the block loads
+    before: int  # that of the first one of this key tile
+    i: int
+    member: int  # index of the head in its group
+    masked: bool  # whether some key is not seen by some query
 
 
 def make(config):
-    tile_m, tile_n, alignment = config.tile_m, config.tile_n, config.ALIGNMENT
-    head_dim_padded, plan, at = config.head_dim_padded, config.shared_layout(), config.barriers()
-    lse_delta_bytes, s_count, frag_count = config.lse_delta_bytes, tile_m // 2, tile_m // 4
+    tile_m, tile_n = config.tile_m, config.tile_n
+    head_dim_padded, plan = config.head_dim_padded, config.shared_layout()
+    s_count, frag_count = tile_m // 2, tile_m // 4
     dk_count, dv_count, dq_columns = head_dim_padded // 2, config.head_dim_v_padded // 2, 64
     dq_count, part_bytes, ds_bytes = dq_columns // 2, config.dq_part_bytes, config.ds_bytes
     second_chunks = backward_dq_adding.second_part(config) // (64 * 8 * 4)  # of 8 columns
     all_keys, stays, one_panel = config.key_tiles > 0, config.stays, config.dq_panels == 1
     some_lack_q = stays and not all_keys  # tiles that no query sees; a block with one tile loads a Q past the end
-    padded, all_consumers, k_panels = config.has("seqlens_k"), 128 * config.consumers, -(-head_dim_padded // 64)
+    padded, all_consumers = config.has("seqlens_k"), 128 * config.consumers
+    zero_tail = block.tail_zeroer(config, -(-head_dim_padded // 64), 3)
 
-    # dQ = dS K: dS lies in a panel of 64 keys for each warpgroup that wrote it, K as it came. Units of 16 bytes.
-    kind = "f16" if config.dtype == "float16" else "bf16"
+    # dQ = dS K: dS lies in a panel of 64 keys for each warpgroup that wrote it, K as it came.
     ds_panel, k_panel = tile_m * 128, tile_n * 128
-    ds_steps = tuple(((y % 4) * 32 + (y // 4) * ds_panel) >> 4 for y in range(tile_n // 16))
-    row_steps = tuple((y * 16 * 128) >> 4 for y in range(tile_n // 16))
-    multiply_ds_k = wgmma.product_shared(dq_columns, kind, ds_steps, row_steps, 1)
+    ds_steps, k_steps = operands.column_steps(tile_m, tile_n), operands.row_steps(tile_n)
+    multiply_ds_k = wgmma.product_shared(dq_columns, operands.kind(config), ds_steps, k_steps, 1)
     # How far apart the warpgroups' parts are: by columns of K, or by rows of dS.
     own_columns, own_queries = (k_panel, 0) if config.dq_panels == 2 else (0, 64 * 128)
-    describe_rows = wgmma.descriptor(16, 1024, 128)  # the first number is not used
     describe_columns = wgmma.descriptor(k_panel, 1024, 128)
-    commit, wait_all, wait_but_one = wgmma.commit_group, wgmma.wait_group(0), wgmma.wait_group(1)
-    wait_but_two = wgmma.wait_group(2)
     pin_s, pin_dk, pin_dv, pin_dq = wgmma.pin(s_count), wgmma.pin(dk_count), wgmma.pin(dv_count), wgmma.pin(dq_count)
 
-    give_registers = setmaxnreg.decrease(config.registers[0])
-    take_registers = setmaxnreg.increase(config.registers[1])
+    give_registers, take_registers = block.register_moves(config)
 
     keys = backward_keys.make(config)
-    tiles = backward_block_tiles.make(config, keys.of_word)
-    to_some_weights, to_other_weights = keys.weights_of(0, tile_m // 32), keys.weights_of(tile_m // 32, tile_m // 16)
-    set_up, _, _, word, _ = backward_state.make(config)
-    add_dq = backward_dq_adding.make(config, keys, tiles)
+    tiles = backward_block_tiles.make(config)
+    plain, producer = backward_plain_scores.make(config, of_keys=True), backward_key_producer.make(config)
+    to_some_weights, to_other_weights = plain.weights_of(0, tile_m // 32), plain.weights_of(tile_m // 32, tile_m // 16)
+    walk = backward_query_walk.make(config, whole_warp=True)
+    set_up, word = backward_state.make(config), block.words(plan.state).read
+    add_dq = backward_dq_adding.make(config, tiles)
     leave_own_dq, repair_dq = backward_single.make(config) if all_keys else (None, None)
     rings = backward_state.pipelines(config)
 
@@ -102,51 +120,39 @@ def make(config):
         """One thread: K, V and Q of one tile after the other."""
         w, n = int32(0), int32(0)
         while tiles.next_tile(base, w, arrays, strides, sizes):
-            n = keys.produce_a(base, tiles.state_of(base, w), n, w, arrays, strides, sizes)
+            n = producer.load_q(base, tiles.state_of(base, w), n, w, arrays, strides, sizes)
             w = int32(w + 1)
         if not stays:
-            keys.produce_no_a(base, n, sizes.seqlen_q)
+            producer.load_no_q(base, n, sizes.seqlen_q)
 
     @inlined
     def fetch_do(base, arrays, strides):
         """Another thread: dO."""
         w, n = int32(0), int32(0)
         while tiles.has_tile(base, w):
-            n = keys.produce_b(base, tiles.state_of(base, w), n, arrays, strides)
+            n = producer.load_do(base, tiles.state_of(base, w), n, arrays, strides)
             tiles.leave(base, w)
             w = int32(w + 1)
 
     @inlined
-    def zero_tail(base, rows, thread):
-        """All consumers: rows of K from `rows` on = 0. There may be NaN, and in dS K 0 * NaN is NaN."""
-        zeros = local.array(4, uint32)
-        for x in range(4):
-            zeros[x] = uint32(0)
-        for index in range(rows * 8 + thread, tile_n * 8, all_consumers):
-            for panel in range(k_panels):
-                ld_st.store_v4(base + plan.own_a + panel * k_panel + index * 16, zeros, 0)
-        fence.proxy_async()
-        bar.sync(3, all_consumers)
-
-    @inlined
     def store_ds(base, ds_frag, n):
         """The warpgroup's dS^T (64, m) to its panel of dS (m, n): rows of it become columns."""
-        first_row, lane = keys.rows_of_lane()
+        first_row, lane = rows_of_lane()
         row, chunk = lane & 7, (first_row >> 3) + ((lane >> 3) & 1)  # of 8 keys
         own = base + plan.ds + (n & 1) * ds_bytes + (chunk >> 3) * ds_panel
         place = own + (row + ((lane >> 4) << 3)) * 128 + (((chunk & 7) ^ row) << 4)
         for pair in range(tile_m // 16):
             stmatrix.x4_trans(place + pair * (16 * 128), ds_frag, 4 * pair)
         fence.proxy_async()
-        mbarrier.arrive(base + at.ds_full)
+        rings.ds.producer_commit(base, n, True)
 
     @inlined
     def issue_dq(base, acc_dq, me, n):
         """The warpgroup's part of dQ of the n-th query tile, once both warpgroups have stored their dS."""
-        mbarrier.wait(base + at.ds_full, n & 1)
+        rings.ds.consumer_wait(base, n)
         ds_desc = describe_rows(base + plan.ds + (n & 1) * ds_bytes + me * own_queries)
         multiply_ds_k(acc_dq, ds_desc, describe_columns(base + plan.own_a + me * own_columns), 0)
-        commit()
+        wgmma.commit_group()
 
     @inlined
     def store_dq(base, acc_dq, me, n):
@@ -185,7 +191,7 @@ def make(config):
         while n < end:
             keys.release_q(base, n)
             keys.release_do(base, n, elected)
-            mbarrier.arrive(base + at.ds_full)
+            rings.ds.producer_commit(base, n, True)
             issue_dq(base, acc_dq, me, n)
             wait_all()
             pin_dq(acc_dq)
@@ -200,22 +206,82 @@ def make(config):
             acc_dp[x] = float32(0)
 
     @inlined
+    def to_ds(base, own, consumer, step, tile, arrays, strides, sizes, score):
+        """P and dS of a query tile, whose S is there. dP is computed beside P, once dQ of the tile before has left its
+        registers."""
+        n, lse_and_delta, term = step.n, keys.lse_and_delta_at(base, step.n), float32(0)
+        if keys.has_row_term:
+            term = keys.term_of(own, step.member, arrays, strides)
+        if config.seeded:
+            for x in range(keys.mask_words):  # else those of the tile before would be kept in registers
+                tile.mask_bits[x] = uint32(0)
+        if keys.has_row_term or step.masked:
+            keys.find_visible(own, step.i, sizes, tile.mask_bits, tile.distance)
+        to_some_weights(tile, lse_and_delta, term, score, step.masked)
+        wait_all()
+        pin_dq(tile.acc_dp)
+        if n > step.before:
+            leave_dq(base, own, tile.acc_dp, consumer.me, int32(n - 1), step.before, arrays, strides, sizes, score)
+        keys.preload_dp(base, tile.acc_dp, n)
+        rings.b.consumer_wait(base, n)
+        keys.issue_dp(base, tile.acc_dp, consumer.v_desc, n)
+        to_other_weights(tile, lse_and_delta, term, score, step.masked)
+        wait_all()
+        pin_s(tile.acc_dp)
+        plain.to_gradients(tile, lse_and_delta, lse_and_delta, term, score, step.masked)
+        store_ds(base, tile.ds_frag, n)
+
+    @inlined
+    def add_products(base, consumer, n, last, tile, acc_dk, acc_dv, lse_factor):
+        """dV and dK of the n-th query tile, behind them S of the next one, and then dQ of this one."""
+        ahead = n if last else int32(n + 1)
+        keys.preload_s(base, tile.acc_s, ahead, lse_factor)
+        keys.issue_dv(base, acc_dv, tile.p_frag, n)
+        keys.issue_dk(base, acc_dk, tile.ds_frag, n)
+        keys.issue_s(base, tile.acc_s, consumer.k_desc, ahead, last)
+        wait_but_two()
+        pin_dv(acc_dv)
+        keys.release_do(base, n, consumer.elected)
+        wait_but_one()
+        pin_dk(acc_dk)
+        keys.release_q(base, n)
+        issue_dq(base, tile.acc_dp, consumer.me, n)  # not before, since its sums take the registers of P and dS
+
+    @inlined
+    def finish_keys(base, own, me, n, steps, acc_dk, acc_dv, arrays, strides, sizes, score):
+        """Writes dK and dV of the key tile; n: of the query tile after its last one; steps: how many it has met."""
+        if stays:
+            if one_panel:  # in place of the dS that is not the last: both warpgroups' dQ of that is there
+                place = base + (n & 1) * ds_bytes + me * (64 * 128)
+            else:  # in place of the warpgroup's own panels of both
+                bar.sync(3, all_consumers)  # the dQ of both is there
+                place = base
+            keys.write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score)
+            bar.sync(me + 1, 128)  # all four warps have read it
+        else:
+            bar.sync(3, all_consumers)  # both warpgroups have read K and V for the last time
+            keys.write_gradients(own, base, acc_dk, acc_dv, arrays, strides, sizes, score)
+        if all_keys and word(own, FIRST_ROW) == 0:  # of all key tiles the last one
+            bar.sync(3, all_consumers)  # all of dQ is written
+            repair_dq(own, steps, arrays, strides, sizes, score)
+
+    @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 of the block's keys."""
-        acc_s = local.array(s_count, float32)  # (tile_m / 8, 4)
-        acc_dp = local.array(s_count, float32)  # (tile_m / 8, 4)
+        acc_s = local.array(s_count, float32)
+        acc_dp = local.array(s_count, float32)
         acc_dk = local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
         acc_dv = local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
         acc_dq = acc_dp  # (dq_columns / 8, 4): one is done with where the other begins, which ptxas does not find out
-        p_frag = local.array(frag_count, uint32)  # (tile_m / 8, 2)
-        ds_frag = local.array(frag_count, uint32)  # (tile_m / 8, 2)
+        p_frag = local.array(frag_count, uint32)
+        ds_frag = local.array(frag_count, uint32)
         mask_bits = local.array(keys.mask_words, uint32)
-        kept = local.array(keys.kept_words, uint32)  # which weights count (kernels/score/counts.py)
-        distance = local.array(2, float32)
+        kept, distance = local.array(keys.kept_words, uint32), local.array(2, float32)
+        tile = TileFragments(acc_s, acc_dp, p_frag, ds_frag, mask_bits, mask_bits, kept, mask_bits, distance)
         me = int32(warpgroup - 1)  # which of the consumers
-        elected = special.thread_index() & int32(31) == 0
+        elected = block.elected()
         k_desc = describe_rows(base + plan.own_a + me * (64 * 128))
-        v_desc = describe_rows(base + plan.own_b + me * (64 * 128))
+        consumer = Consumer(me, elected, k_desc, describe_rows(base + plan.own_b + me * (64 * 128)))
         # With two panels these are zeroed for each tile, so that they do not live while dK and dV are staged. Otherwise
         # ptxas spills 32 bytes. With one panel it would spill 212 bytes if they were zeroed for each tile.
         if one_panel:
@@ -224,7 +290,7 @@ def make(config):
             mask_bits[x] = uint32(0)
         for r in range(2):
             distance[r] = float32(0)
-        term, lse_factor = float32(0), keys.lse_factor_of(score)
+        lse_factor = keys.lse_factor_of(score)
 
         w, n = int32(0), int32(0)
         while tiles.warp_has_tile(base, w):
@@ -237,12 +303,12 @@ def make(config):
                 acc_dk[x] = float32(0)
             for x in range(dv_count):
                 acc_dv[x] = float32(0)
-            i, member = keys.first_tile(word(own, BEGIN), word(own, STOP), word(own, STEP)), int32(0)
+            i, member = walk.first(own, arrays, strides)
             rings.own.consumer_wait(base, w)
             if padded:
                 keys_left = max(int32(word(own, KEYS) - word(own, FIRST_ROW)), int32(0))
                 if n < end and keys_left < tile_n:
-                    zero_tail(base, keys_left, special.thread_index() - 128)
+                    zero_tail(base + plan.own_a, keys_left)
             # Else ptxas makes these zeros out of the accumulators of S, which are theirs too, while S is computed.
             pin_s(acc_s)
             pin_s(acc_dp)
@@ -259,55 +325,12 @@ def make(config):
                 wait_all()
                 pin_s(acc_s)
             while n < end:
-                lse_and_delta = base + plan.lse_delta + rings.a.stage(n) * lse_delta_bytes
-                if keys.has_row_term:
-                    term = keys.term_of(own, member, arrays, strides)
-                if config.seeded:
-                    for x in range(keys.mask_words):  # else those of the tile before would be kept in registers
-                        mask_bits[x] = uint32(0)
-                if keys.has_row_term or masked:
-                    keys.find_visible(own, i, sizes, mask_bits, distance)
-                if masked:
-                    to_some_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, TRUE)
-                else:
-                    to_some_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, FALSE)
-                wait_all()
-                pin_dq(acc_dq)
-                if n > before:
-                    leave_dq(base, own, acc_dq, me, int32(n - 1), before, arrays, strides, sizes, score)
-                keys.preload_dp(base, acc_dp, n)
-                rings.b.consumer_wait(base, n)
-                keys.issue_dp(base, acc_dp, v_desc, n)
-                if masked:
-                    to_other_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, TRUE)
-                else:
-                    to_other_weights(acc_s, p_frag, lse_and_delta, mask_bits, term, distance, score, FALSE)
-                wait_all()
-                pin_s(acc_dp)
-                if masked:
-                    keys.to_score_gradients(
-                        acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, kept, term, distance, score, TRUE
-                    )
-                else:
-                    keys.to_score_gradients(
-                        acc_s, acc_dp, p_frag, ds_frag, lse_and_delta, mask_bits, kept, term, distance, score, FALSE
-                    )
-                store_ds(base, ds_frag, n)
+                step = QueryStep(n, before, i, member, masked)
+                to_ds(base, own, consumer, step, tile, arrays, strides, sizes, score)
                 last = stays and n + 1 == end  # the next Q may be of a tile that comes much later
-                ahead = n if last else int32(n + 1)
-                keys.preload_s(base, acc_s, ahead, lse_factor)
-                keys.issue_dv(base, acc_dv, p_frag, n)
-                keys.issue_dk(base, acc_dk, ds_frag, n)
-                keys.issue_s(base, acc_s, k_desc, ahead, last)
-                wait_but_two()
-                pin_dv(acc_dv)
-                keys.release_do(base, n, elected)
-                wait_but_one()
-                pin_dk(acc_dk)
-                keys.release_q(base, n)
-                issue_dq(base, acc_dq, me, n)  # not before, since its sums take the registers of P and dS
+                add_products(base, consumer, n, last, tile, acc_dk, acc_dv, lse_factor)
                 n = int32(n + 1)
-                i, member = keys.following_tile(i, member, word(own, STEP), word(own, MEMBERS))
+                i, member = walk.next(own, i, member, arrays, strides)
                 keys.find_kept(own, i, member, kept, arrays, sizes)
                 masked = i >= word(own, CUT) or i < word(own, FREE)
                 wait_but_one()
@@ -318,29 +341,16 @@ def make(config):
                 rings.own.consumer_release(base, w, elected)
             if n > first:
                 leave_dq(base, own, acc_dq, me, int32(n - 1), before, arrays, strides, sizes, score)
-            if stays:
-                if one_panel:  # in place of the dS that is not the last: both warpgroups' dQ of that is there
-                    place = base + (n & 1) * ds_bytes + me * (64 * 128)
-                else:  # in place of the warpgroup's own panels of both
-                    bar.sync(3, all_consumers)  # the dQ of both is there
-                    place = base
-                keys.write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score)
-                bar.sync(me + 1, 128)  # all four warps have read it
-            else:
-                bar.sync(3, all_consumers)  # both warpgroups have read K and V for the last time
-                keys.write_gradients(own, base, acc_dk, acc_dv, arrays, strides, sizes, score)
-            if all_keys and word(own, FIRST_ROW) == 0:  # of all key tiles the last one
-                bar.sync(3, all_consumers)  # all of dQ is written
-                repair_dq(own, int32(end - before), arrays, strides, sizes, score)
+            finish_keys(base, own, me, n, int32(end - before), acc_dk, acc_dv, arrays, strides, sizes, score)
             tiles.leave(base, w)
             w = int32(w + 1)
 
     @cuda.jit
     def flash_attention_wgmma_fused(tensor_maps, arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
-        base = int32((shared.address(smem) + int32(alignment - 1)) & int32(-alignment))
+        base = aligned(smem, config.ALIGNMENT)
         thread = special.thread_index()
-        warpgroup = int32(shfl.idx_b32(uint32(thread >> int32(7)), 0))  # known to be the same in a whole warp
+        warpgroup = warpgroup_index()
         if not all_keys:
             griddepcontrol.wait()
         if thread == 0:

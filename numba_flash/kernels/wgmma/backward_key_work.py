@@ -16,91 +16,73 @@ from ..steps.integers import divide
 from ..steps.plain import part_of, parts_of
 from ..steps.sequence import make as make_sequence
 from ..steps.sequence import query_range
-from . import backward_state
-from .backward_state import (
-    BATCH,
-    BEGIN,
-    CUT,
-    FIRST_ROW,
-    FREE,
-    HEAD,
-    HEAD_KV,
-    KEYS,
-    MEMBERS,
-    PART,
-    POS_CUT,
-    POS_FREE,
-    STOP,
-)
+from . import block
+from .block import PART, POS_CUT, POS_FREE, WorkTile, shown_range
 
 
 class KeyWork(NamedTuple):
     """Device functions for one thread."""
 
     head_parts_of: Callable[..., Any]  # (sizes) -> number of parts of all groups of a batch entry
-    work_of: Callable[..., Any]  # (block, arrays, strides, sizes) -> (b, part of all groups, first_key)
-    set_up: Callable[..., Any]  # (base, b, head_part, first_key, arrays, strides, sizes): writes the words
+    write: Callable[..., Any]  # (base, block, arrays, strides, sizes): writes the words of a block's work
+    write_tile: Callable[..., Any]  # (base, b, head_part, first_key, arrays, strides, sizes): likewise, of a given tile
 
 
 def make(config):
-    tile_m, tile_n, members_of_part = config.tile_m, config.tile_n, config.members
     all_keys = config.key_tiles > 0
-    put, put_position, _, _ = backward_state.words(config)
+    state = block.words(config.shared_layout().state)
     sequence_of = make_sequence(config)
-    has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, tile_m, of_keys=True).ranges
+    has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, config.tile_m, of_keys=True).ranges
     has_states, take = longest_first.make(config)
     bias_of_all = bias_of_entries(config)
 
     @inlined
     def head_parts_of(sizes):
-        parts = parts_of(divide(sizes.heads, sizes.heads_kv), int32(members_of_part))
+        parts = parts_of(divide(sizes.heads, sizes.heads_kv), int32(config.members))
         return int32(int32(sizes.heads_kv) * parts)
 
     @inlined
-    def work_of(block, arrays, strides, sizes):
-        """The first keys of some heads come first: under a causal mask the most queries see them."""
+    def tile_of(block, arrays, strides, sizes):
+        """-> (b, part of all groups, first_key). The first keys of some heads come first: under a causal mask the most
+        queries see them."""
         seqlen_k, head_parts = sizes.seqlen_k, head_parts_of(sizes)
         if has_states:  # the key tiles that the most query tiles see come first
             b, h_kv, own = take(block, arrays, strides, sizes)
-            return b, h_kv, int32(own * tile_n)
-        n_tiles = divide(int32(seqlen_k) + int32(tile_n - 1), tile_n)
+            return b, h_kv, int32(own * config.tile_n)
+        n_tiles = divide(int32(seqlen_k) + int32(config.tile_n - 1), config.tile_n)
         all_parts = int32(int32(sizes.batch) * head_parts)
         at_once = heads_of_round(n_tiles, sizes.right < seqlen_k)
         part_of_all, rank = in_rounds(int32(block), n_tiles, all_parts, at_once)
         b, part = entry_and_head(part_of_all, sizes.batch, head_parts, bias_of_all(strides))
-        return b, part, int32(rank * tile_n)
+        return b, part, int32(rank * config.tile_n)
 
     @inlined
-    def set_up(base, b, head_part, first_key, arrays, strides, sizes):
+    def write_tile(base, b, head_part, first_key, arrays, strides, sizes):
         group = int32(divide(sizes.heads, sizes.heads_kv))
-        parts = parts_of(group, int32(members_of_part))
-        h_kv, first_head, members = part_of(head_part, parts, group, int32(members_of_part))
+        parts = parts_of(group, int32(config.members))
+        h_kv, first_head, members = part_of(head_part, parts, group, int32(config.members))
         sequence = sequence_of(b, arrays, strides, sizes)
-        keys_left = min(sequence.keys - first_key, tile_n)
-        begin, free, cut, stop = query_range(sequence, first_key, first_key + keys_left - 1, sizes, tile_m)
-        if has_mask:  # leave out the query tiles before the first and after the last in which the mask shows a key
-            put(base, POS_FREE, free)
-            put(base, POS_CUT, cut)
+        keys_left = min(sequence.keys - first_key, config.tile_n)
+        begin, free, cut, stop = query_range(sequence, first_key, first_key + keys_left - 1, sizes, config.tile_m)
+        if has_mask:  # leave out the query tiles before the first and after the last in which the mask leaves a key
+            state.write(base, POS_FREE, free)
+            state.write(base, POS_CUT, cut)
             end_key = first_key + max(keys_left, 1)
             ranges = ranges_of(b, first_head, members, first_key, end_key, arrays, strides, sizes)
-            first, end, whole_first, whole_end = ranges
-            begin, stop = max(begin, divide(first, tile_m)), min(stop, divide(end + int32(tile_m - 1), tile_m))
-            free, cut = max(free, divide(whole_first + int32(tile_m - 1), tile_m)), min(cut, divide(whole_end, tile_m))
+            begin, free, cut, stop = shown_range(begin, free, cut, stop, ranges, config.tile_m)
         if all_keys:  # dQ of queries that see no key is written, too
-            begin, stop = 0, divide(int32(sequence.seqlen_q) + int32(tile_m - 1), tile_m)
+            begin, stop = 0, divide(int32(sequence.seqlen_q) + int32(config.tile_m - 1), config.tile_m)
         elif keys_left <= 0:
             stop = begin
-        put(base, BATCH, b)
-        put(base, HEAD, first_head)
-        put(base, HEAD_KV, h_kv)
-        put(base, PART, head_part)
-        put(base, FIRST_ROW, first_key)
-        put(base, KEYS, sequence.keys)
-        put(base, BEGIN, begin)
-        put(base, FREE, free)
-        put(base, CUT, cut)
-        put(base, STOP, stop)
-        put(base, MEMBERS, members)
-        put_position(base, first_key - sequence.q_start)  # among the queries
+        position = first_key - sequence.q_start
+        keys = sequence.keys
+        tile = WorkTile(b, first_head, h_kv, first_key, keys, position, members, begin, free, cut, stop)
+        state.write_tile(base, tile)
+        state.write(base, PART, head_part)
 
-    return KeyWork(head_parts_of, work_of, set_up)
+    @inlined
+    def write(base, block, arrays, strides, sizes):
+        b, part, first_key = tile_of(block, arrays, strides, sizes)
+        write_tile(base, b, part, first_key, arrays, strides, sizes)
+
+    return KeyWork(head_parts_of, write, write_tile)

@@ -18,7 +18,7 @@ def make(config, own_maps, stream_maps):
 
     own_maps, stream_maps: which of the kernel's tensor maps tiles a and b have; None: there is no such tile.
     """
-    plan, at, rings = config.shared_layout(), config.barriers(), backward_state.pipelines(config)
+    plan, rings = config.shared_layout(), backward_state.pipelines(config)
     maps_address = tma.parameter(f"numba_flash_{config.kernel}")
     a_panels, b_panels = -(-config.head_dim_padded // 64), -(-config.head_dim_v_padded // 64)
     own_bytes = config.own_rows * 128 * (a_panels + (b_panels if own_maps[1] is not None else 0))
@@ -41,7 +41,7 @@ def make(config, own_maps, stream_maps):
     @inlined
     def load_own(base, row, head, batch):
         """The tile that the block owns."""
-        full = base + at.own_full
+        full = rings.own.full(base, 0)
         mbarrier.arrive_expect_tx(full, own_bytes)
         load_own_a(base + plan.own_a, full, row, head, batch)
         if has_own_b:

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from numba import int32, int64, uint32
 
-from ...ptx import bar, fence, local, mbarrier, memory, special
+from ...ptx import bar, fence, local, memory
 from ..steps.inlined import inlined
 from ..steps.sequence import key_row, query_row
 from ..steps.sequence import make as make_sequence
-from . import backward_state, parts
-from .backward_state import BATCH, BEGIN, FIRST_ROW, HEAD, HEAD_KV, KEYS, MEMBERS, STOP
+from . import backward_state, block, parts
+from .block import BEGIN, FIRST_ROW, H_KV, KEYS, MEMBERS, STOP, B, H, hand_over, own_thread
 
 LOADED_ROWS = 32  # rows of its own 64 that a consumer splits at a time
 
@@ -40,29 +40,9 @@ class Producer(NamedTuple):
     load_own_b: Callable[..., Any]  # likewise, V or dO
 
 
-@inlined
-def elected():
-    """Whether this lane acts for its warp."""
-    return special.thread_index() & int32(31) == 0
-
-
-@inlined
-def own_thread():
-    """Thread index in its warpgroup."""
-    return special.thread_index() & int32(127)
-
-
-@inlined
-def hand_over(full):
-    """Makes what the warp wrote visible to wgmma, and reports it at `full`."""
-    fence.proxy_async()
-    bar.warp_sync()
-    mbarrier.arrive_if(full, elected())
-
-
 def walk(config):
     """-> (steps_of, first_step, step_behind), as in Producer."""
-    _, _, word, _ = backward_state.words(config)
+    word = block.words(config.shared_layout().state).read
 
     @inlined
     def steps_of(base):
@@ -83,95 +63,88 @@ def walk(config):
     return steps_of, first_step, step_behind
 
 
-def sources(config):
-    """-> (source_of, own_source_of), device functions -> (address of a tile's first row, how many of its rows exist).
-
-    The tile is that of a step of the loop, (base, step, array, of_array, arrays, strides, sizes), or the block's own,
-    without a step.
-    """
-    _, _, word, _ = backward_state.words(config)
-    sequence_of = make_sequence(config)
+def sources(config, is_a):
+    """-> (source_of, own_source_of), device functions of (base, step, arrays, strides, sizes), the second without step:
+    -> (address of the first row of that step's tile a or b, or of the block's own; bytes to the next row; how many of
+    its rows exist)."""
+    word, sequence_of = block.words(config.shared_layout().state).read, make_sequence(config)
 
     @inlined
-    def source_of(base, step, array, of_array, arrays, strides, sizes):
-        first, sequence = int32(step.i * config.stream_rows), sequence_of(word(base, BATCH), arrays, strides, sizes)
-        if config.of_keys:
-            row = query_row(of_array, sequence, int32(word(base, HEAD) + step.member), int64(first))
-            rows_left = int32(sequence.seqlen_q - first)
-        else:
-            row = key_row(of_array, sequence, word(base, HEAD_KV), int64(first))
-            rows_left = int32(word(base, KEYS) - first)
-        return memory.address(array, row), rows_left
+    def of_queries(sequence, head, first, arrays, strides):
+        array, of_array = (arrays.q, strides.q) if is_a else (arrays.do, strides.do)
+        row = query_row(of_array, sequence, head, int64(first))
+        return memory.address(array, row), 4 * of_array[2], int32(sequence.seqlen_q - first)
 
     @inlined
-    def own_source_of(base, array, of_array, arrays, strides, sizes):
-        first, sequence = word(base, FIRST_ROW), sequence_of(word(base, BATCH), arrays, strides, sizes)
+    def of_keys(base, sequence, first, arrays, strides):
+        array, of_array = (arrays.k, strides.k) if is_a else (arrays.v, strides.v)
+        row = key_row(of_array, sequence, word(base, H_KV), int64(first))
+        return memory.address(array, row), 4 * of_array[2], int32(word(base, KEYS) - first)
+
+    @inlined
+    def source_of(base, step, arrays, strides, sizes):
+        first, sequence = int32(step.i * config.stream_rows), sequence_of(word(base, B), arrays, strides, sizes)
         if config.of_keys:
-            row, rows_left = key_row(of_array, sequence, word(base, HEAD_KV), int64(first)), word(base, KEYS) - first
-        else:
-            row, rows_left = query_row(of_array, sequence, word(base, HEAD), int64(first)), sequence.seqlen_q - first
-        return memory.address(array, row), int32(rows_left)
+            return of_queries(sequence, int32(word(base, H) + step.member), first, arrays, strides)
+        return of_keys(base, sequence, first, arrays, strides)
+
+    @inlined
+    def own_source_of(base, arrays, strides, sizes):
+        first, sequence = word(base, FIRST_ROW), sequence_of(word(base, B), arrays, strides, sizes)
+        if config.of_keys:
+            return of_keys(base, sequence, first, arrays, strides)
+        return of_queries(sequence, word(base, H), first, arrays, strides)
 
     return source_of, own_source_of
 
 
 def make(config):
-    of_keys, rows, own_rows = config.of_keys, config.stream_rows, config.own_rows
     plan, (ring_a, ring_b) = config.shared_layout(), backward_state.streamed(config)
-    a_bytes, b_bytes = config.stream_a_bytes, config.stream_b_bytes
-    own_a_part, own_b_part = config.own_a_bytes // config.PARTS, config.own_b_bytes // config.PARTS
-    a_words, fetch_a, store_a = parts.loader(rows, config.head_dim, 64, rows * 128, a_bytes // config.PARTS)
-    b_words, fetch_b, store_b = parts.loader(rows, config.head_dim_v, 64, rows * 128, b_bytes // config.PARTS)
-    own_a_words, fetch_own_a, store_own_a = parts.loader(LOADED_ROWS, config.head_dim, 64, own_rows * 128, own_a_part)
-    own_b_words, fetch_own_b, store_own_b = parts.loader(LOADED_ROWS, config.head_dim_v, 64, own_rows * 128, own_b_part)
+    steps_of, first_step, step_behind = walk(config)
+
+    def of_tiles(is_a, columns, ring, at, tile_bytes, own_at, own_bytes):
+        """-> (uint32 that `load` needs, load, load_own), for tiles a or b."""
+        source_of, own_source_of = sources(config, is_a)
+        rows, own_rows = config.stream_rows, config.own_rows
+        streamed = parts.loader(rows, columns, 64, rows * 128, tile_bytes // config.PARTS)
+        own = parts.loader(LOADED_ROWS, columns, 64, own_rows * 128, own_bytes // config.PARTS)
+
+        @inlined
+        def load(base, step, raw, two, arrays, strides, sizes):
+            source, row_bytes, rows_left = source_of(base, step, arrays, strides, sizes)
+            streamed.fetch(raw, source, row_bytes, int64(0), int32(0), rows_left, own_thread())
+            ring.producer_acquire(base, step.n)
+            streamed.store(raw, int32(base + at + ring.stage(step.n) * tile_bytes), two, own_thread())
+            hand_over(ring.full(base, step.n))
+
+        @inlined
+        def load_own(base, me, arrays, strides, sizes):
+            """Splits the rows of an own tile that exist into parts; writes zeros past them."""
+            raw, two = local.array(own.words, uint32), local.array(2, uint32)
+            source, row_bytes, rows_left = own_source_of(base, arrays, strides, sizes)
+            for first_row in range(0, own_rows, LOADED_ROWS):
+                own.fetch(raw, source, row_bytes, int64(0), int32(first_row), rows_left, own_thread())
+                own.store(raw, int32(base + own_at + first_row * 128), two, own_thread())
+            fence.proxy_async()
+            bar.sync(me + 3, 128)
+
+        return streamed.words, load, load_own
+
+    a_words, load_a, load_own_a = of_tiles(
+        True, config.head_dim, ring_a, plan.stream_a, config.stream_a_bytes, plan.own_a, config.own_a_bytes
+    )
+    b_words, load_b, load_own_b = of_tiles(
+        False, config.head_dim_v, ring_b, plan.stream_b, config.stream_b_bytes, plan.own_b, config.own_b_bytes
+    )
     raw_words = max(a_words, b_words)
-    (steps_of, first_step, step_behind), (source_of, own_source_of) = walk(config), sources(config)
 
     @inlined
     def produce(base, arrays, strides, sizes):
-        raw = local.array(raw_words, uint32)
-        two = local.array(2, uint32)
-        array_a, of_a = (arrays.q, strides.q) if of_keys else (arrays.k, strides.k)
-        array_b, of_b = (arrays.do, strides.do) if of_keys else (arrays.v, strides.v)
+        raw, two = local.array(raw_words, uint32), local.array(2, uint32)
         step, steps = first_step(base), steps_of(base)
         while step.n < steps:
-            source, rows_left = source_of(base, step, array_a, of_a, arrays, strides, sizes)
-            fetch_a(raw, source, 4 * of_a[2], int64(0), int32(0), rows_left, own_thread())
-            ring_a.producer_acquire(base, step.n)
-            store_a(raw, int32(base + plan.stream_a + ring_a.stage(step.n) * a_bytes), two, own_thread())
-            hand_over(ring_a.full(base, step.n))
-            source, rows_left = source_of(base, step, array_b, of_b, arrays, strides, sizes)
-            fetch_b(raw, source, 4 * of_b[2], int64(0), int32(0), rows_left, own_thread())
-            ring_b.producer_acquire(base, step.n)
-            store_b(raw, int32(base + plan.stream_b + ring_b.stage(step.n) * b_bytes), two, own_thread())
-            hand_over(ring_b.full(base, step.n))
+            load_a(base, step, raw, two, arrays, strides, sizes)
+            load_b(base, step, raw, two, arrays, strides, sizes)
             step = step_behind(base, step)
-
-    @inlined
-    def load_own(base, me, raw, fetch_rows, store_rows, target, array, of_array, arrays, strides, sizes):
-        """Splits the rows of an own tile that exist into parts; writes zeros past them."""
-        two = local.array(2, uint32)
-        source, rows_left = own_source_of(base, array, of_array, arrays, strides, sizes)
-        for first_row in range(0, own_rows, LOADED_ROWS):
-            fetch_rows(raw, source, 4 * of_array[2], int64(0), int32(first_row), rows_left, own_thread())
-            store_rows(raw, int32(target + first_row * 128), two, own_thread())
-        fence.proxy_async()
-        bar.sync(me + 3, 128)
-
-    @inlined
-    def load_own_a(base, me, arrays, strides, sizes):
-        raw = local.array(own_a_words, uint32)
-        array, of_array = (arrays.k, strides.k) if of_keys else (arrays.q, strides.q)
-        load_own(
-            base, me, raw, fetch_own_a, store_own_a, int32(base + plan.own_a), array, of_array, arrays, strides, sizes
-        )
-
-    @inlined
-    def load_own_b(base, me, arrays, strides, sizes):
-        raw = local.array(own_b_words, uint32)
-        array, of_array = (arrays.v, strides.v) if of_keys else (arrays.do, strides.do)
-        load_own(
-            base, me, raw, fetch_own_b, store_own_b, int32(base + plan.own_b), array, of_array, arrays, strides, sizes
-        )
 
     return Producer(steps_of, first_step, step_behind, produce, load_own_a, load_own_b)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from ...ptx import wgmma
 from ..steps.inlined import inlined
 from . import parts
+from .operands import describe_rows, wait_all, wait_but_one
 
 
 class Products(NamedTuple):
@@ -64,9 +65,7 @@ def make(config, columns):
     multiply_0, multiply_1 = of_scores(0), of_scores(panels - 1)
     multiply_columns_0, multiply_columns_1 = of_sums(0), of_sums(panels - 1)
     first_count, second_count = counts[0], counts[-1]
-    describe_rows = wgmma.descriptor(16, 1024, 128)  # the first number is not used
     describe_columns = wgmma.descriptor(panel, 1024, 128)
-    commit, wait_all, wait_but_one = wgmma.commit_group, wgmma.wait_group(0), wgmma.wait_group(1)
     pin_scores, pin_frag = wgmma.pin(score_count), wgmma.pin(frag_count)
     pin_first, pin_second = wgmma.pin(first_count), wgmma.pin(second_count)
     two_panels = panels > 1
@@ -84,7 +83,7 @@ def make(config, columns):
     def issue_scores(acc, other, own, streamed):
         issue_first_scores(acc, own, streamed)
         issue_second_scores(other, own, streamed)
-        commit()
+        wgmma.commit_group()
 
     @inlined
     def finish_scores(acc, other):
@@ -99,10 +98,10 @@ def make(config, columns):
     def issue_sums(first, second, frag, streamed):
         streamed_desc = describe_columns(streamed)
         multiply_columns_0(first, frag, streamed_desc)
-        commit()
+        wgmma.commit_group()
         if two_panels:
             multiply_columns_1(second, frag, streamed_desc)
-            commit()
+            wgmma.commit_group()
 
     @inlined
     def finish_first_sums(acc, first):

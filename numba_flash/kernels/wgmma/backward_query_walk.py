@@ -1,7 +1,9 @@
-"""Which query tiles a key tile of a wgmma backward loops over under a mask_mod: those in which some key is seen.
+"""Which query tiles a block of a wgmma backward that owns keys loops over: those that see its keys, for each query head
+of the group. The last tile of a head comes first, and the heads follow each other. With config.bidirectional the word
+STEP gives the direction, and each tile of all heads comes before the next tile.
 
-The producer's threads and the consumers each find them from the same words, so they agree. Tiles of a head come from
-the last to the first, then those of the group's next head, whose own mask_mod may leave out others.
+Under a mask_mod only tiles in which some key is seen are visited. The producer's threads and the consumers each find
+them from the same words, so they agree. The next head's own mask_mod may leave out others.
 """
 
 from collections.abc import Callable
@@ -9,51 +11,89 @@ from typing import Any, NamedTuple
 
 from numba import int32
 
-from ...ptx import ld_st
 from ..score import tile_walk
 from ..steps.inlined import inlined
-from . import backward_state
-from .backward_state import BATCH, BEGIN, FIRST_ROW, HEAD, MEMBERS, STOP
+from . import block
+from .block import BEGIN, FIRST_ROW, MEMBERS, STEP, STOP, B, H
 
 
 class QueryWalk(NamedTuple):
-    """Device functions. member: index of the head in its group; when no tile is left, the number of heads."""
+    """Device functions. work: where the words are; i: the query tile; member: index of the head in its group, the
+    number of heads when no tile is left."""
 
-    present: bool  # otherwise the loop has every tile
-    up_to: Callable[..., Any]  # (base, i, member, arrays, strides) -> (i, member) of the first tile from i on
-    asks: Callable[..., Any]  # (base, i, member, arrays, strides) -> whether mask_mod decides there
+    present: bool  # whether tiles in which nothing is seen are left out
+    first: Callable[..., Any]  # (work, arrays, strides) -> (i, member)
+    more: Callable[..., Any]  # (work, i, member) -> whether this tile is one of them
+    next: Callable[..., Any]  # (work, i, member, arrays, strides) -> (i, member)
+    needs_mask: Callable[..., Any]  # (work, i, member, arrays, strides) -> whether mask_mod decides there
+
+
+@inlined
+def first_tile(begin, stop, step):
+    return int32(stop - 1 if step < 0 else begin)
+
+
+@inlined
+def following_tile(i, member, step, members):
+    """-> (i, member) with config.bidirectional. Blocks that are some tiles apart stay so, even if some have more tiles
+    than others."""
+    member = int32(member + 1)
+    if member == members:
+        i, member = int32(i + step), int32(0)
+    return i, member
 
 
 def make(config, whole_warp):
     """whole_warp: all lanes of a warp call these functions together, and the compiler may rely on it."""
-    walk = tile_walk.make(config, whole_warp)
-    state, load_b32 = config.shared_layout().state, ld_st.load_b32
-    _, _, _, word_of_warp, _ = backward_state.make(config)
+    walk, bidirectional = tile_walk.make(config, whole_warp), config.bidirectional
+    words = block.words(config.shared_layout().state)
+    word = words.read if whole_warp else words.read_alone
 
     @inlined
-    def word_of_thread(base, which):
-        return int32(load_b32(int32(base + state + which)))
-
-    word = word_of_warp if whole_warp else word_of_thread
+    def states_of(work, member, arrays, strides):
+        return walk.row(word(work, B), int32(word(work, H) + member), word(work, FIRST_ROW), arrays, strides)
 
     @inlined
-    def states_of(base, member, arrays, strides):
-        h = int32(word(base, HEAD) + member)
-        return walk.row(word(base, BATCH), h, word(base, FIRST_ROW), arrays, strides)
-
-    @inlined
-    def up_to(base, i, member, arrays, strides):
-        begin, members = word(base, BEGIN), word(base, MEMBERS)
-        found = walk.last(states_of(base, member, arrays, strides), i, begin, arrays, strides)
+    def up_to(work, i, member, arrays, strides):
+        """-> the first tile from i on in which something is seen."""
+        begin, members = word(work, BEGIN), word(work, MEMBERS)
+        found = walk.last(states_of(work, member, arrays, strides), i, begin, arrays, strides)
         while found < begin and member < members:
             member = int32(member + 1)
             if member < members:
-                states = states_of(base, member, arrays, strides)
-                found = walk.last(states, int32(word(base, STOP) - 1), begin, arrays, strides)
+                states = states_of(work, member, arrays, strides)
+                found = walk.last(states, int32(word(work, STOP) - 1), begin, arrays, strides)
         return found, member
 
     @inlined
-    def asks(base, i, member, arrays, strides):
-        return walk.needs_mask(states_of(base, member, arrays, strides), i, arrays, strides)
+    def first(work, arrays, strides):
+        if bidirectional:
+            i = first_tile(word(work, BEGIN), word(work, STOP), word(work, STEP))
+        else:
+            i = int32(word(work, STOP) - 1)
+        member = int32(0)
+        if walk.present:
+            i, member = up_to(work, i, member, arrays, strides)
+        return i, member
 
-    return QueryWalk(walk.present, up_to, asks)
+    @inlined
+    def more(work, i, member):
+        return member < word(work, MEMBERS) and word(work, BEGIN) <= i < word(work, STOP)
+
+    @inlined
+    def following(work, i, member, arrays, strides):
+        if bidirectional:
+            i, member = following_tile(i, member, word(work, STEP), word(work, MEMBERS))
+        elif walk.present:
+            i, member = up_to(work, int32(i - 1), member, arrays, strides)
+        else:
+            i = int32(i - 1)
+            if i < word(work, BEGIN):
+                i, member = int32(word(work, STOP) - 1), int32(member + 1)
+        return i, member
+
+    @inlined
+    def needs_mask(work, i, member, arrays, strides):
+        return walk.needs_mask(states_of(work, member, arrays, strides), i, arrays, strides)
+
+    return QueryWalk(walk.present, first, more, following, needs_mask)

@@ -1,4 +1,4 @@
-"""dQ from the float32 sums of wgmma/backward_fused: scaled and rounded to 16 bits. With config.dq_lines a query tile
+"""dQ from the float32 sums of wgmma/backward_fused: scaled and rounded to 16 bits. With config.dq_partials a query tile
 has several sums, which are added up first, the line of the first part before the others.
 
 All threads wait for wgmma/backward_fused before they read what it wrote. It has waited for the kernel that wrote lse
@@ -11,7 +11,7 @@ are in the layout of the registers: a thread reads what one thread wrote. dq is 
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...ptx import griddepcontrol, local, memory, shared, special
+from ...ptx import griddepcontrol, local, memory, special
 from ..recompute import queries as recompute
 from ..score import fragments
 from ..steps import gradient_rows
@@ -20,13 +20,13 @@ from ..steps.integers import divide
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import key_range, query_row
 from ..steps.sequence import make as make_sequence
+from .block import aligned
 
 
 def make(config):
-    of_part, alignment, lines = config.tile_m // 64, config.ALIGNMENT, config.dq_lines
+    of_part, lines = config.tile_m // 64, config.dq_partials
     columns, head_blocks = config.dq_columns // 8, -(-config.head_dim // 16) * 2
     dq_count = 4 * head_blocks
-    load_v4, address, shared_address = memory.load_v4, memory.address, shared.address
     sequence_of = make_sequence(config)
     chain = fragments.chain(config)
     stage_dq, store_dq = gradient_rows.make(config.dtype, 64, 16, config.head_dim, config.head_dim % 8 == 0)
@@ -43,7 +43,7 @@ def make(config):
     @cuda.jit
     def round_dq(arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
-        tile_at = int32((shared_address(smem) + int32(alignment - 1)) & int32(-alignment))
+        tile_at = aligned(smem, config.ALIGNMENT)
         acc_dq = local.array(dq_count, float32)  # (head_dim / 8, 4)
         four = local.array(4, uint32)
         heads, seqlen_q = sizes.heads, sizes.seqlen_q
@@ -66,7 +66,9 @@ def make(config):
         for line in range(lines):
             if line < parts:
                 for block_of_8 in range(head_blocks):
-                    load_v4(four, 0, address(arrays.dq_sums, at + (line * of_part * columns + block_of_8) * 512))
+                    memory.load_v4(
+                        four, 0, memory.address(arrays.dq_sums, at + (line * of_part * columns + block_of_8) * 512)
+                    )
                     for x in range(4):
                         acc_dq[4 * block_of_8 + x] += four[x].view(np.float32)
         first_row, lane = (thread >> int32(5)) * 16, thread & int32(31)

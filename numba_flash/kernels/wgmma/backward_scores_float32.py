@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import float32, int32, int64, uint32
 
-from ...ptx import bar, ld_st, local, mbarrier
+from ...ptx import bar, ld_st, local
 from ..score import fragments
 from ..score import reads as score_reads
 from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.units import exponent_unit
-from . import backward_products_float32, backward_state, backward_tiles_float32, paired_tiles, parts
-from .backward_producer_float32 import elected, own_thread
-from .backward_state import BATCH, CUT, FIRST_ROW, FREE, HEAD, KEYS
+from . import backward_products_float32, backward_tiles_float32, block, paired_tiles, parts
+from .block import CUT, FIRST_ROW, FREE, KEYS, B, H, elected, own_thread, rows_in_warpgroup
+from .pipeline import pipeline
 
 FIRST, SECOND = (np.int32(i) for i in range(2))  # which consumer; not Python ints: see inlined.py
 WEIGHTS_STEP = 128 * 16  # bytes of four weights of every thread of a consumer
@@ -45,14 +45,25 @@ class Held(NamedTuple):
     shown_bits: Any  # of the caller's mask
 
 
+class SumCounts(NamedTuple):
+    """float32 of a lane's sums, and of each of their two panels."""
+
+    sums: int
+    even: int
+    odd: int
+
+
 class Scores(NamedTuple):
     """Device functions of a consumer, and the numbers of registers they need."""
 
-    words: tuple[int, ...]  # of each field of Held
-    bias_type: Any  # of Held.loaded
+    score_count: int  # float32 of a lane's scores
+    mask_words: int
+    bias_words: int
+    bias_type: Any
+    bits_words: int
     frag_count: int  # uint32 of scores in parts
-    counts_a: tuple[int, ...]  # float32 of the sums of head_dim, dK or dQ, and of each panel of them
-    counts_b: tuple[int, ...]  # likewise of head_dim_v, dV
+    of_a: SumCounts  # of head_dim: dK or dQ
+    of_b: SumCounts  # of head_dim_v: dV
     my_turn: Callable[..., Any]  # (me)
     next_turn: Callable[..., Any]  # (me)
     start: Callable[..., Any]  # (held)
@@ -63,21 +74,15 @@ class Scores(NamedTuple):
     add_b: Callable[..., Any]  # likewise, dV
 
 
-@inlined
-def rows_of_lane():
-    """-> (the warp's first row in the own tile, lane). Computed again on each call, to save registers."""
-    thread = own_thread()
-    return (thread >> int32(5)) * 16, thread & int32(31)
-
-
 def make(config):
     has_second, both_sum = config.has_second, config.of_dv and config.has_second
-    plan, at, blocks = config.shared_layout(), config.barriers(), config.stream_rows // 8
+    plan, blocks = config.shared_layout(), config.stream_rows // 8
+    weights_ring = pipeline(config.barriers().weights_full, None)
     a, b = (backward_products_float32.make(config, n) for n in (config.head_dim_padded, config.head_dim_v_padded))
     of_tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
     to_parts = parts.to_operand(config.stream_rows)
 
-    _, _, word, position = backward_state.words(config)
+    word, _, position, *_ = block.words(config.shared_layout().state)
     mask_words, visible, _, _ = fragments.tile(config, 1, config.stream_rows)
     chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
     read, has_mask = score_reads.make(config, 1, config.stream_rows, config.of_keys), config.has("mask")
@@ -108,7 +113,7 @@ def make(config):
     @inlined
     def find_visible(base, i, sizes, mask_bits, distance):
         """mask_bits <- which of the lane's scores of tile i count; distance <- q_pos - k_pos."""
-        first_row, lane = rows_of_lane()
+        first_row, lane = rows_in_warpgroup()
         if config.of_keys:  # seen from the keys, left and right are exchanged
             left, right, end = sizes.right, sizes.left, sizes.seqlen_q
         else:
@@ -118,9 +123,9 @@ def make(config):
     @inlined
     def load_for_scores(base, step, held, arrays, strides, sizes):
         """Loads what each of the lane's scores of a tile needs."""
-        first_row, lane = rows_of_lane()
-        head = int32(word(base, HEAD) + step.member)
-        origin = read.origin(word(base, BATCH), head, word(base, FIRST_ROW), arrays, strides)
+        first_row, lane = rows_in_warpgroup()
+        head = int32(word(base, H) + step.member)
+        origin = read.origin(word(base, B), head, word(base, FIRST_ROW), arrays, strides)
         read.load(held.loaded, held.shown_bits, step.i, origin, first_row, lane, arrays, strides, sizes, FALSE)
 
     @inlined
@@ -161,7 +166,7 @@ def make(config):
         masked = i >= word(base, CUT) or i < word(base, FREE)
         term = float32(0)
         if chain.has_row_term:
-            term = chain.row_term(word(base, BATCH), word(base, HEAD) + step.member, arrays, strides)
+            term = chain.row_term(word(base, B), word(base, H) + step.member, arrays, strides)
         if read.reads:
             load_for_scores(base, step, held, arrays, strides, sizes)
         of_tiles.await_a(base, n)
@@ -179,7 +184,7 @@ def make(config):
             weigh(weights, held, lse, term, score, FALSE)
         if has_second:
             bar.warp_sync()
-            mbarrier.arrive_if(base + at.weights_full, elected())
+            weights_ring.producer_commit(base, step.n, elected())
 
     @inlined
     def to_score_gradients(base, step, weights, acc_dp, other, delta):
@@ -191,13 +196,13 @@ def make(config):
         of_tiles.issue_dp(acc_dp, other, base, n)
         next_turn(SECOND)
         of_tiles.finish_dp(acc_dp, other, base, n)
-        mbarrier.wait(base + at.weights_full, n & 1)
-        for block in range(blocks):
-            ld_st.load_v4(four, 0, weights + block * WEIGHTS_STEP)
+        weights_ring.consumer_wait(base, n)
+        for column in range(blocks):
+            ld_st.load_v4(four, 0, weights + column * WEIGHTS_STEP)
             for r in range(2):
                 for x in range(2):
-                    at_x, p = 4 * block + 2 * r + x, four[2 * r + x].view(np.float32)
-                    ds = p * (acc_dp[at_x] - delta[2 * block + x if config.of_keys else r])
+                    at_x, p = 4 * column + 2 * r + x, four[2 * r + x].view(np.float32)
+                    ds = p * (acc_dp[at_x] - delta[2 * column + x if config.of_keys else r])
                     acc_dp[at_x] = ds if p != float32(0) else float32(0)  # where P is 0, dP may be NaN
         bar.warp_sync()
         of_tiles.give_weights_place(base)
@@ -219,11 +224,12 @@ def make(config):
 
         return add
 
-    words = a.score_count, a.score_count, mask_words, 2, read.bias_words, read.bits_words
-    counts_a, counts_b = ((products.sum_count, *products.panel_counts) for products in (a, b))
+    words = a.score_count, mask_words, read.bias_words, read.bias_type, read.bits_words
+    of_a = SumCounts(a.sum_count, *a.panel_counts)
+    of_b = SumCounts(b.sum_count, *b.panel_counts) if config.of_dv else SumCounts(1, 1, 1)
     add_a = adder(SECOND, of_tiles.issue_a_sums, of_tiles.finish_a_sums, of_a=True)
     add_b = adder(FIRST, of_tiles.issue_b_sums, of_tiles.finish_b_sums, of_a=False)
     return Scores(
-        words, read.bias_type, a.frag_count, counts_a, counts_b, my_turn, next_turn, start, weights_at,
+        *words, a.frag_count, of_a, of_b, my_turn, next_turn, start, weights_at,
         to_weights, to_score_gradients, add_a, add_b,
     )  # fmt: skip

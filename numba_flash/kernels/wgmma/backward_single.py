@@ -16,8 +16,8 @@ from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import queries_of, query_row
-from . import backward_state
-from .backward_state import BATCH, FIRST_ROW, HEAD, MEMBERS, STRUCK
+from . import block
+from .block import FIRST_ROW, MEMBERS, NONFINITE, B, H
 
 
 def make(config):
@@ -29,14 +29,14 @@ def make(config):
     key_tiles, chunk_bytes, warp_bytes = config.key_tiles, 32 * 16, part_bytes // 4
     recompute_queries, load = recompute.make(config), elements.loader(config.dtype, float32)
     chain = fragments.chain(config)
-    _, put, _, word, _ = backward_state.make(config)
+    state = block.words(config.shared_layout().state)
 
     @inlined
     def tile_of(own, n):
         """-> (head, first query) of the n-th tile. Each query tile comes for all members before the next."""
-        members = word(own, MEMBERS)
+        members = state.read(own, MEMBERS)
         i = divide(n, members)
-        return int32(word(own, HEAD) + n - i * members), int32(i * config.tile_m)
+        return int32(state.read(own, H) + n - i * members), int32(i * config.tile_m)
 
     @inlined
     def write(own, place, acc_dq, me, n, arrays, strides, sizes, score):
@@ -45,7 +45,7 @@ def make(config):
         first_row, lane = (thread >> int32(5)) * 16, thread & int32(31)
         h, first_query = tile_of(own, n)
         first_query, first_column = int64(first_query + me * own_queries), me * own_columns
-        sequence = queries_of(word(own, BATCH), arrays, strides, sizes)
+        sequence = queries_of(state.read(own, B), arrays, strides, sizes)
         queries_left = int32(min(sequence.seqlen_q - first_query, 64))
         bar.warp_sync()  # all lanes have read the last rows
         nonfinite = stage(acc_dq, score.scale, place, first_row, lane, queries_left)
@@ -53,7 +53,7 @@ def make(config):
         columns_left = int32(config.head_dim - first_column)
         store(place, first_row, lane, arrays.dq, to, row, queries_left, columns_left, uint32(0))
         if nonfinite != 0 and lane == 0:
-            put(own, STRUCK, 1)
+            state.write(own, NONFINITE, 1)
 
     @inlined
     def leave(base, own, acc_dq, me, n, arrays, strides, sizes, score):
@@ -66,7 +66,7 @@ def make(config):
         thread = special.thread_index() & int32(127)
         # Each warp has a quarter of the place, in which the numbers of a thread lie side by side.
         warp, place = thread >> int32(5), base + dq_at + (2 * n + me) * part_bytes
-        mine, first_key = place + warp * warp_bytes + (thread & int32(31)) * 16, word(own, FIRST_ROW)
+        mine, first_key = place + warp * warp_bytes + (thread & int32(31)) * 16, state.read(own, FIRST_ROW)
         if first_key < (key_tiles - 1) * config.tile_n:
             for chunk in range(8):
                 ld_st.load_v4(four, 0, mine + chunk * chunk_bytes)
@@ -95,10 +95,10 @@ def make(config):
     @inlined
     def repair(own, steps, arrays, strides, sizes, score):
         """Called by all consumers, after they have written all of dQ and passed a barrier."""
-        if word(own, STRUCK) != 0:
+        if state.read(own, NONFINITE) != 0:
             thread = special.thread_index() - 128
             first_row, lane = (thread >> int32(5)) * of_warp, thread & int32(31)
-            sequence, term = queries_of(word(own, BATCH), arrays, strides, sizes), float32(0)
+            sequence, term = queries_of(state.read(own, B), arrays, strides, sizes), float32(0)
             for n in range(steps):
                 h, first_query = tile_of(own, n)
                 nonfinite = uint32(0)

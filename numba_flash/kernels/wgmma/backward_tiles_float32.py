@@ -9,7 +9,7 @@ from numba import cuda, int32
 from ...ptx import fence
 from ..steps.inlined import inlined
 from . import backward_products_float32, backward_state
-from .backward_producer_float32 import elected
+from .block import elected
 from .pipeline import pipeline
 
 

@@ -1,4 +1,4 @@
-"""What the roles of a wgmma block share: its pipelines, and where its work tiles are.
+"""What the roles of a block of wgmma's forward share: its pipelines, and its work tiles.
 
 Places are in bytes from the block's base in shared memory.
 """
@@ -7,14 +7,15 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ...ptx import mbarrier
+from numba import int32
+
 from ..steps.inlined import inlined
+from ..steps.query_tile import QueryTile
+from .block import BYTES, FIRST_ROW, B, H, words
 from .pipeline import Pipeline, pipeline
 
-# A work tile describes a query tile in words. The scheduler writes it; a block has a ring of four.
-WORK, B, H, H_KV, FIRST_QUERY, KEYS, BEGIN, FREE, CUT, STOP, POS_LOW, POS_HIGH, STATES = (4 * i for i in range(13))
-POS_FREE, POS_CUT = 52, 56  # with a mask: FREE and CUT by positions alone
-WORK_TILES = 4
+WORK_TILES = 4  # the scheduler writes them; a block has a ring of four
+word, word_alone, position, _, write, write_tile = words()
 
 
 class Pipelines(NamedTuple):
@@ -25,8 +26,14 @@ class Pipelines(NamedTuple):
     k: Pipeline
     v: Pipeline
     bias: Pipeline
-    asked: int  # the mbarrier at which the scheduler waits until the producer asks for the next query tile
+    asked: Pipeline  # the scheduler waits here until the producer asks for the next query tile
     work_tile: Callable[..., Any]  # (base, i) -> where the work tile of the block's i-th query tile is
+
+
+@inlined
+def tile_of(work_tile):
+    """The QueryTile that a work tile describes."""
+    return QueryTile(word(work_tile, B), word(work_tile, H), word(work_tile, FIRST_ROW), int32(0))
 
 
 @functools.cache
@@ -36,13 +43,13 @@ def make(config) -> Pipelines:
     at = config.shared_layout().barriers
     q_full, q_empty, tile_full, tile_empty, asked = at, at + 16, at + 32, at + 64, at + 96
     k_full, v_full, k_empty, v_empty, work_tiles_at = (at + 112 + 8 * config.stages * i for i in range(5))
-    bias_full = work_tiles_at + 64 * WORK_TILES
+    bias_full = work_tiles_at + BYTES * WORK_TILES
     bias_empty = bias_full + 8 * config.bias_stages * config.consumers
     tiles = pipeline(tile_full, tile_empty, WORK_TILES)
 
     @inlined
     def work_tile(base, i):
-        return base + work_tiles_at + 64 * tiles.stage(i)
+        return base + work_tiles_at + BYTES * tiles.stage(i)
 
     return Pipelines(
         pipeline(q_full, q_empty, config.q_buffers),
@@ -50,7 +57,7 @@ def make(config) -> Pipelines:
         pipeline(k_full, k_empty, config.stages),
         pipeline(v_full, v_empty, config.stages),
         pipeline(bias_full, bias_empty, max(config.bias_stages, 1), 8 * config.consumers),
-        asked,
+        pipeline(asked, None),
         work_tile,
     )
 
@@ -63,7 +70,7 @@ def starter(config, fillers):
 
     @inlined
     def set_up(base):
-        mbarrier.init(base + rings.asked, 1)
+        rings.asked.init(base, 1, 0)
         rings.q.init(base, 1, 4 * consumers)
         rings.tiles.init(base, 1, 4 * consumers)
         rings.k.init(base, fillers, 4 * consumers)

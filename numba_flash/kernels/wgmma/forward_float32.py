@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
-from ...ptx import bar, fence, local, memory, setmaxnreg, shared, shfl, special, vote, wgmma
+from ...ptx import bar, fence, local, memory, special, vote, wgmma
 from ..recompute import rows as recompute
 from ..score import fragment_softmax, fragments, sum_terms, tile_walk
 from ..score import reads as score_reads
@@ -28,10 +28,26 @@ from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_row_of
 from ..steps.sequence import key_row, queries_of, query_row
 from ..steps.sequence import make as make_sequence
-from . import barriers, parts, query_tiles, rows_float32, tile_scores
-from .barriers import BEGIN, CUT, FREE, H_KV, KEYS, STATES, STOP, WORK, B, H
-from .tile_scores import KeyTile, ScoreRegisters
-from .work_tile import counting, rows_of_lane, tile_of, word
+from . import barriers, block, parts, query_tiles, rows_float32, tile_scores
+from .barriers import tile_of, word, word_alone
+from .block import (
+    BEGIN,
+    CUT,
+    FREE,
+    H_KV,
+    KEYS,
+    MEMBERS,
+    STATES,
+    STOP,
+    B,
+    H,
+    aligned,
+    elected,
+    rows_of_lane,
+    warpgroup_index,
+)
+from .operands import describe_rows, wait_all, wait_but_one
+from .tile_scores import ConsumerRegisters, KeyTile, ScoreRegisters, counting
 
 Q_ROWS = 32  # rows of a consumer's 64 that it splits at a time
 FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python ints: see inlined.py
@@ -71,44 +87,36 @@ def multipliers(config):
 
 
 def make(config):
-    head_dim, head_dim_v, group, queries = config.head_dim, config.head_dim_v, config.group_size, config.queries
-    plan = config.shared_layout()
-    q_panel, kv_panel = config.tile_m * 128, config.tile_n * 128  # bytes of a panel of a part
+    plan, group, tile_n = config.shared_layout(), config.group_size, config.tile_n
+    q_panel, kv_panel = config.tile_m * 128, tile_n * 128  # bytes of a panel of a part
     k_panels, v_panels, v_columns = -(-config.head_dim_padded // 64), config.v_panels, config.v_columns
     k_part, v_part = kv_panel * k_panels, kv_panel * v_panels
     k_bytes, v_bytes = config.PARTS * k_part, config.PARTS * v_part
-    s_count, o_count, p_count = config.tile_n // 2, config.head_dim_v_padded // 2, config.PARTS * config.tile_n // 4
+    s_count, o_count, p_count = tile_n // 2, config.head_dim_v_padded // 2, config.PARTS * tile_n // 4
     panel_count = v_columns // 2  # registers of a panel of O
-    o_blocks = config.head_dim_v_padded // 8
+    rescale = block.rescaler(config.head_dim_v_padded // 8)
     turns, pair = config.ping_pong and config.consumers > 1, 256  # threads of two warpgroups
 
     of_q_k, multiply_p_v = multipliers(config)
     multiply_0, multiply_1, multiply_2, multiply_3 = (*of_q_k, *of_q_k[-1:] * (4 - k_panels))
-    describe_k = wgmma.descriptor(16, 1024, 128)  # of Q too; the first number is not used
     describe_v = wgmma.descriptor(kv_panel, 1024, 128)
-    commit, wait_all, wait_but_one = wgmma.commit_group, wgmma.wait_group(0), wgmma.wait_group(1)
     pin_s, pin_panel, pin_p = wgmma.pin(s_count), wgmma.pin(panel_count), wgmma.pin(p_count)
-    give_registers = setmaxnreg.decrease(config.registers[0])
-    take_registers = setmaxnreg.increase(config.registers[1])
+    give_registers, take_registers = block.register_moves(config)
 
     rings, sequence_of = barriers.make(config), make_sequence(config)
     set_up = barriers.starter(config, 4)  # the producer's warps
-    publish_tile, following_tile, set_back = query_tiles.make(config)
-    q_words, fetch_q, store_q = parts.loader(Q_ROWS, head_dim, 64, q_panel, q_panel * k_panels, group)
-    k_words, fetch_k, store_k = parts.loader(config.tile_n, head_dim, 64, kv_panel, k_part)
-    v_words, fetch_v, store_v = parts.loader(config.tile_n, head_dim_v, v_columns, kv_panel, v_part)
-    raw_words = max(k_words, v_words)
+    work = query_tiles.make(config)
+    q_loader = parts.loader(Q_ROWS, config.head_dim, 64, q_panel, q_panel * k_panels, group)
+    k_loader = parts.loader(tile_n, config.head_dim, 64, kv_panel, k_part)
+    v_loader = parts.loader(tile_n, config.head_dim_v, v_columns, kv_panel, v_part)
+    raw_words = max(k_loader.words, v_loader.words)
 
-    has_row_term, row_term = fragments.chain(config).has_row_term, fragments.chain(config).row_term
-    mask_words = fragments.tile(config, 1).mask_words
-    read = score_reads.make(config, 1)
-    load_for_scores, find_bits, _, finish_scores = tile_scores.make(config, None)
-    walk = tile_walk.make(config, whole_warp=True)
-    behind_in_producer = tile_walk.make(config).next_tile
+    chain, mask_words = fragments.chain(config), fragments.tile(config, 1).mask_words
+    read, options, kept_weights = score_reads.make(config, 1), tile_scores.make(config, None), counting(config)
+    walk, producer_walk = tile_walk.make(config, whole_warp=True), tile_walk.make(config)
     start, softmax, finish = fragment_softmax.make(config, 1)
-    drops, kept_words, find_kept, drop_some, count_kept = counting(config)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
-    to_p = parts.to_operand(config.tile_n)
+    to_p = parts.to_operand(tile_n)
     write_rows, recompute_rows = rows_float32.make(config), recompute.make(config, 16)
 
     # The producer.
@@ -126,17 +134,12 @@ def make(config):
     @inlined
     def fetch(raw, fetch_rows, array, of_array, work_tile, j, arrays, strides, sizes):
         """raw <- the rows of key tile j that are valid keys; zeros past them."""
-        b, h_kv = query_tiles.field_of(work_tile + B), query_tiles.field_of(work_tile + H_KV)
-        first = int32(j * config.tile_n)
+        b, h_kv = word_alone(work_tile, B), word_alone(work_tile, H_KV)
+        first = int32(j * tile_n)
         sequence = sequence_of(b, arrays, strides, sizes)
         source = memory.address(array, key_row(of_array, sequence, h_kv, int64(first)))
-        rows_left = int32(query_tiles.field_of(work_tile + KEYS) - first)
+        rows_left = int32(word_alone(work_tile, KEYS) - first)
         fetch_rows(raw, source, 4 * of_array[2], int64(0), int32(0), rows_left, special.thread_index())
-
-    @inlined
-    def elected():
-        """Whether this lane acts for its warp."""
-        return special.thread_index() & int32(31) == 0
 
     @inlined
     def make_visible():
@@ -153,33 +156,33 @@ def make(config):
         n, i, t = int32(0), int32(0), int64(special.block_index())  # number of K and V tiles and query tiles so far
         thread = special.thread_index()
         if thread == 0:
-            publish_tile(base, i, t, arrays, strides, sizes)
+            work.publish(base, i, t, arrays, strides, sizes)
         rings.tiles.consumer_wait(base, i)
         work_tile = int32(rings.work_tile(base, i))
-        while query_tiles.field_of(work_tile + WORK) != 0:
-            begin, j = query_tiles.field_of(work_tile + BEGIN), int32(query_tiles.field_of(work_tile + STOP) - 1)
-            states = query_tiles.field_of(work_tile + STATES) if walk.present else int32(0)
+        while word_alone(work_tile, MEMBERS) != 0:
+            begin, j = word_alone(work_tile, BEGIN), int32(word_alone(work_tile, STOP) - 1)
+            states = word_alone(work_tile, STATES) if walk.present else int32(0)
             while j >= begin:
-                fetch(raw, fetch_k, arrays.k, strides.k, work_tile, j, arrays, strides, sizes)
+                fetch(raw, k_loader.fetch, arrays.k, strides.k, work_tile, j, arrays, strides, sizes)
                 rings.k.producer_acquire(base, n)
-                store_k(raw, base + plan.k + rings.k.stage(n) * k_bytes, two, special.thread_index())
+                k_loader.store(raw, base + plan.k + rings.k.stage(n) * k_bytes, two, special.thread_index())
                 make_visible()
                 rings.k.producer_commit(base, n, elected())
-                fetch(raw, fetch_v, arrays.v, strides.v, work_tile, j, arrays, strides, sizes)
+                fetch(raw, v_loader.fetch, arrays.v, strides.v, work_tile, j, arrays, strides, sizes)
                 rings.v.producer_acquire(base, n)
-                store_v(raw, base + plan.v + rings.v.stage(n) * v_bytes, two, special.thread_index())
+                v_loader.store(raw, base + plan.v + rings.v.stage(n) * v_bytes, two, special.thread_index())
                 make_visible()
                 rings.v.producer_commit(base, n, elected())
                 n = int32(n + 1)
-                j = int32(behind_in_producer(states, j, begin, arrays, strides) if walk.present else j - 1)
+                j = int32(producer_walk.next_tile(states, j, begin, arrays, strides) if walk.present else j - 1)
             i = int32(i + 1)
             if thread == 0:
-                t = following_tile(t, counter)
-                publish_tile(base, i, t, arrays, strides, anew(sizes))
+                t = work.following(t, counter)
+                work.publish(base, i, t, arrays, strides, anew(sizes))
             rings.tiles.consumer_wait(base, i)
             work_tile = int32(rings.work_tile(base, i))
         if thread == 0:
-            set_back(counter)
+            work.reset(counter)
 
     # The consumers.
 
@@ -200,25 +203,18 @@ def make(config):
     @inlined
     def load_q(base, me, work_tile, arrays, strides, sizes):
         """Splits the warpgroup's 64 rows of Q into parts."""
-        raw = local.array(q_words, uint32)
+        raw = local.array(q_loader.words, uint32)
         two = local.array(2, uint32)
         thread, tile = special.thread_index() & int32(127), tile_of(work_tile)
         sequence = queries_of(tile.b, arrays, strides, sizes)
-        queries_left = int32(min(sequence.seqlen_q - tile.first_query, queries))
+        queries_left = int32(min(sequence.seqlen_q - tile.first_query, config.queries))
         source = memory.address(arrays.q, query_row(strides.q, sequence, tile.h, int64(tile.first_query)))
         warpgroup_sync(me)  # the whole warpgroup has finished with the last ones
         for first_row in range(me * 64, me * 64 + 64, Q_ROWS):
-            fetch_q(raw, source, 4 * strides.q[2], 4 * strides.q[1], first_row, queries_left, thread)
-            store_q(raw, int32(base + first_row * 128), two, thread)
+            q_loader.fetch(raw, source, 4 * strides.q[2], 4 * strides.q[1], first_row, queries_left, thread)
+            q_loader.store(raw, int32(base + first_row * 128), two, thread)
         fence.proxy_async()
         warpgroup_sync(me)
-
-    @inlined
-    def rescale(acc_o, alpha, moved):
-        if moved != 0:
-            for n in range(o_blocks):
-                for i in range(4):
-                    acc_o[4 * n + i] *= alpha[i // 2]
 
     @inlined
     def issue_scores(q_desc, k_desc, acc_s, part_1, part_2, part_3):
@@ -230,7 +226,7 @@ def make(config):
             multiply_2(part_2, q_desc, k_desc)
         if k_panels > 3:
             multiply_3(part_3, q_desc, k_desc)
-        commit()
+        wgmma.commit_group()
 
     @inlined
     def add_part(acc_s, part, present):
@@ -240,7 +236,7 @@ def make(config):
                 acc_s[i] += part[i]
 
     @inlined
-    def scores(base, me, n, acc_s):
+    def compute_scores(base, me, n, acc_s):
         """S of the block's n-th key tile."""
         part_1 = local.array(s_count, float32)
         part_2 = local.array(s_count, float32)
@@ -248,8 +244,8 @@ def make(config):
         rings.k.consumer_wait(base, n)
         my_turn(me)
         issue_scores(
-            describe_k(base + special.opaque(me * (64 * 128))),
-            describe_k(base + plan.k + rings.k.stage(n) * k_bytes),
+            describe_rows(base + special.opaque(me * (64 * 128))),
+            describe_rows(base + plan.k + rings.k.stage(n) * k_bytes),
             acc_s,
             part_1,
             part_2,
@@ -290,7 +286,7 @@ def make(config):
     def issue_panel(panel, me, acc, p_frag, v_desc):
         if panel < v_panels:
             multiply_p_v(acc, p_frag, v_desc + uint64(panel * (kv_panel >> 4)))
-            commit()
+            wgmma.commit_group()
         if panel == v_panels - 1:
             next_turn(me)
 
@@ -313,37 +309,33 @@ def make(config):
         rings.v.consumer_release(base, n, elected())
 
     @inlined
-    def step(base, me, tile, registers, row, arrays, strides, sizes, score):
+    def step(base, me, tile, registers, arrays, strides, sizes, score):
         """One KeyTile: S, softmax, O."""
-        acc_s, acc_o, p_frag, loaded = registers
-        m, l, alpha, terms, distance, mask_bits, shown_bits = row
-        of_scores = ScoreRegisters(acc_s, loaded, mask_bits, shown_bits, terms, distance)
+        of_scores, acc_s = registers.scores, registers.scores.acc_s
         if read.reads:
-            load_for_scores(tile, of_scores, arrays, strides, sizes)
-        scores(base, me, tile.n, acc_s)
-        find_bits(tile, of_scores, sizes)
-        factor = finish_scores(base, tile, of_scores, int32(0), float32(0), arrays, strides, sizes, score)
-        moved = softmax(acc_s, m, l, alpha, factor)
-        if drops:
-            kept = local.array(kept_words, uint32)
-            find_kept(tile.j, tile.work_tile, kept, arrays, sizes)
-            drop_some(acc_s, kept)
-        to_p(acc_s, p_frag)
-        rescale(acc_o, alpha, moved)
-        outputs(base, me, tile.n, acc_o, p_frag)
+            options.load(tile, of_scores, arrays, strides, sizes)
+        compute_scores(base, me, tile.n, acc_s)
+        options.find_bits(tile, of_scores, sizes)
+        factor = options.finish(base, tile, of_scores, int32(0), float32(0), arrays, strides, sizes, score)
+        moved = softmax(acc_s, registers.m, registers.l, registers.alpha, factor)
+        if kept_weights.drops:
+            kept_weights.find(tile.j, tile.work_tile, registers.kept, arrays, sizes)
+            kept_weights.drop(acc_s, registers.kept)
+        to_p(acc_s, registers.p_frag)
+        rescale(registers.acc_o, registers.alpha, moved)
+        outputs(base, me, tile.n, registers.acc_o, registers.p_frag)
 
     @inlined
-    def write_tile(base, work_tile, acc_o, row, arrays, strides, sizes, score):
+    def write_tile(base, work_tile, registers, arrays, strides, sizes, score):
         """Writes O and lse of the warp's rows."""
-        m, l, alpha, _, distance, _, _ = row
-        tile = tile_of(work_tile)
+        tile, acc_o = tile_of(work_tile), registers.acc_o
         first_row, lane = rows_of_lane()
-        inverse_l, lse = alpha, distance  # the same registers, free by now
+        inverse_l, lse = registers.alpha, registers.scores.distance  # the same registers, free by now
         if has_term:
             load_terms(lse, tile.b, tile.h, first_row + first_row_of(lane), arrays, strides)
-        finish(m, l, inverse_l, lse)
-        if drops:
-            count_kept(inverse_l, score)
+        finish(registers.m, registers.l, inverse_l, lse)
+        if kept_weights.drops:
+            kept_weights.scale(inverse_l, score)
         row_states = base + plan.row_states
         nonfinite = write_rows(acc_o, inverse_l, lse, row_states, first_row, lane, tile, arrays, strides, sizes)
         if vote.any_lane(nonfinite) != 0:
@@ -353,41 +345,32 @@ def make(config):
     @inlined
     def consume(base, me, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 rows of every query tile that the block takes."""
-        registers = (
-            local.array(s_count, float32),  # acc_s (tile_n / 8, 4)
-            local.array(o_count, float32),  # acc_o (head_dim_v_padded / 8, 4)
-            local.array(p_count, uint32),  # p_frag (3, tile_n / 8, 2)
-            local.array(read.bias_words, read.bias_type),  # loaded (2, tile_n / 8, 2), in 16 bits two in one
-        )
-        row = (
-            local.array(2, float32),  # m
-            local.array(2, float32),  # l
-            local.array(2, float32),  # alpha
-            local.array(2, float32),  # terms
-            local.array(2, float32),  # distance
-            local.array(mask_words, uint32),  # mask_bits
-            local.array(read.bits_words, uint32),  # shown_bits, of the caller's mask
-        )
-        acc_o, terms, mask_bits = registers[1], row[3], row[5]
+        acc_s, acc_o = local.array(s_count, float32), local.array(o_count, float32)
+        p_frag, kept = local.array(p_count, uint32), local.array(kept_weights.words, uint32)
+        m, l, alpha = local.array(2, float32), local.array(2, float32), local.array(2, float32)
+        terms, distance = local.array(2, float32), local.array(2, float32)
+        loaded, mask_bits = local.array(read.bias_words, read.bias_type), local.array(mask_words, uint32)
+        scores = ScoreRegisters(acc_s, loaded, mask_bits, local.array(read.bits_words, uint32), terms, distance)
+        registers = ConsumerRegisters(scores, acc_o, p_frag, m, l, alpha, alpha, kept)  # no shift
         n, i = int32(0), int32(0)  # number of key tiles, and of query tiles, so far
         if me == config.consumers - 1:
             next_turn(me)  # the first consumer has the first turn, as if the last had passed it on
         rings.tiles.consumer_wait(base, i)
         work_tile = int32(rings.work_tile(base, i))
-        while word(work_tile + WORK) != 0:
-            begin, free = word(work_tile + BEGIN), word(work_tile + FREE)
-            cut, j = word(work_tile + CUT), int32(word(work_tile + STOP) - 1)
-            states = word(work_tile + STATES) if walk.present else int32(0)
+        while word(work_tile, MEMBERS) != 0:
+            begin, free = word(work_tile, BEGIN), word(work_tile, FREE)
+            cut, j = word(work_tile, CUT), int32(word(work_tile, STOP) - 1)
+            states = word(work_tile, STATES) if walk.present else int32(0)
             load_q(base, me, work_tile, arrays, strides, sizes)
-            start(row[0], row[1])
+            start(registers.m, registers.l)
             for x in range(o_count):
                 acc_o[x] = float32(0)
             for r in range(2):
                 terms[r] = float32(0)
-                if has_row_term:
+                if chain.has_row_term:
                     first_row, lane = rows_of_lane()
-                    row_head = word(work_tile + H) + (first_row + first_row_of(lane) + 8 * r) % group
-                    terms[r] = row_term(word(work_tile + B), row_head, arrays, strides)
+                    row_head = word(work_tile, H) + (first_row + first_row_of(lane) + 8 * r) % group
+                    terms[r] = chain.row_term(word(work_tile, B), row_head, arrays, strides)
             for x in range(mask_words):
                 mask_bits[x] = uint32(0)
             while j >= begin:
@@ -395,15 +378,15 @@ def make(config):
                 # window, again some that are seen in part.
                 while j >= begin and (j >= cut or j < free):
                     tile = KeyTile(j, n, work_tile, FALSE, TRUE, walk.needs_mask(states, j, arrays, strides))
-                    step(base, me, tile, registers, row, arrays, strides, sizes, score)
+                    step(base, me, tile, registers, arrays, strides, sizes, score)
                     n = int32(n + 1)
                     j = int32(walk.next_tile(states, j, begin, arrays, strides) if walk.present else j - 1)
                 while j >= free and j < cut:
                     tile = KeyTile(j, n, work_tile, TRUE, FALSE, walk.needs_mask(states, j, arrays, strides))
-                    step(base, me, tile, registers, row, arrays, strides, sizes, score)
+                    step(base, me, tile, registers, arrays, strides, sizes, score)
                     n = int32(n + 1)
                     j = int32(walk.next_tile(states, j, begin, arrays, strides) if walk.present else j - 1)
-            write_tile(base, work_tile, acc_o, row, arrays, strides, sizes, score)
+            write_tile(base, work_tile, registers, arrays, strides, sizes, score)
             rings.tiles.consumer_release(base, i, elected())
             i = int32(i + 1)
             rings.tiles.consumer_wait(base, i)
@@ -414,9 +397,9 @@ def make(config):
     @cuda.jit
     def flash_attention_wgmma_float32(arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
-        base = int32((shared.address(smem) + int32(config.ALIGNMENT - 1)) & int32(-config.ALIGNMENT))
+        base = aligned(smem, config.ALIGNMENT)
         thread = special.thread_index()
-        warpgroup = int32(shfl.idx_b32(uint32(thread >> int32(7)), 0))  # known to be uniform in the warp
+        warpgroup = warpgroup_index()
         if thread == 0:
             set_up(base)
             fence.mbarrier_init()

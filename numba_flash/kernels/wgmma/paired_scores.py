@@ -12,7 +12,8 @@ from numba import float32, int32, uint32
 
 from ...ptx import bar, cluster, ld_st, local, mbarrier
 from ..steps.inlined import inlined
-from .backward_producer_float32 import elected, own_thread
+from .block import elected, own_thread
+from .pipeline import Pipeline
 
 
 class Exchange(NamedTuple):
@@ -20,12 +21,13 @@ class Exchange(NamedTuple):
 
     give: Callable[..., Any]  # (acc, base, n): to the other block, as soon as it has read the last ones
     take: Callable[..., Any]  # (acc, base, n): acc += the other block's numbers
+    ring: Pipeline
     give_back: Callable[..., Any]  # (base): by the last reader of the place; the other block may fill it again
 
 
-def make(config, scores_at, full, empty):
-    """scores_at: where the other block's scores arrive. Two mbarriers: full, they have arrived; empty, the other block
-    has read what this one gave. A warp arrives once."""
+def make(config, scores_at, ring):
+    """scores_at: where the other block's scores arrive. ring: a Pipeline of one place: full, they have arrived; empty,
+    the other block has read what this one gave. A warp arrives once."""
     blocks = config.stream_rows // 8
 
     @inlined
@@ -37,8 +39,8 @@ def make(config, scores_at, full, empty):
     def give(acc, base, n):
         four = local.array(4, uint32)
         other = cluster.rank() ^ 1
-        place, arrived = cluster.place_in(place_of(base), other), cluster.place_in(int32(base + full), other)
-        mbarrier.wait(base + empty, (n & 1) ^ 1)
+        place, arrived = cluster.place_in(place_of(base), other), cluster.place_in(ring.full(base, n), other)
+        ring.producer_acquire(base, n)
         for block in range(blocks):
             for x in range(4):
                 four[x] = acc[4 * block + x].view(np.uint32)
@@ -47,8 +49,8 @@ def make(config, scores_at, full, empty):
     @inlined
     def take(acc, base, n):
         four, place = local.array(4, uint32), place_of(base)
-        mbarrier.arrive_expect_tx_if(base + full, blocks * 512, elected())
-        mbarrier.wait(base + full, n & 1)
+        mbarrier.arrive_expect_tx_if(ring.full(base, n), blocks * 512, elected())
+        ring.consumer_wait(base, n)
         for block in range(blocks):
             ld_st.load_v4(four, 0, int32(place + block * 2048))
             for x in range(4):
@@ -57,6 +59,6 @@ def make(config, scores_at, full, empty):
     @inlined
     def give_back(base):
         bar.warp_sync()
-        mbarrier.arrive_there_if(cluster.place_in(int32(base + empty), cluster.rank() ^ 1), elected())
+        mbarrier.arrive_there_if(cluster.place_in(ring.empty(base, 0), cluster.rank() ^ 1), elected())
 
-    return Exchange(give, take, give_back)
+    return Exchange(give, take, ring, give_back)

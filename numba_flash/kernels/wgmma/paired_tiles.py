@@ -21,18 +21,18 @@ So the next tile a arrives while the last one is still read. Two mbarriers count
 
 from numba import int32, uint32
 
-from ...ptx import cluster, fence, ld_st, mbarrier, special, wgmma
+from ...ptx import cluster, fence, ld_st, special, wgmma
 from ..steps.inlined import inlined
 from . import backward_products_float32, paired_scores
-from .backward_producer_float32 import elected
 from .backward_tiles_float32 import Tiles
+from .block import elected
+from .operands import wait_but_one
+from .pipeline import pipeline
 
 
 def places(config):
-    """-> (place_of_a, place_of_b, empty_of_a), device functions of (base, n): the places of the tiles of step n, and
-    the mbarriers that count the readers of a."""
+    """-> (place_of_a, place_of_b), device functions of (base, n): the places of the tiles of step n."""
     streamed, place_bytes = config.shared_layout().stream, config.panels * config.panel_bytes
-    a_empty, panels = config.barriers().a_empty, config.panels
 
     @inlined
     def place_of_a(base, n):
@@ -42,35 +42,35 @@ def places(config):
     def place_of_b(base, n):
         return int32(base + streamed + ((n & 1) ^ 1) * place_bytes)
 
-    @inlined
-    def empty_of_a(base, n):
-        return int32(base + a_empty + (n & 1) * 8 * panels)
+    return place_of_a, place_of_b
 
-    return place_of_a, place_of_b, empty_of_a
+
+def panel_rings(config):
+    """-> the pipelines of the first panels of a and b; those of the next panel are 8 bytes further from the base. A
+    tile a comes while the last one is still read, so its mbarriers are there twice."""
+    at = config.barriers()
+    return pipeline(at.a_full, at.a_empty, 2, 8 * config.panels), pipeline(at.b_full, at.b_empty)
 
 
 def make(config):
     plan, at = config.shared_layout(), config.barriers()
     a, b = (backward_products_float32.make(config, n) for n in (config.head_dim_padded, config.head_dim_v_padded))
-    place_of_a, place_of_b, empty_of_a = places(config)
-    of_s = paired_scores.make(config, plan.weights, at.scores_full, at.scores_empty)
-    of_dp = paired_scores.make(config, plan.score_gradients, at.score_gradients_full, at.score_gradients_empty)
-    commit, wait_but_one, two_b = wgmma.commit_group, wgmma.wait_group(1), b.panels > 1
+    (place_of_a, place_of_b), (ring_a, ring_b) = places(config), panel_rings(config)
+    weights = pipeline(at.weights_full, None)
+    of_s = paired_scores.make(config, plan.weights, pipeline(at.scores_full, at.scores_empty))
+    dp_ring = pipeline(at.score_gradients_full, at.score_gradients_empty)
+    of_dp = paired_scores.make(config, plan.score_gradients, dp_ring)
+    two_b = b.panels > 1
 
     @inlined
     def set_up(base):
         """A warp arrives once, whether it belongs to the producer or to a consumer, here or in the other block."""
         for panel in range(config.panels):
-            mbarrier.init(base + at.a_full + 8 * panel, 4)
-            mbarrier.init(base + at.b_full + 8 * panel, 4)
-            mbarrier.init(base + at.b_empty + 8 * panel, 4 * config.of_dv + 4 * config.has_second)
-        for panel in range(2 * config.panels):
-            mbarrier.init(base + at.a_empty + 8 * panel, 4 + 4 * config.has_second)
-        mbarrier.init(base + at.scores_full, 4)
-        mbarrier.init(base + at.scores_empty, 4)
-        mbarrier.init(base + at.score_gradients_full, 4)
-        mbarrier.init(base + at.score_gradients_empty, 4)
-        mbarrier.init(base + at.weights_full, 4)
+            ring_a.init(base + 8 * panel, 4, 4 + 4 * config.has_second)
+            ring_b.init(base + 8 * panel, 4, 4 * config.of_dv + 4 * config.has_second)
+        of_s.ring.init(base, 4, 4)
+        of_dp.ring.init(base, 4, 4)
+        weights.init(base, 4, 0)
         fence.mbarrier_init()
 
     @inlined
@@ -81,24 +81,14 @@ def make(config):
     def leave(base, found):
         """Afterwards neither block needs the other, and all that both wrote is visible. If a row is not finite in
         either block, the first block computes the whole row again."""
-        note = int32(base + plan.struck + (special.thread_index() >> int32(5)) * 4)
+        note = int32(base + plan.nonfinite + (special.thread_index() >> int32(5)) * 4)
         first = cluster.rank() == 0
         if not first and elected():
             cluster.store_b32(cluster.place_in(note, 0), found)
         cluster.sync()
         return uint32(found | ld_st.load_b32(note)) if first else uint32(0)
 
-    @inlined
-    def empty_of_b(base, n):
-        return int32(base + at.b_empty)
-
-    @inlined
-    def give_back(empty, first):
-        """Releases the panels from `first` on, including those that only the other kind of tile has."""
-        for panel in range(first, config.panels):
-            mbarrier.arrive_if(empty + 8 * panel, elected())
-
-    def of_kind(products, full, own, place_of, empty_of, is_a):
+    def of_kind(products, ring, own, place_of, is_a):
         issue_first, issue_second = products.issue_first_scores, products.issue_second_scores
         finish_first, finish_second = products.finish_first_sums, products.finish_second_sums
         issue_sums, two_panels = products.issue_sums, products.panels > 1
@@ -106,36 +96,45 @@ def make(config):
         @inlined
         def wait(base, n):
             """Waits for the first panel."""
-            mbarrier.wait(base + full, n & 1)
+            ring.consumer_wait(base, n)
+
+        @inlined
+        def release(base, n, first):
+            """Releases the panels from `first` on, including those that only the other kind of tile has."""
+            for panel in range(first, config.panels):
+                ring.consumer_release(base + 8 * panel, n, elected())
 
         @inlined
         def issue(acc, other, base, n):
             issue_first(acc, int32(base + own), place_of(base, n))
             if two_panels:
-                commit()
-                mbarrier.wait(base + full + 8, n & 1)
+                wgmma.commit_group()
+                ring.consumer_wait(base + 8, n)
                 issue_second(other, int32(base + own), place_of(base, n))
-            commit()
+            wgmma.commit_group()
 
         @inlined
         def issue_of_sums(even, odd, frag, base, n):
             if two_panels and not is_a:  # for a the first consumer has waited before its weights
-                mbarrier.wait(base + full + 8, n & 1)
+                ring.consumer_wait(base + 8, n)
             issue_sums(even, odd, frag, place_of(base, n))
 
         @inlined
         def finish_of_sums(acc, even, odd, frag, base, n):
             finish_first(acc, even)
-            mbarrier.arrive_if(empty_of(base, n), elected())
+            ring.consumer_release(base, n, elected())
             finish_second(acc, odd, frag)
-            give_back(empty_of(base, n), 1)
+            release(base, n, 1)
 
-        return (wait, issue), (issue_of_sums, finish_of_sums)
+        return (wait, issue), (issue_of_sums, finish_of_sums), release
+
+    scores_a, sums_a, release_a = of_kind(a, ring_a, plan.own_a, place_of_a, True)
+    scores_b, sums_b, release_b = of_kind(b, ring_b, plan.own_b, place_of_b, False)
 
     @inlined
     def finish_s(acc, other, base, n):
         a.finish_scores(acc, other)
-        give_back(empty_of_a(base, n), 0)
+        release_a(base, n, 0)
         of_s.give(acc, base, n)
         of_s.take(acc, base, n)
         if not config.has_second:
@@ -145,9 +144,9 @@ def make(config):
     def finish_dp(acc, other, base, n):
         if two_b:  # the next tile a may be loaded beside the second panel
             wait_but_one()
-            mbarrier.arrive_if(empty_of_b(base, n), elected())
+            ring_b.consumer_release(base, n, elected())
         b.finish_scores(acc, other)
-        give_back(empty_of_b(base, n), int32(two_b))
+        release_b(base, n, int32(two_b))
         of_dp.give(acc, base, n)
         of_dp.take(acc, base, n)
         of_dp.give_back(base)
@@ -156,8 +155,6 @@ def make(config):
     def await_weights_place(base, n):
         """The place is that of the other block's half of S, which the same thread has read."""
 
-    scores_a, sums_a = of_kind(a, at.a_full, plan.own_a, place_of_a, empty_of_a, True)
-    scores_b, sums_b = of_kind(b, at.b_full, plan.own_b, place_of_b, empty_of_b, False)
     return Tiles(
         set_up, start, leave, *scores_a, finish_s, *scores_b, finish_dp, *sums_a, *sums_b, await_weights_place,
         of_s.give_back,

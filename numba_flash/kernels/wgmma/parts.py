@@ -17,6 +17,9 @@ Inf, and what bfloat16 rounds up to Inf, cannot be split: Inf - Inf is NaN. Then
 without tensor cores (kernels/recompute/rows.py).
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import numpy as np
 from numba import float32, int32, int64, uint32
 
@@ -62,9 +65,17 @@ def to_operand(tile_n):
     return to_p
 
 
+class Loader(NamedTuple):
+    """Device functions of a whole warpgroup."""
+
+    words: int  # uint32 of a thread: `raw`
+    fetch: Callable[..., Any]  # (raw, source, row_bytes, head_bytes, first_row, rows_left, thread)
+    store: Callable[..., Any]  # (raw, target, two, thread); two: work space (2,)
+
+
 def loader(rows, columns, panel_columns, panel_bytes, part_bytes, group=1):
-    """-> (number of uint32 that a thread needs, fetch, store): the 128 threads of a warpgroup load float32 rows from
-    global memory and write their parts to shared memory.
+    """-> Loader: the 128 threads of a warpgroup load float32 rows from global memory and write their parts to shared
+    memory.
 
     A part has panels of panel_columns columns, panel_bytes apart, in swizzled rows of 128 bytes (ptx/fragments.py).
     Rows and columns that do not exist become zeros and are not read, so NaN in the padding of a cache cannot get in.
@@ -145,4 +156,4 @@ def loader(rows, columns, panel_columns, panel_bytes, part_bytes, group=1):
         for panel in range(panels):
             place = np.int32(step), np.int32(panel), np.int32(4 * (step * panels + panel))
             fetch, store = fetching(fetch, *place), storing(store, *place)
-    return 4 * steps * panels, fetch, store
+    return Loader(4 * steps * panels, fetch, store)

@@ -21,6 +21,7 @@ class Pipeline(NamedTuple):
 
     stage: Callable[..., Any]  # (n) -> the place of the n-th tile
     full: Callable[..., Any]  # (base, n) -> its mbarrier, which counts what comes by TMA
+    empty: Callable[..., Any]  # (base, n) -> the other one
     init: Callable[..., Any]  # (base, fillers, readers), by one thread: how many arrivals fill and empty a place
     producer_acquire: Callable[..., Any]  # (base, n): wait until the place is empty
     producer_expect: Callable[..., Any]  # (base, n, count) -> `full`: likewise; then `count` bytes are to come by TMA
@@ -30,9 +31,10 @@ class Pipeline(NamedTuple):
 
 
 @functools.cache
-def pipeline(full_at: int, empty_at: int, stages: int, stride: int = 8) -> Pipeline:
+def pipeline(full_at: int, empty_at: int | None, stages: int = 1, stride: int = 8) -> Pipeline:
     """full_at, empty_at: where the mbarriers of the first place are, in bytes from the base; stride: from there to the
-    next place's."""
+    next place's. empty_at is None if nobody has to wait until a place is empty."""
+    has_empty = empty_at is not None
 
     @inlined
     def stage(n):
@@ -54,7 +56,8 @@ def pipeline(full_at: int, empty_at: int, stages: int, stride: int = 8) -> Pipel
     def init(base, fillers, readers):
         for n in range(stages):
             mbarrier.init(base + full_at + stride * n, fillers)
-            mbarrier.init(base + empty_at + stride * n, readers)
+            if has_empty:
+                mbarrier.init(base + empty_at + stride * n, readers)
 
     @inlined
     def producer_acquire(base, n):
@@ -79,5 +82,5 @@ def pipeline(full_at: int, empty_at: int, stages: int, stride: int = 8) -> Pipel
         mbarrier.arrive_if(empty(base, n), condition)
 
     return Pipeline(
-        stage, full, init, producer_acquire, producer_expect, producer_commit, consumer_wait, consumer_release
+        stage, full, empty, init, producer_acquire, producer_expect, producer_commit, consumer_wait, consumer_release
     )

@@ -5,18 +5,19 @@ Each role is one thread. TMA loads the tiles. At `full` mbarriers consumers wait
 release it.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from numba import int32, int64
 
-from ...ptx import mbarrier, special, tma
+from ...ptx import special, tma
 from ..score import tile_walk
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from . import barriers, bias_boxes, query_tiles
-from .barriers import BEGIN, FIRST_QUERY, H_KV, STATES, STOP, WORK, B, H
+from .barriers import word_alone
+from .block import BEGIN, FIRST_ROW, H_KV, MEMBERS, STATES, STOP, B, H
 from .pipeline import Pipeline
-from .query_tiles import field_of
 
 
 class Tiles(NamedTuple):
@@ -29,9 +30,16 @@ class Tiles(NamedTuple):
     map_at: int  # where its tensor map is among the kernel's
 
 
+class Roles(NamedTuple):
+    """Device functions. Each but the first is one thread's whole work."""
+
+    set_up: Callable[..., Any]  # (base): initialises the mbarriers
+    schedule: Callable[..., Any]  # (base, counter, arrays, strides, sizes)
+    produce: Callable[..., Any]  # (base, arrays, strides)
+    produce_bias: Callable[..., Any]  # (base, arrays, strides)
+
+
 def make(config):
-    """-> (set_up, schedule, produce, produce_bias), device functions: initialisation of the mbarriers, and the
-    roles."""
     plan = config.shared_layout()
     q_panel, kv_panel = config.tile_m * 128, config.tile_n * 128  # bytes of 64 columns
     k_panels, v_panels = -(-config.head_dim_padded // 64), -(-config.head_dim_v_padded // 64)
@@ -39,9 +47,8 @@ def make(config):
     rings = barriers.make(config)
     fetch_bias = bias_boxes.make(config, 64).fetch
     maps_address = tma.parameter("numba_flash_wgmma")
-    publish_tile, following, set_back = query_tiles.make(config)
+    work = query_tiles.make(config)
     walk = tile_walk.make(config)
-    set_up = barriers.starter(config, 1)
     k_tiles = Tiles(rings.k, plan.k, k_bytes, k_panels, 128)
     v_tiles = Tiles(rings.v, plan.v, v_bytes, v_panels, 256)
 
@@ -76,7 +83,7 @@ def make(config):
     def claim(base, i, t, arrays, strides, sizes):
         """Query tile t is the block's i-th: publish it and load its Q. If no tile is left, consumers issue S of the
         first query tile and drop it."""
-        b, h, first_query = publish_tile(base, i, t, arrays, strides, sizes)
+        b, h, first_query = work.publish(base, i, t, arrays, strides, sizes)
         if config.q_buffers == 1:
             prefetch_q(h, first_query, b)
         load_q(base, i, h, first_query, b)
@@ -89,12 +96,12 @@ def make(config):
         more = int32(1)
         while more != 0:
             claim(base, i, t, arrays, strides, sizes)
-            more = field_of(rings.work_tile(base, i) + WORK)
+            more = word_alone(rings.work_tile(base, i), MEMBERS)
             if more != 0:
-                mbarrier.wait(base + rings.asked, i & 1)
-                t = following(t, counter)
+                rings.asked.consumer_wait(base, i)
+                t = work.following(t, counter)
             i = int32(i + 1)
-        set_back(counter)
+        work.reset(counter)
 
     @inlined
     def produce(base, arrays, strides):
@@ -103,28 +110,28 @@ def make(config):
         i = int32(0)  # number of query tiles so far
         work_tile = rings.work_tile(base, i)
         rings.tiles.consumer_wait(base, i)
-        load_k(base, n, int32(field_of(work_tile + STOP) - 1), field_of(work_tile + H_KV), field_of(work_tile + B))
-        while field_of(work_tile + WORK) != 0:
+        load_k(base, n, int32(word_alone(work_tile, STOP) - 1), word_alone(work_tile, H_KV), word_alone(work_tile, B))
+        while word_alone(work_tile, MEMBERS) != 0:
             next_tile = rings.work_tile(base, int32(i + 1))
-            begin, j = field_of(work_tile + BEGIN), int32(field_of(work_tile + STOP) - 1)
+            begin, j = word_alone(work_tile, BEGIN), int32(word_alone(work_tile, STOP) - 1)
             ask_at, behind_j = min(begin + 1, j), j
             if walk.present:
-                states, alone = field_of(work_tile + STATES), j == begin
+                states, alone = word_alone(work_tile, STATES), j == begin
             while j >= begin:
                 # Ask for the next query tile now: earlier, the block would hold a query tile while others are idle;
                 # later, its Q and its first K would arrive too late.
                 if walk.present:
                     behind_j = walk.next_tile(states, j, begin, arrays, strides)
-                    mbarrier.arrive_if(base + rings.asked, alone or behind_j == begin)
+                    rings.asked.producer_commit(base, i, alone or behind_j == begin)
                 else:
-                    mbarrier.arrive_if(base + rings.asked, j == ask_at)
+                    rings.asked.producer_commit(base, i, j == ask_at)
                 source, next_j = work_tile, int32(behind_j if walk.present else j - 1)
                 if j == begin:
                     rings.tiles.consumer_wait(base, int32(i + 1))
-                    source, next_j = next_tile, int32(field_of(next_tile + STOP) - 1)
+                    source, next_j = next_tile, int32(word_alone(next_tile, STOP) - 1)
                 # The next K, possibly of the next query tile, comes before this V: this is the order of the products.
-                load_k(base, int32(n + 1), next_j, field_of(source + H_KV), field_of(source + B))
-                load_v(base, n, j, field_of(work_tile + H_KV), field_of(work_tile + B))
+                load_k(base, int32(n + 1), next_j, word_alone(source, H_KV), word_alone(source, B))
+                load_v(base, n, j, word_alone(work_tile, H_KV), word_alone(work_tile, B))
                 n = int32(n + 1)
                 j = int32(behind_j if walk.present else j - 1)
             i = int32(i + 1)
@@ -137,10 +144,10 @@ def make(config):
         i = int32(0)  # number of query tiles so far
         rings.tiles.consumer_wait(base, i)
         work_tile = rings.work_tile(base, i)
-        while field_of(work_tile + WORK) != 0:
-            begin, j = field_of(work_tile + BEGIN), int32(field_of(work_tile + STOP) - 1)
-            b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
-            states = field_of(work_tile + STATES) if walk.present else int32(0)
+        while word_alone(work_tile, MEMBERS) != 0:
+            begin, j = word_alone(work_tile, BEGIN), int32(word_alone(work_tile, STOP) - 1)
+            b, h, first_query = word_alone(work_tile, B), word_alone(work_tile, H), word_alone(work_tile, FIRST_ROW)
+            states = word_alone(work_tile, STATES) if walk.present else int32(0)
             while j >= begin:
                 for consumer in range(config.consumers):
                     full = rings.bias.producer_expect(base + 8 * consumer, n, config.bias_bytes)
@@ -152,4 +159,4 @@ def make(config):
             rings.tiles.consumer_wait(base, i)
             work_tile = rings.work_tile(base, i)
 
-    return set_up, schedule, produce, produce_bias
+    return Roles(barriers.starter(config, 1), schedule, produce, produce_bias)

@@ -6,12 +6,13 @@ these heads stay in L2.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from numba import int32, int64, uint32
+from numba import int32, uint32
 
 from ...dtypes import ITEM_SIZE
-from ...ptx import ld_st, memory, special
+from ...ptx import memory, special
 from ..score import longest_first, reads, tile_walk
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
 from ..steps.inlined import inlined
@@ -19,49 +20,20 @@ from ..steps.integers import divide
 from ..steps.sequence import key_range
 from ..steps.sequence import make as make_sequence
 from . import barriers
-from .barriers import (
-    BEGIN,
-    CUT,
-    FIRST_QUERY,
-    FREE,
-    H_KV,
-    KEYS,
-    POS_CUT,
-    POS_FREE,
-    POS_HIGH,
-    POS_LOW,
-    STATES,
-    STOP,
-    WORK,
-    B,
-    H,
-)
+from .barriers import word_alone, write, write_tile
+from .block import BEGIN, CUT, FIRST_ROW, FREE, POS_CUT, POS_FREE, STATES, STOP, B, H, WorkTile
 
 
-class WorkTile(NamedTuple):
-    """A query tile, and the key tiles that it sees."""
+class QueryTiles(NamedTuple):
+    """Device functions for one thread."""
 
-    b: int
-    h: int  # the first head
-    h_kv: int
-    first_query: int
-    keys: int  # how many are valid
-    position: int  # of its first query among the keys
-    begin: int  # as ranges.key_tiles gives them, the next three too
-    free: int
-    cut: int
-    stop: int
-
-
-@inlined
-def field_of(place):
-    """Reads a word of a work tile, for one thread."""
-    return int32(ld_st.load_b32(int32(place)))
+    publish: Callable[..., Any]  # (base, i, t, arrays, strides, sizes) -> (b, h, first_query)
+    following: Callable[..., Any]  # (t, counter) -> the block's next query tile after t
+    reset: Callable[..., Any]  # (counter), by each block that found no tile left
 
 
 @functools.cache
 def make(config):
-    """-> (publish_tile, following, set_back), device functions for one thread."""
     tile_n, group, queries = config.tile_n, config.group_size, config.queries
     l2_rows = config.l2_bytes // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # of K and V
     rings = barriers.make(config)
@@ -111,84 +83,68 @@ def make(config):
         if stop <= begin:  # as in tiles_of
             begin = divide(int32(sizes.seqlen_k), tile_n) + 1
             stop = begin + 1
-        ld_st.store_b32(work_tile + BEGIN, uint32(begin))
-        ld_st.store_b32(work_tile + FREE, uint32(max(field_of(work_tile + FREE), begin)))
-        ld_st.store_b32(work_tile + STOP, uint32(stop))
+        write(work_tile, BEGIN, begin)
+        write(work_tile, FREE, max(word_alone(work_tile, FREE), begin))
+        write(work_tile, STOP, stop)
 
     @inlined
     def ask_mask(work_tile, arrays, strides, sizes):
-        """Drops the tiles before the first and after the last in which the mask shows a key. FREE and CUT <- the tiles
+        """Drops the tiles before the first and after the last in which the mask leaves a key. FREE and CUT <- the tiles
         between in which neither the mask nor positions hide a key.
 
         Reads the work tile and writes it again, because the scheduler has few registers.
         """
-        b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
+        b, h, first_query = word_alone(work_tile, B), word_alone(work_tile, H), word_alone(work_tile, FIRST_ROW)
         end_query = min(int32(sizes.seqlen_q), int32(first_query + queries))
         ranges = ranges_of(b, h, group, first_query, end_query, arrays, strides, sizes)
         first, end, whole_first, whole_end = ranges
         free, cut = divide(whole_first + int32(tile_n - 1), tile_n), divide(whole_end, tile_n)
-        ld_st.store_b32(work_tile + FREE, uint32(max(field_of(work_tile + FREE), free)))
-        ld_st.store_b32(work_tile + CUT, uint32(min(field_of(work_tile + CUT), cut)))
-        begin = max(field_of(work_tile + BEGIN), divide(first, tile_n))
-        stop = min(field_of(work_tile + STOP), divide(end + int32(tile_n - 1), tile_n))
+        write(work_tile, FREE, max(word_alone(work_tile, FREE), free))
+        write(work_tile, CUT, min(word_alone(work_tile, CUT), cut))
+        begin = max(word_alone(work_tile, BEGIN), divide(first, tile_n))
+        stop = min(word_alone(work_tile, STOP), divide(end + int32(tile_n - 1), tile_n))
         write_ends(work_tile, begin, stop, sizes)
 
     @inlined
     def leave_empty_out(work_tile, arrays, strides, sizes):
-        """Drops the tiles at both ends in which a mask_mod shows nothing; STATES <- where the states of the tiles
+        """Drops the tiles at both ends in which a mask_mod leaves nothing; STATES <- where the states of the tiles
         between are."""
-        b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
+        b, h, first_query = word_alone(work_tile, B), word_alone(work_tile, H), word_alone(work_tile, FIRST_ROW)
         states = walk.row(b, h, first_query, arrays, strides)
-        begin, stop = field_of(work_tile + BEGIN), field_of(work_tile + STOP)
+        begin, stop = word_alone(work_tile, BEGIN), word_alone(work_tile, STOP)
         begin, stop = walk.trim(states, begin, stop, arrays, strides)
         write_ends(work_tile, begin, stop, sizes)
-        ld_st.store_b32(work_tile + STATES, uint32(states))
+        write(work_tile, STATES, states)
 
     @inlined
-    def publish(base, i, work, tile, arrays, strides, sizes):
-        """Writes a WorkTile as the block's i-th, for the producer and the consumers. work: 0 if none was left."""
-        at = rings.work_tile(base, i)
-        rings.tiles.producer_acquire(base, i)
-        ld_st.store_b32(at + WORK, uint32(work))
-        ld_st.store_b32(at + B, uint32(tile.b))
-        ld_st.store_b32(at + H, uint32(tile.h))
-        ld_st.store_b32(at + H_KV, uint32(tile.h_kv))
-        ld_st.store_b32(at + FIRST_QUERY, uint32(tile.first_query))
-        ld_st.store_b32(at + KEYS, uint32(tile.keys))
-        ld_st.store_b32(at + BEGIN, uint32(tile.begin))
-        ld_st.store_b32(at + FREE, uint32(tile.free))
-        ld_st.store_b32(at + CUT, uint32(tile.cut))
-        ld_st.store_b32(at + STOP, uint32(tile.stop))
-        ld_st.store_b32(at + POS_LOW, uint32(tile.position & int64(0xFFFFFFFF)))
-        ld_st.store_b32(at + POS_HIGH, uint32((tile.position >> int64(32)) & int64(0xFFFFFFFF)))
-        if has_mask:
-            ld_st.store_b32(at + POS_FREE, uint32(tile.free))
-            ld_st.store_b32(at + POS_CUT, uint32(tile.cut))
-            ask_mask(at, arrays, strides, sizes)
-        if walk.present:
-            leave_empty_out(at, arrays, strides, sizes)
-        rings.tiles.producer_commit(base, i, True)
-
-    @inlined
-    def publish_tile(base, i, t, arrays, strides, sizes):
-        """Query tile t is the block's i-th. -> its b, h and first_query.
-
-        If no tile is left, the first query tile replaces it, so that roles need no branch.
-        """
+    def of(t, arrays, strides, sizes):
+        """-> the WorkTile of query tile t. If no tile is left, the first one replaces it, without members, so that
+        roles need no branch."""
         b, h, first_query = tile_of(t, arrays, strides, sizes)
         work = b < sizes.batch
         if not work:
             b, h, first_query = int32(0), int32(0), int32(0)
         sequence = sequence_of(b, arrays, strides, sizes)
         begin, free, cut, stop = tiles_of(sequence, first_query, sizes)
-        h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
-        position = first_query + sequence.q_start
-        tile = WorkTile(b, h, h_kv, first_query, sequence.keys, position, begin, free, cut, stop)
-        publish(base, i, work, tile, arrays, strides, sizes)
+        h_kv, position = divide(h, divide(sizes.heads, sizes.heads_kv)), first_query + sequence.q_start
+        return WorkTile(b, h, h_kv, first_query, sequence.keys, position, work, begin, free, cut, stop)
+
+    @inlined
+    def publish(base, i, t, arrays, strides, sizes):
+        """Query tile t is the block's i-th: tells the producer and the consumers. -> its b, h and first_query"""
+        tile, work = of(t, arrays, strides, sizes), rings.work_tile(base, i)
+        rings.tiles.producer_acquire(base, i)
+        write_tile(work, tile)
+        if has_mask:
+            write(work, POS_FREE, tile.free)
+            write(work, POS_CUT, tile.cut)
+            ask_mask(work, arrays, strides, sizes)
+        if walk.present:
+            leave_empty_out(work, arrays, strides, sizes)
+        rings.tiles.producer_commit(base, i, True)
         if has_mask or walk.present:  # read again, not kept in registers until here
-            work_tile = rings.work_tile(base, i)
-            b, h, first_query = field_of(work_tile + B), field_of(work_tile + H), field_of(work_tile + FIRST_QUERY)
-        return b, h, first_query
+            return word_alone(work, B), word_alone(work, H), word_alone(work, FIRST_ROW)
+        return tile.b, tile.h, tile.first_row
 
     @inlined
     def following(t, counter):
@@ -196,10 +152,10 @@ def make(config):
         return int32(memory.add(counter, uint32(1))) + special.block_count()
 
     @inlined
-    def set_back(counter):
+    def reset(counter):
         """Called by each block that found no tile left; the last one resets the counter for the next launch."""
         if memory.add(counter + 4, uint32(1)) == uint32(special.block_count() - 1):
             memory.exchange(counter, uint32(0))
             memory.exchange(counter + 4, uint32(0))
 
-    return publish_tile, following, set_back
+    return QueryTiles(publish, following, reset)

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 from numba import float32, int32, uint32
 
 from ...ptx import fence, local
-from ..score import fragment_functions, fragments, reads
+from ..score import fragment_functions, fragments, kept_weights, reads
 from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.plain import first_column_of, first_row_of
 from ..steps.units import LOG2_E
 from . import barriers, bias_boxes
-from .barriers import FIRST_QUERY, KEYS, POS_CUT, POS_FREE, B, H
-from .work_tile import position, rows_of_lane, tile_of, word
+from .barriers import position, tile_of, word
+from .block import FIRST_ROW, KEYS, POS_CUT, POS_FREE, B, H, rows_of_lane
 
 
 class KeyTile(NamedTuple):
@@ -31,18 +32,56 @@ class ScoreRegisters(NamedTuple):
     acc_s: Any  # (tile_n / 8, 4)
     loaded: Any  # the bias (2, tile_n / 8, 2), in 16 bits two in one
     mask_bits: Any  # which scores count
-    shown_bits: Any  # which ones the caller's mask shows
+    shown_bits: Any  # which ones the caller's mask leaves
     terms: Any  # (2,) the rows' slopes
     distance: Any  # (2,) of the rows from the lane's first key
 
 
-class TileScores(NamedTuple):
-    """Device functions."""
+class ConsumerRegisters(NamedTuple):
+    """Local arrays of a lane of the forward."""
 
-    load: Callable[..., Any]  # what the scores need from global memory
-    find_bits: Callable[..., Any]  # which scores count
-    side: Callable[..., Any]  # on which side of the queries a key tile lies
-    finish: Callable[..., Any]  # the scores
+    scores: ScoreRegisters
+    acc_o: Any  # (head_dim_v_padded / 8, 4)
+    p_frag: Any  # (tile_n / 8, 2), in float32 for each part
+    m: Any  # (2,)
+    l: Any  # (2,)
+    alpha: Any  # (2,)
+    shift: Any  # (2,) of the rows' scores (kernels/wgmma/one_side.py)
+    kept: Any  # which weights count
+
+
+class TileScores(NamedTuple):
+    """Device functions. tile: a KeyTile; scores: ScoreRegisters."""
+
+    load: Callable[..., Any]  # (tile, scores, arrays, strides, sizes): what is read from global memory
+    find_bits: Callable[..., Any]  # (tile, scores, sizes): which scores count
+    side: Callable[..., Any]  # (j, before, behind, scores, shift) -> on which side of the queries a key tile lies
+    finish: Callable[..., Any]  # (base, tile, scores, side, inverse_scale, arrays, strides, sizes, score) -> factor
+
+
+class Counting(NamedTuple):
+    """Which weights of a query tile count, and how often. Device functions, to be called if `drops`."""
+
+    drops: bool
+    words: int  # of `kept`
+    find: Callable[..., Any]
+    drop: Callable[..., Any]  # (acc_s, kept): P <- 0 if it does not count
+    scale: Callable[..., Any]  # (inverse_l, score): inverse_l <- with how often the others count
+
+
+def counting(config):
+    """-> Counting, for tiles of config.tile_n keys."""
+    drops, kept_words, kept_of, _, drop, scale = kept_weights.on_fragments(config, 1, config.tile_n)
+
+    @inlined
+    def find_kept(j, work_tile, kept, arrays, sizes):
+        """kept <- which weights of key tile j count. It needs no score."""
+        first_row, lane = rows_of_lane()
+        b, h, lane_row = word(work_tile, B), word(work_tile, H), first_row + first_row_of(lane)
+        first_key = int32(j * config.tile_n + first_column_of(lane))
+        kept_of(kept, first_key, b, h, lane_row, position(work_tile), arrays, sizes)
+
+    return Counting(drops, kept_words, find_kept, drop, scale)
 
 
 def make(config, sides):
@@ -62,14 +101,14 @@ def make(config, sides):
     def find_visible(j, work_tile, sizes, mask_bits, distance):
         """mask_bits <- which of the lane's scores of key tile j count. Run it during products: it takes a while."""
         first_row, lane = rows_of_lane()
-        keys = word(work_tile + KEYS)
+        keys = word(work_tile, KEYS)
         visible(j, first_row, lane, position(work_tile), sizes.left, sizes.right, keys, mask_bits, distance)
 
     @inlined
     def find_shown(j, work_tile, sizes, mask_bits, bits, distance):
         """Like find_visible, less the scores that the mask hides, whose bits have been loaded. Positions hide something
         only in some of the tiles for which the mask is read."""
-        if has_mask and word(work_tile + POS_FREE) <= j < word(work_tile + POS_CUT):
+        if has_mask and word(work_tile, POS_FREE) <= j < word(work_tile, POS_CUT):
             if has_row_term:
                 find_visible(j, work_tile, sizes, mask_bits, distance)  # needed for the distance
             hide(mask_bits, bits, FALSE)
@@ -91,7 +130,7 @@ def make(config, sides):
     def load(tile, registers, arrays, strides, sizes):
         """Issues loads of what the scores need from global memory, before their product is issued."""
         first_row, lane = rows_of_lane()
-        b, h, first_query = word(tile.work_tile + B), word(tile.work_tile + H), word(tile.work_tile + FIRST_QUERY)
+        b, h, first_query = word(tile.work_tile, B), word(tile.work_tile, H), word(tile.work_tile, FIRST_ROW)
         origin = read.origin(b, h, first_query, arrays, strides)
         read.load_bias(registers.loaded, tile.j, origin, first_row, lane, strides, sizes, tile.inside)
         if not tile.inside:  # inside, the mask hides nothing
@@ -131,15 +170,11 @@ def make(config, sides):
         own, at = tile_of(tile.work_tile), position(tile.work_tile)
         left = int32(min(sizes.seqlen_q - own.first_query, queries))
         s, bits, first = registers.acc_s, registers.mask_bits, own.first_query
-        j, b, h, asks = tile.j, own.b, own.h, tile.asks
+        asks, place = tile.asks, functions.place_of(tile.j, own.b, own.h, first_row, lane, first, at, left)
         if tile.inside:
-            functions.apply_inside(
-                s, bits, functions.place_of(j, b, h, first_row, lane, first, at, left), asks, arrays, strides, score
-            )
+            functions.apply_inside(s, bits, place, asks, arrays, strides, score)
         else:
-            functions.apply(
-                s, bits, functions.place_of(j, b, h, first_row, lane, first, at, left), asks, arrays, strides, score
-            )
+            functions.apply(s, bits, place, asks, arrays, strides, score)
 
     @inlined
     def add_options(base, tile, registers, score):

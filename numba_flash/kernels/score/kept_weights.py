@@ -1,10 +1,10 @@
-"""Dropout: some weights of a row do not count in its output, and the others count 1 / (1 - dropout_p) times as much.
+"""Dropout: some weights of a row are 0 in its output, and the others are multiplied by 1 / (1 - dropout_p).
 
 The seed and the position alone decide which, so the result is the same in every kernel, tile and backward. The random
 bits are those of Philox 4x32 with 7 rounds (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011); the seed
 is its key. One counter (keys, q_pos, h, b) gives four words of 32 bits for eight keys: let k be a multiple of 4 in the
 first half of 16 keys that begin at a multiple of 16. The lower 16 bits of the words belong to keys k to k + 3, the
-upper 16 bits to keys k + 8 to k + 11. A weight counts if its number is below (1 - dropout_p) * 2^16. The maximum, the
+upper 16 bits to keys k + 8 to k + 11. A weight is kept if its number is below (1 - dropout_p) * 2^16. The maximum, the
 sum and lse are those without dropout.
 
 So the keys of a counter lie in 16 rows of a fragment whose rows are keys, and in 16 columns of one whose columns are
@@ -92,11 +92,12 @@ def push_upper(dropped, word, most):
 
 @functools.cache
 def make(config: Any) -> Any:
-    """-> count(at, arrays, sizes, score), a device function: how often a weight counts, 0 or 1 / (1 - dropout_p)."""
+    """-> factor(at, arrays, sizes, score), a device function: 0 or 1 / (1 - dropout_p), by which a weight is multiplied
+    in the output; 1 without dropout."""
     compute = elements.COMPUTE_TYPES[config.dtype]
 
     @cuda.jit(device=True)
-    def count(at, arrays, sizes, score):
+    def factor(at, arrays, sizes, score):
         found = compute(1)
         if config.seeded:
             words = random_words(arrays.seed, keys_of(at.k_index), at.q_pos, at.h, at.b)
@@ -104,19 +105,19 @@ def make(config: Any) -> Any:
             found = compute(score.kept_count) if counts else compute(0)
         return found
 
-    return count
+    return factor
 
 
 class FragmentCounts(NamedTuple):
-    """Device functions for a tile in a warp's accumulators, in the layout of fragments.py. `kept` has a bit for each of
-    the lane's scores, in the order of mask bits."""
+    """Device functions for a tile in a warp's accumulators, in the layout of fragments.py. `kept`, the dropout mask,
+    has a bit for each of the lane's scores, in the order of mask bits."""
 
     present: bool
     words: int  # number of words of kept
     of_queries: Callable[..., Any]  # kept of a tile whose rows are queries
     of_keys: Callable[..., Any]  # kept of a tile whose rows are keys
-    drop: Callable[..., Any]  # p <- 0 if it does not count
-    scale: Callable[..., Any]  # (inverse_l, score): scales up the weights that count
+    drop: Callable[..., Any]  # p <- 0 where kept has no bit
+    scale: Callable[..., Any]  # (inverse_l, score): multiplies what is kept by its factor
 
 
 @functools.cache

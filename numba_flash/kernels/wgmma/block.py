@@ -1,0 +1,190 @@
+"""What the roles of a wgmma block share: the words that describe its work, and who a thread is.
+
+One thread writes the words of a work tile to shared memory: of a query tile in the forward, of the tile that a block
+owns in the backward. Everyone reads them there again and again, because registers are few.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numba import int32, int64, uint32
+
+from ...ptx import bar, fence, ld_st, local, mbarrier, setmaxnreg, shared, shfl, special
+from ..steps.inlined import inlined
+from ..steps.integers import divide
+
+# Where a word is in its work tile, in bytes.
+B, H, H_KV, FIRST_ROW, KEYS, BEGIN, FREE, CUT, STOP, MEMBERS, POS_LOW, POS_HIGH = (4 * i for i in range(12))
+STATES = 48  # where the states of its tiles begin (kernels/score/tile_walk.py)
+STEP = 52  # to the next query tile, of a block that owns keys
+PART = 56  # the index of its part among the parts of all groups (config.members)
+NONFINITE = 60  # whether some row of dQ is not finite (config.key_tiles)
+# With a mask: FREE and CUT by positions alone. They replace words that no kernel with a mask uses:
+POS_FREE, POS_CUT = STEP, NONFINITE
+BYTES = 64
+
+
+class WorkTile(NamedTuple):
+    """A tile of queries, and the tiles of keys that they see; or a tile of keys, and the tiles of queries that see
+    them."""
+
+    b: int
+    h: int  # the first query head
+    h_kv: int
+    first_row: int
+    keys: int  # how many of the batch entry are valid
+    position: int  # of the first row, among the rows of the other side
+    members: int  # the number of query heads, h and those after it; 0: no tile is left
+    begin: int  # as ranges.key_tiles gives them, the next three too
+    free: int
+    cut: int
+    stop: int
+
+
+class Words(NamedTuple):
+    """Device functions. work: where the work tile is. `_alone` are for one thread, the others for a whole warp: they
+    broadcast the word from one lane. So ptxas knows that it is uniform, and with it what depends on it. Only then does
+    it keep descriptors and counts in uniform registers."""
+
+    read: Callable[..., Any]  # (work, which)
+    read_alone: Callable[..., Any]
+    position: Callable[..., Any]  # (work) -> 64 bits, because an offset may be any number
+    position_alone: Callable[..., Any]
+    write: Callable[..., Any]  # (work, which, value), by one thread
+    write_tile: Callable[..., Any]  # (work, tile): all of a WorkTile
+
+
+@functools.cache
+def words(at: int = 0) -> Words:
+    """at: where the words begin, in bytes from the address that is given as `work`."""
+
+    @inlined
+    def read_alone(work, which):
+        return int32(ld_st.load_b32(int32(work + at + which)))
+
+    @inlined
+    def read(work, which):
+        return int32(shfl.idx_b32(ld_st.load_b32(int32(work + at + which)), 0))
+
+    @inlined
+    def position_alone(work):
+        return int64(read_alone(work, POS_HIGH)) << int64(32) | int64(uint32(read_alone(work, POS_LOW)))
+
+    @inlined
+    def position(work):
+        return int64(read(work, POS_HIGH)) << int64(32) | int64(uint32(read(work, POS_LOW)))
+
+    @inlined
+    def write(work, which, value):
+        ld_st.store_b32(work + at + which, uint32(int64(value) & int64(0xFFFFFFFF)))
+
+    @inlined
+    def write_tile(work, tile):
+        write(work, B, tile.b)
+        write(work, H, tile.h)
+        write(work, H_KV, tile.h_kv)
+        write(work, FIRST_ROW, tile.first_row)
+        write(work, KEYS, tile.keys)
+        write(work, POS_LOW, tile.position)
+        write(work, POS_HIGH, int64(tile.position) >> int64(32))
+        write(work, MEMBERS, tile.members)
+        write(work, BEGIN, tile.begin)
+        write(work, FREE, tile.free)
+        write(work, CUT, tile.cut)
+        write(work, STOP, tile.stop)
+
+    return Words(read, read_alone, position, position_alone, write, write_tile)
+
+
+@inlined
+def shown_range(begin, free, cut, stop, ranges, rows):
+    """-> (begin, free, cut, stop) without the tiles of `rows` rows before the first and after the last in which a mask
+    leaves something. ranges: of rows, as reads.ranges gives them."""
+    first, end, whole_first, whole_end = ranges
+    begin, stop = max(begin, divide(first, rows)), min(stop, divide(end + int32(rows - 1), rows))
+    return begin, max(free, divide(whole_first + int32(rows - 1), rows)), min(cut, divide(whole_end, rows)), stop
+
+
+@inlined
+def aligned(smem, alignment):
+    """The first multiple of `alignment` in the block's shared memory."""
+    return int32((shared.address(smem) + int32(alignment - 1)) & int32(-alignment))
+
+
+@inlined
+def warpgroup_index():
+    """Known to be the same in a whole warp."""
+    return int32(shfl.idx_b32(uint32(special.thread_index() >> int32(7)), 0))
+
+
+@inlined
+def own_thread():
+    """Thread index in its warpgroup."""
+    return special.thread_index() & int32(127)
+
+
+@inlined
+def elected():
+    """Whether this lane acts for its warp."""
+    return special.thread_index() & int32(31) == 0
+
+
+@inlined
+def rows_of_lane():
+    """-> (the warp's first row in the tile of all consumers, lane). Computed again on each call, to save registers."""
+    thread = special.thread_index() - 128
+    return (thread >> int32(5)) * 16, thread & int32(31)
+
+
+@inlined
+def rows_in_warpgroup():
+    """-> (the warp's first row in the tile of its warpgroup, lane)."""
+    thread = own_thread()
+    return (thread >> int32(5)) * 16, thread & int32(31)
+
+
+@inlined
+def hand_over(full):
+    """Makes what the warp wrote visible to wgmma, and reports it at the mbarrier `full`."""
+    fence.proxy_async()
+    bar.warp_sync()
+    mbarrier.arrive_if(full, elected())
+
+
+def register_moves(config):
+    """-> (give, take), device functions: the producer's warpgroup gives registers away, which the consumers take."""
+    return setmaxnreg.decrease(config.registers[0]), setmaxnreg.increase(config.registers[1])
+
+
+def rescaler(blocks):
+    """-> rescale(acc_o, alpha, moved), a device function: rows of acc_o (blocks, 4) times alpha (2,), if some maximum
+    moved."""
+
+    @inlined
+    def rescale(acc_o, alpha, moved):
+        if moved != 0:
+            for n in range(blocks):
+                for i in range(4):
+                    acc_o[4 * n + i] *= alpha[i // 2]
+
+    return rescale
+
+
+def tail_zeroer(config, panels, barrier):
+    """-> zero_tail(tile, rows), a device function: all consumers set rows of a tile of tile_n keys to 0, from `rows`
+    on. They may hold NaN, and 0 * NaN is NaN. barrier: a named one."""
+    panel_bytes, consumers = config.tile_n * 128, 128 * config.consumers
+
+    @inlined
+    def zero_tail(tile, rows):
+        zeros = local.array(4, uint32)
+        for x in range(4):
+            zeros[x] = uint32(0)
+        for index in range(rows * 8 + special.thread_index() - 128, config.tile_n * 8, consumers):
+            for panel in range(panels):
+                ld_st.store_v4(tile + panel * panel_bytes + index * 16, zeros, 0)
+        fence.proxy_async()
+        bar.sync(barrier, consumers)
+
+    return zero_tail

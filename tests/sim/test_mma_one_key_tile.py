@@ -1,0 +1,79 @@
+"""Gradients of heads whose keys fit into one tile, by one kernel (mma/backward_dkdv.py with of_dq), simulated."""
+
+import numpy as np
+import pytest
+from contracts.backward import Rung, incoming, same
+from contracts.functions import BY_PLACE
+
+import numba_flash
+from numba_flash import testing
+
+WANTED = ("dq", "dk", "dv")
+
+
+@pytest.fixture(scope="module")
+def rung():
+    return Rung("mma", testing.rows_padded, tensor=True, tile=16, slow=True)
+
+
+def kernels(case, wanted=WANTED):
+    do, o, lse, dlse = incoming(case)
+    explained = numba_flash.explain_backward(
+        do, **case.arguments(), o=o, lse=lse, dlse=dlse, kernel="mma", wanted=wanted
+    )  # fmt: skip
+    return [config.kernel for config in explained.configs]
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "window": dict(window=(3, 1), softcap=4.0),
+    "lengths": dict(seqlens_k=np.array([5, 0], np.int32)),
+    "mask": dict(mask=np.random.default_rng(1).random((2, 1, 13, 11)) < 0.5),
+    "bias": dict(bias=np.random.default_rng(2).standard_normal((1, 2, 13, 11), dtype=np.float32)),
+    "dropout": dict(dropout_p=0.3, seed=5),
+    "functions": BY_PLACE,
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_with_a_group_of_heads(rung, name):
+    case = rung.problem(13, 11, batch=2, heads=2, heads_kv=1, head_dim=24, head_dim_v=8)
+    rung.check(case, wanted=WANTED, **OPTIONS[name])
+    assert kernels(case)[-1] == "mma_one_key_tile"
+
+
+# Past one and two tiles of queries, at and beside the edges of tiles.
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (16, 16), (17, 15), (32, 16), (31, 1)])
+def test_lengths(rung, seqlen_q, seqlen_k):
+    case = rung.problem(seqlen_q, seqlen_k, batch=1, heads=2, head_dim=16)
+    rung.check(case, wanted=WANTED, causal=seqlen_q == 17)
+    assert kernels(case) == ["mma_one_key_tile"]
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "wanted"), [(33, 16, WANTED), (16, 17, WANTED), (16, 16, ("dq",))])
+def test_longer_heads_and_single_gradients_have_the_other_kernels(rung, seqlen_q, seqlen_k, wanted):
+    assert "mma_one_key_tile" not in kernels(rung.problem(seqlen_q, seqlen_k, batch=1, heads=1, head_dim=16), wanted)
+
+
+def test_a_row_has_the_same_bits_beside_other_entries(rung):
+    case = rung.problem(13, 11, batch=3, heads=2, head_dim=16)
+    given = incoming(case)
+    alone = rung.problem(13, 11, batch=3, heads=2, head_dim=16)
+    alone.q, alone.k, alone.v = case.q[1:2], case.k[1:2], case.v[1:2]
+    whole, one = rung(case, given, WANTED), rung(alone, tuple(x[1:2] for x in given), WANTED)
+    assert same([x[1:2] for x in whole[:3]], one[:3])
+
+
+def test_nan_behind_the_valid_keys_reaches_nothing(rung):
+    case = rung.problem(13, 11, batch=2, heads=1, head_dim=16)
+    case.k[:, :, 7:], case.v[:, :, 7:] = np.nan, np.inf
+    found = rung.check(case, wanted=WANTED, seqlens_k=np.array([7, 7], np.int32))
+    assert np.isfinite(found.dq).all() and not found.dk[:, :, 7:].any()
+
+
+def test_gradients_behind_it_read_its_lse_and_delta(rung):
+    case = rung.problem(13, 11, batch=2, heads=2, head_dim=16)
+    bias, sinks = np.zeros((1, 2, 13, 11), np.float32), np.array([0.5, -1], np.float32)
+    rung.check(case, wanted=(*WANTED, "dbias", "dsinks"), bias=bias, sinks=sinks)
+    assert kernels(case, (*WANTED, "dbias", "dsinks")) == ["mma_one_key_tile", "mma_dbias", "dsinks_of_blocks"]
