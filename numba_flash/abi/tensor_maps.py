@@ -8,7 +8,7 @@ without CUDA, so that a problem can be refused before anything runs.
 from dataclasses import dataclass
 from typing import Any
 
-from ..dtypes import ITEM_SIZE
+from ..arrays.dtypes import ITEM_SIZE
 from ..problem.forward import Problem
 
 SIZE = 128  # bytes of one map

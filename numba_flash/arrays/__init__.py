@@ -5,7 +5,7 @@ waiting for the device. No framework is imported here that the caller did not im
 type names its family, and the family's module is then in sys.modules already. No attention words.
 """
 
-from ..dtypes import ITEM_SIZE as ITEM_SIZE
+from .dtypes import ITEM_SIZE as ITEM_SIZE
 from .fast_path import FastPath as FastPath
 from .layout import AUX_DTYPES as AUX_DTYPES
 from .layout import DTYPES as DTYPES

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
-from ..dtypes import ITEM_SIZE
+from .dtypes import ITEM_SIZE
 from .recording import NeedsBridge
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..abi import parameters as abi
 from ..abi.parameters import Parameters, StatesTile, Workspace
-from ..dtypes import COMPUTE_DTYPE, ITEM_SIZE
+from ..arrays.dtypes import COMPUTE_DTYPE, ITEM_SIZE
 from ..problem.options import BY_NAME, SEEDED, Uses, changes_by_distance_alone, changes_scores
 
 if TYPE_CHECKING:

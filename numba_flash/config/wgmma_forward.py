@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi.tensor_maps import OperandMaps, TensorMap, bias_map, map_of_rows
-from ..dtypes import ITEM_SIZE
+from ..arrays.dtypes import ITEM_SIZE
 from .forward import L2_BYTES, AnyProblem, TensorConfig, check, layout, panel_of_bias, tile_bytes
 
 

@@ -11,8 +11,8 @@ from ..abi.arguments import Values, names_of, positions, tuple_class, values_of
 from ..abi.parameters import Workspace
 from ..abi.tensor_maps import TensorMap
 from ..arrays import Array
+from ..arrays.dtypes import ITEM_SIZE
 from ..config.forward import LaunchFacts
-from ..dtypes import ITEM_SIZE
 from ..gpu import tile_counters
 from ..gpu.compiled import compiled, entry_name, source
 from ..gpu.launcher import Launcher, packed

@@ -236,7 +236,7 @@ SOURCES = (
     "ptx",
     "config",
     "abi",
-    "dtypes.py",
+    "arrays/dtypes.py",
     "problem/ranges.py",
     "problem/groups.py",
     "problem/options.py",

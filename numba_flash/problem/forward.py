@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ..arrays import DTYPES, Layout
-from ..dtypes import COMPUTE_DTYPE
+from ..arrays.dtypes import COMPUTE_DTYPE
 from ..functions import NARROW
 from .option_checks import (
     MAX_EXTENT,

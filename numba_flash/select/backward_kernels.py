@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from ..arrays.dtypes import ITEM_SIZE
 from ..config import backward as mma
 from ..config import wgmma_backward as wgmma
 from ..config import wgmma_backward_float32 as wgmma_float32
@@ -13,7 +14,6 @@ from ..config.aux_gradients import AuxRoundConfig, AuxStartConfig
 from ..config.forward import Config, LaunchFacts
 from ..config.mask_bits import MaskBitsConfig
 from ..config.simt_backward import DbiasSumConfig
-from ..dtypes import ITEM_SIZE
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import HEAD_GRADIENTS

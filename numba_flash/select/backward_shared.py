@@ -4,11 +4,11 @@ table that can be used, and the kernels that run before and after those of the r
 from collections.abc import Sequence
 from typing import Any
 
+from ..arrays.dtypes import ITEM_SIZE
 from ..config.backward import PreprocessConfig
 from ..config.forward import Config, LaunchFacts
 from ..config.simt_backward import DeltaConfig, HeadSumsConfig
 from ..config.wgmma_backward import BY_ELEMENT
-from ..dtypes import ITEM_SIZE
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores, of_scores

@@ -3,9 +3,9 @@
 import functools
 from typing import Any
 
+from ..arrays.dtypes import ITEM_SIZE
 from ..config import wide_backward as wide
 from ..config.forward import LaunchFacts
-from ..dtypes import ITEM_SIZE
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from . import backward_shared as shared

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..abi.tensor_maps import fits
+from ..arrays.dtypes import ITEM_SIZE
 from ..config.forward import Config, LaunchFacts
-from ..dtypes import ITEM_SIZE
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import BY_NAME, changes_by_distance_alone, changes_scores

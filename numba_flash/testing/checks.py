@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..api.backward import AttentionGradients
-from ..dtypes import COMPUTE_DTYPE
+from ..arrays.dtypes import COMPUTE_DTYPE
 from ..problem.options import GRADIENT_OF
 from .cases import STRIDES, Case, heads_first, strided
 from .expected import lse_of_all, oracle, oracle_gradients

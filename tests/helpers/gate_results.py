@@ -27,7 +27,7 @@ PACKAGE = Path(numba_flash.__file__).parent
 FILE = Path(__file__).parents[1] / "unit" / "gate_results.json"
 TO_WRITE = "run sh scripts/gates, and commit tests/unit/gate_results.json"
 # Imports are followed into these rooms; what else shapes the code of every kernel.
-ROOMS = ("kernels", "ptx", "config", "abi", "dtypes", "functions", "problem.ranges", "problem.options")
+ROOMS = ("kernels", "ptx", "config", "abi", "arrays.dtypes", "functions", "problem.ranges", "problem.options")
 SIMULATED = "ptx.sim"  # no compiler sees it
 WITH_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 OF_ALL = ("gpu.compiled", "gpu.assembler", "abi.arguments")

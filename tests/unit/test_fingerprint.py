@@ -31,7 +31,7 @@ def fingerprint(room="simt"):
     "name",
     ["kernels/simt/v2.py", "kernels/score/softcap.py", "kernels/steps/tiles.py", "ptx/shared.py", "problem/ranges.py",
      "config/forward.py", "config/backward.py", "functions/rules.py", "functions/compiled/code.py",
-     "abi/arguments.py", "abi/parameters.py", "dtypes.py", "problem/options.py", "gpu/assembler.py",
+     "abi/arguments.py", "abi/parameters.py", "arrays/dtypes.py", "problem/options.py", "gpu/assembler.py",
      "gpu/compiled.py"],
 )  # fmt: skip
 def test_a_changed_source_is_another_kernel(package, name):

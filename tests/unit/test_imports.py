@@ -30,11 +30,20 @@ FLOORS = (
     ("problem",),
     ("arrays", "reference"),
     ("functions",),
-    ("machine", "dtypes"),
+    ("machine",),
 )
 
 ALLOWED_IN_KERNELS = ("collections", "functools", "math", "types", "typing", "numpy", "numba")
-ALLOWED_ROOMS = ("kernels.", "functions.", "ptx", "problem.ranges", "problem.groups", "config.", "abi.", "dtypes")
+ALLOWED_ROOMS = (
+    "kernels.",
+    "functions.",
+    "ptx",
+    "problem.ranges",
+    "problem.groups",
+    "config.",
+    "abi.",
+    "arrays.dtypes",
+)
 FRAMEWORKS = ("torch", "jax", "transformers", "cupy", "tensorflow")
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from numba import float32, int32, int64
 
-from ...dtypes import ITEM_SIZE
+from ...arrays.dtypes import ITEM_SIZE
 from ...ptx import memory, special
 from ..score import fragments, gradient_functions, kept_weights, tile_walk
 from ..score import reads as score_reads

@@ -73,30 +73,28 @@ class Owed(NamedTuple):
 
 def powers(compute_dtype: str) -> Any:
     """-> power(n): 2^n of the type, if it is a normal number."""
+    is_double = compute_dtype == "float64"
 
     @inlined
-    def power_f32(n):
+    def power(n):
+        if is_double:
+            return uint64(int64(n + 1023) << int64(52)).view(np.float64)
         return uint32(int32(n + 127) << int32(23)).view(np.float32)
 
-    @inlined
-    def power_f64(n):
-        return uint64(int64(n + 1023) << int64(52)).view(np.float64)
-
-    return power_f64 if compute_dtype == "float64" else power_f32
+    return power
 
 
 def _exponent_of(compute_dtype: str) -> Any:
     """-> exponent(term), as stored; at least 1, which also stands for smaller numbers."""
+    is_double = compute_dtype == "float64"
 
     @inlined
-    def exponent_f32(term):
+    def exponent(term):
+        if is_double:
+            return max(uint32((float64(term).view(np.uint64) >> uint64(52)) & uint64(2047)), uint32(1))
         return max((float32(term).view(np.uint32) >> uint32(23)) & uint32(255), uint32(1))
 
-    @inlined
-    def exponent_f64(term):
-        return max(uint32((float64(term).view(np.uint64) >> uint64(52)) & uint64(2047)), uint32(1))
-
-    return exponent_f64 if compute_dtype == "float64" else exponent_f32
+    return exponent
 
 
 @inlined

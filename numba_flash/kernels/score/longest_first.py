@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from numba import int32
 
+from ...arrays.dtypes import ITEM_SIZE
 from ...config.forward import L2_BYTES
-from ...dtypes import ITEM_SIZE
 from ..steps.head_rounds import in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide

@@ -44,16 +44,6 @@ class Piece(NamedTuple):
 
 
 @inlined
-def _of_queries(arrays):
-    return arrays.mask_bits
-
-
-@inlined
-def _of_keys(arrays):
-    return arrays.mask_bits_of_keys
-
-
-@inlined
 def _nonzero_bytes(word):
     """-> bit 8 * n: whether byte n of a word is not 0."""
     return ((word & uint32(0x7F7F7F7F)) + uint32(0x7F7F7F7F) | word) >> uint32(7) & uint32(0x01010101)
@@ -61,8 +51,11 @@ def _nonzero_bytes(word):
 
 def make(config):
     warps, of_keys = config.threads // 32, config.of_keys
-    result = _of_keys if of_keys else _of_queries
     ends_of_warps = 5 * warps
+
+    @inlined
+    def result(arrays):
+        return arrays.mask_bits_of_keys if of_keys else arrays.mask_bits
 
     @inlined
     def piece_of(block, strides, sizes):

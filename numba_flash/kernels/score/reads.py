@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import float64, int32, int64, uint32, uint64
 
-from ...dtypes import ITEM_SIZE
+from ...arrays.dtypes import ITEM_SIZE
 from ...ptx import cvt, local, memory, special, vote
 from ..steps import elements
 from ..steps.inlined import inlined

@@ -20,19 +20,20 @@ LAST, EVERY = STATES_IN_WORD - 1, (1 << STATES_IN_WORD) - 1
 assert SHIFT == 4, "a word has 16 bits of either kind"
 
 
-@inlined
-def _of_queries(arrays, strides):
-    return arrays.tile_states, strides.tile_states
+@functools.cache
+def _states(of_keys: bool) -> Any:
+    @inlined
+    def states_of(arrays, strides):
+        if of_keys:
+            return arrays.tile_states_of_keys, strides.tile_states_of_keys
+        return arrays.tile_states, strides.tile_states
 
-
-@inlined
-def _of_keys(arrays, strides):
-    return arrays.tile_states_of_keys, strides.tile_states_of_keys
+    return states_of
 
 
 def states_of(config: Any) -> Any:
     """-> states_of(arrays, strides) -> (the states of tiles, their strides)."""
-    return _of_keys if config.tile_states == TILE_STATES_OF_KEYS else _of_queries
+    return _states(config.tile_states == TILE_STATES_OF_KEYS)
 
 
 class TileWalk(NamedTuple):

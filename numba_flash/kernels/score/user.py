@@ -12,7 +12,7 @@ import numpy as np
 from numba import config as numba_config
 from numba import cuda, int64
 
-from ...dtypes import ITEM_SIZE
+from ...arrays.dtypes import ITEM_SIZE
 from ...ptx import local
 from ..steps import elements
 from ..steps.inlined import inlined

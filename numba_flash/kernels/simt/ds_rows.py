@@ -35,6 +35,7 @@ class DsRows(NamedTuple):
 
     query_tile: Callable[..., Any]  # (block, sizes) -> (b, h, first row)
     row_tiles: Callable[..., Any]  # (thread) -> RowTiles
+    # (sums, RowTiles, sequence, h, first_row, first_j, end_j, arrays, strides, sizes, score) -> the thread's share
     over_keys: Callable[..., Any]
 
 

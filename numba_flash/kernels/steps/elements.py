@@ -8,7 +8,7 @@ Numbers are float32, or float64 for float64.
 import numpy as np
 from numba import cuda, float32, float64, types, uint16, uint32
 
-# Every dtype that an array may have (dtypes.py); a bool is a byte (abi/arguments.py, element_type).
+# Every dtype that an array may have (arrays/dtypes.py); a bool is a byte (abi/arguments.py, element_type).
 _WHOLE = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 ELEMENT_TYPES = {name: getattr(types, name) for name in ("float16", "float32", "float64", *_WHOLE)}
 ELEMENT_TYPES["bfloat16"] = uint16

@@ -12,7 +12,7 @@ import math
 import numpy as np
 from numba import int32, int64, uint32
 
-from ...dtypes import ITEM_SIZE
+from ...arrays.dtypes import ITEM_SIZE
 from ...ptx import cp_async, ld_st, local, memory
 from . import elements
 from .inlined import inlined

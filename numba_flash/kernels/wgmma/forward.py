@@ -30,7 +30,7 @@ from ..score import reads as score_reads
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_row_of
 from . import barriers, block, forward_outputs, one_side, operands, producer, tile_scores
-from .barriers import position, tile_of, word
+from .barriers import position, word
 from .block import BEGIN, CUT, FREE, KEYS, MEMBERS, STATES, STOP, B, H, aligned, rows_of_lane, warpgroup_index
 from .operands import describe_rows, wait_all, wait_but_one
 from .tile_scores import ConsumerRegisters, KeyTile, ScoreRegisters, counting
@@ -78,7 +78,7 @@ def make(config):
     options, kept_weights = tile_scores.make(config, sides), counting(config)
     walk, to_p = tile_walk.make(config, whole_warp=True), fragment_softmax.in_16_bits(config, 1)
     start, softmax, finish = fragment_softmax.make_shifted(config, 1, sides.present)
-    outputs, rescale = forward_outputs.make(config), block.rescaler(head_dim_v_padded // 8)
+    outputs, rescale = forward_outputs.make(config, finish), block.rescaler(head_dim_v_padded // 8)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
 
     @inlined
@@ -277,9 +277,7 @@ def make(config):
             pin_o(acc_o)
             rings.v.consumer_release(base, int32(taken - 1), elected)
 
-            finish(m, l, alpha, distance)  # alpha and distance are free: they take 1 / l and lse
-            place = base + rings.q.stage(rows.seen) * q_bytes
-            outputs.write(base, place, tile_of(work_tile), registers, words, arrays, strides, sizes, score)
+            outputs.write(base, rows, registers, words, arrays, strides, sizes, score)
             bar.warp_sync()  # all lanes have read the work tile, the rows' states, and what was staged
             if o_in_q:
                 rings.q.consumer_release(base, rows.seen, elected)

@@ -16,6 +16,8 @@ from ..steps.plain import first_column_of, first_row_of, panel_offset
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import lse_row, queries_of, query_row
 from ..steps.units import exponent_unit
+from . import barriers
+from .barriers import tile_of
 from .block import rows_of_lane
 from .tile_scores import counting
 
@@ -103,14 +105,15 @@ def of_fragments(config):
 
 
 class Outputs(NamedTuple):
-    """place: where Q of the query tile was; tile: a QueryTile; registers: ConsumerRegisters, in which alpha has 1 / l
-    of the lane's rows, and distance their lse."""
+    """rows: the Rows of forward.py; registers: ConsumerRegisters. O may take the place of their Q."""
 
     words: int  # uint32 that `write` needs as work space
-    write: Callable[..., Any]  # (base, place, tile, registers, words, arrays, strides, sizes, score), by a warp
+    write: Callable[..., Any]  # (base, rows, registers, words, arrays, strides, sizes, score), by a warp
 
 
-def make(config):
+def make(config, finish):
+    """finish: of fragment_softmax."""
+    ring, q_bytes = barriers.make(config).q, config.tile_m * 128 * -(-config.head_dim_padded // 64)
     plan, o_in_q, o_staged = config.shared_layout(), config.o_place == "q", config.o_place != ""
     o_bytes = 32 * config.o_columns  # of a warp's rows that are staged at a time
     o_parts, kept_weights = -(-config.head_dim_v_padded // config.o_columns), counting(config)
@@ -119,11 +122,13 @@ def make(config):
     recompute_rows, to_natural = recompute.make(config, 16), float32(1 / exponent_unit(config))
 
     @inlined
-    def write(base, place, tile, registers, words, arrays, strides, sizes, score):
-        acc_o, sequence = registers.acc_o, queries_of(tile.b, arrays, strides, sizes)
+    def write(base, rows, registers, words, arrays, strides, sizes, score):
+        tile, acc_o = tile_of(rows.work_tile), registers.acc_o
+        sequence = queries_of(tile.b, arrays, strides, sizes)
         first_row, lane = rows_of_lane()
         lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
-        inverse_l, lse = registers.alpha, registers.scores.distance
+        inverse_l, lse = registers.alpha, registers.scores.distance  # the same registers, free by now
+        finish(registers.m, registers.l, inverse_l, lse)
         if kept_weights.drops:
             kept_weights.scale(inverse_l, score)
         some_nonfinite = uint32(0)
@@ -149,7 +154,10 @@ def make(config):
                 if config.write_lse and tile.first_query + query < sequence.seqlen_q:
                     head = tile.h + row - query * config.group_size
                     arrays.lse[lse_row(sequence, head, tile.first_query + query, sizes)] = lse[r] * to_natural
-        o_smem = place if o_in_q else base + plan.o + (first_row >> 4) * o_bytes
+        if o_in_q:
+            o_smem = base + plan.q + ring.stage(rows.seen) * q_bytes
+        else:
+            o_smem = base + plan.o + (first_row >> 4) * o_bytes
         if o_staged:
             # In Q's place a warp writes over 16 rows that only its own quarter of each product has read. So the
             # hardware does it; PTX does not say so.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from numba import int32, uint32
 
-from ...dtypes import ITEM_SIZE
+from ...arrays.dtypes import ITEM_SIZE
 from ...ptx import memory, special
 from ..score import longest_first, reads, tile_walk
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
