@@ -131,7 +131,7 @@ class Measure(NamedTuple):
 
 
 MEASURES = (
-    Measure("lines of kernels", lambda: sum(map(lines_of, names("kernels"))), 17_141, 14_500, "a person can read them"),
+    Measure("lines of kernels", lambda: sum(map(lines_of, names("kernels"))), 17_143, 14_500, "a person can read them"),
     Measure(
         "lines of select, config and abi",
         lambda: sum(map(lines_of, names("select", "config", "abi"))),
@@ -149,7 +149,7 @@ MEASURES = (
     Measure(
         "lines before the first function of make",
         lines_before_functions,
-        1_108,
+        1_109,
         800,
         "a kernel begins with what it does",
     ),
