@@ -72,6 +72,7 @@ class MmaBackwardConfig(Config):
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     WIDEST: ClassVar[int] = 256  # columns of a gradient whose sums a warp can keep in registers
     group_size: ClassVar[int] = 1  # a tile is of one head
+    item_size: ClassVar[int] = 2  # bytes of an element
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float16", "bfloat16"):
@@ -104,6 +105,10 @@ class MmaBackwardConfig(Config):
     def group_columns(self) -> int:
         """Columns of gradients that a warp of a group sums up: whole panels of 64."""
         return -(-max(self.head_dim_padded, self.head_dim_v_padded) // (64 * self.column_groups)) * 64
+
+    def summed(self, columns: int) -> int:
+        """How many of a gradient's columns a warp sums up."""
+        return columns if self.column_groups == 1 else self.group_columns
 
     @property
     def own_rows(self) -> int:
@@ -168,8 +173,8 @@ class MmaDkdvConfig(MmaBackwardConfig):
         return self.tile_m
 
     def shared_layout(self) -> Any:
-        """Where K, V, the stages of Q, of dO, of lse and delta, P or dS where warps exchange them, which queries see
-        each key, the state of the block, a word for each warp and the end are.
+        """Where K, V, the stages of Q, of dO, of lse and delta, P or dS where warps exchange them, in one place, which
+        queries see each key, the state of the block and the end are.
 
         dK and dV are staged in the place of K and V; without dK there is no V, and dV takes K's place.
         """
@@ -181,10 +186,10 @@ class MmaDkdvConfig(MmaBackwardConfig):
             q=self.stages * tile_bytes(self.tile_m, self.head_dim_padded),
             do=self.stages * tile_bytes(self.tile_m, self.head_dim_v_padded),
             rows=-(-rows // self.ALIGNMENT) * self.ALIGNMENT,
-            weights=tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 else 0,
+            p=0,
+            ds=tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 else 0,
             seen=8 * self.tile_n,
             state=self.state_entries * 16,
-            warps=self.threads // 8,
         )
 
 
@@ -202,7 +207,7 @@ class MmaDqConfig(MmaBackwardConfig):
 
     def shared_layout(self) -> Any:
         """Where Q, dO, the stages of K, those of V, dS where warps exchange it, what each query needs (which keys it
-        sees, lse, -delta), the state of the block, a word for each warp and the end are.
+        sees, lse, -delta), the state of the block and the end are.
 
         dQ is staged in Q's place.
         """
@@ -211,10 +216,9 @@ class MmaDqConfig(MmaBackwardConfig):
             do=tile_bytes(self.tile_m, self.head_dim_v_padded),
             k=self.stages * tile_bytes(self.tile_n, self.head_dim_padded),
             v=self.stages * tile_bytes(self.tile_n, self.head_dim_v_padded),
-            weights=tile_bytes(self.tile_m, self.tile_n) if self.column_groups > 1 else 0,
+            ds=tile_bytes(self.tile_m, self.tile_n) if self.column_groups > 1 else 0,
             of_rows=16 * self.tile_m,
             state=self.state_entries * 16,
-            warps=self.threads // 8,
         )
 
 

@@ -31,16 +31,14 @@ ALPHA = "alpha = math.exp"
 FIRST_LINES = {
     "v1": "thread = cuda.threadIdx.x",
     "v2": "thread = cuda.threadIdx.x",
-    "mma": "columns_left = int32(head_dim_v -",
+    "mma": "queries_left = int32(min(sequence",
     "wgmma": "warpgroup = int32(",
     "wgmma_float32": "warpgroup = int32(",
     **dict.fromkeys(("delta", "v2_dkdv", "v2_dq", "v2_dbias", "dalibi_slopes"), "thread = cuda.threadIdx.x"),
     **dict.fromkeys(("dsinks", "dsinks_of_blocks"), "thread = cuda.threadIdx.x"),
     "backward_preprocess": "thread, block = thread_index()",
-    **dict.fromkeys(
-        ("mma_dkdv", "mma_dq", "mma_dkdv_wide", "mma_dq_wide", "mma_wide_fused"), "_smem = aligned(shared.address("
-    ),
-    "mma_wide_carried": "k_smem = shared.address(",
+    **dict.fromkeys(("mma_dkdv", "mma_dq", "mma_dkdv_wide", "mma_dq_wide"), "_smem = async_tiles.aligned("),
+    **dict.fromkeys(("mma_wide_fused", "mma_wide_carried"), "k_smem = shared.address("),
     **dict.fromkeys(("wgmma_dkdv", "wgmma_dq", "wgmma_fused"), "warpgroup = int32("),
     **dict.fromkeys(("wgmma_dkdv_float32", "wgmma_dq_float32"), "warpgroup = int32("),
     **dict.fromkeys(("wgmma_dkdv_paired", "wgmma_dq_paired"), "warpgroup = int32("),

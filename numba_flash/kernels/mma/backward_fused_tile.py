@@ -1,4 +1,4 @@
-"""What a warp computes of a tile of scores in backward_wide_fused.py and backward_wide_carried.py."""
+"""What a warp computes of a tile of scores in backward_wide_fused.py."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from ..score.stage import FragmentAt
 from ..steps import lse_delta, numbers
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.plain import first_column_of, first_row_of, key_queries
+from ..steps.plain import first_column_of, first_row_of, key_queries, lane_and_warp
 from . import backward_wide, shared_weights
 
 
@@ -26,6 +26,15 @@ class Registers(NamedTuple):
     p_frag: Any
 
 
+class Counts(NamedTuple):
+    """Numbers of registers: acc; acc_dk or acc_dv; own_frag or p_frag; other_frag."""
+
+    scores: int
+    sums: int
+    own: int
+    other: int
+
+
 class FusedTile(NamedTuple):
     """Device functions, and what Registers are made of."""
 
@@ -36,8 +45,8 @@ class FusedTile(NamedTuple):
     meet: Callable[..., Any]
     weigh: Callable[..., Any]
     add_rows: Callable[..., Any]
-    counts: tuple[int, ...]  # of Registers' arrays: acc; acc_dk or acc_dv; own_frag or p_frag; other_frag
-    fragment: Any  # the type of the last three
+    counts: Counts
+    fragment: Any  # the type of the last two, own_frag and other_frag
 
 
 def make(config):
@@ -54,7 +63,7 @@ def make(config):
     multiply, score_lanes, fragment = of_scores.multiply_part, of_scores.lanes, of_scores.register
     place, moved, pair, put, operand_place, operand, _, _ = shared_weights.make(pitch, strips, double)
     weight, _ = fragments.weights_at(config)
-    _, of_pair = lse_delta.staged(config, config.tile_m, config.threads)
+    _, lse_pair, delta_pair = lse_delta.staged(config, config.tile_m, config.threads)
 
     @inlined
     def first_row_of_warp():
@@ -120,7 +129,9 @@ def make(config):
             first, end = key_queries(at_key, walk.sequence.q_start, sizes.left, sizes.right, walk.sequence.seqlen_q)
             first_query[strip], end_query[strip] = int32(first), int32(end) if at_key < walk.sequence.keys else int32(0)
         for n in range(blocks):
-            of_pair(lse, delta, rows_smem, first_column + n * 8)
+            lse_at = int32(rows_smem + (first_column + n * 8) * size)
+            lse_pair(lse, 0, lse_at)
+            delta_pair(delta, 0, lse_at)
             for strip in range(strips):
                 at = moved(p_place + strip * (16 * pitch * size), n)
                 pair(given, at if role else at + to_ds)
@@ -162,11 +173,10 @@ def make(config):
     @inlined
     def add_rows(acc, registers, weights_smem, rows_smem):
         """acc += P^T dO, or dS^T Q."""
-        thread = special.thread_index()
-        lane, warp = thread & int32(31), thread >> int32(5)
+        lane, warp = lane_and_warp()
         at = operand_place(lane, weights_smem) + first_row_of_warp() * (pitch * size)
         _, _, rows_lane, _ = of_sums.lanes(lane, warp, rows_smem, rows_smem, rows_smem)
         add_steps(acc, registers, at, rows_lane)
 
-    of_lane = s_count, sum_count, of_sums.q_count, of_sums.kv_count
+    of_lane = Counts(s_count, sum_count, of_sums.q_count, of_sums.kv_count)
     return FusedTile(first_row_of_warp, turn, find_scores, give_half, meet, weigh, add_rows, of_lane, fragment)

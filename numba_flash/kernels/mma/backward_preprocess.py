@@ -11,34 +11,22 @@ Launch: grid (batch * heads * row tiles), block (config.threads). The tiles cove
 
 import math
 
-import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
-from ...ptx import cvt, griddepcontrol, local, memory, shfl, special
+from ...ptx import griddepcontrol, local, memory, shfl, special
+from ..score import reads as score_reads
 from ..score.stage import LOG2_E
 from ..steps import elements, lse_delta
-from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.lse_delta import TURNS_AT
 from ..steps.sequence import lse_row, queries_of, query_row
 
 
 def make(config):
-    head_dim_v, lanes, rows = config.head_dim_v, config.lanes, config.rows
-    steps, is_float16 = -(-head_dim_v // (8 * lanes)), config.dtype == "float16"
+    head_dim_v, lanes, rows, turns_of = config.head_dim_v, config.lanes, config.rows, config.turns_of
     distances = tuple(2**i for i in range(lanes.bit_length() - 1))
-    load, load_v4, address = elements.loader(config.dtype, float32), memory.load_v4, memory.address
-    minus_delta_at, product = lse_delta.MINUS_DELTA, lse_delta.product(config)
-    turns_of, turns_at, turn_words = config.turns_of, TURNS_AT, 2 * config.dq_lines
+    load, half_of = elements.loader(config.dtype, float32), score_reads.halves(config.dtype)
+    product, turn_words = lse_delta.product(config), 2 * config.dq_lines
     unit, inf = float32(1.0 if config.natural else LOG2_E), float32(math.inf)
-
-    @inlined
-    def low(two):
-        return cvt.low_f16(two) if is_float16 else uint32(two << uint32(16)).view(np.float32)
-
-    @inlined
-    def high(two):
-        return cvt.high_f16(two) if is_float16 else uint32(two & uint32(0xFFFF0000)).view(np.float32)
 
     @cuda.jit
     def preprocess(arrays, strides, sizes):
@@ -59,13 +47,14 @@ def make(config):
         part = float32(0)
         if query < seqlen_q:
             do_base, o_base = query_row(strides.do, sequence, h, query), query_row(strides.o, sequence, h, query)
-            for step in range(steps):
+            for step in range(-(-head_dim_v // (8 * lanes))):
                 x = int32((lane + step * lanes) * 8)
                 if config.wide and x + 8 <= head_dim_v:
-                    load_v4(four_do, 0, address(arrays.do, do_base + x))
-                    load_v4(four_o, 0, address(arrays.o, o_base + x))
+                    memory.load_v4(four_do, 0, memory.address(arrays.do, do_base + x))
+                    memory.load_v4(four_o, 0, memory.address(arrays.o, o_base + x))
                     for i in range(4):
-                        part += product(low(four_do[i]), low(four_o[i])) + product(high(four_do[i]), high(four_o[i]))
+                        low = product(half_of(four_do[i], 0), half_of(four_o[i], 0))
+                        part += low + product(half_of(four_do[i], 1), half_of(four_o[i], 1))
                 else:
                     for column in range(x, min(x + 8, head_dim_v)):
                         from_do = load(arrays.do, do_base + column * strides.do[3])
@@ -78,7 +67,7 @@ def make(config):
             if lane == 0 and query < seqlen_q and query % turns_of == 0:
                 tile = int64(head_of_all) * divide(int32(seqlen_q + (turns_of - 1)), turns_of) + query // turns_of
                 for word in range(turn_words):
-                    arrays.turns[turns_at + turn_words * tile + word] = uint32(0)
+                    arrays.turns[lse_delta.TURNS_AT + turn_words * tile + word] = uint32(0)
         if lane == 0 and query < head_row_blocks * 16:
             lse = inf
             if query < seqlen_q:
@@ -89,6 +78,6 @@ def make(config):
                     part -= arrays.dlse[query_row(strides.dlse, sequence, h, query)]
             at = lse_delta.block_row(sequence, h, query, sizes)
             arrays.lse_delta[at] = lse
-            arrays.lse_delta[at + minus_delta_at] = -part
+            arrays.lse_delta[at + lse_delta.MINUS_DELTA] = -part
 
     return preprocess

@@ -10,10 +10,10 @@ of the last one that do not exist have +inf and 0.
 import math
 
 import numpy as np
-from numba import int32, int64, uint32
+from numba import int32, int64
 
 from ...config.forward import ITEM_SIZE
-from ...ptx import cp_async, ld_st, local, memory
+from ...ptx import cp_async, ld_st, memory
 from ..score.stage import exponent_unit
 from . import elements
 from .inlined import inlined
@@ -98,85 +98,46 @@ def of_query(config):
 
 
 def staged(config, rows, threads):
-    """-> (start_rows, of_pair), device functions: lse and delta of a tile of `rows` queries through shared memory, in
-    float32 and float64. A lane needs them for each of its columns; with reads of global memory there, dK and dV took 6
-    % longer (H200)."""
+    """-> (start_rows, lse_pair, delta_pair), device functions: lse and delta of a tile of `rows` queries through shared
+    memory, in float32 and float64. A lane needs them for each of its columns; with reads of global memory there, dK and
+    dV took 6 % longer (H200)."""
     size = ITEM_SIZE[config.dtype]
     copy, double = cp_async.small_copy(size), config.dtype == "float64"
     real = elements.COMPUTE_TYPES[config.dtype]
     inf, minus_inf, unit = real(math.inf), real(-math.inf), real(exponent_unit(config))
 
     @inlined
-    def start_rows(rows_smem, sequence, h, first_query, arrays, sizes, thread):
-        """Start the copies of both; the caller commits, waits and owes a barrier. Queries past the last one get
-        zeros."""
+    def start_rows(rows_smem, head_at, first_query, arrays, sizes, thread):
+        """Start the copies of both; the caller commits, waits and owes a barrier. head_at: `lse_row` of query 0. Queries
+        past the last one get zeros."""
         for step in range(-(-rows // threads)):
             row = int32(thread + step * threads)
             if row < rows:
                 query = int64(first_query + row)
-                count = int32(size) if query < sequence.seqlen_q else int32(0)
-                at = lse_row(sequence, h, query, sizes)
-                copy(int32(rows_smem + row * size), memory.address(arrays.lse, at), count)
-                copy(int32(rows_smem + (rows + row) * size), memory.address(arrays.delta, at), count)
+                count = int32(size) if query < sizes.seqlen_q else int32(0)
+                copy(int32(rows_smem + row * size), memory.address(arrays.lse, head_at + query), count)
+                copy(int32(rows_smem + (rows + row) * size), memory.address(arrays.delta, head_at + query), count)
 
     @inlined
-    def pair(values, at):
-        """values (2,) <- two neighbours at a shared address."""
+    def pair(values, x, at):
+        """values[x : x + 2] <- two neighbours at a shared address."""
         if double:
-            ld_st.load_v2_f64(values, 0, at)
+            ld_st.load_v2_f64(values, x, at)
         else:
-            for x in range(2):
-                values[x] = ld_st.load_b32(int32(at + 4 * x)).view(np.float32)
+            for i in range(2):
+                values[x + i] = ld_st.load_b32(int32(at + 4 * i)).view(np.float32)
 
     @inlined
-    def of_pair(lse, delta, rows_smem, column):
-        """lse, delta (2,) <- those of query `column`, an even one, and the next: lse in the scores' units, +inf if the
-        query sees no key."""
-        pair(lse, int32(rows_smem + column * size))
-        pair(delta, int32(rows_smem + (rows + column) * size))
-        for x in range(2):
-            lse[x] = inf if lse[x] == minus_inf else lse[x] * unit
-
-    return start_rows, of_pair
-
-
-def starter(config, strips, blocks):
-    """-> start_dp, a device function for fragments whose columns are queries."""
+    def lse_pair(values, x, at):
+        """values[x : x + 2] <- lse of two neighbours, the first one's at `at`: in the scores' units, +inf if the query
+        sees no key."""
+        pair(values, x, at)
+        for i in range(x, x + 2):
+            values[i] = inf if values[i] == minus_inf else values[i] * unit
 
     @inlined
-    def start_dp(acc_dp, rows_smem, lane, score):
-        """acc_dp <- -delta of each column, so that the product gives dP - delta. Where weights drop, finish_dp scales
-        it later."""
-        four = local.array(4, uint32)
-        for n in range(blocks // 2):
-            ld_st.load_v4(four, 0, rows_smem + n * 128 + 4 * MINUS_DELTA + ((lane & 3) << 4))
-            for strip in range(strips):
-                for half in range(2):
-                    for i in range(4):
-                        minus_delta = four[half * 2 + i % 2].view(np.float32)
-                        if config.seeded:
-                            minus_delta /= score.kept_count
-                        acc_dp[(strip * blocks + 2 * n + half) * 4 + i] = minus_delta
+    def delta_pair(values, x, at):
+        """The same of delta; `at` as there."""
+        pair(values, x, int32(at + rows * size))
 
-    return start_dp
-
-
-def finisher(config, strips, blocks):
-    """-> finish_dp, a device function for the same fragments, where weights are dropped."""
-
-    @inlined
-    def finish_dp(acc_dp, kept, rows_smem, lane, score):
-        """acc_dp <- dP times how often its weight counts, minus delta."""
-        four = local.array(4, uint32)
-        for n in range(blocks // 2):
-            ld_st.load_v4(four, 0, rows_smem + n * 128 + 4 * MINUS_DELTA + ((lane & 3) << 4))
-            for strip in range(strips):
-                for half in range(2):
-                    for i in range(4):
-                        at = (strip * blocks + 2 * n + half) * 4 + i
-                        bit = uint32(4 * n + 2 * half + i % 2)
-                        counts = (kept[strip * 2 + i // 2] >> bit) & uint32(1) != 0
-                        minus_delta = four[half * 2 + i % 2].view(np.float32)
-                        acc_dp[at] = acc_dp[at] * score.kept_count if counts else minus_delta
-
-    return finish_dp
+    return start_rows, lse_pair, delta_pair
