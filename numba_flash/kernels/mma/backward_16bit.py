@@ -16,26 +16,26 @@ def make(config):
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     strips, part = config.warp_rows // 16, config.other_rows // groups
     s_count, dp_count = strips * config.head_dim_padded // 4, strips * config.head_dim_v_padded // 4
-    lanes, load_own, scores_product, gradient_product, put, own_product, others_product = fragment_products.make(config)
-    load_s, load_dp = load_own(config.head_dim_padded), load_own(config.head_dim_v_padded)
+    made = fragment_products.make(config)
+    load_s, load_dp = made.load_own(config.head_dim_padded), made.load_own(config.head_dim_v_padded)
     weight_count, pack = strips * (part // 8) * 2, cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
 
     def multiplier(columns, adds):
-        product = scores_product(columns)
+        product = made.scores_product(columns)
 
         @inlined
         def multiply(acc, own_frag, other_frag, own, other):
             if not adds:
                 for x in range(2 * weight_count):
                     acc[x] = float32(0)
-            own_lane, other_lane, _ = lanes(special.thread_index())
+            own_lane, other_lane, _ = made.lanes(special.thread_index())
             product(acc, own_frag, other_frag, own + own_lane, other + other_lane)
 
         return multiply
 
     @inlined
     def load_own_tiles(s_frag, dp_frag, own_s, own_dp):
-        own_lane, _, _ = lanes(special.thread_index())
+        own_lane, _, _ = made.lanes(special.thread_index())
         load_s(s_frag, own_s + own_lane)
         load_dp(dp_frag, own_dp + own_lane)
 
@@ -65,28 +65,28 @@ def make(config):
     @inlined
     def own_panels(tile, thread):
         """Where in a tile the lane's rows of those columns begin, for a transposed operand."""
-        return tile + int32((first_column(thread) >> 6) * (config.other_rows * 128) + lanes(thread)[2])
+        return tile + int32((first_column(thread) >> 6) * (config.other_rows * 128) + made.lanes(thread)[2])
 
     def adder(columns):
-        product = gradient_product(columns)
+        product = made.gradient_product(columns)
 
         @inlined
         def add(sums, weights, other_frag, shared_frag, tile, at):
             if groups == 1:
-                _, _, transposed = lanes(special.thread_index())
+                _, _, transposed = made.lanes(special.thread_index())
                 product(sums, weights, other_frag, tile + transposed)
             else:
                 # The thread's number is read again for each product, so that addresses are not kept in registers
                 # through the others.
                 thread = special.thread_index()
-                put(weights, at, thread)
+                made.put(weights, at, thread)
                 columns_left = columns - first_column(thread)
-                own_product(sums, weights, other_frag, own_panels(tile, thread), columns_left, thread)
+                made.own_product(sums, weights, other_frag, own_panels(tile, thread), columns_left, thread)
                 bar.sync((thread >> int32(5 + shift)) + 1, 32 * groups)
                 thread = special.thread_index()
-                own_rows, columns_left = at + lanes(thread)[0], columns - first_column(thread)
+                own_rows, columns_left = at + made.lanes(thread)[0], columns - first_column(thread)
                 own_columns = own_panels(tile, thread)
-                others_product(sums, shared_frag, other_frag, own_rows, own_columns, columns_left, thread)
+                made.others_product(sums, shared_frag, other_frag, own_rows, own_columns, columns_left, thread)
 
         return add
 

@@ -100,7 +100,7 @@ def make(config):
     read, has_mask = score_reads.make(config, strips, part, of_keys=True), config.has("mask")
     # What scores need is loaded before the products, or after them if these take all registers.
     reads_before, reads_behind = read.reads and size == 2, read.reads and size > 2
-    drops, kept_words, *_ = counts.on_fragments(config, strips, part)
+    dropout = counts.on_fragments(config, strips, part)
     recompute_keys, wait_all = recompute.make(config, config.of_dk, config.of_dv), cp_async.wait_group(0)
 
     @inlined
@@ -109,12 +109,12 @@ def make(config):
         minus_delta = local.array(4, real)
         rows_at = columns.lane_at(rows_smem)
         for n in range(blocks):
-            if not drops:
+            if not dropout.present:
                 columns.minus_delta(minus_delta, n, rows_at)
             for r in range(rows):
                 for x in range(2):
                     at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x
-                    acc_dp[at] = real(0) if drops else minus_delta[(n % 2) * 2 + x]
+                    acc_dp[at] = real(0) if dropout.present else minus_delta[(n % 2) * 2 + x]
 
     @inlined
     def finish_dp(acc_dp, kept, rows_smem, score):
@@ -127,7 +127,7 @@ def make(config):
                 for x in range(2):
                     at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x
                     dp = acc_dp[at]
-                    if drops:
+                    if dropout.present:
                         dp = dp * score.kept_count if (kept[r] >> uint32(2 * n + x)) & uint32(1) != 0 else real(0)
                     acc_dp[at] = dp + minus_delta[(n % 2) * 2 + x]
 
@@ -153,7 +153,7 @@ def make(config):
                     here = FragmentAt(term, distance, bias)
                     p, derivative = weight(registers.acc_s[at], here, score, lse[(n % 2) * 2 + x])
                     ds = p * registers.acc_dp[at] * derivative if config.of_dk else p
-                    if drops:
+                    if dropout.present:
                         p = p * score.kept_count if (registers.kept[r] >> bit) & uint32(1) != 0 else real(0)
                     if (masked or has_mask) and (seen >> bit) & uint32(1) == 0:
                         p = real(0)
@@ -252,10 +252,10 @@ def make(config):
             walk.load_for_scores(i, heads_left, registers, smem.k, arrays, strides, sizes, masked)
         prefetch(i, heads_left, stage, smem, arrays, strides, sizes)
         scores_of_tile(stage, registers, smem)
-        if drops:
+        if dropout.present:
             walk.find_kept(i, heads_left, registers.kept, smem.k, arrays, sizes)
         rows_smem = smem.rows + stage * rows_stage
-        if config.of_dk and (drops or size > 2):
+        if config.of_dk and (dropout.present or size > 2):
             finish_dp(registers.acc_dp, registers.kept, rows_smem, score)
         if reads_behind:
             walk.load_for_scores(i, heads_left, registers, smem.k, arrays, strides, sizes, masked)
@@ -308,7 +308,7 @@ def make(config):
             local.array(rows, real),  # distance: q_pos - k_pos of each row at the lane's first column
             local.array(read.bias_words, read.bias_type),  # loaded (2 * strips, part / 8, 2), in 16 bits two in one
             local.array(rows if has_functions else read.bits_words, uint32),  # shown_bits
-            local.array(kept_words, uint32),  # kept
+            local.array(dropout.words, uint32),  # kept
         )
         for x in range(dk_count):
             registers.acc_dk[x] = real(0)

@@ -83,7 +83,7 @@ def make(config):
     read, has_mask = score_reads.make(config, strips, part), config.has("mask")
     # What scores need is loaded before the products, or after them if these take all registers.
     reads_before, reads_behind = read.reads and size == 2, read.reads and size > 2
-    drops, kept_words, *_ = counts.on_fragments(config, strips, part)
+    dropout = counts.on_fragments(config, strips, part)
     recompute_queries, wait_all = recompute.make(config), cp_async.wait_group(0)
 
     @inlined
@@ -171,9 +171,9 @@ def make(config):
         if chain.has_row_term:
             walk.distances(j, smem.q, registers.distance)
         scores_of_tile(j, stage, begin, registers, smem, arrays, strides)
-        if drops:
+        if dropout.present:
             walk.find_kept(j, registers.kept, smem.q, arrays, sizes)
-        if drops or size > 2:
+        if dropout.present or size > 2:
             walk.finish_dp(registers.acc_dp, registers.kept, smem.q, score)
         if reads_behind:
             walk.load_for_scores(j, registers, smem.q, arrays, strides, sizes, masked)
@@ -226,7 +226,7 @@ def make(config):
             local.array(rows, real),  # distance: q_pos - k_pos of each row at the lane's first column
             local.array(read.bias_words, read.bias_type),  # loaded (2 * strips, part / 8, 2), in 16 bits two in one
             local.array(rows if has_functions else read.bits_words, uint32),  # shown_bits
-            local.array(kept_words, uint32),  # kept
+            local.array(dropout.words, uint32),  # kept
         )
         for x in range(dq_count):
             registers.acc_dq[x] = real(0)

@@ -71,7 +71,7 @@ def make(config):
         gradient_functions.present(config),
     )
     apply_functions = gradient_functions.on_fragments(config, strips, part, of_keys=False)
-    drops, _, kept_of, *_ = counts.on_fragments(config, strips, part)
+    dropout = counts.on_fragments(config, strips, part)
     real = numbers.of(config.compute_dtype).real
     double, state_bytes, inf = config.dtype == "float64", 32 if config.dtype == "float64" else 16, real(math.inf)
 
@@ -200,7 +200,7 @@ def make(config):
         """kept <- which of the lane's weights of key tile j count."""
         b, h = block_state.get(q_smem + int32(head_at))
         tile_pos, _ = block_state.get(q_smem + int32(keys_at))
-        kept_of(kept, first_key_of(j), b, int32(h), lane_row(), tile_pos, arrays, sizes)
+        dropout.of_queries(kept, first_key_of(j), b, int32(h), lane_row(), tile_pos, arrays, sizes)
 
     @inlined
     def load_for_scores(j, registers, q_smem, arrays, strides, sizes, masked):
@@ -242,7 +242,7 @@ def make(config):
     def start_dp(acc_dp, q_smem):
         """acc_dp <- -delta of each row, so that the product gives dP - delta. With dropout finish_dp subtracts it."""
         for r in range(rows):
-            minus_delta = real(0) if drops else row_state(r, q_smem).minus_delta
+            minus_delta = real(0) if dropout.present else row_state(r, q_smem).minus_delta
             for n in range(blocks):
                 for x in range(2):
                     acc_dp[((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x] = minus_delta
@@ -256,7 +256,7 @@ def make(config):
                 for x in range(2):
                     at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x
                     dp = acc_dp[at]
-                    if drops:
+                    if dropout.present:
                         dp = dp * score.kept_count if (kept[r] >> uint32(2 * n + x)) & uint32(1) != 0 else real(0)
                     acc_dp[at] = dp + minus_delta
 

@@ -49,7 +49,7 @@ def make(config):
     real = numbers.of(config.compute_dtype).real
     load_own = async_tiles.loader(tile_n, padded, workers, 1, size)
     load_other = async_tiles.loader(tile_m, padded, loaders or workers, 1, size)
-    start_rows, *_ = lse_delta.staged(config, tile_m, loaders or workers)
+    staged = lse_delta.staged(config, tile_m, loaders or workers)
     tile, parts = backward_fused_tile.make(config), backward_dq_parts.make(config)
     store_dk, store_dv = (backward_wide.storer(config, n, padded) for n in (config.head_dim, config.head_dim_v))
     sequence_of, row_term = sequences.make(config), fragments.chain(config).row_term
@@ -86,7 +86,9 @@ def make(config):
         first, rows_left, stride = own_column(), int32(sizes.seqlen_q - i * tile_m), size * strides.q[2]
         source = memory.address(arrays.q, query_row(strides.q, walk.sequence, h, i * tile_m) + first)
         load_other(k_smem + int32(plan.q), source, stride, 0, rows_left, config.head_dim - first, thread)
-        start_rows(k_smem + int32(plan.rows), lse_row(walk.sequence, h, 0, sizes), i * tile_m, arrays, sizes, thread)
+        staged.start_rows(
+            k_smem + int32(plan.rows), lse_row(walk.sequence, h, 0, sizes), i * tile_m, arrays, sizes, thread
+        )
 
     @inlined
     def load_do(t, k_smem, thread, arrays, strides, sizes):

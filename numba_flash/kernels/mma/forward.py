@@ -97,7 +97,7 @@ def make(config):
     walk = tile_walk.make(config, whole_warp=True)
     work_of = work_tile.of_queries(config, config.queries, v_parts)
     start, softmax, finish = fragment_softmax.make(config, strips)
-    drops, kept_words, kept_of, _, drop, count_kept = counts.on_fragments(config, strips, tile_n)
+    dropout = counts.on_fragments(config, strips, tile_n)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, rows)
     products = PRODUCTS[config.dtype].make(config)
     sliced = sliced_tiles.make(config, products) if config.sliced else None
@@ -218,12 +218,12 @@ def make(config):
                 load_k(places.q + int32(plan.k), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(places))
                 cp_async.commit_group()
         moved = softmax(registers.acc_s, registers.m, registers.l, registers.alpha, score.scale * log2_e)
-        if drops:
+        if dropout.present:
             lane, row = lane_and_row()
             position, _ = block_state.get(places.q + int32(keys_at))
             row, first_key = row + int32(first_row_of(lane)), int32(j * tile_n + first_column_of(lane))
-            kept_of(registers.kept, first_key, tile.sequence.b, tile.h, row, position, arrays, sizes)
-            drop(registers.acc_s, registers.kept)
+            dropout.of_queries(registers.kept, first_key, tile.sequence.b, tile.h, row, position, arrays, sizes)
+            dropout.drop(registers.acc_s, registers.kept)
         products.to_p(registers.acc_s, registers.p_frag)
         rescale(registers.acc_o, registers.alpha, moved)
         if config.sliced:
@@ -279,7 +279,7 @@ def make(config):
             local.array(mask_words, uint32),
             local.array(read.bits_words, uint32),
             local.array(rows, int32),
-            local.array(kept_words, uint32),
+            local.array(dropout.words, uint32),
         )
         start(registers.m, registers.l)
         for i in range(o_count):
@@ -350,8 +350,8 @@ def make(config):
             lane_row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
             load_terms(lse, tile.sequence.b, tile.h, lane_row, arrays, strides)
         finish(registers.m, registers.l, inverse_l, lse)
-        if drops:
-            count_kept(inverse_l, score)
+        if dropout.present:
+            dropout.scale(inverse_l, score)
         wait_all()
         cuda.syncthreads()  # everyone is done with Q and K
         o_smem = async_tiles.aligned(shared.address(smem))  # (tile_m, head_dim_v_padded)

@@ -77,7 +77,7 @@ def _of_blocks(config):
 
 
 def _of_rows(config):
-    start_rows, lse_pair, delta_pair = lse_delta.staged(config, config.tile_m, config.threads)
+    staged = lse_delta.staged(config, config.tile_m, config.threads)
     groups, part = config.column_groups, config.tile_m // config.column_groups
 
     @inlined
@@ -90,7 +90,7 @@ def _of_rows(config):
 
     @inlined
     def start(i, head_at, smem, arrays, sizes):
-        start_rows(smem, head_at, i * config.tile_m, arrays, sizes, special.thread_index())
+        staged.start_rows(smem, head_at, i * config.tile_m, arrays, sizes, special.thread_index())
 
     @inlined
     def lane_at(smem):
@@ -100,11 +100,11 @@ def _of_rows(config):
 
     @inlined
     def lse(values, n, at):
-        lse_pair(values, n % 2 * 2, int32(at + n * 8 * config.item_size))
+        staged.lse_pair(values, n % 2 * 2, int32(at + n * 8 * config.item_size))
 
     @inlined
     def minus_delta(values, n, at):
-        delta_pair(values, n % 2 * 2, int32(at + n * 8 * config.item_size))
+        staged.delta_pair(values, n % 2 * 2, int32(at + n * 8 * config.item_size))
         for x in range(n % 2 * 2, n % 2 * 2 + 2):
             values[x] = -values[x]
 

@@ -8,6 +8,8 @@ of the last one that do not exist have +inf and 0.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import int32, int64
@@ -75,9 +77,11 @@ def delta_of_row(config):
 
 
 def of_query(config):
-    """-> of_query(sequence, h, query, arrays, sizes), a device function: lse in the scores' units, +inf if the query sees no
-    key or does not exist, and delta. It reads the blocks; in float32 and float64, what the forward and the delta kernel
-    wrote."""
+    """-> of_query(sequence, h, query, arrays, sizes), a device function: lse in the scores' units, +inf if the query
+    sees no key or does not exist, and delta.
+
+    It reads the blocks. In float32 and float64 it reads what the forward and the delta kernel wrote.
+    """
     of_blocks, minus_delta_at = ITEM_SIZE[config.dtype] == 2, MINUS_DELTA
     real = elements.COMPUTE_TYPES[config.dtype]
     inf, minus_inf, unit = real(math.inf), real(-math.inf), real(exponent_unit(config))
@@ -97,8 +101,16 @@ def of_query(config):
     return found
 
 
+class Staged(NamedTuple):
+    """Device functions."""
+
+    start_rows: Callable[..., Any]
+    lse_pair: Callable[..., Any]
+    delta_pair: Callable[..., Any]
+
+
 def staged(config, rows, threads):
-    """-> (start_rows, lse_pair, delta_pair), device functions: lse and delta of a tile of `rows` queries through shared
+    """-> Staged: lse and delta of a tile of `rows` queries through shared
     memory, in float32 and float64. A lane needs them for each of its columns; with reads of global memory there, dK and
     dV took 6 % longer (H200)."""
     size = ITEM_SIZE[config.dtype]
@@ -108,8 +120,8 @@ def staged(config, rows, threads):
 
     @inlined
     def start_rows(rows_smem, head_at, first_query, arrays, sizes, thread):
-        """Start the copies of both; the caller commits, waits and owes a barrier. head_at: `lse_row` of query 0. Queries
-        past the last one get zeros."""
+        """Start the copies of both; the caller commits, waits and owes a barrier. head_at: `lse_row` of query 0. Past
+        the last query there are zeros."""
         for step in range(-(-rows // threads)):
             row = int32(thread + step * threads)
             if row < rows:
@@ -140,4 +152,4 @@ def staged(config, rows, threads):
         """The same of delta; `at` as there."""
         pair(values, x, int32(at + rows * size))
 
-    return start_rows, lse_pair, delta_pair
+    return Staged(start_rows, lse_pair, delta_pair)
