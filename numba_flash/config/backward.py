@@ -111,6 +111,10 @@ class MmaBackwardConfig(WarpsConfig):
         """Columns of gradients that a warp of a group sums up: whole panels of 64."""
         return -(-max(self.head_dim_padded, self.head_dim_v_padded) // (64 * self.column_groups)) * 64
 
+    def summed(self, columns: int) -> int:
+        """How many of a gradient's columns a warp sums up."""
+        return columns if self.column_groups == 1 else self.group_columns
+
     def shared_layout(self) -> Any:
         """Where in shared memory things begin, and the end, in bytes."""
         raise NotImplementedError
@@ -146,8 +150,8 @@ class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
         )
 
     def shared_layout(self) -> Any:
-        """Where K, V, the stages of Q, of dO, of lse and delta, P or dS where warps exchange them, which queries see
-        each key, the state of the block, a word for each warp and the end are.
+        """Where K, V, the stages of Q, of dO, of lse and delta, P or dS where warps exchange them, in one place, which
+        queries see each key, the state of the block and the end are.
 
         dK and dV are staged in the place of K and V; without dK there is no V, and dV takes K's place.
         """
@@ -159,34 +163,27 @@ class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
             q=self.stages * tile_bytes(self.tile_m, self.head_dim_padded),
             do=self.stages * tile_bytes(self.tile_m, self.head_dim_v_padded),
             rows=-(-rows // self.ALIGNMENT) * self.ALIGNMENT,
-            weights=tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 or self.of_dq else 0,
+            p=0,
+            ds=tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 or self.of_dq else 0,
             dq=tile_bytes(self.tile_m, self.head_dim_padded) if self.of_dq else 0,
             seen=8 * self.tile_n,
             state=self.state_entries * 16,
-            warps=self.threads // 8,
         )
 
 
 @dataclass(frozen=True)
 class MmaOneKeyTileConfig(MmaDkdvConfig):
-    """The same where a block's tile has all keys of a head: it computes dQ, too, and delta before, as `preprocess`
-    says."""
-
-    preprocess: PreprocessConfig | None = None
+    """The same where a block's tile has all keys of a head: it computes dQ, too."""
 
     of_dq = True
     kernel = "mma_one_key_tile"
-    takes = abi.backward("dq dk dv", mask=abi.MASK_BITS_OF_KEYS).plus("o lse dlse", strides="o dlse")
+    takes = abi.backward("dq dk dv", mask=abi.MASK_BITS_OF_KEYS)
     reads_states = False
 
     def __post_init__(self) -> None:
         alone = self.of_dk and self.of_dv and self.column_groups == self.stages == 1
-        check(alone and self.preprocess, "one kernel needs of_dk, of_dv, column_groups=1, stages=1 and preprocess")
+        check(alone, "one kernel needs of_dk, of_dv, column_groups=1 and stages=1")
         super().__post_init__()
-
-    def workspace(self, problem: AnyProblem) -> abi.Workspace:
-        assert self.preprocess is not None
-        return self.preprocess.workspace(problem)
 
 
 @dataclass(frozen=True)
@@ -200,7 +197,7 @@ class MmaDqConfig(MmaBackwardConfig):
 
     def shared_layout(self) -> Any:
         """Where Q, dO, the stages of K, those of V, dS where warps exchange it, what each query needs (which keys it
-        sees, lse, -delta), the state of the block, a word for each warp and the end are.
+        sees, lse, -delta), the state of the block and the end are.
 
         dQ is staged in Q's place.
         """
@@ -209,10 +206,9 @@ class MmaDqConfig(MmaBackwardConfig):
             do=tile_bytes(self.tile_m, self.head_dim_v_padded),
             k=self.stages * tile_bytes(self.tile_n, self.head_dim_padded),
             v=self.stages * tile_bytes(self.tile_n, self.head_dim_v_padded),
-            weights=tile_bytes(self.tile_m, self.tile_n) if self.column_groups > 1 else 0,
+            ds=tile_bytes(self.tile_m, self.tile_n) if self.column_groups > 1 else 0,
             of_rows=16 * self.tile_m,
             state=self.state_entries * 16,
-            warps=self.threads // 8,
         )
 
 

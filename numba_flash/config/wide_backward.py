@@ -17,6 +17,8 @@ class WideBackwardConfig(WarpsConfig):
     unrolled: bool = False
 
     GROUPS: ClassVar[tuple[int, ...]] = (1, 2)
+    stages: ClassVar[int] = 1  # these two: as of MmaBackwardConfig
+    in_registers: ClassVar[bool] = False
     columns_in_order: ClassVar[bool] = False  # a lane's sums are of two columns of each 8, side by side
     SUMS: ClassVar[int] = 256  # of 32 bits: what a warp can keep in registers of a row of gradients
 
@@ -37,32 +39,29 @@ class WideBackwardConfig(WarpsConfig):
         """Of gradients, of one row."""
         raise NotImplementedError
 
-    @property
-    def staged_rows(self) -> int:
-        """Of the other side, whose lse and delta lie in shared memory."""
-        return 0
-
-    @property
-    def exchanges(self) -> int:
-        """How many of P and dS warps exchange that own the same rows."""
-        return 1
+    def summed(self, columns: int) -> int:
+        """How many of a gradient's columns a warp sums up."""
+        return columns // self.column_groups
 
     def _padded(self, columns: int) -> int:
         """In whole panels for each group of columns."""
         step = 128 // self.item_size * self.column_groups
         return -(-columns // step) * step
 
+    def tiles(self) -> tuple[int, int, int, int]:
+        """Bytes of the own tiles, for S and for dP, and of the other side's."""
+        columns, rows = (self.head_dim_padded, self.head_dim_v_padded), (self.own_rows, self.other_rows)
+        own_s, own_dp, other_s, other_dp = (tile_bytes(r, c, self.item_size) for r in rows for c in columns)
+        return own_s, own_dp, other_s, other_dp
+
+    @property
+    def exchanged(self) -> int:
+        """Bytes of P or dS where warps that own the same rows exchange it."""
+        return self.own_rows * self.other_rows * self.item_size if self.column_groups > 1 else 0
+
     def shared_layout(self) -> Any:
-        """Where the own tiles, for S and for dP, the other side's, scores that are exchanged, lse with delta of the
-        other side, and the end are."""
-        own_s, own_dp, other_s, other_dp = (
-            tile_bytes(rows, columns, self.item_size)
-            for rows in (self.own_rows, self.other_rows)
-            for columns in (self.head_dim_padded, self.head_dim_v_padded)
-        )
-        exchanged = self.own_rows * self.other_rows * self.item_size * self.exchanges if self.column_groups > 1 else 0
-        rows = self.staged_rows * 2 * self.item_size
-        return layout(own_s=own_s, own_dp=own_dp, other_s=other_s, other_dp=other_dp, exchanged=exchanged, rows=rows)
+        """Where in shared memory things begin, and the end, in bytes."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -82,12 +81,18 @@ class WideDkdvConfig(OfGradients, WideBackwardConfig):
         super().__post_init__()
 
     @property
-    def exchanges(self) -> int:
-        return self.of_dv + self.of_dk
+    def own_rows(self) -> int:
+        return self.tile_n
 
     @property
-    def staged_rows(self) -> int:
+    def other_rows(self) -> int:
         return self.tile_m
+
+    def shared_layout(self) -> Any:
+        """As of MmaDkdvConfig; P and dS each have a place."""
+        k, v, q, do = self.tiles()
+        p, ds, rows = self.exchanged * self.of_dv, self.exchanged * self.of_dk, self.tile_m * 2 * self.item_size
+        return layout(k=k, v=v, q=q, do=do, rows=rows, p=p, ds=ds, seen=8 * self.tile_n, state=96)
 
     @property
     def summed_columns(self) -> int:
@@ -111,6 +116,9 @@ class WideFusedConfig(WideBackwardConfig):
     GROUPS: ClassVar[tuple[int, ...]] = (2, 4)
     IN_FLIGHT: ClassVar[int] = 264  # about as many key tiles as a GPU works on at a time
     blocks: ClassVar[int] = 1  # that share the columns
+    one_staging_buffer: ClassVar[bool] = False  # these two: as of WideCarriedConfig
+    LOADERS: ClassVar[int] = 0
+    registers: ClassVar[tuple[int, int]] = (24, 240)
     TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
 
     def __post_init__(self) -> None:
@@ -163,12 +171,12 @@ class WideFusedConfig(WideBackwardConfig):
         """Where K, V, Q, dO, P^T, dS^T, lse with delta of the queries, the block's state, and the end are."""
         own, other = (tile_bytes(rows, self.head_dim_padded, self.item_size) for rows in (self.tile_n, self.tile_m))
         weights, rows = self.tile_n * self.pitch * self.item_size, self.tile_m * 2 * self.item_size
-        return layout(k=own, v=own, q=other, do=other, p=weights, ds=weights, rows=rows, state=48)
+        return layout(k=own, v=own, q=other, do=other, p=weights, ds=weights, rows=rows, state=64, barriers=0)
 
 
 @dataclass(frozen=True)
 class WideCarriedConfig(WideFusedConfig):
-    """Of mma_wide_carried: a warpgroup more, which fetches tiles and takes parts of dQ to global memory.
+    """Of mma_wide_carried: a further warpgroup loads tiles and adds parts of dQ in global memory.
 
     blocks: with 2, a cluster, each has half of the columns, which head_dim_padded then counts. one_staging_buffer:
     scores from the other block, P^T with dS^T, and the part of dQ follow each other in one buffer of shared memory, so
@@ -176,7 +184,7 @@ class WideCarriedConfig(WideFusedConfig):
     """
 
     blocks: int = 1  # type: ignore[misc]
-    one_staging_buffer: bool = False
+    one_staging_buffer: bool = False  # type: ignore[misc]
 
     kernel = "mma_wide_carried"
     module = "mma.backward_wide_carried"
@@ -184,7 +192,7 @@ class WideCarriedConfig(WideFusedConfig):
     columns_in_order: ClassVar[bool] = True
     shared_alignment: ClassVar[int] = WideBackwardConfig.ALIGNMENT
     FEW: ClassVar[int] = 56  # registers of a thread of that warpgroup
-    LOADERS: ClassVar[int] = 64  # threads that fetch tiles
+    LOADERS: ClassVar[int] = 64  # threads that load tiles
 
     def __post_init__(self) -> None:
         one, own = self.one_staging_buffer, self.own_rows
@@ -216,7 +224,7 @@ class WideCarriedConfig(WideFusedConfig):
         return "8.1" if self.blocks > 1 else ""
 
     @property
-    def registers(self) -> tuple[int, int]:
+    def registers(self) -> tuple[int, int]:  # type: ignore[override]
         """Of a thread that fetches or carries, and of those that compute, to whom the others leave theirs."""
         launched = 65536 // max(self.blocks_per_sm, 1) // self.threads // 8 * 8
         return self.FEW, min((launched * self.threads - 128 * self.FEW) // self.workers // 8 * 8, 240)
@@ -280,3 +288,9 @@ class WideDqConfig(WideBackwardConfig):
     @property
     def summed_columns(self) -> int:
         return self.head_dim_padded
+
+    def shared_layout(self) -> Any:
+        """As of MmaDqConfig."""
+        q, do, k, v = self.tiles()
+        of_rows = self.tile_m * (16 if self.item_size == 4 else 32)
+        return layout(q=q, do=do, k=k, v=v, ds=self.exchanged, of_rows=of_rows, state=96)

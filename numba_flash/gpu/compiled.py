@@ -232,6 +232,7 @@ _COMPILERS = re.compile(
 SOURCES = (
     "kernels/steps",
     "kernels/score",
+    "kernels/recompute",
     "functions",
     "ptx",
     "config",

@@ -17,6 +17,9 @@ from .forward import halved, no_wide_rows, prologue
 from .tiles import Facts, Row, rows_of
 
 
+SMALL_BLOCKS = 192  # keys of all blocks of a multiprocessor, where tiles have fewer than 64
+
+
 def features_of(problem: BackwardProblem) -> dict[str, Any]:
     """What the problem uses, as every Config says it."""
     forward = problem.forward
@@ -87,7 +90,9 @@ def one_key_tile(problem: BackwardProblem, target: Target) -> list[Row]:
         tile_m, tile_n, blocks = (row.tile[name] for name in ("tile_m", "tile_n", "blocks_per_sm"))
         if forward.seqlen_k <= tile_n and forward.seqlen_q <= 2 * tile_n:
             keys = halved(tile_n, forward.seqlen_k)
-            sizes = dict(tile_m=halved(tile_m, forward.seqlen_q), tile_n=keys, blocks_per_sm=blocks * tile_n // keys)
+            if keys < tile_n:  # a warp then has fewer scores
+                blocks = max(blocks * tile_n // keys, SMALL_BLOCKS // keys if row.when.head_dim <= 64 else 0)
+            sizes = dict(tile_m=halved(tile_m, forward.seqlen_q), tile_n=keys, blocks_per_sm=blocks)
             made.append(row.changed(**sizes))
     return made
 

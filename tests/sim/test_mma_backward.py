@@ -102,7 +102,7 @@ def test_functions_in_every_kind_of_row(rung, how, monkeypatch, nothing_remember
 
 
 @pytest.mark.slow
-def test_warps_that_share_rows_recompute_them_once(rung, monkeypatch, nothing_remembered):
+def test_warps_that_share_rows_recompute_them(rung, monkeypatch, nothing_remembered):
     dkdv_row, dq_row = ROWS["two groups"]
     monkeypatch.setitem(backward_tiles.TABLES, "mma_dkdv", (dkdv_row,))
     monkeypatch.setitem(backward_tiles.TABLES, "mma_dq", (dq_row,))

@@ -11,7 +11,7 @@ from ..recompute import queries as recompute
 from ..score import fragments
 from ..steps import elements, numbers
 from ..steps.inlined import inlined
-from ..steps.query_tile import QueryTile
+from ..steps.plain import lane_and_warp
 from ..steps.sequence import key_range, query_row
 from . import work_tile
 
@@ -41,8 +41,7 @@ def make(config):
 
     @cuda.jit
     def flash_attention_mma_dq_finish(arrays, strides, sizes, score):
-        thread = special.thread_index()
-        lane, warp = thread & int32(31), thread >> int32(5)
+        lane, warp = lane_and_warp()
         tile = work_of(special.block_index(), arrays, strides, sizes)
         seen, first_row = has_parts(tile, sizes), int32(warp * config.ROWS_OF_WARP)
         nonfinite = uint32(0)
@@ -55,7 +54,7 @@ def make(config):
             nonfinite |= bfly(nonfinite, distance)
         if nonfinite != 0:
             term = row_term(tile.sequence.b, tile.h, arrays, strides)
-            own = QueryTile(tile.sequence.b, tile.h, tile.first_query, tile.part)
+            own = work_tile.query_tile(tile)
             recompute_queries(nonfinite, first_row, lane, own, term, arrays, strides, sizes, score)
 
     return flash_attention_mma_dq_finish

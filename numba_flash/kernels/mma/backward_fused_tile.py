@@ -1,4 +1,4 @@
-"""What a warp computes of a tile of scores in backward_wide_fused.py and backward_wide_carried.py."""
+"""What a warp computes of a tile of scores in backward_wide_fused.py."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from ..score.stage import FragmentAt
 from ..steps import lse_delta, numbers
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.plain import first_column_of, first_row_of, key_queries
+from ..steps.plain import first_column_of, first_row_of, key_queries, lane_and_warp
 from . import backward_wide, shared_weights
 
 
@@ -26,6 +26,15 @@ class Registers(NamedTuple):
     p_frag: Any
 
 
+class Counts(NamedTuple):
+    """Numbers of registers: acc; acc_dk or acc_dv; own_frag or p_frag; other_frag."""
+
+    scores: int
+    sums: int
+    own: int
+    other: int
+
+
 class FusedTile(NamedTuple):
     """Device functions, and what Registers are made of."""
 
@@ -36,8 +45,8 @@ class FusedTile(NamedTuple):
     meet: Callable[..., Any]
     weigh: Callable[..., Any]
     add_rows: Callable[..., Any]
-    counts: tuple[int, ...]  # of Registers' arrays: acc; acc_dk or acc_dv; own_frag or p_frag; other_frag
-    fragment: Any  # the type of the last three
+    counts: Counts
+    fragment: Any  # the type of the last two, own_frag and other_frag
 
 
 def make(config):
@@ -51,10 +60,9 @@ def make(config):
 
     real = numbers.of(config.compute_dtype).real
     of_scores, of_sums = (backward_wide.fused_products(config, n) for n in (parts, groups))
-    multiply, score_lanes, fragment = of_scores.multiply_part, of_scores.lanes, of_scores.register
-    place, moved, pair, put, operand_place, operand, _, _ = shared_weights.make(pitch, strips, double)
+    weights = shared_weights.make(pitch, strips, double)
     weight, _ = fragments.weights_at(config)
-    _, of_pair = lse_delta.staged(config, config.tile_m, config.threads)
+    staged = lse_delta.staged(config, config.tile_m, config.threads)
 
     @inlined
     def first_row_of_warp():
@@ -86,30 +94,30 @@ def make(config):
         own = k_smem + role * int32(v_at)
         other = k_smem + to_q + role * int32(to_do - to_q)
         warp = ((thread >> int32(5 + shift)) << int32(part_shift)) + part
-        own_lane, other_lane, _, _ = score_lanes(lane, warp, own, other, other)
-        multiply(registers.acc, registers.own_frag, registers.other_frag, own_lane, other_lane)
+        own_lane, other_lane, _, _ = of_scores.lanes(lane, warp, own, other, other)
+        of_scores.multiply_part(registers.acc, registers.own_frag, registers.other_frag, own_lane, other_lane)
 
     @inlined
     def give_half(registers, k_smem):
         """What the other warp makes P and dS of, to where it puts them: S to P, dP to dS."""
         lane, (part, role) = special.thread_index() & int32(31), part_and_role()
-        at = place(lane, k_smem + int32(p_at) + role * int32(ds_at - p_at))
-        at = moved(at + (first_row_of_warp() + 8 - 8 * role) * (pitch * size), part * (own_columns // 8))
+        at = weights.place(lane, k_smem + int32(p_at) + role * int32(ds_at - p_at))
+        at = weights.moved(at + (first_row_of_warp() + 8 - 8 * role) * (pitch * size), part * (own_columns // 8))
         for strip in range(strips):
             for n in range(blocks):
                 of = (strip * blocks + n) * 4
                 first, second = registers.acc[of], registers.acc[of + 1]
                 third, fourth = registers.acc[of + 2], registers.acc[of + 3]
                 x, y = first if role else third, second if role else fourth
-                put(x, y, moved(at + strip * (16 * pitch * size), n))
+                weights.put(x, y, weights.moved(at + strip * (16 * pitch * size), n))
 
     @inlined
     def weigh(i, registers, k_smem, rows_smem, walk, term, sizes, score):
         """P^T and dS^T of the warp's half to shared memory."""
         lane, (part, role) = special.thread_index() & int32(31), part_and_role()
         row = int32(first_row_of_warp() + 8 * role)
-        p_place = place(lane, k_smem + int32(p_at)) + row * (pitch * size)
-        p_place = moved(p_place, part * (own_columns // 8))
+        p_place = weights.place(lane, k_smem + int32(p_at)) + row * (pitch * size)
+        p_place = weights.moved(p_place, part * (own_columns // 8))
         to_ds = int32(ds_at - p_at)
         first_column, key = int32(part * own_columns + int32(first_column_of(lane))), row + int32(first_row_of(lane))
         given = local.array(2, real)
@@ -120,10 +128,12 @@ def make(config):
             first, end = key_queries(at_key, walk.sequence.q_start, sizes.left, sizes.right, walk.sequence.seqlen_q)
             first_query[strip], end_query[strip] = int32(first), int32(end) if at_key < walk.sequence.keys else int32(0)
         for n in range(blocks):
-            of_pair(lse, delta, rows_smem, first_column + n * 8)
+            lse_at = int32(rows_smem + (first_column + n * 8) * size)
+            staged.lse_pair(lse, 0, lse_at)
+            staged.delta_pair(delta, 0, lse_at)
             for strip in range(strips):
-                at = moved(p_place + strip * (16 * pitch * size), n)
-                pair(given, at if role else at + to_ds)
+                at = weights.moved(p_place + strip * (16 * pitch * size), n)
+                weights.pair(given, at if role else at + to_ds)
                 for x in range(2):
                     of = (strip * blocks + n) * 4 + x
                     upper, lower = registers.acc[of], registers.acc[of + 2]
@@ -136,13 +146,13 @@ def make(config):
                     registers.acc[of + 2] = found * (dp - delta[x]) * derivative if seen else real(0)
         for n in range(blocks):  # behind all of them: a lane's elements are worked out side by side
             for strip in range(strips):
-                at, of = moved(p_place + strip * (16 * pitch * size), n), (strip * blocks + n) * 4
-                put(registers.acc[of], registers.acc[of + 1], at)
-                put(registers.acc[of + 2], registers.acc[of + 3], at + to_ds)
+                at, of = weights.moved(p_place + strip * (16 * pitch * size), n), (strip * blocks + n) * 4
+                weights.put(registers.acc[of], registers.acc[of + 1], at)
+                weights.put(registers.acc[of + 2], registers.acc[of + 3], at + to_ds)
 
     @inlined
     def add_step(acc, registers, at, rows_lane):
-        operand(registers.p_frag, at)
+        weights.operand(registers.p_frag, at)
         of_sums.add_16(acc, registers.p_frag, registers.other_frag, rows_lane)
 
     @inlined
@@ -162,11 +172,12 @@ def make(config):
     @inlined
     def add_rows(acc, registers, weights_smem, rows_smem):
         """acc += P^T dO, or dS^T Q."""
-        thread = special.thread_index()
-        lane, warp = thread & int32(31), thread >> int32(5)
-        at = operand_place(lane, weights_smem) + first_row_of_warp() * (pitch * size)
+        lane, warp = lane_and_warp()
+        at = weights.operand_place(lane, weights_smem) + first_row_of_warp() * (pitch * size)
         _, _, rows_lane, _ = of_sums.lanes(lane, warp, rows_smem, rows_smem, rows_smem)
         add_steps(acc, registers, at, rows_lane)
 
-    of_lane = s_count, sum_count, of_sums.q_count, of_sums.kv_count
-    return FusedTile(first_row_of_warp, turn, find_scores, give_half, meet, weigh, add_rows, of_lane, fragment)
+    of_lane = Counts(s_count, sum_count, of_sums.q_count, of_sums.kv_count)
+    return FusedTile(
+        first_row_of_warp, turn, find_scores, give_half, meet, weigh, add_rows, of_lane, of_scores.register
+    )

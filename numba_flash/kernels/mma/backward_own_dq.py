@@ -4,20 +4,30 @@ dQ = scale * dS K. dS^T, whose rows are the warps' keys, goes through shared mem
 queries of it, transposed by ldmatrix, and multiplies them by all keys. Used by backward_dkdv.py with config.of_dq.
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 from numba import float32, int32, uint32
 
-from ...ptx import ldmatrix, local, mma
+from ...ptx import ldmatrix, local, mma, special
 from ..recompute import queries as recompute_queries
 from ..score import fragments
-from ..steps import gradient_rows
+from ..steps import fragment_products, gradient_rows
 from ..steps.inlined import inlined
 from ..steps.plain import chunk_pair, panel_offset
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import query_row
 
 
+class OwnDq(NamedTuple):
+    """Device functions."""
+
+    put: Callable[..., Any]  # (ds_frag, at, thread): stores the warp's rows of dS^T
+    write: Callable[..., Any]  # (i, sequence, h, k_smem, arrays, strides, sizes, score)
+
+
 def make(config):
-    """-> write_dq, a device function."""
+    """-> OwnDq."""
     plan, warps, strips = config.shared_layout(), config.threads // 32, config.tile_m // 16
     columns, panel = config.head_dim_padded, config.tile_n * 128  # K and dS^T have panels of the same rows
     count = columns // 2
@@ -31,7 +41,7 @@ def make(config):
         """acc (columns / 8, 4) <- dS of 16 queries . K."""
         a_frag, b_frag = local.array(4, uint32), local.array(4, uint32)
         across = panel_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1, config.tile_n)
-        ds_lane = chunk_pair(k_smem + int32(plan.weights) + across, strip, panel)
+        ds_lane = chunk_pair(k_smem + int32(plan.ds) + across, strip, panel)
         k_lane = k_smem + panel_offset(lane & 15, lane >> 4, config.tile_n)
         for x in range(count):
             acc[x] = float32(0)
@@ -43,9 +53,9 @@ def make(config):
                 multiply(acc, 8 * n + 4, a_frag, 0, b_frag, 2)
 
     @inlined
-    def write_dq(i, sequence, h, k_smem, thread, arrays, strides, sizes, score):
+    def write(i, sequence, h, k_smem, arrays, strides, sizes, score):
         """Writes dQ of query tile i of head h, whose dS^T all warps have stored."""
-        lane, strip = thread & int32(31), thread >> int32(5)
+        lane, strip = special.thread_index() & int32(31), special.thread_index() >> int32(5)
         acc = local.array(count, float32)
         first_query = int32(i * config.tile_m)
         rows_left = int32(min(sequence.seqlen_q - first_query, config.tile_m))
@@ -60,4 +70,4 @@ def make(config):
                 recompute(nonfinite, first_row, lane, tile, term, arrays, strides, sizes, score)
             strip = int32(strip + warps)
 
-    return write_dq
+    return OwnDq(fragment_products.make(config).put, write)

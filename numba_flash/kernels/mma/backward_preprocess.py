@@ -1,25 +1,32 @@
 """Computes lse and delta of every query once, in the layout in which the tensor-core backward kernels read them.
 
-row_delta.py computes them, and kernels/steps/lse_delta.py describes the layout.
+    delta = rowsum(dO * O) - dlse          (kernels/simt/delta.py says why)
+
+A few neighbouring lanes share a row and read 16 bytes at a time. kernels/steps/lse_delta.py describes the layout.
 Before wgmma/backward_fused it also sets the ticket and the turn counters to zero. With config.early the next kernel may
 start when all blocks have started. It waits before it reads their results (ptx/griddepcontrol.py).
 
 Launch: grid (batch * heads * row tiles), block (config.threads). The tiles cover whole blocks of 16 queries.
 """
 
-from numba import cuda, int32, int64, uint32
+import math
 
-from ...ptx import griddepcontrol, special
-from ..steps import lse_delta
+from numba import cuda, float32, int32, int64, uint32
+
+from ...ptx import griddepcontrol, local, memory, shfl, special
+from ..score import reads as score_reads
+from ..steps import elements, lse_delta
 from ..steps.integers import divide
-from ..steps.lse_delta import TURNS_AT
-from ..steps.sequence import queries_of
-from . import row_delta
+from ..steps.sequence import lse_row, queries_of, query_row
+from ..steps.units import LOG2_E
 
 
 def make(config):
-    lanes, rows, of_row = config.lanes, config.rows, row_delta.make(config)
-    turns_of, turn_words = config.turns_of, 2 * config.dq_partials
+    head_dim_v, lanes, rows, turns_of = config.head_dim_v, config.lanes, config.rows, config.turns_of
+    distances = tuple(2**i for i in range(lanes.bit_length() - 1))
+    load, half_of = elements.loader(config.dtype, float32), score_reads.halves(config.dtype)
+    product, turn_words = lse_delta.product(config), 2 * config.dq_partials
+    unit, inf = float32(1.0 if config.natural else LOG2_E), float32(math.inf)
 
     @cuda.jit
     def preprocess(arrays, strides, sizes):
@@ -34,17 +41,43 @@ def make(config):
         h = int32(head_of_all - b * heads)
         sequence = queries_of(b, arrays, strides, sizes)
         query, lane = int32((block - head_of_all * tiles) * rows + thread // lanes), int32(thread % lanes)
-        lse, minus_delta = of_row(sequence, h, query, lane, arrays, strides, sizes)
+        four_do = local.array(4, uint32)
+        four_o = local.array(4, uint32)
+
+        part = float32(0)
+        if query < seqlen_q:
+            do_base, o_base = query_row(strides.do, sequence, h, query), query_row(strides.o, sequence, h, query)
+            for step in range(-(-head_dim_v // (8 * lanes))):
+                x = int32((lane + step * lanes) * 8)
+                if config.wide and x + 8 <= head_dim_v:
+                    memory.load_v4(four_do, 0, memory.address(arrays.do, do_base + x))
+                    memory.load_v4(four_o, 0, memory.address(arrays.o, o_base + x))
+                    for i in range(4):
+                        low = product(half_of(four_do[i], 0), half_of(four_o[i], 0))
+                        part += low + product(half_of(four_do[i], 1), half_of(four_o[i], 1))
+                else:
+                    for column in range(x, min(x + 8, head_dim_v)):
+                        from_do = load(arrays.do, do_base + column * strides.do[3])
+                        part += product(from_do, load(arrays.o, o_base + column * strides.o[3]))
+        for distance in distances:
+            part += shfl.bfly_f32(part, distance)
         if turns_of:
             if block == 0 and thread == 0:
                 arrays.turns[0] = uint32(0)
             if lane == 0 and query < seqlen_q and query % turns_of == 0:
                 tile = int64(head_of_all) * divide(int32(seqlen_q + (turns_of - 1)), turns_of) + query // turns_of
                 for word in range(turn_words):
-                    arrays.turns[TURNS_AT + turn_words * tile + word] = uint32(0)
+                    arrays.turns[lse_delta.TURNS_AT + turn_words * tile + word] = uint32(0)
         if lane == 0 and query < head_row_blocks * 16:
+            lse = inf
+            if query < seqlen_q:
+                at = lse_row(sequence, h, query, sizes)
+                lse = float32(arrays.lse[at]) * unit
+                lse = inf if lse == -inf else lse
+                if config.has_dlse:
+                    part -= arrays.dlse[query_row(strides.dlse, sequence, h, query)]
             at = lse_delta.block_row(sequence, h, query, sizes)
             arrays.lse_delta[at] = lse
-            arrays.lse_delta[at + lse_delta.MINUS_DELTA] = minus_delta
+            arrays.lse_delta[at + lse_delta.MINUS_DELTA] = -part
 
     return preprocess

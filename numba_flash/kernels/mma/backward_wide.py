@@ -1,19 +1,21 @@
-"""What the backward's two kernels in float32 and float64 share: their products, and gradients to global memory.
+"""BackwardProducts in float32 and float64, and those of the kernel that computes all gradients.
 
-Read mma/backward_dkdv first. The products are those of the forward (products_float32.py, products_float64.py), with
+The products are those of the forward (products_float32.py, products_float64.py), with
 other tiles in the places of Q, K and V. A warp multiplies its own rows with the rows of a tile that the block walks
 over, once for S and once for dP, and then P or dS, which it has in registers, with such a tile.
 """
 
 from typing import NamedTuple
 
-from numba import int32, uint32
+from numba import cuda, int32, uint32
 
-from ...ptx import shfl
+from ...ptx import local, shfl, special
 from ..steps import numbers
 from ..steps.inlined import inlined
-from ..steps.plain import first_row_of
+from ..steps.plain import first_row_of, lane_and_warp
+from ..steps.repeated import repeated
 from . import exchanged_scores, products_float32, products_float64, rows_wide
+from .backward_products import BackwardProducts
 
 PRODUCTS = dict(float32=products_float32, float64=products_float64)
 
@@ -30,7 +32,7 @@ class View(NamedTuple):
     column_groups: int
     large_f64: bool
     unrolled: bool
-    exchange_at: int
+    exchange_at: int = 0
     splits_columns: bool = False
     sliced: bool = False
     scalar_loads: bool = False  # these three: products_float64.py
@@ -38,30 +40,91 @@ class View(NamedTuple):
     odd_rows_first: bool = False
 
 
-def products(config, first_columns, second_columns):
-    """Products of scores over first_columns, and of P or dS with a tile of second_columns."""
-    view = View(
-        config.dtype,
-        config.own_rows,
-        config.other_rows,
-        config.warp_rows,
-        first_columns,
-        second_columns // config.column_groups,
-        config.column_groups,
-        config.large_f64,
-        config.unrolled,
-        config.shared_layout().exchanged,
-    )
-    return PRODUCTS[config.dtype].make(view)
+def view_of(config, first_columns, second_columns):
+    """For products of scores over first_columns, and of P or dS with a tile of second_columns."""
+    rows, of_warp = (config.own_rows, config.other_rows, config.warp_rows), second_columns // config.column_groups
+    of_warps = config.column_groups, config.large_f64, config.unrolled
+    return View(config.dtype, *rows, first_columns, of_warp, *of_warps)
 
 
-def exchange(config):
-    """-> Exchange of P, and of dS behind it, between two warps that own the same rows; and bytes of one."""
-    view = View(
-        config.dtype, config.own_rows, config.other_rows, config.warp_rows, 0, 0, config.column_groups,
-        config.large_f64, False, config.shared_layout().exchanged,
+def make(config):
+    """-> BackwardProducts. Where warps own the same rows, P and dS each have a place in shared memory for them."""
+    groups, strips = config.column_groups, config.warp_rows // 16
+    made, columns, columns_v = PRODUCTS[config.dtype], config.head_dim_padded, config.head_dim_v_padded
+    of_s = made.make(view_of(config, columns, columns_v))
+    of_dp = of_s if columns == columns_v else made.make(view_of(config, columns_v, columns))
+    exchange = exchanged_scores.make(view_of(config, 0, 0))
+
+    def multiplier(products):
+        @inlined
+        def multiply(acc, own_frag, other_frag, own, other):
+            own_lane, other_lane, _, _ = products.lanes(*lane_and_warp(), own, other, other)
+            products.multiply_part(acc, own_frag, other_frag, own_lane, other_lane)
+
+        return multiply
+
+    @inlined
+    def load_own(s_frag, dp_frag, own_s, own_dp):
+        pass
+
+    @inlined
+    def lane_at(at):
+        """Where the lane exchanges weights."""
+        return exchange.place(*lane_and_warp(), at)
+
+    @inlined
+    def round_row(acc, weights, r):
+        pass
+
+    @inlined
+    def to_operand(acc, weights, at):
+        if groups > 1:
+            exchange.put(acc, lane_at(at))
+        else:
+            of_s.to_p(acc, weights)
+
+    @inlined
+    def meet():
+        if groups > 1:
+            exchange.meet()
+
+    def adder(columns):
+        products = of_s if columns == columns_v else of_dp
+
+        @inlined
+        def add(sums, weights, other_frag, shared_frag, tile, at):
+            _, _, rows_at, _ = products.lanes(*lane_and_warp(), tile, tile, tile)
+            if groups == 1:
+                products.multiply_p_v(sums, weights, other_frag, rows_at)
+            else:
+                place = lane_at(at)
+                for _ in range(special.opaque(config.other_rows // 16)):
+                    exchange.get_16(shared_frag, place)
+                    products.to_16(shared_frag, weights)
+                    products.add_16(sums, weights, other_frag, rows_at)
+                    place, rows_at = int32(place + exchange.step), int32(rows_at + 2048)
+
+        return add
+
+    @inlined
+    def sync_owners():
+        cuda.syncthreads()
+
+    def storer_of_block(columns, padded):
+        store = storer(config, columns, padded)
+
+        @inlined
+        def store_unstaged(sums, factor, staged, target, base, row_stride, rows_left, counted):
+            return store(sums, factor, int32(0), target, base, row_stride, rows_left, counted)
+
+        return store_unstaged
+
+    weight_count = of_s.p_count if groups == 1 else strips * 8
+    real = numbers.of(config.compute_dtype).real
+    return BackwardProducts(
+        of_s.register, of_s.q_count, of_dp.q_count, of_s.kv_count, weight_count, real, strips * 8, load_own,
+        multiplier(of_s), multiplier(of_dp), round_row, to_operand, meet, adder, sync_owners, storer_of_block,
     )  # fmt: skip
-    return exchanged_scores.make(view), config.own_rows * config.other_rows * config.item_size
 
 
 def fused_products(config, groups):
@@ -70,78 +133,62 @@ def fused_products(config, groups):
     padded, rows = config.head_dim_padded, (config.tile_n, config.tile_m, config.warp_rows)
     of_warps = groups, config.large_f64, config.unrolled
     loads = dict(scalar_loads=True, columns_in_order=config.columns_in_order, odd_rows_first=True)
-    return PRODUCTS[config.dtype].make(View(config.dtype, *rows, padded, padded // groups, *of_warps, 0, **loads))
+    return PRODUCTS[config.dtype].make(View(config.dtype, *rows, padded, padded // groups, *of_warps, **loads))
 
 
 def dq_product(config):
     """The product of dS with the block's own K: queries are rows, and every warp has a strip of 16."""
     columns, rows = config.dq_columns, (config.tile_m, config.tile_n, 16)
     of_warps = 1, config.large_f64, False
-    view = View(config.dtype, *rows, columns, columns, *of_warps, 0, columns_in_order=config.columns_in_order)
+    view = View(config.dtype, *rows, columns, columns, *of_warps, columns_in_order=config.columns_in_order)
     return PRODUCTS[config.dtype].make(view)
 
 
 def storer(config, columns, padded):
-    """-> store_rows, a device function, for a gradient of `columns` columns, of which a warp has `padded` / groups."""
-    warp_rows, own_padded = config.warp_rows, padded // config.column_groups
-    strips, blocks = warp_rows // 16, own_padded // 8
-    real = numbers.of(config.compute_dtype).real
-    bfly = numbers.of(config.compute_dtype).bfly
+    """-> store, a device function, for a gradient of `columns` columns, of which a warp has `padded` / groups."""
+    groups, shift, warp_rows = config.column_groups, config.column_groups.bit_length() - 1, config.warp_rows
+    blocks, made = padded // groups // 8, numbers.of(config.compute_dtype)
     vectorized = columns * config.item_size % 16 == 0
     write_row = rows_wide.row_writer(config.dtype, blocks, vectorized, config.columns_in_order)
 
     @inlined
     def scale_row(acc, r, factor, counts):
         """-> whether row r of the lane's is finite; the same in all lanes of a quad."""
-        nonfinite = real(0)
+        nonfinite = made.real(0)
         for n in range(blocks):
             for i in range(2):
                 at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
-                acc[at] = acc[at] * factor if counts else real(0)
-                nonfinite += acc[at] * real(0)  # NaN when it is NaN or Inf
-        nonfinite += bfly(nonfinite, 1)
-        nonfinite += bfly(nonfinite, 2)
-        return nonfinite == real(0)
+                acc[at] = acc[at] * factor if counts else made.real(0)
+                nonfinite += acc[at] * made.real(0)  # NaN when it is NaN or Inf
+        nonfinite += made.bfly(nonfinite, 1)
+        nonfinite += made.bfly(nonfinite, 2)
+        return nonfinite == made.real(0)
 
     @inlined
-    def store_row(r, acc, factor, lane, target, base, row_stride, rows_left, rows_that_count, columns_left):
-        row = int32(first_row_of(lane)) + r * 8
-        counts = row < rows_that_count
-        finite = scale_row(acc, r, factor, counts)
-        if row < rows_left and finite:
+    def store_row(r, found, acc, factor, first_row, lane, target, base, row_stride, rows_left, counted, columns_left):
+        in_warp = int32(first_row_of(lane)) + r * 8
+        row = first_row + in_warp
+        if not scale_row(acc, r, factor, row < counted):
+            found[0] |= uint32(1) << uint32(in_warp)
+        elif row < rows_left:
             write_row(acc, r, lane, target, base + row * row_stride, 1, columns_left)
-        return uint32(0) if finite else uint32(1) << uint32(row)
 
-    def and_row(before, r):
-        """Row by row and no loop: LLVM would not write it out, and acc would be indexed."""
-
-        @inlined
-        def store(acc, factor, lane, target, base, row_stride, rows_left, rows_that_count, columns_left):
-            found = before(acc, factor, lane, target, base, row_stride, rows_left, rows_that_count, columns_left)
-            return found | store_row(
-                r, acc, factor, lane, target, base, row_stride, rows_left, rows_that_count, columns_left
-            )
-
-        return store
+    store_every_row = repeated(store_row, warp_rows // 8)
 
     @inlined
-    def none(acc, factor, lane, target, base, row_stride, rows_left, rows_that_count, columns_left):
-        return uint32(0)
-
-    every_row = none
-    for r in range(2 * strips):
-        every_row = and_row(every_row, r)
-
-    @inlined
-    def store_rows(acc, factor, lane, target, base, row_stride, rows_left, rows_that_count, columns_left):
-        """The warp's rows times factor. base: where its first one begins, at the warp's first column.
-
-        -> a bit for each of its rows that is not finite, and is not stored; the same in all lanes. Rows from
-        rows_that_count on, of keys behind the last that is valid, are 0.
-        """
-        found = every_row(acc, factor, lane, target, base, row_stride, rows_left, rows_that_count, columns_left)
+    def store(acc, factor, first_column, target, base, row_stride, rows_left, counted):
+        """As of BackwardProducts, without staging. first_column: the block's; base: where row 0 begins; counted:
+        rows_that_count."""
+        (lane, warp), found = lane_and_warp(), local.array(1, uint32)
+        column, row = int32(first_column + (warp & (groups - 1)) * (8 * blocks)), int32((warp >> shift) * warp_rows)
+        found[0] = uint32(0)
+        base += column
+        store_every_row(
+            found, acc, factor, row, lane, target, base, row_stride, rows_left, counted, int32(columns - column)
+        )
+        bits = found[0]
         for distance in (1, 2, 4, 8, 16):
-            found |= shfl.bfly_b32(found, distance)
-        return found
+            bits |= shfl.bfly_b32(bits, distance)
+        return bits
 
-    return store_rows
+    return store

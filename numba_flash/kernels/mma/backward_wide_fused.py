@@ -1,7 +1,7 @@
 """dK, dV and dQ in one kernel, float32 and float64 on tensor cores; since Ampere (sm_80).
 
-Read backward_dkdv_wide.py first. That kernel and backward_dq_wide.py both compute S and dP, seven products in all; here
-there are five. A block owns a key tile of one KV head, loops over the query tiles that see it, and computes
+Read backward_dkdv.py first. That kernel and backward_dq.py both compute S and dP, seven products in all; here there are
+five. A block owns a key tile of one KV head, loops over the query tiles that see it, and computes
 
     S^T = K Q^T     dP^T = V dO^T     P^T = e^(S^T - lse)     dS^T = P^T * (dP^T - delta)
     dV += P^T dO      dK += dS^T Q      and its part of dQ, dS K (backward_dq_parts.py)
@@ -13,170 +13,288 @@ dP of the same queries exchange one half: one computes P and dS of the first 8 k
 
 dO of a tile is loaded while dK and dQ are computed from the previous tile, and Q with lse and delta while dQ is.
 
-Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
-of q, k, v, do and dq begin at multiples of 16 bytes and are contiguous along dim; dq, dk and dv are contiguous.
+With config.LOADERS, in float64 on Hopper, a further warpgroup does all but compute. Two of its warps load Q and dO with
+cp.async, whose bytes an mbarrier says to be there. Another, the carrier, adds parts of dQ (backward_dq_carried.py). To
+ask what dQ has so far, and whose turn it is, takes several thousand clocks, and the products of a tile take five
+thousand; so both run side by side. That warpgroup has few registers, and those that compute have the others.
+
+Above head_dim 128 a cluster of two blocks then owns the same keys, and each has half of the columns of every tile and
+gradient. Both add up their halves of S and dP (shared_scores.py), and both make P and dS of it.
+
+Launch: a block, or with `blocks` a cluster, for each key tile: grid (blocks * batch * heads_kv * key tiles), block
+(config.threads), config.shared_bytes of dynamic shared memory. Rows of q, k, v, do and dq begin at multiples of 16
+bytes and are contiguous along dim; dq, dk and dv are contiguous.
 """
 
 from numba import cuda, int32, uint8, uint32
 
-from ...ptx import cp_async, ld_st, local, memory, shared, special
+from ...ptx import bar, cluster, cp_async, fence, ld_st, local, mbarrier, memory, setmaxnreg, shared, special
 from ..recompute import keys as recompute
 from ..score import fragments
-from ..steps import async_tiles, lse_delta, numbers
+from ..steps import async_tiles, block_state, lse_delta, numbers
 from ..steps import sequence as sequences
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.sequence import key_row, query_range, query_row
-from . import backward_dq_parts, backward_fused_tile, backward_wide
+from ..steps.sequence import key_row, lse_row, query_range, query_row
+from . import backward_dq_carried, backward_dq_parts, backward_fused_tile, backward_wide, shared_scores
+from .backward_dq_carried import WORKERS
 from .backward_dq_parts import Walk
 from .backward_fused_tile import Registers
 
 
 def make(config):
-    tile_m, tile_n, threads = config.tile_m, config.tile_n, config.threads
-    head_dim, head_dim_v, size, padded = config.head_dim, config.head_dim_v, config.item_size, config.head_dim_padded
-    plan = config.shared_layout()
-    columns = padded // config.column_groups
-
+    tile_m, tile_n, padded, size = config.tile_m, config.tile_n, config.head_dim_padded, config.item_size
+    plan, loaders, paired, workers = config.shared_layout(), config.LOADERS, config.blocks > 1, config.workers
+    end_at = plan.state + 3 * block_state.SIZE
     real = numbers.of(config.compute_dtype).real
-    load_own, load_other = (async_tiles.loader(tile, padded, threads, 1, size) for tile in (tile_n, tile_m))
-    tile = backward_fused_tile.make(config)
-    find_scores, give_half, meet, weigh, add_rows = (
-        tile.find_scores,
-        tile.give_half,
-        tile.meet,
-        tile.weigh,
-        tile.add_rows,
-    )
-    first_row_of_warp, turn, fragment = tile.first_row_of_warp, tile.turn, tile.fragment
-    s_count, sum_count, own_count, other_count = tile.counts
-    store_dk, store_dv = (backward_wide.storer(config, n, padded) for n in (head_dim, head_dim_v))
+    load_own = async_tiles.loader(tile_n, padded, workers, 1, size)
+    load_other = async_tiles.loader(tile_m, padded, loaders or workers, 1, size)
+    staged = lse_delta.staged(config, tile_m, loaders or workers)
+    tile, parts = backward_fused_tile.make(config), backward_dq_parts.make(config)
+    store_dk, store_dv = (backward_wide.storer(config, n, padded) for n in (config.head_dim, config.head_dim_v))
     sequence_of, row_term = sequences.make(config), fragments.chain(config).row_term
-    start_rows, _ = lse_delta.staged(config, tile_m, threads)
     recompute_keys, wait_all = recompute.make(config, True, True), cp_async.wait_group(0)
-    parts = backward_dq_parts.make(config)
+    scores, carried = shared_scores.make(config, tile.counts.scores), loaders and backward_dq_carried.make(config)
+    # full: Q and dO are there. The others: a place is free.
+    full, q_empty, do_empty, staging_empty = (plan.barriers + 8 * n for n in range(4))
+    few, many = config.registers
+    give_registers, take_registers = setmaxnreg.decrease(few), setmaxnreg.increase(many)
 
     @inlined
-    def aligned(address):
-        return int32((address + int32(config.ALIGNMENT - 1)) & int32(-config.ALIGNMENT))
+    def own_column():
+        """The first column of the block."""
+        return int32(cluster.rank() * padded) if paired else int32(0)
 
     @inlined
-    def load_do(t, k_smem, arrays, strides, sizes):
-        """Start the copies of dO of the t-th query tile, if there is one."""
+    def meet_all():
+        """All warps that compute."""
+        if loaders:
+            bar.sync(WORKERS, workers)
+        else:
+            cuda.syncthreads()
+
+    @inlined
+    def end_of(k_smem):
+        """How many query tiles all heads have; kept through the loop, it would cost a register."""
+        return int32(ld_st.load_b32(k_smem + int32(end_at)))
+
+    @inlined
+    def load_queries(t, k_smem, thread, arrays, strides, sizes):
+        """Start the copies of Q of the t-th query tile, with lse and delta."""
         walk = parts.walk_of(k_smem + int32(plan.state), sizes)
-        if t < walk.tiles * divide(sizes.heads, sizes.heads_kv):
-            i, h = turn(t, walk, sizes)
-            source = memory.address(arrays.do, query_row(strides.do, walk.sequence, h, i * tile_m))
-            rows_left = int32(sizes.seqlen_q - i * tile_m)
-            stride = size * strides.do[2]
-            load_other(k_smem + int32(plan.do), source, stride, 0, rows_left, head_dim_v, special.thread_index())
+        i, h = tile.turn(t, walk, sizes)
+        first, rows_left, stride = own_column(), int32(sizes.seqlen_q - i * tile_m), size * strides.q[2]
+        source = memory.address(arrays.q, query_row(strides.q, walk.sequence, h, i * tile_m) + first)
+        load_other(k_smem + int32(plan.q), source, stride, 0, rows_left, config.head_dim - first, thread)
+        staged.start_rows(
+            k_smem + int32(plan.rows), lse_row(walk.sequence, h, 0, sizes), i * tile_m, arrays, sizes, thread
+        )
 
     @inlined
-    def load_queries(t, k_smem, arrays, strides, sizes):
-        """Likewise for Q, with lse and delta."""
+    def load_do(t, k_smem, thread, arrays, strides, sizes):
+        """Likewise of dO."""
         walk = parts.walk_of(k_smem + int32(plan.state), sizes)
-        if t < walk.tiles * divide(sizes.heads, sizes.heads_kv):
-            i, h = turn(t, walk, sizes)
-            source = memory.address(arrays.q, query_row(strides.q, walk.sequence, h, i * tile_m))
-            rows_left, stride = int32(sizes.seqlen_q - i * tile_m), size * strides.q[2]
-            load_other(k_smem + int32(plan.q), source, stride, 0, rows_left, head_dim, special.thread_index())
-            start_rows(k_smem + int32(plan.rows), walk.sequence, h, i * tile_m, arrays, sizes, special.thread_index())
+        i, h = tile.turn(t, walk, sizes)
+        first, rows_left, stride = own_column(), int32(sizes.seqlen_q - i * tile_m), size * strides.do[2]
+        source = memory.address(arrays.do, query_row(strides.do, walk.sequence, h, i * tile_m) + first)
+        load_other(k_smem + int32(plan.do), source, stride, 0, rows_left, config.head_dim_v - first, thread)
+
+    @inlined
+    def fetch(k_smem, thread, arrays, strides, sizes):
+        """What the loaders do: all tiles of Q and dO, one behind the other, each as soon as its place is free."""
+        t = int32(0)
+        while t < end_of(k_smem):
+            mbarrier.wait(k_smem + int32(do_empty), (t & 1) ^ 1)
+            load_do(t, k_smem, thread, arrays, strides, sizes)
+            mbarrier.wait(k_smem + int32(q_empty), (t & 1) ^ 1)
+            load_queries(t, k_smem, thread, arrays, strides, sizes)
+            cp_async.commit_group()
+            wait_all()
+            mbarrier.arrive(k_smem + int32(full))
+            t = int32(t + 1)
+
+    @inlined
+    def carry(k_smem, strides, sizes):
+        """What the carrier does: all of the block's parts of dQ, one behind the other."""
+        state, t = k_smem + int32(plan.state), int32(0)
+        while t < end_of(k_smem):
+            i, h = tile.turn(t, parts.walk_of(state, sizes), sizes)
+            first, last, free = t == 0, t + 1 == end_of(k_smem), k_smem + int32(staging_empty)
+            carried.carry(i, h, first, last, k_smem + int32(plan.dq), state, free, strides, sizes)
+            t = int32(t + 1)
+
+    @inlined
+    def place_of_incoming_scores(k_smem):
+        """Where the other block's scores for the warp come to: there the warp puts the half that it gives, later."""
+        warp = special.thread_index() >> int32(5)
+        group, role = warp >> int32(1), warp & int32(1)
+        return k_smem + int32(plan.p) + role * int32(plan.ds - plan.p) + group * int32(tile.counts.scores * 256)
 
     @inlined
     def hand_on_before(t, k_smem, sizes):
         """After a barrier: the block's parts of the query tiles before its t-th one are in dQ; passes on the turn."""
         if special.thread_index() == 0 and t > 0:
-            i, h = turn(int32(t - 1), parts.walk_of(k_smem + int32(plan.state), sizes), sizes)
+            i, h = tile.turn(int32(t - 1), parts.walk_of(k_smem + int32(plan.state), sizes), sizes)
             parts.hand_on(i, h, k_smem + int32(plan.state), sizes)
 
     @inlined
+    def scores_of_tile(t, registers, k_smem, arrays, strides, sizes, score):
+        """P and dS of the t-th query tile to shared memory."""
+        tile.find_scores(registers, k_smem, int32(plan.q), int32(plan.do))
+        walk = parts.walk_of(k_smem + int32(plan.state), sizes)
+        i, h = tile.turn(t, walk, sizes)  # while the last products end
+        if config.one_staging_buffer:
+            mbarrier.wait(k_smem + int32(staging_empty), (t & 1) ^ 1)
+        if paired:
+            bars = k_smem + int32(plan.scores_barriers)
+            scores.add_other(registers.acc, t, place_of_incoming_scores(k_smem), bars)
+        tile.give_half(registers, k_smem)
+        tile.meet()
+        term = row_term(walk.sequence.b, h, arrays, strides)
+        tile.weigh(i, registers, k_smem, k_smem + int32(plan.rows), walk, term, sizes, score)
+        tile.meet()
+
+    @inlined
+    def step_with_loaders(t, registers, k_smem, arrays, strides, sizes, score):
+        """One query tile of one head. Each lane arrives for itself: racecheck does not follow one arrival for a whole
+        warp."""
+        mbarrier.wait(k_smem + int32(full), t & 1)
+        scores_of_tile(t, registers, k_smem, arrays, strides, sizes, score)
+        tile.add_rows(registers.acc_dv, registers, k_smem + int32(plan.p), k_smem + int32(plan.do))
+        mbarrier.arrive(k_smem + int32(do_empty))
+        tile.add_rows(registers.acc_dk, registers, k_smem + int32(plan.ds), k_smem + int32(plan.q))
+        mbarrier.arrive(k_smem + int32(q_empty))
+        meet_all()  # all of dS is there
+        carried.leave(k_smem, k_smem + int32(plan.ds), k_smem + int32(plan.dq), score)
+
+    @inlined
     def step(t, registers, k_smem, arrays, strides, sizes, score):
-        """One query tile of one head."""
+        """Likewise, without loaders."""
+        state = k_smem + int32(plan.state)
         wait_all()
         cuda.syncthreads()  # Q and dO have arrived; dS of the last tile has been used and added to dQ
         hand_on_before(t, k_smem, sizes)
-        find_scores(registers, k_smem, int32(plan.q), int32(plan.do))
-        give_half(registers, k_smem)
-        meet()
-        walk = parts.walk_of(k_smem + int32(plan.state), sizes)
-        i, h = turn(t, walk, sizes)
-        term = row_term(walk.sequence.b, h, arrays, strides)
-        weigh(i, registers, k_smem, k_smem + int32(plan.rows), walk, term, sizes, score)
-        meet()
-        add_rows(registers.acc_dv, registers, k_smem + int32(plan.p), k_smem + int32(plan.do))
-        if special.thread_index() == threads - 1:
-            i, h = turn(t, parts.walk_of(k_smem + int32(plan.state), sizes), sizes)
-            parts.wait_turn(i, h, k_smem + int32(plan.state), sizes)
+        scores_of_tile(t, registers, k_smem, arrays, strides, sizes, score)
+        tile.add_rows(registers.acc_dv, registers, k_smem + int32(plan.p), k_smem + int32(plan.do))
+        if special.thread_index() == workers - 1:
+            i, h = tile.turn(t, parts.walk_of(state, sizes), sizes)
+            parts.wait_turn(i, h, state, sizes)
         cuda.syncthreads()  # all threads have finished with dO, dS is stored, and it is this block's turn
-        load_do(int32(t + 1), k_smem, arrays, strides, sizes)
+        if t + 1 < end_of(k_smem):
+            load_do(int32(t + 1), k_smem, special.thread_index(), arrays, strides, sizes)
         cp_async.commit_group()
-        add_rows(registers.acc_dk, registers, k_smem + int32(plan.ds), k_smem + int32(plan.q))
+        tile.add_rows(registers.acc_dk, registers, k_smem + int32(plan.ds), k_smem + int32(plan.q))
         cuda.syncthreads()  # all threads have finished with Q
-        load_queries(int32(t + 1), k_smem, arrays, strides, sizes)
+        if t + 1 < end_of(k_smem):
+            load_queries(int32(t + 1), k_smem, special.thread_index(), arrays, strides, sizes)
         cp_async.commit_group()
-        i, h = turn(t, parts.walk_of(k_smem + int32(plan.state), sizes), sizes)
-        parts.add(i, h, k_smem, k_smem + int32(plan.ds), k_smem + int32(plan.state), strides, sizes, score)
+        i, h = tile.turn(t, parts.walk_of(state, sizes), sizes)
+        parts.add(i, h, k_smem, k_smem + int32(plan.ds), state, strides, sizes, score)
+
+    @inlined
+    def take_ticket(k_smem, state, arrays):
+        """Stores at `state` which work the block has, or the cluster; sets up mbarriers."""
+        if special.thread_index() == 0:
+            if loaders:
+                mbarrier.init(k_smem + int32(full), loaders)
+                mbarrier.init(k_smem + int32(q_empty), workers)
+                mbarrier.init(k_smem + int32(do_empty), workers)
+                if config.one_staging_buffer:
+                    mbarrier.init(k_smem + int32(staging_empty), 1)
+            if paired:
+                scores.begin(k_smem + int32(plan.scores_barriers))
+                fence.mbarrier_init()
+            if not paired or cluster.rank() == 0:
+                ticket = memory.add(memory.address(arrays.turns, 0), uint32(1))
+                if paired:
+                    for rank in range(2):
+                        cluster.store_b32(cluster.place_in(state, rank), ticket)
+                else:
+                    ld_st.store_b32(state, ticket)
+        if paired:
+            cluster.sync()
+        else:
+            cuda.syncthreads()
 
     @cuda.jit
     def flash_attention_mma_wide_fused(arrays, strides, sizes, score):
         thread = special.thread_index()
-        lane, warp = thread & int32(31), thread >> int32(5)
-        k_smem = aligned(shared.address(cuda.shared.array(0, uint8)))  # (tile_n, head_dim_padded)
+        k_smem = shared.address(cuda.shared.array(0, uint8))  # (tile_n, head_dim_padded)
+        if config.shared_alignment == 0:
+            k_smem = async_tiles.aligned(k_smem)
         state = k_smem + int32(plan.state)
-        if thread == 0:
-            ld_st.store_b32(state, memory.add(memory.address(arrays.turns, 0), uint32(1)))
-        cuda.syncthreads()
+        take_ticket(k_smem, state, arrays)
         b, h_kv, first_key = parts.work_of(int32(ld_st.load_b32(state)), sizes)
         sequence = sequence_of(b, arrays, strides, sizes)
         keys_left = int32(min(sequence.keys - first_key, tile_n))  # may be below 0
         begin, _, _, stop = query_range(sequence, first_key, first_key + keys_left - 1, sizes, tile_m)
         tiles = int32(stop - begin) if keys_left > 0 else int32(0)
-        walk = Walk(sequence, h_kv, first_key, int32(begin), tiles)
         cuda.syncthreads()  # the ticket has been read
         if thread == 0:
-            parts.keep(walk, state, arrays, strides, sizes)
+            parts.keep(Walk(sequence, h_kv, first_key, int32(begin), tiles), state, arrays, strides, sizes)
+            end = int32(tiles * divide(sizes.heads, sizes.heads_kv))
+            ld_st.store_b32(k_smem + int32(end_at), uint32(end))
+        cuda.syncthreads()  # the stored state is visible
+        if loaders:
+            if thread >= workers:
+                give_registers()
+                if thread < workers + loaders:
+                    fetch(k_smem, thread - workers, arrays, strides, sizes)
+                elif thread < workers + loaders + 32:
+                    carry(k_smem, strides, sizes)
+                return
+            take_registers()
         registers = Registers(
-            local.array(s_count, real),  # acc (strips, own_columns / 8, 4)
-            local.array(sum_count, real),  # acc_dk (strips, columns / 8, 4)
-            local.array(sum_count, real),  # acc_dv (strips, columns / 8, 4)
-            local.array(own_count, fragment),  # own_frag
-            local.array(other_count, fragment),  # other_frag
-            local.array(own_count, fragment),  # p_frag (strips, 2, 4)
+            local.array(tile.counts.scores, real),  # acc (strips, own_columns / 8, 4)
+            local.array(tile.counts.sums, real),  # acc_dk (strips, columns / 8, 4)
+            local.array(tile.counts.sums, real),  # acc_dv (strips, columns / 8, 4)
+            local.array(tile.counts.own, tile.fragment),  # own_frag
+            local.array(tile.counts.other, tile.fragment),  # other_frag
+            local.array(tile.counts.own, tile.fragment),  # p_frag (strips, 2, 4)
         )
-        for x in range(sum_count):
+        for x in range(tile.counts.sums):
             registers.acc_dk[x] = real(0)
             registers.acc_dv[x] = real(0)
-        cuda.syncthreads()  # the stored state is visible
         if tiles > 0:
-            k_global = memory.address(arrays.k, key_row(strides.k, sequence, h_kv, first_key))
-            load_own(k_smem, k_global, size * strides.k[2], 0, keys_left, head_dim, thread)
-            v_global = memory.address(arrays.v, key_row(strides.v, sequence, h_kv, first_key))
-            load_own(k_smem + int32(plan.v), v_global, size * strides.v[2], 0, keys_left, head_dim_v, thread)
-            load_do(int32(0), k_smem, arrays, strides, sizes)
-            load_queries(int32(0), k_smem, arrays, strides, sizes)
+            first = own_column()
+            k_global = memory.address(arrays.k, key_row(strides.k, sequence, h_kv, first_key) + first)
+            load_own(k_smem, k_global, size * strides.k[2], 0, keys_left, config.head_dim - first, thread)
+            v_smem = k_smem + int32(plan.v)
+            v_global = memory.address(arrays.v, key_row(strides.v, sequence, h_kv, first_key) + first)
+            load_own(v_smem, v_global, size * strides.v[2], 0, keys_left, config.head_dim_v - first, thread)
+            if not loaders:
+                load_do(int32(0), k_smem, thread, arrays, strides, sizes)
+                load_queries(int32(0), k_smem, thread, arrays, strides, sizes)
         cp_async.commit_group()
-        t, end = int32(0), int32(tiles * divide(sizes.heads, sizes.heads_kv))
-        while t < end:
-            step(t, registers, k_smem, arrays, strides, sizes, score)
+        if loaders:
+            wait_all()
+            meet_all()  # K and V are there
+        t = int32(0)
+        while t < end_of(k_smem):
+            if loaders:
+                step_with_loaders(t, registers, k_smem, arrays, strides, sizes, score)
+            else:
+                step(t, registers, k_smem, arrays, strides, sizes, score)
             t = int32(t + 1)
-        cuda.syncthreads()
-        hand_on_before(end, k_smem, sizes)
+        if not loaders:
+            cuda.syncthreads()
+            hand_on_before(end_of(k_smem), k_smem, sizes)
 
         walk = parts.walk_of(state, sizes)  # read again: not kept in registers while products need them
         sequence, h_kv, first_key = walk.sequence, walk.h_kv, walk.first_key
-        keys_left = int32(min(sequence.keys - first_key, tile_n))
-        first_row, column = first_row_of_warp(), (warp & (config.column_groups - 1)) * columns
-        rows_left = int32(min(sizes.seqlen_k - first_key, tile_n) - first_row)
-        valid = int32(keys_left - first_row)
-        base = key_row(strides.dk, sequence, h_kv, first_key + first_row) + column
-        nonfinite = store_dk(
-            registers.acc_dk, score.scale, lane, arrays.dk, base, strides.dk[2], rows_left, valid, head_dim - column
+        column, first_row, lane = own_column(), tile.first_row_of_warp(), special.thread_index() & int32(31)
+        rows_left, keys_left = (
+            int32(min(sizes.seqlen_k - first_key, tile_n)),
+            int32(min(sequence.keys - first_key, tile_n)),
         )
-        base = key_row(strides.dv, sequence, h_kv, first_key + first_row) + column
-        nonfinite |= store_dv(
-            registers.acc_dv, real(1), lane, arrays.dv, base, strides.dv[2], rows_left, valid, head_dim_v - column
-        )
-        cuda.syncthreads()  # a row that is not finite in some columns is written again as a whole
+        base, stride = key_row(strides.dk, sequence, h_kv, first_key), strides.dk[2]
+        nonfinite = store_dk(registers.acc_dk, score.scale, column, arrays.dk, base, stride, rows_left, keys_left)
+        base, stride = key_row(strides.dv, sequence, h_kv, first_key), strides.dv[2]
+        nonfinite |= store_dv(registers.acc_dv, real(1), column, arrays.dv, base, stride, rows_left, keys_left)
+        if paired:
+            cluster.sync()
+        else:
+            meet_all()  # a row that is not finite in some columns is written again as a whole
         if nonfinite != 0:
             recompute_keys(nonfinite, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score)
 

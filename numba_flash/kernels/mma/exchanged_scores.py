@@ -24,7 +24,7 @@ class Exchange(NamedTuple):
     put: Callable[..., Any]  # (own, s_lane): stores own (strips, blocks / 2, 4) of this warp
     meet: Callable[..., Any]  # (): waits until both have stored theirs
     get: Callable[..., Any]  # (acc_s, s_lane): acc_s (strips, blocks, 4) <- of both
-    get_16: Callable[..., Any]  # (weights, s_lane): weights (strips, 2, 4) <- of both, 16 columns
+    get_16: Callable[..., Any]  # (weights, s_lane): weights (strips, 2, 4) <- of 16 columns from s_lane on
     step: int  # bytes from 16 columns to the next
     put_all: Callable[..., Any]  # (acc_s, s_lane): acc_s (strips, blocks, 4), of a part of the product's terms
     get_sum: Callable[..., Any]  # (acc_s, s_lane): acc_s += the other warp's
@@ -59,33 +59,23 @@ def make(config):
     def meet():
         bar.sync(1 + (special.thread_index() >> int32(6)), 64)
 
-    @inlined
-    def get(acc_s, s_lane):
-        words = local.array(4, uint32)
-        for n in range(strips * blocks):
-            for c in range(chunks):
-                at = s_lane + (n * chunks + c) * ROW
-                if double:
-                    ld_st.load_v2_f64(acc_s, 4 * n + chunk * c, at)
-                else:
-                    ld_st.load_v4(words, 0, at)
-                    for i in range(4):
-                        acc_s[4 * n + i] = words[i].view(np.float32)
+    def reader(count):
+        @inlined
+        def get_blocks(values, s_lane):
+            """values (strips, count, 4) <- those of `count` blocks of 8 columns."""
+            words = local.array(4, uint32)
+            for strip in range(strips):
+                for n in range(count):
+                    for c in range(chunks):
+                        at, to = s_lane + ((strip * blocks + n) * chunks + c) * ROW, (strip * count + n) * 4 + chunk * c
+                        if double:
+                            ld_st.load_v2_f64(values, to, at)
+                        else:
+                            ld_st.load_v4(words, 0, at)
+                            for i in range(4):
+                                values[to + i] = words[i].view(np.float32)
 
-    @inlined
-    def get_16(weights, s_lane):
-        """weights (strips, 2, 4) <- those of 16 columns; s_lane: as much further as get_16 reads of them, ROWS_16."""
-        words = local.array(4, uint32)
-        for strip in range(strips):
-            for n in range(2):
-                for c in range(chunks):
-                    at = s_lane + ((strip * blocks + n) * chunks + c) * ROW
-                    if double:
-                        ld_st.load_v2_f64(weights, (strip * 2 + n) * 4 + chunk * c, at)
-                    else:
-                        ld_st.load_v4(words, 0, at)
-                        for i in range(4):
-                            weights[(strip * 2 + n) * 4 + i] = words[i].view(np.float32)
+        return get_blocks
 
     @inlined
     def put_all(acc_s, s_lane):
@@ -101,4 +91,4 @@ def make(config):
             acc_s[2 * n] += two[0]
             acc_s[2 * n + 1] += two[1]
 
-    return Exchange(place, put, meet, get, get_16, 2 * chunks * ROW, put_all, get_sum)
+    return Exchange(place, put, meet, reader(blocks), reader(2), 2 * chunks * ROW, put_all, get_sum)

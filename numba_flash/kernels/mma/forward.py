@@ -27,7 +27,6 @@ from ..steps import async_tiles, block_state, numbers
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
-from ..steps.query_tile import QueryTile
 from ..steps.sequence import key_range, key_row, query_row
 from ..steps.units import LOG2_E
 from . import products_16bit, products_float32, products_float64, rows_16bit, rows_wide, sliced_tiles, work_tile
@@ -36,7 +35,8 @@ PRODUCTS = dict(float16=products_16bit, bfloat16=products_16bit, float32=product
 
 
 class Registers(NamedTuple):
-    """A warp's part of a tile of S, of O, and of operands. Shapes are in make()."""
+    """A warp's part of a tile of S, of O, and of operands; m and all below, for each row of which a lane has a part.
+    Shapes are in make()."""
 
     acc_s: Any
     acc_o: Any
@@ -44,11 +44,6 @@ class Registers(NamedTuple):
     q_frag: Any
     kv_frag: Any
     loaded: Any  # numbers that its scores need from global memory (kernels/score/reads.py)
-
-
-class Rows(NamedTuple):
-    """For each row of which a lane has a part."""
-
     m: Any  # the running maximum
     l: Any  # the lane's share of the running sum
     alpha: Any  # e^(m_old - m_new)
@@ -61,13 +56,15 @@ class Rows(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Shared memory: the tile of Q, the lane's places in the tiles of Q, K and V, and the place for its scores."""
+    """Shared memory: the tile of Q, the lane's places in the tiles of Q, K and V, and the place for its scores. And the
+    thread's number."""
 
     q: int
     q_lane: int
     k_lane: int
     v_lane: int
     s_lane: int
+    thread: int
 
 
 def make(config):
@@ -75,19 +72,15 @@ def make(config):
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
     head_dim_padded, head_dim_v_padded, v_parts = config.head_dim_padded, config.head_dim_v_padded, config.v_parts
     plan = config.shared_layout()
-    bases_at, keys_at, origin_at, query_at = (
-        plan.tile_state + n * block_state.SIZE for n in range(4)
-    )  # the last two: if read
-    alignment, row_states_bytes = config.ALIGNMENT, config.ROW_STATE_BYTES * config.tile_m
+    bases_at, keys_at, origin_at, query_at = (plan.tile_state + n * block_state.SIZE for n in range(4))
     many_copies = max(head_dim_padded, head_dim_v_padded) > 128
-    group, queries = config.group_size, config.queries
     strips, rows = warp_rows // 16, warp_rows // 8  # of 16 rows a warp; rows that a lane has a part of
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
     o_blocks = config.group_columns // 8
     s_count, o_count = strips * (tile_n // 8) * 4, strips * o_blocks * 4
     real = numbers.of(config.compute_dtype).real
 
-    load_q = async_tiles.loader(tile_m, head_dim_padded, threads, group, config.item_size)
+    load_q = async_tiles.loader(tile_m, head_dim_padded, threads, config.group_size, config.item_size)
     load_k = async_tiles.loader(tile_n, head_dim_padded, threads, 1, config.item_size)
     load_v = async_tiles.loader(tile_n, head_dim_v_padded, threads, 1, config.item_size)
     if config.splits_columns and tile_n == 32:
@@ -102,21 +95,15 @@ def make(config):
     functions = fragment_functions.make(config, strips)
     every_tile = TRUE if functions.every_tile else FALSE
     walk = tile_walk.make(config, whole_warp=True)
-    work_of = work_tile.of_queries(config, queries, v_parts)
+    work_of = work_tile.of_queries(config, config.queries, v_parts)
     start, softmax, finish = fragment_softmax.make(config, strips)
-    drops, kept_words, kept_of, _, drop, count_kept = kept_weights.on_fragments(config, strips, tile_n)
+    kept_weight = kept_weights.on_fragments(config, strips, tile_n)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, rows)
     products = PRODUCTS[config.dtype].make(config)
-    fragment, q_count, kv_count, p_count, lanes, load_q_frag, multiply_q_k, to_p, multiply_p_v, *_ = products
     sliced = sliced_tiles.make(config, products) if config.sliced else None
-    start_slices, score_slices, output_slices = sliced or (None, None, None)
     write_rows = (rows_16bit if config.item_size == 2 else rows_wide).make(config)
     recompute_rows = recompute.make(config, warp_rows)
     log2_e = real(LOG2_E)
-
-    @inlined
-    def aligned(address):
-        return int32((address + int32(alignment - 1)) & int32(-alignment))
 
     @inlined
     def rescale(acc_o, alpha, moved):
@@ -132,57 +119,63 @@ def make(config):
         return every_tile if functions.every_tile or not walk.present else asks
 
     @inlined
-    def again(thread):
-        """The thread's number; read anew where its many copies have addresses that would be kept through the loop."""
-        return special.thread_index() if many_copies else thread
+    def columns_left_of(tile):
+        """Columns of V that exist from the block's first one on."""
+        return int32(config.head_dim_v - tile.part * config.head_dim_v_padded)
 
     @inlined
-    def load_for_scores(j, registers, row, places, arrays, strides, sizes, masked):
+    def again(places):
+        """The thread's number; read anew where its many copies have addresses that would be kept through the loop."""
+        return special.thread_index() if many_copies else places.thread
+
+    @inlined
+    def lane_and_row():
+        """-> (lane, the first row that its warp owns). The thread's number is read anew, so that this is not worked out
+        ahead of the loop and kept in registers."""
+        thread = special.thread_index()
+        return thread & int32(31), (thread >> int32(5 + shift)) * warp_rows
+
+    @inlined
+    def load_for_scores(j, registers, places, arrays, strides, sizes, masked):
         """What the scores of tile j need from global memory, while they are computed."""
-        now = special.thread_index()
+        lane, row = lane_and_row()
         bias, bits = block_state.get(places.q + int32(origin_at))
         first_query, _ = block_state.get(places.q + int32(query_at))
-        origin = Origin(bias, bits, int32(first_query))
-        first_row = (now >> int32(5 + shift)) * warp_rows
-        inside = FALSE if masked else TRUE
-        read.load(
-            registers.loaded, row.shown_bits, j, origin, first_row, now & int32(31), arrays, strides, sizes, inside
-        )
+        origin, inside = Origin(bias, bits, int32(first_query)), FALSE if masked else TRUE
+        loaded, shown_bits = registers.loaded, registers.shown_bits
+        read.load(loaded, shown_bits, j, origin, row, lane, arrays, strides, sizes, inside)
 
     @inlined
-    def scores_of_tile(j, registers, places, k_bytes, v_bytes, columns_left, thread, masked):
+    def scores_of_tile(j, registers, places, tile, strides, masked):
         """S of tile j while its V is on the way."""
+        k_bytes, v_bytes = config.item_size * strides.k[2], config.item_size * strides.v[2]
         rows_left = int32(tile_n)
         if masked:
             _, keys = block_state.get(places.q + int32(keys_at))
             rows_left = int32(int32(keys) - j * tile_n)
         if config.sliced:
-            score_slices(j, registers, places, k_bytes, v_bytes, rows_left)
+            sliced.scores(j, registers, places, k_bytes, v_bytes, rows_left)
         else:
             _, v_global = block_state.get(places.q + int32(bases_at))
-            source = v_global + j * tile_n * v_bytes
+            source, columns_left = v_global + j * tile_n * v_bytes, columns_left_of(tile)
             wait_all()
             cuda.syncthreads()  # K_j is there, and everyone is done with V_j+1
-            load_v(places.q + int32(plan.v), source, v_bytes, 0, rows_left, columns_left, again(thread))
+            load_v(places.q + int32(plan.v), source, v_bytes, 0, rows_left, columns_left, again(places))
             cp_async.commit_group()
-            multiply_q_k(
-                registers.acc_s, registers.q_frag, registers.kv_frag, places.q_lane, places.k_lane, places.s_lane
-            )
+            operands = registers.q_frag, registers.kv_frag
+            products.multiply_q_k(registers.acc_s, *operands, places.q_lane, places.k_lane, places.s_lane)
 
     @inlined
-    def apply_to_tile(j, acc_s, row, places, tile, asks, arrays, strides, sizes, score):
+    def apply_to_tile(j, registers, places, tile, asks, arrays, strides, sizes, score):
         """The caller's own functions on S."""
         if functions.present:
-            now = special.thread_index()
+            lane, row = lane_and_row()
             position, _ = block_state.get(places.q + int32(keys_at))
-            queries_left = int32(min(tile.sequence.seqlen_q - tile.first_query, queries))
-            first_row = (now >> int32(5 + shift)) * warp_rows
+            queries_left = int32(min(tile.sequence.seqlen_q - tile.first_query, config.queries))
             functions.apply(
-                acc_s,
-                row.mask_bits,
-                functions.place_of(
-                    j, tile.sequence.b, tile.h, first_row, now & int32(31), tile.first_query, position, queries_left
-                ),
+                registers.acc_s,
+                registers.mask_bits,
+                functions.place_of(j, tile.sequence.b, tile.h, row, lane, tile.first_query, position, queries_left),
                 asks,
                 arrays,
                 strides,
@@ -190,36 +183,34 @@ def make(config):
             )
 
     @inlined
-    def finish_and_mask(j, acc_s, loaded, row, places, tile, asks, arrays, strides, sizes, score, masked):
+    def finish_and_mask(j, registers, places, tile, asks, arrays, strides, sizes, score, masked):
         """S as the softmax takes it: finished where it needs more than a scale, -inf where a key is not seen. asks:
         mask_mod removes some of the tile."""
         if masked:
-            # With the thread's number read anew, this is not worked out ahead of the loop and kept in registers.
-            now = special.thread_index()
-            position, keys = block_state.get(places.q + int32(keys_at))
-            first_row = (now >> int32(5 + shift)) * warp_rows
-            left, right = sizes.left, sizes.right
-            visible(j, first_row, now & int32(31), position, left, right, int32(keys), row.mask_bits, row.distance)
+            (lane, row), (position, keys) = lane_and_row(), block_state.get(places.q + int32(keys_at))
+            mask_bits, distance = registers.mask_bits, registers.distance
+            visible(j, row, lane, position, sizes.left, sizes.right, int32(keys), mask_bits, distance)
         elif config.scores_finished:
             position, _ = block_state.get(places.q + int32(keys_at))
             lane_column = int32(first_column_of(special.thread_index() & int32(31)))
             for r in range(rows):
-                row.distance[r] = real(position + row.query[r] - j * tile_n - lane_column)
+                registers.distance[r] = real(position + registers.query[r] - j * tile_n - lane_column)
         if has_mask:
-            read.hide(row.mask_bits, row.shown_bits, masked)
+            read.hide(registers.mask_bits, registers.shown_bits, masked)
         if functions.every_tile or asks:
-            apply_to_tile(j, acc_s, row, places, tile, asks, arrays, strides, sizes, score)
+            apply_to_tile(j, registers, places, tile, asks, arrays, strides, sizes, score)
         if config.scores_finished:
-            finish_scores(acc_s, row.term, row.distance, loaded, score)
+            finish_scores(registers.acc_s, registers.term, registers.distance, registers.loaded, score)
         if masked:
-            mask_scores(acc_s, row.mask_bits)
+            mask_scores(registers.acc_s, registers.mask_bits)
         elif has_mask:
-            if read.some_hidden(row.mask_bits):
-                mask_scores(acc_s, row.mask_bits)
+            if read.some_hidden(registers.mask_bits):
+                mask_scores(registers.acc_s, registers.mask_bits)
 
     @inlined
-    def outputs_of_tile(j, next_j, begin, registers, row, places, tile, k_bytes, thread, arrays, sizes, scale_log2):
+    def outputs_of_tile(j, next_j, begin, registers, places, tile, arrays, strides, sizes, score):
         """softmax and O of tile j while the next tile's K is on the way."""
+        k_bytes = config.item_size * strides.k[2]
         if config.sliced:
             if not walk.present:
                 next_j = int32(j - 1)  # here: behind the softmax this takes a register more
@@ -229,41 +220,33 @@ def make(config):
             wait_all()
             cuda.syncthreads()  # V_j is there, and everyone is done with K_j
             if j > begin:
-                load_k(places.q + int32(plan.k), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(thread))
+                load_k(places.q + int32(plan.k), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(places))
                 cp_async.commit_group()
-        moved = softmax(registers.acc_s, row.m, row.l, row.alpha, scale_log2)
-        if drops:
-            now = special.thread_index()
+        moved = softmax(registers.acc_s, registers.m, registers.l, registers.alpha, score.scale * log2_e)
+        if kept_weight.present:
+            lane, row = lane_and_row()
             position, _ = block_state.get(places.q + int32(keys_at))
-            lane_row = (now >> int32(5 + shift)) * warp_rows + int32(first_row_of(now & int32(31)))
-            first_key = int32(j * tile_n + first_column_of(now & int32(31)))
-            kept_of(row.kept, first_key, tile.sequence.b, tile.h, lane_row, position, arrays, sizes)
-            drop(registers.acc_s, row.kept)
-        to_p(registers.acc_s, registers.p_frag)
-        rescale(registers.acc_o, row.alpha, moved)
+            row, first_key = row + int32(first_row_of(lane)), int32(j * tile_n + first_column_of(lane))
+            kept_weight.of_queries(registers.kept, first_key, tile.sequence.b, tile.h, row, position, arrays, sizes)
+            kept_weight.drop(registers.acc_s, registers.kept)
+        products.to_p(registers.acc_s, registers.p_frag)
+        rescale(registers.acc_o, registers.alpha, moved)
         if config.sliced:
-            output_slices(next_j, registers, places, j > begin, k_bytes)
+            sliced.outputs(next_j, registers, places, j > begin, k_bytes)
         else:
-            multiply_p_v(registers.acc_o, registers.p_frag, registers.kv_frag, places.v_lane)
+            products.multiply_p_v(registers.acc_o, registers.p_frag, registers.kv_frag, places.v_lane)
 
     @inlined
-    def step(
-        j, next_j, begin, registers, row, places, tile, bytes_, columns_left, thread, arrays, strides, sizes, score,
-        asks, masked,
-    ):  # fmt: skip
+    def step(j, next_j, begin, registers, places, tile, arrays, strides, sizes, score, asks, masked):
         """One key tile: S, softmax, O. next_j: the tile behind it. asks: mask_mod removes some of it. masked, a
         constant or `asks`: some row does not see some key."""
-        k_bytes, v_bytes = bytes_
         if reads_before:
-            load_for_scores(j, registers, row, places, arrays, strides, sizes, masked)
-        scores_of_tile(j, registers, places, k_bytes, v_bytes, columns_left, thread, masked)
+            load_for_scores(j, registers, places, arrays, strides, sizes, masked)
+        scores_of_tile(j, registers, places, tile, strides, masked)
         if reads_behind:
-            load_for_scores(j, registers, row, places, arrays, strides, sizes, masked)
-        finish_and_mask(
-            j, registers.acc_s, registers.loaded, row, places, tile, asks, arrays, strides, sizes, score, masked
-        )
-        scale_log2 = score.scale * log2_e
-        outputs_of_tile(j, next_j, begin, registers, row, places, tile, k_bytes, thread, arrays, sizes, scale_log2)
+            load_for_scores(j, registers, places, arrays, strides, sizes, masked)
+        finish_and_mask(j, registers, places, tile, asks, arrays, strides, sizes, score, masked)
+        outputs_of_tile(j, next_j, begin, registers, places, tile, arrays, strides, sizes, score)
 
     @cuda.jit
     def flash_attention_mma(arrays, strides, sizes, score):
@@ -271,11 +254,10 @@ def make(config):
         lane, warp = thread & int32(31), thread >> int32(5)
         tile = work_of(special.block_index(), arrays, strides, sizes)
         sequence = tile.sequence
-        queries_left = int32(min(sequence.seqlen_q - tile.first_query, queries))
-        columns_left = int32(head_dim_v - tile.part * head_dim_v_padded)
+        queries_left = int32(min(sequence.seqlen_q - tile.first_query, config.queries))
 
         smem = cuda.shared.array(0, uint8)
-        q_smem = aligned(shared.address(smem))  # (tile_m, head_dim_padded)
+        q_smem = async_tiles.aligned(shared.address(smem))  # (tile_m, head_dim_padded)
         k_smem = q_smem + int32(plan.k)  # (tile_n, head_dim_padded)
         v_smem = q_smem + int32(plan.v)  # (tile_n, head_dim_v_padded)
         q_global = memory.address(arrays.q, query_row(strides.q, sequence, tile.h, tile.first_query))
@@ -283,19 +265,17 @@ def make(config):
         v_at = key_row(strides.v, sequence, tile.h_kv, 0) + tile.part * head_dim_v_padded
         v_global = memory.address(arrays.v, v_at)
         q_bytes, head_bytes = config.item_size * strides.q[2], config.item_size * strides.q[1]
-        k_bytes, v_bytes = config.item_size * strides.k[2], config.item_size * strides.v[2]
+        k_bytes = config.item_size * strides.k[2]
 
-        q_lane, k_lane, v_lane, s_lane = lanes(lane, warp, q_smem, k_smem, v_smem)
-        places = Places(q_smem, q_lane, k_lane, v_lane, s_lane)
+        q_lane, k_lane, v_lane, s_lane = products.lanes(lane, warp, q_smem, k_smem, v_smem)
+        places = Places(q_smem, q_lane, k_lane, v_lane, s_lane, thread)
         registers = Registers(
             local.array(s_count, real),  # acc_s (strips, tile_n / 8, 4)
             local.array(o_count, real),  # acc_o (strips, head_dim_v_padded / 8, 4)
-            local.array(p_count, fragment),  # p_frag
-            local.array(q_count, fragment),  # q_frag
-            local.array(kv_count, fragment),  # kv_frag
+            local.array(products.p_count, products.register),  # p_frag
+            local.array(products.q_count, products.register),  # q_frag
+            local.array(products.kv_count, products.register),  # kv_frag
             local.array(read.bias_words, read.bias_type),  # loaded (2 * strips, tile_n / 8, 2), in 16 bits two in one
-        )
-        row = Rows(
             local.array(rows, real),
             local.array(rows, real),
             local.array(rows, real),
@@ -304,24 +284,24 @@ def make(config):
             local.array(mask_words, uint32),
             local.array(read.bits_words, uint32),
             local.array(rows, int32),
-            local.array(kept_words, uint32),
+            local.array(kept_weight.words, uint32),
         )
-        start(row.m, row.l)
+        start(registers.m, registers.l)
         for i in range(o_count):
             registers.acc_o[i] = real(0)
         lane_row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
         for r in range(rows):
             tile_row = uint32(lane_row + r * 8)
-            row.query[r] = int32(tile_row // uint32(group))
-            row_head = min(tile.h + int64(tile_row % uint32(group)), sizes.heads - 1)
-            row.term[r] = row_term(sequence.b, row_head, arrays, strides)
+            registers.query[r] = int32(tile_row // uint32(config.group_size))
+            row_head = min(tile.h + int64(tile_row % uint32(config.group_size)), sizes.heads - 1)
+            registers.term[r] = row_term(sequence.b, row_head, arrays, strides)
 
         end_query = tile.first_query + queries_left
         begin_, free_, cut_, stop = key_range(sequence, tile.first_query, end_query - 1, sizes, tile_n)
         begin, free, cut = int32(begin_), int32(free_), int32(cut_)
         if has_mask:  # tiles in which it leaves nothing, before the first key that it leaves and behind the last
             first, end, _, _ = read.ranges(
-                sequence.b, tile.h, group, tile.first_query, end_query, arrays, strides, sizes
+                sequence.b, tile.h, config.group_size, tile.first_query, end_query, arrays, strides, sizes
             )
             begin = max(begin, divide(first, tile_n))
             free = max(free, begin)
@@ -345,14 +325,14 @@ def make(config):
             first_key = j * tile_n
             keys_left = int32(int32(sequence.keys) - first_key)
             if config.sliced:
-                start_slices(places, j, k_bytes, keys_left)
+                sliced.start(places, j, k_bytes, keys_left)
             else:
                 load_k(k_smem, k_global + first_key * k_bytes, k_bytes, 0, keys_left, int32(head_dim), thread)
         cp_async.commit_group()
         if config.q_registers:
             wait_all()
             cuda.syncthreads()
-            load_q_frag(registers.q_frag, places.q_lane)
+            products.load_q(registers.q_frag, places.q_lane)
 
         while j >= begin:
             # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
@@ -362,43 +342,39 @@ def make(config):
                     walk.next_tile(states, j, begin, arrays, strides),
                     walk.needs_mask(states, j, arrays, strides),
                 )
-                step(
-                    j, next_j, begin, registers, row, places, tile, (k_bytes, v_bytes), columns_left, thread, arrays,
-                    strides, sizes, score, asks, TRUE,
-                )  # fmt: skip
+                step(j, next_j, begin, registers, places, tile, arrays, strides, sizes, score, asks, TRUE)
                 j = int32(next_j if walk.present else j - 1)
             while j >= free and j < cut:
                 next_j, asks = (
                     walk.next_tile(states, j, begin, arrays, strides),
                     walk.needs_mask(states, j, arrays, strides),
                 )
-                step(
-                    j, next_j, begin, registers, row, places, tile, (k_bytes, v_bytes), columns_left, thread, arrays,
-                    strides, sizes, score, asks, masked_too(asks),
-                )  # fmt: skip
+                step(j, next_j, begin, registers, places, tile, arrays, strides, sizes, score, asks, masked_too(asks))
                 j = int32(next_j if walk.present else j - 1)
 
         # Where all this belongs is worked out again: kept through the loop, it would cost the registers that S needs.
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         tile = work_of(special.block_index(), arrays, strides, sizes)
-        inverse_l, lse = row.alpha, row.distance  # the same registers, free by now
+        inverse_l, lse = registers.alpha, registers.distance  # the same registers, free by now
         if has_term:
             lane_row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
             load_terms(lse, tile.sequence.b, tile.h, lane_row, arrays, strides)
-        finish(row.m, row.l, inverse_l, lse)
-        if drops:
-            count_kept(inverse_l, score)
+        finish(registers.m, registers.l, inverse_l, lse)
+        if kept_weight.present:
+            kept_weight.scale(inverse_l, score)
         wait_all()
         cuda.syncthreads()  # everyone is done with Q and K
-        o_smem = aligned(shared.address(smem))  # (tile_m, head_dim_v_padded)
+        o_smem = async_tiles.aligned(shared.address(smem))  # (tile_m, head_dim_v_padded)
         owner, column_group = warp >> shift, warp & (groups - 1)
-        own = QueryTile(tile.sequence.b, tile.h, tile.first_query, int32(tile.part * groups + column_group))
-        row_states = o_smem + plan.row_states + column_group * row_states_bytes
+        part = int32(tile.part * groups + column_group)
+        own = work_tile.QueryWork(tile.sequence, tile.h, tile.h_kv, tile.first_query, part)
+        row_states = o_smem + plan.row_states + column_group * (config.ROW_STATE_BYTES * tile_m)
         nonfinite = write_rows(
-            registers.acc_o, inverse_l, lse, o_smem, row_states, own, tile.sequence, lane, owner, arrays, strides, sizes
+            registers.acc_o, inverse_l, lse, o_smem, row_states, own, lane, owner, arrays, strides, sizes
         )
         if vote.any_lane(nonfinite) != 0:
-            recompute_rows(owner * warp_rows, lane, row_states, own, arrays, strides, sizes, score)
+            own_tile = work_tile.query_tile(own)
+            recompute_rows(owner * warp_rows, lane, row_states, own_tile, arrays, strides, sizes, score)
 
     return flash_attention_mma

@@ -7,6 +7,10 @@ acc_s (strips, tile_n / 8, 4) and acc_o (strips, head_dim_v_padded / 8, 4) are a
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from ..steps.inlined import inlined
+
 
 class Products(NamedTuple):
     """Device functions, and the number and type of registers that a lane needs for their operands."""
@@ -27,3 +31,16 @@ class Products(NamedTuple):
     add_k_panel: Callable[..., Any] = None  # (acc_s, q_frag, k_frag, q_lane, k_lane, q_ahead, k_ahead): acc_s +=
     # Q . K^T over the panel that is so many bytes ahead
     add_v_slice: Callable[..., Any] = None  # (i, acc_o, p_frag, v_frag, v_at): acc_o += P . V over slice i of V
+
+
+def in_operand_order(blocks, as_bits=False):
+    """-> to_p, a device function of float32 and float64: p_frag (blocks, 4) <- acc_s in the order of an operand."""
+
+    @inlined
+    def to_p(acc_s, p_frag):
+        for block in range(blocks):
+            for i in range(4):
+                p = acc_s[4 * block + (i % 2) * 2 + i // 2]
+                p_frag[4 * block + i] = p.view(np.uint32) if as_bits else p
+
+    return to_p

@@ -28,7 +28,7 @@ from ...ptx import ld_st, ldmatrix, local, mma, special
 from ..steps.inlined import inlined
 from ..steps.plain import panel_offset
 from . import exchanged_scores
-from .products import Products
+from .products import Products, in_operand_order
 
 FIRST, SECOND, THIRD, FOURTH, FIFTH, _, SEVENTH = (np.int32(i) for i in range(7))  # not Python ints: see inlined.py
 
@@ -141,13 +141,6 @@ def make(config):
             exchanged.get(acc_s, s_lane)
 
     @inlined
-    def to_p(acc_s, p_frag):
-        """p_frag (strips, tile_n / 8, 4) <- acc_s in the order of an operand."""
-        for block in range(strips * s_blocks):
-            for i in range(4):
-                p_frag[4 * block + i] = acc_s[4 * block + (i % 2) * 2 + i // 2].view(np.uint32)
-
-    @inlined
     def add_panel(n, acc_o, p_big, p_small, v_frag, v_lane):
         """32 columns of acc_o += P . V of 16 keys."""
         column = local.array(4, uint32)
@@ -166,13 +159,6 @@ def make(config):
     def add_panels(first, acc_o, p_big, p_small, v_frag, v_lane):
         for n in range(first, min(first + 2, panels)):
             add_panel(n, acc_o, p_big, p_small, v_frag, v_lane)
-
-    @inlined
-    def to_16(weights, p_frag):
-        """p_frag (strips, 2, 4) <- weights in the order of an operand."""
-        for block in range(strips * 2):
-            for i in range(4):
-                p_frag[4 * block + i] = weights[4 * block + (i % 2) * 2 + i // 2].view(np.uint32)
 
     @inlined
     def add_16(acc_o, p_frag, v_frag, v_lane):
@@ -206,5 +192,16 @@ def make(config):
             add_keys(FOURTH, acc_o, p_frag, v_frag, v_lane)
 
     return Products(
-        uint32, a_count, 16, s_count, lanes, load_q, multiply_q_k, to_p, multiply_p_v, add_scores, to_16, add_16
+        uint32,
+        a_count,
+        16,
+        s_count,
+        lanes,
+        load_q,
+        multiply_q_k,
+        in_operand_order(strips * s_blocks, True),
+        multiply_p_v,
+        add_scores,
+        in_operand_order(2 * strips, True),
+        add_16,
     )

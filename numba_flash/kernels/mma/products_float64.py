@@ -29,8 +29,9 @@ from numba import float64, int32
 from ...ptx import ld_st, local, mma, special
 from ..steps.inlined import inlined
 from ..steps.plain import panel_offset
+from ..steps.repeated import repeated
 from . import exchanged_scores
-from .products import Products
+from .products import Products, in_operand_order
 
 FIRST, SECOND, TWO = np.int32(0), np.int32(1), np.int32(2)  # not Python's own: see inlined.py
 
@@ -138,32 +139,22 @@ def make(config):
             q_at, k_at = int32(q_at + q_panel), int32(k_at + kv_panel)
 
     @inlined
-    def set_to_zero(acc_s, q_frag, k_frag, q_lane, k_lane):
-        for i in range(own_count):
-            acc_s[i] = float64(0)
+    def add_own_panel(n, acc_s, q_frag, k_frag, q_lane, k_lane):
+        add_panel(own_blocks, acc_s, q_frag, k_frag, q_lane, k_lane, int32(n * q_panel), int32(n * kv_panel))
 
-    def and_panel(before, n):
-        """Panel by panel and no loop, which LLVM would not write out: where it ends sums would move between registers,
-        and so wait for products, and only then the next operands would be read."""
-        q_ahead, k_ahead = np.int32(n * q_panel), np.int32(n * kv_panel)
-
-        @inlined
-        def add(acc_s, q_frag, k_frag, q_lane, k_lane):
-            before(acc_s, q_frag, k_frag, q_lane, k_lane)
-            add_panel(own_blocks, acc_s, q_frag, k_frag, q_lane, k_lane, q_ahead, k_ahead)
-
-        return add
+    # No loop, which LLVM would not write out: where it ends sums would move between registers and so wait for products.
+    # Only then the next operands would be read.
+    add_every_panel = repeated(add_own_panel, steps)
 
     @inlined
-    def add_scores_in_loop(acc_s, q_frag, k_frag, q_lane, k_lane):
+    def add_scores(acc_s, q_frag, k_frag, q_lane, k_lane):
         """acc_s (strips, own_blocks, 4) = Q . K^T with the warp's part of the keys."""
-        add_panels(int32(steps), own_blocks, acc_s, q_frag, k_frag, q_lane, k_lane)
-
-    add_scores = add_scores_in_loop
-    if config.scalar_loads:
-        add_scores = set_to_zero
-        for n in range(steps):
-            add_scores = and_panel(add_scores, n)
+        if config.scalar_loads:
+            for i in range(own_count):
+                acc_s[i] = float64(0)
+            add_every_panel(acc_s, q_frag, k_frag, q_lane, k_lane)
+        else:
+            add_panels(int32(steps), own_blocks, acc_s, q_frag, k_frag, q_lane, k_lane)
 
     @inlined
     def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane, s_lane):
@@ -182,20 +173,6 @@ def make(config):
             exchanged.put(own, s_lane)
             exchanged.meet()
             exchanged.get(acc_s, s_lane)
-
-    @inlined
-    def to_p(acc_s, p_frag):
-        """p_frag (strips, tile_n / 8, 4) <- acc_s in the order of an operand."""
-        for block in range(strips * s_blocks):
-            for i in range(4):
-                p_frag[4 * block + i] = acc_s[4 * block + (i % 2) * 2 + i // 2]
-
-    @inlined
-    def to_16(weights, p_frag):
-        """p_frag (strips, 2, 4) <- weights in the order of an operand."""
-        for block in range(strips * 2):
-            for i in range(4):
-                p_frag[4 * block + i] = weights[4 * block + (i % 2) * 2 + i // 2]
 
     @inlined
     def add_rows_by_scalar_loads(y, first, panels, acc_o, p_frag, p_blocks, v_frag, v_lane):
@@ -248,6 +225,6 @@ def make(config):
         add_rows(SECOND, i * slice_panels, slice_panels, acc_o, p_frag, s_blocks, v_frag, v_at + 2048)
 
     return Products(
-        float64, a_count, 8, s_count, lanes, load_q, multiply_q_k, to_p, multiply_p_v, add_scores, to_16, add_16,
-        add_k_panel, add_v_slice,
+        float64, a_count, 8, s_count, lanes, load_q, multiply_q_k, in_operand_order(strips * s_blocks),
+        multiply_p_v, add_scores, in_operand_order(2 * strips), add_16, add_k_panel, add_v_slice,
     )  # fmt: skip

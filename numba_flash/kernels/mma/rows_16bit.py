@@ -9,6 +9,7 @@ from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of, panel_offset
 from ..steps.sequence import lse_row
 from ..steps.units import exponent_unit
+from . import work_tile
 
 
 def make(config):
@@ -21,7 +22,7 @@ def make(config):
     )
 
     @inlined
-    def keep_row_states(acc_o, inverse_l, lse, o_smem, row_states, tile, sequence, lane, warp, arrays, sizes):
+    def keep_row_states(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, sizes):
         """Stores O, divided, in 16 bits in shared memory, with a flag and the lse of each row. -> whether some row of
         the lane is not finite."""
         lane_row, lane_column = warp * config.warp_rows + int32(first_row_of(lane)), int32(first_column_of(lane))
@@ -43,19 +44,20 @@ def make(config):
                 ld_st.store_b32(row_states + tile_row * config.ROW_STATE_BYTES, flag)
                 ld_st.store_b32(row_states + tile_row * config.ROW_STATE_BYTES + 4, lse[r].view(np.uint32))
                 query = tile.first_query + tile_row // config.group_size
-                if config.write_lse and tile.part == 0 and query < sequence.seqlen_q:
-                    arrays.lse[lse_row(sequence, tile.h + tile_row % config.group_size, query, sizes)] = (
+                if config.write_lse and tile.part == 0 and query < tile.sequence.seqlen_q:
+                    arrays.lse[lse_row(tile.sequence, tile.h + tile_row % config.group_size, query, sizes)] = (
                         lse[r] * to_natural
                     )
         return some
 
     @inlined
-    def write_rows(acc_o, inverse_l, lse, o_smem, row_states, tile, sequence, lane, warp, arrays, strides, sizes):
+    def write_rows(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, strides, sizes):
         """Writes O and lse of the rows that are finite. -> whether a row of which the lane has a part is not.
         row_states: room for a note on each row (kernels/recompute/rows.py)."""
-        some = keep_row_states(acc_o, inverse_l, lse, o_smem, row_states, tile, sequence, lane, warp, arrays, sizes)
+        some = keep_row_states(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, sizes)
         cuda.syncthreads()
-        store_rows(warp * config.warp_rows, lane, o_smem, row_states, tile, arrays, strides, sizes)
+        own = work_tile.query_tile(tile)
+        store_rows(warp * config.warp_rows, lane, o_smem, row_states, own, arrays, strides, sizes)
         return some
 
     return write_rows

@@ -10,10 +10,9 @@ from ...ptx import bar, ld_st, local, memory
 from ..steps import elements, numbers
 from ..steps.inlined import inlined
 from ..steps.plain import first_row_of
+from ..steps.repeated import repeated
 from ..steps.sequence import lse_row, query_row
 from ..steps.units import exponent_unit
-
-FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python's own: see inlined.py
 
 
 def row_writer(dtype, blocks, vectorized, columns_in_order=False):
@@ -22,6 +21,7 @@ def row_writer(dtype, blocks, vectorized, columns_in_order=False):
     (products_float64.py), each block has 8 columns that lie together, and the lane 2 of them."""
     double, item_size = dtype == "float64", 8 if dtype == "float64" else 4
     chunk = 16 // item_size  # elements of 16 bytes; a panel has 8 chunks, and as many blocks as a chunk elements
+    halves, step = (1, 2) if columns_in_order else (2, 2 * chunk)  # of a panel; from a lane's columns to the next one's
     store, real = elements.storer(dtype), numbers.of(dtype).real
 
     @inlined
@@ -35,43 +35,27 @@ def row_writer(dtype, blocks, vectorized, columns_in_order=False):
             memory.store_v4(to, words, 0)
 
     @inlined
-    def write_row_in_order(acc, r, lane, target, row_at, column_stride, columns_left):
-        """As write_row."""
-        values = local.array(2, real)
-        first_column = int32((lane & 3) * 2)
-        to = memory.address(target, row_at + first_column * column_stride)
-        for n in range(blocks):
-            for j in range(2):
-                values[j] = acc[((r // 2) * blocks + n) * 4 + (r % 2) * 2 + j]
-            column = int32(first_column + 8 * n)
-            if vectorized:
-                if column < columns_left:
-                    store_16_bytes(values, to + 64 * n)
-            else:
-                for j in range(2):
-                    if int32(column + j) < columns_left:
-                        store(target, row_at + int32(column + j) * column_stride, values[j])
-
-    @inlined
     def write_row(acc, r, lane, target, row_at, column_stride, columns_left):
         """Row r of the lane's, to the row that begins at element row_at of target."""
         values = local.array(chunk, real)
-        first_column = int32((lane & 3) * (2 * chunk))
+        first_column = int32((lane & 3) * step)
         to = memory.address(target, row_at + first_column * column_stride)
-        for panel in range(blocks // chunk):
-            for half in range(2):
+        for panel in range(blocks // (chunk if halves == 2 else 1)):
+            for half in range(halves):
+                ahead = 8 * panel if columns_in_order else (8 * panel + half) * chunk
                 for j in range(chunk):
-                    values[j] = acc[((r // 2) * blocks + panel * chunk + j) * 4 + (r % 2) * 2 + half]
-                column = int32(first_column + (8 * panel + half) * chunk)
+                    block, i = (panel, j) if columns_in_order else (panel * chunk + j, half)
+                    values[j] = acc[((r // 2) * blocks + block) * 4 + (r % 2) * 2 + i]
+                column = int32(first_column + ahead)
                 if vectorized:
                     if column < columns_left:
-                        store_16_bytes(values, to + 128 * panel + 16 * half)
+                        store_16_bytes(values, to + item_size * ahead)
                 else:
                     for j in range(chunk):
                         if int32(column + j) < columns_left:
                             store(target, row_at + int32(column + j) * column_stride, values[j])
 
-    return write_row_in_order if columns_in_order else write_row
+    return write_row
 
 
 def make(config):
@@ -95,38 +79,31 @@ def make(config):
         return nonfinite == real(0)
 
     @inlined
-    def finish_row(r, acc_o, inverse_l, lse, row_states, tile, sequence, lane, warp, arrays, strides, sizes):
-        """-> 1 where the row is not finite."""
+    def finish_row(r, some, acc_o, inverse_l, lse, row_states, tile, lane, warp, arrays, strides, sizes):
+        """some[0] <- 1 where the row is not finite."""
         tile_row = warp * config.warp_rows + int32(first_row_of(lane)) + r * 8
-        queries_left = int32(min(sequence.seqlen_q - tile.first_query, config.queries))
+        queries_left = int32(min(tile.sequence.seqlen_q - tile.first_query, config.queries))
         query, head = tile_row // config.group_size, tile.h + tile_row % config.group_size
         flag = uint32(0) if divide_row(acc_o, r, inverse_l[r]) else uint32(1)
         if lane & 3 == 0:
             ld_st.store_b32(row_states + tile_row * config.ROW_STATE_BYTES, flag)
             if config.write_lse and tile.part == 0 and query < queries_left:
-                arrays.lse[lse_row(sequence, head, tile.first_query + query, sizes)] = lse[r] * to_natural
+                arrays.lse[lse_row(tile.sequence, head, tile.first_query + query, sizes)] = lse[r] * to_natural
         if flag == 0 and query < queries_left:
             columns_left = int32(min(config.head_dim_v - tile.part * config.group_columns, config.group_columns))
-            row_at = query_row(strides.o, sequence, head, tile.first_query + query)
+            row_at = query_row(strides.o, tile.sequence, head, tile.first_query + query)
             row_at += tile.part * config.group_columns * strides.o[3]
             write_row(acc_o, r, lane, arrays.o, row_at, strides.o[3], columns_left)
-        return flag
+        some[0] |= flag
+
+    finish_every_row = repeated(finish_row, rows)
 
     @inlined
-    def write_rows(acc_o, inverse_l, lse, o_smem, row_states, tile, sequence, lane, warp, arrays, strides, sizes):
-        # Row by row and no loop: LLVM would not write it out, and acc_o would be indexed.
-        some = finish_row(FIRST, acc_o, inverse_l, lse, row_states, tile, sequence, lane, warp, arrays, strides, sizes)
-        some |= finish_row(
-            SECOND, acc_o, inverse_l, lse, row_states, tile, sequence, lane, warp, arrays, strides, sizes
-        )
-        if rows > 2:
-            some |= finish_row(
-                THIRD, acc_o, inverse_l, lse, row_states, tile, sequence, lane, warp, arrays, strides, sizes
-            )
-            some |= finish_row(
-                FOURTH, acc_o, inverse_l, lse, row_states, tile, sequence, lane, warp, arrays, strides, sizes
-            )
+    def write_rows(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, strides, sizes):
+        some = local.array(1, uint32)
+        some[0] = uint32(0)
+        finish_every_row(some, acc_o, inverse_l, lse, row_states, tile, lane, warp, arrays, strides, sizes)
         bar.warp_sync()  # the flags are read by the whole warp
-        return some
+        return some[0]
 
     return write_rows

@@ -11,6 +11,9 @@ share rows. The barrier in front of V's first
 slice is also the one behind which the two add up their scores.
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import numpy as np
 from numba import cuda, int32
 
@@ -22,8 +25,15 @@ from . import exchanged_scores
 FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python's own: see inlined.py
 
 
+class SlicedTiles(NamedTuple):
+    """Device functions."""
+
+    start: Callable[..., Any]
+    scores: Callable[..., Any]
+    outputs: Callable[..., Any]
+
+
 def make(config, products):
-    """-> (start, scores, outputs), device functions."""
     tile_n, threads, slices = config.tile_n, config.threads, config.SLICES
     slice_columns = config.head_dim_padded // slices  # half of them of each warp
     gap = (config.group_columns - slice_columns // 2) * 8  # from the columns of one warp to those of the other
@@ -136,4 +146,4 @@ def make(config, products):
         add_outputs(FOURTH, registers, v_lane)
         load_k(THIRD, places, next_j, k_bytes, rows_left)
 
-    return start, scores, outputs
+    return SlicedTiles(start, scores, outputs)

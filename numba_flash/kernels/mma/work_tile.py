@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 from numba import int32
 
+from ...ptx import special
 from ..score import longest_first
 from ..steps import sequence
 from ..steps.inlined import inlined
 from ..steps.integers import divide
+from ..steps.query_tile import QueryTile
 
 
 class QueryWork(NamedTuple):
@@ -33,6 +35,12 @@ class KeyWork(NamedTuple):
     first_key: int
 
 
+@inlined
+def query_tile(work):
+    """-> the QueryTile of a QueryWork."""
+    return QueryTile(work.sequence.b, work.h, work.first_query, work.part)
+
+
 def of_queries(config, queries, parts=1):
     """-> work_of(block, arrays, strides, sizes), a device function: QueryWork. queries: in a tile, of each head;
     parts: how many blocks share the columns of O."""
@@ -45,7 +53,9 @@ def of_queries(config, queries, parts=1):
         if longest.present:
             b, head, own = longest.take(tiles, arrays, strides, sizes)
         else:
-            heads, m_tiles = divide(sizes.heads, group), divide(int32(sizes.seqlen_q) + int32(queries - 1), queries)
+            # Opaque: a kernel that asks twice would otherwise keep the number of tiles through its loop.
+            heads, seqlen_q = divide(sizes.heads, group), special.opaque(int32(sizes.seqlen_q))
+            m_tiles = divide(seqlen_q + int32(queries - 1), queries)
             head_tiles = divide(tiles, m_tiles)
             b, own = divide(head_tiles, heads), m_tiles - 1 - (tiles - head_tiles * m_tiles)
             head = head_tiles - b * heads

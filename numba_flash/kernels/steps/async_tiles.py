@@ -9,6 +9,12 @@ from .inlined import inlined
 from .plain import panel_offset
 
 
+@inlined
+def aligned(address):
+    """The first place from a shared address on where a tile may begin."""
+    return int32((address + int32(1023)) & int32(-1024))
+
+
 @functools.cache
 def loader(rows, columns, threads, group=1, size=2):
     """-> load(target, source, row_stride, head_stride, rows_left, columns_left, thread).

@@ -17,19 +17,19 @@ from .plain import chunk_pair, first_column_of, first_row_of, panel_offset
 
 
 class FragmentProducts(NamedTuple):
-    """Device functions, or makers of them for tiles of so many `columns`. The last three are for warps that share
-    rows."""
+    """Device functions; the second to fourth take the `columns` of their tile and return device functions for it."""
 
-    lanes: Callable[..., Any]  # (thread) -> the lane's addresses in three tiles
-    load_own: Callable[..., Any]  # (columns) -> load(a_frag, own_lane)
-    scores_product: Callable[..., Any]  # (columns) -> multiply(acc, a_frag, b_frag, own_lane, other_lane)
-    gradient_product: Callable[..., Any]  # (columns) -> multiply(acc, a_frag, b_frag, other_transposed)
-    put: Callable[..., Any]  # (frag, tile, thread)
-    own_product: Callable[..., Any]  # (acc, frag, b_frag, other_transposed, columns_left, thread)
-    others_product: Callable[..., Any]  # (acc, a_frag, b_frag, own_lane, other_transposed, columns_left, thread)
+    lanes: Callable[..., Any]
+    load_own: Callable[..., Any]
+    scores_product: Callable[..., Any]
+    gradient_product: Callable[..., Any]
+    put: Callable[..., Any]  # this and the next two: for warps that share rows
+    own_product: Callable[..., Any]
+    others_product: Callable[..., Any]
 
 
-def make(config: Any) -> FragmentProducts:
+def make(config):
+    """-> FragmentProducts."""
     strips = config.warp_rows // 16
     own_panel, other_panel = config.own_rows * 128, config.other_rows * 128  # bytes
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1

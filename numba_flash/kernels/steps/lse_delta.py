@@ -8,12 +8,14 @@ of the last one that do not exist have +inf and 0.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import int32, int64, uint32
+from numba import int32, int64
 
-from ...arrays.dtypes import ITEM_SIZE
-from ...ptx import cp_async, ld_st, local, memory
+from ...config.forward import ITEM_SIZE
+from ...ptx import cp_async, ld_st, memory
 from . import elements
 from .inlined import inlined
 from .sequence import lse_row
@@ -81,9 +83,11 @@ def delta_of_row(config):
 
 
 def of_query(config):
-    """-> of_query(sequence, h, query, arrays, sizes), a device function: lse in the scores' unit, +inf if the query
-    sees no key or does not exist, and delta. It reads the blocks; in float32 and float64, what the forward and the
-    delta kernel wrote."""
+    """-> of_query(sequence, h, query, arrays, sizes), a device function: lse in the scores' units, +inf if the query
+    sees no key or does not exist, and delta.
+
+    It reads the blocks. In float32 and float64 it reads what the forward and the delta kernel wrote.
+    """
     of_blocks, minus_delta_at = ITEM_SIZE[config.dtype] == 2, MINUS_DELTA
     real = elements.COMPUTE_TYPES[config.dtype]
     inf, minus_inf, unit = real(math.inf), real(-math.inf), real(exponent_unit(config))
@@ -103,81 +107,55 @@ def of_query(config):
     return found
 
 
+class Staged(NamedTuple):
+    """Device functions."""
+
+    start_rows: Callable[..., Any]
+    lse_pair: Callable[..., Any]
+    delta_pair: Callable[..., Any]
+
+
 def staged(config, rows, threads):
-    """-> (start_rows, of_pair), device functions: lse and delta of a tile of `rows` queries through shared memory, in
-    float32 and float64. A lane needs them for each of its columns; with reads of global memory there, dK and dV took 6
-    % longer (H200)."""
+    """-> Staged: lse and delta of a tile of `rows` queries through shared
+    memory, in float32 and float64. A lane needs them for each of its columns; with reads of global memory there, dK and
+    dV took 6 % longer (H200)."""
     size = ITEM_SIZE[config.dtype]
     copy, double = cp_async.small_copy(size), config.dtype == "float64"
     real = elements.COMPUTE_TYPES[config.dtype]
     inf, minus_inf, unit = real(math.inf), real(-math.inf), real(exponent_unit(config))
 
     @inlined
-    def start_rows(rows_smem, sequence, h, first_query, arrays, sizes, thread):
-        """Start the copies of both; the caller commits, waits and owes a barrier. Queries past the last one get
-        zeros."""
+    def start_rows(rows_smem, head_at, first_query, arrays, sizes, thread):
+        """Start the copies of both; the caller commits, waits and owes a barrier. head_at: `lse_row` of query 0. Past
+        the last query there are zeros."""
         for step in range(-(-rows // threads)):
             row = int32(thread + step * threads)
             if row < rows:
                 query = int64(first_query + row)
-                count = int32(size) if query < sequence.seqlen_q else int32(0)
-                at = lse_row(sequence, h, query, sizes)
-                copy(int32(rows_smem + row * size), memory.address(arrays.lse, at), count)
-                copy(int32(rows_smem + (rows + row) * size), memory.address(arrays.delta, at), count)
+                count = int32(size) if query < sizes.seqlen_q else int32(0)
+                copy(int32(rows_smem + row * size), memory.address(arrays.lse, head_at + query), count)
+                copy(int32(rows_smem + (rows + row) * size), memory.address(arrays.delta, head_at + query), count)
 
     @inlined
-    def pair(values, at):
-        """values (2,) <- two neighbours at a shared address."""
+    def pair(values, x, at):
+        """values[x : x + 2] <- two neighbours at a shared address."""
         if double:
-            ld_st.load_v2_f64(values, 0, at)
+            ld_st.load_v2_f64(values, x, at)
         else:
-            for x in range(2):
-                values[x] = ld_st.load_b32(int32(at + 4 * x)).view(np.float32)
+            for i in range(2):
+                values[x + i] = ld_st.load_b32(int32(at + 4 * i)).view(np.float32)
 
     @inlined
-    def of_pair(lse, delta, rows_smem, column):
-        """lse, delta (2,) <- those of query `column`, an even one, and the next: lse in the scores' unit, +inf if the
-        query sees no key."""
-        pair(lse, int32(rows_smem + column * size))
-        pair(delta, int32(rows_smem + (rows + column) * size))
-        for x in range(2):
-            lse[x] = inf if lse[x] == minus_inf else lse[x] * unit
-
-    return start_rows, of_pair
-
-
-def starter(config, strips, blocks):
-    """-> start_dp, a device function for fragments whose columns are queries."""
+    def lse_pair(values, x, at):
+        """values[x : x + 2] <- lse of two neighbours, the first one's at `at`: in the scores' units, +inf if the query
+        sees no key."""
+        pair(values, x, at)
+        for i in range(x, x + 2):
+            values[i] = inf if values[i] == minus_inf else values[i] * unit
 
     @inlined
-    def start_dp(acc_dp, rows_smem, lane, score):
-        """acc_dp <- -delta of each column, so that the product gives dP - delta. Where weights drop, finish_dp scales
-        it later."""
-        four = local.array(4, uint32)
-        for n in range(0, blocks, 2):
-            ld_st.load_v4(four, 0, rows_smem + n * 64 + 4 * MINUS_DELTA + ((lane & 3) << 4))
-            for at in range(8 * strips):  # element at % 4 of block n + at // 4 % 2
-                minus_delta = four[at // 4 % 2 * 2 + at % 2].view(np.float32)
-                if config.seeded:
-                    minus_delta /= score.kept_count
-                acc_dp[(at // 8 * blocks + n) * 4 + at % 8] = minus_delta
+    def delta_pair(values, x, at):
+        """The same of delta; `at` as there."""
+        pair(values, x, int32(at + rows * size))
 
-    return start_dp
-
-
-def finisher(config, strips, blocks):
-    """-> finish_dp, a device function for the same fragments, where weights are dropped."""
-
-    @inlined
-    def finish_dp(acc_dp, kept, rows_smem, lane, score):
-        """acc_dp <- dP times the factor of its weight, minus delta."""
-        four = local.array(4, uint32)
-        for n in range(0, blocks, 2):
-            ld_st.load_v4(four, 0, rows_smem + n * 64 + 4 * MINUS_DELTA + ((lane & 3) << 4))
-            for at in range(8 * strips):
-                index, bit = (at // 8 * blocks + n) * 4 + at % 8, uint32(2 * n + at // 4 % 2 * 2 + at % 2)
-                counts = (kept[at // 8 * 2 + at % 4 // 2] >> bit) & uint32(1) != 0
-                minus_delta = four[at // 4 % 2 * 2 + at % 2].view(np.float32)
-                acc_dp[index] = acc_dp[index] * score.kept_count if counts else minus_delta
-
-    return finish_dp
+    return Staged(start_rows, lse_pair, delta_pair)

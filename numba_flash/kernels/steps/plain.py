@@ -3,8 +3,10 @@
 They are here, not in the modules that use them, so that each is compiled once and not once for each user.
 """
 
+from numba import int32
+
 from ...problem import groups, ranges
-from ...ptx import fragments
+from ...ptx import fragments, special
 from . import dq_order
 from .inlined import inlined
 
@@ -19,3 +21,10 @@ panel_offset, swizzled = inlined(fragments.panel_offset), inlined(fragments.swiz
 def chunk_pair(lane_address, pair, panel):
     """From a lane's address of the first two chunks of its row to that of the pair-th two: XOR by the swizzle."""
     return (lane_address ^ ((pair & 3) << 5)) + (pair >> 2) * panel
+
+
+@inlined
+def lane_and_warp():
+    """Of this thread. Read anew at each call: so what follows from them is not kept in registers in between."""
+    thread = special.thread_index()
+    return thread & int32(31), thread >> int32(5)

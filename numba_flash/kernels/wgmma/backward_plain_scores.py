@@ -24,7 +24,7 @@ class TileFragments(NamedTuple):
     ds_frag: Any  # likewise dS
     mask_bits: Any  # which scores count
     shown_bits: Any  # which of them the mask leaves
-    kept: Any  # which weights count (kernels/score/counts.py)
+    kept: Any  # which weights count (kernels/score/dropout.py)
     loaded: Any  # the bias (2, columns / 8, 2), in 16 bits two in one (kernels/score/reads.py)
     distance: Any  # (2,) q_pos - k_pos
 

@@ -1,0 +1,111 @@
+"""lse and delta of a tile of queries in shared memory, for scores whose columns are queries.
+
+In 16 bits they come from the blocks of kernels/steps/lse_delta.py, whose order is that of a lane's columns; in float32
+and float64 from what the forward and the delta kernel wrote.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import int32, int64, uint32
+
+from ...ptx import cp_async, ld_st, local, memory, special
+from ..steps import lse_delta
+from ..steps.inlined import inlined
+from ..steps.plain import first_column_of
+from ..steps.sequence import lse_row
+
+
+class QueryColumns(NamedTuple):
+    """Device functions. smem: the place of one tile's numbers."""
+
+    head_at: Callable[..., Any]  # (sequence, h, arrays, sizes) -> where a head's numbers begin, as int64
+    head_step: Callable[..., Any]  # (sizes) -> from there to where the next head's begin
+    start: Callable[..., Any]  # (i, head_at, smem, arrays, sizes): starts the copies of query tile i
+    lane_at: Callable[..., Any]  # (smem) -> at, which the next two take
+    lse: Callable[
+        ..., Any
+    ]  # (values, n, at): values[n % 2 * 2 :] <- those of the lane's two columns of block n of 8, in
+    # the scores' units, +inf for a query that sees no key. To be called for n = 0, 1, 2 and so on.
+    minus_delta: Callable[..., Any]  # likewise
+
+
+def make(config):
+    return _of_blocks(config) if config.item_size == 2 else _of_rows(config)
+
+
+def _of_blocks(config):
+    groups, part, chunks = config.column_groups, config.tile_m // config.column_groups, config.tile_m // 2
+
+    @inlined
+    def head_at(sequence, h, arrays, sizes):
+        return memory.address(arrays.lse_delta, lse_delta.head_blocks(sequence, h, sizes))
+
+    @inlined
+    def head_step(sizes):
+        return lse_delta.row_blocks(sizes.seqlen_q) * (4 * lse_delta.BLOCK_WORDS)
+
+    @inlined
+    def start(i, head_at, smem, arrays, sizes):
+        thread = special.thread_index()
+        for step in range(-(-chunks // config.threads)):
+            chunk = int32(thread + step * config.threads)
+            if chunk < chunks:  # of 16 bytes
+                here = int32(i * (config.tile_m // 16) + (chunk >> 3)) < lse_delta.row_blocks(sizes.seqlen_q)
+                source = head_at + int64(4) * int32(i * (2 * config.tile_m) + chunk * 4)
+                cp_async.copy16(smem + 16 * chunk, source, 16 if here else 0)
+
+    @inlined
+    def lane_at(smem):
+        thread = special.thread_index()
+        return smem + ((thread >> int32(5)) & (groups - 1)) * (8 * part) + ((thread & 3) << 4)
+
+    @inlined
+    def lse(values, n, at):
+        if n % 2 == 0:  # two blocks of columns at a time
+            four = local.array(4, uint32)
+            ld_st.load_v4(four, 0, at + n * 64)
+            for x in range(4):
+                values[x] = four[x].view(np.float32)
+
+    @inlined
+    def minus_delta(values, n, at):
+        lse(values, n, at + 4 * lse_delta.MINUS_DELTA)
+
+    return QueryColumns(head_at, head_step, start, lane_at, lse, minus_delta)
+
+
+def _of_rows(config):
+    staged = lse_delta.staged(config, config.tile_m, config.threads)
+    groups, part = config.column_groups, config.tile_m // config.column_groups
+
+    @inlined
+    def head_at(sequence, h, arrays, sizes):
+        return lse_row(sequence, h, 0, sizes)
+
+    @inlined
+    def head_step(sizes):
+        return sizes.seqlen_q
+
+    @inlined
+    def start(i, head_at, smem, arrays, sizes):
+        staged.start_rows(smem, head_at, i * config.tile_m, arrays, sizes, special.thread_index())
+
+    @inlined
+    def lane_at(smem):
+        thread = special.thread_index()
+        column = ((thread >> int32(5)) & (groups - 1)) * part + int32(first_column_of(thread & int32(31)))
+        return int32(smem + column * config.item_size)
+
+    @inlined
+    def lse(values, n, at):
+        staged.lse_pair(values, n % 2 * 2, int32(at + n * 8 * config.item_size))
+
+    @inlined
+    def minus_delta(values, n, at):
+        staged.delta_pair(values, n % 2 * 2, int32(at + n * 8 * config.item_size))
+        for x in range(n % 2 * 2, n % 2 * 2 + 2):
+            values[x] = -values[x]
+
+    return QueryColumns(head_at, head_step, start, lane_at, lse, minus_delta)
