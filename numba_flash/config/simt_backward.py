@@ -176,7 +176,7 @@ class DbiasSumConfig(LaunchFacts):
     def grid(self, problem: Any) -> int:
         return -(-math.prod(problem.dbias_shape) // self.threads)
 
-    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+    def workspace(self, problem: Any) -> abi.Workspace:
         count = problem.dbias_splits * math.prod(problem.dbias_shape)
         return dict(dbias_sums=((count,), self.compute_dtype))
 

@@ -109,7 +109,7 @@ class WideFusedConfig(WideBackwardConfig):
     takes = abi.backward("dq dk dv", abi.ROWS).plus("turns")
     of_keys = True
     GROUPS: ClassVar[tuple[int, ...]] = (2, 4)
-    ABREAST: ClassVar[int] = 264  # about as many key tiles as a GPU works on at a time
+    IN_FLIGHT: ClassVar[int] = 264  # about as many key tiles as a GPU works on at a time
     blocks: ClassVar[int] = 1  # that share the columns
     TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
 

@@ -321,8 +321,8 @@ def test_every_tile_is_taken_once(monkeypatch, heads, heads_kv, of_keys):
     monkeypatch.setattr(longest_first, "L2_BYTES", 4 * walked * 2 * (64 + 64))
     used = uses(mask_mod=Function.of("mask_mod", mods.causal))
     made = WgmmaDkdvConfig if of_keys else WgmmaDqConfig
-    name, tiles = "wgmma_dkdv" if of_keys else "wgmma_dq", -(-seqlen // tile_rows)
-    take = longest_first.make(made(name, "float16", 64, 64, tile_rows, tile_rows, uses=used)).take
+    tiles = -(-seqlen // tile_rows)
+    take = longest_first.make(made("float16", 64, 64, tile_rows, tile_rows, uses=used)).take
     states_name = "tile_states" + "_of_keys" * of_keys
     arrays_of, strides_of = (tuple_class(kind, (states_name,)) for kind in ("arrays", "strides"))
     sizes_of = tuple_class("sizes", ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k"))

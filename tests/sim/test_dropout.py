@@ -20,7 +20,7 @@ SMALL = dict(max_seqlen=36, max_batch=2, head_dims=(1, 7, 16, 32))  # every row 
 def words_are_remembered():
     """The words of a counter are computed once. In Python they take a millisecond, and kernels compute them often."""
     words = functools.cache(kept_weights.random_words.fn)
-    with mock.patch.object(dropout, "random_words", words):
+    with mock.patch.object(kept_weights, "random_words", words):
         yield
 
 

@@ -30,10 +30,10 @@ def test_shared_memory_of_a_pair(kind, head_dim, head_dim_v, halves, panels):
     config = kind("float32", head_dim, head_dim_v, 64, 64, stages_a=1, stages_b=1)
     assert (config.head_dim_padded, config.head_dim_v_padded) == halves and config.panels == panels
     own = [3 * 64 * 128 * (1 + (columns > 64)) for columns in halves]
-    sizes = [*own, 2 * panels * 3 * 64 * 128, 64 * 64 * 4, 64 * 64 * 4, 12 * 4, 64, (5 * panels + 5) * 8]
+    sizes = [*own, 2 * panels * 3 * 64 * 128, 64 * 64 * 4, 64 * 64 * 4, 12 * 4, 64, (6 * panels + 5) * 8]
     plan, at = config.shared_layout(), config.barriers()
     assert list(plan) == [0, *itertools.accumulate(sizes)] and all(place % 1024 == 0 for place in plan[:3])
-    assert at.a_empty - at.a_full == 8 * panels and at.b_full - at.a_empty == 16 * panels and at.end == plan.end
+    assert at.a_empty - at.a_full == 16 * panels and at.b_full - at.a_empty == 16 * panels and at.end == plan.end
     assert config.shared_bytes == 1024 + plan.end <= HOPPER.shared_bytes
 
 

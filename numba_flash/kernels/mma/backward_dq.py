@@ -96,7 +96,7 @@ def make(config):
     )
     work_of = work_tile.of_queries(config, config.tile_m)
     walk, has_functions = backward_dq_walk.make(config), gradient_functions.present(config)
-    behind, states_ends, has_states = walk.behind, walk.states_ends, bool(config.tile_states)
+    next_tile, states_ends, has_states = walk.next_tile, walk.states_ends, bool(config.tile_states)
     chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
     read, has_mask = score_reads.make(config, strips, part), config.has("mask")
     bits_words = rows if has_functions else read.bits_words
@@ -130,7 +130,7 @@ def make(config):
     @inlined
     def prefetch(j, stage, begin, smem, arrays, strides):
         """Wait for V of tile j, with two stages also for K, and start the copies for which there is room now."""
-        next_j = behind(j, begin, smem.q, arrays, strides)
+        next_j = next_tile(j, begin, smem.q, arrays, strides)
         places = walk.places_of(j if stages == 1 else next_j, strides, smem.q)
         wait_all()
         cuda.syncthreads()  # it has arrived, and all threads have finished with the last tile
@@ -144,7 +144,7 @@ def make(config):
     @inlined
     def prefetch_second(j, begin, smem, arrays, strides):
         """With one stage: wait for K of tile j and start the copies of V of the next one."""
-        next_j = behind(j, begin, smem.q, arrays, strides)
+        next_j = next_tile(j, begin, smem.q, arrays, strides)
         places = walk.places_of(next_j, strides, smem.q)
         wait_all()
         cuda.syncthreads()  # K has arrived, and all threads have finished with V
@@ -306,11 +306,11 @@ def make(config):
             # again some that are seen in part.
             while j >= begin and not whole:
                 step(j, stage, begin, registers, smem, lanes, term, arrays, strides, sizes, score, TRUE)
-                j, stage = behind(j, begin, q_smem, arrays, strides), int32(stage ^ other_stage)
+                j, stage = next_tile(j, begin, q_smem, arrays, strides), int32(stage ^ other_stage)
                 whole = walk.is_unmasked(j, q_smem, arrays, strides)
             while j >= begin and whole:
                 step(j, stage, begin, registers, smem, lanes, term, arrays, strides, sizes, score, FALSE)
-                j, stage = behind(j, begin, q_smem, arrays, strides), int32(stage ^ other_stage)
+                j, stage = next_tile(j, begin, q_smem, arrays, strides), int32(stage ^ other_stage)
                 whole = walk.is_unmasked(j, q_smem, arrays, strides)
 
         # Stage dQ in the place of the warp's own rows of Q, and write it from there to global memory. Its place there

@@ -36,7 +36,7 @@ class Walk(NamedTuple):
     ask_functions: Callable[..., Any]
     places_of: Callable[..., Any]
     is_unmasked: Callable[..., Any]
-    next_tile: Callable[..., Any]
+    behind: Callable[..., Any]
     states_ends: Callable[..., Any]
     start_dp: Callable[..., Any]
     finish_dp: Callable[..., Any]
@@ -126,7 +126,7 @@ def make(config):
         return whole
 
     @inlined
-    def next_tile(j, begin, q_smem, arrays, strides):
+    def behind(j, begin, q_smem, arrays, strides):
         """The next tile after j; one before begin if none is left."""
         if of_states.present:
             return int32(of_states.next_tile(states_of(q_smem), j, begin, arrays, strides))
@@ -228,4 +228,4 @@ def make(config):
 
     state = (set_up_state, work_again)
     of_tile = (of_row, first_key_of, distances, find_kept, load_for_scores, ask_functions, places_of, is_unmasked)
-    return Walk(*state, *of_tile, next_tile, states_ends, start_dp, finish_dp)
+    return Walk(*state, *of_tile, behind, states_ends, start_dp, finish_dp)

@@ -57,6 +57,8 @@ def make(config: Any, warp_rows: int) -> Any:
                 l += p
                 p *= weight_factor(at_key(query, key), arrays, sizes, score)
                 of_pair.add(row_o, p, arrays.v, v_at + key * strides.v[2], columns, lane)
+        if m == -made.minus_inf:  # a sink of Inf, or a score
+            l = made.real(math.nan)
         row_lse = made.minus_inf if l == made.real(0) else m / unit + made.log2(l / largest) * ln_2
         return l, row_lse
 
