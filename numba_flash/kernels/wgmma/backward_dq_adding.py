@@ -30,7 +30,6 @@ def make(config, tiles):
     wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
     address, load_acquire, add_release = memory.address, memory.load_acquire, memory.add_release
     _, word_alone, _, position_alone, *_ = block.words(plan.state)
-    state_of, has_tile, leave = tiles.state_of, tiles.has_tile, tiles.leave
     ring = backward_state.pipelines(config).dq
 
     @inlined
@@ -98,9 +97,9 @@ def make(config, tiles):
     def add_dq(base, me, arrays, sizes):
         """add_dq_of_tile for one tile after the other."""
         w, n = int32(0), int32(0)
-        while has_tile(base, w):
-            n = add_dq_of_tile(base, state_of(base, w), n, me, arrays, sizes)
-            leave(base, w)
+        while tiles.has_tile(base, w):
+            n = add_dq_of_tile(base, tiles.state_of(base, w), n, me, arrays, sizes)
+            tiles.leave(base, w)
             w = int32(w + 1)
         wait_added()
 

@@ -30,8 +30,7 @@ class KeyWork(NamedTuple):
 
 def make(config):
     all_keys = config.key_tiles > 0
-    state = block.words(config.shared_layout().state)
-    sequence_of = make_sequence(config)
+    state, sequence_of = block.words(config.shared_layout().state), make_sequence(config)
     has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, config.tile_m, of_keys=True).ranges
     has_states, take = longest_first.make(config)
     bias_of_all = bias_of_entries(config)

@@ -23,8 +23,7 @@ class QueryWork(NamedTuple):
 
 
 def make(config):
-    state = block.words(config.shared_layout().state)
-    sequence_of = make_sequence(config)
+    state, sequence_of = block.words(config.shared_layout().state), make_sequence(config)
     has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, config.tile_n).ranges
     of_thread = tile_walk.make(config)
     take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)

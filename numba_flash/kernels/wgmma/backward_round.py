@@ -27,8 +27,7 @@ def make(config):
     of_part, lines = config.tile_m // 64, config.dq_partials
     columns, head_blocks = config.dq_columns // 8, -(-config.head_dim // 16) * 2
     dq_count = 4 * head_blocks
-    sequence_of = make_sequence(config)
-    chain = fragments.chain(config)
+    sequence_of, chain = make_sequence(config), fragments.chain(config)
     stage_dq, store_dq = gradient_rows.make(config.dtype, 64, 16, config.head_dim, config.head_dim % 8 == 0)
     recompute_queries = recompute.make(config)
 

@@ -28,8 +28,7 @@ def make(config):
     stage, store = gradient_rows.make(config.dtype, 64, 16, 64, config.head_dim % 8 == 0)
     key_tiles, chunk_bytes, warp_bytes = config.key_tiles, 32 * 16, part_bytes // 4
     recompute_queries, load = recompute.make(config), elements.loader(config.dtype, float32)
-    chain = fragments.chain(config)
-    state = block.words(config.shared_layout().state)
+    chain, state = fragments.chain(config), block.words(config.shared_layout().state)
 
     @inlined
     def tile_of(own, n):
