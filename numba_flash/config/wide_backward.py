@@ -72,7 +72,7 @@ class WideDkdvConfig(OfGradients, WideBackwardConfig):
     of_dv: bool = True
 
     kernel = "mma_dkdv_wide"
-    module = "mma.backward_dkdv_wide"
+    module = "mma.backward_dkdv"
     takes = abi.backward("dk dv", abi.ROWS, abi.MASK_BITS_OF_KEYS)
     of_keys = True
 
@@ -187,7 +187,7 @@ class WideCarriedConfig(WideFusedConfig):
     one_staging_buffer: bool = False  # type: ignore[misc]
 
     kernel = "mma_wide_carried"
-    module = "mma.backward_wide_carried"
+    module = "mma.backward_wide_fused"
     whole_program: ClassVar[bool] = True  # setmaxnreg wants that
     columns_in_order: ClassVar[bool] = True
     shared_alignment: ClassVar[int] = WideBackwardConfig.ALIGNMENT
@@ -282,7 +282,7 @@ class WideDqConfig(WideBackwardConfig):
     """A block owns tile_m queries of one head and walks over tiles of tile_n keys."""
 
     kernel = "mma_dq_wide"
-    module = "mma.backward_dq_wide"
+    module = "mma.backward_dq"
     takes = abi.backward("dq", abi.ROWS)
 
     @property

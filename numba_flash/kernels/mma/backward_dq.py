@@ -210,7 +210,7 @@ def make(config):
             stop = max(min(stop, divide(end + int32(tile_n - 1), tile_n)), begin)
         if states.present:
             states_row = states.row(sequence.b, tile.h, tile.first_query, arrays, strides)
-            begin, stop = states.ends(states_row, begin, stop, arrays, strides)
+            begin, stop = states.trim(states_row, begin, stop, arrays, strides)
         walk.set_up_state(tile, free, cut, arrays, strides, sizes, q_smem, thread)
         cuda.syncthreads()
 

@@ -53,7 +53,7 @@ class Walk(NamedTuple):
     ask_functions: Callable[..., Any]
     key_tile: Callable[..., Any]
     is_unmasked: Callable[..., Any]
-    behind: Callable[..., Any]
+    next_tile: Callable[..., Any]
     start_dp: Callable[..., Any]
     finish_dp: Callable[..., Any]
 
@@ -153,14 +153,14 @@ def make(config):
         whole = j >= free and j < cut
         if states.present:
             if whole:
-                whole = not states.asks(states_of(q_smem), j, arrays, strides)
+                whole = not states.needs_mask(states_of(q_smem), j, arrays, strides)
         return whole
 
     @inlined
-    def behind(j, begin, q_smem, arrays, strides):
+    def next_tile(j, begin, q_smem, arrays, strides):
         """The next tile after j; one before begin if none is left."""
         if states.present:
-            return int32(states.behind(states_of(q_smem), j, begin, arrays, strides))
+            return int32(states.next_tile(states_of(q_smem), j, begin, arrays, strides))
         return int32(j - 1)
 
     @inlined
@@ -216,7 +216,7 @@ def make(config):
     @inlined
     def ask_functions(j, registers, q_smem, arrays, strides, score):
         """acc_s, acc_dp <- with score_mod and its derivative; shown_bits <- without what any option hides."""
-        asks = states.asks(states_of(q_smem), j, arrays, strides) if states.present else TRUE
+        asks = states.needs_mask(states_of(q_smem), j, arrays, strides) if states.present else TRUE
         for r in range(rows):
             seen = seen_columns(j, row_state(r, q_smem))
             registers.shown_bits[r] = registers.shown_bits[r] & seen if has_mask else seen
@@ -262,5 +262,5 @@ def make(config):
 
     return Walk(
         set_up_state, work_again, row_state, seen_columns, distances, find_kept, load_for_scores, ask_functions,
-        key_tile, is_unmasked, behind, start_dp, finish_dp,
+        key_tile, is_unmasked, next_tile, start_dp, finish_dp,
     )  # fmt: skip

@@ -158,7 +158,7 @@ def make(config):
         """acc_s, acc_dp <- with score_mod and its derivative; shown_bits <- without what any option hides."""
         asks = TRUE
         if states.present:
-            asks = states.asks(states_of(heads_left, k_smem, arrays, strides), i, arrays, strides)
+            asks = states.needs_mask(states_of(heads_left, k_smem, arrays, strides), i, arrays, strides)
         for r in range(rows):
             seen = seen_columns(i, r, k_smem)
             registers.shown_bits[r] = registers.shown_bits[r] & seen if has_mask else seen
@@ -228,7 +228,7 @@ def make(config):
         whole = i >= free and i < cut
         if states.present:
             if whole and heads_left > 0:
-                whole = not states.asks(states_of(heads_left, k_smem, arrays, strides), i, arrays, strides)
+                whole = not states.needs_mask(states_of(heads_left, k_smem, arrays, strides), i, arrays, strides)
         return whole
 
     return Walk(
