@@ -60,10 +60,11 @@ class PreprocessConfig(LaunchFacts):
 
 
 class OfGradients:
-    """Which of dK and dV a kernel computes that owns keys."""
+    """Which of dK and dV a kernel computes that owns keys. of_dq: it computes dQ, too."""
 
     of_dk: bool
     of_dv: bool
+    of_dq: ClassVar[bool] = False
 
     def _check_gradients(self) -> None:
         check(self.of_dk or self.of_dv, "of_dk or of_dv must be True: there is nothing else to compute")
@@ -130,7 +131,6 @@ class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
     of_dk: bool = True
     of_dv: bool = True
 
-    of_dq: ClassVar[bool] = False  # it computes dQ, too
     kernel = "mma_dkdv"
     module = "mma.backward_dkdv"
     takes = abi.backward("dk dv", mask=abi.MASK_BITS_OF_KEYS)

@@ -16,7 +16,6 @@ from .backward_tiles import TABLES
 from .forward import halved, no_wide_rows, prologue
 from .tiles import Facts, Row, rows_of
 
-
 SMALL_BLOCKS = 192  # keys of all blocks of a multiprocessor, where tiles have fewer than 64
 
 
