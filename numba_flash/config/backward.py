@@ -118,10 +118,6 @@ class MmaBackwardConfig(WarpsConfig):
         """How many of a gradient's columns a warp sums up."""
         return columns if self.column_groups == 1 else self.group_columns
 
-    def shared_layout(self) -> Any:
-        """Where in shared memory things begin, and the end, in bytes."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class MmaDkdvConfig(OfGradients, MmaBackwardConfig):

@@ -277,6 +277,10 @@ class WarpsConfig(OwnRows, Padded, Config):
     def threads(self) -> int:  # type: ignore[override]
         return self.workers
 
+    def shared_layout(self) -> Any:
+        """Where in shared memory things begin, and the end, in bytes."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class TensorConfig(Padded, Config):

@@ -60,10 +60,6 @@ class WideBackwardConfig(WarpsConfig):
         """Bytes of P or dS where warps that own the same rows exchange it."""
         return self.own_rows * self.other_rows * self.item_size if self.column_groups > 1 else 0
 
-    def shared_layout(self) -> Any:
-        """Where in shared memory things begin, and the end, in bytes."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class WideDkdvConfig(OfGradients, WideBackwardConfig):
@@ -80,14 +76,6 @@ class WideDkdvConfig(OfGradients, WideBackwardConfig):
     def __post_init__(self) -> None:
         self._check_gradients()
         super().__post_init__()
-
-    @property
-    def own_rows(self) -> int:
-        return self.tile_n
-
-    @property
-    def other_rows(self) -> int:
-        return self.tile_m
 
     def shared_layout(self) -> Any:
         """As of MmaDkdvConfig; P and dS each have a place."""

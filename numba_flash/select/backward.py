@@ -11,7 +11,7 @@ from ..problem.backward import BackwardProblem
 from ..problem.options import ARRAYS
 from .backward_shared import one_key_tile
 from .forward import no_tma, no_wide_rows, not_on_tensor_cores
-from .rungs import RUNGS, Refused, Rung, check_request, choose, no_gpu
+from .rungs import RUNGS, Refused, Rung, check_request, choose, no_room, not_here
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,15 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
     rung = RUNGS[name]
     if not rung.has_backward:
         return "its backward is not built yet"
-    if rung.on_host:
-        somewhere = None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
-        return rung.not_taken(problem.forward) or somewhere
-    if target.cc is None:
-        return no_gpu(target)
+    reason = not_here(rung, problem.forward, target)
+    if rung.on_host or reason is not None:
+        return reason
     if target.arrays_on_host and not target.simulated:
         return "it takes arrays on a GPU, and these are in host memory; copy them there first"
     if rung.tensor_cores and (reason := _not_on_tensor_cores(rung, problem, target)) is not None:
         return reason
     needed = max((config.shared_bytes for config in rung.kernels(problem, target)), default=0)
-    if needed > target.shared_bytes:
-        forward = problem.forward
-        return (
-            f"head_dim {forward.head_dim} and {forward.head_dim_v} in {forward.dtype} need {needed} bytes of shared "
-            f"memory in the smallest tile, and {target.name} has {target.shared_bytes}"
-        )
-    return None
+    return no_room(problem.forward, target, needed) if needed > target.shared_bytes else None
 
 
 def _not_on_tensor_cores(rung: Rung, problem: BackwardProblem, target: Target) -> str | None:

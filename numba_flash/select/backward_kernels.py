@@ -83,14 +83,13 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     features, ends = shared.of_mma(problem), shared.head_sums(problem, target, of_blocks=True)
     if rows := shared.one_key_tile(problem, target):
         own = shared.best(mma.MmaOneKeyTileConfig, rows, problem, target, features)
-        made = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
-        return _with_sums(problem, target, (shared.preprocess_config(problem, target), *made, *ends), narrow=True)
-    rows = shared.usable("mma_dkdv", problem, target)
-    if not {"dk", "dv"} <= set(problem.wanted):
-        rows = [row for row in rows if row.tile["column_groups"] == 1]  # warps that exchange scores add up both
-    own = shared.best(mma.MmaDkdvConfig, rows, problem, target, features)
-    if "dq" in problem.wanted:
-        own += shared.best(mma.MmaDqConfig, shared.usable("mma_dq", problem, target), problem, target, features)
+    else:
+        rows = shared.usable("mma_dkdv", problem, target)
+        if not {"dk", "dv"} <= set(problem.wanted):
+            rows = [row for row in rows if row.tile["column_groups"] == 1]  # warps that exchange scores add up both
+        own = shared.best(mma.MmaDkdvConfig, rows, problem, target, features)
+        if "dq" in problem.wanted:
+            own += shared.best(mma.MmaDqConfig, shared.usable("mma_dq", problem, target), problem, target, features)
     made = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
     return _with_sums(problem, target, (shared.preprocess_config(problem, target), *made, *ends), narrow=True)
 

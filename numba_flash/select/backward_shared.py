@@ -14,6 +14,7 @@ from ..problem.backward import BackwardProblem
 from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores, of_scores
 from .backward_tiles import TABLES
 from .forward import copy_bytes, halved, no_wide_rows, prologue
+from .forward import features_of as of_forward
 from .tiles import Facts, Row, rows_of
 
 SMALL_BLOCKS = 192  # keys of all blocks of a multiprocessor, where tiles have fewer than 64
@@ -21,15 +22,7 @@ SMALL_BLOCKS = 192  # keys of all blocks of a multiprocessor, where tiles have f
 
 def features_of(problem: BackwardProblem) -> dict[str, Any]:
     """What the problem uses, as every Config says it."""
-    forward = problem.forward
-    return dict(
-        dtype=forward.dtype,
-        head_dim=forward.head_dim,
-        head_dim_v=forward.head_dim_v,
-        uses=of_scores(forward.uses),
-        q_offset_source=forward.q_offset_source,
-        narrow=forward.narrow,
-    )
+    return of_forward(problem.forward) | dict(uses=of_scores(problem.forward.uses), write_lse=True)
 
 
 def with_bias_pairs(problem: BackwardProblem) -> dict[str, Any]:

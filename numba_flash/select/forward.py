@@ -17,7 +17,7 @@ from ..problem.forward import Problem
 from ..problem.options import BY_NAME, changes_by_distance_alone, changes_scores
 from ..problem.strides import Strides
 from .cost_model import same_tile_walk, tile_visits, wave_cost
-from .rungs import LARGE_FLOAT64, RUNGS, Rung, check_request, choose, no_gpu, no_tensor_cores
+from .rungs import LARGE_FLOAT64, RUNGS, Rung, check_request, choose, no_room, no_tensor_cores, not_here
 from .tiles import READING_KEYS, TABLES, TILE_COST, Facts, Row, rows_of
 
 if TYPE_CHECKING:
@@ -50,19 +50,13 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
 def refusal(name: str, problem: Problem, target: Target) -> str | None:
     """Why a rung cannot compute the problem on this machine, or None."""
     rung = RUNGS[name]
-    if rung.on_host:
-        somewhere = None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
-        return rung.not_taken(problem) or somewhere
-    if target.cc is None:
-        return no_gpu(target)
+    reason = not_here(rung, problem, target)
+    if rung.on_host or reason is not None:
+        return reason
     if rung.tensor_cores and (reason := not_on_tensor_cores(rung, problem, target)) is not None:
         return reason
     if _fitting(rung, problem, target) is None:
-        smallest = min(config.shared_bytes for config in rung.candidates(problem, target))
-        return (
-            f"head_dim {problem.head_dim} and {problem.head_dim_v} in {problem.dtype} need {smallest} bytes of "
-            f"shared memory in the smallest tile, and {target.name} has {target.shared_bytes}"
-        )
+        return no_room(problem, target, min(config.shared_bytes for config in rung.candidates(problem, target)))
     return None
 
 
@@ -155,7 +149,7 @@ def simt(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     for row in rows_of(TABLES, rung.table, problem.dtype, target):
         tile_m = row.tile["tile_m"]
         if tile_m <= 32 or tile_m < 2 * problem.seqlen_q:  # not mostly past the last query
-            yield kind(**_features(problem), **row.tile)
+            yield kind(**features_of(problem), **row.tile)
 
 
 def mma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
@@ -167,9 +161,10 @@ def mma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
         blocks = row.tile["blocks_per_sm"] * row.tile["tile_m"] // made["tile_m"]
         yield MmaConfig(**made | dict(tile_n=tile_n, blocks_per_sm=blocks, copy_bytes=copied))
     large_f64 = problem.dtype == "float64" and target.cc == LARGE_FLOAT64
-    for tile in _tiles(rung, problem, target):
-        if copied == 16 or not tile.get("sliced"):
-            yield MmaConfig(**_in_few_rows(problem, tile, tile["warp_rows"]), large_f64=large_f64, copy_bytes=copied)
+    for row in _rows(rung.table, problem, target):
+        if copied == 16 or not row.tile.get("sliced"):
+            tile = _in_few_rows(problem, row.tile, row.tile["warp_rows"])
+            yield MmaConfig(**tile, large_f64=large_f64, copy_bytes=copied)
 
 
 def short(problem: Problem, target: Target) -> list[Row]:
@@ -178,8 +173,7 @@ def short(problem: Problem, target: Target) -> list[Row]:
     Heads of 16 tokens take 32 us instead of 214, of 64 tokens 22 instead of 35 (H200)."""
     if target.cc is None or ITEM_SIZE[problem.dtype] != 2 or not problem.seqlen_k:
         return []
-    facts = facts_of(problem)
-    rows = [row for row in rows_of(TABLES, "mma_short", problem.dtype, target) if row.when.holds(facts)]
+    rows = _rows("mma_short", problem, target)
     return [x for x in rows if problem.seqlen_q <= x.tile["tile_m"] and problem.seqlen_k <= x.tile["tile_n"]]
 
 
@@ -197,9 +191,9 @@ def wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
 def _wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.wgmma_forward import WgmmaConfig
 
-    for tile in _tiles(rung, problem, target):
-        group = _group(problem, tile["tile_m"])
-        features = _tensor_features(problem, group)
+    for row in _rows(rung.table, problem, target):
+        tile = row.tile
+        features = _tensor_features(problem, group := _group(problem, tile["tile_m"]))
         tile["tile_n"] = min(tile["tile_n"], _most_keys(problem, WgmmaConfig.MOST_KEYS))
         # A place for O, if no buffer of Q is free for it and there is room; then one for a bias.
         bias = problem.array("bias")
@@ -211,7 +205,7 @@ def _wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
 def _wgmma_float32(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.wgmma_float32 import WgmmaFloat32Config
 
-    return (WgmmaFloat32Config(**_in_few_rows(problem, tile, 64)) for tile in _tiles(rung, problem, target))
+    return (WgmmaFloat32Config(**_in_few_rows(problem, row.tile, 64)) for row in _rows(rung.table, problem, target))
 
 
 def _in_few_rows(problem: Problem, tile: dict[str, Any], step: int) -> dict[str, Any]:
@@ -224,10 +218,10 @@ def _in_few_rows(problem: Problem, tile: dict[str, Any], step: int) -> dict[str,
     return _tensor_features(problem, group) | tile | dict(tile_m=tile_m)
 
 
-def _tiles(rung: Rung, problem: Problem, target: Target) -> list[dict[str, Any]]:
-    """Of the rows that are for the problem."""
+def _rows(table: str, problem: Problem, target: Target) -> list[Row]:
+    """Those that are for the problem."""
     facts = facts_of(problem)
-    return [row.tile for row in rows_of(TABLES, rung.table, problem.dtype, target) if row.when.holds(facts)]
+    return [row for row in rows_of(TABLES, table, problem.dtype, target) if row.when.holds(facts)]
 
 
 def facts_of(problem: Problem) -> Facts:
@@ -299,7 +293,7 @@ def _group(problem: Problem, tile_m: int) -> int:
     return group if problem.seqlen_q < tile_m and tile_m % group == 0 else 1
 
 
-def _features(problem: Problem) -> dict[str, Any]:
+def features_of(problem: Problem) -> dict[str, Any]:
     """The options that the problem uses, in the fields that every Config has."""
     return dict(
         dtype=problem.dtype,
@@ -314,12 +308,9 @@ def _features(problem: Problem) -> dict[str, Any]:
 
 def _tensor_features(problem: Problem, group_size: int) -> dict[str, Any]:
     bias, size = problem.array("bias"), ITEM_SIZE[problem.dtype]
-    rows_of_16_bytes = (
-        problem.alignment == 16
-        and problem.o_strides[3] == 1
-        and not any(stride * size % 16 for stride in problem.o_strides[:3])
-    )
-    return _features(problem) | dict(
+    steps = [stride * size % 16 for stride in problem.o_strides[:3]]
+    rows_of_16_bytes = problem.alignment == 16 and problem.o_strides[3] == 1 and not any(steps)
+    return features_of(problem) | dict(
         group_size=group_size,
         scores_finished=changes_scores(problem.uses) or problem.scale <= 0,
         bias_pairs=bias is not None and bias.pairs,

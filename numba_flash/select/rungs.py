@@ -176,6 +176,22 @@ def kernel_of_backward(kernel: str) -> str:
     return kernel if kernel in RUNGS and RUNGS[kernel].has_backward else "auto"
 
 
+def not_here(rung: Rung, problem: Problem, target: Target) -> str | None:
+    """Why a rung cannot compute where the arrays are, or None; of a rung on the host, also the option that it does not
+    take."""
+    if not rung.on_host:
+        return no_gpu(target) if target.cc is None else None
+    elsewhere = None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
+    return rung.not_taken(problem) or elsewhere
+
+
+def no_room(problem: Problem, target: Target, needed: int) -> str:
+    return (
+        f"head_dim {problem.head_dim} and {problem.head_dim_v} in {problem.dtype} need {needed} bytes of shared memory "
+        f"in the smallest tile, and {target.name} has {target.shared_bytes}"
+    )
+
+
 def no_gpu(target: Target) -> str:
     return (
         f"no GPU is usable ({target.why_no_gpu}); to step through it without one, set NUMBA_ENABLE_CUDASIM=1 before "

@@ -1,5 +1,5 @@
-"""Loads tiles from global to shared memory with cp.async, 16 bytes a copy, or fewer where rows do not begin at multiples
-of 16 bytes."""
+"""Loads tiles from global to shared memory with cp.async, 16 bytes a copy, or fewer where rows do not begin at such
+multiples."""
 
 import functools
 
