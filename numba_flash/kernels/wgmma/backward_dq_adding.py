@@ -26,7 +26,7 @@ def make(config, tiles):
     """-> add_dq, a device function. tiles: BlockTiles."""
     tile_m, tile_n, plan = config.tile_m, config.tile_n, config.shared_layout()
     part_bytes, second_bytes = config.dq_part_bytes, second_part(config)
-    turns_at, ordered, lines = TURNS_AT, config.ordered, config.dq_partials
+    turns_at, lines = TURNS_AT, config.dq_partials
     wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
     address, load_acquire, add_release = memory.address, memory.load_acquire, memory.add_release
     _, word_alone, _, position_alone, *_ = block.words(plan.state)
@@ -66,14 +66,12 @@ def make(config, tiles):
             seen = load_acquire(address(arrays.turns, turns_at + part))
         while n < end:
             turn = address(arrays.turns, turns_at + part)
-            # Without an order only the first part, which is stored, comes before all others.
-            while seen < (before if ordered else min(before, uint32(1))):
+            while seen < before:
                 seen = load_acquire(turn)
             place = ring.stage(n) * 2 + me
             ring.consumer_wait(base + 8 * me, n)
             fence.proxy_async_global()
             target, staged = address(arrays.dq_sums, part * (part_bytes // 4)), base + plan.dq + place * part_bytes
-            hands_on = ordered or before == 0
             if before == 0:
                 tma.store_bytes(target, staged, own_bytes)
             else:
@@ -87,10 +85,9 @@ def make(config, tiles):
                 seen = load_acquire(address(arrays.turns, turns_at + part))
             wait_read()
             ring.consumer_release(base + 8 * me, int32(n - 1), True)
-            if hands_on:
-                wait_added()
-                fence.proxy_async_global()
-                add_release(turn, uint32(1))
+            wait_added()
+            fence.proxy_async_global()
+            add_release(turn, uint32(1))
         return n
 
     @inlined

@@ -10,7 +10,7 @@ and rounds the sum (backward_round).
 
 Order of the sums. The parts of a query tile are added in a fixed order (kernels/steps/dq_order.py). A counter for each
 query tile holds the number of parts added so far, and a block waits for its turn. The first part is stored instead of
-added, so no memory has to be set to zero. With ordered False only the first part waits for its turn. A query tile has
+added, so no memory has to be set to zero. A query tile has
 config.dq_partials sums, to which its parts go in rotation, and wgmma/backward_round adds up these sums. With
 config.key_tiles a block has all keys of a head, and its consumers add up the parts themselves (backward_single).
 
