@@ -34,14 +34,13 @@ from numba import cuda, float32, int32, uint8, uint32
 from ...ptx import bar, fence, griddepcontrol, local, special, wgmma
 from ..steps.inlined import FALSE, inlined
 from . import (
-    backward_key_producer,
     backward_key_work,
     backward_keys,
     backward_plain_scores,
-    backward_query_walk,
+    backward_producer,
     backward_scores,
-    backward_state,
     block,
+    pipeline,
 )
 from .backward_plain_scores import TileFragments
 from .block import BEGIN, CUT, FREE, MEMBERS, STOP, aligned, warpgroup_index
@@ -59,13 +58,13 @@ def make(config):
 
     keys = backward_keys.make(config)
     work = backward_key_work.make(config)
-    plain, producer = backward_plain_scores.make(config, of_keys=True), backward_key_producer.make(config)
+    plain, producer = backward_plain_scores.make(config, of_keys=True), backward_producer.of_keys(config)
     to_weights = plain.weights_of(0, config.tile_m // 16)
     per_score, scores = config.per_score, backward_scores.make(config, of_keys=True)
     _, shown_words, kept_words, bias_words = scores.words if per_score else (1, 1, 1, 1)
-    walk = backward_query_walk.make(config, whole_warp=True)
-    set_up, word = backward_state.make(config), block.words(plan.state).read
-    rings = backward_state.pipelines(config)
+    walk = backward_key_work.query_walk(config, whole_warp=True)
+    set_up, word = pipeline.starter_of_backward(config), block.words(plan.state).read
+    rings = pipeline.of_backward(config)
 
     @inlined
     def to_ds(base, i, member, n, tile, v_desc, elected, arrays, strides, sizes, score):

@@ -36,10 +36,10 @@ from . import (
     backward_producer,
     backward_query_work,
     backward_scores,
-    backward_state,
     bias_boxes,
     block,
     operands,
+    pipeline,
 )
 from .backward_plain_scores import TileFragments
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
@@ -69,9 +69,9 @@ def make(config):
     finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
 
     padded = config.has("seqlens_k")  # K may hold anything after the valid keys
-    set_up, (word, word_alone, position, *_) = backward_state.make(config), block.words(plan.state)
-    rings, work = backward_state.pipelines(config), backward_query_work.make(config)
-    load_own, load_a, load_b = backward_producer.make(config, (Q_MAP, DO_MAP), (K_MAP, V_MAP))
+    set_up, (word, word_alone, position, *_) = pipeline.starter_of_backward(config), block.words(plan.state)
+    rings, work = pipeline.of_backward(config), backward_query_work.make(config)
+    load_own, load_a, load_b = backward_producer.loaders(config, (Q_MAP, DO_MAP), (K_MAP, V_MAP))
     fetch_bias = bias_boxes.make(config, tile_m).fetch
     chain, (mask_words, visible, _, _) = fragments.chain(config), fragments.tile(config, 1)
     plain, scores = backward_plain_scores.make(config, of_keys=False), backward_scores.make(config, of_keys=False)

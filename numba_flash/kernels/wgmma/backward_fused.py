@@ -12,7 +12,7 @@ Order of the sums. The parts of a query tile are added in a fixed order (kernels
 query tile holds the number of parts added so far, and a block waits for its turn. The first part is stored instead of
 added, so no memory has to be set to zero. A query tile has
 config.dq_partials sums, to which its parts go in rotation, and wgmma/backward_round adds up these sums. With
-config.key_tiles a block has all keys of a head, and its consumers add up the parts themselves (backward_single).
+config.key_tiles a block has all keys of a head, and its consumers add up the parts themselves (backward_dq_sums).
 
 Roles. Two threads load tiles, as in wgmma/backward_dkdv. Two more threads, one for each consumer warpgroup, add the
 parts of dQ: they wait for the turn, so that no consumer has to. A consumer warpgroup owns 64 keys for S, dP, dV and dK.
@@ -48,15 +48,14 @@ from ...ptx import bar, fence, griddepcontrol, ld_st, local, special, stmatrix, 
 from ..steps.inlined import FALSE, inlined
 from . import (
     backward_block_tiles,
-    backward_dq_adding,
-    backward_key_producer,
+    backward_dq_sums,
+    backward_key_work,
     backward_keys,
     backward_plain_scores,
-    backward_query_walk,
-    backward_single,
-    backward_state,
+    backward_producer,
     block,
     operands,
+    pipeline,
 )
 from .backward_plain_scores import TileFragments
 from .block import BEGIN, CUT, FIRST_ROW, FREE, KEYS, MEMBERS, STOP, aligned, rows_of_lane, warpgroup_index
@@ -88,7 +87,7 @@ def make(config):
     s_count, frag_count = tile_m // 2, tile_m // 4
     dk_count, dv_count, dq_columns = head_dim_padded // 2, config.head_dim_v_padded // 2, 64
     dq_count, part_bytes, ds_bytes = dq_columns // 2, config.dq_part_bytes, config.ds_bytes
-    second_chunks = backward_dq_adding.second_part(config) // (64 * 8 * 4)  # of 8 columns
+    second_chunks = backward_dq_sums.second_part(config) // (64 * 8 * 4)  # of 8 columns
     all_keys, stays, one_panel = config.key_tiles > 0, config.stays, config.dq_panels == 1
     some_lack_q = stays and not all_keys  # tiles that no query sees; a block with one tile loads a Q past the end
     padded, all_consumers = config.has("seqlens_k"), 128 * config.consumers
@@ -107,13 +106,13 @@ def make(config):
 
     keys = backward_keys.make(config)
     tiles = backward_block_tiles.make(config)
-    plain, producer = backward_plain_scores.make(config, of_keys=True), backward_key_producer.make(config)
+    plain, producer = backward_plain_scores.make(config, of_keys=True), backward_producer.of_keys(config)
     to_some_weights, to_other_weights = plain.weights_of(0, tile_m // 32), plain.weights_of(tile_m // 32, tile_m // 16)
-    walk = backward_query_walk.make(config, whole_warp=True)
-    set_up, word = backward_state.make(config), block.words(plan.state).read
-    add_dq = backward_dq_adding.make(config, tiles)
-    leave_own_dq, repair_dq = backward_single.make(config) if all_keys else (None, None)
-    rings = backward_state.pipelines(config)
+    walk = backward_key_work.query_walk(config, whole_warp=True)
+    set_up, word = pipeline.starter_of_backward(config), block.words(plan.state).read
+    add_dq = backward_dq_sums.to_sums(config, tiles)
+    leave_own_dq, repair_dq = backward_dq_sums.of_all_keys(config) if all_keys else (None, None)
+    rings = pipeline.of_backward(config)
 
     @inlined
     def fetch(base, arrays, strides, sizes):

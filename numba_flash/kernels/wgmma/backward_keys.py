@@ -18,9 +18,9 @@ from ..steps.units import LOG2_E
 from . import (
     backward_key_outputs,
     backward_key_work,
-    backward_state,
     block,
     operands,
+    pipeline,
 )
 from .block import FIRST_ROW, H_KV, PART, B, H, rows_of_lane
 from .operands import describe_rows
@@ -61,7 +61,7 @@ def make(config):
     to_lse, to_delta = int(config.lse_first), int(config.delta_first)
 
     word, _, position, *_ = block.words(plan.state)
-    rings, sequence_of = backward_state.pipelines(config), make_sequence(config)
+    rings, sequence_of = pipeline.of_backward(config), make_sequence(config)
     head_parts_of = backward_key_work.make(config).head_parts_of
     mask_words, visible, _, _ = fragments.tile(config, 1, tile_m)  # columns are queries
     chain, count = fragments.chain(config), kept_weights.on_fragments(config, 1, tile_m)

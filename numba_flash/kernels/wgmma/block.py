@@ -13,6 +13,7 @@ from numba import int32, int64, uint32
 from ...ptx import bar, fence, ld_st, local, mbarrier, setmaxnreg, shared, shfl, special
 from ..steps.inlined import inlined
 from ..steps.integers import divide
+from ..steps.query_tile import QueryTile
 
 # Where a word is in its work tile, in bytes.
 B, H, H_KV, FIRST_ROW, KEYS, BEGIN, FREE, CUT, STOP, MEMBERS, POS_LOW, POS_HIGH = (4 * i for i in range(12))
@@ -96,6 +97,16 @@ def words(at: int = 0) -> Words:
         write(work, POS_HIGH, int64(tile.position) >> int64(32))
 
     return Words(read, read_alone, position, position_alone, write, write_tile)
+
+
+# Of a work tile at a given address.
+word, word_alone, position, _, write, write_tile = words()
+
+
+@inlined
+def tile_of(work_tile):
+    """The QueryTile that a work tile describes."""
+    return QueryTile(word(work_tile, B), word(work_tile, H), word(work_tile, FIRST_ROW), int32(0))
 
 
 @inlined

@@ -29,9 +29,23 @@ from ..score import fragment_softmax, fragments, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_row_of
-from . import barriers, block, forward_outputs, one_side, operands, producer, tile_scores
-from .barriers import position, word
-from .block import BEGIN, CUT, FREE, KEYS, MEMBERS, STATES, STOP, B, H, aligned, rows_of_lane, warpgroup_index
+from . import block, forward_outputs, one_side, operands, pipeline, producer, tile_scores
+from .block import (
+    BEGIN,
+    CUT,
+    FREE,
+    KEYS,
+    MEMBERS,
+    STATES,
+    STOP,
+    B,
+    H,
+    aligned,
+    position,
+    rows_of_lane,
+    warpgroup_index,
+    word,
+)  # fmt: skip
 from .operands import describe_rows, wait_all, wait_but_one
 from .tile_scores import ConsumerRegisters, KeyTile, ScoreRegisters, counting
 
@@ -58,7 +72,7 @@ class Rows(NamedTuple):
 
 
 def make(config):
-    plan, rings, tile_n = config.shared_layout(), barriers.make(config), config.tile_n
+    plan, rings, tile_n = config.shared_layout(), pipeline.of_forward(config), config.tile_n
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     k_panels, v_panels = -(-head_dim_padded // 64), -(-head_dim_v_padded // 64)
     q_bytes, k_bytes, v_bytes = config.tile_m * 128 * k_panels, tile_n * 128 * k_panels, tile_n * 128 * v_panels

@@ -28,8 +28,7 @@ from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_row_of
 from ..steps.sequence import key_row, queries_of, query_row
 from ..steps.sequence import make as make_sequence
-from . import barriers, block, parts, query_tiles, rows_float32, tile_scores
-from .barriers import tile_of, word, word_alone
+from . import block, parts, pipeline, producer, rows_float32, tile_scores
 from .block import (
     BEGIN,
     CUT,
@@ -44,8 +43,11 @@ from .block import (
     aligned,
     elected,
     rows_of_lane,
+    tile_of,
     warpgroup_index,
-)
+    word,
+    word_alone,
+)  # fmt: skip
 from .operands import describe_rows, wait_all, wait_but_one
 from .tile_scores import ConsumerRegisters, KeyTile, ScoreRegisters, counting
 
@@ -103,9 +105,9 @@ def make(config):
     pin_s, pin_panel, pin_p = wgmma.pin(s_count), wgmma.pin(panel_count), wgmma.pin(p_count)
     give_registers, take_registers = block.register_moves(config)
 
-    rings, sequence_of = barriers.make(config), make_sequence(config)
-    set_up = barriers.starter(config, 4)  # the producer's warps
-    work = query_tiles.make(config)
+    rings, sequence_of = pipeline.of_forward(config), make_sequence(config)
+    set_up = pipeline.starter_of_forward(config, 4)  # the producer's warps
+    work = producer.query_tiles(config)
     q_loader = parts.loader(Q_ROWS, config.head_dim, 64, q_panel, q_panel * k_panels, group)
     k_loader = parts.loader(tile_n, config.head_dim, 64, kv_panel, k_part)
     v_loader = parts.loader(tile_n, config.head_dim_v, v_columns, kv_panel, v_part)

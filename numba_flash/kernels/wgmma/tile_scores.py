@@ -10,9 +10,8 @@ from ..score import fragment_functions, fragments, kept_weights, reads
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.units import LOG2_E
-from . import barriers, bias_boxes
-from .barriers import position, tile_of, word
-from .block import FIRST_ROW, KEYS, POS_CUT, POS_FREE, B, H, rows_of_lane
+from . import bias_boxes, pipeline
+from .block import FIRST_ROW, KEYS, POS_CUT, POS_FREE, B, H, position, rows_of_lane, tile_of, word
 
 
 class KeyTile(NamedTuple):
@@ -92,7 +91,7 @@ def make(config, sides):
     _, visible, finish, mask_scores = fragments.tile(config, 1)
     boxes, blocks, consumers = bias_boxes.make(config, 64), config.tile_n // 8, config.consumers
     bias_at, bias_bytes = config.shared_layout().bias, config.bias_bytes
-    ring = barriers.make(config).bias
+    ring = pipeline.of_forward(config).bias
     functions, has_score_mod = fragment_functions.make(config), config.has("score_mod")
     one_sided, to_shift, to_linear = (False, None, None) if sides is None else (sides.present, *sides[-2:])
     log2_e = float32(LOG2_E)
