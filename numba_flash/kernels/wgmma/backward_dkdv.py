@@ -62,6 +62,7 @@ def make(config):
     to_weights = plain.weights_of(0, config.tile_m // 16)
     per_score, scores = config.per_score, backward_scores.make(config, of_keys=True)
     _, shown_words, kept_words, bias_words = scores.words if per_score else (1, 1, 1, 1)
+    find_visible = backward_plain_scores.visibility(config)
     walk = backward_key_work.query_walk(config, whole_warp=True)
     set_up, word = pipeline.starter_of_backward(config), block.words(plan.state).read
     rings = pipeline.of_backward(config)
@@ -77,7 +78,7 @@ def make(config):
             asked = walk.needs_mask(base, i, member, arrays, strides) if walk.present else FALSE
             every = scores.prepare(base, i, member, tile, masked, asked, arrays, strides, sizes)
         elif keys.has_row_term or masked:
-            keys.find_visible(base, i, sizes, tile.mask_bits, tile.distance)
+            find_visible(base, i, sizes, tile.mask_bits, tile.distance)
         wait_all()
         pin_s(tile.acc_s)
         if of_dk:
@@ -116,17 +117,12 @@ def make(config):
         elected = block.elected()
         k_desc = describe_rows(base + plan.own_a + me * (64 * 128))
         v_desc = describe_rows(base + plan.own_b + me * (64 * 128))
-        for x in range(s_count):
-            acc_s[x] = float32(0)
-            acc_dp[x] = float32(0)
-        for x in range(dk_count):
-            acc_dk[x] = float32(0)
-        for x in range(dv_count):
-            acc_dv[x] = float32(0)
-        for x in range(keys.mask_words):
-            mask_bits[x] = uint32(0)
-        for r in range(2):
-            distance[r] = float32(0)
+        block.clear(acc_s, s_count)
+        block.clear(acc_dp, s_count)
+        block.clear(acc_dk, dk_count)
+        block.clear(acc_dv, dv_count)
+        block.clear(mask_bits, keys.mask_words)
+        block.clear(distance, 2)
 
         steps = int32(word(base, MEMBERS) * (word(base, STOP) - word(base, BEGIN)))
         i, member = walk.first(base, arrays, strides)

@@ -131,8 +131,7 @@ def make(config):
         acc_dv = local.array(scores.of_b.sums, float32)  # (head_dim_v_padded / 8, 4)
         p_frag = local.array(scores.frag_count, uint32)  # (3, tile_m / 8, 2)
         even, odd = local.array(scores.of_b.even, float32), local.array(scores.of_b.odd, float32)
-        for x in range(scores.of_b.sums):
-            acc_dv[x] = float32(0)
+        block.clear(acc_dv, scores.of_b.sums)
         scores.start(held)
         producer.load_own_a(base, FIRST, arrays, strides, sizes)
         if not of_keys:
@@ -159,8 +158,7 @@ def make(config):
         acc = local.array(scores.of_a.sums, float32)  # (head_dim_padded / 8, 4)
         ds_frag = local.array(scores.frag_count, uint32)  # (3, rows of the tile / 8, 2)
         even, odd = local.array(scores.of_a.even, float32), local.array(scores.of_a.odd, float32)
-        for x in range(scores.of_a.sums):
-            acc[x] = float32(0)
+        block.clear(acc, scores.of_a.sums)
         scores.next_turn(SECOND)  # the first consumer has the first turn
         producer.load_own_b(base, SECOND, arrays, strides, sizes)
         if not of_keys:

@@ -108,6 +108,7 @@ def make(config):
     tiles = backward_block_tiles.make(config)
     plain, producer = backward_plain_scores.make(config, of_keys=True), backward_producer.of_keys(config)
     to_some_weights, to_other_weights = plain.weights_of(0, tile_m // 32), plain.weights_of(tile_m // 32, tile_m // 16)
+    find_visible = backward_plain_scores.visibility(config)
     walk = backward_key_work.query_walk(config, whole_warp=True)
     set_up, word = pipeline.starter_of_backward(config), block.words(plan.state).read
     add_dq = backward_dq_sums.to_sums(config, tiles)
@@ -180,8 +181,7 @@ def make(config):
         """consume for a warpgroup whose keys are all past the last one: its dS is 0, and its part of dQ is made of the
         other's. -> n"""
         before, zeros = n, local.array(4, uint32)
-        for x in range(4):
-            zeros[x] = uint32(0)
+        block.clear(zeros, 4)
         for stage in range(2):
             place = base + plan.ds + stage * ds_bytes + me * ds_panel + (special.thread_index() & int32(127)) * 16
             for chunk in range(ds_panel // (128 * 16)):
@@ -199,12 +199,6 @@ def make(config):
         return n
 
     @inlined
-    def zero_scores(acc_s, acc_dp):
-        for x in range(s_count):
-            acc_s[x] = float32(0)
-            acc_dp[x] = float32(0)
-
-    @inlined
     def to_ds(base, own, consumer, step, tile, arrays, strides, sizes, score):
         """P and dS of a query tile, whose S is there. dP is computed beside P, once dQ of the tile before has left its
         registers."""
@@ -215,7 +209,7 @@ def make(config):
             for x in range(keys.mask_words):  # else those of the tile before would be kept in registers
                 tile.mask_bits[x] = uint32(0)
         if keys.has_row_term or step.masked:
-            keys.find_visible(own, step.i, sizes, tile.mask_bits, tile.distance)
+            find_visible(own, step.i, sizes, tile.mask_bits, tile.distance)
         to_some_weights(tile, lse_and_delta, term, score, step.masked)
         wait_all()
         pin_dq(tile.acc_dp)
@@ -284,11 +278,10 @@ def make(config):
         # With two panels these are zeroed for each tile, so that they do not live while dK and dV are staged. Otherwise
         # ptxas spills 32 bytes. With one panel it would spill 212 bytes if they were zeroed for each tile.
         if one_panel:
-            zero_scores(acc_s, acc_dp)
-        for x in range(keys.mask_words):
-            mask_bits[x] = uint32(0)
-        for r in range(2):
-            distance[r] = float32(0)
+            block.clear(acc_s, s_count)
+            block.clear(acc_dp, s_count)
+        block.clear(mask_bits, keys.mask_words)
+        block.clear(distance, 2)
         lse_factor = keys.lse_factor_of(score)
 
         w, n = int32(0), int32(0)
@@ -297,11 +290,10 @@ def make(config):
             before = n  # tiles of queries that other key tiles have met
             end = int32(n + word(own, MEMBERS) * (word(own, STOP) - word(own, BEGIN)))
             if not one_panel:
-                zero_scores(acc_s, acc_dp)
-            for x in range(dk_count):
-                acc_dk[x] = float32(0)
-            for x in range(dv_count):
-                acc_dv[x] = float32(0)
+                block.clear(acc_s, s_count)
+                block.clear(acc_dp, s_count)
+            block.clear(acc_dk, dk_count)
+            block.clear(acc_dv, dv_count)
             i, member = walk.first(own, arrays, strides)
             rings.own.consumer_wait(base, w)
             if padded:

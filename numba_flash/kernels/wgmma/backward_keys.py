@@ -40,7 +40,6 @@ class KeyBlock(NamedTuple):
     issue_dk: Callable[..., Any]  # (base, acc_dk, ds_frag, n)
     release_q: Callable[..., Any]  # (base, n)
     release_do: Callable[..., Any]  # (base, n, elected)
-    find_visible: Callable[..., Any]  # (work, i, sizes, mask_bits, distance), of query tile i
     find_kept: Callable[..., Any]  # (work, i, member, kept, arrays, sizes)
     term_of: Callable[..., Any]  # (work, member, arrays, strides)
     has_row_term: bool
@@ -63,7 +62,7 @@ def make(config):
     word, _, position, *_ = block.words(plan.state)
     rings, sequence_of = pipeline.of_backward(config), make_sequence(config)
     head_parts_of = backward_key_work.make(config).head_parts_of
-    mask_words, visible, _, _ = fragments.tile(config, 1, tile_m)  # columns are queries
+    mask_words = fragments.tile(config, 1, tile_m).mask_words  # columns are queries
     chain, count = fragments.chain(config), kept_weights.on_fragments(config, 1, tile_m)
     # If the next K and V arrive meanwhile, dK and dV are staged in the place of dS. Up to 64 columns they lie side by
     # side in one of its two buffers; above that one follows the other, each with a panel in both buffers.
@@ -167,17 +166,8 @@ def make(config):
         rings.b.consumer_release(base, n, elected)
 
     @inlined
-    def find_visible(own, i, sizes, mask_bits, distance):
-        """mask_bits <- which of the lane's scores of query tile i count; distance <- q_pos - k_pos. own: the base, for
-        words of the key tile."""
-        first_row, lane = rows_of_lane()
-        # seen from the keys, left and right are exchanged
-        left, right, seqlen_q = sizes.right, sizes.left, sizes.seqlen_q
-        visible(i, first_row, lane, position(own), left, right, seqlen_q, mask_bits, distance)
-
-    @inlined
     def find_kept(own, i, member, kept, arrays, sizes):
-        """kept <- which of the lane's weights of query tile i count. own: as in find_visible."""
+        """kept <- which of the lane's weights of query tile i count. own: the base, for words of the key tile."""
         if count.present:
             first_row, lane = rows_of_lane()
             first_key = word(own, FIRST_ROW)
@@ -206,7 +196,7 @@ def make(config):
     @inlined
     def write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score):
         """Writes dK and dV to global memory, staged in the place of the warpgroup's own rows of K and V. If other
-        blocks have other heads of the group, writes their sums instead. own: as in find_visible; place: the base, moved
+        blocks have other heads of the group, writes their sums instead. own: as in find_kept; place: the base, moved
         to the dS whose place they take.
 
         All threads that read these rows must have done so.
@@ -226,5 +216,5 @@ def make(config):
 
     return KeyBlock(
         lse_and_delta_at, lse_factor_of, preload_s, preload_dp, issue_s, issue_dp, issue_dv, issue_dk, release_q,
-        release_do, find_visible, find_kept, term_of, chain.has_row_term, mask_words, count.words, write_gradients,
+        release_do, find_kept, term_of, chain.has_row_term, mask_words, count.words, write_gradients,
     )  # fmt: skip

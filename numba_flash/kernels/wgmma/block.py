@@ -119,6 +119,13 @@ def shown_range(begin, free, cut, stop, ranges, rows):
 
 
 @inlined
+def clear(array, count):
+    """The elements of a local array <- 0."""
+    for x in range(count):
+        array[x] = 0
+
+
+@inlined
 def aligned(smem, alignment):
     """The first multiple of `alignment` in the block's shared memory."""
     return int32((shared.address(smem) + int32(alignment - 1)) & int32(-alignment))
@@ -191,8 +198,7 @@ def tail_zeroer(config, panels, barrier):
     @inlined
     def zero_tail(tile, rows):
         zeros = local.array(4, uint32)
-        for x in range(4):
-            zeros[x] = uint32(0)
+        clear(zeros, 4)
         for index in range(rows * 8 + special.thread_index() - 128, config.tile_n * 8, consumers):
             for panel in range(panels):
                 ld_st.store_v4(tile + panel * panel_bytes + index * 16, zeros, 0)

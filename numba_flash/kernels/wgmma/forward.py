@@ -185,8 +185,7 @@ def make(config):
     def begin_rows(work_tile, seen, q_desc, begin, states, registers, arrays, strides, score):
         """-> Rows of the next query tile; clears what belongs to them."""
         start(registers.m, registers.l)
-        for i in range(o_count):
-            registers.acc_o[i] = float32(0)
+        block.clear(registers.acc_o, o_count)
         terms = registers.scores.terms
         for r in range(2):
             terms[r] = float32(0)
@@ -198,8 +197,7 @@ def make(config):
         if sides.present:
             inverse_scale = sides.inverse_scale(terms, score)
             before, behind = sides.ends(position(work_tile), rows_of_lane()[0], inverse_scale)
-        for i in range(mask_words):
-            registers.scores.mask_bits[i] = uint32(0)
+        block.clear(registers.scores.mask_bits, mask_words)
         return Rows(work_tile, seen, q_desc, begin, states, before, behind, inverse_scale)
 
     @inlined
@@ -238,8 +236,7 @@ def make(config):
         q_desc = describe_rows(base + me * (64 * 128))  # of the query tile at work
         taken = int32(0)  # tiles of K and V so far
         seen = int32(0)  # query tiles so far
-        for i in range(s_count):
-            acc_s[i] = float32(0)
+        block.clear(acc_s, s_count)
         if ping_pong and me == config.consumers - 1:
             bar.arrive(1, pair)  # the first turn is the first consumer's, as if the last had given it on
         # The block's first S is the only one that stands alone.

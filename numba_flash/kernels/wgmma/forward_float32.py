@@ -365,16 +365,14 @@ def make(config):
             states = word(work_tile, STATES) if walk.present else int32(0)
             load_q(base, me, work_tile, arrays, strides, sizes)
             start(registers.m, registers.l)
-            for x in range(o_count):
-                acc_o[x] = float32(0)
+            block.clear(acc_o, o_count)
             for r in range(2):
                 terms[r] = float32(0)
                 if chain.has_row_term:
                     first_row, lane = rows_of_lane()
                     row_head = word(work_tile, H) + (first_row + first_row_of(lane) + 8 * r) % group
                     terms[r] = chain.row_term(word(work_tile, B), row_head, arrays, strides)
-            for x in range(mask_words):
-                mask_bits[x] = uint32(0)
+            block.clear(mask_bits, mask_words)
             while j >= begin:
                 # Key tiles that some row sees only in part; then those that every row sees whole; then, with a left
                 # window, again some that are seen in part.
