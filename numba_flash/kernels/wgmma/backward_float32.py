@@ -43,9 +43,9 @@ from . import (
     backward_scores_float32,
     backward_tiles_float32,
     block,
-    gradient_rows_float32,
     paired_producer,
     paired_tiles,
+    rows_float32,
 )
 from .backward_scores_float32 import FIRST, SECOND, Held
 from .block import FIRST_ROW, H_KV, B, H, aligned, rows_in_warpgroup, warpgroup_index
@@ -86,7 +86,7 @@ def make(config):
 
     def writer(head_dim, padded, recompute):
         """-> write, a device function for one gradient."""
-        store = gradient_rows_float32.of_block(config, head_dim, padded)
+        store = rows_float32.gradient_writer_of_block(config, head_dim, padded)
 
         @inlined
         def write(base, acc, factor, target, of_target, arrays, strides, sizes, score):

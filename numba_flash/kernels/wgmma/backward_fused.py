@@ -203,12 +203,10 @@ def make(config):
         """P and dS of a query tile, whose S is there. dP is computed beside P, once dQ of the tile before has left its
         registers."""
         n, lse_and_delta, term = step.n, keys.lse_and_delta_at(base, step.n), float32(0)
-        if keys.has_row_term:
-            term = keys.term_of(own, step.member, arrays, strides)
         if config.seeded:
             for x in range(keys.mask_words):  # else those of the tile before would be kept in registers
                 tile.mask_bits[x] = uint32(0)
-        if keys.has_row_term or step.masked:
+        if step.masked:
             find_visible(own, step.i, sizes, tile.mask_bits, tile.distance)
         to_some_weights(tile, lse_and_delta, term, score, step.masked)
         wait_all()

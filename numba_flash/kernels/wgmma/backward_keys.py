@@ -15,13 +15,7 @@ from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.sequence import make as make_sequence
 from ..steps.units import LOG2_E
-from . import (
-    backward_key_outputs,
-    backward_key_work,
-    block,
-    operands,
-    pipeline,
-)
+from . import backward_key_outputs, backward_key_work, block, operands, pipeline
 from .block import FIRST_ROW, H_KV, PART, B, H, rows_of_lane
 from .operands import describe_rows
 

@@ -30,22 +30,7 @@ from ..score import reads as score_reads
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_row_of
 from . import block, forward_outputs, one_side, operands, pipeline, producer, tile_scores
-from .block import (
-    BEGIN,
-    CUT,
-    FREE,
-    KEYS,
-    MEMBERS,
-    STATES,
-    STOP,
-    B,
-    H,
-    aligned,
-    position,
-    rows_of_lane,
-    warpgroup_index,
-    word,
-)  # fmt: skip
+from .block import BEGIN, CUT, FREE, KEYS, MEMBERS, STATES, STOP, B, H, position, rows_of_lane, word
 from .operands import describe_rows, wait_all, wait_but_one
 from .tile_scores import ConsumerRegisters, KeyTile, ScoreRegisters, counting
 
@@ -87,7 +72,7 @@ def make(config):
     pin_s, pin_o = wgmma.pin(s_count), wgmma.pin(o_count)
     give_registers, take_registers = block.register_moves(config)
 
-    roles, chain, sides = producer.make(config), fragments.chain(config), one_side.make(config)
+    roles, sides = producer.make(config), one_side.make(config)
     mask_words, read = fragments.tile(config, 1).mask_words, score_reads.make(config, 1)
     options, kept_weights = tile_scores.make(config, sides), counting(config)
     walk, to_p = tile_walk.make(config, whole_warp=True), fragment_softmax.in_16_bits(config, 1)
@@ -158,7 +143,7 @@ def make(config):
     @inlined
     def next_tile(j, rows, arrays, strides):
         """-> (the key tile after j, one before `begin` if none is left; whether mask_mod removes something of it)"""
-        following = int32(walk.next_tile(rows.states, j, rows.begin, arrays, strides) if walk.present else j - 1)
+        following = int32(walk.next_tile(rows.states, j, rows.begin, arrays, strides))
         return following, walk.needs_mask(rows.states, max(following, rows.begin), arrays, strides)
 
     @inlined
@@ -187,12 +172,7 @@ def make(config):
         start(registers.m, registers.l)
         block.clear(registers.acc_o, o_count)
         terms = registers.scores.terms
-        for r in range(2):
-            terms[r] = float32(0)
-            if chain.has_row_term:
-                first_row, lane = rows_of_lane()
-                row_head = word(work_tile, H) + (first_row + first_row_of(lane) + 8 * r) % config.group_size
-                terms[r] = chain.row_term(word(work_tile, B), row_head, arrays, strides)
+        options.row_terms(terms, work_tile, arrays, strides)
         inverse_scale, before, behind = float32(0), int32(0), int32(0)
         if sides.present:
             inverse_scale = sides.inverse_scale(terms, score)
@@ -300,9 +280,9 @@ def make(config):
     @cuda.jit
     def flash_attention_wgmma(tensor_maps, arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
-        base = aligned(smem, config.ALIGNMENT)
+        base = block.aligned(smem, config.ALIGNMENT)
         thread = special.thread_index()
-        warpgroup = warpgroup_index()
+        warpgroup = block.warpgroup_index()
         if thread == 0:
             roles.set_up(base)
             fence.mbarrier_init()

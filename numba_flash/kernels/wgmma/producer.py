@@ -23,25 +23,8 @@ from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.sequence import key_range
 from ..steps.sequence import make as make_sequence
-from . import bias_boxes, pipeline
-from .block import (
-    BEGIN,
-    CUT,
-    FIRST_ROW,
-    FREE,
-    H_KV,
-    MEMBERS,
-    POS_CUT,
-    POS_FREE,
-    STATES,
-    STOP,
-    B,
-    H,
-    WorkTile,
-    word_alone,
-    write,
-    write_tile,
-)  # fmt: skip
+from . import bias_boxes, block, pipeline
+from .block import BEGIN, CUT, FIRST_ROW, FREE, H_KV, MEMBERS, POS_CUT, POS_FREE, STATES, STOP, B, H, word_alone, write
 from .pipeline import Pipeline
 
 
@@ -148,14 +131,14 @@ def query_tiles(config):
         sequence = sequence_of(b, arrays, strides, sizes)
         begin, free, cut, stop = tiles_of(sequence, first_query, sizes)
         h_kv, position = divide(h, divide(sizes.heads, sizes.heads_kv)), first_query + sequence.q_start
-        return WorkTile(b, h, h_kv, first_query, sequence.keys, position, work, begin, free, cut, stop)
+        return block.WorkTile(b, h, h_kv, first_query, sequence.keys, position, work, begin, free, cut, stop)
 
     @inlined
     def publish(base, i, t, arrays, strides, sizes):
         """Query tile t is the block's i-th: tells the producer and the consumers. -> its b, h and first_query"""
         tile, work = of(t, arrays, strides, sizes), rings.work_tile(base, i)
         rings.tiles.producer_acquire(base, i)
-        write_tile(work, tile)
+        block.write_tile(work, tile)
         if has_mask:
             write(work, POS_FREE, tile.free)
             write(work, POS_CUT, tile.cut)

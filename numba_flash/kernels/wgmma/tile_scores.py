@@ -52,6 +52,7 @@ class ConsumerRegisters(NamedTuple):
 class TileScores(NamedTuple):
     """Device functions. tile: a KeyTile; scores: ScoreRegisters."""
 
+    row_terms: Callable[..., Any]  # (terms, work_tile, arrays, strides): terms (2,) <- what a row's scores share
     load: Callable[..., Any]  # (tile, scores, arrays, strides, sizes): what is read from global memory
     find_bits: Callable[..., Any]  # (tile, scores, sizes): which scores count
     side: Callable[..., Any]  # (j, before, behind, scores, shift) -> on which side of the queries a key tile lies
@@ -87,7 +88,7 @@ def make(config, sides):
     """sides: a OneSide; None if no tile may be linear. -> TileScores"""
     queries, read = config.queries, reads.make(config, 1)
     hide, some_hidden, has_mask = read.hide, read.some_hidden, config.has("mask")
-    has_row_term = fragments.chain(config).has_row_term
+    chain = fragments.chain(config)
     _, visible, finish, mask_scores = fragments.tile(config, 1)
     boxes, blocks, consumers = bias_boxes.make(config, 64), config.tile_n // 8, config.consumers
     bias_at, bias_bytes = config.shared_layout().bias, config.bias_bytes
@@ -95,6 +96,15 @@ def make(config, sides):
     functions, has_score_mod = fragment_functions.make(config), config.has("score_mod")
     one_sided, to_shift, to_linear = (False, None, None) if sides is None else (sides.present, *sides[-2:])
     log2_e = float32(LOG2_E)
+
+    @inlined
+    def row_terms(terms, work_tile, arrays, strides):
+        for r in range(2):
+            terms[r] = float32(0)
+            if chain.has_row_term:
+                first_row, lane = rows_of_lane()
+                row_head = word(work_tile, H) + (first_row + first_row_of(lane) + 8 * r) % config.group_size
+                terms[r] = chain.row_term(word(work_tile, B), row_head, arrays, strides)
 
     @inlined
     def find_visible(j, work_tile, sizes, mask_bits, distance):
@@ -108,7 +118,7 @@ def make(config, sides):
         """Like find_visible, less the scores that the mask hides, whose bits have been loaded. Positions hide something
         only in some of the tiles for which the mask is read."""
         if has_mask and word(work_tile, POS_FREE) <= j < word(work_tile, POS_CUT):
-            if has_row_term:
+            if chain.has_row_term:
                 find_visible(j, work_tile, sizes, mask_bits, distance)  # needed for the distance
             hide(mask_bits, bits, FALSE)
         else:
@@ -207,4 +217,4 @@ def make(config, sides):
                     mask_scores(registers.acc_s, registers.mask_bits)
         return factor
 
-    return TileScores(load, find_bits, side_of, finish_scores)
+    return TileScores(row_terms, load, find_bits, side_of, finish_scores)
