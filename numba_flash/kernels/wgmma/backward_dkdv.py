@@ -27,6 +27,9 @@ block's work, so with either of them all threads wait at the start. Consumers al
 Launch: grid (batch * heads_kv * parts of a group * key tiles), block (config.threads), config.shared_bytes of dynamic
 shared memory; tensor maps of q, k, v and do. dk and dv are contiguous; with config.members, dk_sums and dv_sums are
 what wgmma/backward_add_parts reads.
+
+The rest is in backward_key_work.py (a block's tiles), backward_producer.py, backward_keys.py, and in
+backward_plain_scores.py or, with options that act on single scores, backward_scores.py.
 """
 
 from numba import cuda, float32, int32, uint8, uint32

@@ -37,6 +37,10 @@ config.stays any smaller grid; block (config.threads), config.shared_bytes of dy
 k, v and do; turns (zeros): the ticket, and from TURNS_AT on the counters, (batch * heads, query tiles, lines, 2);
 dq_sums (batch * heads, query tiles, lines, 2, chunks of 8 columns, 128, 4); dk, dv, dk_sums and dv_sums as in
 wgmma/backward_dkdv. With config.key_tiles there are no turns and dq_sums, but dq, which is contiguous.
+
+Six files have the rest besides forward.py's block.py and pipeline.py, in this order: backward_block_tiles.py (which key
+tiles a block processes), backward_key_work.py (which query tiles it loops over), backward_producer.py (loads),
+backward_keys.py (products, dK and dV), backward_plain_scores.py (P and dS), backward_dq_sums.py (parts of dQ).
 """
 
 from typing import NamedTuple

@@ -3,7 +3,7 @@
 Read mma/forward first. The recurrence is the same, and a lane holds the same rows. Three things are new.
 
 Roles. One thread, the scheduler, takes query tiles and loads their Q into shared memory by TMA. Another thread, the
-producer, loads K and V (both are in producer.py). Each consumer warpgroup computes 64 query rows. They synchronise at
+producer, loads K and V (both in producer.py). Each consumer warpgroup computes 64 query rows. They synchronise at
 mbarriers: `full` when a tile has arrived, `empty` when all consumers have finished with it. setmaxnreg moves
 registers from the warpgroup of the first two to the consumers.
 
@@ -18,6 +18,11 @@ these heads stay in L2. The last block that finds no tile left resets the counte
 
 The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (persistent blocks), block
 (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k and v.
+
+Six files have the rest, in this order: block.py (the words of a work tile), pipeline.py (rings of tiles and their
+mbarriers), producer.py (scheduler and producer), tile_scores.py (what becomes of S before the softmax),
+score/fragment_softmax.py, forward_outputs.py (O to global memory). Other modules of score/ and one_side.py add options;
+without these they leave no code.
 """
 
 from typing import Any, NamedTuple
