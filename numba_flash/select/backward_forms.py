@@ -19,7 +19,8 @@ def can_be_one_kernel(problem: BackwardProblem) -> bool:
         return False
     per_score = any(name in BY_ELEMENT and name != SEEDED for name, _ in forward.uses)
     plain, widest = not changes_scores(forward.uses) and not per_score, max(forward.head_dim, forward.head_dim_v)
-    # Where weights are dropped, registers do not suffice for tiles of 128 queries.
+    # Where weights are dropped, registers do not suffice for tiles of 128 queries. At head_dim 128 two kernels take 15
+    # to 16 % longer (H200).
     taken = widest <= 128 and (widest > 64 or not forward.seeded)
     return plain and {"dq", "dk", "dv"} <= set(problem.wanted) and taken
 
@@ -119,7 +120,8 @@ def heads_per_block(problem: BackwardProblem, one_kernel: bool) -> int:
 
     Under a causal mask the blocks of a head process different query tiles at a time, each of all its members. With two
     members the concurrent tiles and the sums of dQ stay in L2; with eight they do not. The two kernels gain only with
-    few blocks. If every query sees every key, nothing is gained. docs/adding_a_tile_row.md has the measurements.
+    few blocks. If every query sees every key, nothing is gained. 4 x 32 heads over 8 of 2k causal queries take 784 us
+    with two members and 927 with all, 2 x 8 heads over one of head_dim 256 1017 and 1513 (H200).
     """
     forward = problem.forward
     every_key, short = forward.left is None and forward.right is None, max(forward.seqlen_q, forward.seqlen_k) <= 512

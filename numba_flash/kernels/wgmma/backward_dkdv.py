@@ -65,7 +65,7 @@ def make(config):
     to_weights = plain.weights_of(0, config.tile_m // 16)
     per_score, scores = config.per_score, backward_scores.make(config, of_keys=True)
     _, shown_words, kept_words, bias_words = scores.words if per_score else (1, 1, 1, 1)
-    find_visible = backward_plain_scores.visibility(config)
+    find_visible = block.visibility(config, config.stream_rows, plan.state)
     walk = backward_key_work.query_walk(config, whole_warp=True)
     set_up, word = pipeline.starter_of_backward(config), block.words(plan.state).read
     rings = pipeline.of_backward(config)

@@ -74,7 +74,7 @@ def make(config):
     load_own, load_a, load_b = backward_producer.loaders(config, (Q_MAP, DO_MAP), (K_MAP, V_MAP))
     fetch_bias = bias_boxes.make(config, tile_m).fetch
     chain, mask_words = fragments.chain(config), fragments.tile(config, 1).mask_words
-    find_visible = backward_plain_scores.visibility(config)
+    find_visible = block.visibility(config, config.stream_rows, plan.state)
     plain, scores = backward_plain_scores.make(config, of_keys=False), backward_scores.make(config, of_keys=False)
     to_weights = plain.weights_of(0, tile_n // 16)
     _, shown_words, kept_words, bias_words = scores.words if per_score else (1, 1, 1, 1)

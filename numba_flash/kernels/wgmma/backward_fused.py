@@ -112,7 +112,7 @@ def make(config):
     tiles = backward_block_tiles.make(config)
     plain, producer = backward_plain_scores.make(config, of_keys=True), backward_producer.of_keys(config)
     to_some_weights, to_other_weights = plain.weights_of(0, tile_m // 32), plain.weights_of(tile_m // 32, tile_m // 16)
-    find_visible = backward_plain_scores.visibility(config)
+    find_visible = block.visibility(config, config.stream_rows, plan.state)
     walk = backward_key_work.query_walk(config, whole_warp=True)
     set_up, word = pipeline.starter_of_backward(config), block.words(plan.state).read
     add_dq = backward_dq_sums.to_sums(config, tiles)

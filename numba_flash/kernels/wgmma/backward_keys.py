@@ -78,6 +78,11 @@ def make(config):
         return base + plan.lse_delta + rings.a.stage(n) * config.lse_delta_bytes
 
     @inlined
+    def numbers_of_lane(base, n):
+        """The place of lse and -delta of the lane's first columns."""
+        return lse_and_delta_at(base, n) + ((special.thread_index() & int32(3)) << 4)
+
+    @inlined
     def preload(acc, place, factor):
         """acc (tile_m / 8, 4) <- factor * a number of each query; the columns are queries."""
         four = local.array(4, uint32)
@@ -100,25 +105,13 @@ def make(config):
         sum). The numbers are read during other products, and no exponential waits for them."""
         if config.lse_first:
             rings.a.consumer_wait(base, n)
-            place = (
-                base
-                + plan.lse_delta
-                + rings.a.stage(n) * config.lse_delta_bytes
-                + ((special.thread_index() & int32(3)) << 4)
-            )
-            preload(acc_s, place, lse_factor)
+            preload(acc_s, numbers_of_lane(base, n), lse_factor)
 
     @inlined
     def preload_dp(base, acc_dp, n):
         """acc_dp <- -delta, to which dP^T is added."""
         if config.delta_first:
-            place = (
-                base
-                + plan.lse_delta
-                + rings.a.stage(n) * config.lse_delta_bytes
-                + ((special.thread_index() & int32(3)) << 4)
-            )
-            preload(acc_dp, place + 64, float32(1))
+            preload(acc_dp, numbers_of_lane(base, n) + 64, float32(1))
 
     @inlined
     def issue_s(base, acc_s, k_desc, n, none):

@@ -8,13 +8,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, int32, int64, uint32
+from numba import float32, int32, uint32
 
 from ...ptx import cvt, ld_st, local, special
 from ..score import fragments
 from ..steps.inlined import FALSE, TRUE, inlined
-from . import block
-from .block import KEYS, rows_of_lane
 
 
 class TileFragments(NamedTuple):
@@ -29,23 +27,6 @@ class TileFragments(NamedTuple):
     kept: Any  # which weights count (kernels/score/dropout.py)
     loaded: Any  # the bias (2, columns / 8, 2), in 16 bits two in one (kernels/score/reads.py)
     distance: Any  # (2,) q_pos - k_pos
-
-
-def visibility(config, rows_of=rows_of_lane):
-    """-> find_visible(base, i, sizes, mask_bits, distance), a device function: mask_bits <- which of the lane's scores
-    of tile i count; distance <- q_pos - k_pos. rows_of: as rows_of_lane, in the tile that the block owns."""
-    words, visible = block.words(config.shared_layout().state), fragments.tile(config, 1, config.stream_rows).visible
-
-    @inlined
-    def find_visible(base, i, sizes, mask_bits, distance):
-        first_row, lane = rows_of()
-        if config.of_keys:  # seen from the keys, left and right are exchanged
-            left, right, end = sizes.right, sizes.left, sizes.seqlen_q
-        else:
-            left, right, end = sizes.left, sizes.right, int64(words.read(base, KEYS))
-        visible(i, first_row, lane, words.position(base), left, right, end, mask_bits, distance)
-
-    return find_visible
 
 
 class PlainScores(NamedTuple):

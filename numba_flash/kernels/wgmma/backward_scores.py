@@ -22,7 +22,7 @@ from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.repeated import repeated
-from . import backward_plain_scores, bias_boxes, block
+from . import bias_boxes, block
 from .block import FIRST_ROW, KEYS, POS_CUT, POS_FREE, B, H, rows_of_lane
 
 
@@ -57,8 +57,7 @@ def make(config, of_keys):
 
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     word, _, position, *_ = block.words(config.shared_layout().state)
-    bits_words = fragments.tile(config, 1, config.stream_rows).mask_words
-    find_visible = backward_plain_scores.visibility(config)
+    bits_words, visible, _, _ = fragments.tile(config, 1, config.stream_rows)
     weight, _ = fragments.weights_at(config)
     read = score_reads.make(config, 1, config.stream_rows, of_keys)
     boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), score_reads.halves(config.dtype_of("bias"))
@@ -97,12 +96,16 @@ def make(config, of_keys):
             read.load_bias(tile.loaded, i, origin, first_row, lane, strides, sizes, FALSE)
             if masked:
                 read.load_bits(tile.shown_bits, i, origin, first_row, lane, arrays, strides, sizes)
-        row_end = word(base, KEYS) if of_keys else sizes.seqlen_q
+        keys = word(base, KEYS)
+        if of_keys:  # seen from the keys, left and right are exchanged
+            left, right, column_end, row_end = sizes.right, sizes.left, sizes.seqlen_q, keys
+        else:
+            left, right, column_end, row_end = sizes.left, sizes.right, keys, sizes.seqlen_q
         cut = masked
         if has_mask and masked:
             cut = i >= word(base, POS_CUT) or i < word(base, POS_FREE)
         if cut or has_row_term:
-            find_visible(base, i, sizes, tile.mask_bits, tile.distance)
+            visible(i, first_row, lane, position(base), left, right, column_end, tile.mask_bits, tile.distance)
         else:
             for r in range(2):
                 tile.mask_bits[r] = every_bit

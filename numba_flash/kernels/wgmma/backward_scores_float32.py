@@ -26,7 +26,7 @@ from ..score import reads as score_reads
 from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.units import exponent_unit
-from . import backward_plain_scores, backward_products_float32, backward_tiles_float32, block, paired_tiles, parts
+from . import backward_products_float32, backward_tiles_float32, block, paired_tiles, parts
 from .block import CUT, FIRST_ROW, FREE, B, H, elected, own_thread, rows_in_warpgroup
 from .pipeline import pipeline
 
@@ -83,7 +83,7 @@ def make(config):
     to_parts = parts.to_operand(config.stream_rows)
 
     word, mask_words = block.words(plan.state).read, fragments.tile(config, 1, config.stream_rows).mask_words
-    find_visible = backward_plain_scores.visibility(config, rows_in_warpgroup)
+    find_visible = block.visibility(config, config.stream_rows, plan.state, rows_in_warpgroup)
     chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
     read, has_mask = score_reads.make(config, 1, config.stream_rows, config.of_keys), config.has("mask")
     unit, inf, minus_inf = float32(exponent_unit(config)), float32(math.inf), float32(-math.inf)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from numba import int32, int64, uint32
 
 from ...ptx import bar, fence, ld_st, local, mbarrier, setmaxnreg, shared, shfl, special
+from ..score import fragments
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.query_tile import QueryTile
@@ -169,6 +170,24 @@ def hand_over(full):
     fence.proxy_async()
     bar.warp_sync()
     mbarrier.arrive_if(full, elected())
+
+
+def visibility(config, columns, state_at=0, rows_of=rows_of_lane):
+    """-> find_visible(work, i, sizes, mask_bits, distance), a device function: mask_bits <- which of the lane's scores
+    of tile i count; distance <- q_pos - k_pos. It takes a while, so it runs during products. columns: of tile i;
+    state_at: as in `words`; rows_of: as rows_of_lane, in the work tile."""
+    state, visible = words(state_at), fragments.tile(config, 1, columns).visible
+
+    @inlined
+    def find_visible(work, i, sizes, mask_bits, distance):
+        first_row, lane = rows_of()
+        if config.of_keys:  # seen from the keys, left and right are exchanged
+            left, right, end = sizes.right, sizes.left, sizes.seqlen_q
+        else:
+            left, right, end = sizes.left, sizes.right, int64(state.read(work, KEYS))
+        visible(i, first_row, lane, state.position(work), left, right, end, mask_bits, distance)
+
+    return find_visible
 
 
 def register_moves(config):

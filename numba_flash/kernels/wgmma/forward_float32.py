@@ -50,26 +50,6 @@ class Sizes(NamedTuple):
     q_offset: int
 
 
-def multipliers(config):
-    """-> (products of Q and K, one for each panel of columns of head_dim; the product of P and V for all panels of V),
-    as functions (acc, a, b) of wgmma."""
-    tile_m, tile_n, columns = config.tile_m, config.tile_n, config.head_dim_padded
-    panels = -(-columns // 64)
-    q_part, k_part, v_part = tile_m * 128 * panels, tile_n * 128 * panels, tile_n * 128 * config.v_panels
-
-    def of_q_k(panel):
-        steps = range(min(4, columns // 16 - 4 * panel))
-        q_at, k_at = panel * tile_m * 128, panel * tile_n * 128
-        a = tuple((q_at + i * q_part + x * 32) >> 4 for i, _ in parts.PRODUCTS for x in steps)
-        b = tuple((k_at + j * k_part + x * 32) >> 4 for _, j in parts.PRODUCTS for x in steps)
-        return wgmma.new_product_shared(tile_n, "bf16", a, b, 0)
-
-    steps = range(tile_n // 16)
-    a = tuple(i * tile_n // 4 + 4 * y for i, _ in parts.PRODUCTS for y in steps)
-    b = tuple((j * v_part + y * 16 * 128) >> 4 for _, j in parts.PRODUCTS for y in steps)
-    return [of_q_k(panel) for panel in range(panels)], wgmma.new_product_registers(config.v_columns, "bf16", a, b, 1)
-
-
 def make(config):
     plan, group, tile_n = config.shared_layout(), config.group_size, config.tile_n
     q_panel, kv_panel = config.tile_m * 128, tile_n * 128  # bytes of a panel of a part
@@ -81,8 +61,12 @@ def make(config):
     rescale = block.rescaler(config.head_dim_v_padded // 8)
     turns, pair = config.ping_pong and config.consumers > 1, 256  # threads of two warpgroups
 
-    of_q_k, multiply_p_v = multipliers(config)
-    multiply_0, multiply_1, multiply_2, multiply_3 = (*of_q_k, *of_q_k[-1:] * (4 - k_panels))
+    def of_q_k(panel):
+        steps = range(min(4, config.head_dim_padded // 16 - 4 * panel))
+        return parts.product_of_rows(tile_n, steps, (panel * q_panel, k_panels * q_panel), (panel * kv_panel, k_part))
+
+    multiply_p_v = parts.product_of_registers(v_columns, tile_n, (0, v_part))
+    multiply_0, multiply_1, multiply_2, multiply_3 = (of_q_k(min(panel, k_panels - 1)) for panel in range(4))
     describe_v = wgmma.descriptor(kv_panel, 1024, 128)
     pin_s, pin_panel, pin_p = wgmma.pin(s_count), wgmma.pin(panel_count), wgmma.pin(p_count)
     give_registers, take_registers = block.register_moves(config)

@@ -10,8 +10,8 @@ from ..score import fragment_functions, fragments, kept_weights, reads
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.units import LOG2_E
-from . import bias_boxes, pipeline
-from .block import FIRST_ROW, KEYS, POS_CUT, POS_FREE, B, H, position, rows_of_lane, tile_of, word
+from . import bias_boxes, block, pipeline
+from .block import FIRST_ROW, POS_CUT, POS_FREE, B, H, position, rows_of_lane, tile_of, word
 
 
 class KeyTile(NamedTuple):
@@ -89,7 +89,8 @@ def make(config, sides):
     queries, read = config.queries, reads.make(config, 1)
     hide, some_hidden, has_mask = read.hide, read.some_hidden, config.has("mask")
     chain = fragments.chain(config)
-    _, visible, finish, mask_scores = fragments.tile(config, 1)
+    _, _, finish, mask_scores = fragments.tile(config, 1)
+    find_visible = block.visibility(config, config.tile_n)
     boxes, blocks, consumers = bias_boxes.make(config, 64), config.tile_n // 8, config.consumers
     bias_at, bias_bytes = config.shared_layout().bias, config.bias_bytes
     ring = pipeline.of_forward(config).bias
@@ -107,22 +108,15 @@ def make(config, sides):
                 terms[r] = chain.row_term(word(work_tile, B), row_head, arrays, strides)
 
     @inlined
-    def find_visible(j, work_tile, sizes, mask_bits, distance):
-        """mask_bits <- which of the lane's scores of key tile j count. Run it during products: it takes a while."""
-        first_row, lane = rows_of_lane()
-        keys = word(work_tile, KEYS)
-        visible(j, first_row, lane, position(work_tile), sizes.left, sizes.right, keys, mask_bits, distance)
-
-    @inlined
     def find_shown(j, work_tile, sizes, mask_bits, bits, distance):
         """Like find_visible, less the scores that the mask hides, whose bits have been loaded. Positions hide something
         only in some of the tiles for which the mask is read."""
         if has_mask and word(work_tile, POS_FREE) <= j < word(work_tile, POS_CUT):
             if chain.has_row_term:
-                find_visible(j, work_tile, sizes, mask_bits, distance)  # needed for the distance
+                find_visible(work_tile, j, sizes, mask_bits, distance)  # needed for the distance
             hide(mask_bits, bits, FALSE)
         else:
-            find_visible(j, work_tile, sizes, mask_bits, distance)
+            find_visible(work_tile, j, sizes, mask_bits, distance)
             hide(mask_bits, bits, TRUE)
 
     @inlined
@@ -130,7 +124,7 @@ def make(config, sides):
         """mask_bits <- which scores count, if that may be asked. Run it during products, like find_visible."""
         if tile.inside:
             if config.scores_finished or has_score_mod or tile.asks:
-                find_visible(tile.j, tile.work_tile, sizes, registers.mask_bits, registers.distance)
+                find_visible(tile.work_tile, tile.j, sizes, registers.mask_bits, registers.distance)
         elif config.scores_finished or has_mask or has_score_mod or tile.masked or tile.asks:
             bits = registers.shown_bits
             find_shown(tile.j, tile.work_tile, sizes, registers.mask_bits, bits, registers.distance)
