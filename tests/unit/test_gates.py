@@ -467,8 +467,8 @@ def fused_gates(row):
             made[f"{name}-stays-parts"] = dataclasses.replace(in_parts, stays=True)
         if name == "plain":
             fewer = dict(head_dim=row.head_dim * 3 // 4, head_dim_v=row.head_dim * 3 // 4)
-            forms = {"scale-0": dict(lse_first=False), "unordered": dict(ordered=False), "three-quarters": fewer}
-            forms |= {f"{form}-stays": forms[form] | dict(stays=True) for form in ("unordered", "three-quarters")}
+            forms = {"scale-0": dict(lse_first=False), "three-quarters": fewer}
+            forms["three-quarters-stays"] = fewer | dict(stays=True)
             forms |= {f"{lines}-lines": dict(dq_partials=lines) for lines in several}
             forms["single-narrow"] = dict(head_dim=row.head_dim - 3, lse_first=False, key_tiles=1)  # not by 16 bytes
             made |= {words: dataclasses.replace(fused, **form) for words, form in forms.items()}
