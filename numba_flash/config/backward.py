@@ -79,10 +79,12 @@ class MmaBackwardConfig(WarpsConfig):
     rows and sums up `group_columns` columns of their gradients; in between, scores go through shared memory.
     stages: with two there is room for two tiles of the other side, one in use and one on its way. With one, a half of
     the only one (V of K and V, dO of Q and dO) comes while products use the other: room for tiles twice as large.
+    copy_bytes: as of MmaConfig.
     """
 
     in_registers: bool = False
     stages: int = 2
+    copy_bytes: int = 16
 
     WIDEST: ClassVar[int] = 256  # columns of a gradient whose sums a warp can keep in registers
 

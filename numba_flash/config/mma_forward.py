@@ -18,7 +18,7 @@ class MmaConfig(TensorConfig):
     as m8n8k4. unrolled: a step of the sum over head_dim takes twice as many columns. sliced: K and V of float64 come in
     slices of columns and share the room of one tile (kernels/mma/sliced_tiles.py). scalar_loads: each load of a
     float64 operand from shared memory fills one register pair with one number, not two with 16 bytes
-    (kernels/mma/products_float64.py).
+    (kernels/mma/products_float64.py). copy_bytes: how much of a row of Q, K or V a copy to shared memory has.
     """
 
     warp_rows: int = 16
@@ -28,6 +28,7 @@ class MmaConfig(TensorConfig):
     unrolled: bool = False
     sliced: bool = False
     scalar_loads: bool = False
+    copy_bytes: int = 16
 
     odd_rows_first: ClassVar[bool] = False  # as in kernels/mma/products_float64.py
     SLICES: ClassVar[int] = 4  # of a tile of K or V

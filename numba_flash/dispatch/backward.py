@@ -119,7 +119,7 @@ def plan(key: PlanKey) -> CallPlan:
     q, k, v, o, lse, do, dlse = key.operands
     assert q is not None and k is not None and v is not None and o is not None and lse is not None and do is not None
     problem = BackwardProblem.of(
-        do, q, k, v, o, lse, dlse, key.options(), key.wanted, key.deterministic, key.aligned, key.bias_aligned
+        do, q, k, v, o, lse, dlse, key.options(), key.wanted, key.deterministic, key.alignment, key.bias_aligned
     )
     target = Target.of(q.device)
     choice = select_backward(problem, target, key.kernel, q.family, key.has_stream)

@@ -63,10 +63,10 @@ class BackwardProblem:
     @staticmethod
     def of(
         do: Layout, q: Layout, k: Layout, v: Layout, o: Layout, lse: Layout, dlse: Layout | None, options: Options,
-        wanted: Any, deterministic: Any, aligned: bool = True, bias_aligned: bool = False,
+        wanted: Any, deterministic: Any, alignment: int = 16, bias_aligned: bool = False,
     ) -> "BackwardProblem":  # fmt: skip
         """Checks a problem; the arguments are those of `Problem.of` and of `attention_backward`."""
-        forward = Problem.of(q, k, v, options, None, None, True, aligned, bias_aligned)
+        forward = Problem.of(q, k, v, options, None, None, True, alignment, bias_aligned)
         check_bool("deterministic", deterministic)
         of = dict(q=q, k=k, v=v) | {name: options.array(name) for name in OPTION_ARRAYS}
         aux = {daux_name(number): array.dtype for number, array in enumerate(forward.aux)}

@@ -61,7 +61,7 @@ class Problem:
     functions: tuple[tuple[str, "Function"], ...]  # the caller's own, as (option, function)
     aux: tuple[AuxArray, ...]  # the arrays that they read
     return_lse: bool
-    aligned: bool  # q, k, v and out begin at multiples of 16 bytes
+    alignment: int  # q, k, v and out begin at multiples of so many bytes: 16 or a lower power of two
     o_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of the output, in the caller's layout
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -128,7 +128,7 @@ class Problem:
     @staticmethod
     def of(
         q: Layout, k: Layout, v: Layout, options: Options, out: Layout | None = None, out_lse: Layout | None = None,
-        return_lse: Any = False, aligned: bool = True, bias_aligned: bool = False,
+        return_lse: Any = False, alignment: int = 16, bias_aligned: bool = False,
     ) -> "Problem":  # fmt: skip
         """Checks a problem. options: with layouts and Functions. bias_aligned: bias begins at a multiple of 16
         bytes."""
@@ -208,7 +208,7 @@ class Problem:
             functions=functions,
             aux=aux_arrays(aux, functions),
             return_lse=bool(return_lse),
-            aligned=aligned,
+            alignment=alignment,
         )
         if aux:
             check_reads(problem)

@@ -52,8 +52,6 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
 def _not_on_tensor_cores(rung: Rung, problem: BackwardProblem, target: Target) -> str | None:
     """Why the kernels of a rung on tensor cores do not take the problem, apart from shared memory."""
     forward, widest = problem.forward, MmaBackwardConfig.WIDEST
-    if not forward.aligned:
-        return "q, k, v, o or do begins at an address that is not a multiple of 16 bytes"
     if max(forward.head_dim, forward.head_dim_v) > widest:
         return f"it takes head_dim up to {widest}, not {forward.head_dim} and {forward.head_dim_v}"
     for given in ARRAYS:
@@ -65,7 +63,7 @@ def _not_on_tensor_cores(rung: Rung, problem: BackwardProblem, target: Target) -
                 return f"its gradients take no {option} in float32 yet"
     reason = not_on_tensor_cores(rung, forward, target)
     if reason is None and forward.batch * forward.heads * forward.seqlen_q:
-        reason = no_wide_rows("do", problem.do_strides, forward.head_dim_v, forward.dtype)
+        reason = no_wide_rows("do", problem.do_strides, forward.head_dim_v, forward.dtype, rung.least_copy)
         made = rung.kernels(problem, target) if reason is None else ()
         reason = next((found for config in made if (found := no_tma(config, problem)) is not None), reason)
     return reason

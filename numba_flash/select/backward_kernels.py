@@ -48,7 +48,7 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     sums: Any  # the second of two loops over all scores (kernels/score/aux_gradient.py)
     needed: list[LaunchFacts] = []
     if narrow:
-        features = shared.with_bias_pairs(problem) | dict(wanted_aux=problem.wanted_aux)
+        features = shared.of_mma(problem) | dict(wanted_aux=problem.wanted_aux)
         rows = shared.usable("mma_daux", problem, target)
         (sums,) = shared.best(mma.MmaDauxConfig, rows, problem, target, features)
         if problem.forward.array("mask") is not None:
@@ -80,7 +80,7 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     """mma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if ITEM_SIZE[problem.forward.dtype] > 2:
         return _with_sums(problem, target, wide_configs(problem, target))
-    features, ends = shared.with_bias_pairs(problem), shared.head_sums(problem, target, of_blocks=True)
+    features, ends = shared.of_mma(problem), shared.head_sums(problem, target, of_blocks=True)
     if rows := shared.one_key_tile(problem, target):
         own = shared.best(mma.MmaOneKeyTileConfig, rows, problem, target, features)
     else:
@@ -169,7 +169,7 @@ def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
     own = dict(rows_summed=rows == 1, keys_summed=keys == 1, split=problem.dbias_splits > 1)
     # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes
     pairs = ITEM_SIZE[bias.dtype] == 2 and keys % 2 == 0 and not any(own.values())
-    features = shared.with_bias_pairs(problem) | own | dict(pairs=pairs)
+    features = shared.of_mma(problem) | own | dict(pairs=pairs)
     return shared.best(mma.MmaDbiasConfig, shared.usable("mma_dbias", problem, target), problem, target, features)
 
 

@@ -13,8 +13,8 @@ from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores, of_scores
 from .backward_tiles import TABLES
+from .forward import copy_bytes, halved, no_wide_rows, prologue
 from .forward import features_of as of_forward
-from .forward import halved, no_wide_rows, prologue
 from .tiles import Facts, Row, rows_of
 
 SMALL_BLOCKS = 192  # keys of all blocks of a multiprocessor, where tiles have fewer than 64
@@ -29,6 +29,11 @@ def with_bias_pairs(problem: BackwardProblem) -> dict[str, Any]:
     """The same, for kernels that can read the bias two keys at a time."""
     bias = problem.forward.array("bias")
     return features_of(problem) | dict(bias_pairs=bias is not None and bias.pairs)
+
+
+def of_mma(problem: BackwardProblem) -> dict[str, Any]:
+    """The same, for mma, which copies what begins at any address."""
+    return with_bias_pairs(problem) | dict(copy_bytes=copy_bytes(problem.forward, problem.do_strides))
 
 
 def with_bias_boxes(problem: BackwardProblem) -> dict[str, Any]:
@@ -139,7 +144,8 @@ def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[Lau
 def preprocess_config(problem: BackwardProblem, target: Target, **more: Any) -> PreprocessConfig:
     forward = problem.forward
     rows = (("do", problem.do_strides), ("o", forward.o_strides))
-    wide = not any(no_wide_rows(name, strides, forward.head_dim_v) for name, strides in rows)
+    every = (no_wide_rows(name, strides, forward.head_dim_v, forward.dtype) for name, strides in rows)
+    wide = forward.alignment == 16 and not any(every)
     more |= dict(threads=32 if target.simulated else 256, natural=forward.array("bias") is not None)
     of_terms = _of_terms(problem)
     return PreprocessConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, wide, of_terms=of_terms, **more)

@@ -62,4 +62,4 @@ def gains_by_one_wide_kernel(problem: BackwardProblem) -> bool:
 
 def _features(problem: BackwardProblem, target: Target) -> dict[str, Any]:
     large = problem.forward.dtype == "float64" and target.cc == LARGE_FLOAT64
-    return shared.with_bias_pairs(problem) | dict(large_f64=large)
+    return shared.of_mma(problem) | dict(large_f64=large)

@@ -5,6 +5,7 @@ Nothing here uses CUDA or Numba, so every choice can be tested for GPUs that thi
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -67,11 +68,12 @@ def not_on_tensor_cores(rung: Rung, problem: Problem, target: Target) -> str | N
     widest = max(row.when.head_dim for row in rows_of(TABLES, rung.table, problem.dtype, target))
     if max(problem.head_dim, problem.head_dim_v) > widest:
         return f"it takes head_dim up to {widest}, not {problem.head_dim} and {problem.head_dim_v}"
-    if not problem.aligned:
-        return "q, k, v or out begins at an address that is not a multiple of 16 bytes"
-    for operand, strides in _strides_that_matter(problem):
+    least = max(rung.least_copy, ITEM_SIZE[problem.dtype])
+    if problem.alignment < least:
+        return f"q, k, v or out begins at an address that is not a multiple of {least} bytes"
+    for operand, strides in strides_that_matter(problem):
         wide = problem.head_dim_v if operand == "v" else problem.head_dim
-        reason = no_wide_rows(operand, strides, wide, problem.dtype)
+        reason = no_wide_rows(operand, strides, wide, problem.dtype, least)
         if reason is not None:
             return reason
     if problem.batch * problem.heads * problem.seqlen_q:
@@ -88,16 +90,24 @@ def no_tma(config: Config, problem: "Problem | BackwardProblem") -> str | None:
     return None
 
 
-def no_wide_rows(operand: str, strides: Strides, columns: int, dtype: str = "float16") -> str | None:
-    """Why the rows of an array cannot be copied 16 bytes at a time, or None."""
+def no_wide_rows(operand: str, strides: Strides, columns: int, dtype: str, least: int = 16) -> str | None:
+    """Why the rows of an array cannot be copied `least` bytes at a time, or None."""
     if strides[3] not in (0, 1) or (strides[3] == 0 and columns > 1):
         return f"{operand} is not contiguous along dim"
-    if any(stride * ITEM_SIZE[dtype] % 16 for stride in strides[:3]):
-        return f"{operand} has rows, heads or batch entries that do not begin at multiples of 16 bytes"
+    if any(stride * ITEM_SIZE[dtype] % least for stride in strides[:3]):
+        return f"{operand} has rows, heads or batch entries that do not begin at multiples of {least} bytes"
     return None
 
 
-def _strides_that_matter(problem: Problem) -> list[tuple[str, Strides]]:
+def copy_bytes(problem: Problem, *others: Strides) -> int:
+    """How many bytes of a row a copy can have, at most 16: rows of q, k, v and others begin at multiples of them."""
+    every = [*(strides for _, strides in strides_that_matter(problem)), *others]
+    steps = [stride * ITEM_SIZE[problem.dtype] for strides in every for stride in strides[:3]]
+    joined = functools.reduce(operator.or_, steps, problem.alignment)
+    return min(joined & -joined, 16)
+
+
+def strides_that_matter(problem: Problem) -> list[tuple[str, Strides]]:
     """The strides of arrays with elements; a library may give an empty array any strides."""
     p = problem
     named = [("q", p.q_strides)] * (p.seqlen_q > 0) + [("k", p.k_strides), ("v", p.v_strides)] * (p.seqlen_k > 0)
@@ -145,13 +155,16 @@ def simt(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
 def mma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.mma_forward import MmaConfig
 
+    copied = copy_bytes(problem)
     for row in short(problem, target):
         made, tile_n = _in_few_rows(problem, row.tile, 16), halved(row.tile["tile_n"], problem.seqlen_k)
         blocks = row.tile["blocks_per_sm"] * row.tile["tile_m"] // made["tile_m"]
-        yield MmaConfig(**made | dict(tile_n=tile_n, blocks_per_sm=blocks))
+        yield MmaConfig(**made | dict(tile_n=tile_n, blocks_per_sm=blocks, copy_bytes=copied))
     large_f64 = problem.dtype == "float64" and target.cc == LARGE_FLOAT64
     for row in _rows(rung.table, problem, target):
-        yield MmaConfig(**_in_few_rows(problem, row.tile, row.tile["warp_rows"]), large_f64=large_f64)
+        if copied == 16 or not row.tile.get("sliced"):
+            tile = _in_few_rows(problem, row.tile, row.tile["warp_rows"])
+            yield MmaConfig(**tile, large_f64=large_f64, copy_bytes=copied)
 
 
 def short(problem: Problem, target: Target) -> list[Row]:
@@ -295,7 +308,8 @@ def features_of(problem: Problem) -> dict[str, Any]:
 
 def _tensor_features(problem: Problem, group_size: int) -> dict[str, Any]:
     bias, size = problem.array("bias"), ITEM_SIZE[problem.dtype]
-    rows_of_16_bytes = problem.o_strides[3] == 1 and not any(stride * size % 16 for stride in problem.o_strides[:3])
+    steps = [stride * size % 16 for stride in problem.o_strides[:3]]
+    rows_of_16_bytes = problem.alignment == 16 and problem.o_strides[3] == 1 and not any(steps)
     return features_of(problem) | dict(
         group_size=group_size,
         scores_finished=changes_scores(problem.uses) or problem.scale <= 0,

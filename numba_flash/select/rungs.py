@@ -30,6 +30,7 @@ class Rung(NamedTuple):
     option: str = ""  # the field of Option that says whether it takes an option
     dtypes: tuple[str, ...] = ()  # (): all
     tensor_cores: bool = False
+    least_copy: int = 16  # bytes, of the smallest copies of its loads: rows begin at multiples of them
     least_cc: tuple[int, int] = (0, 0)
     only_cc: tuple[int, int] | None = None
     table: str = ""  # of its forward kernel's tiles
@@ -78,6 +79,7 @@ RUNGS = {
             option="on_tensor_cores",
             dtypes=("float16", "bfloat16", "float32", "float64"),
             tensor_cores=True,
+            least_copy=2,
             least_cc=(8, 0),
             table="mma",
             forward="forward.mma",

@@ -112,6 +112,7 @@ FAILING: dict[str, str] = {
 }
 # Those that pass with some versions of NVVM and nvJitLink only.
 DEPENDS = {
+    "mma-float16-50-copies": "spills 8 bytes on sm_120a with 13.5, none on the others",
     "mma_float32-128-64x32-rich": "spills 4 bytes on sm_120a with 13.5, none on the others",
     "mma_float32-64-64x64-both": "spills 8 bytes on sm_80, 16 on sm_120a with 13.0; none on sm_90a",
     "mma_float32-128-64x32-both": "spills 8 bytes on sm_80 to sm_89, 40 on sm_120a with 13.0; none on sm_90a",
@@ -138,6 +139,11 @@ DEPENDS = {
 
 def intended(config):
     """Words that must be in the PTX, and in the SASS for sm_90a; and the GPUs."""
+    if getattr(config, "copy_bytes", 16) < 16:
+        in_ptx, in_sass, machines = intended(dataclasses.replace(config, copy_bytes=16))
+        copies, loads = ("cp.async.ca.shared", "LDGSTS") if config.copy_bytes > 2 else ("ld.global.b16", "LDG.E.U16")
+        changed = {"cp.async.cg.shared": copies, "LDGSTS": loads}
+        return tuple(changed.get(x, x) for x in in_ptx), tuple(changed.get(x, x) for x in in_sass), machines
     kernel, dtype = config.kernel, config.dtype
     if getattr(config, "early", False):  # before wgmma's kernels
         return (*IN_PTX[kernel], "griddepcontrol.launch_dependents"), IN_SASS[kernel], (HOPPER,)
@@ -612,6 +618,15 @@ def by_element_gates():
                         yield f"{name}{part(config)}-halved", config
 
 
+def small_copies_gates():
+    """Of mma where rows begin at multiples of 8, 4 and 2 bytes: plain, and with gradients."""
+    for dtype, head_dim in (("float16", 50), ("float16", 25), ("float32", 50), ("float32", 25), ("float64", 25)):
+        yield f"mma-{dtype}-{head_dim}-copies", select.select(problem(head_dim, dtype=dtype), HOPPER, "mma").config
+        for config in RUNGS["mma"].kernels(gradients(head_dim, dtype=dtype), HOPPER):
+            if hasattr(config, "copy_bytes"):
+                yield f"{config.kernel}-{dtype}-{head_dim}-copies", config
+
+
 def simt_gates():
     """{name: Config}; those that differ in what a bias is broadcast over have numbers."""
     found = {}
@@ -628,7 +643,7 @@ def gates():
     configs = dict(backward_gates()) | dict(reading_gates()) | dict(dropping_gates()) | dict(wide_gates())
     configs |= dict(wide_backward_gates()) | dict(backward_functions_gates()) | dict(score_gradients_gates())
     configs |= dict(by_element_gates()) | dict(wgmma_float32_gates()) | dict(wgmma_backward_float32_gates())
-    configs |= dict(short_gates()) | dict(one_key_tile_gates()) | simt_gates()
+    configs |= dict(short_gates()) | dict(one_key_tile_gates()) | dict(small_copies_gates()) | simt_gates()
     for kernel in (name for name, rung in RUNGS.items() if rung.tensor_cores):
         table = rows(tiles.TABLES, kernel)
         configs |= {name_of(kernel, row): of_row(kernel, row) for row in table}

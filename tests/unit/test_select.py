@@ -71,15 +71,8 @@ def test_the_choice(target, kernel, expected, copies):
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (dict(aligned=False), "address that is not a multiple of 16 bytes"),
         (dict(head_dim=520), "head_dim up to 512, not 520 and 520"),
         (dict(head_dim_v=520), "head_dim up to 512, not 64 and 520"),
-        (dict(head_dim=60), "q has rows"),
-        (dict(head_dim=62, dtype="float32"), "q has rows"),
-        (dict(head_dim=61, dtype="float64"), "q has rows"),
-        (dict(head_dim_v=60), "v has rows"),
-        (dict(k=strided(2**20, 2**19, 65, 1)), "k has rows"),
-        (dict(k=strided(2**20, 2**19 + 1, 64, 1)), "k has rows, heads"),
         (dict(q=strided(2**20, 2**19, 128, 2)), "q is not contiguous along dim"),
         (dict(v=strided(2**20, 2**19, 64, -1)), "v is not contiguous along dim"),
         (dict(k=strided(2**20, 2**19, 64, 0)), "k is not contiguous along dim"),
@@ -110,6 +103,36 @@ def test_what_tensor_cores_do_not_take_goes_to_v2(made, reason):
 def test_what_tensor_cores_do_take(made):
     assert select(problem(**made), A100, "auto").kernel == "mma"
     assert select(problem(dtype="bfloat16"), A100, "auto").kernel == "mma"
+
+
+# How many bytes of a row one copy of mma has: rows, heads and batch entries of q, k and v begin at multiples of them,
+# and so do the arrays. wgmma takes what begins at multiples of 16 bytes.
+@pytest.mark.parametrize(
+    ("made", "copied", "reason"),
+    [
+        ({}, 16, ""),
+        (dict(alignment=8), 8, "address that is not a multiple of 16 bytes"),
+        (dict(alignment=2), 2, "address that is not a multiple of 16 bytes"),
+        (dict(head_dim=60), 8, "q has rows"),
+        (dict(head_dim=50), 4, "q has rows"),
+        (dict(head_dim=25), 2, "q has rows"),
+        (dict(head_dim=62, dtype="float32"), 8, "q has rows"),
+        (dict(head_dim=3, dtype="float32"), 4, "q has rows"),
+        (dict(head_dim=61, dtype="float64"), 8, "not float64"),
+        (dict(head_dim_v=60), 8, "v has rows"),
+        (dict(k=strided(2**20, 2**19, 65, 1)), 2, "k has rows"),
+        (dict(k=strided(2**20, 2**19 + 4, 64, 1)), 8, "k has rows, heads"),
+        (dict(v=strided(2**20, 2**19 + 2, 64, 1)), 4, "v has rows, heads or batch entries"),
+    ],
+)
+def test_copies_of_mma_are_as_large_as_rows_allow(made, copied, reason):
+    assert select(problem(**made), A100, "auto").config.copy_bytes == copied
+    choice = select(problem(**made), HOPPER, "auto")
+    assert choice.kernel == ("mma" if reason else "wgmma") and reason in dict(choice.refused).get("wgmma", "")
+
+
+def test_an_output_at_an_odd_address_is_written_in_small_pieces():
+    assert not select(problem(alignment=8), A100, "mma").config.o_vectorized
 
 
 # Rows that begin at multiples of 16 bytes are other multiples of elements in each dtype.

@@ -47,8 +47,8 @@ def make(config):
     plan, loaders, paired, workers = config.shared_layout(), config.LOADERS, config.blocks > 1, config.workers
     end_at = plan.state + 3 * block_state.SIZE
     real = numbers.of(config.compute_dtype).real
-    load_own = async_tiles.loader(tile_n, padded, workers, 1, size)
-    load_other = async_tiles.loader(tile_m, padded, loaders or workers, 1, size)
+    load_own = async_tiles.loader(tile_n, padded, workers, 1, size, config.copy_bytes)
+    load_other = async_tiles.loader(tile_m, padded, loaders or workers, 1, size, config.copy_bytes)
     staged = lse_delta.staged(config, tile_m, loaders or workers)
     tile, parts = backward_fused_tile.make(config), backward_dq_parts.make(config)
     store_dk, store_dv = (backward_wide.storer(config, n, padded) for n in (config.head_dim, config.head_dim_v))

@@ -80,10 +80,11 @@ def make(config):
     s_count, o_count = strips * (tile_n // 8) * 4, strips * o_blocks * 4
     real = numbers.of(config.compute_dtype).real
 
-    load_q = async_tiles.loader(tile_m, head_dim_padded, threads, config.group_size, config.item_size)
-    load_k = async_tiles.loader(tile_n, head_dim_padded, threads, 1, config.item_size)
-    load_v = async_tiles.loader(tile_n, head_dim_v_padded, threads, 1, config.item_size)
-    if config.splits_columns and tile_n == 32:
+    size, copy_bytes = config.item_size, config.copy_bytes
+    load_q = async_tiles.loader(tile_m, head_dim_padded, threads, config.group_size, size, copy_bytes)
+    load_k = async_tiles.loader(tile_n, head_dim_padded, threads, 1, size, copy_bytes)
+    load_v = async_tiles.loader(tile_n, head_dim_v_padded, threads, 1, size, copy_bytes)
+    if config.splits_columns and tile_n == 32 and copy_bytes == 16:
         load_k = async_tiles.panel_loader(tile_n, head_dim_padded, threads, head_dim == head_dim_padded)
         load_v = async_tiles.panel_loader(tile_n, head_dim_v_padded, threads, head_dim_v == head_dim_v_padded)
     wait_all = cp_async.wait_group(0)
