@@ -65,7 +65,7 @@ def run(call: Call) -> Any:
     The arguments and errors are the same, except that out and stream are refused: memory and stream are XLA's. An
     error that only running can show, such as a `kernel` that cannot compute the problem there, comes as a
     JaxRuntimeError that contains it. vmap makes the mapped dimension part of the batch. Where an array with several
-    batch entries is not mapped over, or with dropout or functions, one callback computes the problems one after the
+    batch entries is not mapped over, or with a seed or functions, one callback computes the problems one after the
     other. There is reverse mode, once; forward mode and second derivatives raise NotImplementedError.
 
     seed may also be a scalar of JAX's, traced or not. Whatever it is, the callback reads it on the host: on a GPU the
@@ -296,10 +296,8 @@ def _plan(callback: Any, shapes: tuple[tuple[int, ...], ...], device: int | None
     aux = _aux_of(names)
     of_aux = [daux_name(number) for number in range(len(aux))] if any(name.startswith("daux") for name in names) else []
     seed = names.index(jax_seed.NAME) if jax_seed.NAME in names else None
-    # A function is told the batch entry, and what dropout leaves out depends on it: mapped dimensions are none of the
-    # batch's.
-    alone = seed is not None or callback.known.options.functions is not None
-    folded = fold(names, shapes, mapped=len(shapes[0]) - 4, alone=alone)
+    # alone: mapped dimensions are none of the batch's
+    folded = fold(names, shapes, mapped=len(shapes[0]) - 4, alone=callback.known.reads_entries(seed))
     layouts = tuple(
         arrays.jax_layout(
             device, shape, strides, dtype, readonly=name not in callback.results and not name.startswith("daux")

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..api import forward as api
 from ..problem.forward import check_bool
-from .arguments import described, dropout_of, number, renamed
+from .arguments import described, number, probability, renamed
 
 UNBOUNDED = (-1, -1)
 # Defaults are whole numbers for the reason that bridges/torch.py gives at NO_DROPOUT.
@@ -42,7 +42,7 @@ def flash_attn_func(
     """
     dropout: dict[str, Any] = {}
     if type(dropout_p) not in (int, float) or dropout_p:
-        dropout = _dropout(dropout_of(dropout_p), q)
+        dropout = _dropout(probability("dropout_p", dropout_p), q)
     check_bool("deterministic", deterministic)
     window = None if window_size is UNBOUNDED else _window(window_size)
     scale = None if softmax_scale is None else number("softmax_scale", softmax_scale)

@@ -111,7 +111,7 @@ def _facts_of(problem: BackwardProblem) -> Facts:
 
 
 def _by_element(problem: BackwardProblem) -> str:
-    """Which entry of rows.BY_ELEMENT the problem is; "" if no option acts on single scores."""
+    """Which entry of tiles.BY_ELEMENT the problem is; "" if no option acts on single scores."""
     forward = problem.forward
     found = [name for name, _ in forward.uses if name in BY_ELEMENT]
     kinds = {"functions" if BY_NAME[name].function else "read" if BY_NAME[name].shape else name for name in found}
