@@ -7,7 +7,7 @@ from ..abi import parameters as abi
 from ..abi.tensor_maps import OperandMaps, bias_map, map_of_rows
 from ..problem.forward import Problem
 from ..problem.groups import parts_of
-from ..problem.options import FUNCTIONS, SEEDED
+from ..problem.options import FUNCTIONS, SEEDED, changes_scores
 from .backward import OfGradients
 from .blocks import heads_in_flight
 from .forward import AnyProblem, Config, OwnRows, Padded, check, layout, panel_of_bias, tile_bytes
@@ -320,8 +320,10 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
             f"dq_partials must be 1 to {most} with tiles of {queries} queries and key_tiles {tiles}, "
             f"not {self.dq_partials}",
         )
-        alone = not any(name in BY_ELEMENT and name != SEEDED for name, _ in self.uses)
-        check(alone, f"of {', '.join(BY_ELEMENT)} it takes {SEEDED} alone")
+        alone = not changes_scores(self.uses) and not any(
+            name in BY_ELEMENT and name != SEEDED for name, _ in self.uses
+        )
+        check(alone, f"it takes no option that changes scores; of {', '.join(BY_ELEMENT)} it takes {SEEDED} alone")
         room = not self.seeded or not (large or self.lse_first)
         check(room, f"with {SEEDED} tiles are of 64 queries, and lse_first is False: registers are few")
         super().__post_init__()

@@ -196,6 +196,10 @@ def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_colum
             "it takes dropout_p alone",
         ),
         (
+            lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, uses=uses(alibi_slopes="float32")),
+            "it takes no option that changes scores",
+        ),
+        (
             lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, uses=uses(dropout_p=True)),
             "registers are few",
         ),

@@ -21,8 +21,8 @@ The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (persis
 
 Six files have the rest, in this order: block.py (the words of a work tile), pipeline.py (rings of tiles and their
 mbarriers), producer.py (scheduler and producer), tile_scores.py (what becomes of S before the softmax),
-score/fragment_softmax.py, forward_outputs.py (O to global memory). Other modules of score/ and one_side.py add options;
-without these they leave no code.
+kernels/score/fragment_softmax.py, forward_outputs.py (O to global memory). Other modules of kernels/score and
+one_side.py add options; without these they leave no code.
 """
 
 from typing import Any, NamedTuple
