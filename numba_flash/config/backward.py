@@ -239,13 +239,9 @@ class MmaScoresConfig(MmaBackwardConfig):
 
 @dataclass(frozen=True)
 class MmaDbiasConfig(OfBias, MmaScoresConfig):
-    """Of mma_dbias. rows_summed, keys_summed: bias is one row, or one column, for all. pairs: two neighbours of 16 bits
-    in dbias lie in one word of 4 bytes."""
+    """Of mma_dbias. pairs: two neighbours of 16 bits in dbias lie in one word of 4 bytes."""
 
-    rows_summed: bool = False
-    keys_summed: bool = False
     pairs: bool = False
-    split: bool = False
 
     kernel = "mma_dbias"
     module = "mma.backward_dbias"
