@@ -199,15 +199,10 @@ class MmaDqConfig(MmaBackwardConfig):
 
         dQ is staged in Q's place.
         """
-        return layout(
-            q=tile_bytes(self.tile_m, self.head_dim_padded),
-            do=tile_bytes(self.tile_m, self.head_dim_v_padded),
-            k=self.stages * tile_bytes(self.tile_n, self.head_dim_padded),
-            v=self.stages * tile_bytes(self.tile_n, self.head_dim_v_padded),
-            ds=tile_bytes(self.tile_m, self.tile_n) if self.column_groups > 1 else 0,
-            of_rows=16 * self.tile_m,
-            state=self.state_entries * 16,
-        )
+        (q, do, k, v), stages = self.tiles(), self.stages
+        ds = tile_bytes(self.tile_m, self.tile_n) if self.column_groups > 1 else 0
+        of_rows, state = 16 * self.tile_m, self.state_entries * 16
+        return layout(q=q, do=do, k=stages * k, v=stages * v, ds=ds, of_rows=of_rows, state=state)
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -225,13 +220,8 @@ class MmaScoresConfig(MmaBackwardConfig):
 
     def shared_layout(self) -> Any:
         """Where Q, dO, K, V, what is behind them and the end are."""
-        return layout(
-            q=tile_bytes(self.tile_m, self.head_dim_padded),
-            do=tile_bytes(self.tile_m, self.head_dim_v_padded),
-            k=tile_bytes(self.tile_n, self.head_dim_padded),
-            v=tile_bytes(self.tile_n, self.head_dim_v_padded),
-            **self._behind(),
-        )
+        q, do, k, v = self.tiles()
+        return layout(q=q, do=do, k=k, v=v, **self._behind())
 
     def _behind(self) -> dict[str, int]:
         raise NotImplementedError

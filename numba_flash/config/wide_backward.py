@@ -49,12 +49,6 @@ class WideBackwardConfig(WarpsConfig):
         step = 128 // self.item_size * self.column_groups
         return -(-columns // step) * step
 
-    def tiles(self) -> tuple[int, int, int, int]:
-        """Bytes of the own tiles, for S and for dP, and of the other side's."""
-        columns, rows = (self.head_dim_padded, self.head_dim_v_padded), (self.own_rows, self.other_rows)
-        own_s, own_dp, other_s, other_dp = (tile_bytes(r, c, self.item_size) for r in rows for c in columns)
-        return own_s, own_dp, other_s, other_dp
-
     @property
     def exchanged(self) -> int:
         """Bytes of P or dS where warps that own the same rows exchange it."""
