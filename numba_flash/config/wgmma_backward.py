@@ -274,15 +274,14 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
 
     Two warpgroups share dQ: each has 64 queries of a tile of 128, or a panel of 64 columns of a tile of 64.
 
-    ordered: the parts of dQ are added in the order of their keys, so that equal calls give equal bits. key_tiles: this
-    many tiles hold all keys of a head; the block owns one after the other, adds up dQ in shared memory and writes it in
-    16 bits. With 0 the block owns tiles of many heads. stays: the block is persistent. It takes one tile after another,
-    and stages dK and dV in the place of dS while the next K and V arrive. lse_first: the accumulators of S begin with
-    -lse / scale instead of 0, so that nothing waits for lse afterwards; for a scale that is not 0, and only if no
-    weights are dropped. dq_partials: the number of sums of dQ, to which key tiles add in turn.
+    key_tiles: this many tiles hold all keys of a head; the block owns one after the other, adds up dQ in shared memory
+    and writes it in 16 bits. With 0 the block owns tiles of many heads. stays: the block is persistent. It takes one
+    tile after another, and stages dK and dV in the place of dS while the next K and V arrive. lse_first: the
+    accumulators of S begin with -lse / scale instead of 0, so that nothing waits for lse afterwards; for a scale that
+    is not 0, and only if no weights are dropped. dq_partials: the number of sums of dQ, to which key tiles add in turn;
+    with one, a head of 32k causal queries takes 9 % longer, two heads of 16k take 14 % longer (H200).
     """
 
-    ordered: bool = True
     key_tiles: int = 0  # type: ignore[misc]
     stays: bool = False  # type: ignore[misc]
     lse_first: bool = True  # type: ignore[misc]

@@ -24,16 +24,15 @@ class Call(NamedTuple):
     options: Options
     return_lse: Any = True
     wanted: Any = None  # the gradients; None: it is a forward
-    deterministic: Any = True
     stream: Any = None
     kernel: Any = "auto"
     key: Any = None  # of the cached call that this one becomes, as `find` made it; None: it is not cached
 
     @staticmethod
     def of(fields: "Fields", key: Any = None) -> "Call":
-        operands, options, return_lse, wanted, deterministic, stream, kernel = fields
+        operands, options, return_lse, wanted, stream, kernel = fields
         options = _make(Options, options)
-        return _make(Call, (operands, options, return_lse, wanted, deterministic, stream, kernel, key))
+        return _make(Call, (operands, options, return_lse, wanted, stream, kernel, key))
 
 
 _make: Any = tuple.__new__  # takes half the time of Call(...)
@@ -55,7 +54,6 @@ class PlanKey(NamedTuple):
     layout: Any = "bhsd"
     return_lse: Any = True
     wanted: Any = None
-    deterministic: Any = True
     kernel: Any = "auto"
     has_stream: bool = False
     alignment: int = 16  # the operands that kernels load in pieces begin at multiples of so many bytes, at most 16
@@ -89,7 +87,7 @@ def look_up(
     operands: q, k, v and so on, as they were read; layouts: theirs; addresses: of those that kernels load in pieces,
     joined by |. plan: makes what is missing in `plans`.
     """
-    _, options, return_lse, wanted, deterministic, stream, kernel, _ = call
+    _, options, return_lse, wanted, stream, kernel, _ = call
     causal, window, q_offset, numbers, option_arrays, functions, layout, _ = options
     q: Any = operands[0]
     others, blocks = NO_OTHERS, None
@@ -111,10 +109,10 @@ def look_up(
     bias = others[BIAS]
     key = (  # the fields of PlanKey, as a plain tuple: it is made in a fifth of the time
         layouts, None if others is NO_OTHERS else tuple([array and array.layout for array in others]), causal, window,
-        q_offset, numbers, functions, layout, return_lse, wanted, deterministic, kernel, stream is not None,
+        q_offset, numbers, functions, layout, return_lse, wanted, kernel, stream is not None,
         alignment_of(addresses), bias is not None and bias.pointer % 16 == 0,
         (
-            type(q_offset), type(causal), type(return_lse), type(deterministic),
+            type(q_offset), type(causal), type(return_lse),
             None if numbers is NO_NUMBERS else tuple(map(type, numbers)),
         ),
     )  # fmt: skip

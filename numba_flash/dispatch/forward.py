@@ -66,7 +66,7 @@ def run(call: Call) -> Any:
 def find(fields: Fields) -> tuple[Any, CachedForward | None, Addresses, bool] | None:
     """For a call that may equal an earlier one: the key of its cached call; that cached call, if `run` has stored it;
     the addresses of q, k, v and, if given, out; and whether a framework records the call. None for other calls."""
-    (q, k, v, out), options, return_lse, _, _, stream, kernel = fields
+    (q, k, v, out), options, return_lse, _, stream, kernel = fields
     causal, window, q_offset, numbers, option_arrays, functions, layout, seed = options
     if not option_arrays is functions is seed is stream is None or not (q_offset is None or type(q_offset) is int):
         return None

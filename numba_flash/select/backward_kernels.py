@@ -144,7 +144,6 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     fused = wgmma.WgmmaFusedConfig(
         **features,
         **tile,
-        ordered=problem.deterministic or key_tiles > 0,
         key_tiles=key_tiles,
         lse_first=problem.forward.number("scale") != 0 and not problem.forward.seeded,
         members=members,

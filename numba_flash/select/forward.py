@@ -155,26 +155,24 @@ def simt(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
 def mma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.mma_forward import MmaConfig
 
-    copied = copy_bytes(problem)
-    for row in short(problem, target):
-        made, tile_n = _in_few_rows(problem, row.tile, 16), halved(row.tile["tile_n"], problem.seqlen_k)
-        blocks = row.tile["blocks_per_sm"] * row.tile["tile_m"] // made["tile_m"]
-        yield MmaConfig(**made | dict(tile_n=tile_n, blocks_per_sm=blocks, copy_bytes=copied))
     large_f64 = problem.dtype == "float64" and target.cc == LARGE_FLOAT64
-    for row in _rows(rung.table, problem, target):
-        if copied == 16 or not row.tile.get("sliced"):
-            tile = _in_few_rows(problem, row.tile, row.tile["warp_rows"])
+    copied, wide = copy_bytes(problem), ITEM_SIZE[problem.dtype] > 2
+    in_one_tile = _rows("mma_short", problem, target) if short(problem, target) else []
+    for row in (*in_one_tile, *_rows(rung.table, problem, target)):
+        tile, sliced = _in_few_rows(problem, row.tile, row.tile["warp_rows"]), row.tile.get("sliced")
+        if (wide and not sliced) or row in in_one_tile:
+            blocks = row.tile["blocks_per_sm"] * row.tile["tile_m"] // tile["tile_m"]
+            tile |= dict(tile_n=halved(row.tile["tile_n"], problem.seqlen_k), blocks_per_sm=blocks)
+        if copied == 16 or not sliced:
             yield MmaConfig(**tile, large_f64=large_f64, copy_bytes=copied)
 
 
-def short(problem: Problem, target: Target) -> list[Row]:
-    """The rows of mma that have all queries and keys of a head in one tile, where these are so few. "auto" takes them
-    on every GPU: a tile of wgmma has 64 rows at least, of which most would be wasted, and fewer blocks run at a time.
-    Heads of 16 tokens take 32 us instead of 214, of 64 tokens 22 instead of 35 (H200)."""
-    if target.cc is None or ITEM_SIZE[problem.dtype] != 2 or not problem.seqlen_k:
-        return []
-    rows = _rows("mma_short", problem, target)
-    return [x for x in rows if problem.seqlen_q <= x.tile["tile_m"] and problem.seqlen_k <= x.tile["tile_n"]]
+def short(problem: Problem, target: Target) -> bool:
+    """Whether mma has all queries and keys of a head in one tile. "auto" takes it then: a tile of wgmma has
+    64 rows at least, of which most would be wasted, and fewer blocks run at a time. Heads of 16 tokens take 32 us in
+    16 bits instead of 214, of 64 tokens 22 instead of 35 (H200)."""
+    few, narrow = 0 < problem.seqlen_k <= 64 >= problem.seqlen_q, max(problem.head_dim, problem.head_dim_v) <= 128
+    return target.cc is not None and ITEM_SIZE[problem.dtype] == 2 and few and narrow
 
 
 def halved(rows: int, needed: int) -> int:

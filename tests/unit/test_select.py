@@ -601,6 +601,22 @@ def test_short_heads_are_one_tile_of_mma(seqlen, seqlen_k, head_dim, tile):
     assert select(made, HOPPER, "wgmma", "cupy").kernel == "wgmma"  # by name
 
 
+# Of mma in float32 and float64: (queries, keys) of a tile, and how many blocks run at a time.
+@pytest.mark.parametrize(
+    ("dtype", "seqlen", "seqlen_k", "tile"),
+    [
+        ("float32", 20, 20, (32, 32, 4)),
+        ("float32", 16, 500, (16, 64, 8)),
+        ("float32", 500, 5, (64, 16, 2)),
+        ("float64", 20, 20, (32, 16, 6)),
+        ("float32", 33, 33, (64, 64, 2)),
+    ],
+)
+def test_tiles_of_float32_and_float64_shrink_to_the_lengths(dtype, seqlen, seqlen_k, tile):
+    config = select(problem(dtype=dtype, seqlen=seqlen, seqlen_k=seqlen_k), A100, "auto", "cupy").config
+    assert (config.kernel, config.tile_m, config.tile_n, config.blocks_per_sm) == ("mma", *tile)
+
+
 @pytest.mark.parametrize(("seqlen", "seqlen_k", "head_dim"), [(65, 64, 64), (64, 65, 64), (64, 64, 136)])
 def test_longer_and_wider_heads_are_not(seqlen, seqlen_k, head_dim):
     assert select(problem(head_dim, seqlen=seqlen, seqlen_k=seqlen_k), HOPPER, "auto", "cupy").kernel == "wgmma"
