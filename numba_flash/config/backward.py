@@ -153,20 +153,13 @@ class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
 
         dK and dV are staged in the place of K and V; without dK there is no V, and dV takes K's place.
         """
-        k_columns = self.head_dim_padded if self.of_dk else max(self.head_dim_padded, self.head_dim_v_padded)
-        rows = self.stages * 8 * self.tile_m
-        return layout(
-            k=tile_bytes(self.tile_n, k_columns),
-            v=tile_bytes(self.tile_n, self.head_dim_v_padded) if self.of_dk else 0,
-            q=self.stages * tile_bytes(self.tile_m, self.head_dim_padded),
-            do=self.stages * tile_bytes(self.tile_m, self.head_dim_v_padded),
-            rows=-(-rows // self.ALIGNMENT) * self.ALIGNMENT,
-            p=0,
-            ds=tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 or self.of_dq else 0,
-            dq=tile_bytes(self.tile_m, self.head_dim_padded) if self.of_dq else 0,
-            seen=8 * self.tile_n,
-            state=self.state_entries * 16,
-        )
+        k, v, q, do = self.tiles()
+        tiles = dict(k=k, v=v) if self.of_dk else dict(k=max(k, v), v=0)
+        tiles |= dict(q=self.stages * q, do=self.stages * do)
+        rows = -(-self.stages * 8 * self.tile_m // self.ALIGNMENT) * self.ALIGNMENT
+        ds = tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 or self.of_dq else 0
+        dq, seen, state = q if self.of_dq else 0, 8 * self.tile_n, self.state_entries * 16
+        return layout(**tiles, rows=rows, p=0, ds=ds, dq=dq, seen=seen, state=state)
 
 
 @dataclass(frozen=True)

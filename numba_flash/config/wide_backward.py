@@ -227,19 +227,9 @@ class WideCarriedConfig(WideFusedConfig):
         those of scores from the other block (kernels/mma/shared_scores.py), and the end are."""
         own, other = (tile_bytes(rows, self.head_dim_padded, 8) for rows in (self.tile_n, self.tile_m))
         weights, part, one = self.tile_n * self.pitch * 8, self.tile_m * self.pitch_dq * 8, self.one_staging_buffer
-        made = layout(
-            k=own,
-            v=own,
-            q=other,
-            do=other,
-            p=weights,
-            ds=max(weights, part - weights) if one else weights,
-            rows=self.tile_m * 16,
-            state=64,
-            dq=0 if one else part,
-            barriers=32,
-            scores_barriers=(self.blocks - 1) * self.workers // 4,
-        )
+        ds, dq = (max(weights, part - weights), 0) if one else (weights, part)
+        tiles, barriers = dict(k=own, v=own, q=other, do=other, p=weights, ds=ds), (self.blocks - 1) * self.workers // 4
+        made = layout(**tiles, rows=self.tile_m * 16, state=64, dq=dq, barriers=32, scores_barriers=barriers)
         return made._replace(dq=made.p) if one else made
 
 

@@ -131,11 +131,11 @@ class Measure(NamedTuple):
 
 
 MEASURES = (
-    Measure("lines of kernels", lambda: sum(map(lines_of, names("kernels"))), 16_435, 14_500, "a person can read them"),
+    Measure("lines of kernels", lambda: sum(map(lines_of, names("kernels"))), 16_307, 14_500, "a person can read them"),
     Measure(
         "lines of select, config and abi",
         lambda: sum(map(lines_of, names("select", "config", "abi"))),
-        4_736,
+        4_730,
         4_200,
         "a choice is easier to read than what is chosen",
     ),
@@ -149,7 +149,7 @@ MEASURES = (
     Measure(
         "lines before the first function of make",
         lines_before_functions,
-        977,
+        874,
         800,
         "a kernel begins with what it does",
     ),
