@@ -49,12 +49,6 @@ class WideBackwardConfig(WarpsConfig):
         step = 128 // self.item_size * self.column_groups
         return -(-columns // step) * step
 
-    def tiles(self) -> tuple[int, int, int, int]:
-        """Bytes of the own tiles, for S and for dP, and of the other side's."""
-        columns, rows = (self.head_dim_padded, self.head_dim_v_padded), (self.own_rows, self.other_rows)
-        own_s, own_dp, other_s, other_dp = (tile_bytes(r, c, self.item_size) for r in rows for c in columns)
-        return own_s, own_dp, other_s, other_dp
-
     @property
     def exchanged(self) -> int:
         """Bytes of P or dS where warps that own the same rows exchange it."""
@@ -233,19 +227,9 @@ class WideCarriedConfig(WideFusedConfig):
         those of scores from the other block (kernels/mma/shared_scores.py), and the end are."""
         own, other = (tile_bytes(rows, self.head_dim_padded, 8) for rows in (self.tile_n, self.tile_m))
         weights, part, one = self.tile_n * self.pitch * 8, self.tile_m * self.pitch_dq * 8, self.one_staging_buffer
-        made = layout(
-            k=own,
-            v=own,
-            q=other,
-            do=other,
-            p=weights,
-            ds=max(weights, part - weights) if one else weights,
-            rows=self.tile_m * 16,
-            state=64,
-            dq=0 if one else part,
-            barriers=32,
-            scores_barriers=(self.blocks - 1) * self.workers // 4,
-        )
+        ds, dq = (max(weights, part - weights), 0) if one else (weights, part)
+        tiles, barriers = dict(k=own, v=own, q=other, do=other, p=weights, ds=ds), (self.blocks - 1) * self.workers // 4
+        made = layout(**tiles, rows=self.tile_m * 16, state=64, dq=dq, barriers=32, scores_barriers=barriers)
         return made._replace(dq=made.p) if one else made
 
 

@@ -20,6 +20,7 @@ from .option_checks import (
     window_sides,
 )
 from .options import ARRAYS, FUNCTIONS, NUMBERS, SEEDED, Options, Uses, uses
+from .ranges import UNBOUNDED, row_keys
 from .strides import Strides, check_strides, contiguous_strides, element_strides, ordered_strides
 
 if TYPE_CHECKING:
@@ -90,6 +91,18 @@ class Problem:
     @property
     def lse_shape(self) -> tuple[int, int, int]:
         return (self.batch, self.heads, self.seqlen_q)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """left and right as `ranges` takes them."""
+        return UNBOUNDED if self.left is None else self.left, UNBOUNDED if self.right is None else self.right
+
+    def keys_seen(self, query: int) -> tuple[int, int]:
+        """The keys [first, end) that a query sees by its position, as far as is known without reading q_offset= or
+        seqlens_k=: else all keys are valid, and the last query has the position of the last key."""
+        known = self.q_offset_source == "number"
+        start = self.q_offset if known else self.seqlen_k - self.seqlen_q
+        return row_keys(start + query, *self.sides, self.seqlen_k)
 
     def number(self, name: str) -> float | None:
         """The value of a number of the score; None if it was not given."""
