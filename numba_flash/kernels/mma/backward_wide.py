@@ -34,7 +34,6 @@ class View(NamedTuple):
     unrolled: bool
     exchange_at: int = 0
     splits_columns: bool = False
-    sliced: bool = False
     scalar_loads: bool = False  # these three: products_float64.py
     columns_in_order: bool = False
     odd_rows_first: bool = False
