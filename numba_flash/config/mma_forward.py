@@ -15,14 +15,13 @@ class MmaConfig(TensorConfig):
     registers instead of being read again for each tile. For float32 and float64 there are two more. column_groups: so
     many warps own the same rows; each computes scores with its part of a tile's keys, they exchange them, and each has
     its part of O's columns. large_f64: float64 products are m16n8k16, which sm_90 has and which is twice as fast there
-    as m8n8k4. unrolled: a step of the sum over head_dim takes twice as many columns.
+    as m8n8k4.
     """
 
     warp_rows: int = 16
     q_registers: bool = False
     column_groups: int = 1
     large_f64: bool = False
-    unrolled: bool = False
 
     scalar_loads: ClassVar[bool] = False
     columns_in_order: ClassVar[bool] = False

@@ -11,10 +11,9 @@ from .mma_forward import MmaConfig
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class WideBackwardConfig(WarpsConfig):
-    """What mma_dkdv_wide and mma_dq_wide share. large_f64, unrolled: as of MmaConfig."""
+    """What mma_dkdv_wide and mma_dq_wide share. large_f64: as of MmaConfig."""
 
     large_f64: bool = False
-    unrolled: bool = False
 
     GROUPS: ClassVar[tuple[int, ...]] = (1, 2)
     stages: ClassVar[int] = 1  # these two: as of MmaBackwardConfig

@@ -160,7 +160,7 @@ ONE_KERNEL = {
 FUSED, CARRIED = "fused", "carried"
 ROWS_OF_ONE_KERNEL = [
     ("float32", FUSED, of_mma(16, 16, 16, 2)),
-    ("float32", FUSED, of_mma(32, 32, 32, 4, unrolled=True)),
+    ("float32", FUSED, of_mma(32, 32, 32, 4)),
     ("float32", FUSED, of_mma(32, 32, 16, 2)),
     ("float64", FUSED, of_mma(16, 32, 16, 2)),
     ("float64", FUSED, of_mma(16, 32, 32, 4)),

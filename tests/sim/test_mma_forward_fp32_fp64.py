@@ -79,14 +79,3 @@ def test_other_tiles(dtype, row, cc, head_dim_v, monkeypatch, nothing_remembered
     rung.check(
         read, score_mod=lambda s, b, h, i, j, table: s + table[i, j], aux=(table,), bias=-table, mask=table < 1.5
     )
-
-
-@pytest.mark.parametrize("head_dim", [8, 40, 64])
-def test_two_steps_over_head_dim_at_a_time(head_dim, monkeypatch, nothing_remembered):
-    """Of 16 columns each: head_dim 8 and 40 have an odd number of them."""
-    row = of_mma(512, 16, 16, 16, 2, unrolled=True)
-    monkeypatch.setitem(tiles.TABLES, "mma_float32", (row,))
-    rung = forward.Rung("mma", testing.rows_padded, tensor=True, usual="float32")
-    case = rung.problem(7, 20, batch=1, heads=1, head_dim=head_dim, head_dim_v=136)
-    assert api.prepare_call(case.q, case.k, case.v, dict(kernel="mma"))[1].choice.config.unrolled
-    rung.check(case, causal=True)
