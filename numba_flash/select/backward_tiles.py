@@ -130,10 +130,10 @@ TABLES: dict[str, tuple[Row, ...]] = {
     "mma_wide_fused_float64": table(_WIDE, at(256, 16, 32, 16, 4, 1, above=160, least_keys=8192, plain=True)),
     # for GPUs whose m16n8k16 of float64 is one instruction
     "mma_wide_carried_float64": table(
-        "tile_m tile_n warp_rows column_groups blocks_per_sm blocks one_staging_buffer",
-        at(64, 32, 32, 16, 2, 2, 1, False, above=32, least_keys=32768, plain=True),
-        at(128, 32, 64, 16, 2, 1, 1, True, above=64, least_keys=16384, plain=True),
-        at(256, 32, 64, 16, 2, 1, 2, True, above=128, least_keys=8192, plain=True),
+        "tile_m tile_n warp_rows column_groups blocks_per_sm blocks",
+        at(64, 32, 32, 16, 2, 2, 1, above=32, least_keys=32768, plain=True),
+        at(128, 32, 64, 16, 2, 1, 1, above=64, least_keys=16384, plain=True),
+        at(256, 32, 64, 16, 2, 1, 2, above=128, least_keys=8192, plain=True),
     ),
     "wgmma_dkdv": table(
         _WGMMA,
