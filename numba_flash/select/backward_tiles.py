@@ -123,7 +123,6 @@ TABLES: dict[str, tuple[Row, ...]] = {
     # One kernel of all gradients. least_keys: with fewer, its line of parts of dQ takes too long.
     "mma_wide_fused_float32": table(
         _WIDE,
-        at(64, 64, 64, 16, 2, 2, above=32, least_keys=65536, plain=True),
         at(128, 32, 128, 32, 2, 1, above=64, least_keys=16384, plain=True),
         at(256, 32, 64, 32, 4, 1, above=128, least_keys=8192, plain=True),
     ),
