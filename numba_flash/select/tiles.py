@@ -114,7 +114,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
     # All queries and keys of a head in one tile, which shrinks to the lengths (forward.short).
     "mma_short": table(
         "tile_m tile_n warp_rows q_registers blocks_per_sm rescale_threshold",
-        at(64, 64, 64, 16, True, 4, 0),
+        at(64, 64, 64, 16, False, 4, 0),
         at(128, 64, 64, 16, False, 2, 0),
     ),
     "mma_float32": table(
