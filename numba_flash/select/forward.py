@@ -156,15 +156,14 @@ def mma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.mma_forward import MmaConfig
 
     large_f64 = problem.dtype == "float64" and target.cc == LARGE_FLOAT64
-    copied, wide = copy_bytes(problem), ITEM_SIZE[problem.dtype] > 2
+    copied, shrinks = copy_bytes(problem), ITEM_SIZE[problem.dtype] > 2
     in_one_tile = _rows("mma_short", problem, target) if short(problem, target) else []
     for row in (*in_one_tile, *_rows(rung.table, problem, target)):
-        tile, sliced = _in_few_rows(problem, row.tile, row.tile["warp_rows"]), row.tile.get("sliced")
-        if (wide and not sliced) or row in in_one_tile:
+        tile = _in_few_rows(problem, row.tile, row.tile["warp_rows"])
+        if shrinks or row in in_one_tile:
             blocks = row.tile["blocks_per_sm"] * row.tile["tile_m"] // tile["tile_m"]
             tile |= dict(tile_n=halved(row.tile["tile_n"], problem.seqlen_k), blocks_per_sm=blocks)
-        if copied == 16 or not sliced:
-            yield MmaConfig(**tile, large_f64=large_f64, copy_bytes=copied)
+        yield MmaConfig(**tile, large_f64=large_f64, copy_bytes=copied)
 
 
 def short(problem: Problem, target: Target) -> bool:

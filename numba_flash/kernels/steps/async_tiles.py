@@ -101,12 +101,12 @@ def loader(rows, columns, threads, group=1, size=2, copy_bytes=16):
 
 
 @functools.cache
-def panel_loader(rows, columns, threads, whole, gap=0):
+def panel_loader(rows, columns, threads, whole):
     """-> load(target, source, row_stride, first_row, rows_left, columns_left, thread), for elements of 8 bytes.
 
     Like that of `loader`, but each thread copies 16 bytes of every panel, so all its addresses are constants apart for
     any number of panels. The tile begins first_row rows after source. rows: a multiple of threads // 8. whole: all
-    columns exist, whatever columns_left is. gap: bytes in the middle of a row that are skipped.
+    columns exist, whatever columns_left is.
     """
     rows_a_step, panels = threads // 8, columns // 16
     assert rows % rows_a_step == 0 and rows_a_step % 8 == 0 and columns % 16 == 0
@@ -121,9 +121,8 @@ def panel_loader(rows, columns, threads, whole, gap=0):
             first = step * rows_a_step
             row_left = 16 if row < int32(rows_left) - first else 0
             for n in range(panels):
-                ahead = n * 128 + (gap if 2 * n >= panels else 0)
-                count = row_left if whole else min(max(left - ahead, 0), row_left)
-                cp_async.copy16(to + (n * rows + first) * 128, place + ahead, count)
+                count = row_left if whole else min(max(left - n * 128, 0), row_left)
+                cp_async.copy16(to + (n * rows + first) * 128, place + n * 128, count)
             place += rows_a_step * row_stride
 
     return load
