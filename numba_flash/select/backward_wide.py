@@ -23,7 +23,7 @@ def wide_configs(problem: BackwardProblem, target: Target) -> tuple[LaunchFacts,
         return (*fused, *shared.head_sums(problem, target, of_blocks=False))
     features = _features(problem, target)
     own: list[Any] = []
-    kinds = [wide.WideDkdvConfig, *[wide.WideDqConfig] * ("dq" in problem.wanted)]
+    kinds: list[type[wide.WideBackwardConfig]] = [wide.WideDkdvConfig, *[wide.WideDqConfig] * ("dq" in problem.wanted)]
     for kind, table in zip(kinds, ("mma_dkdv", "mma_dq"), strict=False):
         rows = [_shrunk(row, kind.of_keys, problem) for row in shared.usable(table, problem, target)]
         own += shared.best(kind, rows, problem, target, features)
