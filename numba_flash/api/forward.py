@@ -130,7 +130,7 @@ def attention(
         )
     numbers = NO_NUMBERS if scale is softcap is None and dropout_p is NO_DROPOUT else (scale, softcap, dropout_p)
     plain = bias is mask is alibi_slopes is seqlens_k is sinks is None
-    given = None if plain else (bias, mask, alibi_slopes, seqlens_k, sinks)
+    given = None if plain else (bias, mask, alibi_slopes, seqlens_k, sinks, None, None)
     functions = None if score_mod is mask_mod is None and aux is NO_AUX else (score_mod, mask_mod, aux)
     options = causal, window, q_offset, numbers, given, functions, layout, seed
     fields = (q, k, v, out), options, return_lse, None, True, stream, kernel

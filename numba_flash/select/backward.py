@@ -41,6 +41,8 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
     if rung.on_host:
         somewhere = None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
         return rung.not_taken(problem.forward) or somewhere
+    if problem.forward.packed is not None and not rung.packed:
+        return rung.not_taken(problem.forward)
     if target.cc is None:
         return no_gpu(target)
     if target.arrays_on_host and not target.simulated:

@@ -52,6 +52,8 @@ def refusal(name: str, problem: Problem, target: Target) -> str | None:
     if rung.on_host:
         somewhere = None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
         return rung.not_taken(problem) or somewhere
+    if problem.packed is not None and not rung.packed:
+        return rung.not_taken(problem)
     if target.cc is None:
         return no_gpu(target)
     if rung.tensor_cores and (reason := not_on_tensor_cores(rung, problem, target)) is not None:

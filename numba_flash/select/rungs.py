@@ -36,6 +36,7 @@ class Rung(NamedTuple):
     forward: str | None = None
     refined: str | None = None  # the function that improves a Config of these
     has_backward: bool = True
+    packed: bool = False  # whether it takes packed sequences
     backward: str | None = None
     sums: dict[str, str] = {}  # how exact it is, by dtype, of a rung that could be less exact than its dtype
 
@@ -44,6 +45,9 @@ class Rung(NamedTuple):
 
     def not_taken(self, problem: Problem) -> str | None:
         """Why it does not take the problem's options, wherever the arrays are, or None."""
+        if problem.packed is not None and not self.packed:
+            able = " and ".join(rung.name for rung in RUNGS.values() if rung.packed)
+            return f"it takes no packed sequences yet; {able} do"
         missing = (name for name, _ in problem.uses if self.option and not getattr(BY_NAME[name], self.option))
         return next((f"it takes no {name} yet" for name in missing), None)
 
@@ -69,7 +73,7 @@ def _loaded(name: Any) -> Callable[..., Any]:
 RUNGS = {
     rung.name: rung
     for rung in (
-        Rung("reference", (), on_host=True),
+        Rung("reference", (), on_host=True, packed=True),
         Rung("v1", (GPU,), table="simt", forward="forward.simt", has_backward=False),
         Rung("v2", (GPU, SIMULATOR), table="simt", forward="forward.simt", backward="backward_kernels.v2_configs"),
         Rung(
