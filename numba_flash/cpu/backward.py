@@ -131,17 +131,18 @@ class Ready(NamedTuple):
     functions: tuple[OwnFunctions, ...]  # their addresses are in the plans; all read the same
     of_aux: OfAux | None
     seeded: bool
-    behind: tuple[int, int] | None  # AUX and the seed, if no call has its own
+    behind: tuple[int, int, int] | None  # AUX, the seed and FIRST_B, if no call has its own
     at_once: Callable[..., None] | None  # as in forward.Ready
 
-    def run(self, pointers: tuple[int, ...]) -> None:
+    def run(self, pointers: tuple[int, ...], b: int = 0) -> None:
         """Writes the wanted gradients. The addresses are in the order of options.GradientOperands, 0 = none, followed
-        by those of aux."""
-        if self.at_once is not None:
-            self.at_once(self.address, interrupt.NEVER, pointers + self.behind)
-            return
+        by those of aux. b: FIRST_B."""
         if self.behind is not None:
-            self._start((*pointers[: at.AUX], *self.behind))
+            behind = (*self.behind[:2], b) if b else self.behind
+            if self.at_once is not None:
+                self.at_once(self.address, interrupt.NEVER, pointers + behind)
+            else:
+                self._start((*pointers[: at.AUX], *behind))
             return
         behind = pointers[at.AUX :]
         if self.of_aux is not None:
@@ -151,7 +152,7 @@ class Ready(NamedTuple):
         if self.of_aux is not None:
             sums = np.zeros((at.PARTS, self.of_aux.elements))
             aux[-1] = host_pointer(sums)
-        self._start((*pointers[: at.AUX], host_pointer(aux), seed))
+        self._start((*pointers[: at.AUX], host_pointer(aux), seed, b))
         self.functions[0].check(aux)
         if self.of_aux is not None:
             self.of_aux.write(sums, results)
@@ -218,7 +219,7 @@ def ready(problem: BackwardProblem) -> Ready:
     numbers = at.make_launch(plan, passes, _give_way())
     plans = tuple(numbers_of_pass for _, numbers_of_pass, _, _ in passes)
     own, has_seed = tuple(functions), problem.forward.seeded
-    behind = None if has_seed or own[0].places else (host_pointer(own[0].aux_numbers), 0)
+    behind = None if has_seed or own[0].places else (host_pointer(own[0].aux_numbers), 0, 0)
     at_once = None
     if serial and not (long or p.aux) and behind is not None:
         at_once = entry_of(run_serial, (numba.int64, numba.int64, POINTERS))

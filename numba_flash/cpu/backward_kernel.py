@@ -68,7 +68,7 @@ def run_task(task, frame, scratch, zero):
     group = load(plan, slot.HEADS, INT) // heads_kv
     units = load(plan, slot.BATCH, INT) * heads_kv
     unit, tile = task % units, load(plan, slot.TILES, INT) - 1 - task // units
-    b, kv_head = unit // heads_kv, unit % heads_kv
+    b, kv_head = unit // heads_kv + load(pointers, at.FIRST_B, INT), unit % heads_kv
     row0, all_rows = tile * tile_m, load(plan, slot.SEQLEN_Q, INT) * group
     rows = min(tile_m, all_rows - row0)
     panels = (rows + across - 1) // across

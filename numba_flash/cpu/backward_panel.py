@@ -72,8 +72,7 @@ def take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_h
     them, and shift is 0 (as in exponents of vectors/panel.py).
     """
     kind, size = type(zero), size_of(zero)
-    heads, seqlen_q = load(plan, slot.HEADS, INT), load(plan, slot.SEQLEN_Q, INT)
-    group = heads // load(plan, slot.HEADS_KV, INT)
+    group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
     head_dim_v, dtype, tile_m = (
         load(plan, slot.HEAD_DIM_V, INT),
         load(plan, slot.DTYPE, INT),
@@ -85,7 +84,8 @@ def take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_h
     other = row + head_dim_v * size
     for r in range(rows):
         i, head = (row0 + r) // group, kv_head * group + (row0 + r) % group
-        lse = load(load(pointers, slot.LSE_AT, INT), (b * heads + head) * seqlen_q + i, zero)
+        lse_at = b * load(plan, slot.LSE_BATCH, INT) + head * load(plan, slot.LSE_HEAD, INT) + i
+        lse = load(load(pointers, slot.LSE_AT, INT), lse_at, zero)
         if lse != -INFINITY:
             in_log2 = kind(-float(lse) * LOG2_E)
             if abs(in_log2) >= FAR_LSE and lse != INFINITY:

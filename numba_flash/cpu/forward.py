@@ -116,21 +116,23 @@ class Ready(NamedTuple):
     nothing: bool
     functions: OwnFunctions
     seeded: bool
-    behind: tuple[int, int] | None  # AUX and the seed, if no call has its own
+    behind: tuple[int, int, int] | None  # AUX, the seed and FIRST_B, if no call has its own
     at_once: Callable[..., None] | None  # `run_serial` without Numba's dispatcher, if nothing else has to be done
 
-    def run(self, pointers: tuple[int, ...]) -> None:
+    def run(self, pointers: tuple[int, ...], b: int = 0) -> None:
         """Writes o, and lse if the problem wants it. The addresses are in the order of options.Operands, 0 = none,
-        followed by those of aux."""
+        followed by those of aux. b: FIRST_B."""
+        behind = self.behind
+        if behind is not None and b:
+            behind = (*behind[:2], b)
         if self.at_once is not None:
-            self.at_once(self.kernel, self.address, interrupt.NEVER, pointers + self.behind)
+            self.at_once(self.kernel, self.address, interrupt.NEVER, pointers + behind)
             return
         if self.nothing:
             return
-        behind = self.behind
         if behind is None:
             aux, seed = seeded(self.functions, pointers[slot.AUX :], self.seeded)
-            behind = host_pointer(aux), seed
+            behind = host_pointer(aux), seed, b
         pointers = (*pointers[: slot.AUX], *behind)
         if self.long:
             interrupt.stoppable(lambda stop: self._run(stop, pointers))
@@ -161,7 +163,7 @@ def ready(problem: Problem) -> Ready:
     read = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]  # with few queries
     seconds = operations / OPERATIONS_A_SECOND + read / BYTES_A_SECOND
     serial, long = seconds < SERIAL_SECONDS, seconds > interrupt.LONG_SECONDS
-    behind = None if p.seeded or functions.places else (host_pointer(functions.aux_numbers), 0)
+    behind = None if p.seeded or functions.places else (host_pointer(functions.aux_numbers), 0, 0)
     address, kernel = numbers.ctypes.data, _kernel(double).address
     alone = serial and not (nothing or long or p.aux) and behind is not None
     at_once = entry_of(run_serial, (*(numba.int64,) * 3, POINTERS)) if alone else None

@@ -9,7 +9,7 @@ from .. import arrays, reference
 from ..arrays import Array
 from ..problem.forward import Problem
 from ..problem.options import ARRAYS, NUMBERS, GradientOperands, Operands
-from ..problem.packed import SPANS, Span, spans_of
+from ..problem.packed import Span, spans_of_operands
 
 
 def heads_first(problem: Problem, array: Array) -> np.ndarray:
@@ -87,14 +87,6 @@ def run_forward(problem: Problem, operands: Operands, behind: Sequence[Array | N
 def write(to: np.ndarray, values: np.ndarray) -> None:
     with np.errstate(over="ignore"):  # a result beyond float16's range becomes inf, as in every kernel
         to[...] = values.reshape(to.shape).astype(to.dtype)
-
-
-def spans_of_operands(problem: Problem, operands: Operands | GradientOperands) -> list[Span]:
-    """Where packed sequences are; [] for others."""
-    if problem.packed is None:
-        return []
-    given = {name: None if (x := getattr(operands, name)) is None else arrays.host_view(x) for name in SPANS}
-    return spans_of(problem, given, None if operands.q_offset is None else arrays.host_view(operands.q_offset))
 
 
 class PackedRows(NamedTuple):

@@ -69,7 +69,7 @@ def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
         return _OnReference(problem)
     if choice.kernel == "cpu":
         return OnCpu(problem, _cpu)
-    if not problem.batch * problem.heads * problem.seqlen_q:
+    if not problem.batch * problem.heads * problem.seqlen_q and not problem.packed:
         return Launch()
     assert choice.config is not None
     configs = [*prologue(choice.config, target), choice.config]
@@ -372,17 +372,25 @@ class OnCpu(_ByAddresses):
     def run(self, operands: Given, stream: int) -> None:
         of_scores = getattr(self._problem, "forward", self._problem)
         if not of_scores.aux:
-            super().run(operands, stream)
+            self._compute(operands)
             return
         from ..functions.outside import OutsideRead, error_of
 
         try:
-            super().run(operands, stream)
+            self._compute(operands)
         except OutsideRead as error:
             read, fields = error.read, (Operands if of_scores is self._problem else GradientOperands)._fields
             behind = operands[len(fields) + of_scores.seeded :]
             aux = [arrays.host_view(x) for x in behind[: len(of_scores.aux)] if x is not None]
             raise error_of(read, of_scores.function(read.option), of_scores.compute_dtype, aux) from None
+
+    def _compute(self, operands: Given) -> None:
+        if self._problem.forward.packed is None:
+            self.start(addresses_of(operands))
+            return
+        from .packed_on_cpu import run
+
+        run(self._problem, operands, addresses_of(operands), self._code())
 
 
 def _cpu() -> Any:

@@ -120,6 +120,14 @@ def spans_of(problem: Any, given: dict[str, Any], q_offset: Any = None) -> list[
     return found
 
 
+def spans_of_operands(problem: Any, operands: Any) -> list[Span]:
+    """Where packed sequences are in host memory; [] for others. operands: options.Operands or GradientOperands."""
+    if problem.packed is None:
+        return []
+    given = {name: None if (x := getattr(operands, name)) is None else host_view(x) for name in SPANS}
+    return spans_of(problem, given, None if operands.q_offset is None else host_view(operands.q_offset))
+
+
 def _span(ends: Any, b: int, total: int, most: int) -> tuple[int, int]:
     first = min(max(int(ends[b]), 0), total)
     return first, min(max(min(int(ends[b + 1]), total) - first, 0), most)

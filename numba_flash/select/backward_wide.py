@@ -36,7 +36,7 @@ def _wide_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     forward = problem.forward
     rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # of dq, which is contiguous
     every = {"dq", "dk", "dv"} <= set(problem.wanted) and rows_of_16_bytes and forward.seqlen_q > 0
-    if not every or not gains_by_one_wide_kernel(problem):
+    if not every or not gains_by_one_wide_kernel(problem) or forward.packed is not None:
         return []
     forms: list[tuple[type[wide.WideFusedConfig], str]] = [(wide.WideFusedConfig, "mma_wide_fused")]
     if forward.dtype == "float64" and (target.simulated or target.cc == LARGE_FLOAT64):

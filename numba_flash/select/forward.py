@@ -121,6 +121,10 @@ def prologue(config: Config, target: Target) -> list[LaunchFacts]:
     """The kernels that make what the kernel of `config` reads: a mask's bits, the states of tiles under a mask_mod and
     their order. Most calls have none, and load nothing for them."""
     threads, made = 32 if target.simulated else 512, list[LaunchFacts]()
+    if config.packed and "o" in config.takes.arrays:
+        from ..config.outside import OutsideConfig
+
+        made.append(OutsideConfig.before(config, target))
     if config.reads_bits and config.has("mask"):
         from ..config.mask_bits import MaskBitsConfig
 
@@ -146,7 +150,7 @@ def simt(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     kind = V1Config if rung.name == V1Config.kernel else V2Config
     for row in rows_of(TABLES, rung.table, problem.dtype, target):
         tile_m = row.tile["tile_m"]
-        if tile_m <= 32 or tile_m < 2 * problem.seqlen_q:  # not mostly past the last query
+        if tile_m <= 32 or tile_m < 2 * problem.seqlen_q or problem.packed:  # not mostly past the last query
             yield kind(**_features(problem), **row.tile)
 
 
@@ -166,7 +170,7 @@ def short(problem: Problem, target: Target) -> list[Row]:
     """The rows of mma that have all queries and keys of a head in one tile, where these are so few. "auto" takes them
     on every GPU: a tile of wgmma has 64 rows at least, of which most would be wasted, and fewer blocks run at a time.
     Heads of 16 tokens take 32 us instead of 214, of 64 tokens 22 instead of 35 (H200)."""
-    if target.cc is None or ITEM_SIZE[problem.dtype] != 2 or not problem.seqlen_k:
+    if target.cc is None or ITEM_SIZE[problem.dtype] != 2 or not problem.seqlen_k or problem.packed is not None:
         return []
     facts = facts_of(problem)
     rows = [row for row in rows_of(TABLES, "mma_short", problem.dtype, target) if row.when.holds(facts)]
@@ -286,7 +290,8 @@ def _same_keys(problem: Problem) -> bool:
 def _group(problem: Problem, tile_m: int) -> int:
     """How many query heads share a tile: all of a KV head's if the queries of one head would not fill it."""
     group = max(problem.heads // problem.heads_kv, 1) if problem.heads_kv else 1
-    return group if problem.seqlen_q < tile_m and tile_m % group == 0 else 1
+    # Of packed sequences the longest one decides nothing that could change the bits of another.
+    return group if problem.seqlen_q < tile_m and tile_m % group == 0 and problem.packed is None else 1
 
 
 def _features(problem: Problem) -> dict[str, Any]:

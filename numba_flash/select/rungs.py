@@ -74,13 +74,21 @@ RUNGS = {
     rung.name: rung
     for rung in (
         Rung("reference", (), on_host=True, packed=True),
-        Rung("v1", (GPU,), table="simt", forward="forward.simt", has_backward=False),
-        Rung("v2", (GPU, SIMULATOR), table="simt", forward="forward.simt", backward="backward_kernels.v2_configs"),
+        Rung("v1", (GPU,), table="simt", forward="forward.simt", has_backward=False, packed=True),
+        Rung(
+            "v2",
+            (GPU, SIMULATOR),
+            table="simt",
+            forward="forward.simt",
+            backward="backward_kernels.v2_configs",
+            packed=True,
+        ),
         Rung(
             "mma",
             (GPU,),
             option="on_tensor_cores",
             dtypes=("float16", "bfloat16", "float32", "float64"),
+            packed=True,
             tensor_cores=True,
             least_cc=(8, 0),
             table="mma",
@@ -105,7 +113,7 @@ RUNGS = {
             backward="backward_kernels.wgmma_configs",
             sums=dict(float32="as exact as in float32: each factor is split into three of 8 bits, in bfloat16"),
         ),
-        Rung("cpu", (HOST,), on_host=True, option="on_cpu"),
+        Rung("cpu", (HOST,), on_host=True, option="on_cpu", packed=True),
     )
 }
 

@@ -13,7 +13,7 @@ from .checks import check, check_gradients
 FEATURES = ("causal", "window", "q_offset", "seqlens_k", "softcap", "alibi_slopes", "sinks")
 
 
-@dataclass
+@dataclass(repr=False)
 class PackedCase:
     """One problem: arrays (total, heads, dim) and the keyword arguments of attention_varlen()."""
 
@@ -29,6 +29,11 @@ class PackedCase:
         given = dict(cu_seqlens_q=self.cu_seqlens_q, cu_seqlens_k=self.cu_seqlens_k) | self.options
         moved = {name: move(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
         return dict(q=move(self.q), k=move(self.k), v=move(self.v), **moved)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {getattr(self, name).shape}" for name in "qkv")
+        ends = f"cu_seqlens_q {self.cu_seqlens_q.tolist()}, cu_seqlens_k {self.cu_seqlens_k.tolist()}"
+        return f"PackedCase({shapes} of {self.q.dtype.name}, {ends}, {self.options})"
 
     @property
     def batch(self) -> int:
