@@ -191,7 +191,11 @@ def warmup(q: Any, k: Any, v: Any, **options: Any) -> None:
 def prepare_call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[list[Any], CallPlan]:
     """`dispatch.forward.prepare` for the arguments of `attention`, or for what torch's autograd would run with them."""
     named = bound_to(attention, dict(options, q=q, k=k, v=v))
-    call = Call(tuple([named.pop(name) for name in ("q", "k", "v", "out")]), **named)
+    return prepared(Call(tuple([named.pop(name) for name in ("q", "k", "v", "out")]), **named))
+
+
+def prepared(call: Call) -> tuple[list[Any], CallPlan]:
+    """`dispatch.forward.prepare`, or of what torch's autograd would run."""
     try:
         return dispatch.prepare(call)
     except arrays.NeedsBridge as recorded:

@@ -1,5 +1,6 @@
 """attention_varlen() and attention_varlen_backward(): signatures and contracts. What they do is in dispatch/."""
 
+import inspect
 from typing import Any
 
 from .. import arrays
@@ -68,12 +69,10 @@ def attention_varlen(
 
     Raises what `attention` raises.
     """
-    numbers = dict(scale=scale, softcap=softcap, dropout_p=dropout_p)
-    functions = dict(score_mod=score_mod, mask_mod=mask_mod, aux=aux)
-    spans = _spans(cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k)
-    given = dict(alibi_slopes=alibi_slopes, sinks=sinks) | numbers | functions | spans
-    options = Options.of(causal, window, q_offset, seed=seed, **given)
-    call = Call((q, k, v, out), options, return_lse, stream=stream, kernel=kernel)
+    spans = cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k
+    score = scale, softcap, dropout_p, alibi_slopes, sinks, score_mod, mask_mod, aux
+    call = Call((q, k, v, out), _options(spans, causal, window, q_offset, score, seed), return_lse)
+    call = call._replace(stream=stream, kernel=kernel)
     try:
         return dispatch.run(call)
     except arrays.NeedsBridge as recorded:
@@ -123,19 +122,35 @@ def attention_varlen_backward(
 
     Gradients of rows of no sequence, and of keys that are not valid, are 0.
     """
-    numbers = dict(scale=scale, softcap=softcap, dropout_p=dropout_p)
-    functions = dict(score_mod=score_mod, mask_mod=mask_mod, aux=aux)
-    spans = _spans(cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k)
-    given = dict(alibi_slopes=alibi_slopes, sinks=sinks) | numbers | functions | spans
-    options = Options.of(causal, window, q_offset, seed=seed, **given)
+    spans = cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k
+    score = scale, softcap, dropout_p, alibi_slopes, sinks, score_mod, mask_mod, aux
+    options = _options(spans, causal, window, q_offset, score, seed)
     return gradients.run(((q, k, v, o, lse, do, dlse), options, True, wanted, deterministic, stream, kernel))
 
 
-def _spans(cu_seqlens_q: Any, cu_seqlens_k: Any, seqlens_k: Any, most_q: Any, most_k: Any) -> dict[str, Any]:
-    """The options that say where sequences are."""
-    if cu_seqlens_q is None:
+SPANS = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "max_seqlen_q", "max_seqlen_k")
+SCORE = ("scale", "softcap", "dropout_p", "alibi_slopes", "sinks", "score_mod", "mask_mod", "aux")
+
+
+def _options(spans: Any, causal: Any, window: Any, q_offset: Any, score: Any, seed: Any) -> Options:
+    """spans, score: the values of SPANS and SCORE."""
+    of_q, of_k, seqlens_k, most_q, most_k = spans
+    if of_q is None:
         raise TypeError("cu_seqlens_q must be an int32 array (batch + 1,), not None")
-    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    return dict(
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, layout=bounds(most_q, most_k)
-    )
+    ends = dict(cu_seqlens_q=of_q, cu_seqlens_k=of_q if of_k is None else of_k, seqlens_k=seqlens_k)
+    named = dict(zip(SCORE, score, strict=True)) | ends
+    return Options.of(causal, window, q_offset, layout=bounds(most_q, most_k), seed=seed, **named)
+
+
+def call_of(function: Any, arguments: dict[str, Any]) -> Call:
+    """The Call that attention_varlen or attention_varlen_backward makes of these arguments, by name."""
+    try:
+        bound = inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise TypeError(f"{function.__name__}() {error}") from None
+    bound.apply_defaults()
+    given = bound.arguments
+    groups = [[given.pop(name) for name in names] for names in (SPANS, ("causal", "window", "q_offset"), SCORE)]
+    options = _options(groups[0], *groups[1], groups[2], given.pop("seed"))
+    names = ("q", "k", "v", "out") if function is attention_varlen else ("q", "k", "v", "o", "lse", "do", "dlse")
+    return Call(tuple([given.pop(name) for name in names]), options, **given)
