@@ -6,7 +6,6 @@ import numpy as np
 from _gpu import Ahead, compile_ahead
 
 import numba_flash
-from numba_flash import testing
 from numba_flash.select import rungs
 from numba_flash.select.forward import prologue
 from numba_flash.testing import packed as packs

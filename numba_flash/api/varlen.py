@@ -77,7 +77,21 @@ def attention_varlen(
         return dispatch.run(call)
     except arrays.NeedsBridge as recorded:
         family = recorded.family
+    if family != "torch":
+        raise NotImplementedError(
+            f"attention_varlen takes no arrays that {family} traces yet; call it outside of transformations, or "
+            "numba_flash.attention with mods.document as mask_mod"
+        )
     return bridge(family).run(call)
+
+
+def _in_torch_compile(*operands: Any, **options: Any) -> Any:
+    from ..bridges.torch import attention_varlen as traced
+
+    return traced(*operands, **options)
+
+
+attention_varlen._torchdynamo_inline = _in_torch_compile  # type: ignore[attr-defined]
 
 
 def attention_varlen_backward(
@@ -150,7 +164,8 @@ def call_of(function: Any, arguments: dict[str, Any]) -> Call:
         raise TypeError(f"{function.__name__}() {error}") from None
     bound.apply_defaults()
     given = bound.arguments
-    groups = [[given.pop(name) for name in names] for names in (SPANS, ("causal", "window", "q_offset"), SCORE)]
-    options = _options(groups[0], *groups[1], groups[2], given.pop("seed"))
+    spans, score = ([given.pop(name) for name in names] for names in (SPANS, SCORE))
+    causal, window, q_offset, seed = (given.pop(name) for name in ("causal", "window", "q_offset", "seed"))
+    options = _options(spans, causal, window, q_offset, score, seed)
     names = ("q", "k", "v", "out") if function is attention_varlen else ("q", "k", "v", "o", "lse", "do", "dlse")
     return Call(tuple([given.pop(name) for name in names]), options, **given)
