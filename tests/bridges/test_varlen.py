@@ -74,3 +74,27 @@ def test_jax_arrays_and_what_jax_traces():
     assert np.array_equal(o, numba_flash.attention_varlen(*rows, ends, causal=True))
     with pytest.raises(NotImplementedError, match="attention_varlen takes no arrays that jax traces"):
         jax.jit(numba_flash.attention_varlen)(q, k, v, of)
+
+
+def test_from_padded_to_packed_and_back():
+    from numba_flash.compat.bert_padding import pad_input, unpad_input
+    from numba_flash.compat.flash_attn import flash_attn_varlen_qkvpacked_func
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 7, 3, 2, 8, requires_grad=True)
+    mask = torch.arange(7) < torch.tensor([[4], [0], [7]])
+    rows, indices, cu_seqlens, longest, used = unpad_input(x, mask)
+    assert cu_seqlens.tolist() == [0, 4, 4, 11] and cu_seqlens.dtype == torch.int32
+    assert longest == 7 and used.tolist() == [4, 0, 7] and torch.equal(rows, x[mask])
+    o = pad_input(flash_attn_varlen_qkvpacked_func(rows, cu_seqlens, longest, causal=True), indices, 3, 7)
+    own = [x[:, :, n].transpose(1, 2) for n in range(3)]
+    expected = numba_flash.attention(*own, causal=True, q_offset=0, seqlens_k=used).transpose(1, 2)
+    assert torch.equal(o[~mask], torch.zeros_like(o[~mask]))
+    torch.testing.assert_close(o[mask], expected[mask])
+    o.sum().backward()
+    assert x.grad[mask].abs().sum() > 0 and not x.grad[~mask].any()
+    kept = torch.tensor([[1, 1, 0]])
+    rows, indices, cu_seqlens, _, used = unpad_input(torch.arange(3.0)[None, :, None], kept, torch.tensor([[0, 0, 1]]))
+    assert cu_seqlens.tolist() == [0, 3] and used.tolist() == [2]
+    with pytest.raises(ValueError, match="attention_mask must have shape"):
+        unpad_input(x, mask[:2])
