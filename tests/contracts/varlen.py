@@ -97,9 +97,9 @@ BATCHES = [
 @pytest.mark.parametrize("options", [dict(causal=True), dict(window=(9, 3)), {}], ids=str)
 def test_a_sequence_has_the_same_bits_in_any_batch(rung, options):
     tile = rung.tile
-    own, others = (tile + 3, 2 * tile - 1), ((2, tile + 9), (2 * tile + 1, 5))
+    own, others = (tile + 3, 2 * tile - 1), ((2, tile + 9), (tile + 1 if rung.slow else 2 * tile + 1, 5))
     found = []
-    for number, batch in enumerate(BATCHES):
+    for number, batch in enumerate(BATCHES[:2] if rung.slow else BATCHES):
         for bounds in ({}, dict(max_seqlen_q=2 * tile + 1, max_seqlen_k=2 * tile))[: 2 if number == 1 else 1]:
             lengths = batch(own, *others)
             case = ragged(rung, lengths, heads=2, heads_kv=1, head_dim=8, **options)
