@@ -192,8 +192,6 @@ def compare(rung, case):
 
 
 def test_the_gradient_of_sinks_is_that_of_all_sequences(rung):
-    if rung.tensor:
-        pytest.skip("the kernel is that of v2")
     for shape in ((4,), (2, 4)):
         sinks = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
         case = ragged(rung, [(3, 7), (rung.tile + 1, 9)], sinks=sinks)
@@ -212,4 +210,5 @@ def test_the_gradient_of_sinks_is_that_of_all_sequences(rung):
                 wanted=("dsinks",),
                 kernel="reference",
             ).dsinks
-        assert np.allclose(found, right if shape[0] == 2 else right.sum(0), rtol=1e-4, atol=1e-5)
+        room = 1e-4 if case.q.dtype.itemsize > 2 else 0.02
+        assert np.allclose(found, right if shape[0] == 2 else right.sum(0), rtol=room, atol=room)
