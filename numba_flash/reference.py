@@ -84,7 +84,7 @@ def forward(
         visible = _unmasked(visible, (*q.shape[:3], k.shape[2]), mask_mod, q_offset, aux)
         s, _ = _scores(q, k, scale, score_mod, softcap, alibi_slopes, q_offset, bias, visible, aux)
         p, _, m, l = _weights(np.where(visible, s, -np.inf), sinks)
-        p = p * _counts(p.shape, dropout_p, seed, q_offset)
+        p = p * weight_factors(p.shape, dropout_p, seed, q_offset)
         o = np.where(l == 0, 0.0, _weighted(p, v) / np.where(l == 0, 1.0, l))
         lse = np.where(l == 0, -np.inf, m + np.log(l))
     return o, lse[..., 0]
@@ -140,7 +140,7 @@ def backward(
         of_these = unrounded(lse, own) == own  # otherwise lse is that of more keys than these
         p = np.where(of_these, p / l, np.exp(s - lse))
         p = np.where(visible & (s != -np.inf) & (lse != -np.inf), p, 0.0)
-        counts = _counts(p.shape, dropout_p, seed, q_offset)  # with dropout dV has P * counts, and dP is times counts
+        counts = weight_factors(p.shape, dropout_p, seed, q_offset)  # of P in dV; dP is times these, too
         dp = np.where(counts == 0, 0.0, counts * np.einsum("bhid,bhjd->bhij", do, v))
         ds = np.where(p == 0, 0.0, p * (dp - delta))
         dproduct = np.where(p == 0, 0.0, scale * through * ds)  # of q . k, before it was scaled
@@ -231,8 +231,8 @@ def _dropped(dropout_p: float) -> int:
     return min(round(dropout_p * 2**16), 2**16 - 1)
 
 
-def _counts(shape: Any, dropout_p: float | None, seed: int | None, q_offset: NDArray | None) -> Any:
-    """What each weight counts in the output."""
+def weight_factors(shape: Any, dropout_p: float | None, seed: int | None, q_offset: NDArray | None) -> Any:
+    """What each weight counts in the output: 0 or 1 / (1 - dropout_p), or 1 for all without a dropout_p."""
     if dropout_p is None:
         return 1.0
     assert seed is not None and q_offset is not None

@@ -88,7 +88,7 @@ def compare(cases, kernel, on_gpu, say=None, wanted_aux=(), judges=()):
     for number, (name, case) in enumerate(cases.items()):
         tensor, arguments = rungs.RUNGS[kernel].tensor_cores, moved.pop(name)
         do, dlse = testing.outer_gradients(case, number, strange_strides=not tensor)
-        do = testing.rows_padded(do) if tensor else do
+        do = testing.rows_padded(do) if tensor and not (kernel == "mma" and number % 3 == 0) else do
         asked = wanted(case, kernel, dict(wanted_aux).get(name, ()))
         options = dict(wanted=asked, kernel=kernel, dlse=on_gpu(dlse) if number % 2 else None)
         try:

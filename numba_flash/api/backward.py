@@ -37,7 +37,6 @@ def attention_backward(
     dropout_p: float = NO_DROPOUT,
     seed: int | None = None,
     layout: str = "bhsd",
-    deterministic: bool = True,
     stream: Any = None,
     kernel: str = "auto",
 ) -> AttentionGradients:
@@ -61,8 +60,6 @@ def attention_backward(
     dlse: the gradient of lse, (batch, heads, seqlen_q) in lse's dtype; None = lse was not used.
     wanted: which gradients to compute, as names of AttentionGradients' fields; other gradients cost nothing. "daux[0]"
         is the gradient through score_mod of aux[0], an array of real numbers.
-    deterministic: True = the same call gives the same bits. False = dq may be added up in any order if that is faster,
-        which it is on sm_90 in 16 bits if every query sees every key.
     stream: as for `attention`.
     kernel: "auto", or by name "reference", "v2", "mma", "wgmma", "cpu". Kernels without a backward raise an error that
         says what would run. `explain_backward` says which kernels run, and why.
@@ -89,7 +86,7 @@ def attention_backward(
     given = None if plain else (bias, mask, alibi_slopes, seqlens_k, sinks, None, None)
     functions = None if score_mod is mask_mod is None and aux is NO_AUX else (score_mod, mask_mod, aux)
     options = causal, window, q_offset, numbers, given, functions, layout, seed
-    return dispatch.run(((q, k, v, o, lse, do, dlse), options, True, wanted, deterministic, stream, kernel))
+    return dispatch.run(((q, k, v, o, lse, do, dlse), options, True, wanted, stream, kernel))
 
 
 def prepare_call(arguments: dict[str, Any]) -> tuple[list[Any], CallPlan]:

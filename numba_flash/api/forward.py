@@ -133,7 +133,7 @@ def attention(
     given = None if plain else (bias, mask, alibi_slopes, seqlens_k, sinks, None, None)
     functions = None if score_mod is mask_mod is None and aux is NO_AUX else (score_mod, mask_mod, aux)
     options = causal, window, q_offset, numbers, given, functions, layout, seed
-    fields = (q, k, v, out), options, return_lse, None, True, stream, kernel
+    fields = (q, k, v, out), options, return_lse, None, stream, kernel
     found, key = find(fields), None
     if found is not None:
         key, cached, addresses, is_recorded = found

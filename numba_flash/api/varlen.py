@@ -121,7 +121,6 @@ def attention_varlen_backward(
     sinks: Any = None,
     dropout_p: float = NO_DROPOUT,
     seed: int | None = None,
-    deterministic: bool = True,
     stream: Any = None,
     kernel: str = "auto",
 ) -> AttentionGradients:
@@ -139,7 +138,7 @@ def attention_varlen_backward(
     spans = cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k
     score = scale, softcap, dropout_p, alibi_slopes, sinks, score_mod, mask_mod, aux
     options = _options(spans, causal, window, q_offset, score, seed)
-    return gradients.run(((q, k, v, o, lse, do, dlse), options, True, wanted, deterministic, stream, kernel))
+    return gradients.run(((q, k, v, o, lse, do, dlse), options, True, wanted, stream, kernel))
 
 
 SPANS = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "max_seqlen_q", "max_seqlen_k")

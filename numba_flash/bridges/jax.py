@@ -25,7 +25,7 @@ from ..arrays import Array, Layout
 from ..dispatch import backward as gradients
 from ..dispatch import caller_functions
 from ..dispatch import forward as dispatch
-from ..dispatch.call import Call
+from ..dispatch.call import Call, alignment_of
 from ..dispatch.forward import AttentionOutput
 from ..dispatch.launch import Launch
 from ..dispatch.seed import with_seed
@@ -65,7 +65,7 @@ def run(call: Call) -> Any:
     The arguments and errors are the same, except that out and stream are refused: memory and stream are XLA's. An
     error that only running can show, such as a `kernel` that cannot compute the problem there, comes as a
     JaxRuntimeError that contains it. vmap makes the mapped dimension part of the batch. Where an array with several
-    batch entries is not mapped over, or with dropout or functions, one callback computes the problems one after the
+    batch entries is not mapped over, or with a seed or functions, one callback computes the problems one after the
     other. There is reverse mode, once; forward mode and second derivatives raise NotImplementedError.
 
     seed may also be a scalar of JAX's, traced or not. Whatever it is, the callback reads it on the host: on a GPU the
@@ -248,8 +248,8 @@ class _Callback:
     def __call__(self, context: Any, results: Sequence[Any], *operands: Any) -> None:
         buffers = (*operands, *results)
         addresses, device = arrays.jax_addresses(buffers)
-        aligned = functools.reduce(operator.or_, addresses) % 16 == 0
-        plan = _plan(self, tuple([x.shape for x in buffers]), device, aligned)
+        alignment = alignment_of(functools.reduce(operator.or_, addresses))
+        plan = _plan(self, tuple([x.shape for x in buffers]), device, alignment)
         stream = 0 if device is None else context.stream  # in host memory there is none, and asking raises
         seeds: list[Any] = [None] * len(plan.turns)
         if (at := plan.seed) is not None:
@@ -268,7 +268,7 @@ class _Callback:
 class _Forward(_Callback):
     order, results = Operands._fields, ("o", "lse")
 
-    def plan(self, layouts: dict[str, Layout], **asked: bool) -> tuple[Problem, Launch]:
+    def plan(self, layouts: dict[str, Layout], **asked: Any) -> tuple[Problem, Launch]:
         operands = tuple(layouts.get(name) for name in ("q", "k", "v", "o", "lse"))
         found = dispatch.plan(self.known.plan_key(operands, _others(layouts), **asked))
         if found.choice.copies:
@@ -282,7 +282,7 @@ class _Forward(_Callback):
 class _Backward(_Callback):
     order, results = GradientOperands._fields, tuple(GRADIENT_OF)
 
-    def plan(self, layouts: dict[str, Layout], **asked: bool) -> tuple[Problem, Launch]:
+    def plan(self, layouts: dict[str, Layout], **asked: Any) -> tuple[Problem, Launch]:
         known = self.known._replace(kernel=kernel_of_backward(self.known.kernel))
         operands = tuple(layouts.get(name) for name in ("q", "k", "v", "o", "lse", "do", "dlse"))
         wanted = tuple(name for name in layouts if name in GRADIENT_OF or name.startswith("daux"))
@@ -291,15 +291,13 @@ class _Backward(_Callback):
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(callback: Any, shapes: tuple[tuple[int, ...], ...], device: int | None, aligned: bool) -> _Plan:
+def _plan(callback: Any, shapes: tuple[tuple[int, ...], ...], device: int | None, alignment: int) -> _Plan:
     names, dtypes = callback.names, callback.dtypes
     aux = _aux_of(names)
     of_aux = [daux_name(number) for number in range(len(aux))] if any(name.startswith("daux") for name in names) else []
     seed = names.index(jax_seed.NAME) if jax_seed.NAME in names else None
-    # A function is told the batch entry, and what dropout leaves out depends on it: mapped dimensions are none of the
-    # batch's.
-    alone = seed is not None or callback.known.options.functions is not None
-    folded = fold(names, shapes, mapped=len(shapes[0]) - 4, alone=alone)
+    # alone: mapped dimensions are none of the batch's
+    folded = fold(names, shapes, mapped=len(shapes[0]) - 4, alone=callback.known.reads_entries(seed))
     layouts = tuple(
         arrays.jax_layout(
             device, shape, strides, dtype, readonly=name not in callback.results and not name.startswith("daux")
@@ -310,10 +308,12 @@ def _plan(callback: Any, shapes: tuple[tuple[int, ...], ...], device: int | None
     turns = tuple(tuple(map(operator.mul, starts, sizes)) for starts in folded.starts)
     fetched = [n for n, name in enumerate(names) if name in ("q", "k", "v", "o", "do")]
     of_bias = [n for n, name in enumerate(names) if name == "bias"]
-    bias_aligned = aligned and all(starts[n] % 16 == 0 for starts in turns for n in of_bias)
-    aligned = aligned and all(starts[n] % 16 == 0 for starts in turns for n in fetched)
+    bias_aligned = alignment == 16 and all(starts[n] % 16 == 0 for starts in turns for n in of_bias)
+    begins = [starts[n] for starts in turns for n in fetched]
+    alignment = alignment_of(functools.reduce(operator.or_, begins, alignment))
     named = dict(zip(names, layouts, strict=True))
-    forward, launch = callback.plan(named, has_stream=device is not None, aligned=aligned, bias_aligned=bias_aligned)
+    asked = dict(has_stream=device is not None, alignment=alignment, bias_aligned=bias_aligned)
+    forward, launch = callback.plan(named, **asked)
     where = tuple(names.index(name) if name in names else None for name in (*callback.order, *aux, *of_aux))
     return _Plan(forward, launch, where, seed, layouts, turns)
 

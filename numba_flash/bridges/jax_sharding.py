@@ -3,8 +3,8 @@
 XLA knows nothing of a callback. It would gather the arrays, and every device would compute everything. So the operation
 has a rule. It may be split along the batch, along the heads (if those of k and v can be split too, or are one), and
 along what jax.vmap mapped over. An array that is broadcast there stays whole, and its gradient is summed over the
-devices. A device counts its batch entries and heads from 0. So what follows from their numbers, dropout and functions
-that read them, is refused where they are split.
+devices. A device counts its batch entries and heads from 0. So a seed, and functions
+that read their numbers, are refused where they are split.
 """
 
 import functools

@@ -15,6 +15,10 @@ class StaticCall(NamedTuple):
     kernel: str
     key: Any = None  # of the Call
 
+    def reads_entries(self, seed: Any) -> bool:
+        """Whether the number of a batch entry matters: functions are told it, and a seed drops weights by it."""
+        return not (self.options.functions is self.options.seed is seed is None)
+
     def plan_key(self, operands: Any, others: tuple[Layout | None, ...], **more: Any) -> PlanKey:
         causal, window, q_offset, numbers, _, functions, layout, _ = self.options
         options = causal, window, q_offset, numbers, functions, layout

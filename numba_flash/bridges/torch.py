@@ -64,8 +64,6 @@ def attention_varlen(
     cu_seqlens_q: Any,
     cu_seqlens_k: Any = None,
     *,
-    max_seqlen_q: Any = None,
-    max_seqlen_k: Any = None,
     dropout_p: float = NO_DROPOUT,
     seed: Any = None,
     return_lse: bool = False,
@@ -76,8 +74,9 @@ def attention_varlen(
 ) -> Any:
     """The same of `numba_flash.attention_varlen`."""
     named |= dict(dropout_p=dropout_p, seed=seed) if dropout_p else {}
+    most = bounds(named.pop("max_seqlen_q", None), named.pop("max_seqlen_k", None))
     of_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    named |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=of_k, layout=bounds(max_seqlen_q, max_seqlen_k))
+    named |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=of_k, layout=most)
     options = Options.of(**named)
     return run(Call((q, k, v, out), options, return_lse=return_lse, stream=stream, kernel=kernel))
 

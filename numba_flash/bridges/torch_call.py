@@ -94,7 +94,7 @@ def gradients_now(
     do = torch.zeros_like(o) if do is None else fetchable(do)
     q, k, v, options = unflatten(call, tensors)
     operands, kernel = (q, k, v, o, lse, do, dlse), kernel_of_backward(call.kernel)
-    return gradients.run((operands, options, True, wanted, True, None, kernel))
+    return gradients.run((operands, options, True, wanted, None, kernel))
 
 
 def fetchable(do: Tensor) -> Tensor:

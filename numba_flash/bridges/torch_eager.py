@@ -66,7 +66,7 @@ class RecordedCached(Recorded):
         o, lse, q, k, v = ctx.saved_tensors
         cached, needs, do = ctx.cached, ctx.needs_input_grad[2:], fetchable(do)
         operands, kernel = (q, k, v, o, lse, do, None), kernel_of_backward(cached.kernel)
-        found = gradients.find((operands, cached.options, True, wanted_of(needs), True, None, kernel))
+        found = gradients.find((operands, cached.options, True, wanted_of(needs), None, kernel))
         if found is not None:
             _, backward, inputs, incoming = found
             if backward is not None:

@@ -1,5 +1,5 @@
-"""torch.vmap of attention: the mapped dimension becomes part of the batch, so that it stays one call. Functions and
-dropout, which are told the batch entry, get a call for each instead.
+"""torch.vmap of attention: the mapped dimension becomes part of the batch, so that it stays one call. Where the
+number of a batch entry matters (static_call.py), each gets a call of its own instead.
 
 Of arrays that are mapped with the batch this is a view where their strides allow it, which is so when the mapped
 dimension comes first, and a copy where not. An array that is not mapped is repeated: without memory where it has a
@@ -23,7 +23,7 @@ def map_forward(attend: Callable[..., Any], size: int, dims: tuple[Any, ...], ca
         raise NotImplementedError(
             "torch.vmap takes no attention_varlen: pack the sequences of all mapped entries, which is one call"
         )
-    if _by_entry(call, tensors):
+    if call.reads_entries(tensors[SEED]):
         return _one_by_one(attend, size, dims, tensors)
     batch = own_shape(tensors[0], dims[0])[0]
     folded = [fold(name, x, dim, size, batch) for name, x, dim in zip(ARRAYS, tensors, dims, strict=True)]
@@ -39,7 +39,7 @@ def map_gradients(
     tensors: Any,
 ) -> Any:
     """The same of gradients. tensors: do, dlse, o, lse, and those of the forward."""
-    if _by_entry(call, tensors[4:]):
+    if call.reads_entries(tensors[4 + SEED]):
         return _one_by_one(compute, size, dims, tensors)
     names = ("do", "dlse", "o", "lse", *ARRAYS)
     given = {name: (x, dim) for name, x, dim in zip(names, tensors, dims, strict=True)}
@@ -57,10 +57,6 @@ def map_gradients(
         for gradient, name in zip(compute(*folded.values()), of.values(), strict=True)
     ]
     return tuple(results), (0,) * len(results)
-
-
-def _by_entry(call: StaticCall, tensors: Any) -> bool:
-    return call.options.functions is not None or call.options.seed is not None or tensors[SEED] is not None
 
 
 def fold(name: str, x: Tensor | None, dim: int | None, size: int, batch: int, own: bool = False) -> Tensor | None:

@@ -8,14 +8,14 @@ import numpy as np
 NUMBER = (float, int, np.floating, np.integer)
 
 
-def dropout_of(dropout_p: Any, may_be_one: bool = False) -> float:
-    """A probability from a signature that has a default of 0 for none."""
-    if not isinstance(dropout_p, NUMBER) or isinstance(dropout_p, bool):
-        raise TypeError(f"dropout_p must be a number, not {described(dropout_p)}")
-    if not (0 <= dropout_p < 1 or may_be_one and dropout_p == 1):
+def probability(name: str, value: Any, may_be_one: bool = False) -> float:
+    """From a signature that has a default of 0 for none."""
+    if not isinstance(value, NUMBER) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, not {described(value)}")
+    if not (0 <= value < 1 or may_be_one and value == 1):
         allowed = "from 0 to 1" if may_be_one else "from 0 to below 1"
-        raise ValueError(f"dropout_p is a probability, {allowed}, not {dropout_p!r}")
-    return float(dropout_p)
+        raise ValueError(f"{name} is a probability, {allowed}, not {value!r}")
+    return float(value)
 
 
 def number(name: str, value: Any) -> Any:

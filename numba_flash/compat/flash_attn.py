@@ -6,7 +6,7 @@ from typing import Any
 from ..api import forward as api
 from ..api import varlen
 from ..problem.forward import check_bool
-from .arguments import described, dropout_of, number, renamed
+from .arguments import described, number, probability, renamed
 
 UNBOUNDED = (-1, -1)
 # Defaults are whole numbers for the reason that bridges/torch.py gives at NO_DROPOUT.
@@ -43,7 +43,7 @@ def flash_attn_func(
     """
     dropout: dict[str, Any] = {}
     if type(dropout_p) not in (int, float) or dropout_p:
-        dropout = _dropout(dropout_of(dropout_p), q)
+        dropout = _dropout(probability("dropout_p", dropout_p), q)
     check_bool("deterministic", deterministic)
     window = None if window_size is UNBOUNDED else _window(window_size)
     scale = None if softmax_scale is None else number("softmax_scale", softmax_scale)
@@ -117,7 +117,7 @@ def flash_attn_varlen_func(
             softcap=None if type(softcap) in (int, float) and softcap <= 0 else _softcap(softcap),
             alibi_slopes=alibi_slopes,
             return_lse=return_attn_probs,
-            **(_dropout(dropout_of(dropout_p), q) if drops else {}),
+            **(_dropout(probability("dropout_p", dropout_p), q) if drops else {}),
         )
     except (TypeError, ValueError, NotImplementedError) as error:
         raise renamed(error, NAMES)  # noqa: B904 - the same error
@@ -193,6 +193,6 @@ def _refuse_nested(**tensors: Any) -> None:
     for name, x in tensors.items():
         if getattr(x, "is_nested", False):
             raise NotImplementedError(
-                f"{name} is a nested tensor: sequences of several lengths are not implemented yet. Pass padded ones "
-                "to numba_flash.attention, with seqlens_k="
+                f"{name} is a nested tensor, which is not taken. Pass its values() and offsets() in int32 to "
+                "flash_attn_varlen_func"
             )

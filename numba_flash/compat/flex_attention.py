@@ -41,7 +41,7 @@ def flex_attention(
     kernels when it computes something new (numba_flash/compat/traced.py).
     block_mask: of torch's create_block_mask. Each of its blocks is hidden, seen whole or left to its mask_mod as there.
     GPU kernels find anew which of their own tiles that leaves, and skip the others (`numba_flash.attention`, mask_mod).
-    Real numbers are float32, for float64 tensors float64; score.dtype says so.
+    Real numbers, and so the dtype of score, are float32, for float64 tensors float64.
     kernel_options: of torch's kernels; they change no result, and nothing is made of them here.
 
     Returns o (batch, heads, seqlen_q, head_dim_v); with return_lse=True (o, lse), lse (batch, heads, seqlen_q) in

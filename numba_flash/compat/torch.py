@@ -12,7 +12,7 @@ from ..bridges.torch import NO_DROPOUT
 from ..bridges.torch_operations import recorded
 from ..problem.forward import Problem, check_bool
 from ..problem.options import Options
-from .arguments import dropout_of, number, renamed
+from .arguments import number, probability, renamed
 from .leading import attend_by_views, result_shape
 from .torch_settings import autocast, drawn_seed
 
@@ -55,7 +55,7 @@ def scaled_dot_product_attention(
     `numba_flash.attention` does, with the names of these arguments.
     """
     if type(dropout_p) not in (int, float) or dropout_p:
-        dropout_p = dropout_of(dropout_p, may_be_one=True)
+        dropout_p = probability("dropout_p", dropout_p, may_be_one=True)
     if type(is_causal) is not bool or type(enable_gqa) is not bool:
         is_causal, enable_gqa = _bool("is_causal", is_causal), _bool("enable_gqa", enable_gqa)
     if isinstance(scale, Tensor) and not scale.ndim and not scale.requires_grad:

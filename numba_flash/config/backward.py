@@ -79,14 +79,16 @@ class MmaBackwardConfig(WarpsConfig):
     """What mma/backward_dkdv and mma/backward_dq share.
 
     in_registers: fragments of the block's own tiles stay in registers instead of being read again for each tile that it
-    walks over. column_groups: each of the warps that own the same rows computes their scores with a part of the other
-    rows and sums up `group_columns` columns of their gradients; in between, scores go through shared memory.
-    stages: with two there is room for two tiles of the other side, one in use and one on its way. With one, a half of
-    the only one (V of K and V, dO of Q and dO) comes while products use the other: room for tiles twice as large.
+    walks over: 4 to 6 % at head_dim 64. column_groups: each of the warps that own the same rows computes their scores
+    with a part of the other rows and sums up `group_columns` columns of their gradients; in between, scores go through
+    shared memory: 4 to 5 % at head_dim 128, 44 to 57 % at 256. stages: with two there is room for two tiles of the
+    other side, one in use and one on its way: 8 to 18 % at head_dim 64. With one, a half of the only one (V of K and V,
+    dO of Q and dO) comes while products use the other: room for tiles twice as large. copy_bytes: as of MmaConfig.
     """
 
     in_registers: bool = False
     stages: int = 2
+    copy_bytes: int = 16
 
     WIDEST: ClassVar[int] = 256  # columns of a gradient whose sums a warp can keep in registers
 
@@ -119,10 +121,6 @@ class MmaBackwardConfig(WarpsConfig):
     def summed(self, columns: int) -> int:
         """How many of a gradient's columns a warp sums up."""
         return columns if self.column_groups == 1 else self.group_columns
-
-    def shared_layout(self) -> Any:
-        """Where in shared memory things begin, and the end, in bytes."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -159,20 +157,13 @@ class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
 
         dK and dV are staged in the place of K and V; without dK there is no V, and dV takes K's place.
         """
-        k_columns = self.head_dim_padded if self.of_dk else max(self.head_dim_padded, self.head_dim_v_padded)
-        rows = self.stages * 8 * self.tile_m
-        return layout(
-            k=tile_bytes(self.tile_n, k_columns),
-            v=tile_bytes(self.tile_n, self.head_dim_v_padded) if self.of_dk else 0,
-            q=self.stages * tile_bytes(self.tile_m, self.head_dim_padded),
-            do=self.stages * tile_bytes(self.tile_m, self.head_dim_v_padded),
-            rows=-(-rows // self.ALIGNMENT) * self.ALIGNMENT,
-            p=0,
-            ds=tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 or self.of_dq else 0,
-            dq=tile_bytes(self.tile_m, self.head_dim_padded) if self.of_dq else 0,
-            seen=8 * self.tile_n,
-            state=self.state_entries * 16,
-        )
+        k, v, q, do = self.tiles()
+        tiles = dict(k=k, v=v) if self.of_dk else dict(k=max(k, v), v=0)
+        tiles |= dict(q=self.stages * q, do=self.stages * do)
+        rows = -(-self.stages * 8 * self.tile_m // self.ALIGNMENT) * self.ALIGNMENT
+        ds = tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 or self.of_dq else 0
+        dq, seen, state = q if self.of_dq else 0, 8 * self.tile_n, self.state_entries * 16
+        return layout(**tiles, rows=rows, p=0, ds=ds, dq=dq, seen=seen, state=state)
 
 
 @dataclass(frozen=True)
@@ -205,15 +196,10 @@ class MmaDqConfig(MmaBackwardConfig):
 
         dQ is staged in Q's place.
         """
-        return layout(
-            q=tile_bytes(self.tile_m, self.head_dim_padded),
-            do=tile_bytes(self.tile_m, self.head_dim_v_padded),
-            k=self.stages * tile_bytes(self.tile_n, self.head_dim_padded),
-            v=self.stages * tile_bytes(self.tile_n, self.head_dim_v_padded),
-            ds=tile_bytes(self.tile_m, self.tile_n) if self.column_groups > 1 else 0,
-            of_rows=16 * self.tile_m,
-            state=self.state_entries * 16,
-        )
+        (q, do, k, v), stages = self.tiles(), self.stages
+        ds = tile_bytes(self.tile_m, self.tile_n) if self.column_groups > 1 else 0
+        of_rows, state = 16 * self.tile_m, self.state_entries * 16
+        return layout(q=q, do=do, k=stages * k, v=stages * v, ds=ds, of_rows=of_rows, state=state)
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -231,13 +217,8 @@ class MmaScoresConfig(MmaBackwardConfig):
 
     def shared_layout(self) -> Any:
         """Where Q, dO, K, V, what is behind them and the end are."""
-        return layout(
-            q=tile_bytes(self.tile_m, self.head_dim_padded),
-            do=tile_bytes(self.tile_m, self.head_dim_v_padded),
-            k=tile_bytes(self.tile_n, self.head_dim_padded),
-            v=tile_bytes(self.tile_n, self.head_dim_v_padded),
-            **self._behind(),
-        )
+        q, do, k, v = self.tiles()
+        return layout(q=q, do=do, k=k, v=v, **self._behind())
 
     def _behind(self) -> dict[str, int]:
         raise NotImplementedError
@@ -245,13 +226,9 @@ class MmaScoresConfig(MmaBackwardConfig):
 
 @dataclass(frozen=True)
 class MmaDbiasConfig(OfBias, MmaScoresConfig):
-    """Of mma_dbias. rows_summed, keys_summed: bias is one row, or one column, for all. pairs: two neighbours of 16 bits
-    in dbias lie in one word of 4 bytes."""
+    """Of mma_dbias. pairs: two neighbours of 16 bits in dbias lie in one word of 4 bytes."""
 
-    rows_summed: bool = False
-    keys_summed: bool = False
     pairs: bool = False
-    split: bool = False
 
     kernel = "mma_dbias"
     module = "mma.backward_dbias"

@@ -283,6 +283,16 @@ class WarpsConfig(OwnRows, Padded, Config):
     def threads(self) -> int:  # type: ignore[override]
         return self.workers
 
+    def tiles(self) -> tuple[int, int, int, int]:
+        """Bytes of the own tiles, for S and for dP, and of the other side's."""
+        columns, rows = (self.head_dim_padded, self.head_dim_v_padded), (self.own_rows, self.other_rows)
+        own_s, own_dp, other_s, other_dp = (tile_bytes(r, c, self.item_size) for r in rows for c in columns)
+        return own_s, own_dp, other_s, other_dp
+
+    def shared_layout(self) -> Any:
+        """Where in shared memory things begin, and the end, in bytes."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class TensorConfig(Padded, Config):

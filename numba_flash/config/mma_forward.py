@@ -12,25 +12,21 @@ class MmaConfig(TensorConfig):
 
     warp_rows 32 reads each K and V fragment from shared memory once for two strips of 16 rows, which
     halves that traffic; the registers allow it up to 128 columns of O. q_registers: Q's fragments stay in
-    registers instead of being read again for each tile. For float32 and float64 there are two more. column_groups: so
-    many warps own the same rows; each computes scores with its part of a tile's keys, they exchange them, and each has
-    its part of O's columns. large_f64: float64 products are m16n8k16, which sm_90 has and which is twice as fast there
-    as m8n8k4. unrolled: a step of the sum over head_dim takes twice as many columns. sliced: K and V of float64 come in
-    slices of columns and share the room of one tile (kernels/mma/sliced_tiles.py). scalar_loads: each load of a
-    float64 operand from shared memory fills one register pair with one number, not two with 16 bytes
-    (kernels/mma/products_float64.py).
+    registers instead of being read again for each tile: 4 to 8 % at head_dim 64. For float32 and float64 there are two
+    more. column_groups: so many warps own the same rows; each computes scores with its part of a tile's keys, they
+    exchange them, and each has its part of O's columns. large_f64: float64 products are m16n8k16, which sm_90 has and
+    which is twice as fast there as m8n8k4. copy_bytes: how much of a row of Q, K or V a copy to shared memory has.
     """
 
     warp_rows: int = 16
     q_registers: bool = False
     column_groups: int = 1
     large_f64: bool = False
-    unrolled: bool = False
-    sliced: bool = False
-    scalar_loads: bool = False
+    copy_bytes: int = 16
 
-    odd_rows_first: ClassVar[bool] = False  # as in kernels/mma/products_float64.py
-    SLICES: ClassVar[int] = 4  # of a tile of K or V
+    scalar_loads: ClassVar[bool] = False
+    columns_in_order: ClassVar[bool] = False
+    odd_rows_first: ClassVar[bool] = False  # these three: kernels/mma/products_float64.py
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
     KEYS: ClassVar[dict[str, tuple[int, ...]]] = dict(float32=(16, 32, 64), float64=(16, 32))
 
@@ -50,20 +46,7 @@ class MmaConfig(TensorConfig):
         allowed = groups == 1 or groups == 2 and not narrow
         check(allowed, f"column_groups must be 1, or 2 for float32 and float64, not {groups}")
         check(self.tile_n in keys, f"tile_n must be one of {keys} for {self.dtype}, not {self.tile_n}")
-        same = self.head_dim_padded == self.head_dim_v_padded and self.v_parts == 1
-        check(
-            not self.sliced or self.splits_columns and same and self.tile_n == 32,
-            "sliced is for float64, column_groups=2, tile_n=32 and as many columns of V in a block as of K, not "
-            f"for {self.dtype}, column_groups={groups}, tile_n={self.tile_n} and "
-            f"{self.head_dim_v_padded} columns in each of {self.v_parts} blocks beside {self.head_dim_padded}",
-        )
-        check(not self.scalar_loads or self.dtype == "float64", f"scalar_loads is for float64, not for {self.dtype}")
         self._set(self.ALIGNMENT + self.shared_layout().end)
-
-    @property
-    def columns_in_order(self) -> bool:
-        """Whether a lane's sums of O are of two columns of each 8, side by side, as the instruction has them."""
-        return self.scalar_loads
 
     @property
     def threads(self) -> int:  # type: ignore[override]
@@ -81,18 +64,13 @@ class MmaConfig(TensorConfig):
 
     @property
     def columns_step(self) -> int:
-        """Elements of more than 16 bits are taken by whole panels, by each group of columns; of each slice."""
-        slices = self.SLICES if self.sliced else 1
-        return 16 if self.item_size == 2 else 128 // self.item_size * self.column_groups * slices
-
-    @property
-    def head_dim_padded(self) -> int:
-        step = self.columns_step if self.sliced else 16
-        return (self.head_dim + step - 1) // step * step
+        """Elements of more than 16 bits are taken by whole panels, by each group of columns."""
+        return 16 if self.item_size == 2 else 128 // self.item_size * self.column_groups
 
     @property
     def splits_columns(self) -> bool:
-        """Whether warps that share rows compute all scores with a half of head_dim's columns each, and add them up."""
+        """Whether warps that share rows compute all scores with a half of head_dim's columns each, and add them up:
+        20 to 27 % in float64."""
         return self.dtype == "float64" and self.column_groups > 1
 
     @property
@@ -108,7 +86,7 @@ class MmaConfig(TensorConfig):
         """
         size = self.item_size
         tile_q, tile_k = (tile_bytes(rows, self.head_dim_padded, size) for rows in (self.tile_m, self.tile_n))
-        v_at = tile_q if self.sliced else tile_q + tile_k
+        v_at = tile_q + tile_k
         row_states_at = tile_bytes(self.tile_m, self.head_dim_v_padded) if size == 2 else 0
         of_rows = self.ROW_STATE_BYTES * self.tile_m * self.column_groups
         behind = max(v_at + tile_bytes(self.tile_n, self.head_dim_v_padded, size), row_states_at + of_rows)

@@ -129,15 +129,16 @@ class DqConfig(SimtRowsConfig):
         return dict(row_shares=(problem.forward.lse_shape, self.compute_dtype))
 
 
-class OfBias:
-    """A kernel of dbias, in tiles as large as dbias has rows and keys. split: several blocks share the sum of an
-    element, and dbias_sum adds theirs up."""
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class OfBias(Config):
+    """A kernel of dbias, in tiles as large as dbias has rows and keys. rows_summed, keys_summed: bias is one row, or
+    one column, for all. split: several blocks share the sum of an element, and dbias_sum adds theirs up."""
+
+    rows_summed: bool = False
+    keys_summed: bool = False
+    split: bool = False
 
     SIZES: ClassVar[str] = "dbias_shape dbias_splits"
-
-    tile_m: int
-    tile_n: int
-    split: bool
 
     def grid(self, problem: Any) -> int:
         batch, heads, rows, keys = problem.dbias_shape
@@ -147,11 +148,7 @@ class OfBias:
 
 @dataclass(frozen=True)
 class DbiasConfig(OfBias, SimtRowsConfig):
-    """Of v2_dbias. rows_summed, keys_summed: bias is one row, or one column, for all."""
-
-    rows_summed: bool = False
-    keys_summed: bool = False
-    split: bool = False
+    """Of v2_dbias."""
 
     kernel = "v2_dbias"
     module = "simt.v2_backward_dbias"

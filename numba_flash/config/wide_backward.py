@@ -11,10 +11,10 @@ from .mma_forward import MmaConfig
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class WideBackwardConfig(WarpsConfig):
-    """What mma_dkdv_wide and mma_dq_wide share. large_f64, unrolled: as of MmaConfig."""
+    """What mma_dkdv_wide and mma_dq_wide share. large_f64, copy_bytes: as of MmaConfig."""
 
     large_f64: bool = False
-    unrolled: bool = False
+    copy_bytes: int = 16
 
     GROUPS: ClassVar[tuple[int, ...]] = (1, 2)
     stages: ClassVar[int] = 1  # these two: as of MmaBackwardConfig
@@ -48,20 +48,10 @@ class WideBackwardConfig(WarpsConfig):
         step = 128 // self.item_size * self.column_groups
         return -(-columns // step) * step
 
-    def tiles(self) -> tuple[int, int, int, int]:
-        """Bytes of the own tiles, for S and for dP, and of the other side's."""
-        columns, rows = (self.head_dim_padded, self.head_dim_v_padded), (self.own_rows, self.other_rows)
-        own_s, own_dp, other_s, other_dp = (tile_bytes(r, c, self.item_size) for r in rows for c in columns)
-        return own_s, own_dp, other_s, other_dp
-
     @property
     def exchanged(self) -> int:
         """Bytes of P or dS where warps that own the same rows exchange it."""
         return self.own_rows * self.other_rows * self.item_size if self.column_groups > 1 else 0
-
-    def shared_layout(self) -> Any:
-        """Where in shared memory things begin, and the end, in bytes."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -79,14 +69,6 @@ class WideDkdvConfig(OfGradients, WideBackwardConfig):
     def __post_init__(self) -> None:
         self._check_gradients()
         super().__post_init__()
-
-    @property
-    def own_rows(self) -> int:
-        return self.tile_n
-
-    @property
-    def other_rows(self) -> int:
-        return self.tile_m
 
     def shared_layout(self) -> Any:
         """As of MmaDkdvConfig; P and dS each have a place."""
@@ -115,8 +97,7 @@ class WideFusedConfig(WideBackwardConfig):
     of_keys = True
     GROUPS: ClassVar[tuple[int, ...]] = (2, 4)
     IN_FLIGHT: ClassVar[int] = 264  # about as many key tiles as a GPU works on at a time
-    blocks: ClassVar[int] = 1  # that share the columns
-    one_staging_buffer: ClassVar[bool] = False  # these two: as of WideCarriedConfig
+    blocks: ClassVar[int] = 1  # that share the columns, as of WideCarriedConfig
     LOADERS: ClassVar[int] = 0
     registers: ClassVar[tuple[int, int]] = (24, 240)
     TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
@@ -178,35 +159,27 @@ class WideFusedConfig(WideBackwardConfig):
 class WideCarriedConfig(WideFusedConfig):
     """Of mma_wide_carried: a further warpgroup loads tiles and adds parts of dQ in global memory.
 
-    blocks: with 2, a cluster, each has half of the columns, which head_dim_padded then counts. one_staging_buffer:
-    scores from the other block, P^T with dS^T, and the part of dQ follow each other in one buffer of shared memory, so
-    that tiles of more queries fit. Without it the part of dQ has a buffer of its own.
+    blocks: with 2, a cluster, each has half of the columns, which head_dim_padded then counts. Scores from the other
+    block, P^T with dS^T, and the part of dQ follow each other in one buffer of shared memory, so that tiles of more
+    queries fit.
     """
 
     blocks: int = 1  # type: ignore[misc]
-    one_staging_buffer: bool = False  # type: ignore[misc]
 
     kernel = "mma_wide_carried"
     module = "mma.backward_wide_fused"
     whole_program: ClassVar[bool] = True  # setmaxnreg wants that
     columns_in_order: ClassVar[bool] = True
+    GROUPS: ClassVar[tuple[int, ...]] = (2,)
     shared_alignment: ClassVar[int] = WideBackwardConfig.ALIGNMENT
     FEW: ClassVar[int] = 56  # registers of a thread of that warpgroup
     LOADERS: ClassVar[int] = 64  # threads that load tiles
 
     def __post_init__(self) -> None:
-        one, own = self.one_staging_buffer, self.own_rows
+        few = self.own_rows <= 4 * self.warp_rows
         check(self.dtype == "float64", f"parts of dQ are carried in float64, not in {self.dtype}")
         check(self.blocks in (1, 2), f"blocks must be 1 or 2, not {self.blocks}")
-        other_place = self.blocks == 1 or one
-        check(other_place, "blocks=2 needs one_staging_buffer: there is no other place for the other block's scores")
-        few = own <= 4 * self.warp_rows
-        check(few, f"{own} keys are more than 4 times {self.warp_rows}: each has a named barrier")
-        check(
-            not one or self.column_groups <= 2,
-            f"one_staging_buffer is for column_groups=2, not {self.column_groups}: a warp puts the half that it "
-            "gives where the other block's scores come to",
-        )
+        check(few, f"{self.own_rows} keys are more than 4 times {self.warp_rows}: each has a named barrier")
         super().__post_init__()
         self._set(self.shared_layout().end)
 
@@ -243,21 +216,11 @@ class WideCarriedConfig(WideFusedConfig):
         """Where K, V, Q, dO, P^T, dS^T, lse with delta of the queries, the block's state, the part of dQ, mbarriers,
         those of scores from the other block (kernels/mma/shared_scores.py), and the end are."""
         own, other = (tile_bytes(rows, self.head_dim_padded, 8) for rows in (self.tile_n, self.tile_m))
-        weights, part, one = self.tile_n * self.pitch * 8, self.tile_m * self.pitch_dq * 8, self.one_staging_buffer
-        made = layout(
-            k=own,
-            v=own,
-            q=other,
-            do=other,
-            p=weights,
-            ds=max(weights, part - weights) if one else weights,
-            rows=self.tile_m * 16,
-            state=64,
-            dq=0 if one else part,
-            barriers=32,
-            scores_barriers=(self.blocks - 1) * self.workers // 4,
-        )
-        return made._replace(dq=made.p) if one else made
+        weights, part = self.tile_n * self.pitch * 8, self.tile_m * self.pitch_dq * 8
+        tiles, barriers = dict(k=own, v=own, q=other, do=other, p=weights), (self.blocks - 1) * self.workers // 4
+        ds = max(weights, part - weights)
+        made = layout(**tiles, ds=ds, rows=self.tile_m * 16, state=64, dq=0, barriers=32, scores_barriers=barriers)
+        return made._replace(dq=made.p)
 
 
 @dataclass(frozen=True)

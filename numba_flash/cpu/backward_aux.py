@@ -11,10 +11,10 @@ import numpy as np
 
 from . import backward_plan as at
 from . import plan as slot
-from .backward_panel import GRADIENTS, PanelKeys, PanelTiles, keys_of, panel_gradients, take_rows, take_statistics
-from .elements import INT, gather, length_and_offset, row_address
+from .backward_panel import GRADIENTS, Keys, Tiles, panel_gradients, take_rows, take_statistics, tiles_from
+from .elements import INT, gather, row_address
 from .kernel import inlined
-from .panel import scale_panel, scores, shown_keys, sign_and_units, take_places, tiles_of
+from .panel import keys_of, panel_of, rows_from, scale_panel, scores, shown_keys, sign_and_units, take_places, tiles_of
 from .vectors.build import call_function, fetch_add, lanes, load, size_of, store
 
 
@@ -26,12 +26,9 @@ def run_tile(task, sums, frame, scratch, zero):
     heads_kv, tile_m = load(plan, slot.HEADS_KV, INT), load(plan, slot.TILE_M, INT)
     tile_n, dtype = load(plan, slot.TILE_N, INT), load(plan, slot.DTYPE, INT)
     head_dim, head_dim_v = load(plan, slot.HEAD_DIM, INT), load(plan, slot.HEAD_DIM_V, INT)
-    group = load(plan, slot.HEADS, INT) // heads_kv
-    left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
     units = load(plan, slot.BATCH, INT) * heads_kv
     b, kv_head = task % units // heads_kv, task % units % heads_kv
-    row0 = task // units * tile_m
-    rows = min(tile_m, load(plan, slot.SEQLEN_Q, INT) * group - row0)
+    tile = rows_from(task // units * tile_m, tile_m, across, b, kv_head, plan, pointers)
 
     p = scratch
     ds = p + tile_n * across * size
@@ -52,40 +49,34 @@ def run_tile(task, sums, frame, scratch, zero):
     q_start, do_start = load(pointers, slot.Q_AT, INT), load(pointers, at.DO, INT)
     k_row, k_step = load(plan, slot.K_STRIDE + 2, INT), load(plan, slot.K_STRIDE + 3, INT)
     v_row, v_step = load(plan, slot.V_STRIDE + 2, INT), load(plan, slot.V_STRIDE + 3, INT)
-    valid, offset = length_and_offset(plan, pointers, b)
-    begin, end = tiles_of(row0, rows, group, offset, left, right, valid, tile_n)
-    take_rows(q, 0, row, q_start, slot.Q_STRIDE, plan, b, kv_head, row0, rows, head_dim, sign, zero)
-    take_rows(do, 0, row, do_start, at.DO_STRIDE, plan, b, kv_head, row0, rows, head_dim_v, kind(1), zero)
-    take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_head, row0, rows, zero)
+    tiles = Tiles(p, ds, INT, row_numbers, places, k, v, q, do, shift, base, delta)
+    begin, end = tiles_of(tile, tile_n)
+    take_rows(q, 0, row, q_start, slot.Q_STRIDE, tile, head_dim, sign, plan, zero)
+    take_rows(do, 0, row, do_start, at.DO_STRIDE, tile, head_dim_v, kind(1), plan, zero)
+    take_statistics(tiles, row, tile, scale_log2, plan, pointers, zero)
     k_base = row_address(load(pointers, slot.K_AT, INT), plan, slot.K_STRIDE, b, kv_head, 0)
     v_base = row_address(load(pointers, slot.V_AT, INT), plan, slot.V_STRIDE, b, kv_head, 0)
     for key_tile in range(begin, end):
-        tile_key0, tile_end = key_tile * tile_n, min((key_tile + 1) * tile_n, valid)
-        key0, key_end, _ = keys_of(row0, rows, group, offset, left, right, valid, tile_key0, tile_end)
+        tile_key0 = key_tile * tile_n
+        key0, key_end, _, _ = keys_of(tile, tile_key0, tile_key0 + tile_n)
         gather(k, k_base + key0 * k_row, k_row, k_step, key_end - key0, head_dim, dtype, zero)
         gather(v, v_base + key0 * v_row, v_row, v_step, key_end - key0, head_dim_v, dtype, zero)
-        for panel in range((rows + across - 1) // across):
-            panel_row0, panel_rows = row0 + panel * across, min(across, rows - panel * across)
-            first, last, is_cut = keys_of(panel_row0, panel_rows, group, offset, left, right, valid, key0, key_end)
-            first, last, asks = shown_keys(
-                p, places, first, last, panel_row0, panel_rows, across, kv_head, b, offset, plan, pointers, zero
-            )
+        for number in range((tile.rows + across - 1) // across):
+            panel = panel_of(tile, number)
+            first, last, free, cut = keys_of(panel, key0, key_end)
+            is_cut = free > first or cut < last
+            first, last, asks = shown_keys(p, places, first, last, panel, plan, pointers, zero)
             if last <= first:
                 continue
-            skip, keys = first - key0, last - first
-            of_panel = panel * across * size
-            k_panel, v_panel = k + skip * head_dim * size, v + skip * head_dim_v * size
-            q_panel, do_panel = q + of_panel * head_dim, do + of_panel * head_dim_v
-            of_rows = (shift + of_panel, base + of_panel, delta + of_panel)
-            tiles_here = PanelTiles(p, ds, INT, row_numbers, places, k_panel, v_panel, q_panel, do_panel, *of_rows)
-            where = PanelKeys(panel_row0, panel_rows, first, keys, is_cut, asks, kv_head, b, valid, offset)
-            panel_gradients(tiles_here, where, scale_log2, GRADIENTS, plan, pointers, zero)
-            scores(p, k_panel, head_dim * size, q_panel, head_dim, keys, 0, zero)  # computed again, as before score_mod
+            keys, own = last - first, tiles_from(tiles, p, ds, number * across, first - key0, plan, zero)
+            seen = Keys(first, last, is_cut, asks)
+            panel_gradients(own, panel, seen, scale_log2, GRADIENTS, plan, pointers, zero)
+            scores(p, own.k, head_dim * size, own.q, head_dim, keys, 0, zero)  # computed again, as before score_mod
             scale_panel(p, keys, across, plan, zero)
-            take_places(places, panel_row0, panel_rows, across, kv_head, offset, plan)
+            take_places(places, panel)
             aux = load(pointers, at.AUX, INT)
             call_function(
-                load(plan, at.AUX_FUNCTION, INT), (p, ds, keys, first, places, b, panel_rows, aux, state, sums)
+                load(plan, at.AUX_FUNCTION, INT), (p, ds, keys, first, places, b, panel.rows, aux, state, sums)
             )
 
 

@@ -24,18 +24,30 @@ from .backward_panel import (
     CAPPED,
     GRADIENTS,
     WEIGHTS,
-    PanelKeys,
-    PanelTiles,
+    Keys,
+    Tiles,
     key_sums,
-    keys_of,
     panel_gradients,
     take_rows,
     take_statistics,
+    tiles_from,
     wait_for,
 )
-from .elements import INT, compiled, copy_out, fill, gather, length_and_offset, row_address
+from .elements import INT, compiled, copy_out, fill, gather, row_address
 from .kernel import inlined
-from .panel import PACKED, pack, row_keys, shown_keys, sign_and_units, tiles_of, values, values_guarded
+from .panel import (
+    PACKED,
+    keys_of,
+    pack,
+    panel_of,
+    query_and_head,
+    rows_from,
+    shown_keys,
+    sign_and_units,
+    tiles_of,
+    values,
+    values_guarded,
+)
 from .vectors.backward import store_release
 from .vectors.build import fetch_add, lanes, load, size_of, store
 from .vectors.panel import all_finite
@@ -65,23 +77,19 @@ def run_task(task, frame, scratch, zero):
     heads_kv, tile_m = load(plan, slot.HEADS_KV, INT), load(plan, slot.TILE_M, INT)
     tile_n, dtype = load(plan, slot.TILE_N, INT), load(plan, slot.DTYPE, INT)
     head_dim, head_dim_v = load(plan, slot.HEAD_DIM, INT), load(plan, slot.HEAD_DIM_V, INT)
-    group = load(plan, slot.HEADS, INT) // heads_kv
     units = load(plan, slot.BATCH, INT) * heads_kv
-    unit, tile = task % units, load(plan, slot.TILES, INT) - 1 - task // units
+    unit, number = task % units, load(plan, slot.TILES, INT) - 1 - task // units
     b, kv_head = unit // heads_kv + load(pointers, at.FIRST_B, INT), unit % heads_kv
-    row0, all_rows = tile * tile_m, load(plan, slot.SEQLEN_Q, INT) * group
-    rows = min(tile_m, all_rows - row0)
-    panels = (rows + across - 1) // across
+    tile = rows_from(number * tile_m, tile_m, across, b, kv_head, plan, pointers)
+    panels = (tile.rows + across - 1) // across
 
-    valid, offset = length_and_offset(plan, pointers, b)
-    left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
-    begin, end = tiles_of(row0, rows, group, offset, left, right, valid, tile_n)
+    begin, end = tiles_of(tile, tile_n)
     before_begin, before_end = INT, INT  # the key tiles of the task that adds to the same sums before this one
-    if row0 + rows < all_rows:
-        rows_before = min(tile_m, all_rows - row0 - rows)
-        before_begin, before_end = tiles_of(row0 + rows, rows_before, group, offset, left, right, valid, tile_n)
+    before = rows_from(tile.row0 + tile_m, tile_m, across, b, kv_head, plan, pointers)
+    if before.rows > 0:
+        before_begin, before_end = tiles_of(before, tile_n)
     done = load(frame, at.DONE, INT) + unit * load(plan, at.KEY_TILES, INT) * 8
-    turn = load(plan, slot.TILES, INT) - tile
+    turn = load(plan, slot.TILES, INT) - number
 
     panel_bytes = tile_n * across * size
     p = scratch
@@ -109,9 +117,10 @@ def run_task(task, frame, scratch, zero):
     if wants_dq or wants_dk:
         what = CAPPED if load(plan, slot.HAS_SOFTCAP, INT) or load(plan, slot.SCORE_MOD, INT) else GRADIENTS
     q_start, do_start = load(pointers, slot.Q_AT, INT), load(pointers, at.DO, INT)
-    take_rows(q, q_blocks, row, q_start, slot.Q_STRIDE, plan, b, kv_head, row0, rows, head_dim, sign, zero)
-    take_rows(do, do_blocks, row, do_start, at.DO_STRIDE, plan, b, kv_head, row0, rows, head_dim_v, kind(1), zero)
-    take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_head, row0, rows, zero)
+    tiles = Tiles(p, ds, slopes, row_numbers, places, k, v, q, do, shift, base, delta)
+    take_rows(q, q_blocks, row, q_start, slot.Q_STRIDE, tile, head_dim, sign, plan, zero)
+    take_rows(do, do_blocks, row, do_start, at.DO_STRIDE, tile, head_dim_v, kind(1), plan, zero)
+    take_statistics(tiles, row, tile, scale_log2, plan, pointers, zero)
     # 0 times NaN must not count: a key adds nothing to a row in which its weight is 0, nor the row to the key.
     q_guarded = not all_finite(q, tile_m * head_dim * size, tile_m * head_dim, 1, zero)
     do_guarded = not all_finite(do, tile_m * head_dim_v * size, tile_m * head_dim_v, 1, zero)
@@ -124,20 +133,16 @@ def run_task(task, frame, scratch, zero):
     v_row, v_step = load(plan, slot.V_STRIDE + 2, INT), load(plan, slot.V_STRIDE + 3, INT)
     columns, columns_v = load(plan, at.COLUMNS, INT), load(plan, at.COLUMNS_V, INT)
     seqlen_k = load(plan, slot.SEQLEN_K, INT)
-    all_first, _ = row_keys(row0 // group + offset, left, right, valid)
-    _, all_end = row_keys((row0 + rows - 1) // group + offset, left, right, valid)
     for key_tile in range(begin, end):
-        key0, key_end = max(key_tile * tile_n, all_first), min((key_tile + 1) * tile_n, all_end)
+        key0, key_end, _, _ = keys_of(tile, key_tile * tile_n, (key_tile + 1) * tile_n)
         if load(load(frame, at.STOP, INT), 0, INT):
             panels, key_end = INT, key0  # the result is no longer wanted, but other threads wait for their turn
         whole, some = True, False
         for panel in range(panels):
-            panel_row0, panel_rows = row0 + panel * across, min(across, rows - panel * across)
-            first, last, is_cut = keys_of(panel_row0, panel_rows, group, offset, left, right, valid, key0, key_end)
-            first, last, asks = shown_keys(
-                p + panel * panel_bytes, places, first, last, panel_row0, panel_rows, across, kv_head, b, offset, plan,
-                pointers, zero,
-            )  # fmt: skip
+            own = panel_of(tile, panel)
+            first, last, free, cut = keys_of(own, key0, key_end)
+            is_cut = free > first or cut < last
+            first, last, asks = shown_keys(p + panel * panel_bytes, places, first, last, own, plan, pointers, zero)
             whole, some = whole and first == key0 and last == key_end, some or first < last
             keep(seen + 32 * panel, first, last, is_cut, asks)
         k_guarded = False
@@ -148,30 +153,20 @@ def run_task(task, frame, scratch, zero):
             if wants_dq:
                 pack(packed, k, head_dim * size, key_end - key0, head_dim, zero)
         for panel in range(panels):
-            panel_row0, panel_rows = row0 + panel * across, min(across, rows - panel * across)
             first, last, is_cut, asks = kept(seen + 32 * panel)
             if last <= first:
                 continue
             skip, keys = first - key0, last - first
             here = panel * panel_bytes + skip * across * size
-            of_panel = panel * across * size
-            k_panel, v_panel = k + skip * head_dim * size, v + skip * head_dim_v * size
-            q_panel, do_panel = q + of_panel * head_dim, do + of_panel * head_dim_v
-            of_rows = (shift + of_panel, base + of_panel, delta + of_panel)
-            p_panel, ds_panel = p + here, ds + here
-            tiles_here = PanelTiles(
-                p_panel, ds_panel, slopes, row_numbers, places, k_panel, v_panel, q_panel, do_panel, *of_rows
-            )
-            where = PanelKeys(panel_row0, panel_rows, first, keys, is_cut, asks, kv_head, b, valid, offset)
-            panel_gradients(tiles_here, where, scale_log2, what, plan, pointers, zero)
+            own_dq = dq + panel * across * size * head_dim
+            own_tiles = tiles_from(tiles, p + here, ds + here, panel * across, skip, plan, zero)
+            own_keys = Keys(first, last, is_cut, asks)
+            panel_gradients(own_tiles, panel_of(tile, panel), own_keys, scale_log2, what, plan, pointers, zero)
             if wants_dq and k_guarded:
-                k_first = k + skip * head_dim * size
-                values_guarded(
-                    dq + of_panel * head_dim, ones, k_first, head_dim * size, ds + here, keys, head_dim, 0, zero
-                )
+                values_guarded(own_dq, ones, own_tiles.k, head_dim * size, ds + here, keys, head_dim, 0, zero)
             elif wants_dq:
                 column = (key_end - key0) * size
-                values(dq + of_panel * head_dim, ones, packed, PACKED, column, skip, ds + here, keys, head_dim, zero)
+                values(own_dq, ones, packed, PACKED, column, skip, ds + here, keys, head_dim, zero)
         if not wants_dk and not wants_dv:
             continue
         if before_begin <= key_tile and key_tile < before_end:
@@ -195,8 +190,8 @@ def run_task(task, frame, scratch, zero):
 
     if wants_dq:
         factor = kind(load(plan, slot.SCALE, 0.0))
-        for r in range(rows):
-            i, head = (row0 + r) // group, kv_head * group + (row0 + r) % group
+        for r in range(tile.rows):
+            i, head = query_and_head(tile, r)
             source = dq + ((r // across) * head_dim * across + r % across) * size
             to = row_address(load(pointers, at.DQ, INT), plan, at.DQ_STRIDE, b, head, i)
             copy_out(to, load(plan, at.DQ_STRIDE + 3, INT), source, across, head_dim, dtype, factor, zero)

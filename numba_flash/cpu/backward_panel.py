@@ -8,7 +8,8 @@ from . import backward_plan as at
 from . import plan as slot
 from .counts import count
 from .elements import INT, compiled, copy_in, fill, gather, row_address
-from .panel import INFINITY, composed, hide, is_featured, row_keys, scores
+from .kernel import inlined
+from .panel import INFINITY, composed, hide, is_featured, query_and_head, scores
 from .vectors.backward import call_for_nothing, key_rows, load_acquire, score_gradients
 from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, lanes, load, size_of, store
 from .vectors.panel import subtract_base
@@ -26,33 +27,22 @@ FAR_LSE = 2.0**10  # in powers of 2; as a shift it would be rounded by 2^-14 the
 
 
 @compiled
-def keys_of(row0, rows, group, offset, left, right, valid, key0, key_end):
-    """-> (first, end, partial): some rows see the keys [first, end) of [key0, key_end). partial: some row does not see
-    all of these."""
-    first_first, first_end = row_keys(row0 // group + offset, left, right, valid)
-    last_first, last_end = row_keys((row0 + rows - 1) // group + offset, left, right, valid)
-    first, end = max(key0, first_first), min(key_end, last_end)
-    return first, end, last_first > first or first_end < end
-
-
-@compiled
-def take_rows(panels, blocks, row, start, stride, plan, b, kv_head, row0, rows, width, sign, zero):
-    """Loads rows [row0, row0 + rows) of a KV head's q or do in two orders, with zeros for rows that do not exist.
+def take_rows(panels, blocks, row, start, stride, tile, width, sign, plan, zero):
+    """Loads a tile's rows of q or do in two orders, with zeros for rows that do not exist.
 
     panels (tile_m / lanes, width, lanes) times sign, for products along width, and blocks (width / lanes, tile_m,
     lanes), for sums over rows (0 = unwanted). `stride` is the slot of the array's strides; `row` is work space for one
     row.
     """
-    size, across = size_of(zero), lanes(zero)
-    group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
+    size, across = size_of(zero), tile.width
     tile_m, dtype = load(plan, slot.TILE_M, INT), load(plan, slot.DTYPE, INT)
     own_type = slot.FLOAT32 if size == 4 else slot.FLOAT64
     fill(panels, tile_m * width, zero)
     if blocks != 0:
         fill(blocks, tile_m * ((width + across - 1) // across) * across, zero)
-    for r in range(rows):
-        i, head = (row0 + r) // group, kv_head * group + (row0 + r) % group
-        source = row_address(start, plan, stride, b, head, i)
+    for r in range(tile.rows):
+        i, head = query_and_head(tile, r)
+        source = row_address(start, plan, stride, tile.b, head, i)
         gather(row, source, 0, load(plan, stride + 3, INT), 1, width, dtype, zero)
         to = panels + ((r // across) * width * across + r % across) * size
         copy_in(to, across, row, size, width, own_type, sign, zero)
@@ -64,7 +54,7 @@ def take_rows(panels, blocks, row, start, stride, plan, b, kv_head, row0, rows, 
 
 
 @compiled
-def take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
+def take_statistics(tiles, row, tile, scale_log2, plan, pointers, zero):
     """shift = -lse in powers of 2 and delta = rowsum(do * o) - dlse of a query tile; `row` is work space for two rows.
 
     A row that sees no key has lse = -inf. Its shift is also -inf, so that each of its keys has weight 0. Rows that do
@@ -72,18 +62,15 @@ def take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_h
     them, and shift is 0 (as in exponents of vectors/panel.py).
     """
     kind, size = type(zero), size_of(zero)
-    group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
-    head_dim_v, dtype, tile_m = (
-        load(plan, slot.HEAD_DIM_V, INT),
-        load(plan, slot.DTYPE, INT),
-        load(plan, slot.TILE_M, INT),
-    )
+    shift, base, delta, b = tiles.shift, tiles.base, tiles.delta, tile.b
+    tile_m, dtype = load(plan, slot.TILE_M, INT), load(plan, slot.DTYPE, INT)
+    head_dim_v = load(plan, slot.HEAD_DIM_V, INT)
     fill(shift, tile_m, kind(-INFINITY))
     fill(base, tile_m, zero)
     fill(delta, tile_m, zero)
     other = row + head_dim_v * size
-    for r in range(rows):
-        i, head = (row0 + r) // group, kv_head * group + (row0 + r) % group
+    for r in range(tile.rows):
+        i, head = query_and_head(tile, r)
         lse_at = b * load(plan, slot.LSE_BATCH, INT) + head * load(plan, slot.LSE_HEAD, INT) + i
         lse = load(load(pointers, slot.LSE_AT, INT), lse_at, zero)
         if lse != -INFINITY:
@@ -105,8 +92,8 @@ def take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_h
 WEIGHTS, GRADIENTS, CAPPED = range(3)
 
 
-class PanelTiles(NamedTuple):
-    """Addresses of results, of work space for them, and of a panel's tiles, which begin with its rows and keys."""
+class Tiles(NamedTuple):
+    """Addresses of results, of work space for them, and of tiles, which begin with some rows and keys."""
 
     p: int  # (keys, lanes)
     ds: int  # likewise
@@ -122,56 +109,58 @@ class PanelTiles(NamedTuple):
     delta: int
 
 
-class PanelKeys(NamedTuple):
-    """Rows [row0, row0 + rows) of a KV head, and the keys [first, first + keys) that some of them see."""
+class Keys(NamedTuple):
+    """The keys [first, end) that some rows of a panel see."""
 
-    row0: int
-    rows: int
     first: int
-    keys: int
+    end: int
     is_cut: bool  # whether some row does not see all of them
     asks: bool  # whether mask_mod hides some of them
-    kv_head: int
-    b: int
-    valid: int
-    offset: int
+
+
+@inlined
+def tiles_from(tiles, p, ds, row, key, plan, zero):
+    """With other results, from a row and a key of the tiles on."""
+    size = size_of(zero)
+    k, q = load(plan, slot.HEAD_DIM, INT) * size, row * size
+    v = load(plan, slot.HEAD_DIM_V, INT) * size
+    rest = tiles.k + key * k, tiles.v + key * v, tiles.q + row * k, tiles.do + row * v
+    of_rows = tiles.shift + q, tiles.base + q, tiles.delta + q
+    return Tiles(p, ds, tiles.slopes, tiles.row_numbers, tiles.places, *rest, *of_rows)
 
 
 @compiled
-def panel_gradients(tiles, where, scale_log2, what, plan, pointers, zero):
+def panel_gradients(tiles, panel, seen, scale_log2, what, plan, pointers, zero):
     """p and dS of a panel.
 
     what: WEIGHTS = p alone; GRADIENTS = dS of the scores that enter the softmax; CAPPED = dS of those before score_mod
     and the cap.
     """
     p, ds, slopes, row_numbers, places, k, v, q, do, shift, base, delta = tiles
-    row0, rows, first, keys, is_cut, asks, kv_head, b, valid, offset = where
-    size, across = size_of(zero), lanes(zero)
+    first, end, is_cut, asks = seen
+    keys, size = end - first, size_of(zero)
     head_dim, head_dim_v = load(plan, slot.HEAD_DIM, INT), load(plan, slot.HEAD_DIM_V, INT)
     scores(p, k, head_dim * size, q, head_dim, keys, 0, zero)
     if is_featured(plan):
         own_slopes = slopes if what == CAPPED else INT
-        own = (p, own_slopes, row_numbers, places)
-        composed(own, asks, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
+        composed((p, own_slopes, row_numbers, places), asks, keys, first, panel, plan, pointers, zero)
     if is_cut:
-        group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
-        left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
-        hide(p, first, first + keys, row0, rows, across, group, offset, left, right, valid, zero)
+        hide(p, first, end, panel, zero)
     subtract_base(p, keys, base, zero)
     if what == WEIGHTS:
         score_weights(p, ds, slopes, keys, scale_log2, shift, delta, zero)
         if load(plan, slot.SEEDED, INT):
-            count(p, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
+            count(p, places, keys, first, panel, plan, pointers, zero)
         return
     scores(ds, v, head_dim_v * size, do, head_dim_v, keys, 0, zero)
     if load(plan, slot.SEEDED, INT):  # dP is that of the weight before any is dropped
-        count(ds, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
+        count(ds, places, keys, first, panel, plan, pointers, zero)
     if what == CAPPED:
         score_gradients_capped(p, ds, slopes, keys, scale_log2, shift, delta, zero)
     else:
         score_gradients_plain(p, ds, slopes, keys, scale_log2, shift, delta, zero)
     if load(plan, slot.SEEDED, INT):  # dV takes P after weights are dropped
-        count(p, places, keys, first, row0, rows, across, kv_head, b, offset, plan, pointers, zero)
+        count(p, places, keys, first, panel, plan, pointers, zero)
 
 
 @compiled

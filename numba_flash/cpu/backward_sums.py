@@ -13,34 +13,25 @@ import numpy as np
 
 from . import backward_plan as at
 from . import plan as slot
-from .backward_panel import (
-    GRADIENTS,
-    PanelKeys,
-    PanelTiles,
-    keys_of,
-    panel_gradients,
-    take_rows,
-    take_statistics,
-)
-from .elements import INT, compiled, fill, gather, length_and_offset, put, row_address
+from .backward_panel import GRADIENTS, Keys, Tiles, panel_gradients, take_rows, take_statistics, tiles_from
+from .elements import INT, compiled, fill, gather, put, row_address
 from .kernel import inlined
-from .panel import shown_keys, sign_and_units, tiles_of
+from .panel import keys_of, panel_of, rows_from, shown_keys, sign_and_units, tiles_of
 from .vectors.build import fetch_add, lanes, load, size_of, store
 
 
 @compiled
-def add_up(sums, ds, row0, rows, first_row, offset, first, keys, column, plan, zero):
-    """sums (rows of the result's tile, its keys) += dS (keys, lanes) of a panel whose rows begin with row0.
+def add_up(sums, ds, panel, first_row, seen, column, plan, zero):
+    """sums (rows of the result's tile, its keys) += dS (keys, lanes) of a panel.
 
-    first_row: the first row of the query tile; first: the first key, in the result's column `column`.
+    first_row: the first row of the query tile; column: that of the result that has the first key.
     """
-    across = lanes(zero)
-    group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
+    across, group, keys = panel.width, panel.group, seen.end - seen.first
     own_heads, own_queries = load(plan, at.OWN_HEADS, INT), load(plan, at.OWN_QUERIES, INT)
     own_keys, by_distance = load(plan, at.OWN_KEYS, INT), load(plan, at.BY_DISTANCE, INT)
     width = load(plan, slot.TILE_N, INT) if own_keys else 1
-    for r in range(rows):
-        row, i = row0 + r, (row0 + r) // group
+    for r in range(panel.rows):
+        row, i = panel.row0 + r, (panel.row0 + r) // group
         place = INT
         if own_queries:
             place = row - first_row if own_heads else i - first_row // group
@@ -55,7 +46,7 @@ def add_up(sums, ds, row0, rows, first_row, offset, first, keys, column, plan, z
         for key in range(keys):
             value = float(load(ds, key * across + r, zero))
             # d score / d slope = -|distance|; a key that is not seen has dS = 0.
-            total += -abs(i + offset - first - key) * value if by_distance else value
+            total += -abs(i + panel.offset - seen.first - key) * value if by_distance else value
         store(sums, place, load(sums, place, 0.0) + total)
 
 
@@ -94,7 +85,7 @@ def run_task(task, frame, scratch, zero):
     group = max(load(plan, slot.HEADS, INT) // max(heads_kv, 1), 1)
     tiles, key_tiles = load(plan, slot.TILES, INT), load(plan, at.KEY_TILES, INT)
     tile_rows, all_rows = load(plan, at.SUM_ROWS, INT), load(plan, slot.SEQLEN_Q, INT) * group
-    seqlen_k, left, right = load(plan, slot.SEQLEN_K, INT), load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
+    seqlen_k = load(plan, slot.SEQLEN_K, INT)
     own_batch, own_heads = load(plan, at.OWN_BATCH, INT), load(plan, at.OWN_HEADS, INT)
     own_queries, own_keys = load(plan, at.OWN_QUERIES, INT), load(plan, at.OWN_KEYS, INT)
 
@@ -121,6 +112,7 @@ def run_task(task, frame, scratch, zero):
     v = k + tile_n * head_dim * size
     row = v + tile_n * head_dim_v * size
 
+    tiles = Tiles(p, ds, INT, row_numbers, places, k, v, q, do, shift, base, delta)
     fill(sums, tile_m * tile_n, 0.0)
     sign, scale_log2 = sign_and_units(plan, zero)
     q_start, do_start = load(pointers, slot.Q_AT, INT), load(pointers, at.DO, INT)
@@ -129,43 +121,35 @@ def run_task(task, frame, scratch, zero):
     for part in range((batch1 - batch0) * (head1 - head0) * (tile1 - tile0)):
         if load(load(frame, at.STOP, INT), 0, INT):
             break  # the result is no longer wanted
-        tile = tile0 + part % (tile1 - tile0)
+        row0 = (tile0 + part % (tile1 - tile0)) * tile_rows
         kv_head = head0 + part // (tile1 - tile0) % (head1 - head0)
         b = batch0 + part // ((tile1 - tile0) * (head1 - head0))
-        row0 = tile * tile_rows
-        rows = min(tile_rows, all_rows - row0)
-        valid, offset = length_and_offset(plan, pointers, b)
-        begin, end = tiles_of(row0, rows, group, offset, left, right, valid, tile_n)
+        tile = rows_from(row0, tile_rows, across, b, kv_head, plan, pointers)
+        begin, end = tiles_of(tile, tile_n)
         begin, end = max(begin, key_tile0), min(end, key_tile1)
         if end <= begin:
             continue
-        take_rows(q, 0, row, q_start, slot.Q_STRIDE, plan, b, kv_head, row0, rows, head_dim, sign, zero)
-        take_rows(do, 0, row, do_start, at.DO_STRIDE, plan, b, kv_head, row0, rows, head_dim_v, kind(1), zero)
-        take_statistics(shift, base, delta, row, scale_log2, plan, pointers, b, kv_head, row0, rows, zero)
+        take_rows(q, 0, row, q_start, slot.Q_STRIDE, tile, head_dim, sign, plan, zero)
+        take_rows(do, 0, row, do_start, at.DO_STRIDE, tile, head_dim_v, kind(1), plan, zero)
+        take_statistics(tiles, row, tile, scale_log2, plan, pointers, zero)
         k_base = row_address(load(pointers, slot.K_AT, INT), plan, slot.K_STRIDE, b, kv_head, 0)
         v_base = row_address(load(pointers, slot.V_AT, INT), plan, slot.V_STRIDE, b, kv_head, 0)
         for key_tile in range(begin, end):
-            tile_key0, tile_end = key_tile * tile_n, min((key_tile + 1) * tile_n, valid)
-            key0, key_end, _ = keys_of(row0, rows, group, offset, left, right, valid, tile_key0, tile_end)
+            tile_key0 = key_tile * tile_n
+            key0, key_end, _, _ = keys_of(tile, tile_key0, tile_key0 + tile_n)
             gather(k, k_base + key0 * k_row, k_row, k_step, key_end - key0, head_dim, dtype, zero)
             gather(v, v_base + key0 * v_row, v_row, v_step, key_end - key0, head_dim_v, dtype, zero)
-            for panel in range((rows + across - 1) // across):
-                panel_row0, panel_rows = row0 + panel * across, min(across, rows - panel * across)
-                first, last, is_cut = keys_of(panel_row0, panel_rows, group, offset, left, right, valid, key0, key_end)
-                first, last, asks = shown_keys(
-                    p, places, first, last, panel_row0, panel_rows, across, kv_head, b, offset, plan, pointers, zero
-                )
+            for number in range((tile.rows + across - 1) // across):
+                panel = panel_of(tile, number)
+                first, last, free, cut = keys_of(panel, key0, key_end)
+                is_cut = free > first or cut < last
+                first, last, asks = shown_keys(p, places, first, last, panel, plan, pointers, zero)
                 if last <= first:
                     continue
-                skip, keys = first - key0, last - first
-                of_panel = panel * across * size
-                k_panel, v_panel = k + skip * head_dim * size, v + skip * head_dim_v * size
-                q_panel, do_panel = q + of_panel * head_dim, do + of_panel * head_dim_v
-                of_rows = (shift + of_panel, base + of_panel, delta + of_panel)
-                tiles_here = PanelTiles(p, ds, INT, row_numbers, places, k_panel, v_panel, q_panel, do_panel, *of_rows)
-                where = PanelKeys(panel_row0, panel_rows, first, keys, is_cut, asks, kv_head, b, valid, offset)
-                panel_gradients(tiles_here, where, scale_log2, GRADIENTS, plan, pointers, zero)
-                add_up(sums, ds, panel_row0, panel_rows, row0, offset, first, keys, first - tile_key0, plan, zero)
+                seen = Keys(first, last, is_cut, asks)
+                own = tiles_from(tiles, p, ds, number * across, first - key0, plan, zero)
+                panel_gradients(own, panel, seen, scale_log2, GRADIENTS, plan, pointers, zero)
+                add_up(sums, ds, panel, row0, seen, first - tile_key0, plan, zero)
     row0 = tile0 * tile_rows
     key0, keys = INT, 1
     if own_keys:

@@ -45,19 +45,20 @@ def count_two(x, key, keys, r, width, word, end, kept, zero):
 
 
 @compiled
-def count(x, places, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
+def count(x, places, keys, key0, panel, plan, pointers, zero):
     """x (keys, width) <- how often each weight counts: 0, whatever x was, or x times the plan's KEPT_COUNT.
 
-    For keys from key0, `rows` rows of a panel; places: work space for two int64 numbers of each.
+    For keys from key0 and a panel's rows; places: work space for two int64 numbers of each.
     """
-    take_places(places, first_row, rows, width, kv_head, offset, plan)
+    width = panel.width
+    take_places(places, panel)
     seed = np.uint64(load(pointers, load(plan, slot.SEED_POINTER, INT), INT))
     end, kept = np.uint64(2**16 - load(plan, slot.DROPPED, INT)), type(zero)(load(plan, slot.KEPT_COUNT, 0.0))
-    for r in range(rows):
+    for r in range(panel.rows):
         q_pos, head = load(places, r, INT), load(places, width + r, INT)
         for block in range(key0 >> 4, (key0 + keys + 15) >> 4):  # of 16 keys; 8 of them share a counter
             for half in range(2):
-                words = random_words(seed, block << 1 | half, q_pos, head, b)
+                words = random_words(seed, block << 1 | half, q_pos, head, panel.b)
                 key = (block << 4) + 4 * half - key0
                 count_two(x, key, keys, r, width, words[0], end, kept, zero)
                 count_two(x, key + 1, keys, r, width, words[1], end, kept, zero)

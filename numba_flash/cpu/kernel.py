@@ -20,16 +20,19 @@ from numba import njit
 
 from . import plan as slot
 from .counts import count
-from .elements import INT, copy_in, copy_out, fill, gather, get, length_and_offset, row_address
+from .elements import INT, copy_in, copy_out, fill, gather, get, row_address
 from .panel import (
     INFINITY,
     PACKED,
     composed,
     hide,
     is_featured,
+    keys_of,
     pack,
+    panel_of,
+    query_and_head,
     removes,
-    row_keys,
+    rows_from,
     scores,
     shown_keys,
     sign_and_units,
@@ -50,20 +53,17 @@ PACK_STRIDE = 256  # bytes; v rows that are no farther apart are read in place
 
 
 @inlined
-def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, tile_end, valid, offset, zero):
-    """Rows [row0, row0 + rows) of a KV head with key tiles [tile_first, tile_end); fills state.
+def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
+    """The rows of a tile with key tiles [tile_first, tile_end); fills state.
 
     state is o (panels, head_dim_v, width), m (panels, width), l (panels, width).
     """
     kind = type(zero)
     size = size_of(zero)
     head_dim, head_dim_v = load(plan, slot.HEAD_DIM, INT), load(plan, slot.HEAD_DIM_V, INT)
-    group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
     dtype, tile_n = load(plan, slot.DTYPE, INT), load(plan, slot.TILE_N, INT)
-    left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
-    by_rows = load(plan, slot.BY_ROWS, INT)
-    width = 1 if by_rows else lanes(zero)
-    panels = (rows + width - 1) // width
+    by_rows, width, b, kv_head = load(plan, slot.BY_ROWS, INT), tile.width, tile.b, tile.kv_head
+    panels = (tile.rows + width - 1) // width
     featured, seeded = is_featured(plan), load(plan, slot.SEEDED, INT)
     hides_some = removes(plan) or seeded
     sign, scale_log2 = sign_and_units(plan, zero)
@@ -83,8 +83,8 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
     fill(l, panels * width, zero)
 
     fill(q, panels * width * head_dim, zero)
-    for r in range(rows):
-        i, head = (row0 + r) // group, kv_head * group + (row0 + r) % group
+    for r in range(tile.rows):
+        i, head = query_and_head(tile, r)
         source = row_address(load(pointers, slot.Q_AT, INT), plan, slot.Q_STRIDE, b, head, i)
         to = q + ((r // width) * head_dim * width + r % width) * size
         copy_in(to, width, source, load(plan, slot.Q_STRIDE + 3, INT), head_dim, dtype, sign, zero)
@@ -100,25 +100,16 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
     k_stride, v_stride = head_dim * size if copy_k else k_row, head_dim_v * size if copy_v else v_row
 
     packs = not by_rows and abs(v_stride) > PACK_STRIDE
-    all_first, _ = row_keys(row0 // group + offset, left, right, valid)
-    _, all_end = row_keys((row0 + rows - 1) // group + offset, left, right, valid)
-    for tile in range(tile_first, tile_end):
+    for key_tile in range(tile_first, tile_end):
         if load(load(pointers, slot.STOP - slot.POINTERS, INT), 0, INT):
             break  # the result is no longer wanted
-        key0, key_end = max(tile * tile_n, all_first), min((tile + 1) * tile_n, all_end)
+        key0, key_end, _, _ = keys_of(tile, key_tile * tile_n, (key_tile + 1) * tile_n)
         k, v = k_base + key0 * k_row, v_base + key0 * v_row
         is_ready = is_finite = False
-        for panel in range(panels):
-            first_row = row0 + panel * width
-            last_row = min(first_row + width, row0 + rows) - 1
-            first_first, first_end = row_keys(first_row // group + offset, left, right, valid)
-            last_first, last_end = row_keys(last_row // group + offset, left, right, valid)
-            # Some row of the panel sees keys [first, end), and all rows see [free, cut).
-            rows_of_panel = last_row + 1 - first_row
-            first, end, asks = shown_keys(
-                s, places, max(key0, first_first), min(key_end, last_end), first_row, rows_of_panel, width, kv_head,
-                b, offset, plan, pointers, zero,
-            )  # fmt: skip
+        for number in range(panels):
+            panel = panel_of(tile, number)
+            first, end, free, cut = keys_of(panel, key0, key_end)
+            first, end, asks = shown_keys(s, places, first, end, panel, plan, pointers, zero)
             if end <= first:
                 continue
             if not is_ready:  # a tile in which no row sees a key is not read
@@ -133,26 +124,15 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
                     pack(packed, v, v_stride, key_end - key0, head_dim_v, zero)
                 if hides_some:  # called once for all panels; otherwise for each panel, about what it sees
                     is_finite = all_finite(v, v_stride, head_dim_v, key_end - key0, zero)
-            free = max(first, min(last_first, end))
-            cut = max(free, min(first_end, end))
+            free = max(first, min(free, end))
+            cut = max(free, min(cut, end))
             keys = end - first
-            scores(
-                s,
-                k + (first - key0) * k_stride,
-                k_stride,
-                q + panel * head_dim * width * size,
-                head_dim,
-                keys,
-                by_rows,
-                zero,
-            )
+            k_first, of_panel = k + (first - key0) * k_stride, number * width * size
+            scores(s, k_first, k_stride, q + of_panel * head_dim, head_dim, keys, by_rows, zero)
             if featured:
-                own = (s, INT, row_numbers, places)
-                composed(
-                    own, asks, keys, first, first_row, rows_of_panel, width, kv_head, b, offset, plan, pointers, zero
-                )
+                composed((s, INT, row_numbers, places), asks, keys, first, panel, plan, pointers, zero)
             if free > first or cut < end:
-                hide(s, first, end, first_row, rows_of_panel, width, group, offset, left, right, valid, zero)
+                hide(s, first, end, panel, zero)
             v_first = v + (first - key0) * v_stride
             guarded = False
             if hides_some:
@@ -162,7 +142,7 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
                     all_finite(v_first, v_stride, head_dim_v, free - first, zero)
                     and all_finite(v + (cut - key0) * v_stride, v_stride, head_dim_v, end - cut, zero)
                 )
-            row_m, row_l = m + panel * width * size, l + panel * width * size
+            row_m, row_l = m + of_panel, l + of_panel
             if by_rows:
                 for j in range(keys, (keys + lanes(zero) - 1) // lanes(zero) * lanes(zero)):
                     store(s, j, kind(-INFINITY))
@@ -170,8 +150,8 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
             else:
                 softmax_panel(s, keys, scale_log2, row_m, row_l, alpha, zero)
             if seeded:
-                count(s, places, keys, first, first_row, rows_of_panel, width, kv_head, b, offset, plan, pointers, zero)
-            panel_o = o + panel * head_dim_v * width * size
+                count(s, places, keys, first, panel, plan, pointers, zero)
+            panel_o = o + of_panel * head_dim_v
             if guarded:
                 values_guarded(panel_o, alpha, v_first, v_stride, s, keys, head_dim_v, by_rows, zero)
             elif by_rows:
@@ -186,21 +166,19 @@ def attend(state, scratch, plan, pointers, b, kv_head, row0, rows, tile_first, t
 
 
 @inlined
-def finish(state, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
-    """Divides by l and writes o, and lse if wanted, of the rows in state. A term that belongs to no key is added to
-    l."""
+def finish(state, scale_log2, tile, plan, pointers, zero):
+    """Divides by l and writes o, and lse if wanted, of a tile's state. A term that belongs to no key is added to l."""
     size = size_of(zero)
     head_dim_v, dtype = load(plan, slot.HEAD_DIM_V, INT), load(plan, slot.DTYPE, INT)
-    group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
-    width = 1 if load(plan, slot.BY_ROWS, INT) else lanes(zero)
-    panels = (rows + width - 1) // width
+    width, b = tile.width, tile.b
+    panels = (tile.rows + width - 1) // width
     m = state + panels * head_dim_v * width * size
     scale = load(plan, slot.SCALE, 0.0)
     natural = 1.0 if is_featured(plan) or scale == 0 else abs(scale)  # scale_log2 in powers of e, and not rounded
     return_lse, term_dtype = load(plan, slot.RETURN_LSE, INT), load(plan, slot.TERM_DTYPE, INT)
     has_term = term_dtype != slot.ABSENT
-    for r in range(rows):
-        i, head = (row0 + r) // group, kv_head * group + (row0 + r) % group
+    for r in range(tile.rows):
+        i, head = query_and_head(tile, r)
         total = load(m, panels * width + r, zero)
         factor = type(zero)(1) / total if total != 0 else zero
         lse = -INFINITY
@@ -229,10 +207,12 @@ def finish(state, scale_log2, plan, pointers, b, kv_head, row0, rows, zero):
 
 
 @inlined
-def join(parts, part_size, chunks, scale_log2, rows, panels, width, head_dim_v, zero):
+def join(parts, part_size, chunks, scale_log2, tile, head_dim_v, zero):
     """Adds the states of all chunks to the first: exact, because each is multiplied by 2^(c * (m - m of all))."""
+    width = tile.width
+    panels = (tile.rows + width - 1) // width
     at_m = panels * head_dim_v * width
-    for r in range(rows):
+    for r in range(tile.rows):
         best = load(parts, at_m + r, zero)
         for chunk in range(1, chunks):
             best = type(zero)(max(best, load(parts + chunk * part_size, at_m + r, zero)))
@@ -272,17 +252,14 @@ def run_task(task, frame, scratch, zero):
     pointers = frame + slot.POINTERS * 8
     heads_kv, chunks = load(plan, slot.HEADS_KV, INT), load(plan, slot.CHUNKS, INT)
     tile_m, tile_n = load(plan, slot.TILE_M, INT), load(plan, slot.TILE_N, INT)
-    group = load(plan, slot.HEADS, INT) // heads_kv
     chunk, group_of_rows = task % chunks, task // chunks
     units = load(plan, slot.BATCH, INT) * heads_kv
     b, kv_head = (group_of_rows % units) // heads_kv, (group_of_rows % units) % heads_kv
     b += load(pointers, slot.FIRST_B, INT)
     row0 = (load(plan, slot.TILES, INT) - 1 - group_of_rows // units) * tile_m
-    rows = min(tile_m, load(plan, slot.SEQLEN_Q, INT) * group - row0)
-
-    valid, offset = length_and_offset(plan, pointers, b)
-    left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
-    begin, end = tiles_of(row0, rows, group, offset, left, right, valid, tile_n)
+    width = 1 if load(plan, slot.BY_ROWS, INT) else lanes(zero)
+    tile = rows_from(row0, tile_m, width, b, kv_head, plan, pointers)
+    begin, end = tiles_of(tile, tile_n)
 
     state, work = scratch, scratch + load(plan, slot.STATE_BYTES, INT)
     parts = load(frame, slot.PARTS, INT) + group_of_rows * chunks * load(plan, slot.STATE_BYTES, INT)
@@ -290,16 +267,14 @@ def run_task(task, frame, scratch, zero):
         chunk_tiles = load(plan, slot.CHUNK_TILES, INT)
         begin, end = max(begin, chunk * chunk_tiles), min(end, (chunk + 1) * chunk_tiles)
         state = parts + chunk * load(plan, slot.STATE_BYTES, INT)
-    scale_log2 = attend(state, work, plan, pointers, b, kv_head, row0, rows, begin, end, valid, offset, zero)
+    scale_log2 = attend(state, work, tile, begin, end, plan, pointers, zero)
     if chunks > 1:
         if fetch_add(load(frame, slot.COUNTERS, INT) + (1 + group_of_rows) * 8) != chunks - 1:
             return
-        width = 1 if load(plan, slot.BY_ROWS, INT) else lanes(zero)
-        panels = (rows + width - 1) // width
-        head_dim_v = load(plan, slot.HEAD_DIM_V, INT)
-        join(parts, load(plan, slot.STATE_BYTES, INT), chunks, scale_log2, rows, panels, width, head_dim_v, zero)
+        part_size, head_dim_v = load(plan, slot.STATE_BYTES, INT), load(plan, slot.HEAD_DIM_V, INT)
+        join(parts, part_size, chunks, scale_log2, tile, head_dim_v, zero)
         state = parts
-    finish(state, scale_log2, plan, pointers, b, kv_head, row0, rows, zero)
+    finish(state, scale_log2, tile, plan, pointers, zero)
 
 
 def run_tasks_float32(frame, first, scratch):

@@ -3,6 +3,7 @@
 # mypy: ignore-errors
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,12 +35,66 @@ row_keys = compiled(ranges.row_keys)
 key_tiles = compiled(ranges.key_tiles)
 
 
+class Rows(NamedTuple):
+    """The rows [row0, row0 + rows) of a KV head, and what says which keys each of them sees.
+
+    A row is a query of one of the `group` query heads: of query row // group.
+    """
+
+    row0: int
+    rows: int
+    width: int  # how many rows of a panel lie side by side: lanes, or 1
+    b: int
+    kv_head: int
+    group: int
+    left: int
+    right: int
+    valid: int
+    offset: int
+
+
 @compiled
-def tiles_of(row0, rows, group, offset, left, right, valid, tile_n):
-    """The key tiles [begin, end) that some of the rows [row0, row0 + rows) of a KV head see."""
-    first_first, first_end = row_keys(row0 // group + offset, left, right, valid)
-    last_first, last_end = row_keys((row0 + rows - 1) // group + offset, left, right, valid)
-    begin, _, _, end = key_tiles(first_first, first_end, last_first, last_end, tile_n)
+def rows_from(row0, most, width, b, kv_head, plan, pointers):
+    """At most so many rows from row0 on."""
+    group = max(load(plan, slot.HEADS, INT) // max(load(plan, slot.HEADS_KV, INT), 1), 1)
+    rows = min(most, load(plan, slot.SEQLEN_Q, INT) * group - row0)
+    left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
+    valid, offset = length_and_offset(plan, pointers, b)
+    return Rows(row0, rows, width, b, kv_head, group, left, right, valid, offset)
+
+
+@compiled
+def panel_of(tile, panel):
+    """Panel number `panel` of a tile of rows."""
+    skip = panel * tile.width
+    return Rows(tile.row0 + skip, min(tile.width, tile.rows - skip), *tile[2:])
+
+
+@compiled
+def query_and_head(rows, r):
+    """The query and the query head of row r of these."""
+    row = rows.row0 + r
+    return row // rows.group, rows.kv_head * rows.group + row % rows.group
+
+
+@compiled
+def keys_of_row(rows, r):
+    """The keys [first, end) that row r of these sees."""
+    return row_keys((rows.row0 + r) // rows.group + rows.offset, rows.left, rows.right, rows.valid)
+
+
+@compiled
+def keys_of(rows, key0, key_end):
+    """-> (first, end, free, cut): of the keys [key0, key_end) some row sees [first, end), and every row [free, cut)."""
+    first_first, first_end = keys_of_row(rows, 0)
+    last_first, last_end = keys_of_row(rows, rows.rows - 1)
+    return max(key0, first_first), min(key_end, last_end), last_first, first_end
+
+
+@compiled
+def tiles_of(rows, tile_n):
+    """The key tiles [begin, end) that some of the rows see."""
+    begin, _, _, end = key_tiles(*keys_of_row(rows, 0), *keys_of_row(rows, rows.rows - 1), tile_n)
     return begin, end
 
 
@@ -176,8 +231,8 @@ def sign_and_units(plan, zero):
 
 
 @compiled
-def shown_keys(s, places, first, end, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
-    """-> (first, end, whether mask_mod hides some of the rest), of a panel of `rows` rows and the keys [first, end).
+def shown_keys(s, places, first, end, panel, plan, pointers, zero):
+    """-> (first, end, whether mask_mod hides some of the rest), of a panel and the keys [first, end).
 
     Keys at either end that mask_mod hides from all rows are left out. It is called for all keys, which costs less than
     their products. s, places: work space.
@@ -185,12 +240,13 @@ def shown_keys(s, places, first, end, first_row, rows, width, kv_head, b, offset
     mask_mod = load(plan, slot.MASK_MOD, INT)
     if not mask_mod or end <= first:
         return first, end, False
-    row, aux = width * size_of(zero), load(pointers, load(plan, slot.AUX_POINTER, INT), INT)
-    take_places(places, first_row, rows, width, kv_head, offset, plan)
+    width, aux = panel.width, load(pointers, load(plan, slot.AUX_POINTER, INT), INT)
+    row = width * size_of(zero)
+    take_places(places, panel)
     fill(s, (end - first) * width, zero)
-    call_function(mask_mod, (s, INT, end - first, first, places, b, width, aux))
+    call_function(mask_mod, (s, INT, end - first, first, places, panel.b, width, aux))
     if load(places, 2 * width + 1, INT):
-        find_outside(0, s, places, end - first, first, first_row, rows, width, kv_head, b, plan, pointers, zero)
+        find_outside(0, s, places, end - first, first, panel, plan, pointers, zero)
     if largest(s, (end - first) * width, zero) != 0:
         return first, first, False
     begin, stop = first, end
@@ -202,22 +258,23 @@ def shown_keys(s, places, first, end, first_row, rows, width, kv_head, b, offset
 
 
 @compiled
-def composed(tiles, asks, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
-    """Turns products into scores, without the range of keys: s (keys, width) for keys from key0, `rows` of its rows.
+def composed(tiles, asks, keys, key0, panel, plan, pointers, zero):
+    """Turns products into scores, without the range of keys: s (keys, width) for keys from key0 and a panel's rows.
 
     tiles: s; slopes, likewise, the derivatives by scale * product (0 = unwanted); row_numbers, work space for two
     numbers of each row; places, for two int64 numbers. asks: whether mask_mod hides some of them.
     """
     s, slopes, row_numbers, places = tiles
-    kind, count = type(zero), scale_panel(s, keys, width, plan, zero)
+    kind, width = type(zero), panel.width
+    count = scale_panel(s, keys, width, plan, zero)
     score_mod, mask_mod = load(plan, slot.SCORE_MOD, INT), load(plan, slot.MASK_MOD, INT)
     aux = load(pointers, load(plan, slot.AUX_POINTER, INT), INT)
     if score_mod or mask_mod:
-        take_places(places, first_row, rows, width, kv_head, offset, plan)
+        take_places(places, panel)
     if score_mod:
-        call_function(score_mod, (s, slopes, keys, key0, places, b, width, aux))
+        call_function(score_mod, (s, slopes, keys, key0, places, panel.b, width, aux))
         if load(places, 2 * width + 1, INT):
-            find_outside(1, s, places, keys, key0, first_row, rows, width, kv_head, b, plan, pointers, zero)
+            find_outside(1, s, places, keys, key0, panel, plan, pointers, zero)
     if load(plan, slot.HAS_SOFTCAP, INT):
         cap = kind(load(plan, slot.SOFTCAP, 0.0))
         if slopes == 0:
@@ -226,28 +283,26 @@ def composed(tiles, asks, keys, key0, first_row, rows, width, kv_head, b, offset
             cap_scores_times_slopes(s, slopes, count, cap, zero)
         else:
             cap_scores_slopes(s, slopes, count, cap, zero)
-    added(s, row_numbers, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero)
+    added(s, row_numbers, keys, key0, panel, plan, pointers, zero)
     if mask_mod and asks:
-        call_function(mask_mod, (s, INT, keys, key0, places, b, width, aux))
+        call_function(mask_mod, (s, INT, keys, key0, places, panel.b, width, aux))
 
 
 @compiled
-def find_outside(is_score, s, places, keys, key0, first_row, rows, width, kv_head, b, plan, pointers, zero):
+def find_outside(is_score, s, places, keys, key0, panel, plan, pointers, zero):
     """Reports a read outside an array that a function made for a panel, into AUX: the first for a score that counts.
 
     A panel's function is called also for what the range of keys, a mask or mask_mod hides; there such a read is none.
     s: of score_mod what it was called with, where it read outside.
     """
-    group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
-    left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
-    valid, offset = length_and_offset(plan, pointers, b)
+    b, width, offset = panel.b, panel.width, panel.offset
     mask_mod, aux = load(plan, slot.MASK_MOD, INT), load(pointers, load(plan, slot.AUX_POINTER, INT), INT)
     function = load(plan, slot.SCORE_MOD, INT) if is_score else mask_mod
     own = places + (2 * width + 2) * 8  # places of a row alone, followed by its score and slope
     number, slope = own + 4 * 8, own + 5 * 8
-    for r in range(rows):
-        i, head = (first_row + r) // group, kv_head * group + (first_row + r) % group
-        first, end = row_keys(i + offset, left, right, valid)
+    for r in range(panel.rows):
+        i, head = query_and_head(panel, r)
+        first, end = keys_of_row(panel, r)
         store(own, 0, i + offset)
         store(own, 1, head)
         store(own, 2, offset)
@@ -283,38 +338,36 @@ def scale_panel(s, keys, width, plan, zero):
 
 
 @compiled
-def take_places(places, first_row, rows, width, kv_head, offset, plan):
+def take_places(places, panel):
     """Position and head of each row of a panel, and the position of row 0 of q; lanes after the panel's last row get
     those of that row."""
-    group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
-    q_pos, member = first_row // group + offset, first_row % group  # a division for each row would take longer
-    store(places, 2 * width, offset)
+    width, group = panel.width, panel.group
+    q_pos, member = panel.row0 // group + panel.offset, panel.row0 % group  # a division for each row would take longer
+    store(places, 2 * width, panel.offset)
     for r in range(width):
         store(places, r, q_pos)
-        store(places, width + r, kv_head * group + member)
-        if r + 1 < rows:
+        store(places, width + r, panel.kv_head * group + member)
+        if r + 1 < panel.rows:
             member += 1
             if member == group:
                 q_pos, member = q_pos + 1, INT
 
 
 @compiled
-def added(s, row_numbers, keys, key0, first_row, rows, width, kv_head, b, offset, plan, pointers, zero):
-    """ALiBi, bias and mask of a panel: s (keys, width) for keys from key0, `rows` rows of it.
+def added(s, row_numbers, keys, key0, panel, plan, pointers, zero):
+    """ALiBi, bias and mask of a panel: s (keys, width) for keys from key0.
 
     row_numbers: work space for two numbers of each row, its slope and its position.
     """
     kind, size = type(zero), size_of(zero)
-    group = load(plan, slot.HEADS, INT) // load(plan, slot.HEADS_KV, INT)
-    dtype = load(plan, slot.ALIBI_DTYPE, INT)
+    b, width, dtype = panel.b, panel.width, load(plan, slot.ALIBI_DTYPE, INT)
     if dtype != slot.ABSENT:
         slopes = load(pointers, slot.ALIBI_AT, INT) + b * load(plan, slot.ALIBI_STRIDE, INT)
         step = load(plan, slot.ALIBI_STRIDE + 1, INT)
         for r in range(width):
-            row = first_row + min(r, rows - 1)
-            slope = get(slopes + (kv_head * group + row % group) * step, dtype, zero)
-            store(row_numbers, r, slope)
-            store(row_numbers, width + r, kind(row // group + offset - key0))
+            i, head = query_and_head(panel, min(r, panel.rows - 1))
+            store(row_numbers, r, get(slopes + head * step, dtype, zero))
+            store(row_numbers, width + r, kind(i + panel.offset - key0))
         if width > 1:
             slope_scores(s, keys, row_numbers, row_numbers + width * size, zero)
         else:
@@ -325,8 +378,8 @@ def added(s, row_numbers, keys, key0, first_row, rows, width, kv_head, b, offset
     has_mask = load(plan, slot.HAS_MASK, INT)
     if dtype == slot.ABSENT and not has_mask:
         return
-    for r in range(rows):
-        i, head = (first_row + r) // group, kv_head * group + (first_row + r) % group
+    for r in range(panel.rows):
+        i, head = query_and_head(panel, r)
         if dtype != slot.ABSENT:
             stride = load(plan, slot.BIAS_STRIDE + 3, INT)
             bias = row_address(load(pointers, slot.BIAS_AT, INT), plan, slot.BIAS_STRIDE, b, head, i) + key0 * stride
@@ -338,12 +391,12 @@ def added(s, row_numbers, keys, key0, first_row, rows, width, kv_head, b, offset
 
 
 @compiled
-def hide(s, first, end, first_row, rows, width, group, offset, left, right, valid, zero):
-    """-inf if a row of a panel does not see a key: s (keys, width) for keys [first, end), `rows` rows of it."""
-    for r in range(rows):
-        row_first, row_end = row_keys((first_row + r) // group + offset, left, right, valid)
+def hide(s, first, end, panel, zero):
+    """-inf if a row of a panel does not see a key: s (keys, width) for keys [first, end)."""
+    for r in range(panel.rows):
+        row_first, row_end = keys_of_row(panel, r)
         at = s + r * size_of(zero)
         for key in range(first, min(row_first, end)):
-            store(at, (key - first) * width, type(zero)(-INFINITY))
+            store(at, (key - first) * panel.width, type(zero)(-INFINITY))
         for key in range(max(row_end, first), end):
-            store(at, (key - first) * width, type(zero)(-INFINITY))
+            store(at, (key - first) * panel.width, type(zero)(-INFINITY))

@@ -11,7 +11,6 @@ import numpy as np
 from ..problem.forward import Problem
 from ..problem.options import SEEDED as SEEDED_OPTION
 from ..problem.options import Operands, dropped_steps, kept_count
-from ..problem.ranges import UNBOUNDED
 
 # Element types, as numbers for the kernel.
 FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = range(4)
@@ -94,8 +93,7 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
     real = plan.view(np.float64)
     plan[:DTYPE] = p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.head_dim, p.head_dim_v
     plan[DTYPE] = DTYPE_CODES[p.dtype]
-    plan[LEFT] = UNBOUNDED if p.left is None else p.left
-    plan[RIGHT] = UNBOUNDED if p.right is None else p.right
+    plan[LEFT], plan[RIGHT] = p.sides
     plan[Q_OFFSET] = p.q_offset
     plan[Q_OFFSET_SOURCE] = Q_OFFSET_SOURCES[p.q_offset_source]
     real[SCALE] = p.scale

@@ -61,13 +61,13 @@ def run(fields: Fields) -> AttentionGradients:
 def find(fields: Fields) -> tuple[Any, CachedBackward | None, Addresses, Addresses] | None:
     """For a call that may equal an earlier one: the key of its cached call; that cached call, if `run` has stored it;
     the addresses of q, k and v, and those of o, lse and do. None for other calls."""
-    (q, k, v, o, lse, do, dlse), options, _, wanted, deterministic, stream, kernel = fields
+    (q, k, v, o, lse, do, dlse), options, _, wanted, stream, kernel = fields
     causal, window, q_offset, numbers, option_arrays, functions, layout, seed = options
     if not option_arrays is functions is seed is stream is dlse is None:
         return None
     if not (q_offset is None or type(q_offset) is int):
         return None
-    if not (causal is False or causal is True) or not (deterministic is False or deterministic is True):
+    if not (causal is False or causal is True):
         return None  # 1 and True are equal as keys, but causal= accepts only one of them
     family = arrays.fast_paths[type(q)]
     if family is None:
@@ -84,7 +84,7 @@ def find(fields: Fields) -> tuple[Any, CachedBackward | None, Addresses, Address
         window = window_sides(window)
     types = None if numbers is NO_NUMBERS else tuple(map(type, numbers))
     key = (
-        facts, more_facts, causal, window, q_offset, numbers, types, layout, wanted, deterministic, kernel, every % 16,
+        facts, more_facts, causal, window, q_offset, numbers, types, layout, wanted, kernel, every % 16,
     )  # fmt: skip
     try:
         return key, _plans.get(key), inputs, incoming  # type: ignore[return-value]
@@ -118,9 +118,7 @@ def plan(key: PlanKey) -> CallPlan:
     """All that follows from layouts and options, so that a repeated call finds its plan."""
     q, k, v, o, lse, do, dlse = key.operands
     assert q is not None and k is not None and v is not None and o is not None and lse is not None and do is not None
-    problem = BackwardProblem.of(
-        do, q, k, v, o, lse, dlse, key.options(), key.wanted, key.deterministic, key.aligned, key.bias_aligned
-    )
+    problem = BackwardProblem.of(do, q, k, v, o, lse, dlse, key.options(), key.wanted, key.alignment, key.bias_aligned)
     target = Target.of(q.device)
     choice = select_backward(problem, target, key.kernel, q.family, key.has_stream)
     given = {array.name: array.dtype for array in problem.forward.arrays}

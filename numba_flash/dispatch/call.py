@@ -24,16 +24,15 @@ class Call(NamedTuple):
     options: Options
     return_lse: Any = True
     wanted: Any = None  # the gradients; None: it is a forward
-    deterministic: Any = True
     stream: Any = None
     kernel: Any = "auto"
     key: Any = None  # of the cached call that this one becomes, as `find` made it; None: it is not cached
 
     @staticmethod
     def of(fields: "Fields", key: Any = None) -> "Call":
-        operands, options, return_lse, wanted, deterministic, stream, kernel = fields
+        operands, options, return_lse, wanted, stream, kernel = fields
         options = _make(Options, options)
-        return _make(Call, (operands, options, return_lse, wanted, deterministic, stream, kernel, key))
+        return _make(Call, (operands, options, return_lse, wanted, stream, kernel, key))
 
 
 _make: Any = tuple.__new__  # takes half the time of Call(...)
@@ -55,11 +54,10 @@ class PlanKey(NamedTuple):
     layout: Any = "bhsd"
     return_lse: Any = True
     wanted: Any = None
-    deterministic: Any = True
     kernel: Any = "auto"
     has_stream: bool = False
-    aligned: bool = True  # the operands that kernels load in pieces of 16 bytes begin at multiples of 16 bytes
-    bias_aligned: bool = False  # so does bias
+    alignment: int = 16  # the operands that kernels load in pieces begin at multiples of so many bytes, at most 16
+    bias_aligned: bool = False  # bias begins at a multiple of 16 bytes
     types: Any = None  # of some of these: 1 and True are equal as keys, but causal= accepts only one of them
 
     def options(self) -> Options:
@@ -69,6 +67,11 @@ class PlanKey(NamedTuple):
         q_offset = self.q_offset if offsets is None else offsets
         functions = None if self.functions is None else (*self.functions, aux)
         return Options(self.causal, self.window, q_offset, self.numbers, own, functions, self.layout)
+
+
+def alignment_of(addresses: int) -> int:
+    """The largest of 16, 8, 4, 2 and 1 that all of some addresses, joined by |, are multiples of."""
+    return 16 if addresses % 16 == 0 else addresses & -addresses
 
 
 def look_up(
@@ -81,10 +84,10 @@ def look_up(
 ) -> tuple[list[Array | None], Any]:
     """The arrays of ARRAY_NAMES and aux, which are NO_OTHERS itself if there are none; and the plan.
 
-    operands: q, k, v and so on, as they were read; layouts: theirs; addresses: of those that kernels load in pieces of
-    16 bytes, joined by |. plan: makes what is missing in `plans`.
+    operands: q, k, v and so on, as they were read; layouts: theirs; addresses: of those that kernels load in pieces,
+    joined by |. plan: makes what is missing in `plans`.
     """
-    _, options, return_lse, wanted, deterministic, stream, kernel, _ = call
+    _, options, return_lse, wanted, stream, kernel, _ = call
     causal, window, q_offset, numbers, option_arrays, functions, layout, _ = options
     q: Any = operands[0]
     others, blocks = NO_OTHERS, None
@@ -106,10 +109,10 @@ def look_up(
     bias = others[BIAS]
     key = (  # the fields of PlanKey, as a plain tuple: it is made in a fifth of the time
         layouts, None if others is NO_OTHERS else tuple([array and array.layout for array in others]), causal, window,
-        q_offset, numbers, functions, layout, return_lse, wanted, deterministic, kernel, stream is not None,
-        addresses % 16 == 0, bias is not None and bias.pointer % 16 == 0,
+        q_offset, numbers, functions, layout, return_lse, wanted, kernel, stream is not None,
+        alignment_of(addresses), bias is not None and bias.pointer % 16 == 0,
         (
-            type(q_offset), type(causal), type(return_lse), type(deterministic),
+            type(q_offset), type(causal), type(return_lse),
             None if numbers is NO_NUMBERS else tuple(map(type, numbers)),
         ),
     )  # fmt: skip

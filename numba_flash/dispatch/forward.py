@@ -66,7 +66,7 @@ def run(call: Call) -> Any:
 def find(fields: Fields) -> tuple[Any, CachedForward | None, Addresses, bool] | None:
     """For a call that may equal an earlier one: the key of its cached call; that cached call, if `run` has stored it;
     the addresses of q, k, v and, if given, out; and whether a framework records the call. None for other calls."""
-    (q, k, v, out), options, return_lse, _, _, stream, kernel = fields
+    (q, k, v, out), options, return_lse, _, stream, kernel = fields
     causal, window, q_offset, numbers, option_arrays, functions, layout, seed = options
     if not option_arrays is functions is seed is stream is None or not (q_offset is None or type(q_offset) is int):
         return None
@@ -132,7 +132,7 @@ def plan(key: PlanKey) -> CallPlan:
     """All that follows from layouts and options, so that a repeated call finds its plan."""
     q, k, v, o, lse = key.operands
     assert q is not None and k is not None and v is not None
-    problem = Problem.of(q, k, v, key.options(), o, lse, key.return_lse, key.aligned, key.bias_aligned)
+    problem = Problem.of(q, k, v, key.options(), o, lse, key.return_lse, key.alignment, key.bias_aligned)
     target = Target.of(q.device)
     choice = select(problem, target, key.kernel, q.family, key.has_stream)
     if not choice.copies:
@@ -143,7 +143,7 @@ def plan(key: PlanKey) -> CallPlan:
         host_copies.layouts_of_copies(key.operands),
         key.others and host_copies.layouts_of_copies(key.others),
     )
-    there = plan(key._replace(operands=operands, others=others, has_stream=False, aligned=True, bias_aligned=True))
+    there = plan(key._replace(operands=operands, others=others, has_stream=False, alignment=16, bias_aligned=True))
     choice = there.choice._replace(copies=True)
     return CallPlan(problem, target, choice, host_copies.ThroughGpu(there.launch))
 

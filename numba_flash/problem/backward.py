@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arrays import Layout
-from .forward import LAYOUTS, Problem, check_bool, check_one_place
+from .forward import LAYOUTS, Problem, check_one_place
 from .options import GRADIENT_OF, OPTION_ARRAYS, RANKS, Options, daux_name
 from .strides import Strides, axes_strides, check_strides, contiguous_strides, element_strides
 
@@ -28,7 +28,6 @@ class BackwardProblem:
     forward: Problem  # with the strides of the given o
     wanted: tuple[str, ...]  # some of GRADIENTS, in that order
     wanted_aux: tuple[int, ...]  # indices of the aux arrays whose gradients are also wanted
-    deterministic: bool
     do_strides: Strides
     has_dlse: bool
     dlse_strides: tuple[int, int, int]  # (batch, head, query)
@@ -63,11 +62,10 @@ class BackwardProblem:
     @staticmethod
     def of(
         do: Layout, q: Layout, k: Layout, v: Layout, o: Layout, lse: Layout, dlse: Layout | None, options: Options,
-        wanted: Any, deterministic: Any, aligned: bool = True, bias_aligned: bool = False,
+        wanted: Any, alignment: int = 16, bias_aligned: bool = False,
     ) -> "BackwardProblem":  # fmt: skip
         """Checks a problem; the arguments are those of `Problem.of` and of `attention_backward`."""
-        forward = Problem.of(q, k, v, options, None, None, True, aligned, bias_aligned)
-        check_bool("deterministic", deterministic)
+        forward = Problem.of(q, k, v, options, None, None, True, alignment, bias_aligned)
         of = dict(q=q, k=k, v=v) | {name: options.array(name) for name in OPTION_ARRAYS}
         aux = {daux_name(number): array.dtype for number, array in enumerate(forward.aux)}
         wanted = _wanted(wanted, of, aux)
@@ -93,7 +91,6 @@ class BackwardProblem:
             dataclasses.replace(forward, o_strides=axes_strides(element_strides(o), order)),
             wanted,
             wanted_aux,
-            bool(deterministic),
             axes_strides(element_strides(do), order),
             dlse is not None,
             (batch, head, query),

@@ -20,6 +20,7 @@ from .option_checks import (
     window_sides,
 )
 from .options import ARRAYS, FUNCTIONS, NUMBERS, SEEDED, Options, Packed, Uses, uses
+from .ranges import UNBOUNDED, row_keys
 from .strides import Strides, axes_strides, check_strides, contiguous_strides, element_strides
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Problem:
     functions: tuple[tuple[str, "Function"], ...]  # the caller's own, as (option, function)
     aux: tuple[AuxArray, ...]  # the arrays that they read
     return_lse: bool
-    aligned: bool  # q, k, v and out begin at multiples of 16 bytes
+    alignment: int  # q, k, v and out begin at multiples of so many bytes: 16 or a lower power of two
     packed: tuple[int, int] | None = None  # the rows of q and of k, of packed sequences (packed.py)
     o_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of the output, in the caller's layout
     _hash: int = field(init=False, repr=False, compare=False)
@@ -97,6 +98,18 @@ class Problem:
         if self.packed is not None:
             return (self.heads, self.packed[0])
         return (self.batch, self.heads, self.seqlen_q)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """left and right as `ranges` takes them."""
+        return UNBOUNDED if self.left is None else self.left, UNBOUNDED if self.right is None else self.right
+
+    def keys_seen(self, query: int) -> tuple[int, int]:
+        """The keys [first, end) that a query sees by its position, as far as is known without reading q_offset= or
+        seqlens_k=: else all keys are valid, and the last query has the position of the last key."""
+        known = self.q_offset_source == "number"
+        start = self.q_offset if known else self.seqlen_k - self.seqlen_q
+        return row_keys(start + query, *self.sides, self.seqlen_k)
 
     def number(self, name: str) -> float | None:
         """The value of a number of the score; None if it was not given."""
@@ -135,7 +148,7 @@ class Problem:
     @staticmethod
     def of(
         q: Layout, k: Layout, v: Layout, options: Options, out: Layout | None = None, out_lse: Layout | None = None,
-        return_lse: Any = False, aligned: bool = True, bias_aligned: bool = False,
+        return_lse: Any = False, alignment: int = 16, bias_aligned: bool = False,
     ) -> "Problem":  # fmt: skip
         """Checks a problem. options: with layouts and Functions. bias_aligned: bias begins at a multiple of 16
         bytes."""
@@ -228,7 +241,7 @@ class Problem:
             functions=functions,
             aux=aux_arrays(aux, functions),
             return_lse=bool(return_lse),
-            aligned=aligned,
+            alignment=alignment,
             packed=packed,
         )
         if aux:

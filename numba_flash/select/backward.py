@@ -11,7 +11,7 @@ from ..problem.backward import BackwardProblem
 from ..problem.options import ARRAYS
 from .backward_shared import one_key_tile
 from .forward import no_tma, no_wide_rows, not_on_tensor_cores
-from .rungs import RUNGS, Refused, Rung, check_request, choose, no_gpu
+from .rungs import RUNGS, Refused, Rung, check_request, choose, no_room, not_here
 
 
 @dataclass(frozen=True)
@@ -44,32 +44,20 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
             return (
                 f"it has no {others[0]} of packed sequences yet; take kernel='reference', or a call for each sequence"
             )
-    if rung.on_host:
-        somewhere = None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
-        return rung.not_taken(problem.forward) or somewhere
-    if problem.forward.packed is not None and not rung.packed:
-        return rung.not_taken(problem.forward)
-    if target.cc is None:
-        return no_gpu(target)
+    reason = not_here(rung, problem.forward, target)
+    if rung.on_host or reason is not None:
+        return reason
     if target.arrays_on_host and not target.simulated:
         return "it takes arrays on a GPU, and these are in host memory; copy them there first"
     if rung.tensor_cores and (reason := _not_on_tensor_cores(rung, problem, target)) is not None:
         return reason
     needed = max((config.shared_bytes for config in rung.kernels(problem, target)), default=0)
-    if needed > target.shared_bytes:
-        forward = problem.forward
-        return (
-            f"head_dim {forward.head_dim} and {forward.head_dim_v} in {forward.dtype} need {needed} bytes of shared "
-            f"memory in the smallest tile, and {target.name} has {target.shared_bytes}"
-        )
-    return None
+    return no_room(problem.forward, target, needed) if needed > target.shared_bytes else None
 
 
 def _not_on_tensor_cores(rung: Rung, problem: BackwardProblem, target: Target) -> str | None:
     """Why the kernels of a rung on tensor cores do not take the problem, apart from shared memory."""
     forward, widest = problem.forward, MmaBackwardConfig.WIDEST
-    if not forward.aligned:
-        return "q, k, v, o or do begins at an address that is not a multiple of 16 bytes"
     if max(forward.head_dim, forward.head_dim_v) > widest:
         return f"it takes head_dim up to {widest}, not {forward.head_dim} and {forward.head_dim_v}"
     for given in ARRAYS:
@@ -81,7 +69,7 @@ def _not_on_tensor_cores(rung: Rung, problem: BackwardProblem, target: Target) -
                 return f"its gradients take no {option} in float32 yet"
     reason = not_on_tensor_cores(rung, forward, target)
     if reason is None and forward.batch * forward.heads * forward.seqlen_q:
-        reason = no_wide_rows("do", problem.do_strides, forward.head_dim_v, forward.dtype)
+        reason = no_wide_rows("do", problem.do_strides, forward.head_dim_v, forward.dtype, rung.least_copy)
         made = rung.kernels(problem, target) if reason is None else ()
         reason = next((found for config in made if (found := no_tma(config, problem)) is not None), reason)
     return reason

@@ -48,7 +48,7 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     sums: Any  # the second of two loops over all scores (kernels/score/aux_gradient.py)
     needed: list[LaunchFacts] = []
     if narrow:
-        features = shared.with_bias_pairs(problem) | dict(wanted_aux=problem.wanted_aux)
+        features = shared.of_mma(problem) | dict(wanted_aux=problem.wanted_aux)
         rows = shared.usable("mma_daux", problem, target)
         (sums,) = shared.best(mma.MmaDauxConfig, rows, problem, target, features)
         if problem.forward.array("mask") is not None:
@@ -80,17 +80,16 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     """mma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if ITEM_SIZE[problem.forward.dtype] > 2:
         return _with_sums(problem, target, wide_configs(problem, target))
-    features, ends = shared.with_bias_pairs(problem), shared.head_sums(problem, target, of_blocks=True)
+    features, ends = shared.of_mma(problem), shared.head_sums(problem, target, of_blocks=True)
     if rows := shared.one_key_tile(problem, target):
         own = shared.best(mma.MmaOneKeyTileConfig, rows, problem, target, features)
-        made = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
-        return _with_sums(problem, target, (shared.preprocess_config(problem, target), *made, *ends), narrow=True)
-    rows = shared.usable("mma_dkdv", problem, target)
-    if not {"dk", "dv"} <= set(problem.wanted):
-        rows = [row for row in rows if row.tile["column_groups"] == 1]  # warps that exchange scores add up both
-    own = shared.best(mma.MmaDkdvConfig, rows, problem, target, features)
-    if "dq" in problem.wanted:
-        own += shared.best(mma.MmaDqConfig, shared.usable("mma_dq", problem, target), problem, target, features)
+    else:
+        rows = shared.usable("mma_dkdv", problem, target)
+        if not {"dk", "dv"} <= set(problem.wanted):
+            rows = [row for row in rows if row.tile["column_groups"] == 1]  # warps that exchange scores add up both
+        own = shared.best(mma.MmaDkdvConfig, rows, problem, target, features)
+        if "dq" in problem.wanted:
+            own += shared.best(mma.MmaDqConfig, shared.usable("mma_dq", problem, target), problem, target, features)
     made = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
     return _with_sums(problem, target, (shared.preprocess_config(problem, target), *made, *ends), narrow=True)
 
@@ -145,7 +144,6 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     fused = wgmma.WgmmaFusedConfig(
         **features,
         **tile,
-        ordered=problem.deterministic or key_tiles > 0,
         key_tiles=key_tiles,
         lse_first=problem.forward.number("scale") != 0 and not problem.forward.seeded,
         members=members,
@@ -170,7 +168,7 @@ def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
     own = dict(rows_summed=rows == 1, keys_summed=keys == 1, split=problem.dbias_splits > 1)
     # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes
     pairs = ITEM_SIZE[bias.dtype] == 2 and keys % 2 == 0 and not any(own.values())
-    features = shared.with_bias_pairs(problem) | own | dict(pairs=pairs)
+    features = shared.of_mma(problem) | own | dict(pairs=pairs)
     return shared.best(mma.MmaDbiasConfig, shared.usable("mma_dbias", problem, target), problem, target, features)
 
 

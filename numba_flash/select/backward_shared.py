@@ -13,7 +13,8 @@ from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores, of_scores
 from .backward_tiles import TABLES
-from .forward import halved, no_wide_rows, prologue
+from .forward import copy_bytes, halved, no_wide_rows, prologue
+from .forward import features_of as of_forward
 from .tiles import Facts, Row, rows_of
 
 SMALL_BLOCKS = 192  # keys of all blocks of a multiprocessor, where tiles have fewer than 64
@@ -21,21 +22,18 @@ SMALL_BLOCKS = 192  # keys of all blocks of a multiprocessor, where tiles have f
 
 def features_of(problem: BackwardProblem) -> dict[str, Any]:
     """What the problem uses, as every Config says it."""
-    forward = problem.forward
-    return dict(
-        dtype=forward.dtype,
-        head_dim=forward.head_dim,
-        head_dim_v=forward.head_dim_v,
-        uses=of_scores(forward.uses),
-        q_offset_source=forward.q_offset_source,
-        narrow=forward.narrow,
-    )
+    return of_forward(problem.forward) | dict(uses=of_scores(problem.forward.uses), write_lse=True)
 
 
 def with_bias_pairs(problem: BackwardProblem) -> dict[str, Any]:
     """The same, for kernels that can read the bias two keys at a time."""
     bias = problem.forward.array("bias")
     return features_of(problem) | dict(bias_pairs=bias is not None and bias.pairs)
+
+
+def of_mma(problem: BackwardProblem) -> dict[str, Any]:
+    """The same, for mma, which copies what begins at any address."""
+    return with_bias_pairs(problem) | dict(copy_bytes=copy_bytes(problem.forward, problem.do_strides))
 
 
 def with_bias_boxes(problem: BackwardProblem) -> dict[str, Any]:
@@ -113,7 +111,7 @@ def _facts_of(problem: BackwardProblem) -> Facts:
 
 
 def _by_element(problem: BackwardProblem) -> str:
-    """Which entry of rows.BY_ELEMENT the problem is; "" if no option acts on single scores."""
+    """Which entry of tiles.BY_ELEMENT the problem is; "" if no option acts on single scores."""
     forward = problem.forward
     found = [name for name, _ in forward.uses if name in BY_ELEMENT]
     kinds = {"functions" if BY_NAME[name].function else "read" if BY_NAME[name].shape else name for name in found}
@@ -156,7 +154,8 @@ def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[Lau
 def preprocess_config(problem: BackwardProblem, target: Target, **more: Any) -> PreprocessConfig:
     forward = problem.forward
     rows = (("do", problem.do_strides), ("o", forward.o_strides))
-    wide = not any(no_wide_rows(name, strides, forward.head_dim_v) for name, strides in rows)
+    every = (no_wide_rows(name, strides, forward.head_dim_v, forward.dtype) for name, strides in rows)
+    wide = forward.alignment == 16 and not any(every)
     more |= dict(threads=32 if target.simulated else 256, natural=forward.array("bias") is not None)
     of_terms = _of_terms(problem)
     more |= dict(of_terms=of_terms, packed=forward.packed is not None)

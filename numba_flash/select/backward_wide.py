@@ -8,9 +8,12 @@ from ..config import wide_backward as wide
 from ..config.forward import LaunchFacts
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
+from ..problem.forward import Problem
 from . import backward_shared as shared
 from . import backward_simt
+from .forward import halved
 from .rungs import LARGE_FLOAT64
+from .tiles import Row
 
 
 @functools.lru_cache(maxsize=4096)
@@ -20,13 +23,26 @@ def wide_configs(problem: BackwardProblem, target: Target) -> tuple[LaunchFacts,
     if fused:
         return (*fused, *shared.head_sums(problem, target, of_blocks=False))
     features = _features(problem, target)
-    own = shared.best(wide.WideDkdvConfig, shared.usable("mma_dkdv", problem, target), problem, target, features)
-    if "dq" in problem.wanted:
-        own += shared.best(wide.WideDqConfig, shared.usable("mma_dq", problem, target), problem, target, features)
+    own: list[Any] = []
+    kinds: list[type[wide.WideBackwardConfig]] = [wide.WideDkdvConfig, *[wide.WideDqConfig] * ("dq" in problem.wanted)]
+    for kind, table in zip(kinds, ("mma_dkdv", "mma_dq"), strict=False):
+        rows = [_shrunk(row, kind.of_keys, problem.forward) for row in shared.usable(table, problem, target)]
+        own += shared.best(kind, rows, problem, target, features)
     made: list[LaunchFacts] = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
     if "dbias" in problem.wanted:  # mma has no float32 or float64 dbias kernel yet
         made.append(backward_simt.dbias(problem, target))
     return (*made, *shared.head_sums(problem, target, of_blocks=False))
+
+
+def _shrunk(row: Row, of_keys: bool, problem: Problem) -> Row:
+    """With tiles as small as the lengths, of which more blocks then run at a time. The longest of packed sequences
+    decides nothing that could change the bits of another."""
+    if problem.packed is not None:
+        return row
+    queries, keys = row.tile["tile_m"], row.tile["tile_n"]
+    sizes = halved(queries, problem.seqlen_q), halved(keys, problem.seqlen_k)
+    fewer = keys // sizes[1] if of_keys else queries // sizes[0]
+    return row.changed(tile_m=sizes[0], tile_n=sizes[1], blocks_per_sm=row.tile["blocks_per_sm"] * fewer)
 
 
 def _wide_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
@@ -62,4 +78,4 @@ def gains_by_one_wide_kernel(problem: BackwardProblem) -> bool:
 
 def _features(problem: BackwardProblem, target: Target) -> dict[str, Any]:
     large = problem.forward.dtype == "float64" and target.cc == LARGE_FLOAT64
-    return shared.with_bias_pairs(problem) | dict(large_f64=large)
+    return shared.of_mma(problem) | dict(large_f64=large)

@@ -12,7 +12,6 @@ from ..config.forward import Config
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import BY_NAME
-from ..problem.ranges import UNBOUNDED, row_keys
 from .forward import Choice, config_of, refusal
 from .measured import CALL_MICROSECONDS, CPU_GFLOPS, GPU, MULTIPROCESSORS, TFLOPS
 from .rungs import GPU as ON_GPU
@@ -116,14 +115,9 @@ def _products(problem: Problem, rows: int) -> float:
 
 
 def _keys_of_a_query(problem: Problem) -> float:
-    """How many keys a query sees on average, from positions alone; as if all keys were valid."""
-    p = problem
-    known = p.q_offset_source == "number"
-    start = p.q_offset if known else p.seqlen_k - p.seqlen_q
-    left = UNBOUNDED if p.left is None else p.left
-    right = UNBOUNDED if p.right is None else p.right
-    step = max(p.seqlen_q // SAMPLES, 1)
-    seen = [row_keys(start + i, left, right, p.seqlen_k) for i in range(step // 2, p.seqlen_q, step)]
+    """How many keys a query sees on average, from positions alone."""
+    step = max(problem.seqlen_q // SAMPLES, 1)
+    seen = [problem.keys_seen(i) for i in range(step // 2, problem.seqlen_q, step)]
     return sum(max(end - first, 0) for first, end in seen) / max(len(seen), 1)
 
 

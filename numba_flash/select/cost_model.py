@@ -4,7 +4,7 @@ Larger tiles reread K and V less often, but waste masked work and may not fill t
 """
 
 from ..problem.forward import Problem
-from ..problem.ranges import UNBOUNDED, key_tiles, row_keys
+from ..problem.ranges import key_tiles
 
 SAMPLES = 24  # about how many query tiles of a head are examined
 ENDS = 0.5  # the overhead of a query tile, in key tiles
@@ -54,17 +54,7 @@ def _lengths(problem: Problem, queries: int, tile_n: int) -> tuple[list[float], 
 
 
 def _walked(problem: Problem, first_query: int, queries: int, tile_n: int) -> int:
-    """How many key tiles the query tile from this query on visits; if it sees none, one tile that reads as zeros.
-
-    If numbers on the device decide, the result assumes that all keys are valid and the last query has the position of
-    the last key.
-    """
-    known = problem.q_offset_source == "number"
-    q_start = problem.q_offset if known else problem.seqlen_k - problem.seqlen_q
+    """How many key tiles the query tile from this query on visits; if it sees none, one tile that reads as zeros."""
     last_query = min(first_query + queries, problem.seqlen_q) - 1
-    left = UNBOUNDED if problem.left is None else problem.left
-    right = UNBOUNDED if problem.right is None else problem.right
-    top_first, top_end = row_keys(q_start + first_query, left, right, problem.seqlen_k)
-    bottom_first, bottom_end = row_keys(q_start + last_query, left, right, problem.seqlen_k)
-    begin, _, _, end = key_tiles(top_first, top_end, bottom_first, bottom_end, tile_n)
+    begin, _, _, end = key_tiles(*problem.keys_seen(first_query), *problem.keys_seen(last_query), tile_n)
     return max(end - begin, 1)

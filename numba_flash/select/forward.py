@@ -5,6 +5,7 @@ Nothing here uses CUDA or Numba, so every choice can be tested for GPUs that thi
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +17,7 @@ from ..problem.forward import Problem
 from ..problem.options import BY_NAME, changes_by_distance_alone, changes_scores
 from ..problem.strides import Strides
 from .cost_model import same_tile_walk, tile_visits, wave_cost
-from .rungs import LARGE_FLOAT64, RUNGS, Rung, check_request, choose, no_gpu, no_tensor_cores
+from .rungs import LARGE_FLOAT64, RUNGS, Rung, check_request, choose, no_room, no_tensor_cores, not_here
 from .tiles import READING_KEYS, TABLES, TILE_COST, Facts, Row, rows_of
 
 if TYPE_CHECKING:
@@ -49,21 +50,13 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
 def refusal(name: str, problem: Problem, target: Target) -> str | None:
     """Why a rung cannot compute the problem on this machine, or None."""
     rung = RUNGS[name]
-    if rung.on_host:
-        somewhere = None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
-        return rung.not_taken(problem) or somewhere
-    if problem.packed is not None and not rung.packed:
-        return rung.not_taken(problem)
-    if target.cc is None:
-        return no_gpu(target)
+    reason = not_here(rung, problem, target)
+    if rung.on_host or reason is not None:
+        return reason
     if rung.tensor_cores and (reason := not_on_tensor_cores(rung, problem, target)) is not None:
         return reason
     if _fitting(rung, problem, target) is None:
-        smallest = min(config.shared_bytes for config in rung.candidates(problem, target))
-        return (
-            f"head_dim {problem.head_dim} and {problem.head_dim_v} in {problem.dtype} need {smallest} bytes of "
-            f"shared memory in the smallest tile, and {target.name} has {target.shared_bytes}"
-        )
+        return no_room(problem, target, min(config.shared_bytes for config in rung.candidates(problem, target)))
     return None
 
 
@@ -75,11 +68,12 @@ def not_on_tensor_cores(rung: Rung, problem: Problem, target: Target) -> str | N
     widest = max(row.when.head_dim for row in rows_of(TABLES, rung.table, problem.dtype, target))
     if max(problem.head_dim, problem.head_dim_v) > widest:
         return f"it takes head_dim up to {widest}, not {problem.head_dim} and {problem.head_dim_v}"
-    if not problem.aligned:
-        return "q, k, v or out begins at an address that is not a multiple of 16 bytes"
-    for operand, strides in _strides_that_matter(problem):
+    least = max(rung.least_copy, ITEM_SIZE[problem.dtype])
+    if problem.alignment < least:
+        return f"q, k, v or out begins at an address that is not a multiple of {least} bytes"
+    for operand, strides in strides_that_matter(problem):
         wide = problem.head_dim_v if operand == "v" else problem.head_dim
-        reason = no_wide_rows(operand, strides, wide, problem.dtype)
+        reason = no_wide_rows(operand, strides, wide, problem.dtype, least)
         if reason is not None:
             return reason
     if problem.batch * problem.heads * problem.seqlen_q:
@@ -96,16 +90,24 @@ def no_tma(config: Config, problem: "Problem | BackwardProblem") -> str | None:
     return None
 
 
-def no_wide_rows(operand: str, strides: Strides, columns: int, dtype: str = "float16") -> str | None:
-    """Why the rows of an array cannot be copied 16 bytes at a time, or None."""
+def no_wide_rows(operand: str, strides: Strides, columns: int, dtype: str, least: int = 16) -> str | None:
+    """Why the rows of an array cannot be copied `least` bytes at a time, or None."""
     if strides[3] not in (0, 1) or (strides[3] == 0 and columns > 1):
         return f"{operand} is not contiguous along dim"
-    if any(stride * ITEM_SIZE[dtype] % 16 for stride in strides[:3]):
-        return f"{operand} has rows, heads or batch entries that do not begin at multiples of 16 bytes"
+    if any(stride * ITEM_SIZE[dtype] % least for stride in strides[:3]):
+        return f"{operand} has rows, heads or batch entries that do not begin at multiples of {least} bytes"
     return None
 
 
-def _strides_that_matter(problem: Problem) -> list[tuple[str, Strides]]:
+def copy_bytes(problem: Problem, *others: Strides) -> int:
+    """How many bytes of a row a copy can have, at most 16: rows of q, k, v and others begin at multiples of them."""
+    every = [*(strides for _, strides in strides_that_matter(problem)), *others]
+    steps = [stride * ITEM_SIZE[problem.dtype] for strides in every for stride in strides[:3]]
+    joined = functools.reduce(operator.or_, steps, problem.alignment)
+    return min(joined & -joined, 16)
+
+
+def strides_that_matter(problem: Problem) -> list[tuple[str, Strides]]:
     """The strides of arrays with elements; a library may give an empty array any strides."""
     p = problem
     named = [("q", p.q_strides)] * (p.seqlen_q > 0) + [("k", p.k_strides), ("v", p.v_strides)] * (p.seqlen_k > 0)
@@ -151,30 +153,29 @@ def simt(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     for row in rows_of(TABLES, rung.table, problem.dtype, target):
         tile_m = row.tile["tile_m"]
         if tile_m <= 32 or tile_m < 2 * problem.seqlen_q or problem.packed:  # not mostly past the last query
-            yield kind(**_features(problem), **row.tile)
+            yield kind(**features_of(problem), **row.tile)
 
 
 def mma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.mma_forward import MmaConfig
 
-    for row in short(problem, target):
-        made, tile_n = _in_few_rows(problem, row.tile, 16), halved(row.tile["tile_n"], problem.seqlen_k)
-        blocks = row.tile["blocks_per_sm"] * row.tile["tile_m"] // made["tile_m"]
-        yield MmaConfig(**made | dict(tile_n=tile_n, blocks_per_sm=blocks))
     large_f64 = problem.dtype == "float64" and target.cc == LARGE_FLOAT64
-    for tile in _tiles(rung, problem, target):
-        yield MmaConfig(**_in_few_rows(problem, tile, tile["warp_rows"]), large_f64=large_f64)
+    copied, shrinks = copy_bytes(problem), ITEM_SIZE[problem.dtype] > 2 and problem.packed is None
+    in_one_tile = _rows("mma_short", problem, target) if short(problem, target) else []
+    for row in (*in_one_tile, *_rows(rung.table, problem, target)):
+        tile = _in_few_rows(problem, row.tile, row.tile["warp_rows"])
+        if shrinks or row in in_one_tile:
+            blocks = row.tile["blocks_per_sm"] * row.tile["tile_m"] // tile["tile_m"]
+            tile |= dict(tile_n=halved(row.tile["tile_n"], problem.seqlen_k), blocks_per_sm=blocks)
+        yield MmaConfig(**tile, large_f64=large_f64, copy_bytes=copied)
 
 
-def short(problem: Problem, target: Target) -> list[Row]:
-    """The rows of mma that have all queries and keys of a head in one tile, where these are so few. "auto" takes them
-    on every GPU: a tile of wgmma has 64 rows at least, of which most would be wasted, and fewer blocks run at a time.
-    Heads of 16 tokens take 32 us instead of 214, of 64 tokens 22 instead of 35 (H200)."""
-    if target.cc is None or ITEM_SIZE[problem.dtype] != 2 or not problem.seqlen_k or problem.packed is not None:
-        return []
-    facts = facts_of(problem)
-    rows = [row for row in rows_of(TABLES, "mma_short", problem.dtype, target) if row.when.holds(facts)]
-    return [x for x in rows if problem.seqlen_q <= x.tile["tile_m"] and problem.seqlen_k <= x.tile["tile_n"]]
+def short(problem: Problem, target: Target) -> bool:
+    """Whether mma has all queries and keys of a head in one tile. "auto" takes it then: a tile of wgmma has
+    64 rows at least, of which most would be wasted, and fewer blocks run at a time. Heads of 16 tokens take 32 us in
+    16 bits instead of 214, of 64 tokens 22 instead of 35 (H200)."""
+    few, narrow = 0 < problem.seqlen_k <= 64 >= problem.seqlen_q, max(problem.head_dim, problem.head_dim_v) <= 128
+    return target.cc is not None and ITEM_SIZE[problem.dtype] == 2 and few and narrow and problem.packed is None
 
 
 def halved(rows: int, needed: int) -> int:
@@ -191,9 +192,9 @@ def wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
 def _wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.wgmma_forward import WgmmaConfig
 
-    for tile in _tiles(rung, problem, target):
-        group = _group(problem, tile["tile_m"])
-        features = _tensor_features(problem, group)
+    for row in _rows(rung.table, problem, target):
+        tile = row.tile
+        features = _tensor_features(problem, group := _group(problem, tile["tile_m"]))
         tile["tile_n"] = min(tile["tile_n"], _most_keys(problem, WgmmaConfig.MOST_KEYS))
         # A place for O, if no buffer of Q is free for it and there is room; then one for a bias.
         bias = problem.array("bias")
@@ -205,7 +206,7 @@ def _wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
 def _wgmma_float32(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.wgmma_float32 import WgmmaFloat32Config
 
-    return (WgmmaFloat32Config(**_in_few_rows(problem, tile, 64)) for tile in _tiles(rung, problem, target))
+    return (WgmmaFloat32Config(**_in_few_rows(problem, row.tile, 64)) for row in _rows(rung.table, problem, target))
 
 
 def _in_few_rows(problem: Problem, tile: dict[str, Any], step: int) -> dict[str, Any]:
@@ -218,10 +219,10 @@ def _in_few_rows(problem: Problem, tile: dict[str, Any], step: int) -> dict[str,
     return _tensor_features(problem, group) | tile | dict(tile_m=tile_m)
 
 
-def _tiles(rung: Rung, problem: Problem, target: Target) -> list[dict[str, Any]]:
-    """Of the rows that are for the problem."""
+def _rows(table: str, problem: Problem, target: Target) -> list[Row]:
+    """Those that are for the problem."""
     facts = facts_of(problem)
-    return [row.tile for row in rows_of(TABLES, rung.table, problem.dtype, target) if row.when.holds(facts)]
+    return [row for row in rows_of(TABLES, table, problem.dtype, target) if row.when.holds(facts)]
 
 
 def facts_of(problem: Problem) -> Facts:
@@ -294,7 +295,7 @@ def _group(problem: Problem, tile_m: int) -> int:
     return group if problem.seqlen_q < tile_m and tile_m % group == 0 and problem.packed is None else 1
 
 
-def _features(problem: Problem) -> dict[str, Any]:
+def features_of(problem: Problem) -> dict[str, Any]:
     """The options that the problem uses, in the fields that every Config has."""
     return dict(
         dtype=problem.dtype,
@@ -309,8 +310,9 @@ def _features(problem: Problem) -> dict[str, Any]:
 
 def _tensor_features(problem: Problem, group_size: int) -> dict[str, Any]:
     bias, size = problem.array("bias"), ITEM_SIZE[problem.dtype]
-    rows_of_16_bytes = problem.o_strides[3] == 1 and not any(stride * size % 16 for stride in problem.o_strides[:3])
-    return _features(problem) | dict(
+    steps = [stride * size % 16 for stride in problem.o_strides[:3]]
+    rows_of_16_bytes = problem.alignment == 16 and problem.o_strides[3] == 1 and not any(steps)
+    return features_of(problem) | dict(
         group_size=group_size,
         scores_finished=changes_scores(problem.uses) or problem.scale <= 0,
         bias_pairs=bias is not None and bias.pairs,

@@ -30,6 +30,7 @@ class Rung(NamedTuple):
     option: str = ""  # the field of Option that says whether it takes an option
     dtypes: tuple[str, ...] = ()  # (): all
     tensor_cores: bool = False
+    least_copy: int = 16  # bytes, of the smallest copies of its loads: rows begin at multiples of them
     least_cc: tuple[int, int] = (0, 0)
     only_cc: tuple[int, int] | None = None
     table: str = ""  # of its forward kernel's tiles
@@ -90,6 +91,7 @@ RUNGS = {
             dtypes=("float16", "bfloat16", "float32", "float64"),
             packed=True,
             tensor_cores=True,
+            least_copy=2,
             least_cc=(8, 0),
             table="mma",
             forward="forward.mma",
@@ -184,6 +186,24 @@ def _not_asked(rung: Rung, kernel: str, target: Target, copies: bool) -> str:
 def kernel_of_backward(kernel: str) -> str:
     """The rung that a framework's backward asks for, where its forward asked for `kernel`."""
     return kernel if kernel in RUNGS and RUNGS[kernel].has_backward else "auto"
+
+
+def not_here(rung: Rung, problem: Problem, target: Target) -> str | None:
+    """Why a rung cannot compute where the arrays are, or that it takes no packed sequences, or None; of a rung on the
+    host, also the option that it does not take."""
+    if rung.on_host:
+        elsewhere = None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
+        return rung.not_taken(problem) or elsewhere
+    if problem.packed is not None and not rung.packed:
+        return rung.not_taken(problem)
+    return no_gpu(target) if target.cc is None else None
+
+
+def no_room(problem: Problem, target: Target, needed: int) -> str:
+    return (
+        f"head_dim {problem.head_dim} and {problem.head_dim_v} in {problem.dtype} need {needed} bytes of shared memory "
+        f"in the smallest tile, and {target.name} has {target.shared_bytes}"
+    )
 
 
 def no_gpu(target: Target) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from ..api.backward import AttentionGradients
 from ..functions import numbers as function_numbers
 from ..functions.function import Function
-from ..reference import dropout_mask
+from ..reference import weight_factors
 from .cases import SEEDED, Case, heads_first
 from .expected import lse_of_all, oracle
 
@@ -84,9 +84,8 @@ def counts_of(case: Case, like: np.ndarray) -> np.ndarray:
         return np.ones((), like.dtype)
     q, k = heads_first(case, case.q), heads_first(case, case.k)
     offsets = _positions(case)[:, :1].sum(1)  # 0 without queries
-    kept = dropout_mask((*q.shape[:3], k.shape[2]), case.options[SEEDED], case.options["seed"], offsets)
-    dropped = min(round(case.options[SEEDED] * 2**16), 2**16 - 1) / 2**16
-    return kept * like.dtype.type(1 / (1 - dropped))
+    found = weight_factors((*q.shape[:3], k.shape[2]), case.options[SEEDED], case.options["seed"], offsets)
+    return found.astype(like.dtype)
 
 
 def sinks_of(case: Case) -> np.ndarray:

@@ -50,7 +50,7 @@ def backward_problem(head_dim=64, head_dim_v=None, dtype="float32", wanted=("dq"
         k=empty(1, 2, 500, head_dim, dtype=dtype), v=empty(1, 2, 500, head_dim_v, dtype=dtype),
         o=empty(1, 2, 300, head_dim_v, dtype=dtype), lse=empty(1, 2, 300, dtype=lse_dtype),
     )  # fmt: skip
-    arguments = dict(dlse=None, wanted=wanted, deterministic=True) | given | options
+    arguments = dict(dlse=None, wanted=wanted) | given | options
     arguments = {name: read(name, x).layout if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
     named = {name: arguments.pop(name) for name in OPTION_NAMES if name in arguments}
     return BackwardProblem.of(**arguments, options=Options.of(**named))

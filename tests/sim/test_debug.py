@@ -19,6 +19,7 @@ from numba_flash.debug import stop_at
 from numba_flash.debug.kernels import modules
 from numba_flash.gpu.compiled import source
 from numba_flash.machine import toolchain
+from numba_flash.problem import backward as problem_backward
 from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select import backward_tiles, backward_wide
 from numba_flash.select.rungs import RUNGS
@@ -31,26 +32,25 @@ q, k, v = (rng.standard_normal((1, 1, 24, 4), dtype=np.float32) for _ in range(3
 half = [rng.standard_normal((1, 1, 24, 8)).astype(np.float16) for _ in range(3)]
 x = rng.standard_normal((2, 6), dtype=np.float32)
 ALPHA = "alpha = math.exp"
+WGMMA = "smem = cuda.shared.array(0, uint8)"
 FIRST_LINES = {
     "v1": "thread = cuda.threadIdx.x",
     "v2": "thread = cuda.threadIdx.x",
     "mma": "queries_left = int32(min(sequence",
-    "wgmma": "warpgroup = int32(",
-    "wgmma_float32": "warpgroup = int32(",
     **dict.fromkeys(("delta", "v2_dkdv", "v2_dbias", "dalibi_slopes"), "thread = cuda.threadIdx.x"),
     **dict.fromkeys(("dsinks", "dsinks_of_blocks"), "thread = cuda.threadIdx.x"),
     "backward_preprocess": "thread, block = special.thread_index()",
-    **dict.fromkeys(("mma_dkdv", "mma_dq", "mma_dkdv_wide", "mma_dq_wide"), "_smem = async_tiles.aligned("),
+    **dict.fromkeys(("mma_dkdv", "mma_one_key_tile", "mma_dkdv_wide"), "k_smem = async_tiles.aligned("),
+    **dict.fromkeys(("mma_dq", "mma_dq_wide"), "q_smem = async_tiles.aligned("),
     **dict.fromkeys(("mma_wide_fused", "mma_wide_carried"), "k_smem = shared.address("),
-    **dict.fromkeys(("wgmma_dkdv", "wgmma_dq", "wgmma_fused"), "warpgroup = int32("),
-    **dict.fromkeys(("wgmma_dkdv_float32", "wgmma_dq_float32"), "warpgroup = int32("),
-    **dict.fromkeys(("wgmma_dkdv_paired", "wgmma_dq_paired"), "warpgroup = int32("),
+    **dict.fromkeys(("wgmma", "wgmma_float32", "wgmma_dkdv", "wgmma_dq", "wgmma_fused"), WGMMA),
+    **dict.fromkeys(("wgmma_dkdv_float32", "wgmma_dq_float32", "wgmma_dkdv_paired", "wgmma_dq_paired"), WGMMA),
+    "wgmma_add_parts": WGMMA,
+    "wgmma_round": "tile_at = aligned(smem",
     **dict.fromkeys(("v2_dq", "v2_daux_bounds", "v2_daux_sums"), "b, h, first_row = ds.query_tile("),
     **dict.fromkeys(("mma_dbias", "mma_daux_bounds", "mma_daux_sums"), "thread, block = special.thread_index()"),
-    **dict.fromkeys(("daux_start", "daux_round"), "at = int64(cuda.blockIdx.x)"),
+    **dict.fromkeys(("daux_start", "daux_round", "dbias_sum"), "at = int64(cuda.blockIdx.x)"),
     "mma_dq_finish": "lane, warp = lane_and_warp()",
-    "wgmma_round": "tile_at = int32(",
-    "wgmma_add_parts": "base = int32(",
     **dict.fromkeys(("mask_bits", "mask_bits_of_keys"), "thread = special.thread_index()"),
     **dict.fromkeys(("tile_states", "tile_states_of_keys"), "thread = special.thread_index()"),
     **dict.fromkeys(("tile_order", "tile_order_of_keys"), "thread = special.thread_index()"),
@@ -101,10 +101,12 @@ def attend(**options):
     return numba_flash.attention(q, k, v, kernel="v2", **options)
 
 
-def differentiate(kernel, seqlen=24, wide=False, head_dim=4, dtype=np.float32, wanted=("dq", "dk", "dv"), **options):
+def differentiate(
+    kernel, seqlen=24, wide=False, head_dim=4, dtype=np.float32, wanted=("dq", "dk", "dv"), batch=1, **options
+):
     """The kernels of a backward; those on tensor cores have fewer gradients."""
     given = [np.tile(x, head_dim // 4).astype(dtype) for x in (q, k, v)] if kernel == "v2" or wide else half
-    arrays = {name: x[:, :, :seqlen] for name, x in zip("qkv", given, strict=True)}
+    arrays = {name: np.repeat(x[:, :, :seqlen], batch, axis=0) for name, x in zip("qkv", given, strict=True)}
     o, lse = numba_flash.attention(**arrays, kernel="cpu", return_lse=True)
     if kernel == "v2":
         arrays |= dict(bias=np.zeros((24, 24), np.float32), alibi_slopes=np.ones(1, np.float32))
@@ -221,6 +223,11 @@ def test_every_kernel(kernel, monkeypatch):
             numba_flash.attention(*half, mask_mod=mods.causal, kernel="mma")
         elif kernel == "tile_order_of_keys":
             differentiate("mma", mask_mod=mods.causal)
+        elif kernel == "mma_one_key_tile":
+            differentiate("mma", seqlen=16)
+        elif kernel == "dbias_sum":  # of two batch entries, each a block's share
+            monkeypatch.setattr(problem_backward, "LEAST_TILES", 1)
+            differentiate("v2", batch=2)
         elif kernel in ("mma_wide_fused", "mma_dq_finish"):
             differentiate("mma", seqlen=22, wide=True)  # plans are kept by problem
         elif kernel == "mma_wide_carried":

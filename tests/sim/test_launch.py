@@ -12,10 +12,24 @@ import numba_flash
 from numba_flash import mods, testing
 from numba_flash.abi.parameters import StatesTile
 from numba_flash.config.aux_gradients import AuxRoundConfig, AuxStartConfig, DauxConfig
-from numba_flash.config.backward import MmaDauxConfig, MmaDbiasConfig, MmaDkdvConfig, MmaDqConfig, PreprocessConfig
+from numba_flash.config.backward import (
+    MmaDauxConfig,
+    MmaDbiasConfig,
+    MmaDkdvConfig,
+    MmaDqConfig,
+    MmaOneKeyTileConfig,
+    PreprocessConfig,
+)
 from numba_flash.config.mask_bits import MaskBitsConfig
 from numba_flash.config.mma_forward import MmaConfig
-from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
+from numba_flash.config.simt_backward import (
+    DbiasConfig,
+    DbiasSumConfig,
+    DeltaConfig,
+    DkdvConfig,
+    DqConfig,
+    HeadSumsConfig,
+)
 from numba_flash.config.simt_forward import V1Config, V2Config
 from numba_flash.config.softmax import SOFTMAX
 from numba_flash.config.tile_states import TileOrderConfig, TileStatesConfig
@@ -117,10 +131,12 @@ def test_every_kernel_can_be_made():
         DkdvConfig("float16", 8, 8, 16, 16),
         DqConfig("float16", 8, 8, 16, 16),
         DbiasConfig("float16", 8, 8, 16, 16, uses=uses(bias="float32")),
+        DbiasSumConfig("float16", "float32"),
         HeadSumsConfig("float16", "dalibi_slopes", "float32", True),
         *[HeadSumsConfig("float16", "dsinks", "float32", True, of_blocks) for of_blocks in (False, True)],
         MmaDkdvConfig("float16", 8, 8, 16, 16),
         MmaDqConfig("float16", 8, 8, 16, 16),
+        MmaOneKeyTileConfig("float16", 8, 8, 16, 16, stages=1),
         MmaDbiasConfig("float16", 8, 8, 32, 16, uses=uses(bias="float32")),
         *[MmaDauxConfig("float16", 8, 8, 32, 16, uses=reads, of_bounds=of_bounds) for of_bounds in (True, False)],
         *[DauxConfig("float16", 8, 8, 16, 16, uses=reads, of_bounds=of_bounds) for of_bounds in (True, False)],

@@ -79,37 +79,3 @@ def test_other_tiles(dtype, row, cc, head_dim_v, monkeypatch, nothing_remembered
     rung.check(
         read, score_mod=lambda s, b, h, i, j, table: s + table[i, j], aux=(table,), bias=-table, mask=table < 1.5
     )
-
-
-@pytest.mark.parametrize("head_dim", [8, 40, 64])
-def test_two_steps_over_head_dim_at_a_time(head_dim, monkeypatch, nothing_remembered):
-    """Of 16 columns each: head_dim 8 and 40 have an odd number of them."""
-    row = of_mma(512, 16, 16, 16, 2, unrolled=True)
-    monkeypatch.setitem(tiles.TABLES, "mma_float32", (row,))
-    rung = forward.Rung("mma", testing.rows_padded, tensor=True, usual="float32")
-    case = rung.problem(7, 20, batch=1, heads=1, head_dim=head_dim, head_dim_v=136)
-    assert api.prepare_call(case.q, case.k, case.v, dict(kernel="mma"))[1].choice.config.unrolled
-    rung.check(case, causal=True)
-
-
-@pytest.mark.parametrize(
-    ("tile_m", "head_dim", "head_dim_v", "scalar_loads"),
-    [(16, 128, 100, True), (32, 24, 128, True), (16, 40, 63, True), (16, 40, 63, False), (32, 63, 40, False)],
-)
-def test_slices_of_k_and_v_in_the_room_of_one_tile(
-    tile_m, head_dim, head_dim_v, scalar_loads, monkeypatch, nothing_remembered
-):
-    """Three tiles of keys, of which the last is not full: each slice's place is taken five times.
-
-    Rows of 63 numbers are padded: mma takes rows that begin at multiples of 16 bytes.
-    """
-    machine = dataclasses.replace(Target.of(None), cc=(9, 0))
-    monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
-    row = of_mma(256, tile_m, 32, 16, 2, sliced=True, scalar_loads=scalar_loads)
-    monkeypatch.setitem(tiles.TABLES, "mma_float64", (row,))
-    rung = forward.Rung("mma", testing.rows_padded, tensor=True, usual="float64")
-    case = rung.problem(20, 70, batch=1, heads=1, head_dim=head_dim, head_dim_v=head_dim_v)
-    config = api.prepare_call(*map(rung.move, (case.q, case.k, case.v)), dict(kernel="mma"))[1].choice.config
-    assert (config.sliced, config.scalar_loads) == (True, scalar_loads)
-    rung.check(case)
-    rung.check(case, causal=True)

@@ -19,7 +19,7 @@ from numba import cuda
 from numba_flash import arrays, testing
 from numba_flash.kernels.recompute import keys as recompute_keys
 from numba_flash.kernels.recompute import queries as recompute_queries
-from numba_flash.kernels.wgmma import gradient_rows_float32
+from numba_flash.kernels.wgmma import rows_float32
 from numba_flash.ptx.sim import block
 from numba_flash.ptx.sim.launch import run
 from numba_flash.select import backward_tiles as tiles
@@ -194,7 +194,7 @@ def test_a_row_of_a_gradient_is_written_whole_or_not_at_all(columns):
         mine = cuda.local.array(16, np.float32)
         for x in range(16):
             mine[x] = acc[16 * lane + x]
-        store = gradient_rows_float32.make(columns, 32)
+        store = rows_float32.gradient_writer(columns, 32)
         found[lane] = store(mine, np.float32(2), lane, target, 0, columns, 15, 12)
 
     target, found = np.full((16, columns), -1, np.float32), np.zeros(32, np.uint32)

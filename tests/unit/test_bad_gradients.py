@@ -68,7 +68,6 @@ WRONG = [
     (dict(wanted=("dq", "dbias")), ValueError, ["wanted names dbias", "no bias was given"]),
     (dict(wanted=("dalibi_slopes",), bias=BIAS), ValueError, ["wanted names dalibi_slopes", "no alibi_slopes"]),
     (dict(wanted=("dsinks",), bias=BIAS), ValueError, ["wanted names dsinks", "no sinks was given"]),
-    *[(dict(deterministic=x), TypeError, ["deterministic must be True or False", repr(x)]) for x in (1, None, "no")],
     # what both directions check
     (dict(causal=1), TypeError, ["causal must be True or False"]),
     (dict(window=3), ValueError, ["window must be a pair"]),
@@ -143,7 +142,7 @@ JUNK = st.one_of(
 )  # fmt: skip
 NAMES = (
     "do q k v o lse dlse wanted causal window q_offset seqlens_k scale softcap alibi_slopes bias mask score_mod "
-    "mask_mod aux sinks dropout_p seed layout deterministic stream kernel"
+    "mask_mod aux sinks dropout_p seed layout stream kernel"
 ).split()
 
 

@@ -377,7 +377,8 @@ def test_keys_that_mask_mod_hides_at_the_ends_are_left_out(name, width):
 
     @numba.njit
     def of_panel(s, places, plan, pointers):
-        return panel.shown_keys(s, places, first, end, 3, rows, across, 0, 0, 0, plan, pointers, np.float32(0))
+        of = panel.rows_from(3, rows, across, 0, 0, plan, pointers)
+        return panel.shown_keys(s, places, first, end, of, plan, pointers, np.float32(0))
 
     seen = np.array([[bool(shown(0, 0, i, j)) for j in range(first, end)] for i in range(3, 3 + rows)])
     columns = np.flatnonzero(seen.any(0))

@@ -7,9 +7,12 @@ are run, sessions with a debugger by tests/sim; of scripts the options are compa
 
 import ast
 import builtins
+import functools
+import io
 import os
 import re
 import shlex
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -92,14 +95,27 @@ def test_python_of_documents_runs(path):
         exec(compile(code, path.name, "exec"), namespace)
 
 
-# Names that are not ours, and that no source of ours has.
-FOREIGN = {"CUDA_VISIBLE_DEVICES", "tbb"}
+def code_words(path):
+    """The words of a file; of Python without those of comments and docstrings, which may be about what was there."""
+    text = path.read_text()
+    if path.suffix != ".py" and not text.startswith("#!/usr/bin/env python3"):
+        return re.findall(r"\w+", text)
+    nodes = list(ast.walk(ast.parse(text)))
+    alone = {node.value for node in nodes if isinstance(node, ast.Expr)}  # strings that nothing is done with
+    strings = [node.value for node in nodes if isinstance(node, ast.Constant) and node not in alone]
+    words = re.findall(r"\w+", " ".join(value for value in strings if isinstance(value, str)))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return words + [token.string for token in tokens if token.type == tokenize.NAME]
+
+
+# Names that are not ours, and that no source of ours has; and test_x, which stands for any test.
+FOREIGN = {"CUDA_VISIBLE_DEVICES", "tbb", "test_x"}
 SOURCE_WORDS = {
     word
     for folder in ("numba_flash", "tests", "scripts", "examples", "setup.cfg")
     for path in ([ROOT / folder] if "." in folder else (ROOT / folder).rglob("*"))
     if path.is_file() and path.suffix in (".py", ".cfg", "") and path != Path(__file__)
-    for word in re.findall(r"\w+", path.read_text())
+    for word in code_words(path)
 }
 
 
@@ -120,6 +136,75 @@ def test_the_finder_of_names_itself():
         == []
     )
     assert unknown_names("`NOTICE_FULL`, `config.colour(x)`, `hue=`") == ["NOTICE_FULL", "colour", "hue"]
+
+
+# Dotted names that begin with one of these are a framework's, or an instruction's.
+FOREIGN_ROOTS = {"torch", "jax", "mma", "wgmma"}
+DOTTED = re.compile(r"(?<![\w/.-])((?:[A-Za-z_]\w*\.)+)([A-Za-z_]\w*)\b(?![/.])")
+
+
+def last_name(node):
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+@functools.cache
+def owned():
+    """{the last name of a module, or a class: what is in it, and what the package reads of something of this name}"""
+    found = {}
+    for path in SOURCES:
+        tree = ast.parse(path.read_text())
+        module = path.parent.name if path.stem == "__init__" else path.stem
+        inside = {each.stem for each in path.parent.iterdir()} if path.stem == "__init__" else set()
+        for name, node in [(module, tree), *((x.name, x) for x in ast.walk(tree) if isinstance(x, ast.ClassDef))]:
+            found.setdefault(name, set()).update(inside if node is tree else ())
+            found[name].update(getattr(x, "name", getattr(x, "id", "")) for x in ast.walk(node))
+    for attribute in (x for path in SOURCES for x in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(attribute, ast.Attribute) and last_name(attribute.value) in found:
+            found[last_name(attribute.value)].add(attribute.attr)
+    return found
+
+
+def unknown_parts(text):
+    """The names behind a module or a class of ours that are not there, such as `cost.milliseconds`."""
+    found = [(of.rstrip("."), name) for of, name in DOTTED.findall(text) if name not in ("py", "md", "html", "json")]
+    found = [(of, name) for of, name in found if of.partition(".")[0] not in FOREIGN_ROOTS]
+    owners = [(f"{of}.{name}", owned().get(of.rpartition(".")[2]), name) for of, name in found]
+    return sorted({whole for whole, names, name in owners if names is not None and name not in names})
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.stem != "CHANGELOG"], ids=lambda path: path.name)
+def test_what_documents_name_of_a_module_or_a_class_is_in_it(path):
+    shown = re.findall(r"`([^`]+)`", FENCE.sub("", path.read_text()))
+    assert unknown_parts("; ".join(shown)) == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_what_comments_name_of_a_module_or_a_class_is_in_it(path):
+    if "ptx" not in path.parts:  # there nearly all names are those of instructions
+        assert unknown_parts(comments(path)) == []
+
+
+IN_A_FILE = re.compile(r"((?:`[\w.]+`(?:, | and ))*`[\w.]+`) in `([\w/]+\.py)`(?: and `([\w/]+\.py)`)?")
+
+
+def absent(text, places):
+    """Of "`a` and `b` in `file.py`" the names that are not in the file."""
+    for names, *files in IN_A_FILE.findall(text):
+        for file in filter(None, files):
+            found = set(code_words(next(path for place in places if (path := place / file).exists())))
+            yield from (f"{name} in {file}" for name in re.findall(r"(\w+)`", names) if name not in found)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_what_documents_name_in_a_file_is_there(path):
+    assert list(absent(path.read_text(), (ROOT, PACKAGE, path.parent))) == []
+
+
+def test_the_finders_of_parts_themselves():
+    text = "config.threads, `numba_flash.attention`, select/tiles.py, torch.compile; cost.milliseconds, Config.colour"
+    assert unknown_parts(text) == ["Config.colour", "cost.milliseconds"]
+    text = "`Rung` in `select/rungs.py`; `hue` and `plan` in `dispatch/forward.py` and `dispatch/backward.py`"
+    assert list(absent(text, (PACKAGE,))) == ["hue in dispatch/forward.py", "hue in dispatch/backward.py"]
 
 
 def test_every_variable_is_on_the_page():

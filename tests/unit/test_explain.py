@@ -160,7 +160,7 @@ def test_the_cost_of_an_option_names_the_remedy(slow_arrays):
 
 HOPPER, A100 = machines.HOPPER, machines.A100
 OWN = "causal=, window= or seqlens_k= would run on wgmma$"
-ODD_ROWS = machines.empty(1, 2, 64, 64, strides=(0, 64 * 65, 65, 1))
+APART = machines.empty(1, 2, 64, 64, strides=(0, 64 * 128, 128, 2))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ ODD_ROWS = machines.empty(1, 2, 64, 64, strides=(0, 64 * 65, 65, 1))
         (HOPPER, "v2", {}, r"v2 instead of wgmma because it was asked for: expect about \d+ times slower$"),
         (HOPPER, "mma", {}, r"mma instead of wgmma because it was asked for: expect about [\d.]+ times slower$"),
         (HOPPER, "v2", dict(seqlen=16), "asked for: expect about the same time at this size$"),
-        (HOPPER, "auto", dict(q=ODD_ROWS, seqlen=64), "wgmma because q has rows.* not begin at multiples of 16 bytes$"),
+        (HOPPER, "auto", dict(q=APART, seqlen=64), "v2 instead of wgmma because q is not contiguous along dim$"),
     ],
 )
 def test_the_cost(target, kernel, options, expected, slow_arrays):

@@ -112,6 +112,8 @@ FAILING: dict[str, str] = {
 }
 # Those that pass with some versions of NVVM and nvJitLink only.
 DEPENDS = {
+    "mma-float64-128-32x32-20-tokens": "spills 8 bytes on sm_90a with 13.5",
+    "mma-float16-50-copies": "spills 8 bytes on sm_120a with 13.5, none on the others",
     "mma_float32-128-64x32-rich": "spills 4 bytes on sm_120a with 13.5, none on the others",
     "mma_float32-64-64x64-both": "spills 8 bytes on sm_80, 16 on sm_120a with 13.0; none on sm_90a",
     "mma_float32-128-64x32-both": "spills 8 bytes on sm_80 to sm_89, 40 on sm_120a with 13.0; none on sm_90a",
@@ -138,6 +140,11 @@ DEPENDS = {
 
 def intended(config):
     """Words that must be in the PTX, and in the SASS for sm_90a; and the GPUs."""
+    if getattr(config, "copy_bytes", 16) < 16:
+        in_ptx, in_sass, machines = intended(dataclasses.replace(config, copy_bytes=16))
+        copies, loads = ("cp.async.ca.shared", "LDGSTS") if config.copy_bytes > 2 else ("ld.global.b16", "LDG.E.U16")
+        changed = {"cp.async.cg.shared": copies, "LDGSTS": loads}
+        return tuple(changed.get(x, x) for x in in_ptx), tuple(changed.get(x, x) for x in in_sass), machines
     kernel, dtype = config.kernel, config.dtype
     if getattr(config, "early", False):  # before wgmma's kernels
         return (*IN_PTX[kernel], "griddepcontrol.launch_dependents"), IN_SASS[kernel], (HOPPER,)
@@ -460,8 +467,8 @@ def fused_gates(row):
             made[f"{name}-stays-parts"] = dataclasses.replace(in_parts, stays=True)
         if name == "plain":
             fewer = dict(head_dim=row.head_dim * 3 // 4, head_dim_v=row.head_dim * 3 // 4)
-            forms = {"scale-0": dict(lse_first=False), "unordered": dict(ordered=False), "three-quarters": fewer}
-            forms |= {f"{form}-stays": forms[form] | dict(stays=True) for form in ("unordered", "three-quarters")}
+            forms = {"scale-0": dict(lse_first=False), "three-quarters": fewer}
+            forms["three-quarters-stays"] = fewer | dict(stays=True)
             forms |= {f"{lines}-lines": dict(dq_partials=lines) for lines in several}
             forms["single-narrow"] = dict(head_dim=row.head_dim - 3, lse_first=False, key_tiles=1)  # not by 16 bytes
             made |= {words: dataclasses.replace(fused, **form) for words, form in forms.items()}
@@ -561,6 +568,20 @@ def short_gates():
                 yield f"mma_short-{row.head_dim}-{config.tile_m}x{config.tile_n}{words}", config
 
 
+def short_wide_gates():
+    """The same in float32 and float64, of 20 tokens and of 16, with gradients."""
+    for dtype, n in (("float32", 20), ("float32", 16), ("float64", 20)):
+        lse = empty(1, 2, n, dtype="float64" if dtype == "float64" else "float32")
+        for head_dim in (64, 128, 256):
+            arrays = dict.fromkeys(("do", "q", "k", "v", "o"), empty(1, 2, n, head_dim, dtype=dtype))
+            forward = select.select(problem(head_dim, seqlen=n, dtype=dtype), HOPPER, "mma").config
+            made = RUNGS["mma"].kernels(gradients(head_dim, dtype=dtype, lse=lse, **arrays), HOPPER)
+            for config in (forward, *made):
+                if hasattr(config, "copy_bytes"):
+                    sizes = f"{head_dim}-{config.tile_m}x{config.tile_n}"
+                    yield f"{config.kernel}-{dtype}-{sizes}{part(config)}-{n}-tokens", config
+
+
 def one_key_tile_gates():
     """All gradients where all keys of a head are in one tile, which shrinks to the lengths."""
     for row in rows(backward_tiles.TABLES, "mma_one_key_tile"):
@@ -612,6 +633,15 @@ def by_element_gates():
                         yield f"{name}{part(config)}-halved", config
 
 
+def small_copies_gates():
+    """Of mma where rows begin at multiples of 8, 4 and 2 bytes: plain, and with gradients."""
+    for dtype, head_dim in (("float16", 50), ("float16", 25), ("float32", 50), ("float32", 25), ("float64", 25)):
+        yield f"mma-{dtype}-{head_dim}-copies", select.select(problem(head_dim, dtype=dtype), HOPPER, "mma").config
+        for config in RUNGS["mma"].kernels(gradients(head_dim, dtype=dtype), HOPPER):
+            if hasattr(config, "copy_bytes"):
+                yield f"{config.kernel}-{dtype}-{head_dim}-copies", config
+
+
 def simt_gates():
     """{name: Config}; those that differ in what a bias is broadcast over have numbers."""
     found = {}
@@ -628,7 +658,13 @@ def gates():
     configs = dict(backward_gates()) | dict(reading_gates()) | dict(dropping_gates()) | dict(wide_gates())
     configs |= dict(wide_backward_gates()) | dict(backward_functions_gates()) | dict(score_gradients_gates())
     configs |= dict(by_element_gates()) | dict(wgmma_float32_gates()) | dict(wgmma_backward_float32_gates())
-    configs |= dict(short_gates()) | dict(one_key_tile_gates()) | simt_gates()
+    configs |= (
+        dict(short_gates())
+        | dict(short_wide_gates())
+        | dict(one_key_tile_gates())
+        | dict(small_copies_gates())
+        | simt_gates()
+    )
     for kernel in (name for name, rung in RUNGS.items() if rung.tensor_cores):
         table = rows(tiles.TABLES, kernel)
         configs |= {name_of(kernel, row): of_row(kernel, row) for row in table}

@@ -71,15 +71,8 @@ def test_the_choice(target, kernel, expected, copies):
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (dict(aligned=False), "address that is not a multiple of 16 bytes"),
         (dict(head_dim=520), "head_dim up to 512, not 520 and 520"),
         (dict(head_dim_v=520), "head_dim up to 512, not 64 and 520"),
-        (dict(head_dim=60), "q has rows"),
-        (dict(head_dim=62, dtype="float32"), "q has rows"),
-        (dict(head_dim=61, dtype="float64"), "q has rows"),
-        (dict(head_dim_v=60), "v has rows"),
-        (dict(k=strided(2**20, 2**19, 65, 1)), "k has rows"),
-        (dict(k=strided(2**20, 2**19 + 1, 64, 1)), "k has rows, heads"),
         (dict(q=strided(2**20, 2**19, 128, 2)), "q is not contiguous along dim"),
         (dict(v=strided(2**20, 2**19, 64, -1)), "v is not contiguous along dim"),
         (dict(k=strided(2**20, 2**19, 64, 0)), "k is not contiguous along dim"),
@@ -110,6 +103,36 @@ def test_what_tensor_cores_do_not_take_goes_to_v2(made, reason):
 def test_what_tensor_cores_do_take(made):
     assert select(problem(**made), A100, "auto").kernel == "mma"
     assert select(problem(dtype="bfloat16"), A100, "auto").kernel == "mma"
+
+
+# How many bytes of a row one copy of mma has: rows, heads and batch entries of q, k and v begin at multiples of them,
+# and so do the arrays. wgmma takes what begins at multiples of 16 bytes.
+@pytest.mark.parametrize(
+    ("made", "copied", "reason"),
+    [
+        ({}, 16, ""),
+        (dict(alignment=8), 8, "address that is not a multiple of 16 bytes"),
+        (dict(alignment=2), 2, "address that is not a multiple of 16 bytes"),
+        (dict(head_dim=60), 8, "q has rows"),
+        (dict(head_dim=50), 4, "q has rows"),
+        (dict(head_dim=25), 2, "q has rows"),
+        (dict(head_dim=62, dtype="float32"), 8, "q has rows"),
+        (dict(head_dim=3, dtype="float32"), 4, "q has rows"),
+        (dict(head_dim=61, dtype="float64"), 8, "not float64"),
+        (dict(head_dim_v=60), 8, "v has rows"),
+        (dict(k=strided(2**20, 2**19, 65, 1)), 2, "k has rows"),
+        (dict(k=strided(2**20, 2**19 + 4, 64, 1)), 8, "k has rows, heads"),
+        (dict(v=strided(2**20, 2**19 + 2, 64, 1)), 4, "v has rows, heads or batch entries"),
+    ],
+)
+def test_copies_of_mma_are_as_large_as_rows_allow(made, copied, reason):
+    assert select(problem(**made), A100, "auto").config.copy_bytes == copied
+    choice = select(problem(**made), HOPPER, "auto")
+    assert choice.kernel == ("mma" if reason else "wgmma") and reason in dict(choice.refused).get("wgmma", "")
+
+
+def test_an_output_at_an_odd_address_is_written_in_small_pieces():
+    assert not select(problem(alignment=8), A100, "mma").config.o_vectorized
 
 
 # Rows that begin at multiples of 16 bytes are other multiples of elements in each dtype.
@@ -463,14 +486,8 @@ def test_a_config_checks_itself(wrong):
         (dict(dtype="int32"), "float32, float64, not int32"), (dict(column_groups=2), "column_groups must be 1"),
         (dict(dtype="float32", q_registers=True, tile_n=64), "q_registers is for 16-bit"),
         (dict(dtype="float32", column_groups=3), "column_groups must be 1"),
-        (dict(scalar_loads=True), "scalar_loads is for float64, not for float16"),
         (dict(dtype="float32", column_groups=1, tile_n=48), "tile_n must be one of .*64. for float32"),
         (dict(dtype="float64", column_groups=1, tile_n=64), "tile_n must be one of .*32. for float64"),
-        *((dict(dtype="float64", tile_m=64, tile_n=32, warp_rows=16, column_groups=2, sliced=True) | one, word)
-            for one, word in ((dict(column_groups=1), "sliced is for .* column_groups=1"),
-                              (dict(tile_n=16), "sliced is for .* tile_n=16"),
-                              (dict(head_dim=128, head_dim_v=256), "sliced is for .* 256 columns .* beside 128"),
-                              (dict(head_dim=256, head_dim_v=512), "sliced is for .* in each of 2 blocks beside 256"))),
         (dict(warp_rows=8), "warp_rows"), (dict(tile_m=0), "tile_m"), (dict(tile_m=48), "tile_m .* 32, not 48"),
         (dict(tile_n=8), "tile_n"), (dict(tile_n=24), "tile_n"), (dict(group_size=0), "group_size"),
         (dict(group_size=3), "must divide tile_m = 128"),
@@ -576,6 +593,22 @@ def test_short_heads_are_one_tile_of_mma(seqlen, seqlen_k, head_dim, tile):
     assert (choice.kernel, dict(choice.refused)["wgmma"]) == ("mma", "mma comes first")
     assert (choice.config.tile_m, choice.config.tile_n, choice.config.blocks_per_sm) == tile
     assert select(made, HOPPER, "wgmma", "cupy").kernel == "wgmma"  # by name
+
+
+# Of mma in float32 and float64: (queries, keys) of a tile, and how many blocks run at a time.
+@pytest.mark.parametrize(
+    ("dtype", "seqlen", "seqlen_k", "tile"),
+    [
+        ("float32", 20, 20, (32, 32, 4)),
+        ("float32", 16, 500, (16, 64, 8)),
+        ("float32", 500, 5, (64, 16, 2)),
+        ("float64", 20, 20, (32, 16, 6)),
+        ("float32", 33, 33, (64, 64, 2)),
+    ],
+)
+def test_tiles_of_float32_and_float64_shrink_to_the_lengths(dtype, seqlen, seqlen_k, tile):
+    config = select(problem(dtype=dtype, seqlen=seqlen, seqlen_k=seqlen_k), A100, "auto", "cupy").config
+    assert (config.kernel, config.tile_m, config.tile_n, config.blocks_per_sm) == ("mma", *tile)
 
 
 @pytest.mark.parametrize(("seqlen", "seqlen_k", "head_dim"), [(65, 64, 64), (64, 65, 64), (64, 64, 136)])

@@ -131,25 +131,25 @@ class Measure(NamedTuple):
 
 
 MEASURES = (
-    Measure("lines of kernels", lambda: sum(map(lines_of, names("kernels"))), 17_143, 14_500, "a person can read them"),
+    Measure("lines of kernels", lambda: sum(map(lines_of, names("kernels"))), 16_307, 14_500, "a person can read them"),
     Measure(
         "lines of select, config and abi",
         lambda: sum(map(lines_of, names("select", "config", "abi"))),
-        4_753,
+        4_730,
         4_200,
         "a choice is easier to read than what is chosen",
     ),
     Measure("tile rows", tile_rows, 192, 185, "each is compiled for every GPU, and has to be measured"),
-    Measure("functions of over 12 parameters", many_parameters, 8, 0, "arguments that belong together have a name"),
-    Measure("files of over 450 lines", long_files, 1, 0, "a file has one idea"),
-    Measure("functions of over 80 own lines", long_functions, 4, 0, "a function that is no kernel fits on two screens"),
+    Measure("functions of over 12 parameters", many_parameters, 0, 0, "arguments that belong together have a name"),
+    Measure("files of over 450 lines", long_files, 0, 0, "a file has one idea"),
+    Measure("functions of over 80 own lines", long_functions, 3, 0, "a function that is no kernel fits on two screens"),
     Measure("barrier addresses by hand", barrier_addresses, 4, 0, "a ring of barriers is an object: wgmma/pipeline.py"),
     Measure("lse rows by hand", lse_rows, 0, 0, "steps/sequence.py and steps/lse_delta.py say where rows are"),
     Measure("isinstance of a Config", isinstance_of_config, 0, 0, "a Config says itself what its kernel needs"),
     Measure(
         "lines before the first function of make",
         lines_before_functions,
-        1_109,
+        874,
         800,
         "a kernel begins with what it does",
     ),

@@ -86,7 +86,7 @@ def make(config):
         for columns, wanted in ((config.head_dim_padded, config.of_dk), (config.head_dim_v_padded, config.of_dv))
     )
     load_k, load_q, load_v, load_do = (
-        async_tiles.loader(tile, columns, config.threads, 1, size)
+        async_tiles.loader(tile, columns, config.threads, 1, size, config.copy_bytes)
         for columns in (config.head_dim_padded, config.head_dim_v_padded)
         for tile in (config.tile_n, config.tile_m)
     )

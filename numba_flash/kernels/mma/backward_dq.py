@@ -70,7 +70,7 @@ def make(config):
     s_count, dq_count = strips * blocks * 4, strips * config.summed(config.head_dim_padded) // 2
     real = numbers.of(config.compute_dtype).real
     load_q, load_k, load_do, load_v = (
-        async_tiles.loader(tile, columns, config.threads, 1, size)
+        async_tiles.loader(tile, columns, config.threads, 1, size, config.copy_bytes)
         for columns in (config.head_dim_padded, config.head_dim_v_padded)
         for tile in (tile_m, tile_n)
     )

@@ -8,11 +8,9 @@ when all of it is there. The first part of a query tile is stored. One copy of a
 additions to it have one order, key tile by key tile.
 
 Rows of a part lie pitch_dq elements apart: with 64 bytes behind each, what lanes write at a time lies in different
-banks. There is one place for a part.
-
-With config.one_staging_buffer that is the place of P and dS, too. A part goes there when all warps have multiplied with
-dS. When the copies have read it, the carrier arrives at an mbarrier. If two blocks share the columns, it arrives at the
-mbarrier of the other block, whose scores come to that place first.
+banks. The place for a part is that of P and dS. A part goes there when all warps have multiplied with dS. When the
+copies have read it, the carrier arrives at an mbarrier. If two blocks share the columns, it arrives at the mbarrier of
+the other block, whose scores come to that place first.
 """
 
 from collections.abc import Callable
@@ -26,16 +24,16 @@ from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of
 from . import backward_dq_parts, backward_wide, shared_weights
 
-# Named barriers behind those of FusedTile.meet: of all warps that compute; of these and the carrier, when the place for
-# a part is free, and when the part is there.
-WORKERS, EMPTY, FULL = 5, 6, 7
+# Named barriers behind those of FusedTile.meet: of all warps that compute; of these and the carrier, when the part is
+# there.
+WORKERS, FULL = 5, 7
 
 
 class DqCarried(NamedTuple):
-    """Device functions. i: a query tile of head h; free: with one_staging_buffer, its mbarrier."""
+    """Device functions. i: a query tile of head h; free: an mbarrier."""
 
     leave: Callable[..., Any]  # by the warps that compute
-    carry: Callable[..., Any]  # by the carrier; first, last: nothing comes before it, or behind
+    carry: Callable[..., Any]  # by the carrier; last: nothing comes behind it
 
 
 def make(config):
@@ -43,7 +41,6 @@ def make(config):
     head_dim, columns, pitch, pitch_dq = config.head_dim, config.dq_columns, config.pitch, config.pitch_dq
     strips, panels = tile_m // 16, columns // 16
     dq_count, paired, own_columns = columns // 2, config.blocks > 1, config.head_dim_padded
-    done = (WORKERS, workers) if config.one_staging_buffer else (EMPTY, both)
     made = backward_wide.dq_product(config)
     weights = shared_weights.make(pitch, 1, True)
     parts = backward_dq_parts.make(config)
@@ -66,7 +63,7 @@ def make(config):
         for n in range(tile_n // 16):  # written out, so that what comes next is read while this is multiplied
             weights.turned(operand, int32(place + n * (16 * pitch * 8)))
             made.add_16(acc, operand, other, int32(k_lane + n * 2048))
-        bar.sync(done[0], done[1])  # and all are done with dS, or the carrier with the last part
+        bar.sync(WORKERS, workers)  # and all are done with dS
         row, column = strip * 16 + int32(first_row_of(lane)), column_part * columns + int32(first_column_of(lane))
         to = int32(dq_smem + (row * pitch_dq + column) * 8)
         for n in range(columns // 8):
@@ -98,20 +95,15 @@ def make(config):
     def say_free(last, free):
         """All lanes' copies have read the place."""
         bar.warp_sync()
-        if config.one_staging_buffer:
-            elected = special.thread_index() & int32(31) == 0
-            if paired:
-                mbarrier.arrive_there_if(cluster.place_in(free, cluster.rank() ^ 1), elected and not last)
-            else:
-                mbarrier.arrive_if(free, elected)
-        elif not last:
-            bar.arrive(EMPTY, both)
+        elected = special.thread_index() & int32(31) == 0
+        if paired:
+            mbarrier.arrive_there_if(cluster.place_in(free, cluster.rank() ^ 1), elected and not last)
+        else:
+            mbarrier.arrive_if(free, elected)
 
     @inlined
-    def carry(i, h, first, last, dq_smem, state, free, strides, sizes):
+    def carry(i, h, last, dq_smem, state, free, strides, sizes):
         """The part of query tile i to global memory, when its turn has come, and the turn to the next key tile."""
-        if first and not config.one_staging_buffer:
-            bar.arrive(EMPTY, both)
         parts.wait_turn(i, h, state, sizes)
         adds = parts.parts_before(i, state) != uint32(0)
         bar.sync(FULL, both)

@@ -31,10 +31,8 @@ class View(NamedTuple):
     group_columns: int  # and those of the second that a warp sums up
     column_groups: int
     large_f64: bool
-    unrolled: bool
     exchange_at: int = 0
     splits_columns: bool = False
-    sliced: bool = False
     scalar_loads: bool = False  # these three: products_float64.py
     columns_in_order: bool = False
     odd_rows_first: bool = False
@@ -43,8 +41,7 @@ class View(NamedTuple):
 def view_of(config, first_columns, second_columns):
     """For products of scores over first_columns, and of P or dS with a tile of second_columns."""
     rows, of_warp = (config.own_rows, config.other_rows, config.warp_rows), second_columns // config.column_groups
-    of_warps = config.column_groups, config.large_f64, config.unrolled
-    return View(config.dtype, *rows, first_columns, of_warp, *of_warps)
+    return View(config.dtype, *rows, first_columns, of_warp, config.column_groups, config.large_f64)
 
 
 def make(config):
@@ -131,16 +128,16 @@ def fused_products(config, groups):
     """Of the kernel that computes all gradients, where so many warps share rows: each has a part of the scores, and of
     the columns that are summed up."""
     padded, rows = config.head_dim_padded, (config.tile_n, config.tile_m, config.warp_rows)
-    of_warps = groups, config.large_f64, config.unrolled
     loads = dict(scalar_loads=True, columns_in_order=config.columns_in_order, odd_rows_first=True)
-    return PRODUCTS[config.dtype].make(View(config.dtype, *rows, padded, padded // groups, *of_warps, **loads))
+    view = View(config.dtype, *rows, padded, padded // groups, groups, config.large_f64, **loads)
+    return PRODUCTS[config.dtype].make(view)
 
 
 def dq_product(config):
     """The product of dS with the block's own K: queries are rows, and every warp has a strip of 16."""
     columns, rows = config.dq_columns, (config.tile_m, config.tile_n, 16)
-    of_warps = 1, config.large_f64, False
-    view = View(config.dtype, *rows, columns, columns, *of_warps, columns_in_order=config.columns_in_order)
+    in_order = config.columns_in_order
+    view = View(config.dtype, *rows, columns, columns, 1, config.large_f64, columns_in_order=in_order)
     return PRODUCTS[config.dtype].make(view)
 
 

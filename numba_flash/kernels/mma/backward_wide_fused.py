@@ -47,8 +47,8 @@ def make(config):
     plan, loaders, paired, workers = config.shared_layout(), config.LOADERS, config.blocks > 1, config.workers
     end_at = plan.state + 3 * block_state.SIZE
     real = numbers.of(config.compute_dtype).real
-    load_own = async_tiles.loader(tile_n, padded, workers, 1, size)
-    load_other = async_tiles.loader(tile_m, padded, loaders or workers, 1, size)
+    load_own = async_tiles.loader(tile_n, padded, workers, 1, size, config.copy_bytes)
+    load_other = async_tiles.loader(tile_m, padded, loaders or workers, 1, size, config.copy_bytes)
     staged = lse_delta.staged(config, tile_m, loaders or workers)
     tile, parts = backward_fused_tile.make(config), backward_dq_parts.make(config)
     store_dk, store_dv = (backward_wide.storer(config, n, padded) for n in (config.head_dim, config.head_dim_v))
@@ -119,8 +119,8 @@ def make(config):
         state, t = k_smem + int32(plan.state), int32(0)
         while t < end_of(k_smem):
             i, h = tile.turn(t, parts.walk_of(state, sizes), sizes)
-            first, last, free = t == 0, t + 1 == end_of(k_smem), k_smem + int32(staging_empty)
-            carried.carry(i, h, first, last, k_smem + int32(plan.dq), state, free, strides, sizes)
+            last, free = t + 1 == end_of(k_smem), k_smem + int32(staging_empty)
+            carried.carry(i, h, last, k_smem + int32(plan.dq), state, free, strides, sizes)
             t = int32(t + 1)
 
     @inlined
@@ -143,7 +143,7 @@ def make(config):
         tile.find_scores(registers, k_smem, int32(plan.q), int32(plan.do))
         walk = parts.walk_of(k_smem + int32(plan.state), sizes)
         i, h = tile.turn(t, walk, sizes)  # while the last products end
-        if config.one_staging_buffer:
+        if loaders:
             mbarrier.wait(k_smem + int32(staging_empty), (t & 1) ^ 1)
         if paired:
             bars = k_smem + int32(plan.scores_barriers)
@@ -199,8 +199,7 @@ def make(config):
                 mbarrier.init(k_smem + int32(full), loaders)
                 mbarrier.init(k_smem + int32(q_empty), workers)
                 mbarrier.init(k_smem + int32(do_empty), workers)
-                if config.one_staging_buffer:
-                    mbarrier.init(k_smem + int32(staging_empty), 1)
+                mbarrier.init(k_smem + int32(staging_empty), 1)
             if paired:
                 scores.begin(k_smem + int32(plan.scores_barriers))
                 fence.mbarrier_init()

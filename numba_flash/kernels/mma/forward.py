@@ -29,7 +29,7 @@ from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.sequence import key_range, key_row, query_row
 from ..steps.units import LOG2_E
-from . import products_16bit, products_float32, products_float64, rows_16bit, rows_wide, sliced_tiles, work_tile
+from . import products_16bit, products_float32, products_float64, rows_16bit, rows_wide, work_tile
 
 PRODUCTS = dict(float16=products_16bit, bfloat16=products_16bit, float32=products_float32, float64=products_float64)
 
@@ -80,10 +80,11 @@ def make(config):
     s_count, o_count = strips * (tile_n // 8) * 4, strips * o_blocks * 4
     real = numbers.of(config.compute_dtype).real
 
-    load_q = async_tiles.loader(tile_m, head_dim_padded, threads, config.group_size, config.item_size)
-    load_k = async_tiles.loader(tile_n, head_dim_padded, threads, 1, config.item_size)
-    load_v = async_tiles.loader(tile_n, head_dim_v_padded, threads, 1, config.item_size)
-    if config.splits_columns and tile_n == 32:
+    size, copy_bytes = config.item_size, config.copy_bytes
+    load_q = async_tiles.loader(tile_m, head_dim_padded, threads, config.group_size, size, copy_bytes)
+    load_k = async_tiles.loader(tile_n, head_dim_padded, threads, 1, size, copy_bytes)
+    load_v = async_tiles.loader(tile_n, head_dim_v_padded, threads, 1, size, copy_bytes)
+    if config.splits_columns and tile_n == 32 and copy_bytes == 16:
         load_k = async_tiles.panel_loader(tile_n, head_dim_padded, threads, head_dim == head_dim_padded)
         load_v = async_tiles.panel_loader(tile_n, head_dim_v_padded, threads, head_dim_v == head_dim_v_padded)
     wait_all = cp_async.wait_group(0)
@@ -100,7 +101,6 @@ def make(config):
     kept_weight = kept_weights.on_fragments(config, strips, tile_n)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, rows)
     products = PRODUCTS[config.dtype].make(config)
-    sliced = sliced_tiles.make(config, products) if config.sliced else None
     write_rows = (rows_16bit if config.item_size == 2 else rows_wide).make(config)
     recompute_rows = recompute.make(config, warp_rows)
     log2_e = real(LOG2_E)
@@ -148,22 +148,18 @@ def make(config):
     @inlined
     def scores_of_tile(j, registers, places, tile, strides, masked):
         """S of tile j while its V is on the way."""
-        k_bytes, v_bytes = config.item_size * strides.k[2], config.item_size * strides.v[2]
-        rows_left = int32(tile_n)
+        v_bytes, rows_left = config.item_size * strides.v[2], int32(tile_n)
         if masked:
             _, keys = block_state.get(places.q + int32(keys_at))
             rows_left = int32(int32(keys) - j * tile_n)
-        if config.sliced:
-            sliced.scores(j, registers, places, k_bytes, v_bytes, rows_left)
-        else:
-            _, v_global = block_state.get(places.q + int32(bases_at))
-            source, columns_left = v_global + j * tile_n * v_bytes, columns_left_of(tile)
-            wait_all()
-            cuda.syncthreads()  # K_j is there, and everyone is done with V_j+1
-            load_v(places.q + int32(plan.v), source, v_bytes, 0, rows_left, columns_left, again(places))
-            cp_async.commit_group()
-            operands = registers.q_frag, registers.kv_frag
-            products.multiply_q_k(registers.acc_s, *operands, places.q_lane, places.k_lane, places.s_lane)
+        _, v_global = block_state.get(places.q + int32(bases_at))
+        source, columns_left = v_global + j * tile_n * v_bytes, columns_left_of(tile)
+        wait_all()
+        cuda.syncthreads()  # K_j is there, and everyone is done with V_j+1
+        load_v(places.q + int32(plan.v), source, v_bytes, 0, rows_left, columns_left, again(places))
+        cp_async.commit_group()
+        operands = registers.q_frag, registers.kv_frag
+        products.multiply_q_k(registers.acc_s, *operands, places.q_lane, places.k_lane, places.s_lane)
 
     @inlined
     def apply_to_tile(j, registers, places, tile, asks, arrays, strides, sizes, score):
@@ -211,17 +207,13 @@ def make(config):
     def outputs_of_tile(j, next_j, begin, registers, places, tile, arrays, strides, sizes, score):
         """softmax and O of tile j while the next tile's K is on the way."""
         k_bytes = config.item_size * strides.k[2]
-        if config.sliced:
-            if not walk.present:
-                next_j = int32(j - 1)  # here: behind the softmax this takes a register more
-        else:
-            k_global, _ = block_state.get(places.q + int32(bases_at))
-            source = k_global + (next_j if walk.present else j - 1) * tile_n * k_bytes
-            wait_all()
-            cuda.syncthreads()  # V_j is there, and everyone is done with K_j
-            if j > begin:
-                load_k(places.q + int32(plan.k), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(places))
-                cp_async.commit_group()
+        k_global, _ = block_state.get(places.q + int32(bases_at))
+        source = k_global + (next_j if walk.present else j - 1) * tile_n * k_bytes
+        wait_all()
+        cuda.syncthreads()  # V_j is there, and everyone is done with K_j
+        if j > begin:
+            load_k(places.q + int32(plan.k), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(places))
+            cp_async.commit_group()
         moved = softmax(registers.acc_s, registers.m, registers.l, registers.alpha, score.scale * log2_e)
         if kept_weight.present:
             lane, row = lane_and_row()
@@ -231,10 +223,7 @@ def make(config):
             kept_weight.drop(registers.acc_s, registers.kept)
         products.to_p(registers.acc_s, registers.p_frag)
         rescale(registers.acc_o, registers.alpha, moved)
-        if config.sliced:
-            sliced.outputs(next_j, registers, places, j > begin, k_bytes)
-        else:
-            products.multiply_p_v(registers.acc_o, registers.p_frag, registers.kv_frag, places.v_lane)
+        products.multiply_p_v(registers.acc_o, registers.p_frag, registers.kv_frag, places.v_lane)
 
     @inlined
     def step(j, next_j, begin, registers, places, tile, arrays, strides, sizes, score, asks, masked):
@@ -327,10 +316,7 @@ def make(config):
         if j >= begin:
             first_key = j * tile_n
             keys_left = int32(int32(sequence.keys) - first_key)
-            if config.sliced:
-                sliced.start(places, j, k_bytes, keys_left)
-            else:
-                load_k(k_smem, k_global + first_key * k_bytes, k_bytes, 0, keys_left, int32(head_dim), thread)
+            load_k(k_smem, k_global + first_key * k_bytes, k_bytes, 0, keys_left, int32(head_dim), thread)
         cp_async.commit_group()
         if config.q_registers:
             wait_all()

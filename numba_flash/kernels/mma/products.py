@@ -28,9 +28,6 @@ class Products(NamedTuple):
     multiply_part: Callable[..., Any] = None  # (own, q_frag, k_frag, q_lane, k_lane): the warp's part of acc_s alone
     to_16: Callable[..., Any] = None  # (weights, p_frag): those of 16 keys as an operand
     add_16: Callable[..., Any] = None  # (acc_o, p_frag, v_frag, v_lane): acc_o += P . V over 16 keys, from v_lane on
-    add_k_panel: Callable[..., Any] = None  # (acc_s, q_frag, k_frag, q_lane, k_lane, q_ahead, k_ahead): acc_s +=
-    # Q . K^T over the panel that is so many bytes ahead
-    add_v_slice: Callable[..., Any] = None  # (i, acc_o, p_frag, v_frag, v_at): acc_o += P . V over slice i of V
 
 
 def in_operand_order(blocks, as_bits=False):

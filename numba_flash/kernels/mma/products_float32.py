@@ -115,19 +115,11 @@ def make(config):
         for i in range(own_count):
             acc_s[i] = float32(0)
         q_at, k_at = q_lane, k_lane
-        if config.unrolled:
-            for _ in range(special.opaque(steps // 2)):  # a panel each
-                add_columns(acc_s, q_frag, k_frag, q_at, k_at)
-                add_columns(acc_s, q_frag, k_frag, int32(q_at ^ int32(64)), int32(k_at ^ int32(64)))
-                q_at, k_at = int32(q_at + int32(q_panel)), int32(k_at + int32(kv_panel))
-            if steps % 2:
-                add_columns(acc_s, q_frag, k_frag, q_at, k_at)
-        else:
-            for x in range(special.opaque(steps)):  # unrolled, it would take more registers than there are
-                add_columns(acc_s, q_frag, k_frag, q_at, k_at)
-                # The other half of the panel differs in one bit of the address.
-                q_at = int32((q_at ^ int32(64)) + int32(x & 1) * int32(q_panel))
-                k_at = int32((k_at ^ int32(64)) + int32(x & 1) * int32(kv_panel))
+        for x in range(special.opaque(steps)):  # unrolled, it would take more registers than there are
+            add_columns(acc_s, q_frag, k_frag, q_at, k_at)
+            # The other half of the panel differs in one bit of the address.
+            q_at = int32((q_at ^ int32(64)) + int32(x & 1) * int32(q_panel))
+            k_at = int32((k_at ^ int32(64)) + int32(x & 1) * int32(kv_panel))
 
     @inlined
     def multiply_q_k(acc_s, q_frag, k_frag, q_lane, k_lane, s_lane):

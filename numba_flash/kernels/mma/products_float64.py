@@ -47,8 +47,6 @@ def make(config):
     exchanged = exchanged_scores.make(config)
     by_columns = groups > 1 and config.splits_columns
     half_steps = steps // 2
-    slice_panels = half_steps // config.SLICES if config.sliced else 0  # of a warp's columns
-    k_panels, v_panels = (slice_panels, slice_panels) if config.sliced else (half_steps, o_blocks // 2)  # of a warp
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 16 columns
 
     @inlined
@@ -69,10 +67,11 @@ def make(config):
         k_lane = k_smem + panel_offset(lane >> 2, chunk, tile_n) + half
         if by_columns:
             q_lane += group_of(warp) * (half_steps * q_panel)
-            k_lane += group_of(warp) * (k_panels * kv_panel)
+            k_lane += group_of(warp) * (half_steps * kv_panel)
         else:
             k_lane += group_of(warp) * (own_blocks * 1024)
-        v_lane = v_smem + panel_offset(first, column, tile_n) + column_half + group_of(warp) * (v_panels * kv_panel)
+        v_lane = v_smem + panel_offset(first, column, tile_n) + column_half
+        v_lane += group_of(warp) * (o_blocks // 2 * kv_panel)
         return q_lane, k_lane, v_lane, exchanged.place(lane, warp, q_smem)
 
     @inlined
@@ -175,23 +174,22 @@ def make(config):
             exchanged.get(acc_s, s_lane)
 
     @inlined
-    def add_rows_by_scalar_loads(y, first, panels, acc_o, p_frag, p_blocks, v_frag, v_lane):
+    def add_rows_by_scalar_loads(y, acc_o, p_frag, p_blocks, v_frag, v_lane):
         """As add_rows_by_vector_loads."""
-        for n in range(panels):
+        for n in range(o_blocks // 2):
             for j in range(2):
                 for key in range(4):
                     at = (v_lane ^ int32((key & 1) * (128 + 16) + j * 64)) + (key >> 1) * 1024
                     v_frag[key] = ld_st.load_f64(int32(at + n * kv_panel))
                 for strip in range(strips):
-                    at_o = (strip * o_blocks + 2 * (first + n) + j) * 4
+                    at_o = (strip * o_blocks + 2 * n + j) * 4
                     add_product(acc_o, at_o, p_frag, (strip * p_blocks + 2 * y) * 4, v_frag, 0)
 
     @inlined
-    def add_rows_by_vector_loads(y, first, panels, acc_o, p_frag, p_blocks, v_frag, v_lane):
-        """acc_o, so many panels from `first` on, += 16 keys of P . V, of p_frag (strips, p_blocks, 4) from block 2 * y
-        on."""
+    def add_rows_by_vector_loads(y, acc_o, p_frag, p_blocks, v_frag, v_lane):
+        """acc_o += 16 keys of P . V, of p_frag (strips, p_blocks, 4) from block 2 * y on."""
         column = local.array(4, float64)
-        for n in range(panels):
+        for n in range(o_blocks // 2):
             for key in range(4):  # 2 * (lane % 4), the next, and both 8 further; if odd_rows_first, the next first
                 at = (v_lane ^ int32((key & 1) * (128 + 16))) + (key >> 1) * 1024
                 ld_st.load_v2_f64(v_frag, 2 * key, at + n * kv_panel)
@@ -199,7 +197,7 @@ def make(config):
                 for key in range(4):
                     column[key] = v_frag[2 * key + j]
                 for strip in range(strips):
-                    at_o = (strip * o_blocks + 2 * (first + n) + j) * 4
+                    at_o = (strip * o_blocks + 2 * n + j) * 4
                     add_product(acc_o, at_o, p_frag, (strip * p_blocks + 2 * y) * 4, column, 0)
 
     add_rows = add_rows_by_scalar_loads if config.columns_in_order else add_rows_by_vector_loads
@@ -207,24 +205,15 @@ def make(config):
     @inlined
     def add_16(acc_o, p_frag, v_frag, v_lane):
         """acc_o += P . V of the 16 keys that begin at v_lane; p_frag (strips, 2, 4)."""
-        add_rows(FIRST, FIRST, o_blocks // 2, acc_o, p_frag, TWO, v_frag, v_lane)
+        add_rows(FIRST, acc_o, p_frag, TWO, v_frag, v_lane)
 
     @inlined
     def multiply_p_v(acc_o, p_frag, v_frag, v_lane):
-        add_rows(FIRST, FIRST, o_blocks // 2, acc_o, p_frag, s_blocks, v_frag, v_lane)
+        add_rows(FIRST, acc_o, p_frag, s_blocks, v_frag, v_lane)
         if tile_n > 16:
-            add_rows(SECOND, FIRST, o_blocks // 2, acc_o, p_frag, s_blocks, v_frag, v_lane + 2048)
-
-    @inlined
-    def add_k_panel(acc_s, q_frag, k_frag, q_lane, k_lane, q_ahead, k_ahead):
-        add_panel(s_blocks, acc_s, q_frag, k_frag, q_lane, k_lane, q_ahead, k_ahead)
-
-    @inlined
-    def add_v_slice(i, acc_o, p_frag, v_frag, v_at):
-        add_rows(FIRST, i * slice_panels, slice_panels, acc_o, p_frag, s_blocks, v_frag, v_at)
-        add_rows(SECOND, i * slice_panels, slice_panels, acc_o, p_frag, s_blocks, v_frag, v_at + 2048)
+            add_rows(SECOND, acc_o, p_frag, s_blocks, v_frag, v_lane + 2048)
 
     return Products(
         float64, a_count, 8, s_count, lanes, load_q, multiply_q_k, in_operand_order(strips * s_blocks),
-        multiply_p_v, add_scores, in_operand_order(2 * strips), add_16, add_k_panel, add_v_slice,
+        multiply_p_v, add_scores, in_operand_order(2 * strips), add_16,
     )  # fmt: skip

@@ -68,7 +68,7 @@ class ScoreTiles(NamedTuple):
 
 def make(config):
     load_q, load_do, load_k, load_v = (
-        async_tiles.loader(rows, columns, config.threads)
+        async_tiles.loader(rows, columns, config.threads, copy_bytes=config.copy_bytes)
         for rows in (config.tile_m, config.tile_n)
         for columns in (config.head_dim_padded, config.head_dim_v_padded)
     )

@@ -18,7 +18,7 @@ from ..steps.integers import divide
 from ..steps.plain import parts_of
 from ..steps.sequence import make as make_sequence
 from . import backward_key_outputs
-from .block import aligned
+from .block import aligned, clear
 
 
 def make(config):
@@ -60,10 +60,8 @@ def make(config):
         sequence = sequence_of(b, arrays, strides, sizes)
         parts = int32(parts_of(divide(sizes.heads, sizes.heads_kv), config.members))
         tiles = divide(int32(sizes.seqlen_k) + int32(64 * of_tile - 1), 64 * of_tile) * of_tile
-        for x in range(dk_count):
-            acc_dk[x] = float32(0)
-        for x in range(dv_count):
-            acc_dv[x] = float32(0)
+        clear(acc_dk, dk_count)
+        clear(acc_dv, dv_count)
         griddepcontrol.wait()
         if config.of_dk:
             add_dk(acc_dk, arrays.dk_sums, head_of_all * parts, parts, tiles, tile, thread)

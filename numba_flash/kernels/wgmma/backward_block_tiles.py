@@ -1,7 +1,7 @@
 """Which key tiles a block of wgmma/backward_fused processes, and how its roles learn of them.
 
 With config.stays a block processes one tile after another. The thread that loads Q takes the next tile when the last Q
-of this one has been issued. It describes the tile in one of two states (backward_state), which alternate. The other
+of this one has been issued. It describes the tile in one of two states (pipeline.py), which alternate. The other
 roles read the state and report when they have finished with it. A state without members ends all roles. Without
 config.stays a block has one tile, and its state is written before any role begins.
 
@@ -20,7 +20,7 @@ from ...ptx import memory, special
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import key_tile_of, ways_of
-from . import backward_key_work, backward_state, block
+from . import backward_key_work, block, pipeline
 from .block import MEMBERS, NONFINITE, STEP
 
 
@@ -36,7 +36,7 @@ class BlockTiles(NamedTuple):
 
 
 def make(config):
-    tile_n, stays, ring = config.tile_n, config.stays, backward_state.pipelines(config).state
+    tile_n, stays, ring = config.tile_n, config.stays, pipeline.of_backward(config).state
     all_keys, own_tiles = config.key_tiles > 0, max(config.key_tiles, 1)
     head_parts_of, _, write_tile = backward_key_work.make(config)
     state = block.words(config.shared_layout().state)

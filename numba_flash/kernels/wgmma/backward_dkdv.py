@@ -27,6 +27,9 @@ block's work, so with either of them all threads wait at the start. Consumers al
 Launch: grid (batch * heads_kv * parts of a group * key tiles), block (config.threads), config.shared_bytes of dynamic
 shared memory; tensor maps of q, k, v and do. dk and dv are contiguous; with config.members, dk_sums and dv_sums are
 what wgmma/backward_add_parts reads.
+
+The rest is in backward_key_work.py (a block's tiles), backward_producer.py, backward_keys.py, and in
+backward_plain_scores.py or, with options that act on single scores, backward_scores.py.
 """
 
 from numba import cuda, float32, int32, uint8, uint32
@@ -34,14 +37,13 @@ from numba import cuda, float32, int32, uint8, uint32
 from ...ptx import bar, fence, griddepcontrol, local, special, wgmma
 from ..steps.inlined import FALSE, inlined
 from . import (
-    backward_key_producer,
     backward_key_work,
     backward_keys,
     backward_plain_scores,
-    backward_query_walk,
+    backward_producer,
     backward_scores,
-    backward_state,
     block,
+    pipeline,
 )
 from .backward_plain_scores import TileFragments
 from .block import BEGIN, CUT, FREE, MEMBERS, STOP, aligned, warpgroup_index
@@ -59,13 +61,14 @@ def make(config):
 
     keys = backward_keys.make(config)
     work = backward_key_work.make(config)
-    plain, producer = backward_plain_scores.make(config, of_keys=True), backward_key_producer.make(config)
+    plain, producer = backward_plain_scores.make(config, of_keys=True), backward_producer.of_keys(config)
     to_weights = plain.weights_of(0, config.tile_m // 16)
     per_score, scores = config.per_score, backward_scores.make(config, of_keys=True)
     _, shown_words, kept_words, bias_words = scores.words if per_score else (1, 1, 1, 1)
-    walk = backward_query_walk.make(config, whole_warp=True)
-    set_up, word = backward_state.make(config), block.words(plan.state).read
-    rings = backward_state.pipelines(config)
+    find_visible = block.visibility(config, config.stream_rows, plan.state)
+    walk = backward_key_work.query_walk(config, whole_warp=True)
+    set_up, word = pipeline.starter_of_backward(config), block.words(plan.state).read
+    rings = pipeline.of_backward(config)
 
     @inlined
     def to_ds(base, i, member, n, tile, v_desc, elected, arrays, strides, sizes, score):
@@ -78,7 +81,7 @@ def make(config):
             asked = walk.needs_mask(base, i, member, arrays, strides) if walk.present else FALSE
             every = scores.prepare(base, i, member, tile, masked, asked, arrays, strides, sizes)
         elif keys.has_row_term or masked:
-            keys.find_visible(base, i, sizes, tile.mask_bits, tile.distance)
+            find_visible(base, i, sizes, tile.mask_bits, tile.distance)
         wait_all()
         pin_s(tile.acc_s)
         if of_dk:
@@ -117,17 +120,12 @@ def make(config):
         elected = block.elected()
         k_desc = describe_rows(base + plan.own_a + me * (64 * 128))
         v_desc = describe_rows(base + plan.own_b + me * (64 * 128))
-        for x in range(s_count):
-            acc_s[x] = float32(0)
-            acc_dp[x] = float32(0)
-        for x in range(dk_count):
-            acc_dk[x] = float32(0)
-        for x in range(dv_count):
-            acc_dv[x] = float32(0)
-        for x in range(keys.mask_words):
-            mask_bits[x] = uint32(0)
-        for r in range(2):
-            distance[r] = float32(0)
+        block.clear(acc_s, s_count)
+        block.clear(acc_dp, s_count)
+        block.clear(acc_dk, dk_count)
+        block.clear(acc_dv, dv_count)
+        block.clear(mask_bits, keys.mask_words)
+        block.clear(distance, 2)
 
         steps = int32(word(base, MEMBERS) * (word(base, STOP) - word(base, BEGIN)))
         i, member = walk.first(base, arrays, strides)

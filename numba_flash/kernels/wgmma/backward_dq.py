@@ -36,10 +36,10 @@ from . import (
     backward_producer,
     backward_query_work,
     backward_scores,
-    backward_state,
     bias_boxes,
     block,
     operands,
+    pipeline,
 )
 from .backward_plain_scores import TileFragments
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
@@ -69,11 +69,12 @@ def make(config):
     finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
 
     padded = config.has("seqlens_k")  # K may hold anything after the valid keys
-    set_up, (word, word_alone, position, *_) = backward_state.make(config), block.words(plan.state)
-    rings, work = backward_state.pipelines(config), backward_query_work.make(config)
-    load_own, load_a, load_b = backward_producer.make(config, (Q_MAP, DO_MAP), (K_MAP, V_MAP))
+    set_up, (word, word_alone, *_) = pipeline.starter_of_backward(config), block.words(plan.state)
+    rings, work = pipeline.of_backward(config), backward_query_work.make(config)
+    load_own, load_a, load_b = backward_producer.loaders(config, (Q_MAP, DO_MAP), (K_MAP, V_MAP))
     fetch_bias = bias_boxes.make(config, tile_m).fetch
-    chain, (mask_words, visible, _, _) = fragments.chain(config), fragments.tile(config, 1)
+    chain, mask_words = fragments.chain(config), fragments.tile(config, 1).mask_words
+    find_visible = block.visibility(config, config.stream_rows, plan.state)
     plain, scores = backward_plain_scores.make(config, of_keys=False), backward_scores.make(config, of_keys=False)
     to_weights = plain.weights_of(0, tile_n // 16)
     _, shown_words, kept_words, bias_words = scores.words if per_score else (1, 1, 1, 1)
@@ -160,13 +161,6 @@ def make(config):
                 minus_delta[r] = arrays.lse_delta[row + lse_delta.MINUS_DELTA]
 
     @inlined
-    def find_visible(base, j, sizes, mask_bits, distance):
-        """mask_bits <- which of the lane's scores of key tile j count; distance <- q_pos - k_pos."""
-        first_row, lane = rows_of_lane()
-        left, right, keys = sizes.left, sizes.right, word(base, KEYS)
-        visible(j, first_row, lane, position(base), left, right, keys, mask_bits, distance)
-
-    @inlined
     def to_ds(base, j, n, states, tile, rows, elected, arrays, strides, sizes, score):
         """P and dS of the n-th key tile, whose S has been issued; it computes dP."""
         masked = j >= word(base, CUT) or j < word(base, FREE)
@@ -220,15 +214,11 @@ def make(config):
         elected = block.elected()
         q_desc = describe_rows(base + plan.own_a + me * (64 * 128))
         do_desc = describe_rows(base + plan.own_b + me * (64 * 128))
-        for x in range(s_count):
-            acc_s[x] = float32(0)
-            acc_dp[x] = float32(0)
-        for x in range(dq_count):
-            acc_dq[x] = float32(0)
-        for x in range(mask_words):
-            mask_bits[x] = uint32(0)
-        for r in range(2):
-            distance[r] = float32(0)
+        block.clear(acc_s, s_count)
+        block.clear(acc_dp, s_count)
+        block.clear(acc_dq, dq_count)
+        block.clear(mask_bits, mask_words)
+        block.clear(distance, 2)
         term = float32(0)
         if chain.has_row_term:
             term = chain.row_term(word(base, B), word(base, H), arrays, strides)

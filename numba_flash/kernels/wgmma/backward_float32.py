@@ -43,9 +43,9 @@ from . import (
     backward_scores_float32,
     backward_tiles_float32,
     block,
-    gradient_rows_float32,
     paired_producer,
     paired_tiles,
+    rows_float32,
 )
 from .backward_scores_float32 import FIRST, SECOND, Held
 from .block import FIRST_ROW, H_KV, B, H, aligned, rows_in_warpgroup, warpgroup_index
@@ -86,7 +86,7 @@ def make(config):
 
     def writer(head_dim, padded, recompute):
         """-> write, a device function for one gradient."""
-        store = gradient_rows_float32.of_block(config, head_dim, padded)
+        store = rows_float32.gradient_writer_of_block(config, head_dim, padded)
 
         @inlined
         def write(base, acc, factor, target, of_target, arrays, strides, sizes, score):
@@ -131,8 +131,7 @@ def make(config):
         acc_dv = local.array(scores.of_b.sums, float32)  # (head_dim_v_padded / 8, 4)
         p_frag = local.array(scores.frag_count, uint32)  # (3, tile_m / 8, 2)
         even, odd = local.array(scores.of_b.even, float32), local.array(scores.of_b.odd, float32)
-        for x in range(scores.of_b.sums):
-            acc_dv[x] = float32(0)
+        block.clear(acc_dv, scores.of_b.sums)
         scores.start(held)
         producer.load_own_a(base, FIRST, arrays, strides, sizes)
         if not of_keys:
@@ -159,8 +158,7 @@ def make(config):
         acc = local.array(scores.of_a.sums, float32)  # (head_dim_padded / 8, 4)
         ds_frag = local.array(scores.frag_count, uint32)  # (3, rows of the tile / 8, 2)
         even, odd = local.array(scores.of_a.even, float32), local.array(scores.of_a.odd, float32)
-        for x in range(scores.of_a.sums):
-            acc[x] = float32(0)
+        block.clear(acc, scores.of_a.sums)
         scores.next_turn(SECOND)  # the first consumer has the first turn
         producer.load_own_b(base, SECOND, arrays, strides, sizes)
         if not of_keys:

@@ -10,9 +10,9 @@ and rounds the sum (backward_round).
 
 Order of the sums. The parts of a query tile are added in a fixed order (kernels/steps/dq_order.py). A counter for each
 query tile holds the number of parts added so far, and a block waits for its turn. The first part is stored instead of
-added, so no memory has to be set to zero. With ordered False only the first part waits for its turn. A query tile has
+added, so no memory has to be set to zero. A query tile has
 config.dq_partials sums, to which its parts go in rotation, and wgmma/backward_round adds up these sums. With
-config.key_tiles a block has all keys of a head, and its consumers add up the parts themselves (backward_single).
+config.key_tiles a block has all keys of a head, and its consumers add up the parts themselves (backward_dq_sums).
 
 Roles. Two threads load tiles, as in wgmma/backward_dkdv. Two more threads, one for each consumer warpgroup, add the
 parts of dQ: they wait for the turn, so that no consumer has to. A consumer warpgroup owns 64 keys for S, dP, dV and dK.
@@ -37,6 +37,10 @@ config.stays any smaller grid; block (config.threads), config.shared_bytes of dy
 k, v and do; turns (zeros): the ticket, and from TURNS_AT on the counters, (batch * heads, query tiles, lines, 2);
 dq_sums (batch * heads, query tiles, lines, 2, chunks of 8 columns, 128, 4); dk, dv, dk_sums and dv_sums as in
 wgmma/backward_dkdv. With config.key_tiles there are no turns and dq_sums, but dq, which is contiguous.
+
+Six files have the rest besides forward.py's block.py and pipeline.py, in this order: backward_block_tiles.py (which key
+tiles a block processes), backward_key_work.py (which query tiles it loops over), backward_producer.py (loads),
+backward_keys.py (products, dK and dV), backward_plain_scores.py (P and dS), backward_dq_sums.py (parts of dQ).
 """
 
 from typing import NamedTuple
@@ -48,15 +52,14 @@ from ...ptx import bar, fence, griddepcontrol, ld_st, local, special, stmatrix, 
 from ..steps.inlined import FALSE, inlined
 from . import (
     backward_block_tiles,
-    backward_dq_adding,
-    backward_key_producer,
+    backward_dq_sums,
+    backward_key_work,
     backward_keys,
     backward_plain_scores,
-    backward_query_walk,
-    backward_single,
-    backward_state,
+    backward_producer,
     block,
     operands,
+    pipeline,
 )
 from .backward_plain_scores import TileFragments
 from .block import BEGIN, CUT, FIRST_ROW, FREE, KEYS, MEMBERS, STOP, aligned, rows_of_lane, warpgroup_index
@@ -88,7 +91,7 @@ def make(config):
     s_count, frag_count = tile_m // 2, tile_m // 4
     dk_count, dv_count, dq_columns = head_dim_padded // 2, config.head_dim_v_padded // 2, 64
     dq_count, part_bytes, ds_bytes = dq_columns // 2, config.dq_part_bytes, config.ds_bytes
-    second_chunks = backward_dq_adding.second_part(config) // (64 * 8 * 4)  # of 8 columns
+    second_chunks = backward_dq_sums.second_part(config) // (64 * 8 * 4)  # of 8 columns
     all_keys, stays, one_panel = config.key_tiles > 0, config.stays, config.dq_panels == 1
     some_lack_q = stays and not all_keys  # tiles that no query sees; a block with one tile loads a Q past the end
     padded, all_consumers = config.has("seqlens_k"), 128 * config.consumers
@@ -107,13 +110,14 @@ def make(config):
 
     keys = backward_keys.make(config)
     tiles = backward_block_tiles.make(config)
-    plain, producer = backward_plain_scores.make(config, of_keys=True), backward_key_producer.make(config)
+    plain, producer = backward_plain_scores.make(config, of_keys=True), backward_producer.of_keys(config)
     to_some_weights, to_other_weights = plain.weights_of(0, tile_m // 32), plain.weights_of(tile_m // 32, tile_m // 16)
-    walk = backward_query_walk.make(config, whole_warp=True)
-    set_up, word = backward_state.make(config), block.words(plan.state).read
-    add_dq = backward_dq_adding.make(config, tiles)
-    leave_own_dq, repair_dq = backward_single.make(config) if all_keys else (None, None)
-    rings = backward_state.pipelines(config)
+    find_visible = block.visibility(config, config.stream_rows, plan.state)
+    walk = backward_key_work.query_walk(config, whole_warp=True)
+    set_up, word = pipeline.starter_of_backward(config), block.words(plan.state).read
+    add_dq = backward_dq_sums.to_sums(config, tiles)
+    leave_own_dq, repair_dq = backward_dq_sums.of_all_keys(config) if all_keys else (None, None)
+    rings = pipeline.of_backward(config)
 
     @inlined
     def fetch(base, arrays, strides, sizes):
@@ -181,8 +185,7 @@ def make(config):
         """consume for a warpgroup whose keys are all past the last one: its dS is 0, and its part of dQ is made of the
         other's. -> n"""
         before, zeros = n, local.array(4, uint32)
-        for x in range(4):
-            zeros[x] = uint32(0)
+        block.clear(zeros, 4)
         for stage in range(2):
             place = base + plan.ds + stage * ds_bytes + me * ds_panel + (special.thread_index() & int32(127)) * 16
             for chunk in range(ds_panel // (128 * 16)):
@@ -200,23 +203,15 @@ def make(config):
         return n
 
     @inlined
-    def zero_scores(acc_s, acc_dp):
-        for x in range(s_count):
-            acc_s[x] = float32(0)
-            acc_dp[x] = float32(0)
-
-    @inlined
     def to_ds(base, own, consumer, step, tile, arrays, strides, sizes, score):
         """P and dS of a query tile, whose S is there. dP is computed beside P, once dQ of the tile before has left its
         registers."""
         n, lse_and_delta, term = step.n, keys.lse_and_delta_at(base, step.n), float32(0)
-        if keys.has_row_term:
-            term = keys.term_of(own, step.member, arrays, strides)
         if config.seeded:
             for x in range(keys.mask_words):  # else those of the tile before would be kept in registers
                 tile.mask_bits[x] = uint32(0)
-        if keys.has_row_term or step.masked:
-            keys.find_visible(own, step.i, sizes, tile.mask_bits, tile.distance)
+        if step.masked:
+            find_visible(own, step.i, sizes, tile.mask_bits, tile.distance)
         to_some_weights(tile, lse_and_delta, term, score, step.masked)
         wait_all()
         pin_dq(tile.acc_dp)
@@ -285,11 +280,10 @@ def make(config):
         # With two panels these are zeroed for each tile, so that they do not live while dK and dV are staged. Otherwise
         # ptxas spills 32 bytes. With one panel it would spill 212 bytes if they were zeroed for each tile.
         if one_panel:
-            zero_scores(acc_s, acc_dp)
-        for x in range(keys.mask_words):
-            mask_bits[x] = uint32(0)
-        for r in range(2):
-            distance[r] = float32(0)
+            block.clear(acc_s, s_count)
+            block.clear(acc_dp, s_count)
+        block.clear(mask_bits, keys.mask_words)
+        block.clear(distance, 2)
         lse_factor = keys.lse_factor_of(score)
 
         w, n = int32(0), int32(0)
@@ -298,11 +292,10 @@ def make(config):
             before = n  # tiles of queries that other key tiles have met
             end = int32(n + word(own, MEMBERS) * (word(own, STOP) - word(own, BEGIN)))
             if not one_panel:
-                zero_scores(acc_s, acc_dp)
-            for x in range(dk_count):
-                acc_dk[x] = float32(0)
-            for x in range(dv_count):
-                acc_dv[x] = float32(0)
+                block.clear(acc_s, s_count)
+                block.clear(acc_dp, s_count)
+            block.clear(acc_dk, dk_count)
+            block.clear(acc_dv, dv_count)
             i, member = walk.first(own, arrays, strides)
             rings.own.consumer_wait(base, w)
             if padded:

@@ -15,13 +15,7 @@ from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.sequence import make as make_sequence
 from ..steps.units import LOG2_E
-from . import (
-    backward_key_outputs,
-    backward_key_work,
-    backward_state,
-    block,
-    operands,
-)
+from . import backward_key_outputs, backward_key_work, block, operands, pipeline
 from .block import FIRST_ROW, H_KV, PART, B, H, rows_of_lane
 from .operands import describe_rows
 
@@ -40,7 +34,6 @@ class KeyBlock(NamedTuple):
     issue_dk: Callable[..., Any]  # (base, acc_dk, ds_frag, n)
     release_q: Callable[..., Any]  # (base, n)
     release_do: Callable[..., Any]  # (base, n, elected)
-    find_visible: Callable[..., Any]  # (work, i, sizes, mask_bits, distance), of query tile i
     find_kept: Callable[..., Any]  # (work, i, member, kept, arrays, sizes)
     term_of: Callable[..., Any]  # (work, member, arrays, strides)
     has_row_term: bool
@@ -61,9 +54,9 @@ def make(config):
     to_lse, to_delta = int(config.lse_first), int(config.delta_first)
 
     word, _, position, *_ = block.words(plan.state)
-    rings, sequence_of = backward_state.pipelines(config), make_sequence(config)
+    rings, sequence_of = pipeline.of_backward(config), make_sequence(config)
     head_parts_of = backward_key_work.make(config).head_parts_of
-    mask_words, visible, _, _ = fragments.tile(config, 1, tile_m)  # columns are queries
+    mask_words = fragments.tile(config, 1, tile_m).mask_words  # columns are queries
     chain, count = fragments.chain(config), kept_weights.on_fragments(config, 1, tile_m)
     # If the next K and V arrive meanwhile, dK and dV are staged in the place of dS. Up to 64 columns they lie side by
     # side in one of its two buffers; above that one follows the other, each with a panel in both buffers.
@@ -83,6 +76,11 @@ def make(config):
     @inlined
     def lse_and_delta_at(base, n):
         return base + plan.lse_delta + rings.a.stage(n) * config.lse_delta_bytes
+
+    @inlined
+    def numbers_of_lane(base, n):
+        """The place of lse and -delta of the lane's first columns."""
+        return lse_and_delta_at(base, n) + ((special.thread_index() & int32(3)) << 4)
 
     @inlined
     def preload(acc, place, factor):
@@ -107,25 +105,13 @@ def make(config):
         sum). The numbers are read during other products, and no exponential waits for them."""
         if config.lse_first:
             rings.a.consumer_wait(base, n)
-            place = (
-                base
-                + plan.lse_delta
-                + rings.a.stage(n) * config.lse_delta_bytes
-                + ((special.thread_index() & int32(3)) << 4)
-            )
-            preload(acc_s, place, lse_factor)
+            preload(acc_s, numbers_of_lane(base, n), lse_factor)
 
     @inlined
     def preload_dp(base, acc_dp, n):
         """acc_dp <- -delta, to which dP^T is added."""
         if config.delta_first:
-            place = (
-                base
-                + plan.lse_delta
-                + rings.a.stage(n) * config.lse_delta_bytes
-                + ((special.thread_index() & int32(3)) << 4)
-            )
-            preload(acc_dp, place + 64, float32(1))
+            preload(acc_dp, numbers_of_lane(base, n) + 64, float32(1))
 
     @inlined
     def issue_s(base, acc_s, k_desc, n, none):
@@ -167,17 +153,8 @@ def make(config):
         rings.b.consumer_release(base, n, elected)
 
     @inlined
-    def find_visible(own, i, sizes, mask_bits, distance):
-        """mask_bits <- which of the lane's scores of query tile i count; distance <- q_pos - k_pos. own: the base, for
-        words of the key tile."""
-        first_row, lane = rows_of_lane()
-        # seen from the keys, left and right are exchanged
-        left, right, seqlen_q = sizes.right, sizes.left, sizes.seqlen_q
-        visible(i, first_row, lane, position(own), left, right, seqlen_q, mask_bits, distance)
-
-    @inlined
     def find_kept(own, i, member, kept, arrays, sizes):
-        """kept <- which of the lane's weights of query tile i count. own: as in find_visible."""
+        """kept <- which of the lane's weights of query tile i count. own: the base, for words of the key tile."""
         if count.present:
             first_row, lane = rows_of_lane()
             first_key = word(own, FIRST_ROW)
@@ -206,7 +183,7 @@ def make(config):
     @inlined
     def write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score):
         """Writes dK and dV to global memory, staged in the place of the warpgroup's own rows of K and V. If other
-        blocks have other heads of the group, writes their sums instead. own: as in find_visible; place: the base, moved
+        blocks have other heads of the group, writes their sums instead. own: as in find_kept; place: the base, moved
         to the dS whose place they take.
 
         All threads that read these rows must have done so.
@@ -226,5 +203,5 @@ def make(config):
 
     return KeyBlock(
         lse_and_delta_at, lse_factor_of, preload_s, preload_dp, issue_s, issue_dp, issue_dv, issue_dk, release_q,
-        release_do, find_visible, find_kept, term_of, chain.has_row_term, mask_words, count.words, write_gradients,
+        release_do, find_kept, term_of, chain.has_row_term, mask_words, count.words, write_gradients,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from ...ptx import bar, fence, local, memory
 from ..steps.inlined import inlined
 from ..steps.sequence import key_row, query_row
 from ..steps.sequence import make as make_sequence
-from . import backward_state, block, parts
+from . import block, parts, pipeline
 from .block import BEGIN, FIRST_ROW, H_KV, KEYS, MEMBERS, STOP, B, H, hand_over, own_thread
 
 LOADED_ROWS = 32  # rows of its own 64 that a consumer splits at a time
@@ -99,7 +99,7 @@ def sources(config, is_a):
 
 
 def make(config):
-    plan, (ring_a, ring_b) = config.shared_layout(), backward_state.streamed(config)
+    plan, (ring_a, ring_b) = config.shared_layout(), pipeline.streamed(config)
     steps_of, first_step, step_behind = walk(config)
 
     def of_tiles(is_a, columns, ring, at, tile_bytes, own_at, own_bytes):

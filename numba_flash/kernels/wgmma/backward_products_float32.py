@@ -51,16 +51,11 @@ def make(config, columns):
     counts = tuple(width // 2 for width in widths)
 
     def of_scores(number):
-        steps = range(widths[number] // 16)
-        a = tuple((i * own_part + number * own_panel + x * 32) >> 4 for i, _ in parts.PRODUCTS for x in steps)
-        b = tuple((j * part + number * step + x * 32) >> 4 for _, j in parts.PRODUCTS for x in steps)
-        return wgmma.new_product_shared(rows, "bf16", a, b, 0)
+        own, streamed = (number * own_panel, own_part), (number * step, part)
+        return parts.product_of_rows(rows, range(widths[number] // 16), own, streamed)
 
     def of_sums(number):
-        steps = range(rows // 16)
-        a = tuple(i * rows // 4 + 4 * y for i, _ in parts.PRODUCTS for y in steps)
-        b = tuple((j * part + number * step + y * 16 * 128) >> 4 for _, j in parts.PRODUCTS for y in steps)
-        return wgmma.new_product_registers(widths[number], "bf16", a, b, 1)
+        return parts.product_of_registers(widths[number], rows, (number * step, part))
 
     multiply_0, multiply_1 = of_scores(0), of_scores(panels - 1)
     multiply_columns_0, multiply_columns_1 = of_sums(0), of_sums(panels - 1)

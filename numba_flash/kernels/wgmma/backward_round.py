@@ -20,7 +20,7 @@ from ..steps.integers import divide
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import key_range, query_row
 from ..steps.sequence import make as make_sequence
-from .block import aligned
+from .block import aligned, clear
 
 
 def make(config):
@@ -58,8 +58,7 @@ def make(config):
         m_tile = tile // of_part
         first_sum = (head_of_all * m_tiles + m_tile) * (lines * of_part) + (tile - m_tile * of_part)
         at = (first_sum * columns * 128 + thread) * 4
-        for x in range(dq_count):
-            acc_dq[x] = float32(0)
+        clear(acc_dq, dq_count)
         griddepcontrol.wait()
         parts = parts_of(sequence, first_query, sizes)
         for line in range(lines):

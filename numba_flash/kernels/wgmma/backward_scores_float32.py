@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, int32, int64, uint32
+from numba import float32, int32, uint32
 
 from ...ptx import bar, ld_st, local
 from ..score import fragments
@@ -27,7 +27,7 @@ from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.units import exponent_unit
 from . import backward_products_float32, backward_tiles_float32, block, paired_tiles, parts
-from .block import CUT, FIRST_ROW, FREE, KEYS, B, H, elected, own_thread, rows_in_warpgroup
+from .block import CUT, FIRST_ROW, FREE, B, H, elected, own_thread, rows_in_warpgroup
 from .pipeline import pipeline
 
 FIRST, SECOND = (np.int32(i) for i in range(2))  # which consumer; not Python ints: see inlined.py
@@ -82,8 +82,8 @@ def make(config):
     of_tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
     to_parts = parts.to_operand(config.stream_rows)
 
-    word, _, position, *_ = block.words(config.shared_layout().state)
-    mask_words, visible, _, _ = fragments.tile(config, 1, config.stream_rows)
+    word, mask_words = block.words(plan.state).read, fragments.tile(config, 1, config.stream_rows).mask_words
+    find_visible = block.visibility(config, config.stream_rows, plan.state, rows_in_warpgroup)
     chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
     read, has_mask = score_reads.make(config, 1, config.stream_rows, config.of_keys), config.has("mask")
     unit, inf, minus_inf = float32(exponent_unit(config)), float32(math.inf), float32(-math.inf)
@@ -105,20 +105,8 @@ def make(config):
 
     @inlined
     def start(held):
-        for x in range(mask_words):
-            held.mask_bits[x] = uint32(0)
-        for r in range(2):
-            held.distance[r] = float32(0)
-
-    @inlined
-    def find_visible(base, i, sizes, mask_bits, distance):
-        """mask_bits <- which of the lane's scores of tile i count; distance <- q_pos - k_pos."""
-        first_row, lane = rows_in_warpgroup()
-        if config.of_keys:  # seen from the keys, left and right are exchanged
-            left, right, end = sizes.right, sizes.left, sizes.seqlen_q
-        else:
-            left, right, end = sizes.left, sizes.right, int64(word(base, KEYS))
-        visible(i, first_row, lane, position(base), left, right, end, mask_bits, distance)
+        block.clear(held.mask_bits, mask_words)
+        block.clear(held.distance, 2)
 
     @inlined
     def load_for_scores(base, step, held, arrays, strides, sizes):

@@ -8,9 +8,8 @@ from numba import cuda, int32
 
 from ...ptx import fence
 from ..steps.inlined import inlined
-from . import backward_products_float32, backward_state
+from . import backward_products_float32, pipeline
 from .block import elected
-from .pipeline import pipeline
 
 
 class Tiles(NamedTuple):
@@ -37,8 +36,8 @@ class Tiles(NamedTuple):
 
 def make(config):
     of_dv, has_second, plan, at = config.of_dv, config.has_second, config.shared_layout(), config.barriers()
-    ring_a, ring_b = backward_state.streamed(config)
-    weights = pipeline(at.weights_full, at.weights_empty, 1)
+    ring_a, ring_b = pipeline.streamed(config)
+    weights = pipeline.pipeline(at.weights_full, at.weights_empty, 1)
     a, b = (backward_products_float32.make(config, n) for n in (config.head_dim_padded, config.head_dim_v_padded))
 
     @inlined

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 from numba import int32, int64, uint32
 
 from ...ptx import bar, fence, ld_st, local, mbarrier, setmaxnreg, shared, shfl, special
+from ..score import fragments
 from ..steps.inlined import inlined
 from ..steps.integers import divide
+from ..steps.query_tile import QueryTile
 
 # Where a word is in its work tile, in bytes.
 B, H, H_KV, FIRST_ROW, KEYS, BEGIN, FREE, CUT, STOP, MEMBERS, POS_LOW, POS_HIGH = (4 * i for i in range(12))
@@ -98,6 +100,16 @@ def words(at: int = 0) -> Words:
     return Words(read, read_alone, position, position_alone, write, write_tile)
 
 
+# Of a work tile at a given address.
+word, word_alone, position, _, write, write_tile = words()
+
+
+@inlined
+def tile_of(work_tile):
+    """The QueryTile that a work tile describes."""
+    return QueryTile(word(work_tile, B), word(work_tile, H), word(work_tile, FIRST_ROW), int32(0))
+
+
 @inlined
 def shown_range(begin, free, cut, stop, ranges, rows):
     """-> (begin, free, cut, stop) without the tiles of `rows` rows before the first and after the last in which a mask
@@ -105,6 +117,13 @@ def shown_range(begin, free, cut, stop, ranges, rows):
     first, end, whole_first, whole_end = ranges
     begin, stop = max(begin, divide(first, rows)), min(stop, divide(end + int32(rows - 1), rows))
     return begin, max(free, divide(whole_first + int32(rows - 1), rows)), min(cut, divide(whole_end, rows)), stop
+
+
+@inlined
+def clear(array, count):
+    """The elements of a local array <- 0."""
+    for x in range(count):
+        array[x] = 0
 
 
 @inlined
@@ -153,6 +172,24 @@ def hand_over(full):
     mbarrier.arrive_if(full, elected())
 
 
+def visibility(config, columns, state_at=0, rows_of=rows_of_lane):
+    """-> find_visible(work, i, sizes, mask_bits, distance), a device function: mask_bits <- which of the lane's scores
+    of tile i count; distance <- q_pos - k_pos. It takes a while, so it runs during products. columns: of tile i;
+    state_at: as in `words`; rows_of: as rows_of_lane, in the work tile."""
+    state, visible = words(state_at), fragments.tile(config, 1, columns).visible
+
+    @inlined
+    def find_visible(work, i, sizes, mask_bits, distance):
+        first_row, lane = rows_of()
+        if config.of_keys:  # seen from the keys, left and right are exchanged
+            left, right, end = sizes.right, sizes.left, sizes.seqlen_q
+        else:
+            left, right, end = sizes.left, sizes.right, int64(state.read(work, KEYS))
+        visible(i, first_row, lane, state.position(work), left, right, end, mask_bits, distance)
+
+    return find_visible
+
+
 def register_moves(config):
     """-> (give, take), device functions: the producer's warpgroup gives registers away, which the consumers take."""
     return setmaxnreg.decrease(config.registers[0]), setmaxnreg.increase(config.registers[1])
@@ -180,8 +217,7 @@ def tail_zeroer(config, panels, barrier):
     @inlined
     def zero_tail(tile, rows):
         zeros = local.array(4, uint32)
-        for x in range(4):
-            zeros[x] = uint32(0)
+        clear(zeros, 4)
         for index in range(rows * 8 + special.thread_index() - 128, config.tile_n * 8, consumers):
             for panel in range(panels):
                 ld_st.store_v4(tile + panel * panel_bytes + index * 16, zeros, 0)

@@ -3,7 +3,7 @@
 Read mma/forward first. The recurrence is the same, and a lane holds the same rows. Three things are new.
 
 Roles. One thread, the scheduler, takes query tiles and loads their Q into shared memory by TMA. Another thread, the
-producer, loads K and V (both are in producer.py). Each consumer warpgroup computes 64 query rows. They synchronise at
+producer, loads K and V (both in producer.py). Each consumer warpgroup computes 64 query rows. They synchronise at
 mbarriers: `full` when a tile has arrived, `empty` when all consumers have finished with it. setmaxnreg moves
 registers from the warpgroup of the first two to the consumers.
 
@@ -18,6 +18,11 @@ these heads stay in L2. The last block that finds no tile left resets the counte
 
 The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (persistent blocks), block
 (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k and v.
+
+Six files have the rest, in this order: block.py (the words of a work tile), pipeline.py (rings of tiles and their
+mbarriers), producer.py (scheduler and producer), tile_scores.py (what becomes of S before the softmax),
+kernels/score/fragment_softmax.py, forward_outputs.py (O to global memory). Other modules of kernels/score and
+one_side.py add options; without these they leave no code.
 """
 
 from typing import Any, NamedTuple
@@ -29,9 +34,8 @@ from ..score import fragment_softmax, fragments, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_row_of
-from . import barriers, block, forward_outputs, one_side, operands, producer, tile_scores
-from .barriers import position, word
-from .block import BEGIN, CUT, FREE, KEYS, MEMBERS, STATES, STOP, B, H, aligned, rows_of_lane, warpgroup_index
+from . import block, forward_outputs, one_side, operands, pipeline, producer, tile_scores
+from .block import BEGIN, CUT, FREE, KEYS, MEMBERS, STATES, STOP, B, H, position, rows_of_lane, word
 from .operands import describe_rows, wait_all, wait_but_one
 from .tile_scores import ConsumerRegisters, KeyTile, ScoreRegisters, counting
 
@@ -58,7 +62,7 @@ class Rows(NamedTuple):
 
 
 def make(config):
-    plan, rings, tile_n = config.shared_layout(), barriers.make(config), config.tile_n
+    plan, rings, tile_n = config.shared_layout(), pipeline.of_forward(config), config.tile_n
     head_dim_padded, head_dim_v_padded = config.head_dim_padded, config.head_dim_v_padded
     k_panels, v_panels = -(-head_dim_padded // 64), -(-head_dim_v_padded // 64)
     q_bytes, k_bytes, v_bytes = config.tile_m * 128 * k_panels, tile_n * 128 * k_panels, tile_n * 128 * v_panels
@@ -73,7 +77,7 @@ def make(config):
     pin_s, pin_o = wgmma.pin(s_count), wgmma.pin(o_count)
     give_registers, take_registers = block.register_moves(config)
 
-    roles, chain, sides = producer.make(config), fragments.chain(config), one_side.make(config)
+    roles, sides = producer.make(config), one_side.make(config)
     mask_words, read = fragments.tile(config, 1).mask_words, score_reads.make(config, 1)
     options, kept_weights = tile_scores.make(config, sides), counting(config)
     walk, to_p = tile_walk.make(config, whole_warp=True), fragment_softmax.in_16_bits(config, 1)
@@ -144,7 +148,7 @@ def make(config):
     @inlined
     def next_tile(j, rows, arrays, strides):
         """-> (the key tile after j, one before `begin` if none is left; whether mask_mod removes something of it)"""
-        following = int32(walk.next_tile(rows.states, j, rows.begin, arrays, strides) if walk.present else j - 1)
+        following = int32(walk.next_tile(rows.states, j, rows.begin, arrays, strides))
         return following, walk.needs_mask(rows.states, max(following, rows.begin), arrays, strides)
 
     @inlined
@@ -171,21 +175,14 @@ def make(config):
     def begin_rows(work_tile, seen, q_desc, begin, states, registers, arrays, strides, score):
         """-> Rows of the next query tile; clears what belongs to them."""
         start(registers.m, registers.l)
-        for i in range(o_count):
-            registers.acc_o[i] = float32(0)
+        block.clear(registers.acc_o, o_count)
         terms = registers.scores.terms
-        for r in range(2):
-            terms[r] = float32(0)
-            if chain.has_row_term:
-                first_row, lane = rows_of_lane()
-                row_head = word(work_tile, H) + (first_row + first_row_of(lane) + 8 * r) % config.group_size
-                terms[r] = chain.row_term(word(work_tile, B), row_head, arrays, strides)
+        options.row_terms(terms, work_tile, arrays, strides)
         inverse_scale, before, behind = float32(0), int32(0), int32(0)
         if sides.present:
             inverse_scale = sides.inverse_scale(terms, score)
             before, behind = sides.ends(position(work_tile), rows_of_lane()[0], inverse_scale)
-        for i in range(mask_words):
-            registers.scores.mask_bits[i] = uint32(0)
+        block.clear(registers.scores.mask_bits, mask_words)
         return Rows(work_tile, seen, q_desc, begin, states, before, behind, inverse_scale)
 
     @inlined
@@ -224,8 +221,7 @@ def make(config):
         q_desc = describe_rows(base + me * (64 * 128))  # of the query tile at work
         taken = int32(0)  # tiles of K and V so far
         seen = int32(0)  # query tiles so far
-        for i in range(s_count):
-            acc_s[i] = float32(0)
+        block.clear(acc_s, s_count)
         if ping_pong and me == config.consumers - 1:
             bar.arrive(1, pair)  # the first turn is the first consumer's, as if the last had given it on
         # The block's first S is the only one that stands alone.
@@ -289,9 +285,9 @@ def make(config):
     @cuda.jit
     def flash_attention_wgmma(tensor_maps, arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
-        base = aligned(smem, config.ALIGNMENT)
+        base = block.aligned(smem, config.ALIGNMENT)
         thread = special.thread_index()
-        warpgroup = warpgroup_index()
+        warpgroup = block.warpgroup_index()
         if thread == 0:
             roles.set_up(base)
             fence.mbarrier_init()

@@ -28,24 +28,8 @@ from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_row_of
 from ..steps.sequence import key_row, queries_of, query_row
 from ..steps.sequence import make as make_sequence
-from . import barriers, block, parts, query_tiles, rows_float32, tile_scores
-from .barriers import tile_of, word, word_alone
-from .block import (
-    BEGIN,
-    CUT,
-    FREE,
-    H_KV,
-    KEYS,
-    MEMBERS,
-    STATES,
-    STOP,
-    B,
-    H,
-    aligned,
-    elected,
-    rows_of_lane,
-    warpgroup_index,
-)
+from . import block, parts, pipeline, producer, rows_float32, tile_scores
+from .block import BEGIN, CUT, FREE, H_KV, KEYS, MEMBERS, STATES, STOP, B, rows_of_lane, tile_of, word, word_alone
 from .operands import describe_rows, wait_all, wait_but_one
 from .tile_scores import ConsumerRegisters, KeyTile, ScoreRegisters, counting
 
@@ -66,26 +50,6 @@ class Sizes(NamedTuple):
     q_offset: int
 
 
-def multipliers(config):
-    """-> (products of Q and K, one for each panel of columns of head_dim; the product of P and V for all panels of V),
-    as functions (acc, a, b) of wgmma."""
-    tile_m, tile_n, columns = config.tile_m, config.tile_n, config.head_dim_padded
-    panels = -(-columns // 64)
-    q_part, k_part, v_part = tile_m * 128 * panels, tile_n * 128 * panels, tile_n * 128 * config.v_panels
-
-    def of_q_k(panel):
-        steps = range(min(4, columns // 16 - 4 * panel))
-        q_at, k_at = panel * tile_m * 128, panel * tile_n * 128
-        a = tuple((q_at + i * q_part + x * 32) >> 4 for i, _ in parts.PRODUCTS for x in steps)
-        b = tuple((k_at + j * k_part + x * 32) >> 4 for _, j in parts.PRODUCTS for x in steps)
-        return wgmma.new_product_shared(tile_n, "bf16", a, b, 0)
-
-    steps = range(tile_n // 16)
-    a = tuple(i * tile_n // 4 + 4 * y for i, _ in parts.PRODUCTS for y in steps)
-    b = tuple((j * v_part + y * 16 * 128) >> 4 for _, j in parts.PRODUCTS for y in steps)
-    return [of_q_k(panel) for panel in range(panels)], wgmma.new_product_registers(config.v_columns, "bf16", a, b, 1)
-
-
 def make(config):
     plan, group, tile_n = config.shared_layout(), config.group_size, config.tile_n
     q_panel, kv_panel = config.tile_m * 128, tile_n * 128  # bytes of a panel of a part
@@ -97,27 +61,31 @@ def make(config):
     rescale = block.rescaler(config.head_dim_v_padded // 8)
     turns, pair = config.ping_pong and config.consumers > 1, 256  # threads of two warpgroups
 
-    of_q_k, multiply_p_v = multipliers(config)
-    multiply_0, multiply_1, multiply_2, multiply_3 = (*of_q_k, *of_q_k[-1:] * (4 - k_panels))
+    def of_q_k(panel):
+        steps = range(min(4, config.head_dim_padded // 16 - 4 * panel))
+        return parts.product_of_rows(tile_n, steps, (panel * q_panel, k_panels * q_panel), (panel * kv_panel, k_part))
+
+    multiply_p_v = parts.product_of_registers(v_columns, tile_n, (0, v_part))
+    multiply_0, multiply_1, multiply_2, multiply_3 = (of_q_k(min(panel, k_panels - 1)) for panel in range(4))
     describe_v = wgmma.descriptor(kv_panel, 1024, 128)
     pin_s, pin_panel, pin_p = wgmma.pin(s_count), wgmma.pin(panel_count), wgmma.pin(p_count)
     give_registers, take_registers = block.register_moves(config)
 
-    rings, sequence_of = barriers.make(config), make_sequence(config)
-    set_up = barriers.starter(config, 4)  # the producer's warps
-    work = query_tiles.make(config)
+    rings, sequence_of = pipeline.of_forward(config), make_sequence(config)
+    set_up = pipeline.starter_of_forward(config, 4)  # the producer's warps
+    work = producer.query_tiles(config)
     q_loader = parts.loader(Q_ROWS, config.head_dim, 64, q_panel, q_panel * k_panels, group)
     k_loader = parts.loader(tile_n, config.head_dim, 64, kv_panel, k_part)
     v_loader = parts.loader(tile_n, config.head_dim_v, v_columns, kv_panel, v_part)
     raw_words = max(k_loader.words, v_loader.words)
 
-    chain, mask_words = fragments.chain(config), fragments.tile(config, 1).mask_words
+    mask_words = fragments.tile(config, 1).mask_words
     read, options, kept_weights = score_reads.make(config, 1), tile_scores.make(config, None), counting(config)
     walk, producer_walk = tile_walk.make(config, whole_warp=True), tile_walk.make(config)
     start, softmax, finish = fragment_softmax.make(config, 1)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
     to_p = parts.to_operand(tile_n)
-    write_rows, recompute_rows = rows_float32.make(config), recompute.make(config, 16)
+    write_rows, recompute_rows = rows_float32.output_writer(config), recompute.make(config, 16)
 
     # The producer.
 
@@ -131,21 +99,23 @@ def make(config):
             sizes.left + zero, sizes.right + zero, sizes.q_offset + zero,
         )  # fmt: skip
 
-    @inlined
-    def fetch(raw, fetch_rows, array, of_array, work_tile, j, arrays, strides, sizes):
-        """raw <- the rows of key tile j that are valid keys; zeros past them."""
-        b, h_kv = word_alone(work_tile, B), word_alone(work_tile, H_KV)
-        first = int32(j * tile_n)
-        sequence = sequence_of(b, arrays, strides, sizes)
-        source = memory.address(array, key_row(of_array, sequence, h_kv, int64(first)))
-        rows_left = int32(word_alone(work_tile, KEYS) - first)
-        fetch_rows(raw, source, 4 * of_array[2], int64(0), int32(0), rows_left, special.thread_index())
+    def loader(rows, ring, at, tile_bytes):
+        @inlined
+        def load(base, raw, two, array, of_array, work_tile, j, n, arrays, strides, sizes):
+            """Writes the parts of key tile j, the block's n-th, of K or of V; zeros past the valid keys."""
+            b, h_kv = word_alone(work_tile, B), word_alone(work_tile, H_KV)
+            first = int32(j * tile_n)
+            sequence = sequence_of(b, arrays, strides, sizes)
+            source = memory.address(array, key_row(of_array, sequence, h_kv, int64(first)))
+            rows_left = int32(word_alone(work_tile, KEYS) - first)
+            rows.fetch(raw, source, 4 * of_array[2], int64(0), int32(0), rows_left, special.thread_index())
+            ring.producer_acquire(base, n)
+            rows.store(raw, base + at + ring.stage(n) * tile_bytes, two, special.thread_index())
+            block.hand_over(ring.full(base, n))
 
-    @inlined
-    def make_visible():
-        """Lets wgmma see what the warp wrote."""
-        fence.proxy_async()
-        bar.warp_sync()
+        return load
+
+    load_k, load_v = loader(k_loader, rings.k, plan.k, k_bytes), loader(v_loader, rings.v, plan.v, v_bytes)
 
     @inlined
     def produce(base, counter, arrays, strides, sizes):
@@ -163,18 +133,10 @@ def make(config):
             begin, j = word_alone(work_tile, BEGIN), int32(word_alone(work_tile, STOP) - 1)
             states = word_alone(work_tile, STATES) if walk.present else int32(0)
             while j >= begin:
-                fetch(raw, k_loader.fetch, arrays.k, strides.k, work_tile, j, arrays, strides, sizes)
-                rings.k.producer_acquire(base, n)
-                k_loader.store(raw, base + plan.k + rings.k.stage(n) * k_bytes, two, special.thread_index())
-                make_visible()
-                rings.k.producer_commit(base, n, elected())
-                fetch(raw, v_loader.fetch, arrays.v, strides.v, work_tile, j, arrays, strides, sizes)
-                rings.v.producer_acquire(base, n)
-                v_loader.store(raw, base + plan.v + rings.v.stage(n) * v_bytes, two, special.thread_index())
-                make_visible()
-                rings.v.producer_commit(base, n, elected())
+                load_k(base, raw, two, arrays.k, strides.k, work_tile, j, n, arrays, strides, sizes)
+                load_v(base, raw, two, arrays.v, strides.v, work_tile, j, n, arrays, strides, sizes)
                 n = int32(n + 1)
-                j = int32(producer_walk.next_tile(states, j, begin, arrays, strides) if walk.present else j - 1)
+                j = int32(producer_walk.next_tile(states, j, begin, arrays, strides))
             i = int32(i + 1)
             if thread == 0:
                 t = work.following(t, counter)
@@ -257,7 +219,7 @@ def make(config):
         add_part(acc_s, part_1, k_panels > 1)
         add_part(acc_s, part_2, k_panels > 2)
         add_part(acc_s, part_3, k_panels > 3)
-        rings.k.consumer_release(base, n, elected())
+        rings.k.consumer_release(base, n, block.elected())
 
     def panel_adder(panel):
         """-> add_panel(acc_o, acc), a device function: waits for that panel of P . V and adds it to acc_o. Only the
@@ -306,7 +268,7 @@ def make(config):
         add_2(acc_o, even)
         add_3(acc_o, odd)
         pin_p(p_frag)  # pins the operands in their registers until here
-        rings.v.consumer_release(base, n, elected())
+        rings.v.consumer_release(base, n, block.elected())
 
     @inlined
     def step(base, me, tile, registers, arrays, strides, sizes, score):
@@ -363,16 +325,9 @@ def make(config):
             states = word(work_tile, STATES) if walk.present else int32(0)
             load_q(base, me, work_tile, arrays, strides, sizes)
             start(registers.m, registers.l)
-            for x in range(o_count):
-                acc_o[x] = float32(0)
-            for r in range(2):
-                terms[r] = float32(0)
-                if chain.has_row_term:
-                    first_row, lane = rows_of_lane()
-                    row_head = word(work_tile, H) + (first_row + first_row_of(lane) + 8 * r) % group
-                    terms[r] = chain.row_term(word(work_tile, B), row_head, arrays, strides)
-            for x in range(mask_words):
-                mask_bits[x] = uint32(0)
+            block.clear(acc_o, o_count)
+            options.row_terms(terms, work_tile, arrays, strides)
+            block.clear(mask_bits, mask_words)
             while j >= begin:
                 # Key tiles that some row sees only in part; then those that every row sees whole; then, with a left
                 # window, again some that are seen in part.
@@ -380,14 +335,14 @@ def make(config):
                     tile = KeyTile(j, n, work_tile, FALSE, TRUE, walk.needs_mask(states, j, arrays, strides))
                     step(base, me, tile, registers, arrays, strides, sizes, score)
                     n = int32(n + 1)
-                    j = int32(walk.next_tile(states, j, begin, arrays, strides) if walk.present else j - 1)
+                    j = int32(walk.next_tile(states, j, begin, arrays, strides))
                 while j >= free and j < cut:
                     tile = KeyTile(j, n, work_tile, TRUE, FALSE, walk.needs_mask(states, j, arrays, strides))
                     step(base, me, tile, registers, arrays, strides, sizes, score)
                     n = int32(n + 1)
-                    j = int32(walk.next_tile(states, j, begin, arrays, strides) if walk.present else j - 1)
+                    j = int32(walk.next_tile(states, j, begin, arrays, strides))
             write_tile(base, work_tile, registers, arrays, strides, sizes, score)
-            rings.tiles.consumer_release(base, i, elected())
+            rings.tiles.consumer_release(base, i, block.elected())
             i = int32(i + 1)
             rings.tiles.consumer_wait(base, i)
             work_tile = int32(rings.work_tile(base, i))
@@ -397,9 +352,9 @@ def make(config):
     @cuda.jit
     def flash_attention_wgmma_float32(arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
-        base = aligned(smem, config.ALIGNMENT)
+        base = block.aligned(smem, config.ALIGNMENT)
         thread = special.thread_index()
-        warpgroup = warpgroup_index()
+        warpgroup = block.warpgroup_index()
         if thread == 0:
             set_up(base)
             fence.mbarrier_init()

@@ -16,9 +16,8 @@ from ..steps.plain import first_column_of, first_row_of, panel_offset
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import lse_row, queries_of, query_row
 from ..steps.units import exponent_unit
-from . import barriers
-from .barriers import tile_of
-from .block import rows_of_lane
+from . import pipeline
+from .block import rows_of_lane, tile_of
 from .tile_scores import counting
 
 
@@ -113,7 +112,7 @@ class Outputs(NamedTuple):
 
 def make(config, finish):
     """finish: of fragment_softmax."""
-    ring, q_bytes = barriers.make(config).q, config.tile_m * 128 * -(-config.head_dim_padded // 64)
+    ring, q_bytes = pipeline.of_forward(config).q, config.tile_m * 128 * -(-config.head_dim_padded // 64)
     plan, o_in_q, o_staged = config.shared_layout(), config.o_place == "q", config.o_place != ""
     o_bytes = 32 * config.o_columns  # of a warp's rows that are staged at a time
     o_parts, kept_weights = -(-config.head_dim_v_padded // config.o_columns), counting(config)

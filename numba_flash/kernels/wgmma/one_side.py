@@ -7,7 +7,8 @@ share, `shift`, waits until the softmax, as the scale does. So a score takes one
     product <- product + steepness * c        score = product * factor + shift
 
 with steepness = slope / scale, or -slope / scale behind: the change of the product from one column to the next. The
-general form takes three instructions for each score, and shares one of them between two.
+general form takes three instructions for each score, and shares one of them between two. Without this a forward takes 8
+to 9 % longer at head_dim 64, 5 to 7 % at 128, and as long at 256 (4 x 16 heads of 4096, H200).
 """
 
 from collections.abc import Callable

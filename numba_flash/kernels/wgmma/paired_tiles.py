@@ -6,8 +6,9 @@ half of the columns of every tile, own or streamed. It computes half of the sum 
 
     S = Q K^T = Q' K'^T + Q" K"^T        dP = dO V^T = dO' V'^T + dO" V"^T
 
-sends it to the other block, and adds up both halves (paired_scores.py). Then both blocks have P and dS, and each
-computes its own columns of dV and dK, or of dQ. No product is computed twice, only P and dS.
+sends it to the other block, and adds up both halves. A thread writes its numbers to the shared memory of the other
+block, for the same thread there. Both blocks get the same sum, because a + b is b + a. Then both have P and dS, and
+each computes its own columns of dV and dK, or of dQ. No product is computed twice, only P and dS.
 
 Streamed tiles have 64 rows: with fewer, a product of scores takes longer to read its tiles from shared memory than to
 multiply. There are two places for them, each of two panels of 64 columns. One holds a tile a (Q or K), the other a tile
@@ -19,15 +20,19 @@ b (dO or V). The next tile a is loaded to the place of b, panel by panel, when n
 So the next tile a arrives while the last one is still read. Two mbarriers count its readers, in alternation.
 """
 
-from numba import int32, uint32
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from ...ptx import cluster, fence, ld_st, special, wgmma
+import numpy as np
+from numba import float32, int32, uint32
+
+from ...ptx import bar, cluster, fence, ld_st, local, mbarrier, special, wgmma
 from ..steps.inlined import inlined
-from . import backward_products_float32, paired_scores
+from . import backward_products_float32
 from .backward_tiles_float32 import Tiles
-from .block import elected
+from .block import elected, own_thread
 from .operands import wait_but_one
-from .pipeline import pipeline
+from .pipeline import Pipeline, pipeline
 
 
 def places(config):
@@ -52,14 +57,62 @@ def panel_rings(config):
     return pipeline(at.a_full, at.a_empty, 2, 8 * config.panels), pipeline(at.b_full, at.b_empty)
 
 
+class Exchange(NamedTuple):
+    """Device functions of a consumer warpgroup, for one of the two kinds of scores. n: the step, from 0 on."""
+
+    give: Callable[..., Any]  # (acc, base, n): to the other block, as soon as it has read the last ones
+    take: Callable[..., Any]  # (acc, base, n): acc += the other block's numbers
+    ring: Pipeline
+    give_back: Callable[..., Any]  # (base): by the last reader of the place; the other block may fill it again
+
+
+def exchange(config, scores_at, ring):
+    """scores_at: where the other block's scores arrive. ring: a Pipeline of one place: full, they have arrived; empty,
+    the other block has read what this one gave. A warp arrives once."""
+    blocks = config.stream_rows // 8
+
+    @inlined
+    def place_of(base):
+        """The place of the thread's first four numbers."""
+        return int32(base + scores_at + own_thread() * 16)
+
+    @inlined
+    def give(acc, base, n):
+        four = local.array(4, uint32)
+        other = cluster.rank() ^ 1
+        place, arrived = cluster.place_in(place_of(base), other), cluster.place_in(ring.full(base, n), other)
+        ring.producer_acquire(base, n)
+        for block in range(blocks):
+            for x in range(4):
+                four[x] = acc[4 * block + x].view(np.uint32)
+            cluster.store_v4(int32(place + block * 2048), four, 0, arrived)
+
+    @inlined
+    def take(acc, base, n):
+        four, place = local.array(4, uint32), place_of(base)
+        mbarrier.arrive_expect_tx_if(ring.full(base, n), blocks * 512, elected())
+        ring.consumer_wait(base, n)
+        for block in range(blocks):
+            ld_st.load_v4(four, 0, int32(place + block * 2048))
+            for x in range(4):
+                acc[4 * block + x] = float32(acc[4 * block + x] + four[x].view(np.float32))
+
+    @inlined
+    def give_back(base):
+        bar.warp_sync()
+        mbarrier.arrive_there_if(cluster.place_in(ring.empty(base, 0), cluster.rank() ^ 1), elected())
+
+    return Exchange(give, take, ring, give_back)
+
+
 def make(config):
     plan, at = config.shared_layout(), config.barriers()
     a, b = (backward_products_float32.make(config, n) for n in (config.head_dim_padded, config.head_dim_v_padded))
     (place_of_a, place_of_b), (ring_a, ring_b) = places(config), panel_rings(config)
     weights = pipeline(at.weights_full, None)
-    of_s = paired_scores.make(config, plan.weights, pipeline(at.scores_full, at.scores_empty))
+    of_s = exchange(config, plan.weights, pipeline(at.scores_full, at.scores_empty))
     dp_ring = pipeline(at.score_gradients_full, at.score_gradients_empty)
-    of_dp = paired_scores.make(config, plan.score_gradients, dp_ring)
+    of_dp = exchange(config, plan.score_gradients, dp_ring)
     two_b = b.panels > 1
 
     @inlined

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import float32, int32, int64, uint32
 
-from ...ptx import cvt, ld_st, memory
+from ...ptx import cvt, ld_st, memory, wgmma
 from ..steps.inlined import inlined
 from ..steps.plain import panel_offset
 
@@ -63,6 +63,23 @@ def to_operand(tile_n):
             p_frag[i], p_frag[count + i], p_frag[2 * count + i] = split_two(acc_s[2 * i], acc_s[2 * i + 1])
 
     return to_p
+
+
+def product_of_rows(n, steps, a, b):
+    """-> multiply(acc, a, b), a device function: A B^T over 16 columns for each of `steps` in a panel of two tiles in
+    parts; n: rows of B. a, b: (where the panel begins in the first part, bytes of a part)."""
+    of_a = tuple((a[0] + i * a[1] + x * 32) >> 4 for i, _ in PRODUCTS for x in steps)
+    of_b = tuple((b[0] + j * b[1] + x * 32) >> 4 for _, j in PRODUCTS for x in steps)
+    return wgmma.new_product_shared(n, "bf16", of_a, of_b, 0)
+
+
+def product_of_registers(n, rows, b):
+    """-> multiply(acc, frag, b), a device function: A, in registers, times n columns of a tile B of `rows` rows. b: as
+    above."""
+    steps = range(rows // 16)
+    of_a = tuple(i * rows // 4 + 4 * y for i, _ in PRODUCTS for y in steps)
+    of_b = tuple((b[0] + j * b[1] + y * 16 * 128) >> 4 for _, j in PRODUCTS for y in steps)
+    return wgmma.new_product_registers(n, "bf16", of_a, of_b, 1)
 
 
 class Loader(NamedTuple):

@@ -3,21 +3,166 @@ and a third one for a bias that TMA loads.
 
 Each role is one thread. TMA loads the tiles. At `full` mbarriers consumers wait for a tile, at `empty` ones they
 release it.
+
+The kernel is persistent: one block per multiprocessor stays for the whole launch and takes query tiles by a counter in
+global memory. Tiles that see the most keys come first, and blocks work on a few heads at a time, so that K and V of
+these heads stay in L2. A work tile describes a query tile to all roles of the block.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba import int32, int64
+from numba import int32, int64, uint32
 
-from ...ptx import special, tma
-from ..score import tile_walk
+from ...arrays.dtypes import ITEM_SIZE
+from ...ptx import memory, special, tma
+from ..score import longest_first, reads, tile_walk
+from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from . import barriers, bias_boxes, query_tiles
-from .barriers import word_alone
-from .block import BEGIN, FIRST_ROW, H_KV, MEMBERS, STATES, STOP, B, H
+from ..steps.sequence import key_range
+from ..steps.sequence import make as make_sequence
+from . import bias_boxes, block, pipeline
+from .block import BEGIN, CUT, FIRST_ROW, FREE, H_KV, MEMBERS, POS_CUT, POS_FREE, STATES, STOP, B, H, word_alone, write
 from .pipeline import Pipeline
+
+
+class QueryTiles(NamedTuple):
+    """Device functions for one thread."""
+
+    publish: Callable[..., Any]  # (base, i, t, arrays, strides, sizes) -> (b, h, first_query)
+    following: Callable[..., Any]  # (t, counter) -> the block's next query tile after t
+    reset: Callable[..., Any]  # (counter), by each block that found no tile left
+
+
+@functools.cache
+def query_tiles(config):
+    tile_n, group, queries = config.tile_n, config.group_size, config.queries
+    l2_rows = config.l2_bytes // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # of K and V
+    rings = pipeline.of_forward(config)
+    sequence_of = make_sequence(config)
+    has_mask, ranges_of, walk = config.has("mask"), reads.make(config, 1).ranges, tile_walk.make(config)
+    asked_of_whole = group == 1 and (config.has("score_mod") or config.has("mask_mod"))  # as fragment_functions.py does
+    take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
+
+    @inlined
+    def tile_of(t, arrays, strides, sizes):
+        """-> (b, h, first_query) of query tile t (b = batch: none).
+
+        Some heads at a time, last queries first; under a mask_mod, those that see the most tiles first.
+        """
+        if walk.present:
+            b, head, own = take(t, arrays, strides, sizes)
+            return b, int32(head * group), int32(own * queries)
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(queries - 1), queries)
+        groups = divide(sizes.heads, group)
+        head_tiles = int32(sizes.batch) * groups
+        kv_heads_at_once = max(divide(l2_rows, max(sizes.seqlen_k, 1)), 1)
+        heads_at_once = int32(min(kv_heads_at_once * divide(sizes.heads, sizes.heads_kv * group), head_tiles))
+        head_tile, from_last = in_rounds(t, m_tiles, head_tiles, heads_at_once)
+        b, of_entry = entry_and_head(head_tile, sizes.batch, groups, bias_of_all(strides))
+        b = b if t < head_tiles * m_tiles else int32(sizes.batch)
+        return b, int32(of_entry * group), int32((m_tiles - 1 - from_last) * queries)
+
+    @inlined
+    def tiles_of(sequence, first_query, sizes):
+        """-> (begin, free, cut, stop): the key tiles that the query tile sees, as in ranges.key_tiles.
+
+        If it sees none, the result is one tile past the end of K and V, which reads as zeros: so every query tile has a
+        key tile. If some rows do not exist, no tile counts as seen by all rows: functions are not called for missing
+        rows.
+        """
+        last_query = first_query + min(sequence.seqlen_q - first_query, queries) - 1
+        begin, free, cut, stop = key_range(sequence, first_query, last_query, sizes, tile_n)
+        if stop <= begin:
+            begin = free = cut = divide(int32(sizes.seqlen_k), tile_n) + 1
+            stop = begin + 1
+        if asked_of_whole and sequence.seqlen_q - first_query < queries:
+            cut = begin
+        return int32(begin), int32(free), int32(cut), int32(stop)
+
+    @inlined
+    def write_ends(work_tile, begin, stop, sizes):
+        if stop <= begin:  # as in tiles_of
+            begin = divide(int32(sizes.seqlen_k), tile_n) + 1
+            stop = begin + 1
+        write(work_tile, BEGIN, begin)
+        write(work_tile, FREE, max(word_alone(work_tile, FREE), begin))
+        write(work_tile, STOP, stop)
+
+    @inlined
+    def ask_mask(work_tile, arrays, strides, sizes):
+        """Drops the tiles before the first and after the last in which the mask leaves a key. FREE and CUT <- the tiles
+        between in which neither the mask nor positions hide a key.
+
+        Reads the work tile and writes it again, because the scheduler has few registers.
+        """
+        b, h, first_query = word_alone(work_tile, B), word_alone(work_tile, H), word_alone(work_tile, FIRST_ROW)
+        end_query = min(int32(sizes.seqlen_q), int32(first_query + queries))
+        ranges = ranges_of(b, h, group, first_query, end_query, arrays, strides, sizes)
+        first, end, whole_first, whole_end = ranges
+        free, cut = divide(whole_first + int32(tile_n - 1), tile_n), divide(whole_end, tile_n)
+        write(work_tile, FREE, max(word_alone(work_tile, FREE), free))
+        write(work_tile, CUT, min(word_alone(work_tile, CUT), cut))
+        begin = max(word_alone(work_tile, BEGIN), divide(first, tile_n))
+        stop = min(word_alone(work_tile, STOP), divide(end + int32(tile_n - 1), tile_n))
+        write_ends(work_tile, begin, stop, sizes)
+
+    @inlined
+    def leave_empty_out(work_tile, arrays, strides, sizes):
+        """Drops the tiles at both ends in which a mask_mod leaves nothing; STATES <- where the states of the tiles
+        between are."""
+        b, h, first_query = word_alone(work_tile, B), word_alone(work_tile, H), word_alone(work_tile, FIRST_ROW)
+        states = walk.row(b, h, first_query, arrays, strides)
+        begin, stop = word_alone(work_tile, BEGIN), word_alone(work_tile, STOP)
+        begin, stop = walk.trim(states, begin, stop, arrays, strides)
+        write_ends(work_tile, begin, stop, sizes)
+        write(work_tile, STATES, states)
+
+    @inlined
+    def of(t, arrays, strides, sizes):
+        """-> the WorkTile of query tile t. If no tile is left, the first one replaces it, without members, so that
+        roles need no branch."""
+        b, h, first_query = tile_of(t, arrays, strides, sizes)
+        work = b < sizes.batch
+        if not work:
+            b, h, first_query = int32(0), int32(0), int32(0)
+        sequence = sequence_of(b, arrays, strides, sizes)
+        begin, free, cut, stop = tiles_of(sequence, first_query, sizes)
+        h_kv, position = divide(h, divide(sizes.heads, sizes.heads_kv)), first_query + sequence.q_start
+        return block.WorkTile(b, h, h_kv, first_query, sequence.keys, position, work, begin, free, cut, stop)
+
+    @inlined
+    def publish(base, i, t, arrays, strides, sizes):
+        """Query tile t is the block's i-th: tells the producer and the consumers. -> its b, h and first_query"""
+        tile, work = of(t, arrays, strides, sizes), rings.work_tile(base, i)
+        rings.tiles.producer_acquire(base, i)
+        block.write_tile(work, tile)
+        if has_mask:
+            write(work, POS_FREE, tile.free)
+            write(work, POS_CUT, tile.cut)
+            ask_mask(work, arrays, strides, sizes)
+        if walk.present:
+            leave_empty_out(work, arrays, strides, sizes)
+        rings.tiles.producer_commit(base, i, True)
+        if has_mask or walk.present:  # read again, not kept in registers until here
+            return word_alone(work, B), word_alone(work, H), word_alone(work, FIRST_ROW)
+        return tile.b, tile.h, tile.first_row
+
+    @inlined
+    def following(t, counter):
+        """The block's next query tile after t."""
+        return int32(memory.add(counter, uint32(1))) + special.block_count()
+
+    @inlined
+    def reset(counter):
+        """Called by each block that found no tile left; the last one resets the counter for the next launch."""
+        if memory.add(counter + 4, uint32(1)) == uint32(special.block_count() - 1):
+            memory.exchange(counter, uint32(0))
+            memory.exchange(counter + 4, uint32(0))
+
+    return QueryTiles(publish, following, reset)
 
 
 class Tiles(NamedTuple):
@@ -44,10 +189,10 @@ def make(config):
     q_panel, kv_panel = config.tile_m * 128, config.tile_n * 128  # bytes of 64 columns
     k_panels, v_panels = -(-config.head_dim_padded // 64), -(-config.head_dim_v_padded // 64)
     q_bytes, k_bytes, v_bytes = q_panel * k_panels, kv_panel * k_panels, kv_panel * v_panels
-    rings = barriers.make(config)
+    rings = pipeline.of_forward(config)
     fetch_bias = bias_boxes.make(config, 64).fetch
     maps_address = tma.parameter("numba_flash_wgmma")
-    work = query_tiles.make(config)
+    work = query_tiles(config)
     walk = tile_walk.make(config)
     k_tiles = Tiles(rings.k, plan.k, k_bytes, k_panels, 128)
     v_tiles = Tiles(rings.v, plan.v, v_bytes, v_panels, 256)
@@ -159,4 +304,4 @@ def make(config):
             rings.tiles.consumer_wait(base, i)
             work_tile = rings.work_tile(base, i)
 
-    return Roles(barriers.starter(config, 1), schedule, produce, produce_bias)
+    return Roles(pipeline.starter_of_forward(config, 1), schedule, produce, produce_bias)

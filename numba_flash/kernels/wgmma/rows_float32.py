@@ -1,16 +1,20 @@
-"""Writes float32 rows of a tile from wgmma's accumulators to global memory: four lanes write 32 contiguous bytes of a
-row."""
+"""Writes float32 rows of a tile, of O or of a gradient, from wgmma's accumulators to global memory: four lanes write 32
+contiguous bytes of a row."""
+
+import functools
 
 import numpy as np
 from numba import float32, int32, uint32
 
-from ...ptx import bar, ld_st, local, memory, shfl
+from ...ptx import bar, cluster, ld_st, local, memory, shfl
 from ..steps import elements
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.sequence import lse_row, queries_of, query_row
 from ..steps.units import exponent_unit
+
+FIRST, SECOND = (np.int32(i) for i in range(2))  # not Python ints: see inlined.py
 
 
 def row_writer(blocks, columns, vectorized):
@@ -41,7 +45,7 @@ def row_writer(blocks, columns, vectorized):
     return write_row
 
 
-def make(config):
+def output_writer(config):
     """-> write_rows, a device function.
 
     A warp writes the 16 rows of a QueryTile from first_row on, with their lse. It does not write O of a row that is not
@@ -87,3 +91,72 @@ def make(config):
         return some
 
     return write_rows
+
+
+@functools.cache
+def gradient_writer(columns, padded, of_row=None):
+    """-> store, a device function, for a gradient of `columns` columns. A lane has its sums as (padded / 8, 4).
+
+    of_row: number of columns of a whole row, if these are only a part.
+    """
+    blocks = padded // 8
+    write_row = row_writer(blocks, columns, (of_row or columns) % 2 == 0)
+
+    @inlined
+    def store_row(r, acc, factor, lane, target, base, row_stride, rows_left, rows_that_count):
+        row = int32(first_row_of(lane)) + 8 * r
+        counts, nonfinite = row < rows_that_count, float32(0)
+        for n in range(blocks):
+            for x in range(2):
+                at = 4 * n + 2 * r + x
+                acc[at] = acc[at] * factor if counts else float32(0)
+                nonfinite += acc[at] * float32(0)  # NaN when it is NaN or Inf
+        nonfinite += shfl.bfly_f32(nonfinite, 1)
+        nonfinite += shfl.bfly_f32(nonfinite, 2)
+        finite = nonfinite == float32(0)
+        if finite and row < rows_left:
+            write_row(acc, r, lane, target, base + row * row_stride, 1)
+        return uint32(0) if finite else uint32(1) << uint32(row)
+
+    @inlined
+    def store(acc, factor, lane, target, base, row_stride, rows_left, rows_that_count):
+        """Writes factor times a warp's 16 rows, and zeros from row rows_that_count on. The first row begins at element
+        `base`.
+
+        -> a bit for each row that is not finite and so is not stored; the same in all lanes.
+        """
+        found = store_row(FIRST, acc, factor, lane, target, base, row_stride, rows_left, rows_that_count)
+        found |= store_row(SECOND, acc, factor, lane, target, base, row_stride, rows_left, rows_that_count)
+        for distance in (1, 2, 4, 8, 16):
+            found |= shfl.bfly_b32(found, distance)
+        return found
+
+    return store
+
+
+@functools.cache
+def gradient_writer_of_block(config, head_dim, padded):
+    """-> store, as above, for the columns of a gradient of head_dim that a block has: all, or half of them in a pair.
+
+    padded: of the first block's half; base: of the whole row.
+    """
+    if not config.paired:
+        return gradient_writer(head_dim, padded)
+    second = max(head_dim - padded, 0)
+    store_first, store_second = (
+        gradient_writer(min(padded, head_dim), padded, head_dim),
+        gradient_writer(second, padded, head_dim),
+    )
+    same = second == padded
+
+    @inlined
+    def store(acc, factor, lane, target, base, row_stride, rows_left, rows_that_count):
+        rank = cluster.rank()
+        base += rank * padded
+        if same or rank == 0:
+            found = store_first(acc, factor, lane, target, base, row_stride, rows_left, rows_that_count)
+        else:
+            found = store_second(acc, factor, lane, target, base, row_stride, rows_left, rows_that_count)
+        return found
+
+    return store

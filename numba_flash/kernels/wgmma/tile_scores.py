@@ -10,9 +10,8 @@ from ..score import fragment_functions, fragments, kept_weights, reads
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.units import LOG2_E
-from . import barriers, bias_boxes
-from .barriers import position, tile_of, word
-from .block import FIRST_ROW, KEYS, POS_CUT, POS_FREE, B, H, rows_of_lane
+from . import bias_boxes, block, pipeline
+from .block import FIRST_ROW, POS_CUT, POS_FREE, B, H, position, rows_of_lane, tile_of, word
 
 
 class KeyTile(NamedTuple):
@@ -53,6 +52,7 @@ class ConsumerRegisters(NamedTuple):
 class TileScores(NamedTuple):
     """Device functions. tile: a KeyTile; scores: ScoreRegisters."""
 
+    row_terms: Callable[..., Any]  # (terms, work_tile, arrays, strides): terms (2,) <- what a row's scores share
     load: Callable[..., Any]  # (tile, scores, arrays, strides, sizes): what is read from global memory
     find_bits: Callable[..., Any]  # (tile, scores, sizes): which scores count
     side: Callable[..., Any]  # (j, before, behind, scores, shift) -> on which side of the queries a key tile lies
@@ -88,32 +88,35 @@ def make(config, sides):
     """sides: a OneSide; None if no tile may be linear. -> TileScores"""
     queries, read = config.queries, reads.make(config, 1)
     hide, some_hidden, has_mask = read.hide, read.some_hidden, config.has("mask")
-    has_row_term = fragments.chain(config).has_row_term
-    _, visible, finish, mask_scores = fragments.tile(config, 1)
+    chain = fragments.chain(config)
+    _, _, finish, mask_scores = fragments.tile(config, 1)
+    find_visible = block.visibility(config, config.tile_n)
     boxes, blocks, consumers = bias_boxes.make(config, 64), config.tile_n // 8, config.consumers
     bias_at, bias_bytes = config.shared_layout().bias, config.bias_bytes
-    ring = barriers.make(config).bias
+    ring = pipeline.of_forward(config).bias
     functions, has_score_mod = fragment_functions.make(config), config.has("score_mod")
     one_sided, to_shift, to_linear = (False, None, None) if sides is None else (sides.present, *sides[-2:])
     log2_e = float32(LOG2_E)
 
     @inlined
-    def find_visible(j, work_tile, sizes, mask_bits, distance):
-        """mask_bits <- which of the lane's scores of key tile j count. Run it during products: it takes a while."""
-        first_row, lane = rows_of_lane()
-        keys = word(work_tile, KEYS)
-        visible(j, first_row, lane, position(work_tile), sizes.left, sizes.right, keys, mask_bits, distance)
+    def row_terms(terms, work_tile, arrays, strides):
+        for r in range(2):
+            terms[r] = float32(0)
+            if chain.has_row_term:
+                first_row, lane = rows_of_lane()
+                row_head = word(work_tile, H) + (first_row + first_row_of(lane) + 8 * r) % config.group_size
+                terms[r] = chain.row_term(word(work_tile, B), row_head, arrays, strides)
 
     @inlined
     def find_shown(j, work_tile, sizes, mask_bits, bits, distance):
         """Like find_visible, less the scores that the mask hides, whose bits have been loaded. Positions hide something
         only in some of the tiles for which the mask is read."""
         if has_mask and word(work_tile, POS_FREE) <= j < word(work_tile, POS_CUT):
-            if has_row_term:
-                find_visible(j, work_tile, sizes, mask_bits, distance)  # needed for the distance
+            if chain.has_row_term:
+                find_visible(work_tile, j, sizes, mask_bits, distance)  # needed for the distance
             hide(mask_bits, bits, FALSE)
         else:
-            find_visible(j, work_tile, sizes, mask_bits, distance)
+            find_visible(work_tile, j, sizes, mask_bits, distance)
             hide(mask_bits, bits, TRUE)
 
     @inlined
@@ -121,7 +124,7 @@ def make(config, sides):
         """mask_bits <- which scores count, if that may be asked. Run it during products, like find_visible."""
         if tile.inside:
             if config.scores_finished or has_score_mod or tile.asks:
-                find_visible(tile.j, tile.work_tile, sizes, registers.mask_bits, registers.distance)
+                find_visible(tile.work_tile, tile.j, sizes, registers.mask_bits, registers.distance)
         elif config.scores_finished or has_mask or has_score_mod or tile.masked or tile.asks:
             bits = registers.shown_bits
             find_shown(tile.j, tile.work_tile, sizes, registers.mask_bits, bits, registers.distance)
@@ -208,4 +211,4 @@ def make(config, sides):
                     mask_scores(registers.acc_s, registers.mask_bits)
         return factor
 
-    return TileScores(load, find_bits, side_of, finish_scores)
+    return TileScores(row_terms, load, find_bits, side_of, finish_scores)
