@@ -85,101 +85,37 @@ class WideDkdvConfig(OfGradients, WideBackwardConfig):
 class WideFusedConfig(WideBackwardConfig):
     """A block owns tile_n keys, walks over tiles of tile_m queries, and computes dK, dV and its parts of dQ.
 
-    column_groups warps own the same keys, 2 or 4: one half computes S of them, the other dP, each with a part of the
-    queries. Each sums up its part of the columns of dK and dV. Of dQ warps have `dq_columns` of 16 queries.
-    """
-
-    column_groups: int = 2
-
-    kernel = "mma_wide_fused"
-    module = "mma.backward_wide_fused"
-    takes = abi.backward("dq dk dv", abi.ROWS).plus("turns")
-    of_keys = True
-    GROUPS: ClassVar[tuple[int, ...]] = (2, 4)
-    IN_FLIGHT: ClassVar[int] = 264  # about as many key tiles as a GPU works on at a time
-    blocks: ClassVar[int] = 1  # that share the columns, as of WideCarriedConfig
-    LOADERS: ClassVar[int] = 0
-    registers: ClassVar[tuple[int, int]] = (24, 240)
-    TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        warps, strips, sharing = self.workers // 32, self.tile_m // 16, self.column_groups // 2
-        check(warps % strips == 0, f"strips of 16 of {self.tile_m} queries must divide {warps} warps")
-        check(self.tile_m // 8 % sharing == 0, f"{sharing} warps cannot share {self.tile_m} queries")
-
-    @property
-    def summed_columns(self) -> int:
-        return self.head_dim_padded + self.head_dim_v_padded
-
-    @property
-    def head_dim_padded(self) -> int:
-        """Of all tiles alike: what a warp does is then the same for S as for dP."""
-        return self._padded(max(self.head_dim, self.head_dim_v))
-
-    @property
-    def head_dim_v_padded(self) -> int:
-        return self.head_dim_padded
-
-    @property
-    def _column_parts(self) -> int:
-        """In how many parts warps have the columns of dQ."""
-        return max(self.workers // 32 // (self.tile_m // 16), 1)
-
-    @property
-    def dq_columns(self) -> int:
-        return self.head_dim_padded // self._column_parts
-
-    def _padded(self, columns: int) -> int:
-        step = 128 // self.item_size * max(self.column_groups, self._column_parts)
-        return -(-columns // step) * step
-
-    @property
-    def pitch(self) -> int:
-        """Elements from a key of P^T or dS^T to the next (kernels/mma/shared_weights.py)."""
-        return self.tile_m + (4 if self.item_size == 4 else 0)
-
-    def workspace(self, problem: AnyProblem) -> abi.Workspace:
-        p = problem.forward
-        return dict(turns=((self.TURNS_AT + p.batch * p.heads * -(-p.seqlen_q // self.tile_m),), "uint32"))
-
-    def own_places(self) -> tuple[int, int, int]:
-        """Where V, P^T and dS^T are."""
-        plan = self.shared_layout()
-        return plan.v, plan.p, plan.ds
-
-    def shared_layout(self) -> Any:
-        """Where K, V, Q, dO, P^T, dS^T, lse with delta of the queries, the block's state, and the end are."""
-        own, other = (tile_bytes(rows, self.head_dim_padded, self.item_size) for rows in (self.tile_n, self.tile_m))
-        weights, rows = self.tile_n * self.pitch * self.item_size, self.tile_m * 2 * self.item_size
-        return layout(k=own, v=own, q=other, do=other, p=weights, ds=weights, rows=rows, state=64, barriers=0)
-
-
-@dataclass(frozen=True)
-class WideCarriedConfig(WideFusedConfig):
-    """Of mma_wide_carried: a further warpgroup loads tiles and adds parts of dQ in global memory.
+    Two warps own the same keys: one computes S of them, the other dP, and each sums up half of the columns of dK and
+    dV. Of dQ warps have `dq_columns` of 16 queries. A further warpgroup loads tiles and adds parts of dQ in global
+    memory.
 
     blocks: with 2, a cluster, each has half of the columns, which head_dim_padded then counts. Scores from the other
     block, P^T with dS^T, and the part of dQ follow each other in one buffer of shared memory, so that tiles of more
     queries fit.
     """
 
-    blocks: int = 1  # type: ignore[misc]
+    column_groups: int = 2
+    blocks: int = 1
 
-    kernel = "mma_wide_carried"
+    kernel = "mma_wide_fused"
     module = "mma.backward_wide_fused"
+    takes = abi.backward("dq dk dv", abi.ROWS).plus("turns")
+    of_keys = True
     whole_program: ClassVar[bool] = True  # setmaxnreg wants that
     columns_in_order: ClassVar[bool] = True
-    GROUPS: ClassVar[tuple[int, ...]] = (2,)
     shared_alignment: ClassVar[int] = WideBackwardConfig.ALIGNMENT
-    FEW: ClassVar[int] = 56  # registers of a thread of that warpgroup
+    GROUPS: ClassVar[tuple[int, ...]] = (2,)
+    IN_FLIGHT: ClassVar[int] = 264  # about as many key tiles as a GPU works on at a time
+    FEW: ClassVar[int] = 56  # registers of a thread of the further warpgroup
     LOADERS: ClassVar[int] = 64  # threads that load tiles
+    TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
 
     def __post_init__(self) -> None:
         few = self.own_rows <= 4 * self.warp_rows
-        check(self.dtype == "float64", f"parts of dQ are carried in float64, not in {self.dtype}")
+        check(self.dtype == "float64", f"one kernel of all gradients takes float64, not {self.dtype}")
         check(self.blocks in (1, 2), f"blocks must be 1 or 2, not {self.blocks}")
         check(few, f"{self.own_rows} keys are more than 4 times {self.warp_rows}: each has a named barrier")
+        check(self.workers % 128 == 0, f"threads that compute must be whole warpgroups, not {self.workers}: setmaxnreg")
         super().__post_init__()
         self._set(self.shared_layout().end)
 
@@ -197,26 +133,56 @@ class WideCarriedConfig(WideFusedConfig):
         return "8.1" if self.blocks > 1 else ""
 
     @property
-    def registers(self) -> tuple[int, int]:  # type: ignore[override]
+    def registers(self) -> tuple[int, int]:
         """Of a thread that fetches or carries, and of those that compute, to whom the others leave theirs."""
         launched = 65536 // max(self.blocks_per_sm, 1) // self.threads // 8 * 8
         return self.FEW, min((launched * self.threads - 128 * self.FEW) // self.workers // 8 * 8, 240)
 
     @property
+    def summed_columns(self) -> int:
+        return self.head_dim_padded + self.head_dim_v_padded
+
+    @property
     def head_dim_padded(self) -> int:
-        """Of one block."""
+        """Of one block, of all tiles alike: what a warp does is then the same for S as for dP."""
         return self._padded(-(-max(self.head_dim, self.head_dim_v) // self.blocks))
 
     @property
+    def head_dim_v_padded(self) -> int:
+        return self.head_dim_padded
+
+    @property
+    def _column_parts(self) -> int:
+        """In how many parts warps have the columns of dQ."""
+        return max(self.workers // 32 // (self.tile_m // 16), 1)
+
+    @property
+    def dq_columns(self) -> int:
+        return self.head_dim_padded // self._column_parts
+
+    def _padded(self, columns: int) -> int:
+        step = 16 * max(self.column_groups, self._column_parts)
+        return -(-columns // step) * step
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from a key of P^T or dS^T to the next (kernels/mma/shared_weights.py)."""
+        return 8 * self.tile_m
+
+    @property
     def pitch_dq(self) -> int:
-        """Elements from a query of a part of dQ to the next (kernels/mma/backward_dq_carried.py)."""
+        """Elements from a query of a part of dQ to the next (kernels/mma/backward_dq_parts.py)."""
         return self.head_dim_padded + 8
+
+    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+        p = problem.forward
+        return dict(turns=((self.TURNS_AT + p.batch * p.heads * -(-p.seqlen_q // self.tile_m),), "uint32"))
 
     def shared_layout(self) -> Any:
         """Where K, V, Q, dO, P^T, dS^T, lse with delta of the queries, the block's state, the part of dQ, mbarriers,
         those of scores from the other block (kernels/mma/shared_scores.py), and the end are."""
         own, other = (tile_bytes(rows, self.head_dim_padded, 8) for rows in (self.tile_n, self.tile_m))
-        weights, part = self.tile_n * self.pitch * 8, self.tile_m * self.pitch_dq * 8
+        weights, part = self.tile_n * self.pitch, self.tile_m * self.pitch_dq * 8
         tiles, barriers = dict(k=own, v=own, q=other, do=other, p=weights), (self.blocks - 1) * self.workers // 4
         ds = max(weights, part - weights)
         made = layout(**tiles, ds=ds, rows=self.tile_m * 16, state=64, dq=0, barriers=32, scores_barriers=barriers)

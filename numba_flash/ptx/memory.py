@@ -144,32 +144,6 @@ def store_v2_f64(typingctx, address, values, at):
 
 
 @intrinsic
-def load_v4_relaxed(typingctx, values, at, address):
-    """ld.relaxed.gpu.global.v4.b32: values[at : at + 4] (local uint32) = 16 bytes at a global address, a multiple of
-    16, that another block may have written. cc 7.0."""
-
-    def codegen(context, builder, signature, args):
-        values = asm.Registers(builder, args[0], args[1], 4)
-        asm.emit(builder, f"ld.relaxed.gpu.global.v4.b32 {asm.braces(0, 4)}, [$4];", [values], [args[2]])
-        return context.get_dummy_value()
-
-    return types.void(values, types.int32, types.int64), codegen
-
-
-@intrinsic
-def store_v4_relaxed(typingctx, address, values, at):
-    """st.relaxed.gpu.global.v4.b32: 16 bytes of a local uint32 array to a global address, a multiple of 16, where other
-    blocks may write before and after, in turns. cc 7.0."""
-
-    def codegen(context, builder, signature, args):
-        values = asm.Registers(builder, args[1], args[2], 4)
-        asm.emit(builder, f"st.relaxed.gpu.global.v4.b32 [$0], {asm.braces(1, 4)};", [], [args[0], *values.load()])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, values, types.int32), codegen
-
-
-@intrinsic
 def add(typingctx, address, value):
     """atom.global.add.u32: memory += value, -> what was there before. One thread; atomic on the whole GPU, unordered.
 

@@ -120,17 +120,9 @@ TABLES: dict[str, tuple[Row, ...]] = {
         at(256, 16, 16, 16, 2, 1),
         at(256, 32, 16, 16, 2, 0, gpu=SIMULATOR),
     ),
-    # One kernel of all gradients: 1.30 to 1.54 times as fast as two. least_keys: with fewer, its line of parts of dQ
-    # takes too long.
-    "mma_wide_fused_float32": table(
-        _WIDE,
-        at(128, 32, 128, 32, 2, 1, above=64, least_keys=16384, plain=True),
-        at(256, 32, 64, 32, 4, 1, above=128, least_keys=8192, plain=True),
-    ),
-    "mma_wide_fused_float64": table(_WIDE, at(256, 16, 32, 16, 4, 1, above=160, least_keys=8192, plain=True)),
-    # For GPUs whose m16n8k16 of float64 is one instruction: 1.3 to 2 times as fast as two kernels, at head_dim 256
-    # 2.7 to 3.1 times.
-    "mma_wide_carried_float64": table(
+    # One kernel of all gradients: 1.3 to 2 times as fast as two, at head_dim 256 2.7 to 3.1 times. least_keys: with
+    # fewer, its line of parts of dQ takes too long.
+    "mma_wide_fused": table(
         "tile_m tile_n warp_rows column_groups blocks_per_sm blocks",
         at(64, 32, 32, 16, 2, 2, 1, above=32, least_keys=32768, plain=True),
         at(128, 32, 64, 16, 2, 1, 1, above=64, least_keys=16384, plain=True),

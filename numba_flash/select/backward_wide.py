@@ -47,28 +47,25 @@ def _shrunk(row: Row, of_keys: bool, problem: Problem) -> Row:
 
 def _wide_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """One kernel of dK, dV and parts of dQ, with those before and after it, if that is the faster form; otherwise none.
-    It computes five products instead of seven. It needs a query: without one no previous kernel would set its ticket to
-    0."""
+    It computes five products instead of seven. It needs a GPU whose products of float64 are one instruction. It needs a
+    query: without one no previous kernel would set its ticket to 0."""
     forward = problem.forward
+    taken = forward.dtype == "float64" and target.cc == LARGE_FLOAT64 and {"dq", "dk", "dv"} <= set(problem.wanted)
     rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # of dq, which is contiguous
-    every = {"dq", "dk", "dv"} <= set(problem.wanted) and rows_of_16_bytes and forward.seqlen_q > 0
-    if not every or not gains_by_one_wide_kernel(problem) or forward.packed is not None:
+    every = taken and rows_of_16_bytes and forward.seqlen_q > 0 and forward.packed is None
+    if not every or not gains_by_one_wide_kernel(problem):
         return []
-    forms: list[tuple[type[wide.WideFusedConfig], str]] = [(wide.WideFusedConfig, "mma_wide_fused")]
-    if forward.dtype == "float64" and (target.simulated or target.cc == LARGE_FLOAT64):
-        forms.insert(0, (wide.WideCarriedConfig, "mma_wide_carried"))
-    for kind, table in forms:
-        for row in shared.usable(table, problem, target):
-            fused = kind(**_features(problem, target), **row.tile)
-            if shared.fits(fused, target):
-                of_finish: dict[str, Any] = dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
-                finish = wide.WideDqFinishConfig(**shared.features_of(problem), **of_finish)
-                return [shared.delta_config(problem, target, turns_of=fused.tile_m), fused, finish]
+    for row in shared.usable("mma_wide_fused", problem, target):
+        fused = wide.WideFusedConfig(**_features(problem, target), **row.tile)
+        if shared.fits(fused, target):
+            of_finish: dict[str, Any] = dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
+            finish = wide.WideDqFinishConfig(**shared.features_of(problem), **of_finish)
+            return [shared.delta_config(problem, target, turns_of=fused.tile_m), fused, finish]
     return []
 
 
 def gains_by_one_wide_kernel(problem: BackwardProblem) -> bool:
-    """Whether the one kernel of float32 and float64 is the faster form, where a row is for the problem.
+    """Whether the one kernel is the faster form, where a row is for the problem.
 
     Its parts of dQ wait in a line, so a batch entry needs enough work, as in gains_by_one_kernel.
     docs/adding_a_tile_row.md has the measurements.

@@ -49,7 +49,6 @@ from numba_flash.config.wgmma_backward_float32 import (
 from numba_flash.config.wgmma_float32 import WgmmaFloat32Config
 from numba_flash.config.wgmma_forward import WgmmaConfig
 from numba_flash.config.wide_backward import (
-    WideCarriedConfig,
     WideDkdvConfig,
     WideDqConfig,
     WideDqFinishConfig,
@@ -143,9 +142,8 @@ def test_every_kernel_can_be_made():
         *[kind("float32", ("float32",), (0,)) for kind in (AuxStartConfig, AuxRoundConfig)],
         WideDkdvConfig("float32", 8, 8, 16, 16),
         WideDqConfig("float32", 8, 8, 16, 16),
-        WideFusedConfig("float32", 8, 8, 16, 16),
-        WideCarriedConfig("float64", 8, 8, 16, 32),
-        WideDqFinishConfig("float32", 8, 8, 16, 16),
+        WideFusedConfig("float64", 8, 8, 16, 32),
+        WideDqFinishConfig("float64", 8, 8, 16, 16),
         PreprocessConfig("float16", 8, has_dlse=False, wide=True),
         WgmmaDkdvConfig("float16", 8, 8, 16, 64),
         WgmmaDqConfig("float16", 8, 8, 64, 16),

@@ -16,7 +16,7 @@ from numba_flash.config.wgmma_backward_float32 import (
     WgmmaPairedDqConfig,
 )
 from numba_flash.config.wgmma_forward import WgmmaConfig, check_registers
-from numba_flash.config.wide_backward import WideCarriedConfig, WideDkdvConfig, WideFusedConfig
+from numba_flash.config.wide_backward import WideDkdvConfig, WideFusedConfig
 from numba_flash.problem.options import uses
 
 
@@ -207,21 +207,13 @@ def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_colum
             lambda: WideDkdvConfig("float32", 64, 64, 32, 64, column_groups=4),
             r"one of \(1, 2\), not 4",
         ),
-        (lambda: WideFusedConfig("float32", 64, 64, 32, 64, column_groups=1), r"\(2, 4\), not 1"),
-        (
-            lambda: WideFusedConfig("float32", 64, 64, 64, 48),
-            "strips of 16 .* divide 6 warps",
-        ),
-        (lambda: WideFusedConfig("float32", 256, 256, 16, 64, warp_rows=32), "need 512 sums"),
-        (
-            lambda: WideCarriedConfig("float32", 64, 64, 16, 64),
-            "carried in float64, not in float32",
-        ),
-        (
-            lambda: WideCarriedConfig("float64", 64, 64, 16, 64, blocks=3),
-            "blocks must be 1 or 2, not 3",
-        ),
-        (lambda: WideCarriedConfig("float64", 64, 64, 32, 64, warp_rows=32, column_groups=4), r"\(2,\), not 4"),
+        (lambda: WideFusedConfig("float64", 64, 64, 32, 64, column_groups=4), r"\(2,\), not 4"),
+        (lambda: WideFusedConfig("float64", 64, 64, 48, 64), "rows that a block walks over must be one of"),
+        (lambda: WideFusedConfig("float64", 64, 64, 32, 48), "whole warpgroups, not 192"),
+        (lambda: WideFusedConfig("float64", 64, 64, 32, 128), "128 keys are more than 4 times 16"),
+        (lambda: WideFusedConfig("float64", 256, 256, 32, 64), "need 512 sums"),
+        (lambda: WideFusedConfig("float32", 64, 64, 16, 64), "takes float64, not float32"),
+        (lambda: WideFusedConfig("float64", 64, 64, 16, 64, blocks=3), "blocks must be 1 or 2, not 3"),
     ],
 )
 def test_a_config_checks_itself(make, word):

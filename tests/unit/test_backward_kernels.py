@@ -433,8 +433,8 @@ def test_blocks_are_halved_where_they_are_few():
     assert tiles == {11: whole, 12: [whole[0], halved[1]], 15: [whole[0], halved[1]], 16: halved}
 
 
-def test_when_one_kernel_takes_all_gradients_in_float32_and_float64():
-    def kernels(head_dim=128, seqlen_q=2048, seqlen_k=2048, heads=8, batch=1, dtype="float32", target=HOPPER, **more):
+def test_when_one_kernel_takes_all_gradients_in_float64():
+    def configs(head_dim=128, seqlen_q=2048, seqlen_k=2048, heads=8, batch=1, target=HOPPER, dtype="float64", **more):
         pitch = -(-head_dim // 4) * 4  # rows begin at multiples of 16 bytes
 
         def rows(seqlen):
@@ -443,11 +443,15 @@ def test_when_one_kernel_takes_all_gradients_in_float32_and_float64():
 
         given = {name: rows(seqlen_q) for name in ("do", "q", "o")} | {name: rows(seqlen_k) for name in ("k", "v")}
         given |= dict(lse=empty(batch, heads, seqlen_q, dtype=dtype))
-        return kernels_of("mma", problem(head_dim, dtype=dtype, **given, **more), target)
+        return configs_of("mma", problem(head_dim, dtype=dtype, **given, **more), target)
+
+    def kernels(*given, **more):
+        return [config.kernel for config in configs(*given, **more)]
 
     one, two = ["delta", "mma_wide_fused", "mma_dq_finish"], ["delta", "mma_dkdv_wide", "mma_dq_wide"]
-    assert all(kernels(head_dim, heads=32) == one for head_dim in (68, 128, 132, 256))
-    assert kernels(64, heads=32) == two
+    assert all(kernels(head_dim, heads=16) == one for head_dim in (34, 64, 66, 128, 130, 256))
+    assert [config.cluster for config in configs(130)] == [config.cluster for config in configs(256)] == [1, 2, 1]
+    assert kernels(32, heads=32) == kernels(64, heads=8) == two
     assert kernels(256, 1024, 1024) == one
     assert kernels() == kernels(causal=True) == kernels(window=(9, 9)) == one
     assert kernels(batch=1) == kernels(batch=50), "a row's bits must not depend on its batch"
@@ -455,27 +459,9 @@ def test_when_one_kernel_takes_all_gradients_in_float32_and_float64():
     assert kernels(wanted=("dk", "dv")) == two[:2]
     for changed in (dict(softcap=5.0), dict(dropout_p=0.1), dict(mask_mod=Function.of("mask_mod", earlier))):
         assert "mma_wide_fused" not in kernels(**changed)
-    assert kernels(head_dim=126) == two, "rows of dq have to begin at multiples of 16 bytes"
-    assert kernels(target=RTX_5090)[1] == "mma_dkdv_wide", "where its tiles do not fit"
-
-
-def test_who_takes_all_gradients_in_float64():
-    """Where the products have an instruction of their own parts of dQ are carried; elsewhere it gains above 160."""
-
-    def kernels(target, head_dim=128, heads=32, **options):
-        of_all = dict.fromkeys(("do", "q", "k", "v", "o"), empty(1, heads, 2048, head_dim, dtype="float64"))
-        given = of_all | dict(lse=empty(1, heads, 2048, dtype="float64"))
-        made = configs_of("mma", problem(head_dim, dtype="float64", **given, **options), target)
-        return [config.kernel for config in made], [config.cluster for config in made]
-
-    carried = ["delta", "mma_wide_carried", "mma_dq_finish"]
-    for head_dim in (34, 64, 66, 128):
-        assert kernels(HOPPER, head_dim) == (carried, [1, 1, 1])
-    assert kernels(HOPPER, 130) == kernels(HOPPER, 256) == (carried, [1, 2, 1])
-    assert kernels(HOPPER, 32)[0] == kernels(HOPPER, softcap=5.0)[0] == ["delta", "mma_dkdv_wide", "mma_dq_wide"]
-    assert kernels(A100, 128)[0] == ["delta", "mma_dkdv_wide", "mma_dq_wide"]
-    assert kernels(B200, 256)[0] == ["delta", "mma_wide_fused", "mma_dq_finish"]
-    assert kernels(B200, 160)[0][1] == "mma_dkdv_wide"
+    assert kernels(head_dim=127) == two, "rows of dq have to begin at multiples of 16 bytes"
+    assert kernels(target=A100) == kernels(target=B200) == two, "where products have no instruction of their own"
+    assert kernels(dtype="float32") == two
 
 
 def test_when_one_kernel_takes_all_gradients():
@@ -563,17 +549,16 @@ def test_how_many_heads_of_a_group_a_block_takes():
     assert members(32, 4, mask_mod=Function.of("mask_mod", earlier)) == 0, "blocks take what is left of tiles in turns"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_one_kernel_in_float32_and_float64_needs_a_query(dtype, monkeypatch):
+def test_one_kernel_in_float64_needs_a_query(monkeypatch):
     """Without one no previous kernel would set its ticket to 0."""
     monkeypatch.setattr(backward_wide, "gains_by_one_wide_kernel", lambda *_: True)
     for seqlen_q, one in ((1, True), (0, False)):
-        of_q, of_k = (1, 2, seqlen_q, 128), (1, 2, 2**15, 128)
-        given = {name: empty(*of_q, dtype=dtype) for name in ("do", "q", "o")}
-        given |= {name: empty(*of_k, dtype=dtype) for name in ("k", "v")}
-        made = problem(128, dtype=dtype, **given, lse=empty(*of_q[:3], dtype=dtype))
+        of_q, of_k = (1, 2, seqlen_q, 64), (1, 2, 2**15, 64)
+        given = {name: empty(*of_q, dtype="float64") for name in ("do", "q", "o")}
+        given |= {name: empty(*of_k, dtype="float64") for name in ("k", "v")}
+        made = problem(64, dtype="float64", **given, lse=empty(*of_q[:3], dtype="float64"))
         kernels = [config.kernel for config in backward_wide.wide_configs.__wrapped__(made, HOPPER)]
-        assert (kernels[1] in ("mma_wide_fused", "mma_wide_carried")) == one
+        assert (kernels[1] == "mma_wide_fused") == one
 
 
 def test_one_long_head_has_several_partial_sums_of_dq():

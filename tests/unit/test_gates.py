@@ -156,7 +156,7 @@ def intended(config):
     if dtype == "float64":
         dtype, machines = ("float64, sm_90", (HOPPER,)) if config.large_f64 else (dtype, (A100, B200))
     in_ptx, in_sass = WIDE[dtype]
-    carried = kernel == "mma_wide_carried"
+    carried = kernel == "mma_wide_fused"
     more = OF_CARRIER * carried + OF_BOTH_BLOCKS * (config.cluster > 1)
     return (in_ptx, "cp.async.cg.shared", *more), (in_sass, "LDGSTS", *("USETMAXREG",) * carried), machines
 
@@ -263,20 +263,19 @@ def wide_backward_gates():
                     for config in of_gradients({table: row}, target, dtype=dtype, wanted=wanted, **given):
                         size = f"{own}x{other}{part(config)}"
                         yield f"{table}-{row.head_dim}-{size}{sm80}{words}", config
-        yield from wide_fused_gates("mma_wide_fused", dtype, target, sm80)
-    yield from wide_fused_gates("mma_wide_carried", "float64", HOPPER)
+    yield from wide_fused_gates()
 
 
-def wide_fused_gates(kernel, dtype, target, sm80=""):
-    """Of the one kernel and of the one behind it, with as many keys as it needs."""
-    for row in rows(backward_tiles.TABLES, kernel, dtype):
-        tables = {"mma_wide_carried_float64": None, f"{kernel}_{dtype}": row}  # it would come first
+def wide_fused_gates():
+    """Of the one kernel of float64 and of the one behind it, with as many keys as it needs."""
+    kernel, dtype = "mma_wide_fused", "float64"
+    for row in rows(backward_tiles.TABLES, kernel):
         arrays = dict.fromkeys(("do", "q", "k", "v", "o"), empty(1, 64, 2048, row.head_dim, dtype=dtype))
         arrays |= dict(lse=empty(1, 64, 2048, dtype=dtype))
         for words, given in {"": {}, "-positions": LENGTHS}.items():
-            of_all = of_gradients(tables, target, dtype=dtype, **arrays, **given)
+            of_all = of_gradients({kernel: row}, HOPPER, dtype=dtype, **arrays, **given)
             for config, name in zip(of_all, (kernel, "mma_dq_finish"), strict=True):
-                yield f"{name}_{dtype}-{row.head_dim}-{row.tile_n}x{row.tile_m}{sm80}{words}", config
+                yield f"{name}-{row.head_dim}-{row.tile_n}x{row.tile_m}{words}", config
 
 
 # What problems of gradients may have, with 300 queries and 500 keys of two heads.

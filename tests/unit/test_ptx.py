@@ -120,8 +120,6 @@ USES = {
     "memory.store_v2": ("st.global.v2.b32", "memory.store_v2(g, u, 0)"),
     "memory.store_v4": ("st.global.v4.b32", "memory.store_v4(g, u, 0)"),
     "memory.store_v2_f64": ("st.global.v2.f64", "memory.store_v2_f64(g, d, 0)"),
-    "memory.load_v4_relaxed": ("ld.relaxed.gpu.global.v4.b32", "memory.load_v4_relaxed(u, 0, g)"),
-    "memory.store_v4_relaxed": ("st.relaxed.gpu.global.v4.b32", "memory.store_v4_relaxed(g, u, 0)"),
     "memory.add": ("atom.global.add.u32", "u[0] = memory.add(g, uint32(1))"),
     "memory.load_acquire": ("ld.acquire.gpu.global.b32", "u[0] = memory.load_acquire(g)"),
     "memory.add_release": ("red.release.gpu.global.add.u32", "memory.add_release(g, uint32(1))"),

@@ -1,4 +1,4 @@
-"""The parts of dQ from a block of keys, in float32 and float64. They let backward_wide_fused.py compute five products:
+"""The parts of dQ from a block of keys. They let backward_wide_fused.py compute five products:
 
     dQ += dS K     with dS^T in shared memory, from which warps load it as rows of queries
 
@@ -9,23 +9,34 @@ work by a ticket, the key tiles of a head in ascending order. So a block waits o
 it. All blocks go over the queries in the same order, the last first, so the blocks of a head follow each other without
 catching up. kernels/wgmma/backward_fused.py does the same.
 
-All warps of a block share the tile of dQ: each has a strip of 16 queries and some panels of columns.
+All warps of a block share the tile of dQ: each has a strip of 16 queries and some panels of columns. They leave their
+part in shared memory and go on. The carrier, a warp that computes nothing, waits for the turn, lets a copy of each row
+add it (tma.add_bytes_f64), and hands the turn on when all of it is there. One copy of an element is under way at a
+time, so additions to it have one order, key tile by key tile.
+
+Rows of a part lie pitch_dq elements apart: with 64 bytes behind each, what lanes write at a time lies in different
+banks. The place for a part is that of P and dS. A part goes there when all warps have multiplied with dS. When the
+copies have read it, the carrier arrives at an mbarrier. If two blocks share the columns, it arrives at the mbarrier of
+the other block, whose scores come to that place first.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-from numba import int32, int64, uint32, uint64
+from numba import float64, int32, int64, uint32
 
-from ...ptx import local, memory, special
-from ..steps import block_state, numbers
+from ...ptx import bar, cluster, fence, ld_st, local, mbarrier, memory, special, tma
+from ..steps import block_state
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
-from ..steps.plain import first_row_of
+from ..steps.plain import first_column_of, first_row_of
 from ..steps.sequence import query_row, unpacked
 from . import backward_wide, shared_weights
+
+# Named barriers behind those of FusedTile.meet: of all warps that compute; of these and the carrier, when the part is
+# there.
+WORKERS, FULL = 5, 7
 
 
 class Walk(NamedTuple):
@@ -39,59 +50,28 @@ class Walk(NamedTuple):
 
 
 class DqParts(NamedTuple):
-    """Device functions. i: a query tile of head h; state: where `keep` has stored what every tile needs."""
+    """Device functions. state: where `keep` has stored what every tile needs."""
 
     work_of: Callable[..., Any]  # (ticket, sizes) -> (b, h_kv, first_key)
     keep: Callable[..., Any]
     walk_of: Callable[..., Any]
-    parts_before: Callable[..., Any]
-    wait_turn: Callable[..., Any]
-    add: Callable[..., Any]
-    hand_on: Callable[..., Any]
-
-
-@inlined
-def bits_of(values, words):
-    """words (4,) <- 16 bytes of values."""
-    words[0], words[1] = values[0].view(np.uint32), values[1].view(np.uint32)
-    words[2], words[3] = values[2].view(np.uint32), values[3].view(np.uint32)
-
-
-@inlined
-def bits_of_f64(values, words):
-    for x in range(2):
-        both = values[x].view(np.uint64)
-        words[2 * x], words[2 * x + 1] = uint32(both & uint64(0xFFFFFFFF)), uint32(both >> uint64(32))
-
-
-@inlined
-def number_of(words, x):
-    return words[x].view(np.float32)
-
-
-@inlined
-def number_of_f64(words, x):
-    return uint64(uint64(words[2 * x]) | (uint64(words[2 * x + 1]) << uint64(32))).view(np.float64)
+    leave: Callable[..., Any]  # by the warps that compute
+    carry: Callable[..., Any]  # by the carrier; last: nothing comes behind it
 
 
 def make(config):
-    tile_m, tile_n, size, double = config.tile_m, config.tile_n, config.item_size, config.dtype == "float64"
-    head_dim, columns, pitch, strips = config.head_dim, config.dq_columns, config.pitch, tile_m // 16
-    chunk, panel_columns = 16 // size, 128 // size  # elements of 16 bytes, and of a panel
-    panels, in_flight, turns_at = columns // panel_columns, config.IN_FLIGHT, TURNS_AT
-    dq_count, old_count, both_count = columns // 2, 8 * panels, 16 * panels  # old: two chunks of each panel, of a row
-    blocks = config.blocks  # number of blocks that share a key tile: each counts
-    real = numbers.of(config.compute_dtype).real
-    to_words, to_number = (bits_of_f64, number_of_f64) if double else (bits_of, number_of)
-    made = backward_wide.dq_product(config)
-    weights = shared_weights.make(pitch, 1, double)
+    tile_m, tile_n, workers, both = config.tile_m, config.tile_n, config.workers, config.workers + 32
+    columns, pitch, pitch_dq = config.dq_columns, config.pitch, config.pitch_dq
+    strips, panels, dq_count, paired = tile_m // 16, columns // 16, columns // 2, config.blocks > 1
+    made, weights = backward_wide.dq_product(config), shared_weights.make(pitch, 1)
+    wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
 
     @inlined
     def work_of(ticket, sizes):
         """The first key tiles of several heads, enough to keep a GPU busy, come before their second tiles: so a tile's
         turn has come when it begins."""
         n_tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
-        together = int32(max(divide(int32(in_flight), n_tiles), int32(1)))
+        together = int32(max(divide(int32(config.IN_FLIGHT), n_tiles), int32(1)))
         first_head = int32(divide(ticket, int32(together * n_tiles)) * together)
         together = int32(min(together, int32(sizes.batch * sizes.heads_kv) - first_head))
         within = int32(ticket - first_head * n_tiles)
@@ -105,7 +85,7 @@ def make(config):
         """One thread stores at `state` what every tile needs: in registers it would be kept through the loop."""
         m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
         sequence, from_query = walk.sequence, walk.sequence.q_start - sizes.left
-        turns = memory.address(arrays.turns, turns_at + int64(sequence.b) * sizes.heads * m_tiles)
+        turns = memory.address(arrays.turns, TURNS_AT + int64(sequence.b) * sizes.heads * m_tiles)
         block_state.put(state, memory.address(arrays.dq, query_row(strides.dq, sequence, 0, 0)), turns)
         block_state.put(state + block_state.SIZE, from_query, int64(walk.first_key) << 32 | sequence.keys)
         place, begin_and_tiles = int64(sequence.b) << 32 | walk.h_kv, int64(walk.begin) << 32 | walk.tiles
@@ -134,76 +114,90 @@ def make(config):
         first_from_query, both = block_state.get(state + block_state.SIZE)
         first_key, keys = both >> 32, int64(int32(both))
         first_seen = min(max(int64(i) * tile_m + first_from_query, int64(0)), keys)
-        return uint32((first_key - first_seen // tile_n * tile_n) // tile_n) * uint32(blocks)
+        return uint32((first_key - first_seen // tile_n * tile_n) // tile_n) * uint32(config.blocks)
 
     @inlined
     def wait_turn(i, h, state, sizes):
-        """One thread, before a barrier: waits until the parts of lower key tiles have been added."""
+        """Until the parts of lower key tiles have been added."""
         before, turn = parts_before(i, state), turn_of(h, i, state, sizes)
         while memory.load_acquire(turn) != before:
             pass
 
     @inlined
     def hand_on(i, h, state, sizes):
-        """One thread, after a barrier that follows `add`: gives the turn to the next key tile."""
+        """One thread, when the part is there: gives the turn to the next key tile."""
         memory.add_release(turn_of(h, i, state, sizes), uint32(1))
 
     @inlined
-    def load_old(old, at, row, columns_left):
-        """old[at : at + old_count] <- the current values of a row of dQ, from the lane's first column on."""
-        for n in range(2 * panels):
-            if (n // 2 * 8 + n % 2) * chunk < columns_left:
-                memory.load_v4_relaxed(old, at + 4 * n, row + 128 * (n // 2) + 16 * (n % 2))
-            else:
-                for x in range(4):
-                    old[at + 4 * n + x] = uint32(0)
-
-    @inlined
-    def store_new(acc, first, old, at, row, columns_left, score):
-        """A row of dQ <- its old values plus the accumulators from `first` on."""
-        values, words = local.array(chunk, real), local.array(4, uint32)
-        for n in range(2 * panels):
-            for x in range(4):
-                words[x] = old[at + 4 * n + x]
-            for j in range(chunk):
-                part = acc[((n // 2) * chunk + j) * 4 + first + n % 2]
-                values[j] = part * score.scale + to_number(words, j)
-            to_words(values, words)
-            if (n // 2 * 8 + n % 2) * chunk < columns_left:
-                memory.store_v4_relaxed(row + 128 * (n // 2) + 16 * (n % 2), words, 0)
-
-    @inlined
-    def add(i, h, k_smem, ds_smem, state, strides, sizes, score):
-        """dQ += scale * dS K, for query tile i."""
-        acc = local.array(dq_count, real)  # (columns / 8, 4)
+    def leave(k_smem, ds_smem, dq_smem, score):
+        """The block's part of dQ of a query tile, scale * dS K, to shared memory."""
+        acc = local.array(dq_count, float64)  # (columns / 8, 4)
         operand, other = local.array(8, made.register), local.array(made.kv_count, made.register)
-        old = local.array(both_count, uint32)
+        values = local.array(2, float64)
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        strip, first_column = warp % strips, (warp // strips) * columns
-        query = int32(i * tile_m + strip * 16 + int32(first_row_of(lane)))
-        column = int32(first_column + (lane & 3) * (2 * chunk))
-        dq, _ = block_state.get(state)
-        to = dq + (h * strides.dq[1] + query * strides.dq[2] + column) * size
-        adds = parts_before(i, state) != 0
-        next_rows, columns_left = (8 * strides.dq[2]) * size, int32(head_dim - column)
-        rows_left = int32(sizes.seqlen_q - query)
+        strip, column_part = warp % strips, warp // strips
         for x in range(dq_count):
-            acc[x] = real(0)
-        place = weights.turned_place(lane, ds_smem) + strip * (16 * size)
+            acc[x] = float64(0)
+        place = weights.turned_place(lane, ds_smem) + strip * 128
         _, _, k_lane, _ = made.lanes(lane, int32(0), k_smem, k_smem, k_smem)
-        k_lane += (warp // strips) * (panels * tile_n * 128)
-        for _ in range(special.opaque(tile_n // 16)):
-            weights.turned(operand, place)
-            made.add_16(acc, operand, other, k_lane)
-            place, k_lane = int32(place + 16 * pitch * size), int32(k_lane + 2048)
-        left, left_next = columns_left if rows_left > 0 else int32(0), columns_left if rows_left > 8 else int32(0)
-        load_old(old, 0, to, left if adds else int32(0))
-        if panels == 1:  # both rows at once, if registers allow it
-            load_old(old, old_count, to + next_rows, left_next if adds else int32(0))
-        store_new(acc, 0, old, 0, to, left, score)
-        if panels > 1:
-            load_old(old, old_count, to + next_rows, left_next if adds else int32(0))
-        store_new(acc, 2, old, old_count, to + next_rows, left_next, score)
+        k_lane += column_part * (panels * tile_n * 128)
+        for n in range(tile_n // 16):  # written out, so that what comes next is read while this is multiplied
+            weights.turned(operand, int32(place + n * (16 * pitch)))
+            made.add_16(acc, operand, other, int32(k_lane + n * 2048))
+        bar.sync(WORKERS, workers)  # and all are done with dS
+        row, column = strip * 16 + int32(first_row_of(lane)), column_part * columns + int32(first_column_of(lane))
+        to = int32(dq_smem + (row * pitch_dq + column) * 8)
+        for n in range(columns // 8):
+            for r in range(2):
+                for x in range(2):
+                    values[x] = acc[n * 4 + 2 * r + x] * score.scale
+                ld_st.store_v2_f64(to + (8 * r * pitch_dq + 8 * n) * 8, values, 0)
+        fence.proxy_async()
+        bar.arrive(FULL, both)
 
-    return DqParts(work_of, keep, walk_of, parts_before, wait_turn, add, hand_on)
+    @inlined
+    def copy_part(i, h, adds, dq_smem, state, strides, sizes):
+        """Starts a copy of each row, by a lane."""
+        lane, (dq, _) = special.thread_index() & int32(31), block_state.get(state)
+        first = int32(cluster.rank() * config.head_dim_padded) if paired else int32(0)
+        row_bytes = int32(min(config.head_dim - first, config.head_dim_padded) * 8)
+        for step in range(-(-tile_m // 32)):
+            row = int32(lane + 32 * step)
+            query, source = int32(i * tile_m + row), int32(dq_smem + row * (8 * pitch_dq))
+            if row < tile_m and query < sizes.seqlen_q and row_bytes > 0:
+                target = dq + (h * strides.dq[1] + query * strides.dq[2] + first) * 8
+                if adds:
+                    tma.add_bytes_f64(target, source, row_bytes)
+                else:
+                    tma.store_bytes(target, source, row_bytes)
+        tma.commit_group()
+
+    @inlined
+    def say_free(last, free):
+        """All lanes' copies have read the place."""
+        bar.warp_sync()
+        elected = special.thread_index() & int32(31) == 0
+        if paired:
+            mbarrier.arrive_there_if(cluster.place_in(free, cluster.rank() ^ 1), elected and not last)
+        else:
+            mbarrier.arrive_if(free, elected)
+
+    @inlined
+    def carry(i, h, last, dq_smem, state, free, strides, sizes):
+        """The part of query tile i of head h to global memory, when its turn has come, and the turn to the next key
+        tile. free: an mbarrier."""
+        wait_turn(i, h, state, sizes)
+        adds = parts_before(i, state) != uint32(0)
+        bar.sync(FULL, both)
+        fence.proxy_async_global()
+        copy_part(i, h, adds, dq_smem, state, strides, sizes)
+        wait_read()
+        say_free(last, free)
+        wait_added()
+        fence.proxy_async_global()
+        bar.warp_sync()
+        if special.thread_index() & int32(31) == 0:
+            hand_on(i, h, state, sizes)
+
+    return DqParts(work_of, keep, walk_of, leave, carry)

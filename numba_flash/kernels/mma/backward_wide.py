@@ -125,20 +125,20 @@ def make(config):
 
 
 def fused_products(config, groups):
-    """Of the kernel that computes all gradients, where so many warps share rows: each has a part of the scores, and of
-    the columns that are summed up."""
+    """Of the kernel that computes all gradients, where so many warps share rows: each has a part of the columns that
+    are summed up."""
     padded, rows = config.head_dim_padded, (config.tile_n, config.tile_m, config.warp_rows)
-    loads = dict(scalar_loads=True, columns_in_order=config.columns_in_order, odd_rows_first=True)
+    loads = dict(scalar_loads=True, columns_in_order=True, odd_rows_first=True)
     view = View(config.dtype, *rows, padded, padded // groups, groups, config.large_f64, **loads)
-    return PRODUCTS[config.dtype].make(view)
+    return products_float64.make(view)
 
 
 def dq_product(config):
     """The product of dS with the block's own K: queries are rows, and every warp has a strip of 16."""
     columns, rows = config.dq_columns, (config.tile_m, config.tile_n, 16)
-    in_order = config.columns_in_order
-    view = View(config.dtype, *rows, columns, columns, 1, config.large_f64, columns_in_order=in_order)
-    return PRODUCTS[config.dtype].make(view)
+    return products_float64.make(
+        View(config.dtype, *rows, columns, columns, 1, config.large_f64, columns_in_order=True)
+    )
 
 
 def storer(config, columns, padded):

@@ -1,4 +1,4 @@
-"""dK, dV and dQ in one kernel, float32 and float64 on tensor cores; since Ampere (sm_80).
+"""dK, dV and dQ in one kernel, float64 on tensor cores; Hopper (sm_90).
 
 Read backward_dkdv.py first. That kernel and backward_dq.py both compute S and dP, seven products in all; here there are
 five. A block owns a key tile of one KV head, loops over the query tiles that see it, and computes
@@ -6,17 +6,14 @@ five. A block owns a key tile of one KV head, loops over the query tiles that se
     S^T = K Q^T     dP^T = V dO^T     P^T = e^(S^T - lse)     dS^T = P^T * (dP^T - delta)
     dV += P^T dO      dK += dS^T Q      and its part of dQ, dS K (backward_dq_parts.py)
 
-`column_groups` warps own the same `warp_rows` keys. Half of them compute S, the others dP, each for a part of the
-queries. So a warp's tile is large, and it reads and splits few operands for each product. Then the two warps with S and
-dP of the same queries exchange one half: one computes P and dS of the first 8 keys of every 16, the other of the last
-8. They store P and dS in shared memory, from which every warp loads the operands of its products.
+Two warps own the same `warp_rows` keys. One computes S, the other dP. So a warp's tile is large, and it reads few
+operands for each product. Then the two exchange one half: one computes P and dS of the first 8 keys of every 16, the
+other of the last 8. They store P and dS in shared memory, from which every warp loads the operands of its products.
 
-dO of a tile is loaded while dK and dQ are computed from the previous tile, and Q with lse and delta while dQ is.
-
-With config.LOADERS, in float64 on Hopper, a further warpgroup does all but compute. Two of its warps load Q and dO with
-cp.async, whose bytes an mbarrier says to be there. Another, the carrier, adds parts of dQ (backward_dq_carried.py). To
-ask what dQ has so far, and whose turn it is, takes several thousand clocks, and the products of a tile take five
-thousand; so both run side by side. That warpgroup has few registers, and those that compute have the others.
+A further warpgroup does all but compute. Two of its warps load Q and dO with cp.async, whose bytes an mbarrier says to
+be there. Another, the carrier, adds parts of dQ. To ask what dQ has so far, and whose turn it is, takes several
+thousand clocks, and the products of a tile take five thousand; so both run side by side. That warpgroup has few
+registers, and those that compute have the others.
 
 Above head_dim 128 a cluster of two blocks then owns the same keys, and each has half of the columns of every tile and
 gradient. Both add up their halves of S and dP (shared_scores.py), and both make P and dS of it.
@@ -26,35 +23,34 @@ Launch: a block, or with `blocks` a cluster, for each key tile: grid (blocks * b
 bytes and are contiguous along dim; dq, dk and dv are contiguous.
 """
 
-from numba import cuda, int32, uint8, uint32
+from numba import cuda, float64, int32, uint8, uint32
 
 from ...ptx import bar, cluster, cp_async, fence, ld_st, local, mbarrier, memory, setmaxnreg, shared, special
 from ..recompute import keys as recompute
 from ..score import fragments
-from ..steps import async_tiles, block_state, lse_delta, numbers
+from ..steps import async_tiles, block_state, lse_delta
 from ..steps import sequence as sequences
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.sequence import key_row, lse_row, query_range, query_row
-from . import backward_dq_carried, backward_dq_parts, backward_fused_tile, backward_wide, shared_scores
-from .backward_dq_carried import WORKERS
-from .backward_dq_parts import Walk
+from . import backward_dq_parts, backward_fused_tile, backward_wide, shared_scores
+from .backward_dq_parts import WORKERS, Walk
 from .backward_fused_tile import Registers
 
 
 def make(config):
-    tile_m, tile_n, padded, size = config.tile_m, config.tile_n, config.head_dim_padded, config.item_size
+    tile_m, tile_n, padded = config.tile_m, config.tile_n, config.head_dim_padded
     plan, loaders, paired, workers = config.shared_layout(), config.LOADERS, config.blocks > 1, config.workers
-    end_at = plan.state + 3 * block_state.SIZE
-    real = numbers.of(config.compute_dtype).real
-    load_own = async_tiles.loader(tile_n, padded, workers, 1, size, config.copy_bytes)
-    load_other = async_tiles.loader(tile_m, padded, loaders or workers, 1, size, config.copy_bytes)
-    staged = lse_delta.staged(config, tile_m, loaders or workers)
+    end_at, strips = plan.state + 3 * block_state.SIZE, config.warp_rows // 16
+    s_count, sum_count = strips * tile_m // 2, strips * padded // 4
+    load_own = async_tiles.loader(tile_n, padded, workers, 1, 8, config.copy_bytes)
+    load_other = async_tiles.loader(tile_m, padded, loaders, 1, 8, config.copy_bytes)
+    staged = lse_delta.staged(config, tile_m, loaders)
     tile, parts = backward_fused_tile.make(config), backward_dq_parts.make(config)
+    scores = shared_scores.make(config, s_count)
     store_dk, store_dv = (backward_wide.storer(config, n, padded) for n in (config.head_dim, config.head_dim_v))
     sequence_of, row_term = sequences.make(config), fragments.chain(config).row_term
     recompute_keys, wait_all = recompute.make(config, True, True), cp_async.wait_group(0)
-    scores, carried = shared_scores.make(config, tile.counts.scores), loaders and backward_dq_carried.make(config)
     # full: Q and dO are there. The others: a place is free.
     full, q_empty, do_empty, staging_empty = (plan.barriers + 8 * n for n in range(4))
     few, many = config.registers
@@ -68,10 +64,7 @@ def make(config):
     @inlined
     def meet_all():
         """All warps that compute."""
-        if loaders:
-            bar.sync(WORKERS, workers)
-        else:
-            cuda.syncthreads()
+        bar.sync(WORKERS, workers)
 
     @inlined
     def end_of(k_smem):
@@ -83,7 +76,7 @@ def make(config):
         """Start the copies of Q of the t-th query tile, with lse and delta."""
         walk = parts.walk_of(k_smem + int32(plan.state), sizes)
         i, h = tile.turn(t, walk, sizes)
-        first, rows_left, stride = own_column(), int32(sizes.seqlen_q - i * tile_m), size * strides.q[2]
+        first, rows_left, stride = own_column(), int32(sizes.seqlen_q - i * tile_m), 8 * strides.q[2]
         source = memory.address(arrays.q, query_row(strides.q, walk.sequence, h, i * tile_m) + first)
         load_other(k_smem + int32(plan.q), source, stride, 0, rows_left, config.head_dim - first, thread)
         staged.start_rows(
@@ -95,7 +88,7 @@ def make(config):
         """Likewise of dO."""
         walk = parts.walk_of(k_smem + int32(plan.state), sizes)
         i, h = tile.turn(t, walk, sizes)
-        first, rows_left, stride = own_column(), int32(sizes.seqlen_q - i * tile_m), size * strides.do[2]
+        first, rows_left, stride = own_column(), int32(sizes.seqlen_q - i * tile_m), 8 * strides.do[2]
         source = memory.address(arrays.do, query_row(strides.do, walk.sequence, h, i * tile_m) + first)
         load_other(k_smem + int32(plan.do), source, stride, 0, rows_left, config.head_dim_v - first, thread)
 
@@ -120,7 +113,7 @@ def make(config):
         while t < end_of(k_smem):
             i, h = tile.turn(t, parts.walk_of(state, sizes), sizes)
             last, free = t + 1 == end_of(k_smem), k_smem + int32(staging_empty)
-            carried.carry(i, h, last, k_smem + int32(plan.dq), state, free, strides, sizes)
+            parts.carry(i, h, last, k_smem + int32(plan.dq), state, free, strides, sizes)
             t = int32(t + 1)
 
     @inlined
@@ -128,34 +121,26 @@ def make(config):
         """Where the other block's scores for the warp come to: there the warp puts the half that it gives, later."""
         warp = special.thread_index() >> int32(5)
         group, role = warp >> int32(1), warp & int32(1)
-        return k_smem + int32(plan.p) + role * int32(plan.ds - plan.p) + group * int32(tile.counts.scores * 256)
-
-    @inlined
-    def hand_on_before(t, k_smem, sizes):
-        """After a barrier: the block's parts of the query tiles before its t-th one are in dQ; passes on the turn."""
-        if special.thread_index() == 0 and t > 0:
-            i, h = tile.turn(int32(t - 1), parts.walk_of(k_smem + int32(plan.state), sizes), sizes)
-            parts.hand_on(i, h, k_smem + int32(plan.state), sizes)
+        return k_smem + int32(plan.p) + role * int32(plan.ds - plan.p) + group * int32(s_count * 256)
 
     @inlined
     def scores_of_tile(t, registers, k_smem, arrays, strides, sizes, score):
         """P and dS of the t-th query tile to shared memory."""
-        tile.find_scores(registers, k_smem, int32(plan.q), int32(plan.do))
+        tile.find_scores(registers, k_smem)
         walk = parts.walk_of(k_smem + int32(plan.state), sizes)
         i, h = tile.turn(t, walk, sizes)  # while the last products end
-        if loaders:
-            mbarrier.wait(k_smem + int32(staging_empty), (t & 1) ^ 1)
+        mbarrier.wait(k_smem + int32(staging_empty), (t & 1) ^ 1)
         if paired:
             bars = k_smem + int32(plan.scores_barriers)
             scores.add_other(registers.acc, t, place_of_incoming_scores(k_smem), bars)
         tile.give_half(registers, k_smem)
         tile.meet()
         term = row_term(walk.sequence.b, h, arrays, strides)
-        tile.weigh(i, registers, k_smem, k_smem + int32(plan.rows), walk, term, sizes, score)
+        tile.weigh(i, registers, k_smem, walk, term, sizes, score)
         tile.meet()
 
     @inlined
-    def step_with_loaders(t, registers, k_smem, arrays, strides, sizes, score):
+    def step(t, registers, k_smem, arrays, strides, sizes, score):
         """One query tile of one head. Each lane arrives for itself: racecheck does not follow one arrival for a whole
         warp."""
         mbarrier.wait(k_smem + int32(full), t & 1)
@@ -165,41 +150,16 @@ def make(config):
         tile.add_rows(registers.acc_dk, registers, k_smem + int32(plan.ds), k_smem + int32(plan.q))
         mbarrier.arrive(k_smem + int32(q_empty))
         meet_all()  # all of dS is there
-        carried.leave(k_smem, k_smem + int32(plan.ds), k_smem + int32(plan.dq), score)
-
-    @inlined
-    def step(t, registers, k_smem, arrays, strides, sizes, score):
-        """Likewise, without loaders."""
-        state = k_smem + int32(plan.state)
-        wait_all()
-        cuda.syncthreads()  # Q and dO have arrived; dS of the last tile has been used and added to dQ
-        hand_on_before(t, k_smem, sizes)
-        scores_of_tile(t, registers, k_smem, arrays, strides, sizes, score)
-        tile.add_rows(registers.acc_dv, registers, k_smem + int32(plan.p), k_smem + int32(plan.do))
-        if special.thread_index() == workers - 1:
-            i, h = tile.turn(t, parts.walk_of(state, sizes), sizes)
-            parts.wait_turn(i, h, state, sizes)
-        cuda.syncthreads()  # all threads have finished with dO, dS is stored, and it is this block's turn
-        if t + 1 < end_of(k_smem):
-            load_do(int32(t + 1), k_smem, special.thread_index(), arrays, strides, sizes)
-        cp_async.commit_group()
-        tile.add_rows(registers.acc_dk, registers, k_smem + int32(plan.ds), k_smem + int32(plan.q))
-        cuda.syncthreads()  # all threads have finished with Q
-        if t + 1 < end_of(k_smem):
-            load_queries(int32(t + 1), k_smem, special.thread_index(), arrays, strides, sizes)
-        cp_async.commit_group()
-        i, h = tile.turn(t, parts.walk_of(state, sizes), sizes)
-        parts.add(i, h, k_smem, k_smem + int32(plan.ds), state, strides, sizes, score)
+        parts.leave(k_smem, k_smem + int32(plan.ds), k_smem + int32(plan.dq), score)
 
     @inlined
     def take_ticket(k_smem, state, arrays):
         """Stores at `state` which work the block has, or the cluster; sets up mbarriers."""
         if special.thread_index() == 0:
-            if loaders:
-                mbarrier.init(k_smem + int32(full), loaders)
-                mbarrier.init(k_smem + int32(q_empty), workers)
-                mbarrier.init(k_smem + int32(do_empty), workers)
-                mbarrier.init(k_smem + int32(staging_empty), 1)
+            mbarrier.init(k_smem + int32(full), loaders)
+            mbarrier.init(k_smem + int32(q_empty), workers)
+            mbarrier.init(k_smem + int32(do_empty), workers)
+            mbarrier.init(k_smem + int32(staging_empty), 1)
             if paired:
                 scores.begin(k_smem + int32(plan.scores_barriers))
                 fence.mbarrier_init()
@@ -219,8 +179,6 @@ def make(config):
     def flash_attention_mma_wide_fused(arrays, strides, sizes, score):
         thread = special.thread_index()
         k_smem = shared.address(cuda.shared.array(0, uint8))  # (tile_n, head_dim_padded)
-        if config.shared_alignment == 0:
-            k_smem = async_tiles.aligned(k_smem)
         state = k_smem + int32(plan.state)
         take_ticket(k_smem, state, arrays)
         b, h_kv, first_key = parts.work_of(int32(ld_st.load_b32(state)), sizes)
@@ -234,50 +192,39 @@ def make(config):
             end = int32(tiles * divide(sizes.heads, sizes.heads_kv))
             ld_st.store_b32(k_smem + int32(end_at), uint32(end))
         cuda.syncthreads()  # the stored state is visible
-        if loaders:
-            if thread >= workers:
-                give_registers()
-                if thread < workers + loaders:
-                    fetch(k_smem, thread - workers, arrays, strides, sizes)
-                elif thread < workers + loaders + 32:
-                    carry(k_smem, strides, sizes)
-                return
-            take_registers()
+        if thread >= workers:
+            give_registers()
+            if thread < workers + loaders:
+                fetch(k_smem, thread - workers, arrays, strides, sizes)
+            elif thread < workers + loaders + 32:
+                carry(k_smem, strides, sizes)
+            return
+        take_registers()
         registers = Registers(
-            local.array(tile.counts.scores, real),  # acc (strips, own_columns / 8, 4)
-            local.array(tile.counts.sums, real),  # acc_dk (strips, columns / 8, 4)
-            local.array(tile.counts.sums, real),  # acc_dv (strips, columns / 8, 4)
-            local.array(tile.counts.own, tile.fragment),  # own_frag
-            local.array(tile.counts.other, tile.fragment),  # other_frag
-            local.array(tile.counts.own, tile.fragment),  # p_frag (strips, 2, 4)
+            local.array(s_count, float64),  # acc (strips, tile_m / 8, 4)
+            local.array(sum_count, float64),  # acc_dk (strips, head_dim_padded / 16, 4)
+            local.array(sum_count, float64),  # acc_dv (strips, head_dim_padded / 16, 4)
+            local.array(tile.own_count, float64),  # own_frag
+            local.array(tile.other_count, float64),  # other_frag
+            local.array(tile.own_count, float64),  # p_frag (strips, 2, 4)
         )
-        for x in range(tile.counts.sums):
-            registers.acc_dk[x] = real(0)
-            registers.acc_dv[x] = real(0)
+        for x in range(sum_count):
+            registers.acc_dk[x] = float64(0)
+            registers.acc_dv[x] = float64(0)
         if tiles > 0:
             first = own_column()
             k_global = memory.address(arrays.k, key_row(strides.k, sequence, h_kv, first_key) + first)
-            load_own(k_smem, k_global, size * strides.k[2], 0, keys_left, config.head_dim - first, thread)
+            load_own(k_smem, k_global, 8 * strides.k[2], 0, keys_left, config.head_dim - first, thread)
             v_smem = k_smem + int32(plan.v)
             v_global = memory.address(arrays.v, key_row(strides.v, sequence, h_kv, first_key) + first)
-            load_own(v_smem, v_global, size * strides.v[2], 0, keys_left, config.head_dim_v - first, thread)
-            if not loaders:
-                load_do(int32(0), k_smem, thread, arrays, strides, sizes)
-                load_queries(int32(0), k_smem, thread, arrays, strides, sizes)
+            load_own(v_smem, v_global, 8 * strides.v[2], 0, keys_left, config.head_dim_v - first, thread)
         cp_async.commit_group()
-        if loaders:
-            wait_all()
-            meet_all()  # K and V are there
+        wait_all()
+        meet_all()  # K and V are there
         t = int32(0)
         while t < end_of(k_smem):
-            if loaders:
-                step_with_loaders(t, registers, k_smem, arrays, strides, sizes, score)
-            else:
-                step(t, registers, k_smem, arrays, strides, sizes, score)
+            step(t, registers, k_smem, arrays, strides, sizes, score)
             t = int32(t + 1)
-        if not loaders:
-            cuda.syncthreads()
-            hand_on_before(end_of(k_smem), k_smem, sizes)
 
         walk = parts.walk_of(state, sizes)  # read again: not kept in registers while products need them
         sequence, h_kv, first_key = walk.sequence, walk.h_kv, walk.first_key
@@ -289,7 +236,7 @@ def make(config):
         base, stride = key_row(strides.dk, sequence, h_kv, first_key), strides.dk[2]
         nonfinite = store_dk(registers.acc_dk, score.scale, column, arrays.dk, base, stride, rows_left, keys_left)
         base, stride = key_row(strides.dv, sequence, h_kv, first_key), strides.dv[2]
-        nonfinite |= store_dv(registers.acc_dv, real(1), column, arrays.dv, base, stride, rows_left, keys_left)
+        nonfinite |= store_dv(registers.acc_dv, float64(1), column, arrays.dv, base, stride, rows_left, keys_left)
         if paired:
             cluster.sync()
         else:

@@ -1,17 +1,17 @@
 """Scores whose columns two blocks of a cluster share, in float64: each multiplies its half, and both add up the halves.
 
 A thread hands its numbers to the same thread of the other block, into its shared memory, when their place there is free
-(backward_dq_carried.py). The sum of both halves is the same in both blocks, because a + b is b + a.
+(backward_dq_parts.py). The sum of both halves is the same in both blocks, because a + b is b + a.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba import float64, int32, uint32
+import numpy as np
+from numba import float64, int32, uint32, uint64
 
 from ...ptx import bar, cluster, ld_st, local, mbarrier, special
 from ..steps.inlined import inlined
-from .backward_dq_parts import bits_of_f64
 
 
 class SharedScores(NamedTuple):
@@ -20,6 +20,14 @@ class SharedScores(NamedTuple):
 
     begin: Callable[..., Any]  # (bars): by one thread, before all threads of the cluster meet
     add_other: Callable[..., Any]  # (acc, t, at, bars): acc of tile t += what the other block has
+
+
+@inlined
+def bits_of(values, words):
+    """words (4,) <- 16 bytes of values."""
+    for x in range(2):
+        both = values[x].view(np.uint64)
+        words[2 * x], words[2 * x + 1] = uint32(both & uint64(0xFFFFFFFF)), uint32(both >> uint64(32))
 
 
 def make(config, count):
@@ -40,7 +48,7 @@ def make(config, count):
         words, pair = local.array(4, uint32), local.array(2, float64)
         for n in range(count // 2):
             pair[0], pair[1] = acc[2 * n], acc[2 * n + 1]
-            bits_of_f64(pair, words)
+            bits_of(pair, words)
             cluster.store_v4(int32(to + n * 512), words, 0, arrived)
         mbarrier.arrive_expect_tx_if(full, 32 * 8 * count, elected)
         mbarrier.wait(full, t & 1)

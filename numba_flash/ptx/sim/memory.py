@@ -54,14 +54,6 @@ def store_v2_f64(address, values, at):
     _at(address, 16, 16).view(np.float64)[:] = values[at : at + 2]
 
 
-def load_v4_relaxed(values, at, address):
-    load_v4(values, at, address)
-
-
-def store_v4_relaxed(address, values, at):
-    _at(address, 16, 16, atomic=True).view(np.uint32)[:] = values[at : at + 4].view(np.uint32)
-
-
 def add(address, value):
     place = _at(address, 4, 4, atomic=True).view(np.uint32)
     before = place[0]
