@@ -1,9 +1,11 @@
-"""Packed sequences on the CPU rung: one after the other, each a problem of its own in a part of the arrays.
+"""Packed sequences on the CPU rung: each is a problem of its own in a part of the arrays.
 
-All threads work on one sequence. So it has the same bits as in a call of its own, for any number of threads.
+All threads work on a long sequence together, one after the other. Short ones run side by side, each on one thread. Both
+ways a sequence has the same bits as in a call of its own.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -26,10 +28,22 @@ def run(problem: Any, operands: Any, addresses: tuple[int, ...], code: Any) -> N
     given = fields(*operands[: len(fields._fields)])
     spans = spans_of_operands(forward, given)
     _fill_outside(given, ("o", "lse") if problem is forward else ("dq", "dk", "dv"), spans, forward)
-    for b, span in enumerate(spans):
-        if span.queries or problem is not forward:
-            moved = [_moved(name, x, problem, span) for name, x in zip(fields._fields, addresses, strict=False)]
-            code.ready(_of_span(problem, span)).run((*moved, *addresses[len(moved) :]), b)
+    own, behind = addresses[: len(fields._fields)], addresses[len(fields._fields) :]
+    pointers = _pointers(problem, own, spans)
+    ready = {
+        b: _ready(problem, code, span.queries, span.keys, span.q_start)
+        for b, span in enumerate(spans)
+        if span.queries or problem is not forward
+    }
+    share = sum([each.seconds for each in ready.values()]) / code.workers_of(False)
+    side_by_side = [b for b, each in ready.items() if each.behind is not None and each.seconds <= share]
+    for b in ready.keys() - set(side_by_side):
+        ready[b].run((*pointers[b].tolist(), *behind), b)
+    if side_by_side:
+        side_by_side.sort(key=lambda b: -ready[b].seconds)  # so that the last ones are short
+        calls = [ready[b] for b in side_by_side]
+        numbers = [(*call.behind[:2], b) for call, b in zip(calls, side_by_side, strict=True)]
+        code.run_several(calls, np.column_stack([[call.address for call in calls], pointers[side_by_side], numbers]))
     if problem is not forward and "dsinks" in problem.wanted and len(problem.shape_of("dsinks")) == 1:
         code.ready(_of_sinks(problem)).run(addresses)
 
@@ -39,38 +53,51 @@ def _fill_outside(given: Any, results: Any, spans: list[Span], p: Problem) -> No
     of_queries = outside([(span.first_query, span.queries) for span in spans], p.packed[0])
     of_keys = outside([(span.first_key, span.keys) for span in spans], p.packed[1])
     for name in results:
-        array = getattr(given, name, None)
-        if array is not None:
-            view = host_view(array)
-            view[(slice(None), of_queries) if name == "lse" else of_keys if name in OF_KEYS else of_queries] = WRITTEN[
-                name
-            ]
+        array, rows = getattr(given, name, None), of_keys if name in OF_KEYS else of_queries
+        if array is not None and rows.any():
+            host_view(array)[(slice(None), rows) if name == "lse" else rows] = WRITTEN[name]
 
 
-def _moved(name: str, address: int, problem: Any, span: Span) -> int:
-    """The address of a sequence's first row in an array."""
-    p, row = problem.forward, span.first_key if name in OF_KEYS else span.first_query
-    if not address:
-        return 0
-    if name in ("lse", "dlse"):
-        return address + row * ITEM_SIZE[p.compute_dtype] * (1 if name == "lse" else problem.dlse_strides[2])
-    strides = getattr(p, f"{name}_strides", None)
-    if name == "do":
-        strides = problem.do_strides
-    elif name in ("dq", "dk", "dv"):
-        strides = problem.strides_of(name)
-    return address if strides is None else address + row * strides[2] * ITEM_SIZE[p.dtype]
+def _pointers(problem: Any, addresses: tuple[int, ...], spans: list[Span]) -> np.ndarray:
+    """Of each sequence the addresses of its first rows: (sequences, arrays)."""
+    steps = _row_bytes(problem)
+    first_query, first_key = np.array([(span.first_query, span.first_key) for span in spans]).reshape(-1, 2).T
+    base = np.array(addresses, np.int64)
+    return base + np.where(base != 0, first_query[:, None] * steps[0] + first_key[:, None] * steps[1], 0)
 
 
-def _of_span(problem: Any, span: Span) -> Any:
+@functools.lru_cache(maxsize=256)
+def _row_bytes(problem: Any) -> np.ndarray:
+    """(2, arrays): how far apart rows of queries, or of keys, are in each array; 0 of those that have none."""
+    p = problem.forward
+    fields = Operands._fields if problem is p else GradientOperands._fields
+    steps = np.zeros((2, len(fields)), np.int64)
+    for n, name in enumerate(fields):
+        if name in ("lse", "dlse"):
+            step = (1 if name == "lse" else problem.dlse_strides[2]) * ITEM_SIZE[p.compute_dtype]
+        else:
+            strides = problem.do_strides if name == "do" else getattr(p, f"{name}_strides", None)
+            if name in ("dq", "dk", "dv"):
+                strides = problem.strides_of(name)
+            step = 0 if strides is None else strides[2] * ITEM_SIZE[p.dtype]
+        steps[int(name in OF_KEYS), n] = step
+    return steps
+
+
+@functools.lru_cache(maxsize=4096)
+def _ready(problem: Any, code: Any, queries: int, keys: int, q_start: int) -> Any:
+    return code.ready(_of_span(problem, queries, keys, q_start))
+
+
+def _of_span(problem: Any, queries: int, keys: int, q_start: int) -> Any:
     """One sequence as a problem. Its row of lse stays as long as that of all."""
     p = problem.forward
     own = dataclasses.replace(
         p,
         batch=1,
-        seqlen_q=span.queries,
-        seqlen_k=span.keys,
-        q_offset=span.q_start,
+        seqlen_q=queries,
+        seqlen_k=keys,
+        q_offset=q_start,
         q_offset_source="number",
         arrays=tuple(array for array in p.arrays if array.name not in (*SPANS, "q_offset")),
     )
@@ -90,5 +117,5 @@ def _of_sinks(problem: BackwardProblem) -> BackwardProblem:
     """The gradient of sinks that all sequences share, as of one of all rows: those of no sequence add nothing."""
     assert problem.forward.packed is not None
     rows, _ = problem.forward.packed
-    whole = _of_span(problem, Span(0, rows, 0, 0, 0))
+    whole = _of_span(problem, rows, 0, 0)
     return dataclasses.replace(whole, wanted=("dsinks",))  # type: ignore[no-any-return]

@@ -104,20 +104,16 @@ class Span(NamedTuple):
 def spans_of(problem: Any, given: dict[str, Any], q_offset: Any = None) -> list[Span]:
     """given: the arrays of SPANS in host memory, or None. q_offset: an array, if that is where positions come from."""
     assert problem.packed is not None
-    (total_q, total_k), found = problem.packed, []
-    ends_q, ends_k = given["cu_seqlens_q"].astype(int), given["cu_seqlens_k"].astype(int)
-    used = given["seqlens_k"]
-    for b in range(problem.batch):
-        first_query, queries = _span(ends_q, b, total_q, problem.seqlen_q)
-        first_key, keys = _span(ends_k, b, total_k, problem.seqlen_k)
-        keys = keys if used is None else min(max(int(used[b]), 0), keys)
-        start = problem.q_offset
-        if problem.q_offset_source == "sequence":
-            start = keys - queries
-        elif q_offset is not None:
-            start += int(q_offset[b])
-        found.append(Span(first_query, queries, first_key, keys, start))
-    return found
+    first_query, queries = _rows(given["cu_seqlens_q"], problem.packed[0], problem.seqlen_q)
+    first_key, keys = _rows(given["cu_seqlens_k"], problem.packed[1], problem.seqlen_k)
+    if given["seqlens_k"] is not None:
+        keys = np.clip(given["seqlens_k"].astype(np.int64), 0, keys)
+    start = np.full(problem.batch, problem.q_offset)
+    if problem.q_offset_source == "sequence":
+        start = keys - queries
+    elif q_offset is not None:
+        start = start + q_offset
+    return [Span(*row) for row in np.stack([first_query, queries, first_key, keys, start], 1).tolist()]
 
 
 def spans_of_operands(problem: Any, operands: Any) -> list[Span]:
@@ -128,9 +124,11 @@ def spans_of_operands(problem: Any, operands: Any) -> list[Span]:
     return spans_of(problem, given, None if operands.q_offset is None else host_view(operands.q_offset))
 
 
-def _span(ends: Any, b: int, total: int, most: int) -> tuple[int, int]:
-    first = min(max(int(ends[b]), 0), total)
-    return first, min(max(min(int(ends[b + 1]), total) - first, 0), most)
+def _rows(ends: Any, total: int, most: int) -> tuple[Any, Any]:
+    """-> (first rows, numbers of rows), clamped as on a device (kernels/steps/sequence.py)."""
+    ends = ends.astype(np.int64)
+    first = np.clip(ends[:-1], 0, total)
+    return first, np.clip(np.minimum(ends[1:], total) - first, 0, most)
 
 
 def outside(spans: list[tuple[int, int]], total: int) -> np.ndarray:
