@@ -121,8 +121,8 @@ draw("packing, documents by mask_mod", [look(q, k, v, **packing)])
 draw("a call for each document", [look(*document, causal=True) for document in documents])
 
 # %% [markdown]
-# `attention_varlen` computes these tiles in one call. It takes arrays (tokens, heads, head_dim), and `cu_seqlens`: where
-# each document begins, and where the last one ends.
+# `attention_varlen` computes these tiles in one call. It takes arrays (tokens, heads, head_dim), and `cu_seqlens`:
+# where each document begins, and where the last one ends.
 
 # %%
 cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
