@@ -1,4 +1,4 @@
-"""unpad_input and pad_input with the signatures of flash_attn.bert_padding: between padded and packed sequences."""
+"""unpad_input and pad_input with the signatures of flash-attn: between padded and packed sequences."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """flash_attn.bert_padding.unpad_input: the rows of padded sequences that a mask keeps, one behind the other.
+    """unpad_input of flash-attn: the rows of padded sequences that a mask keeps, one behind the other.
 
     hidden_states: (batch, seqlen, ...). attention_mask: (batch, seqlen), True or 1 = a token. unused_mask: likewise, of
     rows that are kept too, but are no tokens.
@@ -29,7 +29,7 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Any:
-    """flash_attn.bert_padding.pad_input, the other way round: (batch, seqlen, ...), with 0 where nothing was kept.
+    """pad_input of flash-attn, the other way round: (batch, seqlen, ...), with 0 where nothing was kept.
 
     hidden_states: (total, ...). indices: what unpad_input gave."""
     padded = hidden_states.new_zeros((batch * seqlen, *hidden_states.shape[1:]))
