@@ -17,6 +17,8 @@ _PUBLIC = {
     "attention": "api.forward",
     "AttentionOutput": "api.forward",
     "attention_backward": "api.backward",
+    "attention_varlen": "api.varlen",
+    "attention_varlen_backward": "api.varlen",
     "AttentionGradients": "api.backward",
     "BlockMask": "api.block_mask",
     "block_mask": "api.block_mask",
@@ -28,8 +30,9 @@ _PUBLIC = {
 }
 _MODULES = ("reference", "testing", "debug", "mods")
 __all__ = [
-    "AttentionGradients", "AttentionOutput", "BlockMask", "attention", "attention_backward", "block_mask", "debug",
-    "explain", "explain_backward", "merge", "mods", "reference", "softmax", "testing", "warmup",
+    "AttentionGradients", "AttentionOutput", "BlockMask", "attention", "attention_backward", "attention_varlen",
+    "attention_varlen_backward", "block_mask", "debug", "explain", "explain_backward", "merge", "mods", "reference",
+    "softmax", "testing", "warmup",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
     from .api.forward import warmup as warmup
     from .api.merge import merge as merge
     from .api.softmax import softmax as softmax
+    from .api.varlen import attention_varlen as attention_varlen
+    from .api.varlen import attention_varlen_backward as attention_varlen_backward
 
 
 def __getattr__(name: str) -> Any:

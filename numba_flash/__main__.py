@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .problem.options import ARRAYS, NUMBERS, OPTION_ARRAYS, Option, Options
+from .problem.options import ARRAYS, NUMBERS, OPTION_NAMES, Option, Options
 
 DEMO = (
     "The demo is no part of the installed package: it is examples/demo in the repository, and sh scripts/demo runs it."
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         add(f"--{number.replace('_', '-')}", type=float, metavar="X")
     shapes = dict(scores="(1, 1, seqlen_q, seqlen_k)", heads="(heads,)", batch="(batch,)")
     for option in ARRAYS:
-        if option.name in OPTION_ARRAYS:
+        if option.name in OPTION_NAMES and option.name != "q_offset":
             about = f"with {option.name}, {shapes[option.shape]} of {_dtype_of(option, 'the dtype')}"
             add(f"--{option.name.replace('_', '-')}", action="store_true", help=about)
     add("--return-lse", action="store_true")
@@ -143,7 +143,7 @@ def _problem(asked: argparse.Namespace, family: str) -> Any:
     shapes = dict(scores=(1, 1, asked.seqlen_q, seqlen_k), heads=(asked.heads,), batch=(asked.batch,))
     given: dict[str, Any] = {name: getattr(asked, name) for name in ("causal", "q_offset", "layout", *NUMBERS)}
     for option in ARRAYS:
-        if option.name in OPTION_ARRAYS and getattr(asked, option.name):
+        if option.name in OPTION_NAMES and option.name != "q_offset" and getattr(asked, option.name):
             given[option.name] = array(_dtype_of(option, asked.dtype), *shapes[option.shape])
     options = Options.of(window=asked.window and tuple(asked.window), **given)
     return Problem.of(q, k, v, options, return_lse=asked.return_lse, bias_aligned=True)

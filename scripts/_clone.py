@@ -21,7 +21,7 @@ NEEDS = {
     "bench_host": (("numpy", "numba"), "test"),  # and what it measures: it asks for that itself
     **dict.fromkeys(("gpu_check", "bench_simt", "tune"), (("numpy", "numba_cuda", "cupy"), "cu13,test")),
     **dict.fromkeys(
-        ("bench_forward", "bench_backward", "bench_precision", "bench_variants", "compare"),
+        ("bench_forward", "bench_backward", "bench_precision", "bench_variants", "bench_varlen", "compare"),
         (("numba_cuda", "cupy", "torch"), "cu13,torch"),
     ),
 }

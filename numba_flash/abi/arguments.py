@@ -121,6 +121,7 @@ def _numbers(p: Problem, tile: abi.StatesTile | None) -> tuple[dict[str, Any], d
     for name, aux in zip(abi.aux_names(len(p.aux)), p.aux, strict=True):
         strides[name] = (*aux.shape, *aux.strides) if aux.shape else (1, 0)
     sizes = {name: getattr(p, name) for name in abi.SIZES} | dict(zip(("left", "right"), p.sides, strict=True))
+    sizes["total_q"], sizes["total_k"] = p.packed or (p.seqlen_q, p.seqlen_k)
     number = np.float64 if p.compute_dtype == "float64" else np.float32
     score = {name: number(p.number(name) or 0.0) for name in options.SCORE_NUMBERS}
     sizes[abi.DROPPED] = options.dropped_steps(p.number(options.SEEDED) or 0.0)

@@ -11,7 +11,7 @@ Numba passes a NamedTuple as its members in order, so the compiled kernel takes 
 import functools
 from typing import NamedTuple
 
-from ..problem.options import ARRAYS, RANKS, SCORE_NUMBERS, Operands
+from ..problem.options import ARRAYS, BY_NAME, PACKED_ARRAYS, RANKS, SCORE_NUMBERS, Operands
 
 
 class Parameters(NamedTuple):
@@ -58,15 +58,15 @@ Workspace = dict[str, tuple[tuple[int, ...], str]]  # shape and dtype of some of
 # How many numbers a stride has, if not the usual four; 0: a plain number.
 STRIDES = dict(x=2, y=2) | dict.fromkeys(STATES, 3) | {name: rank if rank > 1 else 0 for name, rank in RANKS.items()}
 
-_OPTIONS = tuple(option.name for option in ARRAYS)
-_OF_SCORES = tuple(option.name for option in ARRAYS if option.acts_on != "sum")  # lse says all of a sum to a backward
+CU_SEQLENS = PACKED_ARRAYS  # where packed sequences are
+_OPTIONS = tuple(option.name for option in ARRAYS if not option.packed)
+_OF_SCORES = tuple(name for name in _OPTIONS if BY_NAME[name].acts_on != "sum")  # lse says all of a sum to a backward
 
 
 def forward(mask: str = MASK_BITS) -> Parameters:
     """mask: by what the kernel knows the mask."""
     options = tuple(mask if name == "mask" else name for name in _OPTIONS)
-    own = len(Operands._fields) - len(options)
-    return Parameters((*Operands._fields[:own], *options), ("q", "k", "v", "o", *options), SIZES, SCORE_NUMBERS)
+    return Parameters((*Operands._fields[:5], *options), ("q", "k", "v", "o", *options), SIZES, SCORE_NUMBERS)
 
 
 def backward(
@@ -84,14 +84,16 @@ OF_DELTA, OF_PREPROCESS = _OF_ROWS.plus("do o dlse delta turns"), _OF_ROWS.plus(
 
 
 @functools.cache
-def complete(own: Parameters, aux: int, seeded: bool, states: str, counted: bool) -> Parameters:
-    """A kernel's own parameters, and those that its options add: states of tiles, a seed, `aux` arrays that functions
-    read, the counter of its work."""
+def complete(own: Parameters, aux: int, seeded: bool, states: str, counted: bool, packed: bool = False) -> Parameters:
+    """A kernel's own parameters, and those that its options add: states of tiles, a seed, where packed sequences are,
+    `aux` arrays that functions read, the counter of its work."""
     more, seeded = (states,) if states else (), seeded and bool(own.score)
+    spans = tuple(name for name in CU_SEQLENS if packed and name not in own.arrays)
+    totals = tuple(name for name in ("batch", "total_q", "total_k") if packed and name not in own.sizes)
     return Parameters(
-        (*own.arrays, *more, *(SEED,) * seeded, *aux_names(aux), *(COUNTERS,) * counted),
-        (*own.strides, *more, *aux_names(aux)),
-        (*own.sizes, *(DROPPED,) * seeded),
+        (*own.arrays, *more, *(SEED,) * seeded, *spans, *aux_names(aux), *(COUNTERS,) * counted),
+        (*own.strides, *more, *spans, *aux_names(aux)),
+        (*own.sizes, *(DROPPED,) * seeded, *totals),
         (*own.score, *(KEPT_COUNT,) * seeded),
     )
 

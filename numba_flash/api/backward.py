@@ -83,7 +83,7 @@ def attention_backward(
         )
     numbers = NO_NUMBERS if scale is softcap is None and dropout_p is NO_DROPOUT else (scale, softcap, dropout_p)
     plain = bias is mask is alibi_slopes is seqlens_k is sinks is None
-    given = None if plain else (bias, mask, alibi_slopes, seqlens_k, sinks)
+    given = None if plain else (bias, mask, alibi_slopes, seqlens_k, sinks, None, None)
     functions = None if score_mod is mask_mod is None and aux is NO_AUX else (score_mod, mask_mod, aux)
     options = causal, window, q_offset, numbers, given, functions, layout, seed
     return dispatch.run(((q, k, v, o, lse, do, dlse), options, True, wanted, stream, kernel))

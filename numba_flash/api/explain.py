@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config.forward import Config, LaunchFacts
+from ..dispatch import backward as gradients
 from ..dispatch import launch
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
@@ -14,7 +15,7 @@ from ..select import cost
 from ..select.backward import BackwardChoice
 from ..select.forward import Choice, prologue
 from ..select.rungs import RUNGS
-from . import backward, forward
+from . import backward, forward, varlen
 
 IN_16_BITS = "in float32, of exact products; the weights are rounded to 16 bits before they meet v"
 GRADIENTS_IN_16_BITS = "in float32, of exact products; P and dS are rounded to 16 bits before they are multiplied"
@@ -113,10 +114,14 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
 
     >>> print(numba_flash.explain(q, k, v, causal=True))
 
-    Takes the arguments of `attention`, checks them in the same way (and raises the same errors),
-    allocates nothing and runs nothing.
+    Takes the arguments of `attention`, or with cu_seqlens_q= those of `attention_varlen`, checks them in the same way
+    (and raises the same errors), allocates nothing and runs nothing.
     """
-    _, plan = forward.prepare_call(q, k, v, options)
+    if "cu_seqlens_q" in options:
+        call = varlen.call_of(varlen.attention_varlen, dict(options, q=q, k=k, v=v))
+        _, plan = forward.prepared(call)
+    else:
+        _, plan = forward.prepare_call(q, k, v, options)
     return Explanation.of(plan.problem, plan.target, plan.choice)
 
 
@@ -158,10 +163,14 @@ def explain_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **option
 
     >>> print(numba_flash.explain_backward(do, q, k, v, o, lse, causal=True))
 
-    Takes the arguments of `attention_backward`, checks them in the same way (and raises the same errors),
-    allocates nothing and runs nothing.
+    Takes the arguments of `attention_backward`, or with cu_seqlens_q= those of `attention_varlen_backward`, checks them
+    in the same way (and raises the same errors), allocates nothing and runs nothing.
     """
-    _, plan = backward.prepare_call(dict(do=do, q=q, k=k, v=v, o=o, lse=lse) | options)
+    given = dict(do=do, q=q, k=k, v=v, o=o, lse=lse) | options
+    if "cu_seqlens_q" in options:
+        _, plan = gradients.prepare(varlen.call_of(varlen.attention_varlen_backward, given))
+    else:
+        _, plan = backward.prepare_call(given)
     return BackwardExplanation.of(plan.problem, plan.target, plan.choice)
 
 
@@ -173,8 +182,11 @@ def _duration(seconds: float) -> str:
 
 
 def _about(p: Problem) -> list[tuple[str, str]]:
+    entries, most = f"batch {p.batch}", ""
+    if p.packed is not None:
+        entries, most = f"{p.batch} sequences packed in {p.packed[0]} and {p.packed[1]} rows", "up to "
     problem = (
-        f"batch {p.batch}, heads {p.heads} over {p.heads_kv} of k and v, seqlen {p.seqlen_q} x {p.seqlen_k}, "
+        f"{entries}, heads {p.heads} over {p.heads_kv} of k and v, seqlen {most}{p.seqlen_q} x {p.seqlen_k}, "
         f"head_dim {p.head_dim} and {p.head_dim_v}, {p.dtype}, scale {p.scale:.6g}"
     )
     return [("problem", problem), ("sees", _visibility(p))]
@@ -182,6 +194,7 @@ def _about(p: Problem) -> list[tuple[str, str]]:
 
 def _visibility(p: Problem) -> str:
     start = {"number": str(p.q_offset), "seqlens_k": f"seqlens_k[b] - {p.seqlen_q}", "array": "q_offset[b]"}
+    start["sequence"] = "keys - queries of its sequence"
     left = "all before" if p.left is None else f"{p.left} before"
     right = "all after" if p.right is None else f"{p.right} after"
     lengths = "seqlens_k[b] keys" if p.array("seqlens_k") else f"{p.seqlen_k} keys"

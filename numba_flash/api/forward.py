@@ -130,7 +130,7 @@ def attention(
         )
     numbers = NO_NUMBERS if scale is softcap is None and dropout_p is NO_DROPOUT else (scale, softcap, dropout_p)
     plain = bias is mask is alibi_slopes is seqlens_k is sinks is None
-    given = None if plain else (bias, mask, alibi_slopes, seqlens_k, sinks)
+    given = None if plain else (bias, mask, alibi_slopes, seqlens_k, sinks, None, None)
     functions = None if score_mod is mask_mod is None and aux is NO_AUX else (score_mod, mask_mod, aux)
     options = causal, window, q_offset, numbers, given, functions, layout, seed
     fields = (q, k, v, out), options, return_lse, None, stream, kernel
@@ -191,7 +191,11 @@ def warmup(q: Any, k: Any, v: Any, **options: Any) -> None:
 def prepare_call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[list[Any], CallPlan]:
     """`dispatch.forward.prepare` for the arguments of `attention`, or for what torch's autograd would run with them."""
     named = bound_to(attention, dict(options, q=q, k=k, v=v))
-    call = Call(tuple([named.pop(name) for name in ("q", "k", "v", "out")]), **named)
+    return prepared(Call(tuple([named.pop(name) for name in ("q", "k", "v", "out")]), **named))
+
+
+def prepared(call: Call) -> tuple[list[Any], CallPlan]:
+    """`dispatch.forward.prepare`, or of what torch's autograd would run."""
     try:
         return dispatch.prepare(call)
     except arrays.NeedsBridge as recorded:

@@ -259,7 +259,7 @@ class _Callback:
             given = [
                 None if n is None else Array(addresses[n] + starts[n], plan.layouts[n], buffers[n]) for n in plan.where
             ]
-            check_lengths(given[SEQLENS_K], plan.forward)
+            check_lengths(dict(seqlens_k=given[SEQLENS_K]), plan.forward)
             if seed is not None:
                 given = with_seed(given, len(self.order), plan.forward, seed)
             _run(plan.launch, given, stream)

@@ -22,6 +22,7 @@ from ..dispatch.cached_call import CachedForward
 from ..dispatch.call import Call
 from ..dispatch.forward import AttentionOutput
 from ..problem.options import Options
+from ..problem.packed import bounds
 from .static_call import StaticCall
 from .torch_call import flatten
 from .torch_eager import record, record_both, record_cached
@@ -53,6 +54,30 @@ def attention(
         named |= in_options(block_mask, named)
     dropout = dict(dropout_p=dropout_p, seed=seed) if dropout_p else {}
     options = Options.of(**named, **dropout)
+    return run(Call((q, k, v, out), options, return_lse=return_lse, stream=stream, kernel=kernel))
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any = None,
+    *,
+    dropout_p: float = NO_DROPOUT,
+    seed: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    stream: Any = None,
+    kernel: str = "auto",
+    **named: Any,
+) -> Any:
+    """The same of `numba_flash.attention_varlen`."""
+    named |= dict(dropout_p=dropout_p, seed=seed) if dropout_p else {}
+    most = bounds(named.pop("max_seqlen_q", None), named.pop("max_seqlen_k", None))
+    of_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    named |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=of_k, layout=most)
+    options = Options.of(**named)
     return run(Call((q, k, v, out), options, return_lse=return_lse, stream=stream, kernel=kernel))
 
 

@@ -16,7 +16,7 @@ from ..dispatch import caller_functions
 from ..dispatch import forward as dispatch
 from ..dispatch.call import Call
 from ..dispatch.seed import seed_number
-from ..problem.options import ARRAY_NAMES, OPTION_ARRAYS, AttentionGradients, Options, daux_name
+from ..problem.options import ARRAY_NAMES, OPTION_ARRAYS, AttentionGradients, Options, Packed, daux_name
 from ..problem.options import GRADIENT_OF as ARRAY_OF_GRADIENT
 from ..select.rungs import kernel_of_backward
 from .static_call import StaticCall
@@ -40,6 +40,17 @@ def flatten(q: Any, k: Any, v: Any, options: Options, kernel: str) -> tuple[tupl
     # not by _replace, which torch.compile of torch 2.4 does not trace
     rest = Options(options.causal, options.window, q_offset, options.numbers, None, functions, options.layout, seed)
     return tensors, StaticCall(rest, kernel)
+
+
+def layout_word(layout: Any) -> str:
+    """A layout as an operation takes it; of packed sequences with their bounds."""
+    return layout if isinstance(layout, str) else f"packed {layout.max_seqlen_q} {layout.max_seqlen_k}"
+
+
+def layout_of(word: str) -> Any:
+    """The layout of a word."""
+    name, *most = word.split()
+    return Packed(*[None if x == "None" else int(x) for x in most]) if most else name
 
 
 def seed_words(seed: Any) -> Tensor:

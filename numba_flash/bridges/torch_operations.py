@@ -6,6 +6,7 @@ they are made of what lies below it: `_recorded` is what custom_op registers, fo
 """
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,8 @@ from .torch_call import (
     all_gradients,
     flatten,
     forward_now,
+    layout_of,
+    layout_word,
     no_second_gradients,
     no_tangents,
     seed_words,
@@ -93,12 +96,12 @@ def schema_arguments(
     causal, window, q_offset, own, _, _, layout, seed = call.options
     if seed is not None:
         tensors = (*tensors[:SEED], seed_words(seed))
-    return (*tensors, *more, q_offset, causal, *window_sides(window), *own, layout, call.kernel, *numbers)
+    return (*tensors, *more, q_offset, causal, *window_sides(window), *own, layout_word(layout), call.kernel, *numbers)
 
 
 def from_schema(rest: tuple[Any, ...]) -> StaticCall:
     q_offset, causal, left, right, *numbers, layout, kernel = rest
-    return StaticCall(Options(causal, (left, right), q_offset, tuple(numbers), None, None, layout), kernel)
+    return StaticCall(Options(causal, (left, right), q_offset, tuple(numbers), None, None, layout_of(layout)), kernel)
 
 
 def _as_given(tensors: Any, call: StaticCall) -> Any:
@@ -130,9 +133,10 @@ def define(name: str, more: tuple[str, ...] = (), numbers: tuple[str, ...] = (),
         return [given_back(*pair) for pair in zip(names, found, strict=True)]
 
     def fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        batch, heads, seqlen_q = (q.shape[axis] for axis in LAYOUTS[others[end - 5]][:3])
-        lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.promote_types(q.dtype, torch.float32))
-        return q.new_empty((*q.shape[:3], v.shape[3])), lse
+        axes = LAYOUTS.get(others[end - 5], (1, 0))  # of packed sequences (heads, rows)
+        of_lse = tuple(q.shape[axis] for axis in axes[: q.dim() - 1])
+        lse = q.new_empty(of_lse, dtype=torch.promote_types(q.dtype, torch.float32))
+        return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
 
     def fake_gradients(wanted: str, do: Any, dlse: Any, o: Tensor, lse: Tensor, *inputs: Any) -> list[Tensor]:
         return [inputs[GRADIENT_OF[name]].new_empty(inputs[GRADIENT_OF[name]].shape) for name in wanted.split()]
@@ -152,9 +156,10 @@ def define(name: str, more: tuple[str, ...] = (), numbers: tuple[str, ...] = (),
 
     def flops(products: int, products_v: int, shapes: Any) -> int:
         """As torch counts its own attention: with each key that a query has, also those that it does not see."""
-        (q, k, v), axes = shapes[:3], LAYOUTS[shapes[end - 2]]
-        batch, heads, seqlen_q, head_dim = (q[axis] for axis in axes)
-        return 2 * batch * heads * seqlen_q * k[axes[2]] * (products * head_dim + products_v * v[3])
+        (q, k, v), layout = shapes[:3], layout_of(shapes[end - 2])
+        axes = LAYOUTS[layout] if isinstance(layout, str) else (0,)
+        keys = k[axes[-2]] if len(axes) > 1 else min(k[0], k[0] if layout[1] is None else layout[1])
+        return 2 * math.prod(q[:-1]) * keys * (products * q[-1] + products_v * v[-1])
 
     schema = ", ".join((*_TENSORS, *more, *_REST, *numbers))
     forward = _defined(name, f"({schema}) -> (Tensor, Tensor)", compute, fake, save, gradients)

@@ -4,6 +4,7 @@ import operator
 from typing import Any
 
 from ..api import forward as api
+from ..api import varlen
 from ..problem.forward import check_bool
 from .arguments import described, number, probability, renamed
 
@@ -68,6 +69,92 @@ def flash_attn_func(
     return (*found, None) if return_attn_probs else found
 
 
+def flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Any = None,
+) -> Any:
+    """flash_attn.flash_attn_varlen_func for arrays of any kind, float32 and float64 and any head_dim too.
+
+    >>> o = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, most, most, causal=True)
+
+    q: (total_q, heads, head_dim); k: (total_k, heads_kv, head_dim); v: likewise with head_dim_v. cu_seqlens_q,
+    cu_seqlens_k: int32 (batch + 1,). max_seqlen_q, max_seqlen_k: whole numbers, upper bounds of the lengths.
+    return_attn_probs: return (o, lse, None), lse (heads, total_q); a row without keys has -inf there, and not
+    flash-attn's +inf. All others: as for flash_attn_func.
+
+    Raises NotImplementedError for block_table, and for dropout of arrays that are not torch's.
+    """
+    if block_table is not None:
+        raise NotImplementedError("block_table: pages of a cache are not implemented yet; pass contiguous k and v")
+    check_bool("deterministic", deterministic)
+    drops = type(dropout_p) not in (int, float) or dropout_p
+    try:
+        found = varlen.attention_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            causal=causal,
+            window=None if window_size is UNBOUNDED else _window(window_size),
+            scale=None if softmax_scale is None else number("softmax_scale", softmax_scale),
+            softcap=None if type(softcap) in (int, float) and softcap <= 0 else _softcap(softcap),
+            alibi_slopes=alibi_slopes,
+            return_lse=return_attn_probs,
+            **(_dropout(probability("dropout_p", dropout_p), q) if drops else {}),
+        )
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise renamed(error, NAMES)  # noqa: B904 - the same error
+    return (*found, None) if return_attn_probs else found
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Any,
+    kv: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *others: Any,
+    **named: Any,
+) -> Any:
+    """flash_attn.flash_attn_varlen_kvpacked_func: kv is (total_k, 2, heads_kv, head_dim). All others: as for
+    flash_attn_varlen_func."""
+    _check_packed("kv", kv, 2)
+    ends = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return flash_attn_varlen_func(q, kv[:, 0], kv[:, 1], *ends, *others, **named)
+
+
+def flash_attn_varlen_qkvpacked_func(qkv: Any, cu_seqlens: Any, max_seqlen: int, *others: Any, **named: Any) -> Any:
+    """flash_attn.flash_attn_varlen_qkvpacked_func: qkv is (total, 3, heads, head_dim). All others: as for
+    flash_attn_varlen_func."""
+    _check_packed("qkv", qkv, 3)
+    ends = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return flash_attn_varlen_func(qkv[:, 0], qkv[:, 1], qkv[:, 2], *ends, *others, **named)
+
+
+def _check_packed(name: str, array: Any, count: int) -> None:
+    shape = tuple(array.shape)
+    if len(shape) != 4 or shape[1] != count:
+        raise ValueError(f"{name} must have shape (total, {count}, heads, head_dim), not {shape}")
+
+
 def _dropout(dropout_p: float, q: Any) -> dict[str, Any]:
     """dropout_p, where it is not 0, with a seed, as `numba_flash.attention` takes them."""
     if not dropout_p:
@@ -106,6 +193,6 @@ def _refuse_nested(**tensors: Any) -> None:
     for name, x in tensors.items():
         if getattr(x, "is_nested", False):
             raise NotImplementedError(
-                f"{name} is a nested tensor: sequences of several lengths are not implemented yet. Pass padded ones "
-                "to numba_flash.attention, with seqlens_k="
+                f"{name} is a nested tensor, which is not taken. Pass its values() and offsets() in int32 to "
+                "flash_attn_varlen_func"
             )

@@ -32,6 +32,7 @@ class PreprocessConfig(LaunchFacts):
     dq_partials: int = 1
     of_terms: bool = False
     early: bool = False
+    packed: bool = False
 
     kernel = "backward_preprocess"
     module = "mma.backward_preprocess"
@@ -52,7 +53,10 @@ class PreprocessConfig(LaunchFacts):
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         p = problem.forward
-        return dict(lse_delta=((p.batch * p.heads * 2 * self._padded(p.seqlen_q),), "float32"))
+        rows = p.batch * self._padded(p.seqlen_q)
+        if p.packed is not None:  # as kernels/steps/lse_delta.py says
+            rows = self._padded(p.packed[0]) + p.batch * BLOCK_ROWS
+        return dict(lse_delta=((p.heads * 2 * rows,), "float32"))
 
     @staticmethod
     def _padded(queries: int) -> int:

@@ -90,6 +90,7 @@ class LaunchFacts:
     states_tile: ClassVar[StatesTile | None] = None  # what has a state there
     ptx_version: ClassVar[str] = ""  # the first with its instructions; "": its GPU's (compiled.PTX_VERSIONS)
     kept: ClassVar[bool] = False  # a BlockMask keeps what it makes, for the next call
+    packed: bool = False  # sequences are packed (problem/packed.py)
 
     @property
     def compute_dtype(self) -> str:
@@ -120,7 +121,7 @@ class LaunchFacts:
     @property
     def parameters(self) -> Parameters:
         """All parameters of the kernel as it is compiled."""
-        return abi.complete(self.takes, len(self.aux), self.seeded, self.tile_states, self.counted)
+        return abi.complete(self.takes, len(self.aux), self.seeded, self.tile_states, self.counted, self.packed)
 
     def own_sizes(self, problem: AnyProblem) -> dict[str, Any]:
         """Values of sizes that this kernel alone takes."""
@@ -155,7 +156,7 @@ class Config(LaunchFacts):
     tile_n: int
     write_lse: bool = True
     uses: Uses = ()
-    q_offset_source: str = "number"  # "number", "seqlens_k" or "array"
+    q_offset_source: str = "number"  # as of Problem
     narrow: bool = False  # as of Problem: where functions are told positions
     blocks_per_sm: int = 0
     shared_bytes: int = field(init=False)
@@ -187,7 +188,12 @@ class Config(LaunchFacts):
     @property
     def tile_states(self) -> str:  # type: ignore[override]
         """The array that says which tiles a mask_mod leaves; "" without one."""
-        return self.states_tile.array if self.reads_states and self.has("mask_mod") else ""
+        reads = self.reads_states and self.has("mask_mod") and not self.packed
+        return self.states_tile.array if reads else ""
+
+    @property
+    def packed(self) -> bool:  # type: ignore[override]
+        return self.has(abi.CU_SEQLENS[0])
 
     @property
     def states_tile(self) -> StatesTile:  # type: ignore[override]

@@ -25,6 +25,7 @@ class DeltaConfig(LaunchFacts):
     lanes: int = 16
     of_terms: bool = False
     turns_of: int = 0
+    packed: bool = False
 
     kernel = "delta"
     module = "simt.delta"
@@ -192,6 +193,7 @@ class HeadSumsConfig(LaunchFacts):
     batch_summed: bool
     of_blocks: bool = False
     threads: int = 1024
+    packed: bool = False
 
     module = "simt.head_sums"
     names = (*HEAD_GRADIENTS, *(f"{name}_of_blocks" for name, x in HEAD_GRADIENTS.items() if x.acts_on == "sum"))

@@ -28,9 +28,9 @@ from .backward_sums import run_sums_float32, run_sums_float64
 from .backward_terms import run_terms_float32, run_terms_float64
 from .cache import c_function, cached, compile_for
 from .elements import INT
-from .forward import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS, entry_of, seeded, workers_of
+from .forward import BYTES_A_SECOND, OPERATIONS_A_SECOND, SERIAL_SECONDS, entry_of, seeded, side_by_side, workers_of
 from .functions import OfAux, OwnFunctions, own_functions
-from .vectors.build import Shape, call, load, store
+from .vectors.build import Shape, call, fetch_add, load, store
 
 
 @njit(error_model="numpy", inline="always")
@@ -62,8 +62,8 @@ def begin(one, frame):
 @cached
 @njit(nogil=True, error_model="numpy")
 def run_serial(launch, stop, pointers):
-    """Runs all passes on this thread. pointers: a tuple of addresses in the order of options.GradientOperands, followed
-    by that of what functions read."""
+    """Runs all passes on this thread. pointers: addresses in the order of options.GradientOperands, followed by
+    `behind`, in a tuple or an array."""
     shared_numbers = load(launch, at.SHARED, INT)
     memory = np.empty((64 + load(launch, at.SCRATCH, INT)) // 8 + shared_numbers, np.int64)
     scratch = (memory.ctypes.data + 63) // 64 * 64
@@ -90,6 +90,18 @@ def run_parallel(workers, launch, shared, stop, pointers):
         for worker in prange(workers):
             call(kernel, frame, phase, scratch + worker * scratch_bytes)
     memory[0] = 0  # keeps it alive until here
+
+
+@cached
+@njit(nogil=True, error_model="numpy", parallel=True)
+def run_side_by_side(workers, stop, table):
+    """As forward.run_side_by_side."""
+    counter = np.zeros(1, np.int64)
+    for _ in prange(workers):
+        n = fetch_add(counter.ctypes.data)
+        while n < len(table) and not load(stop, 0, INT):
+            run_serial(table[n, 0], stop, table[n, 1:])
+            n = fetch_add(counter.ctypes.data)
 
 
 POINTERS = numba.types.UniTuple(numba.int64, at.ALL_POINTERS)
@@ -125,23 +137,27 @@ class Ready(NamedTuple):
 
     numbers: np.ndarray  # the arguments of run_serial and run_parallel
     address: int
-    serial: bool
-    long: bool
+    seconds: float  # as in forward.Ready
     plans: tuple[np.ndarray, ...]  # their addresses are among the numbers
     functions: tuple[OwnFunctions, ...]  # their addresses are in the plans; all read the same
     of_aux: OfAux | None
     seeded: bool
-    behind: tuple[int, int] | None  # AUX and the seed, if no call has its own
+    behind: tuple[int, int, int] | None  # AUX, the seed and FIRST_B, if no call has its own
     at_once: Callable[..., None] | None  # as in forward.Ready
 
-    def run(self, pointers: tuple[int, ...]) -> None:
+    @property
+    def serial(self) -> bool:
+        return self.seconds < SERIAL_SECONDS
+
+    def run(self, pointers: tuple[int, ...], b: int = 0) -> None:
         """Writes the wanted gradients. The addresses are in the order of options.GradientOperands, 0 = none, followed
-        by those of aux."""
-        if self.at_once is not None:
-            self.at_once(self.address, interrupt.NEVER, pointers + self.behind)
-            return
+        by those of aux. b: FIRST_B."""
         if self.behind is not None:
-            self._start((*pointers[: at.AUX], *self.behind))
+            behind = (*self.behind[:2], b) if b else self.behind
+            if self.at_once is not None:
+                self.at_once(self.address, interrupt.NEVER, pointers + behind)
+            else:
+                self._start((*pointers[: at.AUX], *behind))
             return
         behind = pointers[at.AUX :]
         if self.of_aux is not None:
@@ -151,16 +167,13 @@ class Ready(NamedTuple):
         if self.of_aux is not None:
             sums = np.zeros((at.PARTS, self.of_aux.elements))
             aux[-1] = host_pointer(sums)
-        self._start((*pointers[: at.AUX], host_pointer(aux), seed))
+        self._start((*pointers[: at.AUX], host_pointer(aux), seed, b))
         self.functions[0].check(aux)
         if self.of_aux is not None:
             self.of_aux.write(sums, results)
 
     def _start(self, pointers: tuple[int, ...]) -> None:
-        if self.long:
-            interrupt.stoppable(lambda stop: self._run(stop, pointers))
-        else:
-            self._run(interrupt.NEVER, pointers)
+        interrupt.stoppable_if_long(self.seconds, lambda stop: self._run(stop, pointers))
 
     def _run(self, stop: int, pointers: tuple[int, ...]) -> None:
         workers = workers_of(self.serial)
@@ -214,15 +227,24 @@ def ready(problem: BackwardProblem) -> Ready:
     operations = 4 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)
     moved = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]
     seconds = operations / OPERATIONS_A_SECOND + moved / BYTES_A_SECOND
-    serial, long = seconds < SERIAL_SECONDS, seconds > interrupt.LONG_SECONDS
     numbers = at.make_launch(plan, passes, _give_way())
     plans = tuple(numbers_of_pass for _, numbers_of_pass, _, _ in passes)
     own, has_seed = tuple(functions), problem.forward.seeded
-    behind = None if has_seed or own[0].places else (host_pointer(own[0].aux_numbers), 0)
+    behind = None if has_seed or own[0].places else (host_pointer(own[0].aux_numbers), 0, 0)
     at_once = None
-    if serial and not (long or p.aux) and behind is not None:
+    if seconds < SERIAL_SECONDS and not p.aux and behind is not None:
         at_once = entry_of(run_serial, (numba.int64, numba.int64, POINTERS))
-    return Ready(numbers, numbers.ctypes.data, serial, long, plans, own, of_aux, has_seed, behind, at_once)
+    return Ready(numbers, numbers.ctypes.data, seconds, plans, own, of_aux, has_seed, behind, at_once)
+
+
+def run_several(readies: list[Ready], table: np.ndarray) -> None:
+    """As forward.run_several."""
+    side_by_side(
+        sum([ready.seconds for ready in readies]),
+        table,
+        lambda stop, address, pointers: run_serial(address, stop, pointers),
+        lambda stop, workers: run_side_by_side(workers, stop, table),
+    )
 
 
 def warm_up(problem: BackwardProblem) -> None:

@@ -79,7 +79,7 @@ def run_task(task, frame, scratch, zero):
     head_dim, head_dim_v = load(plan, slot.HEAD_DIM, INT), load(plan, slot.HEAD_DIM_V, INT)
     units = load(plan, slot.BATCH, INT) * heads_kv
     unit, number = task % units, load(plan, slot.TILES, INT) - 1 - task // units
-    b, kv_head = unit // heads_kv, unit % heads_kv
+    b, kv_head = unit // heads_kv + load(pointers, at.FIRST_B, INT), unit % heads_kv
     tile = rows_from(number * tile_m, tile_m, across, b, kv_head, plan, pointers)
     panels = (tile.rows + across - 1) // across
 

@@ -63,15 +63,16 @@ def take_statistics(tiles, row, tile, scale_log2, plan, pointers, zero):
     """
     kind, size = type(zero), size_of(zero)
     shift, base, delta, b = tiles.shift, tiles.base, tiles.delta, tile.b
-    heads, seqlen_q, tile_m = load(plan, slot.HEADS, INT), load(plan, slot.SEQLEN_Q, INT), load(plan, slot.TILE_M, INT)
-    head_dim_v, dtype = load(plan, slot.HEAD_DIM_V, INT), load(plan, slot.DTYPE, INT)
+    tile_m, dtype = load(plan, slot.TILE_M, INT), load(plan, slot.DTYPE, INT)
+    head_dim_v = load(plan, slot.HEAD_DIM_V, INT)
     fill(shift, tile_m, kind(-INFINITY))
     fill(base, tile_m, zero)
     fill(delta, tile_m, zero)
     other = row + head_dim_v * size
     for r in range(tile.rows):
         i, head = query_and_head(tile, r)
-        lse = load(load(pointers, slot.LSE_AT, INT), (b * heads + head) * seqlen_q + i, zero)
+        lse_at = b * load(plan, slot.LSE_BATCH, INT) + head * load(plan, slot.LSE_HEAD, INT) + i
+        lse = load(load(pointers, slot.LSE_AT, INT), lse_at, zero)
         if lse != -INFINITY:
             in_log2 = kind(-float(lse) * LOG2_E)
             if abs(in_log2) >= FAR_LSE and lse != INFINITY:

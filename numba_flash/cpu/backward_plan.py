@@ -34,7 +34,8 @@ STATE_CAP, STATE_BYTES = 3, 64  # compiled.READS, followed by the cap
 # A call's own numbers: the plan, the pointers in the order of options.GradientOperands, and what tasks share.
 PLAN, POINTERS = 0, 1
 AUX = len(GradientOperands._fields)  # slot of the address of what functions read, after the caller's pointers
-ALL_POINTERS = AUX + 2  # with it and a seed
+FIRST_B = AUX + 2  # as of plan.py
+ALL_POINTERS = AUX + 3  # with it and a seed
 DO, DLSE, DQ, DK, DV = (GradientOperands._fields.index(name) for name in "do dlse dq dk dv".split())
 COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY, STOP = range(ALL_POINTERS + 1, ALL_POINTERS + 7)
 FRAME_NUMBERS = -(-(STOP + 1) // 8) * 8  # whole cache lines

@@ -42,7 +42,7 @@ def run_task(task, frame, scratch, zero):
     """Task number `task`: the term of one head, or of one head of one batch entry."""
     plan, pointers = load(frame, at.PLAN, INT), frame + at.POINTERS * 8
     batch, heads, seqlen_q = load(plan, slot.BATCH, INT), load(plan, slot.HEADS, INT), load(plan, slot.SEQLEN_Q, INT)
-    own_b, head = task // heads, task % heads
+    own_b, head = task // heads + load(pointers, at.FIRST_B, INT), task % heads
     end_b = own_b + 1 if load(plan, at.OWN_BATCH, INT) else batch
     dtype = load(plan, at.SUM_DTYPE, INT)
     source = own_b * load(plan, at.TERM_STRIDE, INT) + head * load(plan, at.TERM_STRIDE + 1, INT)
@@ -52,7 +52,8 @@ def run_task(task, frame, scratch, zero):
         if load(load(frame, at.STOP, INT), 0, INT):
             break  # the result is no longer wanted
         for i in range(seqlen_q):
-            lse = np.float64(load(load(pointers, slot.LSE_AT, INT), (b * heads + head) * seqlen_q + i, zero))
+            lse_at = b * load(plan, slot.LSE_BATCH, INT) + head * load(plan, slot.LSE_HEAD, INT) + i
+            lse = np.float64(load(load(pointers, slot.LSE_AT, INT), lse_at, zero))
             weight = math.exp(min(term - lse, 0.0)) if lse != -INFINITY else 0.0  # above 0 is the rounding of lse
             if weight != 0:
                 total -= weight * delta_of(scratch, plan, pointers, b, head, i, zero)

@@ -28,8 +28,8 @@ from ..machine import toolchain
 from ..machine.announce import announce
 from ..machine.cache_folder import cache_folder, complain, keep_within
 
-# The sources that are compiled into the CPU's kernels.
-SOURCES = ("cpu/**/*.py", "functions/**/*.py", "problem/ranges.py")
+# The sources that are compiled into the CPU's kernels; options.py has the places of a call's arrays.
+SOURCES = ("cpu/**/*.py", "functions/**/*.py", "problem/ranges.py", "problem/options.py")
 
 
 def entries_folder() -> Path:

@@ -23,7 +23,7 @@ from .cache import c_function, cached, compile_for
 from .elements import INT
 from .functions import NO_FUNCTIONS, OwnFunctions, own_functions
 from .kernel import run_tasks_float32, run_tasks_float64
-from .vectors.build import Shape, call, load, store
+from .vectors.build import Shape, call, fetch_add, load, store
 
 
 @njit(error_model="numpy", inline="always")
@@ -43,8 +43,8 @@ def set_up(frame, plan, pointers, shared, stop):
 @cached
 @njit(nogil=True, error_model="numpy")
 def run_serial(kernel, plan, stop, pointers):
-    """Runs all tasks on this thread. pointers: a tuple of addresses in the order of options.Operands, followed by that
-    of what functions read."""
+    """Runs all tasks on this thread. pointers: addresses in the order of options.Operands, followed by `behind`, in a
+    tuple or an array."""
     shared, scratch = load(plan, slot.SHARED_BYTES, INT), load(plan, slot.SCRATCH_BYTES, INT)
     memory = np.empty((64 + slot.FRAME_NUMBERS * 8 + shared + scratch) // 8, np.int64)
     frame = (memory.ctypes.data + 63) // 64 * 64
@@ -68,6 +68,18 @@ def run_parallel(workers, kernel, plan, stop, pointers):
     for worker in prange(workers):
         call(kernel, frame, worker, at + shared + worker * scratch)
     memory[0] = 0  # keeps it alive until here
+
+
+@cached
+@njit(nogil=True, error_model="numpy", parallel=True)
+def run_side_by_side(workers, kernel, stop, table):
+    """Runs a call for each row of `table`, its plan and its pointers, each on one of `workers` threads."""
+    counter = np.zeros(1, np.int64)
+    for _ in prange(workers):
+        n = fetch_add(counter.ctypes.data)
+        while n < len(table) and not load(stop, 0, INT):
+            run_serial(kernel, table[n, 0], stop, table[n, 1:])
+            n = fetch_add(counter.ctypes.data)
 
 
 POINTERS = numba.types.UniTuple(numba.int64, slot.ALL_POINTERS)
@@ -111,31 +123,33 @@ class Ready(NamedTuple):
     numbers: np.ndarray
     address: int  # of the numbers
     kernel: int
-    serial: bool
-    long: bool
+    seconds: float  # that one thread takes, by a rough estimate
     nothing: bool
     functions: OwnFunctions
     seeded: bool
-    behind: tuple[int, int] | None  # AUX and the seed, if no call has its own
+    behind: tuple[int, int, int] | None  # AUX, the seed and FIRST_B, if no call has its own
     at_once: Callable[..., None] | None  # `run_serial` without Numba's dispatcher, if nothing else has to be done
 
-    def run(self, pointers: tuple[int, ...]) -> None:
+    @property
+    def serial(self) -> bool:
+        return self.seconds < SERIAL_SECONDS
+
+    def run(self, pointers: tuple[int, ...], b: int = 0) -> None:
         """Writes o, and lse if the problem wants it. The addresses are in the order of options.Operands, 0 = none,
-        followed by those of aux."""
+        followed by those of aux. b: FIRST_B."""
+        behind = self.behind
+        if behind is not None and b:
+            behind = (*behind[:2], b)
         if self.at_once is not None:
-            self.at_once(self.kernel, self.address, interrupt.NEVER, pointers + self.behind)
+            self.at_once(self.kernel, self.address, interrupt.NEVER, pointers + behind)
             return
         if self.nothing:
             return
-        behind = self.behind
         if behind is None:
             aux, seed = seeded(self.functions, pointers[slot.AUX :], self.seeded)
-            behind = host_pointer(aux), seed
+            behind = host_pointer(aux), seed, b
         pointers = (*pointers[: slot.AUX], *behind)
-        if self.long:
-            interrupt.stoppable(lambda stop: self._run(stop, pointers))
-        else:
-            self._run(interrupt.NEVER, pointers)
+        interrupt.stoppable_if_long(self.seconds, lambda stop: self._run(stop, pointers))
         if self.behind is None:
             self.functions.check(aux)
 
@@ -160,12 +174,37 @@ def ready(problem: Problem) -> Ready:
     operations = 2 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)
     read = p.batch * p.heads_kv * p.seqlen_k * (p.head_dim + p.head_dim_v) * ITEM_SIZE[p.dtype]  # with few queries
     seconds = operations / OPERATIONS_A_SECOND + read / BYTES_A_SECOND
-    serial, long = seconds < SERIAL_SECONDS, seconds > interrupt.LONG_SECONDS
-    behind = None if p.seeded or functions.places else (host_pointer(functions.aux_numbers), 0)
+    behind = None if nothing or p.seeded or functions.places else (host_pointer(functions.aux_numbers), 0, 0)
     address, kernel = numbers.ctypes.data, _kernel(double).address
-    alone = serial and not (nothing or long or p.aux) and behind is not None
+    alone = seconds < SERIAL_SECONDS and not p.aux and behind is not None
     at_once = entry_of(run_serial, (*(numba.int64,) * 3, POINTERS)) if alone else None
-    return Ready(numbers, address, kernel, serial, long, nothing, functions, p.seeded, behind, at_once)
+    return Ready(numbers, address, kernel, seconds, nothing, functions, p.seeded, behind, at_once)
+
+
+def run_several(readies: list[Ready], table: np.ndarray) -> None:
+    """Each on one thread. table: of each the address of its numbers, its pointers and `behind`."""
+    kernel = readies[0].kernel
+    side_by_side(
+        sum([ready.seconds for ready in readies]),
+        table,
+        lambda stop, address, pointers: run_serial(kernel, address, stop, pointers),
+        lambda stop, workers: run_side_by_side(workers, kernel, stop, table),
+    )
+
+
+def side_by_side(seconds: float, table: np.ndarray, run_one: Callable, run_all: Callable) -> None:
+    """run_all on several threads, or run_one for each row of `table` on this one. seconds: that it takes for all."""
+
+    def run(stop: int) -> None:
+        workers = workers_of(seconds < SERIAL_SECONDS)
+        if workers == 1:
+            for address, *pointers in table.tolist():
+                run_one(stop, address, tuple(pointers))
+        else:
+            with forked.launch_lock:
+                run_all(stop, workers)
+
+    interrupt.stoppable_if_long(seconds, run)
 
 
 def warm_up(problem: Problem) -> None:

@@ -170,7 +170,6 @@ def finish(state, scale_log2, tile, plan, pointers, zero):
     """Divides by l and writes o, and lse if wanted, of a tile's state. A term that belongs to no key is added to l."""
     size = size_of(zero)
     head_dim_v, dtype = load(plan, slot.HEAD_DIM_V, INT), load(plan, slot.DTYPE, INT)
-    heads, seqlen_q = load(plan, slot.HEADS, INT), load(plan, slot.SEQLEN_Q, INT)
     width, b = tile.width, tile.b
     panels = (tile.rows + width - 1) // width
     m = state + panels * head_dim_v * width * size
@@ -203,7 +202,8 @@ def finish(state, scale_log2, tile, plan, pointers, zero):
         to = row_address(load(pointers, slot.O_AT, INT), plan, slot.O_STRIDE, b, head, i)
         copy_out(to, load(plan, slot.O_STRIDE + 3, INT), source, width, head_dim_v, dtype, factor, zero)
         if return_lse:
-            store(load(pointers, slot.LSE_AT, INT), (b * heads + head) * seqlen_q + i, type(zero)(lse))
+            at = b * load(plan, slot.LSE_BATCH, INT) + head * load(plan, slot.LSE_HEAD, INT) + i
+            store(load(pointers, slot.LSE_AT, INT), at, type(zero)(lse))
 
 
 @inlined
@@ -255,6 +255,7 @@ def run_task(task, frame, scratch, zero):
     chunk, group_of_rows = task % chunks, task // chunks
     units = load(plan, slot.BATCH, INT) * heads_kv
     b, kv_head = (group_of_rows % units) // heads_kv, (group_of_rows % units) % heads_kv
+    b += load(pointers, slot.FIRST_B, INT)
     row0 = (load(plan, slot.TILES, INT) - 1 - group_of_rows // units) * tile_m
     width = 1 if load(plan, slot.BY_ROWS, INT) else lanes(zero)
     tile = rows_from(row0, tile_m, width, b, kv_head, plan, pointers)

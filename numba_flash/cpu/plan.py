@@ -34,7 +34,8 @@ OWN = dict(score_mod=SCORE_MOD, mask_mod=MASK_MOD)
 # index of the seed's pointer.
 SEEDED, DROPPED, KEPT_COUNT, SEED_POINTER = range(64, 68)
 OUTSIDE_AT = 68  # the index in AUX of what is reported of a read outside an array (functions.py)
-NUMBERS = 69
+LSE_BATCH, LSE_HEAD = 69, 70  # how far apart the lse of batch entries and of heads are
+NUMBERS = 71
 OF_PANEL = 8  # numbers of places behind those of rows
 # Array options: the slots for whether there is one, its dtype, its strides, and whether these are in bytes.
 ARRAY_SLOTS = {
@@ -49,7 +50,10 @@ ARRAY_SLOTS = {
 # A call's own numbers, also int64: the address of the plan, the caller's pointers, and what the tasks share.
 PLAN, POINTERS = 0, 1
 AUX = len(Operands._fields)  # slot of the address of what functions read, after the caller's pointers
-ALL_POINTERS = AUX + 2  # with it and a seed
+FIRST_B = (
+    AUX + 2
+)  # what functions are told to be the first batch entry: of a packed sequence, which is a call's only one
+ALL_POINTERS = AUX + 3  # with it and a seed
 PARTS, COUNTERS, STOP = range(ALL_POINTERS + 1, ALL_POINTERS + 4)  # STOP: the address of machine/interrupt.py's number
 FRAME_NUMBERS = -(-(STOP + 1) // 8) * 8  # whole cache lines
 # The indices of a call's arrays among the pointers.
@@ -105,6 +109,7 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
             size = ITEMSIZES[DTYPE_CODES[array.dtype]] if in_bytes else 1
             plan[at : at + len(array.strides)] = np.multiply(array.strides, size)
     plan[RETURN_LSE] = p.return_lse
+    plan[LSE_BATCH], plan[LSE_HEAD] = (p.heads * p.seqlen_q, p.seqlen_q) if p.packed is None else (0, p.packed[0])
     dropped = dropped_steps(p.number(SEEDED_OPTION) or 0.0)
     plan[SEEDED], plan[DROPPED], real[KEPT_COUNT] = p.seeded, dropped, kept_count(dropped)
     plan[AUX_POINTER], plan[SEED_POINTER] = AUX, AUX + 1

@@ -109,8 +109,8 @@ def prepare(call: Call) -> tuple[list[Array | None], CallPlan]:
     every = addresses | lse.pointer | (dlse.pointer if dlse else 0)
     if others is not NO_OTHERS or every & 7:
         check_alignments([array for array in given if array is not None], lambda: named(_READ, given))
-        if given[_SEQLENS_K] is not None:
-            check_lengths(given[_SEQLENS_K], found.problem.forward)
+        if given[_SEQLENS_K] is not None or found.problem.forward.packed is not None:
+            check_lengths(dict(zip(_READ, given, strict=False)), found.problem.forward)
     return given, found
 
 

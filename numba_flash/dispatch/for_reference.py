@@ -1,7 +1,7 @@
 """Calls the oracle (the reference) for a launch, with NumPy views of its operands."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -9,11 +9,14 @@ from .. import arrays, reference
 from ..arrays import Array
 from ..problem.forward import Problem
 from ..problem.options import ARRAYS, NUMBERS, GradientOperands, Operands
+from ..problem.packed import Span, spans_of_operands
 
 
 def heads_first(problem: Problem, array: Array) -> np.ndarray:
     """q, k, v or o, in host memory, in the order of dimensions that the oracle takes."""
     view = arrays.host_view(array)
+    if problem.packed is not None:
+        return view.transpose(1, 0, 2)[None]
     return view if problem.layout == "bhsd" else view.transpose(0, 2, 1, 3)
 
 
@@ -30,7 +33,10 @@ def reference_options(
     lengths = optional(operands.seqlens_k)
     seqlens_k = full if lengths is None else lengths.astype(np.int64)
     q_offset = np.full(problem.batch, problem.q_offset)
-    if problem.q_offset_source == "seqlens_k":
+    spans = spans_of_operands(problem, operands)
+    if spans:
+        seqlens_k, q_offset = (np.array([getattr(span, name) for span in spans]) for name in ("keys", "q_start"))
+    elif problem.q_offset_source == "seqlens_k":
         q_offset = q_offset + seqlens_k
     elif operands.q_offset is not None:
         q_offset = q_offset + arrays.host_view(operands.q_offset)
@@ -41,20 +47,23 @@ def reference_options(
         array = given.get(option.name)
         if option.shape == "heads" and array is not None and array.ndim == 1:
             given[option.name] = array[None]
+    visible = reference.visible_keys(
+        problem.batch,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        left=problem.left,
+        right=problem.right,
+        q_offset=q_offset,
+        seqlens_k=seqlens_k,
+        mask=optional(operands.mask),
+    )
+    for b, span in enumerate(spans):
+        visible[b, :, span.queries :] = False
     return dict(
         **{name: problem.number(name) for name in NUMBERS},
         **given,
         q_offset=q_offset,
-        visible=reference.visible_keys(
-            problem.batch,
-            problem.seqlen_q,
-            problem.seqlen_k,
-            left=problem.left,
-            right=problem.right,
-            q_offset=q_offset,
-            seqlens_k=seqlens_k,
-            mask=optional(operands.mask),
-        ),
+        visible=visible,
         **dict(problem.functions),
         seed=None if seed is None else seed.pointer,
         aux=tuple(arrays.host_view(array) for array in aux if array is not None),
@@ -63,13 +72,56 @@ def reference_options(
 
 def run_forward(problem: Problem, operands: Operands, behind: Sequence[Array | None]) -> None:
     """Hand NumPy views in (batch, heads, seqlen, dim) order to the oracle and round its results."""
+    rows = PackedRows.of(problem, operands)
     o, lse = reference.forward(
-        *(heads_first(problem, array) for array in (operands.q, operands.k, operands.v)),
+        rows.padded("q", heads_first(problem, operands.q)),
+        rows.padded("k", heads_first(problem, operands.k)),
+        rows.padded("k", heads_first(problem, operands.v)),
         **reference_options(problem, operands, behind),
     )
-    assert operands.o is not None
-    view = heads_first(problem, operands.o)
-    with np.errstate(over="ignore"):  # a result beyond float16's range becomes inf, as in every kernel
-        view[...] = o.astype(view.dtype)
+    write(heads_first(problem, operands.o), rows.packed("q", o))
     if operands.lse is not None:
-        arrays.host_view(operands.lse)[...] = lse
+        write(arrays.host_view(operands.lse), rows.packed("q", lse, -np.inf))
+
+
+def write(to: np.ndarray, values: np.ndarray) -> None:
+    with np.errstate(over="ignore"):  # a result beyond float16's range becomes inf, as in every kernel
+        to[...] = values.reshape(to.shape).astype(to.dtype)
+
+
+class PackedRows(NamedTuple):
+    """The oracle knows no packed sequences: it gets them as padded batch entries. What is not packed stays as it is."""
+
+    problem: Problem
+    spans: list[Span]
+
+    @staticmethod
+    def of(problem: Problem, operands: Operands | GradientOperands) -> "PackedRows":
+        return PackedRows(problem, spans_of_operands(problem, operands))
+
+    def _of_side(self, side: str) -> tuple[list[tuple[int, int]], int, int]:
+        """-> (first row, rows) of each sequence, rows of all, most rows of one."""
+        p, first, count = self.problem, *(("first_query", "queries") if side == "q" else ("first_key", "keys"))
+        assert p.packed is not None
+        total, most = (p.packed[0], p.seqlen_q) if side == "q" else (p.packed[1], p.seqlen_k)
+        return [(getattr(span, first), getattr(span, count)) for span in self.spans], total, most
+
+    def padded(self, side: str, rows: np.ndarray) -> np.ndarray:
+        """(batch, heads, most rows, ...) of (1, heads, all rows, ...)."""
+        if self.problem.packed is None:
+            return rows
+        spans, _, most = self._of_side(side)
+        made = np.zeros((len(spans), rows.shape[1], most, *rows.shape[3:]), rows.dtype)
+        for b, (first, count) in enumerate(spans):
+            made[b, :, :count] = rows[0, :, first : first + count]
+        return made
+
+    def packed(self, side: str, padded: np.ndarray, nothing: float = 0.0) -> np.ndarray:
+        """The other way round; nothing: what is in rows of no sequence."""
+        if self.problem.packed is None:
+            return padded
+        spans, total, _ = self._of_side(side)
+        made = np.full((1, padded.shape[1], total, *padded.shape[3:]), nothing, padded.dtype)
+        for b, (first, count) in enumerate(spans):
+            made[0, :, first : first + count] = padded[b, :, :count]
+        return made

@@ -69,7 +69,7 @@ def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
         return _OnReference(problem)
     if choice.kernel == "cpu":
         return OnCpu(problem, _cpu)
-    if not problem.batch * problem.heads * problem.seqlen_q:
+    if not problem.batch * problem.heads * problem.seqlen_q and not problem.packed:
         return Launch()
     assert choice.config is not None
     configs = [*prologue(choice.config, target), choice.config]
@@ -82,7 +82,7 @@ def sequence_of(configs: Sequence[LaunchFacts], problem: "AnyProblem", target: T
     operands, names = names_of(problem)
     shapes = workspace(configs, problem)
     if len(configs) == 1 and not shapes:
-        return on_gpu(configs[0], problem, target)
+        return on_gpu(configs[0], problem, target, taken=positions(configs[0], operands + names))
     steps: list[Step] = []
     for config in configs:
         if config.grid(problem):
@@ -116,24 +116,34 @@ def blocks_at_a_time(target: Target) -> int:
 
 
 Maps = Sequence[tuple[int, TensorMap]]
+Places = tuple[int, ...]
 
 
-def on_gpu(config: LaunchFacts, problem: "AnyProblem", target: Target, behind: bool = False) -> Launch:
+def on_gpu(
+    config: LaunchFacts, problem: "AnyProblem", target: Target, behind: bool = False, taken: Places = ()
+) -> Launch:
     """One kernel on the GPU, or in the simulator. It gets the arrays that its parameters name, in that order.
 
     behind: a kernel of the same sequence always runs before it. If its Config says that it waits for that one, it may
-    start before that one has ended.
+    start before that one has ended. taken: where these arrays are among the operands of `run`, or behind them if there
+    are none; () = the operands are these arrays.
     """
     blocks, maps = blocks_of(config, problem, target), config.operand_maps(problem)
-    return kernel_launch(config, target, blocks, values_of(config, problem), maps, behind)
+    return kernel_launch(config, target, blocks, values_of(config, problem), maps, behind, taken)
 
 
 def kernel_launch(
-    config: LaunchFacts, target: Target, blocks: int, values: Values, maps: Maps = (), behind: bool = False
+    config: LaunchFacts,
+    target: Target,
+    blocks: int,
+    values: Values,
+    maps: Maps = (),
+    behind: bool = False,
+    taken: Places = (),
 ) -> Launch:
     """maps: (index of the array, its tensor map) in the kernel's order."""
     kind = _Simulated if target.simulated else _OnGpu
-    return kind(config, target, blocks, values, maps, behind and config.waits)
+    return kind(config, target, blocks, values, maps, behind and config.waits, taken)
 
 
 class _ByAddresses(Launch):
@@ -148,6 +158,11 @@ def addresses_of(operands: Given) -> Addresses:
     return tuple([0 if array is None else array.pointer for array in operands])
 
 
+def _at(places: Places, every: Any, missing: Any) -> Any:
+    """Of these operands those at `places`."""
+    return tuple([every[place] if place < len(every) else missing for place in places]) if places else every
+
+
 class _OnGpu(_ByAddresses):
     __slots__ = (
         "_behind",
@@ -159,15 +174,15 @@ class _OnGpu(_ByAddresses):
         "_maps",
         "_pointers",
         "_prepared",
+        "_taken",
         "_target",
     )
 
     def __init__(
-        self, config: LaunchFacts, target: Target, blocks: int, values: Values, maps: Maps, behind: bool
+        self, config: LaunchFacts, target: Target, blocks: int, values: Values, maps: Maps, behind: bool, taken: Places
     ) -> None:
         self._config, self._target, self._blocks, self._maps, self._behind = config, target, blocks, maps, behind
-        taken = config.parameters.arrays
-        self._pointers, self._constants = len(taken), packed(values.flat)
+        self._taken, self._pointers, self._constants = taken, len(config.parameters.arrays), packed(values.flat)
         self._counted = config.counted
         self._launcher: Launcher | None = None
         # addresses -> the launch's parameters: loops repeat the same addresses, so parameters are made once
@@ -183,13 +198,14 @@ class _OnGpu(_ByAddresses):
 
     def start(self, addresses: Addresses, like: Array | None = None, stream: int = 0) -> None:
         launcher = self._launcher or self.load()
-        if self._counted:
-            addresses += (tile_counters.counter(self._target.device, stream),)
-        parameters = self._prepared.get(addresses)
+        counters = (tile_counters.counter(self._target.device, stream),) if self._counted else ()
+        key = addresses + counters
+        parameters = self._prepared.get(key)
         if parameters is None:
             if len(self._prepared) >= PREPARED:
                 self._prepared.clear()
-            parameters = self._prepared[addresses] = launcher.parameters(addresses, self._maps, self._constants)
+            own = _at(self._taken, addresses, 0)
+            parameters = self._prepared[key] = launcher.parameters(own + counters, self._maps, self._constants)
         launcher.launch(parameters, stream, self._blocks)
 
 
@@ -204,19 +220,19 @@ def _loaded(config: LaunchFacts, target: Target, pointers: int, maps: int, const
 
 
 class _Simulated(Launch):
-    __slots__ = ("_arguments", "_behind", "_config")
+    __slots__ = ("_arguments", "_behind", "_config", "_taken")
 
     def __init__(
-        self, config: LaunchFacts, target: Target, blocks: int, values: Values, maps: Maps, behind: bool
+        self, config: LaunchFacts, target: Target, blocks: int, values: Values, maps: Maps, behind: bool, taken: Places
     ) -> None:
-        self._config, self._arguments, self._behind = config, (blocks, values, maps), behind
+        self._config, self._arguments, self._behind, self._taken = config, (blocks, values, maps), behind, taken
 
     def run(self, operands: Given, stream: int) -> None:
         from ..ptx.sim.launch import run
 
-        config, (blocks, values, maps) = self._config, self._arguments
+        config, (blocks, values, maps), q = self._config, self._arguments, operands[0]
+        operands = _at(self._taken, operands, None)
         if config.counted:
-            q = operands[0]
             assert q is not None
             counter = arrays.scratch(q, (tile_counters.WORDS,), "uint32")
             arrays.host_view(counter)[...] = 0
@@ -372,17 +388,25 @@ class OnCpu(_ByAddresses):
     def run(self, operands: Given, stream: int) -> None:
         of_scores = getattr(self._problem, "forward", self._problem)
         if not of_scores.aux:
-            super().run(operands, stream)
+            self._compute(operands)
             return
         from ..functions.outside import OutsideRead, error_of
 
         try:
-            super().run(operands, stream)
+            self._compute(operands)
         except OutsideRead as error:
             read, fields = error.read, (Operands if of_scores is self._problem else GradientOperands)._fields
             behind = operands[len(fields) + of_scores.seeded :]
             aux = [arrays.host_view(x) for x in behind[: len(of_scores.aux)] if x is not None]
             raise error_of(read, of_scores.function(read.option), of_scores.compute_dtype, aux) from None
+
+    def _compute(self, operands: Given) -> None:
+        if self._problem.forward.packed is None:
+            self.start(addresses_of(operands))
+            return
+        from .packed_on_cpu import run
+
+        run(self._problem, operands, addresses_of(operands), self._code())
 
 
 def _cpu() -> Any:

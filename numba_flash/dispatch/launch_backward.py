@@ -5,12 +5,13 @@ from typing import Any
 import numpy as np
 
 from .. import arrays, reference
+from ..arrays import Array
 from ..machine import toolchain
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import GradientOperands
 from ..select.backward import BackwardChoice
-from .for_reference import heads_first, reference_options
+from .for_reference import PackedRows, heads_first, reference_options, write
 from .launch import Given, Launch, OnCpu, WarnsIfSlow, sequence_of
 
 
@@ -44,28 +45,34 @@ class _OnReference(Launch):
 
 def _run_reference(problem: BackwardProblem, operands: GradientOperands, behind: Given) -> None:
     """Hand NumPy views in (batch, heads, seqlen, dim) order to the oracle and round its results."""
-    forward = problem.forward
-    do, q, k, v, o = (heads_first(forward, getattr(operands, name)) for name in ("do", "q", "k", "v", "o"))
+    forward, rows = problem.forward, PackedRows.of(problem.forward, operands)
+
+    def of(side: str, name: str) -> np.ndarray:
+        return rows.padded(side, heads_first(forward, getattr(operands, name)))
+
+    def of_queries(array: Array) -> np.ndarray:
+        view = arrays.host_view(array)
+        return rows.padded("q", view if forward.packed is None else view[None])
+
     daux = behind[-len(forward.aux) :] if problem.wanted_aux else ()
     gradients = reference.backward(
-        do,
-        q,
-        k,
-        v,
-        o,
-        arrays.host_view(operands.lse),
-        dlse=None if operands.dlse is None else arrays.host_view(operands.dlse),
+        of("q", "do"),
+        of("q", "q"),
+        of("k", "k"),
+        of("k", "v"),
+        of("q", "o"),
+        of_queries(operands.lse),
+        dlse=None if operands.dlse is None else of_queries(operands.dlse),
         **reference_options(forward, operands, behind[: len(behind) - len(daux)]),
         wanted_aux=problem.wanted_aux,
     )
     for number in problem.wanted_aux:
-        array, found = daux[number], gradients.daux[number]
+        array = daux[number]
         assert array is not None
-        view = arrays.host_view(array)
-        with np.errstate(over="ignore"):
-            view[...] = found.astype(view.dtype)
+        write(arrays.host_view(array), gradients.daux[number])
     for name in problem.wanted:
         array, found = getattr(operands, name), getattr(gradients, name)
-        view = heads_first(forward, array) if name in ("dq", "dk", "dv") else arrays.host_view(array)
-        with np.errstate(over="ignore"):  # a result beyond float16's range becomes inf, as in every kernel
-            view[...] = found.reshape(view.shape).astype(view.dtype)
+        if name in ("dq", "dk", "dv"):
+            write(heads_first(forward, array), rows.packed("q" if name == "dq" else "k", found))
+        else:
+            write(arrays.host_view(array), found)

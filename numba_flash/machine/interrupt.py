@@ -47,6 +47,14 @@ def stoppable(run: Callable[[int], None]) -> None:
         # Somebody's own handler did not raise: the work is to be done after all.
 
 
+def stoppable_if_long(seconds: float, run: Callable[[int], None]) -> None:
+    """seconds: how long it takes, by a rough count."""
+    if seconds > LONG_SECONDS:
+        stoppable(run)
+    else:
+        run(NEVER)
+
+
 class _Watcher(threading.Thread):
     """Sets `stop` when a SIGINT comes. `before`: who else was to be told of signals, and still is."""
 

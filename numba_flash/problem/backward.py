@@ -7,7 +7,7 @@ from typing import Any
 from ..arrays import Layout
 from .forward import LAYOUTS, Problem, check_one_place
 from .options import GRADIENT_OF, OPTION_ARRAYS, RANKS, Options, daux_name
-from .strides import Strides, check_strides, contiguous_strides, element_strides, ordered_strides
+from .strides import Strides, axes_strides, check_strides, contiguous_strides, element_strides
 
 GRADIENTS = tuple(GRADIENT_OF)
 
@@ -83,14 +83,15 @@ class BackwardProblem:
             raise ValueError(f"lse must be contiguous, but its strides are {lse.strides}")
         if dlse is not None:
             _check_input("dlse", dlse, q, forward.lse_shape, forward.compute_dtype)
-        order = LAYOUTS[options.layout]
+        order = LAYOUTS.get(forward.layout, LAYOUTS["bshd"])
         shapes = {name: () if of[array] is None else of[array].shape for name, array in GRADIENT_OF.items()}
-        batch, head, query = (0, 0, 0) if dlse is None else element_strides(dlse)
+        of_dlse = () if dlse is None else element_strides(dlse)
+        batch, head, query = (0,) * (3 - len(of_dlse)) + of_dlse
         return BackwardProblem(
-            dataclasses.replace(forward, o_strides=ordered_strides(o, order)),
+            dataclasses.replace(forward, o_strides=axes_strides(element_strides(o), order)),
             wanted,
             wanted_aux,
-            ordered_strides(do, order),
+            axes_strides(element_strides(do), order),
             dlse is not None,
             (batch, head, query),
             strides=tuple(_strides(name, shapes[name], order) for name in GRADIENTS),
@@ -131,5 +132,5 @@ def _strides(name: str, shape: tuple[int, ...], order: tuple[int, ...]) -> tuple
     """The strides of a gradient, which is contiguous. order: of the dimensions of dq, dk and dv."""
     strides = contiguous_strides(shape)
     if name in ("dq", "dk", "dv"):
-        return tuple(strides[axis] for axis in order)
+        return axes_strides(strides, order)
     return (0,) * (RANKS[name] - len(strides)) + strides

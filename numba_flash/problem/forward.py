@@ -19,9 +19,9 @@ from .option_checks import (
     q_offset_of,
     window_sides,
 )
-from .options import ARRAYS, FUNCTIONS, NUMBERS, SEEDED, Options, Uses, uses
+from .options import ARRAYS, FUNCTIONS, NUMBERS, SEEDED, Options, Packed, Uses, uses
 from .ranges import UNBOUNDED, row_keys
-from .strides import Strides, check_strides, contiguous_strides, element_strides, ordered_strides
+from .strides import Strides, axes_strides, check_strides, contiguous_strides, element_strides
 
 if TYPE_CHECKING:
     from ..functions.function import Function
@@ -47,7 +47,7 @@ class Problem:
     head_dim: int
     head_dim_v: int
     dtype: str  # of q, k, v and o: "float16", "bfloat16", "float32" or "float64"
-    layout: str  # "bhsd" or "bshd"; it affects only the shape of the outputs
+    layout: str  # "bhsd" or "bshd", or "packed"; it affects only the shape of the outputs
     q_strides: Strides
     k_strides: Strides
     v_strides: Strides
@@ -56,13 +56,15 @@ class Problem:
     left: int | None  # causal and window combined; None: unbounded
     right: int | None
     q_offset: int  # the position of query 0, as far as the host knows it
-    q_offset_source: str  # added to it per batch: "number" nothing, "seqlens_k" seqlens_k[b], "array" q_offset[b]
+    q_offset_source: str  # added to it per batch: "number" nothing, "seqlens_k" seqlens_k[b], "array" q_offset[b],
+    # "sequence" the sequence's valid keys less its queries
     numbers: tuple[tuple[str, float], ...]  # other numbers of the score, as (option, value)
     arrays: tuple[OptionArray, ...]  # arrays given as options
     functions: tuple[tuple[str, "Function"], ...]  # the caller's own, as (option, function)
     aux: tuple[AuxArray, ...]  # the arrays that they read
     return_lse: bool
     alignment: int  # q, k, v and out begin at multiples of so many bytes: 16 or a lower power of two
+    packed: tuple[int, int] | None = None  # the rows of q and of k, of packed sequences (packed.py)
     o_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of the output, in the caller's layout
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -70,8 +72,11 @@ class Problem:
 
     def __post_init__(self) -> None:
         # Every call needs both.
-        extents = (self.batch, self.heads, self.seqlen_q, self.head_dim_v)
-        object.__setattr__(self, "o_shape", tuple(extents[axis] for axis in LAYOUTS[self.layout]))
+        if self.packed is None:
+            extents = (self.batch, self.heads, self.seqlen_q, self.head_dim_v)
+            object.__setattr__(self, "o_shape", tuple(extents[axis] for axis in LAYOUTS[self.layout]))
+        else:
+            object.__setattr__(self, "o_shape", (self.packed[0], self.heads, self.head_dim_v))
         facts = [getattr(self, name) for name, about in self.__dataclass_fields__.items() if about.compare]
         object.__setattr__(self, "_hash", hash(tuple(facts)))
 
@@ -89,7 +94,9 @@ class Problem:
         return COMPUTE_DTYPE[self.dtype]
 
     @property
-    def lse_shape(self) -> tuple[int, int, int]:
+    def lse_shape(self) -> tuple[int, ...]:
+        if self.packed is not None:
+            return (self.heads, self.packed[0])
         return (self.batch, self.heads, self.seqlen_q)
 
     @property
@@ -113,7 +120,7 @@ class Problem:
         """Whether functions get only numbers from 0 to NARROW, as far as is known without reading q_offset= or
         seqlens_k=, and read nothing farther than NARROW elements from an array's first. False without functions."""
         last = self.q_offset + self.seqlen_q + (self.seqlen_k if self.q_offset_source == "seqlens_k" else 0)
-        known = bool(self.functions) and self.q_offset_source != "array" and self.q_offset >= 0
+        known = bool(self.functions) and self.q_offset_source in ("number", "seqlens_k") and self.q_offset >= 0
         reach = [sum(n * abs(by) for n, by in zip(x.shape, x.strides, strict=True)) for x in self.aux]
         return known and max(last, self.seqlen_k, self.heads, self.batch, *reach) <= NARROW
 
@@ -145,8 +152,12 @@ class Problem:
     ) -> "Problem":  # fmt: skip
         """Checks a problem. options: with layouts and Functions. bias_aligned: bias begins at a multiple of 16
         bytes."""
-        causal, layout = options.causal, options.layout
-        if not isinstance(layout, str) or layout not in LAYOUTS:
+        causal, layout, packed = options.causal, options.layout, None
+        if isinstance(layout, Packed):
+            from . import packed as packing  # what a plain call does without
+
+            layout = "packed"
+        elif not isinstance(layout, str) or layout not in LAYOUTS:
             raise ValueError(f'layout must be "bhsd" or "bshd", not {layout!r}')
         check_bool("causal", causal)
         check_bool("return_lse", return_lse)
@@ -167,22 +178,31 @@ class Problem:
                     f"q, k and v must have one dtype, but q is {q.dtype} and {name} is {other.dtype}; "
                     f"convert one of them{AUTOCAST if q.family == 'torch' else ''}"
                 )
-        order = LAYOUTS[layout]
+        order = LAYOUTS.get(layout, LAYOUTS["bshd"])
+        if layout == "packed":
+            q, k, v = packing.one_entry("q", q), packing.one_entry("k", k), packing.one_entry("v", v)
         batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = _sizes(q, k, v, layout)
+        if layout == "packed":
+            packed = seqlen_q, seqlen_k
+            batch, seqlen_q, seqlen_k = packing.sizes(options, *packed)
+            _check_extents(seqlen_q, seqlen_k, batch * heads, f"there are {batch} sequences and {heads} heads")
         left, right = window_sides(options.window)
         if causal:
             right = 0  # no window reaches less far
         number, source = 0, "array"
         if "q_offset" not in given:
             number, source = q_offset_of(options.q_offset, seqlen_q, seqlen_k, "seqlens_k" in given)
+            if packed and options.q_offset is None:
+                number, source = 0, "sequence"
         o_shape = tuple((batch, heads, seqlen_q, head_dim_v)[axis] for axis in order)
-        contiguous = contiguous_strides(o_shape)
-        o_strides = (contiguous[order[0]], contiguous[order[1]], contiguous[order[2]], contiguous[order[3]])
+        lse_shape: tuple[int, ...] = (batch, heads, seqlen_q)
+        if packed:
+            o_shape, lse_shape = (packed[0], heads, head_dim_v), (heads, packed[0])
+        o_strides = axes_strides(contiguous_strides(o_shape), order)
         if out is not None:
             check_result("out", out, o_shape, q.dtype, f"(layout {layout!r})")
-            o_strides = ordered_strides(out, order)
+            o_strides = axes_strides(element_strides(out), order)
         if out_lse is not None:
-            lse_shape = (batch, heads, seqlen_q)
             check_result("the lse of out", out_lse, lse_shape, COMPUTE_DTYPE[q.dtype], "")
             if 0 not in lse_shape and element_strides(out_lse) != contiguous_strides(lse_shape):
                 raise ValueError(f"the lse of out must be contiguous, but its strides are {out_lse.strides}")
@@ -205,9 +225,9 @@ class Problem:
             head_dim_v,
             q.dtype,
             layout,
-            ordered_strides(q, order),
-            ordered_strides(k, order),
-            ordered_strides(v, order),
+            axes_strides(element_strides(q), order),
+            axes_strides(element_strides(k), order),
+            axes_strides(element_strides(v), order),
             o_strides,
             scale=head_dim**-0.5 if scale is None else scale,
             left=left,
@@ -222,6 +242,7 @@ class Problem:
             aux=aux_arrays(aux, functions),
             return_lse=bool(return_lse),
             alignment=alignment,
+            packed=packed,
         )
         if aux:
             check_reads(problem)
@@ -245,11 +266,12 @@ def _sizes(q: Layout, k: Layout, v: Layout, layout: str) -> tuple[int, int, int,
         if len(array.shape) != 4:
             names = "(batch, heads, seqlen, head_dim)" if layout == "bhsd" else "(batch, seqlen, heads, head_dim)"
             raise ValueError(f"{name} must have 4 dimensions {names} in layout {layout!r}, not shape {array.shape}")
-    order = LAYOUTS[layout]
+    order = LAYOUTS.get(layout, LAYOUTS["bshd"])
     batch, heads, seqlen_q, head_dim = (q.shape[axis] for axis in order)
     batch_k, heads_kv, seqlen_k, head_dim_k = (k.shape[axis] for axis in order)
     batch_v, heads_v, seqlen_v, head_dim_v = (v.shape[axis] for axis in order)
-    shapes = f"q has shape {q.shape}, k {k.shape}, v {v.shape} in layout {layout!r}"
+    begin = 1 if layout == "packed" else 0
+    shapes = f"q has shape {q.shape[begin:]}, k {k.shape[begin:]}, v {v.shape[begin:]} in layout {layout!r}"
     for what, of_q, of_k, of_v in (
         ("batch of q, k and v", batch, batch_k, batch_v),
         ("head_dim of q and k", head_dim, head_dim_k, head_dim),
@@ -265,9 +287,13 @@ def _sizes(q: Layout, k: Layout, v: Layout, layout: str) -> tuple[int, int, int,
     if head_dim == 0 or head_dim_v == 0:
         only_lse = "; for lse alone pass a v of one column of zeros" if head_dim else ""
         raise ValueError(f"head_dim and head_dim_v must be at least 1, but {shapes}{only_lse}")
-    if max(seqlen_q, seqlen_k, batch * heads) > MAX_EXTENT:
-        raise ValueError(f"seqlen and batch * heads must stay below 2**31, but {shapes}")
+    _check_extents(seqlen_q, seqlen_k, batch * heads, shapes)
     return batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v
+
+
+def _check_extents(seqlen_q: int, seqlen_k: int, heads: int, shapes: str) -> None:
+    if max(seqlen_q, seqlen_k, heads) > MAX_EXTENT:
+        raise ValueError(f"seqlen and batch * heads must stay below 2**31, but {shapes}")
 
 
 def check_reads(p: Problem) -> None:
@@ -279,7 +305,7 @@ def check_reads(p: Problem) -> None:
     first, last = p.q_offset, p.q_offset + p.seqlen_q - 1  # positions of queries, and of those that see a key
     low = first if p.right is None else max(first, -p.right)
     high = last if p.left is None else min(last, p.seqlen_k - 1 + p.left)
-    decided = p.array("seqlens_k") or p.array("mask") or p.q_offset_source != "number"
+    decided = p.array("seqlens_k") or p.array("mask") or p.packed or p.q_offset_source != "number"
     if not decided and low > high:
         return  # no query sees a key
     everywhere: dict[str, tuple[int, int] | None] = dict(

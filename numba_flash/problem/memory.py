@@ -27,8 +27,8 @@ def check_memory(given: list[Any], problem: Problem) -> None:
     for written in (given[O], given[LSE]):
         if written is not None and _anything_near(written, arrays):
             check_overlap("out", written, named(OPERAND_NAMES, given))
-    if given[SEQLENS_K] is not None:
-        check_lengths(given[SEQLENS_K], problem)
+    if given[SEQLENS_K] is not None or problem.packed is not None:
+        check_lengths(dict(zip(Operands._fields, given, strict=False)), problem)
 
 
 def named(names: Sequence[str], given: list[Any]) -> Iterable[tuple[str, Array | None]]:
@@ -49,8 +49,15 @@ def check_alignments(arrays: list[Array], named: Callable[[], Iterable[tuple[str
                 check_alignment(name, one)
 
 
-def check_lengths(seqlens_k: Array | None, problem: Problem) -> None:
-    """Checks lengths in host memory. On a device the kernels clamp them, because reading them would mean waiting."""
+def check_lengths(given: dict[str, Any], problem: Problem) -> None:
+    """Checks lengths in host memory. On a device the kernels clamp them, because reading them would mean waiting.
+    given: arrays by name."""
+    if problem.packed is not None:
+        from .packed import SPANS, check_spans  # what a plain call does without
+
+        check_spans(problem, {name: given[name] for name in SPANS})
+        return
+    seqlens_k = given["seqlens_k"]
     if seqlens_k is not None and seqlens_k.layout.device is None and problem.batch:
         values = host_view(seqlens_k)
         if values.min() < 0 or values.max() > problem.seqlen_k:

@@ -128,12 +128,14 @@ def option_array(
 def _strides(option: Option, array: Layout, q_dtype: str, sizes: tuple[int, int, int, int]) -> tuple[int, ...]:
     """The strides by which kernels read an array option. Checks its dtype and shape."""
     name, dtypes = option.name, tuple(dict.fromkeys(q_dtype if dtype == "q" else dtype for dtype in option.dtypes))
-    if array.dtype not in dtypes and option.shape != "batch":
+    if array.dtype not in dtypes and option.shape not in ("batch", "ends"):
         if dtypes == ("bool",):
             raise TypeError(f"{name} must be bool (True = attend), not {array.dtype}; an additive one goes to bias=")
         raise TypeError(f"{name} must be {' or '.join(dtypes)} beside q of {q_dtype}, not {array.dtype}")
     if option.shape == "scores":
         return _broadcast_strides(name, array, sizes)
+    if option.shape == "ends":
+        return element_strides(array)  # packed.sizes has checked it
     return _by_head(name, array, *sizes[:2]) if option.shape == "heads" else _by_batch(name, array, sizes[0])
 
 

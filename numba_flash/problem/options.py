@@ -18,7 +18,8 @@ class Option(NamedTuple):
     # "keys": which keys, by position; "score"; "mask": which scores are removed; "sum": the sum of a row's weights;
     # "weights": the factors of v
     acts_on: str
-    shape: str = ""  # of an array: "scores" broadcasts to (batch, heads, seqlen_q, seqlen_k); "heads"; "batch"
+    # of an array: "scores" broadcasts to (batch, heads, seqlen_q, seqlen_k); "heads"; "batch"; "ends": (batch + 1,)
+    shape: str = ""
     dtypes: tuple[str, ...] = ()  # of an array; "q" is the dtype of q
     gradient: str = ""  # its field of AttentionGradients
     gradient_on_tensor_cores: bool = True
@@ -27,6 +28,7 @@ class Option(NamedTuple):
     derivative: bool = False  # whether a score after it has a derivative by the score before it that is not 1
     function: bool = False  # a function of the caller's own
     seeded: bool = False  # each call brings a seed
+    packed: bool = False  # of attention_varlen alone: where its sequences are (problem/packed.py)
     on_tensor_cores: bool = True
     instead: str = ""  # of one that is not: an option that does part of the same, and is
     on_cpu: bool = True
@@ -52,6 +54,8 @@ OPTIONS = (
     Option("seqlens_k", "keys", "batch", ("int32",)),
     Option("sinks", "sum", "heads", FLOATS, gradient="dsinks"),
     Option("dropout_p", "weights", seeded=True),
+    Option("cu_seqlens_q", "keys", "ends", ("int32",), packed=True),
+    Option("cu_seqlens_k", "keys", "ends", ("int32",), packed=True),
     Option("q_offset", "keys", "batch", ("int32",)),  # or a whole number
 )
 BY_NAME = {option.name: option for option in OPTIONS}
@@ -86,11 +90,12 @@ ARRAY_NAMES = tuple(option.name for option in ARRAYS)
 GRADIENT_OF = dict(dq="q", dk="k", dv="v") | {option.gradient: option.name for option in ARRAYS if option.gradient}
 
 # The number of dimensions of an array with all written out, the batch first. Those of BROADCAST may have fewer.
-_RANK_OF_SHAPE = dict(scores=4, heads=2, batch=1)
+_RANK_OF_SHAPE = dict(scores=4, heads=2, batch=1, ends=1)
 RANKS = dict(q=4, k=4, v=4, o=4, lse=3) | {option.name: _RANK_OF_SHAPE[option.shape] for option in ARRAYS}
 RANKS |= dict(do=4, dlse=3) | {gradient: RANKS[name] for gradient, name in GRADIENT_OF.items()}
 HEAD_GRADIENTS = {option.gradient: option for option in ARRAYS if option.gradient and option.shape == "heads"}
-BROADCAST = tuple(option.name for option in ARRAYS if option.shape != "batch")
+BROADCAST = tuple(option.name for option in ARRAYS if option.shape in ("scores", "heads"))
+PACKED_ARRAYS = tuple(option.name for option in ARRAYS if option.packed)
 
 # The arrays of a call, each an Array or None, in the order of the kernels' pointers. attention writes o and lse, and
 # attention_backward reads them.
@@ -114,6 +119,14 @@ class AttentionGradients(NamedTuple):
     dalibi_slopes: Any = None
     dsinks: Any = None
     daux: Any = None
+
+
+class Packed(NamedTuple):
+    """What stands in the place of layout= where sequences are packed (packed.py): upper bounds of their lengths; None:
+    the arrays'."""
+
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
 
 
 class Options(NamedTuple):
@@ -168,7 +181,8 @@ class Options(NamedTuple):
 
 OPTION_ARRAYS = ARRAY_NAMES[:-1]  # without q_offset
 NO_FUNCTIONS = ((None,) * len(FUNCTIONS)) + ((),)
-OPTION_NAMES = ("causal", "window", "q_offset", *NUMBERS, *OPTION_ARRAYS, *FUNCTIONS, "aux", "layout", "seed")
+_NAMED = (name for name in OPTION_ARRAYS if name not in PACKED_ARRAYS)
+OPTION_NAMES = ("causal", "window", "q_offset", *NUMBERS, *_NAMED, *FUNCTIONS, "aux", "layout", "seed")
 assert ARRAY_NAMES[-1] == "q_offset"
 
 Uses = tuple[tuple[str, Any], ...]

@@ -20,9 +20,11 @@ def element_strides(array: Layout) -> tuple[int, ...]:
     return tuple(s * array.unit // size if n > 1 else 0 for s, n in zip(array.strides, array.shape, strict=True))
 
 
-def ordered_strides(array: Layout, order: tuple[int, ...]) -> Strides:
-    strides = element_strides(array)
-    return (strides[order[0]], strides[order[1]], strides[order[2]], strides[order[3]])
+def axes_strides(strides: tuple[int, ...], order: tuple[int, ...]) -> Strides:
+    """In the order (batch, head, seqlen, dim), whose indices in `strides` `order` has. Of packed sequences, which have
+    no batch, 3 strides."""
+    every = (0,) * (4 - len(strides)) + strides
+    return (every[order[0]], every[order[1]], every[order[2]], every[order[3]])
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

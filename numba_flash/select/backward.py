@@ -38,6 +38,12 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
     rung = RUNGS[name]
     if not rung.has_backward:
         return "its backward is not built yet"
+    if problem.forward.packed is not None and rung.name != "reference":
+        others = [name for name in problem.wanted if name == "dalibi_slopes"] + ["daux"] * bool(problem.wanted_aux)
+        if others:
+            return (
+                f"it has no {others[0]} of packed sequences yet; take kernel='reference', or a call for each sequence"
+            )
     reason = not_here(rung, problem.forward, target)
     if rung.on_host or reason is not None:
         return reason

@@ -80,7 +80,7 @@ def one_key_tile(problem: BackwardProblem, target: Target) -> list[Row]:
     a head once. It walks over two tiles of queries at most, because only heads run side by side."""
     forward = problem.forward
     all_three = {"dq", "dk", "dv"} <= set(problem.wanted) and target.cc is not None
-    if not all_three or ITEM_SIZE[forward.dtype] != 2 or not forward.seqlen_k:
+    if not all_three or ITEM_SIZE[forward.dtype] != 2 or not forward.seqlen_k or forward.packed is not None:
         return []
     made = []
     for row in usable("mma_one_key_tile", problem, target):
@@ -132,6 +132,16 @@ def fits(config: LaunchFacts, target: Target) -> bool:
     return config.shared_bytes * max(config.blocks_per_sm, 1) <= target.shared_bytes
 
 
+def outside(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
+    """The kernels that write the gradients of rows of no packed sequence."""
+    if problem.forward.packed is None:
+        return []
+    from ..config.outside import OutsideConfig
+
+    written = [tuple(name for name in side if name in problem.wanted) for side in (("dq",), ("dk", "dv"))]
+    return [OutsideConfig.of(problem.forward, names, target) for names in written if names]
+
+
 def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[LaunchFacts]:
     """Kernels, preceded by those that prepare what they read: a mask's bits, the states of tiles."""
     made: list[LaunchFacts] = []
@@ -148,14 +158,16 @@ def preprocess_config(problem: BackwardProblem, target: Target, **more: Any) -> 
     wide = forward.alignment == 16 and not any(every)
     more |= dict(threads=32 if target.simulated else 256, natural=forward.array("bias") is not None)
     of_terms = _of_terms(problem)
-    return PreprocessConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, wide, of_terms=of_terms, **more)
+    more |= dict(of_terms=of_terms, packed=forward.packed is not None)
+    return PreprocessConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, wide, **more)
 
 
 def delta_config(problem: BackwardProblem, target: Target, turns_of: int = 0) -> DeltaConfig:
     """The Config of the kernel with which v2 begins."""
     threads, lanes = (16, 4) if target.simulated else (256, 16)
     forward, of_terms = problem.forward, _of_terms(problem)
-    return DeltaConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, threads, lanes, of_terms, turns_of)
+    facts = forward.dtype, forward.head_dim_v, problem.has_dlse, threads, lanes, of_terms, turns_of
+    return DeltaConfig(*facts, packed=forward.packed is not None)
 
 
 def _of_terms(problem: BackwardProblem) -> bool:
@@ -171,5 +183,6 @@ def head_sums(problem: BackwardProblem, target: Target, of_blocks: bool) -> list
         given = problem.forward.array(option.name)
         if name in problem.wanted and given is not None:
             of_all, of_delta = len(problem.shape_of(name)) == 1, option.acts_on == "sum"
-            made.append(HeadSumsConfig(dtype, name, given.dtype, of_all, of_blocks and of_delta, threads))
+            facts = dtype, name, given.dtype, of_all, of_blocks and of_delta, threads
+            made.append(HeadSumsConfig(*facts, packed=problem.forward.packed is not None))
     return made

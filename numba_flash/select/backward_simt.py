@@ -39,5 +39,6 @@ def _best(
         side, length = "tile_n", problem.forward.seqlen_k
     tiles = [row.tile for row in rows_of(TABLES, table, problem.forward.dtype, target)]
     features = features_of(problem) | own
-    made = [kind(**features, **tile) for tile in tiles if tile[side] <= 32 or tile[side] < 2 * length]
+    every = problem.forward.packed is not None  # its longest sequence decides nothing
+    made = [kind(**features, **tile) for tile in tiles if every or tile[side] <= 32 or tile[side] < 2 * length]
     return next((config for config in made if config.shared_bytes <= target.shared_bytes), made[-1])

@@ -8,6 +8,7 @@ from ..config import wide_backward as wide
 from ..config.forward import LaunchFacts
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
+from ..problem.forward import Problem
 from . import backward_shared as shared
 from . import backward_simt
 from .forward import halved
@@ -25,7 +26,7 @@ def wide_configs(problem: BackwardProblem, target: Target) -> tuple[LaunchFacts,
     own: list[Any] = []
     kinds: list[type[wide.WideBackwardConfig]] = [wide.WideDkdvConfig, *[wide.WideDqConfig] * ("dq" in problem.wanted)]
     for kind, table in zip(kinds, ("mma_dkdv", "mma_dq"), strict=False):
-        rows = [_shrunk(row, kind.of_keys, problem) for row in shared.usable(table, problem, target)]
+        rows = [_shrunk(row, kind.of_keys, problem.forward) for row in shared.usable(table, problem, target)]
         own += shared.best(kind, rows, problem, target, features)
     made: list[LaunchFacts] = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
     if "dbias" in problem.wanted:  # mma has no float32 or float64 dbias kernel yet
@@ -33,10 +34,13 @@ def wide_configs(problem: BackwardProblem, target: Target) -> tuple[LaunchFacts,
     return (*made, *shared.head_sums(problem, target, of_blocks=False))
 
 
-def _shrunk(row: Row, of_keys: bool, problem: BackwardProblem) -> Row:
-    """With tiles as small as the lengths, of which more blocks then run at a time."""
+def _shrunk(row: Row, of_keys: bool, problem: Problem) -> Row:
+    """With tiles as small as the lengths, of which more blocks then run at a time. The longest of packed sequences
+    decides nothing that could change the bits of another."""
+    if problem.packed is not None:
+        return row
     queries, keys = row.tile["tile_m"], row.tile["tile_n"]
-    sizes = halved(queries, problem.forward.seqlen_q), halved(keys, problem.forward.seqlen_k)
+    sizes = halved(queries, problem.seqlen_q), halved(keys, problem.seqlen_k)
     fewer = keys // sizes[1] if of_keys else queries // sizes[0]
     return row.changed(tile_m=sizes[0], tile_n=sizes[1], blocks_per_sm=row.tile["blocks_per_sm"] * fewer)
 
@@ -48,7 +52,8 @@ def _wide_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     forward = problem.forward
     taken = forward.dtype == "float64" and target.cc == LARGE_FLOAT64 and {"dq", "dk", "dv"} <= set(problem.wanted)
     rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # of dq, which is contiguous
-    if not taken or not rows_of_16_bytes or not forward.seqlen_q or not gains_by_one_wide_kernel(problem):
+    every = taken and rows_of_16_bytes and forward.seqlen_q > 0 and forward.packed is None
+    if not every or not gains_by_one_wide_kernel(problem):
         return []
     for row in shared.usable("mma_wide_fused", problem, target):
         fused = wide.WideFusedConfig(**_features(problem, target), **row.tile)

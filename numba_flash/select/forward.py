@@ -123,6 +123,10 @@ def prologue(config: Config, target: Target) -> list[LaunchFacts]:
     """The kernels that make what the kernel of `config` reads: a mask's bits, the states of tiles under a mask_mod and
     their order. Most calls have none, and load nothing for them."""
     threads, made = 32 if target.simulated else 512, list[LaunchFacts]()
+    if config.packed and "o" in config.takes.arrays:
+        from ..config.outside import OutsideConfig
+
+        made.append(OutsideConfig.before(config, target))
     if config.reads_bits and config.has("mask"):
         from ..config.mask_bits import MaskBitsConfig
 
@@ -148,7 +152,7 @@ def simt(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     kind = V1Config if rung.name == V1Config.kernel else V2Config
     for row in rows_of(TABLES, rung.table, problem.dtype, target):
         tile_m = row.tile["tile_m"]
-        if tile_m <= 32 or tile_m < 2 * problem.seqlen_q:  # not mostly past the last query
+        if tile_m <= 32 or tile_m < 2 * problem.seqlen_q or problem.packed:  # not mostly past the last query
             yield kind(**features_of(problem), **row.tile)
 
 
@@ -156,7 +160,7 @@ def mma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.mma_forward import MmaConfig
 
     large_f64 = problem.dtype == "float64" and target.cc == LARGE_FLOAT64
-    copied, shrinks = copy_bytes(problem), ITEM_SIZE[problem.dtype] > 2
+    copied, shrinks = copy_bytes(problem), ITEM_SIZE[problem.dtype] > 2 and problem.packed is None
     in_one_tile = _rows("mma_short", problem, target) if short(problem, target) else []
     for row in (*in_one_tile, *_rows(rung.table, problem, target)):
         tile = _in_few_rows(problem, row.tile, row.tile["warp_rows"])
@@ -171,7 +175,7 @@ def short(problem: Problem, target: Target) -> bool:
     64 rows at least, of which most would be wasted, and fewer blocks run at a time. Heads of 16 tokens take 32 us in
     16 bits instead of 214, of 64 tokens 22 instead of 35 (H200)."""
     few, narrow = 0 < problem.seqlen_k <= 64 >= problem.seqlen_q, max(problem.head_dim, problem.head_dim_v) <= 128
-    return target.cc is not None and ITEM_SIZE[problem.dtype] == 2 and few and narrow
+    return target.cc is not None and ITEM_SIZE[problem.dtype] == 2 and few and narrow and problem.packed is None
 
 
 def halved(rows: int, needed: int) -> int:
@@ -287,7 +291,8 @@ def _same_keys(problem: Problem) -> bool:
 def _group(problem: Problem, tile_m: int) -> int:
     """How many query heads share a tile: all of a KV head's if the queries of one head would not fill it."""
     group = max(problem.heads // problem.heads_kv, 1) if problem.heads_kv else 1
-    return group if problem.seqlen_q < tile_m and tile_m % group == 0 else 1
+    # Of packed sequences the longest one decides nothing that could change the bits of another.
+    return group if problem.seqlen_q < tile_m and tile_m % group == 0 and problem.packed is None else 1
 
 
 def features_of(problem: Problem) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class Rung(NamedTuple):
     forward: str | None = None
     refined: str | None = None  # the function that improves a Config of these
     has_backward: bool = True
+    packed: bool = False  # whether it takes packed sequences
     backward: str | None = None
     sums: dict[str, str] = {}  # how exact it is, by dtype, of a rung that could be less exact than its dtype
 
@@ -45,6 +46,9 @@ class Rung(NamedTuple):
 
     def not_taken(self, problem: Problem) -> str | None:
         """Why it does not take the problem's options, wherever the arrays are, or None."""
+        if problem.packed is not None and not self.packed:
+            able = " and ".join(rung.name for rung in RUNGS.values() if rung.packed)
+            return f"it takes no packed sequences yet; {able} do"
         missing = (name for name, _ in problem.uses if self.option and not getattr(BY_NAME[name], self.option))
         return next((f"it takes no {name} yet" for name in missing), None)
 
@@ -70,14 +74,22 @@ def _loaded(name: Any) -> Callable[..., Any]:
 RUNGS = {
     rung.name: rung
     for rung in (
-        Rung("reference", (), on_host=True),
-        Rung("v1", (GPU,), table="simt", forward="forward.simt", has_backward=False),
-        Rung("v2", (GPU, SIMULATOR), table="simt", forward="forward.simt", backward="backward_kernels.v2_configs"),
+        Rung("reference", (), on_host=True, packed=True),
+        Rung("v1", (GPU,), table="simt", forward="forward.simt", has_backward=False, packed=True),
+        Rung(
+            "v2",
+            (GPU, SIMULATOR),
+            table="simt",
+            forward="forward.simt",
+            backward="backward_kernels.v2_configs",
+            packed=True,
+        ),
         Rung(
             "mma",
             (GPU,),
             option="on_tensor_cores",
             dtypes=("float16", "bfloat16", "float32", "float64"),
+            packed=True,
             tensor_cores=True,
             least_copy=2,
             least_cc=(8, 0),
@@ -103,7 +115,7 @@ RUNGS = {
             backward="backward_kernels.wgmma_configs",
             sums=dict(float32="as exact as in float32: each factor is split into three of 8 bits, in bfloat16"),
         ),
-        Rung("cpu", (HOST,), on_host=True, option="on_cpu"),
+        Rung("cpu", (HOST,), on_host=True, option="on_cpu", packed=True),
     )
 }
 
@@ -177,12 +189,14 @@ def kernel_of_backward(kernel: str) -> str:
 
 
 def not_here(rung: Rung, problem: Problem, target: Target) -> str | None:
-    """Why a rung cannot compute where the arrays are, or None; of a rung on the host, also the option that it does not
-    take."""
-    if not rung.on_host:
-        return no_gpu(target) if target.cc is None else None
-    elsewhere = None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
-    return rung.not_taken(problem) or elsewhere
+    """Why a rung cannot compute where the arrays are, or that it takes no packed sequences, or None; of a rung on the
+    host, also the option that it does not take."""
+    if rung.on_host:
+        elsewhere = None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
+        return rung.not_taken(problem) or elsewhere
+    if problem.packed is not None and not rung.packed:
+        return rung.not_taken(problem)
+    return no_gpu(target) if target.cc is None else None
 
 
 def no_room(problem: Problem, target: Target, needed: int) -> str:

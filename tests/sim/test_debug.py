@@ -50,6 +50,7 @@ FIRST_LINES = {
     **dict.fromkeys(("v2_dq", "v2_daux_bounds", "v2_daux_sums"), "b, h, first_row = ds.query_tile("),
     **dict.fromkeys(("mma_dbias", "mma_daux_bounds", "mma_daux_sums"), "thread, block = special.thread_index()"),
     **dict.fromkeys(("daux_start", "daux_round", "dbias_sum"), "at = int64(cuda.blockIdx.x)"),
+    **dict.fromkeys(("outside_of_queries", "outside_of_dq", "outside_of_keys"), "gap = int64(cuda.blockIdx.x)"),
     "mma_dq_finish": "lane, warp = lane_and_warp()",
     **dict.fromkeys(("mask_bits", "mask_bits_of_keys"), "thread = special.thread_index()"),
     **dict.fromkeys(("tile_states", "tile_states_of_keys"), "thread = special.thread_index()"),
@@ -221,6 +222,12 @@ def test_every_kernel(kernel, monkeypatch):
             numba_flash.attention(*half, mask_mod=mods.causal, kernel="mma")
         elif kernel == "tile_order_of_keys":
             differentiate("mma", mask_mod=mods.causal)
+        elif kernel.startswith("outside_of_"):
+            packed, spans = [x[0].swapaxes(0, 1) for x in (q, k, v)], np.array([2, 20], np.int32)  # two rows before it
+            rung = "v2" if kernel == "outside_of_queries" else "reference"
+            o, lse = numba_flash.attention_varlen(*packed, spans, return_lse=True, kernel=rung)
+            if kernel != "outside_of_queries":
+                numba_flash.attention_varlen_backward(o, *packed, o, lse, spans, kernel="v2")
         elif kernel == "mma_one_key_tile":
             differentiate("mma", seqlen=16)
         elif kernel == "dbias_sum":  # of two batch entries, each a block's share

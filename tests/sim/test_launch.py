@@ -22,6 +22,7 @@ from numba_flash.config.backward import (
 )
 from numba_flash.config.mask_bits import MaskBitsConfig
 from numba_flash.config.mma_forward import MmaConfig
+from numba_flash.config.outside import OutsideConfig
 from numba_flash.config.simt_backward import (
     DbiasConfig,
     DbiasSumConfig,
@@ -121,6 +122,7 @@ def test_canary_errors_come_out_with_thread_and_block():
 def test_every_kernel_can_be_made():
     tile, used = StatesTile(16, 16, 1), uses(mask_mod=Function.of("mask_mod", mods.causal))
     reads = uses(score_mod=Function.of("score_mod", lambda s, b, h, i, j, x: s * x[0]), aux=(("float32", 1),))
+    spans = uses(cu_seqlens_q="int32", cu_seqlens_k="int32")
     configs = [
         *[kind("float16", 8, 8, 16, 16) for kind in (V1Config, V2Config)],
         MmaConfig("float16", 8, 8, 16, 16),
@@ -154,6 +156,7 @@ def test_every_kernel_can_be_made():
         WgmmaFusedConfig("float16", 8, 8, 64, 128),
         WgmmaRoundConfig("float16", 8, 8, 64, 128),
         WgmmaAddPartsConfig("float16", 8, 8, 64, 128),
+        *[OutsideConfig("float16", (name,), (8,), spans) for name in ("o", "dk", "dq")],
         *[MaskBitsConfig(of_keys=of_keys) for of_keys in (False, True)],
         *[TileStatesConfig("float32", tile._replace(of_keys=of_keys), used) for of_keys in (False, True)],
         *[TileOrderConfig(tile._replace(of_keys=of_keys), of_mask=False) for of_keys in (False, True)],

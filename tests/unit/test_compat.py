@@ -5,7 +5,12 @@ import inspect
 import numpy as np
 import pytest
 
-from numba_flash.compat.flash_attn import flash_attn_func
+from numba_flash.compat.flash_attn import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 
 RNG = np.random.default_rng(0)
 Q, K, V = (RNG.standard_normal((2, seqlen, heads, 16)) for seqlen, heads in ((5, 4), (9, 2), (9, 2)))
@@ -48,6 +53,35 @@ def test_flash_attn_func(options):
     o, lse, probabilities = flash_attn_func(Q, K, V, return_attn_probs=True, **options)
     assert np.allclose(o, expected, rtol=1e-12, atol=1e-12) and probabilities is None
     assert np.allclose(lse, expected_lse, rtol=1e-12, atol=1e-12)
+
+
+ENDS = np.array([0, 0, 9, 20], np.int32)
+
+
+@pytest.mark.parametrize("options", [{}, dict(causal=True, window_size=(3, -1)), dict(softcap=2.0, softmax_scale=0.5)])
+def test_packed_sequences_with_the_signatures_of_flash_attn(options):
+    q, k, v = (RNG.standard_normal((20, 2, 8)) for _ in range(3))
+    o, lse, nothing = flash_attn_varlen_func(q, k, v, ENDS, ENDS, 11, 20, return_attn_probs=True, **options)
+    assert nothing is None and lse.shape == (2, 20)
+    for first, end in ((0, 9), (9, 20)):
+        own = (x[None, first:end] for x in (q, k, v))
+        assert np.allclose(o[first:end], flash_attn_func(*own, **options)[0], rtol=1e-12, atol=1e-12)
+    packed = flash_attn_varlen_qkvpacked_func(np.stack([q, k, v], 1), ENDS, 11, **options)
+    halves = flash_attn_varlen_kvpacked_func(q, np.stack([k, v], 1), ENDS, ENDS, 11, 11, **options)
+    assert np.array_equal(packed, o) and np.array_equal(halves, o)
+
+
+def test_what_the_packed_signatures_refuse():
+    x = np.zeros((20, 2, 8))
+    with pytest.raises(NotImplementedError, match="block_table"):
+        flash_attn_varlen_func(x, x, x, ENDS, ENDS, 11, 11, block_table=ENDS)
+    with pytest.raises(ValueError, match="window_size"):
+        flash_attn_varlen_func(x, x, x, ENDS, ENDS, 11, 11, window_size=3)
+    with pytest.raises(ValueError, match=r"qkv must have shape \(total, 3, heads, head_dim\), not \(20, 2, 8\)"):
+        flash_attn_varlen_qkvpacked_func(x, ENDS, 11)
+    assert list(inspect.signature(flash_attn_varlen_func).parameters) == [
+        "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *DEFAULTS, "block_table",
+    ]  # fmt: skip
 
 
 def test_the_signature_is_that_of_flash_attn():

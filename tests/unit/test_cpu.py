@@ -402,6 +402,7 @@ def test_all_that_is_compiled_is_in_the_key():
     package = Path(cpu_cache.__file__).parents[1]
     known = {file for pattern in cpu_cache.SOURCES for file in package.glob(pattern)}
     assert {file for folder in ("cpu", "functions") for file in (package / folder).rglob("*.py")} <= known
+    assert package / "problem" / "options.py" in known, "it decides where a call's arrays stand among the addresses"
 
 
 def test_other_sources_are_another_entry(folder, monkeypatch):

@@ -221,3 +221,11 @@ def test_a_sequence_hands_out_addresses_of_one_workspace(launches, config, monke
     assert made == 2 * [(q, (256 + 512,), "uint8", 9)]
     assert not any(len(found) > 6 for found in launches), "none may start early"
     assert sequence.by_addresses and not launch.KernelSequence([launch.Step(launch.Launch(), (0,))], []).by_addresses
+
+
+def test_a_launch_takes_its_arrays_of_the_operands(launches, config):
+    target, values = Target(False, device=0, cc=(9, 0)), Values.of(config, sizes=dict(n=5))
+    ready = launch.kernel_launch(taking("x", "y", "z"), target, 7, values, taken=(2, 0, 3))
+    for _ in range(2):  # its parameters are made once
+        ready.run([Array(16, None, None), Array(32, None, None), Array(48, None, None)], 0)
+    assert [parameters for *_, parameters in launches] == 2 * [struct.pack("<QQQq", 48, 16, 0, 5)]

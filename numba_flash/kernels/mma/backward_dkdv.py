@@ -170,7 +170,7 @@ def make(config):
     @inlined
     def load_queries(i, stage, source, smem, strides, sizes):
         """Start the copies of Q of query tile i, at address `source`, to stage `stage`."""
-        rows_left = int32(int32(sizes.seqlen_q) - i * int32(config.tile_m))
+        rows_left = int32(int32(walk.seqlen_q(smem.k, sizes)) - i * int32(config.tile_m))
         to = smem.q + stage * q_stage
         load_q(to, source, size * strides.q[2], 0, rows_left, config.head_dim, special.thread_index())
 
@@ -178,11 +178,12 @@ def make(config):
     def load_others(i, stage, others, smem, arrays, strides, sizes):
         """Start the copies of dO, lse and delta of query tile i to stage `stage`."""
         do_source, head_at = others
-        rows_left, to = int32(int32(sizes.seqlen_q) - i * int32(config.tile_m)), smem.do + stage * do_stage
+        queries, to = walk.seqlen_q(smem.k, sizes), smem.do + stage * do_stage
+        rows_left = int32(int32(queries) - i * int32(config.tile_m))
         load_do(to, do_source, size * strides.do[2], 0, rows_left, config.head_dim_v, special.thread_index())
         # This order of additions leaves nothing to be kept in a register between tiles.
         to = smem.rows + stage * rows_stage if stages > 1 else smem.k + int32(plan.rows)
-        columns.start(i, head_at, to, arrays, sizes)
+        columns.start(i, head_at, to, queries, arrays)
 
     @inlined
     def prefetch(i, heads_left, stage, smem, arrays, strides, sizes):
@@ -252,7 +253,7 @@ def make(config):
             next_i, next_heads_left = walk.following(i, heads_left, smem.k, arrays, strides)
             if next_heads_left > 0:
                 load_queries(next_i, 0, walk.queries_at(next_i, next_heads_left, strides, smem.k), smem, strides, sizes)
-            work = walk.work_again(smem.k, sizes)
+            work = walk.work_again(smem.k, arrays, strides, sizes)
             h = int32((work.h_kv + 1) * divide(sizes.heads, sizes.heads_kv) - heads_left)
             own_dq.write(i, work.sequence, h, smem.k, arrays, strides, sizes, score)
 
@@ -293,6 +294,9 @@ def make(config):
         work = work_of(special.block_index(), arrays, strides, sizes)
         sequence, h_kv, first_key = work.sequence, work.h_kv, work.first_key
         keys_left = int32(min(sequence.keys - first_key, config.tile_n))  # may be below 0
+        if config.packed:
+            if keys_left <= 0:  # simt/outside.py writes what is behind the valid keys
+                return
         group = divide(sizes.heads, sizes.heads_kv)
         begin_, free_, cut_, stop_ = query_range(sequence, first_key, first_key + keys_left - 1, sizes, config.tile_m)
         begin, free, cut, stop = int32(begin_), int32(free_), int32(cut_), int32(stop_)
@@ -375,9 +379,9 @@ def make(config):
             cuda.syncthreads()  # all warps have read K for the last time
         products.sync_owners()  # they have read these rows for the last time
         # From the state of the block: kept in registers through the loop, it would take those that S needs.
-        sequence, h_kv, first_key = walk.work_again(k_smem, sizes)
+        sequence, h_kv, first_key = walk.work_again(k_smem, arrays, strides, sizes)
         keys_left = int32(min(sequence.keys - first_key, config.tile_n))
-        rows_left = int32(min(sizes.seqlen_k - first_key, config.tile_n))
+        rows_left = keys_left if config.packed else int32(min(sizes.seqlen_k - first_key, config.tile_n))
         nonfinite = uint32(0)
         if config.of_dk:
             base, stride = key_row(strides.dk, sequence, h_kv, first_key), strides.dk[2]

@@ -191,6 +191,9 @@ def make(config):
         tile = work_of(special.block_index(), arrays, strides, sizes)
         sequence = tile.sequence
         queries_left = int32(min(sequence.seqlen_q - tile.first_query, tile_m))
+        if config.packed:
+            if queries_left <= 0:
+                return
 
         q_smem = async_tiles.aligned(shared.address(cuda.shared.array(0, uint8)))
         smem = Smem(
@@ -267,7 +270,7 @@ def make(config):
         # block: kept in registers through the loop, it would take those that S needs.
         wait_all()
         products.sync_owners()  # they have read these rows for the last time
-        tile = walk.work_again(q_smem, sizes)
+        tile = walk.work_again(q_smem, arrays, strides, sizes)
         queries_left = int32(min(tile.sequence.seqlen_q - tile.first_query, tile_m))
         base, stride = query_row(strides.dq, tile.sequence, tile.h, tile.first_query), strides.dq[2]
         nonfinite = store_dq(registers.acc_dq, score.scale, q_smem, arrays.dq, base, stride, queries_left, queries_left)

@@ -31,7 +31,7 @@ from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
 from ..steps.plain import first_column_of, first_row_of
-from ..steps.sequence import Sequence, query_row
+from ..steps.sequence import query_row, unpacked
 from . import backward_wide, shared_weights
 
 # Named barriers behind those of FusedTile.meet: of all warps that compute; of these and the carrier, when the part is
@@ -98,7 +98,7 @@ def make(config):
         place, begin_and_tiles = block_state.get(state + 2 * block_state.SIZE)
         b, first_key, begin = int32(place >> 32), int32(first_and_keys >> 32), int32(begin_and_tiles >> 32)
         keys, tiles = int32(first_and_keys), int32(begin_and_tiles)
-        sequence = Sequence(b, sizes.seqlen_q, int64(keys), first_from_query + sizes.left)
+        sequence = unpacked(b, sizes.seqlen_q, int64(keys), first_from_query + sizes.left)
         return Walk(sequence, int32(place), first_key, begin, tiles)
 
     @inlined

@@ -17,9 +17,10 @@ from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.reads import Origin
 from ..steps import block_state, lse_delta, numbers
+from ..steps import sequence as sequences
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of, lane_and_warp, row_keys
-from ..steps.sequence import Sequence, key_row
+from ..steps.sequence import key_row
 from .work_tile import QueryWork
 
 
@@ -72,7 +73,8 @@ def make(config):
     )
     apply_functions = gradient_functions.on_fragments(config, strips, part, of_keys=False)
     dropout = kept_weights.on_fragments(config, strips, part)
-    real = numbers.of(config.compute_dtype).real
+    real, sequence_again = numbers.of(config.compute_dtype).real, sequences.again(config)
+    always_asks = has_score_mod or config.packed and config.has("mask_mod")
     double, state_bytes, inf = config.dtype == "float64", 32 if config.dtype == "float64" else 16, real(math.inf)
 
     @inlined
@@ -130,12 +132,12 @@ def make(config):
                 put_row_state(q_smem + int32(plan.of_rows) + state_bytes * row, first_key, end_key, lse, -delta)
 
     @inlined
-    def work_again(q_smem, sizes):
+    def work_again(q_smem, arrays, strides, sizes):
         """-> QueryWork, from the state of the block."""
         position, keys = block_state.get(q_smem + int32(keys_at))
         b, h = block_state.get(q_smem + int32(head_at))
         first_query, h_kv = block_state.get(q_smem + int32(tile_at))
-        sequence = Sequence(int32(b), sizes.seqlen_q, keys, position - first_query)
+        sequence = sequence_again(int32(b), keys, position - first_query, arrays, strides, sizes)
         return QueryWork(sequence, int32(h), int32(h_kv), int32(first_query), int32(0))
 
     @inlined
@@ -147,7 +149,7 @@ def make(config):
     def is_unmasked(j, q_smem, arrays, strides):
         """Whether every row sees every key of tile j, and no function is called there. In float32 and float64 no tile
         has code of its own for that."""
-        if has_score_mod or size > 2:
+        if always_asks or size > 2:
             return False
         free, cut = block_state.get_range(q_smem + int32(walk_at))
         whole = j >= free and j < cut

@@ -16,8 +16,9 @@ from numba import cuda, float32, int32, int64, uint32
 from ...ptx import griddepcontrol, local, memory, shfl, special
 from ..score import reads as score_reads
 from ..steps import elements, lse_delta
+from ..steps import sequence as sequences
 from ..steps.integers import divide
-from ..steps.sequence import lse_row, queries_of, query_row
+from ..steps.sequence import lse_row, query_row
 from ..steps.units import LOG2_E
 
 
@@ -26,6 +27,7 @@ def make(config):
     distances = tuple(2**i for i in range(lanes.bit_length() - 1))
     load, half_of = elements.loader(config.dtype, float32), score_reads.halves(config.dtype)
     product, turn_words = lse_delta.product(config), 2 * config.dq_partials
+    queries_of = sequences.queries(config)
     unit, inf = float32(1.0 if config.natural else LOG2_E), float32(math.inf)
 
     @cuda.jit
@@ -40,6 +42,8 @@ def make(config):
         b = divide(head_of_all, heads)
         h = int32(head_of_all - b * heads)
         sequence = queries_of(b, arrays, strides, sizes)
+        if config.packed:
+            seqlen_q, head_row_blocks = sequence.seqlen_q, lse_delta.row_blocks(sequence.seqlen_q)
         query, lane = int32((block - head_of_all * tiles) * rows + thread // lanes), int32(thread % lanes)
         four_do = local.array(4, uint32)
         four_o = local.array(4, uint32)

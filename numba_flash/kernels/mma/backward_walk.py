@@ -16,10 +16,11 @@ from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.reads import Origin
 from ..steps import block_state, numbers
+from ..steps import sequence as sequences
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, key_queries, lane_and_warp
-from ..steps.sequence import Sequence, query_row
+from ..steps.sequence import query_row
 from . import query_columns
 from .work_tile import KeyWork
 
@@ -35,6 +36,7 @@ class Walk(NamedTuple):
     """Device functions. i: a query tile of the head given by `heads_left`; k_smem: where shared memory begins."""
 
     set_up_state: Callable[..., Any]
+    seqlen_q: Callable[..., Any]
     work_again: Callable[..., Any]
     distances: Callable[..., Any]
     seen_columns: Callable[..., Any]
@@ -58,6 +60,7 @@ def make(config):
     read, row_term = score_reads.make(config, strips, part, of_keys=True), fragments.chain(config).row_term
     bias_item, has_mask = ITEM_SIZE[config.dtype_of("bias") or "float32"], config.has("mask")
     states, has_score_mod = tile_walk.make(config), config.has("score_mod")
+    sequence_again, always_asks = sequences.again(config), has_score_mod or config.packed and config.has("mask_mod")
     apply_functions = gradient_functions.on_fragments(config, strips, part, True, derivative=config.of_dk)
     kept_of = kept_weights.on_fragments(config, strips, part).of_keys
 
@@ -77,7 +80,10 @@ def make(config):
             block_state.put(k_smem + int32(offset_at), sequence.q_start - first_key, sequence.keys)
             block_state.put_range(k_smem + int32(walk_at), begin, stop)
             block_state.put_range(k_smem + int32(walk_at + 8), free, cut)
-            block_state.put(k_smem + int32(tile_at), int64(sequence.b), int64(first_key) << 32 | h_kv)
+            b_and_queries = int64(sequence.b)
+            if config.packed:
+                b_and_queries = int64(sequence.seqlen_q) << 32 | sequence.b
+            block_state.put(k_smem + int32(tile_at), b_and_queries, int64(first_key) << 32 | h_kv)
             if read.reads:
                 origin = read.origin(sequence.b, end_head, first_key, arrays, strides)
                 block_state.put(k_smem + int32(reads_at), origin.bias, origin.bits)
@@ -88,16 +94,27 @@ def make(config):
             block_state.put_range(k_smem + int32(plan.seen) + 8 * thread, int32(first_query), int32(end_query))
 
     @inlined
-    def work_again(k_smem, sizes):
+    def seqlen_q(k_smem, sizes):
+        """Of the block's sequence."""
+        if config.packed:
+            b_and_queries, _ = block_state.get(k_smem + int32(tile_at))
+            return b_and_queries >> 32
+        return sizes.seqlen_q
+
+    @inlined
+    def work_again(k_smem, arrays, strides, sizes):
         """-> KeyWork, from the state of the block."""
-        b, tile = block_state.get(k_smem + int32(tile_at))
+        b, tile = block_state.get(k_smem + int32(tile_at))  # b in the lower half
         first_key, h_kv = int32(tile >> 32), int32(tile)
         from_first_key, keys = block_state.get(k_smem + int32(offset_at))
-        return KeyWork(Sequence(int32(b), sizes.seqlen_q, keys, from_first_key + first_key), h_kv, first_key)
+        sequence = sequence_again(int32(b), keys, from_first_key + first_key, arrays, strides, sizes)
+        return KeyWork(sequence, h_kv, first_key)
 
     @inlined
     def head_of(heads_left, k_smem):
         b, _ = block_state.get(k_smem + int32(tile_at))
+        if config.packed:
+            b = int64(int32(b))
         _, end_head = block_state.get(k_smem + int32(heads_at))
         return Head(b, end_head - heads_left)
 
@@ -222,7 +239,7 @@ def make(config):
     def is_unmasked(i, heads_left, k_smem, arrays, strides):
         """Whether every query of tile i sees every key of the block, and no function is called there. In float32 and
         float64 no tile has code of its own for that."""
-        if has_score_mod or size > 2:
+        if always_asks or size > 2:
             return False
         free, cut = block_state.get_range(k_smem + int32(walk_at + 8))
         whole = i >= free and i < cut
@@ -232,6 +249,6 @@ def make(config):
         return whole
 
     return Walk(
-        set_up_state, work_again, distances, seen_columns, find_kept, load_for_scores, ask_functions, term_of,
+        set_up_state, seqlen_q, work_again, distances, seen_columns, find_kept, load_for_scores, ask_functions, term_of,
         queries_at, others_at, from_tile, following, is_unmasked,
     )  # fmt: skip

@@ -80,7 +80,7 @@ def make(config):
         source = memory.address(arrays.q, query_row(strides.q, walk.sequence, h, i * tile_m) + first)
         load_other(k_smem + int32(plan.q), source, stride, 0, rows_left, config.head_dim - first, thread)
         staged.start_rows(
-            k_smem + int32(plan.rows), lse_row(walk.sequence, h, 0, sizes), i * tile_m, arrays, sizes, thread
+            k_smem + int32(plan.rows), lse_row(walk.sequence, h, 0, sizes), i * tile_m, sizes.seqlen_q, arrays, thread
         )
 
     @inlined

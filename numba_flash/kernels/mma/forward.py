@@ -244,6 +244,9 @@ def make(config):
         tile = work_of(special.block_index(), arrays, strides, sizes)
         sequence = tile.sequence
         queries_left = int32(min(sequence.seqlen_q - tile.first_query, config.queries))
+        if config.packed:
+            if queries_left <= 0:
+                return
 
         smem = cuda.shared.array(0, uint8)
         q_smem = async_tiles.aligned(shared.address(smem))  # (tile_m, head_dim_padded)

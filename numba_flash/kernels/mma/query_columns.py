@@ -22,7 +22,7 @@ class QueryColumns(NamedTuple):
 
     head_at: Callable[..., Any]  # (sequence, h, arrays, sizes) -> where a head's numbers begin, as int64
     head_step: Callable[..., Any]  # (sizes) -> from there to where the next head's begin
-    start: Callable[..., Any]  # (i, head_at, smem, arrays, sizes): starts the copies of query tile i
+    start: Callable[..., Any]  # (i, head_at, smem, seqlen_q, arrays): starts the copies of query tile i
     lane_at: Callable[..., Any]  # (smem) -> at, which the next two take
     lse: Callable[
         ..., Any
@@ -44,15 +44,17 @@ def _of_blocks(config):
 
     @inlined
     def head_step(sizes):
+        if config.packed:
+            return lse_delta.packed_blocks(sizes) * (4 * lse_delta.BLOCK_WORDS)
         return lse_delta.row_blocks(sizes.seqlen_q) * (4 * lse_delta.BLOCK_WORDS)
 
     @inlined
-    def start(i, head_at, smem, arrays, sizes):
+    def start(i, head_at, smem, seqlen_q, arrays):
         thread = special.thread_index()
         for step in range(-(-chunks // config.threads)):
             chunk = int32(thread + step * config.threads)
             if chunk < chunks:  # of 16 bytes
-                here = int32(i * (config.tile_m // 16) + (chunk >> 3)) < lse_delta.row_blocks(sizes.seqlen_q)
+                here = int32(i * (config.tile_m // 16) + (chunk >> 3)) < lse_delta.row_blocks(seqlen_q)
                 source = head_at + int64(4) * int32(i * (2 * config.tile_m) + chunk * 4)
                 cp_async.copy16(smem + 16 * chunk, source, 16 if here else 0)
 
@@ -86,11 +88,11 @@ def _of_rows(config):
 
     @inlined
     def head_step(sizes):
-        return sizes.seqlen_q
+        return sizes.total_q if config.packed else sizes.seqlen_q
 
     @inlined
-    def start(i, head_at, smem, arrays, sizes):
-        staged.start_rows(smem, head_at, i * config.tile_m, arrays, sizes, special.thread_index())
+    def start(i, head_at, smem, seqlen_q, arrays):
+        staged.start_rows(smem, head_at, i * config.tile_m, seqlen_q, arrays, special.thread_index())
 
     @inlined
     def lane_at(smem):

@@ -15,7 +15,7 @@ from ..steps import async_tiles, fragment_products
 from ..steps import sequence as sequences
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.sequence import Sequence, key_range, key_row, query_row
+from ..steps.sequence import key_range, key_row, query_row, unpacked
 
 
 class Range(NamedTuple):
@@ -80,7 +80,7 @@ def make(config):
     def seek(unit, tiles, arrays, strides, sizes):
         """The first tile that some query sees, from this unit on."""
         h, i, j, stop = int32(0), int32(0), int32(0), int32(0)
-        sequence = Sequence(int32(0), sizes.seqlen_q, int64(0), int64(0))
+        sequence = unpacked(int32(0), sizes.seqlen_q, int64(0), int64(0))
         while unit < tiles.end_unit:
             head_of_all = divide(unit, tiles.tiles)
             entry = divide(head_of_all, tiles.heads)
@@ -92,7 +92,7 @@ def make(config):
             if j < stop:
                 break
             unit = int32(unit + 1)
-        return Place(unit, Sequence(sequence.b, sequence.seqlen_q, sequence.keys, sequence.q_start), h, i, j, stop)
+        return Place(unit, unpacked(sequence.b, sequence.seqlen_q, sequence.keys, sequence.q_start), h, i, j, stop)
 
     @inlined
     def first(tiles, arrays, strides, sizes):

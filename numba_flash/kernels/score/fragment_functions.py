@@ -100,4 +100,5 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
             alone = FALSE if has_score_mod else TRUE
             every_block(acc_s, mask_bits, place, TRUE, alone, arrays, strides, score)
 
-    return FragmentFunctions(present, has_score_mod, place_of, apply, apply_inside)
+    every_tile = has_score_mod or config.packed and has_mask_mod  # packed sequences have no states of tiles
+    return FragmentFunctions(present, every_tile, place_of, apply, apply_inside)

@@ -55,7 +55,7 @@ def make(config):
     @inlined
     def look_at_tile(j, b, h, members, first_query, end_query, lane, arrays, strides, sizes):
         """Likewise for key tile j and the queries [first_query, end_query) of `members` heads from h on."""
-        keys, q_start = sequence_of(b, arrays, strides, sizes)[2:]
+        keys, q_start = sequence_of(b, arrays, strides, sizes)[2:4]
         seen, hidden = uint32(0), uint32(0)
         member = int32(0)
         while member < members:

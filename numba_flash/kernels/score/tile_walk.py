@@ -12,7 +12,7 @@ from numba import int32, uint32
 
 from ...abi.parameters import STATES_IN_WORD, TILE_STATES_OF_KEYS
 from ...ptx import bits, shfl
-from ..steps.inlined import FALSE, inlined
+from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 
 SHIFT = STATES_IN_WORD.bit_length() - 1
@@ -53,6 +53,7 @@ class TileWalk(NamedTuple):
 def make(config: Any, whole_warp: bool = False) -> TileWalk:
     """whole_warp: all lanes of a warp call these functions together, and the compiler may rely on it."""
     present, find = bool(config.tile_states), states_of(config)
+    asks = TRUE if config.packed and config.has("mask_mod") else FALSE  # packed sequences have no states of tiles
     own_rows, heads = (config.states_tile.own, config.states_tile.heads) if present else (1, 1)
 
     @inlined
@@ -137,7 +138,7 @@ def make(config: Any, whole_warp: bool = False) -> TileWalk:
     @inlined
     def needs_mask(row, j, arrays, strides):
         if not present:
-            return FALSE
+            return asks
         word = word_of(row, int32(j >> SHIFT), arrays, strides)
         return (word >> uint32(STATES_IN_WORD + (j & LAST))) & uint32(1) != 0
 

@@ -16,22 +16,24 @@ from numba import cuda, uint32
 
 from ...ptx import shared
 from ..steps import elements, lse_delta
-from ..steps.sequence import lse_row, queries_of, query_row
+from ..steps import sequence as sequences
+from ..steps.sequence import lse_row, query_row
 
 
 def make(config):
     product, turns_of, turns_at = lse_delta.product(config), config.turns_of, lse_delta.TURNS_AT
-    compute = elements.COMPUTE_TYPES[config.dtype]
+    compute, queries_of = elements.COMPUTE_TYPES[config.dtype], sequences.queries(config)
     load = elements.loader(config.dtype, compute)
 
     @cuda.jit
     def delta_of_rows(arrays, strides, sizes):
-        heads, seqlen_q = sizes.heads, sizes.seqlen_q
+        heads = sizes.heads
         thread = cuda.threadIdx.x
-        tiles = (seqlen_q + config.rows - 1) // config.rows
+        tiles = (sizes.seqlen_q + config.rows - 1) // config.rows
         b = cuda.blockIdx.x // (heads * tiles)
         h = cuda.blockIdx.x // tiles % heads
         sequence = queries_of(b, arrays, strides, sizes)
+        seqlen_q = sequence.seqlen_q
         lane = thread % config.lanes
         q_index = cuda.blockIdx.x % tiles * config.rows + thread // config.lanes
         parts = shared.pointer(cuda.shared.array(0, compute), 0)  # (rows, lanes)

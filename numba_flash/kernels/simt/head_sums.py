@@ -12,16 +12,17 @@ from numba import cuda
 from ...ptx import shared
 from ..score import OF_HEADS
 from ..steps import elements
-from ..steps.sequence import queries_of
+from ..steps import sequence as sequences
 
 
 def make(config):
     compute = elements.COMPUTE_TYPES[config.dtype]
+    queries_of = sequences.queries(config)
     of_row, store = OF_HEADS[config.option].head_gradient(config)
 
     @cuda.jit
     def sums_of_heads(arrays, strides, sizes):
-        heads, seqlen_q = sizes.heads, sizes.seqlen_q
+        heads = sizes.heads
         thread = cuda.threadIdx.x
         h = cuda.blockIdx.x % heads
         own_b = cuda.blockIdx.x // heads
@@ -30,7 +31,7 @@ def make(config):
         part = compute(0)
         for b in range(own_b, end_b):
             sequence = queries_of(b, arrays, strides, sizes)
-            for q_index in range(thread, seqlen_q, config.threads):
+            for q_index in range(thread, sequence.seqlen_q, config.threads):
                 part += of_row(sequence, h, q_index, arrays, strides, sizes)
         parts[thread] = part
         half = config.threads // 2

@@ -56,6 +56,9 @@ def make(config):
 
         # line 2: load Q_i
         first_row = i * config.tile_m
+        if config.packed:
+            if first_row >= sequence.seqlen_q:
+                return
         load_q(q_smem, arrays.q, strides.q, sequence, h, first_row, thread)
 
         # lines 3 and 4: this thread's row k, and its m, l and O

@@ -46,7 +46,11 @@ def make(config):
         h_kv = cuda.blockIdx.x // n_tiles % sizes.heads_kv
         b = cuda.blockIdx.x // (sizes.heads_kv * n_tiles)
         sequence = sequence_of(b, arrays, strides, sizes)
-        group = sizes.heads // sizes.heads_kv
+        group, end_y = sizes.heads // sizes.heads_kv, sizes.seqlen_k
+        if config.packed:  # outside.py writes what is behind the valid keys
+            end_y = sequence.keys
+            if first_y >= end_y:
+                return
 
         smem = cuda.shared.array(0, compute)
         kv_smem = shared.pointer(smem, plan.kv)  # (2 * tile_n, kv_row): K_j, V_j
@@ -128,7 +132,7 @@ def make(config):
                 if is_wanted:  # lines 10 and 11
                     add_rows(acc, compute(1), weights_smem, s_y, qdo_smem, second)
 
-        if k_index < sizes.seqlen_k:  # line 12
+        if k_index < end_y:  # line 12
             if of_p:
                 if write_dv:
                     base = key_row(strides.dv, sequence, h_kv, k_index)

@@ -35,6 +35,9 @@ def make(config):
     def flash_attention_v2_dq(arrays, strides, sizes, score):
         b, h, first_row = ds.query_tile(cuda.blockIdx.x, sizes)
         sequence = sequence_of(b, arrays, strides, sizes)
+        if config.packed:
+            if first_row >= sequence.seqlen_q:
+                return
         dq_k = local.array(config.k_row, compute)  # (k_row,): row k of dQ_i, in registers
         for x in range(config.k_row):
             dq_k[x] = compute(0)

@@ -32,6 +32,18 @@ def row_blocks(seqlen_q):
 
 
 @inlined
+def packed_blocks(sizes):
+    """The same, of packed sequences."""
+    return row_blocks(sizes.total_q) + sizes.batch
+
+
+@inlined
+def head_row_blocks(sequence):
+    """Blocks of a head. Each packed sequence begins with a block of its own, so there is one more for each."""
+    return row_blocks(sequence.rows) + sequence.count
+
+
+@inlined
 def place(query):
     """Index of a query's lse in the blocks of its head."""
     at = query & 15
@@ -41,7 +53,8 @@ def place(query):
 @inlined
 def head_blocks(sequence, h, sizes):
     """Index of the first of a head's blocks."""
-    return int64(sequence.b * sizes.heads + h) * (row_blocks(sequence.seqlen_q) * BLOCK_WORDS)
+    first = (sequence.first_query >> 4) + (sequence.b - sequence.entry)
+    return int64(sequence.entry * sizes.heads + h) * (head_row_blocks(sequence) * BLOCK_WORDS) + first * BLOCK_WORDS
 
 
 @inlined
@@ -53,7 +66,8 @@ def block_row(sequence, h, query, sizes):
 @inlined
 def row_block(sequence, h, number, sizes):
     """Index of a head's number-th block."""
-    return (int64(sequence.b * sizes.heads + h) * row_blocks(sequence.seqlen_q) + number) * BLOCK_WORDS
+    first = (sequence.first_query >> 4) + (sequence.b - sequence.entry)
+    return (int64(sequence.entry * sizes.heads + h) * head_row_blocks(sequence) + (number + first)) * BLOCK_WORDS
 
 
 def product(config):
@@ -125,14 +139,14 @@ def staged(config, rows, threads):
     inf, minus_inf, unit = real(math.inf), real(-math.inf), real(exponent_unit(config))
 
     @inlined
-    def start_rows(rows_smem, head_at, first_query, arrays, sizes, thread):
+    def start_rows(rows_smem, head_at, first_query, seqlen_q, arrays, thread):
         """Start the copies of both; the caller commits, waits and owes a barrier. head_at: `lse_row` of query 0. Past
         the last query there are zeros."""
         for step in range(-(-rows // threads)):
             row = int32(thread + step * threads)
             if row < rows:
                 query = int64(first_query + row)
-                count = int32(size) if query < sizes.seqlen_q else int32(0)
+                count = int32(size) if query < seqlen_q else int32(0)
                 copy(int32(rows_smem + row * size), memory.address(arrays.lse, head_at + query), count)
                 copy(int32(rows_smem + (rows + row) * size), memory.address(arrays.delta, head_at + query), count)
 

@@ -3,9 +3,10 @@
 from numba import int32, int64, uint32
 
 from ...ptx import ld_st, local, memory
+from . import sequence as sequences
 from .inlined import inlined
 from .plain import panel_offset
-from .sequence import queries_of, query_row
+from .sequence import query_row
 
 
 def make(config, warp_rows, columns, own_place=False):
@@ -18,7 +19,7 @@ def make(config, warp_rows, columns, own_place=False):
     rows, and is read 16 bytes at a time. row_states as in recompute/rows.
     """
     tile_m, panels = warp_rows if own_place else config.tile_m, -(-columns // 64)
-    word_count = 4 * panels
+    word_count, queries_of = 4 * panels, sequences.queries(config)
 
     @inlined
     def place_of(row, column, sequence, tile, strides):

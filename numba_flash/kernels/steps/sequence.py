@@ -16,12 +16,18 @@ from .plain import key_queries, key_tiles, row_keys
 
 class Sequence(NamedTuple):
     """Batch entry b: how many queries it has, how many of its keys are valid, and the position of query 0 among
-    them."""
+    them. And where its rows are, if sequences are packed (problem/packed.py); the constants that others have cost
+    nothing."""
 
     b: int
     seqlen_q: int
     keys: int
     q_start: int
+    entry: int  # in the arrays: b, or 0 of packed sequences
+    first_query: int  # its first row in q, o and the like, and in numbers that each query has; 0 without packing
+    first_key: int  # likewise in k and v
+    rows: int  # such numbers of a head: seqlen_q, or those of all packed sequences
+    count: int  # of packed sequences, which share these; 0 without packing
 
 
 class Query(NamedTuple):
@@ -40,7 +46,7 @@ class Query(NamedTuple):
 def make(config: Any) -> Any:
     """-> sequence_of(b, arrays, strides, sizes): the Sequence of batch entry b. Unused fields cost nothing."""
     has_seqlens_k, source = config.has("seqlens_k"), config.q_offset_source
-    from_array, from_seqlens_k = source == "array", source == "seqlens_k"
+    from_array, from_seqlens_k, from_lengths = source == "array", source == "seqlens_k", source == "sequence"
 
     @cuda.jit(device=True)
     def sequence_of(b, arrays, strides, sizes):
@@ -52,15 +58,72 @@ def make(config: Any) -> Any:
             q_start = q_start + keys
         if from_array:
             q_start = q_start + int64(arrays.q_offset[b * strides.q_offset])
-        return Sequence(b, sizes.seqlen_q, keys, q_start)
+        return unpacked(b, sizes.seqlen_q, keys, q_start)
 
-    return sequence_of
+    @cuda.jit(device=True)
+    def packed_sequence_of(b, arrays, strides, sizes):
+        first_query, queries = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q)
+        first_key, keys = span(arrays.cu_seqlens_k, b, strides.cu_seqlens_k, sizes.total_k, sizes.seqlen_k)
+        q_start = sizes.q_offset
+        if has_seqlens_k:
+            keys = min(max(int64(arrays.seqlens_k[b * strides.seqlens_k]), 0), keys)
+        if from_lengths:
+            q_start = q_start + keys - queries
+        if from_array:
+            q_start = q_start + int64(arrays.q_offset[b * strides.q_offset])
+        return Sequence(b, queries, keys, q_start, int64(0), first_query, first_key, sizes.total_q, sizes.batch)
+
+    return packed_sequence_of if config.packed else sequence_of
+
+
+@inlined
+def unpacked(b, seqlen_q, keys, q_start):
+    """A Sequence with rows of its own."""
+    return Sequence(b, seqlen_q, keys, q_start, b, int64(0), int64(0), seqlen_q, int64(0))
+
+
+@inlined
+def span(ends, b, stride, total, most):
+    """-> (first row, number of rows) of a packed sequence. Clamped, as lengths are: whatever `ends` has, they are rows
+    that exist."""
+    first = min(max(int64(ends[b * stride]), 0), total)
+    return first, min(max(min(int64(ends[(b + 1) * stride]), total) - first, 0), most)
+
+
+@functools.cache
+def again(config: Any) -> Any:
+    """-> sequence_again(b, keys, q_start, arrays, strides, sizes): the Sequence of which a kernel has kept these. Where
+    a packed one's rows are is read again."""
+    sequence_of = make(config)
+
+    @inlined
+    def packed_again(b, keys, q_start, arrays, strides, sizes):
+        return sequence_of(b, arrays, strides, sizes)
+
+    @inlined
+    def sequence_again(b, keys, q_start, arrays, strides, sizes):
+        return unpacked(b, sizes.seqlen_q, keys, q_start)
+
+    return packed_again if config.packed else sequence_again
+
+
+@functools.cache
+def queries(config: Any) -> Any:
+    """-> queries_of(b, arrays, strides, sizes): the Sequence of batch entry b, of a kernel that only asks for its
+    queries."""
+
+    @inlined
+    def packed_queries_of(b, arrays, strides, sizes):
+        first, count = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q)
+        return Sequence(b, count, int64(0), int64(0), int64(0), first, int64(0), sizes.total_q, sizes.batch)
+
+    return packed_queries_of if config.packed else queries_of
 
 
 @inlined
 def queries_of(b, arrays, strides, sizes):
     """The Sequence of batch entry b, for a kernel that looks at no key."""
-    return Sequence(b, sizes.seqlen_q, int64(0), int64(0))
+    return unpacked(b, sizes.seqlen_q, int64(0), int64(0))
 
 
 @inlined
@@ -75,13 +138,13 @@ def query_of(sequence, h, q_index, sizes):
 def query_row(strides, sequence, h, row):
     """Element index at which row `row` of a head begins, in an array that has a row for each query: q, o, do or dq.
     strides: (batch, head, row, column)."""
-    return sequence.b * strides[0] + h * strides[1] + row * strides[2]
+    return sequence.entry * strides[0] + h * strides[1] + (row + sequence.first_query) * strides[2]
 
 
 @inlined
 def key_row(strides, sequence, h_kv, row):
     """The same in an array that has a row for each key: k, v, dk or dv."""
-    return sequence.b * strides[0] + h_kv * strides[1] + row * strides[2]
+    return sequence.entry * strides[0] + h_kv * strides[1] + (row + sequence.first_key) * strides[2]
 
 
 @inlined
@@ -93,8 +156,8 @@ def kv_head(h, sizes):
 @inlined
 def lse_row(sequence, h, q_index, sizes):
     """Index of a query's lse, of its delta and of all else that has one number for a query: (batch, heads,
-    seqlen_q)."""
-    return (int64(sequence.b) * sizes.heads + h) * sequence.seqlen_q + q_index
+    seqlen_q), or (heads, rows) of packed sequences."""
+    return (int64(sequence.entry) * sizes.heads + h) * sequence.rows + (q_index + sequence.first_query)
 
 
 @inlined

@@ -1,0 +1,70 @@
+"""Config of outside, which writes what rows of no packed sequence have."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..abi import parameters as abi
+from ..machine.target import Target
+from ..problem.forward import Problem
+from ..problem.options import Uses
+from .forward import AnyProblem, LaunchFacts
+
+_READ = abi.words("seqlens_k q_offset")
+
+
+@dataclass(frozen=True)
+class OutsideConfig(LaunchFacts):
+    """Of outside: a block, or `parts` blocks, for each gap between two sequences. written: the arrays, "o" and perhaps
+    "lse", "dq", or "dk" and "dv", or one of them; dims: their columns, without those of lse."""
+
+    dtype: str
+    written: tuple[str, ...]
+    dims: tuple[int, ...]
+    uses: Uses
+    threads: int = 128
+
+    module = "simt.outside"
+    names = ("outside_of_queries", "outside_of_keys", "outside_of_dq")
+    packed = True
+    q_offset_source = "number"
+
+    @staticmethod
+    def before(config: Any, target: Target) -> "OutsideConfig":
+        """Of what runs before the forward kernel of `config`."""
+        written, dims = ("o", *("lse",) * config.write_lse), (config.head_dim_v,)
+        return OutsideConfig(config.dtype, written, dims, _spans(config.uses), 32 if target.simulated else 128)
+
+    @staticmethod
+    def of(p: Problem, written: tuple[str, ...], target: Target) -> "OutsideConfig":
+        """Of gradients."""
+        dims = tuple(p.head_dim_v if name == "dv" else p.head_dim for name in written)
+        return OutsideConfig(p.dtype, written, dims, _spans(p.uses), 32 if target.simulated else 128)
+
+    @property
+    def of_keys(self) -> bool:  # type: ignore[override]
+        return self.written[0] in ("dk", "dv")
+
+    @property
+    def kernel(self) -> str:  # type: ignore[override]
+        return self.names[1 if self.of_keys else 2 if self.written == ("dq",) else 0]
+
+    @property
+    def takes(self) -> abi.Parameters:  # type: ignore[override]
+        strided = tuple(name for name in self.written if name != "lse")
+        return abi.Parameters((*self.written, *_READ), (*strided, *_READ), (*abi.SIZES, "outside_parts"))
+
+    def own_sizes(self, problem: AnyProblem) -> dict[str, Any]:
+        return dict(outside_parts=self._parts(problem))
+
+    def grid(self, problem: AnyProblem) -> int:
+        return (problem.forward.batch + 1) * self._parts(problem)
+
+    @staticmethod
+    def _parts(problem: AnyProblem) -> int:
+        """Blocks that share a gap: many gaps are short, and few may be long."""
+        return max(256 // (problem.forward.batch + 1), 1)
+
+
+def _spans(uses: Uses) -> Uses:
+    """What decides where sequences are."""
+    return tuple((name, given) for name, given in uses if name in (*abi.CU_SEQLENS, "seqlens_k"))

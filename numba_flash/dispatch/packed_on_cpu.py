@@ -1,0 +1,121 @@
+"""Packed sequences on the CPU rung: each is a problem of its own in a part of the arrays.
+
+All threads work on a long sequence together, one after the other. Short ones run side by side, each on one thread. Both
+ways a sequence has the same bits as in a call of its own.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+
+from ..arrays import ITEM_SIZE, host_view
+from ..problem.backward import GRADIENTS, BackwardProblem
+from ..problem.forward import Problem
+from ..problem.options import GradientOperands, Operands
+from ..problem.packed import SPANS, Span, outside, spans_of_operands
+
+OF_KEYS = ("k", "v", "dk", "dv")
+WRITTEN = dict(o=0.0, lse=-np.inf, dq=0.0, dk=0.0, dv=0.0)  # and what rows of no sequence have there
+
+
+def run(problem: Any, operands: Any, addresses: tuple[int, ...], code: Any) -> None:
+    """operands and their addresses, in the order of options.Operands or GradientOperands. code: the module of cpu/ that
+    computes the problem."""
+    forward = problem.forward
+    fields = Operands if problem is forward else GradientOperands
+    given = fields(*operands[: len(fields._fields)])
+    spans = spans_of_operands(forward, given)
+    _fill_outside(given, ("o", "lse") if problem is forward else ("dq", "dk", "dv"), spans, forward)
+    own, behind = addresses[: len(fields._fields)], addresses[len(fields._fields) :]
+    pointers = _pointers(problem, own, spans)
+    ready = {
+        b: _ready(problem, code, span.queries, span.keys, span.q_start)
+        for b, span in enumerate(spans)
+        if span.queries or problem is not forward
+    }
+    share = sum([each.seconds for each in ready.values()]) / code.workers_of(False)
+    side_by_side = [b for b, each in ready.items() if each.behind is not None and each.seconds <= share]
+    for b in ready.keys() - set(side_by_side):
+        ready[b].run((*pointers[b].tolist(), *behind), b)
+    if side_by_side:
+        side_by_side.sort(key=lambda b: -ready[b].seconds)  # so that the last ones are short
+        calls = [ready[b] for b in side_by_side]
+        numbers = [(*call.behind[:2], b) for call, b in zip(calls, side_by_side, strict=True)]
+        code.run_several(calls, np.column_stack([[call.address for call in calls], pointers[side_by_side], numbers]))
+    if problem is not forward and "dsinks" in problem.wanted and len(problem.shape_of("dsinks")) == 1:
+        code.ready(_of_sinks(problem)).run(addresses)
+
+
+def _fill_outside(given: Any, results: Any, spans: list[Span], p: Problem) -> None:
+    assert p.packed is not None
+    of_queries = outside([(span.first_query, span.queries) for span in spans], p.packed[0])
+    of_keys = outside([(span.first_key, span.keys) for span in spans], p.packed[1])
+    for name in results:
+        array, rows = getattr(given, name, None), of_keys if name in OF_KEYS else of_queries
+        if array is not None and rows.any():
+            host_view(array)[(slice(None), rows) if name == "lse" else rows] = WRITTEN[name]
+
+
+def _pointers(problem: Any, addresses: tuple[int, ...], spans: list[Span]) -> np.ndarray:
+    """Of each sequence the addresses of its first rows: (sequences, arrays)."""
+    steps = _row_bytes(problem)
+    first_query, first_key = np.array([(span.first_query, span.first_key) for span in spans]).reshape(-1, 2).T
+    base = np.array(addresses, np.int64)
+    return base + np.where(base != 0, first_query[:, None] * steps[0] + first_key[:, None] * steps[1], 0)
+
+
+@functools.lru_cache(maxsize=256)
+def _row_bytes(problem: Any) -> np.ndarray:
+    """(2, arrays): how far apart rows of queries, or of keys, are in each array; 0 of those that have none."""
+    p = problem.forward
+    fields = Operands._fields if problem is p else GradientOperands._fields
+    steps = np.zeros((2, len(fields)), np.int64)
+    for n, name in enumerate(fields):
+        if name in ("lse", "dlse"):
+            step = (1 if name == "lse" else problem.dlse_strides[2]) * ITEM_SIZE[p.compute_dtype]
+        else:
+            strides = problem.do_strides if name == "do" else getattr(p, f"{name}_strides", None)
+            if name in ("dq", "dk", "dv"):
+                strides = problem.strides_of(name)
+            step = 0 if strides is None else strides[2] * ITEM_SIZE[p.dtype]
+        steps[int(name in OF_KEYS), n] = step
+    return steps
+
+
+@functools.lru_cache(maxsize=4096)
+def _ready(problem: Any, code: Any, queries: int, keys: int, q_start: int) -> Any:
+    return code.ready(_of_span(problem, queries, keys, q_start))
+
+
+def _of_span(problem: Any, queries: int, keys: int, q_start: int) -> Any:
+    """One sequence as a problem. Its row of lse stays as long as that of all."""
+    p = problem.forward
+    own = dataclasses.replace(
+        p,
+        batch=1,
+        seqlen_q=queries,
+        seqlen_k=keys,
+        q_offset=q_start,
+        q_offset_source="number",
+        arrays=tuple(array for array in p.arrays if array.name not in (*SPANS, "q_offset")),
+    )
+    if problem is p:
+        return own
+    shapes = dict(zip(GRADIENTS, problem.shapes, strict=True))
+    alone = tuple(name for name in problem.wanted if name != "dsinks" or len(shapes[name]) == 2)
+    return dataclasses.replace(
+        problem,
+        forward=own,
+        wanted=alone,
+        shapes=tuple((1, *x[1:]) if name == "dsinks" and len(x) == 2 else x for name, x in shapes.items()),
+    )
+
+
+def _of_sinks(problem: BackwardProblem) -> BackwardProblem:
+    """The gradient of sinks that all sequences share, as of one of all rows: those of no sequence add nothing."""
+    assert problem.forward.packed is not None
+    rows, _ = problem.forward.packed
+    whole = _of_span(problem, rows, 0, 0)
+    return dataclasses.replace(whole, wanted=("dsinks",))  # type: ignore[no-any-return]

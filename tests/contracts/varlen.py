@@ -1,0 +1,214 @@
+"""The contract of attention_varlen() and its gradients, for whatever kernel the fixture `rung` holds."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import numba_flash
+from contracts.forward import same_bits, unchanged
+from numba_flash import testing
+from numba_flash.testing import packed as packs
+
+
+def limits(rung):
+    tensor = dict(dtypes=("float16", "bfloat16"), head_dims=(8, 16, 32)) if rung.tensor else {}
+    small = dict(max_batch=3, max_heads_kv=1) if rung.slow else {}
+    return dict(tile=rung.tile) | tensor | small
+
+
+@st.composite
+def packed_cases(draw, **options):
+    class Drawn:
+        def integer(self, low, high):
+            return draw(st.integers(low, high))
+
+        def choice(self, options):
+            return draw(st.sampled_from(list(options)))
+
+        def subset(self, options):
+            return draw(st.lists(st.sampled_from(list(options)), unique=True))
+
+    return packs.make_packed(Drawn(), **options)
+
+
+def forward(rung, case, **more):
+    """(o, lse) as NumPy arrays."""
+    with rung.skipping_refusals():
+        o, lse = numba_flash.attention_varlen(**case.arguments(rung.move) | more, return_lse=True, kernel=rung.kernel)
+    return rung.back(o), rung.back(lse)
+
+
+def backward(rung, case, do, o, lse, dlse, **more):
+    if rung.kernel == "v1":
+        pytest.skip("v1 has no backward")
+    moved = [rung.move(x) for x in (do, o, lse, dlse)]
+    with rung.skipping_refusals():
+        made = numba_flash.attention_varlen_backward(
+            moved[0], o=moved[1], lse=moved[2], dlse=moved[3], **case.arguments(rung.move) | more, kernel=rung.kernel
+        )
+    return type(made)(*(x if x is None else rung.back(x) for x in made))
+
+
+@given(st.data())
+def test_random_problems_agree_with_the_oracle(rung, data):
+    case = data.draw(packed_cases(**limits(rung)))
+    packs.check_packed(case, *forward(rung, case), rung.kernel)
+
+
+@given(st.data())
+def test_gradients_agree_with_the_oracle(rung, data):
+    case = data.draw(packed_cases(**limits(rung)))
+    (o, lse), (do, dlse) = forward(rung, case), packs.outer_packed(case)
+    packs.check_packed_gradients(case, backward(rung, case, do, o, lse, dlse), do, o, lse, dlse, rung.kernel)
+
+
+def ragged(rung, lengths, heads=4, heads_kv=2, head_dim=16, dtype=None, **options):
+    """Sequences of these lengths (queries, keys), each with values of its own length alone."""
+    dtype, generator = dtype or rung.dtype, np.random.default_rng(0)
+    made = {
+        pair: [
+            np.random.default_rng(pair).standard_normal((rows, count, head_dim)).astype(dtype)
+            for rows, count in zip((pair[0], pair[1], pair[1]), (heads, heads_kv, heads_kv), strict=True)
+        ]
+        for pair in lengths
+    }
+    q, k, v = (
+        np.concatenate(
+            [made[pair][n] for pair in lengths] or [generator.standard_normal((0, 1, head_dim)).astype(dtype)]
+        )
+        for n in range(3)
+    )
+    of_q, of_k = (np.cumsum([0, *(pair[n] for pair in lengths)]).astype(np.int32) for n in range(2))
+    return packs.PackedCase(q, k, v, of_q, of_k, options)
+
+
+# In turn: alone, between others, in another order, beside an empty one, and with other bounds.
+BATCHES = [
+    lambda own, a, b: [own],
+    lambda own, a, b: [a, own, b],
+    lambda own, a, b: [b, (0, 0), own, a],
+    lambda own, a, b: [own, own, (1, 0), (0, 1)],
+]
+
+
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(9, 3)), {}], ids=str)
+def test_a_sequence_has_the_same_bits_in_any_batch(rung, options):
+    tile = rung.tile
+    own, others = (tile + 3, 2 * tile - 1), ((2, tile + 9), (tile + 1 if rung.slow else 2 * tile + 1, 5))
+    found = []
+    for number, batch in enumerate(BATCHES[:2] if rung.slow else BATCHES):
+        for bounds in ({}, dict(max_seqlen_q=2 * tile + 1, max_seqlen_k=2 * tile))[: 2 if number == 1 else 1]:
+            lengths = batch(own, *others)
+            case = ragged(rung, lengths, heads=2, heads_kv=1, head_dim=8, **options)
+            b, (do, dlse) = lengths.index(own), packs.outer_packed(case)
+            rows, keys = case.queries(b), case.keys(b)
+            mine = np.random.default_rng(9)
+            do[rows] = mine.standard_normal(do[rows].shape)
+            dlse[:, rows] = mine.standard_normal(dlse[:, rows].shape)
+            o, lse = forward(rung, case, **bounds)
+            results = [o[rows], lse[:, rows]]
+            if rung.kernel != "v1":
+                dq, dk, dv, *_ = backward(rung, case, do, o, lse, dlse, **bounds)
+                results += [dq[rows], dk[keys], dv[keys]]
+            found.append(results)
+    for results in found[1:]:
+        assert all(same_bits(one, other) for one, other in zip(found[0], results, strict=True))
+
+
+def test_nothing_of_a_neighbour_is_seen(rung):
+    """NaN in all that is not a sequence's own, keys that are not valid among it."""
+    tile = rung.tile
+    case = ragged(
+        rung, [(5, tile + 1), (tile + 2, tile - 1), (3, tile)], seqlens_k=np.array([tile, tile - 2, tile], np.int32)
+    )
+    clean, do = forward(rung, case), packs.outer_packed(case)
+    strange = dataclasses.replace(case, q=case.q.copy(), k=case.k.copy(), v=case.v.copy())
+    rows, keys = case.queries(1), case.keys(1)
+    for x, own in ((strange.q, rows), (strange.k, keys), (strange.v, keys)):
+        kept = x[own].copy()
+        x[...] = np.nan
+        x[own] = kept
+    o, lse = forward(rung, strange)
+    assert unchanged(rung, o[rows], clean[0][rows]) and same_bits(lse[:, rows], clean[1][:, rows])
+    do, dlse = do
+    other = np.full_like(do, np.nan)
+    other[rows] = do[rows]
+    if rung.kernel != "v1":
+        right, found = backward(rung, case, do, *clean, dlse), backward(rung, strange, other, o, lse, dlse)
+        for name, own in (("dq", rows), ("dk", keys), ("dv", keys)):
+            assert unchanged(rung, getattr(found, name)[own], getattr(right, name)[own])
+
+
+@pytest.mark.parametrize("lengths", [[], [(0, 0)], [(0, 5), (3, 0)], [(0, 0), (2, 3), (0, 0)]], ids=str)
+def test_empty_sequences(rung, lengths):
+    case = ragged(rung, lengths)
+    (o, lse), (do, dlse) = forward(rung, case), packs.outer_packed(case)
+    packs.check_packed(case, o, lse)
+    packs.check_packed_gradients(case, backward(rung, case, do, o, lse, dlse), do, o, lse, dlse)
+
+
+def test_rows_of_no_sequence_without_any_sequence(rung):
+    case = ragged(rung, [(5, 6)])
+    case = dataclasses.replace(case, cu_seqlens_q=np.array([2], np.int32), cu_seqlens_k=np.array([0], np.int32))
+    (o, lse), (do, dlse) = forward(rung, case), packs.outer_packed(case)
+    packs.check_packed(case, o, lse)
+    packs.check_packed_gradients(case, backward(rung, case, do, o, lse, dlse), do, o, lse, dlse)
+
+
+def test_functions_are_told_the_sequence_and_positions_inside_it(rung):
+    case = ragged(
+        rung,
+        [(3, 7), (0, 2), (rung.tile + 1, rung.tile + 2)],
+        score_mod=lambda s, b, h, q_pos, k_pos: s + 0.5 * b + 0.01 * (q_pos - k_pos),
+        mask_mod=lambda b, h, q_pos, k_pos: (q_pos + k_pos + b) % 3 != 0,
+        sinks=np.array([0.5, 0.1, -1, 2], np.float32),
+    )
+    compare(rung, case)
+
+
+def test_dropout_counts_from_the_sequence(rung):
+    compare(rung, ragged(rung, [(3, 7), (rung.tile + 1, rung.tile + 2)], causal=True, dropout_p=0.4, seed=5))
+
+
+def compare(rung, case):
+    """With the oracle's packed form, which the other tests compare with one call for each sequence."""
+    wide = {name: x.astype(np.float64) for name, x in case.arguments().items() if name in ("q", "k", "v")}
+    wide = case.arguments() | wide
+    (o, lse), (do, dlse) = forward(rung, case), packs.outer_packed(case)
+    right, right_lse = numba_flash.attention_varlen(**wide, return_lse=True, kernel="reference")
+    room = 32 * testing.EPS[case.q.dtype.name]
+    assert np.allclose(o.astype(np.float64), right, rtol=room, atol=room)
+    assert np.allclose(lse, right_lse, rtol=1e-4, atol=1e-4)
+    gradients = backward(rung, case, do, o, lse, dlse)
+    expected = numba_flash.attention_varlen_backward(
+        do.astype(np.float64), o=right, lse=right_lse, dlse=dlse.astype(np.float64), **wide, kernel="reference"
+    )
+    for name in ("dq", "dk", "dv"):
+        found = getattr(gradients, name).astype(np.float64)
+        assert np.allclose(found, getattr(expected, name), rtol=4 * room, atol=4 * room), name
+
+
+def test_the_gradient_of_sinks_is_that_of_all_sequences(rung):
+    for shape in ((4,), (2, 4)):
+        sinks = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+        case = ragged(rung, [(3, 7), (rung.tile + 1, 9)], sinks=sinks)
+        (o, lse), (do, dlse) = forward(rung, case), packs.outer_packed(case)
+        found = backward(rung, case, do, o, lse, dlse, wanted=("dsinks",)).dsinks
+        right = np.zeros((2, 4))
+        for b in range(2):
+            own, rows = case.sequence(b), case.queries(b)
+            given = [packs.one_entry(x[rows]) for x in (do, o)] + [x[None, :, rows].copy() for x in (lse, dlse)]
+            right[b] = numba_flash.attention_backward(
+                given[0],
+                **own.arguments(),
+                o=given[1],
+                lse=given[2],
+                dlse=given[3],
+                wanted=("dsinks",),
+                kernel="reference",
+            ).dsinks
+        room = 1e-4 if case.q.dtype.itemsize > 2 else 0.02
+        assert np.allclose(found, right if shape[0] == 2 else right.sum(0), rtol=room, atol=room)
