@@ -82,7 +82,7 @@ def sequence_of(configs: Sequence[LaunchFacts], problem: "AnyProblem", target: T
     operands, names = names_of(problem)
     shapes = workspace(configs, problem)
     if len(configs) == 1 and not shapes:
-        return on_gpu(configs[0], problem, target)
+        return on_gpu(configs[0], problem, target, taken=positions(configs[0], operands + names))
     steps: list[Step] = []
     for config in configs:
         if config.grid(problem):
@@ -116,24 +116,33 @@ def blocks_at_a_time(target: Target) -> int:
 
 
 Maps = Sequence[tuple[int, TensorMap]]
+Places = tuple[int, ...]
 
 
-def on_gpu(config: LaunchFacts, problem: "AnyProblem", target: Target, behind: bool = False) -> Launch:
+def on_gpu(
+    config: LaunchFacts, problem: "AnyProblem", target: Target, behind: bool = False, taken: Places = ()
+) -> Launch:
     """One kernel on the GPU, or in the simulator. It gets the arrays that its parameters name, in that order.
 
     behind: a kernel of the same sequence always runs before it. If its Config says that it waits for that one, it may
-    start before that one has ended.
+    start before that one has ended. taken: where these arrays are among the operands of `run`; () = these alone.
     """
     blocks, maps = blocks_of(config, problem, target), config.operand_maps(problem)
-    return kernel_launch(config, target, blocks, values_of(config, problem), maps, behind)
+    return kernel_launch(config, target, blocks, values_of(config, problem), maps, behind, taken)
 
 
 def kernel_launch(
-    config: LaunchFacts, target: Target, blocks: int, values: Values, maps: Maps = (), behind: bool = False
+    config: LaunchFacts,
+    target: Target,
+    blocks: int,
+    values: Values,
+    maps: Maps = (),
+    behind: bool = False,
+    taken: Places = (),
 ) -> Launch:
     """maps: (index of the array, its tensor map) in the kernel's order."""
     kind = _Simulated if target.simulated else _OnGpu
-    return kind(config, target, blocks, values, maps, behind and config.waits)
+    return kind(config, target, blocks, values, maps, behind and config.waits, taken)
 
 
 class _ByAddresses(Launch):
@@ -159,15 +168,15 @@ class _OnGpu(_ByAddresses):
         "_maps",
         "_pointers",
         "_prepared",
+        "_taken",
         "_target",
     )
 
     def __init__(
-        self, config: LaunchFacts, target: Target, blocks: int, values: Values, maps: Maps, behind: bool
+        self, config: LaunchFacts, target: Target, blocks: int, values: Values, maps: Maps, behind: bool, taken: Places
     ) -> None:
         self._config, self._target, self._blocks, self._maps, self._behind = config, target, blocks, maps, behind
-        taken = config.parameters.arrays
-        self._pointers, self._constants = len(taken), packed(values.flat)
+        self._taken, self._pointers, self._constants = taken, len(config.parameters.arrays), packed(values.flat)
         self._counted = config.counted
         self._launcher: Launcher | None = None
         # addresses -> the launch's parameters: loops repeat the same addresses, so parameters are made once
@@ -183,13 +192,14 @@ class _OnGpu(_ByAddresses):
 
     def start(self, addresses: Addresses, like: Array | None = None, stream: int = 0) -> None:
         launcher = self._launcher or self.load()
-        if self._counted:
-            addresses += (tile_counters.counter(self._target.device, stream),)
-        parameters = self._prepared.get(addresses)
+        counters = (tile_counters.counter(self._target.device, stream),) if self._counted else ()
+        key = addresses + counters
+        parameters = self._prepared.get(key)
         if parameters is None:
             if len(self._prepared) >= PREPARED:
                 self._prepared.clear()
-            parameters = self._prepared[addresses] = launcher.parameters(addresses, self._maps, self._constants)
+            own = tuple([addresses[place] for place in self._taken]) if self._taken else addresses
+            parameters = self._prepared[key] = launcher.parameters(own + counters, self._maps, self._constants)
         launcher.launch(parameters, stream, self._blocks)
 
 
@@ -204,19 +214,20 @@ def _loaded(config: LaunchFacts, target: Target, pointers: int, maps: int, const
 
 
 class _Simulated(Launch):
-    __slots__ = ("_arguments", "_behind", "_config")
+    __slots__ = ("_arguments", "_behind", "_config", "_taken")
 
     def __init__(
-        self, config: LaunchFacts, target: Target, blocks: int, values: Values, maps: Maps, behind: bool
+        self, config: LaunchFacts, target: Target, blocks: int, values: Values, maps: Maps, behind: bool, taken: Places
     ) -> None:
-        self._config, self._arguments, self._behind = config, (blocks, values, maps), behind
+        self._config, self._arguments, self._behind, self._taken = config, (blocks, values, maps), behind, taken
 
     def run(self, operands: Given, stream: int) -> None:
         from ..ptx.sim.launch import run
 
-        config, (blocks, values, maps) = self._config, self._arguments
+        config, (blocks, values, maps), q = self._config, self._arguments, operands[0]
+        if self._taken:
+            operands = [operands[place] for place in self._taken]
         if config.counted:
-            q = operands[0]
             assert q is not None
             counter = arrays.scratch(q, (tile_counters.WORDS,), "uint32")
             arrays.host_view(counter)[...] = 0
