@@ -5,7 +5,6 @@ each in shared memory. When the products of a tile are done, the next tile is lo
 scores. A tile that shares its queries or its keys with the previous one keeps them.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from numba import int32, int64
@@ -15,6 +14,7 @@ from ..steps import async_tiles, fragment_products
 from ..steps import sequence as sequences
 from ..steps.inlined import inlined
 from ..steps.integers import divide
+from ..steps.named import named
 from ..steps.sequence import key_range, key_row, query_row, unpacked
 
 
@@ -53,19 +53,6 @@ class Smem(NamedTuple):
     v: int
 
 
-class ScoreTiles(NamedTuple):
-    """Device functions."""
-
-    first: Callable[..., Any]  # (range, arrays, strides, sizes) -> Place
-    following: Callable[
-        ..., Any
-    ]  # (place, range, arrays, strides, sizes) -> Place; its unit is end_unit after the last
-    load_first: Callable[..., Any]  # (place, smem, arrays, strides, sizes, thread): starts copies
-    load_next: Callable[..., Any]  # (place, before, smem, arrays, strides, sizes, thread): of what changes
-    multiply: Callable[..., Any]  # (registers, smem, thread): acc_s, acc_dp += the products
-    frag_words: tuple[int, int]  # of registers.q_frag and do_frag
-
-
 def make(config):
     load_q, load_do, load_k, load_v = (
         async_tiles.loader(rows, columns, config.threads, copy_bytes=config.copy_bytes)
@@ -73,8 +60,8 @@ def make(config):
         for columns in (config.head_dim_padded, config.head_dim_v_padded)
     )
     sequence_of = sequences.make(config)
-    lanes_of, _, scores_product, *_ = fragment_products.make(config)
-    multiply_q_k, multiply_do_v = scores_product(config.head_dim_padded), scores_product(config.head_dim_v_padded)
+    products = fragment_products.make(config)
+    multiply_q_k, multiply_do_v = map(products.scores_product, (config.head_dim_padded, config.head_dim_v_padded))
 
     @inlined
     def seek(unit, tiles, arrays, strides, sizes):
@@ -100,6 +87,7 @@ def make(config):
 
     @inlined
     def following(place, tiles, arrays, strides, sizes):
+        """-> Place; its unit is tiles.end_unit after the last."""
         unit, sequence, h, i, j, stop = place
         j = int32(j + 1)
         if j >= stop:
@@ -126,12 +114,14 @@ def make(config):
 
     @inlined
     def load_first(place, smem, arrays, strides, sizes, thread):
+        """Starts the copies of a tile."""
         load_queries(place, smem, arrays, strides, sizes, thread)
         h_kv = divide(place.h, divide(sizes.heads, sizes.heads_kv))
         load_keys(place, h_kv, smem, arrays, strides, thread)
 
     @inlined
     def load_next(place, before, smem, arrays, strides, sizes, thread):
+        """Likewise, of what the tile does not share with the one before."""
         group = divide(sizes.heads, sizes.heads_kv)
         h_kv = divide(place.h, group)
         if place.i != before.i or place.h != before.h or place.sequence.b != before.sequence.b:
@@ -141,9 +131,10 @@ def make(config):
 
     @inlined
     def multiply(registers, smem, thread):
-        own_lane, other_lane, _ = lanes_of(thread)
+        """acc_s, acc_dp += the products."""
+        own_lane, other_lane, _ = products.lanes(thread)
         multiply_q_k(registers.acc_s, registers.q_frag, registers.b_frag, smem.q + own_lane, smem.k + other_lane)
         multiply_do_v(registers.acc_dp, registers.do_frag, registers.b_frag, smem.do + own_lane, smem.v + other_lane)
 
-    frag_words = config.head_dim_padded // 4, config.head_dim_v_padded // 4
-    return ScoreTiles(first, following, load_first, load_next, multiply, frag_words)
+    frag_words = config.head_dim_padded // 4, config.head_dim_v_padded // 4  # of registers.q_frag and do_frag
+    return named(first, following, load_first, load_next, multiply, frag_words=frag_words)

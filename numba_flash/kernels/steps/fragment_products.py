@@ -6,30 +6,18 @@ them by its part of the other tile. All tiles lie in panels in shared memory (pt
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 from numba import int32
 
 from ...ptx import ld_st, ldmatrix, mma
 from .inlined import inlined
+from .named import named
 from .plain import chunk_pair, first_column_of, first_row_of, panel_offset
 
 
-class FragmentProducts(NamedTuple):
-    """Device functions; the second to fourth take the `columns` of their tile and return device functions for it."""
-
-    lanes: Callable[..., Any]
-    load_own: Callable[..., Any]
-    scores_product: Callable[..., Any]
-    gradient_product: Callable[..., Any]
-    put: Callable[..., Any]  # this and the next two: for warps that share rows
-    own_product: Callable[..., Any]
-    others_product: Callable[..., Any]
-
-
 def make(config):
-    """-> FragmentProducts."""
+    """-> device functions; load_own, scores_product and gradient_product take the `columns` of their tile and return
+    one for it. `put` and what is below it: for warps that share rows."""
     strips = config.warp_rows // 16
     own_panel, other_panel = config.own_rows * 128, config.other_rows * 128  # bytes
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
@@ -162,4 +150,4 @@ def make(config):
                             product(acc, (strip * (columns // 8) + 2 * n) * 4, a_frag, strip * 4, b_frag, 0)
                             product(acc, (strip * (columns // 8) + 2 * n + 1) * 4, a_frag, strip * 4, b_frag, 2)
 
-    return FragmentProducts(lanes, load_own, scores_product, gradient_product, put, own_product, others_product)
+    return named(lanes, load_own, scores_product, gradient_product, put, own_product, others_product)
