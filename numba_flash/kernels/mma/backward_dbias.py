@@ -20,9 +20,10 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, cvt, ld_st, local, memory, shared, shfl, special
-from ..score import fragments, gradient_functions, kept_weights
+from ..score import fragments, gradient_functions, kept_weights, user
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
+from ..score.gradient_functions import LanePlace
 from ..score.stage import FragmentAt
 from ..steps import elements, lse_delta
 from ..steps.inlined import FALSE, TRUE, inlined
@@ -55,7 +56,7 @@ def make(config):
     q_words, do_words = tiles.frag_words
     chain, (_, weight) = fragments.chain(config), fragments.weights_at(config)
     read, has_mask = score_reads.make(config, 1, tile_n), config.has("mask")
-    has_functions = gradient_functions.present(config)
+    has_functions = user.present(config)
     apply_functions = gradient_functions.on_fragments(config, 1, tile_n, of_keys=False, derivative=False)
     drops, kept_words, kept_of, *_ = kept_weights.on_fragments(config, 1, tile_n)
     of_query, bfly = lse_delta.of_query(config), shfl.bfly_f32
@@ -89,20 +90,9 @@ def make(config):
             seen = columns_within(int32(first - first_key), int32(end - first_key), 0)
             shown_bits[r] = shown_bits[r] & seen if has_mask else seen
         if has_functions:
-            apply_functions(
-                acc_s,
-                acc_dp,
-                shown_bits,
-                int64(place.sequence.b),
-                int64(place.h),
-                first_query,
-                place.sequence.q_start,
-                first_key,
-                TRUE,
-                arrays,
-                strides,
-                score,
-            )
+            b, h, q_start = int64(place.sequence.b), int64(place.h), place.sequence.q_start
+            of_lane = LanePlace(b, h, first_query, q_start, first_key)
+            apply_functions(acc_s, acc_dp, shown_bits, of_lane, TRUE, arrays, strides, score)
         if drops:
             first_pos = place.sequence.q_start + int64(place.i) * tile_m
             kept_of(registers.kept, first_key, place.sequence.b, place.h, first_row, first_pos, arrays, sizes)

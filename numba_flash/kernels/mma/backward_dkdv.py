@@ -34,14 +34,12 @@ from numba import cuda, int32, uint8, uint32
 
 from ...ptx import cp_async, local, memory, shared, special
 from ..recompute import keys as recompute
-from ..score import fragments, gradient_functions, kept_weights
-from ..score import reads as score_reads
-from ..score.stage import FragmentAt
+from ..score import fragments, user
 from ..steps import async_tiles, numbers
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.sequence import key_row, query_range
-from . import backward_16bit, backward_own_dq, backward_walk, backward_wide, query_columns, work_tile
+from . import backward_16bit, backward_own_dq, backward_scores, backward_walk, backward_wide, query_columns, work_tile
 
 
 class Registers(NamedTuple):
@@ -78,8 +76,7 @@ def make(config):
     shift, dv_at = groups.bit_length() - 1, plan.v if config.of_dk else 0  # where dV is staged
     q_stage, do_stage = (plan.do - plan.q) // stages, (plan.rows - plan.do) // stages
     rows_stage = 2 * max(size, 4) * config.tile_m
-    part = config.tile_m // groups  # queries of a tile for which a warp computes scores
-    strips, blocks, rows = config.warp_rows // 16, part // 8, config.warp_rows // 8
+    strips, blocks, rows = config.strips, config.part // 8, config.warp_rows // 8
     s_count, real = strips * blocks * 4, numbers.of(config.compute_dtype).real
     dk_count, dv_count = (
         strips * config.summed(columns) // 2 if wanted else 1
@@ -95,12 +92,11 @@ def make(config):
     store_dk = products.storer(config.head_dim, config.head_dim_padded)
     store_dv = products.storer(config.head_dim_v, config.head_dim_v_padded)
     work_of, walk, columns = work_tile.of_keys(config), backward_walk.make(config), query_columns.make(config)
-    has_functions, has_states = gradient_functions.present(config), bool(config.tile_states)
-    has_row_term, (weight, _) = fragments.chain(config).has_row_term, fragments.weights_at(config)
-    read, has_mask = score_reads.make(config, strips, part, of_keys=True), config.has("mask")
+    has_functions, has_states, has_mask = user.present(config), bool(config.tile_states), config.has("mask")
+    has_row_term, scores = fragments.chain(config).has_row_term, backward_scores.make(config)
+    read, kept_weight = scores.read, scores.kept_weight
     # What scores need is loaded before the products, or after them if these take all registers.
     reads_before, reads_behind = read.reads and size == 2, read.reads and size > 2
-    kept_weight = kept_weights.on_fragments(config, strips, part)
     recompute_keys, wait_all = recompute.make(config, config.of_dk, config.of_dv), cp_async.wait_group(0)
     own_dq = backward_own_dq.make(config) if config.of_dq else None
 
@@ -140,28 +136,12 @@ def make(config):
         lse = local.array(4, real)
         rows_at = columns.lane_at(rows_smem)
         for r in range(rows):
-            seen = uint32(0)
-            if has_functions:
-                seen = registers.shown_bits[r]
-            elif masked:
-                seen = walk.seen_columns(i, r, k_smem)
-            if has_mask and not has_functions:
-                seen = seen & registers.shown_bits[r] if masked else registers.shown_bits[r]
+            within = walk.seen_columns(i, r, k_smem) if masked and not has_functions else uint32(0)
+            seen = scores.shown(r, within, registers, masked)
             for n in range(blocks):
                 columns.lse(lse, n, rows_at)
                 for x in range(2):
-                    at, bit = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x, uint32(2 * n + x)
-                    distance, bias = registers.distance[r] + real(n * 8 + x), read.added(registers.loaded, r, n, x)
-                    here = FragmentAt(term, distance, bias)
-                    p, derivative = weight(registers.acc_s[at], here, score, lse[(n % 2) * 2 + x])
-                    ds = p * registers.acc_dp[at] * derivative if config.of_dk else p
-                    if kept_weight.present:
-                        p = p * score.kept_count if (registers.kept[r] >> bit) & uint32(1) != 0 else real(0)
-                    if (masked or has_mask) and (seen >> bit) & uint32(1) == 0:
-                        p = real(0)
-                        ds = real(0)  # dP may be NaN there
-                    registers.acc_s[at] = p
-                    registers.acc_dp[at] = ds
+                    scores.weigh(r, n, x, registers, term, lse[(n % 2) * 2 + x], seen, score, masked)
             if config.of_dv:
                 products.round_row(registers.acc_s, registers.p_frag, r)
             if config.of_dk:

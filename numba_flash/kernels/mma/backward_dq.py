@@ -24,14 +24,12 @@ from numba import cuda, int32, uint8, uint32
 
 from ...ptx import cp_async, local, memory, shared, special
 from ..recompute import queries as recompute
-from ..score import fragments, gradient_functions, kept_weights, tile_walk
-from ..score import reads as score_reads
-from ..score.stage import FragmentAt
+from ..score import fragments, tile_walk, user
 from ..steps import async_tiles, numbers
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.sequence import key_range, query_row
-from . import backward_16bit, backward_dq_walk, backward_wide, work_tile
+from . import backward_16bit, backward_dq_walk, backward_scores, backward_wide, work_tile
 
 
 class Registers(NamedTuple):
@@ -65,8 +63,7 @@ def make(config):
     tile_m, tile_n, stages, size = config.tile_m, config.tile_n, config.stages, config.item_size
     plan, groups, shift = config.shared_layout(), config.column_groups, config.column_groups.bit_length() - 1
     k_stage, v_stage = (plan.v - plan.k) // stages, (plan.ds - plan.v) // stages  # bytes
-    part = tile_n // groups  # keys of a tile for which a warp computes scores
-    strips, blocks, rows = config.warp_rows // 16, part // 8, config.warp_rows // 8
+    strips, blocks, rows = config.strips, config.part // 8, config.warp_rows // 8
     s_count, dq_count = strips * blocks * 4, strips * config.summed(config.head_dim_padded) // 2
     real = numbers.of(config.compute_dtype).real
     load_q, load_k, load_do, load_v = (
@@ -78,12 +75,11 @@ def make(config):
     add_dq = products.adder(config.head_dim_padded)
     store_dq = products.storer(config.head_dim, config.head_dim_padded)
     work_of, walk = work_tile.of_queries(config, tile_m), backward_dq_walk.make(config)
-    has_functions, states = gradient_functions.present(config), tile_walk.make(config)
-    chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
-    read, has_mask = score_reads.make(config, strips, part), config.has("mask")
+    has_functions, has_mask, states = user.present(config), config.has("mask"), tile_walk.make(config)
+    chain, scores = fragments.chain(config), backward_scores.make(config)
+    read, dropout = scores.read, scores.kept_weight
     # What scores need is loaded before the products, or after them if these take all registers.
     reads_before, reads_behind = read.reads and size == 2, read.reads and size > 2
-    dropout = kept_weights.on_fragments(config, strips, part)
     recompute_queries, wait_all = recompute.make(config), cp_async.wait_group(0)
 
     @inlined
@@ -141,25 +137,13 @@ def make(config):
         """acc_dp <- dS of key tile j. masked, a constant: some columns are not seen by some rows."""
         for r in range(rows):
             state = walk.row_state(r, q_smem)
-            seen = uint32(0)
-            if has_functions:
-                seen = registers.shown_bits[r]
-            elif masked:
-                seen = walk.seen_columns(j, state)
-            if has_mask and not has_functions:
-                seen = seen & registers.shown_bits[r] if masked else registers.shown_bits[r]
+            within = uint32(0)
+            if masked and not has_functions:
+                within = scores.within(scores.first_column(j), state.first, state.end)
+            seen = scores.shown(r, within, registers, masked)
             for n in range(blocks):
                 for x in range(2):
-                    at, distance = (
-                        ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x,
-                        registers.distance[r] - real(n * 8 + x),
-                    )
-                    here = FragmentAt(term, distance, read.added(registers.loaded, r, n, x))
-                    p, derivative = weight(registers.acc_s[at], here, score, state.lse)
-                    ds = p * registers.acc_dp[at] * derivative
-                    if (masked or has_mask) and (seen >> uint32(2 * n + x)) & uint32(1) == 0:
-                        ds = real(0)
-                    registers.acc_dp[at] = ds
+                    scores.weigh(r, n, x, registers, term, state.lse, seen, score, masked)
             products.round_row(registers.acc_dp, registers.ds_frag, r)
 
     @inlined
