@@ -2,11 +2,8 @@
 broadcast.
 
 It computes what v2_backward_dbias.py computes, in 16 bits. A block owns a tile of bias' own elements and loops over the
-tiles of scores that read them (score_tiles.py): over batch entries and heads that share a bias, over query tiles if all
-queries share a row (rows_summed), and over key tiles if all keys share a column (keys_summed). A lane adds up its
-elements of dS in registers, in that order; at the end the block adds up lanes and warps. So every sum has one owner and
-one order. If few tiles would keep most of the GPU idle, `dbias_splits` blocks share a tile: each loops over its part of
-the batch entries, heads and query tiles, and dbias_sum.py adds up what they store (config.split).
+tiles of scores that read them (kernels/steps/score_ranges.py). A lane adds up its elements of dS in registers, in that
+order; at the end the block adds up lanes and warps. So every sum has one owner and one order.
 
 Launch: grid (splits * bias' batch * heads * query tiles * key tiles), block (config.threads), config.shared_bytes of
 dynamic shared memory. Rows of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dbias is
@@ -19,18 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...ptx import cp_async, cvt, ld_st, local, memory, shared, shfl, special
+from ...ptx import cvt, ld_st, local, memory, shared, shfl, special
 from ..score import fragments, gradient_functions, kept_weights, user
 from ..score import reads as score_reads
 from ..score.fragments import columns_within
 from ..score.gradient_functions import LanePlace
 from ..score.stage import FragmentAt
-from ..steps import elements, lse_delta
+from ..steps import elements, lse_delta, score_ranges
 from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, row_keys
 from . import score_tiles
-from .score_tiles import Range, Smem
 
 
 class Registers(NamedTuple):
@@ -48,7 +43,7 @@ class Registers(NamedTuple):
 
 
 def make(config):
-    tile_m, tile_n, alignment, warps = config.tile_m, config.tile_n, config.ALIGNMENT, config.threads // 32
+    tile_m, tile_n, warps = config.tile_m, config.tile_n, config.threads // 32
     plan = config.shared_layout()
     blocks, rows, inf = tile_n // 8, 2, float32(math.inf)
     count = blocks * 4
@@ -63,11 +58,13 @@ def make(config):
     dtype = "float32" if config.split else config.dtype_of("bias")
     store = elements.storer(dtype)
     pack = cvt.pack_f16x2 if dtype == "float16" else cvt.pack_bf16x2
-    wait_all = cp_async.wait_group(0)
+    tiles_of = score_ranges.of_bias(config)
 
     @inlined
-    def read_scores(place, registers, thread, arrays, strides, sizes):
+    def read_scores(place, registers, smem, thread, arrays, strides, sizes):
         """Loads what the scores need from global memory, before their products are ready."""
+        if not read.reads:
+            return
         first_query = int32(place.i * tile_m)
         origin = read.origin(place.sequence.b, place.h, first_query, arrays, strides)
         lane, first_row = thread & int32(31), (thread >> int32(5)) * 16
@@ -75,7 +72,7 @@ def make(config):
         read.load(registers.loaded, bits, place.j, origin, first_row, lane, arrays, strides, sizes, FALSE)
 
     @inlined
-    def add_scores(place, registers, thread, arrays, strides, sizes, score):
+    def add_scores(place, registers, smem, thread, arrays, strides, sizes, score):
         """sums += dS of a tile whose products are ready."""
         acc_s, acc_dp, sums, shown_bits = registers.acc_s, registers.acc_dp, registers.sums, registers.shown_bits
         lane, warp = thread & int32(31), thread >> int32(5)
@@ -114,6 +111,8 @@ def make(config):
                         dp = dp * score.kept_count if counts else float32(0)
                     if p != 0 and (shown_bits[r] >> uint32(2 * n + x)) & uint32(1) != 0:
                         sums[at] += p * (dp - delta)
+
+    over_tiles = tiles.loop(read_scores, tiles.nothing, add_scores)
 
     @inlined
     def over_keys(registers):
@@ -181,37 +180,9 @@ def make(config):
 
     @cuda.jit
     def flash_attention_mma_dbias(arrays, strides, sizes, score):
-        thread, block = special.thread_index(), special.block_index()
-        shape = sizes.dbias_shape
-        m_tiles = int32(divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m))
-        n_tiles = int32(divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n))
-        # the block's own tile of bias, and the tiles of scores that read it
-        own_m, own_n = (int32(1) if config.rows_summed else m_tiles), (int32(1) if config.keys_summed else n_tiles)
-        above = divide(block, own_n)
-        own_j, own_i = int32(block - above * own_n), int32(above - divide(above, own_m) * own_m)
-        above = divide(above, own_m)
-        split = divide(above, int32(shape[0] * shape[1])) if config.split else int32(0)
-        above = int32(above - split * int32(shape[0] * shape[1]))
-        own_b = divide(above, shape[1])
-        own_h = int32(above - own_b * int32(shape[1]))
-        # The block's part of the units (score_tiles.Range).
-        entries, heads = (int64(1) if shape[0] > 1 else sizes.batch), (int64(1) if shape[1] > 1 else sizes.heads)
-        row_tiles = m_tiles if config.rows_summed else int32(1)
-        units, splits = entries * heads * row_tiles, sizes.dbias_splits if config.split else int64(1)
-        walk = Range(
-            own_b, own_h, own_i, int32(heads), row_tiles,
-            int32(split * units // splits), int32((split + 1) * units // splits),
-            own_j, n_tiles if config.keys_summed else int32(own_j + 1),
-        )  # fmt: skip
-
-        address = shared.address(cuda.shared.array(0, uint8))
-        q_smem = int32((address + int32(alignment - 1)) & int32(-alignment))
-        smem = Smem(
-            q_smem,  # (tile_m, head_dim_padded)
-            q_smem + int32(plan.do),  # (tile_m, head_dim_v_padded)
-            q_smem + int32(plan.k),  # (tile_n, head_dim_padded)
-            q_smem + int32(plan.v),  # (tile_n, head_dim_v_padded)
-        )
+        thread = special.thread_index()
+        own, split = tiles_of.own_range(special.block_index(), sizes)
+        smem = tiles.places(shared.address(cuda.shared.array(0, uint8)))
         registers = Registers(
             local.array(count, float32),  # acc_s (tile_n / 8, 4)
             local.array(count, float32),  # acc_dp (tile_n / 8, 4)
@@ -226,36 +197,11 @@ def make(config):
         for x in range(count):
             registers.sums[x] = float32(0)
 
-        place = tiles.first(walk, arrays, strides, sizes)
-        if place.unit < walk.end_unit:
-            tiles.load_first(place, smem, arrays, strides, sizes, thread)
-        cp_async.commit_group()
-        while place.unit < walk.end_unit:
-            if read.reads:
-                read_scores(place, registers, thread, arrays, strides, sizes)
-            for x in range(count):
-                registers.acc_s[x] = float32(0)
-                registers.acc_dp[x] = float32(0)
-            wait_all()
-            cuda.syncthreads()  # the tile has arrived
-            tiles.multiply(registers, smem, thread)
-            following_place = tiles.following(place, walk, arrays, strides, sizes)
-            cuda.syncthreads()  # all threads have finished with it
-            if following_place.unit < walk.end_unit:
-                tiles.load_next(following_place, place, smem, arrays, strides, sizes, thread)
-            cp_async.commit_group()
-            add_scores(place, registers, thread, arrays, strides, sizes, score)
-            place = following_place
-
-        target, by, base = arrays.dbias, strides.dbias, int64(0)
-        if config.split:
-            of_head = shape[2] * shape[3]
-            target, by = arrays.dbias_sums, (shape[1] * of_head, of_head, shape[3], int64(1))
-            base = split * shape[0] * by[0]
-        base += own_b * by[0] + own_h * by[1]
-        first_query, first_key = int64(own_i) * tile_m, int64(own_j) * tile_n
+        over_tiles(own, registers, smem, thread, arrays, strides, sizes, score)
+        target, by, base = tiles_of.target_of(own, split, arrays, strides, sizes)
+        first_query, first_key = int64(own.i) * tile_m, int64(own.j) * tile_n
         if config.rows_summed or config.keys_summed:
-            at = q_smem + int32(plan.sums)
+            at = smem.q + int32(plan.sums)
             store_sums(registers, target, by, base, first_query, first_key, at, thread, sizes)
         else:
             store_tile(registers, target, by, base, first_query, first_key, thread, sizes)

@@ -7,30 +7,16 @@ scores. A tile that shares its queries or its keys with the previous one keeps t
 
 from typing import Any, NamedTuple
 
-from numba import int32, int64
+from numba import cuda, float32, int32, int64
 
-from ...ptx import memory
+from ...ptx import cp_async, memory
 from ..steps import async_tiles, fragment_products
 from ..steps import sequence as sequences
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.named import named
+from ..steps.score_ranges import place_of
 from ..steps.sequence import key_range, key_row, query_row, unpacked
-
-
-class Range(NamedTuple):
-    """Units [unit, end_unit) of a box of query tiles, and the half-open range of key tiles in each. A unit is one query
-    tile of one head of one batch entry; the box has `heads` heads of `tiles` query tiles each, from (b, h, i) on."""
-
-    b: int
-    h: int
-    i: int
-    heads: int
-    tiles: int
-    unit: int
-    end_unit: int
-    j: int
-    end_j: int
 
 
 class Place(NamedTuple):
@@ -47,10 +33,10 @@ class Place(NamedTuple):
 class Smem(NamedTuple):
     """Shared addresses."""
 
-    q: int
-    do: int
-    k: int
-    v: int
+    q: int  # (tile_m, head_dim_padded)
+    do: int  # (tile_m, head_dim_v_padded)
+    k: int  # (tile_n, head_dim_padded)
+    v: int  # (tile_n, head_dim_v_padded)
 
 
 def make(config):
@@ -59,7 +45,7 @@ def make(config):
         for rows in (config.tile_m, config.tile_n)
         for columns in (config.head_dim_padded, config.head_dim_v_padded)
     )
-    sequence_of = sequences.make(config)
+    sequence_of, plan, wait_all = sequences.make(config), config.shared_layout(), cp_async.wait_group(0)
     products = fragment_products.make(config)
     multiply_q_k, multiply_do_v = map(products.scores_product, (config.head_dim_padded, config.head_dim_v_padded))
 
@@ -69,10 +55,8 @@ def make(config):
         h, i, j, stop = int32(0), int32(0), int32(0), int32(0)
         sequence = unpacked(int32(0), sizes.seqlen_q, int64(0), int64(0))
         while unit < tiles.end_unit:
-            head_of_all = divide(unit, tiles.tiles)
-            entry = divide(head_of_all, tiles.heads)
-            h, i = int32(tiles.h + head_of_all - entry * tiles.heads), int32(tiles.i + unit - head_of_all * tiles.tiles)
-            sequence = sequence_of(int32(tiles.b + entry), arrays, strides, sizes)
+            b, h, i = place_of(unit, tiles)
+            sequence = sequence_of(b, arrays, strides, sizes)
             last_query = min(int64(i * config.tile_m + config.tile_m), sequence.seqlen_q) - 1
             begin, _, _, end = key_range(sequence, i * config.tile_m, last_query, sizes, config.tile_n)
             j, stop = max(int32(begin), tiles.j), min(int32(end), tiles.end_j)
@@ -80,10 +64,6 @@ def make(config):
                 break
             unit = int32(unit + 1)
         return Place(unit, unpacked(sequence.b, sequence.seqlen_q, sequence.keys, sequence.q_start), h, i, j, stop)
-
-    @inlined
-    def first(tiles, arrays, strides, sizes):
-        return seek(tiles.unit, tiles, arrays, strides, sizes)
 
     @inlined
     def following(place, tiles, arrays, strides, sizes):
@@ -136,5 +116,44 @@ def make(config):
         multiply_q_k(registers.acc_s, registers.q_frag, registers.b_frag, smem.q + own_lane, smem.k + other_lane)
         multiply_do_v(registers.acc_dp, registers.do_frag, registers.b_frag, smem.do + own_lane, smem.v + other_lane)
 
+    @inlined
+    def places(address):
+        """-> Smem, in shared memory that begins at `address`."""
+        q = async_tiles.aligned(address)
+        return Smem(q, q + int32(plan.do), q + int32(plan.k), q + int32(plan.v))
+
+    @inlined
+    def nothing(*arguments):
+        pass
+
+    def loop(before, between, behind):
+        """-> the loop over the tiles of a Range, a device function. before, between and behind the copies of the next
+        tile: what a kernel does with a tile before its products, with its products, and with its scores."""
+
+        @inlined
+        def over_tiles(tiles, registers, smem, thread, arrays, strides, sizes, score):
+            place = seek(tiles.unit, tiles, arrays, strides, sizes)
+            if place.unit < tiles.end_unit:
+                load_first(place, smem, arrays, strides, sizes, thread)
+            cp_async.commit_group()
+            while place.unit < tiles.end_unit:
+                before(place, registers, smem, thread, arrays, strides, sizes)
+                for x in range(config.tile_n // 2):
+                    registers.acc_s[x] = float32(0)
+                    registers.acc_dp[x] = float32(0)
+                wait_all()
+                cuda.syncthreads()  # the tile has arrived, and all threads have finished with the last scores
+                multiply(registers, smem, thread)
+                between(place, registers, smem, thread, arrays, sizes)
+                following_place = following(place, tiles, arrays, strides, sizes)
+                cuda.syncthreads()  # all threads have finished with the tile
+                if following_place.unit < tiles.end_unit:
+                    load_next(following_place, place, smem, arrays, strides, sizes, thread)
+                cp_async.commit_group()
+                behind(place, registers, smem, thread, arrays, strides, sizes, score)
+                place = following_place
+
+        return over_tiles
+
     frag_words = config.head_dim_padded // 4, config.head_dim_v_padded // 4  # of registers.q_frag and do_frag
-    return named(first, following, load_first, load_next, multiply, frag_words=frag_words)
+    return named(places, nothing, loop, frag_words=frag_words)
