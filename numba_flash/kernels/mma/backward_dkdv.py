@@ -82,11 +82,7 @@ def make(config):
         strips * config.summed(columns) // 2 if wanted else 1
         for columns, wanted in ((config.head_dim_padded, config.of_dk), (config.head_dim_v_padded, config.of_dv))
     )
-    load_k, load_q, load_v, load_do = (
-        async_tiles.loader(tile, columns, config.threads, 1, size, config.copy_bytes)
-        for columns in (config.head_dim_padded, config.head_dim_v_padded)
-        for tile in (config.tile_n, config.tile_m)
-    )
+    load_q, load_do, load_k, load_v = async_tiles.of_backward(config)
     products = (backward_16bit if size == 2 else backward_wide).make(config)
     add_dk, add_dv = products.adder(config.head_dim_padded), products.adder(config.head_dim_v_padded)
     store_dk = products.storer(config.head_dim, config.head_dim_padded)

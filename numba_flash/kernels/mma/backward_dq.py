@@ -66,11 +66,7 @@ def make(config):
     strips, blocks, rows = config.strips, config.part // 8, config.warp_rows // 8
     s_count, dq_count = strips * blocks * 4, strips * config.summed(config.head_dim_padded) // 2
     real = numbers.of(config.compute_dtype).real
-    load_q, load_k, load_do, load_v = (
-        async_tiles.loader(tile, columns, config.threads, 1, size, config.copy_bytes)
-        for columns in (config.head_dim_padded, config.head_dim_v_padded)
-        for tile in (tile_m, tile_n)
-    )
+    load_q, load_do, load_k, load_v = async_tiles.of_backward(config)
     products = (backward_16bit if size == 2 else backward_wide).make(config)
     add_dq = products.adder(config.head_dim_padded)
     store_dq = products.storer(config.head_dim, config.head_dim_padded)

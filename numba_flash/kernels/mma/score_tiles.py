@@ -40,11 +40,7 @@ class Smem(NamedTuple):
 
 
 def make(config):
-    load_q, load_do, load_k, load_v = (
-        async_tiles.loader(rows, columns, config.threads, copy_bytes=config.copy_bytes)
-        for rows in (config.tile_m, config.tile_n)
-        for columns in (config.head_dim_padded, config.head_dim_v_padded)
-    )
+    load_q, load_do, load_k, load_v = async_tiles.of_backward(config)
     sequence_of, plan, wait_all = sequences.make(config), config.shared_layout(), cp_async.wait_group(0)
     products = fragment_products.make(config)
     multiply_q_k, multiply_do_v = map(products.scores_product, (config.head_dim_padded, config.head_dim_v_padded))

@@ -100,6 +100,21 @@ def loader(rows, columns, threads, group=1, size=2, copy_bytes=16):
     return load
 
 
+def of(config):
+    """-> loader(rows, columns, group=1), for the tiles of a kernel."""
+
+    def of_tile(rows, columns, group=1):
+        return loader(rows, columns, config.threads, group, config.item_size, config.copy_bytes)
+
+    return of_tile
+
+
+def of_backward(config):
+    """-> (load_q, load_do, load_k, load_v), whole tiles."""
+    loads, columns = of(config), (config.head_dim_padded, config.head_dim_v_padded)
+    return tuple(loads(rows, width) for rows in (config.tile_m, config.tile_n) for width in columns)
+
+
 @functools.cache
 def panel_loader(rows, columns, threads, whole):
     """-> load(target, source, row_stride, first_row, rows_left, columns_left, thread), for elements of 8 bytes.
