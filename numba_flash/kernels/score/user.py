@@ -93,7 +93,7 @@ def _compiled(config: Any, option: str, derivative: bool) -> Any:
 
         @inlined
         def visible(at, arrays, strides):
-            return truth(call(*(row(at) + where(at) + tables(arrays, strides))))
+            return truth(call(*(row(at) + where(at) + tables(arrays, strides, ()))))
 
         return visible
     number = compiled.as_number("dual" if derivative else "real", base)
@@ -101,7 +101,7 @@ def _compiled(config: Any, option: str, derivative: bool) -> Any:
 
     @inlined
     def found(s, at, arrays, strides):
-        return call(*(row(at) + (number(s),) + where(at) + tables(arrays, strides)))
+        return call(*(row(at) + (number(s),) + where(at) + tables(arrays, strides, ())))
 
     @inlined
     def value(s, at, arrays, strides):
@@ -134,40 +134,45 @@ def _compiled_recorded(config: Any) -> Any:
     result, slope = (make("score_mod", base, function) for make in (compiled.result, compiled.derivative))
     reads = compiled.READS
 
-    @inlined
-    def tables(arrays, strides, sizes, state):
-        return ()
-
+    tables = _no_tables
     for n, (dtype, ndim) in enumerate(config.aux):
         if n in config.wanted_aux:
             table = compiled.as_recorded_table(dtype, ndim, base)
             tables = _one_recorded_more(tables, table, n - count, config.wanted_aux.index(n))
         else:
-            tables = _one_plain_more(tables, compiled.as_table(dtype, ndim, base), n - count)
+            tables = _one_more(tables, compiled.as_table(dtype, ndim, base), n - count, n - count)
 
     @inlined
     def aux_gradient(s, at, read, arrays, strides, sizes):
         state = local.array(reads, int64)  # in registers
         state[0], state[1], state[2] = 0, read, 0
-        y = call(*(row(at) + (number(s),) + where(at) + tables(arrays, strides, sizes, state)))
+        y = call(*(row(at) + (number(s),) + where(at) + tables(arrays, strides, (sizes, state))))
         return result(y), slope(y), state[2], state[0]
 
     return aux_gradient
 
 
+@inlined
+def _no_tables(arrays, strides, record):
+    return ()
+
+
 def _one_recorded_more(before: Any, table: Any, place: int, wanted: int) -> Any:
+    """record: the sizes of the kernel, and an array that notes what is read."""
+
     @inlined
-    def tables(arrays, strides, sizes, state):
+    def tables(arrays, strides, record):
+        sizes, state = record
         made = table(arrays[place], strides[place], sizes.aux_begins[wanted], state)
-        return before(arrays, strides, sizes, state) + (made,)
+        return before(arrays, strides, record) + (made,)
 
     return tables
 
 
-def _one_plain_more(before: Any, table: Any, place: int) -> Any:
+def _one_more(before: Any, table: Any, of_arrays: int, of_strides: int) -> Any:
     @inlined
-    def tables(arrays, strides, sizes, state):
-        return before(arrays, strides, sizes, state) + (table(arrays[place], strides[place]),)
+    def tables(arrays, strides, record):
+        return before(arrays, strides, record) + (table(arrays[of_arrays], strides[of_strides]),)
 
     return tables
 
@@ -196,26 +201,14 @@ def _simulated_recorded(config: Any) -> Any:
 
 
 def _tables(config: Any, base: str) -> Any:
-    """tables(arrays, strides) -> a tuple of all aux arrays."""
+    """tables(arrays, strides, ()) -> a tuple of all aux arrays."""
     from ...functions import compiled
 
     count, behind = len(config.aux), int(config.counted)  # the counters come after them
-
-    @inlined
-    def tables(arrays, strides):
-        return ()
-
+    tables = _no_tables
     for number, (dtype, ndim) in enumerate(config.aux):
         table = compiled.as_table(dtype, ndim, base, config.narrow)
         tables = _one_more(tables, table, number - count - behind, number - count)
-    return tables
-
-
-def _one_more(before: Any, table: Any, of_arrays: int, of_strides: int) -> Any:
-    @inlined
-    def tables(arrays, strides):
-        return before(arrays, strides) + (table(arrays[of_arrays], strides[of_strides]),)
-
     return tables
 
 
