@@ -206,9 +206,8 @@ def make(config):
     @inlined
     def gradients_of_tile(i, heads_left, stage, registers, smem, arrays, strides, sizes, score):
         """dK and dV += the contribution of the query tile in stage `stage`, and dQ of it with config.of_dq."""
-        p_frag, ds_frag, other_frag, shared_frag = (
-            registers.p_frag, registers.ds_frag, registers.other_frag, registers.shared_frag,
-        )  # fmt: skip
+        p_frag, ds_frag = registers.p_frag, registers.ds_frag
+        other_frag, shared_frag = registers.other_frag, registers.shared_frag
         p_at, ds_at = smem.k + int32(plan.p), smem.k + int32(plan.ds)
         if config.of_dv:
             products.to_operand(registers.acc_s, p_frag, p_at)

@@ -80,9 +80,8 @@ def make(config):
         if thread == 0:
             k_base, v_base = key_row(strides.k, sequence, h_kv, 0), key_row(strides.v, sequence, h_kv, 0)
             # Addresses: pointers are parameters and would be kept in registers through the loop.
-            block_state.put(
-                q_smem + int32(bases_at), memory.address(arrays.k, k_base), memory.address(arrays.v, v_base)
-            )
+            k, v = memory.address(arrays.k, k_base), memory.address(arrays.v, v_base)
+            block_state.put(q_smem + int32(bases_at), k, v)
             block_state.put(q_smem + int32(keys_at), int64(tile_pos), int64(sequence.keys))
             block_state.put(q_smem + int32(head_at), int64(sequence.b), int64(h))
             block_state.put(q_smem + int32(tile_at), int64(first_query), int64(h_kv))

@@ -47,9 +47,8 @@ def make(config):
         if thread == 0:
             q_end, do_end = query_row(strides.q, sequence, end_head, 0), query_row(strides.do, sequence, end_head, 0)
             # Addresses: pointers are parameters and would be kept in registers through the loop.
-            block_state.put(
-                k_smem + int32(bases_at), memory.address(arrays.q, q_end), memory.address(arrays.do, do_end)
-            )
+            q, do = memory.address(arrays.q, q_end), memory.address(arrays.do, do_end)
+            block_state.put(k_smem + int32(bases_at), q, do)
             heads_end = columns.head_at(sequence, end_head, arrays, sizes)
             block_state.put(k_smem + int32(heads_at), heads_end, int64(end_head))
             block_state.put(k_smem + int32(offset_at), sequence.q_start - first_key, sequence.keys)

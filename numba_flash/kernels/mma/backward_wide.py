@@ -144,22 +144,9 @@ def dq_product(config):
 def storer(config, columns, padded):
     """-> store, a device function, for a gradient of `columns` columns, of which a warp has `padded` / groups."""
     groups, shift, warp_rows = config.column_groups, config.column_groups.bit_length() - 1, config.warp_rows
-    blocks, made = padded // groups // 8, numbers.of(config.compute_dtype)
-    vectorized = columns * config.item_size % 16 == 0
+    blocks, vectorized = padded // groups // 8, columns * config.item_size % 16 == 0
+    scale_row = rows_wide.row_scaler(config.compute_dtype, blocks)
     write_row = rows_wide.row_writer(config.dtype, blocks, vectorized, config.columns_in_order)
-
-    @inlined
-    def scale_row(acc, r, factor, counts):
-        """-> whether row r of the lane's is finite; the same in all lanes of a quad."""
-        nonfinite = made.real(0)
-        for n in range(blocks):
-            for i in range(2):
-                at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
-                acc[at] = acc[at] * factor if counts else made.real(0)
-                nonfinite += acc[at] * made.real(0)  # NaN when it is NaN or Inf
-        nonfinite += made.bfly(nonfinite, 1)
-        nonfinite += made.bfly(nonfinite, 2)
-        return nonfinite == made.real(0)
 
     @inlined
     def store_row(r, found, acc, factor, first_row, lane, target, base, row_stride, rows_left, counted, columns_left):

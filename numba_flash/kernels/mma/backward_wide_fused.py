@@ -229,10 +229,8 @@ def make(config):
         walk = parts.walk_of(state, sizes)  # read again: not kept in registers while products need them
         sequence, h_kv, first_key = walk.sequence, walk.h_kv, walk.first_key
         column, first_row, lane = own_column(), tile.first_row_of_warp(), special.thread_index() & int32(31)
-        rows_left, keys_left = (
-            int32(min(sizes.seqlen_k - first_key, tile_n)),
-            int32(min(sequence.keys - first_key, tile_n)),
-        )
+        rows_left = int32(min(sizes.seqlen_k - first_key, tile_n))
+        keys_left = int32(min(sequence.keys - first_key, tile_n))
         base, stride = key_row(strides.dk, sequence, h_kv, first_key), strides.dk[2]
         nonfinite = store_dk(registers.acc_dk, score.scale, column, arrays.dk, base, stride, rows_left, keys_left)
         base, stride = key_row(strides.dv, sequence, h_kv, first_key), strides.dv[2]

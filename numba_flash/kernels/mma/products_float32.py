@@ -184,16 +184,6 @@ def make(config):
             add_keys(FOURTH, acc_o, p_frag, v_frag, v_lane)
 
     return Products(
-        uint32,
-        a_count,
-        16,
-        s_count,
-        lanes,
-        load_q,
-        multiply_q_k,
-        in_operand_order(strips * s_blocks, True),
-        multiply_p_v,
-        add_scores,
-        in_operand_order(2 * strips, True),
-        add_16,
-    )
+        uint32, a_count, 16, s_count, lanes, load_q, multiply_q_k, in_operand_order(strips * s_blocks, True),
+        multiply_p_v, add_scores, in_operand_order(2 * strips, True), add_16,
+    )  # fmt: skip

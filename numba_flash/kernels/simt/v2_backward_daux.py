@@ -39,12 +39,7 @@ def make(config):
     def flash_attention_v2_daux(arrays, strides, sizes, score):
         b, h, first_row = ds.query_tile(cuda.blockIdx.x, sizes)
         sequence = sequence_of(b, arrays, strides, sizes)
-        run = Run(
-            local.array(1, int64),
-            local.array(words, int64),
-            local.array(2, compute),
-            local.array(1, int64),
-        )
+        run = Run(local.array(1, int64), local.array(words, int64), local.array(2, compute), local.array(1, int64))
         aux.start(run)
         tiles, n_tiles = ds.row_tiles(cuda.threadIdx.x), (sizes.seqlen_k + config.tile_n - 1) // config.tile_n
         ds.over_keys(run, tiles, sequence, h, first_row, 0, n_tiles, arrays, strides, sizes, score)

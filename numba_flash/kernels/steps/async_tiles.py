@@ -82,9 +82,8 @@ def loader(rows, columns, threads, group=1, size=2, copy_bytes=16):
                 # The target is a multiple of 1024, so the swizzle bits of `to` come from row and chunk.
                 first = step * rows_a_step
                 if total % threads == 0 or row < int32(rows - first):
-                    copy(
-                        (to ^ int32((first & 7) << 4)) + int32(first * 128), place, count if left > int32(first) else 0
-                    )
+                    here = (to ^ int32((first & 7) << 4)) + int32(first * 128)
+                    copy(here, place, count if left > int32(first) else 0)
                 place += rows_a_step * row_stride
         else:
             for step in range(steps):
