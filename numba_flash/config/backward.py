@@ -4,35 +4,25 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .forward import AnyProblem, LaunchFacts, WarpsConfig, check, layout, tile_bytes
-from .simt_backward import OfBias
+from .forward import AnyProblem, WarpsConfig, check, layout, tile_bytes
+from .simt_backward import OfBias, OfDelta
 
 BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/steps/lse_delta.py)
 
 
 @dataclass(frozen=True)
-class PreprocessConfig(LaunchFacts):
-    """Of mma/backward_preprocess: `lanes` neighbours share a row. wide: rows of do and o begin at multiples of 16
-    bytes.
+class PreprocessConfig(OfDelta):
+    """Of mma/backward_preprocess. wide: rows of do and o begin at multiples of 16 bytes.
 
-    natural: lse is kept as it is, as scores with a bias need it (kernels/steps/units.py). turns_of: if the sums of dQ
-    to be taken in turns (wgmma/backward_fused), of how many queries; else 0. dq_partials: how many sums these have.
-    of_terms: what it finds goes into the gradient of a term of the sum, too. early: the kernel behind may start before
-    this one has ended; cc 9.0.
+    natural: lse is kept as it is, as scores with a bias need it (kernels/steps/units.py). dq_partials: how many sums of
+    dQ are taken in turns. early: the kernel behind may start before this one has ended; cc 9.0.
     """
 
-    dtype: str
-    head_dim_v: int
-    has_dlse: bool
-    wide: bool
-    threads: int = 256
     lanes: int = 8
+    wide: bool = False
     natural: bool = False
-    turns_of: int = 0
     dq_partials: int = 1
-    of_terms: bool = False
     early: bool = False
-    packed: bool = False
 
     kernel = "backward_preprocess"
     module = "mma.backward_preprocess"
@@ -41,15 +31,6 @@ class PreprocessConfig(LaunchFacts):
     def __post_init__(self) -> None:
         whole = self.lanes in (1, 2, 4, 8, 16, 32) and self.threads >= 32 and self.threads % 32 == 0
         check(whole, f"lanes must divide 32, and 32 threads, but they are {self.lanes} and {self.threads}")
-
-    @property
-    def rows(self) -> int:
-        """Of one block."""
-        return self.threads // self.lanes
-
-    def grid(self, problem: AnyProblem) -> int:
-        p = problem.forward
-        return p.batch * p.heads * -(-self._padded(p.seqlen_q) // self.rows)
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         p = problem.forward

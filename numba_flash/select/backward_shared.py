@@ -156,23 +156,22 @@ def preprocess_config(problem: BackwardProblem, target: Target, **more: Any) -> 
     rows = (("do", problem.do_strides), ("o", forward.o_strides))
     every = (no_wide_rows(name, strides, forward.head_dim_v, forward.dtype) for name, strides in rows)
     wide = forward.alignment == 16 and not any(every)
-    more |= dict(threads=32 if target.simulated else 256, natural=forward.array("bias") is not None)
-    of_terms = _of_terms(problem)
-    more |= dict(of_terms=of_terms, packed=forward.packed is not None)
-    return PreprocessConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, wide, **more)
+    more |= dict(wide=wide, natural=forward.array("bias") is not None)
+    return PreprocessConfig(**_of_delta(problem), threads=32 if target.simulated else 256, **more)
 
 
 def delta_config(problem: BackwardProblem, target: Target, turns_of: int = 0) -> DeltaConfig:
     """The Config of the kernel with which v2 begins."""
     threads, lanes = (16, 4) if target.simulated else (256, 16)
-    forward, of_terms = problem.forward, _of_terms(problem)
-    facts = forward.dtype, forward.head_dim_v, problem.has_dlse, threads, lanes, of_terms, turns_of
-    return DeltaConfig(*facts, packed=forward.packed is not None)
+    return DeltaConfig(**_of_delta(problem), threads=threads, lanes=lanes, turns_of=turns_of)
 
 
-def _of_terms(problem: BackwardProblem) -> bool:
-    """Whether the gradient of a term of every row's sum is wanted (kernels/score/sum_terms.py)."""
-    return any(option.acts_on == "sum" for name, option in HEAD_GRADIENTS.items() if name in problem.wanted)
+def _of_delta(problem: BackwardProblem) -> dict[str, Any]:
+    """What both kernels of delta are compiled for."""
+    forward = problem.forward
+    of_terms = any(option.acts_on == "sum" for name, option in HEAD_GRADIENTS.items() if name in problem.wanted)
+    facts = dict(has_dlse=problem.has_dlse, of_terms=of_terms, packed=forward.packed is not None)
+    return dict(dtype=forward.dtype, head_dim_v=forward.head_dim_v) | facts
 
 
 def head_sums(problem: BackwardProblem, target: Target, of_blocks: bool) -> list[HeadSumsConfig]:
