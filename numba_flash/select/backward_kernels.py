@@ -10,10 +10,10 @@ from ..arrays.dtypes import ITEM_SIZE
 from ..config import backward as mma
 from ..config import wgmma_backward as wgmma
 from ..config import wgmma_backward_float32 as wgmma_float32
-from ..config.aux_gradients import AuxRoundConfig, AuxStartConfig
+from ..config.aux_gradients import AuxRoundConfig, AuxStartConfig, DauxConfig
 from ..config.forward import Config, LaunchFacts
 from ..config.mask_bits import MaskBitsConfig
-from ..config.simt_backward import DbiasSumConfig
+from ..config.simt_backward import DbiasSumConfig, DkdvConfig, DqConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import HEAD_GRADIENTS
@@ -54,7 +54,7 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
         if problem.forward.array("mask") is not None:
             needed.append(MaskBitsConfig(threads=32 if target.simulated else 512))
     else:
-        sums = backward_simt.daux(problem, target)
+        sums = backward_simt.best(DauxConfig, "v2_dq", problem, target, wanted_aux=problem.wanted_aux)
         needed.append(shared.delta_config(problem, target))
     bounds = dataclasses.replace(sums, of_bounds=True)
     return (*before, *(config for config in needed if config not in before), start, bounds, sums, end)
@@ -65,10 +65,10 @@ def v2_configs(problem: BackwardProblem, target: Target) -> Configs:
     """v2's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     in_rows = tuple(name for name, option in HEAD_GRADIENTS.items() if option.acts_on == "score")
     own: list[Config] = []
-    for make, gradients in ((backward_simt.dkdv, ("dk", "dv")), (backward_simt.dq, ("dq", *in_rows))):
+    for kind, gradients in ((DkdvConfig, ("dk", "dv")), (DqConfig, ("dq", *in_rows))):
         wanted = tuple(name for name in gradients if name in problem.wanted)
         if wanted:
-            own.append(make(problem, target, wanted))
+            own.append(backward_simt.best(kind, kind.kernel, problem, target, wanted=wanted))
     if "dbias" in problem.wanted:
         own.append(backward_simt.dbias(problem, target))
     made = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from ..config.aux_gradients import DauxConfig
-from ..config.simt_backward import DbiasConfig, DkdvConfig, DqConfig, SimtBackwardConfig
+from ..config.simt_backward import DbiasConfig, SimtBackwardConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from .backward_shared import features_of
@@ -11,26 +10,14 @@ from .backward_tiles import TABLES
 from .tiles import rows_of
 
 
-def dkdv(problem: BackwardProblem, target: Target, wanted: tuple[str, ...]) -> SimtBackwardConfig:
-    return _best(DkdvConfig, "v2_dkdv", problem, target, wanted=wanted)
-
-
-def dq(problem: BackwardProblem, target: Target, wanted: tuple[str, ...]) -> SimtBackwardConfig:
-    return _best(DqConfig, "v2_dq", problem, target, wanted=wanted)
-
-
 def dbias(problem: BackwardProblem, target: Target) -> SimtBackwardConfig:
     *_, rows, keys = problem.dbias_shape
     own: dict[str, Any] = dict(wanted=("dbias",), rows_summed=rows == 1, keys_summed=keys == 1)
     own |= dict(split=problem.dbias_splits > 1)
-    return _best(DbiasConfig, "v2_dq", problem, target, **own)
+    return best(DbiasConfig, "v2_dq", problem, target, **own)
 
 
-def daux(problem: BackwardProblem, target: Target) -> SimtBackwardConfig:
-    return _best(DauxConfig, "v2_dq", problem, target, wanted_aux=problem.wanted_aux)
-
-
-def _best(
+def best(
     kind: type[SimtBackwardConfig], table: str, problem: BackwardProblem, target: Target, **own: Any
 ) -> SimtBackwardConfig:
     """With the first tile that is not mostly past the last row of its own side and fits, or the last."""
