@@ -9,8 +9,7 @@ A thread follows a diagonal: the next score is that of the next query and the ne
 relative positions has one element, and so has a number of a head. So most terms are added up before they are added to
 the sums in global memory. The lanes of a warp have neighbouring keys, whose elements are mostly neighbours, too.
 
-Launch: grid (batch * heads * query tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
-of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim.
+Launch: grid (batch * heads * query tiles). Rows are contiguous along dim.
 """
 
 import math
@@ -25,8 +24,8 @@ from ..score import at_position, aux_gradient, fragments, kept_weights, user
 from ..score.aux_gradient import Run
 from ..score.stage import FragmentAt
 from ..steps import block_state, lse_delta
-from ..steps.inlined import inlined
-from ..steps.integers import divide
+from ..steps.inlined import inlined, nothing
+from ..steps.integers import divide, tiles_of
 from ..steps.plain import first_column_of, first_row_of, row_keys
 from ..steps.score_ranges import Range
 from . import score_tiles
@@ -131,13 +130,13 @@ def make(config):
         put_products(registers, smem.q, thread)
         note_rows(place, smem.q, thread, arrays, sizes)
 
-    over_tiles = tiles.loop(tiles.nothing, put_tile, owe_scores)
+    over_tiles = tiles.loop(nothing, put_tile, owe_scores)
 
     @cuda.jit
     def flash_attention_mma_daux(arrays, strides, sizes, score):
         thread, block = special.thread_index(), special.block_index()
-        m_tiles = divide(int32(sizes.seqlen_q) + int32(config.tile_m - 1), config.tile_m)
-        n_tiles = divide(int32(sizes.seqlen_k) + int32(config.tile_n - 1), config.tile_n)
+        m_tiles = tiles_of(sizes.seqlen_q, config.tile_m)
+        n_tiles = tiles_of(sizes.seqlen_k, config.tile_n)
         head_of_all = divide(block, m_tiles)
         b = divide(head_of_all, sizes.heads)
         h, i = int32(head_of_all - b * int32(sizes.heads)), int32(block - head_of_all * m_tiles)

@@ -5,9 +5,7 @@ It computes what v2_backward_dbias.py computes, in 16 bits. A block owns a tile 
 tiles of scores that read them (kernels/steps/score_ranges.py). A lane adds up its elements of dS in registers, in that
 order; at the end the block adds up lanes and warps. So every sum has one owner and one order.
 
-Launch: grid (splits * bias' batch * heads * query tiles * key tiles), block (config.threads), config.shared_bytes of
-dynamic shared memory. Rows of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dbias is
-contiguous.
+Launch: grid (splits * bias' batch * heads * query tiles * key tiles). Rows are contiguous along dim, dbias as a whole.
 """
 
 import math
@@ -23,7 +21,7 @@ from ..score.fragments import columns_within
 from ..score.gradient_functions import LanePlace
 from ..score.stage import FragmentAt
 from ..steps import elements, lse_delta, score_ranges
-from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.inlined import FALSE, TRUE, inlined, nothing
 from ..steps.plain import first_column_of, first_row_of, row_keys
 from . import score_tiles
 
@@ -112,7 +110,7 @@ def make(config):
                     if p != 0 and (shown_bits[r] >> uint32(2 * n + x)) & uint32(1) != 0:
                         sums[at] += p * (dp - delta)
 
-    over_tiles = tiles.loop(read_scores, tiles.nothing, add_scores)
+    over_tiles = tiles.loop(read_scores, nothing, add_scores)
 
     @inlined
     def over_keys(registers):

@@ -24,8 +24,7 @@ rowsum(dO * O) in the derivative of the softmax.
 Letters as in v2; acc_s, acc_dp, acc_dk and acc_dv are float32 accumulators; lse and delta of a tile
 are in shared memory (query_columns.py).
 
-Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
-of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dk and dv are contiguous.
+Launch: grid (batch * heads_kv * key tiles). Rows are contiguous along dim, dk and dv as a whole.
 """
 
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ from ..recompute import keys as recompute
 from ..score import fragments, user
 from ..steps import async_tiles, numbers
 from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.integers import divide
+from ..steps.integers import divide, tiles_of
 from ..steps.sequence import key_row, query_range
 from . import backward_16bit, backward_own_dq, backward_scores, backward_walk, backward_wide, query_columns, work_tile
 
@@ -280,9 +279,9 @@ def make(config):
             end_key = first_key + max(keys_left, int32(1))
             first, end, _, _ = read.ranges(sequence.b, h, group, first_key, end_key, arrays, strides, sizes)
             begin = max(begin, divide(first, config.tile_m))
-            stop = min(stop, divide(end + int32(config.tile_m - 1), config.tile_m))
+            stop = min(stop, tiles_of(end, config.tile_m))
         if config.of_dq:  # a query that sees no key has a dQ, too
-            begin, stop = int32(0), divide(int32(sequence.seqlen_q) + int32(config.tile_m - 1), config.tile_m)
+            begin, stop = int32(0), tiles_of(sequence.seqlen_q, config.tile_m)
             if keys_left < config.tile_n:  # what does not exist is hidden: its K is 0, but its dS might be Inf
                 free, cut = int32(0), int32(0)
         walk.set_up_state(work, begin, stop, free, cut, arrays, strides, sizes, k_smem, thread)

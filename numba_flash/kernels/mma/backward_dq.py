@@ -14,8 +14,7 @@ dO do there: the next V is loaded while dQ is summed up from K, and the next K w
 
 Letters as in v2. The products are those of backward_16bit.py or backward_wide.py.
 
-Launch: grid (batch * heads * query tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
-of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dq is contiguous.
+Launch: grid (batch * heads * query tiles). Rows are contiguous along dim, dq as a whole.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from ..recompute import queries as recompute
 from ..score import fragments, tile_walk, user
 from ..steps import async_tiles, numbers
 from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.integers import divide
+from ..steps.integers import divide, tiles_of
 from ..steps.sequence import key_range, query_row
 from . import backward_16bit, backward_dq_walk, backward_scores, backward_wide, work_tile
 
@@ -190,7 +189,7 @@ def make(config):
         if has_mask:  # drop the key tiles before the first and after the last in which it leaves a key
             first, end, _, _ = read.ranges(sequence.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes)
             begin = max(begin, divide(first, tile_n))
-            stop = max(min(stop, divide(end + int32(tile_n - 1), tile_n)), begin)
+            stop = max(min(stop, tiles_of(end, tile_n)), begin)
         if states.present:
             states_row = states.row(sequence.b, tile.h, tile.first_query, arrays, strides)
             begin, stop = states.trim(states_row, begin, stop, arrays, strides)

@@ -27,7 +27,7 @@ from numba import float64, int32, int64, uint32
 from ...ptx import bar, cluster, fence, ld_st, local, mbarrier, memory, special, tma
 from ..steps import block_state
 from ..steps.inlined import inlined
-from ..steps.integers import divide
+from ..steps.integers import divide, tiles_of
 from ..steps.lse_delta import TURNS_AT
 from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of
@@ -60,7 +60,7 @@ def make(config):
     def work_of(ticket, sizes):
         """-> (b, h_kv, first_key). The first key tiles of several heads, enough to keep a GPU busy, come before their
         second tiles: so a tile's turn has come when it begins."""
-        n_tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
+        n_tiles = tiles_of(sizes.seqlen_k, tile_n)
         together = int32(max(divide(int32(config.IN_FLIGHT), n_tiles), int32(1)))
         first_head = int32(divide(ticket, int32(together * n_tiles)) * together)
         together = int32(min(together, int32(sizes.batch * sizes.heads_kv) - first_head))
@@ -73,7 +73,7 @@ def make(config):
     @inlined
     def keep(walk, state, arrays, strides, sizes):
         """One thread stores at `state` what every tile needs: in registers it would be kept through the loop."""
-        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
+        m_tiles = tiles_of(sizes.seqlen_q, tile_m)
         sequence, from_query = walk.sequence, walk.sequence.q_start - sizes.left
         turns = memory.address(arrays.turns, TURNS_AT + int64(sequence.b) * sizes.heads * m_tiles)
         block_state.put(state, memory.address(arrays.dq, query_row(strides.dq, sequence, 0, 0)), turns)
@@ -93,7 +93,7 @@ def make(config):
 
     @inlined
     def turn_of(h, i, state, sizes):
-        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
+        m_tiles = tiles_of(sizes.seqlen_q, tile_m)
         _, turns = block_state.get(state)
         return turns + 4 * (int64(h) * m_tiles + i)
 

@@ -11,7 +11,7 @@ from numba import cuda, int32, uint32
 
 from ...ptx import local, shfl, special
 from ..steps import numbers
-from ..steps.inlined import inlined
+from ..steps.inlined import inlined, nothing
 from ..steps.plain import first_row_of, lane_and_warp
 from ..steps.repeated import repeated
 from . import exchanged_scores, products_float32, products_float64, rows_wide
@@ -61,17 +61,9 @@ def make(config):
         return multiply
 
     @inlined
-    def load_own(s_frag, dp_frag, own_s, own_dp):
-        pass
-
-    @inlined
     def lane_at(at):
         """Where the lane exchanges weights."""
         return exchange.place(*lane_and_warp(), at)
-
-    @inlined
-    def round_row(acc, weights, r):
-        pass
 
     @inlined
     def to_operand(acc, weights, at):
@@ -119,8 +111,8 @@ def make(config):
     weight_count = of_s.p_count if groups == 1 else strips * 8
     real = numbers.of(config.compute_dtype).real
     return BackwardProducts(
-        of_s.register, of_s.q_count, of_dp.q_count, of_s.kv_count, weight_count, real, strips * 8, load_own,
-        multiplier(of_s), multiplier(of_dp), round_row, to_operand, meet, adder, sync_owners, storer_of_block,
+        of_s.register, of_s.q_count, of_dp.q_count, of_s.kv_count, weight_count, real, strips * 8, nothing,
+        multiplier(of_s), multiplier(of_dp), nothing, to_operand, meet, adder, sync_owners, storer_of_block,
     )  # fmt: skip
 
 

@@ -18,9 +18,8 @@ registers, and those that compute have the others.
 Above head_dim 128 a cluster of two blocks then owns the same keys, and each has half of the columns of every tile and
 gradient. Both add up their halves of S and dP (shared_scores.py), and both make P and dS of it.
 
-Launch: a block, or with `blocks` a cluster, for each key tile: grid (blocks * batch * heads_kv * key tiles), block
-(config.threads), config.shared_bytes of dynamic shared memory. Rows of q, k, v, do and dq begin at multiples of 16
-bytes and are contiguous along dim; dq, dk and dv are contiguous.
+Launch: a block, or with `blocks` a cluster, for each key tile: grid (blocks * batch * heads_kv * key tiles). Rows of q,
+k, v, do and dq begin at multiples of 16 bytes and are contiguous along dim; dq, dk and dv are contiguous.
 """
 
 from numba import cuda, float64, int32, uint8, uint32

@@ -10,8 +10,7 @@ Letters as in v2; p_frag, q_frag and kv_frag are operands in registers, and acc_
 The loop over keys runs from the last tile to the first, so that under a causal mask the tiles that need a mask come
 first. This order is Dao's (FlashAttention-2, 2023).
 
-Launch: grid (batch * heads / group * query tiles * v_parts), block (config.threads), config.shared_bytes of
-dynamic shared memory. Rows of q, k and v begin at multiples of 16 bytes and are contiguous along dim.
+Launch: grid (batch * heads / group * query tiles * v_parts). Rows are contiguous along dim.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from ..score import reads as score_reads
 from ..score.reads import Origin
 from ..steps import async_tiles, block_state, numbers
 from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.integers import divide
+from ..steps.integers import divide, tiles_of
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.sequence import key_range, key_row, query_row
 from ..steps.units import LOG2_E
@@ -287,7 +286,7 @@ def make(config):
             )
             begin = max(begin, divide(first, tile_n))
             free = max(free, begin)
-            stop = min(int32(stop), divide(end + int32(tile_n - 1), tile_n))
+            stop = min(int32(stop), tiles_of(end, tile_n))
         states = walk.row(sequence.b, tile.h, tile.first_query, arrays, strides)
         if walk.present:
             begin, stop = walk.trim(states, begin, int32(stop), arrays, strides)

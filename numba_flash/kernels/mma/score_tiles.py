@@ -118,10 +118,6 @@ def make(config):
         q = async_tiles.aligned(address)
         return Smem(q, q + int32(plan.do), q + int32(plan.k), q + int32(plan.v))
 
-    @inlined
-    def nothing(*arguments):
-        pass
-
     def loop(before, between, behind):
         """-> the loop over the tiles of a Range, a device function. before, between and behind the copies of the next
         tile: what a kernel does with a tile before its products, with its products, and with its scores."""
@@ -152,4 +148,4 @@ def make(config):
         return over_tiles
 
     frag_words = config.head_dim_padded // 4, config.head_dim_v_padded // 4  # of registers.q_frag and do_frag
-    return named(places, nothing, loop, frag_words=frag_words)
+    return named(places, loop, frag_words=frag_words)

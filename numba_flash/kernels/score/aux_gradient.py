@@ -39,11 +39,11 @@ class Exponents(NamedTuple):
     bias: int
 
     @staticmethod
-    def of(compute_dtype: str) -> "Exponents":
+    def of(compute_dtype):
         return Exponents(2047, 1022) if compute_dtype == "float64" else Exponents(255, 126)
 
 
-def words(compute_dtype: str) -> int:
+def words(compute_dtype):
     """int64 words of the sum of an element."""
     return 2 if compute_dtype == "float64" else 1
 
@@ -61,7 +61,7 @@ class Run(NamedTuple):
     reads: Any  # (1,) int64, the most numbers that score_mod read for a score
 
 
-def powers(compute_dtype: str) -> Any:
+def powers(compute_dtype):
     """-> power(n): 2^n of the type, if it is a normal number."""
     is_double = compute_dtype == "float64"
 
@@ -74,7 +74,7 @@ def powers(compute_dtype: str) -> Any:
     return power
 
 
-def _exponent_of(compute_dtype: str) -> Any:
+def _exponent_of(compute_dtype):
     """-> exponent(term), as stored; at least 1, which also stands for smaller numbers."""
     is_double = compute_dtype == "float64"
 
@@ -102,7 +102,7 @@ def read_bits(arrays):
     return bits_of(int64(arrays.aux_bounds[0]))
 
 
-def make(config: Any) -> Any:
+def make(config):
     made, is_double = Exponents.of(config.compute_dtype), config.compute_dtype == "float64"
     real, count = elements.COMPUTE_TYPES[config.dtype], words(config.compute_dtype)
     ask, power, of_bounds = user.recorded(config), powers(config.compute_dtype), config.of_bounds

@@ -30,7 +30,7 @@ class LaneScores(NamedTuple):
 
 
 @functools.cache
-def make(config: Any, strips: int = 1) -> Any:
+def make(config, strips=1):
     """A tile of config.tile_n columns, of which a warp has `strips` strips of 16 rows. needs_mask: whether mask_mod
     removes something of it (tile_walk.py). every_tile: whether there is work also where mask_mod decides nothing."""
     has_score_mod, has_mask_mod = config.has("score_mod"), config.has("mask_mod")

@@ -12,8 +12,6 @@ float16 or float32. Then almost no tile changes m, so lanes exchange nothing and
 idea of FlashAttention-4).
 """
 
-from typing import Any
-
 from numba import uint32
 
 from ...ptx import cvt, local, vote
@@ -25,7 +23,7 @@ from . import sum_terms
 from .fragments import exponential_of
 
 
-def make(config: Any, strips: int) -> Any:
+def make(config, strips):
     start, update_shifted, finish = make_shifted(config, strips, False)
 
     @inlined
@@ -35,7 +33,7 @@ def make(config: Any, strips: int) -> Any:
     return named(start, update, finish)
 
 
-def make_shifted(config: Any, strips: int, shifted: bool) -> Any:
+def make_shifted(config, strips, shifted):
     """shifted: update takes what a score is multiplied by, and what is added to all scores of a row then
     (kernels/wgmma/one_side.py); otherwise it reads no shift."""
     blocks, rows, of = config.tile_n // 8, 2 * strips, numbers.of(config.compute_dtype)

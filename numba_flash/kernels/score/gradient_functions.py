@@ -30,7 +30,7 @@ class LanePlace(NamedTuple):
 
 
 @functools.cache
-def on_fragments(config: Any, strips: int, columns: int, of_keys: bool, derivative: bool = True) -> Any:
+def on_fragments(config, strips, columns, of_keys, derivative=True):
     """-> apply(acc_s, acc_dp, shown_bits, LanePlace, needs_mask, arrays, strides, score), a device function for a tile
     of `columns` columns, of which a warp has `strips` strips of 16 rows.
 
@@ -64,13 +64,13 @@ def on_fragments(config: Any, strips: int, columns: int, of_keys: bool, derivati
 
 
 @functools.cache
-def of_bits(config: Any, columns: int, of_keys: bool) -> Any:
+def of_bits(config, columns, of_keys):
     """-> ask, a device function: mask_mod alone, on a strip of 16 rows of a tile of `columns` columns. It needs no
     score, so it can run during S."""
     visible = user.make(config, "mask_mod") if config.has("mask_mod") else None
     way = 1 if of_keys else -1  # way: 1 if columns are queries
 
-    def one_block(inside: bool) -> Any:
+    def one_block(inside):
         """Block n of 8 columns. inside: all scores count so far; no branch surrounds a call, so they run side by
         side."""
 

@@ -10,7 +10,7 @@ past the tile's last one read what the last one reads; columns past the last one
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import float64, int32, int64, uint32, uint64
@@ -57,7 +57,7 @@ def _sides_of_keys(sizes, by):
 
 
 @functools.cache
-def halves(dtype: str) -> Any:
+def halves(dtype):
     """-> half_of, a device function: (two, i) -> number i of two of 16 bits in a register, as float32."""
 
     @inlined
@@ -72,7 +72,7 @@ def halves(dtype: str) -> Any:
 
 
 @functools.cache
-def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> Any:
+def make(config, strips, columns=0, of_keys=False):
     """Tiles of config.tile_n columns, or of `columns`, of which a warp has `strips` strips of 16 rows: device
     functions, and the registers that they fill, bias_words of bias_type and bits_words. `reads`: whether anything is
     read."""

@@ -5,7 +5,6 @@ Without a mask_mod these functions loop over all tiles, and leave no code.
 """
 
 import functools
-from typing import Any
 
 from numba import int32, uint32
 
@@ -21,7 +20,7 @@ assert SHIFT == 4, "a word has 16 bits of either kind"
 
 
 @functools.cache
-def _states(of_keys: bool) -> Any:
+def _states(of_keys):
     @inlined
     def states_of(arrays, strides):
         if of_keys:
@@ -31,13 +30,13 @@ def _states(of_keys: bool) -> Any:
     return states_of
 
 
-def states_of(config: Any) -> Any:
+def states_of(config):
     """-> states_of(arrays, strides) -> (the states of tiles, their strides)."""
     return _states(config.tile_states == TILE_STATES_OF_KEYS)
 
 
 @functools.cache
-def make(config: Any, whole_warp: bool = False) -> Any:
+def make(config, whole_warp=False):
     """Device functions. row: where the states of the block's own tile begin. whole_warp: all lanes of a warp call these
     functions together, and the compiler may rely on it."""
     present, find = bool(config.tile_states), states_of(config)

@@ -30,7 +30,7 @@ class RowTiles(NamedTuple):
     v: Any  # (tile_n, v_row)
 
 
-def make(config: Any, of_product: bool, use: Any, products_at: int = 0) -> Any:
+def make(config, of_product, use, products_at=0):
     """use(sums, query, tiles, first_key, arrays, strides, sizes, score): called when tiles.ds has the thread's row of
     dS for the keys from first_key on, 0 for keys that are not seen.
 

@@ -12,7 +12,7 @@ import math
 from numba import cuda, int64
 
 from ..steps import elements, sequence
-from ..steps.inlined import inlined
+from ..steps.inlined import inlined, nothing
 
 
 def make(config):
@@ -20,10 +20,6 @@ def make(config):
     sequence_of, store = sequence.make(config), elements.storer(config.dtype)
     zero, minus_inf = compute(0), compute(-math.inf)
     write_lse = "lse" in config.written
-
-    @inlined
-    def nothing(row, arrays, strides, sizes):
-        pass
 
     def and_array(before, place, dim):
         @inlined

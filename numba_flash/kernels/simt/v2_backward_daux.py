@@ -3,7 +3,7 @@
 The loops are those of v2_backward_dq.py: a block owns a tile of queries, and the keys pass by. S and dP are computed
 again, and dS of each finished score is handed on. The kernel runs twice: config.of_bounds says for what.
 
-Launch: grid (batch * heads * query tiles), block (tile_m), config.shared_bytes of dynamic shared memory.
+Launch: grid (batch * heads * query tiles), block (tile_m).
 """
 
 from numba import cuda, int64

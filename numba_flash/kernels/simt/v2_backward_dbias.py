@@ -5,8 +5,7 @@ gradient is dS. A block owns a tile of bias' own elements and walks over all til
 (kernels/steps/score_ranges.py). So every sum has one order. If few tiles would keep most of the GPU idle,
 `dbias_splits` blocks share a tile.
 
-Launch: grid (splits * bias' batch * heads * query tiles * key tiles), block (tile_m), config.shared_bytes of dynamic
-shared memory. One thread per query row.
+Launch: grid (splits * bias' batch * heads * query tiles * key tiles), block (tile_m): one thread per query row.
 """
 
 from numba import cuda, int64

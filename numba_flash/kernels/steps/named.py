@@ -6,15 +6,14 @@ the maker's file: there its docstring says what it takes.
 
 import collections
 import functools
-from typing import Any
 
 
-def named(*functions: Any, **others: Any) -> Any:
+def named(*functions, **others):
     """A NamedTuple of functions and of other values."""
     found = {function.__name__: function for function in functions} | others
     return _type(tuple(found))(**found)
 
 
 @functools.cache
-def _type(names: tuple[str, ...]) -> Any:
+def _type(names: tuple[str, ...]):
     return collections.namedtuple("Functions", names)  # type: ignore[misc]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from numba import int32, int64
 
 from .inlined import inlined
-from .integers import divide
+from .integers import divide, tiles_of
 from .named import named
 
 
@@ -46,8 +46,8 @@ def of_bias(config):
     def own_range(block, sizes):
         """-> (the Range of the scores that read the block's tile, which part of them the block has)."""
         shape = sizes.dbias_shape
-        m_tiles = int32(divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m))
-        n_tiles = int32(divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n))
+        m_tiles = tiles_of(sizes.seqlen_q, tile_m)
+        n_tiles = tiles_of(sizes.seqlen_k, tile_n)
         own_m, own_n = (int32(1) if config.rows_summed else m_tiles), (int32(1) if config.keys_summed else n_tiles)
         above = divide(block, own_n)
         j, i = int32(block - above * own_n), int32(above - divide(above, own_m) * own_m)
