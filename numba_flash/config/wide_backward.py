@@ -133,10 +133,10 @@ class WideFusedConfig(WideBackwardConfig):
         return "8.1" if self.blocks > 1 else ""
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Of a thread that fetches or carries, and of those that compute, to whom the others leave theirs."""
+    def many(self) -> int:
+        """Registers of a thread that computes, to which the others leave theirs."""
         launched = 65536 // max(self.blocks_per_sm, 1) // self.threads // 8 * 8
-        return self.FEW, min((launched * self.threads - 128 * self.FEW) // self.workers // 8 * 8, 240)
+        return min((launched * self.threads - 128 * self.FEW) // self.workers // 8 * 8, 240)
 
     @property
     def summed_columns(self) -> int:

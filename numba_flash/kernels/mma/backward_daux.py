@@ -43,14 +43,11 @@ class Registers(NamedTuple):
 
 
 def make(config):
-    plan = config.shared_layout()
+    plan, tiles = config.shared_layout(), score_tiles.make(config)
     score_row, blocks, rows, inf = config.score_row, config.tile_n // 8, 2, float32(math.inf)
     count, thread_rows = blocks * 4, config.tile_m * config.tile_n // config.threads
-    tiles = score_tiles.make(config)
-    q_words, do_words = tiles.frag_words
     chain, (_, weight) = fragments.chain(config), fragments.weights_at(config)
-    added, visible = at_scores.make(config)
-    has_mask_mod = config.has("mask_mod")
+    (added, visible), has_mask_mod = at_scores.make(config), config.has("mask_mod")
     leaves = user.make(config, "mask_mod") if has_mask_mod else None
     row_term, count_of, of_query = chain.row_term, kept_weights.make(config), lse_delta.of_query(config)
     ask, (start, add, finish) = user.recorded(config), aux_gradient.make(config)
@@ -145,8 +142,8 @@ def make(config):
         registers = Registers(
             local.array(count, float32),  # acc_s (tile_n / 8, 4)
             local.array(count, float32),  # acc_dp (tile_n / 8, 4)
-            local.array(q_words, uint32),  # q_frag (head_dim_padded / 16, 4)
-            local.array(do_words, uint32),  # do_frag (head_dim_v_padded / 16, 4)
+            local.array(tiles.q_words, uint32),  # q_frag (head_dim_padded / 16, 4)
+            local.array(tiles.do_words, uint32),  # do_frag (head_dim_v_padded / 16, 4)
             local.array(4, uint32),  # b_frag (16, 16): K or V
             Run(local.array(1, int64), local.array(1, int64), local.array(2, float32), local.array(1, int64)),
         )

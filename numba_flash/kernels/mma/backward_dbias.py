@@ -41,22 +41,15 @@ class Registers(NamedTuple):
 
 
 def make(config):
-    tile_m, tile_n, warps = config.tile_m, config.tile_n, config.threads // 32
-    plan = config.shared_layout()
-    blocks, rows, inf = tile_n // 8, 2, float32(math.inf)
-    count = blocks * 4
-    tiles = score_tiles.make(config)
-    q_words, do_words = tiles.frag_words
+    tile_m, tile_n, warps, plan = config.tile_m, config.tile_n, config.threads // 32, config.shared_layout()
+    blocks, rows, count, inf = tile_n // 8, 2, tile_n // 2, float32(math.inf)
+    tiles, tiles_of = score_tiles.make(config), score_ranges.of_bias(config)
     chain, (_, weight) = fragments.chain(config), fragments.weights_at(config)
-    read, has_mask = score_reads.make(config, 1, tile_n), config.has("mask")
-    has_functions = user.present(config)
+    read, has_mask, has_functions = score_reads.make(config, 1, tile_n), config.has("mask"), user.present(config)
     apply_functions = gradient_functions.on_fragments(config, 1, tile_n, of_keys=False, derivative=False)
-    drops, kept_words, kept_of, *_ = kept_weights.on_fragments(config, 1, tile_n)
-    of_query, bfly = lse_delta.of_query(config), shfl.bfly_f32
+    kept_weight, of_query = kept_weights.on_fragments(config, 1, tile_n), lse_delta.of_query(config)
     dtype = "float32" if config.split else config.dtype_of("bias")
-    store = elements.storer(dtype)
-    pack = cvt.pack_f16x2 if dtype == "float16" else cvt.pack_bf16x2
-    tiles_of = score_ranges.of_bias(config)
+    store, pack = elements.storer(dtype), cvt.pack_f16x2 if dtype == "float16" else cvt.pack_bf16x2
 
     @inlined
     def read_scores(place, registers, smem, thread, arrays, strides, sizes):
@@ -85,12 +78,12 @@ def make(config):
             seen = columns_within(int32(first - first_key), int32(end - first_key), 0)
             shown_bits[r] = shown_bits[r] & seen if has_mask else seen
         if has_functions:
-            b, h, q_start = int64(place.sequence.b), int64(place.h), place.sequence.q_start
-            of_lane = LanePlace(b, h, first_query, q_start, first_key)
+            entry, h, q_start = int64(place.sequence.b), int64(place.h), place.sequence.q_start
+            of_lane = LanePlace(entry, h, first_query, q_start, first_key)
             apply_functions(acc_s, acc_dp, shown_bits, of_lane, TRUE, arrays, strides, score)
-        if drops:
-            first_pos = place.sequence.q_start + int64(place.i) * tile_m
-            kept_of(registers.kept, first_key, place.sequence.b, place.h, first_row, first_pos, arrays, sizes)
+        if kept_weight.present:
+            kept, b, tile_pos = registers.kept, place.sequence.b, place.sequence.q_start + int64(place.i) * tile_m
+            kept_weight.of_queries(kept, first_key, b, place.h, first_row, tile_pos, arrays, sizes)
         term = chain.row_term(place.sequence.b, place.h, arrays, strides)
         for r in range(rows):
             query = int32(first_query + r * 8)
@@ -104,7 +97,7 @@ def make(config):
                     here = FragmentAt(term, distance - float32(column), read.added(registers.loaded, r, n, x))
                     p, _ = weight(acc_s[at], here, score, lse)
                     dp = acc_dp[at]
-                    if drops:
+                    if kept_weight.present:
                         counts = (registers.kept[r] >> uint32(2 * n + x)) & uint32(1) != 0
                         dp = dp * score.kept_count if counts else float32(0)
                     if p != 0 and (shown_bits[r] >> uint32(2 * n + x)) & uint32(1) != 0:
@@ -119,8 +112,8 @@ def make(config):
             total = float32(0)
             for n in range(blocks):
                 total += registers.sums[n * 4 + r * 2] + registers.sums[n * 4 + r * 2 + 1]
-            total += bfly(total, 1)
-            registers.sums[r * 2] = total + bfly(total, 2)
+            total += shfl.bfly_f32(total, 1)
+            registers.sums[r * 2] = total + shfl.bfly_f32(total, 2)
 
     @inlined
     def over_rows(registers, sums_smem, thread, columns):
@@ -130,7 +123,7 @@ def make(config):
             for x in range(2):
                 total = registers.sums[n * 4 + x] + registers.sums[n * 4 + 2 + x]
                 for distance in (4, 8, 16):
-                    total += bfly(total, distance)
+                    total += shfl.bfly_f32(total, distance)
                 if lane < 4:
                     at = sums_smem + 4 * int32(warp * tile_n + n * 8 + int32(first_column_of(lane)) + x)
                     ld_st.store_b32(at, float32(total).view(np.uint32))
@@ -185,12 +178,12 @@ def make(config):
             local.array(count, float32),  # acc_s (tile_n / 8, 4)
             local.array(count, float32),  # acc_dp (tile_n / 8, 4)
             local.array(count, float32),  # sums (tile_n / 8, 4)
-            local.array(q_words, uint32),  # q_frag (head_dim_padded / 16, 4)
-            local.array(do_words, uint32),  # do_frag (head_dim_v_padded / 16, 4)
+            local.array(tiles.q_words, uint32),  # q_frag (head_dim_padded / 16, 4)
+            local.array(tiles.do_words, uint32),  # do_frag (head_dim_v_padded / 16, 4)
             local.array(4, uint32),  # b_frag (16, 16): K or V
             local.array(read.bias_words, uint32),  # loaded
             local.array(rows, uint32),  # shown_bits
-            local.array(kept_words, uint32),  # kept
+            local.array(kept_weight.words, uint32),  # kept
         )
         for x in range(count):
             registers.sums[x] = float32(0)

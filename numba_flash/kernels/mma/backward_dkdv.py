@@ -77,10 +77,8 @@ def make(config):
     rows_stage = 2 * max(size, 4) * config.tile_m
     strips, blocks, rows = config.strips, config.part // 8, config.warp_rows // 8
     s_count, real = strips * blocks * 4, numbers.of(config.compute_dtype).real
-    dk_count, dv_count = (
-        strips * config.summed(columns) // 2 if wanted else 1
-        for columns, wanted in ((config.head_dim_padded, config.of_dk), (config.head_dim_v_padded, config.of_dv))
-    )
+    dk_count = strips * config.summed(config.head_dim_padded) // 2 if config.of_dk else 1
+    dv_count = strips * config.summed(config.head_dim_v_padded) // 2 if config.of_dv else 1
     load_q, load_do, load_k, load_v = async_tiles.of_backward(config)
     products = (backward_16bit if size == 2 else backward_wide).make(config)
     add_dk, add_dv = products.adder(config.head_dim_padded), products.adder(config.head_dim_v_padded)
@@ -90,8 +88,6 @@ def make(config):
     has_functions, has_states, has_mask = user.present(config), bool(config.tile_states), config.has("mask")
     has_row_term, scores = fragments.chain(config).has_row_term, backward_scores.make(config)
     read, kept_weight = scores.read, scores.kept_weight
-    # What scores need is loaded before the products, or after them if these take all registers.
-    reads_before, reads_behind = read.reads and size == 2, read.reads and size > 2
     recompute_keys, wait_all = recompute.make(config, config.of_dk, config.of_dv), cp_async.wait_group(0)
     own_dq = backward_own_dq.make(config) if config.of_dq else None
 
@@ -234,7 +230,7 @@ def make(config):
     @inlined
     def step(i, heads_left, stage, registers, smem, arrays, strides, sizes, score, masked):
         """One query tile of one head. masked, a constant: some query does not see some key."""
-        if reads_before:
+        if read.before:
             walk.load_for_scores(i, heads_left, registers, smem.k, arrays, strides, sizes, masked)
         prefetch(i, heads_left, stage, smem, arrays, strides, sizes)
         scores_of_tile(stage, registers, smem)
@@ -243,7 +239,7 @@ def make(config):
         rows_smem = smem.rows + stage * rows_stage
         if config.of_dk and (kept_weight.present or size > 2):
             finish_dp(registers.acc_dp, registers.kept, rows_smem, score)
-        if reads_behind:
+        if read.behind:
             walk.load_for_scores(i, heads_left, registers, smem.k, arrays, strides, sizes, masked)
         if has_functions and masked:
             walk.ask_functions(i, heads_left, registers, smem.k, arrays, strides, score)

@@ -73,8 +73,6 @@ def make(config):
     has_functions, has_mask, states = user.present(config), config.has("mask"), tile_walk.make(config)
     chain, scores = fragments.chain(config), backward_scores.make(config)
     read, dropout = scores.read, scores.kept_weight
-    # What scores need is loaded before the products, or after them if these take all registers.
-    reads_before, reads_behind = read.reads and size == 2, read.reads and size > 2
     recompute_queries, wait_all = recompute.make(config), cp_async.wait_group(0)
 
     @inlined
@@ -144,7 +142,7 @@ def make(config):
     @inlined
     def step(j, stage, begin, registers, smem, term, arrays, strides, sizes, score, masked):
         """One key tile. masked, a constant: some row does not see some key."""
-        if reads_before:
+        if read.before:
             walk.load_for_scores(j, registers, smem.q, arrays, strides, sizes, masked)
         prefetch(j, stage, begin, smem, arrays, strides)
         if chain.has_row_term:
@@ -154,7 +152,7 @@ def make(config):
             walk.find_kept(j, registers.kept, smem.q, arrays, sizes)
         if dropout.present or size > 2:
             walk.finish_dp(registers.acc_dp, registers.kept, smem.q, score)
-        if reads_behind:
+        if read.behind:
             walk.load_for_scores(j, registers, smem.q, arrays, strides, sizes, masked)
         if has_functions and masked:
             walk.ask_functions(j, registers, smem.q, arrays, strides, score)

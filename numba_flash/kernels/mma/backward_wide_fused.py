@@ -44,16 +44,14 @@ def make(config):
     s_count, sum_count = strips * tile_m // 2, strips * padded // 4
     load_own = async_tiles.loader(tile_n, padded, workers, 1, 8, config.copy_bytes)
     load_other = async_tiles.loader(tile_m, padded, loaders, 1, 8, config.copy_bytes)
-    staged = lse_delta.staged(config, tile_m, loaders)
+    staged, scores = lse_delta.staged(config, tile_m, loaders), shared_scores.make(config, s_count)
     tile, parts = backward_fused_tile.make(config), backward_dq_parts.make(config)
-    scores = shared_scores.make(config, s_count)
     store_dk, store_dv = (backward_wide.storer(config, n, padded) for n in (config.head_dim, config.head_dim_v))
     sequence_of, row_term = sequences.make(config), fragments.chain(config).row_term
     recompute_keys, wait_all = recompute.make(config, True, True), cp_async.wait_group(0)
     # full: Q and dO are there. The others: a place is free.
     full, q_empty, do_empty, staging_empty = (plan.barriers + 8 * n for n in range(4))
-    few, many = config.registers
-    give_registers, take_registers = setmaxnreg.decrease(few), setmaxnreg.increase(many)
+    give_registers, take_registers = setmaxnreg.decrease(config.FEW), setmaxnreg.increase(config.many)
 
     @inlined
     def own_column():

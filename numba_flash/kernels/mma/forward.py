@@ -74,28 +74,21 @@ def make(config):
     groups, shift, o_blocks = config.column_groups, config.column_groups.bit_length() - 1, config.group_columns // 8
     s_count, o_count = strips * (tile_n // 8) * 4, strips * o_blocks * 4
     real, loader = numbers.of(config.compute_dtype).real, async_tiles.of(config)
-    load_q, load_k, load_v = (
-        loader(config.tile_m, columns, config.group_size),
-        loader(tile_n, columns),
-        loader(tile_n, columns_v),
-    )
+    load_q = loader(config.tile_m, columns, config.group_size)
+    load_k, load_v = loader(tile_n, columns), loader(tile_n, columns_v)
     if config.splits_columns and tile_n == 32 and config.copy_bytes == 16:
         load_k = async_tiles.panel_loader(tile_n, columns, config.threads, head_dim == columns)
         load_v = async_tiles.panel_loader(tile_n, columns_v, config.threads, config.head_dim_v == columns_v)
-    wait_all = cp_async.wait_group(0)
     mask_words, visible, finish_scores, mask_scores = fragments.tile(config, strips)
-    read, has_mask = score_reads.make(config, strips), config.has("mask")
-    # Numbers that scores need are loaded before the products, or after them if the products take all registers.
-    reads_before, reads_behind = read.reads and config.item_size == 2, read.reads and config.item_size > 2
+    read, has_mask, wait_all = score_reads.make(config, strips), config.has("mask"), cp_async.wait_group(0)
     functions = fragment_functions.make(config, strips)
     every_tile, walk = TRUE if functions.every_tile else FALSE, tile_walk.make(config, whole_warp=True)
     row_term, work_of = fragments.chain(config).row_term, work_tile.of_queries(config, config.queries, config.v_parts)
     start, softmax, finish = fragment_softmax.make(config, strips)
     kept_weight = kept_weights.on_fragments(config, strips, tile_n)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, rows)
-    products = PRODUCTS[config.dtype].make(config)
-    write_rows = (rows_16bit if config.item_size == 2 else rows_wide).make(config)
-    recompute_rows, log2_e = recompute.make(config, warp_rows), real(LOG2_E)
+    products, rows_of_o = PRODUCTS[config.dtype].make(config), rows_16bit if config.item_size == 2 else rows_wide
+    write_rows, recompute_rows, log2_e = rows_of_o.make(config), recompute.make(config, warp_rows), real(LOG2_E)
 
     @inlined
     def rescale(acc_o, alpha, moved):
@@ -217,10 +210,10 @@ def make(config):
         those that a function removes."""
         next_j, asks = walk.next_tile(states, j, begin, arrays, strides), walk.needs_mask(states, j, arrays, strides)
         masked = masked_too(asks) if whole else TRUE
-        if reads_before:
+        if read.before:
             load_for_scores(j, registers, places, arrays, strides, sizes, masked)
         scores_of_tile(j, registers, places, tile, strides, masked)
-        if reads_behind:
+        if read.behind:
             load_for_scores(j, registers, places, arrays, strides, sizes, masked)
         finish_and_mask(j, registers, places, tile, asks, arrays, strides, sizes, score, masked)
         outputs_of_tile(j, next_j, begin, registers, places, tile, arrays, strides, sizes, score)

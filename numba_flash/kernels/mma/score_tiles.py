@@ -147,5 +147,5 @@ def make(config):
 
         return over_tiles
 
-    frag_words = config.head_dim_padded // 4, config.head_dim_v_padded // 4  # of registers.q_frag and do_frag
-    return named(places, loop, frag_words=frag_words)
+    # q_words, do_words: of registers.q_frag and do_frag
+    return named(places, loop, q_words=config.head_dim_padded // 4, do_words=config.head_dim_v_padded // 4)

@@ -222,4 +222,6 @@ def make(config, strips, columns=0, of_keys=False):
     bias_words, bits_words = rows * blocks * (2 if apart else 1) if has_bias else 1, rows * words if has_mask else 1
     counts = dict(bias_words=bias_words, bits_words=bits_words, bias_type=float64 if double else uint32)
     functions = origin, load, load_bias, load_bits, added, hide, some_hidden, ranges
-    return named(*functions, **counts, reads=reads_bias or has_mask)
+    reads, narrow = reads_bias or has_mask, ITEM_SIZE[config.dtype] == 2
+    # Before a tile's products, or behind them if these take all registers.
+    return named(*functions, **counts, reads=reads, before=reads and narrow, behind=reads and not narrow)
