@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from ..abi import parameters as abi
 from .forward import AnyProblem, WarpsConfig, check, layout, tile_bytes
-from .simt_backward import OfBias, OfDelta
+from .simt_backward import OfAux, OfBias, OfDelta
 
 BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/steps/lse_delta.py)
 
@@ -196,13 +196,10 @@ class MmaScoresConfig(MmaBackwardConfig):
         check(own, "warps of these kernels own 16 rows, each its own")
         check(self.threads % self.tile_n == 0, f"tile_n must divide the {self.threads} threads, but is {self.tile_n}")
 
-    def shared_layout(self) -> Any:
+    def _layout(self, **behind: int) -> Any:
         """Where Q, dO, K, V, what is behind them and the end are."""
         q, do, k, v = self.tiles()
-        return layout(q=q, do=do, k=k, v=v, **self._behind())
-
-    def _behind(self) -> dict[str, int]:
-        raise NotImplementedError
+        return layout(q=q, do=do, k=k, v=v, **behind)
 
 
 @dataclass(frozen=True)
@@ -215,31 +212,25 @@ class MmaDbiasConfig(OfBias, MmaScoresConfig):
     module = "mma.backward_dbias"
     takes = abi.backward("dbias").plus("dbias_sums", OfBias.SIZES)
 
-    def _behind(self) -> dict[str, int]:
-        """A row of sums for each warp."""
-        return dict(sums=self.threads // 32 * self.tile_n * 4)
+    def shared_layout(self) -> Any:
+        """A row of sums for each warp is behind the tiles."""
+        return self._layout(sums=self.threads // 32 * self.tile_n * 4)
 
 
 @dataclass(frozen=True)
-class MmaDauxConfig(MmaScoresConfig):
-    """Of mma_daux, as DauxConfig."""
-
-    wanted_aux: tuple[int, ...] = ()
-    of_bounds: bool = False
+class MmaDauxConfig(OfAux, MmaScoresConfig):
+    """Of mma_daux."""
 
     module = "mma.backward_daux"
     takes = abi.backward("").plus("aux_bounds aux_sums", abi.OF_AUX)
     names = ("mma_daux_bounds", "mma_daux_sums")
 
     @property
-    def kernel(self) -> str:  # type: ignore[override]
-        return self.names[not self.of_bounds]
-
-    @property
     def score_row(self) -> int:
         """Bytes from one row of scores in shared memory to the next."""
         return 4 * (self.tile_n + self.SCORE_PAD)
 
-    def _behind(self) -> dict[str, int]:
-        """Q K^T, dO V^T, and what is known of each query."""
-        return dict(s=self.tile_m * self.score_row, dp=self.tile_m * self.score_row, rows=16 * self.tile_m)
+    def shared_layout(self) -> Any:
+        """Q K^T, dO V^T, and what is known of each query are behind the tiles."""
+        scores = self.tile_m * self.score_row
+        return self._layout(s=scores, dp=scores, rows=16 * self.tile_m)

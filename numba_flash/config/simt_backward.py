@@ -144,6 +144,19 @@ class OfBias(Config):
         return splits * batch * heads * -(-rows // self.tile_m) * -(-keys // self.tile_n)
 
 
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class OfAux(Config):
+    """A kernel of daux. wanted_aux: the numbers of the arrays that have a gradient. of_bounds: it finds the largest
+    exponent of each element's terms; else it adds them up."""
+
+    wanted_aux: tuple[int, ...] = ()
+    of_bounds: bool = False
+
+    @property
+    def kernel(self) -> str:  # type: ignore[override]
+        return self.names[not self.of_bounds]
+
+
 @dataclass(frozen=True)
 class DbiasConfig(OfBias, SimtRowsConfig):
     """Of v2_dbias."""
