@@ -7,7 +7,7 @@ from typing import Any
 from ..arrays.dtypes import ITEM_SIZE
 from ..config.backward import PreprocessConfig
 from ..config.forward import Config, LaunchFacts
-from ..config.simt_backward import DeltaConfig, HeadSumsConfig
+from ..config.simt_backward import DbiasConfig, DeltaConfig, HeadSumsConfig, SimtBackwardConfig
 from ..config.wgmma_backward import BY_ELEMENT
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
@@ -126,6 +126,32 @@ def _by_element(problem: BackwardProblem) -> str:
     if len(kinds) > 1 or ("bias" in used and changes_scores(others)):
         return "several kinds"
     return "one kind"
+
+
+def simt(
+    kind: type[SimtBackwardConfig], table: str, problem: BackwardProblem, target: Target, **own: Any
+) -> SimtBackwardConfig:
+    """A kernel of v2, in which a thread owns a row: with the first tile that is not mostly past the last row of its own
+    side and fits, or the last."""
+    side, length = "tile_m", problem.forward.seqlen_q
+    if kind.of_keys:
+        side, length = "tile_n", problem.forward.seqlen_k
+    tiles = (row.tile for row in rows_of(TABLES, table, problem.forward.dtype, target))
+    features = features_of(problem) | own
+    every = problem.forward.packed is not None  # its longest sequence decides nothing
+    made = [kind(**features, **tile) for tile in tiles if every or tile[side] <= 32 or tile[side] < 2 * length]
+    return next((config for config in made if config.shared_bytes <= target.shared_bytes), made[-1])
+
+
+def simt_dbias(problem: BackwardProblem, target: Target) -> SimtBackwardConfig:
+    """v2's kernel of dbias, which the other rungs use where they have none."""
+    return simt(DbiasConfig, "v2_dq", problem, target, wanted=("dbias",), **of_bias(problem))
+
+
+def of_bias(problem: BackwardProblem) -> dict[str, Any]:
+    """Which scores an element of dbias sums up, as OfBias says it."""
+    *_, rows, keys = problem.dbias_shape
+    return dict(rows_summed=rows == 1, keys_summed=keys == 1, split=problem.dbias_splits > 1)
 
 
 def fits(config: LaunchFacts, target: Target) -> bool:
