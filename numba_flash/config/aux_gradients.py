@@ -7,24 +7,16 @@ from ..abi import parameters as abi
 from ..abi.arguments import sizes_of_aux
 from ..problem.options import daux_name
 from .forward import LaunchFacts
-from .simt_backward import SimtRowsConfig
+from .simt_backward import OfAux, SimtRowsConfig
 
 
 @dataclass(frozen=True)
-class DauxConfig(SimtRowsConfig):
-    """Of v2_daux, one thread per query row. wanted_aux: the numbers of the arrays that have a gradient. of_bounds: it
-    finds the largest exponent of each element's terms; else it adds them up."""
-
-    wanted_aux: tuple[int, ...] = ()
-    of_bounds: bool = False
+class DauxConfig(OfAux, SimtRowsConfig):
+    """Of v2_daux, one thread per query row."""
 
     module = "simt.v2_backward_daux"
     takes = abi.backward("", abi.ROWS, "mask").plus("aux_bounds aux_sums", abi.OF_AUX)
     names = ("v2_daux_bounds", "v2_daux_sums")
-
-    @property
-    def kernel(self) -> str:  # type: ignore[override]
-        return self.names[not self.of_bounds]
 
     def _tile_sizes(self) -> dict[str, int]:
         sizes = super()._tile_sizes()

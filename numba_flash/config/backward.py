@@ -4,35 +4,25 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .forward import AnyProblem, LaunchFacts, WarpsConfig, check, layout, tile_bytes
-from .simt_backward import OfBias
+from .forward import AnyProblem, WarpsConfig, check, layout, tile_bytes
+from .simt_backward import OfAux, OfBias, OfDelta
 
 BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/steps/lse_delta.py)
 
 
 @dataclass(frozen=True)
-class PreprocessConfig(LaunchFacts):
-    """Of mma/backward_preprocess: `lanes` neighbours share a row. wide: rows of do and o begin at multiples of 16
-    bytes.
+class PreprocessConfig(OfDelta):
+    """Of mma/backward_preprocess. wide: rows of do and o begin at multiples of 16 bytes.
 
-    natural: lse is kept as it is, as scores with a bias need it (kernels/steps/units.py). turns_of: if the sums of dQ
-    to be taken in turns (wgmma/backward_fused), of how many queries; else 0. dq_partials: how many sums these have.
-    of_terms: what it finds goes into the gradient of a term of the sum, too. early: the kernel behind may start before
-    this one has ended; cc 9.0.
+    natural: lse is kept as it is, as scores with a bias need it (kernels/steps/units.py). dq_partials: how many sums of
+    dQ are taken in turns. early: the kernel behind may start before this one has ended; cc 9.0.
     """
 
-    dtype: str
-    head_dim_v: int
-    has_dlse: bool
-    wide: bool
-    threads: int = 256
     lanes: int = 8
+    wide: bool = False
     natural: bool = False
-    turns_of: int = 0
     dq_partials: int = 1
-    of_terms: bool = False
     early: bool = False
-    packed: bool = False
 
     kernel = "backward_preprocess"
     module = "mma.backward_preprocess"
@@ -41,15 +31,6 @@ class PreprocessConfig(LaunchFacts):
     def __post_init__(self) -> None:
         whole = self.lanes in (1, 2, 4, 8, 16, 32) and self.threads >= 32 and self.threads % 32 == 0
         check(whole, f"lanes must divide 32, and 32 threads, but they are {self.lanes} and {self.threads}")
-
-    @property
-    def rows(self) -> int:
-        """Of one block."""
-        return self.threads // self.lanes
-
-    def grid(self, problem: AnyProblem) -> int:
-        p = problem.forward
-        return p.batch * p.heads * -(-self._padded(p.seqlen_q) // self.rows)
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         p = problem.forward
@@ -215,13 +196,10 @@ class MmaScoresConfig(MmaBackwardConfig):
         check(own, "warps of these kernels own 16 rows, each its own")
         check(self.threads % self.tile_n == 0, f"tile_n must divide the {self.threads} threads, but is {self.tile_n}")
 
-    def shared_layout(self) -> Any:
+    def _layout(self, **behind: int) -> Any:
         """Where Q, dO, K, V, what is behind them and the end are."""
         q, do, k, v = self.tiles()
-        return layout(q=q, do=do, k=k, v=v, **self._behind())
-
-    def _behind(self) -> dict[str, int]:
-        raise NotImplementedError
+        return layout(q=q, do=do, k=k, v=v, **behind)
 
 
 @dataclass(frozen=True)
@@ -234,31 +212,25 @@ class MmaDbiasConfig(OfBias, MmaScoresConfig):
     module = "mma.backward_dbias"
     takes = abi.backward("dbias").plus("dbias_sums", OfBias.SIZES)
 
-    def _behind(self) -> dict[str, int]:
-        """A row of sums for each warp."""
-        return dict(sums=self.threads // 32 * self.tile_n * 4)
+    def shared_layout(self) -> Any:
+        """A row of sums for each warp is behind the tiles."""
+        return self._layout(sums=self.threads // 32 * self.tile_n * 4)
 
 
 @dataclass(frozen=True)
-class MmaDauxConfig(MmaScoresConfig):
-    """Of mma_daux, as DauxConfig."""
-
-    wanted_aux: tuple[int, ...] = ()
-    of_bounds: bool = False
+class MmaDauxConfig(OfAux, MmaScoresConfig):
+    """Of mma_daux."""
 
     module = "mma.backward_daux"
     takes = abi.backward("").plus("aux_bounds aux_sums", abi.OF_AUX)
     names = ("mma_daux_bounds", "mma_daux_sums")
 
     @property
-    def kernel(self) -> str:  # type: ignore[override]
-        return self.names[not self.of_bounds]
-
-    @property
     def score_row(self) -> int:
         """Bytes from one row of scores in shared memory to the next."""
         return 4 * (self.tile_n + self.SCORE_PAD)
 
-    def _behind(self) -> dict[str, int]:
-        """Q K^T, dO V^T, and what is known of each query."""
-        return dict(s=self.tile_m * self.score_row, dp=self.tile_m * self.score_row, rows=16 * self.tile_m)
+    def shared_layout(self) -> Any:
+        """Q K^T, dO V^T, and what is known of each query are behind the tiles."""
+        scores = self.tile_m * self.score_row
+        return self._layout(s=scores, dp=scores, rows=16 * self.tile_m)

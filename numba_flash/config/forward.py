@@ -275,6 +275,16 @@ class WarpsConfig(OwnRows, Padded, Config):
         check(own >= step and own % step == 0, f"a block's own rows must be a multiple of {step}, not {own}")
 
     @property
+    def strips(self) -> int:
+        """Of 16 rows, of a warp."""
+        return self.warp_rows // 16
+
+    @property
+    def part(self) -> int:
+        """Rows of a tile of the other side for which a warp computes scores."""
+        return self.other_rows // self.column_groups
+
+    @property
     def workers(self) -> int:
         """Threads that compute."""
         return self.own_rows // self.warp_rows * self.column_groups * 32

@@ -33,11 +33,6 @@ class MmaConfig(TensorConfig):
     kernel = "mma"
     module = "mma.forward"
 
-    @property
-    def tile_state_entries(self) -> int:
-        """What a block keeps of its query tile (kernels/steps/block_state.py); of bias and mask, where they are."""
-        return 4 if self.has("bias") or self.has("mask") else 2
-
     def __post_init__(self) -> None:
         check(self.warp_rows in (16, 32), f"warp_rows must be 16 or 32, not {self.warp_rows}")
         self._check(self.warp_rows, 16)
@@ -91,7 +86,9 @@ class MmaConfig(TensorConfig):
         of_rows = self.ROW_STATE_BYTES * self.tile_m * self.column_groups
         behind = max(v_at + tile_bytes(self.tile_n, self.head_dim_v_padded, size), row_states_at + of_rows)
         exchanged = self.tile_m * self.tile_n * size * (1 + self.splits_columns) if self.column_groups > 1 else 0
-        states = layout(begin=behind, tile_state=self.tile_state_entries * 16, exchange=exchanged)
+        # What a block keeps of its query tile (kernels/steps/block_state.py); of bias and mask, where they are.
+        entries = 4 if self.has("bias") or self.has("mask") else 2
+        states = layout(begin=behind, tile_state=entries * 16, exchange=exchanged)
         return places(q=0, k=tile_q, v=v_at, row_states=row_states_at, **states._asdict())
 
     @property

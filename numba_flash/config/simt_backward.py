@@ -10,13 +10,12 @@ from .forward import ITEM_SIZE, AnyProblem, Config, LaunchFacts, check
 from .simt_forward import SimtRows
 
 
-@dataclass(frozen=True)
-class DeltaConfig(LaunchFacts):
-    """Of delta: `lanes` threads share a row, so that a warp reads whole sectors of memory.
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class OfDelta(LaunchFacts):
+    """What delta and backward_preprocess share: `lanes` threads share a row.
 
-    of_terms: what it finds goes into the gradient of a term of the sum, too. turns_of: of how many queries the parts of
-    dQ are that are added up in turns; 0: none are.
-    """
+    of_terms: what they find goes into the gradient of a term of the sum, too. turns_of: of how many queries the parts
+    of dQ are that are added up in turns; 0: none are."""
 
     dtype: str
     head_dim_v: int
@@ -27,6 +26,25 @@ class DeltaConfig(LaunchFacts):
     turns_of: int = 0
     packed: bool = False
 
+    @property
+    def rows(self) -> int:
+        """Of one block."""
+        return self.threads // self.lanes
+
+    def grid(self, problem: AnyProblem) -> int:
+        p = problem.forward
+        return p.batch * p.heads * -(-self._padded(p.seqlen_q) // self.rows)
+
+    @staticmethod
+    def _padded(queries: int) -> int:
+        """Of a head, that a kernel writes numbers for."""
+        return queries
+
+
+@dataclass(frozen=True)
+class DeltaConfig(OfDelta):
+    """Of delta, in which a warp reads whole sectors of memory."""
+
     kernel = "delta"
     module = "simt.delta"
     takes = abi.OF_DELTA
@@ -36,36 +54,20 @@ class DeltaConfig(LaunchFacts):
         check(whole, f"threads must be a multiple of lanes, but are {self.threads} and {self.lanes}")
 
     @property
-    def rows(self) -> int:
-        """Of one block."""
-        return self.threads // self.lanes
-
-    @property
     def shared_bytes(self) -> int:  # type: ignore[override]
         return self.threads * ITEM_SIZE[self.compute_dtype]
-
-    def grid(self, problem: AnyProblem) -> int:
-        p = problem.forward
-        return p.batch * p.heads * -(-p.seqlen_q // self.rows)
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         return dict(delta=(problem.forward.lse_shape, self.compute_dtype))
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class SimtBackwardConfig(SimtRows, Config):
+class SimtBackwardConfig(SimtRows):
     """Of v2's kernels: tiles of tile_m queries by tile_n keys. wanted: what the kernel writes, of its gradients."""
 
     wanted: tuple[str, ...] = ()
-    pad: int = 1
 
-    def __post_init__(self) -> None:
-        tiles = self.tile_m, self.tile_n
-        whole = all(tile >= 4 and tile % 4 == 0 for tile in tiles)
-        check(whole, f"tile_m and tile_n must be multiples of 4, not {tiles[0]} and {tiles[1]}")
-        check(1 <= self.threads <= 1024, f"a block has 1 to 1024 threads, not {self.threads}")
-        self._check_pad()
-        self._set(self._bytes())
+    READ = ("tile_m", "tile_n")
 
 
 @dataclass(frozen=True)
@@ -101,10 +103,6 @@ class DkdvConfig(SimtBackwardConfig):
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class SimtRowsConfig(SimtBackwardConfig):
     """Of the kernels that have one thread per query row."""
-
-    @property
-    def threads(self) -> int:  # type: ignore[override]
-        return self.tile_m
 
     def _tile_sizes(self) -> dict[str, int]:
         return dict(
@@ -144,6 +142,19 @@ class OfBias(Config):
         batch, heads, rows, keys = problem.dbias_shape
         splits = problem.dbias_splits if self.split else 1
         return splits * batch * heads * -(-rows // self.tile_m) * -(-keys // self.tile_n)
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class OfAux(Config):
+    """A kernel of daux. wanted_aux: the numbers of the arrays that have a gradient. of_bounds: it finds the largest
+    exponent of each element's terms; else it adds them up."""
+
+    wanted_aux: tuple[int, ...] = ()
+    of_bounds: bool = False
+
+    @property
+    def kernel(self) -> str:  # type: ignore[override]
+        return self.names[not self.of_bounds]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from ..abi import parameters as abi
 from .forward import ITEM_SIZE, AnyProblem, Config, check, layout
 
 
-class SimtRows:
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class SimtRows(Config):
     """Rows of tiles in shared memory: head_dim in whole 16-byte reads.
 
     `pad` is how many elements are added to each row of a tile that every thread reads its own row of: with pad 0 and a
@@ -15,15 +16,24 @@ class SimtRows:
     (docs/tensor_cores.md).
     """
 
-    head_dim: int
-    head_dim_v: int
-    pad: int
-    compute_dtype: Any
+    pad: int = 1
+
     reads_bits: ClassVar[bool] = False
     reads_order: ClassVar[bool] = False
+    READ: ClassVar[tuple[str, ...]] = ("tile_n",)  # tiles whose rows are read four at a time
 
-    def _check_pad(self) -> None:
+    def __post_init__(self) -> None:
+        check(1 <= self.threads <= 1024, f"a block has 1 to 1024 threads, not {self.threads}")
+        for name in self.READ:
+            rows = getattr(self, name)
+            check(rows >= 4 and rows % 4 == 0, f"{name} must be a multiple of 4, not {rows}")
         check(self.pad >= 0, f"pad must be at least 0, not {self.pad}")
+        self._set(self.shared_layout().end * ITEM_SIZE[self.compute_dtype])
+
+    @property
+    def threads(self) -> int:  # type: ignore[override]
+        """One for each query row."""
+        return self.tile_m
 
     @property
     def k_row(self) -> int:
@@ -43,28 +53,12 @@ class SimtRows:
     def _tile_sizes(self) -> dict[str, int]:
         raise NotImplementedError
 
-    def _bytes(self) -> int:
-        return self.shared_layout().end * ITEM_SIZE[self.compute_dtype]
-
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class SimtConfig(SimtRows, Config):
-    """Of v1 and v2, which run one thread per query row: tile_m is also the number of threads."""
-
-    pad: int = 1
+class SimtConfig(SimtRows):
+    """Of v1 and v2, which run one thread per query row."""
 
     reads_states = True
-
-    def __post_init__(self) -> None:
-        threads, keys = self.tile_m, self.tile_n
-        check(1 <= threads <= 1024, f"tile_m is the number of threads of a block: 1 to 1024, not {threads}")
-        check(keys >= 4 and keys % 4 == 0, f"tile_n must be a multiple of 4, not {keys}")
-        self._check_pad()
-        self._set(self._bytes())
-
-    @property
-    def threads(self) -> int:  # type: ignore[override]
-        return self.tile_m
 
     def _tile_sizes(self) -> dict[str, int]:
         return dict(

@@ -23,12 +23,11 @@ class WideBackwardConfig(WarpsConfig):
     SUMS: ClassVar[int] = 256  # of 32 bits: what a warp can keep in registers of a row of gradients
 
     def __post_init__(self) -> None:
-        step, groups = self.warp_rows, self.column_groups
+        step, groups, other = self.warp_rows, self.column_groups, self.other_rows
         check(self.dtype in MmaConfig.KEYS, f"these kernels take float32 and float64, not {self.dtype}")
         self._check_warps()
         allowed = MmaConfig.KEYS[self.dtype]
-        fits = self.other_rows in allowed
-        check(fits, f"the rows that a block walks over must be one of {allowed}, not {self.other_rows}")
+        check(other in allowed, f"the rows that a block walks over must be one of {allowed}, not {other}")
         check(groups in self.GROUPS, f"column_groups must be one of {self.GROUPS}, not {groups}")
         sums, most = self.summed_columns // groups * self.item_size // 4 * step // 16, self.SUMS
         check(sums <= most, f"head_dim {self.head_dim} and {self.head_dim_v} need {sums} sums a row, not {most}")
@@ -133,10 +132,10 @@ class WideFusedConfig(WideBackwardConfig):
         return "8.1" if self.blocks > 1 else ""
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Of a thread that fetches or carries, and of those that compute, to whom the others leave theirs."""
+    def many(self) -> int:
+        """Registers of a thread that computes, to which the others leave theirs."""
         launched = 65536 // max(self.blocks_per_sm, 1) // self.threads // 8 * 8
-        return self.FEW, min((launched * self.threads - 128 * self.FEW) // self.workers // 8 * 8, 240)
+        return min((launched * self.threads - 128 * self.FEW) // self.workers // 8 * 8, 240)
 
     @property
     def summed_columns(self) -> int:

@@ -1,4 +1,7 @@
-"""The kernels: one file each, behind one `make(config)`. Read simt/v1.py, then simt/v2.py."""
+"""The kernels: one file each, behind one `make(config)`. Read simt/v1.py, then simt/v2.py.
+
+All are launched with config.grid(problem) blocks of config.threads, and config.shared_bytes of dynamic shared memory.
+"""
 
 from numba import config
 

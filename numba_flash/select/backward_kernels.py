@@ -10,15 +10,14 @@ from ..arrays.dtypes import ITEM_SIZE
 from ..config import backward as mma
 from ..config import wgmma_backward as wgmma
 from ..config import wgmma_backward_float32 as wgmma_float32
-from ..config.aux_gradients import AuxRoundConfig, AuxStartConfig
+from ..config.aux_gradients import AuxRoundConfig, AuxStartConfig, DauxConfig
 from ..config.forward import Config, LaunchFacts
 from ..config.mask_bits import MaskBitsConfig
-from ..config.simt_backward import DbiasSumConfig
+from ..config.simt_backward import DbiasSumConfig, DkdvConfig, DqConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import HEAD_GRADIENTS
 from . import backward_shared as shared
-from . import backward_simt
 from .backward_forms import (
     blocks_stay,
     can_be_one_kernel,
@@ -54,7 +53,7 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
         if problem.forward.array("mask") is not None:
             needed.append(MaskBitsConfig(threads=32 if target.simulated else 512))
     else:
-        sums = backward_simt.daux(problem, target)
+        sums = shared.simt(DauxConfig, "v2_dq", problem, target, wanted_aux=problem.wanted_aux)
         needed.append(shared.delta_config(problem, target))
     bounds = dataclasses.replace(sums, of_bounds=True)
     return (*before, *(config for config in needed if config not in before), start, bounds, sums, end)
@@ -65,12 +64,12 @@ def v2_configs(problem: BackwardProblem, target: Target) -> Configs:
     """v2's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     in_rows = tuple(name for name, option in HEAD_GRADIENTS.items() if option.acts_on == "score")
     own: list[Config] = []
-    for make, gradients in ((backward_simt.dkdv, ("dk", "dv")), (backward_simt.dq, ("dq", *in_rows))):
+    for kind, gradients in ((DkdvConfig, ("dk", "dv")), (DqConfig, ("dq", *in_rows))):
         wanted = tuple(name for name in gradients if name in problem.wanted)
         if wanted:
-            own.append(make(problem, target, wanted))
+            own.append(shared.simt(kind, kind.kernel, problem, target, wanted=wanted))
     if "dbias" in problem.wanted:
-        own.append(backward_simt.dbias(problem, target))
+        own.append(shared.simt_dbias(problem, target))
     made = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
     return _with_sums(problem, target, (*made, *shared.head_sums(problem, target, of_blocks=False)))
 
@@ -132,7 +131,7 @@ def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
         own += shared.best(kinds[1], rows, problem, target, features)
     made = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
     if "dbias" in problem.wanted:  # wgmma has no dbias kernel yet
-        made.append(backward_simt.dbias(problem, target))
+        made.append(shared.simt_dbias(problem, target))
     return (*made, *shared.head_sums(problem, target, of_blocks=False))
 
 
@@ -164,10 +163,9 @@ def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
     bias = problem.forward.array("bias")
     if "dbias" not in problem.wanted or bias is None:
         return []
-    *_, rows, keys = problem.dbias_shape
-    own = dict(rows_summed=rows == 1, keys_summed=keys == 1, split=problem.dbias_splits > 1)
+    own = shared.of_bias(problem)
     # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes
-    pairs = ITEM_SIZE[bias.dtype] == 2 and keys % 2 == 0 and not any(own.values())
+    pairs = ITEM_SIZE[bias.dtype] == 2 and problem.dbias_shape[-1] % 2 == 0 and not any(own.values())
     features = shared.of_mma(problem) | own | dict(pairs=pairs)
     return shared.best(mma.MmaDbiasConfig, shared.usable("mma_dbias", problem, target), problem, target, features)
 

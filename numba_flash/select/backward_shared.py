@@ -7,7 +7,7 @@ from typing import Any
 from ..arrays.dtypes import ITEM_SIZE
 from ..config.backward import PreprocessConfig
 from ..config.forward import Config, LaunchFacts
-from ..config.simt_backward import DeltaConfig, HeadSumsConfig
+from ..config.simt_backward import DbiasConfig, DeltaConfig, HeadSumsConfig, SimtBackwardConfig
 from ..config.wgmma_backward import BY_ELEMENT
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
@@ -128,6 +128,32 @@ def _by_element(problem: BackwardProblem) -> str:
     return "one kind"
 
 
+def simt(
+    kind: type[SimtBackwardConfig], table: str, problem: BackwardProblem, target: Target, **own: Any
+) -> SimtBackwardConfig:
+    """A kernel of v2, in which a thread owns a row: with the first tile that is not mostly past the last row of its own
+    side and fits, or the last."""
+    side, length = "tile_m", problem.forward.seqlen_q
+    if kind.of_keys:
+        side, length = "tile_n", problem.forward.seqlen_k
+    tiles = (row.tile for row in rows_of(TABLES, table, problem.forward.dtype, target))
+    features = features_of(problem) | own
+    every = problem.forward.packed is not None  # its longest sequence decides nothing
+    made = [kind(**features, **tile) for tile in tiles if every or tile[side] <= 32 or tile[side] < 2 * length]
+    return next((config for config in made if config.shared_bytes <= target.shared_bytes), made[-1])
+
+
+def simt_dbias(problem: BackwardProblem, target: Target) -> SimtBackwardConfig:
+    """v2's kernel of dbias, which the other rungs use where they have none."""
+    return simt(DbiasConfig, "v2_dq", problem, target, wanted=("dbias",), **of_bias(problem))
+
+
+def of_bias(problem: BackwardProblem) -> dict[str, Any]:
+    """Which scores an element of dbias sums up, as OfBias says it."""
+    *_, rows, keys = problem.dbias_shape
+    return dict(rows_summed=rows == 1, keys_summed=keys == 1, split=problem.dbias_splits > 1)
+
+
 def fits(config: LaunchFacts, target: Target) -> bool:
     return config.shared_bytes * max(config.blocks_per_sm, 1) <= target.shared_bytes
 
@@ -156,23 +182,22 @@ def preprocess_config(problem: BackwardProblem, target: Target, **more: Any) -> 
     rows = (("do", problem.do_strides), ("o", forward.o_strides))
     every = (no_wide_rows(name, strides, forward.head_dim_v, forward.dtype) for name, strides in rows)
     wide = forward.alignment == 16 and not any(every)
-    more |= dict(threads=32 if target.simulated else 256, natural=forward.array("bias") is not None)
-    of_terms = _of_terms(problem)
-    more |= dict(of_terms=of_terms, packed=forward.packed is not None)
-    return PreprocessConfig(forward.dtype, forward.head_dim_v, problem.has_dlse, wide, **more)
+    more |= dict(wide=wide, natural=forward.array("bias") is not None)
+    return PreprocessConfig(**_of_delta(problem), threads=32 if target.simulated else 256, **more)
 
 
 def delta_config(problem: BackwardProblem, target: Target, turns_of: int = 0) -> DeltaConfig:
     """The Config of the kernel with which v2 begins."""
     threads, lanes = (16, 4) if target.simulated else (256, 16)
-    forward, of_terms = problem.forward, _of_terms(problem)
-    facts = forward.dtype, forward.head_dim_v, problem.has_dlse, threads, lanes, of_terms, turns_of
-    return DeltaConfig(*facts, packed=forward.packed is not None)
+    return DeltaConfig(**_of_delta(problem), threads=threads, lanes=lanes, turns_of=turns_of)
 
 
-def _of_terms(problem: BackwardProblem) -> bool:
-    """Whether the gradient of a term of every row's sum is wanted (kernels/score/sum_terms.py)."""
-    return any(option.acts_on == "sum" for name, option in HEAD_GRADIENTS.items() if name in problem.wanted)
+def _of_delta(problem: BackwardProblem) -> dict[str, Any]:
+    """What both kernels of delta are compiled for."""
+    forward = problem.forward
+    of_terms = any(option.acts_on == "sum" for name, option in HEAD_GRADIENTS.items() if name in problem.wanted)
+    facts = dict(has_dlse=problem.has_dlse, of_terms=of_terms, packed=forward.packed is not None)
+    return dict(dtype=forward.dtype, head_dim_v=forward.head_dim_v) | facts
 
 
 def head_sums(problem: BackwardProblem, target: Target, of_blocks: bool) -> list[HeadSumsConfig]:

@@ -10,7 +10,6 @@ from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from . import backward_shared as shared
-from . import backward_simt
 from .forward import halved
 from .rungs import LARGE_FLOAT64
 from .tiles import Row
@@ -30,7 +29,7 @@ def wide_configs(problem: BackwardProblem, target: Target) -> tuple[LaunchFacts,
         own += shared.best(kind, rows, problem, target, features)
     made: list[LaunchFacts] = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
     if "dbias" in problem.wanted:  # mma has no float32 or float64 dbias kernel yet
-        made.append(backward_simt.dbias(problem, target))
+        made.append(shared.simt_dbias(problem, target))
     return (*made, *shared.head_sums(problem, target, of_blocks=False))
 
 
@@ -58,18 +57,15 @@ def _wide_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     for row in shared.usable("mma_wide_fused", problem, target):
         fused = wide.WideFusedConfig(**_features(problem, target), **row.tile)
         if shared.fits(fused, target):
-            of_finish: dict[str, Any] = dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
-            finish = wide.WideDqFinishConfig(**shared.features_of(problem), **of_finish)
+            facts = shared.features_of(problem)
+            finish = wide.WideDqFinishConfig(**facts, tile_m=fused.tile_m, tile_n=fused.tile_n)
             return [shared.delta_config(problem, target, turns_of=fused.tile_m), fused, finish]
     return []
 
 
 def gains_by_one_wide_kernel(problem: BackwardProblem) -> bool:
-    """Whether the one kernel is the faster form, where a row is for the problem.
-
-    Its parts of dQ wait in a line, so a batch entry needs enough work, as in gains_by_one_kernel.
-    docs/adding_a_tile_row.md has the measurements.
-    """
+    """Whether the one kernel is the faster form, where a row is for the problem: its parts of dQ wait in a line, so a
+    batch entry needs enough work, as in gains_by_one_kernel. docs/adding_a_tile_row.md has the measurements."""
     return problem.forward.seqlen_k <= problem.forward.seqlen_q and problem.forward.heads_kv >= 8
 
 

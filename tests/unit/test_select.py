@@ -475,7 +475,7 @@ def test_refusal_is_none_where_a_kernel_runs():
 @pytest.mark.parametrize("wrong", [dict(tile_m=0), dict(tile_m=1025), dict(tile_n=0), dict(tile_n=6), dict(pad=-1)])
 def test_a_config_checks_itself(wrong):
     right = dict(dtype="float32", head_dim=64, head_dim_v=64, tile_m=64, tile_n=32)
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+    with pytest.raises(ValueError, match="1 to 1024 threads" if "tile_m" in wrong else next(iter(wrong))):
         V2Config(**right | wrong)
 
 

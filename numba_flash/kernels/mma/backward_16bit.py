@@ -8,7 +8,7 @@ from numba import float32, int32, uint32
 
 from ...ptx import bar, cvt, special
 from ..steps import fragment_products, gradient_rows
-from ..steps.inlined import inlined
+from ..steps.inlined import inlined, nothing
 from .backward_products import BackwardProducts
 
 
@@ -44,14 +44,6 @@ def make(config):
         for n in range(part // 8):
             block = (r // 2) * (part // 8) + n
             weights[block * 2 + r % 2] = pack(acc[block * 4 + (r % 2) * 2], acc[block * 4 + (r % 2) * 2 + 1])
-
-    @inlined
-    def to_operand(acc, weights, at):
-        pass
-
-    @inlined
-    def meet():
-        pass
 
     @inlined
     def sync_owners():
@@ -111,6 +103,6 @@ def make(config):
 
     return BackwardProducts(
         uint32, s_count, dp_count, 4, weight_count, uint32, 4 * strips, load_own_tiles,
-        multiplier(config.head_dim_padded, False), multiplier(config.head_dim_v_padded, True), round_row, to_operand,
-        meet, adder, sync_owners, storer,
+        multiplier(config.head_dim_padded, False), multiplier(config.head_dim_v_padded, True), round_row, nothing,
+        nothing, adder, sync_owners, storer,
     )  # fmt: skip

@@ -9,8 +9,7 @@ A thread follows a diagonal: the next score is that of the next query and the ne
 relative positions has one element, and so has a number of a head. So most terms are added up before they are added to
 the sums in global memory. The lanes of a warp have neighbouring keys, whose elements are mostly neighbours, too.
 
-Launch: grid (batch * heads * query tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
-of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim.
+Launch: grid (batch * heads * query tiles). Rows are contiguous along dim.
 """
 
 import math
@@ -19,17 +18,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...ptx import cp_async, ld_st, local, shared, special
+from ...ptx import ld_st, local, shared, special
 from ..recompute import at_scores
 from ..score import at_position, aux_gradient, fragments, kept_weights, user
 from ..score.aux_gradient import Run
 from ..score.stage import FragmentAt
 from ..steps import block_state, lse_delta
-from ..steps.inlined import inlined
-from ..steps.integers import divide
+from ..steps.inlined import inlined, nothing
+from ..steps.integers import divide, tiles_of
 from ..steps.plain import first_column_of, first_row_of, row_keys
+from ..steps.score_ranges import Range
 from . import score_tiles
-from .score_tiles import Range, Smem
 
 
 class Registers(NamedTuple):
@@ -40,21 +39,18 @@ class Registers(NamedTuple):
     q_frag: Any
     do_frag: Any
     b_frag: Any
+    run: Any
 
 
 def make(config):
-    plan = config.shared_layout()
+    plan, tiles = config.shared_layout(), score_tiles.make(config)
     score_row, blocks, rows, inf = config.score_row, config.tile_n // 8, 2, float32(math.inf)
     count, thread_rows = blocks * 4, config.tile_m * config.tile_n // config.threads
-    tiles = score_tiles.make(config)
-    q_words, do_words = tiles.frag_words
     chain, (_, weight) = fragments.chain(config), fragments.weights_at(config)
-    added, visible = at_scores.make(config)
-    has_mask_mod = config.has("mask_mod")
+    (added, visible), has_mask_mod = at_scores.make(config), config.has("mask_mod")
     leaves = user.make(config, "mask_mod") if has_mask_mod else None
     row_term, count_of, of_query = chain.row_term, kept_weights.make(config), lse_delta.of_query(config)
     ask, (start, add, finish) = user.recorded(config), aux_gradient.make(config)
-    wait_all = cp_async.wait_group(0)
 
     @inlined
     def note_rows(place, q_smem, thread, arrays, sizes):
@@ -91,8 +87,9 @@ def make(config):
         return found
 
     @inlined
-    def owe_scores(place, run, q_smem, thread, arrays, strides, sizes, score):
+    def owe_scores(place, registers, smem, thread, arrays, strides, sizes, score):
         """Adds the terms of the thread's scores of a tile."""
+        run, q_smem = registers.run, smem.q
         four = local.array(4, uint32)
         part = divide(thread, config.tile_n)
         column = int32(thread - part * config.tile_n)
@@ -125,59 +122,33 @@ def make(config):
             if column == config.tile_n:
                 column = int32(0)
 
+    @inlined
+    def put_tile(place, registers, smem, thread, arrays, sizes):
+        put_products(registers, smem.q, thread)
+        note_rows(place, smem.q, thread, arrays, sizes)
+
+    over_tiles = tiles.loop(nothing, put_tile, owe_scores)
+
     @cuda.jit
     def flash_attention_mma_daux(arrays, strides, sizes, score):
         thread, block = special.thread_index(), special.block_index()
-        m_tiles = divide(int32(sizes.seqlen_q) + int32(config.tile_m - 1), config.tile_m)
-        n_tiles = divide(int32(sizes.seqlen_k) + int32(config.tile_n - 1), config.tile_n)
+        m_tiles = tiles_of(sizes.seqlen_q, config.tile_m)
+        n_tiles = tiles_of(sizes.seqlen_k, config.tile_n)
         head_of_all = divide(block, m_tiles)
         b = divide(head_of_all, sizes.heads)
         h, i = int32(head_of_all - b * int32(sizes.heads)), int32(block - head_of_all * m_tiles)
-        walk = Range(b, h, i, int32(1), int32(1), int32(0), int32(1), int32(0), n_tiles)
-
-        address = shared.address(cuda.shared.array(0, uint8))
-        q_smem = int32((address + int32(config.ALIGNMENT - 1)) & int32(-config.ALIGNMENT))
-        smem = Smem(
-            q_smem,  # (tile_m, head_dim_padded)
-            q_smem + int32(plan.do),  # (tile_m, head_dim_v_padded)
-            q_smem + int32(plan.k),  # (tile_n, head_dim_padded)
-            q_smem + int32(plan.v),  # (tile_n, head_dim_v_padded)
-        )
+        own = Range(b, h, i, int32(1), int32(1), int32(0), int32(1), int32(0), n_tiles)
+        smem = tiles.places(shared.address(cuda.shared.array(0, uint8)))
         registers = Registers(
             local.array(count, float32),  # acc_s (tile_n / 8, 4)
             local.array(count, float32),  # acc_dp (tile_n / 8, 4)
-            local.array(q_words, uint32),  # q_frag (head_dim_padded / 16, 4)
-            local.array(do_words, uint32),  # do_frag (head_dim_v_padded / 16, 4)
+            local.array(tiles.q_words, uint32),  # q_frag (head_dim_padded / 16, 4)
+            local.array(tiles.do_words, uint32),  # do_frag (head_dim_v_padded / 16, 4)
             local.array(4, uint32),  # b_frag (16, 16): K or V
+            Run(local.array(1, int64), local.array(1, int64), local.array(2, float32), local.array(1, int64)),
         )
-        run = Run(
-            local.array(1, int64),
-            local.array(1, int64),
-            local.array(2, float32),
-            local.array(1, int64),
-        )
-        start(run)
-
-        place = tiles.first(walk, arrays, strides, sizes)
-        if place.unit < walk.end_unit:
-            tiles.load_first(place, smem, arrays, strides, sizes, thread)
-        cp_async.commit_group()
-        while place.unit < walk.end_unit:
-            for x in range(count):
-                registers.acc_s[x] = float32(0)
-                registers.acc_dp[x] = float32(0)
-            wait_all()
-            cuda.syncthreads()  # the tile has arrived, and all threads have finished with the last scores
-            tiles.multiply(registers, smem, thread)
-            put_products(registers, q_smem, thread)
-            note_rows(place, q_smem, thread, arrays, sizes)
-            following_place = tiles.following(place, walk, arrays, strides, sizes)
-            cuda.syncthreads()  # all threads have finished with the tile, and its scores are stored
-            if following_place.unit < walk.end_unit:
-                tiles.load_next(following_place, place, smem, arrays, strides, sizes, thread)
-            cp_async.commit_group()
-            owe_scores(place, run, q_smem, thread, arrays, strides, sizes, score)
-            place = following_place
-        finish(run, arrays, sizes)
+        start(registers.run)
+        over_tiles(own, registers, smem, thread, arrays, strides, sizes, score)
+        finish(registers.run, arrays, sizes)
 
     return flash_attention_mma_daux

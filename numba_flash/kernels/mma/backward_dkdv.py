@@ -24,8 +24,7 @@ rowsum(dO * O) in the derivative of the softmax.
 Letters as in v2; acc_s, acc_dp, acc_dk and acc_dv are float32 accumulators; lse and delta of a tile
 are in shared memory (query_columns.py).
 
-Launch: grid (batch * heads_kv * key tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
-of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dk and dv are contiguous.
+Launch: grid (batch * heads_kv * key tiles). Rows are contiguous along dim, dk and dv as a whole.
 """
 
 from typing import Any, NamedTuple
@@ -34,14 +33,12 @@ from numba import cuda, int32, uint8, uint32
 
 from ...ptx import cp_async, local, memory, shared, special
 from ..recompute import keys as recompute
-from ..score import fragments, gradient_functions, kept_weights
-from ..score import reads as score_reads
-from ..score.stage import FragmentAt
+from ..score import fragments, user
 from ..steps import async_tiles, numbers
 from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.integers import divide
+from ..steps.integers import divide, tiles_of
 from ..steps.sequence import key_row, query_range
-from . import backward_16bit, backward_own_dq, backward_walk, backward_wide, query_columns, work_tile
+from . import backward_16bit, backward_own_dq, backward_scores, backward_walk, backward_wide, query_columns, work_tile
 
 
 class Registers(NamedTuple):
@@ -78,29 +75,19 @@ def make(config):
     shift, dv_at = groups.bit_length() - 1, plan.v if config.of_dk else 0  # where dV is staged
     q_stage, do_stage = (plan.do - plan.q) // stages, (plan.rows - plan.do) // stages
     rows_stage = 2 * max(size, 4) * config.tile_m
-    part = config.tile_m // groups  # queries of a tile for which a warp computes scores
-    strips, blocks, rows = config.warp_rows // 16, part // 8, config.warp_rows // 8
+    strips, blocks, rows = config.strips, config.part // 8, config.warp_rows // 8
     s_count, real = strips * blocks * 4, numbers.of(config.compute_dtype).real
-    dk_count, dv_count = (
-        strips * config.summed(columns) // 2 if wanted else 1
-        for columns, wanted in ((config.head_dim_padded, config.of_dk), (config.head_dim_v_padded, config.of_dv))
-    )
-    load_k, load_q, load_v, load_do = (
-        async_tiles.loader(tile, columns, config.threads, 1, size, config.copy_bytes)
-        for columns in (config.head_dim_padded, config.head_dim_v_padded)
-        for tile in (config.tile_n, config.tile_m)
-    )
+    dk_count = strips * config.summed(config.head_dim_padded) // 2 if config.of_dk else 1
+    dv_count = strips * config.summed(config.head_dim_v_padded) // 2 if config.of_dv else 1
+    load_q, load_do, load_k, load_v = async_tiles.of_backward(config)
     products = (backward_16bit if size == 2 else backward_wide).make(config)
     add_dk, add_dv = products.adder(config.head_dim_padded), products.adder(config.head_dim_v_padded)
     store_dk = products.storer(config.head_dim, config.head_dim_padded)
     store_dv = products.storer(config.head_dim_v, config.head_dim_v_padded)
     work_of, walk, columns = work_tile.of_keys(config), backward_walk.make(config), query_columns.make(config)
-    has_functions, has_states = gradient_functions.present(config), bool(config.tile_states)
-    has_row_term, (weight, _) = fragments.chain(config).has_row_term, fragments.weights_at(config)
-    read, has_mask = score_reads.make(config, strips, part, of_keys=True), config.has("mask")
-    # What scores need is loaded before the products, or after them if these take all registers.
-    reads_before, reads_behind = read.reads and size == 2, read.reads and size > 2
-    kept_weight = kept_weights.on_fragments(config, strips, part)
+    has_functions, has_states, has_mask = user.present(config), bool(config.tile_states), config.has("mask")
+    has_row_term, scores = fragments.chain(config).has_row_term, backward_scores.make(config)
+    read, kept_weight = scores.read, scores.kept_weight
     recompute_keys, wait_all = recompute.make(config, config.of_dk, config.of_dv), cp_async.wait_group(0)
     own_dq = backward_own_dq.make(config) if config.of_dq else None
 
@@ -140,28 +127,12 @@ def make(config):
         lse = local.array(4, real)
         rows_at = columns.lane_at(rows_smem)
         for r in range(rows):
-            seen = uint32(0)
-            if has_functions:
-                seen = registers.shown_bits[r]
-            elif masked:
-                seen = walk.seen_columns(i, r, k_smem)
-            if has_mask and not has_functions:
-                seen = seen & registers.shown_bits[r] if masked else registers.shown_bits[r]
+            within = walk.seen_columns(i, r, k_smem) if masked and not has_functions else uint32(0)
+            seen = scores.shown(r, within, registers, masked)
             for n in range(blocks):
                 columns.lse(lse, n, rows_at)
                 for x in range(2):
-                    at, bit = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x, uint32(2 * n + x)
-                    distance, bias = registers.distance[r] + real(n * 8 + x), read.added(registers.loaded, r, n, x)
-                    here = FragmentAt(term, distance, bias)
-                    p, derivative = weight(registers.acc_s[at], here, score, lse[(n % 2) * 2 + x])
-                    ds = p * registers.acc_dp[at] * derivative if config.of_dk else p
-                    if kept_weight.present:
-                        p = p * score.kept_count if (registers.kept[r] >> bit) & uint32(1) != 0 else real(0)
-                    if (masked or has_mask) and (seen >> bit) & uint32(1) == 0:
-                        p = real(0)
-                        ds = real(0)  # dP may be NaN there
-                    registers.acc_s[at] = p
-                    registers.acc_dp[at] = ds
+                    scores.weigh(r, n, x, registers, term, lse[(n % 2) * 2 + x], seen, score, masked)
             if config.of_dv:
                 products.round_row(registers.acc_s, registers.p_frag, r)
             if config.of_dk:
@@ -230,9 +201,8 @@ def make(config):
     @inlined
     def gradients_of_tile(i, heads_left, stage, registers, smem, arrays, strides, sizes, score):
         """dK and dV += the contribution of the query tile in stage `stage`, and dQ of it with config.of_dq."""
-        p_frag, ds_frag, other_frag, shared_frag = (
-            registers.p_frag, registers.ds_frag, registers.other_frag, registers.shared_frag,
-        )  # fmt: skip
+        p_frag, ds_frag = registers.p_frag, registers.ds_frag
+        other_frag, shared_frag = registers.other_frag, registers.shared_frag
         p_at, ds_at = smem.k + int32(plan.p), smem.k + int32(plan.ds)
         if config.of_dv:
             products.to_operand(registers.acc_s, p_frag, p_at)
@@ -260,7 +230,7 @@ def make(config):
     @inlined
     def step(i, heads_left, stage, registers, smem, arrays, strides, sizes, score, masked):
         """One query tile of one head. masked, a constant: some query does not see some key."""
-        if reads_before:
+        if read.before:
             walk.load_for_scores(i, heads_left, registers, smem.k, arrays, strides, sizes, masked)
         prefetch(i, heads_left, stage, smem, arrays, strides, sizes)
         scores_of_tile(stage, registers, smem)
@@ -269,7 +239,7 @@ def make(config):
         rows_smem = smem.rows + stage * rows_stage
         if config.of_dk and (kept_weight.present or size > 2):
             finish_dp(registers.acc_dp, registers.kept, rows_smem, score)
-        if reads_behind:
+        if read.behind:
             walk.load_for_scores(i, heads_left, registers, smem.k, arrays, strides, sizes, masked)
         if has_functions and masked:
             walk.ask_functions(i, heads_left, registers, smem.k, arrays, strides, score)
@@ -305,9 +275,9 @@ def make(config):
             end_key = first_key + max(keys_left, int32(1))
             first, end, _, _ = read.ranges(sequence.b, h, group, first_key, end_key, arrays, strides, sizes)
             begin = max(begin, divide(first, config.tile_m))
-            stop = min(stop, divide(end + int32(config.tile_m - 1), config.tile_m))
+            stop = min(stop, tiles_of(end, config.tile_m))
         if config.of_dq:  # a query that sees no key has a dQ, too
-            begin, stop = int32(0), divide(int32(sequence.seqlen_q) + int32(config.tile_m - 1), config.tile_m)
+            begin, stop = int32(0), tiles_of(sequence.seqlen_q, config.tile_m)
             if keys_left < config.tile_n:  # what does not exist is hidden: its K is 0, but its dS might be Inf
                 free, cut = int32(0), int32(0)
         walk.set_up_state(work, begin, stop, free, cut, arrays, strides, sizes, k_smem, thread)

@@ -14,8 +14,7 @@ dO do there: the next V is loaded while dQ is summed up from K, and the next K w
 
 Letters as in v2. The products are those of backward_16bit.py or backward_wide.py.
 
-Launch: grid (batch * heads * query tiles), block (config.threads), config.shared_bytes of dynamic shared memory. Rows
-of q, k, v and do begin at multiples of 16 bytes and are contiguous along dim; dq is contiguous.
+Launch: grid (batch * heads * query tiles). Rows are contiguous along dim, dq as a whole.
 """
 
 from typing import Any, NamedTuple
@@ -24,14 +23,12 @@ from numba import cuda, int32, uint8, uint32
 
 from ...ptx import cp_async, local, memory, shared, special
 from ..recompute import queries as recompute
-from ..score import fragments, gradient_functions, kept_weights, tile_walk
-from ..score import reads as score_reads
-from ..score.stage import FragmentAt
+from ..score import fragments, tile_walk, user
 from ..steps import async_tiles, numbers
 from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.integers import divide
+from ..steps.integers import divide, tiles_of
 from ..steps.sequence import key_range, query_row
-from . import backward_16bit, backward_dq_walk, backward_wide, work_tile
+from . import backward_16bit, backward_dq_walk, backward_scores, backward_wide, work_tile
 
 
 class Registers(NamedTuple):
@@ -65,25 +62,17 @@ def make(config):
     tile_m, tile_n, stages, size = config.tile_m, config.tile_n, config.stages, config.item_size
     plan, groups, shift = config.shared_layout(), config.column_groups, config.column_groups.bit_length() - 1
     k_stage, v_stage = (plan.v - plan.k) // stages, (plan.ds - plan.v) // stages  # bytes
-    part = tile_n // groups  # keys of a tile for which a warp computes scores
-    strips, blocks, rows = config.warp_rows // 16, part // 8, config.warp_rows // 8
+    strips, blocks, rows = config.strips, config.part // 8, config.warp_rows // 8
     s_count, dq_count = strips * blocks * 4, strips * config.summed(config.head_dim_padded) // 2
     real = numbers.of(config.compute_dtype).real
-    load_q, load_k, load_do, load_v = (
-        async_tiles.loader(tile, columns, config.threads, 1, size, config.copy_bytes)
-        for columns in (config.head_dim_padded, config.head_dim_v_padded)
-        for tile in (tile_m, tile_n)
-    )
+    load_q, load_do, load_k, load_v = async_tiles.of_backward(config)
     products = (backward_16bit if size == 2 else backward_wide).make(config)
     add_dq = products.adder(config.head_dim_padded)
     store_dq = products.storer(config.head_dim, config.head_dim_padded)
     work_of, walk = work_tile.of_queries(config, tile_m), backward_dq_walk.make(config)
-    has_functions, states = gradient_functions.present(config), tile_walk.make(config)
-    chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
-    read, has_mask = score_reads.make(config, strips, part), config.has("mask")
-    # What scores need is loaded before the products, or after them if these take all registers.
-    reads_before, reads_behind = read.reads and size == 2, read.reads and size > 2
-    dropout = kept_weights.on_fragments(config, strips, part)
+    has_functions, has_mask, states = user.present(config), config.has("mask"), tile_walk.make(config)
+    chain, scores = fragments.chain(config), backward_scores.make(config)
+    read, dropout = scores.read, scores.kept_weight
     recompute_queries, wait_all = recompute.make(config), cp_async.wait_group(0)
 
     @inlined
@@ -141,31 +130,19 @@ def make(config):
         """acc_dp <- dS of key tile j. masked, a constant: some columns are not seen by some rows."""
         for r in range(rows):
             state = walk.row_state(r, q_smem)
-            seen = uint32(0)
-            if has_functions:
-                seen = registers.shown_bits[r]
-            elif masked:
-                seen = walk.seen_columns(j, state)
-            if has_mask and not has_functions:
-                seen = seen & registers.shown_bits[r] if masked else registers.shown_bits[r]
+            within = uint32(0)
+            if masked and not has_functions:
+                within = scores.within(scores.first_column(j), state.first, state.end)
+            seen = scores.shown(r, within, registers, masked)
             for n in range(blocks):
                 for x in range(2):
-                    at, distance = (
-                        ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x,
-                        registers.distance[r] - real(n * 8 + x),
-                    )
-                    here = FragmentAt(term, distance, read.added(registers.loaded, r, n, x))
-                    p, derivative = weight(registers.acc_s[at], here, score, state.lse)
-                    ds = p * registers.acc_dp[at] * derivative
-                    if (masked or has_mask) and (seen >> uint32(2 * n + x)) & uint32(1) == 0:
-                        ds = real(0)
-                    registers.acc_dp[at] = ds
+                    scores.weigh(r, n, x, registers, term, state.lse, seen, score, masked)
             products.round_row(registers.acc_dp, registers.ds_frag, r)
 
     @inlined
     def step(j, stage, begin, registers, smem, term, arrays, strides, sizes, score, masked):
         """One key tile. masked, a constant: some row does not see some key."""
-        if reads_before:
+        if read.before:
             walk.load_for_scores(j, registers, smem.q, arrays, strides, sizes, masked)
         prefetch(j, stage, begin, smem, arrays, strides)
         if chain.has_row_term:
@@ -175,7 +152,7 @@ def make(config):
             walk.find_kept(j, registers.kept, smem.q, arrays, sizes)
         if dropout.present or size > 2:
             walk.finish_dp(registers.acc_dp, registers.kept, smem.q, score)
-        if reads_behind:
+        if read.behind:
             walk.load_for_scores(j, registers, smem.q, arrays, strides, sizes, masked)
         if has_functions and masked:
             walk.ask_functions(j, registers, smem.q, arrays, strides, score)
@@ -210,7 +187,7 @@ def make(config):
         if has_mask:  # drop the key tiles before the first and after the last in which it leaves a key
             first, end, _, _ = read.ranges(sequence.b, tile.h, 1, tile.first_query, end_query, arrays, strides, sizes)
             begin = max(begin, divide(first, tile_n))
-            stop = max(min(stop, divide(end + int32(tile_n - 1), tile_n)), begin)
+            stop = max(min(stop, tiles_of(end, tile_n)), begin)
         if states.present:
             states_row = states.row(sequence.b, tile.h, tile.first_query, arrays, strides)
             begin, stop = states.trim(states_row, begin, stop, arrays, strides)

@@ -1,7 +1,7 @@
 """Completes dQ after its parts (backward_dq_parts.py). Rows to which no key tile contributes become 0. Rows that came
 out NaN or Inf are computed again without the keys that they may not see (kernels/recompute/queries.py).
 
-Launch: grid (batch * heads * query tiles), block (config.threads). dq is contiguous.
+Launch: grid (batch * heads * query tiles). dq is contiguous.
 """
 
 from numba import cuda, int32, int64, uint32

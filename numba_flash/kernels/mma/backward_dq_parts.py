@@ -20,7 +20,6 @@ copies have read it, the carrier arrives at an mbarrier. If two blocks share the
 the other block, whose scores come to that place first.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from numba import float64, int32, int64, uint32
@@ -28,8 +27,9 @@ from numba import float64, int32, int64, uint32
 from ...ptx import bar, cluster, fence, ld_st, local, mbarrier, memory, special, tma
 from ..steps import block_state
 from ..steps.inlined import inlined
-from ..steps.integers import divide
+from ..steps.integers import divide, tiles_of
 from ..steps.lse_delta import TURNS_AT
+from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.sequence import query_row, unpacked
 from . import backward_wide, shared_weights
@@ -49,16 +49,6 @@ class Walk(NamedTuple):
     tiles: int  # of a head
 
 
-class DqParts(NamedTuple):
-    """Device functions. state: where `keep` has stored what every tile needs."""
-
-    work_of: Callable[..., Any]  # (ticket, sizes) -> (b, h_kv, first_key)
-    keep: Callable[..., Any]
-    walk_of: Callable[..., Any]
-    leave: Callable[..., Any]  # by the warps that compute
-    carry: Callable[..., Any]  # by the carrier; last: nothing comes behind it
-
-
 def make(config):
     tile_m, tile_n, workers, both = config.tile_m, config.tile_n, config.workers, config.workers + 32
     columns, pitch, pitch_dq = config.dq_columns, config.pitch, config.pitch_dq
@@ -68,9 +58,9 @@ def make(config):
 
     @inlined
     def work_of(ticket, sizes):
-        """The first key tiles of several heads, enough to keep a GPU busy, come before their second tiles: so a tile's
-        turn has come when it begins."""
-        n_tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
+        """-> (b, h_kv, first_key). The first key tiles of several heads, enough to keep a GPU busy, come before their
+        second tiles: so a tile's turn has come when it begins."""
+        n_tiles = tiles_of(sizes.seqlen_k, tile_n)
         together = int32(max(divide(int32(config.IN_FLIGHT), n_tiles), int32(1)))
         first_head = int32(divide(ticket, int32(together * n_tiles)) * together)
         together = int32(min(together, int32(sizes.batch * sizes.heads_kv) - first_head))
@@ -83,7 +73,7 @@ def make(config):
     @inlined
     def keep(walk, state, arrays, strides, sizes):
         """One thread stores at `state` what every tile needs: in registers it would be kept through the loop."""
-        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
+        m_tiles = tiles_of(sizes.seqlen_q, tile_m)
         sequence, from_query = walk.sequence, walk.sequence.q_start - sizes.left
         turns = memory.address(arrays.turns, TURNS_AT + int64(sequence.b) * sizes.heads * m_tiles)
         block_state.put(state, memory.address(arrays.dq, query_row(strides.dq, sequence, 0, 0)), turns)
@@ -103,7 +93,7 @@ def make(config):
 
     @inlined
     def turn_of(h, i, state, sizes):
-        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
+        m_tiles = tiles_of(sizes.seqlen_q, tile_m)
         _, turns = block_state.get(state)
         return turns + 4 * (int64(h) * m_tiles + i)
 
@@ -185,8 +175,8 @@ def make(config):
 
     @inlined
     def carry(i, h, last, dq_smem, state, free, strides, sizes):
-        """The part of query tile i of head h to global memory, when its turn has come, and the turn to the next key
-        tile. free: an mbarrier."""
+        """The carrier brings the part of query tile i of head h to global memory, when its turn has come, and gives the
+        turn to the next key tile. free: an mbarrier; last: no part comes behind it."""
         wait_turn(i, h, state, sizes)
         adds = parts_before(i, state) != uint32(0)
         bar.sync(FULL, both)
@@ -200,4 +190,4 @@ def make(config):
         if special.thread_index() & int32(31) == 0:
             hand_on(i, h, state, sizes)
 
-    return DqParts(work_of, keep, walk_of, leave, carry)
+    return named(work_of, keep, walk_of, leave, carry)

@@ -1,26 +1,26 @@
 """How a block of backward_dq.py loops over the key tiles that its queries see.
 
 As in backward_walk.py, what every tile needs is stored in shared memory and read again for each tile: the block's
-state, and for each row a RowState.
+state, and for each row a RowState. j: a key tile; q_smem: where shared memory begins.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import float32, int32, int64, uint32
 
-from ...ptx import ld_st, local, memory, special
-from ..score import gradient_functions, kept_weights, tile_walk
-from ..score import reads as score_reads
-from ..score.fragments import columns_within
+from ...ptx import ld_st, local, memory
+from ..score import tile_walk, user
+from ..score.gradient_functions import LanePlace
 from ..score.reads import Origin
 from ..steps import block_state, lse_delta, numbers
 from ..steps import sequence as sequences
-from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.plain import first_column_of, first_row_of, lane_and_warp, row_keys
+from ..steps.inlined import TRUE, inlined
+from ..steps.named import named
+from ..steps.plain import row_keys
 from ..steps.sequence import key_row
+from . import backward_scores
 from .work_tile import QueryWork
 
 
@@ -41,41 +41,14 @@ class KeyTile(NamedTuple):
     keys_left: int
 
 
-class Walk(NamedTuple):
-    """Device functions. j: a key tile; q_smem: where shared memory begins."""
-
-    set_up_state: Callable[..., Any]
-    work_again: Callable[..., Any]
-    row_state: Callable[..., Any]
-    seen_columns: Callable[..., Any]
-    distances: Callable[..., Any]
-    find_kept: Callable[..., Any]
-    load_for_scores: Callable[..., Any]
-    ask_functions: Callable[..., Any]
-    key_tile: Callable[..., Any]
-    is_unmasked: Callable[..., Any]
-    next_tile: Callable[..., Any]
-    start_dp: Callable[..., Any]
-    finish_dp: Callable[..., Any]
-
-
 def make(config):
-    tile_m, tile_n, warp_rows, size = config.tile_m, config.tile_n, config.warp_rows, config.item_size
-    plan, groups, shift = config.shared_layout(), config.column_groups, config.column_groups.bit_length() - 1
+    tile_m, tile_n, size, rows = config.tile_m, config.tile_n, config.item_size, config.warp_rows // 8
+    plan, scores, states = config.shared_layout(), backward_scores.make(config), tile_walk.make(config)
     bases_at, keys_at, head_at, tile_at, walk_at, origin_at = (plan.state + n * block_state.SIZE for n in range(6))
-    part = tile_n // groups  # keys of a tile for which a warp computes scores
-    strips, blocks, rows = warp_rows // 16, part // 8, warp_rows // 8
-    read, states, of_query = score_reads.make(config, strips, part), tile_walk.make(config), lse_delta.of_query(config)
-    has_mask, has_score_mod, has_functions = (
-        config.has("mask"),
-        config.has("score_mod"),
-        gradient_functions.present(config),
-    )
-    apply_functions = gradient_functions.on_fragments(config, strips, part, of_keys=False)
-    dropout = kept_weights.on_fragments(config, strips, part)
-    real, sequence_again = numbers.of(config.compute_dtype).real, sequences.again(config)
-    always_asks = has_score_mod or config.packed and config.has("mask_mod")
-    double, state_bytes, inf = config.dtype == "float64", 32 if config.dtype == "float64" else 16, real(math.inf)
+    blocks, of_query, sequence_again = config.part // 8, lse_delta.of_query(config), sequences.again(config)
+    has_mask, has_functions, double = config.has("mask"), user.present(config), config.dtype == "float64"
+    real, state_bytes, dropout = numbers.of(config.compute_dtype).real, 32 if double else 16, scores.kept_weight
+    inf = real(math.inf)
 
     @inlined
     def put_row_state(at, first, end, lse, minus_delta):
@@ -107,9 +80,8 @@ def make(config):
         if thread == 0:
             k_base, v_base = key_row(strides.k, sequence, h_kv, 0), key_row(strides.v, sequence, h_kv, 0)
             # Addresses: pointers are parameters and would be kept in registers through the loop.
-            block_state.put(
-                q_smem + int32(bases_at), memory.address(arrays.k, k_base), memory.address(arrays.v, v_base)
-            )
+            k, v = memory.address(arrays.k, k_base), memory.address(arrays.v, v_base)
+            block_state.put(q_smem + int32(bases_at), k, v)
             block_state.put(q_smem + int32(keys_at), int64(tile_pos), int64(sequence.keys))
             block_state.put(q_smem + int32(head_at), int64(sequence.b), int64(h))
             block_state.put(q_smem + int32(tile_at), int64(first_query), int64(h_kv))
@@ -117,8 +89,8 @@ def make(config):
             if states.present:
                 row = states.row(sequence.b, h, first_query, arrays, strides)
                 block_state.put_range(q_smem + int32(walk_at + 8), row, int32(0))
-            if read.reads:
-                origin = read.origin(sequence.b, h, first_query, arrays, strides)
+            if scores.read.reads:
+                origin = scores.read.origin(sequence.b, h, first_query, arrays, strides)
                 block_state.put(q_smem + int32(origin_at), origin.bias, origin.bits)
         for step in range(-(-tile_m // config.threads)):
             row = int32(thread + step * config.threads)
@@ -147,9 +119,8 @@ def make(config):
 
     @inlined
     def is_unmasked(j, q_smem, arrays, strides):
-        """Whether every row sees every key of tile j, and no function is called there. In float32 and float64 no tile
-        has code of its own for that."""
-        if always_asks or size > 2:
+        """Whether every row sees every key of tile j, and the tile has code of its own for that."""
+        if scores.always_masked:
             return False
         free, cut = block_state.get_range(q_smem + int32(walk_at))
         whole = j >= free and j < cut
@@ -166,70 +137,47 @@ def make(config):
         return int32(j - 1)
 
     @inlined
-    def lane_row():
-        """The lane's first row of the tile."""
-        thread = special.thread_index()
-        return (thread >> int32(5 + shift)) * warp_rows + int32(first_row_of(thread & int32(31)))
-
-    @inlined
-    def first_key_of(j):
-        """The key of the lane's first column of scores of key tile j."""
-        thread = special.thread_index()
-        column = int32(first_column_of(thread & int32(31))) + ((thread >> int32(5)) & (groups - 1)) * part
-        return int32(j * int32(tile_n) + column)
-
-    @inlined
     def row_state(r, q_smem):
         """-> RowState of the lane's row r."""
-        return get_row_state(q_smem + int32(plan.of_rows) + state_bytes * (lane_row() + r * 8))
-
-    @inlined
-    def seen_columns(j, state):
-        """Bits of those of the lane's columns of key tile j that a row sees."""
-        first_key = first_key_of(j)
-        return columns_within(int32(state.first - first_key), int32(state.end - first_key), 0)
+        return get_row_state(q_smem + int32(plan.of_rows) + state_bytes * (scores.own_row() + r * 8))
 
     @inlined
     def distances(j, q_smem, distance):
         """q_pos - k_pos of the lane's rows at its first column of key tile j."""
         tile_pos, _ = block_state.get(q_smem + int32(keys_at))
-        first_key = first_key_of(j)
+        first_key = scores.first_column(j)
         for r in range(rows):
-            distance[r] = real(tile_pos + (lane_row() + r * 8) - first_key)
+            distance[r] = real(tile_pos + (scores.own_row() + r * 8) - first_key)
 
     @inlined
     def find_kept(j, kept, q_smem, arrays, sizes):
         """kept <- which of the lane's weights of key tile j count."""
         b, h = block_state.get(q_smem + int32(head_at))
         tile_pos, _ = block_state.get(q_smem + int32(keys_at))
-        dropout.of_queries(kept, first_key_of(j), b, int32(h), lane_row(), tile_pos, arrays, sizes)
+        first_key = scores.first_column(j)
+        dropout.of_queries(kept, first_key, b, int32(h), scores.own_row(), tile_pos, arrays, sizes)
 
     @inlined
     def load_for_scores(j, registers, q_smem, arrays, strides, sizes, masked):
         """Loads what the scores of tile j need from global memory, while they are computed."""
-        lane, warp = lane_and_warp()
         bias, bits = block_state.get(q_smem + int32(origin_at))
         first_query, _ = block_state.get(q_smem + int32(tile_at))
-        part_j = int32(j * groups + (warp & (groups - 1)))  # index of the warp's part of the keys
-        origin, inside = Origin(bias, bits, int32(first_query)), FALSE if masked else TRUE
-        loaded, shown_bits, first_row = registers.loaded, registers.shown_bits, (warp >> shift) * warp_rows
-        read.load(loaded, shown_bits, part_j, origin, first_row, lane, arrays, strides, sizes, inside)
+        scores.load(j, Origin(bias, bits, int32(first_query)), registers, arrays, strides, sizes, masked)
 
     @inlined
     def ask_functions(j, registers, q_smem, arrays, strides, score):
         """acc_s, acc_dp <- with score_mod and its derivative; shown_bits <- without what any option hides."""
         asks = states.needs_mask(states_of(q_smem), j, arrays, strides) if states.present else TRUE
         for r in range(rows):
-            seen = seen_columns(j, row_state(r, q_smem))
+            state = row_state(r, q_smem)
+            seen = scores.within(scores.first_column(j), state.first, state.end)
             registers.shown_bits[r] = registers.shown_bits[r] & seen if has_mask else seen
         b, h = block_state.get(q_smem + int32(head_at))
         tile_pos, _ = block_state.get(q_smem + int32(keys_at))
-        first_query, _ = block_state.get(q_smem + int32(tile_at))
-        if has_score_mod or asks:
-            apply_functions(
-                registers.acc_s, registers.acc_dp, registers.shown_bits, b, h, int32(first_query + lane_row()),
-                tile_pos - first_query, first_key_of(j), asks, arrays, strides, score,
-            )  # fmt: skip
+        tile_query, _ = block_state.get(q_smem + int32(tile_at))
+        first_query, q_start = int32(tile_query + scores.own_row()), tile_pos - tile_query
+        of_lane = LanePlace(b, h, first_query, q_start, scores.first_column(j))
+        scores.apply(of_lane, asks, registers, arrays, strides, score)
 
     @inlined
     def key_tile(j, strides, q_smem):
@@ -262,7 +210,7 @@ def make(config):
                         dp = dp * score.kept_count if (kept[r] >> uint32(2 * n + x)) & uint32(1) != 0 else real(0)
                     acc_dp[at] = dp + minus_delta
 
-    return Walk(
-        set_up_state, work_again, row_state, seen_columns, distances, find_kept, load_for_scores, ask_functions,
-        key_tile, is_unmasked, next_tile, start_dp, finish_dp,
+    return named(
+        set_up_state, work_again, row_state, distances, find_kept, load_for_scores, ask_functions, key_tile,
+        is_unmasked, next_tile, start_dp, finish_dp,
     )  # fmt: skip

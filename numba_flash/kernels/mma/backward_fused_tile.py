@@ -1,6 +1,5 @@
 """What a warp computes of a tile of scores in backward_wide_fused.py."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from numba import float64, int32, int64
@@ -11,6 +10,7 @@ from ..score.stage import FragmentAt
 from ..steps import lse_delta
 from ..steps.inlined import inlined
 from ..steps.integers import divide
+from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of, key_queries, lane_and_warp
 from . import backward_wide, shared_weights
 
@@ -24,20 +24,6 @@ class Registers(NamedTuple):
     own_frag: Any
     other_frag: Any
     p_frag: Any
-
-
-class FusedTile(NamedTuple):
-    """Device functions, and what Registers are made of."""
-
-    first_row_of_warp: Callable[..., Any]
-    turn: Callable[..., Any]
-    find_scores: Callable[..., Any]
-    give_half: Callable[..., Any]
-    meet: Callable[..., Any]
-    weigh: Callable[..., Any]
-    add_rows: Callable[..., Any]
-    own_count: int  # registers of own_frag, and of p_frag
-    other_count: int
 
 
 def make(config):
@@ -138,5 +124,5 @@ def make(config):
             weights.operand(registers.p_frag, int32(at + n * 128))
             of_sums.add_16(acc, registers.p_frag, registers.other_frag, int32(rows_lane + n * 2048))
 
-    counts = of_sums.q_count, of_sums.kv_count
-    return FusedTile(first_row_of_warp, turn, find_scores, give_half, meet, weigh, add_rows, *counts)
+    functions = first_row_of_warp, turn, find_scores, give_half, meet, weigh, add_rows
+    return named(*functions, own_count=of_sums.q_count, other_count=of_sums.kv_count)  # registers of own_frag, p_frag

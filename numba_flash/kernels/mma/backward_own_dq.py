@@ -4,9 +4,6 @@ dQ = scale * dS K. dS^T, whose rows are the warps' keys, goes through shared mem
 queries of it, transposed by ldmatrix, and multiplies them by all keys. Used by backward_dkdv.py with config.of_dq.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 from numba import float32, int32, uint32
 
 from ...ptx import ldmatrix, local, mma, special
@@ -14,20 +11,14 @@ from ..recompute import queries as recompute_queries
 from ..score import fragments
 from ..steps import fragment_products, gradient_rows
 from ..steps.inlined import inlined
+from ..steps.named import named
 from ..steps.plain import chunk_pair, panel_offset
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import query_row
 
 
-class OwnDq(NamedTuple):
-    """Device functions."""
-
-    put: Callable[..., Any]  # (ds_frag, at, thread): stores the warp's rows of dS^T
-    write: Callable[..., Any]  # (i, sequence, h, k_smem, arrays, strides, sizes, score)
-
-
 def make(config):
-    """-> OwnDq."""
+    """-> `put`, which stores the warps' rows of dS^T, and `write`."""
     plan, warps, strips = config.shared_layout(), config.threads // 32, config.tile_m // 16
     columns, panel = config.head_dim_padded, config.tile_n * 128  # K and dS^T have panels of the same rows
     count = columns // 2
@@ -70,4 +61,4 @@ def make(config):
                 recompute(nonfinite, first_row, lane, tile, term, arrays, strides, sizes, score)
             strip = int32(strip + warps)
 
-    return OwnDq(fragment_products.make(config).put, write)
+    return named(fragment_products.make(config).put, write)

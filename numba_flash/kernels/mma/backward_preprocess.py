@@ -6,7 +6,7 @@ A few neighbouring lanes share a row and read 16 bytes at a time. kernels/steps/
 Before wgmma/backward_fused it also sets the ticket and the turn counters to zero. With config.early the next kernel may
 start when all blocks have started. It waits before it reads their results (ptx/griddepcontrol.py).
 
-Launch: grid (batch * heads * row tiles), block (config.threads). The tiles cover whole blocks of 16 queries.
+Launch: grid (batch * heads * row tiles). The tiles cover whole blocks of 16 queries.
 """
 
 import math

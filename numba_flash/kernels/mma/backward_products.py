@@ -24,13 +24,11 @@ class BackwardProducts(NamedTuple):
     multiply_s: Callable[..., Any]  # (acc, s_frag, other_frag, own, other): acc = own . other^T over head_dim
     multiply_dp: Callable[..., Any]  # the same over head_dim_v; in 16 bits acc +=
     round_row: Callable[..., Any]  # (acc, weights, r): in 16 bits, weights <- row r of the lane's
-    to_operand: Callable[
-        ..., Any
-    ]  # (acc, weights, at): weights <- acc, if they are not rounded; at: where warps exchange them
+    # (acc, weights, at): weights <- acc, if they are not rounded; at: where warps exchange them
+    to_operand: Callable[..., Any]
     meet: Callable[..., Any]  # (): before the first `add` and behind the last `to_operand`
-    adder: Callable[
-        ..., Any
-    ]  # (columns) -> add(sums, weights, other_frag, shared_frag, tile, at): sums += weights . tile
+    # (columns) -> add(sums, weights, other_frag, shared_frag, tile, at): sums += weights . tile
+    adder: Callable[..., Any]
     sync_owners: Callable[..., Any]  # (): waits for all warps that own the same rows
     storer: Callable[..., Any]  # (columns, padded) -> store(sums, factor, staged, target, base, row_stride, rows_left,
     # rows_that_count): the warp's rows of a gradient times factor, by way of the own tile at `staged`; base: where row

@@ -1,27 +1,27 @@
 """How a block of backward_dkdv.py loops over the query tiles that see its keys, for each head of the group.
 
 What every tile needs is stored in shared memory and read again for each tile: in registers it would be kept through the
-loop, and take those that S needs. Heads are counted backwards: `heads_left` identifies the current one.
+loop, and take those that S needs. Heads are counted backwards: `heads_left` identifies the current one. i: a query tile
+of that head; k_smem: where shared memory begins.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from numba import int32, int64
 
 from ...arrays.dtypes import ITEM_SIZE
-from ...ptx import memory, special
-from ..score import fragments, gradient_functions, kept_weights, tile_walk
-from ..score import reads as score_reads
-from ..score.fragments import columns_within
+from ...ptx import memory
+from ..score import fragments, tile_walk
+from ..score.gradient_functions import LanePlace
 from ..score.reads import Origin
 from ..steps import block_state, numbers
 from ..steps import sequence as sequences
-from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.inlined import TRUE, inlined
 from ..steps.integers import divide
-from ..steps.plain import first_column_of, first_row_of, key_queries, lane_and_warp
+from ..steps.named import named
+from ..steps.plain import key_queries
 from ..steps.sequence import query_row
-from . import query_columns
+from . import backward_scores, query_columns
 from .work_tile import KeyWork
 
 
@@ -32,37 +32,12 @@ class Head(NamedTuple):
     h: int
 
 
-class Walk(NamedTuple):
-    """Device functions. i: a query tile of the head given by `heads_left`; k_smem: where shared memory begins."""
-
-    set_up_state: Callable[..., Any]
-    seqlen_q: Callable[..., Any]
-    work_again: Callable[..., Any]
-    distances: Callable[..., Any]
-    seen_columns: Callable[..., Any]
-    find_kept: Callable[..., Any]
-    load_for_scores: Callable[..., Any]
-    ask_functions: Callable[..., Any]
-    term_of: Callable[..., Any]
-    queries_at: Callable[..., Any]
-    others_at: Callable[..., Any]
-    from_tile: Callable[..., Any]
-    following: Callable[..., Any]
-    is_unmasked: Callable[..., Any]
-
-
 def make(config):
-    tile_m, warp_rows, strips, rows = config.tile_m, config.warp_rows, config.warp_rows // 16, config.warp_rows // 8
-    groups, shift, size = config.column_groups, config.column_groups.bit_length() - 1, config.item_size
-    part = tile_m // groups  # queries of a tile for which a warp computes scores
-    plan, columns, real = config.shared_layout(), query_columns.make(config), numbers.of(config.compute_dtype).real
+    tile_m, size, real = config.tile_m, config.item_size, numbers.of(config.compute_dtype).real
+    plan, columns, scores = config.shared_layout(), query_columns.make(config), backward_scores.make(config)
     bases_at, heads_at, offset_at, walk_at, tile_at, reads_at = (plan.state + n * block_state.SIZE for n in range(6))
-    read, row_term = score_reads.make(config, strips, part, of_keys=True), fragments.chain(config).row_term
-    bias_item, has_mask = ITEM_SIZE[config.dtype_of("bias") or "float32"], config.has("mask")
-    states, has_score_mod = tile_walk.make(config), config.has("score_mod")
-    sequence_again, always_asks = sequences.again(config), has_score_mod or config.packed and config.has("mask_mod")
-    apply_functions = gradient_functions.on_fragments(config, strips, part, True, derivative=config.of_dk)
-    kept_of = kept_weights.on_fragments(config, strips, part).of_keys
+    states, row_term, has_mask = tile_walk.make(config), fragments.chain(config).row_term, config.has("mask")
+    bias_item, sequence_again = ITEM_SIZE[config.dtype_of("bias") or "float32"], sequences.again(config)
 
     @inlined
     def set_up_state(work, begin, stop, free, cut, arrays, strides, sizes, k_smem, thread):
@@ -72,9 +47,8 @@ def make(config):
         if thread == 0:
             q_end, do_end = query_row(strides.q, sequence, end_head, 0), query_row(strides.do, sequence, end_head, 0)
             # Addresses: pointers are parameters and would be kept in registers through the loop.
-            block_state.put(
-                k_smem + int32(bases_at), memory.address(arrays.q, q_end), memory.address(arrays.do, do_end)
-            )
+            q, do = memory.address(arrays.q, q_end), memory.address(arrays.do, do_end)
+            block_state.put(k_smem + int32(bases_at), q, do)
             heads_end = columns.head_at(sequence, end_head, arrays, sizes)
             block_state.put(k_smem + int32(heads_at), heads_end, int64(end_head))
             block_state.put(k_smem + int32(offset_at), sequence.q_start - first_key, sequence.keys)
@@ -84,8 +58,8 @@ def make(config):
             if config.packed:
                 b_and_queries = int64(sequence.seqlen_q) << 32 | sequence.b
             block_state.put(k_smem + int32(tile_at), b_and_queries, int64(first_key) << 32 | h_kv)
-            if read.reads:
-                origin = read.origin(sequence.b, end_head, first_key, arrays, strides)
+            if scores.read.reads:
+                origin = scores.read.origin(sequence.b, end_head, first_key, arrays, strides)
                 block_state.put(k_smem + int32(reads_at), origin.bias, origin.bits)
         if thread < config.tile_n:  # the range of queries that see a key
             key = first_key + thread
@@ -119,32 +93,19 @@ def make(config):
         return Head(b, end_head - heads_left)
 
     @inlined
-    def first_query_of(i):
-        """The query of the lane's first column of scores of query tile i."""
-        thread = special.thread_index()
-        column = int32(first_column_of(thread & int32(31))) + ((thread >> int32(5)) & (groups - 1)) * part
-        return int32(i * int32(tile_m) + column)
-
-    @inlined
-    def first_key_of_lane():
-        """The lane's first key, counted from the block's first one."""
-        thread = special.thread_index()
-        return (thread >> int32(5 + shift)) * warp_rows + int32(first_row_of(thread & int32(31)))
-
-    @inlined
     def distances(i, k_smem, distance):
         """q_pos - k_pos of the lane's keys at its first column of query tile i."""
         from_first_key, _ = block_state.get(k_smem + int32(offset_at))
-        query, key = first_query_of(i), first_key_of_lane()
-        for r in range(rows):
+        query, key = scores.first_column(i), scores.own_row()
+        for r in range(config.warp_rows // 8):
             distance[r] = real(int64(query) + from_first_key - (key + r * 8))
 
     @inlined
     def seen_columns(i, r, k_smem):
         """Bits of those of the lane's columns of query tile i that see its key r."""
-        first_query, key = first_query_of(i), first_key_of_lane() + r * 8
+        first_query, key = scores.first_column(i), scores.own_row() + r * 8
         first, end = block_state.get_range(k_smem + int32(plan.seen) + 8 * key)
-        return columns_within(int32(first - first_query), int32(end - first_query), 0)
+        return scores.within(first_query, first, end)
 
     @inlined
     def find_kept(i, heads_left, kept, k_smem, arrays, sizes):
@@ -152,23 +113,18 @@ def make(config):
         from_first_key, _ = block_state.get(k_smem + int32(offset_at))
         _, tile = block_state.get(k_smem + int32(tile_at))
         first_key, head = tile >> 32, head_of(heads_left, k_smem)
-        first_q_pos = int64(first_query_of(i)) + from_first_key + first_key
-        kept_of(kept, first_q_pos, head.b, head.h, first_key + first_key_of_lane(), arrays, sizes)
+        first_q_pos = int64(scores.first_column(i)) + from_first_key + first_key
+        first_key = first_key + scores.own_row()
+        scores.kept_weight.of_keys(kept, first_q_pos, head.b, head.h, first_key, arrays, sizes)
 
     @inlined
     def load_for_scores(i, heads_left, registers, k_smem, arrays, strides, sizes, masked):
         """Loads what the scores of query tile i of a head need from global memory, while they are computed."""
-        lane, warp = lane_and_warp()
-        part_i = int32(i * groups + (warp & (groups - 1)))  # index of the warp's part of the queries
         bias, bits = block_state.get(k_smem + int32(reads_at))
         _, tile = block_state.get(k_smem + int32(tile_at))
-        bias, bits = (
-            bias - heads_left * (bias_item * strides.bias[1]),
-            bits - heads_left * (4 * strides.mask_bits_of_keys[1]),
-        )
-        origin, inside = Origin(bias, bits, int32(tile >> 32)), FALSE if masked else TRUE
-        loaded, shown_bits, first_row = registers.loaded, registers.shown_bits, (warp >> shift) * warp_rows
-        read.load(loaded, shown_bits, part_i, origin, first_row, lane, arrays, strides, sizes, inside)
+        bias = bias - heads_left * (bias_item * strides.bias[1])
+        bits = bits - heads_left * (4 * strides.mask_bits_of_keys[1])
+        scores.load(i, Origin(bias, bits, int32(tile >> 32)), registers, arrays, strides, sizes, masked)
 
     @inlined
     def ask_functions(i, heads_left, registers, k_smem, arrays, strides, score):
@@ -176,17 +132,15 @@ def make(config):
         asks = TRUE
         if states.present:
             asks = states.needs_mask(states_of(heads_left, k_smem, arrays, strides), i, arrays, strides)
-        for r in range(rows):
+        for r in range(config.warp_rows // 8):
             seen = seen_columns(i, r, k_smem)
             registers.shown_bits[r] = registers.shown_bits[r] & seen if has_mask else seen
         _, tile = block_state.get(k_smem + int32(tile_at))
         from_first_key, _ = block_state.get(k_smem + int32(offset_at))
         first_key, head = int32(tile >> 32), head_of(heads_left, k_smem)
-        if has_score_mod or asks:
-            apply_functions(
-                registers.acc_s, registers.acc_dp, registers.shown_bits, head.b, head.h, first_query_of(i),
-                from_first_key + first_key, int32(first_key + first_key_of_lane()), asks, arrays, strides, score,
-            )  # fmt: skip
+        first_query, q_start = scores.first_column(i), from_first_key + first_key
+        of_lane = LanePlace(head.b, head.h, first_query, q_start, int32(first_key + scores.own_row()))
+        scores.apply(of_lane, asks, registers, arrays, strides, score)
 
     @inlined
     def term_of(heads_left, k_smem, arrays, strides):
@@ -237,9 +191,8 @@ def make(config):
 
     @inlined
     def is_unmasked(i, heads_left, k_smem, arrays, strides):
-        """Whether every query of tile i sees every key of the block, and no function is called there. In float32 and
-        float64 no tile has code of its own for that."""
-        if always_asks or size > 2:
+        """Whether every query of tile i sees every key of the block, and the tile has code of its own for that."""
+        if scores.always_masked:
             return False
         free, cut = block_state.get_range(k_smem + int32(walk_at + 8))
         whole = i >= free and i < cut
@@ -248,7 +201,7 @@ def make(config):
                 whole = not states.needs_mask(states_of(heads_left, k_smem, arrays, strides), i, arrays, strides)
         return whole
 
-    return Walk(
+    return named(
         set_up_state, seqlen_q, work_again, distances, seen_columns, find_kept, load_for_scores, ask_functions, term_of,
         queries_at, others_at, from_tile, following, is_unmasked,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from numba import cuda, int32, uint32
 
 from ...ptx import local, shfl, special
 from ..steps import numbers
-from ..steps.inlined import inlined
+from ..steps.inlined import inlined, nothing
 from ..steps.plain import first_row_of, lane_and_warp
 from ..steps.repeated import repeated
 from . import exchanged_scores, products_float32, products_float64, rows_wide
@@ -61,17 +61,9 @@ def make(config):
         return multiply
 
     @inlined
-    def load_own(s_frag, dp_frag, own_s, own_dp):
-        pass
-
-    @inlined
     def lane_at(at):
         """Where the lane exchanges weights."""
         return exchange.place(*lane_and_warp(), at)
-
-    @inlined
-    def round_row(acc, weights, r):
-        pass
 
     @inlined
     def to_operand(acc, weights, at):
@@ -119,8 +111,8 @@ def make(config):
     weight_count = of_s.p_count if groups == 1 else strips * 8
     real = numbers.of(config.compute_dtype).real
     return BackwardProducts(
-        of_s.register, of_s.q_count, of_dp.q_count, of_s.kv_count, weight_count, real, strips * 8, load_own,
-        multiplier(of_s), multiplier(of_dp), round_row, to_operand, meet, adder, sync_owners, storer_of_block,
+        of_s.register, of_s.q_count, of_dp.q_count, of_s.kv_count, weight_count, real, strips * 8, nothing,
+        multiplier(of_s), multiplier(of_dp), nothing, to_operand, meet, adder, sync_owners, storer_of_block,
     )  # fmt: skip
 
 
@@ -144,22 +136,9 @@ def dq_product(config):
 def storer(config, columns, padded):
     """-> store, a device function, for a gradient of `columns` columns, of which a warp has `padded` / groups."""
     groups, shift, warp_rows = config.column_groups, config.column_groups.bit_length() - 1, config.warp_rows
-    blocks, made = padded // groups // 8, numbers.of(config.compute_dtype)
-    vectorized = columns * config.item_size % 16 == 0
+    blocks, vectorized = padded // groups // 8, columns * config.item_size % 16 == 0
+    scale_row = rows_wide.row_scaler(config.compute_dtype, blocks)
     write_row = rows_wide.row_writer(config.dtype, blocks, vectorized, config.columns_in_order)
-
-    @inlined
-    def scale_row(acc, r, factor, counts):
-        """-> whether row r of the lane's is finite; the same in all lanes of a quad."""
-        nonfinite = made.real(0)
-        for n in range(blocks):
-            for i in range(2):
-                at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
-                acc[at] = acc[at] * factor if counts else made.real(0)
-                nonfinite += acc[at] * made.real(0)  # NaN when it is NaN or Inf
-        nonfinite += made.bfly(nonfinite, 1)
-        nonfinite += made.bfly(nonfinite, 2)
-        return nonfinite == made.real(0)
 
     @inlined
     def store_row(r, found, acc, factor, first_row, lane, target, base, row_stride, rows_left, counted, columns_left):

@@ -18,9 +18,8 @@ registers, and those that compute have the others.
 Above head_dim 128 a cluster of two blocks then owns the same keys, and each has half of the columns of every tile and
 gradient. Both add up their halves of S and dP (shared_scores.py), and both make P and dS of it.
 
-Launch: a block, or with `blocks` a cluster, for each key tile: grid (blocks * batch * heads_kv * key tiles), block
-(config.threads), config.shared_bytes of dynamic shared memory. Rows of q, k, v, do and dq begin at multiples of 16
-bytes and are contiguous along dim; dq, dk and dv are contiguous.
+Launch: a block, or with `blocks` a cluster, for each key tile: grid (blocks * batch * heads_kv * key tiles). Rows of q,
+k, v, do and dq begin at multiples of 16 bytes and are contiguous along dim; dq, dk and dv are contiguous.
 """
 
 from numba import cuda, float64, int32, uint8, uint32
@@ -45,16 +44,14 @@ def make(config):
     s_count, sum_count = strips * tile_m // 2, strips * padded // 4
     load_own = async_tiles.loader(tile_n, padded, workers, 1, 8, config.copy_bytes)
     load_other = async_tiles.loader(tile_m, padded, loaders, 1, 8, config.copy_bytes)
-    staged = lse_delta.staged(config, tile_m, loaders)
+    staged, scores = lse_delta.staged(config, tile_m, loaders), shared_scores.make(config, s_count)
     tile, parts = backward_fused_tile.make(config), backward_dq_parts.make(config)
-    scores = shared_scores.make(config, s_count)
     store_dk, store_dv = (backward_wide.storer(config, n, padded) for n in (config.head_dim, config.head_dim_v))
     sequence_of, row_term = sequences.make(config), fragments.chain(config).row_term
     recompute_keys, wait_all = recompute.make(config, True, True), cp_async.wait_group(0)
     # full: Q and dO are there. The others: a place is free.
     full, q_empty, do_empty, staging_empty = (plan.barriers + 8 * n for n in range(4))
-    few, many = config.registers
-    give_registers, take_registers = setmaxnreg.decrease(few), setmaxnreg.increase(many)
+    give_registers, take_registers = setmaxnreg.decrease(config.FEW), setmaxnreg.increase(config.many)
 
     @inlined
     def own_column():
@@ -229,10 +226,8 @@ def make(config):
         walk = parts.walk_of(state, sizes)  # read again: not kept in registers while products need them
         sequence, h_kv, first_key = walk.sequence, walk.h_kv, walk.first_key
         column, first_row, lane = own_column(), tile.first_row_of_warp(), special.thread_index() & int32(31)
-        rows_left, keys_left = (
-            int32(min(sizes.seqlen_k - first_key, tile_n)),
-            int32(min(sequence.keys - first_key, tile_n)),
-        )
+        rows_left = int32(min(sizes.seqlen_k - first_key, tile_n))
+        keys_left = int32(min(sequence.keys - first_key, tile_n))
         base, stride = key_row(strides.dk, sequence, h_kv, first_key), strides.dk[2]
         nonfinite = store_dk(registers.acc_dk, score.scale, column, arrays.dk, base, stride, rows_left, keys_left)
         base, stride = key_row(strides.dv, sequence, h_kv, first_key), strides.dv[2]

@@ -5,29 +5,14 @@ A lane of one warp needs what the same lane of the other warp holds. So 16 bytes
 memory, in no order of rows or columns. Both halves are read back, so that no register index depends on the warp.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import numpy as np
 from numba import float64, int32, uint32
 
 from ...ptx import bar, ld_st, local, special
 from ..steps.inlined import inlined
+from ..steps.named import named
 
 ROW = 512  # 16 bytes of every lane
-
-
-class Exchange(NamedTuple):
-    """Device functions of a warp, and the bytes that a block needs for one exchange."""
-
-    place: Callable[..., Any]  # (lane, warp, q_smem) -> s_lane, where the lane's 16 bytes begin in those of its warps
-    put: Callable[..., Any]  # (own, s_lane): stores own (strips, blocks / 2, 4) of this warp
-    meet: Callable[..., Any]  # (): waits until both have stored theirs
-    get: Callable[..., Any]  # (acc_s, s_lane): acc_s (strips, blocks, 4) <- of both
-    get_16: Callable[..., Any]  # (weights, s_lane): weights (strips, 2, 4) <- of 16 columns from s_lane on
-    step: int  # bytes from 16 columns to the next
-    put_all: Callable[..., Any]  # (acc_s, s_lane): acc_s (strips, blocks, 4), of a part of the product's terms
-    get_sum: Callable[..., Any]  # (acc_s, s_lane): acc_s += the other warp's
 
 
 def make(config):
@@ -38,10 +23,12 @@ def make(config):
 
     @inlined
     def place(lane, warp, q_smem):
+        """-> s_lane, where the lane's 16 bytes begin in those of its warps."""
         return q_smem + int32(config.exchange_at) + (warp >> 1) * pair_bytes + lane * 16
 
     @inlined
     def put(own, s_lane):
+        """Stores own (strips, blocks / 2, 4) of this warp."""
         warp = special.thread_index() >> int32(5)
         words = local.array(4, uint32)
         for n in range(strips * half):
@@ -57,12 +44,13 @@ def make(config):
 
     @inlined
     def meet():
+        """Waits until both have stored theirs."""
         bar.sync(1 + (special.thread_index() >> int32(6)), 64)
 
     def reader(count):
         @inlined
         def get_blocks(values, s_lane):
-            """values (strips, count, 4) <- those of `count` blocks of 8 columns."""
+            """values (strips, count, 4) <- those of both, of `count` blocks of 8 columns from s_lane on."""
             words = local.array(4, uint32)
             for strip in range(strips):
                 for n in range(count):
@@ -79,16 +67,19 @@ def make(config):
 
     @inlined
     def put_all(acc_s, s_lane):
+        """Stores acc_s (strips, blocks, 4), of a part of the product's terms."""
         own = s_lane + ((special.thread_index() >> int32(5)) & 1) * all_bytes
         for n in range(strips * blocks * 2):
             ld_st.store_v2_f64(own + n * ROW, acc_s, 2 * n)
 
     @inlined
     def get_sum(acc_s, s_lane):
+        """acc_s += the other warp's."""
         other, two = s_lane + ((~(special.thread_index() >> int32(5))) & 1) * all_bytes, local.array(2, float64)
         for n in range(strips * blocks * 2):
             ld_st.load_v2_f64(two, 0, other + n * ROW)
             acc_s[2 * n] += two[0]
             acc_s[2 * n + 1] += two[1]
 
-    return Exchange(place, put, meet, reader(blocks), reader(2), 2 * chunks * ROW, put_all, get_sum)
+    step = 2 * chunks * ROW  # bytes from 16 columns to the next
+    return named(place, put, meet, put_all, get_sum, get=reader(blocks), get_16=reader(2), step=step)

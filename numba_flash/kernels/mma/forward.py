@@ -10,8 +10,7 @@ Letters as in v2; p_frag, q_frag and kv_frag are operands in registers, and acc_
 The loop over keys runs from the last tile to the first, so that under a causal mask the tiles that need a mask come
 first. This order is Dao's (FlashAttention-2, 2023).
 
-Launch: grid (batch * heads / group * query tiles * v_parts), block (config.threads), config.shared_bytes of
-dynamic shared memory. Rows of q, k and v begin at multiples of 16 bytes and are contiguous along dim.
+Launch: grid (batch * heads / group * query tiles * v_parts). Rows are contiguous along dim.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from ..score import reads as score_reads
 from ..score.reads import Origin
 from ..steps import async_tiles, block_state, numbers
 from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.integers import divide
+from ..steps.integers import divide, tiles_of
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.sequence import key_range, key_row, query_row
 from ..steps.units import LOG2_E
@@ -68,42 +67,28 @@ class Places(NamedTuple):
 
 
 def make(config):
-    tile_m, tile_n, warp_rows, threads = config.tile_m, config.tile_n, config.warp_rows, config.threads
-    head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    head_dim_padded, head_dim_v_padded, v_parts = config.head_dim_padded, config.head_dim_v_padded, config.v_parts
-    plan = config.shared_layout()
+    tile_n, warp_rows, plan = config.tile_n, config.warp_rows, config.shared_layout()
+    head_dim, columns, columns_v = config.head_dim, config.head_dim_padded, config.head_dim_v_padded
     bases_at, keys_at, origin_at, query_at = (plan.tile_state + n * block_state.SIZE for n in range(4))
-    many_copies = max(head_dim_padded, head_dim_v_padded) > 128
     strips, rows = warp_rows // 16, warp_rows // 8  # of 16 rows a warp; rows that a lane has a part of
-    groups, shift = config.column_groups, config.column_groups.bit_length() - 1
-    o_blocks = config.group_columns // 8
+    groups, shift, o_blocks = config.column_groups, config.column_groups.bit_length() - 1, config.group_columns // 8
     s_count, o_count = strips * (tile_n // 8) * 4, strips * o_blocks * 4
-    real = numbers.of(config.compute_dtype).real
-
-    size, copy_bytes = config.item_size, config.copy_bytes
-    load_q = async_tiles.loader(tile_m, head_dim_padded, threads, config.group_size, size, copy_bytes)
-    load_k = async_tiles.loader(tile_n, head_dim_padded, threads, 1, size, copy_bytes)
-    load_v = async_tiles.loader(tile_n, head_dim_v_padded, threads, 1, size, copy_bytes)
-    if config.splits_columns and tile_n == 32 and copy_bytes == 16:
-        load_k = async_tiles.panel_loader(tile_n, head_dim_padded, threads, head_dim == head_dim_padded)
-        load_v = async_tiles.panel_loader(tile_n, head_dim_v_padded, threads, head_dim_v == head_dim_v_padded)
-    wait_all = cp_async.wait_group(0)
-    row_term = fragments.chain(config).row_term
+    real, loader = numbers.of(config.compute_dtype).real, async_tiles.of(config)
+    load_q = loader(config.tile_m, columns, config.group_size)
+    load_k, load_v = loader(tile_n, columns), loader(tile_n, columns_v)
+    if config.splits_columns and tile_n == 32 and config.copy_bytes == 16:
+        load_k = async_tiles.panel_loader(tile_n, columns, config.threads, head_dim == columns)
+        load_v = async_tiles.panel_loader(tile_n, columns_v, config.threads, config.head_dim_v == columns_v)
     mask_words, visible, finish_scores, mask_scores = fragments.tile(config, strips)
-    read, has_mask = score_reads.make(config, strips), config.has("mask")
-    # Numbers that scores need are loaded before the products, or after them if the products take all registers.
-    reads_before, reads_behind = read.reads and config.item_size == 2, read.reads and config.item_size > 2
+    read, has_mask, wait_all = score_reads.make(config, strips), config.has("mask"), cp_async.wait_group(0)
     functions = fragment_functions.make(config, strips)
-    every_tile = TRUE if functions.every_tile else FALSE
-    walk = tile_walk.make(config, whole_warp=True)
-    work_of = work_tile.of_queries(config, config.queries, v_parts)
+    every_tile, walk = TRUE if functions.every_tile else FALSE, tile_walk.make(config, whole_warp=True)
+    row_term, work_of = fragments.chain(config).row_term, work_tile.of_queries(config, config.queries, config.v_parts)
     start, softmax, finish = fragment_softmax.make(config, strips)
     kept_weight = kept_weights.on_fragments(config, strips, tile_n)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, rows)
-    products = PRODUCTS[config.dtype].make(config)
-    write_rows = (rows_16bit if config.item_size == 2 else rows_wide).make(config)
-    recompute_rows = recompute.make(config, warp_rows)
-    log2_e = real(LOG2_E)
+    products, rows_of_o = PRODUCTS[config.dtype].make(config), rows_16bit if config.item_size == 2 else rows_wide
+    write_rows, recompute_rows, log2_e = rows_of_o.make(config), recompute.make(config, warp_rows), real(LOG2_E)
 
     @inlined
     def rescale(acc_o, alpha, moved):
@@ -126,7 +111,7 @@ def make(config):
     @inlined
     def again(places):
         """The thread's number; read anew where its many copies have addresses that would be kept through the loop."""
-        return special.thread_index() if many_copies else places.thread
+        return special.thread_index() if max(columns, columns_v) > 128 else places.thread
 
     @inlined
     def lane_and_row():
@@ -162,21 +147,15 @@ def make(config):
         products.multiply_q_k(registers.acc_s, *operands, places.q_lane, places.k_lane, places.s_lane)
 
     @inlined
-    def apply_to_tile(j, registers, places, tile, asks, arrays, strides, sizes, score):
+    def apply_to_tile(j, registers, places, tile, asks, arrays, strides, score):
         """The caller's own functions on S."""
         if functions.present:
             lane, row = lane_and_row()
             position, _ = block_state.get(places.q + int32(keys_at))
             queries_left = int32(min(tile.sequence.seqlen_q - tile.first_query, config.queries))
-            functions.apply(
-                registers.acc_s,
-                registers.mask_bits,
-                functions.place_of(j, tile.sequence.b, tile.h, row, lane, tile.first_query, position, queries_left),
-                asks,
-                arrays,
-                strides,
-                score,
-            )
+            b, h, first_query = tile.sequence.b, tile.h, tile.first_query
+            place = functions.place_of(j, b, h, row, lane, first_query, position, queries_left)
+            functions.apply(registers.acc_s, registers.mask_bits, place, asks, arrays, strides, score)
 
     @inlined
     def finish_and_mask(j, registers, places, tile, asks, arrays, strides, sizes, score, masked):
@@ -194,7 +173,7 @@ def make(config):
         if has_mask:
             read.hide(registers.mask_bits, registers.shown_bits, masked)
         if functions.every_tile or asks:
-            apply_to_tile(j, registers, places, tile, asks, arrays, strides, sizes, score)
+            apply_to_tile(j, registers, places, tile, asks, arrays, strides, score)
         if config.scores_finished:
             finish_scores(registers.acc_s, registers.term, registers.distance, registers.loaded, score)
         if masked:
@@ -226,16 +205,19 @@ def make(config):
         products.multiply_p_v(registers.acc_o, registers.p_frag, registers.kv_frag, places.v_lane)
 
     @inlined
-    def step(j, next_j, begin, registers, places, tile, arrays, strides, sizes, score, asks, masked):
-        """One key tile: S, softmax, O. next_j: the tile behind it. asks: mask_mod removes some of it. masked, a
-        constant or `asks`: some row does not see some key."""
-        if reads_before:
+    def step(j, begin, states, registers, places, tile, arrays, strides, sizes, score, whole):
+        """One key tile: S, softmax, O. -> the tile behind it. whole, a constant: every row sees every key, except for
+        those that a function removes."""
+        next_j, asks = walk.next_tile(states, j, begin, arrays, strides), walk.needs_mask(states, j, arrays, strides)
+        masked = masked_too(asks) if whole else TRUE
+        if read.before:
             load_for_scores(j, registers, places, arrays, strides, sizes, masked)
         scores_of_tile(j, registers, places, tile, strides, masked)
-        if reads_behind:
+        if read.behind:
             load_for_scores(j, registers, places, arrays, strides, sizes, masked)
         finish_and_mask(j, registers, places, tile, asks, arrays, strides, sizes, score, masked)
         outputs_of_tile(j, next_j, begin, registers, places, tile, arrays, strides, sizes, score)
+        return int32(next_j if walk.present else j - 1)
 
     @cuda.jit
     def flash_attention_mma(arrays, strides, sizes, score):
@@ -254,7 +236,7 @@ def make(config):
         v_smem = q_smem + int32(plan.v)  # (tile_n, head_dim_v_padded)
         q_global = memory.address(arrays.q, query_row(strides.q, sequence, tile.h, tile.first_query))
         k_global = memory.address(arrays.k, key_row(strides.k, sequence, tile.h_kv, 0))
-        v_at = key_row(strides.v, sequence, tile.h_kv, 0) + tile.part * head_dim_v_padded
+        v_at = key_row(strides.v, sequence, tile.h_kv, 0) + tile.part * columns_v
         v_global = memory.address(arrays.v, v_at)
         q_bytes, head_bytes = config.item_size * strides.q[2], config.item_size * strides.q[1]
         k_bytes = config.item_size * strides.k[2]
@@ -297,7 +279,7 @@ def make(config):
             )
             begin = max(begin, divide(first, tile_n))
             free = max(free, begin)
-            stop = min(int32(stop), divide(end + int32(tile_n - 1), tile_n))
+            stop = min(int32(stop), tiles_of(end, tile_n))
         states = walk.row(sequence.b, tile.h, tile.first_query, arrays, strides)
         if walk.present:
             begin, stop = walk.trim(states, begin, int32(stop), arrays, strides)
@@ -327,19 +309,9 @@ def make(config):
             # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
             # some of the first kind again.
             while j >= begin and (j >= cut or j < free):
-                next_j, asks = (
-                    walk.next_tile(states, j, begin, arrays, strides),
-                    walk.needs_mask(states, j, arrays, strides),
-                )
-                step(j, next_j, begin, registers, places, tile, arrays, strides, sizes, score, asks, TRUE)
-                j = int32(next_j if walk.present else j - 1)
+                j = step(j, begin, states, registers, places, tile, arrays, strides, sizes, score, FALSE)
             while j >= free and j < cut:
-                next_j, asks = (
-                    walk.next_tile(states, j, begin, arrays, strides),
-                    walk.needs_mask(states, j, arrays, strides),
-                )
-                step(j, next_j, begin, registers, places, tile, arrays, strides, sizes, score, asks, masked_too(asks))
-                j = int32(next_j if walk.present else j - 1)
+                j = step(j, begin, states, registers, places, tile, arrays, strides, sizes, score, TRUE)
 
         # Where all this belongs is worked out again: kept through the loop, it would cost the registers that S needs.
         thread = special.thread_index()
@@ -358,7 +330,7 @@ def make(config):
         owner, column_group = warp >> shift, warp & (groups - 1)
         part = int32(tile.part * groups + column_group)
         own = work_tile.QueryWork(tile.sequence, tile.h, tile.h_kv, tile.first_query, part)
-        row_states = o_smem + plan.row_states + column_group * (config.ROW_STATE_BYTES * tile_m)
+        row_states = o_smem + plan.row_states + column_group * (config.ROW_STATE_BYTES * config.tile_m)
         nonfinite = write_rows(
             registers.acc_o, inverse_l, lse, o_smem, row_states, own, lane, owner, arrays, strides, sizes
         )

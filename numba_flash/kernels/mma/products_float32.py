@@ -25,7 +25,7 @@ import numpy as np
 from numba import float32, int32, uint32
 
 from ...ptx import ld_st, ldmatrix, local, mma, special
-from ..steps.inlined import inlined
+from ..steps.inlined import inlined, nothing
 from ..steps.plain import panel_offset
 from . import exchanged_scores
 from .products import Products, in_operand_order
@@ -67,10 +67,6 @@ def make(config):
             v_smem + panel_offset((lane & 3) << 1, lane >> 2, tile_n) + group_of(warp) * (panels * kv_panel),
             exchanged.place(lane, warp, q_smem),
         )
-
-    @inlined
-    def load_q(q_frag, q_lane):
-        pass
 
     @inlined
     def split(x, at, count, big, small):
@@ -184,16 +180,6 @@ def make(config):
             add_keys(FOURTH, acc_o, p_frag, v_frag, v_lane)
 
     return Products(
-        uint32,
-        a_count,
-        16,
-        s_count,
-        lanes,
-        load_q,
-        multiply_q_k,
-        in_operand_order(strips * s_blocks, True),
-        multiply_p_v,
-        add_scores,
-        in_operand_order(2 * strips, True),
-        add_16,
-    )
+        uint32, a_count, 16, s_count, lanes, nothing, multiply_q_k, in_operand_order(strips * s_blocks, True),
+        multiply_p_v, add_scores, in_operand_order(2 * strips, True), add_16,
+    )  # fmt: skip

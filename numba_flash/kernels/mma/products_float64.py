@@ -27,7 +27,7 @@ import numpy as np
 from numba import float64, int32
 
 from ...ptx import ld_st, local, mma, special
-from ..steps.inlined import inlined
+from ..steps.inlined import inlined, nothing
 from ..steps.plain import panel_offset
 from ..steps.repeated import repeated
 from . import exchanged_scores
@@ -73,10 +73,6 @@ def make(config):
         v_lane = v_smem + panel_offset(first, column, tile_n) + column_half
         v_lane += group_of(warp) * (o_blocks // 2 * kv_panel)
         return q_lane, k_lane, v_lane, exchanged.place(lane, warp, q_smem)
-
-    @inlined
-    def load_q(q_frag, q_lane):
-        pass
 
     @inlined
     def large_product(acc, acc_at, a, a_at, b, b_at):
@@ -214,6 +210,6 @@ def make(config):
             add_rows(SECOND, acc_o, p_frag, s_blocks, v_frag, v_lane + 2048)
 
     return Products(
-        float64, a_count, 8, s_count, lanes, load_q, multiply_q_k, in_operand_order(strips * s_blocks),
+        float64, a_count, 8, s_count, lanes, nothing, multiply_q_k, in_operand_order(strips * s_blocks),
         multiply_p_v, add_scores, in_operand_order(2 * strips), add_16,
     )  # fmt: skip

@@ -24,10 +24,9 @@ class QueryColumns(NamedTuple):
     head_step: Callable[..., Any]  # (sizes) -> from there to where the next head's begin
     start: Callable[..., Any]  # (i, head_at, smem, seqlen_q, arrays): starts the copies of query tile i
     lane_at: Callable[..., Any]  # (smem) -> at, which the next two take
-    lse: Callable[
-        ..., Any
-    ]  # (values, n, at): values[n % 2 * 2 :] <- those of the lane's two columns of block n of 8, in
-    # the scores' units, +inf for a query that sees no key. To be called for n = 0, 1, 2 and so on.
+    # (values, n, at): values[n % 2 * 2 :] <- those of the lane's two columns of block n of 8, in the scores' units,
+    # +inf for a query that sees no key. To be called for n = 0, 1, 2 and so on.
+    lse: Callable[..., Any]
     minus_delta: Callable[..., Any]  # likewise
 
 

@@ -16,10 +16,8 @@ def make(config):
     """-> write_rows, a device function."""
     rows, o_blocks = config.warp_rows // 8, config.head_dim_v_padded // 8
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    store_rows, to_natural = (
-        output_rows.make(config, config.warp_rows, config.head_dim_v_padded),
-        float32(1 / exponent_unit(config)),
-    )
+    store_rows = output_rows.make(config, config.warp_rows, config.head_dim_v_padded)
+    to_natural = float32(1 / exponent_unit(config))
 
     @inlined
     def keep_row_states(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, sizes):
@@ -45,9 +43,8 @@ def make(config):
                 ld_st.store_b32(row_states + tile_row * config.ROW_STATE_BYTES + 4, lse[r].view(np.uint32))
                 query = tile.first_query + tile_row // config.group_size
                 if config.write_lse and tile.part == 0 and query < tile.sequence.seqlen_q:
-                    arrays.lse[lse_row(tile.sequence, tile.h + tile_row % config.group_size, query, sizes)] = (
-                        lse[r] * to_natural
-                    )
+                    lse_at = lse_row(tile.sequence, tile.h + tile_row % config.group_size, query, sizes)
+                    arrays.lse[lse_at] = lse[r] * to_natural
         return some
 
     @inlined

@@ -8,7 +8,7 @@ from numba import int32, uint32
 
 from ...ptx import bar, ld_st, local, memory
 from ..steps import elements, numbers
-from ..steps.inlined import inlined
+from ..steps.inlined import TRUE, inlined
 from ..steps.plain import first_row_of
 from ..steps.repeated import repeated
 from ..steps.sequence import lse_row, query_row
@@ -58,25 +58,32 @@ def row_writer(dtype, blocks, vectorized, columns_in_order=False):
     return write_row
 
 
+def row_scaler(compute_dtype, blocks):
+    """-> scale_row(acc, r, factor, counts), a device function: row r of the lane's times factor, or 0 where it does not
+    count. -> whether it is finite; the same in all lanes of a quad."""
+    real, bfly = (made := numbers.of(compute_dtype)).real, made.bfly
+
+    @inlined
+    def scale_row(acc, r, factor, counts):
+        nonfinite = real(0)
+        for n in range(blocks):
+            for i in range(2):
+                at = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
+                acc[at] = acc[at] * factor if counts else real(0)
+                nonfinite += acc[at] * real(0)  # NaN when it is NaN or Inf
+        nonfinite += bfly(nonfinite, 1)
+        nonfinite += bfly(nonfinite, 2)
+        return nonfinite == real(0)
+
+    return scale_row
+
+
 def make(config):
     """-> write_rows, a device function like that of rows_16bit."""
     rows, o_blocks = config.warp_rows // 8, config.group_columns // 8
     write_row = row_writer(config.dtype, o_blocks, config.o_vectorized, config.columns_in_order)
-    real, _, _, _, _, bfly, _, _, _ = numbers.of(config.compute_dtype)
-    to_natural = real(1 / exponent_unit(config))
-
-    @inlined
-    def divide_row(acc_o, r, inverse):
-        """Row r of the lane's, by its sum. -> whether it is finite; the same in all lanes of a quad."""
-        nonfinite = real(0)
-        for n in range(o_blocks):
-            for i in range(2):
-                at = ((r // 2) * o_blocks + n) * 4 + (r % 2) * 2 + i
-                acc_o[at] *= inverse
-                nonfinite += acc_o[at] * real(0)  # NaN when it is NaN or Inf
-        nonfinite += bfly(nonfinite, 1)
-        nonfinite += bfly(nonfinite, 2)
-        return nonfinite == real(0)
+    divide_row = row_scaler(config.compute_dtype, o_blocks)
+    to_natural = numbers.of(config.compute_dtype).real(1 / exponent_unit(config))
 
     @inlined
     def finish_row(r, some, acc_o, inverse_l, lse, row_states, tile, lane, warp, arrays, strides, sizes):
@@ -84,7 +91,7 @@ def make(config):
         tile_row = warp * config.warp_rows + int32(first_row_of(lane)) + r * 8
         queries_left = int32(min(tile.sequence.seqlen_q - tile.first_query, config.queries))
         query, head = tile_row // config.group_size, tile.h + tile_row % config.group_size
-        flag = uint32(0) if divide_row(acc_o, r, inverse_l[r]) else uint32(1)
+        flag = uint32(0) if divide_row(acc_o, r, inverse_l[r], TRUE) else uint32(1)
         if lane & 3 == 0:
             ld_st.store_b32(row_states + tile_row * config.ROW_STATE_BYTES, flag)
             if config.write_lse and tile.part == 0 and query < queries_left:

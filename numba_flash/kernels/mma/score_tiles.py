@@ -5,32 +5,18 @@ each in shared memory. When the products of a tile are done, the next tile is lo
 scores. A tile that shares its queries or its keys with the previous one keeps them.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba import int32, int64
+from numba import cuda, float32, int32, int64
 
-from ...ptx import memory
+from ...ptx import cp_async, memory
 from ..steps import async_tiles, fragment_products
 from ..steps import sequence as sequences
 from ..steps.inlined import inlined
 from ..steps.integers import divide
+from ..steps.named import named
+from ..steps.score_ranges import place_of
 from ..steps.sequence import key_range, key_row, query_row, unpacked
-
-
-class Range(NamedTuple):
-    """Units [unit, end_unit) of a box of query tiles, and the half-open range of key tiles in each. A unit is one query
-    tile of one head of one batch entry; the box has `heads` heads of `tiles` query tiles each, from (b, h, i) on."""
-
-    b: int
-    h: int
-    i: int
-    heads: int
-    tiles: int
-    unit: int
-    end_unit: int
-    j: int
-    end_j: int
 
 
 class Place(NamedTuple):
@@ -47,34 +33,17 @@ class Place(NamedTuple):
 class Smem(NamedTuple):
     """Shared addresses."""
 
-    q: int
-    do: int
-    k: int
-    v: int
-
-
-class ScoreTiles(NamedTuple):
-    """Device functions."""
-
-    first: Callable[..., Any]  # (range, arrays, strides, sizes) -> Place
-    following: Callable[
-        ..., Any
-    ]  # (place, range, arrays, strides, sizes) -> Place; its unit is end_unit after the last
-    load_first: Callable[..., Any]  # (place, smem, arrays, strides, sizes, thread): starts copies
-    load_next: Callable[..., Any]  # (place, before, smem, arrays, strides, sizes, thread): of what changes
-    multiply: Callable[..., Any]  # (registers, smem, thread): acc_s, acc_dp += the products
-    frag_words: tuple[int, int]  # of registers.q_frag and do_frag
+    q: int  # (tile_m, head_dim_padded)
+    do: int  # (tile_m, head_dim_v_padded)
+    k: int  # (tile_n, head_dim_padded)
+    v: int  # (tile_n, head_dim_v_padded)
 
 
 def make(config):
-    load_q, load_do, load_k, load_v = (
-        async_tiles.loader(rows, columns, config.threads, copy_bytes=config.copy_bytes)
-        for rows in (config.tile_m, config.tile_n)
-        for columns in (config.head_dim_padded, config.head_dim_v_padded)
-    )
-    sequence_of = sequences.make(config)
-    lanes_of, _, scores_product, *_ = fragment_products.make(config)
-    multiply_q_k, multiply_do_v = scores_product(config.head_dim_padded), scores_product(config.head_dim_v_padded)
+    load_q, load_do, load_k, load_v = async_tiles.of_backward(config)
+    sequence_of, plan, wait_all = sequences.make(config), config.shared_layout(), cp_async.wait_group(0)
+    products = fragment_products.make(config)
+    multiply_q_k, multiply_do_v = map(products.scores_product, (config.head_dim_padded, config.head_dim_v_padded))
 
     @inlined
     def seek(unit, tiles, arrays, strides, sizes):
@@ -82,10 +51,8 @@ def make(config):
         h, i, j, stop = int32(0), int32(0), int32(0), int32(0)
         sequence = unpacked(int32(0), sizes.seqlen_q, int64(0), int64(0))
         while unit < tiles.end_unit:
-            head_of_all = divide(unit, tiles.tiles)
-            entry = divide(head_of_all, tiles.heads)
-            h, i = int32(tiles.h + head_of_all - entry * tiles.heads), int32(tiles.i + unit - head_of_all * tiles.tiles)
-            sequence = sequence_of(int32(tiles.b + entry), arrays, strides, sizes)
+            b, h, i = place_of(unit, tiles)
+            sequence = sequence_of(b, arrays, strides, sizes)
             last_query = min(int64(i * config.tile_m + config.tile_m), sequence.seqlen_q) - 1
             begin, _, _, end = key_range(sequence, i * config.tile_m, last_query, sizes, config.tile_n)
             j, stop = max(int32(begin), tiles.j), min(int32(end), tiles.end_j)
@@ -95,11 +62,8 @@ def make(config):
         return Place(unit, unpacked(sequence.b, sequence.seqlen_q, sequence.keys, sequence.q_start), h, i, j, stop)
 
     @inlined
-    def first(tiles, arrays, strides, sizes):
-        return seek(tiles.unit, tiles, arrays, strides, sizes)
-
-    @inlined
     def following(place, tiles, arrays, strides, sizes):
+        """-> Place; its unit is tiles.end_unit after the last."""
         unit, sequence, h, i, j, stop = place
         j = int32(j + 1)
         if j >= stop:
@@ -126,12 +90,14 @@ def make(config):
 
     @inlined
     def load_first(place, smem, arrays, strides, sizes, thread):
+        """Starts the copies of a tile."""
         load_queries(place, smem, arrays, strides, sizes, thread)
         h_kv = divide(place.h, divide(sizes.heads, sizes.heads_kv))
         load_keys(place, h_kv, smem, arrays, strides, thread)
 
     @inlined
     def load_next(place, before, smem, arrays, strides, sizes, thread):
+        """Likewise, of what the tile does not share with the one before."""
         group = divide(sizes.heads, sizes.heads_kv)
         h_kv = divide(place.h, group)
         if place.i != before.i or place.h != before.h or place.sequence.b != before.sequence.b:
@@ -141,9 +107,45 @@ def make(config):
 
     @inlined
     def multiply(registers, smem, thread):
-        own_lane, other_lane, _ = lanes_of(thread)
+        """acc_s, acc_dp += the products."""
+        own_lane, other_lane, _ = products.lanes(thread)
         multiply_q_k(registers.acc_s, registers.q_frag, registers.b_frag, smem.q + own_lane, smem.k + other_lane)
         multiply_do_v(registers.acc_dp, registers.do_frag, registers.b_frag, smem.do + own_lane, smem.v + other_lane)
 
-    frag_words = config.head_dim_padded // 4, config.head_dim_v_padded // 4
-    return ScoreTiles(first, following, load_first, load_next, multiply, frag_words)
+    @inlined
+    def places(address):
+        """-> Smem, in shared memory that begins at `address`."""
+        q = async_tiles.aligned(address)
+        return Smem(q, q + int32(plan.do), q + int32(plan.k), q + int32(plan.v))
+
+    def loop(before, between, behind):
+        """-> the loop over the tiles of a Range, a device function. before, between and behind the copies of the next
+        tile: what a kernel does with a tile before its products, with its products, and with its scores."""
+
+        @inlined
+        def over_tiles(tiles, registers, smem, thread, arrays, strides, sizes, score):
+            place = seek(tiles.unit, tiles, arrays, strides, sizes)
+            if place.unit < tiles.end_unit:
+                load_first(place, smem, arrays, strides, sizes, thread)
+            cp_async.commit_group()
+            while place.unit < tiles.end_unit:
+                before(place, registers, smem, thread, arrays, strides, sizes)
+                for x in range(config.tile_n // 2):
+                    registers.acc_s[x] = float32(0)
+                    registers.acc_dp[x] = float32(0)
+                wait_all()
+                cuda.syncthreads()  # the tile has arrived, and all threads have finished with the last scores
+                multiply(registers, smem, thread)
+                between(place, registers, smem, thread, arrays, sizes)
+                following_place = following(place, tiles, arrays, strides, sizes)
+                cuda.syncthreads()  # all threads have finished with the tile
+                if following_place.unit < tiles.end_unit:
+                    load_next(following_place, place, smem, arrays, strides, sizes, thread)
+                cp_async.commit_group()
+                behind(place, registers, smem, thread, arrays, strides, sizes, score)
+                place = following_place
+
+        return over_tiles
+
+    # q_words, do_words: of registers.q_frag and do_frag
+    return named(places, loop, q_words=config.head_dim_padded // 4, do_words=config.head_dim_v_padded // 4)

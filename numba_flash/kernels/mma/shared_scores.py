@@ -4,22 +4,12 @@ A thread hands its numbers to the same thread of the other block, into its share
 (backward_dq_parts.py). The sum of both halves is the same in both blocks, because a + b is b + a.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import numpy as np
 from numba import float64, int32, uint32, uint64
 
 from ...ptx import bar, cluster, ld_st, local, mbarrier, special
 from ..steps.inlined import inlined
-
-
-class SharedScores(NamedTuple):
-    """Device functions. bars: an mbarrier of each warp, which completes when scores have come. at: where they come to
-    for the warp."""
-
-    begin: Callable[..., Any]  # (bars): by one thread, before all threads of the cluster meet
-    add_other: Callable[..., Any]  # (acc, t, at, bars): acc of tile t += what the other block has
+from ..steps.named import named
 
 
 @inlined
@@ -31,16 +21,18 @@ def bits_of(values, words):
 
 
 def make(config, count):
-    """count: of numbers that a thread has."""
+    """count: of numbers that a thread has. bars: an mbarrier of each warp, which completes when scores have come."""
     warps = config.workers // 32
 
     @inlined
     def begin(bars):
+        """By one thread, before all threads of the cluster meet."""
         for n in range(warps):
             mbarrier.init(int32(bars + 8 * n), 1)
 
     @inlined
     def add_other(acc, t, at, bars):
+        """acc of tile t += what the other block has. at: where it comes to for the warp."""
         thread, other = special.thread_index(), cluster.rank() ^ 1
         elected = thread & int32(31) == 0
         full, place = int32(bars + 8 * (thread >> int32(5))), int32(at + (thread & int32(31)) * 16)
@@ -58,4 +50,4 @@ def make(config, count):
             acc[2 * n + 1] += pair[1]
         bar.warp_sync()  # all lanes have read
 
-    return SharedScores(begin, add_other)
+    return named(begin, add_other)

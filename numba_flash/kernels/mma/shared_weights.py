@@ -7,40 +7,28 @@ chunk's number is XORed with bits 1 and 2 of the key's, and its bit 2 with the k
 neighbouring keys lie in different banks, and so do 4 queries of keys 0, 2, 4 and 6.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 from numba import float64, int32
 
 from ...ptx import ld_st, local
 from ..steps.inlined import inlined
+from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of
 
 
-class SharedWeights(NamedTuple):
-    """Device functions. `at`: an address that a place function returned, some rows and columns further."""
-
-    place: Callable[..., Any]  # (lane, smem): of the lane's pair in an accumulator
-    moved: Callable[..., Any]  # (at, n): 8 * n columns further
-    pair: Callable[..., Any]  # (values, at): values (2,) <- the pair
-    put: Callable[..., Any]  # (x, y, at): the pair <- x, y
-    operand_place: Callable[..., Any]  # (lane, smem)
-    operand: Callable[..., Any]  # (p_frag, at): p_frag (strips, 2, 4) <- 16 columns of P^T or dS^T as an operand
-    turned_place: Callable[..., Any]  # (lane, smem)
-    turned: Callable[..., Any]  # (p_frag, at): p_frag (2, 4) <- 16 rows of dS^T, as columns of an operand of 16 queries
-
-
 def make(pitch, strips):
-    """pitch: bytes from a key to the next, a multiple of 128."""
+    """pitch: bytes from a key to the next, a multiple of 128. `at`: an address that a place function returned, some
+    rows and columns further."""
 
     @inlined
     def place(lane, smem):
+        """Of the lane's pair in an accumulator."""
         row = int32(first_row_of(lane))
         chunk = (lane & 3) ^ (row & 6) ^ ((row & 1) << 2)
         return int32(smem + row * pitch + (chunk << 4))
 
     @inlined
     def moved(at, n):
+        """8 * n columns further."""
         return int32((at ^ int32((n & 1) << 6)) + (n >> 1) * 128)
 
     @inlined
@@ -59,6 +47,7 @@ def make(pitch, strips):
 
     @inlined
     def operand(p_frag, at):
+        """p_frag (strips, 2, 4) <- 16 columns of P^T or dS^T as an operand."""
         for strip in range(strips):
             for i in range(4):
                 for r in range(2):
@@ -72,10 +61,11 @@ def make(pitch, strips):
 
     @inlined
     def turned(p_frag, at):
+        """p_frag (2, 4) <- 16 rows of dS^T, as columns of an operand of 16 queries."""
         for n in range(2):
             for x in range(2):
                 for r in range(2):
                     there = int32((at ^ int32((x ^ r) << 6)) + (8 * n + x) * pitch)
                     p_frag[4 * n + 2 * x + r] = ld_st.load_f64(there)
 
-    return SharedWeights(place, moved, pair, put, operand_place, operand, turned_place, turned)
+    return named(place, moved, pair, put, operand_place, operand, turned_place, turned)

@@ -12,7 +12,7 @@ from ...ptx import special
 from ..score import longest_first
 from ..steps import sequence
 from ..steps.inlined import inlined
-from ..steps.integers import divide
+from ..steps.integers import divide, tiles_of
 from ..steps.query_tile import QueryTile
 
 
@@ -55,7 +55,7 @@ def of_queries(config, queries, parts=1):
         else:
             # Opaque: a kernel that asks twice would otherwise keep the number of tiles through its loop.
             heads, seqlen_q = divide(sizes.heads, group), special.opaque(int32(sizes.seqlen_q))
-            m_tiles = divide(seqlen_q + int32(queries - 1), queries)
+            m_tiles = tiles_of(seqlen_q, queries)
             head_tiles = divide(tiles, m_tiles)
             b, own = divide(head_tiles, heads), m_tiles - 1 - (tiles - head_tiles * m_tiles)
             head = head_tiles - b * heads
@@ -75,7 +75,7 @@ def of_keys(config):
         if longest.present:
             b, h_kv, own = longest.take(block, arrays, strides, sizes)
         else:
-            n_tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
+            n_tiles = tiles_of(sizes.seqlen_k, tile_n)
             head_tiles = divide(block, n_tiles)
             b, own = divide(head_tiles, sizes.heads_kv), block - head_tiles * n_tiles
             h_kv = head_tiles - b * sizes.heads_kv

@@ -63,7 +63,7 @@ class Score(NamedTuple):
 
 
 @functools.cache
-def make(config: Any) -> Score:
+def make(config):
     """The chain of one kernel, in its computing type."""
     minus_inf = elements.COMPUTE_TYPES[config.dtype](-math.inf)
     (value, with_derivative), visible = _chain(config, STAGES), _visible(config)
@@ -80,13 +80,13 @@ def make(config: Any) -> Score:
     return Score(value, with_derivative, visible, masked, kept_weights.make(config))
 
 
-def around_score_mod(config: Any) -> tuple[Any, Any]:
+def around_score_mod(config):
     """(value of the stages before score_mod, with_derivative of those after it), as in Score."""
     at = STAGES.index(score_mod)
     return _chain(config, STAGES[:at])[0], _chain(config, STAGES[at + 1 :])[1]
 
 
-def by_head(config: Any) -> Any:
+def by_head(config):
     """(at) -> the score's derivative by the option that is one number for each head; None if no stage has one.
 
     It is the derivative of the stage itself: the stages after it have derivative 1.
@@ -95,7 +95,7 @@ def by_head(config: Any) -> Any:
     return next((stage.by_head for stage in made if stage.by_head is not None), None)
 
 
-def _chain(config: Any, stages: Any) -> tuple[Any, Any]:
+def _chain(config, stages):
     """(value, with_derivative) of these stages, as in Score."""
     one = elements.COMPUTE_TYPES[config.dtype](1)
 
@@ -116,7 +116,7 @@ def _chain(config: Any, stages: Any) -> tuple[Any, Any]:
     return value, with_derivative
 
 
-def _visible(config: Any) -> Any:
+def _visible(config):
     @cuda.jit(device=True)
     def all_visible(at, needs_mask, arrays, strides):
         return True
@@ -129,7 +129,7 @@ def _visible(config: Any) -> Any:
     return _and(visible, user.make(config, "mask_mod"), True) if config.has("mask_mod") else visible
 
 
-def _and(before: Any, shown: Any, is_mask_mod: bool) -> Any:
+def _and(before, shown, is_mask_mod):
     @cuda.jit(device=True)
     def visible(at, needs_mask, arrays, strides):
         if is_mask_mod:
@@ -139,7 +139,7 @@ def _and(before: Any, shown: Any, is_mask_mod: bool) -> Any:
     return visible
 
 
-def _then(before: Any, stage: Any) -> Any:
+def _then(before, stage):
     @cuda.jit(device=True)
     def value(product, at, arrays, strides, score):
         return stage(before(product, at, arrays, strides, score), at, arrays, strides, score)
@@ -147,7 +147,7 @@ def _then(before: Any, stage: Any) -> Any:
     return value
 
 
-def _then_with_derivative(before: Any, stage: Any, stage_with_derivative: Any) -> Any:
+def _then_with_derivative(before, stage, stage_with_derivative):
     """The chain rule. A stage without a derivative of its own has derivative 1."""
 
     @cuda.jit(device=True)

@@ -1,7 +1,5 @@
 """s - slope * |q_pos - k_pos|, with a slope for each head (Press et al., Train Short, Test Long, 2022)."""
 
-from typing import Any
-
 from numba import cuda
 
 from ..steps import elements
@@ -11,7 +9,7 @@ from ..steps.units import exponent_unit
 from .stage import FragmentStage, HeadGradient, Stage
 
 
-def make(config: Any) -> Stage | None:
+def make(config):
     if not config.has("alibi_slopes"):
         return None
     compute = elements.COMPUTE_TYPES[config.dtype]
@@ -29,7 +27,7 @@ def make(config: Any) -> Stage | None:
     return Stage(value, by_head=by_head)
 
 
-def head_gradient(config: Any) -> HeadGradient:
+def head_gradient(config):
     """The sum over a head's rows of dS times `by_head`; v2_dq stores each row's share (row_shares)."""
     store_element = elements.storer(config.given)
 
@@ -44,7 +42,7 @@ def head_gradient(config: Any) -> HeadGradient:
     return HeadGradient(of_row, store)
 
 
-def on_fragments(config: Any) -> FragmentStage | None:
+def on_fragments(config):
     if not config.has("alibi_slopes"):
         return None
     real = elements.COMPUTE_TYPES[config.dtype]

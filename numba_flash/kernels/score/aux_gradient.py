@@ -17,7 +17,6 @@ sizes.term_bits is h if each score reads one number, sizes.run_bits the same for
 the largest number of numbers that score_mod read for a score.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +25,7 @@ from numba import float32, float64, int32, int64, uint32, uint64
 from ...ptx import cvt, memory
 from ..steps import elements
 from ..steps.inlined import inlined
+from ..steps.named import named
 from . import user
 
 ROOM = 61  # bits of a sum before its sign, less one for exponents that differ by a rounding between the walks
@@ -39,11 +39,11 @@ class Exponents(NamedTuple):
     bias: int
 
     @staticmethod
-    def of(compute_dtype: str) -> "Exponents":
+    def of(compute_dtype):
         return Exponents(2047, 1022) if compute_dtype == "float64" else Exponents(255, 126)
 
 
-def words(compute_dtype: str) -> int:
+def words(compute_dtype):
     """int64 words of the sum of an element."""
     return 2 if compute_dtype == "float64" else 1
 
@@ -61,17 +61,7 @@ class Run(NamedTuple):
     reads: Any  # (1,) int64, the most numbers that score_mod read for a score
 
 
-class Owed(NamedTuple):
-    """Device functions."""
-
-    start: Callable[..., Any]  # (run)
-    # (run, ds, s, slope, place, reads, at, arrays, strides, sizes): ds of score_mod's result for s, not 0; and what
-    # user.recorded returns for the first number that it read
-    add: Callable[..., Any]
-    finish: Callable[..., Any]  # (run, arrays, sizes)
-
-
-def powers(compute_dtype: str) -> Any:
+def powers(compute_dtype):
     """-> power(n): 2^n of the type, if it is a normal number."""
     is_double = compute_dtype == "float64"
 
@@ -84,7 +74,7 @@ def powers(compute_dtype: str) -> Any:
     return power
 
 
-def _exponent_of(compute_dtype: str) -> Any:
+def _exponent_of(compute_dtype):
     """-> exponent(term), as stored; at least 1, which also stands for smaller numbers."""
     is_double = compute_dtype == "float64"
 
@@ -112,7 +102,7 @@ def read_bits(arrays):
     return bits_of(int64(arrays.aux_bounds[0]))
 
 
-def make(config: Any) -> Owed:
+def make(config):
     made, is_double = Exponents.of(config.compute_dtype), config.compute_dtype == "float64"
     real, count = elements.COMPUTE_TYPES[config.dtype], words(config.compute_dtype)
     ask, power, of_bounds = user.recorded(config), powers(config.compute_dtype), config.of_bounds
@@ -177,6 +167,8 @@ def make(config: Any) -> Owed:
 
     @inlined
     def add(run, ds, s, slope, place, reads, at, arrays, strides, sizes):
+        """ds: of score_mod's result for s, not 0; slope to reads: what user.recorded returns for the first number that
+        it read."""
         if of_bounds:
             run.reads[0] = max(run.reads[0], reads)
         read = int64(0)
@@ -198,4 +190,4 @@ def make(config: Any) -> Owed:
             if arrays.aux_bounds[0] < uint32(run.reads[0]):
                 memory.maximum(memory.address(arrays.aux_bounds, 0), uint32(run.reads[0]))
 
-    return Owed(start, add, finish)
+    return named(start, add, finish)

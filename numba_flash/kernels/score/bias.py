@@ -1,7 +1,5 @@
 """s + bias[b, h, q_index, k_index]."""
 
-from typing import Any
-
 from numba import cuda
 
 from ..steps import elements
@@ -9,7 +7,7 @@ from ..steps.inlined import inlined
 from .stage import FragmentStage, Stage
 
 
-def make(config: Any) -> Stage | None:
+def make(config):
     if not config.has("bias"):
         return None
     load = elements.loader(config.dtype_of("bias"), elements.COMPUTE_TYPES[config.dtype])
@@ -22,7 +20,7 @@ def make(config: Any) -> Stage | None:
     return Stage(value)
 
 
-def on_fragments(config: Any) -> FragmentStage | None:
+def on_fragments(config):
     """Adds what reads.py has loaded before the products were ready."""
     if not config.has("bias"):
         return None

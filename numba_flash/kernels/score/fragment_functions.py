@@ -5,26 +5,15 @@ it might read past the end of an array. So every tile has its mask bits, and mas
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from numba import int32, int64, uint32
 
 from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.repeated import repeated
 from . import At, user
-
-
-class FragmentFunctions(NamedTuple):
-    """Device functions. acc_s <- score_mod of scale * acc_s, for scores that count; mask_bits <- without what mask_mod
-    removes. needs_mask: whether mask_mod removes something of this tile (tile_walk.py)."""
-
-    present: bool
-    every_tile: bool  # whether there is work also where mask_mod decides nothing
-    place_of: Callable[..., Any]  # -> LaneScores
-    apply: Callable[..., Any]  # (acc_s, mask_bits, LaneScores, needs_mask, arrays, strides, score)
-    apply_inside: Callable[..., Any]  # likewise, for a tile whose keys all rows see, except for what mask_mod removes
 
 
 class LaneScores(NamedTuple):
@@ -41,8 +30,9 @@ class LaneScores(NamedTuple):
 
 
 @functools.cache
-def make(config: Any, strips: int = 1) -> FragmentFunctions:
-    """A tile of config.tile_n columns, of which a warp has `strips` strips of 16 rows."""
+def make(config, strips=1):
+    """A tile of config.tile_n columns, of which a warp has `strips` strips of 16 rows. needs_mask: whether mask_mod
+    removes something of it (tile_walk.py). every_tile: whether there is work also where mask_mod decides nothing."""
     has_score_mod, has_mask_mod = config.has("score_mod"), config.has("mask_mod")
     shared, blocks = config.group_size > 1, config.tile_n // 8  # shared: a tile has the queries of several heads
     words, changed = -(-blocks // 16), user.both(config, False)
@@ -75,14 +65,15 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
 
     @inlined
     def place_of(j, b, h, first_row, lane, first_query, tile_pos, queries_left):
-        """Of key tile j. first_row: the warp's, in the query tile, which begins with first_query at position tile_pos
-        and has queries_left queries; h: the head of its first row."""
+        """-> LaneScores of key tile j. first_row: the warp's, in the query tile, which begins with first_query at
+        position tile_pos and has queries_left queries; h: the head of its first row."""
         first, first_key = int32(first_row + first_row_of(lane)), int32(j * config.tile_n + first_column_of(lane))
         last, ahead = int32(queries_left * config.group_size - 1), int64(tile_pos + first - first_key)
         return LaneScores(b, h, first, last, first_query, first_key, tile_pos, ahead)
 
     @inlined
     def apply(acc_s, mask_bits, place, needs_mask, arrays, strides, score):
+        """acc_s <- score_mod of scale * acc_s, for scores that count; mask_bits <- without what mask_mod removes."""
         for r in range(2 * strips):
             if place.first_row + r * 8 > place.last_row:  # a row that does not exist
                 for word in range(words):
@@ -91,8 +82,8 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
 
     @inlined
     def apply_inside(acc_s, mask_bits, place, needs_mask, arrays, strides, score):
-        """If the tile has several heads' queries, functions are called with the last row that exists in place of those
-        that do not."""
+        """Likewise, for a tile whose keys all rows see. If the tile has several heads' queries, functions are called
+        with the last row that exists in place of those that do not."""
         if has_score_mod and needs_mask:  # score_mod only for scores that mask_mod leaves
             apply(acc_s, mask_bits, place, needs_mask, arrays, strides, score)
         else:
@@ -101,4 +92,4 @@ def make(config: Any, strips: int = 1) -> FragmentFunctions:
             every_block(acc_s, mask_bits, place, TRUE, alone, arrays, strides, score)
 
     every_tile = has_score_mod or config.packed and has_mask_mod  # packed sequences have no states of tiles
-    return FragmentFunctions(present, every_tile, place_of, apply, apply_inside)
+    return named(place_of, apply, apply_inside, present=present, every_tile=every_tile)

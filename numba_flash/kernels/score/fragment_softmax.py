@@ -12,38 +12,28 @@ float16 or float32. Then almost no tile changes m, so lanes exchange nothing and
 idea of FlashAttention-4).
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 from numba import uint32
 
 from ...ptx import cvt, local, vote
 from ..steps import numbers
 from ..steps.inlined import inlined
+from ..steps.named import named
 from ..steps.units import LN_2, exponent_unit
 from . import sum_terms
 from .fragments import exponential_of
 
 
-class Softmax(NamedTuple):
-    """Device functions for rows in fragments (fragments.py)."""
-
-    start: Callable[..., Any]  # (m, l): as before the first tile
-    update: Callable[..., Any]  # (acc_s, m, l, alpha, scale_log2) -> whether some alpha of the warp is not 1
-    finish: Callable[..., Any]  # (m, l, alpha, lse): alpha <- 1 / l, lse <- in the scores' unit
-
-
-def make(config: Any, strips: int) -> Softmax:
+def make(config, strips):
     start, update_shifted, finish = make_shifted(config, strips, False)
 
     @inlined
     def update(acc_s, m, l, alpha, scale_log2):
         return update_shifted(acc_s, m, l, alpha, scale_log2, m)
 
-    return Softmax(start, update, finish)
+    return named(start, update, finish)
 
 
-def make_shifted(config: Any, strips: int, shifted: bool) -> Softmax:
+def make_shifted(config, strips, shifted):
     """shifted: update takes what a score is multiplied by, and what is added to all scores of a row then
     (kernels/wgmma/one_side.py); otherwise it reads no shift."""
     blocks, rows, of = config.tile_n // 8, 2 * strips, numbers.of(config.compute_dtype)
@@ -54,6 +44,7 @@ def make_shifted(config: Any, strips: int, shifted: bool) -> Softmax:
 
     @inlined
     def start(m, l):
+        """As before the first tile."""
         for r in range(rows):
             m[r] = of.lowest  # not -inf: if a row has only scores of -inf so far, -inf - m must be -inf, not NaN
             l[r] = of.real(0)
@@ -157,7 +148,7 @@ def make_shifted(config: Any, strips: int, shifted: bool) -> Softmax:
             alpha[r] = alpha[r] * inverse if has_term else inverse
             lse[r] = of.minus_inf if empty else m[r] + of.log2(l[r]) * of_log2
 
-    return Softmax(start, update_shifted, finish)
+    return named(start, update_shifted, finish)
 
 
 def in_16_bits(config, strips):

@@ -33,7 +33,7 @@ class Chain(NamedTuple):
 
 
 @functools.cache
-def chain(config: Any) -> Chain:
+def chain(config):
     """The stages that the problem uses, in order."""
     real = elements.COMPUTE_TYPES[config.dtype]
     one, zero = real(1), real(0)
@@ -67,7 +67,7 @@ def chain(config: Any) -> Chain:
     return Chain(value, with_derivative, row_term or no_term, row_term is not None)
 
 
-def _then(before: Any, stage: Any) -> Any:
+def _then(before, stage):
     value, derivative = stage.value, stage.derivative
 
     @inlined
@@ -86,7 +86,7 @@ def _then(before: Any, stage: Any) -> Any:
 
 
 @functools.cache
-def exponential_of(config: Any) -> Any:
+def exponential_of(config):
     """e^x of a difference of two scores, in the scores' unit."""
     made = numbers.of(config.compute_dtype)
     ex2, log2_e = made.exp2, made.real(LOG2_E)
@@ -99,7 +99,7 @@ def exponential_of(config: Any) -> Any:
 
 
 @functools.cache
-def weights(config: Any) -> tuple[Any, Any]:
+def weights(config):
     """Like `weights_at`, for kernels without a bias: functions of (product, term, distance, score, lse)."""
     weight, weight_or_zero = weights_at(config)
     assert not config.has("bias")
@@ -116,7 +116,7 @@ def weights(config: Any) -> tuple[Any, Any]:
 
 
 @functools.cache
-def weights_at(config: Any) -> tuple[Any, Any]:
+def weights_at(config):
     """-> (weight, weight_or_zero), device functions: (product, at, score, lse) -> (p, derivative).
 
     p = e^(score - lse); lse, in the scores' unit, is +inf for a row that sees no key. derivative: as in Chain.
@@ -179,7 +179,7 @@ class Tile(NamedTuple):
 
 
 @functools.cache
-def tile(config: Any, strips: int, columns: int = 0) -> Tile:
+def tile(config, strips, columns=0):
     """A tile of config.tile_n columns, or of `columns`, of which a warp has `strips` strips of 16 rows."""
     tile_n, group = columns or config.tile_n, config.group_size
     blocks = tile_n // 8

@@ -18,8 +18,6 @@ from ..steps.inlined import inlined
 from ..steps.repeated import repeated
 from . import At, at_position, user
 
-present = user.present
-
 
 class LanePlace(NamedTuple):
     """Where the scores of a lane lie: its first query and its first key, of a head whose query 0 is at q_start."""
@@ -32,8 +30,9 @@ class LanePlace(NamedTuple):
 
 
 @functools.cache
-def on_fragments(config: Any, strips: int, columns: int, of_keys: bool, derivative: bool = True) -> Any:
-    """-> apply, a device function for a tile of `columns` columns, of which a warp has `strips` strips of 16 rows.
+def on_fragments(config, strips, columns, of_keys, derivative=True):
+    """-> apply(acc_s, acc_dp, shown_bits, LanePlace, needs_mask, arrays, strides, score), a device function for a tile
+    of `columns` columns, of which a warp has `strips` strips of 16 rows.
 
     For scores whose bit in shown_bits (a word for each row) is set: acc_s <- score_mod of scale * acc_s, and acc_dp <-
     acc_dp times its derivative. shown_bits <- without what mask_mod removes. derivative: dS is computed; otherwise
@@ -61,24 +60,17 @@ def on_fragments(config: Any, strips: int, columns: int, of_keys: bool, derivati
                         if not seen:
                             shown_bits[r] &= ~bit
 
-    every_block = repeated(block, blocks if user.present(config) else 0)
-
-    @inlined
-    def apply(acc_s, acc_dp, shown_bits, b, h, first_query, q_start, first_key, needs_mask, arrays, strides, score):
-        place = LanePlace(b, h, first_query, q_start, first_key)
-        every_block(acc_s, acc_dp, shown_bits, place, needs_mask, arrays, strides, score)
-
-    return apply
+    return repeated(block, blocks if user.present(config) else 0)
 
 
 @functools.cache
-def of_bits(config: Any, columns: int, of_keys: bool) -> Any:
+def of_bits(config, columns, of_keys):
     """-> ask, a device function: mask_mod alone, on a strip of 16 rows of a tile of `columns` columns. It needs no
     score, so it can run during S."""
     visible = user.make(config, "mask_mod") if config.has("mask_mod") else None
     way = 1 if of_keys else -1  # way: 1 if columns are queries
 
-    def one_block(inside: bool) -> Any:
+    def one_block(inside):
         """Block n of 8 columns. inside: all scores count so far; no branch surrounds a call, so they run side by
         side."""
 

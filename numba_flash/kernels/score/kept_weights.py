@@ -23,7 +23,7 @@ from numba import cuda, int32, int64, uint32, uint64
 from ...ptx import bits, shfl, special
 from ..steps import elements
 from ..steps.bit_exchange import exchange
-from ..steps.inlined import inlined
+from ..steps.inlined import inlined, nothing
 
 ROUNDS = 7
 MULTIPLIERS = (np.uint32(0xD2511F53), np.uint32(0xCD9E8D57))
@@ -91,7 +91,7 @@ def push_upper(dropped, word, most):
 
 
 @functools.cache
-def make(config: Any) -> Any:
+def make(config):
     """-> factor(at, arrays, sizes, score), a device function: 0 or 1 / (1 - dropout_p), by which a weight is multiplied
     in the output; 1 without dropout."""
     compute = elements.COMPUTE_TYPES[config.dtype]
@@ -121,14 +121,14 @@ class FragmentCounts(NamedTuple):
 
 
 @functools.cache
-def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
+def on_fragments(config, strips, columns):
     """columns: of the tile; a warp has `strips` strips of 16 rows."""
     group, blocks, rows = config.group_size, columns // 8, 2 * strips
     words = -(-blocks // 16) * rows if config.seeded else 1
     real = elements.COMPUTE_TYPES[config.dtype]
     assert not config.seeded or columns % 16 == 0 or columns == 8
 
-    def and_block(before: Any, m: int) -> Any:
+    def and_block(before, m):
         """Adds block m of 16 keys to the blocks before. Each is a function of its own, because the compiler does not
         unroll the loop in one long function. So blocks are computed side by side."""
 
@@ -144,7 +144,7 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
 
         return of_block
 
-    def and_columns(before: Any, m: int) -> Any:
+    def and_columns(before, m):
         """Adds block m of 16 columns, which are queries, to the blocks before."""
 
         @inlined
@@ -162,18 +162,14 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
     def none(seed, keys, q_pos, h, b, most):
         return uint32(0), uint32(0)
 
-    def all_of(one_more: Any, begin: int, end: int) -> Any:
+    def all_of(one_more, begin, end):
         """Bits are shifted in at the low end, so the last block comes first."""
         found = none
         for m in reversed(range(begin, end)):
             found = one_more(found, m)
         return found
 
-    @inlined
-    def nothing(kept, first_key, b, h, first, tile_pos, seed, dropped):
-        pass
-
-    def and_word(before: Any, strip: int, word: int) -> Any:
+    def and_word(before, strip, word):
         """Adds word `word` of both rows of a strip to those before. Lanes 1 apart share counters: one computes those of
         the first row, the other those of the second, for the columns of both."""
         blocks_16 = all_of(and_block, 8 * word, min(8 * (word + 1), -(-columns // 16)))
@@ -199,7 +195,7 @@ def on_fragments(config: Any, strips: int, columns: int) -> FragmentCounts:
 
     every_column = all_of(and_columns, 0, -(-columns // 16))
 
-    def and_rows(before: Any, strip: int) -> Any:
+    def and_rows(before, strip):
         """Likewise for a strip's two rows, which are keys.
 
         Four lanes, 4 and 8 apart, share counters and have the same four queries of every 16. Each computes the counters

@@ -10,7 +10,7 @@ from ...arrays.dtypes import ITEM_SIZE
 from ...config.forward import L2_BYTES
 from ..steps.head_rounds import in_rounds
 from ..steps.inlined import inlined
-from ..steps.integers import divide
+from ..steps.integers import divide, tiles_of
 from . import tile_walk
 
 
@@ -19,7 +19,7 @@ class LongestFirst(NamedTuple):
     take: Callable[..., Any]  # (t, arrays, strides, sizes) -> (b, head, own tile); b = batch if none is left
 
 
-def make(config: Any) -> LongestFirst:
+def make(config):
     """head: the KV head for a kernel that owns keys; otherwise heads that share a tile count as one head."""
     if not config.tile_states:
         return LongestFirst(False, _none)
@@ -35,7 +35,7 @@ def make(config: Any) -> LongestFirst:
         if of_keys:
             own, walked = int32(sizes.seqlen_k), int32(sizes.seqlen_q * group)
             heads, sharing = sizes.heads_kv, int32(1)
-        tiles, head_tiles = divide(own + int32(own_rows - 1), own_rows), int32(sizes.batch * heads)
+        tiles, head_tiles = tiles_of(own, own_rows), int32(sizes.batch * heads)
         at_once = int32(min(max(divide(l2_rows, max(walked, 1)), 1) * sharing, head_tiles))
         work = t < head_tiles * tiles
         head, rank = in_rounds(int32(t if work else 0), tiles, head_tiles, at_once)

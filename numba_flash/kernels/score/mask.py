@@ -1,11 +1,9 @@
 """mask[b, h, q_index, k_index]: False removes a key."""
 
-from typing import Any
-
 from numba import cuda
 
 
-def make(config: Any) -> Any:
+def make(config):
     """visible(at, arrays, strides), or None without a mask."""
     if not config.has("mask"):
         return None

@@ -10,8 +10,7 @@ past the tile's last one read what the last one reads; columns past the last one
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import float64, int32, int64, uint32, uint64
@@ -20,6 +19,7 @@ from ...arrays.dtypes import ITEM_SIZE
 from ...ptx import cvt, local, memory, special, vote
 from ..steps import elements
 from ..steps.inlined import inlined
+from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of
 from .mask_bits import ENDS, PIECE, SEEN_BY_ALL, SEEN_BY_SOME
 
@@ -33,23 +33,6 @@ class Origin(NamedTuple):
     bias: int
     bits: int
     first_row: int
-
-
-class Reads(NamedTuple):
-    """Device functions, and the numbers of registers they fill. A lane has 2 * strips rows."""
-
-    reads: bool  # whether anything is read
-    bias_words: int  # number of words of bias_type
-    bits_words: int
-    bias_type: Any
-    origin: Callable[..., Any]  # (b, h, first_row, arrays, strides) -> Origin
-    load: Callable[..., Any]  # load_bias and load_bits: (loaded, bits, then as load_bits, inside)
-    load_bias: Callable[..., Any]  # (loaded, j, origin, first_row, lane, strides, sizes, inside)
-    load_bits: Callable[..., Any]  # (bits, j, origin, first_row, lane, arrays, strides, sizes): if the mask hides some
-    added: Callable[..., Any]  # (loaded, r, n, i) -> the bias of a score
-    hide: Callable[..., Any]  # (mask_bits, bits, masked)
-    some_hidden: Callable[..., Any]  # (mask_bits) -> whether the mask hides any of the warp's scores
-    ranges: Callable[..., Any]  # (b, h, heads, first_row, end_row, arrays, strides, sizes) -> two ranges of columns
 
 
 @inlined
@@ -74,7 +57,7 @@ def _sides_of_keys(sizes, by):
 
 
 @functools.cache
-def halves(dtype: str) -> Any:
+def halves(dtype):
     """-> half_of, a device function: (two, i) -> number i of two of 16 bits in a register, as float32."""
 
     @inlined
@@ -89,8 +72,10 @@ def halves(dtype: str) -> Any:
 
 
 @functools.cache
-def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> Reads:
-    """Tiles of config.tile_n columns, or of `columns`, of which a warp has `strips` strips of 16 rows."""
+def make(config, strips, columns=0, of_keys=False):
+    """Tiles of config.tile_n columns, or of `columns`, of which a warp has `strips` strips of 16 rows: device
+    functions, and the registers that they fill, bias_words of bias_type and bits_words. `reads`: whether anything is
+    read."""
     tile_n, group, rows = columns or config.tile_n, config.group_size, 2 * strips
     blocks, words = tile_n // 8, -(-tile_n // 128)  # words of mask bits for each row
     has_bias, has_mask, dtype = config.has("bias"), config.has("mask"), config.dtype_of("bias") or "float32"
@@ -177,6 +162,7 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
 
     @inlined
     def load(loaded, bits, j, origin, first_row, lane, arrays, strides, sizes, inside):
+        """Both; inside: as of load_bias."""
         load_bias(loaded, j, origin, first_row, lane, strides, sizes, inside)
         load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes)
 
@@ -234,5 +220,8 @@ def make(config: Any, strips: int, columns: int = 0, of_keys: bool = False) -> R
         return first, end, whole_first, whole_end
 
     bias_words, bits_words = rows * blocks * (2 if apart else 1) if has_bias else 1, rows * words if has_mask else 1
-    numbers = reads_bias or has_mask, bias_words, bits_words, float64 if double else uint32
-    return Reads(*numbers, origin, load, load_bias, load_bits, added, hide, some_hidden, ranges)
+    counts = dict(bias_words=bias_words, bits_words=bits_words, bias_type=float64 if double else uint32)
+    functions = origin, load, load_bias, load_bits, added, hide, some_hidden, ranges
+    reads, narrow = reads_bias or has_mask, ITEM_SIZE[config.dtype] == 2
+    # Before a tile's products, or behind them if these take all registers.
+    return named(*functions, **counts, reads=reads, before=reads and narrow, behind=reads and not narrow)

@@ -1,7 +1,5 @@
 """scale * product. All derivatives leave out this factor: the sums dQ and dK are multiplied by it once."""
 
-from typing import Any
-
 from numba import cuda
 
 from ..steps import elements
@@ -10,7 +8,7 @@ from ..steps.units import exponent_unit
 from .stage import FragmentStage, Stage
 
 
-def make(config: Any) -> Stage:
+def make(config):
     compute = elements.COMPUTE_TYPES[config.dtype]
 
     @cuda.jit(device=True)
@@ -20,7 +18,7 @@ def make(config: Any) -> Stage:
     return Stage(value)
 
 
-def on_fragments(config: Any) -> FragmentStage:
+def on_fragments(config):
     unit = elements.COMPUTE_TYPES[config.dtype](exponent_unit(config))
 
     @inlined

@@ -1,14 +1,12 @@
 """score_mod(s, b, h, q_pos, k_pos, *aux): a function of the caller's own; its derivative is derived from its code."""
 
-from typing import Any
-
 from numba import cuda
 
 from . import user
 from .stage import Stage
 
 
-def make(config: Any) -> Stage | None:
+def make(config):
     if not config.has("score_mod"):
         return None
     of_score, of_dual = user.make(config, "score_mod"), user.make(config, "score_mod", derivative=True)
@@ -24,5 +22,5 @@ def make(config: Any) -> Stage | None:
     return Stage(value, with_derivative)
 
 
-def on_fragments(config: Any) -> None:
+def on_fragments(config):
     """In fragments it runs before the chain (fragment_functions.py), because it needs a position and stages do not."""

@@ -2,7 +2,6 @@
 2023)."""
 
 import math
-from typing import Any
 
 from numba import cuda
 
@@ -12,7 +11,7 @@ from ..steps.sequence import lse_row
 from .stage import HeadGradient
 
 
-def make(config: Any) -> Any:
+def make(config):
     """-> sink(b, h, arrays, strides), in natural units; None if the problem has none."""
     if not config.has("sinks"):
         return None
@@ -25,7 +24,7 @@ def make(config: Any) -> Any:
     return sink
 
 
-def head_gradient(config: Any) -> HeadGradient:
+def head_gradient(config):
     """dsink = the sum over the head's rows of -e^(sink - lse) * delta,    delta = rowsum(dO * O) - dlse.
 
     A sink is the score of a key whose value is 0: its weight in a row is e^(sink - lse), and its dP is 0, so dS = P *

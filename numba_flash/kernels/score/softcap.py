@@ -1,7 +1,6 @@
 """softcap * tanh(s / softcap): scores stay between -softcap and softcap (Gemma 2, 2024)."""
 
 import math
-from typing import Any
 
 from numba import cuda, float32
 
@@ -13,7 +12,7 @@ from ..steps.units import LOG2_E, exponent_unit
 from .stage import FragmentStage, Stage
 
 
-def make(config: Any) -> Stage | None:
+def make(config):
     if not config.has("softcap"):
         return None
     compute = elements.COMPUTE_TYPES[config.dtype]
@@ -44,7 +43,7 @@ def quick_tanh(x):
     return odd if abs(x) < float32(SMALL) else large
 
 
-def on_fragments(config: Any) -> FragmentStage | None:
+def on_fragments(config):
     if not config.has("softcap"):
         return None
     real = elements.COMPUTE_TYPES[config.dtype]

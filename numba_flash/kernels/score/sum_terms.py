@@ -9,7 +9,6 @@ far above all scores would push P into float16's smallest numbers.
 
 import functools
 import math
-from typing import Any
 
 from numba import cuda
 
@@ -20,14 +19,14 @@ from . import TERMS
 
 
 @functools.cache
-def make(config: Any) -> Any:
+def make(config):
     """-> x, or None. A problem has at most one term."""
     made = [x for term in TERMS if (x := term.make(config)) is not None]
     assert len(made) <= 1, "no kernel adds up two terms yet"
     return made[0] if made else None
 
 
-def start(config: Any) -> Any:
+def start(config):
     """-> start(b, h, arrays, strides), a device function: the maximum and the sum of a row before its first key, in
     natural units."""
     compute, x = elements.COMPUTE_TYPES[config.dtype], make(config)
@@ -44,7 +43,7 @@ def start(config: Any) -> Any:
     return before_keys
 
 
-def on_fragments(config: Any, rows: int) -> Any:
+def on_fragments(config, rows):
     """-> load_terms, a device function, if there is a term."""
     group, unit = config.group_size, elements.COMPUTE_TYPES[config.dtype](exponent_unit(config))
     x = make(config)

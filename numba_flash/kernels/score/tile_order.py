@@ -14,7 +14,7 @@ from numba import cuda, int32, uint32
 
 from ...abi.parameters import STATES_IN_WORD
 from ...ptx import bits, special
-from ..steps.integers import divide
+from ..steps.integers import divide, tiles_of
 from . import tile_walk
 
 
@@ -27,8 +27,8 @@ def make(config):
         thread = special.thread_index()
         states, by = states_of(arrays, strides)
         words = int32(by[2] - 1)
-        tiles = divide(int32(sizes.seqlen_k if of_keys else sizes.seqlen_q) + int32(own_rows - 1), own_rows)
-        blocks = divide(tiles + int32(threads - 1), threads)  # blocks of each head
+        tiles = tiles_of(sizes.seqlen_k if of_keys else sizes.seqlen_q, own_rows)
+        blocks = tiles_of(tiles, threads)  # blocks of each head
         head = divide(special.block_index(), blocks)
         row = int32(head * tiles * by[2])
         own_chunk = int32(special.block_index() - head * blocks)

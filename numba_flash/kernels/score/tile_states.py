@@ -22,7 +22,7 @@ from ...abi.parameters import STATES_IN_WORD
 from ...ptx import special, vote
 from ..steps import sequence
 from ..steps.inlined import inlined
-from ..steps.integers import divide
+from ..steps.integers import divide, tiles_of
 from ..steps.plain import row_keys
 from . import at_position, mask, tile_walk, user
 
@@ -84,7 +84,7 @@ def make(config):
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         states, by = states_of(arrays, strides)
-        own_tiles = divide(int32(sizes.seqlen_k if of_keys else sizes.seqlen_q) + int32(own_rows - 1), own_rows)
+        own_tiles = tiles_of(sizes.seqlen_k if of_keys else sizes.seqlen_q, own_rows)
         groups = divide(sizes.heads, heads) if by[1] != 0 else int32(1)
         members = int32(heads) if by[1] != 0 else int32(1)  # otherwise all heads see the same
         words = int32(by[2] - 1)

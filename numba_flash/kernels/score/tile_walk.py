@@ -5,8 +5,6 @@ Without a mask_mod these functions loop over all tiles, and leave no code.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 from numba import int32, uint32
 
@@ -14,6 +12,7 @@ from ...abi.parameters import STATES_IN_WORD, TILE_STATES_OF_KEYS
 from ...ptx import bits, shfl
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
+from ..steps.named import named
 
 SHIFT = STATES_IN_WORD.bit_length() - 1
 LAST, EVERY = STATES_IN_WORD - 1, (1 << STATES_IN_WORD) - 1
@@ -21,7 +20,7 @@ assert SHIFT == 4, "a word has 16 bits of either kind"
 
 
 @functools.cache
-def _states(of_keys: bool) -> Any:
+def _states(of_keys):
     @inlined
     def states_of(arrays, strides):
         if of_keys:
@@ -31,27 +30,15 @@ def _states(of_keys: bool) -> Any:
     return states_of
 
 
-def states_of(config: Any) -> Any:
+def states_of(config):
     """-> states_of(arrays, strides) -> (the states of tiles, their strides)."""
     return _states(config.tile_states == TILE_STATES_OF_KEYS)
 
 
-class TileWalk(NamedTuple):
-    """Device functions. row: where the states of the block's own tile begin."""
-
-    present: bool
-    row: Callable[..., Any]  # (b, h, the own tile's first row, arrays, strides) -> row
-    trim: Callable[..., Any]  # (row, begin, stop, arrays, strides) -> [begin, stop) without empty tiles at its ends
-    next_tile: Callable[..., Any]  # (row, j, begin, arrays, strides) -> the tile after j, or begin - 1 if none is left
-    last: Callable[..., Any]  # (row, j, begin, arrays, strides) -> the last tile of [begin, j] that is not empty
-    first: Callable[..., Any]  # (row, j, stop, arrays, strides) -> the first one of [j, stop)
-    is_nonempty: Callable[..., Any]  # (row, j, arrays, strides) -> whether something is seen in tile j
-    needs_mask: Callable[..., Any]  # (row, j, arrays, strides) -> whether mask_mod decides there
-
-
 @functools.cache
-def make(config: Any, whole_warp: bool = False) -> TileWalk:
-    """whole_warp: all lanes of a warp call these functions together, and the compiler may rely on it."""
+def make(config, whole_warp=False):
+    """Device functions. row: where the states of the block's own tile begin. whole_warp: all lanes of a warp call these
+    functions together, and the compiler may rely on it."""
     present, find = bool(config.tile_states), states_of(config)
     asks = TRUE if config.packed and config.has("mask_mod") else FALSE  # packed sequences have no states of tiles
     own_rows, heads = (config.states_tile.own, config.states_tile.heads) if present else (1, 1)
@@ -81,6 +68,7 @@ def make(config: Any, whole_warp: bool = False) -> TileWalk:
 
     @inlined
     def next_tile(row, j, begin, arrays, strides):
+        """-> the tile after j, or begin - 1 if none is left."""
         if not present:
             return j - 1
         found = int32(begin - 1)
@@ -90,6 +78,7 @@ def make(config: Any, whole_warp: bool = False) -> TileWalk:
 
     @inlined
     def trim(row, begin, stop, arrays, strides):
+        """-> [begin, stop) without empty tiles at its ends."""
         if not present:
             return begin, stop
         first, last = int32(stop), int32(begin - 1)
@@ -104,6 +93,7 @@ def make(config: Any, whole_warp: bool = False) -> TileWalk:
 
     @inlined
     def last(row, j, begin, arrays, strides):
+        """-> the last tile of [begin, j] that is not empty."""
         if not present:
             return j
         found = int32(begin - 1)  # if there is none
@@ -117,6 +107,7 @@ def make(config: Any, whole_warp: bool = False) -> TileWalk:
 
     @inlined
     def first(row, j, stop, arrays, strides):
+        """-> the first one of [j, stop)."""
         if not present:
             return j
         found = int32(stop)  # if there is none
@@ -130,6 +121,7 @@ def make(config: Any, whole_warp: bool = False) -> TileWalk:
 
     @inlined
     def is_nonempty(row, j, arrays, strides):
+        """-> whether something is seen in tile j."""
         if not present:
             return True
         word = word_of(row, int32(j >> SHIFT), arrays, strides)
@@ -137,9 +129,10 @@ def make(config: Any, whole_warp: bool = False) -> TileWalk:
 
     @inlined
     def needs_mask(row, j, arrays, strides):
+        """-> whether mask_mod decides there."""
         if not present:
             return asks
         word = word_of(row, int32(j >> SHIFT), arrays, strides)
         return (word >> uint32(STATES_IN_WORD + (j & LAST))) & uint32(1) != 0
 
-    return TileWalk(present, row, trim, next_tile, last, first, is_nonempty, needs_mask)
+    return named(row, trim, next_tile, last, first, is_nonempty, needs_mask, present=present)

@@ -6,7 +6,6 @@ truth. at: an At.
 """
 
 import functools
-from typing import Any
 
 import numpy as np
 from numba import config as numba_config
@@ -18,17 +17,17 @@ from ..steps import elements
 from ..steps.inlined import inlined
 
 
-def make(config: Any, option: str, derivative: bool = False) -> Any:
+def make(config, option, derivative=False):
     return (_simulated if numba_config.ENABLE_CUDASIM else _compiled)(config, option, derivative)
 
 
-def present(config: Any) -> bool:
+def present(config):
     """Whether the problem has a score_mod or mask_mod."""
     return config.has("score_mod") or config.has("mask_mod")
 
 
 @functools.cache
-def both(config: Any, derivative: bool) -> Any:
+def both(config, derivative):
     """Both functions on one score: apply(product, at, needs_mask, arrays, strides, score) -> (product, slope, whether
     it counts). With a score_mod, product is its result for scale * product. slope: its derivative, or 1 without
     `derivative`. needs_mask: whether mask_mod decides here (tile_walk.py)."""
@@ -54,14 +53,14 @@ def both(config: Any, derivative: bool) -> Any:
     return apply
 
 
-def _base(config: Any, option: str) -> str:
+def _base(config, option):
     """The type in which a function computes (functions.compiled.BASES). Other kernels also call a mask_mod, and all
     must get the same answer."""
     quick = option == "score_mod" and ITEM_SIZE[config.dtype] == 2
     return "for 16 bits" if quick else config.compute_dtype
 
 
-def _positions(config: Any, option: str, base: str) -> tuple[Any, Any]:
+def _positions(config, option, base):
     """-> (row(at), where(at)): the integer arguments of a function; row: that of q, if it asks for it."""
     from ...functions import compiled
 
@@ -82,7 +81,7 @@ def _positions(config: Any, option: str, base: str) -> tuple[Any, Any]:
     return row if config.function(option).asks_row else no_row, where
 
 
-def _compiled(config: Any, option: str, derivative: bool) -> Any:
+def _compiled(config, option, derivative):
     from ...functions import compiled
 
     function, base = config.function(option), _base(config, option)
@@ -93,7 +92,7 @@ def _compiled(config: Any, option: str, derivative: bool) -> Any:
 
         @inlined
         def visible(at, arrays, strides):
-            return truth(call(*(row(at) + where(at) + tables(arrays, strides))))
+            return truth(call(*(row(at) + where(at) + tables(arrays, strides, ()))))
 
         return visible
     number = compiled.as_number("dual" if derivative else "real", base)
@@ -101,7 +100,7 @@ def _compiled(config: Any, option: str, derivative: bool) -> Any:
 
     @inlined
     def found(s, at, arrays, strides):
-        return call(*(row(at) + (number(s),) + where(at) + tables(arrays, strides)))
+        return call(*(row(at) + (number(s),) + where(at) + tables(arrays, strides, ())))
 
     @inlined
     def value(s, at, arrays, strides):
@@ -115,7 +114,7 @@ def _compiled(config: Any, option: str, derivative: bool) -> Any:
     return with_derivative if derivative else value
 
 
-def recorded(config: Any) -> Any:
+def recorded(config):
     """-> aux_gradient(s, at, read, arrays, strides, sizes): the result of score_mod, its derivative by the read-th
     number that it reads from the arrays config.wanted_aux, the index of that number, and how many numbers it reads.
 
@@ -124,7 +123,7 @@ def recorded(config: Any) -> Any:
     return (_simulated_recorded if numba_config.ENABLE_CUDASIM else _compiled_recorded)(config)
 
 
-def _compiled_recorded(config: Any) -> Any:
+def _compiled_recorded(config):
     from ...functions import compiled
 
     function, base, count = config.function("score_mod"), _base(config, "score_mod"), len(config.aux)
@@ -134,45 +133,50 @@ def _compiled_recorded(config: Any) -> Any:
     result, slope = (make("score_mod", base, function) for make in (compiled.result, compiled.derivative))
     reads = compiled.READS
 
-    @inlined
-    def tables(arrays, strides, sizes, state):
-        return ()
-
+    tables = _no_tables
     for n, (dtype, ndim) in enumerate(config.aux):
         if n in config.wanted_aux:
             table = compiled.as_recorded_table(dtype, ndim, base)
             tables = _one_recorded_more(tables, table, n - count, config.wanted_aux.index(n))
         else:
-            tables = _one_plain_more(tables, compiled.as_table(dtype, ndim, base), n - count)
+            tables = _one_more(tables, compiled.as_table(dtype, ndim, base), n - count, n - count)
 
     @inlined
     def aux_gradient(s, at, read, arrays, strides, sizes):
         state = local.array(reads, int64)  # in registers
         state[0], state[1], state[2] = 0, read, 0
-        y = call(*(row(at) + (number(s),) + where(at) + tables(arrays, strides, sizes, state)))
+        y = call(*(row(at) + (number(s),) + where(at) + tables(arrays, strides, (sizes, state))))
         return result(y), slope(y), state[2], state[0]
 
     return aux_gradient
 
 
-def _one_recorded_more(before: Any, table: Any, place: int, wanted: int) -> Any:
+@inlined
+def _no_tables(arrays, strides, record):
+    return ()
+
+
+def _one_recorded_more(before, table, place, wanted):
+    """record: the sizes of the kernel, and an array that notes what is read."""
+
     @inlined
-    def tables(arrays, strides, sizes, state):
+    def tables(arrays, strides, record):
+        sizes, state = record
         made = table(arrays[place], strides[place], sizes.aux_begins[wanted], state)
-        return before(arrays, strides, sizes, state) + (made,)
+        return before(arrays, strides, record) + (made,)
 
     return tables
 
 
-def _one_plain_more(before: Any, table: Any, place: int) -> Any:
+def _one_more(before, table, of_arrays, of_strides):
     @inlined
-    def tables(arrays, strides, sizes, state):
-        return before(arrays, strides, sizes, state) + (table(arrays[place], strides[place]),)
+    def tables(arrays, strides, record):
+        return before(arrays, strides, record) + (table(arrays[of_arrays], strides[of_strides]),)
 
     return tables
 
 
-def _simulated_recorded(config: Any) -> Any:
+def _simulated_recorded(config):
     from ...functions import numbers
 
     function, base = config.function("score_mod"), np.dtype(config.compute_dtype).type
@@ -195,31 +199,19 @@ def _simulated_recorded(config: Any) -> Any:
     return aux_gradient
 
 
-def _tables(config: Any, base: str) -> Any:
-    """tables(arrays, strides) -> a tuple of all aux arrays."""
+def _tables(config, base):
+    """tables(arrays, strides, ()) -> a tuple of all aux arrays."""
     from ...functions import compiled
 
     count, behind = len(config.aux), int(config.counted)  # the counters come after them
-
-    @inlined
-    def tables(arrays, strides):
-        return ()
-
+    tables = _no_tables
     for number, (dtype, ndim) in enumerate(config.aux):
         table = compiled.as_table(dtype, ndim, base, config.narrow)
         tables = _one_more(tables, table, number - count - behind, number - count)
     return tables
 
 
-def _one_more(before: Any, table: Any, of_arrays: int, of_strides: int) -> Any:
-    @inlined
-    def tables(arrays, strides):
-        return before(arrays, strides) + (table(arrays[of_arrays], strides[of_strides]),)
-
-    return tables
-
-
-def _simulated(config: Any, option: str, derivative: bool) -> Any:
+def _simulated(config, option, derivative):
     from ...functions import numbers
 
     function, base = config.function(option), np.dtype(config.compute_dtype).type

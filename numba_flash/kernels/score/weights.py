@@ -6,7 +6,6 @@ A weight has the same factor in dV as in the output (kept_weights.py), and so ha
 
 import functools
 import math
-from typing import Any
 
 from numba import cuda
 
@@ -15,7 +14,7 @@ from . import make as make_score
 
 
 @functools.cache
-def make(config: Any) -> Any:
+def make(config):
     """weight(product, row_lse, at, needs_mask, arrays, strides, score) -> (p, derivative of the score by scale *
     product). needs_mask: as in Score."""
     compute = elements.COMPUTE_TYPES[config.dtype]

@@ -10,7 +10,7 @@ from numba import cuda, int64
 
 from ..score import aux_gradient
 from ..steps import elements
-from ..steps.inlined import inlined
+from ..steps.inlined import inlined, nothing
 
 
 def make(config):
@@ -36,10 +36,6 @@ def make(config):
             if double:
                 found += scaled(arrays.aux_sums[at * words + words - 1], up - (aux_gradient.ROOM + 1 - room))
         return found
-
-    @inlined
-    def nothing(at, arrays, sizes):
-        pass
 
     def and_array(before, number, kind):
         store = elements.storer(kind)

@@ -9,7 +9,7 @@ so it needs only the row itself. With lse an output of its own, d lse_i / d s_j 
 bracket. A few threads share a row, so that neighbouring ones read neighbouring columns. Where parts of dQ are added up
 in turns (kernels/mma/backward_dq_parts.py), their counts and the ticket become 0 here.
 
-Launch: grid (batch * heads * row tiles), block (config.threads), config.shared_bytes of dynamic shared memory.
+Launch: grid (batch * heads * row tiles).
 """
 
 from numba import cuda, uint32

@@ -4,7 +4,6 @@ From dS come dQ, the gradient of bias, those of numbers of heads and those of th
 kernel says what it does with a tile of dS: line 9 for dQ. Letters are those of v2_backward_dkdv.py.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from numba import cuda
@@ -14,6 +13,7 @@ from ..score import at_key, by_head, tile_walk, weights
 from ..score import make as make_score
 from ..steps import elements, rows, tiles
 from ..steps.inlined import TRUE, inlined
+from ..steps.named import named
 from ..steps.sequence import key_range, kv_head, lse_row, query_of
 
 
@@ -30,16 +30,7 @@ class RowTiles(NamedTuple):
     v: Any  # (tile_n, v_row)
 
 
-class DsRows(NamedTuple):
-    """Device functions."""
-
-    query_tile: Callable[..., Any]  # (block, sizes) -> (b, h, first row)
-    row_tiles: Callable[..., Any]  # (thread) -> RowTiles
-    # (sums, RowTiles, sequence, h, first_row, first_j, end_j, arrays, strides, sizes, score) -> the thread's share
-    over_keys: Callable[..., Any]
-
-
-def make(config: Any, of_product: bool, use: Any, products_at: int = 0) -> DsRows:
+def make(config, of_product, use, products_at=0):
     """use(sums, query, tiles, first_key, arrays, strides, sizes, score): called when tiles.ds has the thread's row of
     dS for the keys from first_key on, 0 for keys that are not seen.
 
@@ -59,6 +50,7 @@ def make(config: Any, of_product: bool, use: Any, products_at: int = 0) -> DsRow
 
     @inlined
     def query_tile(block, sizes):
+        """-> (b, h, first row)."""
         m_tiles = (sizes.seqlen_q + config.tile_m - 1) // config.tile_m
         b, h = block // (sizes.heads * m_tiles), block // m_tiles % sizes.heads
         return b, h, block % m_tiles * config.tile_m
@@ -138,4 +130,4 @@ def make(config: Any, of_product: bool, use: Any, products_at: int = 0) -> DsRow
                 use(sums, query, tiles, first_y, arrays, strides, sizes, score)
         return share
 
-    return DsRows(query_tile, row_tiles, over_keys)
+    return named(query_tile, row_tiles, over_keys)

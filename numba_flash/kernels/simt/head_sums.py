@@ -3,8 +3,8 @@
 What a row gives says the option's file in kernels/score, as does where its gradient is. The sum is over the batch too
 where the numbers are those of every entry.
 
-Launch: grid (heads, or batch * heads), block (config.threads, a power of two), config.shared_bytes of dynamic shared
-memory. The order of the sums is fixed: each thread its rows, then a tree over the threads.
+Launch: grid (heads, or batch * heads), block (a power of two). The order of the sums is fixed: each thread its rows,
+then a tree over the threads.
 """
 
 from numba import cuda

@@ -12,23 +12,14 @@ import math
 from numba import cuda, int64
 
 from ..steps import elements, sequence
-from ..steps.inlined import inlined
+from ..steps.inlined import inlined, nothing
 
 
 def make(config):
-    of_keys, threads = config.of_keys, config.threads
-    compute = elements.COMPUTE_TYPES[config.dtype]
-    sequence_of, store, zero, minus_inf = (
-        sequence.make(config),
-        elements.storer(config.dtype),
-        compute(0),
-        compute(-math.inf),
-    )
+    of_keys, threads, compute = config.of_keys, config.threads, elements.COMPUTE_TYPES[config.dtype]
+    sequence_of, store = sequence.make(config), elements.storer(config.dtype)
+    zero, minus_inf = compute(0), compute(-math.inf)
     write_lse = "lse" in config.written
-
-    @inlined
-    def nothing(row, arrays, strides, sizes):
-        pass
 
     def and_array(before, place, dim):
         @inlined

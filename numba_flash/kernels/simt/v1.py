@@ -11,7 +11,7 @@ Between the outer steps O stays in the computing precision (acc_o). In float16, 
 float32 and float64 acc_o has the precision of O itself. The division is by sum_new alone: the factors e^max of
 numerator and denominator are first subtracted as exponents, so that large scores do not overflow.
 
-Launch: grid (batch * heads), block (tile_m), config.shared_bytes of dynamic shared memory.
+Launch: grid (batch * heads), block (tile_m).
 """
 
 import math

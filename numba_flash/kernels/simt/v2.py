@@ -9,8 +9,8 @@ in registers and nothing is read back. O is divided by l once, after the last ti
 step. Query tiles are independent, so each is a block of its own. v1 starts only batch x heads blocks, so with one long
 sequence most multiprocessors are idle.
 
-Launch: grid (batch * heads * query tiles), block (tile_m), config.shared_bytes of dynamic shared
-memory. Any lengths: threads past the last query take part in loads and barriers and store nothing.
+Launch: grid (batch * heads * query tiles), block (tile_m). Any lengths: threads past the last query take part in loads
+and barriers and store nothing.
 """
 
 import math

@@ -3,7 +3,7 @@
 The loops are those of v2_backward_dq.py: a block owns a tile of queries, and the keys pass by. S and dP are computed
 again, and dS of each finished score is handed on. The kernel runs twice: config.of_bounds says for what.
 
-Launch: grid (batch * heads * query tiles), block (tile_m), config.shared_bytes of dynamic shared memory.
+Launch: grid (batch * heads * query tiles), block (tile_m).
 """
 
 from numba import cuda, int64
@@ -39,12 +39,7 @@ def make(config):
     def flash_attention_v2_daux(arrays, strides, sizes, score):
         b, h, first_row = ds.query_tile(cuda.blockIdx.x, sizes)
         sequence = sequence_of(b, arrays, strides, sizes)
-        run = Run(
-            local.array(1, int64),
-            local.array(words, int64),
-            local.array(2, compute),
-            local.array(1, int64),
-        )
+        run = Run(local.array(1, int64), local.array(words, int64), local.array(2, compute), local.array(1, int64))
         aux.start(run)
         tiles, n_tiles = ds.row_tiles(cuda.threadIdx.x), (sizes.seqlen_k + config.tile_n - 1) // config.tile_n
         ds.over_keys(run, tiles, sequence, h, first_row, 0, n_tiles, arrays, strides, sizes, score)

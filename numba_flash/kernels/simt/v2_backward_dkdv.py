@@ -10,8 +10,8 @@ one computes S, P and dV, the other dP, dS and dK, so that twice as many sums fi
 code: the first multiplies its row of K by Q_i and then its row of P by dO_i, the second its row of V by dO_i and then
 its row of dS by Q_i. So K_j and V_j lie one behind the other, and likewise Q_i and dO_i, and P and dS.
 
-Launch: grid (batch * heads_kv * key tiles), block (2 * tile_n), config.shared_bytes of dynamic shared memory. Any
-lengths: threads past the last key take part in loads and barriers and store nothing.
+Launch: grid (batch * heads_kv * key tiles), block (2 * tile_n). Any lengths: threads past the last key take part in
+loads and barriers and store nothing.
 """
 
 from numba import cuda

@@ -5,8 +5,7 @@ v2_backward_dkdv.py. The loops are those of v2.py: a block owns one tile of quer
 chip, and the keys pass by. S and dP are computed once more than in a kernel that does everything at once, but such a
 kernel would have to add up dQ in global memory.
 
-Launch: grid (batch * heads * query tiles), block (tile_m), config.shared_bytes of dynamic shared memory. Any
-lengths: threads past the last query take part in loads and barriers and store nothing.
+Launch: grid (batch * heads * query tiles), block (tile_m). Any lengths, as in v2.py.
 """
 
 from numba import cuda

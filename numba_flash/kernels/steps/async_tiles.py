@@ -82,9 +82,8 @@ def loader(rows, columns, threads, group=1, size=2, copy_bytes=16):
                 # The target is a multiple of 1024, so the swizzle bits of `to` come from row and chunk.
                 first = step * rows_a_step
                 if total % threads == 0 or row < int32(rows - first):
-                    copy(
-                        (to ^ int32((first & 7) << 4)) + int32(first * 128), place, count if left > int32(first) else 0
-                    )
+                    here = (to ^ int32((first & 7) << 4)) + int32(first * 128)
+                    copy(here, place, count if left > int32(first) else 0)
                 place += rows_a_step * row_stride
         else:
             for step in range(steps):
@@ -98,6 +97,21 @@ def loader(rows, columns, threads, group=1, size=2, copy_bytes=16):
                     copy(target + offset_of(row, n), place + n * piece, count if query < rows_left else 0)
 
     return load
+
+
+def of(config):
+    """-> loader(rows, columns, group=1), for the tiles of a kernel."""
+
+    def of_tile(rows, columns, group=1):
+        return loader(rows, columns, config.threads, group, config.item_size, config.copy_bytes)
+
+    return of_tile
+
+
+def of_backward(config):
+    """-> (load_q, load_do, load_k, load_v), whole tiles."""
+    loads, columns = of(config), (config.head_dim_padded, config.head_dim_v_padded)
+    return tuple(loads(rows, width) for rows in (config.tile_m, config.tile_n) for width in columns)
 
 
 @functools.cache

@@ -6,38 +6,23 @@ them by its part of the other tile. All tiles lie in panels in shared memory (pt
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 from numba import int32
 
 from ...ptx import ld_st, ldmatrix, mma
 from .inlined import inlined
+from .named import named
 from .plain import chunk_pair, first_column_of, first_row_of, panel_offset
 
 
-class FragmentProducts(NamedTuple):
-    """Device functions; the second to fourth take the `columns` of their tile and return device functions for it."""
-
-    lanes: Callable[..., Any]
-    load_own: Callable[..., Any]
-    scores_product: Callable[..., Any]
-    gradient_product: Callable[..., Any]
-    put: Callable[..., Any]  # this and the next two: for warps that share rows
-    own_product: Callable[..., Any]
-    others_product: Callable[..., Any]
-
-
 def make(config):
-    """-> FragmentProducts."""
-    strips = config.warp_rows // 16
+    """-> device functions; load_own, scores_product and gradient_product take the `columns` of their tile and return
+    one for it. `put` and what is below it: for warps that share rows."""
+    strips, part, blocks = config.strips, config.part, config.part // 8  # blocks of 8 columns of scores
     own_panel, other_panel = config.own_rows * 128, config.other_rows * 128  # bytes
     groups, shift = config.column_groups, config.column_groups.bit_length() - 1
-    part = config.other_rows // groups  # rows of the other tile for which a warp computes scores
-    blocks = part // 8  # of 8 columns of scores
-    columns = config.group_columns
     # whether every warp of a group has all of its columns
-    whole = config.head_dim_padded == config.head_dim_v_padded == columns * groups
+    whole = groups == 1 or config.head_dim_padded == config.head_dim_v_padded == config.group_columns * groups
     product = mma.m16n8k16_f16 if config.dtype == "float16" else mma.m16n8k16_bf16
 
     @inlined
@@ -74,9 +59,8 @@ def make(config):
         def step(x, acc, a_frag, b_frag, own_lane, other_lane):
             if not config.in_registers:
                 for strip in range(strips):
-                    ldmatrix.x4(
-                        a_frag, (strip * slots + x % slots) * 4, chunk_pair(own_lane, x, own_panel) + strip * 2048
-                    )
+                    rows = chunk_pair(own_lane, x, own_panel) + strip * 2048
+                    ldmatrix.x4(a_frag, (strip * slots + x % slots) * 4, rows)
             for n in range(part // 16):
                 ldmatrix.x4(b_frag, 0, chunk_pair(other_lane, x, other_panel) + n * 2048)  # (16 rows, 16)
                 for strip in range(strips):
@@ -98,21 +82,35 @@ def make(config):
         return multiply
 
     @functools.cache
+    def rows_adder(columns):
+        @inlined
+        def add_rows(y, acc, a_frag, a, step, b_frag, rows, columns_left):
+            """acc (strips, columns / 8, 4) += a . the y-th 16 rows of a tile, transposed, of which columns_left columns
+            exist; the first of them are at `rows`. a: 16 columns of scores of a strip, `step` registers before those of
+            the next."""
+            for n in range(columns // 16):
+                if whole or n * 16 < columns_left:
+                    ldmatrix.x4_trans(b_frag, 0, chunk_pair(rows, n, other_panel) + y * 2048)  # (16 rows, 16)
+                    for strip in range(strips):
+                        at = (strip * (columns // 8) + 2 * n) * 4
+                        product(acc, at, a_frag, a + strip * step, b_frag, 0)
+                        product(acc, at + 4, a_frag, a + strip * step, b_frag, 2)
+
+        return add_rows
+
+    @functools.cache
     def gradient_product(columns):
+        add_rows = rows_adder(columns)
+
         @inlined
         def multiply(acc, a_frag, b_frag, other_transposed):
             """acc (strips, columns / 8, 4) += a . other; a_frag (strips, other_rows / 8, 2) comes from the scores."""
             for y in range(config.other_rows // 16):
-                for n in range(columns // 16):
-                    ldmatrix.x4_trans(
-                        b_frag, 0, chunk_pair(other_transposed, n, other_panel) + y * 2048
-                    )  # (16 rows, 16)
-                    for strip in range(strips):
-                        a = (strip * blocks + 2 * y) * 2
-                        product(acc, (strip * (columns // 8) + 2 * n) * 4, a_frag, a, b_frag, 0)
-                        product(acc, (strip * (columns // 8) + 2 * n + 1) * 4, a_frag, a, b_frag, 2)
+                add_rows(y, acc, a_frag, 4 * y, 2 * blocks, b_frag, other_transposed, columns)
 
         return multiply
+
+    add_own_columns = rows_adder(config.group_columns)
 
     @inlined
     def put(frag, tile, thread):
@@ -129,17 +127,11 @@ def make(config):
         """acc (strips, columns / 8, 4) += the warp's part of the scores, from its registers, . its rows of the other
         tile.
 
-        Of the `columns` columns of the other tile, columns_left exist.
+        Of the warp's columns of the other tile, columns_left exist.
         """
         own_part = other_transposed + ((thread >> int32(5)) & (groups - 1)) * (part * 128)
         for y in range(part // 16):
-            for n in range(columns // 16):
-                if whole or n * 16 < columns_left:
-                    ldmatrix.x4_trans(b_frag, 0, chunk_pair(own_part, n, other_panel) + y * 2048)  # (16 rows, 16)
-                    for strip in range(strips):
-                        a = (strip * blocks + 2 * y) * 2
-                        product(acc, (strip * (columns // 8) + 2 * n) * 4, frag, a, b_frag, 0)
-                        product(acc, (strip * (columns // 8) + 2 * n + 1) * 4, frag, a, b_frag, 2)
+            add_own_columns(y, acc, frag, 4 * y, 2 * blocks, b_frag, own_part, columns_left)
 
     @inlined
     def others_product(acc, a_frag, b_frag, own_lane, other_transposed, columns_left, thread):
@@ -152,14 +144,8 @@ def make(config):
             its_part = other_transposed + member * (part * 128)
             for y in range(part // 16):
                 for strip in range(strips):
-                    ldmatrix.x4(
-                        a_frag, strip * 4, chunk_pair(own_lane, member * (part // 16) + y, own_panel) + strip * 2048
-                    )
-                for n in range(columns // 16):
-                    if whole or n * 16 < columns_left:
-                        ldmatrix.x4_trans(b_frag, 0, chunk_pair(its_part, n, other_panel) + y * 2048)  # (16 rows, 16)
-                        for strip in range(strips):
-                            product(acc, (strip * (columns // 8) + 2 * n) * 4, a_frag, strip * 4, b_frag, 0)
-                            product(acc, (strip * (columns // 8) + 2 * n + 1) * 4, a_frag, strip * 4, b_frag, 2)
+                    weights = chunk_pair(own_lane, member * (part // 16) + y, own_panel) + strip * 2048
+                    ldmatrix.x4(a_frag, strip * 4, weights)
+                add_own_columns(y, acc, a_frag, 0, 4, b_frag, its_part, columns_left)
 
-    return FragmentProducts(lanes, load_own, scores_product, gradient_product, put, own_product, others_product)
+    return named(lanes, load_own, scores_product, gradient_product, put, own_product, others_product)

@@ -44,9 +44,8 @@ def make(dtype, own_rows, warp_rows, columns, wide):
                 low = acc[at] * factor if counts else float32(0)
                 high = acc[at + 1] * factor if counts else float32(0)
                 nonfinite += low * float32(0) + high * float32(0)  # NaN when one of them is NaN or Inf
-                ld_st.store_b32(
-                    tile + panel_offset(row, n, own_rows) + 2 * int32(first_column_of(lane)), pack(low, high)
-                )
+                to = tile + panel_offset(row, n, own_rows) + 2 * int32(first_column_of(lane))
+                ld_st.store_b32(to, pack(low, high))
             if nonfinite != 0:
                 suspects |= uint32(1) << uint32(in_warp)
         for distance in (1, 2, 4, 8, 16):

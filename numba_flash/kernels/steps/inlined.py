@@ -13,3 +13,8 @@ from numba import config, cuda
 
 inlined = cuda.jit(device=True) if config.ENABLE_CUDASIM else cuda.jit(device=True, forceinline=True)
 TRUE, FALSE = np.bool_(True), np.bool_(False)
+
+
+@inlined
+def nothing(*arguments):
+    """In place of a step that a dtype or an option does not need."""

@@ -8,8 +8,6 @@ of the last one that do not exist have +inf and 0.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import numpy as np
 from numba import int32, int64
@@ -18,6 +16,7 @@ from ...config.forward import ITEM_SIZE
 from ...ptx import cp_async, ld_st, memory
 from . import elements
 from .inlined import inlined
+from .named import named
 from .sequence import lse_row
 from .units import exponent_unit
 
@@ -121,18 +120,9 @@ def of_query(config):
     return found
 
 
-class Staged(NamedTuple):
-    """Device functions."""
-
-    start_rows: Callable[..., Any]
-    lse_pair: Callable[..., Any]
-    delta_pair: Callable[..., Any]
-
-
 def staged(config, rows, threads):
-    """-> Staged: lse and delta of a tile of `rows` queries through shared
-    memory, in float32 and float64. A lane needs them for each of its columns; with reads of global memory there, dK and
-    dV took 6 % longer (H200)."""
+    """-> device functions for lse and delta of a tile of `rows` queries through shared memory, in float32 and float64.
+    A lane needs them for each of its columns; with reads of global memory there, dK and dV took 6 % longer (H200)."""
     size = ITEM_SIZE[config.dtype]
     copy, double = cp_async.small_copy(size), config.dtype == "float64"
     real = elements.COMPUTE_TYPES[config.dtype]
@@ -172,4 +162,4 @@ def staged(config, rows, threads):
         """The same of delta; `at` as there."""
         pair(values, x, int32(at + rows * size))
 
-    return Staged(start_rows, lse_pair, delta_pair)
+    return named(start_rows, lse_pair, delta_pair)

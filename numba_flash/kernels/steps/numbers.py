@@ -39,7 +39,7 @@ def _reciprocal_f64(x):
 
 
 @functools.cache
-def of(compute_dtype: str) -> Numbers:
+def of(compute_dtype):
     if compute_dtype == "float64":
         functions = exp2, _log2_f64, _reciprocal_f64, minmax.maximum_f64, shfl.bfly_f64, shfl.sum_f64
         return Numbers(float64, *functions, float64(-math.inf), float64(np.finfo(np.float64).min))

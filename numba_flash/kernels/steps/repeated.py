@@ -10,22 +10,16 @@ from typing import Any
 
 from numba import int32
 
-from .inlined import inlined
+from .inlined import inlined, nothing
 
 
-def repeated(step: Callable[..., Any], count: int) -> Any:
+def repeated(step: Callable[..., Any], count):
     """-> calls(*arguments): step(0, *arguments), step(1, *arguments) and so on, `count` in all.
 
     step's first argument is an int32. After inlining it is a constant, as the others are that follow from it.
     """
     if count == 0:
-
-        @inlined
-        def none(*arguments):
-            pass
-
-        return none
-
+        return nothing
     many = _from(step, count, {})
 
     @inlined
@@ -35,7 +29,7 @@ def repeated(step: Callable[..., Any], count: int) -> Any:
     return calls
 
 
-def _from(step: Any, count: int, made: dict[int, Any]) -> Any:
+def _from(step, count, made: dict[int, Any]):
     """-> the calls from a first number on. made: those that exist, by their count."""
     if count == 1:
         return step

@@ -1,7 +1,6 @@
 """Loads tiles from global to shared memory, one element for each thread at a time."""
 
 import functools
-from typing import Any
 
 from numba import cuda
 
@@ -11,7 +10,7 @@ from .sequence import key_row, query_row
 
 
 @functools.cache
-def query_loader(config: Any, tile_row: int, columns: int) -> Any:
+def query_loader(config, tile_row, columns):
     """-> load(tile, source, strides, sequence, h, first_row, thread), for tiles of Q or dO: config.tile_m rows,
     tile_row elements apart, of which `columns` are read."""
     load_tile = _loader(config.dtype, config.tile_m, tile_row, columns, config.threads)
@@ -25,7 +24,7 @@ def query_loader(config: Any, tile_row: int, columns: int) -> Any:
 
 
 @functools.cache
-def key_loader(config: Any, tile_row: int, columns: int) -> Any:
+def key_loader(config, tile_row, columns):
     """-> load(tile, source, strides, sequence, h_kv, first_row, thread): the same for tiles of K or V, of config.tile_n
     rows. Keys that are not valid are not read."""
     load_tile = _loader(config.dtype, config.tile_n, tile_row, columns, config.threads)
@@ -39,7 +38,7 @@ def key_loader(config: Any, tile_row: int, columns: int) -> Any:
 
 
 @functools.cache
-def _loader(dtype: str, tile_rows: int, tile_row: int, columns: int, threads: int) -> Any:
+def _loader(dtype, tile_rows, tile_row, columns, threads):
     compute = elements.COMPUTE_TYPES[dtype]
     load, zero = elements.loader(dtype, compute), compute(0)
 

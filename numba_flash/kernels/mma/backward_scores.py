@@ -1,0 +1,101 @@
+"""A lane's scores in a tile of a backward kernel. Rows are of the tile that the block owns, and columns of the t-th
+tile that it walks over: keys and queries in backward_dkdv.py, queries and keys in backward_dq.py.
+
+Where warps share rows, each has a part of the columns. The thread's number is read anew in each function, so that what
+follows from it is not kept in registers through the loop.
+"""
+
+import functools
+
+from numba import int32, uint32
+
+from ...ptx import special
+from ..score import fragments, gradient_functions, kept_weights, user
+from ..score import reads as score_reads
+from ..score.fragments import columns_within
+from ..score.stage import FragmentAt
+from ..steps import numbers
+from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.named import named
+from ..steps.plain import first_column_of, first_row_of, lane_and_warp
+
+
+@functools.cache
+def make(config):
+    groups, shift, part = config.column_groups, config.column_groups.bit_length() - 1, config.part
+    blocks, way = part // 8, 1 if config.of_keys else -1
+    read = score_reads.make(config, config.strips, part, config.of_keys)
+    kept_weight = kept_weights.on_fragments(config, config.strips, part)
+    of_ds = not config.of_keys or config.of_dk
+    apply_functions = gradient_functions.on_fragments(config, config.strips, part, config.of_keys, of_ds)
+    has_mask, has_score_mod, has_functions = config.has("mask"), config.has("score_mod"), user.present(config)
+    real, (weight, _) = numbers.of(config.compute_dtype).real, fragments.weights_at(config)
+
+    @inlined
+    def own_row():
+        """The lane's first row."""
+        thread = special.thread_index()
+        return (thread >> int32(5 + shift)) * config.warp_rows + int32(first_row_of(thread & int32(31)))
+
+    @inlined
+    def first_column(t):
+        """The lane's first column."""
+        thread = special.thread_index()
+        column = int32(first_column_of(thread & int32(31))) + ((thread >> int32(5)) & (groups - 1)) * part
+        return int32(t * int32(config.other_rows) + column)
+
+    @inlined
+    def load(t, origin, registers, arrays, strides, sizes, masked):
+        """Loads what the scores need from global memory, while they are computed."""
+        lane, warp = lane_and_warp()
+        part_t = int32(t * groups + (warp & (groups - 1)))  # index of the warp's part of all columns
+        loaded, shown_bits, first_row = registers.loaded, registers.shown_bits, (warp >> shift) * config.warp_rows
+        inside = FALSE if masked else TRUE
+        read.load(loaded, shown_bits, part_t, origin, first_row, lane, arrays, strides, sizes, inside)
+
+    @inlined
+    def within(column, first, end):
+        """Bits of those of the lane's columns, the first of which is `column`, that lie in [first, end)."""
+        return columns_within(int32(first - column), int32(end - column), 0)
+
+    @inlined
+    def apply(place, asks, registers, arrays, strides, score):
+        """The caller's functions: acc_s, acc_dp <- with score_mod and its derivative; shown_bits <- without what
+        mask_mod hides. place: a LanePlace; asks: mask_mod decides here."""
+        if has_score_mod or asks:
+            acc_s, acc_dp, bits = registers.acc_s, registers.acc_dp, registers.shown_bits
+            apply_functions(acc_s, acc_dp, bits, place, asks, arrays, strides, score)
+
+    @inlined
+    def shown(r, within_range, registers, masked):
+        """Bits of those of the lane's columns of row r that count. within_range: those that lengths and window leave;
+        masked, a constant: some are not."""
+        if has_functions:
+            return registers.shown_bits[r]
+        if has_mask:
+            return within_range & registers.shown_bits[r] if masked else registers.shown_bits[r]
+        return within_range
+
+    @inlined
+    def weigh(r, n, x, registers, term, lse, seen, score, masked):
+        """acc_s, acc_dp <- P times how often it counts, and dS, in row r and column 8 * n + x. seen: as `shown` returns
+        it."""
+        at, bit = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x, uint32(2 * n + x)
+        distance = registers.distance[r] + real(way * (n * 8 + x))
+        here = FragmentAt(term, distance, read.added(registers.loaded, r, n, x))
+        p, derivative = weight(registers.acc_s[at], here, score, lse)
+        ds = p * registers.acc_dp[at] * derivative if of_ds else p
+        if kept_weight.present:
+            p = p * score.kept_count if (registers.kept[r] >> bit) & uint32(1) != 0 else real(0)
+        if (masked or has_mask) and (seen >> bit) & uint32(1) == 0:
+            p = real(0)
+            ds = real(0)  # dP may be NaN there
+        registers.acc_s[at] = p
+        registers.acc_dp[at] = ds
+
+    # In float32 and float64 no tile that is seen whole has code of its own, nor has one where functions are called.
+    always_masked = has_score_mod or config.packed and config.has("mask_mod") or config.item_size > 2
+    return named(
+        own_row, first_column, load, within, apply, shown, weigh, always_masked=always_masked, read=read,
+        kept_weight=kept_weight,
+    )  # fmt: skip
