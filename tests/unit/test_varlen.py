@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 from contracts import suite, varlen
+from helpers.machines import HOPPER, packed_problem
 
 import numba_flash
+from numba_flash.select.forward import select
 
 TestVarlen = suite(varlen)
 
@@ -52,5 +54,33 @@ def test_out_is_written():
 
 
 def test_a_rung_without_packed_sequences_says_so():
-    with pytest.raises(NotImplementedError, match="wgmma: it takes no packed sequences yet; reference"):
+    with pytest.raises(NotImplementedError, match="wgmma: it takes no packed sequences in float32 yet.*'reference'"):
         numba_flash.attention_varlen(X, X, X, ENDS, kernel="wgmma")
+
+
+def test_auto_takes_mma_also_on_hopper():
+    """wgmma has not run with packed sequences on a GPU yet."""
+    made = packed_problem()
+    assert select(made, HOPPER, "auto", "cupy").kernel == "mma"
+    assert select(made, HOPPER, "wgmma", "cupy").config.kernel == "wgmma"
+
+
+# Other rows in a tile change the bits of a query that does not see a key whose V is NaN (with_fastest_rows).
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(100, 0)), dict(q_offset=3, causal=True)], ids=str)
+def test_bounds_of_lengths_change_no_bits(options):
+    configs = {
+        select(
+            packed_problem(rows=rows, sequences=n, heads=heads, bounds=bounds, **options), HOPPER, "wgmma", "cupy"
+        ).config
+        for rows, n, heads, bounds in (
+            (4096, 4, 2, ()),
+            (40, 1, 1, ()),
+            (4096, 64, 16, (64, 64)),
+            (4096, 1, 2, (130, 7)),
+        )
+    }
+    assert len(configs) == 1
+
+
+def test_few_queries_take_small_tiles_if_all_see_the_same_keys():
+    assert select(packed_problem(bounds=(60, 60)), HOPPER, "wgmma", "cupy").config.tile_m == 64
