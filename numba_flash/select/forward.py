@@ -231,6 +231,8 @@ def facts_of(problem: Problem) -> Facts:
     bias, mask = problem.array("bias") is not None, problem.array("mask") is not None
     called = problem.seeded or bool(problem.functions)
     reads, rising = bias or mask or called, problem.scale > 0
+    # With lengths of keys the row for ALiBi alone spills.
+    sloped = changes_by_distance_alone(problem.uses) and rising and problem.packed is None
     return Facts(
         max(problem.head_dim, problem.head_dim_v),
         min(problem.head_dim, problem.head_dim_v),
@@ -238,7 +240,7 @@ def facts_of(problem: Problem) -> Facts:
         reads,
         plain=not reads and not changes_scores(problem.uses) and rising,
         masked=mask and not bias and not called,
-        sloped=changes_by_distance_alone(problem.uses) and rising,
+        sloped=sloped,
     )
 
 
@@ -266,7 +268,7 @@ def with_fastest_rows(config: "WgmmaConfig", problem: Problem, target: Target) -
     A row's bits must not depend on the number of heads and batch entries. tile_m changes nothing else, except that a
     tile visits keys that some of its rows do not see. Their weight is 0, but if V is not finite there, the row is
     computed again, in another order. So if larger tiles visit more keys, the work for one head decides. Of packed
-    sequences nothing does then, because only a bound of their lengths is known.
+    sequences only a bound is known: then tiles are smaller only if each sequence has one tile all the same.
     """
     if problem.dtype == "float32":
         return config
@@ -277,7 +279,9 @@ def with_fastest_rows(config: "WgmmaConfig", problem: Problem, target: Target) -
         return min(fitting, key=lambda rows: TILE_COST[rows] * time(rows // group))
 
     rows = config.tile_m
-    if not _same_keys(problem) and problem.packed is None:
+    if problem.packed is not None and not _same_keys(problem):
+        rows = min((few for few in TILE_COST if problem.seqlen_q <= few <= rows), default=rows)
+    elif not _same_keys(problem):
         rows = fastest(rows, lambda queries: tile_visits(problem, queries, tile_n))
     if same_tile_walk(problem, rows // group, tile_n):
         multiprocessors = max(target.multiprocessors, 1)

@@ -113,7 +113,6 @@ RUNGS = {
             (GPU,),
             option="on_tensor_cores",
             dtypes=("float16", "bfloat16", "float32"),
-            packed=("float16", "bfloat16"),
             packed_backward=(),
             tensor_cores=True,
             least_cc=(9, 0),
