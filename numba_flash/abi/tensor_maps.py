@@ -59,6 +59,13 @@ def fits(tensor_map: TensorMap) -> str | None:
 
 
 OperandMaps = tuple[tuple[int, TensorMap], ...]  # (operand, its map), in the kernel's order
+
+
+def extents(p: Problem) -> tuple[int, int, int]:
+    """-> rows of q, rows of k and v, and batch entries, of the arrays."""
+    return (p.seqlen_q, p.seqlen_k, p.batch) if p.packed is None else (*p.packed, 1)
+
+
 NONE = (1, 1, 1, 1)  # a map cannot have an extent of 0, so that of an empty array is of one element
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..abi.tensor_maps import OperandMaps, TensorMap, bias_map, map_of_rows
+from ..abi.tensor_maps import OperandMaps, TensorMap, bias_map, extents, map_of_rows
 from ..arrays.dtypes import ITEM_SIZE
 from .forward import L2_BYTES, AnyProblem, TensorConfig, check, layout, panel_of_bias, tile_bytes
 
@@ -94,14 +94,15 @@ class WgmmaConfig(WarpgroupsConfig):
 
     def operand_maps(self, problem: AnyProblem) -> OperandMaps:
         p, group = problem.forward, self.group_size
+        rows, keys, entries = extents(p)
         q_batch, q_head, q_row = (ITEM_SIZE[p.dtype] * stride for stride in p.q_strides[:3])
         # The heads of a group are a dimension of their own, so that a box has some queries with all of them.
-        q_shape = (p.head_dim, group, p.seqlen_q, p.heads // group, p.batch)
+        q_shape = (p.head_dim, group, rows, p.heads // group, entries)
         q = TensorMap(p.dtype, q_shape, (q_head, q_row, group * q_head, q_batch), (64, group, self.queries, 1, 1))
         given = ((1, p.k_strides, p.head_dim), (2, p.v_strides, p.head_dim_v))
         # Without keys the kernel loads a tile past the end, which is zeros; an element of q replaces the empty array.
         maps = [
-            map_of_rows(p.dtype, operand, strides, (columns, p.seqlen_k, p.heads_kv, p.batch), (64, self.tile_n), 0)
+            map_of_rows(p.dtype, operand, strides, (columns, keys, p.heads_kv, entries), (64, self.tile_n), 0)
             for operand, strides, columns in given
         ]
         return ((0, q), *maps, *([bias_map(self, p, 64, 0)] if self.bias_boxes else []))

@@ -29,7 +29,8 @@ def select_backward(
     """The rung by name, or for "auto" the fastest rung that can compute the gradients exactly here; like `select`."""
     check_request(kernel, target, family, stream)
     refuses = functools.partial(_refusal, problem=problem, target=target)
-    name, refused = choose(kernel, target, refuses, first="mma" if one_key_tile(problem, target) else "")
+    mma = one_key_tile(problem, target) or problem.forward.packed is not None  # as in `select`
+    name, refused = choose(kernel, target, refuses, first="mma" if mma else "")
     return BackwardChoice(name, RUNGS[name].kernels(problem, target), refused)
 
 
@@ -44,7 +45,7 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
             return (
                 f"it has no {others[0]} of packed sequences yet; take kernel='reference', or a call for each sequence"
             )
-    reason = not_here(rung, problem.forward, target)
+    reason = rung.not_packed(problem.forward, backward=True) or not_here(rung, problem.forward, target)
     if rung.on_host or reason is not None:
         return reason
     if target.arrays_on_host and not target.simulated:

@@ -40,7 +40,9 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
     family: the kind of the given arrays; stream: whether a stream was named, which only a GPU has.
     """
     check_request(kernel, target, family, stream)
-    refuses, first = functools.partial(refusal, problem=problem, target=target), "mma" if short(problem, target) else ""
+    refuses = functools.partial(refusal, problem=problem, target=target)
+    # wgmma takes packed sequences, but has not run with them on a GPU yet.
+    first = "mma" if short(problem, target) or problem.packed is not None else ""
     name, refused = choose(kernel, target, refuses, copies=True, first=first)
     config = None if RUNGS[name].on_host else config_of(name, problem, target)
     copies = config is not None and target.arrays_on_host and not target.simulated
@@ -229,6 +231,8 @@ def facts_of(problem: Problem) -> Facts:
     bias, mask = problem.array("bias") is not None, problem.array("mask") is not None
     called = problem.seeded or bool(problem.functions)
     reads, rising = bias or mask or called, problem.scale > 0
+    # With lengths of keys the row for ALiBi alone spills.
+    sloped = changes_by_distance_alone(problem.uses) and rising and problem.packed is None
     return Facts(
         max(problem.head_dim, problem.head_dim_v),
         min(problem.head_dim, problem.head_dim_v),
@@ -236,7 +240,7 @@ def facts_of(problem: Problem) -> Facts:
         reads,
         plain=not reads and not changes_scores(problem.uses) and rising,
         masked=mask and not bias and not called,
-        sloped=changes_by_distance_alone(problem.uses) and rising,
+        sloped=sloped,
     )
 
 
@@ -263,7 +267,8 @@ def with_fastest_rows(config: "WgmmaConfig", problem: Problem, target: Target) -
 
     A row's bits must not depend on the number of heads and batch entries. tile_m changes nothing else, except that a
     tile visits keys that some of its rows do not see. Their weight is 0, but if V is not finite there, the row is
-    computed again, in another order. So if larger tiles visit more keys, the work for one head decides.
+    computed again, in another order. So if larger tiles visit more keys, the work for one head decides. Of packed
+    sequences only a bound is known: then tiles are smaller only if each sequence has one tile all the same.
     """
     if problem.dtype == "float32":
         return config
@@ -274,7 +279,9 @@ def with_fastest_rows(config: "WgmmaConfig", problem: Problem, target: Target) -
         return min(fitting, key=lambda rows: TILE_COST[rows] * time(rows // group))
 
     rows = config.tile_m
-    if not _same_keys(problem):
+    if problem.packed is not None and not _same_keys(problem):
+        rows = min((few for few in TILE_COST if problem.seqlen_q <= few <= rows), default=rows)
+    elif not _same_keys(problem):
         rows = fastest(rows, lambda queries: tile_visits(problem, queries, tile_n))
     if same_tile_walk(problem, rows // group, tile_n):
         multiprocessors = max(target.multiprocessors, 1)

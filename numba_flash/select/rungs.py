@@ -18,6 +18,7 @@ Refused = tuple[tuple[str, str], ...]  # (rung, why it does not run)
 GPU, HOST, SIMULATOR = "gpu", "host", "simulator"  # where arrays are
 FLOAT64_CORES = ((8, 0), (9, 0), (10, 0))  # tensor cores with float64 at full speed
 LARGE_FLOAT64 = (9, 0)  # m16n8k16 is one instruction on these GPUs; sm_100 splits it, with local memory
+EVERY_DTYPE = ("float16", "bfloat16", "float32", "float64")
 
 
 class Rung(NamedTuple):
@@ -37,7 +38,8 @@ class Rung(NamedTuple):
     forward: str | None = None
     refined: str | None = None  # the function that improves a Config of these
     has_backward: bool = True
-    packed: bool = False  # whether it takes packed sequences
+    packed: tuple[str, ...] = EVERY_DTYPE  # in which dtypes it takes packed sequences
+    packed_backward: tuple[str, ...] = EVERY_DTYPE  # the same of its gradients
     backward: str | None = None
     sums: dict[str, str] = {}  # how exact it is, by dtype, of a rung that could be less exact than its dtype
 
@@ -46,11 +48,18 @@ class Rung(NamedTuple):
 
     def not_taken(self, problem: Problem) -> str | None:
         """Why it does not take the problem's options, wherever the arrays are, or None."""
-        if problem.packed is not None and not self.packed:
-            able = " and ".join(rung.name for rung in RUNGS.values() if rung.packed)
-            return f"it takes no packed sequences yet; {able} do"
+        if (reason := self.not_packed(problem)) is not None:
+            return reason
         missing = (name for name, _ in problem.uses if self.option and not getattr(BY_NAME[name], self.option))
         return next((f"it takes no {name} yet" for name in missing), None)
+
+    def not_packed(self, problem: Problem, backward: bool = False) -> str | None:
+        """Why it does not take the problem's packed sequences, or None."""
+        taken, what = (self.packed_backward, "its gradients take") if backward else (self.packed, "it takes")
+        if problem.packed is None or problem.dtype in taken:
+            return None
+        where = f" in {problem.dtype}" if taken else ""
+        return f"{what} no packed sequences{where} yet"
 
     def candidates(self, problem: Problem, target: Target) -> Any:
         """Configs of a forward, the best first; the last needs the least shared memory. The first almost always
@@ -74,22 +83,20 @@ def _loaded(name: Any) -> Callable[..., Any]:
 RUNGS = {
     rung.name: rung
     for rung in (
-        Rung("reference", (), on_host=True, packed=True),
-        Rung("v1", (GPU,), table="simt", forward="forward.simt", has_backward=False, packed=True),
+        Rung("reference", (), on_host=True),
+        Rung("v1", (GPU,), table="simt", forward="forward.simt", has_backward=False),
         Rung(
             "v2",
             (GPU, SIMULATOR),
             table="simt",
             forward="forward.simt",
             backward="backward_kernels.v2_configs",
-            packed=True,
         ),
         Rung(
             "mma",
             (GPU,),
             option="on_tensor_cores",
-            dtypes=("float16", "bfloat16", "float32", "float64"),
-            packed=True,
+            dtypes=EVERY_DTYPE,
             tensor_cores=True,
             least_copy=2,
             least_cc=(8, 0),
@@ -106,6 +113,7 @@ RUNGS = {
             (GPU,),
             option="on_tensor_cores",
             dtypes=("float16", "bfloat16", "float32"),
+            packed_backward=(),
             tensor_cores=True,
             least_cc=(9, 0),
             only_cc=(9, 0),
@@ -115,7 +123,7 @@ RUNGS = {
             backward="backward_kernels.wgmma_configs",
             sums=dict(float32="as exact as in float32: each factor is split into three of 8 bits, in bfloat16"),
         ),
-        Rung("cpu", (HOST,), on_host=True, option="on_cpu", packed=True),
+        Rung("cpu", (HOST,), on_host=True, option="on_cpu"),
     )
 }
 
@@ -194,9 +202,7 @@ def not_here(rung: Rung, problem: Problem, target: Target) -> str | None:
     if rung.on_host:
         elsewhere = None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
         return rung.not_taken(problem) or elsewhere
-    if problem.packed is not None and not rung.packed:
-        return rung.not_taken(problem)
-    return no_gpu(target) if target.cc is None else None
+    return rung.not_packed(problem) or (no_gpu(target) if target.cc is None else None)
 
 
 def no_room(problem: Problem, target: Target, needed: int) -> str:

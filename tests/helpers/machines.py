@@ -6,7 +6,7 @@ import numpy as np
 from numba_flash.arrays import read
 from numba_flash.machine.target import Target
 from numba_flash.problem.forward import Problem
-from numba_flash.problem.options import OPTION_NAMES, Options
+from numba_flash.problem.options import OPTION_NAMES, PACKED_ARRAYS, Options, Packed
 
 KB = 1024
 TURING = Target(False, cc=(7, 5), shared_bytes=64 * KB, multiprocessors=40, name="T4")
@@ -38,6 +38,16 @@ def problem(head_dim=64, head_dim_v=None, dtype="float16", seqlen=4096, *, seqle
         v=empty(1, heads_kv, seqlen_k, head_dim_v or head_dim, dtype=dtype) if v is None else v,
     )
     arguments = {name: read(name, x).layout if isinstance(x, np.ndarray) else x for name, x in options.items()}
-    named = {name: arguments.pop(name) for name in OPTION_NAMES if name in arguments}
+    named = {name: arguments.pop(name) for name in (*OPTION_NAMES, *PACKED_ARRAYS) if name in arguments}
     operands = {name: read(name, x).layout for name, x in given.items()}
     return Problem.of(**operands, options=Options.of(**named), **arguments)
+
+
+def packed_problem(
+    head_dim=64, dtype="float16", rows=4096, *, sequences=4, heads=2, heads_kv=None, bounds=(), **options
+):
+    """Packed sequences of unknown lengths. bounds: max_seqlen_q and max_seqlen_k."""
+    q = empty(rows, heads, head_dim, dtype=dtype)
+    k = empty(rows, heads_kv or heads, head_dim, dtype=dtype)
+    ends = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), empty(sequences + 1, dtype="int32"))
+    return problem(q=q, k=k, v=k, layout=Packed(*bounds), **ends, **options)

@@ -3,11 +3,20 @@
 import dataclasses
 
 import pytest
-from contracts import suite, varlen
+from contracts import forward, suite, varlen
 
+from numba_flash import testing
+from numba_flash.select import rungs
 from numba_flash.testing import packed
 
 TestVarlen = suite(varlen)
+
+
+@pytest.fixture(scope="session", params=["v1", "v2", "mma", "wgmma"])
+def rung(request):
+    if rungs.RUNGS[request.param].tensor_cores:
+        return forward.Rung(request.param, testing.rows_padded, tensor=True, tile=32, slow=True)
+    return forward.Rung(request.param)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

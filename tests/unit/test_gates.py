@@ -22,7 +22,7 @@ from unittest import mock
 
 import pytest
 from helpers import compiler, gate_results
-from helpers.machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, TURING, empty, problem
+from helpers.machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, TURING, empty, packed_problem, problem
 from helpers.selected import configs_with
 from helpers.simt_kernels import BACKWARD, FORWARD, local_bytes
 from helpers.simt_kernels import backward_problem as gradients
@@ -411,6 +411,34 @@ def reading_gates():
                         yield f"{name}-direct", dataclasses.replace(config, bias_stages=0)
 
 
+def packed_gates():
+    """Of packed sequences: wgmma's forward in each head_dim at which its table changes; a few of mma."""
+    rich = dict(
+        softcap=5.0, alibi_slopes=empty(2, dtype="float32"), seqlens_k=empty(4, dtype="int32"), causal=True,
+        q_offset=empty(4, dtype="int32"), sinks=empty(2, dtype="float32"), return_lse=True,
+    )  # fmt: skip
+    functions = dict(score_mod=Function.of("score_mod", shifted), mask_mod=Function.of("mask_mod", striped))
+    alibi = dict(alibi_slopes=rich["alibi_slopes"], causal=True)
+    served = {"": dict(causal=True), "-rich": rich, "-alibi": alibi, "-functions": functions}
+    for kernel, head_dims in dict(wgmma=(64, 128, 192, 256), mma=(64, 128)).items():
+        for head_dim in head_dims:
+            for words, options in served.items():
+                made = packed_problem(head_dim, **options)
+                yield f"{kernel}-{head_dim}-packed{words}", select.select(made, HOPPER, kernel, "cupy").config
+                if kernel == "wgmma" and words in ("", "-rich"):
+                    made = packed_problem(head_dim, "float32", **options)
+                    config = select.select(made, HOPPER, kernel, "cupy").config
+                    yield f"wgmma_float32-{head_dim}-packed{words}", config
+
+
+def shifted(score, b, h, q_pos, k_pos):
+    return score + 0.5 * b - 0.1 * (q_pos - k_pos)
+
+
+def striped(b, h, q_pos, k_pos):
+    return (q_pos + k_pos) % 3 != 0
+
+
 def backward_gates():
     """Each row of the backward's tables: with all that it takes, or with plain scores where it is for those only."""
     for table in ("mma_dkdv", "mma_dq", "wgmma_dkdv", "wgmma_dq"):
@@ -662,6 +690,7 @@ def gates():
         | dict(short_wide_gates())
         | dict(one_key_tile_gates())
         | dict(small_copies_gates())
+        | dict(packed_gates())
         | simt_gates()
     )
     for kernel in (name for name, rung in RUNGS.items() if rung.tensor_cores):

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 from contracts import suite, varlen
+from helpers.machines import HOPPER, packed_problem
 
 import numba_flash
+from numba_flash.select.forward import select
 
 TestVarlen = suite(varlen)
 
@@ -51,6 +53,33 @@ def test_out_is_written():
     assert np.array_equal(o, expected.o) and np.array_equal(lse, expected.lse)
 
 
-def test_a_rung_without_packed_sequences_says_so():
-    with pytest.raises(NotImplementedError, match="wgmma: it takes no packed sequences yet; reference"):
-        numba_flash.attention_varlen(X, X, X, ENDS, kernel="wgmma")
+def test_a_rung_without_gradients_of_packed_sequences_says_so():
+    o, lse = np.zeros_like(X), np.zeros((2, 10), np.float32)
+    with pytest.raises(NotImplementedError, match="wgmma: its gradients take no packed sequences yet.*'reference'"):
+        numba_flash.attention_varlen_backward(X, X, X, X, o, lse, ENDS, kernel="wgmma")
+
+
+def test_auto_takes_mma_also_on_hopper():
+    """wgmma has not run with packed sequences on a GPU yet."""
+    made = packed_problem()
+    assert select(made, HOPPER, "auto", "cupy").kernel == "mma"
+    assert select(made, HOPPER, "wgmma", "cupy").config.kernel == "wgmma"
+
+
+# Other rows in a tile change the bits of a query that does not see a key whose V is NaN (with_fastest_rows).
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(100, 0)), dict(q_offset=3, causal=True)], ids=str)
+def test_bounds_of_lengths_change_no_bits(options, dtype):
+    sizes = (4096, 4, 2, ()), (1000, 1, 1, ()), (4096, 64, 16, (300, 64)), (4096, 1, 2, (200, 7))
+    configs = {
+        select(
+            packed_problem(64, dtype, rows, sequences=n, heads=heads, bounds=bounds, **options), HOPPER, "wgmma", "cupy"
+        ).config
+        for rows, n, heads, bounds in sizes
+    }
+    assert len(configs) == 1
+
+
+@pytest.mark.parametrize("options", [{}, dict(causal=True)], ids=str)
+def test_a_sequence_of_few_queries_has_one_small_tile(options):
+    assert select(packed_problem(bounds=(60, 60), **options), HOPPER, "wgmma", "cupy").config.tile_m == 64

@@ -69,7 +69,7 @@ def make(config):
     s_count, o_count, p_count = tile_n // 2, head_dim_v_padded // 2, tile_n // 4
     ping_pong, pair = config.ping_pong and config.consumers > 1, 256  # threads of two warpgroups
     o_in_q = config.o_place == "q"
-    padded, zero_tail = config.has("seqlens_k"), block.tail_zeroer(config, v_panels, 4)
+    padded, zero_tail = config.packed or config.has("seqlens_k"), block.tail_zeroer(config, v_panels, 4)
 
     multiply_q_k = operands.rows_by_rows(config, config.tile_m, tile_n, head_dim_padded)
     multiply_p_v = wgmma.product_registers(head_dim_v_padded, operands.kind(config), operands.row_steps(tile_n), 1)

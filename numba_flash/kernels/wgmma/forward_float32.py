@@ -26,8 +26,9 @@ from ..score import fragment_softmax, fragments, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_row_of
-from ..steps.sequence import key_row, queries_of, query_row
+from ..steps.sequence import key_row, query_row
 from ..steps.sequence import make as make_sequence
+from ..steps.sequence import queries as make_queries
 from . import block, parts, pipeline, producer, rows_float32, tile_scores
 from .block import BEGIN, CUT, FREE, H_KV, KEYS, MEMBERS, STATES, STOP, B, rows_of_lane, tile_of, word, word_alone
 from .operands import describe_rows, wait_all, wait_but_one
@@ -48,6 +49,8 @@ class Sizes(NamedTuple):
     left: int
     right: int
     q_offset: int
+    total_q: int  # the next two are of packed sequences
+    total_k: int
 
 
 def make(config):
@@ -71,9 +74,9 @@ def make(config):
     pin_s, pin_panel, pin_p = wgmma.pin(s_count), wgmma.pin(panel_count), wgmma.pin(p_count)
     give_registers, take_registers = block.register_moves(config)
 
-    rings, sequence_of = pipeline.of_forward(config), make_sequence(config)
+    rings, sequence_of, queries_of = pipeline.of_forward(config), make_sequence(config), make_queries(config)
     set_up = pipeline.starter_of_forward(config, 4)  # the producer's warps
-    work = producer.query_tiles(config)
+    work, packed = producer.query_tiles(config), config.packed
     q_loader = parts.loader(Q_ROWS, config.head_dim, 64, q_panel, q_panel * k_panels, group)
     k_loader = parts.loader(tile_n, config.head_dim, 64, kv_panel, k_part)
     v_loader = parts.loader(tile_n, config.head_dim_v, v_columns, kv_panel, v_part)
@@ -97,6 +100,7 @@ def make(config):
         return Sizes(
             sizes.batch + zero, sizes.heads + zero, sizes.heads_kv + zero, sizes.seqlen_q + zero, sizes.seqlen_k + zero,
             sizes.left + zero, sizes.right + zero, sizes.q_offset + zero,
+            (sizes.total_q if packed else zero) + zero, (sizes.total_k if packed else zero) + zero,
         )  # fmt: skip
 
     def loader(rows, ring, at, tile_bytes):

@@ -14,7 +14,8 @@ from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of, panel_offset
 from ..steps.query_tile import QueryTile
-from ..steps.sequence import lse_row, queries_of, query_row
+from ..steps.sequence import lse_row, query_row
+from ..steps.sequence import queries as make_queries
 from ..steps.units import exponent_unit
 from . import pipeline
 from .block import rows_of_lane, tile_of
@@ -33,6 +34,7 @@ def of_fragments(config):
     o_words = (o_blocks + 3) // 4 * 4  # a lane's words of a row in 16 bits: one for each block of 8 columns
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     address, store_v4, store_b16 = memory.address, memory.store_v4, memory.store_b16
+    queries_of = make_queries(config)
 
     @inlined
     def output_pair(acc_o, inverse, n, r):
@@ -117,7 +119,7 @@ def make(config, finish):
     o_bytes = 32 * config.o_columns  # of a warp's rows that are staged at a time
     o_parts, kept_weights = -(-config.head_dim_v_padded // config.o_columns), counting(config)
     store_rows = output_rows.make(config, 16, config.o_columns, config.o_place == "own")
-    o_words, stage_rows, write_rows = of_fragments(config)
+    (o_words, stage_rows, write_rows), queries_of = of_fragments(config), make_queries(config)
     recompute_rows, to_natural = recompute.make(config, 16), float32(1 / exponent_unit(config))
 
     @inlined

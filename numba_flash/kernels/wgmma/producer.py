@@ -23,7 +23,7 @@ from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.sequence import key_range
 from ..steps.sequence import make as make_sequence
-from . import bias_boxes, block, pipeline
+from . import bias_boxes, block, packed_tiles, pipeline
 from .block import BEGIN, CUT, FIRST_ROW, FREE, H_KV, MEMBERS, POS_CUT, POS_FREE, STATES, STOP, B, H, word_alone, write
 from .pipeline import Pipeline
 
@@ -31,7 +31,7 @@ from .pipeline import Pipeline
 class QueryTiles(NamedTuple):
     """Device functions for one thread."""
 
-    publish: Callable[..., Any]  # (base, i, t, arrays, strides, sizes) -> (b, h, first_query)
+    publish: Callable[..., Any]  # (base, i, t, arrays, strides, sizes) -> where its Q is: batch entry, head, first row
     following: Callable[..., Any]  # (t, counter) -> the block's next query tile after t
     reset: Callable[..., Any]  # (counter), by each block that found no tile left
 
@@ -45,10 +45,17 @@ def query_tiles(config):
     has_mask, ranges_of, walk = config.has("mask"), reads.make(config, 1).ranges, tile_walk.make(config)
     asked_of_whole = group == 1 and (config.has("score_mod") or config.has("mask_mod"))  # as fragment_functions.py does
     take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
+    packed = config.packed
 
     @inlined
-    def tile_of(t, arrays, strides, sizes):
-        """-> (b, h, first_query) of query tile t (b = batch: none).
+    def heads_at_once(keys, most, sizes):
+        """Heads of query tiles whose K and V stay in L2."""
+        kv_heads = max(divide(l2_rows, max(keys, 1)), 1)
+        return int32(min(kv_heads * divide(sizes.heads, sizes.heads_kv * group), most))
+
+    @inlined
+    def tile_of(base, i, t, arrays, strides, sizes):
+        """-> (b, h, first_query) of query tile t (b = batch: none), the block's i-th.
 
         Some heads at a time, last queries first; under a mask_mod, those that see the most tiles first.
         """
@@ -58,12 +65,18 @@ def query_tiles(config):
         m_tiles = divide(int32(sizes.seqlen_q) + int32(queries - 1), queries)
         groups = divide(sizes.heads, group)
         head_tiles = int32(sizes.batch) * groups
-        kv_heads_at_once = max(divide(l2_rows, max(sizes.seqlen_k, 1)), 1)
-        heads_at_once = int32(min(kv_heads_at_once * divide(sizes.heads, sizes.heads_kv * group), head_tiles))
-        head_tile, from_last = in_rounds(t, m_tiles, head_tiles, heads_at_once)
+        at_once = heads_at_once(sizes.seqlen_k, head_tiles, sizes)
+        head_tile, from_last = in_rounds(t, m_tiles, head_tiles, at_once)
         b, of_entry = entry_and_head(head_tile, sizes.batch, groups, bias_of_all(strides))
         b = b if t < head_tiles * m_tiles else int32(sizes.batch)
         return b, int32(of_entry * group), int32((m_tiles - 1 - from_last) * queries)
+
+    find_tile = packed_tiles.make(config, heads_at_once, rings.work_tile) if packed else tile_of
+
+    @inlined
+    def key_rows(sizes):
+        """Rows of K and V: a tile behind them is past the end, wherever a sequence begins."""
+        return sizes.total_k if packed else sizes.seqlen_k
 
     @inlined
     def tiles_of(sequence, first_query, sizes):
@@ -76,7 +89,7 @@ def query_tiles(config):
         last_query = first_query + min(sequence.seqlen_q - first_query, queries) - 1
         begin, free, cut, stop = key_range(sequence, first_query, last_query, sizes, tile_n)
         if stop <= begin:
-            begin = free = cut = divide(int32(sizes.seqlen_k), tile_n) + 1
+            begin = free = cut = divide(int32(key_rows(sizes)), tile_n) + 1
             stop = begin + 1
         if asked_of_whole and sequence.seqlen_q - first_query < queries:
             cut = begin
@@ -85,7 +98,7 @@ def query_tiles(config):
     @inlined
     def write_ends(work_tile, begin, stop, sizes):
         if stop <= begin:  # as in tiles_of
-            begin = divide(int32(sizes.seqlen_k), tile_n) + 1
+            begin = divide(int32(key_rows(sizes)), tile_n) + 1
             stop = begin + 1
         write(work_tile, BEGIN, begin)
         write(work_tile, FREE, max(word_alone(work_tile, FREE), begin))
@@ -121,10 +134,10 @@ def query_tiles(config):
         write(work_tile, STATES, states)
 
     @inlined
-    def of(t, arrays, strides, sizes):
-        """-> the WorkTile of query tile t. If no tile is left, the first one replaces it, without members, so that
-        roles need no branch."""
-        b, h, first_query = tile_of(t, arrays, strides, sizes)
+    def of(base, i, t, arrays, strides, sizes):
+        """-> the WorkTile of query tile t, the block's i-th. If no tile is left, the first one replaces it, without
+        members, so that roles need no branch."""
+        b, h, first_query = find_tile(base, i, t, arrays, strides, sizes)
         work = b < sizes.batch
         if not work:
             b, h, first_query = int32(0), int32(0), int32(0)
@@ -135,10 +148,15 @@ def query_tiles(config):
 
     @inlined
     def publish(base, i, t, arrays, strides, sizes):
-        """Query tile t is the block's i-th: tells the producer and the consumers. -> its b, h and first_query"""
-        tile, work = of(t, arrays, strides, sizes), rings.work_tile(base, i)
+        """Query tile t is the block's i-th: tells the producer and the consumers. -> where its Q is"""
+        tile, work = of(base, i, t, arrays, strides, sizes), rings.work_tile(base, i)
+        if packed:  # at once: behind the wait it would be read again, which takes registers that the scheduler lacks
+            sequence = sequence_of(tile.b, arrays, strides, sizes)
         rings.tiles.producer_acquire(base, i)
         block.write_tile(work, tile)
+        if packed:
+            write(work, block.Q_ROW, tile.first_row + sequence.first_query)
+            write(work, block.FIRST_KEY, sequence.first_key)
         if has_mask:
             write(work, POS_FREE, tile.free)
             write(work, POS_CUT, tile.cut)
@@ -146,6 +164,8 @@ def query_tiles(config):
         if walk.present:
             leave_empty_out(work, arrays, strides, sizes)
         rings.tiles.producer_commit(base, i, True)
+        if packed:
+            return int32(0), word_alone(work, H), word_alone(work, block.Q_ROW)
         if has_mask or walk.present:  # read again, not kept in registers until here
             return word_alone(work, B), word_alone(work, H), word_alone(work, FIRST_ROW)
         return tile.b, tile.h, tile.first_row
@@ -193,32 +213,36 @@ def make(config):
     fetch_bias = bias_boxes.make(config, 64).fetch
     maps_address = tma.parameter("numba_flash_wgmma")
     work = query_tiles(config)
-    walk = tile_walk.make(config)
+    walk, packed = tile_walk.make(config), config.packed
     k_tiles = Tiles(rings.k, plan.k, k_bytes, k_panels, 128)
     v_tiles = Tiles(rings.v, plan.v, v_bytes, v_panels, 256)
 
     @inlined
-    def load_q(base, i, h, first_query, b):
+    def load_q(base, i, h, first_row, entry):
         """Loads Q of the i-th query tile."""
         full = rings.q.producer_expect(base, i, q_bytes)
         for panel in range(k_panels):
             to = base + rings.q.stage(i) * q_bytes + panel * q_panel
-            tma.load_5d(to, maps_address(), full, panel * 64, 0, first_query, divide(h, config.group_size), b)
+            tma.load_5d(to, maps_address(), full, panel * 64, 0, first_row, divide(h, config.group_size), entry)
 
     @inlined
-    def prefetch_q(h, first_query, b):
+    def prefetch_q(h, first_row, entry):
         """Prefetches Q of a query tile into L2, because shared memory has no room for it yet."""
         for panel in range(k_panels):
-            tma.prefetch_5d(maps_address(), panel * 64, 0, first_query, divide(h, config.group_size), b)
+            tma.prefetch_5d(maps_address(), panel * 64, 0, first_row, divide(h, config.group_size), entry)
 
     def loader(tiles):
         @inlined
-        def load(base, n, j, h_kv, b):
-            """Loads tile j of a head, the block's n-th, of K or of V."""
+        def load(base, n, j, work_tile):
+            """Loads tile j for a query tile, the block's n-th, of K or of V."""
+            h_kv, entry, first_key = word_alone(work_tile, H_KV), word_alone(work_tile, B), int32(0)
+            if packed:
+                entry, first_key = int32(0), word_alone(work_tile, block.FIRST_KEY)
             full = tiles.ring.producer_expect(base, n, tiles.bytes)
             for panel in range(tiles.panels):
                 to = base + tiles.at + tiles.ring.stage(n) * tiles.bytes + panel * kv_panel
-                tma.load_4d(to, maps_address() + tiles.map_at, full, panel * 64, j * config.tile_n, h_kv, b)
+                first_row = int32(first_key + j * config.tile_n)
+                tma.load_4d(to, maps_address() + tiles.map_at, full, panel * 64, first_row, h_kv, entry)
 
         return load
 
@@ -228,10 +252,10 @@ def make(config):
     def claim(base, i, t, arrays, strides, sizes):
         """Query tile t is the block's i-th: publish it and load its Q. If no tile is left, consumers issue S of the
         first query tile and drop it."""
-        b, h, first_query = work.publish(base, i, t, arrays, strides, sizes)
+        entry, h, first_row = work.publish(base, i, t, arrays, strides, sizes)
         if config.q_buffers == 1:
-            prefetch_q(h, first_query, b)
-        load_q(base, i, h, first_query, b)
+            prefetch_q(h, first_row, entry)
+        load_q(base, i, h, first_row, entry)
 
     @inlined
     def schedule(base, counter, arrays, strides, sizes):
@@ -255,7 +279,7 @@ def make(config):
         i = int32(0)  # number of query tiles so far
         work_tile = rings.work_tile(base, i)
         rings.tiles.consumer_wait(base, i)
-        load_k(base, n, int32(word_alone(work_tile, STOP) - 1), word_alone(work_tile, H_KV), word_alone(work_tile, B))
+        load_k(base, n, int32(word_alone(work_tile, STOP) - 1), work_tile)
         while word_alone(work_tile, MEMBERS) != 0:
             next_tile = rings.work_tile(base, int32(i + 1))
             begin, j = word_alone(work_tile, BEGIN), int32(word_alone(work_tile, STOP) - 1)
@@ -275,8 +299,8 @@ def make(config):
                     rings.tiles.consumer_wait(base, int32(i + 1))
                     source, next_j = next_tile, int32(word_alone(next_tile, STOP) - 1)
                 # The next K, possibly of the next query tile, comes before this V: this is the order of the products.
-                load_k(base, int32(n + 1), next_j, word_alone(source, H_KV), word_alone(source, B))
-                load_v(base, n, j, word_alone(work_tile, H_KV), word_alone(work_tile, B))
+                load_k(base, int32(n + 1), next_j, source)
+                load_v(base, n, j, work_tile)
                 n = int32(n + 1)
                 j = int32(behind_j if walk.present else j - 1)
             i = int32(i + 1)

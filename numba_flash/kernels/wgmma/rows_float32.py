@@ -11,7 +11,8 @@ from ..steps import elements
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
-from ..steps.sequence import lse_row, queries_of, query_row
+from ..steps.sequence import lse_row, query_row
+from ..steps.sequence import queries as make_queries
 from ..steps.units import exponent_unit
 
 FIRST, SECOND = (np.int32(i) for i in range(2))  # not Python ints: see inlined.py
@@ -52,7 +53,7 @@ def output_writer(config):
     finite, but marks the row in row_states. -> whether the lane has a part of such a row.
     """
     group, blocks = config.group_size, config.head_dim_v_padded // 8
-    write_row = row_writer(blocks, config.head_dim_v, config.o_vectorized)
+    write_row, queries_of = row_writer(blocks, config.head_dim_v, config.o_vectorized), make_queries(config)
     to_natural = float32(1 / exponent_unit(config))
 
     @inlined

@@ -9,6 +9,7 @@ from ...ptx import fence, local
 from ..score import fragment_functions, fragments, kept_weights, reads
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
+from ..steps.sequence import queries as make_queries
 from ..steps.units import LOG2_E
 from . import bias_boxes, block, pipeline
 from .block import FIRST_ROW, POS_CUT, POS_FREE, B, H, position, rows_of_lane, tile_of, word
@@ -86,7 +87,7 @@ def counting(config):
 
 def make(config, sides):
     """sides: a OneSide; None if no tile may be linear. -> TileScores"""
-    queries, read = config.queries, reads.make(config, 1)
+    queries, queries_of, read = config.queries, make_queries(config), reads.make(config, 1)
     hide, some_hidden, has_mask = read.hide, read.some_hidden, config.has("mask")
     chain = fragments.chain(config)
     _, _, finish, mask_scores = fragments.tile(config, 1)
@@ -171,7 +172,7 @@ def make(config, sides):
         """Applies the caller's functions."""
         first_row, lane = rows_of_lane()
         own, at = tile_of(tile.work_tile), position(tile.work_tile)
-        left = int32(min(sizes.seqlen_q - own.first_query, queries))
+        left = int32(min(queries_of(own.b, arrays, strides, sizes).seqlen_q - own.first_query, queries))
         s, bits, first = registers.acc_s, registers.mask_bits, own.first_query
         asks, place = tile.asks, functions.place_of(tile.j, own.b, own.h, first_row, lane, first, at, left)
         if tile.inside:
