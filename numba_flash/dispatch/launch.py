@@ -125,7 +125,8 @@ def on_gpu(
     """One kernel on the GPU, or in the simulator. It gets the arrays that its parameters name, in that order.
 
     behind: a kernel of the same sequence always runs before it. If its Config says that it waits for that one, it may
-    start before that one has ended. taken: where these arrays are among the operands of `run`; () = these alone.
+    start before that one has ended. taken: where these arrays are among the operands of `run`, or behind them if there
+    are none; () = the operands are these arrays.
     """
     blocks, maps = blocks_of(config, problem, target), config.operand_maps(problem)
     return kernel_launch(config, target, blocks, values_of(config, problem), maps, behind, taken)
@@ -155,6 +156,11 @@ class _ByAddresses(Launch):
 
 def addresses_of(operands: Given) -> Addresses:
     return tuple([0 if array is None else array.pointer for array in operands])
+
+
+def _at(places: Places, every: Any, missing: Any) -> Any:
+    """Of these operands those at `places`."""
+    return tuple([every[place] if place < len(every) else missing for place in places]) if places else every
 
 
 class _OnGpu(_ByAddresses):
@@ -198,7 +204,7 @@ class _OnGpu(_ByAddresses):
         if parameters is None:
             if len(self._prepared) >= PREPARED:
                 self._prepared.clear()
-            own = tuple([addresses[place] for place in self._taken]) if self._taken else addresses
+            own = _at(self._taken, addresses, 0)
             parameters = self._prepared[key] = launcher.parameters(own + counters, self._maps, self._constants)
         launcher.launch(parameters, stream, self._blocks)
 
@@ -225,8 +231,7 @@ class _Simulated(Launch):
         from ..ptx.sim.launch import run
 
         config, (blocks, values, maps), q = self._config, self._arguments, operands[0]
-        if self._taken:
-            operands = [operands[place] for place in self._taken]
+        operands = _at(self._taken, operands, None)
         if config.counted:
             assert q is not None
             counter = arrays.scratch(q, (tile_counters.WORDS,), "uint32")
