@@ -171,12 +171,10 @@ def _packed(
         raise TypeError(f"return_aux must be None or an AuxRequest, not {described(return_aux)}")
     if of_k is None:
         raise TypeError("cu_seq_k must be an int32 tensor (batch + 1,), not None, which goes with a block_table")
-    if not _bool("enable_gqa", enable_gqa) and query.shape[1:2] != key.shape[1:2]:
-        raise ValueError(
-            f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}: where query heads share those of key, "
-            "pass enable_gqa=True"
-        )
     try:
+        if not _bool("enable_gqa", enable_gqa) and query.shape[1:2] != key.shape[1:2]:
+            shapes = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
+            raise ValueError(f"{shapes}: where query heads share those of key, pass enable_gqa=True")
         return varlen.attention_varlen(
             query,
             key,
