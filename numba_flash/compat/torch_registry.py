@@ -100,6 +100,9 @@ def flash_attention_forward(
         raise NotImplementedError(
             "query is float64, for which torch's operation would give lse in float32: call numba_flash.attention"
         )
+    if value.shape[-1] != query.shape[-1]:
+        own = query.shape[-1]
+        raise ValueError(f"value must have query's head_dim, {own}, as torch's operation has it, not {value.shape[-1]}")
     beyond = dict(alibi_slopes=alibi_slopes, seqused_k=seqused_k)
     for name, x in beyond.items():
         if x is not None and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
@@ -128,6 +131,51 @@ def flash_attention_forward_inplace(out: Tensor, *arguments: Any, **named: Any) 
 
 
 def flash_attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv; others, named: as `_gradients` has them."""
+    return tuple(map(_laid_out, _gradients(grad_out, query, key, value, *others, **named), (query, key, value)))
+
+
+def scaled_dot_product_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """The same of (batch, heads, seqlen, head_dim)."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    lengths = q.shape[1], k.shape[1]
+    out = torch.empty_like(query).transpose(1, 2)
+    o, lse, *others = flash_attention_forward(
+        q, k, v, None, None, *lengths, dropout_p, is_causal, return_debug_mask, scale=scale, out=out
+    )
+    return o.transpose(1, 2), lse, None, None, *lengths, *others
+
+
+def scaled_dot_product_flash_attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *others: Any, **named: Any
+) -> tuple[Tensor, ...]:
+    """The same of (batch, heads, seqlen, head_dim)."""
+    tensors = [x.transpose(1, 2) for x in (grad_out, query, key, value, out)]
+    found = [x.transpose(1, 2) for x in _gradients(*tensors, *others, **named)]
+    return tuple(map(_laid_out, found, (query, key, value)))
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = dict(
+    _flash_attention_forward=flash_attention_forward,
+    _flash_attention_forward_no_dropout_inplace=flash_attention_forward_inplace,
+    _flash_attention_backward=flash_attention_backward,
+    _scaled_dot_product_flash_attention=scaled_dot_product_flash_attention,
+    _scaled_dot_product_flash_attention_backward=scaled_dot_product_flash_attention_backward,
+)
+
+
+def _gradients(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -146,8 +194,8 @@ def flash_attention_backward(
     scale: float | None = None,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
-) -> tuple[Tensor, ...]:
-    """dq, dk, dv."""
+) -> Any:
+    """dq, dk and dv of dense and packed tensors."""
     seed = int(rng_state[0]) if dropout_p else None
     heads_first = cum_seq_q is None and query.stride(1) < query.stride(2)
     _, differentiate = _functions(cum_seq_q, cum_seq_k, max_q, max_k, "bhsd" if heads_first else "bshd")
@@ -156,44 +204,7 @@ def flash_attention_backward(
     if heads_first:
         tensors = [x.transpose(1, 2) for x in tensors]
     found = _run(differentiate, *tensors, logsumexp.contiguous(), **options)[:3]
-    gradients = [x.transpose(1, 2) for x in found] if heads_first else found
-    return tuple(map(_laid_out, gradients, (query, key, value)))
-
-
-def scaled_dot_product_flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    """The same of (batch, heads, seqlen, head_dim)."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    lengths = q.shape[1], k.shape[1]
-    o, lse, *others = flash_attention_forward(
-        q, k, v, None, None, *lengths, dropout_p, is_causal, return_debug_mask, scale=scale
-    )
-    return o.transpose(1, 2), lse, None, None, *lengths, *others
-
-
-def scaled_dot_product_flash_attention_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *others: Any, **named: Any
-) -> tuple[Tensor, ...]:
-    """The same of (batch, heads, seqlen, head_dim)."""
-    tensors = [x.transpose(1, 2) for x in (grad_out, query, key, value, out)]
-    return tuple([x.transpose(1, 2) for x in flash_attention_backward(*tensors, *others, **named)])
-
-
-OPERATIONS: dict[str, Callable[..., Any]] = dict(
-    _flash_attention_forward=flash_attention_forward,
-    _flash_attention_forward_no_dropout_inplace=flash_attention_forward_inplace,
-    _flash_attention_backward=flash_attention_backward,
-    _scaled_dot_product_flash_attention=scaled_dot_product_flash_attention,
-    _scaled_dot_product_flash_attention_backward=scaled_dot_product_flash_attention_backward,
-)
+    return [x.transpose(1, 2) for x in found] if heads_first else found
 
 
 def _functions(
