@@ -1,5 +1,6 @@
 """Arguments that several signatures share, and errors in the words of the signature that was called."""
 
+import operator
 import re
 from typing import Any
 
@@ -45,3 +46,34 @@ def renamed(error: Exception, names: dict[str, str]) -> Exception:
         ours = rf"\b({'|'.join(names)})\b"
         error.args = (re.sub(ours, lambda found: names[found[0]], error.args[0]), *error.args[1:])
     return error
+
+
+def window_sides(window_size: Any) -> tuple[int | None, int | None]:
+    """A pair in which -1 is unbounded, as `numba_flash.attention` takes it."""
+    allowed = "window_size must be a pair (left, right) of whole numbers from 0, or -1 for unbounded"
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"{allowed}, not {described(window_size)}")
+    if not all(side is None or hasattr(side, "__index__") and not isinstance(side, bool) for side in window_size):
+        raise TypeError(f"{allowed}, not {window_size!r}")
+    left, right = (-1 if side is None else operator.index(side) for side in window_size)
+    if min(left, right) < -1:
+        raise ValueError(f"{allowed}, not {window_size!r}")
+    return None if left == -1 else left, None if right == -1 else right
+
+
+def refuse_pages(block_table: Any, num_splits: int | None = None) -> None:
+    """What a packed signature has for decoding and no kernel has yet."""
+    if block_table is not None:
+        raise NotImplementedError(
+            "block_table: pages of a cache are not implemented yet; pass keys and values that follow each other"
+        )
+    if num_splits not in (None, 0, 1):
+        raise NotImplementedError(
+            f"num_splits of {num_splits}: keys are not split among blocks yet; pass 1, or None, which is the same here"
+        )
+
+
+def refuse_nested(instead: str, **tensors: Any) -> None:
+    for name, x in tensors.items():
+        if getattr(x, "is_nested", False):
+            raise NotImplementedError(f"{name} is a nested tensor, which is not taken. {instead}")

@@ -1,12 +1,11 @@
 """The signature of flash-attn 2.8."""
 
-import operator
 from typing import Any
 
 from ..api import forward as api
 from ..api import varlen
 from ..problem.forward import check_bool
-from .arguments import described, number, probability, renamed
+from .arguments import number, probability, refuse_nested, refuse_pages, renamed, window_sides
 
 UNBOUNDED = (-1, -1)
 # Defaults are whole numbers for the reason that bridges/torch.py gives at NO_DROPOUT.
@@ -45,11 +44,11 @@ def flash_attn_func(
     if type(dropout_p) not in (int, float) or dropout_p:
         dropout = _dropout(probability("dropout_p", dropout_p), q)
     check_bool("deterministic", deterministic)
-    window = None if window_size is UNBOUNDED else _window(window_size)
+    window = None if window_size is UNBOUNDED else window_sides(window_size)
     scale = None if softmax_scale is None else number("softmax_scale", softmax_scale)
     cap = None if type(softcap) in (int, float) and softcap <= 0 else _softcap(softcap)
     if getattr(q, "is_nested", False) or getattr(k, "is_nested", False) or getattr(v, "is_nested", False):
-        _refuse_nested(q=q, k=k, v=v)
+        refuse_nested("Pass its values() and offsets() in int32 to flash_attn_varlen_func", q=q, k=k, v=v)
     try:
         found = api.attention(
             q,
@@ -98,8 +97,7 @@ def flash_attn_varlen_func(
 
     Raises NotImplementedError for block_table, and for dropout of arrays that are not torch's.
     """
-    if block_table is not None:
-        raise NotImplementedError("block_table: pages of a cache are not implemented yet; pass contiguous k and v")
+    refuse_pages(block_table)
     check_bool("deterministic", deterministic)
     drops = type(dropout_p) not in (int, float) or dropout_p
     try:
@@ -112,7 +110,7 @@ def flash_attn_varlen_func(
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
             causal=causal,
-            window=None if window_size is UNBOUNDED else _window(window_size),
+            window=None if window_size is UNBOUNDED else window_sides(window_size),
             scale=None if softmax_scale is None else number("softmax_scale", softmax_scale),
             softcap=None if type(softcap) in (int, float) and softcap <= 0 else _softcap(softcap),
             alibi_slopes=alibi_slopes,
@@ -120,6 +118,7 @@ def flash_attn_varlen_func(
             **(_dropout(probability("dropout_p", dropout_p), q) if drops else {}),
         )
     except (TypeError, ValueError, NotImplementedError) as error:
+        refuse_nested("Pass its values(), and its offsets() in int32 as cu_seqlens_q or cu_seqlens_k", q=q, k=k, v=v)
         raise renamed(error, NAMES)  # noqa: B904 - the same error
     return (*found, None) if return_attn_probs else found
 
@@ -169,30 +168,8 @@ def _dropout(dropout_p: float, q: Any) -> dict[str, Any]:
     return dict(dropout_p=dropout_p, seed=drawn_seed())
 
 
-def _window(window_size: Any) -> tuple[int | None, int | None]:
-    """`numba_flash.attention`'s pair."""
-    allowed = "window_size must be a pair (left, right) of whole numbers from 0, or -1 for unbounded"
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"{allowed}, not {described(window_size)}")
-    if not all(side is None or hasattr(side, "__index__") and not isinstance(side, bool) for side in window_size):
-        raise TypeError(f"{allowed}, not {window_size!r}")
-    left, right = (-1 if side is None else operator.index(side) for side in window_size)
-    if min(left, right) < -1:
-        raise ValueError(f"{allowed}, not {window_size!r}")
-    return None if left == -1 else left, None if right == -1 else right
-
-
 def _softcap(softcap: Any) -> float | None:
     cap = number("softcap", softcap)
     if not isinstance(cap, (int, float)) or isinstance(cap, bool):
         raise TypeError(f"softcap must be a number, with 0.0 for none, not {softcap!r}")
     return None if cap <= 0 else cap  # NaN is attention's to refuse
-
-
-def _refuse_nested(**tensors: Any) -> None:
-    for name, x in tensors.items():
-        if getattr(x, "is_nested", False):
-            raise NotImplementedError(
-                f"{name} is a nested tensor, which is not taken. Pass its values() and offsets() in int32 to "
-                "flash_attn_varlen_func"
-            )

@@ -1,4 +1,4 @@
-"""The signature of torch's own attention."""
+"""The signatures of torch's own attention, and its registry of kernels."""
 
 import functools
 from typing import Any
@@ -7,16 +7,22 @@ import torch
 from torch import Tensor
 
 from ..api import forward as api
+from ..api import varlen
 from ..arrays import Layout
 from ..bridges.torch import NO_DROPOUT
 from ..bridges.torch_operations import recorded
 from ..problem.forward import Problem, check_bool
 from ..problem.options import Options
-from .arguments import number, probability, renamed
+from .arguments import described, number, probability, refuse_nested, refuse_pages, renamed, window_sides
 from .leading import attend_by_views, result_shape
+from .torch_registry import register as register
 from .torch_settings import autocast, drawn_seed
 
 NAMES = dict(q="query", k="key", v="value", causal="is_causal", mask="attn_mask", bias="attn_mask")
+VARLEN_NAMES = dict(
+    q="query", k="key", v="value", cu_seqlens_q="cu_seq_q", cu_seqlens_k="cu_seq_k", max_seqlen_q="max_q",
+    max_seqlen_k="max_k", seqlens_k="seqused_k", window="window_size",
+)  # fmt: skip
 
 
 def scaled_dot_product_attention(
@@ -82,6 +88,112 @@ def scaled_dot_product_attention(
         _check_devices(query, key=key, value=value, attn_mask=attn_mask)
         result_shape(query, key, value, attn_mask, enable_gqa)  # it may have been about shapes made of those given
         raise renamed(error, NAMES)  # noqa: B904 - the same error
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Any:
+    """torch.nn.attention.varlen.varlen_attn, on CPUs and in float32 and float64 too.
+
+    >>> o = varlen_attn(query, key, value, cu_seq, cu_seq, longest, longest, window_size=(-1, 0))
+
+    query: (total_q, heads, head_dim); key: (total_k, heads_kv, head_dim); value: likewise with head_dim_v. With
+    enable_gqa=True key and value may have fewer heads, which divide query's.
+    cu_seq_q, cu_seq_k: int32 (batch + 1,). max_q, max_k: whole numbers, upper bounds of the lengths.
+    window_size: (left, right), inclusive, -1 = unbounded; (-1, 0) is causal. The last query of a sequence has the
+    position of its last valid key. seqused_k: int32 (batch,), how many keys of a sequence are valid.
+    num_splits: None or 1. Both give the same bits, and a sequence's result does not depend on its batch.
+    return_aux: an AuxRequest of torch's; with lse=True, (o, lse) is returned, lse (heads, total_q).
+
+    Gradients work with seqused_k, for which torch has none, and also through lse, whose gradient torch ignores. Rows of
+    no sequence give 0, and their gradients are 0. Autocast does not cast these tensors, and neither does torch's own.
+
+    Raises NotImplementedError for block_table, for num_splits above 1 and for nested tensors; TypeError and ValueError
+    as `numba_flash.attention_varlen` does, with the names of these arguments.
+    """
+    spans = cu_seq_q, cu_seq_k, max_q, max_k, seqused_k
+    refuse_pages(block_table, num_splits)
+    return _packed(query, key, value, spans, return_aux, scale, window_size, enable_gqa)
+
+
+def varlen_attn_out(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Any:
+    """torch.nn.attention.varlen.varlen_attn_out: `varlen_attn` into `out`, which has no gradient."""
+    spans = cu_seq_q, cu_seq_k, max_q, max_k, seqused_k
+    refuse_pages(block_table, num_splits)
+    return _packed(query, key, value, spans, return_aux, scale, window_size, enable_gqa, out)
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: tuple[Any, ...],
+    return_aux: Any,
+    scale: Any,
+    window_size: Any,
+    enable_gqa: Any,
+    out: Any = None,
+) -> Any:
+    """`numba_flash.attention_varlen` with the checks that torch has beyond it."""
+    of_q, of_k, most_q, most_k, used = spans
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        raise TypeError(f"return_aux must be None or an AuxRequest, not {described(return_aux)}")
+    if of_k is None:
+        raise TypeError("cu_seq_k must be an int32 tensor (batch + 1,), not None, which goes with a block_table")
+    try:
+        if not _bool("enable_gqa", enable_gqa) and query.shape[1:2] != key.shape[1:2]:
+            shapes = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
+            raise ValueError(f"{shapes}: where query heads share those of key, pass enable_gqa=True")
+        return varlen.attention_varlen(
+            query,
+            key,
+            value,
+            of_q,
+            of_k,
+            seqlens_k=used,
+            max_seqlen_q=most_q,
+            max_seqlen_k=most_k,
+            window=window_sides(window_size),
+            scale=None if scale is None else number("scale", scale),
+            return_lse=return_aux is not None and return_aux.lse,
+            out=out,
+        )
+    except (TypeError, ValueError, NotImplementedError) as error:
+        refuse_nested(
+            "Pass its values(), and its offsets() in int32 as cu_seq_q or cu_seq_k", query=query, key=key, value=value
+        )
+        raise renamed(error, VARLEN_NAMES)  # noqa: B904 - the same error
 
 
 def _bool(name: str, value: Any) -> bool:
