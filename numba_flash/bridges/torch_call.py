@@ -42,15 +42,15 @@ def flatten(q: Any, k: Any, v: Any, options: Options, kernel: str) -> tuple[tupl
     return tensors, StaticCall(rest, kernel)
 
 
-def layout_word(layout: Any) -> str:
-    """A layout as an operation takes it; of packed sequences with their bounds."""
-    return layout if isinstance(layout, str) else f"packed {layout.max_seqlen_q} {layout.max_seqlen_k}"
+def layout_words(layout: Any) -> tuple[Any, ...]:
+    """A layout as an operation takes it: a word, and the bounds of packed sequences as numbers, which a graph may get
+    anew in each run."""
+    return ("packed", *layout) if isinstance(layout, Packed) else (layout, None, None)
 
 
-def layout_of(word: str) -> Any:
-    """The layout of a word."""
-    name, *most = word.split()
-    return Packed(*[None if x == "None" else int(x) for x in most]) if most else name
+def layout_of(word: str, *most: Any) -> Any:
+    """The layout of these words."""
+    return Packed(*most) if word == "packed" else word
 
 
 def seed_words(seed: Any) -> Tensor:

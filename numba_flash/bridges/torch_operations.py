@@ -30,7 +30,7 @@ from .torch_call import (
     flatten,
     forward_now,
     layout_of,
-    layout_word,
+    layout_words,
     no_second_gradients,
     no_tangents,
     seed_words,
@@ -41,8 +41,9 @@ Way = Callable[..., tuple[Any, StaticCall, Callable[[str, Tensor], Tensor]]]
 _TENSORS = ("Tensor q", "Tensor k", "Tensor v", *(f"Tensor? {name}" for name in (*OPTION_ARRAYS, "q_offsets", "seed")))
 _REST = (
     "SymInt? q_offset", "bool causal", "SymInt? left", "SymInt? right", *(f"float? {name}" for name in NUMBERS),
-    "str layout", "str kernel",
+    "str layout", "SymInt? max_seqlen_q", "SymInt? max_seqlen_k", "str kernel",
 )  # fmt: skip
+_LAYOUT = _REST.index("str layout")
 _GIVEN = "str wanted, Tensor? do, Tensor? dlse, Tensor o, Tensor lse"
 _LIBRARY = torch.library.Library("numba_flash", "FRAGMENT")
 _BELOW_AUTOGRAD = torch._C._after_autograd_keyset
@@ -96,12 +97,23 @@ def schema_arguments(
     causal, window, q_offset, own, _, _, layout, seed = call.options
     if seed is not None:
         tensors = (*tensors[:SEED], seed_words(seed))
-    return (*tensors, *more, q_offset, causal, *window_sides(window), *own, layout_word(layout), call.kernel, *numbers)
+    return (
+        *tensors,
+        *more,
+        q_offset,
+        causal,
+        *window_sides(window),
+        *own,
+        *layout_words(layout),
+        call.kernel,
+        *numbers,
+    )
 
 
 def from_schema(rest: tuple[Any, ...]) -> StaticCall:
-    q_offset, causal, left, right, *numbers, layout, kernel = rest
-    return StaticCall(Options(causal, (left, right), q_offset, tuple(numbers), None, None, layout_of(layout)), kernel)
+    q_offset, causal, left, right, *numbers = rest[:_LAYOUT]
+    *layout, kernel = rest[_LAYOUT:]
+    return StaticCall(Options(causal, (left, right), q_offset, tuple(numbers), None, None, layout_of(*layout)), kernel)
 
 
 def _as_given(tensors: Any, call: StaticCall) -> Any:
@@ -133,7 +145,7 @@ def define(name: str, more: tuple[str, ...] = (), numbers: tuple[str, ...] = (),
         return [given_back(*pair) for pair in zip(names, found, strict=True)]
 
     def fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        axes = LAYOUTS.get(others[end - 5], (1, 0))  # of packed sequences (heads, rows)
+        axes = LAYOUTS.get(others[read - 3 + _LAYOUT], (1, 0))  # of packed sequences (heads, rows)
         of_lse = tuple(q.shape[axis] for axis in axes[: q.dim() - 1])
         lse = q.new_empty(of_lse, dtype=torch.promote_types(q.dtype, torch.float32))
         return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
@@ -156,9 +168,11 @@ def define(name: str, more: tuple[str, ...] = (), numbers: tuple[str, ...] = (),
 
     def flops(products: int, products_v: int, shapes: Any) -> int:
         """As torch counts its own attention: with each key that a query has, also those that it does not see."""
-        (q, k, v), layout = shapes[:3], layout_of(shapes[end - 2])
-        axes = LAYOUTS[layout] if isinstance(layout, str) else (0,)
-        keys = k[axes[-2]] if len(axes) > 1 else min(k[0], k[0] if layout[1] is None else layout[1])
+        (q, k, v), (layout, _, most) = shapes[:3], shapes[read + _LAYOUT : end - 1]
+        if layout == "packed":
+            keys = k[0] if most is None else min(k[0], most)
+        else:
+            keys = k[LAYOUTS[layout][-2]]
         return 2 * math.prod(q[:-1]) * keys * (products * q[-1] + products_v * v[-1])
 
     schema = ", ".join((*_TENSORS, *more, *_REST, *numbers))

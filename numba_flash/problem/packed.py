@@ -53,9 +53,9 @@ def _bound(name: str, given: Any) -> int | None:
     if given is None:
         return None
     try:
-        if isinstance(given, bool) or hasattr(given, "shape") and not isinstance(given, np.integer):
+        if isinstance(given, bool) or not isinstance(given, (int, np.integer)) and hasattr(given, "shape"):
             raise TypeError
-        number = operator.index(given)
+        number = given if isinstance(given, int) else operator.index(given)  # the same one to torch.compile
     except TypeError:
         hint = "; leave it out, or take a number: to read an array the host would wait for the GPU"
         of_array = hint if hasattr(given, "shape") else ""

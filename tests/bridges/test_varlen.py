@@ -6,6 +6,7 @@ import pytest
 import numba_flash
 
 torch = pytest.importorskip("torch")
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
 ENDS_Q = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
 ENDS_K = torch.tensor([1, 8, 10, 19], dtype=torch.int32)
@@ -56,6 +57,23 @@ def test_torch_compile_has_it_in_one_graph(tensors, bounds):
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     gradients = [torch.autograd.grad(loss(*x), tensors) for x in (found, expected)]
     assert all(torch.equal(x, y) for x, y in zip(*gradients, strict=True))
+
+
+def test_other_lengths_and_bounds_are_no_other_graph():
+    graphs = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=graphs, fullgraph=True, dynamic=True)
+    def step(q, cu_seqlens, most):
+        return numba_flash.attention_varlen(q, q, q, cu_seqlens, max_seqlen_q=most, max_seqlen_k=most, causal=True)
+
+    for lengths in ([3, 5], [4, 7, 2], [9, 0, 2, 6], [20, 1]):
+        q = torch.randn(sum(lengths), 2, 8, requires_grad=True)
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+        o = step(q, cu_seqlens, max(lengths))
+        expected = numba_flash.attention_varlen(q, q, q, cu_seqlens, causal=True)
+        assert torch.equal(o, expected)
+        assert all(map(torch.equal, *(torch.autograd.grad(x.square().sum(), (q,)) for x in (o, expected))))
+    assert graphs.frame_count == 1
 
 
 def test_vmap_is_refused_by_name(tensors):
