@@ -77,11 +77,6 @@ def attention_varlen(
         return dispatch.run(call)
     except arrays.NeedsBridge as recorded:
         family = recorded.family
-    if family != "torch":
-        raise NotImplementedError(
-            f"attention_varlen takes no arrays that {family} traces yet; call it outside of transformations, or "
-            "numba_flash.attention with mods.document as mask_mod"
-        )
     return bridge(family).run(call)
 
 

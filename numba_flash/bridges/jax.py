@@ -1,4 +1,4 @@
-"""attention() as an operation of JAX: jit, grad, vmap.
+"""attention() and attention_varlen() as an operation of JAX: jit, grad, vmap.
 
 `numba_flash.attention` calls this module for traced arrays. XLA calls back to Python where the operation stands and
 hands over its own memory, and the results are written there. Nothing is copied, and on a GPU the work is enqueued on
@@ -52,7 +52,6 @@ from .jax_varying import axes_of, varying
 from .static_call import StaticCall
 
 OPERANDS = ("q", "k", "v", *ARRAY_NAMES)  # what the operation may be given
-SEQLENS_K = Operands._fields.index("seqlens_k")  # GradientOperands begins with the same fields
 NO_ARRAYS = (None,) * len(OPTION_ARRAYS)
 
 
@@ -66,7 +65,8 @@ def run(call: Call) -> Any:
     error that only running can show, such as a `kernel` that cannot compute the problem there, comes as a
     JaxRuntimeError that contains it. vmap makes the mapped dimension part of the batch. Where an array with several
     batch entries is not mapped over, or with a seed or functions, one callback computes the problems one after the
-    other. There is reverse mode, once; forward mode and second derivatives raise NotImplementedError.
+    other. There is reverse mode, once; forward mode, second derivatives, and vmap of packed sequences, which have no
+    batch, raise NotImplementedError.
 
     seed may also be a scalar of JAX's, traced or not. Whatever it is, the callback reads it on the host: on a GPU the
     host waits for what XLA's stream has before it.
@@ -140,12 +140,12 @@ def _others(layouts: dict[str, Layout]) -> tuple[Layout | None, ...]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(known: StaticCall, operands: dict[str, Any]) -> tuple[Any, Any]:
-    operands, axes = _in_order(operands), LAYOUTS[known.options.layout]
+    operands = _in_order(operands)
     q, v = operands["q"], operands["v"]
-    o = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
-    lse = jax.ShapeDtypeStruct(
-        tuple(q.shape[axis] for axis in axes[:3]), jax.numpy.promote_types(q.dtype, jax.numpy.float32)
-    )
+    o = jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype)
+    axes = (1, 0) if known.packed else LAYOUTS[known.options.layout][:3]
+    of_lse = tuple(q.shape[axis] for axis in axes)
+    lse = jax.ShapeDtypeStruct(of_lse, jax.numpy.promote_types(q.dtype, jax.numpy.float32))
     return _call(_Forward(known, *_facts(dict(operands, o=o, lse=lse))), tuple(operands.values()), (o, lse))
 
 
@@ -259,7 +259,7 @@ class _Callback:
             given = [
                 None if n is None else Array(addresses[n] + starts[n], plan.layouts[n], buffers[n]) for n in plan.where
             ]
-            check_lengths(dict(seqlens_k=given[SEQLENS_K]), plan.forward)
+            check_lengths(dict(zip(Operands._fields, given, strict=False)), plan.forward)
             if seed is not None:
                 given = with_seed(given, len(self.order), plan.forward, seed)
             _run(plan.launch, given, stream)
@@ -297,7 +297,7 @@ def _plan(callback: Any, shapes: tuple[tuple[int, ...], ...], device: int | None
     of_aux = [daux_name(number) for number in range(len(aux))] if any(name.startswith("daux") for name in names) else []
     seed = names.index(jax_seed.NAME) if jax_seed.NAME in names else None
     # alone: mapped dimensions are none of the batch's
-    folded = fold(names, shapes, mapped=len(shapes[0]) - 4, alone=callback.known.reads_entries(seed))
+    folded = fold(names, shapes, callback.known.mapped(shapes[0]), alone=callback.known.reads_entries(seed))
     layouts = tuple(
         arrays.jax_layout(
             device, shape, strides, dtype, readonly=name not in callback.results and not name.startswith("daux")

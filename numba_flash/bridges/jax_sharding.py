@@ -23,6 +23,7 @@ from ..problem.forward import LAYOUTS
 from ..problem.option_checks import ARGUMENTS
 from ..problem.options import BROADCAST, FUNCTIONS, GRADIENT_OF, RANKS, SEEDED
 from . import jax_seed
+from .static_call import NO_VMAP, StaticCall
 
 try:
     from jax.experimental.buffer_callback import buffer_callback
@@ -53,11 +54,9 @@ class Rule(NamedTuple):
     @staticmethod
     def of(callback: Any, given: Any, results: Any) -> "Rule":
         shapes = tuple(x.shape for x in (*given, *results))
-        mapped, layout = len(shapes[0]) - 4, callback.known.options.layout  # q is first
-        named = zip(callback.names, shapes, strict=True)
-        return Rule(
-            shapes, tuple(_labels(name, x, mapped, layout) for name, x in named), len(given), _numbered(callback)
-        )
+        mapped = callback.known.mapped(shapes[0])  # q is first
+        labels = [_labels(*named, mapped, callback.known) for named in zip(callback.names, shapes, strict=True)]
+        return Rule(shapes, tuple(labels), len(given), _numbered(callback))
 
     def axes(self, mesh: Any, shardings: Any) -> dict[str, Axes]:
         """label -> the axes of the mesh over which it is split. The first array that is split along it decides."""
@@ -109,10 +108,11 @@ class Rule(NamedTuple):
         return SdyShardingRule(tuple(mappings[: self.operands]), tuple(mappings[self.operands :]), **grouped)
 
 
-def _labels(name: str, shape: tuple[int, ...], mapped: int, layout: str) -> tuple[str, ...]:
-    own = (BATCH, HEADS, WHOLE, WHOLE)[: RANKS.get(name, 0)] or (WHOLE,) * (len(shape) - mapped)
+def _labels(name: str, shape: tuple[int, ...], mapped: int, call: StaticCall) -> tuple[str, ...]:
+    batch = WHOLE if call.packed else BATCH  # the table of sequences means rows of whole arrays
+    own = (batch, HEADS, WHOLE, WHOLE)[: RANKS.get(name, 0)] or (WHOLE,) * (len(shape) - mapped)
     if RANKS.get(name) == 4 and GRADIENT_OF.get(name, name) not in BROADCAST:
-        own = tuple(own[axis] for axis in LAYOUTS[layout])
+        own = tuple(own[axis] for axis in LAYOUTS["bshd" if call.packed else call.options.layout])
     own = own[len(own) - (len(shape) - mapped) :]
     labels = (*(f"m{number}" for number in range(mapped)), *own)
     return tuple(WHOLE if extent == 1 else label for label, extent in zip(labels, shape, strict=True))
@@ -174,6 +174,8 @@ def lying_as(operand: Any, gradient: Any) -> Any:
 
 def _batched(given: Any, axes: Any, *, callback: Any, results: Any, devices: Any) -> Any:
     """A mapped dimension comes in front; an array that is not mapped over is 1 long there."""
+    if callback.known.packed:
+        raise NotImplementedError(NO_VMAP.format("jax"))
     size = next(x.shape[axis] for x, axis in zip(given, axes, strict=True) if axis is not None)
     given = [
         jax.numpy.expand_dims(x, 0) if axis is None else jax.numpy.moveaxis(x, axis, 0)

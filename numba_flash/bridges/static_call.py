@@ -4,7 +4,9 @@ from typing import Any, NamedTuple
 
 from ..arrays import Layout
 from ..dispatch.call import PlanKey
-from ..problem.options import Options
+from ..problem.options import Options, Packed
+
+NO_VMAP = "{}.vmap takes no attention_varlen: pack the sequences of all mapped entries, which is one call"
 
 
 class StaticCall(NamedTuple):
@@ -14,6 +16,15 @@ class StaticCall(NamedTuple):
     options: Options
     kernel: str
     key: Any = None  # of the Call
+
+    @property
+    def packed(self) -> bool:
+        """Whether it is one of attention_varlen."""
+        return isinstance(self.options.layout, Packed)
+
+    def mapped(self, q: tuple[int, ...]) -> int:
+        """How many dimensions jax.vmap has put in front of those that q has in a call."""
+        return len(q) - (3 if self.packed else 4)
 
     def reads_entries(self, seed: Any) -> bool:
         """Whether the number of a batch entry matters: functions are told it, and a seed drops weights by it."""

@@ -133,13 +133,20 @@ def define(name: str, more: tuple[str, ...] = (), numbers: tuple[str, ...] = (),
         tensors = _without_grad(arguments[:read])
         return way(tensors[:own], from_schema(arguments[read:end]), *tensors[own:], *arguments[end:])
 
-    def compute(*arguments: Any) -> tuple[Tensor, Tensor]:
+    def packs(tensors: Any, arguments: Any) -> bool:
+        """Whether packed sequences are computed in the place of a batch of one."""
+        return tensors[0].dim() < arguments[0].dim()
+
+    def compute(*arguments: Any) -> Any:
         tensors, call, _ = asked(arguments)
-        return tuple(forward_now(call, tensors))  # type: ignore[return-value]
+        found = forward_now(call, tensors)
+        return tuple([x[None] for x in found] if packs(tensors, arguments) else found)
 
     def compute_gradients(wanted: str, *arguments: Any) -> list[Tensor]:
         do, dlse, o, lse = _without_grad(arguments[:4])
         tensors, call, given_back = asked(arguments[4:])
+        if packs(tensors, arguments[4:]):
+            do, dlse, o, lse = (None if x is None else x[0] for x in (do, dlse, o, lse))
         names = tuple(wanted.split())
         found = all_gradients(call, names, do, dlse, o, lse, tensors)
         return [given_back(*pair) for pair in zip(names, found, strict=True)]

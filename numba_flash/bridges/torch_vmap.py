@@ -12,17 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem.options import BROADCAST, RANKS, Packed
-from .static_call import StaticCall
+from ..problem.options import BROADCAST, RANKS
+from .static_call import NO_VMAP, StaticCall
 from .torch_call import ARRAYS, GRADIENT_OF, SEED
 
 
 def map_forward(attend: Callable[..., Any], size: int, dims: tuple[Any, ...], call: StaticCall, tensors: Any) -> Any:
     """The results of attend(*tensors), and where they are mapped. dims: where each tensor is; size: how often."""
-    if isinstance(call.options.layout, Packed):
-        raise NotImplementedError(
-            "torch.vmap takes no attention_varlen: pack the sequences of all mapped entries, which is one call"
-        )
+    if call.packed:
+        raise NotImplementedError(NO_VMAP.format("torch"))
     if call.reads_entries(tensors[SEED]):
         return _one_by_one(attend, size, dims, tensors)
     batch = own_shape(tensors[0], dims[0])[0]

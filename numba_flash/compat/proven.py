@@ -17,23 +17,26 @@ from torch import Tensor
 from ..bridges.static_call import StaticCall
 from ..bridges.torch_call import ARRAYS, flatten
 from ..bridges.torch_operations import define, schema_arguments
-from ..problem.options import Options
+from ..problem.options import PACKED_ARRAYS, Options, Packed
+from .packed import no_matrix
+from .visible import Visible
 
-MASK, LENGTHS, OFFSETS = (ARRAYS.index(name) for name in ("mask", "seqlens_k", "q_offset"))
+MASK, LENGTHS, OFFSETS, BIAS = (ARRAYS.index(name) for name in ("mask", "seqlens_k", "q_offset", "bias"))
 AXES = dict(k=1, v=1, bias=3) | dict(dk=1, dv=1, dbias=3)  # in which of them the keys are
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, proof: Tensor, start: Tensor | None, stretch: dict[str, Any],
-    masked: dict[str, Any], *, return_lse: bool = False, **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """q, k, v as layout="bshd". With a proof that holds, the options `stretch` of keys that begin at `start`; else
-    the options `masked`. options: those of both."""
-    both = Options.of(**stretch, mask=masked["mask"], layout="bshd", **options)
+    q: Tensor, k: Tensor, v: Tensor, seen: Visible, *, return_lse: bool = False, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """q, k, v as layout="bshd". seen: with a proof. If it holds, keys are seen as the options of `seen` say, from its
+    start on, and in a batch of one inside each of its sequences; else as `masked` says. options: those of both."""
+    masked = seen.masked or {}
+    both = Options.of(**seen.options, mask=masked.get("mask"), layout="bshd", **options)
     offset = masked.get("q_offset")
     offsets, offset = (offset, None) if isinstance(offset, Tensor) else (None, offset)
+    more = (seen.proof, seen.start, offsets, *(seen.sequences or (None, None)))
     numbers = (offset, *masked.get("window", (None, None)))
-    o, lse = forward(*schema_arguments(*flatten(q, k, v, both, "auto"), (proof, start, offsets), numbers))
+    o, lse = forward(*schema_arguments(*flatten(q, k, v, both, "auto"), more, numbers))
     return (o, lse) if return_lse else o
 
 
@@ -53,11 +56,21 @@ def _proven(
     proof: Tensor,
     start: Tensor | None,
     offsets: Tensor | None,
+    ends: Tensor | None,
+    counts: Tensor | None,
     *numbers: Any,
 ) -> tuple[Any, StaticCall, Callable[[str, Tensor], Tensor]]:
     """The call that the proof is of, and what makes its gradients those of what was given."""
-    tensors = list(given)
-    if proof.item():
+    tensors, holds = list(given), bool(proof)
+    count, longest = (1, 0) if counts is None else counts.tolist()
+    if holds and ends is not None and count > 1 and tensors[BIAS] is None:
+        named = dict(zip(ARRAYS, tensors, strict=True)) | dict.fromkeys(PACKED_ARRAYS, ends[: count + 1])
+        tensors = [x[0] if name in ("q", "k", "v") else x for name, x in (named | dict(mask=None)).items()]
+        call = call._replace(options=call.options._replace(layout=Packed(longest, longest)))
+        return tensors, call, lambda name, x: x[None] if name in ("dq", "dk", "dv") else x
+    if count > 1 and tensors[MASK] is None:
+        no_matrix()
+    if holds and count == 1:
         tensors[MASK] = None
         tensors = [moved(start, x, AXES[name]) if name in AXES else x for name, x in zip(ARRAYS, tensors, strict=True)]
         back = None if start is None else -start
@@ -70,7 +83,7 @@ def _proven(
 
 forward, _ = define(
     "attention_proven",
-    ("Tensor proof", "Tensor? start", "Tensor? masked_offsets"),
+    ("Tensor proof", "Tensor? start", "Tensor? masked_offsets", "Tensor? ends", "Tensor? counts"),
     ("SymInt? masked_offset", "SymInt? masked_left", "SymInt? masked_right"),
     _proven,
 )

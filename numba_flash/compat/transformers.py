@@ -12,15 +12,15 @@ for a kernel to download.
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 
 from ..api import forward as api
-from . import proven
+from . import packed, proven
 from .torch_settings import autocast, drawn_seed
+from .visible import Visible, Window
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
@@ -35,106 +35,6 @@ except ImportError:
 NAME = "numba_attention"
 # Models that make their mask longer where it is a tensor, and otherwise forget to. They get a tensor.
 MAKE_LONGER = ("deepseek_v4",)
-Window = tuple[int | None, int | None]
-Options = dict[str, Any]
-
-
-class Visible:
-    """Which keys each query sees: for `attention` in its options, and for a model that reads its mask as that mask.
-
-    A model may add its mask to scores or join it with another one. It then gets the additive mask of shape (batch, 1,
-    seqlen_q, seqlen_k) that eager attention would give it: each model can read that one. It is made when its numbers
-    are first asked for. Its shape, dtype and device are known without it, and `to` makes none.
-
-    It is no tensor to isinstance: torch.compile, and hooks that move or cast tensors, would take it for one.
-    """
-
-    def __init__(
-        self,
-        make_whole: Callable[[], torch.Tensor],
-        shape: tuple[int, int, int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        options: Options,
-        start: torch.Tensor | None = None,
-        masked: Options | None = None,
-        proof: torch.Tensor | None = None,
-    ) -> None:
-        self._make_whole = make_whole
-        self._whole: torch.Tensor | None = None
-        self._version: int | None = None
-        self.shape, self.ndim = torch.Size(shape), 4
-        self.dtype, self.device = dtype, device  # of the mask
-        self.options = options  # of attention()
-        self.start = start  # int32 (batch,): key start[b] is the first one that they mean. None = key 0
-        # In a traced program: what holds where proof, a bool on the host, turns out to be False.
-        self.masked, self.proof = masked, proof
-
-    def whole(self) -> torch.Tensor:
-        """The additive mask of eager attention."""
-        if self._whole is None:
-            self._whole = self._make_whole()
-            self._version = _version(self._whole)
-        return self._whole
-
-    def unchanged(self) -> bool:
-        """Whether no model has written to the mask."""
-        return self._whole is None or _version(self._whole) == self._version is not None
-
-    def holds_for(self, q: torch.Tensor, k: torch.Tensor) -> bool:
-        """Whether this describes what q sees of k."""
-        return self.unchanged() and self.shape == (q.shape[0], 1, q.shape[2], k.shape[2])
-
-    def contiguous(self) -> "Visible":  # generate() of some versions asks this of masks that it makes ahead
-        return self
-
-    def to(self, *arguments: Any, **named: Any) -> Any:
-        """The same for a mask of another dtype or on another device, as torch.Tensor.to. accelerate's hooks call it."""
-        if not self.unchanged():
-            return self.whole().to(*arguments, **named)
-        before = torch.empty(0, dtype=self.dtype, device=self.device)
-        after = before.to(*arguments, **named)
-        if after is before:
-            return self
-        return Visible(
-            lambda: self._make_whole().to(*arguments, **named), tuple(self.shape), after.dtype, after.device,
-            _moved(self.options, after.device), None if self.start is None else self.start.to(after.device),
-            _moved(self.masked, after.device), self.proof,
-        )  # fmt: skip
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*_read(args), **_read(kwargs or {}))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.whole(), name)
-
-
-def _moved(options: Options | None, device: torch.device) -> Any:
-    return options and {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-
-
-def _read(arguments: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(Visible, Visible.whole, arguments)
-
-
-def _version(mask: torch.Tensor) -> int | None:
-    """How often mask was written to; None where nobody counts that."""
-    return None if torch.compiler.is_compiling() or mask.is_inference() else mask._version
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    return lambda self, *others: getattr(self.whole(), name)(*_read(others))
-
-
-# Python looks these up in the class, past __getattr__; == would else answer False for all of them.
-for _name in (
-    "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul pow neg abs and rand or ror xor rxor invert "
-    "eq ne lt le gt ge getitem setitem len iter bool"
-).split():
-    setattr(Visible, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 def register(name: str = NAME) -> str:
@@ -181,7 +81,7 @@ def attention(
     given: dict[str, Any] = dict(scale=scaling, softcap=softcap, sinks=sinks)
     given |= dict(dropout_p=dropout, seed=drawn_seed()) if dropout else {}
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    arrays = (query, key, value, attention_mask, position_bias, causal)
+    arrays = (query, key, value, _seen(attention_mask, query, key, causal, others), position_bias, causal)
     if sinks is None or sinks.ndim == 1:
         return _attend(*arrays, given), None
     if sinks.shape != (*query.shape[:3], 1):
@@ -198,10 +98,13 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, bias: Any, causal: bool,
     given: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """What api.attention returns. given: the options besides bias and which keys are seen."""
+    """What api.attention returns. mask: also the options of attention_varlen, of packed sequences. given: the options
+    besides bias and which keys are seen."""
     q, k, v = (autocast(x).transpose(1, 2) for x in (query, key, value))  # as they lie in memory
+    if isinstance(mask, dict):
+        return packed.attention(q, k, v, bias=bias, **given, **mask)
     if isinstance(mask, Visible):
-        if mask.holds_for(query, key):
+        if mask.holds_for(query, key) and (bias is None or "cu_seqlens_q" not in mask.options):
             return _attend_visible(q, k, v, bias, mask, given)
         mask = mask.whole()
     compute: Any = functools.partial(api.attention, q, k, v, layout="bshd", **given)
@@ -212,14 +115,37 @@ def _attend(
     return compute(bias=mask if bias is None else mask + bias)
 
 
+def _seen(mask: Any, query: torch.Tensor, key: torch.Tensor, causal: bool, others: dict[str, Any]) -> Any:
+    """What says which keys are seen: the mask, or what is said of packed sequences, whose rows follow each other in
+    query: the options of attention_varlen, or their mask with them."""
+    plain, size = None, others.get("sliding_window")
+    if isinstance(mask, Visible) and mask.holds_for(query, key) and mask.is_window(size):
+        plain = mask
+    as_many, positions = query.shape[2] == key.shape[2], others.get("position_ids")
+    if others.get("cu_seq_lens_q") is not None:
+        if not as_many or mask is not None and plain is None:
+            raise NotImplementedError(
+                "cu_seq_lens_q is taken beside a causal mask or a window, and without keys of an earlier call: leave "
+                "attention_mask out and begin with an empty cache, or pad the sequences"
+            )
+        window = (None, 0 if causal else None) if plain is None else plain.options["window"]
+        return dict(window=window, **packed.of_arguments(others))
+    if plain is None or positions is None or not as_many or plain.tells_sequences():
+        return mask
+    anew = query.shape[2] > 1 and positions.shape == (1, query.shape[2]) and plain.options["window"][1] == 0
+    return plain.of_positions(positions) if anew else mask
+
+
 def _attend_visible(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, seen: Visible, given: dict[str, Any]
 ) -> Any:
+    if "cu_seqlens_q" in seen.options:
+        return packed.attention(q, k, v, **given, **seen.options)
     if bias is not None and seen.start is not None:
         bias = bias.expand(k.shape[0], -1, -1, k.shape[1])
     if seen.proof is not None and seen.masked is not None:
         both = given | dict(bias=bias)
-        return proven.attention(q, k, v, seen.proof, seen.start, seen.options, seen.masked, **both)
+        return proven.attention(q, k, v, seen, **both)
     k, v, bias = (proven.moved(seen.start, x, axis) for x, axis in ((k, 1), (v, 1), (bias, 3)))
     return api.attention(q, k, v, bias=bias, layout="bshd", **given, **seen.options)
 
@@ -278,7 +204,10 @@ def visible(
     tracing = torch.compiler.is_compiling()
     dtype, device = others.get("dtype", torch.float32), torch.device(others.get("device", "cpu"))
     described = functools.partial(Visible, make_whole, shape, dtype, device)
-    window = _window(mask_function, local_size)
+    window, several = _window(mask_function, local_size)
+    if several and attention_mask is None and q_length == kv_length:
+        starts = packed.starts_of_mask(mask_function, batch_size, q_length, device)
+        return described(dict(window=window, **packed.Sequences.of(starts).table()))
     if window is None and not tracing:
         return described(dict(mask=masking_utils.sdpa_mask(**given)))
     offset = q_offset - kv_offset  # the position of query 0 among these keys
@@ -320,6 +249,11 @@ def _traced(window: Window, offset: Any, padding: torch.Tensor | None, given: di
     q_length, kv_length = mask.shape[2:]
     expected = _matrix(window, offset, q_length, kv_length, mask.device)
     stretch: dict[str, Any] = dict(options=dict(window=window, q_offset=offset))
+    if padding is None and len(mask) == 1 and q_length == kv_length:
+        starts = packed.starts_of_mask(given["mask_function"], 1, q_length, mask.device)
+        number = starts.cumsum(1)
+        expected = expected & (number[:, :, None] == number[:, None, :])
+        stretch["sequences"] = packed.Sequences.of(starts)
     if padding is not None:
         start, length, within = _stretch(padding)
         expected = expected & within[:, None, None]
@@ -348,20 +282,34 @@ def _of_stretch(
     return dict(options=dict(window=(kv_length, None), q_offset=first + kv_length, seqlens_k=end.clamp(min=0)))
 
 
-def _window(mask_function: Any, local_size: int | None) -> Window | None:
-    """The window that mask_function is, as attention() takes it; None where it is more than that."""
-    made: list[tuple[Any, Window]] = [
-        (masking_utils.bidirectional_mask_function, (None, None)),
-        (masking_utils.causal_mask_function, (None, 0)),
-    ]
-    if local_size is not None:
-        if torch.compiler.is_compiling():  # torch 2.11 stops at a comparison of functions that have closures
-            return None
+def _window(mask_function: Any, local_size: int | None) -> tuple[Window | None, bool]:
+    """The window that mask_function is, as attention() takes it; None where it is more than that. And whether it
+    keeps packed sequences apart."""
+    if local_size is None:
+        made: list[tuple[Any, Window]] = [
+            (masking_utils.bidirectional_mask_function, (None, None)),
+            (masking_utils.causal_mask_function, (None, 0)),
+        ]
+    elif torch.compiler.is_compiling():  # torch 2.11 stops at a comparison of functions that have closures
+        made = []
+    else:
         made = [
             (masking_utils.sliding_window_bidirectional_mask_function(local_size), (local_size, local_size)),
             (masking_utils.sliding_window_causal_mask_function(local_size), (local_size - 1, 0)),
         ]
-    return next((window for function, window in made if _same(function, mask_function)), None)
+    for function, window in made:
+        if _same(function, mask_function):
+            return window, False
+        if not torch.compiler.is_compiling() and _same(_kept_apart(function), mask_function):
+            return window, True
+    return None, False
+
+
+def _kept_apart(function: Any) -> Any:
+    """The mask function that Transformers makes of this one for packed sequences, of any positions."""
+    anywhere = torch.empty(0)
+    inside = masking_utils.remap_positions_for_packed_sequence(function, anywhere)
+    return masking_utils.and_masks(inside, masking_utils.packed_sequence_mask_function(anywhere))
 
 
 def _likely_window(local_size: int | None, bidirectional: bool) -> Window:
@@ -383,7 +331,8 @@ def _matrix(window: Window, offset: Any, q_length: int, kv_length: int, device: 
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two functions, or what they close over, are made by the same code from the same numbers."""
+    """Whether two functions, or what they close over, are made by the same code from the same numbers and of any
+    tensors."""
     if one is other or torch.compiler.is_compiling():  # which does not let one look into a closure
         return one is other
     if inspect.isfunction(one) and inspect.isfunction(other):
@@ -391,4 +340,6 @@ def _same(one: Any, other: Any) -> bool:
         return one.__code__ is other.__code__ and _same(*cells)
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return True
     return isinstance(one, int) and isinstance(other, int) and one == other

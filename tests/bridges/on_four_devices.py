@@ -238,6 +238,30 @@ def test_sequences_are_gathered(mesh):
         same(found, numba_flash.attention(*given))
 
 
+def test_the_heads_of_packed_sequences_are_split(mesh):
+    """Their rows are not: a device would have to know which sequences are its own. They are gathered."""
+    q, k, v = (x[0] for x in inputs(heads_kv=2, batch=1, layout="bshd"))
+    of_q, of_k = jnp.array([0, 5, 5, 16], "int32"), jnp.array([2, 9, 11, 20], "int32")
+    (sinks,) = arrays((3, HEADS))
+
+    def attention(q, k, v, sinks, return_lse=True):
+        lengths = jnp.array([7, 0, 5], "int32")
+        return numba_flash.attention_varlen(
+            q, k, v, of_q, of_k, causal=True, seqlens_k=lengths, sinks=sinks, return_lse=return_lse
+        )
+
+    forward, backward, given = jax.jit(attention), jax.jit(gradients_of(attention, 4)), (q, k, v, sinks)
+    heads = P(None, "e")
+    placed = put(mesh, given, heads, heads, heads, heads)
+    same(split(forward, placed, (heads, P("e"))), forward(*given))
+    same(split(backward, placed, (heads,) * 4), backward(*given))
+    same(attention(*placed), forward(*given))
+    same(forward(*put(mesh, given, P("d"), P("d"), P("d"), P())), forward(*given))
+    with pytest.raises((NotImplementedError, jax.errors.JaxRuntimeError), match=r"score_mod.*jax\.shard_map"):
+        numbered = functools.partial(numba_flash.attention_varlen, score_mod=lambda s, b, h, i, j: s * h)
+        jax.block_until_ready(jax.jit(numbered)(*placed[:3], of_q, of_k))
+
+
 def test_a_batch_of_one(mesh):
     given, spec = inputs(batch=1), P(None, "e")
     placed = put(mesh, given, spec, spec, spec)

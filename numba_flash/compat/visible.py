@@ -1,0 +1,140 @@
+"""Visible: which keys each query sees, as the models of Transformers carry it to their layers."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import packed
+
+Window = tuple[int | None, int | None]
+Options = dict[str, Any]
+
+
+class Visible:
+    """Which keys each query sees: for `attention` in its options, and for a model that reads its mask as that mask.
+
+    A model may add its mask to scores or join it with another one. It then gets the additive mask of shape (batch, 1,
+    seqlen_q, seqlen_k) that eager attention would give it: each model can read that one. It is made when its numbers
+    are first asked for. Its shape, dtype and device are known without it, and `to` makes none.
+
+    It is no tensor to isinstance: torch.compile, and hooks that move or cast tensors, would take it for one.
+    """
+
+    def __init__(
+        self,
+        make_whole: Callable[[], torch.Tensor],
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        options: Options,
+        start: torch.Tensor | None = None,
+        masked: Options | None = None,
+        proof: torch.Tensor | None = None,
+        sequences: packed.Sequences | None = None,
+    ) -> None:
+        self._make_whole = make_whole
+        self._whole: torch.Tensor | None = None
+        self._version: int | None = None
+        self.shape, self.ndim = torch.Size(shape), 4
+        self.dtype, self.device = dtype, device  # of the mask
+        self.options = options  # of attention(), or of attention_varlen()
+        self.start = start  # int32 (batch,): key start[b] is the first one that they mean. None = key 0
+        # In a traced program: what holds where proof, a bool on the host, turns out to be False.
+        self.masked, self.proof, self.sequences = masked, proof, sequences
+        self._positions, self._of_positions = None, self
+
+    def whole(self) -> torch.Tensor:
+        """The additive mask of eager attention."""
+        if self._whole is None:
+            self._whole = self._make_whole()
+            self._version = _version(self._whole)
+        return self._whole
+
+    def unchanged(self) -> bool:
+        """Whether no model has written to the mask."""
+        return self._whole is None or _version(self._whole) == self._version is not None
+
+    def holds_for(self, q: torch.Tensor, k: torch.Tensor) -> bool:
+        """Whether this describes what q sees of k."""
+        return self.unchanged() and self.shape == (q.shape[0], 1, q.shape[2], k.shape[2])
+
+    def is_window(self, sliding_window: int | None = None) -> bool:
+        """Whether this says no more than a window, in one sequence or in several.
+
+        A compiled program cannot look into a mask. There a window that the layer is not told of is one of chunks.
+        """
+        plain = self.start is None and not {"mask", "seqlens_k"} & {*self.options}
+        return plain and (self.proof is None or (self.options["window"][0] is None) == (sliding_window is None))
+
+    def tells_sequences(self) -> bool:
+        """Whether this keeps packed sequences apart, if there are several."""
+        return self.sequences is not None or "cu_seqlens_q" in self.options
+
+    def of_positions(self, positions: torch.Tensor) -> "Visible":
+        """The same for position_ids that may begin anew: with a cache, Transformers does not look at them when it makes
+        a mask. They are read once for all layers, and in a compiled program in each run."""
+        if positions is not self._positions:
+            self._positions, self._of_positions = positions, self
+            made = functools.partial(Visible, packed.no_matrix, tuple(self.shape), self.dtype, self.device)
+            sequences = packed.Sequences.of(packed.starts_of_positions(positions))
+            if torch.compiler.is_compiling():
+                holds = torch.ones((), dtype=torch.bool) if self.proof is None else self.proof
+                masked = {} if self.masked is None else self.masked
+                self._of_positions = made(self.options, None, masked, holds, sequences)
+            elif sequences.counts[0] > 1:
+                self._of_positions = made(dict(window=self.options["window"], **sequences.table()))
+        return self._of_positions
+
+    def contiguous(self) -> "Visible":  # generate() of some versions asks this of masks that it makes ahead
+        return self
+
+    def to(self, *arguments: Any, **named: Any) -> Any:
+        """The same for a mask of another dtype or on another device, as torch.Tensor.to. accelerate's hooks call it."""
+        if not self.unchanged():
+            return self.whole().to(*arguments, **named)
+        before = torch.empty(0, dtype=self.dtype, device=self.device)
+        after = before.to(*arguments, **named)
+        if after is before:
+            return self
+        return Visible(
+            lambda: self._make_whole().to(*arguments, **named), tuple(self.shape), after.dtype, after.device,
+            _moved(self.options, after.device), None if self.start is None else self.start.to(after.device),
+            _moved(self.masked, after.device), self.proof,
+            self.sequences and packed.Sequences(self.sequences.ends.to(after.device), self.sequences.counts),
+        )  # fmt: skip
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*_read(args), **_read(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.whole(), name)
+
+
+def _moved(options: Options | None, device: torch.device) -> Any:
+    return options and {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+
+
+def _read(arguments: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(Visible, Visible.whole, arguments)
+
+
+def _version(mask: torch.Tensor) -> int | None:
+    """How often mask was written to; None where nobody counts that."""
+    return None if torch.compiler.is_compiling() or mask.is_inference() else mask._version
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda self, *others: getattr(self.whole(), name)(*_read(others))
+
+
+# Python looks these up in the class, past __getattr__; == would else answer False for all of them.
+for _name in (
+    "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul pow neg abs and rand or ror xor rxor invert "
+    "eq ne lt le gt ge getitem setitem len iter bool"
+).split():
+    setattr(Visible, f"__{_name}__", _operator(f"__{_name}__"))
