@@ -15,6 +15,7 @@ from ..problem.forward import Problem, check_bool
 from ..problem.options import Options
 from .arguments import described, number, probability, refuse_nested, refuse_pages, renamed, window_sides
 from .leading import attend_by_views, result_shape
+from .torch_patched import Patched
 from .torch_registry import register as register
 from .torch_settings import autocast, drawn_seed
 
@@ -88,6 +89,25 @@ def scaled_dot_product_attention(
         _check_devices(query, key=key, value=value, attn_mask=attn_mask)
         result_shape(query, key, value, attn_mask, enable_gqa)  # it may have been about shapes made of those given
         raise renamed(error, NAMES)  # noqa: B904 - the same error
+
+
+def patched() -> Patched:
+    """Every call of torch.nn.functional.scaled_dot_product_attention, in this process, is one of ours.
+
+    >>> with patched():
+    ...     loss = model(batch)
+    >>> patched()  # for good, or until .restore() of what it gives
+
+    So nn.MultiheadAttention, nn.TransformerEncoder, and models that call it run here, in every dtype, on CPUs and GPUs,
+    forward and backward, also under torch.compile. The fast path of nn.TransformerEncoder for inference, which has an
+    attention of its own, is off as long.
+
+    A module that has taken the function by name before, as in `from torch.nn.functional import
+    scaled_dot_product_attention`, keeps torch's. nn.MultiheadAttention with need_weights=True, which is its default,
+    computes the weights itself. What `scaled_dot_product_attention` here does not take, such as nested tensors, raises
+    NotImplementedError; nothing goes back to torch's own.
+    """
+    return Patched(scaled_dot_product_attention)
 
 
 def varlen_attn(

@@ -135,7 +135,7 @@ MEASURES = (
     Measure(
         "lines of select, config and abi",
         lambda: sum(map(lines_of, names("select", "config", "abi"))),
-        4_730,
+        4_740,
         4_200,
         "a choice is easier to read than what is chosen",
     ),
