@@ -162,22 +162,8 @@ class Problem:
         check_bool("causal", causal)
         check_bool("return_lse", return_lse)
         *own, aux = options.functions or (None, ())
-        named = {"q": q, "k": k, "v": v, "out": out, "the lse of out": out_lse}
-        named |= {option.name: options.array(option.name) for option in ARRAYS}
-        named |= {f"aux[{number}]": array for number, array in enumerate(aux)}
-        given = {name: array for name, array in named.items() if isinstance(array, Layout)}
-        check_one_place(given)
-        for name, array in given.items():
-            check_strides(name, array)
-
-        if q.dtype not in DTYPES:
-            raise TypeError(f"q must be float16, bfloat16, float32 or float64, not {q.dtype}; {_conversion(q)}")
-        for name, other in (("k", k), ("v", v)):
-            if other.dtype != q.dtype:
-                raise TypeError(
-                    f"q, k and v must have one dtype, but q is {q.dtype} and {name} is {other.dtype}; "
-                    f"convert one of them{AUTOCAST if q.family == 'torch' else ''}"
-                )
+        given = _given({"q": q, "k": k, "v": v, "out": out, "the lse of out": out_lse}, options, aux)
+        _check_dtypes(q, k, v)
         order = LAYOUTS.get(layout, LAYOUTS["bshd"])
         if layout == "packed":
             q, k, v = packing.one_entry("q", q), packing.one_entry("k", k), packing.one_entry("v", v)
@@ -189,31 +175,27 @@ class Problem:
         left, right = window_sides(options.window)
         if causal:
             right = 0  # no window reaches less far
-        number, source = 0, "array"
-        if "q_offset" not in given:
+        number, source = 0, "array" if "q_offset" in given else "sequence"
+        if "q_offset" not in given and not (packed and options.q_offset is None):
             number, source = q_offset_of(options.q_offset, seqlen_q, seqlen_k, "seqlens_k" in given)
-            if packed and options.q_offset is None:
-                number, source = 0, "sequence"
         o_shape = tuple((batch, heads, seqlen_q, head_dim_v)[axis] for axis in order)
         lse_shape: tuple[int, ...] = (batch, heads, seqlen_q)
         if packed:
             o_shape, lse_shape = (packed[0], heads, head_dim_v), (heads, packed[0])
-        o_strides = axes_strides(contiguous_strides(o_shape), order)
+        o_strides = contiguous_strides(o_shape)
         if out is not None:
             check_result("out", out, o_shape, q.dtype, f"(layout {layout!r})")
-            o_strides = axes_strides(element_strides(out), order)
+            o_strides = element_strides(out)
         if out_lse is not None:
-            check_result("the lse of out", out_lse, lse_shape, COMPUTE_DTYPE[q.dtype], "")
-            if 0 not in lse_shape and element_strides(out_lse) != contiguous_strides(lse_shape):
-                raise ValueError(f"the lse of out must be contiguous, but its strides are {out_lse.strides}")
+            _check_lse(out_lse, lse_shape, q.dtype)
         sizes = (batch, heads, seqlen_q, seqlen_k)
         arrays = tuple(
             option_array(option, given[option.name], q.dtype, sizes, bias_aligned)
             for option in ARRAYS
             if option.name in given
         )
-        numbers = dict(zip(NUMBERS, options.numbers, strict=True))
-        scale = number_of("scale", numbers.pop("scale"), q.dtype)
+        numbers = {name: number_of(name, x, q.dtype) for name, x in zip(NUMBERS, options.numbers, strict=True)}
+        scale = numbers.pop("scale")
         functions = tuple((name, x) for name, x in zip(FUNCTIONS, own, strict=False) if x is not None)
         problem = Problem(
             batch,
@@ -228,15 +210,13 @@ class Problem:
             axes_strides(element_strides(q), order),
             axes_strides(element_strides(k), order),
             axes_strides(element_strides(v), order),
-            o_strides,
+            axes_strides(o_strides, order),
             scale=head_dim**-0.5 if scale is None else scale,
             left=left,
             right=right,
             q_offset=number,
             q_offset_source=source,
-            numbers=tuple(
-                (name, value) for name, x in numbers.items() if (value := number_of(name, x, q.dtype)) is not None
-            ),
+            numbers=tuple([(name, x) for name, x in numbers.items() if x is not None]),
             arrays=arrays,
             functions=functions,
             aux=aux_arrays(aux, functions),
@@ -247,6 +227,34 @@ class Problem:
         if aux:
             check_reads(problem)
         return problem
+
+
+def _given(own: dict[str, Layout | None], options: Options, aux: tuple[Any, ...]) -> dict[str, Layout]:
+    """All arrays of a call by name. They are on one device and of one kind, and their strides can be used."""
+    named: dict[str, Any] = own | {option.name: options.array(option.name) for option in ARRAYS}
+    named |= {f"aux[{number}]": array for number, array in enumerate(aux)}
+    given = {name: array for name, array in named.items() if isinstance(array, Layout)}
+    check_one_place(given)
+    for name, array in given.items():
+        check_strides(name, array)
+    return given
+
+
+def _check_dtypes(q: Layout, k: Layout, v: Layout) -> None:
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q must be float16, bfloat16, float32 or float64, not {q.dtype}; {_conversion(q)}")
+    for name, other in (("k", k), ("v", v)):
+        if other.dtype != q.dtype:
+            raise TypeError(
+                f"q, k and v must have one dtype, but q is {q.dtype} and {name} is {other.dtype}; "
+                f"convert one of them{AUTOCAST if q.family == 'torch' else ''}"
+            )
+
+
+def _check_lse(lse: Layout, shape: tuple[int, ...], dtype: str) -> None:
+    check_result("the lse of out", lse, shape, COMPUTE_DTYPE[dtype], "")
+    if 0 not in shape and element_strides(lse) != contiguous_strides(shape):
+        raise ValueError(f"the lse of out must be contiguous, but its strides are {lse.strides}")
 
 
 def _conversion(q: Layout) -> str:
