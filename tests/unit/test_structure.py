@@ -106,7 +106,12 @@ CPU_KERNELS = ("cpu/kernel.py", "cpu/backward_kernel.py")  # one loop over keys 
 
 
 def long_functions():
-    every = ((name, of) for name, tree in trees(without=CPU_KERNELS).items() for of in functions(tree) if of.end_lineno > of.lineno + 79)
+    every = (
+        (name, of)
+        for name, tree in trees(without=CPU_KERNELS).items()
+        for of in functions(tree)
+        if of.end_lineno > of.lineno + 79
+    )
     found = ((name, of) for name, of in every if not is_kernel(of) and own_lines(of) > 80)
     return [f"{name}:{of.lineno} {of.name} {own_lines(of)}" for name, of in found]
 
