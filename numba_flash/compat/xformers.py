@@ -118,9 +118,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dimensions: int, more: d
         raise NotImplementedError(f"attn_bias must be one of {taken}, not {described(mask)}")
     if q.shape[0] != 1:
         raise ValueError(f"with {name} query must have batch 1, not {q.shape[0]}")
-    ends, most, causal = _ends(mask, q.device), _longest(mask), getattr(mask, "causal", CAUSAL_BLOCKS[name])
-    bounds: dict[str, Any] = dict(max_seqlen_q=most[0], max_seqlen_k=most[1])
-    return varlen.attention_varlen(q[0], k[0], v[0], *ends, **bounds, **_causal(causal), **more)[None]
+    (of_q, of_k), (most_q, most_k) = _ends(mask, q.device), _longest(mask)
+    more |= _causal(getattr(mask, "causal", CAUSAL_BLOCKS[name])) | dict(max_seqlen_q=most_q, max_seqlen_k=most_k)
+    o: Tensor = varlen.attention_varlen(q[0], k[0], v[0], of_q, of_k, **more)
+    return o[None]
 
 
 def _causal(where: str) -> dict[str, Any]:
