@@ -41,8 +41,8 @@ def make(config):
                 ld_st.store_b32(row_states + tile_row * config.ROW_STATE_BYTES, flag)
                 query = tile.first_query + tile_row // config.group_size
                 if config.write_lse and tile.part == 0 and query < tile.sequence.seqlen_q:
-                    lse_at = lse_row(tile.sequence, tile.h + tile_row % config.group_size, query, sizes)
-                    arrays.lse[lse_at] = lse[r] * to_natural
+                    row_lse = lse[r] * to_natural
+                    arrays.lse[lse_row(tile.sequence, tile.h + tile_row % config.group_size, query, sizes)] = row_lse
         cuda.syncthreads()
         own = work_tile.query_tile(tile)
         store_rows(warp * config.warp_rows, lane, o_smem, row_states, own, arrays, strides, sizes)
