@@ -12,10 +12,9 @@ from .simt_forward import SimtRows
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class OfDelta(LaunchFacts):
-    """What delta and backward_preprocess share: `lanes` threads share a row.
-
-    of_terms: what they find goes into the gradient of a term of the sum, too. turns_of: of how many queries the parts
-    of dQ are that are added up in turns; 0: none are."""
+    """What delta and backward_preprocess share: `lanes` threads share a row. of_terms: what they find goes into the
+    gradient of a term of the sum, too. turns_of: of how many queries the parts of dQ are that are added up in turns; 0:
+    none are."""
 
     dtype: str
     head_dim_v: int

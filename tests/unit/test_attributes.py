@@ -57,6 +57,20 @@ def test_tuples_of_other_programs_are_left_to_numba():
     assert not attributes.is_constant(collections.namedtuple("Pair", "a b")(1, 2))
 
 
+def test_functions_are_read_under_their_own_names():
+    from numba_flash.kernels import attributes
+    from numba_flash.kernels.steps.inlined import nothing
+    from numba_flash.kernels.steps.named import named
+
+    made = named(nothing, factor=3)
+    assert made._fields == ("nothing", "factor") and made.nothing is nothing and attributes.is_constant(made)
+
+    def kernel(out):
+        out[0] = made.factor
+
+    assert str(0x40400000) in to_ptx(kernel)  # 3.0
+
+
 @pytest.mark.parametrize("value", [3, "mma", (3, 4), pytest])
 def test_other_values_are_no_holders(value):
     from numba_flash.kernels import attributes

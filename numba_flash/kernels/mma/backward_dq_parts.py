@@ -34,8 +34,8 @@ from ..steps.plain import first_column_of, first_row_of
 from ..steps.sequence import query_row, unpacked
 from . import backward_wide, shared_weights
 
-# Named barriers behind those of FusedTile.meet: of all warps that compute; of these and the carrier, when the part is
-# there.
+# Named barriers behind those of `meet` in backward_fused_tile.py: of all warps that compute; of these and the carrier,
+# when the part is there.
 WORKERS, FULL = 5, 7
 
 

@@ -5,8 +5,6 @@ loop, and take those that S needs. Heads are counted backwards: `heads_left` ide
 of that head; k_smem: where shared memory begins.
 """
 
-from typing import NamedTuple
-
 from numba import int32, int64
 
 from ...arrays.dtypes import ITEM_SIZE
@@ -23,13 +21,6 @@ from ..steps.plain import key_queries
 from ..steps.sequence import query_row
 from . import backward_scores, query_columns
 from .work_tile import KeyWork
-
-
-class Head(NamedTuple):
-    """Query head h of batch entry b."""
-
-    b: int
-    h: int
 
 
 def make(config):
@@ -86,11 +77,12 @@ def make(config):
 
     @inlined
     def head_of(heads_left, k_smem):
+        """-> (batch entry, query head)."""
         b, _ = block_state.get(k_smem + int32(tile_at))
         if config.packed:
             b = int64(int32(b))
         _, end_head = block_state.get(k_smem + int32(heads_at))
-        return Head(b, end_head - heads_left)
+        return b, end_head - heads_left
 
     @inlined
     def distances(i, k_smem, distance):
@@ -112,10 +104,10 @@ def make(config):
         """kept <- which of the lane's weights of query tile i of a head count."""
         from_first_key, _ = block_state.get(k_smem + int32(offset_at))
         _, tile = block_state.get(k_smem + int32(tile_at))
-        first_key, head = tile >> 32, head_of(heads_left, k_smem)
+        first_key, (b, h) = tile >> 32, head_of(heads_left, k_smem)
         first_q_pos = int64(scores.first_column(i)) + from_first_key + first_key
         first_key = first_key + scores.own_row()
-        scores.kept_weight.of_keys(kept, first_q_pos, head.b, head.h, first_key, arrays, sizes)
+        scores.kept_weight.of_keys(kept, first_q_pos, b, h, first_key, arrays, sizes)
 
     @inlined
     def load_for_scores(i, heads_left, registers, k_smem, arrays, strides, sizes, masked):
@@ -137,16 +129,16 @@ def make(config):
             registers.shown_bits[r] = registers.shown_bits[r] & seen if has_mask else seen
         _, tile = block_state.get(k_smem + int32(tile_at))
         from_first_key, _ = block_state.get(k_smem + int32(offset_at))
-        first_key, head = int32(tile >> 32), head_of(heads_left, k_smem)
+        first_key, (b, h) = int32(tile >> 32), head_of(heads_left, k_smem)
         first_query, q_start = scores.first_column(i), from_first_key + first_key
-        of_lane = LanePlace(head.b, head.h, first_query, q_start, int32(first_key + scores.own_row()))
+        of_lane = LanePlace(b, h, first_query, q_start, int32(first_key + scores.own_row()))
         scores.apply(of_lane, asks, registers, arrays, strides, score)
 
     @inlined
     def term_of(heads_left, k_smem, arrays, strides):
         """The term that all scores of the head share (kernels/score/fragments.py)."""
-        head = head_of(heads_left, k_smem)
-        return row_term(head.b, head.h, arrays, strides)
+        b, h = head_of(heads_left, k_smem)
+        return row_term(b, h, arrays, strides)
 
     @inlined
     def queries_at(i, heads_left, strides, k_smem):
@@ -166,8 +158,8 @@ def make(config):
     def states_of(heads_left, k_smem, arrays, strides):
         """Where the states of the head's tiles begin (kernels/score/tile_walk.py)."""
         _, tile = block_state.get(k_smem + int32(tile_at))
-        head = head_of(heads_left, k_smem)
-        return states.row(head.b, int32(head.h), int32(tile >> 32), arrays, strides)
+        b, h = head_of(heads_left, k_smem)
+        return states.row(b, int32(h), int32(tile >> 32), arrays, strides)
 
     @inlined
     def from_tile(i, heads_left, k_smem, arrays, strides):

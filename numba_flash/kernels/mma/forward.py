@@ -99,16 +99,6 @@ def make(config):
                         acc_o[(strip * o_blocks + n) * 4 + i] *= alpha[strip * 2 + i // 2]
 
     @inlined
-    def masked_too(asks):
-        """Whether a tile that every row sees whole takes a mask."""
-        return every_tile if functions.every_tile or not walk.present else asks
-
-    @inlined
-    def columns_left_of(tile):
-        """Columns of V that exist from the block's first one on."""
-        return int32(config.head_dim_v - tile.part * config.head_dim_v_padded)
-
-    @inlined
     def again(places):
         """The thread's number; read anew where its many copies have addresses that would be kept through the loop."""
         return special.thread_index() if max(columns, columns_v) > 128 else places.thread
@@ -138,7 +128,8 @@ def make(config):
             _, keys = block_state.get(places.q + int32(keys_at))
             rows_left = int32(int32(keys) - j * tile_n)
         _, v_global = block_state.get(places.q + int32(bases_at))
-        source, columns_left = v_global + j * tile_n * v_bytes, columns_left_of(tile)
+        source = v_global + j * tile_n * v_bytes
+        columns_left = int32(config.head_dim_v - tile.part * columns_v)
         wait_all()
         cuda.syncthreads()  # K_j is there, and everyone is done with V_j+1
         load_v(places.q + int32(plan.v), source, v_bytes, 0, rows_left, columns_left, again(places))
@@ -209,7 +200,9 @@ def make(config):
         """One key tile: S, softmax, O. -> the tile behind it. whole, a constant: every row sees every key, except for
         those that a function removes."""
         next_j, asks = walk.next_tile(states, j, begin, arrays, strides), walk.needs_mask(states, j, arrays, strides)
-        masked = masked_too(asks) if whole else TRUE
+        masked = TRUE
+        if whole:  # a tile without keys to hide takes a mask where functions are called
+            masked = every_tile if functions.every_tile or not walk.present else asks
         if read.before:
             load_for_scores(j, registers, places, arrays, strides, sizes, masked)
         scores_of_tile(j, registers, places, tile, strides, masked)

@@ -1,6 +1,5 @@
 """Writes O of a query tile in 16 bits, through shared memory."""
 
-import numpy as np
 from numba import cuda, float32, int32, uint32
 
 from ...ptx import cvt, ld_st, shfl
@@ -20,9 +19,9 @@ def make(config):
     to_natural = float32(1 / exponent_unit(config))
 
     @inlined
-    def keep_row_states(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, sizes):
-        """Stores O, divided, in 16 bits in shared memory, with a flag and the lse of each row. -> whether some row of
-        the lane is not finite."""
+    def write_rows(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, strides, sizes):
+        """Writes O and lse of the rows that are finite: O, divided, by way of shared memory. -> whether a row of which
+        the lane has a part is not. row_states: room for a flag of each row (kernels/recompute/rows.py)."""
         lane_row, lane_column = warp * config.warp_rows + int32(first_row_of(lane)), int32(first_column_of(lane))
         some = uint32(0)
         for r in range(rows):
@@ -40,18 +39,10 @@ def make(config):
             some |= flag
             if lane & 3 == 0:
                 ld_st.store_b32(row_states + tile_row * config.ROW_STATE_BYTES, flag)
-                ld_st.store_b32(row_states + tile_row * config.ROW_STATE_BYTES + 4, lse[r].view(np.uint32))
                 query = tile.first_query + tile_row // config.group_size
                 if config.write_lse and tile.part == 0 and query < tile.sequence.seqlen_q:
-                    lse_at = lse_row(tile.sequence, tile.h + tile_row % config.group_size, query, sizes)
-                    arrays.lse[lse_at] = lse[r] * to_natural
-        return some
-
-    @inlined
-    def write_rows(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, strides, sizes):
-        """Writes O and lse of the rows that are finite. -> whether a row of which the lane has a part is not.
-        row_states: room for a note on each row (kernels/recompute/rows.py)."""
-        some = keep_row_states(acc_o, inverse_l, lse, o_smem, row_states, tile, lane, warp, arrays, sizes)
+                    row_lse = lse[r] * to_natural
+                    arrays.lse[lse_row(tile.sequence, tile.h + tile_row % config.group_size, query, sizes)] = row_lse
         cuda.syncthreads()
         own = work_tile.query_tile(tile)
         store_rows(warp * config.warp_rows, lane, o_smem, row_states, own, arrays, strides, sizes)

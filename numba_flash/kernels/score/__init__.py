@@ -59,13 +59,16 @@ class Score(NamedTuple):
     with_derivative: Callable[..., Any]  # likewise -> (the score, its derivative by scale * product)
     visible: Callable[..., Any]  # (at, needs_mask, arrays, strides) -> whether no mask removes the score
     masked: Callable[..., Any]  # (product, query, k_index, needs_mask, arrays, strides, score) -> the score or -inf
+    # (product, row_lse, at, needs_mask, arrays, strides, score) -> (p, derivative of the score by scale * product)
+    weight: Callable[..., Any]
     weight_factor: Callable[..., Any]  # (at, arrays, sizes, score) -> 1, or what a random weight is multiplied by
 
 
 @functools.cache
 def make(config):
     """The chain of one kernel, in its computing type."""
-    minus_inf = elements.COMPUTE_TYPES[config.dtype](-math.inf)
+    compute = elements.COMPUTE_TYPES[config.dtype]
+    minus_inf = compute(-math.inf)
     (value, with_derivative), visible = _chain(config, STAGES), _visible(config)
 
     @inlined
@@ -77,7 +80,19 @@ def make(config):
             s = value(product, at, arrays, strides, score)
         return s
 
-    return Score(value, with_derivative, visible, masked, kept_weights.make(config))
+    @cuda.jit(device=True)
+    def weight(product, row_lse, at, needs_mask, arrays, strides, score):
+        """P of one position, recomputed from the row's log-sum-exp: a backward stores no scores (Dao et al., 2022,
+        section 3.1). If a mask removes the key or the row sees none (lse -inf), p is 0 and is not computed."""
+        p, derivative = compute(0), compute(1)
+        if row_lse != minus_inf and visible(at, needs_mask, arrays, strides):
+            s, derivative = with_derivative(product, at, arrays, strides, score)
+            if s != minus_inf:
+                exponent = s - row_lse
+                p = math.exp(compute(0) if exponent > compute(0) else exponent)  # above 0 is the rounding of lse
+        return p, derivative
+
+    return Score(value, with_derivative, visible, masked, weight, kept_weights.make(config))
 
 
 def around_score_mod(config):

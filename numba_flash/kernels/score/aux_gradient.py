@@ -1,11 +1,9 @@
-"""The gradient of aux, the arrays that a score_mod reads. Its bits do not depend on the order of the additions.
+"""The gradient of aux, the arrays that a score_mod reads, as docs/algorithm.md derives it. Its bits do not depend on
+the order of the additions.
 
-A term is dS of a score times the derivative of score_mod by one number that it read for that score. Every score may
-contribute to every element, so blocks add to sums in global memory concurrently and in any order. Sums of
-floating-point numbers would depend on that order; sums of integers do not. So the loop over all scores runs twice. The
-first run finds the largest exponent of each element's terms (of_bounds). The second adds the terms as fixed-point
-numbers; the exponent and the number of terms determine their scale. docs/algorithm.md derives the error. If a term is
-NaN or Inf, the element has that exponent and becomes NaN.
+A term is dS of a score times the derivative of score_mod by one number that it read for that score. The loop over all
+scores runs twice: the first run finds the largest exponent of each element's terms (of_bounds), the second adds the
+terms as fixed-point numbers.
 
     exponent  e: all terms of the element are below 2^e        room  h: there are at most 2^h terms
     sum       of round(term * 2^(61 - h - e)); in float64 a second sum of the remainders, times 2^(62 - h) more

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from numba import cuda
 
 from ...ptx import local, shared
-from ..score import at_key, by_head, tile_walk, weights
+from ..score import at_key, by_head, tile_walk
 from ..score import make as make_score
 from ..steps import elements, rows, tiles
 from ..steps.inlined import TRUE, inlined
@@ -44,8 +44,7 @@ def make(config, of_product, use, products_at=0):
     load_do = tiles.query_loader(config, config.v_row + config.pad, config.head_dim_v)
     load_k = tiles.key_loader(config, config.k_row, config.head_dim)
     load_v = tiles.key_loader(config, config.v_row, config.head_dim_v)
-    weight, weight_factor, walk = weights.make(config), make_score(config).weight_factor, tile_walk.make(config)
-    number_derivative = by_head(config)
+    scores, walk, number_derivative = make_score(config), tile_walk.make(config), by_head(config)
     has_number = number_derivative is not None
 
     @inlined
@@ -78,9 +77,9 @@ def make(config, of_product, use, products_at=0):
                 ds = compute(0)
                 if query.first_key <= k_index and k_index < query.end_key:
                     at = at_key(query, k_index)
-                    p, derivative = weight(s_part[u], lse, at, needs_mask, arrays, strides, score)
+                    p, derivative = scores.weight(s_part[u], lse, at, needs_mask, arrays, strides, score)
                     if p != 0:  # otherwise dP may be NaN or Inf, for a key that is not seen
-                        factor = weight_factor(at, arrays, sizes, score)
+                        factor = scores.weight_factor(at, arrays, sizes, score)
                         dp = dp_part[u] * factor if factor != 0 else compute(0)  # no NaN from a weight of 0
                         ds = p * (dp - delta)
                         if has_number:

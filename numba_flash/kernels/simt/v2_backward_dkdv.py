@@ -17,8 +17,8 @@ loads and barriers and store nothing.
 from numba import cuda
 
 from ...ptx import local, shared
-from .. import score
-from ..score import at_position, tile_walk, weights
+from ..score import at_position, tile_walk
+from ..score import make as make_score
 from ..steps import elements, rows, sequence, tiles
 from ..steps.plain import key_queries
 from ..steps.sequence import key_row, lse_row, query_range
@@ -35,7 +35,7 @@ def make(config):
     at_once = rows.at_once(config.tile_m, config.dtype)
     dot_rows = rows.dots(width, at_once, compute(0))
     add_rows = rows.adder(width, config.tile_m, config.dtype, compute)
-    sequence_of, weight, weight_factor = sequence.make(config), weights.make(config), score.make(config).weight_factor
+    sequence_of, scores = sequence.make(config), make_score(config)
     walk, store = tile_walk.make(config), elements.storer(config.dtype)
 
     @cuda.jit
@@ -104,7 +104,7 @@ def make(config):
                             if first_query <= q_index and q_index < end_query:
                                 at = at_position(b, h, q_index, k_index, q_index + sequence.q_start)
                                 row_lse = arrays.lse[lse_base + q_index]
-                                p, derivative = weight(product, row_lse, at, needs_mask, arrays, strides, score)
+                                p, derivative = scores.weight(product, row_lse, at, needs_mask, arrays, strides, score)
                             product = p
                             if varies:
                                 derivative_smem[s_y + row + u] = derivative
@@ -117,7 +117,7 @@ def make(config):
                         ds = compute(0)
                         if p != 0:  # else dP may be NaN or Inf, of a key that is not seen
                             at = at_position(b, h, first_row + row, k_index, first_row + row + sequence.q_start)
-                            factor = weight_factor(at, arrays, sizes, score)
+                            factor = scores.weight_factor(at, arrays, sizes, score)
                             dp = weights_smem[s_y + row] * factor if factor != 0 else compute(0)
                             ds = p * (dp - arrays.delta[lse_base + first_row + row])
                             if varies:
@@ -128,7 +128,7 @@ def make(config):
                     if of_p:
                         for row in range(config.tile_m):
                             at = at_position(b, h, first_row + row, k_index, first_row + row + sequence.q_start)
-                            weights_smem[s_y + row] *= weight_factor(at, arrays, sizes, score)
+                            weights_smem[s_y + row] *= scores.weight_factor(at, arrays, sizes, score)
                 if is_wanted:  # lines 10 and 11
                     add_rows(acc, compute(1), weights_smem, s_y, qdo_smem, second)
 
