@@ -113,7 +113,7 @@ RUNGS = {
             (GPU,),
             option="on_tensor_cores",
             dtypes=("float16", "bfloat16", "float32"),
-            packed_backward=(),
+            packed_backward=("float16", "bfloat16"),
             tensor_cores=True,
             least_cc=(9, 0),
             only_cc=(9, 0),
