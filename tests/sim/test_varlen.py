@@ -32,6 +32,14 @@ def test_more_bits_on_tensor_cores(rung, dtype):
     packed.check_packed_gradients(case, varlen.backward(own, case, do, o, lse, dlse), do, o, lse, dlse)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_nothing_of_a_neighbour_is_seen_in_more_bits(rung, dtype):
+    if not rung.tensor:
+        pytest.skip("the other tests are in these dtypes")
+    varlen.test_nothing_of_a_neighbour_is_seen(dataclasses.replace(rung, usual=dtype))
+
+
 # Blocks stay and count the tiles of all sequences; here several of them share the counter, and some find no tile.
 @pytest.mark.slow
 @pytest.mark.parametrize("multiprocessors", [2, 12])

@@ -412,7 +412,7 @@ def reading_gates():
 
 
 def packed_gates():
-    """Of packed sequences a few of wgmma and of mma, with gradients in 16 bits."""
+    """Of packed sequences a few of wgmma and of mma, with gradients."""
     rich = dict(
         softcap=5.0, alibi_slopes=empty(2, dtype="float32"), seqlens_k=empty(4, dtype="int32"), causal=True,
         q_offset=empty(4, dtype="int32"),
@@ -434,14 +434,16 @@ def packed_gates():
                 if kernel == "wgmma" and words in ("", "-rich"):
                     made = packed_problem(head_dim, "float32", **options, **more)
                     config = select.select(made, HOPPER, kernel, "cupy").config
-                    yield f"wgmma_float32-{head_dim}-packed{words}", config
+                    for own in (config, *configs_of(kernel, packed_gradients(head_dim, "float32", **options))):
+                        if own.kernel.startswith(kernel):
+                            yield f"{own.kernel}-{head_dim}-packed{words}", own
 
 
-def packed_gradients(head_dim, **options):
-    rows, ends = empty(4096, 2, head_dim), empty(5, dtype="int32")
+def packed_gradients(head_dim, dtype="float16", **options):
+    rows, ends = empty(4096, 2, head_dim, dtype=dtype), empty(5, dtype="int32")
     arrays = dict.fromkeys(("do", "q", "k", "v", "o"), rows) | dict(lse=empty(2, 4096, dtype="float32"))
     arrays |= dict(cu_seqlens_q=ends, cu_seqlens_k=ends, layout=Packed())
-    return gradients(head_dim, dtype="float16", **arrays, **options)
+    return gradients(head_dim, dtype=dtype, **arrays, **options)
 
 
 def shifted(score, b, h, q_pos, k_pos):
