@@ -23,9 +23,8 @@ GROUPS = (  # dtype, head_dims, features: each group is a handful of kernels for
 
 def cases_of(kernel, small, takes):
     """{name: PackedCase}"""
-    rung, found = rungs.RUNGS[kernel], {}
-    tensor = rung.tensor_cores
-    groups = [group for group in GROUPS if takes(kernel, group[0]) and group[0] in rung.packed]
+    tensor, found = rungs.RUNGS[kernel].tensor_cores, {}
+    groups = [group for group in GROUPS if takes(kernel, group[0])]
     if not tensor:
         groups = [("float32", (16,), ("causal", "window", "seqlens_k", "sinks"))]
     for number in range(3 if small else 20):
@@ -38,11 +37,6 @@ def cases_of(kernel, small, takes):
     return found
 
 
-def has_gradients(kernel, dtype):
-    rung = rungs.RUNGS[kernel]
-    return rung.has_backward and str(dtype) in rung.packed_backward
-
-
 def configs_of(case, kernel, on_gpu):
     """What a case runs, with gradients."""
     import cupy as cp
@@ -50,7 +44,7 @@ def configs_of(case, kernel, on_gpu):
     given = case.arguments(on_gpu)
     explained = numba_flash.explain(**given, return_lse=True, kernel=kernel)
     configs = [*prologue(explained.config, explained.target), explained.config]
-    if has_gradients(kernel, case.q.dtype):
+    if rungs.RUNGS[kernel].has_backward:
         q, v = given["q"], given["v"]
         o = cp.empty((*q.shape[:2], v.shape[2]), q.dtype)
         lse = cp.empty(q.shape[1::-1], "float64" if q.dtype == np.float64 else "float32")
@@ -61,7 +55,7 @@ def configs_of(case, kernel, on_gpu):
 def results(given, kernel, do=None, dlse=None):
     """o, lse, and the gradients of q, k and v, in host memory."""
     o, lse = numba_flash.attention_varlen(**given, return_lse=True, kernel=kernel)
-    if do is None or not has_gradients(kernel, given["q"].dtype):
+    if do is None or not rungs.RUNGS[kernel].has_backward:
         return [o.get(), lse.get()]
     made = numba_flash.attention_varlen_backward(do, o=o, lse=lse, dlse=dlse, **given, kernel=kernel)
     return [x.get() for x in (o, lse, *made[:3])]
@@ -119,7 +113,7 @@ def check_wrong_ends(kernel):
     o, lse = numba_flash.attention_varlen(**given, **ends, out=out, return_lse=True, kernel=kernel)
     assert bool(cp.isnan(memory[:band]).all() and cp.isnan(memory[band + out.size :]).all()), "written outside"
     assert bool(cp.isfinite(out).all()), "a row was not written"
-    if has_gradients(kernel, dtype):
+    if rungs.RUNGS[kernel].has_backward:
         made = numba_flash.attention_varlen_backward(out, **given, o=out, lse=lse, **ends, kernel=kernel)
         cp.cuda.Device().synchronize()
         assert all(bool(cp.isfinite(x).all()) for x in made[:3]), "a gradient was not written"

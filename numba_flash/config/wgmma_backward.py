@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from ..abi.tensor_maps import OperandMaps, bias_map, map_of_rows
+from ..abi.tensor_maps import OperandMaps, bias_map, extents, map_of_rows
 from ..problem.forward import Problem
 from ..problem.groups import parts_of
 from ..problem.options import FUNCTIONS, SEEDED, changes_scores
@@ -134,13 +134,14 @@ class WgmmaBackwardConfig(StreamingConfig):
 
     def operand_maps(self, problem: AnyProblem) -> OperandMaps:
         p, do_strides = problem.forward, problem.do_strides  # type: ignore[union-attr]
+        rows, keys, entries = extents(p)
         given = (
-            (0, p.q_strides, (p.head_dim, p.seqlen_q, p.heads, p.batch), self.tile_m),
-            (1, p.k_strides, (p.head_dim, p.seqlen_k, p.heads_kv, p.batch), self.tile_n),
-            (2, p.v_strides, (p.head_dim_v, p.seqlen_k, p.heads_kv, p.batch), self.tile_n),
-            (3, do_strides, (p.head_dim_v, p.seqlen_q, p.heads, p.batch), self.tile_m),
+            (0, p.q_strides, (p.head_dim, rows, p.heads, entries), self.tile_m),
+            (1, p.k_strides, (p.head_dim, keys, p.heads_kv, entries), self.tile_n),
+            (2, p.v_strides, (p.head_dim_v, keys, p.heads_kv, entries), self.tile_n),
+            (3, do_strides, (p.head_dim_v, rows, p.heads, entries), self.tile_m),
         )
-        present = 1 if p.seqlen_k and not p.seqlen_q else 0  # an array that is not empty
+        present = 1 if keys and not rows else 0  # an array that is not empty
         maps = [map_of_rows(p.dtype, n, strides, shape, (64, tile), present) for n, strides, shape, tile in given]
         return (*maps, *([bias_map(self, p, self.tile_m, present)] if self.bias_boxes else []))
 

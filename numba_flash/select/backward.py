@@ -45,7 +45,7 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
             return (
                 f"it has no {others[0]} of packed sequences yet; take kernel='reference', or a call for each sequence"
             )
-    reason = rung.not_packed(problem.forward, backward=True) or not_here(rung, problem.forward, target)
+    reason = not_here(rung, problem.forward, target)
     if rung.on_host or reason is not None:
         return reason
     if target.arrays_on_host and not target.simulated:

@@ -13,9 +13,9 @@ LONGEST_STAY = 8192  # queries of a walk over all of them
 
 def can_be_one_kernel(problem: BackwardProblem) -> bool:
     """Whether wgmma/backward_fused, which computes five products instead of seven, can compute the gradients. It needs
-    a query: without one no previous kernel would set its ticket to 0."""
+    a query: without one no previous kernel would set its ticket to 0. It takes no packed sequences yet."""
     forward = problem.forward
-    if not forward.seqlen_q:
+    if not forward.seqlen_q or forward.packed is not None:
         return False
     per_score = any(name in BY_ELEMENT and name != SEEDED for name, _ in forward.uses)
     plain, widest = not changes_scores(forward.uses) and not per_score, max(forward.head_dim, forward.head_dim_v)
@@ -125,6 +125,8 @@ def heads_per_block(problem: BackwardProblem, one_kernel: bool) -> int:
     """
     forward = problem.forward
     every_key, short = forward.left is None and forward.right is None, max(forward.seqlen_q, forward.seqlen_k) <= 512
+    if forward.packed is not None:  # lengths are not known, and members change bits
+        return 0
     if every_key or short or forward.function("mask_mod") is not None or not (one_kernel or forward.heads_kv <= 4):
         return 0
     members = 2 if max(forward.head_dim, forward.head_dim_v) > (64 if one_kernel else 192) else 4

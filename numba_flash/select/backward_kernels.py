@@ -176,7 +176,8 @@ def _halved(config: Any, problem: BackwardProblem, target: Target) -> Any:
     The order of sums stays, and so do a row's bits. With head_dim 256 and one KV head of 4096 keys it is 1.65 times as
     fast, with head_dim 160 and 256 keys of 32 heads 1.2 times (H200).
     """
-    if config.own_rows != 128 or 2 * config.grid(problem) > target.multiprocessors:
+    packed = problem.forward.packed is not None  # of which only a bound of the blocks is known
+    if packed or config.own_rows != 128 or 2 * config.grid(problem) > target.multiprocessors:
         return config
     return dataclasses.replace(config, **{"tile_n" if config.of_keys else "tile_m": 64}, stages_b=2)
 

@@ -18,7 +18,6 @@ Refused = tuple[tuple[str, str], ...]  # (rung, why it does not run)
 GPU, HOST, SIMULATOR = "gpu", "host", "simulator"  # where arrays are
 FLOAT64_CORES = ((8, 0), (9, 0), (10, 0))  # tensor cores with float64 at full speed
 LARGE_FLOAT64 = (9, 0)  # m16n8k16 is one instruction on these GPUs; sm_100 splits it, with local memory
-EVERY_DTYPE = ("float16", "bfloat16", "float32", "float64")
 
 
 class Rung(NamedTuple):
@@ -38,8 +37,6 @@ class Rung(NamedTuple):
     forward: str | None = None
     refined: str | None = None  # the function that improves a Config of these
     has_backward: bool = True
-    packed: tuple[str, ...] = EVERY_DTYPE  # in which dtypes it takes packed sequences
-    packed_backward: tuple[str, ...] = EVERY_DTYPE  # the same of its gradients
     backward: str | None = None
     sums: dict[str, str] = {}  # how exact it is, by dtype, of a rung that could be less exact than its dtype
 
@@ -48,18 +45,8 @@ class Rung(NamedTuple):
 
     def not_taken(self, problem: Problem) -> str | None:
         """Why it does not take the problem's options, wherever the arrays are, or None."""
-        if (reason := self.not_packed(problem)) is not None:
-            return reason
         missing = (name for name, _ in problem.uses if self.option and not getattr(BY_NAME[name], self.option))
         return next((f"it takes no {name} yet" for name in missing), None)
-
-    def not_packed(self, problem: Problem, backward: bool = False) -> str | None:
-        """Why it does not take the problem's packed sequences, or None."""
-        taken, what = (self.packed_backward, "its gradients take") if backward else (self.packed, "it takes")
-        if problem.packed is None or problem.dtype in taken:
-            return None
-        where = f" in {problem.dtype}" if taken else ""
-        return f"{what} no packed sequences{where} yet"
 
     def candidates(self, problem: Problem, target: Target) -> Any:
         """Configs of a forward, the best first; the last needs the least shared memory. The first almost always
@@ -96,7 +83,7 @@ RUNGS = {
             "mma",
             (GPU,),
             option="on_tensor_cores",
-            dtypes=EVERY_DTYPE,
+            dtypes=("float16", "bfloat16", "float32", "float64"),
             tensor_cores=True,
             least_copy=2,
             least_cc=(8, 0),
@@ -113,7 +100,6 @@ RUNGS = {
             (GPU,),
             option="on_tensor_cores",
             dtypes=("float16", "bfloat16", "float32"),
-            packed_backward=(),
             tensor_cores=True,
             least_cc=(9, 0),
             only_cc=(9, 0),
@@ -197,12 +183,12 @@ def kernel_of_backward(kernel: str) -> str:
 
 
 def not_here(rung: Rung, problem: Problem, target: Target) -> str | None:
-    """Why a rung cannot compute where the arrays are, or that it takes no packed sequences, or None; of a rung on the
-    host, also the option that it does not take."""
+    """Why a rung cannot compute where the arrays are, or None; of a rung on the host, also the option that it does not
+    take."""
     if rung.on_host:
         elsewhere = None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
         return rung.not_taken(problem) or elsewhere
-    return rung.not_packed(problem) or (no_gpu(target) if target.cc is None else None)
+    return no_gpu(target) if target.cc is None else None
 
 
 def no_room(problem: Problem, target: Target, needed: int) -> str:

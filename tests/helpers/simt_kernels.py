@@ -9,7 +9,7 @@ from numba_flash import testing
 from numba_flash.arrays import read
 from numba_flash.config.simt_forward import V1Config, V2Config
 from numba_flash.problem.backward import BackwardProblem
-from numba_flash.problem.options import OPTION_NAMES, Options, uses
+from numba_flash.problem.options import OPTION_NAMES, PACKED_ARRAYS, Options, uses
 from numba_flash.select.backward_kernels import v2_configs
 
 PLAIN = V2Config("float32", 64, 64, 128, 16, write_lse=False)
@@ -52,7 +52,7 @@ def backward_problem(head_dim=64, head_dim_v=None, dtype="float32", wanted=("dq"
     )  # fmt: skip
     arguments = dict(dlse=None, wanted=wanted) | given | options
     arguments = {name: read(name, x).layout if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
-    named = {name: arguments.pop(name) for name in OPTION_NAMES if name in arguments}
+    named = {name: arguments.pop(name) for name in (*OPTION_NAMES, *PACKED_ARRAYS) if name in arguments}
     return BackwardProblem.of(**arguments, options=Options.of(**named))
 
 

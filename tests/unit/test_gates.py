@@ -23,7 +23,7 @@ from unittest import mock
 import pytest
 from helpers import compiler, gate_results
 from helpers.machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, TURING, empty, packed_problem, problem
-from helpers.selected import configs_with
+from helpers.selected import configs_of, configs_with
 from helpers.simt_kernels import BACKWARD, FORWARD, local_bytes
 from helpers.simt_kernels import backward_problem as gradients
 
@@ -33,7 +33,7 @@ from numba_flash.config.simt_backward import DbiasSumConfig, HeadSumsConfig
 from numba_flash.config.wide_backward import WideBackwardConfig
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
-from numba_flash.problem.options import HEAD_GRADIENTS, uses
+from numba_flash.problem.options import HEAD_GRADIENTS, Packed, uses
 from numba_flash.select import backward_kernels, backward_tiles, tiles
 from numba_flash.select import forward as select
 from numba_flash.select.rungs import RUNGS
@@ -412,23 +412,38 @@ def reading_gates():
 
 
 def packed_gates():
-    """Of packed sequences: wgmma's forward in each head_dim at which its table changes; a few of mma."""
+    """Of packed sequences a few of wgmma and of mma, with gradients."""
     rich = dict(
         softcap=5.0, alibi_slopes=empty(2, dtype="float32"), seqlens_k=empty(4, dtype="int32"), causal=True,
-        q_offset=empty(4, dtype="int32"), sinks=empty(2, dtype="float32"), return_lse=True,
+        q_offset=empty(4, dtype="int32"),
     )  # fmt: skip
     functions = dict(score_mod=Function.of("score_mod", shifted), mask_mod=Function.of("mask_mod", striped))
     alibi = dict(alibi_slopes=rich["alibi_slopes"], causal=True)
     served = {"": dict(causal=True), "-rich": rich, "-alibi": alibi, "-functions": functions}
-    for kernel, head_dims in dict(wgmma=(64, 128, 192, 256), mma=(64, 128)).items():
+    for kernel, head_dims in dict(wgmma=(64, 128, 256), mma=(64,)).items():
         for head_dim in head_dims:
             for words, options in served.items():
-                made = packed_problem(head_dim, **options)
+                if words == "-alibi" and (kernel, head_dim) != ("wgmma", 64):
+                    continue
+                more = dict(sinks=empty(2, dtype="float32"), return_lse=True) if words == "-rich" else {}
+                made = packed_problem(head_dim, **options, **more)
                 yield f"{kernel}-{head_dim}-packed{words}", select.select(made, HOPPER, kernel, "cupy").config
+                for config in configs_of(kernel, packed_gradients(head_dim, **options)):
+                    if config.kernel.startswith(kernel):
+                        yield f"{config.kernel}-{head_dim}-packed{words}{part(config)}", config
                 if kernel == "wgmma" and words in ("", "-rich"):
-                    made = packed_problem(head_dim, "float32", **options)
+                    made = packed_problem(head_dim, "float32", **options, **more)
                     config = select.select(made, HOPPER, kernel, "cupy").config
-                    yield f"wgmma_float32-{head_dim}-packed{words}", config
+                    for own in (config, *configs_of(kernel, packed_gradients(head_dim, "float32", **options))):
+                        if own.kernel.startswith(kernel):
+                            yield f"{own.kernel}-{head_dim}-packed{words}", own
+
+
+def packed_gradients(head_dim, dtype="float16", **options):
+    rows, ends = empty(4096, 2, head_dim, dtype=dtype), empty(5, dtype="int32")
+    arrays = dict.fromkeys(("do", "q", "k", "v", "o"), rows) | dict(lse=empty(2, 4096, dtype="float32"))
+    arrays |= dict(cu_seqlens_q=ends, cu_seqlens_k=ends, layout=Packed())
+    return gradients(head_dim, dtype=dtype, **arrays, **options)
 
 
 def shifted(score, b, h, q_pos, k_pos):

@@ -53,12 +53,6 @@ def test_out_is_written():
     assert np.array_equal(o, expected.o) and np.array_equal(lse, expected.lse)
 
 
-def test_a_rung_without_gradients_of_packed_sequences_says_so():
-    o, lse = np.zeros_like(X), np.zeros((2, 10), np.float32)
-    with pytest.raises(NotImplementedError, match="wgmma: its gradients take no packed sequences yet.*'reference'"):
-        numba_flash.attention_varlen_backward(X, X, X, X, o, lse, ENDS, kernel="wgmma")
-
-
 def test_auto_takes_mma_also_on_hopper():
     """wgmma has not run with packed sequences on a GPU yet."""
     made = packed_problem()

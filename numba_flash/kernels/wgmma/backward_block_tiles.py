@@ -38,7 +38,8 @@ class BlockTiles(NamedTuple):
 def make(config):
     tile_n, stays, ring = config.tile_n, config.stays, pipeline.of_backward(config).state
     all_keys, own_tiles = config.key_tiles > 0, max(config.key_tiles, 1)
-    head_parts_of, _, write_tile = backward_key_work.make(config)
+    work = backward_key_work.make(config)
+    head_parts_of, write_tile = work.head_parts_of, work.write_tile
     state = block.words(config.shared_layout().state)
 
     @inlined

@@ -35,7 +35,7 @@ backward_plain_scores.py or, with options that act on single scores, backward_sc
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, fence, griddepcontrol, local, special, wgmma
-from ..steps.inlined import FALSE, inlined
+from ..steps.inlined import FALSE, TRUE, inlined
 from . import (
     backward_key_work,
     backward_keys,
@@ -46,7 +46,7 @@ from . import (
     pipeline,
 )
 from .backward_plain_scores import TileFragments
-from .block import BEGIN, CUT, FREE, MEMBERS, STOP, aligned, warpgroup_index
+from .block import BEGIN, CUT, FREE, MEMBERS, QUERIES, STOP, aligned, warpgroup_index
 from .operands import describe_rows, wait_all, wait_but_one, wait_but_two
 
 
@@ -68,7 +68,22 @@ def make(config):
     find_visible = block.visibility(config, config.stream_rows, plan.state)
     walk = backward_key_work.query_walk(config, whole_warp=True)
     set_up, word = pipeline.starter_of_backward(config), block.words(plan.state).read
-    rings = pipeline.of_backward(config)
+    rings, packed, tile_m = pipeline.of_backward(config), config.packed, config.tile_m
+    always_asks = TRUE if packed and config.has("mask_mod") else FALSE  # packed sequences have no states of tiles
+    zero_tail_of_q, zero_tail_of_do = (
+        block.tail_zeroer(config, -(-columns // 64), 4, tile_m)
+        for columns in (config.head_dim_padded, config.head_dim_v_padded)
+    )
+
+    @inlined
+    def zero_behind(base, n, queries):
+        """Q and dO of the n-th query tile <- 0 from row `queries` on: there the next sequence begins, and 0 * NaN is
+        NaN. Nobody reads them meanwhile: the consumers wait until all have S, and issue dP afterwards."""
+        bar.sync(4, 128 * config.consumers)
+        if of_dk:
+            zero_tail_of_q(base + plan.stream_a + rings.a.stage(n) * config.stream_a_bytes, queries)
+        if of_dv:
+            zero_tail_of_do(base + plan.stream_b + rings.b.stage(n) * config.stream_b_bytes, queries)
 
     @inlined
     def to_ds(base, i, member, n, tile, v_desc, elected, arrays, strides, sizes, score):
@@ -78,12 +93,16 @@ def make(config):
         if keys.has_row_term:
             term = keys.term_of(base, member, arrays, strides)
         if per_score:
-            asked = walk.needs_mask(base, i, member, arrays, strides) if walk.present else FALSE
+            asked = walk.needs_mask(base, i, member, arrays, strides) if walk.present else always_asks
             every = scores.prepare(base, i, member, tile, masked, asked, arrays, strides, sizes)
         elif keys.has_row_term or masked:
             find_visible(base, i, sizes, tile.mask_bits, tile.distance)
         wait_all()
         pin_s(tile.acc_s)
+        if packed:
+            queries_left = int32(word(base, QUERIES) - i * tile_m)
+            if queries_left < tile_m:
+                zero_behind(base, n, queries_left)
         if of_dk:
             keys.issue_dp(base, tile.acc_dp, v_desc, n)
         if per_score:
@@ -170,6 +189,10 @@ def make(config):
         base = aligned(smem, config.ALIGNMENT)
         thread = special.thread_index()
         warpgroup = warpgroup_index()
+        if packed:
+            if work.behind(special.block_index(), arrays, strides, sizes):  # the whole block leaves
+                griddepcontrol.wait()
+                return
         if finds_by_kernels:
             griddepcontrol.wait()
         if thread == 0:
@@ -181,7 +204,7 @@ def make(config):
             give_registers()
             if thread == 0:
                 n = producer.load_q(base, base, int32(0), int32(0), arrays, strides, sizes)
-                producer.load_no_q(base, n, sizes.seqlen_q)
+                producer.load_no_q(base, n, sizes)
             if thread == 32:
                 producer.load_do(base, base, int32(0), arrays, strides)
         else:

@@ -26,11 +26,12 @@ from ...ptx import bar, fence, griddepcontrol, local, special, wgmma
 from ..recompute import queries as recompute
 from ..score import fragments, tile_walk
 from ..steps import gradient_rows, lse_delta
-from ..steps.inlined import FALSE, inlined
+from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_row_of
 from ..steps.query_tile import QueryTile
-from ..steps.sequence import queries_of, query_row
+from ..steps.sequence import queries as make_queries
+from ..steps.sequence import query_row
 from . import (
     backward_plain_scores,
     backward_producer,
@@ -68,7 +69,9 @@ def make(config):
     give_registers, take_registers = block.register_moves(config)
     finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
 
-    padded = config.has("seqlens_k")  # K may hold anything after the valid keys
+    packed, places, queries_of = config.packed, block.places(config), make_queries(config)
+    always_asks = TRUE if packed and config.has("mask_mod") else FALSE  # packed sequences have no states of tiles
+    padded = packed or config.has("seqlens_k")  # K may hold anything after the valid keys
     set_up, (word, word_alone, *_) = pipeline.starter_of_backward(config), block.words(plan.state)
     rings, work = pipeline.of_backward(config), backward_query_work.make(config)
     load_own, load_a, load_b = backward_producer.loaders(config, (Q_MAP, DO_MAP), (K_MAP, V_MAP))
@@ -92,26 +95,28 @@ def make(config):
         return int32(j - 1)
 
     @inlined
-    def produce_a(base, arrays, strides, seqlen_k):
+    def produce_a(base, arrays, strides, sizes):
         """One thread: Q and dO, then K with its bias, tile after tile. After the last tile it loads a K past the end,
         which is zeros: its S is issued and dropped, so that consumers need no branch."""
-        load_own(base, word_alone(base, FIRST_ROW), word_alone(base, H), word_alone(base, B))
+        load_own(base, places.query_row(base, word_alone(base, FIRST_ROW)), word_alone(base, H), places.entry(base))
         n, j = int32(0), int32(word_alone(base, STOP) - 1)
         while j >= word_alone(base, BEGIN):
             first_key, b = int32(j * tile_n), word_alone(base, B)
-            stage = load_a(base, n, first_key, word_alone(base, H_KV), b, config.bias_bytes)
+            row, entry = places.key_row(base, first_key), int32(0) if packed else b
+            stage = load_a(base, n, row, word_alone(base, H_KV), entry, config.bias_bytes)
             if config.bias_boxes:
                 to, full = base + plan.bias + stage * config.bias_bytes, rings.a.full(base, n)
                 fetch_bias(to, full, word_alone(base, FIRST_ROW), first_key, word_alone(base, H), b, strides)
             n, j = int32(n + 1), behind_of(base, j, arrays, strides)
-        load_a(base, n, int32((divide(int32(seqlen_k), tile_n) + 1) * tile_n), 0, 0, 0)
+        rows = sizes.total_k if packed else sizes.seqlen_k
+        load_a(base, n, int32((divide(int32(rows), tile_n) + 1) * tile_n), 0, 0, 0)
 
     @inlined
     def produce_b(base, arrays, strides):
         """One thread of another warp, so that neither producer waits for the other: V."""
         n, j = int32(0), int32(word_alone(base, STOP) - 1)
         while j >= word_alone(base, BEGIN):
-            load_b(base, n, int32(j * tile_n), word_alone(base, H_KV), word_alone(base, B))
+            load_b(base, n, places.key_row(base, int32(j * tile_n)), word_alone(base, H_KV), places.entry(base))
             n, j = int32(n + 1), behind_of(base, j, arrays, strides)
 
     @inlined
@@ -165,7 +170,7 @@ def make(config):
         """P and dS of the n-th key tile, whose S has been issued; it computes dP."""
         masked = j >= word(base, CUT) or j < word(base, FREE)
         if per_score:
-            asked = of_warp.needs_mask(states, j, arrays, strides) if of_thread.present else FALSE
+            asked = of_warp.needs_mask(states, j, arrays, strides) if of_thread.present else always_asks
             every = scores.prepare(base, j, 0, tile, masked, asked, arrays, strides, sizes)
         elif chain.has_row_term or masked:
             find_visible(base, j, sizes, tile.mask_bits, tile.distance)
@@ -261,6 +266,10 @@ def make(config):
         base = aligned(smem, config.ALIGNMENT)
         thread = special.thread_index()
         warpgroup = warpgroup_index()
+        if packed:
+            if work.behind(special.block_index(), arrays, strides, sizes):  # the whole block leaves
+                griddepcontrol.wait()
+                return
         if finds_by_kernels:
             griddepcontrol.wait()
         if thread == 0:
@@ -271,7 +280,7 @@ def make(config):
         if warpgroup == 0:
             give_registers()
             if thread == 0:
-                produce_a(base, arrays, strides, sizes.seqlen_k)
+                produce_a(base, arrays, strides, sizes)
             if thread == 32:
                 produce_b(base, arrays, strides)
         else:

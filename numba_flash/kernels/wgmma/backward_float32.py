@@ -34,8 +34,9 @@ from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile
-from ..steps.sequence import key_row, lse_row, queries_of, query_row
+from ..steps.sequence import key_row, lse_row, query_row
 from ..steps.sequence import make as make_sequence
+from ..steps.sequence import queries as make_queries
 from . import (
     backward_key_work,
     backward_producer_float32,
@@ -56,7 +57,8 @@ def make(config):
     query_count = tile_rows // 4 if of_keys else 2  # of the lane's columns or rows, whichever are queries
     give_registers, take_registers = block.register_moves(config)
     word, sequence_of = block.words(config.shared_layout().state).read, make_sequence(config)
-    write_work = (backward_key_work.make(config) if of_keys else backward_query_work.make(config)).write
+    work = backward_key_work.make(config) if of_keys else backward_query_work.make(config)
+    write_work, behind, packed, queries_of = work.write, work.behind, config.packed, make_queries(config)
     producer = (paired_producer if config.paired else backward_producer_float32).make(config)
     of_tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
     scores = backward_scores_float32.make(config)
@@ -96,6 +98,8 @@ def make(config):
             first = int32(tile_row + first_row)
             if of_keys:
                 h, rows_left, valid = word(base, H_KV), int32(sizes.seqlen_k - first), int32(sequence.keys - first)
+                if packed:  # outside.py writes what is behind the valid keys
+                    rows_left = valid
                 to = key_row(of_target, sequence, h, first)
             else:
                 h, rows_left, valid = word(base, H), int32(sequence.seqlen_q - first), int32(sequence.seqlen_q - first)
@@ -179,6 +183,10 @@ def make(config):
     def flash_attention_wgmma_backward_float32(arrays, strides, sizes, score):
         smem = cuda.shared.array(0, uint8)
         base, warpgroup = aligned(smem, config.ALIGNMENT), warpgroup_index()
+        if packed:
+            # The whole block leaves, and with it the other one of a pair.
+            if behind(divide(special.block_index(), config.cluster), arrays, strides, sizes):
+                return
         if special.thread_index() == 0:
             of_tiles.set_up(base)
             write_work(base, divide(special.block_index(), config.cluster), arrays, strides, sizes)

@@ -127,7 +127,7 @@ def make(config):
             n = producer.load_q(base, tiles.state_of(base, w), n, w, arrays, strides, sizes)
             w = int32(w + 1)
         if not stays:
-            producer.load_no_q(base, n, sizes.seqlen_q)
+            producer.load_no_q(base, n, sizes)
 
     @inlined
     def fetch_do(base, arrays, strides):

@@ -32,6 +32,9 @@ class KeyWork(NamedTuple):
     head_parts_of: Callable[..., Any]  # (sizes) -> number of parts of all groups of a batch entry
     write: Callable[..., Any]  # (base, block, arrays, strides, sizes): writes the words of a block's work
     write_tile: Callable[..., Any]  # (base, b, head_part, first_key, arrays, strides, sizes): likewise, of a given tile
+    behind: Callable[
+        ..., Any
+    ]  # (block, arrays, strides, sizes) -> whether its tile is behind its packed sequence's keys
 
 
 def make(config):
@@ -39,7 +42,7 @@ def make(config):
     state, sequence_of = block.words(config.shared_layout().state), make_sequence(config)
     has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, config.tile_m, of_keys=True).ranges
     has_states, take = longest_first.make(config)
-    bias_of_all = bias_of_entries(config)
+    bias_of_all, write_places = bias_of_entries(config), block.places(config).write
 
     @inlined
     def head_parts_of(sizes):
@@ -84,13 +87,19 @@ def make(config):
         tile = WorkTile(b, first_head, h_kv, first_key, keys, position, members, begin, free, cut, stop)
         state.write_tile(base, tile)
         state.write(base, PART, head_part)
+        write_places(base, sequence)
 
     @inlined
     def write(base, block, arrays, strides, sizes):
         b, part, first_key = tile_of(block, arrays, strides, sizes)
         write_tile(base, b, part, first_key, arrays, strides, sizes)
 
-    return KeyWork(head_parts_of, write, write_tile)
+    @inlined
+    def behind(block, arrays, strides, sizes):
+        b, _, first_key = tile_of(block, arrays, strides, sizes)
+        return first_key >= sequence_of(b, arrays, strides, sizes).keys
+
+    return KeyWork(head_parts_of, write, write_tile, behind)
 
 
 class QueryWalk(NamedTuple):

@@ -15,9 +15,9 @@ from ...ptx import griddepcontrol, mbarrier, memory, tma
 from ..steps import lse_delta
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.sequence import queries_of
+from ..steps.sequence import queries as make_queries
 from . import backward_key_work, bias_boxes, block, pipeline
-from .block import FIRST_ROW, H_KV, B, H
+from .block import FIRST_ROW, H_KV, QUERIES, B, H
 
 Q_MAP, K_MAP, V_MAP, DO_MAP = 0, 128, 256, 384  # the kernel's tensor maps, bytes from the first
 
@@ -78,7 +78,7 @@ class KeyProducer(NamedTuple):
     or of dO, loaded before."""
 
     load_q: Callable[..., Any]  # (base, work, n, w, arrays, strides, sizes) -> n, for the block's w-th key tile
-    load_no_q: Callable[..., Any]  # (base, n, seqlen_q)
+    load_no_q: Callable[..., Any]  # (base, n, sizes)
     load_do: Callable[..., Any]  # (base, work, n, arrays, strides) -> n
 
 
@@ -88,11 +88,12 @@ def of_keys(config):
     fetch_bias = bias_boxes.make(config, config.tile_m, of_keys=True).fetch
     load_own, load_a, load_b = loaders(config, (K_MAP, V_MAP if config.of_dk else None), (Q_MAP, DO_MAP))
     walk, tile_blocks = backward_key_work.query_walk(config, whole_warp=False), config.tile_m // 16
+    places, queries_of, packed = block.places(config), make_queries(config), config.packed
 
     @inlined
     def load_keys(base, work):
         """Loads K and V."""
-        load_own(base, word(work, FIRST_ROW), word(work, H_KV), word(work, B))
+        load_own(base, places.key_row(work, word(work, FIRST_ROW)), word(work, H_KV), places.entry(work))
 
     @inlined
     def load_beside_q(base, work, i, h, n, count, arrays, strides, sizes):
@@ -115,9 +116,11 @@ def of_keys(config):
         while walk.more(work, i, member):
             h = int32(word(work, H) + member)
             # masks hide what lies past the last block
-            blocks_left = int32(lse_delta.row_blocks(sizes.seqlen_q) - i * tile_blocks)
+            queries = word(work, QUERIES) if packed else sizes.seqlen_q
+            blocks_left = int32(lse_delta.row_blocks(queries) - i * tile_blocks)
             count = int32(min(blocks_left, int32(tile_blocks)) * int32(4 * lse_delta.BLOCK_WORDS))
-            load_a(base, n, int32(i * config.tile_m), h, word(work, B), int32(count + config.bias_bytes))
+            row = places.query_row(work, int32(i * config.tile_m))
+            load_a(base, n, row, h, places.entry(work), int32(count + config.bias_bytes))
             if n == 0:
                 griddepcontrol.wait()  # it writes lse and delta
             load_beside_q(base, work, i, h, n, count, arrays, strides, sizes)
@@ -133,16 +136,18 @@ def of_keys(config):
         return n
 
     @inlined
-    def load_no_q(base, n, seqlen_q):
+    def load_no_q(base, n, sizes):
         """After the last Q loads one past the end, zeros: its S is issued and dropped, so that consumers need no
         branch."""
-        load_a(base, n, int32((divide(int32(seqlen_q), config.tile_m) + 1) * config.tile_m), 0, 0, 0)
+        rows = sizes.total_q if packed else sizes.seqlen_q
+        load_a(base, n, int32((divide(int32(rows), config.tile_m) + 1) * config.tile_m), 0, 0, 0)
 
     @inlined
     def load_do(base, work, n, arrays, strides):
         i, member = walk.first(work, arrays, strides)
         while walk.more(work, i, member):
-            load_b(base, n, int32(i * config.tile_m), int32(word(work, H) + member), word(work, B))
+            row = places.query_row(work, int32(i * config.tile_m))
+            load_b(base, n, row, int32(word(work, H) + member), places.entry(work))
             n = int32(n + 1)
             i, member = walk.next(work, i, member, arrays, strides)
         return n

@@ -17,9 +17,10 @@ from .block import POS_CUT, POS_FREE, STATES, WorkTile, shown_range
 
 
 class QueryWork(NamedTuple):
-    """A device function for one thread."""
+    """Device functions for one thread, `behind` for any."""
 
     write: Callable[..., Any]  # (base, block, arrays, strides, sizes): writes the words of a block's work
+    behind: Callable[..., Any]  # (block, arrays, strides, sizes) -> whether its tile is behind its packed sequence
 
 
 def make(config):
@@ -27,6 +28,7 @@ def make(config):
     has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, config.tile_n).ranges
     of_thread = tile_walk.make(config)
     take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
+    write_places = block.places(config).write
 
     @inlined
     def tile_of(block, arrays, strides, sizes):
@@ -62,5 +64,11 @@ def make(config):
             state.write(base, STATES, states)
         h_kv, position = divide(h, divide(sizes.heads, sizes.heads_kv)), first_query + sequence.q_start
         state.write_tile(base, WorkTile(b, h, h_kv, first_query, sequence.keys, position, 1, begin, free, cut, stop))
+        write_places(base, sequence)
 
-    return QueryWork(write)
+    @inlined
+    def behind(block, arrays, strides, sizes):
+        b, _, first_query = tile_of(block, arrays, strides, sizes)
+        return first_query >= sequence_of(b, arrays, strides, sizes).seqlen_q
+
+    return QueryWork(write, behind)

@@ -23,7 +23,7 @@ from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.repeated import repeated
 from . import bias_boxes, block
-from .block import FIRST_ROW, KEYS, POS_CUT, POS_FREE, B, H, rows_of_lane
+from .block import FIRST_ROW, KEYS, POS_CUT, POS_FREE, QUERIES, B, H, rows_of_lane
 
 
 class Place(NamedTuple):
@@ -51,6 +51,7 @@ class ElementScores(NamedTuple):
 def make(config, of_keys):
     pairs, way = config.stream_rows // 16, 1 if of_keys else -1  # way: 1 if columns are queries
     of_ds, of_p = (config.of_dk, config.of_dv) if of_keys else (True, False)
+    packed = config.packed
     has_score_mod, has_mask_mod, has_mask = config.has("score_mod"), config.has("mask_mod"), config.has("mask")
     # P is kept in 16 bits if dS is not P * (dP - delta). Without dS it can be rounded at once.
     early = of_p and (config.derivative_varies or not of_ds)
@@ -96,11 +97,11 @@ def make(config, of_keys):
             read.load_bias(tile.loaded, i, origin, first_row, lane, strides, sizes, FALSE)
             if masked:
                 read.load_bits(tile.shown_bits, i, origin, first_row, lane, arrays, strides, sizes)
-        keys = word(base, KEYS)
+        keys, queries = word(base, KEYS), word(base, QUERIES) if packed else sizes.seqlen_q
         if of_keys:  # seen from the keys, left and right are exchanged
-            left, right, column_end, row_end = sizes.right, sizes.left, sizes.seqlen_q, keys
+            left, right, column_end, row_end = sizes.right, sizes.left, queries, keys
         else:
-            left, right, column_end, row_end = sizes.left, sizes.right, keys, sizes.seqlen_q
+            left, right, column_end, row_end = sizes.left, sizes.right, keys, queries
         cut = masked
         if has_mask and masked:
             cut = i >= word(base, POS_CUT) or i < word(base, POS_FREE)

@@ -27,6 +27,8 @@ POS_FREE, POS_CUT = STEP, NONFINITE
 # Of packed sequences, which have neither states nor a mask: the tile's first row in q, the sequence's first in k and v.
 # In the first work tile, for the scheduler alone: its last tile's sequence, and the number of query tiles before that.
 Q_ROW, FIRST_KEY, SEQUENCE, BEFORE = PART, STATES, STEP, NONFINITE
+# In the backward: the sequence's first row in q and do, and how many queries it has.
+FIRST_QUERY, QUERIES = STEP, NONFINITE
 BYTES = 64
 
 
@@ -179,13 +181,14 @@ def visibility(config, columns, state_at=0, rows_of=rows_of_lane):
     """-> find_visible(work, i, sizes, mask_bits, distance), a device function: mask_bits <- which of the lane's scores
     of tile i count; distance <- q_pos - k_pos. It takes a while, so it runs during products. columns: of tile i;
     state_at: as in `words`; rows_of: as rows_of_lane, in the work tile."""
-    state, visible = words(state_at), fragments.tile(config, 1, columns).visible
+    state, visible, packed = words(state_at), fragments.tile(config, 1, columns).visible, config.packed
 
     @inlined
     def find_visible(work, i, sizes, mask_bits, distance):
         first_row, lane = rows_of()
         if config.of_keys:  # seen from the keys, left and right are exchanged
-            left, right, end = sizes.right, sizes.left, sizes.seqlen_q
+            left, right = sizes.right, sizes.left
+            end = int64(state.read(work, QUERIES)) if packed else sizes.seqlen_q
         else:
             left, right, end = sizes.left, sizes.right, int64(state.read(work, KEYS))
         visible(i, first_row, lane, state.position(work), left, right, end, mask_bits, distance)
@@ -212,16 +215,51 @@ def rescaler(blocks):
     return rescale
 
 
-def tail_zeroer(config, panels, barrier):
+class Places(NamedTuple):
+    """Device functions of one thread of a backward: where a tile is in the arrays. work: where the words are."""
+
+    write: Callable[..., Any]  # (work, sequence): the words that the others read, of packed sequences
+    entry: Callable[..., Any]  # (work) -> the batch entry
+    query_row: Callable[..., Any]  # (work, row) -> the row in q and do of a row of the sequence
+    key_row: Callable[..., Any]  # (work, row) -> the same in k and v
+
+
+def places(config):
+    packed, state = config.packed, words(config.shared_layout().state)
+
+    @inlined
+    def write_places(work, sequence):
+        if packed:
+            state.write(work, FIRST_QUERY, sequence.first_query)
+            state.write(work, FIRST_KEY, sequence.first_key)
+            state.write(work, QUERIES, sequence.seqlen_q)
+
+    @inlined
+    def entry(work):
+        return int32(0) if packed else state.read_alone(work, B)
+
+    @inlined
+    def query_row(work, row):
+        return int32(row + state.read_alone(work, FIRST_QUERY)) if packed else row
+
+    @inlined
+    def key_row(work, row):
+        return int32(row + state.read_alone(work, FIRST_KEY)) if packed else row
+
+    return Places(write_places, entry, query_row, key_row)
+
+
+def tail_zeroer(config, panels, barrier, tile_rows=None):
     """-> zero_tail(tile, rows), a device function: all consumers set rows of a tile of tile_n keys to 0, from `rows`
-    on. They may hold NaN, and 0 * NaN is NaN. barrier: a named one."""
-    panel_bytes, consumers = config.tile_n * 128, 128 * config.consumers
+    on. They may hold NaN, and 0 * NaN is NaN. barrier: a named one; tile_rows: if the tile has not tile_n."""
+    tile_rows = tile_rows or config.tile_n
+    panel_bytes, consumers = tile_rows * 128, 128 * config.consumers
 
     @inlined
     def zero_tail(tile, rows):
         zeros = local.array(4, uint32)
         clear(zeros, 4)
-        for index in range(rows * 8 + special.thread_index() - 128, config.tile_n * 8, consumers):
+        for index in range(rows * 8 + special.thread_index() - 128, tile_rows * 8, consumers):
             for panel in range(panels):
                 ld_st.store_v4(tile + panel * panel_bytes + index * 16, zeros, 0)
         fence.proxy_async()
