@@ -22,6 +22,13 @@ pytestmark = pytest.mark.skipif(
 aten = torch.ops.aten
 
 
+@pytest.fixture(autouse=True)
+def inactive():
+    """What another test has left, such as README's lines."""
+    if registry.current_flash_attention_impl() is not None:
+        registry.restore_flash_attention_impl()
+
+
 @pytest.fixture
 def active():
     on_host = lambda: torch_registry.InPlaceOfTorch("CPU")  # noqa: E731
