@@ -1,6 +1,8 @@
 """torch's registry of flash attention: switched on and off, and what its operations then compute. They are replaced for
 CUDA tensors; here also for those in host memory, for which torch has none. tests/gpu has the same on a GPU."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,8 @@ torch = pytest.importorskip("torch", reason="needs torch")
 import numba_flash  # noqa: E402
 from numba_flash.compat import torch_registry  # noqa: E402
 from numba_flash.compat.torch import register  # noqa: E402
+from numba_flash.dispatch import backward  # noqa: E402
+from numba_flash.problem.options import GradientOperands  # noqa: E402
 from numba_flash.testing import packed  # noqa: E402
 
 registry = torch.nn.attention
@@ -16,6 +20,13 @@ pytestmark = pytest.mark.skipif(
     not hasattr(registry, "restore_flash_attention_impl"), reason="needs torch's registry, as of torch 2.13"
 )
 aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def inactive():
+    """What another test has left, such as README's lines."""
+    if registry.current_flash_attention_impl() is not None:
+        registry.restore_flash_attention_impl()
 
 
 @pytest.fixture
@@ -50,6 +61,13 @@ def test_it_is_switched_on_and_off():
     assert state() == before
 
 
+def test_a_handle_that_is_kept_holds_nothing_after_remove():
+    before, handle = state(), torch_registry.InPlaceOfTorch()
+    assert state() != before
+    handle.remove()
+    assert state() == before
+
+
 def test_another_name():
     registry.activate_flash_attention_impl(register("another"))
     try:
@@ -76,7 +94,7 @@ def made(order, dtype=torch.float32, heads=(4, 2, 2), lengths=(5, 9, 9), head_di
     elif order == "batch last":
         tensors = [x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3) for x in tensors]
     elif order == "repeated heads":
-        tensors[1:] = [x[:, :1].expand(-1, x.shape[1], -1, -1) for x in tensors[1:]]
+        tensors = [x[:, :1].expand(-1, x.shape[1], -1, -1) for x in tensors]
     return [x.requires_grad_() for x in tensors]
 
 
@@ -112,10 +130,10 @@ def test_dense(active, order, dtype):
     gradients, right = (torch.autograd.grad(x, inputs, do) for x in (o, expected))
     assert all(torch.equal(x, y) for x, y in zip(gradients, right, strict=True))
     given = (do, q, k, v, o, lse, None, None, 5, 9, 0.0, True, *others[-3:-1])
-    backward = torch_registry.scaled_dot_product_flash_attention_backward
+    differentiate = torch_registry.scaled_dot_product_flash_attention_backward
     found = [x.detach() if isinstance(x, torch.Tensor) else x for x in given]
     strides = promised(aten._scaled_dot_product_flash_attention_backward, *given)
-    assert list(map(about, backward(*found, scale=0.3))) == strides == list(map(about, gradients))
+    assert list(map(about, differentiate(*found, scale=0.3))) == strides == list(map(about, gradients))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -151,8 +169,11 @@ def test_gradients_that_are_one_number_or_not_contiguous(active):
     found, expected = (
         f(q, k, v) for f in (lambda *x: aten._scaled_dot_product_flash_attention(*x)[0], numba_flash.attention)
     )
-    pairs = zip(*(torch.autograd.grad(o.sum(), (q, k, v)) for o in (found, expected)), strict=True)
+    with mock.patch.object(backward, "enqueue", wraps=backward.enqueue) as spy:
+        pairs = zip(*(torch.autograd.grad(o.sum(), (q, k, v)) for o in (found, expected)), strict=True)
     assert all(torch.equal(x, y) for x, y in pairs)
+    do = spy.call_args_list[0].args[2][GradientOperands._fields.index("do")]
+    assert do.layout.strides[-1] == 1  # rows that tensor cores can load
     with torch.no_grad():
         o, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v)
         given = (torch.ones_like(o), q, k, v, o)
