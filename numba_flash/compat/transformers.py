@@ -133,7 +133,7 @@ def _seen(mask: Any, query: torch.Tensor, key: torch.Tensor, causal: bool, other
             )
         window = (None, 0 if causal else None) if plain is None else plain.options["window"]
         return dict(window=window, **packed.of_arguments(others))
-    if plain is None or positions is None or not as_many or plain.tells_sequences():
+    if plain is None or positions is None or not as_many or "cu_seqlens_q" in plain.options:
         return mask
     anew = query.shape[2] > 1 and positions.shape == (1, query.shape[2]) and plain.options["window"][1] == 0
     return plain.of_positions(positions) if anew else mask
@@ -256,7 +256,7 @@ def _traced(window: Window, offset: Any, padding: torch.Tensor | None, given: di
         starts = packed.starts_of_mask(given["mask_function"], 1, q_length, mask.device)
         number = starts.cumsum(1)
         expected = expected & (number[:, :, None] == number[:, None, :])
-        stretch["sequences"] = packed.Sequences.of(starts)
+        stretch["starts"] = starts
     if padding is not None:
         start, length, within = _stretch(padding)
         expected = expected & within[:, None, None]

@@ -340,7 +340,7 @@ def test_a_mask_that_moves_keeps_its_sequences():
     starts = torch.zeros(1, 12, dtype=torch.bool).index_fill(1, torch.tensor([0, 5]), True)
     sequences = packed.Sequences.of(starts)
     assert sequences.ends.tolist() == [0, 5, *[12] * 11] and sequences.counts.tolist() == [2, 7]
-    mask = Visible(packed.no_matrix, (1, 1, 12, 12), torch.float32, torch.device("cpu"), {}, sequences=sequences)
+    mask = Visible(packed.no_matrix, (1, 1, 12, 12), torch.float32, torch.device("cpu"), {}, starts=starts)
     moved = mask.to(torch.float64)
     assert moved is not mask and all(map(torch.equal, moved.sequences, sequences))
 
