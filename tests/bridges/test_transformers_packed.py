@@ -306,6 +306,21 @@ def test_position_bias_beside_packed_sequences(compiled):
             run(POSITIONS, None, **given)
 
 
+def test_positions_with_a_gap():
+    """Transformers' masks let a sequence begin there, unlike its flash attention: the mask decides, compiled or not."""
+    positions, tensors = torch.tensor([[*range(5), 0, 1, *range(7, 12)]]), heads(12)
+
+    def layer(positions):
+        mask = bridge.visible(1, 12, 12, mask_function=apart(positions))
+        return bridge.attention(torch.nn.Module(), *tensors, mask, position_ids=positions)[0]
+
+    expected = [
+        bridge.attention(torch.nn.Module(), *x, None)[0] for x in zip(*(y.split((5, 2, 5), 2) for y in tensors))
+    ]
+    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        assert torch.allclose(run(positions), torch.cat(expected, 1), rtol=1e-5, atol=1e-6)
+
+
 def test_packed_sequences_beside_padding_are_a_mask():
     padding = torch.ones(1, 12, dtype=torch.bool)
     padding[0, 3] = False
