@@ -41,9 +41,9 @@ def register(name: str = NAME) -> str:
     """Make numba_flash known to Transformers under `name`, which is returned.
 
     What runs: forward and backward, on the CPU and on GPUs; grouped heads, sliding windows, softcap, additive masks,
-    position bias, attention sinks, dropout, padding on either side, and decoding with a cache. Not built, and refused
-    by name with NotImplementedError: paged caches, keys that a model chooses by their indices, and attention weights as
-    a result.
+    position bias, attention sinks, dropout, padding on either side, packed sequences, and decoding with a cache. Not
+    built, and refused by name with NotImplementedError: paged caches, keys that a model chooses by their indices, and
+    attention weights as a result.
 
     Keys that are padded on the left are copied to the front in each layer, so that kernels without masks can run;
     a decoding step of one token copies nothing.
@@ -75,6 +75,9 @@ def attention(
     scores; or None, from models that make no masks: every key before the query if the module is causal, else all.
     Under autocast tensors are cast as for torch's own attention. s_aux: attention sinks, (heads,), as gpt-oss hands
     them over, or one for each query, (batch, heads, seqlen_q, 1), as Inkling2 does; some models call them sinks.
+
+    cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences (packed.py), as for Transformers' flash
+    attention; so are those of position_ids that begin anew.
     """
     _refuse(attention_mask, query, key, others)
     sinks = others.get("sinks") if s_aux is None else s_aux
@@ -130,7 +133,7 @@ def _seen(mask: Any, query: torch.Tensor, key: torch.Tensor, causal: bool, other
             )
         window = (None, 0 if causal else None) if plain is None else plain.options["window"]
         return dict(window=window, **packed.of_arguments(others))
-    if plain is None or positions is None or not as_many or plain.tells_sequences():
+    if plain is None or positions is None or not as_many or "cu_seqlens_q" in plain.options:
         return mask
     anew = query.shape[2] > 1 and positions.shape == (1, query.shape[2]) and plain.options["window"][1] == 0
     return plain.of_positions(positions) if anew else mask
@@ -208,7 +211,7 @@ def visible(
     if several and attention_mask is None and q_length == kv_length:
         starts = packed.starts_of_mask(mask_function, batch_size, q_length, device)
         return described(dict(window=window, **packed.Sequences.of(starts).table()))
-    if window is None and not tracing:
+    if several or window is None and not tracing:
         return described(dict(mask=masking_utils.sdpa_mask(**given)))
     offset = q_offset - kv_offset  # the position of query 0 among these keys
     if isinstance(offset, torch.Tensor):
@@ -253,7 +256,7 @@ def _traced(window: Window, offset: Any, padding: torch.Tensor | None, given: di
         starts = packed.starts_of_mask(given["mask_function"], 1, q_length, mask.device)
         number = starts.cumsum(1)
         expected = expected & (number[:, :, None] == number[:, None, :])
-        stretch["sequences"] = packed.Sequences.of(starts)
+        stretch["starts"] = starts
     if padding is not None:
         start, length, within = _stretch(padding)
         expected = expected & within[:, None, None]

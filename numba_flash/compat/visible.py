@@ -32,7 +32,7 @@ class Visible:
         start: torch.Tensor | None = None,
         masked: Options | None = None,
         proof: torch.Tensor | None = None,
-        sequences: packed.Sequences | None = None,
+        starts: torch.Tensor | None = None,
     ) -> None:
         self._make_whole = make_whole
         self._whole: torch.Tensor | None = None
@@ -42,7 +42,9 @@ class Visible:
         self.options = options  # of attention(), or of attention_varlen()
         self.start = start  # int32 (batch,): key start[b] is the first one that they mean. None = key 0
         # In a traced program: what holds where proof, a bool on the host, turns out to be False.
-        self.masked, self.proof, self.sequences = masked, proof, sequences
+        self.masked, self.proof = masked, proof
+        self.starts = starts  # bool (1, seqlen_q), where packed sequences start, in a traced program
+        self.sequences = None if starts is None else packed.Sequences.of(starts)
         self._positions, self._of_positions = None, self
 
     def whole(self) -> torch.Tensor:
@@ -68,22 +70,18 @@ class Visible:
         plain = self.start is None and not {"mask", "seqlens_k"} & {*self.options}
         return plain and (self.proof is None or (self.options["window"][0] is None) == (sliding_window is None))
 
-    def tells_sequences(self) -> bool:
-        """Whether this keeps packed sequences apart, if there are several."""
-        return self.sequences is not None or "cu_seqlens_q" in self.options
-
     def of_positions(self, positions: torch.Tensor) -> "Visible":
         """The same for position_ids that may begin anew: with a cache, Transformers does not look at them when it makes
         a mask. They are read once for all layers, and in a compiled program in each run."""
         if positions is not self._positions:
             self._positions, self._of_positions = positions, self
             made = functools.partial(Visible, packed.no_matrix, tuple(self.shape), self.dtype, self.device)
-            sequences = packed.Sequences.of(packed.starts_of_positions(positions))
+            starts = packed.starts_of_positions(positions)
             if torch.compiler.is_compiling():
                 holds = torch.ones((), dtype=torch.bool) if self.proof is None else self.proof
-                masked = {} if self.masked is None else self.masked
-                self._of_positions = made(self.options, None, masked, holds, sequences)
-            elif sequences.counts[0] > 1:
+                starts = starts if self.starts is None else starts | self.starts
+                self._of_positions = made(self.options, None, self.masked or {}, holds, starts)
+            elif (sequences := packed.Sequences.of(starts)).counts[0] > 1:
                 self._of_positions = made(dict(window=self.options["window"], **sequences.table()))
         return self._of_positions
 
@@ -102,7 +100,7 @@ class Visible:
             lambda: self._make_whole().to(*arguments, **named), tuple(self.shape), after.dtype, after.device,
             _moved(self.options, after.device), None if self.start is None else self.start.to(after.device),
             _moved(self.masked, after.device), self.proof,
-            self.sequences and packed.Sequences(self.sequences.ends.to(after.device), self.sequences.counts),
+            None if self.starts is None else self.starts.to(after.device),
         )  # fmt: skip
 
     @classmethod

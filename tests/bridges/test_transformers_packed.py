@@ -13,6 +13,7 @@ from transformers import masking_utils  # noqa: E402
 from numba_flash.bridges import torch_operations  # noqa: E402
 from numba_flash.compat import packed  # noqa: E402
 from numba_flash.compat import transformers as bridge  # noqa: E402
+from numba_flash.compat.visible import Visible  # noqa: E402
 from numba_flash.problem.options import Packed  # noqa: E402
 
 OURS = bridge.register()
@@ -275,23 +276,88 @@ def test_a_compiled_program_refuses_a_window_that_the_layer_is_not_told_of():
         run(*tensors, None)
 
 
-def test_position_bias_beside_packed_sequences():
-    """A mask that keeps sequences apart is one that a bias can be added to; a table of them is none."""
-    (q, k, v), bias = heads(12), torch.randn(1, 4, 12, 12)
-    positions = torch.tensor([[*range(5), *range(7)]])
+POSITIONS = torch.tensor([[*range(5), *range(7)]])
+
+
+def apart(positions=POSITIONS):
+    """What Transformers makes of the causal mask for these positions."""
     numbers = masking_utils.find_packed_sequence_indices(positions)
     inside = masking_utils.remap_positions_for_packed_sequence(masking_utils.causal_mask_function, positions)
-    apart = masking_utils.and_masks(inside, masking_utils.packed_sequence_mask_function(numbers))
-    module, mask = torch.nn.Module(), bridge.visible(1, 12, 12, mask_function=apart)
-    o, _ = bridge.attention(module, q, k, v, mask, position_bias=bias)
+    return masking_utils.and_masks(inside, masking_utils.packed_sequence_mask_function(numbers))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_position_bias_beside_packed_sequences(compiled):
+    """A mask that keeps sequences apart is one that a bias can be added to; a table of them is none."""
+    (q, k, v), bias, module = heads(12), torch.randn(1, 4, 12, 12), torch.nn.Module()
+
+    def layer(positions, function, **given):
+        function = masking_utils.causal_mask_function if function is None else function(positions)
+        mask = bridge.visible(1, 12, 12, mask_function=function)
+        return bridge.attention(module, q, k, v, mask, position_bias=bias, **given)[0]
+
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
     parts = [[x.narrow(2, a, e - a) for x in (q, k, v)] for a, e in ((0, 5), (5, 12))]
     biases = bias[..., :5, :5], bias[..., 5:, 5:]
     expected = [bridge.attention(module, *x, None, position_bias=own)[0] for x, own in zip(parts, biases, strict=True)]
-    assert torch.allclose(o, torch.cat(expected, 1), rtol=1e-5, atol=1e-6)
-    plain = bridge.visible(1, 12, 12)
-    for given in (TABLE, dict(position_ids=positions)):
-        with pytest.raises(NotImplementedError, match="position_bias is not taken for packed sequences"):
-            bridge.attention(module, q, k, v, plain, position_bias=bias, **given)
+    assert torch.allclose(run(POSITIONS, apart), torch.cat(expected, 1), rtol=1e-5, atol=1e-6)
+    for given in (TABLE, dict(position_ids=POSITIONS)):
+        with pytest.raises(Exception, match="position_bias is not taken for packed sequences"):
+            run(POSITIONS, None, **given)
+
+
+def test_positions_with_a_gap():
+    """Transformers' masks let a sequence begin there, unlike its flash attention: the mask decides, compiled or not."""
+    positions, tensors = torch.tensor([[*range(5), 0, 1, *range(7, 12)]]), heads(12)
+
+    def layer(positions):
+        mask = bridge.visible(1, 12, 12, mask_function=apart(positions))
+        return bridge.attention(torch.nn.Module(), *tensors, mask, position_ids=positions)[0]
+
+    expected = [
+        bridge.attention(torch.nn.Module(), *x, None)[0] for x in zip(*(y.split((5, 2, 5), 2) for y in tensors))
+    ]
+    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        assert torch.allclose(run(positions), torch.cat(expected, 1), rtol=1e-5, atol=1e-6)
+
+
+def test_packed_sequences_beside_padding_are_a_mask():
+    padding = torch.ones(1, 12, dtype=torch.bool)
+    padding[0, 3] = False
+    found = bridge.visible(1, 12, 12, mask_function=apart(), attention_mask=padding)
+    expected = masking_utils.sdpa_mask(1, 12, 12, mask_function=apart(), attention_mask=padding)
+    assert torch.equal(found.options["mask"], expected)
+
+
+def test_positions_of_what_is_not_causal_are_no_sequences():
+    """Positions in an image begin anew in each line of it."""
+    mask = bridge.visible(1, 12, 12, mask_function=masking_utils.bidirectional_mask_function)
+    tensors, module = heads(12), torch.nn.Module()
+    expected = bridge.attention(module, *tensors, mask)[0]
+    assert torch.equal(bridge.attention(module, *tensors, mask, position_ids=POSITIONS)[0], expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile's own
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_layers_compiled_one_by_one(use_cache):
+    model, graphs = llama().train(), CompileCounterWithBackend("aot_eager")
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend=graphs)
+    for lengths in (LENGTHS, (4, 7), (2, 2, 2, 5, 8)):
+        given = examples(lengths)
+        found = trained(model, OURS, flattened(given, "positions, with a cache" if use_cache else "positions"))
+        with torch.compiler.set_stance("force_eager"):
+            close(found, trained(model, "eager", padded(given)))
+    assert graphs.frame_count <= 4
+
+
+def test_a_mask_that_moves_keeps_its_sequences():
+    starts = torch.zeros(1, 12, dtype=torch.bool).index_fill(1, torch.tensor([0, 5]), True)
+    sequences = packed.Sequences.of(starts)
+    assert sequences.ends.tolist() == [0, 5, *[12] * 11] and sequences.counts.tolist() == [2, 7]
+    mask = Visible(packed.no_matrix, (1, 1, 12, 12), torch.float32, torch.device("cpu"), {}, starts=starts)
+    moved = mask.to(torch.float64)
+    assert moved is not mask and all(map(torch.equal, moved.sequences, sequences))
 
 
 def test_errors_have_the_names_of_flash_attention():
