@@ -8,7 +8,7 @@ import pytest
 
 import numba_flash
 from numba_flash.kernels import score
-from numba_flash.kernels.score import softcap, weights
+from numba_flash.kernels.score import softcap
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "adding_an_option.md"
 STAGE = re.compile(r'^```python\n(""".*?)^```$', re.MULTILINE | re.DOTALL)
@@ -23,9 +23,9 @@ def clip(monkeypatch):
     stage = {"__name__": "numba_flash.kernels.score.clip", "__package__": "numba_flash.kernels.score"}
     exec(compile(code, PAGE.name, "exec"), stage)
     monkeypatch.setattr(softcap, "make", stage["make"])
-    score.make.cache_clear(), weights.make.cache_clear()
+    score.make.cache_clear()
     yield
-    score.make.cache_clear(), weights.make.cache_clear()
+    score.make.cache_clear()
 
 
 def clipped(q, k, v, do):
