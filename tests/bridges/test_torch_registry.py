@@ -133,7 +133,9 @@ def test_dense(active, order, dtype):
     differentiate = torch_registry.scaled_dot_product_flash_attention_backward
     found = [x.detach() if isinstance(x, torch.Tensor) else x for x in given]
     strides = promised(aten._scaled_dot_product_flash_attention_backward, *given)
-    assert list(map(about, differentiate(*found, scale=0.3))) == strides == list(map(about, gradients))
+    with mock.patch.object(torch.Tensor, "copy_", autospec=True, side_effect=torch.Tensor.copy_) as copies:
+        assert list(map(about, differentiate(*found, scale=0.3))) == strides == list(map(about, gradients))
+    assert copies.called == (order in ("batch last", "repeated heads"))
 
 
 @pytest.mark.parametrize("order", ORDERS)
