@@ -88,6 +88,7 @@ def flash_attention_forward(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
     out: Tensor | None = None,
+    layout: str = "bshd",
 ) -> tuple[Tensor, ...]:
     """o, lse, rng_state, an unused tensor, and the debug mask, which is empty.
 
@@ -111,9 +112,10 @@ def flash_attention_forward(
                 "numba_flash.attention or numba_flash.attention_varlen"
             )
     seed = _drawn(query.device) if dropout_p else None
-    attend, _ = _functions(cum_seq_q, cum_seq_k, max_q, max_k)
+    attend, _ = _functions(cum_seq_q, cum_seq_k, max_q, max_k, layout)
     options = _options(scale, dropout_p, is_causal, window_size_left, window_size_right, seed)
-    out = torch.empty_like(query) if out is None else out
+    if out is None and not query.is_contiguous():
+        out = torch.empty_like(query)  # in query's order, as torch's compilers expect it
     o, lse = _run(
         attend, query, key, value, alibi_slopes=alibi_slopes, seqlens_k=seqused_k, out=out, return_lse=True, **options
     )
@@ -131,51 +133,6 @@ def flash_attention_forward_inplace(out: Tensor, *arguments: Any, **named: Any) 
 
 
 def flash_attention_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any
-) -> tuple[Tensor, ...]:
-    """dq, dk, dv; others, named: as `_gradients` has them."""
-    return tuple(map(_laid_out, _gradients(grad_out, query, key, value, *others, **named), (query, key, value)))
-
-
-def scaled_dot_product_flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    """The same of (batch, heads, seqlen, head_dim)."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    lengths = q.shape[1], k.shape[1]
-    out = torch.empty_like(query).transpose(1, 2)
-    o, lse, *others = flash_attention_forward(
-        q, k, v, None, None, *lengths, dropout_p, is_causal, return_debug_mask, scale=scale, out=out
-    )
-    return o.transpose(1, 2), lse, None, None, *lengths, *others
-
-
-def scaled_dot_product_flash_attention_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *others: Any, **named: Any
-) -> tuple[Tensor, ...]:
-    """The same of (batch, heads, seqlen, head_dim)."""
-    tensors = [x.transpose(1, 2) for x in (grad_out, query, key, value, out)]
-    found = [x.transpose(1, 2) for x in _gradients(*tensors, *others, **named)]
-    return tuple(map(_laid_out, found, (query, key, value)))
-
-
-OPERATIONS: dict[str, Callable[..., Any]] = dict(
-    _flash_attention_forward=flash_attention_forward,
-    _flash_attention_forward_no_dropout_inplace=flash_attention_forward_inplace,
-    _flash_attention_backward=flash_attention_backward,
-    _scaled_dot_product_flash_attention=scaled_dot_product_flash_attention,
-    _scaled_dot_product_flash_attention_backward=scaled_dot_product_flash_attention_backward,
-)
-
-
-def _gradients(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -194,21 +151,55 @@ def _gradients(
     scale: float | None = None,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
-) -> Any:
-    """dq, dk and dv of dense and packed tensors."""
+    layout: str = "bshd",
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv."""
     seed = int(rng_state[0]) if dropout_p else None
-    heads_first = cum_seq_q is None and query.stride(1) < query.stride(2)
-    _, differentiate = _functions(cum_seq_q, cum_seq_k, max_q, max_k, "bhsd" if heads_first else "bshd")
-    options = _options(scale, dropout_p, is_causal, window_size_left, window_size_right, seed)
     tensors = [fetchable(grad_out), query, key, value, out]
-    if heads_first:
-        tensors = [x.transpose(1, 2) for x in tensors]
+    # Computed in the order that query has in memory, so that the results need no copy.
+    turned = cum_seq_q is None and query.stride(1) < query.stride(2)
+    if turned:
+        tensors, layout = [x.transpose(1, 2) for x in tensors], "bhsd" if layout == "bshd" else "bshd"
+    _, differentiate = _functions(cum_seq_q, cum_seq_k, max_q, max_k, layout)
+    options = _options(scale, dropout_p, is_causal, window_size_left, window_size_right, seed)
     found = _run(differentiate, *tensors, logsumexp.contiguous(), **options)[:3]
-    return [x.transpose(1, 2) for x in found] if heads_first else found
+    return tuple(map(_laid_out, [x.transpose(1, 2) for x in found] if turned else found, (query, key, value)))
+
+
+def scaled_dot_product_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """The same of (batch, heads, seqlen, head_dim)."""
+    lengths = query.shape[2], key.shape[2]
+    o, lse, *others = flash_attention_forward(
+        query, key, value, None, None, *lengths, dropout_p, is_causal, return_debug_mask, scale=scale, layout="bhsd"
+    )
+    return o, lse, None, None, *lengths, *others
+
+
+def scaled_dot_product_flash_attention_backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
+    """The same of (batch, heads, seqlen, head_dim)."""
+    return flash_attention_backward(*arguments, **named, layout="bhsd")
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = dict(
+    _flash_attention_forward=flash_attention_forward,
+    _flash_attention_forward_no_dropout_inplace=flash_attention_forward_inplace,
+    _flash_attention_backward=flash_attention_backward,
+    _scaled_dot_product_flash_attention=scaled_dot_product_flash_attention,
+    _scaled_dot_product_flash_attention_backward=scaled_dot_product_flash_attention_backward,
+)
 
 
 def _functions(
-    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, layout: str = "bshd"
+    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, layout: str
 ) -> list[Callable[..., Any]]:
     """attention and attention_backward of such tensors."""
     if (cum_seq_q is None) != (cum_seq_k is None):
@@ -220,7 +211,8 @@ def _functions(
 
 
 def _options(scale: Any, dropout_p: Any, is_causal: Any, left: Any, right: Any, seed: Any) -> dict[str, Any]:
-    return dict(scale=scale, dropout_p=dropout_p, causal=is_causal, window=window_sides((left, right)), seed=seed)
+    window = None if left is right is None else window_sides((left, right))
+    return dict(scale=scale, dropout_p=dropout_p, causal=is_causal, window=window, seed=seed)
 
 
 def _run(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> Any:
