@@ -151,4 +151,4 @@ assert costs["a call for each document"] == min(costs.values())
 # | `mask` | the same, and the mask | the same | all |
 # | `mask_mod` | no padding | those of the whole sequence; `causal` and distances are the same | all |
 # | one call for each | no padding | no change | all |
-# | `attention_varlen` | no padding | no change: those inside a document | all but `wgmma` |
+# | `attention_varlen` | no padding | no change: those inside a document | all |
