@@ -315,7 +315,8 @@ def test_positions_with_a_gap():
         return bridge.attention(torch.nn.Module(), *tensors, mask, position_ids=positions)[0]
 
     expected = [
-        bridge.attention(torch.nn.Module(), *x, None)[0] for x in zip(*(y.split((5, 2, 5), 2) for y in tensors))
+        bridge.attention(torch.nn.Module(), *x, None)[0]
+        for x in zip(*(y.split((5, 2, 5), 2) for y in tensors), strict=True)
     ]
     for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
         assert torch.allclose(run(positions), torch.cat(expected, 1), rtol=1e-5, atol=1e-6)
