@@ -18,8 +18,7 @@ from ..steps.inlined import inlined, nothing
 def make(config):
     of_keys, threads, compute = config.of_keys, config.threads, elements.COMPUTE_TYPES[config.dtype]
     sequence_of, store = sequence.make(config), elements.storer(config.dtype)
-    zero, minus_inf = compute(0), compute(-math.inf)
-    write_lse = "lse" in config.written
+    zero, minus_inf, write_lse = compute(0), compute(-math.inf), "lse" in config.written
 
     def and_array(before, place, dim):
         @inlined
