@@ -330,10 +330,13 @@ def test_packed_sequences_beside_padding_are_a_mask():
     assert torch.equal(found.options["mask"], expected)
 
 
-def test_positions_of_what_is_not_causal_are_no_sequences():
-    """Positions in an image begin anew in each line of it."""
-    mask = bridge.visible(1, 12, 12, mask_function=masking_utils.bidirectional_mask_function)
-    tensors, module = heads(12), torch.nn.Module()
+@pytest.mark.parametrize(
+    ("batch", "function"), [(1, masking_utils.bidirectional_mask_function), (2, masking_utils.causal_mask_function)]
+)
+def test_positions_that_say_nothing_of_sequences(batch, function):
+    """Those in an image begin anew in each line of it; and those of several batch entries, as for flash attention."""
+    mask = bridge.visible(batch, 12, 12, mask_function=function)
+    tensors, module = [x.expand(batch, -1, -1, -1) for x in heads(12)], torch.nn.Module()
     expected = bridge.attention(module, *tensors, mask)[0]
     assert torch.equal(bridge.attention(module, *tensors, mask, position_ids=POSITIONS)[0], expected)
 
