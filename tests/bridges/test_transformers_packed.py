@@ -1,5 +1,8 @@
 """Padding-free training: flattened examples have the loss and the gradients of padded ones with eager attention."""
 
+import gc
+import weakref
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -209,6 +212,21 @@ def test_positions_are_read_once_for_all_layers(monkeypatch):
             made.clear()
             model(**flattened(examples(), form))
             assert len(made) == 1
+
+
+@pytest.mark.parametrize("lengths", [(12,), (5, 7)], ids=str)
+def test_a_mask_is_freed_with_its_last_user(lengths):
+    """Without the collector of cycles, which would keep matrices in memory until it runs."""
+    mask = bridge.visible(1, 12, 12)
+    positions = torch.tensor([[position for length in lengths for position in range(length)]])
+    bridge.attention(torch.nn.Module(), *heads(12), mask, position_ids=positions)
+    there = weakref.ref(mask)
+    gc.disable()
+    try:
+        del mask
+        assert there() is None
+    finally:
+        gc.enable()
 
 
 def heads(rows, queries=4, keys=2):
