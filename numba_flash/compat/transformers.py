@@ -135,7 +135,8 @@ def _seen(mask: Any, query: torch.Tensor, key: torch.Tensor, causal: bool, other
         return dict(window=window, **packed.of_arguments(others))
     if plain is None or positions is None or not as_many or "cu_seqlens_q" in plain.options:
         return mask
-    anew = query.shape[2] > 1 and positions.shape == (1, query.shape[2]) and plain.options["window"][1] == 0
+    rows = query.shape[2]
+    anew = query.shape[0] == 1 < rows and positions.shape == (1, rows) and plain.options["window"][1] == 0
     return plain.of_positions(positions) if anew else mask
 
 

@@ -45,7 +45,8 @@ class Visible:
         self.masked, self.proof = masked, proof
         self.starts = starts  # bool (1, seqlen_q), where packed sequences start, in a traced program
         self.sequences = None if starts is None else packed.Sequences.of(starts)
-        self._positions, self._of_positions = None, self
+        self._positions: torch.Tensor | None = None
+        self._anew: Visible | None = None  # not self: a cycle would keep masks in memory
 
     def whole(self) -> torch.Tensor:
         """The additive mask of eager attention."""
@@ -74,16 +75,16 @@ class Visible:
         """The same for position_ids that may begin anew: with a cache, Transformers does not look at them when it makes
         a mask. They are read once for all layers, and in a compiled program in each run."""
         if positions is not self._positions:
-            self._positions, self._of_positions = positions, self
+            self._positions, self._anew = positions, None
             made = functools.partial(Visible, packed.no_matrix, tuple(self.shape), self.dtype, self.device)
             starts = packed.starts_of_positions(positions)
             if torch.compiler.is_compiling():
                 holds = torch.ones((), dtype=torch.bool) if self.proof is None else self.proof
                 starts = starts if self.starts is None else starts | self.starts
-                self._of_positions = made(self.options, None, self.masked or {}, holds, starts)
+                self._anew = made(self.options, None, self.masked or {}, holds, starts)
             elif (sequences := packed.Sequences.of(starts)).counts[0] > 1:
-                self._of_positions = made(dict(window=self.options["window"], **sequences.table()))
-        return self._of_positions
+                self._anew = made(dict(window=self.options["window"], **sequences.table()))
+        return self if self._anew is None else self._anew
 
     def contiguous(self) -> "Visible":  # generate() of some versions asks this of masks that it makes ahead
         return self

@@ -262,6 +262,25 @@ def test_the_heads_of_packed_sequences_are_split(mesh):
         jax.block_until_ready(jax.jit(numbered)(*placed[:3], of_q, of_k))
 
 
+def test_packed_sequences_of_each_device(auto):
+    """The rows are split, and each device has a table of its own."""
+    shapes = ((4 * 16, HEADS, 8), (4 * 16, 2, 8), (4 * 16, 2, 8))
+    given, ends = arrays(*shapes), jnp.array([[0, 5, 16], [0, 0, 16], [3, 9, 9], [0, 15, 16]], "int32")
+
+    def attention(q, k, v, ends, return_lse=True):
+        return tuple(numba_flash.attention_varlen(q, k, v, ends[0], causal=True, return_lse=return_lse))
+
+    rows, specs = P(("d", "e")), (P(("d", "e")), P(None, ("d", "e")))
+    split_by_hand = jax.shard_map(attention, mesh=auto, in_specs=(rows,) * 4, out_specs=specs)
+    placed = put(auto, (*given, ends), rows, rows, rows, rows)
+    parts = [attention(*(x[16 * n : 16 * n + 16] for x in given), ends[n : n + 1]) for n in range(4)]
+    expected = [jnp.concatenate(x, axis) for axis, x in enumerate(zip(*parts, strict=True))]
+    same(jax.jit(split_by_hand)(*placed), expected)
+    found = jax.jit(gradients_of(lambda *x, return_lse: split_by_hand(*x), 3))(*placed)
+    alone = [gradients_of(attention, 3)(*(x[16 * n : 16 * n + 16] for x in given), ends[n : n + 1]) for n in range(4)]
+    same(found, [jnp.concatenate(x) for x in zip(*alone, strict=True)])
+
+
 def test_a_batch_of_one(mesh):
     given, spec = inputs(batch=1), P(None, "e")
     placed = put(mesh, given, spec, spec, spec)

@@ -264,7 +264,7 @@ def test_a_sink_for_each_query():
 def test_a_model_with_a_sink_for_each_query(side, compiled):
     if not hasattr(transformers, "Inkling2TextConfig"):
         pytest.skip(f"needs a Transformers that has Inkling2, unlike {transformers.__version__}")
-    import architectures
+    from helpers import architectures
 
     kind = architectures.model_class("inkling2_text")
     model = kind._from_config(architectures.tiny(kind.config_class), attn_implementation="eager").eval()

@@ -1,5 +1,8 @@
 """Padding-free training: flattened examples have the loss and the gradients of padded ones with eager attention."""
 
+import gc
+import weakref
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -211,6 +214,21 @@ def test_positions_are_read_once_for_all_layers(monkeypatch):
             assert len(made) == 1
 
 
+@pytest.mark.parametrize("lengths", [(12,), (5, 7)], ids=str)
+def test_a_mask_is_freed_with_its_last_user(lengths):
+    """Without the collector of cycles, which would keep matrices in memory until it runs."""
+    mask = bridge.visible(1, 12, 12)
+    positions = torch.tensor([[position for length in lengths for position in range(length)]])
+    bridge.attention(torch.nn.Module(), *heads(12), mask, position_ids=positions)
+    there = weakref.ref(mask)
+    gc.disable()
+    try:
+        del mask
+        assert there() is None
+    finally:
+        gc.enable()
+
+
 def heads(rows, queries=4, keys=2):
     return [torch.randn(1, count, rows, 8, requires_grad=True) for count in (queries, keys, keys)]
 
@@ -330,10 +348,13 @@ def test_packed_sequences_beside_padding_are_a_mask():
     assert torch.equal(found.options["mask"], expected)
 
 
-def test_positions_of_what_is_not_causal_are_no_sequences():
-    """Positions in an image begin anew in each line of it."""
-    mask = bridge.visible(1, 12, 12, mask_function=masking_utils.bidirectional_mask_function)
-    tensors, module = heads(12), torch.nn.Module()
+@pytest.mark.parametrize(
+    ("batch", "function"), [(1, masking_utils.bidirectional_mask_function), (2, masking_utils.causal_mask_function)]
+)
+def test_positions_that_say_nothing_of_sequences(batch, function):
+    """Those in an image begin anew in each line of it; and those of several batch entries, as for flash attention."""
+    mask = bridge.visible(batch, 12, 12, mask_function=function)
+    tensors, module = [x.expand(batch, -1, -1, -1) for x in heads(12)], torch.nn.Module()
     expected = bridge.attention(module, *tensors, mask)[0]
     assert torch.equal(bridge.attention(module, *tensors, mask, position_ids=POSITIONS)[0], expected)
 
