@@ -137,11 +137,12 @@ def in_a_graph(monkeypatch):
     return asked
 
 
-QUICK = (llama, "arguments"), (llama, "positions, with a cache")
-SLOW = [pytest.param(build, form, marks=pytest.mark.slow) for build in MODELS for form in FORMS]
+COMPILED = [(build, form) for build in MODELS for form in FORMS]
 
 
-@pytest.mark.parametrize(("build", "form"), [*QUICK, *[x for x in SLOW if x.values not in QUICK]])
+@pytest.mark.parametrize(
+    ("build", "form"), [COMPILED[0], *[pytest.param(*pair, marks=pytest.mark.slow) for pair in COMPILED[1:]]]
+)
 def test_a_model_compiled_as_a_whole(build, form, monkeypatch):
     """One graph for any lengths, after a first one for constants."""
     model = build().train()
@@ -359,6 +360,7 @@ def test_positions_that_say_nothing_of_sequences(batch, function):
     assert torch.equal(bridge.attention(module, *tensors, mask, position_ids=POSITIONS)[0], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile's own
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_layers_compiled_one_by_one(use_cache):
