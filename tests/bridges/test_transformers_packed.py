@@ -301,7 +301,11 @@ POSITIONS = torch.tensor([[*range(5), *range(7)]])
 def apart(positions=POSITIONS):
     """What Transformers makes of the causal mask for these positions."""
     numbers = masking_utils.find_packed_sequence_indices(positions)
-    inside = masking_utils.remap_positions_for_packed_sequence(masking_utils.causal_mask_function, positions)
+    inside, remap = (
+        masking_utils.causal_mask_function,
+        getattr(masking_utils, "remap_positions_for_packed_sequence", None),
+    )
+    inside = inside if remap is None else remap(inside, positions)
     return masking_utils.and_masks(inside, masking_utils.packed_sequence_mask_function(numbers))
 
 
