@@ -312,7 +312,8 @@ def _window(mask_function: Any, local_size: int | None) -> tuple[Window | None, 
 def _kept_apart(function: Any) -> Any:
     """The mask function that Transformers makes of this one for packed sequences, of any positions."""
     anywhere = torch.empty(0)
-    inside = masking_utils.remap_positions_for_packed_sequence(function, anywhere)
+    remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # 5.17 takes positions in the batch
+    inside = function if remap is None else remap(function, anywhere)
     return masking_utils.and_masks(inside, masking_utils.packed_sequence_mask_function(anywhere))
 
 
