@@ -157,10 +157,10 @@ def test_opcheck(layout, dtype, device):
     transposed = tuple(x.detach().transpose(2, 3).contiguous().transpose(2, 3) for x in contiguous)
     for arrays in (contiguous, transposed):
         arrays = tuple(x.detach().requires_grad_() for x in arrays)
-        torch.library.opcheck(operations.forward, (*arrays, *operation(), layout, "auto"))
-        o, lse = operations.forward(*arrays, *operation(), layout, "auto")
+        torch.library.opcheck(operations.forward, (*arrays, *operation(), layout, None, None, "auto"))
+        o, lse = operations.forward(*arrays, *operation(), layout, None, None, "auto")
         arguments = (torch.ones_like(o), None, o.detach(), lse.detach(), *(x.detach() for x in arrays), *operation())
-        torch.library.opcheck(operations.backward, ("dq dv", *arguments, layout, "auto"))
+        torch.library.opcheck(operations.backward, ("dq dv", *arguments, layout, None, None, "auto"))
 
 
 @pytest.mark.slow
@@ -170,7 +170,9 @@ def test_opcheck_with_every_array(device):
     mask = torch.ones(6, dtype=torch.bool, device=device)
     lengths, offsets = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([6, 2], [1, 3]))
     arrays = dict(bias=bias, mask=mask, alibi_slopes=slopes, sinks=sinks, seqlens_k=lengths, q_offsets=offsets)
-    torch.library.opcheck(operations.forward, (q, k, v, *operation(**arrays, q_offset=None), "bhsd", "auto"))
+    torch.library.opcheck(
+        operations.forward, (q, k, v, *operation(**arrays, q_offset=None), "bhsd", None, None, "auto")
+    )
 
 
 def test_dropout_has_the_gradients_of_the_formula_with_its_mask(device):
@@ -200,7 +202,9 @@ def test_a_kernel_without_a_backward_takes_another():
     assert not rungs.RUNGS["v1"].has_backward
     o, lse = (x.detach() for x in numba_flash.attention(q, k, v, return_lse=True))
     found = [
-        operations.backward("dq", torch.ones_like(o), None, o, lse, q, k, v, *operation(), "bhsd", kernel)[0]
+        operations.backward("dq", torch.ones_like(o), None, o, lse, q, k, v, *operation(), "bhsd", None, None, kernel)[
+            0
+        ]
         for kernel in ("auto", "v1")
     ]
     assert torch.equal(*found)
