@@ -119,7 +119,7 @@ assert report
 # ## A barrier is missing
 #
 # Leave out the second `cuda.syncthreads()`. On a GPU the result may be right for years. The simulator names the thread,
-# its line, the address, and who wrote there:
+# its line, the address, and the other thread:
 
 
 # %%
