@@ -234,3 +234,16 @@ def test_the_script_answers_and_keeps_progress(exercises, tmp_path, monkeypatch)
     run.keep(1)
     assert list(run.solved()) == [1, 3] and "2 of 20 are solved" in run.overview()
     assert re.search(r"^ +3  solved   Join", run.overview(), re.MULTILINE)
+
+
+def test_the_page_names_the_exercises_and_shows_what_the_script_says(exercises, tmp_path):
+    run, checks = exercises
+    page = (ROOT / "docs" / "exercises.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.+) \| (\d+) \| `exercises/(.+)` \|$", page, re.MULTILINE)
+    facts = [run.about(path) for path in FILES]
+    assert rows == [(str(n), x["title"], x["Minutes"], p.name) for n, x, p in zip(NUMBERS, facts, FILES, strict=True)]
+    path = tmp_path / "05_alpha.py"
+    path.write_text(run.path_of(5, solution=True).read_text().replace("acc[x] = alpha * acc[x]", "acc[x] = acc[x]"))
+    assert run.result(path, checks[5]) in page
+    questions = page.count("<summary>")
+    assert questions == page.count("</details>") >= 20 and page.count("## Quiz: ") == 5
