@@ -94,7 +94,7 @@ def test_jax_arrays():
 
 
 def test_from_padded_to_packed_and_back():
-    from numba_flash.compat.bert_padding import pad_input, unpad_input
+    from numba_flash.compat.flash_attn.bert_padding import pad_input, unpad_input
     from numba_flash.compat.flash_attn import flash_attn_varlen_qkvpacked_func
 
     torch.manual_seed(0)
