@@ -89,7 +89,7 @@ def watching(file: str, attach: Callable[[Index3, Index3, types.FrameType], Foll
 def find_line(make: types.CodeType | Code, line: int | str) -> int:
     """The number of a line with code in a kernel file, inside the functions that `make` defines."""
     file = make.co_filename
-    inside = {number: linecache.getline(file, number).strip() for number in _lines_inside(make)}
+    inside = {number: linecache.getline(file, number).strip() for number in lines_inside(make)}
     if isinstance(line, int):
         if line not in inside:
             following = [f"; the next one is {n}: {text}" for n, text in inside.items() if n > line]
@@ -104,12 +104,12 @@ def find_line(make: types.CodeType | Code, line: int | str) -> int:
     return found[0]
 
 
-def _lines_inside(make: types.CodeType | Code) -> list[int]:
+def lines_inside(make: types.CodeType | Code) -> list[int]:
     """The lines with code of every function inside `make`."""
     lines: set[int] = set()
     for code in make.co_consts:
         if isinstance(code, types.CodeType):
             # A function's first entry is its `def`, which runs in make.
             lines.update(number for _, _, number in code.co_lines() if number and number != code.co_firstlineno)
-            lines.update(_lines_inside(code))
+            lines.update(lines_inside(code))
     return sorted(lines)

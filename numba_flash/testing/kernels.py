@@ -17,6 +17,16 @@ HEADER = f"{'promise':<{WIDTH}}  {'outcome':<9} {'of':>4}"
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129)  # around the tiles that kernels are made of
 
 
+class Sizes(NamedTuple):
+    head_dims: tuple[int, ...]
+    max_seqlen: int
+    problems: int
+
+
+FULL = Sizes((1, 7, 16, 32, 64), max_seqlen=130, problems=12)
+QUICK = Sizes((4, 7), max_seqlen=20, problems=2)  # 20 keys are two tiles of 16, and the second is not full
+
+
 class Line(NamedTuple):
     promise: str
     outcome: str  # HELD, FAILED, RAISED or LEFT_OUT
@@ -54,11 +64,12 @@ def check_kernel(
     features: Sequence[str] = FEATURES,
     grouped: bool = True,
     strange_strides: bool = True,
-    head_dims: Sequence[int] = (1, 7, 16, 32, 64),
-    max_seqlen: int = 130,
+    head_dims: Sequence[int] | None = None,
+    max_seqlen: int | None = None,
     move: Callable[[np.ndarray], Any] = lambda x: x,
     back: Callable[[Any], np.ndarray] = np.asarray,
-    count: int = 12,
+    count: int | None = None,
+    quick: bool = False,
     seed: int = 0,
 ) -> Report:
     """Run the contract's problems against any attention function, print what holds as it is found, and return it.
@@ -70,12 +81,17 @@ def check_kernel(
     layouts, dtypes, features, head_dims: what it claims to take; features are those of testing.FEATURES. grouped: K and
     V may have fewer heads. strange_strides: arrays may be transposed, sliced, reversed or broadcast.
     move, back: from a NumPy array to the function's kind and back, such as torch.from_numpy and torch.Tensor.numpy.
-    max_seqlen: no sequence is longer. count: random problems for each promise about numbers. For a slow function, such
-    as a kernel in the simulator, max_seqlen=20 and count=2 try the same promises in a fraction of the time.
+    max_seqlen: no sequence is longer. count: random problems for each promise about numbers.
+    quick: for a slow function, such as a kernel in the simulator. head_dims, max_seqlen and count, where they are not
+    given, are those of QUICK instead of FULL, so that every promise is tried on few and small problems.
 
     What is not claimed is not tried, and the table says so. Results are compared with float64 by `check`, whose
     tolerance is derived from the problem. Nothing is raised for a promise that did not hold: see the report.
     """
+    sizes = QUICK if quick else FULL
+    head_dims = sizes.head_dims if head_dims is None else head_dims
+    max_seqlen = sizes.max_seqlen if max_seqlen is None else max_seqlen
+    count = sizes.problems if count is None else count
     unknown = set(features) - set(FEATURES)
     if unknown:
         raise ValueError(f"features must be some of {', '.join(FEATURES)}, not {', '.join(sorted(unknown))}")
