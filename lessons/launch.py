@@ -76,8 +76,13 @@ class Lesson:
         )
 
     @property
+    def __name__(self) -> str:
+        return self.kernel.py_func.__name__
+
+    @property
     def entry(self) -> str:
-        return f"lesson_{self.kernel.py_func.__name__}"
+        """The name that profilers show."""
+        return f"lesson_{self.__name__}"
 
     def ptx(self, cc: tuple[int, int]) -> str:
         """The kernel for a compute capability. Needs no GPU."""
