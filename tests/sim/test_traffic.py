@@ -1,6 +1,8 @@
 """debug.traffic: the bytes that kernels move are those that their loops say."""
 
 import importlib
+from importlib import machinery, util
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,17 @@ from numba_flash.debug import traffic
 from numba_flash.ptx.sim.launch import Pointer
 
 
+def script():
+    """scripts/why, whose formulas for bytes are those of docs/why.md."""
+    path = Path(__file__).resolve().parents[2] / "scripts" / "why"
+    made = util.module_from_spec(util.spec_from_loader("why", machinery.SourceFileLoader("why", str(path))))
+    made.__loader__.exec_module(made)
+    return made
+
+
+moved = script().moved  # (kernel, n, d, bytes of an element, tile) -> bytes of global memory read and written
+
+
 def inputs(queries, keys, head_dim, dtype="float32", heads=1):
     rng = np.random.default_rng(0)
     return [rng.standard_normal((1, heads, n, head_dim)).astype(dtype) for n in (queries, keys, keys)]
@@ -18,13 +31,12 @@ def inputs(queries, keys, head_dim, dtype="float32", heads=1):
 
 @pytest.mark.parametrize("tile", [(16, 16), (32, 8)], ids=str)
 def test_v1_and_v2_move_what_their_loops_say(tile):
-    n, d, size = 32, 16, 4
-    tiles_q, tiles_k = n // tile[0], n // tile[1]
+    n, d = 32, 16
     v1, v2 = (traffic(*inputs(n, n, d), kernel=kernel, tile=tile) for kernel in ("v1", "v2"))
     # v2 loads Q once, and K and V for each query tile. v1 loads K and V once, and for each key tile Q, O, l and m.
-    assert (v2.global_read, v2.global_written) == (size * n * d * (1 + 2 * tiles_q), size * n * d)
-    assert v1.global_read == size * n * (2 * d + tiles_k * (2 * d + 2) + d)
-    assert v1.global_written == size * n * (tiles_k * (d + 2) + (d + 2) + d)
+    assert (v2.global_read, v2.global_written) == (4 * n * d * (1 + 2 * (n // tile[0])), 4 * n * d)
+    for found in (v1, v2):
+        assert (found.global_read, found.global_written) == moved(found.kernel, n, d, 4, tile)
     assert v1.flops == v2.flops == 4 * n * n * d and v1.tensor_flops == 0
 
 
@@ -32,8 +44,8 @@ def test_mma_moves_as_many_bytes_as_v2_with_its_tiles():
     n, d = 128, 64
     mma = traffic(*inputs(n, n, d, "float16"), kernel="mma")
     assert mma.tensor_flops == mma.flops == 4 * n * n * d
-    tiles_q = n // int(mma.about.rpartition("tiles of ")[2].split()[0])
-    assert (mma.global_read, mma.global_written) == (2 * n * d * (1 + 2 * tiles_q), 2 * n * d)
+    tile_m = int(mma.about.rpartition("tiles of ")[2].split()[0])
+    assert (mma.global_read, mma.global_written) == moved("mma", n, d, 2, (tile_m, 64))
 
 
 def test_wgmma_is_counted_with_tma():

@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MEASURED = "numba_flash/select/measured.py"
 
 
-def check(script, root=ROOT):
-    command = [sys.executable, str(root / "scripts" / script), "--check"]
+def check(script, root=ROOT, *more):
+    command = [sys.executable, str(root / "scripts" / script), "--check", *more]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -27,10 +27,23 @@ def checkout(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("script", ["results_to_docs", "drawings"])
+@pytest.mark.parametrize("script", ["results_to_docs", "drawings", "why"])
 def test_committed_is_what_the_script_writes(script):
     done = check(script)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_bytes_on_the_page_why_are_those_that_the_simulator_counts():
+    done = check("why", ROOT, "--counted")
+    assert done.returncode == 0, done.stderr
+
+
+def test_bytes_typed_by_hand_are_found(checkout):
+    page = checkout / "docs" / "why.md"
+    page.write_text(page.read_text().replace("| 17.00 |", "| 27.00 |"))
+    done = check("why", checkout)
+    assert done.returncode == 1 and "why.md" in done.stderr
 
 
 @pytest.mark.parametrize(
