@@ -102,6 +102,8 @@ class Lesson:
         mangled = re.search(r"\.entry\s+(\S+?)\s*\(", ptx)
         assert mangled, "no entry in the PTX"
         ptx = ptx.replace(mangled[1], self.entry)
+        if cc in compiled.PTX_VERSIONS:  # the driver that assembles it may be older than the compiler
+            ptx = re.sub(r"^\.version \d+\.\d+", f".version {compiled.PTX_VERSIONS[cc]}", ptx, count=1, flags=re.M)
         if self.boxes:  # Numba has no parameter of 128 bytes: the first one, a number by name, becomes the tensor maps
             name = f"{self.entry}_param_0"
             maps = f".param .align 64 .b8 {name}[{SIZE * len(self.boxes)}]"
