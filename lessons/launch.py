@@ -43,10 +43,11 @@ class Lesson:
                 raise ValueError(f"{name} must be contiguous, not with strides {array.strides}")
         o = q * 0 if q.size and not k.size else q.copy()
         if q.size and k.size:
-            self._run(q, k, v, o)
+            self.run(q, k, v, o)
         return o
 
-    def _run(self, q: Any, k: Any, v: Any, o: Any) -> None:
+    def run(self, q: Any, k: Any, v: Any, o: Any) -> None:
+        """One launch, which writes o. The arrays as above, none of them empty."""
         heads, queries, keys = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
         blocks = heads * -(-queries // self.tile_m)
         scale = np.float32((1 if self.dtype == "float32" else math.log2(math.e)) / math.sqrt(HEAD_DIM))

@@ -71,17 +71,18 @@ def waits(name):
     module = importlib.import_module(f"lessons.{name}")
     with open(module.__file__) as file:
         lines = list(file)
-    pattern = r"\s+(wait_all\(\)|cuda\.syncthreads\(\)|\w+\.wait\(.*\)|wgmma_wait\(\)|wait_for_products\(\))"
+    pattern = r"\s+(wait_all\(\)|cuda\.syncthreads\(\)|bar\.warp_sync\(\)|mbarrier\.wait\(.*\)|wait_for_products\(\))"
     return [number for number, line in enumerate(lines) if re.match(pattern, line)]
 
 
-REMOVED = [(name, number) for name in NAMES[2:] for number in waits(name)]
+# Without mma_1_fragments: its tiles are 16-bit numbers that are read by index, which the simulator does not check.
+REMOVED = [(name, number) for name in (NAMES[0], *NAMES[2:]) for number in waits(name)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "number"), REMOVED, ids=lambda x: str(x))
 def test_every_wait_is_needed_and_the_simulator_says_why(name, number):
     changed = with_a_line_less(name, number)
-    q, k = (np.ones((1, 1, n, 64), np.float16) for n in (128, 600))
+    q, k = (np.ones((1, 1, n, 64), changed.dtype) for n in (128, 600 if changed.boxes else 200))
     with pytest.raises(InstructionError):
         changed(q, k, k)
