@@ -62,7 +62,10 @@ class Lesson:
             simulator.run(lambda: self.kernel, blocks, self.threads, self.shared_bytes, given, values, maps)
             return
         scalars = launcher.packed(values)
-        ready = self._launcher(given[0].layout.device.number, len(scalars))
+        device = given[0].layout.device
+        if device is None:
+            raise RuntimeError("NumPy arrays need the simulator: set NUMBA_ENABLE_CUDASIM=1 before Python starts")
+        ready = self._launcher(device, len(scalars))
         ready.launch(ready.parameters([x.pointer for x in given], maps, scalars), 0, blocks)
 
     @functools.cache  # noqa: B019 - lessons live as long as the process

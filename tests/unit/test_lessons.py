@@ -2,13 +2,17 @@
 
 import importlib
 import shutil
+import struct
 import subprocess
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers import compiler
 
-from lessons import NAMES
+from lessons import NAMES, launch
+from numba_flash.abi.tensor_maps import fits
 from numba_flash.gpu import assembler, compiled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,3 +61,49 @@ def test_it_compiles_and_spills_nothing(name, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_as_short_as_a_lesson(name):
     assert 60 <= len((ROOT / "lessons" / f"{name}.py").read_text().splitlines()) <= 150
+
+
+@compiler.needed
+def test_arrays_in_host_memory_need_the_simulator():
+    x = np.zeros((1, 1, 4, 64), np.float32)
+    with pytest.raises(RuntimeError, match="NUMBA_ENABLE_CUDASIM=1"):
+        importlib.import_module("lessons.flash").attention(x, x, x)
+
+
+@compiler.needed
+@pytest.mark.parametrize("name", ["mma_4_registers", "hopper_1_tma"])
+def test_a_launch_on_a_gpu_gets_its_parameters(name, monkeypatch):
+    """There is no GPU here: what would be launched is looked at."""
+    launched = []
+
+    class Launcher:
+        def __init__(self, kernel, name, device, threads, shared_bytes, pointers, maps, constants):
+            assert (pointers, constants) == (4, 8 + 8 + 4) and maps == len(lesson.boxes)
+
+        def parameters(self, addresses, maps, scalars):
+            return addresses, maps, scalars
+
+        def launch(self, parameters, stream, blocks):
+            launched.append((parameters, blocks))
+
+    lesson = importlib.import_module(f"lessons.{name}").attention
+    x = np.zeros((1, 2, 100, 64), np.float16)
+    read = launch.arrays.read
+
+    def on_gpu(argument, array):
+        found = read(argument, array)
+        return types.SimpleNamespace(pointer=found.pointer, layout=types.SimpleNamespace(device=0))
+
+    monkeypatch.setattr(launch.arrays, "read", on_gpu)
+    monkeypatch.setattr(
+        type(lesson),
+        "_launcher",
+        lambda self, device, constants: Launcher(
+            None, self.entry, device, self.threads, self.shared_bytes, 4, len(self.boxes), constants
+        ),
+    )
+    o = lesson(x, x, x)
+    (((addresses, maps, scalars), blocks),) = launched
+    assert blocks == 2 * -(-100 // lesson.tile_m) and addresses[3] == o.ctypes.data
+    assert struct.unpack("<qqf", scalars)[:2] == (100, 100) and [n for n, _ in maps] == [*range(len(lesson.boxes))]
+    assert [fits(tensor_map) for _, tensor_map in maps] == [None] * len(maps)
