@@ -1,0 +1,75 @@
+"""shard() and unshard(): from the whole to a rank's part, and back."""
+
+from typing import Any
+
+from .groups import Group, namespace
+from .layout import ZIGZAG, Layout, check_local, layout_of
+
+
+def shard(x: Any, group: Any, dim: int, layout: str | Layout = ZIGZAG) -> Any:
+    """This rank's tokens of x, which each rank has whole.
+
+    >>> tokens = numba_flash.distributed.shard(tokens, group, dim=1)
+
+    group, layout: as for `context_parallel_attention`; `layout` by name takes any length. dim: the dimension of tokens.
+    The result is a copy in the order of `layout`. Shard what has a value for each token in the same way: token ids,
+    labels and positions. torch's autograd goes through it.
+    """
+    if isinstance(group, str):
+        from .jax_operation import shard as in_jax
+
+        return in_jax(x, group, dim, layout)
+    made = group_of(group)
+    chosen = layout_of(layout, made.size, x.shape[dim])
+    if x.shape[dim] != chosen.seqlen:
+        raise ValueError(f"x must have {chosen.seqlen} tokens, those of layout, not {x.shape[dim]}")
+    xp, before = namespace(x), (slice(None),) * (dim % x.ndim)
+    runs = [x[(*before, slice(*run))] for run in chosen.runs(made.rank)]
+    return xp.concat(runs or [x[(*before, slice(0))]], axis=dim)
+
+
+def unshard(x: Any, group: Any, dim: int, layout: str | Layout = ZIGZAG, *, seqlen: int | None = None) -> Any:
+    """The whole on each rank, from this rank's part of it: the reverse of `shard`, and a collective call.
+
+    layout, seqlen: as for `context_parallel_attention`. It has no gradient; a loss is a mean of the ranks' own tokens.
+    """
+    if isinstance(group, str):
+        from .jax_operation import unshard as in_jax
+
+        return in_jax(x, group, dim, layout)
+    if getattr(x, "requires_grad", False):
+        raise NotImplementedError(
+            "unshard has no gradient: compute the loss on each rank's own tokens, or pass x.detach()"
+        )
+    made = group_of(group)
+    chosen = layout_of(layout, made.size, x.shape[dim] * made.size if seqlen is None else seqlen)
+    check_local("x", x.shape[dim], chosen, made.rank)
+    xp = namespace(x)
+    parts = made.all_gather(xp.moveaxis(x, dim, 0), chosen.counts)
+    whole = xp.zeros_like(xp.concat(parts, axis=0))
+    for rank, part in enumerate(parts):
+        at = 0
+        for start, stop in chosen.runs(rank):
+            whole[start:stop] = part[at : at + stop - start]
+            at += stop - start
+    return xp.moveaxis(whole, 0, dim)
+
+
+def group_of(group: Any) -> Group:
+    """A Group, as it is or made of a torch process group, a torch DeviceMesh of one dimension or a communicator of
+    nccl4py."""
+    if isinstance(group, Group):
+        return group
+    library = type(group).__module__.partition(".")[0]
+    if library == "torch":
+        from .torch_group import TorchGroup
+
+        return TorchGroup(group)
+    if library == "nccl":
+        from .nccl_group import NcclGroup
+
+        return NcclGroup(group)
+    raise TypeError(
+        "group must be a process group or a DeviceMesh of torch, a communicator of nccl4py, the name of a mesh axis "
+        f"inside jax.shard_map, or a Group, not {type(group).__name__}"
+    )
