@@ -11,7 +11,7 @@ from . import heads as by_heads
 from .groups import namespace
 from .layout import ZIGZAG, Layout, Reach, check_local, document_ends, layout_of
 from .local import Call
-from .whole import group_of
+from .whole import agree, group_of
 
 # Arguments of attention that are not taken, and what to use in their place.
 INSTEAD = dict(
@@ -100,7 +100,7 @@ def context_parallel_attention(
     if isinstance(group, str):
         from .jax_operation import attention as in_jax
 
-        return in_jax(q, k, v, group, layout, given, method, dims, return_lse, cu_seqlens, seqlen)
+        return in_jax(q, k, v, group, (layout, seqlen, cu_seqlens), given, method, dims, return_lse)
     plan = planned(q, k, v, group, given, (layout, seqlen, cu_seqlens), (method, slices, most_gathered), dims)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(q, torch.Tensor):
@@ -207,6 +207,9 @@ def planned(q: Any, k: Any, v: Any, group: Any, given: dict[str, Any], of_tokens
     alone = [name for name in ("score_mod", "mask_mod", "dropout_p") if given.get(name)]
     least = batch * chosen.seqlen * (k.shape[-1] + v.shape[-1]) * (_item_size(k))
     method, count = _how(how, call, heads, heads_kv, least, alone)
+    facts = dict(tokens=chosen.seqlen, batch=batch, heads=heads, heads_kv=heads_kv, head_dim=k.shape[-1])
+    facts |= dict(head_dim_v=v.shape[-1], dtype=str(q.dtype), method=method, slices=count, left=left, right=reach.right)
+    agree(group, made, q, facts)
     return Plan(call._replace(slices=count), method, transposed)
 
 

@@ -1,8 +1,12 @@
-"""shard() and unshard(): from the whole to a rank's part, and back."""
+"""shard() and unshard(): from the whole to a rank's part, and back. And what a caller may give as a group."""
 
+import weakref
+import zlib
 from typing import Any
 
-from .groups import Group, namespace
+import numpy as np
+
+from .groups import Group, empty, namespace
 from .layout import ZIGZAG, Layout, check_local, layout_of
 
 
@@ -73,3 +77,32 @@ def group_of(group: Any) -> Group:
         "group must be a process group or a DeviceMesh of torch, a communicator of nccl4py, the name of a mesh axis "
         f"inside jax.shard_map, or a Group, not {type(group).__name__}"
     )
+
+
+_agreed: "weakref.WeakKeyDictionary[Any, set[int]]" = weakref.WeakKeyDictionary()
+
+
+def agree(given: Any, group: Group, like: Any, facts: dict[str, Any]) -> None:
+    """Raises ValueError on each rank if `facts` are not equal on all: else sizes of messages would differ, and what a
+    library does then is anything between an abort and wrong numbers.
+
+    The host waits for that, but only in the first call with these facts. given: the caller's group; like: an array of
+    the group's device.
+    """
+    number = zlib.crc32(repr(facts).encode()) >> 1  # fits into an int32
+    known = _agreed.setdefault(given, set())
+    if group.size == 1 or number in known:
+        return
+    xp = namespace(like)
+    own = empty(like, (1,), xp.int32, number)
+    numbers = [
+        int(np.asarray(x.cpu() if hasattr(x, "cpu") else x.get() if hasattr(x, "get") else x)[0])
+        for x in group.all_gather(own, (1,) * group.size)
+    ]
+    if numbers != [number] * group.size:
+        others = [rank for rank, other in enumerate(numbers) if other != number]
+        raise ValueError(
+            f"all ranks must call with equal shapes and options; ranks {others} have others than rank {group.rank}: "
+            f"{facts}. If tokens differ, say how many there are in all: seqlen="
+        )
+    known.add(number)
