@@ -4,8 +4,13 @@ The processes start once for the file (helpers/gloo_ranks.py), and once more for
 """
 
 import multiprocessing
+import os
+import re
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -157,3 +162,14 @@ def check_said(ranks, whose):
         error, trace = ranks.answer(rank)
         assert isinstance(error, RuntimeError), trace
         assert f"rank {rank} of 3 could not exchange tokens with" in str(error)
+
+
+def test_the_example_trains_as_one_process_does():
+    example = Path(__file__).resolve().parents[2] / "examples" / "distributed" / "train.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
+    environment = os.environ | dict(PYTHONPATH=str(example.parents[2]), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    more = ["--steps", "8", "--length", "150", "--compare"]
+    run = subprocess.run([*command, *more], env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr
+    first, last, difference = map(float, re.findall(r"\d[\d.]+e?[-\d]*(?= at|$)", run.stdout, re.MULTILINE))
+    assert last < first - 0.3 and difference < 1e-4, run.stdout
