@@ -17,6 +17,7 @@ NEEDS = {
     **dict.fromkeys(("exercise", "step"), (("numpy", "numba"), "test")),
     "bench_cpu": (("numpy", "numba", "torch"), "torch"),
     "sweep_transformers": (("numba", "torch", "transformers"), "torch,hf,test"),
+    "bench_context_parallel": (("numba", "torch"), "torch"),
     "bench_models": (("numba_cuda", "torch"), "cu13,torch"),
     "bench_host": (("numpy", "numba"), "test"),  # and what it measures: it asks for that itself
     **dict.fromkeys(("gpu_check", "bench_simt", "tune"), (("numpy", "numba_cuda", "cupy"), "cu13,test")),

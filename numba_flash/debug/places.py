@@ -34,7 +34,7 @@ def make_of(kernel: Any, who: str) -> types.CodeType | Code:
         function = getattr(kernel, "fn", None)  # of the simulator's kernels
         if not isinstance(function, types.FunctionType):
             raise TypeError(f"{who} takes the name of a kernel, or a kernel made by cuda.jit, not {kernel!r}")
-        return Code(function.__code__.co_filename, (function.__code__,))
+        return Code(function.__code__.co_filename, (function.__code__, *_device_functions_beside(function)))
     files = modules()
     if kernel not in files:
         raise ValueError(f"{who} knows the kernels {', '.join(files)}, not {kernel!r}")
@@ -42,6 +42,13 @@ def make_of(kernel: Any, who: str) -> types.CodeType | Code:
     toolchain.cuda()
     code: types.CodeType = importlib.import_module(f"numba_flash.kernels.{files[kernel]}").make.__code__
     return code
+
+
+def _device_functions_beside(kernel: types.FunctionType) -> list[types.CodeType]:
+    """The code of the device functions of a caller's own file that its kernel may call, by the names of its module."""
+    functions = [value.fn for value in kernel.__globals__.values() if getattr(value, "_device", False)]
+    codes = [function.__code__ for function in functions if isinstance(function, types.FunctionType)]
+    return [code for code in codes if code.co_filename == kernel.__code__.co_filename]
 
 
 def check_simulated(who: str) -> None:
