@@ -4,6 +4,10 @@ import contextlib
 import importlib
 import inspect
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +20,7 @@ from numba_flash.machine import toolchain
 
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
 
+ROOT = Path(__file__).resolve().parents[2]
 rng = np.random.default_rng(0)
 q, k, v = (rng.standard_normal((1, 1, 40, 4), dtype=np.float32) for _ in range(3))
 BARRIER = re.compile(r"^( +)cuda\.syncthreads\(\)", re.MULTILINE)
@@ -197,3 +202,25 @@ def test_a_kernel_of_the_callers():
             reversed_by_blocks[2, 16](x, out)
     np.testing.assert_array_equal(out, x.reshape(2, 16)[:, ::-1].ravel())
     reversed_too_early[1, 16](x, out)  # Numba's own simulator sees nothing
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "heading"),
+    [
+        ("cuda.syncthreads()\n            if q_index", "pass\n            if q_index", "Races"),
+        ("alpha = math.exp(m - m_new)", "alpha = compute(1)", "Change a kernel"),
+    ],
+)
+def test_the_page_on_stepping_shows_what_a_change_gives(tmp_path, old, new, heading):
+    """In a copy of the package, with the change."""
+    shutil.copytree(ROOT / "numba_flash", tmp_path / "numba_flash", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("results"))
+    path = tmp_path / "numba_flash" / "kernels" / "simt" / "v2.py"
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+    script = [sys.executable, str(tmp_path / "scripts" / "step"), "v2"]
+    done = subprocess.run(script, capture_output=True, text=True, cwd=tmp_path)
+    page = (ROOT / "docs" / "stepping.md").read_text().partition(f"\n## {heading}\n")[2]
+    shown = re.search(r"^```text\n\$ .*\n((?:.*\n)*?)```$", page, re.MULTILINE)[1]
+    assert done.returncode == 1 and done.stdout.replace(f"{tmp_path}/", "") == shown, done.stdout + done.stderr

@@ -57,6 +57,8 @@ def test_what_is_found_is_printed_at_once_and_problems_can_be_small(capsys):
     assert sum("held" in text for text in printed) == sum(line.outcome == HELD for line in report.lines) - 1
     with pytest.raises(ValueError, match="max_seqlen must be at least 6, .* not 3"):
         testing.check_kernel(function, max_seqlen=3)
+    with pytest.raises(TypeError, match="takes the sizes head_dims, max_seqlen, count, not max_batch"):
+        testing.check_kernel(function, max_batch=3)
 
 
 def test_nan_that_is_dropped_is_found_by_a_promise_about_nan():
