@@ -10,6 +10,7 @@ from ..dispatch import forward as dispatch
 from ..dispatch.call import NO_AUX, Call, folded, has_other_dimensions
 from ..dispatch.forward import AttentionOutput as AttentionOutput
 from ..dispatch.forward import CallPlan
+from ..problem.forward import NoColumns
 from ..problem.options import NO_NUMBERS, OPTION_NAMES, Options
 
 differentiated = arrays.differentiated.get
@@ -167,14 +168,37 @@ def _repeated(fields: Any) -> Any:
 def _run(call: Call) -> Any:
     q, k, v, _ = call.operands
     differentiates = differentiated(type(q))
-    if differentiates is None or not differentiates(q, k, v):
-        try:
-            return dispatch.run(call)
-        except arrays.NeedsBridge as recorded:
-            family = recorded.family
-    else:
-        family = "torch"
-    return bridge(family).run(call)
+    try:
+        if differentiates is None or not differentiates(q, k, v):
+            try:
+                return dispatch.run(call)
+            except arrays.NeedsBridge as recorded:
+                family = recorded.family
+        else:
+            family = "torch"
+        return bridge(family).run(call)
+    except NoColumns:
+        return _without_values(call)
+
+
+def _without_values(call: Call) -> Any:
+    """o of no columns, and lse as with a column of values."""
+    found = _run(_with_a_column(call))
+    o = found.o[..., :0]
+    return AttentionOutput(o, found.lse) if call.return_lse else o
+
+
+def _with_a_column(call: Call) -> Call:
+    q, k, _, out = call.operands
+    if out is not None:
+        raise NotImplementedError("out cannot be given with a head_dim_v of 0: leave it out")
+    return call._replace(operands=(q, k, first_column(k), None), return_lse=True, key=None)
+
+
+def first_column(k: Any) -> Any:
+    """In the place of a v, where lse is all that is asked for; without a gradient in torch."""
+    column = k[..., :1]
+    return column.detach() if hasattr(column, "detach") else column
 
 
 def bridge(framework: str) -> Any:
@@ -223,6 +247,8 @@ def prepared(call: Call) -> tuple[list[Any], CallPlan]:
         call, _ = folded(call)
     try:
         return dispatch.prepare(call)
+    except NoColumns:
+        return prepared(_with_a_column(call))
     except arrays.NeedsBridge as recorded:
         if recorded.family != "torch":
             raise

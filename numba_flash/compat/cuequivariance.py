@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 from ..api import forward as api
+from ..api.weights import row_statistics
 from .arguments import described, number, renamed
 
 NAMES = dict(seqlens_k="kv_lengths")
@@ -36,10 +37,11 @@ def triangle_attention(
     It differs from cuEquivariance in this: a query without a valid key gives 0, not the mean of v; nothing is cast, and
     mask must be bool; rows that one call computes must be views, as of contiguous arrays.
 
-    Raises what `numba_flash.attention` raises, and NotImplementedError for return_aux.
+    return_aux: return (o, lse, largest), lse and the largest score of each query (batch, tokens, heads, seqlen_q, 1),
+    in float32 (float64 for float64). largest has no gradient, is computed by a second pass, and not where JAX traces.
+
+    Raises what `numba_flash.attention` raises.
     """
-    if return_aux:
-        raise NotImplementedError("return_aux: numba_flash.attention(..., return_lse=True) gives lse")
     named = dict(q=q, k=k, v=v, bias=bias, mask=mask, kv_lengths=kv_lengths)
     given = {name: x for name, x in named.items() if x is not None}
     dimensions = len(getattr(q, "shape", ()))
@@ -55,19 +57,26 @@ def triangle_attention(
     scale = None if scale is None else number("scale", scale)
     try:
         if dimensions == 4 or q.shape[0] < 2:
-            return _attend(scale, **given)
-        entries = [_attend(scale, **{name: x[at] for name, x in given.items()}) for at in range(q.shape[0])]
+            return _attend(scale, return_aux, **given)
+        entries = [_attend(scale, return_aux, **{name: x[at] for name, x in given.items()}) for at in range(len(q))]
     except (TypeError, ValueError, NotImplementedError) as error:
         raise renamed(error, NAMES)  # noqa: B904 - the same error
-    return _stacked(entries)
+    return tuple(map(_stacked, zip(*entries, strict=True))) if return_aux else _stacked(entries)
 
 
-def _attend(scale: Any, *, kv_lengths: Any = None, **given: Any) -> Any:
-    lengths = None if kv_lengths is None else kv_lengths[..., 0, 0, 0]
-    return api.attention(**given, scale=scale, seqlens_k=lengths)
+def _attend(scale: Any, return_aux: bool, *, kv_lengths: Any = None, **given: Any) -> Any:
+    options = dict(scale=scale, seqlens_k=None if kv_lengths is None else kv_lengths[..., 0, 0, 0])
+    if not return_aux:
+        return api.attention(**given, **options)
+    o, lse = api.attention(**given, **options, return_lse=True)
+    q, k, _, *others = (x.detach() if hasattr(x, "detach") else x for x in (*given.values(), lse))
+    options |= dict(zip([name for name in given if name not in ("q", "k", "v")], others, strict=False))
+    largest = row_statistics(q, k, others[-1], **options).max_logit
+    return o, lse[..., None], largest[..., None]
 
 
-def _stacked(entries: list[Any]) -> Any:
+def _stacked(entries: Any) -> Any:
+    entries = list(entries)
     first = entries[0]
     if "torch" in sys.modules and isinstance(first, sys.modules["torch"].Tensor):
         return sys.modules["torch"].stack(entries)

@@ -118,6 +118,20 @@ def test_triangle_attention_in_jax_and_numpy():
     np.testing.assert_allclose(jax.jit(triangle_attention)(*map(jax.numpy.asarray, (*arrays, mask))), right, atol=1e-6)
 
 
+@pytest.mark.parametrize("shapes", TRIANGLE.values(), ids=TRIANGLE)
+def test_what_triangle_attention_gives_beside(shapes):
+    torch = pytest.importorskip("torch", reason="needs torch")
+    *drawns, of_mask = shapes
+    q, k, v, bias = (torch.tensor(drawn(*shape), requires_grad=True) for shape in drawns)
+    mask = torch.tensor(rng.random(of_mask) > 0.3)
+    mask[..., 0] = True
+    o, lse, largest = triangle_attention(q, k, v, bias, mask, return_aux=True)
+    scores = (q @ k.mT * 8**-0.5 + bias).masked_fill(~mask, -torch.inf)
+    assert torch.equal(o, triangle_attention(q, k, v, bias, mask))
+    np.testing.assert_allclose(lse.detach()[..., 0], scores.detach().logsumexp(-1), atol=1e-5)
+    np.testing.assert_allclose(largest[..., 0], scores.detach().amax(-1), atol=1e-5)
+
+
 def test_lengths_of_keys_are_a_mask():
     for shapes in TRIANGLE.values():
         arrays = [drawn(*shape) for shape in shapes[:-1]]
