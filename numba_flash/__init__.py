@@ -33,15 +33,16 @@ _PUBLIC = {
     "warmup": "api.forward",
     "weights": "api.weights",
 }
-_MODULES = ("reference", "testing", "debug", "mods")
+_MODULES = ("reference", "testing", "debug", "mods", "distributed")
 __all__ = [
     "AttentionGradients", "AttentionOutput", "BlockMask", "RowStatistics", "attention", "attention_backward",
-    "attention_lse", "attention_varlen", "attention_varlen_backward", "block_mask", "column_sums", "debug", "explain",
-    "explain_backward", "merge", "mods", "reference", "row_statistics", "softmax", "testing", "warmup", "weights",
+    "attention_lse", "attention_varlen", "attention_varlen_backward", "block_mask", "column_sums", "debug", "distributed",
+    "explain", "explain_backward", "merge", "mods", "reference", "row_statistics", "softmax", "testing", "warmup",
+    "weights",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from . import debug, mods, reference, testing
+    from . import debug, distributed, mods, reference, testing
     from .api.backward import AttentionGradients as AttentionGradients
     from .api.backward import attention_backward as attention_backward
     from .api.block_mask import BlockMask as BlockMask
