@@ -36,9 +36,9 @@ _PUBLIC = {
 _MODULES = ("reference", "testing", "debug", "mods", "distributed")
 __all__ = [
     "AttentionGradients", "AttentionOutput", "BlockMask", "RowStatistics", "attention", "attention_backward",
-    "attention_lse", "attention_varlen", "attention_varlen_backward", "block_mask", "column_sums", "debug", "distributed",
-    "explain", "explain_backward", "merge", "mods", "reference", "row_statistics", "softmax", "testing", "warmup",
-    "weights",
+    "attention_lse", "attention_varlen", "attention_varlen_backward", "block_mask", "column_sums", "debug",
+    "distributed", "explain", "explain_backward", "merge", "mods", "reference", "row_statistics", "softmax", "testing",
+    "warmup", "weights",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
