@@ -18,7 +18,7 @@ SCORES = ("bias", "mask")  # options that have rows, heads and keys
 HEADS = ("alibi_slopes", "sinks")
 TAKEN = (
     *("causal", "window", "q_offset", "seqlens_k", "scale", "softcap", *SCORES, *HEADS, "score_mod", "mask_mod"),
-    *("aux", "block_mask", "layout", "stream", "kernel"),
+    *("aux", "block_mask", "layout", "kernel"),
 )
 COLUMNS = 8  # of the v that is not there: in 16 bits the fewest of which rows begin at multiples of 16 bytes
 AT_ONCE = 2**26  # weights that `row_statistics` and `column_sums` hold
@@ -54,7 +54,7 @@ def weights(q: Any, k: Any, lse: Any, *, rows: Any = None, heads: Any = None, **
     >>> p = numba_flash.weights(q, k, lse, rows=slice(100, 164), heads=slice(0, 4), causal=True)
 
     q, k, lse: those of `attention`, lse with return_lse=True. options: those of that call which concern scores, and
-    layout, stream and kernel (of `attention_backward`); the weights are those before dropout.
+    layout and kernel (of `attention_backward`); the weights are those before dropout. Work goes to the current stream.
     rows, heads: slices of queries and of heads, without steps; None = all. With fewer query heads than one KV head
     serves, the slice must lie inside of those.
 

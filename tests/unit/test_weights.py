@@ -167,6 +167,7 @@ def test_float64_stays_float64():
         (dict(rows=slice(0, 8, 2)), ValueError, "rows must be a slice without steps"),
         (dict(heads=slice(1, 3)), ValueError, "heads from 1 to 3 must lie inside of the 2 that share a head of k"),
         (dict(dropout_p=0.1), TypeError, "'dropout_p' is no option here"),
+        (dict(stream=0), TypeError, "'stream' is no option here"),
         (dict(lse=drawn(BATCH, HEADS, KEYS)), ValueError, "lse must have shape"),
         (dict(block_mask=3), TypeError, "block_mask must be what numba_flash.block_mask returns"),
         (dict(q=memoryview(b"")), NotImplementedError, "q must be an array of NumPy, CuPy, torch or JAX"),
