@@ -107,8 +107,8 @@ assert len(rows) == 2 and math.isclose(rows[1]["alpha"], math.exp(rows[1]["m"] -
 # ## Is it right?
 #
 # `check_kernel` tries the promises of `docs/contract.md`; `quick=True` takes small problems, for kernels in the
-# simulator. The limits say what the kernel claims: `causal` and no other option, one layout, no grouped heads, arrays as
-# Numba takes them.
+# simulator. The limits say what the kernel claims: `causal` and no other option, one layout, no grouped heads, arrays
+# as Numba takes them.
 
 # %%
 claims = dict(layouts=("bhsd",), features=("causal",), grouped=False, strange_strides=False, quick=True)
