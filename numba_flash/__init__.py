@@ -17,6 +17,7 @@ _PUBLIC = {
     "attention": "api.forward",
     "AttentionOutput": "api.forward",
     "attention_backward": "api.backward",
+    "attention_kvcache": "api.kvcache",
     "attention_varlen": "api.varlen",
     "attention_varlen_backward": "api.varlen",
     "AttentionGradients": "api.backward",
@@ -30,8 +31,8 @@ _PUBLIC = {
 }
 _MODULES = ("reference", "testing", "debug", "mods")
 __all__ = [
-    "AttentionGradients", "AttentionOutput", "BlockMask", "attention", "attention_backward", "attention_varlen",
-    "attention_varlen_backward", "block_mask", "debug", "explain", "explain_backward", "merge", "mods", "reference",
+    "AttentionGradients", "AttentionOutput", "BlockMask", "attention", "attention_backward", "attention_kvcache",
+    "attention_varlen", "attention_varlen_backward", "block_mask", "debug", "explain", "explain_backward", "merge", "mods", "reference",
     "softmax", "testing", "warmup",
 ]  # fmt: skip
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from .api.forward import AttentionOutput as AttentionOutput
     from .api.forward import attention as attention
     from .api.forward import warmup as warmup
+    from .api.kvcache import attention_kvcache as attention_kvcache
     from .api.merge import merge as merge
     from .api.softmax import softmax as softmax
     from .api.varlen import attention_varlen as attention_varlen

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..problem import ranges
 from . import plan as slot
-from .elements import INT, compiled, fill, get, length_and_offset, row_address
+from .elements import INT, compiled, fill, gather, get, length_and_offset, row_address
 from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, call_function, fetch_add, lanes, load, size_of, store
 from .vectors.panel import all_finite, largest, pack_rows, score_rows, value_rows
 from .vectors.row import dot_rows, value_columns
@@ -51,6 +51,8 @@ class Rows(NamedTuple):
     right: int
     valid: int
     offset: int
+    first_query: int  # where the rows of q begin that are these queries'
+    page_ids: int  # the address of the number of the first page
 
 
 @compiled
@@ -60,7 +62,39 @@ def rows_from(row0, most, width, b, kv_head, plan, pointers):
     rows = min(most, load(plan, slot.SEQLEN_Q, INT) * group - row0)
     left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
     valid, offset = length_and_offset(plan, pointers, b)
-    return Rows(row0, rows, width, b, kv_head, group, left, right, valid, offset)
+    return Rows(row0, rows, width, b, kv_head, group, left, right, valid, offset, INT, INT)
+
+
+@compiled
+def rows_of_line(row0, most, width, line, kv_head, plan):
+    """The same of a sequence of a cache (kvcache.py)."""
+    group = max(load(plan, slot.HEADS, INT) // max(load(plan, slot.HEADS_KV, INT), 1), 1)
+    rows = min(most, load(line, slot.LINE_QUERIES, INT) * group - row0)
+    left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
+    b, valid, offset = load(line, slot.LINE_B, INT), load(line, slot.LINE_KEYS, INT), load(line, slot.LINE_OFFSET, INT)
+    first_query, page_ids = load(line, slot.LINE_ROW, INT), load(line, slot.LINE_PAGES, INT)
+    return Rows(row0, rows, width, b, kv_head, group, left, right, valid, offset, first_query, page_ids)
+
+
+@compiled
+def page_address(start, plan, stride, tile, key):
+    """Address of a key's row in its page; `stride` is the slot of the strides of k or v, the page's first."""
+    size = load(plan, slot.PAGE_SIZE, INT)
+    page = np.int64(load(tile.page_ids, key // size, np.int32(0)))
+    return row_address(start, plan, stride, page, tile.kv_head, key % size)
+
+
+@compiled
+def gather_pages(to, start, stride, key0, key_end, width, tile, plan, zero):
+    """`gather` of keys that lie in pages: page by page."""
+    size, dtype = load(plan, slot.PAGE_SIZE, INT), load(plan, slot.DTYPE, INT)
+    row, step = load(plan, stride + 2, INT), load(plan, stride + 3, INT)
+    key = key0
+    while key < key_end:
+        count = min(size - key % size, key_end - key)
+        source = page_address(start, plan, stride, tile, key)
+        gather(to + (key - key0) * width * size_of(zero), source, row, step, count, width, dtype, zero)
+        key += count
 
 
 @compiled
