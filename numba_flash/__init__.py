@@ -32,8 +32,8 @@ _PUBLIC = {
 _MODULES = ("reference", "testing", "debug", "mods")
 __all__ = [
     "AttentionGradients", "AttentionOutput", "BlockMask", "attention", "attention_backward", "attention_kvcache",
-    "attention_varlen", "attention_varlen_backward", "block_mask", "debug", "explain", "explain_backward", "merge", "mods", "reference",
-    "softmax", "testing", "warmup",
+    "attention_varlen", "attention_varlen_backward", "block_mask", "debug", "explain", "explain_backward", "merge",
+    "mods", "reference", "softmax", "testing", "warmup",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

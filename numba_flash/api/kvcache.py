@@ -64,8 +64,8 @@ def attention_kvcache(
         each query. They are written to the caches in place, behind the valid keys. Without a v_new v_cache must be a
         view of k_cache.
     page_table: int32 (batch, pages of a sequence): key j is row j % page of page page_table[b, j // page].
-    page_indptr, page_indices: the same as CSR, int32 (batch + 1,) and (pages of all sequences,): the pages of sequence b
-        begin at page_indices[page_indptr[b]].
+    page_indptr, page_indices: the same as CSR, int32 (batch + 1,) and (pages of all sequences,): the pages of sequence
+        b begin at page_indices[page_indptr[b]].
         Numbers of pages that are not asked for, behind the keys or before a window, may be anything, such as -1.
     rotary_cos, rotary_sin: (positions, rotary_dim // 2), float32 or q's dtype: q and k_new are rotated by their
         positions among the keys. Sums are in float32 (float64 for float64). The result is rounded to q's dtype.
@@ -86,8 +86,8 @@ def attention_kvcache(
     has no place is not written. It has no gradients: it is for generation, and torch tensors that require grad raise.
 
     A row's bits do not depend on its neighbours: a sequence has the same ones alone, in any batch and any order, beside
-    sequences of any length, in any pages and without pages. Up to 64 rows for a KV head, a row's result is a binary tree
-    over chunks of 256 keys at absolute positions (docs/serving.md).
+    sequences of any length, in any pages and without pages. On "cpu" the result of up to 64 rows for a KV head is a
+    binary tree over chunks of 256 keys at absolute positions (docs/serving.md).
 
     Raises what `attention` raises.
     """

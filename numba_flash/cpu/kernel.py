@@ -267,7 +267,7 @@ def blank(state, tile, head_dim_v, zero):
 
 @inlined
 def join_tree(states, count, size, scale_log2, tile, head_dim_v, zero):
-    """Joins `count` neighbouring states, so many bytes apart, in the first: those of 2^n keys with those that follow."""
+    """Joins `count` neighbouring states, `size` bytes apart, in the first: pairs, and then pairs of these."""
     step = 1
     while step < count:
         for at in range(0, count - step, 2 * step):

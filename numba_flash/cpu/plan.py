@@ -109,7 +109,7 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
     plan[DTYPE] = DTYPE_CODES[p.dtype]
     plan[LEFT], plan[RIGHT] = p.sides
     plan[Q_OFFSET] = p.q_offset
-    plan[Q_OFFSET_SOURCE] = Q_OFFSET_SOURCES[p.q_offset_source]
+    plan[Q_OFFSET_SOURCE] = Q_OFFSET_SOURCES.get(p.q_offset_source, 0)  # of "sequence" by lines, or by host numbers
     real[SCALE] = p.scale
     plan[HAS_SOFTCAP] = p.number("softcap") is not None
     real[SOFTCAP] = p.number("softcap") or 0.0

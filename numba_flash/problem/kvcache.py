@@ -283,7 +283,7 @@ def lines_of(made: CacheProblem, given: dict[str, Any], ids: Any, q_offset: Any 
     before = np.maximum(lengths, 0)
     if batch and ((lengths < -1).any() or (before + new > room).any()):
         raise ValueError(
-            f"seqlens_k must lie in 0 to the room of a sequence less its new keys, {(room - new).tolist()}, or be -1 for "
+            f"seqlens_k must lie in 0 to the room of a sequence less its new keys, {(room - new).tolist()}, or be -1 in "
             f"a row of padding, not {lengths.tolist()}"
         )
     keys = before + new
