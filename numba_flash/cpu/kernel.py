@@ -37,17 +37,19 @@ from .panel import (
     removes,
     rows_from,
     rows_of_line,
+    scores_in_pages,
     scores,
     shown_keys,
     sign_and_units,
     tiles_of,
     values,
     values_guarded,
+    values_in_pages,
     values_of_row,
 )
 from .vectors.build import fetch_add, lanes, load, size_of, store
 from .vectors.panel import FAR, all_finite, softmax_panel
-from .vectors.row import softmax_row
+from .vectors.row import rescale_row, softmax_row
 from .vectors.scores import copy_row
 
 # Numba optimises a function again in every caller that links it, so there are two layers: leaves, and one kernel into
@@ -82,7 +84,7 @@ def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
     places = row_numbers + 2 * lanes(zero) * size
     k_copy = places + (2 * lanes(zero) + slot.OF_PANEL) * 8
     v_copy = k_copy + tile_n * head_dim * size
-    packed = v_copy + tile_n * head_dim_v * size
+    packed = sums = v_copy + tile_n * head_dim_v * size  # sums: of a row's values, where nothing is packed
     fill(o, panels * width * head_dim_v, zero)
     fill(m, panels * width, kind(-INFINITY))
     fill(l, panels * width, zero)
@@ -112,7 +114,8 @@ def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
         if page_size and not in_pages and key0 < key_end:
             k = page_address(load(pointers, slot.K_AT, INT), plan, slot.K_STRIDE, tile, key0)
             v = page_address(load(pointers, slot.V_AT, INT), plan, slot.V_STRIDE, tile, key0)
-        copy_k, copy_v = copies_k or in_pages, copies_v or in_pages
+        in_place = in_pages and by_rows and not (copies_k or copies_v or hides_some)
+        copy_k, copy_v = copies_k or (in_pages and not in_place), copies_v or (in_pages and not in_place)
         k_stride, v_stride = head_dim * size if copy_k else k_row, head_dim_v * size if copy_v else v_row
         packs = not by_rows and abs(v_stride) > PACK_STRIDE
         is_ready = is_finite = False
@@ -124,7 +127,7 @@ def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
                 continue
             if not is_ready:  # a tile in which no row sees a key is not read
                 is_ready = True
-                if in_pages:
+                if in_pages and copy_k:
                     k, v = load(pointers, slot.K_AT, INT), load(pointers, slot.V_AT, INT)
                     gather_pages(k_copy, k, slot.K_STRIDE, key0, key_end, head_dim, tile, plan, zero)
                     gather_pages(v_copy, v, slot.V_STRIDE, key0, key_end, head_dim_v, tile, plan, zero)
@@ -141,7 +144,11 @@ def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
             cut = max(free, min(cut, end))
             keys = end - first
             k_first, of_panel = k + (first - key0) * k_stride, number * width * size
-            scores(s, k_first, k_stride, q + of_panel * head_dim, head_dim, keys, by_rows, zero)
+            if in_place:
+                k_start = load(pointers, slot.K_AT, INT)
+                scores_in_pages(s, first, end, q + of_panel * head_dim, tile, plan, k_start, zero)
+            else:
+                scores(s, k_first, k_stride, q + of_panel * head_dim, head_dim, keys, by_rows, zero)
             if featured:
                 composed((s, INT, row_numbers, places), asks, keys, first, panel, plan, pointers, zero)
             if free > first or cut < end:
@@ -166,9 +173,14 @@ def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
                 count(s, places, keys, first, panel, plan, pointers, zero)
             panel_o = o + of_panel * head_dim_v
             if guarded:
-                values_guarded(panel_o, alpha, v_first, v_stride, s, keys, head_dim_v, by_rows, zero)
+                values_guarded(panel_o, alpha, v_first, v_stride, s, keys, head_dim_v, by_rows, sums, zero)
             elif by_rows:
-                values_of_row(panel_o, alpha, v_first, v_stride, s, keys, head_dim_v, zero)
+                fill(sums, head_dim_v, zero)
+                if in_place:
+                    values_in_pages(sums, first, end, s, tile, plan, load(pointers, slot.V_AT, INT), zero)
+                else:
+                    values_of_row(sums, v_first, v_stride, s, keys, head_dim_v, zero)
+                rescale_row(panel_o, alpha, sums, head_dim_v, zero)
             else:
                 if packs:
                     column = (key_end - key0) * size

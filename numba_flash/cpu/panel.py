@@ -12,7 +12,7 @@ from . import plan as slot
 from .elements import INT, compiled, fill, gather, get, length_and_offset, row_address
 from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, call_function, fetch_add, lanes, load, size_of, store
 from .vectors.panel import all_finite, largest, pack_rows, score_rows, value_rows
-from .vectors.row import dot_rows, value_columns
+from .vectors.row import dot_rows, rescale_row, value_columns
 from .vectors.scores import (
     cap_scores,
     cap_scores_slopes,
@@ -27,7 +27,7 @@ value_rows_all, value_rows_4, value_rows_2, value_rows_1 = (value_rows(n) for n 
 value_rows_guarded = value_rows(1, guarded=True)
 pack_rows_all, pack_rows_4, pack_rows_2, pack_rows_1 = (pack_rows(n) for n in (TILE_KEYS, 4, 2, 1))
 dot_rows_4, dot_rows_1 = dot_rows(4), dot_rows(1)
-value_columns_8, value_columns_1, value_column = (value_columns(n) for n in (8, 1, 0))
+value_columns_8, value_columns_4, value_columns_1, value_column = (value_columns(n) for n in (8, 4, 1, 0))
 value_column_guarded = value_columns(0, guarded=True)
 
 INFINITY = math.inf
@@ -85,14 +85,19 @@ def page_address(start, plan, stride, tile, key):
 
 
 @compiled
+def run_of(tile, key, end, start, plan, stride):
+    """-> of keys [key, end) those that lie side by side in a page: how many, and the address of the first one's row."""
+    size = load(plan, slot.PAGE_SIZE, INT)
+    return min(size - key % size, end - key), page_address(start, plan, stride, tile, key)
+
+
+@compiled
 def gather_pages(to, start, stride, key0, key_end, width, tile, plan, zero):
-    """`gather` of keys that lie in pages: page by page."""
-    size, dtype = load(plan, slot.PAGE_SIZE, INT), load(plan, slot.DTYPE, INT)
-    row, step = load(plan, stride + 2, INT), load(plan, stride + 3, INT)
+    """`gather` of keys that lie in pages."""
+    row, step, dtype = load(plan, stride + 2, INT), load(plan, stride + 3, INT), load(plan, slot.DTYPE, INT)
     key = key0
     while key < key_end:
-        count = min(size - key % size, key_end - key)
-        source = page_address(start, plan, stride, tile, key)
+        count, source = run_of(tile, key, key_end, start, plan, stride)
         gather(to + (key - key0) * width * size_of(zero), source, row, step, count, width, dtype, zero)
         key += count
 
@@ -202,28 +207,53 @@ def values(o, alpha, v, v_stride, column, skip, p, keys, width, zero):
 
 
 @compiled
-def values_of_row(o, alpha, v, v_stride, p, keys, width, zero):
-    """o (width,) = alpha * o + p (keys,) @ v (keys, width)."""
+def values_of_row(sums, v, v_stride, p, keys, width, zero):
+    """sums (width,) += p (keys,) @ v (keys, width)."""
     size, vector = size_of(zero), lanes(zero) // PANEL_VECTORS
     at = 0
     while at + 8 * vector <= width:
-        value_columns_8(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
+        value_columns_8(sums + at * size, v + at * size, v_stride, p, keys, zero)
         at += 8 * vector
+    while at + 4 * vector <= width:
+        value_columns_4(sums + at * size, v + at * size, v_stride, p, keys, zero)
+        at += 4 * vector
     while at + vector <= width:
-        value_columns_1(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
+        value_columns_1(sums + at * size, v + at * size, v_stride, p, keys, zero)
         at += vector
     while at < width:
-        value_column(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
+        value_column(sums + at * size, v + at * size, v_stride, p, keys, zero)
         at += 1
 
 
 @compiled
-def values_guarded(o, alpha, v, v_stride, p, keys, width, by_rows, zero):
+def scores_in_pages(s, first, end, q, tile, plan, start, zero):
+    """`scores` of one row, of keys that lie in pages."""
+    key, k_row, head_dim = first, load(plan, slot.K_STRIDE + 2, INT), load(plan, slot.HEAD_DIM, INT)
+    while key < end:
+        count, k = run_of(tile, key, end, start, plan, slot.K_STRIDE)
+        scores(s + (key - first) * size_of(zero), k, k_row, q, head_dim, count, True, zero)
+        key += count
+
+
+@compiled
+def values_in_pages(sums, first, end, p, tile, plan, start, zero):
+    """`values_of_row` of keys that lie in pages."""
+    key, v_row, width = first, load(plan, slot.V_STRIDE + 2, INT), load(plan, slot.HEAD_DIM_V, INT)
+    while key < end:
+        count, v = run_of(tile, key, end, start, plan, slot.V_STRIDE)
+        values_of_row(sums, v, v_row, p + (key - first) * size_of(zero), count, width, zero)
+        key += count
+
+
+@compiled
+def values_guarded(o, alpha, v, v_stride, p, keys, width, by_rows, sums, zero):
     """Like `values`, if v has NaN or Inf: a key whose weight is 0 is left out. Rare, so one column at a time."""
     size = size_of(zero)
     for at in range(width):
         if by_rows:
-            value_column_guarded(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
+            store(sums, 0, zero)
+            value_column_guarded(sums, v + at * size, v_stride, p, keys, zero)
+            rescale_row(o + at * size, alpha, sums, 1, zero)
         else:
             value_rows_guarded(o + at * lanes(zero) * size, alpha, v + at * size, v_stride, p, keys, zero)
 

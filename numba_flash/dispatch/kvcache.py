@@ -92,7 +92,7 @@ def prepare(call: CacheCall) -> tuple[Any, Cache, list[Array | None], list[Array
 def _plan(
     call: CacheCall, operands: Any, cache: Cache, q_offset: Any, others: Any, functions: Any, aux: Any
 ) -> CachePlan:
-    layout = [None if x is None else x.layout for x in operands]
+    layout: Any = [None if x is None else x.layout for x in operands]
     of_cache = Cache(*(x.layout if isinstance(x, Array) else x for x in cache))
     of_others = tuple(None if x is None else x.layout for x in others)
     of_aux = tuple(None if x is None else x.layout for x in aux)
@@ -101,7 +101,7 @@ def _plan(
     alignment = alignment_of(q.pointer | k.pointer | v.pointer)
     options = call.options
     numbers = options.numbers
-    key = (
+    key: Any = (
         *layout, of_cache, of_others, of_aux, options.causal, options.window, q_offset, numbers, functions,
         options.layout, call.return_lse, call.kernel, call.stream is not None, v_is_k, alignment,
         tuple(map(type, (*numbers, q_offset, options.causal, call.return_lse, cache.rotary_interleaved))),
@@ -122,7 +122,7 @@ def _plan(
     )
     if of_aux or any(own):
         check_one_place({"q": layout[0]} | {name: x for name, x in zip(ARRAY_NAMES, of_others, strict=True) if x})
-    made = caches.problem_of(*layout, of_cache, with_layouts, call.return_lse, alignment, v_is_k)
+    made = caches.problem_of(layout, of_cache, with_layouts, call.return_lse, alignment, v_is_k)
     target = Target.of(layout[0].device)
     check_request(call.kernel, target, layout[0].family, call.stream is not None)
     found = CachePlan(made, target, _kernel(made, target, call.kernel))

@@ -168,5 +168,6 @@ def _on_cpu(p: Problem, operands: Operands, behind: list[Any], ids: Any, lines: 
     try:
         cpu.run(p, addresses_of([*operands, *behind]), table)
     except OutsideRead as error:
-        aux = [arrays.host_view(x) for x in behind[p.seeded :]]
-        raise error_of(error.read, p.function(error.read.option), p.compute_dtype, aux) from None
+        aux, function = [arrays.host_view(x) for x in behind[p.seeded :]], p.function(error.read.option)
+        assert function is not None
+        raise error_of(error.read, function, p.compute_dtype, aux) from None

@@ -20,10 +20,10 @@ LENGTH_DTYPES, SLOT_DTYPES = ("int32",), ("int32", "int64")
 
 
 class Pages(NamedTuple):
-    """size: keys of a page; count: pages of the pool; capacity: the most keys that a sequence has room for."""
+    """size: keys of a page; total: pages of the pool; capacity: the most keys that a sequence has room for."""
 
     size: int
-    count: int
+    total: int
     capacity: int
 
 
@@ -67,10 +67,11 @@ class CacheProblem(NamedTuple):
 
 
 def problem_of(
-    q: Layout, k: Layout, v: Layout, out: Layout | None, out_lse: Layout | None, cache: Cache, options: Options,
-    return_lse: Any, alignment: int, v_is_k: bool,
-) -> CacheProblem:  # fmt: skip
-    """Checks a call. cache, options: with layouts in the places of arrays."""
+    operands: Any, cache: Cache, options: Options, return_lse: Any, alignment: int, v_is_k: bool
+) -> CacheProblem:
+    """Checks a call. operands: q, k_cache, v_cache, out and its lse, of which the last two may be None. All arrays are
+    layouts."""
+    q, k, v, out, out_lse = operands
     layout = options.layout
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f'layout must be "bhsd" or "bshd", not {layout!r}')
@@ -117,7 +118,7 @@ def problem_of(
             for x, dims in zip((k, v), shapes, strict=True)
         ]
         options = _with(options, layout, dict(seqlens_k=cache.seqlens_k))
-    made = Problem.of(q, *as_one, options, out, out_lse, return_lse, alignment)
+    made = Problem.of(q, as_one[0], as_one[1], options, out, out_lse, return_lse, alignment)
     strides = [axes_strides(element_strides(x), order) for x in (k, v)]
     made = dataclasses.replace(made, k_strides=strides[0], v_strides=strides[1], pages=pages)
     assert made.heads == heads
@@ -283,7 +284,7 @@ def lines_of(made: CacheProblem, given: dict[str, Any], ids: Any, q_offset: Any 
     before = np.maximum(lengths, 0)
     if batch and ((lengths < -1).any() or (before + new > room).any()):
         raise ValueError(
-            f"seqlens_k must lie in 0 to the room of a sequence less its new keys, {(room - new).tolist()}, or be -1 in "
+            f"seqlens_k must lie in 0 to the room of a sequence less its new keys, {(room - new).tolist()}, or be -1, "
             f"a row of padding, not {lengths.tolist()}"
         )
     keys = before + new
@@ -293,7 +294,7 @@ def lines_of(made: CacheProblem, given: dict[str, Any], ids: Any, q_offset: Any 
     found = Lines(first_query, queries, before, new, keys, offset, first_page)
     _check_pages(made, found, ids, given["slots"])
     if given["slots"] is not None:
-        most = pages.count * pages.size
+        most = pages.total * pages.size
         if given["slots"].size and given["slots"].max() >= most:
             raise ValueError(f"slots must lie below {most}, pages times keys of a page, not {given['slots'].max()}")
     if made.rotary_dim and batch:
@@ -326,13 +327,13 @@ def _check_pages(made: CacheProblem, lines: Lines, ids: Any, slots: Any) -> None
     count = np.where(lines.keys > first, end - begin, 0)
     of_all = np.repeat(lines.first_page + begin - (np.cumsum(count) - count), count) + np.arange(count.sum())
     used = ids[of_all]
-    wrong = (used < 0) | (used >= pages.count)
+    wrong = (used < 0) | (used >= pages.total)
     if wrong.any():
         b = int(np.repeat(np.arange(p.batch), count)[wrong.argmax()])
         own = ids[lines.first_page[b] + begin[b] : lines.first_page[b] + end[b]].tolist()
         raise ValueError(
             f"the pages of sequence {b}, keys {int(first[b])} to {int(lines.keys[b]) - 1}, must lie in 0 to "
-            f"{pages.count - 1}, not {own}"
+            f"{pages.total - 1}, not {own}"
         )
 
 

@@ -1,8 +1,8 @@
 """The contract of attention_kvcache(), for whatever kernel the fixture `rung` holds.
 
 A random problem of attention() is laid into a cache: into pages in any order, of any size and strides, with NaN in all
-that no key of a sequence has, or into a contiguous cache. Some of its last keys are not there yet and come as k_new. The
-result is that of the problem, within the tolerance that is derived from it.
+that no key of a sequence has, or into a contiguous cache. Some of its last keys are not there yet and come as k_new.
+The result is that of the problem, within the tolerance that is derived from it.
 """
 
 import dataclasses
@@ -254,7 +254,7 @@ def ragged(rung, pairs, page=4, new=False, **options):
         lay(problem(rung, (keys,), queries), "csr", page=page, new=queries if new else 0) for queries, keys in pairs
     ]
     given = {}
-    for name, axis in (("q", 2), ("k_new", 2), ("v_new", 2)):
+    for name in ("q", "k_new", "v_new"):
         rows = [part.given[name][0].swapaxes(0, 1) for part in parts if name in part.given]
         if rows:
             given[name] = np.concatenate(rows)
