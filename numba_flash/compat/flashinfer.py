@@ -1,7 +1,7 @@
 """FlashInfer's decode and prefill over pages, as plain functions of the arrays that its wrappers plan and run with.
 
-There is no plan and no workspace: a call reads its arrays on the device. Pages are FlashInfer's: the pages of sequence b
-are kv_indices[kv_indptr[b]] to kv_indices[kv_indptr[b + 1] - 1], and the last has kv_last_page_len[b] keys.
+There is no plan and no workspace: a call reads its arrays on the device. The pages of sequence b are
+kv_indices[kv_indptr[b]] to kv_indices[kv_indptr[b + 1] - 1], and the last of them has kv_last_page_len[b] keys.
 """
 
 import math
@@ -43,7 +43,7 @@ def single_decode_with_kv_cache(
     single = q[None, None] if layout == "bshd" else q[None, :, None]
     options = _options(window_left, logits_soft_cap, sm_scale)
     found = _call(single, k[None], v[None], return_lse, seqlens_k=lengths, layout=layout, **options)
-    o, lse = found if return_lse else (found, None)
+    o, lse = found if return_lse else (found, found)
     o = o[0, 0] if layout == "bshd" else o[0, :, 0]
     return (o, _base_2(lse[0, :, 0])) if return_lse else o
 
@@ -77,7 +77,7 @@ def batch_decode_with_paged_kv_cache(
         rows, k, v, return_lse, **_pages(kv_indptr, kv_indices, kv_last_page_len, k, layout), sinks=sinks,
         **_options(window_left, logits_soft_cap, sm_scale),
     )  # fmt: skip
-    o, lse = found if return_lse else (found, None)
+    o, lse = found if return_lse else (found, found)
     o = o[:, 0] if layout == "bshd" else o[:, :, 0]
     return (o, _base_2(lse[:, :, 0])) if return_lse else o
 

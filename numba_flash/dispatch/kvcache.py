@@ -10,7 +10,7 @@ from ..problem.forward import check_one_place
 from ..problem.kvcache import Cache, CacheProblem
 from ..problem.memory import check_overlap
 from ..problem.options import ARRAY_NAMES, Operands, Options
-from ..select.rungs import RUNGS, check_request, choose
+from ..select.rungs import RUNGS, check_request, choose, no_gpu
 from .call import alignment_of, caller_functions, read_options, seeds, store
 from .forward import AttentionOutput
 
@@ -32,6 +32,7 @@ class CachePlan(NamedTuple):
     made: CacheProblem
     target: Target
     kernel: str
+    on_gpu: Any = None  # a kvcache_on_gpu.OnGpu
 
 
 _plans: dict[Any, CachePlan] = {}
@@ -42,16 +43,22 @@ def run(call: CacheCall) -> Any:
     made, q, like = plan.made, given[0], given[0]
     p = made.problem
     _, k, v, o, lse = given
+    behind = list(aux)
+    if call.options.seed is not None or p.numbers:
+        behind = list(seeds().with_seed(behind, 0, p, call.options.seed))
+    if plan.on_gpu is not None:
+        from . import kvcache_on_gpu, kvcache_on_host
+
+        if plan.target.arrays_on_host:
+            kvcache_on_host.read(made, cache, others[-1])  # checks what the host can see
+        arrays.note_writing(call.operands[3] and o, call.operands[3] and lse, *((k, v) if cache.k_new else ()))
+        return kvcache_on_gpu.run(call, plan, given, cache, others, behind)
     if o is None:
         o = arrays.empty(like, p.o_shape, p.dtype)
     if lse is None and call.return_lse:
         lse = arrays.empty(like, p.lse_shape, p.compute_dtype)
     arrays.note_writing(call.operands[3] and o, call.operands[3] and lse, *((k, v) if cache.k_new else ()))
     operands = Operands(q, k, v, o, lse, *others)
-    behind = list(aux)
-    if call.options.seed is not None or p.numbers:
-        own = len(Operands._fields)
-        behind = list(seeds().with_seed([*operands, *aux], own, p, call.options.seed))[own:]
     from .kvcache_on_host import run as on_host
 
     on_host(made, plan.kernel, operands, cache, behind)
@@ -125,19 +132,32 @@ def _plan(
     made = caches.problem_of(layout, of_cache, with_layouts, call.return_lse, alignment, v_is_k)
     target = Target.of(layout[0].device)
     check_request(call.kernel, target, layout[0].family, call.stream is not None)
-    found = CachePlan(made, target, _kernel(made, target, call.kernel))
+    contiguous = (
+        of_cache.page_table is of_cache.page_indices is of_cache.cache_batch_idx is of_cache.cu_seqlens_q is None
+    )
+    kernel = _kernel(target, call.kernel, contiguous)
+    found = CachePlan(made, target, kernel)
+    if kernel not in RUNGS or not RUNGS[kernel].on_host:
+        from .kvcache_on_gpu import make
+
+        found = found._replace(on_gpu=make(made, layout[:3], of_cache, of_others, target))
     if key is not None:
         store(_plans, key, found)
     return found
 
 
-def _kernel(made: CacheProblem, target: Target, kernel: str) -> str:
+def _kernel(target: Target, kernel: str, contiguous: bool) -> str:
+    """The rung; of a contiguous cache on a GPU what was asked for, of which `attention` takes the best."""
+
     def refusal(name: str) -> str | None:
         rung = RUNGS[name]
-        if not rung.on_host:
-            return "it reads no caches yet; attention(..., seqlens_k=) takes a contiguous one"
-        return None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
+        if rung.on_host:
+            return None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
+        if target.cc is None:
+            return no_gpu(target)
+        if target.arrays_on_host and not target.simulated:
+            return "the caches are in host memory, and are not copied to the GPU"
+        return None if contiguous or name == "v2" else "it reads no pages; v2 does"
 
-    if kernel == "auto" and target.simulated:
-        kernel = "cpu"
-    return choose(kernel, target, refusal)[0]
+    name = choose(kernel, target, refusal, first="" if contiguous else "v2")[0]
+    return name if RUNGS[name].on_host or not contiguous else kernel

@@ -1,7 +1,5 @@
 """attention_kvcache in host memory: append, rotary, and the rungs "reference" and "cpu"."""
 
-import dataclasses
-import functools
 from typing import Any
 
 import numpy as np
@@ -9,22 +7,27 @@ import numpy as np
 from .. import arrays, reference
 from ..arrays import Array
 from ..problem.forward import Problem
-from ..problem.kvcache import ARRAYS, Cache, CacheProblem, Lines, lines_of
+from ..problem.kvcache import ARRAYS, Cache, CacheProblem, Lines, lines_of, with_contiguous_q
 from ..problem.options import Operands
 from ..problem.packed import outside
 
 
-def run(made: CacheProblem, kernel: str, operands: Operands, cache: Cache, behind: list[Any]) -> None:
-    """operands: arrays, of which o and perhaps lse are written. behind: the seed, if there is one, and aux."""
+def read(made: CacheProblem, cache: Cache, q_offset: Array | None) -> tuple[dict[str, Any], Any, Lines]:
+    """Reads and checks what says where keys are. -> the arrays of the cache, the numbers of pages, the lines"""
     given = {name: _host(getattr(cache, name)) for name in ARRAYS}
     ids = _page_numbers(given, made.problem.batch)
-    lines = lines_of(made, given, ids, _host(operands.q_offset))
+    return given, ids, lines_of(made, given, ids, _host(q_offset))
+
+
+def run(made: CacheProblem, kernel: str, operands: Operands, cache: Cache, behind: list[Any]) -> None:
+    """operands: arrays, of which o and perhaps lse are written. behind: the seed, if there is one, and aux."""
+    given, ids, lines = read(made, cache, operands.q_offset)
     append(made, given, ids, lines, *(arrays.host_view(x) for x in (operands.k, operands.v)))
     q, problem = _heads_first(made, arrays.host_view(operands.q)), made.problem
     if made.rotary_dim:
         q = _rotated_queries(made, given, lines, q)
         operands = operands._replace(q=Array(arrays.host_pointer(q), operands.q.layout, q, q))
-        problem = _with_contiguous_q(problem)
+        problem = with_contiguous_q(problem)
     _fill_outside(problem, operands, lines)
     if kernel == "reference":
         _on_reference(made, q, operands, behind, ids, lines)
@@ -101,14 +104,6 @@ def _rotated_queries(made: CacheProblem, given: dict[str, Any], lines: Lines, q:
     rows = turned[at]
     turned[at] = _rotated(made, given, rows.transpose(1, 0, 2), lines.offset[b] + i).transpose(1, 0, 2)
     return turned
-
-
-@functools.lru_cache(maxsize=1024)
-def _with_contiguous_q(p: Problem) -> Problem:
-    row = p.heads * p.head_dim
-    packed = 0, p.head_dim, row, 1
-    dense = row * p.seqlen_q, p.seqlen_q * p.head_dim, p.head_dim, 1
-    return dataclasses.replace(p, q_strides=dense if p.packed is None else packed)
 
 
 def _fill_outside(p: Problem, operands: Operands, lines: Lines) -> None:

@@ -6,12 +6,13 @@ and how many of its keys are valid, is in arrays. Where these are in host memory
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import Layout
-from .forward import LAYOUTS, Problem, check_one_place, check_result
+from .forward import LAYOUTS, Problem, check_one_place
 from .options import Options
 from .packed import bounds
 from .strides import axes_strides, check_strides, element_strides
@@ -337,6 +338,10 @@ def _check_pages(made: CacheProblem, lines: Lines, ids: Any, slots: Any) -> None
         )
 
 
-def check_written(name: str, array: Layout) -> None:
-    """A cache that new keys go into."""
-    check_result(name, array, array.shape, array.dtype, "")
+@functools.lru_cache(maxsize=1024)
+def with_contiguous_q(p: Problem) -> Problem:
+    """The problem of queries that have been turned: (batch, heads, rows, head_dim), or (rows, heads, head_dim)."""
+    row = p.heads * p.head_dim
+    packed = 0, p.head_dim, row, 1
+    dense = row * p.seqlen_q, p.seqlen_q * p.head_dim, p.head_dim, 1
+    return dataclasses.replace(p, q_strides=dense if p.packed is None else packed)
