@@ -22,29 +22,26 @@ from numba import njit
 from . import plan as slot
 from .counts import count
 from .elements import INT, compiled, copy_in, copy_out, fill, gather, get, row_address
+from .pages import gather_pages, page_address, scores_in_pages, values_in_pages
 from .panel import (
     INFINITY,
     PACKED,
     composed,
-    gather_pages,
     hide,
     is_featured,
     keys_of,
     pack,
-    page_address,
     panel_of,
     query_and_head,
     removes,
     rows_from,
     rows_of_line,
     scores,
-    scores_in_pages,
     shown_keys,
     sign_and_units,
     tiles_of,
     values,
     values_guarded,
-    values_in_pages,
     values_of_row,
 )
 from .vectors.build import fetch_add, lanes, load, size_of, store

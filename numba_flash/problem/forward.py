@@ -25,7 +25,7 @@ from .strides import Strides, axes_strides, check_strides, contiguous_strides, e
 
 if TYPE_CHECKING:
     from ..functions.function import Function
-    from .kvcache import Pages
+    from .pages import Pages
 
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # the indices of batch, head, seqlen and dim in the shape
 

@@ -15,17 +15,10 @@ from ..arrays import Layout
 from .forward import LAYOUTS, Problem, check_one_place
 from .options import Options
 from .packed import bounds
+from .pages import Pages
 from .strides import axes_strides, check_strides, element_strides
 
 LENGTH_DTYPES, SLOT_DTYPES = ("int32",), ("int32", "int64")
-
-
-class Pages(NamedTuple):
-    """size: keys of a page; total: pages of the pool; capacity: the most keys that a sequence has room for."""
-
-    size: int
-    total: int
-    capacity: int
 
 
 class Cache(NamedTuple):
