@@ -27,7 +27,7 @@ PACKAGE = ROOT / "numba_flash"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 DEMO = sorted((ROOT / "examples" / "demo").glob("*.py"))
-FOLDERS = [PACKAGE, *(ROOT / name for name in ("docs", "examples", "scripts", "tests", ".github"))]
+FOLDERS = [PACKAGE, *(ROOT / name for name in ("docs", "examples", "lessons", "scripts", "tests", ".github"))]
 FILES = [path for folder in FOLDERS for path in folder.rglob("*")]
 FILES += ROOT.glob("*")
 
@@ -112,7 +112,7 @@ def code_words(path):
 FOREIGN = {"CUDA_VISIBLE_DEVICES", "tbb", "test_x"}
 SOURCE_WORDS = {
     word
-    for folder in ("numba_flash", "tests", "scripts", "examples", "setup.cfg")
+    for folder in ("numba_flash", "tests", "scripts", "examples", "lessons", "setup.cfg")
     for path in ([ROOT / folder] if "." in folder else (ROOT / folder).rglob("*"))
     if path.is_file() and path.suffix in (".py", ".cfg", "") and path != Path(__file__)
     for word in code_words(path)
