@@ -43,6 +43,7 @@ def run(call: CacheCall) -> Any:
     made, q, like = plan.made, given[0], given[0]
     p = made.problem
     _, k, v, o, lse = given
+    written = (o, lse) if cache.k_new is None else (o, lse, k, v)  # what is the caller's
     behind = list(aux)
     if call.options.seed is not None or p.numbers:
         behind = list(seeds().with_seed(behind, 0, p, call.options.seed))
@@ -51,13 +52,13 @@ def run(call: CacheCall) -> Any:
 
         if plan.target.arrays_on_host:
             kvcache_on_host.read(made, cache, others[-1])  # checks what the host can see
-        arrays.note_writing(call.operands[3] and o, call.operands[3] and lse, *((k, v) if cache.k_new else ()))
+        arrays.note_writing(*written)
         return kvcache_on_gpu.run(call, plan, given, cache, others, behind)
     if o is None:
         o = arrays.empty(like, p.o_shape, p.dtype)
     if lse is None and call.return_lse:
         lse = arrays.empty(like, p.lse_shape, p.compute_dtype)
-    arrays.note_writing(call.operands[3] and o, call.operands[3] and lse, *((k, v) if cache.k_new else ()))
+    arrays.note_writing(*written)
     operands = Operands(q, k, v, o, lse, *others)
     from .kvcache_on_host import run as on_host
 

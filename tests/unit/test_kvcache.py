@@ -74,6 +74,19 @@ def test_what_is_wrong_is_said(wrong, error, message):
         called(**wrong)
 
 
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+def test_out_is_written(kernel):
+    cached = kvcache.lay(kvcache.problem(CPU, (7, 12)), page=4)
+    expected = cached.run(forward.Rung(kernel))
+    given = np.full_like(expected[0], np.nan), np.full_like(expected[1], np.nan)
+    o, lse = numba_flash.attention_kvcache(**cached.given, out=given, return_lse=True, kernel=kernel)
+    assert o is given[0] and lse is given[1]
+    assert np.array_equal(o, expected[0]) and np.array_equal(lse, expected[1])
+    alone = np.full_like(o, np.nan)
+    assert numba_flash.attention_kvcache(**cached.given, out=alone, kernel=kernel) is alone
+    assert np.array_equal(alone, o)
+
+
 def test_a_cache_that_cannot_be_written_is_refused():
     cache = CACHE.copy()
     cache.flags.writeable = False
