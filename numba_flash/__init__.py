@@ -17,6 +17,7 @@ _PUBLIC = {
     "attention": "api.forward",
     "AttentionOutput": "api.forward",
     "attention_backward": "api.backward",
+    "attention_kvcache": "api.kvcache",
     "attention_lse": "api.weights",
     "attention_varlen": "api.varlen",
     "attention_varlen_backward": "api.varlen",
@@ -36,9 +37,9 @@ _PUBLIC = {
 _MODULES = ("reference", "testing", "debug", "mods", "distributed")
 __all__ = [
     "AttentionGradients", "AttentionOutput", "BlockMask", "RowStatistics", "attention", "attention_backward",
-    "attention_lse", "attention_varlen", "attention_varlen_backward", "block_mask", "column_sums", "debug",
-    "distributed", "explain", "explain_backward", "merge", "mods", "reference", "row_statistics", "softmax", "testing",
-    "warmup", "weights",
+    "attention_kvcache", "attention_lse", "attention_varlen", "attention_varlen_backward", "block_mask", "column_sums",
+    "debug", "distributed", "explain", "explain_backward", "merge", "mods", "reference", "row_statistics", "softmax",
+    "testing", "warmup", "weights",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from .api.forward import AttentionOutput as AttentionOutput
     from .api.forward import attention as attention
     from .api.forward import warmup as warmup
+    from .api.kvcache import attention_kvcache as attention_kvcache
     from .api.merge import merge as merge
     from .api.softmax import softmax as softmax
     from .api.varlen import attention_varlen as attention_varlen

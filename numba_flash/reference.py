@@ -275,6 +275,27 @@ def _scores(
     return s, through
 
 
+def rotated(
+    x: NDArray,  # (..., rows, head_dim)
+    positions: NDArray[np.int64],  # of the rows, broadcastable to (..., rows)
+    cos: NDArray,  # (positions, rotary_dim // 2)
+    sin: NDArray,
+    interleaved: bool,
+    compute: Any = np.float64,
+) -> NDArray:
+    """Rotary embedding (Su et al., RoFormer, 2021): of each pair (x, y) of the first rotary_dim columns
+    (x cos - y sin, x sin + y cos). Pairs are columns (2 i, 2 i + 1) if interleaved, else (i, i + rotary_dim // 2)."""
+    half = cos.shape[1]
+    at = np.clip(positions, 0, max(len(cos) - 1, 0))
+    cos, sin = (np.asarray(table, compute)[at] for table in (cos, sin))
+    made = np.array(x, compute)
+    first = np.s_[..., 0 : 2 * half : 2] if interleaved else np.s_[..., :half]
+    second = np.s_[..., 1 : 2 * half : 2] if interleaved else np.s_[..., half : 2 * half]
+    one, other = made[first].copy(), made[second].copy()
+    made[first], made[second] = one * cos - other * sin, one * sin + other * cos
+    return made
+
+
 def unrounded(lse: NDArray, own: NDArray) -> NDArray:
     """own, where lse may be that after rounding, and lse where it is not: there it is that of more keys."""
     rounding = 2 * np.finfo(lse.dtype).eps * (1 + np.abs(own))

@@ -163,7 +163,7 @@ def run_task(task, frame, scratch, zero):
             own_keys = Keys(first, last, is_cut, asks)
             panel_gradients(own_tiles, panel_of(tile, panel), own_keys, scale_log2, what, plan, pointers, zero)
             if wants_dq and k_guarded:
-                values_guarded(own_dq, ones, own_tiles.k, head_dim * size, ds + here, keys, head_dim, 0, zero)
+                values_guarded(own_dq, ones, own_tiles.k, head_dim * size, ds + here, keys, head_dim, 0, 0, zero)
             elif wants_dq:
                 column = (key_end - key0) * size
                 values(own_dq, ones, packed, PACKED, column, skip, ds + here, keys, head_dim, zero)

@@ -6,9 +6,10 @@ its sum l and its unnormalised output. All query heads of a KV head share its ke
 rows in panels (vectors/build.py). Every panel takes its own range of keys of a tile, so a diagonal costs no more than
 the width of a panel.
 
-Single rows (few rows, as in decoding) are panels of one row, with keys along the vector instead. Many keys with few
-rows are split into chunks. A task then stores m, l and output of its rows in `parts`, and the last task of a tile to
-finish joins them, in the order of the chunks.
+Single rows (few rows, as in decoding) are panels of one row, with keys along the vector instead. The
+result of few rows is a binary tree over leaves of LEAF_KEYS keys, which begin at multiples of that: two neighbours
+are joined, and then two neighbours of these, up to the root. A task has a node of NODE_LEAVES leaves. With several
+nodes it stores m, l and output of its rows in `parts`, and the last task of a tile to finish joins the nodes.
 """
 
 # mypy: ignore-errors
@@ -20,7 +21,8 @@ from numba import njit
 
 from . import plan as slot
 from .counts import count
-from .elements import INT, copy_in, copy_out, fill, gather, get, row_address
+from .elements import INT, compiled, copy_in, copy_out, fill, gather, get, row_address
+from .pages import gather_pages, page_address, scores_in_pages, values_in_pages
 from .panel import (
     INFINITY,
     PACKED,
@@ -33,6 +35,7 @@ from .panel import (
     query_and_head,
     removes,
     rows_from,
+    rows_of_line,
     scores,
     shown_keys,
     sign_and_units,
@@ -43,7 +46,8 @@ from .panel import (
 )
 from .vectors.build import fetch_add, lanes, load, size_of, store
 from .vectors.panel import FAR, all_finite, softmax_panel
-from .vectors.row import softmax_row
+from .vectors.row import rescale_row, softmax_row
+from .vectors.scores import copy_row
 
 # Numba optimises a function again in every caller that links it, so there are two layers: leaves, and one kernel into
 # which everything else is inlined.
@@ -77,7 +81,7 @@ def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
     places = row_numbers + 2 * lanes(zero) * size
     k_copy = places + (2 * lanes(zero) + slot.OF_PANEL) * 8
     v_copy = k_copy + tile_n * head_dim * size
-    packed = v_copy + tile_n * head_dim_v * size
+    packed = sums = v_copy + tile_n * head_dim_v * size  # sums: of a row's values, where nothing is packed
     fill(o, panels * width * head_dim_v, zero)
     fill(m, panels * width, kind(-INFINITY))
     fill(l, panels * width, zero)
@@ -85,7 +89,7 @@ def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
     fill(q, panels * width * head_dim, zero)
     for r in range(tile.rows):
         i, head = query_and_head(tile, r)
-        source = row_address(load(pointers, slot.Q_AT, INT), plan, slot.Q_STRIDE, b, head, i)
+        source = row_address(load(pointers, slot.Q_AT, INT), plan, slot.Q_STRIDE, b, head, tile.first_query + i)
         to = q + ((r // width) * head_dim * width + r % width) * size
         copy_in(to, width, source, load(plan, slot.Q_STRIDE + 3, INT), head_dim, dtype, sign, zero)
 
@@ -95,16 +99,22 @@ def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
     v_row, v_step = load(plan, slot.V_STRIDE + 2, INT), load(plan, slot.V_STRIDE + 3, INT)
     own_type = dtype >= slot.FLOAT32
     # Rows that are far apart are copied too: they would share few sets of the caches.
-    copy_k = not own_type or k_step != size or (not by_rows and abs(k_row) > 2 * head_dim * size)
-    copy_v = not own_type or v_step != size
-    k_stride, v_stride = head_dim * size if copy_k else k_row, head_dim_v * size if copy_v else v_row
-
-    packs = not by_rows and abs(v_stride) > PACK_STRIDE
+    copies_k = not own_type or k_step != size or (not by_rows and abs(k_row) > 2 * head_dim * size)
+    copies_v = not own_type or v_step != size
+    page_size = load(plan, slot.PAGE_SIZE, INT)
     for key_tile in range(tile_first, tile_end):
         if load(load(pointers, slot.STOP - slot.POINTERS, INT), 0, INT):
             break  # the result is no longer wanted
         key0, key_end, _, _ = keys_of(tile, key_tile * tile_n, (key_tile + 1) * tile_n)
+        in_pages = page_size and key0 // page_size != (key_end - 1) // page_size
         k, v = k_base + key0 * k_row, v_base + key0 * v_row
+        if page_size and not in_pages and key0 < key_end:
+            k = page_address(load(pointers, slot.K_AT, INT), plan, slot.K_STRIDE, tile, key0)
+            v = page_address(load(pointers, slot.V_AT, INT), plan, slot.V_STRIDE, tile, key0)
+        in_place = in_pages and by_rows and not (copies_k or copies_v or hides_some)
+        copy_k, copy_v = copies_k or (in_pages and not in_place), copies_v or (in_pages and not in_place)
+        k_stride, v_stride = head_dim * size if copy_k else k_row, head_dim_v * size if copy_v else v_row
+        packs = not by_rows and abs(v_stride) > PACK_STRIDE
         is_ready = is_finite = False
         for number in range(panels):
             panel = panel_of(tile, number)
@@ -114,12 +124,15 @@ def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
                 continue
             if not is_ready:  # a tile in which no row sees a key is not read
                 is_ready = True
-                if copy_k:
+                if in_pages and copy_k:
+                    k, v = load(pointers, slot.K_AT, INT), load(pointers, slot.V_AT, INT)
+                    gather_pages(k_copy, k, slot.K_STRIDE, key0, key_end, head_dim, tile, plan, zero)
+                    gather_pages(v_copy, v, slot.V_STRIDE, key0, key_end, head_dim_v, tile, plan, zero)
+                elif copy_k:
                     gather(k_copy, k, k_row, k_step, key_end - key0, head_dim, dtype, zero)
-                    k = k_copy
-                if copy_v:
+                if copy_v and not in_pages:
                     gather(v_copy, v, v_row, v_step, key_end - key0, head_dim_v, dtype, zero)
-                    v = v_copy
+                k, v = k_copy if copy_k else k, v_copy if copy_v else v
                 if packs:
                     pack(packed, v, v_stride, key_end - key0, head_dim_v, zero)
                 if hides_some:  # called once for all panels; otherwise for each panel, about what it sees
@@ -128,7 +141,11 @@ def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
             cut = max(free, min(cut, end))
             keys = end - first
             k_first, of_panel = k + (first - key0) * k_stride, number * width * size
-            scores(s, k_first, k_stride, q + of_panel * head_dim, head_dim, keys, by_rows, zero)
+            if in_place:
+                k_start = load(pointers, slot.K_AT, INT)
+                scores_in_pages(s, first, end, q + of_panel * head_dim, tile, plan, k_start, zero)
+            else:
+                scores(s, k_first, k_stride, q + of_panel * head_dim, head_dim, keys, by_rows, zero)
             if featured:
                 composed((s, INT, row_numbers, places), asks, keys, first, panel, plan, pointers, zero)
             if free > first or cut < end:
@@ -153,16 +170,20 @@ def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
                 count(s, places, keys, first, panel, plan, pointers, zero)
             panel_o = o + of_panel * head_dim_v
             if guarded:
-                values_guarded(panel_o, alpha, v_first, v_stride, s, keys, head_dim_v, by_rows, zero)
+                values_guarded(panel_o, alpha, v_first, v_stride, s, keys, head_dim_v, by_rows, sums, zero)
             elif by_rows:
-                values_of_row(panel_o, alpha, v_first, v_stride, s, keys, head_dim_v, zero)
+                fill(sums, head_dim_v, zero)
+                if in_place:
+                    values_in_pages(sums, first, end, s, tile, plan, load(pointers, slot.V_AT, INT), zero)
+                else:
+                    values_of_row(sums, v_first, v_stride, s, keys, head_dim_v, zero)
+                rescale_row(panel_o, alpha, sums, head_dim_v, zero)
             else:
                 if packs:
                     column = (key_end - key0) * size
                     values(panel_o, alpha, packed, PACKED, column, first - key0, s, keys, head_dim_v, zero)
                 else:
                     values(panel_o, alpha, v, v_stride, size, first - key0, s, keys, head_dim_v, zero)
-    return scale_log2
 
 
 @inlined
@@ -199,50 +220,68 @@ def finish(state, scale_log2, tile, plan, pointers, zero):
                 factor *= type(zero)(math.exp(lse - whole))
                 lse = whole
         source = state + ((r // width) * head_dim_v * width + r % width) * size
-        to = row_address(load(pointers, slot.O_AT, INT), plan, slot.O_STRIDE, b, head, i)
+        to = row_address(load(pointers, slot.O_AT, INT), plan, slot.O_STRIDE, b, head, tile.first_query + i)
         copy_out(to, load(plan, slot.O_STRIDE + 3, INT), source, width, head_dim_v, dtype, factor, zero)
         if return_lse:
-            at = b * load(plan, slot.LSE_BATCH, INT) + head * load(plan, slot.LSE_HEAD, INT) + i
+            at = b * load(plan, slot.LSE_BATCH, INT) + head * load(plan, slot.LSE_HEAD, INT) + tile.first_query + i
             store(load(pointers, slot.LSE_AT, INT), at, type(zero)(lse))
 
 
-@inlined
-def join(parts, part_size, chunks, scale_log2, tile, head_dim_v, zero):
-    """Adds the states of all chunks to the first: exact, because each is multiplied by 2^(c * (m - m of all))."""
+@compiled
+def join(left, right, scale_log2, tile, head_dim_v, zero):
+    """left = the state of the keys of both. Each is multiplied by 2^(c * (m - m of both)); that of a row that sees no
+    key in one of them has the bits of the other."""
     width = tile.width
     panels = (tile.rows + width - 1) // width
     at_m = panels * head_dim_v * width
+    at_l = at_m + panels * width
     for r in range(tile.rows):
-        best = load(parts, at_m + r, zero)
-        for chunk in range(1, chunks):
-            best = type(zero)(max(best, load(parts + chunk * part_size, at_m + r, zero)))
-        if best == -INFINITY:
+        m_left, m_right = load(left, at_m + r, zero), load(right, at_m + r, zero)
+        if m_right == -INFINITY:
             continue
-        total = zero
+        best = type(zero)(max(m_left, m_right))
+        keep, take = weight(m_left, best, scale_log2, zero), weight(m_right, best, scale_log2, zero)
         at = (r // width) * head_dim_v * width + r % width
-        for chunk in range(chunks):
-            part = parts + chunk * part_size
-            m = load(part, at_m + r, zero)
-            weight = zero
-            if m != -INFINITY:
-                # Numba's float() does not widen float32.
-                m_log2, best_log2, unit = double(m * scale_log2), double(best * scale_log2), double(scale_log2)
-                m_far = abs(m_log2) >= FAR and abs(m) != INFINITY  # there p was computed from m itself
-                best_far = abs(best_log2) >= FAR and abs(best) != INFINITY
-                m_log2 = double(m) * unit if m_far else m_log2
-                best_log2 = double(best) * unit if best_far else best_log2
-                away = (double(m) - double(best)) * unit if m_far and best_far else m_log2 - best_log2
-                weight = type(zero)(2.0**away)
-            total += weight * load(part, at_m + panels * width + r, zero)
-            if chunk == 0:
-                for d in range(head_dim_v):
-                    store(parts, at + d * width, load(parts, at + d * width, zero) * weight)
-            elif weight != 0:
-                for d in range(head_dim_v):
-                    old = load(parts, at + d * width, zero)
-                    store(parts, at + d * width, old + weight * load(part, at + d * width, zero))
-        store(parts, at_m + r, best)
-        store(parts, at_m + panels * width + r, total)
+        for d in range(head_dim_v):
+            number = at + d * width
+            o = keep * load(left, number, zero) if keep != 0 else zero
+            store(left, number, o + take * load(right, number, zero) if take != 0 else o)
+        store(left, at_m + r, best)
+        store(left, at_l + r, keep * load(left, at_l + r, zero) + take * load(right, at_l + r, zero))
+
+
+@compiled
+def weight(m, best, scale_log2, zero):
+    """2^(c * (m - best)) of m <= best; 0 of a row without keys."""
+    if m == -INFINITY:
+        return zero
+    # Numba's float() does not widen float32.
+    m_log2, best_log2, unit = double(m * scale_log2), double(best * scale_log2), double(scale_log2)
+    m_far = abs(m_log2) >= FAR and abs(m) != INFINITY  # there p was computed from m itself
+    best_far = abs(best_log2) >= FAR and abs(best) != INFINITY
+    m_log2 = double(m) * unit if m_far else m_log2
+    best_log2 = double(best) * unit if best_far else best_log2
+    away = (double(m) - double(best)) * unit if m_far and best_far else m_log2 - best_log2
+    return type(zero)(2.0**away)
+
+
+@inlined
+def blank(state, tile, head_dim_v, zero):
+    """The state of no keys."""
+    rows = (tile.rows + tile.width - 1) // tile.width * tile.width
+    fill(state, rows * head_dim_v, zero)
+    fill(state + rows * head_dim_v * size_of(zero), rows, type(zero)(-INFINITY))
+    fill(state + rows * (head_dim_v + 1) * size_of(zero), rows, zero)
+
+
+@inlined
+def join_tree(states, count, size, scale_log2, tile, head_dim_v, zero):
+    """Joins `count` neighbouring states, `size` bytes apart, in the first: pairs, and then pairs of these."""
+    step = 1
+    while step < count:
+        for at in range(0, count - step, 2 * step):
+            join(states + at * size, states + (at + step) * size, scale_log2, tile, head_dim_v, zero)
+        step *= 2
 
 
 @inlined
@@ -254,25 +293,42 @@ def run_task(task, frame, scratch, zero):
     tile_m, tile_n = load(plan, slot.TILE_M, INT), load(plan, slot.TILE_N, INT)
     chunk, group_of_rows = task % chunks, task // chunks
     units = load(plan, slot.BATCH, INT) * heads_kv
-    b, kv_head = (group_of_rows % units) // heads_kv, (group_of_rows % units) % heads_kv
-    b += load(pointers, slot.FIRST_B, INT)
+    entry, kv_head = (group_of_rows % units) // heads_kv, (group_of_rows % units) % heads_kv
     row0 = (load(plan, slot.TILES, INT) - 1 - group_of_rows // units) * tile_m
     width = 1 if load(plan, slot.BY_ROWS, INT) else lanes(zero)
-    tile = rows_from(row0, tile_m, width, b, kv_head, plan, pointers)
+    if load(plan, slot.HAS_LINES, INT):
+        line = load(pointers, slot.LINES_AT, INT) + entry * slot.LINE_NUMBERS * 8
+        tile = rows_of_line(row0, tile_m, width, line, kv_head, plan)
+    else:
+        b = entry + load(pointers, slot.FIRST_B, INT)
+        tile = rows_from(row0, tile_m, width, b, kv_head, plan, pointers)
+    if tile.rows <= 0:  # of a sequence that has fewer queries
+        return
     begin, end = tiles_of(tile, tile_n)
 
-    state, work = scratch, scratch + load(plan, slot.STATE_BYTES, INT)
-    parts = load(frame, slot.PARTS, INT) + group_of_rows * chunks * load(plan, slot.STATE_BYTES, INT)
+    size, head_dim_v = load(plan, slot.STATE_BYTES, INT), load(plan, slot.HEAD_DIM_V, INT)
+    leaf_tiles = load(plan, slot.LEAF_TILES, INT)
+    leaves = slot.NODE_LEAVES if leaf_tiles else 1
+    node_tiles = leaf_tiles * leaves
+    _, scale_log2 = sign_and_units(plan, zero)
+    for leaf in range(leaves):
+        state, first, stop = scratch + leaf * size, begin, end
+        if leaf_tiles:
+            at = chunk * node_tiles + leaf * leaf_tiles
+            first, stop = max(begin, at), min(end, at + leaf_tiles)
+        if first < stop or not leaf_tiles:
+            attend(state, scratch + leaves * size, tile, first, stop, plan, pointers, zero)
+        else:
+            blank(state, tile, head_dim_v, zero)
+    join_tree(scratch, leaves, size, scale_log2, tile, head_dim_v, zero)
+    state = scratch
     if chunks > 1:
-        chunk_tiles = load(plan, slot.CHUNK_TILES, INT)
-        begin, end = max(begin, chunk * chunk_tiles), min(end, (chunk + 1) * chunk_tiles)
-        state = parts + chunk * load(plan, slot.STATE_BYTES, INT)
-    scale_log2 = attend(state, work, tile, begin, end, plan, pointers, zero)
-    if chunks > 1:
+        parts = load(frame, slot.PARTS, INT) + group_of_rows * chunks * size
+        copy_row(parts + chunk * size, scratch, size // size_of(zero), zero)
         if fetch_add(load(frame, slot.COUNTERS, INT) + (1 + group_of_rows) * 8) != chunks - 1:
             return
-        part_size, head_dim_v = load(plan, slot.STATE_BYTES, INT), load(plan, slot.HEAD_DIM_V, INT)
-        join(parts, part_size, chunks, scale_log2, tile, head_dim_v, zero)
+        nodes = min((end + node_tiles - 1) // node_tiles, chunks)  # that some row sees
+        join_tree(parts, nodes, size, scale_log2, tile, head_dim_v, zero)
         state = parts
     finish(state, scale_log2, tile, plan, pointers, zero)
 

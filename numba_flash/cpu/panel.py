@@ -12,7 +12,7 @@ from . import plan as slot
 from .elements import INT, compiled, fill, get, length_and_offset, row_address
 from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, call_function, fetch_add, lanes, load, size_of, store
 from .vectors.panel import all_finite, largest, pack_rows, score_rows, value_rows
-from .vectors.row import dot_rows, value_columns
+from .vectors.row import dot_rows, rescale_row, value_columns
 from .vectors.scores import (
     cap_scores,
     cap_scores_slopes,
@@ -27,7 +27,7 @@ value_rows_all, value_rows_4, value_rows_2, value_rows_1 = (value_rows(n) for n 
 value_rows_guarded = value_rows(1, guarded=True)
 pack_rows_all, pack_rows_4, pack_rows_2, pack_rows_1 = (pack_rows(n) for n in (TILE_KEYS, 4, 2, 1))
 dot_rows_4, dot_rows_1 = dot_rows(4), dot_rows(1)
-value_columns_8, value_columns_1, value_column = (value_columns(n) for n in (8, 1, 0))
+value_columns_8, value_columns_4, value_columns_1, value_column = (value_columns(n) for n in (8, 4, 1, 0))
 value_column_guarded = value_columns(0, guarded=True)
 
 INFINITY = math.inf
@@ -51,6 +51,8 @@ class Rows(NamedTuple):
     right: int
     valid: int
     offset: int
+    first_query: int  # where the rows of q begin that are these queries'
+    page_ids: int  # the address of the number of the first page
 
 
 @compiled
@@ -60,7 +62,18 @@ def rows_from(row0, most, width, b, kv_head, plan, pointers):
     rows = min(most, load(plan, slot.SEQLEN_Q, INT) * group - row0)
     left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
     valid, offset = length_and_offset(plan, pointers, b)
-    return Rows(row0, rows, width, b, kv_head, group, left, right, valid, offset)
+    return Rows(row0, rows, width, b, kv_head, group, left, right, valid, offset, INT, INT)
+
+
+@compiled
+def rows_of_line(row0, most, width, line, kv_head, plan):
+    """The same of a sequence of a cache (kvcache.py)."""
+    group = max(load(plan, slot.HEADS, INT) // max(load(plan, slot.HEADS_KV, INT), 1), 1)
+    rows = min(most, load(line, slot.LINE_QUERIES, INT) * group - row0)
+    left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
+    b, valid, offset = load(line, slot.LINE_B, INT), load(line, slot.LINE_KEYS, INT), load(line, slot.LINE_OFFSET, INT)
+    first_query, page_ids = load(line, slot.LINE_ROW, INT), load(line, slot.LINE_PAGES, INT)
+    return Rows(row0, rows, width, b, kv_head, group, left, right, valid, offset, first_query, page_ids)
 
 
 @compiled
@@ -168,28 +181,33 @@ def values(o, alpha, v, v_stride, column, skip, p, keys, width, zero):
 
 
 @compiled
-def values_of_row(o, alpha, v, v_stride, p, keys, width, zero):
-    """o (width,) = alpha * o + p (keys,) @ v (keys, width)."""
+def values_of_row(sums, v, v_stride, p, keys, width, zero):
+    """sums (width,) += p (keys,) @ v (keys, width)."""
     size, vector = size_of(zero), lanes(zero) // PANEL_VECTORS
     at = 0
     while at + 8 * vector <= width:
-        value_columns_8(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
+        value_columns_8(sums + at * size, v + at * size, v_stride, p, keys, zero)
         at += 8 * vector
+    while at + 4 * vector <= width:
+        value_columns_4(sums + at * size, v + at * size, v_stride, p, keys, zero)
+        at += 4 * vector
     while at + vector <= width:
-        value_columns_1(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
+        value_columns_1(sums + at * size, v + at * size, v_stride, p, keys, zero)
         at += vector
     while at < width:
-        value_column(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
+        value_column(sums + at * size, v + at * size, v_stride, p, keys, zero)
         at += 1
 
 
 @compiled
-def values_guarded(o, alpha, v, v_stride, p, keys, width, by_rows, zero):
+def values_guarded(o, alpha, v, v_stride, p, keys, width, by_rows, sums, zero):
     """Like `values`, if v has NaN or Inf: a key whose weight is 0 is left out. Rare, so one column at a time."""
     size = size_of(zero)
     for at in range(width):
         if by_rows:
-            value_column_guarded(o + at * size, alpha, v + at * size, v_stride, p, keys, zero)
+            store(sums, 0, zero)
+            value_column_guarded(sums, v + at * size, v_stride, p, keys, zero)
+            rescale_row(o + at * size, alpha, sums, 1, zero)
         else:
             value_rows_guarded(o + at * lanes(zero) * size, alpha, v + at * size, v_stride, p, keys, zero)
 

@@ -22,7 +22,7 @@ ITEMSIZES = (2, 2, 4, 8)
     BATCH, HEADS, HEADS_KV, SEQLEN_Q, SEQLEN_K, HEAD_DIM, HEAD_DIM_V, DTYPE,
     LEFT, RIGHT, Q_OFFSET, Q_OFFSET_SOURCE, HAS_SEQLENS_K, SEQLENS_K_STRIDE, Q_OFFSET_STRIDE,
     SCALE, SOFTCAP, HAS_SOFTCAP, ALIBI_DTYPE, BIAS_DTYPE, HAS_MASK, RETURN_LSE,
-    TILE_M, TILE_N, TILES, CHUNKS, CHUNK_TILES, BY_ROWS, TASKS, STATE_BYTES, SCRATCH_BYTES, SHARED_BYTES,
+    TILE_M, TILE_N, TILES, CHUNKS, LEAF_TILES, BY_ROWS, TASKS, STATE_BYTES, SCRATCH_BYTES, SHARED_BYTES,
 ) = range(32)  # fmt: skip
 Q_STRIDE, K_STRIDE, V_STRIDE, O_STRIDE, BIAS_STRIDE, MASK_STRIDE = range(32, 56, 4)
 ALIBI_STRIDE, TERM_STRIDE = 56, 58  # two, in bytes: batch, head; TERM: of a row's sum, which adds e^term to l
@@ -35,7 +35,12 @@ OWN = dict(score_mod=SCORE_MOD, mask_mod=MASK_MOD)
 SEEDED, DROPPED, KEPT_COUNT, SEED_POINTER = range(64, 68)
 OUTSIDE_AT = 68  # the index in AUX of what is reported of a read outside an array (functions.py)
 LSE_BATCH, LSE_HEAD = 69, 70  # how far apart the lse of batch entries and of heads are
-NUMBERS = 71
+# Of a cache (kvcache.py): whether there are lines, and the keys of a page; 0 = k and v have no pages.
+HAS_LINES, PAGE_SIZE = 71, 72
+NUMBERS = 73
+# A line: a sequence's b, its first row in q, its queries and valid keys, the position of query 0, and the address of
+# the number of its first page.
+LINE_B, LINE_ROW, LINE_QUERIES, LINE_KEYS, LINE_OFFSET, LINE_PAGES, LINE_NUMBERS = range(7)
 OF_PANEL = 8  # numbers of places behind those of rows
 # Array options: the slots for whether there is one, its dtype, its strides, and whether these are in bytes.
 ARRAY_SLOTS = {
@@ -53,6 +58,7 @@ AUX = len(Operands._fields)  # slot of the address of what functions read, after
 FIRST_B = (
     AUX + 2
 )  # what functions are told to be the first batch entry: of a packed sequence, which is a call's only one
+LINES_AT = FIRST_B  # instead of it, of a cache: the address of its lines
 ALL_POINTERS = AUX + 3  # with it and a seed
 PARTS, COUNTERS, STOP = range(ALL_POINTERS + 1, ALL_POINTERS + 4)  # STOP: the address of machine/interrupt.py's number
 FRAME_NUMBERS = -(-(STOP + 1) // 8) * 8  # whole cache lines
@@ -74,16 +80,24 @@ MAX_TILE_M = 128
 ENOUGH_TASKS = 8 * (os.cpu_count() or 1)
 # With no more rows than this, a panel would be mostly empty: one row at a time.
 MAX_ROWS_ALONE = 6
-# With no more rows than this for a KV head, the keys are divided among tasks, so many for each. Both are constants, so
-# that a row's bits depend neither on the batch nor on the number of threads.
+# With no more rows than this for a KV head, a row's result is a binary tree over leaves of so many keys, which begin at
+# multiples of that. A task has a node of NODE_LEAVES leaves. All are constants, so that a row's bits depend neither on
+# the batch nor on the number of threads.
 MAX_ROWS_SPLIT = 64
-CHUNK_KEYS = 1024
+LEAF_KEYS, NODE_LEAVES = 256, 4
+NODE_KEYS = LEAF_KEYS * NODE_LEAVES
 
 
 def tile_keys(head_dim: int, head_dim_v: int, itemsize: int) -> int:
     """Keys of a tile: whole register tiles (6 or 12 keys), at least two of them."""
     fit = TILE_BYTES // (itemsize * max(head_dim + head_dim_v, 1))
     return max(12, min(fit // 12 * 12, MAX_TILE_N * 4 // itemsize))
+
+
+def leaf_tile_keys(head_dim: int, head_dim_v: int, itemsize: int, by_rows: bool) -> int:
+    """Keys of a tile that is a leaf, or a part of one: a power of two."""
+    fit = TILE_BYTES // (itemsize * max(head_dim + head_dim_v, 1))
+    return int(min(1 << max(fit, 8).bit_length() - 1, LEAF_KEYS if by_rows else LEAF_KEYS * 2 // itemsize))
 
 
 def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
@@ -95,7 +109,7 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
     plan[DTYPE] = DTYPE_CODES[p.dtype]
     plan[LEFT], plan[RIGHT] = p.sides
     plan[Q_OFFSET] = p.q_offset
-    plan[Q_OFFSET_SOURCE] = Q_OFFSET_SOURCES[p.q_offset_source]
+    plan[Q_OFFSET_SOURCE] = Q_OFFSET_SOURCES.get(p.q_offset_source, 0)  # of "sequence" by lines, or by host numbers
     real[SCALE] = p.scale
     plan[HAS_SOFTCAP] = p.number("softcap") is not None
     real[SOFTCAP] = p.number("softcap") or 0.0
@@ -119,28 +133,34 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
         plan[at : at + 4] = np.multiply(strides, size)
 
     rows = p.seqlen_q * (p.heads // max(p.heads_kv, 1))
-    tile_n = tile_keys(p.head_dim, p.head_dim_v, 8 if p.dtype == "float64" else 4)
-    chunk_tiles = max(1, CHUNK_KEYS // tile_n)
-    chunks = 1
-    if rows <= MAX_ROWS_SPLIT:
-        chunks = max(1, -(-p.seqlen_k // (tile_n * chunk_tiles)))
     by_rows = rows <= MAX_ROWS_ALONE
+    dims = p.head_dim, p.head_dim_v, 8 if p.dtype == "float64" else 4
+    tile_n, chunks, leaves, leaf_tiles = tile_keys(*dims), 1, 1, 0
+    if rows <= MAX_ROWS_SPLIT:
+        tile_n = leaf_tile_keys(*dims, by_rows)
+        chunks, leaves, leaf_tiles = max(1, -(-p.seqlen_k // NODE_KEYS)), NODE_LEAVES, LEAF_KEYS // tile_n
     # A tile consists of whole panels, and is no larger than the existing rows: its state is stored for every chunk.
     tile_m = rows if by_rows else min(-(-rows // panel_rows) * panel_rows, MAX_TILE_M)
     while not by_rows and tile_m > panel_rows and -(-rows // tile_m) * p.batch * p.heads_kv * chunks < ENOUGH_TASKS:
         tile_m = -(-tile_m // 2 // panel_rows) * panel_rows
     tiles = -(-rows // max(tile_m, 1))
-    plan[TILE_M : CHUNK_TILES + 1] = tile_m, tile_n, tiles, chunks, chunk_tiles
+    plan[TILE_M : LEAF_TILES + 1] = tile_m, tile_n, tiles, chunks, leaf_tiles
     plan[BY_ROWS] = by_rows
-    tasks = tiles * p.batch * p.heads_kv * chunks
     size = max(size, 4)
     # o, m and l; beside them q, scores, the factors that rescale o, ALiBi, places, and a key tile converted and packed.
     state = tile_m * (p.head_dim_v + 2) * size
     work = (tile_m * p.head_dim + (tile_n + 3) * panel_rows + tile_n * (p.head_dim + 2 * p.head_dim_v)) * size
     work += (2 * panel_rows + OF_PANEL) * 8
-    plan[TASKS] = tasks
     plan[STATE_BYTES] = state
-    plan[SCRATCH_BYTES] = -(-(state + work) // 64) * 64
-    # Counters, and what the chunks of a tile store for the last of them.
-    plan[SHARED_BYTES] = -(-8 * (1 + tasks) // 64) * 64 + (tasks * state if chunks > 1 else 0)
+    plan[SCRATCH_BYTES] = -(-(leaves * state + work) // 64) * 64
+    plan[HAS_LINES], plan[PAGE_SIZE] = p.pages is not None, 0 if p.pages is None else p.pages.size
+    set_tasks(plan, p.batch, chunks)
     return plan
+
+
+def set_tasks(plan: np.ndarray, batch: int, chunks: int) -> None:
+    """chunks: how many nodes of NODE_LEAVES leaves the longest sequence has."""
+    tasks = plan[TILES] * batch * plan[HEADS_KV] * chunks
+    plan[BATCH], plan[CHUNKS], plan[TASKS] = batch, chunks, tasks
+    # Counters, and what the nodes of a tile store for the last of them.
+    plan[SHARED_BYTES] = -(-8 * (1 + tasks) // 64) * 64 + (tasks * plan[STATE_BYTES] if chunks > 1 else 0)

@@ -24,11 +24,6 @@ def reference_options(
     problem: Problem, operands: Operands | GradientOperands, behind: Sequence[Array | None]
 ) -> dict[str, Any]:
     """The keyword arguments of the oracle's functions. behind: the operands after the others, a seed and aux."""
-    seed, aux = (behind[0], behind[1:]) if problem.seeded else (None, behind)
-
-    def optional(array: Array | None) -> np.ndarray | None:
-        return None if array is None else arrays.host_view(array)
-
     full = np.full(problem.batch, problem.seqlen_k)
     lengths = optional(operands.seqlens_k)
     seqlens_k = full if lengths is None else lengths.astype(np.int64)
@@ -40,6 +35,20 @@ def reference_options(
         q_offset = q_offset + seqlens_k
     elif operands.q_offset is not None:
         q_offset = q_offset + arrays.host_view(operands.q_offset)
+    queries = np.array([span.queries for span in spans]) if spans else None
+    return options_at(problem, operands, behind, seqlens_k, q_offset, queries)
+
+
+def options_at(
+    problem: Problem,
+    operands: Operands | GradientOperands,
+    behind: Sequence[Array | None],
+    seqlens_k: np.ndarray,
+    q_offset: np.ndarray,
+    queries: np.ndarray | None = None,
+) -> dict[str, Any]:
+    """The same, with valid keys, positions of the first queries and numbers of queries, None = all."""
+    seed, aux = (behind[0], behind[1:]) if problem.seeded else (None, behind)
     given = {
         option.name: optional(getattr(operands, option.name)) for option in ARRAYS if option.acts_on in ("score", "sum")
     }
@@ -57,8 +66,8 @@ def reference_options(
         seqlens_k=seqlens_k,
         mask=optional(operands.mask),
     )
-    for b, span in enumerate(spans):
-        visible[b, :, span.queries :] = False
+    for b, count in enumerate(() if queries is None else queries):
+        visible[b, :, count:] = False
     return dict(
         **{name: problem.number(name) for name in NUMBERS},
         **given,
@@ -68,6 +77,10 @@ def reference_options(
         seed=None if seed is None else seed.pointer,
         aux=tuple(arrays.host_view(array) for array in aux if array is not None),
     )
+
+
+def optional(array: Array | None) -> np.ndarray | None:
+    return None if array is None else arrays.host_view(array)
 
 
 def run_forward(problem: Problem, operands: Operands, behind: Sequence[Array | None]) -> None:

@@ -25,6 +25,7 @@ from .strides import Strides, axes_strides, check_strides, contiguous_strides, e
 
 if TYPE_CHECKING:
     from ..functions.function import Function
+    from .pages import Pages
 
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # the indices of batch, head, seqlen and dim in the shape
 
@@ -65,6 +66,7 @@ class Problem:
     return_lse: bool
     alignment: int  # q, k, v and out begin at multiples of so many bytes: 16 or a lower power of two
     packed: tuple[int, int] | None = None  # the rows of q and of k, of packed sequences (packed.py)
+    pages: "Pages | None" = None  # in which k and v lie (kvcache.py)
     o_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of the output, in the caller's layout
     _hash: int = field(init=False, repr=False, compare=False)
 

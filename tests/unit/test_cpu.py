@@ -23,7 +23,7 @@ from numba_flash.cpu import backward as cpu_backward
 from numba_flash.cpu import cache as cpu_cache
 from numba_flash.cpu import forward as cpu
 from numba_flash.cpu.elements import float_to_bfloat, float_to_half
-from numba_flash.cpu.plan import CHUNK_KEYS, MAX_ROWS_ALONE, MAX_ROWS_SPLIT, tile_keys
+from numba_flash.cpu.plan import LEAF_KEYS, MAX_ROWS_ALONE, MAX_ROWS_SPLIT, NODE_KEYS, tile_keys
 from numba_flash.cpu.vectors.build import TILE_KEYS, Shape, lanes, load
 from numba_flash.cpu.vectors.panel import softmax_panel
 from numba_flash.cpu.vectors.scores import cap_scores
@@ -53,8 +53,8 @@ def check(q, k, v, **options):
 
 # Sizes at which some loop changes: register tiles, panels, key tiles, chunks; one below, at, one above.
 ROWS = [n + d for n in (MAX_ROWS_ALONE, LANES[np.float32], 2 * LANES[np.float32], MAX_ROWS_SPLIT, 128) for d in (0, 1)]
-CHUNK = CHUNK_KEYS // TILE_N * TILE_N
-KEYS = [n + d for n in (TILE_KEYS, 2 * TILE_KEYS, TILE_N, 2 * TILE_N, CHUNK) for d in (-1, 0, 1)]
+CHUNK = NODE_KEYS
+KEYS = [n + d for n in (TILE_KEYS, 2 * TILE_KEYS, TILE_N, 2 * TILE_N, LEAF_KEYS, CHUNK) for d in (-1, 0, 1)]
 
 
 @settings(max_examples=60)
@@ -71,7 +71,7 @@ def test_sizes_at_the_edges_of_tiles(seqlen_q, seqlen_k, head_dim, dtype, causal
 @pytest.mark.parametrize("seqlen_q", [1, 70])
 def test_every_feature_over_several_tiles(seqlen_q, dtype):
     generator = np.random.default_rng(3)
-    seqlen_k = 2 * CHUNK_KEYS + 9
+    seqlen_k = 2 * NODE_KEYS + 9
     if seqlen_q > 1:
         seqlen_k = 2 * TILE_N + 9
     shape = (2, 4, seqlen_q, seqlen_k)
@@ -460,7 +460,7 @@ def test_the_kernels_are_cached(folder):
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("seqlen_k", [600, 2100])
 def test_scores_of_any_size_over_tiles_and_chunks(dtype, level, sign, heads, seqlen_k):
-    assert tile_keys(7, 7, 4) < 300 and CHUNK_KEYS < 2100 and 6 <= MAX_ROWS_ALONE < 12 <= MAX_ROWS_SPLIT
+    assert tile_keys(7, 7, 4) < 300 and NODE_KEYS < 2100 and 6 <= MAX_ROWS_ALONE < 12 <= MAX_ROWS_SPLIT
     forward.check_at_a_level(forward.Rung("cpu"), dtype, level, sign, seqlen_k=seqlen_k, heads=heads, heads_kv=1)
 
 

@@ -19,6 +19,7 @@ from .flash_attn_interface import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
 
 __version__ = "2.8.3"  # whose signatures these are: programs ask for it
@@ -29,6 +30,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "install",
 ]
 MODULES = ("bert_padding", "flash_attn_interface", "layers", "layers.rotary", "modules", "modules.mha")

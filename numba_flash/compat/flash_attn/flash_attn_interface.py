@@ -1,9 +1,10 @@
 """The signatures of flash-attn 2.8's functions."""
 
+import operator
 from typing import Any
 
 from ...api import forward as api
-from ...api import varlen
+from ...api import kvcache, varlen
 from ...problem.forward import check_bool
 from ..arguments import number, probability, refuse_nested, refuse_pages, renamed, window_sides
 
@@ -160,6 +161,105 @@ def flash_attn_varlen_qkvpacked_func(qkv: Any, cu_seqlens: Any, max_seqlen: int,
     _check_packed("qkv", qkv, "(total, 3, heads, head_dim)")
     ends = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     return flash_attn_varlen_func(qkv[:, 0], qkv[:, 1], qkv[:, 2], *ends, *others, **named)
+
+
+def flash_attn_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = None,
+    v: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    cache_seqlens: Any = None,
+    cache_batch_idx: Any = None,
+    cache_leftpad: Any = None,
+    block_table: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Any = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """flash_attn.flash_attn_with_kvcache for arrays of any kind, float32 and float64 and any head_dim and page size.
+
+    >>> o = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
+
+    q: (batch, seqlen_q, heads, head_dim); k_cache, v_cache: (batch, capacity, heads_kv, head_dim), or with block_table,
+    int32 (batch, blocks of a sequence), (blocks, page, heads_kv, head_dim). k, v: (batch, new, heads_kv, head_dim),
+    written to the caches in place behind cache_seqlens keys. cache_seqlens: int32 (batch,), or one number for all; None
+    = the whole cache. cache_batch_idx: int32 (batch,). cache_leftpad: int32 (batch,), how many of a sequence's first
+    keys are not seen. return_softmax_lse: return (o, lse), lse (batch, heads, seqlen_q). All others: as for
+    flash_attn_func.
+
+    What differs from flash-attn 2.8: a row without keys has lse -inf, and not +inf; num_splits changes nothing, because
+    keys are divided in one fixed order; cache_seqlens of -1 is a row of padding. rotary_cos turns queries by their
+    positions. flash-attn turns them all by cache_seqlens if neither causal nor a window is given, so that is refused
+    for several queries, and so are other numbers of queries than of new keys, and cache_leftpad with rotary_cos.
+
+    Raises what `numba_flash.attention_kvcache` raises, with the names of these arguments.
+    """
+    window = None if window_size is UNBOUNDED else window_sides(window_size)
+    number("num_splits", num_splits)
+    given: dict[str, Any] = {}
+    if rotary_cos is not None and k is not None:  # without new keys flash-attn leaves q as it is
+        if q.shape[1] != k.shape[1] or q.shape[1] > 1 and not causal and window in (None, (None, None)):
+            raise NotImplementedError(
+                f"rotary_cos with {q.shape[1]} queries and {k.shape[1]} new keys, causal={causal}: it is taken for as "
+                "many queries as new keys, and for several with causal or a window; otherwise rotate q and k before"
+            )
+        if cache_leftpad is not None:
+            raise NotImplementedError("rotary_cos with cache_leftpad: rotate q and k before")
+        given.update(rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved)
+    if cache_leftpad is not None:
+        given.update(mask_mod=_behind_leftpad, aux=(cache_leftpad,))
+    try:
+        return kvcache.attention_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            seqlens_k=_lengths(cache_seqlens, q, k, k_cache, block_table),
+            k_new=k,
+            v_new=v,
+            page_table=block_table,
+            cache_batch_idx=cache_batch_idx,
+            causal=causal,
+            window=window,
+            scale=None if softmax_scale is None else number("softmax_scale", softmax_scale),
+            softcap=None if type(softcap) in (int, float) and softcap <= 0 else _softcap(softcap),
+            alibi_slopes=alibi_slopes,
+            layout="bshd",
+            return_lse=return_softmax_lse,
+            **given,
+        )
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise renamed(error, OF_CACHES)  # noqa: B904 - the same error
+
+
+OF_CACHES = NAMES | dict(
+    return_lse="return_softmax_lse", seqlens_k="cache_seqlens", k_new="k", v_new="v", page_table="block_table"
+)
+
+
+def _behind_leftpad(b: Any, h: Any, q_pos: Any, k_pos: Any, leftpad: Any) -> Any:
+    return k_pos >= leftpad[b]
+
+
+def _lengths(cache_seqlens: Any, q: Any, k: Any, k_cache: Any, block_table: Any) -> Any:
+    """cache_seqlens as an array of q's kind, in q's place."""
+    if hasattr(cache_seqlens, "shape"):
+        return cache_seqlens
+    if cache_seqlens is None:
+        if k is not None:
+            raise TypeError("cache_seqlens must be given with k and v: it says where they go")
+        cache_seqlens = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    import array_api_compat
+
+    xp = array_api_compat.array_namespace(q)
+    return xp.full((q.shape[0],), operator.index(cache_seqlens), dtype=xp.int32, device=array_api_compat.device(q))
 
 
 def _check_packed(name: str, array: Any, wanted: str) -> None:

@@ -73,15 +73,15 @@ def softmax_row(b, shape, s, keys, scale_log2, m, l, alpha):
 
 
 def value_columns(vectors, guarded=False):
-    """o += p @ v for a few columns of v: an intrinsic (o, alpha, v, v_stride, p, keys, zero).
+    """sums += p @ v for a few columns of v: an intrinsic (sums, v, v_stride, p, keys, zero).
 
     vectors: how many vectors of columns; 0 stands for a single column.
     """
 
-    def build(b, shape, o, alpha, v, v_stride, p, keys):
-        """o (columns,) = alpha * o + p (keys,) @ v (keys, columns); guarded: p = 0 leaves the key out."""
-        o, p = shape.pointer(b, o), shape.pointer(b, p)
-        rescale = b.load(shape.pointer(b, alpha))
+    def build(b, shape, total, v, v_stride, p, keys):
+        """total (columns,) += p (keys,) @ v (keys, columns); guarded: p = 0 leaves the key out. Keys are added one
+        after the other, so that a part of them in one call and the others in the next give the same bits."""
+        total, p = shape.pointer(b, total), shape.pointer(b, p)
         columns = [I64(at * shape.width) for at in range(vectors)]
         zero = ir.Constant(shape.scalar, 0.0)
 
@@ -99,13 +99,32 @@ def value_columns(vectors, guarded=False):
             return new
 
         if vectors:
-            sums = loop(b, I64(0), keys, I64(1), [shape.const(0.0)] * vectors, body)
-            x = shape.splat(b, rescale)
-            for at, total in zip(columns, sums, strict=True):
-                shape.store(b, shape.fma(b, shape.load(b, o, at), x, total), o, at)
+            sums = loop(b, I64(0), keys, I64(1), [shape.load(b, total, at) for at in columns], body)
+            for at, found in zip(columns, sums, strict=True):
+                shape.store(b, found, total, at)
         else:
-            (total,) = loop(b, I64(0), keys, I64(1), [zero], body)
-            b.store(shape.fma(b, b.load(o), rescale, total), o)
+            (found,) = loop(b, I64(0), keys, I64(1), [b.load(total)], body)
+            b.store(found, total)
 
     build.__name__ = f"value_columns_{vectors}{'_guarded' if guarded else ''}"
-    return vector_function("iiiiii")(build)
+    return vector_function("iiiii")(build)
+
+
+@vector_function("iiii")
+def rescale_row(b, shape, o, alpha, total, count):
+    """o (count,) = alpha * o + total."""
+    o, total = shape.pointer(b, o), shape.pointer(b, total)
+    rescale = b.load(shape.pointer(b, alpha))
+    x, whole = shape.splat(b, rescale), b.and_(count, I64(-shape.width))
+
+    def vectors(i, _):
+        shape.store(b, shape.fma(b, shape.load(b, o, i), x, shape.load(b, total, i)), o, i)
+        return []
+
+    def scalars(i, _):
+        at = b.gep(o, [i])
+        b.store(shape.fma(b, b.load(at), rescale, b.load(b.gep(total, [i]))), at)
+        return []
+
+    loop(b, I64(0), whole, I64(shape.width), [], vectors)
+    loop(b, whole, count, I64(1), [], scalars)

@@ -1,0 +1,170 @@
+"""FlashInfer's decode and prefill over pages, as plain functions of the arrays that its wrappers plan and run with.
+
+There is no plan and no workspace: a call reads its arrays on the device. The pages of sequence b are
+kv_indices[kv_indptr[b]] to kv_indices[kv_indptr[b + 1] - 1], and the last of them has kv_last_page_len[b] keys.
+"""
+
+import math
+from typing import Any
+
+from ..api import kvcache
+from .arguments import number, renamed
+
+NAMES = dict(
+    scale="sm_scale", softcap="logits_soft_cap", window="window_left", cu_seqlens_q="qo_indptr",
+    page_indptr="kv_indptr", page_indices="kv_indices", seqlens_k="kv_last_page_len", layout="kv_layout",
+)  # fmt: skip
+LAYOUTS = dict(NHD="bshd", HND="bhsd")
+
+
+def single_decode_with_kv_cache(
+    q: Any,
+    k: Any,
+    v: Any,
+    kv_layout: str = "NHD",
+    *,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """flashinfer.single_decode_with_kv_cache for arrays of any kind.
+
+    >>> o = single_decode_with_kv_cache(q, k, v)
+
+    q: (heads, head_dim); k, v: (keys, heads_kv, head_dim), or with kv_layout="HND" (heads_kv, keys, head_dim). The
+    result is (heads, head_dim). window_left: how many keys before the last one are seen; -1 = all. logits_soft_cap:
+    None or 0 = none. return_lse: return (o, lse), lse (heads,) in base 2, as FlashInfer has it.
+
+    pos_encoding_mode, use_tensor_cores and the scales of quantised caches are not taken.
+    """
+    layout, xp = _layout(kv_layout), _namespace(q)
+    lengths = xp.full((1,), k.shape[0 if layout == "bshd" else 1], dtype=xp.int32, device=_device(q))
+    single = q[None, None] if layout == "bshd" else q[None, :, None]
+    options = _options(window_left, logits_soft_cap, sm_scale)
+    found = _call(single, k[None], v[None], return_lse, seqlens_k=lengths, layout=layout, **options)
+    o, lse = found if return_lse else (found, found)
+    o = o[0, 0] if layout == "bshd" else o[0, :, 0]
+    return (o, _base_2(lse[0, :, 0])) if return_lse else o
+
+
+def batch_decode_with_paged_kv_cache(
+    q: Any,
+    paged_kv_cache: Any,
+    kv_indptr: Any,
+    kv_indices: Any,
+    kv_last_page_len: Any,
+    kv_layout: str = "NHD",
+    *,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    sinks: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """What BatchDecodeWithPagedKVCacheWrapper computes.
+
+    >>> o = batch_decode_with_paged_kv_cache(q, cache, kv_indptr, kv_indices, kv_last_page_len)
+
+    q: (batch, heads, head_dim); paged_kv_cache: (pages, 2, page, heads_kv, head_dim), or with kv_layout="HND" (pages,
+    2, heads_kv, page, head_dim), or a pair (k, v) without the dimension of 2. kv_indptr: int32 (batch + 1,);
+    kv_indices: int32; kv_last_page_len: int32 (batch,). A sequence may have no page here: it gives 0. All others: as
+    for single_decode_with_kv_cache. The result is (batch, heads, head_dim), and lse (batch, heads) in base 2.
+    """
+    (k, v), layout = _caches(paged_kv_cache), _layout(kv_layout)
+    rows = q[:, None] if layout == "bshd" else q[:, :, None]
+    found = _call(
+        rows, k, v, return_lse, **_pages(kv_indptr, kv_indices, kv_last_page_len, k, layout), sinks=sinks,
+        **_options(window_left, logits_soft_cap, sm_scale),
+    )  # fmt: skip
+    o, lse = found if return_lse else (found, found)
+    o = o[:, 0] if layout == "bshd" else o[:, :, 0]
+    return (o, _base_2(lse[:, :, 0])) if return_lse else o
+
+
+def batch_prefill_with_paged_kv_cache(
+    q: Any,
+    paged_kv_cache: Any,
+    qo_indptr: Any,
+    kv_indptr: Any,
+    kv_indices: Any,
+    kv_last_page_len: Any,
+    kv_layout: str = "NHD",
+    *,
+    causal: bool = False,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    sinks: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """What BatchPrefillWithPagedKVCacheWrapper computes: the keys of the queries are in the cache already.
+
+    >>> o = batch_prefill_with_paged_kv_cache(q, cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_len, causal=True)
+
+    q: (total, heads, head_dim); qo_indptr: int32 (batch + 1,), where each sequence's queries begin and end. All others:
+    as for batch_decode_with_paged_kv_cache. The result is (total, heads, head_dim), and lse (total, heads) in base 2.
+    custom_mask is not taken: `attention_kvcache` takes a mask_mod.
+    """
+    (k, v), layout = _caches(paged_kv_cache), _layout(kv_layout)
+    found = _call(
+        q, k, v, return_lse, cu_seqlens_q=qo_indptr, **_pages(kv_indptr, kv_indices, kv_last_page_len, k, layout),
+        causal=causal, sinks=sinks, **_options(window_left, logits_soft_cap, sm_scale),
+    )  # fmt: skip
+    return (found[0], _base_2(found[1].T)) if return_lse else found
+
+
+def _call(q: Any, k: Any, v: Any, return_lse: bool, **options: Any) -> Any:
+    try:
+        return kvcache.attention_kvcache(q, k, v, return_lse=return_lse, **options)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise renamed(error, NAMES)  # noqa: B904 - the same error
+
+
+def _namespace(x: Any) -> Any:
+    import array_api_compat
+
+    return array_api_compat.array_namespace(x)
+
+
+def _device(x: Any) -> Any:
+    import array_api_compat
+
+    return array_api_compat.device(x)
+
+
+def _base_2(lse: Any) -> Any:
+    return lse * (1 / math.log(2))
+
+
+def _layout(kv_layout: Any) -> str:
+    if not isinstance(kv_layout, str) or kv_layout not in LAYOUTS:
+        raise ValueError(f'kv_layout must be "NHD" or "HND", not {kv_layout!r}')
+    return LAYOUTS[kv_layout]
+
+
+def _caches(paged_kv_cache: Any) -> Any:
+    if isinstance(paged_kv_cache, tuple):
+        return paged_kv_cache
+    if len(paged_kv_cache.shape) != 5 or paged_kv_cache.shape[1] != 2:
+        raise ValueError(
+            f"paged_kv_cache must be (pages, 2, ...) of 5 dimensions, or a pair of 4, not {tuple(paged_kv_cache.shape)}"
+        )
+    return paged_kv_cache[:, 0], paged_kv_cache[:, 1]
+
+
+def _pages(kv_indptr: Any, kv_indices: Any, kv_last_page_len: Any, k: Any, layout: str) -> dict[str, Any]:
+    """Where keys are, as attention_kvcache takes it."""
+    xp, page = _namespace(kv_indptr), k.shape[1 if layout == "bshd" else 2]
+    count = kv_indptr[1:] - kv_indptr[:-1]
+    lengths = xp.where(count > 0, (count - 1) * page + kv_last_page_len, xp.zeros_like(count))
+    return dict(page_indptr=kv_indptr, page_indices=kv_indices, seqlens_k=lengths, layout=layout)
+
+
+def _options(window_left: int, logits_soft_cap: Any, sm_scale: Any) -> dict[str, Any]:
+    cap = None if logits_soft_cap is None else number("logits_soft_cap", logits_soft_cap)
+    return dict(
+        window=None if window_left < 0 else (window_left, None),
+        softcap=cap if cap else None,
+        scale=None if sm_scale is None else number("sm_scale", sm_scale),
+    )

@@ -1,0 +1,89 @@
+"""Configs of the kernels for caches: append (kernels/simt/append.py) and v2 over pages (kernels/simt/paged.py)."""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from ..abi import parameters as abi
+from .forward import LaunchFacts
+from .simt_forward import SimtConfig, V2Config
+
+
+@dataclass(frozen=True)
+class AppendConfig(LaunchFacts):
+    """All arrays are aux, in this order; pages: how a sequence's pages are found ("table", "csr",
+    "entries", or "own" of a contiguous cache)."""
+
+    dtype: str
+    arrays: tuple[tuple[str, str, int], ...]  # (name, dtype, dimensions)
+    pages: str
+    rotary_interleaved: bool = False
+    from_lengths: bool = True  # query 0 stands at the valid keys less the queries
+    threads: int = 128
+
+    kernel = "append"
+    module = "simt.append"
+    takes = abi.Parameters(
+        (),
+        (),
+        abi.words(
+            "batch rows row_step total_q new queries heads heads_kv head_dim head_dim_v page pages capacity q_offset"
+        ),
+    )
+
+    @property
+    def aux(self) -> tuple[tuple[str, int], ...]:
+        return tuple((dtype, dims) for _, dtype, dims in self.arrays)
+
+    @property
+    def at(self) -> dict[str, int]:
+        """The index of each array that there is."""
+        return {name: n for n, (name, _, _) in enumerate(self.arrays)}
+
+    def grid(self, problem: Any) -> int:
+        raise NotImplementedError  # its launch says it: a block for a row, and one for a sequence
+
+
+@dataclass(frozen=True)
+class PagedScores(V2Config):
+    """What the stages of a score are made from: v2 without states of tiles."""
+
+    reads_states = False
+
+
+@dataclass(frozen=True)
+class PagedConfig(SimtConfig):
+    """v2 whose keys lie in pages. Its first arrays of aux say where pages are: a table, or with csr the numbers of
+    pages and where each sequence's begin."""
+
+    pages: str = "table"
+
+    kernel = "paged"
+    module = "simt.paged"
+    takes = abi.forward("mask").plus(sizes="page pages")
+    reads_states = False
+
+    @staticmethod
+    def of(config: Any, pages: str) -> "PagedConfig":
+        return PagedConfig(**_fields_of_v2(config), pages=pages)
+
+    @property
+    def aux(self) -> tuple[tuple[str, int], ...]:
+        return (*page_arrays(self.pages), *self.scores.aux)
+
+    @functools.cached_property
+    def scores(self) -> PagedScores:
+        return PagedScores(**_fields_of_v2(self))
+
+    def own_sizes(self, problem: Any) -> dict[str, Any]:
+        return dict(page=max(problem.pages.size, 1), pages=problem.pages.total)
+
+
+def _fields_of_v2(config: Any) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(V2Config) if field.init}
+
+
+def page_arrays(pages: str) -> tuple[tuple[str, int], ...]:
+    """(dtype, dimensions) of the arrays that say where pages are."""
+    return dict(table=(("int32", 2),), csr=(("int32", 1), ("int32", 1)), entries=(("int32", 1),), own=())[pages]

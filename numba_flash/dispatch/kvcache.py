@@ -1,0 +1,164 @@
+"""The path of attention_kvcache() below its signature: read the arrays, plan, append, attend."""
+
+from typing import Any, NamedTuple
+
+from .. import arrays
+from ..arrays import Array
+from ..machine.target import Target
+from ..problem import kvcache as caches
+from ..problem.forward import check_one_place
+from ..problem.kvcache import Cache, CacheProblem
+from ..problem.memory import check_overlap
+from ..problem.options import ARRAY_NAMES, Operands, Options
+from ..select.rungs import RUNGS, check_request, choose, no_gpu
+from .call import alignment_of, caller_functions, read_options, seeds, store
+from .forward import AttentionOutput
+
+WHERE_ARRAYS = ("q", "k_cache", "v_cache")
+
+
+class CacheCall(NamedTuple):
+    """The arguments of attention_kvcache()."""
+
+    operands: tuple[Any, ...]  # q, k_cache, v_cache, out
+    cache: Cache
+    options: Options
+    return_lse: Any
+    stream: Any
+    kernel: Any
+
+
+class CachePlan(NamedTuple):
+    made: CacheProblem
+    target: Target
+    kernel: str
+    on_gpu: Any = None  # a kvcache_on_gpu.OnGpu
+
+
+_plans: dict[Any, CachePlan] = {}
+
+
+def run(call: CacheCall) -> Any:
+    given, cache, others, aux, plan = prepare(call)
+    made, q, like = plan.made, given[0], given[0]
+    p = made.problem
+    _, k, v, o, lse = given
+    written = (o, lse) if cache.k_new is None else (o, lse, k, v)  # what is the caller's
+    behind = list(aux)
+    if call.options.seed is not None or p.numbers:
+        behind = list(seeds().with_seed(behind, 0, p, call.options.seed))
+    if plan.on_gpu is not None:
+        from . import kvcache_on_gpu, kvcache_on_host
+
+        if plan.target.arrays_on_host:
+            kvcache_on_host.read(made, cache, others[-1])  # checks what the host can see
+        arrays.note_writing(*written)
+        return kvcache_on_gpu.run(call, plan, given, cache, others, behind)
+    if o is None:
+        o = arrays.empty(like, p.o_shape, p.dtype)
+    if lse is None and call.return_lse:
+        lse = arrays.empty(like, p.lse_shape, p.compute_dtype)
+    arrays.note_writing(*written)
+    operands = Operands(q, k, v, o, lse, *others)
+    from .kvcache_on_host import run as on_host
+
+    on_host(made, plan.kernel, operands, cache, behind)
+    o_given, lse_given = arrays.give(like, o), None if lse is None else arrays.give(like, lse)
+    return o_given if lse is None else AttentionOutput(o_given, lse_given)
+
+
+def prepare(call: CacheCall) -> tuple[Any, Cache, list[Array | None], list[Array | None], CachePlan]:
+    """Reads the arrays and looks up the plan. -> (q, k, v, o, lse), the cache's arrays, those of ARRAY_NAMES, aux."""
+    read = arrays.read
+    q, k, v = (read(name, x) for name, x in zip(WHERE_ARRAYS, call.operands, strict=False))
+    out, o, lse = call.operands[3], None, None
+    if out is not None:
+        pair = out if isinstance(out, tuple) else (out,)
+        if len(pair) != (2 if call.return_lse and isinstance(out, tuple) else 1):
+            raise ValueError("out must be one array, or with return_lse=True also a pair (o, lse)")
+        o = read("out", pair[0])
+        lse = read("the lse of out", pair[1]) if len(pair) == 2 else None
+    named = {name: read(name, x) for name in caches.ARRAYS if (x := getattr(call.cache, name)) is not None}
+    cache = call.cache._replace(**named)
+    options = call.options
+    offsets, q_offset = None, options.q_offset
+    if q_offset is not None and arrays.is_array(q_offset):
+        offsets, q_offset = read("q_offset", q_offset), None
+    others = [*(read_options(options.arrays) if options.arrays else (None,) * (len(ARRAY_NAMES) - 1)), offsets]
+    functions, aux = options.functions, []
+    if functions is not None:
+        functions, aux = caller_functions().read_functions(functions)
+    plan = _plan(call, (q, k, v, o, lse), cache, q_offset, others, functions, aux)
+    if o is not None:
+        inputs = [("q", q), ("k_cache", k), ("v_cache", v), *named.items()]
+        for written in (o, lse):
+            if written is not None:
+                check_overlap("out", written, inputs)
+    return (q, k, v, o, lse), cache, others, aux, plan
+
+
+def _plan(
+    call: CacheCall, operands: Any, cache: Cache, q_offset: Any, others: Any, functions: Any, aux: Any
+) -> CachePlan:
+    layout: Any = [None if x is None else x.layout for x in operands]
+    of_cache = Cache(*(x.layout if isinstance(x, Array) else x for x in cache))
+    of_others = tuple(None if x is None else x.layout for x in others)
+    of_aux = tuple(None if x is None else x.layout for x in aux)
+    q, k, v, *_ = operands
+    v_is_k = k.pointer == v.pointer and k.layout.strides == v.layout.strides and k.layout.unit == v.layout.unit
+    alignment = alignment_of(q.pointer | k.pointer | v.pointer)
+    options = call.options
+    numbers = options.numbers
+    key: Any = (
+        *layout, of_cache, of_others, of_aux, options.causal, options.window, q_offset, numbers, functions,
+        options.layout, call.return_lse, call.kernel, call.stream is not None, v_is_k, alignment,
+        tuple(map(type, (*numbers, q_offset, options.causal, call.return_lse, cache.rotary_interleaved))),
+    )  # fmt: skip
+    try:
+        found = _plans.get(key)
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        found, key = None, None
+    if found is not None:
+        return found
+    *own, offsets = of_others
+    with_layouts = options._replace(
+        q_offset=q_offset if offsets is None else offsets,
+        arrays=tuple(own),
+        functions=None if functions is None else (*functions, of_aux),
+    )
+    if of_aux or any(own):
+        check_one_place({"q": layout[0]} | {name: x for name, x in zip(ARRAY_NAMES, of_others, strict=True) if x})
+    made = caches.problem_of(layout, of_cache, with_layouts, call.return_lse, alignment, v_is_k)
+    target = Target.of(layout[0].device)
+    check_request(call.kernel, target, layout[0].family, call.stream is not None)
+    contiguous = (
+        of_cache.page_table is of_cache.page_indices is of_cache.cache_batch_idx is of_cache.cu_seqlens_q is None
+    )
+    kernel = _kernel(target, call.kernel, contiguous)
+    found = CachePlan(made, target, kernel)
+    if kernel not in RUNGS or not RUNGS[kernel].on_host:
+        from .kvcache_on_gpu import make
+
+        found = found._replace(on_gpu=make(made, layout[:3], of_cache, of_others, target))
+    if key is not None:
+        store(_plans, key, found)
+    return found
+
+
+def _kernel(target: Target, kernel: str, contiguous: bool) -> str:
+    """The rung; of a contiguous cache on a GPU what was asked for, of which `attention` takes the best."""
+
+    def refusal(name: str) -> str | None:
+        rung = RUNGS[name]
+        if rung.on_host:
+            return None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
+        if target.cc is None:
+            return no_gpu(target)
+        if target.arrays_on_host and not target.simulated:
+            return "the caches are in host memory, and are not copied to the GPU"
+        return None if contiguous or name == "v2" else "it reads no pages; v2 does"
+
+    name = choose(kernel, target, refusal, first="" if contiguous else "v2")[0]
+    return name if RUNGS[name].on_host or not contiguous else kernel

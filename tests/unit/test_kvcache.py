@@ -1,0 +1,222 @@
+"""Caches on the oracle and on the CPU rung, what a caller may get wrong, and the signatures of other libraries."""
+
+import math
+
+import numpy as np
+import pytest
+from contracts import forward, kvcache, suite
+
+import numba_flash
+from numba_flash import testing
+from numba_flash.compat import flash_attn, flashinfer
+from numba_flash.machine import threads
+
+TestKvcache = suite(kvcache)
+CPU = forward.Rung("cpu")
+
+Q = np.zeros((2, 4, 1, 8), np.float32)
+CACHE = np.zeros((2, 2, 10, 8), np.float32)
+PAGES = np.zeros((6, 2, 4, 8), np.float32)
+NEW = np.zeros((2, 2, 1, 8), np.float32)
+LENGTHS = np.array([3, 9], np.int32)
+TABLE = np.array([[0, 1, 2], [3, 4, 5]], np.int32)
+COS = np.zeros((10, 4), np.float32)
+PAGED = dict(k_cache=PAGES, v_cache=PAGES, page_table=TABLE)
+ROTARY = dict(rotary_cos=COS, rotary_sin=COS, rotary_interleaved=False)
+APPENDED = dict(k_new=NEW, v_new=NEW)
+
+
+def called(q=Q, k_cache=CACHE, v_cache=CACHE, seqlens_k=LENGTHS, kernel="reference", **options):
+    copies = {name: x.copy() for name, x in (("k_cache", k_cache), ("v_cache", v_cache))}
+    return numba_flash.attention_kvcache(q, **copies, seqlens_k=seqlens_k, kernel=kernel, **options)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (dict(seqlens_k=None), TypeError, "seqlens_k must be an int32 array"),
+        (dict(seqlens_k=LENGTHS.astype(np.int64)), TypeError, "seqlens_k must be int32, not int64; .*astype"),
+        (dict(seqlens_k=LENGTHS[:1]), ValueError, r"seqlens_k must have shape \(batch,\) = \(2,\), not \(1,\)"),
+        (dict(seqlens_k=np.array([3, 11], np.int32)), ValueError, r"seqlens_k must lie in 0 to the room .*\[10, 10\]"),
+        (dict(seqlens_k=np.array([-2, 1], np.int32)), ValueError, r"or be -1, a row of padding, not \[-2, 1\]"),
+        (APPENDED | dict(seqlens_k=np.array([10, 1], np.int32)), ValueError, r"\[9, 9\]"),
+        (dict(k_cache=CACHE.astype(np.float64)), TypeError, "k_cache must be float32 like q, not float64"),
+        (dict(k_cache=CACHE[..., :7]), ValueError, "head_dim of q and k_cache must be the same, not 8 and 7"),
+        (dict(v_cache=CACHE[:, :1]), ValueError, "k_cache and v_cache must have one shape but for head_dim"),
+        (dict(k_cache=PAGES, v_cache=PAGES), ValueError, "k_cache has 6 batch entries and q 2: .*cache_batch_idx"),
+        (dict(q=Q[0]), ValueError, r"q must have 4 dimensions \(batch, heads, seqlen, head_dim\)"),
+        (PAGED | dict(page_table=TABLE[:1]), ValueError, r"page_table must have shape \(batch, pages of a sequence\)"),
+        (PAGED | dict(page_table=TABLE.astype(np.int64)), TypeError, "page_table must be int32, not int64"),
+        (PAGED | dict(page_table=TABLE - 1), ValueError, r"the pages of sequence 0, keys 0 to 2, .*0 to 5, not \[-1\]"),
+        (PAGED | dict(page_table=TABLE + 1), ValueError, r"the pages of sequence 1, keys 0 to 8, .*\[4, 5, 6\]"),
+        (PAGED | dict(page_indptr=LENGTHS), TypeError, "page_indptr and page_indices belong together"),
+        (PAGED | dict(cache_batch_idx=LENGTHS), ValueError, "page_table and cache_batch_idx both say"),
+        (dict(cache_batch_idx=np.array([0, 2], np.int32)), ValueError, "the pages of sequence 1"),
+        (dict(k_new=NEW), TypeError, "k_new was given without v_new"),
+        (dict(v_new=NEW), TypeError, "v_new was given without k_new"),
+        (dict(k_new=NEW[:1], v_new=NEW[:1]), ValueError, r"k_new must have shape \(2, 2, 1, 8\), not \(1, 2, 1, 8\)"),
+        (APPENDED | dict(slots=np.zeros((2, 1), np.float32)), TypeError, "slots must be int32 or int64, not float32"),
+        (APPENDED | dict(slots=np.full((2, 1), 20)), ValueError, "slots must lie below 20"),
+        (ROTARY | dict(rotary_sin=None), TypeError, "rotary_cos and rotary_sin belong together"),
+        (ROTARY | dict(rotary_interleaved=None), TypeError, "rotary_interleaved must be True .*libraries differ"),
+        (dict(rotary_interleaved=True), TypeError, "rotary_interleaved was given without"),
+        (ROTARY | dict(rotary_cos=COS[:8], rotary_sin=COS[:8]), ValueError, "has 8 positions, and position 8 is asked"),
+        (ROTARY | dict(rotary_cos=np.zeros((9, 5), np.float32)), ValueError, "must be alike"),
+        (dict(max_seqlen_q=4), ValueError, "max_seqlen_q is a bound of the lengths in cu_seqlens_q"),
+        (dict(layout="shbd"), ValueError, 'layout must be "bhsd" or "bshd"'),
+        (dict(out=Q), ValueError, "out shares memory with q"),
+        (dict(kernel="mma", page_table=TABLE, k_cache=PAGES, v_cache=PAGES), NotImplementedError, "cannot run"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_wrong_is_said(wrong, error, message):
+    with pytest.raises(error, match=message):
+        called(**wrong)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+def test_out_is_written(kernel):
+    cached = kvcache.lay(kvcache.problem(CPU, (7, 12)), page=4)
+    expected = cached.run(forward.Rung(kernel))
+    given = np.full_like(expected[0], np.nan), np.full_like(expected[1], np.nan)
+    o, lse = numba_flash.attention_kvcache(**cached.given, out=given, return_lse=True, kernel=kernel)
+    assert o is given[0] and lse is given[1]
+    assert np.array_equal(o, expected[0]) and np.array_equal(lse, expected[1])
+    alone = np.full_like(o, np.nan)
+    assert numba_flash.attention_kvcache(**cached.given, out=alone, kernel=kernel) is alone
+    assert np.array_equal(alone, o)
+
+
+def test_a_cache_that_cannot_be_written_is_refused():
+    cache = CACHE.copy()
+    cache.flags.writeable = False
+    with pytest.raises(ValueError, match="k_cache is read-only"):
+        numba_flash.attention_kvcache(Q, cache, cache, seqlens_k=LENGTHS, **APPENDED)
+
+
+def test_pages_farther_apart_than_32_bits_can_say(tmp_path):
+    """Of a pool of 2^32 elements two pages are used: in a file that has no other blocks."""
+    generator, apart = np.random.default_rng(0), 2**31 + 64
+    pool = np.memmap(tmp_path / "pool", np.float16, "w+", shape=(2 * apart,))
+    strides = (2 * apart, 2 * 64, 2 * 8, 2)
+    pages = np.lib.stride_tricks.as_strided(pool, (2, 1, 8, 8), strides)
+    small = generator.standard_normal((2, 1, 8, 8)).astype(np.float16)
+    pages[:, :, :7] = small[:, :, :7]
+    q = generator.standard_normal((1, 2, 1, 8)).astype(np.float16)
+    rest = dict(page_table=np.array([[0, 1]], np.int32), k_new=small[1:, :, 7:], v_new=small[1:, :, 7:])
+    pages[0, :, 7] = small[0, :, 7]
+    rest["seqlens_k"] = np.array([15], np.int32)
+    for kernel in ("reference", "cpu"):
+        pages[1, :, 7] = 0
+        o = numba_flash.attention_kvcache(q, pages, pages, kernel=kernel, **rest)
+        assert np.array_equal(pages, small)
+        copy = small.copy()
+        assert np.array_equal(o, numba_flash.attention_kvcache(q, copy, copy, kernel=kernel, **rest))
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 8, 70])
+def test_the_number_of_threads_changes_no_bits(seqlen_q, monkeypatch):
+    cached = kvcache.lay(kvcache.problem(CPU, (4000, 9, 1300), seqlen_q, causal=True), page=16)
+    found = []
+    for count in (1, 2):
+        monkeypatch.setattr(threads, "count", lambda count=count: count)
+        found.append(cached.run(CPU)[:2])
+    assert all(map(np.array_equal, *found))
+
+
+def test_the_tree_of_leaves():
+    """A row's sums are joined in the order of a tree over leaves of 256 keys, whatever a task's share of them is."""
+    values = np.ones((1, 1, 4096, 1), np.float32)
+    values[0, 0, :, 0] = np.random.default_rng(0).standard_normal(4096)
+    q, k = np.zeros((1, 1, 1, 1), np.float32), np.zeros((1, 1, 4096, 1), np.float32)
+    o = numba_flash.attention(q, k, values, kernel="cpu")
+    sums = []
+    for leaf in values[0, 0, :, 0].reshape(16, 256):
+        total = np.float32(0)
+        for x in leaf:
+            total = np.float32(total + x)
+        sums.append(total)
+    while len(sums) > 1:
+        sums = [np.float32(one + other) for one, other in zip(sums[::2], sums[1::2], strict=True)]
+    assert o[0, 0, 0, 0] == np.float32(sums[0] * np.float32(1 / np.float32(4096)))
+
+
+# The signatures of other libraries.
+
+
+def paged(lengths=(7, 12), heads=4, heads_kv=2, seqlen_q=1, new=0):
+    """Pages as "NHD" has them, and what attention() gives."""
+    rung = CPU
+    case = kvcache.problem(rung, lengths, seqlen_q, heads, heads_kv, causal=True)
+    given = kvcache.lay(case, "csr", form="nhd", page=4, new=new).given
+    given = {name: x.swapaxes(1, 2) if x.ndim == 4 else x for name, x in given.items() if isinstance(x, np.ndarray)}
+    return case, given, *testing.oracle(case)
+
+
+def near(found, expected):
+    return np.allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_flashinfer_decodes_over_pages():
+    case, given, o, lse = paged()
+    last = (given["seqlens_k"] - 1) % 4 + 1
+    where = given["page_indptr"], given["page_indices"], last.astype(np.int32)
+    q, (k, v) = given["q"][:, 0], (given["k_cache"], given["v_cache"])
+    found, found_lse = flashinfer.batch_decode_with_paged_kv_cache(q, (k, v), *where, return_lse=True)
+    assert near(found, o[:, :, 0]) and near(found_lse * math.log(2), lse[:, :, 0])
+    both = np.stack([k, v], 1)
+    assert np.array_equal(flashinfer.batch_decode_with_paged_kv_cache(q, both, *where), found)
+    hnd = both.swapaxes(2, 3)
+    assert np.array_equal(flashinfer.batch_decode_with_paged_kv_cache(q, hnd, *where, "HND"), found)
+    one = flashinfer.single_decode_with_kv_cache(q[1], case.k[1].swapaxes(0, 1), case.v[1].swapaxes(0, 1))
+    assert np.array_equal(one, found[1])
+    with pytest.raises(ValueError, match='kv_layout must be "NHD" or "HND"'):
+        flashinfer.single_decode_with_kv_cache(q[0], k[0], v[0], "DHN")
+    with pytest.raises(TypeError, match="kv_indices must be int32"):
+        flashinfer.batch_decode_with_paged_kv_cache(q, (k, v), where[0], where[1].astype(np.int64), where[2])
+
+
+def test_flashinfer_prefills_over_pages():
+    case, given, o, lse = paged((7, 12), seqlen_q=3)
+    last = ((given["seqlens_k"] - 1) % 4 + 1).astype(np.int32)
+    q = given["q"].reshape(6, 4, 16)
+    found, found_lse = flashinfer.batch_prefill_with_paged_kv_cache(
+        q, (given["k_cache"], given["v_cache"]), np.array([0, 3, 6], np.int32), given["page_indptr"],
+        given["page_indices"], last, causal=True, return_lse=True,
+    )  # fmt: skip
+    assert near(found.reshape(2, 3, 4, 16).swapaxes(1, 2), o)
+    assert near(found_lse.reshape(2, 3, 4).swapaxes(1, 2) * math.log(2), lse)
+
+
+@pytest.mark.parametrize("new", [0, 1, 3])
+def test_flash_attn_with_kvcache(new):
+    case = kvcache.problem(CPU, (7, 12), max(new, 1), causal=True)
+    given = {n: x for n, x in kvcache.lay(case, "table", page=4, new=new).given.items() if isinstance(x, np.ndarray)}
+    o, lse = testing.oracle(case)
+    named = {name: given.get(name).swapaxes(1, 2) if new else None for name in ("k_new", "v_new")}
+    arrays = [given[name].swapaxes(1, 2) for name in ("q", "k_cache", "v_cache")]
+    found, found_lse = flash_attn.flash_attn_with_kvcache(
+        *arrays, named["k_new"], named["v_new"], cache_seqlens=given["seqlens_k"], block_table=given["page_table"],
+        causal=True, return_softmax_lse=True,
+    )  # fmt: skip
+    assert near(found.swapaxes(1, 2), o) and near(found_lse, lse)
+
+
+def test_flash_attn_with_kvcache_and_its_other_arguments():
+    case = kvcache.problem(CPU, (9, 9))
+    q, k, v = (x.swapaxes(1, 2) for x in (case.q, case.k, case.v))
+    call = flash_attn.flash_attn_with_kvcache
+    assert near(call(q, k, v).swapaxes(1, 2), testing.oracle(case)[0])
+    assert np.array_equal(call(q, k, v, cache_seqlens=9), call(q, k, v))
+    whole = call(q[:, :], k[:, 2:], v[:, 2:])
+    assert near(call(q, k, v, cache_leftpad=np.array([2, 2], np.int32)), whole)
+    index = np.array([1, 0], np.int32)
+    assert np.array_equal(call(q, k[index], v[index], cache_batch_idx=index), call(q, k, v))
+    with pytest.raises(TypeError, match="cache_seqlens must be given with k and v"):
+        call(q, k.copy(), v.copy(), k[:, :1], v[:, :1])
+    with pytest.raises(TypeError, match="cache_seqlens must be int32"):
+        call(q, k, v, cache_seqlens=np.array([9, 9]))
+    two = np.concatenate([q, q], 1)
+    cos = np.ones((20, 8), np.float32)
+    with pytest.raises(NotImplementedError, match="rotary_cos with 2 queries and 2 new keys, causal=False"):
+        call(two, k.copy(), v.copy(), k[:, :2], v[:, :2], cos, cos, cache_seqlens=5)
