@@ -96,7 +96,7 @@ assert broken == 12
 
 # %% [markdown]
 # Any common factor of `l` and `O` is divided out at the end. So a maximum that is slightly too large changes only the
-# rounding. Lazy rescaling rests on this (`docs/algorithm.md`, equation 20):
+# rounding. Lazy rescaling rests on this (`docs/tensor_cores.md`, equation 20):
 
 # %%
 with edited(v2, "m_new = max(max_tmp, m)", "m_new = max(max_tmp + compute(0.5), m)"):

@@ -8,7 +8,7 @@ from matplotlib.patches import Rectangle
 from .scene import SENTENCE, TILE, Scene
 
 BLUE, ORANGE, GREY = "#1f5fa8", "#d9772b", "#9a9a9a"
-COLOURS = BLUE, ORANGE, "#2e7d4f"  # of the components of o that are drawn; all of them would be a thicket
+SHADES = BLUE, ORANGE, "#2e7d4f"  # of the components of o that are drawn; all of them would be a thicket
 
 
 def save_picture(scene: Scene, path: str) -> None:
@@ -81,11 +81,11 @@ def draw_l(axes: Axes, scene: Scene) -> None:
 def draw_o(axes: Axes, scene: Scene) -> None:
     axes.set_title("o = alpha * o + exp(s - m) @ v; drawn: the numbers of o / l that move most")
     running = np.array([step.o / step.l for step in scene.steps])  # (tiles, head_dim)
-    shown = np.argsort(-np.ptp(running, 0))[: len(COLOURS)]
+    shown = np.argsort(-np.ptp(running, 0))[: len(SHADES)]
     end = len(scene.tokens) - 0.7
-    for component, colour in zip(shown, COLOURS, strict=True):
-        axes.plot(middles(scene), running[:, component], "o-", color=colour, lw=1.2, ms=4, label=f"o[{component}] / l")
-        axes.plot(end, scene.o[component], "D", color=colour, ms=7)
+    for component, shade in zip(shown, SHADES, strict=True):
+        axes.plot(middles(scene), running[:, component], "o-", color=shade, lw=1.2, ms=4, label=f"o[{component}] / l")
+        axes.plot(end, scene.o[component], "D", color=shade, ms=7)
     axes.plot([], [], "D", color=GREY, ms=7, label="numba_flash.attention")
     axes.set_ylabel("o / l")
     axes.set_xticks(middles(scene), [f"after tile {i + 1}" for i in range(len(scene.steps))])

@@ -1,9 +1,11 @@
 """Look into a kernel while it runs, without editing it: in Numba's simulator, where a GPU thread is a Python thread.
 
 `stop_at` opens Python's debugger at a line. `trace` asks nobody and returns what one row saw of every tile of keys.
+`worked_example` is a problem of four keys that can be followed by hand.
 """
 
 from .stop import stop_at
 from .trace import Tile, Trace, trace
+from .worked_example import worked_example
 
-__all__ = ["Tile", "Trace", "stop_at", "trace"]
+__all__ = ["Tile", "Trace", "stop_at", "trace", "worked_example"]

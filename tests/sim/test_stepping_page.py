@@ -11,7 +11,7 @@ import pytest
 from numba_flash import debug
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "stepping.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "stepping.md", ROOT / "docs" / "algorithm.md"]
 SESSION = re.compile(r"^```text\n\$ \S*python scripts/step (\w+) \"(.*?)\" (.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # | `kernel` | `line` | thread | ...
 STOP = re.compile(r"^\| `(\w+)` \| `([^`]+)` \| (\d+) \|", re.MULTILINE)
@@ -57,3 +57,24 @@ def test_the_trace_is_what_happens():
     q, k, v = (rng.standard_normal((1, 1, 24, 4), dtype=np.float32) for _ in range(3))
     shown = re.search(r"^```text\n(kernel 'v2': .*?)^```$", (ROOT / "docs" / "stepping.md").read_text(), re.M | re.S)[1]
     assert repr(debug.trace(q, k, v, causal=True, row=22)).startswith(shown)
+
+
+def test_the_worked_example_has_the_same_numbers_everywhere():
+    """In the table, in the sentences below it, in the trace, and by equation 1. The drawing has the same problem."""
+    page = (ROOT / "docs" / "algorithm.md").read_text()
+    table = page.partition("<!-- worked example -->")[2].partition("<!-- end -->")[0]
+    lines = [[cell.strip() for cell in line.split("|")[-3:-1]] for line in table.splitlines()[3:]]
+    seen = debug.trace(**debug.worked_example(), row=0)
+    values = debug.worked_example()["v"].ravel()
+    for at, tile in enumerate(seen.tiles):
+        sees = np.isfinite(tile.S)
+        s, p, v = tile.S[sees], tile.P[sees], values[tile.keys.start : tile.keys.stop][sees]
+        expected = [s, v, tile.m, tile.alpha, p, p.sum(), tile.l, p @ v, tile.O[0]]
+        shown = [[float(x) for x in line[at].split(",")] for line in lines if line[at]]
+        assert len(shown) == len(expected)
+        for one, other in zip(shown, expected, strict=True):
+            np.testing.assert_allclose(one, np.atleast_1d(other), atol=5.1e-5)
+    s, v = np.array([1.0, 2, 4, 3]), np.array([1.0, 2, 3, 4])
+    assert f"{np.exp(s) @ v / np.exp(s).sum():.4f}, and that is what equation 1 gives" in page
+    assert f"4 + log 1.5530 = {np.log(np.exp(s).sum()):.4f}" in page
+    assert repr(seen).startswith(re.search(r"^```text\n(kernel 'v2': 1 queries.*?)^```$", page, re.M | re.S)[1])
