@@ -1,6 +1,8 @@
 """The sessions that README and docs/stepping.md show happen as they are shown, and the stops that they name exist."""
 
+import importlib
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +51,33 @@ def test_the_stops_of_the_page_are_one_line_each(kernel, line, thread):
 def test_the_pages_name_stops():
     kernels = [kernel for kernel, _, _ in STOPS]
     assert {"v1", "mma", "wgmma"} <= set(kernels) and kernels.count("wgmma") == kernels.count("mma") == 2
+
+
+def without_who(text):
+    """Which thread comes first differs from run to run."""
+    return re.sub(r"thread \d+( \(warp \d+, lane \d+\))?|0x[0-9a-f]+", "_", text)
+
+
+def test_the_race_of_readme_is_what_happens(monkeypatch, capsys):
+    """Without the barrier that README deletes, scripts/step prints what README shows."""
+    page = (ROOT / "README.md").read_text()
+    file, barrier = re.search(r"In `numba_flash/(\S+)` delete the barrier `(.*?)`", page).groups()
+    kernel, shown = re.search(r"^```text\n\$ \S*python scripts/step (\w+)\n(.*?)^```$", page, re.M | re.S).groups()
+    text, module = (
+        (ROOT / "numba_flash" / file).read_text(),
+        importlib.import_module(f"numba_flash.kernels.{kernel}.forward"),
+    )
+    assert kernel == Path(file).parent.name and text.count(barrier) == 1
+    broken = "".join(line for line in text.splitlines(keepends=True) if barrier not in line)
+    names = dict(module.__dict__)
+    exec(compile(broken, module.__file__, "exec"), names)
+    monkeypatch.setattr(module, "make", names["make"])
+    monkeypatch.setattr(sys, "argv", ["step", kernel])
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    assert runpy.run_path(str(ROOT / "scripts" / "step"))["main"]() == 1
+    said = capsys.readouterr().out.replace(f"{ROOT}/", "")
+    for line in shown.splitlines():
+        assert without_who(line.removesuffix(" ...")) in without_who(said), said
 
 
 def test_the_trace_is_what_happens():
