@@ -18,7 +18,7 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--host-resolver-rules=MAP * ~NOTFOUND",
 )  # fmt: skip
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the standard's name for a reference
-RIGHT, HOME = "\ue014", "\ue011"  # keys
+LEFT, RIGHT, HOME = "\ue012", "\ue014", "\ue011"  # keys
 
 
 def chromium():
@@ -83,6 +83,11 @@ class Page:
     def run(self, script, *arguments):
         """The value of a JavaScript expression."""
         return self.call("POST", "/execute/sync", {"script": f"return {script}", "args": arguments})
+
+    def dark(self, on):
+        """Whether the reader's system prefers dark pages."""
+        wanted = {"features": [{"name": "prefers-color-scheme", "value": "dark" if on else "light"}]}
+        self.call("POST", "/goog/cdp/execute", {"cmd": "Emulation.setEmulatedMedia", "params": wanted})
 
     def screenshot(self):
         """What the window shows, as a PNG."""
