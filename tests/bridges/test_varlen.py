@@ -94,8 +94,8 @@ def test_jax_arrays():
 
 
 def test_from_padded_to_packed_and_back():
-    from numba_flash.compat.bert_padding import pad_input, unpad_input
     from numba_flash.compat.flash_attn import flash_attn_varlen_qkvpacked_func
+    from numba_flash.compat.flash_attn.bert_padding import pad_input, unpad_input
 
     torch.manual_seed(0)
     x = torch.randn(3, 7, 3, 2, 8, requires_grad=True)

@@ -1,11 +1,11 @@
-"""The signature of flash-attn 2.8."""
+"""The signatures of flash-attn 2.8's functions."""
 
 from typing import Any
 
-from ..api import forward as api
-from ..api import varlen
-from ..problem.forward import check_bool
-from .arguments import number, probability, refuse_nested, refuse_pages, renamed, window_sides
+from ...api import forward as api
+from ...api import varlen
+from ...problem.forward import check_bool
+from ..arguments import number, probability, refuse_nested, refuse_pages, renamed, window_sides
 
 UNBOUNDED = (-1, -1)
 # Defaults are whole numbers for the reason that bridges/torch.py gives at NO_DROPOUT.
@@ -66,6 +66,20 @@ def flash_attn_func(
     except (TypeError, ValueError, NotImplementedError) as error:
         raise renamed(error, NAMES)  # noqa: B904 - the same error
     return (*found, None) if return_attn_probs else found
+
+
+def flash_attn_kvpacked_func(q: Any, kv: Any, *others: Any, **named: Any) -> Any:
+    """flash_attn.flash_attn_kvpacked_func: kv is (batch, seqlen_k, 2, heads_kv, head_dim). All others: as for
+    flash_attn_func."""
+    _check_packed("kv", kv, "(batch, seqlen_k, 2, heads_kv, head_dim)")
+    return flash_attn_func(q, kv[:, :, 0], kv[:, :, 1], *others, **named)
+
+
+def flash_attn_qkvpacked_func(qkv: Any, *others: Any, **named: Any) -> Any:
+    """flash_attn.flash_attn_qkvpacked_func: qkv is (batch, seqlen, 3, heads, head_dim). All others: as for
+    flash_attn_func."""
+    _check_packed("qkv", qkv, "(batch, seqlen, 3, heads, head_dim)")
+    return flash_attn_func(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], *others, **named)
 
 
 def flash_attn_varlen_func(
@@ -135,7 +149,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """flash_attn.flash_attn_varlen_kvpacked_func: kv is (total_k, 2, heads_kv, head_dim). All others: as for
     flash_attn_varlen_func."""
-    _check_packed("kv", kv, 2)
+    _check_packed("kv", kv, "(total_k, 2, heads_kv, head_dim)")
     ends = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     return flash_attn_varlen_func(q, kv[:, 0], kv[:, 1], *ends, *others, **named)
 
@@ -143,15 +157,15 @@ def flash_attn_varlen_kvpacked_func(
 def flash_attn_varlen_qkvpacked_func(qkv: Any, cu_seqlens: Any, max_seqlen: int, *others: Any, **named: Any) -> Any:
     """flash_attn.flash_attn_varlen_qkvpacked_func: qkv is (total, 3, heads, head_dim). All others: as for
     flash_attn_varlen_func."""
-    _check_packed("qkv", qkv, 3)
+    _check_packed("qkv", qkv, "(total, 3, heads, head_dim)")
     ends = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     return flash_attn_varlen_func(qkv[:, 0], qkv[:, 1], qkv[:, 2], *ends, *others, **named)
 
 
-def _check_packed(name: str, array: Any, count: int) -> None:
-    shape = tuple(array.shape)
-    if len(shape) != 4 or shape[1] != count:
-        raise ValueError(f"{name} must have shape (total, {count}, heads, head_dim), not {shape}")
+def _check_packed(name: str, array: Any, wanted: str) -> None:
+    shape, names = tuple(array.shape), wanted.strip("()").split(", ")
+    if len(shape) != len(names) or any(n.isdigit() and int(n) != size for n, size in zip(names, shape, strict=True)):
+        raise ValueError(f"{name} must have shape {wanted}, not {shape}")
 
 
 def _dropout(dropout_p: float, q: Any) -> dict[str, Any]:
@@ -163,7 +177,7 @@ def _dropout(dropout_p: float, q: Any) -> dict[str, Any]:
             f"dropout_p of {dropout_p} needs a seed, and this signature has none: for torch tensors it is drawn from "
             "torch's generator; for other arrays call numba_flash.attention with dropout_p= and seed="
         )
-    from .torch_settings import drawn_seed
+    from ..torch_settings import drawn_seed
 
     return dict(dropout_p=dropout_p, seed=drawn_seed())
 

@@ -1,4 +1,4 @@
-"""unpad_input and pad_input with the signatures of flash-attn: between padded and packed sequences."""
+"""flash-attn's functions between padded and packed sequences."""
 
 from typing import Any
 
@@ -32,5 +32,14 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     """pad_input of flash-attn, the other way round: (batch, seqlen, ...), with 0 where nothing was kept.
 
     hidden_states: (total, ...). indices: what unpad_input gave."""
-    padded = hidden_states.new_zeros((batch * seqlen, *hidden_states.shape[1:]))
-    return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+
+
+def index_first_axis(hidden_states: Tensor, indices: Tensor) -> Tensor:
+    """index_first_axis of flash-attn: the rows (total, ...) with these places. indices: int64."""
+    return hidden_states[indices]
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """index_put_first_axis of flash-attn: values (total, ...) at these places of first_axis_dim rows, 0 elsewhere."""
+    return values.new_zeros((first_axis_dim, *values.shape[1:])).index_copy(0, indices, values)

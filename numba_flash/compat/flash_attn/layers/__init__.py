@@ -1,0 +1,1 @@
+"""Layers of torch with the names of flash-attn."""

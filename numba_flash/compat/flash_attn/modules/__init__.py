@@ -1,0 +1,1 @@
+"""Modules of torch with the names and weights of flash-attn."""
