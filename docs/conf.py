@@ -24,7 +24,10 @@ myst_heading_anchors = 3
 # The examples are scripts that are notebooks, too: "# %%" begins a cell. They are run while the pages are built, and an
 # exception in one fails the build.
 shutil.copytree(
-    ROOT / "examples", ROOT / "docs" / "examples", ignore=shutil.ignore_patterns("demo"), dirs_exist_ok=True
+    ROOT / "examples",
+    ROOT / "docs" / "examples",
+    ignore=shutil.ignore_patterns("demo", "distributed"),
+    dirs_exist_ok=True,
 )
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
 nb_execution_mode = "cache"

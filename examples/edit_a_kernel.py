@@ -85,8 +85,8 @@ print("as it is:", wrong_cases(), "of 12 are wrong")
 assert wrong_cases() == 0
 
 # %% [markdown]
-# Without `alpha` (line 14 of listing 5), the sum of the earlier tiles is not rescaled. Every problem with several tiles
-# of keys notices:
+# Without `alpha` (`docs/first_kernels.md`, listing 5, line 14), the sum of the earlier tiles is not rescaled. Every
+# problem with several tiles of keys notices:
 
 # %%
 with edited(v2, "alpha = math.exp(m - m_new)", "alpha = compute(1)"):

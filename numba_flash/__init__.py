@@ -28,15 +28,15 @@ _PUBLIC = {
     "softmax": "api.softmax",
     "warmup": "api.forward",
 }
-_MODULES = ("reference", "testing", "debug", "mods")
+_MODULES = ("reference", "testing", "debug", "mods", "distributed")
 __all__ = [
     "AttentionGradients", "AttentionOutput", "BlockMask", "attention", "attention_backward", "attention_varlen",
-    "attention_varlen_backward", "block_mask", "debug", "explain", "explain_backward", "merge", "mods", "reference",
-    "softmax", "testing", "warmup",
+    "attention_varlen_backward", "block_mask", "debug", "distributed", "explain", "explain_backward", "merge", "mods",
+    "reference", "softmax", "testing", "warmup",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from . import debug, mods, reference, testing
+    from . import debug, distributed, mods, reference, testing
     from .api.backward import AttentionGradients as AttentionGradients
     from .api.backward import attention_backward as attention_backward
     from .api.block_mask import BlockMask as BlockMask

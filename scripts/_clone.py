@@ -14,9 +14,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # script: (what it imports, the extras of setup.cfg that bring it)
 NEEDS = {
-    "step": (("numpy", "numba"), "test"),
+    **dict.fromkeys(("exercise", "step"), (("numpy", "numba"), "test")),
     "bench_cpu": (("numpy", "numba", "torch"), "torch"),
     "sweep_transformers": (("numba", "torch", "transformers"), "torch,hf,test"),
+    "bench_context_parallel": (("numba", "torch"), "torch"),
     "bench_models": (("numba_cuda", "torch"), "cu13,torch"),
     "bench_host": (("numpy", "numba"), "test"),  # and what it measures: it asks for that itself
     **dict.fromkeys(("gpu_check", "bench_simt", "tune"), (("numpy", "numba_cuda", "cupy"), "cu13,test")),

@@ -54,23 +54,16 @@ def operation(tensors: tuple[Any, ...], call: StaticCall) -> tuple[Tensor, Tenso
     """Calls torch's dispatcher, so that tracers see one operation. That costs 75 us."""
     if call.options.functions is not None:
         raise NotImplementedError(recording.NO_FUNCTIONS)
+    if any(type(x).__name__ == "DTensor" for x in tensors):
+        from .torch_sharding import attend  # which loads torch.distributed.tensor
+
+        return attend(operation, tensors, call)
     for name, x in zip(ARRAYS, tensors, strict=True):
         if not isinstance(x, Tensor) and (x is not None or name in ("q", "k", "v")):
             raise TypeError(f"all arrays must be of one kind, but {name} is {type(x).__name__} beside torch tensors")
     if not torch.compiler.is_compiling():
         _give_formulas()
-        _refuse_distributed(tensors)
     return forward(*schema_arguments(tensors, call))
-
-
-def _refuse_distributed(tensors: tuple[Any, ...]) -> None:
-    for name, x in zip(ARRAYS, tensors, strict=True):
-        if type(x).__name__ == "DTensor":
-            raise NotImplementedError(
-                f"{name} is a DTensor, for which attention has no sharding rule. Call it for the tensors of each "
-                "device, as torch.distributed.tensor.experimental.local_map does: q, k, v and o may be replicated, or "
-                "sharded over the batch or over the heads"
-            )
 
 
 def gradients_operation(

@@ -34,7 +34,7 @@ def make_of(kernel: Any, who: str) -> types.CodeType | Code:
         function = getattr(kernel, "fn", None)  # of the simulator's kernels
         if not isinstance(function, types.FunctionType):
             raise TypeError(f"{who} takes the name of a kernel, or a kernel made by cuda.jit, not {kernel!r}")
-        return Code(function.__code__.co_filename, (function.__code__,))
+        return Code(function.__code__.co_filename, (function.__code__, *_device_functions_beside(function)))
     files = modules()
     if kernel not in files:
         raise ValueError(f"{who} knows the kernels {', '.join(files)}, not {kernel!r}")
@@ -42,6 +42,13 @@ def make_of(kernel: Any, who: str) -> types.CodeType | Code:
     toolchain.cuda()
     code: types.CodeType = importlib.import_module(f"numba_flash.kernels.{files[kernel]}").make.__code__
     return code
+
+
+def _device_functions_beside(kernel: types.FunctionType) -> list[types.CodeType]:
+    """The code of the device functions of a caller's own file that its kernel may call, by the names of its module."""
+    functions = {getattr(value, "fn", None) for value in kernel.__globals__.values()} - {kernel}
+    codes = [function.__code__ for function in functions if isinstance(function, types.FunctionType)]
+    return [code for code in codes if code.co_filename == kernel.__code__.co_filename]
 
 
 def check_simulated(who: str) -> None:
@@ -82,7 +89,7 @@ def watching(file: str, attach: Callable[[Index3, Index3, types.FrameType], Foll
 def find_line(make: types.CodeType | Code, line: int | str) -> int:
     """The number of a line with code in a kernel file, inside the functions that `make` defines."""
     file = make.co_filename
-    inside = {number: linecache.getline(file, number).strip() for number in _lines_inside(make)}
+    inside = {number: linecache.getline(file, number).strip() for number in lines_inside(make)}
     if isinstance(line, int):
         if line not in inside:
             following = [f"; the next one is {n}: {text}" for n, text in inside.items() if n > line]
@@ -97,12 +104,12 @@ def find_line(make: types.CodeType | Code, line: int | str) -> int:
     return found[0]
 
 
-def _lines_inside(make: types.CodeType | Code) -> list[int]:
+def lines_inside(make: types.CodeType | Code) -> list[int]:
     """The lines with code of every function inside `make`."""
     lines: set[int] = set()
     for code in make.co_consts:
         if isinstance(code, types.CodeType):
             # A function's first entry is its `def`, which runs in make.
             lines.update(number for _, _, number in code.co_lines() if number and number != code.co_firstlineno)
-            lines.update(_lines_inside(code))
+            lines.update(lines_inside(code))
     return sorted(lines)

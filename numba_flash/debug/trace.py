@@ -7,8 +7,8 @@
     >>> seen.tiles[1].alpha    # what the sums of before were multiplied with
     >>> seen.html("row.html")  # the same to move through with a slider
 
-Nothing is computed here. A trace function waits in the simulated thread that owns the row, at lines of the kernel that
-`LOOKS` names, and copies what the variables hold there.
+Nothing is computed here. A trace function waits in the simulated thread that owns the row, at lines of the kernel with
+the comments that `LOOKS` names, and copies what the variables hold there.
 """
 
 import dataclasses
@@ -177,7 +177,7 @@ def trace(
     return whole if isinstance(row, range) else whole.of_row(row)
 
 
-# Where to look: a piece of text of a line -> what to do when the line is about to run.
+# Where to look: the comment of a line -> what to do when the line is about to run.
 
 
 class _Row:
@@ -232,19 +232,15 @@ class _Row:
 
 
 Look = Callable[[_Row, Names], None]
+# The lines have these comments, so that a kernel can be traced whose code was changed.
 LOOKS: dict[str, dict[str, Look]] = {
-    "v1": {
-        "max_tmp = minus_inf": _Row.begin,
-        "if sees:": _Row.scores,
-        "sum_new = sum_tmp * new + old": _Row.weights_v1,
-        "for i in range(": _Row.end_v1,
-    },
-    "v2": {
-        "max_tmp = minus_inf": _Row.begin,
-        "if sees:": _Row.scores,
-        "l = alpha * l + sum_tmp": _Row.weights_v2,
-        "for j in range(": _Row.end_v2,
-    },
+    kernel: {
+        "trace: begins": _Row.begin,
+        "trace: scores": _Row.scores,
+        "trace: weights": weights,
+        "trace: ends": end,
+    }
+    for kernel, weights, end in (("v1", _Row.weights_v1, _Row.end_v1), ("v2", _Row.weights_v2, _Row.end_v2))
 }
 
 

@@ -17,6 +17,11 @@ HEADER = f"{'promise':<{WIDTH}}  {'outcome':<9} {'of':>4}"
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129)  # around the tiles that kernels are made of
 
 
+FULL: dict[str, Any] = dict(head_dims=(1, 7, 16, 32, 64), max_seqlen=130, count=12)
+# 20 keys are two tiles of 16, of which the second is not full.
+QUICK: dict[str, Any] = dict(head_dims=(4, 7), max_seqlen=20, count=2)
+
+
 class Line(NamedTuple):
     promise: str
     outcome: str  # HELD, FAILED, RAISED or LEFT_OUT
@@ -54,12 +59,11 @@ def check_kernel(
     features: Sequence[str] = FEATURES,
     grouped: bool = True,
     strange_strides: bool = True,
-    head_dims: Sequence[int] = (1, 7, 16, 32, 64),
-    max_seqlen: int = 130,
     move: Callable[[np.ndarray], Any] = lambda x: x,
     back: Callable[[Any], np.ndarray] = np.asarray,
-    count: int = 12,
+    quick: bool = False,
     seed: int = 0,
+    **sizes: Any,
 ) -> Report:
     """Run the contract's problems against any attention function, print what holds as it is found, and return it.
 
@@ -67,15 +71,20 @@ def check_kernel(
 
     function: called with q, k, v and the options of the problem by name, as in `attention`; with more than one layout
     also with layout=. It returns o, or (o, lse).
-    layouts, dtypes, features, head_dims: what it claims to take; features are those of testing.FEATURES. grouped: K and
-    V may have fewer heads. strange_strides: arrays may be transposed, sliced, reversed or broadcast.
+    layouts, dtypes, features: what it claims to take; features are those of testing.FEATURES. grouped: K and V may have
+    fewer heads. strange_strides: arrays may be transposed, sliced, reversed or broadcast.
     move, back: from a NumPy array to the function's kind and back, such as torch.from_numpy and torch.Tensor.numpy.
-    max_seqlen: no sequence is longer. count: random problems for each promise about numbers. For a slow function, such
-    as a kernel in the simulator, max_seqlen=20 and count=2 try the same promises in a fraction of the time.
+    sizes: head_dims, those that it claims; max_seqlen, no sequence is longer; count, random problems for each promise
+    about numbers. They are (1, 7, 16, 32, 64), 130 and 12 unless given.
+    quick: they are (4, 7), 20 and 2 unless given, so that every promise is tried on few and small problems. For a slow
+    function, such as a kernel in the simulator.
 
     What is not claimed is not tried, and the table says so. Results are compared with float64 by `check`, whose
     tolerance is derived from the problem. Nothing is raised for a promise that did not hold: see the report.
     """
+    if set(sizes) - set(FULL):
+        raise TypeError(f"check_kernel takes the sizes {', '.join(FULL)}, not {', '.join(set(sizes) - set(FULL))}")
+    head_dims, max_seqlen, count = ((QUICK if quick else FULL) | sizes).values()
     unknown = set(features) - set(FEATURES)
     if unknown:
         raise ValueError(f"features must be some of {', '.join(FEATURES)}, not {', '.join(sorted(unknown))}")

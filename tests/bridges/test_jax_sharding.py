@@ -1,4 +1,5 @@
-"""Runs the tests of on_four_devices.py: JAX counts its devices once, when a process first asks."""
+"""Runs on_four_devices.py and context_parallel_on_four_devices.py: JAX counts its devices once, when a process first
+asks."""
 
 import os
 import subprocess
@@ -11,9 +12,10 @@ jax = pytest.importorskip("jax", reason="needs JAX")
 pytest.importorskip("jax.experimental.buffer_callback", reason="needs a JAX with jax.experimental.buffer_callback")
 
 
-def test_on_four_devices():
+@pytest.mark.parametrize("file", ["on_four_devices.py", "context_parallel_on_four_devices.py"])
+def test_on_four_devices(file):
     environment = os.environ | dict(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=4")
     command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    tests = Path(__file__).parent / "on_four_devices.py"
+    tests = Path(__file__).parent / file
     run = subprocess.run([*command, str(tests)], env=environment, capture_output=True, text=True)
     assert not run.returncode, run.stdout[-20000:]

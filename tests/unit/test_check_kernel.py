@@ -57,6 +57,8 @@ def test_what_is_found_is_printed_at_once_and_problems_can_be_small(capsys):
     assert sum("held" in text for text in printed) == sum(line.outcome == HELD for line in report.lines) - 1
     with pytest.raises(ValueError, match="max_seqlen must be at least 6, .* not 3"):
         testing.check_kernel(function, max_seqlen=3)
+    with pytest.raises(TypeError, match="takes the sizes head_dims, max_seqlen, count, not max_batch"):
+        testing.check_kernel(function, max_batch=3)
 
 
 def test_nan_that_is_dropped_is_found_by_a_promise_about_nan():
@@ -188,3 +190,45 @@ def test_the_report():
 def test_errors(limits, message):
     with pytest.raises(ValueError, match=message):
         testing.check_kernel(ours, **limits)
+
+
+def in_tiles(line, instead):
+    """A kernel with tiles of 16 keys, of which one piece of text is another."""
+    text = """
+def attention(q, k, v, causal=False):
+    m, l, o = np.full(q.shape[:3], -np.inf), np.zeros(q.shape[:3]), np.zeros((*q.shape[:3], v.shape[3]))
+    for first in range(0, k.shape[2], 16):
+        tile = np.s_[:, :, first : first + 16]
+        s = np.einsum("bhid,bhjd->bhij", q, k[tile]) / q.shape[3] ** 0.5
+        if causal:
+            n, j = np.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2], first + np.arange(s.shape[3])
+            s = np.where(j <= n, s, -np.inf)
+        m_new = np.maximum(m, s.max(axis=3))
+        at = np.where(m_new == -np.inf, 0, m_new)
+        alpha, p = np.exp(m - at), np.exp(s - at[..., None])
+        l, m = alpha * l + p.sum(3), m_new
+        values = np.where(p[..., None] > 0, v[tile][:, :, None], 0) if causal else v[tile][:, :, None]
+        o = alpha[..., None] * o + (p[..., None] * values).sum(3)
+    return np.divide(o, l[..., None], where=l[..., None] != 0, out=np.zeros_like(o)).astype(q.dtype)
+"""
+    names = dict(np=np)
+    assert line in text
+    exec(text.replace(line, instead), names)
+    return names["attention"]
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "promise"),
+    [
+        ("alpha, p = np.exp(m - at)", "alpha, p = np.ones_like(m)", "the maximum may move from tile to tile"),
+        ("np.where(m_new == -np.inf, 0, m_new)", "m_new", "causal means what the contract says"),
+        ("np.maximum(m, s.max(axis=3))", "np.zeros_like(m)", "scores may be large"),
+        ("range(0, k.shape[2], 16)", "range(0, k.shape[2] - 15, 16)", "lengths around the ends of tiles"),
+    ],
+)
+def test_quick_finds_what_small_problems_show(line, instead, promise):
+    limits = dict(layouts=("bhsd",), features=("causal",), grouped=False, strange_strides=False, quick=True)
+    report = testing.check_kernel(in_tiles(line, line), **limits)
+    assert report and max(one.problems for one in report.lines) == 5
+    wrong = testing.check_kernel(in_tiles(line, instead), **limits)
+    assert promise in {one.promise for one in wrong.lines if one.outcome in (FAILED, RAISED)}

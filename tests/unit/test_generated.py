@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MEASURED = "numba_flash/select/measured.py"
 
 
-def check(script, root=ROOT):
-    command = [sys.executable, str(root / "scripts" / script), "--check"]
+def check(script, root=ROOT, *more):
+    command = [sys.executable, str(root / "scripts" / script), "--check", *more]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -27,10 +27,23 @@ def checkout(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("script", ["results_to_docs", "drawings"])
+@pytest.mark.parametrize("script", ["results_to_docs", "drawings", "why", "lessons_to_docs"])
 def test_committed_is_what_the_script_writes(script):
     done = check(script)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_bytes_on_the_page_why_are_those_that_the_simulator_counts():
+    done = check("why", ROOT, "--counted")
+    assert done.returncode == 0, done.stderr
+
+
+def test_bytes_typed_by_hand_are_found(checkout):
+    page = checkout / "docs" / "why.md"
+    page.write_text(page.read_text().replace("| 17.00 |", "| 27.00 |"))
+    done = check("why", checkout)
+    assert done.returncode == 1 and "why.md" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -66,6 +79,16 @@ def test_a_variant_that_was_not_measured_is_an_error(checkout):
     page.write_text(page.read_text().replace("speed of causal,", "speed of casual,"))
     done = check("results_to_docs", checkout)
     assert done.returncode == 1 and "the speed of casual" in done.stderr
+
+
+def test_a_measurement_of_the_lessons_becomes_a_table(checkout):
+    """None was made yet."""
+    result = json.loads((ROOT / "scripts" / "results" / "bench_forward_h200.json").read_text())
+    rows = [dict(name="lessons/flash.py", dtype="float32", tflops=12.34, error=0.0)]
+    made = dict(machine=result["machine"], shape=(4, 32, 4096, 64), repeats=20, ceiling=dict(float32=50.0), rows=rows)
+    (checkout / "scripts" / "results" / "bench_lessons_h200.json").write_text(json.dumps(made))
+    subprocess.run([sys.executable, str(checkout / "scripts" / "results_to_docs")], check=True)
+    assert "| `lessons/flash.py` | float32 | 12.3 | 25 |" in (checkout / "docs" / "benchmarks.md").read_text()
 
 
 def test_a_kind_of_result_without_a_section_is_an_error(checkout):

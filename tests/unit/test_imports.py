@@ -17,7 +17,7 @@ PACKAGE = Path(numba_flash.__file__).parent
 # its folder.
 FLOORS = (
     ("__main__", "debug"),
-    ("compat", "testing", "mods"),
+    ("compat", "testing", "mods", "distributed"),
     ("api",),
     ("bridges",),
     ("dispatch",),
@@ -146,9 +146,9 @@ def test_gpu_knows_no_kernel_and_select_no_cuda():
             assert not any(name.startswith(("cuda", "numba")) for name in others), (module, others)
 
 
-def test_only_bridges_and_compat_import_frameworks():
+def test_only_bridges_compat_and_distributed_import_frameworks():
     for module in MODULES:
-        if not module.startswith(("bridges.", "compat.")):
+        if not module.startswith(("bridges.", "compat.", "distributed.")):
             for name in imports(module)[1]:
                 assert name.split(".")[0] not in FRAMEWORKS, (module, name)
 

@@ -65,7 +65,7 @@ def make(config):
             first_y = j * config.tile_n
             load_k(k_smem, arrays.k, strides.k, sequence, h_kv, first_y, thread)
             load_v(v_smem, arrays.v, strides.v, sequence, h_kv, first_y, thread)
-            for i in range(m_tiles):  # line 4
+            for i in range(m_tiles):  # line 4. trace: ends
                 first_row = i * config.tile_m
                 mask_row = walk.row(sequence.b, h, first_row, arrays, strides)
                 if not walk.is_nonempty(mask_row, j, arrays, strides):  # mask_mod removes all of the tile
@@ -78,7 +78,7 @@ def make(config):
                 query = query_of(sequence, h, q_index, sizes)
                 sees_tile = query.first_key < first_y + config.tile_n and first_y < query.end_key
                 if q_index < sequence.seqlen_q and sees_tile:
-                    max_tmp = minus_inf
+                    max_tmp = minus_inf  # trace: begins
                     sees = False
                     for y in range(config.tile_n):  # lines 7 to 11
                         total = compute(0)
@@ -88,7 +88,7 @@ def make(config):
                         max_tmp = max(max_tmp, s)
                         sees = sees or s != minus_inf
                         s_smem[s_k + y] = s
-                    if sees:  # line 12: else max_tmp is -inf, and -inf - -inf is NaN
+                    if sees:  # line 12: else max_tmp is -inf, and -inf - -inf is NaN. trace: scores
                         sum_tmp = compute(0)
                         for y in range(config.tile_n):  # lines 13 and 14
                             p = math.exp(s_smem[s_k + y] - max_tmp)
@@ -99,7 +99,7 @@ def make(config):
                         max_new = max(max_tmp, max_prev)  # line 16
                         old = sum_prev * math.exp(max_prev - max_new)  # line 17
                         new = math.exp(max_tmp - max_new)
-                        sum_new = sum_tmp * new + old  # line 18
+                        sum_new = sum_tmp * new + old  # line 18. trace: weights
                         row_sum[lm_base + q_index] = sum_new  # line 19
                         row_max[lm_base + q_index] = max_new
                         for x in range(config.head_dim_v):  # lines 20 and 21

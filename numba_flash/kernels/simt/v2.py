@@ -73,7 +73,7 @@ def make(config):
         last_row = min(first_row + config.tile_m, sequence.seqlen_q) - 1
         begin, _, _, end = key_range(sequence, first_row, last_row, sizes, config.tile_n)
         mask_row = walk.row(sequence.b, h, first_row, arrays, strides)
-        for j in range(begin, end):
+        for j in range(begin, end):  # trace: ends
             if not walk.is_nonempty(mask_row, j, arrays, strides):  # mask_mod removes all of the tile
                 continue
             needs_mask = walk.needs_mask(mask_row, j, arrays, strides)
@@ -84,7 +84,7 @@ def make(config):
             cuda.syncthreads()
             if q_index < sequence.seqlen_q:
                 # lines 7 to 11: S[k, :] = Q_i[k, :] . K_j^T and its maximum
-                max_tmp = minus_inf
+                max_tmp = minus_inf  # trace: begins
                 sees = False
                 for y in range(0, config.tile_n, keys_at_once):
                     dot_rows(s_part, q_smem, q_k, k_smem, y * config.k_row)
@@ -93,7 +93,7 @@ def make(config):
                         s_smem[s_k + y + u] = s
                         max_tmp = max(max_tmp, s)
                         sees = sees or s != minus_inf
-                if sees:  # line 12: else m_new could still be -inf, and -inf - -inf is NaN
+                if sees:  # line 12: else m_new could still be -inf, and -inf - -inf is NaN. trace: scores
                     # lines 13 to 17
                     m_new = max(max_tmp, m)
                     alpha = math.exp(m - m_new)
@@ -102,7 +102,7 @@ def make(config):
                         p = math.exp(s_smem[s_k + y] - m_new)
                         s_smem[s_k + y] = p * scores.weight_factor(at_key(query, first_y + y), arrays, sizes, score)
                         sum_tmp += p
-                    l = alpha * l + sum_tmp
+                    l = alpha * l + sum_tmp  # trace: weights
                     m = m_new
                     # line 18: O_i[k, :] = alpha * O_i[k, :] + P[k, :] . V_j
                     add_rows(o_k, alpha, s_smem, s_k, v_smem, 0)

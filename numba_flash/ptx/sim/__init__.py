@@ -5,7 +5,7 @@ A file per family, as in ptx, with the same functions. What an instruction compu
 warp.py (lanes come together), order.py (who may have seen what), shared_memory.py and global_memory.py.
 
 What a GPU would answer with a hang, a wrong number or an illegal access raises errors.InstructionError with the thread
-and its line. Not seen: races of accesses by index (smem[i]) or in global memory, and reads by several lanes of
-one warp but the last when one of them is written over too early. Blocks run one after the other, those of a
+and its line. Not seen: races in global memory, races by index of elements of fewer than 4 bytes, and reads by several
+lanes of one warp but the last when one of them is written over too early. Blocks run one after the other, those of a
 cluster together.
 """

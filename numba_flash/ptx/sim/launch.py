@@ -137,6 +137,29 @@ def run(
 
 
 @contextlib.contextmanager
+def of_the_caller() -> Iterator[None]:
+    """Meanwhile kernel[blocks, threads](...) runs here too, with a caller's own kernel and arrays."""
+    from numba.cuda.simulator import kernel as numba_kernel
+
+    from .global_memory import GlobalMemory
+
+    kernels, manager = numba_kernel.FakeCUDAKernel, numba_kernel.BlockManager
+    launch = kernels.__call__
+
+    def call(kernel: Any, *arguments: Any) -> Any:
+        if numba_kernel.BlockManager is not manager:  # within a launch of run()
+            return launch(kernel, *arguments)
+        with _one_at_a_time, _instead_of_numbas(numba_kernel, GlobalMemory(()), 1), np.errstate(all="ignore"):
+            return launch(kernel, *arguments)
+
+    kernels.__call__ = call
+    try:
+        yield
+    finally:
+        kernels.__call__ = launch
+
+
+@contextlib.contextmanager
 def _in_its_place(operands: list[Pointer | None], behind: bool) -> Iterator[None]:
     """Behind the launches before this one: what they may still be writing is marked, and what this one writes kept."""
     if not behind:

@@ -12,6 +12,7 @@ from numba.cuda.simulator import kernel as numba_kernel
 
 from .block import Block
 from .errors import Abandoned, InstructionError, name, place, place_of_error
+from .indexed import Atomic
 from .now import current
 from .order import Order
 from .thread import kind
@@ -55,6 +56,7 @@ class Turns(numba_kernel.BlockManager):
         module = numba_kernel._get_kernel_context()
         shared_bytes = module._shared._dynshared_size
         module._shared = SharedOfBlock(shared_bytes)
+        module._atomic = Atomic(module._atomic)
         self.order = Order(self.cluster * self.size)
         threads_of = kind()
         self.blocks = [Block(self, rank, shared_bytes) for rank in range(self.cluster)]

@@ -1,8 +1,8 @@
 """A block's shared memory by address, and what is on its way to it or reads it.
 
 For every 4 bytes: whether a copy is under way to them, whether an instruction that runs on its own still
-reads them, who wrote them last and who has read them since (by an instruction here, not by index), and whether
-the writer has fenced them for the asynchronous proxy. An access that would be luck on a GPU raises.
+reads them, who wrote them last and who has read them since, and whether the writer has fenced them for the
+asynchronous proxy. An access that would be luck on a GPU raises.
 
 np.count_nonzero asks for any in a third of the time that x.any() takes, and bytes of Python's, where a word or four
 are all there is, in a quarter of that. So some arrays are there as both.
@@ -20,6 +20,7 @@ except ImportError:  # without numba-cuda
     from numba.np import numpy_support
 
 from .errors import InstructionError
+from .indexed import SMALLEST, Indexed
 from .order import NEVER, NOBODY
 
 BASE = 1024  # where dynamic shared memory begins: aligned for everything, and no small number is an address
@@ -55,6 +56,7 @@ class SharedMemory:
         self._all = np.arange(words)
         self._was_read = np.frombuffer(self._read_since, bool)  # whether there is one
         self._writer, self._written, self._fenced = (memoryview(x) for x in (self.writer, self.written, self.fenced))
+        self._known = order.numbers
         self._readers = [memoryview(row) for row in self.readers]
         self._reads = [None]  # (threads, their epochs when they read together)
         self._latest = {}  # a thread, or (first thread, how many): (their epochs, the number of that in _reads)
@@ -64,7 +66,7 @@ class SharedMemory:
         dtype = numpy_support.as_dtype(dtype) if isinstance(dtype, types.Type) else np.dtype(dtype)
         if shape == 0:
             count = self._dynamic_bytes // dtype.itemsize
-            return self.data[BASE : BASE + count * dtype.itemsize].view(dtype)
+            return self._checked(self.data[BASE : BASE + count * dtype.itemsize].view(dtype))
         caller = sys._getframe(2)  # behind turns.SharedOfBlock
         key = caller.f_code, caller.f_lineno
         if key not in self._arrays:
@@ -73,8 +75,11 @@ class SharedMemory:
             if begin + size > len(self.data):
                 raise InstructionError(f"arrays of {STATIC_BYTES} bytes is all that cuda.shared.array can give")
             self._next_static = -(-(begin + size) // BASE) * BASE
-            self._arrays[key] = self.data[begin : begin + size].view(dtype).reshape(shape)
+            self._arrays[key] = self._checked(self.data[begin : begin + size].view(dtype).reshape(shape))
         return self._arrays[key]
+
+    def _checked(self, array):
+        return Indexed(self, array) if array.dtype.itemsize >= SMALLEST else array
 
     def address(self, array):
         at = array.__array_interface__["data"][0] - self.data.__array_interface__["data"][0]
@@ -139,6 +144,20 @@ class SharedMemory:
             readers[word] = number
             self._read_since[word] = 1
 
+    def read_word(self, word, thread):
+        """`read` of one word by a thread's index, which simulated kernels do most of all."""
+        number = thread.number
+        known, readers = self._known, self._readers[number >> 5]
+        if known[number, number] != thread.reads_in:  # its first read since a barrier
+            thread.reads_in, thread.reads_as = known[number, number], len(self._reads)
+            self._reads.append(([number], thread.reads_in))
+        elif readers[word] == thread.reads_as:
+            return  # it did already, and nobody has written since
+        if self._copying[word] or known[number, self._writer[word]] < self._written[word]:
+            self.read(slice(word, word + 1), number)  # says what is wrong
+        readers[word] = thread.reads_as
+        self._read_since[word] = 1
+
     def _read_by(self, threads):
         epochs = self.order.known[threads, threads]
         key, seen = (threads[0], len(threads)), epochs.tobytes()
@@ -156,6 +175,32 @@ class SharedMemory:
         if self._bytes[address : address + count] != values or not self._stored_by_others(words, thread.number):
             self.write(words, thread)
             self._bytes[address : address + count] = values
+
+    def store_by_index(self, words, values, thread):
+        """A thread's store by index. After another's, with no barrier in between, it must store the same."""
+        number, at = thread.number, 4 * words.start
+        end = at + len(values)
+        for word in words:
+            writer = self._writer[word]
+            if self._known[number, writer] < self._written[word]:
+                if self._bytes[at:end] == values:
+                    return self.store(at, values, thread)
+                where, by = f"shared address {4 * word:#x}", self._by(writer)
+                raise InstructionError(f"{where}, written by {by}, is written over with no barrier in between")
+        self.write(slice(words.start, words.stop), thread)
+        self._bytes[at:end] = values
+        return None
+
+    def add_to(self, words, thread):
+        """A thread's atomic operation. After another's, that other's stays the one that a reader must know of."""
+        if np.count_nonzero(self._late(words, thread.number)):
+            self._free(words, thread.number)
+        else:
+            self.write(words, thread)
+
+    def _late(self, words, thread):
+        """Which of the words were written by whom the thread has not heard of since."""
+        return self.order.known[thread, self.writer[words]] < self.written[words]
 
     def _stored_by_others(self, words, thread):
         """Whether others stored these words meanwhile: doing the same beside them is harmless.

@@ -42,6 +42,7 @@ class Thread:
         self.copies, self.copy_groups = [], deque()  # cp.async
         self.stores, self.store_groups, self.landing = [], deque(), deque()  # TMA
         self.waited = not block.memory.behind  # for the kernel before (griddepcontrol.py)
+        self.reads_in = self.reads_as = None  # epoch of its last read by index, and its number there (shared_memory.py)
         self.unfenced = []  # shared memory that it wrote and the asynchronous proxy may not see
 
     def frame(self):

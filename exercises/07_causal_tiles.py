@@ -1,0 +1,23 @@
+"""Which tiles does a tile of queries need?
+
+Teaches: where half of the work of causal attention goes: tiles that no query sees are skipped, and only those on the
+    diagonal are masked.
+Minutes: 15
+Read: docs/first_kernels.md, line 5 of listing 5
+Solution: numba_flash/problem/ranges.py
+"""
+
+
+def key_tiles(first_row, rows, seqlen_q, seqlen_k, tile_n):
+    """(unmasked, end): the queries first_row to first_row + rows - 1 need the key tiles 0 to end - 1.
+
+    Of these, all queries see all keys of the tiles 0 to unmasked - 1, so these need no mask.
+    Causal: query i sees the keys 0 to i + seqlen_k - seqlen_q, and no key after seqlen_k - 1.
+    Of the last tile of queries rows is smaller. Tiles have tile_n keys; the last may have less.
+    """
+    ahead = seqlen_k - seqlen_q
+    seen_by_first = ...  # how many keys the first query of the tile sees
+    seen_by_last = ...  # how many keys the last query of the tile sees
+    unmasked = ...
+    end = ...
+    return unmasked, end

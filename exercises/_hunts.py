@@ -1,0 +1,111 @@
+"""The checks of the bug hunts, 15 to 20. Each shows what its tool says, and not where the bug is."""
+
+import contextlib
+import io
+import re
+
+import numpy as np
+from _checks import launched
+from _truth import attention, problem, run, tiles
+from _wrong import close, expect, first_wrong
+
+from numba_flash.debug import race_check, stop_at, watch
+from numba_flash.testing import check_kernel
+
+
+def check_missing_line(module):
+    """The trace of the first row that is wrong."""
+    q, k, v = problem(6, 12)
+    o = np.empty_like(q)
+    with watch(module.attention) as seen:
+        launched(module.attention, o, q, k, v, threads=len(q))
+    wrong = first_wrong(o, attention(q, k, v))
+    if wrong is None:
+        return
+    row = wrong[0]
+    right = tiles(q, k, v, module.TILE)
+    table = [f"row {row}: o is {o[row]}, must be {attention(q, k, v)[row]}. What watch saw of this row:"]
+    table.append(
+        f"{'tile':>6}  {'m':>8}  {'m_new':>8}  {'alpha':>8}  {'l':>8}  {'must be':>8}  {'acc[0]':>8}  {'must be':>8}"
+    )
+    for one in seen:
+        of, j, m, m_new, alpha, l, acc = one.values.values()
+        if of == row:
+            numbers = (m, m_new, alpha, l, right[row, j][3], acc[0], right[row, j][4][0])
+            table.append(f"{j:>6}  " + "  ".join(f"{float(x):>8.4f}" for x in numbers))
+    table.append("Which column leaves what it must be, at which tile? And what happened to alpha in that tile?")
+    expect(False, "\n".join(table))
+
+
+def check_promises(module):
+    """check_kernel's lines that do not hold."""
+    q, k, v = problem(6, 6)
+    limits = dict(layouts=("bhsd",), features=("causal",), grouped=False, strange_strides=False, quick=True)
+    with race_check(), contextlib.redirect_stdout(io.StringIO()):
+        own = [module.attention(*(x[None, None] for x in (q, k, v)), causal=causal)[0, 0] for causal in (False, True)]
+        report = check_kernel(module.attention, **limits)
+    right = [attention(q / q.shape[1] ** 0.5, k, v, causal) for causal in (False, True)]
+    own_problem = "It is right" if close(own, right).all() else "It is wrong"
+    broken = []
+    for one in report.lines:
+        if one.outcome not in ("held", "not tried"):
+            shapes = ", ".join(f"{name} ({shape})" for name, shape in re.findall(r"([qkv])=\w+\[([\d, ]+)\]", one.note))
+            broken.append(f"  {one.promise}: {one.outcome}, {one.note.partition(', in Case')[0]}, with {shapes}")
+    about = f"{own_problem} for 6 queries and 6 keys, causal or not. What check_kernel(quick=True) says of it:"
+    which = (
+        "There are more queries than keys, so how many keys does the first query see? Follow it through the first tile."
+    )
+    expect(not broken, "\n".join([about, *broken, which]))
+
+
+def check_race(module):
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((24, module.DIM)).astype(np.float32), rng.standard_normal(24).astype(np.float32)
+    out = launched(module.means, np.empty(module.TILE, np.float32), k, v)
+    like = k[: module.TILE].astype(np.float64) @ k.T > 0
+    right = (like * v).sum(1) / like.sum(1)
+    wrong = first_wrong(out, right)
+    expect(wrong is None, f"out{list(wrong or ())} is {out}, must be {right}.")
+
+
+def check_correction(module):
+    """What pdb prints in the thread of the first wrong row, in the tile in which its maximum grows."""
+    q, k, v = problem(6, 12)
+    o = launched(module.attention, np.empty_like(q), q, k, v, threads=len(q))
+    wrong = first_wrong(o, attention(q, k, v))
+    if wrong is None:
+        return
+    row, session = wrong[0], io.StringIO()
+    found = tiles(q, k, v, module.TILE)
+    tile = next(j for j in (1, 2) if found[row, j][0] < found[row, j][1])
+    typed = ["c"] * tile + ["p j, m, m_new", "n", "p alpha"]
+    with contextlib.redirect_stdout(session), stop_at(module.attention, "alpha = math.exp", thread=row, commands=typed):
+        launched(module.attention, o, q, k, v, threads=len(q))
+    answers = [line for line in session.getvalue().splitlines() if line and not line.startswith((">", "->"))]
+    before, after, alpha, *_ = found[row, tile]
+    expect(
+        False,
+        "\n".join(
+            [
+                f"row {row} is wrong. pdb in its thread, at tile {tile}:",
+                *(f"  {line}" for line in answers),
+                f"In this tile the maximum grows from {before:.4g} to {after:.4g}, so alpha must be {alpha:.4g}. Which",
+                "of the three numbers is not what its name says? Look at the lines before alpha's.",
+            ]
+        ),
+    )
+
+
+def check_arrival(module):
+    x = np.random.default_rng(0).standard_normal((24, 4)).astype(np.float32)
+    out = np.full(24, np.nan, np.float32)
+    run(module.reversed_rows, 8, x, out, scalars=(3,))
+    right = x.astype(np.float64).sum(axis=1).reshape(3, 8)[:, ::-1].ravel()
+    wrong = first_wrong(out, right)
+    expect(wrong is None, f"row {(wrong or (0,))[0]}: the sum is {out[wrong or 0]}, must be {right[wrong or 0]}.")
+
+
+def check_release(module):
+    k, v = np.arange(1, 7, dtype=np.float32), np.ones(6, np.float32)
+    out = launched(module.weighted, np.empty(1, np.float32), k, v, threads=2)
+    expect(close(out[0], 21), f"The sum is {out[0]}, must be 21.")

@@ -1,0 +1,99 @@
+"""attention of DTensors: each device computes its own batch entries and heads, and nothing is sent.
+
+q says how the call is split: along each dimension of its mesh it is sharded over the batch, sharded over the heads, or
+replicated. The other arrays must be split likewise, and replicated where they are broadcast. The gradient of what is
+broadcast is then a sum over devices (Partial), which DTensor forms when somebody needs it.
+"""
+
+import math
+from typing import Any
+
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import local_map
+
+from ..problem.forward import LAYOUTS
+from ..problem.options import BY_NAME
+from .static_call import StaticCall
+from .torch_call import ARRAYS, SEED
+
+BATCH, HEADS = "batch", "heads"
+
+
+def attend(operation: Any, tensors: tuple[Any, ...], call: StaticCall) -> Any:
+    """(o, lse) as DTensors, of `operation` for the parts of each device. tensors: as in ARRAYS."""
+    q, k = tensors[:2]
+    if not isinstance(q, DTensor):
+        raise TypeError("all arrays must be of one kind, but q is no DTensor beside DTensors")
+    layout = call.options.layout
+    splits = [_split_of(placement, layout) for placement in q.placements]
+    if tensors[SEED] is not None or call.options.seed is not None:
+        raise NotImplementedError(
+            "dropout_p of DTensors is not implemented: which weights are dropped follows from their batch entry and "
+            "head, counted over all devices"
+        )
+    _check_heads(k.shape[_axis("k", k, HEADS, layout)], q.device_mesh, splits)
+    given, of_gradients = [], []
+    for name, x in zip(ARRAYS, tensors, strict=True):
+        wanted = x if x is None else tuple(_placement(name, x, split, layout) for split in splits)
+        _check_placements(name, x, q, wanted)
+        given.append(wanted)
+        of_gradients.append(wanted and tuple(map(_of_gradient, wanted, splits)))
+    results = (tuple(_placement(name, q, split, layout) for split in splits) for name in ("o", "lse"))
+    mapped = local_map(
+        lambda *parts: operation(parts, call), tuple(results), tuple(given), tuple(of_gradients), q.device_mesh
+    )
+    return mapped(*tensors)
+
+
+def _split_of(placement: Placement, layout: Any) -> str:
+    """What q is sharded over along a dimension of the mesh: BATCH, HEADS or "" if it is replicated."""
+    if placement.is_replicate():
+        return ""
+    names = {_axis("q", None, split, layout): split for split in (BATCH, HEADS)}
+    split = names.get(getattr(placement, "dim", None)) if type(placement) is Shard else None
+    if split is None:
+        raise NotImplementedError(
+            f"q is placed as {placement}, and attention of DTensors takes it sharded over the batch or heads, or "
+            "replicated: redistribute() it"
+        )
+    return split
+
+
+def _axis(name: str, x: Any, split: str, layout: Any) -> int | None:
+    """The axis of an array that `split` is about; None if it has none, or is broadcast along it."""
+    number = (BATCH, HEADS).index(split)
+    packed = layout not in LAYOUTS
+    if name in ("q", "k", "v", "o"):
+        return (None, 1)[number] if packed else LAYOUTS[layout][number]
+    if name == "lse":
+        return (None, 0)[number] if packed else number
+    behind = dict(scores=(4, 3), heads=(2, 1), batch=(1, None)).get(BY_NAME[name].shape, (None, None))[number]
+    axis = None if behind is None else x.ndim - behind
+    return axis if axis is not None and axis >= 0 and x.shape[axis] != 1 else None
+
+
+def _placement(name: str, x: Any, split: str, layout: Any) -> Placement:
+    axis = _axis(name, x, split, layout) if split else None
+    return Replicate() if axis is None else Shard(axis)
+
+
+def _of_gradient(placement: Placement, split: str) -> Placement:
+    return Partial() if split and placement.is_replicate() else placement
+
+
+def _check_heads(heads_kv: int, mesh: Any, splits: list[str]) -> None:
+    """Query heads stay beside their KV head if each device has as many KV heads."""
+    devices = math.prod([size for size, split in zip(mesh.shape, splits, strict=True) if split == HEADS])
+    if heads_kv % devices:
+        raise NotImplementedError(f"k has {heads_kv} heads, which cannot be shared out evenly to {devices} devices")
+
+
+def _check_placements(name: str, x: Any, q: DTensor, wanted: Any) -> None:
+    if x is None:
+        return
+    if not isinstance(x, DTensor):
+        raise TypeError(f"all arrays must be of one kind, but {name} is {type(x).__name__} beside DTensors")
+    if x.device_mesh != q.device_mesh:
+        raise ValueError(f"{name} must be on the mesh of q")
+    if tuple(x.placements) != wanted:
+        raise ValueError(f"{name} must be placed as {wanted}, like q, and not as {x.placements}: redistribute() it")

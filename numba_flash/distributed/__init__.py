@@ -1,0 +1,10 @@
+"""Attention over a sequence whose tokens are divided among ranks: processes, GPUs or devices. Imported on demand."""
+
+from .groups import Group
+from .layout import Layout
+from .operation import context_parallel_attention, context_parallel_attention_backward
+from .whole import shard, unshard
+
+__all__ = [
+    "Group", "Layout", "context_parallel_attention", "context_parallel_attention_backward", "shard", "unshard",
+]  # fmt: skip

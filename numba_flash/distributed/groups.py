@@ -1,0 +1,77 @@
+"""A Group: the processes, threads or GPUs that share a sequence, and the one way in which data moves among them.
+
+All that attention needs is made of `send_recv`: what each rank sends to each other one follows from the Layout, so
+nobody asks. Sums are made by the receiver in the order of ranks, so they do not depend on a library's algorithm.
+"""
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+Buffers = dict[int, Any]  # by the number of the other rank
+
+
+class Group(abc.ABC):
+    """rank: the number of this member; size: how many there are.
+
+    A class of your own needs both and `send_recv`. numba_flash has one for each of torch's process groups and for
+    nccl4py's communicators, which are taken as they are.
+    """
+
+    rank: int
+    size: int
+
+    @abc.abstractmethod
+    def send_recv(self, sends: Buffers, receives: Buffers, then: Callable[[], None] | None = None) -> Callable[[], Any]:
+        """Starts to send `sends` and to receive into `receives`, contiguous arrays by rank, and calls `then` when all
+        is there. -> a function that makes the caller, or its stream, wait for that. Buffers are left alone until then.
+
+        Each rank calls this equally often; a send meets the receive of the same call. A rank whose other side is gone
+        raises RuntimeError.
+        """
+
+    def all_gather(self, x: Any, counts: tuple[int, ...]) -> list[Any]:
+        """Arrays of all ranks, which differ in the first dimension at most. counts: how long it is in each rank."""
+        xp, others = namespace(x), [rank for rank in range(self.size) if rank != self.rank]
+        x = contiguous(x)
+        found = {r: empty(x, (counts[r], *x.shape[1:])) for r in others if counts[r]}
+        self.send_recv(dict.fromkeys(others, x) if x.shape[0] else {}, found)()
+        found[self.rank] = x
+        return [found[r] if r in found else xp.asarray(x[:0]) for r in range(self.size)]
+
+    def reduce_scatter(self, parts: list[Any]) -> Any:
+        """The sum over ranks of what each has for this one, in the order of ranks. parts: what this rank has for each,
+        all of one shape."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        found = {r: empty(parts[self.rank], parts[self.rank].shape) for r in others}
+        self.send_recv({r: contiguous(parts[r]) for r in others}, found)()
+        found[self.rank] = parts[self.rank]
+        total = found[0]
+        for rank in range(1, self.size):
+            total = total + found[rank]
+        return total
+
+
+def namespace(x: Any) -> Any:
+    """The array API of x's library."""
+    import array_api_compat
+
+    return array_api_compat.array_namespace(x)
+
+
+def empty(like: Any, shape: tuple[int, ...], dtype: Any = None, fill: Any = None) -> Any:
+    """A contiguous array on the device of `like`, not written to or full of `fill`."""
+    import array_api_compat
+
+    xp, where = namespace(like), array_api_compat.device(like)
+    dtype = like.dtype if dtype is None else dtype
+    return (
+        xp.empty(shape, dtype=dtype, device=where) if fill is None else xp.full(shape, fill, dtype=dtype, device=where)
+    )
+
+
+def contiguous(x: Any) -> Any:
+    """x, or a copy whose elements follow each other."""
+    made = empty(x, tuple(x.shape))
+    made[...] = x
+    return made

@@ -1,0 +1,37 @@
+"""The ranks of a communicator of nccl4py, for CuPy's arrays and Numba's device arrays.
+
+Written from nccl4py 0.6's interface. It has not been run: there was no machine with nccl4py and two GPUs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from .groups import Buffers, Group
+
+
+class NcclGroup(Group):
+    """All is on the stream that is current in CuPy, so nothing overlaps: nccl4py knows nothing of who made a buffer,
+    and without named streams it takes the default one."""
+
+    def __init__(self, communicator: Any) -> None:
+        self.communicator = communicator
+        self.rank, self.size = communicator.rank, communicator.nranks
+
+    def send_recv(self, sends: Buffers, receives: Buffers, then: Callable[[], None] | None = None) -> Callable[[], Any]:
+        import cupy
+        from nccl.core import group as together
+
+        stream = cupy.cuda.get_current_stream().ptr
+        with together():
+            for rank, x in sends.items():
+                self.communicator.send(_bytes(x), rank, stream=stream)
+            for rank, x in receives.items():
+                self.communicator.recv(_bytes(x), rank, stream=stream)
+        if then is not None:
+            then()
+        return lambda: None
+
+
+def _bytes(x: Any) -> Any:
+    """As bytes, because NCCL takes the type from the array, and CuPy's bfloat16 is not known to it."""
+    return x.reshape(-1).view("uint8")

@@ -1,0 +1,82 @@
+"""The ranks of a torch process group: NCCL on GPUs, gloo on CPUs."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .groups import Buffers, Group
+
+
+@functools.cache
+def _stream(device: Any) -> Any:
+    """What arrives is received and put into its place beside the kernels of the stream that computes."""
+    return torch.cuda.Stream(device)
+
+
+class TorchGroup(Group):
+    def __init__(self, group: Any) -> None:
+        if hasattr(group, "get_group"):
+            if group.ndim != 1:
+                raise ValueError(f"a DeviceMesh must have one dimension, as mesh['cp'] has, not {group.ndim}")
+            group = group.get_group()
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this process is not a member of group")
+        self._tags = itertools.count()  # so that gloo never takes one message for another
+
+    def send_recv(self, sends: Buffers, receives: Buffers, then: Callable[[], None] | None = None) -> Callable[[], Any]:
+        buffers = [*sends.values(), *receives.values()]
+        if not buffers or not buffers[0].is_cuda:
+            return self._on_host(sends, receives, then)
+        device = buffers[0].device
+        side, current = _stream(device), torch.cuda.current_stream(device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side), self._said(sends, receives):
+            for work in dist.batch_isend_irecv(self._operations(sends, receives)):
+                work.wait()  # the stream waits, not the host
+            if then is not None:
+                then()
+            arrived = side.record_event()
+        return lambda: current.wait_event(arrived)
+
+    def _on_host(self, sends: Buffers, receives: Buffers, then: Callable[[], None] | None) -> Callable[[], None]:
+        with self._said(sends, receives):
+            works = [x.op(x.tensor, x.peer, self.group, x.tag) for x in self._operations(sends, receives)]
+
+        def finish() -> None:
+            with self._said(sends, receives):
+                for work in works:
+                    work.wait()
+            if then is not None:
+                then()
+
+        return finish
+
+    def _operations(self, sends: Buffers, receives: Buffers) -> list[Any]:
+        tag, number = next(self._tags), functools.partial(dist.get_global_rank, self.group)
+        each = [(dist.isend, sends), (dist.irecv, receives)]
+        return [dist.P2POp(op, x, number(rank), self.group, tag) for op, some in each for rank, x in some.items()]
+
+    def _said(self, sends: Buffers, receives: Buffers) -> "_Said":
+        return _Said(f"rank {self.rank} of {self.size} could not exchange tokens with {sorted({*sends, *receives})}")
+
+
+class _Said:
+    """Says which ranks an error of torch's is about."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            raise RuntimeError(
+                f"{self.what}: one of them has ended, hangs or called something else. {error}"
+            ) from error

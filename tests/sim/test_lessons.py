@@ -1,0 +1,88 @@
+"""The lessons in the simulator: each computes attention, keeps the contract's promises, and can be stopped in."""
+
+import importlib
+import re
+
+import numpy as np
+import pytest
+
+from lessons import NAMES
+from numba_flash import testing
+from numba_flash.debug import stop_at
+from numba_flash.ptx.sim.errors import InstructionError
+
+LIMITS = dict(layouts=("bhsd",), features=(), grouped=False, strange_strides=False, head_dims=(64,))
+
+
+def lesson(name):
+    return importlib.import_module(f"lessons.{name}").attention
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (64, 64), (70, 130), (5, 200)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_it_computes_attention(name, shape):
+    """Over several tiles, in which the maximum grows."""
+    rng = np.random.default_rng(sum(shape))
+    q, k, v = (rng.standard_normal((1, 2, n, 64)).astype(lesson(name).dtype) for n in (shape[0], shape[1], shape[1]))
+    k *= np.linspace(0.5, 3, shape[1], dtype=k.dtype)[:, None]
+    testing.check(testing.Case(q, k, v, dict(layout="bhsd")), lesson(name)(q, k, v))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_it_keeps_the_contract(name):
+    """What it claims of it: one dtype, one head_dim, contiguous arrays, no options."""
+    report = testing.check_kernel(lesson(name), dtypes=(lesson(name).dtype,), **LIMITS, max_seqlen=20, count=1)
+    assert report, report
+
+
+def test_other_arrays_are_refused():
+    x = np.zeros((1, 1, 4, 64), np.float32)
+    with pytest.raises(ValueError, match="k must be"):
+        lesson("flash")(x, x.astype(np.float16), x)
+    with pytest.raises(ValueError, match="q must be"):
+        lesson("flash")(x[..., :32], x, x)
+    with pytest.raises(ValueError, match="v must be contiguous"):
+        lesson("flash")(x, x, x[:, :, ::-1])
+
+
+@pytest.mark.parametrize(("text", "where"), [("cuda.syncthreads()  # V", "flash_mma_4"), ("alpha[r] = ", "softmax")])
+def test_stop_at_stops_in_a_kernel_and_in_its_device_functions(text, where, capsys):
+    made = importlib.import_module("lessons.mma_4_registers")
+    x = np.ones((1, 1, 16, 64), np.float16)
+    with stop_at(made.attention.kernel, text, thread=3, commands=["p lane"]):
+        made.attention(x, x, x)
+    assert f"{where}()\n-> {text}" in (seen := capsys.readouterr().out) and "\n3\n" in seen
+
+
+def with_a_line_less(name, number):
+    """The lesson without one line of its file."""
+    module = importlib.import_module(f"lessons.{name}")
+    with open(module.__file__) as file:
+        lines = file.read().splitlines()
+    lines[number] = ""
+    names = dict(__name__=f"lessons.{name}_changed")
+    exec(compile("\n".join(lines), module.__file__, "exec"), names)
+    return names["attention"]
+
+
+def waits(name):
+    """The numbers of the lines that wait."""
+    module = importlib.import_module(f"lessons.{name}")
+    with open(module.__file__) as file:
+        lines = list(file)
+    pattern = r"\s+(wait_all\(\)|cuda\.syncthreads\(\)|bar\.warp_sync\(\)|mbarrier\.wait\(.*\)|wait_for_products\(\))"
+    return [number for number, line in enumerate(lines) if re.match(pattern, line)]
+
+
+# Without mma_1_fragments: its tiles are 16-bit numbers that are read by index, which the simulator does not check.
+REMOVED = [(name, number) for name in (NAMES[0], *NAMES[2:]) for number in waits(name)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "number"), REMOVED, ids=lambda x: str(x))
+def test_every_wait_is_needed_and_the_simulator_says_why(name, number):
+    changed = with_a_line_less(name, number)
+    q, k = (np.ones((1, 1, n, 64), changed.dtype) for n in (128, 600 if changed.boxes else 200))
+    with pytest.raises(InstructionError):
+        changed(q, k, k)
