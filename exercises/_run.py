@@ -3,11 +3,14 @@
 import ast
 import bdb
 import contextlib
+import ctypes
 import datetime
 import importlib.util
 import json
+import linecache
 import re
 import signal
+import threading
 import traceback
 from pathlib import Path
 
@@ -35,7 +38,8 @@ MEANINGS = (
     ),
     (
         "Nobody can go on",
-        "A deadlock: everyone waits. Look for the barrier that is waited for, and for who should have arrived there.",
+        "A deadlock: everyone waits. Look for the barrier that is waited for, and for who should have arrived there. "
+        "mbarrier.wait(barrier, p) waits until the phase of parity p has ended.",
     ),
 )
 
@@ -45,6 +49,10 @@ REASONS = (
     (OverflowError, "e^x is too large. On a GPU it is inf, with no error. Which maximum must be subtracted first?"),
     (ZeroDivisionError, "On a GPU 0 / 0 is NaN, with no error. Which row has a sum of 0?"),
 )
+
+
+class TooLong(Exception):
+    """A loop without an end."""
 
 
 def path_of(number, solution=False):
@@ -75,6 +83,8 @@ def result(path, check):
             check(loaded(path))
     except Wrong as wrong:
         return str(wrong)
+    except TooLong:
+        return f"It has not ended after {SECONDS} s: is there a loop without an end?"
     except SyntaxError as error:
         return f"line {error.lineno} is no Python: {error.msg}\n    {(error.text or '').strip()}"
     except bdb.BdbQuit:  # somebody left the debugger
@@ -94,6 +104,7 @@ def open_holes(path):
 
 def loaded(path):
     """The file as a module."""
+    linecache.checkcache(str(path))  # it may have changed since the last time
     spec = importlib.util.spec_from_file_location(f"exercise_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -127,10 +138,13 @@ def named_barriers(text, path):
 
 @contextlib.contextmanager
 def time_limit():
-    """An exception after a while, where the system has timers."""
+    """TooLong after a while, in the thread that runs, where the system has timers."""
+    from numba_flash.ptx.sim import now
 
     def stop(*_):
-        raise Wrong(f"It has not ended after {SECONDS} s: is there a loop without an end?")
+        if not isinstance(now.thread, threading.Thread):  # it runs in this one
+            raise TooLong
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(now.thread.ident), ctypes.py_object(TooLong))
 
     if not hasattr(signal, "setitimer"):
         yield

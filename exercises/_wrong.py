@@ -14,7 +14,8 @@ def expect(condition, text):
 
 def as_array(what, got, shape):
     """What a function of the student's returned, as an array of that shape."""
-    expect(got is not None, f"{what} is None: is a `return` missing?")
+    nothing = got is None or isinstance(got, (tuple, list)) and any(x is None for x in got)
+    expect(not nothing, f"{what} is {got}: is a `return` missing?")
     try:
         made = np.asarray(got, np.float64)
     except (TypeError, ValueError):

@@ -48,7 +48,7 @@ def flash(q, k, v, o, queries, keys, scale):
             s_smem[thread, y] = s * scale
             m_new = max(m_new, s * scale)
         alpha = math.exp(m - m_new)
-        m, l = m_new, l * alpha
+        m, l = m_new, l * alpha  # watch: row, j, m, m_new, alpha, l
         for x in range(HEAD_DIM):
             o_row[x] *= alpha
         for y in range(count):

@@ -47,7 +47,7 @@ def softmax(s, p, m, l, alpha, first_key, keys, scale, lane):
         m_new = max(m_new, shfl.bfly_f32(m_new, 1))
         m_new = max(m_new, shfl.bfly_f32(m_new, 2))
         alpha[r] = approx.ex2(m[r] - m_new)
-        m[r], l[r] = m_new, l[r] * alpha[r]
+        m[r], l[r] = m_new, l[r] * alpha[r]  # watch: r, first_key, m, m_new, alpha, l
         for n in range(TILE_N // 8):
             p0, p1 = approx.ex2(s[4 * n + 2 * r] - m_new), approx.ex2(s[4 * n + 2 * r + 1] - m_new)
             p[2 * n + r] = cvt.pack_f16x2(p0, p1)

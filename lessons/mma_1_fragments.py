@@ -104,7 +104,7 @@ def flash_mma_1(q, k, v, o, queries, keys, scale):
                 two = cvt.pack_f16x2(p0, p1)
                 p_smem[row, y], p_smem[row, y + 1] = uint16(two & uint32(0xFFFF)), uint16(two >> uint32(16))
                 total += p0 + p1
-            m, l = m_new, l * alpha + total
+            m, l = m_new, l * alpha + total  # watch: row, j, m, m_new, alpha, l
             s_smem[row, 0], s_smem[row, 1] = alpha, l  # for the lanes that hold the row's part of O
         bar.warp_sync()
         for i in range(O_COUNT):

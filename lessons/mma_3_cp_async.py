@@ -101,7 +101,7 @@ def flash_mma_3(q, k, v, o, queries, keys, scale):
                 p0, p1 = approx.ex2(s_smem[row, y] - m_new), approx.ex2(s_smem[row, y + 1] - m_new)
                 ld_st.store_b32(p_smem + panel_offset(row, y // 8, TILE_M) + y % 8 * 2, cvt.pack_f16x2(p0, p1))
                 total += p0 + p1
-            m, l = m_new, l * alpha + total
+            m, l = m_new, l * alpha + total  # watch: row, j, m, m_new, alpha, l
             s_smem[row, 0], s_smem[row, 1] = alpha, l  # for the lanes that hold the row's part of O
         bar.warp_sync()
         for i in range(O_COUNT):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # script: (what it imports, the extras of setup.cfg that bring it)
 NEEDS = {
-    **dict.fromkeys(("exercise", "step"), (("numpy", "numba"), "test")),
+    **dict.fromkeys(("exercise", "step", "why"), (("numpy", "numba"), "test")),
     "bench_cpu": (("numpy", "numba", "torch"), "torch"),
     "sweep_transformers": (("numba", "torch", "transformers"), "torch,hf,test"),
     "bench_context_parallel": (("numba", "torch"), "torch"),
@@ -22,7 +22,15 @@ NEEDS = {
     "bench_host": (("numpy", "numba"), "test"),  # and what it measures: it asks for that itself
     **dict.fromkeys(("gpu_check", "bench_simt", "tune"), (("numpy", "numba_cuda", "cupy"), "cu13,test")),
     **dict.fromkeys(
-        ("bench_forward", "bench_backward", "bench_precision", "bench_variants", "bench_varlen", "compare"),
+        (
+            "bench_forward",
+            "bench_backward",
+            "bench_lessons",
+            "bench_precision",
+            "bench_variants",
+            "bench_varlen",
+            "compare",
+        ),
         (("numba_cuda", "cupy", "torch"), "cu13,torch"),
     ),
 }

@@ -42,7 +42,13 @@ class TorchGroup(Group):
             if then is not None:
                 then()
             arrived = side.record_event()
-        return lambda: current.wait_event(arrived)
+        kept = [sends, receives, then]  # their memory is of the current stream, which must not reuse it before it waits
+
+        def finish() -> None:
+            current.wait_event(arrived)
+            kept.clear()
+
+        return finish
 
     def _on_host(self, sends: Buffers, receives: Buffers, then: Callable[[], None] | None) -> Callable[[], None]:
         with self._said(sends, receives):

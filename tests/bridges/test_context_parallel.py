@@ -121,6 +121,11 @@ def test_collectives_of_a_group(ranks):
         assert summed == 2.0
 
 
+def test_a_device_mesh(ranks):
+    """Beside it a dimension for data parallelism."""
+    assert set(ranks.run(4, "on_a_mesh")) == {"a DeviceMesh must have one dimension, as mesh['cp'] has, not 2"}
+
+
 def test_tokens_that_ranks_do_not_divide(ranks):
     assert ranks.run(3, "numbers") == [list(range(7))] * 3
 

@@ -99,6 +99,20 @@ def several_times(group, times):
     return all(torch.equal(one, other) for each in found for one, other in zip(each, found[0], strict=True))
 
 
+def on_a_mesh(group):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(group),), mesh_dim_names=("cp",))
+    x = torch.arange(12.0)
+    assert torch.equal(distributed.shard(x, mesh["cp"], 0), distributed.shard(x, group, 0))
+    with_two = init_device_mesh("cpu", (2, dist.get_world_size(group) // 2), mesh_dim_names=("dp", "cp"))
+    distributed.unshard(distributed.shard(x, with_two["cp"], 0), with_two["cp"], 0)
+    try:
+        distributed.shard(x, with_two, 0)
+    except ValueError as error:
+        return str(error)
+
+
 def called(group):
     q, k, v, _ = (distributed.shard(x, group, 2) for x in arrays(120))
     return distributed.context_parallel_attention(q, k, v, group, causal=True).sum().item()

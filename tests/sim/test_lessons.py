@@ -8,7 +8,7 @@ import pytest
 
 from lessons import NAMES
 from numba_flash import testing
-from numba_flash.debug import stop_at
+from numba_flash.debug import stop_at, watch
 from numba_flash.ptx.sim.errors import InstructionError
 
 LIMITS = dict(layouts=("bhsd",), features=(), grouped=False, strange_strides=False, head_dims=(64,))
@@ -53,6 +53,24 @@ def test_stop_at_stops_in_a_kernel_and_in_its_device_functions(text, where, caps
     with stop_at(made.attention.kernel, text, thread=3, commands=["p lane"]):
         made.attention(x, x, x)
     assert f"{where}()\n-> {text}" in (seen := capsys.readouterr().out) and "\n3\n" in seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_watch_shows_the_running_maximum(name):
+    """Of the first query, in the first thread: the largest score of all tiles so far, in the lesson's unit."""
+    made = lesson(name)
+    rng = np.random.default_rng(0)
+    tile_n = importlib.import_module(f"lessons.{name}").TILE_N
+    keys = 2 * tile_n + 6
+    q, k = (rng.standard_normal((1, 1, n, 64)).astype(made.dtype) for n in (3, keys))
+    with watch(made.kernel) as seen:
+        made(q, k, k)
+    mine = [x.values for x in seen if x.thread == (0, 0, 0) and x.values.get("r", 0) == 0]
+    scale = 0.125 if made.dtype == "float32" else 0.125 / np.log(2)
+    scores = scale * (q[0, 0, 0].astype(float) @ k[0, 0].astype(float).T)
+    running = [scores[: end + tile_n].max() for end in range(0, keys, tile_n)]
+    np.testing.assert_allclose([float(x["m_new"]) for x in mine], running, rtol=1e-5)
 
 
 def with_a_line_less(name, number):

@@ -65,6 +65,10 @@ def test_a_lesson_is_counted(name):
     tiles_q = n // lesson.tile_m
     assert (found.global_read, found.global_written) == (2 * n * d * (1 + 2 * tiles_q), 2 * n * d)
     assert found.tensor_flops == found.flops
+    if name in NAMES[4:]:  # scores and weights are in registers
+        assert found.shared_written == found.global_read
+    if name == "mma_4_registers":  # a warp's ldmatrix of 512 bytes for a pair of tiles: Q 4, K and V 16 each
+        assert found.shared_read == (4 + 16 + 16) * 512 * 4 * tiles_q * (n // 64)
 
 
 @cuda.jit

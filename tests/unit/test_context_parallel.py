@@ -9,6 +9,7 @@ from helpers.ranks import Threads
 import numba_flash
 from numba_flash import distributed
 from numba_flash.distributed import Layout
+from numba_flash.distributed.layout import Reach, needed
 
 HEADS, HEADS_KV, DIM = 4, 2, 16
 
@@ -233,6 +234,17 @@ def test_only_keys_that_somebody_sees_are_moved():
     assert moved(400, 2, "zigzag", causal=True) == (200 + 100) * token
     whole = (2 * HEADS + 2 * HEADS_KV) * DIM * 4 // 2 + HEADS // 2 * 4  # q, k, v, o and lse of half of the heads
     assert moved(400, 2, "zigzag", method="heads") == 400 * whole
+
+
+def test_keys_of_other_documents_are_not_moved():
+    """Document [150, 250) lies on ranks 1 and 2 of four; the others end where a rank ends."""
+    layout, reach = Layout.contiguous(400, 4), Reach(None, 0, (0, 100, 150, 250, 300, 400))
+    assert [needed(layout, rank, reach) for rank in range(4)] == [
+        ((0, 100),),
+        ((100, 200),),
+        ((150, 300),),
+        ((300, 400),),
+    ]
 
 
 def test_layouts():
