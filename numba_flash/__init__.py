@@ -17,22 +17,28 @@ _PUBLIC = {
     "attention": "api.forward",
     "AttentionOutput": "api.forward",
     "attention_backward": "api.backward",
+    "attention_lse": "api.weights",
     "attention_varlen": "api.varlen",
     "attention_varlen_backward": "api.varlen",
     "AttentionGradients": "api.backward",
     "BlockMask": "api.block_mask",
     "block_mask": "api.block_mask",
+    "column_sums": "api.weights",
     "explain": "api.explain",
     "explain_backward": "api.explain",
     "merge": "api.merge",
+    "row_statistics": "api.weights",
+    "RowStatistics": "api.weights",
     "softmax": "api.softmax",
     "warmup": "api.forward",
+    "weights": "api.weights",
 }
 _MODULES = ("reference", "testing", "debug", "mods", "distributed")
 __all__ = [
-    "AttentionGradients", "AttentionOutput", "BlockMask", "attention", "attention_backward", "attention_varlen",
-    "attention_varlen_backward", "block_mask", "debug", "distributed", "explain", "explain_backward", "merge", "mods",
-    "reference", "softmax", "testing", "warmup",
+    "AttentionGradients", "AttentionOutput", "BlockMask", "RowStatistics", "attention", "attention_backward",
+    "attention_lse", "attention_varlen", "attention_varlen_backward", "block_mask", "column_sums", "debug",
+    "distributed", "explain", "explain_backward", "merge", "mods", "reference", "row_statistics", "softmax", "testing",
+    "warmup", "weights",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -50,6 +56,11 @@ if TYPE_CHECKING:
     from .api.softmax import softmax as softmax
     from .api.varlen import attention_varlen as attention_varlen
     from .api.varlen import attention_varlen_backward as attention_varlen_backward
+    from .api.weights import RowStatistics as RowStatistics
+    from .api.weights import attention_lse as attention_lse
+    from .api.weights import column_sums as column_sums
+    from .api.weights import row_statistics as row_statistics
+    from .api.weights import weights as weights
 
 
 def __getattr__(name: str) -> Any:

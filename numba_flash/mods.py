@@ -41,6 +41,105 @@ def document(b: Any, h: Any, q_pos: Any, k_pos: Any, segments: Any) -> Any:
     return segments[b, q_pos] == segments[b, k_pos]
 
 
+def neighborhood(
+    shape: int | tuple[int, ...],
+    window: int | tuple[int, ...],
+    dilation: int | tuple[int, ...] = 1,
+    ordered: bool = False,
+) -> Any:
+    """-> mask_mod: neighborhood attention (Hassani et al., 2023) of tokens in one, two or three dimensions.
+
+    shape: how many tokens there are in each dimension; the positions count them in row-major order. window: how many
+    keys each query sees in each dimension, itself in the middle. At an edge the window is moved until it lies inside,
+    as in NATTEN, so that all queries see the same number. dilation: of how many tokens one counts. window and dilation
+    may be one number for all dimensions; the window must fit into the tokens that count.
+    ordered: the tokens stand as `tile_order` puts them, and the function reads its `order` from aux. Then more tiles
+    are empty, which are skipped; with `numba_flash.block_mask` that is found once for many calls.
+    """  # fmt: skip
+    extents = (shape,) if isinstance(shape, int) else tuple(shape)
+    sides, steps = _each("window", window, extents), _each("dilation", dilation, extents)
+    for extent, side, step in zip(extents, sides, steps, strict=True):
+        if side > extent // step:
+            raise ValueError(
+                f"window times dilation must be at most shape in each dimension, but shape is {shape}, window {window} "
+                f"and dilation {dilation}"
+            )
+    missing = (1,) * (3 - len(extents))
+    (planes, rows, columns), (window_p, window_r, window_c), (step_p, step_r, step_c) = (
+        (*missing, *of) for of in (extents, sides, steps)
+    )
+
+    def sees(query: Any, key: Any, extent: Any, side: Any, step: Any) -> Any:
+        """In one dimension. The tokens that count are those of one remainder; `last` of them is the last one's number
+        and one more."""
+        last = (extent - query % step + step - 1) // step
+        start = min(max(query // step - side // 2, 0), last - side)
+        return key % step == query % step and start <= key // step < start + side
+
+    def of_tokens(query: Any, key: Any) -> Any:
+        return (
+            sees(query % columns, key % columns, columns, window_c, step_c)
+            and sees(query // columns % rows, key // columns % rows, rows, window_r, step_r)
+            and sees(query // (columns * rows), key // (columns * rows), planes, window_p, step_p)
+        )
+
+    def mask(b: Any, h: Any, q_pos: Any, k_pos: Any) -> Any:
+        return of_tokens(q_pos, k_pos)
+
+    def mask_of_ordered(b: Any, h: Any, q_pos: Any, k_pos: Any, order: Any) -> Any:
+        return of_tokens(order[q_pos], order[k_pos])
+
+    return mask_of_ordered if ordered else mask
+
+
+def tile_order(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """-> (order, back), int32: tokens of several dimensions so that neighbours stand near each other, tile by tile.
+
+    >>> order, back = mods.tile_order((64, 64), (8, 8))
+    >>> x = x[:, :, order]  # (batch, heads, tokens, head_dim), tokens in row-major order before
+    >>> o = o[:, :, back]  # as they were
+
+    shape: how many tokens there are in each dimension; tile: how many of a tile, which need not divide them. A kernel
+    computes 64 to 128 queries with as many keys at once. It pays where the last dimension is longer than that: in
+    row-major order a window then reaches over parts of many rows.
+    """
+    if len(tile) != len(shape) or min(tile) < 1:
+        raise ValueError(f"tile must have a number from 1 for each dimension of shape {shape}, not {tile}")
+    places = np.indices(shape).reshape(len(shape), -1)
+    numbers = [at // side for at, side in zip(places, tile, strict=True)]
+    within = [at % side for at, side in zip(places, tile, strict=True)]
+    order = np.lexsort((*within[::-1], *numbers[::-1])).astype(np.int32)
+    return order, np.argsort(order).astype(np.int32)
+
+
+def block_sparse(tile: int = 1) -> Any:
+    """-> mask_mod: the keys that a sparse pattern has, such as the neighbours of each atom. It reads the pattern in CSR
+    form, aux=(indptr, indices), whole numbers: row i has the columns indices[indptr[i] : indptr[i + 1]], in ascending
+    order. All batch entries and heads share it.
+
+    tile: how many queries a row is for, and how many keys a column.
+
+    >>> pattern = numba_flash.block_mask(mods.block_sparse(64), 1, heads, n, n, aux=(indptr, indices))
+    >>> o = numba_flash.attention(q, k, v, block_mask=pattern)
+
+    Which tiles are empty is found once for a `block_mask`. It asks for each pair, and the answer takes the logarithm of
+    a row's length. Sort tokens so that neighbours have near numbers: then more tiles are empty.
+    """
+
+    def mask(b: Any, h: Any, q_pos: Any, k_pos: Any, q_index: Any, indptr: Any, indices: Any) -> Any:
+        row, column = q_index // tile, k_pos // tile
+        first, end = indptr[row], indptr[row + 1]
+        while first < end:
+            middle = (first + end) // 2
+            if indices[middle] < column:
+                first = middle + 1
+            else:
+                end = middle
+        return first < indptr[row + 1] and indices[first] == column
+
+    return mask
+
+
 def prefix_lm(b: Any, h: Any, q_pos: Any, k_pos: Any, prefix: Any) -> Any:
     """mask_mod: all see the first prefix[b] keys, and behind them it is causal. prefix: whole numbers (batch,)."""
     return k_pos < prefix[b] or k_pos <= q_pos
@@ -97,3 +196,14 @@ def _ranges(exact: int, own: int, farthest: int) -> tuple[tuple[int, int], ...]:
     ratios = np.log(np.arange(exact, farthest + 1).astype(real) / real(exact)) / real(math.log(farthest / exact))
     found = exact + (ratios * real(own - exact)).astype(int)
     return tuple((exact + int(np.searchsorted(found, bucket)), bucket) for bucket in range(exact + 1, own))
+
+
+def _each(name: str, given: int | tuple[int, ...], extents: tuple[int, ...]) -> tuple[int, ...]:
+    """A number for each dimension."""
+    found = (given,) * len(extents) if isinstance(given, int) else tuple(given)
+    if not 1 <= len(extents) <= 3 or len(found) != len(extents) or min(found) < 1:
+        raise ValueError(
+            f"shape must have 1 to 3 dimensions, and {name} one number from 1, or one for each of them, but shape is "
+            f"{extents} and {name} {given}"
+        )
+    return found

@@ -5,7 +5,7 @@ from typing import Any
 from ..dispatch import backward as dispatch
 from ..dispatch.backward import CallPlan
 from ..dispatch.block_mask import expanded
-from ..dispatch.call import NO_AUX, Call
+from ..dispatch.call import NO_AUX, Call, folded, has_other_dimensions
 from ..problem.options import NO_NUMBERS, AttentionGradients
 from .forward import NO_DROPOUT, bound_to
 
@@ -53,7 +53,8 @@ def attention_backward(
     With softcap, dS for dq and dk is multiplied by 1 - tanh(x / cap)^2. With dropout_p and the forward's seed, dP and
     the P in dv are 0 for dropped weights, and are multiplied by 1 / (1 - dropout_p) elsewhere.
 
-    do: the gradient of o, in o's shape and dtype. q, k, v and all options: the arguments of the call of `attention`.
+    do: the gradient of o, in o's shape and dtype. q, k, v and all options: the arguments of the call of `attention`,
+    of as many dimensions as there.
     o, lse: its results with return_lse=True. If k and v are a part of a longer set of keys, over which o and lse were
     computed, as in context-parallel attention, then dk and dv are final, dsinks is that of the whole in each part, and
     dq must be summed over the parts. lse must be contiguous; all other arrays may have any strides.
@@ -93,4 +94,7 @@ def prepare_call(arguments: dict[str, Any]) -> tuple[list[Any], CallPlan]:
     """`dispatch.backward.prepare` for what a caller would hand to `attention_backward`, by name."""
     named = bound_to(attention_backward, arguments)
     operands = tuple([named.pop(name) for name in ("q", "k", "v", "o", "lse", "do", "dlse")])
-    return dispatch.prepare(Call(operands, **named))
+    call = Call(operands, **named)
+    if has_other_dimensions(call.operands[0], call.options.layout):
+        call, _ = folded(call)
+    return dispatch.prepare(call)

@@ -7,9 +7,10 @@ from typing import Any
 
 from .. import arrays
 from ..dispatch import forward as dispatch
-from ..dispatch.call import NO_AUX, Call
+from ..dispatch.call import NO_AUX, Call, folded, has_other_dimensions
 from ..dispatch.forward import AttentionOutput as AttentionOutput
 from ..dispatch.forward import CallPlan
+from ..problem.forward import NoColumns
 from ..problem.options import NO_NUMBERS, OPTION_NAMES, Options
 
 differentiated = arrays.differentiated.get
@@ -58,7 +59,9 @@ def attention(
 
     q: (batch, heads, seqlen_q, head_dim); k: (batch, heads_kv, seqlen_k, head_dim);
     v: (batch, heads_kv, seqlen_k, head_dim_v). With layout="bshd" heads and seqlen change places, in
-    out= and in the result too. All three have one dtype: float16, bfloat16, float32 or float64. Sums are in
+    out= and in the result too. All of them may also have no batch, no batch and no heads, or several dimensions of
+    batch; the results have them as q has, and options are broadcast to them. b then counts the entries in the order of
+    their indices. All three have one dtype: float16, bfloat16, float32 or float64. Sums are in
     float32, or in float64 for float64. Strides may be any (transposed, sliced, broadcast, negative), lengths may be
     0, and head_dim_v may differ from head_dim. Query head h reads KV head h // (heads // heads_kv), so grouped and
     multi-query attention need no flag. The arrays are of NumPy, CuPy, torch, JAX or Numba, or anything with DLPack
@@ -74,7 +77,8 @@ def attention(
     q_offset: the position of query 0 among the keys, an integer or int32 (batch,). None = seqlen_k - seqlen_q, or
         with seqlens_k seqlens_k[b] - seqlen_q: the last query has the position of the last key ("bottom-right", as
         in flash-attn). 0 is "top-left" (as in torch and JAX).
-    seqlens_k: int32 (batch,), how many keys are valid, as in a padded cache. In host memory the values are checked.
+    seqlens_k: int32 (batch,), how many keys are valid, as in a padded cache; of no dimensions where q has no batch.
+        In host memory the values are checked.
         On a device they are clamped to 0 .. seqlen_k, because reading them would make the host wait.
     scale: a finite number; None = head_dim ** -0.5. q_i . k_j is computed before it is scaled, and must be below the
         largest number of the sums' dtype, 3.4e38 for float32; otherwise multiply q by scale first.
@@ -143,15 +147,58 @@ def attention(
             o, lse = cached.run(q, addresses, out)
             return o if lse is None else AttentionOutput(o, lse)
     call = Call.of(fields, key)
+    if has_other_dimensions(q, layout):
+        call, unfold = folded(call)
+        return unfold(_repeated(call[:-1]))
+    return _run(call)
+
+
+def _repeated(fields: Any) -> Any:
+    """`attention` from where it has the fields of its Call; there it stands by itself, since it is 0.1 us sooner."""
+    (q, k, v, out), return_lse = fields[0], fields[2]
+    key, cached, addresses, is_recorded = find(fields) or (None, None, (), False)
+    if cached is None:
+        return _run(Call.of(fields, key))
+    if is_recorded:
+        return bridge("torch").run_cached(cached, addresses, q, k, v, return_lse)
+    o, lse = cached.run(q, addresses, out)
+    return o if lse is None else AttentionOutput(o, lse)
+
+
+def _run(call: Call) -> Any:
+    q, k, v, _ = call.operands
     differentiates = differentiated(type(q))
-    if differentiates is None or not differentiates(q, k, v):
-        try:
-            return dispatch.run(call)
-        except arrays.NeedsBridge as recorded:
-            family = recorded.family
-    else:
-        family = "torch"
-    return bridge(family).run(call)
+    try:
+        if differentiates is None or not differentiates(q, k, v):
+            try:
+                return dispatch.run(call)
+            except arrays.NeedsBridge as recorded:
+                family = recorded.family
+        else:
+            family = "torch"
+        return bridge(family).run(call)
+    except NoColumns:
+        return _without_values(call)
+
+
+def _without_values(call: Call) -> Any:
+    """o of no columns, and lse as with a column of values."""
+    found = _run(_with_a_column(call))
+    o = found.o[..., :0]
+    return AttentionOutput(o, found.lse) if call.return_lse else o
+
+
+def _with_a_column(call: Call) -> Call:
+    q, k, _, out = call.operands
+    if out is not None:
+        raise NotImplementedError("out cannot be given with a head_dim_v of 0: leave it out")
+    return call._replace(operands=(q, k, first_column(k), None), return_lse=True, key=None)
+
+
+def first_column(k: Any) -> Any:
+    """In the place of a v, where lse is all that is asked for; without a gradient in torch."""
+    column = k[..., :1]
+    return column.detach() if hasattr(column, "detach") else column
 
 
 def bridge(framework: str) -> Any:
@@ -196,8 +243,12 @@ def prepare_call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[list[
 
 def prepared(call: Call) -> tuple[list[Any], CallPlan]:
     """`dispatch.forward.prepare`, or of what torch's autograd would run."""
+    if has_other_dimensions(call.operands[0], call.options.layout):
+        call, _ = folded(call)
     try:
         return dispatch.prepare(call)
+    except NoColumns:
+        return prepared(_with_a_column(call))
     except arrays.NeedsBridge as recorded:
         if recorded.family != "torch":
             raise

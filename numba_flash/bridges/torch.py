@@ -19,7 +19,7 @@ from ..arrays import recording
 from ..dispatch import forward as dispatch
 from ..dispatch.block_mask import in_options
 from ..dispatch.cached_call import CachedForward
-from ..dispatch.call import Call
+from ..dispatch.call import Call, folded, has_other_dimensions
 from ..dispatch.forward import AttentionOutput
 from ..problem.options import Options
 from ..problem.packed import bounds
@@ -54,7 +54,11 @@ def attention(
         named |= in_options(block_mask, named)
     dropout = dict(dropout_p=dropout_p, seed=seed) if dropout_p else {}
     options = Options.of(**named, **dropout)
-    return run(Call((q, k, v, out), options, return_lse=return_lse, stream=stream, kernel=kernel))
+    call = Call((q, k, v, out), options, return_lse=return_lse, stream=stream, kernel=kernel)
+    if has_other_dimensions(q, options.layout):
+        call, unfold = folded(call)
+        return unfold(run(call))
+    return run(call)
 
 
 def attention_varlen(

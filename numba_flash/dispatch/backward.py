@@ -12,7 +12,7 @@ from ..problem.option_checks import window_sides
 from ..problem.options import ARRAY_NAMES, GRADIENT_OF, NO_NUMBERS, AttentionGradients, GradientOperands
 from ..select.backward import BackwardChoice, select_backward
 from .cached_call import Addresses, CachedBackward, is_cacheable
-from .call import NO_OTHERS, Call, Fields, PlanKey, enqueue, look_up, store
+from .call import NO_OTHERS, Call, Fields, PlanKey, enqueue, folded, has_other_dimensions, look_up, store
 from .launch import Launch
 from .launch_backward import make_backward_launch
 
@@ -40,6 +40,9 @@ def run(fields: Fields) -> AttentionGradients:
         if cached is not None:
             return AttentionGradients(*cached.run(fields[0][0], inputs, incoming))
     call = Call.of(fields)
+    if has_other_dimensions(call.operands[0], call.options.layout):
+        call, unfold = folded(call)
+        return unfold(run(call[:-1]))  # type: ignore[no-any-return]
     given, found = prepare(call)
     like = given[0]
     assert like is not None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from .. import arrays
 from ..arrays import Array, Layout
 from ..problem.option_checks import window_sides
-from ..problem.options import ARRAY_NAMES, NO_NUMBERS, OPTION_ARRAYS, Options
+from ..problem.options import ARRAY_NAMES, NO_NUMBERS, OPTION_ARRAYS, Options, Packed
 
 NO_AUX: tuple[Any, ...] = ()  # a default with which each call compares; comparing one object takes a fifth of the time
 BIAS = ARRAY_NAMES.index("bias")
@@ -150,6 +150,20 @@ def caller_functions() -> Any:
     from . import caller_functions
 
     return caller_functions
+
+
+def has_other_dimensions(q: Any, layout: Any) -> bool:
+    """Whether a call becomes one of 4 dimensions first. What is wrong with another q is said where it is read."""
+    if getattr(q, "ndim", 4) == 4 or isinstance(layout, Packed):
+        return False
+    return arrays.is_array(q) and not getattr(q, "is_nested", False)
+
+
+def folded(call: Call) -> tuple[Call, Callable[[Any], Any]]:
+    """`leading.folded`, in a module that a plain call does not need."""
+    from . import leading
+
+    return leading.folded(call)
 
 
 @functools.cache

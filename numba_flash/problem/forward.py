@@ -229,6 +229,10 @@ class Problem:
         return problem
 
 
+class NoColumns(ValueError):
+    """v has a head_dim_v of 0, which no kernel has: lse is all that there is to compute."""
+
+
 def _given(own: dict[str, Layout | None], options: Options, aux: tuple[Any, ...]) -> dict[str, Layout]:
     """All arrays of a call by name. They are on one device and of one kind, and their strides can be used."""
     named: dict[str, Any] = own | {option.name: options.array(option.name) for option in ARRAYS}
@@ -292,9 +296,10 @@ def _sizes(q: Layout, k: Layout, v: Layout, layout: str) -> tuple[int, int, int,
         raise ValueError(
             f"the heads of q must be a multiple of those of k and v, but {heads} is not of {heads_kv}: {shapes}"
         )
-    if head_dim == 0 or head_dim_v == 0:
-        only_lse = "; for lse alone pass a v of one column of zeros" if head_dim else ""
-        raise ValueError(f"head_dim and head_dim_v must be at least 1, but {shapes}{only_lse}")
+    if head_dim == 0:
+        raise ValueError(f"head_dim must be at least 1, but {shapes}")
+    if head_dim_v == 0:
+        raise NoColumns(f"head_dim_v must be at least 1 here, but {shapes}; attention() and attention_lse() take 0")
     _check_extents(seqlen_q, seqlen_k, batch * heads, shapes)
     return batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v
 

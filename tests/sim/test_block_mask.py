@@ -80,6 +80,19 @@ CASES = {
 }  # fmt: skip
 
 
+def test_a_neighborhood_in_order_and_a_sparse_pattern(rung):
+    shape = (6, 9)
+    order, _ = mods.tile_order(shape, (3, 4))
+    starts, columns = np.array([0, 2, 3, 3, 5], np.int32), np.array([0, 2, 1, 0, 3], np.int32)
+    near = dict(mask_mod=mods.neighborhood(shape, (3, 5), ordered=True), aux=(order,))
+    given = dict(mask_mod=mods.block_sparse(16), aux=(starts, columns))
+    case = rung.problem(heads=2, heads_kv=1, seqlen_q=54, seqlen_k=54, batch=1, head_dim=16)
+    for options in (near, given):
+        expected = numba_flash.attention(case.q, case.k, case.v, **options, kernel="reference")
+        found = numba_flash.attention(case.q, case.k, case.v, block_mask=blocks_of(case, options), kernel=rung.kernel)
+        np.testing.assert_allclose(found.astype(np.float32), expected.astype(np.float32), atol=2e-2)
+
+
 OF_ENTRIES = (mods.document, mods.prefix_lm, by_entry, of_valid_keys)  # those that read b
 
 

@@ -71,8 +71,9 @@ WRONG = [
     (dict(v=V.astype(np.float64)), TypeError, ["one dtype", "float32", "float64", "v"]),
     (dict(k=K.astype(">f4")), TypeError, ["one dtype", "k is >f4"]),
     # ranks and shapes
-    *[(dict(q=array(*shape)), ValueError, ["q", "4 dimensions", "batch", str(shape)])
-      for shape in [(), (8,), (5, 8), (4, 5, 8), (1, 2, 4, 5, 8)]],
+    *[(dict(q=array(*shape)), ValueError, ["q must have 2 dimensions", "batch", str(shape)]) for shape in [(), (8,)]],
+    *[(dict(q=array(*shape)), ValueError, ["k must have", "leading dimensions", str(shape), "(2, 2, 7, 8)"])
+      for shape in [(5, 8), (4, 5, 8), (1, 2, 4, 5, 8)]],
     (dict(k=array(2, 7, 8), layout="bshd"), ValueError, ["k must have 4 dimensions", "bshd", "(2, 7, 8)"]),
     (dict(k=array(3, 2, 7, 8)), ValueError, ["batch", "(2, 4, 5, 8)", "(3, 2, 7, 8)"]),
     (dict(v=array(1, 2, 7, 6)), ValueError, ["batch", "(1, 2, 7, 6)"]),
@@ -82,8 +83,8 @@ WRONG = [
     (dict(q=array(2, 3, 5, 8)), ValueError, ["multiple", "3", "2", "heads"]),
     (dict(q=array(2, 1, 5, 8)), ValueError, ["multiple", "heads"]),
     (dict(k=array(2, 0, 7, 8), v=array(2, 0, 7, 6)), ValueError, ["multiple", "heads"]),
-    (dict(q=array(2, 4, 5, 0), k=array(2, 2, 7, 0)), ValueError, ["head_dim and head_dim_v must be at least 1"]),
-    (dict(v=array(2, 2, 7, 0)), ValueError, ["head_dim_v must be at least 1", "for lse alone"]),
+    (dict(q=array(2, 4, 5, 0), k=array(2, 2, 7, 0)), ValueError, ["head_dim must be at least 1"]),
+    (dict(v=array(2, 2, 7, 0), out=array(2, 4, 5, 0)), NotImplementedError, ["out", "head_dim_v of 0"]),
     (dict(layout="bshd"), ValueError, ["multiple", "bshd"]),
     (dict(q=np.broadcast_to(np.float32(0), (1, 2, 2**31, 8)), k=K[:1], v=V[:1]), ValueError, ["2**31", "seqlen"]),
     (dict(q=np.broadcast_to(np.float32(0), (2**16, 2**16, 1, 8)), k=np.broadcast_to(np.float32(0), (2**16, 1, 7, 8)),

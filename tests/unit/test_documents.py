@@ -207,6 +207,19 @@ def test_the_finders_of_parts_themselves():
     assert list(absent(text, (PACKAGE,))) == ["hue in dispatch/forward.py", "hue in dispatch/backward.py"]
 
 
+COMING_FROM = sorted((ROOT / "docs" / "coming_from").glob("*.md"))
+
+
+@pytest.mark.parametrize("path", COMING_FROM, ids=lambda path: path.name)
+def test_a_page_for_those_who_come_has_their_line_ours_and_what_differs(path):
+    """And README leads to it. Its Python runs here or in tests/bridges."""
+    text, name = path.read_text(), path.relative_to(ROOT).as_posix()
+    kinds = [kind for kind, _ in FENCE.findall(text)]
+    assert text.startswith("# Coming from ") and kinds[:2] == ["text", "python"] and "\n| --- |" in text
+    assert f"]({name})" in (ROOT / "README.md").read_text()
+    assert f"coming_from/{path.stem}\n" in (ROOT / "docs" / "index.md").read_text()
+
+
 def test_every_variable_is_on_the_page():
     named = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs" / "environment.md").read_text(), re.MULTILINE))
     read = {word for word in SOURCE_WORDS if word.startswith("NUMBA_FLASH_")}
