@@ -41,16 +41,22 @@ for name in NOT_RUN:
     page = ROOT / "docs" / "examples" / f"{name}.py"
     page.write_text("# ---\n# jupyter:\n#   language_info: {name: python}\n# ---\n" + page.read_text())
 
-exclude_patterns = ["drawings", "conf.py", "**/__pycache__"]
+exclude_patterns = ["drawings", "templates", "conf.py", "**/__pycache__"]
 nitpicky = True
 html_theme = "pydata_sphinx_theme"
 html_title = f"numba_flash {release}"
 html_show_sourcelink = False
 html_math_renderer = "mathml"  # of browsers themselves: a page asks for nothing from elsewhere, and is whole offline
-html_sidebars = {"**": []}  # there are no sections to list; listings take the room
+templates_path = ["templates"]
+html_sidebars = {"**": ["path.html"]}  # the pages in their order, and the headings of the one that is open
 html_static_path = ["static"]
 html_css_files = ["wide.css"]
-html_theme_options = {"show_prev_next": True, "navigation_with_keys": False, "secondary_sidebar_items": ["page-toc"]}
+html_theme_options = {
+    "show_prev_next": True,
+    "navigation_with_keys": False,
+    "secondary_sidebar_items": [],
+    "navbar_center": [],  # the sidebar has the pages
+}
 autodoc_typehints = "none"
 autodoc_docstring_signature = False  # a first line like "merge(o1, ...) -> ..." is a sentence
 
@@ -60,11 +66,21 @@ def as_it_is(app, what, name, obj, options, lines):
     lines[:] = ["::", "", *(f"   {line}" for line in lines), ""] if any(lines) else []
 
 
+PRIME = re.compile(r"<msup>(<mi>\w</mi>)<mi>(&#x02032;)</mi></msup>")
+
+
 def formula(text, display):
     """MathML. A number that LaTeX's \\tag gives goes into an element of its own, and `\\_` is a character."""
     number = re.search(r"\\tag\{(\d+)\}", text)
-    made = convert(text.replace(number[0], "") if number else text, display=display).replace("\\_", "_")
-    return f'<span class="eqno">({number[1]})</span>{made}' if number else made
+    tex = (text.replace(number[0], "") if number else text).replace("{aligned}", "{align*}")
+    # A prime is a raised sign already; as an exponent it would be too small and too high to read.
+    made = PRIME.sub(r'<mrow>\1<mo lspace="0" rspace="0">\2</mo></mrow>', convert(tex, display=display))
+    made = made.replace("\\_", "_")
+    if "\\" in made or "<mi>&</mi>" in made:
+        raise ValueError(f"latex2mathml does not know all of the formula {text!r}: it made {made!r}")
+    if display == "inline":
+        return made
+    return (f'<span class="eqno">({number[1]})</span>' if number else "") + f'<div class="formula">{made}</div>'
 
 
 def inline(translator, node):

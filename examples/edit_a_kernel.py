@@ -85,8 +85,8 @@ print("as it is:", wrong_cases(), "of 12 are wrong")
 assert wrong_cases() == 0
 
 # %% [markdown]
-# Without `alpha` (line 14 of listing 5), the sum of the earlier tiles is not rescaled. Every problem with several tiles
-# of keys notices:
+# Without `alpha` (`docs/first_kernels.md`, listing 5, line 14), the sum of the earlier tiles is not rescaled. Every
+# problem with several tiles of keys notices:
 
 # %%
 with edited(v2, "alpha = math.exp(m - m_new)", "alpha = compute(1)"):
@@ -96,7 +96,7 @@ assert broken == 12
 
 # %% [markdown]
 # Any common factor of `l` and `O` is divided out at the end. So a maximum that is slightly too large changes only the
-# rounding. Lazy rescaling rests on this (`docs/algorithm.md`, equation 20):
+# rounding. Lazy rescaling rests on this (`docs/tensor_cores.md`, equation 20):
 
 # %%
 with edited(v2, "m_new = max(max_tmp, m)", "m_new = max(max_tmp + compute(0.5), m)"):

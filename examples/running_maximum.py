@@ -5,7 +5,7 @@
 # running maximum `m`, the sum `l` and the output `O`. This notebook runs the real kernel `v2` in Numba's simulator,
 # reads its variables at each tile, and draws them. No GPU is needed.
 #
-# The lines are those of listing 5 in `docs/algorithm.md`.
+# The lines are those of listing 5 in `docs/first_kernels.md`.
 
 # %%
 import os

@@ -25,7 +25,7 @@ from numba_flash import debug, testing
 # ## The kernel
 #
 # A block has 16 threads and owns 16 queries of one head, a query for each thread. It loads K and V in tiles of 16 keys
-# into shared memory. This is listing 5 of `docs/algorithm.md`.
+# into shared memory. This is listing 5 of `docs/first_kernels.md`.
 
 # %%
 TILE, MOST = 16, 16  # keys of a tile, queries of a block; the largest head_dim

@@ -3,7 +3,7 @@
 Teaches: equation 9, the heart of FlashAttention-2. When the maximum grows, l and O are multiplied by alpha.
 Minutes: 15
 Read: docs/algorithm.md, equations 9 and 10
-Solution: numba_flash/kernels/simt/v2.py, lines 13 to 19 of listing 5
+Solution: numba_flash/kernels/simt/v2.py, lines 13 to 19 of listing 5 (docs/first_kernels.md)
 """
 
 import math

@@ -3,7 +3,7 @@
 Teaches: where half of the work of causal attention goes: tiles that no query sees are skipped, and only those on the
     diagonal are masked.
 Minutes: 15
-Read: docs/algorithm.md, line 5 of listing 5
+Read: docs/first_kernels.md, line 5 of listing 5
 Solution: numba_flash/problem/ranges.py
 """
 

@@ -3,7 +3,7 @@
 Teaches: a race is a read and a write with no barrier in between. A tile in shared memory needs two barriers: it must be
     there before it is read, and everyone must be done with it before it is written over.
 Minutes: 10
-Read: docs/algorithm.md, line 6 of listing 5
+Read: docs/first_kernels.md, line 6 of listing 5
 Solution: numba_flash/kernels/simt/v2.py, its two cuda.syncthreads()
 """
 

@@ -1,4 +1,4 @@
-"""FlashAttention-2, one thread for each query: listing 5 of docs/algorithm.md without options, in float32.
+"""FlashAttention-2, one thread for each query: listing 5 of docs/first_kernels.md without options, in float32.
 
 A block has a tile of queries. It walks over the tiles of keys, which all its threads load together. A thread keeps its
 row of Q and of O, m and l in registers. The scores of a tile never leave shared memory.

@@ -116,7 +116,7 @@ def backward(
     """The gradients of sum(do * o) + sum(dlse * lse), all float64; the other arguments are those of `forward`.
 
     P is not kept from the forward but computed again, P = e^(S - lse). e^(S - m) / l is the same without the rounding
-    of lse, which is that of P where |S| is large. Then, by equations 13 to 18 of docs/algorithm.md,
+    of lse, which is that of P where |S| is large. Then, by equations 13 to 18 of docs/backward.md,
 
         dV = P^T dO    dP = dO V^T    dS = P * (dP - delta)    dQ = dS K    dK = dS^T Q
 

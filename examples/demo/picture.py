@@ -8,23 +8,23 @@ from matplotlib.patches import Rectangle
 from .scene import SENTENCE, TILE, Scene
 
 BLUE, ORANGE, GREY = "#1f5fa8", "#d9772b", "#9a9a9a"
-COMPONENTS = 5  # of o that are drawn; all of them would be a thicket
+SHADES = BLUE, ORANGE, "#2e7d4f"  # of the components of o that are drawn; all of them would be a thicket
 
 
 def save_picture(scene: Scene, path: str) -> None:
     # Figure without pyplot: no window system is asked for, and no global state is left behind.
     figure = Figure(figsize=(15, 8.5), layout="constrained")
-    figure.suptitle(f"“{SENTENCE}”   layer {scene.layer + 1}, head {scene.head + 1}", fontsize=14)
+    figure.suptitle(
+        f"“{SENTENCE}”   layer {scene.layer + 1}, head {scene.head + 1}\n"
+        "Right: the framed row, computed as the kernels do. It never holds more scores than one tile, "
+        "and still ends at exactly softmax(s) @ v.",
+        fontsize=13,
+    )
     grid = figure.add_gridspec(3, 2, width_ratios=(1.15, 1), height_ratios=(1.3, 1, 1))
     draw_weights(figure.add_subplot(grid[:, 0]), scene)
     draw_scores(figure.add_subplot(grid[0, 1]), scene)
     draw_l(figure.add_subplot(grid[1, 1]), scene)
     draw_o(figure.add_subplot(grid[2, 1]), scene)
-    figure.supxlabel(
-        "Right: the framed row, computed as the kernels do. It never holds more scores than one tile, "
-        "and still ends at exactly softmax(s) @ v.",
-        fontsize=11,
-    )
     figure.savefig(path, dpi=110)
 
 
@@ -79,16 +79,17 @@ def draw_l(axes: Axes, scene: Scene) -> None:
 
 
 def draw_o(axes: Axes, scene: Scene) -> None:
-    axes.set_title(f"o = alpha * o + exp(s - m) @ v; drawn: {COMPONENTS} components of o / l")
+    axes.set_title("o = alpha * o + exp(s - m) @ v; drawn: the numbers of o / l that move most")
     running = np.array([step.o / step.l for step in scene.steps])  # (tiles, head_dim)
-    shown = np.argsort(-np.ptp(running, 0))[:COMPONENTS]  # those that move most
-    lines = axes.plot(middles(scene), running[:, shown], "o-", color=BLUE, lw=1.2, ms=4)
-    lines[0].set_label("o / l so far")
-    end = np.full(len(shown), len(scene.tokens) - 0.7)
-    axes.plot(end, scene.o[shown], "D", color=ORANGE, ms=6, label="numba_flash.attention")
+    shown = np.argsort(-np.ptp(running, 0))[: len(SHADES)]
+    end = len(scene.tokens) - 0.7
+    for component, shade in zip(shown, SHADES, strict=True):
+        axes.plot(middles(scene), running[:, component], "o-", color=shade, lw=1.2, ms=4, label=f"o[{component}] / l")
+        axes.plot(end, scene.o[component], "D", color=shade, ms=7)
+    axes.plot([], [], "D", color=GREY, ms=7, label="numba_flash.attention")
     axes.set_ylabel("o / l")
     axes.set_xticks(middles(scene), [f"after tile {i + 1}" for i in range(len(scene.steps))])
-    axes.legend(loc="upper left", fontsize=9)
+    axes.legend(loc="best", fontsize=9)
     align(axes, scene)
 
 

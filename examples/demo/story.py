@@ -28,14 +28,17 @@ from .weights import MODEL_PACKAGE, installed_model, load, missing_readers, rand
 MEASURED_EACH = 64
 
 
-def tell(model: str | None, picture: str, questions: Sequence[str], quiet: bool) -> bool:
+def tell(model: str | None, picture: str, questions: Sequence[str], quiet: bool, row: bool) -> bool:
     screen = Screen(quiet)
     questions = questions or QUESTIONS
     screen.say(
-        "A small language model reads this project's documentation and answers questions about it. "
+        "A small language model reads a sentence, then this project's documentation, and answers questions about it. "
         "It is written in NumPy, and each of its attentions is one call of numba_flash.attention."
     )
     minilm = open_model(model, screen)
+    pictures_passed = show_pictures(minilm, picture, screen)
+    if row:
+        return pictures_passed
     passages = open_documents(minilm, screen)
     prepare_kernel(minilm, screen)
     measured = Measured(
@@ -48,9 +51,7 @@ def tell(model: str | None, picture: str, questions: Sequence[str], quiet: bool)
     points = read_passages(minilm, [passage.text for passage in passages], measured, screen)
     asked = minilm.encode(questions, numba_flash.attention)
     show_answers(search(questions, asked, passages, points), screen)
-    layers_passed = show_layers(measured, screen)
-    pictures_passed = show_pictures(minilm, picture, screen)
-    passed = layers_passed and pictures_passed
+    passed = show_layers(measured, screen) and pictures_passed
     screen.line()
     screen.say("All checks held." if passed else "A CHECK FAILED: see what is marked FAIL above.")
     return passed

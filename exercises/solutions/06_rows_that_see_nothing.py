@@ -2,7 +2,7 @@
 
 Teaches: under a causal mask a query may see no key of a tile, or none at all. -inf - -inf is NaN.
 Minutes: 10
-Read: docs/algorithm.md, listing 5, lines 12 and 19
+Read: docs/first_kernels.md, listing 5, lines 12 and 19
 Solution: numba_flash/kernels/simt/v2.py, `if sees` and `if l != 0`
 """
 

@@ -3,7 +3,7 @@
 Teaches: the threads of a block share the load of a tile. Each element is read once, and neighbours read neighbours, so
     that a warp's reads are few wide ones (coalesced).
 Minutes: 10
-Read: docs/algorithm.md, "Words for the GPU"
+Read: docs/first_kernels.md, "Words for the GPU"
 Solution: numba_flash/kernels/steps/tiles.py
 """
 

@@ -68,6 +68,9 @@ class Trace:
     o: np.ndarray  # (head_dim_v,) what the kernel stored at the end
     lse: Any  # m + log(l) at the end, as the kernel stored it
     divided: bool  # O is divided by l in each step, as v1 does
+    tile_sizes: tuple[int, int]  # queries and keys of a tile
+    seqlen_k: int
+    sees: np.ndarray  # (seqlen_q, 2) the first key that each query's position leaves it, and the end of its keys
 
     @property
     def rows(self) -> range:
@@ -166,7 +169,11 @@ def trace(
     o = heads_first(problem, given[O])[batch, head].astype(problem.compute_dtype)
     lse = host_view(given[LSE])[batch, head]
     tiles = _joined(seen, rows, problem)
-    whole = Trace(kernel, _about(problem, config), batch, head, rows, tiles, o[rows], lse[rows], kernel == "v1")
+    sees = np.array([problem.keys_seen(query) for query in range(problem.seqlen_q)])
+    sizes, about = (config.tile_m, config.tile_n), _about(problem, config)
+    whole = Trace(
+        kernel, about, batch, head, rows, tiles, o[rows], lse[rows], kernel == "v1", sizes, problem.seqlen_k, sees
+    )
     return whole if isinstance(row, range) else whole.of_row(row)
 
 

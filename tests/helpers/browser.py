@@ -1,5 +1,6 @@
 """A headless Chromium, driven by its driver over HTTP (W3C WebDriver), with nothing but the standard library."""
 
+import base64
 import contextlib
 import json
 import re
@@ -10,18 +11,24 @@ import urllib.request
 
 import pytest
 
-NEEDS = ("chromium", "chromedriver")
+NAMES = ("chromium", "chromium-browser", "google-chrome")
 # Nothing of it is to reach for the network, or to ask.
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--host-resolver-rules=MAP * ~NOTFOUND",
 )  # fmt: skip
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the standard's name for a reference
-RIGHT, HOME = "\ue014", "\ue011"  # keys
+LEFT, RIGHT, HOME = "\ue012", "\ue014", "\ue011"  # keys
+
+
+def chromium():
+    return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 def skip_without():
-    missing = [name for name in NEEDS if shutil.which(name) is None]
+    missing = [
+        name for name, there in (("chromium", chromium()), ("chromedriver", shutil.which("chromedriver"))) if not there
+    ]
     if missing:
         pytest.skip(f"not installed: {' and '.join(missing)} (Debian: apt-get install chromium chromium-driver)")
 
@@ -47,7 +54,7 @@ def browser(folder):
 class Page:
     def __init__(self, address, folder):
         self._address = address
-        options = {"args": [*FLAGS, f"--user-data-dir={folder}"], "binary": shutil.which("chromium")}
+        options = {"args": [*FLAGS, f"--user-data-dir={folder}"], "binary": chromium()}
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         made = self.call("POST", "", {"capabilities": {"alwaysMatch": wanted}})
         self._address += f"/{made['sessionId']}"
@@ -68,9 +75,23 @@ class Page:
     def open(self, address):
         self.call("POST", "/url", {"url": address})
 
+    def resize(self, width, height):
+        """The window's inside, in pixels."""
+        inside = dict(width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
+        self.call("POST", "/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": inside})
+
     def run(self, script, *arguments):
         """The value of a JavaScript expression."""
         return self.call("POST", "/execute/sync", {"script": f"return {script}", "args": arguments})
+
+    def dark(self, on):
+        """Whether the reader's system prefers dark pages."""
+        wanted = {"features": [{"name": "prefers-color-scheme", "value": "dark" if on else "light"}]}
+        self.call("POST", "/goog/cdp/execute", {"cmd": "Emulation.setEmulatedMedia", "params": wanted})
+
+    def screenshot(self):
+        """What the window shows, as a PNG."""
+        return base64.b64decode(self.call("GET", "/screenshot"))
 
     def text(self, selector):
         return self.run("document.querySelector(arguments[0]).textContent", selector)
@@ -82,4 +103,5 @@ class Page:
 
     def complaints(self):
         """What the browser's console was told: errors of scripts, and what could not be loaded."""
-        return [entry["message"] for entry in self.call("POST", "/se/log", {"type": "browser"})]
+        entries = self.call("POST", "/se/log", {"type": "browser"})
+        return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]

@@ -1,6 +1,8 @@
 """The sessions that README and docs/stepping.md show happen as they are shown, and the stops that they name exist."""
 
+import importlib
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from numba_flash import debug
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "stepping.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "stepping.md", ROOT / "docs" / "algorithm.md"]
 SESSION = re.compile(r"^```text\n\$ \S*python scripts/step (\w+) \"(.*?)\" (.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # | `kernel` | `line` | thread | ...
 STOP = re.compile(r"^\| `(\w+)` \| `([^`]+)` \| (\d+) \|", re.MULTILINE)
@@ -51,9 +53,57 @@ def test_the_pages_name_stops():
     assert {"v1", "mma", "wgmma"} <= set(kernels) and kernels.count("wgmma") == kernels.count("mma") == 2
 
 
+def without_who(text):
+    """Which thread comes first differs from run to run."""
+    return re.sub(r"thread \d+( \(warp \d+, lane \d+\))?|0x[0-9a-f]+", "_", text)
+
+
+def test_the_race_of_readme_is_what_happens(monkeypatch, capsys):
+    """Without the barrier that README deletes, scripts/step prints what README shows."""
+    page = (ROOT / "README.md").read_text()
+    file, barrier = re.search(r"In `numba_flash/(\S+)` delete the barrier `(.*?)`", page).groups()
+    kernel, shown = re.search(r"^```text\n\$ \S*python scripts/step (\w+)\n(.*?)^```$", page, re.M | re.S).groups()
+    text, module = (
+        (ROOT / "numba_flash" / file).read_text(),
+        importlib.import_module(f"numba_flash.kernels.{kernel}.forward"),
+    )
+    assert kernel == Path(file).parent.name and text.count(barrier) == 1
+    broken = "".join(line for line in text.splitlines(keepends=True) if barrier not in line)
+    names = dict(module.__dict__)
+    exec(compile(broken, module.__file__, "exec"), names)
+    monkeypatch.setattr(module, "make", names["make"])
+    monkeypatch.setattr(sys, "argv", ["step", kernel])
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    assert runpy.run_path(str(ROOT / "scripts" / "step"))["main"]() == 1
+    said = capsys.readouterr().out.replace(f"{ROOT}/", "")
+    for line in shown.splitlines():
+        assert without_who(line.removesuffix(" ...")) in without_who(said), said
+
+
 def test_the_trace_is_what_happens():
     """The problem of scripts/step, which the page's first session is about."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 1, 24, 4), dtype=np.float32) for _ in range(3))
     shown = re.search(r"^```text\n(kernel 'v2': .*?)^```$", (ROOT / "docs" / "stepping.md").read_text(), re.M | re.S)[1]
     assert repr(debug.trace(q, k, v, causal=True, row=22)).startswith(shown)
+
+
+def test_the_worked_example_has_the_same_numbers_everywhere():
+    """In the table, in the sentences below it, in the trace, and by equation 1. The drawing has the same problem."""
+    page = (ROOT / "docs" / "algorithm.md").read_text()
+    table = page.partition("<!-- worked example -->")[2].partition("<!-- end -->")[0]
+    lines = [[cell.strip() for cell in line.split("|")[-3:-1]] for line in table.splitlines()[3:]]
+    seen = debug.trace(**debug.worked_example(), row=0)
+    values = debug.worked_example()["v"].ravel()
+    for at, tile in enumerate(seen.tiles):
+        sees = np.isfinite(tile.S)
+        s, p, v = tile.S[sees], tile.P[sees], values[tile.keys.start : tile.keys.stop][sees]
+        expected = [s, v, tile.m, tile.alpha, p, p.sum(), tile.l, p @ v, tile.O[0]]
+        shown = [[float(x) for x in line[at].split(",")] for line in lines if line[at]]
+        assert len(shown) == len(expected)
+        for one, other in zip(shown, expected, strict=True):
+            np.testing.assert_allclose(one, np.atleast_1d(other), atol=5.1e-5)
+    s, v = np.array([1.0, 2, 4, 3]), np.array([1.0, 2, 3, 4])
+    assert f"{np.exp(s) @ v / np.exp(s).sum():.4f}, and that is what equation 1 gives" in page
+    assert f"4 + log 1.5530 = {np.log(np.exp(s).sum()):.4f}" in page
+    assert repr(seen).startswith(re.search(r"^```text\n(kernel 'v2': 1 queries.*?)^```$", page, re.M | re.S)[1])

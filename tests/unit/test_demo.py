@@ -322,6 +322,17 @@ def test_main_without_model_or_packages(nothing_installed, tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())  # no matplotlib, no picture
 
 
+def test_attention_is_shown_before_anything_is_read(folder, monkeypatch, capsys):
+    whole = ["--model", str(folder), "--picture", str(folder / "p.png")]
+    assert demo.main(whole) == 0
+    said = capsys.readouterr().out
+    assert said.index("One head at work") < said.index("The text") and "Questions, and" in said
+    monkeypatch.setattr(story, "project_passages", lambda: pytest.fail("it was asked for one row alone"))
+    assert demo.main([*whole, "--row"]) == 0
+    row = capsys.readouterr().out
+    assert "alpha" in row and "ok: m + log(l)" in row and "Questions, and" not in row
+
+
 def test_main_with_a_model_folder_and_a_question(folder, capsys):
     assert demo.main(["--model", str(folder), "--picture", str(folder / "p.png"), "--ask", "the cat"]) == 0
     said = capsys.readouterr().out

@@ -231,6 +231,24 @@ def test_the_reference_has_every_public_name():
     assert [name for name in numba_flash.__all__ if f"numba_flash.{name}" not in page] == []
 
 
+INDEX = (ROOT / "docs" / "index.md").read_text()
+PATH_OF_LESSONS = re.search(r":caption: Learn\n:hidden:\n\n(.*?)```", INDEX, re.DOTALL)[1].split()
+
+
+def test_the_path_on_the_index_is_that_of_the_sidebar():
+    """Each with its minutes, and with what a reader can do then."""
+    listed = INDEX.partition("<!-- the path")[2].partition("<!-- end of the path -->")[0]
+    lines = re.findall(r"^1\. \[.*?\]\(([\w/]+)(?:\.md)?\), (\d+) minutes\. Then you (?:can|have) .*\.$", listed, re.M)
+    assert [page for page, _ in lines] == PATH_OF_LESSONS
+    assert len(lines) == len(re.findall(r"^1\. ", listed, re.M))
+
+
+@pytest.mark.parametrize("page", [page for page in PATH_OF_LESSONS if not page.startswith("examples/")])
+def test_a_lesson_is_short(page):
+    """Its sentences and tables; code is not read at that speed."""
+    assert len(FENCE.sub("", (ROOT / "docs" / f"{page}.md").read_text()).split()) <= 2000
+
+
 def test_readme_is_short_and_has_python_to_run():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 170
     assert runnable(ROOT / "README.md")
@@ -280,13 +298,22 @@ def test_what_is_cited_is_this_version():
     assert f"\nversion: {numba_flash.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-ALGORITHM = (ROOT / "docs" / "algorithm.md").read_text()
-EQUATIONS = [int(number) for number in re.findall(r"\\tag\{(\d+)\}", ALGORITHM)]
-# {listing: its lines' numbers}
-LISTINGS = {
-    int(number): [int(line) for line in re.findall(r"^ ?(\d+)  ", body, re.MULTILINE)]
-    for number, body in re.findall(r"^```text\nListing (\d+): (.*?)^```$", ALGORITHM, re.MULTILINE | re.DOTALL)
+# The pages of the path with equations and listings, in their order. The numbers go on from page to page.
+NUMBERED = ("algorithm", "first_kernels", "backward", "tensor_cores")
+# {page: its equations}, {page: {listing: its lines' numbers}}
+EQUATIONS = {
+    page: [int(n) for n in re.findall(r"\\tag\{(\d+)\}", (ROOT / "docs" / f"{page}.md").read_text())]
+    for page in NUMBERED
 }
+LISTING = re.compile(r"^```text\nListing (\d+): (.*?)^```$", re.MULTILINE | re.DOTALL)
+LISTINGS = {
+    page: {
+        int(number): [int(line) for line in re.findall(r"^ ?(\d+)  ", body, re.MULTILINE)]
+        for number, body in LISTING.findall((ROOT / "docs" / f"{page}.md").read_text())
+    }
+    for page in NUMBERED
+}
+ALL_LISTINGS = {number: lines for page in LISTINGS.values() for number, lines in page.items()}
 CITED = re.compile(r"\b(equation|listing|line)s? (\d+)(?:(?: to| and) (\d+))?")
 
 
@@ -303,25 +330,33 @@ def comments(path):
 
 
 def test_equations_and_listings_are_numbered_from_1_on():
-    assert EQUATIONS == list(range(1, len(EQUATIONS) + 1))
-    assert list(LISTINGS) == list(range(1, len(LISTINGS) + 1))
-    for lines in LISTINGS.values():
+    equations = [number for page in NUMBERED for number in EQUATIONS[page]]
+    assert equations == list(range(1, len(equations) + 1))
+    assert list(ALL_LISTINGS) == list(range(1, len(ALL_LISTINGS) + 1))
+    for lines in ALL_LISTINGS.values():
         assert lines == list(range(1, len(lines) + 1))
 
 
-CITING = [path for path in SOURCES if "docs/algorithm.md" in path.read_text()]
+OF_READERS = [path for name in ("examples", "exercises", "lessons") for path in sorted((ROOT / name).rglob("*.py"))]
+CITING = [path for path in [*SOURCES, *OF_READERS] if re.search(rf"docs/({'|'.join(NUMBERED)})\.md", path.read_text())]
+
+
+def test_who_cites_says_of_which_page():
+    citing = {path for path in SOURCES if "kernels" in path.parts and {*cited("listing", comments(path))}}
+    assert citing and citing <= set(CITING)
 
 
 @pytest.mark.parametrize("path", CITING, ids=lambda path: path.stem)
-def test_code_cites_equations_and_listings_that_exist(path):
+def test_code_cites_equations_and_listings_of_the_pages_that_it_names(path):
     text = comments(path)
-    assert set(cited("equation", text)) <= set(EQUATIONS)
+    pages = set(re.findall(r"docs/(\w+)\.md", text)) & set(NUMBERED)
+    assert set(cited("equation", text)) <= {number for page in pages for number in EQUATIONS[page]}
     listings = cited("listing", text)
-    assert set(listings) <= set(LISTINGS)
+    assert set(listings) <= {number for page in pages for number in LISTINGS[page]}
     lines = cited("line", text)
     assert bool(listings) >= bool(lines), "a line of which listing?"
     if listings:
-        assert set(lines) <= set(LISTINGS[listings[0]])
+        assert set(lines) <= set(ALL_LISTINGS[listings[0]])
 
 
 @pytest.mark.parametrize(
@@ -330,16 +365,35 @@ def test_code_cites_equations_and_listings_that_exist(path):
 def test_a_kernel_follows_its_listing_from_the_first_line_to_the_last(name):
     text = comments(PACKAGE / "kernels" / f"{name}.py")
     lines = cited("line", text)
-    listing = LISTINGS[cited("listing", text)[0]]
+    listing = ALL_LISTINGS[cited("listing", text)[0]]
     assert min(lines) == 1 and max(lines) == listing[-1]
 
 
-def test_the_page_has_every_name_of_v2():
+# {file in kernels: the pages that explain its names; the last has a table of them}
+NAMED = {
+    "simt/v2": ("algorithm", "first_kernels", "names"),
+    "mma/forward": ("algorithm", "first_kernels", "tensor_cores", "names"),
+    "wgmma/forward": ("algorithm", "first_kernels", "tensor_cores", "hopper", "names"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_pages_have_every_name_of_a_kernel(name):
     """The ones that a reader does not find there are those that he does not understand."""
-    code = ast.parse((PACKAGE / "kernels" / "simt" / "v2.py").read_text())
+    code = ast.parse((PACKAGE / "kernels" / f"{name}.py").read_text())
     names = {node.id for node in ast.walk(code) if isinstance(node, ast.Name)} - set(dir(builtins))
-    page = set(re.findall(r"\w+", (ROOT / "docs" / "algorithm.md").read_text()))
-    assert names - page <= {"_", "math", "flash_attention_v2"}
+    text = "\n".join((ROOT / "docs" / f"{page}.md").read_text() for page in NAMED[name])
+    kernel = {node.name for node in ast.walk(code) if isinstance(node, ast.FunctionDef) and node.decorator_list}
+    assert sorted(names - set(re.findall(r"\w+", text)) - kernel - {"_", "math"}) == []
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_table_has_no_name_that_the_kernel_does_not_have(name):
+    table = (ROOT / "docs" / "names.md").read_text().partition(f"| in `kernels/{name}.py`")[2].partition("\n\n")[0]
+    shown = " ".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE))
+    words = {word for code in re.findall(r"`(.*?)`", shown) for word in re.findall(r"[^\W\d]\w*", code)}
+    assert len(words) > 40
+    assert sorted(words - set(code_words(PACKAGE / "kernels" / f"{name}.py"))) == []
 
 
 def test_comments_name_kernels_by_their_files():

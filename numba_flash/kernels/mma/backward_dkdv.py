@@ -1,6 +1,6 @@
 """dK and dV on tensor cores, all dtypes: mma.sync, ldmatrix, cp.async; since Ampere (sm_80).
 
-Read mma/forward first. It is listing 7 of docs/algorithm.md. A block owns a key tile of one KV head. It loops over the
+Read mma/forward first. It is listing 7 of docs/backward.md. A block owns a key tile of one KV head. It loops over the
 query tiles that see it, for each query head of the group, and holds the sums dK and dV in registers: no atomics, the
 same bits in every run. A warp owns `warp_rows` keys. Scores are computed transposed:
 

@@ -1,6 +1,6 @@
 """dQ on tensor cores, all dtypes: mma.sync, ldmatrix and cp.async, for every GPU since Ampere (sm_80).
 
-Read mma/forward and mma/backward_dkdv first. It is listing 8 of docs/algorithm.md. A block owns a query tile of one
+Read mma/forward and mma/backward_dkdv first. It is listing 8 of docs/backward.md. A block owns a query tile of one
 head. It loops over the key tiles that the queries see, like the forward, but without an online softmax: lse is known. A
 warp owns `warp_rows` queries and computes
 

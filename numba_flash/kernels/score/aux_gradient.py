@@ -1,4 +1,4 @@
-"""The gradient of aux, the arrays that a score_mod reads, as docs/algorithm.md derives it. Its bits do not depend on
+"""The gradient of aux, the arrays that a score_mod reads, as docs/stages.md derives it. Its bits do not depend on
 the order of the additions.
 
 A term is dS of a score times the derivative of score_mod by one number that it read for that score. The loop over all

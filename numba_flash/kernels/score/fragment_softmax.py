@@ -1,6 +1,6 @@
 """The online softmax on a warp's accumulators: one FFMA and one ex2 for each score. float64 uses the same code.
 
-It is listing 5 of docs/algorithm.md, lines 13 to 17 and, at the end, lines 19 and 20.
+It is listing 5 of docs/first_kernels.md, lines 13 to 17 and, at the end, lines 19 and 20.
 
 The four lanes of a quad hold a row's scores. Every tile needs the row's maximum in all four lanes, so only the maximum
 is exchanged. Each lane keeps its own sum; `finish` adds up the four. Exponents are powers of 2: with m the running

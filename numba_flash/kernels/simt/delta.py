@@ -1,6 +1,6 @@
 """delta = rowsum(dO * O) - dlse: what is subtracted from every dP of a row, in every backward.
 
-Source: Dao et al., FlashAttention (2022), appendix B; equation 16 and listing 6 of docs/algorithm.md. For
+Source: Dao et al., FlashAttention (2022), appendix B; equation 16 and listing 6 of docs/backward.md. For
 p = softmax(s), ds_j = p_j (dp_j - sum_k p_k dp_k), and the sum over a row of keys is
 
     sum_k P_ik dP_ik = sum_k P_ik (dO_i . V_k) = dO_i . (sum_k P_ik V_k) = dO_i . O_i

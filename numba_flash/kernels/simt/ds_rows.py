@@ -1,4 +1,4 @@
-"""dS of a tile of queries: the loop over keys of listing 8 of docs/algorithm.md, one thread per query row.
+"""dS of a tile of queries: the loop over keys of listing 8 of docs/backward.md, one thread per query row.
 
 From dS come dQ, the gradient of bias, those of numbers of heads and those of the arrays that a score_mod reads. Each
 kernel says what it does with a tile of dS: line 9 for dQ. Letters are those of v2_backward_dkdv.py.

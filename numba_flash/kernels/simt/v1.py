@@ -1,4 +1,4 @@
-"""FlashAttention-1, one thread per query row: listing 4 of docs/algorithm.md.
+"""FlashAttention-1, one thread per query row: listing 4 of docs/first_kernels.md.
 
 Source: Dao et al., FlashAttention (2022), algorithm 1; equations 7 and 8 of docs/algorithm.md. Letters: l and m are
 the running row sum and row maximum in global memory (sum_prev and max_prev when read, sum_new and max_new when

@@ -1,4 +1,4 @@
-"""FlashAttention-2, one thread per query row: listing 5 of docs/algorithm.md.
+"""FlashAttention-2, one thread per query row: listing 5 of docs/first_kernels.md.
 
 Source: Dao, FlashAttention-2 (2023), algorithm 1; equations 9 to 11 of docs/algorithm.md. Letters: m is the running
 row maximum, l the running sum of e^(s - m), s a score and p = e^(s - m_new) its weight. Scores and then weights are

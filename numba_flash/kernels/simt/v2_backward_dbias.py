@@ -1,6 +1,6 @@
 """The gradient of bias: dS of the finished scores, summed over the dimensions in which bias is broadcast.
 
-Source: equation 15 of docs/algorithm.md; letters as in v2_backward_dkdv.py. A bias is added to a score, so its
+Source: equation 15 of docs/backward.md; letters as in v2_backward_dkdv.py. A bias is added to a score, so its
 gradient is dS. A block owns a tile of bias' own elements and walks over all tiles of scores that read them
 (kernels/steps/score_ranges.py). So every sum has one order. If few tiles would keep most of the GPU idle,
 `dbias_splits` blocks share a tile.

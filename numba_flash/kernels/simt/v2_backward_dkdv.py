@@ -1,7 +1,7 @@
-"""dK and dV of FlashAttention-2, two threads per key row: listing 7 of docs/algorithm.md.
+"""dK and dV of FlashAttention-2, two threads per key row: listing 7 of docs/backward.md.
 
-Source: Dao, FlashAttention-2 (2023), algorithm 2; equations 13 to 15 and 18 of docs/algorithm.md. P is computed again
-from the log-sum-exp: P = e^(S - lse), equation 11. Letters: s is a score, p its weight, dp and ds their gradients.
+Source: Dao, FlashAttention-2 (2023), algorithm 2; equations 13 to 15 and 18 of docs/backward.md. P is computed again
+from lse: P = e^(S - lse), equation 11 of docs/algorithm.md. Letters: s is a score, p its weight, dp, ds the gradients.
 delta is that of delta.py.
 
 The loops are those of v1. A block owns one tile of keys and the queries pass by, those of every head that reads this

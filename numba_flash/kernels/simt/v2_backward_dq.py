@@ -1,6 +1,6 @@
-"""dQ of FlashAttention-2, one thread per query row: listing 8 of docs/algorithm.md. Also each row's share of head_sums.
+"""dQ of FlashAttention-2, one thread per query row: listing 8 of docs/backward.md. Also each row's share of head_sums.
 
-Source: Dao, FlashAttention-2 (2023), algorithm 2; equations 14, 15 and 17 of docs/algorithm.md. Letters as in
+Source: Dao, FlashAttention-2 (2023), algorithm 2; equations 14, 15 and 17 of docs/backward.md. Letters as in
 v2_backward_dkdv.py. The loops are those of v2.py: a block owns one tile of queries, its dQ stays on
 chip, and the keys pass by. S and dP are computed once more than in a kernel that does everything at once, but such a
 kernel would have to add up dQ in global memory.

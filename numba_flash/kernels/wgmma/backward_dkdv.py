@@ -1,6 +1,6 @@
 """dK and dV for Hopper (sm_90a): TMA loads tiles, wgmma multiplies them, and both run asynchronously.
 
-Read wgmma/forward and mma/backward_dkdv first, with backward_keys beside this. It is listing 7 of docs/algorithm.md. A
+Read wgmma/forward and mma/backward_dkdv first, with backward_keys beside this. It is listing 7 of docs/backward.md. A
 block owns a key tile of one KV head. It loops over the query tiles that see it, for each query head of the group, and
 holds the sums dK and dV in registers: no atomics, the same bits in every run. With config.members a block processes
 only so many heads of the group, and leaves its sums for wgmma_add_parts. Scores are computed transposed:

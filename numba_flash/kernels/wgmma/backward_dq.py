@@ -1,6 +1,6 @@
 """dQ for Hopper (sm_90a): TMA loads tiles, wgmma multiplies them.
 
-Read wgmma/backward_dkdv first. It is listing 8 of docs/algorithm.md. A block owns a query tile of one head. It loops
+Read wgmma/backward_dkdv first. It is listing 8 of docs/backward.md. A block owns a query tile of one head. It loops
 over the key tiles that the queries see, the last one first:
 
     S = Q K^T      P = 2^(scale_log2 S - lse_log2)                   line 6
