@@ -93,8 +93,8 @@ def row_statistics(q: Any, k: Any, lse: Any, **options: Any) -> RowStatistics:
     >>> largest = numba_flash.row_statistics(q, k, lse, causal=True).max_logit.max()  # as QK-clip asks for
 
     Arguments as for `weights`, whose result is made for some rows at a time. The largest score is lse + log max_j P_j,
-    with all that the options add; -inf for a query that sees no key, whose entropy is 0. A sink is no key: its weight
-    counts in lse, and has no part in the entropy.
+    with all that the options add; -inf for a query that sees no key, whose entropy is 0, and for one whose weights all
+    round to 0 beside a sink. A sink is no key: its weight counts in lse, and has no part in the entropy.
     """
     return _Asked(q, k, lse, options).row_statistics()
 

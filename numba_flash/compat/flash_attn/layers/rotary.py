@@ -87,9 +87,7 @@ class RotaryEmbedding(torch.nn.Module):
             raise NotImplementedError("pos_idx_in_fp32=False is not implemented: angles are always computed in float32")
         self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
 
-    def tables(
-        self, positions: int, device: Any, dtype: torch.dtype, middle: int | None = None
-    ) -> tuple[Tensor, ...]:
+    def tables(self, positions: int, device: Any, dtype: torch.dtype, middle: int | None = None) -> tuple[Tensor, ...]:
         """-> cos and sin of q, and those of k, each (positions, dim / 2). Computed in float32, whatever the module's
         dtype. middle: the position where XPos' scale is 1; None = that of the tables."""
         even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
