@@ -8,6 +8,7 @@ together, as `lambda b, h, q_pos, k_pos, segments, prefix: ...`.
 """
 
 import math
+import operator
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ def neighborhood(
     ordered: the tokens stand as `tile_order` puts them, and the function reads its `order` from aux. Then more tiles
     are empty, which are skipped; with `numba_flash.block_mask` that is found once for many calls.
     """  # fmt: skip
-    extents = (shape,) if isinstance(shape, int) else tuple(shape)
+    extents = _whole("shape", shape)
     sides, steps = _each("window", window, extents), _each("dilation", dilation, extents)
     for extent, side, step in zip(extents, sides, steps, strict=True):
         if side > extent // step:
@@ -92,7 +93,7 @@ def neighborhood(
     return mask_of_ordered if ordered else mask
 
 
-def tile_order(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+def tile_order(shape: int | tuple[int, ...], tile: int | tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """-> (order, back), int32: tokens of several dimensions so that neighbours stand near each other, tile by tile.
 
     >>> order, back = mods.tile_order((64, 64), (8, 8))
@@ -103,11 +104,12 @@ def tile_order(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[np.ndarra
     computes 64 to 128 queries with as many keys at once. It pays where the last dimension is longer than that: in
     row-major order a window then reaches over parts of many rows.
     """
-    if len(tile) != len(shape) or min(tile) < 1:
+    extents, sides = _whole("shape", shape), _whole("tile", tile)
+    if len(sides) != len(extents) or min(sides, default=0) < 1:
         raise ValueError(f"tile must have a number from 1 for each dimension of shape {shape}, not {tile}")
-    places = np.indices(shape).reshape(len(shape), -1)
-    numbers = [at // side for at, side in zip(places, tile, strict=True)]
-    within = [at % side for at, side in zip(places, tile, strict=True)]
+    places = np.indices(extents).reshape(len(extents), -1)
+    numbers = [at // side for at, side in zip(places, sides, strict=True)]
+    within = [at % side for at, side in zip(places, sides, strict=True)]
     order = np.lexsort((*within[::-1], *numbers[::-1])).astype(np.int32)
     return order, np.argsort(order).astype(np.int32)
 
@@ -125,6 +127,9 @@ def block_sparse(tile: int = 1) -> Any:
     Which tiles are empty is found once for a `block_mask`. It asks for each pair, and the answer takes the logarithm of
     a row's length. Sort tokens so that neighbours have near numbers: then more tiles are empty.
     """
+    (tile,) = _whole("tile", tile)
+    if tile < 1:
+        raise ValueError(f"tile must be a whole number from 1, not {tile}")
 
     def mask(b: Any, h: Any, q_pos: Any, k_pos: Any, q_index: Any, indptr: Any, indices: Any) -> Any:
         row, column = q_index // tile, k_pos // tile
@@ -200,10 +205,19 @@ def _ranges(exact: int, own: int, farthest: int) -> tuple[tuple[int, int], ...]:
 
 def _each(name: str, given: int | tuple[int, ...], extents: tuple[int, ...]) -> tuple[int, ...]:
     """A number for each dimension."""
-    found = (given,) * len(extents) if isinstance(given, int) else tuple(given)
+    found = _whole(name, given)
+    found = found * len(extents) if hasattr(given, "__index__") else found
     if not 1 <= len(extents) <= 3 or len(found) != len(extents) or min(found) < 1:
         raise ValueError(
             f"shape must have 1 to 3 dimensions, and {name} one number from 1, or one for each of them, but shape is "
             f"{extents} and {name} {given}"
         )
     return found
+
+
+def _whole(name: str, given: Any) -> tuple[int, ...]:
+    """One whole number, or several."""
+    try:
+        return tuple(map(operator.index, (given,) if hasattr(given, "__index__") else given))
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number or a tuple of them, not {given!r}") from None

@@ -5,11 +5,14 @@ dS = P * (dP - delta) is P. So the kernels of dbias compute them on every rung a
 that bias is broadcast.
 """
 
+import math
 import sys
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from .. import arrays
 from ..dispatch.block_mask import OPTIONS as OF_BLOCK_MASK
-from ..dispatch.block_mask import BlockMask
+from ..dispatch.block_mask import in_options
 from ..functions.function import Function
 from .backward import attention_backward
 from .forward import attention, first_column
@@ -44,7 +47,8 @@ def attention_lse(q: Any, k: Any, **options: Any) -> Any:
     for name in ("return_lse", "out", "dropout_p", "seed"):
         if name in options:
             raise TypeError(f"attention_lse() takes no {name}: lse is all that it gives")
-    return attention(q, k, first_column(k), return_lse=True, **options).lse
+    v = first_column(k) if arrays.is_array(k) and len(k.shape) else k
+    return attention(q, k, v, return_lse=True, **options).lse
 
 
 def weights(q: Any, k: Any, lse: Any, *, rows: Any = None, heads: Any = None, **options: Any) -> Any:
@@ -89,8 +93,8 @@ def row_statistics(q: Any, k: Any, lse: Any, **options: Any) -> RowStatistics:
     >>> largest = numba_flash.row_statistics(q, k, lse, causal=True).max_logit.max()  # as QK-clip asks for
 
     Arguments as for `weights`, whose result is made for some rows at a time. The largest score is lse + log max_j P_j,
-    with all that the options add; -inf for a query that sees no key, whose entropy is 0. A sink is no key: its weight
-    counts in lse, and has no part in the entropy.
+    with all that the options add; -inf for a query that sees no key, whose entropy is 0, and for one whose weights all
+    round to 0 beside a sink. A sink is no key: its weight counts in lse, and has no part in the entropy.
     """
     return _Asked(q, k, lse, options).row_statistics()
 
@@ -102,13 +106,19 @@ class _Asked:
         unknown = set(options) - set(TAKEN)
         if unknown:
             raise TypeError(f"{min(unknown)!r} is no option here; these are: {', '.join(TAKEN)}")
-        self.xp = _namespace(q)
+        self.xp = _namespace("q", q)
         self.options = {name: x for name, x in options.items() if x is not None}
         blocks = self.options.pop("block_mask", None)
         if blocks is not None:
-            if not isinstance(blocks, BlockMask):
-                raise TypeError(f"block_mask must be what numba_flash.block_mask returns, not {type(blocks).__name__}")
+            in_options(blocks, self.options)  # says what differs from the call's own
             self.options |= {name: x for name in OF_BLOCK_MASK if (x := getattr(blocks, name)) is not None}
+        given = {name: self.options[name] for name in (*SCORES, *HEADS, "seqlens_k") if name in self.options}
+        for name, x in dict(k=k, lse=lse, **given).items():
+            self._check_kind(name, x, q)
+        if q.ndim < 2 or k.ndim != q.ndim:
+            raise ValueError(
+                f"q and k must have equally many dimensions, from 2, not shapes {tuple(q.shape)} and {tuple(k.shape)}"
+            )
         self.q, self.k, self.lse = q, k, lse
         alone, packed_heads = q.ndim == 2, self.options.get("layout") == "bshd"
         self.rows_at = -2 if alone or not packed_heads else -3
@@ -117,6 +127,18 @@ class _Asked:
         self.heads = 1 if self.heads_at is None else q.shape[self.heads_at]
         if tuple(lse.shape) != self._lse_shape():
             raise ValueError(f"lse must have shape {self._lse_shape()}, as of attention, not {tuple(lse.shape)}")
+        if blocks is not None:
+            shape = dict(heads=self.heads, seqlen_q=self.seqlen_q, seqlen_k=self.seqlen_k)
+            blocks.check(SimpleNamespace(batch=math.prod(q.shape[:-3]), **shape))
+
+    def _check_kind(self, name: str, x: Any, q: Any) -> None:
+        """That x is an array of q's library; beside JAX options may be NumPy's, as in `attention`."""
+        found = _namespace(name, x)
+        beside_jax = name not in ("k", "lse") and self.xp.__name__ == "jax.numpy" and found.__name__ == "numpy"
+        if found is not self.xp and not beside_jax:
+            raise TypeError(
+                f"all arrays must be of one kind, but {name} is {type(x).__name__} beside q, {type(q).__name__}"
+            )
 
     def _lse_shape(self) -> tuple[int, ...]:
         own = (self.seqlen_q,) if self.heads_at is None else (self.heads, self.seqlen_q)
@@ -231,14 +253,14 @@ def _taken(x: Any, axis: int, part: range) -> Any:
     return x[(..., slice(part.start, part.stop), *(slice(None),) * (-axis - 1))]
 
 
-def _namespace(x: Any) -> Any:
-    """The module of an array's library."""
-    for name, kind, functions in (("torch", "Tensor", "torch"), ("jax", "Array", "jax.numpy")):
-        if name in sys.modules and isinstance(x, getattr(sys.modules[name], kind)):
+def _namespace(name: str, x: Any) -> Any:
+    """The module of the library whose array this argument is."""
+    for library, kind, functions in (("torch", "Tensor", "torch"), ("jax", "Array", "jax.numpy")):
+        if library in sys.modules and isinstance(x, getattr(sys.modules[library], kind)):
             return sys.modules[functions]
     package = type(x).__module__.partition(".")[0]
     if package not in ("numpy", "cupy"):
-        raise NotImplementedError(f"q must be an array of NumPy, CuPy, torch or JAX, not {type(x).__name__}")
+        raise NotImplementedError(f"{name} must be an array of NumPy, CuPy, torch or JAX, not {type(x).__name__}")
     return sys.modules[package]
 
 

@@ -37,9 +37,11 @@ def viewed(name: str, x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _needs_a_copy(name: str, x: Any, shape: tuple[int, ...], strides: Any, copy: str) -> str:
+    # a copy of out would be written to, and lost
+    instead = "a contiguous array" if name == "out" else f"{name}.{copy}"
     return (
         f"{name} of shape {tuple(x.shape)} and strides {tuple(strides)} cannot become {shape}, which is computed, "
-        f"without a copy: pass {name}.{copy}"
+        f"without a copy: pass {instead}"
     )
 
 

@@ -32,6 +32,7 @@ def attend(operation: Any, tensors: tuple[Any, ...], call: StaticCall) -> Any:
             "head, counted over all devices"
         )
     _check_heads(k.shape[_axis("k", k, HEADS, layout)], q.device_mesh, splits)
+    _check_batch(q, splits, layout)
     given, of_gradients = [], []
     for name, x in zip(ARRAYS, tensors, strict=True):
         wanted = x if x is None else tuple(_placement(name, x, split, layout) for split in splits)
@@ -86,6 +87,18 @@ def _check_heads(heads_kv: int, mesh: Any, splits: list[str]) -> None:
     devices = math.prod([size for size, split in zip(mesh.shape, splits, strict=True) if split == HEADS])
     if heads_kv % devices:
         raise NotImplementedError(f"k has {heads_kv} heads, which cannot be shared out evenly to {devices} devices")
+
+
+def _check_batch(q: DTensor, splits: list[str], layout: Any) -> None:
+    """The results' shapes are told from the parts', which takes parts of one size. Each device sees it by its own."""
+    if BATCH not in splits:
+        return
+    axis = LAYOUTS[layout][0]
+    devices = math.prod([size for size, split in zip(q.device_mesh.shape, splits, strict=True) if split == BATCH])
+    if q.to_local().shape[axis] * devices != q.shape[axis]:
+        raise NotImplementedError(
+            f"q has {q.shape[axis]} batch entries, which are not shared out evenly to {devices} devices"
+        )
 
 
 def _check_placements(name: str, x: Any, q: DTensor, wanted: Any) -> None:

@@ -97,7 +97,8 @@ def _with_heads(shape: tuple[int, ...], at: int) -> tuple[int, ...]:
 def _check(name: str, x: Any, given: tuple[int, ...], batch: tuple[int, ...], tail: int, q: tuple[int, ...]) -> None:
     """That x has exactly the leading dimensions of q."""
     if len(given) != len(batch) + tail or given[: len(batch)] != batch:
-        what = f"the leading dimensions of q, {batch}," if batch else "no leading dimensions, as q has,"
+        own = tail - (len(q) == 2 < 1 + tail)  # without heads
+        what = f"the leading dimensions of q, {batch}," if batch else f"{own} dimension{'s' * (own != 1)},"
         raise ValueError(f"{name} must have {what} not shape {tuple(x.shape)} beside q of shape {q}")
 
 

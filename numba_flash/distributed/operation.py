@@ -3,6 +3,7 @@
 import sys
 from typing import Any, NamedTuple
 
+from ..arrays import is_array
 from ..dispatch.forward import AttentionOutput
 from ..problem.option_checks import window_sides
 from ..problem.options import AttentionGradients
@@ -10,7 +11,7 @@ from . import gather, ring, rule
 from . import heads as by_heads
 from .groups import namespace
 from .layout import ZIGZAG, Layout, Reach, check_local, document_ends, layout_of
-from .local import Call
+from .local import OF_HEADS, Call
 from .whole import agree, group_of
 
 # Arguments of attention that are not taken, and what to use in their place.
@@ -201,6 +202,7 @@ def planned(q: Any, k: Any, v: Any, group: Any, given: dict[str, Any], of_tokens
     if ends[-1] > chosen.seqlen:
         raise ValueError(f"cu_seqlens must rise to at most {chosen.seqlen}, the tokens of all ranks, not {list(ends)}")
     _check_options(given, packed)
+    _check_of_heads(given, len(ends) - 1 if packed else batch, heads)
     left, right = window_sides(given.get("window"))
     reach = Reach(left, 0 if given.get("causal") else right, ends)
     call = Call(made, chosen, reach, packed, given)
@@ -246,6 +248,8 @@ def _sizes(q: Any, k: Any, v: Any, packed: bool, transposed: bool) -> tuple[int,
     """-> batch, tokens, heads, heads_kv; checked as far as the ranks' exchange depends on them."""
     dimensions = 3 if packed else 4
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not is_array(x):
+            raise TypeError(f"{name} must be an array, not {type(x).__name__}")
         if len(x.shape) != dimensions:
             words = "(tokens, heads, head_dim) with cu_seqlens" if packed else "4 dimensions"
             raise ValueError(f"{name} must have {words}, not shape {tuple(x.shape)}")
@@ -282,6 +286,19 @@ def _check_options(given: dict[str, Any], packed: bool) -> None:
             raise NotImplementedError(
                 "gradients of aux: pass aux.detach(), and compute them by attention on one process"
             )
+
+
+def _check_of_heads(given: dict[str, Any], batch: int, heads: int) -> None:
+    """Options with a number for each head: before ranks send anything, or take the numbers of their own heads alone."""
+    for name in OF_HEADS:
+        x = given.get(name)
+        if x is None:
+            continue
+        if not is_array(x):
+            raise TypeError(f"{name} must be an array, not {type(x).__name__}")
+        if tuple(x.shape) not in ((heads,), (batch, heads)):
+            shapes = f"(heads,) = ({heads},) or (batch, heads) = ({batch}, {heads})"
+            raise ValueError(f"{name} must have shape {shapes}, not {tuple(x.shape)}")
 
 
 def _refuse(others: dict[str, Any]) -> None:

@@ -106,6 +106,7 @@ def refused(mesh):
         (dict(k=given["k"][0]), {}),
         ({}, dict(dropout_p=0.5, seed=1)),
         ({name: distribute_tensor(x[name].full_tensor()[:, :2], mesh, [Shard(1), Shard(1)]) for name in "qkv"}, {}),
+        ({name: distribute_tensor(x[name].full_tensor()[:3], mesh, [Shard(0), R]) for name in "qkv"}, {}),
     ):
         try:
             numba_flash.attention(**{name: x[name] for name in "qkv"} | change, **options)

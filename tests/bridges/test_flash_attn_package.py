@@ -74,8 +74,9 @@ def test_mha_packed_is_mha_of_each_sequence():
     close(module(x, cu_seqlens=ends, max_seqlen=9), torch.cat([module(one[None])[0] for one in x.split(lengths)]))
 
 
-def test_mha_with_a_mask_does_not_see_padding():
-    module = MHA(WIDTH, HEADS, causal=True, dtype=torch.float64)
+@pytest.mark.parametrize("heads_kv", [HEADS, 2])
+def test_mha_with_a_mask_does_not_see_padding(heads_kv):
+    module = MHA(WIDTH, HEADS, heads_kv, causal=True, dtype=torch.float64)
     x, kept = torch.randn(BATCH, SEQLEN, WIDTH, dtype=torch.float64), torch.arange(SEQLEN) < torch.tensor([[7], [11]])
     found = module(x, key_padding_mask=kept)
     close(found[0, :7], module(x[:1, :7])[0])
@@ -135,6 +136,20 @@ def test_rotary_of_packed_sequences_begins_anew_in_each():
     found = apply_rotary_emb(x, cos, sin, seqlen_offsets=first, cu_seqlens=ends, max_seqlen=5)
     parts = zip(x.split((4, 0, 5)), first.tolist(), strict=True)
     assert torch.equal(found, torch.cat([apply_rotary_emb(p[None], cos, sin, seqlen_offsets=n)[0] for p, n in parts]))
+
+
+def test_rotary_refuses_positions_without_a_row():
+    tables = RotaryEmbedding(8).tables(8, "cpu", torch.float64)[:2]
+    for offset, wrong in ((-1, -1), (5, 8)):
+        with pytest.raises(ValueError, match=f"8 positions from 0, and x reaches position {wrong}"):
+            apply_rotary_emb(torch.ones(1, 4, 1, 8).double(), *tables, seqlen_offsets=offset)
+
+
+def test_xpos_of_many_packed_sequences_is_that_of_each():
+    """The scale is 1 in the middle of max_seqlen, and not of all rows, where it would overflow."""
+    rotary, qkv = RotaryEmbedding(8, scale_base=4), torch.randn(1200, 3, 1, 8)
+    found = rotary(qkv, cu_seqlens=torch.arange(0, 1201, 12, dtype=torch.int32), max_seqlen=12)
+    torch.testing.assert_close(found, rotary(qkv.unflatten(0, (100, 12))).flatten(0, 1))
 
 
 def test_xpos_scales_what_rotary_turns():

@@ -17,6 +17,7 @@ REFUSED = (
     "TypeError: all arrays must be of one kind, but k is Tensor beside DTensors",
     "NotImplementedError: dropout_p of DTensors",
     "NotImplementedError: k has 2 heads, which cannot be shared out evenly to 4 devices",
+    "NotImplementedError: q has 3 batch entries, which are not shared out evenly to 2 devices",
 )
 
 

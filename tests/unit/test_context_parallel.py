@@ -296,6 +296,8 @@ WRONG = {
     "functions": (dict(score_mod=lambda s, b, h, i, j: s, slices=2), NotImplementedError, "score_mod.*slices"),
     "the row": (dict(mask_mod=lambda b, h, i, j, q_index: True), NotImplementedError, "use q_pos"),
     "window": (dict(window=3), ValueError, "window must be a pair"),
+    "more sinks": (dict(sinks=np.ones(HEADS + 1), method="heads"), ValueError, r"sinks must have shape \(heads,\)"),
+    "a list": (dict(alibi_slopes=[1.0] * HEADS, method="heads"), TypeError, "alibi_slopes must be an array, not list"),
 }
 
 

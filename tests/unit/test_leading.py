@@ -141,7 +141,7 @@ def test_explain_and_warmup_take_them():
         (dict(q=drawn(3, 2, HEADS, ROWS, DIM).swapaxes(0, 1)), NotImplementedError, r"q of shape .* pass q.copy\(\)"),
         (dict(bias=drawn(2, 1, 1, ROWS, KEYS)), NotImplementedError, "bias of shape .* is repeated in some of q's"),
         (dict(mask=np.ones((3, 1, ROWS, KEYS), bool)), NotImplementedError, "mask of shape .* is repeated in some"),
-        (dict(out=drawn(3, 2, HEADS, ROWS, DIM_V).swapaxes(0, 1)), NotImplementedError, "out of shape"),
+        (dict(out=drawn(3, 2, HEADS, ROWS, DIM_V).swapaxes(0, 1)), NotImplementedError, "pass a contiguous array$"),
     ],
 )
 def test_what_would_need_a_copy_is_named(change, error, words):
@@ -163,6 +163,20 @@ def test_what_would_need_a_copy_is_named(change, error, words):
 )
 def test_shapes_that_do_not_fit_are_named(change, words):
     q, k, v = operands((2, 3))
+    with pytest.raises(ValueError, match=words):
+        numba_flash.attention(**(dict(q=q, k=k, v=v) | change))
+
+
+@pytest.mark.parametrize(
+    ("heads", "change", "words"),
+    [
+        ((HEADS,), dict(v=drawn(KEYS, DIM_V)), "v must have 3 dimensions, not shape"),
+        ((HEADS,), dict(seqlens_k=np.ones(1, np.int32)), "seqlens_k must have 0 dimensions, not shape"),
+        ((), dict(k=drawn(1, KEYS, DIM)), "k must have 2 dimensions, not shape"),
+    ],
+)
+def test_without_a_batch_the_number_of_dimensions_is_named(heads, change, words):
+    q, k, v = drawn(*heads, ROWS, DIM), drawn(*heads, KEYS, DIM), drawn(*heads, KEYS, DIM_V)
     with pytest.raises(ValueError, match=words):
         numba_flash.attention(**(dict(q=q, k=k, v=v) | change))
 

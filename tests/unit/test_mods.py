@@ -133,11 +133,28 @@ def test_an_order_of_tiles_leaves_more_tiles_empty_and_is_undone():
         (lambda: mods.neighborhood((5, 6), 3, 0), "dilation one number from 1"),
         (lambda: mods.neighborhood((2, 2, 2, 2), 2), "shape must have 1 to 3 dimensions"),
         (lambda: mods.tile_order((4, 4), (2,)), "tile must have a number from 1 for each dimension"),
+        (lambda: mods.tile_order((4, 4), 2), "tile must have a number from 1 for each dimension"),
+        (lambda: mods.tile_order((), ()), "tile must have a number from 1 for each dimension"),
+        (lambda: mods.block_sparse(0), "tile must be a whole number from 1, not 0"),
     ],
 )
 def test_what_has_no_meaning_is_named(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: mods.neighborhood(10.5, 3), lambda: mods.neighborhood(10, 3.5), lambda: mods.block_sparse(1.5)]
+)
+def test_numbers_are_whole(make):
+    with pytest.raises(TypeError, match="(shape|window|tile) must be a whole number or a tuple of them, not"):
+        make()
+
+
+def test_numbers_may_be_numpys():
+    i = np.arange(30)
+    near, same = mods.neighborhood(np.int64(30), np.int32(3)), mods.neighborhood(30, 3)
+    assert [near(0, 0, 5, j) for j in i] == [same(0, 0, 5, j) for j in i]
 
 
 @pytest.mark.parametrize("which", BIASES)

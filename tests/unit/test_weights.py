@@ -31,6 +31,8 @@ OPTIONS = {
     "rows of q": dict(score_mod=lambda s, b, h, i, j, q_index, t: s + t[q_index], aux=(TABLE,)),
 }
 KERNELS = ("cpu", "reference")
+ALL = numba_flash.block_mask(lambda b, h, i, j: True, BATCH, HEADS, ROWS, KEYS)
+SHORTER = numba_flash.block_mask(mods.causal, BATCH, HEADS, ROWS, KEYS - 1)
 
 
 def identity():
@@ -171,6 +173,13 @@ def test_float64_stays_float64():
         (dict(lse=drawn(BATCH, HEADS, KEYS)), ValueError, "lse must have shape"),
         (dict(block_mask=3), TypeError, "block_mask must be what numba_flash.block_mask returns"),
         (dict(q=memoryview(b"")), NotImplementedError, "q must be an array of NumPy, CuPy, torch or JAX"),
+        (dict(lse=None), NotImplementedError, "lse must be an array of NumPy, CuPy, torch or JAX, not NoneType"),
+        (dict(bias=[[1.0]]), NotImplementedError, "bias must be an array of NumPy, CuPy, torch or JAX, not list"),
+        (dict(q=q[0]), ValueError, "q and k must have equally many dimensions"),
+        (dict(k=k[0, 0, 0]), ValueError, "q and k must have equally many dimensions"),
+        (dict(block_mask=ALL, causal=True), ValueError, "causal must be that of block_mask"),
+        (dict(block_mask=ALL, mask_mod=mods.causal), ValueError, "mask_mod must be that of block_mask"),
+        (dict(block_mask=SHORTER), ValueError, "block_mask is of .*, and q and k have"),
     ],
 )
 def test_what_is_wrong_is_named(given, error, words):
@@ -181,3 +190,5 @@ def test_what_is_wrong_is_named(given, error, words):
 def test_attention_lse_takes_nothing_about_o():
     with pytest.raises(TypeError, match="attention_lse\\(\\) takes no out"):
         numba_flash.attention_lse(q, k, out=q)
+    with pytest.raises(TypeError, match="k must be an array"):
+        numba_flash.attention_lse(q, [[1.0]])

@@ -33,8 +33,11 @@ def apply_rotary_emb(
     if 2 * half > x.shape[-1]:
         raise ValueError(f"cos has {half} columns for pairs, and x only {x.shape[-1]} columns")
     positions = _positions(x, seqlen_offsets, cu_seqlens)
-    if positions.device.type == "cpu" and positions.numel() and not 0 <= int(positions.max()) < len(cos):
-        raise ValueError(f"cos has rows for {len(cos)} positions, and x reaches position {int(positions.max())}")
+    if positions.device.type == "cpu" and positions.numel():
+        first, last = int(positions.min()), int(positions.max())
+        if first < 0 or last >= len(cos):
+            wrong = first if first < 0 else last
+            raise ValueError(f"cos has rows for {len(cos)} positions from 0, and x reaches position {wrong}")
     cos, sin = (table[positions].unsqueeze(-2) for table in (cos, sin))  # (..., 1, half), for all heads
     turned, rest = x[..., : 2 * half], x[..., 2 * half :]
     if interleaved:
@@ -84,9 +87,9 @@ class RotaryEmbedding(torch.nn.Module):
             raise NotImplementedError("pos_idx_in_fp32=False is not implemented: angles are always computed in float32")
         self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
 
-    def tables(self, positions: int, device: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def tables(self, positions: int, device: Any, dtype: torch.dtype, middle: int | None = None) -> tuple[Tensor, ...]:
         """-> cos and sin of q, and those of k, each (positions, dim / 2). Computed in float32, whatever the module's
-        dtype."""
+        dtype. middle: the position where XPos' scale is 1; None = that of the tables."""
         even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
         rows = torch.arange(positions, device=device, dtype=torch.float32)
         angles = torch.outer(rows, self.base ** (-even / self.dim))
@@ -95,7 +98,7 @@ class RotaryEmbedding(torch.nn.Module):
             cos, sin = cos.to(dtype), sin.to(dtype)
             return cos, sin, cos, sin
         decay = (even / self.dim + 0.4) / 1.4
-        scale = decay ** ((rows - positions // 2) / self.scale_base)[:, None]
+        scale = decay ** ((rows - (positions // 2 if middle is None else middle)) / self.scale_base)[:, None]
         return tuple(x.to(dtype) for x in (cos * scale, sin * scale, cos / scale, sin / scale))
 
     def forward(
@@ -123,7 +126,9 @@ class RotaryEmbedding(torch.nn.Module):
             positions = max_seqlen
         else:
             positions = max(qkv.shape[axis], 0 if kv is None else kv.shape[axis], max_seqlen or 0) + seqlen_offset
-        cos_q, sin_q, cos_k, sin_k = self.tables(positions, qkv.device, qkv.dtype)
+        # of packed sequences there are more rows than positions, and from the middle of all XPos' scales would overflow
+        middle = positions // 2 if cu_seqlens is None or max_seqlen is None else max_seqlen // 2
+        cos_q, sin_q, cos_k, sin_k = self.tables(positions, qkv.device, qkv.dtype, middle)
         turn = functools.partial(
             apply_rotary_emb, interleaved=self.interleaved, seqlen_offsets=seqlen_offset, cu_seqlens=cu_seqlens
         )

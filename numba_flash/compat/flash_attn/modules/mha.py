@@ -93,15 +93,21 @@ class SelfAttention(nn.Module):
 
         key_padding_mask: bool (batch, seqlen), True = a key."""
         q, k, v = qkv.unbind(2)
-        return self.attend(q, k, v, causal, key_padding_mask, 0)
+        return self.attend(q, k, v, causal, key_padding_mask)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool | None, kept: Tensor | None, q_offset: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool | None = None,
+        key_padding_mask: Tensor | None = None,
+        q_offset: Any = 0,
     ) -> Tensor:
-        """kept: the mask of the keys; q_offset: the key at which the first query stands, where it counts."""
+        """key_padding_mask: of the keys; q_offset: the key at which the first query stands, where it counts."""
         options: dict[str, Any] = dict(causal=self.causal if causal is None else causal, scale=self.softmax_scale)
-        if kept is not None:
-            options["mask"] = kept[:, None, None, :]
+        if key_padding_mask is not None:
+            options["mask"] = key_padding_mask[:, None, None, :]
         if options["causal"]:
             options["q_offset"] = q_offset
         if self.training and self.drop.p:
@@ -129,7 +135,8 @@ class MHA(nn.Module):
 
     Weights have the names that they have there: Wqkv, or with cross_attn Wq and Wkv, and out_proj. use_flash_attn: take
     FlashSelfAttention, which takes packed sequences, and no mask; otherwise SelfAttention, which takes a mask. Both
-    compute with `numba_flash.attention`. window_size, use_alibi: with use_flash_attn.
+    compute with `numba_flash.attention`. window_size, use_alibi: with use_flash_attn. With causal and key_padding_mask
+    a query sees the keys up to its own; flash-attn shifts them by the padding if num_heads_kv differs from num_heads.
 
     Raises NotImplementedError for dwconv, checkpointing, inference_params and mixer_subset. fused_bias_fc changes no
     result and does nothing here.
@@ -240,6 +247,8 @@ class MHA(nn.Module):
             qkv = self.rotary_emb(qkv, num_heads_q=heads, **spans)
         if heads == heads_kv:
             return self.inner_attn(qkv.unflatten(-2, (3, heads)), **options)
+        if "key_padding_mask" in options:  # queries and keys of one sequence: the first stands at the first
+            return self.inner_attn.attend(*qkv.split([heads, heads_kv, heads_kv], -2), **options)
         if "cu_seqlens" in options:
             options = options | dict(cu_seqlens_k=options["cu_seqlens"], max_seqlen_k=options["max_seqlen"])
         return self.inner_cross_attn(qkv[..., :heads, :], qkv[..., heads:, :].unflatten(-2, (2, heads_kv)), **options)
