@@ -237,7 +237,7 @@ def join(left, right, scale_log2, tile, head_dim_v, zero):
     at_l = at_m + panels * width
     for r in range(tile.rows):
         m_left, m_right = load(left, at_m + r, zero), load(right, at_m + r, zero)
-        if m_right == -INFINITY:
+        if m_right == -INFINITY and load(right, at_l + r, zero) == 0:  # else all of its scores are NaN
             continue
         best = type(zero)(max(m_left, m_right))
         keep, take = weight(m_left, best, scale_log2, zero), weight(m_right, best, scale_log2, zero)
