@@ -220,3 +220,53 @@ def test_flash_attn_with_kvcache_and_its_other_arguments():
     cos = np.ones((20, 8), np.float32)
     with pytest.raises(NotImplementedError, match="rotary_cos with 2 queries and 2 new keys, causal=False"):
         call(two, k.copy(), v.copy(), k[:, :2], v[:, :2], cos, cos, cache_seqlens=5)
+
+
+def of_one_memory(*shapes):
+    """Arrays that begin at one address."""
+    memory = np.zeros(max(math.prod(shape) for shape in shapes), np.float32)
+    return [memory[: math.prod(shape)].reshape(shape) for shape in shapes]
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+def test_what_is_wrong_with_memory_is_said_before_anything_is_written(kernel):
+    k_cache, v_cache = (np.arange(CACHE.size, dtype=np.float32).reshape(CACHE.shape) for _ in range(2))
+    frozen, one_row = v_cache.copy(), np.lib.stride_tricks.as_strided(v_cache, v_cache.shape, (320, 0, 32, 4))
+    frozen.flags.writeable = False
+    out, lse = of_one_memory(Q.shape, (2, 4, 1))
+    of_bias, bias = of_one_memory(Q.shape, (2, 4, 1, 10))
+    odd = np.zeros(Q.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(Q.shape)
+    for wrong, message in (
+        (dict(v_cache=frozen), "v_cache is read-only"),
+        (dict(v_cache=one_row), "v_cache has strides .*share one element"),
+        (dict(k_new=k_cache[:, :, :1]), "k_cache shares memory with k_new"),
+        (dict(v_new=v_cache[:, :, :1]), "v_cache shares memory with v_new"),
+        (dict(q=k_cache.reshape(2, 4, 5, 8)[:, :, :1]), "k_cache shares memory with q"),
+        (dict(v_cache=k_cache), "v_cache is a view of k_cache, and v_new would be written over k_new"),
+        (dict(out=(out, lse), return_lse=True), "out shares memory with the lse of out"),
+        (dict(out=of_bias, bias=bias), "out shares memory with bias"),
+        (dict(q=odd), "q starts at address .*, not a multiple of its 4-byte elements"),
+    ):
+        given = dict(q=Q, k_cache=k_cache, v_cache=v_cache, k_new=NEW, v_new=NEW + 1) | wrong
+        before = k_cache.copy(), v_cache.copy()
+        with pytest.raises(ValueError, match=message):
+            numba_flash.attention_kvcache(**given, seqlens_k=LENGTHS, kernel=kernel)
+        assert np.array_equal(k_cache, before[0]) and np.array_equal(v_cache, before[1]), message
+
+
+def test_what_is_refused_does_not_depend_on_earlier_calls():
+    q, ends = Q[:, :, 0], np.array([0, 1, 2], np.int32)
+    called(window=(1, 0))
+    called(q=q, cu_seqlens_q=ends, max_seqlen_q=1)
+    with pytest.raises(TypeError, match="window: left must be a whole number"):
+        called(window=(1.0, 0))
+    with pytest.raises(TypeError, match="max_seqlen_q must be a whole number"):
+        called(q=q, cu_seqlens_q=ends, max_seqlen_q=True)
+
+
+def test_an_empty_batch_of_rows_of_k_and_v_has_rotary():
+    """A cache without elements begins where its view does."""
+    rows = np.zeros((0, 2, 10, 16), np.float32)
+    given = ROTARY | dict(rotary_interleaved=np.True_, k_new=NEW[:0], v_new=NEW[:0])
+    o = numba_flash.attention_kvcache(Q[:0], rows[..., :8], rows[..., 8:], seqlens_k=LENGTHS[:0], **given)
+    assert o.shape == (0, 4, 1, 8)
