@@ -167,7 +167,7 @@ def _plan(
     if kernel not in RUNGS or not RUNGS[kernel].on_host:
         from .kvcache_on_gpu import make
 
-        found = found._replace(on_gpu=make(made, layout[:3], of_cache, of_others, target))
+        found = found._replace(on_gpu=make(made, layout[:3], of_cache, of_others, target, kernel))
     if key is not None:
         store(_plans, key, found)
     return found
