@@ -270,3 +270,32 @@ def test_an_empty_batch_of_rows_of_k_and_v_has_rotary():
     given = ROTARY | dict(rotary_interleaved=np.True_, k_new=NEW[:0], v_new=NEW[:0])
     o = numba_flash.attention_kvcache(Q[:0], rows[..., :8], rows[..., 8:], seqlens_k=LENGTHS[:0], **given)
     assert o.shape == (0, 4, 1, 8)
+
+
+def test_what_is_wrong_is_said_by_flash_attn_with_kvcache():
+    q, cache, new = (x.swapaxes(1, 2) for x in (Q, CACHE, NEW))
+    two, short = np.array([2, 2], np.int32), np.array([2], np.int32)
+    for wrong, error, message in (
+        (dict(rotary_cos=COS, rotary_sin=COS), TypeError, "rotary_cos and rotary_sin were given without k and v"),
+        (dict(rotary_sin=COS, k=new, v=new), TypeError, "rotary_cos and rotary_sin belong together"),
+        (dict(cache_seqlens=2.0), TypeError, "cache_seqlens must be an int32 array .*, not 2.0"),
+        (dict(cache_seqlens=True), TypeError, "cache_seqlens must be an int32 array .*, not True"),
+        (dict(cache_seqlens=2**31), ValueError, "cache_seqlens must lie in 0 to"),
+        (dict(cache_leftpad=short), ValueError, r"cache_leftpad must be an array \(batch,\) = \(2,\), not ndarray"),
+        (dict(cache_leftpad=[1, 2]), ValueError, r"cache_leftpad must be an array .*, not \[1, 2\]"),
+    ):
+        with pytest.raises(error, match=message):
+            flash_attn.flash_attn_with_kvcache(q, cache.copy(), cache.copy(), **dict(cache_seqlens=two) | wrong)
+    of_numpy = flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=np.int64(2))
+    assert np.array_equal(of_numpy, flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=two))
+
+
+def test_what_is_wrong_is_said_by_flashinfer():
+    q, pages, indptr, last = Q[:, :, 0], PAGES.swapaxes(1, 2), np.array([0, 1, 3], np.int32), np.array([2, 1], np.int32)
+    indices = np.array([3, 1, 0], np.int32)
+    for where, error, message in (
+        ((indptr, indices, last[:1]), ValueError, r"kv_last_page_len must have shape \(batch,\) .*, not \(1,\) and"),
+        (([0, 1, 3], indices, last), TypeError, r"kv_indptr must be an int32 array of 1 dimension, not \[0, 1, 3\]"),
+    ):
+        with pytest.raises(error, match=message):
+            flashinfer.batch_decode_with_paged_kv_cache(q, (pages, pages), *where)
