@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from ..api import kvcache
-from .arguments import number, renamed
+from .arguments import described, number, renamed
 
 NAMES = dict(
     scale="sm_scale", softcap="logits_soft_cap", window="window_left", cu_seqlens_q="qo_indptr",
@@ -155,6 +155,15 @@ def _caches(paged_kv_cache: Any) -> Any:
 
 def _pages(kv_indptr: Any, kv_indices: Any, kv_last_page_len: Any, k: Any, layout: str) -> dict[str, Any]:
     """Where keys are, as attention_kvcache takes it."""
+    named = dict(kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)
+    for name, x in named.items():
+        if not hasattr(x, "shape") or len(x.shape) != 1:
+            raise TypeError(f"{name} must be an int32 array of 1 dimension, not {described(x)}")
+    if kv_last_page_len.shape[0] != kv_indptr.shape[0] - 1:  # one of (1,) would be broadcast
+        shapes = tuple(kv_last_page_len.shape), tuple(kv_indptr.shape)
+        raise ValueError(
+            f"kv_last_page_len must have shape (batch,) and kv_indptr (batch + 1,), not {shapes[0]} and {shapes[1]}"
+        )
     xp, page = _namespace(kv_indptr), k.shape[1 if layout == "bshd" else 2]
     count = kv_indptr[1:] - kv_indptr[:-1]
     lengths = xp.where(count > 0, (count - 1) * page + kv_last_page_len, xp.zeros_like(count))

@@ -237,7 +237,7 @@ def join(left, right, scale_log2, tile, head_dim_v, zero):
     at_l = at_m + panels * width
     for r in range(tile.rows):
         m_left, m_right = load(left, at_m + r, zero), load(right, at_m + r, zero)
-        if m_right == -INFINITY:
+        if m_right == -INFINITY and load(right, at_l + r, zero) == 0:  # else all of its scores are NaN
             continue
         best = type(zero)(max(m_left, m_right))
         keep, take = weight(m_left, best, scale_log2, zero), weight(m_right, best, scale_log2, zero)
@@ -310,8 +310,13 @@ def run_task(task, frame, scratch, zero):
     leaf_tiles = load(plan, slot.LEAF_TILES, INT)
     leaves = slot.NODE_LEAVES if leaf_tiles else 1
     node_tiles = leaf_tiles * leaves
+    own_leaves = 1  # those behind the last key change nothing
+    if leaf_tiles:
+        own_leaves = min((end - chunk * node_tiles + leaf_tiles - 1) // leaf_tiles, leaves)
+        if chunk == 0:
+            own_leaves = max(own_leaves, 1)
     _, scale_log2 = sign_and_units(plan, zero)
-    for leaf in range(leaves):
+    for leaf in range(own_leaves):
         state, first, stop = scratch + leaf * size, begin, end
         if leaf_tiles:
             at = chunk * node_tiles + leaf * leaf_tiles
@@ -320,11 +325,12 @@ def run_task(task, frame, scratch, zero):
             attend(state, scratch + leaves * size, tile, first, stop, plan, pointers, zero)
         else:
             blank(state, tile, head_dim_v, zero)
-    join_tree(scratch, leaves, size, scale_log2, tile, head_dim_v, zero)
+    join_tree(scratch, own_leaves, size, scale_log2, tile, head_dim_v, zero)
     state = scratch
     if chunks > 1:
         parts = load(frame, slot.PARTS, INT) + group_of_rows * chunks * size
-        copy_row(parts + chunk * size, scratch, size // size_of(zero), zero)
+        if own_leaves > 0:
+            copy_row(parts + chunk * size, scratch, size // size_of(zero), zero)
         if fetch_add(load(frame, slot.COUNTERS, INT) + (1 + group_of_rows) * 8) != chunks - 1:
             return
         nodes = min((end + node_tiles - 1) // node_tiles, chunks)  # that some row sees

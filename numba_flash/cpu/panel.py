@@ -342,7 +342,7 @@ def find_outside(is_score, s, places, keys, key0, panel, plan, pointers, zero):
                 if fetch_add(report) == 0:
                     for at, fact in enumerate((1 - is_score, b, head, i + offset, key, i)):
                         store(report, 1 + at, fact)
-                    store(report, 7, float(score))
+                    store(report, 7, np.float64(score))  # float() does not widen float32
                 return
 
 

@@ -8,7 +8,8 @@ from ..machine.target import Target
 from ..problem import kvcache as caches
 from ..problem.forward import check_one_place
 from ..problem.kvcache import Cache, CacheProblem
-from ..problem.memory import check_overlap
+from ..problem.memory import anything_near, check_alignments, check_overlap
+from ..problem.option_checks import window_sides
 from ..problem.options import ARRAY_NAMES, Operands, Options
 from ..select.rungs import RUNGS, check_request, choose, no_gpu
 from .call import alignment_of, caller_functions, read_options, seeds, store
@@ -89,12 +90,35 @@ def prepare(call: CacheCall) -> tuple[Any, Cache, list[Array | None], list[Array
     if functions is not None:
         functions, aux = caller_functions().read_functions(functions)
     plan = _plan(call, (q, k, v, o, lse), cache, q_offset, others, functions, aux)
-    if o is not None:
-        inputs = [("q", q), ("k_cache", k), ("v_cache", v), *named.items()]
-        for written in (o, lse):
-            if written is not None:
-                check_overlap("out", written, inputs)
+    _check_memory(dict(q=q, k_cache=k, v_cache=v, out=o) | {"the lse of out": lse}, named, others, aux)
     return (q, k, v, o, lse), cache, others, aux, plan
+
+
+def _check_memory(own: dict[str, Any], named: dict[str, Array], others: list[Any], aux: list[Any]) -> None:
+    """Checks addresses before anything is written: they are aligned, and no array that is written is an input."""
+    of_aux = {f"aux[{number}]": x for number, x in enumerate(aux)}
+    given = own | named | dict(zip(ARRAY_NAMES, others, strict=True)) | of_aux
+    given = {name: x for name, x in given.items() if x is not None}
+    check_alignments(list(given.values()), given.items)
+    for name in ("out", "the lse of out"):
+        if name in given and anything_near(given[name], list(given.values())):
+            check_overlap("out", given[name], given.items())
+    inputs = dict(named, q=own["q"])
+    for name, new in (("k_cache", "k_new"), ("v_cache", "v_new")):
+        if new in named and anything_near(own[name], list(inputs.values())):
+            check_overlap(name, own[name], inputs.items())
+    k, v, k_new, v_new = own["k_cache"], own["v_cache"], named.get("k_new"), named.get("v_new")
+    both = k_new is not None and v_new is not None and 0 not in (*k.layout.shape, *k_new.layout.shape)
+    if both and _is_view(v, k) and not _is_view(v_new, k_new):
+        raise ValueError(
+            "v_cache is a view of k_cache, and v_new would be written over k_new: leave v_new out, or pass the same "
+            "view of k_new"
+        )
+
+
+def _is_view(v: Any, k: Any) -> bool:
+    """Whether the columns of v are the first ones of k."""
+    return v.pointer == k.pointer and v.layout.strides == k.layout.strides and v.layout.unit == k.layout.unit
 
 
 def _plan(
@@ -105,14 +129,16 @@ def _plan(
     of_others = tuple(None if x is None else x.layout for x in others)
     of_aux = tuple(None if x is None else x.layout for x in aux)
     q, k, v, *_ = operands
-    v_is_k = k.pointer == v.pointer and k.layout.strides == v.layout.strides and k.layout.unit == v.layout.unit
+    v_is_k = _is_view(v, k)
     alignment = alignment_of(q.pointer | k.pointer | v.pointer)
     options = call.options
+    if options.window is not None:  # before it becomes part of a key: (1.0, 0) and (1, 0) would be equal
+        options = options._replace(window=window_sides(options.window))
     numbers = options.numbers
     key: Any = (
         *layout, of_cache, of_others, of_aux, options.causal, options.window, q_offset, numbers, functions,
         options.layout, call.return_lse, call.kernel, call.stream is not None, v_is_k, alignment,
-        tuple(map(type, (*numbers, q_offset, options.causal, call.return_lse, cache.rotary_interleaved))),
+        tuple(map(type, (*numbers, q_offset, options.causal, call.return_lse, *cache[-2:]))),
     )  # fmt: skip
     try:
         found = _plans.get(key)
@@ -141,7 +167,7 @@ def _plan(
     if kernel not in RUNGS or not RUNGS[kernel].on_host:
         from .kvcache_on_gpu import make
 
-        found = found._replace(on_gpu=make(made, layout[:3], of_cache, of_others, target))
+        found = found._replace(on_gpu=make(made, layout[:3], of_cache, of_others, target, kernel))
     if key is not None:
         store(_plans, key, found)
     return found

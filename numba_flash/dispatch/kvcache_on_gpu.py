@@ -17,7 +17,7 @@ from ..problem.kvcache import Cache, CacheProblem, with_contiguous_q
 from ..problem.option_checks import AuxArray
 from ..problem.options import ARRAY_NAMES, OPTION_ARRAYS, Operands
 from ..problem.strides import element_strides
-from ..select.forward import config_of, prologue
+from ..select.forward import config_of, prologue, select
 from ..select.rungs import RUNGS, no_room
 from . import forward
 from .call import Call
@@ -37,13 +37,16 @@ class OnGpu(NamedTuple):
     of_pages: tuple[str, ...]  # the arrays that `attend` takes before those of aux
 
 
-def make(made: CacheProblem, operands: Any, cache: Cache, others: Any, target: Target) -> OnGpu:
-    """All that follows from layouts. operands: q, k and v; cache, others: layouts."""
+def make(made: CacheProblem, operands: Any, cache: Cache, others: Any, target: Target, kernel: str) -> OnGpu:
+    """All that follows from layouts. operands: q, k and v; cache, others: layouts; kernel: of a contiguous cache what
+    was asked for."""
     name = next((name for name in OF_PAGES if getattr(cache, name) is not None), None)
     kind = "own" if name is None else KINDS[name]
     of_pages = () if name is None else (name, *(("page_indptr",) if kind == "csr" else ()))
     append, names = _append(made, operands, cache, others[-1], kind, of_pages, target)
     if kind == "own" and made.problem.packed is None:
+        p = dataclasses.replace(made.problem, pages=None)
+        select(with_contiguous_q(p) if made.rotary_dim else p, target, kernel)  # says what it refuses before keys go in
         return OnGpu(append, names, None, ())
     aux = tuple(_aux_array(getattr(cache, name)) for name in of_pages)
     return OnGpu(append, names, _attend(made, kind, aux, target), of_pages)

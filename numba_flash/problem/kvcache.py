@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Layout
-from .forward import LAYOUTS, Problem, check_one_place
+from .forward import LAYOUTS, Problem, check_one_place, check_rows_apart
 from .options import Options
 from .packed import bounds
 from .pages import Pages
@@ -91,9 +91,9 @@ def problem_of(
         raise ValueError(f"head_dim of q and k_cache must be the same, not {head_dim} and {dim}: {queries}, {k.shape}")
     pages = _pages(cache, batch, count, size)
     own = {name: getattr(cache, name) for name in ("seqlens_k", "cu_seqlens_q")}
-    new = _check_new(cache, k, q, (batch, heads_kv, dim, dim_v), order, v_is_k)
+    new = _check_new(cache, (k, v), q, (batch, heads_kv, dim, dim_v), order, v_is_k)
     rotary_dim, rotary_rows = _rotary(cache, q, head_dim)
-    if v_is_k and rotary_dim and cache.k_new is not None:
+    if v_is_k and rotary_dim and cache.k_new is not None and 0 not in k.shape:
         raise NotImplementedError("rotary_cos is not taken where v_cache is a view of k_cache: rotate k_new before")
     # k and v as if they were contiguous: what Problem checks is their sizes
     shape = [batch, heads_kv, pages.capacity, dim]
@@ -192,7 +192,12 @@ def _pages(cache: Cache, batch: int, count: int, size: int) -> Pages:
 
 
 def _check_new(
-    cache: Cache, k: Layout, q: Layout, sizes: tuple[int, int, int, int], order: tuple[int, ...], v_is_k: bool
+    cache: Cache,
+    caches: tuple[Layout, Layout],
+    q: Layout,
+    sizes: tuple[int, int, int, int],
+    order: tuple[int, ...],
+    v_is_k: bool,
 ) -> int | None:
     """-> new keys of each sequence, or None: as many as queries."""
     batch, heads_kv, *dims = sizes
@@ -203,8 +208,12 @@ def _check_new(
         return 0
     if cache.v_new is None and not v_is_k:
         raise TypeError("k_new was given without v_new, and v_cache is no view of k_cache")
-    if k.readonly:
-        raise ValueError("k_cache is read-only, and new keys are written to it")
+    for name, array, written in zip(("k_cache", "v_cache"), caches, (cache.k_new, cache.v_new), strict=True):
+        if written is None:
+            continue
+        if array.readonly:
+            raise ValueError(f"{name} is read-only, and new rows are written to it")
+        check_rows_apart(name, array)
     ragged = cache.cu_seqlens_q is not None
     new = None if ragged else cache.k_new.shape[order[2]] if len(cache.k_new.shape) == 4 else -1
     for name, dim in zip(("k_new", "v_new"), dims, strict=True):
@@ -232,7 +241,7 @@ def _rotary(cache: Cache, q: Layout, head_dim: int) -> tuple[int, int]:
         if cache.rotary_interleaved is not None:
             raise TypeError("rotary_interleaved was given without rotary_cos and rotary_sin")
         return 0, 0
-    if not isinstance(cache.rotary_interleaved, bool):
+    if not isinstance(cache.rotary_interleaved, bool | np.bool_):
         raise TypeError(
             "rotary_interleaved must be True (columns 0 and 1 are a pair, as in GPT-J) or False (columns 0 and "
             f"rotary_dim // 2 are, as in GPT-NeoX and Llama), not {cache.rotary_interleaved!r}: libraries differ"

@@ -25,7 +25,7 @@ def check_memory(given: list[Any], problem: Problem) -> None:
     arrays = [array for array in given if array is not None]
     check_alignments(arrays, lambda: named(OPERAND_NAMES, given))
     for written in (given[O], given[LSE]):
-        if written is not None and _anything_near(written, arrays):
+        if written is not None and anything_near(written, arrays):
             check_overlap("out", written, named(OPERAND_NAMES, given))
     if given[SEQLENS_K] is not None or problem.packed is not None:
         check_lengths(dict(zip(Operands._fields, given, strict=False)), problem)
@@ -71,7 +71,7 @@ def check_alignment(name: str, array: Array) -> None:
         raise ValueError(f"{name} starts at address {array.pointer:#x}, not a multiple of its {size}-byte elements")
 
 
-def _anything_near(written: Array, arrays: list[Array]) -> bool:
+def anything_near(written: Array, arrays: list[Array]) -> bool:
     """Whether another array's first and last byte are not both on one side of `written`: almost never."""
     low, high = written.layout.byte_bounds
     low, high = written.pointer + low, written.pointer + high

@@ -492,3 +492,15 @@ def test_a_forked_process_computes_too(whose):
     command, threads = [sys.executable, "-c", FORKS, whose], dict(os.environ, NUMBA_NUM_THREADS="2")
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=threads)
     assert ended.returncode == 0 and ended.stdout.split()[-1] == "0", (ended.stdout, ended.stderr)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 8])
+@pytest.mark.parametrize("at", [slice(0, 256), slice(256, 512), slice(1024, 1280), slice(1280, 1281)], ids=str)
+def test_a_leaf_of_nothing_but_nan_reaches_its_rows(seqlen_q, at):
+    """The maximum of such a leaf is -inf, as that of a leaf without keys."""
+    q, k, v = np.ones((1, 1, seqlen_q, 8)), np.zeros((1, 1, 1281, 8)), np.zeros((1, 1, 1281, 8))
+    k[:, :, at] = np.nan
+    o, lse = numba_flash.attention(q, k, v, return_lse=True, kernel="cpu")
+    assert np.isnan(o).all() and np.isnan(lse).all()
+    before = numba_flash.attention(q, k, v, window=(None, 0), q_offset=at.start - seqlen_q, kernel="cpu")
+    assert np.isfinite(before).all()

@@ -401,3 +401,16 @@ def test_documents_in_both_directions(beside):
     options |= dict(mask_mod=mods.document, aux=(np.repeat(np.array([[3, 1, 2, 7]]), [30, 3, 50, 27], axis=1),))
     backward.Rung("cpu").check(forward.problem(110, 110, batch=1, head_dim=8), **options)
     forward.Rung("cpu").check(forward.problem(110, 110, batch=1, head_dim=8), **options)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("seqlen_q", [1, 9])
+def test_a_read_outside_is_reported_with_its_head_and_score(dtype, seqlen_q):
+    def by_score(score, b, h, q_pos, k_pos, table):
+        return score + table[k_pos if score < 2 else k_pos + 100]
+
+    q, k = np.ones((1, 2, seqlen_q, 1), dtype), np.ones((1, 2, 6, 1), dtype)
+    k[:, 1, 4] = 3
+    aux, where = (np.zeros(6, np.float32),), r"index 104 is out of bounds .*, h 1, q_pos -?\d+ \(row \d of q\), k_pos 4"
+    with pytest.raises(IndexError, match=where):
+        numba_flash.attention(q, k, k, score_mod=by_score, aux=aux, scale=1.0, kernel="cpu")

@@ -220,3 +220,82 @@ def test_flash_attn_with_kvcache_and_its_other_arguments():
     cos = np.ones((20, 8), np.float32)
     with pytest.raises(NotImplementedError, match="rotary_cos with 2 queries and 2 new keys, causal=False"):
         call(two, k.copy(), v.copy(), k[:, :2], v[:, :2], cos, cos, cache_seqlens=5)
+
+
+def of_one_memory(*shapes):
+    """Arrays that begin at one address."""
+    memory = np.zeros(max(math.prod(shape) for shape in shapes), np.float32)
+    return [memory[: math.prod(shape)].reshape(shape) for shape in shapes]
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+def test_what_is_wrong_with_memory_is_said_before_anything_is_written(kernel):
+    k_cache, v_cache = (np.arange(CACHE.size, dtype=np.float32).reshape(CACHE.shape) for _ in range(2))
+    frozen, one_row = v_cache.copy(), np.lib.stride_tricks.as_strided(v_cache, v_cache.shape, (320, 0, 32, 4))
+    frozen.flags.writeable = False
+    out, lse = of_one_memory(Q.shape, (2, 4, 1))
+    of_bias, bias = of_one_memory(Q.shape, (2, 4, 1, 10))
+    odd = np.zeros(Q.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(Q.shape)
+    for wrong, message in (
+        (dict(v_cache=frozen), "v_cache is read-only"),
+        (dict(v_cache=one_row), "v_cache has strides .*share one element"),
+        (dict(k_new=k_cache[:, :, :1]), "k_cache shares memory with k_new"),
+        (dict(v_new=v_cache[:, :, :1]), "v_cache shares memory with v_new"),
+        (dict(q=k_cache.reshape(2, 4, 5, 8)[:, :, :1]), "k_cache shares memory with q"),
+        (dict(v_cache=k_cache), "v_cache is a view of k_cache, and v_new would be written over k_new"),
+        (dict(out=(out, lse), return_lse=True), "out shares memory with the lse of out"),
+        (dict(out=of_bias, bias=bias), "out shares memory with bias"),
+        (dict(q=odd), "q starts at address .*, not a multiple of its 4-byte elements"),
+    ):
+        given = dict(q=Q, k_cache=k_cache, v_cache=v_cache, k_new=NEW, v_new=NEW + 1) | wrong
+        before = k_cache.copy(), v_cache.copy()
+        with pytest.raises(ValueError, match=message):
+            numba_flash.attention_kvcache(**given, seqlens_k=LENGTHS, kernel=kernel)
+        assert np.array_equal(k_cache, before[0]) and np.array_equal(v_cache, before[1]), message
+
+
+def test_what_is_refused_does_not_depend_on_earlier_calls():
+    q, ends = Q[:, :, 0], np.array([0, 1, 2], np.int32)
+    called(window=(1, 0))
+    called(q=q, cu_seqlens_q=ends, max_seqlen_q=1)
+    with pytest.raises(TypeError, match="window: left must be a whole number"):
+        called(window=(1.0, 0))
+    with pytest.raises(TypeError, match="max_seqlen_q must be a whole number"):
+        called(q=q, cu_seqlens_q=ends, max_seqlen_q=True)
+
+
+def test_an_empty_batch_of_rows_of_k_and_v_has_rotary():
+    """A cache without elements begins where its view does."""
+    rows = np.zeros((0, 2, 10, 16), np.float32)
+    given = ROTARY | dict(rotary_interleaved=np.True_, k_new=NEW[:0], v_new=NEW[:0])
+    o = numba_flash.attention_kvcache(Q[:0], rows[..., :8], rows[..., 8:], seqlens_k=LENGTHS[:0], **given)
+    assert o.shape == (0, 4, 1, 8)
+
+
+def test_what_is_wrong_is_said_by_flash_attn_with_kvcache():
+    q, cache, new = (x.swapaxes(1, 2) for x in (Q, CACHE, NEW))
+    two, short = np.array([2, 2], np.int32), np.array([2], np.int32)
+    for wrong, error, message in (
+        (dict(rotary_cos=COS, rotary_sin=COS), TypeError, "rotary_cos and rotary_sin were given without k and v"),
+        (dict(rotary_sin=COS, k=new, v=new), TypeError, "rotary_cos and rotary_sin belong together"),
+        (dict(cache_seqlens=2.0), TypeError, "cache_seqlens must be an int32 array .*, not 2.0"),
+        (dict(cache_seqlens=True), TypeError, "cache_seqlens must be an int32 array .*, not True"),
+        (dict(cache_seqlens=2**31), ValueError, "cache_seqlens must lie in 0 to"),
+        (dict(cache_leftpad=short), ValueError, r"cache_leftpad must be an array \(batch,\) = \(2,\), not ndarray"),
+        (dict(cache_leftpad=[1, 2]), ValueError, r"cache_leftpad must be an array .*, not \[1, 2\]"),
+    ):
+        with pytest.raises(error, match=message):
+            flash_attn.flash_attn_with_kvcache(q, cache.copy(), cache.copy(), **dict(cache_seqlens=two) | wrong)
+    of_numpy = flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=np.int64(2))
+    assert np.array_equal(of_numpy, flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=two))
+
+
+def test_what_is_wrong_is_said_by_flashinfer():
+    q, pages, indptr, last = Q[:, :, 0], PAGES.swapaxes(1, 2), np.array([0, 1, 3], np.int32), np.array([2, 1], np.int32)
+    indices = np.array([3, 1, 0], np.int32)
+    for where, error, message in (
+        ((indptr, indices, last[:1]), ValueError, r"kv_last_page_len must have shape \(batch,\) .*, not \(1,\) and"),
+        (([0, 1, 3], indices, last), TypeError, r"kv_indptr must be an int32 array of 1 dimension, not \[0, 1, 3\]"),
+    ):
+        with pytest.raises(error, match=message):
+            flashinfer.batch_decode_with_paged_kv_cache(q, (pages, pages), *where)

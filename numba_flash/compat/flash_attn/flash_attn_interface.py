@@ -3,10 +3,12 @@
 import operator
 from typing import Any
 
+import numpy as np
+
 from ...api import forward as api
 from ...api import kvcache, varlen
 from ...problem.forward import check_bool
-from ..arguments import number, probability, refuse_nested, refuse_pages, renamed, window_sides
+from ..arguments import described, number, probability, refuse_nested, refuse_pages, renamed, window_sides
 
 UNBOUNDED = (-1, -1)
 # Defaults are whole numbers for the reason that bridges/torch.py gives at NO_DROPOUT.
@@ -205,7 +207,11 @@ def flash_attn_with_kvcache(
     window = None if window_size is UNBOUNDED else window_sides(window_size)
     number("num_splits", num_splits)
     given: dict[str, Any] = {}
-    if rotary_cos is not None and k is not None:  # without new keys flash-attn leaves q as it is
+    if rotary_cos is not None or rotary_sin is not None:
+        if k is None:
+            raise TypeError(
+                "rotary_cos and rotary_sin were given without k and v: flash-attn turns new keys and q alone"
+            )
         if q.shape[1] != k.shape[1] or q.shape[1] > 1 and not causal and window in (None, (None, None)):
             raise NotImplementedError(
                 f"rotary_cos with {q.shape[1]} queries and {k.shape[1]} new keys, causal={causal}: it is taken for as "
@@ -215,6 +221,10 @@ def flash_attn_with_kvcache(
             raise NotImplementedError("rotary_cos with cache_leftpad: rotate q and k before")
         given.update(rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved)
     if cache_leftpad is not None:
+        if tuple(getattr(cache_leftpad, "shape", ())) != (q.shape[0],):
+            raise ValueError(
+                f"cache_leftpad must be an array (batch,) = ({q.shape[0]},), not {described(cache_leftpad)}"
+            )
         given.update(mask_mod=_behind_leftpad, aux=(cache_leftpad,))
     try:
         return kvcache.attention_kvcache(
@@ -250,16 +260,21 @@ def _behind_leftpad(b: Any, h: Any, q_pos: Any, k_pos: Any, leftpad: Any) -> Any
 
 def _lengths(cache_seqlens: Any, q: Any, k: Any, k_cache: Any, block_table: Any) -> Any:
     """cache_seqlens as an array of q's kind, in q's place."""
-    if hasattr(cache_seqlens, "shape"):
+    if hasattr(cache_seqlens, "shape") and not isinstance(cache_seqlens, np.generic):
         return cache_seqlens
     if cache_seqlens is None:
         if k is not None:
             raise TypeError("cache_seqlens must be given with k and v: it says where they go")
         cache_seqlens = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    if isinstance(cache_seqlens, bool) or not hasattr(cache_seqlens, "__index__"):
+        raise TypeError(f"cache_seqlens must be an int32 array (batch,), a whole number or None, not {cache_seqlens!r}")
+    length = operator.index(cache_seqlens)
+    if not -1 <= length < 2**31:
+        raise ValueError(f"cache_seqlens must lie in 0 to the keys that the cache has room for, or be -1, not {length}")
     import array_api_compat
 
     xp = array_api_compat.array_namespace(q)
-    return xp.full((q.shape[0],), operator.index(cache_seqlens), dtype=xp.int32, device=array_api_compat.device(q))
+    return xp.full((q.shape[0],), length, dtype=xp.int32, device=array_api_compat.device(q))
 
 
 def _check_packed(name: str, array: Any, wanted: str) -> None:

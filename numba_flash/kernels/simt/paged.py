@@ -1,4 +1,4 @@
-"""v2 over keys that lie in pages: listing 5 of docs/first_kernels.md, with one more step for the address of a key.
+"""v2 over a cache whose keys lie in pages: listing 5 of docs/first_kernels.md, with one more step for a key's address.
 
 It is v2 (v2.py, with the letters), but for three things. A row of a tile of K or V is found in its page. A sequence may
 have any number of queries. No tile is skipped for a mask_mod, because its states would need the pages, too.
