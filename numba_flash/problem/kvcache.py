@@ -304,6 +304,13 @@ def lines_of(made: CacheProblem, given: dict[str, Any], ids: Any, q_offset: Any 
         last = np.maximum(np.where(queries > 0, offset + queries, 0), keys)[lengths >= 0].max(initial=0)
         if last > made.rotary_rows:
             raise ValueError(f"rotary_cos has {made.rotary_rows} positions, and position {last - 1} is asked for")
+        latest = np.minimum(offset + queries, 0) - 1  # of each sequence's queries before its first key
+        sees = (offset < 0) & (queries > 0) & (keys > 0) & (lengths >= 0) & (p.right is None or latest + p.right >= 0)
+        if sees.any():
+            raise ValueError(
+                f"rotary_cos has no negative positions, and sequence {sees.argmax()} has queries before its first key "
+                "that see keys: pass causal=True, or fewer queries than keys"
+            )
     return found
 
 

@@ -299,3 +299,19 @@ def test_what_is_wrong_is_said_by_flashinfer():
     ):
         with pytest.raises(error, match=message):
             flashinfer.batch_decode_with_paged_kv_cache(q, (pages, pages), *where)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+def test_a_query_before_the_first_key_has_no_rotary_unless_it_sees_nothing(kernel):
+    q, lengths = np.repeat(Q, 3, 2), np.array([5, 1], np.int32)
+    caches = CACHE.copy(), CACHE.copy()
+    given = dict(seqlens_k=lengths, kernel=kernel, **ROTARY)
+    for wrong in ({}, dict(window=(None, 1))):
+        with pytest.raises(ValueError, match="sequence 1 has queries before its first key that see keys"):
+            numba_flash.attention_kvcache(q, *caches, **given, **wrong)
+    for right in (
+        dict(causal=True),
+        dict(seqlens_k=np.array([5, 0], np.int32)),
+        dict(seqlens_k=np.array([5, -1], np.int32)),
+    ):
+        assert np.isfinite(numba_flash.attention_kvcache(q, *caches, **given | right)).all()
