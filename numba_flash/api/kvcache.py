@@ -89,7 +89,9 @@ def attention_kvcache(
     sequences of any length, in any pages and without pages. On "cpu" the result of up to 64 rows for a KV head is a
     binary tree over chunks of 256 keys at absolute positions (docs/serving.md).
 
-    Raises what `attention` raises.
+    Raises what `attention` raises, before anything is written. Only a read of score_mod or mask_mod outside an array of
+    aux, which is found while computing, raises IndexError when new keys are there already; the same call writes them
+    again to the same rows.
     """
     cache = Cache(
         seqlens_k, k_new, v_new, page_table, page_indptr, page_indices, rotary_cos, rotary_sin, cache_batch_idx, slots,
