@@ -74,7 +74,7 @@ def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
     assert choice.config is not None
     configs = [*prologue(choice.config, target), choice.config]
     ready = sequence_of(configs, problem, target)
-    return WarnsIfSlow(problem, ready) if target.simulated else ready
+    return WarnsIfSlow(problem, ready, choice.kernel) if target.simulated else ready
 
 
 def sequence_of(configs: Sequence[LaunchFacts], problem: "AnyProblem", target: Target) -> "Launch":
@@ -245,19 +245,19 @@ class _Simulated(Launch):
 class WarnsIfSlow(Launch):
     """A launch in the simulator. If it may take minutes, it warns at the line that called attention().
 
-    times: how much longer it takes than the forward.
+    kernel: the rung; times: how much longer it takes than its forward.
     """
 
-    __slots__ = ("_problem", "_ready", "_times")
+    __slots__ = ("_kernel", "_problem", "_ready", "_times")
 
-    def __init__(self, problem: Problem, ready: Launch, times: float = 1.0) -> None:
-        self._problem, self._ready, self._times = problem, ready, times
+    def __init__(self, problem: Problem, ready: Launch, kernel: str, times: float = 1.0) -> None:
+        self._problem, self._ready, self._kernel, self._times = problem, ready, kernel, times
 
     def run(self, operands: Given, stream: int) -> None:
         from ..machine.announce import warn_caller
         from ..select.cost import simulated_seconds
 
-        seconds = self._times * simulated_seconds(self._problem)
+        seconds = self._times * simulated_seconds(self._problem, self._kernel)
         if seconds > 60:
             warn_caller(
                 f"this will take about {seconds / 60:.0f} min in Numba's CUDA simulator, which runs every GPU thread "

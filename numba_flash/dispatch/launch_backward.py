@@ -22,7 +22,7 @@ def make_backward_launch(choice: BackwardChoice, problem: BackwardProblem, targe
     if choice.kernel == "cpu":
         return OnCpu(problem, _cpu)
     ready = sequence_of(choice.configs, problem, target)
-    return WarnsIfSlow(problem.forward, ready, times=3.5) if target.simulated else ready
+    return WarnsIfSlow(problem.forward, ready, choice.kernel, times=3.5) if target.simulated else ready
 
 
 def _cpu() -> Any:

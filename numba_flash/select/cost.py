@@ -21,15 +21,16 @@ SAMPLES = 64  # about how many queries' keys are counted
 MEASURED_CC = (9, 0)
 
 
-# In the simulator: the time for one score, and for each element of its products; v2 on one core of a busy
-# server, 2026. One thread runs at a time, so only the amount of work counts.
-SIMULATED_SCORE_SECONDS, SIMULATED_PRODUCT_SECONDS = 25e-6, 2.3e-6
+# In the simulator: the time for one score, and for each element of its products, which are read by index or by tensor
+# cores; v2 and mma on one core of a busy server, 2026. One thread runs at a time, so only the amount of work counts.
+SIMULATED_SCORE_SECONDS, SIMULATED_PRODUCT_SECONDS = 25e-6, {False: 2.3e-6, True: 0.8e-6}
 
 
-def simulated_seconds(problem: Problem) -> float:
-    """How long v1 or v2 will take in Numba's simulator; half of it if causal hides half of the scores."""
+def simulated_seconds(problem: Problem, kernel: str = "v2") -> float:
+    """How long a kernel will take in Numba's simulator; half of it if causal hides half of the scores."""
     scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
-    return scores * (SIMULATED_SCORE_SECONDS + SIMULATED_PRODUCT_SECONDS * (problem.head_dim + problem.head_dim_v))
+    of_product = SIMULATED_PRODUCT_SECONDS[RUNGS[kernel].tensor_cores]
+    return scores * (SIMULATED_SCORE_SECONDS + of_product * (problem.head_dim + problem.head_dim_v))
 
 
 def seconds(kernel: str, config: Config | None, problem: Problem, target: Target) -> float | None:

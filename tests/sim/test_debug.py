@@ -38,7 +38,8 @@ FIRST_LINES = {
     "v2": "thread = cuda.threadIdx.x",
     "mma": "queries_left = int32(min(sequence",
     **dict.fromkeys(("delta", "v2_dkdv", "v2_dbias", "dalibi_slopes"), "thread = cuda.threadIdx.x"),
-    **dict.fromkeys(("dsinks", "dsinks_of_blocks"), "thread = cuda.threadIdx.x"),
+    **dict.fromkeys(("dsinks", "dsinks_of_blocks", "paged"), "thread = cuda.threadIdx.x"),
+    "append": "block = int64(cuda.blockIdx.x)",
     "backward_preprocess": "thread, block = special.thread_index()",
     **dict.fromkeys(("mma_dkdv", "mma_one_key_tile", "mma_dkdv_wide"), "k_smem = async_tiles.aligned("),
     **dict.fromkeys(("mma_dq", "mma_dq_wide"), "q_smem = async_tiles.aligned("),
@@ -223,6 +224,12 @@ def test_every_kernel(kernel, monkeypatch):
             numba_flash.attention(*half, mask_mod=mods.causal, kernel="mma")
         elif kernel == "tile_order_of_keys":
             differentiate("mma", mask_mod=mods.causal)
+        elif kernel in ("append", "paged"):
+            pages, where = [np.zeros((2, 1, 16, 4), np.float32) for _ in "kv"], np.array([[1, 0]], np.int32)
+            new = dict(k_new=k[:, :, :1], v_new=v[:, :, :1])
+            numba_flash.attention_kvcache(
+                q[:, :, :1], *pages, seqlens_k=np.array([3], np.int32), page_table=where, **new
+            )
         elif kernel.startswith("outside_of_"):
             packed, spans = [x[0].swapaxes(0, 1) for x in (q, k, v)], np.array([2, 20], np.int32)  # two rows before it
             rung = "v2" if kernel == "outside_of_queries" else "reference"
@@ -343,7 +350,7 @@ def test_warns_when_it_never_stopped(where, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("v9", 1), "knows the kernels backward_preprocess, blocked, .*wgmma_round, not 'v9'"),
+        (("v9", 1), "knows the kernels append, backward_preprocess, blocked, .*wgmma_round, not 'v9'"),
         (("v2", "no such text"), "no line of the kernel in .*v2.py contains 'no such text'"),
         (("v2", "cuda.syncthreads()"), r"2 lines of .*v2.py contain .*:\n  \d+: cuda.syncthreads\(\).*\n  \d+: cuda"),
         (("v2", 1), r"line 1 of .*v2.py is not code of the kernel; the next one is \d+: thread = cuda"),

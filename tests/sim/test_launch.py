@@ -20,6 +20,7 @@ from numba_flash.config.backward import (
     MmaOneKeyTileConfig,
     PreprocessConfig,
 )
+from numba_flash.config.kvcache import AppendConfig, PagedConfig
 from numba_flash.config.mask_bits import MaskBitsConfig
 from numba_flash.config.mma_forward import MmaConfig
 from numba_flash.config.outside import OutsideConfig
@@ -123,8 +124,11 @@ def test_every_kernel_can_be_made():
     tile, used = StatesTile(16, 16, 1), uses(mask_mod=Function.of("mask_mod", mods.causal))
     reads = uses(score_mod=Function.of("score_mod", lambda s, b, h, i, j, x: s * x[0]), aux=(("float32", 1),))
     spans = uses(cu_seqlens_q="int32", cu_seqlens_k="int32")
+    appended = (("seqlens_k", "int32", 1), ("totals", "int32", 1))
     configs = [
         *[kind("float16", 8, 8, 16, 16) for kind in (V1Config, V2Config)],
+        PagedConfig("float16", 8, 8, 16, 16),
+        AppendConfig("float16", appended, "own"),
         MmaConfig("float16", 8, 8, 16, 16),
         WgmmaConfig("float16", 8, 8, 64, 16),
         WgmmaFloat32Config("float32", 8, 8, 64, 32),
