@@ -20,7 +20,6 @@ from .rungs import RUNGS, preferred
 SAMPLES = 64  # about how many queries' keys are counted
 MEASURED_CC = (9, 0)
 
-
 # In the simulator: the time for one score, and for each element of its products, which are read by index or by tensor
 # cores; v2 and mma on one core of a busy server, 2026. One thread runs at a time, so only the amount of work counts.
 SIMULATED_SCORE_SECONDS, SIMULATED_PRODUCT_SECONDS = 25e-6, {False: 2.3e-6, True: 0.8e-6}
