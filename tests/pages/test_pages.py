@@ -16,6 +16,7 @@ PAGES = sorted(path.relative_to(BUILT).with_suffix("").as_posix() for path in BU
 PAGES = [name for name in PAGES if not name.startswith(OF_SPHINX)]
 PHOTOGRAPHED = ("index", "algorithm", "stepping", "tensor_cores", "hopper", "examples/running_maximum")
 DESK, PHONE = 1280, 400
+OF_THEME = "Got invalid theme mode"  # it says so where the browser has not kept the mode of the page before yet
 
 pytestmark = pytest.mark.skipif(not PAGES, reason="no pages are built: sh scripts/docs")
 
@@ -37,8 +38,6 @@ BLOCKS = """(onlyBoxesScroll => {
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     with browser.browser(tmp_path_factory.mktemp("browser")) as page:
-        page.open((BUILT / f"{PAGES[0]}.html").as_uri())
-        page.complaints()  # once, the theme's: it has no mode yet
         yield page
 
 
@@ -55,7 +54,7 @@ def test_nothing_is_wider_than_its_box(page, name):
             (folder / f"{name.replace('/', '_')}_{width}.png").write_bytes(page.screenshot())
         assert page.run("document.documentElement.scrollWidth") <= width
         assert page.run(BLOCKS, width == PHONE) == [], width
-    assert page.complaints() == []
+    assert [text for text in page.complaints() if OF_THEME not in text] == []
 
 
 @pytest.mark.parametrize("name", PAGES)
