@@ -72,8 +72,8 @@ WRONG = [
     (dict(k=K.astype(">f4")), TypeError, ["one dtype", "k is >f4"]),
     # ranks and shapes
     *[(dict(q=array(*shape)), ValueError, ["q must have 2 dimensions", "batch", str(shape)]) for shape in [(), (8,)]],
-    *[(dict(q=array(*shape)), ValueError, ["k must have", "leading dimensions", str(shape), "(2, 2, 7, 8)"])
-      for shape in [(5, 8), (4, 5, 8), (1, 2, 4, 5, 8)]],
+    *[(dict(q=array(*shape)), ValueError, ["k must have", words, str(shape), "(2, 2, 7, 8)"])
+      for shape, words in [((5, 8), "2 dim"), ((4, 5, 8), "3 dim"), ((1, 2, 4, 5, 8), "leading dimensions")]],
     (dict(k=array(2, 7, 8), layout="bshd"), ValueError, ["k must have 4 dimensions", "bshd", "(2, 7, 8)"]),
     (dict(k=array(3, 2, 7, 8)), ValueError, ["batch", "(2, 4, 5, 8)", "(3, 2, 7, 8)"]),
     (dict(v=array(1, 2, 7, 6)), ValueError, ["batch", "(1, 2, 7, 6)"]),
