@@ -46,21 +46,14 @@ class AppendConfig(LaunchFacts):
 
 
 @dataclass(frozen=True)
-class PagedScores(V2Config):
-    """What the stages of a score are made from: v2 without states of tiles."""
-
-    reads_states = False
-
-
-@dataclass(frozen=True)
 class PagedConfig(SimtConfig):
     """v2 whose keys lie in pages. Its first arrays of aux say where pages are: a table, or with csr the numbers of
     pages and where each sequence's begin."""
 
-    pages: str = "table"
+    pages: str = "table"  # type: ignore[misc]
 
     kernel = "paged"
-    module = "simt.paged"
+    module = "simt.v2"
     takes = abi.forward("mask").plus(sizes="page pages")
     reads_states = False
 
@@ -73,8 +66,9 @@ class PagedConfig(SimtConfig):
         return (*page_arrays(self.pages), *self.scores.aux)
 
     @functools.cached_property
-    def scores(self) -> PagedScores:
-        return PagedScores(**_fields_of_v2(self))
+    def scores(self) -> V2Config:  # type: ignore[override]
+        """Without the arrays that say where pages are."""
+        return V2Config(**_fields_of_v2(self))
 
     def own_sizes(self, problem: Any) -> dict[str, Any]:
         return dict(page=max(problem.pages.size, 1), pages=problem.pages.total)

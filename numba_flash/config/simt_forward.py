@@ -56,9 +56,15 @@ class SimtRows(Config):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class SimtConfig(SimtRows):
-    """Of v1 and v2, which run one thread per query row."""
+    """Of v1 and v2, which run one thread per query row. pages: where v2 finds keys; "" = one row after another."""
 
     reads_states = True
+    pages: ClassVar[str] = ""
+
+    @property
+    def scores(self) -> "SimtConfig":
+        """The Config whose options the scores have."""
+        return self
 
     def _tile_sizes(self) -> dict[str, int]:
         return dict(

@@ -40,7 +40,7 @@ def make(config, whole_warp=False):
     """Device functions. row: where the states of the block's own tile begin. whole_warp: all lanes of a warp call these
     functions together, and the compiler may rely on it."""
     present, find = bool(config.tile_states), states_of(config)
-    asks = TRUE if config.packed and config.has("mask_mod") else FALSE  # packed sequences have no states of tiles
+    asks = TRUE if config.has("mask_mod") else FALSE  # without states of tiles: packed sequences, and pages, have none
     own_rows, heads = (config.states_tile.own, config.states_tile.heads) if present else (1, 1)
 
     @inlined

@@ -10,7 +10,7 @@ step. Query tiles are independent, so each is a block of its own. v1 starts only
 sequence most multiprocessors are idle.
 
 Launch: grid (batch * heads * query tiles), block (tile_m). Any lengths: threads past the last query take part in loads
-and barriers and store nothing.
+and barriers and store nothing. With config.pages the keys lie in the pages of a cache (paged.py).
 """
 
 import math
@@ -22,19 +22,21 @@ from ..score import at_key, sum_terms, tile_walk
 from ..score import make as make_score
 from ..steps import elements, rows, sequence, tiles
 from ..steps.sequence import key_range, kv_head, lse_row, query_of, query_row
+from . import paged
 
 
 def make(config):
     plan, compute = config.shared_layout(), elements.COMPUTE_TYPES[config.dtype]
     q_row, s_row = config.k_row + config.pad, config.tile_n + config.pad
+    places, keys = (paged, paged) if config.pages else (sequence, tiles)
     load_q = tiles.query_loader(config, q_row, config.head_dim)
-    load_k = tiles.key_loader(config, config.k_row, config.head_dim)
-    load_v = tiles.key_loader(config, config.v_row, config.head_dim_v)
+    load_k = keys.key_loader(config, config.k_row, config.head_dim)
+    load_v = keys.key_loader(config, config.v_row, config.head_dim_v)
     keys_at_once = rows.at_once(config.tile_n)  # scores side by side, so that one read of q serves them all
     dot_rows = rows.dots(config.k_row, keys_at_once, compute(0))
     add_rows = rows.adder(config.v_row, config.tile_n, config.dtype, compute)
     store, minus_inf = elements.storer(config.dtype), compute(-math.inf)
-    sequence_of, scores = sequence.make(config), make_score(config)
+    sequence_of, scores = places.make(config), make_score(config.scores)
     first_m_and_l, walk = sum_terms.start(config), tile_walk.make(config)
 
     @cuda.jit
