@@ -19,7 +19,7 @@ from numba import cuda
 from numba_flash import arrays, testing
 from numba_flash.kernels.recompute import keys as recompute_keys
 from numba_flash.kernels.recompute import queries as recompute_queries
-from numba_flash.kernels.wgmma import rows_float32
+from numba_flash.kernels.steps import rows_wide
 from numba_flash.ptx.sim import block
 from numba_flash.ptx.sim.launch import run
 from numba_flash.select import backward_tiles as tiles
@@ -188,14 +188,14 @@ def test_a_row_of_a_gradient_is_written_whole_or_not_at_all(columns):
     acc[5, 1], acc[14, 6], acc[20, 2] = np.inf, np.nan, np.nan  # in rows 1, 11 and 13
     expected[12:] = 0
     expected[[1, 11, 15]] = -1
+    store = rows_wide.gradient_writer("float32", 16, 4, columns % 2 == 0)
 
     def kernel(acc, target, found):
         lane = cuda.threadIdx.x
         mine = cuda.local.array(16, np.float32)
         for x in range(16):
             mine[x] = acc[16 * lane + x]
-        store = rows_float32.gradient_writer(columns, 32)
-        found[lane] = store(mine, np.float32(2), lane, target, 0, columns, 15, 12)
+        found[lane] = store(mine, np.float32(2), lane, target, 0, columns, 15, 12, columns)
 
     target, found = np.full((16, columns), -1, np.float32), np.zeros(32, np.uint32)
     run(lambda: cuda.jit(kernel), 1, 32, 0, tuple(arrays.read("array", x) for x in (acc, target, found)), ())

@@ -7,14 +7,13 @@ over, once for S and once for dP, and then P or dS, which it has in registers, w
 
 from typing import NamedTuple
 
-from numba import cuda, int32, uint32
+from numba import cuda, int32
 
-from ...ptx import local, shfl, special
-from ..steps import numbers
+from ...ptx import special
+from ..steps import numbers, rows_wide
 from ..steps.inlined import inlined, nothing
-from ..steps.plain import first_row_of, lane_and_warp
-from ..steps.repeated import repeated
-from . import exchanged_scores, products_float32, products_float64, rows_wide
+from ..steps.plain import lane_and_warp
+from . import exchanged_scores, products_float32, products_float64
 from .backward_products import BackwardProducts
 
 PRODUCTS = dict(float32=products_float32, float64=products_float64)
@@ -137,34 +136,17 @@ def storer(config, columns, padded):
     """-> store, a device function, for a gradient of `columns` columns, of which a warp has `padded` / groups."""
     groups, shift, warp_rows = config.column_groups, config.column_groups.bit_length() - 1, config.warp_rows
     blocks, vectorized = padded // groups // 8, columns * config.item_size % 16 == 0
-    scale_row = rows_wide.row_scaler(config.compute_dtype, blocks)
-    write_row = rows_wide.row_writer(config.dtype, blocks, vectorized, config.columns_in_order)
-
-    @inlined
-    def store_row(r, found, acc, factor, first_row, lane, target, base, row_stride, rows_left, counted, columns_left):
-        in_warp = int32(first_row_of(lane)) + r * 8
-        row = first_row + in_warp
-        if not scale_row(acc, r, factor, row < counted):
-            found[0] |= uint32(1) << uint32(in_warp)
-        elif row < rows_left:
-            write_row(acc, r, lane, target, base + row * row_stride, 1, columns_left)
-
-    store_every_row = repeated(store_row, warp_rows // 8)
+    store_rows = rows_wide.gradient_writer(config.dtype, warp_rows, blocks, vectorized, config.columns_in_order)
 
     @inlined
     def store(acc, factor, first_column, target, base, row_stride, rows_left, counted):
         """As of BackwardProducts, without staging. first_column: the block's; base: where row 0 begins; counted:
         rows_that_count."""
-        (lane, warp), found = lane_and_warp(), local.array(1, uint32)
+        lane, warp = lane_and_warp()
         column, row = int32(first_column + (warp & (groups - 1)) * (8 * blocks)), int32((warp >> shift) * warp_rows)
-        found[0] = uint32(0)
-        base += column
-        store_every_row(
-            found, acc, factor, row, lane, target, base, row_stride, rows_left, counted, int32(columns - column)
+        first, left = base + column + row * row_stride, int32(rows_left - row)
+        return store_rows(
+            acc, factor, lane, target, first, row_stride, left, int32(counted - row), int32(columns - column)
         )
-        bits = found[0]
-        for distance in (1, 2, 4, 8, 16):
-            bits |= shfl.bfly_b32(bits, distance)
-        return bits
 
     return store

@@ -22,13 +22,14 @@ from ..recompute import rows as recompute
 from ..score import fragment_functions, fragment_softmax, fragments, kept_weights, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..score.reads import Origin
-from ..steps import async_tiles, block_state, numbers
+from ..steps import async_tiles, block_state, numbers, rows_wide
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide, tiles_of
 from ..steps.plain import first_column_of, first_row_of
+from ..steps.query_tile import QueryTile
 from ..steps.sequence import key_range, key_row, query_row
 from ..steps.units import LOG2_E
-from . import products_16bit, products_float32, products_float64, rows_16bit, rows_wide, work_tile
+from . import products_16bit, products_float32, products_float64, rows_16bit, work_tile
 
 PRODUCTS = dict(float16=products_16bit, bfloat16=products_16bit, float32=products_float32, float64=products_float64)
 
@@ -88,7 +89,11 @@ def make(config):
     kept_weight = kept_weights.on_fragments(config, strips, tile_n)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, rows)
     products, rows_of_o = PRODUCTS[config.dtype].make(config), rows_16bit if config.item_size == 2 else rows_wide
-    write_rows, recompute_rows, log2_e = rows_of_o.make(config), recompute.make(config, warp_rows), real(LOG2_E)
+    write_rows, recompute_rows, log2_e = (
+        rows_of_o.make(config, warp_rows),
+        recompute.make(config, warp_rows),
+        real(LOG2_E),
+    )
 
     @inlined
     def rescale(acc_o, alpha, moved):
@@ -320,15 +325,13 @@ def make(config):
         wait_all()
         cuda.syncthreads()  # everyone is done with Q and K
         o_smem = async_tiles.aligned(shared.address(smem))  # (tile_m, head_dim_v_padded)
-        owner, column_group = warp >> shift, warp & (groups - 1)
-        part = int32(tile.part * groups + column_group)
-        own = work_tile.QueryWork(tile.sequence, tile.h, tile.h_kv, tile.first_query, part)
+        first_row, column_group = (warp >> shift) * warp_rows, warp & (groups - 1)
+        own = QueryTile(tile.sequence.b, tile.h, tile.first_query, int32(tile.part * groups + column_group))
         row_states = o_smem + plan.row_states + column_group * (config.ROW_STATE_BYTES * config.tile_m)
         nonfinite = write_rows(
-            registers.acc_o, inverse_l, lse, o_smem, row_states, own, lane, owner, arrays, strides, sizes
+            registers.acc_o, inverse_l, lse, o_smem, row_states, first_row, lane, own, arrays, strides, sizes
         )
         if vote.any_lane(nonfinite) != 0:
-            own_tile = work_tile.query_tile(own)
-            recompute_rows(owner * warp_rows, lane, row_states, own_tile, arrays, strides, sizes, score)
+            recompute_rows(first_row, lane, row_states, own, arrays, strides, sizes, score)
 
     return flash_attention_mma

@@ -25,11 +25,11 @@ along dim; dk, dv and dq are contiguous.
 import numpy as np
 from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import local, memory, special
+from ...ptx import cluster, local, memory, special
 from ..recompute import keys as recompute_keys
 from ..recompute import queries as recompute_queries
 from ..score import fragments
-from ..steps import lse_delta
+from ..steps import lse_delta, rows_wide
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
@@ -46,7 +46,6 @@ from . import (
     block,
     paired_producer,
     paired_tiles,
-    rows_float32,
 )
 from .backward_scores_float32 import FIRST, SECOND, Held
 from .block import FIRST_ROW, H_KV, B, H, aligned, rows_in_warpgroup, warpgroup_index
@@ -88,7 +87,8 @@ def make(config):
 
     def writer(head_dim, padded, recompute):
         """-> write, a device function for one gradient."""
-        store = rows_float32.gradient_writer_of_block(config, head_dim, padded)
+        # In a pair a block has a part of the columns: the first one those up to `padded`.
+        store = rows_wide.gradient_writer("float32", 16, padded // 8, head_dim % 2 == 0)
 
         @inlined
         def write(base, acc, factor, target, of_target, arrays, strides, sizes, score):
@@ -104,7 +104,10 @@ def make(config):
             else:
                 h, rows_left, valid = word(base, H), int32(sequence.seqlen_q - first), int32(sequence.seqlen_q - first)
                 to = query_row(of_target, sequence, h, first)
-            nonfinite = of_tiles.leave(base, store(acc, factor, lane, target, to, of_target[2], rows_left, valid))
+            column = int32(cluster.rank() * padded) if config.paired else int32(0)
+            columns_left = int32(head_dim - column)
+            found = store(acc, factor, lane, target, to + column, of_target[2], rows_left, valid, columns_left)
+            nonfinite = of_tiles.leave(base, found)
             if nonfinite != 0:
                 if of_keys:
                     recompute(nonfinite, first_row, lane, sequence, h, tile_row, arrays, strides, sizes, score)

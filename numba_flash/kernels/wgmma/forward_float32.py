@@ -24,12 +24,13 @@ from ...ptx import bar, fence, local, memory, special, vote, wgmma
 from ..recompute import rows as recompute
 from ..score import fragment_softmax, fragments, sum_terms, tile_walk
 from ..score import reads as score_reads
+from ..steps import rows_wide
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_row_of
 from ..steps.sequence import key_row, query_row
 from ..steps.sequence import make as make_sequence
 from ..steps.sequence import queries as make_queries
-from . import block, parts, pipeline, producer, rows_float32, tile_scores
+from . import block, parts, pipeline, producer, tile_scores
 from .block import BEGIN, CUT, FREE, H_KV, KEYS, MEMBERS, STATES, STOP, B, rows_of_lane, tile_of, word, word_alone
 from .operands import describe_rows, wait_all, wait_but_one
 from .tile_scores import ConsumerRegisters, KeyTile, ScoreRegisters, counting
@@ -88,7 +89,7 @@ def make(config):
     start, softmax, finish = fragment_softmax.make(config, 1)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
     to_p = parts.to_operand(tile_n)
-    write_rows, recompute_rows = rows_float32.output_writer(config), recompute.make(config, 16)
+    write_rows, recompute_rows = rows_wide.make(config, 16, columns_in_order=True), recompute.make(config, 16)
 
     # The producer.
 
@@ -303,7 +304,7 @@ def make(config):
         if kept_weights.drops:
             kept_weights.scale(inverse_l, score)
         row_states = base + plan.row_states
-        nonfinite = write_rows(acc_o, inverse_l, lse, row_states, first_row, lane, tile, arrays, strides, sizes)
+        nonfinite = write_rows(acc_o, inverse_l, lse, base, row_states, first_row, lane, tile, arrays, strides, sizes)
         if vote.any_lane(nonfinite) != 0:
             recompute_rows(first_row, lane, row_states, tile, arrays, strides, sizes, score)
         bar.warp_sync()  # all lanes have read the work tile and the rows' states
