@@ -1,8 +1,6 @@
 """What reads.py loads for a fragment, loaded for one score: rows that are computed again need it key by key."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 from numba import int64, uint32
 
@@ -10,18 +8,13 @@ from ..score.mask_bits import ENDS, PIECE
 from ..score.reads import bits_of_keys, bits_of_queries
 from ..steps import elements
 from ..steps.inlined import inlined
-
-
-class AtScores(NamedTuple):
-    """Device functions of (b, h, query, key, arrays, strides)."""
-
-    added: Callable[..., Any]  # -> the bias, or 0
-    visible: Callable[..., Any]  # -> whether the mask leaves the key, by its bits
+from ..steps.named import named
 
 
 @functools.cache
-def make(config: Any, of_keys: bool = False) -> AtScores:
-    """of_keys: the mask's bits have keys as rows."""
+def make(config, of_keys=False):
+    """-> device functions: `added`, the bias or 0, and `visible`, whether the mask leaves the key, by its bits.
+    of_keys: the mask's bits have keys as rows."""
     has_bias, has_mask = config.has("bias"), config.has("mask")
     bits_of = bits_of_keys if of_keys else bits_of_queries
     real = elements.COMPUTE_TYPES[config.dtype]
@@ -46,4 +39,4 @@ def make(config: Any, of_keys: bool = False) -> AtScores:
             found = (word >> uint32(2 * ((column >> 3) & 15) + (column & 1))) & uint32(1) != 0
         return found
 
-    return AtScores(added, visible)
+    return named(added, visible)

@@ -8,8 +8,6 @@ queries.py compute these again, pair by pair, without the pairs that a mask remo
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 from numba import int32
 
@@ -17,24 +15,15 @@ from ..score import at_position, fragments, kept_weights, user
 from ..score.stage import FragmentAt
 from ..steps import elements, lse_delta, numbers
 from ..steps.inlined import TRUE, inlined
+from ..steps.named import named
 from ..steps.sequence import key_row, kv_head, query_row
 from . import at_scores
 
 
-class Pairs(NamedTuple):
-    """Device functions. PAIR is (sequence, h, query, key, lane, arrays, strides, sizes, score). row_sum: of a row's
-    columns, those of the lane: lane, lane + 32 and so on."""
-
-    score: Callable[..., Any]  # PAIR -> the score, in the scores' unit (kernels/steps/units.py), or -inf
-    gradients: Callable[..., Any]  # PAIR -> (the weight in dV, dS times scale); both 0 if the key is not seen
-    clear: Callable[..., Any]  # (row_sum, columns): row_sum <- 0
-    add: Callable[..., Any]  # (row_sum, weight, source, at, columns, lane): row_sum += weight * the row at `at`
-    store: Callable[..., Any]  # (row_sum, factor, target, at, stride, columns, lane): the row <- factor * row_sum
-
-
 @functools.cache
-def make(config: Any, of_keys: bool = False, of_ds: bool = True) -> Pairs:
-    """of_keys: the mask's bits have keys as rows. of_ds: otherwise dS is 0."""
+def make(config, of_keys=False, of_ds=True):
+    """-> device functions. row_sum: of a row's columns, those of the lane: lane, lane + 32 and so on. of_keys: the
+    mask's bits have keys as rows. of_ds: otherwise dS is 0."""
     made, weight_factor = numbers.of(config.compute_dtype), kept_weights.make(config)
     load, store_element = elements.loader(config.dtype, made.real), elements.storer(config.dtype)
     reads, chain = at_scores.make(config, of_keys), fragments.chain(config)
@@ -67,6 +56,7 @@ def make(config: Any, of_keys: bool = False, of_ds: bool = True) -> Pairs:
 
     @inlined
     def score_of(sequence, h, query, key, lane, arrays, strides, sizes, score):
+        """In the scores' unit (kernels/steps/units.py), or -inf."""
         product = product_of(sequence, h, query, key, lane, arrays, strides, sizes)
         seen = reads.visible(sequence.b, h, query, key, arrays, strides)
         if seen:
@@ -77,6 +67,7 @@ def make(config: Any, of_keys: bool = False, of_ds: bool = True) -> Pairs:
 
     @inlined
     def gradients(sequence, h, query, key, lane, arrays, strides, sizes, score):
+        """-> (the weight in dV, dS times scale); both 0 if the key is not seen."""
         product = product_of(sequence, h, query, key, lane, arrays, strides, sizes)
         dp = made.real(0)
         if of_ds:
@@ -109,6 +100,7 @@ def make(config: Any, of_keys: bool = False, of_ds: bool = True) -> Pairs:
 
     @inlined
     def add(row_sum, weight, source, at, columns, lane):
+        """row_sum += weight * the row at `at`."""
         if weight != 0:
             for c in range((columns + 31) // 32):
                 column = int32(lane + 32 * c)
@@ -117,9 +109,10 @@ def make(config: Any, of_keys: bool = False, of_ds: bool = True) -> Pairs:
 
     @inlined
     def store(row_sum, factor, target, at, stride, columns, lane):
+        """The row at `at` <- factor * row_sum."""
         for c in range((columns + 31) // 32):
             column = int32(lane + 32 * c)
             if column < columns:
                 store_element(target, at + column * stride, row_sum[c] * factor)
 
-    return Pairs(score_of, gradients, clear, add, store)
+    return named(gradients, clear, add, store, score=score_of)

@@ -9,32 +9,23 @@ Scores are in log2, or with a bias in natural units (kernels/steps/units.py).
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 from numba import float32, int32, int64, uint32
 
 from ...ptx import minmax
 from ..steps import elements, numbers
 from ..steps.inlined import inlined
+from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.units import LOG2_E, exponent_unit
 from . import STAGES, reads
 from .stage import FragmentAt
 
 
-class Chain(NamedTuple):
-    """Device functions. at: a FragmentAt; term: what the scores of a row share; score: the kernel's numbers."""
-
-    value: Callable[..., Any]  # (product, at, score) -> the score
-    with_derivative: Callable[..., Any]  # likewise -> (the score, its derivative by scale * product, in natural units)
-    row_term: Callable[..., Any]  # (b, h, arrays, strides) -> term, a number
-    has_row_term: bool  # otherwise the term is 0
-
-
 @functools.cache
 def chain(config):
-    """The stages that the problem uses, in order."""
+    """The stages that the problem uses, in order: device functions. at: a FragmentAt; score: the kernel's numbers;
+    row_term: a number that the scores of a row share, if has_row_term, otherwise 0."""
     real = elements.COMPUTE_TYPES[config.dtype]
     one, zero = real(1), real(0)
 
@@ -56,15 +47,17 @@ def chain(config):
 
     @inlined
     def value(product, at, score):
+        """-> the score"""
         s, factor, _ = run(product, at, score)
         return s * factor
 
     @inlined
     def with_derivative(product, at, score):
+        """-> (the score, its derivative by scale * product, in natural units)"""
         s, factor, derivative = run(product, at, score)
         return s * factor, derivative
 
-    return Chain(value, with_derivative, row_term or no_term, row_term is not None)
+    return named(value, with_derivative, row_term=row_term or no_term, has_row_term=row_term is not None)
 
 
 def _then(before, stage):
@@ -119,7 +112,7 @@ def weights(config):
 def weights_at(config):
     """-> (weight, weight_or_zero), device functions: (product, at, score, lse) -> (p, derivative).
 
-    p = e^(score - lse); lse, in the scores' unit, is +inf for a row that sees no key. derivative: as in Chain.
+    p = e^(score - lse); lse, in the scores' unit, is +inf for a row that sees no key. derivative: as of chain.
     weight_or_zero gives 0 for a score of -inf even if lse is NaN.
 
     lse is rounded, so with large scores score - lse may be above 0, and e of it anything (docs/numerics.md). In float32
@@ -169,18 +162,10 @@ def clamp(x):
     return int32(min(max(x, int64(-(1 << 28))), int64(1 << 28)))
 
 
-class Tile(NamedTuple):
-    """Device functions for the scores of one tile, and the registers they need."""
-
-    mask_words: int  # uint32 of mask bits for a lane's rows
-    visible: Callable[..., Any]  # (j, first_row, lane, tile_pos, left, right, keys, mask_bits, distance)
-    finish: Callable[..., Any]  # (acc_s, terms, distance, loaded, score)
-    mask: Callable[..., Any]  # (acc_s, mask_bits)
-
-
 @functools.cache
 def tile(config, strips, columns=0):
-    """A tile of config.tile_n columns, or of `columns`, of which a warp has `strips` strips of 16 rows."""
+    """-> device functions for the scores of a tile of config.tile_n columns, or of `columns`, of which a warp has
+    `strips` strips of 16 rows; mask_words: uint32 of mask bits for a lane's rows."""
     tile_n, group = columns or config.tile_n, config.group_size
     blocks = tile_n // 8
     words = -(-blocks // 16)
@@ -233,4 +218,4 @@ def tile(config, strips, columns=0):
                     if (mask_bits[r * words + n // 16] >> uint32(2 * (n % 16) + i)) & uint32(1) == 0:
                         acc_s[((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i] = minus_inf
 
-    return Tile(2 * strips * words, visible, finish, mask)
+    return named(visible, finish, mask, mask_words=2 * strips * words)

@@ -14,8 +14,6 @@ computed twice.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda, int32, int64, uint32, uint64
@@ -24,6 +22,7 @@ from ...ptx import bits, shfl, special
 from ..steps import elements
 from ..steps.bit_exchange import exchange
 from ..steps.inlined import inlined, nothing
+from ..steps.named import named
 
 ROUNDS = 7
 MULTIPLIERS = (np.uint32(0xD2511F53), np.uint32(0xCD9E8D57))
@@ -108,21 +107,11 @@ def make(config):
     return factor
 
 
-class FragmentCounts(NamedTuple):
-    """Device functions for a tile in a warp's accumulators, in the layout of fragments.py. `kept`, the dropout mask,
-    has a bit for each of the lane's scores, in the order of mask bits."""
-
-    present: bool
-    words: int  # number of words of kept
-    of_queries: Callable[..., Any]  # kept of a tile whose rows are queries
-    of_keys: Callable[..., Any]  # kept of a tile whose rows are keys
-    drop: Callable[..., Any]  # p <- 0 where kept has no bit
-    scale: Callable[..., Any]  # (inverse_l, score): multiplies what is kept by its factor
-
-
 @functools.cache
 def on_fragments(config, strips, columns):
-    """columns: of the tile; a warp has `strips` strips of 16 rows."""
+    """-> device functions for a tile in a warp's accumulators, in the layout of fragments.py, if `present`. `kept`, the
+    dropout mask of `words` words, has a bit for each of the lane's scores, in the order of mask bits. columns: of the
+    tile; a warp has `strips` strips of 16 rows."""
     group, blocks, rows = config.group_size, columns // 8, 2 * strips
     words = -(-blocks // 16) * rows if config.seeded else 1
     real = elements.COMPUTE_TYPES[config.dtype]
@@ -224,17 +213,20 @@ def on_fragments(config, strips, columns):
 
     @inlined
     def of_queries(kept, first_key, b, h, first, tile_pos, arrays, sizes):
-        """Called by a whole warp. first_key: of the lane's first column; first: the lane's first row in the query tile,
-        whose first query is at position tile_pos; h: the head of the tile's first row."""
+        """kept of a tile whose rows are queries. Called by a whole warp. first_key: of the lane's first column; first:
+        the lane's first row in the query tile, whose first query is at position tile_pos; h: the head of the tile's
+        first row."""
         every_word(kept, first_key, b, h, first, tile_pos, arrays.seed, uint32(sizes.dropped))
 
     @inlined
     def of_keys(kept, first_q_pos, b, h, first_key, arrays, sizes):
-        """Called by a whole warp. first_q_pos: of the lane's first column; first_key: of its first row."""
+        """kept of a tile whose rows are keys. Called by a whole warp. first_q_pos: of the lane's first column;
+        first_key: of its first row."""
         every_row(kept, first_q_pos, b, h, first_key, int64(0), again(arrays.seed), uint32(sizes.dropped))
 
     @inlined
     def drop(p, kept):
+        """p <- 0 where kept has no bit."""
         for r in range(rows):
             for n in range(blocks):
                 for i in range(2):
@@ -243,7 +235,8 @@ def on_fragments(config, strips, columns):
 
     @inlined
     def scale(inverse_l, score):
+        """Multiplies what is kept by its factor."""
         for r in range(rows):
             inverse_l[r] *= score.kept_count
 
-    return FragmentCounts(config.seeded, words, of_queries, of_keys, drop, scale)
+    return named(of_queries, of_keys, drop, scale, present=config.seeded, words=words)

@@ -1,9 +1,6 @@
 """Which tile a block takes under a mask_mod: of some heads at a time, those that loop over the most tiles first. So
 blocks end together, however unequal the documents are. tile_order.py has found the order."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 from numba import int32
 
 from ...arrays.dtypes import ITEM_SIZE
@@ -11,18 +8,15 @@ from ...config.forward import L2_BYTES
 from ..steps.head_rounds import in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide, tiles_of
+from ..steps.named import named
 from . import tile_walk
 
 
-class LongestFirst(NamedTuple):
-    present: bool
-    take: Callable[..., Any]  # (t, arrays, strides, sizes) -> (b, head, own tile); b = batch if none is left
-
-
 def make(config):
-    """head: the KV head for a kernel that owns keys; otherwise heads that share a tile count as one head."""
+    """-> take(t, arrays, strides, sizes) -> (b, head, own tile), b = batch if none is left; and whether it is
+    `present`. head: the KV head for a kernel that owns keys; otherwise heads that share a tile count as one head."""
     if not config.tile_states:
-        return LongestFirst(False, _none)
+        return named(take=_none, present=False)
     _, _, heads_in_tile, of_keys = config.states_tile
     own_rows, find = config.states_tile.own, tile_walk.states_of(config)
     l2_rows = L2_BYTES // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # rows that a block reads
@@ -45,7 +39,7 @@ def make(config):
         row = int32(b * by[0] + (h * group if of_keys else h) * by[1] + rank * by[2])
         return int32(b if work else sizes.batch), h, int32(states[row + by[2] - 1])
 
-    return LongestFirst(True, take)
+    return named(take, present=True)
 
 
 @inlined

@@ -11,31 +11,20 @@ tickets, which are finished, so the block is working on it. So every wait ends, 
 time. With config.key_tiles no block waits for another and there are no tickets: the block's number gives its heads.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 from numba import int32, uint32
 
 from ...ptx import memory, special
 from ..steps.inlined import inlined
 from ..steps.integers import divide
+from ..steps.named import named
 from ..steps.plain import key_tile_of, ways_of
 from . import backward_key_work, block, pipeline
 from .block import MEMBERS, NONFINITE, STEP
 
 
-class BlockTiles(NamedTuple):
-    """Device functions. w: the number of a tile among those of the block."""
-
-    state_of: Callable[..., Any]  # (base, w) -> the `work` of its words (block.py)
-    take: Callable[..., Any]  # (base, w, arrays, strides, sizes): one thread takes it and writes its words
-    next_tile: Callable[..., Any]  # (base, w, arrays, strides, sizes) -> whether there is one, for the same thread
-    has_tile: Callable[..., Any]  # (base, w), for another thread
-    warp_has_tile: Callable[..., Any]  # (base, w), for a whole warp
-    leave: Callable[..., Any]  # (base, w): a thread has read the words for the last time
-
-
 def make(config):
+    """-> device functions. w: the number of a tile among those of the block. has_tile is for one thread,
+    warp_has_tile for a whole warp."""
     tile_n, stays, ring = config.tile_n, config.stays, pipeline.of_backward(config).state
     all_keys, own_tiles = config.key_tiles > 0, max(config.key_tiles, 1)
     work = backward_key_work.make(config)
@@ -112,4 +101,4 @@ def make(config):
         if stays:
             ring.consumer_release(base, w, True)
 
-    return BlockTiles(state_of, take, next_tile, has_tile, warp_has_tile, leave)
+    return named(state_of, take, next_tile, leave, has_tile=has_tile, warp_has_tile=warp_has_tile)

@@ -34,7 +34,7 @@ def second_part(config):
 
 
 def to_sums(config, tiles):
-    """-> add_dq, a device function. tiles: BlockTiles."""
+    """-> add_dq, a device function. tiles: of backward_block_tiles."""
     tile_m, tile_n, plan = config.tile_m, config.tile_n, config.shared_layout()
     part_bytes, second_bytes = config.dq_part_bytes, second_part(config)
     turns_at, lines = TURNS_AT, config.dq_partials

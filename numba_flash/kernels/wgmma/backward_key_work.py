@@ -9,9 +9,6 @@ Under a mask_mod only tiles in which some key is seen are visited. The producer'
 them from the same words, so they agree. The next head's own mask_mod may leave out others.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 from numba import int32
 
 from ..score import longest_first, tile_walk
@@ -19,6 +16,7 @@ from ..score import reads as score_reads
 from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
+from ..steps.named import named
 from ..steps.plain import part_of, parts_of
 from ..steps.sequence import make as make_sequence
 from ..steps.sequence import query_range
@@ -26,26 +24,18 @@ from . import block
 from .block import BEGIN, FIRST_ROW, MEMBERS, PART, POS_CUT, POS_FREE, STEP, STOP, B, H, WorkTile, shown_range
 
 
-class KeyWork(NamedTuple):
-    """Device functions for one thread."""
-
-    head_parts_of: Callable[..., Any]  # (sizes) -> number of parts of all groups of a batch entry
-    write: Callable[..., Any]  # (base, block, arrays, strides, sizes): writes the words of a block's work
-    write_tile: Callable[..., Any]  # (base, b, head_part, first_key, arrays, strides, sizes): likewise, of a given tile
-    behind: Callable[
-        ..., Any
-    ]  # (block, arrays, strides, sizes) -> whether its tile is behind its packed sequence's keys
-
-
 def make(config):
+    """-> device functions for one thread; `behind` for any."""
     all_keys = config.key_tiles > 0
     state, sequence_of = block.words(config.shared_layout().state), make_sequence(config)
     has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, config.tile_m, of_keys=True).ranges
-    has_states, take = longest_first.make(config)
+    order = longest_first.make(config)
+    has_states, take = order.present, order.take
     bias_of_all, write_places = bias_of_entries(config), block.places(config).write
 
     @inlined
     def head_parts_of(sizes):
+        """The number of parts of all groups of a batch entry."""
         parts = parts_of(divide(sizes.heads, sizes.heads_kv), int32(config.members))
         return int32(int32(sizes.heads_kv) * parts)
 
@@ -66,6 +56,7 @@ def make(config):
 
     @inlined
     def write_tile(base, b, head_part, first_key, arrays, strides, sizes):
+        """Writes the words of the block's work, of a given tile."""
         group = int32(divide(sizes.heads, sizes.heads_kv))
         parts = parts_of(group, int32(config.members))
         h_kv, first_head, members = part_of(head_part, parts, group, int32(config.members))
@@ -96,21 +87,11 @@ def make(config):
 
     @inlined
     def behind(block, arrays, strides, sizes):
+        """Whether its tile is behind its packed sequence's keys."""
         b, _, first_key = tile_of(block, arrays, strides, sizes)
         return first_key >= sequence_of(b, arrays, strides, sizes).keys
 
-    return KeyWork(head_parts_of, write, write_tile, behind)
-
-
-class QueryWalk(NamedTuple):
-    """Device functions. work: where the words are; i: the query tile; member: index of the head in its group, the
-    number of heads when no tile is left."""
-
-    present: bool  # whether tiles in which nothing is seen are left out
-    first: Callable[..., Any]  # (work, arrays, strides) -> (i, member)
-    more: Callable[..., Any]  # (work, i, member) -> whether this tile is one of them
-    next: Callable[..., Any]  # (work, i, member, arrays, strides) -> (i, member)
-    needs_mask: Callable[..., Any]  # (work, i, member, arrays, strides) -> whether mask_mod decides there
+    return named(head_parts_of, write, write_tile, behind)
 
 
 @inlined
@@ -129,7 +110,9 @@ def following_tile(i, member, step, members):
 
 
 def query_walk(config, whole_warp):
-    """whole_warp: all lanes of a warp call these functions together, and the compiler may rely on it."""
+    """-> device functions. work: where the words are; i: the query tile; member: index of the head in its group, the
+    number of heads when no tile is left. present: whether tiles in which nothing is seen are left out. whole_warp: all
+    lanes of a warp call these functions together, and the compiler may rely on it."""
     walk, bidirectional = tile_walk.make(config, whole_warp), config.bidirectional
     words = block.words(config.shared_layout().state)
     word = words.read if whole_warp else words.read_alone
@@ -181,4 +164,4 @@ def query_walk(config, whole_warp):
     def needs_mask(work, i, member, arrays, strides):
         return walk.needs_mask(states_of(work, member, arrays, strides), i, arrays, strides)
 
-    return QueryWalk(walk.present, first, more, following, needs_mask)
+    return named(first, more, needs_mask, next=following, present=walk.present)

@@ -2,9 +2,6 @@
 wgmma/backward_fused: products, and at the end the gradients. backward_plain_scores.py has what lies between the
 products."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import numpy as np
 from numba import float32, int32, int64, uint32
 
@@ -12,6 +9,7 @@ from ...ptx import fence, ld_st, local, memory, special, wgmma
 from ..score import fragments, kept_weights
 from ..steps.inlined import inlined
 from ..steps.integers import divide
+from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.sequence import make as make_sequence
 from ..steps.units import LOG2_E
@@ -20,29 +18,9 @@ from .block import FIRST_ROW, H_KV, PART, B, H, rows_of_lane
 from .operands import describe_rows
 
 
-class KeyBlock(NamedTuple):
-    """Device functions of a consumer warpgroup. n: number of a query tile among those that the block loads; work: where
-    the words of the key tile are; place: the base, moved to where the gradients are staged."""
-
-    lse_and_delta_at: Callable[..., Any]  # (base, n) -> the shared address of lse and -delta of its queries
-    lse_factor_of: Callable[..., Any]  # (score) -> the negative factor from lse to units of Q K^T
-    preload_s: Callable[..., Any]  # (base, acc_s, n, lse_factor)
-    preload_dp: Callable[..., Any]  # (base, acc_dp, n)
-    issue_s: Callable[..., Any]  # (base, acc_s, k_desc, n, none): waits for Q
-    issue_dp: Callable[..., Any]  # (base, acc_dp, v_desc, n)
-    issue_dv: Callable[..., Any]  # (base, acc_dv, p_frag, n)
-    issue_dk: Callable[..., Any]  # (base, acc_dk, ds_frag, n)
-    release_q: Callable[..., Any]  # (base, n)
-    release_do: Callable[..., Any]  # (base, n, elected)
-    find_kept: Callable[..., Any]  # (work, i, member, kept, arrays, sizes)
-    term_of: Callable[..., Any]  # (work, member, arrays, strides)
-    has_row_term: bool
-    mask_words: int
-    kept_words: int
-    write_gradients: Callable[..., Any]  # (work, place, acc_dk, acc_dv, arrays, strides, sizes, score)
-
-
 def make(config):
+    """-> device functions of a consumer warpgroup. n: number of a query tile among those that the block loads; own:
+    where the words of the key tile are."""
     tile_m, tile_n, plan = config.tile_m, config.tile_n, config.shared_layout()
     multiply_k_q = operands.rows_by_rows(config, tile_n, tile_m, config.head_dim_padded)
     multiply_v_do = operands.rows_by_rows(config, tile_n, tile_m, config.head_dim_v_padded)
@@ -75,6 +53,7 @@ def make(config):
 
     @inlined
     def lse_and_delta_at(base, n):
+        """The shared address of lse and -delta of the n-th tile's queries."""
         return base + plan.lse_delta + rings.a.stage(n) * config.lse_delta_bytes
 
     @inlined
@@ -154,7 +133,7 @@ def make(config):
 
     @inlined
     def find_kept(own, i, member, kept, arrays, sizes):
-        """kept <- which of the lane's weights of query tile i count. own: the base, for words of the key tile."""
+        """kept <- which of the lane's weights of query tile i count."""
         if count.present:
             first_row, lane = rows_of_lane()
             first_key = word(own, FIRST_ROW)
@@ -183,8 +162,8 @@ def make(config):
     @inlined
     def write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score):
         """Writes dK and dV to global memory, staged in the place of the warpgroup's own rows of K and V. If other
-        blocks have other heads of the group, writes their sums instead. own: as in find_kept; place: the base, moved
-        to the dS whose place they take.
+        blocks have other heads of the group, writes their sums instead. place: the base, moved to the dS whose place
+        they take.
 
         All threads that read these rows must have done so.
         """
@@ -201,7 +180,8 @@ def make(config):
                 place, acc_dk, acc_dv, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score
             )
 
-    return KeyBlock(
+    return named(
         lse_and_delta_at, lse_factor_of, preload_s, preload_dp, issue_s, issue_dp, issue_dv, issue_dk, release_q,
-        release_do, find_kept, term_of, chain.has_row_term, mask_words, count.words, write_gradients,
+        release_do, find_kept, term_of, write_gradients, has_row_term=chain.has_row_term, mask_words=mask_words,
+        kept_words=count.words,
     )  # fmt: skip

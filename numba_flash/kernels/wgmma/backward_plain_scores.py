@@ -4,7 +4,6 @@ for dropped weights in backward_fused.py. backward_scores.py is for all others.
 Rows of the tile are the block's own: queries, or keys with of_keys. Columns belong to the other side.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ from numba import float32, int32, uint32
 from ...ptx import cvt, ld_st, local, special
 from ..score import fragments
 from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.named import named
 
 
 class TileFragments(NamedTuple):
@@ -29,16 +29,10 @@ class TileFragments(NamedTuple):
     distance: Any  # (2,) q_pos - k_pos
 
 
-class PlainScores(NamedTuple):
-    """Device functions. tile: TileFragments; lse, minus_delta: of keys, the shared address of lse and -delta of the
-    tile's queries, for both; otherwise the lane's values for its two rows. masked: some row does not see some column.
-    """
-
-    weights_of: Callable[..., Any]  # (first, end) -> (tile, lse, term, score, masked), for those pairs of 8 columns
-    to_gradients: Callable[..., Any]  # (tile, lse, minus_delta, term, score, masked)
-
-
 def make(config, of_keys):
+    """-> device functions. weights_of(first, end) makes one for those pairs of 8 columns. lse, minus_delta: of keys,
+    the shared address of lse and -delta of the tile's queries, for both; otherwise the lane's values for its two rows.
+    masked: some row does not see some column."""
     pairs, varies = config.stream_rows // 16, config.derivative_varies
     of_ds, of_p = (config.of_dk, config.of_dv) if of_keys else (True, False)
     # Whether lse and -delta of the columns are in the accumulators already.
@@ -150,4 +144,4 @@ def make(config, of_keys):
         else:
             differentiate(tile, lse, minus_delta, term, score, FALSE)
 
-    return PlainScores(weights_of, to_gradients)
+    return named(weights_of, to_gradients)

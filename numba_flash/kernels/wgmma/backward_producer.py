@@ -6,15 +6,13 @@ Of a block that owns keys one thread loads K and V once, and then Q with its lse
 other dO. They are in two warps, so that neither waits for the other.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 from numba import int32
 
 from ...ptx import griddepcontrol, mbarrier, memory, tma
 from ..steps import lse_delta
 from ..steps.inlined import inlined
 from ..steps.integers import divide
+from ..steps.named import named
 from ..steps.sequence import queries as make_queries
 from . import backward_key_work, bias_boxes, block, pipeline
 from .block import FIRST_ROW, H_KV, QUERIES, B, H
@@ -73,16 +71,9 @@ def loaders(config, own_maps, stream_maps):
     return load_own, load_a, load_b
 
 
-class KeyProducer(NamedTuple):
-    """Device functions for one thread. work: where the words of the block's key tile are; n: the number of tiles of Q,
-    or of dO, loaded before."""
-
-    load_q: Callable[..., Any]  # (base, work, n, w, arrays, strides, sizes) -> n, for the block's w-th key tile
-    load_no_q: Callable[..., Any]  # (base, n, sizes)
-    load_do: Callable[..., Any]  # (base, work, n, arrays, strides) -> n
-
-
 def of_keys(config):
+    """-> device functions for one thread. work: where the words of the block's key tile are; n: the number of tiles of
+    Q, or of dO, loaded before; w: the number of the key tile among those of the block."""
     plan, rings = config.shared_layout(), pipeline.of_backward(config)
     word = block.words(plan.state).read_alone
     fetch_bias = bias_boxes.make(config, config.tile_m, of_keys=True).fetch
@@ -152,4 +143,4 @@ def of_keys(config):
             i, member = walk.next(work, i, member, arrays, strides)
         return n
 
-    return KeyProducer(load_q, load_no_q, load_do)
+    return named(load_q, load_no_q, load_do)

@@ -6,13 +6,13 @@ the key tiles. Tiles a have head_dim columns (Q and K), tiles b head_dim_v (dO a
 reports that a tile is there; at `empty` ones the consumers release it.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from numba import int32, int64, uint32
 
 from ...ptx import bar, fence, local, memory
 from ..steps.inlined import inlined
+from ..steps.named import named
 from ..steps.sequence import key_row, query_row
 from ..steps.sequence import make as make_sequence
 from . import block, parts, pipeline
@@ -29,19 +29,9 @@ class Step(NamedTuple):
     member: int  # index of the head in its group
 
 
-class Producer(NamedTuple):
-    """Device functions. Those of the loop are called by whole warps."""
-
-    steps_of: Callable[..., Any]  # (base) -> number of tiles that the block loops over
-    first_step: Callable[..., Any]  # (base) -> Step
-    step_behind: Callable[..., Any]  # (base, step) -> Step
-    produce: Callable[..., Any]  # (base, arrays, strides, sizes): the producer's work
-    load_own_a: Callable[..., Any]  # (base, me, arrays, strides, sizes): K or Q by consumer me, 0 or 1
-    load_own_b: Callable[..., Any]  # likewise, V or dO
-
-
 def walk(config):
-    """-> (steps_of, first_step, step_behind), as in Producer."""
+    """-> (steps_of, first_step, step_behind), device functions: the number of tiles that the block loops over, the
+    first Step, and the one behind a Step."""
     word = block.words(config.shared_layout().state).read
 
     @inlined
@@ -99,6 +89,8 @@ def sources(config, is_a):
 
 
 def make(config):
+    """-> `walk`'s functions; produce, the producer's work; and load_own_a, load_own_b, by which consumer `me`, 0 or 1,
+    loads K or Q, and V or dO. Whole warps call them."""
     plan, (ring_a, ring_b) = config.shared_layout(), pipeline.streamed(config)
     steps_of, first_step, step_behind = walk(config)
 
@@ -147,4 +139,4 @@ def make(config):
             load_b(base, step, raw, two, arrays, strides, sizes)
             step = step_behind(base, step)
 
-    return Producer(steps_of, first_step, step_behind, produce, load_own_a, load_own_b)
+    return named(steps_of, first_step, step_behind, produce, load_own_a=load_own_a, load_own_b=load_own_b)

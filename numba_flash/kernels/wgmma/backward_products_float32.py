@@ -10,37 +10,20 @@ Both products read the same streamed tile: scores as rows, sums as columns.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 from ...ptx import wgmma
 from ..steps.inlined import inlined
+from ..steps.named import named
 from . import parts
 from .operands import describe_rows, wait_all, wait_but_one
 
 
-class Products(NamedTuple):
-    """Device functions of a warpgroup. own and streamed are shared addresses of tiles. Each function commits what it
-    issues as one group."""
-
-    panels: int
-    score_count: int  # float32 of a lane's scores
-    sum_count: int  # float32 of its sums
-    panel_counts: tuple[int, int]  # float32 of the sums of each panel
-    frag_count: int  # uint32 of scores in parts
-    issue_scores: Callable[..., Any]  # (acc, other, own, streamed); other: for the second panel
-    issue_first_scores: Callable[..., Any]  # (acc, own, streamed): of the first panel
-    issue_second_scores: Callable[..., Any]  # (other, own, streamed): of the second, if there is one
-    finish_scores: Callable[..., Any]  # (acc, other): waits; acc <- the scores
-    issue_sums: Callable[..., Any]  # (first, second, frag, streamed); first, second: for each panel
-    finish_sums: Callable[..., Any]  # (acc, first, second, frag): waits; acc += both
-    finish_first_sums: Callable[..., Any]  # (acc, first): waits for the first panel; acc += first
-    finish_second_sums: Callable[..., Any]  # (acc, second, frag): waits for the second panel, if any; acc += second
-
-
 @functools.cache
 def make(config, columns):
-    """columns: of the tiles, a multiple of 16, at most 128."""
+    """-> device functions of a warpgroup, and counts: of panels, of float32 of a lane's scores, of its sums and of
+    those of each panel, and of uint32 of scores in parts. own and streamed are shared addresses of tiles; other and
+    second are for the second panel. A function that issues commits one group. columns: of the tiles, a multiple of 16,
+    at most 128."""
     rows, own_rows, panels = config.stream_rows, config.own_rows, -(-columns // 64)
     own_panel, panel = own_rows * 128, rows * 128  # bytes of a panel of a part
     own_part = own_panel * panels
@@ -82,6 +65,7 @@ def make(config, columns):
 
     @inlined
     def finish_scores(acc, other):
+        """Waits; acc <- the scores."""
         wait_all()
         pin_scores(acc)
         if two_panels:
@@ -110,6 +94,7 @@ def make(config, columns):
 
     @inlined
     def finish_second_sums(acc, second, frag):
+        """Waits for the second panel, if any; acc += second."""
         if two_panels:
             wait_all()
             pin_second(second)
@@ -123,7 +108,8 @@ def make(config, columns):
         finish_first_sums(acc, first)
         finish_second_sums(acc, second, frag)
 
-    scores = issue_scores, issue_first_scores, issue_second_scores, finish_scores
-    sums = issue_sums, finish_sums, finish_first_sums, finish_second_sums
-    panel_counts = first_count, second_count if two_panels else 1
-    return Products(panels, score_count, columns // 2, panel_counts, frag_count, *scores, *sums)
+    counts = dict(score_count=score_count, sum_count=columns // 2, frag_count=frag_count, panels=panels)
+    return named(
+        issue_scores, issue_first_scores, issue_second_scores, finish_scores, issue_sums, finish_sums,
+        finish_first_sums, finish_second_sums, panel_counts=(first_count, second_count if two_panels else 1), **counts,
+    )  # fmt: skip

@@ -1,8 +1,5 @@
 """The query tile that a block of a wgmma backward owns and the key tiles it loops over, as words for its roles."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 from numba import int32
 
 from ..score import longest_first, tile_walk
@@ -10,20 +7,15 @@ from ..score import reads as score_reads
 from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
+from ..steps.named import named
 from ..steps.sequence import key_range
 from ..steps.sequence import make as make_sequence
 from . import block
 from .block import POS_CUT, POS_FREE, STATES, WorkTile, shown_range
 
 
-class QueryWork(NamedTuple):
-    """Device functions for one thread, `behind` for any."""
-
-    write: Callable[..., Any]  # (base, block, arrays, strides, sizes): writes the words of a block's work
-    behind: Callable[..., Any]  # (block, arrays, strides, sizes) -> whether its tile is behind its packed sequence
-
-
 def make(config):
+    """-> device functions for one thread; `behind` for any."""
     state, sequence_of = block.words(config.shared_layout().state), make_sequence(config)
     has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, config.tile_n).ranges
     of_thread = tile_walk.make(config)
@@ -47,6 +39,7 @@ def make(config):
 
     @inlined
     def write(base, block, arrays, strides, sizes):
+        """Writes the words of a block's work."""
         b, h, first_query = tile_of(block, arrays, strides, sizes)
         sequence = sequence_of(b, arrays, strides, sizes)
         last_query = first_query + min(sequence.seqlen_q - first_query, config.tile_m) - 1
@@ -68,7 +61,8 @@ def make(config):
 
     @inlined
     def behind(block, arrays, strides, sizes):
+        """Whether its tile is behind its packed sequence's queries."""
         b, _, first_query = tile_of(block, arrays, strides, sizes)
         return first_query >= sequence_of(b, arrays, strides, sizes).seqlen_q
 
-    return QueryWork(write, behind)
+    return named(write, behind)

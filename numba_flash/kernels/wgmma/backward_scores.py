@@ -9,7 +9,6 @@ is ready. `to_gradients` computes dS from both. If a warp sees a whole tile, the
 Rows of the tile are the block's own: queries, or keys with of_keys. Columns belong to the other side.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from ..score import At, fragments, gradient_functions, kept_weights, user
 from ..score import reads as score_reads
 from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.repeated import repeated
 from . import bias_boxes, block
@@ -36,19 +36,10 @@ class Place(NamedTuple):
     q_start: int
 
 
-class ElementScores(NamedTuple):
-    """Device functions, and the numbers of words of TileFragments' mask_bits, shown_bits, kept
-    and loaded. tile: TileFragments (backward_plain_scores.py). lse, minus_delta: with of_keys, the shared address of
-    both for the tile's columns; otherwise the lane's values for its two rows. bias: the shared address of the tile's
-    boxes. every: all scores of the warp count."""
-
-    words: tuple[int, int, int, int]
-    prepare: Callable[..., Any]  # (base, i, member, tile, masked, asks, arrays, strides, sizes) -> every
-    to_weights: Callable[..., Any]  # (base, i, member, tile, lse, bias, term, every, arrays, strides, score)
-    to_gradients: Callable[..., Any]  # (tile, minus_delta, every, score)
-
-
 def make(config, of_keys):
+    """-> device functions, and the numbers of words of TileFragments' mask_bits, shown_bits, kept and loaded. tile:
+    TileFragments (backward_plain_scores.py). lse, minus_delta: with of_keys, the shared address of both for the tile's
+    columns; otherwise the lane's values for its two rows. bias: the shared address of the tile's boxes."""
     pairs, way = config.stream_rows // 16, 1 if of_keys else -1  # way: 1 if columns are queries
     of_ds, of_p = (config.of_dk, config.of_dv) if of_keys else (True, False)
     packed = config.packed
@@ -58,7 +49,8 @@ def make(config, of_keys):
 
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     word, _, position, *_ = block.words(config.shared_layout().state)
-    bits_words, visible, _, _ = fragments.tile(config, 1, config.stream_rows)
+    own_tile = fragments.tile(config, 1, config.stream_rows)
+    bits_words, visible = own_tile.mask_words, own_tile.visible
     weight, _ = fragments.weights_at(config)
     read = score_reads.make(config, 1, config.stream_rows, of_keys)
     boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), score_reads.halves(config.dtype_of("bias"))
@@ -247,4 +239,4 @@ def make(config, of_keys):
             gradients_of_some(tile, minus_delta, score)
 
     words = (bits_words, read.bits_words, count.words, read.bias_words)
-    return ElementScores(words, prepare, to_weights, to_gradients)
+    return named(prepare, to_weights, to_gradients, words=words)

@@ -14,7 +14,6 @@ So P is computed during dP, and dS during dV or the next S.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from ..score import fragments
 from ..score import reads as score_reads
 from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.named import named
 from ..steps.units import exponent_unit
 from . import backward_products_float32, backward_tiles_float32, block, paired_tiles, parts
 from .block import CUT, FIRST_ROW, FREE, B, H, elected, own_thread, rows_in_warpgroup
@@ -53,28 +53,10 @@ class SumCounts(NamedTuple):
     odd: int
 
 
-class Scores(NamedTuple):
-    """Device functions of a consumer, and the numbers of registers they need."""
-
-    score_count: int  # float32 of a lane's scores
-    mask_words: int
-    bias_words: int
-    bias_type: Any
-    bits_words: int
-    frag_count: int  # uint32 of scores in parts
-    of_a: SumCounts  # of head_dim: dK or dQ
-    of_b: SumCounts  # of head_dim_v: dV
-    my_turn: Callable[..., Any]  # (me)
-    next_turn: Callable[..., Any]  # (me)
-    start: Callable[..., Any]  # (held)
-    weights_at: Callable[..., Any]  # (base)
-    to_weights: Callable[..., Any]  # (base, step, weights, held, lse, arrays, strides, sizes, score)
-    to_score_gradients: Callable[..., Any]  # (base, step, weights, acc_dp, other, delta)
-    add_a: Callable[..., Any]  # (base, step, scores, acc, frag, even, odd): dK or dQ
-    add_b: Callable[..., Any]  # likewise, dV
-
-
 def make(config):
+    """-> device functions of a consumer, and the numbers of registers they need: float32 of a lane's scores and of its
+    sums (of_a: of head_dim, dK or dQ; of_b: of head_dim_v, dV), uint32 of scores in parts and of what is read for
+    them."""
     has_second, both_sum = config.has_second, config.of_dv and config.has_second
     plan, blocks = config.shared_layout(), config.stream_rows // 8
     weights_ring = pipeline(config.barriers().weights_full, None)
@@ -212,12 +194,11 @@ def make(config):
 
         return add
 
-    words = a.score_count, mask_words, read.bias_words, read.bias_type, read.bits_words
     of_a = SumCounts(a.sum_count, *a.panel_counts)
     of_b = SumCounts(b.sum_count, *b.panel_counts) if config.of_dv else SumCounts(1, 1, 1)
     add_a = adder(SECOND, of_tiles.issue_a_sums, of_tiles.finish_a_sums, of_a=True)
     add_b = adder(FIRST, of_tiles.issue_b_sums, of_tiles.finish_b_sums, of_a=False)
-    return Scores(
-        *words, a.frag_count, of_a, of_b, my_turn, next_turn, start, weights_at,
-        to_weights, to_score_gradients, add_a, add_b,
-    )  # fmt: skip
+    words = dict(bias_words=read.bias_words, bias_type=read.bias_type, bits_words=read.bits_words)
+    counts = words | dict(score_count=a.score_count, mask_words=mask_words, frag_count=a.frag_count)
+    functions = my_turn, next_turn, start, weights_at, to_weights, to_score_gradients
+    return named(*functions, **counts, of_a=of_a, of_b=of_b, add_a=add_a, add_b=add_b)

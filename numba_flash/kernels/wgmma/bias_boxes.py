@@ -8,27 +8,17 @@ A tile of some queries and tile_n keys lies in panels of config.bias_panel keys,
 last query or key it is 0.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 from numba import int32
 
 from ...ptx import ldmatrix, tma
 from ..steps.inlined import inlined
+from ..steps.named import named
 from ..steps.plain import swizzled
 
 
-class BiasBoxes(NamedTuple):
-    """Device functions."""
-
-    present: bool
-    fetch: Callable[..., Any]  # (to, full, first_query, first_key, h, b, strides): called by one thread
-    place: Callable[..., Any]  # (the tile's shared address, the warp's first row, lane) -> the argument of `load`
-    load: Callable[..., Any]  # (four, place, pair): called by a whole warp
-
-
-def make(config: Any, queries: int, of_keys: bool = False) -> BiasBoxes:
-    """queries: of a tile. of_keys: rows of scores are keys."""
+def make(config, queries, of_keys=False):
+    """-> device functions: fetch, by one thread; place, from the tile's shared address, the warp's first row and the
+    lane; and load(four, place, pair), by a whole warp. queries: of a tile. of_keys: rows of scores are keys."""
     panels, row_bytes = config.tile_n // config.bias_panel, 2 * config.bias_panel
     panel_bytes, pairs_of_panel = queries * row_bytes, config.bias_panel // 16
     maps_address = tma.parameter(f"numba_flash_{config.kernel}")
@@ -64,4 +54,4 @@ def make(config: Any, queries: int, of_keys: bool = False) -> BiasBoxes:
 
     place, load = (place_of_keys, load_of_keys) if of_keys else (place_of_queries, load_of_queries)
     # load: four (2, 2) <- for each half of the pair-th 16 columns the lane's two rows; two columns in a register.
-    return BiasBoxes(config.bias_boxes, fetch, place, load)
+    return named(fetch, place=place, load=load, present=config.bias_boxes)

@@ -14,6 +14,7 @@ from ...ptx import bar, fence, ld_st, local, mbarrier, setmaxnreg, shared, shfl,
 from ..score import fragments
 from ..steps.inlined import inlined
 from ..steps.integers import divide
+from ..steps.named import named
 from ..steps.query_tile import QueryTile
 
 # Where a word is in its work tile, in bytes.
@@ -215,20 +216,13 @@ def rescaler(blocks):
     return rescale
 
 
-class Places(NamedTuple):
-    """Device functions of one thread of a backward: where a tile is in the arrays. work: where the words are."""
-
-    write: Callable[..., Any]  # (work, sequence): the words that the others read, of packed sequences
-    entry: Callable[..., Any]  # (work) -> the batch entry
-    query_row: Callable[..., Any]  # (work, row) -> the row in q and do of a row of the sequence
-    key_row: Callable[..., Any]  # (work, row) -> the same in k and v
-
-
 def places(config):
+    """-> device functions of one thread of a backward: where a tile is in the arrays. work: where the words are."""
     packed, state = config.packed, words(config.shared_layout().state)
 
     @inlined
     def write_places(work, sequence):
+        """The words that the others read, of packed sequences."""
         if packed:
             state.write(work, FIRST_QUERY, sequence.first_query)
             state.write(work, FIRST_KEY, sequence.first_key)
@@ -240,13 +234,14 @@ def places(config):
 
     @inlined
     def query_row(work, row):
+        """The row in q and do of a row of the sequence."""
         return int32(row + state.read_alone(work, FIRST_QUERY)) if packed else row
 
     @inlined
     def key_row(work, row):
         return int32(row + state.read_alone(work, FIRST_KEY)) if packed else row
 
-    return Places(write_places, entry, query_row, key_row)
+    return named(entry, query_row, key_row, write=write_places)
 
 
 def tail_zeroer(config, panels, barrier, tile_rows=None):

@@ -1,9 +1,6 @@
 """Writes O and lse of a query tile, beside the first S of the next one (forward.py). O goes by way of shared memory, or
 straight to global memory. Rows that are not finite are computed again."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import numpy as np
 from numba import float32, int32, int64, uint32
 
@@ -12,6 +9,7 @@ from ..recompute import rows as recompute
 from ..steps import output_rows
 from ..steps.inlined import inlined
 from ..steps.integers import divide
+from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of, panel_offset
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import lse_row, query_row
@@ -105,15 +103,9 @@ def of_fragments(config):
     return 4 if config.o_place else o_words, stage_rows, write_rows
 
 
-class Outputs(NamedTuple):
-    """rows: the Rows of forward.py; registers: ConsumerRegisters. O may take the place of their Q."""
-
-    words: int  # uint32 that `write` needs as work space
-    write: Callable[..., Any]  # (base, rows, registers, words, arrays, strides, sizes, score), by a warp
-
-
 def make(config, finish):
-    """finish: of fragment_softmax."""
+    """-> write, a device function, and `words`, the number of uint32 that it needs as work space. finish: of
+    fragment_softmax."""
     ring, q_bytes = pipeline.of_forward(config).q, config.tile_m * 128 * -(-config.head_dim_padded // 64)
     plan, o_in_q, o_staged = config.shared_layout(), config.o_place == "q", config.o_place != ""
     o_bytes = 32 * config.o_columns  # of a warp's rows that are staged at a time
@@ -124,6 +116,7 @@ def make(config, finish):
 
     @inlined
     def write(base, rows, registers, words, arrays, strides, sizes, score):
+        """By a warp. rows: the Rows of forward.py; registers: ConsumerRegisters. O may take the place of their Q."""
         tile, acc_o = tile_of(rows.work_tile), registers.acc_o
         sequence = queries_of(tile.b, arrays, strides, sizes)
         first_row, lane = rows_of_lane()
@@ -180,4 +173,4 @@ def make(config, finish):
         if vote.any_lane(some_nonfinite) != 0:
             recompute_rows(first_row, lane, base + plan.row_states, tile, arrays, strides, sizes, score)
 
-    return Outputs(o_words, write)
+    return named(write, words=o_words)

@@ -11,38 +11,28 @@ general form takes three instructions for each score, and shares one of them bet
 to 9 % longer at head_dim 64, 5 to 7 % at 128, and as long at 256 (4 x 16 heads of 4096, H200).
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 from numba import float32, int32, int64, uint32
 
 from ...ptx import vote
 from ..steps.inlined import inlined
 from ..steps.integers import divide
+from ..steps.named import named
 from ..steps.units import LOG2_E
 
 LEAST_SCALE, STEEPEST = 1e-30, 1e30  # within these limits no number overflows
 FAR = 2**30  # a position: tiles further away are not linear
 
 
-class OneSide(NamedTuple):
-    """Device functions; for rows in fragments as in fragments.py."""
-
-    present: bool  # whether the distance is all that changes the kernel's scores
-    inverse_scale: Callable[..., Any]  # (terms, score) -> 1 / scale; 0 for a whole warp if no tile may be linear
-    ends: Callable[..., Any]  # (tile_pos, first_row, inverse_scale) -> key tiles j < before and j >= behind are linear
-    to_shift: Callable[..., Any]  # (terms, distance, side, shift): shift <- as above; side: 1 before, -1 behind, 0 both
-    to_linear: Callable[..., Any]  # (acc_s, terms, side, inverse_scale): acc_s <- as above
-
-
-def make(config: Any) -> OneSide:
-    """For tiles of config.tile_n keys, of which a warp has 16 rows. Its rows alone decide: a row's bits must not depend
-    on how many rows a block has."""
+def make(config):
+    """-> device functions, for rows in fragments as in fragments.py: tiles of config.tile_n keys, of which a warp has
+    16 rows. Its rows alone decide: a row's bits must not depend on how many rows a block has. side: 1 before, -1
+    behind, 0 both. present: whether the distance is all that changes the kernel's scores."""
     tile_n, group = config.tile_n, config.group_size
     least_scale, steepest, log2_e = float32(LEAST_SCALE), float32(STEEPEST), float32(LOG2_E)
 
     @inlined
     def inverse_scale(terms, score):
+        """1 / scale; 0 for a whole warp if no tile may be linear."""
         # A scale that is not above 0 cannot wait: the largest product would not be the largest score.
         found = float32(1) / score.scale if score.scale > least_scale else float32(0)
         steep = uint32(0)
@@ -52,6 +42,7 @@ def make(config: Any) -> OneSide:
 
     @inlined
     def ends(tile_pos, first_row, inverse_scale):
+        """-> (before, behind): key tiles j < before and j >= behind are linear."""
         first, last = tile_pos + divide(first_row, group), tile_pos + divide(first_row + 15, group)
         before, behind = int32(0), int32(FAR)
         if inverse_scale != 0:
@@ -74,4 +65,4 @@ def make(config: Any) -> OneSide:
                 for i in range(2):
                     acc_s[4 * n + 2 * r + i] += steepness * float32(8 * n + i)
 
-    return OneSide(config.by_distance_alone, inverse_scale, ends, to_shift, to_linear)
+    return named(inverse_scale, ends, to_shift, to_linear, present=config.by_distance_alone)

@@ -8,8 +8,9 @@ from numba import int32, int64, uint32
 
 from ...ptx import bar, cluster, fence, local
 from ..steps.inlined import inlined
+from ..steps.named import named
 from . import paired_tiles, parts
-from .backward_producer_float32 import Producer, sources, walk
+from .backward_producer_float32 import sources, walk
 from .block import hand_over, own_thread
 
 
@@ -38,7 +39,7 @@ def of_panel(rows, head_dim, half, panel, part_bytes):
 
 
 def make(config):
-    """-> Producer."""
+    """-> as backward_producer_float32.make."""
     plan, (steps_of, first_step, step_behind) = config.shared_layout(), walk(config)
     (place_of_a, place_of_b), (ring_a, ring_b) = paired_tiles.places(config), paired_tiles.panel_rings(config)
 
@@ -103,4 +104,4 @@ def make(config):
             load_b(base, step, raw, second, two, arrays, strides, sizes)
             step = step_behind(base, step)
 
-    return Producer(steps_of, first_step, step_behind, produce, load_own_a, load_own_b)
+    return named(steps_of, first_step, step_behind, produce, load_own_a=load_own_a, load_own_b=load_own_b)

@@ -20,19 +20,17 @@ b (dO or V). The next tile a is loaded to the place of b, panel by panel, when n
 So the next tile a arrives while the last one is still read. Two mbarriers count its readers, in alternation.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import numpy as np
 from numba import float32, int32, uint32
 
 from ...ptx import bar, cluster, fence, ld_st, local, mbarrier, special, wgmma
 from ..steps.inlined import inlined
+from ..steps.named import named
 from . import backward_products_float32
 from .backward_tiles_float32 import Tiles
 from .block import elected, own_thread
 from .operands import wait_but_one
-from .pipeline import Pipeline, pipeline
+from .pipeline import pipeline
 
 
 def places(config):
@@ -57,18 +55,10 @@ def panel_rings(config):
     return pipeline(at.a_full, at.a_empty, 2, 8 * config.panels), pipeline(at.b_full, at.b_empty)
 
 
-class Exchange(NamedTuple):
-    """Device functions of a consumer warpgroup, for one of the two kinds of scores. n: the step, from 0 on."""
-
-    give: Callable[..., Any]  # (acc, base, n): to the other block, as soon as it has read the last ones
-    take: Callable[..., Any]  # (acc, base, n): acc += the other block's numbers
-    ring: Pipeline
-    give_back: Callable[..., Any]  # (base): by the last reader of the place; the other block may fill it again
-
-
 def exchange(config, scores_at, ring):
-    """scores_at: where the other block's scores arrive. ring: a Pipeline of one place: full, they have arrived; empty,
-    the other block has read what this one gave. A warp arrives once."""
+    """-> device functions of a consumer warpgroup, for one of the two kinds of scores, and their ring. n: the step,
+    from 0 on. scores_at: where the other block's scores arrive. ring: a Pipeline of one place: full, they have arrived;
+    empty, the other block has read what this one gave. A warp arrives once."""
     blocks = config.stream_rows // 8
 
     @inlined
@@ -78,6 +68,7 @@ def exchange(config, scores_at, ring):
 
     @inlined
     def give(acc, base, n):
+        """To the other block, as soon as it has read the last ones."""
         four = local.array(4, uint32)
         other = cluster.rank() ^ 1
         place, arrived = cluster.place_in(place_of(base), other), cluster.place_in(ring.full(base, n), other)
@@ -89,6 +80,7 @@ def exchange(config, scores_at, ring):
 
     @inlined
     def take(acc, base, n):
+        """acc += the other block's numbers."""
         four, place = local.array(4, uint32), place_of(base)
         mbarrier.arrive_expect_tx_if(ring.full(base, n), blocks * 512, elected())
         ring.consumer_wait(base, n)
@@ -99,10 +91,11 @@ def exchange(config, scores_at, ring):
 
     @inlined
     def give_back(base):
+        """By the last reader of the place; the other block may fill it again."""
         bar.warp_sync()
         mbarrier.arrive_there_if(cluster.place_in(ring.empty(base, 0), cluster.rank() ^ 1), elected())
 
-    return Exchange(give, take, ring, give_back)
+    return named(give, take, give_back, ring=ring)
 
 
 def make(config):

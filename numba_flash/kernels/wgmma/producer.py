@@ -10,8 +10,7 @@ these heads stay in L2. A work tile describes a query tile to all roles of the b
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from numba import int32, int64, uint32
 
@@ -21,6 +20,7 @@ from ..score import longest_first, reads, tile_walk
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
+from ..steps.named import named
 from ..steps.sequence import key_range
 from ..steps.sequence import make as make_sequence
 from . import bias_boxes, block, packed_tiles, pipeline
@@ -28,16 +28,9 @@ from .block import BEGIN, CUT, FIRST_ROW, FREE, H_KV, MEMBERS, POS_CUT, POS_FREE
 from .pipeline import Pipeline
 
 
-class QueryTiles(NamedTuple):
-    """Device functions for one thread."""
-
-    publish: Callable[..., Any]  # (base, i, t, arrays, strides, sizes) -> where its Q is: batch entry, head, first row
-    following: Callable[..., Any]  # (t, counter) -> the block's next query tile after t
-    reset: Callable[..., Any]  # (counter), by each block that found no tile left
-
-
 @functools.cache
 def query_tiles(config):
+    """-> device functions for one thread."""
     tile_n, group, queries = config.tile_n, config.group_size, config.queries
     l2_rows = config.l2_bytes // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # of K and V
     rings = pipeline.of_forward(config)
@@ -182,7 +175,7 @@ def query_tiles(config):
             memory.exchange(counter, uint32(0))
             memory.exchange(counter + 4, uint32(0))
 
-    return QueryTiles(publish, following, reset)
+    return named(publish, following, reset)
 
 
 class Tiles(NamedTuple):
@@ -195,16 +188,8 @@ class Tiles(NamedTuple):
     map_at: int  # where its tensor map is among the kernel's
 
 
-class Roles(NamedTuple):
-    """Device functions. Each but the first is one thread's whole work."""
-
-    set_up: Callable[..., Any]  # (base): initialises the mbarriers
-    schedule: Callable[..., Any]  # (base, counter, arrays, strides, sizes)
-    produce: Callable[..., Any]  # (base, arrays, strides)
-    produce_bias: Callable[..., Any]  # (base, arrays, strides)
-
-
 def make(config):
+    """-> device functions: set_up(base), which initialises the mbarriers, and one thread's whole work each."""
     plan = config.shared_layout()
     q_panel, kv_panel = config.tile_m * 128, config.tile_n * 128  # bytes of 64 columns
     k_panels, v_panels = -(-config.head_dim_padded // 64), -(-config.head_dim_v_padded // 64)
@@ -328,4 +313,4 @@ def make(config):
             rings.tiles.consumer_wait(base, i)
             work_tile = rings.work_tile(base, i)
 
-    return Roles(pipeline.starter_of_forward(config, 1), schedule, produce, produce_bias)
+    return named(schedule, produce, produce_bias, set_up=pipeline.starter_of_forward(config, 1))

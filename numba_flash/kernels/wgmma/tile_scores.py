@@ -1,6 +1,5 @@
 """What a consumer does with the scores of a key tile after their product: options, masks and the caller's functions."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from numba import float32, int32, uint32
@@ -8,6 +7,7 @@ from numba import float32, int32, uint32
 from ...ptx import fence, local
 from ..score import fragment_functions, fragments, kept_weights, reads
 from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.sequence import queries as make_queries
 from ..steps.units import LOG2_E
@@ -50,29 +50,10 @@ class ConsumerRegisters(NamedTuple):
     kept: Any  # which weights count
 
 
-class TileScores(NamedTuple):
-    """Device functions. tile: a KeyTile; scores: ScoreRegisters."""
-
-    row_terms: Callable[..., Any]  # (terms, work_tile, arrays, strides): terms (2,) <- what a row's scores share
-    load: Callable[..., Any]  # (tile, scores, arrays, strides, sizes): what is read from global memory
-    find_bits: Callable[..., Any]  # (tile, scores, sizes): which scores count
-    side: Callable[..., Any]  # (j, before, behind, scores, shift) -> on which side of the queries a key tile lies
-    finish: Callable[..., Any]  # (base, tile, scores, side, inverse_scale, arrays, strides, sizes, score) -> factor
-
-
-class Counting(NamedTuple):
-    """Which weights of a query tile count, and how often. Device functions, to be called if `drops`."""
-
-    drops: bool
-    words: int  # of `kept`
-    find: Callable[..., Any]
-    drop: Callable[..., Any]  # (acc_s, kept): P <- 0 if it does not count
-    scale: Callable[..., Any]  # (inverse_l, score): inverse_l <- with how often the others count
-
-
 def counting(config):
-    """-> Counting, for tiles of config.tile_n keys."""
-    drops, kept_words, kept_of, _, drop, scale = kept_weights.on_fragments(config, 1, config.tile_n)
+    """-> which weights of a query tile count, and how often, as kept_weights.on_fragments says it: device functions, to
+    be called if `drops`. For tiles of config.tile_n keys."""
+    count = kept_weights.on_fragments(config, 1, config.tile_n)
 
     @inlined
     def find_kept(j, work_tile, kept, arrays, sizes):
@@ -80,27 +61,29 @@ def counting(config):
         first_row, lane = rows_of_lane()
         b, h, lane_row = word(work_tile, B), word(work_tile, H), first_row + first_row_of(lane)
         first_key = int32(j * config.tile_n + first_column_of(lane))
-        kept_of(kept, first_key, b, h, lane_row, position(work_tile), arrays, sizes)
+        count.of_queries(kept, first_key, b, h, lane_row, position(work_tile), arrays, sizes)
 
-    return Counting(drops, kept_words, find_kept, drop, scale)
+    return named(find=find_kept, drops=count.present, words=count.words, drop=count.drop, scale=count.scale)
 
 
 def make(config, sides):
-    """sides: a OneSide; None if no tile may be linear. -> TileScores"""
+    """-> device functions. tile: a KeyTile; scores: ScoreRegisters. sides: of one_side.py; None if no tile may be
+    linear."""
     queries, queries_of, read = config.queries, make_queries(config), reads.make(config, 1)
     hide, some_hidden, has_mask = read.hide, read.some_hidden, config.has("mask")
     chain = fragments.chain(config)
-    _, _, finish, mask_scores = fragments.tile(config, 1)
+    own_tile = fragments.tile(config, 1)
     find_visible = block.visibility(config, config.tile_n)
     boxes, blocks, consumers = bias_boxes.make(config, 64), config.tile_n // 8, config.consumers
     bias_at, bias_bytes = config.shared_layout().bias, config.bias_bytes
     ring = pipeline.of_forward(config).bias
     functions, has_score_mod = fragment_functions.make(config), config.has("score_mod")
-    one_sided, to_shift, to_linear = (False, None, None) if sides is None else (sides.present, *sides[-2:])
+    one_sided = sides is not None and sides.present
     log2_e = float32(LOG2_E)
 
     @inlined
     def row_terms(terms, work_tile, arrays, strides):
+        """terms (2,) <- what a row's scores share."""
         for r in range(2):
             terms[r] = float32(0)
             if chain.has_row_term:
@@ -164,7 +147,7 @@ def make(config, sides):
         side = int32(0)
         if one_sided:
             side = int32(1) if j < before else int32(-1) if j >= behind else int32(0)
-            to_shift(registers.terms, registers.distance, side, shift)
+            sides.to_shift(registers.terms, registers.distance, side, shift)
         return side
 
     @inlined
@@ -185,7 +168,7 @@ def make(config, sides):
         """acc_s <- finished scores, but for what hides them."""
         if boxes.present:
             load_bias(base, registers.loaded, tile.n)
-        finish(registers.acc_s, registers.terms, registers.distance, registers.loaded, score)
+        own_tile.finish(registers.acc_s, registers.terms, registers.distance, registers.loaded, score)
 
     @inlined
     def finish_scores(base, tile, registers, side, inverse_scale, arrays, strides, sizes, score):
@@ -199,7 +182,7 @@ def make(config, sides):
                     apply(tile, registers, arrays, strides, sizes, score)
             if one_sided:
                 if side != 0:
-                    to_linear(registers.acc_s, registers.terms, side, inverse_scale)
+                    sides.to_linear(registers.acc_s, registers.terms, side, inverse_scale)
                 else:
                     add_options(base, tile, registers, score)
                     factor = float32(1)
@@ -209,7 +192,7 @@ def make(config, sides):
             if not tile.inside or has_score_mod or tile.asks:
                 # In many of the tiles for which a mask is read it hides nothing.
                 if not has_mask or some_hidden(registers.mask_bits):
-                    mask_scores(registers.acc_s, registers.mask_bits)
+                    own_tile.mask(registers.acc_s, registers.mask_bits)
         return factor
 
-    return TileScores(row_terms, load, find_bits, side_of, finish_scores)
+    return named(row_terms, load, find_bits, side=side_of, finish=finish_scores)
