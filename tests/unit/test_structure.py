@@ -117,12 +117,15 @@ def long_functions():
 
 
 def lines_before_functions():
-    """Lines of kernels/ between `def make` and the first function in it: what is unpacked and renamed there."""
+    """Lines of kernels/ between `def make` and the first function in it, without a docstring: what is unpacked and
+    renamed there."""
     count = 0
     for tree in trees("kernels").values():
         for make in (node for node in tree.body if isinstance(node, FUNCTIONS) and node.name.startswith("make")):
             inner = [node.lineno - len(node.decorator_list) for node in make.body if isinstance(node, FUNCTIONS)]
-            count += min(inner, default=make.end_lineno) - make.lineno - 1
+            words = make.body[0] if ast.get_docstring(make) is not None else None
+            begin = make.lineno if words is None else words.end_lineno
+            count += min(inner, default=make.end_lineno) - begin - 1
     return count
 
 
@@ -157,8 +160,8 @@ MEASURES = (
     Measure(
         "lines before the first function of make",
         lines_before_functions,
-        827,
-        800,
+        757,
+        750,
         "a kernel begins with what it does",
     ),
 )
@@ -201,7 +204,7 @@ def test_the_finders_themselves(monkeypatch):
     assert barrier_addresses() == ["kernels/one.py:9"]
     assert lse_rows() == ["kernels/one.py:11"]
     assert isinstance_of_config() == ["kernels/one.py:13"]
-    assert lines_before_functions() == 4
+    assert lines_before_functions() == 3
     (make, kernel), _ = map(functions, made.values())
     assert is_kernel(kernel) and not is_kernel(make)
     assert own_lines(make) == 4 and own_lines(kernel) == 6
