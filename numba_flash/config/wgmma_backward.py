@@ -111,6 +111,8 @@ class WgmmaBackwardConfig(StreamingConfig):
     MOST_BARRIERS: ClassVar[int] = 24
     # consumers -> registers of a thread of the producer and of the consumers
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+    lse_first: ClassVar[bool] = False  # these two: as of WgmmaFusedConfig
+    delta_first: ClassVar[bool] = False
     # of a block without these
     lse_delta_bytes: ClassVar[int] = 0  # of one stage of stream_a
     ds_bytes: ClassVar[int] = 0  # of one of two tiles of dS that go through shared memory
@@ -223,8 +225,6 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
     takes = abi.backward("dk dv", mask=abi.MASK_BITS_OF_KEYS).plus("dk_sums dv_sums")
     of_keys = reads_states = True
     bidirectional: ClassVar[bool] = False  # a block is told which way to walk
-    lse_first: ClassVar[bool] = False  # as of WgmmaFusedConfig
-    delta_first: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self._check_gradients()

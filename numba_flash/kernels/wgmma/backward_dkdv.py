@@ -1,7 +1,7 @@
 """dK and dV for Hopper (sm_90a): TMA loads tiles, wgmma multiplies them, and both run asynchronously.
 
-Read wgmma/forward and mma/backward_dkdv first, with backward_keys beside this. It is listing 7 of docs/backward.md. A
-block owns a key tile of one KV head. It loops over the query tiles that see it, for each query head of the group, and
+Read wgmma/forward and mma/backward_dkdv first, with backward_products beside this. It is listing 7 of docs/backward.md.
+A block owns a key tile of one KV head. It loops over the query tiles that see it, for each query head of the group, and
 holds the sums dK and dV in registers: no atomics, the same bits in every run. With config.members a block processes
 only so many heads of the group, and leaves its sums for wgmma_add_parts. Scores are computed transposed:
 
@@ -28,25 +28,27 @@ Launch: grid (batch * heads_kv * parts of a group * key tiles), block (config.th
 shared memory; tensor maps of q, k, v and do. dk and dv are contiguous; with config.members, dk_sums and dv_sums are
 what wgmma/backward_add_parts reads.
 
-The rest is in backward_key_work.py (a block's tiles), backward_producer.py, backward_keys.py, and in
+The rest is in backward_key_work.py (a block's tiles), backward_producer.py, backward_products.py, and in
 backward_plain_scores.py or, with options that act on single scores, backward_scores.py.
 """
 
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, fence, griddepcontrol, local, special, wgmma
+from ..score import fragments
 from ..steps.inlined import FALSE, TRUE, inlined
 from . import (
+    backward_key_outputs,
     backward_key_work,
-    backward_keys,
     backward_plain_scores,
     backward_producer,
+    backward_products,
     backward_scores,
     block,
     pipeline,
 )
 from .backward_plain_scores import TileFragments
-from .block import BEGIN, CUT, FREE, MEMBERS, QUERIES, STOP, aligned, warpgroup_index
+from .block import BEGIN, CUT, FREE, MEMBERS, QUERIES, STOP, B, H, aligned, warpgroup_index
 from .operands import describe_rows, wait_all, wait_but_one, wait_but_two
 
 
@@ -59,7 +61,8 @@ def make(config):
     give_registers, take_registers = block.register_moves(config)
     finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
 
-    keys = backward_keys.make(config)
+    products, write_gradients = backward_products.make(config), backward_key_outputs.of_block(config)
+    chain, mask_words = fragments.chain(config), fragments.tile(config, 1, config.stream_rows).mask_words
     work = backward_key_work.make(config)
     plain, producer = backward_plain_scores.make(config, of_keys=True), backward_producer.of_keys(config)
     to_weights = plain.weights_of(0, config.tile_m // 16)
@@ -89,13 +92,13 @@ def make(config):
     def to_ds(base, i, member, n, tile, v_desc, elected, arrays, strides, sizes, score):
         """P of the n-th query tile, whose S has been issued; and dS, for which it computes dP."""
         masked = i >= word(base, CUT) or i < word(base, FREE)
-        lse_and_delta, term = keys.lse_and_delta_at(base, n), float32(0)
-        if keys.has_row_term:
-            term = keys.term_of(base, member, arrays, strides)
+        lse_and_delta, term = products.lse_and_delta_at(base, n), float32(0)
+        if chain.has_row_term:
+            term = chain.row_term(word(base, B), word(base, H) + member, arrays, strides)
         if per_score:
             asked = walk.needs_mask(base, i, member, arrays, strides) if walk.present else always_asks
             every = scores.prepare(base, i, member, tile, masked, asked, arrays, strides, sizes)
-        elif keys.has_row_term or masked:
+        elif chain.has_row_term or masked:
             find_visible(base, i, sizes, tile.mask_bits, tile.distance)
         wait_all()
         pin_s(tile.acc_s)
@@ -104,7 +107,7 @@ def make(config):
             if queries_left < tile_m:
                 zero_behind(base, n, queries_left)
         if of_dk:
-            keys.issue_dp(base, tile.acc_dp, v_desc, n)
+            products.issue_dp(base, tile.acc_dp, v_desc, n)
         if per_score:
             bias = base + plan.bias + rings.a.stage(n) * config.bias_bytes
             scores.to_weights(base, i, member, tile, lse_and_delta, bias, term, every, arrays, strides, score)
@@ -114,13 +117,13 @@ def make(config):
             wait_all()
             pin_s(tile.acc_dp)
             if not of_dv:
-                keys.release_do(base, n, elected)  # only dP reads it
+                products.release_b(base, n, elected)  # only dP reads it
             if per_score:
                 scores.to_gradients(tile, lse_and_delta, every, score)
             else:
                 plain.to_gradients(tile, lse_and_delta, lse_and_delta, term, score, masked)
         else:
-            keys.release_q(base, n)  # only S reads Q, and P has its lse
+            products.release_a(base, n, elected)  # only S reads Q, and P has its lse
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
@@ -131,7 +134,7 @@ def make(config):
         acc_dv = local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
         p_frag = local.array(frag_count, uint32)
         ds_frag = local.array(frag_count, uint32)
-        mask_bits = local.array(keys.mask_words, uint32)
+        mask_bits = local.array(mask_words, uint32)
         shown_bits, kept = local.array(shown_words, uint32), local.array(kept_words, uint32)
         loaded, distance = local.array(bias_words, uint32), local.array(2, float32)
         tile = TileFragments(acc_s, acc_dp, p_frag, ds_frag, mask_bits, shown_bits, kept, loaded, distance)
@@ -143,7 +146,7 @@ def make(config):
         block.clear(acc_dp, s_count)
         block.clear(acc_dk, dk_count)
         block.clear(acc_dv, dv_count)
-        block.clear(mask_bits, keys.mask_words)
+        block.clear(mask_bits, mask_words)
         block.clear(distance, 2)
 
         steps = int32(word(base, MEMBERS) * (word(base, STOP) - word(base, BEGIN)))
@@ -156,32 +159,32 @@ def make(config):
         pin_s(acc_dp)
         pin_dk(acc_dk)
         pin_dv(acc_dv)
-        keys.issue_s(base, acc_s, k_desc, n, FALSE)
+        products.issue_s(base, acc_s, k_desc, n, FALSE)
         while member < word(base, MEMBERS) if walk.present else n < steps:
             rings.b.consumer_wait(base, n)
             to_ds(base, i, member, n, tile, v_desc, elected, arrays, strides, sizes, score)
             if of_dv:
-                keys.issue_dv(base, acc_dv, p_frag, n)
+                products.issue_b(base, acc_dv, p_frag, n)
             if of_dk:
-                keys.issue_dk(base, acc_dk, ds_frag, n)
-            keys.issue_s(base, acc_s, k_desc, int32(n + 1), FALSE)
+                products.issue_a(base, acc_dk, ds_frag, n)
+            products.issue_s(base, acc_s, k_desc, int32(n + 1), FALSE)
             if of_dv and of_dk:
                 wait_but_two()
-                keys.release_do(base, n, elected)
+                products.release_b(base, n, elected)
             wait_but_one()
             if of_dv:
                 pin_dv(acc_dv)
             if of_dk:
                 pin_dk(acc_dk)
-                keys.release_q(base, n)
+                products.release_a(base, n, elected)
             else:
-                keys.release_do(base, n, elected)
+                products.release_b(base, n, elected)
             n = int32(n + 1)
             i, member = walk.next(base, i, member, arrays, strides)
         wait_all()
 
         bar.sync(me + 1, 128)  # all four warps have read the warpgroup's own rows for the last time
-        keys.write_gradients(base, base, acc_dk, acc_dv, arrays, strides, sizes, score)
+        write_gradients(base, base, acc_dk, acc_dv, arrays, strides, sizes, score)
 
     @cuda.jit
     def flash_attention_wgmma_dkdv(tensor_maps, arrays, strides, sizes, score):

@@ -35,11 +35,11 @@ from ..steps.sequence import query_row
 from . import (
     backward_plain_scores,
     backward_producer,
+    backward_products,
     backward_query_work,
     backward_scores,
     bias_boxes,
     block,
-    operands,
     pipeline,
 )
 from .backward_plain_scores import TileFragments
@@ -61,11 +61,7 @@ def make(config):
     tile_m, tile_n, plan = config.tile_m, config.tile_n, config.shared_layout()
     head_dim, head_dim_padded, per_score = config.head_dim, config.head_dim_padded, config.per_score
     s_count, frag_count, dq_count = tile_n // 2, tile_n // 4, head_dim_padded // 2
-    multiply_q_k = operands.rows_by_rows(config, tile_m, tile_n, head_dim_padded)
-    multiply_do_v = operands.rows_by_rows(config, tile_m, tile_n, config.head_dim_v_padded)
-    multiply_ds_k = wgmma.product_registers(head_dim_padded, operands.kind(config), operands.row_steps(tile_n), 1)
-    describe_columns = wgmma.descriptor(tile_n * 128, 1024, 128)
-    pin_s, pin_dq = wgmma.pin(s_count), wgmma.pin(dq_count)
+    products, pin_s, pin_dq = backward_products.make(config), wgmma.pin(s_count), wgmma.pin(dq_count)
     give_registers, take_registers = block.register_moves(config)
     finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
 
@@ -120,38 +116,6 @@ def make(config):
             n, j = int32(n + 1), behind_of(base, j, arrays, strides)
 
     @inlined
-    def k_at(base, n):
-        return base + plan.stream_a + rings.a.stage(n) * config.stream_a_bytes
-
-    @inlined
-    def issue_s(base, acc_s, q_desc, n):
-        """S of the n-th key tile, which has arrived."""
-        multiply_q_k(acc_s, q_desc, describe_rows(k_at(base, n)), 0)
-        wgmma.commit_group()
-
-    @inlined
-    def issue_dp(base, acc_dp, do_desc, n):
-        """dP of the n-th key tile, whose V has arrived."""
-        place = base + plan.stream_b + rings.b.stage(n) * config.stream_b_bytes
-        multiply_do_v(acc_dp, do_desc, describe_rows(place), 0)
-        wgmma.commit_group()
-
-    @inlined
-    def issue_dq(base, acc_dq, ds_frag, n):
-        """dQ += dS K of the n-th key tile."""
-        multiply_ds_k(acc_dq, ds_frag, describe_columns(k_at(base, n)), 1)
-        wgmma.commit_group()
-
-    @inlined
-    def release_k(base, n, elected):
-        """A warp has finished with the n-th K. With a bias beside K, which all lanes read, every lane arrives."""
-        if config.bias_boxes:
-            fence.proxy_async()
-            rings.a.consumer_release(base, n, True)
-        else:
-            rings.a.consumer_release(base, n, elected)
-
-    @inlined
     def load_lse_delta(base, arrays, strides, sizes, lse_log2, minus_delta):
         """Loads lse and -delta of the lane's two rows."""
         first_row, lane = rows_of_lane()
@@ -176,7 +140,7 @@ def make(config):
             find_visible(base, j, sizes, tile.mask_bits, tile.distance)
         wait_all()
         pin_s(tile.acc_s)
-        issue_dp(base, tile.acc_dp, rows.do_desc, n)
+        products.issue_dp(base, tile.acc_dp, rows.do_desc, n)
         if per_score:
             bias = base + plan.bias + rings.a.stage(n) * config.bias_bytes
             scores.to_weights(base, j, 0, tile, rows.lse_log2, bias, rows.term, every, arrays, strides, score)
@@ -184,7 +148,7 @@ def make(config):
             to_weights(tile, rows.lse_log2, rows.term, score, masked)
         wait_all()
         pin_s(tile.acc_dp)
-        rings.b.consumer_release(base, n, elected)
+        products.release_b(base, n, elected)
         if per_score:
             scores.to_gradients(tile, rows.minus_delta, every, score)
         else:
@@ -235,24 +199,23 @@ def make(config):
         j = int32(word(base, STOP) - 1)
         n = int32(0)
         rings.own.consumer_wait(base, 0)
-        rings.a.consumer_wait(base, n)
         if padded:
+            rings.a.consumer_wait(base, n)
             keys_left = int32(word(base, KEYS) - j * tile_n)
             if j >= begin and keys_left < tile_n:
                 zero_tail(base + plan.stream_a, keys_left)
         pin_s(acc_s)
         pin_s(acc_dp)
         pin_dq(acc_dq)
-        issue_s(base, acc_s, q_desc, n)
+        products.issue_s(base, acc_s, q_desc, n, FALSE)
         while j >= begin:
             rings.b.consumer_wait(base, n)
             to_ds(base, j, n, states, tile, rows, elected, arrays, strides, sizes, score)
-            issue_dq(base, acc_dq, ds_frag, n)
-            rings.a.consumer_wait(base, int32(n + 1))
-            issue_s(base, acc_s, q_desc, int32(n + 1))
+            products.issue_a(base, acc_dq, ds_frag, n)
+            products.issue_s(base, acc_s, q_desc, int32(n + 1), FALSE)
             wait_but_one()
             pin_dq(acc_dq)
-            release_k(base, n, elected)
+            products.release_a(base, n, elected)
             n = int32(n + 1)
             j = int32(of_warp.next_tile(states, j, begin, arrays, strides) if of_thread.present else j - 1)
         wait_all()

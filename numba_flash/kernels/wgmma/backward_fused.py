@@ -40,29 +40,32 @@ wgmma/backward_dkdv. With config.key_tiles there are no turns and dq_sums, but d
 
 Six files have the rest besides forward.py's block.py and pipeline.py, in this order: backward_block_tiles.py (which key
 tiles a block processes), backward_key_work.py (which query tiles it loops over), backward_producer.py (loads),
-backward_keys.py (products, dK and dV), backward_plain_scores.py (P and dS), backward_dq_sums.py (parts of dQ).
+backward_products.py, backward_plain_scores.py (P and dS), backward_dq_sums.py (parts of dQ).
 """
 
 from typing import NamedTuple
 
 import numpy as np
-from numba import cuda, float32, int32, uint8, uint32
+from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, fence, griddepcontrol, ld_st, local, special, stmatrix, wgmma
+from ..score import fragments, kept_weights
 from ..steps.inlined import FALSE, inlined
+from ..steps.plain import first_column_of, first_row_of
 from . import (
     backward_block_tiles,
     backward_dq_sums,
+    backward_key_outputs,
     backward_key_work,
-    backward_keys,
     backward_plain_scores,
     backward_producer,
+    backward_products,
     block,
     operands,
     pipeline,
 )
 from .backward_plain_scores import TileFragments
-from .block import BEGIN, CUT, FIRST_ROW, FREE, KEYS, MEMBERS, STOP, aligned, rows_of_lane, warpgroup_index
+from .block import BEGIN, CUT, FIRST_ROW, FREE, KEYS, MEMBERS, STOP, B, H, aligned, rows_of_lane, warpgroup_index
 from .operands import describe_rows, wait_all, wait_but_one, wait_but_two
 
 
@@ -108,16 +111,27 @@ def make(config):
 
     give_registers, take_registers = block.register_moves(config)
 
-    keys = backward_keys.make(config)
+    products, write_gradients = backward_products.make(config), backward_key_outputs.of_block(config)
+    count, mask_words = kept_weights.on_fragments(config, 1, tile_m), fragments.tile(config, 1, tile_m).mask_words
     tiles = backward_block_tiles.make(config)
     plain, producer = backward_plain_scores.make(config, of_keys=True), backward_producer.of_keys(config)
     to_some_weights, to_other_weights = plain.weights_of(0, tile_m // 32), plain.weights_of(tile_m // 32, tile_m // 16)
     find_visible = block.visibility(config, config.stream_rows, plan.state)
     walk = backward_key_work.query_walk(config, whole_warp=True)
-    set_up, word = pipeline.starter_of_backward(config), block.words(plan.state).read
+    set_up, (word, _, position, *_) = pipeline.starter_of_backward(config), block.words(plan.state)
     add_dq = backward_dq_sums.to_sums(config, tiles)
     leave_own_dq, repair_dq = backward_dq_sums.of_all_keys(config) if all_keys else (None, None)
     rings = pipeline.of_backward(config)
+
+    @inlined
+    def find_kept(own, i, member, kept, arrays, sizes):
+        """kept <- which of the lane's weights of query tile i count."""
+        if count.present:
+            first_row, lane = rows_of_lane()
+            first_key = word(own, FIRST_ROW)
+            first_q_pos = int64(i) * tile_m + first_column_of(lane) + first_key - position(own)
+            key, h = int32(first_key + first_row + first_row_of(lane)), int32(word(own, H) + member)
+            count.of_keys(kept, first_q_pos, word(own, B), h, key, arrays, sizes)
 
     @inlined
     def fetch(base, arrays, strides, sizes):
@@ -192,8 +206,8 @@ def make(config):
                 ld_st.store_v4(place + chunk * (128 * 16), zeros, 0)
         fence.proxy_async()
         while n < end:
-            keys.release_q(base, n)
-            keys.release_do(base, n, elected)
+            products.release_a(base, n, elected)
+            products.release_b(base, n, elected)
             rings.ds.producer_commit(base, n, True)
             issue_dq(base, acc_dq, me, n)
             wait_all()
@@ -206,9 +220,9 @@ def make(config):
     def to_ds(base, own, consumer, step, tile, arrays, strides, sizes, score):
         """P and dS of a query tile, whose S is there. dP is computed beside P, once dQ of the tile before has left its
         registers."""
-        n, lse_and_delta, term = step.n, keys.lse_and_delta_at(base, step.n), float32(0)
+        n, lse_and_delta, term = step.n, products.lse_and_delta_at(base, step.n), float32(0)
         if config.seeded:
-            for x in range(keys.mask_words):  # else those of the tile before would be kept in registers
+            for x in range(mask_words):  # else those of the tile before would be kept in registers
                 tile.mask_bits[x] = uint32(0)
         if step.masked:
             find_visible(own, step.i, sizes, tile.mask_bits, tile.distance)
@@ -217,9 +231,9 @@ def make(config):
         pin_dq(tile.acc_dp)
         if n > step.before:
             leave_dq(base, own, tile.acc_dp, consumer.me, int32(n - 1), step.before, arrays, strides, sizes, score)
-        keys.preload_dp(base, tile.acc_dp, n)
+        products.preload_dp(base, tile.acc_dp, n)
         rings.b.consumer_wait(base, n)
-        keys.issue_dp(base, tile.acc_dp, consumer.v_desc, n)
+        products.issue_dp(base, tile.acc_dp, consumer.v_desc, n)
         to_other_weights(tile, lse_and_delta, term, score, step.masked)
         wait_all()
         pin_s(tile.acc_dp)
@@ -230,16 +244,16 @@ def make(config):
     def add_products(base, consumer, n, last, tile, acc_dk, acc_dv, lse_factor):
         """dV and dK of the n-th query tile, behind them S of the next one, and then dQ of this one."""
         ahead = n if last else int32(n + 1)
-        keys.preload_s(base, tile.acc_s, ahead, lse_factor)
-        keys.issue_dv(base, acc_dv, tile.p_frag, n)
-        keys.issue_dk(base, acc_dk, tile.ds_frag, n)
-        keys.issue_s(base, tile.acc_s, consumer.k_desc, ahead, last)
+        products.preload_s(base, tile.acc_s, ahead, lse_factor)
+        products.issue_b(base, acc_dv, tile.p_frag, n)
+        products.issue_a(base, acc_dk, tile.ds_frag, n)
+        products.issue_s(base, tile.acc_s, consumer.k_desc, ahead, last)
         wait_but_two()
         pin_dv(acc_dv)
-        keys.release_do(base, n, consumer.elected)
+        products.release_b(base, n, consumer.elected)
         wait_but_one()
         pin_dk(acc_dk)
-        keys.release_q(base, n)
+        products.release_a(base, n, consumer.elected)
         issue_dq(base, tile.acc_dp, consumer.me, n)  # not before, since its sums take the registers of P and dS
 
     @inlined
@@ -251,11 +265,11 @@ def make(config):
             else:  # in place of the warpgroup's own panels of both
                 bar.sync(3, all_consumers)  # the dQ of both is there
                 place = base
-            keys.write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score)
+            write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score)
             bar.sync(me + 1, 128)  # all four warps have read it
         else:
             bar.sync(3, all_consumers)  # both warpgroups have read K and V for the last time
-            keys.write_gradients(own, base, acc_dk, acc_dv, arrays, strides, sizes, score)
+            write_gradients(own, base, acc_dk, acc_dv, arrays, strides, sizes, score)
         if all_keys and word(own, FIRST_ROW) == 0:  # of all key tiles the last one
             bar.sync(3, all_consumers)  # all of dQ is written
             repair_dq(own, steps, arrays, strides, sizes, score)
@@ -270,8 +284,8 @@ def make(config):
         acc_dq = acc_dp  # (dq_columns / 8, 4): one is done with where the other begins, which ptxas does not find out
         p_frag = local.array(frag_count, uint32)
         ds_frag = local.array(frag_count, uint32)
-        mask_bits = local.array(keys.mask_words, uint32)
-        kept, distance = local.array(keys.kept_words, uint32), local.array(2, float32)
+        mask_bits = local.array(mask_words, uint32)
+        kept, distance = local.array(count.words, uint32), local.array(2, float32)
         tile = TileFragments(acc_s, acc_dp, p_frag, ds_frag, mask_bits, mask_bits, kept, mask_bits, distance)
         me = int32(warpgroup - 1)  # which of the consumers
         elected = block.elected()
@@ -282,9 +296,9 @@ def make(config):
         if one_panel:
             block.clear(acc_s, s_count)
             block.clear(acc_dp, s_count)
-        block.clear(mask_bits, keys.mask_words)
+        block.clear(mask_bits, mask_words)
         block.clear(distance, 2)
-        lse_factor = keys.lse_factor_of(score)
+        lse_factor = products.lse_factor_of(score)
 
         w, n = int32(0), int32(0)
         while tiles.warp_has_tile(base, w):
@@ -311,9 +325,9 @@ def make(config):
                 n = own_dq_alone(base, own, acc_dq, me, n, end, elected, arrays, strides, sizes, score)
             first, masked = n, False
             if n < end or not some_lack_q:
-                keys.preload_s(base, acc_s, n, lse_factor)
-                keys.issue_s(base, acc_s, k_desc, n, FALSE)
-                keys.find_kept(own, i, member, kept, arrays, sizes)
+                products.preload_s(base, acc_s, n, lse_factor)
+                products.issue_s(base, acc_s, k_desc, n, FALSE)
+                find_kept(own, i, member, kept, arrays, sizes)
                 masked = i >= word(own, CUT) or i < word(own, FREE)
                 wait_all()
                 pin_s(acc_s)
@@ -324,7 +338,7 @@ def make(config):
                 add_products(base, consumer, n, last, tile, acc_dk, acc_dv, lse_factor)
                 n = int32(n + 1)
                 i, member = walk.next(own, i, member, arrays, strides)
-                keys.find_kept(own, i, member, kept, arrays, sizes)
+                find_kept(own, i, member, kept, arrays, sizes)
                 masked = i >= word(own, CUT) or i < word(own, FREE)
                 wait_but_one()
                 pin_s(acc_s)

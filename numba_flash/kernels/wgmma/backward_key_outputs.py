@@ -3,13 +3,18 @@
 dK is multiplied by scale. Where weights are dropped, dV is multiplied by how often a kept weight counts.
 """
 
-from numba import float32, int32, uint32
+import numpy as np
+from numba import float32, int32, int64, uint32
 
-from ...ptx import bar
+from ...ptx import bar, local, memory, special
 from ..recompute import keys as recompute
 from ..steps import gradient_rows
 from ..steps.inlined import inlined
+from ..steps.integers import divide
 from ..steps.sequence import key_row
+from ..steps.sequence import make as make_sequence
+from . import backward_key_work, block
+from .block import FIRST_ROW, H_KV, PART, B, rows_of_lane
 
 
 def make(config, rows, dk_at, dv_at):
@@ -47,3 +52,51 @@ def make(config, rows, dk_at, dv_at):
             recompute_keys(nonfinite, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score)
 
     return write
+
+
+def of_block(config):
+    """-> write_gradients, a device function of a consumer warpgroup of a block that owns keys."""
+    plan, tile_n, sequence_of = config.shared_layout(), config.tile_n, make_sequence(config)
+    word, head_parts_of = block.words(plan.state).read, backward_key_work.make(config).head_parts_of
+    # If the next K and V arrive meanwhile, dK and dV are staged in the place of dS. Up to 64 columns they lie side by
+    # side in one of its two buffers; above that one follows the other, each with a panel in both buffers.
+    places = (plan.own_a, plan.own_b if config.of_dk else plan.own_a)
+    if config.stays:
+        places = (plan.ds, plan.ds + 64 * 128 if config.dq_panels == 1 else plan.ds)
+    write_outputs = make(config, tile_n, *places)
+
+    @inlined
+    def leave_sums(own, acc, blocks, sums, sizes):
+        """Stores acc (blocks, 4), in the layout of the registers, where add_parts reads it."""
+        four, thread = local.array(4, uint32), special.thread_index() - 128
+        tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
+        all_parts = int64(word(own, B) * head_parts_of(sizes) + word(own, PART))
+        tile = (all_parts * tiles + divide(word(own, FIRST_ROW), tile_n)) * (tile_n // 64) + (thread >> int32(7))
+        at = (tile * blocks * 128 + (thread & int32(127))) * 4
+        for column in range(blocks):
+            for x in range(4):
+                four[x] = acc[4 * column + x].view(np.uint32)
+            memory.store_v4(memory.address(sums, at + column * 512), four, 0)
+
+    @inlined
+    def write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score):
+        """Writes dK and dV to global memory, staged in the place of the warpgroup's own rows of K and V. If other
+        blocks have other heads of the group, writes their sums instead. place: the base, moved to the dS whose place
+        they take.
+
+        All threads that read these rows must have done so.
+        """
+        if config.members:
+            if config.of_dk:
+                leave_sums(own, acc_dk, config.head_dim_padded // 8, arrays.dk_sums, sizes)
+            if config.of_dv:
+                leave_sums(own, acc_dv, config.head_dim_v_padded // 8, arrays.dv_sums, sizes)
+        else:
+            sequence = sequence_of(word(own, B), arrays, strides, sizes)
+            h_kv, first_key = word(own, H_KV), word(own, FIRST_ROW)
+            (first_row, lane) = rows_of_lane()
+            write_outputs(
+                place, acc_dk, acc_dv, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score
+            )
+
+    return write_gradients

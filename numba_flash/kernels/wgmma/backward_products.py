@@ -1,0 +1,126 @@
+"""Products of a consumer of wgmma's backward: of the block's own tiles with the tiles a and b that it walks over.
+
+    S = own_a . a^T      dP = own_b . b^T      dK or dQ += dS . a      dV += P . b
+
+A block that owns keys has K and V, and walks over Q and dO; one that owns queries has Q and dO, and walks over K and V.
+backward_scores.py and backward_plain_scores.py have what lies between the products.
+"""
+
+import numpy as np
+from numba import float32, int32, uint32
+
+from ...ptx import fence, ld_st, local, special, wgmma
+from ..steps.inlined import inlined
+from ..steps.named import named
+from ..steps.units import LOG2_E
+from . import operands, pipeline
+from .operands import describe_rows
+
+
+def make(config):
+    """-> device functions of a consumer warpgroup. n: number of a tile among those that the block loads."""
+    own_rows, stream_rows, plan = config.own_rows, config.stream_rows, config.shared_layout()
+    columns, rings = (config.head_dim_padded, config.head_dim_v_padded), pipeline.of_backward(config)
+    multiply_s, multiply_dp = (operands.rows_by_rows(config, own_rows, stream_rows, count) for count in columns)
+    kind, row_steps = operands.kind(config), operands.row_steps(stream_rows)
+    add_a, add_b = (wgmma.product_registers(count, kind, row_steps, 1) for count in columns)
+    describe_columns = wgmma.descriptor(stream_rows * 128, 1024, 128)
+    # 1: the product is added to the accumulator's value
+    to_lse, to_delta = int(config.lse_first), int(config.delta_first)
+    beside = config.lse_delta_bytes > 0 or config.bias_boxes  # as in pipeline.py
+
+    @inlined
+    def a_at(base, n):
+        return base + plan.stream_a + rings.a.stage(n) * config.stream_a_bytes
+
+    @inlined
+    def b_at(base, n):
+        return base + plan.stream_b + rings.b.stage(n) * config.stream_b_bytes
+
+    @inlined
+    def lse_and_delta_at(base, n):
+        """The shared address of lse and -delta of the n-th tile's queries."""
+        return base + plan.lse_delta + rings.a.stage(n) * config.lse_delta_bytes
+
+    @inlined
+    def numbers_of_lane(base, n):
+        """The place of lse and -delta of the lane's first columns."""
+        return lse_and_delta_at(base, n) + ((special.thread_index() & int32(3)) << 4)
+
+    @inlined
+    def preload(acc, place, factor):
+        """acc (stream_rows / 8, 4) <- factor * a number of each query; the columns are queries."""
+        four = local.array(4, uint32)
+        for pair in range(stream_rows // 16):
+            ld_st.load_v4(four, 0, place + pair * 128)
+            for half in range(2):
+                for x in range(2):
+                    start = factor * four[half * 2 + x].view(np.float32)
+                    for r in range(2):
+                        acc[4 * (2 * pair + half) + 2 * r + x] = start
+
+    @inlined
+    def lse_factor_of(score):
+        """The negative factor that converts lse from powers of 2 to units of Q K^T."""
+        return float32(-1) / (score.scale * float32(LOG2_E)) if config.lse_first else float32(0)
+
+    @inlined
+    def preload_s(base, acc_s, n, lse_factor):
+        """Waits for the n-th query tile; acc_s <- -lse / scale, to which S^T is added, so that P is 2^(scale_log2 *
+        sum). The numbers are read during other products, and no exponential waits for them."""
+        if config.lse_first:
+            rings.a.consumer_wait(base, n)
+            preload(acc_s, numbers_of_lane(base, n), lse_factor)
+
+    @inlined
+    def preload_dp(base, acc_dp, n):
+        """acc_dp <- -delta, to which dP^T is added."""
+        if config.delta_first:
+            preload(acc_dp, numbers_of_lane(base, n) + 64, float32(1))
+
+    @inlined
+    def issue_s(base, acc_s, own_desc, n, none):
+        """S of the n-th tile a, once it has arrived. With `none` own_a times own_b instead, which is dropped: so
+        consumers need no branch if no tile follows."""
+        rings.a.consumer_wait(base, n)
+        place = base + plan.own_b if none else a_at(base, n)
+        multiply_s(acc_s, own_desc, describe_rows(place), to_lse)
+        wgmma.commit_group()
+
+    @inlined
+    def issue_dp(base, acc_dp, own_desc, n):
+        """dP of the n-th tile b, which has arrived."""
+        multiply_dp(acc_dp, own_desc, describe_rows(b_at(base, n)), to_delta)
+        wgmma.commit_group()
+
+    @inlined
+    def issue_a(base, acc, ds_frag, n):
+        """dK or dQ += dS times the n-th tile a."""
+        add_a(acc, ds_frag, describe_columns(a_at(base, n)), 1)
+        wgmma.commit_group()
+
+    @inlined
+    def issue_b(base, acc, p_frag, n):
+        """dV += P^T times the n-th tile b, dO."""
+        add_b(acc, p_frag, describe_columns(b_at(base, n)), 1)
+        wgmma.commit_group()
+
+    @inlined
+    def release_a(base, n, elected):
+        """A warp has finished with the n-th tile a. Ordinary loads read lse, delta and a bias beside it, and a bulk
+        copy overwrites them: then every lane that has read them arrives."""
+        if beside:
+            fence.proxy_async()
+            rings.a.consumer_release(base, n, True)
+        else:
+            rings.a.consumer_release(base, n, elected)
+
+    @inlined
+    def release_b(base, n, elected):
+        """A warp has finished with the n-th tile b."""
+        rings.b.consumer_release(base, n, elected)
+
+    return named(
+        lse_and_delta_at, lse_factor_of, preload_s, preload_dp, issue_s, issue_dp, issue_a, issue_b, release_a,
+        release_b,
+    )  # fmt: skip
