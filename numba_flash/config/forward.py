@@ -325,7 +325,7 @@ class TensorConfig(Padded, Config):
     reads_states = True
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")
     MAX_RESCALE_THRESHOLD: ClassVar[int] = 12  # 2^12 is far from float16's largest number, 65504
-    ROW_STATE_BYTES: ClassVar[int] = 8  # for a row of O that waits in shared memory: is it finite, and its lse
+    ROW_STATE_BYTES: ClassVar[int] = 4  # for a row of O that waits in shared memory: is it finite
 
     def _check(self, rows_step: int, keys_step: int) -> None:
         check(self.dtype in self.DTYPES, f"{self.kernel} takes {', '.join(self.DTYPES)}, not {self.dtype}")

@@ -257,6 +257,6 @@ def make(config):
             thread = special.thread_index()
             lane, first_row = thread & int32(31), int32((thread >> int32(5 + shift)) * config.warp_rows)
             own = work_tile.query_tile(tile)
-            recompute_queries(nonfinite, first_row, lane, own, term, arrays, strides, sizes, score)
+            recompute_queries(nonfinite, first_row, lane, own, arrays, strides, sizes, score)
 
     return flash_attention_mma_dq

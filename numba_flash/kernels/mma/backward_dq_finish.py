@@ -8,7 +8,6 @@ from numba import cuda, int32, int64, uint32
 
 from ...ptx import shfl, special
 from ..recompute import queries as recompute
-from ..score import fragments
 from ..steps import elements, numbers
 from ..steps.inlined import inlined
 from ..steps.plain import lane_and_warp
@@ -19,8 +18,8 @@ from . import work_tile
 def make(config):
     real = numbers.of(config.compute_dtype).real
     load, store = elements.loader(config.dtype, real), elements.storer(config.dtype)
-    work_of, row_term = work_tile.of_queries(config, config.tile_m), fragments.chain(config).row_term
-    recompute_queries, bfly = recompute.make(config), shfl.bfly_b32
+    work_of, bfly = work_tile.of_queries(config, config.tile_m), shfl.bfly_b32
+    recompute_queries = recompute.make(config)
 
     @inlined
     def has_parts(tile, sizes):
@@ -53,8 +52,6 @@ def make(config):
         for distance in (1, 2, 4, 8, 16):
             nonfinite |= bfly(nonfinite, distance)
         if nonfinite != 0:
-            term = row_term(tile.sequence.b, tile.h, arrays, strides)
-            own = work_tile.query_tile(tile)
-            recompute_queries(nonfinite, first_row, lane, own, term, arrays, strides, sizes, score)
+            recompute_queries(nonfinite, first_row, lane, work_tile.query_tile(tile), arrays, strides, sizes, score)
 
     return flash_attention_mma_dq_finish

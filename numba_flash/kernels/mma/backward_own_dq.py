@@ -8,7 +8,6 @@ from numba import float32, int32, uint32
 
 from ...ptx import ldmatrix, local, mma, special
 from ..recompute import queries as recompute_queries
-from ..score import fragments
 from ..steps import fragment_products, gradient_rows
 from ..steps.inlined import inlined
 from ..steps.named import named
@@ -25,7 +24,7 @@ def make(config):
     multiply = mma.m16n8k16_f16 if config.dtype == "float16" else mma.m16n8k16_bf16
     rows = gradient_rows.make(config.dtype, config.tile_m, 16, config.head_dim, config.head_dim % 8 == 0)
     stage, store = rows
-    recompute, row_term = recompute_queries.make(config, of_keys=True), fragments.chain(config).row_term
+    recompute = recompute_queries.make(config, of_keys=True)
 
     @inlined
     def multiply_strip(acc, k_smem, strip, lane):
@@ -57,8 +56,8 @@ def make(config):
             nonfinite = stage(acc, score.scale, at, first_row, lane, rows_left)
             store(at, first_row, lane, arrays.dq, to, strides.dq[2], rows_left, config.head_dim, nonfinite)
             if nonfinite != 0:
-                tile, term = QueryTile(sequence.b, h, first_query, int32(0)), row_term(sequence.b, h, arrays, strides)
-                recompute(nonfinite, first_row, lane, tile, term, arrays, strides, sizes, score)
+                tile = QueryTile(sequence.b, h, first_query, int32(0))
+                recompute(nonfinite, first_row, lane, tile, arrays, strides, sizes, score)
             strip = int32(strip + warps)
 
     return named(fragment_products.make(config).put, write)

@@ -80,7 +80,7 @@ def make(config):
     if config.splits_columns and tile_n == 32 and config.copy_bytes == 16:
         load_k = async_tiles.panel_loader(tile_n, columns, config.threads, head_dim == columns)
         load_v = async_tiles.panel_loader(tile_n, columns_v, config.threads, config.head_dim_v == columns_v)
-    own_tile = fragments.tile(config, strips)
+    score_tile = fragments.tile(config, strips)
     read, has_mask, wait_all = score_reads.make(config, strips), config.has("mask"), cp_async.wait_group(0)
     functions = fragment_functions.make(config, strips)
     every_tile, walk = TRUE if functions.every_tile else FALSE, tile_walk.make(config, whole_warp=True)
@@ -160,7 +160,7 @@ def make(config):
         if masked:
             (lane, row), (position, keys) = lane_and_row(), block_state.get(places.q + int32(keys_at))
             mask_bits, distance = registers.mask_bits, registers.distance
-            own_tile.visible(j, row, lane, position, sizes.left, sizes.right, int32(keys), mask_bits, distance)
+            score_tile.visible(j, row, lane, position, sizes.left, sizes.right, int32(keys), mask_bits, distance)
         elif config.scores_finished:
             position, _ = block_state.get(places.q + int32(keys_at))
             lane_column = int32(first_column_of(special.thread_index() & int32(31)))
@@ -171,12 +171,12 @@ def make(config):
         if functions.every_tile or asks:
             apply_to_tile(j, registers, places, tile, asks, arrays, strides, score)
         if config.scores_finished:
-            own_tile.finish(registers.acc_s, registers.term, registers.distance, registers.loaded, score)
+            score_tile.finish(registers.acc_s, registers.term, registers.distance, registers.loaded, score)
         if masked:
-            own_tile.mask(registers.acc_s, registers.mask_bits)
+            score_tile.mask(registers.acc_s, registers.mask_bits)
         elif has_mask:
             if read.some_hidden(registers.mask_bits):
-                own_tile.mask(registers.acc_s, registers.mask_bits)
+                score_tile.mask(registers.acc_s, registers.mask_bits)
 
     @inlined
     def outputs_of_tile(j, next_j, begin, registers, places, tile, arrays, strides, sizes, score):
@@ -253,7 +253,7 @@ def make(config):
             local.array(rows, real),
             local.array(rows, real),
             local.array(rows, real),
-            local.array(own_tile.mask_words, uint32),
+            local.array(score_tile.mask_words, uint32),
             local.array(read.bits_words, uint32),
             local.array(rows, int32),
             local.array(kept_weight.words, uint32),

@@ -18,7 +18,7 @@ def make(config: Any, of_keys: bool = False) -> Any:
     words, one = -(-config.head_dim // 32), made.real(1)
 
     @inlined
-    def recompute_queries(nonfinite, first_row, lane, tile, term, arrays, strides, sizes, score):
+    def recompute_queries(nonfinite, first_row, lane, tile, arrays, strides, sizes, score):
         """One warp computes those of its rows from first_row on that have a bit in nonfinite, of a QueryTile."""
         sequence, h_kv = sequence_of(tile.b, arrays, strides, sizes), kv_head(tile.h, sizes)
         row_dq, row = local.array(words, made.real), int32(first_row)

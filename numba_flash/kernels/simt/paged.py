@@ -64,7 +64,7 @@ def make(config):
 
 
 def key_loader(config, tile_row, columns):
-    """-> load(tile, source, strides, sequence, h_kv, first_row, thread), as that of steps/tiles.py."""
+    """-> load(tile, source, strides, sequence, h_kv, first_row, thread), as that of kernels/steps/tiles.py."""
     compute, tile_rows, threads = elements.COMPUTE_TYPES[config.dtype], config.tile_n, config.threads
     load_element, zero, page_of = elements.loader(config.dtype, compute), compute(0), pages.finder(config.pages)
 

@@ -1,8 +1,8 @@
 """Rows of O or of a gradient in 32 or 64 bits, straight from a warp's accumulators to global memory.
 
 In order, a lane has two neighbouring columns of each block of 8: so four lanes write 32 or 64 bytes that lie together.
-Otherwise it has 32 bytes of each panel of its rows; mma/products_float32.py and products_float64.py say which columns
-those are.
+Otherwise it has 32 bytes of each panel of its rows; kernels/mma/products_float32.py and
+kernels/mma/products_float64.py say which columns those are.
 """
 
 import numpy as np
@@ -152,7 +152,7 @@ def make(config, warp_rows, columns_in_order=False):
     def write_rows(acc_o, inverse_l, lse, o_smem, row_states, first_row, lane, tile, arrays, strides, sizes):
         """A warp's rows of a QueryTile from first_row on, with their lse. O of a row that is not finite is not written,
         but the row is marked in row_states (kernels/recompute/rows.py). -> whether the lane has a part of such a row.
-        o_smem: not used; mma/rows_16bit.py, which takes the same, stages rows there."""
+        o_smem: not used; kernels/mma/rows_16bit.py, which takes the same, stages rows there."""
         some = local.array(1, uint32)
         some[0] = uint32(0)
         finish_every_row(some, acc_o, inverse_l, lse, row_states, first_row, lane, tile, arrays, strides, sizes)

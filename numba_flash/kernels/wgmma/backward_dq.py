@@ -143,7 +143,7 @@ def make(config):
         scores.to_gradients(tile, rows.minus_delta, every, score)
 
     @inlined
-    def write(base, acc_dq, term, arrays, strides, sizes, score):
+    def write(base, acc_dq, arrays, strides, sizes, score):
         """Stages dQ in the place of the warpgroup's own rows of Q, and writes it from there to global memory."""
         first_row, lane = rows_of_lane()
         own = QueryTile(word(base, B), word(base, H), word(base, FIRST_ROW), int32(0))
@@ -153,7 +153,7 @@ def make(config):
         to, row = query_row(strides.dq, sequence, own.h, own.first_query), strides.dq[2]
         store_dq(base + plan.own_a, first_row, lane, arrays.dq, to, row, queries_left, head_dim, nonfinite)
         if nonfinite != 0:
-            recompute_queries(nonfinite, first_row, lane, own, term, arrays, strides, sizes, score)
+            recompute_queries(nonfinite, first_row, lane, own, arrays, strides, sizes, score)
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
@@ -209,7 +209,7 @@ def make(config):
         wait_all()
 
         bar.sync(me + 1, 128)  # all four warps have read the warpgroup's own rows for the last time
-        write(base, acc_dq, term, arrays, strides, sizes, score)
+        write(base, acc_dq, arrays, strides, sizes, score)
 
     @cuda.jit
     def flash_attention_wgmma_dq(tensor_maps, arrays, strides, sizes, score):

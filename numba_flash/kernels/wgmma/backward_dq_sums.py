@@ -13,7 +13,6 @@ from numba import float32, int32, int64, uint32
 
 from ...ptx import bar, fence, ld_st, local, memory, special, tma, vote
 from ..recompute import queries as recompute
-from ..score import fragments
 from ..steps import elements, gradient_rows
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -122,7 +121,7 @@ def of_all_keys(config):
     stage, store = gradient_rows.make(config.dtype, 64, 16, 64, config.head_dim % 8 == 0)
     key_tiles, chunk_bytes, warp_bytes = config.key_tiles, 32 * 16, part_bytes // 4
     recompute_queries, load = recompute.make(config), elements.loader(config.dtype, float32)
-    chain, state = fragments.chain(config), block.words(config.shared_layout().state)
+    state = block.words(config.shared_layout().state)
 
     @inlined
     def tile_of(own, n):
@@ -191,16 +190,14 @@ def of_all_keys(config):
         if state.read(own, NONFINITE) != 0:
             thread = special.thread_index() - 128
             first_row, lane = (thread >> int32(5)) * of_warp, thread & int32(31)
-            sequence, term = queries_of(state.read(own, B), arrays, strides, sizes), float32(0)
+            sequence = queries_of(state.read(own, B), arrays, strides, sizes)
             for n in range(steps):
                 h, first_query = tile_of(own, n)
                 nonfinite = uint32(0)
                 for row in range(of_warp):
                     if is_nonfinite(sequence, h, first_query + first_row + row, lane, arrays, strides):
                         nonfinite |= uint32(1) << uint32(row)
-                if chain.has_row_term:
-                    term = chain.row_term(sequence.b, h, arrays, strides)
                 tile = QueryTile(sequence.b, h, int64(first_query), int32(0))
-                recompute_queries(nonfinite, first_row, lane, tile, term, arrays, strides, sizes, score)
+                recompute_queries(nonfinite, first_row, lane, tile, arrays, strides, sizes, score)
 
     return leave, repair

@@ -28,7 +28,6 @@ from numba import cuda, float32, int32, uint8, uint32
 from ...ptx import cluster, local, memory, special
 from ..recompute import keys as recompute_keys
 from ..recompute import queries as recompute_queries
-from ..score import fragments
 from ..steps import lse_delta, rows_wide
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -61,7 +60,7 @@ def make(config):
     producer = (paired_producer if config.paired else backward_producer_float32).make(config)
     of_tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
     scores = backward_scores_float32.make(config)
-    of_query, row_term = lse_delta.of_query(config), fragments.chain(config).row_term
+    of_query = lse_delta.of_query(config)
 
     @inlined
     def load_columns(found, values, base, step, arrays, strides, sizes):
@@ -112,8 +111,8 @@ def make(config):
                 if of_keys:
                     recompute(nonfinite, first_row, lane, sequence, h, tile_row, arrays, strides, sizes, score)
                 else:
-                    term, tile = row_term(sequence.b, h, arrays, strides), QueryTile(sequence.b, h, tile_row, int32(0))
-                    recompute(nonfinite, first_row, lane, tile, term, arrays, strides, sizes, score)
+                    tile = QueryTile(sequence.b, h, tile_row, int32(0))
+                    recompute(nonfinite, first_row, lane, tile, arrays, strides, sizes, score)
 
         return write
 

@@ -13,7 +13,6 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import griddepcontrol, local, memory, special
 from ..recompute import queries as recompute
-from ..score import fragments
 from ..steps import gradient_rows
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -27,7 +26,7 @@ def make(config):
     of_part, lines = config.tile_m // 64, config.dq_partials
     columns, head_blocks = config.dq_columns // 8, -(-config.head_dim // 16) * 2
     dq_count = 4 * head_blocks
-    sequence_of, chain = make_sequence(config), fragments.chain(config)
+    sequence_of = make_sequence(config)
     stage_dq, store_dq = gradient_rows.make(config.dtype, 64, 16, config.head_dim, config.head_dim % 8 == 0)
     recompute_queries = recompute.make(config)
 
@@ -75,10 +74,7 @@ def make(config):
         to, row = query_row(strides.dq, sequence, h, first_query), strides.dq[2]
         store_dq(tile_at, first_row, lane, arrays.dq, to, row, queries_left, config.head_dim, nonfinite)
         if nonfinite != 0:
-            term = float32(0)
-            if chain.has_row_term:
-                term = chain.row_term(b, h, arrays, strides)
             query_tile = QueryTile(b, h, first_query, int32(0))
-            recompute_queries(nonfinite, first_row, lane, query_tile, term, arrays, strides, sizes, score)
+            recompute_queries(nonfinite, first_row, lane, query_tile, arrays, strides, sizes, score)
 
     return round_dq

@@ -62,8 +62,8 @@ def make(config, of_keys):
 
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     word, _, position, *_ = block.words(config.shared_layout().state)
-    own_tile = fragments.tile(config, 1, config.stream_rows)
-    bits_words, visible = own_tile.mask_words, own_tile.visible
+    score_tile = fragments.tile(config, 1, config.stream_rows)
+    bits_words, visible = score_tile.mask_words, score_tile.visible
     weight, _ = fragments.weights_at(config)
     read = score_reads.make(config, 1, config.stream_rows, of_keys)
     boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), score_reads.halves(config.dtype_of("bias"))

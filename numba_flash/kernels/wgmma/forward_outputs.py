@@ -1,7 +1,6 @@
 """Writes O and lse of a query tile, beside the first S of the next one (forward.py). O goes by way of shared memory, or
 straight to global memory. Rows that are not finite are computed again."""
 
-import numpy as np
 from numba import float32, int32, int64, uint32
 
 from ...ptx import bar, cvt, fence, ld_st, memory, shfl, stmatrix, vote
@@ -144,7 +143,6 @@ def make(config, finish):
             some_nonfinite |= flag
             if lane & 3 == 0:
                 ld_st.store_b32(base + plan.row_states + row * config.ROW_STATE_BYTES, flag)
-                ld_st.store_b32(base + plan.row_states + row * config.ROW_STATE_BYTES + 4, lse[r].view(np.uint32))
                 if config.write_lse and tile.first_query + query < sequence.seqlen_q:
                     head = tile.h + row - query * config.group_size
                     arrays.lse[lse_row(sequence, head, tile.first_query + query, sizes)] = lse[r] * to_natural

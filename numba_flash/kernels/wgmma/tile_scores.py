@@ -72,7 +72,7 @@ def make(config, sides):
     queries, queries_of, read = config.queries, make_queries(config), reads.make(config, 1)
     hide, some_hidden, has_mask = read.hide, read.some_hidden, config.has("mask")
     chain = fragments.chain(config)
-    own_tile = fragments.tile(config, 1)
+    score_tile = fragments.tile(config, 1)
     find_visible = block.visibility(config, config.tile_n)
     boxes, blocks, consumers = bias_boxes.make(config, 64), config.tile_n // 8, config.consumers
     bias_at, bias_bytes = config.shared_layout().bias, config.bias_bytes
@@ -168,7 +168,7 @@ def make(config, sides):
         """acc_s <- finished scores, but for what hides them."""
         if boxes.present:
             load_bias(base, registers.loaded, tile.n)
-        own_tile.finish(registers.acc_s, registers.terms, registers.distance, registers.loaded, score)
+        score_tile.finish(registers.acc_s, registers.terms, registers.distance, registers.loaded, score)
 
     @inlined
     def finish_scores(base, tile, registers, side, inverse_scale, arrays, strides, sizes, score):
@@ -192,7 +192,7 @@ def make(config, sides):
             if not tile.inside or has_score_mod or tile.asks:
                 # In many of the tiles for which a mask is read it hides nothing.
                 if not has_mask or some_hidden(registers.mask_bits):
-                    own_tile.mask(registers.acc_s, registers.mask_bits)
+                    score_tile.mask(registers.acc_s, registers.mask_bits)
         return factor
 
     return named(row_terms, load, find_bits, side=side_of, finish=finish_scores)
