@@ -58,12 +58,6 @@ def make(config, columns):
             multiply_1(other, describe_rows(own), describe_rows(streamed))
 
     @inlined
-    def issue_scores(acc, other, own, streamed):
-        issue_first_scores(acc, own, streamed)
-        issue_second_scores(other, own, streamed)
-        wgmma.commit_group()
-
-    @inlined
     def finish_scores(acc, other):
         """Waits; acc <- the scores."""
         wait_all()
@@ -84,6 +78,7 @@ def make(config, columns):
 
     @inlined
     def finish_first_sums(acc, first):
+        """Waits for the first panel; acc += first, while the second is computed."""
         if two_panels:
             wait_but_one()
         else:
@@ -102,14 +97,8 @@ def make(config, columns):
                 acc[first_count + x] += second[x]
         pin_frag(frag)  # pins the operands in their registers until here
 
-    @inlined
-    def finish_sums(acc, first, second, frag):
-        """Adds one panel while the next is computed."""
-        finish_first_sums(acc, first)
-        finish_second_sums(acc, second, frag)
-
     counts = dict(score_count=score_count, sum_count=columns // 2, frag_count=frag_count, panels=panels)
     return named(
-        issue_scores, issue_first_scores, issue_second_scores, finish_scores, issue_sums, finish_sums,
-        finish_first_sums, finish_second_sums, panel_counts=(first_count, second_count if two_panels else 1), **counts,
+        issue_first_scores, issue_second_scores, finish_scores, issue_sums, finish_first_sums, finish_second_sums,
+        panel_counts=(first_count, second_count if two_panels else 1), **counts,
     )  # fmt: skip

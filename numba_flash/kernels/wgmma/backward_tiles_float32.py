@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, int32
 
-from ...ptx import fence
+from ...ptx import fence, wgmma
 from ..steps.inlined import inlined
 from . import backward_products_float32, pipeline
 from .block import elected
@@ -57,9 +57,6 @@ def make(config):
         return found
 
     def of_kind(products, ring, own, streamed, tile_bytes):
-        issue_scores, finish_scores = products.issue_scores, products.finish_scores
-        issue_sums, finish_sums = products.issue_sums, products.finish_sums
-
         @inlined
         def place_of(base, n):
             return int32(base + streamed + ring.stage(n) * tile_bytes)
@@ -70,20 +67,23 @@ def make(config):
 
         @inlined
         def issue(acc, other, base, n):
-            issue_scores(acc, other, int32(base + own), place_of(base, n))
+            products.issue_first_scores(acc, int32(base + own), place_of(base, n))
+            products.issue_second_scores(other, int32(base + own), place_of(base, n))
+            wgmma.commit_group()
 
         @inlined
         def finish(acc, other, base, n):
-            finish_scores(acc, other)
+            products.finish_scores(acc, other)
             give_back(base, n)
 
         @inlined
         def issue_of_sums(even, odd, frag, base, n):
-            issue_sums(even, odd, frag, place_of(base, n))
+            products.issue_sums(even, odd, frag, place_of(base, n))
 
         @inlined
         def finish_of_sums(acc, even, odd, frag, base, n):
-            finish_sums(acc, even, odd, frag)
+            products.finish_first_sums(acc, even)
+            products.finish_second_sums(acc, odd, frag)
             give_back(base, n)
 
         return (ring.consumer_wait, issue, finish), (issue_of_sums, finish_of_sums)

@@ -135,9 +135,7 @@ def make(config):
         return uint32(found | ld_st.load_b32(note)) if first else uint32(0)
 
     def of_kind(products, ring, own, place_of, is_a):
-        issue_first, issue_second = products.issue_first_scores, products.issue_second_scores
-        finish_first, finish_second = products.finish_first_sums, products.finish_second_sums
-        issue_sums, two_panels = products.issue_sums, products.panels > 1
+        two_panels = products.panels > 1
 
         @inlined
         def wait(base, n):
@@ -152,24 +150,24 @@ def make(config):
 
         @inlined
         def issue(acc, other, base, n):
-            issue_first(acc, int32(base + own), place_of(base, n))
+            products.issue_first_scores(acc, int32(base + own), place_of(base, n))
             if two_panels:
                 wgmma.commit_group()
                 ring.consumer_wait(base + 8, n)
-                issue_second(other, int32(base + own), place_of(base, n))
+                products.issue_second_scores(other, int32(base + own), place_of(base, n))
             wgmma.commit_group()
 
         @inlined
         def issue_of_sums(even, odd, frag, base, n):
             if two_panels and not is_a:  # for a the first consumer has waited before its weights
                 ring.consumer_wait(base + 8, n)
-            issue_sums(even, odd, frag, place_of(base, n))
+            products.issue_sums(even, odd, frag, place_of(base, n))
 
         @inlined
         def finish_of_sums(acc, even, odd, frag, base, n):
-            finish_first(acc, even)
+            products.finish_first_sums(acc, even)
             ring.consumer_release(base, n, elected())
-            finish_second(acc, odd, frag)
+            products.finish_second_sums(acc, odd, frag)
             release(base, n, 1)
 
         return (wait, issue), (issue_of_sums, finish_of_sums), release
