@@ -142,7 +142,7 @@ class Measure(NamedTuple):
 
 
 MEASURES = (
-    Measure("lines of kernels", lambda: sum(map(lines_of, names("kernels"))), 15_648, 14_500, "a person can read them"),
+    Measure("lines of kernels", lambda: sum(map(lines_of, names("kernels"))), 15_639, 14_500, "a person can read them"),
     Measure(
         "lines of select, config and abi",
         lambda: sum(map(lines_of, names("select", "config", "abi"))),
@@ -160,8 +160,8 @@ MEASURES = (
     Measure(
         "lines before the first function of make",
         lines_before_functions,
-        757,
-        750,
+        732,
+        730,
         "a kernel begins with what it does",
     ),
 )

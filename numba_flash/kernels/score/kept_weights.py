@@ -28,8 +28,6 @@ ROUNDS = 7
 MULTIPLIERS = (np.uint32(0xD2511F53), np.uint32(0xCD9E8D57))
 WEYL = (np.uint32(0x9E3779B9), np.uint32(0xBB67AE85))
 LOW = np.uint64(0xFFFFFFFF)
-bfly_b32, opaque = shfl.bfly_b32, special.opaque
-multiply_wide, push_carry = bits.multiply_wide, bits.push_carry
 
 
 @inlined
@@ -43,7 +41,7 @@ def again(seed):
     """The seed, hidden from the compiler: the round keys are then computed where they are needed, not kept in registers
     through a loop over tiles."""
     half = uint64(32)
-    upper, lower = opaque(int32(low(uint64(seed) >> half))), opaque(int32(low(seed)))
+    upper, lower = special.opaque(int32(low(uint64(seed) >> half))), special.opaque(int32(low(seed)))
     return uint64(uint64(low(upper)) << half | uint64(low(lower)))
 
 
@@ -53,7 +51,7 @@ def random_words(seed, keys, q_pos, h, b):
     x, y, z, w = low(keys), low(q_pos), low(h), low(b)
     key, other = low(seed), low(uint64(seed) >> uint64(32))
     for _ in range(ROUNDS):
-        first, second = multiply_wide(x, MULTIPLIERS[0]), multiply_wide(z, MULTIPLIERS[1])
+        first, second = bits.multiply_wide(x, MULTIPLIERS[0]), bits.multiply_wide(z, MULTIPLIERS[1])
         x, y = uint32(low(second >> uint64(32)) ^ y ^ key), low(second)
         z, w = uint32(low(first >> uint64(32)) ^ w ^ other), low(first)
         key, other = low(uint64(key) + uint64(WEYL[0])), low(uint64(other) + uint64(WEYL[1]))
@@ -79,14 +77,14 @@ def number_of(words, k_pos):
 def push_lower(dropped, word, most):
     """Shifts a bit into the low end of `dropped`: 1 if the number in the word's lower half drops its weight. most:
     dropout_p * 2^32. The compiler would turn a comparison into a branch."""
-    return push_carry(dropped, uint32(word << uint32(16)), most)
+    return bits.push_carry(dropped, uint32(word << uint32(16)), most)
 
 
 @inlined
 def push_upper(dropped, word, most):
     """Likewise for the number in the upper half. The word's other bits have no effect, because those of `most` are
     0."""
-    return push_carry(dropped, uint32(word), most)
+    return bits.push_carry(dropped, uint32(word), most)
 
 
 @functools.cache
@@ -173,7 +171,7 @@ def on_fragments(config, strips, columns):
             most = uint32(dropped << uint32(16))
             one, other = blocks_16(seed, low(keys_of(first_key)), q_pos, head, b, most)
             mine, handed = (one, other) if second == 0 else (other, one)
-            came = bfly_b32(handed, 1)
+            came = shfl.bfly_b32(handed, 1)
             if columns == 8:  # the first or the second 8 of 16 keys
                 begins = uint32((int32(first_key) >> int32(2)) & int32(2))
                 mine, came = uint32(mine >> begins), uint32(came >> begins)

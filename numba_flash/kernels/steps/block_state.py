@@ -11,35 +11,34 @@ from ...ptx import ld_st, local
 from .inlined import inlined
 
 SIZE = 16  # bytes of a note
-load_v4, load_b32, store_b32 = ld_st.load_v4, ld_st.load_b32, ld_st.store_b32
 
 
 @inlined
 def put(address, x, y):
     """Stores two int64 at a shared address, a multiple of 16. Called by one thread, before a barrier."""
     low = int64(0xFFFFFFFF)
-    store_b32(address, uint32(x & low))
-    store_b32(address + 4, uint32((x >> 32) & low))
-    store_b32(address + 8, uint32(y & low))
-    store_b32(address + 12, uint32((y >> 32) & low))
+    ld_st.store_b32(address, uint32(x & low))
+    ld_st.store_b32(address + 4, uint32((x >> 32) & low))
+    ld_st.store_b32(address + 8, uint32(y & low))
+    ld_st.store_b32(address + 12, uint32((y >> 32) & low))
 
 
 @inlined
 def get(address):
     """-> the two int64 that `put` stored there."""
     four = local.array(4, uint32)
-    load_v4(four, 0, address)
+    ld_st.load_v4(four, 0, address)
     return int64(four[0]) | int64(four[1]) << 32, int64(four[2]) | int64(four[3]) << 32
 
 
 @inlined
 def put_range(address, first, end):
     """Stores two int32 at a shared address, a multiple of 8."""
-    store_b32(address, uint32(first))
-    store_b32(address + 4, uint32(end))
+    ld_st.store_b32(address, uint32(first))
+    ld_st.store_b32(address + 4, uint32(end))
 
 
 @inlined
 def get_range(address):
     """-> the two int32 that `put_range` stored there."""
-    return int32(load_b32(address)), int32(load_b32(address + 4))
+    return int32(ld_st.load_b32(address)), int32(ld_st.load_b32(address + 4))

@@ -40,14 +40,13 @@ def of_bias(config):
     share a row (rows_summed), and of all key tiles if all keys share a column (keys_summed). With config.split several
     blocks share a tile: each has a part of the units, and dbias_sum.py adds up what they store.
     """
-    tile_m, tile_n = config.tile_m, config.tile_n
 
     @inlined
     def own_range(block, sizes):
         """-> (the Range of the scores that read the block's tile, which part of them the block has)."""
         shape = sizes.dbias_shape
-        m_tiles = tiles_of(sizes.seqlen_q, tile_m)
-        n_tiles = tiles_of(sizes.seqlen_k, tile_n)
+        m_tiles = tiles_of(sizes.seqlen_q, config.tile_m)
+        n_tiles = tiles_of(sizes.seqlen_k, config.tile_n)
         own_m, own_n = (int32(1) if config.rows_summed else m_tiles), (int32(1) if config.keys_summed else n_tiles)
         above = divide(block, own_n)
         j, i = int32(block - above * own_n), int32(above - divide(above, own_m) * own_m)

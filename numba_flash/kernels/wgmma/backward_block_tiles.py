@@ -28,7 +28,6 @@ def make(config):
     tile_n, stays, ring = config.tile_n, config.stays, pipeline.of_backward(config).state
     all_keys, own_tiles = config.key_tiles > 0, max(config.key_tiles, 1)
     work = backward_key_work.make(config)
-    head_parts_of, write_tile = work.head_parts_of, work.write_tile
     state = block.words(config.shared_layout().state)
 
     @inlined
@@ -46,13 +45,13 @@ def make(config):
     @inlined
     def tiles_of(sizes):
         """-> (parts of all groups, numbered key tiles of each part)."""
-        all_parts = int32(int32(sizes.batch) * head_parts_of(sizes))
+        all_parts = int32(int32(sizes.batch) * work.head_parts_of(sizes))
         return all_parts, int32(1) if all_keys else divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
 
     @inlined
     def work_of(number, w, n_tiles, sizes):
         """-> (b, part of all groups, key tile, step). The last key tile of a head comes first."""
-        head_parts = head_parts_of(sizes)
+        head_parts = work.head_parts_of(sizes)
         if all_keys:
             b = divide(number, head_parts)
             j = own_tiles - 1 - (w - divide(w, own_tiles) * own_tiles)
@@ -67,7 +66,7 @@ def make(config):
         all_parts, n_tiles = tiles_of(sizes)
         if not stays or number < all_parts * n_tiles:
             b, part, j, step = work_of(number, w, n_tiles, sizes)
-            write_tile(own, int32(b), int32(part), int32(j * tile_n), arrays, strides, sizes)
+            work.write_tile(own, int32(b), int32(part), int32(j * tile_n), arrays, strides, sizes)
             state.write(own, STEP, step)
             state.write(own, NONFINITE, 0)
         else:

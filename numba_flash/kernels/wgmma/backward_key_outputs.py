@@ -23,7 +23,6 @@ def make(config, rows, dk_at, dv_at):
     stage_dk, store_dk = gradient_rows.make(config.dtype, rows, 16, config.head_dim, config.head_dim % 8 == 0)
     stage_dv, store_dv = gradient_rows.make(config.dtype, rows, 16, config.head_dim_v, config.head_dim_v % 8 == 0)
     recompute_keys, drops = recompute.make(config, config.of_dk, config.of_dv), config.seeded
-    packed = config.packed
     in_turn, warp_sync = config.of_dk and config.of_dv and dk_at == dv_at, bar.warp_sync
 
     @inlined
@@ -31,7 +30,7 @@ def make(config, rows, dk_at, dv_at):
         """A warp writes its rows of the tile at first_key; the first of them is first_row."""
         keys_left = int32(min(sequence.keys - first_key, rows))
         rows_left = keys_left  # outside.py writes what is behind the valid keys of packed sequences
-        if not packed:
+        if not config.packed:
             rows_left = int32(min(sizes.seqlen_k - first_key, rows))
         nonfinite = uint32(0)
         kept_count = score.kept_count if drops else float32(1)

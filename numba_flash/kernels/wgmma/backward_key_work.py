@@ -30,7 +30,6 @@ def make(config):
     state, sequence_of = block.words(config.shared_layout().state), make_sequence(config)
     has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, config.tile_m, of_keys=True).ranges
     order = longest_first.make(config)
-    has_states, take = order.present, order.take
     bias_of_all, write_places = bias_of_entries(config), block.places(config).write
 
     @inlined
@@ -44,8 +43,8 @@ def make(config):
         """-> (b, part of all groups, first_key). The first keys of some heads come first: under a causal mask the most
         queries see them."""
         seqlen_k, head_parts = sizes.seqlen_k, head_parts_of(sizes)
-        if has_states:  # the key tiles that the most query tiles see come first
-            b, h_kv, own = take(block, arrays, strides, sizes)
+        if order.present:  # the key tiles that the most query tiles see come first
+            b, h_kv, own = order.take(block, arrays, strides, sizes)
             return b, h_kv, int32(own * config.tile_n)
         n_tiles = divide(int32(seqlen_k) + int32(config.tile_n - 1), config.tile_n)
         all_parts = int32(int32(sizes.batch) * head_parts)
