@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .forward import AnyProblem, WarpsConfig, check, layout, tile_bytes
+from .forward import AnyProblem, WarpsConfig, check, layout, tile_bytes, tiles_of_all
 from .simt_backward import OfAux, OfBias, OfDelta
 
 BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/steps/lse_delta.py)
@@ -38,6 +38,13 @@ class PreprocessConfig(OfDelta):
         if p.packed is not None:  # as kernels/steps/lse_delta.py says
             rows = self._padded(p.packed[0]) + p.batch * BLOCK_ROWS
         return dict(lse_delta=((p.heads * 2 * rows,), "float32"))
+
+    def grid(self, problem: AnyProblem) -> int:
+        p = problem.forward
+        if p.packed is None:
+            return super().grid(problem)
+        rows = max(self.rows, BLOCK_ROWS)
+        return p.heads * tiles_of_all(p, rows) * (rows // self.rows)
 
     @staticmethod
     def _padded(queries: int) -> int:

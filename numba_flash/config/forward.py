@@ -62,6 +62,13 @@ def check(holds: object, message: str) -> None:
         raise ValueError(message)
 
 
+def tiles_of_all(p: Any, rows: int, of_keys: bool = False) -> int:
+    """Tiles of `rows` queries or keys of one head in all batch entries; of packed sequences their numbers
+    (kernels/steps/tile_numbers.py)."""
+    alike = p.batch * -(-(p.seqlen_k if of_keys else p.seqlen_q) // rows)
+    return alike if p.packed is None else min(alike, p.packed[of_keys] // rows + p.batch)
+
+
 class LaunchFacts:
     """What selecting, compiling and launching need to know of a kernel, with the values that hold for most."""
 
@@ -117,6 +124,11 @@ class LaunchFacts:
     def seeded(self) -> bool:
         """Whether each call brings a seed, from which follows which weights count."""
         return self.has(SEEDED)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether packed sequences are put in order (kernels/steps/tile_numbers.py): in the backward."""
+        return "do" in self.takes.arrays
 
     @property
     def parameters(self) -> Parameters:

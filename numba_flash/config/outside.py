@@ -45,6 +45,10 @@ class OutsideConfig(LaunchFacts):
         return self.written[0] in ("dk", "dv")
 
     @property
+    def in_order(self) -> bool:
+        return self.written[0] != "o"
+
+    @property
     def kernel(self) -> str:  # type: ignore[override]
         return self.names[1 if self.of_keys else 2 if self.written == ("dq",) else 0]
 

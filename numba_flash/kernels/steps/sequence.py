@@ -45,7 +45,7 @@ class Query(NamedTuple):
 @functools.cache
 def make(config: Any) -> Any:
     """-> sequence_of(b, arrays, strides, sizes): the Sequence of batch entry b. Unused fields cost nothing."""
-    has_seqlens_k, source = config.has("seqlens_k"), config.q_offset_source
+    has_seqlens_k, source, span = config.has("seqlens_k"), config.q_offset_source, span_of(config)
     from_array, from_seqlens_k, from_lengths = source == "array", source == "seqlens_k", source == "sequence"
 
     @cuda.jit(device=True)
@@ -62,8 +62,8 @@ def make(config: Any) -> Any:
 
     @cuda.jit(device=True)
     def packed_sequence_of(b, arrays, strides, sizes):
-        first_query, queries = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q)
-        first_key, keys = span(arrays.cu_seqlens_k, b, strides.cu_seqlens_k, sizes.total_k, sizes.seqlen_k)
+        first_query, queries = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q, sizes)
+        first_key, keys = span(arrays.cu_seqlens_k, b, strides.cu_seqlens_k, sizes.total_k, sizes.seqlen_k, sizes)
         q_start = sizes.q_offset
         if has_seqlens_k:
             keys = min(max(int64(arrays.seqlens_k[b * strides.seqlens_k]), 0), keys)
@@ -90,6 +90,41 @@ def span(ends, b, stride, total, most):
     return first, min(max(min(int64(ends[(b + 1) * stride]), total) - first, 0), most)
 
 
+def span_of(config: Any) -> Any:
+    """-> `span`, or in a backward `span_in_order`: there two sequences never share a row."""
+    return span_in_order if config.in_order else span_as_given
+
+
+@inlined
+def span_as_given(ends, b, stride, total, most, sizes):
+    return span(ends, b, stride, total, most)
+
+
+@inlined
+def span_in_order(ends, b, stride, total, most, sizes):
+    """`span` where values of `ends` that fall are clamped, too (tile_numbers.py)."""
+    _, first, end = search(ends, stride, total, int64(sizes.batch), int64(b), int64(0))
+    return first, min(end - first, most)
+
+
+@cuda.jit(device=True)
+def search(ends, stride, total, batch, number, rows):
+    """-> (b, first row, end) of the packed sequence b = number; or, if rows is not 0, of the one that has the tile of
+    this number (tile_numbers.py). A binary search: each value is clamped to those that were met before."""
+    low = min(max(int64(ends[0]), 0), total)
+    high = min(max(int64(ends[batch * stride]), low), total)
+    b, behind = int64(0), batch
+    while behind - b > 1:
+        middle = (b + behind) >> 1
+        end = min(max(int64(ends[middle * stride]), low), high)
+        at = middle + (divide(end, rows) if rows > 0 else int64(0))
+        if number >= at:
+            b, low = middle, end
+        else:
+            behind, high = middle, end
+    return b, low, high
+
+
 @functools.cache
 def again(config: Any) -> Any:
     """-> sequence_again(b, keys, q_start, arrays, strides, sizes): the Sequence of which a kernel has kept these. Where
@@ -112,10 +147,12 @@ def queries(config: Any) -> Any:
     """-> queries_of(b, arrays, strides, sizes): the Sequence of batch entry b, of a kernel that only asks for its
     queries."""
 
+    span = span_of(config)
+
     @inlined
     def packed_queries_of(b, arrays, strides, sizes):
-        first, count = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q)
-        return Sequence(b, count, int64(0), int64(0), int64(0), first, int64(0), sizes.total_q, sizes.batch)
+        first, count = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q, sizes)
+        return packed_queries(b, first, count, sizes)
 
     return packed_queries_of if config.packed else queries_of
 
@@ -124,6 +161,12 @@ def queries(config: Any) -> Any:
 def queries_of(b, arrays, strides, sizes):
     """The Sequence of batch entry b, for a kernel that looks at no key."""
     return unpacked(b, sizes.seqlen_q, int64(0), int64(0))
+
+
+@inlined
+def packed_queries(b, first, count, sizes):
+    """The same of a packed sequence that has `count` rows from `first` on."""
+    return Sequence(b, count, int64(0), int64(0), int64(0), first, int64(0), sizes.total_q, sizes.batch)
 
 
 @inlined

@@ -19,7 +19,9 @@ from numba import int32, uint32
 from ...ptx import memory, special
 from ..steps.inlined import inlined
 from ..steps.integers import divide
+from ..steps import tile_numbers
 from ..steps.plain import key_tile_of, ways_of
+from ..steps.sequence import make as make_sequence
 from . import backward_key_work, block, pipeline
 from .block import MEMBERS, NONFINITE, STEP
 
@@ -41,6 +43,8 @@ def make(config):
     work = backward_key_work.make(config)
     head_parts_of, write_tile = work.head_parts_of, work.write_tile
     state = block.words(config.shared_layout().state)
+    numbers = tile_numbers.make(config, tile_n, True) if config.packed else None
+    sequence_of = make_sequence(config)
 
     @inlined
     def state_of(base, w):
@@ -80,8 +84,28 @@ def make(config):
             b, part, j, step = work_of(number, w, n_tiles, sizes)
             write_tile(own, int32(b), int32(part), int32(j * tile_n), arrays, strides, sizes)
             state.write(own, STEP, step)
-            state.write(own, NONFINITE, 0)
+            if all_keys:
+                state.write(own, NONFINITE, 0)
         else:
+            state.write(own, MEMBERS, 0)
+
+    @inlined
+    def take_of_packed(base, w, arrays, strides, sizes):
+        """take, of packed sequences: numbers without a tile are passed over."""
+        own, number, n_tiles, head_parts = state_of(base, w), number_of(w, arrays), numbers.count(sizes), head_parts_of(sizes)
+        # The number of tiles may decide nothing that changes the order of a sequence's sums.
+        ways, found = int32(ways_of(head_parts, int32(0), sizes.left, sizes.right)), False
+        while not found and number < head_parts * n_tiles:
+            in_flight = int32(sizes.heads_in_flight)
+            _, part, j, step = key_tile_of(number, int32(1), head_parts, n_tiles, ways, in_flight)
+            b, first_key = numbers.at(int32(j), arrays, strides, sizes)
+            found = first_key >= 0 and first_key < sequence_of(b, arrays, strides, sizes).keys
+            if found:
+                write_tile(own, b, int32(part), first_key, arrays, strides, sizes)
+                state.write(own, STEP, step)
+            else:
+                number = number_of(w, arrays)
+        if not found:
             state.write(own, MEMBERS, 0)
 
     def has_tile_by(read):
@@ -95,6 +119,7 @@ def make(config):
 
         return has_tile
 
+    take_next = take_of_packed if config.packed else take
     has_tile, warp_has_tile = has_tile_by(state.read_alone), has_tile_by(state.read)
 
     @inlined
@@ -102,7 +127,7 @@ def make(config):
         """has_tile for the thread that writes the state."""
         if stays:
             ring.producer_acquire(base, w)
-            take(base, w, arrays, strides, sizes)
+            take_next(base, w, arrays, strides, sizes)
             ring.producer_commit(base, w, True)
         return has_tile(base, w)
 

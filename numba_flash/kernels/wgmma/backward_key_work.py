@@ -22,6 +22,7 @@ from ..steps.integers import divide
 from ..steps.plain import part_of, parts_of
 from ..steps.sequence import make as make_sequence
 from ..steps.sequence import query_range
+from ..steps import tile_numbers
 from . import block
 from .block import BEGIN, FIRST_ROW, MEMBERS, PART, POS_CUT, POS_FREE, STEP, STOP, B, H, WorkTile, shown_range
 
@@ -43,6 +44,7 @@ def make(config):
     has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, config.tile_m, of_keys=True).ranges
     has_states, take = longest_first.make(config)
     bias_of_all, write_places = bias_of_entries(config), block.places(config).write
+    numbers = tile_numbers.make(config, config.tile_n, True) if config.packed else None
 
     @inlined
     def head_parts_of(sizes):
@@ -54,6 +56,11 @@ def make(config):
         """-> (b, part of all groups, first_key). The first keys of some heads come first: under a causal mask the most
         queries see them."""
         seqlen_k, head_parts = sizes.seqlen_k, head_parts_of(sizes)
+        if config.packed:  # of one head after the other
+            n_tiles = numbers.count(sizes)
+            part = divide(block, n_tiles)
+            b, first_key = numbers.at(int32(block - part * n_tiles), arrays, strides, sizes)
+            return b, part, first_key
         if has_states:  # the key tiles that the most query tiles see come first
             b, h_kv, own = take(block, arrays, strides, sizes)
             return b, h_kv, int32(own * config.tile_n)
@@ -97,7 +104,7 @@ def make(config):
     @inlined
     def behind(block, arrays, strides, sizes):
         b, _, first_key = tile_of(block, arrays, strides, sizes)
-        return first_key >= sequence_of(b, arrays, strides, sizes).keys
+        return first_key < 0 or first_key >= sequence_of(b, arrays, strides, sizes).keys
 
     return KeyWork(head_parts_of, write, write_tile, behind)
 
