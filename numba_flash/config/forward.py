@@ -65,8 +65,9 @@ def check(holds: object, message: str) -> None:
 def tiles_of_all(p: Any, rows: int, of_keys: bool = False) -> int:
     """Tiles of `rows` queries or keys of one head in all batch entries; of packed sequences their numbers
     (kernels/steps/tile_numbers.py)."""
-    alike = p.batch * -(-(p.seqlen_k if of_keys else p.seqlen_q) // rows)
-    return alike if p.packed is None else min(alike, p.packed[of_keys] // rows + p.batch)
+    if p.packed is None:
+        return p.batch * -(-(p.seqlen_k if of_keys else p.seqlen_q) // rows)
+    return p.packed[of_keys] // rows + p.batch if p.batch else 0
 
 
 class LaunchFacts:

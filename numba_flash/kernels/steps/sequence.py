@@ -7,7 +7,7 @@ has, and every range of tiles comes from it, in this file. So another way to fin
 import functools
 from typing import Any, NamedTuple
 
-from numba import cuda, int64
+from numba import cuda, int32, int64
 
 from .inlined import inlined
 from .integers import divide
@@ -103,21 +103,21 @@ def span_as_given(ends, b, stride, total, most, sizes):
 @inlined
 def span_in_order(ends, b, stride, total, most, sizes):
     """`span` where values of `ends` that fall are clamped, too (tile_numbers.py)."""
-    _, first, end = search(ends, stride, total, int64(sizes.batch), int64(b), int64(0))
-    return first, min(end - first, most)
+    _, first, end = search(ends, stride, total, int32(sizes.batch), int32(b), int32(0))
+    return int64(first), min(int64(end - first), most)
 
 
 @cuda.jit(device=True)
 def search(ends, stride, total, batch, number, rows):
     """-> (b, first row, end) of the packed sequence b = number; or, if rows is not 0, of the one that has the tile of
-    this number (tile_numbers.py). A binary search: each value is clamped to those that were met before."""
-    low = min(max(int64(ends[0]), 0), total)
-    high = min(max(int64(ends[batch * stride]), low), total)
-    b, behind = int64(0), batch
-    while behind - b > 1:
-        middle = (b + behind) >> 1
-        end = min(max(int64(ends[middle * stride]), low), high)
-        at = middle + (divide(end, rows) if rows > 0 else int64(0))
+    this number (tile_numbers.py), where -1 and batch are none. A binary search: each value is clamped to those that
+    were met before."""
+    low, high = int32(0), int32(min(total, 2**31 - 1))
+    b, behind = int32(-1), int32(batch + 1)
+    while int32(behind - b) > 1:
+        middle = int32(b + behind) >> int32(1)
+        end = int32(min(max(int32(ends[middle * stride]), low), high))
+        at = int32(middle + divide(end, rows)) if rows > 0 else middle
         if number >= at:
             b, low = middle, end
         else:

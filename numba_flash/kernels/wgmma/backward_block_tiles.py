@@ -44,7 +44,7 @@ def make(config):
     head_parts_of, write_tile = work.head_parts_of, work.write_tile
     state = block.words(config.shared_layout().state)
     numbers = tile_numbers.make(config, tile_n, True) if config.packed else None
-    sequence_of = make_sequence(config)
+    sequence_of, has_seqlens_k = make_sequence(config), config.has("seqlens_k")
 
     @inlined
     def state_of(base, w):
@@ -92,21 +92,23 @@ def make(config):
     @inlined
     def take_of_packed(base, w, arrays, strides, sizes):
         """take, of packed sequences: numbers without a tile are passed over."""
-        own, number, n_tiles, head_parts = state_of(base, w), number_of(w, arrays), numbers.count(sizes), head_parts_of(sizes)
+        own, n_tiles, head_parts = state_of(base, w), numbers.count(sizes), head_parts_of(sizes)
         # The number of tiles may decide nothing that changes the order of a sequence's sums.
-        ways, found = int32(ways_of(head_parts, int32(0), sizes.left, sizes.right)), False
-        while not found and number < head_parts * n_tiles:
-            in_flight = int32(sizes.heads_in_flight)
-            _, part, j, step = key_tile_of(number, int32(1), head_parts, n_tiles, ways, in_flight)
-            b, first_key = numbers.at(int32(j), arrays, strides, sizes)
-            found = first_key >= 0 and first_key < sequence_of(b, arrays, strides, sizes).keys
-            if found:
-                write_tile(own, b, int32(part), first_key, arrays, strides, sizes)
-                state.write(own, STEP, step)
+        ways, looking = int32(ways_of(head_parts, int32(0), sizes.left, sizes.right)), True
+        while looking:
+            number, in_flight = number_of(w, arrays), special.opaque(int32(sizes.heads_in_flight))
+            looking = number < int32(head_parts * n_tiles)
+            if not looking:
+                state.write(own, MEMBERS, 0)
             else:
-                number = number_of(w, arrays)
-        if not found:
-            state.write(own, MEMBERS, 0)
+                _, part, j, step = key_tile_of(number, int32(1), head_parts, n_tiles, ways, in_flight)
+                b, first_key = numbers.at(int32(j), arrays, strides, sizes)
+                looking = first_key < 0
+                if has_seqlens_k:
+                    looking = first_key < 0 or first_key >= sequence_of(b, arrays, strides, sizes).keys
+                if not looking:
+                    write_tile(own, b, int32(part), first_key, arrays, strides, sizes)
+                    state.write(own, STEP, step)
 
     def has_tile_by(read):
         @inlined

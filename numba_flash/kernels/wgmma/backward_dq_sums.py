@@ -49,7 +49,7 @@ def to_sums(config, tiles):
         """-> (query tiles of a head, how many there are before the first of the block's head)."""
         if packed:
             m_tiles = int64(numbers.count(sizes))
-            first = numbers.first(word_alone(own, B), word_alone(own, FIRST_QUERY), sizes)
+            first = numbers.first(word_alone(own, B), word_alone(own, FIRST_QUERY))
             return m_tiles, word_alone(own, H) * m_tiles + first
         m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
         return m_tiles, (int64(word_alone(own, B)) * sizes.heads + word_alone(own, H)) * m_tiles
