@@ -23,6 +23,7 @@ class PreprocessConfig(OfDelta):
     natural: bool = False
     dq_partials: int = 1
     early: bool = False
+    in_order: bool = False  # as of the kernels behind
 
     kernel = "backward_preprocess"
     module = "mma.backward_preprocess"
@@ -41,7 +42,7 @@ class PreprocessConfig(OfDelta):
 
     def grid(self, problem: AnyProblem) -> int:
         p = problem.forward
-        if p.packed is None:
+        if not self.in_order:
             return super().grid(problem)
         rows = max(self.rows, BLOCK_ROWS)
         return p.heads * tiles_of_all(p, rows) * (rows // self.rows)

@@ -99,6 +99,7 @@ class LaunchFacts:
     ptx_version: ClassVar[str] = ""  # the first with its instructions; "": its GPU's (compiled.PTX_VERSIONS)
     kept: ClassVar[bool] = False  # a BlockMask keeps what it makes, for the next call
     packed: bool = False  # sequences are packed (problem/packed.py)
+    in_order: bool = False  # their tiles have numbers (kernels/steps/tile_numbers.py)
 
     @property
     def compute_dtype(self) -> str:
@@ -125,11 +126,6 @@ class LaunchFacts:
     def seeded(self) -> bool:
         """Whether each call brings a seed, from which follows which weights count."""
         return self.has(SEEDED)
-
-    @property
-    def in_order(self) -> bool:
-        """Whether packed sequences are put in order (kernels/steps/tile_numbers.py): in the backward."""
-        return "do" in self.takes.arrays
 
     @property
     def parameters(self) -> Parameters:

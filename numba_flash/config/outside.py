@@ -22,6 +22,7 @@ class OutsideConfig(LaunchFacts):
     dims: tuple[int, ...]
     uses: Uses
     threads: int = 128
+    in_order: bool = False  # as of the kernels behind
 
     module = "simt.outside"
     names = ("outside_of_queries", "outside_of_keys", "outside_of_dq")
@@ -35,18 +36,14 @@ class OutsideConfig(LaunchFacts):
         return OutsideConfig(config.dtype, written, dims, _spans(config.uses), 32 if target.simulated else 128)
 
     @staticmethod
-    def of(p: Problem, written: tuple[str, ...], target: Target) -> "OutsideConfig":
+    def of(p: Problem, written: tuple[str, ...], target: Target, in_order: bool) -> "OutsideConfig":
         """Of gradients."""
         dims = tuple(p.head_dim_v if name == "dv" else p.head_dim for name in written)
-        return OutsideConfig(p.dtype, written, dims, _spans(p.uses), 32 if target.simulated else 128)
+        return OutsideConfig(p.dtype, written, dims, _spans(p.uses), 32 if target.simulated else 128, in_order)
 
     @property
     def of_keys(self) -> bool:  # type: ignore[override]
         return self.written[0] in ("dk", "dv")
-
-    @property
-    def in_order(self) -> bool:
-        return self.written[0] != "o"
 
     @property
     def kernel(self) -> str:  # type: ignore[override]

@@ -36,6 +36,7 @@ class StreamingConfig(OwnRows, Padded, Config):
     bias_pairs: bool = False
 
     whole_program = True
+    in_order: ClassVar[bool] = True  # type: ignore[misc]
     key_tiles: ClassVar[int] = 0  # as of WgmmaFusedConfig
     PARTS: ClassVar[int] = 1  # of which a tile consists (kernels/wgmma/parts.py)
     STATE_WORDS: ClassVar[int] = 16  # that every role reads of the block's work
@@ -405,6 +406,7 @@ class WgmmaRoundConfig(Config):
 
     kernel = "wgmma_round"
     module = "wgmma.backward_round"
+    in_order = True
     takes = abi.backward("dq", without=("bias", "mask")).plus("dq_sums")
     waits = True
     threads: ClassVar[int] = 128  # type: ignore[misc]

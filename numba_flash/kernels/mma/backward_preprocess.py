@@ -29,9 +29,9 @@ def make(config):
     load, half_of = elements.loader(config.dtype, float32), score_reads.halves(config.dtype)
     product, turn_words = lse_delta.product(config), 2 * config.dq_partials
     queries_of = sequences.queries(config)
-    numbers = tile_numbers.make(config, turns_of, False) if config.packed and turns_of else None
+    numbers = tile_numbers.make(config, turns_of, False) if config.in_order and turns_of else None
     blocks_of_16 = max(16 // rows, 1)  # that write one block of 16 queries
-    own_numbers = tile_numbers.make(config, rows * blocks_of_16, False) if config.packed else None
+    own_numbers = tile_numbers.make(config, rows * blocks_of_16, False) if config.in_order else None
     unit, inf = float32(1.0 if config.natural else LOG2_E), float32(math.inf)
 
     @cuda.jit
@@ -41,22 +41,24 @@ def make(config):
         heads, seqlen_q = sizes.heads, sizes.seqlen_q
         thread, block = special.thread_index(), special.block_index()
         head_row_blocks = lse_delta.row_blocks(seqlen_q)
-        if config.packed:
+        if config.in_order:
             tiles = own_numbers.count(sizes) * blocks_of_16
             head_of_all = divide(block, tiles)
             number = divide(block - head_of_all * tiles, blocks_of_16)
             part = int32(block - head_of_all * tiles - number * blocks_of_16)
             b, first_row = own_numbers.at(number, arrays, strides, sizes)
-            first_query = int32(first_row + part * rows)
+            first_query = int32(first_row + part * rows) if first_row >= 0 else first_row
         else:
             tiles = divide(int32(head_row_blocks * 16 + (rows - 1)), rows)
             head_of_all = divide(block, tiles)
             b, first_query = divide(head_of_all, heads), int32((block - head_of_all * tiles) * rows)
-        h = int32(head_of_all - (0 if config.packed else b * heads))
+        h = int32(head_of_all - (0 if config.in_order else b * heads))
         sequence = queries_of(b, arrays, strides, sizes)
         if config.packed:
             seqlen_q, head_row_blocks = sequence.seqlen_q, lse_delta.row_blocks(sequence.seqlen_q)
-            first_query = first_query if first_query >= 0 else head_row_blocks * 16  # then it is no tile
+            first_query = (
+                first_query if not config.in_order or first_query >= 0 else head_row_blocks * 16
+            )  # then it is no tile
         query, lane = int32(first_query + thread // lanes), int32(thread % lanes)
         four_do = local.array(4, uint32)
         four_o = local.array(4, uint32)
@@ -81,7 +83,7 @@ def make(config):
         if turns_of:
             if block == 0 and thread == 0:
                 arrays.turns[0] = uint32(0)
-            if config.packed:  # all of them: two blocks may have the same rows
+            if config.in_order:  # all of them: two blocks may have the same rows
                 words = int64(heads) * numbers.count(sizes) * turn_words
                 for word in range(block * config.threads + thread, words, special.block_count() * config.threads):
                     arrays.turns[lse_delta.TURNS_AT + word] = uint32(0)

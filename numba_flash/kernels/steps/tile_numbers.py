@@ -28,6 +28,7 @@ def make(config: Any, rows: int, of_keys: bool) -> Any:
     sequence, or -1 if it is no tile); first(b, row) -> the number of the first tile of
     sequence b, which begins at `row`.
     """
+
     @inlined
     def total_of(sizes):
         return sizes.total_k if of_keys else sizes.total_q

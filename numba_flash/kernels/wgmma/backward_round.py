@@ -42,8 +42,9 @@ def make(config):
             part = int32(block - h * tiles)
             number = divide(part, of_part)
             part = int32(part - number * of_part)
-            b, first_query = numbers.at(number, arrays, strides, sizes)
-            return b, h, int64(first_query + part * 64), int64(h) * m_tiles + number, part
+            b, first_row = numbers.at(number, arrays, strides, sizes)
+            first_query = int64(first_row + part * 64) if first_row >= 0 else int64(-1)
+            return b, h, first_query, int64(h) * m_tiles + number, part
         tiles = divide(int32(sizes.seqlen_q) + int32(63), 64)
         head_of_all = divide(block, tiles)
         b = divide(head_of_all, sizes.heads)
