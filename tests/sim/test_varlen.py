@@ -58,9 +58,8 @@ def test_one_kernel_computes_all_gradients(options, heads, head_dim, blocks, len
     monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: True)
     monkeypatch.setattr(launch, "blocks_at_a_time", lambda _: blocks)
     rung = forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
-    case = varlen.ragged(
-        rung, lengths, heads=heads, heads_kv=1 if head_dim == 8 else heads, head_dim=head_dim, **options
-    )
+    heads_kv = 1 if head_dim == 8 else heads
+    case = varlen.ragged(rung, lengths, heads=heads, heads_kv=heads_kv, head_dim=head_dim, **options)
     if "seqlens_k" in options:
         for b, valid in enumerate(options["seqlens_k"]):
             rows = case.keys(b)

@@ -15,9 +15,8 @@ from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import griddepcontrol, local, memory, shfl, special
 from ..score import reads as score_reads
-from ..steps import elements, lse_delta
+from ..steps import elements, lse_delta, tile_numbers
 from ..steps import sequence as sequences
-from ..steps import tile_numbers
 from ..steps.integers import divide
 from ..steps.sequence import lse_row, query_row
 from ..steps.units import LOG2_E
@@ -56,9 +55,8 @@ def make(config):
         sequence = queries_of(b, arrays, strides, sizes)
         if config.packed:
             seqlen_q, head_row_blocks = sequence.seqlen_q, lse_delta.row_blocks(sequence.seqlen_q)
-            first_query = (
-                first_query if not config.in_order or first_query >= 0 else head_row_blocks * 16
-            )  # then it is no tile
+            if config.in_order and first_query < 0:  # it is no tile
+                first_query = int32(head_row_blocks * 16)
         query, lane = int32(first_query + thread // lanes), int32(thread % lanes)
         four_do = local.array(4, uint32)
         four_o = local.array(4, uint32)

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from numba import int32, uint32
 
 from ...ptx import memory, special
+from ..steps import tile_numbers
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps import tile_numbers
 from ..steps.plain import key_tile_of, ways_of
 from ..steps.sequence import make as make_sequence
 from . import backward_key_work, block, pipeline

@@ -14,12 +14,11 @@ from numba import float32, int32, int64, uint32
 from ...ptx import bar, fence, ld_st, local, memory, special, tma, vote
 from ..recompute import queries as recompute
 from ..score import fragments
-from ..steps import elements, gradient_rows
+from ..steps import elements, gradient_rows, tile_numbers
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
 from ..steps.plain import parts_before
-from ..steps import tile_numbers
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import queries_of, query_row
 from . import block, pipeline

@@ -16,13 +16,13 @@ from numba import int32
 
 from ..score import longest_first, tile_walk
 from ..score import reads as score_reads
+from ..steps import tile_numbers
 from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import part_of, parts_of
 from ..steps.sequence import make as make_sequence
 from ..steps.sequence import query_range
-from ..steps import tile_numbers
 from . import block
 from .block import BEGIN, FIRST_ROW, MEMBERS, PART, POS_CUT, POS_FREE, STEP, STOP, B, H, WorkTile, shown_range
 

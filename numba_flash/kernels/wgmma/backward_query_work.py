@@ -7,11 +7,11 @@ from numba import int32
 
 from ..score import longest_first, tile_walk
 from ..score import reads as score_reads
+from ..steps import tile_numbers
 from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.sequence import key_range
-from ..steps import tile_numbers
 from ..steps.sequence import make as make_sequence
 from . import block
 from .block import POS_CUT, POS_FREE, STATES, WorkTile, shown_range
