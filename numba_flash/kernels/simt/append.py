@@ -12,7 +12,7 @@ from numba import cuda, int32, int64
 
 from ..steps import elements
 from ..steps.inlined import inlined
-from . import pages
+from ..steps import pages
 
 
 def make(config):

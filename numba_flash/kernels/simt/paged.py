@@ -19,7 +19,7 @@ from ..score import make as make_score
 from ..steps import elements, rows, sequence, tiles
 from ..steps.inlined import TRUE
 from ..steps.sequence import Sequence, key_range, kv_head, lse_row, query_of, query_row, span
-from . import pages
+from ..steps import pages
 
 
 def make(config):

@@ -2,7 +2,7 @@
 
 from numba import int64
 
-from ..steps.inlined import inlined
+from .inlined import inlined
 
 
 def finder(pages):
