@@ -91,7 +91,6 @@ def _config(problem: Problem, pages: str, target: Target, tile_m: int, stages: i
         tile_m=tile_m,
         tile_n=16,
         warp_rows=warp_rows,
-        q_registers=warp_rows == 16 and not wide,
         copy_bytes=copy_bytes(p),
         stages=stages,
         blocks_per_sm=per_sm,

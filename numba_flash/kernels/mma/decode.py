@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, ld_st, local, memory, shared, special
+from ..recompute import cache_rows
 from ..score import fragment_functions, fragment_softmax, fragments, kept_weights
 from ..score import reads as score_reads
 from ..steps import async_tiles
@@ -82,7 +83,8 @@ def make(config):
     )
     work, tiles, products = decode_work.make(config), decode_tiles.make(config), products_16bit.make(config)
     nodes, write_rows = decode_nodes.of_chunks(config), decode_rows.make(config)
-    _, carry = decode_nodes.joins(nodes.count, nodes.rows)
+    recompute_rows = cache_rows.make(config)
+    (_, carry), node_count = decode_nodes.joins(nodes.count, rows), nodes.count + 2 * rows
     mask_words, visible, finish_scores, mask_scores = fragments.tile(scores, strips)
     read, has_mask = score_reads.make(scores, strips), config.has("mask")
     functions, kept_weight = fragment_functions.make(scores, strips), kept_weights.on_fragments(scores, strips, tile_n)
@@ -171,7 +173,7 @@ def make(config):
         row = int32(tile.first_row + row_warp * warp_rows)
         j, stage, waiting = tile.begin, int32(0), int32(0)
         begin_chunk(registers)
-        for e in range(nodes.count + 2 * rows):
+        for e in range(node_count):
             registers.node[e] = float32(0)
         while j < tile.end:
             wait_oldest()
@@ -258,7 +260,7 @@ def make(config):
             local.array(mask_words, uint32),
             local.array(read.bits_words, uint32),
             local.array(kept_weight.words, uint32),
-            local.array(nodes.count + 2 * rows, float32),
+            local.array(node_count, float32),
         )
         stack = int64(first_stack) + (int64(block) * sizes.levels) * level_step + thread
         level, number = work.level_of(lane, arrays, strides, sizes), int32(block)
@@ -289,6 +291,11 @@ def make(config):
                 write_rows(
                     item, slot, item.row_tiles, item.nodes, tile.h, tile.sequence, tile.first_row, tile.rows_left,
                     flags, stack, thread, arrays, strides, sizes, score,
+                )  # fmt: skip
+                cuda.syncthreads()
+                recompute_rows(
+                    flags, tile.sequence, tile.h_kv, tile.first_row, tile.rows_left, warp, lane, arrays, strides,
+                    sizes, score,
                 )  # fmt: skip
             wait_all()
             cuda.syncthreads()  # everyone is done with shared memory

@@ -18,6 +18,7 @@ from ..steps.units import LN_2, LOG2_E
 from .decode_nodes import joins
 
 AT_ONCE, NUMBERS = 8, 6  # nodes; numbers of a node that a thread has: of O, m and l
+ALL = AT_ONCE * NUMBERS
 
 
 def make(config):
@@ -52,7 +53,7 @@ def make(config):
     @inlined
     def root(node, row, quad, item, slot, row_tiles, nodes, place, step, level_step, arrays):
         """node <- that of all keys. slot: of the first node; the others are row_tiles slots further each."""
-        eight, words = local.array(AT_ONCE * NUMBERS, float32), local.array(NUMBERS, uint32)
+        eight, words = local.array(ALL, float32), local.array(NUMBERS, uint32)
         waiting, end_node = int32(0), int32(item.first_node + nodes)
         first, last = int32(item.first_node >> 3), int32((end_node - 1) >> 3)
         for index in range(first, last + 1):

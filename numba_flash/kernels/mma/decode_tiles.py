@@ -16,7 +16,6 @@ from ..steps.inlined import inlined
 from ..steps.named import named
 from ..steps.plain import panel_offset
 from ..steps.sequence import query_row
-from .decode_work import places_of_pages
 
 
 def make(config):
@@ -24,8 +23,7 @@ def make(config):
     threads, size, keys, warp_keys = config.threads, config.item_size, config.keys, config.tile_n
     columns, columns_v, group = config.head_dim_padded, config.head_dim_v_padded, config.group_size
     piece, copy = copier(config.copy_bytes)
-    in_16, paged = 16 // piece, config.pages != "own"
-    page_of, (table, indptr, by_table, by_indptr) = pages.finder(config.pages), places_of_pages(config)
+    in_16, place_of_key = 16 // piece, pages.key_places(config)
     stage_places, v_places = 2 * keys * 8, keys * 8
 
     @inlined
@@ -54,13 +52,7 @@ def make(config):
         key, of_v = int32(j * keys + (thread & (keys - 1))), thread & keys
         place = int64(0)
         if thread < 2 * keys and key >= first_key and key < end_key:
-            page, row = int64(sequence.b), int64(key)
-            if paged:
-                number = int32(uint32(key) // uint32(sizes.page))
-                page = page_of(
-                    sequence.b, number, arrays[table], arrays[indptr], strides[by_table], strides[by_indptr]
-                )
-                row = int64(key - number * int32(sizes.page))
+            page, row = place_of_key(sequence, key, arrays, strides, sizes)
             if page >= 0 and page < sizes.pages:
                 if of_v != 0:
                     at = page * strides.v[0] + h_kv * strides.v[1] + row * strides.v[2]

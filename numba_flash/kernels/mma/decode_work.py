@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from numba import cuda, int32, int64, uint32
 
 from ...ptx import shfl, vote
-from ..steps import sequence
+from ..steps import pages, sequence
 from ..steps.inlined import inlined
 from ..steps.integers import tiles_of
 from ..steps.named import named
@@ -148,7 +148,7 @@ def _sequence(config):
     device."""
     packed, csr, source = config.packed, config.pages == "csr", config.q_offset_source
     from_keys, from_array = source == "seqlens_k", source == "array"
-    indices, indptr, by_indices, by_indptr = places_of_pages(config)
+    indices, indptr, by_indices, by_indptr = pages.places_of_pages(config)
 
     @inlined
     def sequence_of(b, arrays, strides, sizes):
@@ -175,10 +175,3 @@ def _sequence(config):
 
     return sequence_of
 
-
-def places_of_pages(config):
-    """-> the indices of the two arrays that say where pages are, among arrays and among strides; of none, any."""
-    names = config.parameters.arrays, config.parameters.strides
-    first = [kind.index("aux0") if config.pages != "own" and "aux0" in kind else 0 for kind in names]
-    more = config.pages == "csr"
-    return first[0], first[0] + more, first[1], first[1] + more
