@@ -16,16 +16,19 @@ class DecodeConfig(TensorConfig):
 
     tile_n: keys of a warp's tile; KEY_WARPS warps have neighbouring ones. stages: tiles of keys that have a place.
     blocks: how many run at a time; no more parts of sequences are handed from block to block. pages: how a sequence's
-    pages are found (kernels/simt/pages.py). copy_bytes, q_registers: as of MmaConfig.
+    pages are found (kernels/steps/pages.py). pair_shared: a node of one chunk waits for the next in shared memory,
+    else in registers or, if it has many numbers, in global memory, as the others do. copy_bytes: as of
+    MmaConfig.
     """
 
     warp_rows: int = 16
-    q_registers: bool = False
     copy_bytes: int = 16
     stages: int = 3
     blocks: int = 1
     pages: str = "own"
+    pair_shared: bool = False
 
+    q_registers: ClassVar[bool] = False
     KEY_WARPS: ClassVar[int] = 4
     CHUNK: ClassVar[int] = 256  # keys of a leaf of the tree; the bits follow from it, from tile_n and from KEY_WARPS
 
@@ -93,6 +96,7 @@ class DecodeConfig(TensorConfig):
             places=self.stages * 2 * self.keys * 8,
             states=self.KEY_WARPS * self.tile_m * 8,
             flags=self.ROW_STATE_BYTES * self.tile_m,
+            pair=4 * self.node_numbers * self.threads if self.pair_shared else 0,
             last=16,
         )
 
@@ -105,6 +109,10 @@ class DecodeConfig(TensorConfig):
     def levels(self, seqlen_k: int) -> int:
         """Of the tree over the chunks of a sequence."""
         return max(-(-seqlen_k // self.CHUNK) - 1, 1).bit_length()
+
+    @property
+    def pair_registers(self) -> bool:
+        return not self.pair_shared and self.node_numbers <= 24
 
     @property
     def node_numbers(self) -> int:

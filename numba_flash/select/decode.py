@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 FEW_ROWS = 64  # of a KV head: with more, a contiguous cache is for the kernels of `attention`
 WIDEST = 256  # head_dim
 SIMULATED_BLOCKS = 4
+MOST_THREADS = 256  # of a multiprocessor: each takes up to 255 registers
 
 
 def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
@@ -37,7 +38,7 @@ def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
         if (reason := no_wide_rows(operand, strides, columns, p.dtype, least)) is not None:
             return reason
     if _fitting(p, "own", target) is None:
-        return no_room(p, target, _config(p, "own", target, 16, 2, 1).shared_bytes)
+        return no_room(p, target, _config(p, "own", target, 16, 2, 1, False).shared_bytes)
     return None
 
 
@@ -63,24 +64,24 @@ def _fitting(problem: Problem, pages: str, target: Target) -> "DecodeConfig | No
     one_panel = -(-p.head_dim // 64) >= -(-p.head_dim_v // 64)  # rows of O fit into a tile of K and V
     most = 64 if one_panel and not wide else 32
     wanted = min(max(16, 1 << (max(rows_of(p), 1) - 1).bit_length()), most)
-    for tile_m in (64, 32, 16):
-        for per_sm, least in ((2, 3), (1, 2)):
-            small = tile_m == 16 or tile_m == 32 and not wide
-            if tile_m > wanted or per_sm == 2 and not small:
-                continue
+    for tile_m in (n for n in (64, 32, 16) if n <= wanted):
+        few = _config(p, pages, target, tile_m, 2, 1, False).pair_registers
+        for per_sm, least, pair_shared in ((2, 3, not few), (1, 3, not few), (1, 2, False)):
             for stages in range(6, least - 1, -1):
-                config = _config(p, pages, target, tile_m, stages, per_sm)
-                if per_sm * (config.shared_bytes + 1024) <= target.shared_bytes + 1024:
+                config = _config(p, pages, target, tile_m, stages, per_sm, pair_shared)
+                fits = per_sm * (config.shared_bytes + 1024) <= target.shared_bytes + 1024
+                if fits and per_sm * config.threads <= MOST_THREADS:
                     return config
     return None
 
 
-def _config(problem: Problem, pages: str, target: Target, tile_m: int, stages: int, per_sm: int) -> "DecodeConfig":
+def _config(
+    problem: Problem, pages: str, target: Target, tile_m: int, stages: int, per_sm: int, pair_shared: bool
+) -> "DecodeConfig":
     from ..config.decode import DecodeConfig
 
     p, wide = problem, max(problem.head_dim, problem.head_dim_v) > 128
     bias = p.array("bias")
-    warp_rows = 16 if wide else min(tile_m, 32)
     features: dict[str, Any] = features_of(p) | dict(
         group_size=_group(p),
         scores_finished=changes_scores(p.uses) or p.scale <= 0,
@@ -90,10 +91,11 @@ def _config(problem: Problem, pages: str, target: Target, tile_m: int, stages: i
         **features,
         tile_m=tile_m,
         tile_n=16,
-        warp_rows=warp_rows,
+        warp_rows=16 if wide else min(tile_m, 32),
         copy_bytes=copy_bytes(p),
         stages=stages,
         blocks_per_sm=per_sm,
         blocks=SIMULATED_BLOCKS if target.simulated else max(target.multiprocessors, 1) * per_sm,
         pages=pages,
+        pair_shared=pair_shared,
     )

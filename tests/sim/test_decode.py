@@ -53,7 +53,12 @@ def test_a_query_has_the_same_bits_beside_others(rung, heads):
 def test_pages_of_any_size_have_the_bits_of_a_contiguous_cache(rung):
     case = kvcache.problem(rung, LENGTHS, 1, heads=2, heads_kv=2)
     o, lse = kvcache.lay(case, "contiguous").run(rung)[:2]
-    for page, kind, form in ((1, "table", "nhd"), (3, "csr", "hnd"), (16, "table", "one row"), (64, "csr", "alternate")):
+    for page, kind, form in (
+        (1, "table", "nhd"),
+        (3, "csr", "hnd"),
+        (16, "table", "one row"),
+        (64, "csr", "alternate"),
+    ):
         other, other_lse = kvcache.lay(case, kind, form, page).run(rung)[:2]
         assert same_bits(other, o) and same_bits(other_lse, lse), (page, kind, form)
 

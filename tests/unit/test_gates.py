@@ -461,7 +461,13 @@ def decode_gates():
     """Caches of each width and number of rows; with pages, and with all that a score may need."""
     rich = dict(softcap=5.0, alibi_slopes=empty(8, dtype="float32"), causal=True, sinks=empty(8, dtype="float32"))
     functions = dict(score_mod=Function.of("score_mod", shifted), mask_mod=Function.of("mask_mod", striped))
-    served = {"": {}, "-rich": rich, "-functions": functions, "-bias": dict(bias=empty(1, 8, 1, 2**17, dtype="float32")), "-dropout": {}}
+    served = {
+        "": {},
+        "-rich": rich,
+        "-functions": functions,
+        "-bias": dict(bias=empty(1, 8, 1, 2**17, dtype="float32")),
+        "-dropout": {},
+    }
     served["-dropout"] = dict(dropout_p=0.1)
     for head_dim in (64, 128, 256):
         for queries in (1, 8, 16):

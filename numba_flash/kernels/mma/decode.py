@@ -84,7 +84,9 @@ def make(config):
     work, tiles, products = decode_work.make(config), decode_tiles.make(config), products_16bit.make(config)
     nodes, write_rows = decode_nodes.of_chunks(config), decode_rows.make(config)
     recompute_rows = cache_rows.make(config)
-    (_, carry), node_count = decode_nodes.joins(nodes.count, rows), nodes.count + 2 * rows
+    pair_count = nodes.count + 2 * rows if config.pair_registers else 1
+    node_count, pair_threads = nodes.count + 2 * rows, config.threads if config.pair_shared else 0
+    _, carry = decode_nodes.joins(nodes.count, rows, pair_threads, config.pair_registers)
     mask_words, visible, finish_scores, mask_scores = fragments.tile(scores, strips)
     read, has_mask = score_reads.make(scores, strips), config.has("mask")
     functions, kept_weight = fragment_functions.make(scores, strips), kept_weights.on_fragments(scores, strips, tile_n)
@@ -127,9 +129,7 @@ def make(config):
         if read.reads:
             origin = read.origin(sequence.b, tile.h, int32(0), arrays, strides)
             read.load(registers.loaded, registers.shown_bits, j, origin, row, lane, arrays, strides, sizes, FALSE)
-        visible(
-            j, row, lane, sequence.q_start, sizes.left, sizes.right, int32(sequence.keys), mask_bits, distance
-        )
+        visible(j, row, lane, sequence.q_start, sizes.left, sizes.right, int32(sequence.keys), mask_bits, distance)
         if has_mask:
             read.hide(mask_bits, registers.shown_bits, TRUE)
         if functions.present:
@@ -168,25 +168,30 @@ def make(config):
             registers.acc_o[i] = float32(0)
 
     @inlined
-    def walk(tile, registers, places, stack, thread, lane, key_warp, row_warp, arrays, strides, sizes, score):
-        """node <- that of all keys of the tile. Their first copies and places are under way."""
+    def walk(tile, slot, registers, places, stack, lane, key_warp, row_warp, arrays, strides, sizes, score):
+        """Hands the node of all keys of the tile over. Their first copies and places are under way."""
         row = int32(tile.first_row + row_warp * warp_rows)
-        j, stage, waiting = tile.begin, int32(0), int32(0)
+        j, stage, waiting, there = tile.begin, int32(0), int32(0), int32(0)
+        for r in range(rows):
+            exists = row_warp * warp_rows + int32(first_row_of(lane)) + r * 8 < tile.rows_left
+            there |= int32(1 << r) if exists else int32(0)
         begin_chunk(registers)
-        for e in range(node_count):
-            registers.node[e] = float32(0)
+        if j >= tile.end:
+            for e in range(node_count):
+                registers.node[e] = float32(0)
+            nodes.put(registers.node, slot, tile.rows_left, lane, key_warp, row_warp, arrays)
         while j < tile.end:
             wait_oldest()
             cuda.syncthreads()  # tile j is there, and everyone is done with the one before
             ahead = int32(stage + (stages - 1)) if stage == 0 else int32(stage - 1)
             if j + (stages - 1) < tile.end:
-                tiles.load_keys(places.ring, places.rows, ahead, thread)
+                tiles.load_keys(places.ring, places.rows, ahead)
             cp_async.commit_group()
             place = tiles.place_of(
-                j + stages, tile.sequence, tile.h_kv, tile.first_key, tile.end_key, thread, arrays, strides, sizes
+                j + stages, tile.sequence, tile.h_kv, tile.first_key, tile.end_key, arrays, strides, sizes
             )
             step(j, stage, registers, places, tile, row, lane, key_warp, arrays, strides, sizes, score)
-            tiles.put_place(places.rows, stage, place, thread)
+            tiles.put_place(places.rows, stage, place)
             last = j + 1 == tile.end
             if (j & (in_chunk - 1)) == in_chunk - 1 or last:
                 exchange = int32(places.ring + stage * stage_bytes)
@@ -194,9 +199,9 @@ def make(config):
                     registers.acc_o, registers.m, registers.l, registers.node, registers.alpha, places.states,
                     exchange, lane, key_warp, row_warp,
                 )  # fmt: skip
-                waiting = carry(
-                    registers.node, j >> chunk_bits, last, waiting, stack, level_step, config.threads, arrays
-                )
+                waiting = carry(registers.node, j >> chunk_bits, last, waiting, there, stack, arrays)
+                if last:  # here, so that no node is kept in registers through the loop
+                    nodes.put(registers.node, slot, tile.rows_left, lane, key_warp, row_warp, arrays)
                 begin_chunk(registers)
             j, stage = int32(j + 1), int32(0 if stage == stages - 1 else stage + 1)
 
@@ -205,15 +210,15 @@ def make(config):
         """Starts the copies of Q and of the first tiles of keys."""
         for stage in range(stages):
             place = tiles.place_of(
-                tile.begin + stage, tile.sequence, tile.h_kv, tile.first_key, tile.end_key, thread, arrays, strides,
+                tile.begin + stage, tile.sequence, tile.h_kv, tile.first_key, tile.end_key, arrays, strides,
                 sizes,
             )  # fmt: skip
-            tiles.put_place(places.rows, int32(stage), place, thread)
+            tiles.put_place(places.rows, int32(stage), place)
         tiles.load_q(q_smem, tile.sequence, tile.h, tile.first_row, tile.rows_left, thread, arrays, strides)
         cuda.syncthreads()
         for stage in range(stages - 1):
             if tile.begin + stage < tile.end:
-                tiles.load_keys(places.ring, places.rows, int32(stage), thread)
+                tiles.load_keys(places.ring, places.rows, int32(stage))
             cp_async.commit_group()
 
     @inlined
@@ -262,7 +267,11 @@ def make(config):
             local.array(kept_weight.words, uint32),
             local.array(node_count, float32),
         )
-        stack = int64(first_stack) + (int64(block) * sizes.levels) * level_step + thread
+        stack_at = int64(first_stack) + (int64(block) * sizes.levels) * level_step + thread
+        pair_registers = local.array(pair_count, float32)
+        stack = decode_nodes.Stack(
+            pair_registers, int32(q_smem + plan.pair + thread * 4), stack_at, level_step, config.threads
+        )
         level, number = work.level_of(lane, arrays, strides, sizes), int32(block)
         cursor = decode_work.Cursor(int32(0), int32(0), int32(0))
         while True:
@@ -275,23 +284,15 @@ def make(config):
                 row = uint32(tile.first_row + row_warp * warp_rows + int32(first_row_of(lane)) + r * 8)
                 registers.term[r] = row_term(tile.sequence.b, int32(tile.h + row % uint32(group)), arrays, strides)
             begin_tile(tile, q_smem, places, thread, arrays, strides, sizes)
-            if config.q_registers:
-                wait_oldest()
-                cuda.syncthreads()
-                products.load_q(registers.q_frag, q_lane)
-            walk(tile, registers, places, stack, thread, lane, key_warp, row_warp, arrays, strides, sizes, score)
             own, joined = int32(config.blocks + block), item.nodes > 1
             slot = int32(item.node_slot + (item.node - item.first_node) * item.row_tiles) if joined else own
-            nodes.put(registers.node, slot, tile.rows_left, lane, key_warp, row_warp, arrays)
+            walk(tile, slot, registers, places, stack, lane, key_warp, row_warp, arrays, strides, sizes, score)
             if not joined or is_last(item, last_smem, thread, arrays):
                 for row in range(thread, config.tile_m, config.threads):
                     ld_st.store_b32(int32(flags + row * config.ROW_STATE_BYTES), uint32(0))
                 cuda.syncthreads()
                 slot = item.node_slot if joined else own
-                write_rows(
-                    item, slot, item.row_tiles, item.nodes, tile.h, tile.sequence, tile.first_row, tile.rows_left,
-                    flags, stack, thread, arrays, strides, sizes, score,
-                )  # fmt: skip
+                write_rows(item, slot, tile, flags, stack_at, thread, arrays, strides, sizes, score)
                 cuda.syncthreads()
                 recompute_rows(
                     flags, tile.sequence, tile.h_kv, tile.first_row, tile.rows_left, warp, lane, arrays, strides,

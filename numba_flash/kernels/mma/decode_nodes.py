@@ -9,6 +9,8 @@ m is a whole number, in log2. So factors are powers of 2, products exact, and a 
 Numbers of a node lie in one array: those of O, then m of each row, then l of each row.
 """
 
+from typing import Any, NamedTuple
+
 import numpy as np
 from numba import cuda, float32, int32, int64
 
@@ -20,58 +22,98 @@ from ..steps.plain import first_column_of, first_row_of
 from ..steps.units import LOG2_E, exponent_unit
 
 ex2, maximum = approx.ex2, minmax.maximum
+TO_SHARED, FROM_SHARED, TO_MEMORY, FROM_MEMORY = map(np.int32, range(4))
 
 
-def joins(o_count, rows):
+class Stack(NamedTuple):
+    """Where a thread's numbers of nodes wait: those of level 0 in registers, or in shared memory from `first` on; the
+    others in arrays.partials from `rest` on, level_step from one level to the next, and `step` from number to number."""
+
+    registers: Any
+    first: int
+    rest: int
+    level_step: int
+    step: int
+
+
+def joins(o_count, rows, threads=0, in_registers=True):
     """-> (join, carry), device functions for nodes of so many numbers of O and rows. The numbers of O are those of one
-    row, or in the order of fragments: four of a block, two for each of two rows, and blocks of a strip of 16 rows."""
-    per_strip = o_count // max(rows // 2, 1)
-    count = o_count + 2 * rows
+    row, or in the order of fragments: four of a block, two for each of two rows, and blocks of a strip of 16 rows.
+    threads: of the block, if those of level 0 wait in shared memory; in_registers: if they wait there, else they wait as
+    the others do."""
+    of_row, in_strip = o_count // rows, o_count // max(rows // 2, 1) // 4
+    count, bytes_apart, first_in_memory = o_count + 2 * rows, threads * 4, 1 if threads or in_registers else 0
 
     @inlined
-    def row_of(e):
-        return (e // per_strip) * 2 + (e % 4) // 2 if rows > 1 else 0
+    def number(r, n):
+        """The index of the n-th number of O in row r."""
+        return ((r // 2) * in_strip + n // 2) * 4 + (r % 2) * 2 + n % 2 if rows > 1 else n
 
     @inlined
     def join(left, left_at, node, at):
         """node[at :] <- left[left_at :] and node[at :], which has the keys behind."""
-        for e in range(o_count):
-            r = row_of(e)
-            left_m, left_l = left[left_at + o_count + r], left[left_at + o_count + rows + r]
-            m, l = node[at + o_count + r], node[at + o_count + rows + r]
-            top = maximum(left_m, m)
-            o = cuda.fma(left[left_at + e], ex2(left_m - top), node[at + e] * ex2(m - top))
-            if left_l != float32(0):  # else the other's bits, and not 0 plus them
-                node[at + e] = o if l != float32(0) else left[left_at + e]
         for r in range(rows):
             left_m, left_l = left[left_at + o_count + r], left[left_at + o_count + rows + r]
             m, l = node[at + o_count + r], node[at + o_count + rows + r]
             top = maximum(left_m, m)
-            both = cuda.fma(left_l, ex2(left_m - top), l * ex2(m - top))
-            if left_l != float32(0):
+            left_factor, factor = ex2(left_m - top), ex2(m - top)
+            if left_l != float32(0):  # else the other's bits, and not 0 plus them
+                for n in range(of_row):
+                    e = number(r, n)
+                    both = cuda.fma(left[left_at + e], left_factor, node[at + e] * factor)
+                    node[at + e] = both if l != float32(0) else left[left_at + e]
+                sums = cuda.fma(left_l, left_factor, l * factor)
                 node[at + o_count + r] = top if l != float32(0) else left_m
-                node[at + o_count + rows + r] = both if l != float32(0) else left_l
+                node[at + o_count + rows + r] = sums if l != float32(0) else left_l
 
     @inlined
-    def carry(node, index, last, waiting, place, level_step, step, arrays):
-        """Joins the index-th node with those to its left that wait for it. If it is the last one, with all that wait;
-        otherwise the result waits. -> the levels on which one waits, as bits.
+    def copy_row(r, target, source, stack, place, arrays, way):
+        """way, a constant: where the row goes."""
+        for n in range(of_row + 2):
+            e = number(r, n) if n < of_row else o_count + r + (n - of_row) * rows
+            if way == TO_SHARED:
+                ld_st.store_b32(int32(stack.first + e * bytes_apart), source[e].view(np.uint32))
+            elif way == FROM_SHARED:
+                target[e] = ld_st.load_b32(int32(stack.first + e * bytes_apart)).view(np.float32)
+            elif way == TO_MEMORY:
+                arrays.partials[place + e * stack.step] = source[e]
+            else:
+                target[e] = arrays.partials[place + e * stack.step]
 
-        place: where the thread's numbers of level 0 are in arrays.partials; step: from one to the next; level_step.
-        """
+    @inlined
+    def copy(target, source, stack, level, there, arrays, way):
+        place = stack.rest + int64(level) * stack.level_step
+        for r in range(rows):
+            if (there >> r) & 1 != 0:
+                copy_row(r, target, source, stack, place, arrays, way)
+
+    @inlined
+    def carry(node, index, last, waiting, there, stack, arrays):
+        """Joins the index-th node with those to its left that wait for it. If it is the last one, with all that wait;
+        otherwise the result waits. -> the levels on which one waits, as bits. there: the rows that exist, as bits."""
         other, level, rest = local.array(count, float32), int32(0), int32(index)
-        while rest & int32(1) != 0 or (last and waiting >> level != 0):
-            at = place + int64(level) * level_step
-            if (waiting >> level) & int32(1) != 0:
-                for e in range(count):
-                    other[e] = arrays.partials[at + e * step]
+        for e in range(count):
+            other[e] = float32(0)
+        if waiting & int32(1) != 0:
+            if threads:
+                copy(other, other, stack, level, there, arrays, FROM_SHARED)
                 join(other, 0, node, 0)
-                waiting = int32(waiting & ~(int32(1) << level))
+            elif in_registers:
+                join(stack.registers, 0, node, 0)
+        while rest & int32(1) != 0 or (last and waiting >> level != 0):
+            if level >= first_in_memory and (waiting >> level) & int32(1) != 0:
+                copy(other, other, stack, level, there, arrays, FROM_MEMORY)
+                join(other, 0, node, 0)
+            waiting = int32(waiting & ~(int32(1) << level))
             level, rest = int32(level + 1), int32(rest >> int32(1))
         if not last:
-            at = place + int64(level) * level_step
-            for e in range(count):
-                arrays.partials[at + e * step] = node[e]
+            if level >= first_in_memory:
+                copy(node, node, stack, level, there, arrays, TO_MEMORY)
+            elif threads:
+                copy(node, node, stack, level, there, arrays, TO_SHARED)
+            elif in_registers:
+                for e in range(count):
+                    stack.registers[e] = node[e]
             waiting = int32(waiting | (int32(1) << level))
         return waiting
 
@@ -127,7 +169,9 @@ def of_chunks(config):
             for strip in range(strips):
                 for u in range(blocks):
                     for i in range(4):
-                        own = acc_o[(strip * o_blocks + (first + part) * blocks + u) * 4 + i] * factor[strip * 2 + i // 2]
+                        own = (
+                            acc_o[(strip * o_blocks + (first + part) * blocks + u) * 4 + i] * factor[strip * 2 + i // 2]
+                        )
                         ld_st.store_b32(int32(to + ((strip * blocks + u) * 4 + i) * 128), own.view(np.uint32))
 
     @inlined

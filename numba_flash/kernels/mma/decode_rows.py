@@ -15,7 +15,7 @@ from ..steps import elements
 from ..steps.inlined import inlined
 from ..steps.sequence import lse_row, query_row
 from ..steps.units import LN_2, LOG2_E
-from .decode_nodes import joins
+from .decode_nodes import Stack, joins
 
 AT_ONCE, NUMBERS = 8, 6  # nodes; numbers of a node that a thread has: of O, m and l
 ALL = AT_ONCE * NUMBERS
@@ -51,26 +51,27 @@ def make(config):
         join(nodes, 18, nodes, 42)
 
     @inlined
-    def root(node, row, quad, item, slot, row_tiles, nodes, place, step, level_step, arrays):
-        """node <- that of all keys. slot: of the first node; the others are row_tiles slots further each."""
+    def root(node, row, quad, item, slot, stack, arrays):
+        """node <- that of all keys, of an Item. slot: of its first node."""
         eight, words = local.array(ALL, float32), local.array(NUMBERS, uint32)
-        waiting, end_node = int32(0), int32(item.first_node + nodes)
+        waiting, end_node = int32(0), int32(item.first_node + item.nodes)
         first, last = int32(item.first_node >> 3), int32((end_node - 1) >> 3)
         for index in range(first, last + 1):
             for n in range(AT_ONCE):
                 number = int32(index * AT_ONCE + n)
                 exists = number >= item.first_node and number < end_node
-                here = int32(slot + (number - item.first_node) * row_tiles) if exists else int32(slot)
+                here = int32(slot + (number - item.first_node) * item.row_tiles) if exists else int32(slot)
                 read(n, exists, eight, words, here, row, quad, arrays)
             join_eight(eight)
             for e in range(NUMBERS):
                 node[e] = eight[(AT_ONCE - 1) * NUMBERS + e]
-            waiting = carry(node, index, index == last, waiting, place, level_step, step, arrays)
+            waiting = carry(node, index, index == last, waiting, int32(1), stack, arrays)
 
     @inlined
-    def write_row(node, row, quad, h, sequence, first_row, flags, arrays, strides, sizes, score):
-        query = int32(uint32(first_row + row) // uint32(group))
-        head = int32(h + (first_row + row) - query * group)
+    def write_row(node, row, quad, tile, flags, arrays, strides, sizes, score):
+        sequence, in_all = tile.sequence, int32(tile.first_row + row)
+        query = int32(uint32(in_all) // uint32(group))
+        head = int32(tile.h + in_all - query * group)
         m, l, factor = node[4], node[5], float32(1)
         if has_term:
             x = term(sequence.b, head, arrays, strides) * log2_e
@@ -99,18 +100,15 @@ def make(config):
                 arrays.lse[lse_row(sequence, head, query, sizes)] = row_lse
 
     @inlined
-    def write_rows(
-        item, slot, row_tiles, nodes, h, sequence, first_row, rows_left, flags, place, thread, arrays, strides, sizes,
-        score,
-    ):  # fmt: skip
-        """Writes O and lse of a row tile, whose nodes are in memory. flags: a word of each row, which becomes 1 if the
-        row is not finite. place: where the thread's stack is."""
-        node = local.array(NUMBERS, float32)
-        step, level_step = int64(threads), int64(config.node_numbers * threads)
-        for index in range(thread, rows_left * quads, threads):
+    def write_rows(item, slot, tile, flags, place, thread, arrays, strides, sizes, score):
+        """Writes O and lse of a Tile (decode.py), whose nodes are in memory. flags: a word of each row, which becomes 1
+        if the row is not finite. place: where nodes of the thread may wait in arrays.partials."""
+        node, waits = local.array(NUMBERS, float32), local.array(NUMBERS, float32)
+        stack = Stack(waits, int32(0), place, int64(config.node_numbers * threads), int64(threads))
+        for index in range(thread, tile.rows_left * quads, threads):
             row = int32(uint32(index) // uint32(quads))
             quad = int32(index - row * quads)
-            root(node, row, quad, item, slot, row_tiles, nodes, place, step, level_step, arrays)
-            write_row(node, row, quad, h, sequence, first_row, flags, arrays, strides, sizes, score)
+            root(node, row, quad, item, slot, stack, arrays)
+            write_row(node, row, quad, tile, flags, arrays, strides, sizes, score)
 
     return write_rows

@@ -9,7 +9,7 @@ may belong to others by now. Numbers of pages that do not exist are zeros.
 
 from numba import int32, int64, uint32
 
-from ...ptx import ld_st, local, memory
+from ...ptx import ld_st, local, memory, special
 from ..steps import pages
 from ..steps.async_tiles import copier
 from ..steps.inlined import inlined
@@ -47,8 +47,9 @@ def make(config):
             copy(q_smem + offset_of(row, n, config.tile_m), source, count if row < rows_left else 0)
 
     @inlined
-    def place_of(j, sequence, h_kv, first_key, end_key, thread, arrays, strides, sizes):
+    def place_of(j, sequence, h_kv, first_key, end_key, arrays, strides, sizes):
         """The address of the thread's row of tile j, or 0; the first half of the rows are those of K."""
+        thread = special.thread_index()
         key, of_v = int32(j * keys + (thread & (keys - 1))), thread & keys
         place = int64(0)
         if thread < 2 * keys and key >= first_key and key < end_key:
@@ -63,8 +64,9 @@ def make(config):
         return place
 
     @inlined
-    def put_place(places, stage, place, thread):
+    def put_place(places, stage, place):
         """Notes it; behind a barrier the others see it."""
+        thread = special.thread_index()
         if thread < 2 * keys:
             at, low = int32(places + stage * stage_places + thread * 8), int64(0xFFFFFFFF)
             two = local.array(2, uint32)
@@ -72,22 +74,40 @@ def make(config):
             ld_st.store_v2(at, two, 0)
 
     def of_rows(columns, head_dim):
-        pieces = columns * size // piece
-        tile = warp_keys * 128 * -(-columns * size // 128)
+        pieces, tile = columns * size // piece, warp_keys * 128 * -(-columns * size // 128)
+        # As in steps/async_tiles.py: if a thread keeps its column, its places are constants apart.
+        rows_a_step, steps = threads // pieces, -(-keys * pieces // threads)
+        regular = threads % pieces == 0 and (rows_a_step % warp_keys == 0 or 8 % min(rows_a_step, 8) == 0)
+
+        @inlined
+        def address(noted):
+            return int64(ld_st.load_b32(noted)) | int64(ld_st.load_b32(int32(noted + 4))) << 32
+
+        @inlined
+        def place_in(row, n):
+            return int32((row // warp_keys) * tile + offset_of(row % warp_keys, n, warp_keys))
 
         @inlined
         def load(target, places, thread):
-            for step in range(-(-keys * pieces // threads)):
-                index = uint32(thread + step * threads)
-                row = int32(index // uint32(pieces))
-                n = int32(index) - row * pieces
-                if keys * pieces % threads == 0 or row < keys:
-                    noted = int32(places + row * 8)
-                    low, high = ld_st.load_b32(noted), ld_st.load_b32(int32(noted + 4))
-                    place = int64(low) | int64(high) << 32
-                    count = min(max(size * head_dim - piece * n, 0), piece)
-                    to = target + (row // warp_keys) * tile + offset_of(row % warp_keys, n, warp_keys)
-                    copy(int32(to), place + int64(n * piece), count if place != 0 else 0)
+            row = int32(uint32(thread) // uint32(pieces))
+            n = int32(thread - row * pieces)
+            if regular:
+                to, noted = int32(target + place_in(row, n)), int32(places + row * 8)
+                count = min(max(size * head_dim - piece * n, 0), piece)
+                for step in range(steps):
+                    first = step * rows_a_step
+                    here = (to ^ int32((first & 7) << 4)) + int32(first // warp_keys * tile + first % warp_keys * 128)
+                    place = address(int32(noted + first * 8))
+                    copy(int32(here), place + int64(n * piece), count if place != 0 else 0)
+            else:
+                for step in range(steps):
+                    index = uint32(thread + step * threads)
+                    row = int32(index // uint32(pieces))
+                    n = int32(index) - row * pieces
+                    if keys * pieces % threads == 0 or row < keys:
+                        place = address(int32(places + row * 8))
+                        count = min(max(size * head_dim - piece * n, 0), piece)
+                        copy(int32(target + place_in(row, n)), place + int64(n * piece), count if place != 0 else 0)
 
         return load
 
@@ -95,8 +115,10 @@ def make(config):
     v_at = keys * 128 * -(-columns * size // 128)
 
     @inlined
-    def load_keys(ring, places, stage, thread):
-        """Start to copy the tile whose places are noted; the caller commits."""
+    def load_keys(ring, places, stage):
+        """Start to copy the tile whose places are noted; the caller commits. The thread's number is read anew, so that
+        its places are not kept in registers."""
+        thread = special.thread_index()
         to, noted = int32(ring + stage * config.stage_bytes), int32(places + stage * stage_places)
         load_k(to, noted, thread)
         load_v(int32(to + v_at), int32(noted + v_places), thread)

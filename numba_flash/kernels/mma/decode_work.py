@@ -8,11 +8,11 @@ level is the lowest for which that is so: then blocks have about as much to do, 
 A warp looks at 32 sequences at a time, and all warps find the same.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from numba import cuda, int32, int64, uint32
 
-from ...ptx import shfl, vote
+from ...ptx import local, shfl, vote
 from ..steps import pages, sequence
 from ..steps.inlined import inlined
 from ..steps.integers import tiles_of
@@ -20,6 +20,7 @@ from ..steps.named import named
 from ..steps.plain import row_keys
 from ..steps.sequence import Sequence
 
+LEVELS = 4
 MANY = 1 << 24  # of a lane's items: more are not told apart, so that sums fit into 32 bits
 
 
@@ -51,48 +52,47 @@ def make(config):
     sequence_of = _sequence(config)
 
     @inlined
-    def warp_sum(value):
-        for distance in (1, 2, 4, 8, 16):
-            value = uint32(value + shfl.bfly_b32(value, distance))
-        return value
-
-    @inlined
-    def nodes_of(b, level, arrays, strides, sizes):
-        """-> (row tiles of a sequence, its first node, how many nodes)."""
+    def chunks_of(b, arrays, strides, sizes):
+        """-> (row tiles of a sequence, the first and the last chunk of which its rows see keys)."""
         found = sequence_of(b, arrays, strides, sizes)
         begin, _ = row_keys(found.q_start, sizes.left, sizes.right, found.keys)
         _, end = row_keys(found.q_start + found.seqlen_q - 1, sizes.left, sizes.right, found.keys)
         first, last = int32(begin >> chunk_bits), int32((end - 1) >> chunk_bits)
         if end <= begin:
             first, last = int32(0), int32(0)
-        first_node = int32(first >> level)
-        nodes = int32((last >> level) - first_node + 1)
-        return tiles_of(found.seqlen_q * group, config.tile_m), first_node, nodes
+        return tiles_of(found.seqlen_q * group, config.tile_m), first, last
 
     @inlined
-    def items_of(b, level, whole, arrays, strides, sizes):
+    def items_of(row_tiles, first, last, level, whole):
         """Of one KV head of a sequence: those of whole sequences, or of parts."""
-        count = int32(0)
-        if b < int32(sizes.batch):
-            row_tiles, _, nodes = nodes_of(b, level, arrays, strides, sizes)
-            if whole != 0:
-                count = row_tiles if nodes == 1 else int32(0)
-            else:
-                count = int32(0) if nodes == 1 else int32(min(int64(row_tiles) * nodes, int64(MANY)))
-        return count
+        nodes, items = int32((last >> level) - (first >> level) + 1), row_tiles
+        if nodes > 1:
+            items = int32(min(int64(row_tiles) * nodes, int64(MANY)))
+        return items if (nodes == 1) == (whole != 0) else int32(0)
 
     @inlined
     def level_of(lane, arrays, strides, sizes):
-        """How many chunks are a node, as a power of 2."""
-        level = int32(0)
+        """How many chunks are a node, as a power of 2: LEVELS are tried at a time."""
+        counts, level = local.array(LEVELS, int32), int32(0)
         while True:
-            count, b = int32(0), int32(lane)
+            for n in range(LEVELS):
+                counts[n] = int32(0)
+            b = int32(lane)
             while b < int32(sizes.batch):
-                count = int32(min(count + items_of(b, level, int32(0), arrays, strides, sizes), MANY))
+                row_tiles, first, last = chunks_of(b, arrays, strides, sizes)
+                for n in range(LEVELS):
+                    more = items_of(row_tiles, first, last, int32(level + n), int32(0))
+                    counts[n] = int32(min(counts[n] + more, MANY))
                 b = int32(b + 32)
-            if int64(warp_sum(uint32(count))) * sizes.heads_kv <= most:
+            for distance in (1, 2, 4, 8, 16):
+                for n in range(LEVELS):
+                    counts[n] += int32(shfl.bfly_b32(uint32(counts[n]), distance))
+            above = int32(0)
+            for n in range(LEVELS):
+                above += int32(1) if int64(counts[n]) * sizes.heads_kv > most else int32(0)
+            level = int32(level + above)
+            if above < LEVELS:
                 return level
-            level = int32(level + 1)
 
     @inlined
     def inclusive(count, lane):
@@ -116,7 +116,10 @@ def make(config):
                 if whole != 0:
                     break
                 whole, first = int32(1), int32(0)
-            count = items_of(int32(first + lane), level, whole, arrays, strides, sizes)
+            count, own = int32(0), int32(first + lane)
+            if own < int32(sizes.batch):
+                row_tiles, begin, last = chunks_of(own, arrays, strides, sizes)
+                count = items_of(row_tiles, begin, last, level, whole)
             up_to = inclusive(count, lane)
             here = int32(shfl.idx_b32(uint32(up_to), int32(31)))
             if number < before + here * heads_kv:
@@ -131,7 +134,9 @@ def make(config):
         if b < 0:
             none = int32(0)
             return Item(b, none, none, none, none, none, none, none), cursor
-        row_tiles, first_node, nodes = nodes_of(b, level, arrays, strides, sizes)
+        row_tiles, begin, last = chunks_of(b, arrays, strides, sizes)
+        first_node = int32(begin >> level)
+        nodes = int32((last >> level) - first_node + 1)
         of_head = int32(row_tiles * nodes)
         h_kv = int32(uint32(rest) // uint32(of_head))
         rest = int32(rest - h_kv * of_head)
@@ -174,4 +179,3 @@ def _sequence(config):
         return Sequence(int32(b), queries, keys, q_start, entry, first_query, int64(0), rows, count)
 
     return sequence_of
-
