@@ -27,7 +27,8 @@ TO_SHARED, FROM_SHARED, TO_MEMORY, FROM_MEMORY = map(np.int32, range(4))
 
 class Stack(NamedTuple):
     """Where a thread's numbers of nodes wait: those of level 0 in registers, or in shared memory from `first` on; the
-    others in arrays.partials from `rest` on, level_step from one level to the next, and `step` from number to number."""
+    others in arrays.partials from `rest` on, level_step from one level to the next, and `step` from number to
+    number."""
 
     registers: Any
     first: int
@@ -39,8 +40,10 @@ class Stack(NamedTuple):
 def joins(o_count, rows, threads=0, in_registers=True):
     """-> (join, carry), device functions for nodes of so many numbers of O and rows. The numbers of O are those of one
     row, or in the order of fragments: four of a block, two for each of two rows, and blocks of a strip of 16 rows.
-    threads: of the block, if those of level 0 wait in shared memory; in_registers: if they wait there, else they wait as
-    the others do."""
+
+    threads: of the block, if those of level 0 wait in shared memory; in_registers: if they wait there. Else they wait
+    as the others do.
+    """
     of_row, in_strip = o_count // rows, o_count // max(rows // 2, 1) // 4
     count, bytes_apart, first_in_memory = o_count + 2 * rows, threads * 4, 1 if threads or in_registers else 0
 

@@ -77,7 +77,7 @@ def make(config):
         pieces, tile = columns * size // piece, warp_keys * 128 * -(-columns * size // 128)
         # As in steps/async_tiles.py: if a thread keeps its column, its places are constants apart.
         rows_a_step, steps = threads // pieces, -(-keys * pieces // threads)
-        regular = threads % pieces == 0 and (rows_a_step % warp_keys == 0 or 8 % min(rows_a_step, 8) == 0)
+        regular = threads % pieces == 0 and keys % rows_a_step == 0  # both powers of 2
 
         @inlined
         def address(noted):
