@@ -60,6 +60,7 @@ class Tile(NamedTuple):
     end_key: int
     begin: int
     end: int
+    pages: int  # where the sequence's page numbers begin (decode_tiles.py)
 
 
 class Places(NamedTuple):
@@ -111,7 +112,7 @@ def make(config):
             end = begin
         return Tile(
             sequence, item.h_kv, int32(item.h_kv * group), first_row, rows_left, int32(first_key), int32(end_key),
-            begin, end,
+            begin, end, tiles.pages_of(sequence, arrays, strides),
         )  # fmt: skip
 
     @inlined
@@ -187,11 +188,9 @@ def make(config):
             if j + (stages - 1) < tile.end:
                 tiles.load_keys(places.ring, places.rows, ahead)
             cp_async.commit_group()
-            place = tiles.place_of(
-                j + stages, tile.sequence, tile.h_kv, tile.first_key, tile.end_key, arrays, strides, sizes
-            )
+            entry, page_row = tiles.look_up(j + stages, tile, arrays, strides, sizes)
             step(j, stage, registers, places, tile, row, lane, key_warp, arrays, strides, sizes, score)
-            tiles.put_place(places.rows, stage, place)
+            tiles.put_place(places.rows, stage, entry, page_row, tile, arrays, strides, sizes)
             last = j + 1 == tile.end
             if (j & (in_chunk - 1)) == in_chunk - 1 or last:
                 exchange = int32(places.ring + stage * stage_bytes)
@@ -208,13 +207,13 @@ def make(config):
     @inlined
     def begin_tile(tile, q_smem, places, thread, arrays, strides, sizes):
         """Starts the copies of Q and of the first tiles of keys."""
+        entries, page_rows = local.array(stages, uint32), local.array(stages, int32)
         for stage in range(stages):
-            place = tiles.place_of(
-                tile.begin + stage, tile.sequence, tile.h_kv, tile.first_key, tile.end_key, arrays, strides,
-                sizes,
-            )  # fmt: skip
-            tiles.put_place(places.rows, int32(stage), place)
+            entries[stage], page_rows[stage] = tiles.look_up(tile.begin + stage, tile, arrays, strides, sizes)
         tiles.load_q(q_smem, tile.sequence, tile.h, tile.first_row, tile.rows_left, thread, arrays, strides)
+        for stage in range(stages):
+            entry, page_row = entries[stage], page_rows[stage]
+            tiles.put_place(places.rows, int32(stage), entry, page_row, tile, arrays, strides, sizes)
         cuda.syncthreads()
         for stage in range(stages - 1):
             if tile.begin + stage < tile.end:

@@ -23,7 +23,8 @@ def make(config):
     threads, size, keys, warp_keys = config.threads, config.item_size, config.keys, config.tile_n
     columns, columns_v, group = config.head_dim_padded, config.head_dim_v_padded, config.group_size
     piece, copy = copier(config.copy_bytes)
-    in_16, place_of_key = 16 // piece, pages.key_places(config)
+    in_16, paged = 16 // piece, config.pages in ("table", "csr")
+    first_of, entry_of, page_of = _entries(config)
     stage_places, v_places = 2 * keys * 8, keys * 8
 
     @inlined
@@ -47,31 +48,41 @@ def make(config):
             copy(q_smem + offset_of(row, n, config.tile_m), source, count if row < rows_left else 0)
 
     @inlined
-    def place_of(j, sequence, h_kv, first_key, end_key, arrays, strides, sizes):
-        """The address of the thread's row of tile j, or 0; the first half of the rows are those of K."""
-        thread = special.thread_index()
-        key, of_v = int32(j * keys + (thread & (keys - 1))), thread & keys
-        place = int64(0)
-        if thread < 2 * keys and key >= first_key and key < end_key:
-            page, row = place_of_key(sequence, key, arrays, strides, sizes)
-            if page >= 0 and page < sizes.pages:
-                if of_v != 0:
-                    at = page * strides.v[0] + h_kv * strides.v[1] + row * strides.v[2]
-                    place = memory.address(arrays.v, at)
-                else:
-                    at = page * strides.k[0] + h_kv * strides.k[1] + row * strides.k[2]
-                    place = memory.address(arrays.k, at)
-        return place
+    def pages_of(sequence, arrays, strides):
+        """Where a sequence's page numbers begin; or its only page."""
+        return first_of(sequence, arrays, strides)
 
     @inlined
-    def put_place(places, stage, place):
-        """Notes it; behind a barrier the others see it."""
+    def look_up(j, tile, arrays, strides, sizes):
+        """-> (the entry of the page with the thread's row of tile j, the row in it, or -1 without one). Nothing here
+        waits for the entry."""
+        thread = special.thread_index()
+        key, there = int32(j * keys + (thread & (keys - 1))), uint32(0)
+        if thread < 2 * keys and key >= tile.first_key and key < tile.end_key:
+            there = uint32(1)
+        number, row = int32(0), key
+        if paged:
+            number = int32(uint32(key) // uint32(sizes.page))
+            row = int32(key - number * int32(sizes.page))
+        return entry_of(tile.pages, number, there, arrays, strides), row if there != 0 else int32(-1)
+
+    @inlined
+    def put_place(places, stage, entry, row, tile, arrays, strides, sizes):
+        """Notes the address of the thread's row, the first half of which are those of K; behind a barrier the others
+        see it."""
         thread = special.thread_index()
         if thread < 2 * keys:
-            at, low = int32(places + stage * stage_places + thread * 8), int64(0xFFFFFFFF)
-            two = local.array(2, uint32)
+            page, place = page_of(tile.pages, entry), int64(0)
+            if row >= 0 and page >= 0 and page < sizes.pages:
+                if thread & keys != 0:
+                    at = page * strides.v[0] + tile.h_kv * strides.v[1] + row * strides.v[2]
+                    place = memory.address(arrays.v, at)
+                else:
+                    at = page * strides.k[0] + tile.h_kv * strides.k[1] + row * strides.k[2]
+                    place = memory.address(arrays.k, at)
+            two, low = local.array(2, uint32), int64(0xFFFFFFFF)
             two[0], two[1] = uint32(place & low), uint32((place >> 32) & low)
-            ld_st.store_v2(at, two, 0)
+            ld_st.store_v2(int32(places + stage * stage_places + thread * 8), two, 0)
 
     def of_rows(columns, head_dim):
         pieces, tile = columns * size // piece, warp_keys * 128 * -(-columns * size // 128)
@@ -123,4 +134,51 @@ def make(config):
         load_k(to, noted, thread)
         load_v(int32(to + v_at), int32(noted + v_places), thread)
 
-    return named(load_q, place_of, put_place, load_keys, v_at=v_at)
+    return named(load_q, pages_of, look_up, put_place, load_keys, v_at=v_at)
+
+
+def _entries(config):
+    """-> (first_of, entry_of, page_of), by which a page is found in two steps: what is loaded first is not looked at."""
+    table, indptr, by_table, by_indptr = pages.places_of_pages(config)
+    page_in, load_if = pages.finder(config.pages), memory.load_b32_if
+
+    @inlined
+    def one_page(sequence, arrays, strides):
+        return page_in(sequence.b, 0, arrays[table], arrays[indptr], strides[by_table], strides[by_indptr])
+
+    @inlined
+    def no_entry(first, number, there, arrays, strides):
+        return uint32(0)
+
+    @inlined
+    def only_page(first, entry):
+        return first
+
+    @inlined
+    def entry_as_page(first, entry):
+        return int64(int32(entry))
+
+    @inlined
+    def first_of_row(sequence, arrays, strides):
+        return int64(sequence.b) * strides[by_table][2]
+
+    @inlined
+    def entry_in_row(first, number, there, arrays, strides):
+        by = strides[by_table]
+        return load_if(memory.address(arrays[table], first + number * by[3]), there if number < by[1] else uint32(0))
+
+    @inlined
+    def first_of_list(sequence, arrays, strides):
+        return int64(arrays[indptr][sequence.b * strides[by_indptr][1]])
+
+    @inlined
+    def entry_in_list(first, number, there, arrays, strides):
+        """A sequence has no more keys than pages for them (decode_work.py)."""
+        at = max(first, 0) + number
+        return load_if(memory.address(arrays[table], at * strides[by_table][1]), there)
+
+    if config.pages == "table":
+        return first_of_row, entry_in_row, entry_as_page
+    if config.pages == "csr":
+        return first_of_list, entry_in_list, entry_as_page
+    return one_page, no_entry, only_page
