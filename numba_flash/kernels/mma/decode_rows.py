@@ -9,7 +9,7 @@ import math
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
-from ...ptx import approx, ld_st, local, memory, minmax
+from ...ptx import approx, ld_st, local, memory, minmax, special
 from ..score import sum_terms
 from ..steps import elements
 from ..steps.inlined import inlined
@@ -56,7 +56,8 @@ def make(config):
         eight, words = local.array(ALL, float32), local.array(NUMBERS, uint32)
         waiting, end_node = int32(0), int32(item.first_node + item.nodes)
         first, last = int32(item.first_node >> 3), int32((end_node - 1) >> 3)
-        for index in range(first, last + 1):
+        index = first
+        while index <= last:
             for n in range(AT_ONCE):
                 number = int32(index * AT_ONCE + n)
                 exists = number >= item.first_node and number < end_node
@@ -66,6 +67,7 @@ def make(config):
             for e in range(NUMBERS):
                 node[e] = eight[(AT_ONCE - 1) * NUMBERS + e]
             waiting = carry(node, index, index == last, waiting, int32(1), stack, arrays)
+            index = special.opaque(int32(index + 1))  # written out, the loop would take too many registers
 
     @inlined
     def write_row(node, row, quad, tile, flags, arrays, strides, sizes, score):

@@ -138,7 +138,8 @@ def make(config):
 
 
 def _entries(config):
-    """-> (first_of, entry_of, page_of), by which a page is found in two steps: what is loaded first is not looked at."""
+    """-> (first_of, entry_of, page_of), by which a page is found in two steps: the first does not wait for what it
+    loads."""
     table, indptr, by_table, by_indptr = pages.places_of_pages(config)
     page_in, load_if = pages.finder(config.pages), memory.load_b32_if
 
