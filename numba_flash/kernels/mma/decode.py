@@ -88,10 +88,10 @@ def make(config):
     pair_count = nodes.count + 2 * rows if config.pair_registers else 1
     node_count, pair_threads = nodes.count + 2 * rows, config.threads if config.pair_shared else 0
     _, carry = decode_nodes.joins(nodes.count, rows, pair_threads, config.pair_registers)
-    mask_words, visible, finish_scores, mask_scores = fragments.tile(scores, strips)
+    on_fragments, row_term = fragments.tile(scores, strips), fragments.chain(scores).row_term
     read, has_mask = score_reads.make(scores, strips), config.has("mask")
     functions, kept_weight = fragment_functions.make(scores, strips), kept_weights.on_fragments(scores, strips, tile_n)
-    row_term, (start, softmax, _) = fragments.chain(scores).row_term, fragment_softmax.make(scores, strips)
+    softmax, mask_words = fragment_softmax.make(scores, strips), on_fragments.mask_words
     wait_all, wait_oldest = cp_async.wait_group(0), cp_async.wait_group(stages - 2)
     log2_e, first_stack = float32(LOG2_E), 2 * config.blocks * config.slot_numbers
     level_step, chunk_bits = config.node_numbers * config.threads, in_chunk.bit_length() - 1
@@ -130,7 +130,9 @@ def make(config):
         if read.reads:
             origin = read.origin(sequence.b, tile.h, int32(0), arrays, strides)
             read.load(registers.loaded, registers.shown_bits, j, origin, row, lane, arrays, strides, sizes, FALSE)
-        visible(j, row, lane, sequence.q_start, sizes.left, sizes.right, int32(sequence.keys), mask_bits, distance)
+        on_fragments.visible(
+            j, row, lane, sequence.q_start, sizes.left, sizes.right, int32(sequence.keys), mask_bits, distance
+        )
         if has_mask:
             read.hide(mask_bits, registers.shown_bits, TRUE)
         if functions.present:
@@ -139,8 +141,8 @@ def make(config):
             )
             functions.apply(registers.acc_s, mask_bits, place, TRUE, arrays, strides, score)
         if config.scores_finished:
-            finish_scores(registers.acc_s, registers.term, distance, registers.loaded, score)
-        mask_scores(registers.acc_s, mask_bits)
+            on_fragments.finish(registers.acc_s, registers.term, distance, registers.loaded, score)
+        on_fragments.mask(registers.acc_s, mask_bits)
 
     @inlined
     def step(j, stage, registers, places, tile, row, lane, key_warp, arrays, strides, sizes, score):
@@ -150,7 +152,7 @@ def make(config):
             registers.acc_s, registers.q_frag, registers.kv_frag, places.q_lane, int32(places.k_lane + at), int32(0)
         )
         scores_of(own, registers, tile, row, lane, arrays, strides, sizes, score)
-        moved = softmax(registers.acc_s, registers.m, registers.l, registers.alpha, score.scale * log2_e)
+        moved = softmax.update(registers.acc_s, registers.m, registers.l, registers.alpha, score.scale * log2_e)
         if kept_weight.present:
             first_row, first_key = row + int32(first_row_of(lane)), int32(own * tile_n + first_column_of(lane))
             sequence = tile.sequence
@@ -164,7 +166,7 @@ def make(config):
 
     @inlined
     def begin_chunk(registers):
-        start(registers.m, registers.l)
+        softmax.start(registers.m, registers.l)
         for i in range(o_count):
             registers.acc_o[i] = float32(0)
 
