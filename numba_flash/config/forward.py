@@ -90,7 +90,8 @@ class LaunchFacts:
     whole_program: ClassVar[bool] = False  # assembled by the driver (compiled.to_code)
     waits: ClassVar[bool] = False  # it executes griddepcontrol.wait: it may start before the kernel before has ended
     cluster: ClassVar[int] = 1  # how many neighbouring blocks run together and reach each other's shared memory
-    counted: ClassVar[bool] = False  # its blocks take their work by a counter, the last of its pointers
+    counted: ClassVar[bool] = False  # its blocks share counters, the last of its pointers
+    counter_words: ClassVar[int] = 2  # how many: these take their work by one (gpu/tile_counters.py)
     persistent: ClassVar[bool] = False  # a block takes one piece of work after the other
     shared_alignment: ClassVar[int] = 0  # where dynamic shared memory has to begin at a multiple of; 0: of 16
     bias_boxes: ClassVar[bool] = False  # a bias comes by TMA (problem/option_checks.py, OptionArray)
