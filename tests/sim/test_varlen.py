@@ -20,7 +20,7 @@ TestVarlen = suite(varlen)
 def rung(request):
     if rungs.RUNGS[request.param].tensor_cores:
         return forward.Rung(request.param, testing.rows_padded, tensor=True, tile=32, slow=True)
-    return forward.Rung(request.param)
+    return forward.Rung(request.param, slow=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -44,9 +44,9 @@ def make(config):
             tiles = own_numbers.count(sizes) * blocks_of_16
             head_of_all = divide(block, tiles)
             number = divide(block - head_of_all * tiles, blocks_of_16)
-            part = int32(block - head_of_all * tiles - number * blocks_of_16)
+            in_block = int32(block - head_of_all * tiles - number * blocks_of_16)
             b, first_row = own_numbers.at(number, arrays, strides, sizes)
-            first_query = int32(first_row + part * rows) if first_row >= 0 else first_row
+            first_query = int32(first_row + in_block * rows) if first_row >= 0 else first_row
         else:
             tiles = divide(int32(head_row_blocks * 16 + (rows - 1)), rows)
             head_of_all = divide(block, tiles)

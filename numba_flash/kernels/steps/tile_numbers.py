@@ -44,8 +44,9 @@ def make(config: Any, rows: int, of_keys: bool) -> Any:
             ends, stride, most = arrays.cu_seqlens_k, strides.cu_seqlens_k, sizes.seqlen_k
         batch = special.opaque(int32(sizes.batch))  # else what follows from it would be kept in registers
         b, first_row, end = search(ends, stride, total_of(sizes), batch, int32(number), int32(rows))
-        row, there = int32((number - first(b, first_row)) * rows), 0 <= b < batch
-        return b, row if there and row < min(end - first_row, most) else int32(-1)
+        row = int32((number - first(b, first_row)) * rows)
+        there = b >= 0 and b < batch and row < min(end - first_row, most)
+        return (b, row) if there else (int32(0), int32(-1))
 
     @inlined
     def first(b, row):
