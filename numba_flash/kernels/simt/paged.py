@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from numba import cuda, int64
 
-from ..steps import elements, sequence
+from ..steps import elements, pages, sequence
 from ..steps.sequence import span
-from . import pages
 
 
 class PagedSequence(NamedTuple):
@@ -36,7 +35,7 @@ class PagedSequence(NamedTuple):
 def make(config):
     """-> sequence_of(b, arrays, strides, sizes). Lengths are clamped already (append.py), in seqlens_k."""
     contiguous, source = sequence.make(config.scores), config.q_offset_source
-    (table, indptr), (by_table, by_indptr) = (_places_of_pages(config, kind) for kind in ("arrays", "strides"))
+    table, indptr, by_table, by_indptr = pages.places_of_pages(config)
     from_lengths, from_array = source == "sequence", source == "array"
 
     @cuda.jit(device=True)
@@ -84,10 +83,3 @@ def key_loader(config, tile_row, columns):
             tile[index] = value
 
     return load
-
-
-def _places_of_pages(config, kind):
-    """-> the indices of the two arrays that say where pages are. If there is one, it stands for both; if none, any."""
-    names = getattr(config.parameters, kind)
-    first = names.index("aux0") if "aux0" in names else 0
-    return first, first + (config.pages == "csr")

@@ -9,12 +9,34 @@ backward_scores.py and backward_plain_scores.py have what lies between the produ
 import numpy as np
 from numba import float32, int32, uint32
 
-from ...ptx import fence, ld_st, local, special, wgmma
+from ...ptx import bar, fence, ld_st, local, special, wgmma
 from ..steps.inlined import inlined
 from ..steps.named import named
 from ..steps.units import LOG2_E
-from . import operands, pipeline
+from . import block, operands, pipeline
 from .operands import describe_rows
+
+
+def zero_behind(config):
+    """-> zero_behind(base, n, queries_left), a device function of all consumers, of packed sequences: Q and dO of the
+    n-th query tile <- 0 from row queries_left on. There the next sequence begins, and 0 * NaN is NaN. Nobody reads them
+    meanwhile: the consumers wait until all have S, and issue dP afterwards."""
+    plan, rings, tile_m = config.shared_layout(), pipeline.of_backward(config), config.tile_m
+    zero_q, zero_do = (
+        block.tail_zeroer(config, -(-columns // 64), 4, tile_m)
+        for columns in (config.head_dim_padded, config.head_dim_v_padded)
+    )
+
+    @inlined
+    def zero(base, n, queries_left):
+        if queries_left < tile_m:
+            bar.sync(4, 128 * config.consumers)
+            if config.of_dk:
+                zero_q(base + plan.stream_a + rings.a.stage(n) * config.stream_a_bytes, queries_left)
+            if config.of_dv:
+                zero_do(base + plan.stream_b + rings.b.stage(n) * config.stream_b_bytes, queries_left)
+
+    return zero
 
 
 def make(config):

@@ -16,6 +16,7 @@ from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.named import named
 from ..steps.query_tile import QueryTile
+from ..steps.sequence import packed_queries, unpacked
 
 # Where a word is in its work tile, in bytes.
 B, H, H_KV, FIRST_ROW, KEYS, BEGIN, FREE, CUT, STOP, MEMBERS, POS_LOW, POS_HIGH = (4 * i for i in range(12))
@@ -29,7 +30,7 @@ POS_FREE, POS_CUT = STEP, NONFINITE
 # In the first work tile, for the scheduler alone: its last tile's sequence, and the number of query tiles before that.
 Q_ROW, FIRST_KEY, SEQUENCE, BEFORE = PART, STATES, STEP, NONFINITE
 # In the backward: the sequence's first row in q and do, and how many queries it has.
-FIRST_QUERY, QUERIES = STEP, NONFINITE
+FIRST_QUERY, QUERIES = PART, NONFINITE
 BYTES = 64
 
 
@@ -241,7 +242,15 @@ def places(config):
     def key_row(work, row):
         return int32(row + state.read_alone(work, FIRST_KEY)) if packed else row
 
-    return named(entry, query_row, key_row, write=write_places)
+    @inlined
+    def queries(work, sizes):
+        """The Sequence, of which one only asks for its queries."""
+        if packed:
+            first, count = int64(state.read_alone(work, FIRST_QUERY)), int64(state.read_alone(work, QUERIES))
+            return packed_queries(state.read_alone(work, B), first, count, sizes)
+        return unpacked(state.read_alone(work, B), sizes.seqlen_q, int64(0), int64(0))
+
+    return named(entry, query_row, key_row, queries, write=write_places)
 
 
 def tail_zeroer(config, panels, barrier, tile_rows=None):
