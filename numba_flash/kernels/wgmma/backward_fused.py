@@ -65,21 +65,7 @@ from . import (
     pipeline,
 )
 from .backward_scores import TileFragments
-from .block import (
-    BEGIN,
-    CUT,
-    FIRST_ROW,
-    FREE,
-    KEYS,
-    MEMBERS,
-    QUERIES,
-    STOP,
-    B,
-    H,
-    aligned,
-    rows_of_lane,
-    warpgroup_index,
-)  # fmt: skip
+from .block import BEGIN, CUT, FIRST_ROW, FREE, KEYS, MEMBERS, STOP, aligned, rows_of_lane, warpgroup_index
 from .operands import describe_rows, wait_all, wait_but_one, wait_but_two
 
 
@@ -146,8 +132,8 @@ def make(config):
             first_row, lane = rows_of_lane()
             first_key = word(own, FIRST_ROW)
             first_q_pos = int64(i) * tile_m + first_column_of(lane) + first_key - position(own)
-            key, h = int32(first_key + first_row + first_row_of(lane)), int32(word(own, H) + member)
-            count.of_keys(kept, first_q_pos, word(own, B), h, key, arrays, sizes)
+            key, h = int32(first_key + first_row + first_row_of(lane)), int32(word(own, block.H) + member)
+            count.of_keys(kept, first_q_pos, word(own, block.B), h, key, arrays, sizes)
 
     @inlined
     def fetch(base, arrays, strides, sizes):
@@ -250,7 +236,7 @@ def make(config):
         products.preload_dp(base, tile.acc_dp, n)
         rings.b.consumer_wait(base, n)
         if packed:
-            zero_behind(base, n, int32(word(own, QUERIES) - step.i * tile_m))
+            zero_behind(base, n, int32(word(own, block.QUERIES) - step.i * tile_m))
         products.issue_dp(base, tile.acc_dp, consumer.v_desc, n)
         to_other_weights(tile, lse_and_delta, score, step.masked)
         wait_all()
