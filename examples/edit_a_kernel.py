@@ -81,8 +81,9 @@ def wrong_cases():
     return wrong
 
 
-print("as it is:", wrong_cases(), "of 12 are wrong")
-assert wrong_cases() == 0
+wrong = wrong_cases()
+print("as it is:", wrong, "of 12 are wrong")
+assert wrong == 0
 
 # %% [markdown]
 # Without `alpha` (`docs/first_kernels.md`, listing 5, line 14), the sum of the earlier tiles is not rescaled. Every

@@ -62,6 +62,14 @@ def check(holds: object, message: str) -> None:
         raise ValueError(message)
 
 
+def tiles_of_all(p: Any, rows: int, of_keys: bool = False) -> int:
+    """Tiles of `rows` queries or keys of one head in all batch entries; of packed sequences their numbers
+    (kernels/steps/tile_numbers.py)."""
+    if p.packed is None:
+        return p.batch * -(-(p.seqlen_k if of_keys else p.seqlen_q) // rows)
+    return p.packed[of_keys] // rows + p.batch if p.batch else 0
+
+
 class LaunchFacts:
     """What selecting, compiling and launching need to know of a kernel, with the values that hold for most."""
 
@@ -92,6 +100,7 @@ class LaunchFacts:
     ptx_version: ClassVar[str] = ""  # the first with its instructions; "": its GPU's (compiled.PTX_VERSIONS)
     kept: ClassVar[bool] = False  # a BlockMask keeps what it makes, for the next call
     packed: bool = False  # sequences are packed (problem/packed.py)
+    in_order: bool = False  # their tiles have numbers (kernels/steps/tile_numbers.py)
 
     @property
     def compute_dtype(self) -> str:

@@ -22,6 +22,8 @@ class OutsideConfig(LaunchFacts):
     dims: tuple[int, ...]
     uses: Uses
     threads: int = 128
+    blocks: int = 256  # about as many, for all gaps
+    in_order: bool = False  # as of the kernels behind
 
     module = "simt.outside"
     names = ("outside_of_queries", "outside_of_keys", "outside_of_dq")
@@ -32,13 +34,13 @@ class OutsideConfig(LaunchFacts):
     def before(config: Any, target: Target) -> "OutsideConfig":
         """Of what runs before the forward kernel of `config`."""
         written, dims = ("o", *("lse",) * config.write_lse), (config.head_dim_v,)
-        return OutsideConfig(config.dtype, written, dims, _spans(config.uses), 32 if target.simulated else 128)
+        return OutsideConfig(config.dtype, written, dims, _spans(config.uses), *_sizes(target))
 
     @staticmethod
-    def of(p: Problem, written: tuple[str, ...], target: Target) -> "OutsideConfig":
+    def of(p: Problem, written: tuple[str, ...], target: Target, in_order: bool) -> "OutsideConfig":
         """Of gradients."""
         dims = tuple(p.head_dim_v if name == "dv" else p.head_dim for name in written)
-        return OutsideConfig(p.dtype, written, dims, _spans(p.uses), 32 if target.simulated else 128)
+        return OutsideConfig(p.dtype, written, dims, _spans(p.uses), *_sizes(target), in_order)
 
     @property
     def of_keys(self) -> bool:  # type: ignore[override]
@@ -59,10 +61,14 @@ class OutsideConfig(LaunchFacts):
     def grid(self, problem: AnyProblem) -> int:
         return (problem.forward.batch + 1) * self._parts(problem)
 
-    @staticmethod
-    def _parts(problem: AnyProblem) -> int:
+    def _parts(self, problem: AnyProblem) -> int:
         """Blocks that share a gap: many gaps are short, and few may be long."""
-        return max(256 // (problem.forward.batch + 1), 1)
+        return max(self.blocks // (problem.forward.batch + 1), 1)
+
+
+def _sizes(target: Target) -> tuple[int, int]:
+    """threads, blocks. A thread of the simulator takes as long to start as its work does."""
+    return (32, 8) if target.simulated else (OutsideConfig.threads, OutsideConfig.blocks)
 
 
 def _spans(uses: Uses) -> Uses:

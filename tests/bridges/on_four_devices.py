@@ -20,13 +20,21 @@ BATCH, HEADS = 4, 4
 PARTLY = jax.__version_info__ >= (0, 7)  # before, XLA ends the process where shard_map leaves out an axis
 
 
-@pytest.fixture(params=["shardy", "gspmd", "explicit"])
+MESHES = ("shardy", "gspmd", "explicit")
+
+
+@pytest.fixture(params=MESHES)
 def mesh(request):
     """With both of XLA's partitioners, and with axes that JAX's types know."""
     before = jax.config.jax_use_shardy_partitioner
     jax.config.update("jax_use_shardy_partitioner", request.param != "gspmd")
     yield mesh_of("explicit" if request.param == "explicit" else "auto")
     jax.config.update("jax_use_shardy_partitioner", before)
+
+
+def all_with_one_mesh(every, few):
+    """(mesh, case) for parametrize: all cases with the first mesh, and with the others those few that differ most."""
+    return [(MESHES[0], case) for case in every] + [(other, case) for other in MESHES[1:] for case in few]
 
 
 def mesh_of(kind):
@@ -81,10 +89,15 @@ def same(found, expected):
 OVER = {"batch": P("d"), "heads": P(None, "e"), "both": P("d", "e"), "batch over both": P(("d", "e"))}
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize("over", OVER)
-def test_batch_and_heads_are_split(mesh, over, layout):
+SPLITS = [(over, layout) for over in OVER for layout in ("bhsd", "bshd")]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "case"), all_with_one_mesh(SPLITS, [("both", "bhsd"), ("batch over both", "bshd")]), indirect=["mesh"]
+)
+def test_batch_and_heads_are_split(mesh, case):
     """Each device computes its own; bits are those of one device."""
+    over, layout = case
     given = inputs(heads_kv=2, layout=layout)
     entry, *head = (*OVER[over], None)[:2]
     spec = P(entry, None, *head) if layout == "bshd" else P(entry, *head)
@@ -121,7 +134,7 @@ OPTIONS = {  # shape, how it lies beside q of P("d", "e"), and whether its gradi
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("mesh", "name"), all_with_one_mesh(OPTIONS, ["a bias of heads", "sinks"]), indirect=["mesh"])
 def test_options_are_split_or_whole(mesh, name):
     shape, spec, summed = OPTIONS[name]
     given, option = inputs(), name if name in ("alibi_slopes", "sinks") else "bias"
@@ -218,7 +231,7 @@ def test_how_a_result_is_to_lie(auto, options):
     assert found.sharding.spec == spec
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("mesh", "dtype"), all_with_one_mesh(["float16", "bfloat16"], ["bfloat16"]), indirect=["mesh"])
 def test_sums_over_devices_are_rounded_once(mesh, dtype):
     """The gradients of one KV head whose four query heads are on four devices. The sum in float32 is exact."""
     q, k, v = (x.astype(dtype) for x in inputs(heads_kv=1))

@@ -85,8 +85,11 @@ ROWS = ["o", "lse", "dq"]
 ALL = [*ROWS, "dk", "dv"]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("name", ["causal", "window", "sinks", "alibi", "functions"])
+# Each process compiles what it is asked for, so that few ranks have the other options.
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("causal", 2), ("causal", 3), ("causal", 4), ("window", 2), ("sinks", 3), ("alibi", 2), ("functions", 2)],
+)
 def test_gathered_rows_have_the_bits_of_one_process(ranks, name, size):
     for same in ranks.run(size, "compared", name, "gather", "zigzag", 331):
         assert same[:3] == ROWS

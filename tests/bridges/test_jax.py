@@ -154,7 +154,7 @@ def one_by_one(function, operands, axes, sizes):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=8, derandomize=True)
+@settings(deadline=None, max_examples=5, derandomize=True)
 @given(mapped_problems())
 def test_vmap_is_a_loop(problem):
     """Bit for bit, forward and gradients: a row's bits do not depend on its batch neighbours."""

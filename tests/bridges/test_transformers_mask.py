@@ -81,7 +81,7 @@ def test_a_mask_is_no_tensor():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*")
-@pytest.mark.parametrize(("build", "side"), [(llama, None), (llama, "left"), (gemma3, "left")])
+@pytest.mark.parametrize(("build", "side"), [(llama, "left"), (gemma3, None)])
 def test_static_caches_are_decoded_in_as_many_graphs_as_with_sdpa(build, side, device, monkeypatch):
     model = build().eval().to(device)
     found, plain = {}, model.forward

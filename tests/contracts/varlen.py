@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import numba_flash
@@ -52,17 +52,17 @@ def backward(rung, case, do, o, lse, dlse, **more):
     return type(made)(*(x if x is None else rung.back(x) for x in made))
 
 
-@given(st.data())
-def test_random_problems_agree_with_the_oracle(rung, data):
-    case = data.draw(packed_cases(**limits(rung)))
-    packs.check_packed(case, *forward(rung, case), rung.kernel)
+def test_random_problems_agree_with_the_oracle(rung):
+    @settings(settings(), max_examples=5 if rung.slow else settings.default.max_examples)
+    @given(st.data())
+    def agrees(data):
+        case = data.draw(packed_cases(**limits(rung)))
+        (o, lse), (do, dlse) = forward(rung, case), packs.outer_packed(case)
+        packs.check_packed(case, o, lse, rung.kernel)
+        if rung.kernel != "v1":
+            packs.check_packed_gradients(case, backward(rung, case, do, o, lse, dlse), do, o, lse, dlse, rung.kernel)
 
-
-@given(st.data())
-def test_gradients_agree_with_the_oracle(rung, data):
-    case = data.draw(packed_cases(**limits(rung)))
-    (o, lse), (do, dlse) = forward(rung, case), packs.outer_packed(case)
-    packs.check_packed_gradients(case, backward(rung, case, do, o, lse, dlse), do, o, lse, dlse, rung.kernel)
+    agrees()
 
 
 def ragged(rung, lengths, heads=4, heads_kv=2, head_dim=16, dtype=None, **options):
@@ -96,8 +96,12 @@ BATCHES = [
 
 @pytest.mark.parametrize("options", [dict(causal=True), dict(window=(9, 3)), {}], ids=str)
 def test_a_sequence_has_the_same_bits_in_any_batch(rung, options):
+    if rung.slow and not options:
+        pytest.skip("with options in the simulator, where it takes seconds")
     tile = rung.tile
-    own, others = (tile + 3, 2 * tile - 1), ((2, tile + 9), (tile + 1 if rung.slow else 2 * tile + 1, 5))
+    own, others = (tile + 3, 2 * tile - 1), ((2, tile + 9), (2 * tile + 1, 5))
+    if rung.slow:
+        own, others = (tile + 3, tile + 1), ((2, 9), (3, 5))
     found = []
     for number, batch in enumerate(BATCHES[:2] if rung.slow else BATCHES):
         for bounds in ({}, dict(max_seqlen_q=2 * tile + 1, max_seqlen_k=2 * tile))[: 2 if number == 1 else 1]:
@@ -121,9 +125,8 @@ def test_a_sequence_has_the_same_bits_in_any_batch(rung, options):
 def test_nothing_of_a_neighbour_is_seen(rung):
     """NaN in all that is not a sequence's own, keys that are not valid among it. It never takes part: bits stay."""
     tile = rung.tile
-    case = ragged(
-        rung, [(5, tile + 1), (tile + 2, tile - 1), (3, tile)], seqlens_k=np.array([tile, tile - 2, tile], np.int32)
-    )
+    lengths, seqlens_k = [(5, 3), (tile + 2, tile - 1), (3, 4)], np.array([2, tile - 2, 4], np.int32)
+    case = ragged(rung, lengths, heads=2, heads_kv=1, head_dim=8, seqlens_k=seqlens_k)
     clean, do = forward(rung, case), packs.outer_packed(case)
     strange = dataclasses.replace(case, q=case.q.copy(), k=case.k.copy(), v=case.v.copy())
     rows, keys = case.queries(1), case.keys(1)

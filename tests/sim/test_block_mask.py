@@ -178,8 +178,14 @@ def words_of(blocks):
         yield np.asarray(array.owner).reshape(-1, by_tile)[:, :-1], config.tile
 
 
+# Of v2, whose tiles are those of v1, what decides how it walks over them.
+OF_V2 = ("documents", "by head", "nothing", "many words", "lengths")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_states_and_results(rung, name):
+    if rung.kernel == "v2" and name not in OF_V2:
+        pytest.skip("tiles have the same states as on v1")
     case, options = case_of(rung, name)
     blocks = blocks_of(case, options)
     found = rung(case, block_mask=blocks)
@@ -234,7 +240,7 @@ def test_a_block_takes_several_query_tiles(monkeypatch, nothing_remembered):
     machine = dataclasses.replace(Target.of(None), multiprocessors=1)
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
     own = forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
-    case = own.problem(400, 300, batch=1, heads=1, head_dim=16, q_offset=0, mask_mod=with_gaps)
+    case = own.problem(300, 300, batch=1, heads=1, head_dim=16, q_offset=0, mask_mod=with_gaps)
     arguments = dict(case.options, kernel="wgmma")
     plan = api.prepare_call(case.q, case.k, case.v, arguments)[1]
     assert plan.choice.config.consumers == 2
@@ -386,7 +392,7 @@ def test_gradients(backward_rung, name):
     operands = (do, case.q, case.k, case.v, o, lse)
     found = numba_flash.attention_backward(*operands, dlse=dlse, block_mask=blocks, kernel=kernel)
     testing.check_gradients(case, found, do, o, lse, dlse, kernel)
-    if name == "by entry":
+    if name == "by entry" and kernel == "v2":
         for which in (dict(block_mask=blocks), options):  # used again, and made by itself
             again = numba_flash.attention_backward(*operands, dlse=dlse, **which, kernel=kernel)
             assert all(same_bits(x, y) for x, y in zip(found[:3], again[:3], strict=True))

@@ -18,20 +18,30 @@ def lesson(name):
     return importlib.import_module(f"lessons.{name}").attention
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (64, 64), (70, 130), (5, 200)], ids=str)
+@pytest.mark.parametrize("shape", ["one", "whole tiles", "a tile and one", "few queries"])
 @pytest.mark.parametrize("name", NAMES)
 def test_it_computes_attention(name, shape):
-    """Over several tiles, in which the maximum grows."""
-    rng = np.random.default_rng(sum(shape))
-    q, k, v = (rng.standard_normal((1, 2, n, 64)).astype(lesson(name).dtype) for n in (shape[0], shape[1], shape[1]))
-    k *= np.linspace(0.5, 3, shape[1], dtype=k.dtype)[:, None]
+    """Over several tiles, in which the maximum grows in one head, and falls in the other, whose scores are large."""
+    tile_m, tile_n = lesson(name).tile_m, importlib.import_module(f"lessons.{name}").TILE_N
+    queries, keys = {
+        "one": (1, 1),
+        "whole tiles": (tile_m, tile_n),
+        "a tile and one": (tile_m + 1, tile_n + 1),
+        "few queries": (5, 2 * tile_n + 8),
+    }[shape]
+    rng = np.random.default_rng(queries + keys)
+    q, k, v = (rng.standard_normal((1, 2, n, 64)).astype(lesson(name).dtype) for n in (queries, keys, keys))
+    grows = np.linspace(0.5, 3, keys, dtype=k.dtype)[:, None]
+    k[0, 0] *= grows
+    k[0, 1] *= 10 * grows[::-1]
     testing.check(testing.Case(q, k, v, dict(layout="bhsd")), lesson(name)(q, k, v))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["hopper_1_tma"])
 def test_it_keeps_the_contract(name):
-    """What it claims of it: one dtype, one head_dim, contiguous arrays, no options."""
+    """What it claims of it: one dtype, one head_dim, contiguous arrays, no options. One lesson does: the others are
+    launched by the same lines, and what their kernels can break the test above sees."""
     report = testing.check_kernel(lesson(name), dtypes=(lesson(name).dtype,), **LIMITS, max_seqlen=20, count=1)
     assert report, report
 

@@ -36,10 +36,10 @@ def test_halves_of_columns(rung, seqlen_q, seqlen_k, head_dim, head_dim_v, optio
 
 @pytest.mark.slow
 def test_all_options(rung):
-    case = rung.problem(20, 40, batch=2, heads=2, heads_kv=1, head_dim=136, head_dim_v=37)
+    case = rung.problem(20, 40, batch=1, heads=2, heads_kv=1, head_dim=136, head_dim_v=37)
     rung.check(
-        case, causal=True, window=(30, 3), seqlens_k=np.array([40, 31], np.int32), softcap=3.0, scale=0.7,
-        q_offset=np.array([22, -2], np.int32), alibi_slopes=np.array([0.1, 0.8], np.float32),
+        case, causal=True, window=(30, 3), seqlens_k=np.array([31], np.int32), softcap=3.0, scale=0.7,
+        q_offset=np.array([-2], np.int32), alibi_slopes=np.array([0.1, 0.8], np.float32),
         sinks=np.array([-1.0, 2.0], np.float32),
     )  # fmt: skip
 
@@ -47,7 +47,7 @@ def test_all_options(rung):
 @pytest.mark.slow
 def test_what_is_read_for_each_score(rung):
     rng = np.random.default_rng(4)
-    case = rung.problem(20, 70, batch=1, heads=2, heads_kv=1, head_dim=136, head_dim_v=20)
+    case = rung.problem(20, 70, batch=1, heads=1, head_dim=136, head_dim_v=20)
     rung.check(case, bias=rng.standard_normal((20, 70), dtype=np.float32), mask=rng.random((20, 70)) < 0.6)
 
 
@@ -66,7 +66,7 @@ def test_every_kind_of_row(rung, rows, monkeypatch, nothing_remembered):
 @pytest.fixture(scope="module")
 def all_at_once(rung):
     """(problem, what comes in, all its gradients)"""
-    case = rung.problem(40, 70, batch=1, heads=1, head_dim=136, head_dim_v=72, causal=True)
+    case = rung.problem(20, 70, batch=1, heads=1, head_dim=136, head_dim_v=24, causal=True)
     given = incoming(case)
     return case, given, rung(case, given)
 

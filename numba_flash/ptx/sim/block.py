@@ -1,5 +1,9 @@
 """A block of the simulator: what its threads share, and cuda.syncthreads."""
 
+import functools
+
+from numba.cuda.simulator.kernelapi import Dim3
+
 from .errors import Abandoned
 from .register_limits import Registers
 from .shared_memory import SharedMemory
@@ -22,9 +26,8 @@ class Block:
 
     def make_threads(self, kind, body, block_index):
         """kind: OnGreenlet or OnThread."""
-        x, y, z = self.dimensions
-        indices = [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
-        self.threads = [kind(body, self.turns, self, block_index, index) for index in indices]
+        block_index, indices = Dim3(*block_index), _indices(*self.dimensions)
+        self.threads = [kind(body, self.turns, self, block_index, index, i) for i, index in enumerate(indices)]
         for name, size in (("warp", 32), ("warpgroup", 128)):
             for first in range(0, self.size, size):
                 group = Group(name, size, self.threads[first : first + size])
@@ -48,3 +51,9 @@ class Block:
         if not error and self._at_barrier and len(self._at_barrier) == self.alive:
             self._at_barrier = self.turns.open_barrier(self._at_barrier)
         return error
+
+
+@functools.lru_cache(16)
+def _indices(x, y, z):
+    """threadIdx of all threads of a block, in the order of their numbers."""
+    return [Dim3(i, j, k) for k in range(z) for j in range(y) for i in range(x)]

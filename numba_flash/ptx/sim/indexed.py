@@ -5,6 +5,8 @@ threads that write the same bits are none: on a GPU, too, the result is the same
 checked, because the check knows words of 4 bytes.
 """
 
+from operator import index as as_int
+
 import numpy as np
 
 from . import now
@@ -15,10 +17,11 @@ SMALLEST = 4  # bytes of an element
 class Indexed:
     """What a kernel sees of a shared array. `array` is the same memory without a check, which repr and NumPy show."""
 
-    __slots__ = ("_begin", "_first", "_room", "_shared", "array")
+    __slots__ = ("_begin", "_first", "_read_word", "_reads_as", "_room", "_shared", "array")
 
     def __init__(self, shared, array):
         self._shared, self.array = shared, array
+        self._reads_as, self._read_word = shared.order.reads_as, shared.read_word
         self._begin = shared.address(array) if array.size else 0
         self._room = np.empty(1, array.dtype)
         # The first word of a plain row of words. Most arrays are one, and reading a word is what kernels do most.
@@ -29,12 +32,15 @@ class Indexed:
         value = self.array[index]  # raises past the end
         if value.__class__ is np.ndarray:
             return Indexed(self._shared, value)
-        first, thread = self._first, now.thread
-        if first is not None and index.__class__ is not tuple and index >= 0:
-            self._shared.read_word(first + int(index), thread)
-        else:
+        thread = now.thread
+        if self._first is None or index.__class__ is tuple:
             for word in self._words(index):
-                self._shared.read_word(word, thread)
+                self._read_word(word, thread)
+            return value
+        at = as_int(index)
+        word = self._first + (at if at >= 0 else at + len(self.array))
+        if thread.reads[word] != self._reads_as[thread.number]:  # else it did already, and nobody has written since
+            self._read_word(word, thread)
         return value
 
     def __setitem__(self, index, value):
@@ -54,8 +60,9 @@ class Indexed:
 
     def _words(self, index):
         """The numbers of an element's words."""
-        if self._first is not None and index.__class__ is not tuple and index >= 0:
-            word = self._first + int(index)
+        if self._first is not None and index.__class__ is not tuple:
+            at = as_int(index)
+            word = self._first + (at if at >= 0 else at + len(self.array))
             return range(word, word + 1)
         index = index if isinstance(index, tuple) else (index,)
         places = zip(index, self.array.shape, self.array.strides, strict=True)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from operator import index as as_int
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,10 @@ class Pointer:
     def __getitem__(self, index: int) -> Any:
         if self.unfinished:
             self.check_waited("is read")
-        return self._flat[self._checked(index)]
+        position = as_int(index) + self._first
+        if not 0 <= position < self._size:
+            self._checked(index)  # says what is wrong
+        return self._flat[position]
 
     def __setitem__(self, index: int, value: Any) -> None:
         position = self._checked(index)
@@ -84,7 +88,7 @@ class Pointer:
             )
 
     def _checked(self, index: int) -> int:
-        position = int(index) + self._first
+        position = as_int(index) + self._first
         if not 0 <= position < self._size:
             raise IndexError(f"element {index} lies outside of an array of shape {self.array.shape}")
         return position

@@ -11,6 +11,7 @@ import numpy as np
 
 MBARRIERS = 64  # columns for what TMA writes: one each for the first mbarriers of a cluster, then shared
 NOBODY = -1  # the last column: whose writes everyone has seen
+NONE_YET = -1
 NEVER = np.iinfo(np.int32).max  # the epoch that no one comes to know
 
 
@@ -19,9 +20,13 @@ class Order:
         self.threads = threads
         self.known = np.zeros((threads, threads + MBARRIERS + 1), np.int32)  # (reader, writer)
         self.numbers = memoryview(self.known)  # the same memory, of which Python takes one number at half of the cost
+        self.rows = [memoryview(row) for row in self.known]
         self._everyone = np.arange(threads)
         self.known[self._everyone, self._everyone] = 1
         self.started = np.zeros(MBARRIERS, np.int32)
+        # What numbers stand for each thread's reads of this epoch (shared_memory.py), or NONE_YET.
+        self._reads_as = np.full(threads, NONE_YET, np.int32)
+        self.reads_as = memoryview(self._reads_as)
         self.mbarriers = 0
 
     def now(self, thread):
@@ -33,6 +38,7 @@ class Order:
         row = self.known[thread]
         told = row.copy() if clock is None else np.maximum(clock, row)
         row[thread] += 1
+        self.reads_as[thread] = NONE_YET
         return told
 
     def acquire(self, thread, clock):
@@ -44,6 +50,7 @@ class Order:
         """A barrier of these threads: everyone learns what any of them knows."""
         self.known[threads] = self.known[threads].max(axis=0)
         self.known[threads, threads] += 1
+        self._reads_as[threads] = NONE_YET
 
     def known_to(self, threads):
         """What each of several threads knows."""

@@ -21,7 +21,7 @@ except ImportError:  # without numba-cuda
 
 from .errors import InstructionError
 from .indexed import SMALLEST, Indexed
-from .order import NEVER, NOBODY
+from .order import NEVER, NOBODY, NONE_YET
 
 BASE = 1024  # where dynamic shared memory begins: aligned for everything, and no small number is an address
 STATIC_BYTES = 48 * 1024  # room behind it for cuda.shared.array of a fixed size
@@ -53,13 +53,12 @@ class SharedMemory:
         self.fenced = np.zeros(words, np.int32)  # in which of its epochs it fenced, or NEVER
         # For each warp its last read since, a number in _reads, or 0; earlier ones of other lanes are forgotten.
         self.readers = np.zeros((-(-order.threads // 32), words), np.int32)
-        self._all = np.arange(words)
         self._was_read = np.frombuffer(self._read_since, bool)  # whether there is one
         self._writer, self._written, self._fenced = (memoryview(x) for x in (self.writer, self.written, self.fenced))
         self._known = order.numbers
         self._readers = [memoryview(row) for row in self.readers]
         self._reads = [None]  # (threads, their epochs when they read together)
-        self._latest = {}  # a thread, or (first thread, how many): (their epochs, the number of that in _reads)
+        self._latest = {}  # (first thread, how many): (their epochs, the number of that in _reads)
 
     def array(self, shape, dtype, alignment=None):
         """cuda.shared.array: dynamic shared memory for shape 0, else an array for this line of the kernel."""
@@ -130,14 +129,7 @@ class SharedMemory:
 
     def read_few(self, words, thread):
         """`read` of a word or four by one thread: most reads there are, and NumPy is slow with so little."""
-        known = self.order.numbers
-        before, number = self._latest.get(thread, (None, 0))
-        epoch = known[thread, thread]
-        if before != epoch:
-            number = len(self._reads)
-            self._reads.append(([thread], epoch))
-            self._latest[thread] = epoch, number
-        readers = self._readers[thread // 32]
+        known, number, readers = self._known, self._reads_of(thread), self._readers[thread // 32]
         for word in range(words.start, words.stop):
             if self._copying[word] or known[thread, self._writer[word]] < self._written[word]:
                 self.read(words, thread)  # says what is wrong
@@ -147,16 +139,23 @@ class SharedMemory:
     def read_word(self, word, thread):
         """`read` of one word by a thread's index, which simulated kernels do most of all."""
         number = thread.number
-        known, readers = self._known, self._readers[number >> 5]
-        if known[number, number] != thread.reads_in:  # its first read since a barrier
-            thread.reads_in, thread.reads_as = known[number, number], len(self._reads)
-            self._reads.append(([number], thread.reads_in))
-        elif readers[word] == thread.reads_as:
-            return  # it did already, and nobody has written since
-        if self._copying[word] or known[number, self._writer[word]] < self._written[word]:
+        if self._copying[word] or thread.known[self._writer[word]] < self._written[word]:
             self.read(slice(word, word + 1), number)  # says what is wrong
-        readers[word] = thread.reads_as
+        reads = self.order.reads_as[number]
+        thread.reads[word] = reads if reads != NONE_YET else self._reads_of(number)
         self._read_since[word] = 1
+
+    def _reads_of(self, thread):
+        """The number in _reads of all that a thread reads by itself in its epoch."""
+        number = self.order.reads_as[thread]
+        if number == NONE_YET:
+            number = self.order.reads_as[thread] = len(self._reads)
+            self._reads.append(([thread], self._known[thread, thread]))
+        return number
+
+    def readers_of(self, thread):
+        """Of each word, the number of its latest read by the thread's warp."""
+        return self._readers[thread // 32]
 
     def _read_by(self, threads):
         epochs = self.order.known[threads, threads]
@@ -218,7 +217,7 @@ class SharedMemory:
     def write(self, words, thread):
         """A thread writes these words with ordinary stores."""
         self._free(words, thread.number)
-        number, now = thread.number, self.order.now(thread.number)
+        number, now = thread.number, self._known[thread.number, thread.number]
         few = range(words.start, words.stop) if isinstance(words, slice) else words.ravel().tolist()
         if len(few) > 4:
             self.writer[words], self.written[words], self.fenced[words] = number, now, NEVER
@@ -245,7 +244,7 @@ class SharedMemory:
         """What a thread wrote before is in order with the asynchronous proxy."""
         if not thread.unfenced:
             return
-        words = self._all if thread.unfenced is ALL else np.array(thread.unfenced)
+        words = np.arange(len(self.writer)) if thread.unfenced is ALL else np.array(thread.unfenced)
         mine = words[(self.writer[words] == thread.number) & (self.fenced[words] == NEVER)]
         self.fenced[mine] = self.order.now(thread.number)
         thread.unfenced = []
@@ -254,6 +253,8 @@ class SharedMemory:
         """This thread may have these words written over, or an error says who still needs them."""
         if isinstance(words, slice):
             first, last = words.start, words.stop
+            if last - first <= 4 and all(self._is_free(word, thread) for word in range(first, last)):
+                return
             copying, reading = (
                 self._copying.find(1, first, last) >= 0,
                 self._reading.count(0, first, last) < last - first,
@@ -288,6 +289,21 @@ class SharedMemory:
                 raise InstructionError(f"{where}, read by {who}, is written over with no barrier in between")
         self.readers[:, words] = 0
         self._was_read[words] = False
+
+    def _is_free(self, word, thread):
+        """Whether this thread may have a word written over; then those who have read it are forgotten."""
+        if self._copying[word] or self._reading[word]:
+            return False
+        if self._read_since[word]:
+            for readers in self._readers:
+                if readers[word]:
+                    by, epochs = self._reads[readers[word]]
+                    if epochs.__class__ is not int or self._known[thread, by[0]] < epochs:
+                        return False
+            for readers in self._readers:
+                readers[word] = 0
+            self._read_since[word] = 0
+        return True
 
     def _first(self, words, which):
         """The first of the words in question, as an address."""

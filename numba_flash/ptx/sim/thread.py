@@ -7,13 +7,13 @@ simulated threads is the same on both.
 """
 
 import contextvars
+import functools
 import sys
 import threading
 from collections import deque
 
 import numpy as np
 from numba.cuda.simulator import kernel as numba_kernel
-from numba.cuda.simulator.kernelapi import Dim3
 
 from . import now
 from .errors import Abandoned, InstructionError
@@ -24,26 +24,30 @@ except ImportError:
     greenlet = None
 
 
+def made_when_asked_for(kind):
+    """An attribute of a thread that is an empty one of this kind at first. Most threads need few of theirs."""
+    return functools.cached_property(lambda thread: kind())
+
+
 class Thread:
     """A GPU thread, with the state of the stand-ins: what it waits for, copies under way, values to come.
 
     `cuda.threadIdx` and the like find it in place of Numba's BlockThread.
     """
 
-    def __init__(self, body, turns, block, block_index, index):
+    ended = False
+    waits_for = None
+    copies, copy_groups = made_when_asked_for(list), made_when_asked_for(deque)  # cp.async
+    stores, store_groups, landing = (made_when_asked_for(kind) for kind in (list, deque, deque))  # TMA
+    unfenced = made_when_asked_for(list)  # shared memory that it wrote and the asynchronous proxy may not see
+
+    def __init__(self, body, turns, block, block_index, index, thread_id):
         super().__init__()
-        x, y, _ = turns.dimensions
         self.body, self.turns, self.block = body, turns, block
-        self.blockIdx, self.threadIdx = Dim3(*block_index), Dim3(*index)
-        self.thread_id = index[0] + x * (index[1] + y * index[2])
-        self.number = block.rank * block.size + self.thread_id  # in the cluster
-        self.ended = False
-        self.waits_for = None
-        self.copies, self.copy_groups = [], deque()  # cp.async
-        self.stores, self.store_groups, self.landing = [], deque(), deque()  # TMA
+        self.blockIdx, self.threadIdx, self.thread_id = block_index, index, thread_id
+        self.number = block.rank * block.size + thread_id  # in the cluster
         self.waited = not block.memory.behind  # for the kernel before (griddepcontrol.py)
-        self.reads_in = self.reads_as = None  # epoch of its last read by index, and its number there (shared_memory.py)
-        self.unfenced = []  # shared memory that it wrote and the asynchronous proxy may not see
+        self.known, self.reads = block.order.rows[self.number], block.shared.readers_of(self.number)
 
     def frame(self):
         """The frame in which the thread is, of the kernel or of ours on top of it."""
@@ -75,27 +79,37 @@ class Thread:
         return self.turns.leave(self)
 
     def _check_end(self):
-        if self.stores or self.store_groups:
+        seen = vars(self)
+        if seen.get("stores") or seen.get("store_groups"):
             raise InstructionError("leaves the kernel without tma.wait_group_read for what it stores", self)
-        if any(self.landing):
+        if any(seen.get("landing", ())):
             raise InstructionError("leaves the kernel without tma.wait_group for bytes that it stores", self)
         if self.warpgroup.products or self.warpgroup.product_groups:
             raise InstructionError("leaves the kernel without wgmma.wait_group for all products", self)
 
 
 class OnGreenlet(Thread):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    _greenlet = None  # until it has its first turn
+
+    def _start(self):
+        """The first turn, on a greenlet of its own. -> who runs next, or None."""
         self._greenlet = greenlet.greenlet(self._run)
         self._greenlet.gr_context = contextvars.copy_context()  # NumPy 2 has its error state there
+        return self._greenlet.switch()
 
     def _run(self):
-        self._greenlet.parent.switch()  # in run_all; Python counts how deep calls are from where a greenlet starts
-        return self.whole()
+        thread, following = self, self.whole()
+        while following is not None and following._greenlet is None:  # on this greenlet, which is free now
+            following._greenlet, thread = thread._greenlet, following
+            following = thread.whole()
+        return following
 
     def hand_on(self, following):
         """The following thread runs; returns when somebody hands on to this one."""
-        following._greenlet.switch()
+        if following._greenlet is None:  # starts in run_all: Python counts how deep calls are from where it starts
+            self._greenlet.parent.switch(following)
+        else:
+            following._greenlet.switch()
         now.thread = self
 
     def standing_frame(self):
@@ -104,11 +118,9 @@ class OnGreenlet(Thread):
     @staticmethod
     def run_all(threads, first):
         """Until all have ended. An exception here, which no kernel raised (Ctrl-C), leaves them as they are."""
-        for thread in threads:
-            thread._greenlet.switch()
         try:
-            while first is not None:
-                first = first._greenlet.switch()  # back at the end of any thread
+            while first is not None:  # back at the end of any thread, and for each first turn
+                first = first._start() if first._greenlet is None else first._greenlet.switch()
         finally:
             now.thread = None
 
