@@ -12,7 +12,7 @@ from numba_flash import testing
 from numba_flash.dispatch import kvcache as dispatch
 from numba_flash.select import decode
 
-TestDecode = suite(kvcache)
+TestDecode = pytest.mark.slow(suite(kvcache))  # minutes; what is of this kernel alone is below
 LENGTHS = (700, 0, 257, 1, 256, 255)  # 3 chunks, none, and about one
 
 
