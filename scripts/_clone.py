@@ -29,6 +29,7 @@ NEEDS = {
             "bench_precision",
             "bench_variants",
             "bench_varlen",
+            "bench_decode",
             "compare",
         ),
         (("numba_cuda", "cupy", "torch"), "cu13,torch"),

@@ -47,9 +47,10 @@ COUNTERS = "counters"  # of a kernel whose blocks take their work by a counter (
 # weight; how often a kept weight counts.
 SEED, DROPPED, KEPT_COUNT = "seed", "dropped", "kept_count"
 
-# The arrays that kernels of one call hand each other. The first three are v1's: O before rounding, l and m.
+# The arrays that kernels of one call hand each other. The first three are v1's: O before rounding, l and m. The blocks
+# of decode hand each other partials.
 STATES = (TILE_STATES, TILE_STATES_OF_KEYS)
-FORWARD_WORKSPACE = (*words("acc_o row_sum row_max"), MASK_BITS, TILE_STATES)
+FORWARD_WORKSPACE = (*words("acc_o row_sum row_max partials"), MASK_BITS, TILE_STATES)
 BACKWARD_WORKSPACE = words("delta row_shares lse_delta turns dq_sums dk_sums dv_sums dbias_sums")
 BACKWARD_WORKSPACE += (MASK_BITS, MASK_BITS_OF_KEYS)
 BACKWARD_WORKSPACE += (*STATES, AUX_BOUNDS, AUX_SUMS)

@@ -86,8 +86,8 @@ def attention_kvcache(
     has no place is not written. It has no gradients: it is for generation, and torch tensors that require grad raise.
 
     A row's bits do not depend on its neighbours: a sequence has the same ones alone, in any batch and any order, beside
-    sequences of any length, in any pages and without pages. On "cpu" the result of up to 64 rows for a KV head is a
-    binary tree over chunks of 256 keys at absolute positions (docs/serving.md).
+    sequences of any length, in any pages and, with up to 64 rows for a KV head, without pages. On "cpu" and on tensor
+    cores the result of so many rows is a binary tree over chunks of 256 keys at absolute positions (docs/serving.md).
 
     Raises what `attention` raises, before anything is written. Only a read of score_mod or mask_mod outside an array of
     aux, which is found while computing, raises IndexError when new keys are there already; the same call writes them

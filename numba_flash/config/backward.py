@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .forward import AnyProblem, WarpsConfig, check, layout, tile_bytes
+from .forward import AnyProblem, WarpsConfig, check, layout, tile_bytes, tiles_of_all
 from .simt_backward import OfAux, OfBias, OfDelta
 
 BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/steps/lse_delta.py)
@@ -23,6 +23,7 @@ class PreprocessConfig(OfDelta):
     natural: bool = False
     dq_partials: int = 1
     early: bool = False
+    in_order: bool = False  # as of the kernels behind
 
     kernel = "backward_preprocess"
     module = "mma.backward_preprocess"
@@ -38,6 +39,13 @@ class PreprocessConfig(OfDelta):
         if p.packed is not None:  # as kernels/steps/lse_delta.py says
             rows = self._padded(p.packed[0]) + p.batch * BLOCK_ROWS
         return dict(lse_delta=((p.heads * 2 * rows,), "float32"))
+
+    def grid(self, problem: AnyProblem) -> int:
+        p = problem.forward
+        if not self.in_order:
+            return super().grid(problem)
+        rows = max(self.rows, BLOCK_ROWS)
+        return p.heads * tiles_of_all(p, rows) * (rows // self.rows)
 
     @staticmethod
     def _padded(queries: int) -> int:

@@ -18,12 +18,13 @@ def heads_in_flight(p: Problem, tile_n: int) -> int:
     stay in L2. Under a mask they do not wait, and with many key tiles only the first ones do. Then the number is as
     many heads as keep a GPU busy.
     """
-    key_tiles = max(-(-p.seqlen_k // tile_n), 1)
-    heads, busy = max(p.batch * p.heads_kv, 1), max(AT_A_TIME // key_tiles, 1)
+    batch, keys, queries = (p.batch, p.seqlen_k, p.seqlen_q) if p.packed is None else (1, p.packed[1], p.packed[0])
+    key_tiles = max(-(-keys // tile_n), 1)
+    heads, busy = max(batch * p.heads_kv, 1), max(AT_A_TIME // key_tiles, 1)
     masked = p.left is not None or p.right is not None
-    if masked or (heads * key_tiles > MOST_TILES and p.seqlen_q > FEW_QUERIES):
+    if masked or (heads * key_tiles > MOST_TILES and queries > FEW_QUERIES):
         return busy
-    rows = p.seqlen_q * max(p.heads // max(p.heads_kv, 1), 1)  # query rows of a KV head
+    rows = queries * max(p.heads // max(p.heads_kv, 1), 1)  # query rows of a KV head
     of_head = max(rows * max(p.head_dim, p.head_dim_v) * 8, 1)  # Q and dO in 16 bits, sums of dQ in 32
     most = min(max(busy, FEW, HALF_OF_L2 // of_head), AT_A_TIME)
     return -(-heads // -(-heads // most))

@@ -62,6 +62,14 @@ def check(holds: object, message: str) -> None:
         raise ValueError(message)
 
 
+def tiles_of_all(p: Any, rows: int, of_keys: bool = False) -> int:
+    """Tiles of `rows` queries or keys of one head in all batch entries; of packed sequences their numbers
+    (kernels/steps/tile_numbers.py)."""
+    if p.packed is None:
+        return p.batch * -(-(p.seqlen_k if of_keys else p.seqlen_q) // rows)
+    return p.packed[of_keys] // rows + p.batch if p.batch else 0
+
+
 class LaunchFacts:
     """What selecting, compiling and launching need to know of a kernel, with the values that hold for most."""
 
@@ -82,7 +90,8 @@ class LaunchFacts:
     whole_program: ClassVar[bool] = False  # assembled by the driver (compiled.to_code)
     waits: ClassVar[bool] = False  # it executes griddepcontrol.wait: it may start before the kernel before has ended
     cluster: ClassVar[int] = 1  # how many neighbouring blocks run together and reach each other's shared memory
-    counted: ClassVar[bool] = False  # its blocks take their work by a counter, the last of its pointers
+    counted: ClassVar[bool] = False  # its blocks share counters, the last of its pointers
+    counter_words: ClassVar[int] = 2  # how many: these take their work by one (gpu/tile_counters.py)
     persistent: ClassVar[bool] = False  # a block takes one piece of work after the other
     shared_alignment: ClassVar[int] = 0  # where dynamic shared memory has to begin at a multiple of; 0: of 16
     bias_boxes: ClassVar[bool] = False  # a bias comes by TMA (problem/option_checks.py, OptionArray)
@@ -91,6 +100,7 @@ class LaunchFacts:
     ptx_version: ClassVar[str] = ""  # the first with its instructions; "": its GPU's (compiled.PTX_VERSIONS)
     kept: ClassVar[bool] = False  # a BlockMask keeps what it makes, for the next call
     packed: bool = False  # sequences are packed (problem/packed.py)
+    in_order: bool = False  # their tiles have numbers (kernels/steps/tile_numbers.py)
 
     @property
     def compute_dtype(self) -> str:

@@ -23,6 +23,7 @@ class OutsideConfig(LaunchFacts):
     uses: Uses
     threads: int = 128
     blocks: int = 256  # about as many, for all gaps
+    in_order: bool = False  # as of the kernels behind
 
     module = "simt.outside"
     names = ("outside_of_queries", "outside_of_keys", "outside_of_dq")
@@ -36,10 +37,10 @@ class OutsideConfig(LaunchFacts):
         return OutsideConfig(config.dtype, written, dims, _spans(config.uses), *_sizes(target))
 
     @staticmethod
-    def of(p: Problem, written: tuple[str, ...], target: Target) -> "OutsideConfig":
+    def of(p: Problem, written: tuple[str, ...], target: Target, in_order: bool) -> "OutsideConfig":
         """Of gradients."""
         dims = tuple(p.head_dim_v if name == "dv" else p.head_dim for name in written)
-        return OutsideConfig(p.dtype, written, dims, _spans(p.uses), *_sizes(target))
+        return OutsideConfig(p.dtype, written, dims, _spans(p.uses), *_sizes(target), in_order)
 
     @property
     def of_keys(self) -> bool:  # type: ignore[override]

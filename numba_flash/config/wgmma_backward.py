@@ -10,7 +10,7 @@ from ..problem.groups import parts_of
 from ..problem.options import FUNCTIONS, SEEDED, changes_scores
 from .backward import OfGradients
 from .blocks import heads_in_flight
-from .forward import AnyProblem, Config, OwnRows, Padded, check, layout, panel_of_bias, tile_bytes
+from .forward import AnyProblem, Config, OwnRows, Padded, check, layout, panel_of_bias, tile_bytes, tiles_of_all
 from .wgmma_forward import check_registers
 
 BY_ELEMENT = (*FUNCTIONS, "bias", "mask", SEEDED)  # options that decide about each score or weight on its own
@@ -36,9 +36,15 @@ class StreamingConfig(OwnRows, Padded, Config):
     bias_pairs: bool = False
 
     whole_program = True
+    in_order: ClassVar[bool] = True  # type: ignore[misc]
     key_tiles: ClassVar[int] = 0  # as of WgmmaFusedConfig
     PARTS: ClassVar[int] = 1  # of which a tile consists (kernels/wgmma/parts.py)
     STATE_WORDS: ClassVar[int] = 16  # that every role reads of the block's work
+
+    def grid(self, problem: AnyProblem) -> int:
+        p = problem.forward
+        heads = p.heads_kv if self.of_keys else p.heads
+        return self.cluster * heads * tiles_of_all(p, self.own_rows, self.of_keys)
 
     @property
     def stream_rows(self) -> int:
@@ -231,7 +237,10 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
         super().__post_init__()
 
     def grid(self, problem: AnyProblem) -> int:
-        return all_parts(problem.forward, self.members) * (1 if self.key_tiles else self._tiles_of_keys(problem))
+        p = problem.forward
+        if p.packed is not None:
+            return super().grid(problem)
+        return all_parts(p, self.members) * (1 if self.key_tiles else self._tiles_of_keys(problem))
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         if not self.members:
@@ -341,7 +350,7 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         made, p = super().workspace(problem), problem.forward
         if not self.key_tiles:
-            sums = p.batch * p.heads * -(-p.seqlen_q // self.tile_m) * self.dq_partials
+            sums = p.heads * tiles_of_all(p, self.tile_m) * self.dq_partials
             made["turns"] = (self.TURNS_AT + 2 * sums,), "uint32"
             made["dq_sums"] = (sums * self.tile_m * self.dq_columns,), "float32"
         return made
@@ -397,6 +406,7 @@ class WgmmaRoundConfig(Config):
 
     kernel = "wgmma_round"
     module = "wgmma.backward_round"
+    in_order = True
     takes = abi.backward("dq", without=("bias", "mask")).plus("dq_sums")
     waits = True
     threads: ClassVar[int] = 128  # type: ignore[misc]
@@ -406,6 +416,8 @@ class WgmmaRoundConfig(Config):
 
     def grid(self, problem: AnyProblem) -> int:
         p = problem.forward
+        if p.packed is not None:
+            return p.heads * tiles_of_all(p, self.tile_m) * (self.tile_m // 64)
         return p.batch * p.heads * -(-p.seqlen_q // 64)
 
 

@@ -11,6 +11,7 @@ from ..problem.kvcache import Cache, CacheProblem
 from ..problem.memory import anything_near, check_alignments, check_overlap
 from ..problem.option_checks import window_sides
 from ..problem.options import ARRAY_NAMES, Operands, Options
+from ..select import decode
 from ..select.rungs import RUNGS, check_request, choose, no_gpu
 from .call import alignment_of, caller_functions, read_options, seeds, store
 from .forward import AttentionOutput
@@ -162,9 +163,9 @@ def _plan(
     contiguous = (
         of_cache.page_table is of_cache.page_indices is of_cache.cache_batch_idx is of_cache.cu_seqlens_q is None
     )
-    kernel = _kernel(target, call.kernel, contiguous)
+    kernel = _kernel(target, call.kernel, made, contiguous)
     found = CachePlan(made, target, kernel)
-    if kernel not in RUNGS or not RUNGS[kernel].on_host:
+    if kernel not in RUNGS or not RUNGS[kernel].on_host:  # "auto" and "decode" are none of them
         from .kvcache_on_gpu import make
 
         found = found._replace(on_gpu=make(made, layout[:3], of_cache, of_others, target, kernel))
@@ -173,8 +174,10 @@ def _plan(
     return found
 
 
-def _kernel(target: Target, kernel: str, contiguous: bool) -> str:
-    """The rung; of a contiguous cache on a GPU what was asked for, of which `attention` takes the best."""
+def _kernel(target: Target, kernel: str, made: CacheProblem, contiguous: bool) -> str:
+    """The rung, or "decode" for mma's kernel of caches. A contiguous cache that it does not take goes to what was asked
+    for, of which `attention` takes the best."""
+    of_mma = None if target.cc is None else decode.refusal(made.problem, target, contiguous)
 
     def refusal(name: str) -> str | None:
         rung = RUNGS[name]
@@ -184,7 +187,13 @@ def _kernel(target: Target, kernel: str, contiguous: bool) -> str:
             return no_gpu(target)
         if target.arrays_on_host and not target.simulated:
             return "the caches are in host memory, and are not copied to the GPU"
-        return None if contiguous or name == "v2" else "it reads no pages; v2 does"
+        if contiguous or name == "v2":
+            return None
+        return of_mma if name == "mma" else "it reads no pages; mma and v2 do"
 
-    name = choose(kernel, target, refusal, first="" if contiguous else "v2")[0]
+    takes = of_mma is None and target.cc is not None and (not target.simulated or kernel == "mma")
+    first = "mma" if takes else "" if contiguous else "v2"
+    name = choose(kernel, target, refusal, first=first)[0]
+    if name == "mma" and of_mma is None:
+        return "decode"
     return name if RUNGS[name].on_host or not contiguous else kernel

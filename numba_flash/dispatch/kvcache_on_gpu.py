@@ -1,6 +1,8 @@
 """attention_kvcache on a GPU and in the simulator: the kernel that appends, and behind it attention.
 
-A contiguous cache goes to any kernel of `attention`, with the valid keys as seqlens_k. Pages go to v2 over pages.
+decode takes what it can (select/decode.py). Otherwise a contiguous cache goes to any kernel of `attention`, with the
+valid keys as seqlens_k, and pages go to v2 over pages. decode reads lengths as they are: if nothing is appended or
+turned, it runs alone.
 """
 
 import dataclasses
@@ -13,10 +15,12 @@ from ..abi.parameters import aux_names
 from ..arrays import Array, Layout, contiguous_layout
 from ..config.kvcache import AppendConfig, PagedConfig
 from ..machine.target import Target
+from ..problem.forward import Problem
 from ..problem.kvcache import Cache, CacheProblem, with_contiguous_q
 from ..problem.option_checks import AuxArray
 from ..problem.options import ARRAY_NAMES, OPTION_ARRAYS, Operands
 from ..problem.strides import element_strides
+from ..select import decode
 from ..select.forward import config_of, prologue, select
 from ..select.rungs import RUNGS, no_room
 from . import forward
@@ -31,7 +35,7 @@ class OnGpu(NamedTuple):
     """append: writes new keys, queries that are turned, and the numbers of valid keys; names: of its arrays. attend:
     None = attention itself."""
 
-    append: Launch
+    append: Launch | None
     names: tuple[str, ...]
     attend: Launch | None
     of_pages: tuple[str, ...]  # the arrays that `attend` takes before those of aux
@@ -44,12 +48,14 @@ def make(made: CacheProblem, operands: Any, cache: Cache, others: Any, target: T
     kind = "own" if name is None else KINDS[name]
     of_pages = () if name is None else (name, *(("page_indptr",) if kind == "csr" else ()))
     append, names = _append(made, operands, cache, others[-1], kind, of_pages, target)
-    if kind == "own" and made.problem.packed is None:
+    if kernel != "decode" and kind == "own" and made.problem.packed is None:
         p = dataclasses.replace(made.problem, pages=None)
         select(with_contiguous_q(p) if made.rotary_dim else p, target, kernel)  # says what it refuses before keys go in
         return OnGpu(append, names, None, ())
     aux = tuple(_aux_array(getattr(cache, name)) for name in of_pages)
-    return OnGpu(append, names, _attend(made, kind, aux, target), of_pages)
+    alone = kernel == "decode" and cache.k_new is None and not made.rotary_dim
+    attend = (_decode if kernel == "decode" else _attend)(made, kind, aux, target, *(alone,) * (kernel == "decode"))
+    return OnGpu(None if alone else append, names, attend, of_pages)
 
 
 def _aux_array(layout: Layout) -> AuxArray:
@@ -60,8 +66,7 @@ def _attend(made: CacheProblem, kind: str, of_pages: tuple[AuxArray, ...], targe
     p = made.problem
     if made.rotary_dim:
         p = with_contiguous_q(p)
-    lengths = [x._replace(strides=(1,)) if x.name == "seqlens_k" else x for x in p.arrays]
-    p = dataclasses.replace(p, arrays=tuple(lengths))
+    p = _with_totals(p)
     if not p.batch * p.heads * p.seqlen_q and p.packed is None:
         return Launch()
     found = config_of("v2", p, target)
@@ -71,6 +76,24 @@ def _attend(made: CacheProblem, kind: str, of_pages: tuple[AuxArray, ...], targe
     config = PagedConfig.of(found, kind)
     with_pages = dataclasses.replace(p, aux=(*of_pages, *p.aux))
     return sequence_of([*prologue(config, target), config], with_pages, target)
+
+
+def _decode(made: CacheProblem, kind: str, of_pages: tuple[AuxArray, ...], target: Target, alone: bool) -> Launch:
+    p = made.problem
+    if made.rotary_dim:
+        p = with_contiguous_q(p)
+    if not alone:
+        p = _with_totals(p)
+    if not p.batch * p.heads * p.seqlen_q and p.packed is None:
+        return Launch()
+    config = decode.config_of(p, kind, target)
+    return sequence_of([*prologue(config, target), config], dataclasses.replace(p, aux=(*of_pages, *p.aux)), target)
+
+
+def _with_totals(p: Problem) -> Problem:
+    """The problem whose lengths are those that `append` has counted."""
+    lengths = [x._replace(strides=(1,)) if x.name == "seqlens_k" else x for x in p.arrays]
+    return dataclasses.replace(p, arrays=tuple(lengths))
 
 
 def _append(
@@ -133,11 +156,12 @@ def run(call: Any, plan: Any, given: Any, cache: Cache, others: list[Any], behin
     p, (q, k, v, o, lse) = made.problem, given
     work_on = arrays.stream_of([*given, *others], call.stream)
     empty = arrays.empty if call.stream is None else functools.partial(arrays.empty_for, work_on)
-    totals = empty(q, (p.batch,), "int32")
+    totals = cache.seqlens_k if launches.append is None else empty(q, (p.batch,), "int32")
     turned = empty(q, _turned_shape(made), p.dtype) if made.rotary_dim else None
-    taken = dict(cache._asdict(), totals=totals, q=q, turned=turned, k=k, v=v, q_offset=others[-1])
-    taken["pages"] = next((x for name in OF_PAGES if (x := getattr(cache, name)) is not None), None)
-    launches.append.run([taken[name] for name in launches.names], work_on)
+    if launches.append is not None:
+        taken = dict(cache._asdict(), totals=totals, q=q, turned=turned, k=k, v=v, q_offset=others[-1])
+        taken["pages"] = next((x for name in OF_PAGES if (x := getattr(cache, name)) is not None), None)
+        launches.append.run([taken[name] for name in launches.names], work_on)
     if launches.attend is None:
         return _contiguous(call, made, totals, turned)
     if o is None:

@@ -190,7 +190,7 @@ class _OnGpu(_ByAddresses):
 
     def load(self) -> Launcher:
         if self._counted:
-            tile_counters.prepare(self._target.device)
+            tile_counters.prepare(self._target.device, self._config.counter_words)
         # one for all problems of this kernel
         parameters = self._pointers, len(self._maps), len(self._constants)
         self._launcher = _loaded(self._config, self._target, *parameters, self._behind)
@@ -198,7 +198,9 @@ class _OnGpu(_ByAddresses):
 
     def start(self, addresses: Addresses, like: Array | None = None, stream: int = 0) -> None:
         launcher = self._launcher or self.load()
-        counters = (tile_counters.counter(self._target.device, stream),) if self._counted else ()
+        counters: Addresses = ()
+        if self._counted:
+            counters = (tile_counters.counter(self._target.device, stream, self._config.counter_words),)
         key = addresses + counters
         parameters = self._prepared.get(key)
         if parameters is None:
@@ -234,7 +236,7 @@ class _Simulated(Launch):
         operands = _at(self._taken, operands, None)
         if config.counted:
             assert q is not None
-            counter = arrays.scratch(q, (tile_counters.WORDS,), "uint32")
+            counter = arrays.scratch(q, (config.counter_words,), "uint32")
             arrays.host_view(counter)[...] = 0
             operands = (*operands, counter)
         arrays_of_kernel = tuple_class("arrays", config.parameters.arrays)

@@ -1,6 +1,7 @@
-"""Tile counters in device memory, for persistent kernels, whose blocks take their work from a counter.
+"""Counters in device memory: of persistent kernels, whose blocks take their work from one, and of blocks that wait for
+the last of them.
 
-A kernel leaves its counter at zero, as it found it, so consecutive launches share one: each stream has its own. A
+A kernel leaves its counters at zero, as it found them, so consecutive launches share one: each stream has its own. A
 launch that is captured in a graph gets its own counter, because a replay may run beside the stream's other work.
 """
 
@@ -9,66 +10,73 @@ from typing import Any
 
 from .stream_numbers import number_of
 
-WORDS, SPACING, SLAB = 2, 128, 4096  # uint32 words of a counter; bytes between two; number allocated at a time
+WORDS = 2  # uint32 of a tile counter
+SPACING, SLAB, STREAMS = 128, 1 << 19, 4096  # bytes of the least counters; bytes allocated at a time; streams at most
 _lock = threading.Lock()
-_unused: dict[int, list[int]] = {}  # device -> addresses
-_of_default: dict[int, int] = {}  # device -> counter of the legacy default stream, which cannot be captured
-_of_stream: dict[tuple[int, int], int] = {}  # (device, a stream's number); the most recently used one is last
+_unused: dict[tuple[int, int], list[int]] = {}  # (device, bytes) -> addresses
+_of_default: dict[tuple[int, int], int] = {}  # likewise, of the legacy default stream, which cannot be captured
+_of_stream: dict[tuple[int, int, int], int] = {}  # and a stream's number; the most recently used one is last
 
 
-def counter(device: int, stream: int) -> int:
-    """The address of the counter for a launch on `stream`."""
+def counter(device: int, stream: int, words: int = WORDS) -> int:
+    """The address of so many words for a launch on `stream`."""
+    size = _size(words)
     if stream > 1:
-        return _counter_of(device, stream)
-    found = _of_default.get(device)
+        return _counter_of(device, stream, size)
+    found = _of_default.get((device, size))
     if found is None:
         with _lock:
-            found = _of_default[device] = _take(device)
+            found = _of_default[device, size] = _take(device, size)
     return found
 
 
-def _counter_of(device: int, stream: int) -> int:
+def _size(words: int) -> int:
+    """Bytes, of which there are few kinds."""
+    return max(SPACING, 4 * (1 << (words - 1).bit_length()))
+
+
+def _counter_of(device: int, stream: int, size: int) -> int:
     number = number_of(device, stream)
     if number is None:
         with _lock:
-            return _take(device)
-    key = device, number
+            return _take(device, size)
+    key = device, size, number
     with _lock:  # otherwise two threads on one stream would sometimes take a new counter
         found = _of_stream.pop(key, None)
         if found is None:
-            if len(_of_stream) >= SLAB:
+            if len(_of_stream) >= STREAMS:
                 _recycle()
-            found = _take(device)
+            found = _take(device, size)
         _of_stream[key] = found
     return found
 
 
-def prepare(device: int) -> None:
+def prepare(device: int, words: int = WORDS) -> None:
     """Makes counters available before the first launch, which may be captured."""
     with _lock:
-        _fill(device)
+        _fill(device, _size(words))
 
 
 # Call these with the lock held.
 
 
-def _take(device: int) -> int:
-    _fill(device)
-    return _unused[device].pop()
+def _take(device: int, size: int) -> int:
+    _fill(device, size)
+    return _unused[device, size].pop()
 
 
-def _fill(device: int) -> None:
-    if not _unused.get(device):
-        _unused[device] = _slab(device)
+def _fill(device: int, size: int) -> None:
+    if not _unused.get((device, size)):
+        _unused[device, size] = _slab(device, size)
 
 
 def _recycle() -> None:
     """Takes back the counter of the stream whose last launch is the longest ago: thousands of others had one since."""
-    key = next(iter(_of_stream))
-    _unused[key[0]].insert(0, _of_stream.pop(key))
+    device, size, number = next(iter(_of_stream))
+    _unused.setdefault((device, size), []).insert(0, _of_stream.pop((device, size, number)))
 
 
-def _slab(device: int) -> list[int]:
+def _slab(device: int, size: int) -> list[int]:
     """Addresses of zeroed counters. They are never freed: a stream or a graph may use them at any time."""
     from cuda.bindings import driver
 
@@ -78,15 +86,15 @@ def _slab(device: int) -> list[int]:
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     before = _checked(driver.cuThreadExchangeStreamCaptureMode(relaxed))
     try:
-        memory = int(_checked(driver.cuMemAlloc(SLAB * SPACING)))
+        memory = int(_checked(driver.cuMemAlloc(max(SLAB, size))))
         stream = _checked(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
-        _checked(driver.cuMemsetD8Async(memory, 0, SLAB * SPACING, stream))
+        _checked(driver.cuMemsetD8Async(memory, 0, max(SLAB, size), stream))
         _checked(driver.cuStreamSynchronize(stream))
         _checked(driver.cuStreamDestroy(stream))
     finally:
         _checked(driver.cuThreadExchangeStreamCaptureMode(before))
         _checked(driver.cuCtxPopCurrent())
-    return [memory + SPACING * i for i in range(SLAB)]
+    return [memory + size * i for i in range(max(SLAB // size, 1))]
 
 
 def _checked(result: tuple[Any, ...]) -> Any:

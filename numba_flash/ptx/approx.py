@@ -1,4 +1,4 @@
-"""Approximate functions of one instruction: ex2, lg2, rcp (PTX ISA 9.7.3.21, 9.7.3.20, 9.7.3.15).
+"""Functions of one instruction: ex2, lg2, rcp (PTX ISA 9.7.3.21, 9.7.3.20, 9.7.3.15), which are approximate, and ceil.
 
 Any compute capability, any thread, no ordering. ftz flushes subnormal operands and results to zero: without it
 ex2 is four machine instructions (seen in the SASS for sm_90a). Results may be reused or moved by the compiler.
@@ -26,3 +26,9 @@ def lg2(typingctx, x):
 def rcp(typingctx, x):
     """rcp.approx.ftz.f32: 1 / x, at most 1 ulp off; rcp(inf) = 0. Stand-in: sim.approx.rcp."""
     return asm.scalars("rcp.approx.ftz.f32 $0, $1;", types.float32(types.float32), effect=False)
+
+
+@intrinsic
+def ceil(typingctx, x):
+    """cvt.rpi.f32.f32: the smallest whole number that is not below x (PTX ISA 9.7.9.21). Stand-in: sim.approx.ceil."""
+    return asm.scalars("cvt.rpi.f32.f32 $0, $1;", types.float32(types.float32), effect=False)

@@ -29,7 +29,7 @@ def select_backward(
     """The rung by name, or for "auto" the fastest rung that can compute the gradients exactly here; like `select`."""
     check_request(kernel, target, family, stream)
     refuses = functools.partial(_refusal, problem=problem, target=target)
-    mma = one_key_tile(problem, target) or problem.forward.packed is not None  # as in `select`
+    mma = one_key_tile(problem, target)
     name, refused = choose(kernel, target, refuses, first="mma" if mma else "")
     return BackwardChoice(name, RUNGS[name].kernels(problem, target), refused)
 

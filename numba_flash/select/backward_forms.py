@@ -13,15 +13,16 @@ LONGEST_STAY = 8192  # queries of a walk over all of them
 
 def can_be_one_kernel(problem: BackwardProblem) -> bool:
     """Whether wgmma/backward_fused, which computes five products instead of seven, can compute the gradients. It needs
-    a query: without one no previous kernel would set its ticket to 0. It takes no packed sequences yet."""
+    a query: without one no previous kernel would set its ticket to 0."""
     forward = problem.forward
-    if not forward.seqlen_q or forward.packed is not None:
+    if not forward.seqlen_q:
         return False
     per_score = any(name in BY_ELEMENT and name != SEEDED for name, _ in forward.uses)
     plain, widest = not changes_scores(forward.uses) and not per_score, max(forward.head_dim, forward.head_dim_v)
     # Where weights are dropped, registers do not suffice for tiles of 128 queries. At head_dim 128 two kernels take 15
     # to 16 % longer (H200).
     taken = widest <= 128 and (widest > 64 or not forward.seeded)
+    taken = taken and not (forward.seeded and forward.packed is not None)  # whose blocks stay (`blocks_stay`)
     return plain and {"dq", "dk", "dv"} <= set(problem.wanted) and taken
 
 
@@ -33,9 +34,11 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     pass: eight heads, or more key tiles than run at a time, because only the first ones wait. Under a mask two long
     heads go two ways, and parts of a group count as heads. With several sums of dQ (dq_partials) lines are short.
     The batch size may not decide: a row's bits must not depend on it. Short sequences are assumed to come in batches.
-    If all keys are one tile, there are no parts.
+    If all keys are one tile, there are no parts. Of packed sequences the lengths are not known, and may not decide.
     """
     forward = problem.forward
+    if forward.packed is not None:
+        return not target.simulated
     widest, every_key = max(forward.head_dim, forward.head_dim_v), forward.left is None and forward.right is None
     short = max(forward.seqlen_q, forward.seqlen_k) <= 512
     one_tile = 0 < forward.seqlen_k <= WgmmaFusedConfig.KEYS  # a head is one block, which walks all of its queries
@@ -68,6 +71,8 @@ def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
     time: 12 heads of 197 tokens take 20 us instead of 26, 256 heads 64 instead of 53 (H200).
     """
     forward = problem.forward
+    if forward.packed is not None:
+        return 0
     key_tiles = -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
     if key_tiles == 1:
         return 1
@@ -86,6 +91,8 @@ def dq_partials(problem: BackwardProblem) -> int:
     docs/adding_a_tile_row.md has the measurements.
     """
     forward = problem.forward
+    if forward.packed is not None:
+        return 1
     every_key = forward.left is None and forward.right is None
     key_tiles = forward.heads_kv * forward.seqlen_k // WgmmaFusedConfig.KEYS
     most_heads = 4 if every_key and forward.seqlen_q >= forward.seqlen_k else 1
@@ -106,6 +113,8 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
     where weights are dropped: registers are scarce.
     """
     forward = problem.forward
+    if forward.packed is not None:  # the numbers of tiles that do not exist are passed over
+        return True
     tiles = all_parts(forward, members) * -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
     many = key_tiles > 1 or tiles > target.multiprocessors
     every_key = forward.left is None and forward.right is None

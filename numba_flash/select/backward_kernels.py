@@ -34,7 +34,8 @@ Configs = tuple[LaunchFacts, ...]  # in the order of their launches
 def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow: bool = False) -> Configs:
     """A rung's kernels, the one that adds up split sums of dbias, and those of the gradients of aux. narrow: it has
     products on tensor cores in 16 bits."""
-    bias, before = problem.forward.array("bias"), (*shared.outside(problem, target), *before)
+    in_order = any(config.in_order for config in before)
+    bias, before = problem.forward.array("bias"), (*shared.outside(problem, target, in_order), *before)
     if "dbias" in problem.wanted and bias is not None and problem.dbias_splits > 1:
         before = (*before, DbiasSumConfig(problem.forward.dtype, bias.dtype, 16 if target.simulated else 256))
     if not problem.wanted_aux:
@@ -106,6 +107,7 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> Configs:
 def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """A kernel of dK and dV, or one for each, and a kernel of dQ."""
     features, members = shared.with_bias_boxes(problem), heads_per_block(problem, one_kernel=False)
+    packed = problem.forward.packed is not None
     rows, of_keys = shared.usable("wgmma_dkdv", problem, target), features | dict(members=members)
     dkdv = shared.best(wgmma.WgmmaDkdvConfig, rows, problem, target, of_keys, dv_alone=dict(stages_b=2))
     own = [_halved(config, problem, target) for config in dkdv]
@@ -115,7 +117,7 @@ def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
         own.append(_halved(dq, problem, target))
     before = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
     ends = _add_parts(problem, own[: len(dkdv)])
-    return [shared.preprocess_config(problem, target, early=True), *before, *ends]
+    return [shared.preprocess_config(problem, target, early=True, in_order=packed), *before, *ends]
 
 
 def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
@@ -139,6 +141,7 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """One kernel of all gradients."""
     tile, features = shared.usable("wgmma_fused", problem, target)[0].tile, shared.features_of(problem)
     key_tiles, members = key_tiles_of_a_block(problem, target), heads_per_block(problem, one_kernel=True)
+    packed = problem.forward.packed is not None
     lines = 1 if key_tiles else dq_partials(problem)
     fused = wgmma.WgmmaFusedConfig(
         **features,
@@ -150,7 +153,7 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
         dq_partials=lines,
     )
     turns_of = 0 if key_tiles else fused.tile_m
-    start = shared.preprocess_config(problem, target, turns_of=turns_of, dq_partials=lines, early=True)
+    start = shared.preprocess_config(problem, target, turns_of=turns_of, dq_partials=lines, early=True, in_order=packed)
     made: list[LaunchFacts] = [start, fused]
     if not key_tiles:
         tiles: dict[str, Any] = dict(tile_m=fused.tile_m, tile_n=fused.tile_n)

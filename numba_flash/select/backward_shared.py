@@ -158,14 +158,14 @@ def fits(config: LaunchFacts, target: Target) -> bool:
     return config.shared_bytes * max(config.blocks_per_sm, 1) <= target.shared_bytes
 
 
-def outside(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
-    """The kernels that write the gradients of rows of no packed sequence."""
+def outside(problem: BackwardProblem, target: Target, in_order: bool) -> list[LaunchFacts]:
+    """The kernels that write the gradients of rows of no packed sequence. in_order: as of the other kernels."""
     if problem.forward.packed is None:
         return []
     from ..config.outside import OutsideConfig
 
     written = [tuple(name for name in side if name in problem.wanted) for side in (("dq",), ("dk", "dv"))]
-    return [OutsideConfig.of(problem.forward, names, target) for names in written if names]
+    return [OutsideConfig.of(problem.forward, names, target, in_order) for names in written if names]
 
 
 def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[LaunchFacts]:

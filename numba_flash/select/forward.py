@@ -41,8 +41,7 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
     """
     check_request(kernel, target, family, stream)
     refuses = functools.partial(refusal, problem=problem, target=target)
-    # wgmma takes packed sequences, but has not run with them on a GPU yet.
-    first = "mma" if short(problem, target) or problem.packed is not None else ""
+    first = "mma" if short(problem, target) else ""
     name, refused = choose(kernel, target, refuses, copies=True, first=first)
     config = None if RUNGS[name].on_host else config_of(name, problem, target)
     copies = config is not None and target.arrays_on_host and not target.simulated

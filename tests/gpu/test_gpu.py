@@ -183,7 +183,7 @@ def test_more_captured_launches_than_counters_are_at_hand(cupy, monkeypatch):
     with stream:
         expected = numba_flash.attention(q, k, v)
         stream.synchronize()
-        monkeypatch.setattr(counters, "SLAB", 5)
+        monkeypatch.setattr(counters, "SLAB", 5 * counters.SPACING)
         monkeypatch.setattr(counters, "_unused", {})
         stream.begin_capture()
         for out in outs:

@@ -13,7 +13,7 @@ from numba_flash.dispatch import forward as dispatch
 from numba_flash.dispatch import launch
 from numba_flash.gpu import compiled
 from numba_flash.gpu.launcher import Launcher
-from numba_flash.gpu.tensor_maps import _encoded, encode
+from numba_flash.gpu.tensor_maps import _behind_address, _encoded, encode
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_tensor_maps_that_fit_are_encoded_and_readdressed(cupy, tensor_map):
     if int(cupy.cuda.Device().compute_capability) < 90:
         pytest.skip("needs compute capability 9.0")
     assert fits(tensor_map) is None
-    assert tensor_map._behind_address is not None, "the driver keeps the address elsewhere: every call encodes anew"
+    assert _behind_address(tensor_map) is not None, "the driver keeps the address elsewhere: every call encodes anew"
     memory = cupy.zeros(1024, cupy.uint8)
     for pointer in (memory.data.ptr, memory.data.ptr + 16, 0x7FFF_FFFF_FFF0):
         assert encode(tensor_map, pointer) == _encoded(tensor_map, pointer)

@@ -2,13 +2,15 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 from contracts import forward, suite, varlen
 
 from numba_flash import testing
 from numba_flash.dispatch import forward as dispatch
+from numba_flash.dispatch import launch
 from numba_flash.machine.target import Target
-from numba_flash.select import rungs
+from numba_flash.select import backward_kernels, rungs
 from numba_flash.testing import packed
 
 TestVarlen = suite(varlen)
@@ -38,6 +40,33 @@ def test_nothing_of_a_neighbour_is_seen_in_more_bits(rung, dtype):
     if not rung.tensor:
         pytest.skip("the other tests are in these dtypes")
     varlen.test_nothing_of_a_neighbour_is_seen(dataclasses.replace(rung, usual=dtype))
+
+
+LENGTHS = [(0, 3), (70, 140), (1, 0), (20, 0), (0, 0), (1, 9), (0, 1)]
+ONE_KERNEL = [  # options, heads, head_dim, blocks, lengths
+    ({}, 1, 8, 1, LENGTHS), (dict(causal=True), 2, 8, 2, LENGTHS), (dict(causal=True), 1, 72, 3, [(70, 140), (5, 9)]),
+    (dict(window=(30, 10)), 2, 72, 2, [(40, 140), (140, 20)]),
+    (dict(seqlens_k=np.array([3, 133, 0], np.int32)), 1, 8, 2, [(3, 9), (20, 140), (9, 5)]),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "heads", "head_dim", "blocks", "lengths"), ONE_KERNEL, ids=range(len(ONE_KERNEL)))
+def test_one_kernel_computes_all_gradients(options, heads, head_dim, blocks, lengths, monkeypatch, nothing_remembered):
+    """Key tiles of all sequences have numbers, some of them no tile. NaN stands in rows of no sequence and behind the
+    valid keys."""
+    monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: True)
+    monkeypatch.setattr(launch, "blocks_at_a_time", lambda _: blocks)
+    rung = forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    heads_kv = 1 if head_dim == 8 else heads
+    case = varlen.ragged(rung, lengths, heads=heads, heads_kv=heads_kv, head_dim=head_dim, **options)
+    if "seqlens_k" in options:
+        for b, valid in enumerate(options["seqlens_k"]):
+            rows = case.keys(b)
+            case.k[rows][valid:], case.v[rows][valid:] = np.nan, np.inf
+    (o, lse), (do, dlse) = varlen.forward(rung, case), packed.outer_packed(case)
+    packed.check_packed(case, o, lse)
+    packed.check_packed_gradients(case, varlen.backward(rung, case, do, o, lse, dlse), do, o, lse, dlse)
 
 
 # Blocks stay and count the tiles of all sequences; here several of them share the counter, and some find no tile.

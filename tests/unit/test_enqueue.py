@@ -113,7 +113,7 @@ def taking(*arrays, counted=False):
     """The facts of a kernel that takes these."""
     taken = Parameters((*arrays, *("counters",) * counted), sizes=("n",))
     return types.SimpleNamespace(
-        kernel="one", threads=64, shared_bytes=1024, counted=counted, waits=False, parameters=taken
+        kernel="one", threads=64, shared_bytes=1024, counted=counted, counter_words=5, waits=False, parameters=taken
     )
 
 
@@ -123,15 +123,15 @@ def launch_of(config, n, device=0):
 
 def test_the_counter_of_the_stream_is_the_last_pointer(launches, config, monkeypatch):
     prepared = []
-    monkeypatch.setattr(launch.tile_counters, "prepare", prepared.append)
-    monkeypatch.setattr(launch.tile_counters, "counter", lambda device, stream: 1000 * device + stream)
+    monkeypatch.setattr(launch.tile_counters, "prepare", lambda *given: prepared.append(given))
+    monkeypatch.setattr(launch.tile_counters, "counter", lambda device, stream, words: 1000 * device + stream)
     ready = launch_of(taking("x", "y", counted=True), 5, device=3)
     for stream in (8, 9, 8):
         ready.run([Array(16, None, None), None], stream)
     assert [parameters for *_, parameters in launches] == [
         struct.pack("<QQQq", 16, 0, 3000 + stream, 5) for stream in (8, 9, 8)
     ]
-    assert prepared == [3], "before the first launch, which may be captured"
+    assert prepared == [(3, 5)], "before the first launch, which may be captured"
 
 
 def test_parameters_of_arrays_seen_before_are_not_made_again(launches, config, monkeypatch):

@@ -34,7 +34,8 @@ from numba_flash.config.wide_backward import WideBackwardConfig
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import HEAD_GRADIENTS, Packed, uses
-from numba_flash.select import backward_kernels, backward_tiles, tiles
+from numba_flash.problem.pages import Pages
+from numba_flash.select import backward_kernels, backward_tiles, decode, tiles
 from numba_flash.select import forward as select
 from numba_flash.select.rungs import RUNGS
 
@@ -60,6 +61,8 @@ for kernel in PAIRED:
     IN_PTX[kernel] += (".version 8.1", ".reqnctapercluster 2, 1, 1", "st.async.shared::cluster", "mapa.shared::cluster")
 for kernel in OF_MMA:
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
+MACHINES["decode"] = SINCE_AMPERE
+IN_PTX["decode"], IN_SASS["decode"] = (*IN_PTX["mma"], "atom.global.add.u32"), IN_SASS["mma"]
 IN_PTX["mma_daux_bounds"] += ("red.global.max.u32",)
 IN_PTX["mma_daux_sums"] += ("red.global.add.u64",)
 IN_PTX["backward_preprocess"], IN_SASS["backward_preprocess"] = ("ld.global.v4.b32",), ("LDG.E.128",)
@@ -454,6 +457,32 @@ def reading_gates():
                         yield f"{name}-direct", dataclasses.replace(config, bias_stages=0)
 
 
+def decode_gates():
+    """Caches of each width and number of rows; with pages, and with all that a score may need."""
+    rich = dict(softcap=5.0, alibi_slopes=empty(8, dtype="float32"), causal=True, sinks=empty(8, dtype="float32"))
+    functions = dict(score_mod=Function.of("score_mod", shifted), mask_mod=Function.of("mask_mod", striped))
+    served = {
+        "": {},
+        "-rich": rich,
+        "-functions": functions,
+        "-bias": dict(bias=empty(1, 8, 1, 2**17, dtype="float32")),
+        "-dropout": {},
+    }
+    served["-dropout"] = dict(dropout_p=0.1)
+    for head_dim in (64, 128, 256):
+        for queries in (1, 8, 16):
+            for words, options in served.items():
+                if words and (queries == 8 or head_dim == 64) or words == "-bias" and queries > 1:
+                    continue
+                made = problem(
+                    head_dim, dtype="bfloat16", heads=8, heads_kv=2, seqlen=queries, seqlen_k=2**17, return_lse=True,
+                    seqlens_k=empty(1, dtype="int32"), **options,
+                )  # fmt: skip
+                made = dataclasses.replace(made, pages=Pages(16, 2**13, 2**17))
+                config = decode.config_of(made, "own" if queries == 1 and not words else "table", HOPPER)
+                yield f"decode-{head_dim}-{config.tile_m}{words}", config
+
+
 def packed_gates():
     """Of packed sequences a few of wgmma and of mma, with gradients."""
     rich = dict(
@@ -749,6 +778,7 @@ def gates():
         | dict(one_key_tile_gates())
         | dict(small_copies_gates())
         | dict(packed_gates())
+        | dict(decode_gates())
         | simt_gates()
     )
     for kernel in (name for name, rung in RUNGS.items() if rung.tensor_cores):

@@ -38,9 +38,9 @@ def driver(monkeypatch):
     for name in ("_unused", "_of_default", "_of_stream"):
         monkeypatch.setattr(counters, name, {})
     slabs = iter(range(1000, 10**6, 1000))
-    monkeypatch.setattr(counters, "SLAB", 4)
+    monkeypatch.setattr(counters, "STREAMS", 4)
     monkeypatch.setattr(stream_numbers.context, "ensure", made.contexts.append)
-    monkeypatch.setattr(counters, "_slab", lambda device: [next(slabs) + i for i in range(counters.SLAB)])
+    monkeypatch.setattr(counters, "_slab", lambda device, size: [next(slabs) + i for i in range(4)])
     return made
 
 
@@ -90,5 +90,5 @@ def test_streams_without_end_take_memory_with_an_end(driver):
     for stream in range(4, 1000):
         seen.add(pointer(stream))
         assert (pointer(0), pointer(3)) == (default, busy)
-    assert not {default, busy} & seen and len(seen) <= 2 * counters.SLAB
-    assert len(counters._of_stream) <= counters.SLAB
+    assert not {default, busy} & seen and len(seen) <= 2 * counters.STREAMS
+    assert len(counters._of_stream) <= counters.STREAMS

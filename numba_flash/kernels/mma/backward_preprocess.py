@@ -15,7 +15,7 @@ from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import griddepcontrol, local, memory, shfl, special
 from ..score import reads as score_reads
-from ..steps import elements, lse_delta
+from ..steps import elements, lse_delta, tile_numbers
 from ..steps import sequence as sequences
 from ..steps.integers import divide
 from ..steps.sequence import lse_row, query_row
@@ -28,6 +28,9 @@ def make(config):
     load, half_of = elements.loader(config.dtype, float32), score_reads.halves(config.dtype)
     product, turn_words = lse_delta.product(config), 2 * config.dq_partials
     queries_of = sequences.queries(config)
+    numbers = tile_numbers.make(config, turns_of, False) if config.in_order and turns_of else None
+    blocks_of_16 = max(16 // rows, 1)  # that write one block of 16 queries
+    own_numbers = tile_numbers.make(config, rows * blocks_of_16, False) if config.in_order else None
     unit, inf = float32(1.0 if config.natural else LOG2_E), float32(math.inf)
 
     @cuda.jit
@@ -37,14 +40,24 @@ def make(config):
         heads, seqlen_q = sizes.heads, sizes.seqlen_q
         thread, block = special.thread_index(), special.block_index()
         head_row_blocks = lse_delta.row_blocks(seqlen_q)
-        tiles = divide(int32(head_row_blocks * 16 + (rows - 1)), rows)
-        head_of_all = divide(block, tiles)
-        b = divide(head_of_all, heads)
-        h = int32(head_of_all - b * heads)
+        if config.in_order:
+            tiles = own_numbers.count(sizes) * blocks_of_16
+            head_of_all = divide(block, tiles)
+            number = divide(block - head_of_all * tiles, blocks_of_16)
+            in_block = int32(block - head_of_all * tiles - number * blocks_of_16)
+            b, first_row = own_numbers.at(number, arrays, strides, sizes)
+            first_query = int32(first_row + in_block * rows) if first_row >= 0 else first_row
+        else:
+            tiles = divide(int32(head_row_blocks * 16 + (rows - 1)), rows)
+            head_of_all = divide(block, tiles)
+            b, first_query = divide(head_of_all, heads), int32((block - head_of_all * tiles) * rows)
+        h = int32(head_of_all - (0 if config.in_order else b * heads))
         sequence = queries_of(b, arrays, strides, sizes)
         if config.packed:
             seqlen_q, head_row_blocks = sequence.seqlen_q, lse_delta.row_blocks(sequence.seqlen_q)
-        query, lane = int32((block - head_of_all * tiles) * rows + thread // lanes), int32(thread % lanes)
+            if config.in_order and first_query < 0:  # it is no tile
+                first_query = int32(head_row_blocks * 16)
+        query, lane = int32(first_query + thread // lanes), int32(thread % lanes)
         four_do = local.array(4, uint32)
         four_o = local.array(4, uint32)
 
@@ -68,7 +81,11 @@ def make(config):
         if turns_of:
             if block == 0 and thread == 0:
                 arrays.turns[0] = uint32(0)
-            if lane == 0 and query < seqlen_q and query % turns_of == 0:
+            if config.in_order:  # all of them: two blocks may have the same rows
+                words = int64(heads) * numbers.count(sizes) * turn_words
+                for word in range(block * config.threads + thread, words, special.block_count() * config.threads):
+                    arrays.turns[lse_delta.TURNS_AT + word] = uint32(0)
+            elif lane == 0 and query < seqlen_q and query % turns_of == 0:
                 tile = int64(head_of_all) * divide(int32(seqlen_q + (turns_of - 1)), turns_of) + query // turns_of
                 for word in range(turn_words):
                     arrays.turns[lse_delta.TURNS_AT + turn_words * tile + word] = uint32(0)

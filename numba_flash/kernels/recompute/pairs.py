@@ -32,9 +32,15 @@ class Pairs(NamedTuple):
     store: Callable[..., Any]  # (row_sum, factor, target, at, stride, columns, lane): the row <- factor * row_sum
 
 
+@inlined
+def own_row(strides, sequence, h_kv, key, of_all):
+    return key_row(strides, sequence, h_kv, key)
+
+
 @functools.cache
-def make(config: Any, of_keys: bool = False, of_ds: bool = True) -> Pairs:
-    """of_keys: the mask's bits have keys as rows. of_ds: otherwise dS is 0."""
+def make(config: Any, of_keys: bool = False, of_ds: bool = True, row_of_key: Any = own_row) -> Pairs:
+    """of_keys: the mask's bits have keys as rows. of_ds: otherwise dS is 0. row_of_key: (strides, sequence, h_kv, key,
+    (arrays, strides, sizes)) -> where a row of K begins."""
     made, weight_factor = numbers.of(config.compute_dtype), kept_weights.make(config)
     load, store_element = elements.loader(config.dtype, made.real), elements.storer(config.dtype)
     reads, chain = at_scores.make(config, of_keys), fragments.chain(config)
@@ -55,7 +61,7 @@ def make(config: Any, of_keys: bool = False, of_ds: bool = True) -> Pairs:
     @inlined
     def product_of(sequence, h, query, key, lane, arrays, strides, sizes):
         q_at = query_row(strides.q, sequence, h, query)
-        k_at = key_row(strides.k, sequence, kv_head(h, sizes), key)
+        k_at = row_of_key(strides.k, sequence, kv_head(h, sizes), key, (arrays, strides, sizes))
         return dot(arrays.q, q_at, arrays.k, k_at, config.head_dim, lane)
 
     @inlined

@@ -23,19 +23,22 @@ from ..steps.units import exponent_unit
 from . import pairs
 
 
-def make(config: Any, warp_rows: int) -> Any:
-    """-> recompute_rows, a device function.
-
-    Each row of the tile has a uint32 in shared memory, config.ROW_STATE_BYTES from the next, that is not 0 if the row
-    is not finite.
-    """
-    made, of_pair, weight_factor = numbers.of(config.compute_dtype), pairs.make(config), kept_weights.make(config)
+def of_row(config: Any, row_of_key: Any = pairs.own_row, row_of_v: Any = None) -> Any:
+    """-> (recompute_row, the functions of pairs.py). row_of_v: (of_v, key, arrays, strides, sizes) -> where the columns
+    of a row of V begin; of_v: what a caller of recompute_row says of all rows."""
+    made, of_pair = numbers.of(config.compute_dtype), pairs.make(config, row_of_key=row_of_key)
     first_m_and_l, exponential = sum_terms.start(config), fragments.exponential_of(config)
-    sequence_of, unit, ln_2 = make_sequence(config), made.real(exponent_unit(config)), made.real(math.log(2))
-    write_lse, words = config.write_lse and config.item_size > 2, -(-config.group_columns // 32)
+    unit, ln_2, weight_factor = made.real(exponent_unit(config)), made.real(math.log(2)), kept_weights.make(config)
+    words = -(-config.group_columns // 32)
 
     @inlined
-    def recompute_row(row_o, sequence, query, lane, columns, v_at, arrays, strides, sizes, score):
+    def behind_first(of_v, key, arrays, strides, sizes):
+        return of_v + key * strides.v[2]
+
+    v_row = row_of_v or behind_first
+
+    @inlined
+    def recompute_row(row_o, sequence, query, lane, columns, of_v, arrays, strides, sizes, score):
         """row_o <- O before it is divided by the sum, of a Query. -> (its sum, its lse in natural units)."""
         first_key, end_key = query.first_key, query.end_key
         largest = made.real(1)  # an upper bound of a weight, a power of 2
@@ -56,11 +59,24 @@ def make(config: Any, warp_rows: int) -> Any:
                 p = exponential(s - m) * largest
                 l += p
                 p *= weight_factor(at_key(query, key), arrays, sizes, score)
-                of_pair.add(row_o, p, arrays.v, v_at + key * strides.v[2], columns, lane)
+                of_pair.add(row_o, p, arrays.v, v_row(of_v, key, arrays, strides, sizes), columns, lane)
         if m == -made.minus_inf:  # a sink of Inf, or a score
             l = made.real(math.nan)
         row_lse = made.minus_inf if l == made.real(0) else m / unit + made.log2(l / largest) * ln_2
         return l, row_lse
+
+    return recompute_row, of_pair
+
+
+def make(config: Any, warp_rows: int) -> Any:
+    """-> recompute_rows, a device function.
+
+    Each row of the tile has a uint32 in shared memory, config.ROW_STATE_BYTES from the next, that is not 0 if the row
+    is not finite.
+    """
+    made, (recompute_row, of_pair) = numbers.of(config.compute_dtype), of_row(config)
+    sequence_of, words = make_sequence(config), -(-config.group_columns // 32)
+    write_lse = config.write_lse and config.item_size > 2
 
     @inlined
     def recompute_rows(first_row, lane, row_states, tile, arrays, strides, sizes, score):

@@ -10,9 +10,8 @@ the last `batch` blocks have a sequence each.
 
 from numba import cuda, int32, int64
 
-from ..steps import elements
+from ..steps import elements, pages
 from ..steps.inlined import inlined
-from . import pages
 
 
 def make(config):

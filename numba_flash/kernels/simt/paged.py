@@ -16,10 +16,9 @@ from numba import cuda, int64
 from ...ptx import local, shared
 from ..score import at_key, sum_terms
 from ..score import make as make_score
-from ..steps import elements, rows, sequence, tiles
+from ..steps import elements, pages, rows, sequence, tiles
 from ..steps.inlined import TRUE
 from ..steps.sequence import Sequence, key_range, kv_head, lse_row, query_of, query_row, span
-from . import pages
 
 
 def make(config):

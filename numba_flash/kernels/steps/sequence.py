@@ -7,7 +7,7 @@ has, and every range of tiles comes from it, in this file. So another way to fin
 import functools
 from typing import Any, NamedTuple
 
-from numba import cuda, int64
+from numba import cuda, int32, int64
 
 from .inlined import inlined
 from .integers import divide
@@ -45,7 +45,7 @@ class Query(NamedTuple):
 @functools.cache
 def make(config: Any) -> Any:
     """-> sequence_of(b, arrays, strides, sizes): the Sequence of batch entry b. Unused fields cost nothing."""
-    has_seqlens_k, source = config.has("seqlens_k"), config.q_offset_source
+    has_seqlens_k, source, span = config.has("seqlens_k"), config.q_offset_source, span_of(config)
     from_array, from_seqlens_k, from_lengths = source == "array", source == "seqlens_k", source == "sequence"
 
     @cuda.jit(device=True)
@@ -62,8 +62,8 @@ def make(config: Any) -> Any:
 
     @cuda.jit(device=True)
     def packed_sequence_of(b, arrays, strides, sizes):
-        first_query, queries = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q)
-        first_key, keys = span(arrays.cu_seqlens_k, b, strides.cu_seqlens_k, sizes.total_k, sizes.seqlen_k)
+        first_query, queries = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q, sizes)
+        first_key, keys = span(arrays.cu_seqlens_k, b, strides.cu_seqlens_k, sizes.total_k, sizes.seqlen_k, sizes)
         q_start = sizes.q_offset
         if has_seqlens_k:
             keys = min(max(int64(arrays.seqlens_k[b * strides.seqlens_k]), 0), keys)
@@ -90,6 +90,41 @@ def span(ends, b, stride, total, most):
     return first, min(max(min(int64(ends[(b + 1) * stride]), total) - first, 0), most)
 
 
+def span_of(config: Any) -> Any:
+    """-> `span`, or in a backward `span_in_order`: there two sequences never share a row."""
+    return span_in_order if config.in_order else span_as_given
+
+
+@inlined
+def span_as_given(ends, b, stride, total, most, sizes):
+    return span(ends, b, stride, total, most)
+
+
+@inlined
+def span_in_order(ends, b, stride, total, most, sizes):
+    """`span` where values of `ends` that fall are clamped, too (tile_numbers.py)."""
+    _, first, end = search(ends, stride, total, int32(sizes.batch), int32(b), int32(0))
+    return int64(first), min(int64(end - first), most)
+
+
+@cuda.jit(device=True)
+def search(ends, stride, total, batch, number, rows):
+    """-> (b, first row, end) of the packed sequence b = number; or, if rows is not 0, of the one that has the tile of
+    this number (tile_numbers.py), where -1 and batch are none. A binary search: each value is clamped to those that
+    were met before."""
+    low, high = int32(0), int32(min(total, 2**31 - 1))
+    b, behind = int32(-1), int32(batch + 1)
+    while int32(behind - b) > 1:
+        middle = int32(b + behind) >> int32(1)
+        end = int32(min(max(int32(ends[middle * stride]), low), high))
+        at = int32(middle + divide(end, rows)) if rows > 0 else middle
+        if number >= at:
+            b, low = middle, end
+        else:
+            behind, high = middle, end
+    return b, low, high
+
+
 @functools.cache
 def again(config: Any) -> Any:
     """-> sequence_again(b, keys, q_start, arrays, strides, sizes): the Sequence of which a kernel has kept these. Where
@@ -112,10 +147,12 @@ def queries(config: Any) -> Any:
     """-> queries_of(b, arrays, strides, sizes): the Sequence of batch entry b, of a kernel that only asks for its
     queries."""
 
+    span = span_of(config)
+
     @inlined
     def packed_queries_of(b, arrays, strides, sizes):
-        first, count = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q)
-        return Sequence(b, count, int64(0), int64(0), int64(0), first, int64(0), sizes.total_q, sizes.batch)
+        first, count = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q, sizes)
+        return packed_queries(b, first, count, sizes)
 
     return packed_queries_of if config.packed else queries_of
 
@@ -124,6 +161,12 @@ def queries(config: Any) -> Any:
 def queries_of(b, arrays, strides, sizes):
     """The Sequence of batch entry b, for a kernel that looks at no key."""
     return unpacked(b, sizes.seqlen_q, int64(0), int64(0))
+
+
+@inlined
+def packed_queries(b, first, count, sizes):
+    """The same of a packed sequence that has `count` rows from `first` on."""
+    return Sequence(b, count, int64(0), int64(0), int64(0), first, int64(0), sizes.total_q, sizes.batch)
 
 
 @inlined

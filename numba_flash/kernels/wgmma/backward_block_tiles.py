@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 from numba import int32, uint32
 
 from ...ptx import memory, special
+from ..steps import tile_numbers
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.plain import key_tile_of, ways_of
+from ..steps.sequence import make as make_sequence
 from . import backward_key_work, block, pipeline
 from .block import MEMBERS, NONFINITE, STEP
 
@@ -41,6 +43,8 @@ def make(config):
     work = backward_key_work.make(config)
     head_parts_of, write_tile = work.head_parts_of, work.write_tile
     state = block.words(config.shared_layout().state)
+    numbers = tile_numbers.make(config, tile_n, True) if config.packed else None
+    sequence_of, has_seqlens_k = make_sequence(config), config.has("seqlens_k")
 
     @inlined
     def state_of(base, w):
@@ -80,9 +84,31 @@ def make(config):
             b, part, j, step = work_of(number, w, n_tiles, sizes)
             write_tile(own, int32(b), int32(part), int32(j * tile_n), arrays, strides, sizes)
             state.write(own, STEP, step)
-            state.write(own, NONFINITE, 0)
+            if all_keys:
+                state.write(own, NONFINITE, 0)
         else:
             state.write(own, MEMBERS, 0)
+
+    @inlined
+    def take_of_packed(base, w, arrays, strides, sizes):
+        """take, of packed sequences: numbers without a tile are passed over."""
+        own, n_tiles, head_parts = state_of(base, w), numbers.count(sizes), head_parts_of(sizes)
+        # The number of tiles may decide nothing that changes the order of a sequence's sums.
+        ways, looking = int32(ways_of(head_parts, int32(0), sizes.left, sizes.right)), True
+        while looking:
+            number, in_flight = number_of(w, arrays), special.opaque(int32(sizes.heads_in_flight))
+            looking = number < int32(head_parts * n_tiles)
+            if not looking:
+                state.write(own, MEMBERS, 0)
+            else:
+                _, part, j, step = key_tile_of(number, int32(1), head_parts, n_tiles, ways, in_flight)
+                b, first_key = numbers.at(int32(j), arrays, strides, sizes)
+                looking = first_key < 0
+                if has_seqlens_k:
+                    looking = first_key < 0 or first_key >= sequence_of(b, arrays, strides, sizes).keys
+                if not looking:
+                    write_tile(own, b, int32(part), first_key, arrays, strides, sizes)
+                    state.write(own, STEP, step)
 
     def has_tile_by(read):
         @inlined
@@ -95,6 +121,7 @@ def make(config):
 
         return has_tile
 
+    take_next = take_of_packed if config.packed else take
     has_tile, warp_has_tile = has_tile_by(state.read_alone), has_tile_by(state.read)
 
     @inlined
@@ -102,7 +129,7 @@ def make(config):
         """has_tile for the thread that writes the state."""
         if stays:
             ring.producer_acquire(base, w)
-            take(base, w, arrays, strides, sizes)
+            take_next(base, w, arrays, strides, sizes)
             ring.producer_commit(base, w, True)
         return has_tile(base, w)
 

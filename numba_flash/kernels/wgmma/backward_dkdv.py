@@ -70,20 +70,7 @@ def make(config):
     set_up, word = pipeline.starter_of_backward(config), block.words(plan.state).read
     rings, packed, tile_m = pipeline.of_backward(config), config.packed, config.tile_m
     always_asks = TRUE if packed and config.has("mask_mod") else FALSE  # packed sequences have no states of tiles
-    zero_tail_of_q, zero_tail_of_do = (
-        block.tail_zeroer(config, -(-columns // 64), 4, tile_m)
-        for columns in (config.head_dim_padded, config.head_dim_v_padded)
-    )
-
-    @inlined
-    def zero_behind(base, n, queries):
-        """Q and dO of the n-th query tile <- 0 from row `queries` on: there the next sequence begins, and 0 * NaN is
-        NaN. Nobody reads them meanwhile: the consumers wait until all have S, and issue dP afterwards."""
-        bar.sync(4, 128 * config.consumers)
-        if of_dk:
-            zero_tail_of_q(base + plan.stream_a + rings.a.stage(n) * config.stream_a_bytes, queries)
-        if of_dv:
-            zero_tail_of_do(base + plan.stream_b + rings.b.stage(n) * config.stream_b_bytes, queries)
+    zero_behind = backward_keys.zero_behind(config)
 
     @inlined
     def to_ds(base, i, member, n, tile, v_desc, elected, arrays, strides, sizes, score):
@@ -100,9 +87,7 @@ def make(config):
         wait_all()
         pin_s(tile.acc_s)
         if packed:
-            queries_left = int32(word(base, QUERIES) - i * tile_m)
-            if queries_left < tile_m:
-                zero_behind(base, n, queries_left)
+            zero_behind(base, n, int32(word(base, QUERIES) - i * tile_m))
         if of_dk:
             keys.issue_dp(base, tile.acc_dp, v_desc, n)
         if per_score:

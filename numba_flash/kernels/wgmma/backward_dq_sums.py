@@ -14,7 +14,7 @@ from numba import float32, int32, int64, uint32
 from ...ptx import bar, fence, ld_st, local, memory, special, tma, vote
 from ..recompute import queries as recompute
 from ..score import fragments
-from ..steps import elements, gradient_rows
+from ..steps import elements, gradient_rows, tile_numbers
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
@@ -23,7 +23,7 @@ from ..steps.query_tile import QueryTile
 from ..steps.sequence import queries_of, query_row
 from . import block, pipeline
 from .backward_key_work import first_tile, following_tile
-from .block import BEGIN, FIRST_ROW, KEYS, MEMBERS, NONFINITE, STEP, STOP, B, H
+from .block import BEGIN, FIRST_QUERY, FIRST_ROW, KEYS, MEMBERS, NONFINITE, QUERIES, STEP, STOP, B, H
 
 
 def second_part(config):
@@ -40,13 +40,25 @@ def to_sums(config, tiles):
     turns_at, lines = TURNS_AT, config.dq_partials
     wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
     _, word_alone, _, position_alone, *_ = block.words(plan.state)
-    ring = pipeline.of_backward(config).dq
+    ring, packed = pipeline.of_backward(config).dq, config.packed
+    numbers = tile_numbers.make(config, tile_m, False) if packed else None
+
+    @inlined
+    def tiles_before(own, sizes):
+        """-> (query tiles of a head, how many there are before the first of the block's head)."""
+        if packed:
+            m_tiles = int64(numbers.count(sizes))
+            first = numbers.first(word_alone(own, B), word_alone(own, FIRST_QUERY))
+            return m_tiles, word_alone(own, H) * m_tiles + first
+        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
+        return m_tiles, (int64(word_alone(own, B)) * sizes.heads + word_alone(own, H)) * m_tiles
 
     @inlined
     def parts_before_mine(own, i, step, sizes):
         """How many key tiles add to query tile i before the block's own."""
         first_key, first_query = int64(word_alone(own, FIRST_ROW)), int64(i) * tile_m
-        last_query = min(first_query + tile_m, sizes.seqlen_q) - 1
+        queries = int64(word_alone(own, QUERIES)) if packed else sizes.seqlen_q
+        last_query = min(first_query + tile_m, queries) - 1
         q_start, keys = first_key - position_alone(own), int64(word_alone(own, KEYS))
         first_pos, last_pos = first_query + q_start, last_query + q_start
         return uint32(parts_before(first_pos, last_pos, first_key, sizes.left, sizes.right, keys, tile_n, step))
@@ -63,8 +75,7 @@ def to_sums(config, tiles):
     def add_dq_of_tile(base, own, n, me, arrays, sizes):
         """One thread for each consumer warpgroup: its parts of dQ to global memory, each when its turn has come; the
         first one is the n-th of all. -> n"""
-        m_tiles = divide(int32(sizes.seqlen_q) + int32(tile_m - 1), tile_m)
-        heads_before = int64(word_alone(own, B)) * sizes.heads + word_alone(own, H)
+        m_tiles, before_head = tiles_before(own, sizes)
         begin, stop = word_alone(own, BEGIN), word_alone(own, STOP)
         step, members = word_alone(own, STEP), word_alone(own, MEMBERS)
         end = int32(n + members * (stop - begin))
@@ -72,7 +83,7 @@ def to_sums(config, tiles):
         part, before, seen = int64(0), uint32(0), uint32(0)
         own_bytes = part_bytes if me == 0 else second_bytes
         if n < end:
-            part, before = line_of(heads_before * m_tiles + i, parts_before_mine(own, i, step, sizes), me)
+            part, before = line_of(before_head + i, parts_before_mine(own, i, step, sizes), me)
             seen = memory.load_acquire(memory.address(arrays.turns, turns_at + part))
         while n < end:
             turn = memory.address(arrays.turns, turns_at + part)
@@ -91,7 +102,7 @@ def to_sums(config, tiles):
             n = int32(n + 1)
             i, member = following_tile(i, member, step, members)
             if n < end:  # the next turn is looked at while this copy is under way
-                tile = (heads_before + member) * m_tiles + i
+                tile = before_head + member * m_tiles + i
                 part, before = line_of(tile, parts_before_mine(own, i, step, sizes), me)
                 seen = memory.load_acquire(memory.address(arrays.turns, turns_at + part))
             wait_read()

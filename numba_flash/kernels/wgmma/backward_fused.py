@@ -62,7 +62,7 @@ from . import (
     pipeline,
 )
 from .backward_plain_scores import TileFragments
-from .block import BEGIN, CUT, FIRST_ROW, FREE, KEYS, MEMBERS, STOP, aligned, rows_of_lane, warpgroup_index
+from .block import BEGIN, CUT, FIRST_ROW, FREE, KEYS, MEMBERS, QUERIES, STOP, aligned, rows_of_lane, warpgroup_index
 from .operands import describe_rows, wait_all, wait_but_one, wait_but_two
 
 
@@ -94,7 +94,8 @@ def make(config):
     second_chunks = backward_dq_sums.second_part(config) // (64 * 8 * 4)  # of 8 columns
     all_keys, stays, one_panel = config.key_tiles > 0, config.stays, config.dq_panels == 1
     some_lack_q = stays and not all_keys  # tiles that no query sees; a block with one tile loads a Q past the end
-    padded, all_consumers = config.has("seqlens_k"), 128 * config.consumers
+    packed, all_consumers = config.packed, 128 * config.consumers
+    padded = packed or config.has("seqlens_k")
     zero_tail = block.tail_zeroer(config, -(-head_dim_padded // 64), 3)
 
     # dQ = dS K: dS lies in a panel of 64 keys for each warpgroup that wrote it, K as it came.
@@ -118,6 +119,7 @@ def make(config):
     add_dq = backward_dq_sums.to_sums(config, tiles)
     leave_own_dq, repair_dq = backward_dq_sums.of_all_keys(config) if all_keys else (None, None)
     rings = pipeline.of_backward(config)
+    zero_behind = backward_keys.zero_behind(config)
 
     @inlined
     def fetch(base, arrays, strides, sizes):
@@ -219,6 +221,8 @@ def make(config):
             leave_dq(base, own, tile.acc_dp, consumer.me, int32(n - 1), step.before, arrays, strides, sizes, score)
         keys.preload_dp(base, tile.acc_dp, n)
         rings.b.consumer_wait(base, n)
+        if packed:
+            zero_behind(base, n, int32(word(own, QUERIES) - step.i * tile_m))
         keys.issue_dp(base, tile.acc_dp, consumer.v_desc, n)
         to_other_weights(tile, lse_and_delta, term, score, step.masked)
         wait_all()
@@ -307,7 +311,8 @@ def make(config):
             pin_s(acc_dp)
             pin_dk(acc_dk)
             pin_dv(acc_dv)
-            if not (stays and one_panel) and word(own, KEYS) - word(own, FIRST_ROW) <= me * 64:
+            alone = not packed and not (stays and one_panel)  # packed: both zero what is behind the last query
+            if alone and word(own, KEYS) - word(own, FIRST_ROW) <= me * 64:
                 n = own_dq_alone(base, own, acc_dq, me, n, end, elected, arrays, strides, sizes, score)
             first, masked = n, False
             if n < end or not some_lack_q:

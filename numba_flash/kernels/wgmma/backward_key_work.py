@@ -16,6 +16,7 @@ from numba import int32
 
 from ..score import longest_first, tile_walk
 from ..score import reads as score_reads
+from ..steps import tile_numbers
 from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -43,6 +44,7 @@ def make(config):
     has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, config.tile_m, of_keys=True).ranges
     has_states, take = longest_first.make(config)
     bias_of_all, write_places = bias_of_entries(config), block.places(config).write
+    numbers = tile_numbers.make(config, config.tile_n, True) if config.packed else None
 
     @inlined
     def head_parts_of(sizes):
@@ -54,6 +56,11 @@ def make(config):
         """-> (b, part of all groups, first_key). The first keys of some heads come first: under a causal mask the most
         queries see them."""
         seqlen_k, head_parts = sizes.seqlen_k, head_parts_of(sizes)
+        if config.packed:  # of one head after the other
+            n_tiles = numbers.count(sizes)
+            part = divide(block, n_tiles)
+            b, first_key = numbers.at(int32(block - part * n_tiles), arrays, strides, sizes)
+            return b, part, first_key
         if has_states:  # the key tiles that the most query tiles see come first
             b, h_kv, own = take(block, arrays, strides, sizes)
             return b, h_kv, int32(own * config.tile_n)
@@ -97,7 +104,7 @@ def make(config):
     @inlined
     def behind(block, arrays, strides, sizes):
         b, _, first_key = tile_of(block, arrays, strides, sizes)
-        return first_key >= sequence_of(b, arrays, strides, sizes).keys
+        return first_key < 0 or first_key >= sequence_of(b, arrays, strides, sizes).keys
 
     return KeyWork(head_parts_of, write, write_tile, behind)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import float32, int32, int64, uint32
 
-from ...ptx import fence, ld_st, local, memory, special, wgmma
+from ...ptx import bar, fence, ld_st, local, memory, special, wgmma
 from ..score import fragments, kept_weights
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -40,6 +40,28 @@ class KeyBlock(NamedTuple):
     mask_words: int
     kept_words: int
     write_gradients: Callable[..., Any]  # (work, place, acc_dk, acc_dv, arrays, strides, sizes, score)
+
+
+def zero_behind(config):
+    """-> zero_behind(base, n, queries_left), a device function of all consumers, of packed sequences: Q and dO of the
+    n-th query tile <- 0 from row queries_left on. There the next sequence begins, and 0 * NaN is NaN. Nobody reads them
+    meanwhile: the consumers wait until all have S, and issue dP afterwards."""
+    plan, rings, tile_m = config.shared_layout(), pipeline.of_backward(config), config.tile_m
+    zero_q, zero_do = (
+        block.tail_zeroer(config, -(-columns // 64), 4, tile_m)
+        for columns in (config.head_dim_padded, config.head_dim_v_padded)
+    )
+
+    @inlined
+    def zero(base, n, queries_left):
+        if queries_left < tile_m:
+            bar.sync(4, 128 * config.consumers)
+            if config.of_dk:
+                zero_q(base + plan.stream_a + rings.a.stage(n) * config.stream_a_bytes, queries_left)
+            if config.of_dv:
+                zero_do(base + plan.stream_b + rings.b.stage(n) * config.stream_b_bytes, queries_left)
+
+    return zero
 
 
 def make(config):

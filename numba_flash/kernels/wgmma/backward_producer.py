@@ -15,9 +15,8 @@ from ...ptx import griddepcontrol, mbarrier, memory, tma
 from ..steps import lse_delta
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.sequence import queries as make_queries
 from . import backward_key_work, bias_boxes, block, pipeline
-from .block import FIRST_ROW, H_KV, QUERIES, B, H
+from .block import FIRST_ROW, H_KV, QUERIES, H
 
 Q_MAP, K_MAP, V_MAP, DO_MAP = 0, 128, 256, 384  # the kernel's tensor maps, bytes from the first
 
@@ -88,7 +87,7 @@ def of_keys(config):
     fetch_bias = bias_boxes.make(config, config.tile_m, of_keys=True).fetch
     load_own, load_a, load_b = loaders(config, (K_MAP, V_MAP if config.of_dk else None), (Q_MAP, DO_MAP))
     walk, tile_blocks = backward_key_work.query_walk(config, whole_warp=False), config.tile_m // 16
-    places, queries_of, packed = block.places(config), make_queries(config), config.packed
+    places, packed = block.places(config), config.packed
 
     @inlined
     def load_keys(base, work):
@@ -98,7 +97,7 @@ def of_keys(config):
     @inlined
     def load_beside_q(base, work, i, h, n, count, arrays, strides, sizes):
         """Loads lse, -delta and bias of query tile i, in place with its Q, which is the n-th."""
-        sequence = queries_of(word(work, B), arrays, strides, sizes)
+        sequence = places.queries(work, sizes)
         stage, full = rings.a.stage(n), rings.a.full(base, n)
         source = memory.address(arrays.lse_delta, lse_delta.row_block(sequence, h, i * tile_blocks, sizes))
         tma.load_bytes(base + plan.lse_delta + stage * config.lse_delta_bytes, source, full, count)

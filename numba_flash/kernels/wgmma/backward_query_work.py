@@ -7,6 +7,7 @@ from numba import int32
 
 from ..score import longest_first, tile_walk
 from ..score import reads as score_reads
+from ..steps import tile_numbers
 from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -29,12 +30,18 @@ def make(config):
     of_thread = tile_walk.make(config)
     take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
     write_places = block.places(config).write
+    numbers = tile_numbers.make(config, config.tile_m, False) if config.packed else None
 
     @inlined
     def tile_of(block, arrays, strides, sizes):
         """-> (b, h, first_query). The last queries of some heads come first: under a causal mask they see the most
         keys."""
         heads, seqlen_q = sizes.heads, sizes.seqlen_q
+        if config.packed:  # of one head after the other
+            m_tiles = numbers.count(sizes)
+            h = divide(block, m_tiles)
+            b, first_query = numbers.at(int32(m_tiles - 1 - (block - h * m_tiles)), arrays, strides, sizes)
+            return b, h, first_query
         if of_thread.present:  # the query tiles that see the most key tiles come first
             b, h, own = take(block, arrays, strides, sizes)
             return b, h, int32(own * config.tile_m)
@@ -69,6 +76,6 @@ def make(config):
     @inlined
     def behind(block, arrays, strides, sizes):
         b, _, first_query = tile_of(block, arrays, strides, sizes)
-        return first_query >= sequence_of(b, arrays, strides, sizes).seqlen_q
+        return first_query < 0 or first_query >= sequence_of(b, arrays, strides, sizes).seqlen_q
 
     return QueryWork(write, behind)

@@ -14,7 +14,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 from ...ptx import griddepcontrol, local, memory, special
 from ..recompute import queries as recompute
 from ..score import fragments
-from ..steps import gradient_rows
+from ..steps import gradient_rows, tile_numbers
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.query_tile import QueryTile
@@ -30,6 +30,29 @@ def make(config):
     sequence_of, chain = make_sequence(config), fragments.chain(config)
     stage_dq, store_dq = gradient_rows.make(config.dtype, 64, 16, config.head_dim, config.head_dim % 8 == 0)
     recompute_queries = recompute.make(config)
+    numbers = tile_numbers.make(config, config.tile_m, False) if config.packed else None
+
+    @inlined
+    def place_of(block, arrays, strides, sizes):
+        """-> (b, h, first query, number of its query tile among all, its part of that)."""
+        if config.packed:
+            m_tiles = numbers.count(sizes)
+            tiles = m_tiles * of_part
+            h = divide(block, tiles)
+            part = int32(block - h * tiles)
+            number = divide(part, of_part)
+            part = int32(part - number * of_part)
+            b, first_row = numbers.at(number, arrays, strides, sizes)
+            first_query = int64(first_row + part * 64) if first_row >= 0 else int64(-1)
+            return b, h, first_query, int64(h) * m_tiles + number, part
+        tiles = divide(int32(sizes.seqlen_q) + int32(63), 64)
+        head_of_all = divide(block, tiles)
+        b = divide(head_of_all, sizes.heads)
+        tile = int32(block - head_of_all * tiles)
+        m_tiles = int64(divide(int32(sizes.seqlen_q) + int32(config.tile_m - 1), config.tile_m))
+        m_tile = tile // of_part
+        h, part = int32(head_of_all - b * sizes.heads), tile - m_tile * of_part
+        return b, h, int64(tile) * 64, head_of_all * m_tiles + m_tile, part
 
     @inlined
     def parts_of(sequence, first_query, sizes):
@@ -45,21 +68,15 @@ def make(config):
         tile_at = aligned(smem, config.ALIGNMENT)
         acc_dq = local.array(dq_count, float32)  # (head_dim / 8, 4)
         four = local.array(4, uint32)
-        heads, seqlen_q = sizes.heads, sizes.seqlen_q
-        thread, block = special.thread_index(), special.block_index()
-        tiles = divide(int32(seqlen_q) + int32(63), 64)
-        head_of_all = divide(block, tiles)
-        b = divide(head_of_all, heads)
-        h = int32(head_of_all - b * heads)
-        tile = int32(block - head_of_all * tiles)
-        first_query = int64(tile) * 64
+        thread = special.thread_index()
+        b, h, first_query, m_tile, part = place_of(special.block_index(), arrays, strides, sizes)
         sequence = sequence_of(b, arrays, strides, sizes)
-        m_tiles = int64(divide(int32(seqlen_q) + int32(config.tile_m - 1), config.tile_m))
-        m_tile = tile // of_part
-        first_sum = (head_of_all * m_tiles + m_tile) * (lines * of_part) + (tile - m_tile * of_part)
-        at = (first_sum * columns * 128 + thread) * 4
+        at = ((m_tile * (lines * of_part) + part) * columns * 128 + thread) * 4
         clear(acc_dq, dq_count)
         griddepcontrol.wait()
+        if config.packed:
+            if first_query < 0 or first_query >= sequence.seqlen_q:
+                return
         parts = parts_of(sequence, first_query, sizes)
         for line in range(lines):
             if line < parts:
@@ -70,7 +87,7 @@ def make(config):
                     for x in range(4):
                         acc_dq[4 * block_of_8 + x] += four[x].view(np.float32)
         first_row, lane = (thread >> int32(5)) * 16, thread & int32(31)
-        queries_left = int32(min(seqlen_q - first_query, 64))
+        queries_left = int32(min(sequence.seqlen_q - first_query, 64))
         nonfinite = stage_dq(acc_dq, score.scale, tile_at, first_row, lane, queries_left)
         to, row = query_row(strides.dq, sequence, h, first_query), strides.dq[2]
         store_dq(tile_at, first_row, lane, arrays.dq, to, row, queries_left, config.head_dim, nonfinite)

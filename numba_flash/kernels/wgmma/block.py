@@ -15,6 +15,7 @@ from ..score import fragments
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.query_tile import QueryTile
+from ..steps.sequence import packed_queries, unpacked
 
 # Where a word is in its work tile, in bytes.
 B, H, H_KV, FIRST_ROW, KEYS, BEGIN, FREE, CUT, STOP, MEMBERS, POS_LOW, POS_HIGH = (4 * i for i in range(12))
@@ -28,7 +29,7 @@ POS_FREE, POS_CUT = STEP, NONFINITE
 # In the first work tile, for the scheduler alone: its last tile's sequence, and the number of query tiles before that.
 Q_ROW, FIRST_KEY, SEQUENCE, BEFORE = PART, STATES, STEP, NONFINITE
 # In the backward: the sequence's first row in q and do, and how many queries it has.
-FIRST_QUERY, QUERIES = STEP, NONFINITE
+FIRST_QUERY, QUERIES = PART, NONFINITE
 BYTES = 64
 
 
@@ -222,6 +223,7 @@ class Places(NamedTuple):
     entry: Callable[..., Any]  # (work) -> the batch entry
     query_row: Callable[..., Any]  # (work, row) -> the row in q and do of a row of the sequence
     key_row: Callable[..., Any]  # (work, row) -> the same in k and v
+    queries: Callable[..., Any]  # (work, sizes) -> the Sequence, of which one only asks for its queries
 
 
 def places(config):
@@ -246,7 +248,14 @@ def places(config):
     def key_row(work, row):
         return int32(row + state.read_alone(work, FIRST_KEY)) if packed else row
 
-    return Places(write_places, entry, query_row, key_row)
+    @inlined
+    def queries(work, sizes):
+        if packed:
+            first, count = int64(state.read_alone(work, FIRST_QUERY)), int64(state.read_alone(work, QUERIES))
+            return packed_queries(state.read_alone(work, B), first, count, sizes)
+        return unpacked(state.read_alone(work, B), sizes.seqlen_q, int64(0), int64(0))
+
+    return Places(write_places, entry, query_row, key_row, queries)
 
 
 def tail_zeroer(config, panels, barrier, tile_rows=None):

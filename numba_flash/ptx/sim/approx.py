@@ -22,3 +22,7 @@ def lg2(x):
 
 def rcp(x):
     return flushed(np.float32(1) / flushed(check_float(x)))
+
+
+def ceil(x):
+    return np.ceil(check_float(x))

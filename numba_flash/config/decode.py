@@ -1,0 +1,134 @@
+"""Config of decode, which reads caches on tensor cores (kernels/mma/decode.py)."""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..abi import parameters as abi
+from .forward import ITEM_SIZE, TensorConfig, check, layout, tile_bytes
+from .kvcache import page_arrays
+
+
+@dataclass(frozen=True)
+class DecodeConfig(TensorConfig):
+    """Of mma/decode: a block has up to tile_m rows, which are all query heads of a KV head, query after query.
+
+    tile_n: keys of a warp's tile; KEY_WARPS warps have neighbouring ones. stages: tiles of keys that have a place.
+    blocks: how many run at a time; no more parts of sequences are handed from block to block. pages: how a sequence's
+    pages are found (kernels/steps/pages.py). pair_shared: a node of one chunk waits for the next in shared memory,
+    else in registers or, if it has many numbers, in global memory, as the others do. copy_bytes: as of
+    MmaConfig.
+    """
+
+    warp_rows: int = 16
+    copy_bytes: int = 16
+    stages: int = 3
+    blocks: int = 1
+    pages: str = "own"
+    pair_shared: bool = False
+
+    q_registers: ClassVar[bool] = False
+    KEY_WARPS: ClassVar[int] = 4
+    CHUNK: ClassVar[int] = 256  # keys of a leaf of the tree; the bits follow from it, from tile_n and from KEY_WARPS
+
+    kernel = "decode"
+    module = "mma.decode"
+    takes = abi.forward().plus("partials", sizes="page pages levels")
+    reads_states = False
+    counted = True
+
+    def __post_init__(self) -> None:
+        check(self.dtype in self.DTYPES, f"decode takes {', '.join(self.DTYPES)}, not {self.dtype}")
+        check(self.tile_n == 16, f"tile_n must be 16, not {self.tile_n}: other tiles give other bits")
+        check(self.warp_rows in (16, 32), f"warp_rows must be 16 or 32, not {self.warp_rows}")
+        check(self.tile_m % self.warp_rows == 0, f"tile_m must be a multiple of {self.warp_rows}, not {self.tile_m}")
+        check(self.stages >= 2, f"stages must be at least 2, not {self.stages}")
+        self._check_widest(self.widest)
+        fits = self.tile_m * self.head_dim_v_padded * 4 <= self.stage_bytes
+        check(fits, f"tile_m = {self.tile_m} rows of O do not fit into a tile of K and V")
+        self._set(self.ALIGNMENT + self.shared_layout().end)
+
+    @property
+    def threads(self) -> int:  # type: ignore[override]
+        return self.tile_m // self.warp_rows * self.KEY_WARPS * 32
+
+    @property
+    def keys(self) -> int:
+        """Of a tile of the block."""
+        return self.KEY_WARPS * self.tile_n
+
+    @property
+    def counter_words(self) -> int:  # type: ignore[override]
+        """A counter for each group of blocks that share a row tile."""
+        return self.blocks
+
+    @property
+    def columns_step(self) -> int:
+        """Each key warp has its part of the columns of what they join."""
+        return 8 * self.KEY_WARPS
+
+    @property
+    def aux(self) -> tuple[tuple[str, int], ...]:
+        return (*page_arrays(self.pages), *super().aux)
+
+    @functools.cached_property
+    def scores(self) -> "DecodeConfig":
+        """What the stages of a score are made from: its aux are those of functions alone."""
+        return dataclasses.replace(self, pages="own")
+
+    @property
+    def stage_bytes(self) -> int:
+        return sum(tile_bytes(self.keys, columns) for columns in (self.head_dim_padded, self.head_dim_v_padded))
+
+    @property
+    def parts_at_once(self) -> int:
+        """Of the columns' KEY_WARPS parts, how many are exchanged at a time in a stage of K and V."""
+        part = self.tile_m * self.head_dim_v_padded * ITEM_SIZE["float32"]
+        return next(n for n in (4, 2, 1) if n == 1 or n * part <= self.stage_bytes)
+
+    def shared_layout(self) -> Any:
+        """Where Q, the ring of tiles, the places of their rows, the key warps' m and l, what warps tell each other and
+        the end are."""
+        return layout(
+            q=tile_bytes(self.tile_m, self.head_dim_padded),
+            ring=self.stages * self.stage_bytes,
+            places=self.stages * 2 * self.keys * 8,
+            states=self.KEY_WARPS * self.tile_m * 8,
+            flags=self.ROW_STATE_BYTES * self.tile_m,
+            pair=4 * self.node_numbers * self.threads if self.pair_shared else 0,
+            last=16,
+        )
+
+    def grid(self, problem: Any) -> int:
+        p = problem.forward
+        rows = p.seqlen_q * max(p.heads // max(p.heads_kv, 1), 1)
+        items = p.batch * p.heads_kv * -(-rows // self.tile_m) * max(-(-p.seqlen_k // self.CHUNK), 1)
+        return min(self.blocks, items)
+
+    def levels(self, seqlen_k: int) -> int:
+        """Of the tree over the chunks of a sequence."""
+        return max(-(-seqlen_k // self.CHUNK) - 1, 1).bit_length()
+
+    @property
+    def pair_registers(self) -> bool:
+        return not self.pair_shared and self.node_numbers <= 24
+
+    @property
+    def node_numbers(self) -> int:
+        """A thread's numbers of a node: its part of O, and m and l of its rows."""
+        return (self.warp_rows // 16) * (self.head_dim_v_padded // 32 * 4 + 4)
+
+    @property
+    def slot_numbers(self) -> int:
+        """The numbers of a node in memory that another block may read: O of all rows, then their m and l."""
+        return self.tile_m * (self.head_dim_v_padded + 2)
+
+    def own_sizes(self, problem: Any) -> dict[str, Any]:
+        p = problem.forward
+        return dict(page=max(p.pages.size, 1), pages=p.pages.total, levels=self.levels(p.seqlen_k))
+
+    def workspace(self, problem: Any) -> abi.Workspace:
+        """Slots of the nodes that blocks hand each other, one for each block's own, and each block's stack."""
+        stacks = self.blocks * self.levels(problem.forward.seqlen_k) * self.node_numbers * self.threads
+        return dict(partials=((2 * self.blocks * self.slot_numbers + stacks,), "float32"))

@@ -1,0 +1,237 @@
+"""Nodes of the tree that gives a row its bits: m, l and O of some chunks of keys, not divided yet.
+
+A chunk's node joins what the key warps found in it. Two neighbouring nodes are joined, then two neighbours of these: a
+pair is joined once it is complete, so a stack of nodes is enough, as in counting in binary. A node without keys leaves
+the other's bits as they are. So the tree depends on a row's own keys alone, whoever computes which part of it.
+
+m is a whole number, in log2. So factors are powers of 2, products exact, and a join rounds only its sums.
+
+Numbers of a node lie in one array: those of O, then m of each row, then l of each row.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, float32, int32, int64
+
+from ...ptx import approx, ld_st, local, minmax, shfl
+from ..steps import numbers
+from ..steps.inlined import inlined
+from ..steps.named import named
+from ..steps.plain import first_column_of, first_row_of
+from ..steps.units import LOG2_E, exponent_unit
+
+ex2, maximum = approx.ex2, minmax.maximum
+TO_SHARED, FROM_SHARED, TO_MEMORY, FROM_MEMORY = map(np.int32, range(4))
+
+
+class Stack(NamedTuple):
+    """Where a thread's numbers of nodes wait: those of level 0 in registers, or in shared memory from `first` on; the
+    others in arrays.partials from `rest` on, level_step from one level to the next, and `step` from number to
+    number."""
+
+    registers: Any
+    first: int
+    rest: int
+    level_step: int
+    step: int
+
+
+def joins(o_count, rows, threads=0, in_registers=True):
+    """-> (join, carry), device functions for nodes of so many numbers of O and rows. The numbers of O are those of one
+    row, or in the order of fragments: four of a block, two for each of two rows, and blocks of a strip of 16 rows.
+
+    threads: of the block, if those of level 0 wait in shared memory; in_registers: if they wait there. Else they wait
+    as the others do.
+    """
+    of_row, in_strip = o_count // rows, o_count // max(rows // 2, 1) // 4
+    count, bytes_apart, first_in_memory = o_count + 2 * rows, threads * 4, 1 if threads or in_registers else 0
+
+    @inlined
+    def number(r, n):
+        """The index of the n-th number of O in row r."""
+        return ((r // 2) * in_strip + n // 2) * 4 + (r % 2) * 2 + n % 2 if rows > 1 else n
+
+    @inlined
+    def join(left, left_at, node, at):
+        """node[at :] <- left[left_at :] and node[at :], which has the keys behind."""
+        for r in range(rows):
+            left_m, left_l = left[left_at + o_count + r], left[left_at + o_count + rows + r]
+            m, l = node[at + o_count + r], node[at + o_count + rows + r]
+            top = maximum(left_m, m)
+            left_factor, factor = ex2(left_m - top), ex2(m - top)
+            if left_l != float32(0):  # else the other's bits, and not 0 plus them
+                for n in range(of_row):
+                    e = number(r, n)
+                    both = cuda.fma(left[left_at + e], left_factor, node[at + e] * factor)
+                    node[at + e] = both if l != float32(0) else left[left_at + e]
+                sums = cuda.fma(left_l, left_factor, l * factor)
+                node[at + o_count + r] = top if l != float32(0) else left_m
+                node[at + o_count + rows + r] = sums if l != float32(0) else left_l
+
+    @inlined
+    def copy_row(r, target, source, stack, place, arrays, way):
+        """way, a constant: where the row goes."""
+        for n in range(of_row + 2):
+            e = number(r, n) if n < of_row else o_count + r + (n - of_row) * rows
+            if way == TO_SHARED:
+                ld_st.store_b32(int32(stack.first + e * bytes_apart), source[e].view(np.uint32))
+            elif way == FROM_SHARED:
+                target[e] = ld_st.load_b32(int32(stack.first + e * bytes_apart)).view(np.float32)
+            elif way == TO_MEMORY:
+                arrays.partials[place + e * stack.step] = source[e]
+            else:
+                target[e] = arrays.partials[place + e * stack.step]
+
+    @inlined
+    def copy(target, source, stack, level, there, arrays, way):
+        place = stack.rest + int64(level) * stack.level_step
+        for r in range(rows):
+            if (there >> r) & 1 != 0:
+                copy_row(r, target, source, stack, place, arrays, way)
+
+    @inlined
+    def carry(node, index, last, waiting, there, stack, arrays):
+        """Joins the index-th node with those to its left that wait for it. If it is the last one, with all that wait;
+        otherwise the result waits. -> the levels on which one waits, as bits. there: the rows that exist, as bits."""
+        other, level, rest = local.array(count, float32), int32(0), int32(index)
+        for e in range(count):
+            other[e] = float32(0)
+        if waiting & int32(1) != 0:
+            if threads:
+                copy(other, other, stack, level, there, arrays, FROM_SHARED)
+                join(other, 0, node, 0)
+            elif in_registers:
+                join(stack.registers, 0, node, 0)
+        while rest & int32(1) != 0 or (last and waiting >> level != 0):
+            if level >= first_in_memory and (waiting >> level) & int32(1) != 0:
+                copy(other, other, stack, level, there, arrays, FROM_MEMORY)
+                join(other, 0, node, 0)
+            waiting = int32(waiting & ~(int32(1) << level))
+            level, rest = int32(level + 1), int32(rest >> int32(1))
+        if not last:
+            if level >= first_in_memory:
+                copy(node, node, stack, level, there, arrays, TO_MEMORY)
+            elif threads:
+                copy(node, node, stack, level, there, arrays, TO_SHARED)
+            elif in_registers:
+                for e in range(count):
+                    stack.registers[e] = node[e]
+            waiting = int32(waiting | (int32(1) << level))
+        return waiting
+
+    return join, carry
+
+
+def of_chunks(config):
+    """-> device functions: join_warps, put."""
+    strips, rows, key_warps = config.warp_rows // 16, config.warp_rows // 8, config.KEY_WARPS
+    columns, o_blocks = config.head_dim_v_padded, config.head_dim_v_padded // 8
+    blocks, row_warps, at_once = o_blocks // key_warps, config.tile_m // config.warp_rows, config.parts_at_once
+    count, to_log2 = strips * blocks * 4, float32(LOG2_E / exponent_unit(config))
+    natural = exponent_unit(config) == 1.0
+    bfly, lowest = shfl.bfly_f32, numbers.of(config.compute_dtype).lowest
+
+    @inlined
+    def exchange_place(exchange, part, key_warp, row_warp, lane):
+        return int32(exchange + ((part * key_warps + key_warp) * row_warps + row_warp) * (count * 128) + lane * 4)
+
+    @inlined
+    def join_states(m, l, node, factor, states, lane, key_warp, row_warp):
+        """m and l of the node; factor (rows,): of the warp's own part of O."""
+        for r in range(rows):
+            l[r] += bfly(l[r], 1)
+        for r in range(rows):
+            l[r] += bfly(l[r], 2)
+            if natural:
+                m[r] = maximum(m[r] * to_log2, lowest)
+        own = states + (key_warp * config.tile_m + row_warp * config.warp_rows + int32(first_row_of(lane))) * 8
+        if lane & 3 == 0:
+            for r in range(rows):
+                ld_st.store_b32(int32(own + r * 64), m[r].view(np.uint32))
+                ld_st.store_b32(int32(own + r * 64 + 4), l[r].view(np.uint32))
+        cuda.syncthreads()  # everyone is done with the tile, too
+        first = states + (row_warp * config.warp_rows + int32(first_row_of(lane))) * 8
+        for r in range(rows):
+            top = m[r]
+            for w in range(key_warps):
+                other = ld_st.load_b32(int32(first + w * config.tile_m * 8 + r * 64)).view(np.float32)
+                top = maximum(top, other)
+            top, total = approx.ceil(top), float32(0)
+            for w in range(key_warps):
+                at = int32(first + w * config.tile_m * 8 + r * 64)
+                other_m, other_l = ld_st.load_b32(at).view(np.float32), ld_st.load_b32(at + 4).view(np.float32)
+                total = cuda.fma(other_l, ex2(other_m - top), total)
+            node[count + r], node[count + rows + r] = top, total
+            factor[r] = ex2(m[r] - top)
+
+    @inlined
+    def give(first, acc_o, factor, exchange, lane, key_warp, row_warp):
+        for part in range(at_once):
+            to = exchange_place(exchange, part, key_warp, row_warp, lane)
+            for strip in range(strips):
+                for u in range(blocks):
+                    for i in range(4):
+                        own = (
+                            acc_o[(strip * o_blocks + (first + part) * blocks + u) * 4 + i] * factor[strip * 2 + i // 2]
+                        )
+                        ld_st.store_b32(int32(to + ((strip * blocks + u) * 4 + i) * 128), own.view(np.uint32))
+
+    @inlined
+    def take(first, node, exchange, lane, key_warp, row_warp):
+        part = int32(key_warp - first)
+        if part >= 0 and part < at_once:
+            for e in range(count):
+                total = float32(0)
+                for w in range(key_warps):
+                    at = exchange_place(exchange, part, w, row_warp, lane)
+                    total += ld_st.load_b32(int32(at + e * 128)).view(np.float32)
+                node[e] = total
+
+    @inlined
+    def join_warps(acc_o, m, l, node, factor, states, exchange, lane, key_warp, row_warp):
+        """node <- what the key warps found in a chunk: the warp's part of the columns. exchange: the place of a tile
+        that all are done with behind a barrier here. The caller owes one before its next use."""
+        join_states(m, l, node, factor, states, lane, key_warp, row_warp)
+        give(0, acc_o, factor, exchange, lane, key_warp, row_warp)
+        cuda.syncthreads()
+        take(0, node, exchange, lane, key_warp, row_warp)
+        if at_once == 2:
+            cuda.syncthreads()
+            give(2, acc_o, factor, exchange, lane, key_warp, row_warp)
+            cuda.syncthreads()
+            take(2, node, exchange, lane, key_warp, row_warp)
+        if at_once == 1:
+            cuda.syncthreads()
+            give(1, acc_o, factor, exchange, lane, key_warp, row_warp)
+            cuda.syncthreads()
+            take(1, node, exchange, lane, key_warp, row_warp)
+            cuda.syncthreads()
+            give(2, acc_o, factor, exchange, lane, key_warp, row_warp)
+            cuda.syncthreads()
+            take(2, node, exchange, lane, key_warp, row_warp)
+            cuda.syncthreads()
+            give(3, acc_o, factor, exchange, lane, key_warp, row_warp)
+            cuda.syncthreads()
+            take(3, node, exchange, lane, key_warp, row_warp)
+
+    @inlined
+    def put(node, slot, rows_left, lane, key_warp, row_warp, arrays):
+        """Hands a node over: O of each row, then m and l of each row."""
+        base = int64(slot) * config.slot_numbers
+        first_row = int32(row_warp * config.warp_rows + int32(first_row_of(lane)))
+        column = key_warp * (blocks * 8) + int32(first_column_of(lane))
+        for r in range(rows):
+            row = first_row + r * 8
+            if row < rows_left:
+                at = base + row * columns + column
+                for u in range(blocks):
+                    e = ((r // 2) * blocks + u) * 4 + (r % 2) * 2
+                    arrays.partials[at + u * 8] = node[e]
+                    arrays.partials[at + u * 8 + 1] = node[e + 1]
+                if key_warp == 0 and lane & 3 == 0:
+                    state = base + config.tile_m * columns + row * 2
+                    arrays.partials[state] = node[count + r]
+                    arrays.partials[state + 1] = node[count + rows + r]
+
+    return named(join_warps, put, count=count, rows=rows)

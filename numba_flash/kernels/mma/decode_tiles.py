@@ -1,0 +1,185 @@
+"""The tiles of decode: queries of all heads of a KV head as rows, and keys wherever they lie.
+
+Where a row of K or V lies is looked up by one thread, a tile ahead of the copies, and noted in shared memory as an
+address; 0 is no row. A tile of K or V is config.KEY_WARPS tiles of config.tile_n keys, one for each key warp.
+
+Keys before the first one that a row of the block sees and behind the last are not read: the pages of a window's past
+may belong to others by now. Numbers of pages that do not exist are zeros.
+"""
+
+from numba import int32, int64, uint32
+
+from ...ptx import ld_st, local, memory, special
+from ..steps import pages
+from ..steps.async_tiles import copier
+from ..steps.inlined import inlined
+from ..steps.named import named
+from ..steps.plain import panel_offset
+from ..steps.sequence import query_row
+
+
+def make(config):
+    """-> device functions: load_q, place_of, put_place, load_keys."""
+    threads, size, keys, warp_keys = config.threads, config.item_size, config.keys, config.tile_n
+    columns, columns_v, group = config.head_dim_padded, config.head_dim_v_padded, config.group_size
+    piece, copy = copier(config.copy_bytes)
+    in_16, paged = 16 // piece, config.pages in ("table", "csr")
+    first_of, entry_of, page_of = _entries(config)
+    stage_places, v_places = 2 * keys * 8, keys * 8
+
+    @inlined
+    def offset_of(row, n, rows):
+        """Of the n-th piece of a row, in a tile."""
+        chunk = n // in_16
+        return panel_offset(row, chunk, rows) + (n - chunk * in_16) * piece
+
+    @inlined
+    def load_q(q_smem, sequence, h, first_row, rows_left, thread, arrays, strides):
+        """Start to copy the rows from first_row on; the caller commits. h: the first head of the group."""
+        pieces = columns * size // piece
+        for index in range(thread, config.tile_m * pieces, threads):
+            row = int32(uint32(index) // uint32(pieces))
+            n = int32(index - row * pieces)
+            in_all = uint32(first_row + row)
+            query = int32(in_all // uint32(group))
+            at = query_row(strides.q, sequence, h + (int32(in_all) - query * group), query)
+            count = min(max(size * config.head_dim - piece * n, 0), piece)
+            source = memory.address(arrays.q, at) + int64(n * piece)
+            copy(q_smem + offset_of(row, n, config.tile_m), source, count if row < rows_left else 0)
+
+    @inlined
+    def pages_of(sequence, arrays, strides):
+        """Where a sequence's page numbers begin; or its only page."""
+        return first_of(sequence, arrays, strides)
+
+    @inlined
+    def look_up(j, tile, arrays, strides, sizes):
+        """-> (the entry of the page with the thread's row of tile j, the row in it, or -1 without one). Nothing here
+        waits for the entry."""
+        thread = special.thread_index()
+        key, there = int32(j * keys + (thread & (keys - 1))), uint32(0)
+        if thread < 2 * keys and key >= tile.first_key and key < tile.end_key:
+            there = uint32(1)
+        number, row = int32(0), key
+        if paged:
+            number = int32(uint32(key) // uint32(sizes.page))
+            row = int32(key - number * int32(sizes.page))
+        return entry_of(tile.pages, number, there, arrays, strides), row if there != 0 else int32(-1)
+
+    @inlined
+    def put_place(places, stage, entry, row, tile, arrays, strides, sizes):
+        """Notes the address of the thread's row, the first half of which are those of K; behind a barrier the others
+        see it."""
+        thread = special.thread_index()
+        if thread < 2 * keys:
+            page, place = page_of(tile.pages, entry), int64(0)
+            if row >= 0 and page >= 0 and page < sizes.pages:
+                if thread & keys != 0:
+                    at = page * strides.v[0] + tile.h_kv * strides.v[1] + row * strides.v[2]
+                    place = memory.address(arrays.v, at)
+                else:
+                    at = page * strides.k[0] + tile.h_kv * strides.k[1] + row * strides.k[2]
+                    place = memory.address(arrays.k, at)
+            two, low = local.array(2, uint32), int64(0xFFFFFFFF)
+            two[0], two[1] = uint32(place & low), uint32((place >> 32) & low)
+            ld_st.store_v2(int32(places + stage * stage_places + thread * 8), two, 0)
+
+    def of_rows(columns, head_dim):
+        pieces, tile = columns * size // piece, warp_keys * 128 * -(-columns * size // 128)
+        # As in steps/async_tiles.py: if a thread keeps its column, its places are constants apart.
+        rows_a_step, steps = threads // pieces, -(-keys * pieces // threads)
+        regular = threads % pieces == 0 and keys % rows_a_step == 0  # both powers of 2
+
+        @inlined
+        def address(noted):
+            return int64(ld_st.load_b32(noted)) | int64(ld_st.load_b32(int32(noted + 4))) << 32
+
+        @inlined
+        def place_in(row, n):
+            return int32((row // warp_keys) * tile + offset_of(row % warp_keys, n, warp_keys))
+
+        @inlined
+        def load(target, places, thread):
+            row = int32(uint32(thread) // uint32(pieces))
+            n = int32(thread - row * pieces)
+            if regular:
+                to, noted = int32(target + place_in(row, n)), int32(places + row * 8)
+                count = min(max(size * head_dim - piece * n, 0), piece)
+                for step in range(steps):
+                    first = step * rows_a_step
+                    here = (to ^ int32((first & 7) << 4)) + int32(first // warp_keys * tile + first % warp_keys * 128)
+                    place = address(int32(noted + first * 8))
+                    copy(int32(here), place + int64(n * piece), count if place != 0 else 0)
+            else:
+                for step in range(steps):
+                    index = uint32(thread + step * threads)
+                    row = int32(index // uint32(pieces))
+                    n = int32(index) - row * pieces
+                    if keys * pieces % threads == 0 or row < keys:
+                        place = address(int32(places + row * 8))
+                        count = min(max(size * head_dim - piece * n, 0), piece)
+                        copy(int32(target + place_in(row, n)), place + int64(n * piece), count if place != 0 else 0)
+
+        return load
+
+    load_k, load_v = of_rows(columns, config.head_dim), of_rows(columns_v, config.head_dim_v)
+    v_at = keys * 128 * -(-columns * size // 128)
+
+    @inlined
+    def load_keys(ring, places, stage):
+        """Start to copy the tile whose places are noted; the caller commits. The thread's number is read anew, so that
+        its places are not kept in registers."""
+        thread = special.thread_index()
+        to, noted = int32(ring + stage * config.stage_bytes), int32(places + stage * stage_places)
+        load_k(to, noted, thread)
+        load_v(int32(to + v_at), int32(noted + v_places), thread)
+
+    return named(load_q, pages_of, look_up, put_place, load_keys, v_at=v_at)
+
+
+def _entries(config):
+    """-> (first_of, entry_of, page_of), by which a page is found in two steps: the first does not wait for what it
+    loads."""
+    table, indptr, by_table, by_indptr = pages.places_of_pages(config)
+    page_in, load_if = pages.finder(config.pages), memory.load_b32_if
+
+    @inlined
+    def one_page(sequence, arrays, strides):
+        return page_in(sequence.b, 0, arrays[table], arrays[indptr], strides[by_table], strides[by_indptr])
+
+    @inlined
+    def no_entry(first, number, there, arrays, strides):
+        return uint32(0)
+
+    @inlined
+    def only_page(first, entry):
+        return first
+
+    @inlined
+    def entry_as_page(first, entry):
+        return int64(int32(entry))
+
+    @inlined
+    def first_of_row(sequence, arrays, strides):
+        return int64(sequence.b) * strides[by_table][2]
+
+    @inlined
+    def entry_in_row(first, number, there, arrays, strides):
+        by = strides[by_table]
+        return load_if(memory.address(arrays[table], first + number * by[3]), there if number < by[1] else uint32(0))
+
+    @inlined
+    def first_of_list(sequence, arrays, strides):
+        return int64(arrays[indptr][sequence.b * strides[by_indptr][1]])
+
+    @inlined
+    def entry_in_list(first, number, there, arrays, strides):
+        """A sequence has no more keys than pages for them (decode_work.py)."""
+        at = max(first, 0) + number
+        return load_if(memory.address(arrays[table], at * strides[by_table][1]), there)
+
+    if config.pages == "table":
+        return first_of_row, entry_in_row, entry_as_page
+    if config.pages == "csr":
+        return first_of_list, entry_in_list, entry_as_page
+    return one_page, no_entry, only_page

@@ -1,0 +1,181 @@
+"""What a block of decode works on: chosen on the device from the lengths of all sequences, so that no host plans.
+
+Keys are cut into chunks of config.CHUNK at absolute positions. An item is a node of 2^level neighbouring chunks, for a
+row tile of a KV head of a sequence. Of a sequence with one such node a block computes all. The nodes of others are
+handed from block to block, and the last one to arrive joins them: such items come first, and are at most config.blocks.
+level is the lowest for which that is so: then blocks have about as much to do, however unequal the sequences are.
+
+A warp looks at 32 sequences at a time, and all warps find the same.
+"""
+
+from typing import NamedTuple
+
+from numba import cuda, int32, int64, uint32
+
+from ...ptx import local, shfl, vote
+from ..steps import pages, sequence
+from ..steps.inlined import inlined
+from ..steps.integers import tiles_of
+from ..steps.named import named
+from ..steps.plain import row_keys
+from ..steps.sequence import Sequence
+
+LEVELS = 4
+MANY = 1 << 24  # of a lane's items: more are not told apart, so that sums fit into 32 bits
+
+
+class Cursor(NamedTuple):
+    """How far a block has looked for its items: those of whole sequences or of parts, the first of 32 sequences, and
+    the number of items before it."""
+
+    whole: int
+    first: int
+    before: int
+
+
+class Item(NamedTuple):
+    """b = -1: there is no item left."""
+
+    b: int
+    h_kv: int
+    row_tile: int
+    node: int  # at absolute positions
+    nodes: int  # of the sequence
+    node_slot: int  # where the sequence's first node is handed over; others are row_tiles further each
+    row_tiles: int
+    first_node: int
+
+
+def make(config):
+    """-> device functions: sequence_of, level_of, next_item."""
+    group, chunk_bits, most = config.group_size, config.CHUNK.bit_length() - 1, config.blocks
+    sequence_of = _sequence(config)
+
+    @inlined
+    def chunks_of(b, arrays, strides, sizes):
+        """-> (row tiles of a sequence, the first and the last chunk of which its rows see keys)."""
+        found = sequence_of(b, arrays, strides, sizes)
+        begin, _ = row_keys(found.q_start, sizes.left, sizes.right, found.keys)
+        _, end = row_keys(found.q_start + found.seqlen_q - 1, sizes.left, sizes.right, found.keys)
+        first, last = int32(begin >> chunk_bits), int32((end - 1) >> chunk_bits)
+        if end <= begin:
+            first, last = int32(0), int32(0)
+        return tiles_of(found.seqlen_q * group, config.tile_m), first, last
+
+    @inlined
+    def items_of(row_tiles, first, last, level, whole):
+        """Of one KV head of a sequence: those of whole sequences, or of parts."""
+        nodes, items = int32((last >> level) - (first >> level) + 1), row_tiles
+        if nodes > 1:
+            items = int32(min(int64(row_tiles) * nodes, int64(MANY)))
+        return items if (nodes == 1) == (whole != 0) else int32(0)
+
+    @inlined
+    def level_of(lane, arrays, strides, sizes):
+        """How many chunks are a node, as a power of 2: LEVELS are tried at a time."""
+        counts, level = local.array(LEVELS, int32), int32(0)
+        while True:
+            for n in range(LEVELS):
+                counts[n] = int32(0)
+            b = int32(lane)
+            while b < int32(sizes.batch):
+                row_tiles, first, last = chunks_of(b, arrays, strides, sizes)
+                for n in range(LEVELS):
+                    more = items_of(row_tiles, first, last, int32(level + n), int32(0))
+                    counts[n] = int32(min(counts[n] + more, MANY))
+                b = int32(b + 32)
+            for distance in (1, 2, 4, 8, 16):
+                for n in range(LEVELS):
+                    counts[n] += int32(shfl.bfly_b32(uint32(counts[n]), distance))
+            above = int32(0)
+            for n in range(LEVELS):
+                above += int32(1) if int64(counts[n]) * sizes.heads_kv > most else int32(0)
+            level = int32(level + above)
+            if above < LEVELS:
+                return level
+
+    @inlined
+    def inclusive(count, lane):
+        """The sum over the lanes up to one's own."""
+        total = uint32(count)
+        for step in range(5):
+            distance = int32(1 << step)
+            other = shfl.idx_b32(total, int32(max(lane - distance, 0)))
+            if lane >= distance:
+                total = uint32(total + other)
+        return int32(total)
+
+    @inlined
+    def next_item(cursor, number, level, lane, arrays, strides, sizes):
+        """-> (the number-th Item, the Cursor to look for later ones)."""
+        whole, first, before = cursor.whole, cursor.first, cursor.before
+        heads_kv = int32(sizes.heads_kv)
+        b, rest = int32(-1), int32(0)
+        while b < 0:
+            if first >= int32(sizes.batch):
+                if whole != 0:
+                    break
+                whole, first = int32(1), int32(0)
+            count, own = int32(0), int32(first + lane)
+            if own < int32(sizes.batch):
+                row_tiles, begin, last = chunks_of(own, arrays, strides, sizes)
+                count = items_of(row_tiles, begin, last, level, whole)
+            up_to = inclusive(count, lane)
+            here = int32(shfl.idx_b32(uint32(up_to), int32(31)))
+            if number < before + here * heads_kv:
+                behind = vote.ballot(uint32(1) if number >= before + up_to * heads_kv else uint32(0))
+                owner = int32(cuda.popc(behind))
+                b = int32(first + owner)
+                rest = int32(number - before) - int32(shfl.idx_b32(uint32(up_to - count), owner)) * heads_kv
+            else:
+                before = int32(before + here * heads_kv)
+                first = int32(first + 32)
+        cursor = Cursor(whole, first, before)
+        if b < 0:
+            none = int32(0)
+            return Item(b, none, none, none, none, none, none, none), cursor
+        row_tiles, begin, last = chunks_of(b, arrays, strides, sizes)
+        first_node = int32(begin >> level)
+        nodes = int32((last >> level) - first_node + 1)
+        of_head = int32(row_tiles * nodes)
+        h_kv = int32(uint32(rest) // uint32(of_head))
+        rest = int32(rest - h_kv * of_head)
+        node = int32(uint32(rest) // uint32(row_tiles))
+        row_tile = int32(rest - node * row_tiles)
+        slot = int32(number - node * row_tiles)
+        return Item(b, h_kv, row_tile, int32(first_node + node), nodes, slot, row_tiles, first_node), cursor
+
+    return named(sequence_of, level_of, next_item)
+
+
+def _sequence(config):
+    """-> sequence_of(b, arrays, strides, sizes). Lengths are clamped to the room of a sequence: they are on the
+    device."""
+    packed, csr, source = config.packed, config.pages == "csr", config.q_offset_source
+    from_keys, from_array = source == "seqlens_k", source == "array"
+    indices, indptr, by_indices, by_indptr = pages.places_of_pages(config)
+
+    @inlined
+    def sequence_of(b, arrays, strides, sizes):
+        room = sizes.seqlen_k
+        if csr:
+            total, by = strides[by_indices][0], strides[by_indptr][1]
+            first = max(int64(arrays[indptr][b * by]), 0)
+            room = min(max(min(int64(arrays[indptr][(b + 1) * by]), total) - first, 0) * sizes.page, room)
+        keys = min(max(int64(arrays.seqlens_k[b * strides.seqlens_k]), 0), room)
+        entry, first_query, queries, rows, count = int64(b), int64(0), sizes.seqlen_q, sizes.seqlen_q, int64(0)
+        q_start = sizes.q_offset
+        if packed:
+            first_query, queries = sequence.span(
+                arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q
+            )
+            entry, rows, count = int64(0), sizes.total_q, sizes.batch
+            if source == "sequence":
+                q_start = q_start + keys - queries
+        if from_keys:
+            q_start = q_start + keys
+        if from_array:
+            q_start = q_start + int64(arrays.q_offset[b * strides.q_offset])
+        return Sequence(int32(b), queries, keys, q_start, entry, first_query, int64(0), rows, count)
+
+    return sequence_of

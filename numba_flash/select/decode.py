@@ -1,0 +1,101 @@
+"""Whether decode takes a cache, and its Config: attention_kvcache on tensor cores (kernels/mma/decode.py)."""
+
+from typing import TYPE_CHECKING, Any
+
+from ..arrays.dtypes import ITEM_SIZE
+from ..machine.target import Target
+from ..problem.forward import Problem
+from ..problem.options import changes_scores
+from .forward import copy_bytes, features_of, no_wide_rows, strides_that_matter
+from .rungs import RUNGS, no_room, no_tensor_cores
+
+if TYPE_CHECKING:
+    from ..config.decode import DecodeConfig
+
+FEW_ROWS = 64  # of a KV head: with more, a contiguous cache is for the kernels of `attention`
+WIDEST = 256  # head_dim
+SIMULATED_BLOCKS = 4
+MOST_THREADS = 256  # of a multiprocessor: each takes up to 255 registers
+
+
+def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
+    """Why decode does not take the problem of a cache, or None."""
+    p, rung = problem, RUNGS["mma"]
+    reason = no_tensor_cores(rung, p, target) or rung.not_taken(p)
+    if reason is not None:
+        return reason
+    if ITEM_SIZE[p.dtype] > 2:
+        return f"it takes float16 and bfloat16, not {p.dtype}"
+    if contiguous and rows_of(p) > FEW_ROWS:
+        return f"it is for up to {FEW_ROWS} queries of the heads of a KV head, not {rows_of(p)}"
+    if max(p.head_dim, p.head_dim_v) > WIDEST:
+        return f"it takes head_dim up to {WIDEST}, not {p.head_dim} and {p.head_dim_v}"
+    least = ITEM_SIZE[p.dtype]
+    if p.alignment < least:
+        return f"q or a cache begins at an address that is not a multiple of {least} bytes"
+    for operand, strides in strides_that_matter(p):
+        columns = p.head_dim_v if operand == "v" else p.head_dim
+        if (reason := no_wide_rows(operand, strides, columns, p.dtype, least)) is not None:
+            return reason
+    if _fitting(p, "own", target) is None:
+        return no_room(p, target, _config(p, "own", target, 16, 2, 1, False).shared_bytes)
+    return None
+
+
+def config_of(problem: Problem, pages: str, target: Target) -> "DecodeConfig":
+    found = _fitting(problem, pages, target)
+    assert found is not None
+    return found
+
+
+def rows_of(problem: Problem) -> int:
+    """The rows of a KV head, or a bound of them."""
+    return problem.seqlen_q * _group(problem)
+
+
+def _group(problem: Problem) -> int:
+    return max(problem.heads // max(problem.heads_kv, 1), 1)
+
+
+def _fitting(problem: Problem, pages: str, target: Target) -> "DecodeConfig | None":
+    """As many rows as there are, and as many bytes on the way as there is room for: of two blocks with three tiles or
+    more each, or else of one."""
+    p, wide = problem, max(problem.head_dim, problem.head_dim_v) > 128
+    one_panel = -(-p.head_dim // 64) >= -(-p.head_dim_v // 64)  # rows of O fit into a tile of K and V
+    most = 64 if one_panel and not wide else 32
+    wanted = min(max(16, 1 << (max(rows_of(p), 1) - 1).bit_length()), most)
+    for tile_m in (n for n in (64, 32, 16) if n <= wanted):
+        few = _config(p, pages, target, tile_m, 2, 1, False).pair_registers
+        for per_sm, least, pair_shared in ((2, 3, not few), (1, 3, not few), (1, 2, False)):
+            for stages in range(6, least - 1, -1):
+                config = _config(p, pages, target, tile_m, stages, per_sm, pair_shared)
+                fits = per_sm * (config.shared_bytes + 1024) <= target.shared_bytes + 1024
+                if fits and per_sm * config.threads <= MOST_THREADS:
+                    return config
+    return None
+
+
+def _config(
+    problem: Problem, pages: str, target: Target, tile_m: int, stages: int, per_sm: int, pair_shared: bool
+) -> "DecodeConfig":
+    from ..config.decode import DecodeConfig
+
+    p, wide = problem, max(problem.head_dim, problem.head_dim_v) > 128
+    bias = p.array("bias")
+    features: dict[str, Any] = features_of(p) | dict(
+        group_size=_group(p),
+        scores_finished=changes_scores(p.uses) or p.scale <= 0,
+        bias_pairs=bias is not None and bias.pairs,
+    )
+    return DecodeConfig(
+        **features,
+        tile_m=tile_m,
+        tile_n=16,
+        warp_rows=16 if wide else min(tile_m, 32),
+        copy_bytes=copy_bytes(p),
+        stages=stages,
+        blocks_per_sm=per_sm,
+        blocks=SIMULATED_BLOCKS if target.simulated else max(target.multiprocessors, 1) * per_sm,
+        pages=pages,
+        pair_shared=pair_shared,
+    )

@@ -1,0 +1,115 @@
+"""Caches on tensor cores, simulated: the kernel that shares a sequence's keys out (kernels/mma/decode.py)."""
+
+import contextlib
+
+import numpy as np
+import pytest
+from contracts import forward, kvcache, suite
+from contracts.forward import same_bits
+from hypothesis import reject
+
+from numba_flash import testing
+from numba_flash.dispatch import kvcache as dispatch
+from numba_flash.select import decode
+
+TestDecode = suite(kvcache)
+LENGTHS = (700, 0, 257, 1, 256, 255)  # 3 chunks, none, and about one
+
+
+class Rung(forward.Rung):
+    """It refuses rows that are not contiguous: then another random problem is drawn."""
+
+    @contextlib.contextmanager
+    def skipping_refusals(self):
+        try:
+            with super().skipping_refusals():
+                yield
+        except NotImplementedError as refused:
+            if "is not contiguous along dim" not in str(refused):
+                raise
+            reject()
+
+
+@pytest.fixture(scope="session")
+def rung():
+    return Rung("mma", testing.rows_padded, tensor=True, tile=32, slow=True)
+
+
+def of_blocks(monkeypatch, blocks, cached, rung):
+    """(o, lse) where so many blocks run at a time."""
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "SIMULATED_BLOCKS", blocks)
+        patch.setattr(dispatch, "_plans", {})
+        return cached.run(rung)[:2]
+
+
+# The window begins in the second of 5 chunks: there the tree is not that of the chunks that are left.
+WINDOW = dict(causal=True, window=(700, 0), sinks=np.ones(2, np.float32))
+
+
+@pytest.mark.parametrize(("lengths", "options"), [(LENGTHS, {}), ((1030, 257, 1), WINDOW)], ids=["plain", "window"])
+def test_any_number_of_blocks_gives_the_same_bits(rung, monkeypatch, lengths, options):
+    """A block takes more chunks if there are fewer blocks, and hands over fewer nodes: none of one block. Two large
+    neighbours cancel, if they are joined first; otherwise what is joined with one of them loses its last bits."""
+    case = kvcache.problem(rung, lengths, 2, heads=2, heads_kv=1, **options)
+    first = 512 if options else 0
+    case.q[...], case.v[0, :, first : first + 256], case.v[0, :, first + 256 : first + 512] = 0, 30000, -30000
+    cached = kvcache.lay(case, "table", page=3)
+    o, lse = of_blocks(monkeypatch, 1, cached, rung)
+    testing.check(case, o, lse, "one block")
+    for blocks in (2, 5, 64):
+        other, other_lse = of_blocks(monkeypatch, blocks, cached, rung)
+        assert same_bits(other, o) and same_bits(other_lse, lse), blocks
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_query_has_the_same_bits_beside_others(rung, heads):
+    """In tiles of 16, 32 and 64 rows, and in the second of two."""
+    case = kvcache.problem(rung, (600, 258), 24, heads=heads, heads_kv=1, causal=True)
+    o, lse = kvcache.lay(case, "table", page=16).run(rung)[:2]
+    testing.check(case, o, lse, "24 queries")
+    for queries in (1, 7):
+        last = testing.Case(case.q[:, :, -queries:], case.k, case.v, case.options)
+        few, few_lse = kvcache.lay(last, "table", page=16).run(rung)[:2]
+        assert same_bits(few, o[:, :, -queries:]) and same_bits(few_lse, lse[:, :, -queries:]), queries
+
+
+def test_pages_of_any_size_have_the_bits_of_a_contiguous_cache(rung):
+    case = kvcache.problem(rung, LENGTHS, 1, heads=2, heads_kv=2)
+    o, lse = kvcache.lay(case, "contiguous").run(rung)[:2]
+    for page, kind, form in (
+        (1, "table", "nhd"),
+        (3, "csr", "hnd"),
+        (16, "table", "one row"),
+        (64, "csr", "alternate"),
+    ):
+        other, other_lse = kvcache.lay(case, kind, form, page).run(rung)[:2]
+        assert same_bits(other, o) and same_bits(other_lse, lse), (page, kind, form)
+
+
+def test_values_that_some_queries_do_not_see_may_be_nan(rung):
+    case = kvcache.problem(rung, (40, 300), 3, causal=True)
+    expected = kvcache.lay(case, "table", page=16).run(rung)[:2]
+    case.v[0, :, 39], case.v[1, 1, 298:] = np.nan, np.inf
+    o, lse = kvcache.lay(case, "table", page=16).run(rung)[:2]
+    assert np.isnan(o[0, :, 2]).all() and not np.isfinite(o[1, 2:, 1:]).any()
+    room = 4 * testing.EPS[case.dtype]
+    for rows in (np.s_[0, :, :2], np.s_[1, :2], np.s_[1, 2:, 0]):
+        assert np.allclose(o[rows].astype(float), expected[0][rows].astype(float), rtol=room, atol=room)
+    assert same_bits(lse, expected[1])
+
+
+def test_pages_that_a_window_has_left_behind_may_be_another_s(rung):
+    """With NaN in them, and with keys of a page that it has left in part."""
+    cached = kvcache.lay(kvcache.problem(rung, (40, 33), window=(5, 0)), "table", page=4)
+    expected = cached.run(rung)[:2]
+    given = cached.given
+    (nobodys, *_) = set(range(len(given["k_cache"]))) - set(given["page_table"].ravel().tolist())
+    assert np.isnan(given["v_cache"][nobodys].astype(float)).all()
+    left = given["page_table"][0, 34 // 4]  # of keys 32 to 35, of which the last query sees 34 and more
+    given["page_table"][0, : 34 // 4] = given["page_table"][1, : 27 // 4] = nobodys
+    for name in ("k_cache", "v_cache"):
+        heads_first = given[name] if given.get("layout", "bhsd") == "bhsd" else given[name].swapaxes(1, 2)
+        heads_first[left, :, : 34 % 4] = np.nan
+    o, lse = cached.run(rung)[:2]
+    assert same_bits(o, expected[0]) and same_bits(lse, expected[1])

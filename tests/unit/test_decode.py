@@ -1,0 +1,53 @@
+"""Which caches decode takes on which GPU, and with which tiles: without a GPU."""
+
+import dataclasses
+
+import pytest
+from helpers.machines import A100, ADA, HOPPER, TURING, empty, problem
+
+from numba_flash.problem.pages import Pages
+from numba_flash.select import decode
+
+
+def cache(head_dim=128, queries=1, group=4, dtype="bfloat16", **options):
+    made = problem(
+        head_dim, dtype=dtype, heads=2 * group, heads_kv=2, seqlen=queries, seqlen_k=2**17,
+        seqlens_k=empty(1, dtype="int32"), **options,
+    )  # fmt: skip
+    return dataclasses.replace(made, pages=Pages(16, 2**13, 2**17))
+
+
+@pytest.mark.parametrize("target", [A100, ADA, HOPPER], ids=lambda target: target.name)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (64, 128), (64, 256), (80, 59)], ids=str)
+@pytest.mark.parametrize("queries", [1, 4, 16, 300])
+def test_every_width_and_number_of_rows_has_a_tile(target, dims, queries):
+    made = cache(dims[0], queries, head_dim_v=dims[1])
+    if target is ADA and dims == (256, 256):
+        assert "shared memory" in decode.refusal(made, target, contiguous=False)
+        return
+    assert decode.refusal(made, target, contiguous=False) is None
+    config = decode.config_of(made, "table", target)
+    assert config.tile_m <= max(2 * decode.rows_of(made), 16)
+    assert config.blocks_per_sm * (config.shared_bytes + 1024) <= target.shared_bytes + 1024
+    assert config.blocks == config.blocks_per_sm * target.multiprocessors
+    on_the_way = config.blocks_per_sm * (config.stages - 1) * config.keys * sum(dims) * 2
+    assert target is not HOPPER or min(dims) < 64 or on_the_way >= 40 * 1024
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (cache(dtype="float32"), "it takes float16 and bfloat16, not float32"),
+        (cache(queries=17), "up to 64 queries of the heads of a KV head, not 68"),
+        (cache(264), "it takes head_dim up to 256, not 264"),
+        (dataclasses.replace(cache(), k_strides=(2**20, 2**18, 128, 2)), "k is not contiguous along dim"),
+    ],
+)
+def test_what_decode_does_not_take_is_said(made, reason):
+    assert reason in decode.refusal(made, HOPPER, contiguous=True)
+
+
+def test_only_contiguous_caches_have_a_bound_of_rows():
+    assert decode.refusal(cache(queries=17), HOPPER, contiguous=False) is None
+    assert decode.refusal(cache(queries=16), HOPPER, contiguous=True) is None
+    assert "compute capability" in decode.refusal(cache(), TURING, contiguous=False)
