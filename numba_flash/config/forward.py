@@ -67,7 +67,7 @@ def tiles_of_all(p: Any, rows: int, of_keys: bool = False) -> int:
     (kernels/steps/tile_numbers.py)."""
     if p.packed is None:
         return p.batch * -(-(p.seqlen_k if of_keys else p.seqlen_q) // rows)
-    return p.packed[of_keys] // rows + p.batch if p.batch else 0
+    return p.packed[of_keys] // rows + p.batch if p.batch and p.packed[of_keys] else 0
 
 
 class LaunchFacts:

@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 
 import torch
+import torch._dynamo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -134,4 +135,6 @@ def run(rank, folder):
 
 
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(run, (Path(sys.argv[1]),), nprocs=4)
+    # Where processes may be forked, they share what is imported here.
+    how = "fork" if sys.platform == "linux" else "spawn"
+    torch.multiprocessing.start_processes(run, (Path(sys.argv[1]),), nprocs=4, start_method=how)

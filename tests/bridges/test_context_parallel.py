@@ -28,7 +28,8 @@ class Ranks:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+        context.set_forkserver_preload([gloo_ranks.__name__])  # all ranks share what it imports
         self.pipes, theirs = zip(*(context.Pipe() for _ in range(size)), strict=True)
         arguments = [(rank, size, port, pipe) for rank, pipe in enumerate(theirs)]
         self.processes = [context.Process(target=gloo_ranks.serve, args=each, daemon=True) for each in arguments]

@@ -384,6 +384,8 @@ OF_BOTH_SIDES = [
 
 @pytest.mark.parametrize("name", OF_BOTH_SIDES)
 def test_gradients(backward_rung, name):
+    if backward_rung.kernel == "v2" and name in ("rows of nothing", "offsets", "a group in a tile"):
+        pytest.skip("v2 has no tiles of a group, and walks these as it walks the others")
     case, options = case_of(backward_rung, name)
     case.options |= options
     kernel = backward_rung.kernel

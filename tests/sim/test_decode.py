@@ -12,7 +12,7 @@ from numba_flash import testing
 from numba_flash.dispatch import kvcache as dispatch
 from numba_flash.select import decode
 
-TestDecode = suite(kvcache)
+TestDecode = pytest.mark.slow(suite(kvcache))  # minutes; what is of this kernel alone is below
 LENGTHS = (700, 0, 257, 1, 256, 255)  # 3 chunks, none, and about one
 
 
@@ -47,8 +47,15 @@ def of_blocks(monkeypatch, blocks, cached, rung):
 WINDOW = dict(causal=True, window=(700, 0), sinks=np.ones(2, np.float32))
 
 
-@pytest.mark.parametrize(("lengths", "options"), [(LENGTHS, {}), ((1030, 257, 1), WINDOW)], ids=["plain", "window"])
-def test_any_number_of_blocks_gives_the_same_bits(rung, monkeypatch, lengths, options):
+MANY = dict(causal=True, window=(2000, 0))  # chunks 1 to 9: of two groups of eight nodes
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "blocks"),
+    [(LENGTHS, {}, (2, 5, 64)), ((1030, 257, 1), WINDOW, (2, 5, 64)), ((2400,), MANY, (9,))],
+    ids=["plain", "window", "many"],
+)
+def test_any_number_of_blocks_gives_the_same_bits(rung, monkeypatch, lengths, options, blocks):
     """A block takes more chunks if there are fewer blocks, and hands over fewer nodes: none of one block. Two large
     neighbours cancel, if they are joined first; otherwise what is joined with one of them loses its last bits."""
     case = kvcache.problem(rung, lengths, 2, heads=2, heads_kv=1, **options)
@@ -57,9 +64,9 @@ def test_any_number_of_blocks_gives_the_same_bits(rung, monkeypatch, lengths, op
     cached = kvcache.lay(case, "table", page=3)
     o, lse = of_blocks(monkeypatch, 1, cached, rung)
     testing.check(case, o, lse, "one block")
-    for blocks in (2, 5, 64):
-        other, other_lse = of_blocks(monkeypatch, blocks, cached, rung)
-        assert same_bits(other, o) and same_bits(other_lse, lse), blocks
+    for number in blocks:
+        other, other_lse = of_blocks(monkeypatch, number, cached, rung)
+        assert same_bits(other, o) and same_bits(other_lse, lse), number
 
 
 @pytest.mark.parametrize("heads", [1, 3])

@@ -69,6 +69,28 @@ def test_one_kernel_computes_all_gradients(options, heads, head_dim, blocks, len
     packed.check_packed_gradients(case, varlen.backward(rung, case, do, o, lse, dlse), do, o, lse, dlse)
 
 
+def test_what_is_behind_a_sequence_changes_no_bits_of_one_kernel(monkeypatch, nothing_remembered):
+    """The last tile of keys, and of queries, has rows of no sequence: NaN, which would reach dQ by 0 * NaN."""
+    monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: True)
+    rung = forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    alone = varlen.ragged(rung, [(20, 70)], heads=1, heads_kv=1, head_dim=8)
+    (o, lse), (do, dlse) = varlen.forward(rung, alone), packed.outer_packed(alone)
+    expected = varlen.backward(rung, alone, do, o, lse, dlse)
+
+    def between(x):
+        return np.concatenate(
+            [np.full((3, *x.shape[1:]), np.nan, x.dtype), x, np.full((9, *x.shape[1:]), np.nan, x.dtype)]
+        )
+
+    ends = {f"cu_seqlens_{side}": getattr(alone, f"cu_seqlens_{side}") + 3 for side in "qk"}
+    beside = dataclasses.replace(alone, q=between(alone.q), k=between(alone.k), v=between(alone.v), **ends)
+    lse, dlse = (between(x.T).T.copy() for x in (lse, dlse))
+    found = varlen.backward(rung, beside, between(do), between(o), lse, dlse)
+    for name in ("dq", "dk", "dv"):
+        own = slice(3, 3 + len(getattr(expected, name)))
+        assert forward.same_bits(getattr(found, name)[own], getattr(expected, name)), name
+
+
 # Blocks stay and count the tiles of all sequences; here several of them share the counter, and some find no tile.
 @pytest.mark.slow
 @pytest.mark.parametrize("multiprocessors", [2, 12])

@@ -12,7 +12,7 @@ Numbers of a node lie in one array: those of O, then m of each row, then l of ea
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float32, int32, int64
+from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import approx, ld_st, local, minmax, shfl
 from ..steps import numbers
@@ -134,7 +134,7 @@ def of_chunks(config):
 
     @inlined
     def exchange_place(exchange, part, key_warp, row_warp, lane):
-        return int32(exchange + ((part * key_warps + key_warp) * row_warps + row_warp) * (count * 128) + lane * 4)
+        return int32(exchange + ((part * key_warps + key_warp) * row_warps + row_warp) * (count * 128) + lane * 16)
 
     @inlined
     def join_states(m, l, node, factor, states, lane, key_warp, row_warp):
@@ -167,26 +167,28 @@ def of_chunks(config):
 
     @inlined
     def give(first, acc_o, factor, exchange, lane, key_warp, row_warp):
+        four = local.array(4, uint32)
         for part in range(at_once):
             to = exchange_place(exchange, part, key_warp, row_warp, lane)
             for strip in range(strips):
                 for u in range(blocks):
                     for i in range(4):
-                        own = (
-                            acc_o[(strip * o_blocks + (first + part) * blocks + u) * 4 + i] * factor[strip * 2 + i // 2]
-                        )
-                        ld_st.store_b32(int32(to + ((strip * blocks + u) * 4 + i) * 128), own.view(np.uint32))
+                        o = acc_o[(strip * o_blocks + (first + part) * blocks + u) * 4 + i]
+                        four[i] = (o * factor[strip * 2 + i // 2]).view(np.uint32)
+                    ld_st.store_v4(int32(to + (strip * blocks + u) * 512), four, 0)
 
     @inlined
     def take(first, node, exchange, lane, key_warp, row_warp):
-        part = int32(key_warp - first)
+        part, four = int32(key_warp - first), local.array(4, uint32)
         if part >= 0 and part < at_once:
-            for e in range(count):
-                total = float32(0)
+            for block in range(count // 4):
+                for i in range(4):
+                    node[block * 4 + i] = float32(0)
                 for w in range(key_warps):
                     at = exchange_place(exchange, part, w, row_warp, lane)
-                    total += ld_st.load_b32(int32(at + e * 128)).view(np.float32)
-                node[e] = total
+                    ld_st.load_v4(four, 0, int32(at + block * 512))
+                    for i in range(4):
+                        node[block * 4 + i] += four[i].view(np.float32)
 
     @inlined
     def join_warps(acc_o, m, l, node, factor, states, exchange, lane, key_warp, row_warp):

@@ -1,7 +1,7 @@
 """Rows of O from the nodes of their keys: the upper tree, a sink, the one division.
 
-A thread has four columns of a row. It reads eight nodes at a time, so that it waits for memory once for eight. Of these
-it joins pairs, then pairs of pairs, as the tree has it; groups of eight are joined as decode_nodes.py does.
+A thread has four columns of a row. It reads eight nodes at a time, while it joins the eight before. Of these it joins
+pairs, then pairs of pairs, as the tree has it; groups of eight are joined as decode_nodes.py does.
 """
 
 import math
@@ -51,18 +51,25 @@ def make(config):
         join(nodes, 18, nodes, 42)
 
     @inlined
+    def read_eight(nodes, index, words, row, quad, item, slot, arrays):
+        """nodes <- the index-th eight of the tree's nodes, of which those of the item exist."""
+        for n in range(AT_ONCE):
+            number = int32(index * AT_ONCE + n)
+            exists = number >= item.first_node and number < item.first_node + item.nodes
+            here = int32(slot + (number - item.first_node) * item.row_tiles) if exists else int32(slot)
+            read(n, exists, nodes, words, here, row, quad, arrays)
+
+    @inlined
     def root(node, row, quad, item, slot, stack, arrays):
         """node <- that of all keys, of an Item. slot: of its first node."""
-        eight, words = local.array(ALL, float32), local.array(NUMBERS, uint32)
-        waiting, end_node = int32(0), int32(item.first_node + item.nodes)
-        first, last = int32(item.first_node >> 3), int32((end_node - 1) >> 3)
-        index = first
+        eight, ahead, words = local.array(ALL, float32), local.array(ALL, float32), local.array(NUMBERS, uint32)
+        waiting, index = int32(0), int32(item.first_node >> 3)
+        last = int32((item.first_node + item.nodes - 1) >> 3)
+        read_eight(ahead, index, words, row, quad, item, slot, arrays)
         while index <= last:
-            for n in range(AT_ONCE):
-                number = int32(index * AT_ONCE + n)
-                exists = number >= item.first_node and number < end_node
-                here = int32(slot + (number - item.first_node) * item.row_tiles) if exists else int32(slot)
-                read(n, exists, eight, words, here, row, quad, arrays)
+            for e in range(ALL):
+                eight[e] = ahead[e]
+            read_eight(ahead, int32(index + 1), words, row, quad, item, slot, arrays)
             join_eight(eight)
             for e in range(NUMBERS):
                 node[e] = eight[(AT_ONCE - 1) * NUMBERS + e]

@@ -100,6 +100,7 @@ def make(config):
     packed, all_consumers = config.packed, 128 * config.consumers
     padded = packed or config.has("seqlens_k")
     zero_tail = block.tail_zeroer(config, -(-head_dim_padded // 64), 3)
+    zero_tail_of_v = block.tail_zeroer(config, -(-config.head_dim_v_padded // 64), 3)
 
     # dQ = dS K: dS lies in a panel of 64 keys for each warpgroup that wrote it, K as it came.
     ds_panel, k_panel = tile_m * 128, tile_n * 128
@@ -320,6 +321,8 @@ def make(config):
                 keys_left = max(int32(word(own, KEYS) - word(own, FIRST_ROW)), int32(0))
                 if n < end and keys_left < tile_n:
                     zero_tail(base + plan.own_a, keys_left)
+                    if packed:  # what is there may not be finite, and would reach dQ, which is then computed again
+                        zero_tail_of_v(base + plan.own_b, keys_left)
             # Else ptxas makes these zeros out of the accumulators of S, which are theirs too, while S is computed.
             pin_s(acc_s)
             pin_s(acc_dp)
