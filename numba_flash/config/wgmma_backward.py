@@ -154,6 +154,11 @@ class WgmmaBackwardConfig(StreamingConfig):
         return (*maps, *([bias_map(self, p, self.tile_m, present)] if self.bias_boxes else []))
 
     @property
+    def per_score(self) -> bool:
+        """Whether something decides about each score or weight on its own (kernels/wgmma/backward_scores.py)."""
+        return any(name in BY_ELEMENT for name, _ in self.uses)
+
+    @property
     def consumers(self) -> int:
         return self.own_rows // 64
 

@@ -10,7 +10,7 @@ Scores are in log2, or with a bias in natural units (kernels/steps/units.py).
 import functools
 import math
 
-from numba import int32, int64, uint32
+from numba import float32, int32, int64, uint32
 
 from ...ptx import minmax
 from ..steps import elements, numbers
@@ -89,6 +89,23 @@ def exponential_of(config):
         return ex2(x * log2_e)
 
     return ex2 if exponent_unit(config) == LOG2_E else natural
+
+
+@functools.cache
+def weights(config):
+    """Like `weights_at`, for kernels without a bias: functions of (product, term, distance, score, lse)."""
+    weight, weight_or_zero = weights_at(config)
+    assert not config.has("bias")
+
+    @inlined
+    def plain(product, term, distance, score, lse):
+        return weight(product, FragmentAt(term, distance, float32(0)), score, lse)
+
+    @inlined
+    def plain_sure(product, term, distance, score, lse):
+        return weight_or_zero(product, FragmentAt(term, distance, float32(0)), score, lse)
+
+    return plain, plain_sure
 
 
 @functools.cache

@@ -28,8 +28,8 @@ Launch: grid (batch * heads_kv * parts of a group * key tiles), block (config.th
 shared memory; tensor maps of q, k, v and do. dk and dv are contiguous; with config.members, dk_sums and dv_sums are
 what wgmma/backward_add_parts reads.
 
-The rest is in backward_key_work.py (a block's tiles), backward_producer.py, backward_products.py and
-backward_scores.py (P and dS).
+The rest is in backward_key_work.py (a block's tiles), backward_producer.py, backward_products.py, and in
+backward_plain_scores.py or, with options that act on single scores, backward_scores.py.
 """
 
 from numba import cuda, float32, int32, uint8, uint32
@@ -40,13 +40,14 @@ from ..steps.inlined import FALSE, TRUE, inlined
 from . import (
     backward_key_outputs,
     backward_key_work,
+    backward_plain_scores,
     backward_producer,
     backward_products,
     backward_scores,
     block,
     pipeline,
 )
-from .backward_scores import TileFragments
+from .backward_plain_scores import TileFragments
 from .block import BEGIN, CUT, FREE, MEMBERS, QUERIES, STOP, B, H, aligned, warpgroup_index
 from .operands import describe_rows, wait_all, wait_but_one, wait_but_two
 
@@ -61,10 +62,13 @@ def make(config):
     finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
 
     products, write_gradients = backward_products.make(config), backward_key_outputs.of_block(config)
-    chain = fragments.chain(config)
+    chain, mask_words = fragments.chain(config), fragments.tile(config, 1, config.stream_rows).mask_words
     work = backward_key_work.make(config)
-    producer, scores = backward_producer.of_keys(config), backward_scores.make(config, of_keys=True)
-    mask_words, shown_words, kept_words, bias_words = scores.words
+    plain, producer = backward_plain_scores.make(config, of_keys=True), backward_producer.of_keys(config)
+    to_weights = plain.weights_of(0, config.tile_m // 16)
+    per_score, scores = config.per_score, backward_scores.make(config, of_keys=True)
+    _, shown_words, kept_words, bias_words = scores.words if per_score else (1, 1, 1, 1)
+    find_visible = block.visibility(config, config.stream_rows, plan.state)
     walk = backward_key_work.query_walk(config, whole_warp=True)
     set_up, word = pipeline.starter_of_backward(config), block.words(plan.state).read
     rings, packed, tile_m = pipeline.of_backward(config), config.packed, config.tile_m
@@ -78,22 +82,31 @@ def make(config):
         lse_and_delta, term = products.lse_and_delta_at(base, n), float32(0)
         if chain.has_row_term:
             term = chain.row_term(word(base, B), word(base, H) + member, arrays, strides)
-        asked = walk.needs_mask(base, i, member, arrays, strides) if walk.present else always_asks
-        every = scores.prepare(base, i, member, tile, masked, asked, arrays, strides, sizes)
+        if per_score:
+            asked = walk.needs_mask(base, i, member, arrays, strides) if walk.present else always_asks
+            every = scores.prepare(base, i, member, tile, masked, asked, arrays, strides, sizes)
+        elif chain.has_row_term or masked:
+            find_visible(base, i, sizes, tile.mask_bits, tile.distance)
         wait_all()
         pin_s(tile.acc_s)
         if packed:
             zero_behind(base, n, int32(word(base, QUERIES) - i * tile_m))
         if of_dk:
             products.issue_dp(base, tile.acc_dp, v_desc, n)
-        bias = base + plan.bias + rings.a.stage(n) * config.bias_bytes
-        scores.to_weights(base, i, member, tile, lse_and_delta, bias, term, every, arrays, strides, score)
+        if per_score:
+            bias = base + plan.bias + rings.a.stage(n) * config.bias_bytes
+            scores.to_weights(base, i, member, tile, lse_and_delta, bias, term, every, arrays, strides, score)
+        else:
+            to_weights(tile, lse_and_delta, term, score, masked)
         if of_dk:
             wait_all()
             pin_s(tile.acc_dp)
             if not of_dv:
                 products.release_b(base, n, elected)  # only dP reads it
-            scores.to_gradients(tile, lse_and_delta, every, score)
+            if per_score:
+                scores.to_gradients(tile, lse_and_delta, every, score)
+            else:
+                plain.to_gradients(tile, lse_and_delta, lse_and_delta, term, score, masked)
         else:
             products.release_a(base, n, elected)  # only S reads Q, and P has its lse
 

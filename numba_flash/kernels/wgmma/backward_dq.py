@@ -33,6 +33,7 @@ from ..steps.query_tile import QueryTile
 from ..steps.sequence import queries as make_queries
 from ..steps.sequence import query_row
 from . import (
+    backward_plain_scores,
     backward_producer,
     backward_products,
     backward_query_work,
@@ -41,8 +42,8 @@ from . import (
     block,
     pipeline,
 )
+from .backward_plain_scores import TileFragments
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
-from .backward_scores import TileFragments
 from .block import BEGIN, CUT, FIRST_ROW, FREE, H_KV, KEYS, STATES, STOP, B, H, aligned, rows_of_lane, warpgroup_index
 from .operands import describe_rows, wait_all, wait_but_one
 
@@ -58,7 +59,7 @@ class QueryRows(NamedTuple):
 
 def make(config):
     tile_m, tile_n, plan = config.tile_m, config.tile_n, config.shared_layout()
-    head_dim, head_dim_padded = config.head_dim, config.head_dim_padded
+    head_dim, head_dim_padded, per_score = config.head_dim, config.head_dim_padded, config.per_score
     s_count, frag_count, dq_count = tile_n // 2, tile_n // 4, head_dim_padded // 2
     products, pin_s, pin_dq = backward_products.make(config), wgmma.pin(s_count), wgmma.pin(dq_count)
     give_registers, take_registers = block.register_moves(config)
@@ -71,9 +72,11 @@ def make(config):
     rings, work = pipeline.of_backward(config), backward_query_work.make(config)
     load_own, load_a, load_b = backward_producer.loaders(config, (Q_MAP, DO_MAP), (K_MAP, V_MAP))
     fetch_bias = bias_boxes.make(config, tile_m).fetch
-    chain = fragments.chain(config)
-    scores = backward_scores.make(config, of_keys=False)
-    mask_words, shown_words, kept_words, bias_words = scores.words
+    chain, mask_words = fragments.chain(config), fragments.tile(config, 1).mask_words
+    find_visible = block.visibility(config, config.stream_rows, plan.state)
+    plain, scores = backward_plain_scores.make(config, of_keys=False), backward_scores.make(config, of_keys=False)
+    to_weights = plain.weights_of(0, tile_n // 16)
+    _, shown_words, kept_words, bias_words = scores.words if per_score else (1, 1, 1, 1)
     of_thread, of_warp = tile_walk.make(config), tile_walk.make(config, whole_warp=True)
     zero_tail = block.tail_zeroer(config, -(-head_dim_padded // 64), 4)
     stage_dq, store_dq = gradient_rows.make(config.dtype, tile_m, 16, head_dim, head_dim % 8 == 0)
@@ -130,17 +133,26 @@ def make(config):
     def to_ds(base, j, n, states, tile, rows, elected, arrays, strides, sizes, score):
         """P and dS of the n-th key tile, whose S has been issued; it computes dP."""
         masked = j >= word(base, CUT) or j < word(base, FREE)
-        asked = of_warp.needs_mask(states, j, arrays, strides) if of_thread.present else always_asks
-        every = scores.prepare(base, j, 0, tile, masked, asked, arrays, strides, sizes)
+        if per_score:
+            asked = of_warp.needs_mask(states, j, arrays, strides) if of_thread.present else always_asks
+            every = scores.prepare(base, j, 0, tile, masked, asked, arrays, strides, sizes)
+        elif chain.has_row_term or masked:
+            find_visible(base, j, sizes, tile.mask_bits, tile.distance)
         wait_all()
         pin_s(tile.acc_s)
         products.issue_dp(base, tile.acc_dp, rows.do_desc, n)
-        bias = base + plan.bias + rings.a.stage(n) * config.bias_bytes
-        scores.to_weights(base, j, 0, tile, rows.lse_log2, bias, rows.term, every, arrays, strides, score)
+        if per_score:
+            bias = base + plan.bias + rings.a.stage(n) * config.bias_bytes
+            scores.to_weights(base, j, 0, tile, rows.lse_log2, bias, rows.term, every, arrays, strides, score)
+        else:
+            to_weights(tile, rows.lse_log2, rows.term, score, masked)
         wait_all()
         pin_s(tile.acc_dp)
         products.release_b(base, n, elected)
-        scores.to_gradients(tile, rows.minus_delta, every, score)
+        if per_score:
+            scores.to_gradients(tile, rows.minus_delta, every, score)
+        else:
+            plain.to_gradients(tile, rows.lse_log2, rows.minus_delta, rows.term, score, masked)
 
     @inlined
     def write(base, acc_dq, arrays, strides, sizes, score):

@@ -64,7 +64,7 @@ from . import (
     operands,
     pipeline,
 )
-from .backward_scores import TileFragments
+from .backward_plain_scores import TileFragments
 from .block import BEGIN, CUT, FIRST_ROW, FREE, KEYS, MEMBERS, STOP, aligned, rows_of_lane, warpgroup_index
 from .operands import describe_rows, wait_all, wait_but_one, wait_but_two
 
@@ -116,7 +116,7 @@ def make(config):
     products, write_gradients = backward_products.make(config), backward_key_outputs.of_block(config)
     count, mask_words = kept_weights.on_fragments(config, 1, tile_m), fragments.tile(config, 1, tile_m).mask_words
     tiles = backward_block_tiles.make(config)
-    plain, producer = backward_plain_scores.make(config), backward_producer.of_keys(config)
+    plain, producer = backward_plain_scores.make(config, of_keys=True), backward_producer.of_keys(config)
     to_some_weights, to_other_weights = plain.weights_of(0, tile_m // 32), plain.weights_of(tile_m // 32, tile_m // 16)
     find_visible = block.visibility(config, config.stream_rows, plan.state)
     walk = backward_key_work.query_walk(config, whole_warp=True)
@@ -223,13 +223,13 @@ def make(config):
     def to_ds(base, own, consumer, step, tile, arrays, strides, sizes, score):
         """P and dS of a query tile, whose S is there. dP is computed beside P, once dQ of the tile before has left its
         registers."""
-        n, lse_and_delta = step.n, products.lse_and_delta_at(base, step.n)
+        n, lse_and_delta, term = step.n, products.lse_and_delta_at(base, step.n), float32(0)
         if config.seeded:
             for x in range(mask_words):  # else those of the tile before would be kept in registers
                 tile.mask_bits[x] = uint32(0)
         if step.masked:
             find_visible(own, step.i, sizes, tile.mask_bits, tile.distance)
-        to_some_weights(tile, lse_and_delta, score, step.masked)
+        to_some_weights(tile, lse_and_delta, term, score, step.masked)
         wait_all()
         pin_dq(tile.acc_dp)
         if n > step.before:
@@ -239,10 +239,10 @@ def make(config):
         if packed:
             zero_behind(base, n, int32(word(own, block.QUERIES) - step.i * tile_m))
         products.issue_dp(base, tile.acc_dp, consumer.v_desc, n)
-        to_other_weights(tile, lse_and_delta, score, step.masked)
+        to_other_weights(tile, lse_and_delta, term, score, step.masked)
         wait_all()
         pin_s(tile.acc_dp)
-        plain.to_gradients(tile, lse_and_delta, score, step.masked)
+        plain.to_gradients(tile, lse_and_delta, lse_and_delta, term, score, step.masked)
         store_ds(base, tile.ds_frag, n)
 
     @inlined

@@ -1,27 +1,45 @@
-"""How a consumer of wgmma/backward_fused computes P and dS from a tile of S and dP. Rows of the tile are the block's
-own keys, and columns are queries. No option changes scores; weights may be dropped.
+"""How a consumer of wgmma's backward computes P and dS from a tile of S and dP, if no option acts on single scores, but
+for dropped weights in backward_fused.py. backward_scores.py is for all others.
 
-backward_scores.py, of the two other kernels, computes all of P before dP. Here half of P comes beside dP, and the
-accumulators of S and dP may begin with -lse and -delta (backward_products.py)."""
+Rows of the tile are the block's own: queries, or keys with of_keys. Columns belong to the other side.
+"""
+
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import float32, int32, uint32
 
 from ...ptx import cvt, ld_st, local, special
 from ..score import fragments
-from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.named import named
 
 
-def make(config):
-    """-> device functions. weights_of(first, end) makes one for those pairs of 8 columns. tile: TileFragments;
-    lse_and_delta: the shared address of lse and -delta of the tile's queries. masked: some row does not see some
-    column."""
-    pairs, lse_first, delta_first = config.stream_rows // 16, config.lse_first, config.delta_first
-    drops, words = config.seeded, -(-config.stream_rows // 128)
+class TileFragments(NamedTuple):
+    """What a lane has of a tile of scores: local arrays."""
+
+    acc_s: Any  # (columns / 8, 4): S, then P
+    acc_dp: Any  # likewise dP
+    p_frag: Any  # (columns / 8, 2): P in 16 bits
+    ds_frag: Any  # likewise dS
+    mask_bits: Any  # which scores count
+    shown_bits: Any  # which of them the mask leaves
+    kept: Any  # which weights count (kernels/score/dropout.py)
+    loaded: Any  # the bias (2, columns / 8, 2), in 16 bits two in one (kernels/score/reads.py)
+    distance: Any  # (2,) q_pos - k_pos
+
+
+def make(config, of_keys):
+    """-> device functions. weights_of(first, end) makes one for those pairs of 8 columns. lse, minus_delta: of keys,
+    the shared address of lse and -delta of the tile's queries, for both; otherwise the lane's values for its two rows.
+    masked: some row does not see some column."""
+    pairs, varies = config.stream_rows // 16, config.derivative_varies
+    of_ds, of_p = (config.of_dk, config.of_dv) if of_keys else (True, False)
+    # Whether lse and -delta of the columns are in the accumulators already.
+    lse_first, delta_first = (config.lse_first, config.delta_first) if of_keys else (False, False)
+    drops, words = of_keys and config.seeded, -(-config.stream_rows // 128)
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    weight, _ = fragments.weights_at(config)
+    weight, _ = (None, None) if config.has("bias") else fragments.weights(config)
 
     @inlined
     def is_seen(mask_bits, r, n, x):
@@ -30,51 +48,80 @@ def make(config):
     @inlined
     def of_lane(lse_and_delta):
         """The place of the lane's first columns."""
-        return lse_and_delta + ((special.thread_index() & int32(3)) << 4)
+        return lse_and_delta + ((special.thread_index() & int32(3)) << 4) if of_keys else lse_and_delta
 
     def weights_of(first, end):
         @inlined
-        def weigh(tile, lse_and_delta, score, masked):
-            acc_s, place = tile.acc_s, of_lane(lse_and_delta)
+        def weigh(tile, lse, term, score, masked):
+            acc_s, place = tile.acc_s, of_lane(lse)
             four = local.array(4, uint32)
+            p = local.array(2, float32)
             for pair in range(first, end):
-                if not lse_first:
+                if of_keys and not lse_first:
                     ld_st.load_v4(four, 0, place + pair * 128)
                 for half in range(2):
                     n = 2 * pair + half
                     for r in range(2):
                         for x in range(2):
                             i = 4 * n + 2 * r + x
-                            lse_log2 = float32(0) if lse_first else four[half * 2 + x].view(np.float32)
-                            p, _ = weight(acc_s[i], FragmentAt(float32(0), float32(0), float32(0)), score, lse_log2)
-                            acc_s[i] = float32(0) if masked and not is_seen(tile.mask_bits, r, n, x) else p
+                            if lse_first:
+                                lse_log2 = float32(0)
+                            else:
+                                lse_log2 = four[half * 2 + x].view(np.float32) if of_keys else lse[r]
+                            p[x], _ = weight(
+                                acc_s[i], term, tile.distance[0] - float32((n - r) * 8 + x), score, lse_log2
+                            )
+                            if masked and not is_seen(tile.mask_bits, r, n, x):
+                                p[x] = float32(0)
+                            if not varies:
+                                acc_s[i] = p[x]
+                        if not of_ds:
+                            tile.p_frag[2 * n + r] = pack(p[0], p[1])
 
         @inlined
-        def to_weights(tile, lse_and_delta, score, masked):
-            """acc_s <- P."""
-            if masked:
-                weigh(tile, lse_and_delta, score, TRUE)
-            else:
-                weigh(tile, lse_and_delta, score, FALSE)
+        def to_weights(tile, lse, term, score, masked):
+            """acc_s <- P. Without dS, which needs it, also p_frag <- the same in 16 bits.
+
+            If the score has a derivative that is not constant, acc_s keeps S, which is needed again.
+            """
+            if not (varies and of_ds):
+                if masked:
+                    weigh(tile, lse, term, score, TRUE)
+                else:
+                    weigh(tile, lse, term, score, FALSE)
 
         return to_weights
 
     @inlined
-    def differentiate(tile, lse_and_delta, score, masked):
-        acc_s, acc_dp, place = tile.acc_s, tile.acc_dp, of_lane(lse_and_delta)
+    def differentiate(tile, lse, minus_delta, term, score, masked):
+        acc_s, acc_dp = tile.acc_s, tile.acc_dp
         four = local.array(4, uint32)
         p = local.array(2, float32)
         ds = local.array(2, float32)
+        place = of_lane(minus_delta)
         for pair in range(pairs):
-            if not delta_first:
+            if varies and of_keys:
+                lse_four = local.array(4, uint32)
+                ld_st.load_v4(lse_four, 0, place + pair * 128)
+            if of_keys and not delta_first:
                 ld_st.load_v4(four, 0, place + pair * 128 + 64)
             for half in range(2):
                 n = 2 * pair + half
                 for r in range(2):
                     for x in range(2):
                         i = 4 * n + 2 * r + x
-                        less = float32(0) if delta_first else four[half * 2 + x].view(np.float32)
-                        if drops:
+                        if delta_first:
+                            less = float32(0)
+                        else:
+                            less = four[half * 2 + x].view(np.float32) if of_keys else minus_delta[r]
+                        if varies:
+                            away = tile.distance[0] - float32((n - r) * 8 + x)
+                            lse_log2 = lse_four[half * 2 + x].view(np.float32) if of_keys else lse[r]
+                            p[x], derivative = weight(acc_s[i], term, away, score, lse_log2)
+                            ds[x] = p[x] * (acc_dp[i] + less) * derivative
+                            if of_p and masked and not is_seen(tile.mask_bits, r, n, x):
+                                p[x] = float32(0)
+                        elif drops:
                             counts_here = uint32(tile.kept[r] & uint32(1 << (2 * n + x))) != uint32(0)
                             dp = acc_dp[i] if counts_here else float32(0)
                             ds[x] = acc_s[i] * (dp * score.kept_count + less)
@@ -85,15 +132,16 @@ def make(config):
                         # Where weights drop, mask_bits would take too many registers; P is 0 where they hide a score.
                         if masked and (acc_s[i] == 0 if drops else not is_seen(tile.mask_bits, r, n, x)):
                             ds[x] = float32(0)  # dP may be NaN there
-                    tile.p_frag[2 * n + r] = pack(p[0], p[1])
+                    if of_p:
+                        tile.p_frag[2 * n + r] = pack(p[0], p[1])
                     tile.ds_frag[2 * n + r] = pack(ds[0], ds[1])
 
     @inlined
-    def to_gradients(tile, lse_and_delta, score, masked):
+    def to_gradients(tile, lse, minus_delta, term, score, masked):
         """ds_frag <- dS in 16 bits, p_frag <- P. P is rounded only here, so that fewer registers are live at a time."""
         if masked:
-            differentiate(tile, lse_and_delta, score, TRUE)
+            differentiate(tile, lse, minus_delta, term, score, TRUE)
         else:
-            differentiate(tile, lse_and_delta, score, FALSE)
+            differentiate(tile, lse, minus_delta, term, score, FALSE)
 
     return named(weights_of, to_gradients)

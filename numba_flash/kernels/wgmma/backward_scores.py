@@ -1,4 +1,5 @@
-"""How a consumer of wgmma/backward_dkdv or backward_dq computes P and dS from a tile of S and dP, with any options.
+"""How a consumer of wgmma's backward computes P and dS from a tile of S and dP, if a caller's functions, a bias, a mask
+or dropped weights act on single scores.
 
 There are three steps. `prepare` runs during the product S and does all that needs no score: it finds the scores that
 count (also by mask_mod) and the dropped weights, and loads what is read for each. `to_weights` runs during dP. It
@@ -35,23 +36,9 @@ class Place(NamedTuple):
     q_start: int
 
 
-class TileFragments(NamedTuple):
-    """What a lane has of a tile of scores: local arrays."""
-
-    acc_s: Any  # (columns / 8, 4): S, then P
-    acc_dp: Any  # likewise dP
-    p_frag: Any  # (columns / 8, 2): P in 16 bits
-    ds_frag: Any  # likewise dS
-    mask_bits: Any  # which scores count
-    shown_bits: Any  # which of them the mask leaves
-    kept: Any  # which weights count (kernels/score/dropout.py)
-    loaded: Any  # the bias (2, columns / 8, 2), in 16 bits two in one (kernels/score/reads.py)
-    distance: Any  # (2,) q_pos - k_pos
-
-
 def make(config, of_keys):
     """-> device functions, and the numbers of words of TileFragments' mask_bits, shown_bits, kept and loaded. tile:
-    TileFragments. lse, minus_delta: with of_keys, the shared address of both for the tile's
+    TileFragments (backward_plain_scores.py). lse, minus_delta: with of_keys, the shared address of both for the tile's
     columns; otherwise the lane's values for its two rows. bias: the shared address of the tile's boxes."""
     pairs, way = config.stream_rows // 16, 1 if of_keys else -1  # way: 1 if columns are queries
     of_ds, of_p = (config.of_dk, config.of_dv) if of_keys else (True, False)
