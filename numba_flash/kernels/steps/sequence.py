@@ -152,7 +152,7 @@ def queries(config: Any) -> Any:
     @inlined
     def packed_queries_of(b, arrays, strides, sizes):
         first, count = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q, sizes)
-        return packed_queries(b, first, count, sizes)
+        return Sequence(b, count, int64(0), int64(0), int64(0), first, int64(0), sizes.total_q, sizes.batch)
 
     return packed_queries_of if config.packed else queries_of
 
@@ -161,12 +161,6 @@ def queries(config: Any) -> Any:
 def queries_of(b, arrays, strides, sizes):
     """The Sequence of batch entry b, for a kernel that looks at no key."""
     return unpacked(b, sizes.seqlen_q, int64(0), int64(0))
-
-
-@inlined
-def packed_queries(b, first, count, sizes):
-    """The same of a packed sequence that has `count` rows from `first` on."""
-    return Sequence(b, count, int64(0), int64(0), int64(0), first, int64(0), sizes.total_q, sizes.batch)
 
 
 @inlined

@@ -89,7 +89,7 @@ def make(config):
             find_visible(base, i, sizes, tile.mask_bits, tile.distance)
         wait_all()
         pin_s(tile.acc_s)
-        if packed:
+        if packed and masked:  # as a tile is that has rows behind the last query
             zero_behind(base, n, int32(word(base, QUERIES) - i * tile_m))
         if of_dk:
             products.issue_dp(base, tile.acc_dp, v_desc, n)

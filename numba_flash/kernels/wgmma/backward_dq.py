@@ -30,7 +30,6 @@ from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_row_of
 from ..steps.query_tile import QueryTile
-from ..steps.sequence import queries as make_queries
 from ..steps.sequence import query_row
 from . import (
     backward_plain_scores,
@@ -65,7 +64,7 @@ def make(config):
     give_registers, take_registers = block.register_moves(config)
     finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
 
-    packed, places, queries_of = config.packed, block.places(config), make_queries(config)
+    packed, places, queries_of = config.packed, block.places(config), block.sequence_of_work(config, queries=True)
     always_asks = TRUE if packed and config.has("mask_mod") else FALSE  # packed sequences have no states of tiles
     padded = packed or config.has("seqlens_k")  # K may hold anything after the valid keys
     set_up, (word, word_alone, *_) = pipeline.starter_of_backward(config), block.words(plan.state)
@@ -119,7 +118,7 @@ def make(config):
     def load_lse_delta(base, arrays, strides, sizes, lse_log2, minus_delta):
         """Loads lse and -delta of the lane's two rows."""
         first_row, lane = rows_of_lane()
-        sequence, h = queries_of(word(base, B), arrays, strides, sizes), word(base, H)
+        sequence, h = queries_of(base, arrays, strides, sizes), word(base, H)
         for r in range(2):
             query = word(base, FIRST_ROW) + first_row + first_row_of(lane) + 8 * r
             lse_log2[r] = float32(math.inf)
@@ -159,7 +158,7 @@ def make(config):
         """Stages dQ in the place of the warpgroup's own rows of Q, and writes it from there to global memory."""
         first_row, lane = rows_of_lane()
         own = QueryTile(word(base, B), word(base, H), word(base, FIRST_ROW), int32(0))
-        sequence = queries_of(own.b, arrays, strides, sizes)
+        sequence = queries_of(base, arrays, strides, sizes)
         queries_left = int32(min(sequence.seqlen_q - own.first_query, tile_m))
         nonfinite = stage_dq(acc_dq, score.scale, base + plan.own_a, first_row, lane, queries_left)
         to, row = query_row(strides.dq, sequence, own.h, own.first_query), strides.dq[2]

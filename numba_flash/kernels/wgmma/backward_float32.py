@@ -34,8 +34,6 @@ from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import key_row, lse_row, query_row
-from ..steps.sequence import make as make_sequence
-from ..steps.sequence import queries as make_queries
 from . import (
     backward_key_work,
     backward_producer_float32,
@@ -47,16 +45,21 @@ from . import (
     paired_tiles,
 )
 from .backward_scores_float32 import FIRST, SECOND, Held
-from .block import FIRST_ROW, H_KV, B, H, aligned, rows_in_warpgroup, warpgroup_index
+from .block import FIRST_ROW, H_KV, H, aligned, rows_in_warpgroup, warpgroup_index
 
 
 def make(config):
     of_keys, tile_rows = config.of_keys, config.stream_rows
     query_count = tile_rows // 4 if of_keys else 2  # of the lane's columns or rows, whichever are queries
     give_registers, take_registers = block.register_moves(config)
-    word, sequence_of = block.words(config.shared_layout().state).read, make_sequence(config)
+    word, sequence_of = block.words(config.shared_layout().state).read, block.sequence_of_work(config)
     work = backward_key_work.make(config) if of_keys else backward_query_work.make(config)
-    write_work, behind, packed, queries_of = work.write, work.behind, config.packed, make_queries(config)
+    write_work, behind, packed, queries_of = (
+        work.write,
+        work.behind,
+        config.packed,
+        block.sequence_of_work(config, queries=True),
+    )
     producer = (paired_producer if config.paired else backward_producer_float32).make(config)
     of_tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
     scores = backward_scores_float32.make(config)
@@ -67,7 +70,7 @@ def make(config):
         """found (tile_m / 8, 2) <- the values of the queries in the lane's columns; 0 past the last query."""
         _, lane = rows_in_warpgroup()
         first = int32(step.i * tile_rows + first_column_of(lane))
-        head, sequence = word(base, H) + step.member, queries_of(word(base, B), arrays, strides, sizes)
+        head, sequence = word(base, H) + step.member, queries_of(base, arrays, strides, sizes)
         place = memory.address(values, lse_row(sequence, head, first, sizes))
         queries_left = int32(sequence.seqlen_q - first)
         for n in range(tile_rows // 8):
@@ -79,7 +82,7 @@ def make(config):
     def load_rows(lse, delta, base, arrays, strides, sizes):
         """lse, delta (2,) <- those of the lane's two queries."""
         first_row, lane = rows_in_warpgroup()
-        sequence = queries_of(word(base, B), arrays, strides, sizes)
+        sequence = queries_of(base, arrays, strides, sizes)
         for r in range(2):
             query = word(base, FIRST_ROW) + first_row + first_row_of(lane) + 8 * r
             lse[r], delta[r] = of_query(sequence, word(base, H), query, arrays, sizes)
@@ -93,7 +96,7 @@ def make(config):
         def write(base, acc, factor, target, of_target, arrays, strides, sizes, score):
             """A warp's rows: factor * acc."""
             first_row, lane = rows_in_warpgroup()
-            sequence, tile_row = sequence_of(word(base, B), arrays, strides, sizes), word(base, FIRST_ROW)
+            sequence, tile_row = sequence_of(base, arrays, strides, sizes), word(base, FIRST_ROW)
             first = int32(tile_row + first_row)
             if of_keys:
                 h, rows_left, valid = word(base, H_KV), int32(sizes.seqlen_k - first), int32(sequence.keys - first)

@@ -236,7 +236,7 @@ def make(config):
             leave_dq(base, own, tile.acc_dp, consumer.me, int32(n - 1), step.before, arrays, strides, sizes, score)
         products.preload_dp(base, tile.acc_dp, n)
         rings.b.consumer_wait(base, n)
-        if packed:
+        if packed and step.masked:  # as a tile is that has rows behind the last query
             zero_behind(base, n, int32(word(own, block.QUERIES) - step.i * tile_m))
         products.issue_dp(base, tile.acc_dp, consumer.v_desc, n)
         to_other_weights(tile, lse_and_delta, term, score, step.masked)

@@ -12,7 +12,6 @@ from ..steps import gradient_rows
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.sequence import key_row
-from ..steps.sequence import make as make_sequence
 from . import backward_key_work, block
 from .block import FIRST_ROW, H_KV, PART, B, rows_of_lane
 
@@ -55,7 +54,7 @@ def make(config, rows, dk_at, dv_at):
 
 def of_block(config):
     """-> write_gradients, a device function of a consumer warpgroup of a block that owns keys."""
-    plan, tile_n, sequence_of = config.shared_layout(), config.tile_n, make_sequence(config)
+    plan, tile_n, sequence_of = config.shared_layout(), config.tile_n, block.sequence_of_work(config)
     word, head_parts_of = block.words(plan.state).read, backward_key_work.make(config).head_parts_of
     # If the next K and V arrive meanwhile, dK and dV are staged in the place of dS. Up to 64 columns they lie side by
     # side in one of its two buffers; above that one follows the other, each with a panel in both buffers.
@@ -91,7 +90,7 @@ def of_block(config):
             if config.of_dv:
                 leave_sums(own, acc_dv, config.head_dim_v_padded // 8, arrays.dv_sums, sizes)
         else:
-            sequence = sequence_of(word(own, B), arrays, strides, sizes)
+            sequence = sequence_of(own, arrays, strides, sizes)
             h_kv, first_key = word(own, H_KV), word(own, FIRST_ROW)
             (first_row, lane) = rows_of_lane()
             write_outputs(

@@ -79,6 +79,7 @@ def of_keys(config):
     load_own, load_a, load_b = loaders(config, (K_MAP, V_MAP if config.of_dk else None), (Q_MAP, DO_MAP))
     walk, tile_blocks = backward_key_work.query_walk(config, whole_warp=False), config.tile_m // 16
     places, packed = block.places(config), config.packed
+    queries_of = block.sequence_of_work(config, whole_warp=False, queries=True)
 
     @inlined
     def load_keys(base, work):
@@ -88,7 +89,7 @@ def of_keys(config):
     @inlined
     def load_beside_q(base, work, i, h, n, count, arrays, strides, sizes):
         """Loads lse, -delta and bias of query tile i, in place with its Q, which is the n-th."""
-        sequence = places.queries(work, sizes)
+        sequence = queries_of(work, arrays, strides, sizes)
         stage, full = rings.a.stage(n), rings.a.full(base, n)
         source = memory.address(arrays.lse_delta, lse_delta.row_block(sequence, h, i * tile_blocks, sizes))
         tma.load_bytes(base + plan.lse_delta + stage * config.lse_delta_bytes, source, full, count)

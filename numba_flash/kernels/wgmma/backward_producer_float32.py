@@ -14,9 +14,8 @@ from ...ptx import bar, fence, local, memory
 from ..steps.inlined import inlined
 from ..steps.named import named
 from ..steps.sequence import key_row, query_row
-from ..steps.sequence import make as make_sequence
 from . import block, parts, pipeline
-from .block import BEGIN, FIRST_ROW, H_KV, KEYS, MEMBERS, STOP, B, H, hand_over, own_thread
+from .block import BEGIN, FIRST_ROW, H_KV, KEYS, MEMBERS, STOP, H, hand_over, own_thread
 
 LOADED_ROWS = 32  # rows of its own 64 that a consumer splits at a time
 
@@ -57,7 +56,7 @@ def sources(config, is_a):
     """-> (source_of, own_source_of), device functions of (base, step, arrays, strides, sizes), the second without step:
     -> (address of the first row of that step's tile a or b, or of the block's own; bytes to the next row; how many of
     its rows exist)."""
-    word, sequence_of = block.words(config.shared_layout().state).read, make_sequence(config)
+    word, sequence_of = block.words(config.shared_layout().state).read, block.sequence_of_work(config)
 
     @inlined
     def of_queries(sequence, head, first, arrays, strides):
@@ -73,14 +72,14 @@ def sources(config, is_a):
 
     @inlined
     def source_of(base, step, arrays, strides, sizes):
-        first, sequence = int32(step.i * config.stream_rows), sequence_of(word(base, B), arrays, strides, sizes)
+        first, sequence = int32(step.i * config.stream_rows), sequence_of(base, arrays, strides, sizes)
         if config.of_keys:
             return of_queries(sequence, int32(word(base, H) + step.member), first, arrays, strides)
         return of_keys(base, sequence, first, arrays, strides)
 
     @inlined
     def own_source_of(base, arrays, strides, sizes):
-        first, sequence = word(base, FIRST_ROW), sequence_of(word(base, B), arrays, strides, sizes)
+        first, sequence = word(base, FIRST_ROW), sequence_of(base, arrays, strides, sizes)
         if config.of_keys:
             return of_keys(base, sequence, first, arrays, strides)
         return of_queries(sequence, word(base, H), first, arrays, strides)

@@ -16,7 +16,9 @@ from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.named import named
 from ..steps.query_tile import QueryTile
-from ..steps.sequence import packed_queries, unpacked
+from ..steps.sequence import Sequence
+from ..steps.sequence import make as make_sequence
+from ..steps.sequence import queries as make_queries
 
 # Where a word is in its work tile, in bytes.
 B, H, H_KV, FIRST_ROW, KEYS, BEGIN, FREE, CUT, STOP, MEMBERS, POS_LOW, POS_HIGH = (4 * i for i in range(12))
@@ -242,15 +244,32 @@ def places(config):
     def key_row(work, row):
         return int32(row + state.read_alone(work, FIRST_KEY)) if packed else row
 
-    @inlined
-    def queries(work, sizes):
-        """The Sequence, of which one only asks for its queries."""
-        if packed:
-            first, count = int64(state.read_alone(work, FIRST_QUERY)), int64(state.read_alone(work, QUERIES))
-            return packed_queries(state.read_alone(work, B), first, count, sizes)
-        return unpacked(state.read_alone(work, B), sizes.seqlen_q, int64(0), int64(0))
+    return named(entry, query_row, key_row, write=write_places)
 
-    return named(entry, query_row, key_row, queries, write=write_places)
+
+def sequence_of_work(config, whole_warp=True, queries=False):
+    """-> sequence_of(work, arrays, strides, sizes), a device function of a backward: the Sequence of the tile that a
+    block owns. Of packed ones it comes from the words: to look for it again takes long. whole_warp: all lanes of a warp
+    call it together; queries: one only asks for its queries."""
+    state, of_keys = words(config.shared_layout().state), config.of_keys
+    read, position = (state.read, state.position) if whole_warp else (state.read_alone, state.position_alone)
+    find = (make_queries if queries else make_sequence)(config)
+
+    @inlined
+    def of_packed(work, arrays, strides, sizes):
+        first_row = int64(read(work, FIRST_ROW))
+        q_start = first_row - position(work) if of_keys else position(work) - first_row
+        first_query, first_key = int64(read(work, FIRST_QUERY)), int64(read(work, FIRST_KEY))
+        count, keys = int64(read(work, QUERIES)), int64(read(work, KEYS))
+        return Sequence(
+            read(work, B), count, keys, q_start, int64(0), first_query, first_key, sizes.total_q, sizes.batch
+        )
+
+    @inlined
+    def found(work, arrays, strides, sizes):
+        return find(read(work, B), arrays, strides, sizes)
+
+    return of_packed if config.packed else found
 
 
 def tail_zeroer(config, panels, barrier, tile_rows=None):
