@@ -40,6 +40,9 @@ if _numba_config.ENABLE_CUDASIM:
         wgmma,
     )
 else:
+    from ..machine import toolchain
+
+    toolchain.cuda()  # first: NumPy 2.5 lacks a name that numba-cuda asks for when its modules are imported
     from . import (
         approx,
         bar,

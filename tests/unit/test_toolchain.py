@@ -31,6 +31,13 @@ def test_a_missing_numpy_name_is_lent_and_taken_away(monkeypatch):
     assert "row_stack" not in vars(np)
 
 
+@compiler.needed
+def test_a_kernel_of_ones_own_may_import_ptx_first():
+    """With a NumPy that lacks the name."""
+    code = "import numpy; vars(numpy).pop('row_stack', None); import numba_flash.ptx"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_a_name_that_numpy_has_is_left_alone(monkeypatch):
     own = object()
     monkeypatch.setattr(np, "row_stack", own, raising=False)
