@@ -11,6 +11,7 @@ Each function here is one of torch's operations, with that one's arguments and r
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -59,9 +60,11 @@ class InPlaceOfTorch:
     def __init__(self, device: str = "CUDA"):
         """device: whose operations are replaced, by the name of torch's dispatch key."""
         self.library: Any = torch.library.Library("aten", "IMPL", device)
-        for name, function in OPERATIONS.items():
-            if hasattr(torch.ops.aten, name):
-                self.library.impl(name, function, device)
+        with warnings.catch_warnings():  # torch says once that there was another kernel: that is meant
+            warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
+            for name, function in OPERATIONS.items():
+                if hasattr(torch.ops.aten, name):
+                    self.library.impl(name, function, device)
 
     def remove(self) -> None:
         """torch takes back what a library has replaced when the library is gone."""
