@@ -40,6 +40,7 @@ FIRST_LINES = {
     **dict.fromkeys(("delta", "v2_dkdv", "v2_dbias", "dalibi_slopes"), "thread = cuda.threadIdx.x"),
     **dict.fromkeys(("dsinks", "dsinks_of_blocks", "paged"), "thread = cuda.threadIdx.x"),
     "append": "block = int64(cuda.blockIdx.x)",
+    "decode": "thread, block = special.thread_index()",
     "backward_preprocess": "thread, block = special.thread_index()",
     **dict.fromkeys(("mma_dkdv", "mma_one_key_tile", "mma_dkdv_wide"), "k_smem = async_tiles.aligned("),
     **dict.fromkeys(("mma_dq", "mma_dq_wide"), "q_smem = async_tiles.aligned("),
@@ -230,6 +231,9 @@ def test_every_kernel(kernel, monkeypatch):
             numba_flash.attention_kvcache(
                 q[:, :, :1], *pages, seqlens_k=np.array([3], np.int32), page_table=where, **new
             )
+        elif kernel == "decode":
+            lengths = np.array([24], np.int32)
+            numba_flash.attention_kvcache(*half, seqlens_k=lengths, causal=True, kernel="mma")
         elif kernel.startswith("outside_of_"):
             packed, spans = [x[0].swapaxes(0, 1) for x in (q, k, v)], np.array([2, 20], np.int32)  # two rows before it
             rung = "v2" if kernel == "outside_of_queries" else "reference"

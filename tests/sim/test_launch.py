@@ -20,6 +20,7 @@ from numba_flash.config.backward import (
     MmaOneKeyTileConfig,
     PreprocessConfig,
 )
+from numba_flash.config.decode import DecodeConfig
 from numba_flash.config.kvcache import AppendConfig, PagedConfig
 from numba_flash.config.mask_bits import MaskBitsConfig
 from numba_flash.config.mma_forward import MmaConfig
@@ -128,6 +129,7 @@ def test_every_kernel_can_be_made():
     configs = [
         *[kind("float16", 8, 8, 16, 16) for kind in (V1Config, V2Config)],
         PagedConfig("float16", 8, 8, 16, 16),
+        DecodeConfig("float16", 8, 8, 16, 16),
         AppendConfig("float16", appended, "own"),
         MmaConfig("float16", 8, 8, 16, 16),
         WgmmaConfig("float16", 8, 8, 64, 16),
