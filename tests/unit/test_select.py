@@ -558,7 +558,8 @@ def test_tiles_in_panels_do_not_overlap(head_dim, head_dim_v, tile_m, tile_n):
         and v_at - k_at == size(tile_n, config.head_dim_padded)
     )
     assert tile_at - v_at >= size(tile_n, config.head_dim_v_padded)
-    assert row_states_at >= size(tile_m, config.head_dim_v_padded) and tile_at - row_states_at >= 8 * tile_m
+    assert row_states_at >= size(tile_m, config.head_dim_v_padded)
+    assert tile_at - row_states_at >= config.ROW_STATE_BYTES * tile_m
     assert tile_at % 16 == 0 and exchange_at - tile_at == 2 * 16 and end == exchange_at
     assert config.shared_bytes >= end + 1024 - 16, (
         "the first panel begins at a multiple of 1024, and memory at one of 16"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from contracts import suite, varlen
-from helpers.machines import HOPPER, packed_problem
+from helpers.machines import AMPERE, HOPPER, packed_problem
 
 import numba_flash
 from numba_flash.select.forward import select
@@ -53,11 +53,10 @@ def test_out_is_written():
     assert np.array_equal(o, expected.o) and np.array_equal(lse, expected.lse)
 
 
-def test_auto_takes_mma_also_on_hopper():
-    """wgmma has not run with packed sequences on a GPU yet."""
+def test_auto_takes_wgmma_on_hopper():
     made = packed_problem()
-    assert select(made, HOPPER, "auto", "cupy").kernel == "mma"
-    assert select(made, HOPPER, "wgmma", "cupy").config.kernel == "wgmma"
+    assert select(made, HOPPER, "auto", "cupy").config.kernel == "wgmma"
+    assert select(made, AMPERE, "auto", "cupy").config.kernel == "mma"
 
 
 # Other rows in a tile change the bits of a query that does not see a key whose V is NaN (with_fastest_rows).
