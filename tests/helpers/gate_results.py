@@ -58,15 +58,15 @@ def chosen(config):
 
 
 def stale(keys):
-    """What is wrong with the file, by the keys of all gates, {gate: key}, in words; None where there is no file."""
-    if not FILE.exists():
-        return None
+    """-> (what is wrong with the file, by the keys of all gates, {gate: key}; which of them have no result there), in
+    words."""
     _, results = _read(FILE)
     without = [name for name in keys if name not in results]
     changed = [name for name in keys if name in results and results[name]["key"] != keys[name]]
     gone = [name for name in results if name not in keys]
-    named = {"no result": without, "changed since": changed, "no such gate": gone}
-    return "; ".join(f"{words}: {_few(names)}" for words, names in named.items() if names)
+    named = {"changed since": changed, "no such gate": gone}
+    wrong = "; ".join(f"{words}: {_few(names)}" for words, names in named.items() if names)
+    return wrong, f"no result: {_few(without)}" if without else ""
 
 
 def _few(names):
