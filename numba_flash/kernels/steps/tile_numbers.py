@@ -25,8 +25,8 @@ def make(config: Any, rows: int, of_keys: bool) -> Any:
     """rows: of a tile; of_keys: it is a tile of keys. -> device functions:
 
     count(sizes) -> how many numbers there are; at(number, arrays, strides, sizes) -> (b, the tile's first row in its
-    sequence, or -1 if it is no tile); first(b, row) -> the number of the first tile of
-    sequence b, which begins at `row`.
+    sequence, or -1 if the number has no tile); first(b, row) -> the number of the first tile of sequence b, which
+    begins at `row`.
     """
 
     @inlined
