@@ -396,6 +396,16 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     def dq_stages(self) -> int:  # type: ignore[override]
         return 0 if self.key_tiles else 2
 
+    @property
+    def dq_alone(self) -> bool:
+        return alone(self)
+
+
+def alone(config: Config) -> bool:
+    """Whether a block that owns all keys of a packed sequence writes its dQ (kernels/wgmma/backward_dq_alone.py), 16
+    bytes at a time."""
+    return config.packed and config.head_dim % 8 == 0
+
 
 @dataclass(frozen=True)
 class WgmmaRoundConfig(Config):
@@ -407,12 +417,16 @@ class WgmmaRoundConfig(Config):
     kernel = "wgmma_round"
     module = "wgmma.backward_round"
     in_order = True
-    takes = abi.backward("dq", without=("bias", "mask")).plus("dq_sums")
+    takes = abi.backward("dq", without=("bias", "mask")).plus("turns dq_sums")
     waits = True
     threads: ClassVar[int] = 128  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         self._set(self.ALIGNMENT + tile_bytes(64, self.head_dim))
+
+    @property
+    def dq_alone(self) -> bool:
+        return alone(self)
 
     def grid(self, problem: AnyProblem) -> int:
         p = problem.forward

@@ -17,6 +17,7 @@ from ...ptx import griddepcontrol, local, memory, shfl, special
 from ..score import reads as score_reads
 from ..steps import elements, lse_delta, tile_numbers
 from ..steps import sequence as sequences
+from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.sequence import lse_row, query_row
 from ..steps.units import LOG2_E
@@ -27,10 +28,20 @@ def make(config):
     distances = tuple(2**i for i in range(lanes.bit_length() - 1))
     load, half_of = elements.loader(config.dtype, float32), score_reads.halves(config.dtype)
     product, turn_words = lse_delta.product(config), 2 * config.dq_partials
-    queries_of = sequences.queries(config)
     numbers = tile_numbers.make(config, turns_of, False) if config.in_order and turns_of else None
+    queries_of = sequences.queries(config)
+
+    @inlined
+    def found_by_entry(b, first, rows, arrays, strides, sizes):
+        return queries_of(b, arrays, strides, sizes)
+
+    @inlined
+    def found_by_number(b, first, rows, arrays, strides, sizes):
+        return tile_numbers.queries_of(b, first, rows, sizes)
+
     blocks_of_16 = max(16 // rows, 1)  # that write one block of 16 queries
     own_numbers = tile_numbers.make(config, rows * blocks_of_16, False) if config.in_order else None
+    sequence_of = found_by_number if config.in_order else found_by_entry
     unit, inf = float32(1.0 if config.natural else LOG2_E), float32(math.inf)
 
     @cuda.jit
@@ -45,18 +56,22 @@ def make(config):
             head_of_all = divide(block, tiles)
             number = divide(block - head_of_all * tiles, blocks_of_16)
             in_block = int32(block - head_of_all * tiles - number * blocks_of_16)
-            b, first_row = own_numbers.at(number, arrays, strides, sizes)
-            first_query = int32(first_row + in_block * rows) if first_row >= 0 else first_row
+            # One thread looks for the sequence: 256 would take longer than what the block reads.
+            found = cuda.shared.array(3, int32)
+            if thread == 0:
+                found[0], found[1], found[2] = own_numbers.sequence(number, arrays, strides, sizes)
+            cuda.syncthreads()
+            b, first_row, in_sequence = found[0], found[1], found[2]
+            first_query = int32((number - own_numbers.first(b, first_row)) * (rows * blocks_of_16) + in_block * rows)
         else:
             tiles = divide(int32(head_row_blocks * 16 + (rows - 1)), rows)
             head_of_all = divide(block, tiles)
             b, first_query = divide(head_of_all, heads), int32((block - head_of_all * tiles) * rows)
+            first_row, in_sequence = int32(0), int32(0)
         h = int32(head_of_all - (0 if config.in_order else b * heads))
-        sequence = queries_of(b, arrays, strides, sizes)
+        sequence = sequence_of(b, first_row, in_sequence, arrays, strides, sizes)
         if config.packed:
             seqlen_q, head_row_blocks = sequence.seqlen_q, lse_delta.row_blocks(sequence.seqlen_q)
-            if config.in_order and first_query < 0:  # it is no tile
-                first_query = int32(head_row_blocks * 16)
         query, lane = int32(first_query + thread // lanes), int32(thread % lanes)
         four_do = local.array(4, uint32)
         four_o = local.array(4, uint32)
