@@ -396,16 +396,6 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     def dq_stages(self) -> int:  # type: ignore[override]
         return 0 if self.key_tiles else 2
 
-    @property
-    def dq_alone(self) -> bool:
-        return alone(self)
-
-
-def alone(config: Config) -> bool:
-    """Whether a block that owns all keys of a packed sequence writes its dQ (kernels/wgmma/backward_dq_alone.py), 16
-    bytes at a time."""
-    return config.packed and config.head_dim % 8 == 0
-
 
 @dataclass(frozen=True)
 class WgmmaRoundConfig(Config):
@@ -423,10 +413,6 @@ class WgmmaRoundConfig(Config):
 
     def __post_init__(self) -> None:
         self._set(self.ALIGNMENT + tile_bytes(64, self.head_dim))
-
-    @property
-    def dq_alone(self) -> bool:
-        return alone(self)
 
     def grid(self, problem: AnyProblem) -> int:
         p = problem.forward

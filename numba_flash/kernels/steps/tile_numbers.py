@@ -70,7 +70,7 @@ def queries_of(b, first, rows, sizes):
 
 @functools.cache
 def completer(config: Any, of_keys: bool) -> Any:
-    """-> complete(b, first, rows, arrays, strides, sizes): the Sequence b, as steps/sequence.py makes it, of which it
+    """-> complete(b, first, rows, arrays, strides, sizes): the Sequence b, as sequence.py makes it, of which it
     is known where its keys, or else its queries, begin, and how many there are. A search takes long, and is left out
     where queries and keys begin at the same places."""
     has_seqlens_k, source = config.has("seqlens_k"), config.q_offset_source

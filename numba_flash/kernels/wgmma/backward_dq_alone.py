@@ -20,6 +20,11 @@ WRITTEN = 2  # a counter's value; one more: some element is not finite
 CHUNK_BYTES = 128 * 16  # of a part: 8 columns of 64 queries
 
 
+def present(config):
+    """Whether a block does so: 16 bytes at a time."""
+    return config.packed and config.head_dim % 8 == 0
+
+
 def make(config, tiles_before):
     """-> write_alone, a device function of a warp. tiles_before: of backward_dq_sums."""
     tile_m, part_bytes, plan = config.tile_m, config.dq_part_bytes, config.shared_layout()

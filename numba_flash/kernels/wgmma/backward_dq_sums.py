@@ -39,7 +39,7 @@ def to_sums(config, tiles):
     turns_at, lines = TURNS_AT, config.dq_partials
     wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
     _, word_alone, _, position_alone, *_ = block.words(plan.state)
-    ring, packed = pipeline.of_backward(config).dq, config.packed
+    ring, packed, alone = pipeline.of_backward(config).dq, config.packed, backward_dq_alone.present(config)
     numbers = tile_numbers.make(config, tile_m, False) if packed else None
 
     @inlined
@@ -111,7 +111,7 @@ def to_sums(config, tiles):
             memory.add_release(turn, uint32(1))
         return n
 
-    write_alone = backward_dq_alone.make(config, tiles_before) if config.dq_alone else None
+    write_alone = backward_dq_alone.make(config, tiles_before) if alone else None
 
     @inlined
     def add_dq(base, me, arrays, strides, sizes, score):
@@ -141,7 +141,7 @@ def to_sums(config, tiles):
         if first_lane:
             wait_added()
 
-    return add_or_write_dq if config.dq_alone else add_dq
+    return add_or_write_dq if alone else add_dq
 
 
 def nonfinite_finder(config):

@@ -55,6 +55,7 @@ from ..steps.inlined import FALSE, inlined
 from ..steps.plain import first_column_of, first_row_of
 from . import (
     backward_block_tiles,
+    backward_dq_alone,
     backward_dq_sums,
     backward_key_outputs,
     backward_key_work,
@@ -98,7 +99,7 @@ def make(config):
     second_chunks = backward_dq_sums.second_part(config) // (64 * 8 * 4)  # of 8 columns
     all_keys, stays, one_panel = config.key_tiles > 0, config.stays, config.dq_panels == 1
     some_lack_q = stays and not all_keys  # tiles that no query sees; a block with one tile loads a Q past the end
-    packed, dq_alone, all_consumers = config.packed, config.dq_alone, 128 * config.consumers
+    packed, dq_alone, all_consumers = config.packed, backward_dq_alone.present(config), 128 * config.consumers
     padded = packed or config.has("seqlens_k")
     zero_tail = block.tail_zeroer(config, -(-head_dim_padded // 64), 3)
     zero_tail_of_v = block.tail_zeroer(config, -(-config.head_dim_v_padded // 64), 3)

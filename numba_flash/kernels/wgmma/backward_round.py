@@ -21,7 +21,7 @@ from ..steps.query_tile import QueryTile
 from ..steps.sequence import key_range, query_row
 from ..steps.sequence import make as make_sequence
 from . import backward_dq_sums
-from .backward_dq_alone import WRITTEN
+from .backward_dq_alone import WRITTEN, present
 from .block import aligned, clear
 
 
@@ -29,7 +29,7 @@ def make(config):
     of_part, lines = config.tile_m // 64, config.dq_partials
     columns, head_blocks = config.dq_columns // 8, -(-config.head_dim // 16) * 2
     dq_count = 4 * head_blocks
-    sequence_of = make_sequence(config)
+    sequence_of, alone = make_sequence(config), present(config)
     stage_dq, store_dq = gradient_rows.make(config.dtype, 64, 16, config.head_dim, config.head_dim % 8 == 0)
     recompute_queries, find_nonfinite = recompute.make(config), backward_dq_sums.nonfinite_finder(config)
     numbers = tile_numbers.make(config, config.tile_m, False) if config.packed else None
@@ -93,7 +93,7 @@ def make(config):
         if config.packed:
             if first_query >= sequence.seqlen_q:
                 return
-        if config.dq_alone and sequence.keys <= config.tile_n:
+        if alone and sequence.keys <= config.tile_n:
             turn = TURNS_AT + m_tile * 2
             state = arrays.turns[turn] | arrays.turns[turn + 1]
             if of_part == 2:
