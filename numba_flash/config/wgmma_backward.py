@@ -324,11 +324,10 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
         check(apart, f"with key_tiles blocks stay with tiles of 128 queries, not {queries}")
         check(self.stays or tiles <= 1, f"a block with {tiles} key tiles stays")
         check(0 <= tiles <= self.MOST_KEY_TILES, f"key_tiles must be 0 to {self.MOST_KEY_TILES}, not {tiles}")
-        most = self.MOST_LINES if not large and not tiles else 1
+        most = 1 if tiles else self.MOST_LINES
         check(
             1 <= self.dq_partials <= most,
-            f"dq_partials must be 1 to {most} with tiles of {queries} queries and key_tiles {tiles}, "
-            f"not {self.dq_partials}",
+            f"dq_partials must be 1 to {most} with key_tiles {tiles}, not {self.dq_partials}",
         )
         alone = not changes_scores(self.uses) and not any(
             name in BY_ELEMENT and name != SEEDED for name, _ in self.uses
@@ -345,7 +344,7 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
         return self.stays
 
     def own_sizes(self, problem: AnyProblem) -> dict[str, Any]:
-        return dict(heads_in_flight=heads_in_flight(problem.forward, self.KEYS))
+        return dict(heads_in_flight=heads_in_flight(problem.forward, self.KEYS, self.dq_partials))
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         made, p = super().workspace(problem), problem.forward

@@ -8,20 +8,30 @@ from ..problem.ranges import key_tiles
 
 SAMPLES = 24  # about how many query tiles of a head are examined
 ENDS = 0.5  # the overhead of a query tile, in key tiles
+# In key tiles of 128 queries, about 1 us: a second kernel that joins parts, and how many rows of parts it joins in one.
+JOIN, ROWS_JOINED = 3.0, 8192
 
 
-def wave_cost(problem: Problem, group_size: int, queries: int, tile_n: int, multiprocessors: int) -> float:
+def wave_cost(
+    problem: Problem, group_size: int, queries: int, tile_n: int, multiprocessors: int, parts: int = 1
+) -> float:
     """How many key tiles a block processes until all is done: one block for each multiprocessor, longest query tiles
     first.
 
-    queries: of a query tile, which has them of `group_size` heads.
+    queries: of a query tile, which has them of `group_size` heads; parts: how many blocks share its keys.
     """
-    lengths, tiles = _lengths(problem, queries, tile_n)
-    count = problem.batch * (problem.heads // group_size) * tiles
+    lengths, tiles = _lengths(problem, queries, tile_n, parts)
+    count = problem.batch * (problem.heads // group_size) * tiles * parts
     mean, shortest = sum(lengths) / len(lengths), min(lengths)
     # What all tiles have in common comes in whole rounds; the rest evens out, except for the longest tile.
     rounds = -(-count // multiprocessors)
     return max(max(lengths), shortest * rounds + (mean - shortest) * count / multiprocessors)
+
+
+def join_cost(problem: Problem, parts: int) -> float:
+    """What it takes to join the parts of all query tiles, in key tiles of 128 queries."""
+    rows = problem.batch * problem.heads * problem.seqlen_q
+    return JOIN + parts * rows / ROWS_JOINED if parts > 1 else 0.0
 
 
 def tile_visits(problem: Problem, queries: int, tile_n: int) -> float:
@@ -46,11 +56,12 @@ def same_tile_walk(problem: Problem, queries: int, tile_n: int) -> bool:
     return not edges or (known and tile_n % queries == 0 and not any(edge % queries for edge in edges))
 
 
-def _lengths(problem: Problem, queries: int, tile_n: int) -> tuple[list[float], int]:
-    """The lengths of some query tiles of a head, in key tiles, and the number of its query tiles."""
+def _lengths(problem: Problem, queries: int, tile_n: int, parts: int = 1) -> tuple[list[float], int]:
+    """The lengths of a part of some query tiles of a head, in key tiles, and the number of its query tiles."""
     tiles = max(-(-problem.seqlen_q // queries), 1)
     step = tiles // SAMPLES | 1  # odd, so that repeated patterns do not always give the same tiles
-    return [ENDS + _walked(problem, i * queries, queries, tile_n) for i in range(step // 2, tiles, step)], tiles
+    walked = [_walked(problem, i * queries, queries, tile_n) for i in range(step // 2, tiles, step)]
+    return [ENDS + -(-count // parts) for count in walked], tiles
 
 
 def _walked(problem: Problem, first_query: int, queries: int, tile_n: int) -> int:

@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..abi.tensor_maps import fits
 from ..arrays.dtypes import ITEM_SIZE
+from ..config.blocks import AT_A_TIME
 from ..config.forward import Config, LaunchFacts
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import BY_NAME, changes_by_distance_alone, changes_scores
 from ..problem.strides import Strides
-from .cost_model import same_tile_walk, tile_visits, wave_cost
+from .cost_model import join_cost, same_tile_walk, tile_visits, wave_cost
 from .rungs import LARGE_FLOAT64, RUNGS, Rung, check_request, choose, no_room, no_tensor_cores, not_here
 from .tiles import READING_KEYS, TABLES, TILE_COST, Facts, Row, rows_of
 
 if TYPE_CHECKING:
     from ..config.wgmma_forward import WgmmaConfig
     from ..problem.backward import BackwardProblem
+
+
+LEAST_TILES = 8  # of keys, in each of several parts of them
 
 
 class Choice(NamedTuple):
@@ -138,6 +142,13 @@ def prologue(config: Config, target: Target) -> list[LaunchFacts]:
         states = TileStatesConfig.before(config, threads)
         made += [states, TileOrderConfig.behind(states)] if config.reads_order else [states]
     return made
+
+
+def epilogue(config: Config) -> list[LaunchFacts]:
+    """The kernel that joins parts, if the one of `config` leaves parts."""
+    from ..config.wgmma_forward import WgmmaConfig, WgmmaJoinConfig
+
+    return [WgmmaJoinConfig.behind(config)] if isinstance(config, WgmmaConfig) and config.parts > 1 else []
 
 
 def _fitting(rung: Rung, problem: Problem, target: Target) -> Config | None:
@@ -262,7 +273,7 @@ def _most_keys(problem: Problem, most: int) -> int:
 
 
 def with_fastest_rows(config: "WgmmaConfig", problem: Problem, target: Target) -> "WgmmaConfig":
-    """With tiles of fewer query rows, if they finish sooner; in float32 the row says how many.
+    """With tiles of fewer query rows and keys in parts, if they finish sooner; in float32 the row says how many rows.
 
     A row's bits must not depend on the number of heads and batch entries. tile_m changes nothing else, except that a
     tile visits keys that some of its rows do not see. Their weight is 0, but if V is not finite there, the row is
@@ -278,14 +289,36 @@ def with_fastest_rows(config: "WgmmaConfig", problem: Problem, target: Target) -
         return min(fitting, key=lambda rows: TILE_COST[rows] * time(rows // group))
 
     rows = config.tile_m
+    parts = _parts(config, problem)
     if problem.packed is not None and not _same_keys(problem):
         rows = min((few for few in TILE_COST if problem.seqlen_q <= few <= rows), default=rows)
     elif not _same_keys(problem):
         rows = fastest(rows, lambda queries: tile_visits(problem, queries, tile_n))
     if same_tile_walk(problem, rows // group, tile_n):
         multiprocessors = max(target.multiprocessors, 1)
-        rows = fastest(rows, lambda queries: wave_cost(problem, group, queries, tile_n, multiprocessors))
-    return dataclasses.replace(config, tile_m=rows)
+        rows = fastest(rows, lambda queries: wave_cost(problem, group, queries, tile_n, multiprocessors, parts))
+    return dataclasses.replace(config, tile_m=rows, parts=parts)
+
+
+def _parts(config: "WgmmaConfig", problem: Problem) -> int:
+    """How many blocks share the keys of a query tile: more than one if a single batch entry is done sooner so.
+
+    It changes the order of sums, and so bits. So neither the batch size decides nor the number of multiprocessors. A
+    large batch gains nothing by it, and each part takes a while to begin and to be joined: so a part has many keys.
+    """
+    if problem.packed is not None or problem.function("mask_mod") is not None:
+        return 1
+    entry, group, tile_n = dataclasses.replace(problem, batch=1), config.group_size, config.tile_n
+    most = problem.seqlen_k // (LEAST_TILES * tile_n)
+
+    def time(parts: int) -> float:
+        tiles = [
+            (cost, rows // group) for rows, cost in TILE_COST.items() if rows <= config.tile_m and rows % group == 0
+        ]
+        blocks = min(cost * wave_cost(entry, group, of, tile_n, AT_A_TIME, parts) for cost, of in tiles)
+        return blocks + join_cost(entry, parts)
+
+    return min((parts for parts in config.PARTS if parts <= max(most, 1)), key=time)
 
 
 def _same_keys(problem: Problem) -> bool:

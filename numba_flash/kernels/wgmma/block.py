@@ -24,7 +24,7 @@ from ..steps.sequence import queries as make_queries
 B, H, H_KV, FIRST_ROW, KEYS, BEGIN, FREE, CUT, STOP, MEMBERS, POS_LOW, POS_HIGH = (4 * i for i in range(12))
 STATES = 48  # where the states of its tiles begin (kernels/score/tile_walk.py)
 STEP = 52  # to the next query tile, of a block that owns keys
-PART = 56  # the index of its part among the parts of all groups (config.members)
+PART = 56  # the number of its part among those of all groups (config.members), or of all query tiles (config.parts)
 NONFINITE = 60  # whether some row of dQ is not finite (config.key_tiles)
 # With a mask: FREE and CUT by positions alone. They replace words that no kernel with a mask uses:
 POS_FREE, POS_CUT = STEP, NONFINITE
