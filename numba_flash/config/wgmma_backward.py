@@ -307,7 +307,7 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
     KEPT: ClassVar[int] = 2  # tiles of queries whose dQ shared memory has room for, with more than one key tile
     MOST_KEY_TILES: ClassVar[int] = 4  # that a block owns one after the other
-    MOST_LINES: ClassVar[int] = 4
+    MOST_LINES: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
         queries, tiles, widest = self.tile_m, self.key_tiles, 64 * self.dq_panels

@@ -7,6 +7,7 @@ from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.groups import parts_of
 from ..problem.options import SEEDED, changes_scores
+from .backward_line import fewest_sums, one_kernel_gains
 
 LONGEST_STAY = 8192  # queries of a walk over all of them
 
@@ -29,12 +30,10 @@ def can_be_one_kernel(problem: BackwardProblem) -> bool:
 def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     """Whether the one kernel is faster than two. docs/adding_a_tile_row.md has the measurements.
 
-    If every query sees every key, parts of dQ wait in a line (kernels/steps/dq_order.py). That costs little if a head
-    has no more key tiles than query tiles, or few query tiles, and if a batch entry has enough work for the line to
-    pass: eight heads, or more key tiles than run at a time, because only the first ones wait. Under a mask two long
-    heads go two ways, and parts of a group count as heads. With several sums of dQ (dq_partials) lines are short.
-    The batch size may not decide: a row's bits must not depend on it. Short sequences are assumed to come in batches.
-    If all keys are one tile, there are no parts. Of packed sequences the lengths are not known, and may not decide.
+    If every query sees every key, parts of dQ wait in a line, and a model says what that costs (backward_line.py).
+    Under a mask two long heads go two ways, and parts of a group count as heads. The batch size may not decide: a row's
+    bits must not depend on it. Short sequences are assumed to come in batches. If all keys are one tile, there are no
+    parts. Of packed sequences the lengths are not known, and may not decide.
     """
     forward = problem.forward
     if forward.packed is not None:
@@ -48,19 +47,13 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
         return True
     if one_tile:
         return forward.seqlen_q <= 1024
+    if every_key:
+        return one_kernel_gains(forward)
     group = forward.heads // max(forward.heads_kv, 1)
     lines = forward.heads_kv * parts_of(group, heads_per_block(problem, one_kernel=True))
-    few_queries = every_key and forward.seqlen_q <= 512
-    long_line = forward.seqlen_k > forward.seqlen_q and not few_queries
-    two_ways = lines == 2 and not every_key and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
-    key_tiles, enough = lines * forward.seqlen_k // WgmmaFusedConfig.KEYS, 2 if widest <= 64 else 1.5
-    many_tiles = every_key and key_tiles >= enough * AT_A_TIME and forward.seqlen_q >= forward.seqlen_k
-    few = lines < (8 if every_key else 4) and not two_ways and not many_tiles and dq_partials(problem) == 1
-    if long_line or few:
-        return False
-    # Wide heads that see all keys start later: a small batch of them would lose more by the one kernel.
-    least = 8192 if widest <= 64 or not every_key else 16384
-    return (forward.heads_kv if every_key else forward.heads) * forward.seqlen_k >= least
+    two_ways = lines == 2 and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
+    few = lines < 4 and not two_ways and dq_partials(problem) == 1
+    return not few and forward.seqlen_k <= forward.seqlen_q and forward.heads * forward.seqlen_k >= 8192
 
 
 def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
@@ -86,22 +79,18 @@ def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
 def dq_partials(problem: BackwardProblem) -> int:
     """How many sums of dQ the key tiles of a head add to in rotation.
 
-    If few heads have as many key tiles as a GPU runs blocks, all blocks begin with the same query tiles, each one turn
-    after the one before (kernels/steps/dq_order.py). More sums shorten this wait and take more of the L2 cache.
+    More sums shorten the wait of key tiles for each other (backward_line.py), and take more of the L2 cache. Under a
+    mask blocks hardly wait, but for one head with as many key tiles as a GPU runs blocks.
     docs/adding_a_tile_row.md has the measurements.
     """
     forward = problem.forward
     if forward.packed is not None:
         return 1
-    every_key = forward.left is None and forward.right is None
-    key_tiles = forward.heads_kv * forward.seqlen_k // WgmmaFusedConfig.KEYS
-    most_heads = 4 if every_key and forward.seqlen_q >= forward.seqlen_k else 1
-    narrow = max(forward.head_dim, forward.head_dim_v) <= 64
-    if narrow or forward.heads > most_heads:
-        return 1
-    if forward.heads <= 2:
-        return WgmmaFusedConfig.MOST_LINES if key_tiles >= AT_A_TIME else 1
-    return 2 if key_tiles >= 1.5 * AT_A_TIME else 1
+    if forward.left is None and forward.right is None:
+        return fewest_sums(forward)
+    one_long = forward.heads == 1 and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
+    wide = max(forward.head_dim, forward.head_dim_v) > 64
+    return 4 if one_long and wide else 1
 
 
 def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tiles: int) -> bool:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..abi.tensor_maps import fits
 from ..arrays.dtypes import ITEM_SIZE
-from ..config.blocks import AT_A_TIME
 from ..config.forward import Config, LaunchFacts
 from ..machine.target import Target
 from ..problem.forward import Problem
@@ -306,6 +305,8 @@ def _parts(config: "WgmmaConfig", problem: Problem) -> int:
     It changes the order of sums, and so bits. So neither the batch size decides nor the number of multiprocessors. A
     large batch gains nothing by it, and each part takes a while to begin and to be joined: so a part has many keys.
     """
+    from ..config.blocks import AT_A_TIME
+
     if problem.packed is not None or problem.function("mask_mod") is not None:
         return 1
     entry, group, tile_n = dataclasses.replace(problem, batch=1), config.group_size, config.tile_n

@@ -111,9 +111,14 @@ def test_bits_do_not_depend_on_the_number_of_heads_in_flight(rung, monkeypatch, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, dict(causal=True, q_offset=0), dict(window=(30, 10), q_offset=50)], ids=str)
-def test_several_partial_sums_of_dq(rung, options, one_kernel, monkeypatch):
-    """Of three key tiles two add to the first of two sums. Under a mask some query tiles have one part, or none."""
+@pytest.mark.parametrize(
+    ("head_dim", "options"),
+    [(69, {}), (69, dict(causal=True, q_offset=0)), (69, dict(window=(30, 10), q_offset=50)), (24, {})],
+    ids=str,
+)
+def test_several_partial_sums_of_dq(rung, head_dim, options, one_kernel, monkeypatch):
+    """Of three key tiles two add to the first of two sums. Under a mask some query tiles have one part, or none. Up to
+    head_dim 64 a query tile has 128 queries, and each warpgroup half of them."""
     made, scratch = [], arrays.scratch
 
     def filled(*of):
@@ -124,9 +129,10 @@ def test_several_partial_sums_of_dq(rung, options, one_kernel, monkeypatch):
     monkeypatch.setattr(arrays, "scratch", filled)
     monkeypatch.setattr(select_backward, "dq_partials", lambda *_: 2)
     heads = 2 if "causal" in options else 1
-    rung.check(rung.problem(135, 270, batch=1, heads=heads, head_dim=69, head_dim_v=23), **options)
+    monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
+    rung.check(rung.problem(135, 270, batch=1, heads=heads, head_dim=head_dim, head_dim_v=23), **options)
     (turns,) = (x.owner for x in made if x.owner.dtype == np.uint32)
-    counts = turns[WgmmaFusedConfig.TURNS_AT :].reshape(heads * 3, 2, 2)
+    counts = turns[WgmmaFusedConfig.TURNS_AT :].reshape(heads * (3 if head_dim > 64 else 2), 2, 2)
     most = 1 if options else 2  # of those who see the keys of two tiles at most
     assert counts[:, 0].max() == most and counts[:, 1].max() == 1, "each count began with 0"
     assert (counts[..., 0] == counts[..., 1]).all(), "both warpgroups have as many parts"

@@ -188,9 +188,12 @@ def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_colum
         (lambda: WgmmaFusedConfig("float16", 64, 64, 96, 128), "64 or 128 queries and 128 keys, not 96"),
         (lambda: WgmmaFusedConfig("float16", 128, 136, 64, 128), "at most 128 with tiles of 64 queries"),
         (lambda: WgmmaFusedConfig("float16", 64, 72, 128, 128), "at most 64 with tiles of 128 queries"),
-        (lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, dq_partials=5), "1 to 4 with .*, not 5"),
-        (lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, dq_partials=0), "1 to 4 with .*, not 0"),
-        (lambda: WgmmaFusedConfig("float16", 64, 64, 128, 128, dq_partials=2), "1 to 1 with .*, not 2"),
+        (lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, dq_partials=9), "1 to 8 with .*, not 9"),
+        (lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, dq_partials=0), "1 to 8 with .*, not 0"),
+        (
+            lambda: WgmmaFusedConfig("float16", 64, 64, 128, 128, key_tiles=2, stays=True, dq_partials=2),
+            "1 to 1 with key_tiles 2, not 2",
+        ),
         (
             lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, uses=uses(mask="bool")),
             "it takes dropout_p alone",

@@ -30,6 +30,7 @@ from helpers.simt_kernels import backward_problem as gradients
 from numba_flash.arrays import read
 from numba_flash.config.backward import MmaBackwardConfig, PreprocessConfig
 from numba_flash.config.simt_backward import DbiasSumConfig, HeadSumsConfig
+from numba_flash.config.wgmma_forward import WgmmaJoinConfig
 from numba_flash.config.wide_backward import WideBackwardConfig
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
@@ -47,7 +48,8 @@ OF_MMA = ("mma_dkdv", "mma_dq", "mma_one_key_tile", *SCORES)
 MACHINES = dict.fromkeys(("mma", "backward_preprocess", *OF_MMA), SINCE_AMPERE)
 PAIRED = ("wgmma_dkdv_paired", "wgmma_dq_paired")
 OF_PARTS = ("wgmma_float32", "wgmma_dkdv_float32", "wgmma_dq_float32", *PAIRED)  # products of 16 bits in float32
-ON_HOPPER = ("wgmma", *OF_PARTS, "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round", "wgmma_add_parts")
+ON_HOPPER = ("wgmma", "wgmma_join", *OF_PARTS)
+ON_HOPPER += ("wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round", "wgmma_add_parts")
 MACHINES |= dict.fromkeys(ON_HOPPER, (HOPPER,))
 IN_PTX = {
     "mma": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync", "cp.async.cg.shared"),
@@ -70,7 +72,7 @@ for kernel in ("wgmma_dkdv", "wgmma_dq", "wgmma_fused"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["wgmma"], IN_SASS["wgmma"]
 IN_PTX["wgmma_fused"] += ("stmatrix.sync",)
 OF_TURNS = ("cp.reduce.async.bulk.global", "red.release.gpu", "ld.acquire.gpu")
-for kernel in ("wgmma_round", "wgmma_add_parts"):
+for kernel in ("wgmma_join", "wgmma_round", "wgmma_add_parts"):
     IN_PTX[kernel], IN_SASS[kernel] = ("ld.global.v4.b32",), ("LDG.E.128",)
 WIDE = {  # mma in other dtypes, and the instructions of its products
     "float32": ("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32", "HMMA.1688.F32.TF32"),
@@ -585,7 +587,7 @@ def fused_gates(row):
         table, given = {"wgmma_fused": row}, dict(dtype="float16", **given)
         fused, rounds = of_gradients(table, FEW_BLOCKS, **given)
         in_parts, _, add_parts = of_gradients(table, FEW_BLOCKS, members=2, **given)
-        several = (2, fused.MOST_LINES) if row.tile_m == 64 else ()
+        several = (2, fused.MOST_LINES)
         forms = {"": {}, "-single": dict(key_tiles=1)}
         if name != "dropout":
             key_tiles = range(1 + (fused.MOST_KEY_TILES if row.tile_m == 128 else 0))
@@ -599,6 +601,7 @@ def fused_gates(row):
             forms = {"scale-0": dict(lse_first=False), "three-quarters": fewer}
             forms["three-quarters-stays"] = fewer | dict(stays=True)
             forms |= {f"{lines}-lines": dict(dq_partials=lines) for lines in several}
+            forms["lines-stays"] = dict(dq_partials=fused.MOST_LINES, stays=True)
             forms["single-narrow"] = dict(head_dim=row.head_dim - 3, lse_first=False, key_tiles=1)  # not by 16 bytes
             made |= {words: dataclasses.replace(fused, **form) for words, form in forms.items()}
         yield from ((f"wgmma_fused-{row.head_dim}-{words}", config) for words, config in made.items())
@@ -812,6 +815,8 @@ def gates():
         name, whole = name_of("wgmma", row), of_row("wgmma", row)
         for tile_m in (tile_m for tile_m in tiles.TILE_COST if tile_m < row.tile_m):
             configs[f"{name}-{tile_m}"] = dataclasses.replace(whole, tile_m=tile_m)
+        configs[f"{name}-parts"] = dataclasses.replace(whole, parts=16)
+        configs[f"wgmma_join-{name}"] = WgmmaJoinConfig.behind(configs[f"{name}-parts"])
         if row.sloped or row.head_dim > 64:  # ALiBi, in tiles on one side of the queries, too
             given = uses(alibi_slopes="float32", seqlens_k="int32", sinks="float32")
             configs[f"{name}-alibi"] = dataclasses.replace(whole, uses=given, scores_finished=True)
