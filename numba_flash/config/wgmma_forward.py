@@ -96,6 +96,12 @@ class WgmmaConfig(WarpgroupsConfig):
         self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
+    def joined(self) -> "WgmmaJoinConfig":
+        """Of the kernel that adds up the parts."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
+        return WgmmaJoinConfig(**given | dict(bias_stages=0))
+
+    @property
     def takes(self) -> abi.Parameters:  # type: ignore[override]
         return abi.forward().plus("acc_o" if self.parts > 1 else "")
 
@@ -185,11 +191,6 @@ class WgmmaJoinConfig(WgmmaConfig):
     waits = True
     whole_program = counted = persistent = False
     tensor_maps = 0  # type: ignore[assignment]
-
-    @staticmethod
-    def behind(config: WgmmaConfig) -> "WgmmaJoinConfig":
-        given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
-        return WgmmaJoinConfig(**given | dict(bias_stages=0))
 
     def grid(self, problem: AnyProblem) -> int:
         return super().grid(problem) // self.parts

@@ -1,4 +1,4 @@
-"""How long wgmma's backward takes if every query sees every key: as one kernel, whose key tiles add to dQ in a line, and
+"""How long wgmma's backward takes if every query sees every key: as one kernel, whose key tiles add to dQ in a line, or
 as two. Microseconds on an H200; docs/measurements/wgmma_backward_fused.md has them beside what was measured.
 
 The key tiles of a head are added to a query tile one after the other, each one turn after the one before. All blocks
@@ -9,7 +9,6 @@ several sums a query tile has as many lines, each of which is shorter.
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 from ..config.blocks import AT_A_TIME, heads_in_flight
 from ..config.wgmma_backward import WgmmaFusedConfig
@@ -52,20 +51,22 @@ def two_kernels(p: Problem) -> float:
 
 
 def fewest_sums(p: Problem) -> int:
-    """The fewest sums of dQ with which the line costs little: more would gain 1.5 % at most."""
-    times = {sums: _mean(p, lambda of, sums=sums: one_kernel(of, sums)) for sums in SUMS}
-    return next(sums for sums, time in times.items() if time <= 1.015 * min(times.values()))
+    """The fewest sums of dQ by which a single batch entry loses 2 % at most, and a large batch, too."""
+    if max(p.seqlen_q, p.seqlen_k) <= 512:
+        return 1
+    alone, many = ({n: one_kernel(_batch(p, batch), n) for n in SUMS} for batch in BATCHES[:2])
+    possible = {n: time for n, time in alone.items() if many[n] <= 1.02 * many[1]}
+    return next(n for n, time in possible.items() if time <= 1.02 * min(possible.values()))
 
 
 def one_kernel_gains(p: Problem) -> bool:
-    """Whether one kernel is faster."""
-    sums = fewest_sums(p)
-    return _mean(p, lambda of: one_kernel(of, sums)) < _mean(p, two_kernels)
+    """Whether one kernel is faster, on the average of all BATCHES."""
+    sums, every = fewest_sums(p), [_batch(p, batch) for batch in BATCHES]
+    return math.prod(one_kernel(of, sums) / two_kernels(of) for of in every) < 1
 
 
-def _mean(p: Problem, time: Callable[[Problem], float]) -> float:
-    """The geometric mean of several batch sizes."""
-    return math.prod(time(dataclasses.replace(p, batch=batch)) for batch in BATCHES) ** (1 / len(BATCHES))
+def _batch(p: Problem, batch: int) -> Problem:
+    return dataclasses.replace(p, batch=batch)
 
 
 def _wide(p: Problem) -> bool:

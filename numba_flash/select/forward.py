@@ -145,9 +145,7 @@ def prologue(config: Config, target: Target) -> list[LaunchFacts]:
 
 def epilogue(config: Config) -> list[LaunchFacts]:
     """The kernel that joins parts, if the one of `config` leaves parts."""
-    from ..config.wgmma_forward import WgmmaConfig, WgmmaJoinConfig
-
-    return [WgmmaJoinConfig.behind(config)] if isinstance(config, WgmmaConfig) and config.parts > 1 else []
+    return [config.joined] if getattr(config, "parts", 1) > 1 else []  # type: ignore[attr-defined]
 
 
 def _fitting(rung: Rung, problem: Problem, target: Target) -> Config | None:

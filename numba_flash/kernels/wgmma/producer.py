@@ -91,8 +91,9 @@ def query_tiles(config):
     @inlined
     def own_part(part, begin, free, cut, stop, sizes):
         """Of the key tiles of a query tile those that belong to a part of them; as in tiles_of if that is none."""
-        first = int32(begin + divide((stop - begin) * part, parts))
-        last = int32(begin + divide((stop - begin) * (part + 1), parts))
+        most = divide(int32(stop - begin) + int32(parts - 1), parts)
+        first = int32(begin + most * part)
+        last = min(int32(first + most), stop)
         if last <= first:
             first = divide(int32(key_rows(sizes)), tile_n) + 1
             last = first + 1
@@ -158,13 +159,15 @@ def query_tiles(config):
     @inlined
     def publish(base, i, t, arrays, strides, sizes):
         """Query tile t is the block's i-th: tells the producer and the consumers. -> where its Q is"""
-        tile, work = of(base, i, t, arrays, strides, sizes), rings.work_tile(base, i)
+        work = rings.work_tile(base, i)
+        if parts > 1:  # before the rest: later it would have to be kept
+            rings.tiles.producer_acquire(base, i)
+            write(work, block.PART, t)
+        tile = of(base, i, t, arrays, strides, sizes)
         if packed:  # at once: behind the wait it would be read again, which takes registers that the scheduler lacks
             sequence = sequence_of(tile.b, arrays, strides, sizes)
         rings.tiles.producer_acquire(base, i)
         block.write_tile(work, tile)
-        if parts > 1:
-            write(work, block.PART, t)
         if packed:
             write(work, block.Q_ROW, tile.first_row + sequence.first_query)
             write(work, block.FIRST_KEY, sequence.first_key)
