@@ -159,11 +159,10 @@ def query_tiles(config):
     @inlined
     def publish(base, i, t, arrays, strides, sizes):
         """Query tile t is the block's i-th: tells the producer and the consumers. -> where its Q is"""
-        work = rings.work_tile(base, i)
         if parts > 1:  # before the rest: later it would have to be kept
             rings.tiles.producer_acquire(base, i)
-            write(work, block.PART, t)
-        tile = of(base, i, t, arrays, strides, sizes)
+            write(rings.work_tile(base, i), block.PART, t)
+        tile, work = of(base, i, t, arrays, strides, sizes), rings.work_tile(base, i)
         if packed:  # at once: behind the wait it would be read again, which takes registers that the scheduler lacks
             sequence = sequence_of(tile.b, arrays, strides, sizes)
         rings.tiles.producer_acquire(base, i)
