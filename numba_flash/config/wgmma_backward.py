@@ -299,7 +299,9 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
 
     kernel = "wgmma_fused"
     module = "wgmma.backward_fused"
-    takes = abi.backward("dq dk dv", without=("bias", "mask")).plus("turns dq_sums dk_sums dv_sums", "heads_in_flight")
+    takes = abi.backward("dq dk dv", mask=abi.MASK_BITS_OF_KEYS, without=("bias",)).plus(
+        "turns dq_sums dk_sums dv_sums", "heads_in_flight"
+    )
     reads_states = False
     bidirectional: ClassVar[bool] = True
     shared_alignment: ClassVar[int] = 1024
@@ -331,9 +333,10 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
             f"not {self.dq_partials}",
         )
         alone = not changes_scores(self.uses) and not any(
-            name in BY_ELEMENT and name != SEEDED for name, _ in self.uses
+            name in BY_ELEMENT and name not in ("mask", SEEDED) for name, _ in self.uses
         )
-        check(alone, f"it takes no option that changes scores; of {', '.join(BY_ELEMENT)} it takes {SEEDED} alone")
+        check(alone, f"it takes no option that changes scores; of {', '.join(BY_ELEMENT)} it takes mask and {SEEDED}")
+        check(not (self.seeded and self.has("mask")), f"with {SEEDED} it takes no mask: registers are few")
         room = not self.seeded or not (large or self.lse_first)
         check(room, f"with {SEEDED} tiles are of 64 queries, and lse_first is False: registers are few")
         super().__post_init__()
@@ -407,7 +410,7 @@ class WgmmaRoundConfig(Config):
     kernel = "wgmma_round"
     module = "wgmma.backward_round"
     in_order = True
-    takes = abi.backward("dq", without=("bias", "mask")).plus("dq_sums")
+    takes = abi.backward("dq", mask=abi.MASK_BITS_OF_KEYS, without=("bias",)).plus("turns dq_sums")
     waits = True
     threads: ClassVar[int] = 128  # type: ignore[misc]
 

@@ -17,7 +17,8 @@ def can_be_one_kernel(problem: BackwardProblem) -> bool:
     forward = problem.forward
     if not forward.seqlen_q:
         return False
-    per_score = any(name in BY_ELEMENT and name != SEEDED for name, _ in forward.uses)
+    per_score = any(name in BY_ELEMENT and name not in ("mask", SEEDED) for name, _ in forward.uses)
+    per_score = per_score or (forward.seeded and forward.array("mask") is not None)
     plain, widest = not changes_scores(forward.uses) and not per_score, max(forward.head_dim, forward.head_dim_v)
     # Where weights are dropped, registers do not suffice for tiles of 128 queries. At head_dim 128 two kernels take 15
     # to 16 % longer (H200).

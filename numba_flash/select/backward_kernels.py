@@ -154,7 +154,7 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     )
     turns_of = 0 if key_tiles else fused.tile_m
     start = shared.preprocess_config(problem, target, turns_of=turns_of, dq_partials=lines, early=True, in_order=packed)
-    made: list[LaunchFacts] = [start, fused]
+    made: list[LaunchFacts] = [start, *shared.with_what_goes_before([fused], target)]
     if not key_tiles:
         tiles: dict[str, Any] = dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
         made.append(wgmma.WgmmaRoundConfig(**features, **tiles, dq_columns=fused.dq_columns, dq_partials=lines))

@@ -71,6 +71,12 @@ def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
     rung.check(case, causal=True, softcap=2.0, alibi_slopes=np.array([0.5], np.float32))
 
 
+# Masks: some scores of two heads, and no key of the first tile, or of the second, which still have turns.
+SOME = np.random.default_rng(8).random((1, 2, 135, 140)) < 0.7
+SOME[:, :, 5], SOME[:, :, :, 9] = False, False
+LAST_KEYS, FIRST_KEYS = (np.arange(140) >= 130)[None, None, None], (np.arange(140) < 50)[None, None, None]
+
+
 # Two tiles of keys, and two of queries: of 64, or up to head_dim 64 of 128. A group, once.
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -79,8 +85,11 @@ def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
         ({}, 135, 1, 1, 40), ({}, 70, 2, 2, 69), (dict(causal=True), 70, 2, 1, 69), (dict(causal=True), 135, 2, 2, 40),
         (dict(window=(30, 10), q_offset=50), 70, 1, 1, 69), (dict(scale=0.0), 70, 1, 1, 69),
         (dict(scale=0.0), 8, 1, 1, 69), (dict(dropout_p=0.3, seed=5, causal=True, q_offset=67), 70, 1, 1, 69),
+        (dict(mask=SOME[:, :, :70]), 70, 2, 1, 69), (dict(mask=SOME[:, :1], causal=True), 135, 1, 1, 40),
+        (dict(mask=LAST_KEYS), 135, 1, 1, 40), (dict(mask=FIRST_KEYS), 70, 1, 1, 69),
     ],
-    ids=["full", "full, both ways", "causal", "causal, both ways", "window", "scale 0", "scale 0, NaN", "dropout"],
+    ids=["full", "full, both ways", "causal", "causal, both ways", "window", "scale 0", "scale 0, NaN", "dropout",
+         "mask", "causal mask", "padding before the keys", "padding behind the keys"],
 )  # fmt: skip
 def test_one_kernel_for_all_gradients(
     rung, options, seqlen_q, heads, heads_kv, head_dim, monkeypatch, nothing_remembered
@@ -88,7 +97,7 @@ def test_one_kernel_for_all_gradients(
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: True)
     monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
     # Rows of dQ that meet NaN are computed again, which takes minutes where it is all of many.
-    all_rows = options.keys() <= {"dropout_p", "seed", "scale"} and seqlen_q > 8
+    all_rows = options.keys() <= {"dropout_p", "seed", "scale", "mask"} and seqlen_q > 8
     case = rung.problem(seqlen_q, 140, batch=1, heads=heads, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=23)
     case.k[:, :, 132:], case.v[:, :, 132:] = (1e3, -1e3) if all_rows else (np.nan, np.inf)
     gradients = rung.check(case, seqlens_k=np.array([132], np.int32), **options)

@@ -21,7 +21,7 @@ of the next tile and dQ of this one are issued after dV and dK, and dP when half
 
     S(0)   P(n) dP(n) P(n)   dS(n)   dV(n) dK(n) S(n+1) dQ(n)   P(n+1) ...
 
-Where weights are dropped, those of the next tile are found during its S and this tile's dQ. The single kernel and the
+Where weights are dropped, those of the next tile are found during its S and this tile's dQ, and so are a mask's bits. The single kernel and the
 adding role are those of FlashAttention-3 (Shah et al., 2024).
 
 With config.stays a block processes one tile of keys after another (backward_block_tiles). The first Q, K and V of the
@@ -50,7 +50,8 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, fence, griddepcontrol, ld_st, local, special, stmatrix, wgmma
 from ..score import fragments, kept_weights
-from ..steps.inlined import FALSE, inlined
+from ..score import reads as score_reads
+from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
 from . import (
     backward_block_tiles,
@@ -119,6 +120,7 @@ def make(config):
     plain, producer = backward_plain_scores.make(config, of_keys=True), backward_producer.of_keys(config)
     to_some_weights, to_other_weights = plain.weights_of(0, tile_m // 32), plain.weights_of(tile_m // 32, tile_m // 16)
     find_visible = block.visibility(config, config.stream_rows, plan.state)
+    read = score_reads.make(config, 1, tile_m, of_keys=True)
     walk = backward_key_work.query_walk(config, whole_warp=True)
     set_up, (word, _, position, *_) = pipeline.starter_of_backward(config), block.words(plan.state)
     add_dq = backward_dq_sums.to_sums(config, tiles)
@@ -135,6 +137,15 @@ def make(config):
             first_q_pos = int64(i) * tile_m + first_column_of(lane) + first_key - position(own)
             key, h = int32(first_key + first_row + first_row_of(lane)), int32(word(own, block.H) + member)
             count.of_keys(kept, first_q_pos, word(own, block.B), h, key, arrays, sizes)
+
+    @inlined
+    def find_shown(own, i, member, shown, arrays, strides, sizes):
+        """shown <- which of the lane's scores of query tile i the mask leaves."""
+        if read.reads:
+            first_row, lane = rows_of_lane()
+            first_key, h = word(own, FIRST_ROW), int32(word(own, block.H) + member)
+            origin = read.origin(word(own, block.B), h, first_key, arrays, strides)
+            read.load_bits(shown, i, origin, first_row, lane, arrays, strides, sizes)
 
     @inlined
     def fetch(base, arrays, strides, sizes):
@@ -229,6 +240,7 @@ def make(config):
                 tile.mask_bits[x] = uint32(0)
         if step.masked:
             find_visible(own, step.i, sizes, tile.mask_bits, tile.distance)
+            read.hide(tile.mask_bits, tile.shown_bits, TRUE)
         to_some_weights(tile, lse_and_delta, term, score, step.masked)
         wait_all()
         pin_dq(tile.acc_dp)
@@ -291,7 +303,8 @@ def make(config):
         ds_frag = local.array(frag_count, uint32)
         mask_bits = local.array(mask_words, uint32)
         kept, distance = local.array(count.words, uint32), local.array(2, float32)
-        tile = TileFragments(acc_s, acc_dp, p_frag, ds_frag, mask_bits, mask_bits, kept, mask_bits, distance)
+        shown = local.array(read.bits_words, uint32)
+        tile = TileFragments(acc_s, acc_dp, p_frag, ds_frag, mask_bits, shown, kept, mask_bits, distance)
         me = int32(warpgroup - 1)  # which of the consumers
         elected = block.elected()
         k_desc = describe_rows(base + plan.own_a + me * (64 * 128))
@@ -336,6 +349,7 @@ def make(config):
                 products.preload_s(base, acc_s, n, lse_factor)
                 products.issue_s(base, acc_s, k_desc, n, FALSE)
                 find_kept(own, i, member, kept, arrays, sizes)
+                find_shown(own, i, member, shown, arrays, strides, sizes)
                 masked = i >= word(own, CUT) or i < word(own, FREE)
                 wait_all()
                 pin_s(acc_s)
@@ -347,6 +361,7 @@ def make(config):
                 n = int32(n + 1)
                 i, member = walk.next(own, i, member, arrays, strides)
                 find_kept(own, i, member, kept, arrays, sizes)
+                find_shown(own, i, member, shown, arrays, strides, sizes)
                 masked = i >= word(own, CUT) or i < word(own, FREE)
                 wait_but_one()
                 pin_s(acc_s)
@@ -366,7 +381,7 @@ def make(config):
         base = aligned(smem, config.ALIGNMENT)
         thread = special.thread_index()
         warpgroup = warpgroup_index()
-        if not all_keys:
+        if not all_keys or read.reads:  # the ticket, or a mask's bits
             griddepcontrol.wait()
         if thread == 0:
             set_up(base)
