@@ -111,7 +111,7 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
 
     From head_dim 65 on long loops lose 2 % by it, and short ones gain up to 14 % (docs/adding_a_tile_row.md). A block
     with the only key tile of a head does not stay there: the compiler would serialise its products. Nor does a block
-    where weights are dropped: registers are scarce.
+    where weights are dropped, or where a mask says which of many key tiles' queries it loops over: registers are scarce.
     """
     forward = problem.forward
     if forward.packed is not None:  # the numbers of tiles that do not exist are passed over
@@ -122,7 +122,8 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
     of_a_walk = forward.seqlen_q * (members or forward.heads // max(forward.heads_kv, 1))
     long = every_key and of_a_walk > LONGEST_STAY
     wide = max(forward.head_dim, forward.head_dim_v) > 64
-    return many and not (wide and (key_tiles or forward.seeded or long))
+    masked = forward.array("mask") is not None and not key_tiles
+    return many and not masked and not (wide and (key_tiles or forward.seeded or long))
 
 
 def heads_per_block(problem: BackwardProblem, one_kernel: bool) -> int:

@@ -580,7 +580,9 @@ def fused_gates(row):
     """The one kernel and the two behind it, in each form: blocks with some or all key tiles of a head, persistent or
     not; parts of a group; several sums of dQ."""
     seqlens = dict(seqlens_k=LENGTHS["seqlens_k"], q_offset=0)
-    kinds = dict(plain={}, seqlens=seqlens) | (dict(dropout=seqlens | dict(dropout_p=0.1)) if row.tile_m == 64 else {})
+    kinds = dict(plain={}, seqlens=seqlens, mask=dict(mask=READ["mask"])) | (
+        dict(dropout=seqlens | dict(dropout_p=0.1)) if row.tile_m == 64 else {}
+    )
     for name, given in kinds.items():
         table, given = {"wgmma_fused": row}, dict(dtype="float16", **given)
         fused, rounds = of_gradients(table, FEW_BLOCKS, **given)
@@ -589,10 +591,10 @@ def fused_gates(row):
         forms = {"": {}, "-single": dict(key_tiles=1)}
         if name != "dropout":
             key_tiles = range(1 + (fused.MOST_KEY_TILES if row.tile_m == 128 else 0))
-            forms |= {f"-stays-{n}-key-tiles": dict(key_tiles=n, stays=True) for n in key_tiles}
+            forms |= {f"-stays-{n}-key-tiles": dict(key_tiles=n, stays=True) for n in key_tiles if n or name != "mask"}
         made = {name + words: dataclasses.replace(fused, **form) for words, form in forms.items()}
         made[f"{name}-parts"] = in_parts
-        if name != "dropout":
+        if name not in ("dropout", "mask"):
             made[f"{name}-stays-parts"] = dataclasses.replace(in_parts, stays=True)
         if name == "plain":
             fewer = dict(head_dim=row.head_dim * 3 // 4, head_dim_v=row.head_dim * 3 // 4)

@@ -21,8 +21,8 @@ of the next tile and dQ of this one are issued after dV and dK, and dP when half
 
     S(0)   P(n) dP(n) P(n)   dS(n)   dV(n) dK(n) S(n+1) dQ(n)   P(n+1) ...
 
-Where weights are dropped, those of the next tile are found during its S and this tile's dQ, and so are a mask's bits. The single kernel and the
-adding role are those of FlashAttention-3 (Shah et al., 2024).
+Where weights are dropped, those of the next tile are found during its S and this tile's dQ, and so are the bits of a
+mask. The single kernel and the adding role are those of FlashAttention-3 (Shah et al., 2024).
 
 With config.stays a block processes one tile of keys after another (backward_block_tiles). The first Q, K and V of the
 next tile arrive while consumers round dK and dV of this one. So dK and dV are staged in the place of dS: up to head_dim
