@@ -141,13 +141,14 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """One kernel of all gradients."""
     tile, features = shared.usable("wgmma_fused", problem, target)[0].tile, shared.features_of(problem)
     key_tiles, members = key_tiles_of_a_block(problem, target), heads_per_block(problem, one_kernel=True)
-    packed = problem.forward.packed is not None
+    packed, bias = problem.forward.packed is not None, problem.forward.array("bias")
     lines = 1 if key_tiles else dq_partials(problem)
     fused = wgmma.WgmmaFusedConfig(
         **features,
         **tile,
+        bias_boxes=bias is not None,
         key_tiles=key_tiles,
-        lse_first=problem.forward.number("scale") != 0 and not problem.forward.seeded,
+        lse_first=problem.forward.number("scale") != 0 and not problem.forward.seeded and bias is None,
         members=members,
         stays=blocks_stay(problem, target, members, key_tiles),
         dq_partials=lines,
@@ -158,7 +159,7 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     if not key_tiles:
         tiles: dict[str, Any] = dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
         made.append(wgmma.WgmmaRoundConfig(**features, **tiles, dq_columns=fused.dq_columns, dq_partials=lines))
-    return [*made, *_add_parts(problem, [fused])]
+    return [*made, *shared.with_what_goes_before(_dbias(problem, target), target), *_add_parts(problem, [fused])]
 
 
 def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:

@@ -74,6 +74,8 @@ def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
 # Masks: some scores of two heads, and no key of the first tile, or of the second, which still have turns.
 SOME = np.random.default_rng(8).random((1, 2, 135, 140)) < 0.7
 SOME[:, :, 5], SOME[:, :, :, 9] = False, False
+BIAS = (2 * np.random.default_rng(9).standard_normal((1, 2, 135, 144))).astype(np.float16)[..., :140]
+BIAS[..., 7], BIAS[:, :, 3] = -np.inf, -65504  # a key, and a row, as models hide them
 FIRST_QUERIES = (np.arange(135) < 60)[None, None, :, None]
 LAST_KEYS, FIRST_KEYS = (np.arange(140) >= 130)[None, None, None], (np.arange(140) < 50)[None, None, None]
 
@@ -89,9 +91,12 @@ LAST_KEYS, FIRST_KEYS = (np.arange(140) >= 130)[None, None, None], (np.arange(14
         (dict(mask=SOME[:, :, :70]), 70, 2, 1, 69), (dict(mask=SOME[:, :1], causal=True), 135, 1, 1, 40),
         (dict(mask=LAST_KEYS), 135, 1, 1, 40), (dict(mask=FIRST_KEYS), 70, 1, 1, 69),
         (dict(mask=SOME[:, :1, :8]), 8, 1, 1, 69),
+        (dict(bias=BIAS[:, :, :70]), 70, 2, 1, 69), (dict(bias=BIAS[:, :1], causal=True), 135, 1, 1, 40),
+        (dict(bias=BIAS, mask=SOME), 135, 2, 2, 40),
     ],
     ids=["full", "full, both ways", "causal", "causal, both ways", "window", "scale 0", "scale 0, NaN", "dropout",
-         "mask", "causal mask", "padding before the keys", "padding behind the keys", "mask, NaN"],
+         "mask", "causal mask", "padding before the keys", "padding behind the keys", "mask, NaN",
+         "bias", "causal bias", "bias and mask"],
 )  # fmt: skip
 def test_one_kernel_for_all_gradients(
     rung, options, seqlen_q, heads, heads_kv, head_dim, monkeypatch, nothing_remembered
@@ -99,7 +104,7 @@ def test_one_kernel_for_all_gradients(
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: True)
     monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
     # Rows of dQ that meet NaN are computed again, which takes minutes where it is all of many.
-    all_rows = options.keys() <= {"dropout_p", "seed", "scale", "mask"} and seqlen_q > 8
+    all_rows = options.keys() <= {"dropout_p", "seed", "scale", "mask", "bias"} and seqlen_q > 8
     case = rung.problem(seqlen_q, 140, batch=1, heads=heads, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=23)
     case.k[:, :, 132:], case.v[:, :, 132:] = (1e3, -1e3) if all_rows else (np.nan, np.inf)
     if "mask" in options and not all_rows:

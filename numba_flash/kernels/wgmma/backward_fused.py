@@ -126,7 +126,7 @@ def make(config):
     add_dq = backward_dq_sums.to_sums(config, tiles)
     leave_own_dq, repair_dq = backward_dq_sums.of_all_keys(config) if all_keys else (None, None)
     rings = pipeline.of_backward(config)
-    zero_behind = backward_products.zero_behind(config)
+    zero_behind, boxed = backward_products.zero_behind(config), config.bias_in_ds
 
     @inlined
     def find_kept(own, i, member, kept, arrays, sizes):
@@ -241,9 +241,14 @@ def make(config):
         if step.masked:
             find_visible(own, step.i, sizes, tile.mask_bits, tile.distance)
             read.hide(tile.mask_bits, tile.shown_bits, TRUE)
-        to_some_weights(tile, lse_and_delta, term, score, step.masked)
+        bias = base + plan.ds + (n & 1) * ds_bytes
+        if boxed:  # it comes with dO, to where this tile's dS will be; each warp reads and writes the same places
+            rings.b.consumer_wait(base, n)
+        to_some_weights(tile, lse_and_delta, bias, term, score, step.masked)
         wait_all()
         pin_dq(tile.acc_dp)
+        if boxed and n > step.before:
+            products.release_b(base, int32(n - 1), consumer.elected)
         if n > step.before:
             leave_dq(base, own, tile.acc_dp, consumer.me, int32(n - 1), step.before, arrays, strides, sizes, score)
         products.preload_dp(base, tile.acc_dp, n)
@@ -251,7 +256,7 @@ def make(config):
         if packed and step.masked:  # as a tile is that has rows behind the last query
             zero_behind(base, n, int32(word(own, block.QUERIES) - step.i * tile_m))
         products.issue_dp(base, tile.acc_dp, consumer.v_desc, n)
-        to_other_weights(tile, lse_and_delta, term, score, step.masked)
+        to_other_weights(tile, lse_and_delta, bias, term, score, step.masked)
         wait_all()
         pin_s(tile.acc_dp)
         plain.to_gradients(tile, lse_and_delta, lse_and_delta, term, score, step.masked)
@@ -267,7 +272,8 @@ def make(config):
         products.issue_s(base, tile.acc_s, consumer.k_desc, ahead, last)
         wait_but_two()
         pin_dv(acc_dv)
-        products.release_b(base, n, consumer.elected)
+        if not boxed:
+            products.release_b(base, n, consumer.elected)
         wait_but_one()
         pin_dk(acc_dk)
         products.release_a(base, n, consumer.elected)
@@ -341,7 +347,8 @@ def make(config):
             pin_s(acc_dp)
             pin_dk(acc_dk)
             pin_dv(acc_dv)
-            alone = not packed and not (stays and one_panel)  # packed: both zero what is behind the last query
+            # packed: both zero what is behind the last query; boxed: what comes would replace the zeros of dS
+            alone = not packed and not boxed and not (stays and one_panel)
             if alone and word(own, KEYS) - word(own, FIRST_ROW) <= me * 64:
                 n = own_dq_alone(base, own, acc_dq, me, n, end, elected, arrays, strides, sizes, score)
             first, masked = n, False
