@@ -344,6 +344,8 @@ LENGTHS = dict(seqlens_k=empty(1, dtype="int32"), q_offset=empty(1, dtype="int32
 LINEAR = LENGTHS | dict(alibi_slopes=empty(2, dtype="float32"))  # the derivative with respect to the product is 1
 OPTIONS = LINEAR | dict(softcap=3.0)
 READ = dict(bias=empty(300, 500, dtype="float32"), bias_aligned=True, mask=empty(300, 500, dtype="bool"))
+READ_MASK = dict(mask=READ["mask"])
+BOXED = dict(bias=empty(300, 500, dtype="float16", strides=(504, 1)), bias_aligned=True)  # by TMA
 OF_KEYS, OF_QUERIES = ("dk", "dv"), ("dq",)
 FEW_BLOCKS, MANY_BLOCKS = HOPPER, dataclasses.replace(HOPPER, multiprocessors=1)  # for so many multiprocessors
 
@@ -580,21 +582,22 @@ def fused_gates(row):
     """The one kernel and the two behind it, in each form: blocks with some or all key tiles of a head, persistent or
     not; parts of a group; several sums of dQ."""
     seqlens = dict(seqlens_k=LENGTHS["seqlens_k"], q_offset=0)
-    kinds = dict(plain={}, seqlens=seqlens, mask=dict(mask=READ["mask"])) | (
-        dict(dropout=seqlens | dict(dropout_p=0.1)) if row.tile_m == 64 else {}
-    )
+    kinds = dict(plain={}, seqlens=seqlens, mask=READ_MASK, bias=BOXED, bias_and_mask=BOXED | READ_MASK)
+    kinds |= dict(dropout=seqlens | dict(dropout_p=0.1)) if row.tile_m == 64 else {}
+    stays = dict(plain=range(5), seqlens=range(5), mask=range(1, 5))  # how many key tiles blocks have that stay
     for name, given in kinds.items():
         table, given = {"wgmma_fused": row}, dict(dtype="float16", **given)
         fused, rounds = of_gradients(table, FEW_BLOCKS, **given)
         in_parts, _, add_parts = of_gradients(table, FEW_BLOCKS, members=2, **given)
         several = (2, fused.MOST_LINES) if row.tile_m == 64 else ()
         forms = {"": {}, "-single": dict(key_tiles=1)}
-        if name != "dropout":
-            key_tiles = range(1 + (fused.MOST_KEY_TILES if row.tile_m == 128 else 0))
-            forms |= {f"-stays-{n}-key-tiles": dict(key_tiles=n, stays=True) for n in key_tiles if n or name != "mask"}
+        most = fused.MOST_KEY_TILES if row.tile_m == 128 else 0
+        for n in stays.get(name, ()):
+            if n <= most:
+                forms[f"-stays-{n}-key-tiles"] = dict(key_tiles=n, stays=True)
         made = {name + words: dataclasses.replace(fused, **form) for words, form in forms.items()}
         made[f"{name}-parts"] = in_parts
-        if name not in ("dropout", "mask"):
+        if 0 in stays.get(name, ()):
             made[f"{name}-stays-parts"] = dataclasses.replace(in_parts, stays=True)
         if name == "plain":
             fewer = dict(head_dim=row.head_dim * 3 // 4, head_dim_v=row.head_dim * 3 // 4)
