@@ -191,6 +191,8 @@ def make(config):
                 raise _Unsupported
             names[f"read{number}"] = _reader(number - count, number - count, ndim)
             return f"read{number}(({', '.join(map(place_of, indices))},), arrays, strides, lane)"
+        if name == "length":
+            return "(int64({0}), int64({0}))".format(f"strides[{of[0] - count}][{of[1]}]")
         if name not in OPERATIONS:
             raise _Unsupported
         if name in ("floordiv", "mod"):

@@ -81,7 +81,9 @@ def make(config):
             query, here = int32(first_query), int32(h + member)
             while query < end_query:
                 end = min(int32(query + ROWS), int32(end_query))
-                found = look_at_rows(b, here, query, end, first_key, end_key, q_start, keys, lane, arrays, strides, sizes)
+                found = look_at_rows(
+                    b, here, query, end, first_key, end_key, q_start, keys, lane, arrays, strides, sizes
+                )
                 seen, hidden = vote.any_lane(seen | found[0]), vote.any_lane(hidden | found[1])
                 query = end
                 if seen & hidden != 0:  # nothing can change the result
