@@ -45,11 +45,11 @@ class _Symbol:
     def __pos__(self) -> "_Symbol":
         return self
 
-    def __neg__(self) -> "_Symbol":
-        return self * -1
+    def __neg__(self) -> Any:
+        return _operation("mul", self, -1)
 
-    def __abs__(self) -> "_Symbol":
-        return _operation("max", self, self * -1)
+    def __abs__(self) -> Any:
+        return _operation("max", self, -self)
 
 
 def _operation(name: str, *given: Any) -> Any:

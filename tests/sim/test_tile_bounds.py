@@ -25,7 +25,7 @@ def by_operators(b, h, q, k):
 def by_branches(b, h, q, k):
     if q // 16 == k // 16:
         return q >= k
-    return k % 32 < 4 if h else abs(q - k) < 20 and not q == 3
+    return k % 32 < 4 if h else abs(q - k) < 20 and q != 3
 
 
 def of_large_numbers(b, h, q, k):
@@ -50,7 +50,7 @@ CASES = {
     "branches": (by_branches, (), {(0, 4, 8, 15): False, (8, 15, 0, 4): True, (48, 50, 1, 5): False}),
     "large numbers": (of_large_numbers, (), {}),
     "length": (by_length, (IDS,), {(0, 70, 0, 40): True}),
-    "arrays": (with_arrays, (IDS, FLAGS), {(0, 20, 40, 79): False, (5, 20, 6, 21): True, (70, 74, 71, 75): True}),
+    "arrays": (with_arrays, (IDS, FLAGS), {(0, 20, 34, 36): False, (5, 20, 6, 21): True, (70, 74, 71, 75): True}),
 }
 
 
