@@ -17,10 +17,3 @@ def aux_rung(request):
     return backward.Rung(request.param)
 
 
-# As if there were 2^31 scores: a sum has so few bits then that float64 needs its second one.
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_sums_of_many_scores(monkeypatch, nothing_remembered, dtype):
-    of_problem = arguments.sizes_of_aux
-    monkeypatch.setattr(arguments, "sizes_of_aux", lambda problem: of_problem(problem) | dict(term_bits=31))
-    found = daux.found_by(backward.Rung("v2"), daux.case_of(dtype))
-    assert all(daux.agree(*both, dtype) for both in zip(found[:2], daux.oracle(dtype, ())[:2], strict=True))

@@ -1,9 +1,9 @@
 """The gradient of aux with products on tensor cores: of the numbers that a score_mod reads.
 
-It computes what v2_backward_daux.py computes, in 16 bits; kernels/score/aux_gradient.py explains the sums and why this
-runs twice. A block owns a query tile and loops over the key tiles that it sees (score_tiles.py). Warps store the
-products of a tile in shared memory, and then every thread takes its own scores from there, one after the other. A
-function may be any code, so the kernel contains it once and not once for each score of a fragment.
+It computes what v2_backward_daux.py computes, in 16 bits; kernels/score/aux_gradient.py explains the sums. A block owns
+a query tile and loops over the key tiles that it sees (score_tiles.py). Warps store the products of a tile in shared
+memory, and then every thread takes its own scores from there, one after the other. A function may be any code, so the
+kernel contains it once and not once for each score of a fragment.
 
 A thread follows a diagonal: the next score is that of the next query and the next key. On a diagonal a table of
 relative positions has one element, and so has a number of a head. So most terms are added up before they are added to
@@ -50,7 +50,7 @@ def make(config):
     (added, visible), has_mask_mod = at_scores.make(config), config.has("mask_mod")
     leaves = user.make(config, "mask_mod") if has_mask_mod else None
     row_term, count_of, of_query = chain.row_term, kept_weights.make(config), lse_delta.of_query(config)
-    ask, (start, add, finish) = user.recorded(config), aux_gradient.make(config)
+    ask, (start, add, finish), wanted = user.recorded(config), aux_gradient.make(config), len(config.wanted_aux)
 
     @inlined
     def note_rows(place, q_smem, thread, arrays, sizes):
@@ -145,7 +145,7 @@ def make(config):
             local.array(tiles.q_words, uint32),  # q_frag (head_dim_padded / 16, 4)
             local.array(tiles.do_words, uint32),  # do_frag (head_dim_v_padded / 16, 4)
             local.array(4, uint32),  # b_frag (16, 16): K or V
-            Run(local.array(1, int64), local.array(1, int64), local.array(2, float32), local.array(1, int64)),
+            Run(local.array(wanted, int64), local.array(wanted, float32)),
         )
         start(registers.run)
         over_tiles(own, registers, smem, thread, arrays, strides, sizes, score)
