@@ -6,8 +6,8 @@ known before: |dS| is at most p (|do| |v| + |delta|), but a caller's function ma
 exact, and then no order matters.
 
 A thread adds up consecutive terms of one element of an array, in their order. Which these are follows from the shapes
-alone. Their total is m * 2^(s - least), with s >= 0 and 2^-least the smallest number of the type. It goes into the element's words,
-integers of 64 bits, each of PART bits more than the one before:
+alone. Their total is m * 2^(s - least), with s >= 0 and 2^-least the smallest number of the type. It goes into the
+element's words, integers of 64 bits, each of PART bits more than the one before:
 
     word w counts 2^(PART w - least)       m * 2^(s % PART) is added to the words from s // PART on, PART bits to each
 
@@ -63,7 +63,11 @@ def _parts_of(compute_dtype):
 
 
 def make(config):
-    count, real, last_word = len(config.wanted_aux), elements.COMPUTE_TYPES[config.dtype], words(config.compute_dtype) - 1
+    count, real, last_word = (
+        len(config.wanted_aux),
+        elements.COMPUTE_TYPES[config.dtype],
+        words(config.compute_dtype) - 1,
+    )
     ask, parts_of, zero = user.recorded(config), _parts_of(config.compute_dtype), real(0)
 
     @inlined
@@ -100,12 +104,13 @@ def make(config):
             if read > 0:
                 _, slope, place, _ = ask(s, at, read, arrays, strides, sizes)
             for number in range(count):
+                owed = ds * slope if slope != zero else zero
+                if place == run.place[number]:
+                    run.total[number] += owed
                 # Nobody checks the bounds of a function's reads; but nothing is written out of bounds.
-                if slope != zero and sizes.aux_begins[number] <= place and place < sizes.aux_begins[number + 1]:
-                    if place != run.place[number]:
-                        store(run.place[number], run.total[number], arrays, sizes)
-                        run.place[number], run.total[number] = place, zero
-                    run.total[number] += ds * slope
+                elif owed != 0 and sizes.aux_begins[number] <= place and place < sizes.aux_begins[number + 1]:
+                    store(run.place[number], run.total[number], arrays, sizes)
+                    run.place[number], run.total[number] = place, owed
             read += 1
 
     @inlined
