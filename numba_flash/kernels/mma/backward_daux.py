@@ -52,7 +52,7 @@ def make(config):
     (added, visible), has_mask_mod = at_scores.make(config), config.has("mask_mod")
     leaves = user.make(config, "mask_mod") if has_mask_mod else None
     row_term, count_of, of_query = chain.row_term, kept_weights.make(config), lse_delta.of_query(config)
-    ask, (start, add, finish), wanted = user.recorded(config), aux_gradient.make(config), len(config.wanted_aux)
+    ask, aux, wanted = user.recorded(config), aux_gradient.make(config), len(config.wanted_aux)
 
     @inlined
     def note_rows(place, q_smem, thread, arrays, sizes):
@@ -141,15 +141,19 @@ def make(config):
             for n in range(AT_ONCE):
                 own_row, _, at = nth(n, row, column, place)
                 every &= counts(own_row, at, q_smem, arrays, strides)
+            same = every
             if every:
                 for n in range(AT_ONCE):
                     own_row, own_column, at = nth(n, row, column, place)
                     found = term_of(own_row, own_column, at, term, q_smem, arrays, strides, sizes, score)
                     s[n], ds[n], slope[n], element[n], reads[n] = found
+                    same &= aux.is_same(run, element[n], reads[n])
                 for n in range(AT_ONCE):
-                    if ds[n] != 0:
+                    if same:
+                        aux.add_same(run, ds[n], slope[n])
+                    elif ds[n] != 0:
                         _, _, at = nth(n, row, column, place)
-                        add(run, ds[n], s[n], slope[n], element[n], reads[n], at, arrays, strides, sizes)
+                        aux.add(run, ds[n], s[n], slope[n], element[n], reads[n], at, arrays, strides, sizes)
             else:
                 n = int32(0)
                 while n < AT_ONCE:
@@ -157,7 +161,7 @@ def make(config):
                     if counts(own_row, at, q_smem, arrays, strides):
                         found = term_of(own_row, own_column, at, term, q_smem, arrays, strides, sizes, score)
                         if found[1] != 0:
-                            add(run, found[1], found[0], found[2], found[3], found[4], at, arrays, strides, sizes)
+                            aux.add(run, found[1], found[0], found[2], found[3], found[4], at, arrays, strides, sizes)
                     n = int32(n + 1)
             row, column = int32(row + AT_ONCE), int32(column + AT_ONCE)
             column = int32(column - tile_n if column >= tile_n else column)
@@ -187,8 +191,8 @@ def make(config):
             local.array(4, uint32),  # b_frag (16, 16): K or V
             Run(local.array(wanted, int64), local.array(wanted, float32)),
         )
-        start(registers.run)
+        aux.start(registers.run)
         over_tiles(own, registers, smem, thread, arrays, strides, sizes, score)
-        finish(registers.run, arrays, sizes)
+        aux.finish(registers.run, arrays, sizes)
 
     return flash_attention_mma_daux

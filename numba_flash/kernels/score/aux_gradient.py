@@ -114,8 +114,17 @@ def make(config):
             read += 1
 
     @inlined
+    def is_same(run, place, reads):
+        """Whether `add` would add one term to the run's total, and do nothing else."""
+        return count == 1 and reads == 1 and place == run.place[0]
+
+    @inlined
+    def add_same(run, ds, slope):
+        run.total[0] += ds * slope if slope != zero else zero
+
+    @inlined
     def finish(run, arrays, sizes):
         for number in range(count):
             store(run.place[number], run.total[number], arrays, sizes)
 
-    return named(start, add, finish)
+    return named(start, add, is_same, add_same, finish)
