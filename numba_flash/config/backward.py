@@ -229,9 +229,9 @@ class MmaDbiasConfig(OfBias, MmaScoresConfig):
 class MmaDauxConfig(OfAux, MmaScoresConfig):
     """Of mma_daux."""
 
+    kernel = "mma_daux"
     module = "mma.backward_daux"
-    takes = abi.backward("").plus("aux_bounds aux_sums", abi.OF_AUX)
-    names = ("mma_daux_bounds", "mma_daux_sums")
+    takes = abi.backward("").plus(abi.AUX_SUMS, abi.OF_AUX)
 
     @property
     def score_row(self) -> int:

@@ -45,7 +45,7 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     start, end = AuxStartConfig(*facts), AuxRoundConfig(*facts)
     if problem.forward.function("score_mod") is None:
         return (*before, start, end)
-    sums: Any  # the second of two loops over all scores (kernels/score/aux_gradient.py)
+    sums: Any
     needed: list[LaunchFacts] = []
     if narrow:
         features = shared.of_mma(problem) | dict(wanted_aux=problem.wanted_aux)
@@ -56,8 +56,7 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     else:
         sums = shared.simt(DauxConfig, "v2_dq", problem, target, wanted_aux=problem.wanted_aux)
         needed.append(shared.delta_config(problem, target))
-    bounds = dataclasses.replace(sums, of_bounds=True)
-    return (*before, *(config for config in needed if config not in before), start, bounds, sums, end)
+    return (*before, *(config for config in needed if config not in before), start, sums, end)
 
 
 @functools.lru_cache(maxsize=4096)

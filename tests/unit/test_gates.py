@@ -42,7 +42,7 @@ from numba_flash.select.rungs import RUNGS
 pytestmark = compiler.needed
 
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
-SCORES = ("mma_dbias", "mma_daux_bounds", "mma_daux_sums")
+SCORES = ("mma_dbias", "mma_daux")
 OF_MMA = ("mma_dkdv", "mma_dq", "mma_one_key_tile", *SCORES)
 MACHINES = dict.fromkeys(("mma", "backward_preprocess", *OF_MMA), SINCE_AMPERE)
 PAIRED = ("wgmma_dkdv_paired", "wgmma_dq_paired")
@@ -63,8 +63,7 @@ for kernel in OF_MMA:
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
 MACHINES["decode"] = SINCE_AMPERE
 IN_PTX["decode"], IN_SASS["decode"] = (*IN_PTX["mma"], "atom.global.add.u32"), IN_SASS["mma"]
-IN_PTX["mma_daux_bounds"] += ("red.global.max.u32",)
-IN_PTX["mma_daux_sums"] += ("red.global.add.u64",)
+IN_PTX["mma_daux"] += ("red.global.add.u64",)
 IN_PTX["backward_preprocess"], IN_SASS["backward_preprocess"] = ("ld.global.v4.b32",), ("LDG.E.128",)
 for kernel in ("wgmma_dkdv", "wgmma_dq", "wgmma_fused"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["wgmma"], IN_SASS["wgmma"]
@@ -662,7 +661,7 @@ def backward_functions_gates():
 
 def score_gradients_gates():
     """Rows of mma_dbias: a tile of its own elements and sums over each side, with a bias of either size and all else;
-    those of mma_daux, in both walks, with a function alone and with all else. split: blocks share a sum."""
+    those of mma_daux, with a function alone and with all else. split: blocks share a sum."""
     every = dict(dtype="bfloat16", mask=READ["mask"], dropout_p=0.1, **OPTIONS)
     for row in rows(backward_tiles.TABLES, "mma_dbias"):
         summed = empty(1, 1 if row.head_dim > 64 else 500, dtype="bfloat16")
@@ -682,9 +681,8 @@ def score_gradients_gates():
         for words, given in {"": dict(dtype="float16"), "-rich": hides}.items():
             given = FUNCTIONS_OF["reads"] | given
             found = of_gradients({"mma_daux": row}, wanted=("daux[0]",), **given)
-            for config in (x for x in found if x.kernel.startswith("mma_daux")):
-                walk = config.kernel.rpartition("_")[2]
-                yield f"mma_daux-{row.head_dim}-{row.tile_m}x{row.tile_n}-{walk}{words}", config
+            (config,) = (x for x in found if x.kernel == "mma_daux")
+            yield f"mma_daux-{row.head_dim}-{row.tile_m}x{row.tile_n}{words}", config
 
 
 def short_gates():
