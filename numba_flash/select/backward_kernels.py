@@ -35,7 +35,7 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     """A rung's kernels, the one that adds up split sums of dbias, and those of the gradients of aux. narrow: it has
     products on tensor cores in 16 bits."""
     in_order = any(config.in_order for config in before)
-    bias, before = problem.forward.array("bias"), (*shared.outside(problem, target, in_order), *before)
+    bias, before = problem.forward.array("bias"), (*before, *shared.outside(problem, target, in_order))
     if "dbias" in problem.wanted and bias is not None and problem.dbias_splits > 1:
         before = (*before, DbiasSumConfig(problem.forward.dtype, bias.dtype, 16 if target.simulated else 256))
     if not problem.wanted_aux:

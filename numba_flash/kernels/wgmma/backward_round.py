@@ -65,6 +65,8 @@ def make(config):
 
     @cuda.jit
     def round_dq(arrays, strides, sizes, score):
+        if config.packed:  # outside runs behind
+            griddepcontrol.launch_dependents()
         smem = cuda.shared.array(0, uint8)
         tile_at = aligned(smem, config.ALIGNMENT)
         acc_dq = local.array(dq_count, float32)  # (head_dim / 8, 4)
