@@ -8,8 +8,8 @@ the leaves below one node of the tree (decode_work.py), and hands the node over 
 last block to arrive for a row tile joins its nodes and writes O (decode_rows.py). So one launch is enough.
 
 cp.async fills a ring of tiles ahead of the products. Where rows lie is looked up a tile before that (decode_tiles.py).
-What is copied runs on into the block's next item (decode_items.py), so the ring is full from a block's first tile to its
-last; a place in it that has no tile yet is passed over.
+The copies run on into the block's next item (decode_items.py), so the ring is full from a block's first tile to its
+last. A place in it that has no tile is passed over.
 
 Letters as in forward.py. Launch: grid (config.blocks or fewer), block (config.threads). A counter of each row tile that
 several blocks share is 0 before a launch and behind it.
@@ -303,7 +303,9 @@ def make(config):
             wait_oldest()
             cuda.syncthreads()  # the tile of this time is there, and everyone is done with the one before
             if noted:
-                tiles.load_keys(places.ring, places.rows, int32(stage + (stages - 1)) if stage == 0 else int32(stage - 1))
+                tiles.load_keys(
+                    places.ring, places.rows, int32(stage + (stages - 1)) if stage == 0 else int32(stage - 1)
+                )
             cp_async.commit_group()
             if reading.j >= reading.end and reading.item == index and time > 0:
                 number, cursor = items.claimed(index, places.items)
