@@ -190,10 +190,11 @@ def make(config):
             entry, page_row = entries[stage], page_rows[stage]
             tiles.put_place(places.rows, int32(stage), entry, page_row, tile, arrays, strides, sizes)
         cuda.syncthreads()
-        for stage in range(stages - 1):
+        for stage in range(stages):  # also into the place that is filled behind a barrier later on
             if tile.begin + stage < tile.end:
                 tiles.load_keys(places.ring, places.rows, int32(stage))
-            cp_async.commit_group()
+            if stage != stages - 2:
+                cp_async.commit_group()
 
     @inlined
     def begin_chunk(registers):
@@ -296,7 +297,7 @@ def make(config):
         reading = Reading(
             zero, int32(tile.begin + stages), tile.end, tile.first_key, tile.end_key, tile.h_kv, tile.pages
         )
-        noted, there = reading.j <= reading.end, begin_rows(registers, tile, row_warp, lane, arrays, strides)
+        noted, there = FALSE, begin_rows(registers, tile, row_warp, lane, arrays, strides)
         begin_chunk(registers)
         index, time, start, j, stage, waiting = zero, zero, zero, tile.begin, zero, zero
         while True:
