@@ -8,7 +8,7 @@ from contracts import forward, kvcache, suite
 from contracts.forward import same_bits
 from hypothesis import reject
 
-from numba_flash import testing
+from numba_flash import arrays, testing
 from numba_flash.dispatch import kvcache as dispatch
 from numba_flash.select import decode
 
@@ -67,6 +67,22 @@ def test_any_number_of_blocks_gives_the_same_bits(rung, monkeypatch, lengths, op
     for number in blocks:
         other, other_lse = of_blocks(monkeypatch, number, cached, rung)
         assert same_bits(other, o) and same_bits(other_lse, lse), number
+
+
+def test_a_launch_leaves_its_counters_at_zero(rung, monkeypatch):
+    """The next one counts from there: those of row tiles that several blocks share, and that of items."""
+    counters, scratch = [], arrays.scratch
+
+    def noted(like, shape, dtype, *more):
+        made = scratch(like, shape, dtype, *more)
+        counters.extend([made] if dtype == "uint32" else [])
+        return made
+
+    monkeypatch.setattr(arrays, "scratch", noted)
+    for lengths in (LENGTHS, (0,), (255,)):  # more items than blocks, and fewer
+        of_blocks(monkeypatch, 3, kvcache.lay(kvcache.problem(rung, lengths, 1, heads=2, heads_kv=1)), rung)
+    assert len(counters) == 3
+    assert [list(arrays.host_view(x)) for x in counters] == [[0] * len(arrays.host_view(x)) for x in counters]
 
 
 @pytest.mark.parametrize("heads", [1, 3])

@@ -294,6 +294,7 @@ def make(config):
         items.put(item, zero, block, cursor, zero, places.items, thread, arrays)
         number, tile = items.claim(thread, arrays), tile_of(item, level, arrays, strides, sizes)
         begin(tile, q_smem, places, arrays, strides, sizes)
+        items.put_claimed(thread, number, zero, places.items)
         reading = Reading(
             zero, int32(tile.begin + stages), tile.end, tile.first_key, tile.end_key, tile.h_kv, tile.pages
         )
@@ -308,7 +309,7 @@ def make(config):
                     places.ring, places.rows, int32(stage + (stages - 1)) if stage == 0 else int32(stage - 1)
                 )
             cp_async.commit_group()
-            if reading.j >= reading.end and reading.item == index and time > 0:
+            if reading.j >= reading.end and reading.item == index:
                 number, cursor = items.claimed(index, places.items)
                 behind = int32(index + 1)
                 found, cursor = work.next_item(cursor, number, level, lane, arrays, strides, sizes)
