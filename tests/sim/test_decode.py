@@ -8,6 +8,7 @@ from contracts import forward, kvcache, suite
 from contracts.forward import same_bits
 from hypothesis import reject
 
+import numba_flash
 from numba_flash import arrays, testing
 from numba_flash.dispatch import kvcache as dispatch
 from numba_flash.select import decode
@@ -136,3 +137,12 @@ def test_pages_that_a_window_has_left_behind_may_be_another_s(rung):
         heads_first[left, :, : 34 % 4] = np.nan
     o, lse = cached.run(rung)[:2]
     assert same_bits(o, expected[0]) and same_bits(lse, expected[1])
+
+
+@pytest.mark.parametrize(("queries", "kernel"), [(1, "decode"), (80, "mma")])
+def test_explain_names_the_kernel_of_caches_or_why_it_is_not_taken(rung, queries, kernel):
+    cached = kvcache.lay(kvcache.problem(rung, (700, 80), queries, heads=1, heads_kv=1), "contiguous")
+    found = numba_flash.explain(**cached.given, kernel="mma")
+    assert found.kernel == "mma" and found.config.kernel == kernel and found.blocks == found.config.grid(found.problem)
+    assert ("a tree over chunks of 256" in str(found)) == (kernel == "decode")
+    assert ("up to 64 queries of the heads of a KV head, not 80" in str(found)) == (kernel == "mma")
