@@ -30,7 +30,6 @@ class DecodeConfig(TensorConfig):
 
     q_registers: ClassVar[bool] = False
     KEY_WARPS: ClassVar[int] = 4
-    PARTS: ClassVar[int] = 2  # of a block
     CHUNK: ClassVar[int] = 256  # keys of a leaf of the tree; the bits follow from it, from tile_n and from KEY_WARPS
 
     kernel = "decode"
@@ -60,14 +59,9 @@ class DecodeConfig(TensorConfig):
         return self.KEY_WARPS * self.tile_n
 
     @property
-    def most_nodes(self) -> int:
-        """Of all sequences that are not a single one."""
-        return self.PARTS * self.blocks
-
-    @property
     def counter_words(self) -> int:  # type: ignore[override]
-        """A counter for each group of blocks that share a row tile, and one from which blocks claim their items."""
-        return self.most_nodes + 1
+        """A counter for each group of blocks that share a row tile."""
+        return self.blocks
 
     @property
     def columns_step(self) -> int:
@@ -97,13 +91,12 @@ class DecodeConfig(TensorConfig):
         """Where Q, the ring of tiles, the places of their rows, the key warps' m and l, what warps tell each other and
         the end are."""
         return layout(
-            q=2 * tile_bytes(self.tile_m, self.head_dim_padded),
+            q=tile_bytes(self.tile_m, self.head_dim_padded),
             ring=self.stages * self.stage_bytes,
             places=self.stages * 2 * self.keys * 8,
             states=self.KEY_WARPS * self.tile_m * 8,
             flags=self.ROW_STATE_BYTES * self.tile_m,
             pair=4 * self.node_numbers * self.threads if self.pair_shared else 0,
-            items=2 * 64,
             last=16,
         )
 
@@ -138,4 +131,4 @@ class DecodeConfig(TensorConfig):
     def workspace(self, problem: Any) -> abi.Workspace:
         """Slots of the nodes that blocks hand each other, one for each block's own, and each block's stack."""
         stacks = self.blocks * self.levels(problem.forward.seqlen_k) * self.node_numbers * self.threads
-        return dict(partials=(((self.most_nodes + self.blocks) * self.slot_numbers + stacks,), "float32"))
+        return dict(partials=((2 * self.blocks * self.slot_numbers + stacks,), "float32"))

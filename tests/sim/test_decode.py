@@ -71,7 +71,7 @@ def test_any_number_of_blocks_gives_the_same_bits(rung, monkeypatch, lengths, op
 
 
 def test_a_launch_leaves_its_counters_at_zero(rung, monkeypatch):
-    """The next one counts from there: those of row tiles that several blocks share, and that of items."""
+    """The next one counts from there."""
     counters, scratch = [], arrays.scratch
 
     def noted(like, shape, dtype, *more):
@@ -80,7 +80,7 @@ def test_a_launch_leaves_its_counters_at_zero(rung, monkeypatch):
         return made
 
     monkeypatch.setattr(arrays, "scratch", noted)
-    for lengths in (LENGTHS, (0,), (255,)):  # more items than blocks, and fewer
+    for lengths in (LENGTHS, (0,), (255,)):  # of several blocks, and of one
         of_blocks(monkeypatch, 3, kvcache.lay(kvcache.problem(rung, lengths, 1, heads=2, heads_kv=1)), rung)
     assert len(counters) == 3
     assert [list(arrays.host_view(x)) for x in counters] == [[0] * len(arrays.host_view(x)) for x in counters]

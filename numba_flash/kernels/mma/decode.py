@@ -8,8 +8,6 @@ the leaves below one node of the tree (decode_work.py), and hands the node over 
 last block to arrive for a row tile joins its nodes and writes O (decode_rows.py). So one launch is enough.
 
 cp.async fills a ring of tiles ahead of the products. Where rows lie is looked up a tile before that (decode_tiles.py).
-The copies run on into the block's next item (decode_items.py), so the ring is full from a block's first tile to its
-last. A place in it that has no tile is passed over.
 
 Letters as in forward.py. Launch: grid (config.blocks or fewer), block (config.threads). A counter of each row tile that
 several blocks share is 0 before a launch and behind it.
@@ -27,7 +25,7 @@ from ..steps import async_tiles
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of, row_keys
 from ..steps.units import LOG2_E
-from . import decode_items, decode_nodes, decode_rows, decode_tiles, decode_work, products_16bit
+from . import decode_nodes, decode_rows, decode_tiles, decode_work, products_16bit
 
 
 class Registers(NamedTuple):
@@ -51,8 +49,7 @@ class Registers(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The rows of an Item (decode_work.py) and its tiles [begin, end) of keys, at least one; first_key to end_key are
-    read."""
+    """The rows of a block and the tiles [begin, end) of keys that it takes; first_key to end_key are read."""
 
     sequence: Any
     h_kv: int
@@ -66,25 +63,12 @@ class Tile(NamedTuple):
     pages: int  # where the sequence's page numbers begin (decode_tiles.py)
 
 
-class Reading(NamedTuple):
-    """What is read ahead: tile j of one of the block's items is the next one, if it is before `end`."""
-
-    item: int  # of the block, counted
-    j: int
-    end: int
-    first_key: int
-    end_key: int
-    h_kv: int
-    pages: int
-
-
 class Places(NamedTuple):
     """Shared memory, and the lane's places in the tiles of Q, K and V, the latter in the first stage."""
 
     ring: int
     rows: int
     states: int
-    items: int
     q_lane: int
     k_lane: int
     v_lane: int
@@ -99,7 +83,7 @@ def make(config):
         tile_n * 128 * -(-columns // 64) for columns in (config.head_dim_padded, config.head_dim_v_padded)
     )
     work, tiles, products = decode_work.make(config), decode_tiles.make(config), products_16bit.make(config)
-    nodes, write_rows, items = decode_nodes.of_chunks(config), decode_rows.make(config), decode_items.make(config)
+    nodes, write_rows = decode_nodes.of_chunks(config), decode_rows.make(config)
     recompute_rows = cache_rows.make(config)
     pair_count = nodes.count + 2 * rows if config.pair_registers else 1
     node_count, pair_threads = nodes.count + 2 * rows, config.threads if config.pair_shared else 0
@@ -108,8 +92,8 @@ def make(config):
     read, has_mask = score_reads.make(scores, strips), config.has("mask")
     functions, kept_weight = fragment_functions.make(scores, strips), kept_weights.on_fragments(scores, strips, tile_n)
     softmax, mask_words = fragment_softmax.make(scores, strips), on_fragments.mask_words
-    wait_oldest, q_bytes = cp_async.wait_group(stages - 2), plan.ring // 2
-    log2_e, first_stack = float32(LOG2_E), (config.most_nodes + config.blocks) * config.slot_numbers
+    wait_all, wait_oldest = cp_async.wait_group(0), cp_async.wait_group(stages - 2)
+    log2_e, first_stack = float32(LOG2_E), 2 * config.blocks * config.slot_numbers
     level_step, chunk_bits = config.node_numbers * config.threads, in_chunk.bit_length() - 1
 
     @inlined
@@ -124,7 +108,8 @@ def make(config):
         _, end_key = row_keys(sequence.q_start + last_query, sizes.left, sizes.right, sequence.keys)
         begin = max(int32(item.node << (level + chunk_bits)), int32(first_key // keys))
         end = min(int32((item.node + 1) << (level + chunk_bits)), int32((end_key + keys - 1) // keys))
-        end = max(end, int32(begin + 1))  # of nothing but hidden keys, if there are none
+        if end_key <= first_key:
+            end = begin
         return Tile(
             sequence, item.h_kv, int32(item.h_kv * group), first_row, rows_left, int32(first_key), int32(end_key),
             begin, end, tiles.pages_of(sequence, arrays, strides),
@@ -160,11 +145,11 @@ def make(config):
         on_fragments.mask(registers.acc_s, mask_bits)
 
     @inlined
-    def step(j, stage, q_lane, registers, places, tile, row, lane, key_warp, arrays, strides, sizes, score):
+    def step(j, stage, registers, places, tile, row, lane, key_warp, arrays, strides, sizes, score):
         """The warp's keys of tile j: S, softmax, O."""
         at, own = int32(stage * stage_bytes), int32(j * key_warps + key_warp)
         products.multiply_q_k(
-            registers.acc_s, registers.q_frag, registers.kv_frag, q_lane, int32(places.k_lane + at), int32(0)
+            registers.acc_s, registers.q_frag, registers.kv_frag, places.q_lane, int32(places.k_lane + at), int32(0)
         )
         scores_of(own, registers, tile, row, lane, arrays, strides, sizes, score)
         moved = softmax.update(registers.acc_s, registers.m, registers.l, registers.alpha, score.scale * log2_e)
@@ -180,75 +165,77 @@ def make(config):
         products.multiply_p_v(registers.acc_o, registers.p_frag, registers.kv_frag, int32(places.v_lane + at))
 
     @inlined
-    def begin(tile, q_smem, places, arrays, strides, sizes):
-        """Starts the copies of Q and of the first tiles of keys of the block's first item."""
-        entries, page_rows = local.array(stages, uint32), local.array(stages, int32)
-        for stage in range(stages):
-            entries[stage], page_rows[stage] = tiles.look_up(tile.begin + stage, tile, arrays, strides, sizes)
-        tiles.load_q(q_smem, tile, arrays, strides)
-        for stage in range(stages):
-            entry, page_row = entries[stage], page_rows[stage]
-            tiles.put_place(places.rows, int32(stage), entry, page_row, tile, arrays, strides, sizes)
-        cuda.syncthreads()
-        for stage in range(stages):  # also into the place that is filled behind a barrier later on
-            if tile.begin + stage < tile.end:
-                tiles.load_keys(places.ring, places.rows, int32(stage))
-            if stage != stages - 2:
-                cp_async.commit_group()
-
-    @inlined
     def begin_chunk(registers):
         softmax.start(registers.m, registers.l)
         for i in range(o_count):
             registers.acc_o[i] = float32(0)
 
     @inlined
-    def begin_rows(registers, tile, row_warp, lane, arrays, strides):
-        """-> which of the thread's rows exist, as bits."""
-        there = int32(0)
+    def walk(tile, slot, registers, places, stack, lane, key_warp, row_warp, arrays, strides, sizes, score):
+        """Hands the node of all keys of the tile over. Their first copies and places are under way."""
+        row = int32(tile.first_row + row_warp * warp_rows)
+        j, stage, waiting, there = tile.begin, int32(0), int32(0), int32(0)
         for r in range(rows):
-            row = int32(row_warp * warp_rows + int32(first_row_of(lane)) + r * 8)
-            there |= int32(1 << r) if row < tile.rows_left else int32(0)
-            head = int32(tile.h + uint32(tile.first_row + row) % uint32(group))
-            registers.term[r] = row_term(tile.sequence.b, head, arrays, strides)
-        return there
+            exists = row_warp * warp_rows + int32(first_row_of(lane)) + r * 8 < tile.rows_left
+            there |= int32(1 << r) if exists else int32(0)
+        begin_chunk(registers)
+        if j >= tile.end:
+            for e in range(node_count):
+                registers.node[e] = float32(0)
+            nodes.put(registers.node, slot, tile.rows_left, lane, key_warp, row_warp, arrays)
+        while j < tile.end:
+            wait_oldest()
+            cuda.syncthreads()  # tile j is there, and everyone is done with the one before
+            ahead = int32(stage + (stages - 1)) if stage == 0 else int32(stage - 1)
+            if j + (stages - 1) < tile.end:
+                tiles.load_keys(places.ring, places.rows, ahead)
+            cp_async.commit_group()
+            entry, page_row = tiles.look_up(j + stages, tile, arrays, strides, sizes)
+            step(j, stage, registers, places, tile, row, lane, key_warp, arrays, strides, sizes, score)
+            tiles.put_place(places.rows, stage, entry, page_row, tile, arrays, strides, sizes)
+            last = j + 1 == tile.end
+            if (j & (in_chunk - 1)) == in_chunk - 1 or last:
+                exchange = int32(places.ring + stage * stage_bytes)
+                nodes.join_warps(
+                    registers.acc_o, registers.m, registers.l, registers.node, registers.alpha, places.states,
+                    exchange, lane, key_warp, row_warp,
+                )  # fmt: skip
+                waiting = carry(registers.node, j >> chunk_bits, last, waiting, there, stack, arrays)
+                if last:  # here, so that no node is kept in registers through the loop
+                    nodes.put(registers.node, slot, tile.rows_left, lane, key_warp, row_warp, arrays)
+                begin_chunk(registers)
+            j, stage = int32(j + 1), int32(0 if stage == stages - 1 else stage + 1)
+
+    @inlined
+    def begin_tile(tile, q_smem, places, thread, arrays, strides, sizes):
+        """Starts the copies of Q and of the first tiles of keys."""
+        entries, page_rows = local.array(stages, uint32), local.array(stages, int32)
+        for stage in range(stages):
+            entries[stage], page_rows[stage] = tiles.look_up(tile.begin + stage, tile, arrays, strides, sizes)
+        tiles.load_q(q_smem, tile.sequence, tile.h, tile.first_row, tile.rows_left, thread, arrays, strides)
+        for stage in range(stages):
+            entry, page_row = entries[stage], page_rows[stage]
+            tiles.put_place(places.rows, int32(stage), entry, page_row, tile, arrays, strides, sizes)
+        cuda.syncthreads()
+        for stage in range(stages - 1):
+            if tile.begin + stage < tile.end:
+                tiles.load_keys(places.ring, places.rows, int32(stage))
+            cp_async.commit_group()
 
     @inlined
     def is_last(item, last_smem, thread, arrays):
         """Behind the node that this block handed over: whether all others of its row tile are there, too."""
+        cuda.threadfence()
         cuda.syncthreads()
         if thread == 0:
-            cuda.threadfence()
             counter = memory.address(arrays.counters, int64(item.node_slot))
             arrived = memory.add(counter, uint32(1))
             if arrived == uint32(item.nodes - 1):
                 memory.exchange(counter, uint32(0))
-            cuda.threadfence()
             ld_st.store_b32(last_smem, arrived)
         cuda.syncthreads()
+        cuda.threadfence()
         return ld_st.load_b32(last_smem) == uint32(item.nodes - 1)
-
-    @inlined
-    def hand_over(
-        item, tile, registers, stack_at, flags, last_smem, lane, key_warp, row_warp, arrays, strides, sizes, score
-    ):
-        """The node of all keys of the tile; the last block to do so writes the rows."""
-        thread, joined = special.thread_index(), item.nodes > 1
-        slot = int32(config.most_nodes + special.block_index())
-        if joined:
-            slot = int32(item.node_slot + (item.node - item.first_node) * item.row_tiles)
-        nodes.put(registers.node, slot, tile.rows_left, lane, key_warp, row_warp, arrays)
-        if not joined or is_last(item, last_smem, thread, arrays):
-            for row in range(thread, config.tile_m, config.threads):
-                ld_st.store_b32(int32(flags + row * config.ROW_STATE_BYTES), uint32(0))
-            cuda.syncthreads()
-            slot = item.node_slot if joined else slot
-            write_rows(item, slot, tile, flags, stack_at, thread, arrays, strides, sizes, score)
-            cuda.syncthreads()
-            recompute_rows(
-                flags, tile.sequence, tile.h_kv, tile.first_row, tile.rows_left, thread >> int32(5), lane, arrays,
-                strides, sizes, score,
-            )  # fmt: skip
 
     @cuda.jit
     def flash_attention_decode(arrays, strides, sizes, score):
@@ -256,15 +243,14 @@ def make(config):
         lane, warp = thread & int32(31), thread >> int32(5)
         key_warp, row_warp = warp & int32(key_warps - 1), warp // int32(key_warps)
         smem = cuda.shared.array(0, uint8)
-        q_smem = async_tiles.aligned(shared.address(smem))  # (2, tile_m, head_dim_padded)
+        q_smem = async_tiles.aligned(shared.address(smem))  # (tile_m, head_dim_padded)
         ring = q_smem + int32(plan.ring)  # (stages, KEY_WARPS, tile_n, head_dim_padded and head_dim_v_padded)
         flags, last_smem = int32(q_smem + plan.flags), int32(q_smem + plan.last)
         k_smem, v_smem = ring + key_warp * of_warp_k, ring + tiles.v_at + key_warp * of_warp_v
         q_lane, k_lane, v_lane, _ = products.lanes(lane, row_warp, q_smem, k_smem, v_smem)
         places = Places(
-            ring, int32(q_smem + plan.places), int32(q_smem + plan.states), int32(q_smem + plan.items),
-            int32(q_lane), int32(k_lane), int32(v_lane),
-        )  # fmt: skip
+            ring, int32(q_smem + plan.places), int32(q_smem + plan.states), int32(q_lane), int32(k_lane), int32(v_lane)
+        )
         registers = Registers(
             local.array(s_count, float32),  # acc_s (strips, tile_n / 8, 4)
             local.array(o_count, float32),  # acc_o (strips, head_dim_v_padded / 8, 4)
@@ -287,76 +273,33 @@ def make(config):
         stack = decode_nodes.Stack(
             pair_registers, int32(q_smem + plan.pair + thread * 4), stack_at, level_step, config.threads
         )
-        level, zero = work.level_of(lane, arrays, strides, sizes), int32(0)
-        item, cursor = work.next_item(decode_work.Cursor(zero, zero, zero), block, level, lane, arrays, strides, sizes)
-        if item.b < 0:
-            return
-        items.put(item, zero, block, cursor, zero, places.items, thread, arrays)
-        number, tile = items.claim(thread, arrays), tile_of(item, level, arrays, strides, sizes)
-        begin(tile, q_smem, places, arrays, strides, sizes)
-        items.put_claimed(thread, number, zero, places.items)
-        reading = Reading(
-            zero, int32(tile.begin + stages), tile.end, tile.first_key, tile.end_key, tile.h_kv, tile.pages
-        )
-        noted, there = FALSE, begin_rows(registers, tile, row_warp, lane, arrays, strides)
-        begin_chunk(registers)
-        index, time, start, j, stage, waiting = zero, zero, zero, tile.begin, zero, zero
+        level, number = work.level_of(lane, arrays, strides, sizes), int32(block)
+        cursor = decode_work.Cursor(int32(0), int32(0), int32(0))
         while True:
-            wait_oldest()
-            cuda.syncthreads()  # the tile of this time is there, and everyone is done with the one before
-            if noted:
-                tiles.load_keys(
-                    places.ring, places.rows, int32(stage + (stages - 1)) if stage == 0 else int32(stage - 1)
-                )
-            cp_async.commit_group()
-            if reading.j >= reading.end and reading.item == index:
-                number, cursor = items.claimed(index, places.items)
-                behind = int32(index + 1)
-                found, cursor = work.next_item(cursor, number, level, lane, arrays, strides, sizes)
-                items.put(found, time + stages, number, cursor, behind, places.items, thread, arrays)
-                reading = Reading(
-                    behind, reading.j, reading.end, reading.first_key, reading.end_key, reading.h_kv, reading.pages
-                )
-                if found.b >= 0:
-                    number, other = items.claim(thread, arrays), tile_of(found, level, arrays, strides, sizes)
-                    tiles.load_q(int32(q_smem + (behind & 1) * q_bytes), other, arrays, strides)
-                    reading = Reading(
-                        behind, other.begin, other.end, other.first_key, other.end_key, other.h_kv, other.pages
-                    )
-            noted = reading.j < reading.end
-            entry, page_row = tiles.look_up(reading.j, reading, arrays, strides, sizes)
-            if time >= start:
-                q_lane, row = int32(places.q_lane + (index & 1) * q_bytes), int32(tile.first_row + row_warp * warp_rows)
-                step(j, stage, q_lane, registers, places, tile, row, lane, key_warp, arrays, strides, sizes, score)
-            tiles.put_place(places.rows, stage, entry, page_row, reading, arrays, strides, sizes)
-            items.put_claimed(thread, number, reading.item, places.items)
-            reading = Reading(
-                reading.item, int32(reading.j + 1) if noted else reading.j, reading.end, reading.first_key,
-                reading.end_key, reading.h_kv, reading.pages,
-            )  # fmt: skip
-            if time >= start:
-                last = j + 1 == tile.end
-                if (j & (in_chunk - 1)) == in_chunk - 1 or last:
-                    nodes.join_warps(
-                        registers.acc_o, registers.m, registers.l, registers.node, registers.alpha, places.states,
-                        int32(places.ring + stage * stage_bytes), lane, key_warp, row_warp,
-                    )  # fmt: skip
-                    waiting = carry(registers.node, j >> chunk_bits, last, waiting, there, stack, arrays)
-                    begin_chunk(registers)
-                j = int32(j + 1)
-                if last:
-                    item, _ = items.get(index, places.items)  # anew, so that it is not kept in registers
-                    tile = tile_of(item, level, arrays, strides, sizes)
-                    hand_over(
-                        item, tile, registers, stack_at, flags, last_smem, lane, key_warp, row_warp, arrays, strides,
-                        sizes, score,
-                    )  # fmt: skip
-                    index = int32(index + 1)
-                    item, start = items.get(index, places.items)
-                    if item.b < 0:
-                        break
-                    tile, waiting = tile_of(item, level, arrays, strides, sizes), zero
-                    there, j = begin_rows(registers, tile, row_warp, lane, arrays, strides), tile.begin
-            time, stage = int32(time + 1), zero if stage == stages - 1 else int32(stage + 1)
+            item, cursor = work.next_item(cursor, number, level, lane, arrays, strides, sizes)
+            if item.b < 0:
+                break
+            number = int32(number + special.block_count())
+            tile = tile_of(item, level, arrays, strides, sizes)
+            for r in range(rows):
+                row = uint32(tile.first_row + row_warp * warp_rows + int32(first_row_of(lane)) + r * 8)
+                registers.term[r] = row_term(tile.sequence.b, int32(tile.h + row % uint32(group)), arrays, strides)
+            begin_tile(tile, q_smem, places, thread, arrays, strides, sizes)
+            own, joined = int32(config.blocks + block), item.nodes > 1
+            slot = int32(item.node_slot + (item.node - item.first_node) * item.row_tiles) if joined else own
+            walk(tile, slot, registers, places, stack, lane, key_warp, row_warp, arrays, strides, sizes, score)
+            if not joined or is_last(item, last_smem, thread, arrays):
+                for row in range(thread, config.tile_m, config.threads):
+                    ld_st.store_b32(int32(flags + row * config.ROW_STATE_BYTES), uint32(0))
+                cuda.syncthreads()
+                slot = item.node_slot if joined else own
+                write_rows(item, slot, tile, flags, stack_at, thread, arrays, strides, sizes, score)
+                cuda.syncthreads()
+                recompute_rows(
+                    flags, tile.sequence, tile.h_kv, tile.first_row, tile.rows_left, warp, lane, arrays, strides,
+                    sizes, score,
+                )  # fmt: skip
+            wait_all()
+            cuda.syncthreads()  # everyone is done with shared memory
 
     return flash_attention_decode

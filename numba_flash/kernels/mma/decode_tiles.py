@@ -34,19 +34,18 @@ def make(config):
         return panel_offset(row, chunk, rows) + (n - chunk * in_16) * piece
 
     @inlined
-    def load_q(q_smem, tile, arrays, strides):
-        """Start to copy the rows of a Tile (decode.py); the caller commits."""
-        thread, sequence = special.thread_index(), tile.sequence
+    def load_q(q_smem, sequence, h, first_row, rows_left, thread, arrays, strides):
+        """Start to copy the rows from first_row on; the caller commits. h: the first head of the group."""
         pieces = columns * size // piece
         for index in range(thread, config.tile_m * pieces, threads):
             row = int32(uint32(index) // uint32(pieces))
             n = int32(index - row * pieces)
-            in_all = uint32(tile.first_row + row)
+            in_all = uint32(first_row + row)
             query = int32(in_all // uint32(group))
-            at = query_row(strides.q, sequence, tile.h + (int32(in_all) - query * group), query)
+            at = query_row(strides.q, sequence, h + (int32(in_all) - query * group), query)
             count = min(max(size * config.head_dim - piece * n, 0), piece)
             source = memory.address(arrays.q, at) + int64(n * piece)
-            copy(q_smem + offset_of(row, n, config.tile_m), source, count if row < tile.rows_left else 0)
+            copy(q_smem + offset_of(row, n, config.tile_m), source, count if row < rows_left else 0)
 
     @inlined
     def pages_of(sequence, arrays, strides):

@@ -48,7 +48,7 @@ class Item(NamedTuple):
 
 def make(config):
     """-> device functions: sequence_of, level_of, next_item."""
-    group, chunk_bits, most = config.group_size, config.CHUNK.bit_length() - 1, config.most_nodes
+    group, chunk_bits, most = config.group_size, config.CHUNK.bit_length() - 1, config.blocks
     sequence_of = _sequence(config)
 
     @inlined
