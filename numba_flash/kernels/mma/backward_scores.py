@@ -94,7 +94,8 @@ def make(config):
         registers.acc_dp[at] = ds
 
     # In float32 and float64 no tile that is seen whole has code of its own, nor has one where functions are called.
-    always_masked = has_score_mod or config.packed and config.has("mask_mod") or config.item_size > 2
+    # Without states of tiles a mask_mod decides everywhere.
+    always_masked = has_score_mod or config.has("mask_mod") and not config.tile_states or config.item_size > 2
     return named(
         own_row, first_column, load, within, apply, shown, weigh, always_masked=always_masked, read=read,
         kept_weight=kept_weight,
