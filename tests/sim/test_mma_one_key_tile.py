@@ -1,4 +1,4 @@
-"""Gradients of heads whose keys fit into one tile, by one kernel (mma/backward_dkdv.py with of_dq), simulated."""
+"""Gradients of heads whose keys fit into one tile, by one kernel (mma/backward.py with with_dq), simulated."""
 
 import numpy as np
 import pytest

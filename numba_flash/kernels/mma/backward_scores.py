@@ -1,11 +1,12 @@
 """A lane's scores in a tile of a backward kernel. Rows are of the tile that the block owns, and columns of the t-th
-tile that it walks over: keys and queries in backward_dkdv.py, queries and keys in backward_dq.py.
+tile that it walks over: keys and queries, or queries and keys.
 
 Where warps share rows, each has a part of the columns. The thread's number is read anew in each function, so that what
 follows from it is not kept in registers through the loop.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 from numba import int32, uint32
 
@@ -20,13 +21,23 @@ from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of, lane_and_warp
 
 
+class RowState(NamedTuple):
+    """What a block knows of an own row: the columns [first, end) that count, and of a query its lse in the scores'
+    units, +inf if it sees no key, and its -delta."""
+
+    first: int
+    end: int
+    lse: Any
+    minus_delta: Any
+
+
 @functools.cache
 def make(config):
     groups, shift, part = config.column_groups, config.column_groups.bit_length() - 1, config.part
     blocks, way = part // 8, 1 if config.of_keys else -1
     read = score_reads.make(config, config.strips, part, config.of_keys)
     kept_weight = kept_weights.on_fragments(config, config.strips, part)
-    of_ds = not config.of_keys or config.of_dk
+    of_ds, delta_first = config.of_ds, config.delta_first
     apply_functions = gradient_functions.on_fragments(config, config.strips, part, config.of_keys, of_ds)
     has_mask, has_score_mod, has_functions = config.has("mask"), config.has("score_mod"), user.present(config)
     real, (weight, _) = numbers.of(config.compute_dtype).real, fragments.weights_at(config)
@@ -54,9 +65,26 @@ def make(config):
         read.load(loaded, shown_bits, part_t, origin, first_row, lane, arrays, strides, sizes, inside)
 
     @inlined
-    def within(column, first, end):
-        """Bits of those of the lane's columns, the first of which is `column`, that lie in [first, end)."""
-        return columns_within(int32(first - column), int32(end - column), 0)
+    def add_delta(r, n, x, registers, minus_delta, score):
+        """acc_dp <- -delta before the product, which adds to it; or behind the product, dP times how often its weight
+        counts, minus delta. In row r and column 8 * n + x."""
+        at, bit = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x, uint32(2 * n + x)
+        dp = real(0) if delta_first else registers.acc_dp[at]
+        if kept_weight.present:
+            dp = dp * score.kept_count if (registers.kept[r] >> bit) & uint32(1) != 0 else real(0)
+        registers.acc_dp[at] = minus_delta if delta_first else dp + minus_delta
+
+    @inlined
+    def within(t, row):
+        """Bits of those of the lane's columns of tile t that lie in the range of a RowState."""
+        column = first_column(t)
+        return columns_within(int32(row.first - column), int32(row.end - column), 0)
+
+    @inlined
+    def show_seen(r, t, row, registers):
+        """shown_bits of row r <- those that count, as far as no function decides."""
+        seen = within(t, row)
+        registers.shown_bits[r] = registers.shown_bits[r] & seen if has_mask else seen
 
     @inlined
     def apply(place, asks, registers, arrays, strides, score):
@@ -67,14 +95,14 @@ def make(config):
             apply_functions(acc_s, acc_dp, bits, place, asks, arrays, strides, score)
 
     @inlined
-    def shown(r, within_range, registers, masked):
-        """Bits of those of the lane's columns of row r that count. within_range: those that lengths and window leave;
-        masked, a constant: some are not."""
+    def shown(r, t, row, registers, masked):
+        """Bits of those of the lane's columns of row r that count, by its RowState, a mask and functions. masked, a
+        constant: lengths and window leave out some."""
         if has_functions:
             return registers.shown_bits[r]
-        if has_mask:
-            return within_range & registers.shown_bits[r] if masked else registers.shown_bits[r]
-        return within_range
+        if not masked:
+            return registers.shown_bits[r] if has_mask else uint32(0)
+        return within(t, row) & registers.shown_bits[r] if has_mask else within(t, row)
 
     @inlined
     def weigh(r, n, x, registers, term, lse, seen, score, masked):
@@ -94,9 +122,8 @@ def make(config):
         registers.acc_dp[at] = ds
 
     # In float32 and float64 no tile that is seen whole has code of its own, nor has one where functions are called.
-    # Without states of tiles a mask_mod decides everywhere.
-    always_masked = has_score_mod or config.has("mask_mod") and not config.tile_states or config.item_size > 2
+    always_masked = has_score_mod or config.item_size > 2
     return named(
-        own_row, first_column, load, within, apply, shown, weigh, always_masked=always_masked, read=read,
+        own_row, first_column, load, add_delta, show_seen, apply, shown, weigh, always_masked=always_masked, read=read,
         kept_weight=kept_weight,
     )  # fmt: skip

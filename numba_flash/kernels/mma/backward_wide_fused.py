@@ -1,7 +1,7 @@
 """dK, dV and dQ in one kernel, float64 on tensor cores; Hopper (sm_90).
 
-Read backward_dkdv.py first. That kernel and backward_dq.py both compute S and dP, seven products in all; here there are
-five. A block owns a key tile of one KV head, loops over the query tiles that see it, and computes
+Read backward.py first. Compiled for keys and for queries, that kernel computes S and dP twice, seven products in all;
+here there are five. A block owns a key tile of one KV head, loops over the query tiles that see it, and computes
 
     S^T = K Q^T     dP^T = V dO^T     P^T = e^(S^T - lse)     dS^T = P^T * (dP^T - delta)
     dV += P^T dO      dK += dS^T Q      and its part of dQ, dS K (backward_dq_parts.py)
