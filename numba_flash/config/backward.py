@@ -63,10 +63,12 @@ class OfGradients:
 
 
 class WalkConfig(WarpsConfig):
-    """Of mma/backward, all dtypes. with_dq: a block that owns keys computes dQ, too."""
+    """Of mma/backward, all dtypes. with_dq: a block that owns keys computes dQ, too. of_product: dS is the gradient of
+    scale * q . k, otherwise that of the finished score."""
 
     stages: ClassVar[int]
     with_dq: ClassVar[bool] = False
+    of_product: ClassVar[bool] = True
 
     @property
     def of_ds(self) -> bool:
@@ -204,6 +206,8 @@ class MmaScoresConfig(MmaBackwardConfig):
     """Of the kernels that stop at dS. Tiles of tile_m queries by tile_n keys, one behind the other. Q, dO, K and V have
     one place each: the next ones come while a tile's scores are finished."""
 
+    of_product = False
+    delta_first = False  # type: ignore[assignment]
     SCORE_PAD: ClassVar[int] = 8  # floats behind a row of scores in shared memory, so that lanes meet no bank twice
 
     def __post_init__(self) -> None:

@@ -91,7 +91,6 @@ def make(config):
     walk, scores = (backward_of_keys if of_keys else backward_of_queries).make(config), backward_scores.make(config)
     read, kept_weight, delta_first = scores.read, scores.kept_weight, config.delta_first
     has_functions, has_mask_mod, chain = user.present(config), config.has("mask_mod"), fragments.chain(config)
-    term_of_tile = of_keys and chain.has_row_term  # a tile has a head of its own
     recompute = keys.make(config, of_ds, of_p) if of_keys else queries.make(config)
     own_dq = backward_own_dq.make(config) if config.with_dq else None
     shift, wait_all = groups.bit_length() - 1, cp_async.wait_group(0)
@@ -204,14 +203,14 @@ def make(config):
             own_dq.write(tile.t, work.sequence, h, smem, arrays, strides, sizes, score)
 
     @inlined
-    def step(tile, stage, term, registers, smem, arrays, strides, sizes, score, masked):
+    def step(tile, stage, registers, smem, arrays, strides, sizes, score, masked):
         """One tile. masked, a constant: some row does not see some column."""
         if read.before:
             scores.load(tile.t, walk.origin_of(tile, smem, strides), registers, arrays, strides, sizes, masked)
         prefetch(tile, stage, smem, arrays, strides, sizes)
         scores_of_tile(tile, stage, registers, smem, arrays, strides, sizes, score)
         if kept_weight.present:
-            walk.find_kept(tile, registers.kept, smem, arrays, sizes)
+            scores.find_kept(walk.lane_place(tile, smem), registers, arrays, sizes)
         if of_ds and not delta_first:
             walk.add_deltas(stage, registers, smem, score)
         if read.behind:
@@ -221,10 +220,11 @@ def make(config):
             for r in range(rows):
                 scores.show_seen(r, tile.t, walk.own_row(r, smem, TRUE), registers)
             scores.apply(walk.lane_place(tile, smem), asks, registers, arrays, strides, score)
-        if term_of_tile:
-            term = walk.term_of(tile, smem, arrays, strides)
+        term = real(0)
         if chain.has_row_term:
-            walk.distances(tile, smem, registers.distance)
+            place = walk.lane_place(tile, smem)
+            term = chain.row_term(place.b, place.h, arrays, strides)
+            scores.find_distances(place, registers)
         weigh(tile, stage, registers, smem, term, score, masked)
         gradients_of_tile(tile, stage, registers, smem, arrays, strides, sizes, score)
 
@@ -302,9 +302,6 @@ def make(config):
             if not one_stage or config.with_dq:
                 walk.load_s(tile, source, stage, smem, strides, sizes)
         cp_async.commit_group()
-        term = real(0)
-        if not of_keys:
-            term = chain.row_term(work.sequence.b, work.h, arrays, strides)
         if config.in_registers:
             wait_all()
             cuda.syncthreads()
@@ -315,11 +312,11 @@ def make(config):
             # Tiles of which some row does not see some column; then those that are seen whole; then, with a left
             # window, again some of the first kind; and all this for each head of a group.
             while walk.exists(tile) and not whole:
-                step(tile, stage, term, registers, smem, arrays, strides, sizes, score, TRUE)
+                step(tile, stage, registers, smem, arrays, strides, sizes, score, TRUE)
                 tile, stage = walk.following(tile, smem, arrays, strides), int32(stage ^ (stages - 1))
                 whole = is_unmasked(tile, smem, arrays, strides)
             while walk.exists(tile) and whole:
-                step(tile, stage, term, registers, smem, arrays, strides, sizes, score, FALSE)
+                step(tile, stage, registers, smem, arrays, strides, sizes, score, FALSE)
                 tile, stage = walk.following(tile, smem, arrays, strides), int32(stage ^ (stages - 1))
                 whole = is_unmasked(tile, smem, arrays, strides)
 

@@ -12,7 +12,7 @@ from numba import cuda, int32, int64
 
 from ...arrays.dtypes import ITEM_SIZE
 from ...ptx import local, memory, special
-from ..score import fragments, tile_walk
+from ..score import tile_walk
 from ..score.gradient_functions import LanePlace
 from ..score.reads import Origin
 from ..steps import async_tiles, block_state, numbers
@@ -50,7 +50,7 @@ def make(config):
     rows_stage, real = (plan.of_rows - plan.rows) // stages, numbers.of(config.compute_dtype).real
     load_q, load_do, load_k, load_v = async_tiles.of_backward(config)
     work_of, columns, scores = work_tile.of_keys(config), query_columns.make(config), backward_scores.make(config)
-    states, row_term, read = tile_walk.make(config), fragments.chain(config).row_term, scores.read
+    states, read = tile_walk.make(config), scores.read
     has_mask, sequence_again = config.has("mask"), sequences.again(config)
     bias_item = ITEM_SIZE[config.dtype_of("bias") or "float32"]
 
@@ -254,24 +254,6 @@ def make(config):
                     scores.add_delta(r, n, x, registers, minus_delta[(n % 2) * 2 + x], score)
 
     @inlined
-    def distances(tile, smem, distance):
-        """q_pos - k_pos of the lane's keys at its first column of a tile."""
-        from_first_key, _ = block_state.get(smem + int32(offset_at))
-        query, key = scores.first_column(tile.t), scores.own_row()
-        for r in range(rows):
-            distance[r] = real(int64(query) + from_first_key - (key + r * 8))
-
-    @inlined
-    def find_kept(tile, kept, smem, arrays, sizes):
-        """kept <- which of the lane's weights of a tile count."""
-        from_first_key, _ = block_state.get(smem + int32(offset_at))
-        _, place = block_state.get(smem + int32(tile_at))
-        first_key, (b, h) = place >> 32, head_of(tile.heads_left, smem)
-        first_q_pos = int64(scores.first_column(tile.t)) + from_first_key + first_key
-        first_key = first_key + scores.own_row()
-        scores.kept_weight.of_keys(kept, first_q_pos, b, h, first_key, arrays, sizes)
-
-    @inlined
     def origin_of(tile, smem, strides):
         """-> Origin of what the scores of a tile need from global memory (kernels/score/reads.py)."""
         bias, bits = block_state.get(smem + int32(reads_at))
@@ -289,13 +271,7 @@ def make(config):
         first_query, q_start = scores.first_column(tile.t), from_first_key + first_key
         return LanePlace(b, h, first_query, q_start, int32(first_key + scores.own_row()))
 
-    @inlined
-    def term_of(tile, smem, arrays, strides):
-        """The term that all scores of the tile's head share (kernels/score/fragments.py)."""
-        b, h = head_of(tile.heads_left, smem)
-        return row_term(b, h, arrays, strides)
-
     return named(
         work_of, rows_left, set_up, work_again, exists, following, needs_mask, load_own, sources, load_s, load_dp,
-        own_row, columns_at, lse, add_deltas, distances, find_kept, origin_of, lane_place, term_of,
+        own_row, columns_at, lse, add_deltas, origin_of, lane_place,
     )  # fmt: skip

@@ -218,22 +218,6 @@ def make(config):
                     scores.add_delta(r, n, x, registers, minus_delta, score)
 
     @inlined
-    def distances(tile, smem, distance):
-        """q_pos - k_pos of the lane's rows at its first column of a tile."""
-        tile_pos, _ = block_state.get(smem + int32(keys_at))
-        first_key = scores.first_column(tile.t)
-        for r in range(rows):
-            distance[r] = real(tile_pos + (scores.own_row() + r * 8) - first_key)
-
-    @inlined
-    def find_kept(tile, kept, smem, arrays, sizes):
-        """kept <- which of the lane's weights of a tile count."""
-        b, h = block_state.get(smem + int32(head_at))
-        tile_pos, _ = block_state.get(smem + int32(keys_at))
-        first_key = scores.first_column(tile.t)
-        scores.kept_weight.of_queries(kept, first_key, b, int32(h), scores.own_row(), tile_pos, arrays, sizes)
-
-    @inlined
     def origin_of(tile, smem, strides):
         """-> Origin of what the scores of a tile need from global memory (kernels/score/reads.py)."""
         bias, bits = block_state.get(smem + int32(origin_at))
@@ -251,5 +235,5 @@ def make(config):
 
     return named(
         work_of, rows_left, set_up, work_again, exists, following, needs_mask, load_own, sources, load_s, load_dp,
-        own_row, columns_at, lse, add_deltas, distances, find_kept, origin_of, lane_place,
+        own_row, columns_at, lse, add_deltas, origin_of, lane_place,
     )  # fmt: skip

@@ -34,11 +34,11 @@ class RowState(NamedTuple):
 @functools.cache
 def make(config):
     groups, shift, part = config.column_groups, config.column_groups.bit_length() - 1, config.part
-    blocks, way = part // 8, 1 if config.of_keys else -1
+    blocks, of_keys, way = part // 8, config.of_keys, 1 if config.of_keys else -1
     read = score_reads.make(config, config.strips, part, config.of_keys)
     kept_weight = kept_weights.on_fragments(config, config.strips, part)
-    of_ds, delta_first = config.of_ds, config.delta_first
-    apply_functions = gradient_functions.on_fragments(config, config.strips, part, config.of_keys, of_ds)
+    of_product, delta_first = config.of_ds and config.of_product, config.delta_first
+    apply_functions = gradient_functions.on_fragments(config, config.strips, part, of_keys, of_product)
     has_mask, has_score_mod, has_functions = config.has("mask"), config.has("score_mod"), user.present(config)
     real, (weight, _) = numbers.of(config.compute_dtype).real, fragments.weights_at(config)
 
@@ -63,6 +63,22 @@ def make(config):
         loaded, shown_bits, first_row = registers.loaded, registers.shown_bits, (warp >> shift) * config.warp_rows
         inside = FALSE if masked else TRUE
         read.load(loaded, shown_bits, part_t, origin, first_row, lane, arrays, strides, sizes, inside)
+
+    @inlined
+    def find_kept(place, registers, arrays, sizes):
+        """kept <- which of the lane's weights count, at its LanePlace."""
+        kept, q_pos = registers.kept, place.q_start + place.first_query
+        if of_keys:
+            kept_weight.of_keys(kept, q_pos, place.b, place.h, place.first_key, arrays, sizes)
+        else:
+            kept_weight.of_queries(kept, place.first_key, place.b, int32(place.h), int32(0), q_pos, arrays, sizes)
+
+    @inlined
+    def find_distances(place, registers):
+        """distance <- q_pos - k_pos of the lane's rows at its first column."""
+        distance = place.q_start + place.first_query - place.first_key
+        for r in range(2 * config.strips):
+            registers.distance[r] = real(distance - way * (r * 8))
 
     @inlined
     def add_delta(r, n, x, registers, minus_delta, score):
@@ -107,12 +123,14 @@ def make(config):
     @inlined
     def weigh(r, n, x, registers, term, lse, seen, score, masked):
         """acc_s, acc_dp <- P times how often it counts, and dS, in row r and column 8 * n + x. seen: as `shown` returns
-        it."""
+        it. -> P, also where it is not seen."""
         at, bit = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x, uint32(2 * n + x)
         distance = registers.distance[r] + real(way * (n * 8 + x))
         here = FragmentAt(term, distance, read.added(registers.loaded, r, n, x))
         p, derivative = weight(registers.acc_s[at], here, score, lse)
-        ds = p * registers.acc_dp[at] * derivative if of_ds else p
+        found, ds = p, p * registers.acc_dp[at]
+        if of_product:
+            ds = ds * derivative
         if kept_weight.present:
             p = p * score.kept_count if (registers.kept[r] >> bit) & uint32(1) != 0 else real(0)
         if (masked or has_mask) and (seen >> bit) & uint32(1) == 0:
@@ -120,10 +138,9 @@ def make(config):
             ds = real(0)  # dP may be NaN there
         registers.acc_s[at] = p
         registers.acc_dp[at] = ds
+        return found
 
     # In float32 and float64 no tile that is seen whole has code of its own, nor has one where functions are called.
     always_masked = has_score_mod or config.item_size > 2
-    return named(
-        own_row, first_column, load, add_delta, show_seen, apply, shown, weigh, always_masked=always_masked, read=read,
-        kept_weight=kept_weight,
-    )  # fmt: skip
+    functions = own_row, first_column, load, find_kept, find_distances, add_delta, show_seen, apply, shown, weigh
+    return named(*functions, always_masked=always_masked, read=read, kept_weight=kept_weight)
