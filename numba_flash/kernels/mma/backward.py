@@ -100,7 +100,7 @@ def make(config):
         """Whether every row sees every column of a tile, and the tile has code of its own for that."""
         if scores.always_masked:
             return False
-        free, cut = block_state.get_range(smem + int32(plan.state))
+        free, cut = block_state.get_range(smem + int32(plan.state))  # both sides store it first
         whole = tile.t >= free and tile.t < cut
         if has_mask_mod:
             if whole and walk.exists(tile):
@@ -117,7 +117,7 @@ def make(config):
         source = walk.sources(wanted, TRUE, FALSE if one_stage else TRUE, smem, strides, sizes)
         wait_all()
         cuda.syncthreads()  # it has arrived, and all threads have finished with the last tile
-        if walk.exists(wanted) and not config.with_dq:  # then Q comes before
+        if (one_stage or walk.exists(wanted)) and not config.with_dq:  # then Q comes before
             walk.load_s(wanted, source, to, smem, strides, sizes)
             if not one_stage:
                 walk.load_dp(wanted, source, to, smem, arrays, strides, sizes)
@@ -229,30 +229,24 @@ def make(config):
         gradients_of_tile(tile, stage, registers, smem, arrays, strides, sizes, score)
 
     @inlined
-    def write(registers, smem, arrays, strides, sizes, score):
+    def write(acc_ds, acc_dv, smem, arrays, strides, sizes, score):
         """Write the sums, in 16 bits by way of the place of the warp's own rows. Where they go comes from the state of
         the block: kept in registers through the loop, it would take those that S needs."""
         work, nonfinite = walk.work_again(smem, arrays, strides, sizes), uint32(0)
-        rows_left = rows_that_count = walk.rows_left(work)
+        rows_left = counted = walk.rows_left(work)
         if of_keys:
             if not config.packed:
                 rows_left = int32(min(sizes.seqlen_k - work.first_key, config.tile_n))
             if of_ds:
                 base, stride = key_row(strides.dk, work.sequence, work.h_kv, work.first_key), strides.dk[2]
-                nonfinite |= store_ds(
-                    registers.acc_ds, score.scale, smem, arrays.dk, base, stride, rows_left, rows_that_count
-                )
+                nonfinite |= store_ds(acc_ds, score.scale, smem, arrays.dk, base, stride, rows_left, counted)
             if of_p:
                 base, stride = key_row(strides.dv, work.sequence, work.h_kv, work.first_key), strides.dv[2]
                 to = smem + int32(plan.own_dp if of_ds else 0)
-                nonfinite |= store_dv(
-                    registers.acc_dv, real(1), to, arrays.dv, base, stride, rows_left, rows_that_count
-                )
+                nonfinite |= store_dv(acc_dv, real(1), to, arrays.dv, base, stride, rows_left, counted)
         else:
             base, stride = query_row(strides.dq, work.sequence, work.h, work.first_query), strides.dq[2]
-            nonfinite |= store_ds(
-                registers.acc_ds, score.scale, smem, arrays.dq, base, stride, rows_left, rows_that_count
-            )
+            nonfinite |= store_ds(acc_ds, score.scale, smem, arrays.dq, base, stride, rows_left, counted)
         if groups > 1:
             products.sync_owners()  # a row that is not finite in some columns is written again as a whole
         if nonfinite != 0:
@@ -324,6 +318,6 @@ def make(config):
         if config.with_dq:
             cuda.syncthreads()  # all warps have read K for the last time
         products.sync_owners()  # they have read their own rows for the last time
-        write(registers, smem, arrays, strides, sizes, score)
+        write(registers.acc_ds, registers.acc_dv, smem, arrays, strides, sizes, score)
 
     return flash_attention_mma_backward

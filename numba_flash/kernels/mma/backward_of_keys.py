@@ -95,9 +95,7 @@ def make(config):
             heads_end = columns.head_at(sequence, end_head, arrays, sizes)
             block_state.put(smem + int32(heads_at), heads_end, int64(end_head))
             block_state.put(smem + int32(offset_at), sequence.q_start - first_key, sequence.keys)
-            b_and_queries = int64(sequence.b)
-            if config.packed:
-                b_and_queries = int64(sequence.seqlen_q) << 32 | sequence.b
+            b_and_queries = int64(sequence.seqlen_q) << 32 | sequence.b
             block_state.put(smem + int32(tile_at), b_and_queries, int64(first_key) << 32 | h_kv)
             if read.reads:
                 origin = read.origin(sequence.b, end_head, first_key, arrays, strides)
@@ -134,11 +132,9 @@ def make(config):
     @inlined
     def head_of(heads_left, smem):
         """-> (batch entry, query head)."""
-        b, _ = block_state.get(smem + int32(tile_at))
-        if config.packed:
-            b = int64(int32(b))
+        b, _ = block_state.get(smem + int32(tile_at))  # in the lower half
         _, end_head = block_state.get(smem + int32(heads_at))
-        return b, end_head - heads_left
+        return int64(int32(b)), end_head - heads_left
 
     # The walk.
 
