@@ -163,13 +163,9 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
 
 def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
     """mma's dbias kernel, if dbias is wanted."""
-    bias = problem.forward.array("bias")
-    if "dbias" not in problem.wanted or bias is None:
+    if "dbias" not in problem.wanted:
         return []
-    own = shared.of_bias(problem)
-    # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes
-    pairs = ITEM_SIZE[bias.dtype] == 2 and problem.dbias_shape[-1] % 2 == 0 and not any(own.values())
-    features = shared.of_mma(problem) | own | dict(pairs=pairs)
+    features = shared.of_mma(problem) | shared.of_bias(problem)
     return shared.best(mma.MmaDbiasConfig, shared.usable("mma_dbias", problem, target), problem, target, features)
 
 
