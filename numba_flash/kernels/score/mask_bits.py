@@ -32,7 +32,7 @@ PIECE, ENDS = 16, 4  # rows of a piece; words before them
 SEEN_BY_SOME, SEEN_BY_ALL = 0, 2  # offsets of the ranges
 ALL_ROWS, EVERY_SECOND = uint32(0xFFFF), uint32(0x55555555)
 BY_WORDS, BY_ROWS, BY_BYTES = 0, 1, 2  # how a piece is read
-ROWS_AT_A_TIME = 8  # whose bytes are loaded before any is looked at
+ROWS_AT_A_TIME = 4  # whose bytes are loaded before any is looked at
 
 
 class Piece(NamedTuple):
