@@ -36,17 +36,13 @@ def select_backward(
 
 
 def _sooner(problem: BackwardProblem, target: Target) -> bool:
-    """As of a forward, in float32. A kernel has as many columns in its products as S and dP, and as each gradient."""
+    """As of a forward, in float32."""
     made = {}
     for name in FLOAT32 if may_be_sooner(problem.forward, target) else ():
         if _refusal(name, problem, target) is not None:
             return False
-        made[name] = 0.0
-        for config in RUNGS[name].kernels(problem, target):
-            if config.kernel.startswith(name):
-                own, other = config.head_dim_padded, config.head_dim_v_padded
-                columns = 2 * own + other * (2 if getattr(config, "of_dv", False) else 1)
-                made[name] += microseconds(problem.forward, config, name, columns)
+        own = [config for config in RUNGS[name].kernels(problem, target) if config.kernel.startswith(name)]
+        made[name] = sum(microseconds(problem.forward, config, name) for config in own)
     return bool(made) and made["mma"] < made["wgmma"]
 
 

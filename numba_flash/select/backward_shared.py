@@ -199,8 +199,8 @@ def _of_delta(problem: BackwardProblem, target: Target) -> dict[str, Any]:
     copied = next((copied for copied in (16, 8, 4, 2) if copied > size and whole(copied)), size)
     of_terms = any(option.acts_on == "sum" for name, option in HEAD_GRADIENTS.items() if name in problem.wanted)
     facts = dict(has_dlse=problem.has_dlse, of_terms=of_terms, packed=forward.packed is not None)
-    facts |= dict(threads=32 if target.simulated else 256, load_bytes=copied)
-    return dict(dtype=forward.dtype, head_dim_v=forward.head_dim_v) | facts
+    sizes = dict(threads=32 if target.simulated else 256, load_bytes=copied)
+    return dict(dtype=forward.dtype, head_dim_v=forward.head_dim_v) | facts | sizes
 
 
 def head_sums(problem: BackwardProblem, target: Target, of_blocks: bool) -> list[HeadSumsConfig]:

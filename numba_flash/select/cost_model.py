@@ -43,10 +43,13 @@ def tile_visits(problem: Problem, queries: int, tile_n: int, ends: float = ENDS)
     return sum(lengths) / len(lengths) * tiles
 
 
-def microseconds(problem: Problem, config: Any, rung: str, columns: int) -> float:
+def microseconds(problem: Problem, config: Any, rung: str) -> float:
     """What a kernel on tensor cores takes in float32 for one head, of whole tiles, if a multiprocessor has nothing
-    else. columns: of all products of a tile of scores. Neither heads nor batch entries may decide: they would change a
-    row's bits."""
+    else. Neither heads nor batch entries may decide: they would change a row's bits."""
+    own, other = config.head_dim_padded, config.head_dim_v_padded
+    columns = own + other  # of the products of a tile of scores; in a backward those of S, dP and each gradient
+    if "o" not in config.takes.arrays:
+        columns += own + other * getattr(config, "of_dv", False)
     owned = -(-problem.seqlen_k // config.tile_n) if config.of_keys else -(-problem.seqlen_q // config.queries)
     tiles, speed = tile_visits(problem, config.queries, config.tile_n, 0), FLOAT32[rung]
     products = tiles * config.tile_m * config.tile_n * columns

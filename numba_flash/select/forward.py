@@ -186,7 +186,7 @@ def _sooner(problem: Problem, target: Target) -> bool:
         config = None if refusal(name, problem, target) is not None else _fitting(RUNGS[name], problem, target)
         if config is None:
             return False
-        made[name] = microseconds(problem, config, name, config.head_dim_padded + config.head_dim_v_padded)
+        made[name] = microseconds(problem, config, name)
     return bool(made) and made["mma"] < made["wgmma"]
 
 
