@@ -172,13 +172,15 @@ class DbiasConfig(OfBias, SimtRowsConfig):
 
 @dataclass(frozen=True)
 class DbiasSumConfig(LaunchFacts):
-    """Of dbias_sum, PARTS threads per element of dbias. dtype: that of the problem; given: that of dbias."""
+    """Of dbias_sum. dtype: that of the problem; given: that of dbias; splits: at least as many as there are, a power of
+    two. Few splits are of many elements, and many of few: so the threads of both keep a GPU busy."""
 
     dtype: str
     given: str
     threads: int = 256
+    splits: int = 16
 
-    PARTS: ClassVar[int] = 8
+    MOST_PARTS: ClassVar[int] = 16
     kernel = "dbias_sum"
     module = "simt.dbias_sum"
     takes = abi.Parameters(("dbias_sums", "dbias"), ("dbias",), abi.words(OfBias.SIZES))
@@ -191,9 +193,19 @@ class DbiasSumConfig(LaunchFacts):
         return -(-math.prod(problem.dbias_shape) // self.elements)
 
     @property
+    def loads(self) -> int:
+        """That a thread has on their way."""
+        return min(self.splits, 16)
+
+    @property
+    def parts(self) -> int:
+        """Threads of an element."""
+        return min(self.splits // self.loads, self.MOST_PARTS)
+
+    @property
     def elements(self) -> int:
         """Of a block."""
-        return self.threads // self.PARTS
+        return self.threads // self.parts
 
     @property
     def shared_bytes(self) -> int:  # type: ignore[override]

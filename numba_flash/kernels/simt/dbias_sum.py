@@ -1,8 +1,8 @@
 """Behind a dbias kernel whose blocks share the sum of an element: adds up their sums, and rounds once.
 
 arrays.dbias_sums (splits, elements of dbias) has the sum of each split, in float32, or float64 for float64. An element
-has config.PARTS threads, of which each adds up every PARTS-th sum, in order; one adds up what they found. The number of
-splits follows from the shapes alone, and so do the bits. A thread loads AT_A_TIME numbers before it adds them up.
+has config.parts threads, of which each adds up every parts-th sum, in order; one adds up what they found. The number of
+splits follows from the shapes alone, and so do the bits. A thread loads config.loads numbers before it adds them up.
 
 Launch: grid (elements of dbias / those of a block, rounded up), block (config.threads).
 """
@@ -13,13 +13,10 @@ from ...ptx import local, shared
 from ..steps import elements
 from ..steps.integers import divide
 
-AT_A_TIME = 32
-
 
 def make(config):
     compute, store = elements.COMPUTE_TYPES[config.dtype], elements.storer(config.given)
-    parts, in_block = config.PARTS, config.elements
-    step = parts * AT_A_TIME
+    parts, loads, in_block = config.parts, config.loads, config.elements
 
     @cuda.jit
     def dbias_sum(arrays, strides, sizes):
@@ -29,13 +26,13 @@ def make(config):
         part = thread // in_block
         at = int64(cuda.blockIdx.x) * in_block + thread % in_block
         sums = shared.pointer(cuda.shared.array(0, compute), 0)  # (parts, elements)
-        total, loaded = compute(0), local.array(AT_A_TIME, compute)
+        total, loaded = compute(0), local.array(loads, compute)
         if at < count:
-            for first in range(part, splits, step):
-                for i in range(AT_A_TIME):
+            for first in range(part, splits, parts * loads):
+                for i in range(loads):
                     split = min(first + i * parts, splits - 1)
                     loaded[i] = arrays.dbias_sums[split * count + at]
-                for i in range(AT_A_TIME):
+                for i in range(loads):
                     if first + i * parts < splits:
                         total += loaded[i]
         sums[thread] = total
