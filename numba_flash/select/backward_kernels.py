@@ -37,7 +37,8 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     in_order = any(config.in_order for config in before)
     bias, before = problem.forward.array("bias"), (*before, *shared.outside(problem, target, in_order))
     if "dbias" in problem.wanted and bias is not None and problem.dbias_splits > 1:
-        before = (*before, DbiasSumConfig(problem.forward.dtype, bias.dtype, 16 if target.simulated else 256))
+        threads, splits = 16 if target.simulated else 256, 1 << (problem.dbias_splits - 1).bit_length()
+        before = (*before, DbiasSumConfig(problem.forward.dtype, bias.dtype, threads, splits))
     if not problem.wanted_aux:
         return before
     dtypes = tuple(problem.forward.aux[number].dtype for number in problem.wanted_aux)

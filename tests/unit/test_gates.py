@@ -614,16 +614,16 @@ def fused_gates(row):
 
 def around_gates():
     """What goes before and behind the kernels of gradients."""
-    of_turns = PreprocessConfig("float16", 64, has_dlse=True, wide=True, turns_of=64, early=True)
+    of_turns = PreprocessConfig("float16", 64, has_dlse=True, turns_of=64, early=True)
     yield "backward_preprocess-64-turns", of_turns
-    yield "backward_preprocess-64-sinks", PreprocessConfig("float16", 64, has_dlse=True, wide=True, of_terms=True)
+    yield "backward_preprocess-64-sinks", PreprocessConfig("float16", 64, has_dlse=True, of_terms=True)
     for dtype, given in (("float16", "float16"), ("float64", "float64"), ("float64", "float32")):
         yield f"dbias_sum-{dtype}-{given}", DbiasSumConfig(dtype, given)
         for name in HEAD_GRADIENTS:
             yield f"{name}-{dtype}-{given}", HeadSumsConfig(dtype, name, given, True)
     for dtype in ("float16", "bfloat16"):
         yield f"dsinks_of_blocks-{dtype}", HeadSumsConfig(dtype, "dsinks", dtype, True, of_blocks=True)
-        yield f"backward_preprocess-64-{dtype}", PreprocessConfig(dtype, 64, has_dlse=True, wide=True)
+        yield f"backward_preprocess-64-{dtype}", PreprocessConfig(dtype, 64, has_dlse=True)
 
 
 def by_distance(score, b, h, q_pos, k_pos, table, segments):
