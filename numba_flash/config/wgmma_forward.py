@@ -114,6 +114,11 @@ class WgmmaConfig(WarpgroupsConfig):
         return {"acc_o": ((self.grid(problem) * self.consumers * 512 * (self.head_dim_v_padded // 8 + 1),), "float32")}
 
     @property
+    def waits(self) -> bool:  # type: ignore[override]
+        """Of packed sequences for outside, before O is written."""
+        return self.packed
+
+    @property
     def tensor_maps(self) -> int:  # type: ignore[override]
         """Of q, k and v, and of a bias that comes in boxes."""
         return 3 + self.bias_boxes

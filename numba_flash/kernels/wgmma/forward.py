@@ -277,6 +277,8 @@ def make(config):
             pin_o(acc_o)
             rings.v.consumer_release(base, int32(taken - 1), elected)
 
+            if config.waits:
+                griddepcontrol.wait()
             if in_parts:
                 leave_part(word(work_tile, PART), registers, arrays)
             else:
