@@ -60,9 +60,9 @@ def fewest_sums(p: Problem) -> int:
 
 
 def one_kernel_gains(p: Problem) -> bool:
-    """Whether one kernel is faster, on the average of all BATCHES."""
+    """Whether one kernel is faster, on the average of all BATCHES, or as fast as two."""
     sums, every = fewest_sums(p), [_batch(p, batch) for batch in BATCHES]
-    return math.prod(one_kernel(of, sums) / two_kernels(of) for of in every) < 1
+    return math.prod(one_kernel(of, sums) / two_kernels(of) for of in every) < 1.05
 
 
 def _batch(p: Problem, batch: int) -> Problem:
