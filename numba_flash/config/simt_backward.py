@@ -150,15 +150,9 @@ class OfBias(Config):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class OfAux(Config):
-    """A kernel of daux. wanted_aux: the numbers of the arrays that have a gradient. of_bounds: it finds the largest
-    exponent of each element's terms; else it adds them up."""
+    """A kernel of daux. wanted_aux: the numbers of the arrays that have a gradient."""
 
     wanted_aux: tuple[int, ...] = ()
-    of_bounds: bool = False
-
-    @property
-    def kernel(self) -> str:  # type: ignore[override]
-        return self.names[not self.of_bounds]
 
 
 @dataclass(frozen=True)

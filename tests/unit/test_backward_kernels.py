@@ -100,7 +100,7 @@ def test_what_is_launched_for_aux(dtype):
         choice = explained(reading(dtype, **options), HOPPER, kernel)
         return [config.kernel for config in choice.configs]
 
-    own, of_mma = (["daux_start", f"{name}_daux_bounds", f"{name}_daux_sums", "daux_round"] for name in ("v2", "mma"))
+    own, of_mma = (["daux_start", f"{name}_daux", "daux_round"] for name in ("v2", "mma"))
     given = Function.of("score_mod", table_and_slopes)
     assert kernels("v2", score_mod=given) == ["delta", *own]
     assert kernels("v2", score_mod=given, wanted=("dq", "daux[2]")) == ["delta", "v2_dq", *own]
