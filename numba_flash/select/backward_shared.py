@@ -1,6 +1,7 @@
 """What the backward kernels of all rungs share: the parts of each Config that follow from the problem, the rows of a
 table that can be used, and the kernels that run before and after those of the rungs."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -178,12 +179,19 @@ def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[Lau
 
 
 def preprocess_config(problem: BackwardProblem, target: Target, **more: Any) -> PreprocessConfig:
-    return PreprocessConfig(**_of_delta(problem, target), natural=problem.forward.array("bias") is not None, **more)
+    more |= dict(natural=problem.forward.array("bias") is not None)
+    return _spread(PreprocessConfig(**_of_delta(problem, target), **more), problem, target)
 
 
 def delta_config(problem: BackwardProblem, target: Target, turns_of: int = 0) -> DeltaConfig:
     """The Config of the kernel with which v2 begins."""
-    return DeltaConfig(**_of_delta(problem, target), turns_of=turns_of)
+    return _spread(DeltaConfig(**_of_delta(problem, target), turns_of=turns_of), problem, target)
+
+
+def _spread(config: Any, problem: BackwardProblem, target: Target) -> Any:
+    """With a row at a time, if there are fewer blocks than multiprocessors. The order of a row's sum stays."""
+    few = not target.simulated and config.grid(problem) < target.multiprocessors
+    return dataclasses.replace(config, most_rows=1) if few else config
 
 
 def _of_delta(problem: BackwardProblem, target: Target) -> dict[str, Any]:

@@ -275,6 +275,21 @@ def test_what_wgmma_runs_in_float32():
     assert alone.configs[1].of_dv and not alone.configs[1].of_dk and alone.blocks[1:] == (2 * 8,)
 
 
+@pytest.mark.parametrize(
+    ("queries", "keys", "head_dim", "kernel"),
+    [(20, 20, 24, "mma"), (64, 64, 64, "mma"), (16, 500, 64, "mma"), (500, 16, 64, "mma"), (300, 500, 64, "wgmma")],
+)
+def test_the_rung_in_float32_is_done_sooner(queries, keys, head_dim, kernel):
+    of_queries, of_keys = (empty(1, 2, n, head_dim, dtype="float32") for n in (queries, keys))
+    given = dict.fromkeys(("do", "q", "o"), of_queries) | dict.fromkeys(("k", "v"), of_keys)
+    made = problem(head_dim, lse=empty(1, 2, queries, dtype="float32"), **given)
+    for batch in (1, 4096):  # a row's bits must not depend on it
+        many = dataclasses.replace(made, forward=dataclasses.replace(made.forward, batch=batch))
+        assert explained(many).kernel == kernel
+    assert explained(made, HOPPER, "wgmma").kernel == "wgmma"  # by name
+    assert explained(made, A100).kernel == "mma"
+
+
 def test_above_head_dim_128_two_blocks_share_the_columns_in_float32():
     def made(head_dim, **options):
         choice = explained(problem(head_dim, **options))
