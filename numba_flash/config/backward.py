@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .forward import AnyProblem, WarpsConfig, check, layout, tile_bytes, tiles_of_all
+from .forward import AnyProblem, WarpsConfig, check, layout, tile_bytes
 from .simt_backward import OfAux, OfBias, OfDelta
 
 BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/steps/lse_delta.py)
@@ -12,14 +12,12 @@ BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/s
 
 @dataclass(frozen=True)
 class PreprocessConfig(OfDelta):
-    """Of mma/backward_preprocess. wide: rows of do and o begin at multiples of 16 bytes.
+    """Of mma/backward_preprocess.
 
     natural: lse is kept as it is, as scores with a bias need it (kernels/steps/units.py). dq_partials: how many sums of
     dQ are taken in turns. early: the kernel behind may start before this one has ended; cc 9.0.
     """
 
-    lanes: int = 8
-    wide: bool = False
     natural: bool = False
     dq_partials: int = 1
     early: bool = False
@@ -28,10 +26,7 @@ class PreprocessConfig(OfDelta):
     kernel = "backward_preprocess"
     module = "mma.backward_preprocess"
     takes = abi.OF_PREPROCESS
-
-    def __post_init__(self) -> None:
-        whole = self.lanes in (1, 2, 4, 8, 16, 32) and self.threads >= 32 and self.threads % 32 == 0
-        check(whole, f"lanes must divide 32, and 32 threads, but they are {self.lanes} and {self.threads}")
+    UNIT = BLOCK_ROWS
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         p = problem.forward
@@ -39,13 +34,6 @@ class PreprocessConfig(OfDelta):
         if p.packed is not None:  # as kernels/steps/lse_delta.py says
             rows = self._padded(p.packed[0]) + p.batch * BLOCK_ROWS
         return dict(lse_delta=((p.heads * 2 * rows,), "float32"))
-
-    def grid(self, problem: AnyProblem) -> int:
-        p = problem.forward
-        if not self.in_order:
-            return super().grid(problem)
-        rows = max(self.rows, BLOCK_ROWS)
-        return p.heads * tiles_of_all(p, rows) * (rows // self.rows)
 
     @staticmethod
     def _padded(queries: int) -> int:
@@ -239,9 +227,9 @@ class MmaDbiasConfig(OfBias, MmaScoresConfig):
 class MmaDauxConfig(OfAux, MmaScoresConfig):
     """Of mma_daux."""
 
+    kernel = "mma_daux"
     module = "mma.backward_daux"
-    takes = abi.backward("").plus("aux_bounds aux_sums", abi.OF_AUX)
-    names = ("mma_daux_bounds", "mma_daux_sums")
+    takes = abi.backward("").plus(abi.AUX_SUMS, abi.OF_AUX)
 
     @property
     def score_row(self) -> int:

@@ -88,6 +88,11 @@ class WgmmaConfig(WarpgroupsConfig):
         self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
+    def waits(self) -> bool:  # type: ignore[override]
+        """Of packed sequences for outside, before O is written."""
+        return self.packed
+
+    @property
     def tensor_maps(self) -> int:  # type: ignore[override]
         """Of q, k and v, and of a bias that comes in boxes."""
         return 3 + self.bias_boxes

@@ -2,11 +2,11 @@
 added up. docs/adding_a_tile_row.md has the measurements."""
 
 from ..config.blocks import AT_A_TIME
-from ..config.wgmma_backward import BY_ELEMENT, WgmmaFusedConfig, all_parts
+from ..config.wgmma_backward import WgmmaFusedConfig, all_parts
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.groups import parts_of
-from ..problem.options import SEEDED, changes_scores
+from ..problem.options import changes_scores
 
 LONGEST_STAY = 8192  # queries of a walk over all of them
 
@@ -17,8 +17,10 @@ def can_be_one_kernel(problem: BackwardProblem) -> bool:
     forward = problem.forward
     if not forward.seqlen_q:
         return False
-    per_score = any(name in BY_ELEMENT and name != SEEDED for name, _ in forward.uses)
-    plain, widest = not changes_scores(forward.uses) and not per_score, max(forward.head_dim, forward.head_dim_v)
+    bias, widest = forward.array("bias"), max(forward.head_dim, forward.head_dim_v)
+    plain = not forward.functions and not changes_scores(tuple(use for use in forward.uses if use[0] != "bias"))
+    plain = plain and (bias is None or bias.boxes)
+    plain = plain and not (forward.seeded and (bias is not None or forward.array("mask") is not None))
     # Where weights are dropped, registers do not suffice for tiles of 128 queries. At head_dim 128 two kernels take 15
     # to 16 % longer (H200).
     taken = widest <= 128 and (widest > 64 or not forward.seeded)
@@ -80,6 +82,7 @@ def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
     kept = max(forward.head_dim, forward.head_dim_v) <= 64 and query_tiles <= WgmmaFusedConfig.KEPT
     every_key = forward.left is None and forward.right is None
     few = every_key and forward.batch * forward.heads_kv * key_tiles <= target.multiprocessors
+    kept = kept and forward.array("bias") is None  # with which no block stays (`blocks_stay`)
     return key_tiles if kept and not few and key_tiles <= WgmmaFusedConfig.MOST_KEY_TILES else 0
 
 
@@ -110,7 +113,8 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
 
     From head_dim 65 on long loops lose 2 % by it, and short ones gain up to 14 % (docs/adding_a_tile_row.md). A block
     with the only key tile of a head does not stay there: the compiler would serialise its products. Nor does a block
-    where weights are dropped: registers are scarce.
+    where weights are dropped, or where a mask says over which queries each of many key tiles loops: registers are
+    scarce. Nor does one whose bias comes to where dS will be, because dK and dV of the tile before are staged there.
     """
     forward = problem.forward
     if forward.packed is not None:  # the numbers of tiles that do not exist are passed over
@@ -121,7 +125,10 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
     of_a_walk = forward.seqlen_q * (members or forward.heads // max(forward.heads_kv, 1))
     long = every_key and of_a_walk > LONGEST_STAY
     wide = max(forward.head_dim, forward.head_dim_v) > 64
-    return many and not (wide and (key_tiles or forward.seeded or long))
+    masked = forward.array("mask") is not None and not key_tiles
+    return (
+        many and not masked and forward.array("bias") is None and not (wide and (key_tiles or forward.seeded or long))
+    )
 
 
 def heads_per_block(problem: BackwardProblem, one_kernel: bool) -> int:

@@ -178,26 +178,29 @@ def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[Lau
 
 
 def preprocess_config(problem: BackwardProblem, target: Target, **more: Any) -> PreprocessConfig:
-    forward = problem.forward
-    rows = (("do", problem.do_strides), ("o", forward.o_strides))
-    every = (no_wide_rows(name, strides, forward.head_dim_v, forward.dtype) for name, strides in rows)
-    wide = forward.alignment == 16 and not any(every)
-    more |= dict(wide=wide, natural=forward.array("bias") is not None)
-    return PreprocessConfig(**_of_delta(problem), threads=32 if target.simulated else 256, **more)
+    return PreprocessConfig(**_of_delta(problem, target), natural=problem.forward.array("bias") is not None, **more)
 
 
 def delta_config(problem: BackwardProblem, target: Target, turns_of: int = 0) -> DeltaConfig:
     """The Config of the kernel with which v2 begins."""
-    threads, lanes = (16, 4) if target.simulated else (256, 16)
-    return DeltaConfig(**_of_delta(problem), threads=threads, lanes=lanes, turns_of=turns_of)
+    return DeltaConfig(**_of_delta(problem, target), turns_of=turns_of)
 
 
-def _of_delta(problem: BackwardProblem) -> dict[str, Any]:
+def _of_delta(problem: BackwardProblem, target: Target) -> dict[str, Any]:
     """What both kernels of delta are compiled for."""
     forward = problem.forward
+    rows, size = (("do", problem.do_strides), ("o", forward.o_strides)), ITEM_SIZE[forward.dtype]
+
+    def whole(copied: int) -> bool:
+        """Whether rows of both begin and end at multiples of so many bytes, and have all their columns there."""
+        begin = (no_wide_rows(name, strides, forward.head_dim_v, forward.dtype, copied) for name, strides in rows)
+        return copied <= forward.alignment and forward.head_dim_v * size % copied == 0 and not any(begin)
+
+    copied = next((copied for copied in (16, 8, 4, 2) if copied > size and whole(copied)), size)
     of_terms = any(option.acts_on == "sum" for name, option in HEAD_GRADIENTS.items() if name in problem.wanted)
     facts = dict(has_dlse=problem.has_dlse, of_terms=of_terms, packed=forward.packed is not None)
-    return dict(dtype=forward.dtype, head_dim_v=forward.head_dim_v) | facts
+    sizes = dict(threads=32 if target.simulated else 256, load_bytes=copied)
+    return dict(dtype=forward.dtype, head_dim_v=forward.head_dim_v) | facts | sizes
 
 
 def head_sums(problem: BackwardProblem, target: Target, of_blocks: bool) -> list[HeadSumsConfig]:

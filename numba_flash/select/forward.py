@@ -16,7 +16,7 @@ from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import BY_NAME, changes_by_distance_alone, changes_scores
 from ..problem.strides import Strides
-from .cost_model import same_tile_walk, tile_visits, wave_cost
+from .cost_model import FLOAT32, microseconds, same_tile_walk, tile_visits, wave_cost
 from .rungs import LARGE_FLOAT64, RUNGS, Rung, check_request, choose, no_room, no_tensor_cores, not_here
 from .tiles import READING_KEYS, TABLES, TILE_COST, Facts, Row, rows_of
 
@@ -41,7 +41,7 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
     """
     check_request(kernel, target, family, stream)
     refuses = functools.partial(refusal, problem=problem, target=target)
-    first = "mma" if short(problem, target) else ""
+    first = "mma" if kernel == "auto" and (short(problem, target) or _sooner(problem, target)) else ""
     name, refused = choose(kernel, target, refuses, copies=True, first=first)
     config = None if RUNGS[name].on_host else config_of(name, problem, target)
     copies = config is not None and target.arrays_on_host and not target.simulated
@@ -177,6 +177,23 @@ def short(problem: Problem, target: Target) -> bool:
     16 bits instead of 214, of 64 tokens 22 instead of 35 (H200)."""
     few, narrow = 0 < problem.seqlen_k <= 64 >= problem.seqlen_q, max(problem.head_dim, problem.head_dim_v) <= 128
     return target.cc is not None and ITEM_SIZE[problem.dtype] == 2 and few and narrow and problem.packed is None
+
+
+def _sooner(problem: Problem, target: Target) -> bool:
+    """Whether mma is done sooner than wgmma in float32, because its tiles are smaller and its blocks begin sooner."""
+    made = {}
+    for name in FLOAT32 if may_be_sooner(problem, target) else ():
+        config = None if refusal(name, problem, target) is not None else _fitting(RUNGS[name], problem, target)
+        if config is None:
+            return False
+        made[name] = microseconds(problem, config, name)
+    return bool(made) and made["mma"] < made["wgmma"]
+
+
+def may_be_sooner(problem: Problem, target: Target) -> bool:
+    """Whether that is a question. The longest of packed sequences decides nothing."""
+    both = target.cc == RUNGS["wgmma"].only_cc and not target.simulated
+    return both and problem.dtype == "float32" and problem.packed is None
 
 
 def halved(rows: int, needed: int) -> int:

@@ -151,14 +151,14 @@ def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_colum
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda: DeltaConfig("float32", 64, False, 100, 16), "lanes"),
+        (lambda: DeltaConfig("float32", 64, False, 100), "multiple of 32"),
         (lambda: DkdvConfig("float32", 64, 64, 16, 6), "tile_n must be"),
         (lambda: DqConfig("float32", 64, 64, 2, 16), "tile_m must be"),
         (lambda: DqConfig("float32", 64, 64, 16, 16, pad=-1), "pad"),
         (lambda: DkdvConfig("float32", 64, 64, 16, 1024), "threads"),
         (lambda: DbiasConfig("float32", 64, 64, 2048, 16), "threads"),
         (lambda: HeadSumsConfig("float32", "dalibi_slopes", "float32", True, threads=100), "power of two"),
-        (lambda: PreprocessConfig("float16", 64, False, lanes=3), "lanes"),
+        (lambda: PreprocessConfig("float16", 60, False), "loads of 16 bytes"),
         (lambda: PreprocessConfig("float16", 64, False, threads=48), "threads"),
         (lambda: MmaDkdvConfig("float32", 64, 64, 32, 64), "float16 and bfloat16"),
         (lambda: MmaDkdvConfig("float16", 64, 64, 32, 64, warp_rows=8), "warp_rows"),

@@ -100,7 +100,7 @@ def test_what_is_launched_for_aux(dtype):
         choice = explained(reading(dtype, **options), HOPPER, kernel)
         return [config.kernel for config in choice.configs]
 
-    own, of_mma = (["daux_start", f"{name}_daux_bounds", f"{name}_daux_sums", "daux_round"] for name in ("v2", "mma"))
+    own, of_mma = (["daux_start", f"{name}_daux", "daux_round"] for name in ("v2", "mma"))
     given = Function.of("score_mod", table_and_slopes)
     assert kernels("v2", score_mod=given) == ["delta", *own]
     assert kernels("v2", score_mod=given, wanted=("dq", "daux[2]")) == ["delta", "v2_dq", *own]
@@ -290,7 +290,7 @@ def test_above_head_dim_128_two_blocks_share_the_columns_in_float32():
 def mma_tiles(head_dim, target=HOPPER, **options):
     """{kernel: tile_m, tile_n, column_groups} of what select makes for mma."""
     configs = configs_of("mma", problem(head_dim, dtype="float16", **options), target)
-    assert configs[0].kernel == "backward_preprocess" and configs[0].wide
+    assert configs[0].kernel == "backward_preprocess" and configs[0].load_bytes == 16
     return [(c.kernel, c.tile_m, c.tile_n, c.column_groups) for c in configs[1:] if c.kernel.startswith("mma")]
 
 

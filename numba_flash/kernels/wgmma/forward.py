@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import bar, fence, local, memory, special, wgmma
+from ...ptx import bar, fence, griddepcontrol, local, memory, special, wgmma
 from ..score import fragment_softmax, fragments, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..steps.inlined import FALSE, TRUE, inlined
@@ -273,6 +273,8 @@ def make(config):
             pin_o(acc_o)
             rings.v.consumer_release(base, int32(taken - 1), elected)
 
+            if config.waits:
+                griddepcontrol.wait()
             outputs.write(base, rows, registers, words, arrays, strides, sizes, score)
             bar.warp_sync()  # all lanes have read the work tile, the rows' states, and what was staged
             if o_in_q:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from numba import int32, int64, uint32
 
 from ...arrays.dtypes import ITEM_SIZE
-from ...ptx import memory, special, tma
+from ...ptx import griddepcontrol, memory, special, tma
 from ..score import longest_first, reads, tile_walk
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
 from ..steps.inlined import inlined
@@ -250,6 +250,8 @@ def make(config):
         more = int32(1)
         while more != 0:
             claim(base, i, t, arrays, strides, sizes)
+            if config.waits:  # the first tile needs no counter
+                griddepcontrol.wait()
             more = word_alone(rings.work_tile(base, i), MEMBERS)
             if more != 0:
                 rings.asked.consumer_wait(base, i)
