@@ -46,14 +46,13 @@ class Registers(NamedTuple):
 
 def make(config):
     plan, tiles = config.shared_layout(), score_tiles.make(config)
-    score_row, blocks, rows, inf = config.score_row, config.tile_n // 8, 2, float32(math.inf)
-    tile_n, count, thread_rows = config.tile_n, blocks * 4, config.tile_m * config.tile_n // config.threads
-    chain, (_, weight) = fragments.chain(config), fragments.weights_at(config)
+    score_row, tile_n, rows, inf = config.score_row, config.tile_n, 2, float32(math.inf)
+    blocks, count, thread_rows = tile_n // 8, tile_n // 2, config.tile_m * tile_n // config.threads
+    chain, (_, weight), sequence_of = fragments.chain(config), fragments.weights_at(config), sequence.make(config)
     (added, visible), has_mask_mod = at_scores.make(config), config.has("mask_mod")
     leaves = user.make(config, "mask_mod") if has_mask_mod else None
     row_term, count_of, of_query = chain.row_term, kept_weights.make(config), lse_delta.of_query(config)
     ask, aux, wanted = user.recorded(config), aux_gradient.make(config), len(config.wanted_aux)
-    sequence_of = sequence.make(config)
 
     @inlined
     def note_rows(own, q_smem, thread, arrays, strides, sizes):

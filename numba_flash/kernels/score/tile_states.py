@@ -32,8 +32,7 @@ ROWS = 8  # for which a warp calls the function before it asks whether it has fo
 
 def make(config):
     queries, tile_n, heads, of_keys = config.tile
-    own_rows = config.tile.own
-    warps = config.threads // 32
+    own_rows, warps = config.tile.own, config.threads // 32
     sequence_of, states_of = sequence.make(config), tile_walk.states_of(config)
     visible, has_mask = user.make(config, "mask_mod"), config.has("mask")
     shown_by_mask, bounds = mask.make(config), tile_bounds.make(config)

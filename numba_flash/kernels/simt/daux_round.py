@@ -14,6 +14,7 @@ from ...ptx import local
 from ..steps import elements
 from ..steps.inlined import inlined, nothing
 
+LEAST = dict(float32=149, float64=1074)  # 2^-least: the smallest number of a type
 ENOUGH = float64(2**60)  # what is below 1 changes no digit of it
 
 
@@ -24,8 +25,7 @@ def power(n):
 
 
 def make(config):
-    dtype, count = config.compute_dtype, words(config.compute_dtype) - 1
-    compute, least = elements.COMPUTE_TYPES[dtype], 1074 if dtype == "float64" else 149
+    compute, count, least = elements.COMPUTE_TYPES[config.dtype], words(config.dtype) - 1, LEAST[config.dtype]
 
     @inlined
     def value_of(at, arrays, sizes):
