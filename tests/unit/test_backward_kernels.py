@@ -108,7 +108,7 @@ def test_what_is_launched_for_aux(dtype):
     assert kernels("v2", mask_mod=hides) == ["delta", "daux_start", "daux_round"]  # no score depends on aux
     every = kernels("auto", score_mod=given, wanted=("dq", "dk", "dv", "daux[0]"))
     narrow = dtype == "float16"
-    assert every[-4:] == (of_mma if narrow else own) and ("wgmma_dq" in every) == narrow
+    assert every[-3:] == (of_mma if narrow else own) and ("wgmma_dq" in every) == narrow
     assert every.count("delta") == (not narrow) and every.count("backward_preprocess") == narrow
     if narrow:
         mask = empty(300, 500, dtype="bool")
