@@ -13,7 +13,7 @@ from ..problem.forward import Problem
 from ..problem.options import daux_name
 from ..select import cost
 from ..select.backward import BackwardChoice
-from ..select.forward import Choice, prologue
+from ..select.forward import Choice, epilogue, prologue
 from ..select.rungs import RUNGS
 from . import backward, forward, kvcache, varlen
 
@@ -78,12 +78,13 @@ class Explanation(Readable):
             facts.append(("grid", grid))
         if self.config:
             facts += _sums(self.kernel, self.problem.dtype, IN_16_BITS)
-            before = prologue(self.config, self.target)
+            before, behind = prologue(self.config, self.target), epilogue(self.config)
             facts += [
-                ("before it", f"{each.kernel}, {each.grid(self.problem)} blocks of {each.threads} threads")
-                for each in before
+                (when, f"{each.kernel}, {each.grid(self.problem)} blocks of {each.threads} threads")
+                for when, kernels in (("before it", before), ("behind it", behind))
+                for each in kernels
             ]
-            size = launch.workspace_bytes([*before, self.config], self.problem)
+            size = launch.workspace_bytes([*before, self.config, *behind], self.problem)
             if size:
                 facts.append(("workspace", f"{size} bytes beside the result"))
         if self.copies:
