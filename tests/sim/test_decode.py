@@ -70,6 +70,20 @@ def test_any_number_of_blocks_gives_the_same_bits(rung, monkeypatch, lengths, op
         assert same_bits(other, o) and same_bits(other_lse, lse), number
 
 
+@pytest.mark.parametrize("head_dim", [16, 160])
+def test_nodes_wait_in_shared_or_in_global_memory_with_the_same_bits(rung, monkeypatch, head_dim):
+    """Those of 6 chunks, on three levels; at head_dim 160 none waits in registers."""
+    case = kvcache.problem(rung, (1300,), 5, heads=3, heads_kv=1, head_dim=head_dim, causal=True)
+    cached = kvcache.lay(case, "table", page=16)
+    o, lse = of_blocks(monkeypatch, 1, cached, rung)
+    testing.check(case, o, lse, "in shared memory")
+    for levels in (0, 1):
+        monkeypatch.setattr(decode, "MOST_LEVELS", levels)
+        monkeypatch.setattr(decode, "LEAST_LEVELS", levels)
+        other, other_lse = of_blocks(monkeypatch, 1, cached, rung)
+        assert same_bits(other, o) and same_bits(other_lse, lse), levels
+
+
 def test_a_launch_leaves_its_counters_at_zero(rung, monkeypatch):
     """The next one counts from there."""
     counters, scratch = [], arrays.scratch
