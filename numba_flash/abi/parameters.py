@@ -79,7 +79,7 @@ def backward(
 
 
 ROWS = "lse delta"  # what kernels take that read each row's lse and delta by themselves
-_OF_ROWS = Parameters((), words("do o dlse"), words("heads seqlen_q"))
+_OF_ROWS = Parameters((), words("do o dlse"), words("batch heads seqlen_q"))
 OF_DELTA, OF_PREPROCESS = _OF_ROWS.plus("do o dlse delta turns"), _OF_ROWS.plus("do o lse dlse lse_delta turns")
 
 

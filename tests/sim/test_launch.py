@@ -152,7 +152,7 @@ def test_every_kernel_can_be_made():
         WideDqConfig("float32", 8, 8, 16, 16),
         WideFusedConfig("float64", 8, 8, 16, 32),
         WideDqFinishConfig("float64", 8, 8, 16, 16),
-        PreprocessConfig("float16", 8, has_dlse=False, wide=True),
+        PreprocessConfig("float16", 8, has_dlse=False),
         WgmmaDkdvConfig("float16", 8, 8, 16, 64),
         WgmmaDqConfig("float16", 8, 8, 64, 16),
         WgmmaDkdvFloat32Config("float32", 8, 8, 32, 64),
