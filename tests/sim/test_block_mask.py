@@ -17,6 +17,7 @@ from numba_flash.arrays import read
 from numba_flash.config.tile_states import TileOrderConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
 from numba_flash.dispatch import forward as dispatch
+from numba_flash.functions import numbers
 from numba_flash.functions.function import Function
 from numba_flash.gpu.compiled import source
 from numba_flash.kernels.score import longest_first, tile_walk
@@ -269,6 +270,19 @@ def test_what_lies_in_tiles_that_are_left_out_is_never_read(rung):
     case.k[:, :, :32] = case.v[:, :, :32] = np.nan  # the first query stands at 61 and sees 41
     found = rung(case, **options)
     assert all(same_bits(x, y) for x, y in zip(found, clean, strict=True))
+
+
+# Neither where tiles get their states nor in attention: intervals decide (kernels/score/tile_bounds.py).
+@pytest.mark.parametrize("function", [lambda b, h, i, j: j < 1000, lambda b, h, i, j: i - j > 1000])
+def test_a_function_is_not_called_where_intervals_decide(monkeypatch, nothing_remembered, function):
+    calls, ask = [], numbers.mask_of
+    monkeypatch.setattr(numbers, "mask_of", lambda *given: calls.append(0) or ask(*given))
+    v1 = forward.Rung("v1", tile=16)
+    case = v1.problem(heads=1, heads_kv=1, seqlen_q=20, seqlen_k=40, batch=1, head_dim=16)
+    v1(case, mask_mod=function)
+    assert not calls
+    v1(case, mask_mod=lambda b, h, i, j: i / 3 < j)  # intervals have no rule for a quotient that is real
+    assert calls
 
 
 # Walks from the last tile to the first and from the first to the last, over several words of states.
