@@ -11,7 +11,7 @@ import numpy as np
 
 from ...arrays import Array, host_view
 from ...machine import toolchain
-from . import now
+from . import now, views
 from .numbers import converter
 
 _one_at_a_time = threading.Lock()  # a second launch beside a running one would be taken for a device call
@@ -227,6 +227,12 @@ def _instead_of_numbas(numba_kernel: Any, memory: Any, cluster: int) -> Iterator
             before = {name: value for name, value in names.items() if instead(value, simulated) is not value}
             undo.callback(names.update, before)
             names.update({name: instead(value, simulated) for name, value in before.items()})
+            undo.callback(lambda: [names.pop(name) for name in views.NAMES])
+            names.update(views.NAMES)
+        code = function.__code__
+        if (faster := views.faster(code)) is not code:
+            undo.callback(setattr, function, "__code__", code)
+            function.__code__ = faster
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # empty: its function is not made yet
                 value = cell.cell_contents

@@ -44,7 +44,7 @@ class SharedMemory:
         self._bytes = bytearray([GARBAGE]) * size
         self.data = np.frombuffer(self._bytes, np.uint8)
         self._begin = self.data.ctypes.data
-        self.bits = self.data.view(np.uint32)
+        self.bits, self.doubles = self.data.view(np.uint32), self.data.view(np.float64)
         self.lines = self.data.reshape(-1, 16)  # what a swizzle moves
         words = size // 4
         self._copying, self._reading, self._read_since = bytearray(words), bytearray(words), bytearray(words)
@@ -132,7 +132,9 @@ class SharedMemory:
 
     def read_few(self, words, thread):
         """`read` of a word or four by one thread: most reads there are, and NumPy is slow with so little."""
-        known, number, readers = self._known, self._reads_of(thread), self._readers[thread // 32]
+        known, readers, number = self._known, self._readers[thread // 32], self.order.reads_as[thread]
+        if number == NONE_YET:
+            number = self._reads_of(thread)
         for word in range(words.start, words.stop):
             if readers[word] != number:  # else it did already, and nobody has written since
                 if self._copying[word] or known[thread, self._writer[word]] < self._written[word]:
