@@ -14,7 +14,7 @@ TestDaux = suite(daux)
 def aux_rung(request):
     if rungs.RUNGS[request.param].tensor_cores:
         return backward.Rung(request.param, testing.rows_padded, tensor=True, slow=True)
-    return backward.Rung(request.param)
+    return backward.Rung(request.param, slow=True)
 
 
 # As if there were 2^31 scores: a sum has so few bits then that float64 needs its second one.

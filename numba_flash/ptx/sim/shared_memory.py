@@ -4,8 +4,8 @@ For every 4 bytes: whether a copy is under way to them, whether an instruction t
 reads them, who wrote them last and who has read them since, and whether the writer has fenced them for the
 asynchronous proxy. An access that would be luck on a GPU raises.
 
-Whether any is true is asked of its bytes (some), in a tenth of the time of np.count_nonzero. Where a word or four are all
-there is, bytes of Python's are faster again. So some arrays are there as both.
+Whether any of an array is true is asked of its bytes (registers.some). Where a word or four are all there is, bytes of
+Python's are faster again. So some arrays are there as both.
 """
 
 import sys

@@ -1,7 +1,8 @@
 """The bits of a number as another type, x.view(np.float32), in a fifth of the time that NumPy takes.
 
-A method of NumPy's numbers cannot be replaced. So a function of a kernel gets the code of the same lines in which a function
-of this file is called instead. It does so only where its own code is what its file says, and only during a launch.
+A method of NumPy's numbers cannot be replaced. So a function of a kernel gets the code of the same lines in which a
+function of this file is called instead. It does so only where its own code is what its file says, and only during a
+launch.
 """
 
 import ast
