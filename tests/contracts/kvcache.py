@@ -255,7 +255,8 @@ def test_a_sequence_has_the_same_bits_in_any_batch_and_order_and_pages(rung, seq
         o, lse = bits_of(rung, lengths, seqlen_q, **options)
         b = lengths.index(own)
         assert same_bits(o[b], alone[0][0]) and same_bits(lse[b], alone[1][0])
-    for page, kind in ((1, "csr"), (16, "table"), (256, "table"), (64, "csr"), (1, "contiguous"), (1, "entries")):
+    pages = ((1, "csr"), (16, "table"), (1, "contiguous"), (1, "entries"), (256, "table"), (64, "csr"))
+    for page, kind in pages[: 4 if rung.slow else 6]:  # four in the simulator, where a sequence has 20 keys
         o, lse = bits_of(rung, (own,), seqlen_q, page=page, kind=kind, **options)
         assert same_bits(o, alone[0]) and same_bits(lse, alone[1]), (page, kind)
 
