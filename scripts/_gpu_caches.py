@@ -1,13 +1,17 @@
 """gpu_check on caches: random ones beside the oracle, bits in batches and in pages, and a graph with other lengths."""
 
 import functools
+from unittest import mock
 
 import numpy as np
+from _gpu import Ahead, compile_ahead
 
 import numba_flash
 from numba_flash import testing
+from numba_flash.dispatch import kvcache, kvcache_on_gpu
 from numba_flash.select.decode import FEW_ROWS
 
+PAGES = (0, 1, 3, 16, 64, 256)
 LENGTHS = (0, 1, 16, 255, 256, 257, 700, 1024, 1500, 4097)
 GROUPS = (  # dtype, (head_dim, head_dim_v), options
     ("bfloat16", (128, 128), {}),
@@ -68,6 +72,20 @@ def results(given, kernel, on_gpu):
     return o.get(), lse.get()
 
 
+def configs_of(given, kernel, on_gpu):
+    """The kernels of a call, which is prepared and does not run."""
+    found, sequence_of = [], kvcache_on_gpu.sequence_of
+
+    def noted(configs, problem, target):
+        found.extend((config, target.cc) for config in configs)
+        return sequence_of(configs, problem, target)
+
+    moved = {name: on_gpu(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
+    with mock.patch.object(kvcache_on_gpu, "sequence_of", noted), mock.patch.object(kvcache, "run", kvcache.prepare):
+        numba_flash.attention_kvcache(**moved, return_lse=True, kernel=kernel)
+    return found
+
+
 def same(one, other):
     pairs = zip(one, other, strict=True)
     return all(np.ascontiguousarray(x).tobytes() == np.ascontiguousarray(y).tobytes() for x, y in pairs)
@@ -86,21 +104,32 @@ def check(kernel, options, tools):
     if kernel != "mma":
         return "mma's kernel alone"
     run, count = functools.partial(results, kernel=kernel, on_gpu=tools.on_gpu), 0
-    for number in range(2 if options.small else 12):
-        for index, (dtype, dims, named) in enumerate(GROUPS):
-            case, name = random_case(number * 31 + index, dtype, dims, named), f"{number}, {dtype}, {dims}, {named}"
-            page = (0, 1, 3, 16, 64, 256)[number % 6]
-            found = run(lay(case, page, number))
-            assert same(found, run(lay(case, page, number))), f"{name}: other bits"
-            testing.check(case, *found, name)
-            assert same(found, run(lay(case, (16, 0)[page == 16], number))), f"{name}: other bits in other pages"
-            causal, dropped = "causal" in named, "dropout_p" in named  # dropout depends on b
-            for b in range(0 if dropped else len(case.q)):
-                for queries in {case.q.shape[2], 1} if causal else {case.q.shape[2]}:
-                    alone = run(lay(part(case, b, queries), page, number))
-                    own = found[0][b : b + 1, :, -queries:], found[1][b : b + 1, :, -queries:]
-                    assert same(alone, own), f"{name}: sequence {b} alone, {queries} queries"
-            count += 1
+    cases = [
+        (number, named, random_case(number * 31 + index, dtype, dims, named), f"{number}, {dtype}, {dims}, {named}")
+        for number in range(2 if options.small else 12)
+        for index, (dtype, dims, named) in enumerate(GROUPS)
+    ]
+    jobs = []
+    for number, named, case, _ in cases:
+        for few in (case, part(case, 0, 1)) if "causal" in named else (case,):
+            for page in (PAGES[number % 6], (16, 0)[PAGES[number % 6] == 16]):
+                jobs += configs_of(lay(few, page, number), kernel, tools.on_gpu)
+    compile_ahead(jobs)
+    if Ahead.only:
+        return Ahead.note
+    for number, named, case, name in cases:
+        page = PAGES[number % 6]
+        found = run(lay(case, page, number))
+        assert same(found, run(lay(case, page, number))), f"{name}: other bits"
+        testing.check(case, *found, name)
+        assert same(found, run(lay(case, (16, 0)[page == 16], number))), f"{name}: other bits in other pages"
+        causal, dropped = "causal" in named, "dropout_p" in named  # dropout depends on b
+        for b in range(0 if dropped else len(case.q)):
+            for queries in {case.q.shape[2], 1} if causal else {case.q.shape[2]}:
+                alone = run(lay(part(case, b, queries), page, number))
+                own = found[0][b : b + 1, :, -queries:], found[1][b : b + 1, :, -queries:]
+                assert same(alone, own), f"{name}: sequence {b} alone, {queries} queries"
+        count += 1
     return f"{count} caches, each twice, in other pages, and each sequence alone; {check_graph(kernel)}"
 
 

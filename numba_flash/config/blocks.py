@@ -9,22 +9,28 @@ MOST_TILES = 8 * AT_A_TIME  # of keys: with more, the waits at the beginning are
 FEW_QUERIES = 512  # up to here a head's line is long, but the waits in it are short
 
 
-def heads_in_flight(p: Problem, tile_n: int) -> int:
+def heads_in_flight(p: Problem, tile_n: int, sums: int = 1) -> int:
     """How many heads wgmma/backward_fused processes side by side, of each way (kernels/steps/dq_order.py), as equal as
     possible for all groups. The order of sums, and so every bit, stays the same.
 
     If every query sees every key, blocks of a head follow each other in a line, each one turn after the one before.
     With more heads, fewer blocks of each run at a time, and the line is shorter. But what they read and add to should
     stay in L2. Under a mask they do not wait, and with many key tiles only the first ones do. Then the number is as
-    many heads as keep a GPU busy.
+    many heads as keep a GPU busy. Of packed sequences it is the number of key tiles: the kernel counts those of a
+    sequence, and takes as many of its heads as that needs.
+
+    sums: of dQ, for each query tile. With more, a line is shorter, and takes more room: then fewer heads wait no longer
+    than more heads with one sum.
     """
-    batch, keys, queries = (p.batch, p.seqlen_k, p.seqlen_q) if p.packed is None else (1, p.packed[1], p.packed[0])
-    key_tiles = max(-(-keys // tile_n), 1)
-    heads, busy = max(batch * p.heads_kv, 1), max(AT_A_TIME // key_tiles, 1)
+    if p.packed is not None:
+        return AT_A_TIME
+    key_tiles = max(-(-p.seqlen_k // tile_n), 1)
+    heads, busy = max(p.batch * p.heads_kv, 1), max(AT_A_TIME // key_tiles, 1)
     masked = p.left is not None or p.right is not None
-    if masked or (heads * key_tiles > MOST_TILES and queries > FEW_QUERIES):
+    if masked or (heads * key_tiles > MOST_TILES and p.seqlen_q > FEW_QUERIES):
         return busy
-    rows = queries * max(p.heads // max(p.heads_kv, 1), 1)  # query rows of a KV head
-    of_head = max(rows * max(p.head_dim, p.head_dim_v) * 8, 1)  # Q and dO in 16 bits, sums of dQ in 32
-    most = min(max(busy, FEW, HALF_OF_L2 // of_head), AT_A_TIME)
+    rows = p.seqlen_q * max(p.heads // max(p.heads_kv, 1), 1)  # query rows of a KV head
+    # Q and dO in 16 bits, sums of dQ in 32
+    of_head = max(rows * max(p.head_dim, p.head_dim_v) * 4 * (1 + sums), 1)
+    most = min(max(busy, FEW // sums, HALF_OF_L2 // of_head), AT_A_TIME)
     return -(-heads // -(-heads // most))

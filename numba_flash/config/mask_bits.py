@@ -31,13 +31,15 @@ class MaskBitsConfig(LaunchFacts):
 
     @property
     def takes(self) -> abi.Parameters:  # type: ignore[override]
-        return abi.Parameters(("mask", self.kernel), ("mask",), abi.words("heads seqlen_q seqlen_k"))
+        return abi.Parameters(("mask", self.kernel), ("mask",), abi.words("batch heads seqlen_q seqlen_k"))
 
     def dtype_of(self, option: str) -> str:
         return self.dtype
 
     def grid(self, problem: AnyProblem) -> int:
-        return mask_bits_layout(problem.forward, self.of_keys)[0]
+        pieces, (*_, row_words) = mask_bits_layout(problem.forward, self.of_keys)
+        warps = self.threads // 32
+        return -(-pieces // (warps // max(min(row_words // 4, warps), 1)))  # a piece has as many as columns for them
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         return {self.kernel: ((mask_bits_words(problem.forward, self.of_keys),), "uint32")}

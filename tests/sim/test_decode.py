@@ -8,7 +8,8 @@ from contracts import forward, kvcache, suite
 from contracts.forward import same_bits
 from hypothesis import reject
 
-from numba_flash import testing
+import numba_flash
+from numba_flash import arrays, testing
 from numba_flash.dispatch import kvcache as dispatch
 from numba_flash.select import decode
 
@@ -69,6 +70,22 @@ def test_any_number_of_blocks_gives_the_same_bits(rung, monkeypatch, lengths, op
         assert same_bits(other, o) and same_bits(other_lse, lse), number
 
 
+def test_a_launch_leaves_its_counters_at_zero(rung, monkeypatch):
+    """The next one counts from there."""
+    counters, scratch = [], arrays.scratch
+
+    def noted(like, shape, dtype, *more):
+        made = scratch(like, shape, dtype, *more)
+        counters.extend([made] if dtype == "uint32" else [])
+        return made
+
+    monkeypatch.setattr(arrays, "scratch", noted)
+    for lengths in (LENGTHS, (0,), (255,)):  # of several blocks, and of one
+        of_blocks(monkeypatch, 3, kvcache.lay(kvcache.problem(rung, lengths, 1, heads=2, heads_kv=1)), rung)
+    assert len(counters) == 3
+    assert [list(arrays.host_view(x)) for x in counters] == [[0] * len(arrays.host_view(x)) for x in counters]
+
+
 @pytest.mark.parametrize("heads", [1, 3])
 def test_a_query_has_the_same_bits_beside_others(rung, heads):
     """In tiles of 16, 32 and 64 rows, and in the second of two."""
@@ -120,3 +137,12 @@ def test_pages_that_a_window_has_left_behind_may_be_another_s(rung):
         heads_first[left, :, : 34 % 4] = np.nan
     o, lse = cached.run(rung)[:2]
     assert same_bits(o, expected[0]) and same_bits(lse, expected[1])
+
+
+@pytest.mark.parametrize(("queries", "kernel"), [(1, "decode"), (80, "mma")])
+def test_explain_names_the_kernel_of_caches_or_why_it_is_not_taken(rung, queries, kernel):
+    cached = kvcache.lay(kvcache.problem(rung, (700, 80), queries, heads=1, heads_kv=1), "contiguous")
+    found = numba_flash.explain(**cached.given, kernel="mma")
+    assert found.kernel == "mma" and found.config.kernel == kernel and found.blocks == found.config.grid(found.problem)
+    assert ("a tree over chunks of 256" in str(found)) == (kernel == "decode")
+    assert ("up to 64 queries of the heads of a KV head, not 80" in str(found)) == (kernel == "mma")

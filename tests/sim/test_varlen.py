@@ -7,8 +7,11 @@ import pytest
 from contracts import forward, suite, varlen
 
 from numba_flash import testing
+from numba_flash.config import wgmma_backward
+from numba_flash.dispatch import backward as dispatch_backward
 from numba_flash.dispatch import forward as dispatch
 from numba_flash.dispatch import launch
+from numba_flash.kernels.wgmma import backward_block_tiles
 from numba_flash.machine.target import Target
 from numba_flash.select import backward_kernels, rungs
 from numba_flash.testing import packed
@@ -67,6 +70,28 @@ def test_one_kernel_computes_all_gradients(options, heads, head_dim, blocks, len
     (o, lse), (do, dlse) = varlen.forward(rung, case), packed.outer_packed(case)
     packed.check_packed(case, o, lse)
     packed.check_packed_gradients(case, varlen.backward(rung, case, do, o, lse, dlse), do, o, lse, dlse)
+
+
+@pytest.mark.slow
+def test_heads_of_a_sequence_go_side_by_side(monkeypatch, nothing_remembered):
+    """As many as have so many key tiles; no more than there are. Up, the last key tile comes first; the others go down.
+    The next sequence follows. The number changes no bit."""
+    monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: True)
+    monkeypatch.setattr(launch, "blocks_at_a_time", lambda _: 1)
+    rung, taken, found = forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True), [], []
+    key_tile_of = backward_block_tiles.key_tile_of
+    monkeypatch.setattr(backward_block_tiles, "key_tile_of", lambda *of: taken.append(key_tile_of(*of)) or taken[-1])
+    case = varlen.ragged(rung, [(2, 300), (2, 3)], heads=4, heads_kv=4, head_dim=8, causal=True)
+    (o, lse), (do, dlse) = varlen.forward(rung, case), packed.outer_packed(case)
+    for most in (3, 4):
+        monkeypatch.setattr(wgmma_backward, "heads_in_flight", lambda *_, most=most: most)
+        dispatch_backward._plans.clear()
+        found.append(varlen.backward(rung, case, do, o, lse, dlse))
+    one = [(h, j) for h in range(4) for j in ((0, 1, 2) if h % 2 else (2, 1, 0))]
+    both = [(h, j) for j in (2, 1, 0) for h in (0, 2)] + [(h, j) for j in (0, 1, 2) for h in (1, 3)]
+    short = [(h, 0) for h in (0, 2, 1, 3)]
+    assert [(h, j) for _, h, j, _ in taken] == [*one, *short, *both, *short]
+    assert all(forward.same_bits(*of) for of in zip(*found, strict=True) if of[0] is not None)
 
 
 def test_what_is_behind_a_sequence_changes_no_bits_of_one_kernel(monkeypatch, nothing_remembered):

@@ -11,6 +11,7 @@ import math
 
 from numba import cuda, int64
 
+from ...ptx import griddepcontrol
 from ..steps import elements, sequence
 from ..steps.inlined import inlined, nothing
 
@@ -45,12 +46,16 @@ def make(config):
 
     @cuda.jit
     def outside(arrays, strides, sizes):
+        if config.early:
+            griddepcontrol.launch_dependents()
         gap = int64(cuda.blockIdx.x) // sizes.outside_parts
         begin, end = int64(0), sizes.total_k if of_keys else sizes.total_q
         if gap > 0:
             _, begin = rows_of(gap - 1, arrays, strides, sizes)
         if gap < sizes.batch:
             end, _ = rows_of(gap, arrays, strides, sizes)
+        if config.waits:
+            griddepcontrol.wait()
         for row in range(begin + int64(cuda.blockIdx.x) % sizes.outside_parts, end, sizes.outside_parts):
             clear_row(row, arrays, strides, sizes)
             if write_lse:

@@ -24,9 +24,10 @@ from .sequence import search
 def make(config: Any, rows: int, of_keys: bool) -> Any:
     """rows: of a tile; of_keys: it is a tile of keys. -> device functions:
 
-    count(sizes) -> how many numbers there are; at(number, arrays, strides, sizes) -> (b, the tile's first row in its
-    sequence, or -1 if the number has no tile); first(b, row) -> the number of the first tile of sequence b, which
-    begins at `row`.
+    count(sizes) -> how many numbers there are; sequence(number, arrays, strides, sizes) -> (b, its first number, its
+    rows) of the sequence that has the number, without rows if none has it; at(number, arrays, strides, sizes) -> (b,
+    the tile's first row in its sequence, or -1 if the number has no tile); first(b, row) -> the number of the first
+    tile of sequence b, which begins at `row`.
     """
 
     @inlined
@@ -38,18 +39,23 @@ def make(config: Any, rows: int, of_keys: bool) -> Any:
         return divide(int32(total_of(sizes)), rows) + int32(sizes.batch)
 
     @inlined
-    def at(number, arrays, strides, sizes):
+    def sequence(number, arrays, strides, sizes):
         ends, stride, most = arrays.cu_seqlens_q, strides.cu_seqlens_q, sizes.seqlen_q
         if of_keys:
             ends, stride, most = arrays.cu_seqlens_k, strides.cu_seqlens_k, sizes.seqlen_k
         batch = special.opaque(int32(sizes.batch))  # else what follows from it would be kept in registers
         b, first_row, end = search(ends, stride, total_of(sizes), batch, int32(number), int32(rows))
-        row = int32((number - first(b, first_row)) * rows)
-        there = b >= 0 and b < batch and row < min(end - first_row, most)
-        return (b, row) if there else (int32(0), int32(-1))
+        there = b >= 0 and b < batch
+        return b, int32(first(b, first_row)), int32(min(end - first_row, most)) if there else int32(0)
+
+    @inlined
+    def at(number, arrays, strides, sizes):
+        b, first_number, of_sequence = sequence(number, arrays, strides, sizes)
+        row = int32((number - first_number) * rows)
+        return (b, row) if row < of_sequence else (int32(0), int32(-1))
 
     @inlined
     def first(b, row):
         return divide(int32(row), rows) + int32(b)
 
-    return named(count, at, first)
+    return named(count, sequence, at, first)

@@ -79,23 +79,26 @@ def make(config):
 
     @inlined
     def take_of_packed(base, w, arrays, strides, sizes):
-        """take, of packed sequences: numbers without a tile are passed over."""
-        own, n_tiles, head_parts = state_of(base, w), numbers.count(sizes), work.head_parts_of(sizes)
+        """take, of packed sequences. They follow each other, and each has a ticket for each head and number of a tile.
+        Tickets behind its last tile are passed over."""
+        own, all_numbers, head_parts = state_of(base, w), numbers.count(sizes), work.head_parts_of(sizes)
         # The number of tiles may decide nothing that changes the order of a sequence's sums.
         ways, looking = int32(ways_of(head_parts, int32(0), sizes.left, sizes.right)), True
         while looking:
-            number, in_flight = number_of(w, arrays), special.opaque(int32(sizes.heads_in_flight))
-            looking = number < int32(head_parts * n_tiles)
+            ticket, busy = number_of(w, arrays), special.opaque(int32(sizes.heads_in_flight))
+            looking = ticket < int32(head_parts * all_numbers)
             if not looking:
                 state.write(own, MEMBERS, 0)
             else:
-                _, part, j, step = key_tile_of(number, int32(1), head_parts, n_tiles, ways, in_flight)
-                b, first_key = numbers.at(int32(j), arrays, strides, sizes)
-                looking = first_key < 0
-                if has_seqlens_k:
-                    looking = first_key < 0 or first_key >= sequence_of(b, arrays, strides, sizes).keys
+                b, first, keys = numbers.sequence(divide(ticket, head_parts), arrays, strides, sizes)
+                if has_seqlens_k and keys > 0:
+                    keys = int32(sequence_of(b, arrays, strides, sizes).keys)
+                n_tiles, ticket = divide(keys + int32(tile_n - 1), tile_n), int32(ticket - first * head_parts)
+                looking = ticket >= int32(head_parts * n_tiles)
                 if not looking:
-                    work.write_tile(own, b, int32(part), first_key, arrays, strides, sizes)
+                    in_flight = divide(busy + n_tiles - int32(1), n_tiles)
+                    _, part, j, step = key_tile_of(ticket, int32(1), head_parts, n_tiles, ways, in_flight)
+                    work.write_tile(own, b, int32(part), int32(j * tile_n), arrays, strides, sizes)
                     state.write(own, STEP, step)
 
     def has_tile_by(read):
