@@ -200,8 +200,8 @@ def job(arguments, kernel, **options):
 def jobs(arguments, kernel, **options):
     """The same of all kernels that it runs."""
     explained = numba_flash.explain(**arguments, **options, kernel=kernel)
-    before = select.prologue(explained.config, explained.target)
-    return [(config, explained.target.cc) for config in (*before, explained.config)]
+    before, behind = select.prologue(explained.config, explained.target), select.epilogue(explained.config)
+    return [(config, explained.target.cc) for config in (*before, explained.config, *behind)]
 
 
 def by_block_mask(arguments, problem):

@@ -47,7 +47,7 @@ def types(config: Any) -> list[tuple[Any, list[Any]]]:
 
 def element_type(config: Any, name: str) -> str:
     """The element type of a pointer; masks are bytes."""
-    if name in (abi.MASK_BITS, abi.MASK_BITS_OF_KEYS, *abi.STATES, abi.COUNTERS, "turns", abi.AUX_BOUNDS):
+    if name in (abi.MASK_BITS, abi.MASK_BITS_OF_KEYS, *abi.STATES, abi.COUNTERS, "turns"):
         return "uint32"
     if name == abi.AUX_SUMS:
         return "int64"
@@ -158,18 +158,11 @@ def mask_bits_words(problem: Problem, of_keys: bool = False) -> int:
     return pieces * (MASK_PIECE * row_words + MASK_ENDS)
 
 
-RUN_ROWS = 4  # rows of which a thread has scores, at most
-
-
 def sizes_of_aux(problem: "BackwardProblem") -> dict[str, Any]:
-    """aux_begins: the index of each array's first element, and the number of elements. kernels/score/aux_gradient.py
-    explains the bits."""
+    """aux_begins: the index of each array's first element, and the number of elements."""
     p = problem.forward
     sizes = [math.prod(p.aux[number].shape) for number in problem.wanted_aux]
-    scores = max(p.batch * p.heads * p.seqlen_q * p.seqlen_k, 1)
-    of_thread = min(scores, RUN_ROWS * max(p.seqlen_k, 1))
-    bits = dict(term_bits=(scores - 1).bit_length(), run_bits=(of_thread - 1).bit_length())
-    return dict(aux_begins=tuple(itertools.accumulate(sizes, initial=0)), **bits)
+    return dict(aux_begins=tuple(itertools.accumulate(sizes, initial=0)))
 
 
 def names_of(problem: "AnyProblem") -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -40,8 +40,7 @@ MASK_BITS, MASK_BITS_OF_KEYS = "mask_bits", "mask_bits_of_keys"
 # queries and for those that own keys.
 TILE_STATES, TILE_STATES_OF_KEYS = "tile_states", "tile_states_of_keys"
 STATES_IN_WORD = 16  # bit i: something is seen in the i-th tile; bit 16 + i: mask_mod decides what
-AUX_BOUNDS, AUX_SUMS = "aux_bounds", "aux_sums"  # of kernels/score/aux_gradient.py: the largest exponents, and the sums
-OF_AUX = "aux_begins term_bits run_bits"  # their sizes: where each array begins, and their room
+AUX_SUMS, OF_AUX = "aux_sums", "aux_begins"  # of kernels/score/aux_gradient.py, and where each array's begin
 COUNTERS = "counters"  # of a kernel whose blocks take their work by a counter (gpu/tile_counters.py)
 # Where weights drop: a number in the place of a pointer; how many of the 2^16 random numbers, the largest, drop a
 # weight; how often a kept weight counts.
@@ -53,7 +52,7 @@ STATES = (TILE_STATES, TILE_STATES_OF_KEYS)
 FORWARD_WORKSPACE = (*words("acc_o row_sum row_max partials"), MASK_BITS, TILE_STATES)
 BACKWARD_WORKSPACE = words("delta row_shares lse_delta turns dq_sums dk_sums dv_sums dbias_sums")
 BACKWARD_WORKSPACE += (MASK_BITS, MASK_BITS_OF_KEYS)
-BACKWARD_WORKSPACE += (*STATES, AUX_BOUNDS, AUX_SUMS)
+BACKWARD_WORKSPACE += (*STATES, AUX_SUMS)
 Workspace = dict[str, tuple[tuple[int, ...], str]]  # shape and dtype of some of these arrays
 
 # How many numbers a stride has, if not the usual four; 0: a plain number.
@@ -80,7 +79,7 @@ def backward(
 
 
 ROWS = "lse delta"  # what kernels take that read each row's lse and delta by themselves
-_OF_ROWS = Parameters((), words("do o dlse"), words("heads seqlen_q"))
+_OF_ROWS = Parameters((), words("do o dlse"), words("batch heads seqlen_q"))
 OF_DELTA, OF_PREPROCESS = _OF_ROWS.plus("do o dlse delta turns"), _OF_ROWS.plus("do o lse dlse lse_delta turns")
 
 

@@ -13,9 +13,9 @@ from ..problem.forward import Problem
 from ..problem.options import daux_name
 from ..select import cost
 from ..select.backward import BackwardChoice
-from ..select.forward import Choice, prologue
+from ..select.forward import Choice, epilogue, prologue
 from ..select.rungs import RUNGS
-from . import backward, forward, varlen
+from . import backward, forward, kvcache, varlen
 
 IN_16_BITS = "in float32, of exact products; the weights are rounded to 16 bits before they meet v"
 GRADIENTS_IN_16_BITS = "in float32, of exact products; P and dS are rounded to 16 bits before they are multiplied"
@@ -78,12 +78,13 @@ class Explanation(Readable):
             facts.append(("grid", grid))
         if self.config:
             facts += _sums(self.kernel, self.problem.dtype, IN_16_BITS)
-            before = prologue(self.config, self.target)
+            before, behind = prologue(self.config, self.target), epilogue(self.config)
             facts += [
-                ("before it", f"{each.kernel}, {each.grid(self.problem)} blocks of {each.threads} threads")
-                for each in before
+                (when, f"{each.kernel}, {each.grid(self.problem)} blocks of {each.threads} threads")
+                for when, kernels in (("before it", before), ("behind it", behind))
+                for each in kernels
             ]
-            size = launch.workspace_bytes([*before, self.config], self.problem)
+            size = launch.workspace_bytes([*before, self.config, *behind], self.problem)
             if size:
                 facts.append(("workspace", f"{size} bytes beside the result"))
         if self.copies:
@@ -109,14 +110,53 @@ def _refused(refused: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
     return [(f"not {', '.join(names)}", reason) for reason, names in kernels.items()]
 
 
-def explain(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
+@dataclass(frozen=True, repr=False)
+class CacheExplanation(Explanation):
+    """What `attention_kvcache` would do with these arguments. str() and repr() of it are for people."""
+
+    own: tuple[tuple[str, str], ...] = ()  # facts of a cache
+
+    @staticmethod
+    def of_plan(plan: Any) -> "CacheExplanation":
+        p, on_gpu = plan.made.problem, plan.on_gpu
+        choice = (on_gpu and on_gpu.choice) or Choice(plan.kernel, None, False, ())
+        config, refused = choice.config, dict(choice.refused) | dict(plan.refused)
+        own = [("cache", f"{p.pages.total} pages of {p.pages.size} keys, up to {p.pages.capacity} keys of a sequence")]
+        if config and config.kernel == "decode":
+            own.append(("keys", _divided(config)))
+        if plan.not_decode:
+            own.append(("not the kernel of caches", plan.not_decode))
+        if on_gpu and on_gpu.append:
+            own.append(("before it", "a kernel that appends new keys, turns queries and counts keys"))
+        blocks = launch.blocks_of(config, p, plan.target) if config else 0
+        return CacheExplanation(
+            choice.kernel, config, p, plan.target, blocks, False, tuple(refused.items()), own=tuple(own)
+        )
+
+    def facts(self) -> list[tuple[str, str]]:
+        problem, sees, *more = super().facts()
+        return [problem, sees, *self.own, *more]
+
+
+def _divided(config: Any) -> str:
+    return (
+        f"a tree over chunks of {config.CHUNK} at absolute positions; a block computes 2^n neighbouring ones at a "
+        f"time, with the least n by which the sequences that are divided have at most {config.blocks} parts; "
+        "the device finds n from the lengths"
+    )
+
+
+def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> Explanation:
     """What `attention(q, k, v, **options)` would run here, and why each other kernel does not.
 
     >>> print(numba_flash.explain(q, k, v, causal=True))
 
-    Takes the arguments of `attention`, or with cu_seqlens_q= those of `attention_varlen`, checks them in the same way
-    (and raises the same errors), allocates nothing and runs nothing.
+    Takes the arguments of `attention`, or with cu_seqlens_q= those of `attention_varlen`, or with k_cache= and v_cache=
+    those of `attention_kvcache`. It checks them in the same way (and raises the same errors), allocates nothing and
+    runs nothing.
     """
+    if "k_cache" in options:
+        return CacheExplanation.of_plan(kvcache.plan_of(dict(options, q=q)))
     if "cu_seqlens_q" in options:
         call = varlen.call_of(varlen.attention_varlen, dict(options, q=q, k=k, v=v))
         _, plan = forward.prepared(call)

@@ -1,12 +1,13 @@
 """attention_kvcache(): its signature and contract. What it does is in dispatch/kvcache.py."""
 
+import inspect
 from typing import Any
 
 from .. import arrays
 from ..dispatch import kvcache as dispatch
 from ..dispatch.call import NO_AUX
 from ..problem.kvcache import Cache
-from ..problem.options import Options
+from ..problem.options import OPTION_NAMES, Options
 from .forward import NO_DROPOUT
 
 
@@ -109,3 +110,17 @@ def attention_kvcache(
             f"attention_kvcache has no gradients and is not traced ({recorded}): call it under torch.no_grad(), or "
             "use attention with seqlens_k="
         ) from None
+
+
+def plan_of(arguments: dict[str, Any]) -> dispatch.CachePlan:
+    """What attention_kvcache would do with these arguments, by name."""
+    try:
+        bound = inspect.signature(attention_kvcache).bind(**arguments)
+    except TypeError as error:
+        raise TypeError(f"attention_kvcache() {error}") from None
+    bound.apply_defaults()
+    given = bound.arguments
+    cache = Cache(*[given.pop(name) for name in Cache._fields])
+    operands = tuple([given.pop(name) for name in ("q", "k_cache", "v_cache", "out")])
+    options = Options.of(**{name: given.pop(name) for name in OPTION_NAMES if name in given})
+    return dispatch.prepare(dispatch.CacheCall(operands, cache, options, **given))[-1]

@@ -1,4 +1,4 @@
-"""Configs of the kernels for the gradients of aux: two passes over all scores, and those before and after."""
+"""Configs of the kernels for the gradients of aux: a loop over all scores, and what runs before and after."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +9,22 @@ from ..problem.options import daux_name
 from .forward import LaunchFacts
 from .simt_backward import OfAux, SimtRowsConfig
 
+PART = 24  # bits of a sum that each of its words has (kernels/score/aux_gradient.py)
+
+
+def words(compute_dtype: str) -> int:
+    """int64 words of the sum of an element: for all exponents, for the bits of a mantissa, and one for NaN and Inf."""
+    exponents, mantissa = (2045, 53) if compute_dtype == "float64" else (253, 24)
+    return exponents // PART + -(-(mantissa + PART - 1) // PART) + 1
+
 
 @dataclass(frozen=True)
 class DauxConfig(OfAux, SimtRowsConfig):
     """Of v2_daux, one thread per query row."""
 
+    kernel = "v2_daux"
     module = "simt.v2_backward_daux"
-    takes = abi.backward("", abi.ROWS, "mask").plus("aux_bounds aux_sums", abi.OF_AUX)
-    names = ("v2_daux_bounds", "v2_daux_sums")
+    takes = abi.backward("", abi.ROWS, "mask").plus(abi.AUX_SUMS, abi.OF_AUX)
 
     def _tile_sizes(self) -> dict[str, int]:
         sizes = super()._tile_sizes()
@@ -33,14 +41,13 @@ class AuxElementsConfig(LaunchFacts):
     wanted_aux: tuple[int, ...] = ()
     threads: int = 256
 
-    takes = abi.Parameters((abi.AUX_BOUNDS, abi.AUX_SUMS), sizes=abi.words(abi.OF_AUX))
+    takes = abi.Parameters((abi.AUX_SUMS,), sizes=abi.words(abi.OF_AUX))
 
     def grid(self, problem: Any) -> int:
         return -(-self._elements(problem) // self.threads)
 
     def workspace(self, problem: Any) -> abi.Workspace:
-        elements, words = self._elements(problem), 2 if self.dtype == "float64" else 1
-        return {abi.AUX_BOUNDS: ((elements + 1,), "uint32"), abi.AUX_SUMS: ((elements * words,), "int64")}
+        return {abi.AUX_SUMS: ((self._elements(problem) * words(self.dtype),), "int64")}
 
     @staticmethod
     def _elements(problem: Any) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .forward import AnyProblem, WarpsConfig, check, layout, tile_bytes, tiles_of_all
+from .forward import AnyProblem, WarpsConfig, check, layout, tile_bytes
 from .simt_backward import OfAux, OfBias, OfDelta
 
 BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/steps/lse_delta.py)
@@ -12,14 +12,12 @@ BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/s
 
 @dataclass(frozen=True)
 class PreprocessConfig(OfDelta):
-    """Of mma/backward_preprocess. wide: rows of do and o begin at multiples of 16 bytes.
+    """Of mma/backward_preprocess.
 
     natural: lse is kept as it is, as scores with a bias need it (kernels/steps/units.py). dq_partials: how many sums of
     dQ are taken in turns. early: the kernel behind may start before this one has ended; cc 9.0.
     """
 
-    lanes: int = 8
-    wide: bool = False
     natural: bool = False
     dq_partials: int = 1
     early: bool = False
@@ -28,10 +26,7 @@ class PreprocessConfig(OfDelta):
     kernel = "backward_preprocess"
     module = "mma.backward_preprocess"
     takes = abi.OF_PREPROCESS
-
-    def __post_init__(self) -> None:
-        whole = self.lanes in (1, 2, 4, 8, 16, 32) and self.threads >= 32 and self.threads % 32 == 0
-        check(whole, f"lanes must divide 32, and 32 threads, but they are {self.lanes} and {self.threads}")
+    UNIT = BLOCK_ROWS
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         p = problem.forward
@@ -40,32 +35,65 @@ class PreprocessConfig(OfDelta):
             rows = self._padded(p.packed[0]) + p.batch * BLOCK_ROWS
         return dict(lse_delta=((p.heads * 2 * rows,), "float32"))
 
-    def grid(self, problem: AnyProblem) -> int:
-        p = problem.forward
-        if not self.in_order:
-            return super().grid(problem)
-        rows = max(self.rows, BLOCK_ROWS)
-        return p.heads * tiles_of_all(p, rows) * (rows // self.rows)
-
     @staticmethod
     def _padded(queries: int) -> int:
         return -(-queries // BLOCK_ROWS) * BLOCK_ROWS
 
 
 class OfGradients:
-    """Which of dK and dV a kernel computes that owns keys. of_dq: it computes dQ, too."""
+    """Which of dK and dV a kernel computes that owns keys."""
 
     of_dk: bool
     of_dv: bool
-    of_dq: ClassVar[bool] = False
 
     def _check_gradients(self) -> None:
         check(self.of_dk or self.of_dv, "of_dk or of_dv must be True: there is nothing else to compute")
 
 
+class WalkConfig(WarpsConfig):
+    """Of mma/backward, all dtypes. with_dq: a block that owns keys computes dQ, too. of_product: dS is the gradient of
+    scale * q . k, otherwise that of the finished score."""
+
+    stages: ClassVar[int]
+    with_dq: ClassVar[bool] = False
+    of_product: ClassVar[bool] = True
+
+    @property
+    def of_ds(self) -> bool:
+        """Whether it sums up dS times rows of the other side, to dK or dQ."""
+        return getattr(self, "of_dk", True)
+
+    @property
+    def of_p(self) -> bool:
+        """Whether it sums up P times them, to dV."""
+        return getattr(self, "of_dv", False)
+
+    @property
+    def delta_first(self) -> bool:
+        """Whether the sums of dP begin with -delta."""
+        return self.item_size == 2 and not self.seeded
+
+    def shared_layout(self) -> Any:
+        """Where the block's own tiles are, for S and for dP (K and V, or Q and dO), the stages of the other side's
+        tiles, P and dS where warps exchange them, dQ with with_dq, lse and delta of the other side's queries, what each
+        own row needs (RowState in kernels/mma/backward_scores.py), the state of the block and the end.
+
+        Gradients in 16 bits are staged in the place of the own tiles; without dS there is no V, and dV takes K's place.
+        """
+        own_s, own_dp, other_s, other_dp = self.tiles()
+        own = dict(own_s=own_s, own_dp=own_dp) if self.of_ds else dict(own_s=max(own_s, own_dp), own_dp=0)
+        other, size = dict(other_s=self.stages * other_s, other_dp=self.stages * other_dp), self.item_size
+        scores = self.own_rows * self.other_rows * size if size > 2 else tile_bytes(self.own_rows, self.other_rows)
+        scores *= self.column_groups > 1 or self.with_dq
+        p, dq = scores * self.of_p * (size > 2), other_s * self.with_dq  # in 16 bits P and dS have one place
+        rows = self.stages * 2 * max(size, 4) * self.tile_m * self.of_keys
+        of_rows = (8 if self.of_keys else 16 * max(size // 4, 1)) * self.own_rows
+        return layout(**own, **other, p=p, ds=scores * self.of_ds, dq=dq, rows=rows, of_rows=of_rows, state=6 * 16)
+
+
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class MmaBackwardConfig(WarpsConfig):
-    """What mma/backward_dkdv and mma/backward_dq share.
+class MmaBackwardConfig(WalkConfig):
+    """Of mma/backward, in 16 bits.
 
     in_registers: fragments of the block's own tiles stay in registers instead of being read again for each tile that it
     walks over: 4 to 6 % at head_dim 64. column_groups: each of the warps that own the same rows computes their scores
@@ -76,7 +104,7 @@ class MmaBackwardConfig(WarpsConfig):
     """
 
     in_registers: bool = False
-    stages: int = 2
+    stages: int = 2  # type: ignore[misc]
     copy_bytes: int = 16
 
     WIDEST: ClassVar[int] = 256  # columns of a gradient whose sums a warp can keep in registers
@@ -98,11 +126,6 @@ class MmaBackwardConfig(WarpsConfig):
         self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
-    def state_entries(self) -> int:
-        """Of a block, 16 bytes each (kernels/steps/block_state.py); with bias or mask also where those begin."""
-        return 6 if self.has("bias") or self.has("mask") else 5
-
-    @property
     def group_columns(self) -> int:
         """Columns of gradients that a warp of a group sums up: whole panels of 64."""
         return -(-max(self.head_dim_padded, self.head_dim_v_padded) // (64 * self.column_groups)) * 64
@@ -114,7 +137,7 @@ class MmaBackwardConfig(WarpsConfig):
 
 @dataclass(frozen=True)
 class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
-    """Of mma/backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
+    """A block owns tile_n keys and walks over tiles of tile_m queries.
 
     of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128.
     """
@@ -123,7 +146,7 @@ class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
     of_dv: bool = True
 
     kernel = "mma_dkdv"
-    module = "mma.backward_dkdv"
+    module = "mma.backward"
     takes = abi.backward("dk dv", mask=abi.MASK_BITS_OF_KEYS)
     of_keys = True
     reads_states = True
@@ -140,26 +163,12 @@ class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
             f"{self.head_dim} and {self.head_dim_v}, and those it would stage on top of another's",
         )
 
-    def shared_layout(self) -> Any:
-        """Where K, V, the stages of Q, of dO, of lse and delta, P or dS where warps exchange them, in one place, which
-        queries see each key, the state of the block and the end are.
-
-        dK and dV are staged in the place of K and V; without dK there is no V, and dV takes K's place.
-        """
-        k, v, q, do = self.tiles()
-        tiles = dict(k=k, v=v) if self.of_dk else dict(k=max(k, v), v=0)
-        tiles |= dict(q=self.stages * q, do=self.stages * do)
-        rows = -(-self.stages * 8 * self.tile_m // self.ALIGNMENT) * self.ALIGNMENT
-        ds = tile_bytes(self.tile_n, self.tile_m) if self.column_groups > 1 or self.of_dq else 0
-        dq, seen, state = q if self.of_dq else 0, 8 * self.tile_n, self.state_entries * 16
-        return layout(**tiles, rows=rows, p=0, ds=ds, dq=dq, seen=seen, state=state)
-
 
 @dataclass(frozen=True)
 class MmaOneKeyTileConfig(MmaDkdvConfig):
     """The same where a block's tile has all keys of a head: it computes dQ, too."""
 
-    of_dq = True
+    with_dq = True
     kernel = "mma_one_key_tile"
     takes = abi.backward("dq dk dv", mask=abi.MASK_BITS_OF_KEYS)
     reads_states = False
@@ -172,23 +181,12 @@ class MmaOneKeyTileConfig(MmaDkdvConfig):
 
 @dataclass(frozen=True)
 class MmaDqConfig(MmaBackwardConfig):
-    """Of mma/backward_dq: a block owns tile_m queries of one head and walks over tiles of tile_n keys."""
+    """A block owns tile_m queries of one head and walks over tiles of tile_n keys."""
 
     kernel = "mma_dq"
-    module = "mma.backward_dq"
+    module = "mma.backward"
     takes = abi.backward("dq")
     reads_states = True
-
-    def shared_layout(self) -> Any:
-        """Where Q, dO, the stages of K, those of V, dS where warps exchange it, what each query needs (which keys it
-        sees, lse, -delta), the state of the block and the end are.
-
-        dQ is staged in Q's place.
-        """
-        (q, do, k, v), stages = self.tiles(), self.stages
-        ds = tile_bytes(self.tile_m, self.tile_n) if self.column_groups > 1 else 0
-        of_rows, state = 16 * self.tile_m, self.state_entries * 16
-        return layout(q=q, do=do, k=stages * k, v=stages * v, ds=ds, of_rows=of_rows, state=state)
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -196,6 +194,8 @@ class MmaScoresConfig(MmaBackwardConfig):
     """Of the kernels that stop at dS. Tiles of tile_m queries by tile_n keys, one behind the other. Q, dO, K and V have
     one place each: the next ones come while a tile's scores are finished."""
 
+    of_product = False
+    delta_first = False  # type: ignore[assignment]
     SCORE_PAD: ClassVar[int] = 8  # floats behind a row of scores in shared memory, so that lanes meet no bank twice
 
     def __post_init__(self) -> None:
@@ -212,9 +212,7 @@ class MmaScoresConfig(MmaBackwardConfig):
 
 @dataclass(frozen=True)
 class MmaDbiasConfig(OfBias, MmaScoresConfig):
-    """Of mma_dbias. pairs: two neighbours of 16 bits in dbias lie in one word of 4 bytes."""
-
-    pairs: bool = False
+    """Of mma_dbias."""
 
     kernel = "mma_dbias"
     module = "mma.backward_dbias"
@@ -229,9 +227,9 @@ class MmaDbiasConfig(OfBias, MmaScoresConfig):
 class MmaDauxConfig(OfAux, MmaScoresConfig):
     """Of mma_daux."""
 
+    kernel = "mma_daux"
     module = "mma.backward_daux"
-    takes = abi.backward("").plus("aux_bounds aux_sums", abi.OF_AUX)
-    names = ("mma_daux_bounds", "mma_daux_sums")
+    takes = abi.backward("").plus(abi.AUX_SUMS, abi.OF_AUX)
 
     @property
     def score_row(self) -> int:

@@ -9,7 +9,7 @@ MOST_TILES = 8 * AT_A_TIME  # of keys: with more, the waits at the beginning are
 FEW_QUERIES = 512  # up to here a head's line is long, but the waits in it are short
 
 
-def heads_in_flight(p: Problem, tile_n: int) -> int:
+def heads_in_flight(p: Problem, tile_n: int, sums: int = 1) -> int:
     """How many heads wgmma/backward_fused processes side by side, of each way (kernels/steps/dq_order.py), as equal as
     possible for all groups. The order of sums, and so every bit, stays the same.
 
@@ -18,6 +18,9 @@ def heads_in_flight(p: Problem, tile_n: int) -> int:
     stay in L2. Under a mask they do not wait, and with many key tiles only the first ones do. Then the number is as
     many heads as keep a GPU busy. Of packed sequences it is the number of key tiles: the kernel counts those of a
     sequence, and takes as many of its heads as that needs.
+
+    sums: of dQ, for each query tile. With more, a line is shorter, and takes more room: then fewer heads wait no longer
+    than more heads with one sum.
     """
     if p.packed is not None:
         return AT_A_TIME
@@ -27,6 +30,7 @@ def heads_in_flight(p: Problem, tile_n: int) -> int:
     if masked or (heads * key_tiles > MOST_TILES and p.seqlen_q > FEW_QUERIES):
         return busy
     rows = p.seqlen_q * max(p.heads // max(p.heads_kv, 1), 1)  # query rows of a KV head
-    of_head = max(rows * max(p.head_dim, p.head_dim_v) * 8, 1)  # Q and dO in 16 bits, sums of dQ in 32
-    most = min(max(busy, FEW, HALF_OF_L2 // of_head), AT_A_TIME)
+    # Q and dO in 16 bits, sums of dQ in 32
+    of_head = max(rows * max(p.head_dim, p.head_dim_v) * 4 * (1 + sums), 1)
+    most = min(max(busy, FEW // sums, HALF_OF_L2 // of_head), AT_A_TIME)
     return -(-heads // -(-heads // most))

@@ -10,10 +10,12 @@ from .forward import AnyProblem, LaunchFacts, check
 
 @dataclass(frozen=True)
 class MaskBitsConfig(LaunchFacts):
-    """Of mask_bits, which runs before tensor-core kernels where there is a mask. of_keys: its rows are keys."""
+    """Of mask_bits, which runs before tensor-core kernels where there is a mask. of_keys: its rows are keys. waits: it
+    runs beside the kernel before it, and ends after that; the kernel behind may start before it has ended. cc 9.0."""
 
     of_keys: bool = False  # type: ignore[misc]
     threads: int = 512
+    waits: bool = False  # type: ignore[misc]
 
     module = "score.mask_bits"
     names = (abi.MASK_BITS, abi.MASK_BITS_OF_KEYS)
@@ -31,13 +33,15 @@ class MaskBitsConfig(LaunchFacts):
 
     @property
     def takes(self) -> abi.Parameters:  # type: ignore[override]
-        return abi.Parameters(("mask", self.kernel), ("mask",), abi.words("heads seqlen_q seqlen_k"))
+        return abi.Parameters(("mask", self.kernel), ("mask",), abi.words("batch heads seqlen_q seqlen_k"))
 
     def dtype_of(self, option: str) -> str:
         return self.dtype
 
     def grid(self, problem: AnyProblem) -> int:
-        return mask_bits_layout(problem.forward, self.of_keys)[0]
+        pieces, (*_, row_words) = mask_bits_layout(problem.forward, self.of_keys)
+        warps = self.threads // 32
+        return -(-pieces // (warps // max(min(row_words // 4, warps), 1)))  # a piece has as many as columns for them
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         return {self.kernel: ((mask_bits_words(problem.forward, self.of_keys),), "uint32")}

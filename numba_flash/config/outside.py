@@ -17,8 +17,8 @@ class OutsideConfig(LaunchFacts):
     """Of outside: a block, or `parts` blocks, for each gap between two sequences. written: the arrays, "o" and perhaps
     "lse", "dq", or "dk" and "dv", or one of them; dims: their columns, without those of lse.
 
-    No other kernel reads or writes these rows. So behind the kernels of Hopper's backward, which can overlap
-    (ptx/griddepcontrol.py), it starts before the one before it has ended: in_order, of which waits follows.
+    No other kernel reads or writes these rows. So where kernels may overlap (ptx/griddepcontrol.py), this one does:
+    early: the kernel behind may start before this one has ended; waits: this one before the kernel before it has.
     """
 
     dtype: str
@@ -28,6 +28,8 @@ class OutsideConfig(LaunchFacts):
     threads: int = 128
     blocks: int = 256  # about as many, for all gaps
     in_order: bool = False  # as of the other kernels
+    early: bool = False
+    waits: bool = False  # type: ignore[misc]
 
     module = "simt.outside"
     names = ("outside_of_queries", "outside_of_keys", "outside_of_dq")
@@ -38,17 +40,15 @@ class OutsideConfig(LaunchFacts):
     def before(config: Any, target: Target) -> "OutsideConfig":
         """Of what runs before the forward kernel of `config`."""
         written, dims = ("o", *("lse",) * config.write_lse), (config.head_dim_v,)
-        return OutsideConfig(config.dtype, written, dims, _spans(config.uses), *_sizes(target))
+        return OutsideConfig(config.dtype, written, dims, _spans(config.uses), *_sizes(target), early=config.waits)
 
     @staticmethod
     def of(p: Problem, written: tuple[str, ...], target: Target, in_order: bool) -> "OutsideConfig":
         """Of gradients. in_order: behind kernels of Hopper, which can overlap."""
         dims = tuple(p.head_dim_v if name == "dv" else p.head_dim for name in written)
-        return OutsideConfig(p.dtype, written, dims, _spans(p.uses), *_sizes(target), in_order)
-
-    @property
-    def waits(self) -> bool:  # type: ignore[override]
-        return self.in_order
+        return OutsideConfig(
+            p.dtype, written, dims, _spans(p.uses), *_sizes(target), in_order, early=in_order, waits=in_order
+        )
 
     @property
     def of_keys(self) -> bool:  # type: ignore[override]

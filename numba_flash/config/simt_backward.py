@@ -6,55 +6,60 @@ from typing import Any, ClassVar
 
 from ..abi import parameters as abi
 from ..problem.options import GRADIENT_OF, HEAD_GRADIENTS, Option
-from .forward import ITEM_SIZE, AnyProblem, Config, LaunchFacts, check
+from .forward import ITEM_SIZE, AnyProblem, Config, LaunchFacts, check, tiles_of_all
 from .simt_forward import SimtRows
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class OfDelta(LaunchFacts):
-    """What delta and backward_preprocess share: `lanes` threads share a row. of_terms: what they find goes into the
-    gradient of a term of the sum, too. turns_of: of how many queries the parts of dQ are that are added up in turns; 0:
-    none are."""
+    """What delta and backward_preprocess share. load_bytes: of the loads of do and o, whose rows begin and end at
+    multiples of them; an element, if columns may be anywhere. most_rows: that lanes share. of_terms: what they find
+    goes into the gradient of a term of the sum, too. turns_of: of how many queries the parts of dQ are that are added
+    up in turns; 0: none are."""
 
     dtype: str
     head_dim_v: int
     has_dlse: bool
     threads: int = 256
-    lanes: int = 16
+    load_bytes: int = 16
+    most_rows: int = 4
     of_terms: bool = False
     turns_of: int = 0
     packed: bool = False
 
+    UNIT: ClassVar[int]  # rows of a head are in so many, which lanes share with no other head
+
+    def __post_init__(self) -> None:
+        whole = self.threads >= 32 and self.threads % 32 == 0
+        check(whole, f"threads must be a multiple of 32, not {self.threads}")
+        size, copied = ITEM_SIZE[self.dtype], self.load_bytes
+        taken = copied in (2, 4, 8, 16) and copied >= size and (copied == size or self.head_dim_v * size % copied == 0)
+        check(taken, f"loads of {copied} bytes are not for rows of {self.head_dim_v} numbers of {size} bytes")
+
     @property
-    def rows(self) -> int:
-        """Of one block."""
-        return self.threads // self.lanes
+    def lanes(self) -> int:
+        """That share a row: a power of two, each with 16 bytes of it, or several times 16."""
+        return min(1 << (-(-self.head_dim_v * ITEM_SIZE[self.dtype] // 16) - 1).bit_length(), 32)
+
+    @property
+    def rows_of_lanes(self) -> int:
+        """Rows that they share: a lane ends with one at most."""
+        return min(self.lanes, self.most_rows)
 
     def grid(self, problem: AnyProblem) -> int:
         p = problem.forward
-        return p.batch * p.heads * -(-self._padded(p.seqlen_q) // self.rows)
-
-    @staticmethod
-    def _padded(queries: int) -> int:
-        """Of a head, that a kernel writes numbers for."""
-        return queries
+        of_head = tiles_of_all(p, self.UNIT) if self.in_order else p.batch * -(-p.seqlen_q // self.UNIT)
+        return -(-p.heads * of_head * self.UNIT // (self.threads // self.lanes * self.rows_of_lanes))
 
 
 @dataclass(frozen=True)
 class DeltaConfig(OfDelta):
-    """Of delta, in which a warp reads whole sectors of memory."""
+    """Of delta."""
 
     kernel = "delta"
     module = "simt.delta"
     takes = abi.OF_DELTA
-
-    def __post_init__(self) -> None:
-        whole = self.lanes >= 1 and self.threads >= 1 and self.threads % self.lanes == 0
-        check(whole, f"threads must be a multiple of lanes, but are {self.threads} and {self.lanes}")
-
-    @property
-    def shared_bytes(self) -> int:  # type: ignore[override]
-        return self.threads * ITEM_SIZE[self.compute_dtype]
+    UNIT = 4
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         return dict(delta=(problem.forward.lse_shape, self.compute_dtype))
@@ -145,15 +150,9 @@ class OfBias(Config):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class OfAux(Config):
-    """A kernel of daux. wanted_aux: the numbers of the arrays that have a gradient. of_bounds: it finds the largest
-    exponent of each element's terms; else it adds them up."""
+    """A kernel of daux. wanted_aux: the numbers of the arrays that have a gradient."""
 
     wanted_aux: tuple[int, ...] = ()
-    of_bounds: bool = False
-
-    @property
-    def kernel(self) -> str:  # type: ignore[override]
-        return self.names[not self.of_bounds]
 
 
 @dataclass(frozen=True)
@@ -167,12 +166,15 @@ class DbiasConfig(OfBias, SimtRowsConfig):
 
 @dataclass(frozen=True)
 class DbiasSumConfig(LaunchFacts):
-    """Of dbias_sum, one thread per element of dbias. dtype: that of the problem; given: that of dbias."""
+    """Of dbias_sum. dtype: that of the problem; given: that of dbias; splits: at least as many as there are, a power of
+    two. Few splits are of many elements, and many of few: so the threads of both keep a GPU busy."""
 
     dtype: str
     given: str
     threads: int = 256
+    splits: int = 16
 
+    MOST_PARTS: ClassVar[int] = 16
     kernel = "dbias_sum"
     module = "simt.dbias_sum"
     takes = abi.Parameters(("dbias_sums", "dbias"), ("dbias",), abi.words(OfBias.SIZES))
@@ -182,7 +184,26 @@ class DbiasSumConfig(LaunchFacts):
         return self.given if option == "bias" else None
 
     def grid(self, problem: Any) -> int:
-        return -(-math.prod(problem.dbias_shape) // self.threads)
+        return -(-math.prod(problem.dbias_shape) // self.elements)
+
+    @property
+    def loads(self) -> int:
+        """That a thread has on their way."""
+        return min(self.splits, 16)
+
+    @property
+    def parts(self) -> int:
+        """Threads of an element."""
+        return min(self.splits // self.loads, self.MOST_PARTS)
+
+    @property
+    def elements(self) -> int:
+        """Of a block."""
+        return self.threads // self.parts
+
+    @property
+    def shared_bytes(self) -> int:  # type: ignore[override]
+        return self.threads * ITEM_SIZE[self.compute_dtype]
 
     def workspace(self, problem: Any) -> abi.Workspace:
         count = problem.dbias_splits * math.prod(problem.dbias_shape)

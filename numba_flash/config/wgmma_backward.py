@@ -37,7 +37,8 @@ class StreamingConfig(OwnRows, Padded, Config):
 
     whole_program = True
     in_order: ClassVar[bool] = True  # type: ignore[misc]
-    key_tiles: ClassVar[int] = 0  # as of WgmmaFusedConfig
+    key_tiles: ClassVar[int] = 0  # these two: as of WgmmaFusedConfig
+    bias_in_ds: ClassVar[bool] = False
     PARTS: ClassVar[int] = 1  # of which a tile consists (kernels/wgmma/parts.py)
     STATE_WORDS: ClassVar[int] = 16  # that every role reads of the block's work
 
@@ -288,8 +289,9 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     and writes it in 16 bits. With 0 the block owns tiles of many heads. stays: the block is persistent. It takes one
     tile after another, and stages dK and dV in the place of dS while the next K and V arrive. lse_first: the
     accumulators of S begin with -lse / scale instead of 0, so that nothing waits for lse afterwards; for a scale that
-    is not 0, and only if no weights are dropped. dq_partials: the number of sums of dQ, to which key tiles add in turn;
-    with one, a head of 32k causal queries takes 9 % longer, two heads of 16k take 14 % longer (H200).
+    is not 0, and only if no weights are dropped and there is no bias. dq_partials: the number of sums of dQ, to which
+    key tiles add in turn; with one, a head of 32k causal queries takes 9 % longer, two heads of 16k take 14 % longer
+    (H200).
     """
 
     key_tiles: int = 0  # type: ignore[misc]
@@ -299,7 +301,9 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
 
     kernel = "wgmma_fused"
     module = "wgmma.backward_fused"
-    takes = abi.backward("dq dk dv", without=("bias", "mask")).plus("turns dq_sums dk_sums dv_sums", "heads_in_flight")
+    takes = abi.backward("dq dk dv", mask=abi.MASK_BITS_OF_KEYS).plus(
+        "turns dq_sums dk_sums dv_sums", "heads_in_flight"
+    )
     reads_states = False
     bidirectional: ClassVar[bool] = True
     shared_alignment: ClassVar[int] = 1024
@@ -307,7 +311,7 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
     KEPT: ClassVar[int] = 2  # tiles of queries whose dQ shared memory has room for, with more than one key tile
     MOST_KEY_TILES: ClassVar[int] = 4  # that a block owns one after the other
-    MOST_LINES: ClassVar[int] = 4
+    MOST_LINES: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
         queries, tiles, widest = self.tile_m, self.key_tiles, 64 * self.dq_panels
@@ -324,16 +328,18 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
         check(apart, f"with key_tiles blocks stay with tiles of 128 queries, not {queries}")
         check(self.stays or tiles <= 1, f"a block with {tiles} key tiles stays")
         check(0 <= tiles <= self.MOST_KEY_TILES, f"key_tiles must be 0 to {self.MOST_KEY_TILES}, not {tiles}")
-        most = self.MOST_LINES if not large and not tiles else 1
+        most = 1 if tiles else self.MOST_LINES
         check(
             1 <= self.dq_partials <= most,
-            f"dq_partials must be 1 to {most} with tiles of {queries} queries and key_tiles {tiles}, "
-            f"not {self.dq_partials}",
+            f"dq_partials must be 1 to {most} with key_tiles {tiles}, not {self.dq_partials}",
         )
-        alone = not changes_scores(self.uses) and not any(
-            name in BY_ELEMENT and name != SEEDED for name, _ in self.uses
-        )
-        check(alone, f"it takes no option that changes scores; of {', '.join(BY_ELEMENT)} it takes {SEEDED} alone")
+        others = tuple(use for use in self.uses if use[0] != "bias")
+        alone = not changes_scores(others) and not any(name in FUNCTIONS for name, _ in others)
+        check(alone, f"it takes no option that changes scores but a bias, and none of {', '.join(FUNCTIONS)}")
+        read = self.has("mask") or self.has("bias")
+        check(not (self.seeded and read), f"with {SEEDED} it takes no mask and no bias: registers are few")
+        boxed = self.bias_boxes and not self.stays and not self.lse_first
+        check(boxed or not self.has("bias"), "with a bias it needs bias_boxes, and neither stays nor lse_first")
         room = not self.seeded or not (large or self.lse_first)
         check(room, f"with {SEEDED} tiles are of 64 queries, and lse_first is False: registers are few")
         super().__post_init__()
@@ -344,8 +350,18 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     def persistent(self) -> bool:  # type: ignore[override]
         return self.stays
 
+    @property
+    def bias_in_ds(self) -> bool:  # type: ignore[override]
+        """A bias comes to the place of the tile's dS, which is as large and not written yet."""
+        return self.bias_boxes
+
+    @property
+    def bias_bytes(self) -> int:
+        """It has no place of its own."""
+        return 0
+
     def own_sizes(self, problem: AnyProblem) -> dict[str, Any]:
-        return dict(heads_in_flight=heads_in_flight(problem.forward, self.KEYS))
+        return dict(heads_in_flight=heads_in_flight(problem.forward, self.KEYS, self.dq_partials))
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         made, p = super().workspace(problem), problem.forward
@@ -407,7 +423,7 @@ class WgmmaRoundConfig(Config):
     kernel = "wgmma_round"
     module = "wgmma.backward_round"
     in_order = True
-    takes = abi.backward("dq", without=("bias", "mask")).plus("turns dq_sums")
+    takes = abi.backward("dq", mask=abi.MASK_BITS_OF_KEYS).plus("turns dq_sums")
     waits = True
     threads: ClassVar[int] = 128  # type: ignore[misc]
 

@@ -1,8 +1,10 @@
 """Config of the Hopper forward (kernels/wgmma/forward.py), and how its warpgroups share registers."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..abi import parameters as abi
 from ..abi.tensor_maps import OperandMaps, TensorMap, bias_map, extents, map_of_rows
 from ..arrays.dtypes import ITEM_SIZE
 from .forward import L2_BYTES, AnyProblem, TensorConfig, check, layout, panel_of_bias, tile_bytes
@@ -51,6 +53,8 @@ class WgmmaConfig(WarpgroupsConfig):
 
     bias_stages: how many tiles of a bias that comes by TMA are on their way or in use, of each consumer's rows; 0 where
     it does not.
+
+    parts: how many blocks share the keys of a query tile; with more than one they leave sums for WgmmaJoinConfig.
     """
 
     stages: int = 2
@@ -60,10 +64,12 @@ class WgmmaConfig(WarpgroupsConfig):
     l2_bytes: int = L2_BYTES
     blocks_per_sm: int = 1
     bias_stages: int = 0
+    parts: int = 1
 
     kernel = "wgmma"
     module = "wgmma.forward"
     MOST_KEYS: ClassVar[int] = 256
+    PARTS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8, 16)
     O_COLUMNS: ClassVar[int] = 128
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
     # Where the scheduler looks which tiles are shown:
@@ -84,8 +90,33 @@ class WgmmaConfig(WarpgroupsConfig):
         check(enough, f"stages must be 2 to 4, not {self.stages}: the next K is read before this V is done")
         fits = self.v_parts == 1 and self.head_dim_padded <= 256
         check(fits, f"head_dim must be at most 256, not {self.head_dim} and {self.head_dim_v}")
+        known = self.parts == 1 or (self.parts in self.PARTS and not self.packed and not self.tile_states)
+        check(known, f"parts must be one of {self.PARTS}, and 1 of packed sequences or with mask_mod, not {self.parts}")
         check_registers(self.registers, self.consumers)
         self._set(self.ALIGNMENT + self.shared_layout().end)
+
+    @property
+    def joined(self) -> "WgmmaJoinConfig":
+        """Of the kernel that adds up the parts."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
+        return WgmmaJoinConfig(**given | dict(bias_stages=0))
+
+    @property
+    def takes(self) -> abi.Parameters:  # type: ignore[override]
+        return abi.forward().plus("acc_o" if self.parts > 1 else "")
+
+    def grid(self, problem: AnyProblem) -> int:
+        return super().grid(problem) * self.parts
+
+    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+        if self.parts == 1:
+            return {}
+        return {"acc_o": ((self.grid(problem) * self.consumers * 512 * (self.head_dim_v_padded // 8 + 1),), "float32")}
+
+    @property
+    def waits(self) -> bool:  # type: ignore[override]
+        """Of packed sequences for outside, before O is written."""
+        return self.packed
 
     @property
     def tensor_maps(self) -> int:  # type: ignore[override]
@@ -154,3 +185,30 @@ class WgmmaConfig(WarpgroupsConfig):
             row_states=self.ROW_STATE_BYTES * self.tile_m,
             barriers=112 + 32 * self.stages + 4 * 64 + 16 * boxes,
         )
+
+
+@dataclass(frozen=True)
+class WgmmaJoinConfig(WgmmaConfig):
+    """Of wgmma/forward_join, which adds up the parts that wgmma/forward leaves; the fields are those of its Config."""
+
+    kernel = "wgmma_join"
+    module = "wgmma.forward_join"
+    waits = True
+    whole_program = counted = persistent = False
+    tensor_maps = 0  # type: ignore[assignment]
+
+    def grid(self, problem: AnyProblem) -> int:
+        return super().grid(problem) // self.parts
+
+    def operand_maps(self, problem: AnyProblem) -> OperandMaps:
+        return ()
+
+    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+        return {}
+
+    def shared_layout(self) -> Any:
+        """Of WgmmaConfig's layout what it uses: a place for O, the states of its rows, and a work tile."""
+        own = super().shared_layout()
+        rows, barriers = own.barriers - own.row_states, own.end - own.barriers
+        in_q, o = (0 if self.o_buffer else tile_bytes(self.tile_m, self.head_dim_padded)), own.row_states - own.o
+        return layout(q=in_q, k=0, v=0, bias=0, o=o, row_states=rows, barriers=barriers)

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .backward import OfGradients
-from .forward import AnyProblem, Config, WarpsConfig, check, layout, tile_bytes
+from .backward import OfGradients, WalkConfig
+from .forward import AnyProblem, Config, check, layout, tile_bytes
 from .mma_forward import MmaConfig
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class WideBackwardConfig(WarpsConfig):
-    """What mma_dkdv_wide and mma_dq_wide share. large_f64, copy_bytes: as of MmaConfig."""
+class WideBackwardConfig(WalkConfig):
+    """Of mma/backward, in float32 and float64. large_f64, copy_bytes: as of MmaConfig."""
 
     large_f64: bool = False
     copy_bytes: int = 16
@@ -47,11 +47,6 @@ class WideBackwardConfig(WarpsConfig):
         step = 128 // self.item_size * self.column_groups
         return -(-columns // step) * step
 
-    @property
-    def exchanged(self) -> int:
-        """Bytes of P or dS where warps that own the same rows exchange it."""
-        return self.own_rows * self.other_rows * self.item_size if self.column_groups > 1 else 0
-
 
 @dataclass(frozen=True)
 class WideDkdvConfig(OfGradients, WideBackwardConfig):
@@ -61,19 +56,13 @@ class WideDkdvConfig(OfGradients, WideBackwardConfig):
     of_dv: bool = True
 
     kernel = "mma_dkdv_wide"
-    module = "mma.backward_dkdv"
+    module = "mma.backward"
     takes = abi.backward("dk dv", abi.ROWS, abi.MASK_BITS_OF_KEYS)
     of_keys = True
 
     def __post_init__(self) -> None:
         self._check_gradients()
         super().__post_init__()
-
-    def shared_layout(self) -> Any:
-        """As of MmaDkdvConfig; P and dS each have a place."""
-        k, v, q, do = self.tiles()
-        p, ds, rows = self.exchanged * self.of_dv, self.exchanged * self.of_dk, self.tile_m * 2 * self.item_size
-        return layout(k=k, v=v, q=q, do=do, rows=rows, p=p, ds=ds, seen=8 * self.tile_n, state=96)
 
     @property
     def summed_columns(self) -> int:
@@ -210,15 +199,9 @@ class WideDqConfig(WideBackwardConfig):
     """A block owns tile_m queries of one head and walks over tiles of tile_n keys."""
 
     kernel = "mma_dq_wide"
-    module = "mma.backward_dq"
+    module = "mma.backward"
     takes = abi.backward("dq", abi.ROWS)
 
     @property
     def summed_columns(self) -> int:
         return self.head_dim_padded
-
-    def shared_layout(self) -> Any:
-        """As of MmaDqConfig."""
-        q, do, k, v = self.tiles()
-        of_rows = self.tile_m * (16 if self.item_size == 4 else 32)
-        return layout(q=q, do=do, k=k, v=v, ds=self.exchanged, of_rows=of_rows, state=96)

@@ -34,6 +34,8 @@ class CachePlan(NamedTuple):
     made: CacheProblem
     target: Target
     kernel: str
+    refused: tuple[tuple[str, str], ...]  # rungs that do not run, and why not
+    not_decode: str | None  # why mma's kernel of caches does not run
     on_gpu: Any = None  # a kvcache_on_gpu.OnGpu
 
 
@@ -163,8 +165,8 @@ def _plan(
     contiguous = (
         of_cache.page_table is of_cache.page_indices is of_cache.cache_batch_idx is of_cache.cu_seqlens_q is None
     )
-    kernel = _kernel(target, call.kernel, made, contiguous)
-    found = CachePlan(made, target, kernel)
+    kernel, refused, not_decode = _kernel(target, call.kernel, made, contiguous)
+    found = CachePlan(made, target, kernel, refused, not_decode)
     if kernel not in RUNGS or not RUNGS[kernel].on_host:  # "auto" and "decode" are none of them
         from .kvcache_on_gpu import make
 
@@ -174,9 +176,11 @@ def _plan(
     return found
 
 
-def _kernel(target: Target, kernel: str, made: CacheProblem, contiguous: bool) -> str:
-    """The rung, or "decode" for mma's kernel of caches. A contiguous cache that it does not take goes to what was asked
-    for, of which `attention` takes the best."""
+def _kernel(
+    target: Target, kernel: str, made: CacheProblem, contiguous: bool
+) -> tuple[str, tuple[tuple[str, str], ...], str | None]:
+    """-> (the rung, or "decode" for mma's kernel of caches, why not the others, why not decode). A contiguous cache
+    that decode does not take goes to what was asked for, of which `attention` takes the best."""
     of_mma = None if target.cc is None else decode.refusal(made.problem, target, contiguous)
 
     def refusal(name: str) -> str | None:
@@ -193,7 +197,7 @@ def _kernel(target: Target, kernel: str, made: CacheProblem, contiguous: bool) -
 
     takes = of_mma is None and target.cc is not None and (not target.simulated or kernel == "mma")
     first = "mma" if takes else "" if contiguous else "v2"
-    name = choose(kernel, target, refusal, first=first)[0]
+    name, refused = choose(kernel, target, refusal, first=first)
     if name == "mma" and of_mma is None:
-        return "decode"
-    return name if RUNGS[name].on_host or not contiguous else kernel
+        return "decode", refused, None
+    return name if RUNGS[name].on_host or not contiguous else kernel, refused, of_mma

@@ -21,7 +21,7 @@ from ..problem.option_checks import AuxArray
 from ..problem.options import ARRAY_NAMES, OPTION_ARRAYS, Operands
 from ..problem.strides import element_strides
 from ..select import decode
-from ..select.forward import config_of, prologue, select
+from ..select.forward import Choice, config_of, prologue, select
 from ..select.rungs import RUNGS, no_room
 from . import forward
 from .call import Call
@@ -33,10 +33,11 @@ KINDS = dict(page_table="table", page_indices="csr", cache_batch_idx="entries")
 
 class OnGpu(NamedTuple):
     """append: writes new keys, queries that are turned, and the numbers of valid keys; names: of its arrays. attend:
-    None = attention itself."""
+    None = attention itself. choice: the kernel that attends; None = there is no work."""
 
     append: Launch | None
     names: tuple[str, ...]
+    choice: Choice | None
     attend: Launch | None
     of_pages: tuple[str, ...]  # the arrays that `attend` takes before those of aux
 
@@ -50,44 +51,39 @@ def make(made: CacheProblem, operands: Any, cache: Cache, others: Any, target: T
     append, names = _append(made, operands, cache, others[-1], kind, of_pages, target)
     if kernel != "decode" and kind == "own" and made.problem.packed is None:
         p = dataclasses.replace(made.problem, pages=None)
-        select(with_contiguous_q(p) if made.rotary_dim else p, target, kernel)  # says what it refuses before keys go in
-        return OnGpu(append, names, None, ())
+        # says what it refuses before keys go in
+        chosen = select(with_contiguous_q(p) if made.rotary_dim else p, target, kernel)
+        return OnGpu(append, names, chosen, None, ())
     aux = tuple(_aux_array(getattr(cache, name)) for name in of_pages)
     alone = kernel == "decode" and cache.k_new is None and not made.rotary_dim
-    attend = (_decode if kernel == "decode" else _attend)(made, kind, aux, target, *(alone,) * (kernel == "decode"))
-    return OnGpu(None if alone else append, names, attend, of_pages)
+    choice, attend = _attend(made, kind, aux, target, kernel == "decode", alone)
+    return OnGpu(None if alone else append, names, choice, attend, of_pages)
 
 
 def _aux_array(layout: Layout) -> AuxArray:
     return AuxArray(layout.dtype, layout.shape, element_strides(layout))
 
 
-def _attend(made: CacheProblem, kind: str, of_pages: tuple[AuxArray, ...], target: Target) -> Launch:
-    p = made.problem
-    if made.rotary_dim:
-        p = with_contiguous_q(p)
-    p = _with_totals(p)
+def _attend(
+    made: CacheProblem, kind: str, of_pages: tuple[AuxArray, ...], target: Target, by_decode: bool, alone: bool
+) -> tuple[Choice | None, Launch]:
+    """decode, or v2 over pages. alone: nothing runs before it."""
+    p = with_contiguous_q(made.problem) if made.rotary_dim else made.problem
+    if not alone:
+        p = _with_totals(p)
     if not p.batch * p.heads * p.seqlen_q and p.packed is None:
-        return Launch()
+        return None, Launch()
+    config: Any = decode.config_of(p, kind, target) if by_decode else _of_v2(p, kind, target)
+    steps = sequence_of([*prologue(config, target), config], dataclasses.replace(p, aux=(*of_pages, *p.aux)), target)
+    return Choice("mma" if by_decode else "v2", config, False, ()), steps
+
+
+def _of_v2(p: Problem, kind: str, target: Target) -> PagedConfig:
     found = config_of("v2", p, target)
     if found is None:
         needed = min(config.shared_bytes for config in RUNGS["v2"].candidates(p, target))
         raise NotImplementedError(f"kernel='v2' cannot read these pages. {no_room(p, target, needed)}")
-    config = PagedConfig.of(found, kind)
-    with_pages = dataclasses.replace(p, aux=(*of_pages, *p.aux))
-    return sequence_of([*prologue(config, target), config], with_pages, target)
-
-
-def _decode(made: CacheProblem, kind: str, of_pages: tuple[AuxArray, ...], target: Target, alone: bool) -> Launch:
-    p = made.problem
-    if made.rotary_dim:
-        p = with_contiguous_q(p)
-    if not alone:
-        p = _with_totals(p)
-    if not p.batch * p.heads * p.seqlen_q and p.packed is None:
-        return Launch()
-    config = decode.config_of(p, kind, target)
-    return sequence_of([*prologue(config, target), config], dataclasses.replace(p, aux=(*of_pages, *p.aux)), target)
+    return PagedConfig.of(found, kind)
 
 
 def _with_totals(p: Problem) -> Problem:

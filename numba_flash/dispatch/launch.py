@@ -21,7 +21,7 @@ from ..machine import toolchain
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import GradientOperands, Operands
-from ..select.forward import Choice, prologue
+from ..select.forward import Choice, epilogue, prologue
 
 if TYPE_CHECKING:
     from ..problem.backward import BackwardProblem
@@ -72,7 +72,7 @@ def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
     if not problem.batch * problem.heads * problem.seqlen_q and not problem.packed:
         return Launch()
     assert choice.config is not None
-    configs = [*prologue(choice.config, target), choice.config]
+    configs = [*prologue(choice.config, target), choice.config, *epilogue(choice.config)]
     ready = sequence_of(configs, problem, target)
     return WarnsIfSlow(problem, ready, choice.kernel) if target.simulated else ready
 

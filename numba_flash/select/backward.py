@@ -10,7 +10,8 @@ from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import ARRAYS
 from .backward_shared import one_key_tile
-from .forward import no_tma, no_wide_rows, not_on_tensor_cores
+from .cost_model import FLOAT32, microseconds
+from .forward import may_be_sooner, no_tma, no_wide_rows, not_on_tensor_cores
 from .rungs import RUNGS, Refused, Rung, check_request, choose, no_room, not_here
 
 
@@ -29,9 +30,20 @@ def select_backward(
     """The rung by name, or for "auto" the fastest rung that can compute the gradients exactly here; like `select`."""
     check_request(kernel, target, family, stream)
     refuses = functools.partial(_refusal, problem=problem, target=target)
-    mma = one_key_tile(problem, target)
+    mma = kernel == "auto" and (one_key_tile(problem, target) or _sooner(problem, target))
     name, refused = choose(kernel, target, refuses, first="mma" if mma else "")
     return BackwardChoice(name, RUNGS[name].kernels(problem, target), refused)
+
+
+def _sooner(problem: BackwardProblem, target: Target) -> bool:
+    """As of a forward, in float32."""
+    made = {}
+    for name in FLOAT32 if may_be_sooner(problem.forward, target) else ():
+        if _refusal(name, problem, target) is not None:
+            return False
+        own = [config for config in RUNGS[name].kernels(problem, target) if config.kernel.startswith(name)]
+        made[name] = sum(microseconds(problem.forward, config, name) for config in own)
+    return bool(made) and made["mma"] < made["wgmma"]
 
 
 def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:

@@ -2,11 +2,12 @@
 added up. docs/adding_a_tile_row.md has the measurements."""
 
 from ..config.blocks import AT_A_TIME
-from ..config.wgmma_backward import BY_ELEMENT, WgmmaFusedConfig, all_parts
+from ..config.wgmma_backward import WgmmaFusedConfig, all_parts
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.groups import parts_of
-from ..problem.options import SEEDED, changes_scores
+from ..problem.options import changes_scores
+from .backward_line import fewest_sums, one_kernel_gains
 
 LONGEST_STAY = 8192  # queries of a walk over all of them
 
@@ -17,8 +18,10 @@ def can_be_one_kernel(problem: BackwardProblem) -> bool:
     forward = problem.forward
     if not forward.seqlen_q:
         return False
-    per_score = any(name in BY_ELEMENT and name != SEEDED for name, _ in forward.uses)
-    plain, widest = not changes_scores(forward.uses) and not per_score, max(forward.head_dim, forward.head_dim_v)
+    bias, widest = forward.array("bias"), max(forward.head_dim, forward.head_dim_v)
+    plain = not forward.functions and not changes_scores(tuple(use for use in forward.uses if use[0] != "bias"))
+    plain = plain and (bias is None or bias.boxes)
+    plain = plain and not (forward.seeded and (bias is not None or forward.array("mask") is not None))
     # Where weights are dropped, registers do not suffice for tiles of 128 queries. At head_dim 128 two kernels take 15
     # to 16 % longer (H200).
     taken = widest <= 128 and (widest > 64 or not forward.seeded)
@@ -29,12 +32,10 @@ def can_be_one_kernel(problem: BackwardProblem) -> bool:
 def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     """Whether the one kernel is faster than two. docs/adding_a_tile_row.md has the measurements.
 
-    If every query sees every key, parts of dQ wait in a line (kernels/steps/dq_order.py). That costs little if a head
-    has no more key tiles than query tiles, or few query tiles, and if a batch entry has enough work for the line to
-    pass: eight heads, or more key tiles than run at a time, because only the first ones wait. Under a mask two long
-    heads go two ways, and parts of a group count as heads. With several sums of dQ (dq_partials) lines are short.
-    The batch size may not decide: a row's bits must not depend on it. Short sequences are assumed to come in batches.
-    If all keys are one tile, there are no parts. Of packed sequences the lengths are not known, and may not decide.
+    If every query sees every key, parts of dQ wait in a line, and a model says what that costs (backward_line.py).
+    Under a mask two long heads go two ways, and parts of a group count as heads. The batch size may not decide: a row's
+    bits must not depend on it. Short sequences are assumed to come in batches. If all keys are one tile, there are no
+    parts. Of packed sequences the lengths are not known, and may not decide.
     """
     forward = problem.forward
     if forward.packed is not None:
@@ -48,19 +49,13 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
         return True
     if one_tile:
         return forward.seqlen_q <= 1024
+    if every_key:  # a small batch of few keys would lose more by one kernel than a large one gains
+        return forward.heads_kv * forward.seqlen_k >= (8192 if widest <= 64 else 16384) and one_kernel_gains(forward)
     group = forward.heads // max(forward.heads_kv, 1)
     lines = forward.heads_kv * parts_of(group, heads_per_block(problem, one_kernel=True))
-    few_queries = every_key and forward.seqlen_q <= 512
-    long_line = forward.seqlen_k > forward.seqlen_q and not few_queries
-    two_ways = lines == 2 and not every_key and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
-    key_tiles, enough = lines * forward.seqlen_k // WgmmaFusedConfig.KEYS, 2 if widest <= 64 else 1.5
-    many_tiles = every_key and key_tiles >= enough * AT_A_TIME and forward.seqlen_q >= forward.seqlen_k
-    few = lines < (8 if every_key else 4) and not two_ways and not many_tiles and dq_partials(problem) == 1
-    if long_line or few:
-        return False
-    # Wide heads that see all keys start later: a small batch of them would lose more by the one kernel.
-    least = 8192 if widest <= 64 or not every_key else 16384
-    return (forward.heads_kv if every_key else forward.heads) * forward.seqlen_k >= least
+    two_ways = lines == 2 and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
+    few = lines < 4 and not two_ways and dq_partials(problem) == 1
+    return not few and forward.seqlen_k <= forward.seqlen_q and forward.heads * forward.seqlen_k >= 8192
 
 
 def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
@@ -80,28 +75,25 @@ def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
     kept = max(forward.head_dim, forward.head_dim_v) <= 64 and query_tiles <= WgmmaFusedConfig.KEPT
     every_key = forward.left is None and forward.right is None
     few = every_key and forward.batch * forward.heads_kv * key_tiles <= target.multiprocessors
+    kept = kept and forward.array("bias") is None  # with which no block stays (`blocks_stay`)
     return key_tiles if kept and not few and key_tiles <= WgmmaFusedConfig.MOST_KEY_TILES else 0
 
 
 def dq_partials(problem: BackwardProblem) -> int:
     """How many sums of dQ the key tiles of a head add to in rotation.
 
-    If few heads have as many key tiles as a GPU runs blocks, all blocks begin with the same query tiles, each one turn
-    after the one before (kernels/steps/dq_order.py). More sums shorten this wait and take more of the L2 cache.
+    More sums shorten the wait of key tiles for each other (backward_line.py), and take more of the L2 cache. Under a
+    mask blocks hardly wait, but for one head with as many key tiles as a GPU runs blocks.
     docs/adding_a_tile_row.md has the measurements.
     """
     forward = problem.forward
     if forward.packed is not None:
         return 1
-    every_key = forward.left is None and forward.right is None
-    key_tiles = forward.heads_kv * forward.seqlen_k // WgmmaFusedConfig.KEYS
-    most_heads = 4 if every_key and forward.seqlen_q >= forward.seqlen_k else 1
-    narrow = max(forward.head_dim, forward.head_dim_v) <= 64
-    if narrow or forward.heads > most_heads:
-        return 1
-    if forward.heads <= 2:
-        return WgmmaFusedConfig.MOST_LINES if key_tiles >= AT_A_TIME else 1
-    return 2 if key_tiles >= 1.5 * AT_A_TIME else 1
+    if forward.left is None and forward.right is None:
+        return fewest_sums(forward)
+    one_long = forward.heads == 1 and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
+    wide = max(forward.head_dim, forward.head_dim_v) > 64
+    return 4 if one_long and wide else 1
 
 
 def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tiles: int) -> bool:
@@ -110,7 +102,8 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
 
     From head_dim 65 on long loops lose 2 % by it, and short ones gain up to 14 % (docs/adding_a_tile_row.md). A block
     with the only key tile of a head does not stay there: the compiler would serialise its products. Nor does a block
-    where weights are dropped: registers are scarce.
+    where weights are dropped, or where a mask says over which queries each of many key tiles loops: registers are
+    scarce. Nor does one whose bias comes to where dS will be, because dK and dV of the tile before are staged there.
     """
     forward = problem.forward
     if forward.packed is not None:  # the numbers of tiles that do not exist are passed over
@@ -121,7 +114,10 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
     of_a_walk = forward.seqlen_q * (members or forward.heads // max(forward.heads_kv, 1))
     long = every_key and of_a_walk > LONGEST_STAY
     wide = max(forward.head_dim, forward.head_dim_v) > 64
-    return many and not (wide and (key_tiles or forward.seeded or long))
+    masked = forward.array("mask") is not None and not key_tiles
+    return (
+        many and not masked and forward.array("bias") is None and not (wide and (key_tiles or forward.seeded or long))
+    )
 
 
 def heads_per_block(problem: BackwardProblem, one_kernel: bool) -> int:

@@ -37,7 +37,8 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     in_order = any(config.in_order for config in before)
     bias, before = problem.forward.array("bias"), (*before, *shared.outside(problem, target, in_order))
     if "dbias" in problem.wanted and bias is not None and problem.dbias_splits > 1:
-        before = (*before, DbiasSumConfig(problem.forward.dtype, bias.dtype, 16 if target.simulated else 256))
+        threads, splits = 16 if target.simulated else 256, 1 << (problem.dbias_splits - 1).bit_length()
+        before = (*before, DbiasSumConfig(problem.forward.dtype, bias.dtype, threads, splits))
     if not problem.wanted_aux:
         return before
     dtypes = tuple(problem.forward.aux[number].dtype for number in problem.wanted_aux)
@@ -45,7 +46,7 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     start, end = AuxStartConfig(*facts), AuxRoundConfig(*facts)
     if problem.forward.function("score_mod") is None:
         return (*before, start, end)
-    sums: Any  # the second of two loops over all scores (kernels/score/aux_gradient.py)
+    sums: Any
     needed: list[LaunchFacts] = []
     if narrow:
         features = shared.of_mma(problem) | dict(wanted_aux=problem.wanted_aux)
@@ -56,8 +57,13 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     else:
         sums = shared.simt(DauxConfig, "v2_dq", problem, target, wanted_aux=problem.wanted_aux)
         needed.append(shared.delta_config(problem, target))
-    bounds = dataclasses.replace(sums, of_bounds=True)
-    return (*before, *(config for config in needed if config not in before), start, bounds, sums, end)
+    return (
+        *before,
+        *(config for config in needed if all(config.kernel != other.kernel for other in before)),
+        start,
+        sums,
+        end,
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -141,35 +147,32 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """One kernel of all gradients."""
     tile, features = shared.usable("wgmma_fused", problem, target)[0].tile, shared.features_of(problem)
     key_tiles, members = key_tiles_of_a_block(problem, target), heads_per_block(problem, one_kernel=True)
-    packed = problem.forward.packed is not None
+    packed, bias = problem.forward.packed is not None, problem.forward.array("bias")
     lines = 1 if key_tiles else dq_partials(problem)
     fused = wgmma.WgmmaFusedConfig(
         **features,
         **tile,
+        bias_boxes=bias is not None,
         key_tiles=key_tiles,
-        lse_first=problem.forward.number("scale") != 0 and not problem.forward.seeded,
+        lse_first=problem.forward.number("scale") != 0 and not problem.forward.seeded and bias is None,
         members=members,
         stays=blocks_stay(problem, target, members, key_tiles),
         dq_partials=lines,
     )
     turns_of = 0 if key_tiles else fused.tile_m
     start = shared.preprocess_config(problem, target, turns_of=turns_of, dq_partials=lines, early=True, in_order=packed)
-    made: list[LaunchFacts] = [start, fused]
+    made: list[LaunchFacts] = [start, *shared.with_what_goes_before([fused], target)]
     if not key_tiles:
         tiles: dict[str, Any] = dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
         made.append(wgmma.WgmmaRoundConfig(**features, **tiles, dq_columns=fused.dq_columns, dq_partials=lines))
-    return [*made, *_add_parts(problem, [fused])]
+    return [*made, *shared.with_what_goes_before(_dbias(problem, target), target), *_add_parts(problem, [fused])]
 
 
 def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
     """mma's dbias kernel, if dbias is wanted."""
-    bias = problem.forward.array("bias")
-    if "dbias" not in problem.wanted or bias is None:
+    if "dbias" not in problem.wanted:
         return []
-    own = shared.of_bias(problem)
-    # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes
-    pairs = ITEM_SIZE[bias.dtype] == 2 and problem.dbias_shape[-1] % 2 == 0 and not any(own.values())
-    features = shared.of_mma(problem) | own | dict(pairs=pairs)
+    features = shared.of_mma(problem) | shared.of_bias(problem)
     return shared.best(mma.MmaDbiasConfig, shared.usable("mma_dbias", problem, target), problem, target, features)
 
 

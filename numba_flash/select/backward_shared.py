@@ -1,6 +1,7 @@
 """What the backward kernels of all rungs share: the parts of each Config that follow from the problem, the rows of a
 table that can be used, and the kernels that run before and after those of the rungs."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -169,35 +170,49 @@ def outside(problem: BackwardProblem, target: Target, in_order: bool) -> list[La
 
 
 def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[LaunchFacts]:
-    """Kernels, preceded by those that prepare what they read: a mask's bits, the states of tiles."""
-    made: list[LaunchFacts] = []
+    """Kernels, preceded by those that prepare what they read: a mask's bits, the states of tiles. Those that overlap
+    with what is in front of them go ahead of all."""
+    made, ahead = list[LaunchFacts](), list[LaunchFacts]()
+    overlaps = len(configs) > 0 and configs[0].waits
     for config in configs:
-        before = prologue(config, target)
-        made += [other for other in before if other not in made] + [config]
-    return made
+        for other in prologue(config, target, overlaps):
+            if other not in (*ahead, *made):
+                (ahead if other.waits else made).append(other)
+        made.append(config)
+    return [*ahead, *made]
 
 
 def preprocess_config(problem: BackwardProblem, target: Target, **more: Any) -> PreprocessConfig:
-    forward = problem.forward
-    rows = (("do", problem.do_strides), ("o", forward.o_strides))
-    every = (no_wide_rows(name, strides, forward.head_dim_v, forward.dtype) for name, strides in rows)
-    wide = forward.alignment == 16 and not any(every)
-    more |= dict(wide=wide, natural=forward.array("bias") is not None)
-    return PreprocessConfig(**_of_delta(problem), threads=32 if target.simulated else 256, **more)
+    more |= dict(natural=problem.forward.array("bias") is not None)
+    return _spread(PreprocessConfig(**_of_delta(problem, target), **more), problem, target)
 
 
 def delta_config(problem: BackwardProblem, target: Target, turns_of: int = 0) -> DeltaConfig:
     """The Config of the kernel with which v2 begins."""
-    threads, lanes = (16, 4) if target.simulated else (256, 16)
-    return DeltaConfig(**_of_delta(problem), threads=threads, lanes=lanes, turns_of=turns_of)
+    return _spread(DeltaConfig(**_of_delta(problem, target), turns_of=turns_of), problem, target)
 
 
-def _of_delta(problem: BackwardProblem) -> dict[str, Any]:
+def _spread(config: Any, problem: BackwardProblem, target: Target) -> Any:
+    """With a row at a time, if there are fewer blocks than multiprocessors. The order of a row's sum stays."""
+    few = not target.simulated and config.grid(problem) < target.multiprocessors
+    return dataclasses.replace(config, most_rows=1) if few else config
+
+
+def _of_delta(problem: BackwardProblem, target: Target) -> dict[str, Any]:
     """What both kernels of delta are compiled for."""
     forward = problem.forward
+    rows, size = (("do", problem.do_strides), ("o", forward.o_strides)), ITEM_SIZE[forward.dtype]
+
+    def whole(copied: int) -> bool:
+        """Whether rows of both begin and end at multiples of so many bytes, and have all their columns there."""
+        begin = (no_wide_rows(name, strides, forward.head_dim_v, forward.dtype, copied) for name, strides in rows)
+        return copied <= forward.alignment and forward.head_dim_v * size % copied == 0 and not any(begin)
+
+    copied = next((copied for copied in (16, 8, 4, 2) if copied > size and whole(copied)), size)
     of_terms = any(option.acts_on == "sum" for name, option in HEAD_GRADIENTS.items() if name in problem.wanted)
     facts = dict(has_dlse=problem.has_dlse, of_terms=of_terms, packed=forward.packed is not None)
-    return dict(dtype=forward.dtype, head_dim_v=forward.head_dim_v) | facts
+    sizes = dict(threads=32 if target.simulated else 256, load_bytes=copied)
+    return dict(dtype=forward.dtype, head_dim_v=forward.head_dim_v) | facts | sizes
 
 
 def head_sums(problem: BackwardProblem, target: Target, of_blocks: bool) -> list[HeadSumsConfig]:

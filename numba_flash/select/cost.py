@@ -15,7 +15,7 @@ from ..problem.options import BY_NAME
 from .forward import Choice, config_of, refusal
 from .measured import CALL_MICROSECONDS, CPU_GFLOPS, GPU, MULTIPROCESSORS, TFLOPS
 from .rungs import GPU as ON_GPU
-from .rungs import RUNGS, preferred
+from .rungs import RUNGS, comes_first, preferred
 
 SAMPLES = 64  # about how many queries' keys are counted
 MEASURED_CC = (9, 0)
@@ -57,6 +57,8 @@ def lost(choice: Choice, problem: Problem, target: Target) -> str | None:
     fastest = next(there, None)
     if fastest is None or choice.kernel == fastest.name:
         return None
+    if (fastest.name, comes_first(choice.kernel)) in choice.refused:
+        return None  # "auto" found the other one faster here
     if RUNGS[choice.kernel].tensor_cores and refusal(fastest.name, problem, target) is not None:
         return None  # only mma is left, which is not much slower
     reason, other, remedy = "it was asked for", problem, ""  # type: str, Problem | None, str

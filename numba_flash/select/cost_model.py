@@ -3,31 +3,67 @@
 Larger tiles reread K and V less often, but waste masked work and may not fill the GPU. No kernel and no CUDA here.
 """
 
+from typing import Any, NamedTuple
+
 from ..problem.forward import Problem
 from ..problem.ranges import key_tiles
 
 SAMPLES = 24  # about how many query tiles of a head are examined
 ENDS = 0.5  # the overhead of a query tile, in key tiles
+# In key tiles of 128 queries, about 1 us: a second kernel that joins parts, and how many rows of parts it joins in one.
+JOIN, ROWS_JOINED = 3.0, 8192
 
 
-def wave_cost(problem: Problem, group_size: int, queries: int, tile_n: int, multiprocessors: int) -> float:
+class Speed(NamedTuple):
+    """Of a rung's kernels, on a multiprocessor of the GPU that was measured."""
+
+    ends: float  # microseconds that a tile takes which a block owns, beside its products
+    products: float  # multiplications in a microsecond
+
+
+# In float32; docs/measurements/wgmma_forward_float32.md has what they follow from.
+FLOAT32 = {"wgmma": Speed(2.5, 0.42e6), "mma": Speed(0.4, 0.22e6)}
+
+
+def wave_cost(
+    problem: Problem, group_size: int, queries: int, tile_n: int, multiprocessors: int, parts: int = 1
+) -> float:
     """How many key tiles a block processes until all is done: one block for each multiprocessor, longest query tiles
     first.
 
-    queries: of a query tile, which has them of `group_size` heads.
+    queries: of a query tile, which has them of `group_size` heads; parts: how many blocks share its keys.
     """
-    lengths, tiles = _lengths(problem, queries, tile_n)
-    count = problem.batch * (problem.heads // group_size) * tiles
+    lengths, tiles = _lengths(problem, queries, tile_n, parts=parts)
+    count = problem.batch * (problem.heads // group_size) * tiles * parts
     mean, shortest = sum(lengths) / len(lengths), min(lengths)
     # What all tiles have in common comes in whole rounds; the rest evens out, except for the longest tile.
     rounds = -(-count // multiprocessors)
     return max(max(lengths), shortest * rounds + (mean - shortest) * count / multiprocessors)
 
 
-def tile_visits(problem: Problem, queries: int, tile_n: int) -> float:
+def join_cost(problem: Problem, parts: int) -> float:
+    """What it takes to join the parts of all query tiles, in key tiles of 128 queries."""
+    rows = problem.batch * problem.heads * problem.seqlen_q
+    return JOIN + parts * rows / ROWS_JOINED if parts > 1 else 0.0
+
+
+def tile_visits(problem: Problem, queries: int, tile_n: int, ends: float = ENDS) -> float:
     """How many key tiles are visited for one head, or for the heads that share a tile."""
-    lengths, tiles = _lengths(problem, queries, tile_n)
+    lengths, tiles = _lengths(problem, queries, tile_n, ends)
     return sum(lengths) / len(lengths) * tiles
+
+
+def microseconds(problem: Problem, config: Any, rung: str) -> float:
+    """What a kernel on tensor cores takes in float32 for one head, of whole tiles, if a multiprocessor has nothing
+    else. Neither heads nor batch entries may decide: they would change a row's bits."""
+    own, other = config.head_dim_padded, config.head_dim_v_padded
+    columns = own + other  # of the products of a tile of scores; in a backward those of S, dP and each gradient
+    if "o" not in config.takes.arrays:
+        columns += own + other * getattr(config, "of_dv", False)
+    owned = -(-problem.seqlen_k // config.tile_n) if config.of_keys else -(-problem.seqlen_q // config.queries)
+    tiles, speed = tile_visits(problem, config.queries, config.tile_n, 0), FLOAT32[rung]
+    products = tiles * config.tile_m * config.tile_n * columns
+    return (owned * speed.ends + products / speed.products) / config.group_size
 
 
 def same_tile_walk(problem: Problem, queries: int, tile_n: int) -> bool:
@@ -46,11 +82,14 @@ def same_tile_walk(problem: Problem, queries: int, tile_n: int) -> bool:
     return not edges or (known and tile_n % queries == 0 and not any(edge % queries for edge in edges))
 
 
-def _lengths(problem: Problem, queries: int, tile_n: int) -> tuple[list[float], int]:
-    """The lengths of some query tiles of a head, in key tiles, and the number of its query tiles."""
+def _lengths(
+    problem: Problem, queries: int, tile_n: int, ends: float = ENDS, parts: int = 1
+) -> tuple[list[float], int]:
+    """The lengths of a part of some query tiles of a head, in key tiles, and the number of its query tiles."""
     tiles = max(-(-problem.seqlen_q // queries), 1)
     step = tiles // SAMPLES | 1  # odd, so that repeated patterns do not always give the same tiles
-    return [ENDS + _walked(problem, i * queries, queries, tile_n) for i in range(step // 2, tiles, step)], tiles
+    walked = [_walked(problem, i * queries, queries, tile_n) for i in range(step // 2, tiles, step)]
+    return [ends + -(-count // parts) for count in walked], tiles
 
 
 def _walked(problem: Problem, first_query: int, queries: int, tile_n: int) -> int:

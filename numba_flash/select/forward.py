@@ -16,13 +16,16 @@ from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import BY_NAME, changes_by_distance_alone, changes_scores
 from ..problem.strides import Strides
-from .cost_model import same_tile_walk, tile_visits, wave_cost
+from .cost_model import FLOAT32, join_cost, microseconds, same_tile_walk, tile_visits, wave_cost
 from .rungs import LARGE_FLOAT64, RUNGS, Rung, check_request, choose, no_room, no_tensor_cores, not_here
 from .tiles import READING_KEYS, TABLES, TILE_COST, Facts, Row, rows_of
 
 if TYPE_CHECKING:
     from ..config.wgmma_forward import WgmmaConfig
     from ..problem.backward import BackwardProblem
+
+
+LEAST_TILES = 8  # of keys, in each of several parts of them
 
 
 class Choice(NamedTuple):
@@ -41,7 +44,7 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
     """
     check_request(kernel, target, family, stream)
     refuses = functools.partial(refusal, problem=problem, target=target)
-    first = "mma" if short(problem, target) else ""
+    first = "mma" if kernel == "auto" and (short(problem, target) or _sooner(problem, target)) else ""
     name, refused = choose(kernel, target, refuses, copies=True, first=first)
     config = None if RUNGS[name].on_host else config_of(name, problem, target)
     copies = config is not None and target.arrays_on_host and not target.simulated
@@ -120,9 +123,10 @@ def config_of(name: str, problem: Problem, target: Target) -> Config | None:
     return rung.refine(_fitting(rung, problem, target), problem, target)
 
 
-def prologue(config: Config, target: Target) -> list[LaunchFacts]:
+def prologue(config: Config, target: Target, overlaps: bool = False) -> list[LaunchFacts]:
     """The kernels that make what the kernel of `config` reads: a mask's bits, the states of tiles under a mask_mod and
-    their order. Most calls have none, and load nothing for them."""
+    their order. Most calls have none, and load nothing for them. overlaps: they may run beside the kernels in front of
+    them, as far as they can."""
     threads, made = 32 if target.simulated else 512, list[LaunchFacts]()
     if config.packed and "o" in config.takes.arrays:
         from ..config.outside import OutsideConfig
@@ -131,13 +135,18 @@ def prologue(config: Config, target: Target) -> list[LaunchFacts]:
     if config.reads_bits and config.has("mask"):
         from ..config.mask_bits import MaskBitsConfig
 
-        made.append(MaskBitsConfig(config.of_keys, threads))
+        made.append(MaskBitsConfig(config.of_keys, threads, overlaps))
     if config.tile_states:
         from ..config.tile_states import TileOrderConfig, TileStatesConfig
 
         states = TileStatesConfig.before(config, threads)
         made += [states, TileOrderConfig.behind(states)] if config.reads_order else [states]
     return made
+
+
+def epilogue(config: Config) -> list[LaunchFacts]:
+    """The kernel that joins parts, if the one of `config` leaves parts."""
+    return [config.joined] if getattr(config, "parts", 1) > 1 else []  # type: ignore[attr-defined]
 
 
 def _fitting(rung: Rung, problem: Problem, target: Target) -> Config | None:
@@ -177,6 +186,23 @@ def short(problem: Problem, target: Target) -> bool:
     16 bits instead of 214, of 64 tokens 22 instead of 35 (H200)."""
     few, narrow = 0 < problem.seqlen_k <= 64 >= problem.seqlen_q, max(problem.head_dim, problem.head_dim_v) <= 128
     return target.cc is not None and ITEM_SIZE[problem.dtype] == 2 and few and narrow and problem.packed is None
+
+
+def _sooner(problem: Problem, target: Target) -> bool:
+    """Whether mma is done sooner than wgmma in float32, because its tiles are smaller and its blocks begin sooner."""
+    made = {}
+    for name in FLOAT32 if may_be_sooner(problem, target) else ():
+        config = None if refusal(name, problem, target) is not None else _fitting(RUNGS[name], problem, target)
+        if config is None:
+            return False
+        made[name] = microseconds(problem, config, name)
+    return bool(made) and made["mma"] < made["wgmma"]
+
+
+def may_be_sooner(problem: Problem, target: Target) -> bool:
+    """Whether that is a question. The longest of packed sequences decides nothing."""
+    both = target.cc == RUNGS["wgmma"].only_cc and not target.simulated
+    return both and problem.dtype == "float32" and problem.packed is None
 
 
 def halved(rows: int, needed: int) -> int:
@@ -262,7 +288,7 @@ def _most_keys(problem: Problem, most: int) -> int:
 
 
 def with_fastest_rows(config: "WgmmaConfig", problem: Problem, target: Target) -> "WgmmaConfig":
-    """With tiles of fewer query rows, if they finish sooner; in float32 the row says how many.
+    """With tiles of fewer query rows and keys in parts, if they finish sooner; in float32 the row says how many rows.
 
     A row's bits must not depend on the number of heads and batch entries. tile_m changes nothing else, except that a
     tile visits keys that some of its rows do not see. Their weight is 0, but if V is not finite there, the row is
@@ -278,14 +304,38 @@ def with_fastest_rows(config: "WgmmaConfig", problem: Problem, target: Target) -
         return min(fitting, key=lambda rows: TILE_COST[rows] * time(rows // group))
 
     rows = config.tile_m
+    parts = _parts(config, problem)
     if problem.packed is not None and not _same_keys(problem):
         rows = min((few for few in TILE_COST if problem.seqlen_q <= few <= rows), default=rows)
     elif not _same_keys(problem):
         rows = fastest(rows, lambda queries: tile_visits(problem, queries, tile_n))
     if same_tile_walk(problem, rows // group, tile_n):
         multiprocessors = max(target.multiprocessors, 1)
-        rows = fastest(rows, lambda queries: wave_cost(problem, group, queries, tile_n, multiprocessors))
-    return dataclasses.replace(config, tile_m=rows)
+        rows = fastest(rows, lambda queries: wave_cost(problem, group, queries, tile_n, multiprocessors, parts))
+    return dataclasses.replace(config, tile_m=rows, parts=parts)
+
+
+def _parts(config: "WgmmaConfig", problem: Problem) -> int:
+    """How many blocks share the keys of a query tile: more than one if a single batch entry is done sooner so.
+
+    It changes the order of sums, and so bits. So neither the batch size decides nor the number of multiprocessors. A
+    large batch gains nothing by it, and each part takes a while to begin and to be joined: so a part has many keys.
+    """
+    from ..config.blocks import AT_A_TIME
+
+    if problem.packed is not None or problem.function("mask_mod") is not None:
+        return 1
+    entry, group, tile_n = dataclasses.replace(problem, batch=1), config.group_size, config.tile_n
+    most = problem.seqlen_k // (LEAST_TILES * tile_n)
+
+    def time(parts: int) -> float:
+        tiles = [
+            (cost, rows // group) for rows, cost in TILE_COST.items() if rows <= config.tile_m and rows % group == 0
+        ]
+        blocks = min(cost * wave_cost(entry, group, of, tile_n, AT_A_TIME, parts) for cost, of in tiles)
+        return blocks + join_cost(entry, parts)
+
+    return min((parts for parts in config.PARTS if parts <= max(most, 1)), key=time)
 
 
 def _same_keys(problem: Problem) -> bool:

@@ -155,12 +155,17 @@ def choose(
     for index, name in enumerate(wanted):
         reason = refusal(name)
         if reason is None:
-            return name, (*refused, *((later, f"{name} comes first") for later in wanted[index + 1 :]))
+            return name, (*refused, *((later, comes_first(name)) for later in wanted[index + 1 :]))
         refused.append((name, reason))
     reasons = "; ".join(f"{name}: {why}" for name, why in refused if name in wanted)
     others = [name for name in RUNGS if name not in wanted and refusal(name) is None]
     possible = f" What would run: kernel={' or '.join(map(repr, others))}." if others else ""
     raise NotImplementedError(f"kernel={kernel!r} cannot run this problem here. {reasons}.{possible}")
+
+
+def comes_first(name: str) -> str:
+    """Why those behind it are not asked."""
+    return f"{name} comes first"
 
 
 def _not_asked(rung: Rung, kernel: str, target: Target, copies: bool) -> str:

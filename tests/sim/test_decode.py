@@ -8,7 +8,8 @@ from contracts import forward, kvcache, suite
 from contracts.forward import same_bits
 from hypothesis import reject
 
-from numba_flash import testing
+import numba_flash
+from numba_flash import arrays, testing
 from numba_flash.dispatch import kvcache as dispatch
 from numba_flash.select import decode
 
@@ -52,7 +53,7 @@ MANY = dict(causal=True, window=(2000, 0))  # chunks 1 to 9: of two groups of ei
 
 @pytest.mark.parametrize(
     ("lengths", "options", "blocks"),
-    [(LENGTHS, {}, (2, 5, 64)), ((1030, 257, 1), WINDOW, (2, 5, 64)), ((2400,), MANY, (9,))],
+    [(LENGTHS, {}, (2, 64)), ((1030, 257, 1), WINDOW, (5, 64)), ((2400,), MANY, (9,))],
     ids=["plain", "window", "many"],
 )
 def test_any_number_of_blocks_gives_the_same_bits(rung, monkeypatch, lengths, options, blocks):
@@ -69,10 +70,40 @@ def test_any_number_of_blocks_gives_the_same_bits(rung, monkeypatch, lengths, op
         assert same_bits(other, o) and same_bits(other_lse, lse), number
 
 
+@pytest.mark.parametrize("head_dim", [16, 160])
+def test_nodes_wait_in_shared_or_in_global_memory_with_the_same_bits(rung, monkeypatch, head_dim):
+    """Those of 6 chunks, on three levels; at head_dim 160 none waits in registers."""
+    case = kvcache.problem(rung, (1300,), 5, heads=3, heads_kv=1, head_dim=head_dim, causal=True)
+    cached = kvcache.lay(case, "table", page=16)
+    o, lse = of_blocks(monkeypatch, 1, cached, rung)
+    testing.check(case, o, lse, "in shared memory")
+    for levels in (0, 1):
+        monkeypatch.setattr(decode, "MOST_LEVELS", levels)
+        monkeypatch.setattr(decode, "LEAST_LEVELS", levels)
+        other, other_lse = of_blocks(monkeypatch, 1, cached, rung)
+        assert same_bits(other, o) and same_bits(other_lse, lse), levels
+
+
+def test_a_launch_leaves_its_counters_at_zero(rung, monkeypatch):
+    """The next one counts from there."""
+    counters, scratch = [], arrays.scratch
+
+    def noted(like, shape, dtype, *more):
+        made = scratch(like, shape, dtype, *more)
+        counters.extend([made] if dtype == "uint32" else [])
+        return made
+
+    monkeypatch.setattr(arrays, "scratch", noted)
+    for lengths in (LENGTHS, (0,), (255,)):  # of several blocks, and of one
+        of_blocks(monkeypatch, 3, kvcache.lay(kvcache.problem(rung, lengths, 1, heads=2, heads_kv=1)), rung)
+    assert len(counters) == 3
+    assert [list(arrays.host_view(x)) for x in counters] == [[0] * len(arrays.host_view(x)) for x in counters]
+
+
 @pytest.mark.parametrize("heads", [1, 3])
 def test_a_query_has_the_same_bits_beside_others(rung, heads):
     """In tiles of 16, 32 and 64 rows, and in the second of two."""
-    case = kvcache.problem(rung, (600, 258), 24, heads=heads, heads_kv=1, causal=True)
+    case = kvcache.problem(rung, (300, 24), 24, heads=heads, heads_kv=1, causal=True)
     o, lse = kvcache.lay(case, "table", page=16).run(rung)[:2]
     testing.check(case, o, lse, "24 queries")
     for queries in (1, 7):
@@ -82,7 +113,7 @@ def test_a_query_has_the_same_bits_beside_others(rung, heads):
 
 
 def test_pages_of_any_size_have_the_bits_of_a_contiguous_cache(rung):
-    case = kvcache.problem(rung, LENGTHS, 1, heads=2, heads_kv=2)
+    case = kvcache.problem(rung, (257, 0, 30), 1, heads=2, heads_kv=2)
     o, lse = kvcache.lay(case, "contiguous").run(rung)[:2]
     for page, kind, form in (
         (1, "table", "nhd"),
@@ -120,3 +151,12 @@ def test_pages_that_a_window_has_left_behind_may_be_another_s(rung):
         heads_first[left, :, : 34 % 4] = np.nan
     o, lse = cached.run(rung)[:2]
     assert same_bits(o, expected[0]) and same_bits(lse, expected[1])
+
+
+@pytest.mark.parametrize(("queries", "kernel"), [(1, "decode"), (80, "mma")])
+def test_explain_names_the_kernel_of_caches_or_why_it_is_not_taken(rung, queries, kernel):
+    cached = kvcache.lay(kvcache.problem(rung, (700, 80), queries, heads=1, heads_kv=1), "contiguous")
+    found = numba_flash.explain(**cached.given, kernel="mma")
+    assert found.kernel == "mma" and found.config.kernel == kernel and found.blocks == found.config.grid(found.problem)
+    assert ("a tree over chunks of 256" in str(found)) == (kernel == "decode")
+    assert ("up to 64 queries of the heads of a KV head, not 80" in str(found)) == (kernel == "mma")

@@ -29,8 +29,8 @@ MASKS = {
 
 
 def pieces_of(mask, threads, of_keys):
-    """-> (pieces, words of one), of the mask of one head."""
-    q, k = (np.zeros((1, 1, n, 8), np.float16) for n in mask.shape[2:])
+    """-> (pieces, words of one)."""
+    q, k = (np.zeros((*mask.shape[:2], n, 8), np.float16) for n in mask.shape[2:])
     problem = api.prepare_call(q, k, k, dict(mask=mask, kernel="wgmma"))[1].problem
     config = MaskBitsConfig(threads=threads, of_keys=of_keys)
     pieces, (*_, row_words) = mask_bits_layout(problem, of_keys)
@@ -87,6 +87,24 @@ def test_bits_of_a_mask(layout, columns, of_keys):
     found = bits_of(words, seen.shape[1])
     assert (found[: len(seen)] == seen).all()
     assert not found[len(seen) :].any()
+
+
+# Blocks have more warps than a piece has columns for. Of rows that are alike one is read, at an odd address.
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize("shape", [(3, 2, 21, 35), (3, 1, 1, 150), (1, 2, 21, 1)], ids=str)
+def test_pieces_of_all_heads_share_blocks(shape, of_keys):
+    memory = np.random.default_rng(5).random((*shape[:3], 2 * shape[3] + 1)) < 0.6
+    mask = np.broadcast_to(
+        memory[..., 1::2], (*shape[:2], *np.broadcast_shapes(shape[2:], (21, 35 if shape[3] == 1 else 1)))
+    )
+    words, alone = (pieces_of(mask, threads, of_keys) for threads in (160, 32))
+    assert (words == alone).all(), "whatever a block has"
+    seen = mask.swapaxes(2, 3) if of_keys else mask
+    own = len(words) // (shape[0] * shape[1])
+    for number, rows in enumerate(seen.reshape(-1, *seen.shape[2:])):
+        found = bits_of(words[number * own : (number + 1) * own], rows.shape[1])
+        count = min(len(found), len(rows))  # those that are alike are one piece
+        assert (found[:count] == rows[:count]).all()
 
 
 def test_any_nonzero_byte_unmasks_its_key():

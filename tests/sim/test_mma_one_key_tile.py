@@ -1,4 +1,4 @@
-"""Gradients of heads whose keys fit into one tile, by one kernel (mma/backward_dkdv.py with of_dq), simulated."""
+"""Gradients of heads whose keys fit into one tile, by one kernel (mma/backward.py with with_dq), simulated."""
 
 import numpy as np
 import pytest
@@ -54,6 +54,13 @@ def test_lengths(rung, seqlen_q, seqlen_k):
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k", "wanted"), [(33, 16, WANTED), (16, 17, WANTED), (16, 16, ("dq",))])
 def test_longer_heads_and_single_gradients_have_the_other_kernels(rung, seqlen_q, seqlen_k, wanted):
     assert "mma_one_key_tile" not in kernels(rung.problem(seqlen_q, seqlen_k, batch=1, heads=1, head_dim=16), wanted)
+
+
+def test_a_mask_mod_decides_in_every_tile_of_queries(rung):
+    """The second tile lies inside the window of all keys, and no key is missing: only the function hides scores."""
+    case = rung.problem(32, 16, batch=1, heads=1, head_dim=16)
+    rung.check(case, wanted=WANTED, mask_mod=lambda b, h, q_pos, k_pos: (q_pos + k_pos) % 3 != 0)
+    assert kernels(case)[-1] == "mma_one_key_tile"
 
 
 def test_a_row_has_the_same_bits_beside_other_entries(rung):

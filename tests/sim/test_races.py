@@ -46,7 +46,6 @@ FILES = (
     ("softmax.blocked", range(2), softmax),
     ("simt.v2_backward_dkdv", range(3), backward),
     ("simt.ds_rows", range(1, 3), backward),
-    ("simt.delta", range(1), backward),
 )
 
 

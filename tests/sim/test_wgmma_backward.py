@@ -32,7 +32,7 @@ from numba_flash.dispatch import launch
 from numba_flash.kernels.recompute import keys as recompute_keys
 from numba_flash.kernels.recompute import queries as recompute_queries
 from numba_flash.kernels.steps import dq_order
-from numba_flash.kernels.wgmma import backward_block_tiles
+from numba_flash.kernels.wgmma import backward_block_tiles, backward_dq_sums
 from numba_flash.ptx import griddepcontrol
 from numba_flash.ptx.sim import now, special, wgmma
 from numba_flash.ptx.sim.errors import InstructionError
@@ -71,6 +71,15 @@ def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
     rung.check(case, causal=True, softcap=2.0, alibi_slopes=np.array([0.5], np.float32))
 
 
+# Masks: some scores of two heads, and no key of the first tile, or of the second, which still have turns.
+SOME = np.random.default_rng(8).random((1, 2, 135, 140)) < 0.7
+SOME[:, :, 5], SOME[:, :, :, 9] = False, False
+BIAS = (2 * np.random.default_rng(9).standard_normal((1, 2, 135, 144))).astype(np.float16)[..., :140]
+BIAS[..., 7], BIAS[:, :, 3] = -np.inf, -65504  # a key, and a row, as models hide them
+FIRST_QUERIES = (np.arange(135) < 60)[None, None, :, None]
+LAST_KEYS, FIRST_KEYS = (np.arange(140) >= 130)[None, None, None], (np.arange(140) < 50)[None, None, None]
+
+
 # Two tiles of keys, and two of queries: of 64, or up to head_dim 64 of 128. A group, once.
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -79,8 +88,15 @@ def test_every_kind_of_row(rung, how, monkeypatch, nothing_remembered):
         ({}, 135, 1, 1, 40), ({}, 70, 2, 2, 69), (dict(causal=True), 70, 2, 1, 69), (dict(causal=True), 135, 2, 2, 40),
         (dict(window=(30, 10), q_offset=50), 70, 1, 1, 69), (dict(scale=0.0), 70, 1, 1, 69),
         (dict(scale=0.0), 8, 1, 1, 69), (dict(dropout_p=0.3, seed=5, causal=True, q_offset=67), 70, 1, 1, 69),
+        (dict(mask=SOME[:, :, :70]), 70, 2, 1, 69), (dict(mask=SOME[:, :1], causal=True), 135, 1, 1, 40),
+        (dict(mask=LAST_KEYS), 135, 1, 1, 40), (dict(mask=FIRST_KEYS), 70, 1, 1, 69),
+        (dict(mask=SOME[:, :1, :8]), 8, 1, 1, 69),
+        (dict(bias=BIAS[:, :, :70]), 70, 2, 1, 69), (dict(bias=BIAS[:, :1], causal=True), 135, 1, 1, 40),
+        (dict(bias=BIAS, mask=SOME), 135, 2, 2, 40),
     ],
-    ids=["full", "full, both ways", "causal", "causal, both ways", "window", "scale 0", "scale 0, NaN", "dropout"],
+    ids=["full", "full, both ways", "causal", "causal, both ways", "window", "scale 0", "scale 0, NaN", "dropout",
+         "mask", "causal mask", "padding before the keys", "padding behind the keys", "mask, NaN",
+         "bias", "causal bias", "bias and mask"],
 )  # fmt: skip
 def test_one_kernel_for_all_gradients(
     rung, options, seqlen_q, heads, heads_kv, head_dim, monkeypatch, nothing_remembered
@@ -88,9 +104,11 @@ def test_one_kernel_for_all_gradients(
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda *_: True)
     monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
     # Rows of dQ that meet NaN are computed again, which takes minutes where it is all of many.
-    all_rows = options.keys() <= {"dropout_p", "seed", "scale"} and seqlen_q > 8
+    all_rows = options.keys() <= {"dropout_p", "seed", "scale", "mask", "bias"} and seqlen_q > 8
     case = rung.problem(seqlen_q, 140, batch=1, heads=heads, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=23)
     case.k[:, :, 132:], case.v[:, :, 132:] = (1e3, -1e3) if all_rows else (np.nan, np.inf)
+    if "mask" in options and not all_rows:
+        case.k[:, :, 9], case.v[:, :, 9] = np.nan, np.nan  # which the mask hides
     gradients = rung.check(case, seqlens_k=np.array([132], np.int32), **options)
     assert all(np.isfinite(x).all() for x in gradients[:3])
 
@@ -111,9 +129,15 @@ def test_bits_do_not_depend_on_the_number_of_heads_in_flight(rung, monkeypatch, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, dict(causal=True, q_offset=0), dict(window=(30, 10), q_offset=50)], ids=str)
-def test_several_partial_sums_of_dq(rung, options, one_kernel, monkeypatch):
-    """Of three key tiles two add to the first of two sums. Under a mask some query tiles have one part, or none."""
+@pytest.mark.parametrize(
+    ("head_dim", "options"),
+    [(69, {}), (69, dict(causal=True, q_offset=0)), (69, dict(window=(30, 10), q_offset=50))]
+    + [(69, dict(mask=FIRST_QUERIES)), (24, {})],
+    ids=["full", "causal", "window", "no part of the last queries", "tiles of 128 queries"],
+)
+def test_several_partial_sums_of_dq(rung, head_dim, options, one_kernel, monkeypatch):
+    """Of three key tiles two add to the first of two sums. Under a mask some query tiles have one part, or none. Up to
+    head_dim 64 a query tile has 128 queries, and each warpgroup half of them."""
     made, scratch = [], arrays.scratch
 
     def filled(*of):
@@ -124,10 +148,14 @@ def test_several_partial_sums_of_dq(rung, options, one_kernel, monkeypatch):
     monkeypatch.setattr(arrays, "scratch", filled)
     monkeypatch.setattr(select_backward, "dq_partials", lambda *_: 2)
     heads = 2 if "causal" in options else 1
-    rung.check(rung.problem(135, 270, batch=1, heads=heads, head_dim=69, head_dim_v=23), **options)
-    (turns,) = (x.owner for x in made if x.owner.dtype == np.uint32)
-    counts = turns[WgmmaFusedConfig.TURNS_AT :].reshape(heads * 3, 2, 2)
-    most = 1 if options else 2  # of those who see the keys of two tiles at most
+    monkeypatch.setattr(select_backward, "key_tiles_of_a_block", lambda *_: 0)
+    rung.check(rung.problem(135, 270, batch=1, heads=heads, head_dim=head_dim, head_dim_v=23), **options)
+    tiles = heads * (3 if head_dim > 64 else 2)
+    size = WgmmaFusedConfig.TURNS_AT + tiles * 2 * 2
+    (turns,) = (x.owner for x in made if x.owner.dtype == np.uint32 and x.owner.size == size)
+    counts = turns[WgmmaFusedConfig.TURNS_AT :].reshape(tiles, 2, 2)
+    counts = counts & (backward_dq_sums.TURN - 1)  # turns, also those without a part
+    most = 2 if options.keys() <= {"mask"} else 1  # of those who see the keys of two tiles at most
     assert counts[:, 0].max() == most and counts[:, 1].max() == 1, "each count began with 0"
     assert (counts[..., 0] == counts[..., 1]).all(), "both warpgroups have as many parts"
 
@@ -201,10 +229,11 @@ def key_tiles_of_blocks(monkeypatch):
         (200, 33, 2, 1, 128, dict(causal=True, q_offset=-110)),
         (150, 60, 1, 1, 8, dict(window=(20, 5), q_offset=-130)), (70, 60, 1, 1, 8, dict(scale=0.0)),
         (20, 60, 2, 2, 24, dict(scale=-1.5, seqlens_k=np.array([60, 0], np.int32))),
+        (135, 128, 2, 1, 40, dict(mask=SOME[..., :128])), (70, 50, 1, 1, 69, dict(mask=SOME[:, :1, :70, :50])),
     ],
     ids=[
         "128 queries", "64 queries", "causal", "causal group", "dropout", "tiles without keys", "window", "scale 0",
-        "no keys",
+        "no keys", "mask of 128 queries", "mask of 64 queries",
     ],
 )  # fmt: skip
 def test_one_tile_of_keys(rung, seqlen_q, seqlen_k, heads, heads_kv, head_dim, options, one_kernel):
@@ -229,14 +258,15 @@ def test_one_tile_of_keys_and_split_groups_of_heads(rung, one_kernel, monkeypatc
         (1, 3, 70, 60, 8, {}, True, 1), (2, 2, 70, 60, 8, {}, True, 2),
         (1, 1, 20, 400, 8, dict(window=(10, 5), q_offset=150), False, 1),
         (2, 1, 20, 140, 8, dict(seqlens_k=np.array([133, 60], np.int32)), False, 1),
+        (1, 2, 135, 140, 8, dict(mask=SOME), True, 1), (1, 2, 135, 140, 8, dict(mask=FIRST_KEYS), True, 2),
         (2, 1, 70, 150, 72, {}, False, 1), (1, 1, 140, 200, 100, dict(causal=True), False, 2),
         (1, 2, 20, 400, 72, dict(window=(10, 5), q_offset=150), False, 1),
         (2, 1, 20, 140, 128, dict(seqlens_k=np.array([133, 60], np.int32)), False, 1),
     ],
     ids=[
         "together, one", "together, two", "full, one", "full, two", "causal, two", "one tile, one", "one tile, two",
-        "tiles without queries, one", "tails, one", "72, one", "100, causal, two",
-        "72, tiles without queries, one", "128, tails, one",
+        "tiles without queries, one", "tails, one", "mask, one", "padding, two", "72, one",
+        "100, causal, two", "72, tiles without queries, one", "128, tails, one",
     ],
 )  # fmt: skip
 def test_persistent_blocks(
@@ -280,8 +310,8 @@ def test_dk_waits_for_the_other_warpgroup(rung, one_kernel, monkeypatch, key_til
 def test_only_nonfinite_heads_are_recomputed(rung, seqlen_k, one_kernel, key_tiles_of_blocks, monkeypatch):
     make, seen = recompute_queries.make, set()
 
-    def made(config, *more):
-        repair = make(config, *more)
+    def made(config, **form):
+        repair = make(config, **form)
 
         def recorded(nonfinite, first_row, lane, tile, *more):
             seen.add((int(tile.b), int(tile.h)))
@@ -402,7 +432,7 @@ def test_what_a_mask_hides_from_one_kernel_may_be_anything(rung, head_dim, hidde
         raise AssertionError("a row was not finite")
 
     for module in (recompute_keys, recompute_queries):
-        monkeypatch.setattr(module, "make", lambda *_: repair)
+        monkeypatch.setattr(module, "make", lambda *_, **__: repair)
     case = rung.problem(20, 40, batch=1, heads=1, head_dim=head_dim)
     case.options |= dict(causal=True, q_offset=-4) | (dict(dropout_p=dropout_p, seed=5) if dropout_p else {})
     case.v[:, :, 16:] = hidden

@@ -22,6 +22,7 @@ from numba_flash import testing
 from numba_flash.api import forward as api
 from numba_flash.dispatch import forward as dispatch
 from numba_flash.machine.target import Target
+from numba_flash.select import forward as select_forward
 from numba_flash.select import tiles
 
 
@@ -66,6 +67,40 @@ def test_tiles_of_the_table(rung, head_dim, tile, monkeypatch, tiles_of_gpus):
     config = api.prepare_call(case.q, case.k, case.v, dict(case.options, kernel="wgmma"))[1].choice.config
     assert (config.tile_m, config.tile_n) == tile
     rung.check(case)
+
+
+# Parts of two key tiles, of one, and of none; of a query tile that sees nothing, and of one with NaN in hidden keys.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (dict(seqlen_q=70, seqlen_k=270, heads=1), dict(hidden=True)),
+        (dict(seqlen_q=140, seqlen_k=140, heads=4, heads_kv=2), dict(causal=True)),
+        (dict(seqlen_q=300, seqlen_k=60, heads=1), dict(causal=True)),
+        (dict(seqlen_q=9, seqlen_k=140, heads=6, heads_kv=2), dict(sinks=(0.5, -1, 2, 0, 1, 3), softcap=2.0)),
+        (dict(seqlen_q=40, seqlen_k=140, heads=2), dict(mask=True, bias=True, window=(90, 10))),
+        (dict(seqlen_q=40, seqlen_k=140, heads=1, head_dim=72), dict(dropout_p=0.2, seed=3, alibi_slopes=(0.25,))),
+    ],
+    ids=["hidden", "causal", "nothing seen", "sinks of a group", "mask and bias", "dropout"],
+)
+@pytest.mark.parametrize("parts", [2, 4])
+def test_blocks_share_the_keys_of_a_query_tile(rung, parts, shape, options, monkeypatch, nothing_remembered):
+    monkeypatch.setattr(select_forward, "_parts", lambda *_: parts)
+    case = rung.problem(**dict(batch=2, head_dim=16) | shape)
+    options, generator = dict(options), np.random.default_rng(0)
+    if options.pop("hidden", False):
+        options["seqlens_k"] = np.array([232, 20], np.int32)
+        case.k[:, :, 232:] = case.v[:, :, 232:] = np.nan
+    for name in ("sinks", "alibi_slopes"):
+        if name in options:
+            options[name] = np.array(options[name], np.float32)
+    scores = (2, case.q.shape[1], case.q.shape[2], case.k.shape[2])
+    if "mask" in options:
+        options["mask"] = generator.random(scores) < 0.5
+        options["bias"] = generator.standard_normal(scores).astype(rung.dtype)
+    config = api.prepare_call(case.q, case.k, case.v, dict(options, kernel="wgmma"))[1].choice.config
+    assert config.parts == parts
+    rung.check(case, **options)
 
 
 # O goes to global memory by way of Q's second buffer, of a place of its own, or of neither. A row of a mask of 144

@@ -151,14 +151,14 @@ def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_colum
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda: DeltaConfig("float32", 64, False, 100, 16), "lanes"),
+        (lambda: DeltaConfig("float32", 64, False, 100), "multiple of 32"),
         (lambda: DkdvConfig("float32", 64, 64, 16, 6), "tile_n must be"),
         (lambda: DqConfig("float32", 64, 64, 2, 16), "tile_m must be"),
         (lambda: DqConfig("float32", 64, 64, 16, 16, pad=-1), "pad"),
         (lambda: DkdvConfig("float32", 64, 64, 16, 1024), "threads"),
         (lambda: DbiasConfig("float32", 64, 64, 2048, 16), "threads"),
         (lambda: HeadSumsConfig("float32", "dalibi_slopes", "float32", True, threads=100), "power of two"),
-        (lambda: PreprocessConfig("float16", 64, False, lanes=3), "lanes"),
+        (lambda: PreprocessConfig("float16", 60, False), "loads of 16 bytes"),
         (lambda: PreprocessConfig("float16", 64, False, threads=48), "threads"),
         (lambda: MmaDkdvConfig("float32", 64, 64, 32, 64), "float16 and bfloat16"),
         (lambda: MmaDkdvConfig("float16", 64, 64, 32, 64, warp_rows=8), "warp_rows"),
@@ -188,9 +188,12 @@ def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_colum
         (lambda: WgmmaFusedConfig("float16", 64, 64, 96, 128), "64 or 128 queries and 128 keys, not 96"),
         (lambda: WgmmaFusedConfig("float16", 128, 136, 64, 128), "at most 128 with tiles of 64 queries"),
         (lambda: WgmmaFusedConfig("float16", 64, 72, 128, 128), "at most 64 with tiles of 128 queries"),
-        (lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, dq_partials=5), "1 to 4 with .*, not 5"),
-        (lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, dq_partials=0), "1 to 4 with .*, not 0"),
-        (lambda: WgmmaFusedConfig("float16", 64, 64, 128, 128, dq_partials=2), "1 to 1 with .*, not 2"),
+        (lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, dq_partials=9), "1 to 8 with .*, not 9"),
+        (lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, dq_partials=0), "1 to 8 with .*, not 0"),
+        (
+            lambda: WgmmaFusedConfig("float16", 64, 64, 128, 128, key_tiles=2, stays=True, dq_partials=2),
+            "1 to 1 with key_tiles 2, not 2",
+        ),
         (
             lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, uses=uses(mask="bool")),
             "it takes dropout_p alone",

@@ -8,10 +8,11 @@ from helpers.machines import HOPPER, empty, problem
 from hypothesis import given
 from hypothesis import strategies as st
 
+from numba_flash.dispatch.launch import workspace
 from numba_flash.problem.ranges import UNBOUNDED, key_tiles, row_keys
 from numba_flash.select import cost_model
 from numba_flash.select.cost_model import ENDS, same_tile_walk, tile_visits, wave_cost
-from numba_flash.select.forward import select
+from numba_flash.select.forward import epilogue, select
 
 
 def of(batch, heads, seqlen, head_dim=64, *, heads_kv=None, seqlen_k=None, **options):
@@ -124,24 +125,42 @@ def test_the_rows_that_were_fastest_are_taken(batch, heads, seqlen, head_dim, ca
 
 
 # A row's bits must not depend on its batch neighbours, so nothing that they depend on may. Full; causal, aligned and
-# not; a window; lengths; heads that share a tile.
+# not; a window; lengths; heads that share a tile. Few heads with many keys have parts.
 @pytest.mark.parametrize("options", [
     {}, dict(causal=True), dict(causal=True, q_offset=3), dict(window=(70, 9)), dict(softcap=3.0), dict(scale=0.0),
     dict(seqlens_k=empty(1, dtype="int32")), dict(causal=True, heads_kv=1),
 ], ids=range(8))  # fmt: skip
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 160, 192, 200, 256])
-def test_batch_entries_and_heads_decide_on_rows_alone(head_dim, options):
-    for seqlen in (1, 100, 700, 2100):
+def test_batch_entries_decide_on_rows_alone(head_dim, options):
+    for heads, seqlen in ((4, 1), (8, 100), (4, 700), (1, 2100), (16, 2100)):
         found = []
-        for batch, heads in ((1, 3), (1, 4), (7, 4), (40, 8), (500, 16)):
+        for batch in (1, 7, 500):
             groups = {name: max(heads // 4, 1) for name in options if name == "heads_kv"}
             lengths = {name: empty(batch, dtype="int32") for name in options if name == "seqlens_k"}
             made = of(batch, heads, seqlen, head_dim, **options | groups | lengths)
             config = select(made, HOPPER, "wgmma").config
-            if groups and heads == 3:
-                continue  # a group of three
-            found.append(config)
             if made.left is made.right is None or same_tile_walk(made, config.queries, config.tile_n):
                 config = dataclasses.replace(config, tile_m=64)
-            found[-1] = config
+            found.append(config)
         assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "seqlen_k", "causal", "parts"),
+    [
+        (8, 512, 8192, False, 4), (4, 256, 16384, False, 16), (2, 128, 32768, False, 16), (8, 1000, 4000, False, 2),
+        (1, 2048, 2048, False, 2), (1, 2047, 2047, False, 1), (8, 2048, 2048, False, 1), (1, 16384, 16384, True, 4),
+        (32, 2048, 2048, True, 1), (8, 8192, 8192, False, 1),
+    ],
+)  # fmt: skip
+def test_keys_of_few_query_tiles_are_taken_in_parts(heads, seqlen_q, seqlen_k, causal, parts):
+    """The batch size and the GPU decide on rows alone."""
+    for batch in (1, 9):
+        made = of(batch, heads, seqlen_q, 64, seqlen_k=seqlen_k, causal=causal)
+        for multiprocessors in (78, 132):
+            config = select(made, dataclasses.replace(HOPPER, multiprocessors=multiprocessors), "wgmma").config
+            assert config.parts == parts
+            (join,) = epilogue(config) if parts > 1 else (None,)
+            if join is not None:
+                assert join.grid(made) * parts == config.grid(made) and join.kernel == "wgmma_join"
+                assert workspace([config, join], made)["acc_o"][0][0] == config.grid(made) * config.tile_m * 72

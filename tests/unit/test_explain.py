@@ -57,6 +57,18 @@ def test_it_takes_what_attention_takes_and_runs_nothing():
     assert explanation.problem == explain(case).problem
 
 
+def test_it_takes_what_attention_kvcache_takes():
+    k, lengths = np.zeros((10, 2, 16, 8), np.float32), np.array([5, 20], np.int32)
+    given = dict(k_cache=k, v_cache=k, seqlens_k=lengths, page_table=np.arange(6, dtype=np.int32).reshape(2, 3))
+    explanation = numba_flash.explain(np.zeros((2, 8, 1, 8), np.float32), **given, causal=True, window=(30, 0))
+    assert explanation.kernel == "cpu" and explanation.problem.left == 30
+    assert "  cache: 10 pages of 16 keys, up to 48 keys of a sequence" in str(explanation).splitlines()
+    with pytest.raises(TypeError, match=r"attention_kvcache\(\) missing a required argument: 'seqlens_k'"):
+        numba_flash.explain(k, k_cache=k, v_cache=k)
+    with pytest.raises(TypeError, match="causal must be"):
+        numba_flash.explain(np.zeros((2, 8, 1, 8), np.float32), **given, causal=3)
+
+
 def test_it_allocates_nothing_of_the_problems_size():
     huge = np.broadcast_to(np.float32(0), (1, 1, 2**30, 128))
     explanation = numba_flash.explain(huge, huge, huge)

@@ -42,12 +42,13 @@ from numba_flash.select.rungs import RUNGS
 pytestmark = compiler.needed
 
 SINCE_AMPERE = (A100, AMPERE, ADA, HOPPER, B200, RTX_5090)
-SCORES = ("mma_dbias", "mma_daux_bounds", "mma_daux_sums")
+SCORES = ("mma_dbias", "mma_daux")
 OF_MMA = ("mma_dkdv", "mma_dq", "mma_one_key_tile", *SCORES)
 MACHINES = dict.fromkeys(("mma", "backward_preprocess", *OF_MMA), SINCE_AMPERE)
 PAIRED = ("wgmma_dkdv_paired", "wgmma_dq_paired")
 OF_PARTS = ("wgmma_float32", "wgmma_dkdv_float32", "wgmma_dq_float32", *PAIRED)  # products of 16 bits in float32
-ON_HOPPER = ("wgmma", *OF_PARTS, "wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round", "wgmma_add_parts")
+ON_HOPPER = ("wgmma", "wgmma_join", *OF_PARTS)
+ON_HOPPER += ("wgmma_dkdv", "wgmma_dq", "wgmma_fused", "wgmma_round", "wgmma_add_parts")
 MACHINES |= dict.fromkeys(ON_HOPPER, (HOPPER,))
 IN_PTX = {
     "mma": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync", "cp.async.cg.shared"),
@@ -63,14 +64,13 @@ for kernel in OF_MMA:
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
 MACHINES["decode"] = SINCE_AMPERE
 IN_PTX["decode"], IN_SASS["decode"] = (*IN_PTX["mma"], "atom.global.add.u32"), IN_SASS["mma"]
-IN_PTX["mma_daux_bounds"] += ("red.global.max.u32",)
-IN_PTX["mma_daux_sums"] += ("red.global.add.u64",)
+IN_PTX["mma_daux"] += ("red.global.add.u64",)
 IN_PTX["backward_preprocess"], IN_SASS["backward_preprocess"] = ("ld.global.v4.b32",), ("LDG.E.128",)
 for kernel in ("wgmma_dkdv", "wgmma_dq", "wgmma_fused"):
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["wgmma"], IN_SASS["wgmma"]
 IN_PTX["wgmma_fused"] += ("stmatrix.sync",)
 OF_TURNS = ("cp.reduce.async.bulk.global", "red.release.gpu", "ld.acquire.gpu")
-for kernel in ("wgmma_round", "wgmma_add_parts"):
+for kernel in ("wgmma_join", "wgmma_round", "wgmma_add_parts"):
     IN_PTX[kernel], IN_SASS[kernel] = ("ld.global.v4.b32",), ("LDG.E.128",)
 WIDE = {  # mma in other dtypes, and the instructions of its products
     "float32": ("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32", "HMMA.1688.F32.TF32"),
@@ -344,6 +344,8 @@ LENGTHS = dict(seqlens_k=empty(1, dtype="int32"), q_offset=empty(1, dtype="int32
 LINEAR = LENGTHS | dict(alibi_slopes=empty(2, dtype="float32"))  # the derivative with respect to the product is 1
 OPTIONS = LINEAR | dict(softcap=3.0)
 READ = dict(bias=empty(300, 500, dtype="float32"), bias_aligned=True, mask=empty(300, 500, dtype="bool"))
+READ_MASK = dict(mask=READ["mask"])
+BOXED = dict(bias=empty(300, 500, dtype="float16", strides=(504, 1)), bias_aligned=True)  # by TMA
 OF_KEYS, OF_QUERIES = ("dk", "dv"), ("dq",)
 FEW_BLOCKS, MANY_BLOCKS = HOPPER, dataclasses.replace(HOPPER, multiprocessors=1)  # for so many multiprocessors
 
@@ -580,25 +582,29 @@ def fused_gates(row):
     """The one kernel and the two behind it, in each form: blocks with some or all key tiles of a head, persistent or
     not; parts of a group; several sums of dQ."""
     seqlens = dict(seqlens_k=LENGTHS["seqlens_k"], q_offset=0)
-    kinds = dict(plain={}, seqlens=seqlens) | (dict(dropout=seqlens | dict(dropout_p=0.1)) if row.tile_m == 64 else {})
+    kinds = dict(plain={}, seqlens=seqlens, mask=READ_MASK, bias=BOXED, bias_and_mask=BOXED | READ_MASK)
+    kinds |= dict(dropout=seqlens | dict(dropout_p=0.1)) if row.tile_m == 64 else {}
+    stays = dict(plain=range(5), seqlens=range(5), mask=range(1, 5))  # how many key tiles blocks have that stay
     for name, given in kinds.items():
         table, given = {"wgmma_fused": row}, dict(dtype="float16", **given)
         fused, rounds = of_gradients(table, FEW_BLOCKS, **given)
         in_parts, _, add_parts = of_gradients(table, FEW_BLOCKS, members=2, **given)
-        several = (2, fused.MOST_LINES) if row.tile_m == 64 else ()
+        several = (2, fused.MOST_LINES)
         forms = {"": {}, "-single": dict(key_tiles=1)}
-        if name != "dropout":
-            key_tiles = range(1 + (fused.MOST_KEY_TILES if row.tile_m == 128 else 0))
-            forms |= {f"-stays-{n}-key-tiles": dict(key_tiles=n, stays=True) for n in key_tiles}
+        most = fused.MOST_KEY_TILES if row.tile_m == 128 else 0
+        for n in stays.get(name, ()):
+            if n <= most:
+                forms[f"-stays-{n}-key-tiles"] = dict(key_tiles=n, stays=True)
         made = {name + words: dataclasses.replace(fused, **form) for words, form in forms.items()}
         made[f"{name}-parts"] = in_parts
-        if name != "dropout":
+        if 0 in stays.get(name, ()):
             made[f"{name}-stays-parts"] = dataclasses.replace(in_parts, stays=True)
         if name == "plain":
             fewer = dict(head_dim=row.head_dim * 3 // 4, head_dim_v=row.head_dim * 3 // 4)
             forms = {"scale-0": dict(lse_first=False), "three-quarters": fewer}
             forms["three-quarters-stays"] = fewer | dict(stays=True)
             forms |= {f"{lines}-lines": dict(dq_partials=lines) for lines in several}
+            forms["lines-stays"] = dict(dq_partials=fused.MOST_LINES, stays=True)
             forms["single-narrow"] = dict(head_dim=row.head_dim - 3, lse_first=False, key_tiles=1)  # not by 16 bytes
             made |= {words: dataclasses.replace(fused, **form) for words, form in forms.items()}
         yield from ((f"wgmma_fused-{row.head_dim}-{words}", config) for words, config in made.items())
@@ -610,16 +616,16 @@ def fused_gates(row):
 
 def around_gates():
     """What goes before and behind the kernels of gradients."""
-    of_turns = PreprocessConfig("float16", 64, has_dlse=True, wide=True, turns_of=64, early=True)
+    of_turns = PreprocessConfig("float16", 64, has_dlse=True, turns_of=64, early=True)
     yield "backward_preprocess-64-turns", of_turns
-    yield "backward_preprocess-64-sinks", PreprocessConfig("float16", 64, has_dlse=True, wide=True, of_terms=True)
+    yield "backward_preprocess-64-sinks", PreprocessConfig("float16", 64, has_dlse=True, of_terms=True)
     for dtype, given in (("float16", "float16"), ("float64", "float64"), ("float64", "float32")):
         yield f"dbias_sum-{dtype}-{given}", DbiasSumConfig(dtype, given)
         for name in HEAD_GRADIENTS:
             yield f"{name}-{dtype}-{given}", HeadSumsConfig(dtype, name, given, True)
     for dtype in ("float16", "bfloat16"):
         yield f"dsinks_of_blocks-{dtype}", HeadSumsConfig(dtype, "dsinks", dtype, True, of_blocks=True)
-        yield f"backward_preprocess-64-{dtype}", PreprocessConfig(dtype, 64, has_dlse=True, wide=True)
+        yield f"backward_preprocess-64-{dtype}", PreprocessConfig(dtype, 64, has_dlse=True)
 
 
 def by_distance(score, b, h, q_pos, k_pos, table, segments):
@@ -657,7 +663,7 @@ def backward_functions_gates():
 
 def score_gradients_gates():
     """Rows of mma_dbias: a tile of its own elements and sums over each side, with a bias of either size and all else;
-    those of mma_daux, in both walks, with a function alone and with all else. split: blocks share a sum."""
+    those of mma_daux, with a function alone and with all else. split: blocks share a sum."""
     every = dict(dtype="bfloat16", mask=READ["mask"], dropout_p=0.1, **OPTIONS)
     for row in rows(backward_tiles.TABLES, "mma_dbias"):
         summed = empty(1, 1 if row.head_dim > 64 else 500, dtype="bfloat16")
@@ -671,15 +677,14 @@ def score_gradients_gates():
             name = f"mma_dbias-{row.head_dim}-{row.tile_m}x{row.tile_n}{words}"
             yield name, dataclasses.replace(config, split=False)
             if words:
-                yield f"{name}-split", dataclasses.replace(config, split=True, pairs=False)
+                yield f"{name}-split", dataclasses.replace(config, split=True)
     hides = FUNCTIONS_OF["hides"] | every | dict(bias=READ["bias"])
     for row in rows(backward_tiles.TABLES, "mma_daux"):
         for words, given in {"": dict(dtype="float16"), "-rich": hides}.items():
             given = FUNCTIONS_OF["reads"] | given
             found = of_gradients({"mma_daux": row}, wanted=("daux[0]",), **given)
-            for config in (x for x in found if x.kernel.startswith("mma_daux")):
-                walk = config.kernel.rpartition("_")[2]
-                yield f"mma_daux-{row.head_dim}-{row.tile_m}x{row.tile_n}-{walk}{words}", config
+            (config,) = (x for x in found if x.kernel == "mma_daux")
+            yield f"mma_daux-{row.head_dim}-{row.tile_m}x{row.tile_n}{words}", config
 
 
 def short_gates():
@@ -812,6 +817,8 @@ def gates():
         name, whole = name_of("wgmma", row), of_row("wgmma", row)
         for tile_m in (tile_m for tile_m in tiles.TILE_COST if tile_m < row.tile_m):
             configs[f"{name}-{tile_m}"] = dataclasses.replace(whole, tile_m=tile_m)
+        configs[f"{name}-parts"] = dataclasses.replace(whole, parts=16)
+        configs[f"wgmma_join-{name}"] = configs[f"{name}-parts"].joined
         if row.sloped or row.head_dim > 64:  # ALiBi, in tiles on one side of the queries, too
             given = uses(alibi_slopes="float32", seqlens_k="int32", sinks="float32")
             configs[f"{name}-alibi"] = dataclasses.replace(whole, uses=given, scores_finished=True)

@@ -14,7 +14,7 @@ from numba_flash.config.wgmma_forward import WgmmaConfig
 from numba_flash.functions.function import Function
 from numba_flash.machine.target import Target
 from numba_flash.problem.options import uses
-from numba_flash.select import backward_tiles, tiles
+from numba_flash.select import backward_tiles, cost, tiles
 from numba_flash.select.forward import refusal, select
 from numba_flash.select.rungs import FLOAT64_CORES, RUNGS
 from numba_flash.select.tiles import MEASURED, TABLES, rows_of
@@ -594,6 +594,8 @@ def test_short_heads_are_one_tile_of_mma(seqlen, seqlen_k, head_dim, tile):
     assert (choice.kernel, dict(choice.refused)["wgmma"]) == ("mma", "mma comes first")
     assert (choice.config.tile_m, choice.config.tile_n, choice.config.blocks_per_sm) == tile
     assert select(made, HOPPER, "wgmma", "cupy").kernel == "wgmma"  # by name
+    assert cost.lost(choice, made, HOPPER) is None, "nothing is lost, and nobody asked for it"
+    assert "asked for" in cost.lost(select(made, HOPPER, "mma", "cupy"), made, HOPPER)
 
 
 # Of mma in float32 and float64: (queries, keys) of a tile, and how many blocks run at a time.
@@ -615,3 +617,25 @@ def test_tiles_of_float32_and_float64_shrink_to_the_lengths(dtype, seqlen, seqle
 @pytest.mark.parametrize(("seqlen", "seqlen_k", "head_dim"), [(65, 64, 64), (64, 65, 64), (64, 64, 136)])
 def test_longer_and_wider_heads_are_not(seqlen, seqlen_k, head_dim):
     assert select(problem(head_dim, seqlen=seqlen, seqlen_k=seqlen_k), HOPPER, "auto", "cupy").kernel == "wgmma"
+
+
+# In float32 tiles of mma shrink to the lengths, and its blocks begin sooner. (queries, keys, head_dim) and the rung.
+@pytest.mark.parametrize(
+    ("seqlen", "seqlen_k", "head_dim", "kernel"),
+    [
+        (20, 20, 24, "mma"),
+        (64, 64, 64, "mma"),
+        (16, 500, 64, "mma"),
+        (500, 16, 64, "mma"),
+        (256, 256, 64, "wgmma"),
+        (1024, 1024, 24, "wgmma"),
+        (128, 1024, 128, "wgmma"),
+    ],
+)
+def test_the_rung_in_float32_is_done_sooner(seqlen, seqlen_k, head_dim, kernel):
+    made = problem(head_dim, dtype="float32", seqlen=seqlen, seqlen_k=seqlen_k)
+    for batch in (1, 4096):  # a row's bits must not depend on it
+        many = dataclasses.replace(made, batch=batch)
+        assert select(many, HOPPER, "auto", "cupy").kernel == kernel
+    assert select(made, HOPPER, "wgmma", "cupy").kernel == "wgmma"  # by name
+    assert select(dataclasses.replace(made, packed=(4000, 4000)), HOPPER, "auto", "cupy").kernel == "wgmma"

@@ -103,6 +103,6 @@ def make(config):
 
     return BackwardProducts(
         uint32, s_count, dp_count, 4, weight_count, uint32, 4 * strips, load_own_tiles,
-        multiplier(config.head_dim_padded, False), multiplier(config.head_dim_v_padded, True), round_row, nothing,
-        nothing, adder, sync_owners, storer,
+        multiplier(config.head_dim_padded, False), multiplier(config.head_dim_v_padded, config.delta_first),
+        round_row, nothing, nothing, adder, sync_owners, storer,
     )  # fmt: skip

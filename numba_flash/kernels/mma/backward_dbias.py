@@ -14,16 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...ptx import cvt, ld_st, local, memory, shared, shfl, special
-from ..score import fragments, gradient_functions, kept_weights, user
-from ..score import reads as score_reads
-from ..score.fragments import columns_within
+from ...ptx import ld_st, local, shared, shfl, special
+from ..score import fragments, user
 from ..score.gradient_functions import LanePlace
-from ..score.stage import FragmentAt
 from ..steps import elements, lse_delta, score_ranges
-from ..steps.inlined import FALSE, TRUE, inlined, nothing
+from ..steps.inlined import TRUE, inlined, nothing
 from ..steps.plain import first_column_of, first_row_of, row_keys
-from . import score_tiles
+from . import backward_scores, score_tiles
+from .backward_scores import RowState
 
 
 class Registers(NamedTuple):
@@ -35,6 +33,7 @@ class Registers(NamedTuple):
     q_frag: Any
     do_frag: Any
     b_frag: Any
+    distance: Any
     loaded: Any
     shown_bits: Any
     kept: Any
@@ -43,65 +42,47 @@ class Registers(NamedTuple):
 def make(config):
     tile_m, tile_n, warps, plan = config.tile_m, config.tile_n, config.threads // 32, config.shared_layout()
     blocks, rows, count, inf = tile_n // 8, 2, tile_n // 2, float32(math.inf)
-    tiles, tiles_of = score_tiles.make(config), score_ranges.of_bias(config)
-    chain, (_, weight) = fragments.chain(config), fragments.weights_at(config)
-    read, has_mask, has_functions = score_reads.make(config, 1, tile_n), config.has("mask"), user.present(config)
-    apply_functions = gradient_functions.on_fragments(config, 1, tile_n, of_keys=False, derivative=False)
-    kept_weight, of_query = kept_weights.on_fragments(config, 1, tile_n), lse_delta.of_query(config)
-    dtype = "float32" if config.split else config.dtype_of("bias")
-    store, pack = elements.storer(dtype), cvt.pack_f16x2 if dtype == "float16" else cvt.pack_bf16x2
+    tiles, tiles_of, of_query = score_tiles.make(config), score_ranges.of_bias(config), lse_delta.of_query(config)
+    chain, scores, has_functions = fragments.chain(config), backward_scores.make(config), user.present(config)
+    read, kept_weight = scores.read, scores.kept_weight
+    store = elements.storer("float32" if config.split else config.dtype_of("bias"))
 
     @inlined
     def read_scores(place, registers, smem, thread, arrays, strides, sizes):
         """Loads what the scores need from global memory, before their products are ready."""
-        if not read.reads:
-            return
-        first_query = int32(place.i * tile_m)
-        origin = read.origin(place.sequence.b, place.h, first_query, arrays, strides)
-        lane, first_row = thread & int32(31), (thread >> int32(5)) * 16
-        bits = registers.shown_bits
-        read.load(registers.loaded, bits, place.j, origin, first_row, lane, arrays, strides, sizes, FALSE)
+        if read.reads:
+            origin = read.origin(place.sequence.b, place.h, int32(place.i * tile_m), arrays, strides)
+            scores.load(place.j, origin, registers, arrays, strides, sizes, TRUE)
 
     @inlined
     def add_scores(place, registers, smem, thread, arrays, strides, sizes, score):
         """sums += dS of a tile whose products are ready."""
-        acc_s, acc_dp, sums, shown_bits = registers.acc_s, registers.acc_dp, registers.sums, registers.shown_bits
-        lane, warp = thread & int32(31), thread >> int32(5)
-        first_row = int32(warp * 16 + int32(first_row_of(lane)))
-        first_key = int32(place.j * tile_n + int32(first_column_of(lane)))
-        first_query = int32(place.i * tile_m + first_row)
+        sequence, h, first_key = place.sequence, place.h, scores.first_column(place.j)
+        first_query = int32(place.i * tile_m + scores.own_row())
+        of_lane = LanePlace(int64(sequence.b), int64(h), first_query, sequence.q_start, first_key)
         for r in range(rows):
             query = int32(first_query + r * 8)
-            first, end = row_keys(place.sequence.q_start + query, sizes.left, sizes.right, place.sequence.keys)
-            if query >= place.sequence.seqlen_q:
+            first, end = row_keys(sequence.q_start + query, sizes.left, sizes.right, sequence.keys)
+            if query >= sequence.seqlen_q:
                 end = first
-            seen = columns_within(int32(first - first_key), int32(end - first_key), 0)
-            shown_bits[r] = shown_bits[r] & seen if has_mask else seen
+            scores.show_seen(r, place.j, RowState(int32(first), int32(end), inf, inf), registers)
         if has_functions:
-            entry, h, q_start = int64(place.sequence.b), int64(place.h), place.sequence.q_start
-            of_lane = LanePlace(entry, h, first_query, q_start, first_key)
-            apply_functions(acc_s, acc_dp, shown_bits, of_lane, TRUE, arrays, strides, score)
+            scores.apply(of_lane, TRUE, registers, arrays, strides, score)
         if kept_weight.present:
-            kept, b, tile_pos = registers.kept, place.sequence.b, place.sequence.q_start + int64(place.i) * tile_m
-            kept_weight.of_queries(kept, first_key, b, place.h, first_row, tile_pos, arrays, sizes)
-        term = chain.row_term(place.sequence.b, place.h, arrays, strides)
+            scores.find_kept(of_lane, registers, arrays, sizes)
+        scores.find_distances(of_lane, registers)
+        term = chain.row_term(sequence.b, h, arrays, strides)
         for r in range(rows):
             query = int32(first_query + r * 8)
             lse, delta = inf, float32(0)
-            if query < place.sequence.seqlen_q:
-                lse, delta = of_query(place.sequence, place.h, query, arrays, sizes)
-            distance = float32(place.sequence.q_start + query - first_key)
+            if query < sequence.seqlen_q:
+                lse, delta = of_query(sequence, h, query, arrays, sizes)
             for n in range(blocks):
                 for x in range(2):
-                    at, column = n * 4 + r * 2 + x, n * 8 + x
-                    here = FragmentAt(term, distance - float32(column), read.added(registers.loaded, r, n, x))
-                    p, _ = weight(acc_s[at], here, score, lse)
-                    dp = acc_dp[at]
-                    if kept_weight.present:
-                        counts = (registers.kept[r] >> uint32(2 * n + x)) & uint32(1) != 0
-                        dp = dp * score.kept_count if counts else float32(0)
-                    if p != 0 and (shown_bits[r] >> uint32(2 * n + x)) & uint32(1) != 0:
-                        sums[at] += p * (dp - delta)
+                    scores.add_delta(r, n, x, registers, -delta, score)
+                    p = scores.weigh(r, n, x, registers, term, lse, registers.shown_bits[r], score, TRUE)
+                    if p != 0:
+                        registers.sums[n * 4 + r * 2 + x] += registers.acc_dp[n * 4 + r * 2 + x]
 
     over_tiles = tiles.loop(read_scores, nothing, add_scores)
 
@@ -138,15 +119,9 @@ def make(config):
                 of_row = base + query * by[2]
                 for n in range(blocks):
                     key = first_key + int64(n * 8 + int32(first_column_of(lane)))
-                    low, high = registers.sums[n * 4 + r * 2], registers.sums[n * 4 + r * 2 + 1]
-                    if config.pairs:
-                        if key < sizes.seqlen_k:
-                            memory.store_b32(memory.address(target, of_row + key), pack(low, high))
-                    else:
-                        if key < sizes.seqlen_k:
-                            store(target, of_row + key, low)
-                        if key + 1 < sizes.seqlen_k:
-                            store(target, of_row + key + 1, high)
+                    for x in range(2):
+                        if key + x < sizes.seqlen_k:
+                            store(target, of_row + key + x, registers.sums[n * 4 + r * 2 + x])
 
     @inlined
     def store_sums(registers, target, by, base, first_query, first_key, sums_smem, thread, sizes):
@@ -181,6 +156,7 @@ def make(config):
             local.array(tiles.q_words, uint32),  # q_frag (head_dim_padded / 16, 4)
             local.array(tiles.do_words, uint32),  # do_frag (head_dim_v_padded / 16, 4)
             local.array(4, uint32),  # b_frag (16, 16): K or V
+            local.array(rows, float32),  # distance: q_pos - k_pos of each row at the lane's first column
             local.array(read.bias_words, uint32),  # loaded
             local.array(rows, uint32),  # shown_bits
             local.array(kept_weight.words, uint32),  # kept

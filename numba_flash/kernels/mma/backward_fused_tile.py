@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from numba import float64, int32, int64
+from numba import float64, int32
 
 from ...ptx import bar, local, special
 from ..score import fragments
@@ -78,8 +78,8 @@ def make(config):
                 weights.put(x, y, weights.moved(at + strip * (16 * pitch), n))
 
     @inlined
-    def weigh(i, registers, k_smem, walk, term, sizes, score):
-        """P^T and dS^T of the warp's half to shared memory."""
+    def weigh(i, registers, k_smem, walk, sizes, score):
+        """P^T and dS^T of the warp's half to shared memory. No option changes scores."""
         lane, role = special.thread_index() & int32(31), role_of_warp()
         row, to_ds = int32(first_row_of_warp() + 8 * role), int32(plan.ds - plan.p)
         p_place = weights.place(lane, k_smem + int32(plan.p)) + row * pitch
@@ -103,11 +103,10 @@ def make(config):
                     upper, lower = registers.acc[of], registers.acc[of + 2]
                     s, dp = given[x] if role else upper, lower if role else given[x]
                     query = int32(i * config.tile_m + first_column + n * 8 + x)
-                    distance = float64(int64(query) + walk.sequence.q_start - walk.first_key - (key + strip * 16))
-                    found, derivative = weight(s, FragmentAt(term, distance, float64(0)), score, lse[x])
+                    found, _ = weight(s, FragmentAt(float64(0), float64(0), float64(0)), score, lse[x])
                     seen = query >= first_query[strip] and query < end_query[strip]
                     registers.acc[of] = found if seen else float64(0)
-                    registers.acc[of + 2] = found * (dp - delta[x]) * derivative if seen else float64(0)
+                    registers.acc[of + 2] = found * (dp - delta[x]) if seen else float64(0)
         for n in range(blocks):  # behind all of them: a lane's elements are worked out side by side
             for strip in range(strips):
                 at, of = weights.moved(p_place + strip * (16 * pitch), n), (strip * blocks + n) * 4

@@ -1,7 +1,7 @@
 """dQ in the block that computes dK and dV, where its tile has every key: then dS of a query is complete in it.
 
 dQ = scale * dS K. dS^T, whose rows are the warps' keys, goes through shared memory; there each warp reads strips of 16
-queries of it, transposed by ldmatrix, and multiplies them by all keys. Used by backward_dkdv.py with config.of_dq.
+queries of it, transposed by ldmatrix, and multiplies them by all keys. Used by backward.py with config.with_dq.
 """
 
 from numba import float32, int32, uint32

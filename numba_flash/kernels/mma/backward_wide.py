@@ -5,6 +5,7 @@ other tiles in the places of Q, K and V. A warp multiplies its own rows with the
 over, once for S and once for dP, and then P or dS, which it has in registers, with such a tile.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 from numba import cuda, int32
@@ -98,20 +99,11 @@ def make(config):
     def sync_owners():
         cuda.syncthreads()
 
-    def storer_of_block(columns, padded):
-        store = storer(config, columns, padded)
-
-        @inlined
-        def store_unstaged(sums, factor, staged, target, base, row_stride, rows_left, counted):
-            return store(sums, factor, int32(0), target, base, row_stride, rows_left, counted)
-
-        return store_unstaged
-
     weight_count = of_s.p_count if groups == 1 else strips * 8
     real = numbers.of(config.compute_dtype).real
     return BackwardProducts(
         of_s.register, of_s.q_count, of_dp.q_count, of_s.kv_count, weight_count, real, strips * 8, nothing,
-        multiplier(of_s), multiplier(of_dp), nothing, to_operand, meet, adder, sync_owners, storer_of_block,
+        multiplier(of_s), multiplier(of_dp), nothing, to_operand, meet, adder, sync_owners, partial(storer, config),
     )  # fmt: skip
 
 
@@ -132,18 +124,22 @@ def dq_product(config):
     )
 
 
-def storer(config, columns, padded):
-    """-> store, a device function, for a gradient of `columns` columns, of which a warp has `padded` / groups."""
+@inlined
+def none():
+    return int32(0)
+
+
+def storer(config, columns, padded, first_column=none):
+    """-> store, a device function, as of BackwardProducts but without staging, for a gradient of `columns` columns, of
+    which a warp has `padded` / groups. first_column: where the block's begin, if blocks share them."""
     groups, shift, warp_rows = config.column_groups, config.column_groups.bit_length() - 1, config.warp_rows
     blocks, vectorized = padded // groups // 8, columns * config.item_size % 16 == 0
     store_rows = rows_wide.gradient_writer(config.dtype, warp_rows, blocks, vectorized, config.columns_in_order)
 
     @inlined
-    def store(acc, factor, first_column, target, base, row_stride, rows_left, counted):
-        """As of BackwardProducts, without staging. first_column: the block's; base: where row 0 begins; counted:
-        rows_that_count."""
+    def store(acc, factor, staged, target, base, row_stride, rows_left, counted):
         lane, warp = lane_and_warp()
-        column, row = int32(first_column + (warp & (groups - 1)) * (8 * blocks)), int32((warp >> shift) * warp_rows)
+        column, row = int32(first_column() + (warp & (groups - 1)) * (8 * blocks)), int32((warp >> shift) * warp_rows)
         first, left = base + column + row * row_stride, int32(rows_left - row)
         return store_rows(
             acc, factor, lane, target, first, row_stride, left, int32(counted - row), int32(columns - column)

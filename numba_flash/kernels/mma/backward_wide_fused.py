@@ -1,7 +1,7 @@
 """dK, dV and dQ in one kernel, float64 on tensor cores; Hopper (sm_90).
 
-Read backward_dkdv.py first. That kernel and backward_dq.py both compute S and dP, seven products in all; here there are
-five. A block owns a key tile of one KV head, loops over the query tiles that see it, and computes
+Read backward.py first. Compiled for keys and for queries, that kernel computes S and dP twice, seven products in all;
+here there are five. A block owns a key tile of one KV head, loops over the query tiles that see it, and computes
 
     S^T = K Q^T     dP^T = V dO^T     P^T = e^(S^T - lse)     dS^T = P^T * (dP^T - delta)
     dV += P^T dO      dK += dS^T Q      and its part of dQ, dS K (backward_dq_parts.py)
@@ -26,7 +26,6 @@ from numba import cuda, float64, int32, uint8, uint32
 
 from ...ptx import bar, cluster, cp_async, fence, ld_st, local, mbarrier, memory, setmaxnreg, shared, special
 from ..recompute import keys as recompute
-from ..score import fragments
 from ..steps import async_tiles, block_state, lse_delta
 from ..steps import sequence as sequences
 from ..steps.inlined import inlined
@@ -46,9 +45,8 @@ def make(config):
     load_other = async_tiles.loader(tile_m, padded, loaders, 1, 8, config.copy_bytes)
     staged, scores = lse_delta.staged(config, tile_m, loaders), shared_scores.make(config, s_count)
     tile, parts = backward_fused_tile.make(config), backward_dq_parts.make(config)
-    store_dk, store_dv = (backward_wide.storer(config, n, padded) for n in (config.head_dim, config.head_dim_v))
-    sequence_of, row_term = sequences.make(config), fragments.chain(config).row_term
-    recompute_keys, wait_all = recompute.make(config, True, True), cp_async.wait_group(0)
+    sequence_of, recompute_keys = sequences.make(config), recompute.make(config, True, True)
+    wait_all = cp_async.wait_group(0)
     # full: Q and dO are there. The others: a place is free.
     full, q_empty, do_empty, staging_empty = (plan.barriers + 8 * n for n in range(4))
     give_registers, take_registers = setmaxnreg.decrease(config.FEW), setmaxnreg.increase(config.many)
@@ -57,6 +55,10 @@ def make(config):
     def own_column():
         """The first column of the block."""
         return int32(cluster.rank() * padded) if paired else int32(0)
+
+    store_dk, store_dv = (
+        backward_wide.storer(config, n, padded, own_column) for n in (config.head_dim, config.head_dim_v)
+    )
 
     @inlined
     def meet_all():
@@ -69,25 +71,21 @@ def make(config):
         return int32(ld_st.load_b32(k_smem + int32(end_at)))
 
     @inlined
-    def load_queries(t, k_smem, thread, arrays, strides, sizes):
-        """Start the copies of Q of the t-th query tile, with lse and delta."""
+    def load_tile(rows, by, columns, to, t, k_smem, thread, sizes):
+        """Start the copies of the t-th query tile of q or do, which has so many columns, to its place."""
         walk = parts.walk_of(k_smem + int32(plan.state), sizes)
         i, h = tile.turn(t, walk, sizes)
-        first, rows_left, stride = own_column(), int32(sizes.seqlen_q - i * tile_m), 8 * strides.q[2]
-        source = memory.address(arrays.q, query_row(strides.q, walk.sequence, h, i * tile_m) + first)
-        load_other(k_smem + int32(plan.q), source, stride, 0, rows_left, config.head_dim - first, thread)
-        staged.start_rows(
-            k_smem + int32(plan.rows), lse_row(walk.sequence, h, 0, sizes), i * tile_m, sizes.seqlen_q, arrays, thread
-        )
+        first, rows_left = own_column(), int32(sizes.seqlen_q - i * tile_m)
+        source = memory.address(rows, query_row(by, walk.sequence, h, i * tile_m) + first)
+        load_other(k_smem + int32(to), source, 8 * by[2], 0, rows_left, columns - first, thread)
 
     @inlined
-    def load_do(t, k_smem, thread, arrays, strides, sizes):
-        """Likewise of dO."""
+    def load_numbers(t, k_smem, thread, arrays, sizes):
+        """Likewise of lse and delta."""
         walk = parts.walk_of(k_smem + int32(plan.state), sizes)
         i, h = tile.turn(t, walk, sizes)
-        first, rows_left, stride = own_column(), int32(sizes.seqlen_q - i * tile_m), 8 * strides.do[2]
-        source = memory.address(arrays.do, query_row(strides.do, walk.sequence, h, i * tile_m) + first)
-        load_other(k_smem + int32(plan.do), source, stride, 0, rows_left, config.head_dim_v - first, thread)
+        head = lse_row(walk.sequence, h, 0, sizes)
+        staged.start_rows(k_smem + int32(plan.rows), head, i * tile_m, sizes.seqlen_q, arrays, thread)
 
     @inlined
     def fetch(k_smem, thread, arrays, strides, sizes):
@@ -95,9 +93,10 @@ def make(config):
         t = int32(0)
         while t < end_of(k_smem):
             mbarrier.wait(k_smem + int32(do_empty), (t & 1) ^ 1)
-            load_do(t, k_smem, thread, arrays, strides, sizes)
+            load_tile(arrays.do, strides.do, config.head_dim_v, plan.do, t, k_smem, thread, sizes)
             mbarrier.wait(k_smem + int32(q_empty), (t & 1) ^ 1)
-            load_queries(t, k_smem, thread, arrays, strides, sizes)
+            load_tile(arrays.q, strides.q, config.head_dim, plan.q, t, k_smem, thread, sizes)
+            load_numbers(t, k_smem, thread, arrays, sizes)
             cp_async.commit_group()
             wait_all()
             mbarrier.arrive(k_smem + int32(full))
@@ -121,27 +120,26 @@ def make(config):
         return k_smem + int32(plan.p) + role * int32(plan.ds - plan.p) + group * int32(s_count * 256)
 
     @inlined
-    def scores_of_tile(t, registers, k_smem, arrays, strides, sizes, score):
+    def scores_of_tile(t, registers, k_smem, sizes, score):
         """P and dS of the t-th query tile to shared memory."""
         tile.find_scores(registers, k_smem)
         walk = parts.walk_of(k_smem + int32(plan.state), sizes)
-        i, h = tile.turn(t, walk, sizes)  # while the last products end
+        i, _ = tile.turn(t, walk, sizes)  # while the last products end
         mbarrier.wait(k_smem + int32(staging_empty), (t & 1) ^ 1)
         if paired:
             bars = k_smem + int32(plan.scores_barriers)
             scores.add_other(registers.acc, t, place_of_incoming_scores(k_smem), bars)
         tile.give_half(registers, k_smem)
         tile.meet()
-        term = row_term(walk.sequence.b, h, arrays, strides)
-        tile.weigh(i, registers, k_smem, walk, term, sizes, score)
+        tile.weigh(i, registers, k_smem, walk, sizes, score)
         tile.meet()
 
     @inlined
-    def step(t, registers, k_smem, arrays, strides, sizes, score):
+    def step(t, registers, k_smem, sizes, score):
         """One query tile of one head. Each lane arrives for itself: racecheck does not follow one arrival for a whole
         warp."""
         mbarrier.wait(k_smem + int32(full), t & 1)
-        scores_of_tile(t, registers, k_smem, arrays, strides, sizes, score)
+        scores_of_tile(t, registers, k_smem, sizes, score)
         tile.add_rows(registers.acc_dv, registers, k_smem + int32(plan.p), k_smem + int32(plan.do))
         mbarrier.arrive(k_smem + int32(do_empty))
         tile.add_rows(registers.acc_dk, registers, k_smem + int32(plan.ds), k_smem + int32(plan.q))
@@ -220,18 +218,18 @@ def make(config):
         meet_all()  # K and V are there
         t = int32(0)
         while t < end_of(k_smem):
-            step(t, registers, k_smem, arrays, strides, sizes, score)
+            step(t, registers, k_smem, sizes, score)
             t = int32(t + 1)
 
         walk = parts.walk_of(state, sizes)  # read again: not kept in registers while products need them
         sequence, h_kv, first_key = walk.sequence, walk.h_kv, walk.first_key
-        column, first_row, lane = own_column(), tile.first_row_of_warp(), special.thread_index() & int32(31)
+        first_row, lane = tile.first_row_of_warp(), special.thread_index() & int32(31)
         rows_left = int32(min(sizes.seqlen_k - first_key, tile_n))
         keys_left = int32(min(sequence.keys - first_key, tile_n))
         base, stride = key_row(strides.dk, sequence, h_kv, first_key), strides.dk[2]
-        nonfinite = store_dk(registers.acc_dk, score.scale, column, arrays.dk, base, stride, rows_left, keys_left)
+        nonfinite = store_dk(registers.acc_dk, score.scale, k_smem, arrays.dk, base, stride, rows_left, keys_left)
         base, stride = key_row(strides.dv, sequence, h_kv, first_key), strides.dv[2]
-        nonfinite |= store_dv(registers.acc_dv, float64(1), column, arrays.dv, base, stride, rows_left, keys_left)
+        nonfinite |= store_dv(registers.acc_dv, float64(1), k_smem, arrays.dv, base, stride, rows_left, keys_left)
         if paired:
             cluster.sync()
         else:

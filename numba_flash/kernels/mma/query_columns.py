@@ -4,33 +4,19 @@ In 16 bits they come from the blocks of kernels/steps/lse_delta.py, whose order 
 and float64 from what the forward and the delta kernel wrote.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import numpy as np
 from numba import int32, int64, uint32
 
 from ...ptx import cp_async, ld_st, local, memory, special
 from ..steps import lse_delta
 from ..steps.inlined import inlined
+from ..steps.named import named
 from ..steps.plain import first_column_of
 from ..steps.sequence import lse_row
 
 
-class QueryColumns(NamedTuple):
-    """Device functions. smem: the place of one tile's numbers."""
-
-    head_at: Callable[..., Any]  # (sequence, h, arrays, sizes) -> where a head's numbers begin, as int64
-    head_step: Callable[..., Any]  # (sizes) -> from there to where the next head's begin
-    start: Callable[..., Any]  # (i, head_at, smem, seqlen_q, arrays): starts the copies of query tile i
-    lane_at: Callable[..., Any]  # (smem) -> at, which the next two take
-    # (values, n, at): values[n % 2 * 2 :] <- those of the lane's two columns of block n of 8, in the scores' units,
-    # +inf for a query that sees no key. To be called for n = 0, 1, 2 and so on.
-    lse: Callable[..., Any]
-    minus_delta: Callable[..., Any]  # likewise
-
-
 def make(config):
+    """-> device functions. smem: the place of one tile's numbers."""
     return _of_blocks(config) if config.item_size == 2 else _of_rows(config)
 
 
@@ -39,16 +25,19 @@ def _of_blocks(config):
 
     @inlined
     def head_at(sequence, h, arrays, sizes):
+        """Where a head's numbers begin, as int64."""
         return memory.address(arrays.lse_delta, lse_delta.head_blocks(sequence, h, sizes))
 
     @inlined
     def head_step(sizes):
+        """From there to where the next head's begin."""
         if config.packed:
             return lse_delta.packed_blocks(sizes) * (4 * lse_delta.BLOCK_WORDS)
         return lse_delta.row_blocks(sizes.seqlen_q) * (4 * lse_delta.BLOCK_WORDS)
 
     @inlined
     def start(i, head_at, smem, seqlen_q, arrays):
+        """Starts the copies of query tile i."""
         thread = special.thread_index()
         for step in range(-(-chunks // config.threads)):
             chunk = int32(thread + step * config.threads)
@@ -59,11 +48,14 @@ def _of_blocks(config):
 
     @inlined
     def lane_at(smem):
+        """-> at, which the next two take."""
         thread = special.thread_index()
         return smem + ((thread >> int32(5)) & (groups - 1)) * (8 * part) + ((thread & 3) << 4)
 
     @inlined
     def lse(values, n, at):
+        """values[n % 2 * 2 :] <- those of the lane's two columns of block n of 8, in the scores' units, +inf for a
+        query that sees no key. To be called for n = 0, 1, 2 and so on."""
         if n % 2 == 0:  # two blocks of columns at a time
             four = local.array(4, uint32)
             ld_st.load_v4(four, 0, at + n * 64)
@@ -74,7 +66,7 @@ def _of_blocks(config):
     def minus_delta(values, n, at):
         lse(values, n, at + 4 * lse_delta.MINUS_DELTA)
 
-    return QueryColumns(head_at, head_step, start, lane_at, lse, minus_delta)
+    return named(head_at, head_step, start, lane_at, lse, minus_delta)
 
 
 def _of_rows(config):
@@ -109,4 +101,4 @@ def _of_rows(config):
         for x in range(n % 2 * 2, n % 2 * 2 + 2):
             values[x] = -values[x]
 
-    return QueryColumns(head_at, head_step, start, lane_at, lse, minus_delta)
+    return named(head_at, head_step, start, lane_at, lse, minus_delta)

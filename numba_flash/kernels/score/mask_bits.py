@@ -14,15 +14,21 @@ that all rows see to the next one that some do not. With key padding the two ran
 
 Rows are queries and columns keys, or with config.of_keys the other way around. A lane has four columns of 128 and reads
 16 rows of them: a word for the four columns if columns are adjacent in memory, 4 or 16 bytes for the rows if rows are,
-and otherwise byte by byte. A warp has a run of columns, so that it knows its own range. Launch: grid (pieces), block
-(config.threads).
+and otherwise byte by byte. Of rows or columns that are alike, because the mask is broadcast, it reads one. A warp has a
+run of columns, so that it knows its own range. As many warps share a piece as have columns there, so a block may have
+several pieces.
+
+With config.waits the kernel in front of it, with which it has nothing to do, may still run. It waits for that one in
+the end, because the kernel behind needs both and waits for this one alone (ptx/griddepcontrol.py).
+
+Launch: grid (pieces / those of a block, rounded up), block (config.threads).
 """
 
 from typing import Any, NamedTuple
 
 from numba import cuda, int32, int64, uint32
 
-from ...ptx import bits, local, memory, shfl, special
+from ...ptx import bits, griddepcontrol, local, memory, shfl, special, vote
 from ..steps.bit_exchange import exchange
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -30,7 +36,9 @@ from ..steps.integers import divide
 PIECE, ENDS = 16, 4  # rows of a piece; words before them
 SEEN_BY_SOME, SEEN_BY_ALL = 0, 2  # offsets of the ranges
 ALL_ROWS, EVERY_SECOND = uint32(0xFFFF), uint32(0x55555555)
-BY_WORDS, BY_ROWS, BY_BYTES = 0, 1, 2  # how a piece is read
+BY_WORDS, BY_ROWS, BY_BYTES, ALIKE = 0, 1, 2, 3  # how a piece is read
+SPREAD = ((8, 0x00FF00FF), (4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555))  # moves bit r to bit 2 * r
+ROWS_AT_A_TIME = 4  # whose bytes are loaded before any is looked at
 
 
 class Piece(NamedTuple):
@@ -58,16 +66,22 @@ def make(config):
         return arrays.mask_bits_of_keys if of_keys else arrays.mask_bits
 
     @inlined
-    def piece_of(block, strides, sizes):
+    def pieces_of(strides, sizes):
+        """-> (pieces of a head, heads, batch entries)."""
+        rows, row_stride = (sizes.seqlen_k, strides.mask[3]) if of_keys else (sizes.seqlen_q, strides.mask[2])
+        pieces = int32((rows + 15) >> 4) if row_stride != 0 else int32(1)
+        heads = int32(sizes.heads) if strides.mask[1] != 0 else int32(1)
+        return pieces, heads, int32(sizes.batch) if strides.mask[0] != 0 else int32(1)
+
+    @inlined
+    def piece_of(number, pieces, heads, strides, sizes):
         rows, columns = (sizes.seqlen_k, sizes.seqlen_q) if of_keys else (sizes.seqlen_q, sizes.seqlen_k)
         row_stride, column_stride = strides.mask[2], strides.mask[3]
         if of_keys:
             row_stride, column_stride = strides.mask[3], strides.mask[2]
-        pieces = int32((rows + 15) >> 4) if row_stride != 0 else int32(1)
-        heads = int32(sizes.heads) if strides.mask[1] != 0 else int32(1)
-        head = divide(block, pieces)
+        head = divide(number, pieces)
         b = divide(head, heads)
-        h, first_row = int32(head - b * heads), int32(block - head * pieces) * PIECE
+        h, first_row = int32(head - b * heads), int32(number - head * pieces) * PIECE
         at = b * strides.mask[0] + h * strides.mask[1] + first_row * row_stride
         left = min(int64(rows - first_row), int64(PIECE)) if row_stride != 0 else int64(PIECE)
         there = uint32((uint32(1) << uint32(left)) - uint32(1))
@@ -77,7 +91,9 @@ def make(config):
     def way_of(piece, place):
         """How to read it. place: its address."""
         way = int32(BY_BYTES)
-        if piece.column_stride == 1 and (place | piece.row_stride) & 3 == 0:
+        if piece.row_stride == 0 or piece.column_stride == 0:
+            way = int32(ALIKE)
+        elif piece.column_stride == 1 and (place | piece.row_stride) & 3 == 0:
             way = int32(BY_WORDS)
         elif piece.row_stride == 1 and (place | piece.column_stride) & 3 == 0 and bits.count(piece.rows) & 3 == 0:
             way = int32(BY_ROWS)
@@ -122,15 +138,42 @@ def make(config):
                     seen[x] |= (moved & uint32(0x55)) << uint32(8 * four + i)
 
     @inlined
+    def of_columns(x, column, piece):
+        """Which of the columns column + 2 * x + i exist: bit i."""
+        return uint32((uint32(1) << uint32(min(max(int32(piece.columns - column - 2 * x), 0), 2))) - uint32(1))
+
+    @inlined
     def read_bytes(seen, column, piece, mask):
-        """Likewise, byte by byte."""
+        """Likewise, byte by byte. Rows and columns past the end are read from the last ones, so that no load waits for
+        a branch."""
         seen[0], seen[1] = uint32(0), uint32(0)
-        for r in range(bits.count(piece.rows)):
+        last, last_column = int32(bits.count(piece.rows) - 1), int32(piece.columns - 1)
+        for first in range(0, last + 1, ROWS_AT_A_TIME):
+            for i in range(ROWS_AT_A_TIME):
+                row = piece.at + min(int32(first + i), last) * piece.row_stride
+                for k in range(4):
+                    byte = mask[row + min(int32(column + k), last_column) * piece.column_stride]
+                    seen[k // 2] |= uint32(byte != 0) << uint32(2 * (first + i) + k % 2)
+        for x in range(2):
+            seen[x] &= (EVERY_SECOND >> uint32(30 - 2 * last)) * of_columns(x, column, piece)
+
+    @inlined
+    def read_alike(seen, column, lane, piece, mask):
+        """Likewise, where all rows are alike, or all columns: one of them is read."""
+        rows, last = EVERY_SECOND, int32(bits.count(piece.rows) - 1)
+        seen[0], seen[1] = uint32(0), uint32(0)
+        if piece.row_stride == 0:
             for k in range(4):
-                own = int64(column + k)
-                if own < piece.columns:
-                    if mask[piece.at + r * piece.row_stride + own * piece.column_stride] != 0:
-                        seen[k // 2] |= uint32(1) << uint32(2 * r + k % 2)
+                own = min(int32(column + k), int32(piece.columns - 1))
+                seen[k // 2] |= uint32(mask[piece.at + own * piece.column_stride] != 0) << uint32(k % 2)
+        else:
+            shown = mask[piece.at + min(lane, last) * piece.row_stride] != 0
+            rows = vote.ballot(uint32(shown)) & piece.rows
+            for distance, kept in SPREAD:
+                rows = uint32(rows | rows << uint32(distance)) & uint32(kept)
+            seen[0], seen[1] = uint32(3), uint32(3)
+        for x in range(2):
+            seen[x] = rows * uint32(seen[x] & of_columns(x, column, piece))
 
     @inlined
     def write(seen, lane, found, at):
@@ -165,23 +208,35 @@ def make(config):
 
     @cuda.jit
     def mask_bits(arrays, strides, sizes):
+        if config.waits:
+            griddepcontrol.launch_dependents()
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        piece = piece_of(special.block_index(), strides, sizes)
+        pieces, heads, batch = pieces_of(strides, sizes)
+        groups = int32(int32((sizes.seqlen_q if of_keys else sizes.seqlen_k) + 127) >> int32(7))
+        sharing = max(min(groups, int32(warps)), int32(1))  # warps of a piece
+        in_block = divide(warps, sharing)
+        own = divide(warp, sharing)
+        first_warp = int32(own * sharing)
+        number = int32(special.block_index() * in_block + own)
+        there = own < in_block and number < pieces * heads * batch
+        piece = piece_of(number if there else int32(0), pieces, heads, strides, sizes)
         columns, place, found = piece.columns, memory.address(arrays.mask, piece.at), result(arrays)
-        way, groups = way_of(piece, place), int32((columns + 127) >> 7)
-        row_words = int64(groups) << 2
-        to = int64(special.block_index()) * (PIECE * row_words + ENDS)
+        way, row_words = way_of(piece, place), int64(groups) << 2
+        to = int64(number) * (PIECE * row_words + ENDS)
         ends = cuda.shared.array(ends_of_warps, int32)
         seen = local.array(2, uint32)
         every_row = EVERY_SECOND >> uint32(32 - 2 * bits.count(piece.rows))
         first, end = int32(columns), int32(0)
         # Of the warp's columns: the first that all rows see, the next that some do not, and the first of those.
         whole_first, whole_end, cut_first = int32(columns), int32(columns), int32(columns)
-        of_warp = (groups + int32(warps - 1)) // int32(warps)
-        for group in range(warp * of_warp, min((warp + 1) * of_warp, groups)):
+        of_warp = divide(groups + sharing - int32(1), sharing)
+        begin = int32((warp - first_warp) * of_warp)
+        for group in range(begin, min(int32(begin + of_warp), groups) if there else begin):
             column = int32(group * 128 + 4 * lane)
-            if way == BY_WORDS and (group * 128 + 128 <= columns or columns & int32(3) == 0):
+            if way == ALIKE:
+                read_alike(seen, column, lane, piece, arrays.mask)
+            elif way == BY_WORDS and (group * 128 + 128 <= columns or columns & int32(3) == 0):
                 read_words(seen, column, piece, place)
             elif way == BY_ROWS:
                 read_rows(seen, column, piece, place)
@@ -202,9 +257,9 @@ def make(config):
             ends[5 * warp], ends[5 * warp + 1], ends[5 * warp + 2] = first, end, cut_first
             ends[5 * warp + 3], ends[5 * warp + 4] = whole_first, whole_end
         cuda.syncthreads()
-        if thread == 0:
+        if there and lane == 0 and warp == first_warp:
             whole_first, whole_end = int32(columns), int32(columns)
-            for other in range(warps):
+            for other in range(first_warp, first_warp + sharing):
                 first, end = min(first, ends[5 * other]), max(end, ends[5 * other + 1])
                 if whole_first == columns:
                     whole_first, whole_end = ends[5 * other + 3], ends[5 * other + 4]
@@ -212,5 +267,7 @@ def make(config):
                     whole_end = min(whole_end, ends[5 * other + 2])
             found[to + SEEN_BY_SOME], found[to + SEEN_BY_SOME + 1] = uint32(first), uint32(end)
             found[to + SEEN_BY_ALL], found[to + SEEN_BY_ALL + 1] = uint32(whole_first), uint32(whole_end)
+        if config.waits:
+            griddepcontrol.wait()
 
     return mask_bits

@@ -16,8 +16,9 @@ import numpy as np
 from numba import float64, int32, int64, uint32, uint64
 
 from ...arrays.dtypes import ITEM_SIZE
-from ...ptx import cvt, local, memory, special, vote
+from ...ptx import local, memory, special, vote
 from ..steps import elements
+from ..steps.elements import halves
 from ..steps.inlined import inlined
 from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of
@@ -54,21 +55,6 @@ def _sides(sizes, by):
 @inlined
 def _sides_of_keys(sizes, by):
     return sizes.seqlen_k, sizes.seqlen_q, by[3], by[2]
-
-
-@functools.cache
-def halves(dtype):
-    """-> half_of, a device function: (two, i) -> number i of two of 16 bits in a register, as float32."""
-
-    @inlined
-    def of_float16(two, i):
-        return cvt.high_f16(two) if i else cvt.low_f16(two)
-
-    @inlined
-    def of_bfloat16(two, i):
-        return uint32(two & uint32(0xFFFF0000) if i else two << uint32(16)).view(np.float32)
-
-    return of_float16 if dtype == "float16" else of_bfloat16
 
 
 @functools.cache

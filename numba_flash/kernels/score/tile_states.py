@@ -13,62 +13,82 @@ for query tiles.
 
     own tile's first word = b * strides[0] + h // heads of a tile * strides[1] + own tile * strides[2]
 
-A warp examines a tile until it has found both. Launch: grid (words), block (config.threads).
+A warp examines a tile. First it asks between which numbers the function lies there (tile_bounds.py), which decides in
+most tiles. In others it calls the function until it has found both. Launch: grid (words), block (config.threads).
 """
 
-from numba import cuda, int32, uint32
+from numba import cuda, int32, int64, uint32
 
 from ...abi.parameters import STATES_IN_WORD
 from ...ptx import special, vote
 from ..steps import sequence
 from ..steps.inlined import inlined
 from ..steps.integers import divide, tiles_of
-from ..steps.plain import row_keys
-from . import at_position, mask, tile_walk, user
+from ..steps.plain import key_queries, row_keys
+from . import at_position, mask, tile_bounds, tile_walk, user
+
+ROWS = 8  # for which a warp calls the function before it asks whether it has found both
 
 
 def make(config):
     queries, tile_n, heads, of_keys = config.tile
-    own_rows = config.tile.own
-    warps = config.threads // 32
+    own_rows, warps = config.tile.own, config.threads // 32
     sequence_of, states_of = sequence.make(config), tile_walk.states_of(config)
     visible, has_mask = user.make(config, "mask_mod"), config.has("mask")
-    shown_by_mask = mask.make(config)
+    shown_by_mask, bounds = mask.make(config), tile_bounds.make(config)
+    has_bounds = bounds is not None
 
     @inlined
-    def look_at_row(at, first, end, lane, arrays, strides):
-        """-> (whether some key is seen, whether some is not), for the keys [first, end) of a query, by one warp. at: of
-        the query."""
+    def look_at_rows(b, h, first_query, end_query, step, first_key, end_key, q_start, lane, arrays, strides, sizes):
+        """-> (whether some key is seen, whether some is not), for every step-th query, ROWS at most, by one lane."""
         seen, hidden = uint32(0), uint32(0)
-        for key in range(first + lane, end, 32):
-            here = at_position(at.b, at.h, at.q_index, int32(key), at.q_pos)
-            counts = True
-            if has_mask:
-                counts = shown_by_mask(here, arrays, strides)
-            if counts:
-                if visible(here, arrays, strides):
-                    seen = uint32(1)
-                else:
-                    hidden = uint32(1)
-        return vote.any_lane(seen), vote.any_lane(hidden)
+        key = int32(first_key + lane)
+        while key < end_key:
+            first_, end_ = key_queries(int64(key), q_start, sizes.left, sizes.right, int64(end_query))
+            first, end = int32(first_), int32(end_)
+            for n in range(ROWS):
+                query = int32(first_query + n * step)
+                here = at_position(b, h, query, key, query + q_start)
+                counts = first <= query and query < end
+                if has_mask:
+                    counts = counts and shown_by_mask(here, arrays, strides)
+                if counts:
+                    if visible(here, arrays, strides):
+                        seen = uint32(1)
+                    else:
+                        hidden = uint32(1)
+            key = int32(key + 32)
+        return seen, hidden
 
     @inlined
     def look_at_tile(j, b, h, members, first_query, end_query, lane, arrays, strides, sizes):
-        """Likewise for key tile j and the queries [first_query, end_query) of `members` heads from h on."""
+        """Likewise for key tile j and the queries [first_query, end_query) of `members` heads from h on, by a warp."""
         keys, q_start = sequence_of(b, arrays, strides, sizes)[2:4]
+        first_key, _ = row_keys(first_query + q_start, sizes.left, sizes.right, keys)
+        _, end_key = row_keys(end_query - 1 + q_start, sizes.left, sizes.right, keys)
+        first_key, end_key = int32(max(first_key, j * tile_n)), int32(min(end_key, (j + 1) * tile_n))
         seen, hidden = uint32(0), uint32(0)
-        member = int32(0)
-        while member < members:
-            query = int32(first_query)
-            while query < end_query:
-                first, end = row_keys(query + q_start, sizes.left, sizes.right, keys)
-                first, end = int32(max(first, j * tile_n)), int32(min(end, (j + 1) * tile_n))
-                at = at_position(b, int32(h + member), query, int32(0), query + q_start)
-                some_seen, some_hidden = look_at_row(at, first, end, lane, arrays, strides)
-                seen, hidden = seen | some_seen, hidden | some_hidden
-                query = int32(query + 1)
+        asks = first_query < end_query and first_key < end_key
+        if has_bounds and asks:
+            of_heads, of_rows = (int64(h), int64(h + members - 1)), (int64(first_query), int64(end_query - 1))
+            of_queries, of_keys = (of_rows[0] + q_start, of_rows[1] + q_start), (int64(first_key), int64(end_key - 1))
+            truth = bounds((int64(b), int64(b)), of_heads, of_queries, of_keys, of_rows, arrays, strides, lane)
+            if tile_bounds.never(truth):
+                asks, hidden = False, uint32(1)
+            elif tile_bounds.always(truth) and not has_mask:
+                asks, seen = False, uint32(1)
+        # Queries from all parts of the tile come first: most tiles that have both show it there.
+        step, member = tiles_of(queries, ROWS), int32(0)
+        while asks and member < members:
+            first, here = int32(first_query), int32(h + member)
+            while first < int32(first_query) + step:
+                found = look_at_rows(
+                    b, here, first, int32(end_query), step, first_key, end_key, q_start, lane, arrays, strides, sizes
+                )
+                seen, hidden = vote.any_lane(seen | found[0]), vote.any_lane(hidden | found[1])
+                first = int32(first + 1)
                 if seen & hidden != 0:  # nothing can change the result
-                    query, member = int32(end_query), int32(members)
+                    asks, first = False, int32(first_query + step)
             member = int32(member + 1)
         return seen, hidden
 

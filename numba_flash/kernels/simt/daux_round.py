@@ -1,4 +1,4 @@
-"""Behind the walks over all scores: the sums of each array that has a gradient, in its dtype
+"""Behind the loop over all scores: the sums of each array that has a gradient, in its dtype
 (kernels/score/aux_gradient.py).
 
 Launch: grid (elements / threads, rounded up), block (config.threads).
@@ -6,40 +6,50 @@ Launch: grid (elements / threads, rounded up), block (config.threads).
 
 import math
 
-from numba import cuda, int64
+import numpy as np
+from numba import cuda, float64, int32, int64, uint64
 
-from ..score import aux_gradient
+from ...config.aux_gradients import PART, words
+from ...ptx import local
 from ..steps import elements
 from ..steps.inlined import inlined, nothing
 
+LEAST = dict(float32=149, float64=1074)  # 2^-least: the smallest number of a type
+ENOUGH = float64(2**60)  # what is below 1 changes no digit of it
+
+
+@inlined
+def power(n):
+    """2^n, if it is a normal number."""
+    return uint64(int64(n + 1023) << int64(52)).view(np.float64)
+
 
 def make(config):
-    dtype, words = config.compute_dtype, aux_gradient.words(config.compute_dtype)
-    special, bias = aux_gradient.Exponents.of(dtype)
-    compute, power = elements.COMPUTE_TYPES[dtype], aux_gradient.powers(dtype)
-    nan, double = compute(math.nan), words == 2
-
-    @inlined
-    def scaled(total, up):
-        """total * 2^up, by two powers: one may be too small or too large a number."""
-        half = up >> int64(1)
-        return compute(total) * power(half) * power(up - half)
+    compute, count, least = elements.COMPUTE_TYPES[config.dtype], words(config.dtype) - 1, LEAST[config.dtype]
 
     @inlined
     def value_of(at, arrays, sizes):
-        bound = int64(arrays.aux_bounds[at + 1])
-        room = sizes.term_bits + aux_gradient.read_bits(arrays)
-        up = bound - bias - aux_gradient.ROOM + room
-        found = nan
-        if bound != special:
-            found = scaled(arrays.aux_sums[at * words], up)
-            if double:
-                found += scaled(arrays.aux_sums[at * words + words - 1], up - (aux_gradient.ROOM + 1 - room))
-        return found
+        sums, step = arrays.aux_sums, sizes.aux_begins[-1]
+        if sums[count * step + at] != 0:
+            return compute(math.nan)
+        # Each word gets PART bits that are not negative, and what is over goes to the last: so nothing cancels.
+        parts = local.array(count, int64)
+        for word in range(count):
+            parts[word] = sums[word * step + at]
+        for word in range(count - 1):
+            parts[word + 1] += parts[word] >> int64(PART)
+            parts[word] &= int64(2**PART - 1)
+        word, found = int32(count), float64(0)
+        while word > 0 and abs(found) < ENOUGH:
+            word = int32(word - 1)
+            found = found * float64(2**PART) + float64(parts[word])
+        up = int32(word * PART - least)  # two powers: 2^up may be too small or too large a number
+        half = up >> int32(1)
+        return compute(found * power(half) * power(up - half))
 
     def and_array(before, number, kind):
         store = elements.storer(kind)
-        place = 2 + number  # behind bounds and sums
+        place = 1 + number  # behind the sums
 
         @inlined
         def stored(at, arrays, sizes):

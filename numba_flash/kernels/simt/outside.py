@@ -46,7 +46,7 @@ def make(config):
 
     @cuda.jit
     def outside(arrays, strides, sizes):
-        if config.waits:
+        if config.early:
             griddepcontrol.launch_dependents()
         gap = int64(cuda.blockIdx.x) // sizes.outside_parts
         begin, end = int64(0), sizes.total_k if of_keys else sizes.total_q

@@ -1,7 +1,7 @@
 """The gradient of aux: what each score owes to the numbers that its score_mod reads (kernels/score/aux_gradient.py).
 
 The loops are those of v2_backward_dq.py: a block owns a tile of queries, and the keys pass by. S and dP are computed
-again, and dS of each finished score is handed on. The kernel runs twice: config.of_bounds says for what.
+again, and dS of each finished score is handed on.
 
 Launch: grid (batch * heads * query tiles), block (tile_m).
 """
@@ -18,7 +18,7 @@ from . import ds_rows
 
 def make(config):
     plan, compute = config.shared_layout(), elements.COMPUTE_TYPES[config.dtype]
-    to_product, words = plan.products - plan.ds, aux_gradient.words(config.compute_dtype)
+    to_product, count = plan.products - plan.ds, len(config.wanted_aux)
     ask, (before, after), aux = user.recorded(config), around_score_mod(config), aux_gradient.make(config)
     sequence_of = sequence.make(config)
 
@@ -39,7 +39,7 @@ def make(config):
     def flash_attention_v2_daux(arrays, strides, sizes, score):
         b, h, first_row = ds.query_tile(cuda.blockIdx.x, sizes)
         sequence = sequence_of(b, arrays, strides, sizes)
-        run = Run(local.array(1, int64), local.array(words, int64), local.array(2, compute), local.array(1, int64))
+        run = Run(local.array(count, int64), local.array(count, compute))
         aux.start(run)
         tiles, n_tiles = ds.row_tiles(cuda.threadIdx.x), (sizes.seqlen_k + config.tile_n - 1) // config.tile_n
         ds.over_keys(run, tiles, sequence, h, first_row, 0, n_tiles, arrays, strides, sizes, score)

@@ -5,8 +5,13 @@ pointer's elements are uint16) and shifted up. Rounding back is to nearest, ties
 Numbers are float32, or float64 for float64.
 """
 
+import functools
+
 import numpy as np
 from numba import cuda, float32, float64, types, uint16, uint32
+
+from ...ptx import cvt
+from .inlined import inlined
 
 # Every dtype that an array may have (arrays/dtypes.py); a bool is a byte (abi/arguments.py, element_type).
 _WHOLE = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -53,3 +58,18 @@ def storer(dtype):
         pointer[index] = element(value)
 
     return store
+
+
+@functools.cache
+def halves(dtype):
+    """-> half_of, a device function: (two, i) -> number i of two of 16 bits in a register, as float32."""
+
+    @inlined
+    def of_float16(two, i):
+        return cvt.high_f16(two) if i else cvt.low_f16(two)
+
+    @inlined
+    def of_bfloat16(two, i):
+        return uint32(two & uint32(0xFFFF0000) if i else two << uint32(16)).view(np.float32)
+
+    return of_float16 if dtype == "float16" else of_bfloat16

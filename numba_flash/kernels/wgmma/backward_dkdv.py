@@ -97,7 +97,7 @@ def make(config):
             bias = base + plan.bias + rings.a.stage(n) * config.bias_bytes
             scores.to_weights(base, i, member, tile, lse_and_delta, bias, term, every, arrays, strides, score)
         else:
-            to_weights(tile, lse_and_delta, term, score, masked)
+            to_weights(tile, lse_and_delta, int32(0), term, score, masked)
         if of_dk:
             wait_all()
             pin_s(tile.acc_dp)

@@ -111,7 +111,7 @@ def make(config):
         """One thread of another warp, so that neither producer waits for the other: V."""
         n, j = int32(0), int32(word_alone(base, STOP) - 1)
         while j >= word_alone(base, BEGIN):
-            load_b(base, n, places.key_row(base, int32(j * tile_n)), word_alone(base, H_KV), places.entry(base))
+            load_b(base, n, places.key_row(base, int32(j * tile_n)), word_alone(base, H_KV), places.entry(base), 0)
             n, j = int32(n + 1), behind_of(base, j, arrays, strides)
 
     @inlined
@@ -144,7 +144,7 @@ def make(config):
             bias = base + plan.bias + rings.a.stage(n) * config.bias_bytes
             scores.to_weights(base, j, 0, tile, rows.lse_log2, bias, rows.term, every, arrays, strides, score)
         else:
-            to_weights(tile, rows.lse_log2, rows.term, score, masked)
+            to_weights(tile, rows.lse_log2, int32(0), rows.term, score, masked)
         wait_all()
         pin_s(tile.acc_dp)
         products.release_b(base, n, elected)

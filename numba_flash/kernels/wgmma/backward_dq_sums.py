@@ -22,7 +22,24 @@ from ..steps.query_tile import QueryTile
 from ..steps.sequence import queries_of, query_row
 from . import backward_dq_alone, block, pipeline
 from .backward_key_work import first_tile, following_tile
-from .block import BEGIN, FIRST_QUERY, FIRST_ROW, KEYS, MEMBERS, NONFINITE, QUERIES, STEP, STOP, B, H
+from .block import (
+    BEGIN,
+    FIRST_QUERY,
+    FIRST_ROW,
+    KEYS,
+    LINE_BEGIN,
+    LINE_STOP,
+    MEMBERS,
+    NONFINITE,
+    QUERIES,
+    STEP,
+    STOP,
+    B,
+    H,
+)
+
+# A counter of turns has in its low half how many have passed. With a mask its high half has how many parts were added.
+TURN = 1 << 16
 
 
 def second_part(config):
@@ -39,7 +56,8 @@ def to_sums(config, tiles):
     turns_at, lines = TURNS_AT, config.dq_partials
     wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
     _, word_alone, _, position_alone, *_ = block.words(plan.state)
-    ring, packed, alone = pipeline.of_backward(config).dq, config.packed, backward_dq_alone.present(config)
+    ring, packed, has_mask = pipeline.of_backward(config).dq, config.packed, config.has("mask")
+    alone = backward_dq_alone.present(config)
     numbers = tile_numbers.make(config, tile_m, False) if packed else None
 
     @inlined
@@ -73,42 +91,48 @@ def to_sums(config, tiles):
     @inlined
     def add_dq_of_tile(base, own, n, me, arrays, sizes):
         """One thread for each consumer warpgroup: its parts of dQ to global memory, each when its turn has come; the
-        first one is the n-th of all. -> n"""
+        first one is the n-th of all. If a mask hides a query tile, its turn passes without a part. -> n"""
         m_tiles, before_head = tiles_before(own, sizes)
         begin, stop = word_alone(own, BEGIN), word_alone(own, STOP)
         step, members = word_alone(own, STEP), word_alone(own, MEMBERS)
-        end = int32(n + members * (stop - begin))
-        member, i = int32(0), first_tile(begin, stop, step)
+        line_begin, line_stop = begin, stop
+        if has_mask:
+            line_begin, line_stop = word_alone(own, LINE_BEGIN), word_alone(own, LINE_STOP)
+        turns_left = int32(members * (line_stop - line_begin))
+        member, i = int32(0), first_tile(line_begin, line_stop, step)
         part, before, seen = int64(0), uint32(0), uint32(0)
         own_bytes = part_bytes if me == 0 else second_bytes
-        if n < end:
+        if turns_left > 0:
             part, before = line_of(before_head + i, parts_before_mine(own, i, step, sizes), me)
             seen = memory.load_acquire(memory.address(arrays.turns, turns_at + part))
-        while n < end:
-            turn = memory.address(arrays.turns, turns_at + part)
-            while seen < before:
+        while turns_left > 0:
+            turn, added = memory.address(arrays.turns, turns_at + part), begin <= i < stop if has_mask else True
+            while (seen & uint32(TURN - 1) if has_mask else seen) < before:
                 seen = memory.load_acquire(turn)
-            place = ring.stage(n) * 2 + me
-            ring.consumer_wait(base + 8 * me, n)
-            fence.proxy_async_global()
-            target = memory.address(arrays.dq_sums, part * (part_bytes // 4))
-            staged = base + plan.dq + place * part_bytes
-            if before == 0:
-                tma.store_bytes(target, staged, own_bytes)
-            else:
-                tma.add_bytes(target, staged, own_bytes)
-            tma.commit_group()
-            n = int32(n + 1)
+            if added:
+                place = ring.stage(n) * 2 + me
+                ring.consumer_wait(base + 8 * me, n)
+                fence.proxy_async_global()
+                target = memory.address(arrays.dq_sums, part * (part_bytes // 4))
+                staged = base + plan.dq + place * part_bytes
+                if (seen < uint32(TURN)) if has_mask else (before == 0):
+                    tma.store_bytes(target, staged, own_bytes)
+                else:
+                    tma.add_bytes(target, staged, own_bytes)
+                tma.commit_group()
+                n = int32(n + 1)
+            turns_left = int32(turns_left - 1)
             i, member = following_tile(i, member, step, members)
-            if n < end:  # the next turn is looked at while this copy is under way
+            if turns_left > 0:  # the next turn is looked at while this copy is under way
                 tile = before_head + member * m_tiles + i
                 part, before = line_of(tile, parts_before_mine(own, i, step, sizes), me)
                 seen = memory.load_acquire(memory.address(arrays.turns, turns_at + part))
-            wait_read()
-            ring.consumer_release(base + 8 * me, int32(n - 1), True)
-            wait_added()
-            fence.proxy_async_global()
-            memory.add_release(turn, uint32(1))
+            if added:
+                wait_read()
+                ring.consumer_release(base + 8 * me, int32(n - 1), True)
+                wait_added()
+                fence.proxy_async_global()
+            memory.add_release(turn, uint32(TURN + 1) if has_mask and added else uint32(1))
         return n
 
     write_alone = backward_dq_alone.make(config, tiles_before) if alone else None
@@ -174,7 +198,7 @@ def of_all_keys(config):
     own_columns, own_queries = (64, 0) if config.dq_panels == 2 else (0, 64)  # how far apart the warpgroups' parts are
     stage, store = gradient_rows.make(config.dtype, 64, 16, 64, config.head_dim % 8 == 0)
     key_tiles, chunk_bytes, warp_bytes = config.key_tiles, 32 * 16, part_bytes // 4
-    recompute_queries, find_nonfinite = recompute.make(config), nonfinite_finder(config)
+    recompute_queries, find_nonfinite = recompute.make(config, of_keys=True), nonfinite_finder(config)
     state = block.words(config.shared_layout().state)
 
     @inlined

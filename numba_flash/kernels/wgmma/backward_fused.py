@@ -22,8 +22,8 @@ of the next tile and dQ of this one are issued after dV and dK, and dP when half
 
     S(0)   P(n) dP(n) P(n)   dS(n)   dV(n) dK(n) S(n+1) dQ(n)   P(n+1) ...
 
-Where weights are dropped, those of the next tile are found during its S and this tile's dQ. The single kernel and the
-adding role are those of FlashAttention-3 (Shah et al., 2024).
+Where weights are dropped, those of the next tile are found during its S and this tile's dQ, and so are the bits of a
+mask. The single kernel and the adding role are those of FlashAttention-3 (Shah et al., 2024).
 
 With config.stays a block processes one tile of keys after another (backward_block_tiles). The first Q, K and V of the
 next tile arrive while consumers round dK and dV of this one. So dK and dV are staged in the place of dS: up to head_dim
@@ -51,7 +51,8 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, fence, griddepcontrol, ld_st, local, special, stmatrix, wgmma
 from ..score import fragments, kept_weights
-from ..steps.inlined import FALSE, inlined
+from ..score import reads as score_reads
+from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
 from . import (
     backward_block_tiles,
@@ -121,12 +122,13 @@ def make(config):
     plain, producer = backward_plain_scores.make(config, of_keys=True), backward_producer.of_keys(config)
     to_some_weights, to_other_weights = plain.weights_of(0, tile_m // 32), plain.weights_of(tile_m // 32, tile_m // 16)
     find_visible = block.visibility(config, config.stream_rows, plan.state)
+    read = score_reads.make(config, 1, tile_m, of_keys=True)
     walk = backward_key_work.query_walk(config, whole_warp=True)
     set_up, (word, _, position, *_) = pipeline.starter_of_backward(config), block.words(plan.state)
     add_dq = backward_dq_sums.to_sums(config, tiles)
     leave_own_dq, repair_dq = backward_dq_sums.of_all_keys(config) if all_keys else (None, None)
     rings = pipeline.of_backward(config)
-    zero_behind = backward_products.zero_behind(config)
+    zero_behind, boxed = backward_products.zero_behind(config), config.bias_in_ds
 
     @inlined
     def find_kept(own, i, member, kept, arrays, sizes):
@@ -137,6 +139,15 @@ def make(config):
             first_q_pos = int64(i) * tile_m + first_column_of(lane) + first_key - position(own)
             key, h = int32(first_key + first_row + first_row_of(lane)), int32(word(own, block.H) + member)
             count.of_keys(kept, first_q_pos, word(own, block.B), h, key, arrays, sizes)
+
+    @inlined
+    def find_shown(own, i, member, shown, arrays, strides, sizes):
+        """shown <- which of the lane's scores of query tile i the mask leaves."""
+        if read.reads:
+            first_row, lane = rows_of_lane()
+            first_key, h = word(own, FIRST_ROW), int32(word(own, block.H) + member)
+            origin = read.origin(word(own, block.B), h, first_key, arrays, strides)
+            read.load_bits(shown, i, origin, first_row, lane, arrays, strides, sizes)
 
     @inlined
     def fetch(base, arrays, strides, sizes):
@@ -231,9 +242,15 @@ def make(config):
                 tile.mask_bits[x] = uint32(0)
         if step.masked:
             find_visible(own, step.i, sizes, tile.mask_bits, tile.distance)
-        to_some_weights(tile, lse_and_delta, term, score, step.masked)
+            read.hide(tile.mask_bits, tile.shown_bits, TRUE)
+        bias = base + plan.ds + (n & 1) * ds_bytes
+        if boxed:  # it comes with dO, to where this tile's dS will be; each warp reads and writes the same places
+            rings.b.consumer_wait(base, n)
+        to_some_weights(tile, lse_and_delta, bias, term, score, step.masked)
         wait_all()
         pin_dq(tile.acc_dp)
+        if boxed and n > step.before:
+            products.release_b(base, int32(n - 1), consumer.elected)
         if n > step.before:
             leave_dq(base, own, tile.acc_dp, consumer.me, int32(n - 1), step.before, arrays, strides, sizes, score)
         products.preload_dp(base, tile.acc_dp, n)
@@ -241,7 +258,7 @@ def make(config):
         if packed and step.masked:  # as a tile is that has rows behind the last query
             zero_behind(base, n, int32(word(own, block.QUERIES) - step.i * tile_m))
         products.issue_dp(base, tile.acc_dp, consumer.v_desc, n)
-        to_other_weights(tile, lse_and_delta, term, score, step.masked)
+        to_other_weights(tile, lse_and_delta, bias, term, score, step.masked)
         wait_all()
         pin_s(tile.acc_dp)
         plain.to_gradients(tile, lse_and_delta, lse_and_delta, term, score, step.masked)
@@ -257,7 +274,8 @@ def make(config):
         products.issue_s(base, tile.acc_s, consumer.k_desc, ahead, last)
         wait_but_two()
         pin_dv(acc_dv)
-        products.release_b(base, n, consumer.elected)
+        if not boxed:
+            products.release_b(base, n, consumer.elected)
         wait_but_one()
         pin_dk(acc_dk)
         products.release_a(base, n, consumer.elected)
@@ -293,7 +311,8 @@ def make(config):
         ds_frag = local.array(frag_count, uint32)
         mask_bits = local.array(mask_words, uint32)
         kept, distance = local.array(count.words, uint32), local.array(2, float32)
-        tile = TileFragments(acc_s, acc_dp, p_frag, ds_frag, mask_bits, mask_bits, kept, mask_bits, distance)
+        shown = local.array(read.bits_words, uint32)
+        tile = TileFragments(acc_s, acc_dp, p_frag, ds_frag, mask_bits, shown, kept, mask_bits, distance)
         me = int32(warpgroup - 1)  # which of the consumers
         elected = block.elected()
         k_desc = describe_rows(base + plan.own_a + me * (64 * 128))
@@ -330,7 +349,8 @@ def make(config):
             pin_s(acc_dp)
             pin_dk(acc_dk)
             pin_dv(acc_dv)
-            alone = not packed and not (stays and one_panel)  # packed: both zero what is behind the last query
+            # packed: both zero what is behind the last query; boxed: what comes would replace the zeros of dS
+            alone = not packed and not boxed and not (stays and one_panel)
             if alone and word(own, KEYS) - word(own, FIRST_ROW) <= me * 64:
                 n = own_dq_alone(base, own, acc_dq, me, n, end, elected, arrays, strides, sizes, score)
             first, masked = n, False
@@ -338,6 +358,7 @@ def make(config):
                 products.preload_s(base, acc_s, n, lse_factor)
                 products.issue_s(base, acc_s, k_desc, n, FALSE)
                 find_kept(own, i, member, kept, arrays, sizes)
+                find_shown(own, i, member, shown, arrays, strides, sizes)
                 masked = i >= word(own, CUT) or i < word(own, FREE)
                 wait_all()
                 pin_s(acc_s)
@@ -349,6 +370,7 @@ def make(config):
                 n = int32(n + 1)
                 i, member = walk.next(own, i, member, arrays, strides)
                 find_kept(own, i, member, kept, arrays, sizes)
+                find_shown(own, i, member, shown, arrays, strides, sizes)
                 masked = i >= word(own, CUT) or i < word(own, FREE)
                 wait_but_one()
                 pin_s(acc_s)
@@ -368,7 +390,7 @@ def make(config):
         base = aligned(smem, config.ALIGNMENT)
         thread = special.thread_index()
         warpgroup = warpgroup_index()
-        if not all_keys:
+        if not all_keys or read.reads:  # the ticket, or a mask's bits
             griddepcontrol.wait()
         if thread == 0:
             set_up(base)

@@ -22,7 +22,22 @@ from ..steps.plain import part_of, parts_of
 from ..steps.sequence import make as make_sequence
 from ..steps.sequence import query_range
 from . import block
-from .block import BEGIN, FIRST_ROW, MEMBERS, PART, POS_CUT, POS_FREE, STEP, STOP, B, H, WorkTile, shown_range
+from .block import (
+    BEGIN,
+    FIRST_ROW,
+    LINE_BEGIN,
+    LINE_STOP,
+    MEMBERS,
+    PART,
+    POS_CUT,
+    POS_FREE,
+    STEP,
+    STOP,
+    B,
+    H,
+    WorkTile,
+    shown_range,
+)
 
 
 def make(config):
@@ -31,6 +46,7 @@ def make(config):
     state, sequence_of = block.words(config.shared_layout().state), make_sequence(config)
     has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, config.tile_m, of_keys=True).ranges
     order = longest_first.make(config)
+    in_line = has_mask and config.bidirectional and not all_keys  # the block has turns
     bias_of_all, write_places = bias_of_entries(config), block.places(config).write
     numbers = tile_numbers.make(config, config.tile_n, True) if config.packed else None
 
@@ -68,12 +84,18 @@ def make(config):
         h_kv, first_head, members = part_of(head_part, parts, group, int32(config.members))
         keys_left = min(sequence.keys - first_key, config.tile_n)
         begin, free, cut, stop = query_range(sequence, first_key, first_key + keys_left - 1, sizes, config.tile_m)
+        if in_line:
+            state.write(base, LINE_BEGIN, begin)
+            state.write(base, LINE_STOP, begin if keys_left <= 0 else stop)
         if has_mask:  # leave out the query tiles before the first and after the last in which the mask leaves a key
-            state.write(base, POS_FREE, free)
-            state.write(base, POS_CUT, cut)
+            if not config.bidirectional:
+                state.write(base, POS_FREE, free)
+                state.write(base, POS_CUT, cut)
             end_key = first_key + max(keys_left, 1)
             ranges = ranges_of(sequence.b, first_head, members, first_key, end_key, arrays, strides, sizes)
             begin, free, cut, stop = shown_range(begin, free, cut, stop, ranges, config.tile_m)
+            if in_line:
+                stop = max(begin, stop)
         if all_keys:  # dQ of queries that see no key is written, too
             begin, stop = 0, divide(int32(sequence.seqlen_q) + int32(config.tile_m - 1), config.tile_m)
         elif keys_left <= 0:

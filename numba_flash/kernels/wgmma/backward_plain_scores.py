@@ -1,5 +1,5 @@
 """How a consumer of wgmma's backward computes P and dS from a tile of S and dP, if no option acts on single scores, but
-for dropped weights in backward_fused.py. backward_scores.py is for all others.
+for dropped weights, a mask and a bias in backward_fused.py. backward_scores.py is for all others.
 
 Rows of the tile are the block's own: queries, or keys with of_keys. Columns belong to the other side.
 """
@@ -11,8 +11,12 @@ from numba import float32, int32, uint32
 
 from ...ptx import cvt, ld_st, local, special
 from ..score import fragments
+from ..score import reads as score_reads
+from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.named import named
+from . import bias_boxes
+from .block import rows_of_lane
 
 
 class TileFragments(NamedTuple):
@@ -39,7 +43,9 @@ def make(config, of_keys):
     lse_first, delta_first = (config.lse_first, config.delta_first) if of_keys else (False, False)
     drops, words = of_keys and config.seeded, -(-config.stream_rows // 128)
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    weight, _ = (None, None) if config.has("bias") else fragments.weights(config)
+    weight, _ = fragments.weights_at(config)
+    boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), score_reads.halves(config.dtype_of("bias"))
+    boxed, place_of_bias, load_boxed = boxes.present and config.bias_in_ds, boxes.place, boxes.load
 
     @inlined
     def is_seen(mask_bits, r, n, x):
@@ -52,13 +58,18 @@ def make(config, of_keys):
 
     def weights_of(first, end):
         @inlined
-        def weigh(tile, lse, term, score, masked):
+        def weigh(tile, lse, bias, term, score, masked):
             acc_s, place = tile.acc_s, of_lane(lse)
-            four = local.array(4, uint32)
+            four, biased = local.array(4, uint32), local.array(4, uint32)
             p = local.array(2, float32)
+            if boxed:
+                first_row, lane = rows_of_lane()
+                bias = place_of_bias(bias, first_row, lane)
             for pair in range(first, end):
                 if of_keys and not lse_first:
                     ld_st.load_v4(four, 0, place + pair * 128)
+                if boxed:
+                    load_boxed(biased, bias, pair)
                 for half in range(2):
                     n = 2 * pair + half
                     for r in range(2):
@@ -68,9 +79,9 @@ def make(config, of_keys):
                                 lse_log2 = float32(0)
                             else:
                                 lse_log2 = four[half * 2 + x].view(np.float32) if of_keys else lse[r]
-                            p[x], _ = weight(
-                                acc_s[i], term, tile.distance[0] - float32((n - r) * 8 + x), score, lse_log2
-                            )
+                            added = half_of(biased[2 * half + r], x) if boxed else float32(0)
+                            here = FragmentAt(term, tile.distance[0] - float32((n - r) * 8 + x), added)
+                            p[x], _ = weight(acc_s[i], here, score, lse_log2)
                             if masked and not is_seen(tile.mask_bits, r, n, x):
                                 p[x] = float32(0)
                             if not varies:
@@ -79,16 +90,16 @@ def make(config, of_keys):
                             tile.p_frag[2 * n + r] = pack(p[0], p[1])
 
         @inlined
-        def to_weights(tile, lse, term, score, masked):
-            """acc_s <- P. Without dS, which needs it, also p_frag <- the same in 16 bits.
+        def to_weights(tile, lse, bias, term, score, masked):
+            """acc_s <- P. Without dS, which needs it, also p_frag <- the same in 16 bits. bias: where its boxes are.
 
             If the score has a derivative that is not constant, acc_s keeps S, which is needed again.
             """
             if not (varies and of_ds):
                 if masked:
-                    weigh(tile, lse, term, score, TRUE)
+                    weigh(tile, lse, bias, term, score, TRUE)
                 else:
-                    weigh(tile, lse, term, score, FALSE)
+                    weigh(tile, lse, bias, term, score, FALSE)
 
         return to_weights
 
@@ -117,7 +128,8 @@ def make(config, of_keys):
                         if varies:
                             away = tile.distance[0] - float32((n - r) * 8 + x)
                             lse_log2 = lse_four[half * 2 + x].view(np.float32) if of_keys else lse[r]
-                            p[x], derivative = weight(acc_s[i], term, away, score, lse_log2)
+                            here = FragmentAt(term, away, float32(0))
+                            p[x], derivative = weight(acc_s[i], here, score, lse_log2)
                             ds[x] = p[x] * (acc_dp[i] + less) * derivative
                             if of_p and masked and not is_seen(tile.mask_bits, r, n, x):
                                 p[x] = float32(0)

@@ -62,10 +62,11 @@ def loaders(config, own_maps, stream_maps):
         return stage
 
     @inlined
-    def load_b(base, n, row, head, batch):
-        """Loads the n-th tile of stream_b."""
-        full = rings.b.producer_expect(base, n, config.stream_b_bytes)
+    def load_b(base, n, row, head, batch, extra_bytes):
+        """Likewise the n-th tile of stream_b."""
+        full = rings.b.producer_expect(base, n, int32(config.stream_b_bytes + extra_bytes))
         load_stream_b(base + plan.stream_b + rings.b.stage(n) * config.stream_b_bytes, full, row, head, batch)
+        return full
 
     return load_own, load_a, load_b
 
@@ -93,7 +94,7 @@ def of_keys(config):
         stage, full = rings.a.stage(n), rings.a.full(base, n)
         source = memory.address(arrays.lse_delta, lse_delta.row_block(sequence, h, i * tile_blocks, sizes))
         tma.load_bytes(base + plan.lse_delta + stage * config.lse_delta_bytes, source, full, count)
-        if config.bias_boxes:
+        if config.bias_bytes:
             to = base + plan.bias + stage * config.bias_bytes
             fetch_bias(to, full, int32(i * config.tile_m), word(work, FIRST_ROW), h, sequence.b, strides)
 
@@ -138,7 +139,11 @@ def of_keys(config):
         i, member = walk.first(work, arrays, strides)
         while walk.more(work, i, member):
             row = places.query_row(work, int32(i * config.tile_m))
-            load_b(base, n, row, int32(word(work, H) + member), places.entry(work))
+            h = int32(word(work, H) + member)
+            full = load_b(base, n, row, h, places.entry(work), config.ds_bytes if config.bias_in_ds else 0)
+            if config.bias_in_ds:  # consumers have released b when dQ of the tile two before it has read dS there
+                to = base + plan.ds + (n & 1) * config.ds_bytes
+                fetch_bias(to, full, int32(i * config.tile_m), word(work, FIRST_ROW), h, word(work, block.B), strides)
             n = int32(n + 1)
             i, member = walk.next(work, i, member, arrays, strides)
         return n

@@ -1,5 +1,5 @@
 """dQ from the float32 sums of wgmma/backward_fused: scaled and rounded to 16 bits. With config.dq_partials a query tile
-has several sums, which are added up first, the line of the first part before the others.
+has several sums, which are added up first, the line of the first part before the others. A mask may have left none.
 
 All threads wait for wgmma/backward_fused before they read what it wrote. It has waited for the kernel that wrote lse
 and delta.
@@ -22,16 +22,18 @@ from ..steps.sequence import key_range, query_row
 from ..steps.sequence import make as make_sequence
 from . import backward_dq_sums
 from .backward_dq_alone import WRITTEN, present
+from .backward_dq_sums import TURN
 from .block import aligned, clear
 
 
 def make(config):
-    of_part, lines = config.tile_m // 64, config.dq_partials
+    of_part, lines, has_mask = config.tile_m // 64, config.dq_partials, config.has("mask")
     columns, head_blocks = config.dq_columns // 8, -(-config.head_dim // 16) * 2
     dq_count = 4 * head_blocks
     sequence_of, alone = make_sequence(config), present(config)
     stage_dq, store_dq = gradient_rows.make(config.dtype, 64, 16, config.head_dim, config.head_dim % 8 == 0)
-    recompute_queries, find_nonfinite = recompute.make(config), backward_dq_sums.nonfinite_finder(config)
+    recompute_queries = recompute.make(config, of_keys=True)
+    find_nonfinite = backward_dq_sums.nonfinite_finder(config)
     numbers = tile_numbers.make(config, config.tile_m, False) if config.packed else None
     complete = tile_numbers.completer(config, False) if config.packed else None
 
@@ -105,7 +107,10 @@ def make(config):
                 return
         parts = parts_of(sequence, first_query, sizes)
         for line in range(lines):
-            if line < parts:
+            there = line < parts
+            if has_mask:
+                there = there and arrays.turns[TURNS_AT + (m_tile * lines + line) * 2] >= uint32(TURN)
+            if there:
                 for block_of_8 in range(head_blocks):
                     memory.load_v4(
                         four, 0, memory.address(arrays.dq_sums, at + (line * of_part * columns + block_of_8) * 512)

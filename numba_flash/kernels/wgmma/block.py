@@ -24,10 +24,12 @@ from ..steps.sequence import queries as make_queries
 B, H, H_KV, FIRST_ROW, KEYS, BEGIN, FREE, CUT, STOP, MEMBERS, POS_LOW, POS_HIGH = (4 * i for i in range(12))
 STATES = 48  # where the states of its tiles begin (kernels/score/tile_walk.py)
 STEP = 52  # to the next query tile, of a block that owns keys
-PART = 56  # the index of its part among the parts of all groups (config.members)
+PART = 56  # the number of its part among those of all groups (config.members), or of all query tiles (config.parts)
 NONFINITE = 60  # whether some row of dQ is not finite (config.key_tiles)
 # With a mask: FREE and CUT by positions alone. They replace words that no kernel with a mask uses:
 POS_FREE, POS_CUT = STEP, NONFINITE
+# Of backward_fused with a mask: the query tiles that see the key tile by positions. It has a turn in the dQ of each.
+LINE_BEGIN, LINE_STOP = STATES, NONFINITE
 # Of packed sequences, which have neither states nor a mask: the tile's first row in q, the sequence's first in k and v.
 # In the first work tile, for the scheduler alone: its last tile's sequence, and the number of query tiles before that.
 Q_ROW, FIRST_KEY, SEQUENCE, BEFORE = PART, STATES, STEP, NONFINITE

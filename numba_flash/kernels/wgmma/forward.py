@@ -19,6 +19,8 @@ these heads stay in L2. The last block that finds no tile left resets the counte
 The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (persistent blocks), block
 (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k and v.
 
+With config.parts several blocks share the keys of a query tile, and forward_join.py, a kernel of its own, writes O.
+
 Six files have the rest, in this order: block.py (the words of a work tile), pipeline.py (rings of tiles and their
 mbarriers), producer.py (scheduler and producer), tile_scores.py (what becomes of S before the softmax),
 kernels/score/fragment_softmax.py, forward_outputs.py (O to global memory). Other modules of kernels/score and
@@ -29,13 +31,13 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import bar, fence, local, memory, special, wgmma
+from ...ptx import bar, fence, griddepcontrol, local, memory, special, wgmma
 from ..score import fragment_softmax, fragments, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_row_of
-from . import block, forward_outputs, one_side, operands, pipeline, producer, tile_scores
-from .block import BEGIN, CUT, FREE, KEYS, MEMBERS, STATES, STOP, B, H, position, rows_of_lane, word
+from . import block, forward_join, forward_outputs, one_side, operands, pipeline, producer, tile_scores
+from .block import BEGIN, CUT, FREE, KEYS, MEMBERS, PART, STATES, STOP, B, H, position, rows_of_lane, word
 from .operands import describe_rows, wait_all, wait_but_one
 from .tile_scores import ConsumerRegisters, KeyTile, ScoreRegisters, counting
 
@@ -83,7 +85,9 @@ def make(config):
     walk, to_p = tile_walk.make(config, whole_warp=True), fragment_softmax.in_16_bits(config, 1)
     start, softmax, finish = fragment_softmax.make_shifted(config, 1, sides.present)
     outputs, rescale = forward_outputs.make(config, finish), block.rescaler(head_dim_v_padded // 8)
-    has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
+    in_parts, (leave_part, _) = config.parts > 1, forward_join.of_parts(config)
+    has_term = sum_terms.make(config) is not None and not in_parts
+    load_terms = sum_terms.on_fragments(config, 2)
 
     @inlined
     def issue_scores(base, q_desc, acc_s, n):
@@ -273,7 +277,12 @@ def make(config):
             pin_o(acc_o)
             rings.v.consumer_release(base, int32(taken - 1), elected)
 
-            outputs.write(base, rows, registers, words, arrays, strides, sizes, score)
+            if config.waits:
+                griddepcontrol.wait()
+            if in_parts:
+                leave_part(word(work_tile, PART), registers, arrays)
+            else:
+                outputs.write(base, rows, registers, words, arrays, strides, sizes, score)
             bar.warp_sync()  # all lanes have read the work tile, the rows' states, and what was staged
             if o_in_q:
                 rings.q.consumer_release(base, rows.seen, elected)
@@ -292,6 +301,8 @@ def make(config):
             roles.set_up(base)
             fence.mbarrier_init()
         cuda.syncthreads()
+        if in_parts:
+            griddepcontrol.launch_dependents()
         if warpgroup == 0:
             give_registers()
             if thread == 0:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from numba import int32, int64, uint32
 
 from ...arrays.dtypes import ITEM_SIZE
-from ...ptx import memory, special, tma
+from ...ptx import griddepcontrol, memory, special, tma
 from ..score import longest_first, reads, tile_walk
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
 from ..steps.inlined import inlined
@@ -24,7 +24,23 @@ from ..steps.named import named
 from ..steps.sequence import key_range
 from ..steps.sequence import make as make_sequence
 from . import bias_boxes, block, packed_tiles, pipeline
-from .block import BEGIN, CUT, FIRST_ROW, FREE, H_KV, MEMBERS, POS_CUT, POS_FREE, STATES, STOP, B, H, word_alone, write
+from .block import (
+    BEGIN,
+    CUT,
+    FIRST_ROW,
+    FREE,
+    H_KV,
+    MEMBERS,
+    PART,
+    POS_CUT,
+    POS_FREE,
+    STATES,
+    STOP,
+    B,
+    H,
+    word_alone,
+    write,
+)
 from .pipeline import Pipeline
 
 
@@ -38,7 +54,7 @@ def query_tiles(config):
     has_mask, ranges_of, walk = config.has("mask"), reads.make(config, 1).ranges, tile_walk.make(config)
     asked_of_whole = group == 1 and (config.has("score_mod") or config.has("mask_mod"))  # as fragment_functions.py does
     take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
-    packed = config.packed
+    packed, parts = config.packed, config.parts
 
     @inlined
     def heads_at_once(keys, most, sizes):
@@ -89,6 +105,17 @@ def query_tiles(config):
         return int32(begin), int32(free), int32(cut), int32(stop)
 
     @inlined
+    def own_part(part, begin, free, cut, stop, sizes):
+        """Of the key tiles of a query tile those that belong to a part of them; as in tiles_of if that is none."""
+        most = divide(int32(stop - begin) + int32(parts - 1), parts)
+        first = int32(begin + most * part)
+        last = min(int32(first + most), stop)
+        if last <= first:
+            first = divide(int32(key_rows(sizes)), tile_n) + 1
+            last = first + 1
+        return first, max(free, first), min(cut, last), last
+
+    @inlined
     def write_ends(work_tile, begin, stop, sizes):
         if stop <= begin:  # as in tiles_of
             begin = divide(int32(key_rows(sizes)), tile_n) + 1
@@ -128,14 +155,19 @@ def query_tiles(config):
 
     @inlined
     def of(base, i, t, arrays, strides, sizes):
-        """-> the WorkTile of query tile t, the block's i-th. If no tile is left, the first one replaces it, without
-        members, so that roles need no branch."""
+        """-> the WorkTile of query tile t, the block's i-th; with config.parts of the t-th part of all of them. If no
+        tile is left, the first one replaces it, without members, so that roles need no branch."""
+        part = int32(0)
+        if parts > 1:
+            part, t = int32(int32(t) & int32(parts - 1)), divide(t, parts)
         b, h, first_query = find_tile(base, i, t, arrays, strides, sizes)
         work = b < sizes.batch
         if not work:
             b, h, first_query = int32(0), int32(0), int32(0)
         sequence = sequence_of(b, arrays, strides, sizes)
         begin, free, cut, stop = tiles_of(sequence, first_query, sizes)
+        if parts > 1:
+            begin, free, cut, stop = own_part(part, begin, free, cut, stop, sizes)
         h_kv, position = divide(h, divide(sizes.heads, sizes.heads_kv)), first_query + sequence.q_start
         return block.WorkTile(b, h, h_kv, first_query, sequence.keys, position, work, begin, free, cut, stop)
 
@@ -147,6 +179,8 @@ def query_tiles(config):
             sequence = sequence_of(tile.b, arrays, strides, sizes)
         rings.tiles.producer_acquire(base, i)
         block.write_tile(work, tile)
+        if parts > 1:
+            write(work, PART, t)
         if packed:
             write(work, block.Q_ROW, tile.first_row + sequence.first_query)
             write(work, block.FIRST_KEY, sequence.first_key)
@@ -175,7 +209,7 @@ def query_tiles(config):
             memory.exchange(counter, uint32(0))
             memory.exchange(counter + 4, uint32(0))
 
-    return named(publish, following, reset)
+    return named(publish, following, reset, of=of)
 
 
 class Tiles(NamedTuple):
@@ -250,6 +284,8 @@ def make(config):
         more = int32(1)
         while more != 0:
             claim(base, i, t, arrays, strides, sizes)
+            if config.waits:  # the first tile needs no counter
+                griddepcontrol.wait()
             more = word_alone(rings.work_tile(base, i), MEMBERS)
             if more != 0:
                 rings.asked.consumer_wait(base, i)

@@ -1,0 +1,82 @@
+"""How long wgmma's backward takes if every query sees every key: as one kernel, whose key tiles add to dQ in a line, or
+as two. Microseconds on an H200; docs/measurements/wgmma_backward_fused.md has them beside what was measured.
+
+The key tiles of a head are added to a query tile one after the other, each one turn after the one before. All blocks
+that run at a time begin with the same query tiles, so the last of them begins many turns late. The next ones begin in
+the order in which these end, and wait no more, unless a block is done with its queries sooner than its turn comes. With
+several sums a query tile has as many lines, each of which is shorter.
+"""
+
+import dataclasses
+import math
+
+from ..config.blocks import AT_A_TIME, heads_in_flight
+from ..config.wgmma_backward import WgmmaFusedConfig
+from ..problem.forward import Problem
+
+SUMS = (1, 2, 4, 8)
+BATCHES = (1, 8, 64)  # that count alike: the batch size may not decide, because bits must not depend on it
+WIDE = 64  # from the next head_dim on tiles have 64 queries
+# A call's kernels beside these; until a block has its own tile; until the next key tile can add to the same sum.
+CALL, BEGIN, TURN = 8.0, 3.0, 2.0
+# A tile of 128 queries by 128 keys, up to WIDE and above: in the one kernel, in that of dK and dV, in that of dQ. A
+# block of 64 of its own rows takes HALF of it.
+ONE, DKDV, DQ, HALF = (2.55, 4.6), (1.75, 3.2), (1.15, 2.05), 0.75
+ROUNDED = 4e6  # bytes of sums that the kernel behind reads in one
+
+
+def one_kernel(p: Problem, sums: int) -> float:
+    """With so many sums of dQ for each query tile."""
+    heads, key_tiles, query_tiles = p.batch * p.heads_kv, _key_tiles(p), _query_tiles(p, 64 if _wide(p) else 128)
+    walk = BEGIN + query_tiles * ONE[_wide(p)] / (2 if _wide(p) else 1)
+    together = min(heads_in_flight(p, WgmmaFusedConfig.KEYS, sums), heads)
+    at_a_time = min(AT_A_TIME / together, key_tiles)  # of a head
+    rounds = -(-heads * key_tiles // AT_A_TIME)
+    last = key_tiles - (rounds - 1) * at_a_time - 1 if heads == together else at_a_time
+    late = min(max(last, 0), at_a_time) * TURN / sums
+    line = key_tiles * heads / together * TURN / sums
+    bytes_of_sums = 4 * p.batch * p.heads * p.seqlen_q * (128 if _wide(p) else 64) * sums
+    return CALL + max(rounds * walk + late, line + walk) + bytes_of_sums / ROUNDED
+
+
+def two_kernels(p: Problem) -> float:
+    """A kernel of dK and dV and one of dQ, each with tiles of 128 rows of its own, or of 64 if blocks are few."""
+
+    def of(blocks: int, walk: int, tile: float) -> float:
+        return -(-blocks // AT_A_TIME) * (BEGIN + walk * tile * (HALF if 2 * blocks <= AT_A_TIME else 1))
+
+    key_tiles, query_tiles, wide = _key_tiles(p), _query_tiles(p, 128), _wide(p)
+    of_dkdv = of(p.batch * p.heads_kv * key_tiles, query_tiles, DKDV[wide])
+    return CALL + of_dkdv + of(p.batch * p.heads_kv * query_tiles, key_tiles, DQ[wide])
+
+
+def fewest_sums(p: Problem) -> int:
+    """The fewest sums of dQ by which a single batch entry loses 2 % at most, and a large batch, too."""
+    if max(p.seqlen_q, p.seqlen_k) <= 512:
+        return 1
+    alone, many = ({n: one_kernel(_batch(p, batch), n) for n in SUMS} for batch in BATCHES[:2])
+    possible = {n: time for n, time in alone.items() if many[n] <= 1.02 * many[1]}
+    return next(n for n, time in possible.items() if time <= 1.02 * min(possible.values()))
+
+
+def one_kernel_gains(p: Problem) -> bool:
+    """Whether one kernel is faster, on the average of all BATCHES, or as fast as two."""
+    sums, every = fewest_sums(p), [_batch(p, batch) for batch in BATCHES]
+    return math.prod(one_kernel(of, sums) / two_kernels(of) for of in every) < 1.05
+
+
+def _batch(p: Problem, batch: int) -> Problem:
+    return dataclasses.replace(p, batch=batch)
+
+
+def _wide(p: Problem) -> bool:
+    return max(p.head_dim, p.head_dim_v) > WIDE
+
+
+def _key_tiles(p: Problem) -> int:
+    return -(-p.seqlen_k // WgmmaFusedConfig.KEYS)
+
+
+def _query_tiles(p: Problem, rows: int) -> int:
+    """Of all heads of a group."""
+    return -(-p.seqlen_q // rows) * (p.heads // p.heads_kv)
