@@ -29,7 +29,6 @@ class DecodeConfig(TensorConfig):
     stack_rows: int = 16
     stack_levels: int = 0
 
-    q_registers: ClassVar[bool] = False
     KEY_WARPS: ClassVar[int] = 4
     CHUNK: ClassVar[int] = 256  # keys of a leaf of the tree; the bits follow from it, from tile_n and from KEY_WARPS
 
@@ -49,6 +48,11 @@ class DecodeConfig(TensorConfig):
         fits = self.tile_m * self.head_dim_v_padded * 4 <= self.stage_bytes
         check(fits, f"tile_m = {self.tile_m} rows of O do not fit into a tile of K and V")
         self._set(self.ALIGNMENT + self.shared_layout().end)
+
+    @property
+    def q_registers(self) -> bool:  # type: ignore[override]
+        """Whether Q stays in registers."""
+        return self.warp_rows == 16 and self.head_dim_padded <= 128
 
     @property
     def threads(self) -> int:  # type: ignore[override]

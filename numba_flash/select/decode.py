@@ -17,7 +17,7 @@ FEW_ROWS = 64  # of a KV head: with more, a contiguous cache is for the kernels 
 WIDEST = 256  # head_dim
 SIMULATED_BLOCKS = 4
 MOST_THREADS = 256  # of a multiprocessor: each takes up to 255 registers
-MOST_LEVELS = 7  # of nodes in shared memory
+LEAST_LEVELS, MOST_LEVELS = 1, 7  # of nodes in shared memory, if none waits in registers
 
 
 def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
@@ -72,7 +72,7 @@ def _fitting(problem: Problem, pages: str, target: Target) -> "DecodeConfig | No
                 made = _config(p, pages, target, tile_m, stages, per_sm)
                 room = (target.shared_bytes + 1024) // per_sm - 1024 - made.shared_bytes
                 levels = min(room // made.shared_stack[1], MOST_LEVELS)
-                least = 0 if made.pair_registers or least_stages == 2 else 1
+                least = 0 if made.pair_registers or least_stages == 2 else LEAST_LEVELS
                 if levels >= least and per_sm * made.threads <= MOST_THREADS:
                     return dataclasses.replace(made, stack_levels=levels)
     return None

@@ -93,6 +93,8 @@ CAPPED, STRANGE, LONG = (("softcap", 2.0), ("causal", True)), (("strange", True)
     ids=str,
 )
 def test_gradients_of_aux_agree_with_the_oracle(aux_rung, dtype, options):
+    if aux_rung.slow and options == LONG and (dtype == "float32") != aux_rung.tensor:
+        pytest.skip("many rows with one dtype in the simulator, where it takes seconds")
     found, expected = found_by(aux_rung, case_of(dtype, **dict(options))), oracle(dtype, options)
     assert all(agree(one, other, dtype) for one, other in zip(found[:2], expected[:2], strict=True))
 

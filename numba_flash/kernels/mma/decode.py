@@ -186,6 +186,9 @@ def make(config):
         while j < tile.end:
             wait_oldest()
             cuda.syncthreads()  # tile j is there, and everyone is done with the one before
+            if config.q_registers:
+                if j == tile.begin:
+                    products.load_q(registers.q_frag, places.q_lane)
             ahead = int32(stage + (stages - 1)) if stage == 0 else int32(stage - 1)
             if j + (stages - 1) < tile.end:
                 tiles.load_keys(places.ring, places.rows, ahead)
