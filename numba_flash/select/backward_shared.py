@@ -170,12 +170,16 @@ def outside(problem: BackwardProblem, target: Target, in_order: bool) -> list[La
 
 
 def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[LaunchFacts]:
-    """Kernels, preceded by those that prepare what they read: a mask's bits, the states of tiles."""
-    made: list[LaunchFacts] = []
+    """Kernels, preceded by those that prepare what they read: a mask's bits, the states of tiles. Those that overlap
+    with what is in front of them go ahead of all."""
+    made, ahead = list[LaunchFacts](), list[LaunchFacts]()
+    overlaps = len(configs) > 0 and configs[0].waits
     for config in configs:
-        before = prologue(config, target)
-        made += [other for other in before if other not in made] + [config]
-    return made
+        for other in prologue(config, target, overlaps):
+            if other not in (*ahead, *made):
+                (ahead if other.waits else made).append(other)
+        made.append(config)
+    return [*ahead, *made]
 
 
 def preprocess_config(problem: BackwardProblem, target: Target, **more: Any) -> PreprocessConfig:

@@ -40,10 +40,12 @@ def test_what_tensor_cores_launch_for_bias_and_mask(rung):
     made = problem(dtype="float16", mask=empty(300, 500, dtype="bool"), bias=empty(300, 500, dtype="float16"),
                    wanted=("dq", "dk", "dv", "dbias"))  # fmt: skip
     names = f"backward_preprocess mask_bits_of_keys {rung}_dkdv mask_bits {rung}_dq mma_dbias".split()
+    if rung == "wgmma":  # both go ahead, beside the first kernel
+        names[2:4] = reversed(names[2:4])
     assert kernels_of(rung, made) == names
     assert explained(made).kernel == "wgmma"
     assert configs_of(rung, made)[0].natural
-    del names[1:4:2]
+    names = [name for name in names if "bits" not in name]
     without = problem(dtype="float16", bias=empty(300, 500, dtype="float16"), wanted=("dq", "dk", "dv", "dbias"))
     assert kernels_of(rung, without) == names
     alone = dataclasses.replace(made, wanted=("dbias",))

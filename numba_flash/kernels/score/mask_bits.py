@@ -16,14 +16,19 @@ Rows are queries and columns keys, or with config.of_keys the other way around. 
 16 rows of them: a word for the four columns if columns are adjacent in memory, 4 or 16 bytes for the rows if rows are,
 and otherwise byte by byte. Of rows or columns that are alike, because the mask is broadcast, it reads one. A warp has a
 run of columns, so that it knows its own range. As many warps share a piece as have columns there, so a block may have
-several pieces. Launch: grid (pieces / those of a block, rounded up), block (config.threads).
+several pieces.
+
+With config.waits the kernel in front of it, with which it has nothing to do, may still run. It waits for that one in
+the end, because the kernel behind needs both and waits for this one alone (ptx/griddepcontrol.py).
+
+Launch: grid (pieces / those of a block, rounded up), block (config.threads).
 """
 
 from typing import Any, NamedTuple
 
 from numba import cuda, int32, int64, uint32
 
-from ...ptx import bits, local, memory, shfl, special, vote
+from ...ptx import bits, griddepcontrol, local, memory, shfl, special, vote
 from ..steps.bit_exchange import exchange
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -203,6 +208,8 @@ def make(config):
 
     @cuda.jit
     def mask_bits(arrays, strides, sizes):
+        if config.waits:
+            griddepcontrol.launch_dependents()
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         pieces, heads, batch = pieces_of(strides, sizes)
@@ -260,5 +267,7 @@ def make(config):
                     whole_end = min(whole_end, ends[5 * other + 2])
             found[to + SEEN_BY_SOME], found[to + SEEN_BY_SOME + 1] = uint32(first), uint32(end)
             found[to + SEEN_BY_ALL], found[to + SEEN_BY_ALL + 1] = uint32(whole_first), uint32(whole_end)
+        if config.waits:
+            griddepcontrol.wait()
 
     return mask_bits

@@ -24,7 +24,23 @@ from ..steps.named import named
 from ..steps.sequence import key_range
 from ..steps.sequence import make as make_sequence
 from . import bias_boxes, block, packed_tiles, pipeline
-from .block import BEGIN, CUT, FIRST_ROW, FREE, H_KV, MEMBERS, POS_CUT, POS_FREE, STATES, STOP, B, H, word_alone, write
+from .block import (
+    BEGIN,
+    CUT,
+    FIRST_ROW,
+    FREE,
+    H_KV,
+    MEMBERS,
+    PART,
+    POS_CUT,
+    POS_FREE,
+    STATES,
+    STOP,
+    B,
+    H,
+    word_alone,
+    write,
+)
 from .pipeline import Pipeline
 
 
@@ -97,7 +113,7 @@ def query_tiles(config):
         if last <= first:
             first = divide(int32(key_rows(sizes)), tile_n) + 1
             last = first + 1
-        return first, min(max(free, first), last), min(max(cut, first), last), last
+        return first, max(free, first), min(cut, last), last
 
     @inlined
     def write_ends(work_tile, begin, stop, sizes):
@@ -143,8 +159,7 @@ def query_tiles(config):
         tile is left, the first one replaces it, without members, so that roles need no branch."""
         part = int32(0)
         if parts > 1:
-            part, t = int32(t), divide(t, parts)
-            part = int32(part - t * parts)
+            part, t = int32(int32(t) & int32(parts - 1)), divide(t, parts)
         b, h, first_query = find_tile(base, i, t, arrays, strides, sizes)
         work = b < sizes.batch
         if not work:
@@ -159,14 +174,13 @@ def query_tiles(config):
     @inlined
     def publish(base, i, t, arrays, strides, sizes):
         """Query tile t is the block's i-th: tells the producer and the consumers. -> where its Q is"""
-        if parts > 1:  # before the rest: later it would have to be kept
-            rings.tiles.producer_acquire(base, i)
-            write(rings.work_tile(base, i), block.PART, t)
         tile, work = of(base, i, t, arrays, strides, sizes), rings.work_tile(base, i)
         if packed:  # at once: behind the wait it would be read again, which takes registers that the scheduler lacks
             sequence = sequence_of(tile.b, arrays, strides, sizes)
         rings.tiles.producer_acquire(base, i)
         block.write_tile(work, tile)
+        if parts > 1:
+            write(work, PART, t)
         if packed:
             write(work, block.Q_ROW, tile.first_row + sequence.first_query)
             write(work, block.FIRST_KEY, sequence.first_key)
