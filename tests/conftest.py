@@ -15,7 +15,7 @@ if toolchain.simulated():  # before any test imports numba.cuda by itself: NumPy
 
 # deadline: the first call of a kernel compiles it. derandomize: a red run is red again for everybody.
 hypothesis.settings.register_profile("unit", deadline=None, derandomize=True, max_examples=60, print_blob=True)
-hypothesis.settings.register_profile("sim", hypothesis.settings.get_profile("unit"), max_examples=12)
+hypothesis.settings.register_profile("sim", hypothesis.settings.get_profile("unit"), max_examples=6)
 hypothesis.settings.load_profile("sim" if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1" else "unit")
 
 

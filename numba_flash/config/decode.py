@@ -16,9 +16,9 @@ class DecodeConfig(TensorConfig):
 
     tile_n: keys of a warp's tile; KEY_WARPS warps have neighbouring ones. stages: tiles of keys that have a place.
     blocks: how many run at a time; no more parts of sequences are handed from block to block. pages: how a sequence's
-    pages are found (kernels/steps/pages.py). pair_shared: a node of one chunk waits for the next in shared memory,
-    else in registers or, if it has many numbers, in global memory, as the others do. copy_bytes: as of
-    MmaConfig.
+    pages are found (kernels/steps/pages.py). stack_rows, stack_levels: of nodes that wait in shared memory for their
+    neighbours, as many rows and levels of the tree; those of level 0 may wait in registers, and those above in global
+    memory. copy_bytes: as of MmaConfig.
     """
 
     warp_rows: int = 16
@@ -26,9 +26,9 @@ class DecodeConfig(TensorConfig):
     stages: int = 3
     blocks: int = 1
     pages: str = "own"
-    pair_shared: bool = False
+    stack_rows: int = 16
+    stack_levels: int = 0
 
-    q_registers: ClassVar[bool] = False
     KEY_WARPS: ClassVar[int] = 4
     CHUNK: ClassVar[int] = 256  # keys of a leaf of the tree; the bits follow from it, from tile_n and from KEY_WARPS
 
@@ -48,6 +48,11 @@ class DecodeConfig(TensorConfig):
         fits = self.tile_m * self.head_dim_v_padded * 4 <= self.stage_bytes
         check(fits, f"tile_m = {self.tile_m} rows of O do not fit into a tile of K and V")
         self._set(self.ALIGNMENT + self.shared_layout().end)
+
+    @property
+    def q_registers(self) -> bool:  # type: ignore[override]
+        """Whether Q stays in registers."""
+        return self.warp_rows == 16 and self.head_dim_padded <= 128
 
     @property
     def threads(self) -> int:  # type: ignore[override]
@@ -96,7 +101,7 @@ class DecodeConfig(TensorConfig):
             places=self.stages * 2 * self.keys * 8,
             states=self.KEY_WARPS * self.tile_m * 8,
             flags=self.ROW_STATE_BYTES * self.tile_m,
-            pair=4 * self.node_numbers * self.threads if self.pair_shared else 0,
+            stack=self.stack_levels * self.shared_stack[1],
             last=16,
         )
 
@@ -112,7 +117,14 @@ class DecodeConfig(TensorConfig):
 
     @property
     def pair_registers(self) -> bool:
-        return not self.pair_shared and self.node_numbers <= 24
+        return self.node_numbers <= 24
+
+    @property
+    def shared_stack(self) -> tuple[int, int, int]:
+        """Levels; bytes of one, and of one number of each thread. A thread has every 16th number of a row of O, m and
+        l."""
+        number_bytes = 4 * 4 * self.KEY_WARPS * self.stack_rows
+        return self.stack_levels, (self.head_dim_v_padded // 16 + 2) * number_bytes, number_bytes
 
     @property
     def node_numbers(self) -> int:

@@ -10,10 +10,12 @@ from .forward import AnyProblem, LaunchFacts, check
 
 @dataclass(frozen=True)
 class MaskBitsConfig(LaunchFacts):
-    """Of mask_bits, which runs before tensor-core kernels where there is a mask. of_keys: its rows are keys."""
+    """Of mask_bits, which runs before tensor-core kernels where there is a mask. of_keys: its rows are keys. waits: it
+    runs beside the kernel before it, and ends after that; the kernel behind may start before it has ended. cc 9.0."""
 
     of_keys: bool = False  # type: ignore[misc]
     threads: int = 512
+    waits: bool = False  # type: ignore[misc]
 
     module = "score.mask_bits"
     names = (abi.MASK_BITS, abi.MASK_BITS_OF_KEYS)

@@ -13,14 +13,16 @@ from .simt_forward import SimtRows
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class OfDelta(LaunchFacts):
     """What delta and backward_preprocess share. load_bytes: of the loads of do and o, whose rows begin and end at
-    multiples of them; an element, if columns may be anywhere. of_terms: what they find goes into the gradient of a term
-    of the sum, too. turns_of: of how many queries the parts of dQ are that are added up in turns; 0: none are."""
+    multiples of them; an element, if columns may be anywhere. most_rows: that lanes share. of_terms: what they find
+    goes into the gradient of a term of the sum, too. turns_of: of how many queries the parts of dQ are that are added
+    up in turns; 0: none are."""
 
     dtype: str
     head_dim_v: int
     has_dlse: bool
     threads: int = 256
     load_bytes: int = 16
+    most_rows: int = 4
     of_terms: bool = False
     turns_of: int = 0
     packed: bool = False
@@ -42,14 +44,12 @@ class OfDelta(LaunchFacts):
     @property
     def rows_of_lanes(self) -> int:
         """Rows that they share: a lane ends with one at most."""
-        return min(self.lanes, 4)
+        return min(self.lanes, self.most_rows)
 
     def grid(self, problem: AnyProblem) -> int:
         p = problem.forward
-        units = (
-            p.heads * tiles_of_all(p, self.UNIT) if self.in_order else p.batch * p.heads * -(-p.seqlen_q // self.UNIT)
-        )
-        return -(-units * self.UNIT // (self.threads // self.lanes * self.rows_of_lanes))
+        of_head = tiles_of_all(p, self.UNIT) if self.in_order else p.batch * -(-p.seqlen_q // self.UNIT)
+        return -(-p.heads * of_head * self.UNIT // (self.threads // self.lanes * self.rows_of_lanes))
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ class WgmmaFloat32Config(WarpgroupsConfig):
     q_buffers: ClassVar[int] = 1  # each consumer splits its own rows of Q
     bias_bytes: ClassVar[int] = 0
     bias_panel: ClassVar[int] = 16
+    parts: ClassVar[int] = 1  # a block has all keys of its queries
     KEYS: ClassVar[tuple[int, ...]] = (32, 64)  # whose weights are one sum: a longer one would drift
     # By consumers and keys: a tile of 32 keys is for many columns of O, and takes few registers on its way.
     REGISTERS: ClassVar[dict[tuple[int, int], tuple[int, int]]] = {

@@ -19,11 +19,14 @@ class Node(NamedTuple):
     """A number. of: Nodes, and whole numbers that Python has.
 
     "b", "h", "row", "query", "key": an argument. ("read", array, *indices): an element. ("length", array, axis).
-    ("choose", condition, one, other). Anything else: an operation.
+    ("choose", condition, one, other). Anything else: an operation, of OPERATIONS.
     """
 
     name: str
     of: tuple[Any, ...] = ()
+
+
+OPERATIONS = ("add", "sub", "mul", "floordiv", "mod", "min", "max", "lt", "le", "eq", "ne")
 
 
 class _Unknown(Exception):
@@ -56,13 +59,26 @@ def _operation(name: str, *given: Any) -> Any:
     decide = next(x.decide for x in given if isinstance(x, _Symbol))
     if not all(isinstance(x, _Symbol | int) for x in given):
         raise _Unknown
-    return _Symbol(Node(name, tuple(x.node if isinstance(x, _Symbol) else int(x) for x in given)), decide)
+    of = tuple(x.node if isinstance(x, _Symbol) else int(x) for x in given)
+    if name in ("gt", "ge"):
+        name, of = dict(gt="lt", ge="le")[name], of[::-1]
+    if name in ("and", "or"):
+        if not all(map(_is_truth, of)):
+            raise _Unknown
+        name = "min" if name == "and" else "max"
+    return _Symbol(Node(name, of), decide)
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_", "xor", "lt", "le", "gt", "ge", "eq", "ne"):
-    _plain = _name.strip("_")
-    setattr(_Symbol, f"__{_plain}__", lambda x, y, name=_name: _operation(name, x, y))
-    setattr(_Symbol, f"__r{_plain}__", lambda x, y, name=_name: _operation(name, y, x))
+def _is_truth(x: Any) -> bool:
+    """Whether it is 0 or 1, as comparisons are."""
+    if not isinstance(x, Node):
+        return x in (0, 1)
+    return x.name in ("lt", "le", "eq", "ne") or (x.name in ("min", "max") and all(map(_is_truth, x.of)))
+
+
+for _name in (*OPERATIONS, "gt", "ge", "and", "or"):
+    setattr(_Symbol, f"__{_name}__", lambda x, y, name=_name: _operation(name, x, y))
+    setattr(_Symbol, f"__r{_name}__", lambda x, y, name=_name: _operation(name, y, x))
 
 
 class _Table:
@@ -145,3 +161,20 @@ def expression_of(function: Function, ndims: tuple[int, ...]) -> Node | int | No
         return explore([])
     except Exception:  # of any kind, from the function itself: kernels will ask it, and say what is wrong with it
         return None
+
+
+def source_of(expression: Node | int, text_of: Callable[[Any, Callable[[Any], str]], str]) -> str:
+    """The body of a function that computes each part of an expression once. text_of(part, name_of): the text of a part,
+    in which name_of(part) stands for another one."""
+    names: dict[Any, str] = {}
+    lines: list[str] = []
+
+    def name_of(part: Any) -> str:
+        if part not in names:
+            text = text_of(part, name_of)
+            names[part] = f"x{len(names)}"
+            lines.append(f"    {names[part]} = {text}\n")
+        return names[part]
+
+    result = name_of(expression)
+    return "".join(lines) + f"    return {result}\n"

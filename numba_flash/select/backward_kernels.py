@@ -57,7 +57,13 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     else:
         sums = shared.simt(DauxConfig, "v2_dq", problem, target, wanted_aux=problem.wanted_aux)
         needed.append(shared.delta_config(problem, target))
-    return (*before, *(config for config in needed if config not in before), start, sums, end)
+    return (
+        *before,
+        *(config for config in needed if all(config.kernel != other.kernel for other in before)),
+        start,
+        sums,
+        end,
+    )
 
 
 @functools.lru_cache(maxsize=4096)

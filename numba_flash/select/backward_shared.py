@@ -1,6 +1,7 @@
 """What the backward kernels of all rungs share: the parts of each Config that follow from the problem, the rows of a
 table that can be used, and the kernels that run before and after those of the rungs."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -169,21 +170,32 @@ def outside(problem: BackwardProblem, target: Target, in_order: bool) -> list[La
 
 
 def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[LaunchFacts]:
-    """Kernels, preceded by those that prepare what they read: a mask's bits, the states of tiles."""
-    made: list[LaunchFacts] = []
+    """Kernels, preceded by those that prepare what they read: a mask's bits, the states of tiles. Those that overlap
+    with what is in front of them go ahead of all."""
+    made, ahead = list[LaunchFacts](), list[LaunchFacts]()
+    overlaps = len(configs) > 0 and configs[0].waits
     for config in configs:
-        before = prologue(config, target)
-        made += [other for other in before if other not in made] + [config]
-    return made
+        for other in prologue(config, target, overlaps):
+            if other not in (*ahead, *made):
+                (ahead if other.waits else made).append(other)
+        made.append(config)
+    return [*ahead, *made]
 
 
 def preprocess_config(problem: BackwardProblem, target: Target, **more: Any) -> PreprocessConfig:
-    return PreprocessConfig(**_of_delta(problem, target), natural=problem.forward.array("bias") is not None, **more)
+    more |= dict(natural=problem.forward.array("bias") is not None)
+    return _spread(PreprocessConfig(**_of_delta(problem, target), **more), problem, target)
 
 
 def delta_config(problem: BackwardProblem, target: Target, turns_of: int = 0) -> DeltaConfig:
     """The Config of the kernel with which v2 begins."""
-    return DeltaConfig(**_of_delta(problem, target), turns_of=turns_of)
+    return _spread(DeltaConfig(**_of_delta(problem, target), turns_of=turns_of), problem, target)
+
+
+def _spread(config: Any, problem: BackwardProblem, target: Target) -> Any:
+    """With a row at a time, if there are fewer blocks than multiprocessors. The order of a row's sum stays."""
+    few = not target.simulated and config.grid(problem) < target.multiprocessors
+    return dataclasses.replace(config, most_rows=1) if few else config
 
 
 def _of_delta(problem: BackwardProblem, target: Target) -> dict[str, Any]:

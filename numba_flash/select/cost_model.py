@@ -21,7 +21,7 @@ class Speed(NamedTuple):
     products: float  # multiplications in a microsecond
 
 
-# In float32 docs/measurements/short_float32.md has what they follow from.
+# In float32; docs/measurements/wgmma_forward_float32.md has what they follow from.
 FLOAT32 = {"wgmma": Speed(2.5, 0.42e6), "mma": Speed(0.4, 0.22e6)}
 
 

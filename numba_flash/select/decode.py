@@ -1,5 +1,6 @@
 """Whether decode takes a cache, and its Config: attention_kvcache on tensor cores (kernels/mma/decode.py)."""
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from ..arrays.dtypes import ITEM_SIZE
@@ -16,6 +17,7 @@ FEW_ROWS = 64  # of a KV head: with more, a contiguous cache is for the kernels 
 WIDEST = 256  # head_dim
 SIMULATED_BLOCKS = 4
 MOST_THREADS = 256  # of a multiprocessor: each takes up to 255 registers
+LEAST_LEVELS, MOST_LEVELS = 1, 7  # of nodes in shared memory, if none waits in registers
 
 
 def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
@@ -38,7 +40,7 @@ def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
         if (reason := no_wide_rows(operand, strides, columns, p.dtype, least)) is not None:
             return reason
     if _fitting(p, "own", target) is None:
-        return no_room(p, target, _config(p, "own", target, 16, 2, 1, False).shared_bytes)
+        return no_room(p, target, _config(p, "own", target, 16, 2, 1).shared_bytes)
     return None
 
 
@@ -65,19 +67,18 @@ def _fitting(problem: Problem, pages: str, target: Target) -> "DecodeConfig | No
     most = 64 if one_panel and not wide else 32
     wanted = min(max(16, 1 << (max(rows_of(p), 1) - 1).bit_length()), most)
     for tile_m in (n for n in (64, 32, 16) if n <= wanted):
-        few = _config(p, pages, target, tile_m, 2, 1, False).pair_registers
-        for per_sm, least, pair_shared in ((2, 3, not few), (1, 3, not few), (1, 2, False)):
-            for stages in range(6, least - 1, -1):
-                config = _config(p, pages, target, tile_m, stages, per_sm, pair_shared)
-                fits = per_sm * (config.shared_bytes + 1024) <= target.shared_bytes + 1024
-                if fits and per_sm * config.threads <= MOST_THREADS:
-                    return config
+        for per_sm, least_stages in ((2, 3), (1, 3), (1, 2)):
+            for stages in range(6, least_stages - 1, -1):
+                made = _config(p, pages, target, tile_m, stages, per_sm)
+                room = (target.shared_bytes + 1024) // per_sm - 1024 - made.shared_bytes
+                levels = min(room // made.shared_stack[1], MOST_LEVELS)
+                least = 0 if made.pair_registers or least_stages == 2 else LEAST_LEVELS
+                if levels >= least and per_sm * made.threads <= MOST_THREADS:
+                    return dataclasses.replace(made, stack_levels=levels)
     return None
 
 
-def _config(
-    problem: Problem, pages: str, target: Target, tile_m: int, stages: int, per_sm: int, pair_shared: bool
-) -> "DecodeConfig":
+def _config(problem: Problem, pages: str, target: Target, tile_m: int, stages: int, per_sm: int) -> "DecodeConfig":
     from ..config.decode import DecodeConfig
 
     p, wide = problem, max(problem.head_dim, problem.head_dim_v) > 128
@@ -97,5 +98,5 @@ def _config(
         blocks_per_sm=per_sm,
         blocks=SIMULATED_BLOCKS if target.simulated else max(target.multiprocessors, 1) * per_sm,
         pages=pages,
-        pair_shared=pair_shared,
+        stack_rows=max(min(1 << (max(rows_of(p), 1) - 1).bit_length(), tile_m), 4),
     )

@@ -124,9 +124,10 @@ def config_of(name: str, problem: Problem, target: Target) -> Config | None:
     return rung.refine(_fitting(rung, problem, target), problem, target)
 
 
-def prologue(config: Config, target: Target) -> list[LaunchFacts]:
+def prologue(config: Config, target: Target, overlaps: bool = False) -> list[LaunchFacts]:
     """The kernels that make what the kernel of `config` reads: a mask's bits, the states of tiles under a mask_mod and
-    their order. Most calls have none, and load nothing for them."""
+    their order. Most calls have none, and load nothing for them. overlaps: they may run beside the kernels in front of
+    them, as far as they can."""
     threads, made = 32 if target.simulated else 512, list[LaunchFacts]()
     if config.packed and "o" in config.takes.arrays:
         from ..config.outside import OutsideConfig
@@ -135,7 +136,7 @@ def prologue(config: Config, target: Target) -> list[LaunchFacts]:
     if config.reads_bits and config.has("mask"):
         from ..config.mask_bits import MaskBitsConfig
 
-        made.append(MaskBitsConfig(config.of_keys, threads))
+        made.append(MaskBitsConfig(config.of_keys, threads, overlaps))
     if config.tile_states:
         from ..config.tile_states import TileOrderConfig, TileStatesConfig
 

@@ -425,6 +425,8 @@ def test_no_dlse_is_a_dlse_of_zeros(rung):
 def test_large_scores(rung, size, sinks):
     if rung.tensor and rung.dtype in ("float16", "bfloat16"):
         pytest.skip("tensor cores do not bound P in 16 bits (docs/numerics.md)")
+    if rung.tensor and rung.slow and size < 1e10:
+        pytest.skip("the largest size in the simulator: only that makes a weight above 1 where it is not bounded")
     case = rung.problem(16, 16, heads=1, head_dim=8, batch=4, scale=size / 10)  # q . k is up to 10
     if sinks:
         case.options["sinks"] = np.array([size / 20], np.float32 if rung.tensor else rung.dtype)

@@ -52,12 +52,12 @@ def test_gradients_with_dropout_in_every_dtype(backward_rung, dtype, options):
 @pytest.mark.parametrize("q_offset", [None, 7, -9])
 def test_what_counts_follows_from_seed_and_position_alone(rung, q_offset):
     """Equal weights and V = 1: o shows which count. Parts of the problem show the same ones."""
-    case = rung.problem(20, 64, heads=4, heads_kv=2, head_dim=8, head_dim_v=64, batch=rung.batch)
+    case = rung.problem(20, 64, **HEADS, head_dim=8, head_dim_v=64, batch=rung.batch)
     case.q[...] = 0
     case.v[...] = np.eye(64)
     case.options |= dict(dropout_p=0.5, seed=123456789) | (dict(q_offset=q_offset) if q_offset is not None else {})
     o, _ = rung(case)
-    mask = testing.dropout_mask((rung.batch, 4, 20, 64), 0.5, 123456789, q_offset)
+    mask = testing.dropout_mask((rung.batch, HEADS["heads"], 20, 64), 0.5, 123456789, q_offset)
     assert np.array_equal(o != 0, mask) and np.allclose(o[mask], 2 / 64, rtol=1e-3)
     case.q, case.options["q_offset"] = case.q[:, :, 5:], (44 if q_offset is None else q_offset) + 5
     part, _ = rung(case)

@@ -262,8 +262,8 @@ def by_default(score, b, h, i, j, factor=0.5):
 def test_a_changed_function_is_not_served_old_code(rung, how, monkeypatch):
     half = dict.fromkeys(("closure",), made(0.5)) | {"global": by_global, "called": by_call, "default": by_default}
     half |= {"code": by_default, "partial": functools.partial(by_default, factor=0.5)}
-    case = rung.problem(score_mod=half[how])
-    expected_half, expected_double = rung(rung.problem(scale=0.25)), rung(rung.problem(scale=1.0))
+    case = rung.problem(batch=1, score_mod=half[how])
+    expected_half, expected_double = (rung(rung.problem(batch=1, scale=scale)) for scale in (0.25, 1.0))
     assert both_close(rung(case), expected_half)
     if how in ("global", "called"):
         monkeypatch.setitem(globals(), "FACTOR", 2.0)

@@ -53,7 +53,7 @@ def backward(rung, case, do, o, lse, dlse, **more):
 
 
 def test_random_problems_agree_with_the_oracle(rung):
-    @settings(settings(), max_examples=5 if rung.slow else settings.default.max_examples)
+    @settings(settings(), max_examples=3 if rung.slow else settings.default.max_examples)
     @given(st.data())
     def agrees(data):
         case = data.draw(packed_cases(**limits(rung)))
@@ -96,8 +96,8 @@ BATCHES = [
 
 @pytest.mark.parametrize("options", [dict(causal=True), dict(window=(9, 3)), {}], ids=str)
 def test_a_sequence_has_the_same_bits_in_any_batch(rung, options):
-    if rung.slow and not options:
-        pytest.skip("with options in the simulator, where it takes seconds")
+    if rung.slow and list(options) != ["causal" if rung.kernel in ("v2", "wgmma") else "window"]:
+        pytest.skip("with one of these in the simulator, where it takes seconds")
     tile = rung.tile
     own, others = (tile + 3, 2 * tile - 1), ((2, tile + 9), (2 * tile + 1, 5))
     if rung.slow:
@@ -125,7 +125,8 @@ def test_a_sequence_has_the_same_bits_in_any_batch(rung, options):
 def test_nothing_of_a_neighbour_is_seen(rung):
     """NaN in all that is not a sequence's own, keys that are not valid among it. It never takes part: bits stay."""
     tile = rung.tile
-    lengths, seqlens_k = [(5, 3), (tile + 2, tile - 1), (3, 4)], np.array([2, tile - 2, 4], np.int32)
+    # Few of the neighbours': their rows are computed again, one by one.
+    lengths, seqlens_k = [(2, 3), (tile + 2, tile - 1), (1, 2)], np.array([2, tile - 2, 2], np.int32)
     case = ragged(rung, lengths, heads=2, heads_kv=1, head_dim=8, seqlens_k=seqlens_k)
     clean, do = forward(rung, case), packs.outer_packed(case)
     strange = dataclasses.replace(case, q=case.q.copy(), k=case.k.copy(), v=case.v.copy())
@@ -165,15 +166,18 @@ def test_functions_are_told_the_sequence_and_positions_inside_it(rung):
     case = ragged(
         rung,
         [(3, 7), (0, 2), (rung.tile + 1, rung.tile + 2)],
+        heads=2,
+        heads_kv=1,
         score_mod=lambda s, b, h, q_pos, k_pos: s + 0.5 * b + 0.01 * (q_pos - k_pos),
         mask_mod=lambda b, h, q_pos, k_pos: (q_pos + k_pos + b) % 3 != 0,
-        sinks=np.array([0.5, 0.1, -1, 2], np.float32),
+        sinks=np.array([0.5, -1], np.float32),
     )
     compare(rung, case)
 
 
 def test_dropout_counts_from_the_sequence(rung):
-    compare(rung, ragged(rung, [(3, 7), (rung.tile + 1, rung.tile + 2)], causal=True, dropout_p=0.4, seed=5))
+    lengths = [(3, 7), (rung.tile + 1, rung.tile + 2)]
+    compare(rung, ragged(rung, lengths, heads=2, heads_kv=1, causal=True, dropout_p=0.4, seed=5))
 
 
 def compare(rung, case):

@@ -183,4 +183,4 @@ def tensor(kernel):
 def rung(request):
     if rungs.RUNGS[request.param].tensor_cores:
         return tensor(request.param)
-    return forward.Rung(request.param, limits=SMALL)
+    return forward.Rung(request.param, limits=SMALL, slow=request.param != SIMPLEST["rung"])

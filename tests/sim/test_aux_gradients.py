@@ -25,7 +25,7 @@ TestDaux = suite(daux)
 def aux_rung(request):
     if rungs.RUNGS[request.param].tensor_cores:
         return backward.Rung(request.param, testing.rows_padded, tensor=True, slow=True)
-    return backward.Rung(request.param)
+    return backward.Rung(request.param, slow=True)
 
 
 def totals(dtype, case):

@@ -17,6 +17,7 @@ from numba_flash.arrays import read
 from numba_flash.config.tile_states import TileOrderConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
 from numba_flash.dispatch import forward as dispatch
+from numba_flash.functions import numbers
 from numba_flash.functions.function import Function
 from numba_flash.gpu.compiled import source
 from numba_flash.kernels.score import longest_first, tile_walk
@@ -86,7 +87,7 @@ def test_a_neighborhood_in_order_and_a_sparse_pattern(rung):
     starts, columns = np.array([0, 2, 3, 3, 5], np.int32), np.array([0, 2, 1, 0, 3], np.int32)
     near = dict(mask_mod=mods.neighborhood(shape, (3, 5), ordered=True), aux=(order,))
     given = dict(mask_mod=mods.block_sparse(16), aux=(starts, columns))
-    case = rung.problem(heads=2, heads_kv=1, seqlen_q=54, seqlen_k=54, batch=1, head_dim=16)
+    case = rung.problem(heads=2, heads_kv=1, seqlen_q=54, seqlen_k=54, batch=1, head_dim=head_dim(rung))
     for options in (near, given):
         expected = numba_flash.attention(case.q, case.k, case.v, **options, kernel="reference")
         found = numba_flash.attention(case.q, case.k, case.v, block_mask=blocks_of(case, options), kernel=rung.kernel)
@@ -100,14 +101,14 @@ OF_ENTRIES = (mods.document, mods.prefix_lm, by_entry, of_valid_keys)  # those t
 def rung(request):
     tensor = rungs.RUNGS[request.param].tensor_cores
     moved = (testing.rows_padded,) if tensor else ()
-    return forward.Rung(request.param, *moved, tensor=tensor, tile=32 if tensor else 16, slow=tensor)
+    return forward.Rung(request.param, *moved, tensor=tensor, tile=32 if tensor else 16, slow=True)
 
 
 @pytest.fixture(scope="session", params=KERNELS[1:])
 def backward_rung(request):
     tensor = rungs.RUNGS[request.param].tensor_cores
     moved = (testing.rows_padded,) if tensor else ()
-    return backward.Rung(request.param, *moved, tensor=tensor, tile=32 if tensor else 16, slow=tensor)
+    return backward.Rung(request.param, *moved, tensor=tensor, tile=32 if tensor else 16, slow=True)
 
 
 def case_of(rung, name):
@@ -119,7 +120,12 @@ def case_of(rung, name):
             cut[key] = value[:batch]
         if key == "aux":
             cut[key] = tuple(x[:batch] for x in value)
-    return rung.problem(**dict(heads=2, heads_kv=1) | sizes, batch=batch, head_dim=16), cut
+    return rung.problem(**dict(heads=2, heads_kv=1) | sizes, batch=batch, head_dim=head_dim(rung)), cut
+
+
+def head_dim(rung):
+    """Of which states of tiles know nothing: where each product is one of Python's, few."""
+    return 16 if rung.tensor else 3
 
 
 def blocks_of(case, options):
@@ -178,14 +184,16 @@ def words_of(blocks):
         yield np.asarray(array.owner).reshape(-1, by_tile)[:, :-1], config.tile
 
 
-# Of v2, whose tiles are those of v1, what decides how it walks over them.
+# Tiles have the same states on v1 and v2, and are found in the same way for mma and wgmma. Of v2 and of mma, what
+# decides how the kernel walks over them.
 OF_V2 = ("documents", "by head", "nothing", "many words", "lengths")
+OF_MMA = (*OF_V2, "a group in a tile", "offsets")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_states_and_results(rung, name):
-    if rung.kernel == "v2" and name not in OF_V2:
-        pytest.skip("tiles have the same states as on v1")
+    if rung.kernel in ("v2", "mma") and name not in (OF_MMA if rung.tensor else OF_V2):
+        pytest.skip("tiles have the same states as on v1, or as on wgmma")
     case, options = case_of(rung, name)
     blocks = blocks_of(case, options)
     found = rung(case, block_mask=blocks)
@@ -269,6 +277,19 @@ def test_what_lies_in_tiles_that_are_left_out_is_never_read(rung):
     case.k[:, :, :32] = case.v[:, :, :32] = np.nan  # the first query stands at 61 and sees 41
     found = rung(case, **options)
     assert all(same_bits(x, y) for x, y in zip(found, clean, strict=True))
+
+
+# Neither where tiles get their states nor in attention: intervals decide (kernels/score/tile_bounds.py).
+@pytest.mark.parametrize("function", [lambda b, h, i, j: j < 1000, lambda b, h, i, j: i - j > 1000])
+def test_a_function_is_not_called_where_intervals_decide(monkeypatch, nothing_remembered, function):
+    calls, ask = [], numbers.mask_of
+    monkeypatch.setattr(numbers, "mask_of", lambda *given: calls.append(0) or ask(*given))
+    v1 = forward.Rung("v1", tile=16)
+    case = v1.problem(heads=1, heads_kv=1, seqlen_q=20, seqlen_k=40, batch=1, head_dim=16)
+    v1(case, mask_mod=function)
+    assert not calls
+    v1(case, mask_mod=lambda b, h, i, j: i / 3 < j)  # intervals have no rule for a quotient that is real
+    assert calls
 
 
 # Walks from the last tile to the first and from the first to the last, over several words of states.

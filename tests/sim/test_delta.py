@@ -1,5 +1,7 @@
 """What every backward begins with, lse and delta of each row, in every layout of dO and O, simulated."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from helpers.machines import empty
@@ -28,14 +30,14 @@ def laid_out(x, how):
     return memory
 
 
-def of_rows(do, o, lse, dlse, kernel, alignment=16):
+def of_rows(do, o, lse, dlse, kernel, alignment=16, **fields):
     """-> (delta, lse) of every row, as the kernel makes them; lse is None where it makes none. And its Config."""
     target, dtype, head_dim = Target.of(None), do.dtype.name, do.shape[3]
     q = np.empty(do.shape, dtype)
     problem = backward_problem(
         do=do, q=q, k=q, v=q, o=o, lse=lse, dlse=dlse, dtype=dtype, alignment=alignment, head_dim=head_dim
     )
-    made = getattr(backward_shared, f"{kernel}_config")(problem, target)
+    made = dataclasses.replace(getattr(backward_shared, f"{kernel}_config")(problem, target), **fields)
     workspace = {name: np.full(*given) for name, given in _filled(made.workspace(problem)).items()}
     given = dict(do=do, o=o, lse=lse, dlse=dlse, turns=None) | workspace
     read = [None if given[name] is None else arrays.read(name, given[name]) for name in made.parameters.arrays]
@@ -85,6 +87,7 @@ LAYOUTS = ("contiguous", "heads_inside", "one_more_column", "four_more_columns",
 def test_delta_has_the_same_bits_in_every_layout(kernel, dtype, head_dim):
     do, o, lse, dlse = numbers(dtype, head_dim)
     plain, _, config = of_rows(do, o, lse, dlse, kernel)
+    assert (of_rows(do, o, lse, dlse, kernel, most_rows=1)[0] == plain).all(), "a row at a time"
     loads = {config.load_bytes}
     for how in LAYOUTS:
         found, _, config = of_rows(laid_out(do, how), laid_out(o, "contiguous"), lse, dlse, kernel)

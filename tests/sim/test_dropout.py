@@ -28,7 +28,7 @@ def words_are_remembered():
 def rung(request):
     if rungs.RUNGS[request.param].tensor_cores:
         return forward.Rung(request.param, testing.rows_padded, tensor=True, tile=32, slow=True, limits=TENSOR)
-    return forward.Rung(request.param, limits=SMALL)
+    return forward.Rung(request.param, slow=True, limits=SMALL)
 
 
 @pytest.fixture(scope="session", params=["v2", "mma"])
@@ -36,4 +36,4 @@ def backward_rung(request):
     if rungs.RUNGS[request.param].tensor_cores:
         limits = TENSOR | dict(head_dims=(8, 16), features=("causal", "window", "softcap"))
         return backward.Rung(request.param, testing.rows_padded, tensor=True, slow=True, limits=limits)
-    return backward.Rung("v2", limits=SMALL)
+    return backward.Rung("v2", slow=True, limits=SMALL)

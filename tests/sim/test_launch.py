@@ -62,7 +62,7 @@ from numba_flash.functions.function import Function
 from numba_flash.gpu.compiled import source
 from numba_flash.machine import toolchain
 from numba_flash.problem.options import uses
-from numba_flash.ptx.sim import launch
+from numba_flash.ptx.sim import launch, numbers
 from numba_flash.ptx.sim.launch import Pointer
 from numba_flash.select import cost
 from numba_flash.select.rungs import RUNGS
@@ -341,7 +341,7 @@ OF_NUMPY = (*NUMBERS, np.float16(0.5), np.int8(-3), np.int32(-1), np.uint32(2**3
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64, np.float32, np.float64])
 def test_a_kernels_numbers_are_converted_as_by_numpy(kind):
-    convert = launch._converter(kind)
+    convert = numbers.converter(kind)
     for x in OF_NUMPY:
         with np.errstate(all="ignore"):
             try:

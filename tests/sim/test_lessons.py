@@ -21,19 +21,21 @@ def lesson(name):
 @pytest.mark.parametrize("shape", ["one", "whole tiles", "a tile and one", "few queries"])
 @pytest.mark.parametrize("name", NAMES)
 def test_it_computes_attention(name, shape):
-    """Over several tiles, in which the maximum grows in one head, and falls in the other, whose scores are large."""
+    """Over several tiles, in which the maximum grows in one head, and falls in the other, whose scores are large. Both
+    heads in one shape; in the others, one or the other."""
     tile_m, tile_n = lesson(name).tile_m, importlib.import_module(f"lessons.{name}").TILE_N
-    queries, keys = {
-        "one": (1, 1),
-        "whole tiles": (tile_m, tile_n),
-        "a tile and one": (tile_m + 1, tile_n + 1),
-        "few queries": (5, 2 * tile_n + 8),
+    queries, keys, heads = {
+        "one": (1, 1, [0]),
+        "whole tiles": (tile_m, tile_n, [1]),
+        "a tile and one": (tile_m + 1, tile_n + 1, [0]),
+        "few queries": (5, 2 * tile_n + 8, [0, 1]),
     }[shape]
     rng = np.random.default_rng(queries + keys)
     q, k, v = (rng.standard_normal((1, 2, n, 64)).astype(lesson(name).dtype) for n in (queries, keys, keys))
     grows = np.linspace(0.5, 3, keys, dtype=k.dtype)[:, None]
     k[0, 0] *= grows
     k[0, 1] *= 10 * grows[::-1]
+    q, k, v = (np.ascontiguousarray(x[:, heads]) for x in (q, k, v))
     testing.check(testing.Case(q, k, v, dict(layout="bhsd")), lesson(name)(q, k, v))
 
 
@@ -72,7 +74,7 @@ def test_watch_shows_the_running_maximum(name):
     made = lesson(name)
     rng = np.random.default_rng(0)
     tile_n = importlib.import_module(f"lessons.{name}").TILE_N
-    keys = 2 * tile_n + 6
+    keys = tile_n + 6
     q, k = (rng.standard_normal((1, 1, n, 64)).astype(made.dtype) for n in (3, keys))
     with watch(made.kernel) as seen:
         made(q, k, k)

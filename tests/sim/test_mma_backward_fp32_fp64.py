@@ -62,6 +62,8 @@ READ = {
 
 @pytest.mark.parametrize("how", READ)
 def test_what_is_read_or_asked_for_each_score(rung, how):
+    if rung.dtype == "float64" and how not in ("bias of its dtype", "functions", "all"):
+        pytest.skip("in float32, by the same functions of each score")
     options = READ[how](np.random.default_rng(4))
     for name in ("bias", "sinks"):
         if name in options and options[name].dtype == np.float64:
@@ -130,6 +132,8 @@ HIDING = {
 @pytest.mark.parametrize("how", HIDING)
 @pytest.mark.parametrize("where", ["do", "v", "k"])
 def test_nonfinite_values_reach_only_the_rows_that_see_them(rung, where, how):
+    if rung.dtype == "float64" and (where, how) not in (("do", "causal"), ("v", "mask"), ("k", "functions")):
+        pytest.skip("pairs run in float32")
     case = rung.problem(20, 20, batch=1, heads=1, head_dim=8, **HIDING[how])
     do, o, lse, dlse = incoming(case, 1)
     (do if where == "do" else getattr(case, where))[0, 0, 12, 3] = np.nan

@@ -162,8 +162,9 @@ BESIDE = {
 @pytest.mark.parametrize("beside", BESIDE)
 def test_beside_all_else(rung, forward_rung, beside):
     options = BESIDE[beside]
-    batch = 2 if beside in ("lengths", "mask") else 1
-    case = rung.problem(20, 72, batch=batch, heads=2, heads_kv=2, head_dim=8, bias=random_bias(2, 20, 72))
+    batch, heads = 2 if beside in ("lengths", "mask") else 1, 2 if beside == "scores" else 1
+    case = rung.problem(20, 72, batch=batch, heads=heads, heads_kv=heads, head_dim=8)
+    case.options["bias"] = random_bias(heads, 20, 72)
     case.options |= options
     assert in_boxes(case)
     rung.check(case)

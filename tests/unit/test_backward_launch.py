@@ -230,8 +230,10 @@ def test_programmatic_launches_follow_a_kernel_that_is_always_launched():
     of, start = may_start_early, [("backward_preprocess", False)]
     assert of(problem(dtype="float16")) == [*start, ("wgmma_fused", True), ("wgmma_round", True)]
     mask = empty(300, 500, dtype="bool")
-    both = [("mask_bits_of_keys", False), ("wgmma_dkdv", True), ("mask_bits", False), ("wgmma_dq", True)]
-    assert of(problem(dtype="float16", mask=mask)) == [*start, *both]
+    bits = [("mask_bits_of_keys", True), ("mask_bits", True)]
+    assert of(problem(dtype="float16", mask=mask)) == [*start, bits[0], ("wgmma_fused", True), ("wgmma_round", True)]
+    two = of(problem(dtype="float16", mask=mask, softcap=3.0))
+    assert two == [*start, *bits, ("wgmma_dkdv", True), ("wgmma_dq", True)]
     sinks = dict(sinks=empty(2, dtype="float16"), wanted=("dk", "dsinks"))
     assert of(problem(dtype="float16", **sinks)) == [*start, ("wgmma_dkdv", True), ("dsinks_of_blocks", False)]
     states = of(problem(dtype="float16", mask_mod=Function.of("mask_mod", earlier)))

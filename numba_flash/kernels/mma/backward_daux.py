@@ -23,7 +23,7 @@ from ..recompute import at_scores
 from ..score import at_position, aux_gradient, fragments, kept_weights, user
 from ..score.aux_gradient import Run
 from ..score.stage import FragmentAt
-from ..steps import block_state, lse_delta
+from ..steps import block_state, lse_delta, sequence
 from ..steps.inlined import inlined, nothing
 from ..steps.integers import divide, tiles_of
 from ..steps.plain import first_column_of, first_row_of, row_keys
@@ -46,23 +46,23 @@ class Registers(NamedTuple):
 
 def make(config):
     plan, tiles = config.shared_layout(), score_tiles.make(config)
-    score_row, blocks, rows, inf = config.score_row, config.tile_n // 8, 2, float32(math.inf)
-    tile_n, count, thread_rows = config.tile_n, blocks * 4, config.tile_m * config.tile_n // config.threads
-    chain, (_, weight) = fragments.chain(config), fragments.weights_at(config)
+    score_row, tile_n, rows, inf = config.score_row, config.tile_n, 2, float32(math.inf)
+    blocks, count, thread_rows = tile_n // 8, tile_n // 2, config.tile_m * tile_n // config.threads
+    chain, (_, weight), sequence_of = fragments.chain(config), fragments.weights_at(config), sequence.make(config)
     (added, visible), has_mask_mod = at_scores.make(config), config.has("mask_mod")
     leaves = user.make(config, "mask_mod") if has_mask_mod else None
     row_term, count_of, of_query = chain.row_term, kept_weights.make(config), lse_delta.of_query(config)
     ask, aux, wanted = user.recorded(config), aux_gradient.make(config), len(config.wanted_aux)
 
     @inlined
-    def note_rows(place, q_smem, thread, arrays, sizes):
-        """Stores in shared memory, for each query of the tile, the keys that it sees, lse and delta."""
+    def note_rows(own, q_smem, thread, arrays, strides, sizes):
+        """Stores in shared memory, for each query of the block, the keys that it sees, lse and delta."""
         if thread < config.tile_m:
-            query = int32(place.i * config.tile_m + thread)
-            first, end = row_keys(place.sequence.q_start + query, sizes.left, sizes.right, place.sequence.keys)
+            entry, query = sequence_of(own.b, arrays, strides, sizes), int32(own.i * config.tile_m + thread)
+            first, end = row_keys(entry.q_start + query, sizes.left, sizes.right, entry.keys)
             lse, delta = inf, float32(0)
-            if query < place.sequence.seqlen_q:
-                lse, delta = of_query(place.sequence, place.h, query, arrays, sizes)
+            if query < entry.seqlen_q:
+                lse, delta = of_query(entry, own.h, query, arrays, sizes)
             if lse == inf:  # it sees no key
                 end = first
             at = q_smem + int32(plan.rows) + 16 * thread
@@ -169,7 +169,6 @@ def make(config):
     @inlined
     def put_tile(place, registers, smem, thread, arrays, sizes):
         put_products(registers, smem.q, thread)
-        note_rows(place, smem.q, thread, arrays, sizes)
 
     over_tiles = tiles.loop(nothing, put_tile, owe_scores)
 
@@ -192,6 +191,7 @@ def make(config):
             Run(local.array(wanted, int64), local.array(wanted, float32)),
         )
         aux.start(registers.run)
+        note_rows(own, smem.q, thread, arrays, strides, sizes)
         over_tiles(own, registers, smem, thread, arrays, strides, sizes, score)
         aux.finish(registers.run, arrays, sizes)
 

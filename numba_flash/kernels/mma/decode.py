@@ -86,8 +86,8 @@ def make(config):
     nodes, write_rows = decode_nodes.of_chunks(config), decode_rows.make(config)
     recompute_rows = cache_rows.make(config)
     pair_count = nodes.count + 2 * rows if config.pair_registers else 1
-    node_count, pair_threads = nodes.count + 2 * rows, config.threads if config.pair_shared else 0
-    _, carry = decode_nodes.joins(nodes.count, rows, pair_threads, config.pair_registers)
+    node_count, shared_levels = nodes.count + 2 * rows, decode_nodes.Shared(*config.shared_stack)
+    _, carry = decode_nodes.joins(nodes.count, rows, shared_levels, config.pair_registers)
     on_fragments, row_term = fragments.tile(scores, strips), fragments.chain(scores).row_term
     read, has_mask = score_reads.make(scores, strips), config.has("mask")
     functions, kept_weight = fragment_functions.make(scores, strips), kept_weights.on_fragments(scores, strips, tile_n)
@@ -186,6 +186,9 @@ def make(config):
         while j < tile.end:
             wait_oldest()
             cuda.syncthreads()  # tile j is there, and everyone is done with the one before
+            if config.q_registers:
+                if j == tile.begin:
+                    products.load_q(registers.q_frag, places.q_lane)
             ahead = int32(stage + (stages - 1)) if stage == 0 else int32(stage - 1)
             if j + (stages - 1) < tile.end:
                 tiles.load_keys(places.ring, places.rows, ahead)
@@ -270,9 +273,9 @@ def make(config):
         )
         stack_at = int64(first_stack) + (int64(block) * sizes.levels) * level_step + thread
         pair_registers = local.array(pair_count, float32)
-        stack = decode_nodes.Stack(
-            pair_registers, int32(q_smem + plan.pair + thread * 4), stack_at, level_step, config.threads
-        )
+        row = row_warp * warp_rows + int32(first_row_of(lane))
+        first = int32(q_smem + plan.stack + (key_warp * config.stack_rows + row) * 16 + (lane & 3) * 4)
+        stack = decode_nodes.Stack(pair_registers, first, stack_at, level_step, config.threads)
         level, number = work.level_of(lane, arrays, strides, sizes), int32(block)
         cursor = decode_work.Cursor(int32(0), int32(0), int32(0))
         while True:

@@ -22,13 +22,12 @@ from ..steps.plain import first_column_of, first_row_of
 from ..steps.units import LOG2_E, exponent_unit
 
 ex2, maximum = approx.ex2, minmax.maximum
-TO_SHARED, FROM_SHARED, TO_MEMORY, FROM_MEMORY = map(np.int32, range(4))
 
 
 class Stack(NamedTuple):
-    """Where a thread's numbers of nodes wait: those of level 0 in registers, or in shared memory from `first` on; the
-    others in arrays.partials from `rest` on, level_step from one level to the next, and `step` from number to
-    number."""
+    """Where a thread's numbers of nodes wait: those of level 0 may do so in registers, the next levels in shared memory
+    from `first` on, the others in arrays.partials from `rest` on, level_step from one level to the next, and `step`
+    from number to number."""
 
     registers: Any
     first: int
@@ -37,15 +36,23 @@ class Stack(NamedTuple):
     step: int
 
 
-def joins(o_count, rows, threads=0, in_registers=True):
+class Shared(NamedTuple):
+    """How many levels wait in shared memory, and their bytes, and the bytes from number to number. Rows that are 8
+    apart are 128 bytes apart."""
+
+    levels: int
+    level_bytes: int
+    number_bytes: int
+
+
+def joins(o_count, rows, shared=Shared(0, 0, 0), in_registers=True):
     """-> (join, carry), device functions for nodes of so many numbers of O and rows. The numbers of O are those of one
     row, or in the order of fragments: four of a block, two for each of two rows, and blocks of a strip of 16 rows.
 
-    threads: of the block, if those of level 0 wait in shared memory; in_registers: if they wait there. Else they wait
-    as the others do.
+    in_registers: whether nodes of level 0 wait in registers.
     """
     of_row, in_strip = o_count // rows, o_count // max(rows // 2, 1) // 4
-    count, bytes_apart, first_in_memory = o_count + 2 * rows, threads * 4, 1 if threads or in_registers else 0
+    count, outside = o_count + 2 * rows, 1 if in_registers else 0  # outside: the first level that is not in registers
 
     @inlined
     def number(r, n):
@@ -54,41 +61,55 @@ def joins(o_count, rows, threads=0, in_registers=True):
 
     @inlined
     def join(left, left_at, node, at):
-        """node[at :] <- left[left_at :] and node[at :], which has the keys behind."""
+        """node[at :] <- left[left_at :] and node[at :], which has the keys behind. A node of no keys leaves the other's
+        bits: they are not 0 plus them."""
         for r in range(rows):
             left_m, left_l = left[left_at + o_count + r], left[left_at + o_count + rows + r]
             m, l = node[at + o_count + r], node[at + o_count + rows + r]
             top = maximum(left_m, m)
             left_factor, factor = ex2(left_m - top), ex2(m - top)
-            if left_l != float32(0):  # else the other's bits, and not 0 plus them
-                for n in range(of_row):
-                    e = number(r, n)
-                    both = cuda.fma(left[left_at + e], left_factor, node[at + e] * factor)
-                    node[at + e] = both if l != float32(0) else left[left_at + e]
-                sums = cuda.fma(left_l, left_factor, l * factor)
-                node[at + o_count + r] = top if l != float32(0) else left_m
-                node[at + o_count + rows + r] = sums if l != float32(0) else left_l
+            of_left, of_both = l == float32(0), left_l != float32(0) and l != float32(0)
+            for n in range(of_row):
+                e = number(r, n)
+                both = cuda.fma(left[left_at + e], left_factor, node[at + e] * factor)
+                node[at + e] = both if of_both else left[left_at + e] if of_left else node[at + e]
+            sums = cuda.fma(left_l, left_factor, l * factor)
+            node[at + o_count + r] = top if of_both else left_m if of_left else m
+            node[at + o_count + rows + r] = sums if of_both else left_l if of_left else l
 
     @inlined
-    def copy_row(r, target, source, stack, place, arrays, way):
-        """way, a constant: where the row goes."""
-        for n in range(of_row + 2):
-            e = number(r, n) if n < of_row else o_count + r + (n - of_row) * rows
-            if way == TO_SHARED:
-                ld_st.store_b32(int32(stack.first + e * bytes_apart), source[e].view(np.uint32))
-            elif way == FROM_SHARED:
-                target[e] = ld_st.load_b32(int32(stack.first + e * bytes_apart)).view(np.float32)
-            elif way == TO_MEMORY:
-                arrays.partials[place + e * stack.step] = source[e]
-            else:
-                target[e] = arrays.partials[place + e * stack.step]
+    def index_of(r, n):
+        return number(r, n) if n < of_row else o_count + r + (n - of_row) * rows
 
     @inlined
-    def copy(target, source, stack, level, there, arrays, way):
+    def put(node, stack, level, there, arrays):
+        """Lets the existing rows of a node wait."""
         place = stack.rest + int64(level) * stack.level_step
         for r in range(rows):
             if (there >> r) & 1 != 0:
-                copy_row(r, target, source, stack, place, arrays, way)
+                if level < outside + shared.levels:
+                    at = int32(stack.first + (level - outside) * shared.level_bytes + r * 128)
+                    for n in range(of_row + 2):
+                        ld_st.store_b32(int32(at + n * shared.number_bytes), node[index_of(r, n)].view(np.uint32))
+                else:
+                    for n in range(of_row + 2):
+                        e = index_of(r, n)
+                        arrays.partials[place + e * stack.step] = node[e]
+
+    @inlined
+    def get(node, stack, level, there, arrays):
+        place = stack.rest + int64(level) * stack.level_step
+        for r in range(rows):
+            if (there >> r) & 1 != 0:
+                if level < outside + shared.levels:
+                    at = int32(stack.first + (level - outside) * shared.level_bytes + r * 128)
+                    for n in range(of_row + 2):
+                        word = ld_st.load_b32(int32(at + n * shared.number_bytes))
+                        node[index_of(r, n)] = word.view(np.float32)
+                else:
+                    for n in range(of_row + 2):
+                        e = index_of(r, n)
+                        node[e] = arrays.partials[place + e * stack.step]
 
     @inlined
     def carry(node, index, last, waiting, there, stack, arrays):
@@ -97,23 +118,17 @@ def joins(o_count, rows, threads=0, in_registers=True):
         other, level, rest = local.array(count, float32), int32(0), int32(index)
         for e in range(count):
             other[e] = float32(0)
-        if waiting & int32(1) != 0:
-            if threads:
-                copy(other, other, stack, level, there, arrays, FROM_SHARED)
-                join(other, 0, node, 0)
-            elif in_registers:
-                join(stack.registers, 0, node, 0)
+        if in_registers and waiting & int32(1) != 0:
+            join(stack.registers, 0, node, 0)
         while rest & int32(1) != 0 or (last and waiting >> level != 0):
-            if level >= first_in_memory and (waiting >> level) & int32(1) != 0:
-                copy(other, other, stack, level, there, arrays, FROM_MEMORY)
+            if level >= outside and (waiting >> level) & int32(1) != 0:
+                get(other, stack, level, there, arrays)
                 join(other, 0, node, 0)
             waiting = int32(waiting & ~(int32(1) << level))
             level, rest = int32(level + 1), int32(rest >> int32(1))
         if not last:
-            if level >= first_in_memory:
-                copy(node, node, stack, level, there, arrays, TO_MEMORY)
-            elif threads:
-                copy(node, node, stack, level, there, arrays, TO_SHARED)
+            if level >= outside:
+                put(node, stack, level, there, arrays)
             elif in_registers:
                 for e in range(count):
                     stack.registers[e] = node[e]

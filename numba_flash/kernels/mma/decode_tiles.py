@@ -80,19 +80,25 @@ def make(config):
                 else:
                     at = page * strides.k[0] + tile.h_kv * strides.k[1] + row * strides.k[2]
                     place = memory.address(arrays.k, at)
-            two, low = local.array(2, uint32), int64(0xFFFFFFFF)
+            two, low, own = local.array(2, uint32), int64(0xFFFFFFFF), int32(thread & (keys - 1))
             two[0], two[1] = uint32(place & low), uint32((place >> 32) & low)
-            ld_st.store_v2(int32(places + stage * stage_places + thread * 8), two, 0)
+            at = keys + v_note(own) if thread & keys != 0 else k_note(own)
+            ld_st.store_v2(int32(places + stage * stage_places + at * 8), two, 0)
 
     def of_rows(columns, head_dim):
         pieces, tile = columns * size // piece, warp_keys * 128 * -(-columns * size // 128)
         # As in steps/async_tiles.py: if a thread keeps its column, its places are constants apart.
         rows_a_step, steps = threads // pieces, -(-keys * pieces // threads)
-        regular = threads % pieces == 0 and keys % rows_a_step == 0  # both powers of 2
+        regular = threads % pieces == 0 and keys % (2 * rows_a_step) == 0  # powers of 2
 
         @inlined
-        def address(noted):
-            return int64(ld_st.load_b32(noted)) | int64(ld_st.load_b32(int32(noted + 4))) << 32
+        def note(row):
+            """Where a row's address is noted: those of a thread are neighbours."""
+            return (row % rows_a_step) * steps + row // rows_a_step if regular else row
+
+        @inlined
+        def address(words, at):
+            return int64(words[at]) | int64(words[at + 1]) << 32
 
         @inlined
         def place_in(row, n):
@@ -100,15 +106,17 @@ def make(config):
 
         @inlined
         def load(target, places, thread):
-            row = int32(uint32(thread) // uint32(pieces))
+            row, words = int32(uint32(thread) // uint32(pieces)), local.array(4, uint32)
             n = int32(thread - row * pieces)
             if regular:
-                to, noted = int32(target + place_in(row, n)), int32(places + row * 8)
+                to, noted = int32(target + place_in(row, n)), int32(places + row * (steps * 8))
                 count = min(max(size * head_dim - piece * n, 0), piece)
                 for step in range(steps):
-                    first = step * rows_a_step
+                    first, two = step * rows_a_step, step % 2 * 2
                     here = (to ^ int32((first & 7) << 4)) + int32(first // warp_keys * tile + first % warp_keys * 128)
-                    place = address(int32(noted + first * 8))
+                    if step % 2 == 0:
+                        ld_st.load_v4(words, 0, int32(noted + step * 8))
+                    place = address(words, two)
                     copy(int32(here), place + int64(n * piece), count if place != 0 else 0)
             else:
                 for step in range(steps):
@@ -116,13 +124,15 @@ def make(config):
                     row = int32(index // uint32(pieces))
                     n = int32(index) - row * pieces
                     if keys * pieces % threads == 0 or row < keys:
-                        place = address(int32(places + row * 8))
+                        words[0] = ld_st.load_b32(int32(places + row * 8))
+                        words[1] = ld_st.load_b32(int32(places + row * 8 + 4))
+                        place = address(words, 0)
                         count = min(max(size * head_dim - piece * n, 0), piece)
                         copy(int32(target + place_in(row, n)), place + int64(n * piece), count if place != 0 else 0)
 
-        return load
+        return load, note
 
-    load_k, load_v = of_rows(columns, config.head_dim), of_rows(columns_v, config.head_dim_v)
+    (load_k, k_note), (load_v, v_note) = of_rows(columns, config.head_dim), of_rows(columns_v, config.head_dim_v)
     v_at = keys * 128 * -(-columns * size // 128)
 
     @inlined

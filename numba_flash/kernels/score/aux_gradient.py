@@ -120,7 +120,7 @@ def make(config):
 
     @inlined
     def add_same(run, ds, slope):
-        run.total[0] += ds * slope if slope != zero else zero
+        run.total[0] += ds * slope if ds != zero and slope != zero else zero
 
     @inlined
     def finish(run, arrays, sizes):

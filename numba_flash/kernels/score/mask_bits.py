@@ -14,16 +14,21 @@ that all rows see to the next one that some do not. With key padding the two ran
 
 Rows are queries and columns keys, or with config.of_keys the other way around. A lane has four columns of 128 and reads
 16 rows of them: a word for the four columns if columns are adjacent in memory, 4 or 16 bytes for the rows if rows are,
-and otherwise byte by byte. A warp has a run of columns, so that it knows its own range. As many warps share a piece as
-have columns there, so a block may have several pieces. Launch: grid (pieces / those of a block, rounded up), block
-(config.threads).
+and otherwise byte by byte. Of rows or columns that are alike, because the mask is broadcast, it reads one. A warp has a
+run of columns, so that it knows its own range. As many warps share a piece as have columns there, so a block may have
+several pieces.
+
+With config.waits the kernel in front of it, with which it has nothing to do, may still run. It waits for that one in
+the end, because the kernel behind needs both and waits for this one alone (ptx/griddepcontrol.py).
+
+Launch: grid (pieces / those of a block, rounded up), block (config.threads).
 """
 
 from typing import Any, NamedTuple
 
 from numba import cuda, int32, int64, uint32
 
-from ...ptx import bits, local, memory, shfl, special
+from ...ptx import bits, griddepcontrol, local, memory, shfl, special, vote
 from ..steps.bit_exchange import exchange
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -31,7 +36,8 @@ from ..steps.integers import divide
 PIECE, ENDS = 16, 4  # rows of a piece; words before them
 SEEN_BY_SOME, SEEN_BY_ALL = 0, 2  # offsets of the ranges
 ALL_ROWS, EVERY_SECOND = uint32(0xFFFF), uint32(0x55555555)
-BY_WORDS, BY_ROWS, BY_BYTES = 0, 1, 2  # how a piece is read
+BY_WORDS, BY_ROWS, BY_BYTES, ALIKE = 0, 1, 2, 3  # how a piece is read
+SPREAD = ((8, 0x00FF00FF), (4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555))  # moves bit r to bit 2 * r
 ROWS_AT_A_TIME = 4  # whose bytes are loaded before any is looked at
 
 
@@ -85,7 +91,9 @@ def make(config):
     def way_of(piece, place):
         """How to read it. place: its address."""
         way = int32(BY_BYTES)
-        if piece.column_stride == 1 and (place | piece.row_stride) & 3 == 0:
+        if piece.row_stride == 0 or piece.column_stride == 0:
+            way = int32(ALIKE)
+        elif piece.column_stride == 1 and (place | piece.row_stride) & 3 == 0:
             way = int32(BY_WORDS)
         elif piece.row_stride == 1 and (place | piece.column_stride) & 3 == 0 and bits.count(piece.rows) & 3 == 0:
             way = int32(BY_ROWS)
@@ -130,23 +138,42 @@ def make(config):
                     seen[x] |= (moved & uint32(0x55)) << uint32(8 * four + i)
 
     @inlined
+    def of_columns(x, column, piece):
+        """Which of the columns column + 2 * x + i exist: bit i."""
+        return uint32((uint32(1) << uint32(min(max(int32(piece.columns - column - 2 * x), 0), 2))) - uint32(1))
+
+    @inlined
     def read_bytes(seen, column, piece, mask):
         """Likewise, byte by byte. Rows and columns past the end are read from the last ones, so that no load waits for
-        a branch; of rows that are alike, one is read."""
+        a branch."""
         seen[0], seen[1] = uint32(0), uint32(0)
         last, last_column = int32(bits.count(piece.rows) - 1), int32(piece.columns - 1)
-        alike = piece.row_stride == 0
-        for first in range(0, 1 if alike else last + 1, ROWS_AT_A_TIME):
+        for first in range(0, last + 1, ROWS_AT_A_TIME):
             for i in range(ROWS_AT_A_TIME):
                 row = piece.at + min(int32(first + i), last) * piece.row_stride
                 for k in range(4):
                     byte = mask[row + min(int32(column + k), last_column) * piece.column_stride]
                     seen[k // 2] |= uint32(byte != 0) << uint32(2 * (first + i) + k % 2)
-        there = EVERY_SECOND >> uint32(30 - 2 * last)
         for x in range(2):
-            columns = uint32(min(max(int32(last_column + 1 - column - 2 * x), 0), 2))  # that exist, of two
-            both = uint32((uint32(1) << columns) - uint32(1))
-            seen[x] = ((seen[x] & uint32(3)) * EVERY_SECOND if alike else seen[x]) & there * both
+            seen[x] &= (EVERY_SECOND >> uint32(30 - 2 * last)) * of_columns(x, column, piece)
+
+    @inlined
+    def read_alike(seen, column, lane, piece, mask):
+        """Likewise, where all rows are alike, or all columns: one of them is read."""
+        rows, last = EVERY_SECOND, int32(bits.count(piece.rows) - 1)
+        seen[0], seen[1] = uint32(0), uint32(0)
+        if piece.row_stride == 0:
+            for k in range(4):
+                own = min(int32(column + k), int32(piece.columns - 1))
+                seen[k // 2] |= uint32(mask[piece.at + own * piece.column_stride] != 0) << uint32(k % 2)
+        else:
+            shown = mask[piece.at + min(lane, last) * piece.row_stride] != 0
+            rows = vote.ballot(uint32(shown)) & piece.rows
+            for distance, kept in SPREAD:
+                rows = uint32(rows | rows << uint32(distance)) & uint32(kept)
+            seen[0], seen[1] = uint32(3), uint32(3)
+        for x in range(2):
+            seen[x] = rows * uint32(seen[x] & of_columns(x, column, piece))
 
     @inlined
     def write(seen, lane, found, at):
@@ -181,6 +208,8 @@ def make(config):
 
     @cuda.jit
     def mask_bits(arrays, strides, sizes):
+        if config.waits:
+            griddepcontrol.launch_dependents()
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         pieces, heads, batch = pieces_of(strides, sizes)
@@ -205,7 +234,9 @@ def make(config):
         begin = int32((warp - first_warp) * of_warp)
         for group in range(begin, min(int32(begin + of_warp), groups) if there else begin):
             column = int32(group * 128 + 4 * lane)
-            if way == BY_WORDS and (group * 128 + 128 <= columns or columns & int32(3) == 0):
+            if way == ALIKE:
+                read_alike(seen, column, lane, piece, arrays.mask)
+            elif way == BY_WORDS and (group * 128 + 128 <= columns or columns & int32(3) == 0):
                 read_words(seen, column, piece, place)
             elif way == BY_ROWS:
                 read_rows(seen, column, piece, place)
@@ -236,5 +267,7 @@ def make(config):
                     whole_end = min(whole_end, ends[5 * other + 2])
             found[to + SEEN_BY_SOME], found[to + SEEN_BY_SOME + 1] = uint32(first), uint32(end)
             found[to + SEEN_BY_ALL], found[to + SEEN_BY_ALL + 1] = uint32(whole_first), uint32(whole_end)
+        if config.waits:
+            griddepcontrol.wait()
 
     return mask_bits

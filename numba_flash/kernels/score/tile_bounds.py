@@ -8,7 +8,7 @@ first to the last index, by the lanes of a warp together.
 
 from numba import int64, uint32, uint64
 
-from ...functions.expression import Node, expression_of
+from ...functions.expression import Node, expression_of, source_of
 from ...ptx import shfl
 from ..steps.inlined import inlined
 
@@ -82,16 +82,6 @@ def le(x, y):
 
 
 @inlined
-def gt(x, y):
-    return lt(y, x)
-
-
-@inlined
-def ge(x, y):
-    return le(y, x)
-
-
-@inlined
 def eq(x, y):
     return int64(x[0] == x[1] and y[0] == y[1] and x[0] == y[0]), int64(x[0] <= y[1] and y[0] <= x[1])
 
@@ -100,18 +90,6 @@ def eq(x, y):
 def ne(x, y):
     no, maybe = eq(x, y)
     return int64(1) - maybe, int64(1) - no
-
-
-@inlined
-def and_(x, y):
-    truths = min(x[0], y[0]) >= 0 and max(x[1], y[1]) <= 1
-    return int64(x[0] & y[0] if truths else ANY[0]), int64(x[1] & y[1] if truths else ANY[1])
-
-
-@inlined
-def or_(x, y):
-    truths = min(x[0], y[0]) >= 0 and max(x[1], y[1]) <= 1
-    return int64(x[0] | y[0] if truths else ANY[0]), int64(x[1] | y[1] if truths else ANY[1])
 
 
 @inlined
@@ -133,9 +111,9 @@ def choose(condition, x, y):
     return low, max(x[1] if first else y[1], y[1] if second else x[1])
 
 
-OPERATIONS = dict(
-    add=add, sub=sub, mul=mul, floordiv=floordiv, mod=mod, min=least, max=largest, lt=lt, le=le, gt=gt, ge=ge, eq=eq,
-    ne=ne, and_=and_, or_=or_, choose=choose,
+RULES = dict(
+    add=add, sub=sub, mul=mul, floordiv=floordiv, mod=mod, min=least, max=largest, lt=lt, le=le, eq=eq, ne=ne,
+    choose=choose,
 )  # fmt: skip
 
 
@@ -170,18 +148,12 @@ def _reader(of_arrays, of_strides, ndim):
 def make(config):
     """-> bounds(b, h, query, key, row, arrays, strides, lane) -> interval, for intervals, by a whole warp; None if the
     function has operations that have no rule."""
-    expression = expression_of(config.function("mask_mod"), tuple(ndim for _, ndim in config.aux))
-    count, names, lines, found = len(config.aux), dict(OPERATIONS, int64=int64), [], {}
 
-    def line(text):
-        lines.append(f"    x{len(lines)} = {text}\n")
-        return f"x{len(lines) - 1}"
-
-    def text_of(node):
-        if not isinstance(node, Node):
-            low, high = (node, node) if -MOST <= node <= MOST else ANY
+    def text_of(part, name_of):
+        if not isinstance(part, Node):
+            low, high = (part, part) if -MOST <= part <= MOST else ANY
             return f"(int64({low}), int64({high}))"
-        name, of = node
+        name, of = part
         if not of:
             return name
         if name == "read":
@@ -190,28 +162,22 @@ def make(config):
             if "float" in dtype or not ndim:
                 raise _Unsupported
             names[f"read{number}"] = _reader(number - count, number - count, ndim)
-            return f"read{number}(({', '.join(map(place_of, indices))},), arrays, strides, lane)"
+            return f"read{number}(({', '.join(map(name_of, indices))},), arrays, strides, lane)"
         if name == "length":
             return "(int64({0}), int64({0}))".format(f"strides[{of[0] - count}][{of[1]}]")
-        if name not in OPERATIONS:
-            raise _Unsupported
         if name in ("floordiv", "mod"):
             if isinstance(of[1], Node) or not 0 < of[1] <= MOST:
                 raise _Unsupported
-            return f"{name}({place_of(of[0])}, {of[1]})"
-        return f"{name}({', '.join(map(place_of, of))})"
+            return f"{name}({name_of(of[0])}, {of[1]})"
+        return f"{name}({', '.join(map(name_of, of))})"
 
-    def place_of(node):
-        if node not in found:
-            found[node] = line(text_of(node))
-        return found[node]
-
-    try:
-        result = place_of(expression) if expression is not None else None
-    except _Unsupported:
-        result = None
-    if result is None:
+    names, count = RULES | dict(int64=int64), len(config.aux)
+    expression = expression_of(config.function("mask_mod"), tuple(ndim for _, ndim in config.aux))
+    if expression is None:
         return None
-    head = "def bounds(b, h, query, key, row, arrays, strides, lane):\n"
-    exec(head + "".join(lines) + f"    return {result}\n", names)
+    try:
+        body = source_of(expression, text_of)
+    except _Unsupported:
+        return None
+    exec(f"def bounds(b, h, query, key, row, arrays, strides, lane):\n{body}", names)
     return inlined(names["bounds"])

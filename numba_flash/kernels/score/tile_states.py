@@ -24,7 +24,7 @@ from ...ptx import special, vote
 from ..steps import sequence
 from ..steps.inlined import inlined
 from ..steps.integers import divide, tiles_of
-from ..steps.plain import row_keys
+from ..steps.plain import key_queries, row_keys
 from . import at_position, mask, tile_bounds, tile_walk, user
 
 ROWS = 8  # for which a warp calls the function before it asks whether it has found both
@@ -32,23 +32,24 @@ ROWS = 8  # for which a warp calls the function before it asks whether it has fo
 
 def make(config):
     queries, tile_n, heads, of_keys = config.tile
-    own_rows = config.tile.own
-    warps = config.threads // 32
+    own_rows, warps = config.tile.own, config.threads // 32
     sequence_of, states_of = sequence.make(config), tile_walk.states_of(config)
     visible, has_mask = user.make(config, "mask_mod"), config.has("mask")
     shown_by_mask, bounds = mask.make(config), tile_bounds.make(config)
     has_bounds = bounds is not None
 
     @inlined
-    def look_at_rows(b, h, first_query, end_query, first_key, end_key, q_start, keys, lane, arrays, strides, sizes):
-        """-> (whether some key is seen, whether some is not), for some queries of a tile, by one lane."""
+    def look_at_rows(b, h, first_query, end_query, step, first_key, end_key, q_start, lane, arrays, strides, sizes):
+        """-> (whether some key is seen, whether some is not), for every step-th query, ROWS at most, by one lane."""
         seen, hidden = uint32(0), uint32(0)
         key = int32(first_key + lane)
         while key < end_key:
-            for query in range(first_query, end_query):
-                first, end = row_keys(query + q_start, sizes.left, sizes.right, keys)
-                here = at_position(b, h, int32(query), key, query + q_start)
-                counts = first <= key and key < end
+            first_, end_ = key_queries(int64(key), q_start, sizes.left, sizes.right, int64(end_query))
+            first, end = int32(first_), int32(end_)
+            for n in range(ROWS):
+                query = int32(first_query + n * step)
+                here = at_position(b, h, query, key, query + q_start)
+                counts = first <= query and query < end
                 if has_mask:
                     counts = counts and shown_by_mask(here, arrays, strides)
                 if counts:
@@ -76,18 +77,18 @@ def make(config):
                 asks, hidden = False, uint32(1)
             elif tile_bounds.always(truth) and not has_mask:
                 asks, seen = False, uint32(1)
-        member = int32(0)
+        # Queries from all parts of the tile come first: most tiles that have both show it there.
+        step, member = tiles_of(queries, ROWS), int32(0)
         while asks and member < members:
-            query, here = int32(first_query), int32(h + member)
-            while query < end_query:
-                end = min(int32(query + ROWS), int32(end_query))
+            first, here = int32(first_query), int32(h + member)
+            while first < int32(first_query) + step:
                 found = look_at_rows(
-                    b, here, query, end, first_key, end_key, q_start, keys, lane, arrays, strides, sizes
+                    b, here, first, int32(end_query), step, first_key, end_key, q_start, lane, arrays, strides, sizes
                 )
                 seen, hidden = vote.any_lane(seen | found[0]), vote.any_lane(hidden | found[1])
-                query = end
+                first = int32(first + 1)
                 if seen & hidden != 0:  # nothing can change the result
-                    query, member = int32(end_query), int32(members)
+                    asks, first = False, int32(first_query + step)
             member = int32(member + 1)
         return seen, hidden
 

@@ -10,9 +10,11 @@ import numpy as np
 from numba import cuda, float64, int32, int64, uint64
 
 from ...config.aux_gradients import PART, words
+from ...ptx import local
 from ..steps import elements
 from ..steps.inlined import inlined, nothing
 
+LEAST = dict(float32=149, float64=1074)  # 2^-least: the smallest number of a type
 ENOUGH = float64(2**60)  # what is below 1 changes no digit of it
 
 
@@ -23,23 +25,24 @@ def power(n):
 
 
 def make(config):
-    dtype, count = config.compute_dtype, words(config.compute_dtype) - 1
-    compute, least = elements.COMPUTE_TYPES[dtype], 1074 if dtype == "float64" else 149
+    compute, count, least = elements.COMPUTE_TYPES[config.dtype], words(config.dtype) - 1, LEAST[config.dtype]
 
     @inlined
     def value_of(at, arrays, sizes):
         sums, step = arrays.aux_sums, sizes.aux_begins[-1]
         if sums[count * step + at] != 0:
             return compute(math.nan)
-        # Then each word has PART bits that are not negative, and what is over is in the last: so nothing cancels.
+        # Each word gets PART bits that are not negative, and what is over goes to the last: so nothing cancels.
+        parts = local.array(count, int64)
+        for word in range(count):
+            parts[word] = sums[word * step + at]
         for word in range(count - 1):
-            here, above = sums[word * step + at], (word + 1) * step + at
-            sums[word * step + at] = here & int64(2**PART - 1)
-            sums[above] += here >> int64(PART)
+            parts[word + 1] += parts[word] >> int64(PART)
+            parts[word] &= int64(2**PART - 1)
         word, found = int32(count), float64(0)
         while word > 0 and abs(found) < ENOUGH:
             word = int32(word - 1)
-            found = found * float64(2**PART) + float64(sums[word * step + at])
+            found = found * float64(2**PART) + float64(parts[word])
         up = int32(word * PART - least)  # two powers: 2^up may be too small or too large a number
         half = up >> int32(1)
         return compute(found * power(half) * power(up - half))

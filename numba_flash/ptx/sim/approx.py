@@ -5,11 +5,12 @@ import numpy as np
 from .registers import check_float
 
 _TINY = np.finfo(np.float32).tiny
+_MINUS_TINY, _ZERO, _ONE = -_TINY, np.float32(0), np.float32(1)
 
 
 def flushed(x):
     """Subnormals as zeros of their sign."""
-    return x * np.float32(0) if -_TINY < x < _TINY else x
+    return x * _ZERO if _MINUS_TINY < x < _TINY else x
 
 
 def ex2(x):
@@ -21,7 +22,7 @@ def lg2(x):
 
 
 def rcp(x):
-    return flushed(np.float32(1) / flushed(check_float(x)))
+    return flushed(_ONE / flushed(check_float(x)))
 
 
 def ceil(x):

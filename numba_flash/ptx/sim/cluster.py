@@ -5,20 +5,21 @@ import numpy as np
 from .errors import InstructionError
 from .mbarrier import find
 from .now import current
+from .numbers import int32
 from .places import ADDRESS_BITS, there
 from .registers import u32
 from .tma import BytesArrival
 
 
 def rank():
-    return np.int32(current().block.rank)
+    return int32(current().block.rank)
 
 
 def place_in(address, rank):
     rank = int(rank)
     if not 0 <= rank < len(current().turns.blocks):
         raise InstructionError(f"a cluster of {len(current().turns.blocks)} blocks has no block {rank}")
-    return np.int32(rank + 1 << ADDRESS_BITS | int(address))
+    return int32(rank + 1 << ADDRESS_BITS | int(address))
 
 
 def sync():

@@ -11,7 +11,8 @@ import numpy as np
 
 from ...arrays import Array, host_view
 from ...machine import toolchain
-from . import now
+from . import now, views
+from .numbers import converter
 
 _one_at_a_time = threading.Lock()  # a second launch beside a running one would be taken for a device call
 _unfinished: set[int] = set()  # addresses of arrays that kernels have written since one was launched behind nobody
@@ -31,7 +32,7 @@ class Pointer:
     may store, even if it is the same number.
     """
 
-    __slots__ = ("_first", "_flat", "_size", "_stored_by", "array", "unfinished", "written")
+    __slots__ = ("_begin", "_first", "_flat", "_size", "_stored_by", "array", "unfinished", "written")
 
     def __init__(self, array: np.ndarray):
         self.array = array  # for a person in the debugger
@@ -50,6 +51,7 @@ class Pointer:
         self._first = -sum(min(0, x) for x in reach)
         self._flat = np.lib.stride_tricks.as_strided(lowest, (length,), (item,), writeable=array.flags.writeable)
         self._size = length
+        self._begin = self._flat.__array_interface__["data"][0]  # asking takes 3 us
 
     def __getitem__(self, index: int) -> Any:
         if self.unfinished:
@@ -95,12 +97,11 @@ class Pointer:
 
     def address(self, index: int) -> int:
         """The address of an element in the host's memory. It may lie outside of the array."""
-        flat = self._flat
-        return flat.__array_interface__["data"][0] + (index + self._first) * flat.itemsize
+        return self._begin + (index + self._first) * self._flat.itemsize
 
     def bytes(self) -> tuple[int, np.ndarray]:
         """(address of the lowest byte, all bytes from there on)."""
-        return self._flat.__array_interface__["data"][0], self._flat.view(np.uint8)
+        return self._begin, self._flat.view(np.uint8)
 
     def __repr__(self) -> str:
         return f"Pointer to {self.array.dtype} {self.array.shape}\n{self.array}"
@@ -226,6 +227,12 @@ def _instead_of_numbas(numba_kernel: Any, memory: Any, cluster: int) -> Iterator
             before = {name: value for name, value in names.items() if instead(value, simulated) is not value}
             undo.callback(names.update, before)
             names.update({name: instead(value, simulated) for name, value in before.items()})
+            undo.callback(lambda: [names.pop(name) for name in views.NAMES])
+            names.update(views.NAMES)
+        code = function.__code__
+        if (faster := views.faster(code)) is not code:
+            undo.callback(setattr, function, "__code__", code)
+            function.__code__ = faster
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # empty: its function is not made yet
                 value = cell.cell_contents
@@ -282,29 +289,4 @@ def _numbers() -> dict[int, Any]:
     from numba import types
 
     named = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64")
-    return {id(getattr(types, name)): _converter(getattr(np, name)) for name in named}
-
-
-def _converter(kind: Any) -> Any:
-    """What a call of NumPy's type gives, in a quarter of the time; as a dtype it is that type."""
-    room = np.empty(1, kind)
-    is_real = issubclass(kind, np.floating)
-    least, most = (-1024, 8192) if is_real else (np.iinfo(kind).min, np.iinfo(kind).max)
-    small = {x: kind(x) for x in range(max(least, -1024), min(most, 8192))}  # nearly all that kernels convert
-
-    def convert(x: Any) -> Any:
-        if type(x) is kind:
-            return x
-        if not is_real or type(x) is int:  # -0.0 would be found as 0
-            try:
-                return small[x]
-            except KeyError:
-                pass
-        try:
-            room[0] = x
-        except OverflowError:  # a call wraps NumPy's numbers around, and not Python's
-            return kind(x)
-        return room[0]
-
-    convert.dtype = room.dtype  # type: ignore[attr-defined]
-    return convert
+    return {id(getattr(types, name)): converter(getattr(np, name)) for name in named}

@@ -7,7 +7,8 @@ from .registers import bits, u32
 
 
 def load_b32(address):
-    return _loaded(address, 4)[0]
+    words, shared = _read(address, 4)
+    return shared.bits[words.start]
 
 
 def store_b32(address, value):
@@ -27,7 +28,8 @@ def load_v2_f64(values, at, address):
 
 
 def load_f64(address):
-    return _loaded(address, 8).view(np.float64)[0]
+    words, shared = _read(address, 8)
+    return shared.doubles[words.start >> 1]
 
 
 def store_v2(address, values, at):
@@ -39,11 +41,16 @@ def store_v4(address, values, at):
 
 
 def _loaded(address, count):
+    words, shared = _read(address, count)
+    return shared.bits[words]
+
+
+def _read(address, count):
     thread, address = current(), int(address)
     shared = thread.block.shared
     words = shared.words(address, count, count)
     shared.read_few(words, thread.number)
-    return shared.bits[words]
+    return words, shared
 
 
 def _store(address, values):

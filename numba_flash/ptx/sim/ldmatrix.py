@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from .registers import bits
 from .warp import together
 
 _ROW = np.arange(16)
@@ -27,7 +28,7 @@ def _ldmatrix(count, trans):
         shared.read((addresses[:, None] >> 2) + _ROW_WORDS, warp.numbers)
         rows = shared.data[addresses[:, None] + _ROW].view(np.uint16)
         for (registers, at, _), values in zip(given, fragments(rows, count, trans), strict=True):
-            registers.view(np.uint32)[at : at + count] = values
+            bits(registers)[at : at + count] = values
 
     def ldmatrix(registers, at, address):
         together((name, at), compute, (registers, at, address))

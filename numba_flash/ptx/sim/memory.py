@@ -5,6 +5,8 @@ import numpy as np
 from .now import current
 from .registers import bits, u32
 
+_ZERO = np.uint32(0)  # making one takes longer than the load
+
 
 def address(pointer, index):
     return 0 if pointer is None else pointer.address(int(index))
@@ -19,7 +21,7 @@ def load_b16_if(address, condition):
 
 
 def load_b32_if(address, condition):
-    return np.uint32(_at(address, 4, 4, writing=False).view(np.uint32)[0] if condition else 0)
+    return _at(address, 4, 4, writing=False).view(np.uint32)[0] if condition else _ZERO
 
 
 def load_v2_if(values, at, address, condition):

@@ -21,8 +21,8 @@ class Order:
         self.known = np.zeros((threads, threads + MBARRIERS + 1), np.int32)  # (reader, writer)
         self.numbers = memoryview(self.known)  # the same memory, of which Python takes one number at half of the cost
         self.rows = [memoryview(row) for row in self.known]
-        self._everyone = np.arange(threads)
-        self.known[self._everyone, self._everyone] = 1
+        self.own = np.einsum("ii->i", self.known[:, :threads])  # the epoch of each thread, in the same memory
+        self.own[:] = 1
         self.started = np.zeros(MBARRIERS, np.int32)
         # What numbers stand for each thread's reads of this epoch (shared_memory.py), or NONE_YET.
         self._reads_as = np.full(threads, NONE_YET, np.int32)
@@ -47,14 +47,14 @@ class Order:
             np.maximum(self.known[thread], clock, out=self.known[thread])
 
     def meet(self, threads):
-        """A barrier of these threads: everyone learns what any of them knows."""
-        self.known[threads] = self.known[threads].max(axis=0)
-        self.known[threads, threads] += 1
+        """A barrier of these threads, a slice or a list: everyone learns what any of them knows."""
+        self.known[threads] = np.maximum.reduce(self.known[threads])
+        self.own[threads] += 1
         self._reads_as[threads] = NONE_YET
 
     def known_to(self, threads):
-        """What each of several threads knows."""
-        return self.known[threads].min(axis=0)
+        """What each of several threads knows: a slice or a list of them."""
+        return np.minimum.reduce(self.known[threads])
 
     def new_mbarrier(self):
         """A number for another mbarrier of the cluster."""

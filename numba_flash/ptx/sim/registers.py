@@ -13,6 +13,7 @@ from .errors import InstructionError
 RUNNING = np.uint32(0x7F80DEAD)
 _QUIET = np.uint32(0x00400000)
 _TOUCHED = RUNNING | _QUIET
+_MARK = RUNNING.tobytes()[:2]  # in both; most registers have these bytes nowhere, and to look for them is cheap
 _UINT32 = np.dtype(np.uint32)
 ELEMENTS = {"f16": np.float16, "bf16": ml_dtypes.bfloat16}
 
@@ -37,13 +38,18 @@ def u32(value):
 
 def bits(values):
     """32-bit registers as uint32."""
-    return values if values.dtype is _UINT32 else values.view(np.uint32)
+    return values if values.dtype is _UINT32 else values.view(_UINT32)
 
 
 def table(element, count):
     """(rows, columns), each (32, count): where the elements of all lanes stand."""
     places = [[element(lane, i) for i in range(count)] for lane in range(32)]
     return tuple(np.moveaxis(np.array(places), -1, 0))
+
+
+def some(flags):
+    """Whether any of an array of bool is true. Its bytes know in a tenth of the time that np.count_nonzero takes."""
+    return 1 in flags.tobytes()
 
 
 def check_float(x):
@@ -55,9 +61,14 @@ def check_float(x):
     return x
 
 
+def is_running(values):
+    """Whether any of an array of 32-bit registers is not there yet."""
+    return _MARK in values.tobytes() and some(bits(values) | _QUIET == _TOUCHED)
+
+
 def check(values, thread=None):
     """An array of 32-bit registers that are all there."""
-    if np.count_nonzero(values.view(np.uint32) | _QUIET == _TOUCHED):
+    if is_running(values):
         _raise(thread)
 
 

@@ -1,8 +1,7 @@
 """Stand-ins for ptx.shared."""
 
-import numpy as np
-
 from .now import current
+from .numbers import int32
 
 
 def pointer(array, offset):
@@ -12,4 +11,4 @@ def pointer(array, offset):
 
 def address(array):
     """Dynamic shared memory begins at shared_memory.BASE."""
-    return np.int32(current().block.shared.address(array))
+    return int32(current().block.shared.address(array))

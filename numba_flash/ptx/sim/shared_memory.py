@@ -4,8 +4,8 @@ For every 4 bytes: whether a copy is under way to them, whether an instruction t
 reads them, who wrote them last and who has read them since, and whether the writer has fenced them for the
 asynchronous proxy. An access that would be luck on a GPU raises.
 
-np.count_nonzero asks for any in a third of the time that x.any() takes, and bytes of Python's, where a word or four
-are all there is, in a quarter of that. So some arrays are there as both.
+Whether any of an array is true is asked of its bytes (registers.some). Where a word or four are all there is, bytes of
+Python's are faster again. So some arrays are there as both.
 """
 
 import sys
@@ -22,6 +22,7 @@ except ImportError:  # without numba-cuda
 from .errors import InstructionError
 from .indexed import SMALLEST, Indexed
 from .order import NEVER, NOBODY, NONE_YET
+from .registers import some
 
 BASE = 1024  # where dynamic shared memory begins: aligned for everything, and no small number is an address
 STATIC_BYTES = 48 * 1024  # room behind it for cuda.shared.array of a fixed size
@@ -42,7 +43,8 @@ class SharedMemory:
         size = self._static + STATIC_BYTES
         self._bytes = bytearray([GARBAGE]) * size
         self.data = np.frombuffer(self._bytes, np.uint8)
-        self.bits = self.data.view(np.uint32)
+        self._begin = self.data.ctypes.data
+        self.bits, self.doubles = self.data.view(np.uint32), self.data.view(np.float64)
         self.lines = self.data.reshape(-1, 16)  # what a swizzle moves
         words = size // 4
         self._copying, self._reading, self._read_since = bytearray(words), bytearray(words), bytearray(words)
@@ -57,8 +59,8 @@ class SharedMemory:
         self._writer, self._written, self._fenced = (memoryview(x) for x in (self.writer, self.written, self.fenced))
         self._known = order.numbers
         self._readers = [memoryview(row) for row in self.readers]
-        self._reads = [None]  # (threads, their epochs when they read together)
-        self._latest = {}  # (first thread, how many): (their epochs, the number of that in _reads)
+        self._reads = [None]  # (a thread, its epoch), or (slice of threads, their epochs when they read together)
+        self._latest = {}  # first thread of a warp: (the epochs of all, the number of that in _reads)
 
     def array(self, shape, dtype, alignment=None):
         """cuda.shared.array: dynamic shared memory for shape 0, else an array for this line of the kernel."""
@@ -81,7 +83,7 @@ class SharedMemory:
         return Indexed(self, array) if array.dtype.itemsize >= SMALLEST else array
 
     def address(self, array):
-        at = array.__array_interface__["data"][0] - self.data.__array_interface__["data"][0]
+        at = array.ctypes.data - self._begin
         if not BASE <= at <= len(self.data):
             raise InstructionError("shared.address of an array that is not the block's shared memory")
         return at
@@ -105,17 +107,18 @@ class SharedMemory:
     def read(self, words, threads, asynchronous=False):
         """These threads together may read these words now, or an error says why not.
 
-        threads: a number or several. asynchronous: through the asynchronous proxy (wgmma, a TMA store).
+        threads: a number or a slice of them. asynchronous: through the asynchronous proxy (wgmma, a TMA store).
         """
-        if np.count_nonzero(self.copying[words]):
+        if some(self.copying[words]):
             raise InstructionError(
                 f"{self._first(words, self.copying[words])} is read before it arrived: wait for the copy"
             )
-        known = self.order.known[threads] if isinstance(threads, int) else self.order.known_to(threads)
+        alone = isinstance(threads, int)
+        known = self.order.known[threads] if alone else self.order.known_to(threads)
         writer = self.writer[words]
         since = (self.fenced if asynchronous else self.written)[words]
         late = known[writer] < since
-        if np.count_nonzero(late):
+        if some(late):
             where, by = self._first(words, late), self._by(writer[late].flat[0])
             if asynchronous and (since[late] == NEVER).any():
                 raise InstructionError(
@@ -123,18 +126,21 @@ class SharedMemory:
                 )
             raise InstructionError(f"{where}, written by {by}, is read with no barrier in between")
         if not asynchronous:  # those have an end that is waited for
-            threads = [threads] if isinstance(threads, int) else threads
-            self.readers[threads[0] // 32, words] = self._read_by(threads)
+            warp = (threads if alone else threads.start) // 32
+            self.readers[warp, words] = self._reads_of(threads) if alone else self._read_by(threads)
             self._was_read[words] = True
 
     def read_few(self, words, thread):
         """`read` of a word or four by one thread: most reads there are, and NumPy is slow with so little."""
-        known, number, readers = self._known, self._reads_of(thread), self._readers[thread // 32]
+        known, readers, number = self._known, self._readers[thread // 32], self.order.reads_as[thread]
+        if number == NONE_YET:
+            number = self._reads_of(thread)
         for word in range(words.start, words.stop):
-            if self._copying[word] or known[thread, self._writer[word]] < self._written[word]:
-                self.read(words, thread)  # says what is wrong
-            readers[word] = number
-            self._read_since[word] = 1
+            if readers[word] != number:  # else it did already, and nobody has written since
+                if self._copying[word] or known[thread, self._writer[word]] < self._written[word]:
+                    self.read(words, thread)  # says what is wrong
+                readers[word] = number
+                self._read_since[word] = 1
 
     def read_word(self, word, thread):
         """`read` of one word by a thread's index, which simulated kernels do most of all."""
@@ -150,7 +156,7 @@ class SharedMemory:
         number = self.order.reads_as[thread]
         if number == NONE_YET:
             number = self.order.reads_as[thread] = len(self._reads)
-            self._reads.append(([thread], self._known[thread, thread]))
+            self._reads.append((thread, self._known[thread, thread]))
         return number
 
     def readers_of(self, thread):
@@ -158,13 +164,13 @@ class SharedMemory:
         return self._readers[thread // 32]
 
     def _read_by(self, threads):
-        epochs = self.order.known[threads, threads]
-        key, seen = (threads[0], len(threads)), epochs.tobytes()
-        before, number = self._latest.get(key, (None, 0))
+        epochs = self.order.own[threads]
+        seen = epochs.tobytes()
+        before, number = self._latest.get(threads.start, (None, 0))
         if before != seen:
             number = len(self._reads)
-            self._reads.append((threads, epochs))
-            self._latest[key] = seen, number
+            self._reads.append((threads, epochs.copy()))
+            self._latest[threads.start] = seen, number
         return number
 
     def store(self, address, values, thread):
@@ -192,7 +198,7 @@ class SharedMemory:
 
     def add_to(self, words, thread):
         """A thread's atomic operation. After another's, that other's stays the one that a reader must know of."""
-        if np.count_nonzero(self._late(words, thread.number)):
+        if some(self._late(words, thread.number)):
             self._free(words, thread.number)
         else:
             self.write(words, thread)
@@ -206,23 +212,26 @@ class SharedMemory:
 
         Two warpgroups may each set the same rows to zero, fence, and go on with a barrier of their own.
         """
-        if np.count_nonzero(self.copying[words]):
+        if some(self.copying[words]):
             return False
         writers, epochs = self.writer[words], self.written[words]
         unseen = self.order.known[thread, writers] < epochs
-        if np.count_nonzero(unseen):
+        if some(unseen):
             np.maximum.at(self.order.known[thread], writers[unseen], epochs[unseen])
-        return bool(np.count_nonzero(unseen) or np.count_nonzero(self.reading[words]))
+        return bool(some(unseen) or np.count_nonzero(self.reading[words]))
 
     def write(self, words, thread):
         """A thread writes these words with ordinary stores."""
-        self._free(words, thread.number)
-        number, now = thread.number, self._known[thread.number, thread.number]
+        number = thread.number
+        now = self._known[number, number]
         few = range(words.start, words.stop) if isinstance(words, slice) else words.ravel().tolist()
         if len(few) > 4:
+            self._free(words, number)
             self.writer[words], self.written[words], self.fenced[words] = number, now, NEVER
         else:
             for word in few:
+                if self._copying[word] or self._reading[word] or self._read_since[word]:
+                    self._free(words, number)
                 self._writer[word], self._written[word], self._fenced[word] = number, now, NEVER
         if thread.unfenced is not ALL:
             thread.unfenced.extend(few)
@@ -253,8 +262,12 @@ class SharedMemory:
         """This thread may have these words written over, or an error says who still needs them."""
         if isinstance(words, slice):
             first, last = words.start, words.stop
-            if last - first <= 4 and all(self._is_free(word, thread) for word in range(first, last)):
-                return
+            if last - first <= 4:
+                for word in range(first, last):
+                    if not self._is_free(word, thread):
+                        break
+                else:
+                    return
             copying, reading = (
                 self._copying.find(1, first, last) >= 0,
                 self._reading.count(0, first, last) < last - first,
@@ -278,13 +291,11 @@ class SharedMemory:
         for number in set(numbers.ravel().tolist()) - {0}:
             readers, epochs = self._reads[number]
             # Lanes that read together were all done when the first of them came to a barrier.
-            if isinstance(epochs, int):
-                seen = self.order.numbers[thread, readers[0]] >= epochs
-            else:
-                seen = np.count_nonzero(known[readers] >= epochs)
+            alone = isinstance(epochs, int)
+            seen = self._known[thread, readers] >= epochs if alone else some(known[readers] >= epochs)
             if not seen:
-                first = readers[0] - self._first_thread
-                who = f"thread {first}" if len(readers) == 1 else f"warp {first // 32}"
+                first = (readers if alone else readers.start) - self._first_thread
+                who = f"thread {first}" if alone else f"warp {first // 32}"
                 where = self._first(words, (numbers == number).any(axis=0))
                 raise InstructionError(f"{where}, read by {who}, is written over with no barrier in between")
         self.readers[:, words] = 0
@@ -298,7 +309,7 @@ class SharedMemory:
             for readers in self._readers:
                 if readers[word]:
                     by, epochs = self._reads[readers[word]]
-                    if epochs.__class__ is not int or self._known[thread, by[0]] < epochs:
+                    if epochs.__class__ is not int or self._known[thread, by] < epochs:
                         return False
             for readers in self._readers:
                 readers[word] = 0

@@ -1,20 +1,19 @@
 """Stand-ins for ptx.special."""
 
-import numpy as np
-
 from .now import current
+from .numbers import int32
 
 
 def thread_index():
-    return np.int32(current().threadIdx.x)
+    return int32(current().threadIdx.x)
 
 
 def block_index():
-    return np.int32(current().blockIdx.x)
+    return int32(current().blockIdx.x)
 
 
 def block_count():
-    return np.int32(current().block.grid[0])
+    return int32(current().block.grid[0])
 
 
 def opaque(number):

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from .registers import bits
 from .warp import together
 
 
@@ -18,9 +19,7 @@ def _stmatrix(count, trans):
 
     def compute(warp, given):
         shared = warp.members[0].block.shared
-        values = rows(
-            np.stack([registers.view(np.uint32)[at : at + count] for _, registers, at in given]), count, trans
-        )
+        values = rows(np.stack([bits(registers)[at : at + count] for _, registers, at in given]), count, trans)
         for thread, (address, _, _), row in zip(warp.members, given, values, strict=False):
             shared.store(int(address), row.tobytes(), thread)
 

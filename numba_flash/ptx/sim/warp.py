@@ -12,7 +12,7 @@ class Group:
 
     def __init__(self, kind, size, members):
         self.kind, self.size, self.members = kind, size, members
-        self.numbers = [thread.number for thread in members]
+        self.numbers = slice(members[0].number, members[0].number + len(members))
         self.given = [None] * size
         self.came, self.results = [], None
         self.instruction = self.where = None

@@ -14,10 +14,11 @@ from .. import fragments
 from .errors import InstructionError, place
 from .mma import cut_off
 from .now import current
-from .registers import RUNNING, check, halves, table
+from .registers import RUNNING, bits, check, halves, is_running, table
 from .warp import same, together
 
 SWIZZLES = {0: 0, 1: 128, 2: 64, 3: 32}  # by bits 62 and 63 of a descriptor
+_RUNNING = RUNNING.view(np.float32)  # as an accumulator takes it
 _A = table(fragments.a_element, 8)
 
 
@@ -176,10 +177,8 @@ def _a_in_registers(kind, a_steps):
     count, of_steps = max(a_steps) + 4, [at + i for at in a_steps for i in range(4)]
 
     def a_matrix(group, given):
-        operands = [a[:count].view(np.uint32) for _, a, _, _ in given]
-        for thread, registers in zip(group.members, operands, strict=True):
-            check(registers, thread)
-        snapshot = np.stack(operands)
+        operands = [bits(a[:count]) for _, a, _, _ in given]
+        snapshot = _of_threads(group, operands)
         return a_of_registers(snapshot[:, of_steps], kind), [], list(zip(operands, snapshot, strict=True))
 
     return a_matrix
@@ -218,7 +217,7 @@ def _compute(n, kind, a_matrix, b_offsets, b_trans):
         for part in words:
             shared.reading[part] += 1
         for registers in acc:
-            registers.view(np.uint32)[:] = RUNNING
+            registers[:] = _RUNNING
         group.products.append(Product(acc, values, operands, words, place(current())))
 
     return compute
@@ -260,9 +259,16 @@ def _before(group, acc):
             if len(product.acc[0]) != len(acc[0]):
                 raise InstructionError("products on the same accumulators, one behind the other, must have one shape")
             return product.values
-    for thread, registers in zip(group.members, acc, strict=True):
-        check(registers, thread)
-    return np.stack(acc)
+    return _of_threads(group, acc)
+
+
+def _of_threads(group, registers):
+    """(128, count): registers that are all there."""
+    stacked = np.concatenate(registers).reshape(len(registers), -1)
+    if is_running(stacked):
+        for thread, own in zip(group.members, registers, strict=True):
+            check(own, thread)
+    return stacked
 
 
 def _running(group):
@@ -272,13 +278,14 @@ def _running(group):
 def _finish(group, product, running):
     """Its values arrive, unless a later product on the same accumulators is still running."""
     later = any(np.shares_memory(other.acc[0], product.acc[0]) for other in running)
+    running = RUNNING.tobytes() * len(product.acc[0])
     for thread, registers, values in zip(group.members, product.acc, product.values, strict=True):
-        if (registers.view(np.uint32) != RUNNING).any():
+        if registers.tobytes() != running:
             raise InstructionError(f"accumulators were written while the product at {product.place} ran", thread)
         if not later:
             registers[:] = values
     for thread, (registers, snapshot) in zip(group.members, product.operands, strict=False):
-        if (registers != snapshot).any():
+        if registers.tobytes() != snapshot.tobytes():
             raise InstructionError(
                 f"register operands of the product at {product.place} were changed while it ran", thread
             )
