@@ -65,9 +65,9 @@ def fewest_sums(p: Problem) -> int:
 
 
 def one_kernel_gains(p: Problem) -> bool:
-    """Whether one kernel is faster, on the average of all BATCHES, or as fast as two."""
+    """Whether one kernel is faster, on the average of all BATCHES, or within 5 % of two, of which less is known."""
     sums, every = fewest_sums(p), [_batch(p, batch) for batch in BATCHES]
-    return math.prod(one_kernel(of, sums) / two_kernels(of) for of in every) < 1.08
+    return math.prod(one_kernel(of, sums) / two_kernels(of) for of in every) < 1.15
 
 
 def _batch(p: Problem, batch: int) -> Problem:
