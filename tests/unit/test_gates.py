@@ -147,6 +147,7 @@ DEPENDS = {
     "v2_dbias-float16-59-33-softcap-bias-mask-alibi_slopes-seqlens_k-q_offset-26": "spills 12 bytes up to sm_89",
     "v2_dbias-float16-59-33-softcap-bias-mask-alibi_slopes-seqlens_k-q_offset-28": "spills 32 to 36 bytes on most",
     # A slope and the next turn's barrier are read back once a key tile, beside its products. The cost is not measured.
+    "wgmma-64-192x128-parts": "spills 12 bytes, those of the scheduler, whose thread has 32 registers",
     "wgmma-64-192x112-sloped": "spills 24 bytes since the outputs have a file of their own",
     "wgmma-64-192x112-sloped-alibi": "spills 28 bytes since the outputs have a file of their own",
     # The two kernels below were measured on an H200 alone, where they spill little or nothing. Nobody has measured what
