@@ -203,6 +203,17 @@ def test_what_is_no_number_stays_in_its_element(aux_rung):
     assert near(found[others], expected[others])
 
 
+def steep(s, b, h, i, j, x):
+    return s + x[0] if j < 4 else s - 1000 + math.sqrt(x[0])
+
+
+# The weight of those keys is 0, and so is what they owe, whatever the derivative is.
+def test_an_infinite_derivative_of_a_score_without_weight(aux_rung):
+    case = aux_rung.problem(64, 64, batch=1, heads=1, heads_kv=1)
+    found, case, given = of_table(aux_rung, steep, np.zeros(1, real(case)), case=case)
+    assert near(found, by_reference(case, given))
+
+
 def often(s, b, h, i, j, x):
     for _ in range(40):
         s = s + x[0]
