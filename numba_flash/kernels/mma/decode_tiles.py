@@ -1,7 +1,8 @@
 """The tiles of decode: queries of all heads of a KV head as rows, and keys wherever they lie.
 
 Where a row of K or V lies is looked up by one thread, a tile ahead of the copies, and noted in shared memory as an
-address; 0 is no row. A tile of K or V is config.KEY_WARPS tiles of config.tile_n keys, one for each key warp.
+address; 0 is no row. Those that a thread copies lie side by side, and are loaded two at a time. A tile of K or V is
+config.KEY_WARPS tiles of config.tile_n keys, one for each key warp.
 
 Keys before the first one that a row of the block sees and behind the last are not read: the pages of a window's past
 may belong to others by now. Numbers of pages that do not exist are zeros.
@@ -19,7 +20,7 @@ from ..steps.sequence import query_row
 
 
 def make(config):
-    """-> device functions: load_q, place_of, put_place, load_keys."""
+    """-> device functions: load_q, pages_of, look_up, put_place, load_keys."""
     threads, size, keys, warp_keys = config.threads, config.item_size, config.keys, config.tile_n
     columns, columns_v, group = config.head_dim_padded, config.head_dim_v_padded, config.group_size
     piece, copy = copier(config.copy_bytes)
