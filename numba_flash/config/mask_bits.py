@@ -11,7 +11,7 @@ from .forward import AnyProblem, LaunchFacts, check
 @dataclass(frozen=True)
 class MaskBitsConfig(LaunchFacts):
     """Of mask_bits, which runs before tensor-core kernels where there is a mask. of_keys: its rows are keys. waits: it
-    runs beside the kernel before it, and ends after that; the kernel behind may start before it has ended. cc 9.0."""
+    begins beside the kernel before it, and the kernel behind may start before it has ended; cc 9.0."""
 
     of_keys: bool = False  # type: ignore[misc]
     threads: int = 512

@@ -41,7 +41,8 @@ def pytest_collection_modifyitems(config, items):
     first, *others = mine
     first.add_marker(pytest.mark.skip(reason=f"{reason} (and {len(others)} other tests with it)"))
     config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in set(others)]
+    left_out = set(others)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def to_cupy(x):

@@ -70,10 +70,10 @@ def test_any_number_of_blocks_gives_the_same_bits(rung, monkeypatch, lengths, op
         assert same_bits(other, o) and same_bits(other_lse, lse), number
 
 
-@pytest.mark.parametrize("head_dim", [16, 160])
-def test_nodes_wait_in_shared_or_in_global_memory_with_the_same_bits(rung, monkeypatch, head_dim):
-    """Those of 6 chunks, on three levels; at head_dim 160 none waits in registers."""
-    case = kvcache.problem(rung, (1300,), 5, heads=3, heads_kv=1, head_dim=head_dim, causal=True)
+@pytest.mark.parametrize(("queries", "head_dim"), [(1, 16), (5, 160)])
+def test_nodes_wait_in_shared_or_in_global_memory_with_the_same_bits(rung, monkeypatch, queries, head_dim):
+    """Those of 6 chunks, on three levels. At head_dim 160 none waits in registers; 15 rows leave room for one level."""
+    case = kvcache.problem(rung, (1300,), queries, heads=3, heads_kv=1, head_dim=head_dim, causal=True)
     cached = kvcache.lay(case, "table", page=16)
     o, lse = of_blocks(monkeypatch, 1, cached, rung)
     testing.check(case, o, lse, "in shared memory")

@@ -116,6 +116,22 @@ def test_what_is_behind_a_sequence_changes_no_bits_of_one_kernel(monkeypatch, no
         assert forward.same_bits(getattr(found, name)[own], getattr(expected, name)), name
 
 
+@pytest.mark.parametrize("head_dim", [8, 72])
+def test_rows_that_a_hidden_key_spoils_are_computed_again(head_dim, monkeypatch, nothing_remembered):
+    """dQ of a sequence whose keys are one tile is written by the block itself. The last key, NaN, is for the last query
+    alone; 0 * NaN is NaN in the rows before."""
+    monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: True)
+    rung, found = forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True), []
+    case = varlen.ragged(rung, [(20, 20), (3, 3)], heads=1, heads_kv=1, head_dim=head_dim, causal=True)
+    (o, lse), (do, dlse) = varlen.forward(rung, case), packed.outer_packed(case)
+    for key in (0, np.nan):
+        case.k[case.keys(0)][19] = key
+        found.append(varlen.backward(rung, case, do, o, lse, dlse).dq)
+    right, again = (x.astype(np.float32) for x in found)
+    np.testing.assert_allclose(again[:19], right[:19], rtol=0.02, atol=2e-3)
+    assert np.isnan(again[19]).all() and (again[20:] == right[20:]).all()
+
+
 # Blocks stay and count the tiles of all sequences; here several of them share the counter, and some find no tile.
 @pytest.mark.slow
 @pytest.mark.parametrize("multiprocessors", [2, 12])

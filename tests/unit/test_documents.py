@@ -110,19 +110,24 @@ def code_words(path):
 
 # Names that are not ours, and that no source of ours has; and test_x, which stands for any test.
 FOREIGN = {"CUDA_VISIBLE_DEVICES", "tbb", "test_x"}
-SOURCE_WORDS = {
-    word
-    for folder in ("numba_flash", "tests", "scripts", "examples", "lessons", "setup.cfg")
-    for path in ([ROOT / folder] if "." in folder else (ROOT / folder).rglob("*"))
-    if path.is_file() and path.suffix in (".py", ".cfg", "") and path != Path(__file__)
-    for word in code_words(path)
-}
+
+
+@functools.cache
+def source_words():
+    """When a test asks: each of pytest-xdist's processes imports all tests, and few run those of this file."""
+    return {
+        word
+        for folder in ("numba_flash", "tests", "scripts", "examples", "lessons", "setup.cfg")
+        for path in ([ROOT / folder] if "." in folder else (ROOT / folder).rglob("*"))
+        if path.is_file() and path.suffix in (".py", ".cfg", "") and path != Path(__file__)
+        for word in code_words(path)
+    }
 
 
 def unknown_names(text):
     """The names in `backticks` that occur in no source, such as those that were renamed."""
     names = re.findall(r"`((?:\w+\.)*)([A-Za-z_]\w*)(?:\(.*?\)|=)?`", FENCE.sub("", text))
-    return sorted({n for of, n in names if n not in SOURCE_WORDS | FOREIGN and not (ROOT / f"{of}{n}").exists()})
+    return sorted({n for of, n in names if n not in source_words() | FOREIGN and not (ROOT / f"{of}{n}").exists()})
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.stem != "CHANGELOG"], ids=lambda path: path.name)
@@ -222,7 +227,7 @@ def test_a_page_for_those_who_come_has_their_line_ours_and_what_differs(path):
 
 def test_every_variable_is_on_the_page():
     named = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs" / "environment.md").read_text(), re.MULTILINE))
-    read = {word for word in SOURCE_WORDS if word.startswith("NUMBA_FLASH_")}
+    read = {word for word in source_words() if word.startswith("NUMBA_FLASH_")}
     assert read and read <= named
 
 

@@ -18,7 +18,7 @@ a number of the words. They lie word after word, each with its numbers of all el
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, float64, int32, int64, uint32, uint64
+from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
 from ...config.aux_gradients import PART, words
 from ...ptx import memory
@@ -91,6 +91,11 @@ def make(config):
                     word += 1
 
     @inlined
+    def plus(total, ds, slope):
+        """Rounded once, in whatever code it stands. What is 0 counts nothing, also beside an infinity."""
+        return cuda.fma(ds, slope, total) if ds != zero and slope != zero else total
+
+    @inlined
     def start(run):
         for number in range(count):
             run.place[number], run.total[number] = -1, zero
@@ -104,13 +109,12 @@ def make(config):
             if read > 0:
                 _, slope, place, _ = ask(s, at, read, arrays, strides, sizes)
             for number in range(count):
-                owed = ds * slope if slope != zero else zero
                 if place == run.place[number]:
-                    run.total[number] += owed
+                    run.total[number] = plus(run.total[number], ds, slope)
                 # Nobody checks the bounds of a function's reads; but nothing is written out of bounds.
-                elif owed != 0 and sizes.aux_begins[number] <= place and place < sizes.aux_begins[number + 1]:
+                elif slope != zero and sizes.aux_begins[number] <= place and place < sizes.aux_begins[number + 1]:
                     store(run.place[number], run.total[number], arrays, sizes)
-                    run.place[number], run.total[number] = place, owed
+                    run.place[number], run.total[number] = place, plus(zero, ds, slope)
             read += 1
 
     @inlined
@@ -120,7 +124,7 @@ def make(config):
 
     @inlined
     def add_same(run, ds, slope):
-        run.total[0] += ds * slope if ds != zero and slope != zero else zero
+        run.total[0] = plus(run.total[0], ds, slope)
 
     @inlined
     def finish(run, arrays, sizes):

@@ -18,8 +18,8 @@ and otherwise byte by byte. Of rows or columns that are alike, because the mask 
 run of columns, so that it knows its own range. As many warps share a piece as have columns there, so a block may have
 several pieces.
 
-With config.waits the kernel in front of it, with which it has nothing to do, may still run. It waits for that one in
-the end, because the kernel behind needs both and waits for this one alone (ptx/griddepcontrol.py).
+With config.waits the kernel in front of it, with which it has nothing to do, may still run while it reads
+(ptx/griddepcontrol.py).
 
 Launch: grid (pieces / those of a block, rounded up), block (config.threads).
 """
@@ -242,6 +242,8 @@ def make(config):
                 read_rows(seen, column, piece, place)
             else:
                 read_bytes(seen, column, piece, arrays.mask)
+            if config.waits:
+                griddepcontrol.wait()
             write(seen, lane, found, to + ENDS + int64(lane >> int32(1)) * row_words + int64(group) * 4)
             if whole_first == columns:
                 whole_first = first_of_warp(first_whole(seen, column, piece, every_row))
@@ -256,6 +258,8 @@ def make(config):
         if lane == 0:
             ends[5 * warp], ends[5 * warp + 1], ends[5 * warp + 2] = first, end, cut_first
             ends[5 * warp + 3], ends[5 * warp + 4] = whole_first, whole_end
+        if config.waits:
+            griddepcontrol.wait()  # warps without columns, too: the kernel behind waits for this one alone
         cuda.syncthreads()
         if there and lane == 0 and warp == first_warp:
             whole_first, whole_end = int32(columns), int32(columns)
@@ -267,7 +271,5 @@ def make(config):
                     whole_end = min(whole_end, ends[5 * other + 2])
             found[to + SEEN_BY_SOME], found[to + SEEN_BY_SOME + 1] = uint32(first), uint32(end)
             found[to + SEEN_BY_ALL], found[to + SEEN_BY_ALL + 1] = uint32(whole_first), uint32(whole_end)
-        if config.waits:
-            griddepcontrol.wait()
 
     return mask_bits

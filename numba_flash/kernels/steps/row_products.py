@@ -63,6 +63,16 @@ def make(config):
     apart, together = count.bit_length() - 1, lanes.bit_length() - 1
 
     @inlined
+    def by_number(b, first, rows, arrays, strides, sizes):
+        return tile_numbers.queries_of(b, first, rows, sizes)
+
+    @inlined
+    def by_entry(b, first, rows, arrays, strides, sizes):
+        return queries_of(b, arrays, strides, sizes)
+
+    sequence_of = by_number if in_order else by_entry
+
+    @inlined
     def rows_of(thread, block, arrays, strides, sizes):
         part = int64(block) * groups + (thread >> together)
         number = int32(part >> in_unit_bits)
@@ -73,14 +83,15 @@ def make(config):
         head_of_all = divide(number, units)
         place = int32(number - head_of_all * units)
         if in_order:
-            b, first = numbers.at(place, arrays, strides, sizes)
-            h, there = head_of_all, head_of_all < heads and first >= 0
+            b, first_query, rows = numbers.sequence(place, arrays, strides, sizes)
+            first = int32((place - numbers.first(b, first_query)) * unit)
+            h, there = head_of_all, head_of_all < heads and first < rows
         else:
             b, first = divide(head_of_all, heads), int32(place * unit)
             there = b < sizes.batch
             b = b if there else int32(0)
-            h = int32(head_of_all - b * heads)
-        sequence = queries_of(b, arrays, strides, sizes)
+            h, first_query, rows = int32(head_of_all - b * heads), int32(0), int32(0)
+        sequence = sequence_of(b, first_query, rows, arrays, strides, sizes)
         past = int32(lse_delta.row_blocks(sequence.seqlen_q) << int32(4))
         return Rows(sequence, h, head_of_all, int32(first + in_unit) if there else past)
 

@@ -11,23 +11,23 @@ that a binary search has met before: then they never fall, and values that do no
 import functools
 from typing import Any
 
-from numba import int32
+from numba import int32, int64
 
-from ...ptx import special
+from ...ptx import memory, special
 from .inlined import inlined
 from .integers import divide
 from .named import named
-from .sequence import search
+from .sequence import Sequence, search
 
 
 @functools.cache
 def make(config: Any, rows: int, of_keys: bool) -> Any:
     """rows: of a tile; of_keys: it is a tile of keys. -> device functions:
 
-    count(sizes) -> how many numbers there are; sequence(number, arrays, strides, sizes) -> (b, its first number, its
-    rows) of the sequence that has the number, without rows if none has it; at(number, arrays, strides, sizes) -> (b,
-    the tile's first row in its sequence, or -1 if the number has no tile); first(b, row) -> the number of the first
-    tile of sequence b, which begins at `row`.
+    count(sizes) -> how many numbers there are; sequence(number, arrays, strides, sizes) -> (b, its first row, its rows)
+    of the sequence that has the number, without rows if none has it; at(number, arrays, strides, sizes) -> (b, the
+    tile's first row in its sequence, or -1 if the number has no tile); first(b, row) -> the number of the first tile of
+    sequence b, which begins at `row`.
     """
 
     @inlined
@@ -46,12 +46,12 @@ def make(config: Any, rows: int, of_keys: bool) -> Any:
         batch = special.opaque(int32(sizes.batch))  # else what follows from it would be kept in registers
         b, first_row, end = search(ends, stride, total_of(sizes), batch, int32(number), int32(rows))
         there = b >= 0 and b < batch
-        return b, int32(first(b, first_row)), int32(min(end - first_row, most)) if there else int32(0)
+        return b, first_row, int32(min(end - first_row, most)) if there else int32(0)
 
     @inlined
     def at(number, arrays, strides, sizes):
-        b, first_number, of_sequence = sequence(number, arrays, strides, sizes)
-        row = int32((number - first_number) * rows)
+        b, first_row, of_sequence = sequence(number, arrays, strides, sizes)
+        row = int32((number - first(b, first_row)) * rows)
         return (b, row) if row < of_sequence else (int32(0), int32(-1))
 
     @inlined
@@ -59,3 +59,47 @@ def make(config: Any, rows: int, of_keys: bool) -> Any:
         return divide(int32(row), rows) + int32(b)
 
     return named(count, sequence, at, first)
+
+
+@inlined
+def queries_of(b, first, rows, sizes):
+    """The Sequence b of a kernel that only asks for its queries."""
+    zero = int64(0)
+    return Sequence(b, int64(rows), zero, zero, zero, int64(first), zero, sizes.total_q, sizes.batch)
+
+
+@functools.cache
+def completer(config: Any, of_keys: bool) -> Any:
+    """-> complete(b, first, rows, arrays, strides, sizes): the Sequence b, as sequence.py makes it, of which it
+    is known where its keys, or else its queries, begin, and how many there are. A search takes long, and is left out
+    where queries and keys begin at the same places."""
+    has_seqlens_k, source = config.has("seqlens_k"), config.q_offset_source
+    from_lengths, from_array = source == "sequence", source == "array"
+
+    @inlined
+    def of_other_side(b, first, rows, arrays, strides, sizes):
+        q_ends, k_ends = arrays.cu_seqlens_q, arrays.cu_seqlens_k
+        same = memory.address(q_ends, 0) == memory.address(k_ends, 0) and strides.cu_seqlens_q == strides.cu_seqlens_k
+        if same and sizes.total_q == sizes.total_k and sizes.seqlen_q == sizes.seqlen_k:
+            return int64(first), int64(rows)
+        ends, stride, total, most = k_ends, strides.cu_seqlens_k, sizes.total_k, sizes.seqlen_k
+        if of_keys:
+            ends, stride, total, most = q_ends, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q
+        _, other, end = search(ends, stride, total, special.opaque(int32(sizes.batch)), int32(b), int32(0))
+        return int64(other), min(int64(end - other), most)
+
+    @inlined
+    def complete(b, first, rows, arrays, strides, sizes):
+        other_first, other_rows = of_other_side(b, first, rows, arrays, strides, sizes)
+        first_query, queries = (other_first, other_rows) if of_keys else (int64(first), int64(rows))
+        first_key, keys = (int64(first), int64(rows)) if of_keys else (other_first, other_rows)
+        q_start = sizes.q_offset
+        if has_seqlens_k:
+            keys = min(max(int64(arrays.seqlens_k[b * strides.seqlens_k]), 0), keys)
+        if from_lengths:
+            q_start = q_start + keys - queries
+        if from_array:
+            q_start = q_start + int64(arrays.q_offset[b * strides.q_offset])
+        return Sequence(b, queries, keys, q_start, int64(0), first_query, first_key, sizes.total_q, sizes.batch)
+
+    return complete

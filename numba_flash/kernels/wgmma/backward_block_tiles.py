@@ -33,6 +33,7 @@ def make(config):
     state = block.words(config.shared_layout().state)
     numbers = tile_numbers.make(config, tile_n, True) if config.packed else None
     sequence_of, has_seqlens_k = make_sequence(config), config.has("seqlens_k")
+    complete = tile_numbers.completer(config, True) if config.packed else None
 
     @inlined
     def state_of(base, w):
@@ -70,7 +71,8 @@ def make(config):
         all_parts, n_tiles = tiles_of(sizes)
         if not stays or number < all_parts * n_tiles:
             b, part, j, step = work_of(number, w, n_tiles, sizes)
-            work.write_tile(own, int32(b), int32(part), int32(j * tile_n), arrays, strides, sizes)
+            sequence = sequence_of(int32(b), arrays, strides, sizes)
+            work.write_tile(own, sequence, int32(part), int32(j * tile_n), arrays, strides, sizes)
             state.write(own, STEP, step)
             if all_keys:
                 state.write(own, NONFINITE, 0)
@@ -90,15 +92,18 @@ def make(config):
             if not looking:
                 state.write(own, MEMBERS, 0)
             else:
-                b, first, keys = numbers.sequence(divide(ticket, head_parts), arrays, strides, sizes)
-                if has_seqlens_k and keys > 0:
-                    keys = int32(sequence_of(b, arrays, strides, sizes).keys)
-                n_tiles, ticket = divide(keys + int32(tile_n - 1), tile_n), int32(ticket - first * head_parts)
+                b, first_row, rows = numbers.sequence(divide(ticket, head_parts), arrays, strides, sizes)
+                keys = rows
+                if has_seqlens_k and rows > 0:
+                    keys = int32(complete(b, first_row, rows, arrays, strides, sizes).keys)
+                n_tiles = divide(keys + int32(tile_n - 1), tile_n)
+                ticket = int32(ticket - numbers.first(b, first_row) * head_parts)
                 looking = ticket >= int32(head_parts * n_tiles)
                 if not looking:
                     in_flight = divide(busy + n_tiles - int32(1), n_tiles)
                     _, part, j, step = key_tile_of(ticket, int32(1), head_parts, n_tiles, ways, in_flight)
-                    work.write_tile(own, b, int32(part), int32(j * tile_n), arrays, strides, sizes)
+                    sequence = complete(b, first_row, rows, arrays, strides, sizes)
+                    work.write_tile(own, sequence, int32(part), int32(j * tile_n), arrays, strides, sizes)
                     state.write(own, STEP, step)
 
     def has_tile_by(read):

@@ -20,7 +20,7 @@ from ..steps.lse_delta import TURNS_AT
 from ..steps.plain import parts_before
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import queries_of, query_row
-from . import block, pipeline
+from . import backward_dq_alone, block, pipeline
 from .backward_key_work import first_tile, following_tile
 from .block import (
     BEGIN,
@@ -57,6 +57,7 @@ def to_sums(config, tiles):
     wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
     _, word_alone, _, position_alone, *_ = block.words(plan.state)
     ring, packed, has_mask = pipeline.of_backward(config).dq, config.packed, config.has("mask")
+    alone = backward_dq_alone.present(config)
     numbers = tile_numbers.make(config, tile_m, False) if packed else None
 
     @inlined
@@ -134,9 +135,11 @@ def to_sums(config, tiles):
             memory.add_release(turn, uint32(TURN + 1) if has_mask and added else uint32(1))
         return n
 
+    write_alone = backward_dq_alone.make(config, tiles_before) if alone else None
+
     @inlined
-    def add_dq(base, me, arrays, sizes):
-        """add_dq_of_tile for one tile after the other."""
+    def add_dq(base, me, arrays, strides, sizes, score):
+        """One thread: add_dq_of_tile for one tile after the other."""
         w, n = int32(0), int32(0)
         while tiles.has_tile(base, w):
             n = add_dq_of_tile(base, tiles.state_of(base, w), n, me, arrays, sizes)
@@ -144,17 +147,58 @@ def to_sums(config, tiles):
             w = int32(w + 1)
         wait_added()
 
-    return add_dq
+    @inlined
+    def add_or_write_dq(base, me, arrays, strides, sizes, score):
+        """A warp: the same, or write_alone."""
+        w, n, first_lane = int32(0), int32(0), block.elected()
+        while tiles.has_tile(base, w):
+            own = tiles.state_of(base, w)
+            count = int32(word_alone(own, MEMBERS) * (word_alone(own, STOP) - word_alone(own, BEGIN)))
+            if word_alone(own, KEYS) <= tile_n:
+                write_alone(base, own, n, me, arrays, strides, sizes, score)
+            elif first_lane:
+                add_dq_of_tile(base, own, n, me, arrays, sizes)
+            bar.warp_sync()
+            if first_lane:
+                tiles.leave(base, w)
+            n, w = int32(n + count), int32(w + 1)
+        if first_lane:
+            wait_added()
+
+    return add_or_write_dq if alone else add_dq
+
+
+def nonfinite_finder(config):
+    """-> find(sequence, h, first_query, count, lane, arrays, strides), a device function of a warp: a bit for each of
+    `count` rows of dQ, as it was written, that has NaN or Inf."""
+    load, parts = elements.loader(config.dtype, float32), -(-config.head_dim // 32)
+
+    @inlined
+    def find(sequence, h, first_query, count, lane, arrays, strides):
+        nonfinite = uint32(0)
+        for row in range(count):
+            found = uint32(0)
+            if first_query + row < sequence.seqlen_q:
+                at = query_row(strides.dq, sequence, h, first_query + row)
+                for c in range(parts):
+                    x = int32(lane + 32 * c)
+                    if x < config.head_dim and load(arrays.dq, at + x) * float32(0) != 0:
+                        found = uint32(1)
+            if vote.any_lane(found) != 0:
+                nonfinite |= uint32(1) << uint32(row)
+        return nonfinite
+
+    return find
 
 
 def of_all_keys(config):
     """-> (leave, repair), device functions."""
     of_warp = config.tile_m // (4 * config.consumers)
-    dq_at, part_bytes, parts = config.shared_layout().dq, config.dq_part_bytes, -(-config.head_dim // 32)
+    dq_at, part_bytes = config.shared_layout().dq, config.dq_part_bytes
     own_columns, own_queries = (64, 0) if config.dq_panels == 2 else (0, 64)  # how far apart the warpgroups' parts are
     stage, store = gradient_rows.make(config.dtype, 64, 16, 64, config.head_dim % 8 == 0)
     key_tiles, chunk_bytes, warp_bytes = config.key_tiles, 32 * 16, part_bytes // 4
-    recompute_queries, load = recompute.make(config, of_keys=True), elements.loader(config.dtype, float32)
+    recompute_queries, find_nonfinite = recompute.make(config, of_keys=True), nonfinite_finder(config)
     state = block.words(config.shared_layout().state)
 
     @inlined
@@ -207,18 +251,6 @@ def of_all_keys(config):
             write(own, place + warp * (warp_bytes - 16 * 128), acc_dq, me, n, arrays, strides, sizes, score)
 
     @inlined
-    def is_nonfinite(sequence, h, query, lane, arrays, strides):
-        """Whether a row of dQ has NaN or Inf. Called by a warp."""
-        found = uint32(0)
-        if query < sequence.seqlen_q:
-            at = query_row(strides.dq, sequence, h, query)
-            for c in range(parts):
-                x = int32(lane + 32 * c)
-                if x < config.head_dim and load(arrays.dq, at + x) * float32(0) != 0:
-                    found = uint32(1)
-        return vote.any_lane(found) != 0
-
-    @inlined
     def repair(own, steps, arrays, strides, sizes, score):
         """Called by all consumers, after they have written all of dQ and passed a barrier."""
         if state.read(own, NONFINITE) != 0:
@@ -227,10 +259,7 @@ def of_all_keys(config):
             sequence = queries_of(state.read(own, B), arrays, strides, sizes)
             for n in range(steps):
                 h, first_query = tile_of(own, n)
-                nonfinite = uint32(0)
-                for row in range(of_warp):
-                    if is_nonfinite(sequence, h, first_query + first_row + row, lane, arrays, strides):
-                        nonfinite |= uint32(1) << uint32(row)
+                nonfinite = find_nonfinite(sequence, h, first_query + first_row, of_warp, lane, arrays, strides)
                 tile = QueryTile(sequence.b, h, int64(first_query), int32(0))
                 recompute_queries(nonfinite, first_row, lane, tile, arrays, strides, sizes, score)
 

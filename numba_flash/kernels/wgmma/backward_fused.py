@@ -15,7 +15,8 @@ config.dq_partials sums, to which its parts go in rotation, and wgmma/backward_r
 config.key_tiles a block has all keys of a head, and its consumers add up the parts themselves (backward_dq_sums).
 
 Roles. Two threads load tiles, as in wgmma/backward_dkdv. Two more threads, one for each consumer warpgroup, add the
-parts of dQ: they wait for the turn, so that no consumer has to. A consumer warpgroup owns 64 keys for S, dP, dV and dK.
+parts of dQ: they wait for the turn, so that no consumer has to. If all keys of a packed sequence are one tile, their
+warps write dQ (backward_dq_alone). A consumer warpgroup owns 64 keys for S, dP, dV and dK.
 It computes half of the columns of dQ, or half of the rows of a tile of 128 queries, from the dS of both warpgroups. S
 of the next tile and dQ of this one are issued after dV and dK, and dP when half of the next exponentials are done:
 
@@ -55,6 +56,7 @@ from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
 from . import (
     backward_block_tiles,
+    backward_dq_alone,
     backward_dq_sums,
     backward_key_outputs,
     backward_key_work,
@@ -98,7 +100,7 @@ def make(config):
     second_chunks = backward_dq_sums.second_part(config) // (64 * 8 * 4)  # of 8 columns
     all_keys, stays, one_panel = config.key_tiles > 0, config.stays, config.dq_panels == 1
     some_lack_q = stays and not all_keys  # tiles that no query sees; a block with one tile loads a Q past the end
-    packed, all_consumers = config.packed, 128 * config.consumers
+    packed, dq_alone, all_consumers = config.packed, backward_dq_alone.present(config), 128 * config.consumers
     padded = packed or config.has("seqlens_k")
     zero_tail = block.tail_zeroer(config, -(-head_dim_padded // 64), 3)
     zero_tail_of_v = block.tail_zeroer(config, -(-config.head_dim_v_padded // 64), 3)
@@ -402,8 +404,8 @@ def make(config):
                 fetch(base, arrays, strides, sizes)
             if thread == 32:
                 fetch_do(base, arrays, strides)
-            if not all_keys and (thread == 64 or thread == 96):
-                add_dq(base, int32((thread >> int32(5)) - 2), arrays, sizes)
+            if not all_keys and (thread == 64 or thread == 96 or (dq_alone and thread > 64)):
+                add_dq(base, int32((thread >> int32(5)) - 2), arrays, strides, sizes, score)
         else:
             take_registers()
             griddepcontrol.wait()

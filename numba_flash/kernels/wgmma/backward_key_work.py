@@ -77,12 +77,11 @@ def make(config):
         return b, part, int32(rank * config.tile_n)
 
     @inlined
-    def write_tile(base, b, head_part, first_key, arrays, strides, sizes):
+    def write_tile(base, sequence, head_part, first_key, arrays, strides, sizes):
         """Writes the words of the block's work, of a given tile."""
         group = int32(divide(sizes.heads, sizes.heads_kv))
         parts = parts_of(group, int32(config.members))
         h_kv, first_head, members = part_of(head_part, parts, group, int32(config.members))
-        sequence = sequence_of(b, arrays, strides, sizes)
         keys_left = min(sequence.keys - first_key, config.tile_n)
         begin, free, cut, stop = query_range(sequence, first_key, first_key + keys_left - 1, sizes, config.tile_m)
         if in_line:
@@ -93,7 +92,7 @@ def make(config):
                 state.write(base, POS_FREE, free)
                 state.write(base, POS_CUT, cut)
             end_key = first_key + max(keys_left, 1)
-            ranges = ranges_of(b, first_head, members, first_key, end_key, arrays, strides, sizes)
+            ranges = ranges_of(sequence.b, first_head, members, first_key, end_key, arrays, strides, sizes)
             begin, free, cut, stop = shown_range(begin, free, cut, stop, ranges, config.tile_m)
             if in_line:
                 stop = max(begin, stop)
@@ -103,7 +102,7 @@ def make(config):
             stop = begin
         position = first_key - sequence.q_start
         keys = sequence.keys
-        tile = WorkTile(b, first_head, h_kv, first_key, keys, position, members, begin, free, cut, stop)
+        tile = WorkTile(sequence.b, first_head, h_kv, first_key, keys, position, members, begin, free, cut, stop)
         state.write_tile(base, tile)
         state.write(base, PART, head_part)
         write_places(base, sequence)
@@ -111,7 +110,7 @@ def make(config):
     @inlined
     def write(base, block, arrays, strides, sizes):
         b, part, first_key = tile_of(block, arrays, strides, sizes)
-        write_tile(base, b, part, first_key, arrays, strides, sizes)
+        write_tile(base, sequence_of(b, arrays, strides, sizes), part, first_key, arrays, strides, sizes)
 
     @inlined
     def behind(block, arrays, strides, sizes):

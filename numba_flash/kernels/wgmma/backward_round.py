@@ -20,6 +20,8 @@ from ..steps.lse_delta import TURNS_AT
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import key_range, query_row
 from ..steps.sequence import make as make_sequence
+from . import backward_dq_sums
+from .backward_dq_alone import WRITTEN, present
 from .backward_dq_sums import TURN
 from .block import aligned, clear
 
@@ -28,14 +30,16 @@ def make(config):
     of_part, lines, has_mask = config.tile_m // 64, config.dq_partials, config.has("mask")
     columns, head_blocks = config.dq_columns // 8, -(-config.head_dim // 16) * 2
     dq_count = 4 * head_blocks
-    sequence_of = make_sequence(config)
+    sequence_of, alone = make_sequence(config), present(config)
     stage_dq, store_dq = gradient_rows.make(config.dtype, 64, 16, config.head_dim, config.head_dim % 8 == 0)
     recompute_queries = recompute.make(config, of_keys=True)
+    find_nonfinite = backward_dq_sums.nonfinite_finder(config)
     numbers = tile_numbers.make(config, config.tile_m, False) if config.packed else None
+    complete = tile_numbers.completer(config, False) if config.packed else None
 
     @inlined
     def place_of(block, arrays, strides, sizes):
-        """-> (b, h, first query, number of its query tile among all, its part of that)."""
+        """-> (sequence, h, first query, number of its query tile among all, its part of that)."""
         if config.packed:
             m_tiles = numbers.count(sizes)
             tiles = m_tiles * of_part
@@ -43,9 +47,11 @@ def make(config):
             part = int32(block - h * tiles)
             number = divide(part, of_part)
             part = int32(part - number * of_part)
-            b, first_row = numbers.at(number, arrays, strides, sizes)
-            first_query = int64(first_row + part * 64) if first_row >= 0 else int64(-1)
-            return b, h, first_query, int64(h) * m_tiles + number, part
+            b, first, rows = numbers.sequence(number, arrays, strides, sizes)
+            first_query = int64((number - numbers.first(b, first)) * config.tile_m + part * 64)
+            b = b if rows > 0 else int32(0)  # else there is no such sequence, and no query
+            sequence = complete(b, first, rows, arrays, strides, sizes)
+            return sequence, h, first_query, int64(h) * m_tiles + number, part
         tiles = divide(int32(sizes.seqlen_q) + int32(63), 64)
         head_of_all = divide(block, tiles)
         b = divide(head_of_all, sizes.heads)
@@ -53,7 +59,8 @@ def make(config):
         m_tiles = int64(divide(int32(sizes.seqlen_q) + int32(config.tile_m - 1), config.tile_m))
         m_tile = tile // of_part
         h, part = int32(head_of_all - b * sizes.heads), tile - m_tile * of_part
-        return b, h, int64(tile) * 64, head_of_all * m_tiles + m_tile, part
+        sequence = sequence_of(b, arrays, strides, sizes)
+        return sequence, h, int64(tile) * 64, head_of_all * m_tiles + m_tile, part
 
     @inlined
     def parts_of(sequence, first_query, sizes):
@@ -62,6 +69,15 @@ def make(config):
         last = min(sequence.seqlen_q, first + config.tile_m) - 1
         begin, _, _, stop = key_range(sequence, first, last, sizes, config.tile_n)
         return stop - begin
+
+    @inlined
+    def repair(h, sequence, first_query, arrays, strides, sizes, score):
+        """Computes those rows of dQ again that a block of wgmma/backward_fused wrote and that are not finite."""
+        first_row, lane = (special.thread_index() >> int32(5)) * 16, special.thread_index() & int32(31)
+        nonfinite = find_nonfinite(sequence, h, first_query + first_row, 16, lane, arrays, strides)
+        if nonfinite != 0:
+            query_tile = QueryTile(sequence.b, h, first_query, int32(0))
+            recompute_queries(nonfinite, first_row, lane, query_tile, arrays, strides, sizes, score)
 
     @cuda.jit
     def round_dq(arrays, strides, sizes, score):
@@ -72,13 +88,22 @@ def make(config):
         acc_dq = local.array(dq_count, float32)  # (head_dim / 8, 4)
         four = local.array(4, uint32)
         thread = special.thread_index()
-        b, h, first_query, m_tile, part = place_of(special.block_index(), arrays, strides, sizes)
-        sequence = sequence_of(b, arrays, strides, sizes)
+        sequence, h, first_query, m_tile, part = place_of(special.block_index(), arrays, strides, sizes)
         at = ((m_tile * (lines * of_part) + part) * columns * 128 + thread) * 4
         clear(acc_dq, dq_count)
         griddepcontrol.wait()
         if config.packed:
-            if first_query < 0 or first_query >= sequence.seqlen_q:
+            if first_query >= sequence.seqlen_q:
+                return
+        if alone and sequence.keys <= config.tile_n:
+            turn = TURNS_AT + m_tile * 2
+            state = arrays.turns[turn] | arrays.turns[turn + 1]
+            if of_part == 2:
+                state = arrays.turns[turn + part]
+            if state == WRITTEN:
+                return
+            if state > WRITTEN:
+                repair(h, sequence, first_query, arrays, strides, sizes, score)
                 return
         parts = parts_of(sequence, first_query, sizes)
         for line in range(lines):
@@ -98,7 +123,7 @@ def make(config):
         to, row = query_row(strides.dq, sequence, h, first_query), strides.dq[2]
         store_dq(tile_at, first_row, lane, arrays.dq, to, row, queries_left, config.head_dim, nonfinite)
         if nonfinite != 0:
-            query_tile = QueryTile(b, h, first_query, int32(0))
+            query_tile = QueryTile(sequence.b, h, first_query, int32(0))
             recompute_queries(nonfinite, first_row, lane, query_tile, arrays, strides, sizes, score)
 
     return round_dq
