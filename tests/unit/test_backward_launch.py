@@ -185,6 +185,15 @@ def test_the_number_of_heads_in_flight(shape, found):
     assert sizes.heads_in_flight == found[0]
 
 
+def test_with_more_sums_of_dq_fewer_heads_are_in_flight():
+    """What they add to takes more of the L2 cache, and their lines are shorter."""
+    arrays = {name: empty(2, 16, 4096, 128, dtype="float16") for name in ("do", "q", "o", "k", "v")}
+    made = problem(128, dtype="float16", **arrays, lse=empty(2, 16, 4096, dtype="float32"))
+    assert [heads_in_flight(made.forward, 128, sums) for sums in (1, 2, 4)] == [16, 11, 6]
+    config = WgmmaFusedConfig("float16", 128, 128, 64, 128, dq_partials=4)
+    assert arguments.values_of(config, made).tuples[1].heads_in_flight == 6
+
+
 def test_where_shared_memory_begins_is_said_to_the_assembler(monkeypatch):
     """Of kernels that say it (`shared_alignment`, the one for all gradients among them); this one compiles faster."""
     small = WgmmaAddPartsConfig("float16", 8, 8, 64, 64)
