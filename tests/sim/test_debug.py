@@ -21,6 +21,7 @@ from numba_flash.gpu.compiled import source
 from numba_flash.machine import toolchain
 from numba_flash.problem import backward as problem_backward
 from numba_flash.select import backward_kernels as select_backward
+from numba_flash.select import forward as select_forward
 from numba_flash.select import backward_tiles, backward_wide
 from numba_flash.select.rungs import RUNGS
 
@@ -48,6 +49,7 @@ FIRST_LINES = {
     **dict.fromkeys(("wgmma", "wgmma_float32", "wgmma_dkdv", "wgmma_dq", "wgmma_fused"), WGMMA),
     **dict.fromkeys(("wgmma_dkdv_float32", "wgmma_dq_float32", "wgmma_dkdv_paired", "wgmma_dq_paired"), WGMMA),
     "wgmma_add_parts": WGMMA,
+    "wgmma_join": "base = block.aligned(smem",
     "wgmma_round": "tile_at = aligned(smem",
     **dict.fromkeys(("v2_dq", "v2_daux"), "b, h, first_row = ds.query_tile("),
     "mma_dbias": "own, split = tiles_of.own_range(",
@@ -260,6 +262,9 @@ def test_every_kernel(kernel, monkeypatch):
             differentiate("mma", bias=np.zeros((24, 24), np.float32))
         elif kernel in ("dsinks", "dsinks_of_blocks"):
             differentiate("v2" if kernel == "dsinks" else "mma", sinks=np.zeros(1, np.float32))
+        elif kernel == "wgmma_join":
+            monkeypatch.setattr(select_forward, "_parts", lambda *_: 2)
+            numba_flash.attention(*(x[:, :, :17] for x in half), kernel="wgmma")  # plans are kept by problem
         elif kernel == "wgmma_add_parts":
             monkeypatch.setattr(select_backward, "heads_per_block", lambda *_, **__: 1)
             differentiate("wgmma", seqlen=21)

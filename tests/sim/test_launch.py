@@ -50,7 +50,7 @@ from numba_flash.config.wgmma_backward_float32 import (
     WgmmaPairedDqConfig,
 )
 from numba_flash.config.wgmma_float32 import WgmmaFloat32Config
-from numba_flash.config.wgmma_forward import WgmmaConfig
+from numba_flash.config.wgmma_forward import WgmmaConfig, WgmmaJoinConfig
 from numba_flash.config.wide_backward import (
     WideDkdvConfig,
     WideDqConfig,
@@ -159,6 +159,7 @@ def test_every_kernel_can_be_made():
         WgmmaDqFloat32Config("float32", 8, 8, 64, 32),
         WgmmaPairedDkdvConfig("float32", 136, 8, 32, 64, stages_a=1, stages_b=1),
         WgmmaPairedDqConfig("float32", 136, 8, 64, 32, stages_a=1, stages_b=1),
+        WgmmaJoinConfig("float16", 8, 8, 64, 64, parts=2),
         WgmmaFusedConfig("float16", 8, 8, 64, 128),
         WgmmaRoundConfig("float16", 8, 8, 64, 128),
         WgmmaAddPartsConfig("float16", 8, 8, 64, 128),
