@@ -21,8 +21,8 @@ from numba_flash.gpu.compiled import source
 from numba_flash.machine import toolchain
 from numba_flash.problem import backward as problem_backward
 from numba_flash.select import backward_kernels as select_backward
-from numba_flash.select import forward as select_forward
 from numba_flash.select import backward_tiles, backward_wide
+from numba_flash.select import forward as select_forward
 from numba_flash.select.rungs import RUNGS
 
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")
