@@ -62,7 +62,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
     ),
     "mma_dbias": table(
         "tile_m tile_n blocks_per_sm",
-        at(64, 64, 32, 4),
+        at(64, 64, 64, 3),
         at(128, 64, 64, 2),
         at(256, 64, 64, 1),
         at(256, 64, 32, 1),

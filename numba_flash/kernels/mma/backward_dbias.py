@@ -37,8 +37,6 @@ class Registers(NamedTuple):
     loaded: Any
     shown_bits: Any
     kept: Any
-    lse: Any
-    delta: Any
 
 
 def make(config):
@@ -55,11 +53,6 @@ def make(config):
         if read.reads:
             origin = read.origin(place.sequence.b, place.h, int32(place.i * tile_m), arrays, strides)
             scores.load(place.j, origin, registers, arrays, strides, sizes, TRUE)
-        for r in range(rows):
-            query = int32(place.i * tile_m + scores.own_row() + r * 8)
-            registers.lse[r], registers.delta[r] = inf, float32(0)
-            if query < place.sequence.seqlen_q:
-                registers.lse[r], registers.delta[r] = of_query(place.sequence, place.h, query, arrays, sizes)
 
     @inlined
     def add_scores(place, registers, smem, thread, arrays, strides, sizes, score):
@@ -80,10 +73,14 @@ def make(config):
         scores.find_distances(of_lane, registers)
         term = chain.row_term(sequence.b, h, arrays, strides)
         for r in range(rows):
+            query = int32(first_query + r * 8)
+            lse, delta = inf, float32(0)
+            if query < sequence.seqlen_q:
+                lse, delta = of_query(sequence, h, query, arrays, sizes)
             for n in range(blocks):
                 for x in range(2):
-                    scores.add_delta(r, n, x, registers, -registers.delta[r], score)
-                    p = scores.weigh(r, n, x, registers, term, registers.lse[r], registers.shown_bits[r], score, TRUE)
+                    scores.add_delta(r, n, x, registers, -delta, score)
+                    p = scores.weigh(r, n, x, registers, term, lse, registers.shown_bits[r], score, TRUE)
                     if p != 0:
                         registers.sums[n * 4 + r * 2 + x] += registers.acc_dp[n * 4 + r * 2 + x]
 
@@ -163,8 +160,6 @@ def make(config):
             local.array(read.bias_words, uint32),  # loaded
             local.array(rows, uint32),  # shown_bits
             local.array(kept_weight.words, uint32),  # kept
-            local.array(rows, float32),  # lse of each row
-            local.array(rows, float32),  # delta of each row
         )
         for x in range(count):
             registers.sums[x] = float32(0)
