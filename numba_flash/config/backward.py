@@ -212,7 +212,9 @@ class MmaScoresConfig(MmaBackwardConfig):
 
 @dataclass(frozen=True)
 class MmaDbiasConfig(OfBias, MmaScoresConfig):
-    """Of mma_dbias."""
+    """Of mma_dbias. pairs: two neighbours of 16 bits in dbias lie in one word of 4 bytes."""
+
+    pairs: bool = False
 
     kernel = "mma_dbias"
     module = "mma.backward_dbias"

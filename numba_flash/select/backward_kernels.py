@@ -170,9 +170,13 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
 
 def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
     """mma's dbias kernel, if dbias is wanted."""
-    if "dbias" not in problem.wanted:
+    bias = problem.forward.array("bias")
+    if "dbias" not in problem.wanted or bias is None:
         return []
-    features = shared.of_mma(problem) | shared.of_bias(problem)
+    own = shared.of_bias(problem)
+    # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes
+    pairs = ITEM_SIZE[bias.dtype] == 2 and problem.dbias_shape[-1] % 2 == 0 and not any(own.values())
+    features = shared.of_mma(problem) | own | dict(pairs=pairs)
     return shared.best(mma.MmaDbiasConfig, shared.usable("mma_dbias", problem, target), problem, target, features)
 
 

@@ -678,7 +678,7 @@ def score_gradients_gates():
             name = f"mma_dbias-{row.head_dim}-{row.tile_m}x{row.tile_n}{words}"
             yield name, dataclasses.replace(config, split=False)
             if words:
-                yield f"{name}-split", dataclasses.replace(config, split=True)
+                yield f"{name}-split", dataclasses.replace(config, split=True, pairs=False)
     hides = FUNCTIONS_OF["hides"] | every | dict(bias=READ["bias"])
     for row in rows(backward_tiles.TABLES, "mma_daux"):
         for words, given in {"": dict(dtype="float16"), "-rich": hides}.items():

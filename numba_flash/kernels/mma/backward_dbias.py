@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...ptx import ld_st, local, shared, shfl, special
+from ...ptx import cvt, ld_st, local, memory, shared, shfl, special
 from ..score import fragments, user
 from ..score.gradient_functions import LanePlace
 from ..steps import elements, lse_delta, score_ranges
@@ -45,7 +45,8 @@ def make(config):
     tiles, tiles_of, of_query = score_tiles.make(config), score_ranges.of_bias(config), lse_delta.of_query(config)
     chain, scores, has_functions = fragments.chain(config), backward_scores.make(config), user.present(config)
     read, kept_weight = scores.read, scores.kept_weight
-    store = elements.storer("float32" if config.split else config.dtype_of("bias"))
+    dtype = "float32" if config.split else config.dtype_of("bias")
+    store, pack = elements.storer(dtype), cvt.pack_f16x2 if dtype == "float16" else cvt.pack_bf16x2
 
     @inlined
     def read_scores(place, registers, smem, thread, arrays, strides, sizes):
@@ -119,9 +120,15 @@ def make(config):
                 of_row = base + query * by[2]
                 for n in range(blocks):
                     key = first_key + int64(n * 8 + int32(first_column_of(lane)))
-                    for x in range(2):
-                        if key + x < sizes.seqlen_k:
-                            store(target, of_row + key + x, registers.sums[n * 4 + r * 2 + x])
+                    low, high = registers.sums[n * 4 + r * 2], registers.sums[n * 4 + r * 2 + 1]
+                    if config.pairs:
+                        if key < sizes.seqlen_k:
+                            memory.store_b32(memory.address(target, of_row + key), pack(low, high))
+                    else:
+                        if key < sizes.seqlen_k:
+                            store(target, of_row + key, low)
+                        if key + 1 < sizes.seqlen_k:
+                            store(target, of_row + key + 1, high)
 
     @inlined
     def store_sums(registers, target, by, base, first_query, first_key, sums_smem, thread, sizes):
