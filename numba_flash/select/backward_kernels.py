@@ -9,6 +9,7 @@ from typing import Any
 from ..arrays.dtypes import ITEM_SIZE
 from ..config import backward as mma
 from ..config import wgmma_backward as wgmma
+from ..config import wgmma_backward_ends as wgmma_ends
 from ..config import wgmma_backward_float32 as wgmma_float32
 from ..config.aux_gradients import AuxRoundConfig, AuxStartConfig, DauxConfig
 from ..config.forward import Config, LaunchFacts
@@ -164,7 +165,7 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     made: list[LaunchFacts] = [start, *shared.with_what_goes_before([fused], target)]
     if not key_tiles:
         tiles: dict[str, Any] = dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
-        made.append(wgmma.WgmmaRoundConfig(**features, **tiles, dq_columns=fused.dq_columns, dq_partials=lines))
+        made.append(wgmma_ends.WgmmaRoundConfig(**features, **tiles, dq_columns=fused.dq_columns, dq_partials=lines))
     return [*made, *shared.with_what_goes_before(_dbias(problem, target), target), *_add_parts(problem, [fused])]
 
 
@@ -197,7 +198,7 @@ def _add_parts(problem: BackwardProblem, configs: Sequence[wgmma.WgmmaDkdvConfig
     themselves."""
     names = ("tile_m", "tile_n", "members", "head_dim_padded", "head_dim_v_padded", "of_dk", "of_dv")
     return [
-        wgmma.WgmmaAddPartsConfig(**shared.features_of(problem), **{name: getattr(config, name) for name in names})
+        wgmma_ends.WgmmaAddPartsConfig(**shared.features_of(problem), **{name: getattr(config, name) for name in names})
         for config in configs
         if config.members
     ]

@@ -323,12 +323,13 @@ def _parts(config: "WgmmaConfig", problem: Problem) -> int:
     large batch gains nothing by it, and each part takes a while to begin and to be joined: so a part has many keys, and
     a single entry gains much.
     """
+    group, tile_n = config.group_size, config.tile_n
+    most = problem.seqlen_k // (LEAST_TILES * tile_n)
+    if most < 2 or problem.packed is not None or problem.function("mask_mod") is not None:
+        return 1
     from ..config.blocks import AT_A_TIME
 
-    if problem.packed is not None or problem.function("mask_mod") is not None:
-        return 1
-    entry, group, tile_n = dataclasses.replace(problem, batch=1), config.group_size, config.tile_n
-    most = problem.seqlen_k // (LEAST_TILES * tile_n)
+    entry = dataclasses.replace(problem, batch=1)
 
     def time(parts: int) -> float:
         tiles = [
@@ -337,7 +338,7 @@ def _parts(config: "WgmmaConfig", problem: Problem) -> int:
         blocks = min(cost * wave_cost(entry, group, of, tile_n, AT_A_TIME, parts) for cost, of in tiles)
         return blocks + join_cost(entry, parts)
 
-    times = {parts: time(parts) for parts in config.PARTS if parts <= max(most, 1)}
+    times = {parts: time(parts) for parts in config.PARTS if parts <= most}
     best = min(times, key=times.__getitem__)
     return best if times[best] < GAIN * times[1] else 1
 

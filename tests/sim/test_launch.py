@@ -37,12 +37,11 @@ from numba_flash.config.simt_forward import V1Config, V2Config
 from numba_flash.config.softmax import SOFTMAX
 from numba_flash.config.tile_states import TileOrderConfig, TileStatesConfig
 from numba_flash.config.wgmma_backward import (
-    WgmmaAddPartsConfig,
     WgmmaDkdvConfig,
     WgmmaDqConfig,
     WgmmaFusedConfig,
-    WgmmaRoundConfig,
 )
+from numba_flash.config.wgmma_backward_ends import WgmmaAddPartsConfig, WgmmaRoundConfig
 from numba_flash.config.wgmma_backward_float32 import (
     WgmmaDkdvFloat32Config,
     WgmmaDqFloat32Config,

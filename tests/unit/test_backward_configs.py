@@ -195,8 +195,16 @@ def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_colum
             "1 to 1 with key_tiles 2, not 2",
         ),
         (
-            lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, uses=uses(mask="bool")),
-            "it takes dropout_p alone",
+            lambda: WgmmaFusedConfig(
+                "float16", 64, 64, 128, 128, uses=uses(bias="float16"), bias_boxes=True, stays=True
+            ),
+            "it needs bias_boxes, and neither stays nor lse_first",
+        ),
+        (
+            lambda: WgmmaFusedConfig(
+                "float16", 128, 128, 64, 128, uses=(("mask", "bool"), ("dropout_p", "float")), lse_first=False
+            ),
+            "it takes no mask and no bias",
         ),
         (
             lambda: WgmmaFusedConfig("float16", 64, 64, 64, 128, uses=uses(alibi_slopes="float32")),

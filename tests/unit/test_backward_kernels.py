@@ -63,6 +63,7 @@ def test_what_tensor_cores_launch_for_bias_and_mask(rung):
         (dict(bias_aligned=False), False, (80, 64)),
     ],
 )
+@pytest.mark.usefixtures("two_kernels")
 def test_when_a_bias_comes_by_tma(options, boxes, streams):
     bias = empty(300, 500, dtype="float16", strides=(504, 1))
     made = problem(dtype="float16", **dict(bias=bias, bias_aligned=True) | options)
@@ -420,6 +421,7 @@ def test_what_decides_about_each_score_has_tiles_of_its_own(options, tile_m, til
      (dict(bias="float32", softcap=2.0), 64)],
     ids=["mask_mod", "mask", "dropout", "bias and mask", "score_mod", "mask and softcap", "bias and softcap"],
 )  # fmt: skip
+@pytest.mark.usefixtures("two_kernels")
 def test_at_head_dim_64_what_is_read_has_larger_tiles_than_what_is_computed(options, tile_m):
     arrays = {name: empty(300, 500, dtype=x) for name, x in options.items() if name in ("bias", "mask")}
     functions = {name: Function.of(name, x) for name, x in options.items() if name.endswith("_mod")}
@@ -539,7 +541,15 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(softcap=5.0) == two and kernels(wanted=("dk", "dv")) == two[:2]
     # Random bits take registers.
     assert kernels(dropout_p=0.1) == kernels(88, dropout_p=0.1) == one and kernels(64, dropout_p=0.1) == two
-    assert "wgmma_fused" not in kernels(mask=empty(2048, 2048, dtype="bool"))
+    # A mask, and a bias that TMA loads; where weights drop, too, registers do not suffice for them.
+    mask = dict(mask=empty(2048, 2048, dtype="bool"))
+    bias = dict(bias=empty(2048, 2048, dtype="float16"), bias_aligned=True)
+    with_bits = [one[0], "mask_bits_of_keys", *one[1:]]
+    assert kernels(**mask) == kernels(**mask, **bias) == with_bits and kernels(64, **bias) == kernels(**bias) == one
+    assert kernels(**bias, wanted=("dq", "dk", "dv", "dbias")) == [*one, "mma_dbias"]
+    for more in (mask, bias):
+        assert "wgmma_fused" not in kernels(dropout_p=0.1, **more)
+    assert "wgmma_fused" not in kernels(bias=empty(2048, 2048, dtype="float32"))
     assert "wgmma_fused" not in kernels(mask_mod=Function.of("mask_mod", earlier))
 
 

@@ -15,7 +15,8 @@ from numba_flash.abi import arguments
 from numba_flash.arrays import read
 from numba_flash.config.blocks import heads_in_flight
 from numba_flash.config.mask_bits import MaskBitsConfig
-from numba_flash.config.wgmma_backward import WgmmaAddPartsConfig, WgmmaFusedConfig
+from numba_flash.config.wgmma_backward import WgmmaFusedConfig
+from numba_flash.config.wgmma_backward_ends import WgmmaAddPartsConfig
 from numba_flash.dispatch.launch import workspace
 from numba_flash.dispatch.launch_backward import make_backward_launch
 from numba_flash.functions.function import Function

@@ -131,23 +131,17 @@ def make(config):
     zero_behind, boxed = backward_products.zero_behind(config), config.bias_in_ds
 
     @inlined
-    def find_kept(own, i, member, kept, arrays, sizes):
-        """kept <- which of the lane's weights of query tile i count."""
+    def find_bits(own, i, member, tile, arrays, strides, sizes):
+        """tile <- which of the lane's weights of query tile i count, and which scores the mask leaves."""
+        first_row, lane = rows_of_lane()
+        first_key, h = word(own, FIRST_ROW), int32(word(own, block.H) + member)
         if count.present:
-            first_row, lane = rows_of_lane()
-            first_key = word(own, FIRST_ROW)
             first_q_pos = int64(i) * tile_m + first_column_of(lane) + first_key - position(own)
-            key, h = int32(first_key + first_row + first_row_of(lane)), int32(word(own, block.H) + member)
-            count.of_keys(kept, first_q_pos, word(own, block.B), h, key, arrays, sizes)
-
-    @inlined
-    def find_shown(own, i, member, shown, arrays, strides, sizes):
-        """shown <- which of the lane's scores of query tile i the mask leaves."""
+            key = int32(first_key + first_row + first_row_of(lane))
+            count.of_keys(tile.kept, first_q_pos, word(own, block.B), h, key, arrays, sizes)
         if read.reads:
-            first_row, lane = rows_of_lane()
-            first_key, h = word(own, FIRST_ROW), int32(word(own, block.H) + member)
             origin = read.origin(word(own, block.B), h, first_key, arrays, strides)
-            read.load_bits(shown, i, origin, first_row, lane, arrays, strides, sizes)
+            read.load_bits(tile.shown_bits, i, origin, first_row, lane, arrays, strides, sizes)
 
     @inlined
     def fetch(base, arrays, strides, sizes):
@@ -357,8 +351,7 @@ def make(config):
             if n < end or not some_lack_q:
                 products.preload_s(base, acc_s, n, lse_factor)
                 products.issue_s(base, acc_s, k_desc, n, FALSE)
-                find_kept(own, i, member, kept, arrays, sizes)
-                find_shown(own, i, member, shown, arrays, strides, sizes)
+                find_bits(own, i, member, tile, arrays, strides, sizes)
                 masked = i >= word(own, CUT) or i < word(own, FREE)
                 wait_all()
                 pin_s(acc_s)
@@ -369,8 +362,7 @@ def make(config):
                 add_products(base, consumer, n, last, tile, acc_dk, acc_dv, lse_factor)
                 n = int32(n + 1)
                 i, member = walk.next(own, i, member, arrays, strides)
-                find_kept(own, i, member, kept, arrays, sizes)
-                find_shown(own, i, member, shown, arrays, strides, sizes)
+                find_bits(own, i, member, tile, arrays, strides, sizes)
                 masked = i >= word(own, CUT) or i < word(own, FREE)
                 wait_but_one()
                 pin_s(acc_s)

@@ -1,0 +1,61 @@
+"""Configs of the kernels behind wgmma's backward, which round dQ or add up parts of dK and dV."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..abi import parameters as abi
+from .forward import AnyProblem, Config, tile_bytes, tiles_of_all
+from .wgmma_backward import WgmmaDkdvConfig
+
+
+@dataclass(frozen=True)
+class WgmmaRoundConfig(Config):
+    """Of wgmma/backward_round; tiles and columns as in the WgmmaFusedConfig whose sums it takes."""
+
+    dq_columns: int = 128
+    dq_partials: int = 1
+
+    kernel = "wgmma_round"
+    module = "wgmma.backward_round"
+    in_order = True
+    takes = abi.backward("dq", mask=abi.MASK_BITS_OF_KEYS).plus("turns dq_sums")
+    waits = True
+    threads: ClassVar[int] = 128  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        self._set(self.ALIGNMENT + tile_bytes(64, self.head_dim))
+
+    def grid(self, problem: AnyProblem) -> int:
+        p = problem.forward
+        if p.packed is not None:
+            return p.heads * tiles_of_all(p, self.tile_m) * (self.tile_m // 64)
+        return p.batch * p.heads * -(-p.seqlen_q // 64)
+
+
+@dataclass(frozen=True)
+class WgmmaAddPartsConfig(Config):
+    """Of wgmma/backward_add_parts; tiles, depths and members as in the WgmmaDkdvConfigs whose sums it takes."""
+
+    head_dim_padded: int = 128
+    head_dim_v_padded: int = 128
+    of_dk: bool = True
+    of_dv: bool = True
+    members: int = 1
+
+    kernel = "wgmma_add_parts"
+    module = "wgmma.backward_add_parts"
+    takes = WgmmaDkdvConfig.takes
+    waits = True
+    threads: ClassVar[int] = 128  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        self._set(self.ALIGNMENT + self.dv_at + (tile_bytes(64, self.head_dim_v) if self.of_dv else 0))
+
+    def grid(self, problem: AnyProblem) -> int:
+        p = problem.forward
+        return p.batch * p.heads_kv * -(-p.seqlen_k // 64)
+
+    @property
+    def dv_at(self) -> int:
+        """Where dV is put together, behind dK."""
+        return tile_bytes(64, self.head_dim) if self.of_dk else 0
