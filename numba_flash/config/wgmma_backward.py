@@ -37,8 +37,9 @@ class StreamingConfig(OwnRows, Padded, Config):
 
     whole_program = True
     in_order: ClassVar[bool] = True  # type: ignore[misc]
-    key_tiles: ClassVar[int] = 0  # these two: as of WgmmaFusedConfig
+    key_tiles: ClassVar[int] = 0  # these three: as of WgmmaFusedConfig
     bias_in_ds: ClassVar[bool] = False
+    bidirectional: ClassVar[bool] = False  # a block is told which way to walk
     PARTS: ClassVar[int] = 1  # of which a tile consists (kernels/wgmma/parts.py)
     STATE_WORDS: ClassVar[int] = 16  # that every role reads of the block's work
 
@@ -231,7 +232,6 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
     module = "wgmma.backward_dkdv"
     takes = abi.backward("dk dv", mask=abi.MASK_BITS_OF_KEYS).plus("dk_sums dv_sums")
     of_keys = reads_states = True
-    bidirectional: ClassVar[bool] = False  # a block is told which way to walk
 
     def __post_init__(self) -> None:
         self._check_gradients()
