@@ -19,10 +19,11 @@ class Speed(NamedTuple):
 
     ends: float  # microseconds that a tile takes which a block owns, beside its products
     products: float  # multiplications in a microsecond
+    visit: float  # microseconds that each tile takes at least that a block walks over, of latencies
 
 
 # In float32; docs/measurements/wgmma_forward_float32.md has what they follow from.
-FLOAT32 = {"wgmma": Speed(2.5, 0.42e6), "mma": Speed(0.4, 0.22e6)}
+FLOAT32 = {"wgmma": Speed(2.5, 0.42e6, 0.0), "mma": Speed(0.4, 0.22e6, 2.0)}
 
 
 def wave_cost(
@@ -62,8 +63,8 @@ def microseconds(problem: Problem, config: Any, rung: str) -> float:
         columns += own + other * getattr(config, "of_dv", False)
     owned = -(-problem.seqlen_k // config.tile_n) if config.of_keys else -(-problem.seqlen_q // config.queries)
     tiles, speed = tile_visits(problem, config.queries, config.tile_n, 0), FLOAT32[rung]
-    products = tiles * config.tile_m * config.tile_n * columns
-    return (owned * speed.ends + products / speed.products) / config.group_size
+    visit = max(config.tile_m * config.tile_n * columns / speed.products, speed.visit)
+    return (owned * speed.ends + tiles * visit) / config.group_size
 
 
 def same_tile_walk(problem: Problem, queries: int, tile_n: int) -> bool:

@@ -625,8 +625,9 @@ def test_longer_and_wider_heads_are_not(seqlen, seqlen_k, head_dim):
     [
         (20, 20, 24, "mma"),
         (64, 64, 64, "mma"),
-        (16, 500, 64, "mma"),
+        (16, 500, 64, "wgmma"),
         (500, 16, 64, "mma"),
+        (1, 16384, 128, "wgmma"),
         (256, 256, 64, "wgmma"),
         (1024, 1024, 24, "wgmma"),
         (128, 1024, 128, "wgmma"),
