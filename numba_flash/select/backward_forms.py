@@ -10,6 +10,7 @@ from ..problem.options import changes_scores
 from .backward_line import fewest_sums, one_kernel_gains
 
 LONGEST_STAY = 8192  # queries of a walk over all of them
+MOST_TURNS = (1 << 16) - 1  # key tiles under a mask: half of a counter has them (kernels/wgmma/backward_dq_sums.py)
 
 
 def can_be_one_kernel(problem: BackwardProblem) -> bool:
@@ -21,12 +22,13 @@ def can_be_one_kernel(problem: BackwardProblem) -> bool:
     bias, widest = forward.array("bias"), max(forward.head_dim, forward.head_dim_v)
     plain = not forward.functions and not changes_scores(tuple(use for use in forward.uses if use[0] != "bias"))
     plain = plain and (bias is None or bias.boxes)
+    counted = forward.array("mask") is None or -(-forward.seqlen_k // WgmmaFusedConfig.KEYS) <= MOST_TURNS
     plain = plain and not (forward.seeded and (bias is not None or forward.array("mask") is not None))
     # Where weights are dropped, registers do not suffice for tiles of 128 queries. At head_dim 128 two kernels take 15
     # to 16 % longer (H200).
     taken = widest <= 128 and (widest > 64 or not forward.seeded)
     taken = taken and not (forward.seeded and forward.packed is not None)  # whose blocks stay (`blocks_stay`)
-    return plain and {"dq", "dk", "dv"} <= set(problem.wanted) and taken
+    return plain and counted and {"dq", "dk", "dv"} <= set(problem.wanted) and taken
 
 
 def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:

@@ -549,6 +549,15 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(**bias, wanted=("dq", "dk", "dv", "dbias")) == [*one, "mma_dbias"]
     for more in (mask, bias):
         assert "wgmma_fused" not in kernels(dropout_p=0.1, **more)
+    # Half of a counter holds the turns of a mask's key tiles: with more of them a block would wait forever.
+    for tiles, found in ((2**16 - 1, True), (2**16, False)):
+        keys = empty(1, 8, 128 * tiles, 128, dtype="float16", strides=(0, 0, 0, 1))
+        padded = problem(
+            128, dtype="float16", k=keys, v=keys, mask=empty(1, 1, 1, 128 * tiles, dtype="bool"),
+            **{name: empty(1, 8, 2048, 128, dtype="float16") for name in ("do", "q", "o")},
+            lse=empty(1, 8, 2048, dtype="float32"),
+        )  # fmt: skip
+        assert backward_forms.can_be_one_kernel(padded) == found
     assert "wgmma_fused" not in kernels(bias=empty(2048, 2048, dtype="float32"))
     assert "wgmma_fused" not in kernels(mask_mod=Function.of("mask_mod", earlier))
 
