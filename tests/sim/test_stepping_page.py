@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.instructions import compiled
 
 from numba_flash import debug
 
@@ -70,7 +71,7 @@ def test_the_race_of_readme_is_what_happens(monkeypatch, capsys):
     assert kernel == Path(file).parent.name and text.count(barrier) == 1
     broken = "".join(line for line in text.splitlines(keepends=True) if barrier not in line)
     names = dict(module.__dict__)
-    exec(compile(broken, module.__file__, "exec"), names)
+    compiled(broken, names, module.__file__)
     monkeypatch.setattr(module, "make", names["make"])
     monkeypatch.setattr(sys, "argv", ["step", kernel])
     monkeypatch.syspath_prepend(ROOT / "scripts")

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.instructions import compiled
+
 import numba_flash
 from numba_flash import debug, testing
 from numba_flash.kernels.simt import v2
@@ -128,7 +130,7 @@ def test_it_reads_the_kernel_and_computes_nothing(monkeypatch):
 def edited(line, instead):
     text, names = Path(v2.__file__).read_text(), dict(v2.__dict__)
     assert text.count(line) == 1
-    exec(compile(text.replace(line, instead), v2.__file__, "exec"), names)
+    compiled(text.replace(line, instead), names, v2.__file__)
     return names["make"]
 
 
