@@ -5,8 +5,8 @@ import re
 
 import numpy as np
 import pytest
-
 from helpers.instructions import compiled
+
 from lessons import NAMES
 from numba_flash import testing
 from numba_flash.debug import stop_at, watch

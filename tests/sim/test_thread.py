@@ -147,6 +147,7 @@ def test_an_instruction_that_waits_where_python_cannot_is_named():
 
 def test_a_device_function_that_is_given_as_a_value():
     """In a tuple, by a name, made by functools.cache, and by a plain function."""
+
     class Tools(NamedTuple):
         meet: object
 

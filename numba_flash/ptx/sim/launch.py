@@ -3,9 +3,9 @@
 import contextlib
 import functools
 import threading
-from types import FunctionType
 from collections.abc import Callable, Iterator
 from operator import index as as_int
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -254,7 +254,11 @@ def _instead_of_numbas(numba_kernel: Any, memory: Any, cluster: int) -> Iterator
         if isinstance(value, tuple) and hasattr(value, "_fields"):  # such as device functions from another make
             members = [instead(member, simulated) for member in value]
             return type(value)(*members) if any(x is not y for x, y in zip(members, value, strict=True)) else value
-        if isinstance(value, FunctionType) and value not in seen and resumable.is_of_the_kernel(value, (cuda, simulated)):
+        if (
+            isinstance(value, FunctionType)
+            and value not in seen
+            and resumable.is_of_the_kernel(value, (cuda, simulated))
+        ):
             seen.add(value)
             swap(value, simulated)
         return numbers.get(id(value), value)

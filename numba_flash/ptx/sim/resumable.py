@@ -1,40 +1,37 @@
-"""A kernel's function as a generator, which stands still at any instruction at which its thread has to wait.
+"""A kernel's function as a generator, which stands still wherever its thread has to wait.
 
-So all threads of a block run in one thread of Python, and need neither a thread of the system nor a stack of their own.
-A stand-in that has to wait gives a Pause (thread.py), a generator, in place of its value. Here every call f(x) in a
-function's file becomes
+So all threads of a block run in one thread of Python, and need neither threads of the system nor stacks of their own. A
+stand-in that has to wait gives a Pause (thread.py), a generator, in place of its value. In a function that may come to
+one, every call f(x) becomes
 
     (yield from r) if type(r := f(x)) is Pause else r
 
-A function that calls nothing that waits is left as it is. Lines, names and closures stay, so a debugger shows what is
-in the file, and only during a launch is it another code. A call in a comprehension or in a lambda stays as it is: there
-Python cannot stand still, and an instruction that has to wait raises (scheduler.py).
+Lines, names and closures stay, so a debugger shows what is in the file. Only during a launch is it another code. In a
+comprehension Python cannot stand still, so calls there stay as they are; thread.py raises if one has to wait.
 """
 
 import ast
-import builtins
 import functools
 import linecache
 import os
 import weakref
-from types import CodeType, FunctionType, GeneratorType, ModuleType
+from types import CellType, CodeType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 from . import views
 
 NAMES = {"__Pause": GeneratorType, "__type": type, **views.NAMES}  # what the new code asks its module for
 RESULT = ".result"  # a name that no program has
-PLAIN = frozenset(vars(builtins))
 OURS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
-WAITING = {"wait", "sync", "let_others_run"}  # methods of threads and blocks that stand-ins call
-OF_CUDA = ("syncthreads", "syncthreads_count", "syncthreads_and", "syncthreads_or", "cg")
+WAITING = {"wait", "sync", "let_others_run"}  # methods of a block and its turns that stand-ins call
+OF_CUDA = {"syncthreads", "syncthreads_count", "syncthreads_and", "syncthreads_or", "cg"}
 _waits: Any = weakref.WeakKeyDictionary()  # {function: whether it may wait}
 
 
 def code_for(function: FunctionType, cudas: Any) -> CodeType:
     """The code of a kernel's function during a launch. cudas: Numba's and the simulated one."""
     code = function.__code__
-    kind = _Calls if may_wait(function, cudas) else views.Views
+    kind = _Calls if "getattr" in code.co_names or may_wait(function, cudas) else views.Views
     linecache.checkcache(code.co_filename)
     return _codes(code.co_filename, "".join(linecache.getlines(code.co_filename)), kind).get(code, code)
 
@@ -45,24 +42,18 @@ def is_of_the_kernel(function: FunctionType, cudas: Any) -> bool:
 
 
 def may_wait(function: FunctionType, cudas: Any) -> bool:
-    """Whether a function calls something that may wait, itself or by others."""
+    """Whether a function names something that may wait: a stand-in, cuda.syncthreads, or such a function."""
     if function not in _waits:
         _waits[function] = False  # if it calls itself
-        _waits[function] = _reaches(function, cudas)
+        code = function.__code__
+        names = _names_in(code)
+        if not (names & WAITING and code.co_filename.startswith(OURS)):
+            values = [function.__globals__[name] for name in names if name in function.__globals__]
+            values += [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+            _waits[function] = any(_value_waits(value, names, function, cudas) for value in values)
+        else:
+            _waits[function] = True
     return _waits[function]
-
-
-def _reaches(function: FunctionType, cudas: Any) -> bool:
-    names = _names_in(function.__code__)
-    if "getattr" in names or (names & WAITING and function.__code__.co_filename.startswith(OURS)):
-        return True
-    values = [function.__globals__[name] for name in names if name in function.__globals__]
-    for cell in function.__closure__ or ():
-        try:
-            values.append(cell.cell_contents)
-        except ValueError:  # empty: its function is not made yet
-            pass
-    return any(_value_waits(value, names, cudas) for value in values)
 
 
 def _names_in(code: CodeType) -> set[str]:
@@ -70,19 +61,23 @@ def _names_in(code: CodeType) -> set[str]:
     return set(code.co_names).union(*(_names_in(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
-def _value_waits(value: Any, names: set[str], cudas: Any) -> bool:
+def _value_waits(value: Any, names: set[str], of: FunctionType, cudas: Any) -> bool:
+    """The same of a value that `of` sees. names: those in `of`."""
     if any(value is cuda for cuda in cudas):
-        return any(name in names for name in OF_CUDA)
+        return bool(names & OF_CUDA)
     if isinstance(value, ModuleType):
-        if not value.__name__.startswith("numba_flash."):
-            return False
-        members = [getattr(value, name) for name in names if hasattr(value, name)]
-        return any(_value_waits(member, names, cudas) for member in members)
+        members = [vars(value)[name] for name in names & vars(value).keys()]
+        return any(_value_waits(x, names, of, cudas) for x in members if not isinstance(x, ModuleType))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return any(_value_waits(member, names, cudas) for member in value)
-    value = getattr(value, "fn", value)  # a device function's own
+        return any(_value_waits(member, names, of, cudas) for member in value)
+    device = getattr(value, "fn", None)
+    if isinstance(device, FunctionType):
+        return may_wait(device, cudas)
     value = getattr(value, "__wrapped__", value)  # of functools.cache
-    return isinstance(value, FunctionType) and may_wait(value, cudas)
+    if not isinstance(value, FunctionType):
+        return False
+    near = value.__globals__ is of.__globals__ or value.__module__.startswith("numba_flash.")
+    return near and may_wait(value, cudas)
 
 
 @functools.lru_cache(512)
@@ -105,14 +100,14 @@ class _Calls(views.Views):
 
     inside = False
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+    def visit_FunctionDef(self, node: Any) -> ast.AST:
         before, self.inside = self.inside, True
-        node.body = [self.visit(line) for line in node.body]
+        body = node.body
+        node.body = self.visit(body) if isinstance(body, ast.AST) else [self.visit(line) for line in body]
         self.inside = before
         return node
 
-    def visit_AsyncFunctionDef(self, node: ast.AST) -> ast.AST:
-        return node
+    visit_Lambda = visit_FunctionDef
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         before, self.inside = self.inside, False
@@ -120,17 +115,14 @@ class _Calls(views.Views):
         self.inside = before
         return node
 
-    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
-        before, self.inside = self.inside, True
-        node.body = self.visit(node.body)
-        self.inside = before
+    def visit_AsyncFunctionDef(self, node: ast.AST) -> ast.AST:
         return node
 
     visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_AsyncFunctionDef
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         call = super().visit_Call(node)
-        if not self.inside or not isinstance(call, ast.Call) or (isinstance(call.func, ast.Name) and call.func.id in PLAIN):
+        if call is not node or not self.inside:
             return call
         where = functools.partial(ast.copy_location, old_node=node)
         given = where(ast.NamedExpr(where(ast.Name(RESULT, ast.Store())), call))

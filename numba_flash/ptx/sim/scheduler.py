@@ -1,9 +1,9 @@
 """The threads of a block, or of a cluster's blocks, take turns: one runs until it has to wait, and then hands on.
 
-Numba's own simulator starts all threads, lets Python switch between them and asks them in a loop whether they wait.
-Here a thread that waits wakes up only when there is something for it; the order is the same in every run; and when
-nobody can go on, that is known at once and without a time limit, however long a debugger stops. Copies under way arrive
-as late as they can: when nobody can go on without them.
+Numba's own simulator starts a thread of Python for each, and asks them in a loop whether they wait. Here all run in the
+thread that launches (resumable.py). One that waits goes on only when there is something for it; the order is the same
+in every run; and when nobody can go on, that is known at once and without a time limit, however long a debugger stops.
+Copies under way arrive as late as they can: when nobody can go on without them.
 """
 
 import sys
@@ -11,10 +11,10 @@ from collections import deque
 
 from numba.cuda.simulator import kernel as numba_kernel
 
+from . import now
 from .block import Block
 from .errors import Abandoned, InstructionError, name, place, place_of_error
 from .indexed import Atomic
-from . import now
 from .now import current
 from .order import Order
 from .thread import pause
@@ -76,8 +76,8 @@ class Turns(numba_kernel.BlockManager):
         shared_bytes = module._shared._dynshared_size
         module._shared = SharedOfBlock(shared_bytes)
         module._atomic = Atomic(module._atomic)
-        for name in ("syncthreads", "syncthreads_count", "syncthreads_and", "syncthreads_or"):
-            setattr(module, name, _of_thread(name))
+        for barrier in ("syncthreads", "syncthreads_count", "syncthreads_and", "syncthreads_or"):
+            setattr(module, barrier, _of_thread(barrier))
         module._cg = Cooperative
         self.order = Order(self.cluster * self.size)
         self.blocks = [Block(self, rank, shared_bytes) for rank in range(self.cluster)]
@@ -112,7 +112,7 @@ class Turns(numba_kernel.BlockManager):
             now.thread, now.follow = None, before
             sys.settrace(tracing)
 
-    # Waiting. Called by the thread that is running.
+    # Waiting. Called by the thread that is running. What they give, the stand-in must return.
 
     def wait(self, thread, what, then=None):
         """-> a Pause, until somebody calls wake(thread). what: for the message if nobody does; then: see pause."""
