@@ -172,3 +172,18 @@ def test_a_device_function_that_is_given_as_a_value():
 
     launch.run(lambda: kernel, 1, 32, 0, (arrays.read("out", out),), ())
     assert out.tolist() == [i + 203 for i in range(32)]
+
+
+def test_a_file_that_changes_while_python_runs(tmp_path):
+    """What was imported before goes on running, and what is imported then, too."""
+    file, made = tmp_path / "kernel.py", []
+    for number in (1, 2):
+        text = f"def kernel(out):\n    cuda.syncthreads()\n    out[cuda.threadIdx.x] = {number}\n"
+        file.write_text("\n" * number + text)
+        names = dict(cuda=cuda)
+        exec(compile(file.read_text(), str(file), "exec"), names)
+        made.append(cuda.jit(names["kernel"]))
+        for expected, kernel in enumerate(made, 1):
+            out = np.zeros(32, np.int64)
+            launch.run(lambda kernel=kernel: kernel, 1, 32, 0, (arrays.read("out", out),), ())
+            assert out.tolist() == [expected] * 32

@@ -18,7 +18,7 @@ NEEDS = runpy.run_path(str(SCRIPTS / "_clone.py"))["NEEDS"]
 PYTHON = [
     p.name for p in sorted(SCRIPTS.iterdir()) if p.is_file() and p.read_bytes().startswith(b"#!/usr/bin/env python3")
 ]
-WITH_NOTHING = {"results_to_docs", "drawings", "lessons_to_docs"}  # need Python only
+WITH_NOTHING = {"results_to_docs", "drawings", "lessons_to_docs", "exercises_notebook"}  # need Python only
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ RESULT = ".result"  # a name that no program has
 OURS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 WAITING = {"wait", "sync", "let_others_run"}  # methods of a block and its turns that stand-ins call
 OF_CUDA = {"syncthreads", "syncthreads_count", "syncthreads_and", "syncthreads_or", "cg"}
+_texts: dict[str, dict[str, bool]] = {}  # of each file, all texts that it had
 _waits: Any = weakref.WeakKeyDictionary()  # {function: whether it may wait}
 
 
@@ -32,8 +33,14 @@ def code_for(function: FunctionType, cudas: Any) -> CodeType:
     """The code of a kernel's function during a launch. cudas: Numba's and the simulated one."""
     code = function.__code__
     kind = _Calls if "getattr" in code.co_names or may_wait(function, cudas) else views.Views
-    linecache.checkcache(code.co_filename)
-    return _codes(code.co_filename, "".join(linecache.getlines(code.co_filename)), kind).get(code, code)
+    path = code.co_filename
+    for text in _texts.get(path, ()):
+        if code in (codes := _codes(path, text, kind)):
+            return codes[code]
+    linecache.checkcache(path)  # the file may have changed, and the function may be of before or of now
+    text = "".join(linecache.getlines(path))
+    _texts.setdefault(path, {})[text] = True
+    return _codes(path, text, kind).get(code, code)
 
 
 def is_of_the_kernel(function: FunctionType, cudas: Any) -> bool:
@@ -82,11 +89,9 @@ def _value_waits(value: Any, names: set[str], of: FunctionType, cudas: Any) -> b
 
 @functools.lru_cache(512)
 def _codes(path: str, text: str, kind: Any) -> dict[CodeType, CodeType]:
-    """{code of a function in this file: the code that takes its place}, where the file is still what was imported."""
-    if kind is views.Views and ".view(np." not in text:
-        return {}
+    """{code of a function in this text: the code that takes its place}"""
     given, other = (compile(tree, path, "exec") for tree in (ast.parse(text), kind().visit(ast.parse(text))))
-    return {one: two for one, two in _pairs(given, other) if one != two}
+    return dict(_pairs(given, other))
 
 
 def _pairs(one: CodeType, two: CodeType) -> Any:
