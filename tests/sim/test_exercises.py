@@ -285,3 +285,20 @@ def test_the_notebook_runs_in_a_folder_of_its_own(tmp_path, exercises):
     said = ["".join(output.get("text", "") for output in cell.get("outputs", ())) for cell in notebook.cells]
     assert "Put code in the place of each `...`" in said[fifth] and "not yet" in said[fifth]
     assert said[-1].startswith(str(tmp_path)) and "\nok (" in said[-1] and "1 of 20 are solved" in said[-1]
+
+
+def test_they_need_nothing_that_a_browser_has_not(tmp_path):
+    """No thread, no process, no numba-cuda, no ml_dtypes."""
+    text = f"""
+import os, sys, threading
+os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+for name in ("ml_dtypes", "numba_cuda", "cuda", "fcntl", "mmap", "_posixsubprocess", "_multiprocessing"):
+    sys.modules[name] = None
+threading.Thread.start = None
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "exercises")!r}]
+import _run
+from _all import CHECKS
+print([_run.result(_run.path_of(number, solution=True), CHECKS[number]) for number in _run.numbers()])
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", text], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == f"{[None] * 20}\n", done.stderr

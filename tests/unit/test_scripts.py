@@ -119,7 +119,7 @@ def test_results_name_the_commit(clone):
 def test_every_benchmark_records_it():
     for script in PYTHON:
         text = (SCRIPTS / script).read_text()
-        if "json.dump" in text:
+        if "json.dump" in text and script != "exercises_notebook":  # which measures nothing
             assert "machine()" in text or "commit()" in text, script
     assert "**commit()" in (SCRIPTS / "_gpu.py").read_text()
     assert importlib.util.find_spec("numba_flash")
