@@ -107,7 +107,7 @@ class DecodeConfig(TensorConfig):
 
     def grid(self, problem: Any) -> int:
         p = problem.forward
-        rows = p.seqlen_q * max(p.heads // max(p.heads_kv, 1), 1)
+        rows = p.seqlen_q * max(p.group, 1)
         items = p.batch * p.heads_kv * -(-rows // self.tile_m) * max(-(-p.seqlen_k // self.CHUNK), 1)
         return min(self.blocks, items)
 

@@ -18,7 +18,7 @@ BY_ELEMENT = (*FUNCTIONS, "bias", "mask", SEEDED)  # options that decide about e
 
 def all_parts(p: Problem, members: int) -> int:
     """The number of parts of `members` query heads in the groups of all batch entries."""
-    return p.batch * p.heads_kv * parts_of(p.heads // max(p.heads_kv, 1), members)
+    return p.batch * p.heads_kv * parts_of(p.group, members)
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)

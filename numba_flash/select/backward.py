@@ -71,7 +71,7 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
 def _not_on_tensor_cores(rung: Rung, problem: BackwardProblem, target: Target) -> str | None:
     """Why the kernels of a rung on tensor cores do not take the problem, apart from shared memory."""
     forward, widest = problem.forward, MmaBackwardConfig.WIDEST
-    if max(forward.head_dim, forward.head_dim_v) > widest:
+    if forward.widest > widest:
         return f"it takes head_dim up to {widest}, not {forward.head_dim} and {forward.head_dim_v}"
     for given in ARRAYS:
         if given.gradient in problem.wanted and not given.gradient_on_tensor_cores:

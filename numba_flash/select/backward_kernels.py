@@ -131,7 +131,7 @@ def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
     """wgmma's kernels in float32, for the problems that select_backward leaves to them."""
     features, widest = shared.with_bias_pairs(problem), wgmma_float32.WgmmaBackwardFloat32Config.WIDEST
     kinds: list[type[Any]] = [wgmma_float32.WgmmaDkdvFloat32Config, wgmma_float32.WgmmaDqFloat32Config]
-    if max(problem.forward.head_dim, problem.forward.head_dim_v) > widest:
+    if problem.forward.widest > widest:
         kinds = [wgmma_float32.WgmmaPairedDkdvConfig, wgmma_float32.WgmmaPairedDqConfig]
     rows = shared.usable("wgmma_dkdv", problem, target)[:1]
     own = shared.best(kinds[0], rows, problem, target, features)

@@ -100,7 +100,7 @@ def _facts_of(problem: BackwardProblem) -> Facts:
     asked = tuple((name, given) for name, given in p.uses if not BY_NAME[name].function)
     bare = not changes_scores(asked) and p.array("mask") is None and not p.seeded
     return Facts(
-        max(p.head_dim, p.head_dim_v),
+        p.widest,
         min(p.head_dim, p.head_dim_v),
         p.heads_kv * p.seqlen_k,
         reads=bool(p.functions) or any(p.array(name) is not None for name in ("bias", "mask")),

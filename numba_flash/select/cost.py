@@ -101,8 +101,7 @@ def _cause(fastest: str, problem: Problem, target: Target) -> tuple[str, Problem
 def _on_measured_gpu(kernel: str, config: Config, problem: Problem, multiprocessors: int) -> float:
     """The run time on the GPU of measured.py, if that had `multiprocessors` multiprocessors."""
     by_head_dim = TFLOPS[kernel]
-    head_dim = max(problem.head_dim, problem.head_dim_v)
-    speed = by_head_dim[min(by_head_dim, key=lambda measured: abs(measured - head_dim))] * 1e12
+    speed = by_head_dim[min(by_head_dim, key=lambda measured: abs(measured - problem.widest))] * 1e12
     rows = -(-problem.seqlen_q // config.queries) * config.queries  # a tile costs the same for any number of queries
     busy = min(config.grid(problem) // config.v_parts / max(multiprocessors, 1), 1)  # of the GPU
     speed *= busy * multiprocessors / MULTIPROCESSORS

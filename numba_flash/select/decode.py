@@ -30,7 +30,7 @@ def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
         return f"it takes float16 and bfloat16, not {p.dtype}"
     if contiguous and rows_of(p) > FEW_ROWS:
         return f"it is for up to {FEW_ROWS} queries of the heads of a KV head, not {rows_of(p)}"
-    if max(p.head_dim, p.head_dim_v) > WIDEST:
+    if p.widest > WIDEST:
         return f"it takes head_dim up to {WIDEST}, not {p.head_dim} and {p.head_dim_v}"
     least = ITEM_SIZE[p.dtype]
     if p.alignment < least:
@@ -52,17 +52,13 @@ def config_of(problem: Problem, pages: str, target: Target) -> "DecodeConfig":
 
 def rows_of(problem: Problem) -> int:
     """The rows of a KV head, or a bound of them."""
-    return problem.seqlen_q * _group(problem)
-
-
-def _group(problem: Problem) -> int:
-    return max(problem.heads // max(problem.heads_kv, 1), 1)
+    return problem.seqlen_q * max(problem.group, 1)
 
 
 def _fitting(problem: Problem, pages: str, target: Target) -> "DecodeConfig | None":
     """As many rows as there are, and as many bytes on the way as there is room for: of two blocks with three tiles or
     more each, or else of one."""
-    p, wide = problem, max(problem.head_dim, problem.head_dim_v) > 128
+    p, wide = problem, problem.widest > 128
     one_panel = -(-p.head_dim // 64) >= -(-p.head_dim_v // 64)  # rows of O fit into a tile of K and V
     most = 64 if one_panel and not wide else 32
     wanted = min(max(16, 1 << (max(rows_of(p), 1) - 1).bit_length()), most)
@@ -81,10 +77,10 @@ def _fitting(problem: Problem, pages: str, target: Target) -> "DecodeConfig | No
 def _config(problem: Problem, pages: str, target: Target, tile_m: int, stages: int, per_sm: int) -> "DecodeConfig":
     from ..config.decode import DecodeConfig
 
-    p, wide = problem, max(problem.head_dim, problem.head_dim_v) > 128
+    p, wide = problem, problem.widest > 128
     bias = p.array("bias")
     features: dict[str, Any] = features_of(p) | dict(
-        group_size=_group(p),
+        group_size=max(p.group, 1),
         scores_finished=changes_scores(p.uses) or p.scale <= 0,
         bias_pairs=bias is not None and bias.pairs,
     )

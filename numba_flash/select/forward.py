@@ -71,7 +71,7 @@ def not_on_tensor_cores(rung: Rung, problem: Problem, target: Target) -> str | N
     if reason is not None:
         return reason
     widest = max(row.when.head_dim for row in rows_of(TABLES, rung.table, problem.dtype, target))
-    if max(problem.head_dim, problem.head_dim_v) > widest:
+    if problem.widest > widest:
         return f"it takes head_dim up to {widest}, not {problem.head_dim} and {problem.head_dim_v}"
     least = max(rung.least_copy, ITEM_SIZE[problem.dtype])
     if problem.alignment < least:
@@ -185,8 +185,8 @@ def short(problem: Problem, target: Target) -> bool:
     """Whether mma has all queries and keys of a head in one tile. "auto" takes it then: a tile of wgmma has
     64 rows at least, of which most would be wasted, and fewer blocks run at a time. Heads of 16 tokens take 32 us in
     16 bits instead of 214, of 64 tokens 22 instead of 35 (H200)."""
-    few, narrow = 0 < problem.seqlen_k <= 64 >= problem.seqlen_q, max(problem.head_dim, problem.head_dim_v) <= 128
-    return target.cc is not None and ITEM_SIZE[problem.dtype] == 2 and few and narrow and problem.packed is None
+    few = 0 < problem.seqlen_k <= 64 >= problem.seqlen_q and problem.packed is None
+    return target.cc is not None and ITEM_SIZE[problem.dtype] == 2 and few and problem.widest <= 128
 
 
 def _sooner(problem: Problem, target: Target) -> bool:
@@ -260,7 +260,7 @@ def facts_of(problem: Problem) -> Facts:
     # With lengths of keys the row for ALiBi alone spills.
     sloped = changes_by_distance_alone(problem.uses) and rising and problem.packed is None
     return Facts(
-        max(problem.head_dim, problem.head_dim_v),
+        problem.widest,
         min(problem.head_dim, problem.head_dim_v),
         problem.heads_kv * problem.seqlen_k,
         reads,
@@ -273,7 +273,7 @@ def facts_of(problem: Problem) -> Facts:
 def _most_keys(problem: Problem, most: int) -> int:
     """The most keys that a wgmma tile may have, limited by registers for what its scores need; otherwise by the width
     of one product."""
-    bias, head_dim = problem.array("bias"), max(problem.head_dim, problem.head_dim_v)
+    bias, head_dim = problem.array("bias"), problem.widest
     if problem.function("score_mod") is not None:
         return 128 if head_dim <= 64 else 80 if head_dim <= 128 else 32
     if problem.functions:  # a mask_mod alone is called for few tiles
@@ -346,12 +346,12 @@ def _parts(config: "WgmmaConfig", problem: Problem) -> int:
 def _same_keys(problem: Problem) -> bool:
     """Whether all queries of a batch entry are known to see the same keys."""
     masked = problem.array("mask") is not None or problem.function("mask_mod") is not None
-    return problem.left is None and problem.right is None and not masked
+    return problem.every_key and not masked
 
 
 def _group(problem: Problem, tile_m: int) -> int:
     """How many query heads share a tile: all of a KV head's if the queries of one head would not fill it."""
-    group = max(problem.heads // problem.heads_kv, 1) if problem.heads_kv else 1
+    group = max(problem.group, 1) if problem.heads_kv else 1
     # Of packed sequences the longest one decides nothing that could change the bits of another.
     return group if problem.seqlen_q < tile_m and tile_m % group == 0 and problem.packed is None else 1
 
