@@ -11,7 +11,7 @@ from ..problem.backward import BackwardProblem
 from ..problem.options import ARRAYS
 from .backward_shared import one_key_tile
 from .cost_model import FLOAT32, microseconds
-from .forward import may_be_sooner, no_tma, no_wide_rows, not_on_tensor_cores
+from .forward import may_be_sooner, no_tma, no_wide_rows, not_on_tensor_cores, too_wide
 from .rungs import RUNGS, Refused, Rung, check_request, choose, no_room, not_here
 
 
@@ -70,9 +70,9 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
 
 def _not_on_tensor_cores(rung: Rung, problem: BackwardProblem, target: Target) -> str | None:
     """Why the kernels of a rung on tensor cores do not take the problem, apart from shared memory."""
-    forward, widest = problem.forward, MmaBackwardConfig.WIDEST
-    if forward.widest > widest:
-        return f"it takes head_dim up to {widest}, not {forward.head_dim} and {forward.head_dim_v}"
+    forward = problem.forward
+    if (reason := too_wide(forward, MmaBackwardConfig.WIDEST)) is not None:
+        return reason
     for given in ARRAYS:
         if given.gradient in problem.wanted and not given.gradient_on_tensor_cores:
             return f"it has no gradient of {given.name} yet"

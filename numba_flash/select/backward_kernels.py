@@ -28,6 +28,7 @@ from .backward_forms import (
     key_tiles_of_a_block,
 )
 from .backward_wide import wide_configs
+from .forward import features_of
 
 Configs = tuple[LaunchFacts, ...]  # in the order of their launches
 
@@ -50,9 +51,8 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     sums: Any
     needed: list[LaunchFacts] = []
     if narrow:
-        features = shared.of_mma(problem) | dict(wanted_aux=problem.wanted_aux)
         rows = shared.usable("mma_daux", problem, target)
-        (sums,) = shared.best(mma.MmaDauxConfig, rows, problem, target, features)
+        (sums,) = shared.best(mma.MmaDauxConfig, rows, problem, target, wanted_aux=problem.wanted_aux)
         if problem.forward.array("mask") is not None:
             needed.append(MaskBitsConfig(threads=32 if target.simulated else 512))
     else:
@@ -87,16 +87,16 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     """mma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if ITEM_SIZE[problem.forward.dtype] > 2:
         return _with_sums(problem, target, wide_configs(problem, target))
-    features, ends = shared.of_mma(problem), shared.head_sums(problem, target, of_blocks=True)
+    ends = shared.head_sums(problem, target, of_blocks=True)
     if rows := shared.one_key_tile(problem, target):
-        own = shared.best(mma.MmaOneKeyTileConfig, rows, problem, target, features)
+        own = shared.best(mma.MmaOneKeyTileConfig, rows, problem, target)
     else:
         rows = shared.usable("mma_dkdv", problem, target)
         if not {"dk", "dv"} <= set(problem.wanted):
             rows = [row for row in rows if row.tile["column_groups"] == 1]  # warps that exchange scores add up both
-        own = shared.best(mma.MmaDkdvConfig, rows, problem, target, features)
+        own = shared.best(mma.MmaDkdvConfig, rows, problem, target)
         if "dq" in problem.wanted:
-            own += shared.best(mma.MmaDqConfig, shared.usable("mma_dq", problem, target), problem, target, features)
+            own += shared.best(mma.MmaDqConfig, shared.usable("mma_dq", problem, target), problem, target)
     made = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
     return _with_sums(problem, target, (shared.preprocess_config(problem, target), *made, *ends), narrow=True)
 
@@ -113,31 +113,29 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> Configs:
 
 def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """A kernel of dK and dV, or one for each, and a kernel of dQ."""
-    features, members = shared.with_bias_boxes(problem), heads_per_block(problem, one_kernel=False)
-    packed = problem.forward.packed is not None
-    rows, of_keys = shared.usable("wgmma_dkdv", problem, target), features | dict(members=members)
-    dkdv = shared.best(wgmma.WgmmaDkdvConfig, rows, problem, target, of_keys, dv_alone=dict(stages_b=2))
+    members, packed = heads_per_block(problem, one_kernel=False), problem.forward.packed is not None
+    rows = shared.usable("wgmma_dkdv", problem, target)
+    dkdv = shared.best(wgmma.WgmmaDkdvConfig, rows, problem, target, dv_alone=dict(stages_b=2), members=members)
     own = [_halved(config, problem, target) for config in dkdv]
     if "dq" in problem.wanted:
         rows = shared.usable("wgmma_dq", problem, target)
-        (dq,) = shared.best(wgmma.WgmmaDqConfig, rows, problem, target, features)
+        (dq,) = shared.best(wgmma.WgmmaDqConfig, rows, problem, target)
         own.append(_halved(dq, problem, target))
     before = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
-    ends = _add_parts(problem, own[: len(dkdv)])
+    ends = _add_parts(problem, target, own[: len(dkdv)])
     return [shared.preprocess_config(problem, target, early=True, in_order=packed), *before, *ends]
 
 
 def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
     """wgmma's kernels in float32, for the problems that select_backward leaves to them."""
-    features, widest = shared.with_bias_pairs(problem), wgmma_float32.WgmmaBackwardFloat32Config.WIDEST
     kinds: list[type[Any]] = [wgmma_float32.WgmmaDkdvFloat32Config, wgmma_float32.WgmmaDqFloat32Config]
-    if problem.forward.widest > widest:
+    if problem.forward.widest > wgmma_float32.WgmmaBackwardFloat32Config.WIDEST:
         kinds = [wgmma_float32.WgmmaPairedDkdvConfig, wgmma_float32.WgmmaPairedDqConfig]
     rows = shared.usable("wgmma_dkdv", problem, target)[:1]
-    own = shared.best(kinds[0], rows, problem, target, features)
+    own = shared.best(kinds[0], rows, problem, target)
     if "dq" in problem.wanted:
         rows = shared.usable("wgmma_dq", problem, target)[:1]
-        own += shared.best(kinds[1], rows, problem, target, features)
+        own += shared.best(kinds[1], rows, problem, target)
     made = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
     if "dbias" in problem.wanted:  # wgmma has no dbias kernel yet
         made.append(shared.simt_dbias(problem, target))
@@ -146,14 +144,13 @@ def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
 
 def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """One kernel of all gradients."""
-    tile, features = shared.usable("wgmma_fused", problem, target)[0].tile, shared.features_of(problem)
+    tile = shared.usable("wgmma_fused", problem, target)[0].tile
     key_tiles, members = key_tiles_of_a_block(problem, target), heads_per_block(problem, one_kernel=True)
     packed, bias = problem.forward.packed is not None, problem.forward.array("bias")
     lines = 1 if key_tiles else dq_partials(problem)
     fused = wgmma.WgmmaFusedConfig(
-        **features,
+        **features_of(wgmma.WgmmaFusedConfig, problem, target) | dict(bias_pairs=False),
         **tile,
-        bias_boxes=bias is not None,
         key_tiles=key_tiles,
         lse_first=problem.forward.number("scale") != 0 and not problem.forward.seeded and bias is None,
         members=members,
@@ -164,9 +161,14 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     start = shared.preprocess_config(problem, target, turns_of=turns_of, dq_partials=lines, early=True, in_order=packed)
     made: list[LaunchFacts] = [start, *shared.with_what_goes_before([fused], target)]
     if not key_tiles:
-        tiles: dict[str, Any] = dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
-        made.append(wgmma_ends.WgmmaRoundConfig(**features, **tiles, dq_columns=fused.dq_columns, dq_partials=lines))
-    return [*made, *shared.with_what_goes_before(_dbias(problem, target), target), *_add_parts(problem, [fused])]
+        features = features_of(wgmma_ends.WgmmaRoundConfig, problem, target)
+        names = ("tile_m", "tile_n", "dq_columns", "dq_partials")
+        made.append(wgmma_ends.WgmmaRoundConfig(**features, **{name: getattr(fused, name) for name in names}))
+    return [
+        *made,
+        *shared.with_what_goes_before(_dbias(problem, target), target),
+        *_add_parts(problem, target, [fused]),
+    ]
 
 
 def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
@@ -177,8 +179,8 @@ def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
     own = shared.of_bias(problem)
     # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes
     pairs = ITEM_SIZE[bias.dtype] == 2 and problem.dbias_shape[-1] % 2 == 0 and not any(own.values())
-    features = shared.of_mma(problem) | own | dict(pairs=pairs)
-    return shared.best(mma.MmaDbiasConfig, shared.usable("mma_dbias", problem, target), problem, target, features)
+    rows = shared.usable("mma_dbias", problem, target)
+    return shared.best(mma.MmaDbiasConfig, rows, problem, target, pairs=pairs, **own)
 
 
 def _halved(config: Any, problem: BackwardProblem, target: Target) -> Any:
@@ -193,12 +195,10 @@ def _halved(config: Any, problem: BackwardProblem, target: Target) -> Any:
     return dataclasses.replace(config, **{"tile_n" if config.of_keys else "tile_m": 64}, stages_b=2)
 
 
-def _add_parts(problem: BackwardProblem, configs: Sequence[wgmma.WgmmaDkdvConfig]) -> list[LaunchFacts]:
+def _add_parts(problem: BackwardProblem, target: Target, configs: Sequence[wgmma.WgmmaDkdvConfig]) -> list[LaunchFacts]:
     """The kernels that add up the sums of dK and dV that these kernels leave; none if they write the gradients
     themselves."""
     names = ("tile_m", "tile_n", "members", "head_dim_padded", "head_dim_v_padded", "of_dk", "of_dv")
-    return [
-        wgmma_ends.WgmmaAddPartsConfig(**shared.features_of(problem), **{name: getattr(config, name) for name in names})
-        for config in configs
-        if config.members
-    ]
+    kind, made = wgmma_ends.WgmmaAddPartsConfig, [config for config in configs if config.members]
+    features = features_of(kind, problem, target)
+    return [kind(**features, **{name: getattr(config, name) for name in names}) for config in made]

@@ -12,35 +12,12 @@ from ..config.simt_backward import DbiasConfig, DeltaConfig, HeadSumsConfig, Sim
 from ..config.wgmma_backward import BY_ELEMENT
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
-from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores, of_scores
+from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores
 from .backward_tiles import TABLES
-from .forward import copy_bytes, halved, no_wide_rows, prologue
-from .forward import features_of as of_forward
+from .forward import features_of, halved, no_wide_rows, prologue
 from .tiles import Facts, Row, rows_of
 
 SMALL_BLOCKS = 192  # keys of all blocks of a multiprocessor, where tiles have fewer than 64
-
-
-def features_of(problem: BackwardProblem) -> dict[str, Any]:
-    """What the problem uses, as every Config says it."""
-    return of_forward(problem.forward) | dict(uses=of_scores(problem.forward.uses), write_lse=True)
-
-
-def with_bias_pairs(problem: BackwardProblem) -> dict[str, Any]:
-    """The same, for kernels that can read the bias two keys at a time."""
-    bias = problem.forward.array("bias")
-    return features_of(problem) | dict(bias_pairs=bias is not None and bias.pairs)
-
-
-def of_mma(problem: BackwardProblem) -> dict[str, Any]:
-    """The same, for mma, which copies what begins at any address."""
-    return with_bias_pairs(problem) | dict(copy_bytes=copy_bytes(problem.forward, problem.do_strides))
-
-
-def with_bias_boxes(problem: BackwardProblem) -> dict[str, Any]:
-    """The same, for kernels that can load the bias by TMA, too."""
-    bias = problem.forward.array("bias")
-    return with_bias_pairs(problem) | dict(bias_boxes=bias is not None and bias.boxes)
 
 
 def apart_or_together(problem: BackwardProblem, apart: bool) -> list[dict[str, Any]]:
@@ -55,16 +32,16 @@ def best(
     rows: Sequence[Row],
     problem: BackwardProblem,
     target: Target,
-    features: dict[str, Any],
     dv_alone: dict[str, Any] | None = None,
+    **more: Any,
 ) -> list[Any]:
     """The kernels of the first row whose blocks fit into a multiprocessor as often as they need, or of the last: one,
-    or one for each of dK and dV. dv_alone: what a kernel of dV alone has otherwise than its row says."""
-    sets = []
+    or one for each of dK and dV. dv_alone: what a kernel of dV alone has otherwise than its row says. more: fields."""
+    sets, features = [], features_of(kind, problem, target) | more
     for row in rows:
         parts = apart_or_together(problem, row.apart) if kind.of_keys else [{}]
-        more = [part | (dv_alone or {}) if not part.get("of_dk", True) else part for part in parts]
-        sets.append([kind(**features | row.tile | part) for part in more])
+        parts = [part | (dv_alone or {}) if not part.get("of_dk", True) else part for part in parts]
+        sets.append([kind(**features | row.tile | part) for part in parts])
     return next((made for made in sets if all(fits(config, target) for config in made)), sets[-1])
 
 
@@ -138,7 +115,7 @@ def simt(
     if kind.of_keys:
         side, length = "tile_n", problem.forward.seqlen_k
     tiles = (row.tile for row in rows_of(TABLES, table, problem.forward.dtype, target))
-    features = features_of(problem) | own
+    features = features_of(kind, problem, target) | own
     every = problem.forward.packed is not None  # its longest sequence decides nothing
     made = [kind(**features, **tile) for tile in tiles if every or tile[side] <= 32 or tile[side] < 2 * length]
     return next((config for config in made if config.shared_bytes <= target.shared_bytes), made[-1])

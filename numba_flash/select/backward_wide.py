@@ -10,7 +10,7 @@ from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from . import backward_shared as shared
-from .forward import halved
+from .forward import features_of, halved
 from .rungs import LARGE_FLOAT64
 from .tiles import Row
 
@@ -21,12 +21,11 @@ def wide_configs(problem: BackwardProblem, target: Target) -> tuple[LaunchFacts,
     fused = _wide_fused(problem, target)
     if fused:
         return (*fused, *shared.head_sums(problem, target, of_blocks=False))
-    features = _features(problem, target)
     own: list[Any] = []
     kinds: list[type[wide.WideBackwardConfig]] = [wide.WideDkdvConfig, *[wide.WideDqConfig] * ("dq" in problem.wanted)]
     for kind, table in zip(kinds, ("mma_dkdv", "mma_dq"), strict=False):
         rows = [_shrunk(row, kind.of_keys, problem.forward) for row in shared.usable(table, problem, target)]
-        own += shared.best(kind, rows, problem, target, features)
+        own += shared.best(kind, rows, problem, target)
     made: list[LaunchFacts] = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
     if "dbias" in problem.wanted:  # mma has no float32 or float64 dbias kernel yet
         made.append(shared.simt_dbias(problem, target))
@@ -55,9 +54,9 @@ def _wide_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     if not every or not gains_by_one_wide_kernel(problem):
         return []
     for row in shared.usable("mma_wide_fused", problem, target):
-        fused = wide.WideFusedConfig(**_features(problem, target), **row.tile)
+        fused = wide.WideFusedConfig(**features_of(wide.WideFusedConfig, problem, target), **row.tile)
         if shared.fits(fused, target):
-            facts = shared.features_of(problem)
+            facts = features_of(wide.WideDqFinishConfig, problem, target)
             finish = wide.WideDqFinishConfig(**facts, tile_m=fused.tile_m, tile_n=fused.tile_n)
             return [shared.delta_config(problem, target, turns_of=fused.tile_m), fused, finish]
     return []
@@ -67,8 +66,3 @@ def gains_by_one_wide_kernel(problem: BackwardProblem) -> bool:
     """Whether the one kernel is the faster form, where a row is for the problem: its parts of dQ wait in a line, so a
     batch entry needs enough work, as in gains_by_one_kernel. docs/adding_a_tile_row.md has the measurements."""
     return problem.forward.seqlen_k <= problem.forward.seqlen_q and problem.forward.heads_kv >= 8
-
-
-def _features(problem: BackwardProblem, target: Target) -> dict[str, Any]:
-    large = problem.forward.dtype == "float64" and target.cc == LARGE_FLOAT64
-    return shared.of_mma(problem) | dict(large_f64=large)
