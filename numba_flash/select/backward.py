@@ -10,8 +10,7 @@ from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import ARRAYS
 from .backward_shared import one_key_tile
-from .cost_model import FLOAT32, microseconds
-from .forward import may_be_sooner, no_tma, no_wide_rows, not_on_tensor_cores, too_wide
+from .forward import mma_is_sooner, no_tma, no_wide_rows, not_on_tensor_cores, too_wide
 from .rungs import RUNGS, Refused, Rung, check_request, choose, no_room, not_here
 
 
@@ -30,20 +29,13 @@ def select_backward(
     """The rung by name, or for "auto" the fastest rung that can compute the gradients exactly here; like `select`."""
     check_request(kernel, target, family, stream)
     refuses = functools.partial(_refusal, problem=problem, target=target)
-    mma = kernel == "auto" and (one_key_tile(problem, target) or _sooner(problem, target))
-    name, refused = choose(kernel, target, refuses, first="mma" if mma else "")
+
+    def own(name: str) -> list[LaunchFacts]:
+        return [config for config in RUNGS[name].kernels(problem, target) if config.kernel.startswith(name)]
+
+    first = kernel == "auto" and (one_key_tile(problem, target) or mma_is_sooner(problem.forward, target, refuses, own))
+    name, refused = choose(kernel, target, refuses, first="mma" if first else "")
     return BackwardChoice(name, RUNGS[name].kernels(problem, target), refused)
-
-
-def _sooner(problem: BackwardProblem, target: Target) -> bool:
-    """As of a forward, in float32."""
-    made = {}
-    for name in FLOAT32 if may_be_sooner(problem.forward, target) else ():
-        if _refusal(name, problem, target) is not None:
-            return False
-        own = [config for config in RUNGS[name].kernels(problem, target) if config.kernel.startswith(name)]
-        made[name] = sum(microseconds(problem.forward, config, name) for config in own)
-    return bool(made) and made["mma"] < made["wgmma"]
 
 
 def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
@@ -53,10 +45,9 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
         return "its backward is not built yet"
     if problem.forward.packed is not None and rung.name != "reference":
         others = [name for name in problem.wanted if name == "dalibi_slopes"] + ["daux"] * bool(problem.wanted_aux)
+        instead = "take kernel='reference', or a call for each sequence"
         if others:
-            return (
-                f"it has no {others[0]} of packed sequences yet; take kernel='reference', or a call for each sequence"
-            )
+            return f"it has no {others[0]} of packed sequences yet; {instead}"
     reason = not_here(rung, problem.forward, target)
     if rung.on_host or reason is not None:
         return reason

@@ -11,12 +11,14 @@ from ..config import backward as mma
 from ..config import wgmma_backward as wgmma
 from ..config import wgmma_backward_ends as wgmma_ends
 from ..config import wgmma_backward_float32 as wgmma_float32
+from ..config import wide_backward as wide
 from ..config.aux_gradients import AuxRoundConfig, AuxStartConfig, DauxConfig
 from ..config.forward import Config, LaunchFacts
 from ..config.mask_bits import MaskBitsConfig
 from ..config.simt_backward import DbiasSumConfig, DkdvConfig, DqConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
+from ..problem.forward import Problem
 from ..problem.options import HEAD_GRADIENTS
 from . import backward_shared as shared
 from .backward_forms import (
@@ -27,8 +29,9 @@ from .backward_forms import (
     heads_per_block,
     key_tiles_of_a_block,
 )
-from .backward_wide import wide_configs
-from .forward import features_of
+from .forward import features_of, halved
+from .rungs import LARGE_FLOAT64
+from .tiles import Row
 
 Configs = tuple[LaunchFacts, ...]  # in the order of their launches
 
@@ -86,7 +89,7 @@ def v2_configs(problem: BackwardProblem, target: Target) -> Configs:
 def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     """mma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if ITEM_SIZE[problem.forward.dtype] > 2:
-        return _with_sums(problem, target, wide_configs(problem, target))
+        return _with_sums(problem, target, _mma_wide(problem, target))
     ends = shared.head_sums(problem, target, of_blocks=True)
     if rows := shared.one_key_tile(problem, target):
         own = shared.best(mma.MmaOneKeyTileConfig, rows, problem, target)
@@ -99,6 +102,58 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
             own += shared.best(mma.MmaDqConfig, shared.usable("mma_dq", problem, target), problem, target)
     made = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
     return _with_sums(problem, target, (shared.preprocess_config(problem, target), *made, *ends), narrow=True)
+
+
+def _mma_wide(problem: BackwardProblem, target: Target) -> Configs:
+    """mma's kernels in float32 and float64."""
+    fused = _wide_fused(problem, target)
+    if fused:
+        return (*fused, *shared.head_sums(problem, target, of_blocks=False))
+    own: list[Any] = []
+    kinds: list[type[wide.WideBackwardConfig]] = [wide.WideDkdvConfig, *[wide.WideDqConfig] * ("dq" in problem.wanted)]
+    for kind, table in zip(kinds, ("mma_dkdv", "mma_dq"), strict=False):
+        rows = [_shrunk(row, kind.of_keys, problem.forward) for row in shared.usable(table, problem, target)]
+        own += shared.best(kind, rows, problem, target)
+    made: list[LaunchFacts] = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
+    if "dbias" in problem.wanted:  # mma has no float32 or float64 dbias kernel yet
+        made.append(shared.simt_dbias(problem, target))
+    return (*made, *shared.head_sums(problem, target, of_blocks=False))
+
+
+def _shrunk(row: Row, of_keys: bool, problem: Problem) -> Row:
+    """With tiles as small as the lengths, of which more blocks then run at a time. The longest of packed sequences
+    decides nothing that could change the bits of another."""
+    if problem.packed is not None:
+        return row
+    queries, keys = row.tile["tile_m"], row.tile["tile_n"]
+    sizes = halved(queries, problem.seqlen_q), halved(keys, problem.seqlen_k)
+    fewer = keys // sizes[1] if of_keys else queries // sizes[0]
+    return row.changed(tile_m=sizes[0], tile_n=sizes[1], blocks_per_sm=row.tile["blocks_per_sm"] * fewer)
+
+
+def _wide_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
+    """One kernel of dK, dV and parts of dQ, with those before and after it, if that is the faster form; otherwise none.
+    It computes five products instead of seven. It needs a GPU whose products of float64 are one instruction. It needs a
+    query: without one no previous kernel would set its ticket to 0."""
+    forward = problem.forward
+    taken = forward.dtype == "float64" and target.cc == LARGE_FLOAT64 and {"dq", "dk", "dv"} <= set(problem.wanted)
+    rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # of dq, which is contiguous
+    every = taken and rows_of_16_bytes and forward.seqlen_q > 0 and forward.packed is None
+    if not every or not gains_by_one_wide_kernel(problem):
+        return []
+    for row in shared.usable("mma_wide_fused", problem, target):
+        fused = wide.WideFusedConfig(**features_of(wide.WideFusedConfig, problem, target), **row.tile)
+        if shared.fits(fused, target):
+            facts = features_of(wide.WideDqFinishConfig, problem, target)
+            finish = wide.WideDqFinishConfig(**facts, tile_m=fused.tile_m, tile_n=fused.tile_n)
+            return [shared.delta_config(problem, target, turns_of=fused.tile_m), fused, finish]
+    return []
+
+
+def gains_by_one_wide_kernel(problem: BackwardProblem) -> bool:
+    """Whether the one kernel is the faster form, where a row is for the problem: its parts of dQ wait in a line, so a
+    batch entry needs enough work, as in gains_by_one_kernel. docs/adding_a_tile_row.md has the measurements."""
+    return problem.forward.seqlen_k <= problem.forward.seqlen_q and problem.forward.heads_kv >= 8
 
 
 @functools.lru_cache(maxsize=4096)

@@ -45,8 +45,12 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
     """
     check_request(kernel, target, family, stream)
     refuses = functools.partial(refusal, problem=problem, target=target)
-    first = "mma" if kernel == "auto" and (short(problem, target) or _sooner(problem, target)) else ""
-    name, refused = choose(kernel, target, refuses, copies=True, first=first)
+
+    def own(name: str) -> list[Config | None]:
+        return [_fitting(RUNGS[name], problem, target)]
+
+    first = kernel == "auto" and (short(problem, target) or mma_is_sooner(problem, target, refuses, own))
+    name, refused = choose(kernel, target, refuses, copies=True, first="mma" if first else "")
     config = None if RUNGS[name].on_host else config_of(name, problem, target)
     copies = config is not None and target.arrays_on_host and not target.simulated
     return Choice(name, config, copies, refused)
@@ -190,21 +194,18 @@ def short(problem: Problem, target: Target) -> bool:
     return target.cc is not None and ITEM_SIZE[problem.dtype] == 2 and few and problem.widest <= 128
 
 
-def _sooner(problem: Problem, target: Target) -> bool:
-    """Whether mma is done sooner than wgmma in float32, because its tiles are smaller and its blocks begin sooner."""
-    made = {}
-    for name in FLOAT32 if may_be_sooner(problem, target) else ():
-        config = None if refusal(name, problem, target) is not None else _fitting(RUNGS[name], problem, target)
-        if config is None:
-            return False
-        made[name] = microseconds(problem, config, name)
-    return bool(made) and made["mma"] < made["wgmma"]
+def mma_is_sooner(
+    problem: Problem, target: Target, refuses: Callable[[str], str | None], configs: Callable[[str], list[Any]]
+) -> bool:
+    """Whether mma is done sooner than wgmma in float32, because its tiles are smaller and its blocks begin sooner.
 
-
-def may_be_sooner(problem: Problem, target: Target) -> bool:
-    """Whether that is a question. The longest of packed sequences decides nothing."""
+    refuses: why a rung does not run; configs: its own kernels. The longest of packed sequences decides nothing.
+    """
     both = target.cc == RUNGS["wgmma"].only_cc and not target.simulated
-    return both and problem.dtype == "float32" and problem.packed is None
+    if not both or problem.dtype != "float32" or problem.packed is not None or any(map(refuses, FLOAT32)):
+        return False
+    time = {name: sum(microseconds(problem, config, name) for config in configs(name)) for name in FLOAT32}
+    return time["mma"] < time["wgmma"]
 
 
 def halved(rows: int, needed: int) -> int:
@@ -360,11 +361,11 @@ def _group(problem: Problem, tile_m: int) -> int:
     return group if problem.seqlen_q < tile_m and tile_m % group == 0 and problem.packed is None else 1
 
 
-def features_of(kind: type[Any], problem: "Problem | BackwardProblem", target: Target) -> dict[str, Any]:
+def features_of(kind: Any, problem: "Problem | BackwardProblem", target: Target) -> dict[str, Any]:
     """What the problem says of a Config of this kind, whatever the tile: those of these fields that it has."""
     p, of_gradients = problem.forward, problem.wanted is not None
     bias, size = p.array("bias"), ITEM_SIZE[p.dtype]
-    read = [strides for _, strides in strides_that_matter(p)] + ([problem.do_strides] if of_gradients else [])
+    read = [strides for _, strides in strides_that_matter(p)] + ([problem.do_strides] if of_gradients else [])  # type: ignore[union-attr]
     given = dict(
         dtype=p.dtype,
         head_dim=p.head_dim,
@@ -384,7 +385,7 @@ def features_of(kind: type[Any], problem: "Problem | BackwardProblem", target: T
 
 
 @functools.cache
-def _fields(kind: type[Any]) -> tuple[str, ...]:
+def _fields(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind) if field.init)
 
 
