@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .forward import AnyProblem, WarpsConfig, check, layout, tile_bytes
+from .forward import AnyProblem, WarpsConfig, check, layout, multiple_of, one_of, tile_bytes
 from .simt_backward import OfAux, OfBias, OfDelta
 
 BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/steps/lse_delta.py)
@@ -40,14 +40,16 @@ class PreprocessConfig(OfDelta):
         return -(-queries // BLOCK_ROWS) * BLOCK_ROWS
 
 
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class OfGradients:
-    """Which of dK and dV a kernel computes that owns keys."""
+    """of_dk, of_dv: which of dK and dV a kernel computes that owns keys."""
 
-    of_dk: bool
-    of_dv: bool
+    of_dk: bool = True
+    of_dv: bool = True
 
-    def _check_gradients(self) -> None:
+    def __post_init__(self) -> None:
         check(self.of_dk or self.of_dv, "of_dk or of_dv must be True: there is nothing else to compute")
+        super().__post_init__()  # type: ignore[misc]
 
 
 class WalkConfig(WarpsConfig):
@@ -111,18 +113,16 @@ class MmaBackwardConfig(WalkConfig):
 
     def __post_init__(self) -> None:
         other, groups = self.other_rows, self.column_groups
-        taken = self.dtype in ("float16", "bfloat16")
-        check(taken, f"tensor-core kernels take float16 and bfloat16, not {self.dtype}")
+        self._check_dtype("float16", "bfloat16")
         self._check_warps()
-        whole = other >= 16 and other % 16 == 0
-        check(whole, f"the rows that a block walks over must be a multiple of 16, not {other}")
-        check(self.stages in (1, 2), f"stages must be 1 or 2, not {self.stages}")
+        multiple_of("the rows that a block walks over", other, 16)
+        one_of("stages", self.stages, 1, 2)
         whole = groups in (1, 2, 4) and other % (16 * groups) == 0
         check(whole, f"column_groups must be 1, 2 or 4, with 16 rows for each, not {groups}")
         fits = other <= 128 * groups
         check(fits, f"a warp's part of a tile has at most 128 rows, not {other}: a mask is one word")
         self._check_widest()
-        self._check_options("the tensor-core backward")
+        self._check_options()
         self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
@@ -137,13 +137,8 @@ class MmaBackwardConfig(WalkConfig):
 
 @dataclass(frozen=True)
 class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
-    """A block owns tile_n keys and walks over tiles of tile_m queries.
-
-    of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128.
-    """
-
-    of_dk: bool = True
-    of_dv: bool = True
+    """A block owns tile_n keys and walks over tiles of tile_m queries. Both sums together fit into registers up to
+    head_dim 128."""
 
     kernel = "mma_dkdv"
     module = "mma.backward"
@@ -152,7 +147,6 @@ class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
     reads_states = True
 
     def __post_init__(self) -> None:
-        self._check_gradients()
         alone = self.column_groups == 1
         check(alone or (self.of_dk and self.of_dv), "column_groups need of_dk and of_dv")
         super().__post_init__()

@@ -5,6 +5,7 @@ it takes, how many blocks it is launched with, and the workspace that it needs.
 """
 
 import collections
+import dataclasses
 import functools
 import itertools
 from dataclasses import dataclass, field
@@ -60,6 +61,21 @@ def _type(names: tuple[str, ...]) -> Any:
 def check(holds: object, message: str) -> None:
     if not holds:
         raise ValueError(message)
+
+
+def one_of(name: str, value: Any, *allowed: Any) -> None:
+    *first, last = map(str, allowed)
+    words = f"{', '.join(first)} or {last}" if first else last
+    check(value in allowed, f"{name} must be {words}, not {value}")
+
+
+def multiple_of(name: str, value: int, step: int) -> None:
+    check(value >= step and value % step == 0, f"{name} must be a multiple of {step}, not {value}")
+
+
+def fields_of(config: Any, kind: Any) -> dict[str, Any]:
+    """Of a Config the fields that Configs of this kind are made with."""
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(kind) if field.init}
 
 
 def tiles_of_all(p: Any, rows: int, of_keys: bool = False) -> int:
@@ -181,14 +197,18 @@ class Config(LaunchFacts):
     def _set(self, shared_bytes: int) -> None:
         object.__setattr__(self, "shared_bytes", shared_bytes)
 
+    def _check_dtype(self, *taken: str) -> None:
+        check(self.dtype in taken, f"{self.kernel} takes {' and '.join(taken)}, not {self.dtype}")
+
     def _check_widest(self, widest: int = 0) -> None:
         most = widest or self.WIDEST  # type: ignore[attr-defined]
         fits = max(self.head_dim, self.head_dim_v) <= most
         check(fits, f"head_dim must be at most {most}, not {self.head_dim} and {self.head_dim_v}")
 
-    def _check_options(self, name: str) -> None:
-        unknown = [option for option, _ in self.uses if not BY_NAME[option].on_tensor_cores]
-        check(not unknown, f"{name} takes no {' and no '.join(unknown)}")
+    def _check_options(self, not_taken: tuple[str, ...] = ()) -> None:
+        """not_taken: options that other kernels on tensor cores take."""
+        unknown = [name for name, _ in self.uses if name in not_taken or not BY_NAME[name].on_tensor_cores]
+        check(not unknown, f"{self.kernel} takes no {' and no '.join(unknown)}")
 
     @property
     def item_size(self) -> int:
@@ -280,9 +300,8 @@ class WarpsConfig(OwnRows, Padded, Config):
     bias_pairs: bool = False
 
     def _check_warps(self) -> None:
-        own, step = self.own_rows, self.warp_rows
-        check(step in (16, 32), f"warp_rows must be 16 or 32, not {step}")
-        check(own >= step and own % step == 0, f"a block's own rows must be a multiple of {step}, not {own}")
+        one_of("warp_rows", self.warp_rows, 16, 32)
+        multiple_of("a block's own rows", self.own_rows, self.warp_rows)
 
     @property
     def strips(self) -> int:
@@ -315,7 +334,7 @@ class WarpsConfig(OwnRows, Padded, Config):
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class TensorConfig(Padded, Config):
+class TensorConfig(OwnRows, Padded, Config):
     """What the tensor-core kernels of a forward share.
 
     group_size: how many query heads of one KV head lie in a tile as rows of one query (1: a tile is of one head).
@@ -338,16 +357,15 @@ class TensorConfig(Padded, Config):
     ROW_STATE_BYTES: ClassVar[int] = 4  # for a row of O that waits in shared memory: is it finite
 
     def _check(self, rows_step: int, keys_step: int) -> None:
-        check(self.dtype in self.DTYPES, f"{self.kernel} takes {', '.join(self.DTYPES)}, not {self.dtype}")
-        for name, tile, step in (("tile_m", self.tile_m, rows_step), ("tile_n", self.tile_n, keys_step)):
-            check(tile >= step and tile % step == 0, f"{name} must be a multiple of {step}, not {tile}")
+        self._check_dtype(*self.DTYPES)
+        multiple_of("tile_m", self.tile_m, rows_step)
+        multiple_of("tile_n", self.tile_n, keys_step)
         fits = self.group_size >= 1 and self.tile_m % self.group_size == 0
         check(fits, f"group_size must divide tile_m = {self.tile_m}, but is {self.group_size}")
         named, most = ", ".join(name for name, _ in self.uses), self.MAX_RESCALE_THRESHOLD
         finished = self.scores_finished or not changes_scores(self.uses)
         check(finished, f"{named}: options that change scores need scores_finished=True")
-        taken = all(BY_NAME[name].on_tensor_cores for name, _ in self.uses)
-        check(taken, f"the tensor-core kernels do not take all of {named}")
+        self._check_options()
         within = 0 <= self.rescale_threshold <= most
         check(within, f"rescale_threshold must be 0 to {most}, not {self.rescale_threshold}: P may be held in 16 bits")
 
