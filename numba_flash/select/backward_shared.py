@@ -15,7 +15,7 @@ from ..problem.backward import BackwardProblem
 from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores
 from .backward_tiles import TABLES
 from .forward import features_of, halved, no_wide_rows, prologue
-from .tiles import Facts, Row, rows_of
+from .tiles import Facts, Row, facts_of, rows_of
 
 SMALL_BLOCKS = 192  # keys of all blocks of a multiprocessor, where tiles have fewer than 64
 
@@ -76,15 +76,13 @@ def _facts_of(problem: BackwardProblem) -> Facts:
     p = problem.forward
     asked = tuple((name, given) for name, given in p.uses if not BY_NAME[name].function)
     bare = not changes_scores(asked) and p.array("mask") is None and not p.seeded
-    return Facts(
-        p.widest,
-        min(p.head_dim, p.head_dim_v),
-        p.heads_kv * p.seqlen_k,
-        reads=bool(p.functions) or any(p.array(name) is not None for name in ("bias", "mask")),
+    return facts_of(
+        p,
+        _by_element(problem),
+        unread=not p.functions and p.array("bias") is None and p.array("mask") is None,
         plain=bare and not p.functions,
         linear=not any(BY_NAME[name].derivative for name, _ in p.uses),
         functions=bare and bool(p.functions),
-        per_score=_by_element(problem),
     )
 
 
@@ -160,23 +158,18 @@ def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[Lau
 
 
 def preprocess_config(problem: BackwardProblem, target: Target, **more: Any) -> PreprocessConfig:
-    more |= dict(natural=problem.forward.array("bias") is not None)
-    return _spread(PreprocessConfig(**_of_delta(problem, target), **more), problem, target)
+    """The Config of the kernel with which the backward of mma and wgmma in 16 bits begins."""
+    return _first(PreprocessConfig, problem, target, natural=problem.forward.array("bias") is not None, **more)
 
 
 def delta_config(problem: BackwardProblem, target: Target, turns_of: int = 0) -> DeltaConfig:
     """The Config of the kernel with which v2 begins."""
-    return _spread(DeltaConfig(**_of_delta(problem, target), turns_of=turns_of), problem, target)
+    return _first(DeltaConfig, problem, target, turns_of=turns_of)
 
 
-def _spread(config: Any, problem: BackwardProblem, target: Target) -> Any:
-    """With a row at a time, if there are fewer blocks than multiprocessors. The order of a row's sum stays."""
-    few = not target.simulated and config.grid(problem) < target.multiprocessors
-    return dataclasses.replace(config, most_rows=1) if few else config
-
-
-def _of_delta(problem: BackwardProblem, target: Target) -> dict[str, Any]:
-    """What both kernels of delta are compiled for."""
+def _first(kind: type[Any], problem: BackwardProblem, target: Target, **more: Any) -> Any:
+    """The Config of a kernel that computes delta. Lanes share a row at a time, if there are fewer blocks than
+    multiprocessors. The order of a row's sum stays."""
     forward = problem.forward
     rows, size = (("do", problem.do_strides), ("o", forward.o_strides)), ITEM_SIZE[forward.dtype]
 
@@ -187,9 +180,11 @@ def _of_delta(problem: BackwardProblem, target: Target) -> dict[str, Any]:
 
     copied = next((copied for copied in (16, 8, 4, 2) if copied > size and whole(copied)), size)
     of_terms = any(option.acts_on == "sum" for name, option in HEAD_GRADIENTS.items() if name in problem.wanted)
-    facts = dict(has_dlse=problem.has_dlse, of_terms=of_terms, packed=forward.packed is not None)
-    sizes = dict(threads=32 if target.simulated else 256, load_bytes=copied)
-    return dict(dtype=forward.dtype, head_dim_v=forward.head_dim_v) | facts | sizes
+    facts = dict(of_terms=of_terms, packed=forward.packed is not None, load_bytes=copied)
+    facts |= dict(threads=32 if target.simulated else 256)
+    config = kind(forward.dtype, forward.head_dim_v, problem.has_dlse, **facts, **more)
+    few = not target.simulated and config.grid(problem) < target.multiprocessors
+    return dataclasses.replace(config, most_rows=1) if few else config
 
 
 def head_sums(problem: BackwardProblem, target: Target, of_blocks: bool) -> list[HeadSumsConfig]:

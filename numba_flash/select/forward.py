@@ -18,7 +18,7 @@ from ..problem.options import BY_NAME, changes_by_distance_alone, changes_scores
 from ..problem.strides import Strides
 from .cost_model import FLOAT32, join_cost, microseconds, same_tile_walk, tile_visits, wave_cost
 from .rungs import LARGE_FLOAT64, RUNGS, Rung, check_request, choose, no_room, no_tensor_cores, not_here
-from .tiles import READING_KEYS, TABLES, TILE_COST, Facts, Row, rows_of
+from .tiles import READING_KEYS, TABLES, TILE_COST, Facts, Row, facts_of, rows_of
 
 if TYPE_CHECKING:
     from ..config.wgmma_forward import WgmmaConfig
@@ -254,24 +254,21 @@ def _in_few_rows(problem: Problem, tile: dict[str, Any], step: int) -> dict[str,
 
 def _rows(table: str, problem: Problem, target: Target) -> list[Row]:
     """Those that are for the problem."""
-    facts = facts_of(problem)
+    facts = _facts_of(problem)
     return [row for row in rows_of(TABLES, table, problem.dtype, target) if row.when.holds(facts)]
 
 
-def facts_of(problem: Problem) -> Facts:
+def _facts_of(problem: Problem) -> Facts:
     bias, mask = problem.array("bias") is not None, problem.array("mask") is not None
     called = problem.seeded or bool(problem.functions)
-    reads, rising = bias or mask or called, problem.scale > 0
-    # With lengths of keys the row for ALiBi alone spills.
-    sloped = changes_by_distance_alone(problem.uses) and rising and problem.packed is None
-    return Facts(
-        problem.widest,
-        min(problem.head_dim, problem.head_dim_v),
-        problem.heads_kv * problem.seqlen_k,
-        reads,
-        plain=not reads and not changes_scores(problem.uses) and rising,
+    unread, rising = not (bias or mask or called), problem.scale > 0
+    return facts_of(
+        problem,
+        unread=unread,
+        plain=unread and not changes_scores(problem.uses) and rising,
         masked=mask and not bias and not called,
-        sloped=sloped,
+        # With lengths of keys the row for ALiBi alone spills.
+        sloped=changes_by_distance_alone(problem.uses) and rising and problem.packed is None,
     )
 
 
@@ -336,12 +333,11 @@ def _parts(config: "WgmmaConfig", problem: Problem) -> int:
 
     entry = dataclasses.replace(problem, batch=1)
 
+    rows = [rows for rows in TILE_COST if rows <= config.tile_m and rows % group == 0]
+
     def time(parts: int) -> float:
-        tiles = [
-            (cost, rows // group) for rows, cost in TILE_COST.items() if rows <= config.tile_m and rows % group == 0
-        ]
-        blocks = min(cost * wave_cost(entry, group, of, tile_n, AT_A_TIME, parts) for cost, of in tiles)
-        return blocks + join_cost(entry, parts)
+        of = (TILE_COST[n] * wave_cost(entry, group, n // group, tile_n, AT_A_TIME, parts) for n in rows)
+        return min(of) + join_cost(entry, parts)
 
     times = {parts: time(parts) for parts in config.PARTS if parts <= most}
     best = min(times, key=times.__getitem__)
