@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .forward import AnyProblem, WarpsConfig, check, layout, multiple_of, one_of, tile_bytes
+from .forward import AnyProblem, Config, OwnRows, Padded, check, layout, multiple_of, one_of, tile_bytes
 from .simt_backward import OfAux, OfBias, OfDelta
 
 BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/steps/lse_delta.py)
@@ -52,13 +52,52 @@ class OfGradients:
         super().__post_init__()  # type: ignore[misc]
 
 
-class WalkConfig(WarpsConfig):
-    """Of mma/backward, all dtypes. with_dq: a block that owns keys computes dQ, too. of_product: dS is the gradient of
-    scale * q . k, otherwise that of the finished score."""
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class WalkConfig(OwnRows, Padded, Config):
+    """Of mma/backward, all dtypes: a block owns a tile of rows, keeps it in shared memory, and walks over the tiles of
+    the other side.
 
-    stages: ClassVar[int]
-    with_dq: ClassVar[bool] = False
-    of_product: ClassVar[bool] = True
+    Warps own `warp_rows` rows. column_groups: so many warps own the same rows, each with a part of the columns.
+    bias_pairs: bias can be read two keys at a time (problem/option_checks.py, OptionArray). with_dq: a block that owns
+    keys computes dQ, too. of_product: dS is the gradient of scale * q . k, otherwise that of the finished score.
+    """
+
+    warp_rows: int = 16
+    column_groups: int = 1
+    bias_pairs: bool = False
+
+    stages = 1
+    with_dq = False
+    of_product = True
+
+    def _check_warps(self) -> None:
+        one_of("warp_rows", self.warp_rows, 16, 32)
+        multiple_of("a block's own rows", self.own_rows, self.warp_rows)
+
+    @property
+    def strips(self) -> int:
+        """Of 16 rows, of a warp."""
+        return self.warp_rows // 16
+
+    @property
+    def part(self) -> int:
+        """Rows of a tile of the other side for which a warp computes scores."""
+        return self.other_rows // self.column_groups
+
+    @property
+    def workers(self) -> int:
+        """Threads that compute."""
+        return self.own_rows // self.warp_rows * self.column_groups * 32
+
+    @property
+    def threads(self) -> int:  # type: ignore[override]
+        return self.workers
+
+    def tiles(self) -> tuple[int, int, int, int]:
+        """Bytes of the own tiles, for S and for dP, and of the other side's."""
+        columns, rows = (self.head_dim_padded, self.head_dim_v_padded), (self.own_rows, self.other_rows)
+        own_s, own_dp, other_s, other_dp = (tile_bytes(r, c, self.item_size) for r in rows for c in columns)
+        return own_s, own_dp, other_s, other_dp
 
     @property
     def of_ds(self) -> bool:
@@ -106,7 +145,7 @@ class MmaBackwardConfig(WalkConfig):
     """
 
     in_registers: bool = False
-    stages: int = 2  # type: ignore[misc]
+    stages: int = 2
     copy_bytes: int = 16
 
     WIDEST: ClassVar[int] = 256  # columns of a gradient whose sums a warp can keep in registers

@@ -194,6 +194,11 @@ class Config(LaunchFacts):
     reads_states: ClassVar[bool] = False  # it skips tiles in which a mask_mod leaves nothing
     reads_order: ClassVar[bool] = True  # and takes tiles in an order that depends on this
 
+    @classmethod
+    def behind(cls, config: "Config") -> "Config":
+        """Of a kernel that goes on with what that of `config` leaves, tile for tile."""
+        return cls(**fields_of(config, cls) | dict(blocks_per_sm=0))
+
     def _set(self, shared_bytes: int) -> None:
         object.__setattr__(self, "shared_bytes", shared_bytes)
 
@@ -285,52 +290,6 @@ class OwnRows:
     @property
     def other_rows(self) -> int:
         return self.tile_m if self.of_keys else self.tile_n
-
-
-@dataclass(frozen=True, init=False, repr=False, eq=False)
-class WarpsConfig(OwnRows, Padded, Config):
-    """Of a block that owns a tile of rows, keeps it in shared memory, and walks over the tiles of the other side.
-
-    Warps own `warp_rows` rows. column_groups: so many warps own the same rows, each with a part of the columns.
-    bias_pairs: bias can be read two keys at a time (problem/option_checks.py, OptionArray).
-    """
-
-    warp_rows: int = 16
-    column_groups: int = 1
-    bias_pairs: bool = False
-
-    def _check_warps(self) -> None:
-        one_of("warp_rows", self.warp_rows, 16, 32)
-        multiple_of("a block's own rows", self.own_rows, self.warp_rows)
-
-    @property
-    def strips(self) -> int:
-        """Of 16 rows, of a warp."""
-        return self.warp_rows // 16
-
-    @property
-    def part(self) -> int:
-        """Rows of a tile of the other side for which a warp computes scores."""
-        return self.other_rows // self.column_groups
-
-    @property
-    def workers(self) -> int:
-        """Threads that compute."""
-        return self.own_rows // self.warp_rows * self.column_groups * 32
-
-    @property
-    def threads(self) -> int:  # type: ignore[override]
-        return self.workers
-
-    def tiles(self) -> tuple[int, int, int, int]:
-        """Bytes of the own tiles, for S and for dP, and of the other side's."""
-        columns, rows = (self.head_dim_padded, self.head_dim_v_padded), (self.own_rows, self.other_rows)
-        own_s, own_dp, other_s, other_dp = (tile_bytes(r, c, self.item_size) for r in rows for c in columns)
-        return own_s, own_dp, other_s, other_dp
-
-    def shared_layout(self) -> Any:
-        """Where in shared memory things begin, and the end, in bytes."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)

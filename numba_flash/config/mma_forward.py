@@ -70,7 +70,6 @@ class MmaConfig(TensorConfig):
 
     @property
     def group_columns(self) -> int:
-        """Columns of O that a warp has."""
         return self.head_dim_v_padded // self.column_groups
 
     def shared_layout(self) -> Any:

@@ -17,9 +17,9 @@ class WideBackwardConfig(WalkConfig):
     copy_bytes: int = 16
 
     GROUPS: ClassVar[tuple[int, ...]] = (1, 2)
-    stages: ClassVar[int] = 1  # these two: as of MmaBackwardConfig
-    in_registers: ClassVar[bool] = False
+    in_registers: ClassVar[bool] = False  # as of MmaBackwardConfig
     columns_in_order: ClassVar[bool] = False  # a lane's sums are of two columns of each 8, side by side
+    summed_columns: ClassVar[int]  # of gradients, of one row
     SUMS: ClassVar[int] = 256  # of 32 bits: what a warp can keep in registers of a row of gradients
 
     def __post_init__(self) -> None:
@@ -30,11 +30,6 @@ class WideBackwardConfig(WalkConfig):
         sums, most = self.summed_columns // self.column_groups * self.item_size // 4 * self.strips, self.SUMS
         check(sums <= most, f"head_dim {self.head_dim} and {self.head_dim_v} need {sums} sums a row, not {most}")
         self._set(self.ALIGNMENT + self.shared_layout().end)
-
-    @property
-    def summed_columns(self) -> int:
-        """Of gradients, of one row."""
-        raise NotImplementedError
 
     def summed(self, columns: int) -> int:
         """How many of a gradient's columns a warp sums up."""
@@ -56,7 +51,7 @@ class WideDkdvConfig(OfGradients, WideBackwardConfig):
     of_keys = True
 
     @property
-    def summed_columns(self) -> int:
+    def summed_columns(self) -> int:  # type: ignore[override]
         return self.head_dim_padded * self.of_dk + self.head_dim_v_padded * self.of_dv
 
 
@@ -118,7 +113,7 @@ class WideFusedConfig(WideBackwardConfig):
         return min((launched * self.threads - 128 * self.FEW) // self.workers // 8 * 8, 240)
 
     @property
-    def summed_columns(self) -> int:
+    def summed_columns(self) -> int:  # type: ignore[override]
         return self.head_dim_padded + self.head_dim_v_padded
 
     @property
@@ -194,5 +189,5 @@ class WideDqConfig(WideBackwardConfig):
     takes = abi.backward("dq", abi.ROWS)
 
     @property
-    def summed_columns(self) -> int:
+    def summed_columns(self) -> int:  # type: ignore[override]
         return self.head_dim_padded

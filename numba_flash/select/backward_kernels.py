@@ -14,8 +14,7 @@ from ..config import wgmma_backward_float32 as wgmma_float32
 from ..config import wide_backward as wide
 from ..config.aux_gradients import AuxRoundConfig, AuxStartConfig, DauxConfig
 from ..config.forward import Config, LaunchFacts
-from ..config.mask_bits import MaskBitsConfig
-from ..config.simt_backward import DbiasSumConfig, DkdvConfig, DqConfig
+from ..config.simt_backward import DbiasConfig, DbiasSumConfig, DkdvConfig, DqConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
@@ -51,23 +50,25 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     start, end = AuxStartConfig(*facts), AuxRoundConfig(*facts)
     if problem.forward.function("score_mod") is None:
         return (*before, start, end)
-    sums: Any
-    needed: list[LaunchFacts] = []
     if narrow:
         rows = shared.usable("mma_daux", problem, target)
-        (sums,) = shared.best(mma.MmaDauxConfig, rows, problem, target, wanted_aux=problem.wanted_aux)
-        if problem.forward.array("mask") is not None:
-            needed.append(MaskBitsConfig(threads=32 if target.simulated else 512))
+        sums = shared.best(mma.MmaDauxConfig, rows, problem, target, wanted_aux=problem.wanted_aux)
+        needed = shared.with_what_goes_before(sums, target)[:-1]
     else:
-        sums = shared.simt(DauxConfig, "v2_dq", problem, target, wanted_aux=problem.wanted_aux)
-        needed.append(shared.delta_config(problem, target))
-    return (
-        *before,
-        *(config for config in needed if all(config.kernel != other.kernel for other in before)),
-        start,
-        sums,
-        end,
-    )
+        sums = [shared.simt(DauxConfig, "v2_dq", problem, target, wanted_aux=problem.wanted_aux)]
+        needed = [shared.delta_config(problem, target)]
+    there = [config.kernel for config in before]
+    return (*before, *(config for config in needed if config.kernel not in there), start, *sums, end)
+
+
+def _with_delta(own: Sequence[Config], problem: BackwardProblem, target: Target) -> Configs:
+    """Kernels that read each row's lse and delta, with those before and after them; v2's kernel of dbias is for all
+    of these."""
+    made = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
+    if "dbias" in problem.wanted:
+        of_bias = shared.of_bias(problem)
+        made.append(shared.simt(DbiasConfig, "v2_dq", problem, target, wanted=("dbias",), **of_bias))
+    return (*made, *shared.head_sums(problem, target, of_blocks=False))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -79,10 +80,7 @@ def v2_configs(problem: BackwardProblem, target: Target) -> Configs:
         wanted = tuple(name for name in gradients if name in problem.wanted)
         if wanted:
             own.append(shared.simt(kind, kind.kernel, problem, target, wanted=wanted))
-    if "dbias" in problem.wanted:
-        own.append(shared.simt_dbias(problem, target))
-    made = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
-    return _with_sums(problem, target, (*made, *shared.head_sums(problem, target, of_blocks=False)))
+    return _with_sums(problem, target, _with_delta(own, problem, target))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -114,10 +112,7 @@ def _mma_wide(problem: BackwardProblem, target: Target) -> Configs:
     for kind, table in zip(kinds, ("mma_dkdv", "mma_dq"), strict=False):
         rows = [_shrunk(row, kind.of_keys, problem.forward) for row in shared.usable(table, problem, target)]
         own += shared.best(kind, rows, problem, target)
-    made: list[LaunchFacts] = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
-    if "dbias" in problem.wanted:  # mma has no float32 or float64 dbias kernel yet
-        made.append(shared.simt_dbias(problem, target))
-    return (*made, *shared.head_sums(problem, target, of_blocks=False))
+    return _with_delta(own, problem, target)
 
 
 def _shrunk(row: Row, of_keys: bool, problem: Problem) -> Row:
@@ -144,9 +139,8 @@ def _wide_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     for row in shared.usable("mma_wide_fused", problem, target):
         fused = wide.WideFusedConfig(**features_of(wide.WideFusedConfig, problem, target), **row.tile)
         if shared.fits(fused, target):
-            facts = features_of(wide.WideDqFinishConfig, problem, target)
-            finish = wide.WideDqFinishConfig(**facts, tile_m=fused.tile_m, tile_n=fused.tile_n)
-            return [shared.delta_config(problem, target, turns_of=fused.tile_m), fused, finish]
+            start = shared.delta_config(problem, target, turns_of=fused.tile_m)
+            return [start, fused, wide.WideDqFinishConfig.behind(fused)]
     return []
 
 
@@ -177,8 +171,8 @@ def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
         (dq,) = shared.best(wgmma.WgmmaDqConfig, rows, problem, target)
         own.append(_halved(dq, problem, target))
     before = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
-    ends = _add_parts(problem, target, own[: len(dkdv)])
-    return [shared.preprocess_config(problem, target, early=True, in_order=packed), *before, *ends]
+    start = shared.preprocess_config(problem, target, early=True, in_order=packed)
+    return [start, *before, *_add_parts(own[: len(dkdv)])]
 
 
 def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
@@ -191,10 +185,7 @@ def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
     if "dq" in problem.wanted:
         rows = shared.usable("wgmma_dq", problem, target)[:1]
         own += shared.best(kinds[1], rows, problem, target)
-    made = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
-    if "dbias" in problem.wanted:  # wgmma has no dbias kernel yet
-        made.append(shared.simt_dbias(problem, target))
-    return (*made, *shared.head_sums(problem, target, of_blocks=False))
+    return _with_delta(own, problem, target)
 
 
 def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
@@ -216,14 +207,8 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     start = shared.preprocess_config(problem, target, turns_of=turns_of, dq_partials=lines, early=True, in_order=packed)
     made: list[LaunchFacts] = [start, *shared.with_what_goes_before([fused], target)]
     if not key_tiles:
-        features = features_of(wgmma_ends.WgmmaRoundConfig, problem, target)
-        names = ("tile_m", "tile_n", "dq_columns", "dq_partials")
-        made.append(wgmma_ends.WgmmaRoundConfig(**features, **{name: getattr(fused, name) for name in names}))
-    return [
-        *made,
-        *shared.with_what_goes_before(_dbias(problem, target), target),
-        *_add_parts(problem, target, [fused]),
-    ]
+        made.append(wgmma_ends.WgmmaRoundConfig.behind(fused))
+    return [*made, *shared.with_what_goes_before(_dbias(problem, target), target), *_add_parts([fused])]
 
 
 def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
@@ -250,10 +235,7 @@ def _halved(config: Any, problem: BackwardProblem, target: Target) -> Any:
     return dataclasses.replace(config, **{"tile_n" if config.of_keys else "tile_m": 64}, stages_b=2)
 
 
-def _add_parts(problem: BackwardProblem, target: Target, configs: Sequence[wgmma.WgmmaDkdvConfig]) -> list[LaunchFacts]:
+def _add_parts(configs: Sequence[wgmma.WgmmaDkdvConfig]) -> list[LaunchFacts]:
     """The kernels that add up the sums of dK and dV that these kernels leave; none if they write the gradients
     themselves."""
-    names = ("tile_m", "tile_n", "members", "head_dim_padded", "head_dim_v_padded", "of_dk", "of_dv")
-    kind, made = wgmma_ends.WgmmaAddPartsConfig, [config for config in configs if config.members]
-    features = features_of(kind, problem, target)
-    return [kind(**features, **{name: getattr(config, name) for name in names}) for config in made]
+    return [wgmma_ends.WgmmaAddPartsConfig.behind(config) for config in configs if config.members]

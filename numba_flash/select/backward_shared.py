@@ -8,7 +8,7 @@ from typing import Any
 from ..arrays.dtypes import ITEM_SIZE
 from ..config.backward import PreprocessConfig
 from ..config.forward import Config, LaunchFacts
-from ..config.simt_backward import DbiasConfig, DeltaConfig, HeadSumsConfig, SimtBackwardConfig
+from ..config.simt_backward import DeltaConfig, HeadSumsConfig, SimtBackwardConfig
 from ..config.wgmma_backward import BY_ELEMENT
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
@@ -117,11 +117,6 @@ def simt(
     every = problem.forward.packed is not None  # its longest sequence decides nothing
     made = [kind(**features, **tile) for tile in tiles if every or tile[side] <= 32 or tile[side] < 2 * length]
     return next((config for config in made if config.shared_bytes <= target.shared_bytes), made[-1])
-
-
-def simt_dbias(problem: BackwardProblem, target: Target) -> SimtBackwardConfig:
-    """v2's kernel of dbias, which the other rungs use where they have none."""
-    return simt(DbiasConfig, "v2_dq", problem, target, wanted=("dbias",), **of_bias(problem))
 
 
 def of_bias(problem: BackwardProblem) -> dict[str, Any]:
