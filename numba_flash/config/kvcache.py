@@ -12,7 +12,7 @@ from .simt_forward import SimtConfig, V2Config
 @dataclass(frozen=True)
 class AppendConfig(LaunchFacts):
     """All arrays are aux, in this order; pages: how a sequence's pages are found ("table", "csr",
-    "entries", or "own" of a contiguous cache)."""
+    "entries", or "own" of a contiguous cache). Its launch says the grid: a block for a row, and one for a sequence."""
 
     dtype: str
     arrays: tuple[tuple[str, str, int], ...]  # (name, dtype, dimensions)
@@ -39,9 +39,6 @@ class AppendConfig(LaunchFacts):
     def at(self) -> dict[str, int]:
         """The index of each array that there is."""
         return {name: n for n, (name, _, _) in enumerate(self.arrays)}
-
-    def grid(self, problem: Any) -> int:
-        raise NotImplementedError  # its launch says it: a block for a row, and one for a sequence
 
 
 @dataclass(frozen=True)

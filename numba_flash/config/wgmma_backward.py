@@ -164,7 +164,6 @@ class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """A thread's, of the producer and of the consumers."""
         return self.REGISTERS[self.consumers]
 
     @property

@@ -50,7 +50,6 @@ class WgmmaFloat32Config(WarpgroupsConfig):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """A thread's, of the producer and of the consumers."""
         return self.REGISTERS[self.consumers, self.tile_n]
 
     @property

@@ -39,7 +39,8 @@ def check_registers(registers: tuple[int, int], consumers: int) -> None:
 
 
 class Warpgroups(OwnRows, LaunchFacts):
-    """A block of a producer warpgroup and consumer warpgroups, each of which owns 64 rows."""
+    """A block of a producer warpgroup and consumer warpgroups, each of which owns 64 rows. registers: a thread's, of
+    the producer and of the consumers."""
 
     whole_program = True
 
@@ -183,7 +184,6 @@ class WgmmaConfig(WarpgroupsConfig):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """A thread's, of the producer and of the consumers; together at most what the block is launched with."""
         registers = self.REGISTERS | (self.FINISHED_REGISTERS if self.scores_finished else {})
         registers |= self.MASK_REGISTERS if self.has("mask") or self.tile_states else {}
         return registers[self.consumers]

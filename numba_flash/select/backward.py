@@ -1,7 +1,7 @@
 """Selects what computes the gradients for a BackwardProblem and a Target, and says why the other rungs do not run."""
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..config.backward import MmaBackwardConfig
 from ..config.forward import LaunchFacts
@@ -14,8 +14,7 @@ from .forward import mma_is_sooner, no_tma, no_wide_rows, not_on_tensor_cores, t
 from .rungs import RUNGS, Refused, Rung, check_request, choose, no_room, not_here
 
 
-@dataclass(frozen=True)
-class BackwardChoice:
+class BackwardChoice(NamedTuple):
     """What will run. `configs`: of its kernels in the order of their launches; empty for rungs on the host."""
 
     kernel: str

@@ -136,7 +136,8 @@ def outside(problem: BackwardProblem, target: Target, in_order: bool) -> list[La
     from ..config.outside import OutsideConfig
 
     written = [tuple(name for name in side if name in problem.wanted) for side in (("dq",), ("dk", "dv"))]
-    return [OutsideConfig.of(problem.forward, names, target, in_order) for names in written if names]
+    order = dict(in_order=in_order, early=in_order, waits=in_order)  # Hopper's kernels can overlap
+    return [OutsideConfig.of(problem.forward, names, target, **order) for names in written if names]
 
 
 def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[LaunchFacts]:

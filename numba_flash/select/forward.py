@@ -137,7 +137,8 @@ def prologue(config: Config, target: Target, overlaps: bool = False) -> list[Lau
     if config.packed and "o" in config.takes.arrays:
         from ..config.outside import OutsideConfig
 
-        made.append(OutsideConfig.before(config, target))
+        written = ("o", "lse") if config.write_lse else ("o",)
+        made.append(OutsideConfig.of(config, written, target, early=config.waits))
     if config.reads_bits and config.has("mask"):
         from ..config.mask_bits import MaskBitsConfig
 
