@@ -164,16 +164,9 @@ class Problem:
 
     @staticmethod
     def of(
-        q: Layout,
-        k: Layout,
-        v: Layout,
-        options: Options,
-        out: Layout | None = None,
-        out_lse: Layout | None = None,
-        return_lse: Any = False,
-        alignment: int = 16,
-        bias_aligned: bool = False,
-    ) -> "Problem":
+        q: Layout, k: Layout, v: Layout, options: Options, out: Layout | None = None, out_lse: Layout | None = None,
+        return_lse: Any = False, alignment: int = 16, bias_aligned: bool = False,
+    ) -> "Problem":  # fmt: skip
         """Checks a problem. options: with layouts and Functions. bias_aligned: bias begins at a multiple of 16
         bytes."""
         causal, layout, packed = options.causal, options.layout, None
