@@ -88,18 +88,16 @@ def opened(folder: Path) -> Bundle:
     return Bundle(folder, table)
 
 
-def warn_of_missing(config: LaunchFacts, arch: str) -> None:
-    """What is not in the bundle, and will be compiled. NotImplementedError where it must not be, or cannot be."""
+def note_missing(config: LaunchFacts, arch: str) -> None:
+    """Warns that a kernel is not in the bundle. NotImplementedError where nothing else may be loaded, or can be."""
     words = f"kernel {config.kernel!r} for {arch} is not in the bundle {bundle_folder()}"
     here = importlib.util.find_spec("numba_cuda") is not None
     if bundle_only() or not here:
-        reason = (
-            "numba-cuda, which would compile it, is not installed" if not here else "NUMBA_FLASH_BUNDLE_ONLY is set"
-        )
+        reason = "NUMBA_FLASH_BUNDLE_ONLY is set" if here else "numba-cuda, which would compile it, is not installed"
         raise NotImplementedError(f"{words}, and {reason}. Add the problem that needs it ({HOW}). It is {config!r}")
     warn_caller(
-        f"{words}, and is compiled. Add the problem that needs it ({HOW}). With NUMBA_FLASH_BUNDLE_ONLY=1 this is an "
-        "error"
+        f"{words}: it comes from the disk cache, or is compiled. Add the problem that needs it ({HOW}). With "
+        "NUMBA_FLASH_BUNDLE_ONLY=1 this is an error"
     )
 
 

@@ -66,15 +66,15 @@ def _load(config: LaunchFacts, device: int, cc: tuple[int, int]) -> Any:
     found = bundled(config, arch)
     if found is not None:
         return _opt_in(_from_bundle(config, found), config, device)
-    cached = None if bundle_only() else read_cache(config, arch)
+    if bundle_folder() is not None:
+        from .bundle import note_missing
+
+        note_missing(config, arch)
+    cached = read_cache(config, arch)
     if cached is not None:
         # Code that passes its checksum but does not load is treated as missing.
         with contextlib.suppress(Exception):
             return _opt_in(_loaded(config, cached), config, device)
-    if bundle_folder() is not None:
-        from .bundle import warn_of_missing
-
-        warn_of_missing(config, arch)
     started = time.perf_counter()
     announce(f"numba_flash: compiling kernel {config.kernel!r} for {arch} (once) ...", end="")
     code = to_code(config, cc)
