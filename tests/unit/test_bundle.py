@@ -117,37 +117,42 @@ def test_other_sources_are_refused(folder, load, made_by, monkeypatch):
     assert made_by == []
 
 
-HERE = ("numba-9.0.dist-info", "numba_cuda-9.1.dist-info", "nvidia_nvvm_cu12-9.2.dist-info")
-
-
-@pytest.mark.parametrize("other", HERE)
-def test_other_compilers_are_refused(folder, load, made_by, monkeypatch, other):
-    """Those that are installed: one that is missing compiles nothing else."""
+@pytest.fixture
+def installed(folder, made_by, monkeypatch):
+    """The bundle is made by other compilers than those here; sets which are installed afterwards."""
     monkeypatch.setattr(compiled, "compilers", lambda: ("numba_cuda-0.30.4.dist-info", "numba-1.0.dist-info"))
     shutil.rmtree(folder)
     bundling.add(folder, [(PLAIN, (8, 0))], [], print)
-    name, version = other.removesuffix(".dist-info").rsplit("-", 1)
-    here = [x for x in ("numba_cuda-0.30.4.dist-info",) if not other.startswith("numba_cuda")]
-    monkeypatch.setattr(compiled, "compilers", lambda: (*here, other))
-    if name.startswith("nvidia"):  # did not take part
-        assert load(PLAIN)[1] == code_of(PLAIN, "sm_80")
-        return
     made_by.clear()
-    with pytest.raises(ValueError, match=rf"by other compilers .*: {name} \S+ \(here is {version}\)"):
+    return lambda *names: monkeypatch.setattr(compiled, "compilers", lambda: names)
+
+
+@pytest.mark.parametrize(
+    ("here", "words"),
+    [
+        (("numba_cuda-0.30.5.dist-info",), r"numba_cuda 0\.30\.4 \(here is 0\.30\.5\)\."),
+        (("numba_cuda-0.30.4.dist-info", "numba-2.0.dist-info"), r"numba 1\.0 \(here is 2\.0\)\."),
+    ],
+)
+def test_other_compilers_are_refused(installed, load, made_by, here, words):
+    installed(*here)
+    with pytest.raises(ValueError, match=f"by other compilers than those here: {words} Make it anew"):
         load(PLAIN)
     assert made_by == []
 
 
-# Nothing is installed; a CPU's compiler alone, of another version; CUDA 12's name of the same version.
+# Nothing is installed; a CPU's compiler alone, of another version; one that had no part in the bundle.
 @pytest.mark.parametrize(
-    "here", [(), ("numba-9.0.dist-info", "cuda_core-9.0.dist-info"), ("numba_cuda-0.30.4-py3.11.egg-info",)]
+    "here",
+    [
+        (),
+        ("numba-9.0.dist-info", "cuda_core-9.0.dist-info"),
+        ("numba_cuda-0.30.4-py3.11.egg-info", "nvidia_nvvm_cu12-9.2.dist-info"),
+    ],
 )
-def test_compilers_that_cannot_differ(folder, load, made_by, monkeypatch, here):
-    monkeypatch.setattr(compiled, "compilers", lambda: ("numba_cuda-0.30.4.dist-info", "numba-1.0.dist-info"))
-    shutil.rmtree(folder)
-    bundling.add(folder, [(PLAIN, (8, 0))], [], print)
-    monkeypatch.setattr(compiled, "compilers", lambda: here)
-    assert load(PLAIN)[1] == code_of(PLAIN, "sm_80")
+def test_compilers_that_cannot_differ(installed, load, made_by, here):
+    installed(*here)
+    assert load(PLAIN)[1] == code_of(PLAIN, "sm_80") and made_by == []
 
 
 def test_a_compiler_has_one_name_for_every_cuda():
@@ -239,6 +244,17 @@ def test_a_whole_program_is_assembled_in_advance(folder, load, monkeypatch):
     bundling.add(folder, [(OTHER, (9, 0))], [], print)
     assert seen == [(".version 8.0", "sm_90a")] and compiled.read_cache(OTHER, "sm_90a") == b".version 8.0"
     assert load(OTHER, (9, 0)) == (OTHER, CUBIN)
+
+
+@pytest.mark.parametrize(("code", "how"), [(CUBIN, "from_cubin"), (b".version 8.0", "from_ptx")])
+@pytest.mark.parametrize("whole_program", [True, False])
+def test_code_is_loaded_as_what_it_is(monkeypatch, code, how, whole_program):
+    """Of a whole program the cache has PTX, and a bundle a cubin."""
+    module = types.SimpleNamespace(get_kernel=lambda name: name)
+    taken = types.SimpleNamespace(**{how: lambda given: module if given == code else None})
+    monkeypatch.setitem(sys.modules, "cuda.core", types.SimpleNamespace(ObjectCode=taken))
+    config = types.SimpleNamespace(kernel="v1", whole_program=whole_program)
+    assert compiled._loaded(config, code) == "numba_flash_v1"
 
 
 # The command line.
@@ -368,7 +384,7 @@ assert numba_flash.attention(q, k, v, out=o) is o
 assert arguments[0] == 32 and arguments[3] == 128, arguments
 print(loaded == [{code!r}], without_compiler.imported())
 try:
-    numba_flash.attention(q, k, v, out=o, causal=True, softcap=9.0)
+    numba_flash.attention(q, k, v, out=o, causal=True, score_mod=lambda score, b, h, i, j: score - abs(i - j) / 7)
 except NotImplementedError as error:
     print(error)
 """

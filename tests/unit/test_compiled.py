@@ -175,8 +175,11 @@ def test_kernels_alike_but_in_name_are_not_taken_for_each_other():
 def test_the_key_knows_the_gpu_the_sources_and_the_compilers(monkeypatch):
     key = compiled.key(PLAIN, "sm_90a")
     assert key == compiled.key(dataclasses.replace(PLAIN), "sm_90a") != compiled.key(PLAIN, "sm_80")
-    monkeypatch.setattr(compiled, "fingerprint", lambda room: "another numba")
-    assert key != compiled.key(PLAIN, "sm_90a")
+    monkeypatch.setattr(compiled, "compilers", lambda: ("another numba",))
+    other = compiled.key(PLAIN, "sm_90a")
+    assert key != other == compiled.key(PLAIN, "sm_90a", ("another numba",))
+    monkeypatch.setattr(compiled, "fingerprint", lambda room: "other sources")
+    assert other != compiled.key(PLAIN, "sm_90a")
 
 
 def test_a_folder_that_cannot_be_used_is_said_and_survived(tmp_path, monkeypatch):
