@@ -982,7 +982,7 @@ def test_a_change_makes_the_gate_compile(a_file, what, monkeypatch, tmp_path):
     elif what == "asked":
         monkeypatch.setitem(IN_PTX, good.kernel, ("another instruction",))
     elif what == "compiler":
-        monkeypatch.setattr(compiled, "_compilers", lambda: ["numba-0.0.dist-info"])
+        monkeypatch.setattr(compiled, "compilers", lambda: ("numba-0.0.dist-info",))
     elif what == "judge":
         monkeypatch.setitem(globals(), "complaints", lambda config, made, target, arch: [])
     elif what == "fresh":
@@ -1019,7 +1019,7 @@ def test_who_changes_a_gate_is_told_to_write_the_file(a_file, monkeypatch):
     assert gate_results.stale(dict(good=good, bad=bad, more=good)) == ("", "no result: more")
     assert gate_results.stale(dict(good=bad, bad=bad)) == ("changed since: good", "")
     assert gate_results.stale(dict(good=good)) == ("no such gate: bad", "")
-    monkeypatch.setattr(compiled, "_compilers", lambda: ["numba-0.0.dist-info"])  # those are no reason to tell anybody
+    monkeypatch.setattr(compiled, "compilers", lambda: ("numba-0.0.dist-info",))  # those are no reason to tell anybody
     assert gate_results.stale(dict(good=good, bad=bad)) == ("", "")
 
 
