@@ -30,7 +30,7 @@ def make(config):
     tile_n, stays, ring = config.tile_n, config.stays, pipeline.of_backward(config).state
     all_keys, own_tiles = config.key_tiles > 0, max(config.key_tiles, 1)
     work = backward_key_work.make(config)
-    state = block.words(config.shared_layout().state)
+    state = block.state_of(config)
     numbers = tile_numbers.make(config, tile_n, True) if config.packed else None
     sequence_of, has_seqlens_k = make_sequence(config), config.has("seqlens_k")
     complete = tile_numbers.completer(config, True) if config.packed else None

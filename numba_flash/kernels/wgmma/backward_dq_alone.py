@@ -29,7 +29,7 @@ def make(config, tiles_before):
     """-> write_alone, a device function of a warp. tiles_before: of backward_dq_sums."""
     tile_m, part_bytes, plan = config.tile_m, config.dq_part_bytes, config.shared_layout()
     own_columns, own_queries = (64, 0) if config.dq_panels == 2 else (0, 64)  # how far apart the warpgroups' parts are
-    word, ring = block.words(plan.state).read_alone, pipeline.of_backward(config).dq
+    word, ring = block.state_of(config).read_alone, pipeline.of_backward(config).dq
     sequence_of = block.sequence_of_work(config, whole_warp=False, queries=True)
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
 

@@ -11,8 +11,7 @@ them from the same words, so they agree. The next head's own mask_mod may leave 
 
 from numba import int32
 
-from ..score import longest_first, tile_walk
-from ..score import reads as score_reads
+from ..score import longest_first, reads, tile_walk
 from ..steps import tile_numbers
 from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import inlined
@@ -22,29 +21,14 @@ from ..steps.plain import part_of, parts_of
 from ..steps.sequence import make as make_sequence
 from ..steps.sequence import query_range
 from . import block
-from .block import (
-    BEGIN,
-    FIRST_ROW,
-    LINE_BEGIN,
-    LINE_STOP,
-    MEMBERS,
-    PART,
-    POS_CUT,
-    POS_FREE,
-    STEP,
-    STOP,
-    B,
-    H,
-    WorkTile,
-    shown_range,
-)
+from .block import BEGIN, FIRST_ROW, MEMBERS, STEP, STOP, B, H, WorkTile
 
 
 def make(config):
     """-> device functions for one thread; `behind` for any."""
     all_keys = config.key_tiles > 0
-    state, sequence_of = block.words(config.shared_layout().state), make_sequence(config)
-    has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, config.tile_m, of_keys=True).ranges
+    state, sequence_of = block.state_of(config), make_sequence(config)
+    has_mask, ranges_of = config.has("mask"), reads.make(config, 1, config.tile_m, of_keys=True).ranges
     order = longest_first.make(config)
     in_line = has_mask and config.bidirectional and not all_keys  # the block has turns
     bias_of_all, write_places = bias_of_entries(config), block.places(config).write
@@ -85,15 +69,15 @@ def make(config):
         keys_left = min(sequence.keys - first_key, config.tile_n)
         begin, free, cut, stop = query_range(sequence, first_key, first_key + keys_left - 1, sizes, config.tile_m)
         if in_line:
-            state.write(base, LINE_BEGIN, begin)
-            state.write(base, LINE_STOP, begin if keys_left <= 0 else stop)
+            state.write(base, block.LINE_BEGIN, begin)
+            state.write(base, block.LINE_STOP, begin if keys_left <= 0 else stop)
         if has_mask:  # leave out the query tiles before the first and after the last in which the mask leaves a key
             if not config.bidirectional:
-                state.write(base, POS_FREE, free)
-                state.write(base, POS_CUT, cut)
+                state.write(base, block.POS_FREE, free)
+                state.write(base, block.POS_CUT, cut)
             end_key = first_key + max(keys_left, 1)
             ranges = ranges_of(sequence.b, first_head, members, first_key, end_key, arrays, strides, sizes)
-            begin, free, cut, stop = shown_range(begin, free, cut, stop, ranges, config.tile_m)
+            begin, free, cut, stop = block.shown_range(begin, free, cut, stop, ranges, config.tile_m)
             if in_line:
                 stop = max(begin, stop)
         if all_keys:  # dQ of queries that see no key is written, too
@@ -104,18 +88,18 @@ def make(config):
         keys = sequence.keys
         tile = WorkTile(sequence.b, first_head, h_kv, first_key, keys, position, members, begin, free, cut, stop)
         state.write_tile(base, tile)
-        state.write(base, PART, head_part)
+        state.write(base, block.PART, head_part)
         write_places(base, sequence)
 
     @inlined
-    def write(base, block, arrays, strides, sizes):
-        b, part, first_key = tile_of(block, arrays, strides, sizes)
+    def write(base, number, arrays, strides, sizes):
+        b, part, first_key = tile_of(number, arrays, strides, sizes)
         write_tile(base, sequence_of(b, arrays, strides, sizes), part, first_key, arrays, strides, sizes)
 
     @inlined
-    def behind(block, arrays, strides, sizes):
+    def behind(number, arrays, strides, sizes):
         """Whether its tile is behind its packed sequence's keys."""
-        b, _, first_key = tile_of(block, arrays, strides, sizes)
+        b, _, first_key = tile_of(number, arrays, strides, sizes)
         return first_key < 0 or first_key >= sequence_of(b, arrays, strides, sizes).keys
 
     return named(head_parts_of, write, write_tile, behind)
@@ -141,11 +125,12 @@ def query_walk(config, whole_warp):
     number of heads when no tile is left. present: whether tiles in which nothing is seen are left out. whole_warp: all
     lanes of a warp call these functions together, and the compiler may rely on it."""
     walk, bidirectional = tile_walk.make(config, whole_warp), config.bidirectional
-    words = block.words(config.shared_layout().state)
-    word = words.read if whole_warp else words.read_alone
+    word = block.state_of(config).read if whole_warp else block.state_of(config).read_alone
 
     @inlined
     def states_of(work, member, arrays, strides):
+        if not walk.present:
+            return int32(0)
         return walk.row(word(work, B), int32(word(work, H) + member), word(work, FIRST_ROW), arrays, strides)
 
     @inlined

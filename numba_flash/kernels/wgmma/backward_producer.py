@@ -75,7 +75,7 @@ def of_keys(config):
     """-> device functions for one thread. work: where the words of the block's key tile are; n: the number of tiles of
     Q, or of dO, loaded before; w: the number of the key tile among those of the block."""
     plan, rings = config.shared_layout(), pipeline.of_backward(config)
-    word = block.words(plan.state).read_alone
+    word = block.state_of(config).read_alone
     fetch_bias = bias_boxes.make(config, config.tile_m, of_keys=True).fetch
     load_own, load_a, load_b = loaders(config, (K_MAP, V_MAP if config.of_dk else None), (Q_MAP, DO_MAP))
     walk, tile_blocks = backward_key_work.query_walk(config, whole_warp=False), config.tile_m // 16

@@ -2,8 +2,7 @@
 
 from numba import int32
 
-from ..score import longest_first, tile_walk
-from ..score import reads as score_reads
+from ..score import longest_first, reads, tile_walk
 from ..steps import tile_numbers
 from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import inlined
@@ -17,8 +16,8 @@ from .block import POS_CUT, POS_FREE, STATES, WorkTile, shown_range
 
 def make(config):
     """-> device functions for one thread; `behind` for any."""
-    state, sequence_of = block.words(config.shared_layout().state), make_sequence(config)
-    has_mask, ranges_of = config.has("mask"), score_reads.make(config, 1, config.tile_n).ranges
+    state, sequence_of = block.state_of(config), make_sequence(config)
+    has_mask, ranges_of = config.has("mask"), reads.make(config, 1, config.tile_n).ranges
     of_thread = tile_walk.make(config)
     take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
     write_places = block.places(config).write
