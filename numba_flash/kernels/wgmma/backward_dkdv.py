@@ -28,7 +28,7 @@ Launch: grid (batch * heads_kv * parts of a group * key tiles), block (config.th
 shared memory; tensor maps of q, k, v and do. dk and dv are contiguous; with config.members, dk_sums and dv_sums are
 what wgmma/backward_add_parts reads.
 
-The rest is in backward_key_work.py (a block's tiles), backward_producer.py, backward_products.py,
+The rest is in backward_work.py (a block's tiles), backward_producer.py, backward_products.py,
 backward_two_kernels.py (P and dS of a tile), and in backward_plain_scores.py or, with options that act on single
 scores, backward_scores.py.
 """
@@ -38,7 +38,7 @@ from numba import cuda, float32, int32, uint8, uint32
 from ...ptx import bar, griddepcontrol, local, special, wgmma
 from ..score import fragments
 from ..steps.inlined import FALSE, inlined
-from . import backward_key_outputs, backward_key_work, backward_producer, backward_products, block, pipeline
+from . import backward_key_outputs, backward_producer, backward_products, backward_work, block, pipeline
 from .backward_plain_scores import TileFragments
 from .backward_two_kernels import Queries, TileStep, of_both
 from .block import BEGIN, CUT, FREE, MEMBERS, STOP, B, H, aligned, warpgroup_index
@@ -54,9 +54,9 @@ def make(config):
     give_registers, take_registers = block.register_moves(config)
     products, write_gradients = backward_products.make(config), backward_key_outputs.of_block(config)
     producer, chain = backward_producer.of_keys(config), fragments.chain(config)
-    both = of_both(config, backward_key_work.make(config))
+    both = of_both(config)
     mask_words, shown_words, kept_words, bias_words = both.words
-    walk, word = backward_key_work.query_walk(config, whole_warp=True), block.state_of(config).read
+    walk, word = backward_work.query_walk(config, whole_warp=True), block.state_of(config).read
     rings = pipeline.of_backward(config)
 
     @inlined

@@ -30,7 +30,7 @@ from ..steps.integers import divide
 from ..steps.plain import first_row_of
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import query_row
-from . import backward_producer, backward_products, backward_query_work, bias_boxes, block, pipeline
+from . import backward_producer, backward_products, bias_boxes, block, pipeline
 from .backward_plain_scores import TileFragments
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
 from .backward_two_kernels import Queries, TileStep, of_both
@@ -48,7 +48,7 @@ def make(config):
     packed, places, queries_of = config.packed, block.places(config), block.sequence_of_work(config, queries=True)
     padded = packed or config.has("seqlens_k")  # K may hold anything after the valid keys
     word, word_alone = block.state_of(config).read, block.state_of(config).read_alone
-    rings, both = pipeline.of_backward(config), of_both(config, backward_query_work.make(config))
+    rings, both = pipeline.of_backward(config), of_both(config)
     load_own, load_a, load_b = backward_producer.loaders(config, (Q_MAP, DO_MAP), (K_MAP, V_MAP))
     fetch_bias = bias_boxes.make(config, tile_m).fetch
     chain, (mask_words, shown_words, kept_words, bias_words) = fragments.chain(config), both.words

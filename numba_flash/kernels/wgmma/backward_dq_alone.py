@@ -13,7 +13,7 @@ from ..steps.inlined import inlined
 from ..steps.lse_delta import TURNS_AT
 from ..steps.sequence import query_row
 from . import block, pipeline
-from .backward_key_work import first_tile, following_tile
+from .backward_work import first_tile, following_tile
 from .block import BEGIN, MEMBERS, QUERIES, STEP, STOP, H
 
 WRITTEN = 2  # a counter's value; one more: some element is not finite

@@ -21,7 +21,7 @@ from ..steps.plain import parts_before
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import queries_of, query_row
 from . import backward_dq_alone, block, pipeline
-from .backward_key_work import first_tile, following_tile
+from .backward_work import first_tile, following_tile
 from .block import BEGIN, FIRST_QUERY, FIRST_ROW, KEYS, MEMBERS, NONFINITE, QUERIES, STEP, STOP, B, H
 
 # A counter of turns has in its low half how many have passed. With a mask its high half has how many parts were added.

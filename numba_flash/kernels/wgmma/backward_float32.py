@@ -34,14 +34,7 @@ from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import key_row, lse_row, query_row
-from . import (
-    backward_key_work,
-    backward_producer_float32,
-    backward_query_work,
-    backward_scores_float32,
-    block,
-    paired_producer,
-)
+from . import backward_producer_float32, backward_scores_float32, backward_work, block, paired_producer
 from .backward_scores_float32 import FIRST, SECOND, Held
 from .block import FIRST_ROW, H_KV, H, aligned, rows_in_warpgroup, warpgroup_index
 
@@ -51,7 +44,7 @@ def make(config):
     query_count = tile_rows // 4 if of_keys else 2  # of the lane's columns or rows, whichever are queries
     give_registers, take_registers = block.register_moves(config)
     word, sequence_of = block.state_of(config).read, block.sequence_of_work(config)
-    work = backward_key_work.make(config) if of_keys else backward_query_work.make(config)
+    work = (backward_work.of_keys if of_keys else backward_work.of_queries)(config)
     packed, queries_of = config.packed, block.sequence_of_work(config, queries=True)
     producer = (paired_producer if config.paired else backward_producer_float32).make(config)
     scores = backward_scores_float32.make(config)

@@ -36,7 +36,7 @@ dq_sums (batch * heads, query tiles, lines, 2, chunks of 8 columns, 128, 4); dk,
 wgmma/backward_dkdv. With config.key_tiles there are no turns and dq_sums, but dq, which is contiguous.
 
 Six files have the rest besides forward.py's block.py and pipeline.py, in this order: backward_block_tiles.py (which key
-tiles a block processes), backward_key_work.py (which query tiles it loops over), backward_producer.py (loads),
+tiles a block processes), backward_work.py (which query tiles it loops over), backward_producer.py (loads),
 backward_products.py, backward_plain_scores.py (P and dS), backward_dq_sums.py (parts of dQ).
 """
 
@@ -54,10 +54,10 @@ from . import (
     backward_dq_alone,
     backward_dq_sums,
     backward_key_outputs,
-    backward_key_work,
     backward_plain_scores,
     backward_producer,
     backward_products,
+    backward_work,
     block,
     operands,
     pipeline,
@@ -118,7 +118,7 @@ def make(config):
     to_some_weights, to_other_weights = plain.weights_of(0, tile_m // 32), plain.weights_of(tile_m // 32, tile_m // 16)
     find_visible = block.visibility(config, config.stream_rows, block.state_of(config))
     read = reads.make(config, 1, tile_m, of_keys=True)
-    walk = backward_key_work.query_walk(config, whole_warp=True)
+    walk = backward_work.query_walk(config, whole_warp=True)
     state, set_up = block.state_of(config), pipeline.starter_of_backward(config)
     word, add_dq = state.read, backward_dq_sums.to_sums(config, tiles)
     leave_own_dq, repair_dq = backward_dq_sums.of_all_keys(config) if all_keys else (None, None)

@@ -57,7 +57,6 @@ def make(config):
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     weight, _ = fragments.weights_at(config)
     boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), reads.halves(config.dtype_of("bias"))
-    boxed, place_of_bias, load_boxed = boxes.present and config.bias_in_ds, boxes.place, boxes.load
     has_row_term = fragments.chain(config).has_row_term
     find_visible = block.visibility(config, config.stream_rows, block.state_of(config))
 
@@ -74,14 +73,14 @@ def make(config):
             acc_s, place = tile.acc_s, place_of_columns(lse) if of_keys else lse
             four, biased = local.array(4, uint32), local.array(4, uint32)
             p = local.array(2, float32)
-            if boxed:
+            if config.bias_in_ds:
                 first_row, lane = rows_of_lane()
-                bias = place_of_bias(bias, first_row, lane)
+                bias = boxes.place(bias, first_row, lane)
             for pair in range(first, end):
                 if of_keys and not lse_first:
                     ld_st.load_v4(four, 0, place + pair * 128)
-                if boxed:
-                    load_boxed(biased, bias, pair)
+                if config.bias_in_ds:
+                    boxes.load(biased, bias, pair)
                 for half in range(2):
                     n = 2 * pair + half
                     for r in range(2):
@@ -91,7 +90,7 @@ def make(config):
                                 lse_log2 = float32(0)
                             else:
                                 lse_log2 = four[half * 2 + x].view(np.float32) if of_keys else lse[r]
-                            added = half_of(biased[2 * half + r], x) if boxed else float32(0)
+                            added = half_of(biased[2 * half + r], x) if config.bias_in_ds else float32(0)
                             here = FragmentAt(term, tile.distance[0] - float32((n - r) * 8 + x), added)
                             p[x], _ = weight(acc_s[i], here, score, lse_log2)
                             if masked and not is_set(tile.mask_bits, r, n, x):

@@ -44,7 +44,6 @@ def make(config):
     pairs, of_keys = config.stream_rows // 16, config.of_keys
     way = 1 if of_keys else -1  # 1 if columns are queries
     of_ds, of_p = (config.of_dk, config.of_dv) if of_keys else (True, False)
-    packed = config.packed
     has_score_mod, has_mask_mod, has_mask = config.has("score_mod"), config.has("mask_mod"), config.has("mask")
     # P is kept in 16 bits if dS is not P * (dP - delta). Without dS it can be rounded at once.
     early = of_p and (config.derivative_varies or not of_ds)
@@ -56,7 +55,6 @@ def make(config):
     weight, _ = fragments.weights_at(config)
     read = reads.make(config, 1, config.stream_rows, of_keys)
     boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), reads.halves(config.dtype_of("bias"))
-    boxed, place_of_bias, load_boxed = boxes.present, boxes.place, boxes.load
     count = kept_weights.on_fragments(config, 1, config.stream_rows)
     asked = user.present(config)
     ask_mask_mod = gradient_functions.of_bits(config, config.stream_rows, of_keys)
@@ -85,7 +83,7 @@ def make(config):
             read.load_bias(tile.loaded, i, origin, first_row, lane, strides, sizes, FALSE)
             if masked:
                 read.load_bits(tile.shown_bits, i, origin, first_row, lane, arrays, strides, sizes)
-        keys, queries = word(base, KEYS), word(base, QUERIES) if packed else sizes.seqlen_q
+        keys, queries = word(base, KEYS), word(base, QUERIES) if config.packed else sizes.seqlen_q
         if of_keys:  # seen from the keys, left and right are exchanged
             left, right, column_end, row_end = sizes.right, sizes.left, queries, keys
         else:
@@ -137,8 +135,8 @@ def make(config):
             biased = local.array(4, uint32)
             if of_keys:
                 ld_st.load_v4(four, 0, lse + pair * 128)
-            if boxed:
-                load_boxed(biased, bias, pair)
+            if boxes.present:
+                boxes.load(biased, bias, pair)
             for half in range(2):
                 n = 2 * pair + half
                 # The inner loop goes over rows: with columns inside, the compiler would keep the positions of all
@@ -160,7 +158,9 @@ def make(config):
                                 else:
                                     s = with_slope(s, here, arrays, strides)
                         row_lse = four[half * 2 + x].view(np.float32) if of_keys else lse[r]
-                        own_bias = half_of(biased[2 * half + r], x) if boxed else read.added(tile.loaded, r, n, x)
+                        own_bias = (
+                            half_of(biased[2 * half + r], x) if boxes.present else read.added(tile.loaded, r, n, x)
+                        )
                         fragment = FragmentAt(term, tile.distance[0] - float32(column - 8 * r), own_bias)
                         weighed, derivative = weight(s, fragment, score, row_lse)
                         weighed = weighed if seen else float32(0)
@@ -182,9 +182,9 @@ def make(config):
         place = place_of(base, step.i, step.member)
         if of_keys:
             lse = place_of_columns(lse)
-        if boxed:
+        if boxes.present:
             first_row, lane = rows_of_lane()
-            bias = place_of_bias(bias, first_row, lane)
+            bias = boxes.place(bias, first_row, lane)
         if every:
             every_pair_inside(tile, lse, bias, term, place, arrays, strides, score)
         else:

@@ -7,7 +7,7 @@ from numba import cuda
 from ...ptx import griddepcontrol, special, wgmma
 from ..steps.inlined import inlined, nothing
 from ..steps.named import named
-from . import backward_plain_scores, backward_products, backward_scores, pipeline
+from . import backward_plain_scores, backward_products, backward_scores, backward_work, pipeline
 from .operands import wait_all
 
 
@@ -29,10 +29,11 @@ class Queries(NamedTuple):
     term: Any  # of the head (kernels/score/fragments.py)
 
 
-def of_both(config, work):
-    """-> device functions, and `words` of backward_scores.py. work: how a block finds its own tile."""
+def of_both(config):
+    """-> device functions, and `words` of backward_scores.py."""
     of_a, of_b = (config.of_dk, config.of_dv) if config.of_keys else (True, False)  # which sums it adds up
     plan, rings, products = config.shared_layout(), pipeline.of_backward(config), backward_products.make(config)
+    work = (backward_work.of_keys if config.of_keys else backward_work.of_queries)(config)
     scores = (backward_scores if config.per_score else backward_plain_scores).make(config)
     pin_s, set_up = wgmma.pin(config.stream_rows // 2), pipeline.starter_of_backward(config)
     cuts_queries = config.packed and config.of_keys
