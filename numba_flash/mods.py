@@ -56,7 +56,7 @@ def neighborhood(
     may be one number for all dimensions; the window must fit into the tokens that count.
     ordered: the tokens stand as `tile_order` puts them, and the function reads its `order` from aux. Then more tiles
     are empty, which are skipped; with `numba_flash.block_mask` that is found once for many calls.
-    """  # fmt: skip
+    """
     extents = _whole("shape", shape)
     sides, steps = _each("window", window, extents), _each("dilation", dilation, extents)
     for extent, side, step in zip(extents, sides, steps, strict=True):

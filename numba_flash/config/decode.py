@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .forward import ITEM_SIZE, TensorConfig, check, layout, tile_bytes
+from .forward import ITEM_SIZE, TensorConfig, check, layout, multiple_of, one_of, tile_bytes
 from .kvcache import page_arrays
 
 
@@ -39,10 +39,10 @@ class DecodeConfig(TensorConfig):
     counted = True
 
     def __post_init__(self) -> None:
-        check(self.dtype in self.DTYPES, f"decode takes {', '.join(self.DTYPES)}, not {self.dtype}")
+        self._check_dtype(*self.DTYPES)
         check(self.tile_n == 16, f"tile_n must be 16, not {self.tile_n}: other tiles give other bits")
-        check(self.warp_rows in (16, 32), f"warp_rows must be 16 or 32, not {self.warp_rows}")
-        check(self.tile_m % self.warp_rows == 0, f"tile_m must be a multiple of {self.warp_rows}, not {self.tile_m}")
+        one_of("warp_rows", self.warp_rows, 16, 32)
+        multiple_of("tile_m", self.tile_m, self.warp_rows)
         check(self.stages >= 2, f"stages must be at least 2, not {self.stages}")
         self._check_widest(self.widest)
         fits = self.tile_m * self.head_dim_v_padded * 4 <= self.stage_bytes
@@ -107,7 +107,7 @@ class DecodeConfig(TensorConfig):
 
     def grid(self, problem: Any) -> int:
         p = problem.forward
-        rows = p.seqlen_q * max(p.heads // max(p.heads_kv, 1), 1)
+        rows = p.seqlen_q * max(p.group, 1)
         items = p.batch * p.heads_kv * -(-rows // self.tile_m) * max(-(-p.seqlen_k // self.CHUNK), 1)
         return min(self.blocks, items)
 

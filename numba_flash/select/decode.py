@@ -1,13 +1,12 @@
 """Whether decode takes a cache, and its Config: attention_kvcache on tensor cores (kernels/mma/decode.py)."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..arrays.dtypes import ITEM_SIZE
 from ..machine.target import Target
 from ..problem.forward import Problem
-from ..problem.options import changes_scores
-from .forward import copy_bytes, features_of, no_wide_rows, strides_that_matter
+from .forward import features_of, no_copies, too_wide
 from .rungs import RUNGS, no_room, no_tensor_cores
 
 if TYPE_CHECKING:
@@ -30,18 +29,10 @@ def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
         return f"it takes float16 and bfloat16, not {p.dtype}"
     if contiguous and rows_of(p) > FEW_ROWS:
         return f"it is for up to {FEW_ROWS} queries of the heads of a KV head, not {rows_of(p)}"
-    if max(p.head_dim, p.head_dim_v) > WIDEST:
-        return f"it takes head_dim up to {WIDEST}, not {p.head_dim} and {p.head_dim_v}"
-    least = ITEM_SIZE[p.dtype]
-    if p.alignment < least:
-        return f"q or a cache begins at an address that is not a multiple of {least} bytes"
-    for operand, strides in strides_that_matter(p):
-        columns = p.head_dim_v if operand == "v" else p.head_dim
-        if (reason := no_wide_rows(operand, strides, columns, p.dtype, least)) is not None:
-            return reason
-    if _fitting(p, "own", target) is None:
+    reason = too_wide(p, WIDEST) or no_copies(p, 1, "q or a cache")
+    if reason is None and _fitting(p, "own", target) is None:
         return no_room(p, target, _config(p, "own", target, 16, 2, 1).shared_bytes)
-    return None
+    return reason
 
 
 def config_of(problem: Problem, pages: str, target: Target) -> "DecodeConfig":
@@ -52,17 +43,13 @@ def config_of(problem: Problem, pages: str, target: Target) -> "DecodeConfig":
 
 def rows_of(problem: Problem) -> int:
     """The rows of a KV head, or a bound of them."""
-    return problem.seqlen_q * _group(problem)
-
-
-def _group(problem: Problem) -> int:
-    return max(problem.heads // max(problem.heads_kv, 1), 1)
+    return problem.seqlen_q * max(problem.group, 1)
 
 
 def _fitting(problem: Problem, pages: str, target: Target) -> "DecodeConfig | None":
     """As many rows as there are, and as many bytes on the way as there is room for: of two blocks with three tiles or
     more each, or else of one."""
-    p, wide = problem, max(problem.head_dim, problem.head_dim_v) > 128
+    p, wide = problem, problem.widest > 128
     one_panel = -(-p.head_dim // 64) >= -(-p.head_dim_v // 64)  # rows of O fit into a tile of K and V
     most = 64 if one_panel and not wide else 32
     wanted = min(max(16, 1 << (max(rows_of(p), 1) - 1).bit_length()), most)
@@ -81,19 +68,13 @@ def _fitting(problem: Problem, pages: str, target: Target) -> "DecodeConfig | No
 def _config(problem: Problem, pages: str, target: Target, tile_m: int, stages: int, per_sm: int) -> "DecodeConfig":
     from ..config.decode import DecodeConfig
 
-    p, wide = problem, max(problem.head_dim, problem.head_dim_v) > 128
-    bias = p.array("bias")
-    features: dict[str, Any] = features_of(p) | dict(
-        group_size=_group(p),
-        scores_finished=changes_scores(p.uses) or p.scale <= 0,
-        bias_pairs=bias is not None and bias.pairs,
-    )
+    p = problem
     return DecodeConfig(
-        **features,
+        **features_of(DecodeConfig, p, target) | dict(o_vectorized=True),
+        group_size=max(p.group, 1),
         tile_m=tile_m,
         tile_n=16,
-        warp_rows=16 if wide else min(tile_m, 32),
-        copy_bytes=copy_bytes(p),
+        warp_rows=16 if p.widest > 128 else min(tile_m, 32),
         stages=stages,
         blocks_per_sm=per_sm,
         blocks=SIMULATED_BLOCKS if target.simulated else max(target.multiprocessors, 1) * per_sm,

@@ -16,7 +16,7 @@ from numba_flash.dispatch import forward as dispatch_forward
 from numba_flash.ptx.sim import now
 from numba_flash.ptx.sim import wgmma as sim_wgmma
 from numba_flash.select import backward_kernels as select_backward
-from numba_flash.select import backward_tiles, backward_wide, rungs, tiles
+from numba_flash.select import backward_tiles, rungs, tiles
 from numba_flash.select.tiles import BY_ELEMENT
 
 HERE = Path(__file__).parent
@@ -124,7 +124,7 @@ def tiles_of_gpus(monkeypatch, nothing_remembered):
 @pytest.fixture
 def nothing_remembered(monkeypatch):
     """For tests that change a table or the machine: what was decided is remembered by problem."""
-    remembered = (select_backward.mma_configs, backward_wide.wide_configs, select_backward.wgmma_configs)
+    remembered = (select_backward.mma_configs, select_backward.wgmma_configs)
     for module in (dispatch_forward, dispatch_backward):
         monkeypatch.setattr(module, "_plans", {})
     for configs in remembered:

@@ -22,7 +22,7 @@ from numba_flash.machine import toolchain
 from numba_flash.problem import backward as problem_backward
 from numba_flash.ptx.sim import now
 from numba_flash.select import backward_kernels as select_backward
-from numba_flash.select import backward_tiles, backward_wide
+from numba_flash.select import backward_tiles
 from numba_flash.select import forward as select_forward
 from numba_flash.select.rungs import RUNGS
 
@@ -201,7 +201,7 @@ def test_every_kernel(kernel, monkeypatch):
     if kernel in ("mma_wide_fused", "mma_dq_finish"):
         row = in_simulator(tile_row(256, tile_m=16, tile_n=32, warp_rows=16, column_groups=2))
         monkeypatch.setitem(backward_tiles.TABLES, "mma_wide_fused", (row,))
-        monkeypatch.setattr(backward_wide, "gains_by_one_wide_kernel", lambda problem: problem.forward.seqlen_q == 22)
+        monkeypatch.setattr(select_backward, "gains_by_one_wide_kernel", lambda problem: problem.forward.seqlen_q == 22)
     with stop_at(kernel, FIRST_LINES[kernel], debugger=session):
         if kernel in ("v1", "v2"):
             numba_flash.attention(q, k, v, kernel=kernel)

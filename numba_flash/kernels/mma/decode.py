@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, int64, uint8, uint32
 
+from ...config.forward import tile_bytes
 from ...ptx import cp_async, ld_st, local, memory, shared, special
 from ..recompute import cache_rows
 from ..score import fragment_functions, fragment_softmax, fragments, kept_weights
@@ -79,9 +80,7 @@ def make(config):
     strips, rows, group, key_warps = warp_rows // 16, warp_rows // 8, config.group_size, config.KEY_WARPS
     o_count, s_count = strips * config.head_dim_v_padded // 2, strips * (tile_n // 8) * 4
     stages, stage_bytes, keys, in_chunk = config.stages, config.stage_bytes, config.keys, config.CHUNK // config.keys
-    of_warp_k, of_warp_v = (
-        tile_n * 128 * -(-columns // 64) for columns in (config.head_dim_padded, config.head_dim_v_padded)
-    )
+    of_warp_k, of_warp_v = tile_bytes(tile_n, config.head_dim_padded), tile_bytes(tile_n, config.head_dim_v_padded)
     work, tiles, products = decode_work.make(config), decode_tiles.make(config), products_16bit.make(config)
     nodes, write_rows = decode_nodes.of_chunks(config), decode_rows.make(config)
     recompute_rows = cache_rows.make(config)
@@ -115,13 +114,7 @@ def make(config):
             begin, end, tiles.pages_of(sequence, arrays, strides),
         )  # fmt: skip
 
-    @inlined
-    def rescale(acc_o, alpha, moved):
-        if moved != 0:
-            for strip in range(strips):
-                for n in range(config.head_dim_v_padded // 8):
-                    for i in range(4):
-                        acc_o[(strip * (config.head_dim_v_padded // 8) + n) * 4 + i] *= alpha[strip * 2 + i // 2]
+    rescale = fragment_softmax.rescaler(strips, config.head_dim_v_padded // 8)
 
     @inlined
     def scores_of(j, registers, tile, row, lane, arrays, strides, sizes, score):

@@ -151,8 +151,7 @@ def make(config):
 def _sequence(config):
     """-> sequence_of(b, arrays, strides, sizes). Lengths are clamped to the room of a sequence: they are on the
     device."""
-    packed, csr, source = config.packed, config.pages == "csr", config.q_offset_source
-    from_keys, from_array = source == "seqlens_k", source == "array"
+    packed, csr, q_start_of = config.packed, config.pages == "csr", sequence.first_position(config)
     indices, indptr, by_indices, by_indptr = pages.places_of_pages(config)
 
     @inlined
@@ -164,18 +163,12 @@ def _sequence(config):
             room = min(max(min(int64(arrays[indptr][(b + 1) * by]), total) - first, 0) * sizes.page, room)
         keys = min(max(int64(arrays.seqlens_k[b * strides.seqlens_k]), 0), room)
         entry, first_query, queries, rows, count = int64(b), int64(0), sizes.seqlen_q, sizes.seqlen_q, int64(0)
-        q_start = sizes.q_offset
         if packed:
             first_query, queries = sequence.span(
                 arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q
             )
             entry, rows, count = int64(0), sizes.total_q, sizes.batch
-            if source == "sequence":
-                q_start = q_start + keys - queries
-        if from_keys:
-            q_start = q_start + keys
-        if from_array:
-            q_start = q_start + int64(arrays.q_offset[b * strides.q_offset])
+        q_start = q_start_of(b, queries, keys, arrays, strides, sizes)
         return Sequence(int32(b), queries, keys, q_start, entry, first_query, int64(0), rows, count)
 
     return sequence_of
