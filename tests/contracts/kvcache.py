@@ -419,3 +419,42 @@ def test_generating_token_by_token_equals_all_at_once(rung):
         begin += n
     case = testing.Case(q, k, v, dict(causal=True))
     testing.check(case, np.concatenate(found, 2), what=rung.kernel)
+
+
+def sharing(rung, groups, seqlen_q=1, page=4, kind="table", **options):
+    """Groups of (prefix, lengths of all its sequences): the first keys of these are one, in the same pages."""
+    lengths = [length for _, own in groups for length in own]
+    case = problem(rung, lengths, seqlen_q, salt=3, causal=True, **options)
+    firsts, lens = np.zeros((2, len(lengths)), np.int32)
+    b = 0
+    for prefix, own in groups:
+        firsts[b : b + len(own)], lens[b : b + len(own)] = b, prefix
+        for x in (case.k, case.v):
+            x[b : b + len(own), :, :prefix] = x[b, :, :prefix]
+        b += len(own)
+    cached = lay(case, kind, page=page)
+    for b, (first, length) in enumerate(zip(firsts, lens, strict=True)):
+        count = length // page
+        if kind == "table":
+            cached.given["page_table"][b, :count] = cached.given["page_table"][first, :count]
+        else:
+            numbers, begin = cached.given["page_indices"], cached.given["page_indptr"]
+            numbers[begin[b] : begin[b] + count] = numbers[begin[first] : begin[first] + count]
+    return cached, dict(prefix_of=firsts, prefix_lens=lens)
+
+
+def check_sharing(rung, cached, told):
+    """The bits are those without sharing, and the result is right."""
+    alone, alone_lse, _ = check(rung, cached)
+    cached.given |= told
+    o, lse, _ = cached.run(rung)
+    assert same_bits(o, alone) and same_bits(lse, alone_lse)
+
+
+GROUPS = ((512, (700, 520, 600, 513)), (0, (40,)), (256, (300, 290)))
+
+
+@pytest.mark.parametrize(("kind", "seqlen_q"), [("table", 1), ("csr", 2)])
+def test_a_prefix_that_sequences_share_changes_no_bits(rung, kind, seqlen_q):
+    groups = ((256, (300, 259, 270)), (0, (20,))) if rung.slow else GROUPS
+    check_sharing(rung, *sharing(rung, groups, seqlen_q, page=16, kind=kind))
