@@ -522,6 +522,9 @@ def decode_gates():
                 made = dataclasses.replace(made, pages=Pages(16, 2**13, 2**17))
                 config = decode.config_of(made, "own" if queries == 1 and not words else "table", HOPPER)
                 yield f"decode-{head_dim}-{config.tile_m}{words}", config
+                if not words and queries == 1 and head_dim > 64:
+                    config = decode.config_of(dataclasses.replace(made, batch=64), "table", HOPPER, shares=True)
+                    yield f"decode-{head_dim}-{config.tile_m}-prefix", config
 
 
 def packed_gates():
