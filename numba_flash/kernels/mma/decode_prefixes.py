@@ -90,9 +90,8 @@ def arrivals(config, member_of):
         if thread < max(item.members, int32(1)):
             own, complete = member_of(item, int32(thread), level, arrays, strides, sizes), uint32(0)
             if own.shared > 0 and own.nodes > 0:
-                memory.store_b32(
-                    note_of(own, arrays, sizes) + (int64(0) if item.members > 0 else int64(4)), uint32(item.node_slot)
-                )
+                note = note_of(own, arrays, sizes) + int64(0 if item.members > 0 else 4)
+                memory.exchange(note, uint32(item.node_slot))  # several blocks note the same number
                 cuda.threadfence()
             if own.nodes > 1:
                 counter = memory.address(arrays.counters, int64(own.counter))
