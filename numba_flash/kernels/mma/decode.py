@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, int64, uint8, uint32
 
+from ...config.forward import tile_bytes
 from ...ptx import cp_async, ld_st, local, memory, shared, special
 from ..recompute import cache_rows
 from ..score import fragment_functions, fragment_softmax, fragments, kept_weights
@@ -79,13 +80,10 @@ def make(config):
     strips, rows, group, key_warps = warp_rows // 16, warp_rows // 8, config.group_size, config.KEY_WARPS
     o_count, s_count = strips * config.head_dim_v_padded // 2, strips * (tile_n // 8) * 4
     stages, stage_bytes, keys, in_chunk = config.stages, config.stage_bytes, config.keys, config.CHUNK // config.keys
-    of_warp_k, of_warp_v = (
-        tile_n * 128 * -(-columns // 64) for columns in (config.head_dim_padded, config.head_dim_v_padded)
-    )
-    work, products = decode_work.make(config), products_16bit.make(config)
+    of_warp_k, of_warp_v = tile_bytes(tile_n, config.head_dim_padded), tile_bytes(tile_n, config.head_dim_v_padded)
+    work, products, shares = decode_work.make(config), products_16bit.make(config), config.members > 1
     tiles = decode_tiles.make(config, work.sequence_of)
     arrive, slots_of = decode_prefixes.arrivals(config, work.member_of)
-    shares, rows_each = config.members > 1, config.tile_m // config.members
     nodes, write_rows = decode_nodes.of_chunks(config), decode_rows.make(config)
     recompute_rows = cache_rows.make(config)
     pair_count = nodes.count + 2 * rows if config.pair_registers else 1
@@ -98,7 +96,6 @@ def make(config):
     wait_all, wait_oldest = cp_async.wait_group(0), cp_async.wait_group(stages - 2)
     log2_e, first_stack = float32(LOG2_E), (config.parts + config.blocks) * config.slot_numbers
     level_step, chunk_bits = config.node_numbers * config.threads, in_chunk.bit_length() - 1
-    keys_bits = keys.bit_length() - 1
 
     @inlined
     def tile_of(item, level, arrays, strides, sizes):
@@ -106,14 +103,14 @@ def make(config):
         sequence = work.sequence_of(int64(item.b), arrays, strides, sizes)
         first_row, all_rows = int32(item.row_tile * config.tile_m), int32(sequence.seqlen_q) * group
         if shares and item.members > 0:
-            all_rows = int32(item.members * rows_each)
+            all_rows = int32(item.members * (config.tile_m // config.members))
         rows_left = int32(min(all_rows - first_row, config.tile_m))
         first_query = int32(uint32(first_row) // uint32(group))
         last_query = int32(uint32(first_row + rows_left - 1) // uint32(group))
         first_key, _ = row_keys(sequence.q_start + first_query, sizes.left, sizes.right, sequence.keys)
         _, end_key = row_keys(sequence.q_start + last_query, sizes.left, sizes.right, sequence.keys)
         if shares and item.members > 0:
-            first_key, end_key = int64(0), int64(item.shared) << int64(level + chunk_bits + keys_bits)
+            first_key, end_key = int64(0), (int64(item.shared) << int64(level + chunk_bits)) * keys
         begin = max(int32(item.node << (level + chunk_bits)), int32(first_key // keys))
         end = min(int32((item.node + 1) << (level + chunk_bits)), int32((end_key + keys - 1) // keys))
         if end_key <= first_key:

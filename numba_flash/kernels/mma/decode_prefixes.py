@@ -88,8 +88,9 @@ def arrivals(config, member_of):
         cuda.threadfence()
         cuda.syncthreads()
         if thread < max(item.members, int32(1)):
-            own, complete = member_of(item, int32(thread), level, arrays, strides, sizes), uint32(0)
-            if own.shared > 0 and own.nodes > 0:
+            own = member_of(item, int32(thread), level, arrays, strides, sizes)
+            complete = uint32(1) if own.nodes == 1 else uint32(0)
+            if own.shared > 0:
                 note = note_of(own, arrays, sizes) + int64(0 if item.members > 0 else 4)
                 memory.exchange(note, uint32(item.node_slot))  # several blocks note the same number
                 cuda.threadfence()
@@ -98,8 +99,6 @@ def arrivals(config, member_of):
                 if memory.add(counter, uint32(1)) == uint32(own.nodes - 1):
                     memory.exchange(counter, uint32(0))
                     complete = uint32(1)
-            elif own.nodes == 1:
-                complete = uint32(1)
             ld_st.store_b32(int32(words + thread * 4), complete)
         cuda.syncthreads()
         cuda.threadfence()

@@ -10,6 +10,7 @@ may belong to others by now. Numbers of pages that do not exist are zeros.
 
 from numba import int32, int64, uint32
 
+from ...config.forward import tile_bytes
 from ...ptx import ld_st, local, memory, special
 from ..steps import pages
 from ..steps.async_tiles import copier
@@ -25,7 +26,7 @@ def make(config, sequence_of):
     columns, columns_v, group = config.head_dim_padded, config.head_dim_v_padded, config.group_size
     piece, copy = copier(config.copy_bytes)
     in_16, paged = 16 // piece, config.pages in ("table", "csr")
-    first_of, entry_of, page_of = _entries(config)
+    pages_of, entry_of, page_of = _entries(config)
     stage_places, v_places = 2 * keys * 8, keys * 8
     shares, rows_each = config.members > 1, config.tile_m // config.members
 
@@ -53,11 +54,6 @@ def make(config, sequence_of):
                 count = count if query < of.seqlen_q else 0
             source = memory.address(arrays.q, at) + int64(n * piece)
             copy(q_smem + offset_of(row, n, config.tile_m), source, count if row < rows_left else 0)
-
-    @inlined
-    def pages_of(sequence, arrays, strides):
-        """Where a sequence's page numbers begin; or its only page."""
-        return first_of(sequence, arrays, strides)
 
     @inlined
     def look_up(j, tile, arrays, strides, sizes):
@@ -93,7 +89,7 @@ def make(config, sequence_of):
             ld_st.store_v2(int32(places + stage * stage_places + at * 8), two, 0)
 
     def of_rows(columns, head_dim):
-        pieces, tile = columns * size // piece, warp_keys * 128 * -(-columns * size // 128)
+        pieces, tile = columns * size // piece, tile_bytes(warp_keys, columns)
         # As in steps/async_tiles.py: if a thread keeps its column, its places are constants apart.
         rows_a_step, steps = threads // pieces, -(-keys * pieces // threads)
         regular = threads % pieces == 0 and keys % (2 * rows_a_step) == 0  # powers of 2
@@ -140,7 +136,7 @@ def make(config, sequence_of):
         return load, note
 
     (load_k, k_note), (load_v, v_note) = of_rows(columns, config.head_dim), of_rows(columns_v, config.head_dim_v)
-    v_at = keys * 128 * -(-columns * size // 128)
+    v_at = tile_bytes(keys, columns)
 
     @inlined
     def load_keys(ring, places, stage):
@@ -151,52 +147,38 @@ def make(config, sequence_of):
         load_k(to, noted, thread)
         load_v(int32(to + v_at), int32(noted + v_places), thread)
 
-    return named(load_q, pages_of, look_up, put_place, load_keys, v_at=v_at)
+    return named(load_q, look_up, put_place, load_keys, pages_of=pages_of, v_at=v_at)
 
 
 def _entries(config):
-    """-> (first_of, entry_of, page_of), by which a page is found in two steps: the first does not wait for what it
-    loads."""
+    """-> (first_of, entry_of, page_of). first_of finds where a sequence's page numbers begin, or its only page. The
+    others find a page in two steps: the first does not wait for what it loads."""
     table, indptr, by_table, by_indptr = pages.places_of_pages(config)
     page_in, load_if = pages.finder(config.pages), memory.load_b32_if
+    in_table, in_list = config.pages == "table", config.pages == "csr"
+    is_paged = in_table or in_list
 
     @inlined
-    def one_page(sequence, arrays, strides):
+    def first_of(sequence, arrays, strides):
+        if in_table:
+            return int64(sequence.b) * strides[by_table][2]
+        if in_list:
+            return int64(arrays[indptr][sequence.b * strides[by_indptr][1]])
         return page_in(sequence.b, 0, arrays[table], arrays[indptr], strides[by_table], strides[by_indptr])
 
     @inlined
-    def no_entry(first, number, there, arrays, strides):
+    def entry_of(first, number, there, arrays, strides):
+        if in_table:
+            by = strides[by_table]
+            entry = memory.address(arrays[table], first + number * by[3])
+            return load_if(entry, there if number < by[1] else uint32(0))
+        if in_list:  # a sequence has no more keys than pages for them (decode_work.py)
+            at = max(first, 0) + number
+            return load_if(memory.address(arrays[table], at * strides[by_table][1]), there)
         return uint32(0)
 
     @inlined
-    def only_page(first, entry):
-        return first
+    def page_of(first, entry):
+        return int64(int32(entry)) if is_paged else first
 
-    @inlined
-    def entry_as_page(first, entry):
-        return int64(int32(entry))
-
-    @inlined
-    def first_of_row(sequence, arrays, strides):
-        return int64(sequence.b) * strides[by_table][2]
-
-    @inlined
-    def entry_in_row(first, number, there, arrays, strides):
-        by = strides[by_table]
-        return load_if(memory.address(arrays[table], first + number * by[3]), there if number < by[1] else uint32(0))
-
-    @inlined
-    def first_of_list(sequence, arrays, strides):
-        return int64(arrays[indptr][sequence.b * strides[by_indptr][1]])
-
-    @inlined
-    def entry_in_list(first, number, there, arrays, strides):
-        """A sequence has no more keys than pages for them (decode_work.py)."""
-        at = max(first, 0) + number
-        return load_if(memory.address(arrays[table], at * strides[by_table][1]), there)
-
-    if config.pages == "table":
-        return first_of_row, entry_in_row, entry_as_page
-    if config.pages == "csr":
-        return first_of_list, entry_in_list, entry_as_page
-    return one_page, no_entry, only_page
+    return first_of, entry_of, page_of

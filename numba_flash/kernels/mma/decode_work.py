@@ -138,47 +138,37 @@ def make(config):
         return int32(total)
 
     @inlined
-    def member(b, h_kv, chunks, level, sizes):
-        """The Item of a sequence, which has one row tile. Its nodes are not said."""
-        first_node, nodes = own_nodes(chunks, level)
-        shared = int32(chunks.shared >> level)
-        counter = int32(config.parts + b * sizes.heads_kv + h_kv)
-        row = int32((b - chunks.leader) * rows_each)
-        return Item(
-            b, h_kv, none, none, int32(shared + nodes), none, int32(1), first_node, shared, counter, none, row
-        )  # fmt: skip
-
-    @inlined
     def member_of(item, m, level, arrays, strides, sizes):
-        """-> the Item of the m-th sequence to which the node of an Item belongs; without nodes if it does not."""
+        """-> the Item of the m-th sequence to which the node of an Item belongs; without nodes if it does not. Its own
+        nodes are not said."""
         if item.members == 0:
             return item
         b = int32(item.b + m)
         chunks = chunks_of(b, arrays, strides, sizes)
-        own = member(b, item.h_kv, chunks, level, sizes)
-        if chunks.leader != item.b or own.shared == 0:
+        shared, last = int32(chunks.shared >> level), int32(chunks.last >> level)
+        if chunks.leader != item.b or shared == 0:
             return Item(b, none, none, none, none, none, none, none, none, none, none, none)
-        return own
+        counter, row = int32(most + b * sizes.heads_kv + item.h_kv), int32((b - chunks.leader) * rows_each)
+        return Item(b, item.h_kv, none, none, int32(last + 1), none, int32(1), shared, shared, counter, none, row)
 
     @inlined
     def shared_item(b, rest, number, chunks, level, whole, sizes):
         """The Item of a sequence that may have a prefix, and which has one row tile: rest is its number in b."""
         of_prefix, of_head = prefix_items(b, chunks, level, whole), items_of(b, chunks, level, whole)
-        h_kv = int32(uint32(rest) // uint32(of_head))
-        node, own = int32(rest - h_kv * of_head - of_prefix), member(b, h_kv, chunks, level, sizes)
-        slot, counter = int32(number - node), own.counter
+        h_kv, shared = int32(uint32(rest) // uint32(of_head)), int32(chunks.shared >> level)
+        node = int32(rest - h_kv * of_head - of_prefix)
+        slot = int32(number - node)
         if node < 0:
             there = int32(min(members, sizes.batch - b))
             slot, node = int32(slot - of_prefix), int32(node + of_prefix)
             return Item(b, h_kv, none, node, none, slot, int32(1), none, of_prefix, none, there, none)
-        if own.shared == 0:
-            counter = slot
-        elif whole != 0:
-            slot = int32(counter + config.blocks)  # whoever joins it may be another block
-        first, row = own.first_node, own.prefix_row
-        return Item(
-            b, h_kv, none, int32(first + node), own.nodes, slot, int32(1), first, own.shared, counter, none, row
-        )  # fmt: skip
+        counter, row, last = slot, int32((b - chunks.leader) * rows_each), int32(chunks.last >> level)
+        if shared > 0:
+            counter = int32(most + b * sizes.heads_kv + h_kv)
+            if whole != 0:
+                slot = int32(counter + config.blocks)  # whoever joins it may be another block
+        node = int32(shared + node)
+        return Item(b, h_kv, none, node, int32(last + 1), slot, int32(1), shared, shared, counter, none, row)
 
     @inlined
     def next_item(cursor, number, level, lane, arrays, strides, sizes):
@@ -228,8 +218,7 @@ def make(config):
 def _sequence(config):
     """-> sequence_of(b, arrays, strides, sizes). Lengths are clamped to the room of a sequence: they are on the
     device."""
-    packed, csr, source = config.packed, config.pages == "csr", config.q_offset_source
-    from_keys, from_array = source == "seqlens_k", source == "array"
+    packed, csr, q_start_of = config.packed, config.pages == "csr", sequence.first_position(config)
     indices, indptr, by_indices, by_indptr = pages.places_of_pages(config)
 
     @inlined
@@ -241,18 +230,12 @@ def _sequence(config):
             room = min(max(min(int64(arrays[indptr][(b + 1) * by]), total) - first, 0) * sizes.page, room)
         keys = min(max(int64(arrays.seqlens_k[b * strides.seqlens_k]), 0), room)
         entry, first_query, queries, rows, count = int64(b), int64(0), sizes.seqlen_q, sizes.seqlen_q, int64(0)
-        q_start = sizes.q_offset
         if packed:
             first_query, queries = sequence.span(
                 arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q
             )
             entry, rows, count = int64(0), sizes.total_q, sizes.batch
-            if source == "sequence":
-                q_start = q_start + keys - queries
-        if from_keys:
-            q_start = q_start + keys
-        if from_array:
-            q_start = q_start + int64(arrays.q_offset[b * strides.q_offset])
+        q_start = q_start_of(b, queries, keys, arrays, strides, sizes)
         return Sequence(int32(b), queries, keys, q_start, entry, first_query, int64(0), rows, count)
 
     return sequence_of
