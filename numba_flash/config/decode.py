@@ -66,14 +66,14 @@ class DecodeConfig(TensorConfig):
         return self.KEY_WARPS * self.tile_n
 
     @property
-    def parts(self) -> int:
+    def most_parts(self) -> int:
         """The most parts of sequences that are handed from block to block. Beside prefixes they are more, and finer:
         what sequences share ends at a part."""
         return self.blocks if self.members == 1 else 4 * self.blocks
 
     def counters(self, problem: Any) -> int:
         """One for each group of blocks that share a row tile."""
-        return self.parts + self._sharing(problem.forward)
+        return self.most_parts + self._sharing(problem.forward)
 
     def _sharing(self, p: Any) -> int:
         """Sequences, times KV heads, that may have a part of a prefix."""
@@ -155,6 +155,6 @@ class DecodeConfig(TensorConfig):
         """Slots of the nodes that blocks hand each other, one for each block's own, those of sequences behind a prefix
         and two words for each of them, and each block's stack."""
         stacks = self.blocks * self.levels(problem.forward.seqlen_k) * self.node_numbers * self.threads
-        slots, sharing = self.parts + self.blocks, self._sharing(problem.forward)
+        slots, sharing = self.most_parts + self.blocks, self._sharing(problem.forward)
         numbers = slots * self.slot_numbers + sharing * (self.slot_numbers + 2) + stacks
         return dict(partials=((numbers,), "float32"))

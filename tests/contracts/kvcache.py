@@ -421,8 +421,9 @@ def test_generating_token_by_token_equals_all_at_once(rung):
     testing.check(case, np.concatenate(found, 2), what=rung.kernel)
 
 
-def sharing(rung, groups, seqlen_q=1, page=4, kind="table", **options):
-    """Groups of (prefix, lengths of all its sequences): the first keys of these are one, in the same pages."""
+def sharing(rung, groups, seqlen_q=1, page=4, kind="table", new=0, **options):
+    """Groups of (prefix, lengths of all its sequences): the first keys of these are one, in the same pages.
+    -> (Cached, what says so)"""
     lengths = [length for _, own in groups for length in own]
     case = problem(rung, lengths, seqlen_q, salt=3, causal=True, **options)
     firsts, lens = np.zeros((2, len(lengths)), np.int32)
@@ -432,7 +433,7 @@ def sharing(rung, groups, seqlen_q=1, page=4, kind="table", **options):
         for x in (case.k, case.v):
             x[b : b + len(own), :, :prefix] = x[b, :, :prefix]
         b += len(own)
-    cached = lay(case, kind, page=page)
+    cached = lay(case, kind, page=page, new=new)
     for b, (first, length) in enumerate(zip(firsts, lens, strict=True)):
         count = length // page
         if kind == "table":
@@ -446,10 +447,10 @@ def sharing(rung, groups, seqlen_q=1, page=4, kind="table", **options):
 GROUPS = ((512, (700, 520, 600, 513)), (0, (40,)), (288, (300, 290)))
 
 
-@pytest.mark.parametrize(("kind", "seqlen_q"), [("table", 1), ("csr", 2)])
-def test_a_prefix_that_sequences_share_changes_no_bits(rung, kind, seqlen_q):
+@pytest.mark.parametrize(("kind", "seqlen_q", "new"), [("table", 1, 0), ("csr", 2, 2)])
+def test_a_prefix_that_sequences_share_changes_no_bits(rung, kind, seqlen_q, new):
     groups = ((256, (300, 259, 270)), (0, (20,))) if rung.slow else GROUPS
-    cached, told = sharing(rung, groups, seqlen_q, page=16, kind=kind)
+    cached, told = sharing(rung, groups, seqlen_q, page=16, kind=kind, new=new)
     alone, alone_lse, _ = check(rung, cached)
     cached.given |= told
     o, lse, _ = cached.run(rung)

@@ -208,6 +208,19 @@ def test_the_pages_of_a_shared_prefix_are_those_of_its_first_sequence(rung, monk
     assert all(map(same_bits, found, expected))
 
 
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [({}, "read once for up to 4 sequences"), (dict(window=(9, 0)), "each sequence reads its own: window: scores")],
+    ids=["shared", "not shared"],
+)
+def test_explain_says_whether_a_prefix_is_shared(rung, options, fact):
+    cached, told = kvcache.sharing(rung, ((32, (40, 36)), (16, (20,))), 1, heads=4, heads_kv=1)
+    given = cached.given | told | options
+    assert fact in str(numba_flash.explain(**given, kernel="mma"))
+    if options:
+        assert "prefixes" not in str(numba_flash.explain(**cached.given | options, kernel="mma"))
+
+
 NUMBERS = st.integers(-3, 9)
 
 

@@ -199,6 +199,8 @@ DEPENDS = {
     "decode-256-32-functions": "spills 8 bytes on sm_100a",
     "decode-128-32": "spills 52 bytes on sm_90a and sm_100a with 13.5",
     "decode-128-64": "spills 52 to 56 bytes on sm_90a and sm_100a with 13.5",
+    "decode-128-64-prefix": "spills 44 bytes on sm_90a, 56 on sm_100a",
+    "decode-256-32-prefix": "spills 56 bytes on sm_90a, 44 on sm_100a",
     "decode-64-16": "spills 88 bytes on sm_80 with 13.5",
     "mma_dkdv_float64-128-32x16-sm80-reading": "spills 88 bytes on sm_80 with 13.5",
     "mma_dkdv_float64-128-32x16-sm80-rich": "spills 88 bytes on sm_80 with 13.5",

@@ -94,7 +94,7 @@ def make(config):
     functions, kept_weight = fragment_functions.make(scores, strips), kept_weights.on_fragments(scores, strips, tile_n)
     softmax, mask_words = fragment_softmax.make(scores, strips), on_fragments.mask_words
     wait_all, wait_oldest = cp_async.wait_group(0), cp_async.wait_group(stages - 2)
-    log2_e, first_stack = float32(LOG2_E), (config.parts + config.blocks) * config.slot_numbers
+    log2_e, first_stack = float32(LOG2_E), (config.most_parts + config.blocks) * config.slot_numbers
     level_step, chunk_bits = config.node_numbers * config.threads, in_chunk.bit_length() - 1
 
     @inlined
@@ -309,7 +309,7 @@ def make(config):
                 row = uint32(tile.first_row + row_warp * warp_rows + int32(first_row_of(lane)) + r * 8)
                 registers.term[r] = row_term(tile.sequence.b, int32(tile.h + row % uint32(group)), arrays, strides)
             begin_tile(tile, q_smem, places, thread, arrays, strides, sizes)
-            own, joined = int32(config.parts + block), item.nodes > 1
+            own, joined = int32(config.most_parts + block), item.nodes > 1
             if shares:
                 joined = joined or item.members > 0
             slot = int32(item.node_slot + (item.node - item.first_node) * item.row_tiles) if joined else own

@@ -68,8 +68,9 @@ def arrivals(config, member_of):
     @inlined
     def note_of(item, arrays, sizes):
         """The address of two words: the slots at which the nodes of the prefix and, behind it, its own begin."""
-        slots, unit = config.parts + config.blocks + sizes.batch * sizes.heads_kv, int64(item.counter - config.parts)
-        return memory.address(arrays.partials, slots * config.slot_numbers + unit * 2)
+        parts, sequences = config.most_parts, sizes.batch * sizes.heads_kv
+        at = (parts + config.blocks + sequences) * config.slot_numbers + int64(item.counter - parts) * 2
+        return memory.address(arrays.partials, at)
 
     @inlined
     def slots_of(item, arrays, sizes):

@@ -2,8 +2,9 @@
 
 Keys are cut into chunks of config.CHUNK at absolute positions. An item is a node of 2^level neighbouring chunks, for a
 row tile of a KV head of a sequence. Of a sequence with one such node a block computes all. The nodes of others are
-handed from block to block, and the last one to arrive joins them: such items come first, and are at most config.parts.
-level is the lowest for which that is so: then blocks have about as much to do, however unequal the sequences are.
+handed from block to block, and the last one to arrive joins them: such items are parts and come first, up to
+config.most_parts. level is the lowest for which that is so: then blocks have about as much to do, however unequal the
+sequences are.
 Nodes of a prefix that sequences share (decode_prefixes.py) are parts of the sequence that leads.
 
 A warp looks at 32 sequences at a time, and all warps find the same.
@@ -64,7 +65,7 @@ class Item(NamedTuple):
 
 def make(config):
     """-> device functions: sequence_of, level_of, next_item, member_of."""
-    group, chunk_bits, most = config.group_size, config.CHUNK.bit_length() - 1, config.parts
+    group, chunk_bits, most = config.group_size, config.CHUNK.bit_length() - 1, config.most_parts
     sequence_of, members, none = _sequence(config), config.members, int32(0)
     part_of, shares, rows_each = decode_prefixes.parts(config, sequence_of), members > 1, config.tile_m // members
 
