@@ -71,9 +71,13 @@ class DecodeConfig(TensorConfig):
         what sequences share ends at a part."""
         return self.blocks if self.members == 1 else 4 * self.blocks
 
+    @property
+    def counter_words(self) -> int:  # type: ignore[override]
+        """A counter for each group of blocks that share a row tile."""
+        return self.most_parts
+
     def counters(self, problem: Any) -> int:
-        """One for each group of blocks that share a row tile."""
-        return self.most_parts + self._sharing(problem.forward)
+        return self.counter_words + self._sharing(problem.forward)
 
     def _sharing(self, p: Any) -> int:
         """Sequences, times KV heads, that may have a part of a prefix."""

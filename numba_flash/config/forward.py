@@ -91,6 +91,7 @@ class LaunchFacts:
     waits: ClassVar[bool] = False  # it executes griddepcontrol.wait: it may start before the kernel before has ended
     cluster: ClassVar[int] = 1  # how many neighbouring blocks run together and reach each other's shared memory
     counted: ClassVar[bool] = False  # its blocks share counters, the last of its pointers
+    counter_words: ClassVar[int] = 2  # how many: these take their work by one (gpu/tile_counters.py)
     persistent: ClassVar[bool] = False  # a block takes one piece of work after the other
     shared_alignment: ClassVar[int] = 0  # where dynamic shared memory has to begin at a multiple of; 0: of 16
     bias_boxes: ClassVar[bool] = False  # a bias comes by TMA (problem/option_checks.py, OptionArray)
@@ -106,8 +107,8 @@ class LaunchFacts:
         return COMPUTE_DTYPE.get(self.dtype, "float32")
 
     def counters(self, problem: Any) -> int:
-        """How many words, if there are any; blocks take their work by one (gpu/tile_counters.py)."""
-        return 2
+        """Words of the counters of a launch, if there are any."""
+        return self.counter_words
 
     def has(self, option: str) -> bool:
         """Whether the problem uses an option (options.py)."""
