@@ -120,13 +120,7 @@ def make(config):
             begin, end, tiles.pages_of(sequence, arrays, strides),
         )  # fmt: skip
 
-    @inlined
-    def rescale(acc_o, alpha, moved):
-        if moved != 0:
-            for strip in range(strips):
-                for n in range(config.head_dim_v_padded // 8):
-                    for i in range(4):
-                        acc_o[(strip * (config.head_dim_v_padded // 8) + n) * 4 + i] *= alpha[strip * 2 + i // 2]
+    rescale = fragment_softmax.rescaler(strips, config.head_dim_v_padded // 8)
 
     @inlined
     def scores_of(j, registers, tile, row, lane, arrays, strides, sizes, score):

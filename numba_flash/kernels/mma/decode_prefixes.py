@@ -21,12 +21,12 @@ from ..steps.plain import row_keys
 
 def parts(config, sequence_of):
     """-> part_of(b, arrays, strides, sizes): (the sequence that leads, how many chunks of the prefix both have)."""
-    members, chunk_bits, own = config.members, config.CHUNK.bit_length() - 1, len(page_arrays(config.pages))
 
     @inlined
     def no_part_of(b, arrays, strides, sizes):
         return int32(-1), int32(0)
 
+    members, chunk_bits, own = config.members, config.CHUNK.bit_length() - 1, len(page_arrays(config.pages))
     if members == 1:
         return no_part_of
     firsts, lens = (config.parameters.arrays.index(f"aux{own + n}") for n in range(2))
@@ -63,7 +63,6 @@ def parts(config, sequence_of):
 
 def arrivals(config, member_of):
     """-> (arrive, slots_of), device functions. member_of: of decode_work.py."""
-    shares = config.members > 1
 
     @inlined
     def note_of(item, arrays, sizes):
@@ -71,6 +70,8 @@ def arrivals(config, member_of):
         parts, sequences = config.most_parts, sizes.batch * sizes.heads_kv
         at = (parts + config.blocks + sequences) * config.slot_numbers + int64(item.counter - parts) * 2
         return memory.address(arrays.partials, at)
+
+    shares = config.members > 1
 
     @inlined
     def slots_of(item, arrays, sizes):

@@ -28,13 +28,14 @@ def make(config, sequence_of):
     in_16, paged = 16 // piece, config.pages in ("table", "csr")
     pages_of, entry_of, page_of = _entries(config)
     stage_places, v_places = 2 * keys * 8, keys * 8
-    shares, rows_each = config.members > 1, config.tile_m // config.members
 
     @inlined
     def offset_of(row, n, rows):
         """Of the n-th piece of a row, in a tile."""
         chunk = n // in_16
         return panel_offset(row, chunk, rows) + (n - chunk * in_16) * piece
+
+    shares, rows_each = config.members > 1, config.tile_m // config.members
 
     @inlined
     def load_q(q_smem, sequence, h, first_row, rows_left, thread, arrays, strides, sizes):
