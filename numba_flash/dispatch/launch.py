@@ -271,8 +271,8 @@ class WarnsIfSlow(Launch):
         seconds = self._times * simulated_seconds(self._problem, self._kernel)
         if seconds > 60:
             warn_caller(
-                f"this will take about {seconds / 60:.0f} min in Numba's CUDA simulator, which runs every GPU thread "
-                "as a Python thread; kernel='cpu' is fast"
+                f"this will take about {seconds / 60:.0f} min in Numba's CUDA simulator, which runs one GPU thread "
+                "after the other, in Python; kernel='cpu' is fast"
             )
         self._ready.run(operands, stream)
 

@@ -10,7 +10,7 @@ from ..machine.target import Target
 from ..problem.forward import Problem
 
 MEASURED = "H200"  # the GPU of a row that names none
-SIMULATOR = "simulator"  # small blocks, whose barriers are cheap, and few wasted rows: a thread is a Python thread
+SIMULATOR = "simulator"  # small blocks, whose barriers are cheap, and few wasted rows: all threads run in Python
 ANY = 2**31  # head_dim of a row for all
 
 # What decides about each score or weight on its own in wgmma's backward. Each takes more registers than the one before

@@ -55,19 +55,7 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="this pair runs on the simplest kernel, and on a GPU"))
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_core():
-    """Each of pytest-xdist's processes stays on a core of its own, where there is one for each.
-
-    A simulated block's threads take turns. Where they hand on from core to core, a test takes half as much time again.
-    """
-    worker, workers = (os.environ.get(f"PYTEST_XDIST_WORKER{suffix}") for suffix in ("", "_COUNT"))
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if worker is not None and workers == str(len(cores)):
-        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw"))]})  # of this thread and those that it starts
-
-
-SMALL = dict(max_seqlen=40, max_batch=2, head_dims=(1, 7, 16, 32))  # every row is a Python thread
+SMALL = dict(max_seqlen=40, max_batch=2, head_dims=(1, 7, 16, 32))  # every row is a thread, run by Python
 TENSOR = SMALL | dict(dtypes=("float16", "bfloat16"), strange_strides=False, max_seqlen=80)  # over several tiles
 
 
