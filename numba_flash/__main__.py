@@ -1,8 +1,9 @@
-"""python -m numba_flash info | explain"""
+"""python -m numba_flash info | explain | bundle"""
 
 import argparse
 import os
 import platform
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .problem.options import ARRAYS, NUMBERS, OPTION_NAMES, Option, Options
+from .described import add_problem, backward_problem_of, capability, check, made_up, problem_of
+from .problem.options import GRADIENT_OF
 
 DEMO = (
     "The demo is no part of the installed package: it is examples/demo in the repository, and sh scripts/demo runs it."
@@ -24,55 +26,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["demo"]:
         print(DEMO, file=sys.stderr)
         return 2
-    parsed = _parser().parse_args(arguments)
-    return explain(parsed) if parsed.command == "explain" else info()
+    parsed = _parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
+    return dict(info=info, explain=explain, bundle=bundle)[parsed.command](parsed)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m numba_flash", description="Exact attention in pure Python.")
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="info | explain")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="info | explain | bundle")
     commands.add_parser("info", help="versions, GPUs, the cache, and which kernels are usable here")
-    add = commands.add_parser(
+    explaining = commands.add_parser(
         "explain",
         help="which kernel a problem would get, and why not the others",
         description="For arrays on GPU 0 where there is one, else for NumPy arrays.",
-    ).add_argument
-    add("--batch", type=int, default=1)
-    add("--heads", type=int, default=8)
-    add("--heads-kv", type=int, metavar="HEADS", help="default: --heads")
-    add("--seqlen-q", type=int, default=1024, metavar="N")
-    add("--seqlen-k", type=int, metavar="N", help="default: --seqlen-q")
-    add("--head-dim", type=int, default=128, metavar="D")
-    add("--head-dim-v", type=int, metavar="D", help="default: --head-dim")
-    add("--dtype", default="float16", choices=("float16", "bfloat16", "float32", "float64"))
-    add("--layout", default="bhsd", choices=("bhsd", "bshd"))
-    add("--causal", action="store_true")
-    add("--window", nargs=2, type=bound, metavar=("LEFT", "RIGHT"), help="a number, or none for no bound")
-    add("--q-offset", type=int, metavar="N", help="where query 0 stands among the keys")
-    for number in NUMBERS:
-        add(f"--{number.replace('_', '-')}", type=float, metavar="X")
-    shapes = dict(scores="(1, 1, seqlen_q, seqlen_k)", heads="(heads,)", batch="(batch,)")
-    for option in ARRAYS:
-        if option.name in OPTION_NAMES and option.name != "q_offset":
-            about = f"with {option.name}, {shapes[option.shape]} of {_dtype_of(option, 'the dtype')}"
-            add(f"--{option.name.replace('_', '-')}", action="store_true", help=about)
-    add("--return-lse", action="store_true")
-    add("--kernel", default="auto", help="the one that would be asked for")
-    add("--gpu", metavar="NAME", help='arrays on a GPU that is not here: H200, A100, "RTX 4090" and others')
-    add("--cc", type=capability, metavar="8.6", help="arrays on a GPU of this compute capability, not on this machine")
-    add("--shared-kb", type=int, metavar="KB", help="with --cc: shared memory that a block can have there")
-    add("--multiprocessors", type=int, metavar="N", help="with --cc: how many it has; default: 132, as an H100 or H200")
+    )
+    add_problem(explaining)
+    explaining.add_argument("--gpu", metavar="NAME", help='arrays on a GPU that is not here: H200, A100, "RTX 4090"')
+    explaining.add_argument(
+        "--cc", type=capability, metavar="8.6", help="on a GPU of this compute capability, not here"
+    )
+    bundling = commands.add_parser(
+        "bundle",
+        help="compile kernels for GPUs that need not be here, into a folder that NUMBA_FLASH_BUNDLE names later",
+        description="The kernels of a problem, or with --run those that a program loads. The folder may have a bundle.",
+    )
+    bundling.add_argument("folder", type=Path)
+    add_problem(bundling)
+    bundling.add_argument("--gpu", nargs="+", default=[], metavar="NAME", help='H200, A100, "RTX 4090" and others')
+    bundling.add_argument("--cc", nargs="+", type=capability, default=[], metavar="8.6", help="compute capabilities")
+    bundling.add_argument(
+        "--backward", nargs="*", choices=tuple(GRADIENT_OF), metavar="GRADIENT",
+        help="also the kernels of gradients, of q, k and v if none are named; lse is then returned",
+    )  # fmt: skip
+    bundling.add_argument(
+        "--run", nargs=argparse.REMAINDER, metavar="PROGRAM", help="a Python file and its arguments, run on a GPU here"
+    )
     return parser
-
-
-def bound(text: str) -> int | None:
-    return None if text == "none" else int(text)
-
-
-def capability(text: str) -> tuple[int, int]:
-    major, _, minor = text.partition(".")
-    return int(major), int(minor)
 
 
 def explain(asked: argparse.Namespace) -> int:
@@ -84,15 +73,15 @@ def explain(asked: argparse.Namespace) -> int:
     from .select.forward import select
 
     try:
-        _check(asked)
+        check(asked)
         if asked.gpu:
             target = gpu(asked.gpu)
         elif asked.cc:
-            target = _made_up(asked.cc, asked.shared_kb, asked.multiprocessors)
+            target = made_up(asked.cc, asked.shared_kb, asked.multiprocessors)
         else:
             target = Target.of(None if toolchain.simulated() or toolchain.unusable() else 0)
         family = "numpy" if target.arrays_on_host else "cupy"
-        problem = _problem(asked, family)
+        problem = problem_of(asked, family)
         choice = select(problem, target, asked.kernel, family)
     except (TypeError, ValueError, NotImplementedError) as error:
         print(f"explain: {error}", file=sys.stderr)
@@ -101,67 +90,77 @@ def explain(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _check(asked: argparse.Namespace) -> None:
-    for name in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
-        value = getattr(asked, name)
-        if value is not None and value < 0:
-            raise ValueError(f"--{name.replace('_', '-')} must not be negative, and is {value}")
-    if asked.gpu and asked.cc:
-        raise ValueError("--gpu names a GPU and --cc describes one: give one of them")
-    for name in ("shared_kb", "multiprocessors"):
-        if getattr(asked, name) is not None and not asked.cc:
-            raise ValueError(f"--{name.replace('_', '-')} says what the GPU of --cc has: give that, too")
+def bundle(asked: argparse.Namespace) -> int:
+    """Write the kernels of problems that are only described, or those that a program loads, into a folder."""
+    from .gpu import bundling
+
+    try:
+        jobs, problems = _of_program(asked.run) if asked.run is not None else _of_problem(asked)
+        count = bundling.add(asked.folder, jobs, problems, lambda line: print(line, flush=True))
+    except (TypeError, ValueError, NotImplementedError, ImportError) as error:
+        print(f"bundle: {error}", file=sys.stderr)
+        return 2
+    print(f"{count} kernels are new in {asked.folder}. NUMBA_FLASH_BUNDLE={asked.folder} loads them")
+    return 0
 
 
-def _dtype_of(option: Option, of_q: str) -> str:
-    """Of an array: a wide one is of q's dtype, where it may be."""
-    return of_q if option.shape == "scores" and "q" in option.dtypes else option.dtypes[0]
+def _of_problem(asked: argparse.Namespace) -> tuple[list[Any], list[Any]]:
+    """(Config, compute capability) of every kernel on every GPU that is named, and notes of what they are for."""
+    from .dispatch.launch import blocks_of, configs_of
+    from .gpu.bundling import key_of
+    from .machine.gpus import gpu
+    from .select.backward import select_backward
+    from .select.forward import select
+
+    check(asked)
+    targets = [*map(gpu, asked.gpu), *(made_up(cc, asked.shared_kb, asked.multiprocessors) for cc in asked.cc)]
+    if not targets:
+        raise ValueError("for which GPUs? --gpu names some, --cc gives compute capabilities; or --run a program here")
+    jobs, notes = [], []
+    for target in targets:
+        problem: Any = problem_of(asked, "cupy")
+        configs: Any = configs_of(select(problem, target, asked.kernel, "cupy"), target)
+        made = [("forward", problem, configs)]
+        if asked.backward is not None:
+            problem = backward_problem_of(asked, "cupy")
+            made.append(("backward", problem, select_backward(problem, target, asked.kernel, "cupy").configs))
+        for direction, problem, configs in made:
+            used = [config for config in configs if config.grid(problem)]
+            jobs += [(config, target.cc) for config in used]
+            launches = [
+                dict(kernel=key_of(config, target.cc), blocks=blocks_of(config, problem, target)) for config in used
+            ]
+            asked_as = shlex.join(x for x in asked.arguments if x not in ("bundle", str(asked.folder)))
+            notes.append(dict(asked=asked_as, gpu=target.name, direction=direction, launches=launches))
+    if not jobs:
+        raise ValueError("no GPU that is named has a kernel for this problem: explain says why")
+    return jobs, notes
 
 
-def _problem(asked: argparse.Namespace, family: str) -> Any:
-    """As of contiguous arrays."""
-    from .arrays import ITEM_SIZE, Layout
-    from .problem.forward import LAYOUTS, Problem
-    from .problem.strides import contiguous_strides
+def _of_program(program: Sequence[str]) -> tuple[list[Any], list[Any]]:
+    import runpy
 
-    heads_kv = asked.heads if asked.heads_kv is None else asked.heads_kv
-    seqlen_k = asked.seqlen_q if asked.seqlen_k is None else asked.seqlen_k
-    head_dim_v = asked.head_dim if asked.head_dim_v is None else asked.head_dim_v
-
-    def array(dtype: str, *shape: int) -> Layout:
-        device = None if family == "numpy" else 0
-        return Layout(family, device, shape, contiguous_strides(shape), ITEM_SIZE.get(dtype, 1), dtype, False)
-
-    def layout(heads: int, seqlen: int, dim: int) -> Layout:
-        extents = (asked.batch, heads, seqlen, dim)
-        return array(asked.dtype, *(extents[axis] for axis in LAYOUTS[asked.layout]))
-
-    q, k, v = (
-        layout(asked.heads, asked.seqlen_q, asked.head_dim),
-        *(layout(heads_kv, seqlen_k, dim) for dim in (asked.head_dim, head_dim_v)),
-    )
-    shapes = dict(scores=(1, 1, asked.seqlen_q, seqlen_k), heads=(asked.heads,), batch=(asked.batch,))
-    given: dict[str, Any] = {name: getattr(asked, name) for name in ("causal", "q_offset", "layout", *NUMBERS)}
-    for option in ARRAYS:
-        if option.name in OPTION_NAMES and option.name != "q_offset" and getattr(asked, option.name):
-            given[option.name] = array(_dtype_of(option, asked.dtype), *shapes[option.shape])
-    options = Options.of(window=asked.window and tuple(asked.window), **given)
-    return Problem.of(q, k, v, options, return_lse=asked.return_lse, bias_aligned=True)
-
-
-def _made_up(cc: tuple[int, int], shared_kb: int | None, multiprocessors: int | None) -> Any:
-    from .machine.gpus import SHARED_KB
+    from .gpu.compiled import loaded
     from .machine.target import Target
 
-    name = f"a GPU of compute capability {cc[0]}.{cc[1]}"
-    kb = SHARED_KB.get(cc) if shared_kb is None else shared_kb
-    if kb is None:
-        raise ValueError(f"how much shared memory {name} has is not known here: say it with --shared-kb")
-    count = 132 if multiprocessors is None else multiprocessors
-    return Target(arrays_on_host=False, cc=cc, shared_bytes=kb * 1024, multiprocessors=count, name=name)
+    if not program:
+        raise ValueError("--run takes a Python file and its arguments")
+    before = sys.argv
+    sys.argv = list(program)
+    try:
+        runpy.run_path(program[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise ValueError(f"{program[0]} ended with {end.code}, so nothing is written") from end
+    finally:
+        sys.argv = before
+    jobs = [(config, Target.of(device).cc) for config, device in loaded()]
+    if not jobs:
+        raise ValueError(f"{program[0]} loaded no kernel on a GPU")
+    return jobs, []
 
 
-def info() -> int:
+def info(asked: argparse.Namespace) -> int:
     """Print what somebody who helps would ask for first."""
     _print("Versions", _versions())
     _print("GPU", _gpus())
@@ -240,6 +239,21 @@ def _cache() -> Rows:
     yield "folder", f"{folder} (NUMBA_FLASH_CACHE_DIR names another)"
     yield "holds", f"{len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB"
     yield "can be written", _can_be_written(folder)
+    yield "bundle", _bundle()
+
+
+def _bundle() -> str:
+    from .gpu.bundle import opened
+    from .machine.cache_folder import bundle_folder
+
+    folder = bundle_folder()
+    if folder is None:
+        return "none (NUMBA_FLASH_BUNDLE names one)"
+    try:
+        kernels = opened(folder).table["kernels"].values()
+    except ValueError as error:
+        return str(error)
+    return f"{folder}, {len(kernels)} kernels for {', '.join(sorted({kernel['arch'] for kernel in kernels}))}"
 
 
 def _can_be_written(folder: Path) -> str:

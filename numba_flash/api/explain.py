@@ -1,12 +1,15 @@
 """explain, explain_backward: which kernels a call would run, with which settings, and why not the others."""
 
 import html
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..config.forward import Config, LaunchFacts
 from ..dispatch import backward as gradients
 from ..dispatch import launch
+from ..gpu import compiled
+from ..machine.cache_folder import bundle_folder, bundle_only
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
@@ -84,9 +87,11 @@ class Explanation(Readable):
                 for when, kernels in (("before it", before), ("behind it", behind))
                 for each in kernels
             ]
-            size = launch.workspace_bytes([*before, self.config, *behind], self.problem)
+            configs = [*before, self.config, *behind]
+            size = launch.workspace_bytes(configs, self.problem)
             if size:
                 facts.append(("workspace", f"{size} bytes beside the result"))
+            facts += _in_bundle(configs, self.target)
         if self.copies:
             facts.append(("copies", "the arrays go to the GPU and the result comes back, which is waited for"))
         if self.seconds is not None:
@@ -94,6 +99,21 @@ class Explanation(Readable):
         if self.cost:
             facts.append(("cost", self.cost))
         return facts + _refused(self.refused)
+
+
+def _in_bundle(configs: Sequence[LaunchFacts], target: Target) -> list[tuple[str, str]]:
+    """Which kernels the bundle holds, where NUMBA_FLASH_BUNDLE names one."""
+    folder = bundle_folder()
+    if folder is None or target.cc is None or target.simulated:
+        return []
+    arch, names = compiled.architecture(target.cc), {True: list[str](), False: list[str]()}
+    try:
+        for config in configs:
+            names[compiled.bundled(config, arch) is not None].append(config.kernel)
+    except ValueError as error:
+        return [("bundle", f"refused: {error}")]
+    missing = f"; not in it, and {'refused' if bundle_only() else 'compiled'}: {', '.join(names[False])}"
+    return [("bundle", f"{folder} has {', '.join(names[True]) or 'none'} for {arch}{missing * bool(names[False])}")]
 
 
 def _sums(kernel: str, dtype: str, in_16_bits: str) -> list[tuple[str, str]]:
@@ -195,6 +215,7 @@ class BackwardExplanation(Readable):
         if self.configs:
             made = launch.workspace_bytes(self.configs, self.problem)
             facts.append(("workspace", f"{made} bytes beside the gradients"))
+            facts += _in_bundle(self.configs, self.target)
         return facts + _refused(self.refused)
 
 

@@ -41,9 +41,9 @@ def register(name: str = NAME) -> str:
     """Make numba_flash known to Transformers under `name`, which is returned.
 
     What runs: forward and backward, on the CPU and on GPUs; grouped heads, sliding windows, softcap, additive masks,
-    position bias, attention sinks, dropout, padding on either side, packed sequences, and decoding with a cache. Not
-    built, and refused by name with NotImplementedError: paged caches, keys that a model chooses by their indices, and
-    attention weights as a result.
+    position bias, attention sinks, dropout, padding on either side, packed sequences, and decoding with a cache.
+    Continuous batching, with its paged cache, runs under the name of transformers_paged.py. Not built, and refused by
+    name with NotImplementedError: keys that a model chooses by their indices, and attention weights as a result.
 
     Keys that are padded on the left are copied to the front in each layer, so that kernels without masks can run;
     a decoding step of one token copies nothing.

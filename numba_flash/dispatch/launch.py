@@ -71,10 +71,14 @@ def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
         return OnCpu(problem, _cpu)
     if not problem.batch * problem.heads * problem.seqlen_q and not problem.packed:
         return Launch()
-    assert choice.config is not None
-    configs = [*prologue(choice.config, target), choice.config, *epilogue(choice.config)]
-    ready = sequence_of(configs, problem, target)
+    ready = sequence_of(configs_of(choice, target), problem, target)
     return WarnsIfSlow(problem, ready, choice.kernel) if target.simulated else ready
+
+
+def configs_of(choice: Choice, target: Target) -> list[LaunchFacts]:
+    """The kernel with those before and behind it; none of the host's rungs."""
+    config = choice.config
+    return [] if config is None else [*prologue(config, target), config, *epilogue(config)]
 
 
 def sequence_of(configs: Sequence[LaunchFacts], problem: "AnyProblem", target: Target) -> "Launch":

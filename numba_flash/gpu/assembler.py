@@ -1,7 +1,9 @@
 """PTX -> machine code, and the assembler's report: registers, spills, stack, warnings. Needs no GPU."""
 
+import functools
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -51,3 +53,38 @@ def assemble(ptx: str, arch: str) -> Assembled:
     linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
     code = linker.link("cubin").code
     return Assembled(bytes(code), linker.get_info_log() + linker.get_error_log())
+
+
+def assemble_whole(ptx: str, arch: str) -> Assembled:
+    """Likewise for a whole program, as the driver assembles it: by ptxas."""
+    import subprocess
+    import tempfile
+
+    ptxas = tool("ptxas")
+    if ptxas is None:
+        raise NotImplementedError(
+            "a kernel that is assembled as a whole program needs ptxas, and there is none in the packages or on the "
+            "path: pip install nvidia-cuda-nvcc"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        source, made = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        command = [ptxas, "-v", f"-arch={arch}", "-o", str(made), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"ptxas refused the kernel: {done.stderr.strip()}")
+        return Assembled(made.read_bytes(), done.stderr)
+
+
+@functools.cache
+def tool(name: str) -> str | None:
+    """A program of NVIDIA's, from the packages or the path; None where there is none."""
+    import shutil
+
+    from cuda import pathfinder
+
+    try:
+        found = pathfinder.find_nvidia_binary_utility(name)
+    except Exception:  # this cuda-pathfinder does not know the program
+        found = None
+    return found or shutil.which(name)

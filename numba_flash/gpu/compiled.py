@@ -23,13 +23,14 @@ from ..abi.parameters import SEED
 from ..config.forward import LaunchFacts
 from ..machine import toolchain
 from ..machine.announce import announce
-from ..machine.cache_folder import MOST_BYTES, cache_folder, complain
+from ..machine.cache_folder import MOST_BYTES, bundle_folder, bundle_only, cache_folder, complain
 from ..machine.forked import compile_lock
 
 # For each compute capability the first PTX version that has it, or 8.0, which the driver of every CUDA 12 takes. The
 # driver that assembles a whole program may be older than the compiler, but not older than the GPU.
 PTX_VERSIONS = dict.fromkeys([(8, 0), (8, 6), (8, 7), (8, 9), (9, 0)], "8.0")
 PTX_VERSIONS |= {(10, 0): "8.6", (10, 3): "8.8", (12, 0): "8.7", (12, 1): "8.8"}
+CUBIN = b"\x7fELF"  # its first bytes
 _kernels: dict[tuple[LaunchFacts, int], Any] = {}
 
 
@@ -42,6 +43,11 @@ def compiled(config: LaunchFacts, device: int, cc: tuple[int, int]) -> Any:
             if kernel is None:
                 kernel = _kernels[config, device] = _load(config, device, cc)
     return kernel
+
+
+def loaded() -> list[tuple[LaunchFacts, int]]:
+    """Each kernel that this process has loaded, with its device."""
+    return list(_kernels)
 
 
 def _functions_of(config: LaunchFacts) -> dict[str, Any]:
@@ -57,6 +63,13 @@ def source(config: LaunchFacts) -> Any:
 
 def _load(config: LaunchFacts, device: int, cc: tuple[int, int]) -> Any:
     arch = architecture(cc)
+    found = bundled(config, arch)
+    if found is not None:
+        return _opt_in(_from_bundle(config, found), config, device)
+    if bundle_folder() is not None:
+        from .bundle import note_missing
+
+        note_missing(config, arch)
     cached = read_cache(config, arch)
     if cached is not None:
         # Code that passes its checksum but does not load is treated as missing.
@@ -89,10 +102,21 @@ def to_code(config: LaunchFacts, cc: tuple[int, int]) -> bytes:
 
 
 def _loaded(config: LaunchFacts, code: bytes) -> Any:
+    """code: a cubin or PTX."""
     from cuda.core import ObjectCode
 
-    module = ObjectCode.from_ptx(code) if config.whole_program else ObjectCode.from_cubin(code)
+    module = ObjectCode.from_cubin(code) if code.startswith(CUBIN) else ObjectCode.from_ptx(code)
     return module.get_kernel(entry_name(config))
+
+
+def _from_bundle(config: LaunchFacts, code: bytes) -> Any:
+    try:
+        return _loaded(config, code)
+    except Exception as error:
+        raise RuntimeError(
+            f"kernel {config.kernel!r} of the bundle {bundle_folder()} could not be loaded: {error}. "
+            "The driver may be older than the compilers that made it"
+        ) from error
 
 
 def _opt_in(kernel: Any, config: LaunchFacts, device: int) -> Any:
@@ -248,13 +272,13 @@ NO_SOURCES = ("sim", "__pycache__")  # folders that are never compiled
 
 
 @functools.cache
-def _fingerprint(room: str) -> str:
-    """A hash of everything but the Config that could change the code of the room's kernels: sources and compilers."""
+def fingerprint(room: str) -> str:
+    """A hash of the sources that shape the code of the room's kernels."""
     content = []
     for file in _sources(room):
         with open(file, "rb", buffering=0) as opened:
             content += [os.path.basename(file).encode(), opened.read()]
-    return _sha256(b"".join(content) + repr(_compilers()).encode()).hex()
+    return _sha256(b"".join(content)).hex()
 
 
 def _sources(room: str) -> list[str]:
@@ -270,7 +294,8 @@ def _sources(room: str) -> list[str]:
     return sorted(found)
 
 
-def _compilers() -> list[str]:
+@functools.cache
+def compilers() -> tuple[str, ...]:
     """The installed compilers with their versions, in the order in which Python would find them.
 
     It reads only the names of folders: importlib.metadata, which reads their files, takes 20 ms of a first call.
@@ -279,7 +304,7 @@ def _compilers() -> list[str]:
     for folder in sys.path:
         with contextlib.suppress(OSError):  # an archive, or nothing at all
             found += sorted(filter(_COMPILERS.fullmatch, os.listdir(folder or ".")))
-    return found
+    return tuple(found)
 
 
 def _sha256(data: bytes) -> bytes:
@@ -288,14 +313,20 @@ def _sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _key(config: LaunchFacts, arch: str) -> bytes:
-    room, _ = config.module.split(".")
-    return _sha256(f"{_fingerprint(room)} {arch} {config!r}".encode())
+def room_of(config: LaunchFacts) -> str:
+    """The room of kernels/ that has the kernel's file."""
+    return config.module.partition(".")[0]
+
+
+def key(config: LaunchFacts, arch: str, made_by: tuple[str, ...] | None = None) -> bytes:
+    """Names an entry. made_by: the compilers, if not those that are installed here."""
+    of = compilers() if made_by is None else made_by
+    return _sha256(f"{fingerprint(room_of(config))} {of} {arch} {config!r}".encode())
 
 
 def read_cache(config: LaunchFacts, arch: str) -> bytes | None:
     try:
-        entry = _store().get(_key(config, arch))
+        entry = _store().get(key(config, arch))
     except Exception as error:  # a cache never fails a call, whatever is wrong with its folder
         complain(error)
         return None
@@ -306,6 +337,24 @@ def read_cache(config: LaunchFacts, arch: str) -> bytes | None:
 
 def write_cache(config: LaunchFacts, arch: str, code: bytes) -> None:
     try:
-        _store(MOST_BYTES).update({_key(config, arch): code + _sha256(code)})
+        _store(MOST_BYTES).update({key(config, arch): code + _sha256(code)})
     except Exception as error:
         complain(error)
+
+
+def bundled(config: LaunchFacts, arch: str) -> bytes | None:
+    """The kernel's code in the bundle that NUMBA_FLASH_BUNDLE names, which is looked at before the disk cache. None: it
+    is not there, or there is no bundle.
+
+    Raises ValueError if the bundle was made of other sources or by other compilers.
+    """
+    folder = bundle_folder()
+    if folder is None:
+        if bundle_only():
+            raise ValueError("NUMBA_FLASH_BUNDLE_ONLY is set, but NUMBA_FLASH_BUNDLE names no bundle")
+        return None
+    from .bundle import opened
+
+    made, room = opened(folder), room_of(config)
+    made.check(room, fingerprint(room), compilers())
+    return made.code(key(config, arch, made.compilers))

@@ -19,6 +19,17 @@ def cache_folder() -> Path:
     return Path(platformdirs.user_cache_dir("numba_flash", False))
 
 
+def bundle_folder() -> Path | None:
+    """NUMBA_FLASH_BUNDLE, a folder of kernels compiled in advance (gpu/bundle.py), or None."""
+    named = os.environ.get("NUMBA_FLASH_BUNDLE")
+    return Path(named).expanduser() if named else None
+
+
+def bundle_only() -> bool:
+    """Whether kernels that are not in the bundle are refused (NUMBA_FLASH_BUNDLE_ONLY=1)."""
+    return os.environ.get("NUMBA_FLASH_BUNDLE_ONLY", "0") not in ("", "0")
+
+
 _complained_of: set[Path] = set()
 
 

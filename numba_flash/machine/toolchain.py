@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from .cache_folder import bundle_folder
 from .forked import compile_lock
 
 _LENT_NAMES = {"row_stack": "vstack"}  # name that numba-cuda looks up -> the function it always was
@@ -171,11 +172,11 @@ def _remedy() -> str:
 def unusable() -> str | None:
     """Why no GPU can be used here, or None when device 0 can.
 
-    Numba itself is not imported: a kernel that is in the disk cache runs without it.
+    Numba itself is not imported: a kernel that is in the disk cache or in a bundle runs without it.
     """
     if simulated():
         return None
-    for package in ("numba_cuda", "cuda.core"):
+    for package in ("cuda.core",) if bundle_folder() else ("numba_cuda", "cuda.core"):
         try:
             found = importlib.util.find_spec(package)
         except ModuleNotFoundError:

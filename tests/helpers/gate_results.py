@@ -86,7 +86,7 @@ def _write(file, content):
 
 def installed():
     """The compilers with their versions, by the names of their packages."""
-    return sorted({folder.rpartition(".")[0] for folder in compiled._compilers()})
+    return sorted({folder.rpartition(".")[0] for folder in compiled.compilers()})
 
 
 def key(config, asked):

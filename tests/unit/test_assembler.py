@@ -9,8 +9,8 @@ from helpers import compiler
 from numba_flash.abi import tensor_maps
 from numba_flash.abi.parameters import Parameters
 from numba_flash.config.forward import LaunchFacts
-from numba_flash.gpu import compiled
-from numba_flash.gpu.assembler import Assembled, assemble
+from numba_flash.gpu import assembler, compiled
+from numba_flash.gpu.assembler import Assembled, assemble, assemble_whole
 
 REPORT = """
 ptxas info    : Compiling entry function 'one' for 'sm_90a'
@@ -90,3 +90,15 @@ def test_what_a_config_asks_for_is_in_the_ptx(config, function, monkeypatch):
     assert ".param .u64 numba_flash_asking_param_1" in ptx
     found = assemble(ptx, "sm_90a")
     assert found.cubin[:4] == b"\x7fELF" and found.registers > 0 and found.spill_bytes == 0
+
+
+def test_a_whole_program_needs_ptxas(monkeypatch):
+    monkeypatch.setattr(assembler, "tool", lambda name: None)
+    with pytest.raises(NotImplementedError, match="needs ptxas, .*: pip install nvidia-cuda-nvcc"):
+        assemble_whole("", "sm_90a")
+
+
+@pytest.mark.skipif(compiler.missing() is not None or assembler.tool("ptxas") is None, reason="needs ptxas")
+def test_what_ptxas_refuses_is_said_in_its_words():
+    with pytest.raises(RuntimeError, match="ptxas refused the kernel: (.|\n)*[Ff]atal"):
+        assemble_whole("no PTX", "sm_90a")

@@ -164,19 +164,22 @@ def test_a_damaged_entry_is_as_good_as_none(cache, damage):
     ids=str,
 )  # fmt: skip
 def test_the_key_knows_every_field(other):
-    assert compiled._key(PLAIN, "sm_90a") != compiled._key(dataclasses.replace(PLAIN, **other), "sm_90a")
+    assert compiled.key(PLAIN, "sm_90a") != compiled.key(dataclasses.replace(PLAIN, **other), "sm_90a")
     assert set(other) <= {field.name for field in dataclasses.fields(V2Config)}
 
 
 def test_kernels_alike_but_in_name_are_not_taken_for_each_other():
-    assert compiled._key(PLAIN, "sm_90a") != compiled._key(of_rung(V1Config, PLAIN), "sm_90a")
+    assert compiled.key(PLAIN, "sm_90a") != compiled.key(of_rung(V1Config, PLAIN), "sm_90a")
 
 
 def test_the_key_knows_the_gpu_the_sources_and_the_compilers(monkeypatch):
-    key = compiled._key(PLAIN, "sm_90a")
-    assert key == compiled._key(dataclasses.replace(PLAIN), "sm_90a") != compiled._key(PLAIN, "sm_80")
-    monkeypatch.setattr(compiled, "_fingerprint", lambda room: "another numba")
-    assert key != compiled._key(PLAIN, "sm_90a")
+    key = compiled.key(PLAIN, "sm_90a")
+    assert key == compiled.key(dataclasses.replace(PLAIN), "sm_90a") != compiled.key(PLAIN, "sm_80")
+    monkeypatch.setattr(compiled, "compilers", lambda: ("another numba",))
+    other = compiled.key(PLAIN, "sm_90a")
+    assert key != other == compiled.key(PLAIN, "sm_90a", ("another numba",))
+    monkeypatch.setattr(compiled, "fingerprint", lambda room: "other sources")
+    assert other != compiled.key(PLAIN, "sm_90a")
 
 
 def test_a_folder_that_cannot_be_used_is_said_and_survived(tmp_path, monkeypatch):

@@ -192,6 +192,21 @@ def test_a_row_has_the_bits_that_it_has_in_other_tiles():
     assert np.array_equal(part, whole[:, :, 7:33])
 
 
+def test_equal_defaults_keep_their_own_types(tmp_path, monkeypatch):
+    """Numba keeps one type for all defaults that it takes for equal: 3.0 of float64 and of float32, 3.0 and 3."""
+    monkeypatch.setenv("NUMBA_FLASH_CACHE_DIR", str(tmp_path))  # what has been compiled before hides it
+
+    def real(s, b, h, i, j, c=3.0):
+        return s + c * j
+
+    def whole(s, b, h, i, j, c=3):
+        return s + (j & c)
+
+    for dtype in ("float64", "float32"):
+        for function in (real, whole):
+            functions.make("score_mod", Function.of("score_mod", function), dtype, (), False, False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_gradients_of_aux_of_every_dtype(threads):

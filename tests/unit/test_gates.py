@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import shutil
 import subprocess
 import time
 import types
@@ -855,28 +854,13 @@ def gates():
         yield pytest.param(config, id=name, marks=marks)
 
 
-@functools.cache
-def tool(name):
-    """A program of NVIDIA's, from the wheels or the path; None where there is none."""
-    from cuda import pathfinder
-
-    try:
-        found = pathfinder.find_nvidia_binary_utility(name)
-    except Exception:  # this cuda-pathfinder does not know the program
-        found = None
-    return found or shutil.which(name)
-
-
-def machine_code(config, ptx, arch, folder):
+def machine_code(config, ptx, arch):
     """Assembled as it will be when it runs: by nvJitLink, or a whole program as the driver does it, by ptxas."""
     if not config.whole_program:
         return assembler.assemble(ptx, arch)
-    if tool("ptxas") is None:
+    if assembler.tool("ptxas") is None:
         pytest.skip("needs ptxas: the driver assembles this kernel, and there is no driver")
-    (folder / "kernel.ptx").write_text(ptx)
-    command = [tool("ptxas"), "-v", f"-arch={arch}", "-o", str(folder / "kernel.cubin"), str(folder / "kernel.ptx")]
-    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return assembler.Assembled((folder / "kernel.cubin").read_bytes(), log)
+    return assembler.assemble_whole(ptx, arch)
 
 
 def complaints(config, made, target, arch):
@@ -911,14 +895,14 @@ def measured(name, config, folder):
     registers, spills, stack = [], [], []
     for target in targets:
         arch = compiled.architecture(target.cc)
-        made = machine_code(config, ptx, arch, folder)
+        made = machine_code(config, ptx, arch)
         wrong += complaints(config, made, target, arch)
         registers.append(made.registers)
         spills.append(made.spill_bytes)
         stack.append(made.stack_bytes)
-        if target is HOPPER and tool("nvdisasm") is not None:
+        if target is HOPPER and assembler.tool("nvdisasm") is not None:
             (folder / "made.cubin").write_bytes(made.cubin)
-            command = [tool("nvdisasm"), "-c", str(folder / "made.cubin")]
+            command = [assembler.tool("nvdisasm"), "-c", str(folder / "made.cubin")]
             sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             wrong += [f"SASS: no {word}" for word in in_sass if word not in sass]
     line = (
@@ -998,7 +982,7 @@ def test_a_change_makes_the_gate_compile(a_file, what, monkeypatch, tmp_path):
     elif what == "asked":
         monkeypatch.setitem(IN_PTX, good.kernel, ("another instruction",))
     elif what == "compiler":
-        monkeypatch.setattr(compiled, "_compilers", lambda: ["numba-0.0.dist-info"])
+        monkeypatch.setattr(compiled, "compilers", lambda: ("numba-0.0.dist-info",))
     elif what == "judge":
         monkeypatch.setitem(globals(), "complaints", lambda config, made, target, arch: [])
     elif what == "fresh":
@@ -1035,7 +1019,7 @@ def test_who_changes_a_gate_is_told_to_write_the_file(a_file, monkeypatch):
     assert gate_results.stale(dict(good=good, bad=bad, more=good)) == ("", "no result: more")
     assert gate_results.stale(dict(good=bad, bad=bad)) == ("changed since: good", "")
     assert gate_results.stale(dict(good=good)) == ("no such gate: bad", "")
-    monkeypatch.setattr(compiled, "_compilers", lambda: ["numba-0.0.dist-info"])  # those are no reason to tell anybody
+    monkeypatch.setattr(compiled, "compilers", lambda: ("numba-0.0.dist-info",))  # those are no reason to tell anybody
     assert gate_results.stale(dict(good=good, bad=bad)) == ("", "")
 
 

@@ -1,9 +1,7 @@
 """What the compilers make of each lesson, without a GPU: the instructions that it is about, and no spilled register."""
 
 import importlib
-import shutil
 import struct
-import subprocess
 import types
 from pathlib import Path
 
@@ -29,31 +27,16 @@ OF_LESSON = {  # what it adds
 }
 
 
-def machine_code(ptx, arch, folder):
-    """As the driver assembles it, by ptxas: nvJitLink serialises wgmma."""
-    try:
-        from cuda.pathfinder import find_nvidia_binary_utility
-
-        ptxas = find_nvidia_binary_utility("ptxas") or shutil.which("ptxas")
-    except ImportError:
-        ptxas = shutil.which("ptxas")
-    if ptxas is None:
-        pytest.skip("needs ptxas: pip install nvidia-cuda-nvcc")
-    source, made = folder / "kernel.ptx", folder / "kernel.cubin"
-    source.write_text(ptx)
-    command = [ptxas, "-v", f"-arch={arch}", "-o", str(made), str(source)]
-    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return assembler.Assembled(made.read_bytes(), log)
-
-
 @compiler.needed
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in NAMES])
-def test_it_compiles_and_spills_nothing(name, tmp_path):
+@pytest.mark.skipif(compiler.missing() is None and assembler.tool("ptxas") is None, reason="needs nvidia-cuda-nvcc")
+def test_it_compiles_and_spills_nothing(name):
+    """Assembled as the driver does it, by ptxas: nvJitLink serialises wgmma."""
     made = importlib.import_module(f"lessons.{name}").attention
     for cc in (x for x in SINCE_AMPERE if not made.boxes or x == (9, 0)):
         ptx = made.ptx(cc)
         assert [words for words in OF_LESSON[name] if words not in ptx] == []
-        code = machine_code(ptx, compiled.architecture(cc), tmp_path)
+        code = assembler.assemble_whole(ptx, compiled.architecture(cc))
         assert (code.spill_bytes, code.stack_bytes, code.warnings) == (0, 0, ()), cc
         assert code.registers * made.threads <= 65536
 

@@ -13,6 +13,7 @@ import pytest
 
 import numba_flash
 from numba_flash import __main__ as command
+from numba_flash import described
 from numba_flash.__main__ import main
 from numba_flash.machine import gpus, toolchain
 from numba_flash.machine.target import Target
@@ -131,7 +132,7 @@ def test_explain_takes_the_options_of_attention(capsys):
     flags += ["--sinks"]
     sizes = ["--batch", "2", "--heads", "4", "--seqlen-q", "30", "--head-dim", "8"]
     asked = command._parser().parse_args(["explain", *sizes, *flags, "--return-lse"])
-    assert command._problem(asked, "numpy") == numba_flash.explain(x, x, x, **given).problem
+    assert described.problem_of(asked, "numpy") == numba_flash.explain(x, x, x, **given).problem
     assert run(capsys, "explain", *sizes, *flags)[0] == 0
 
 

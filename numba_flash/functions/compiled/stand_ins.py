@@ -59,8 +59,9 @@ class _Constant:
     def __bool__(self) -> bool:
         return bool(self.value)
 
-    def __hash__(self) -> int:
-        return hash(self.value)
+    # 2 and 2.0, or 2.0 of float32 and of float64, are equal but of different types. Numba takes equal defaults of
+    # parameters for one; of those without a hash it compares the identity.
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _asked(operation: Any) -> Any:
