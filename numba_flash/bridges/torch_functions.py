@@ -17,6 +17,7 @@ import torch
 from ..dispatch.block_mask import BlockMask
 from ..functions.function import Function, attributes_of, globals_of
 from ..problem.options import FUNCTIONS
+from .static_call import numbered
 
 IN_GRAPHS = torch.__version__ >= (2, 13)  # what older ones make of `_captured` was not tried
 _functions: dict[str, Function] = {}
@@ -40,9 +41,19 @@ def function_of(key: str | None) -> Function | None:
     return _functions[key]
 
 
+def keys_of(functions: Any) -> tuple[str | None, ...]:
+    """The keys of a StaticCall's functions. Traced ones are keys already."""
+    named = zip(FUNCTIONS, functions, strict=True)
+    return tuple([x if x is None or isinstance(x, str) else key_of(name, of_block_mask(x)) for name, x in named])
+
+
+def of_block_mask(x: Any) -> Any:
+    """The function of a BlockMask: what it keeps of its tiles is no part of a graph."""
+    return x.function if isinstance(x, BlockMask) else x
+
+
 def traced_keys(given: tuple[Any, ...]) -> tuple[tuple[str | None, ...], tuple[Any, ...]]:
-    """The keys of a call's functions, and aux, in the code that torch.compile traces. A BlockMask counts as its
-    function: what it keeps of its tiles is no part of a graph."""
+    """The keys of a call's functions, and aux, in the code that torch.compile traces."""
     *functions, aux = given
     if not isinstance(aux, tuple):
         raise TypeError(f"aux must be a tuple of arrays, not {type(aux).__name__}")
@@ -67,6 +78,10 @@ def _key(option: str, function: Any, captured: Any, given: Any = (), names: Any 
     if given or names:
         function = functools.partial(function, *given, **dict(zip(names, named, strict=True)))
     return key_of(option, function)
+
+
+def numbered_by_keys(keys: tuple[str | None, ...], label: str) -> str | None:
+    return numbered(tuple([function_of(key) for key in keys]), label)
 
 
 def _number(x: Any) -> Any:
@@ -133,5 +148,5 @@ def _place(function: Any) -> str:
 
 
 # What torch.compile calls, and does not trace.
-for _constant in (_key, _names, _attributes):
+for _constant in (_key, _names, _attributes, numbered_by_keys):
     vars(_constant)["_dynamo_marked_constant"] = True

@@ -36,7 +36,7 @@ from .torch_call import (
     seed_words,
     wanted_of,
 )
-from .torch_functions import function_of, key_of
+from .torch_functions import function_of, keys_of
 
 Way = Callable[..., tuple[Any, StaticCall, Callable[[str, Tensor], Tensor]]]
 _TENSORS = ("Tensor q", "Tensor k", "Tensor v", *(f"Tensor? {name}" for name in (*OPTION_ARRAYS, "q_offsets", "seed")))
@@ -114,11 +114,9 @@ def from_schema(rest: tuple[Any, ...]) -> StaticCall:
 
 
 def _arguments_with_functions(tensors: tuple[Any, ...], call: StaticCall) -> Any:
-    """A call as attention_with_functions takes it. Traced functions are keys already."""
-    named = zip(FUNCTIONS, call.options.functions or (), strict=True)
-    keys = [x if x is None or isinstance(x, str) else key_of(name, x) for name, x in named]
+    """A call as attention_with_functions takes it."""
     own = len(ARRAYS)
-    return schema_arguments(tensors[:own], call, (), (*keys, list(tensors[own:])))
+    return schema_arguments(tensors[:own], call, (), (*keys_of(call.options.functions), list(tensors[own:])))
 
 
 def _with_functions(
