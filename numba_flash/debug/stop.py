@@ -39,7 +39,7 @@ def stop_at(
     """Stop in one thread of one block whenever it comes to a line of a kernel, in Numba's simulator.
 
     kernel: the name of one of ours, as `explain` shows it, such as "v2", "mma" or "wgmma_dq" (an unknown name raises
-    with all of them), or your own, made by cuda.jit. line: a line number of its file, or a piece of text that only one
+    with all of them), or your own, made by cuda.jit, which then runs as in race_check. line: a line number of its file, or a piece of text that only one
     line of its code contains. thread, block: threadIdx and blockIdx; an int is x.
 
     At the prompt everything of pdb works. `n` over cuda.syncthreads() lets all threads come to that

@@ -6,12 +6,9 @@ for all of it holds for the tile. Numbers up to MOST are known; ANY stands for a
 first to the last index, by the lanes of a warp together.
 """
 
-import linecache
-import zlib
-
 from numba import int64, uint32, uint64
 
-from ...functions.expression import Node, expression_of, source_of
+from ...functions.expression import Node, expression_of, made_of, source_of
 from ...ptx import shfl
 from ..steps.inlined import inlined
 
@@ -182,8 +179,4 @@ def make(config):
         body = source_of(expression, text_of)
     except _Unsupported:
         return None
-    text = f"def bounds(b, h, query, key, row, arrays, strides, lane):\n{body}"
-    file = f"<bounds of a mask_mod, {zlib.crc32(text.encode()):x}>"
-    exec(compile(text, file, "exec"), names)
-    linecache.cache[file] = len(text), None, text.splitlines(True), file  # where the simulator and debuggers find it
-    return inlined(names["bounds"])
+    return inlined(made_of(f"def bounds(b, h, query, key, row, arrays, strides, lane):\n{body}", names))
