@@ -99,11 +99,6 @@ def refuse_tangents(tensors: Iterable[Any]) -> None:
         raise NotImplementedError(NO_TANGENTS)
 
 
-NO_FUNCTIONS = (
-    "score_mod and mask_mod are Python functions, which a graph of torch cannot hold: they are not there in "
-    "torch.export, torch.jit.trace, make_fx, dispatch modes and FakeTensor. autograd, torch.func and torch.compile "
-    "(outside of its graph) take them; bias= and mask= go into a graph"
-)
 NO_TANGENTS = (
     "numba_flash has no forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp, jacfwd, hessian): use "
     "reverse mode (backward, torch.func.grad, vjp, jacrev), or pass torch.autograd.forward_ad.unpack_dual(x).primal"

@@ -18,12 +18,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..functions.arguments import reads_argument
 from ..problem.forward import LAYOUTS
-from ..problem.option_checks import ARGUMENTS
-from ..problem.options import BROADCAST, FUNCTIONS, GRADIENT_OF, RANKS, SEEDED
+from ..problem.options import BROADCAST, GRADIENT_OF, RANKS, SEEDED
 from . import jax_seed
-from .static_call import NO_VMAP, StaticCall
+from .static_call import NO_VMAP, StaticCall, numbered
 
 try:
     from jax.experimental.buffer_callback import buffer_callback
@@ -119,12 +117,10 @@ def _labels(name: str, shape: tuple[int, ...], mapped: int, call: StaticCall) ->
 
 
 def _numbered(callback: Any) -> dict[str, str]:
-    found = {}
-    for option, function in zip(FUNCTIONS, callback.known.options.functions or (), strict=False):
-        for label in (BATCH, HEADS):
-            if function is not None and reads_argument(function, ARGUMENTS[option].split(", ").index(label)):
-                found[label] = option
-    return found | (dict.fromkeys((BATCH, HEADS), SEEDED) if jax_seed.NAME in callback.names else {})
+    if jax_seed.NAME in callback.names:
+        return dict.fromkeys((BATCH, HEADS), SEEDED)
+    found = {label: numbered(callback.known.options.functions, label) for label in (BATCH, HEADS)}
+    return {label: option for label, option in found.items() if option is not None}
 
 
 # A lowering is told the devices of its program only where JAX finds custom_partitioning in it. So an operation has a

@@ -4,9 +4,19 @@ from typing import Any, NamedTuple
 
 from ..arrays import Layout
 from ..dispatch.call import PlanKey
-from ..problem.options import Options, Packed
+from ..functions.arguments import reads_argument
+from ..problem.option_checks import ARGUMENTS
+from ..problem.options import FUNCTIONS, Options, Packed
 
 NO_VMAP = "{}.vmap takes no attention_varlen: pack the sequences of all mapped entries, which is one call"
+
+
+def numbered(functions: Any, label: str) -> str | None:
+    """The function, by its option, that reads the number of the batch entry, "b", or of the head, "h"."""
+    for option, function in zip(FUNCTIONS, functions or (), strict=False):
+        if function is not None and reads_argument(function, ARGUMENTS[option].split(", ").index(label)):
+            return option
+    return None
 
 
 class StaticCall(NamedTuple):

@@ -27,6 +27,7 @@ from .static_call import StaticCall
 from .torch_call import flatten
 from .torch_eager import record, record_both, record_cached
 from .torch_func import Transformed
+from .torch_functions import IN_GRAPHS
 from .torch_operations import operation
 
 PLAIN = {Tensor, torch.nn.Parameter, type(None)}  # not a subclass that traces, such as FakeTensor
@@ -103,11 +104,9 @@ def run(call: Call) -> Any:
     if out is not None or call.stream is not None:
         name = "stream" if out is None else "out"
         raise NotImplementedError(f"{name} cannot be given where torch records what is done, as it does for grad")
-    if options.functions is not None:
-        if not torch.compiler.is_compiling():
-            return _run_with_functions(q, k, v, options, return_lse, kernel)
+    if options.functions is not None and torch.compiler.is_compiling() and not IN_GRAPHS:
         if torch._C._are_functorch_transforms_active():  # which no break of a graph may lie in
-            raise NotImplementedError(recording.NO_FUNCTIONS)
+            raise NotImplementedError(NO_FUNCTIONS)
         return _outside_of_the_graph(q, k, v, options, return_lse, kernel)
     if torch.compiler.is_compiling() or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
         o, lse = operation(*flatten(q, k, v, options, kernel))
@@ -117,7 +116,8 @@ def run(call: Call) -> Any:
     elif torch._C._get_tracing_state() is not None or recording.recording_mode() is not None:
         o, lse = operation(*flatten(q, k, v, options, kernel))
     else:
-        if options.arrays is None and not (isinstance(options.q_offset, Tensor) or isinstance(options.seed, Tensor)):
+        numbers = not (isinstance(options.q_offset, Tensor) or isinstance(options.seed, Tensor))
+        if options.arrays is options.functions is None and numbers:
             # autograd is told of three tensors
             tensors, static = (q, k, v), StaticCall(options, kernel, call.key)
         else:
@@ -141,31 +141,27 @@ def _result(return_lse: Any, o: Tensor, lse: Tensor) -> Any:
     return AttentionOutput(o, lse) if return_lse else o
 
 
-def _run_with_functions(q: Any, k: Any, v: Any, options: Options, return_lse: Any, kernel: str) -> Any:
-    """`run` with score_mod or mask_mod, which are no arguments that an operation could have."""
-    tensors, static = flatten(q, k, v, options, kernel)
-    if torch._C._are_functorch_transforms_active():
-        o, lse = Transformed.apply(static, *tensors)
-    elif torch._C._get_tracing_state() or recording.recording_mode() or not PLAIN.issuperset(map(type, tensors)):
-        raise NotImplementedError(recording.NO_FUNCTIONS)
-    elif return_lse:
-        o, lse = record_both(static, *tensors)
-    else:
-        return record(static, *tensors)
-    return AttentionOutput(o, lse) if return_lse else o
+NO_FUNCTIONS = (
+    f"torch {torch.__version__} cannot have score_mod and mask_mod in transforms inside of torch.compile, and 2.13 "
+    "can: bias= and mask= go into every graph"
+)
+
+
+def _run_outside(q: Any, k: Any, v: Any, options: Options, return_lse: Any, kernel: str) -> Any:
+    return run(Call((q, k, v, None), options, return_lse=return_lse, kernel=kernel))
 
 
 def _outside_of_the_graph(*arguments: Any) -> Any:
-    """torch.compile leaves its graph here and comes back behind it: a graph could not tell that a function changed."""
+    """torch.compile leaves its graph here and comes back behind it."""
     import torch._dynamo  # which takes a second, and is there when this is called
 
-    return torch._dynamo.disable(_run_with_functions)(*arguments)
+    return torch._dynamo.disable(_run_outside)(*arguments)
 
 
 _outside_of_the_graph._torchdynamo_disable = True  # type: ignore[attr-defined]
-_outside_of_the_graph._torchdynamo_disable_msg = "score_mod and mask_mod are no part of a graph"  # type: ignore[attr-defined]
+_outside_of_the_graph._torchdynamo_disable_msg = "score_mod and mask_mod are no part of a graph before torch 2.13"  # type: ignore[attr-defined]
 # It leaves for the call of `attention`, which it would then trace as it stands: nothing below dispatch is for it.
-_BELOW: Any = (run_cached, _run_with_functions, Transformed.forward, Transformed.backward, Transformed.setup_context)
+_BELOW: Any = (run_cached, _run_outside, Transformed.forward, Transformed.backward, Transformed.setup_context)
 for _function in _BELOW:
     _function._torchdynamo_disable = True
 _frames = torch._C._dynamo.eval_frame

@@ -20,6 +20,7 @@ from ..problem.options import ARRAY_NAMES, OPTION_ARRAYS, AttentionGradients, Op
 from ..problem.options import GRADIENT_OF as ARRAY_OF_GRADIENT
 from ..select.rungs import kernel_of_backward
 from .static_call import StaticCall
+from .torch_functions import traced_keys
 
 # The first arguments of both operations, which are tensors; and where the one stands that a gradient is of.
 ARRAYS = ("q", "k", "v", *ARRAY_NAMES, "seed")
@@ -35,11 +36,18 @@ def flatten(q: Any, k: Any, v: Any, options: Options, kernel: str) -> tuple[tupl
     seeds, seed = (options.seed, None) if isinstance(options.seed, Tensor) else (None, options.seed)
     if seeds is not None and (seeds.numel() != 1 or seeds.is_floating_point() or seeds.dtype == torch.bool):
         raise TypeError(f"seed must be a whole number, or a tensor of one, not {seeds.dtype} of {tuple(seeds.shape)}")
-    functions, aux = (None, ()) if options.functions is None else caller_functions.functions_of(options.functions)
+    functions, aux = _functions_of(options.functions)
     tensors = (q, k, v, *(options.arrays or NO_ARRAYS), offsets, seeds, *aux)
     # not by _replace, which torch.compile of torch 2.4 does not trace
     rest = Options(options.causal, options.window, q_offset, options.numbers, None, functions, options.layout, seed)
     return tensors, StaticCall(rest, kernel)
+
+
+def _functions_of(given: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The functions as values, or as keys where torch traces; and aux."""
+    if given is None:
+        return None, ()
+    return traced_keys(given) if torch.compiler.is_compiling() else caller_functions.functions_of(given)
 
 
 def layout_words(layout: Any) -> tuple[Any, ...]:

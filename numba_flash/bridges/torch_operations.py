@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ..arrays import recording
 from ..problem.forward import LAYOUTS
 from ..problem.option_checks import window_sides
-from ..problem.options import NUMBERS, OPTION_ARRAYS, Options
+from ..problem.options import FUNCTIONS, NUMBERS, OPTION_ARRAYS, Options
 from . import torch_vmap
 from .static_call import StaticCall
 from .torch_call import (
@@ -36,6 +36,7 @@ from .torch_call import (
     seed_words,
     wanted_of,
 )
+from .torch_functions import function_of, keys_of
 
 Way = Callable[..., tuple[Any, StaticCall, Callable[[str, Tensor], Tensor]]]
 _TENSORS = ("Tensor q", "Tensor k", "Tensor v", *(f"Tensor? {name}" for name in (*OPTION_ARRAYS, "q_offsets", "seed")))
@@ -52,6 +53,7 @@ _REST = (
 )
 _LAYOUT = _REST.index("str layout")
 _GIVEN = "str wanted, Tensor? do, Tensor? dlse, Tensor o, Tensor lse"
+_AUX = "Tensor[] aux"
 _LIBRARY = torch.library.Library("numba_flash", "FRAGMENT")
 _BELOW_AUTOGRAD = torch._C._after_autograd_keyset
 _transforms_are_active = torch._C._are_functorch_transforms_active
@@ -59,27 +61,29 @@ _transforms_are_active = torch._C._are_functorch_transforms_active
 
 def operation(tensors: tuple[Any, ...], call: StaticCall) -> tuple[Tensor, Tensor]:
     """Calls torch's dispatcher, so that tracers see one operation. That costs 75 us."""
-    if call.options.functions is not None:
-        raise NotImplementedError(recording.NO_FUNCTIONS)
     if any(type(x).__name__ == "DTensor" for x in tensors):
         from .torch_sharding import attend  # which loads torch.distributed.tensor
 
         return attend(operation, tensors, call)
-    for name, x in zip(ARRAYS, tensors, strict=True):
+    names = (*ARRAYS, *[f"aux[{number}]" for number in range(len(tensors) - len(ARRAYS))])
+    for name, x in zip(names, tensors, strict=True):
         if not isinstance(x, Tensor) and (x is not None or name in ("q", "k", "v")):
             raise TypeError(f"all arrays must be of one kind, but {name} is {type(x).__name__} beside torch tensors")
     if not torch.compiler.is_compiling():
         _give_formulas()
-    return forward(*schema_arguments(tensors, call))
+    if call.options.functions is None:
+        return forward(*schema_arguments(tensors, call))
+    return forward_with_functions(*_arguments_with_functions(tensors, call))
 
 
 def gradients_operation(
     call: StaticCall, wanted: tuple[str, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
 ) -> list[Tensor]:
-    if call.options.functions is not None:
-        raise NotImplementedError(recording.NO_FUNCTIONS)
     _give_formulas()
-    return backward(" ".join(wanted), do, dlse, o, lse, *schema_arguments(tensors, call))
+    given = " ".join(wanted), do, dlse, o, lse
+    if call.options.functions is None:
+        return backward(*given, *schema_arguments(tensors, call))
+    return backward_with_functions(*given, *_arguments_with_functions(tensors, call))
 
 
 def recorded(q: Tensor, k: Tensor, v: Tensor, options: Options, kernel: str) -> tuple[Tensor, Tensor]:
@@ -116,6 +120,20 @@ def from_schema(rest: tuple[Any, ...]) -> StaticCall:
     return StaticCall(Options(causal, (left, right), q_offset, tuple(numbers), None, None, layout_of(*layout)), kernel)
 
 
+def _arguments_with_functions(tensors: tuple[Any, ...], call: StaticCall) -> Any:
+    """A call as attention_with_functions takes it."""
+    own = len(ARRAYS)
+    return schema_arguments(tensors[:own], call, (), (*keys_of(call.options.functions), list(tensors[own:])))
+
+
+def _with_functions(
+    tensors: Any, call: StaticCall, score_mod: str | None, mask_mod: str | None, aux: list[Tensor]
+) -> Any:
+    functions = function_of(score_mod), function_of(mask_mod)
+    call = call._replace(options=call.options._replace(functions=functions))
+    return (*tensors, *_without_grad(aux)), call, lambda name, gradient: gradient
+
+
 def _as_given(tensors: Any, call: StaticCall) -> Any:
     return tensors, call, lambda name, gradient: gradient
 
@@ -123,11 +141,12 @@ def _as_given(tensors: Any, call: StaticCall) -> Any:
 def define(name: str, more: tuple[str, ...] = (), numbers: tuple[str, ...] = (), way: Way = _as_given) -> Any:
     """The operations numba_flash::`name` and numba_flash::`name`_backward.
 
-    more, numbers: the schema of further tensors and numbers. way(tensors, call, *more, *numbers), where the numbers are
-    known: -> what is computed of them, and what makes a gradient of that one of what was given.
+    more, numbers: the schema of further tensors and numbers; the last may be _AUX, a list of tensors. way(tensors,
+    call, *more, *numbers), where the numbers are known: -> what is computed of them, and what makes a gradient of that
+    one of what was given.
     """
     own, read = len(ARRAYS), len(ARRAYS) + len(more)
-    end = read + len(_REST)
+    end, has_aux = read + len(_REST), numbers[-1:] == (_AUX,)
 
     def asked(arguments: Any) -> Any:
         tensors = _without_grad(arguments[:read])
@@ -158,19 +177,27 @@ def define(name: str, more: tuple[str, ...] = (), numbers: tuple[str, ...] = (),
         return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
 
     def fake_gradients(wanted: str, do: Any, dlse: Any, o: Tensor, lse: Tensor, *inputs: Any) -> list[Tensor]:
-        return [inputs[GRADIENT_OF[name]].new_empty(inputs[GRADIENT_OF[name]].shape) for name in wanted.split()]
+        of = _flat(inputs)
+        return [of[place(name)].new_empty(of[place(name)].shape) for name in wanted.split()]
+
+    def place(gradient: str) -> int:
+        """Where that stands which a gradient is of, with aux behind all others."""
+        found = GRADIENT_OF.get(gradient)
+        return end + len(numbers) - 1 + int(gradient[5:-1]) if found is None else found
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*output, *inputs[:read])
-        ctx.others = inputs[read:]
+        aux = inputs[end + len(numbers) - 1 :] if has_aux else ()
+        ctx.save_for_backward(*output, *inputs[:read], *aux)
+        ctx.others = inputs[read : len(inputs) - len(aux)]
 
     def gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[1:]
-        wanted = wanted_of(needs[:own])
+        needs, (o, lse, *tensors) = ctx.needs_input_grad[1:], ctx.saved_tensors
+        aux = [tensors[read:]] if has_aux else []
+        wanted = wanted_of((*needs[:own], *needs[len(needs) - len(tensors[read:]) :]))
         result: list[Tensor | None] = [None] * len(needs)
-        found = backward(" ".join(wanted), do, dlse, *ctx.saved_tensors, *ctx.others)
+        found = backward(" ".join(wanted), do, dlse, o, lse, *tensors[:read], *ctx.others, *aux)
         for gradient_name, gradient in zip(wanted, found, strict=True):
-            result[GRADIENT_OF[gradient_name]] = gradient
+            result[place(gradient_name)] = gradient
         return tuple(result)
 
     def flops(products: int, products_v: int, shapes: Any) -> int:
@@ -202,6 +229,11 @@ def _without_grad(tensors: Any) -> tuple[Any, ...]:
     return tuple([None if x is None else x.detach() for x in tensors])
 
 
+def _flat(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """With aux, a list that comes last, as arguments of their own."""
+    return (*arguments[:-1], *arguments[-1]) if isinstance(arguments[-1], list) else arguments
+
+
 def _defined(name: str, schema: str, compute: Any, fake: Any, save: Any, gradients: Any) -> Any:
     """An operation of torch's dispatcher."""
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
@@ -215,7 +247,12 @@ def _defined(name: str, schema: str, compute: Any, fake: Any, save: Any, gradien
 def _recorded(defined: Any, save: Any, gradients: Any) -> Any:
     """What autograd, or one transform of torch.func, makes of a call before it goes on below."""
 
+    count = len(defined._schema.arguments)
+    has_list = defined._schema.arguments[-1].name == "aux"
+
     def below(keyset: Any, arguments: Any) -> Any:
+        if has_list:
+            arguments = (*arguments[: count - 1], list(arguments[count - 1 :]))
         with torch._C._AutoDispatchBelowAutograd():
             return defined.redispatch(keyset & _BELOW_AUTOGRAD, *arguments)
 
@@ -237,6 +274,7 @@ def _recorded(defined: Any, save: Any, gradients: Any) -> Any:
         jvp = staticmethod(no_tangents)
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
+        arguments = _flat(arguments)  # autograd looks for no tensors in a list
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         recording.refuse_tangents(tensors)
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
@@ -266,6 +304,9 @@ def _give_formulas() -> None:
 
 
 forward, backward = define("attention")
+forward_with_functions, backward_with_functions = define(
+    "attention_with_functions", numbers=(*(f"str? {name}" for name in FUNCTIONS), _AUX), way=_with_functions
+)
 
 
 def _map(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
@@ -290,6 +331,21 @@ def _map_gradients(info: Any, in_dims: tuple[Any, ...], wanted: str, *arguments:
     return list(found), list(out_dims)
 
 
+def _map_with_functions(defined: Any) -> Any:
+    """A call for each entry, since functions are told the number of the batch entry."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+        count, dims = len(arguments) - 1, (*in_dims[:-1], *in_dims[-1])
+        found, out_dims = torch_vmap.one_by_one(
+            lambda *flat: defined(*flat[:count], list(flat[count:])), info.batch_size, dims, _flat(arguments)
+        )
+        return (found, out_dims) if defined is forward_with_functions else (list(found), list(out_dims))
+
+    return rule
+
+
 if hasattr(torch.library, "register_vmap"):  # from 2.5 on; before that torch makes a call for each, if it can
     torch.library.register_vmap("numba_flash::attention", _map, lib=_LIBRARY)
     torch.library.register_vmap("numba_flash::attention_backward", _map_gradients, lib=_LIBRARY)
+    for _defined_one in (forward_with_functions, backward_with_functions):
+        torch.library.register_vmap(_defined_one, _map_with_functions(_defined_one), lib=_LIBRARY)

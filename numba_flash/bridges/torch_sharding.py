@@ -1,8 +1,8 @@
 """attention of DTensors: each device computes its own batch entries and heads, and nothing is sent.
 
 q says how the call is split: along each dimension of its mesh it is sharded over the batch, sharded over the heads, or
-replicated. The other arrays must be split likewise, and replicated where they are broadcast. The gradient of what is
-broadcast is then a sum over devices (Partial), which DTensor forms when somebody needs it.
+replicated. The other arrays must be split likewise, and replicated where they are broadcast, as aux is. The gradient of
+what is broadcast is then a sum over devices (Partial), which DTensor forms when somebody needs it.
 """
 
 import math
@@ -15,6 +15,7 @@ from ..problem.forward import LAYOUTS
 from ..problem.options import BY_NAME
 from .static_call import StaticCall
 from .torch_call import ARRAYS, SEED
+from .torch_functions import keys_of, numbered_by_keys
 
 BATCH, HEADS = "batch", "heads"
 
@@ -31,10 +32,12 @@ def attend(operation: Any, tensors: tuple[Any, ...], call: StaticCall) -> Any:
             "dropout_p of DTensors is not implemented: which weights are dropped follows from their batch entry and "
             "head, counted over all devices"
         )
+    _check_functions(call.options.functions, splits)
     _check_heads(k.shape[_axis("k", k, HEADS, layout)], q.device_mesh, splits)
     _check_batch(q, splits, layout)
     given, of_gradients = [], []
-    for name, x in zip(ARRAYS, tensors, strict=True):
+    names = (*ARRAYS, *[f"aux[{number}]" for number in range(len(tensors) - len(ARRAYS))])
+    for name, x in zip(names, tensors, strict=True):
         wanted = x if x is None else tuple(_placement(name, x, split, layout) for split in splits)
         _check_placements(name, x, q, wanted)
         given.append(wanted)
@@ -68,7 +71,8 @@ def _axis(name: str, x: Any, split: str, layout: Any) -> int | None:
         return (None, 1)[number] if packed else LAYOUTS[layout][number]
     if name == "lse":
         return (None, 0)[number] if packed else number
-    behind = dict(scores=(4, 3), heads=(2, 1), batch=(1, None)).get(BY_NAME[name].shape, (None, None))[number]
+    shape = BY_NAME[name].shape if name in BY_NAME else ""  # aux has none
+    behind = dict(scores=(4, 3), heads=(2, 1), batch=(1, None)).get(shape, (None, None))[number]
     axis = None if behind is None else x.ndim - behind
     return axis if axis is not None and axis >= 0 and x.shape[axis] != 1 else None
 
@@ -80,6 +84,17 @@ def _placement(name: str, x: Any, split: str, layout: Any) -> Placement:
 
 def _of_gradient(placement: Placement, split: str) -> Placement:
     return Partial() if split and placement.is_replicate() else placement
+
+
+def _check_functions(functions: Any, splits: list[str]) -> None:
+    """A device counts its batch entries and heads from 0."""
+    for split in {*splits} & {BATCH, HEADS} if functions is not None else ():
+        option = numbered_by_keys(keys_of(functions), split[0])
+        if option is not None:
+            raise NotImplementedError(
+                f"{option} reads the number of the {'batch entry' if split == BATCH else 'head'}, which a device does "
+                f"not know where q is sharded over the {split}: replicate q, or give what it reads as bias= or mask="
+            )
 
 
 def _check_heads(heads_kv: int, mesh: Any, splits: list[str]) -> None:

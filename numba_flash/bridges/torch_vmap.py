@@ -22,7 +22,7 @@ def map_forward(attend: Callable[..., Any], size: int, dims: tuple[Any, ...], ca
     if call.packed:
         raise NotImplementedError(NO_VMAP.format("torch"))
     if call.reads_entries(tensors[SEED]):
-        return _one_by_one(attend, size, dims, tensors)
+        return one_by_one(attend, size, dims, tensors)
     batch = own_shape(tensors[0], dims[0])[0]
     folded = [fold(name, x, dim, size, batch) for name, x, dim in zip(ARRAYS, tensors, dims, strict=True)]
     return tuple([unfold(x, size, batch) for x in attend(*folded)]), (0, 0)
@@ -38,7 +38,7 @@ def map_gradients(
 ) -> Any:
     """The same of gradients. tensors: do, dlse, o, lse, and those of the forward."""
     if call.reads_entries(tensors[4 + SEED]):
-        return _one_by_one(compute, size, dims, tensors)
+        return one_by_one(compute, size, dims, tensors)
     names = ("do", "dlse", "o", "lse", *ARRAYS)
     given = {name: (x, dim) for name, x, dim in zip(names, tensors, dims, strict=True)}
     batch = own_shape(*given["o"])[0]
@@ -95,7 +95,7 @@ def _serves_whole_batch(name: str, shape: tuple[int, ...]) -> bool:
     return name in BROADCAST and (len(shape) < RANKS[name] or shape[0] == 1)
 
 
-def _one_by_one(call: Callable[..., Any], size: int, in_dims: tuple[Any, ...], tensors: tuple[Any, ...]) -> Any:
+def one_by_one(call: Callable[..., Any], size: int, in_dims: tuple[Any, ...], tensors: tuple[Any, ...]) -> Any:
     """The rule of a call whose mapped dimension cannot be part of the batch: a call for each."""
     results = [
         call(*[x if dim is None else x.select(dim, number) for x, dim in zip(tensors, in_dims, strict=True)])

@@ -1,13 +1,23 @@
-"""The signature of torch.nn.attention.flex_attention, without torch.compile."""
+"""The signature of torch.nn.attention.flex_attention, with or without torch.compile, and what makes its block masks."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import BlockMask as BlockMask
+from torch.nn.attention.flex_attention import and_masks as and_masks
+from torch.nn.attention.flex_attention import create_block_mask as create_block_mask
+from torch.nn.attention.flex_attention import or_masks as or_masks
 
 from ..api import forward as api
+from ..bridges.torch_call import flatten
+from ..bridges.torch_functions import IN_GRAPHS
+from ..bridges.torch_operations import operation
+from ..dispatch.call import NO_AUX
+from ..dispatch.forward import AttentionOutput
 from ..problem.forward import check_bool
+from ..problem.options import FUNCTIONS, Options
 from . import traced
 from .arguments import number, renamed
 
@@ -52,7 +62,7 @@ def flex_attention(
     for functions that a kernel cannot be made of; TypeError and ValueError as `numba_flash.attention` does, with the
     names of these arguments.
     """
-    computed = _outside_of_the_graph if torch.compiler.is_compiling() else _computed
+    computed = _outside_of_the_graph if torch.compiler.is_compiling() and not IN_GRAPHS else _computed
     return computed(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux)
 
 
@@ -64,7 +74,7 @@ def _outside_of_the_graph(*arguments: Any) -> Any:
 
 
 _outside_of_the_graph._torchdynamo_disable = True  # type: ignore[attr-defined]
-_outside_of_the_graph._torchdynamo_disable_msg = "score_mod and block_mask are no part of a graph"  # type: ignore[attr-defined]
+_outside_of_the_graph._torchdynamo_disable_msg = "score_mod and block_mask are no part of a graph before torch 2.13"  # type: ignore[attr-defined]
 
 
 def _computed(
@@ -83,24 +93,34 @@ def _computed(
         scale = number("scale", scale)
     sizes = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
     lines = traced.Lines(query.device, torch.promote_types(query.dtype, torch.float32), sizes)
-    bodies: dict[str, str] = {}
-    if score_mod is not None:
-        bodies["score_mod"] = traced.write_down(lines, "score_mod", score_mod)
-    if block_mask is not None:
-        bodies["mask_mod"] = traced.write_down(lines, "mask_mod", _mask_mod(block_mask, query, key))
-    functions: dict[str, Any] = {name: traced.compiled(name, len(lines.tensors), body) for name, body in bodies.items()}
-    if lines.tensors:
-        functions["aux"] = tuple(lines.tensors)
-    if len(key) != len(query):  # a batch of 1
-        key, value = (x.expand(len(query), -1, -1, -1) for x in (key, value))
+    given = score_mod, None if block_mask is None else _mask_mod(block_mask, query, key)
+    bodies = {
+        name: None if function is None else traced.write_down(lines, name, function)
+        for name, function in zip(FUNCTIONS, given, strict=True)
+    }
+    if key.shape[0] != query.shape[0]:  # a batch of 1
+        key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     both = return_lse or return_aux is not None
-    try:
-        found = api.attention(query, key, value, scale=scale, q_offset=0, return_lse=both, **functions)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise renamed(error, NAMES)  # noqa: B904 - the same error
+    found = _attend(query, key, value, scale, bodies, tuple(lines.tensors), both)
     if return_aux is not None:
         return found.o, flex.AuxOutput(lse=found.lse if return_aux.lse else None)
     return tuple(found) if return_lse else found
+
+
+def _attend(query: Any, key: Any, value: Any, scale: Any, bodies: Any, aux: tuple[Tensor, ...], both: bool) -> Any:
+    """attention with the functions of these texts."""
+    options = dict(scale=scale, q_offset=0)
+    if any(bodies.values()) and torch.compiler.is_compiling():
+        keys = [None if body is None else traced.key(name, len(aux), body) for name, body in bodies.items()]
+        tensors, call = flatten(query, key, value, Options.of(**options), "auto")
+        call = call._replace(options=call.options._replace(functions=tuple(keys)))
+        found = AttentionOutput(*operation((*tensors, *aux), call))
+        return found if both else found.o
+    functions = {name: traced.compiled(name, len(aux), body) for name, body in bodies.items() if body}
+    try:
+        return api.attention(query, key, value, return_lse=both, aux=aux or NO_AUX, **functions, **options)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise renamed(error, NAMES)  # noqa: B904 - the same error
 
 
 def _check(query: Any, key: Any, value: Any, enable_gqa: Any, return_lse: Any, return_aux: Any) -> None:

@@ -11,6 +11,7 @@ So a captured tensor becomes an array of aux, and a captured number a constant. 
 call of flex_attention, because what it captures may have changed.
 """
 
+import contextlib
 import functools
 import linecache
 import math
@@ -18,11 +19,22 @@ import zlib
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
+from ..bridges.torch_functions import key_of
 from . import traced_operations  # noqa: F401 - fills the table of operations
-from .traced_values import Lines, Value
+from .traced_values import OPERATIONS, Lines, Value
 
 ARGUMENTS = dict(score_mod=("score", "b", "h", "q_pos", "k_pos"), mask_mod=("b", "h", "q_pos", "k_pos"))
+
+
+class Reads(TorchFunctionMode):
+    """For torch.compile, which overlooks the stand-ins in the tuple of bias[h, q_idx]."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
+            return OPERATIONS["getitem"](*args)
+        return function(*args, **(kwargs or {}))
 
 
 def write_down(lines: Lines, name: str, function: Any) -> str:
@@ -33,7 +45,8 @@ def write_down(lines: Lines, name: str, function: Any) -> str:
         given = [Value(lines, x, kinds.get(x, "whole"), torch.int64) for x in ARGUMENTS[name]]
         for value, size in zip(given[-4:], lines.sizes, strict=True):
             value.span = (0, size - 1) if size else None
-        result = lines.value(function(*given))
+        with Reads() if torch.compiler.is_compiling() else contextlib.nullcontext():
+            result = lines.value(function(*given))
     except (TypeError, IndexError, NotImplementedError) as error:
         code = getattr(function, "__code__", None)
         where = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
@@ -52,3 +65,11 @@ def compiled(name: str, tables: int, body: str) -> Any:
     made: dict[str, Any] = {}
     exec(compile(text, file, "exec"), {"math": math}, made)
     return made[name]
+
+
+def key(name: str, tables: int, body: str) -> str:
+    """Of the plain function, for a graph."""
+    return key_of(name, compiled(name, tables, body))
+
+
+key._dynamo_marked_constant = True  # type: ignore[attr-defined]

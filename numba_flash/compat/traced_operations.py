@@ -32,7 +32,7 @@ def _values(*given: Any) -> list[Value]:
 
 
 def _common(*values: Value) -> str:
-    return max((x.kind for x in values), key=KINDS.index)
+    return KINDS[max([KINDS.index(x.kind) for x in values])]
 
 
 SPANS = {"+": operator.add, "-": operator.sub, "*": operator.mul}

@@ -54,11 +54,16 @@ class Lines:
             return x
         if isinstance(x, Row):
             raise TypeError(f"a tensor is indexed by {len(x.index)} numbers, and it has {x.tensor.ndim} dimensions")
+        if torch.compiler.is_compiling() and isinstance(x, int | float) and _differs(x):
+            one = torch.ones((), dtype=torch.int64 if isinstance(x, int) else self.real, device=self.device)
+            x = one * x  # torch.full would make it a constant after all
         if isinstance(x, Tensor):
             if x.ndim:
                 raise TypeError(
                     f"it computes with a tensor of shape {tuple(x.shape)}: read a number, as in bias[h, q_idx]"
                 )
+            if torch.compiler.is_compiling():
+                return Row(self, x.to(self.device), ()).read()
             if x.device == self.device and (x.device.type != "cpu" or x.requires_grad):
                 return Row(self, x, ()).read()
             constant = self.value(x.item())  # as torch itself takes a number in host memory
@@ -86,7 +91,7 @@ class Value:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return operation(function.__name__.strip("_"))(*args, **(kwargs or {}))
+        return operation(_name_of(function))(*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         if name in ("shape", "ndim", "requires_grad"):
@@ -123,6 +128,21 @@ class Value:
     @property
     def as_truth(self) -> str:
         return self.text if self.kind == "bool" else f"({self.text} != 0)"
+
+
+def _differs(x: Any) -> bool:
+    """Whether the graph that torch.compile makes serves other values of this number, too."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not has_static_value(x)
+
+
+def _name_of(function: Any) -> str:
+    return function.__name__.strip("_")
+
+
+# What torch.compile calls, and does not trace.
+_name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Row:

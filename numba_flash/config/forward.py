@@ -122,6 +122,10 @@ class LaunchFacts:
     def compute_dtype(self) -> str:
         return COMPUTE_DTYPE.get(self.dtype, "float32")
 
+    def counters(self, problem: Any) -> int:
+        """Words of the counters of a launch, if there are any."""
+        return self.counter_words
+
     def has(self, option: str) -> bool:
         """Whether the problem uses an option (options.py)."""
         return any(name == option for name, _ in self.uses)

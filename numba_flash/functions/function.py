@@ -183,7 +183,7 @@ def _read(value: Any, name: str, callers: tuple[Any, ...]) -> Tree:
     if value is math:
         return ("module",)
     if kind is types.ModuleType:
-        used = sorted({attribute for owner, attribute in _attributes_of(callers[-1]) if owner == name})
+        used = sorted({attribute for owner, attribute in attributes_of(callers[-1]) if owner == name})
         if used and all(hasattr(value, attribute) for attribute in used):
             return ("namespace", *((x, _read(getattr(value, x), f"{name}.{x}", callers)) for x in used))
     try:
@@ -240,7 +240,7 @@ def _read_function(function: types.FunctionType, callers: tuple[Any, ...]) -> Tr
     if wrong:
         raise Refused(wrong)
     within = (*callers, code)
-    names, known, builtin = _globals_of(code), function.__globals__, vars(builtins)
+    names, known, builtin = globals_of(code), function.__globals__, vars(builtins)
     captured = []
     for name in names:
         if name in known or name in builtin:
@@ -254,7 +254,7 @@ def _read_function(function: types.FunctionType, callers: tuple[Any, ...]) -> Tr
             for name, cell in zip(code.co_freevars, function.__closure__, strict=True)
         )
     owners = [name for name, tree in (*captured, *zip(code.co_freevars, cells, strict=True)) if tree == ("module",)]
-    for owner, attribute in _attributes_of(code):
+    for owner, attribute in attributes_of(code):
         if owner in owners and attribute not in (*rules.FUNCTIONS, *rules.CONSTANTS):
             raise Refused(_not_in_math(attribute, code))
     defaults = tuple(_read(x, "a default", within) for x in function.__defaults__ or ())
@@ -274,18 +274,18 @@ def _wrong_defaults(function: types.FunctionType) -> str | None:
 
 
 @functools.lru_cache(maxsize=1000)
-def _globals_of(code: types.CodeType) -> tuple[str, ...]:
+def globals_of(code: types.CodeType) -> tuple[str, ...]:
     """The global names that a function reads, and those that its inner functions read."""
     found = {x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for inner in inner_codes(code):
-        found.update(_globals_of(inner))
+        found.update(globals_of(inner))
     return tuple(sorted(found))
 
 
 @functools.lru_cache(maxsize=1000)
-def _attributes_of(code: types.CodeType) -> tuple[tuple[str, str], ...]:
+def attributes_of(code: types.CodeType) -> tuple[tuple[str, str], ...]:
     """(captured name, its attribute), once for each time that a function reads one."""
-    inside = [pair for x in inner_codes(code) for pair in _attributes_of(x)]
+    inside = [pair for x in inner_codes(code) for pair in attributes_of(x)]
     return (
         *(
             (one.argval, two.argval)

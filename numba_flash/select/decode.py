@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from ..arrays.dtypes import ITEM_SIZE
 from ..machine.target import Target
 from ..problem.forward import Problem
+from ..problem.options import SEEDED
 from .forward import features_of, no_copies, too_wide
 from .rungs import RUNGS, no_room, no_tensor_cores
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 FEW_ROWS = 64  # of a KV head: with more, a contiguous cache is for the kernels of `attention`
 WIDEST = 256  # head_dim
 SIMULATED_BLOCKS = 4
+OF_ROWS = ("alibi_slopes", "bias", "mask", "score_mod", "mask_mod", SEEDED)  # options that ask whose row it is
 MOST_THREADS = 256  # of a multiprocessor: each takes up to 255 registers
 LEAST_LEVELS, MOST_LEVELS = 1, 7  # of nodes in shared memory, if none waits in registers
 
@@ -35,10 +37,24 @@ def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
     return reason
 
 
-def config_of(problem: Problem, pages: str, target: Target) -> "DecodeConfig":
-    found = _fitting(problem, pages, target)
+def config_of(problem: Problem, pages: str, target: Target, shares: bool = False) -> "DecodeConfig":
+    """shares: sequences have common prefixes, and not_shared() is None."""
+    found = _fitting(problem, pages, target, shares)
     assert found is not None
     return found
+
+
+def not_shared(problem: Problem, target: Target) -> str | None:
+    """Why decode reads a prefix that sequences share for each of them, or None. It computes the nodes of a prefix
+    without knowing whose rows they are of."""
+    p = problem
+    of_rows = [name for name, _ in p.uses if name in OF_ROWS] + ["window"] * (p.left is not None)
+    if of_rows:
+        return f"{', '.join(of_rows)}: scores of a prefix depend on the sequence or the query"
+    found = _fitting(p, "own", target, True)
+    if found is None or found.members < 2:
+        return f"rows of two sequences with {rows_of(p)} queries of the heads of a KV head do not fit into a tile"
+    return None
 
 
 def rows_of(problem: Problem) -> int:
@@ -46,17 +62,18 @@ def rows_of(problem: Problem) -> int:
     return problem.seqlen_q * max(problem.group, 1)
 
 
-def _fitting(problem: Problem, pages: str, target: Target) -> "DecodeConfig | None":
+def _fitting(problem: Problem, pages: str, target: Target, shares: bool = False) -> "DecodeConfig | None":
     """As many rows as there are, and as many bytes on the way as there is room for: of two blocks with three tiles or
-    more each, or else of one."""
+    more each, or else of one. shares: rows are those of all sequences, whose own ones have a power of 2 of places."""
     p, wide = problem, problem.widest > 128
     one_panel = -(-p.head_dim // 64) >= -(-p.head_dim_v // 64)  # rows of O fit into a tile of K and V
     most = 64 if one_panel and not wide else 32
-    wanted = min(max(16, 1 << (max(rows_of(p), 1) - 1).bit_length()), most)
+    own = 1 << (max(rows_of(p), 1) - 1).bit_length()
+    wanted = min(max(16, own * (1 << (max(p.batch, 1) - 1).bit_length() if shares else 1)), most)
     for tile_m in (n for n in (64, 32, 16) if n <= wanted):
         for per_sm, least_stages in ((2, 3), (1, 3), (1, 2)):
             for stages in range(6, least_stages - 1, -1):
-                made = _config(p, pages, target, tile_m, stages, per_sm)
+                made = _config(p, pages, target, tile_m, stages, per_sm, max(tile_m // own, 1) if shares else 1)
                 room = (target.shared_bytes + 1024) // per_sm - 1024 - made.shared_bytes
                 levels = min(room // made.shared_stack[1], MOST_LEVELS)
                 least = 0 if made.pair_registers or least_stages == 2 else LEAST_LEVELS
@@ -65,7 +82,9 @@ def _fitting(problem: Problem, pages: str, target: Target) -> "DecodeConfig | No
     return None
 
 
-def _config(problem: Problem, pages: str, target: Target, tile_m: int, stages: int, per_sm: int) -> "DecodeConfig":
+def _config(
+    problem: Problem, pages: str, target: Target, tile_m: int, stages: int, per_sm: int, members: int = 1
+) -> "DecodeConfig":
     from ..config.decode import DecodeConfig
 
     p = problem
@@ -79,5 +98,6 @@ def _config(problem: Problem, pages: str, target: Target, tile_m: int, stages: i
         blocks_per_sm=per_sm,
         blocks=SIMULATED_BLOCKS if target.simulated else max(target.multiprocessors, 1) * per_sm,
         pages=pages,
-        stack_rows=max(min(1 << (max(rows_of(p), 1) - 1).bit_length(), tile_m), 4),
+        stack_rows=max(min(1 << (max(rows_of(p) * members, 1) - 1).bit_length(), tile_m), 4),
+        members=members,
     )

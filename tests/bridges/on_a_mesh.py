@@ -28,6 +28,10 @@ CASES = {
     "compiled": ((B, H), "bhsd", ("bias",)),
     "replicated": (("", ""), "bhsd", ("sinks",)),
     "packed": (("", H), "packed", ("sinks",)),
+    "functions": ((B, H), "bhsd", ("distances", "bias")),
+    "functions, compiled": ((B, H), "bhsd", ("distances",)),
+    "functions of heads": ((B, ""), "bshd", ("distances of heads",)),
+    "functions, packed": (("", H), "packed", ("distances",)),
 }
 
 
@@ -51,9 +55,19 @@ def arrays(layout, names):
         "slopes of each entry": ("alibi_slopes", torch.rand(BATCH, HEADS), 0, 1),
         "sinks": ("sinks", torch.randn(HEADS), None, 0),
         "seqlens_k": ("seqlens_k", torch.tensor([7, 3, 0, 5], dtype=torch.int32), 0, None),
+        "distances": ("aux", torch.randn(SEQLEN_Q + SEQLEN_K).double(), None, None),
+        "distances of heads": ("aux", torch.randn(HEADS, SEQLEN_Q + SEQLEN_K).double(), None, None),
         "q_offset": ("q_offset", torch.tensor([2, -1, 0, 4], dtype=torch.int32), 0, None),
     }
     return made | {name: (array, batch, heads) for name, array, batch, heads in (others[x] for x in names)}
+
+
+def of_distances(score, b, h, i, j, table):
+    return score + score * table[abs(i - j)]
+
+
+def of_heads(score, b, h, i, j, table):
+    return score + table[h, abs(i - j)]
 
 
 def attend(layout, given, compiled=False):
@@ -68,7 +82,11 @@ def attend(layout, given, compiled=False):
         run, options = numba_flash.attention, dict(layout=layout, causal=True)
 
     def call(given):
-        return run(**given, **options, return_lse=True)
+        if "aux" not in given:
+            return run(**given, **options, return_lse=True)
+        others = {name: x for name, x in given.items() if name != "aux"}
+        score_mod = of_heads if given["aux"].ndim == 2 else of_distances
+        return run(**others, **options, score_mod=score_mod, aux=(given["aux"],), return_lse=True, kernel="reference")
 
     found = (torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call)(given)
     (found.o.square().sum() + found.lse.nan_to_num(neginf=0).sin().sum()).backward()
@@ -97,6 +115,10 @@ def check(mesh, splits, layout, names, compiled):
     assert found[0].placements == placed["q"].placements
 
 
+def of_every_other_head(b, h, i, j):
+    return h % 2 == 0
+
+
 def refused(mesh):
     given = arrays("bhsd", ("bias",))
     x = {name: distribute_tensor(x, mesh, [R, R]) for name, (x, *_) in given.items()}
@@ -106,6 +128,8 @@ def refused(mesh):
         (dict(q=x["q"].redistribute(placements=[Shard(0), R])), {}),
         (dict(k=given["k"][0]), {}),
         ({}, dict(dropout_p=0.5, seed=1)),
+        ({}, dict(score_mod=lambda s, b, h, i, j: s + h)),  # of q that is replicated
+        ({name: x[name].redistribute(placements=[R, Shard(1)]) for name in "qkv"}, dict(mask_mod=of_every_other_head)),
         ({name: distribute_tensor(x[name].full_tensor()[:, :2], mesh, [Shard(1), Shard(1)]) for name in "qkv"}, {}),
         ({name: distribute_tensor(x[name].full_tensor()[:3], mesh, [Shard(0), R]) for name in "qkv"}, {}),
     ):
@@ -125,7 +149,7 @@ def run(rank, folder):
     results = {}
     for name, (splits, layout, names) in CASES.items():
         try:
-            check(mesh, splits, layout, names, name == "compiled")
+            check(mesh, splits, layout, names, "compiled" in name)
             results[name] = "ok"
         except Exception:
             results[name] = traceback.format_exc()

@@ -37,7 +37,8 @@ if importlib.util.find_spec("torch.nn.attention.flex_attention") is not None:  #
 
     from numba_flash.compat.flex_attention import flex_attention
 
-    NO_GRAPH.add(flex_attention)
+    if torch.__version__ < (2, 13):
+        NO_GRAPH.add(flex_attention)
     CASES[flex_attention] = dict(
         score_mod=[lambda score, b, h, q_idx, kv_idx: score + (kv_idx - q_idx)],
         block_mask=["causal"],

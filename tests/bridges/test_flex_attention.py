@@ -17,6 +17,15 @@ from numba_flash.compat.flex_attention import flex_attention  # noqa: E402
 BATCH, HEADS, HEADS_KV, SEQLEN_Q, SEQLEN_K = 2, 4, 2, 21, 35
 
 
+IN_GRAPHS = pytest.mark.skipif(torch.__version__ < (2, 13), reason="older torches leave their graph at a call")
+
+
+@pytest.fixture
+def in_graph():
+    yield lambda function, backend="eager": torch.compile(function, backend=backend, fullgraph=True)
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def generator():
     torch.manual_seed(0)
@@ -73,8 +82,9 @@ SCORES = {
     "table": lambda score, b, h, q_idx, kv_idx: score + TABLE[h][torch.clamp(q_idx - kv_idx, -20, 20) + 20],
     "checks": lambda score, b, h, q_idx, kv_idx: torch.where((q_idx // 4 % 2) == (kv_idx // 4 % 2), score, score * 0.5),
     "of all": lambda score, b, h, q_idx, kv_idx: (
-        1 / (1 + score.abs()) + torch.maximum(score, -score) ** 2 - (score > 0) * torch.sigmoid(-score) + b % 2 - ~h
+        1 / (1 + score.abs()) + torch.maximum(score, -score) ** 2 - (score > 0) * torch.sigmoid(-score) + b % 2
     ),
+    "inverted": lambda score, b, h, q_idx, kv_idx: torch.where(~HIDDEN[kv_idx], score, score - 1) + ~h,
     "types": lambda score, b, h, q_idx, kv_idx: score + (q_idx - kv_idx).to(score.dtype) * (q_idx > 3).to(torch.int32),
     "masked": lambda score, b, h, q_idx, kv_idx: score.masked_fill(HIDDEN[kv_idx], -1.0),
     "partial": functools.partial(lambda scale, score, b, h, q_idx, kv_idx: score * scale, 0.25),
@@ -128,7 +138,8 @@ def test_a_block_mask_made_by_hand_says_which_blocks_are_seen():
     torch.testing.assert_close(o, scores.softmax(-1) @ value, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_also_of_what_is_captured():
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=IN_GRAPHS)])
+def test_gradients_also_of_what_is_captured(compiled, in_graph):
     slopes = SLOPES.clone().requires_grad_()
     inputs = problem(requires_grad=True)
 
@@ -142,7 +153,8 @@ def test_gradients_also_of_what_is_captured():
     o = scores.masked_fill(q_idx < kv_idx, -torch.inf).softmax(-1) @ value  # torch has no such backward on a CPU
     do = torch.randn_like(o)
     given = dict(score_mod=score_mod, block_mask=masked(causal), enable_gqa=True)
-    found = torch.autograd.grad(flex_attention(*inputs, **given), (*inputs, slopes), do)
+    run = in_graph(flex_attention, "aot_eager") if compiled else flex_attention
+    found = torch.autograd.grad(run(*inputs, **given), (*inputs, slopes), do)
     expected = torch.autograd.grad(o, (*inputs, slopes), do)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
@@ -179,16 +191,58 @@ def test_plain_attention_and_results_by_name():
     assert flex_attention(query, key, value, return_aux=flex.AuxRequest())[1].lse is None
 
 
-# which torch hides, unless warnings are errors
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")  # of torch 2.11
-def test_under_torch_compile():
-    def twice(query, key, value):
-        return flex_attention(query * 2, key, value, score_mod=SCORES["alibi"], enable_gqa=True) * 2
-
+@IN_GRAPHS
+@pytest.mark.parametrize("name", [*SCORES, *(f"block_mask {x}" for x in MASKS)])
+def test_in_one_graph(name, in_graph):
+    kind, _, rest = name.partition(" ")
+    given = dict(block_mask=masked(*MASKS[rest])) if kind == "block_mask" else dict(score_mod=SCORES[name])
+    given |= dict(enable_gqa=True, return_lse=True)
     inputs = problem()
-    torch.testing.assert_close(torch.compile(twice, backend="aot_eager")(*inputs), twice(*inputs))
-    torch.compiler.reset()
+    if name == "inverted" and torch.__version__ < (2, 14):  # torch.compile does not know ~ of an object
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="invert"):
+            in_graph(lambda *inputs: flex_attention(*inputs, **given))(*inputs)
+        return
+    found = in_graph(lambda *inputs: flex_attention(*inputs, **given))(*inputs)
+    for one, other in zip(found, torchs(*inputs, **given), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@IN_GRAPHS
+def test_what_is_captured_may_change_in_a_graph(in_graph, monkeypatch):
+    inputs, bias, gate = problem(), torch.zeros(HEADS, dtype=torch.float64), torch.tensor(2.0)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score * FACTOR * gate + bias[h] * kv_idx  # noqa: F821
+
+    def run(block_mask):
+        return flex_attention(*inputs, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
+
+    compiled, graphs = in_graph(run, "aot_eager"), torch._dynamo.utils.counters["stats"]
+    made = 0
+    for factor in (1.0, 0.5, 0.25, 4.0):
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        bias += 0.1
+        gate -= 0.3
+        documents = torch.randint(0, 3, (BATCH, SEQLEN_K))
+        block_mask = masked(lambda b, h, q_idx, kv_idx, ids=documents: ids[b, q_idx] == ids[b, kv_idx], BATCH)
+        given = dict(score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
+        before = graphs["unique_graphs"]
+        found = compiled(block_mask)
+        made += graphs["unique_graphs"] - before
+        torch.testing.assert_close(found, torchs(*inputs, **given), rtol=1e-12, atol=1e-12)
+    assert made == 2  # a number that has changed once may change again
+
+
+@IN_GRAPHS
+def test_functions_and_block_masks_made_in_a_graph(in_graph):
+    inputs = problem()
+
+    def run(slopes):
+        block_mask = flex.create_block_mask(causal, None, None, SEQLEN_Q, SEQLEN_K, device="cpu", BLOCK_SIZE=8)
+        given = dict(score_mod=lambda s, b, h, i, j: s + slopes[h] * j, block_mask=block_mask)
+        return flex_attention(*inputs, enable_gqa=True, **given)
+
+    torch.testing.assert_close(in_graph(run)(SLOPES), run(SLOPES), rtol=0, atol=0)
 
 
 def with_if(score, b, h, q_idx, kv_idx):
@@ -212,10 +266,14 @@ def with_if(score, b, h, q_idx, kv_idx):
         (lambda s, b, h, i, j: s + SLOPES.to("meta")[h], TypeError, ["tensor on meta", "query is on cpu"]),
     ],
 )  # fmt: skip
-def test_functions_that_a_kernel_cannot_have(score_mod, error, words):
+def test_functions_that_a_kernel_cannot_have(score_mod, error, words, in_graph):
     with pytest.raises(error) as caught:
         flex_attention(*problem(), score_mod=score_mod, enable_gqa=True)
     assert all(word in str(caught.value) for word in words), caught.value
+    if torch.__version__ >= (2, 13):
+        with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+            in_graph(flex_attention)(*problem(), score_mod=score_mod, enable_gqa=True)
+        assert all(word in str(caught.value) for word in words), caught.value
 
 
 @pytest.mark.parametrize(

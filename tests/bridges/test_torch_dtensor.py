@@ -11,11 +11,15 @@ pytest.importorskip("torch.distributed.tensor", reason="needs torch.distributed.
 
 PROGRAM = Path(__file__).with_name("on_a_mesh.py")
 CASES = ("batch", "heads", "both", "heads over all", "rows first", "options", "broadcast", "compiled", "replicated")
+FUNCTIONS = ("functions", "functions of heads", "functions, packed")
+FUNCTIONS += ("functions, compiled",) * (torch.__version__ >= (2, 13))
 REFUSED = (
     "NotImplementedError: q is placed as S(2)",
     "ValueError: k must be placed as (Shard(dim=0), Replicate()), like q",
     "TypeError: all arrays must be of one kind, but k is Tensor beside DTensors",
     "NotImplementedError: dropout_p of DTensors",
+    "nothing",
+    "NotImplementedError: mask_mod reads the number of the head",
     "NotImplementedError: k has 2 heads, which cannot be shared out evenly to 4 devices",
     "NotImplementedError: q has 3 batch entries, which are not shared out evenly to 2 devices",
 )
@@ -30,7 +34,7 @@ def results(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 
-@pytest.mark.parametrize("case", [*CASES, "packed"])
+@pytest.mark.parametrize("case", [*CASES, "packed", *FUNCTIONS])
 def test_parts_are_parts_of_the_whole(case, results):
     """o, lse and every gradient, also those that are sums over devices."""
     assert [found[case] for found in results] == ["ok"] * 4

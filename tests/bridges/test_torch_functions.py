@@ -148,6 +148,8 @@ def test_func(name):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")  # of torch 2.11
 def test_compiled_with_a_break_of_the_graph(monkeypatch):
+    """As older torches do; test_torch_functions_compiled.py has the others."""
+    monkeypatch.setattr("numba_flash.bridges.torch.IN_GRAPHS", False)
     q, k, v = tensors(Q, K, V)
     ours, torchs = pair_of("aux")
 
@@ -164,21 +166,42 @@ def test_compiled_with_a_break_of_the_graph(monkeypatch):
     torch.compiler.reset()
 
 
-def test_what_a_graph_cannot_hold_is_refused():
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_tracers_and_modes_see_an_operation():
     q, k, v = tensors(Q, K, V)
-    ours, _ = pair_of("score_mod")
-    with pytest.raises(NotImplementedError, match="score_mod and mask_mod are Python functions"):
-        torch.fx.experimental.proxy_tensor.make_fx(ours)(q, k, v)
+    ours, _ = pair_of("aux")
+    others = tensors(Q, K, V, seed=1)
+    for traced in (
+        torch.fx.experimental.proxy_tensor.make_fx(ours)(*others),
+        torch.jit.trace(lambda q, k, v: tuple(ours(q, k, v)), others),
+        torch.export.export(Module(ours), tuple(others), strict=False).module(),
+    ):
+        found = traced(q, k, v)
+        close(found, ours(q, k, v))
+        close(torch.autograd.grad(found[0].sum(), q), torch.autograd.grad(ours(q, k, v)[0].sum(), q))
     mapped = torch.func.vmap(lambda q: ours(q, k, v)[0])
-    with pytest.raises(NotImplementedError, match="score_mod and mask_mod are Python functions"):
-        torch.fx.experimental.proxy_tensor.make_fx(mapped)(q[None])
+    close(torch.fx.experimental.proxy_tensor.make_fx(mapped)(q[None])(q[None]), mapped(q[None]))
     with torch._subclasses.FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(x) for x in (q, k, v)]
-        with pytest.raises(NotImplementedError, match="FakeTensor"):
-            ours(*fakes)
+        assert pair_of("score_mod")[0](*(mode.from_tensor(x) for x in (q, k, v))).o.shape == (2, 4, 5, 4)
     first = torch.autograd.grad(ours(q, k, v)[0].sum(), q, create_graph=True)[0]
     with pytest.raises(NotImplementedError, match="have no gradients themselves"):
         first.sum().backward()
+
+
+class Module(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors):
+        return tuple(self.function(*tensors))
+
+
+def test_a_graph_of_another_process_says_what_it_lacks():
+    from numba_flash.bridges import torch_functions
+
+    with pytest.raises(NotImplementedError, match="only the process that traced it"):
+        torch_functions.function_of("0")
 
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])

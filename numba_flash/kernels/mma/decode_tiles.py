@@ -20,7 +20,7 @@ from ..steps.plain import panel_offset
 from ..steps.sequence import query_row
 
 
-def make(config):
+def make(config, sequence_of):
     """-> device functions: load_q, pages_of, look_up, put_place, load_keys."""
     threads, size, keys, warp_keys = config.threads, config.item_size, config.keys, config.tile_n
     columns, columns_v, group = config.head_dim_padded, config.head_dim_v_padded, config.group_size
@@ -35,17 +35,24 @@ def make(config):
         chunk = n // in_16
         return panel_offset(row, chunk, rows) + (n - chunk * in_16) * piece
 
+    shares, rows_each = config.members > 1, config.tile_m // config.members
+
     @inlined
-    def load_q(q_smem, sequence, h, first_row, rows_left, thread, arrays, strides):
+    def load_q(q_smem, sequence, h, first_row, rows_left, thread, arrays, strides, sizes):
         """Start to copy the rows from first_row on; the caller commits. h: the first head of the group."""
         pieces = columns * size // piece
         for index in range(thread, config.tile_m * pieces, threads):
             row = int32(uint32(index) // uint32(pieces))
             n = int32(index - row * pieces)
-            in_all = uint32(first_row + row)
+            in_all, of = uint32(first_row + row), sequence
+            if shares:  # the tile of a prefix has rows of several sequences
+                in_all, number = uint32(row % rows_each), row // rows_each if row < rows_left else 0
+                of = sequence_of(int64(sequence.b + number), arrays, strides, sizes)
             query = int32(in_all // uint32(group))
-            at = query_row(strides.q, sequence, h + (int32(in_all) - query * group), query)
+            at = query_row(strides.q, of, h + (int32(in_all) - query * group), query)
             count = min(max(size * config.head_dim - piece * n, 0), piece)
+            if shares:
+                count = count if query < of.seqlen_q else 0
             source = memory.address(arrays.q, at) + int64(n * piece)
             copy(q_smem + offset_of(row, n, config.tile_m), source, count if row < rows_left else 0)
 
