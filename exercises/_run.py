@@ -3,14 +3,12 @@
 import ast
 import bdb
 import contextlib
-import ctypes
 import datetime
 import importlib.util
 import json
 import linecache
 import re
 import signal
-import threading
 import traceback
 from pathlib import Path
 
@@ -138,13 +136,10 @@ def named_barriers(text, path):
 
 @contextlib.contextmanager
 def time_limit():
-    """TooLong after a while, in the thread that runs, where the system has timers."""
-    from numba_flash.ptx.sim import now
+    """TooLong after a while, where the system has timers."""
 
     def stop(*_):
-        if not isinstance(now.thread, threading.Thread):  # it runs in this one
-            raise TooLong
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(now.thread.ident), ctypes.py_object(TooLong))
+        raise TooLong
 
     if not hasattr(signal, "setitimer"):
         yield

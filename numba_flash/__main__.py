@@ -55,9 +55,12 @@ def _parser() -> argparse.ArgumentParser:
     bundling.add_argument("--gpu", nargs="+", default=[], metavar="NAME", help='H200, A100, "RTX 4090" and others')
     bundling.add_argument("--cc", nargs="+", type=capability, default=[], metavar="8.6", help="compute capabilities")
     bundling.add_argument(
-        "--backward", nargs="*", choices=tuple(GRADIENT_OF), metavar="GRADIENT",
+        "--backward",
+        nargs="*",
+        choices=tuple(GRADIENT_OF),
+        metavar="GRADIENT",
         help="also the kernels of gradients, of q, k and v if none are named; lse is then returned",
-    )  # fmt: skip
+    )
     bundling.add_argument(
         "--run", nargs=argparse.REMAINDER, metavar="PROGRAM", help="a Python file and its arguments, run on a GPU here"
     )

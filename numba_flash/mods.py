@@ -56,7 +56,7 @@ def neighborhood(
     may be one number for all dimensions; the window must fit into the tokens that count.
     ordered: the tokens stand as `tile_order` puts them, and the function reads its `order` from aux. Then more tiles
     are empty, which are skipped; with `numba_flash.block_mask` that is found once for many calls.
-    """  # fmt: skip
+    """
     extents = _whole("shape", shape)
     sides, steps = _each("window", window, extents), _each("dilation", dilation, extents)
     for extent, side, step in zip(extents, sides, steps, strict=True):
@@ -153,11 +153,19 @@ def prefix_lm(b: Any, h: Any, q_pos: Any, k_pos: Any, prefix: Any) -> Any:
 def tree(b: Any, h: Any, q_pos: Any, k_pos: Any, ancestors: Any, start: Any) -> Any:
     """mask_mod for speculative decoding: drafted tokens see what was there before, and of each other their ancestors.
 
-    start: where the drafts begin, whole numbers (batch,); ancestors: bool (drafts, drafts), row i sees column j.
+    start: where the drafts begin, whole numbers (batch,); ancestors: bool (drafts, drafts), row i sees column j. With
+    `attention_kvcache`, which appends the drafts as k_new, start is its seqlens_k.
     """
     if k_pos < start[b]:
         return True
     return ancestors[q_pos - start[b], k_pos - start[b]]
+
+
+def trees(b: Any, h: Any, q_pos: Any, k_pos: Any, ancestors: Any, start: Any) -> Any:
+    """mask_mod: `tree` where each sequence has a tree of its own: ancestors: bool (batch, drafts, drafts)."""
+    if k_pos < start[b]:
+        return True
+    return ancestors[b, q_pos - start[b], k_pos - start[b]]
 
 
 def alibi(score: Any, b: Any, h: Any, q_pos: Any, k_pos: Any, slopes: Any) -> Any:

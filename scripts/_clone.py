@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # script: (what it imports, the extras of setup.cfg that bring it)
 NEEDS = {
-    **dict.fromkeys(("exercise", "step", "why"), (("numpy", "numba"), "test")),
+    **dict.fromkeys(("exercise", "step", "why"), (("numpy", "numba"), "plot")),  # and what the examples draw with
     "bench_cpu": (("numpy", "numba", "torch"), "torch"),
     "sweep_transformers": (("numba", "torch", "transformers"), "torch,hf,test"),
     "bench_context_parallel": (("numba", "torch"), "torch"),

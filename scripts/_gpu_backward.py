@@ -18,7 +18,7 @@ from numba_flash.dispatch import backward as dispatch
 from numba_flash.dispatch import launch
 from numba_flash.problem.options import daux_name
 from numba_flash.select import backward_kernels as select_backward
-from numba_flash.select import backward_wide, rungs
+from numba_flash.select import rungs
 from numba_flash.testing import exact as testing_exact
 
 BAND, PATTERN = 4096, 0x5A  # bytes before and behind everything that a backward allocates, and what they hold
@@ -196,14 +196,14 @@ def one_kernel_where_possible(few_blocks=False):
     instead = (stay if few_blocks else {}) | {
         (select_backward, "gains_by_one_kernel"): lambda problem, target: True,
         (select_backward, "heads_per_block"): in_pairs,
-        (backward_wide, "gains_by_one_wide_kernel"): lambda problem: True,
+        (select_backward, "gains_by_one_wide_kernel"): lambda problem: True,
     }
     kept = {(module, name): getattr(module, name) for module, name in instead}
 
     def use(functions):
         for (module, name), function in functions.items():
             setattr(module, name, function)
-        for configs in (select_backward.wgmma_configs, select_backward.mma_configs, backward_wide.wide_configs):
+        for configs in (select_backward.wgmma_configs, select_backward.mma_configs):
             configs.cache_clear()
         dispatch._plans.clear()
 

@@ -1,4 +1,5 @@
-"""gpu_check on caches: random ones beside the oracle, bits in batches and in pages, and a graph with other lengths."""
+"""gpu_check on caches: random ones beside the oracle, bits in batches and in pages, shared prefixes, and a graph with
+other lengths."""
 
 import functools
 from unittest import mock
@@ -114,6 +115,7 @@ def check(kernel, options, tools):
         for few in (case, part(case, 0, 1)) if "causal" in named else (case,):
             for page in (PAGES[number % 6], (16, 0)[PAGES[number % 6] == 16]):
                 jobs += configs_of(lay(few, page, number), kernel, tools.on_gpu)
+    jobs += configs_of(sharing(0)[0], kernel, tools.on_gpu) + configs_of(sharing(0)[1], kernel, tools.on_gpu)
     compile_ahead(jobs)
     if Ahead.only:
         return Ahead.note
@@ -130,7 +132,32 @@ def check(kernel, options, tools):
                 own = found[0][b : b + 1, :, -queries:], found[1][b : b + 1, :, -queries:]
                 assert same(alone, own), f"{name}: sequence {b} alone, {queries} queries"
         count += 1
+    for number in range(3 if options.small else 20):
+        alone, shared = sharing(number)
+        expected = run(alone)
+        assert all(same(run(shared), expected) for _ in range(3)), f"{number}: other bits with a shared prefix"
     return f"{count} caches, each twice, in other pages, and each sequence alone; {check_graph(kernel)}"
+
+
+def sharing(number):
+    """Sequences of which some share a prefix: the arguments of attention_kvcache without a word of it, and with it.
+    Then every second one has pages of NaN there: they are not read, whatever a tile has. A part has up to 4 chunks."""
+    g, page, heads_kv, dim, pages = np.random.default_rng(number), 16, 2, 128, 2048
+    groups = g.integers(1, 24, 4)  # with more members than a tile has
+    firsts = np.repeat(np.cumsum(groups) - groups, groups).astype(np.int32)
+    shared = np.repeat(1024 * g.integers(1, 5, 4), groups).astype(np.int32)
+    lengths = (shared + g.integers(1, 700, len(shared))).astype(np.int32)
+    table = g.integers(1, pages, (len(shared), -(-int(lengths.max()) // page))).astype(np.int32)
+    q = g.standard_normal((len(shared), 8, 1, dim)).astype(np.float16)
+    k, v = (g.standard_normal((pages, heads_kv, page, dim)).astype(np.float16) for _ in range(2))
+    k[0] = v[0] = np.nan
+    for b, first in enumerate(firsts):
+        table[b, : shared[b] // page] = table[first, : shared[b] // page]
+    read = table.copy()
+    for b, first in enumerate(firsts):
+        read[b, : shared[b] // page if (b - first) % 2 else 0] = 0
+    given = dict(q=q, k_cache=k, v_cache=v, seqlens_k=lengths, causal=True)
+    return given | dict(page_table=table), given | dict(page_table=read, prefix_of=firsts, prefix_lens=shared)
 
 
 def check_graph(kernel):

@@ -140,10 +140,15 @@ class CacheExplanation(Explanation):
     def of_plan(plan: Any) -> "CacheExplanation":
         p, on_gpu = plan.made.problem, plan.on_gpu
         choice = (on_gpu and on_gpu.choice) or Choice(plan.kernel, None, False, ())
-        config, refused = choice.config, dict(choice.refused) | dict(plan.refused)
+        config: Any = choice.config
+        refused = dict(choice.refused) | dict(plan.refused)
         own = [("cache", f"{p.pages.total} pages of {p.pages.size} keys, up to {p.pages.capacity} keys of a sequence")]
         if config and config.kernel == "decode":
             own.append(("keys", _divided(config)))
+            if config.members > 1:
+                own.append(("prefixes", f"read once for up to {config.members} sequences that share one"))
+        if on_gpu and on_gpu.not_shared:
+            own.append(("prefixes", f"each sequence reads its own: {on_gpu.not_shared}"))
         if plan.not_decode:
             own.append(("not the kernel of caches", plan.not_decode))
         if on_gpu and on_gpu.append:
@@ -161,7 +166,7 @@ class CacheExplanation(Explanation):
 def _divided(config: Any) -> str:
     return (
         f"a tree over chunks of {config.CHUNK} at absolute positions; a block computes 2^n neighbouring ones at a "
-        f"time, with the least n by which the sequences that are divided have at most {config.blocks} parts; "
+        f"time, with the least n by which the sequences that are divided have at most {config.most_parts} parts; "
         "the device finds n from the lengths"
     )
 

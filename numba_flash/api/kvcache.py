@@ -27,6 +27,8 @@ def attention_kvcache(
     rotary_interleaved: bool | None = None,
     cache_batch_idx: Any = None,
     slots: Any = None,
+    prefix_of: Any = None,
+    prefix_lens: Any = None,
     cu_seqlens_q: Any = None,
     max_seqlen_q: int | None = None,
     causal: bool = False,
@@ -75,6 +77,10 @@ def attention_kvcache(
     cache_batch_idx: int32 (batch,), which batch entry of a contiguous cache each sequence has; None = its own.
     slots: int32 or int64 (batch, new), or (total_q,): where new keys are written, page * page size + row, instead of by
         the table; negative ones are not written. Positions stay those behind the valid keys.
+    prefix_of, prefix_lens: int32 (batch,): the first prefix_lens[b] keys of sequence b are those of sequence
+        prefix_of[b], in the same pages. prefix_of[b] is the first of the sequences that share this prefix, side by
+        side; b itself or -1: none. They change no result and no bit: a kernel reads a prefix once for many sequences
+        (docs/serving.md).
     cu_seqlens_q: int32 (batch + 1,), where each sequence's queries begin and end in q: sequences with different numbers
         of queries, such as prompts beside steps of generation. Rows of no sequence give o = 0 and lse = -inf.
     max_seqlen_q: an upper bound of the lengths in cu_seqlens_q; None = total_q.
@@ -96,7 +102,7 @@ def attention_kvcache(
     """
     cache = Cache(
         seqlens_k, k_new, v_new, page_table, page_indptr, page_indices, rotary_cos, rotary_sin, cache_batch_idx, slots,
-        cu_seqlens_q, rotary_interleaved, max_seqlen_q,
+        prefix_of, prefix_lens, cu_seqlens_q, rotary_interleaved, max_seqlen_q,
     )  # fmt: skip
     options = Options.of(
         causal, window, q_offset, layout, aux, seed, scale=scale, softcap=softcap, dropout_p=dropout_p, bias=bias,

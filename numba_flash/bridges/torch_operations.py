@@ -41,9 +41,16 @@ from .torch_functions import function_of, keys_of
 Way = Callable[..., tuple[Any, StaticCall, Callable[[str, Tensor], Tensor]]]
 _TENSORS = ("Tensor q", "Tensor k", "Tensor v", *(f"Tensor? {name}" for name in (*OPTION_ARRAYS, "q_offsets", "seed")))
 _REST = (
-    "SymInt? q_offset", "bool causal", "SymInt? left", "SymInt? right", *(f"float? {name}" for name in NUMBERS),
-    "str layout", "SymInt? max_seqlen_q", "SymInt? max_seqlen_k", "str kernel",
-)  # fmt: skip
+    "SymInt? q_offset",
+    "bool causal",
+    "SymInt? left",
+    "SymInt? right",
+    *(f"float? {name}" for name in NUMBERS),
+    "str layout",
+    "SymInt? max_seqlen_q",
+    "SymInt? max_seqlen_k",
+    "str kernel",
+)
 _LAYOUT = _REST.index("str layout")
 _GIVEN = "str wanted, Tensor? do, Tensor? dlse, Tensor o, Tensor lse"
 _AUX = "Tensor[] aux"
@@ -205,9 +212,13 @@ def define(name: str, more: tuple[str, ...] = (), numbers: tuple[str, ...] = (),
     schema = ", ".join((*_TENSORS, *more, *_REST, *numbers))
     forward = _defined(name, f"({schema}) -> (Tensor, Tensor)", compute, fake, save, gradients)
     backward = _defined(
-        f"{name}_backward", f"({_GIVEN}, {schema}) -> Tensor[]", compute_gradients, fake_gradients,
-        lambda *unused: None, no_second_gradients,
-    )  # fmt: skip
+        f"{name}_backward",
+        f"({_GIVEN}, {schema}) -> Tensor[]",
+        compute_gradients,
+        fake_gradients,
+        lambda *unused: None,
+        no_second_gradients,
+    )
     _register_formula(forward, lambda *shapes, out_shape=None: flops(1, 1, shapes))
     _register_formula(backward, lambda *shapes, out_shape=None: flops(3, 2, shapes[5:]))
     return forward, backward
@@ -311,8 +322,12 @@ def _map_gradients(info: Any, in_dims: tuple[Any, ...], wanted: str, *arguments:
     call, rest = from_schema(arguments[read:]), arguments[read:]
     found, out_dims = torch_vmap.map_gradients(
         lambda *tensors: backward(wanted, *tensors, *rest),
-        info.batch_size, in_dims[1 : read + 1], call, tuple(wanted.split()), arguments[:read],
-    )  # fmt: skip
+        info.batch_size,
+        in_dims[1 : read + 1],
+        call,
+        tuple(wanted.split()),
+        arguments[:read],
+    )
     return list(found), list(out_dims)
 
 

@@ -11,9 +11,15 @@ from ..api import kvcache
 from .arguments import described, number, renamed
 
 NAMES = dict(
-    scale="sm_scale", softcap="logits_soft_cap", window="window_left", cu_seqlens_q="qo_indptr",
-    page_indptr="kv_indptr", page_indices="kv_indices", seqlens_k="kv_last_page_len", layout="kv_layout",
-)  # fmt: skip
+    scale="sm_scale",
+    softcap="logits_soft_cap",
+    window="window_left",
+    cu_seqlens_q="qo_indptr",
+    page_indptr="kv_indptr",
+    page_indices="kv_indices",
+    seqlens_k="kv_last_page_len",
+    layout="kv_layout",
+)
 LAYOUTS = dict(NHD="bshd", HND="bhsd")
 
 
@@ -74,9 +80,14 @@ def batch_decode_with_paged_kv_cache(
     (k, v), layout = _caches(paged_kv_cache), _layout(kv_layout)
     rows = q[:, None] if layout == "bshd" else q[:, :, None]
     found = _call(
-        rows, k, v, return_lse, **_pages(kv_indptr, kv_indices, kv_last_page_len, k, layout), sinks=sinks,
+        rows,
+        k,
+        v,
+        return_lse,
+        **_pages(kv_indptr, kv_indices, kv_last_page_len, k, layout),
+        sinks=sinks,
         **_options(window_left, logits_soft_cap, sm_scale),
-    )  # fmt: skip
+    )
     o, lse = found if return_lse else (found, found)
     o = o[:, 0] if layout == "bshd" else o[:, :, 0]
     return (o, _base_2(lse[:, :, 0])) if return_lse else o
@@ -108,9 +119,16 @@ def batch_prefill_with_paged_kv_cache(
     """
     (k, v), layout = _caches(paged_kv_cache), _layout(kv_layout)
     found = _call(
-        q, k, v, return_lse, cu_seqlens_q=qo_indptr, **_pages(kv_indptr, kv_indices, kv_last_page_len, k, layout),
-        causal=causal, sinks=sinks, **_options(window_left, logits_soft_cap, sm_scale),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        return_lse,
+        cu_seqlens_q=qo_indptr,
+        **_pages(kv_indptr, kv_indices, kv_last_page_len, k, layout),
+        causal=causal,
+        sinks=sinks,
+        **_options(window_left, logits_soft_cap, sm_scale),
+    )
     return (found[0], _base_2(found[1].T)) if return_lse else found
 
 

@@ -9,8 +9,15 @@ from ..api import forward as api
 from ..problem.forward import check_bool
 from .arguments import described, number, renamed
 
-NAMES = dict(q="query", k="key", v="value", causal="is_causal", seqlens_k="key_value_seq_lengths",
-             window="local_window_size", return_lse="return_residual")  # fmt: skip
+NAMES = dict(
+    q="query",
+    k="key",
+    v="value",
+    causal="is_causal",
+    seqlens_k="key_value_seq_lengths",
+    window="local_window_size",
+    return_lse="return_residual",
+)
 
 
 def dot_product_attention(

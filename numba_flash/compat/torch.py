@@ -21,9 +21,16 @@ from .torch_settings import autocast, drawn_seed
 
 NAMES = dict(q="query", k="key", v="value", causal="is_causal", mask="attn_mask", bias="attn_mask")
 VARLEN_NAMES = dict(
-    q="query", k="key", v="value", cu_seqlens_q="cu_seq_q", cu_seqlens_k="cu_seq_k", max_seqlen_q="max_q",
-    max_seqlen_k="max_k", seqlens_k="seqused_k", window="window_size",
-)  # fmt: skip
+    q="query",
+    k="key",
+    v="value",
+    cu_seqlens_q="cu_seq_q",
+    cu_seqlens_k="cu_seq_k",
+    max_seqlen_q="max_q",
+    max_seqlen_k="max_k",
+    seqlens_k="seqused_k",
+    window="window_size",
+)
 
 
 def scaled_dot_product_attention(

@@ -26,9 +26,16 @@ from .arguments import refuse_pages, renamed, window_sides
 from .torch_settings import drawn_seed
 
 NAMES = dict(
-    q="query", k="key", v="value", cu_seqlens_q="cum_seq_q", cu_seqlens_k="cum_seq_k", max_seqlen_q="max_q",
-    max_seqlen_k="max_k", seqlens_k="seqused_k", causal="is_causal",
-)  # fmt: skip
+    q="query",
+    k="key",
+    v="value",
+    cu_seqlens_q="cum_seq_q",
+    cu_seqlens_k="cum_seq_k",
+    max_seqlen_q="max_q",
+    max_seqlen_k="max_k",
+    seqlens_k="seqused_k",
+    causal="is_causal",
+)
 STEP = 0x9E3779B97F4A7C15  # odd: each offset of a generator gives another seed
 
 

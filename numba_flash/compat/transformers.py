@@ -98,9 +98,14 @@ def attention(
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, bias: Any, causal: bool,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    bias: Any,
+    causal: bool,
     given: dict[str, Any],
-) -> Any:  # fmt: skip
+) -> Any:
     """What api.attention returns. mask: also the options of attention_varlen, of packed sequences. given: the options
     besides bias and which keys are seen."""
     q, k, v = (autocast(x).transpose(1, 2) for x in (query, key, value))  # as they lie in memory
@@ -197,10 +202,17 @@ def visible(
     if isinstance(attention_mask, Visible):  # made ahead
         return attention_mask
     given = others | dict(
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False,
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=False,
         allow_is_bidirectional_skip=False,
-    )  # fmt: skip
+    )
     shape = (batch_size, 1, q_length, kv_length)
     make_whole = functools.partial(masking_utils.eager_mask, **given)
     if getattr(others.get("config"), "model_type", None) in MAKE_LONGER:

@@ -103,7 +103,14 @@ def _one_token_each(q: Any, k: Any, v: Any, given: dict[str, Any], options: dict
     rows = [x.transpose(0, 1) for x in (q, k, v)]
     count = q.shape[1]
     o = kvcache.attention_kvcache(
-        rows[0], given["k_cache"], given["v_cache"], k_new=rows[1], v_new=rows[2], layout="bshd",
-        seqlens_k=given["cu_seq_lens_k"][: count + 1].diff() - 1, page_table=given["block_table"][:count], **options,
-    )  # fmt: skip
+        rows[0],
+        given["k_cache"],
+        given["v_cache"],
+        k_new=rows[1],
+        v_new=rows[2],
+        layout="bshd",
+        seqlens_k=given["cu_seq_lens_k"][: count + 1].diff() - 1,
+        page_table=given["block_table"][:count],
+        **options,
+    )
     return o.transpose(0, 1)

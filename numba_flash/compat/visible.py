@@ -98,11 +98,16 @@ class Visible:
         if after is before:
             return self
         return Visible(
-            lambda: self._make_whole().to(*arguments, **named), tuple(self.shape), after.dtype, after.device,
-            _moved(self.options, after.device), None if self.start is None else self.start.to(after.device),
-            _moved(self.masked, after.device), self.proof,
+            lambda: self._make_whole().to(*arguments, **named),
+            tuple(self.shape),
+            after.dtype,
+            after.device,
+            _moved(self.options, after.device),
+            None if self.start is None else self.start.to(after.device),
+            _moved(self.masked, after.device),
+            self.proof,
             None if self.starts is None else self.starts.to(after.device),
-        )  # fmt: skip
+        )
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .forward import AnyProblem, WarpsConfig, check, layout, tile_bytes
+from .forward import AnyProblem, Config, OwnRows, Padded, check, layout, multiple_of, one_of, tile_bytes
 from .simt_backward import OfAux, OfBias, OfDelta
 
 BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/steps/lse_delta.py)
@@ -40,23 +40,64 @@ class PreprocessConfig(OfDelta):
         return -(-queries // BLOCK_ROWS) * BLOCK_ROWS
 
 
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class OfGradients:
-    """Which of dK and dV a kernel computes that owns keys."""
+    """of_dk, of_dv: which of dK and dV a kernel computes that owns keys."""
 
-    of_dk: bool
-    of_dv: bool
+    of_dk: bool = True
+    of_dv: bool = True
 
-    def _check_gradients(self) -> None:
+    def __post_init__(self) -> None:
         check(self.of_dk or self.of_dv, "of_dk or of_dv must be True: there is nothing else to compute")
+        super().__post_init__()  # type: ignore[misc]
 
 
-class WalkConfig(WarpsConfig):
-    """Of mma/backward, all dtypes. with_dq: a block that owns keys computes dQ, too. of_product: dS is the gradient of
-    scale * q . k, otherwise that of the finished score."""
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class WalkConfig(OwnRows, Padded, Config):
+    """Of mma/backward, all dtypes: a block owns a tile of rows, keeps it in shared memory, and walks over the tiles of
+    the other side.
 
-    stages: ClassVar[int]
-    with_dq: ClassVar[bool] = False
-    of_product: ClassVar[bool] = True
+    Warps own `warp_rows` rows. column_groups: so many warps own the same rows, each with a part of the columns.
+    bias_pairs: bias can be read two keys at a time (problem/option_checks.py, OptionArray). with_dq: a block that owns
+    keys computes dQ, too. of_product: dS is the gradient of scale * q . k, otherwise that of the finished score.
+    """
+
+    warp_rows: int = 16
+    column_groups: int = 1
+    bias_pairs: bool = False
+
+    stages = 1
+    with_dq = False
+    of_product = True
+
+    def _check_warps(self) -> None:
+        one_of("warp_rows", self.warp_rows, 16, 32)
+        multiple_of("a block's own rows", self.own_rows, self.warp_rows)
+
+    @property
+    def strips(self) -> int:
+        """Of 16 rows, of a warp."""
+        return self.warp_rows // 16
+
+    @property
+    def part(self) -> int:
+        """Rows of a tile of the other side for which a warp computes scores."""
+        return self.other_rows // self.column_groups
+
+    @property
+    def workers(self) -> int:
+        """Threads that compute."""
+        return self.own_rows // self.warp_rows * self.column_groups * 32
+
+    @property
+    def threads(self) -> int:  # type: ignore[override]
+        return self.workers
+
+    def tiles(self) -> tuple[int, int, int, int]:
+        """Bytes of the own tiles, for S and for dP, and of the other side's."""
+        columns, rows = (self.head_dim_padded, self.head_dim_v_padded), (self.own_rows, self.other_rows)
+        own_s, own_dp, other_s, other_dp = (tile_bytes(r, c, self.item_size) for r in rows for c in columns)
+        return own_s, own_dp, other_s, other_dp
 
     @property
     def of_ds(self) -> bool:
@@ -104,25 +145,23 @@ class MmaBackwardConfig(WalkConfig):
     """
 
     in_registers: bool = False
-    stages: int = 2  # type: ignore[misc]
+    stages: int = 2
     copy_bytes: int = 16
 
     WIDEST: ClassVar[int] = 256  # columns of a gradient whose sums a warp can keep in registers
 
     def __post_init__(self) -> None:
         other, groups = self.other_rows, self.column_groups
-        taken = self.dtype in ("float16", "bfloat16")
-        check(taken, f"tensor-core kernels take float16 and bfloat16, not {self.dtype}")
+        self._check_dtype("float16", "bfloat16")
         self._check_warps()
-        whole = other >= 16 and other % 16 == 0
-        check(whole, f"the rows that a block walks over must be a multiple of 16, not {other}")
-        check(self.stages in (1, 2), f"stages must be 1 or 2, not {self.stages}")
+        multiple_of("the rows that a block walks over", other, 16)
+        one_of("stages", self.stages, 1, 2)
         whole = groups in (1, 2, 4) and other % (16 * groups) == 0
         check(whole, f"column_groups must be 1, 2 or 4, with 16 rows for each, not {groups}")
         fits = other <= 128 * groups
         check(fits, f"a warp's part of a tile has at most 128 rows, not {other}: a mask is one word")
         self._check_widest()
-        self._check_options("the tensor-core backward")
+        self._check_options()
         self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
@@ -137,13 +176,8 @@ class MmaBackwardConfig(WalkConfig):
 
 @dataclass(frozen=True)
 class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
-    """A block owns tile_n keys and walks over tiles of tile_m queries.
-
-    of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128.
-    """
-
-    of_dk: bool = True
-    of_dv: bool = True
+    """A block owns tile_n keys and walks over tiles of tile_m queries. Both sums together fit into registers up to
+    head_dim 128."""
 
     kernel = "mma_dkdv"
     module = "mma.backward"
@@ -152,7 +186,6 @@ class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
     reads_states = True
 
     def __post_init__(self) -> None:
-        self._check_gradients()
         alone = self.column_groups == 1
         check(alone or (self.of_dk and self.of_dv), "column_groups need of_dk and of_dv")
         super().__post_init__()

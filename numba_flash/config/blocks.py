@@ -26,11 +26,9 @@ def heads_in_flight(p: Problem, tile_n: int, sums: int = 1) -> int:
         return AT_A_TIME
     key_tiles = max(-(-p.seqlen_k // tile_n), 1)
     heads, busy = max(p.batch * p.heads_kv, 1), max(AT_A_TIME // key_tiles, 1)
-    masked = p.left is not None or p.right is not None
-    if masked or (heads * key_tiles > MOST_TILES and p.seqlen_q > FEW_QUERIES):
+    if not p.every_key or (heads * key_tiles > MOST_TILES and p.seqlen_q > FEW_QUERIES):
         return busy
-    rows = p.seqlen_q * max(p.heads // max(p.heads_kv, 1), 1)  # query rows of a KV head
-    # Q and dO in 16 bits, sums of dQ in 32
-    of_head = max(rows * max(p.head_dim, p.head_dim_v) * 4 * (1 + sums), 1)
+    rows = p.seqlen_q * max(p.group, 1)  # query rows of a KV head
+    of_head = max(rows * p.widest * 4 * (1 + sums), 1)  # Q and dO in 16 bits, sums of dQ in 32
     most = min(max(busy, FEW // sums, HALF_OF_L2 // of_head), AT_A_TIME)
     return -(-heads // -(-heads // most))

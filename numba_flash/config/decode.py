@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .forward import ITEM_SIZE, TensorConfig, check, layout, tile_bytes
+from .forward import ITEM_SIZE, TensorConfig, check, layout, multiple_of, one_of, tile_bytes
 from .kvcache import page_arrays
 
 
@@ -18,7 +18,8 @@ class DecodeConfig(TensorConfig):
     blocks: how many run at a time; no more parts of sequences are handed from block to block. pages: how a sequence's
     pages are found (kernels/steps/pages.py). stack_rows, stack_levels: of nodes that wait in shared memory for their
     neighbours, as many rows and levels of the tree; those of level 0 may wait in registers, and those above in global
-    memory. copy_bytes: as of MmaConfig.
+    memory. copy_bytes: as of MmaConfig. members: how many sequences may have rows in the tile of a prefix that they
+    share, a power of 2; 1: no prefix is shared (kernels/mma/decode_prefixes.py).
     """
 
     warp_rows: int = 16
@@ -28,6 +29,7 @@ class DecodeConfig(TensorConfig):
     pages: str = "own"
     stack_rows: int = 16
     stack_levels: int = 0
+    members: int = 1
 
     KEY_WARPS: ClassVar[int] = 4
     CHUNK: ClassVar[int] = 256  # keys of a leaf of the tree; the bits follow from it, from tile_n and from KEY_WARPS
@@ -39,10 +41,10 @@ class DecodeConfig(TensorConfig):
     counted = True
 
     def __post_init__(self) -> None:
-        check(self.dtype in self.DTYPES, f"decode takes {', '.join(self.DTYPES)}, not {self.dtype}")
+        self._check_dtype(*self.DTYPES)
         check(self.tile_n == 16, f"tile_n must be 16, not {self.tile_n}: other tiles give other bits")
-        check(self.warp_rows in (16, 32), f"warp_rows must be 16 or 32, not {self.warp_rows}")
-        check(self.tile_m % self.warp_rows == 0, f"tile_m must be a multiple of {self.warp_rows}, not {self.tile_m}")
+        one_of("warp_rows", self.warp_rows, 16, 32)
+        multiple_of("tile_m", self.tile_m, self.warp_rows)
         check(self.stages >= 2, f"stages must be at least 2, not {self.stages}")
         self._check_widest(self.widest)
         fits = self.tile_m * self.head_dim_v_padded * 4 <= self.stage_bytes
@@ -64,9 +66,22 @@ class DecodeConfig(TensorConfig):
         return self.KEY_WARPS * self.tile_n
 
     @property
+    def most_parts(self) -> int:
+        """The most parts of sequences that are handed from block to block. Beside prefixes they are more, and finer:
+        what sequences share ends at a part."""
+        return self.blocks if self.members == 1 else 4 * self.blocks
+
+    @property
     def counter_words(self) -> int:  # type: ignore[override]
         """A counter for each group of blocks that share a row tile."""
-        return self.blocks
+        return self.most_parts
+
+    def counters(self, problem: Any) -> int:
+        return self.counter_words + self._sharing(problem.forward)
+
+    def _sharing(self, p: Any) -> int:
+        """Sequences, times KV heads, that may have a part of a prefix."""
+        return p.batch * p.heads_kv if self.members > 1 else 0
 
     @property
     def columns_step(self) -> int:
@@ -75,12 +90,12 @@ class DecodeConfig(TensorConfig):
 
     @property
     def aux(self) -> tuple[tuple[str, int], ...]:
-        return (*page_arrays(self.pages), *super().aux)
+        return (*page_arrays(self.pages), *(("int32", 1),) * (2 if self.members > 1 else 0), *super().aux)
 
     @functools.cached_property
     def scores(self) -> "DecodeConfig":
         """What the stages of a score are made from: its aux are those of functions alone."""
-        return dataclasses.replace(self, pages="own")
+        return dataclasses.replace(self, pages="own", members=1)
 
     @property
     def stage_bytes(self) -> int:
@@ -102,12 +117,12 @@ class DecodeConfig(TensorConfig):
             states=self.KEY_WARPS * self.tile_m * 8,
             flags=self.ROW_STATE_BYTES * self.tile_m,
             stack=self.stack_levels * self.shared_stack[1],
-            last=16,
+            last=max(16, 4 * self.members),
         )
 
     def grid(self, problem: Any) -> int:
         p = problem.forward
-        rows = p.seqlen_q * max(p.heads // max(p.heads_kv, 1), 1)
+        rows = p.seqlen_q * max(p.group, 1)
         items = p.batch * p.heads_kv * -(-rows // self.tile_m) * max(-(-p.seqlen_k // self.CHUNK), 1)
         return min(self.blocks, items)
 
@@ -141,6 +156,9 @@ class DecodeConfig(TensorConfig):
         return dict(page=max(p.pages.size, 1), pages=p.pages.total, levels=self.levels(p.seqlen_k))
 
     def workspace(self, problem: Any) -> abi.Workspace:
-        """Slots of the nodes that blocks hand each other, one for each block's own, and each block's stack."""
+        """Slots of the nodes that blocks hand each other, one for each block's own, those of sequences behind a prefix
+        and two words for each of them, and each block's stack."""
         stacks = self.blocks * self.levels(problem.forward.seqlen_k) * self.node_numbers * self.threads
-        return dict(partials=((2 * self.blocks * self.slot_numbers + stacks,), "float32"))
+        slots, sharing = self.most_parts + self.blocks, self._sharing(problem.forward)
+        numbers = slots * self.slot_numbers + sharing * (self.slot_numbers + 2) + stacks
+        return dict(partials=((numbers,), "float32"))

@@ -5,6 +5,7 @@ it takes, how many blocks it is launched with, and the workspace that it needs.
 """
 
 import collections
+import dataclasses
 import functools
 import itertools
 from dataclasses import dataclass, field
@@ -62,6 +63,21 @@ def check(holds: object, message: str) -> None:
         raise ValueError(message)
 
 
+def one_of(name: str, value: Any, *allowed: Any) -> None:
+    *first, last = map(str, allowed)
+    words = f"{', '.join(first)} or {last}" if first else last
+    check(value in allowed, f"{name} must be {words}, not {value}")
+
+
+def multiple_of(name: str, value: int, step: int) -> None:
+    check(value >= step and value % step == 0, f"{name} must be a multiple of {step}, not {value}")
+
+
+def fields_of(config: Any, kind: Any) -> dict[str, Any]:
+    """Of a Config the fields that Configs of this kind are made with."""
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(kind) if field.init}
+
+
 def tiles_of_all(p: Any, rows: int, of_keys: bool = False) -> int:
     """Tiles of `rows` queries or keys of one head in all batch entries; of packed sequences their numbers
     (kernels/steps/tile_numbers.py)."""
@@ -105,6 +121,10 @@ class LaunchFacts:
     @property
     def compute_dtype(self) -> str:
         return COMPUTE_DTYPE.get(self.dtype, "float32")
+
+    def counters(self, problem: Any) -> int:
+        """Words of the counters of a launch, if there are any."""
+        return self.counter_words
 
     def has(self, option: str) -> bool:
         """Whether the problem uses an option (options.py)."""
@@ -178,17 +198,26 @@ class Config(LaunchFacts):
     reads_states: ClassVar[bool] = False  # it skips tiles in which a mask_mod leaves nothing
     reads_order: ClassVar[bool] = True  # and takes tiles in an order that depends on this
 
+    @classmethod
+    def behind(cls, config: "Config") -> "Config":
+        """Of a kernel that goes on with what that of `config` leaves, tile for tile."""
+        return cls(**fields_of(config, cls) | dict(blocks_per_sm=0))
+
     def _set(self, shared_bytes: int) -> None:
         object.__setattr__(self, "shared_bytes", shared_bytes)
+
+    def _check_dtype(self, *taken: str) -> None:
+        check(self.dtype in taken, f"{self.kernel} takes {' and '.join(taken)}, not {self.dtype}")
 
     def _check_widest(self, widest: int = 0) -> None:
         most = widest or self.WIDEST  # type: ignore[attr-defined]
         fits = max(self.head_dim, self.head_dim_v) <= most
         check(fits, f"head_dim must be at most {most}, not {self.head_dim} and {self.head_dim_v}")
 
-    def _check_options(self, name: str) -> None:
-        unknown = [option for option, _ in self.uses if not BY_NAME[option].on_tensor_cores]
-        check(not unknown, f"{name} takes no {' and no '.join(unknown)}")
+    def _check_options(self, not_taken: tuple[str, ...] = ()) -> None:
+        """not_taken: options that other kernels on tensor cores take."""
+        unknown = [name for name, _ in self.uses if name in not_taken or not BY_NAME[name].on_tensor_cores]
+        check(not unknown, f"{self.kernel} takes no {' and no '.join(unknown)}")
 
     @property
     def item_size(self) -> int:
@@ -268,54 +297,7 @@ class OwnRows:
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class WarpsConfig(OwnRows, Padded, Config):
-    """Of a block that owns a tile of rows, keeps it in shared memory, and walks over the tiles of the other side.
-
-    Warps own `warp_rows` rows. column_groups: so many warps own the same rows, each with a part of the columns.
-    bias_pairs: bias can be read two keys at a time (problem/option_checks.py, OptionArray).
-    """
-
-    warp_rows: int = 16
-    column_groups: int = 1
-    bias_pairs: bool = False
-
-    def _check_warps(self) -> None:
-        own, step = self.own_rows, self.warp_rows
-        check(step in (16, 32), f"warp_rows must be 16 or 32, not {step}")
-        check(own >= step and own % step == 0, f"a block's own rows must be a multiple of {step}, not {own}")
-
-    @property
-    def strips(self) -> int:
-        """Of 16 rows, of a warp."""
-        return self.warp_rows // 16
-
-    @property
-    def part(self) -> int:
-        """Rows of a tile of the other side for which a warp computes scores."""
-        return self.other_rows // self.column_groups
-
-    @property
-    def workers(self) -> int:
-        """Threads that compute."""
-        return self.own_rows // self.warp_rows * self.column_groups * 32
-
-    @property
-    def threads(self) -> int:  # type: ignore[override]
-        return self.workers
-
-    def tiles(self) -> tuple[int, int, int, int]:
-        """Bytes of the own tiles, for S and for dP, and of the other side's."""
-        columns, rows = (self.head_dim_padded, self.head_dim_v_padded), (self.own_rows, self.other_rows)
-        own_s, own_dp, other_s, other_dp = (tile_bytes(r, c, self.item_size) for r in rows for c in columns)
-        return own_s, own_dp, other_s, other_dp
-
-    def shared_layout(self) -> Any:
-        """Where in shared memory things begin, and the end, in bytes."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, init=False, repr=False, eq=False)
-class TensorConfig(Padded, Config):
+class TensorConfig(OwnRows, Padded, Config):
     """What the tensor-core kernels of a forward share.
 
     group_size: how many query heads of one KV head lie in a tile as rows of one query (1: a tile is of one head).
@@ -338,16 +320,15 @@ class TensorConfig(Padded, Config):
     ROW_STATE_BYTES: ClassVar[int] = 4  # for a row of O that waits in shared memory: is it finite
 
     def _check(self, rows_step: int, keys_step: int) -> None:
-        check(self.dtype in self.DTYPES, f"{self.kernel} takes {', '.join(self.DTYPES)}, not {self.dtype}")
-        for name, tile, step in (("tile_m", self.tile_m, rows_step), ("tile_n", self.tile_n, keys_step)):
-            check(tile >= step and tile % step == 0, f"{name} must be a multiple of {step}, not {tile}")
+        self._check_dtype(*self.DTYPES)
+        multiple_of("tile_m", self.tile_m, rows_step)
+        multiple_of("tile_n", self.tile_n, keys_step)
         fits = self.group_size >= 1 and self.tile_m % self.group_size == 0
         check(fits, f"group_size must divide tile_m = {self.tile_m}, but is {self.group_size}")
         named, most = ", ".join(name for name, _ in self.uses), self.MAX_RESCALE_THRESHOLD
         finished = self.scores_finished or not changes_scores(self.uses)
         check(finished, f"{named}: options that change scores need scores_finished=True")
-        taken = all(BY_NAME[name].on_tensor_cores for name, _ in self.uses)
-        check(taken, f"the tensor-core kernels do not take all of {named}")
+        self._check_options()
         within = 0 <= self.rescale_threshold <= most
         check(within, f"rescale_threshold must be 0 to {most}, not {self.rescale_threshold}: P may be held in 16 bits")
 

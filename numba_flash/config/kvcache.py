@@ -1,19 +1,18 @@
 """Configs of the kernels for caches: append (kernels/simt/append.py) and v2 over pages (kernels/simt/paged.py)."""
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
 
 from ..abi import parameters as abi
-from .forward import LaunchFacts
+from .forward import LaunchFacts, fields_of
 from .simt_forward import SimtConfig, V2Config
 
 
 @dataclass(frozen=True)
 class AppendConfig(LaunchFacts):
     """All arrays are aux, in this order; pages: how a sequence's pages are found ("table", "csr",
-    "entries", or "own" of a contiguous cache)."""
+    "entries", or "own" of a contiguous cache). Its launch says the grid: a block for a row, and one for a sequence."""
 
     dtype: str
     arrays: tuple[tuple[str, str, int], ...]  # (name, dtype, dimensions)
@@ -41,9 +40,6 @@ class AppendConfig(LaunchFacts):
         """The index of each array that there is."""
         return {name: n for n, (name, _, _) in enumerate(self.arrays)}
 
-    def grid(self, problem: Any) -> int:
-        raise NotImplementedError  # its launch says it: a block for a row, and one for a sequence
-
 
 @dataclass(frozen=True)
 class PagedConfig(SimtConfig):
@@ -59,7 +55,7 @@ class PagedConfig(SimtConfig):
 
     @staticmethod
     def of(config: Any, pages: str) -> "PagedConfig":
-        return PagedConfig(**_fields_of_v2(config), pages=pages)
+        return PagedConfig(**fields_of(config, V2Config), pages=pages)
 
     @property
     def aux(self) -> tuple[tuple[str, int], ...]:
@@ -68,14 +64,10 @@ class PagedConfig(SimtConfig):
     @functools.cached_property
     def scores(self) -> V2Config:  # type: ignore[override]
         """Without the arrays that say where pages are."""
-        return V2Config(**_fields_of_v2(self))
+        return V2Config(**fields_of(self, V2Config))
 
     def own_sizes(self, problem: Any) -> dict[str, Any]:
         return dict(page=max(problem.pages.size, 1), pages=problem.pages.total)
-
-
-def _fields_of_v2(config: Any) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(V2Config) if field.init}
 
 
 def page_arrays(pages: str) -> tuple[tuple[str, int], ...]:

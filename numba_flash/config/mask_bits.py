@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ..abi import parameters as abi
 from ..abi.arguments import mask_bits_layout, mask_bits_words
-from .forward import AnyProblem, LaunchFacts, check
+from .forward import AnyProblem, LaunchFacts, multiple_of
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class MaskBitsConfig(LaunchFacts):
     blocks_per_sm: ClassVar[int] = 2  # type: ignore[misc]
 
     def __post_init__(self) -> None:
-        whole = self.threads >= 32 and self.threads % 32 == 0
-        check(whole, f"threads must be a multiple of 32, not {self.threads}")
+        multiple_of("threads", self.threads, 32)
 
     @property
     def kernel(self) -> str:  # type: ignore[override]

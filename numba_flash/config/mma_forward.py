@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .forward import TensorConfig, check, layout, places, tile_bytes
+from .forward import TensorConfig, check, layout, one_of, places, tile_bytes
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MmaConfig(TensorConfig):
     module = "mma.forward"
 
     def __post_init__(self) -> None:
-        check(self.warp_rows in (16, 32), f"warp_rows must be 16 or 32, not {self.warp_rows}")
+        one_of("warp_rows", self.warp_rows, 16, 32)
         self._check(self.warp_rows, 16)
         narrow, groups, keys = self.item_size == 2, self.column_groups, self.KEYS.get(self.dtype, (self.tile_n,))
         check(narrow or not self.q_registers, f"q_registers is for 16-bit elements, not for {self.dtype}")
@@ -70,7 +70,6 @@ class MmaConfig(TensorConfig):
 
     @property
     def group_columns(self) -> int:
-        """Columns of O that a warp has."""
         return self.head_dim_v_padded // self.column_groups
 
     def shared_layout(self) -> Any:

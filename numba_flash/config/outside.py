@@ -5,7 +5,6 @@ from typing import Any
 
 from ..abi import parameters as abi
 from ..machine.target import Target
-from ..problem.forward import Problem
 from ..problem.options import Uses
 from .forward import AnyProblem, LaunchFacts
 
@@ -37,18 +36,13 @@ class OutsideConfig(LaunchFacts):
     q_offset_source = "number"
 
     @staticmethod
-    def before(config: Any, target: Target) -> "OutsideConfig":
-        """Of what runs before the forward kernel of `config`."""
-        written, dims = ("o", *("lse",) * config.write_lse), (config.head_dim_v,)
-        return OutsideConfig(config.dtype, written, dims, _spans(config.uses), *_sizes(target), early=config.waits)
-
-    @staticmethod
-    def of(p: Problem, written: tuple[str, ...], target: Target, in_order: bool) -> "OutsideConfig":
-        """Of gradients. in_order: behind kernels of Hopper, which can overlap."""
-        dims = tuple(p.head_dim_v if name == "dv" else p.head_dim for name in written)
-        return OutsideConfig(
-            p.dtype, written, dims, _spans(p.uses), *_sizes(target), in_order, early=in_order, waits=in_order
-        )
+    def of(p: Any, written: tuple[str, ...], target: Target, **order: bool) -> "OutsideConfig":
+        """p: the Problem, or the Config of a forward kernel, which then runs behind it. order: the last fields."""
+        dims = tuple(p.head_dim_v if name in ("o", "dv") else p.head_dim for name in written if name != "lse")
+        uses = tuple((name, given) for name, given in p.uses if name in (*abi.CU_SEQLENS, "seqlens_k"))
+        # A thread of the simulator takes as long to start as its work does.
+        sizes: dict[str, Any] = dict(threads=32, blocks=8) if target.simulated else {}
+        return OutsideConfig(p.dtype, written, dims, uses, **sizes, **order)
 
     @property
     def of_keys(self) -> bool:  # type: ignore[override]
@@ -72,13 +66,3 @@ class OutsideConfig(LaunchFacts):
     def _parts(self, problem: AnyProblem) -> int:
         """Blocks that share a gap: many gaps are short, and few may be long."""
         return max(self.blocks // (problem.forward.batch + 1), 1)
-
-
-def _sizes(target: Target) -> tuple[int, int]:
-    """threads, blocks. A thread of the simulator takes as long to start as its work does."""
-    return (32, 8) if target.simulated else (OutsideConfig.threads, OutsideConfig.blocks)
-
-
-def _spans(uses: Uses) -> Uses:
-    """What decides where sequences are."""
-    return tuple((name, given) for name, given in uses if name in (*abi.CU_SEQLENS, "seqlens_k"))

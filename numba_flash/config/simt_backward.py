@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from ..abi import parameters as abi
 from ..problem.options import GRADIENT_OF, HEAD_GRADIENTS, Option
-from .forward import ITEM_SIZE, AnyProblem, Config, LaunchFacts, check, tiles_of_all
+from .forward import ITEM_SIZE, AnyProblem, Config, LaunchFacts, check, multiple_of, tiles_of_all
 from .simt_forward import SimtRows
 
 
@@ -30,8 +30,7 @@ class OfDelta(LaunchFacts):
     UNIT: ClassVar[int]  # rows of a head are in so many, which lanes share with no other head
 
     def __post_init__(self) -> None:
-        whole = self.threads >= 32 and self.threads % 32 == 0
-        check(whole, f"threads must be a multiple of 32, not {self.threads}")
+        multiple_of("threads", self.threads, 32)
         size, copied = ITEM_SIZE[self.dtype], self.load_bytes
         taken = copied in (2, 4, 8, 16) and copied >= size and (copied == size or self.head_dim_v * size % copied == 0)
         check(taken, f"loads of {copied} bytes are not for rows of {self.head_dim_v} numbers of {size} bytes")
@@ -180,7 +179,6 @@ class DbiasSumConfig(LaunchFacts):
     takes = abi.Parameters(("dbias_sums", "dbias"), ("dbias",), abi.words(OfBias.SIZES))
 
     def dtype_of(self, option: str) -> str | None:
-        """As of every Config."""
         return self.given if option == "bias" else None
 
     def grid(self, problem: Any) -> int:
@@ -253,7 +251,6 @@ class HeadSumsConfig(LaunchFacts):
         return abi.Parameters(("lse", "lse_delta" if self.of_blocks else "delta", *own), own, sizes)
 
     def dtype_of(self, option: str) -> str | None:
-        """As of every Config."""
         return self.given if option == self.option else None
 
     @property

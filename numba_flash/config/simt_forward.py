@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .forward import ITEM_SIZE, AnyProblem, Config, check, layout
+from .forward import ITEM_SIZE, AnyProblem, Config, check, layout, multiple_of
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -25,8 +25,7 @@ class SimtRows(Config):
     def __post_init__(self) -> None:
         check(1 <= self.threads <= 1024, f"a block has 1 to 1024 threads, not {self.threads}")
         for name in self.READ:
-            rows = getattr(self, name)
-            check(rows >= 4 and rows % 4 == 0, f"{name} must be a multiple of 4, not {rows}")
+            multiple_of(name, getattr(self, name), 4)
         check(self.pad >= 0, f"pad must be at least 0, not {self.pad}")
         self._set(self.shared_layout().end * ITEM_SIZE[self.compute_dtype])
 

@@ -7,7 +7,7 @@ from ..abi import parameters as abi
 from ..abi import tile_states
 from ..abi.parameters import StatesTile
 from ..problem.options import Uses
-from .forward import AnyProblem, LaunchFacts, check
+from .forward import AnyProblem, LaunchFacts, multiple_of
 
 _READ = abi.words("mask seqlens_k q_offset")
 VISIBLE = ("mask", "mask_mod", "aux", "seqlens_k", "q_offset")  # the options that decide what is seen
@@ -46,8 +46,7 @@ class TileStatesConfig(OfTile):
     names = abi.STATES
 
     def __post_init__(self) -> None:
-        whole = self.threads >= 32 and self.threads % 32 == 0
-        check(whole, f"threads must be a multiple of 32, not {self.threads}")
+        multiple_of("threads", self.threads, 32)
 
     @property
     def kept(self) -> bool:  # type: ignore[override]

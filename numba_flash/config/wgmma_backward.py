@@ -10,15 +10,15 @@ from ..problem.groups import parts_of
 from ..problem.options import FUNCTIONS, SEEDED, changes_scores
 from .backward import OfGradients
 from .blocks import heads_in_flight
-from .forward import AnyProblem, Config, OwnRows, Padded, check, layout, panel_of_bias, tile_bytes, tiles_of_all
-from .wgmma_forward import check_registers
+from .forward import AnyProblem, Config, OwnRows, Padded, check, layout, one_of, tile_bytes, tiles_of_all
+from .wgmma_forward import Warpgroups, check_registers
 
 BY_ELEMENT = (*FUNCTIONS, "bias", "mask", SEEDED)  # options that decide about each score or weight on its own
 
 
 def all_parts(p: Problem, members: int) -> int:
     """The number of parts of `members` query heads in the groups of all batch entries."""
-    return p.batch * p.heads_kv * parts_of(p.heads // max(p.heads_kv, 1), members)
+    return p.batch * p.heads_kv * parts_of(p.group, members)
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -76,9 +76,8 @@ class StreamingConfig(OwnRows, Padded, Config):
 
     def _check_walk(self, own: tuple[int, ...], most: int, least_a: int) -> None:
         """own: how many rows a block may own; most: how many it may walk over at a time; least_a: of stages_a."""
-        rows, other, (a, b) = self.own_rows, self.other_rows, (self.stages_a, self.stages_b)
-        allowed = f"{', '.join(map(str, own[:-1]))} or {own[-1]}" if len(own) > 1 else own[0]
-        check(rows in own, f"a block's own rows must be {allowed}, not {rows}")
+        other, a, b = self.other_rows, self.stages_a, self.stages_b
+        one_of("a block's own rows", self.own_rows, *own)
         whole = 16 <= other <= most and other % 16 == 0
         check(whole, f"a block walks over tiles of 16 to {most} rows, in steps of 16, not {other}")
         enough = least_a <= a <= 4 and 1 <= b <= 4
@@ -97,6 +96,10 @@ class StreamingConfig(OwnRows, Padded, Config):
     def _barrier_counts(self) -> dict[str, int]:
         raise NotImplementedError
 
+    def _tiles(self) -> dict[str, int]:
+        stream_a, stream_b = self.stages_a * self.stream_a_bytes, self.stages_b * self.stream_b_bytes
+        return dict(own_a=self.own_a_bytes, own_b=self.own_b_bytes, stream_a=stream_a, stream_b=stream_b)
+
     def shared_layout(self) -> Any:
         """Where things begin in a block's shared memory, in bytes. own_*: the tile that the block owns; stream_*: the
         stages of the tiles that it walks over; state: what every role reads of the block's work."""
@@ -104,7 +107,7 @@ class StreamingConfig(OwnRows, Padded, Config):
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class WgmmaBackwardConfig(StreamingConfig):
+class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
     """What wgmma/backward_dkdv and wgmma/backward_dq share.
 
     A block is a producer warpgroup and own_rows / 64 consumer warpgroups, each of which owns 64 rows. bias_boxes: a
@@ -129,11 +132,10 @@ class WgmmaBackwardConfig(StreamingConfig):
     dq_stages: ClassVar[int] = 0  # how many of these may be on their way to the sums of dQ
 
     def __post_init__(self) -> None:
-        taken = self.dtype in ("float16", "bfloat16")
-        check(taken, f"tensor-core kernels take float16 and bfloat16, not {self.dtype}")
+        self._check_dtype("float16", "bfloat16")
         # S of the next tile is issued before the product with this one's first tile is done.
         self._check_walk((64, 128, 192), 128, least_a=2)
-        self._check_options("the tensor-core backward")
+        self._check_options()
         check_registers(self.registers, self.consumers)
         self._set(self.ALIGNMENT + self.shared_layout().end)
 
@@ -161,21 +163,8 @@ class WgmmaBackwardConfig(StreamingConfig):
         return any(name in BY_ELEMENT for name, _ in self.uses)
 
     @property
-    def consumers(self) -> int:
-        return self.own_rows // 64
-
-    @property
-    def threads(self) -> int:  # type: ignore[override]
-        return 128 * (1 + self.consumers)
-
-    @property
     def registers(self) -> tuple[int, int]:
-        """A thread's, of the producer and of the consumers."""
         return self.REGISTERS[self.consumers]
-
-    @property
-    def bias_panel(self) -> int:
-        return panel_of_bias(self.tile_n)
 
     @property
     def bias_bytes(self) -> int:
@@ -203,10 +192,7 @@ class WgmmaBackwardConfig(StreamingConfig):
         """bias: of each stage of stream_a, where it comes in boxes. ds: two tiles of dS, in 16 bits. dq: parts of dQ on
         their way to global memory. lse_delta: lse and -delta of each stage's queries."""
         return layout(
-            own_a=self.own_a_bytes,
-            own_b=self.own_b_bytes,
-            stream_a=self.stages_a * self.stream_a_bytes,
-            stream_b=self.stages_b * self.stream_b_bytes,
+            **self._tiles(),
             bias=self.stages_a * self.bias_bytes,
             ds=2 * self.ds_bytes,
             dq=self.dq_places * self.consumers * self.dq_part_bytes,
@@ -220,22 +206,16 @@ class WgmmaBackwardConfig(StreamingConfig):
 class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
     """Of wgmma/backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
 
-    of_dk, of_dv: which of the two it computes. Both sums together fit into registers up to head_dim 128.
-    members: how many of the query heads of a group it takes, and then it leaves sums in float32; 0: all.
+    Both sums together fit into registers up to head_dim 128. members: how many of the query heads of a group
+    it takes, and then it leaves sums in float32; 0: all.
     """
 
-    of_dk: bool = True
-    of_dv: bool = True
     members: int = 0
 
     kernel = "wgmma_dkdv"
     module = "wgmma.backward_dkdv"
     takes = abi.backward("dk dv", mask=abi.MASK_BITS_OF_KEYS).plus("dk_sums dv_sums")
     of_keys = reads_states = True
-
-    def __post_init__(self) -> None:
-        self._check_gradients()
-        super().__post_init__()
 
     def grid(self, problem: AnyProblem) -> int:
         p = problem.forward

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from ..problem.options import BY_NAME, FUNCTIONS, SEEDED
+from ..problem.options import FUNCTIONS, SEEDED
 from .backward import OfGradients
 from .forward import check, layout
 from .wgmma_backward import StreamingConfig
@@ -33,10 +33,9 @@ class WgmmaBackwardFloat32Config(StreamingConfig):
     registers: ClassVar[tuple[int, int]] = 104, 200  # a thread's, of the producer and of the consumers
 
     def __post_init__(self) -> None:
-        check(self.dtype == "float32", f"these kernels take float32, not {self.dtype}")
+        self._check_dtype("float32")
         self._check_walk((64,), self.LONGEST, least_a=1)
-        not_taken = [name for name, _ in self.uses if name in NOT_TAKEN or not BY_NAME[name].on_tensor_cores]
-        check(not not_taken, f"wgmma's backward in float32 takes no {' and no '.join(not_taken)}")
+        self._check_options(NOT_TAKEN)
         check_registers(self.registers, self.CONSUMERS)
         self._set(self.ALIGNMENT + self.shared_layout().end)
 
@@ -50,10 +49,7 @@ class WgmmaBackwardFloat32Config(StreamingConfig):
 
     def shared_layout(self) -> Any:
         return layout(
-            own_a=self.own_a_bytes,
-            own_b=self.own_b_bytes,
-            stream_a=self.stages_a * self.stream_a_bytes,
-            stream_b=self.stages_b * self.stream_b_bytes,
+            **self._tiles(),
             weights=self.weights_bytes,
             state=4 * self.STATE_WORDS,
             barriers=8 * sum(self._barrier_counts().values()),
@@ -62,11 +58,7 @@ class WgmmaBackwardFloat32Config(StreamingConfig):
 
 @dataclass(frozen=True)
 class WgmmaDkdvFloat32Config(OfGradients, WgmmaBackwardFloat32Config):
-    """Of wgmma_dkdv_float32: a block owns tile_n keys and walks over tiles of tile_m queries. of_dk, of_dv: which of
-    the two it computes."""
-
-    of_dk: bool = True
-    of_dv: bool = True
+    """Of wgmma_dkdv_float32: a block owns tile_n keys and walks over tiles of tile_m queries."""
 
     kernel = "wgmma_dkdv_float32"
     module = "wgmma.backward_float32"
@@ -77,10 +69,6 @@ class WgmmaDkdvFloat32Config(OfGradients, WgmmaBackwardFloat32Config):
     def has_second(self) -> bool:
         """Whether the second consumer has anything to do: dV needs the first alone."""
         return self.of_dk
-
-    def __post_init__(self) -> None:
-        self._check_gradients()
-        super().__post_init__()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .forward import L2_BYTES, check, layout, tile_bytes
+from .forward import L2_BYTES, layout, one_of, tile_bytes
 from .wgmma_forward import WarpgroupsConfig, check_registers
 
 
@@ -41,16 +41,15 @@ class WgmmaFloat32Config(WarpgroupsConfig):
 
     def __post_init__(self) -> None:
         self._check(64, 16)
-        check(self.consumers in (1, 2), f"tile_m must be 64 or 128, not {self.tile_m}")
-        check(self.tile_n in self.KEYS, f"tile_n must be one of {self.KEYS}, not {self.tile_n}")
-        check(self.stages in (1, 2), f"stages must be 1 or 2, not {self.stages}")
+        one_of("tile_m", self.tile_m, 64, 128)
+        one_of("tile_n", self.tile_n, *self.KEYS)
+        one_of("stages", self.stages, 1, 2)
         self._check_widest(256)
         check_registers(self.registers, self.consumers)
         self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def registers(self) -> tuple[int, int]:
-        """A thread's, of the producer and of the consumers."""
         return self.REGISTERS[self.consumers, self.tile_n]
 
     @property

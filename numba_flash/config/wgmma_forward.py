@@ -1,13 +1,24 @@
 """Config of the Hopper forward (kernels/wgmma/forward.py), and how its warpgroups share registers."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
 from ..abi.tensor_maps import OperandMaps, TensorMap, bias_map, extents, map_of_rows
 from ..arrays.dtypes import ITEM_SIZE
-from .forward import L2_BYTES, AnyProblem, TensorConfig, check, layout, panel_of_bias, tile_bytes
+from .forward import (
+    L2_BYTES,
+    AnyProblem,
+    LaunchFacts,
+    OwnRows,
+    TensorConfig,
+    check,
+    fields_of,
+    layout,
+    one_of,
+    panel_of_bias,
+    tile_bytes,
+)
 
 
 def check_registers(registers: tuple[int, int], consumers: int) -> None:
@@ -27,19 +38,30 @@ def check_registers(registers: tuple[int, int], consumers: int) -> None:
     )
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
-class WarpgroupsConfig(TensorConfig):
-    """A block of a producer warpgroup and consumer warpgroups, each of which owns 64 rows."""
+class Warpgroups(OwnRows, LaunchFacts):
+    """A block of a producer warpgroup and consumer warpgroups, each of which owns 64 rows. registers: a thread's, of
+    the producer and of the consumers."""
 
-    whole_program = counted = persistent = True
+    whole_program = True
 
     @property
     def consumers(self) -> int:
-        return self.tile_m // 64
+        return self.own_rows // 64
 
     @property
     def threads(self) -> int:  # type: ignore[override]
         return 128 * (1 + self.consumers)
+
+    @property
+    def bias_panel(self) -> int:
+        return panel_of_bias(self.tile_n)
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class WarpgroupsConfig(Warpgroups, TensorConfig):
+    """Of a forward."""
+
+    counted = persistent = True
 
 
 @dataclass(frozen=True)
@@ -79,9 +101,9 @@ class WgmmaConfig(WarpgroupsConfig):
     def __post_init__(self) -> None:
         self._check(64, 16)
         most = self.MOST_KEYS
-        check(self.consumers in self.REGISTERS, f"tile_m must be 64, 128 or 192, not {self.tile_m}")
+        one_of("tile_m", self.tile_m, 64, 128, 192)
         check(self.tile_n <= most, f"tile_n must be at most {most}, what one product can be wide, not {self.tile_n}")
-        check(self.q_buffers in (1, 2), f"q_buffers must be 1 or 2, not {self.q_buffers}")
+        one_of("q_buffers", self.q_buffers, 1, 2)
         whole = self.o_vectorized or not self.o_buffer
         check(whole, "o_buffer needs o_vectorized: from there rows are written 16 bytes at a time")
         of_one = self.group_size == 1 or not self.bias_stages
@@ -98,8 +120,7 @@ class WgmmaConfig(WarpgroupsConfig):
     @property
     def joined(self) -> "WgmmaJoinConfig":
         """Of the kernel that adds up the parts."""
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
-        return WgmmaJoinConfig(**given | dict(bias_stages=0))
+        return WgmmaJoinConfig(**fields_of(self, WgmmaConfig) | dict(bias_stages=0))
 
     @property
     def takes(self) -> abi.Parameters:  # type: ignore[override]
@@ -143,10 +164,6 @@ class WgmmaConfig(WarpgroupsConfig):
         return self.bias_stages > 0
 
     @property
-    def bias_panel(self) -> int:
-        return panel_of_bias(self.tile_n)
-
-    @property
     def bias_bytes(self) -> int:
         """Of one stage of a consumer."""
         return 2 * 64 * self.tile_n
@@ -167,7 +184,6 @@ class WgmmaConfig(WarpgroupsConfig):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """A thread's, of the producer and of the consumers; together at most what the block is launched with."""
         registers = self.REGISTERS | (self.FINISHED_REGISTERS if self.scores_finished else {})
         registers |= self.MASK_REGISTERS if self.has("mask") or self.tile_states else {}
         return registers[self.consumers]

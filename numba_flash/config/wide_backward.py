@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from ..abi import parameters as abi
 from .backward import OfGradients, WalkConfig
-from .forward import AnyProblem, Config, check, layout, tile_bytes
+from .forward import AnyProblem, Config, check, layout, one_of, tile_bytes
 from .mma_forward import MmaConfig
 
 
@@ -17,26 +17,19 @@ class WideBackwardConfig(WalkConfig):
     copy_bytes: int = 16
 
     GROUPS: ClassVar[tuple[int, ...]] = (1, 2)
-    stages: ClassVar[int] = 1  # these two: as of MmaBackwardConfig
-    in_registers: ClassVar[bool] = False
+    in_registers: ClassVar[bool] = False  # as of MmaBackwardConfig
     columns_in_order: ClassVar[bool] = False  # a lane's sums are of two columns of each 8, side by side
+    summed_columns: ClassVar[int]  # of gradients, of one row
     SUMS: ClassVar[int] = 256  # of 32 bits: what a warp can keep in registers of a row of gradients
 
     def __post_init__(self) -> None:
-        step, groups, other = self.warp_rows, self.column_groups, self.other_rows
-        check(self.dtype in MmaConfig.KEYS, f"these kernels take float32 and float64, not {self.dtype}")
+        self._check_dtype(*MmaConfig.KEYS)
         self._check_warps()
-        allowed = MmaConfig.KEYS[self.dtype]
-        check(other in allowed, f"the rows that a block walks over must be one of {allowed}, not {other}")
-        check(groups in self.GROUPS, f"column_groups must be one of {self.GROUPS}, not {groups}")
-        sums, most = self.summed_columns // groups * self.item_size // 4 * step // 16, self.SUMS
+        one_of("the rows that a block walks over", self.other_rows, *MmaConfig.KEYS[self.dtype])
+        one_of("column_groups", self.column_groups, *self.GROUPS)
+        sums, most = self.summed_columns // self.column_groups * self.item_size // 4 * self.strips, self.SUMS
         check(sums <= most, f"head_dim {self.head_dim} and {self.head_dim_v} need {sums} sums a row, not {most}")
         self._set(self.ALIGNMENT + self.shared_layout().end)
-
-    @property
-    def summed_columns(self) -> int:
-        """Of gradients, of one row."""
-        raise NotImplementedError
 
     def summed(self, columns: int) -> int:
         """How many of a gradient's columns a warp sums up."""
@@ -50,22 +43,15 @@ class WideBackwardConfig(WalkConfig):
 
 @dataclass(frozen=True)
 class WideDkdvConfig(OfGradients, WideBackwardConfig):
-    """A block owns tile_n keys and walks over tiles of tile_m queries. of_dk, of_dv: which of the two it computes."""
-
-    of_dk: bool = True
-    of_dv: bool = True
+    """A block owns tile_n keys and walks over tiles of tile_m queries."""
 
     kernel = "mma_dkdv_wide"
     module = "mma.backward"
     takes = abi.backward("dk dv", abi.ROWS, abi.MASK_BITS_OF_KEYS)
     of_keys = True
 
-    def __post_init__(self) -> None:
-        self._check_gradients()
-        super().__post_init__()
-
     @property
-    def summed_columns(self) -> int:
+    def summed_columns(self) -> int:  # type: ignore[override]
         return self.head_dim_padded * self.of_dk + self.head_dim_v_padded * self.of_dv
 
 
@@ -100,8 +86,8 @@ class WideFusedConfig(WideBackwardConfig):
 
     def __post_init__(self) -> None:
         few = self.own_rows <= 4 * self.warp_rows
-        check(self.dtype == "float64", f"one kernel of all gradients takes float64, not {self.dtype}")
-        check(self.blocks in (1, 2), f"blocks must be 1 or 2, not {self.blocks}")
+        self._check_dtype("float64")
+        one_of("blocks", self.blocks, 1, 2)
         check(few, f"{self.own_rows} keys are more than 4 times {self.warp_rows}: each has a named barrier")
         check(self.workers % 128 == 0, f"threads that compute must be whole warpgroups, not {self.workers}: setmaxnreg")
         super().__post_init__()
@@ -127,7 +113,7 @@ class WideFusedConfig(WideBackwardConfig):
         return min((launched * self.threads - 128 * self.FEW) // self.workers // 8 * 8, 240)
 
     @property
-    def summed_columns(self) -> int:
+    def summed_columns(self) -> int:  # type: ignore[override]
         return self.head_dim_padded + self.head_dim_v_padded
 
     @property
@@ -203,5 +189,5 @@ class WideDqConfig(WideBackwardConfig):
     takes = abi.backward("dq", abi.ROWS)
 
     @property
-    def summed_columns(self) -> int:
+    def summed_columns(self) -> int:  # type: ignore[override]
         return self.head_dim_padded

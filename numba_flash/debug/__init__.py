@@ -1,4 +1,4 @@
-"""Look into a kernel while it runs, without editing it: in Numba's simulator, where a GPU thread is a Python thread.
+"""Look into a kernel while it runs, without editing it: in Numba's simulator.
 
 `stop_at` opens Python's debugger at a line. `trace` asks nobody and returns what one row saw of every tile of keys.
 `watch` records the variables of a kernel of your own at the lines that a comment marks, and `race_check` finds the

@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import linecache
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -68,22 +67,23 @@ def watching(file: str, attach: Callable[[Index3, Index3, types.FrameType], Foll
     def at_call(frame: types.FrameType, event: Any, arg: Any) -> Any:
         """The trace function of every thread started meanwhile; the first call in `file` is the kernel's."""
         if frame.f_code.co_filename != file:
-            return None  # before asking for the thread: one that is ending has no name any more
-        thread: Any = threading.current_thread()
-        if not hasattr(thread, "threadIdx"):
-            return None  # a thread that launches kernels
+            return None
+        thread: Any = now.thread
         follow = attach(tuple(thread.threadIdx), tuple(thread.blockIdx), frame)
         if follow is None:
-            sys.settrace(before)  # left to whoever traced it anyway: a debugger, coverage
-            return before and before(frame, event, arg)
+            other = before or now.outer  # whoever traced it anyway: a debugger, coverage
+            sys.settrace(other)
+            return other and other(frame, event, arg)
         return follow
 
-    before = threading.gettrace()
-    threading.settrace(at_call)
+    from ..ptx.sim import launch, now  # Numba comes in with it
+
+    before, now.follow = now.follow, at_call
     try:
-        yield
+        with launch.of_the_caller():
+            yield
     finally:
-        threading.settrace(before)  # type: ignore[arg-type]  # None takes the hook away
+        now.follow = before
 
 
 def find_line(make: types.CodeType | Code, line: int | str) -> int:

@@ -6,8 +6,7 @@
     >>> with stop_at("v2", "alpha = math.exp", thread=3):
     ...     numba_flash.attention(q, k, v, kernel="v2")
 
-`python -m pdb` cannot do this: the simulator runs every GPU thread as a Python thread, a debugger is
-attached to one thread, and that is the one that only waits for the others.
+`python -m pdb` with a breakpoint stops in every thread that comes there. This stops in one.
 """
 
 import bdb
@@ -40,7 +39,7 @@ def stop_at(
     """Stop in one thread of one block whenever it comes to a line of a kernel, in Numba's simulator.
 
     kernel: the name of one of ours, as `explain` shows it, such as "v2", "mma" or "wgmma_dq" (an unknown name raises
-    with all of them), or your own, made by cuda.jit. line: a line number of its file, or a piece of text that only one
+    with all of them), or your own, made by cuda.jit, which then runs as in race_check. line: a line number of its file, or a piece of text that only one
     line of its code contains. thread, block: threadIdx and blockIdx; an int is x.
 
     At the prompt everything of pdb works. `n` over cuda.syncthreads() lets all threads come to that
@@ -99,11 +98,31 @@ def _attach(debugger: pdb.Pdb, kernel: types.FrameType) -> Callable[..., Any]:
             sys.settrace(None)  # stepping on would lead into the simulator
         return follow
 
+    _take_generators_for_functions(debugger)
     debugger.reset()
     debugger.botframe = kernel  # where the call stack begins for `w` and `u`: above it is the simulator
     sys.settrace(debugger.trace_dispatch)
     debugger.set_continue()  # to the breakpoint
     return follow
+
+
+def _take_generators_for_functions(debugger: Any) -> None:
+    """A kernel's functions are generators in the simulator (ptx/sim/resumable.py), but never seen to stand still.
+
+    So for the debugger they return once, and what Python raises at a generator's end is no error of the kernel's.
+    """
+
+    def dispatch_return(frame: types.FrameType, arg: Any) -> Any:
+        if debugger.stop_here(frame) or frame is debugger.returnframe:
+            debugger.set_step()
+        return bdb.Bdb.dispatch_return(debugger, frame, arg)
+
+    def dispatch_exception(frame: types.FrameType, arg: Any) -> Any:
+        ends = arg[0] is StopIteration and arg[2] is None
+        return debugger.trace_dispatch if ends else bdb.Bdb.dispatch_exception(debugger, frame, arg)
+
+    debugger.dispatch_return, debugger.dispatch_exception = dispatch_return, dispatch_exception
+    debugger.set_return = lambda frame: debugger._set_stopinfo(frame.f_back, frame)
 
 
 class _Typist(io.TextIOBase):

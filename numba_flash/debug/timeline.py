@@ -121,7 +121,7 @@ WORK: dict[str, tuple[str, str, Number]] = {
     "forward.issue_scores": ("S", "products", lambda own: own["n"]),
     "forward.issue_outputs": ("PV", "products", lambda own: own["n"]),
     "forward.weigh": ("softmax", "scores", lambda own: own["tile"].n),
-    "forward_outputs.write": ("write", "O", lambda own: own["rows"].seen),
+    "forward_outputs.write": ("write", "O", lambda own: own["seen"]),
     "forward.pingpong_wait": ("wait", "turn", lambda own: None),
 }
 RINGS = dict(k="K", v="V", q="Q", tiles="work tile", asked="question")
@@ -139,7 +139,7 @@ def _noted(frame: types.FrameType) -> tuple[str, str, Any] | None:
         what, of, number = WORK[name]
         return what, of, number(own)
     if name == "producer.load":
-        return "load", "K" if own["tiles"].map_at == 128 else "V", own["n"]
+        return "load", "K" if own["map_at"] == 128 else "V", own["n"]
     if code.co_name in ("consumer_wait", "consumer_release", "producer_acquire"):
         caller = frame.f_back
         while caller is not None and caller.f_code.co_name in ("__call__", "producer_expect"):
@@ -148,7 +148,7 @@ def _noted(frame: types.FrameType) -> tuple[str, str, Any] | None:
         if code.co_name == "consumer_release" and not own["condition"]:
             return None  # only one lane says it, and Q not before the query tile's end
         ring = RING.search(linecache.getline(caller.f_code.co_filename, caller.f_lineno))
-        of = RINGS.get(ring[1], ring[1]) if ring else "K" if caller.f_locals["tiles"].map_at == 128 else "V"
+        of = RINGS.get(ring[1], ring[1]) if ring else "K" if caller.f_locals["map_at"] == 128 else "V"
         return "release" if code.co_name == "consumer_release" else "wait", of, own["n"]
     return None
 

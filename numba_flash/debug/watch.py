@@ -40,7 +40,7 @@ def watch(kernel: Any) -> Iterator[list[Seen]]:
     >>> seen[0].values
     {'i': 0, 'm': 1.3}
 
-    kernel: made by cuda.jit, or the name of one of ours, as `explain` shows it. Arrays are copied.
+    kernel: made by cuda.jit (it runs as in race_check), or the name of one of ours, as `explain` shows it. Arrays are copied.
     The list has an entry for each time that a thread comes to a marked line, in the order in which they came.
 
     Raises ValueError where no line has such a comment, RuntimeError where the simulator is off. Serves one `with` at a

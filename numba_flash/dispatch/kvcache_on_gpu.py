@@ -33,13 +33,15 @@ KINDS = dict(page_table="table", page_indices="csr", cache_batch_idx="entries")
 
 class OnGpu(NamedTuple):
     """append: writes new keys, queries that are turned, and the numbers of valid keys; names: of its arrays. attend:
-    None = attention itself. choice: the kernel that attends; None = there is no work."""
+    None = attention itself. choice: the kernel that attends; None = there is no work. not_shared: why prefixes are read
+    for each sequence; None = they are shared, or there are none."""
 
     append: Launch | None
     names: tuple[str, ...]
     choice: Choice | None
     attend: Launch | None
     of_pages: tuple[str, ...]  # the arrays that `attend` takes before those of aux
+    not_shared: str | None = None
 
 
 def make(made: CacheProblem, operands: Any, cache: Cache, others: Any, target: Target, kernel: str) -> OnGpu:
@@ -48,16 +50,21 @@ def make(made: CacheProblem, operands: Any, cache: Cache, others: Any, target: T
     name = next((name for name in OF_PAGES if getattr(cache, name) is not None), None)
     kind = "own" if name is None else KINDS[name]
     of_pages = () if name is None else (name, *(("page_indptr",) if kind == "csr" else ()))
+    not_shared = None
+    if cache.prefix_of is not None:
+        not_shared = decode.not_shared(made.problem, target) if kernel == "decode" else "decode alone shares them"
+    shares = cache.prefix_of is not None and not_shared is None
     append, names = _append(made, operands, cache, others[-1], kind, of_pages, target)
     if kernel != "decode" and kind == "own" and made.problem.packed is None:
         p = dataclasses.replace(made.problem, pages=None)
         # says what it refuses before keys go in
         chosen = select(with_contiguous_q(p) if made.rotary_dim else p, target, kernel)
         return OnGpu(append, names, chosen, None, ())
+    of_pages += ("prefix_of", "prefix_lens") if shares else ()
     aux = tuple(_aux_array(getattr(cache, name)) for name in of_pages)
     alone = kernel == "decode" and cache.k_new is None and not made.rotary_dim
-    choice, attend = _attend(made, kind, aux, target, kernel == "decode", alone)
-    return OnGpu(None if alone else append, names, choice, attend, of_pages)
+    choice, attend = _attend(made, kind, aux, target, kernel == "decode", alone, shares)
+    return OnGpu(None if alone else append, names, choice, attend, of_pages, not_shared)
 
 
 def _aux_array(layout: Layout) -> AuxArray:
@@ -65,15 +72,16 @@ def _aux_array(layout: Layout) -> AuxArray:
 
 
 def _attend(
-    made: CacheProblem, kind: str, of_pages: tuple[AuxArray, ...], target: Target, by_decode: bool, alone: bool
-) -> tuple[Choice | None, Launch]:
-    """decode, or v2 over pages. alone: nothing runs before it."""
+    made: CacheProblem, kind: str, of_pages: tuple[AuxArray, ...], target: Target, by_decode: bool, alone: bool,
+    shares: bool,
+) -> tuple[Choice | None, Launch]:  # fmt: skip
+    """decode, or v2 over pages. alone: nothing runs before it. shares: sequences have common prefixes."""
     p = with_contiguous_q(made.problem) if made.rotary_dim else made.problem
     if not alone:
         p = _with_totals(p)
     if not p.batch * p.heads * p.seqlen_q and p.packed is None:
         return None, Launch()
-    config: Any = decode.config_of(p, kind, target) if by_decode else _of_v2(p, kind, target)
+    config: Any = decode.config_of(p, kind, target, shares) if by_decode else _of_v2(p, kind, target)
     steps = sequence_of([*prologue(config, target), config], dataclasses.replace(p, aux=(*of_pages, *p.aux)), target)
     return Choice("mma" if by_decode else "v2", config, False, ()), steps
 

@@ -133,7 +133,8 @@ def on_gpu(
     are none; () = the operands are these arrays.
     """
     blocks, maps = blocks_of(config, problem, target), config.operand_maps(problem)
-    return kernel_launch(config, target, blocks, values_of(config, problem), maps, behind, taken)
+    counters = config.counters(problem) if config.counted else 0
+    return kernel_launch(config, target, blocks, values_of(config, problem), maps, behind, taken, counters)
 
 
 def kernel_launch(
@@ -144,10 +145,11 @@ def kernel_launch(
     maps: Maps = (),
     behind: bool = False,
     taken: Places = (),
+    counters: int = 0,
 ) -> Launch:
-    """maps: (index of the array, its tensor map) in the kernel's order."""
+    """maps: (index of the array, its tensor map) in the kernel's order. counters: words of its counters."""
     kind = _Simulated if target.simulated else _OnGpu
-    return kind(config, target, blocks, values, maps, behind and config.waits, taken)
+    return kind(config, target, blocks, values, maps, behind and config.waits, taken, counters)
 
 
 class _ByAddresses(Launch):
@@ -173,7 +175,7 @@ class _OnGpu(_ByAddresses):
         "_blocks",
         "_config",
         "_constants",
-        "_counted",
+        "_counters",
         "_launcher",
         "_maps",
         "_pointers",
@@ -183,18 +185,19 @@ class _OnGpu(_ByAddresses):
     )
 
     def __init__(
-        self, config: LaunchFacts, target: Target, blocks: int, values: Values, maps: Maps, behind: bool, taken: Places
-    ) -> None:
+        self, config: LaunchFacts, target: Target, blocks: int, values: Values, maps: Maps, behind: bool,
+        taken: Places, counters: int,
+    ) -> None:  # fmt: skip
         self._config, self._target, self._blocks, self._maps, self._behind = config, target, blocks, maps, behind
         self._taken, self._pointers, self._constants = taken, len(config.parameters.arrays), packed(values.flat)
-        self._counted = config.counted
+        self._counters = counters
         self._launcher: Launcher | None = None
         # addresses -> the launch's parameters: loops repeat the same addresses, so parameters are made once
         self._prepared: dict[tuple[int, ...], Any] = {}
 
     def load(self) -> Launcher:
-        if self._counted:
-            tile_counters.prepare(self._target.device, self._config.counter_words)
+        if self._counters:
+            tile_counters.prepare(self._target.device, self._counters)
         # one for all problems of this kernel
         parameters = self._pointers, len(self._maps), len(self._constants)
         self._launcher = _loaded(self._config, self._target, *parameters, self._behind)
@@ -203,8 +206,8 @@ class _OnGpu(_ByAddresses):
     def start(self, addresses: Addresses, like: Array | None = None, stream: int = 0) -> None:
         launcher = self._launcher or self.load()
         counters: Addresses = ()
-        if self._counted:
-            counters = (tile_counters.counter(self._target.device, stream, self._config.counter_words),)
+        if self._counters:
+            counters = (tile_counters.counter(self._target.device, stream, self._counters),)
         key = addresses + counters
         parameters = self._prepared.get(key)
         if parameters is None:
@@ -226,21 +229,23 @@ def _loaded(config: LaunchFacts, target: Target, pointers: int, maps: int, const
 
 
 class _Simulated(Launch):
-    __slots__ = ("_arguments", "_behind", "_config", "_taken")
+    __slots__ = ("_arguments", "_behind", "_config", "_counters", "_taken")
 
     def __init__(
-        self, config: LaunchFacts, target: Target, blocks: int, values: Values, maps: Maps, behind: bool, taken: Places
-    ) -> None:
+        self, config: LaunchFacts, target: Target, blocks: int, values: Values, maps: Maps, behind: bool,
+        taken: Places, counters: int,
+    ) -> None:  # fmt: skip
         self._config, self._arguments, self._behind, self._taken = config, (blocks, values, maps), behind, taken
+        self._counters = counters
 
     def run(self, operands: Given, stream: int) -> None:
         from ..ptx.sim.launch import run
 
         config, (blocks, values, maps), q = self._config, self._arguments, operands[0]
         operands = _at(self._taken, operands, None)
-        if config.counted:
+        if self._counters:
             assert q is not None
-            counter = arrays.scratch(q, (config.counter_words,), "uint32")
+            counter = arrays.scratch(q, (self._counters,), "uint32")
             arrays.host_view(counter)[...] = 0
             operands = (*operands, counter)
         arrays_of_kernel = tuple_class("arrays", config.parameters.arrays)
@@ -266,8 +271,8 @@ class WarnsIfSlow(Launch):
         seconds = self._times * simulated_seconds(self._problem, self._kernel)
         if seconds > 60:
             warn_caller(
-                f"this will take about {seconds / 60:.0f} min in Numba's CUDA simulator, which runs every GPU thread "
-                "as a Python thread; kernel='cpu' is fast"
+                f"this will take about {seconds / 60:.0f} min in Numba's CUDA simulator, which runs one GPU thread "
+                "after the other, in Python; kernel='cpu' is fast"
             )
         self._ready.run(operands, stream)
 

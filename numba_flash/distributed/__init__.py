@@ -6,5 +6,10 @@ from .operation import context_parallel_attention, context_parallel_attention_ba
 from .whole import shard, unshard
 
 __all__ = [
-    "Group", "Layout", "context_parallel_attention", "context_parallel_attention_backward", "shard", "unshard",
-]  # fmt: skip
+    "Group",
+    "Layout",
+    "context_parallel_attention",
+    "context_parallel_attention_backward",
+    "shard",
+    "unshard",
+]

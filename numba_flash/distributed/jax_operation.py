@@ -14,8 +14,7 @@ import numpy as np
 from ..api.forward import attention as attend
 from ..dispatch.forward import AttentionOutput
 from .layout import Layout, layout_of
-
-OF_HEADS = ("sinks", "alibi_slopes")
+from .local import OF_HEADS
 
 
 def attention(

@@ -16,14 +16,12 @@ import array_api_compat
 from ..api.backward import attention_backward
 from ..api.forward import attention
 from ..api.varlen import attention_varlen, attention_varlen_backward
-from ..problem.options import AttentionGradients
+from ..problem.options import ARRAYS, AttentionGradients
 from .groups import Group, contiguous, empty, namespace
 from .layout import Layout, Reach
 
-OF_HEADS = (
-    "sinks",
-    "alibi_slopes",
-)  # options with a number for each head, whose gradients are those of the rank's rows
+# options with a number for each head, whose gradients are those of the rank's rows
+OF_HEADS = tuple(option.name for option in ARRAYS if option.shape == "heads")
 
 
 class Call(NamedTuple):

@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-OPTIONS = ("sinks", "alibi_slopes")
+from .local import OF_HEADS
 
 
 @torch.compiler.disable  # what follows from the layout is Python of whole numbers, and collectives keep their order
 def attention(plan: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-    given = (q, k, v, *(plan.call.options.get(name) for name in OPTIONS))
+    given = (q, k, v, *(plan.call.options.get(name) for name in OF_HEADS))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         return _Attention.apply(plan, *given)
     with torch.no_grad():
@@ -20,7 +20,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Any, *given: Any) -> tuple[Any, Any]:
         given = tuple(None if x is None else x.detach() for x in given)
-        options = plan.call.options | dict(zip(OPTIONS, given[3:], strict=True))
+        options = plan.call.options | dict(zip(OF_HEADS, given[3:], strict=True))
         plan = plan._replace(call=plan.call._replace(options=options))
         ctx.plan = plan
         ctx.set_materialize_grads(False)
@@ -31,7 +31,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
-        names = ("dq", "dk", "dv", *(f"d{name}" for name in OPTIONS))
+        names = ("dq", "dk", "dv", *(f"d{name}" for name in OF_HEADS))
         # dk and dv of all ranks go together: a rank that wants none still sends its share
         needed = dict(zip(names, ctx.needs_input_grad[1:], strict=True))
         wanted = ("dq", "dk", "dv", *(name for name in names[3:] if needed[name]))

@@ -100,9 +100,14 @@ def _table(folder: Path) -> dict[str, Any]:
     rooms = (path.name for path in (Path(compiled.__file__).parents[1] / "kernels").iterdir() if path.is_dir())
     sources = {room: compiled.fingerprint(room) for room in sorted(rooms) if room not in compiled.NO_SOURCES}
     made = dict(
-        format=FORMAT, numba_flash=__version__, python=f"{sys.version_info[0]}.{sys.version_info[1]}",
-        sources=sources, compilers=list(compiled.compilers()), kernels={}, problems=[],
-    )  # fmt: skip
+        format=FORMAT,
+        numba_flash=__version__,
+        python=f"{sys.version_info[0]}.{sys.version_info[1]}",
+        sources=sources,
+        compilers=list(compiled.compilers()),
+        kernels={},
+        problems=[],
+    )
     if not (folder / TABLE).exists():
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty, and is no bundle: give an empty folder, or one that is not there")

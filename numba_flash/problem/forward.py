@@ -96,6 +96,21 @@ class Problem:
         return COMPUTE_DTYPE[self.dtype]
 
     @property
+    def widest(self) -> int:
+        """The larger head_dim, of q and of v."""
+        return max(self.head_dim, self.head_dim_v)
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a KV head."""
+        return self.heads // max(self.heads_kv, 1)
+
+    @property
+    def every_key(self) -> bool:
+        """Whether positions remove no key: there is neither causal nor a window."""
+        return self.left is None and self.right is None
+
+    @property
     def lse_shape(self) -> tuple[int, ...]:
         if self.packed is not None:
             return (self.heads, self.packed[0])

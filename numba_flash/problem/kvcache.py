@@ -34,6 +34,8 @@ class Cache(NamedTuple):
     rotary_sin: Any = None
     cache_batch_idx: Any = None
     slots: Any = None
+    prefix_of: Any = None
+    prefix_lens: Any = None
     cu_seqlens_q: Any = None
     rotary_interleaved: Any = None
     max_seqlen_q: Any = None
@@ -90,6 +92,7 @@ def problem_of(
     if dim != head_dim:
         raise ValueError(f"head_dim of q and k_cache must be the same, not {head_dim} and {dim}: {queries}, {k.shape}")
     pages = _pages(cache, batch, count, size)
+    _check_prefixes(cache, batch)
     own = {name: getattr(cache, name) for name in ("seqlens_k", "cu_seqlens_q")}
     new = _check_new(cache, (k, v), q, (batch, heads_kv, dim, dim_v), order, v_is_k)
     rotary_dim, rotary_rows = _rotary(cache, q, head_dim)
@@ -189,6 +192,20 @@ def _pages(cache: Cache, batch: int, count: int, size: int) -> Pages:
     if count != batch:
         raise ValueError(f"k_cache has {count} batch entries and q {batch}: say which are read, by cache_batch_idx")
     return Pages(size, count, size)
+
+
+def _check_prefixes(cache: Cache, batch: int) -> None:
+    if (cache.prefix_of is None) != (cache.prefix_lens is None):
+        raise TypeError("prefix_of and prefix_lens belong together, and one was not given")
+    if cache.prefix_of is None:
+        return
+    for name in ("prefix_of", "prefix_lens"):
+        _check(name, getattr(cache, name), (batch,), f"(batch,) = ({batch},)", LENGTH_DTYPES)
+    if cache.page_table is cache.page_indices is cache.cache_batch_idx is None:
+        raise ValueError(
+            "prefix_of says which sequences have the same rows of a cache, and these have batch entries of their own: "
+            "pass page_table, page_indices or cache_batch_idx"
+        )
 
 
 def _check_new(
@@ -296,6 +313,7 @@ def lines_of(made: CacheProblem, given: dict[str, Any], ids: Any, q_offset: Any 
         offset = offset + q_offset
     found = Lines(first_query, queries, before, new, keys, offset, first_page)
     _check_pages(made, found, ids, given["slots"])
+    _check_shared(made, found, ids, given)
     if given["slots"] is not None:
         most = pages.total * pages.size
         if given["slots"].size and given["slots"].max() >= most:
@@ -345,6 +363,29 @@ def _check_pages(made: CacheProblem, lines: Lines, ids: Any, slots: Any) -> None
             f"the pages of sequence {b}, keys {int(first[b])} to {int(lines.keys[b]) - 1}, must lie in 0 to "
             f"{pages.total - 1}, not {own}"
         )
+
+
+def _check_shared(made: CacheProblem, lines: Lines, ids: Any, given: dict[str, Any]) -> None:
+    """Checks that sequences which share a prefix have the same pages there."""
+    if given["prefix_of"] is None:
+        return
+    size = max(made.pages.size, 1)
+    for b, (first, length) in enumerate(zip(given["prefix_of"].tolist(), given["prefix_lens"].tolist(), strict=True)):
+        if first in (-1, b):
+            continue
+        if not 0 <= first < b:
+            raise ValueError(
+                f"prefix_of[{b}] must be {b} or -1, or a sequence before it, the first with its prefix, not {first}"
+            )
+        most = min(lines.keys[b], lines.keys[first])
+        if not 0 <= length <= most:
+            raise ValueError(f"prefix_lens[{b}] must lie in 0 to {most}, the keys of both sequences, not {length}")
+        own, other = (ids[(start := lines.first_page[n]) : start - (-length // size)] for n in (b, first))
+        if (own != other).any():
+            raise ValueError(
+                f"sequences {first} and {b} must have the same pages in the {length} keys of their prefix, not "
+                f"{other.tolist()} and {own.tolist()}"
+            )
 
 
 @functools.lru_cache(maxsize=1024)

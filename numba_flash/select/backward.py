@@ -1,22 +1,20 @@
 """Selects what computes the gradients for a BackwardProblem and a Target, and says why the other rungs do not run."""
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..config.backward import MmaBackwardConfig
 from ..config.forward import LaunchFacts
 from ..config.wgmma_backward_float32 import NOT_TAKEN
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
-from ..problem.options import ARRAYS
+from ..problem.options import ARRAYS, HEAD_GRADIENTS
 from .backward_shared import one_key_tile
-from .cost_model import FLOAT32, microseconds
-from .forward import may_be_sooner, no_tma, no_wide_rows, not_on_tensor_cores
+from .forward import mma_is_sooner, no_tma, no_wide_rows, not_on_tensor_cores, too_wide
 from .rungs import RUNGS, Refused, Rung, check_request, choose, no_room, not_here
 
 
-@dataclass(frozen=True)
-class BackwardChoice:
+class BackwardChoice(NamedTuple):
     """What will run. `configs`: of its kernels in the order of their launches; empty for rungs on the host."""
 
     kernel: str
@@ -30,20 +28,13 @@ def select_backward(
     """The rung by name, or for "auto" the fastest rung that can compute the gradients exactly here; like `select`."""
     check_request(kernel, target, family, stream)
     refuses = functools.partial(_refusal, problem=problem, target=target)
-    mma = kernel == "auto" and (one_key_tile(problem, target) or _sooner(problem, target))
-    name, refused = choose(kernel, target, refuses, first="mma" if mma else "")
+
+    def own(name: str) -> list[LaunchFacts]:
+        return [config for config in RUNGS[name].kernels(problem, target) if config.kernel.startswith(name)]
+
+    first = kernel == "auto" and (one_key_tile(problem, target) or mma_is_sooner(problem.forward, target, refuses, own))
+    name, refused = choose(kernel, target, refuses, first="mma" if first else "")
     return BackwardChoice(name, RUNGS[name].kernels(problem, target), refused)
-
-
-def _sooner(problem: BackwardProblem, target: Target) -> bool:
-    """As of a forward, in float32."""
-    made = {}
-    for name in FLOAT32 if may_be_sooner(problem.forward, target) else ():
-        if _refusal(name, problem, target) is not None:
-            return False
-        own = [config for config in RUNGS[name].kernels(problem, target) if config.kernel.startswith(name)]
-        made[name] = sum(microseconds(problem.forward, config, name) for config in own)
-    return bool(made) and made["mma"] < made["wgmma"]
 
 
 def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
@@ -52,11 +43,11 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
     if not rung.has_backward:
         return "its backward is not built yet"
     if problem.forward.packed is not None and rung.name != "reference":
-        others = [name for name in problem.wanted if name == "dalibi_slopes"] + ["daux"] * bool(problem.wanted_aux)
+        of_scores = (name for name, option in HEAD_GRADIENTS.items() if option.acts_on == "score")
+        others = [name for name in of_scores if name in problem.wanted] + ["daux"] * bool(problem.wanted_aux)
+        instead = "take kernel='reference', or a call for each sequence"
         if others:
-            return (
-                f"it has no {others[0]} of packed sequences yet; take kernel='reference', or a call for each sequence"
-            )
+            return f"it has no {others[0]} of packed sequences yet; {instead}"
     reason = not_here(rung, problem.forward, target)
     if rung.on_host or reason is not None:
         return reason
@@ -70,9 +61,9 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
 
 def _not_on_tensor_cores(rung: Rung, problem: BackwardProblem, target: Target) -> str | None:
     """Why the kernels of a rung on tensor cores do not take the problem, apart from shared memory."""
-    forward, widest = problem.forward, MmaBackwardConfig.WIDEST
-    if max(forward.head_dim, forward.head_dim_v) > widest:
-        return f"it takes head_dim up to {widest}, not {forward.head_dim} and {forward.head_dim_v}"
+    forward = problem.forward
+    if (reason := too_wide(forward, MmaBackwardConfig.WIDEST)) is not None:
+        return reason
     for given in ARRAYS:
         if given.gradient in problem.wanted and not given.gradient_on_tensor_cores:
             return f"it has no gradient of {given.name} yet"

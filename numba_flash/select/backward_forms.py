@@ -19,14 +19,14 @@ def can_be_one_kernel(problem: BackwardProblem) -> bool:
     forward = problem.forward
     if not forward.seqlen_q:
         return False
-    bias, widest = forward.array("bias"), max(forward.head_dim, forward.head_dim_v)
+    bias = forward.array("bias")
     plain = not forward.functions and not changes_scores(tuple(use for use in forward.uses if use[0] != "bias"))
     plain = plain and (bias is None or bias.boxes)
     counted = forward.array("mask") is None or -(-forward.seqlen_k // WgmmaFusedConfig.KEYS) <= MOST_TURNS
     plain = plain and not (forward.seeded and (bias is not None or forward.array("mask") is not None))
     # Where weights are dropped, registers do not suffice for tiles of 128 queries. At head_dim 128 two kernels take 15
     # to 16 % longer (H200).
-    taken = widest <= 128 and (widest > 64 or not forward.seeded)
+    taken = forward.widest <= 128 and (forward.widest > 64 or not forward.seeded)
     taken = taken and not (forward.seeded and forward.packed is not None)  # whose blocks stay (`blocks_stay`)
     return plain and counted and {"dq", "dk", "dv"} <= set(problem.wanted) and taken
 
@@ -42,19 +42,19 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     forward = problem.forward
     if forward.packed is not None:
         return not target.simulated
-    widest, every_key = max(forward.head_dim, forward.head_dim_v), forward.left is None and forward.right is None
     short = max(forward.seqlen_q, forward.seqlen_k) <= 512
     one_tile = 0 < forward.seqlen_k <= WgmmaFusedConfig.KEYS  # a head is one block, which walks all of its queries
-    if target.simulated or (one_tile and 64 < widest <= 80):
+    if target.simulated or (one_tile and 64 < forward.widest <= 80):
         return False
     if short:
         return True
     if one_tile:
         return forward.seqlen_q <= 1024
-    if every_key:  # a small batch of few keys would lose more by one kernel than a large one gains
-        return forward.heads_kv * forward.seqlen_k >= (8192 if widest <= 64 else 16384) and one_kernel_gains(forward)
-    group = forward.heads // max(forward.heads_kv, 1)
-    lines = forward.heads_kv * parts_of(group, heads_per_block(problem, one_kernel=True))
+    if forward.every_key:  # a small batch of few keys would lose more by one kernel than a large one gains
+        return forward.heads_kv * forward.seqlen_k >= (8192 if forward.widest <= 64 else 16384) and one_kernel_gains(
+            forward
+        )
+    lines = forward.heads_kv * parts_of(forward.group, heads_per_block(problem, one_kernel=True))
     two_ways = lines == 2 and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
     few = lines < 4 and not two_ways and dq_partials(problem) == 1
     return not few and forward.seqlen_k <= forward.seqlen_q and forward.heads * forward.seqlen_k >= 8192
@@ -73,10 +73,8 @@ def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
     key_tiles = -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
     if key_tiles == 1:
         return 1
-    query_tiles = -(-forward.seqlen_q // 128) * forward.heads // max(forward.heads_kv, 1)
-    kept = max(forward.head_dim, forward.head_dim_v) <= 64 and query_tiles <= WgmmaFusedConfig.KEPT
-    every_key = forward.left is None and forward.right is None
-    few = every_key and forward.batch * forward.heads_kv * key_tiles <= target.multiprocessors
+    kept = forward.widest <= 64 and -(-forward.seqlen_q // 128) * forward.group <= WgmmaFusedConfig.KEPT
+    few = forward.every_key and forward.batch * forward.heads_kv * key_tiles <= target.multiprocessors
     kept = kept and forward.array("bias") is None  # with which no block stays (`blocks_stay`)
     return key_tiles if kept and not few and key_tiles <= WgmmaFusedConfig.MOST_KEY_TILES else 0
 
@@ -91,11 +89,10 @@ def dq_partials(problem: BackwardProblem) -> int:
     forward = problem.forward
     if forward.packed is not None:
         return 1
-    if forward.left is None and forward.right is None:
+    if forward.every_key:
         return fewest_sums(forward)
     one_long = forward.heads == 1 and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
-    wide = max(forward.head_dim, forward.head_dim_v) > 64
-    return 4 if one_long and wide else 1
+    return 4 if one_long and forward.widest > 64 else 1
 
 
 def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tiles: int) -> bool:
@@ -112,14 +109,10 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
         return True
     tiles = all_parts(forward, members) * -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
     many = key_tiles > 1 or tiles > target.multiprocessors
-    every_key = forward.left is None and forward.right is None
-    of_a_walk = forward.seqlen_q * (members or forward.heads // max(forward.heads_kv, 1))
-    long = every_key and of_a_walk > LONGEST_STAY
-    wide = max(forward.head_dim, forward.head_dim_v) > 64
+    long = forward.every_key and forward.seqlen_q * (members or forward.group) > LONGEST_STAY
+    leaves = forward.widest > 64 and (key_tiles > 0 or forward.seeded or long)
     masked = forward.array("mask") is not None and not key_tiles
-    return (
-        many and not masked and forward.array("bias") is None and not (wide and (key_tiles or forward.seeded or long))
-    )
+    return many and not masked and forward.array("bias") is None and not leaves
 
 
 def heads_per_block(problem: BackwardProblem, one_kernel: bool) -> int:
@@ -131,10 +124,15 @@ def heads_per_block(problem: BackwardProblem, one_kernel: bool) -> int:
     with two members and 927 with all, 2 x 8 heads over one of head_dim 256 1017 and 1513 (H200).
     """
     forward = problem.forward
-    every_key, short = forward.left is None and forward.right is None, max(forward.seqlen_q, forward.seqlen_k) <= 512
+    short = max(forward.seqlen_q, forward.seqlen_k) <= 512
     if forward.packed is not None:  # lengths are not known, and members change bits
         return 0
-    if every_key or short or forward.function("mask_mod") is not None or not (one_kernel or forward.heads_kv <= 4):
+    if (
+        forward.every_key
+        or short
+        or forward.function("mask_mod") is not None
+        or not (one_kernel or forward.heads_kv <= 4)
+    ):
         return 0
-    members = 2 if max(forward.head_dim, forward.head_dim_v) > (64 if one_kernel else 192) else 4
+    members = 2 if forward.widest > (64 if one_kernel else 192) else 4
     return members if forward.heads > members * forward.heads_kv else 0

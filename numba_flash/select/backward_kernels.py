@@ -11,12 +11,13 @@ from ..config import backward as mma
 from ..config import wgmma_backward as wgmma
 from ..config import wgmma_backward_ends as wgmma_ends
 from ..config import wgmma_backward_float32 as wgmma_float32
+from ..config import wide_backward as wide
 from ..config.aux_gradients import AuxRoundConfig, AuxStartConfig, DauxConfig
 from ..config.forward import Config, LaunchFacts
-from ..config.mask_bits import MaskBitsConfig
-from ..config.simt_backward import DbiasSumConfig, DkdvConfig, DqConfig
+from ..config.simt_backward import DbiasConfig, DbiasSumConfig, DkdvConfig, DqConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
+from ..problem.forward import Problem
 from ..problem.options import HEAD_GRADIENTS
 from . import backward_shared as shared
 from .backward_forms import (
@@ -27,7 +28,9 @@ from .backward_forms import (
     heads_per_block,
     key_tiles_of_a_block,
 )
-from .backward_wide import wide_configs
+from .forward import features_of, halved
+from .rungs import LARGE_FLOAT64
+from .tiles import Row
 
 Configs = tuple[LaunchFacts, ...]  # in the order of their launches
 
@@ -47,24 +50,25 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     start, end = AuxStartConfig(*facts), AuxRoundConfig(*facts)
     if problem.forward.function("score_mod") is None:
         return (*before, start, end)
-    sums: Any
-    needed: list[LaunchFacts] = []
     if narrow:
-        features = shared.of_mma(problem) | dict(wanted_aux=problem.wanted_aux)
         rows = shared.usable("mma_daux", problem, target)
-        (sums,) = shared.best(mma.MmaDauxConfig, rows, problem, target, features)
-        if problem.forward.array("mask") is not None:
-            needed.append(MaskBitsConfig(threads=32 if target.simulated else 512))
+        sums = shared.best(mma.MmaDauxConfig, rows, problem, target, wanted_aux=problem.wanted_aux)
+        needed = shared.with_what_goes_before(sums, target)[:-1]
     else:
-        sums = shared.simt(DauxConfig, "v2_dq", problem, target, wanted_aux=problem.wanted_aux)
-        needed.append(shared.delta_config(problem, target))
-    return (
-        *before,
-        *(config for config in needed if all(config.kernel != other.kernel for other in before)),
-        start,
-        sums,
-        end,
-    )
+        sums = [shared.simt(DauxConfig, "v2_dq", problem, target, wanted_aux=problem.wanted_aux)]
+        needed = [shared.delta_config(problem, target)]
+    there = [config.kernel for config in before]
+    return (*before, *(config for config in needed if config.kernel not in there), start, *sums, end)
+
+
+def _with_delta(own: Sequence[Config], problem: BackwardProblem, target: Target) -> Configs:
+    """Kernels that read each row's lse and delta, with those before and after them; v2's kernel of dbias is for all
+    of these."""
+    made = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
+    if "dbias" in problem.wanted:
+        of_bias = shared.of_bias(problem)
+        made.append(shared.simt(DbiasConfig, "v2_dq", problem, target, wanted=("dbias",), **of_bias))
+    return (*made, *shared.head_sums(problem, target, of_blocks=False))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -76,29 +80,74 @@ def v2_configs(problem: BackwardProblem, target: Target) -> Configs:
         wanted = tuple(name for name in gradients if name in problem.wanted)
         if wanted:
             own.append(shared.simt(kind, kind.kernel, problem, target, wanted=wanted))
-    if "dbias" in problem.wanted:
-        own.append(shared.simt_dbias(problem, target))
-    made = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
-    return _with_sums(problem, target, (*made, *shared.head_sums(problem, target, of_blocks=False)))
+    return _with_sums(problem, target, _with_delta(own, problem, target))
 
 
 @functools.lru_cache(maxsize=4096)
 def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     """mma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if ITEM_SIZE[problem.forward.dtype] > 2:
-        return _with_sums(problem, target, wide_configs(problem, target))
-    features, ends = shared.of_mma(problem), shared.head_sums(problem, target, of_blocks=True)
+        return _with_sums(problem, target, _mma_wide(problem, target))
+    ends = shared.head_sums(problem, target, of_blocks=True)
     if rows := shared.one_key_tile(problem, target):
-        own = shared.best(mma.MmaOneKeyTileConfig, rows, problem, target, features)
+        own = shared.best(mma.MmaOneKeyTileConfig, rows, problem, target)
     else:
         rows = shared.usable("mma_dkdv", problem, target)
         if not {"dk", "dv"} <= set(problem.wanted):
             rows = [row for row in rows if row.tile["column_groups"] == 1]  # warps that exchange scores add up both
-        own = shared.best(mma.MmaDkdvConfig, rows, problem, target, features)
+        own = shared.best(mma.MmaDkdvConfig, rows, problem, target)
         if "dq" in problem.wanted:
-            own += shared.best(mma.MmaDqConfig, shared.usable("mma_dq", problem, target), problem, target, features)
+            own += shared.best(mma.MmaDqConfig, shared.usable("mma_dq", problem, target), problem, target)
     made = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
     return _with_sums(problem, target, (shared.preprocess_config(problem, target), *made, *ends), narrow=True)
+
+
+def _mma_wide(problem: BackwardProblem, target: Target) -> Configs:
+    """mma's kernels in float32 and float64."""
+    fused = _wide_fused(problem, target)
+    if fused:
+        return (*fused, *shared.head_sums(problem, target, of_blocks=False))
+    own: list[Any] = []
+    kinds: list[type[wide.WideBackwardConfig]] = [wide.WideDkdvConfig, *[wide.WideDqConfig] * ("dq" in problem.wanted)]
+    for kind, table in zip(kinds, ("mma_dkdv", "mma_dq"), strict=False):
+        rows = [_shrunk(row, kind.of_keys, problem.forward) for row in shared.usable(table, problem, target)]
+        own += shared.best(kind, rows, problem, target)
+    return _with_delta(own, problem, target)
+
+
+def _shrunk(row: Row, of_keys: bool, problem: Problem) -> Row:
+    """With tiles as small as the lengths, of which more blocks then run at a time. The longest of packed sequences
+    decides nothing that could change the bits of another."""
+    if problem.packed is not None:
+        return row
+    queries, keys = row.tile["tile_m"], row.tile["tile_n"]
+    sizes = halved(queries, problem.seqlen_q), halved(keys, problem.seqlen_k)
+    fewer = keys // sizes[1] if of_keys else queries // sizes[0]
+    return row.changed(tile_m=sizes[0], tile_n=sizes[1], blocks_per_sm=row.tile["blocks_per_sm"] * fewer)
+
+
+def _wide_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
+    """One kernel of dK, dV and parts of dQ, with those before and after it, if that is the faster form; otherwise none.
+    It computes five products instead of seven. It needs a GPU whose products of float64 are one instruction. It needs a
+    query: without one no previous kernel would set its ticket to 0."""
+    forward = problem.forward
+    taken = forward.dtype == "float64" and target.cc == LARGE_FLOAT64 and {"dq", "dk", "dv"} <= set(problem.wanted)
+    rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # of dq, which is contiguous
+    every = taken and rows_of_16_bytes and forward.seqlen_q > 0 and forward.packed is None
+    if not every or not gains_by_one_wide_kernel(problem):
+        return []
+    for row in shared.usable("mma_wide_fused", problem, target):
+        fused = wide.WideFusedConfig(**features_of(wide.WideFusedConfig, problem, target), **row.tile)
+        if shared.fits(fused, target):
+            start = shared.delta_config(problem, target, turns_of=fused.tile_m)
+            return [start, fused, wide.WideDqFinishConfig.behind(fused)]
+    return []
+
+
+def gains_by_one_wide_kernel(problem: BackwardProblem) -> bool:
+    """Whether the one kernel is the faster form, where a row is for the problem: its parts of dQ wait in a line, so a
+    batch entry needs enough work, as in gains_by_one_kernel. docs/adding_a_tile_row.md has the measurements."""
+    return problem.forward.seqlen_k <= problem.forward.seqlen_q and problem.forward.heads_kv >= 8
 
 
 @functools.lru_cache(maxsize=4096)
@@ -113,47 +162,41 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> Configs:
 
 def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """A kernel of dK and dV, or one for each, and a kernel of dQ."""
-    features, members = shared.with_bias_boxes(problem), heads_per_block(problem, one_kernel=False)
-    packed = problem.forward.packed is not None
-    rows, of_keys = shared.usable("wgmma_dkdv", problem, target), features | dict(members=members)
-    dkdv = shared.best(wgmma.WgmmaDkdvConfig, rows, problem, target, of_keys, dv_alone=dict(stages_b=2))
+    members, packed = heads_per_block(problem, one_kernel=False), problem.forward.packed is not None
+    rows = shared.usable("wgmma_dkdv", problem, target)
+    dkdv = shared.best(wgmma.WgmmaDkdvConfig, rows, problem, target, dv_alone=dict(stages_b=2), members=members)
     own = [_halved(config, problem, target) for config in dkdv]
     if "dq" in problem.wanted:
         rows = shared.usable("wgmma_dq", problem, target)
-        (dq,) = shared.best(wgmma.WgmmaDqConfig, rows, problem, target, features)
+        (dq,) = shared.best(wgmma.WgmmaDqConfig, rows, problem, target)
         own.append(_halved(dq, problem, target))
     before = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
-    ends = _add_parts(problem, own[: len(dkdv)])
-    return [shared.preprocess_config(problem, target, early=True, in_order=packed), *before, *ends]
+    start = shared.preprocess_config(problem, target, early=True, in_order=packed)
+    return [start, *before, *_add_parts(own[: len(dkdv)])]
 
 
 def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
     """wgmma's kernels in float32, for the problems that select_backward leaves to them."""
-    features, widest = shared.with_bias_pairs(problem), wgmma_float32.WgmmaBackwardFloat32Config.WIDEST
     kinds: list[type[Any]] = [wgmma_float32.WgmmaDkdvFloat32Config, wgmma_float32.WgmmaDqFloat32Config]
-    if max(problem.forward.head_dim, problem.forward.head_dim_v) > widest:
+    if problem.forward.widest > wgmma_float32.WgmmaBackwardFloat32Config.WIDEST:
         kinds = [wgmma_float32.WgmmaPairedDkdvConfig, wgmma_float32.WgmmaPairedDqConfig]
     rows = shared.usable("wgmma_dkdv", problem, target)[:1]
-    own = shared.best(kinds[0], rows, problem, target, features)
+    own = shared.best(kinds[0], rows, problem, target)
     if "dq" in problem.wanted:
         rows = shared.usable("wgmma_dq", problem, target)[:1]
-        own += shared.best(kinds[1], rows, problem, target, features)
-    made = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
-    if "dbias" in problem.wanted:  # wgmma has no dbias kernel yet
-        made.append(shared.simt_dbias(problem, target))
-    return (*made, *shared.head_sums(problem, target, of_blocks=False))
+        own += shared.best(kinds[1], rows, problem, target)
+    return _with_delta(own, problem, target)
 
 
 def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """One kernel of all gradients."""
-    tile, features = shared.usable("wgmma_fused", problem, target)[0].tile, shared.features_of(problem)
+    tile = shared.usable("wgmma_fused", problem, target)[0].tile
     key_tiles, members = key_tiles_of_a_block(problem, target), heads_per_block(problem, one_kernel=True)
     packed, bias = problem.forward.packed is not None, problem.forward.array("bias")
     lines = 1 if key_tiles else dq_partials(problem)
     fused = wgmma.WgmmaFusedConfig(
-        **features,
+        **features_of(wgmma.WgmmaFusedConfig, problem, target) | dict(bias_pairs=False),
         **tile,
-        bias_boxes=bias is not None,
         key_tiles=key_tiles,
         lse_first=problem.forward.number("scale") != 0 and not problem.forward.seeded and bias is None,
         members=members,
@@ -164,9 +207,8 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     start = shared.preprocess_config(problem, target, turns_of=turns_of, dq_partials=lines, early=True, in_order=packed)
     made: list[LaunchFacts] = [start, *shared.with_what_goes_before([fused], target)]
     if not key_tiles:
-        tiles: dict[str, Any] = dict(tile_m=fused.tile_m, tile_n=fused.tile_n)
-        made.append(wgmma_ends.WgmmaRoundConfig(**features, **tiles, dq_columns=fused.dq_columns, dq_partials=lines))
-    return [*made, *shared.with_what_goes_before(_dbias(problem, target), target), *_add_parts(problem, [fused])]
+        made.append(wgmma_ends.WgmmaRoundConfig.behind(fused))
+    return [*made, *shared.with_what_goes_before(_dbias(problem, target), target), *_add_parts([fused])]
 
 
 def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
@@ -177,8 +219,8 @@ def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
     own = shared.of_bias(problem)
     # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes
     pairs = ITEM_SIZE[bias.dtype] == 2 and problem.dbias_shape[-1] % 2 == 0 and not any(own.values())
-    features = shared.of_mma(problem) | own | dict(pairs=pairs)
-    return shared.best(mma.MmaDbiasConfig, shared.usable("mma_dbias", problem, target), problem, target, features)
+    rows = shared.usable("mma_dbias", problem, target)
+    return shared.best(mma.MmaDbiasConfig, rows, problem, target, pairs=pairs, **own)
 
 
 def _halved(config: Any, problem: BackwardProblem, target: Target) -> Any:
@@ -193,12 +235,7 @@ def _halved(config: Any, problem: BackwardProblem, target: Target) -> Any:
     return dataclasses.replace(config, **{"tile_n" if config.of_keys else "tile_m": 64}, stages_b=2)
 
 
-def _add_parts(problem: BackwardProblem, configs: Sequence[wgmma.WgmmaDkdvConfig]) -> list[LaunchFacts]:
+def _add_parts(configs: Sequence[wgmma.WgmmaDkdvConfig]) -> list[LaunchFacts]:
     """The kernels that add up the sums of dK and dV that these kernels leave; none if they write the gradients
     themselves."""
-    names = ("tile_m", "tile_n", "members", "head_dim_padded", "head_dim_v_padded", "of_dk", "of_dv")
-    return [
-        wgmma_ends.WgmmaAddPartsConfig(**shared.features_of(problem), **{name: getattr(config, name) for name in names})
-        for config in configs
-        if config.members
-    ]
+    return [wgmma_ends.WgmmaAddPartsConfig.behind(config) for config in configs if config.members]

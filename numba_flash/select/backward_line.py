@@ -75,7 +75,7 @@ def _batch(p: Problem, batch: int) -> Problem:
 
 
 def _wide(p: Problem) -> bool:
-    return max(p.head_dim, p.head_dim_v) > WIDE
+    return p.widest > WIDE
 
 
 def _key_tiles(p: Problem) -> int:
@@ -84,4 +84,4 @@ def _key_tiles(p: Problem) -> int:
 
 def _query_tiles(p: Problem, rows: int) -> int:
     """Of all heads of a group."""
-    return -(-p.seqlen_q // rows) * (p.heads // p.heads_kv)
+    return -(-p.seqlen_q // rows) * p.group

@@ -8,39 +8,16 @@ from typing import Any
 from ..arrays.dtypes import ITEM_SIZE
 from ..config.backward import PreprocessConfig
 from ..config.forward import Config, LaunchFacts
-from ..config.simt_backward import DbiasConfig, DeltaConfig, HeadSumsConfig, SimtBackwardConfig
+from ..config.simt_backward import DeltaConfig, HeadSumsConfig, SimtBackwardConfig
 from ..config.wgmma_backward import BY_ELEMENT
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
-from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores, of_scores
+from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores
 from .backward_tiles import TABLES
-from .forward import copy_bytes, halved, no_wide_rows, prologue
-from .forward import features_of as of_forward
-from .tiles import Facts, Row, rows_of
+from .forward import features_of, halved, no_wide_rows, prologue
+from .tiles import Facts, Row, facts_of, rows_of
 
 SMALL_BLOCKS = 192  # keys of all blocks of a multiprocessor, where tiles have fewer than 64
-
-
-def features_of(problem: BackwardProblem) -> dict[str, Any]:
-    """What the problem uses, as every Config says it."""
-    return of_forward(problem.forward) | dict(uses=of_scores(problem.forward.uses), write_lse=True)
-
-
-def with_bias_pairs(problem: BackwardProblem) -> dict[str, Any]:
-    """The same, for kernels that can read the bias two keys at a time."""
-    bias = problem.forward.array("bias")
-    return features_of(problem) | dict(bias_pairs=bias is not None and bias.pairs)
-
-
-def of_mma(problem: BackwardProblem) -> dict[str, Any]:
-    """The same, for mma, which copies what begins at any address."""
-    return with_bias_pairs(problem) | dict(copy_bytes=copy_bytes(problem.forward, problem.do_strides))
-
-
-def with_bias_boxes(problem: BackwardProblem) -> dict[str, Any]:
-    """The same, for kernels that can load the bias by TMA, too."""
-    bias = problem.forward.array("bias")
-    return with_bias_pairs(problem) | dict(bias_boxes=bias is not None and bias.boxes)
 
 
 def apart_or_together(problem: BackwardProblem, apart: bool) -> list[dict[str, Any]]:
@@ -55,16 +32,16 @@ def best(
     rows: Sequence[Row],
     problem: BackwardProblem,
     target: Target,
-    features: dict[str, Any],
     dv_alone: dict[str, Any] | None = None,
+    **more: Any,
 ) -> list[Any]:
     """The kernels of the first row whose blocks fit into a multiprocessor as often as they need, or of the last: one,
-    or one for each of dK and dV. dv_alone: what a kernel of dV alone has otherwise than its row says."""
-    sets = []
+    or one for each of dK and dV. dv_alone: what a kernel of dV alone has otherwise than its row says. more: fields."""
+    sets, features = [], features_of(kind, problem, target) | more
     for row in rows:
         parts = apart_or_together(problem, row.apart) if kind.of_keys else [{}]
-        more = [part | (dv_alone or {}) if not part.get("of_dk", True) else part for part in parts]
-        sets.append([kind(**features | row.tile | part) for part in more])
+        parts = [part | (dv_alone or {}) if not part.get("of_dk", True) else part for part in parts]
+        sets.append([kind(**features | row.tile | part) for part in parts])
     return next((made for made in sets if all(fits(config, target) for config in made)), sets[-1])
 
 
@@ -99,15 +76,13 @@ def _facts_of(problem: BackwardProblem) -> Facts:
     p = problem.forward
     asked = tuple((name, given) for name, given in p.uses if not BY_NAME[name].function)
     bare = not changes_scores(asked) and p.array("mask") is None and not p.seeded
-    return Facts(
-        max(p.head_dim, p.head_dim_v),
-        min(p.head_dim, p.head_dim_v),
-        p.heads_kv * p.seqlen_k,
-        reads=bool(p.functions) or any(p.array(name) is not None for name in ("bias", "mask")),
+    return facts_of(
+        p,
+        _by_element(problem),
+        unread=not p.functions and p.array("bias") is None and p.array("mask") is None,
         plain=bare and not p.functions,
         linear=not any(BY_NAME[name].derivative for name, _ in p.uses),
         functions=bare and bool(p.functions),
-        per_score=_by_element(problem),
     )
 
 
@@ -138,15 +113,10 @@ def simt(
     if kind.of_keys:
         side, length = "tile_n", problem.forward.seqlen_k
     tiles = (row.tile for row in rows_of(TABLES, table, problem.forward.dtype, target))
-    features = features_of(problem) | own
+    features = features_of(kind, problem, target) | own
     every = problem.forward.packed is not None  # its longest sequence decides nothing
     made = [kind(**features, **tile) for tile in tiles if every or tile[side] <= 32 or tile[side] < 2 * length]
     return next((config for config in made if config.shared_bytes <= target.shared_bytes), made[-1])
-
-
-def simt_dbias(problem: BackwardProblem, target: Target) -> SimtBackwardConfig:
-    """v2's kernel of dbias, which the other rungs use where they have none."""
-    return simt(DbiasConfig, "v2_dq", problem, target, wanted=("dbias",), **of_bias(problem))
 
 
 def of_bias(problem: BackwardProblem) -> dict[str, Any]:
@@ -166,7 +136,8 @@ def outside(problem: BackwardProblem, target: Target, in_order: bool) -> list[La
     from ..config.outside import OutsideConfig
 
     written = [tuple(name for name in side if name in problem.wanted) for side in (("dq",), ("dk", "dv"))]
-    return [OutsideConfig.of(problem.forward, names, target, in_order) for names in written if names]
+    order = dict(in_order=in_order, early=in_order, waits=in_order)  # Hopper's kernels can overlap
+    return [OutsideConfig.of(problem.forward, names, target, **order) for names in written if names]
 
 
 def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[LaunchFacts]:
@@ -183,23 +154,18 @@ def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[Lau
 
 
 def preprocess_config(problem: BackwardProblem, target: Target, **more: Any) -> PreprocessConfig:
-    more |= dict(natural=problem.forward.array("bias") is not None)
-    return _spread(PreprocessConfig(**_of_delta(problem, target), **more), problem, target)
+    """The Config of the kernel with which the backward of mma and wgmma in 16 bits begins."""
+    return _first(PreprocessConfig, problem, target, natural=problem.forward.array("bias") is not None, **more)
 
 
 def delta_config(problem: BackwardProblem, target: Target, turns_of: int = 0) -> DeltaConfig:
     """The Config of the kernel with which v2 begins."""
-    return _spread(DeltaConfig(**_of_delta(problem, target), turns_of=turns_of), problem, target)
+    return _first(DeltaConfig, problem, target, turns_of=turns_of)
 
 
-def _spread(config: Any, problem: BackwardProblem, target: Target) -> Any:
-    """With a row at a time, if there are fewer blocks than multiprocessors. The order of a row's sum stays."""
-    few = not target.simulated and config.grid(problem) < target.multiprocessors
-    return dataclasses.replace(config, most_rows=1) if few else config
-
-
-def _of_delta(problem: BackwardProblem, target: Target) -> dict[str, Any]:
-    """What both kernels of delta are compiled for."""
+def _first(kind: type[Any], problem: BackwardProblem, target: Target, **more: Any) -> Any:
+    """The Config of a kernel that computes delta. Lanes share a row at a time, if there are fewer blocks than
+    multiprocessors. The order of a row's sum stays."""
     forward = problem.forward
     rows, size = (("do", problem.do_strides), ("o", forward.o_strides)), ITEM_SIZE[forward.dtype]
 
@@ -210,9 +176,11 @@ def _of_delta(problem: BackwardProblem, target: Target) -> dict[str, Any]:
 
     copied = next((copied for copied in (16, 8, 4, 2) if copied > size and whole(copied)), size)
     of_terms = any(option.acts_on == "sum" for name, option in HEAD_GRADIENTS.items() if name in problem.wanted)
-    facts = dict(has_dlse=problem.has_dlse, of_terms=of_terms, packed=forward.packed is not None)
-    sizes = dict(threads=32 if target.simulated else 256, load_bytes=copied)
-    return dict(dtype=forward.dtype, head_dim_v=forward.head_dim_v) | facts | sizes
+    facts = dict(of_terms=of_terms, packed=forward.packed is not None, load_bytes=copied)
+    facts |= dict(threads=32 if target.simulated else 256)
+    config = kind(forward.dtype, forward.head_dim_v, problem.has_dlse, **facts, **more)
+    few = not target.simulated and config.grid(problem) < target.multiprocessors
+    return dataclasses.replace(config, most_rows=1) if few else config
 
 
 def head_sums(problem: BackwardProblem, target: Target, of_blocks: bool) -> list[HeadSumsConfig]:

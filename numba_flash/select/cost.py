@@ -59,11 +59,10 @@ def lost(choice: Choice, problem: Problem, target: Target) -> str | None:
         return None
     if (fastest.name, comes_first(choice.kernel)) in choice.refused:
         return None  # "auto" found the other one faster here
-    if RUNGS[choice.kernel].tensor_cores and refusal(fastest.name, problem, target) is not None:
+    why = refusal(fastest.name, problem, target)
+    if RUNGS[choice.kernel].tensor_cores and why is not None:
         return None  # only mma is left, which is not much slower
-    reason, other, remedy = "it was asked for", problem, ""  # type: str, Problem | None, str
-    if refusal(fastest.name, problem, target) is not None:
-        reason, other, remedy = _cause(fastest.name, problem, target)
+    reason, other, remedy = _cause(fastest.name, why, problem, target)
     text = f"{choice.kernel} instead of {fastest.name} because {reason}"
     stays = f"; {remedy} would run on {fastest.name}" if remedy else ""
     if other is None or not (_was_measured(choice.kernel, problem) and _was_measured(fastest.name, other)):
@@ -77,10 +76,11 @@ def lost(choice: Choice, problem: Problem, target: Target) -> str | None:
     return f"{text}: expect {expect}{where}{stays}"
 
 
-def _cause(fastest: str, problem: Problem, target: Target) -> tuple[str, Problem | None, str]:
+def _cause(fastest: str, why: str | None, problem: Problem, target: Target) -> tuple[str, Problem | None, str]:
     """(why not, a similar problem that the kernel takes, what the caller can do); None and "" if there is no simple
     remedy."""
-    reason = str(refusal(fastest, problem, target))
+    if why is None:
+        return "it was asked for", problem, ""
     options = [name for name, _ in problem.uses if not BY_NAME[name].on_tensor_cores]
     functions = tuple(x for x in problem.functions if x[0] not in options)
     without = dataclasses.replace(
@@ -89,20 +89,17 @@ def _cause(fastest: str, problem: Problem, target: Target) -> tuple[str, Problem
         functions=functions,
         aux=problem.aux if functions else (),
     )
-    known = all(BY_NAME[name].instead for name in options)
-    instead = " and ".join(BY_NAME[name].instead for name in options) if known else ""
-    if options:
-        reason = f"of {' and '.join(f'{name}=' for name in options)}"
-        if refusal(fastest, without, target) is None:
-            return reason, without, instead
-    return reason, None, ""
+    reason = f"of {' and '.join(f'{name}=' for name in options)}" if options else why
+    if not options or refusal(fastest, without, target) is not None:
+        return reason, None, ""
+    remedies = [BY_NAME[name].instead for name in options]
+    return reason, without, " and ".join(remedies) if all(remedies) else ""
 
 
 def _on_measured_gpu(kernel: str, config: Config, problem: Problem, multiprocessors: int) -> float:
     """The run time on the GPU of measured.py, if that had `multiprocessors` multiprocessors."""
     by_head_dim = TFLOPS[kernel]
-    head_dim = max(problem.head_dim, problem.head_dim_v)
-    speed = by_head_dim[min(by_head_dim, key=lambda measured: abs(measured - head_dim))] * 1e12
+    speed = by_head_dim[min(by_head_dim, key=lambda measured: abs(measured - problem.widest))] * 1e12
     rows = -(-problem.seqlen_q // config.queries) * config.queries  # a tile costs the same for any number of queries
     busy = min(config.grid(problem) // config.v_parts / max(multiprocessors, 1), 1)  # of the GPU
     speed *= busy * multiprocessors / MULTIPROCESSORS

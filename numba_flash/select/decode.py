@@ -1,13 +1,13 @@
 """Whether decode takes a cache, and its Config: attention_kvcache on tensor cores (kernels/mma/decode.py)."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..arrays.dtypes import ITEM_SIZE
 from ..machine.target import Target
 from ..problem.forward import Problem
-from ..problem.options import changes_scores
-from .forward import copy_bytes, features_of, no_wide_rows, strides_that_matter
+from ..problem.options import SEEDED
+from .forward import features_of, no_copies, too_wide
 from .rungs import RUNGS, no_room, no_tensor_cores
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 FEW_ROWS = 64  # of a KV head: with more, a contiguous cache is for the kernels of `attention`
 WIDEST = 256  # head_dim
 SIMULATED_BLOCKS = 4
+OF_ROWS = ("alibi_slopes", "bias", "mask", "score_mod", "mask_mod", SEEDED)  # options that ask whose row it is
 MOST_THREADS = 256  # of a multiprocessor: each takes up to 255 registers
 LEAST_LEVELS, MOST_LEVELS = 1, 7  # of nodes in shared memory, if none waits in registers
 
@@ -30,46 +31,49 @@ def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
         return f"it takes float16 and bfloat16, not {p.dtype}"
     if contiguous and rows_of(p) > FEW_ROWS:
         return f"it is for up to {FEW_ROWS} queries of the heads of a KV head, not {rows_of(p)}"
-    if max(p.head_dim, p.head_dim_v) > WIDEST:
-        return f"it takes head_dim up to {WIDEST}, not {p.head_dim} and {p.head_dim_v}"
-    least = ITEM_SIZE[p.dtype]
-    if p.alignment < least:
-        return f"q or a cache begins at an address that is not a multiple of {least} bytes"
-    for operand, strides in strides_that_matter(p):
-        columns = p.head_dim_v if operand == "v" else p.head_dim
-        if (reason := no_wide_rows(operand, strides, columns, p.dtype, least)) is not None:
-            return reason
-    if _fitting(p, "own", target) is None:
+    reason = too_wide(p, WIDEST) or no_copies(p, 1, "q or a cache")
+    if reason is None and _fitting(p, "own", target) is None:
         return no_room(p, target, _config(p, "own", target, 16, 2, 1).shared_bytes)
-    return None
+    return reason
 
 
-def config_of(problem: Problem, pages: str, target: Target) -> "DecodeConfig":
-    found = _fitting(problem, pages, target)
+def config_of(problem: Problem, pages: str, target: Target, shares: bool = False) -> "DecodeConfig":
+    """shares: sequences have common prefixes, and not_shared() is None."""
+    found = _fitting(problem, pages, target, shares)
     assert found is not None
     return found
 
 
+def not_shared(problem: Problem, target: Target) -> str | None:
+    """Why decode reads a prefix that sequences share for each of them, or None. It computes the nodes of a prefix
+    without knowing whose rows they are of."""
+    p = problem
+    of_rows = [name for name, _ in p.uses if name in OF_ROWS] + ["window"] * (p.left is not None)
+    if of_rows:
+        return f"{', '.join(of_rows)}: scores of a prefix depend on the sequence or the query"
+    found = _fitting(p, "own", target, True)
+    if found is None or found.members < 2:
+        return f"rows of two sequences with {rows_of(p)} queries of the heads of a KV head do not fit into a tile"
+    return None
+
+
 def rows_of(problem: Problem) -> int:
     """The rows of a KV head, or a bound of them."""
-    return problem.seqlen_q * _group(problem)
+    return problem.seqlen_q * max(problem.group, 1)
 
 
-def _group(problem: Problem) -> int:
-    return max(problem.heads // max(problem.heads_kv, 1), 1)
-
-
-def _fitting(problem: Problem, pages: str, target: Target) -> "DecodeConfig | None":
+def _fitting(problem: Problem, pages: str, target: Target, shares: bool = False) -> "DecodeConfig | None":
     """As many rows as there are, and as many bytes on the way as there is room for: of two blocks with three tiles or
-    more each, or else of one."""
-    p, wide = problem, max(problem.head_dim, problem.head_dim_v) > 128
+    more each, or else of one. shares: rows are those of all sequences, whose own ones have a power of 2 of places."""
+    p, wide = problem, problem.widest > 128
     one_panel = -(-p.head_dim // 64) >= -(-p.head_dim_v // 64)  # rows of O fit into a tile of K and V
     most = 64 if one_panel and not wide else 32
-    wanted = min(max(16, 1 << (max(rows_of(p), 1) - 1).bit_length()), most)
+    own = 1 << (max(rows_of(p), 1) - 1).bit_length()
+    wanted = min(max(16, own * (1 << (max(p.batch, 1) - 1).bit_length() if shares else 1)), most)
     for tile_m in (n for n in (64, 32, 16) if n <= wanted):
         for per_sm, least_stages in ((2, 3), (1, 3), (1, 2)):
             for stages in range(6, least_stages - 1, -1):
-                made = _config(p, pages, target, tile_m, stages, per_sm)
+                made = _config(p, pages, target, tile_m, stages, per_sm, max(tile_m // own, 1) if shares else 1)
                 room = (target.shared_bytes + 1024) // per_sm - 1024 - made.shared_bytes
                 levels = min(room // made.shared_stack[1], MOST_LEVELS)
                 least = 0 if made.pair_registers or least_stages == 2 else LEAST_LEVELS
@@ -78,25 +82,22 @@ def _fitting(problem: Problem, pages: str, target: Target) -> "DecodeConfig | No
     return None
 
 
-def _config(problem: Problem, pages: str, target: Target, tile_m: int, stages: int, per_sm: int) -> "DecodeConfig":
+def _config(
+    problem: Problem, pages: str, target: Target, tile_m: int, stages: int, per_sm: int, members: int = 1
+) -> "DecodeConfig":
     from ..config.decode import DecodeConfig
 
-    p, wide = problem, max(problem.head_dim, problem.head_dim_v) > 128
-    bias = p.array("bias")
-    features: dict[str, Any] = features_of(p) | dict(
-        group_size=_group(p),
-        scores_finished=changes_scores(p.uses) or p.scale <= 0,
-        bias_pairs=bias is not None and bias.pairs,
-    )
+    p = problem
     return DecodeConfig(
-        **features,
+        **features_of(DecodeConfig, p, target) | dict(o_vectorized=True),
+        group_size=max(p.group, 1),
         tile_m=tile_m,
         tile_n=16,
-        warp_rows=16 if wide else min(tile_m, 32),
-        copy_bytes=copy_bytes(p),
+        warp_rows=16 if p.widest > 128 else min(tile_m, 32),
         stages=stages,
         blocks_per_sm=per_sm,
         blocks=SIMULATED_BLOCKS if target.simulated else max(target.multiprocessors, 1) * per_sm,
         pages=pages,
-        stack_rows=max(min(1 << (max(rows_of(p), 1) - 1).bit_length(), tile_m), 4),
+        stack_rows=max(min(1 << (max(rows_of(p) * members, 1) - 1).bit_length(), tile_m), 4),
+        members=members,
     )

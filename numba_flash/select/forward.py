@@ -14,11 +14,11 @@ from ..arrays.dtypes import ITEM_SIZE
 from ..config.forward import Config, LaunchFacts
 from ..machine.target import Target
 from ..problem.forward import Problem
-from ..problem.options import BY_NAME, changes_by_distance_alone, changes_scores
+from ..problem.options import BY_NAME, changes_by_distance_alone, changes_scores, of_scores
 from ..problem.strides import Strides
 from .cost_model import FLOAT32, join_cost, microseconds, same_tile_walk, tile_visits, wave_cost
 from .rungs import LARGE_FLOAT64, RUNGS, Rung, check_request, choose, no_room, no_tensor_cores, not_here
-from .tiles import READING_KEYS, TABLES, TILE_COST, Facts, Row, rows_of
+from .tiles import READING_KEYS, TABLES, TILE_COST, Facts, Row, facts_of, rows_of
 
 if TYPE_CHECKING:
     from ..config.wgmma_forward import WgmmaConfig
@@ -45,8 +45,12 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
     """
     check_request(kernel, target, family, stream)
     refuses = functools.partial(refusal, problem=problem, target=target)
-    first = "mma" if kernel == "auto" and (short(problem, target) or _sooner(problem, target)) else ""
-    name, refused = choose(kernel, target, refuses, copies=True, first=first)
+
+    def own(name: str) -> list[Config | None]:
+        return [_fitting(RUNGS[name], problem, target)]
+
+    first = kernel == "auto" and (short(problem, target) or mma_is_sooner(problem, target, refuses, own))
+    name, refused = choose(kernel, target, refuses, copies=True, first="mma" if first else "")
     config = None if RUNGS[name].on_host else config_of(name, problem, target)
     copies = config is not None and target.arrays_on_host and not target.simulated
     return Choice(name, config, copies, refused)
@@ -58,11 +62,11 @@ def refusal(name: str, problem: Problem, target: Target) -> str | None:
     reason = not_here(rung, problem, target)
     if rung.on_host or reason is not None:
         return reason
-    if rung.tensor_cores and (reason := not_on_tensor_cores(rung, problem, target)) is not None:
-        return reason
-    if _fitting(rung, problem, target) is None:
+    if rung.tensor_cores:
+        reason = not_on_tensor_cores(rung, problem, target)
+    if reason is None and _fitting(rung, problem, target) is None:
         return no_room(problem, target, min(config.shared_bytes for config in rung.candidates(problem, target)))
-    return None
+    return reason
 
 
 def not_on_tensor_cores(rung: Rung, problem: Problem, target: Target) -> str | None:
@@ -71,26 +75,35 @@ def not_on_tensor_cores(rung: Rung, problem: Problem, target: Target) -> str | N
     if reason is not None:
         return reason
     widest = max(row.when.head_dim for row in rows_of(TABLES, rung.table, problem.dtype, target))
-    if max(problem.head_dim, problem.head_dim_v) > widest:
-        return f"it takes head_dim up to {widest}, not {problem.head_dim} and {problem.head_dim_v}"
-    least = max(rung.least_copy, ITEM_SIZE[problem.dtype])
-    if problem.alignment < least:
-        return f"q, k, v or out begins at an address that is not a multiple of {least} bytes"
-    for operand, strides in strides_that_matter(problem):
-        wide = problem.head_dim_v if operand == "v" else problem.head_dim
-        reason = no_wide_rows(operand, strides, wide, problem.dtype, least)
-        if reason is not None:
-            return reason
-    if problem.batch * problem.heads * problem.seqlen_q:
+    reason = too_wide(problem, widest) or no_copies(problem, rung.least_copy, "q, k, v or out")
+    if reason is None and problem.batch * problem.heads * problem.seqlen_q:
         return no_tma(next(rung.candidates(problem, target)), problem)
-    return None
+    return reason
+
+
+def too_wide(problem: Problem, widest: int) -> str | None:
+    """Why a head_dim is too large, or None."""
+    if problem.widest <= widest:
+        return None
+    return f"it takes head_dim up to {widest}, not {problem.head_dim} and {problem.head_dim_v}"
+
+
+def no_copies(problem: Problem, least: int, arrays: str) -> str | None:
+    """Why rows of q, k and v cannot be copied an element, or `least` bytes, at a time, or None. arrays: those whose
+    addresses count."""
+    least = max(least, ITEM_SIZE[problem.dtype])
+    if problem.alignment < least:
+        return f"{arrays} begins at an address that is not a multiple of {least} bytes"
+    columns = dict(q=problem.head_dim, k=problem.head_dim, v=problem.head_dim_v)
+    given = strides_that_matter(problem)
+    found = (no_wide_rows(name, strides, columns[name], problem.dtype, least) for name, strides in given)
+    return next((reason for reason in found if reason is not None), None)
 
 
 def no_tma(config: Config, problem: "Problem | BackwardProblem") -> str | None:
     """Why TMA cannot load an operand, or None. Only the strides decide, and they are the same for every tile."""
     for operand, tensor_map in config.operand_maps(problem):
-        reason = fits(tensor_map)
-        if reason is not None:
+        if (reason := fits(tensor_map)) is not None:
             return f"{config.parameters.arrays[operand]} cannot be fetched by TMA: {reason}"
     return None
 
@@ -102,14 +115,6 @@ def no_wide_rows(operand: str, strides: Strides, columns: int, dtype: str, least
     if any(stride * ITEM_SIZE[dtype] % least for stride in strides[:3]):
         return f"{operand} has rows, heads or batch entries that do not begin at multiples of {least} bytes"
     return None
-
-
-def copy_bytes(problem: Problem, *others: Strides) -> int:
-    """How many bytes of a row a copy can have, at most 16: rows of q, k, v and others begin at multiples of them."""
-    every = [*(strides for _, strides in strides_that_matter(problem)), *others]
-    steps = [stride * ITEM_SIZE[problem.dtype] for strides in every for stride in strides[:3]]
-    joined = functools.reduce(operator.or_, steps, problem.alignment)
-    return min(joined & -joined, 16)
 
 
 def strides_that_matter(problem: Problem) -> list[tuple[str, Strides]]:
@@ -132,7 +137,8 @@ def prologue(config: Config, target: Target, overlaps: bool = False) -> list[Lau
     if config.packed and "o" in config.takes.arrays:
         from ..config.outside import OutsideConfig
 
-        made.append(OutsideConfig.before(config, target))
+        written = ("o", "lse") if config.write_lse else ("o",)
+        made.append(OutsideConfig.of(config, written, target, early=config.waits))
     if config.reads_bits and config.has("mask"):
         from ..config.mask_bits import MaskBitsConfig
 
@@ -164,46 +170,43 @@ def simt(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     for row in rows_of(TABLES, rung.table, problem.dtype, target):
         tile_m = row.tile["tile_m"]
         if tile_m <= 32 or tile_m < 2 * problem.seqlen_q or problem.packed:  # not mostly past the last query
-            yield kind(**features_of(problem), **row.tile)
+            yield kind(**features_of(kind, problem, target), **row.tile)
 
 
 def mma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.mma_forward import MmaConfig
 
-    large_f64 = problem.dtype == "float64" and target.cc == LARGE_FLOAT64
-    copied, shrinks = copy_bytes(problem), ITEM_SIZE[problem.dtype] > 2 and problem.packed is None
+    features = features_of(MmaConfig, problem, target)
+    shrinks = ITEM_SIZE[problem.dtype] > 2 and problem.packed is None
     in_one_tile = _rows("mma_short", problem, target) if short(problem, target) else []
     for row in (*in_one_tile, *_rows(rung.table, problem, target)):
         tile = _in_few_rows(problem, row.tile, row.tile["warp_rows"])
         if shrinks or row in in_one_tile:
             blocks = row.tile["blocks_per_sm"] * row.tile["tile_m"] // tile["tile_m"]
             tile |= dict(tile_n=halved(row.tile["tile_n"], problem.seqlen_k), blocks_per_sm=blocks)
-        yield MmaConfig(**tile, large_f64=large_f64, copy_bytes=copied)
+        yield MmaConfig(**features, **tile)
 
 
 def short(problem: Problem, target: Target) -> bool:
     """Whether mma has all queries and keys of a head in one tile. "auto" takes it then: a tile of wgmma has
     64 rows at least, of which most would be wasted, and fewer blocks run at a time. Heads of 16 tokens take 32 us in
     16 bits instead of 214, of 64 tokens 22 instead of 35 (H200)."""
-    few, narrow = 0 < problem.seqlen_k <= 64 >= problem.seqlen_q, max(problem.head_dim, problem.head_dim_v) <= 128
-    return target.cc is not None and ITEM_SIZE[problem.dtype] == 2 and few and narrow and problem.packed is None
+    few = 0 < problem.seqlen_k <= 64 >= problem.seqlen_q and problem.packed is None
+    return target.cc is not None and ITEM_SIZE[problem.dtype] == 2 and few and problem.widest <= 128
 
 
-def _sooner(problem: Problem, target: Target) -> bool:
-    """Whether mma is done sooner than wgmma in float32, because its tiles are smaller and its blocks begin sooner."""
-    made = {}
-    for name in FLOAT32 if may_be_sooner(problem, target) else ():
-        config = None if refusal(name, problem, target) is not None else _fitting(RUNGS[name], problem, target)
-        if config is None:
-            return False
-        made[name] = microseconds(problem, config, name)
-    return bool(made) and made["mma"] < made["wgmma"]
+def mma_is_sooner(
+    problem: Problem, target: Target, refuses: Callable[[str], str | None], configs: Callable[[str], list[Any]]
+) -> bool:
+    """Whether mma is done sooner than wgmma in float32, because its tiles are smaller and its blocks begin sooner.
 
-
-def may_be_sooner(problem: Problem, target: Target) -> bool:
-    """Whether that is a question. The longest of packed sequences decides nothing."""
+    refuses: why a rung does not run; configs: its own kernels. The longest of packed sequences decides nothing.
+    """
     both = target.cc == RUNGS["wgmma"].only_cc and not target.simulated
-    return both and problem.dtype == "float32" and problem.packed is None
+    if not both or problem.dtype != "float32" or problem.packed is not None or any(map(refuses, FLOAT32)):
+        return False
+    time = {name: sum(microseconds(problem, config, name) for config in configs(name)) for name in FLOAT32}
+    return time["mma"] < time["wgmma"]
 
 
 def halved(rows: int, needed: int) -> int:
@@ -220,9 +223,10 @@ def wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
 def _wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.wgmma_forward import WgmmaConfig
 
+    features = features_of(WgmmaConfig, problem, target)
     for row in _rows(rung.table, problem, target):
         tile = row.tile
-        features = _tensor_features(problem, group := _group(problem, tile["tile_m"]))
+        features["group_size"] = group = _group(problem, tile["tile_m"])
         tile["tile_n"] = min(tile["tile_n"], _most_keys(problem, WgmmaConfig.MOST_KEYS))
         # A place for O, if no buffer of Q is free for it and there is room; then one for a bias.
         bias = problem.array("bias")
@@ -234,46 +238,45 @@ def _wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
 def _wgmma_float32(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.wgmma_float32 import WgmmaFloat32Config
 
-    return (WgmmaFloat32Config(**_in_few_rows(problem, row.tile, 64)) for row in _rows(rung.table, problem, target))
+    features = features_of(WgmmaFloat32Config, problem, target)
+    for row in _rows(rung.table, problem, target):
+        yield WgmmaFloat32Config(**features, **_in_few_rows(problem, row.tile, 64))
 
 
 def _in_few_rows(problem: Problem, tile: dict[str, Any], step: int) -> dict[str, Any]:
-    """A tile's fields, its rows halved as long as half of them hold all queries, and those of the problem."""
+    """A tile's fields, its rows halved as long as half of them hold all queries, and its group_size."""
     group, tile_m = _group(problem, tile["tile_m"]), tile["tile_m"]
     while tile_m > step and tile_m % (2 * step) == 0 and tile_m // 2 % group == 0:
         if problem.seqlen_q * group > tile_m // 2:
             break
         tile_m //= 2
-    return _tensor_features(problem, group) | tile | dict(tile_m=tile_m)
+    return tile | dict(tile_m=tile_m, group_size=group)
 
 
 def _rows(table: str, problem: Problem, target: Target) -> list[Row]:
     """Those that are for the problem."""
-    facts = facts_of(problem)
+    facts = _facts_of(problem)
     return [row for row in rows_of(TABLES, table, problem.dtype, target) if row.when.holds(facts)]
 
 
-def facts_of(problem: Problem) -> Facts:
+def _facts_of(problem: Problem) -> Facts:
     bias, mask = problem.array("bias") is not None, problem.array("mask") is not None
     called = problem.seeded or bool(problem.functions)
-    reads, rising = bias or mask or called, problem.scale > 0
-    # With lengths of keys the row for ALiBi alone spills.
-    sloped = changes_by_distance_alone(problem.uses) and rising and problem.packed is None
-    return Facts(
-        max(problem.head_dim, problem.head_dim_v),
-        min(problem.head_dim, problem.head_dim_v),
-        problem.heads_kv * problem.seqlen_k,
-        reads,
-        plain=not reads and not changes_scores(problem.uses) and rising,
+    unread, rising = not (bias or mask or called), problem.scale > 0
+    return facts_of(
+        problem,
+        unread=unread,
+        plain=unread and not changes_scores(problem.uses) and rising,
         masked=mask and not bias and not called,
-        sloped=sloped,
+        # With lengths of keys the row for ALiBi alone spills.
+        sloped=changes_by_distance_alone(problem.uses) and rising and problem.packed is None,
     )
 
 
 def _most_keys(problem: Problem, most: int) -> int:
     """The most keys that a wgmma tile may have, limited by registers for what its scores need; otherwise by the width
     of one product."""
-    bias, head_dim = problem.array("bias"), max(problem.head_dim, problem.head_dim_v)
+    bias, head_dim = problem.array("bias"), problem.widest
     if problem.function("score_mod") is not None:
         return 128 if head_dim <= 64 else 80 if head_dim <= 128 else 32
     if problem.functions:  # a mask_mod alone is called for few tiles
@@ -331,12 +334,11 @@ def _parts(config: "WgmmaConfig", problem: Problem) -> int:
 
     entry = dataclasses.replace(problem, batch=1)
 
+    rows = [rows for rows in TILE_COST if rows <= config.tile_m and rows % group == 0]
+
     def time(parts: int) -> float:
-        tiles = [
-            (cost, rows // group) for rows, cost in TILE_COST.items() if rows <= config.tile_m and rows % group == 0
-        ]
-        blocks = min(cost * wave_cost(entry, group, of, tile_n, AT_A_TIME, parts) for cost, of in tiles)
-        return blocks + join_cost(entry, parts)
+        of = (TILE_COST[n] * wave_cost(entry, group, n // group, tile_n, AT_A_TIME, parts) for n in rows)
+        return min(of) + join_cost(entry, parts)
 
     times = {parts: time(parts) for parts in config.PARTS if parts <= most}
     best = min(times, key=times.__getitem__)
@@ -346,36 +348,47 @@ def _parts(config: "WgmmaConfig", problem: Problem) -> int:
 def _same_keys(problem: Problem) -> bool:
     """Whether all queries of a batch entry are known to see the same keys."""
     masked = problem.array("mask") is not None or problem.function("mask_mod") is not None
-    return problem.left is None and problem.right is None and not masked
+    return problem.every_key and not masked
 
 
 def _group(problem: Problem, tile_m: int) -> int:
     """How many query heads share a tile: all of a KV head's if the queries of one head would not fill it."""
-    group = max(problem.heads // problem.heads_kv, 1) if problem.heads_kv else 1
+    group = max(problem.group, 1) if problem.heads_kv else 1
     # Of packed sequences the longest one decides nothing that could change the bits of another.
     return group if problem.seqlen_q < tile_m and tile_m % group == 0 and problem.packed is None else 1
 
 
-def features_of(problem: Problem) -> dict[str, Any]:
-    """The options that the problem uses, in the fields that every Config has."""
-    return dict(
-        dtype=problem.dtype,
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        write_lse=problem.return_lse,
-        uses=problem.uses,
-        q_offset_source=problem.q_offset_source,
-        narrow=problem.narrow,
-    )
-
-
-def _tensor_features(problem: Problem, group_size: int) -> dict[str, Any]:
-    bias, size = problem.array("bias"), ITEM_SIZE[problem.dtype]
-    steps = [stride * size % 16 for stride in problem.o_strides[:3]]
-    rows_of_16_bytes = problem.alignment == 16 and problem.o_strides[3] == 1 and not any(steps)
-    return features_of(problem) | dict(
-        group_size=group_size,
-        scores_finished=changes_scores(problem.uses) or problem.scale <= 0,
+def features_of(kind: Any, problem: "Problem | BackwardProblem", target: Target) -> dict[str, Any]:
+    """What the problem says of a Config of this kind, whatever the tile: those of these fields that it has."""
+    p, of_gradients = problem.forward, problem.wanted is not None
+    bias, size = p.array("bias"), ITEM_SIZE[p.dtype]
+    read = [strides for _, strides in strides_that_matter(p)] + ([problem.do_strides] if of_gradients else [])  # type: ignore[union-attr]
+    given = dict(
+        dtype=p.dtype,
+        head_dim=p.head_dim,
+        head_dim_v=p.head_dim_v,
+        write_lse=p.return_lse,
+        uses=of_scores(p.uses) if of_gradients else p.uses,
+        q_offset_source=p.q_offset_source,
+        narrow=p.narrow,
+        scores_finished=changes_scores(p.uses) or p.scale <= 0,
         bias_pairs=bias is not None and bias.pairs,
-        o_vectorized=problem.head_dim_v * size % 16 == 0 and rows_of_16_bytes,
+        bias_boxes=bias is not None and bias.boxes,
+        o_vectorized=p.o_strides[3] == 1 and _copied(p, p.o_strides) == 16 and p.head_dim_v * size % 16 == 0,
+        copy_bytes=_copied(p, *read),
+        large_f64=p.dtype == "float64" and target.cc == LARGE_FLOAT64,
     )
+    return {name: value for name, value in given.items() if name in _fields(kind)}
+
+
+@functools.cache
+def _fields(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind) if field.init)
+
+
+def _copied(problem: Problem, *arrays: Strides) -> int:
+    """How many bytes of a row a copy can have, at most 16: rows of arrays with these strides begin at multiples of
+    them."""
+    steps = [stride * ITEM_SIZE[problem.dtype] for strides in arrays for stride in strides[:3]]
+    joined = functools.reduce(operator.or_, steps, problem.alignment)
+    return min(joined & -joined, 16)

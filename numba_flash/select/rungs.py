@@ -72,13 +72,7 @@ RUNGS = {
     for rung in (
         Rung("reference", (), on_host=True),
         Rung("v1", (GPU,), table="simt", forward="forward.simt", has_backward=False),
-        Rung(
-            "v2",
-            (GPU, SIMULATOR),
-            table="simt",
-            forward="forward.simt",
-            backward="backward_kernels.v2_configs",
-        ),
+        Rung("v2", (GPU, SIMULATOR), table="simt", forward="forward.simt", backward="backward_kernels.v2_configs"),
         Rung(
             "mma",
             (GPU,),

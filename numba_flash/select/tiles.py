@@ -7,9 +7,10 @@ columns, has the measurements behind the rows, and shows how to add one for anot
 from typing import Any, NamedTuple
 
 from ..machine.target import Target
+from ..problem.forward import Problem
 
 MEASURED = "H200"  # the GPU of a row that names none
-SIMULATOR = "simulator"  # small blocks, whose barriers are cheap, and few wasted rows: a thread is a Python thread
+SIMULATOR = "simulator"  # small blocks, whose barriers are cheap, and few wasted rows: all threads run in Python
 ANY = 2**31  # head_dim of a row for all
 
 # What decides about each score or weight on its own in wgmma's backward. Each takes more registers than the one before
@@ -25,38 +26,37 @@ class Facts(NamedTuple):
     head_dim: int  # the larger of q's and v's
     least: int  # the smaller
     keys: int  # of all heads of a batch entry
-    reads: bool  # something is read or asked for each score
-    plain: bool  # no option changes, reads or drops scores
-    masked: bool = False  # a mask is read for each score, and nothing else
-    sloped: bool = False  # ALiBi alone changes scores
-    linear: bool = True  # the derivative of scores by the product is 1: nothing keeps another
-    functions: bool = False  # the caller's functions change or hide scores, and nothing else
+    words: frozenset[str]  # what is so of those of When
     per_score: str = ""  # one of BY_ELEMENT, or nothing decides about a score on its own
 
 
 class When(NamedTuple):
-    """For which problems a row is: True stands for "only where this is so", the words being those of Facts."""
+    """For which problems a row is: True stands for "only where this is so"."""
 
     head_dim: int  # up to this one
     above: int = 0  # for head_dim of q and k and of v that are both above this
     least_keys: int = 0
-    unread: bool = False  # not where something is read or asked for each score
-    plain: bool = False
-    masked: bool = False
-    sloped: bool = False
-    linear: bool = False
-    functions: bool = False
+    unread: bool = False  # nothing is read or asked for each score
+    plain: bool = False  # no option changes, reads or drops scores
+    masked: bool = False  # a mask is read for each score, and nothing else
+    sloped: bool = False  # ALiBi alone changes scores
+    linear: bool = False  # the derivative of scores by the product is 1: nothing keeps another
+    functions: bool = False  # the caller's functions change or hide scores, and nothing else
     per_score: str = ""  # and for problems with one of BY_ELEMENT, up to this one, whatever is said before
     gpu: str = MEASURED
 
     def holds(self, facts: Facts) -> bool:
-        narrow = facts.head_dim <= self.head_dim and facts.least > self.above
-        if not narrow or facts.keys < self.least_keys or (self.unread and facts.reads):
+        if facts.head_dim > self.head_dim or facts.least <= self.above or facts.keys < self.least_keys:
             return False
         if facts.per_score:
             return self.per_score in BY_ELEMENT[BY_ELEMENT.index(facts.per_score) :]
-        asked = ("plain", "masked", "sloped", "linear", "functions")
-        return all(getattr(facts, name) for name in asked if getattr(self, name))
+        return all(name in facts.words for name, asked in zip(self._fields, self, strict=True) if asked is True)
+
+
+def facts_of(problem: Problem, per_score: str = "", **words: bool) -> Facts:
+    """words: whether each of the words of When is so."""
+    true, keys = frozenset(name for name, so in words.items() if so), problem.heads_kv * problem.seqlen_k
+    return Facts(problem.widest, min(problem.head_dim, problem.head_dim_v), keys, true, per_score)
 
 
 class Row(NamedTuple):

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ..problem.options import (
@@ -199,6 +198,8 @@ def rows_padded(x: np.ndarray) -> np.ndarray:
 
 def bfloat16(values: Any) -> np.ndarray:
     """values as a bfloat16 NumPy array."""
+    import ml_dtypes
+
     return np.asarray(values).astype(ml_dtypes.bfloat16)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import numba_flash
 from contracts.forward import same_bits
-from numba_flash import testing
+from numba_flash import mods, testing
 from numba_flash.testing.cases import heads_first
 
 KINDS = ("contiguous", "entries", "table", "csr")
@@ -419,3 +419,73 @@ def test_generating_token_by_token_equals_all_at_once(rung):
         begin += n
     case = testing.Case(q, k, v, dict(causal=True))
     testing.check(case, np.concatenate(found, 2), what=rung.kernel)
+
+
+def sharing(rung, groups, seqlen_q=1, page=4, kind="table", new=0, **options):
+    """Groups of (prefix, lengths of all its sequences): the first keys of these are one, in the same pages.
+    -> (Cached, what says so)"""
+    lengths = [length for _, own in groups for length in own]
+    case = problem(rung, lengths, seqlen_q, salt=3, causal=True, **options)
+    firsts, lens = np.zeros((2, len(lengths)), np.int32)
+    b = 0
+    for prefix, own in groups:
+        firsts[b : b + len(own)], lens[b : b + len(own)] = b, prefix
+        for x in (case.k, case.v):
+            x[b : b + len(own), :, :prefix] = x[b, :, :prefix]
+        b += len(own)
+    cached = lay(case, kind, page=page, new=new)
+    for b, (first, length) in enumerate(zip(firsts, lens, strict=True)):
+        count = length // page
+        if kind == "table":
+            cached.given["page_table"][b, :count] = cached.given["page_table"][first, :count]
+        else:
+            numbers, begin = cached.given["page_indices"], cached.given["page_indptr"]
+            numbers[begin[b] : begin[b] + count] = numbers[begin[first] : begin[first] + count]
+    return cached, dict(prefix_of=firsts, prefix_lens=lens)
+
+
+GROUPS = ((512, (700, 520, 600, 513)), (0, (40,)), (288, (300, 290)))
+
+
+@pytest.mark.parametrize(("kind", "seqlen_q", "new"), [("table", 1, 0), ("csr", 2, 2)])
+def test_a_prefix_that_sequences_share_changes_no_bits(rung, kind, seqlen_q, new):
+    groups = ((256, (300, 259, 270)), (0, (20,))) if rung.slow else GROUPS
+    cached, told = sharing(rung, groups, seqlen_q, page=16, kind=kind, new=new)
+    alone, alone_lse, _ = check(rung, cached)
+    cached.given |= told
+    o, lse, _ = cached.run(rung)
+    assert same_bits(o, alone) and same_bits(lse, alone_lse)
+
+
+@st.composite
+def drafts(draw, most=8):
+    """Which of some speculative tokens each of them sees: itself and its ancestors in a random tree."""
+    ancestors = np.eye(draw(st.integers(1, most)), dtype=bool)
+    for token in range(1, len(ancestors)):
+        parent = draw(st.integers(-1, token - 1))
+        if parent >= 0:
+            ancestors[token] |= ancestors[parent]
+    return ancestors
+
+
+@given(st.data())
+def test_a_tree_of_speculative_tokens(rung, data):
+    """Appended to pages; each sees the whole past and its ancestors. A row of padding has none."""
+    ancestors = data.draw(drafts(3 if rung.slow else 8))
+    count, most = len(ancestors), 20 if rung.slow else 600
+    lengths = np.array(data.draw(st.lists(st.integers(0, most), min_size=1, max_size=2 if rung.slow else 4)), np.int32)
+    of_each = data.draw(st.booleans())
+    heads = dict(heads=1, heads_kv=1) if rung.slow else {}
+    case = problem(rung, (lengths + count).tolist(), count, **heads)
+    cached = lay(case, "table", page=data.draw(st.sampled_from([1, 4, 16])), new=count)
+    if of_each:  # another tree for each sequence
+        trees = np.stack([ancestors, *[data.draw(drafts(1)).repeat(count, 0).repeat(count, 1)] * (len(lengths) - 1)])
+        cached.given |= dict(mask_mod=mods.trees, aux=(trees, lengths))
+    else:
+        trees = np.stack([ancestors] * len(lengths))
+        cached.given |= dict(mask_mod=mods.tree, aux=(ancestors, lengths))
+    o, lse, _ = cached.run(rung)
+    seen = np.ones((len(lengths), 1, count, max(lengths) + count), bool)
+    for b, start in enumerate(lengths):
+        seen[b, 0, :, start : start + count] = trees[b]
+    testing.check(testing.Case(case.q, case.k, case.v, case.options | dict(mask=seen)), o, lse, rung.kernel)

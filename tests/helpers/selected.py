@@ -4,7 +4,7 @@ from unittest import mock
 
 from helpers.machines import HOPPER
 from numba_flash.api.explain import BackwardExplanation
-from numba_flash.select import backward_kernels, backward_tiles, backward_wide
+from numba_flash.select import backward_kernels, backward_tiles
 from numba_flash.select.backward import select_backward
 
 
@@ -25,7 +25,7 @@ def kernels_of(kernel, problem, target=HOPPER):
 def configs_with(rows, kernel, problem, target=HOPPER):
     """The same where each of these tables has one row only, {its name: the row}, or none where that is None."""
     tables = {name: () if row is None else (row,) for name, row in rows.items()}
-    memos = (backward_kernels.mma_configs, backward_kernels.wgmma_configs, backward_wide.wide_configs)
+    memos = (backward_kernels.mma_configs, backward_kernels.wgmma_configs)
     with mock.patch.dict(backward_tiles.TABLES, tables):
         for memo in memos:
             memo.cache_clear()

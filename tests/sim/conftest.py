@@ -16,7 +16,7 @@ from numba_flash.dispatch import forward as dispatch_forward
 from numba_flash.ptx.sim import now
 from numba_flash.ptx.sim import wgmma as sim_wgmma
 from numba_flash.select import backward_kernels as select_backward
-from numba_flash.select import backward_tiles, backward_wide, rungs, tiles
+from numba_flash.select import backward_tiles, rungs, tiles
 from numba_flash.select.tiles import BY_ELEMENT
 
 HERE = Path(__file__).parent
@@ -55,19 +55,7 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="this pair runs on the simplest kernel, and on a GPU"))
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_core():
-    """Each of pytest-xdist's processes stays on a core of its own, where there is one for each.
-
-    A simulated block's threads take turns. Where they hand on from core to core, a test takes half as much time again.
-    """
-    worker, workers = (os.environ.get(f"PYTEST_XDIST_WORKER{suffix}") for suffix in ("", "_COUNT"))
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if worker is not None and workers == str(len(cores)):
-        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw"))]})  # of this thread and those that it starts
-
-
-SMALL = dict(max_seqlen=40, max_batch=2, head_dims=(1, 7, 16, 32))  # every row is a Python thread
+SMALL = dict(max_seqlen=40, max_batch=2, head_dims=(1, 7, 16, 32))  # every row is a thread, run by Python
 TENSOR = SMALL | dict(dtypes=("float16", "bfloat16"), strange_strides=False, max_seqlen=80)  # over several tiles
 
 
@@ -136,7 +124,7 @@ def tiles_of_gpus(monkeypatch, nothing_remembered):
 @pytest.fixture
 def nothing_remembered(monkeypatch):
     """For tests that change a table or the machine: what was decided is remembered by problem."""
-    remembered = (select_backward.mma_configs, backward_wide.wide_configs, select_backward.wgmma_configs)
+    remembered = (select_backward.mma_configs, select_backward.wgmma_configs)
     for module in (dispatch_forward, dispatch_backward):
         monkeypatch.setattr(module, "_plans", {})
     for configs in remembered:

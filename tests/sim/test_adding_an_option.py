@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.instructions import compiled
 
 import numba_flash
 from numba_flash.kernels import score
@@ -21,7 +22,7 @@ def clip(monkeypatch):
     (code,) = STAGE.findall(PAGE.read_text())
     code = code.replace('has("clip")', 'has("softcap")').replace("score.clip", "score.softcap")
     stage = {"__name__": "numba_flash.kernels.score.clip", "__package__": "numba_flash.kernels.score"}
-    exec(compile(code, PAGE.name, "exec"), stage)
+    compiled(code, stage)
     monkeypatch.setattr(softcap, "make", stage["make"])
     score.make.cache_clear()
     yield

@@ -10,7 +10,7 @@ from numba_flash.ptx.sim import launch
 
 TestBackward = suite(backward)
 
-SMALL = dict(max_seqlen=36, max_batch=2, head_dims=(1, 7, 16, 32))  # every row is a Python thread
+SMALL = dict(max_seqlen=36, max_batch=2, head_dims=(1, 7, 16, 32))  # every row is a thread, run by Python
 
 
 @pytest.fixture(scope="module")

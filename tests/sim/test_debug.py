@@ -6,7 +6,7 @@ import inspect
 import io
 import pdb
 import re
-import threading
+import sys
 
 import numpy as np
 import pytest
@@ -20,8 +20,9 @@ from numba_flash.debug.kernels import modules
 from numba_flash.gpu.compiled import source
 from numba_flash.machine import toolchain
 from numba_flash.problem import backward as problem_backward
+from numba_flash.ptx.sim import now
 from numba_flash.select import backward_kernels as select_backward
-from numba_flash.select import backward_tiles, backward_wide
+from numba_flash.select import backward_tiles
 from numba_flash.select import forward as select_forward
 from numba_flash.select.rungs import RUNGS
 
@@ -90,15 +91,8 @@ class Session:
 def nothing_stays():
     """Whatever a test does: hooks, breakpoints and the switch to the simulator are as before."""
 
-    def hook(*arguments):
-        return None
-
-    threading.settrace(hook)
-    try:
-        yield
-        assert threading.gettrace() is hook
-    finally:
-        threading.settrace(None)
+    yield
+    assert sys.gettrace() is now.follow is now.thread is None
     assert not bdb.Breakpoint.bplist
     np.testing.assert_allclose(numba_flash.softmax(x, kernel="online").sum(axis=-1), 1, rtol=1e-6)
 
@@ -207,7 +201,7 @@ def test_every_kernel(kernel, monkeypatch):
     if kernel in ("mma_wide_fused", "mma_dq_finish"):
         row = in_simulator(tile_row(256, tile_m=16, tile_n=32, warp_rows=16, column_groups=2))
         monkeypatch.setitem(backward_tiles.TABLES, "mma_wide_fused", (row,))
-        monkeypatch.setattr(backward_wide, "gains_by_one_wide_kernel", lambda problem: problem.forward.seqlen_q == 22)
+        monkeypatch.setattr(select_backward, "gains_by_one_wide_kernel", lambda problem: problem.forward.seqlen_q == 22)
     with stop_at(kernel, FIRST_LINES[kernel], debugger=session):
         if kernel in ("v1", "v2"):
             numba_flash.attention(q, k, v, kernel=kernel)

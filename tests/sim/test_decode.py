@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 from contracts import forward, kvcache, suite
 from contracts.forward import same_bits
-from hypothesis import reject
+from hypothesis import given, reject
+from hypothesis import strategies as st
 
 import numba_flash
 from numba_flash import arrays, testing
 from numba_flash.dispatch import kvcache as dispatch
+from numba_flash.problem import kvcache as problem
 from numba_flash.select import decode
 
 TestDecode = pytest.mark.slow(suite(kvcache))  # minutes; what is of this kernel alone is below
@@ -84,8 +86,8 @@ def test_nodes_wait_in_shared_or_in_global_memory_with_the_same_bits(rung, monke
         assert same_bits(other, o) and same_bits(other_lse, lse), levels
 
 
-def test_a_launch_leaves_its_counters_at_zero(rung, monkeypatch):
-    """The next one counts from there."""
+def noted_counters(monkeypatch):
+    """-> the counters of the launches to come"""
     counters, scratch = [], arrays.scratch
 
     def noted(like, shape, dtype, *more):
@@ -94,6 +96,12 @@ def test_a_launch_leaves_its_counters_at_zero(rung, monkeypatch):
         return made
 
     monkeypatch.setattr(arrays, "scratch", noted)
+    return counters
+
+
+def test_a_launch_leaves_its_counters_at_zero(rung, monkeypatch):
+    """The next one counts from there."""
+    counters = noted_counters(monkeypatch)
     for lengths in (LENGTHS, (0,), (255,)):  # of several blocks, and of one
         of_blocks(monkeypatch, 3, kvcache.lay(kvcache.problem(rung, lengths, 1, heads=2, heads_kv=1)), rung)
     assert len(counters) == 3
@@ -160,3 +168,86 @@ def test_explain_names_the_kernel_of_caches_or_why_it_is_not_taken(rung, queries
     assert found.kernel == "mma" and found.config.kernel == kernel and found.blocks == found.config.grid(found.problem)
     assert ("a tree over chunks of 256" in str(found)) == (kernel == "decode")
     assert ("up to 64 queries of the heads of a KV head, not 80" in str(found)) == (kernel == "mma")
+
+
+SHARED = ((512, (530, 700, 513)), (0, (3,)), (256, (300, 270)))  # groups: their prefix, and the lengths of sequences
+
+
+def without_checks(monkeypatch):
+    """The host can see these arrays, and would refuse some; it cannot see those on a GPU."""
+    monkeypatch.setattr(problem, "_check_shared", lambda *_: None)
+
+
+@pytest.mark.parametrize(("queries", "kind"), [(1, "table"), (2, "csr")])
+def test_a_shared_prefix_has_the_same_bits_whatever_is_a_part(rung, monkeypatch, queries, kind):
+    """Of one block, and of so many that each chunk is a part. Two large neighbours cancel, if they are joined first."""
+    cached, told = kvcache.sharing(rung, SHARED, queries, page=16, kind=kind, heads=2, heads_kv=1)
+    cached.case.q[...] = 0
+    for name, value in (("v_cache", 30000),):
+        x = cached.given[name]
+        pages = cached.given["page_table"][0] if kind == "table" else cached.given["page_indices"]
+        x[pages[:16]], x[pages[16:32]] = value, -value
+    expected = of_blocks(monkeypatch, 1, cached, rung)
+    cached.given |= told
+    for blocks in (1, 2, 64):
+        found = of_blocks(monkeypatch, blocks, cached, rung)
+        assert all(map(same_bits, found, expected)), blocks
+
+
+def test_the_pages_of_a_shared_prefix_are_those_of_its_first_sequence(rung, monkeypatch):
+    """Others are not read: so K and V are read once."""
+    cached, told = kvcache.sharing(rung, SHARED, 1, page=16, heads=2, heads_kv=1)
+    expected = cached.run(rung)[:2]
+    table = cached.given["page_table"]
+    nobodys = np.setdiff1d(np.arange(len(cached.given["k_cache"])), table)[0]
+    for b, chunks in ((1, 2), (2, 2), (5, 1)):
+        table[b, : chunks * 16] = nobodys
+    cached.given |= told
+    without_checks(monkeypatch)
+    found = of_blocks(monkeypatch, 64, cached, rung)
+    assert all(map(same_bits, found, expected))
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [({}, "read once for up to 4 sequences"), (dict(window=(9, 0)), "each sequence reads its own: window: scores")],
+    ids=["shared", "not shared"],
+)
+def test_explain_says_whether_a_prefix_is_shared(rung, options, fact):
+    cached, told = kvcache.sharing(rung, ((32, (40, 36)), (16, (20,))), 1, heads=4, heads_kv=1)
+    given = cached.given | told | options
+    assert fact in str(numba_flash.explain(**given, kernel="mma"))
+    if options:
+        assert "prefixes" not in str(numba_flash.explain(**cached.given | options, kernel="mma"))
+
+
+NUMBERS = st.integers(-3, 9)
+
+
+@pytest.mark.slow
+@given(st.data())
+def test_any_numbers_of_a_prefix_are_taken_on_a_device(rung, data):
+    """All sequences have the same keys, so that whatever is said of them is true: the bits stay, and so does 0 in each
+    counter. Some have no keys, or no queries."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        batch = data.draw(st.integers(1, 7))
+        lengths = data.draw(st.lists(st.sampled_from([-1, 0, 1, 200, 256, 257, 520]), min_size=batch, max_size=batch))
+        queries = data.draw(st.lists(st.integers(0, 2), min_size=batch, max_size=batch))
+        case = kvcache.problem(rung, [520], heads=2, heads_kv=1)
+        cached = kvcache.lay(case, "table", page=16)
+        given = cached.given
+        given["q"] = np.random.default_rng(batch).standard_normal((sum(queries), 2, 16)).astype(case.q.dtype)
+        given |= dict(seqlens_k=np.array(lengths, np.int32), causal=True, max_seqlen_q=2)
+        given |= dict(
+            page_table=np.repeat(given["page_table"], batch, 0), cu_seqlens_q=np.cumsum([0, *queries], dtype=np.int32)
+        )
+        blocks = data.draw(st.sampled_from([1, 3, 64]))
+        expected = of_blocks(monkeypatch, blocks, cached, rung)
+        firsts = data.draw(st.lists(NUMBERS, min_size=batch, max_size=batch))
+        lens = data.draw(st.lists(st.sampled_from([-9, 0, 255, 256, 300, 512, 9999]), min_size=batch, max_size=batch))
+        given |= dict(prefix_of=np.array(firsts, np.int32), prefix_lens=np.array(lens, np.int32))
+        without_checks(monkeypatch)
+        counters = noted_counters(monkeypatch)
+        found = of_blocks(monkeypatch, blocks, cached, rung)
+        assert all(map(same_bits, found, expected))
+        assert not any(arrays.host_view(x).any() for x in counters)

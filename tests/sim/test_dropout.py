@@ -13,7 +13,7 @@ from numba_flash.select import rungs
 TestDropout = suite(dropout)
 
 TENSOR = dict(dtypes=("float16", "bfloat16"), strange_strides=False, max_seqlen=40)
-SMALL = dict(max_seqlen=36, max_batch=2, head_dims=(1, 7, 16, 32))  # every row is a Python thread
+SMALL = dict(max_seqlen=36, max_batch=2, head_dims=(1, 7, 16, 32))  # every row is a thread, run by Python
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,6 +1,7 @@
 """The exercises: as given each fails with its hint, its solution passes, and mistakes are told where they are."""
 
 import difflib
+import os
 import re
 import subprocess
 import sys
@@ -258,3 +259,46 @@ def test_the_page_names_the_exercises_and_shows_what_the_script_says(exercises, 
     assert run.result(path, checks[5]) in page
     questions = page.count("<summary>")
     assert questions == page.count("</details>") >= 20 and page.count("## Quiz: ") == 5
+
+
+def test_the_notebook_runs_in_a_folder_of_its_own(tmp_path, exercises):
+    """Its cells up to the fifth exercise, as given; then the solution of that one."""
+    nbformat, nbclient = (pytest.importorskip(name, reason=f"needs {name}") for name in ("nbformat", "nbclient"))
+    pytest.importorskip("ipykernel", reason="needs ipykernel")
+    run, _ = exercises
+    script, path = ROOT / "scripts" / "exercises_notebook", tmp_path / "exercises.ipynb"
+    subprocess.run([sys.executable, str(script), str(path)], check=True, capture_output=True)
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    written = [cell.source for cell in notebook.cells if cell.source.startswith("%%writefile")]
+    assert len(written) == len(NUMBERS)
+    fifth = notebook.cells.index(next(cell for cell in notebook.cells if cell.source == "exercise(5)"))
+    del notebook.cells[fifth + 1 :]
+    name, _, _ = notebook.cells[fifth - 1].source.partition("\n")
+    solved = nbformat.v4.new_code_cell(f"{name}\n{run.path_of(5, solution=True).read_text()}")
+    stops = nbformat.v4.new_code_cell("import numba_flash; print(numba_flash.__file__); exercise(5); exercise()")
+    notebook.cells += [solved, stops]
+    outside = {name: text for name, text in os.environ.items() if name not in ("PYTHONPATH", "NUMBA_ENABLE_CUDASIM")}
+    nbclient.NotebookClient(notebook, timeout=120, resources=dict(metadata=dict(path=str(tmp_path)))).execute(
+        env=outside
+    )
+    said = ["".join(output.get("text", "") for output in cell.get("outputs", ())) for cell in notebook.cells]
+    assert "Put code in the place of each `...`" in said[fifth] and "not yet" in said[fifth]
+    assert said[-1].startswith(str(tmp_path)) and "\nok (" in said[-1] and "1 of 20 are solved" in said[-1]
+
+
+def test_they_need_nothing_that_a_browser_has_not(tmp_path):
+    """No thread, no process, no numba-cuda, no ml_dtypes."""
+    text = f"""
+import os, sys, threading
+os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+for name in ("ml_dtypes", "numba_cuda", "cuda", "fcntl", "mmap", "_posixsubprocess", "_multiprocessing"):
+    sys.modules[name] = None
+threading.Thread.start = None
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "exercises")!r}]
+import _run
+from _all import CHECKS
+print([_run.result(_run.path_of(number, solution=True), CHECKS[number]) for number in _run.numbers()])
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", text], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == f"{[None] * 20}\n", done.stderr

@@ -10,7 +10,7 @@ from numba_flash.select import rungs
 TestFunctions = suite(functions)
 
 TENSOR = dict(dtypes=("float16", "bfloat16"), strange_strides=False)
-SMALL = dict(max_seqlen=36, max_batch=2, head_dims=(1, 7, 16, 32))  # every row is a Python thread
+SMALL = dict(max_seqlen=36, max_batch=2, head_dims=(1, 7, 16, 32))  # every row is a thread, run by Python
 
 
 @pytest.fixture(scope="session", params=["v1", "v2", "mma", "wgmma"])

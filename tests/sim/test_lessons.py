@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from helpers.instructions import compiled
 
 from lessons import NAMES
 from numba_flash import testing
@@ -92,7 +93,7 @@ def with_a_line_less(name, number):
         lines = file.read().splitlines()
     lines[number] = ""
     names = dict(__name__=f"lessons.{name}_changed")
-    exec(compile("\n".join(lines), module.__file__, "exec"), names)
+    compiled("\n".join(lines), names, module.__file__)
     return names["attention"]
 
 

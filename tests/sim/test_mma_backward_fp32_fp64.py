@@ -25,7 +25,7 @@ import numba_flash
 from numba_flash import testing
 from numba_flash.config.wide_backward import WideFusedConfig
 from numba_flash.ptx.sim import now, tma
-from numba_flash.select import backward_tiles, backward_wide
+from numba_flash.select import backward_kernels, backward_tiles
 
 
 @pytest.fixture(scope="module", params=["float32", "float64"])
@@ -177,7 +177,7 @@ def name_of_row(given):
 def one_kernel(request, monkeypatch, nothing_remembered):
     row = request.param
     monkeypatch.setitem(backward_tiles.TABLES, "mma_wide_fused", (in_simulator(row),))
-    monkeypatch.setattr(backward_wide, "gains_by_one_wide_kernel", lambda *_: True)
+    monkeypatch.setattr(backward_kernels, "gains_by_one_wide_kernel", lambda *_: True)
     rung = Rung("mma", testing.rows_padded, tensor=True, tile=16, slow=True, usual="float64")
     [config] = [x for x in explained(rung.problem(36, 50, head_dim=8)).configs if isinstance(x, WideFusedConfig)]
     assert {name: getattr(config, name) for name in row.names} == row.tile

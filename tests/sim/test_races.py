@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.instructions import launch, misuse
+from helpers.instructions import compiled, launch, misuse
 from numba import cuda, float32, float64, int32
 
 import numba_flash
@@ -55,7 +55,7 @@ def without_barrier(module, number):
     text, make = inspect.getsource(module), module.make
     gap = list(BARRIER.finditer(text))[number]
     changed = f"{text[: gap.start()]}{gap[1]}pass{text[gap.end() :]}"
-    exec(compile(changed, module.__file__, "exec"), module.__dict__)
+    compiled(changed, module.__dict__, module.__file__)
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.instructions import compiled
 
 from numba_flash import debug
 
@@ -61,7 +62,7 @@ def without_who(text):
 def test_the_race_of_readme_is_what_happens(monkeypatch, capsys):
     """Without the barrier that README deletes, scripts/step prints what README shows."""
     page = (ROOT / "README.md").read_text()
-    file, barrier = re.search(r"In `numba_flash/(\S+)` delete the barrier `(.*?)`", page).groups()
+    file, barrier = re.search(r"In `numba_flash/(\S+)` delete the\sbarrier `(.*?)`", page).groups()
     kernel, shown = re.search(r"^```text\n\$ \S*python scripts/step (\w+)\n(.*?)^```$", page, re.M | re.S).groups()
     text, module = (
         (ROOT / "numba_flash" / file).read_text(),
@@ -70,7 +71,7 @@ def test_the_race_of_readme_is_what_happens(monkeypatch, capsys):
     assert kernel == Path(file).parent.name and text.count(barrier) == 1
     broken = "".join(line for line in text.splitlines(keepends=True) if barrier not in line)
     names = dict(module.__dict__)
-    exec(compile(broken, module.__file__, "exec"), names)
+    compiled(broken, names, module.__file__)
     monkeypatch.setattr(module, "make", names["make"])
     monkeypatch.setattr(sys, "argv", ["step", kernel])
     monkeypatch.syspath_prepend(ROOT / "scripts")

@@ -69,7 +69,7 @@ def test_shared_memory_of_wgmma_in_float32(kind, head_dim, head_dim_v, rows):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        (dict(dtype="float16"), "take float32, not float16"), (dict(tile_n=128), "own rows must be 64, not 128"),
+        (dict(dtype="float16"), "takes float32, not float16"), (dict(tile_n=128), "own rows must be 64, not 128"),
         (dict(tile_m=80), "16 to 64 rows, in steps of 16, not 80"), (dict(tile_m=24), "in steps of 16, not 24"),
         (dict(stages_b=0), "stages_b 1 to 4, not 2 and 0"), (dict(head_dim_v=136), "at most 128, not 64 and 136"),
         (dict(uses=uses(dropout_p=True)), "takes no dropout_p"),
@@ -216,10 +216,10 @@ def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_colum
         ),
         (
             lambda: WideDkdvConfig("float32", 64, 64, 32, 64, column_groups=4),
-            r"one of \(1, 2\), not 4",
+            "column_groups must be 1 or 2, not 4",
         ),
-        (lambda: WideFusedConfig("float64", 64, 64, 32, 64, column_groups=4), r"\(2,\), not 4"),
-        (lambda: WideFusedConfig("float64", 64, 64, 48, 64), "rows that a block walks over must be one of"),
+        (lambda: WideFusedConfig("float64", 64, 64, 32, 64, column_groups=4), "column_groups must be 2, not 4"),
+        (lambda: WideFusedConfig("float64", 64, 64, 48, 64), "rows that a block walks over must be 16 or 32, not 48"),
         (lambda: WideFusedConfig("float64", 64, 64, 32, 48), "whole warpgroups, not 192"),
         (lambda: WideFusedConfig("float64", 64, 64, 32, 128), "128 keys are more than 4 times 16"),
         (lambda: WideFusedConfig("float64", 256, 256, 32, 64), "need 512 sums"),

@@ -13,7 +13,7 @@ from numba_flash.arrays import read
 from numba_flash.dispatch.launch import workspace
 from numba_flash.functions.function import Function
 from numba_flash.machine.target import Target
-from numba_flash.select import backward_forms, backward_kernels, backward_wide
+from numba_flash.select import backward_forms, backward_kernels
 from numba_flash.select.backward import select_backward
 from numba_flash.select.rungs import RUNGS
 
@@ -583,13 +583,13 @@ def test_how_many_heads_of_a_group_a_block_takes():
 
 def test_one_kernel_in_float64_needs_a_query(monkeypatch):
     """Without one no previous kernel would set its ticket to 0."""
-    monkeypatch.setattr(backward_wide, "gains_by_one_wide_kernel", lambda *_: True)
+    monkeypatch.setattr(backward_kernels, "gains_by_one_wide_kernel", lambda *_: True)
     for seqlen_q, one in ((1, True), (0, False)):
         of_q, of_k = (1, 2, seqlen_q, 64), (1, 2, 2**15, 64)
         given = {name: empty(*of_q, dtype="float64") for name in ("do", "q", "o")}
         given |= {name: empty(*of_k, dtype="float64") for name in ("k", "v")}
         made = problem(64, dtype="float64", **given, lse=empty(*of_q[:3], dtype="float64"))
-        kernels = [config.kernel for config in backward_wide.wide_configs.__wrapped__(made, HOPPER)]
+        kernels = [config.kernel for config in backward_kernels.mma_configs.__wrapped__(made, HOPPER)]
         assert (kernels[1] == "mma_wide_fused") == one
 
 

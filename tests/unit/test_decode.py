@@ -52,3 +52,29 @@ def test_only_contiguous_caches_have_a_bound_of_rows():
     assert decode.refusal(cache(queries=17), HOPPER, contiguous=False) is None
     assert decode.refusal(cache(queries=16), HOPPER, contiguous=True) is None
     assert "compute capability" in decode.refusal(cache(), TURING, contiguous=False)
+
+
+@pytest.mark.parametrize(
+    ("queries", "head_dim", "batch", "tile_m", "members"),
+    [(1, 128, 64, 64, 16), (3, 128, 64, 64, 4), (8, 128, 64, 64, 2), (1, 256, 64, 32, 8), (1, 128, 3, 16, 4)],
+)
+def test_rows_of_sequences_that_share_a_prefix_fill_a_tile(queries, head_dim, batch, tile_m, members):
+    made = dataclasses.replace(cache(head_dim, queries), batch=batch)
+    assert decode.not_shared(made, HOPPER) is None
+    config = decode.config_of(made, "table", HOPPER, shares=True)
+    assert (config.tile_m, config.members) == (tile_m, members)
+    assert config.members * decode.rows_of(made) <= tile_m
+    assert decode.config_of(made, "table", HOPPER).members == 1
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (cache(window=(300, 0)), "window: scores"),
+        (cache(alibi_slopes=empty(8, dtype="float32"), dropout_p=0.1), "alibi_slopes, dropout_p: scores"),
+        (cache(queries=9), "rows of two sequences with 36 queries of the heads of a KV head do not fit into a tile"),
+    ],
+    ids=["window", "options", "rows"],
+)
+def test_why_a_prefix_is_not_shared_is_said(made, reason):
+    assert reason in decode.not_shared(dataclasses.replace(made, batch=64), HOPPER)

@@ -113,12 +113,14 @@ def taking(*arrays, counted=False):
     """The facts of a kernel that takes these."""
     taken = Parameters((*arrays, *("counters",) * counted), sizes=("n",))
     return types.SimpleNamespace(
-        kernel="one", threads=64, shared_bytes=1024, counted=counted, counter_words=5, waits=False, parameters=taken
+        kernel="one", threads=64, shared_bytes=1024, counted=counted, waits=False, parameters=taken
     )
 
 
 def launch_of(config, n, device=0):
-    return launch.kernel_launch(config, Target(False, device=device, cc=(9, 0)), 7, Values.of(config, sizes=dict(n=n)))
+    values = Values.of(config, sizes=dict(n=n))
+    counters = 5 if config.counted else 0
+    return launch.kernel_launch(config, Target(False, device=device, cc=(9, 0)), 7, values, counters=counters)
 
 
 def test_the_counter_of_the_stream_is_the_last_pointer(launches, config, monkeypatch):

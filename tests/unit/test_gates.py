@@ -198,6 +198,8 @@ DEPENDS = {
     "decode-256-32-functions": "spills 8 bytes on sm_100a",
     "decode-128-32": "spills 52 bytes on sm_90a and sm_100a with 13.5",
     "decode-128-64": "spills 52 to 56 bytes on sm_90a and sm_100a with 13.5",
+    "decode-128-64-prefix": "spills 44 bytes on sm_90a, 56 on sm_100a",
+    "decode-256-32-prefix": "spills 56 bytes on sm_90a, 44 on sm_100a",
     "decode-64-16": "spills 88 bytes on sm_80 with 13.5",
     "mma_dkdv_float64-128-32x16-sm80-reading": "spills 88 bytes on sm_80 with 13.5",
     "mma_dkdv_float64-128-32x16-sm80-rich": "spills 88 bytes on sm_80 with 13.5",
@@ -521,6 +523,9 @@ def decode_gates():
                 made = dataclasses.replace(made, pages=Pages(16, 2**13, 2**17))
                 config = decode.config_of(made, "own" if queries == 1 and not words else "table", HOPPER)
                 yield f"decode-{head_dim}-{config.tile_m}{words}", config
+                if not words and queries == 1 and head_dim > 64:
+                    config = decode.config_of(dataclasses.replace(made, batch=64), "table", HOPPER, shares=True)
+                    yield f"decode-{head_dim}-{config.tile_m}-prefix", config
 
 
 def packed_gates():

@@ -24,6 +24,8 @@ COS = np.zeros((10, 4), np.float32)
 PAGED = dict(k_cache=PAGES, v_cache=PAGES, page_table=TABLE)
 ROTARY = dict(rotary_cos=COS, rotary_sin=COS, rotary_interleaved=False)
 APPENDED = dict(k_new=NEW, v_new=NEW)
+FIRSTS = np.zeros(2, np.int32)
+SHARED = PAGED | dict(page_table=np.array([[0, 1, 2], [0, 4, 5]], np.int32), prefix_of=FIRSTS, prefix_lens=FIRSTS + 3)
 
 
 def called(q=Q, k_cache=CACHE, v_cache=CACHE, seqlens_k=LENGTHS, kernel="reference", **options):
@@ -62,6 +64,13 @@ def called(q=Q, k_cache=CACHE, v_cache=CACHE, seqlens_k=LENGTHS, kernel="referen
         (dict(rotary_interleaved=True), TypeError, "rotary_interleaved was given without"),
         (ROTARY | dict(rotary_cos=COS[:8], rotary_sin=COS[:8]), ValueError, "has 8 positions, and position 8 is asked"),
         (ROTARY | dict(rotary_cos=np.zeros((9, 5), np.float32)), ValueError, "must be alike"),
+        (SHARED | dict(prefix_lens=None), TypeError, "prefix_of and prefix_lens belong together"),
+        (SHARED | dict(prefix_of=FIRSTS.astype(np.int64)), TypeError, "prefix_of must be int32, not int64"),
+        (SHARED | dict(prefix_lens=FIRSTS[:1]), ValueError, r"prefix_lens must have shape \(batch,\) = \(2,\), not"),
+        (dict(prefix_of=FIRSTS, prefix_lens=FIRSTS), ValueError, "prefix_of says .* batch entries of their own"),
+        (SHARED | dict(prefix_of=FIRSTS + 2), ValueError, r"prefix_of\[0\] must be 0 or -1, or a sequence before it"),
+        (SHARED | dict(prefix_lens=FIRSTS + 4), ValueError, r"prefix_lens\[1\] must lie in 0 to 3, .*, not 4"),
+        (SHARED | dict(page_table=TABLE), ValueError, r"sequences 0 and 1 .* the 3 keys .* not \[0\] and \[3\]"),
         (dict(max_seqlen_q=4), ValueError, "max_seqlen_q is a bound of the lengths in cu_seqlens_q"),
         (dict(layout="shbd"), ValueError, 'layout must be "bhsd" or "bshd"'),
         (dict(out=Q), ValueError, "out shares memory with q"),

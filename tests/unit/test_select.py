@@ -483,7 +483,7 @@ def test_a_config_checks_itself(wrong):
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
-        (dict(dtype="int32"), "float32, float64, not int32"), (dict(column_groups=2), "column_groups must be 1"),
+        (dict(dtype="int32"), "float32 and float64, not int32"), (dict(column_groups=2), "column_groups must be 1"),
         (dict(dtype="float32", q_registers=True, tile_n=64), "q_registers is for 16-bit"),
         (dict(dtype="float32", column_groups=3), "column_groups must be 1"),
         (dict(dtype="float32", column_groups=1, tile_n=48), "tile_n must be one of .*64. for float32"),
@@ -509,7 +509,7 @@ def test_a_tensor_config_checks_itself(wrong, word):
     [
         (dict(tile_m=256), "tile_m must be 64, 128 or 192"), (dict(tile_m=96), "tile_m"), (dict(tile_n=264), "tile_n"),
         (dict(tile_n=272), "at most 256"), (dict(stages=1), "stages"), (dict(head_dim=257), "at most 256, not 257"),
-        (dict(head_dim_v=257), "at most 256"), (dict(dtype="float32"), "wgmma takes float16, bfloat16"),
+        (dict(head_dim_v=257), "at most 256"), (dict(dtype="float32"), "wgmma takes float16 and bfloat16"),
         (dict(o_buffer=True, o_vectorized=False), "o_buffer needs o_vectorized"),
     ],
     ids=str,

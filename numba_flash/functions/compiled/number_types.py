@@ -120,9 +120,15 @@ class Table(types.Type):
     a read outside is noted, and reads the first element."""
 
     def __init__(
-        self, dtype: str, element: Any, ndim: int, base: Any, recorded: bool = False, narrow: bool = False,
+        self,
+        dtype: str,
+        element: Any,
+        ndim: int,
+        base: Any,
+        recorded: bool = False,
+        narrow: bool = False,
         checked: bool = False,
-    ):  # fmt: skip
+    ):
         self.dtype, self.element, self.ndim, self.base = dtype, element, ndim, base
         self.recorded, self.narrow, self.checked = recorded, narrow, checked
         # Types of equal names are one type to Numba. float16 lies in memory as uint16 on a CPU and as float16 on a GPU.

@@ -47,9 +47,17 @@ def _shifted_left(a: Within, b: Within) -> Within:
 
 
 BINARY = dict(
-    add=_of_ends(operator.add), sub=_of_ends(operator.sub), mul=_of_ends(operator.mul), floordiv=_quotient,
-    mod=_remainder, and_=_common_bits, or_=_all_bits, xor=_all_bits, lshift=_shifted_left, rshift=_shifted_right,
-)  # fmt: skip
+    add=_of_ends(operator.add),
+    sub=_of_ends(operator.sub),
+    mul=_of_ends(operator.mul),
+    floordiv=_quotient,
+    mod=_remainder,
+    and_=_common_bits,
+    or_=_all_bits,
+    xor=_all_bits,
+    lshift=_shifted_left,
+    rshift=_shifted_right,
+)
 
 
 def _known(found: Within) -> Within:

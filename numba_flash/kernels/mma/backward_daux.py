@@ -166,11 +166,7 @@ def make(config):
             row, column = int32(row + AT_ONCE), int32(column + AT_ONCE)
             column = int32(column - tile_n if column >= tile_n else column)
 
-    @inlined
-    def put_tile(place, registers, smem, thread, arrays, sizes):
-        put_products(registers, smem.q, thread)
-
-    over_tiles = tiles.loop(nothing, put_tile, owe_scores)
+    over_tiles = tiles.loop(nothing, put_products, owe_scores)
 
     @cuda.jit
     def flash_attention_mma_daux(arrays, strides, sizes, score):

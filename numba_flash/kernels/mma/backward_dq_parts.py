@@ -107,18 +107,6 @@ def make(config):
         return uint32((first_key - first_seen // tile_n * tile_n) // tile_n) * uint32(config.blocks)
 
     @inlined
-    def wait_turn(i, h, state, sizes):
-        """Until the parts of lower key tiles have been added."""
-        before, turn = parts_before(i, state), turn_of(h, i, state, sizes)
-        while memory.load_acquire(turn) != before:
-            pass
-
-    @inlined
-    def hand_on(i, h, state, sizes):
-        """One thread, when the part is there: gives the turn to the next key tile."""
-        memory.add_release(turn_of(h, i, state, sizes), uint32(1))
-
-    @inlined
     def leave(k_smem, ds_smem, dq_smem, score):
         """The block's part of dQ of a query tile, scale * dS K, to shared memory."""
         acc = local.array(dq_count, float64)  # (columns / 8, 4)
@@ -177,7 +165,9 @@ def make(config):
     def carry(i, h, last, dq_smem, state, free, strides, sizes):
         """The carrier brings the part of query tile i of head h to global memory, when its turn has come, and gives the
         turn to the next key tile. free: an mbarrier; last: no part comes behind it."""
-        wait_turn(i, h, state, sizes)
+        before, turn = parts_before(i, state), turn_of(h, i, state, sizes)
+        while memory.load_acquire(turn) != before:  # the parts of lower key tiles have not been added yet
+            pass
         adds = parts_before(i, state) != uint32(0)
         bar.sync(FULL, both)
         fence.proxy_async_global()
@@ -188,6 +178,6 @@ def make(config):
         fence.proxy_async_global()
         bar.warp_sync()
         if special.thread_index() & int32(31) == 0:
-            hand_on(i, h, state, sizes)
+            memory.add_release(turn_of(h, i, state, sizes), uint32(1))
 
     return named(work_of, keep, walk_of, leave, carry)

@@ -205,10 +205,8 @@ def make(config):
     @inlined
     def load_s(tile, source, stage, smem, strides, sizes):
         """Start the copies of Q of a tile to stage `stage`."""
-        to, left = (
-            smem + int32(plan.other_s) + stage * q_stage,
-            int32(int32(seqlen_q(smem, sizes)) - tile.t * int32(tile_m)),
-        )
+        to, queries = smem + int32(plan.other_s) + stage * q_stage, seqlen_q(smem, sizes)
+        left = int32(int32(queries) - tile.t * int32(tile_m))
         load_q(to, source.q, size * strides.q[2], 0, left, config.head_dim, special.thread_index())
 
     @inlined

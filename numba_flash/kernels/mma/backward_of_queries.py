@@ -1,7 +1,7 @@
 """A block of backward.py that owns queries of one head. It walks over the key tiles that they see, the last one first.
 
-As in backward_of_keys.py, what every tile needs is stored in shared memory and read again for each tile: the block's
-state, and for each row a RowState.
+Its functions are those of backward_of_keys.py, which says what they do. As there, what every tile needs is stored in
+shared memory and read again for each tile: the block's state, and for each row a RowState.
 """
 
 import math
@@ -156,12 +156,10 @@ def make(config):
 
     @inlined
     def following(tile, smem, arrays, strides):
-        """-> the next Tile."""
         return Tile(int32(states.next_tile(states_of(smem), tile.t, tile.begin, arrays, strides)), tile.begin)
 
     @inlined
     def needs_mask(tile, smem, arrays, strides):
-        """Whether a mask_mod decides in a tile."""
         return states.needs_mask(states_of(smem), tile.t, arrays, strides)
 
     # Loads.
@@ -177,7 +175,6 @@ def make(config):
 
     @inlined
     def sources(tile, of_s, of_dp, smem, strides, sizes):
-        """-> Sources of a tile."""
         first_key = int32(tile.t * int32(tile_n))
         k_base, v_base = block_state.get(smem + int32(bases_at))
         _, keys = block_state.get(smem + int32(keys_at))
@@ -219,14 +216,12 @@ def make(config):
 
     @inlined
     def origin_of(tile, smem, strides):
-        """-> Origin of what the scores of a tile need from global memory (kernels/score/reads.py)."""
         bias, bits = block_state.get(smem + int32(origin_at))
         first_query, _ = block_state.get(smem + int32(tile_at))
         return Origin(bias, bits, int32(first_query))
 
     @inlined
     def lane_place(tile, smem):
-        """-> LanePlace of the lane's scores of a tile."""
         b, h = block_state.get(smem + int32(head_at))
         tile_pos, _ = block_state.get(smem + int32(keys_at))
         tile_query, _ = block_state.get(smem + int32(tile_at))

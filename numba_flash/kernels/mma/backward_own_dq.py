@@ -22,8 +22,7 @@ def make(config):
     columns, panel = config.head_dim_padded, config.tile_n * 128  # K and dS^T have panels of the same rows
     count = columns // 2
     multiply = mma.m16n8k16_f16 if config.dtype == "float16" else mma.m16n8k16_bf16
-    rows = gradient_rows.make(config.dtype, config.tile_m, 16, config.head_dim, config.head_dim % 8 == 0)
-    stage, store = rows
+    stage, store = gradient_rows.make(config.dtype, config.tile_m, 16, config.head_dim, config.head_dim % 8 == 0)
     recompute = recompute_queries.make(config, of_keys=True)
 
     @inlined

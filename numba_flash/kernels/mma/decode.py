@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, int64, uint8, uint32
 
+from ...config.forward import tile_bytes
 from ...ptx import cp_async, ld_st, local, memory, shared, special
 from ..recompute import cache_rows
 from ..score import fragment_functions, fragment_softmax, fragments, kept_weights
@@ -25,7 +26,7 @@ from ..steps import async_tiles
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of, row_keys
 from ..steps.units import LOG2_E
-from . import decode_nodes, decode_rows, decode_tiles, decode_work, products_16bit
+from . import decode_nodes, decode_prefixes, decode_rows, decode_tiles, decode_work, products_16bit
 
 
 class Registers(NamedTuple):
@@ -79,10 +80,10 @@ def make(config):
     strips, rows, group, key_warps = warp_rows // 16, warp_rows // 8, config.group_size, config.KEY_WARPS
     o_count, s_count = strips * config.head_dim_v_padded // 2, strips * (tile_n // 8) * 4
     stages, stage_bytes, keys, in_chunk = config.stages, config.stage_bytes, config.keys, config.CHUNK // config.keys
-    of_warp_k, of_warp_v = (
-        tile_n * 128 * -(-columns // 64) for columns in (config.head_dim_padded, config.head_dim_v_padded)
-    )
-    work, tiles, products = decode_work.make(config), decode_tiles.make(config), products_16bit.make(config)
+    of_warp_k, of_warp_v = tile_bytes(tile_n, config.head_dim_padded), tile_bytes(tile_n, config.head_dim_v_padded)
+    work, products, shares = decode_work.make(config), products_16bit.make(config), config.members > 1
+    tiles = decode_tiles.make(config, work.sequence_of)
+    arrive, slots_of = decode_prefixes.arrivals(config, work.member_of)
     nodes, write_rows = decode_nodes.of_chunks(config), decode_rows.make(config)
     recompute_rows = cache_rows.make(config)
     pair_count = nodes.count + 2 * rows if config.pair_registers else 1
@@ -93,7 +94,7 @@ def make(config):
     functions, kept_weight = fragment_functions.make(scores, strips), kept_weights.on_fragments(scores, strips, tile_n)
     softmax, mask_words = fragment_softmax.make(scores, strips), on_fragments.mask_words
     wait_all, wait_oldest = cp_async.wait_group(0), cp_async.wait_group(stages - 2)
-    log2_e, first_stack = float32(LOG2_E), 2 * config.blocks * config.slot_numbers
+    log2_e, first_stack = float32(LOG2_E), (config.most_parts + config.blocks) * config.slot_numbers
     level_step, chunk_bits = config.node_numbers * config.threads, in_chunk.bit_length() - 1
 
     @inlined
@@ -101,11 +102,15 @@ def make(config):
         """What a block does of an Item."""
         sequence = work.sequence_of(int64(item.b), arrays, strides, sizes)
         first_row, all_rows = int32(item.row_tile * config.tile_m), int32(sequence.seqlen_q) * group
+        if shares and item.members > 0:
+            all_rows = int32(item.members * (config.tile_m // config.members))
         rows_left = int32(min(all_rows - first_row, config.tile_m))
         first_query = int32(uint32(first_row) // uint32(group))
         last_query = int32(uint32(first_row + rows_left - 1) // uint32(group))
         first_key, _ = row_keys(sequence.q_start + first_query, sizes.left, sizes.right, sequence.keys)
         _, end_key = row_keys(sequence.q_start + last_query, sizes.left, sizes.right, sequence.keys)
+        if shares and item.members > 0:
+            first_key, end_key = int64(0), (int64(item.shared) << int64(level + chunk_bits)) * keys
         begin = max(int32(item.node << (level + chunk_bits)), int32(first_key // keys))
         end = min(int32((item.node + 1) << (level + chunk_bits)), int32((end_key + keys - 1) // keys))
         if end_key <= first_key:
@@ -115,13 +120,7 @@ def make(config):
             begin, end, tiles.pages_of(sequence, arrays, strides),
         )  # fmt: skip
 
-    @inlined
-    def rescale(acc_o, alpha, moved):
-        if moved != 0:
-            for strip in range(strips):
-                for n in range(config.head_dim_v_padded // 8):
-                    for i in range(4):
-                        acc_o[(strip * (config.head_dim_v_padded // 8) + n) * 4 + i] *= alpha[strip * 2 + i // 2]
+    rescale = fragment_softmax.rescaler(strips, config.head_dim_v_padded // 8)
 
     @inlined
     def scores_of(j, registers, tile, row, lane, arrays, strides, sizes, score):
@@ -215,7 +214,7 @@ def make(config):
         entries, page_rows = local.array(stages, uint32), local.array(stages, int32)
         for stage in range(stages):
             entries[stage], page_rows[stage] = tiles.look_up(tile.begin + stage, tile, arrays, strides, sizes)
-        tiles.load_q(q_smem, tile.sequence, tile.h, tile.first_row, tile.rows_left, thread, arrays, strides)
+        tiles.load_q(q_smem, tile.sequence, tile.h, tile.first_row, tile.rows_left, thread, arrays, strides, sizes)
         for stage in range(stages):
             entry, page_row = entries[stage], page_rows[stage]
             tiles.put_place(places.rows, int32(stage), entry, page_row, tile, arrays, strides, sizes)
@@ -239,6 +238,20 @@ def make(config):
         cuda.syncthreads()
         cuda.threadfence()
         return ld_st.load_b32(last_smem) == uint32(item.nodes - 1)
+
+    @inlined
+    def finish(item, own, tile, flags, stack_at, thread, warp, lane, arrays, strides, sizes, score):
+        """Writes the rows of O of an Item, whose nodes are in memory; own: the slot of its only one."""
+        for row in range(thread, config.tile_m, config.threads):
+            ld_st.store_b32(int32(flags + row * config.ROW_STATE_BYTES), uint32(0))
+        cuda.syncthreads()
+        slot, of_prefix = slots_of(item, arrays, sizes)
+        slot = slot if item.nodes > 1 else own
+        write_rows(item, slot, of_prefix, tile, flags, stack_at, thread, arrays, strides, sizes, score)
+        cuda.syncthreads()
+        recompute_rows(
+            flags, tile.sequence, tile.h_kv, tile.first_row, tile.rows_left, warp, lane, arrays, strides, sizes, score
+        )
 
     @cuda.jit
     def flash_attention_decode(arrays, strides, sizes, score):
@@ -272,6 +285,8 @@ def make(config):
             local.array(node_count, float32),
         )
         stack_at = int64(first_stack) + (int64(block) * sizes.levels) * level_step + thread
+        if shares:  # behind a slot of each sequence, and what is noted there
+            stack_at += sizes.batch * sizes.heads_kv * (config.slot_numbers + 2)
         pair_registers = local.array(pair_count, float32)
         row = row_warp * warp_rows + int32(first_row_of(lane))
         first = int32(q_smem + plan.stack + (key_warp * config.stack_rows + row) * 16 + (lane & 3) * 4)
@@ -288,20 +303,21 @@ def make(config):
                 row = uint32(tile.first_row + row_warp * warp_rows + int32(first_row_of(lane)) + r * 8)
                 registers.term[r] = row_term(tile.sequence.b, int32(tile.h + row % uint32(group)), arrays, strides)
             begin_tile(tile, q_smem, places, thread, arrays, strides, sizes)
-            own, joined = int32(config.blocks + block), item.nodes > 1
+            own, joined = int32(config.most_parts + block), item.nodes > 1
+            if shares:
+                joined = joined or item.members > 0
             slot = int32(item.node_slot + (item.node - item.first_node) * item.row_tiles) if joined else own
             walk(tile, slot, registers, places, stack, lane, key_warp, row_warp, arrays, strides, sizes, score)
-            if not joined or is_last(item, last_smem, thread, arrays):
-                for row in range(thread, config.tile_m, config.threads):
-                    ld_st.store_b32(int32(flags + row * config.ROW_STATE_BYTES), uint32(0))
-                cuda.syncthreads()
-                slot = item.node_slot if joined else own
-                write_rows(item, slot, tile, flags, stack_at, thread, arrays, strides, sizes, score)
-                cuda.syncthreads()
-                recompute_rows(
-                    flags, tile.sequence, tile.h_kv, tile.first_row, tile.rows_left, warp, lane, arrays, strides,
-                    sizes, score,
-                )  # fmt: skip
+            if shares:
+                arrive(item, level, last_smem, thread, arrays, strides, sizes)
+                for m in range(max(item.members, int32(1))):
+                    if ld_st.load_b32(int32(last_smem + m * 4)) != 0:
+                        whose = work.member_of(item, int32(m), level, arrays, strides, sizes)
+                        its_tile = tile_of(whose, level, arrays, strides, sizes)
+                        finish(whose, own, its_tile, flags, stack_at, thread, warp, lane, arrays, strides, sizes, score)
+                        cuda.syncthreads()
+            elif not joined or is_last(item, last_smem, thread, arrays):
+                finish(item, own, tile, flags, stack_at, thread, warp, lane, arrays, strides, sizes, score)
             wait_all()
             cuda.syncthreads()  # everyone is done with shared memory
 

@@ -19,6 +19,7 @@ from ..steps import numbers
 from ..steps.inlined import inlined
 from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of
+from ..steps.repeated import repeated
 from ..steps.units import LOG2_E, exponent_unit
 
 ex2, maximum = approx.ex2, minmax.maximum
@@ -81,35 +82,32 @@ def joins(o_count, rows, shared=Shared(0, 0, 0), in_registers=True):
     def index_of(r, n):
         return number(r, n) if n < of_row else o_count + r + (n - of_row) * rows
 
-    @inlined
-    def put(node, stack, level, there, arrays):
-        """Lets the existing rows of a node wait."""
-        place = stack.rest + int64(level) * stack.level_step
-        for r in range(rows):
-            if (there >> r) & 1 != 0:
-                if level < outside + shared.levels:
-                    at = int32(stack.first + (level - outside) * shared.level_bytes + r * 128)
-                    for n in range(of_row + 2):
-                        ld_st.store_b32(int32(at + n * shared.number_bytes), node[index_of(r, n)].view(np.uint32))
-                else:
-                    for n in range(of_row + 2):
-                        e = index_of(r, n)
-                        arrays.partials[place + e * stack.step] = node[e]
+    def mover(stores):
+        @inlined
+        def move(node, stack, level, there, arrays):
+            """Stores the existing rows of a node, or loads them."""
+            place = stack.rest + int64(level) * stack.level_step
+            for r in range(rows):
+                if (there >> r) & 1 != 0:
+                    if level < outside + shared.levels:
+                        at = int32(stack.first + (level - outside) * shared.level_bytes + r * 128)
+                        for n in range(of_row + 2):
+                            e, word_at = index_of(r, n), int32(at + n * shared.number_bytes)
+                            if stores:
+                                ld_st.store_b32(word_at, node[e].view(np.uint32))
+                            else:
+                                node[e] = ld_st.load_b32(word_at).view(np.float32)
+                    else:
+                        for n in range(of_row + 2):
+                            e = index_of(r, n)
+                            if stores:
+                                arrays.partials[place + e * stack.step] = node[e]
+                            else:
+                                node[e] = arrays.partials[place + e * stack.step]
 
-    @inlined
-    def get(node, stack, level, there, arrays):
-        place = stack.rest + int64(level) * stack.level_step
-        for r in range(rows):
-            if (there >> r) & 1 != 0:
-                if level < outside + shared.levels:
-                    at = int32(stack.first + (level - outside) * shared.level_bytes + r * 128)
-                    for n in range(of_row + 2):
-                        word = ld_st.load_b32(int32(at + n * shared.number_bytes))
-                        node[index_of(r, n)] = word.view(np.float32)
-                else:
-                    for n in range(of_row + 2):
-                        e = index_of(r, n)
-                        node[e] = arrays.partials[place + e * stack.step]
+        return move
+
+    put, get = mover(True), mover(False)
 
     @inlined
     def carry(node, index, last, waiting, there, stack, arrays):
@@ -206,31 +204,23 @@ def of_chunks(config):
                         node[block * 4 + i] += four[i].view(np.float32)
 
     @inlined
+    def join_part(number, acc_o, node, factor, exchange, lane, key_warp, row_warp):
+        """The columns of at_once key warps, whose place in shared memory the next ones take."""
+        first = int32(number * at_once)
+        if number > 0:
+            cuda.syncthreads()
+        give(first, acc_o, factor, exchange, lane, key_warp, row_warp)
+        cuda.syncthreads()
+        take(first, node, exchange, lane, key_warp, row_warp)
+
+    join_every_part = repeated(join_part, key_warps // at_once)
+
+    @inlined
     def join_warps(acc_o, m, l, node, factor, states, exchange, lane, key_warp, row_warp):
         """node <- what the key warps found in a chunk: the warp's part of the columns. exchange: the place of a tile
         that all are done with behind a barrier here. The caller owes one before its next use."""
         join_states(m, l, node, factor, states, lane, key_warp, row_warp)
-        give(0, acc_o, factor, exchange, lane, key_warp, row_warp)
-        cuda.syncthreads()
-        take(0, node, exchange, lane, key_warp, row_warp)
-        if at_once == 2:
-            cuda.syncthreads()
-            give(2, acc_o, factor, exchange, lane, key_warp, row_warp)
-            cuda.syncthreads()
-            take(2, node, exchange, lane, key_warp, row_warp)
-        if at_once == 1:
-            cuda.syncthreads()
-            give(1, acc_o, factor, exchange, lane, key_warp, row_warp)
-            cuda.syncthreads()
-            take(1, node, exchange, lane, key_warp, row_warp)
-            cuda.syncthreads()
-            give(2, acc_o, factor, exchange, lane, key_warp, row_warp)
-            cuda.syncthreads()
-            take(2, node, exchange, lane, key_warp, row_warp)
-            cuda.syncthreads()
-            give(3, acc_o, factor, exchange, lane, key_warp, row_warp)
-            cuda.syncthreads()
-            take(3, node, exchange, lane, key_warp, row_warp)
+        join_every_part(acc_o, node, factor, exchange, lane, key_warp, row_warp)
 
     @inlined
     def put(node, slot, rows_left, lane, key_warp, row_warp, arrays):

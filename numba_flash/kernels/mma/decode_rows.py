@@ -28,7 +28,7 @@ def make(config):
     join, carry = joins(4, 1)
     term, store = sum_terms.make(config.scores), elements.storer(config.dtype)
     has_term, minus_inf, seeded, write_lse = term is not None, float32(-math.inf), config.seeded, config.write_lse
-    log2_e, ln_2 = float32(LOG2_E), float32(LN_2)
+    log2_e, ln_2, shares = float32(LOG2_E), float32(LN_2), config.members > 1
 
     @inlined
     def read(n, exists, nodes, words, slot, row, quad, arrays):
@@ -51,25 +51,35 @@ def make(config):
         join(nodes, 18, nodes, 42)
 
     @inlined
-    def read_eight(nodes, index, words, row, quad, item, slot, arrays):
-        """nodes <- the index-th eight of the tree's nodes, of which those of the item exist."""
-        for n in range(AT_ONCE):
-            number = int32(index * AT_ONCE + n)
-            exists = number >= item.first_node and number < item.first_node + item.nodes
-            here = int32(slot + (number - item.first_node) * item.row_tiles) if exists else int32(slot)
-            read(n, exists, nodes, words, here, row, quad, arrays)
+    def first_of(item):
+        """The first of all nodes of an Item."""
+        return int32(item.first_node - item.shared) if shares else item.first_node
 
     @inlined
-    def root(node, row, quad, item, slot, stack, arrays):
-        """node <- that of all keys, of an Item. slot: of its first node."""
+    def read_eight(nodes, index, words, row, quad, item, slot, of_prefix, arrays):
+        """nodes <- the index-th eight of the tree's nodes, of which those of the item exist."""
+        for n in range(AT_ONCE):
+            number, from_row = int32(index * AT_ONCE + n), row
+            first = first_of(item)
+            exists = number >= first and number < first + item.nodes
+            here = int32(slot + (number - item.first_node) * item.row_tiles) if exists else int32(slot)
+            if shares:
+                if exists and number < item.first_node:
+                    here, from_row = int32(of_prefix + number), int32(item.prefix_row + row)
+            read(n, exists, nodes, words, here, from_row, quad, arrays)
+
+    @inlined
+    def root(node, row, quad, item, slot, of_prefix, stack, arrays):
+        """node <- that of all keys, of an Item. slot, of_prefix: of the first node of its own and of its prefix."""
         eight, ahead, words = local.array(ALL, float32), local.array(ALL, float32), local.array(NUMBERS, uint32)
-        waiting, index = int32(0), int32(item.first_node >> 3)
-        last = int32((item.first_node + item.nodes - 1) >> 3)
-        read_eight(ahead, index, words, row, quad, item, slot, arrays)
+        first = first_of(item)
+        waiting, index = int32(0), int32(first >> 3)
+        last = int32((first + item.nodes - 1) >> 3)
+        read_eight(ahead, index, words, row, quad, item, slot, of_prefix, arrays)
         while index <= last:
             for e in range(ALL):
                 eight[e] = ahead[e]
-            read_eight(ahead, int32(index + 1), words, row, quad, item, slot, arrays)
+            read_eight(ahead, int32(index + 1), words, row, quad, item, slot, of_prefix, arrays)
             join_eight(eight)
             for e in range(NUMBERS):
                 node[e] = eight[(AT_ONCE - 1) * NUMBERS + e]
@@ -109,7 +119,7 @@ def make(config):
                 arrays.lse[lse_row(sequence, head, query, sizes)] = row_lse
 
     @inlined
-    def write_rows(item, slot, tile, flags, place, thread, arrays, strides, sizes, score):
+    def write_rows(item, slot, of_prefix, tile, flags, place, thread, arrays, strides, sizes, score):
         """Writes O and lse of a Tile (decode.py), whose nodes are in memory. flags: a word of each row, which becomes 1
         if the row is not finite. place: where nodes of the thread may wait in arrays.partials."""
         node, waits = local.array(NUMBERS, float32), local.array(NUMBERS, float32)
@@ -117,7 +127,7 @@ def make(config):
         for index in range(thread, tile.rows_left * quads, threads):
             row = int32(uint32(index) // uint32(quads))
             quad = int32(index - row * quads)
-            root(node, row, quad, item, slot, stack, arrays)
+            root(node, row, quad, item, slot, of_prefix, stack, arrays)
             write_row(node, row, quad, tile, flags, arrays, strides, sizes, score)
 
     return write_rows

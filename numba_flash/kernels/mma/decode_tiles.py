@@ -10,6 +10,7 @@ may belong to others by now. Numbers of pages that do not exist are zeros.
 
 from numba import int32, int64, uint32
 
+from ...config.forward import tile_bytes
 from ...ptx import ld_st, local, memory, special
 from ..steps import pages
 from ..steps.async_tiles import copier
@@ -19,13 +20,13 @@ from ..steps.plain import panel_offset
 from ..steps.sequence import query_row
 
 
-def make(config):
+def make(config, sequence_of):
     """-> device functions: load_q, pages_of, look_up, put_place, load_keys."""
     threads, size, keys, warp_keys = config.threads, config.item_size, config.keys, config.tile_n
     columns, columns_v, group = config.head_dim_padded, config.head_dim_v_padded, config.group_size
     piece, copy = copier(config.copy_bytes)
     in_16, paged = 16 // piece, config.pages in ("table", "csr")
-    first_of, entry_of, page_of = _entries(config)
+    pages_of, entry_of, page_of = _entries(config)
     stage_places, v_places = 2 * keys * 8, keys * 8
 
     @inlined
@@ -34,24 +35,26 @@ def make(config):
         chunk = n // in_16
         return panel_offset(row, chunk, rows) + (n - chunk * in_16) * piece
 
+    shares, rows_each = config.members > 1, config.tile_m // config.members
+
     @inlined
-    def load_q(q_smem, sequence, h, first_row, rows_left, thread, arrays, strides):
+    def load_q(q_smem, sequence, h, first_row, rows_left, thread, arrays, strides, sizes):
         """Start to copy the rows from first_row on; the caller commits. h: the first head of the group."""
         pieces = columns * size // piece
         for index in range(thread, config.tile_m * pieces, threads):
             row = int32(uint32(index) // uint32(pieces))
             n = int32(index - row * pieces)
-            in_all = uint32(first_row + row)
+            in_all, of = uint32(first_row + row), sequence
+            if shares:  # the tile of a prefix has rows of several sequences
+                in_all, number = uint32(row % rows_each), row // rows_each if row < rows_left else 0
+                of = sequence_of(int64(sequence.b + number), arrays, strides, sizes)
             query = int32(in_all // uint32(group))
-            at = query_row(strides.q, sequence, h + (int32(in_all) - query * group), query)
+            at = query_row(strides.q, of, h + (int32(in_all) - query * group), query)
             count = min(max(size * config.head_dim - piece * n, 0), piece)
+            if shares:
+                count = count if query < of.seqlen_q else 0
             source = memory.address(arrays.q, at) + int64(n * piece)
             copy(q_smem + offset_of(row, n, config.tile_m), source, count if row < rows_left else 0)
-
-    @inlined
-    def pages_of(sequence, arrays, strides):
-        """Where a sequence's page numbers begin; or its only page."""
-        return first_of(sequence, arrays, strides)
 
     @inlined
     def look_up(j, tile, arrays, strides, sizes):
@@ -87,7 +90,7 @@ def make(config):
             ld_st.store_v2(int32(places + stage * stage_places + at * 8), two, 0)
 
     def of_rows(columns, head_dim):
-        pieces, tile = columns * size // piece, warp_keys * 128 * -(-columns * size // 128)
+        pieces, tile = columns * size // piece, tile_bytes(warp_keys, columns)
         # As in steps/async_tiles.py: if a thread keeps its column, its places are constants apart.
         rows_a_step, steps = threads // pieces, -(-keys * pieces // threads)
         regular = threads % pieces == 0 and keys % (2 * rows_a_step) == 0  # powers of 2
@@ -134,7 +137,7 @@ def make(config):
         return load, note
 
     (load_k, k_note), (load_v, v_note) = of_rows(columns, config.head_dim), of_rows(columns_v, config.head_dim_v)
-    v_at = keys * 128 * -(-columns * size // 128)
+    v_at = tile_bytes(keys, columns)
 
     @inlined
     def load_keys(ring, places, stage):
@@ -145,52 +148,38 @@ def make(config):
         load_k(to, noted, thread)
         load_v(int32(to + v_at), int32(noted + v_places), thread)
 
-    return named(load_q, pages_of, look_up, put_place, load_keys, v_at=v_at)
+    return named(load_q, look_up, put_place, load_keys, pages_of=pages_of, v_at=v_at)
 
 
 def _entries(config):
-    """-> (first_of, entry_of, page_of), by which a page is found in two steps: the first does not wait for what it
-    loads."""
+    """-> (first_of, entry_of, page_of). first_of finds where a sequence's page numbers begin, or its only page. The
+    others find a page in two steps: the first does not wait for what it loads."""
     table, indptr, by_table, by_indptr = pages.places_of_pages(config)
     page_in, load_if = pages.finder(config.pages), memory.load_b32_if
+    in_table, in_list = config.pages == "table", config.pages == "csr"
+    is_paged = in_table or in_list
 
     @inlined
-    def one_page(sequence, arrays, strides):
+    def first_of(sequence, arrays, strides):
+        if in_table:
+            return int64(sequence.b) * strides[by_table][2]
+        if in_list:
+            return int64(arrays[indptr][sequence.b * strides[by_indptr][1]])
         return page_in(sequence.b, 0, arrays[table], arrays[indptr], strides[by_table], strides[by_indptr])
 
     @inlined
-    def no_entry(first, number, there, arrays, strides):
+    def entry_of(first, number, there, arrays, strides):
+        if in_table:
+            by = strides[by_table]
+            entry = memory.address(arrays[table], first + number * by[3])
+            return load_if(entry, there if number < by[1] else uint32(0))
+        if in_list:  # a sequence has no more keys than pages for them (decode_work.py)
+            at = max(first, 0) + number
+            return load_if(memory.address(arrays[table], at * strides[by_table][1]), there)
         return uint32(0)
 
     @inlined
-    def only_page(first, entry):
-        return first
+    def page_of(first, entry):
+        return int64(int32(entry)) if is_paged else first
 
-    @inlined
-    def entry_as_page(first, entry):
-        return int64(int32(entry))
-
-    @inlined
-    def first_of_row(sequence, arrays, strides):
-        return int64(sequence.b) * strides[by_table][2]
-
-    @inlined
-    def entry_in_row(first, number, there, arrays, strides):
-        by = strides[by_table]
-        return load_if(memory.address(arrays[table], first + number * by[3]), there if number < by[1] else uint32(0))
-
-    @inlined
-    def first_of_list(sequence, arrays, strides):
-        return int64(arrays[indptr][sequence.b * strides[by_indptr][1]])
-
-    @inlined
-    def entry_in_list(first, number, there, arrays, strides):
-        """A sequence has no more keys than pages for them (decode_work.py)."""
-        at = max(first, 0) + number
-        return load_if(memory.address(arrays[table], at * strides[by_table][1]), there)
-
-    if config.pages == "table":
-        return first_of_row, entry_in_row, entry_as_page
-    if config.pages == "csr":
-        return first_of_list, entry_in_list, entry_as_page
-    return one_page, no_entry, only_page
+    return first_of, entry_of, page_of

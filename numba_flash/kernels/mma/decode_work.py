@@ -2,8 +2,10 @@
 
 Keys are cut into chunks of config.CHUNK at absolute positions. An item is a node of 2^level neighbouring chunks, for a
 row tile of a KV head of a sequence. Of a sequence with one such node a block computes all. The nodes of others are
-handed from block to block, and the last one to arrive joins them: such items come first, and are at most config.blocks.
-level is the lowest for which that is so: then blocks have about as much to do, however unequal the sequences are.
+handed from block to block, and the last one to arrive joins them: such items are parts and come first, up to
+config.most_parts. level is the lowest for which that is so: then blocks have about as much to do, however unequal the
+sequences are.
+Nodes of a prefix that sequences share (decode_prefixes.py) are parts of the sequence that leads.
 
 A warp looks at 32 sequences at a time, and all warps find the same.
 """
@@ -19,6 +21,7 @@ from ..steps.integers import tiles_of
 from ..steps.named import named
 from ..steps.plain import row_keys
 from ..steps.sequence import Sequence
+from . import decode_prefixes
 
 LEVELS = 4
 MANY = 1 << 24  # of a lane's items: more are not told apart, so that sums fit into 32 bits
@@ -33,6 +36,16 @@ class Cursor(NamedTuple):
     before: int
 
 
+class Chunks(NamedTuple):
+    """Of a sequence: its row tiles, the first and the last chunk of which they see keys, and its part of a prefix."""
+
+    row_tiles: int
+    first: int
+    last: int
+    leader: int
+    shared: int
+
+
 class Item(NamedTuple):
     """b = -1: there is no item left."""
 
@@ -40,35 +53,55 @@ class Item(NamedTuple):
     h_kv: int
     row_tile: int
     node: int  # at absolute positions
-    nodes: int  # of the sequence
+    nodes: int  # of the sequence, those of its prefix too
     node_slot: int  # where the sequence's first node is handed over; others are row_tiles further each
     row_tiles: int
-    first_node: int
+    first_node: int  # of its own
+    shared: int  # nodes of a prefix before it
+    counter: int  # of the nodes that are there
+    members: int  # sequences whose rows are in the tile of a prefix; 0: the node is the sequence's own
+    prefix_row: int  # in such a tile its first one
 
 
 def make(config):
-    """-> device functions: sequence_of, level_of, next_item."""
-    group, chunk_bits, most = config.group_size, config.CHUNK.bit_length() - 1, config.blocks
-    sequence_of = _sequence(config)
+    """-> device functions: sequence_of, level_of, next_item, member_of."""
+    group, chunk_bits, most = config.group_size, config.CHUNK.bit_length() - 1, config.most_parts
+    sequence_of, members, none = _sequence(config), config.members, int32(0)
+    part_of, shares, rows_each = decode_prefixes.parts(config, sequence_of), members > 1, config.tile_m // members
 
     @inlined
     def chunks_of(b, arrays, strides, sizes):
-        """-> (row tiles of a sequence, the first and the last chunk of which its rows see keys)."""
         found = sequence_of(b, arrays, strides, sizes)
         begin, _ = row_keys(found.q_start, sizes.left, sizes.right, found.keys)
         _, end = row_keys(found.q_start + found.seqlen_q - 1, sizes.left, sizes.right, found.keys)
         first, last = int32(begin >> chunk_bits), int32((end - 1) >> chunk_bits)
         if end <= begin:
             first, last = int32(0), int32(0)
-        return tiles_of(found.seqlen_q * group, config.tile_m), first, last
+        leader, shared = part_of(b, arrays, strides, sizes)
+        return Chunks(tiles_of(found.seqlen_q * group, config.tile_m), first, last, leader, shared)
 
     @inlined
-    def items_of(row_tiles, first, last, level, whole):
+    def own_nodes(chunks, level):
+        """-> (the first node of a sequence that is not one of its prefix, how many these are)"""
+        last, first = chunks.last >> level, int32(chunks.first >> level)
+        if shares:
+            first = int32(max(first, chunks.shared >> level))
+        return first, int32(last - first + 1)
+
+    @inlined
+    def prefix_items(b, chunks, level, whole):
+        """The nodes of a prefix whose tile sequence b leads; they are parts."""
+        return int32(chunks.shared >> level) if chunks.leader == b and whole == 0 else int32(0)
+
+    @inlined
+    def items_of(b, chunks, level, whole):
         """Of one KV head of a sequence: those of whole sequences, or of parts."""
-        nodes, items = int32((last >> level) - (first >> level) + 1), row_tiles
+        _, nodes = own_nodes(chunks, level)
+        items = chunks.row_tiles
         if nodes > 1:
-            items = int32(min(int64(row_tiles) * nodes, int64(MANY)))
-        return items if (nodes == 1) == (whole != 0) else int32(0)
+            items = int32(min(int64(items) * nodes, int64(MANY)))
+        own = items if (nodes == 1) == (whole != 0) else int32(0)
+        return int32(own + prefix_items(b, chunks, level, whole)) if shares else own
 
     @inlined
     def level_of(lane, arrays, strides, sizes):
@@ -79,9 +112,9 @@ def make(config):
                 counts[n] = int32(0)
             b = int32(lane)
             while b < int32(sizes.batch):
-                row_tiles, first, last = chunks_of(b, arrays, strides, sizes)
+                chunks = chunks_of(b, arrays, strides, sizes)
                 for n in range(LEVELS):
-                    more = items_of(row_tiles, first, last, int32(level + n), int32(0))
+                    more = items_of(b, chunks, int32(level + n), int32(0))
                     counts[n] = int32(min(counts[n] + more, MANY))
                 b = int32(b + 32)
             for distance in (1, 2, 4, 8, 16):
@@ -106,6 +139,39 @@ def make(config):
         return int32(total)
 
     @inlined
+    def member_of(item, m, level, arrays, strides, sizes):
+        """-> the Item of the m-th sequence to which the node of an Item belongs; without nodes if it does not. Its own
+        nodes are not said."""
+        if item.members == 0:
+            return item
+        b = int32(item.b + m)
+        chunks = chunks_of(b, arrays, strides, sizes)
+        shared, last = int32(chunks.shared >> level), int32(chunks.last >> level)
+        if chunks.leader != item.b or shared == 0:
+            return Item(b, none, none, none, none, none, none, none, none, none, none, none)
+        counter, row = int32(most + b * sizes.heads_kv + item.h_kv), int32((b - chunks.leader) * rows_each)
+        return Item(b, item.h_kv, none, none, int32(last + 1), none, int32(1), shared, shared, counter, none, row)
+
+    @inlined
+    def shared_item(b, rest, number, chunks, level, whole, sizes):
+        """The Item of a sequence that may have a prefix, and which has one row tile: rest is its number in b."""
+        of_prefix, of_head = prefix_items(b, chunks, level, whole), items_of(b, chunks, level, whole)
+        h_kv, shared = int32(uint32(rest) // uint32(of_head)), int32(chunks.shared >> level)
+        node = int32(rest - h_kv * of_head - of_prefix)
+        slot = int32(number - node)
+        if node < 0:
+            there = int32(min(members, sizes.batch - b))
+            slot, node = int32(slot - of_prefix), int32(node + of_prefix)
+            return Item(b, h_kv, none, node, none, slot, int32(1), none, of_prefix, none, there, none)
+        counter, row, last = slot, int32((b - chunks.leader) * rows_each), int32(chunks.last >> level)
+        if shared > 0:
+            counter = int32(most + b * sizes.heads_kv + h_kv)
+            if whole != 0:
+                slot = int32(counter + config.blocks)  # whoever joins it may be another block
+        node = int32(shared + node)
+        return Item(b, h_kv, none, node, int32(last + 1), slot, int32(1), shared, shared, counter, none, row)
+
+    @inlined
     def next_item(cursor, number, level, lane, arrays, strides, sizes):
         """-> (the number-th Item, the Cursor to look for later ones)."""
         whole, first, before = cursor.whole, cursor.first, cursor.before
@@ -118,8 +184,7 @@ def make(config):
                 whole, first = int32(1), int32(0)
             count, own = int32(0), int32(first + lane)
             if own < int32(sizes.batch):
-                row_tiles, begin, last = chunks_of(own, arrays, strides, sizes)
-                count = items_of(row_tiles, begin, last, level, whole)
+                count = items_of(own, chunks_of(own, arrays, strides, sizes), level, whole)
             up_to = inclusive(count, lane)
             here = int32(shfl.idx_b32(uint32(up_to), int32(31)))
             if number < before + here * heads_kv:
@@ -132,27 +197,29 @@ def make(config):
                 first = int32(first + 32)
         cursor = Cursor(whole, first, before)
         if b < 0:
-            none = int32(0)
-            return Item(b, none, none, none, none, none, none, none), cursor
-        row_tiles, begin, last = chunks_of(b, arrays, strides, sizes)
-        first_node = int32(begin >> level)
-        nodes = int32((last >> level) - first_node + 1)
+            return Item(b, none, none, none, none, none, none, none, none, none, none, none), cursor
+        chunks = chunks_of(b, arrays, strides, sizes)
+        if shares:
+            return shared_item(b, rest, number, chunks, level, whole, sizes), cursor
+        row_tiles, first_node = chunks.row_tiles, int32(chunks.first >> level)
+        nodes = int32((chunks.last >> level) - first_node + 1)
         of_head = int32(row_tiles * nodes)
         h_kv = int32(uint32(rest) // uint32(of_head))
         rest = int32(rest - h_kv * of_head)
         node = int32(uint32(rest) // uint32(row_tiles))
         row_tile = int32(rest - node * row_tiles)
         slot = int32(number - node * row_tiles)
-        return Item(b, h_kv, row_tile, int32(first_node + node), nodes, slot, row_tiles, first_node), cursor
+        return Item(
+            b, h_kv, row_tile, int32(first_node + node), nodes, slot, row_tiles, first_node, none, slot, none, none
+        ), cursor  # fmt: skip
 
-    return named(sequence_of, level_of, next_item)
+    return named(sequence_of, level_of, next_item, member_of)
 
 
 def _sequence(config):
     """-> sequence_of(b, arrays, strides, sizes). Lengths are clamped to the room of a sequence: they are on the
     device."""
-    packed, csr, source = config.packed, config.pages == "csr", config.q_offset_source
-    from_keys, from_array = source == "seqlens_k", source == "array"
+    packed, csr, q_start_of = config.packed, config.pages == "csr", sequence.first_position(config)
     indices, indptr, by_indices, by_indptr = pages.places_of_pages(config)
 
     @inlined
@@ -164,18 +231,12 @@ def _sequence(config):
             room = min(max(min(int64(arrays[indptr][(b + 1) * by]), total) - first, 0) * sizes.page, room)
         keys = min(max(int64(arrays.seqlens_k[b * strides.seqlens_k]), 0), room)
         entry, first_query, queries, rows, count = int64(b), int64(0), sizes.seqlen_q, sizes.seqlen_q, int64(0)
-        q_start = sizes.q_offset
         if packed:
             first_query, queries = sequence.span(
                 arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q
             )
             entry, rows, count = int64(0), sizes.total_q, sizes.batch
-            if source == "sequence":
-                q_start = q_start + keys - queries
-        if from_keys:
-            q_start = q_start + keys
-        if from_array:
-            q_start = q_start + int64(arrays.q_offset[b * strides.q_offset])
+        q_start = q_start_of(b, queries, keys, arrays, strides, sizes)
         return Sequence(int32(b), queries, keys, q_start, entry, first_query, int64(0), rows, count)
 
     return sequence_of

@@ -86,22 +86,11 @@ def make(config):
     every_tile, walk = TRUE if functions.every_tile else FALSE, tile_walk.make(config, whole_warp=True)
     row_term, work_of = fragments.chain(config).row_term, work_tile.of_queries(config, config.queries, config.v_parts)
     start, softmax, finish = fragment_softmax.make(config, strips)
+    rescale = fragment_softmax.rescaler(strips, o_blocks)
     kept_weight = kept_weights.on_fragments(config, strips, tile_n)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, rows)
-    products, rows_of_o = PRODUCTS[config.dtype].make(config), rows_16bit if config.item_size == 2 else rows_wide
-    write_rows, recompute_rows, log2_e = (
-        rows_of_o.make(config, warp_rows),
-        recompute.make(config, warp_rows),
-        real(LOG2_E),
-    )
-
-    @inlined
-    def rescale(acc_o, alpha, moved):
-        if moved != 0:
-            for strip in range(strips):
-                for n in range(o_blocks):
-                    for i in range(4):
-                        acc_o[(strip * o_blocks + n) * 4 + i] *= alpha[strip * 2 + i // 2]
+    products, recompute_rows = PRODUCTS[config.dtype].make(config), recompute.make(config, warp_rows)
+    write_rows, log2_e = (rows_16bit if config.item_size == 2 else rows_wide).make(config, warp_rows), real(LOG2_E)
 
     @inlined
     def again(places):

@@ -27,10 +27,9 @@ from numba import float32, int32, uint32
 from ...ptx import ld_st, ldmatrix, local, mma, special
 from ..steps.inlined import inlined, nothing
 from ..steps.plain import panel_offset
+from ..steps.repeated import repeated
 from . import exchanged_scores
 from .products import Products, in_operand_order
-
-FIRST, SECOND, THIRD, FOURTH, FIFTH, _, SEVENTH = (np.int32(i) for i in range(7))  # not Python ints: see inlined.py
 
 
 @inlined
@@ -144,22 +143,19 @@ def make(config):
                 add_product(acc_o, (strip * o_blocks + 4 * n + j) * 4, p_big, p_small, strip * 8, v_big, v_small)
 
     @inlined
-    def add_panels(first, acc_o, p_big, p_small, v_frag, v_lane):
-        for n in range(first, min(first + 2, panels)):
+    def add_two_panels(pair, acc_o, p_big, p_small, v_frag, v_lane):
+        """So many for each loop, because LLVM unrolls only so much of one; otherwise acc_o would be indexed."""
+        for n in range(2 * pair, min(2 * pair + 2, panels)):
             add_panel(n, acc_o, p_big, p_small, v_frag, v_lane)
+
+    add_every_panel = repeated(add_two_panels, -(-panels // 2))
 
     @inlined
     def add_16(acc_o, p_frag, v_frag, v_lane):
         """acc_o += P . V of the 16 keys that begin at v_lane; p_frag (strips, 2, 4)."""
         p_big, p_small = local.array(a_count, uint32), local.array(a_count, uint32)
         split(p_frag, 0, a_count, p_big, p_small)
-        # Two panels for each loop, because LLVM unrolls only so much of one; otherwise acc_o would be indexed.
-        add_panels(FIRST, acc_o, p_big, p_small, v_frag, v_lane)
-        if panels > 2:
-            add_panels(THIRD, acc_o, p_big, p_small, v_frag, v_lane)
-        if panels > 4:
-            add_panels(FIFTH, acc_o, p_big, p_small, v_frag, v_lane)
-            add_panels(SEVENTH, acc_o, p_big, p_small, v_frag, v_lane)
+        add_every_panel(acc_o, p_big, p_small, v_frag, v_lane)
 
     @inlined
     def add_keys(y, acc_o, p_frag, v_frag, v_lane):
@@ -170,16 +166,7 @@ def make(config):
                 p_strip[strip * 8 + i] = p_frag[(strip * s_blocks + 2 * y) * 4 + i]
         add_16(acc_o, p_strip, v_frag, v_lane + y * 2048)
 
-    @inlined
-    def multiply_p_v(acc_o, p_frag, v_frag, v_lane):
-        add_keys(FIRST, acc_o, p_frag, v_frag, v_lane)
-        if tile_n > 16:
-            add_keys(SECOND, acc_o, p_frag, v_frag, v_lane)
-        if tile_n > 32:
-            add_keys(THIRD, acc_o, p_frag, v_frag, v_lane)
-            add_keys(FOURTH, acc_o, p_frag, v_frag, v_lane)
-
     return Products(
         uint32, a_count, 16, s_count, lanes, nothing, multiply_q_k, in_operand_order(strips * s_blocks, True),
-        multiply_p_v, add_scores, in_operand_order(2 * strips, True), add_16,
+        repeated(add_keys, tile_n // 16), add_scores, in_operand_order(2 * strips, True), add_16,
     )  # fmt: skip

@@ -33,7 +33,7 @@ from ..steps.repeated import repeated
 from . import exchanged_scores
 from .products import Products, in_operand_order
 
-FIRST, SECOND, TWO = np.int32(0), np.int32(1), np.int32(2)  # not Python's own: see inlined.py
+FIRST, TWO = np.int32(0), np.int32(2)  # not Python's own: see inlined.py
 
 
 def make(config):
@@ -204,12 +204,10 @@ def make(config):
         add_rows(FIRST, acc_o, p_frag, TWO, v_frag, v_lane)
 
     @inlined
-    def multiply_p_v(acc_o, p_frag, v_frag, v_lane):
-        add_rows(FIRST, acc_o, p_frag, s_blocks, v_frag, v_lane)
-        if tile_n > 16:
-            add_rows(SECOND, acc_o, p_frag, s_blocks, v_frag, v_lane + 2048)
+    def add_keys(y, acc_o, p_frag, v_frag, v_lane):
+        add_rows(y, acc_o, p_frag, s_blocks, v_frag, v_lane + y * 2048)
 
     return Products(
         float64, a_count, 8, s_count, lanes, nothing, multiply_q_k, in_operand_order(strips * s_blocks),
-        multiply_p_v, add_scores, in_operand_order(2 * strips), add_16,
+        repeated(add_keys, tile_n // 16), add_scores, in_operand_order(2 * strips), add_16,
     )  # fmt: skip

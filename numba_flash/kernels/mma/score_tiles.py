@@ -71,7 +71,7 @@ def make(config):
         return Place(unit, sequence, h, i, j, stop)
 
     @inlined
-    def load_queries(place, smem, arrays, strides, sizes, thread):
+    def load_queries(place, smem, arrays, strides, thread):
         first_query = int64(place.i) * config.tile_m
         left = int32(min(place.sequence.seqlen_q - first_query, config.tile_m))
         q_global = memory.address(arrays.q, query_row(strides.q, place.sequence, place.h, first_query))
@@ -91,7 +91,7 @@ def make(config):
     @inlined
     def load_first(place, smem, arrays, strides, sizes, thread):
         """Starts the copies of a tile."""
-        load_queries(place, smem, arrays, strides, sizes, thread)
+        load_queries(place, smem, arrays, strides, thread)
         h_kv = divide(place.h, divide(sizes.heads, sizes.heads_kv))
         load_keys(place, h_kv, smem, arrays, strides, thread)
 
@@ -101,7 +101,7 @@ def make(config):
         group = divide(sizes.heads, sizes.heads_kv)
         h_kv = divide(place.h, group)
         if place.i != before.i or place.h != before.h or place.sequence.b != before.sequence.b:
-            load_queries(place, smem, arrays, strides, sizes, thread)
+            load_queries(place, smem, arrays, strides, thread)
         if place.j != before.j or h_kv != divide(before.h, group) or place.sequence.b != before.sequence.b:
             load_keys(place, h_kv, smem, arrays, strides, thread)
 
@@ -136,7 +136,7 @@ def make(config):
                 wait_all()
                 cuda.syncthreads()  # the tile has arrived, and all threads have finished with the last scores
                 multiply(registers, smem, thread)
-                between(place, registers, smem, thread, arrays, sizes)
+                between(registers, smem.q, thread)
                 following_place = following(place, tiles, arrays, strides, sizes)
                 cuda.syncthreads()  # all threads have finished with the tile
                 if following_place.unit < tiles.end_unit:

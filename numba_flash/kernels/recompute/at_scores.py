@@ -5,7 +5,7 @@ import functools
 from numba import int64, uint32
 
 from ..score.mask_bits import ENDS, PIECE
-from ..score.reads import bits_of_keys, bits_of_queries
+from ..score.reads import bits_finder
 from ..steps import elements
 from ..steps.inlined import inlined
 from ..steps.named import named
@@ -16,8 +16,7 @@ def make(config, of_keys=False):
     """-> device functions: `added`, the bias or 0, and `visible`, whether the mask leaves the key, by its bits.
     of_keys: the mask's bits have keys as rows."""
     has_bias, has_mask = config.has("bias"), config.has("mask")
-    bits_of = bits_of_keys if of_keys else bits_of_queries
-    real = elements.COMPUTE_TYPES[config.dtype]
+    bits_of, real = bits_finder(of_keys), elements.COMPUTE_TYPES[config.dtype]
     load = elements.loader(config.dtype_of("bias") or "float32", real)
 
     @inlined

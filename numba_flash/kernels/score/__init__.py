@@ -18,10 +18,6 @@ from ..steps.inlined import inlined
 from . import alibi, bias, kept_weights, mask, scale, score_mod, sinks, softcap, user
 
 STAGES = (scale, score_mod, softcap, alibi, bias)
-# Stages that remove a score. mask_mod is separate, because not every tile calls it (tile_walk.py). causal, window and
-# lengths are ranges of keys (problem/ranges.py).
-MASKS = (mask,)
-
 TERMS = (sinks,)  # terms of a row's sum that belong to no key (sum_terms.py)
 OF_HEADS = {"alibi_slopes": alibi, "sinks": sinks}  # options of one number for each head that have gradients
 
@@ -132,24 +128,18 @@ def _chain(config, stages):
 
 
 def _visible(config):
-    @cuda.jit(device=True)
-    def all_visible(at, needs_mask, arrays, strides):
-        return True
+    """`visible` of Score. causal, window and lengths are ranges of keys (problem/ranges.py), and no concern of it."""
+    has_mask, has_mask_mod, shown = config.has("mask"), config.has("mask_mod"), mask.make(config)
+    leaves = user.make(config, "mask_mod") if has_mask_mod else None
 
-    visible = all_visible
-    for option in MASKS:
-        made = option.make(config)
-        if made is not None:
-            visible = _and(visible, made, False)
-    return _and(visible, user.make(config, "mask_mod"), True) if config.has("mask_mod") else visible
-
-
-def _and(before, shown, is_mask_mod):
     @cuda.jit(device=True)
     def visible(at, needs_mask, arrays, strides):
-        if is_mask_mod:
-            return before(at, needs_mask, arrays, strides) and (not needs_mask or shown(at, arrays, strides))
-        return before(at, needs_mask, arrays, strides) and shown(at, arrays, strides)
+        seen = True
+        if has_mask:
+            seen = shown(at, arrays, strides)
+        if has_mask_mod:  # not every tile calls it (tile_walk.py)
+            seen = seen and (not needs_mask or leaves(at, arrays, strides))
+        return seen
 
     return visible
 
@@ -164,16 +154,14 @@ def _then(before, stage):
 
 def _then_with_derivative(before, stage, stage_with_derivative):
     """The chain rule. A stage without a derivative of its own has derivative 1."""
+    varies = stage_with_derivative is not None
 
     @cuda.jit(device=True)
-    def constant(product, at, arrays, strides, score):
+    def with_derivative(product, at, arrays, strides, score):
         s, derivative = before(product, at, arrays, strides, score)
+        if varies:
+            s, own = stage_with_derivative(s, at, arrays, strides, score)
+            return s, derivative * own
         return stage(s, at, arrays, strides, score), derivative
 
-    @cuda.jit(device=True)
-    def varying(product, at, arrays, strides, score):
-        s, derivative = before(product, at, arrays, strides, score)
-        s, own = stage_with_derivative(s, at, arrays, strides, score)
-        return s, derivative * own
-
-    return constant if stage_with_derivative is None else varying
+    return with_derivative

@@ -50,11 +50,8 @@ def _parts_of(compute_dtype):
             exponent, mantissa, most = int32((bits >> uint64(52)) & uint64(2047)), bits & uint64(2**52 - 1), int32(2047)
         else:
             word = float32(x).view(np.uint32)
-            exponent, mantissa, most = (
-                int32((word >> uint32(23)) & uint32(255)),
-                uint64(word & uint32(2**23 - 1)),
-                int32(255),
-            )
+            exponent, most = int32((word >> uint32(23)) & uint32(255)), int32(255)
+            mantissa = uint64(word & uint32(2**23 - 1))
         if exponent != 0:
             mantissa |= uint64(2**52 if is_double else 2**23)
         return int64(-1 if x < 0 else 1), mantissa, max(exponent - int32(1), int32(0)), exponent == most
@@ -63,12 +60,8 @@ def _parts_of(compute_dtype):
 
 
 def make(config):
-    count, real, last_word = (
-        len(config.wanted_aux),
-        elements.COMPUTE_TYPES[config.dtype],
-        words(config.compute_dtype) - 1,
-    )
-    ask, parts_of, zero = user.recorded(config), _parts_of(config.compute_dtype), real(0)
+    count, last_word, ask = len(config.wanted_aux), words(config.compute_dtype) - 1, user.recorded(config)
+    parts_of, zero = _parts_of(config.compute_dtype), elements.COMPUTE_TYPES[config.dtype](0)
 
     @inlined
     def add_to(word, number, place, arrays, sizes):

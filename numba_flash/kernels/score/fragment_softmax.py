@@ -151,6 +151,21 @@ def make_shifted(config, strips, shifted):
     return named(start, update_shifted, finish)
 
 
+def rescaler(strips, blocks):
+    """-> rescale(acc_o, alpha, moved), a device function: rows of acc_o (strips, blocks, 4) times alpha (2 * strips,),
+    if some maximum moved."""
+
+    @inlined
+    def rescale(acc_o, alpha, moved):
+        if moved != 0:
+            for strip in range(strips):
+                for n in range(blocks):
+                    for i in range(4):
+                        acc_o[(strip * blocks + n) * 4 + i] *= alpha[strip * 2 + i // 2]
+
+    return rescale
+
+
 def in_16_bits(config, strips):
     """-> to_p, a device function."""
     count = strips * (config.tile_n // 8) * 2

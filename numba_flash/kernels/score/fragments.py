@@ -10,7 +10,7 @@ Scores are in log2, or with a bias in natural units (kernels/steps/units.py).
 import functools
 import math
 
-from numba import float32, int32, int64, uint32
+from numba import int32, int64, uint32
 
 from ...ptx import minmax
 from ..steps import elements, numbers
@@ -61,21 +61,15 @@ def chain(config):
 
 
 def _then(before, stage):
-    value, derivative = stage.value, stage.derivative
+    value, derivative, varies = stage.value, stage.derivative, stage.derivative is not None
 
     @inlined
-    def constant(product, at, score):
+    def run(product, at, score):
         s, factor, by_product = before(product, at, score)
         s, factor = value(s, factor, at, score)
-        return s, factor, by_product
+        return s, factor, by_product * derivative(s) if varies else by_product
 
-    @inlined
-    def varying(product, at, score):
-        s, factor, by_product = before(product, at, score)
-        s, factor = value(s, factor, at, score)
-        return s, factor, by_product * derivative(s)
-
-    return constant if derivative is None else varying
+    return run
 
 
 @functools.cache
@@ -89,23 +83,6 @@ def exponential_of(config):
         return ex2(x * log2_e)
 
     return ex2 if exponent_unit(config) == LOG2_E else natural
-
-
-@functools.cache
-def weights(config):
-    """Like `weights_at`, for kernels without a bias: functions of (product, term, distance, score, lse)."""
-    weight, weight_or_zero = weights_at(config)
-    assert not config.has("bias")
-
-    @inlined
-    def plain(product, term, distance, score, lse):
-        return weight(product, FragmentAt(term, distance, float32(0)), score, lse)
-
-    @inlined
-    def plain_sure(product, term, distance, score, lse):
-        return weight_or_zero(product, FragmentAt(term, distance, float32(0)), score, lse)
-
-    return plain, plain_sure
 
 
 @functools.cache

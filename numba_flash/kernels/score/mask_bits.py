@@ -62,10 +62,6 @@ def make(config):
     ends_of_warps = 5 * warps
 
     @inlined
-    def result(arrays):
-        return arrays.mask_bits_of_keys if of_keys else arrays.mask_bits
-
-    @inlined
     def pieces_of(strides, sizes):
         """-> (pieces of a head, heads, batch entries)."""
         rows, row_stride = (sizes.seqlen_k, strides.mask[3]) if of_keys else (sizes.seqlen_q, strides.mask[2])
@@ -221,7 +217,8 @@ def make(config):
         number = int32(special.block_index() * in_block + own)
         there = own < in_block and number < pieces * heads * batch
         piece = piece_of(number if there else int32(0), pieces, heads, strides, sizes)
-        columns, place, found = piece.columns, memory.address(arrays.mask, piece.at), result(arrays)
+        columns, place = piece.columns, memory.address(arrays.mask, piece.at)
+        found = arrays.mask_bits_of_keys if of_keys else arrays.mask_bits
         way, row_words = way_of(piece, place), int64(groups) << 2
         to = int64(number) * (PIECE * row_words + ENDS)
         ends = cuda.shared.array(ends_of_warps, int32)

@@ -36,25 +36,17 @@ class Origin(NamedTuple):
     first_row: int
 
 
-@inlined
-def bits_of_queries(arrays, strides):
-    return arrays.mask_bits, strides.mask_bits
+@functools.cache
+def bits_finder(of_keys):
+    """-> bits_of(arrays, strides) -> (the mask's bits, whose rows are keys or queries; their strides)."""
 
+    @inlined
+    def bits_of(arrays, strides):
+        if of_keys:
+            return arrays.mask_bits_of_keys, strides.mask_bits_of_keys
+        return arrays.mask_bits, strides.mask_bits
 
-@inlined
-def bits_of_keys(arrays, strides):
-    return arrays.mask_bits_of_keys, strides.mask_bits_of_keys
-
-
-@inlined
-def _sides(sizes, by):
-    """-> (number of rows, number of columns, stride of a row, stride of a column)."""
-    return sizes.seqlen_q, sizes.seqlen_k, by[2], by[3]
-
-
-@inlined
-def _sides_of_keys(sizes, by):
-    return sizes.seqlen_k, sizes.seqlen_q, by[3], by[2]
+    return bits_of
 
 
 @functools.cache
@@ -68,7 +60,7 @@ def make(config, strips, columns=0, of_keys=False):
     reads_bias = has_bias and not config.bias_boxes
     item, double, real = ITEM_SIZE[dtype], dtype == "float64", elements.COMPUTE_TYPES[config.dtype]
     pairs = has_bias and not double and config.bias_pairs and not of_keys
-    bits_of, sides = (bits_of_keys, _sides_of_keys) if of_keys else (bits_of_queries, _sides)
+    bits_of = bits_finder(of_keys)
     apart, half_of = item > 2, halves(dtype)  # apart: each number has its own register
 
     @inlined
@@ -109,7 +101,8 @@ def make(config, strips, columns=0, of_keys=False):
         """loaded <- the bias of the lane's scores of tile j. inside, a constant: all columns exist."""
         if not reads_bias:
             return
-        row_count, column_count, by_row, by_column = sides(sizes, strides.bias)
+        queries, keys = (sizes.seqlen_q, strides.bias[2]), (sizes.seqlen_k, strides.bias[3])
+        (row_count, by_row), (column_count, by_column) = (keys, queries) if of_keys else (queries, keys)
         column = int32(first_column_of(lane))
         columns_left = int32(column_count - int64(j) * tile_n) - column
         # A constant if it is one, so that addresses of a row also differ by constants.
@@ -128,8 +121,7 @@ def make(config, strips, columns=0, of_keys=False):
         if not has_mask:
             return
         _, by = bits_of(arrays, strides)
-        row_count, _, _, _ = sides(sizes, by)
-        row_words = by[3]
+        row_count, row_words = sizes.seqlen_k if of_keys else sizes.seqlen_q, by[3]
         first_bit = int32(j * (tile_n // 4))  # a lane has two of eight columns
         first_word, shift = first_bit >> 5, uint32(first_bit & 31)
         words_left = int32(row_words >> 2) - first_word

@@ -19,14 +19,10 @@ def make(config):
 
 
 def on_fragments(config):
-    unit = elements.COMPUTE_TYPES[config.dtype](exponent_unit(config))
+    unit, is_scaled = elements.COMPUTE_TYPES[config.dtype](exponent_unit(config)), config.has("score_mod")
 
     @inlined
     def value(s, factor, at, score):
-        return s, factor * (score.scale * unit)
+        return s, factor * (unit if is_scaled else score.scale * unit)  # score_mod has taken the scaled product
 
-    @inlined
-    def scaled_before(s, factor, at, score):
-        return s, factor * unit
-
-    return FragmentStage(scaled_before if config.has("score_mod") else value)  # it has taken the scaled product
+    return FragmentStage(value)

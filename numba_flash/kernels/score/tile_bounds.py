@@ -8,7 +8,7 @@ first to the last index, by the lanes of a warp together.
 
 from numba import int64, uint32, uint64
 
-from ...functions.expression import Node, expression_of, source_of
+from ...functions.expression import Node, expression_of, made_of, source_of
 from ...ptx import shfl
 from ..steps.inlined import inlined
 
@@ -179,5 +179,4 @@ def make(config):
         body = source_of(expression, text_of)
     except _Unsupported:
         return None
-    exec(f"def bounds(b, h, query, key, row, arrays, strides, lane):\n{body}", names)
-    return inlined(names["bounds"])
+    return inlined(made_of(f"def bounds(b, h, query, key, row, arrays, strides, lane):\n{body}", names))

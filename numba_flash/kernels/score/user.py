@@ -65,20 +65,17 @@ def _positions(config, option, base):
     from ...functions import compiled
 
     whole, (query, key) = compiled.as_number("whole", base, config.narrow), compiled.as_positions(base, config.narrow)
+    asks_row = config.function(option).asks_row
 
     @inlined
     def where(at):
         return whole(at.b), whole(at.h), query(at.q_pos, at.ahead), key(at.k_index)
 
     @inlined
-    def no_row(at):
-        return ()
-
-    @inlined
     def row(at):
-        return (whole(at.q_index),)
+        return (whole(at.q_index),) if asks_row else ()
 
-    return row if config.function(option).asks_row else no_row, where
+    return row, where
 
 
 def _compiled(config, option, derivative):
@@ -99,19 +96,11 @@ def _compiled(config, option, derivative):
     result, slope = compiled.result(option, base, function), compiled.derivative(option, base, function)
 
     @inlined
-    def found(s, at, arrays, strides):
-        return call(*(row(at) + (number(s),) + where(at) + tables(arrays, strides, ())))
+    def changed(s, at, arrays, strides):
+        y = call(*(row(at) + (number(s),) + where(at) + tables(arrays, strides, ())))
+        return (result(y), slope(y)) if derivative else result(y)
 
-    @inlined
-    def value(s, at, arrays, strides):
-        return result(found(s, at, arrays, strides))
-
-    @inlined
-    def with_derivative(s, at, arrays, strides):
-        y = found(s, at, arrays, strides)
-        return result(y), slope(y)
-
-    return with_derivative if derivative else value
+    return changed
 
 
 def recorded(config):
@@ -126,20 +115,12 @@ def recorded(config):
 def _compiled_recorded(config):
     from ...functions import compiled
 
-    function, base, count = config.function("score_mod"), _base(config, "score_mod"), len(config.aux)
+    function, base = config.function("score_mod"), _base(config, "score_mod")
     call = inlined(function.build(compiled.stand_ins(base), inlined))
     row, where = _positions(config, "score_mod", base)
     number = compiled.as_number("real", base)
     result, slope = (make("score_mod", base, function) for make in (compiled.result, compiled.derivative))
-    reads = compiled.READS
-
-    tables = _no_tables
-    for n, (dtype, ndim) in enumerate(config.aux):
-        if n in config.wanted_aux:
-            table = compiled.as_recorded_table(dtype, ndim, base)
-            tables = _one_recorded_more(tables, table, n - count, config.wanted_aux.index(n))
-        else:
-            tables = _one_more(tables, compiled.as_table(dtype, ndim, base), n - count, n - count)
+    reads, tables = compiled.READS, _tables(config, base, config.wanted_aux)
 
     @inlined
     def aux_gradient(s, at, read, arrays, strides, sizes):
@@ -199,15 +180,20 @@ def _simulated_recorded(config):
     return aux_gradient
 
 
-def _tables(config, base):
-    """tables(arrays, strides, ()) -> a tuple of all aux arrays."""
+def _tables(config, base, recorded=()):
+    """tables(arrays, strides, record) -> a tuple of all aux arrays. recorded: those of which `record` notes what is
+    read."""
     from ...functions import compiled
 
     count, behind = len(config.aux), int(config.counted)  # the counters come after them
     tables = _no_tables
     for number, (dtype, ndim) in enumerate(config.aux):
-        table = compiled.as_table(dtype, ndim, base, config.narrow)
-        tables = _one_more(tables, table, number - count - behind, number - count)
+        if number in recorded:
+            table = compiled.as_recorded_table(dtype, ndim, base)
+            tables = _one_recorded_more(tables, table, number - count, recorded.index(number))
+        else:
+            table = compiled.as_table(dtype, ndim, base, config.narrow and not recorded)
+            tables = _one_more(tables, table, number - count - behind, number - count)
     return tables
 
 
@@ -231,14 +217,8 @@ def _simulated(config, option, derivative):
         return numbers.mask_of(function, base, where(at), tables(arrays))
 
     @cuda.jit(device=True)
-    def value(s, at, arrays, strides):
-        return numbers.score_of(function, base, s, where(at), tables(arrays), False).x
+    def changed(s, at, arrays, strides):
+        y = numbers.score_of(function, base, s, where(at), tables(arrays), derivative)
+        return (y.x, base(0) if y.d is None else y.d) if derivative else y.x
 
-    @cuda.jit(device=True)
-    def with_derivative(s, at, arrays, strides):
-        y = numbers.score_of(function, base, s, where(at), tables(arrays), True)
-        return y.x, base(0) if y.d is None else y.d
-
-    if option == "mask_mod":
-        return visible
-    return with_derivative if derivative else value
+    return visible if option == "mask_mod" else changed

@@ -34,19 +34,15 @@ class PagedSequence(NamedTuple):
 
 def make(config):
     """-> sequence_of(b, arrays, strides, sizes). Lengths are clamped already (append.py), in seqlens_k."""
-    contiguous, source = sequence.make(config.scores), config.q_offset_source
+    contiguous, q_start_of = sequence.make(config.scores), sequence.first_position(config)
     table, indptr, by_table, by_indptr = pages.places_of_pages(config)
-    from_lengths, from_array = source == "sequence", source == "array"
 
     @cuda.jit(device=True)
     def own_of(b, arrays, strides, sizes):
         """Of packed queries; their keys are as many as seqlens_k says."""
         first_query, queries = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q)
-        keys, q_start = int64(arrays.seqlens_k[b * strides.seqlens_k]), sizes.q_offset
-        if from_lengths:
-            q_start = q_start + keys - queries
-        if from_array:
-            q_start = q_start + int64(arrays.q_offset[b * strides.q_offset])
+        keys = int64(arrays.seqlens_k[b * strides.seqlens_k])
+        q_start = q_start_of(b, queries, keys, arrays, strides, sizes)
         return sequence.Sequence(b, queries, keys, q_start, int64(0), first_query, int64(0), sizes.total_q, sizes.batch)
 
     found_of = own_of if config.packed else contiguous

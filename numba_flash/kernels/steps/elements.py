@@ -64,12 +64,12 @@ def storer(dtype):
 def halves(dtype):
     """-> half_of, a device function: (two, i) -> number i of two of 16 bits in a register, as float32."""
 
-    @inlined
-    def of_float16(two, i):
-        return cvt.high_f16(two) if i else cvt.low_f16(two)
+    is_float16 = dtype == "float16"
 
     @inlined
-    def of_bfloat16(two, i):
+    def half_of(two, i):
+        if is_float16:
+            return cvt.high_f16(two) if i else cvt.low_f16(two)
         return uint32(two & uint32(0xFFFF0000) if i else two << uint32(16)).view(np.float32)
 
-    return of_float16 if dtype == "float16" else of_bfloat16
+    return half_of

@@ -63,16 +63,6 @@ def make(config):
     apart, together = count.bit_length() - 1, lanes.bit_length() - 1
 
     @inlined
-    def by_number(b, first, rows, arrays, strides, sizes):
-        return tile_numbers.queries_of(b, first, rows, sizes)
-
-    @inlined
-    def by_entry(b, first, rows, arrays, strides, sizes):
-        return queries_of(b, arrays, strides, sizes)
-
-    sequence_of = by_number if in_order else by_entry
-
-    @inlined
     def rows_of(thread, block, arrays, strides, sizes):
         part = int64(block) * groups + (thread >> together)
         number = int32(part >> in_unit_bits)
@@ -86,12 +76,12 @@ def make(config):
             b, first_query, rows = numbers.sequence(place, arrays, strides, sizes)
             first = int32((place - numbers.first(b, first_query)) * unit)
             h, there = head_of_all, head_of_all < heads and first < rows
+            sequence = tile_numbers.queries_of(b, first_query, rows, sizes)
         else:
             b, first = divide(head_of_all, heads), int32(place * unit)
             there = b < sizes.batch
             b = b if there else int32(0)
-            h, first_query, rows = int32(head_of_all - b * heads), int32(0), int32(0)
-        sequence = sequence_of(b, first_query, rows, arrays, strides, sizes)
+            h, sequence = int32(head_of_all - b * heads), queries_of(b, arrays, strides, sizes)
         past = int32(lse_delta.row_blocks(sequence.seqlen_q) << int32(4))
         return Rows(sequence, h, head_of_all, int32(first + in_unit) if there else past)
 

@@ -45,35 +45,57 @@ class Query(NamedTuple):
 @functools.cache
 def make(config: Any) -> Any:
     """-> sequence_of(b, arrays, strides, sizes): the Sequence of batch entry b. Unused fields cost nothing."""
-    has_seqlens_k, source, span = config.has("seqlens_k"), config.q_offset_source, span_of(config)
-    from_array, from_seqlens_k, from_lengths = source == "array", source == "seqlens_k", source == "sequence"
+    keys_of, q_start_of, span = valid_keys(config), first_position(config), span_of(config)
 
     @cuda.jit(device=True)
     def sequence_of(b, arrays, strides, sizes):
-        keys, q_start = sizes.seqlen_k, sizes.q_offset
-        if has_seqlens_k:
-            # Clamped: the lengths are on the device, where the host cannot check them without waiting.
-            keys = min(max(int64(arrays.seqlens_k[b * strides.seqlens_k]), 0), sizes.seqlen_k)
-        if from_seqlens_k:
-            q_start = q_start + keys
-        if from_array:
-            q_start = q_start + int64(arrays.q_offset[b * strides.q_offset])
-        return unpacked(b, sizes.seqlen_q, keys, q_start)
+        keys = keys_of(b, sizes.seqlen_k, arrays, strides)
+        return unpacked(b, sizes.seqlen_q, keys, q_start_of(b, sizes.seqlen_q, keys, arrays, strides, sizes))
 
     @cuda.jit(device=True)
     def packed_sequence_of(b, arrays, strides, sizes):
         first_query, queries = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q, sizes)
         first_key, keys = span(arrays.cu_seqlens_k, b, strides.cu_seqlens_k, sizes.total_k, sizes.seqlen_k, sizes)
-        q_start = sizes.q_offset
-        if has_seqlens_k:
-            keys = min(max(int64(arrays.seqlens_k[b * strides.seqlens_k]), 0), keys)
-        if from_lengths:
-            q_start = q_start + keys - queries
-        if from_array:
-            q_start = q_start + int64(arrays.q_offset[b * strides.q_offset])
+        keys = keys_of(b, keys, arrays, strides)
+        q_start = q_start_of(b, queries, keys, arrays, strides, sizes)
         return Sequence(b, queries, keys, q_start, int64(0), first_query, first_key, sizes.total_q, sizes.batch)
 
     return packed_sequence_of if config.packed else sequence_of
+
+
+@functools.cache
+def valid_keys(config: Any) -> Any:
+    """-> keys_of(b, room, arrays, strides): how many of the `room` keys of batch entry b are valid."""
+    has_seqlens_k = config.has("seqlens_k")
+
+    @inlined
+    def keys_of(b, room, arrays, strides):
+        if has_seqlens_k:
+            # Clamped: the lengths are on the device, where the host cannot check them without waiting.
+            return min(max(int64(arrays.seqlens_k[b * strides.seqlens_k]), 0), room)
+        return room
+
+    return keys_of
+
+
+@functools.cache
+def first_position(config: Any) -> Any:
+    """-> q_start_of(b, queries, keys, arrays, strides, sizes): the position of query 0 among the keys."""
+    source = config.q_offset_source
+    from_keys, from_both, from_array = source == "seqlens_k", source == "sequence", source == "array"
+
+    @inlined
+    def q_start_of(b, queries, keys, arrays, strides, sizes):
+        q_start = sizes.q_offset
+        if from_keys:
+            q_start = q_start + keys
+        if from_both:
+            q_start = q_start + keys - queries
+        if from_array:
+            q_start = q_start + int64(arrays.q_offset[b * strides.q_offset])
+        return q_start
+
+    return q_start_of
 
 
 @inlined
@@ -129,24 +151,19 @@ def search(ends, stride, total, batch, number, rows):
 def again(config: Any) -> Any:
     """-> sequence_again(b, keys, q_start, arrays, strides, sizes): the Sequence of which a kernel has kept these. Where
     a packed one's rows are is read again."""
-    sequence_of = make(config)
-
-    @inlined
-    def packed_again(b, keys, q_start, arrays, strides, sizes):
-        return sequence_of(b, arrays, strides, sizes)
+    sequence_of, packed = make(config), config.packed
 
     @inlined
     def sequence_again(b, keys, q_start, arrays, strides, sizes):
-        return unpacked(b, sizes.seqlen_q, keys, q_start)
+        return sequence_of(b, arrays, strides, sizes) if packed else unpacked(b, sizes.seqlen_q, keys, q_start)
 
-    return packed_again if config.packed else sequence_again
+    return sequence_again
 
 
 @functools.cache
 def queries(config: Any) -> Any:
     """-> queries_of(b, arrays, strides, sizes): the Sequence of batch entry b, of a kernel that only asks for its
     queries."""
-
     span = span_of(config)
 
     @inlined

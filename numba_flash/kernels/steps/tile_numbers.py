@@ -17,7 +17,7 @@ from ...ptx import memory, special
 from .inlined import inlined
 from .integers import divide
 from .named import named
-from .sequence import Sequence, search
+from .sequence import Sequence, first_position, search, valid_keys
 
 
 @functools.cache
@@ -73,8 +73,7 @@ def completer(config: Any, of_keys: bool) -> Any:
     """-> complete(b, first, rows, arrays, strides, sizes): the Sequence b, as sequence.py makes it, of which it
     is known where its keys, or else its queries, begin, and how many there are. A search takes long, and is left out
     where queries and keys begin at the same places."""
-    has_seqlens_k, source = config.has("seqlens_k"), config.q_offset_source
-    from_lengths, from_array = source == "sequence", source == "array"
+    keys_of, q_start_of = valid_keys(config), first_position(config)
 
     @inlined
     def of_other_side(b, first, rows, arrays, strides, sizes):
@@ -93,13 +92,8 @@ def completer(config: Any, of_keys: bool) -> Any:
         other_first, other_rows = of_other_side(b, first, rows, arrays, strides, sizes)
         first_query, queries = (other_first, other_rows) if of_keys else (int64(first), int64(rows))
         first_key, keys = (int64(first), int64(rows)) if of_keys else (other_first, other_rows)
-        q_start = sizes.q_offset
-        if has_seqlens_k:
-            keys = min(max(int64(arrays.seqlens_k[b * strides.seqlens_k]), 0), keys)
-        if from_lengths:
-            q_start = q_start + keys - queries
-        if from_array:
-            q_start = q_start + int64(arrays.q_offset[b * strides.q_offset])
+        keys = keys_of(b, keys, arrays, strides)
+        q_start = q_start_of(b, queries, keys, arrays, strides, sizes)
         return Sequence(b, queries, keys, q_start, int64(0), first_query, first_key, sizes.total_q, sizes.batch)
 
     return complete

@@ -20,7 +20,7 @@ from ..steps.integers import divide
 from ..steps.named import named
 from ..steps.plain import key_tile_of, ways_of
 from ..steps.sequence import make as make_sequence
-from . import backward_key_work, block, pipeline
+from . import backward_work, block, pipeline
 from .block import MEMBERS, NONFINITE, STEP
 
 
@@ -29,8 +29,8 @@ def make(config):
     warp_has_tile for a whole warp."""
     tile_n, stays, ring = config.tile_n, config.stays, pipeline.of_backward(config).state
     all_keys, own_tiles = config.key_tiles > 0, max(config.key_tiles, 1)
-    work = backward_key_work.make(config)
-    state = block.words(config.shared_layout().state)
+    work = backward_work.of_keys(config)
+    state = block.state_of(config)
     numbers = tile_numbers.make(config, tile_n, True) if config.packed else None
     sequence_of, has_seqlens_k = make_sequence(config), config.has("seqlens_k")
     complete = tile_numbers.completer(config, True) if config.packed else None

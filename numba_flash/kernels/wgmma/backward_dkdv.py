@@ -28,27 +28,20 @@ Launch: grid (batch * heads_kv * parts of a group * key tiles), block (config.th
 shared memory; tensor maps of q, k, v and do. dk and dv are contiguous; with config.members, dk_sums and dv_sums are
 what wgmma/backward_add_parts reads.
 
-The rest is in backward_key_work.py (a block's tiles), backward_producer.py, backward_products.py, and in
-backward_plain_scores.py or, with options that act on single scores, backward_scores.py.
+The rest is in backward_work.py (a block's tiles), backward_producer.py, backward_products.py,
+backward_two_kernels.py (P and dS of a tile), and in backward_plain_scores.py or, with options that act on single
+scores, backward_scores.py.
 """
 
 from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import bar, fence, griddepcontrol, local, special, wgmma
+from ...ptx import bar, griddepcontrol, local, special, wgmma
 from ..score import fragments
-from ..steps.inlined import FALSE, TRUE, inlined
-from . import (
-    backward_key_outputs,
-    backward_key_work,
-    backward_plain_scores,
-    backward_producer,
-    backward_products,
-    backward_scores,
-    block,
-    pipeline,
-)
+from ..steps.inlined import FALSE, inlined
+from . import backward_key_outputs, backward_producer, backward_products, backward_work, block, pipeline
 from .backward_plain_scores import TileFragments
-from .block import BEGIN, CUT, FREE, MEMBERS, QUERIES, STOP, B, H, aligned, warpgroup_index
+from .backward_two_kernels import Queries, TileStep, of_both
+from .block import BEGIN, CUT, FREE, MEMBERS, STOP, B, H, aligned, warpgroup_index
 from .operands import describe_rows, wait_all, wait_but_one, wait_but_two
 
 
@@ -59,56 +52,12 @@ def make(config):
 
     pin_s, pin_dk, pin_dv = wgmma.pin(s_count), wgmma.pin(dk_count), wgmma.pin(dv_count)
     give_registers, take_registers = block.register_moves(config)
-    finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
-
     products, write_gradients = backward_products.make(config), backward_key_outputs.of_block(config)
-    chain, mask_words = fragments.chain(config), fragments.tile(config, 1, config.stream_rows).mask_words
-    work = backward_key_work.make(config)
-    plain, producer = backward_plain_scores.make(config, of_keys=True), backward_producer.of_keys(config)
-    to_weights = plain.weights_of(0, config.tile_m // 16)
-    per_score, scores = config.per_score, backward_scores.make(config, of_keys=True)
-    _, shown_words, kept_words, bias_words = scores.words if per_score else (1, 1, 1, 1)
-    find_visible = block.visibility(config, config.stream_rows, plan.state)
-    walk = backward_key_work.query_walk(config, whole_warp=True)
-    set_up, word = pipeline.starter_of_backward(config), block.words(plan.state).read
-    rings, packed, tile_m = pipeline.of_backward(config), config.packed, config.tile_m
-    always_asks = TRUE if packed and config.has("mask_mod") else FALSE  # packed sequences have no states of tiles
-    zero_behind = backward_products.zero_behind(config)
-
-    @inlined
-    def to_ds(base, i, member, n, tile, v_desc, elected, arrays, strides, sizes, score):
-        """P of the n-th query tile, whose S has been issued; and dS, for which it computes dP."""
-        masked = i >= word(base, CUT) or i < word(base, FREE)
-        lse_and_delta, term = products.lse_and_delta_at(base, n), float32(0)
-        if chain.has_row_term:
-            term = chain.row_term(word(base, B), word(base, H) + member, arrays, strides)
-        if per_score:
-            asked = walk.needs_mask(base, i, member, arrays, strides) if walk.present else always_asks
-            every = scores.prepare(base, i, member, tile, masked, asked, arrays, strides, sizes)
-        elif chain.has_row_term or masked:
-            find_visible(base, i, sizes, tile.mask_bits, tile.distance)
-        wait_all()
-        pin_s(tile.acc_s)
-        if packed and masked:  # as a tile is that has rows behind the last query
-            zero_behind(base, n, int32(word(base, QUERIES) - i * tile_m))
-        if of_dk:
-            products.issue_dp(base, tile.acc_dp, v_desc, n)
-        if per_score:
-            bias = base + plan.bias + rings.a.stage(n) * config.bias_bytes
-            scores.to_weights(base, i, member, tile, lse_and_delta, bias, term, every, arrays, strides, score)
-        else:
-            to_weights(tile, lse_and_delta, int32(0), term, score, masked)
-        if of_dk:
-            wait_all()
-            pin_s(tile.acc_dp)
-            if not of_dv:
-                products.release_b(base, n, elected)  # only dP reads it
-            if per_score:
-                scores.to_gradients(tile, lse_and_delta, every, score)
-            else:
-                plain.to_gradients(tile, lse_and_delta, lse_and_delta, term, score, masked)
-        else:
-            products.release_a(base, n, elected)  # only S reads Q, and P has its lse
+    producer, chain = backward_producer.of_keys(config), fragments.chain(config)
+    both = of_both(config)
+    mask_words, shown_words, kept_words, bias_words = both.words
+    walk, word = backward_work.query_walk(config, whole_warp=True), block.state_of(config).read
+    rings = pipeline.of_backward(config)
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
@@ -147,7 +96,13 @@ def make(config):
         products.issue_s(base, acc_s, k_desc, n, FALSE)
         while member < word(base, MEMBERS) if walk.present else n < steps:
             rings.b.consumer_wait(base, n)
-            to_ds(base, i, member, n, tile, v_desc, elected, arrays, strides, sizes, score)
+            masked = i >= word(base, CUT) or i < word(base, FREE)
+            lse_and_delta, term = products.lse_and_delta_at(base, n), float32(0)
+            if chain.has_row_term:
+                term = chain.row_term(word(base, B), word(base, H) + member, arrays, strides)
+            step = TileStep(n, i, member, masked, walk.needs_mask(base, i, member, arrays, strides))
+            queries = Queries(lse_and_delta, lse_and_delta, term)
+            both.to_ds(base, step, queries, tile, v_desc, elected, arrays, strides, sizes, score)
             if of_dv:
                 products.issue_b(base, acc_dv, p_frag, n)
             if of_dk:
@@ -155,7 +110,7 @@ def make(config):
             products.issue_s(base, acc_s, k_desc, int32(n + 1), FALSE)
             if of_dv and of_dk:
                 wait_but_two()
-                products.release_b(base, n, elected)
+                rings.b.consumer_release(base, n, elected)
             wait_but_one()
             if of_dv:
                 pin_dv(acc_dv)
@@ -163,7 +118,7 @@ def make(config):
                 pin_dk(acc_dk)
                 products.release_a(base, n, elected)
             else:
-                products.release_b(base, n, elected)
+                rings.b.consumer_release(base, n, elected)
             n = int32(n + 1)
             i, member = walk.next(base, i, member, arrays, strides)
         wait_all()
@@ -177,17 +132,8 @@ def make(config):
         base = aligned(smem, config.ALIGNMENT)
         thread = special.thread_index()
         warpgroup = warpgroup_index()
-        if packed:
-            if work.behind(special.block_index(), arrays, strides, sizes):  # the whole block leaves
-                griddepcontrol.wait()
-                return
-        if finds_by_kernels:
-            griddepcontrol.wait()
-        if thread == 0:
-            set_up(base)
-            fence.mbarrier_init()
-            work.write(base, special.block_index(), arrays, strides, sizes)
-        cuda.syncthreads()
+        if not both.begin(base, thread, arrays, strides, sizes):
+            return
         if warpgroup == 0:
             give_registers()
             if thread == 0:

@@ -18,71 +18,47 @@ maps of q, k, v and do. dq is contiguous.
 """
 
 import math
-from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import bar, fence, griddepcontrol, local, special, wgmma
+from ...ptx import bar, griddepcontrol, local, special, wgmma
 from ..recompute import queries as recompute
 from ..score import fragments, tile_walk
 from ..steps import gradient_rows, lse_delta
-from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.inlined import FALSE, inlined
 from ..steps.integers import divide
 from ..steps.plain import first_row_of
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import query_row
-from . import (
-    backward_plain_scores,
-    backward_producer,
-    backward_products,
-    backward_query_work,
-    backward_scores,
-    bias_boxes,
-    block,
-    pipeline,
-)
+from . import backward_producer, backward_products, bias_boxes, block, pipeline
 from .backward_plain_scores import TileFragments
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
+from .backward_two_kernels import Queries, TileStep, of_both
 from .block import BEGIN, CUT, FIRST_ROW, FREE, H_KV, KEYS, STATES, STOP, B, H, aligned, rows_of_lane, warpgroup_index
 from .operands import describe_rows, wait_all, wait_but_one
 
 
-class QueryRows(NamedTuple):
-    """A lane's two rows of the block's query tile."""
-
-    lse_log2: Any  # (2,)
-    minus_delta: Any  # (2,)
-    term: Any  # of the head (kernels/score/fragments.py)
-    do_desc: Any  # wgmma's descriptor of the warpgroup's rows of dO
-
-
 def make(config):
     tile_m, tile_n, plan = config.tile_m, config.tile_n, config.shared_layout()
-    head_dim, head_dim_padded, per_score = config.head_dim, config.head_dim_padded, config.per_score
+    head_dim, head_dim_padded = config.head_dim, config.head_dim_padded
     s_count, frag_count, dq_count = tile_n // 2, tile_n // 4, head_dim_padded // 2
     products, pin_s, pin_dq = backward_products.make(config), wgmma.pin(s_count), wgmma.pin(dq_count)
     give_registers, take_registers = block.register_moves(config)
-    finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
 
     packed, places, queries_of = config.packed, block.places(config), block.sequence_of_work(config, queries=True)
-    always_asks = TRUE if packed and config.has("mask_mod") else FALSE  # packed sequences have no states of tiles
     padded = packed or config.has("seqlens_k")  # K may hold anything after the valid keys
-    set_up, (word, word_alone, *_) = pipeline.starter_of_backward(config), block.words(plan.state)
-    rings, work = pipeline.of_backward(config), backward_query_work.make(config)
+    word, word_alone = block.state_of(config).read, block.state_of(config).read_alone
+    rings, both = pipeline.of_backward(config), of_both(config)
     load_own, load_a, load_b = backward_producer.loaders(config, (Q_MAP, DO_MAP), (K_MAP, V_MAP))
     fetch_bias = bias_boxes.make(config, tile_m).fetch
-    chain, mask_words = fragments.chain(config), fragments.tile(config, 1).mask_words
-    find_visible = block.visibility(config, config.stream_rows, plan.state)
-    plain, scores = backward_plain_scores.make(config, of_keys=False), backward_scores.make(config, of_keys=False)
-    to_weights = plain.weights_of(0, tile_n // 16)
-    _, shown_words, kept_words, bias_words = scores.words if per_score else (1, 1, 1, 1)
+    chain, (mask_words, shown_words, kept_words, bias_words) = fragments.chain(config), both.words
     of_thread, of_warp = tile_walk.make(config), tile_walk.make(config, whole_warp=True)
-    zero_tail = block.tail_zeroer(config, -(-head_dim_padded // 64), 4)
+    zero_tail = block.tail_zeroer(config, head_dim_padded, 4)
     stage_dq, store_dq = gradient_rows.make(config.dtype, tile_m, 16, head_dim, head_dim % 8 == 0)
     recompute_queries = recompute.make(config)
 
     @inlined
-    def behind_of(base, j, arrays, strides):
+    def next_tile(base, j, arrays, strides):
         """The key tile after j, for one thread."""
         if of_thread.present:
             states, begin = word_alone(base, STATES), word_alone(base, BEGIN)
@@ -102,7 +78,7 @@ def make(config):
             if config.bias_boxes:
                 to, full = base + plan.bias + stage * config.bias_bytes, rings.a.full(base, n)
                 fetch_bias(to, full, word_alone(base, FIRST_ROW), first_key, word_alone(base, H), b, strides)
-            n, j = int32(n + 1), behind_of(base, j, arrays, strides)
+            n, j = int32(n + 1), next_tile(base, j, arrays, strides)
         rows = sizes.total_k if packed else sizes.seqlen_k
         load_a(base, n, int32((divide(int32(rows), tile_n) + 1) * tile_n), 0, 0, 0)
 
@@ -112,7 +88,7 @@ def make(config):
         n, j = int32(0), int32(word_alone(base, STOP) - 1)
         while j >= word_alone(base, BEGIN):
             load_b(base, n, places.key_row(base, int32(j * tile_n)), word_alone(base, H_KV), places.entry(base), 0)
-            n, j = int32(n + 1), behind_of(base, j, arrays, strides)
+            n, j = int32(n + 1), next_tile(base, j, arrays, strides)
 
     @inlined
     def load_lse_delta(base, arrays, strides, sizes, lse_log2, minus_delta):
@@ -127,31 +103,6 @@ def make(config):
                 row = lse_delta.block_row(sequence, h, query, sizes)
                 lse_log2[r] = arrays.lse_delta[row]
                 minus_delta[r] = arrays.lse_delta[row + lse_delta.MINUS_DELTA]
-
-    @inlined
-    def to_ds(base, j, n, states, tile, rows, elected, arrays, strides, sizes, score):
-        """P and dS of the n-th key tile, whose S has been issued; it computes dP."""
-        masked = j >= word(base, CUT) or j < word(base, FREE)
-        if per_score:
-            asked = of_warp.needs_mask(states, j, arrays, strides) if of_thread.present else always_asks
-            every = scores.prepare(base, j, 0, tile, masked, asked, arrays, strides, sizes)
-        elif chain.has_row_term or masked:
-            find_visible(base, j, sizes, tile.mask_bits, tile.distance)
-        wait_all()
-        pin_s(tile.acc_s)
-        products.issue_dp(base, tile.acc_dp, rows.do_desc, n)
-        if per_score:
-            bias = base + plan.bias + rings.a.stage(n) * config.bias_bytes
-            scores.to_weights(base, j, 0, tile, rows.lse_log2, bias, rows.term, every, arrays, strides, score)
-        else:
-            to_weights(tile, rows.lse_log2, int32(0), rows.term, score, masked)
-        wait_all()
-        pin_s(tile.acc_dp)
-        products.release_b(base, n, elected)
-        if per_score:
-            scores.to_gradients(tile, rows.minus_delta, every, score)
-        else:
-            plain.to_gradients(tile, rows.lse_log2, rows.minus_delta, rows.term, score, masked)
 
     @inlined
     def write(base, acc_dq, arrays, strides, sizes, score):
@@ -191,7 +142,7 @@ def make(config):
         if chain.has_row_term:
             term = chain.row_term(word(base, B), word(base, H), arrays, strides)
         load_lse_delta(base, arrays, strides, sizes, lse_log2, minus_delta)
-        rows = QueryRows(lse_log2, minus_delta, term, do_desc)
+        queries = Queries(lse_log2, minus_delta, term)
 
         begin = word(base, BEGIN)
         states = word(base, STATES) if of_thread.present else int32(0)
@@ -209,14 +160,16 @@ def make(config):
         products.issue_s(base, acc_s, q_desc, n, FALSE)
         while j >= begin:
             rings.b.consumer_wait(base, n)
-            to_ds(base, j, n, states, tile, rows, elected, arrays, strides, sizes, score)
+            masked = j >= word(base, CUT) or j < word(base, FREE)
+            step = TileStep(n, j, int32(0), masked, of_warp.needs_mask(states, j, arrays, strides))
+            both.to_ds(base, step, queries, tile, do_desc, elected, arrays, strides, sizes, score)
             products.issue_a(base, acc_dq, ds_frag, n)
             products.issue_s(base, acc_s, q_desc, int32(n + 1), FALSE)
             wait_but_one()
             pin_dq(acc_dq)
             products.release_a(base, n, elected)
             n = int32(n + 1)
-            j = int32(of_warp.next_tile(states, j, begin, arrays, strides) if of_thread.present else j - 1)
+            j = int32(of_warp.next_tile(states, j, begin, arrays, strides))
         wait_all()
 
         bar.sync(me + 1, 128)  # all four warps have read the warpgroup's own rows for the last time
@@ -228,17 +181,8 @@ def make(config):
         base = aligned(smem, config.ALIGNMENT)
         thread = special.thread_index()
         warpgroup = warpgroup_index()
-        if packed:
-            if work.behind(special.block_index(), arrays, strides, sizes):  # the whole block leaves
-                griddepcontrol.wait()
-                return
-        if finds_by_kernels:
-            griddepcontrol.wait()
-        if thread == 0:
-            set_up(base)
-            fence.mbarrier_init()
-            work.write(base, special.block_index(), arrays, strides, sizes)
-        cuda.syncthreads()
+        if not both.begin(base, thread, arrays, strides, sizes):
+            return
         if warpgroup == 0:
             give_registers()
             if thread == 0:

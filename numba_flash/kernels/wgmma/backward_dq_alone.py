@@ -13,7 +13,7 @@ from ..steps.inlined import inlined
 from ..steps.lse_delta import TURNS_AT
 from ..steps.sequence import query_row
 from . import block, pipeline
-from .backward_key_work import first_tile, following_tile
+from .backward_work import first_tile, following_tile
 from .block import BEGIN, MEMBERS, QUERIES, STEP, STOP, H
 
 WRITTEN = 2  # a counter's value; one more: some element is not finite
@@ -29,7 +29,7 @@ def make(config, tiles_before):
     """-> write_alone, a device function of a warp. tiles_before: of backward_dq_sums."""
     tile_m, part_bytes, plan = config.tile_m, config.dq_part_bytes, config.shared_layout()
     own_columns, own_queries = (64, 0) if config.dq_panels == 2 else (0, 64)  # how far apart the warpgroups' parts are
-    word, ring = block.words(plan.state).read_alone, pipeline.of_backward(config).dq
+    word, ring = block.state_of(config).read_alone, pipeline.of_backward(config).dq
     sequence_of = block.sequence_of_work(config, whole_warp=False, queries=True)
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
 

@@ -21,22 +21,8 @@ from ..steps.plain import parts_before
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import queries_of, query_row
 from . import backward_dq_alone, block, pipeline
-from .backward_key_work import first_tile, following_tile
-from .block import (
-    BEGIN,
-    FIRST_QUERY,
-    FIRST_ROW,
-    KEYS,
-    LINE_BEGIN,
-    LINE_STOP,
-    MEMBERS,
-    NONFINITE,
-    QUERIES,
-    STEP,
-    STOP,
-    B,
-    H,
-)
+from .backward_work import first_tile, following_tile
+from .block import BEGIN, FIRST_QUERY, FIRST_ROW, KEYS, MEMBERS, NONFINITE, QUERIES, STEP, STOP, B, H
 
 # A counter of turns has in its low half how many have passed. With a mask its high half has how many parts were added.
 TURN = 1 << 16
@@ -55,7 +41,8 @@ def to_sums(config, tiles):
     part_bytes, second_bytes = config.dq_part_bytes, second_part(config)
     turns_at, lines = TURNS_AT, config.dq_partials
     wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
-    _, word_alone, _, position_alone, *_ = block.words(plan.state)
+    state = block.state_of(config)
+    word_alone = state.read_alone
     ring, packed, has_mask = pipeline.of_backward(config).dq, config.packed, config.has("mask")
     alone = backward_dq_alone.present(config)
     numbers = tile_numbers.make(config, tile_m, False) if packed else None
@@ -76,7 +63,7 @@ def to_sums(config, tiles):
         first_key, first_query = int64(word_alone(own, FIRST_ROW)), int64(i) * tile_m
         queries = int64(word_alone(own, QUERIES)) if packed else sizes.seqlen_q
         last_query = min(first_query + tile_m, queries) - 1
-        q_start, keys = first_key - position_alone(own), int64(word_alone(own, KEYS))
+        q_start, keys = first_key - state.position_alone(own), int64(word_alone(own, KEYS))
         first_pos, last_pos = first_query + q_start, last_query + q_start
         return uint32(parts_before(first_pos, last_pos, first_key, sizes.left, sizes.right, keys, tile_n, step))
 
@@ -97,7 +84,7 @@ def to_sums(config, tiles):
         step, members = word_alone(own, STEP), word_alone(own, MEMBERS)
         line_begin, line_stop = begin, stop
         if has_mask:
-            line_begin, line_stop = word_alone(own, LINE_BEGIN), word_alone(own, LINE_STOP)
+            line_begin, line_stop = word_alone(own, block.LINE_BEGIN), word_alone(own, block.LINE_STOP)
         turns_left = int32(members * (line_stop - line_begin))
         member, i = int32(0), first_tile(line_begin, line_stop, step)
         part, before, seen = int64(0), uint32(0), uint32(0)
@@ -199,7 +186,7 @@ def of_all_keys(config):
     stage, store = gradient_rows.make(config.dtype, 64, 16, 64, config.head_dim % 8 == 0)
     key_tiles, chunk_bytes, warp_bytes = config.key_tiles, 32 * 16, part_bytes // 4
     recompute_queries, find_nonfinite = recompute.make(config, of_keys=True), nonfinite_finder(config)
-    state = block.words(config.shared_layout().state)
+    state = block.state_of(config)
 
     @inlined
     def tile_of(own, n):

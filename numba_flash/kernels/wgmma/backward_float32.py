@@ -34,16 +34,7 @@ from ..steps.integers import divide
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import key_row, lse_row, query_row
-from . import (
-    backward_key_work,
-    backward_producer_float32,
-    backward_query_work,
-    backward_scores_float32,
-    backward_tiles_float32,
-    block,
-    paired_producer,
-    paired_tiles,
-)
+from . import backward_producer_float32, backward_scores_float32, backward_work, block, paired_producer
 from .backward_scores_float32 import FIRST, SECOND, Held
 from .block import FIRST_ROW, H_KV, H, aligned, rows_in_warpgroup, warpgroup_index
 
@@ -52,17 +43,12 @@ def make(config):
     of_keys, tile_rows = config.of_keys, config.stream_rows
     query_count = tile_rows // 4 if of_keys else 2  # of the lane's columns or rows, whichever are queries
     give_registers, take_registers = block.register_moves(config)
-    word, sequence_of = block.words(config.shared_layout().state).read, block.sequence_of_work(config)
-    work = backward_key_work.make(config) if of_keys else backward_query_work.make(config)
-    write_work, behind, packed, queries_of = (
-        work.write,
-        work.behind,
-        config.packed,
-        block.sequence_of_work(config, queries=True),
-    )
+    word, sequence_of = block.state_of(config).read, block.sequence_of_work(config)
+    work = (backward_work.of_keys if of_keys else backward_work.of_queries)(config)
+    packed, queries_of = config.packed, block.sequence_of_work(config, queries=True)
     producer = (paired_producer if config.paired else backward_producer_float32).make(config)
-    of_tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
     scores = backward_scores_float32.make(config)
+    tiles, a, b = scores.tiles, scores.tiles.a.products, scores.tiles.b.products
     of_query = lse_delta.of_query(config)
 
     @inlined
@@ -109,7 +95,7 @@ def make(config):
             column = int32(cluster.rank() * padded) if config.paired else int32(0)
             columns_left = int32(head_dim - column)
             found = store(acc, factor, lane, target, to + column, of_target[2], rows_left, valid, columns_left)
-            nonfinite = of_tiles.leave(base, found)
+            nonfinite = tiles.leave(base, found)
             if nonfinite != 0:
                 if of_keys:
                     recompute(nonfinite, first_row, lane, sequence, h, tile_row, arrays, strides, sizes, score)
@@ -128,19 +114,16 @@ def make(config):
     @inlined
     def consume_first(base, arrays, strides, sizes, score):
         """S and P of all tiles, and dV."""
-        held = Held(
-            local.array(scores.score_count, float32),
-            local.array(scores.score_count, float32),
-            local.array(scores.mask_words, uint32),
-            local.array(2, float32),
-            local.array(scores.bias_words, scores.bias_type),
-            local.array(scores.bits_words, uint32),
-        )
+        acc_s, other = local.array(a.score_count, float32), local.array(a.score_count, float32)
+        mask_bits, shown_bits = local.array(scores.mask_words, uint32), local.array(scores.bits_words, uint32)
+        distance, loaded = local.array(2, float32), local.array(scores.bias_words, scores.bias_type)
+        held = Held(acc_s, other, mask_bits, distance, loaded, shown_bits)
         lse, delta = local.array(query_count, float32), local.array(query_count, float32)
-        acc_dv = local.array(scores.of_b.sums, float32)  # (head_dim_v_padded / 8, 4)
-        p_frag = local.array(scores.frag_count, uint32)  # (3, tile_m / 8, 2)
-        even, odd = local.array(scores.of_b.even, float32), local.array(scores.of_b.odd, float32)
-        block.clear(acc_dv, scores.of_b.sums)
+        acc_dv = local.array(b.sum_count, float32)  # (head_dim_v_padded / 8, 4)
+        p_frag = local.array(a.frag_count, uint32)  # (3, tile_m / 8, 2)
+        even, odd = local.array(b.even_count, float32), local.array(b.odd_count, float32)
+        if config.of_dv:
+            block.clear(acc_dv, b.sum_count)
         scores.start(held)
         producer.load_own_a(base, FIRST, arrays, strides, sizes)
         if not of_keys:
@@ -157,17 +140,17 @@ def make(config):
         if config.of_dv:
             write_b(base, acc_dv, float32(1), arrays.dv, strides.dv, arrays, strides, sizes, score)
         else:
-            of_tiles.leave(base, uint32(0))
+            tiles.leave(base, uint32(0))
 
     @inlined
     def consume_second(base, arrays, strides, sizes, score):
         """dP and dS of all tiles, and dK or dQ."""
-        acc_dp, other = local.array(scores.score_count, float32), local.array(scores.score_count, float32)
+        acc_dp, other = local.array(a.score_count, float32), local.array(a.score_count, float32)
         lse, delta = local.array(query_count, float32), local.array(query_count, float32)
-        acc = local.array(scores.of_a.sums, float32)  # (head_dim_padded / 8, 4)
-        ds_frag = local.array(scores.frag_count, uint32)  # (3, rows of the tile / 8, 2)
-        even, odd = local.array(scores.of_a.even, float32), local.array(scores.of_a.odd, float32)
-        block.clear(acc, scores.of_a.sums)
+        acc = local.array(a.sum_count, float32)  # (head_dim_padded / 8, 4)
+        ds_frag = local.array(a.frag_count, uint32)  # (3, rows of the tile / 8, 2)
+        even, odd = local.array(a.even_count, float32), local.array(a.odd_count, float32)
+        block.clear(acc, a.sum_count)
         scores.next_turn(SECOND)  # the first consumer has the first turn
         producer.load_own_b(base, SECOND, arrays, strides, sizes)
         if not of_keys:
@@ -190,16 +173,16 @@ def make(config):
         base, warpgroup = aligned(smem, config.ALIGNMENT), warpgroup_index()
         if packed:
             # The whole block leaves, and with it the other one of a pair.
-            if behind(divide(special.block_index(), config.cluster), arrays, strides, sizes):
+            if work.behind(divide(special.block_index(), config.cluster), arrays, strides, sizes):
                 return
         if special.thread_index() == 0:
-            of_tiles.set_up(base)
-            write_work(base, divide(special.block_index(), config.cluster), arrays, strides, sizes)
-        of_tiles.start()
+            tiles.set_up(base)
+            work.write(base, divide(special.block_index(), config.cluster), arrays, strides, sizes)
+        tiles.start()
         if warpgroup == 0:
             give_registers()
             producer.produce(base, arrays, strides, sizes)
-            of_tiles.leave(base, uint32(0))
+            tiles.leave(base, uint32(0))
         elif warpgroup == 1:
             take_registers()
             consume_first(base, arrays, strides, sizes, score)

@@ -5,13 +5,10 @@ and holds the sums of dK and dV in registers. Here it uses dS for dQ, too:
 
     dQ += dS K     where dS^T goes through shared memory and is transposed on its way
 
-Each key tile contributes a part to dQ. Bulk copies add up the parts in float32 in global memory; the next kernel scales
-and rounds the sum (backward_round).
-
-Order of the sums. The parts of a query tile are added in a fixed order (kernels/steps/dq_order.py). A counter for each
-query tile holds the number of parts added so far, and a block waits for its turn. The first part is stored instead of
-added, so no memory has to be set to zero. A query tile has
-config.dq_partials sums, to which its parts go in rotation, and wgmma/backward_round adds up these sums. With
+Each key tile contributes a part to dQ. Bulk copies add up the parts in float32 in global memory, in a fixed order
+(kernels/steps/dq_order.py): a counter for each query tile holds the number of parts added so far, and a block waits for
+its turn. The first part is stored instead of added, so no memory has to be set to zero. A query tile has
+config.dq_partials sums, to which its parts go in rotation; wgmma/backward_round adds them up, scales and rounds. With
 config.key_tiles a block has all keys of a head, and its consumers add up the parts themselves (backward_dq_sums).
 
 Roles. Two threads load tiles, as in wgmma/backward_dkdv. Two more threads, one for each consumer warpgroup, add the
@@ -26,8 +23,7 @@ Where weights are dropped, those of the next tile are found during its S and thi
 mask. The single kernel and the adding role are those of FlashAttention-3 (Shah et al., 2024).
 
 With config.stays a block processes one tile of keys after another (backward_block_tiles). The first Q, K and V of the
-next tile arrive while consumers round dK and dV of this one. So dK and dV are staged in the place of dS: up to head_dim
-64 side by side in one of the two, above that one after the other in both.
+next tile arrive while consumers round dK and dV of this one, which are staged in the place of dS.
 
 The previous kernel may still run when a block starts (ptx/griddepcontrol.py). It writes lse, delta and the ticket, so
 all threads wait for it before the block takes its ticket. With config.key_tiles no block takes one: K, V, dO and the
@@ -40,7 +36,7 @@ dq_sums (batch * heads, query tiles, lines, 2, chunks of 8 columns, 128, 4); dk,
 wgmma/backward_dkdv. With config.key_tiles there are no turns and dq_sums, but dq, which is contiguous.
 
 Six files have the rest besides forward.py's block.py and pipeline.py, in this order: backward_block_tiles.py (which key
-tiles a block processes), backward_key_work.py (which query tiles it loops over), backward_producer.py (loads),
+tiles a block processes), backward_work.py (which query tiles it loops over), backward_producer.py (loads),
 backward_products.py, backward_plain_scores.py (P and dS), backward_dq_sums.py (parts of dQ).
 """
 
@@ -50,8 +46,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, fence, griddepcontrol, ld_st, local, special, stmatrix, wgmma
-from ..score import fragments, kept_weights
-from ..score import reads as score_reads
+from ..score import fragments, kept_weights, reads
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of
 from . import (
@@ -59,10 +54,10 @@ from . import (
     backward_dq_alone,
     backward_dq_sums,
     backward_key_outputs,
-    backward_key_work,
     backward_plain_scores,
     backward_producer,
     backward_products,
+    backward_work,
     block,
     operands,
     pipeline,
@@ -102,8 +97,8 @@ def make(config):
     some_lack_q = stays and not all_keys  # tiles that no query sees; a block with one tile loads a Q past the end
     packed, dq_alone, all_consumers = config.packed, backward_dq_alone.present(config), 128 * config.consumers
     padded = packed or config.has("seqlens_k")
-    zero_tail = block.tail_zeroer(config, -(-head_dim_padded // 64), 3)
-    zero_tail_of_v = block.tail_zeroer(config, -(-config.head_dim_v_padded // 64), 3)
+    zero_tail = block.tail_zeroer(config, head_dim_padded, 3)
+    zero_tail_of_v = block.tail_zeroer(config, config.head_dim_v_padded, 3)
 
     # dQ = dS K: dS lies in a panel of 64 keys for each warpgroup that wrote it, K as it came.
     ds_panel, k_panel = tile_m * 128, tile_n * 128
@@ -119,13 +114,13 @@ def make(config):
     products, write_gradients = backward_products.make(config), backward_key_outputs.of_block(config)
     count, mask_words = kept_weights.on_fragments(config, 1, tile_m), fragments.tile(config, 1, tile_m).mask_words
     tiles = backward_block_tiles.make(config)
-    plain, producer = backward_plain_scores.make(config, of_keys=True), backward_producer.of_keys(config)
+    plain, producer = backward_plain_scores.make(config), backward_producer.of_keys(config)
     to_some_weights, to_other_weights = plain.weights_of(0, tile_m // 32), plain.weights_of(tile_m // 32, tile_m // 16)
-    find_visible = block.visibility(config, config.stream_rows, plan.state)
-    read = score_reads.make(config, 1, tile_m, of_keys=True)
-    walk = backward_key_work.query_walk(config, whole_warp=True)
-    set_up, (word, _, position, *_) = pipeline.starter_of_backward(config), block.words(plan.state)
-    add_dq = backward_dq_sums.to_sums(config, tiles)
+    find_visible = block.visibility(config, config.stream_rows, block.state_of(config))
+    read = reads.make(config, 1, tile_m, of_keys=True)
+    walk = backward_work.query_walk(config, whole_warp=True)
+    state, set_up = block.state_of(config), pipeline.starter_of_backward(config)
+    word, add_dq = state.read, backward_dq_sums.to_sums(config, tiles)
     leave_own_dq, repair_dq = backward_dq_sums.of_all_keys(config) if all_keys else (None, None)
     rings = pipeline.of_backward(config)
     zero_behind, boxed = backward_products.zero_behind(config), config.bias_in_ds
@@ -136,7 +131,7 @@ def make(config):
         first_row, lane = rows_of_lane()
         first_key, h = word(own, FIRST_ROW), int32(word(own, block.H) + member)
         if count.present:
-            first_q_pos = int64(i) * tile_m + first_column_of(lane) + first_key - position(own)
+            first_q_pos = int64(i) * tile_m + first_column_of(lane) + first_key - state.position(own)
             key = int32(first_key + first_row + first_row_of(lane))
             count.of_keys(tile.kept, first_q_pos, word(own, block.B), h, key, arrays, sizes)
         if read.reads:
@@ -217,7 +212,7 @@ def make(config):
         fence.proxy_async()
         while n < end:
             products.release_a(base, n, elected)
-            products.release_b(base, n, elected)
+            rings.b.consumer_release(base, n, elected)
             rings.ds.producer_commit(base, n, True)
             issue_dq(base, acc_dq, me, n)
             wait_all()
@@ -244,13 +239,13 @@ def make(config):
         wait_all()
         pin_dq(tile.acc_dp)
         if boxed and n > step.before:
-            products.release_b(base, int32(n - 1), consumer.elected)
+            rings.b.consumer_release(base, int32(n - 1), consumer.elected)
         if n > step.before:
             leave_dq(base, own, tile.acc_dp, consumer.me, int32(n - 1), step.before, arrays, strides, sizes, score)
         products.preload_dp(base, tile.acc_dp, n)
         rings.b.consumer_wait(base, n)
         if packed and step.masked:  # as a tile is that has rows behind the last query
-            zero_behind(base, n, int32(word(own, block.QUERIES) - step.i * tile_m))
+            zero_behind(base, own, step)
         products.issue_dp(base, tile.acc_dp, consumer.v_desc, n)
         to_other_weights(tile, lse_and_delta, bias, term, score, step.masked)
         wait_all()
@@ -269,7 +264,7 @@ def make(config):
         wait_but_two()
         pin_dv(acc_dv)
         if not boxed:
-            products.release_b(base, n, consumer.elected)
+            rings.b.consumer_release(base, n, consumer.elected)
         wait_but_one()
         pin_dk(acc_dk)
         products.release_a(base, n, consumer.elected)
@@ -386,7 +381,6 @@ def make(config):
             griddepcontrol.wait()
         if thread == 0:
             set_up(base)
-            fence.mbarrier_init()
             if not stays:
                 tiles.take(base, int32(0), arrays, strides, sizes)
         cuda.syncthreads()

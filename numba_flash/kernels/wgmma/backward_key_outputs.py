@@ -12,7 +12,7 @@ from ..steps import gradient_rows
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.sequence import key_row
-from . import backward_key_work, block
+from . import backward_work, block
 from .block import FIRST_ROW, H_KV, PART, B, rows_of_lane
 
 
@@ -55,7 +55,7 @@ def make(config, rows, dk_at, dv_at):
 def of_block(config):
     """-> write_gradients, a device function of a consumer warpgroup of a block that owns keys."""
     plan, tile_n, sequence_of = config.shared_layout(), config.tile_n, block.sequence_of_work(config)
-    word, head_parts_of = block.words(plan.state).read, backward_key_work.make(config).head_parts_of
+    word, head_parts_of = block.state_of(config).read, backward_work.of_keys(config).head_parts_of
     # If the next K and V arrive meanwhile, dK and dV are staged in the place of dS. Up to 64 columns they lie side by
     # side in one of its two buffers; above that one follows the other, each with a panel in both buffers.
     places = (plan.own_a, plan.own_b if config.of_dk else plan.own_a)

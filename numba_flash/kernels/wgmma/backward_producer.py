@@ -13,7 +13,7 @@ from ..steps import lse_delta
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.named import named
-from . import backward_key_work, bias_boxes, block, pipeline
+from . import backward_work, bias_boxes, block, pipeline
 from .block import FIRST_ROW, H_KV, QUERIES, H
 
 Q_MAP, K_MAP, V_MAP, DO_MAP = 0, 128, 256, 384  # the kernel's tensor maps, bytes from the first
@@ -75,10 +75,10 @@ def of_keys(config):
     """-> device functions for one thread. work: where the words of the block's key tile are; n: the number of tiles of
     Q, or of dO, loaded before; w: the number of the key tile among those of the block."""
     plan, rings = config.shared_layout(), pipeline.of_backward(config)
-    word = block.words(plan.state).read_alone
+    word = block.state_of(config).read_alone
     fetch_bias = bias_boxes.make(config, config.tile_m, of_keys=True).fetch
     load_own, load_a, load_b = loaders(config, (K_MAP, V_MAP if config.of_dk else None), (Q_MAP, DO_MAP))
-    walk, tile_blocks = backward_key_work.query_walk(config, whole_warp=False), config.tile_m // 16
+    walk, tile_blocks = backward_work.query_walk(config, whole_warp=False), config.tile_m // 16
     places, packed = block.places(config), config.packed
     queries_of = block.sequence_of_work(config, whole_warp=False, queries=True)
 

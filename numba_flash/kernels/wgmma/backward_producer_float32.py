@@ -28,10 +28,34 @@ class Step(NamedTuple):
     member: int  # index of the head in its group
 
 
-def walk(config):
-    """-> (steps_of, first_step, step_behind), device functions: the number of tiles that the block loops over, the
-    first Step, and the one behind a Step."""
-    word = block.words(config.shared_layout().state).read
+def sources(config, is_a):
+    """-> (of_step, of_own), device functions of (base, member, first, arrays, strides, sizes): where the rows of a tile
+    a or b from `first` on are, of one that the block loops over or of its own. -> (address of the first row, bytes to
+    the next one, how many exist). member: index of a query head in its group."""
+    word, sequence_of = block.state_of(config).read, block.sequence_of_work(config)
+
+    @inlined
+    def of_queries(base, member, first, arrays, strides, sizes):
+        array, of_array = (arrays.q, strides.q) if is_a else (arrays.do, strides.do)
+        sequence = sequence_of(base, arrays, strides, sizes)
+        row = query_row(of_array, sequence, int32(word(base, H) + member), int64(first))
+        return memory.address(array, row), 4 * of_array[2], int32(sequence.seqlen_q - first)
+
+    @inlined
+    def of_keys(base, member, first, arrays, strides, sizes):
+        array, of_array = (arrays.k, strides.k) if is_a else (arrays.v, strides.v)
+        sequence = sequence_of(base, arrays, strides, sizes)
+        row = key_row(of_array, sequence, word(base, H_KV), int64(first))
+        return memory.address(array, row), 4 * of_array[2], int32(word(base, KEYS) - first)
+
+    return (of_queries, of_keys) if config.of_keys else (of_keys, of_queries)
+
+
+def of_loads(config, a, b):
+    """-> device functions: steps_of(base), the number of tiles that the block loops over; the first Step, and the one
+    behind a Step; produce, the producer's work; and load_own_a, load_own_b, by which consumer `me`, 0 or 1, loads K or
+    Q, and V or dO. Whole warps call them. a, b: (load, load_own) for tiles of that kind."""
+    (load_a, load_own_a), (load_b, load_own_b), word = a, b, block.state_of(config).read
 
     @inlined
     def steps_of(base):
@@ -49,60 +73,33 @@ def walk(config):
             i, member = int32(word(base, STOP) - 1), int32(member + 1)
         return Step(int32(step.n + 1), i, member)
 
-    return steps_of, first_step, step_behind
-
-
-def sources(config, is_a):
-    """-> (source_of, own_source_of), device functions of (base, step, arrays, strides, sizes), the second without step:
-    -> (address of the first row of that step's tile a or b, or of the block's own; bytes to the next row; how many of
-    its rows exist)."""
-    word, sequence_of = block.words(config.shared_layout().state).read, block.sequence_of_work(config)
-
     @inlined
-    def of_queries(sequence, head, first, arrays, strides):
-        array, of_array = (arrays.q, strides.q) if is_a else (arrays.do, strides.do)
-        row = query_row(of_array, sequence, head, int64(first))
-        return memory.address(array, row), 4 * of_array[2], int32(sequence.seqlen_q - first)
+    def produce(base, arrays, strides, sizes):
+        step, steps = first_step(base), steps_of(base)
+        while step.n < steps:
+            load_a(base, step, arrays, strides, sizes)
+            load_b(base, step, arrays, strides, sizes)
+            step = step_behind(base, step)
 
-    @inlined
-    def of_keys(base, sequence, first, arrays, strides):
-        array, of_array = (arrays.k, strides.k) if is_a else (arrays.v, strides.v)
-        row = key_row(of_array, sequence, word(base, H_KV), int64(first))
-        return memory.address(array, row), 4 * of_array[2], int32(word(base, KEYS) - first)
-
-    @inlined
-    def source_of(base, step, arrays, strides, sizes):
-        first, sequence = int32(step.i * config.stream_rows), sequence_of(base, arrays, strides, sizes)
-        if config.of_keys:
-            return of_queries(sequence, int32(word(base, H) + step.member), first, arrays, strides)
-        return of_keys(base, sequence, first, arrays, strides)
-
-    @inlined
-    def own_source_of(base, arrays, strides, sizes):
-        first, sequence = word(base, FIRST_ROW), sequence_of(base, arrays, strides, sizes)
-        if config.of_keys:
-            return of_keys(base, sequence, first, arrays, strides)
-        return of_queries(sequence, word(base, H), first, arrays, strides)
-
-    return source_of, own_source_of
+    return named(steps_of, first_step, step_behind, produce, load_own_a=load_own_a, load_own_b=load_own_b)
 
 
 def make(config):
-    """-> `walk`'s functions; produce, the producer's work; and load_own_a, load_own_b, by which consumer `me`, 0 or 1,
-    loads K or Q, and V or dO. Whole warps call them."""
+    """-> as of_loads."""
     plan, (ring_a, ring_b) = config.shared_layout(), pipeline.streamed(config)
-    steps_of, first_step, step_behind = walk(config)
+    word = block.state_of(config).read
 
-    def of_tiles(is_a, columns, ring, at, tile_bytes, own_at, own_bytes):
-        """-> (uint32 that `load` needs, load, load_own), for tiles a or b."""
-        source_of, own_source_of = sources(config, is_a)
+    def of_tiles(is_a, columns, ring, at, own_at, tile_bytes, own_bytes):
+        of_step, of_own = sources(config, is_a)
         rows, own_rows = config.stream_rows, config.own_rows
         streamed = parts.loader(rows, columns, 64, rows * 128, tile_bytes // config.PARTS)
         own = parts.loader(LOADED_ROWS, columns, 64, own_rows * 128, own_bytes // config.PARTS)
 
         @inlined
-        def load(base, step, raw, two, arrays, strides, sizes):
-            source, row_bytes, rows_left = source_of(base, step, arrays, strides, sizes)
+        def load(base, step, arrays, strides, sizes):
+            raw, two = local.array(streamed.words, uint32), local.array(2, uint32)
+            first = int32(step.i * rows)
+            source, row_bytes, rows_left = of_step(base, step.member, first, arrays, strides, sizes)
             streamed.fetch(raw, source, row_bytes, int64(0), int32(0), rows_left, own_thread())
             ring.producer_acquire(base, step.n)
             streamed.store(raw, int32(base + at + ring.stage(step.n) * tile_bytes), two, own_thread())
@@ -112,30 +109,17 @@ def make(config):
         def load_own(base, me, arrays, strides, sizes):
             """Splits the rows of an own tile that exist into parts; writes zeros past them."""
             raw, two = local.array(own.words, uint32), local.array(2, uint32)
-            source, row_bytes, rows_left = own_source_of(base, arrays, strides, sizes)
+            first = word(base, FIRST_ROW)
+            source, row_bytes, rows_left = of_own(base, int32(0), first, arrays, strides, sizes)
             for first_row in range(0, own_rows, LOADED_ROWS):
                 own.fetch(raw, source, row_bytes, int64(0), int32(first_row), rows_left, own_thread())
                 own.store(raw, int32(base + own_at + first_row * 128), two, own_thread())
             fence.proxy_async()
             bar.sync(me + 3, 128)
 
-        return streamed.words, load, load_own
+        return load, load_own
 
-    a_words, load_a, load_own_a = of_tiles(
-        True, config.head_dim, ring_a, plan.stream_a, config.stream_a_bytes, plan.own_a, config.own_a_bytes
-    )
-    b_words, load_b, load_own_b = of_tiles(
-        False, config.head_dim_v, ring_b, plan.stream_b, config.stream_b_bytes, plan.own_b, config.own_b_bytes
-    )
-    raw_words = max(a_words, b_words)
-
-    @inlined
-    def produce(base, arrays, strides, sizes):
-        raw, two = local.array(raw_words, uint32), local.array(2, uint32)
-        step, steps = first_step(base), steps_of(base)
-        while step.n < steps:
-            load_a(base, step, raw, two, arrays, strides, sizes)
-            load_b(base, step, raw, two, arrays, strides, sizes)
-            step = step_behind(base, step)
-
-    return named(steps_of, first_step, step_behind, produce, load_own_a=load_own_a, load_own_b=load_own_b)
+    a_bytes, b_bytes = (config.stream_a_bytes, config.own_a_bytes), (config.stream_b_bytes, config.own_b_bytes)
+    a = of_tiles(True, config.head_dim, ring_a, plan.stream_a, plan.own_a, *a_bytes)
+    b = of_tiles(False, config.head_dim_v, ring_b, plan.stream_b, plan.own_b, *b_bytes)
+    return of_loads(config, a, b)

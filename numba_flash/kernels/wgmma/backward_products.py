@@ -9,26 +9,27 @@ backward_scores.py and backward_plain_scores.py have what lies between the produ
 import numpy as np
 from numba import float32, int32, uint32
 
-from ...ptx import bar, fence, ld_st, local, special, wgmma
+from ...ptx import bar, fence, ld_st, local, wgmma
 from ..steps.inlined import inlined
 from ..steps.named import named
 from ..steps.units import LOG2_E
 from . import block, operands, pipeline
+from .backward_plain_scores import place_of_columns
 from .operands import describe_rows
 
 
 def zero_behind(config):
-    """-> zero_behind(base, n, queries_left), a device function of all consumers, of packed sequences: Q and dO of the
-    n-th query tile <- 0 from row queries_left on. There the next sequence begins, and 0 * NaN is NaN. Nobody reads them
-    meanwhile: the consumers wait until all have S, and issue dP afterwards."""
+    """-> zero_behind(base, work, step), a device function of all consumers, of packed sequences: Q and dO of a query
+    tile <- 0 behind the last query. There the next sequence begins, and 0 * NaN is NaN. Nobody reads them meanwhile:
+    the consumers wait until all have S, and issue dP afterwards."""
     plan, rings, tile_m = config.shared_layout(), pipeline.of_backward(config), config.tile_m
-    zero_q, zero_do = (
-        block.tail_zeroer(config, -(-columns // 64), 4, tile_m)
-        for columns in (config.head_dim_padded, config.head_dim_v_padded)
-    )
+    word = block.state_of(config).read
+    zero_q = block.tail_zeroer(config, config.head_dim_padded, 4, tile_m)
+    zero_do = block.tail_zeroer(config, config.head_dim_v_padded, 4, tile_m)
 
     @inlined
-    def zero(base, n, queries_left):
+    def zero(base, work, step):
+        n, queries_left = step.n, int32(word(work, block.QUERIES) - step.i * tile_m)
         if queries_left < tile_m:
             bar.sync(4, 128 * config.consumers)
             if config.of_dk:
@@ -49,7 +50,7 @@ def make(config):
     describe_columns = wgmma.descriptor(stream_rows * 128, 1024, 128)
     # 1: the product is added to the accumulator's value
     to_lse, to_delta = int(config.lse_first), int(config.delta_first)
-    beside = config.lse_delta_bytes > 0 or config.bias_boxes  # as in pipeline.py
+    read_by_lanes = pipeline.read_by_lanes(config)
 
     @inlined
     def a_at(base, n):
@@ -63,11 +64,6 @@ def make(config):
     def lse_and_delta_at(base, n):
         """The shared address of lse and -delta of the n-th tile's queries."""
         return base + plan.lse_delta + rings.a.stage(n) * config.lse_delta_bytes
-
-    @inlined
-    def numbers_of_lane(base, n):
-        """The place of lse and -delta of the lane's first columns."""
-        return lse_and_delta_at(base, n) + ((special.thread_index() & int32(3)) << 4)
 
     @inlined
     def preload(acc, place, factor):
@@ -92,13 +88,13 @@ def make(config):
         sum). The numbers are read during other products, and no exponential waits for them."""
         if config.lse_first:
             rings.a.consumer_wait(base, n)
-            preload(acc_s, numbers_of_lane(base, n), lse_factor)
+            preload(acc_s, place_of_columns(lse_and_delta_at(base, n)), lse_factor)
 
     @inlined
     def preload_dp(base, acc_dp, n):
         """acc_dp <- -delta, to which dP^T is added."""
         if config.delta_first:
-            preload(acc_dp, numbers_of_lane(base, n) + 64, float32(1))
+            preload(acc_dp, place_of_columns(lse_and_delta_at(base, n)) + 64, float32(1))
 
     @inlined
     def issue_s(base, acc_s, own_desc, n, none):
@@ -131,18 +127,11 @@ def make(config):
     def release_a(base, n, elected):
         """A warp has finished with the n-th tile a. Ordinary loads read lse, delta and a bias beside it, and a bulk
         copy overwrites them: then every lane that has read them arrives."""
-        if beside:
+        if read_by_lanes:
             fence.proxy_async()
             rings.a.consumer_release(base, n, True)
         else:
             rings.a.consumer_release(base, n, elected)
 
-    @inlined
-    def release_b(base, n, elected):
-        """A warp has finished with the n-th tile b."""
-        rings.b.consumer_release(base, n, elected)
-
-    return named(
-        lse_and_delta_at, lse_factor_of, preload_s, preload_dp, issue_s, issue_dp, issue_a, issue_b, release_a,
-        release_b,
-    )  # fmt: skip
+    preloads = lse_factor_of, preload_s, preload_dp
+    return named(lse_and_delta_at, *preloads, issue_s, issue_dp, issue_a, issue_b, release_a)

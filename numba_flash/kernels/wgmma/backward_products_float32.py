@@ -20,8 +20,8 @@ from .operands import describe_rows, wait_all, wait_but_one
 
 @functools.cache
 def make(config, columns):
-    """-> device functions of a warpgroup, and counts: of panels, of float32 of a lane's scores, of its sums and of
-    those of each panel, and of uint32 of scores in parts. own and streamed are shared addresses of tiles; other and
+    """-> device functions of a warpgroup, and counts: of panels; of a lane's registers for scores (float32, and uint32
+    in parts), for sums, and for those of each panel. own and streamed are shared addresses of tiles; other and
     second are for the second panel. A function that issues commits one group. columns: of the tiles, a multiple of 16,
     at most 128."""
     rows, own_rows, panels = config.stream_rows, config.own_rows, -(-columns // 64)
@@ -97,8 +97,7 @@ def make(config, columns):
                 acc[first_count + x] += second[x]
         pin_frag(frag)  # pins the operands in their registers until here
 
-    counts = dict(score_count=score_count, sum_count=columns // 2, frag_count=frag_count, panels=panels)
-    return named(
-        issue_first_scores, issue_second_scores, finish_scores, issue_sums, finish_first_sums, finish_second_sums,
-        panel_counts=(first_count, second_count if two_panels else 1), **counts,
-    )  # fmt: skip
+    counts = dict(score_count=score_count, frag_count=frag_count, sum_count=columns // 2, panels=panels)
+    counts |= dict(even_count=first_count, odd_count=second_count if two_panels else 1)
+    functions = issue_first_scores, issue_second_scores, finish_scores, issue_sums
+    return named(*functions, finish_first_sums, finish_second_sums, **counts)

@@ -111,12 +111,11 @@ def make(config):
             if has_mask:
                 there = there and arrays.turns[TURNS_AT + (m_tile * lines + line) * 2] >= uint32(TURN)
             if there:
-                for block_of_8 in range(head_blocks):
-                    memory.load_v4(
-                        four, 0, memory.address(arrays.dq_sums, at + (line * of_part * columns + block_of_8) * 512)
-                    )
+                for n in range(head_blocks):
+                    place = memory.address(arrays.dq_sums, at + (line * of_part * columns + n) * 512)
+                    memory.load_v4(four, 0, place)
                     for x in range(4):
-                        acc_dq[4 * block_of_8 + x] += four[x].view(np.float32)
+                        acc_dq[4 * n + x] += four[x].view(np.float32)
         first_row, lane = (thread >> int32(5)) * 16, thread & int32(31)
         queries_left = int32(min(sequence.seqlen_q - first_query, 64))
         nonfinite = stage_dq(acc_dq, score.scale, tile_at, first_row, lane, queries_left)

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import float32, int32, uint32
 
-from ...ptx import cvt, ld_st, local, special, vote
-from ..score import At, fragments, gradient_functions, kept_weights, user
-from ..score import reads as score_reads
+from ...ptx import cvt, ld_st, local, vote
+from ..score import At, fragments, gradient_functions, kept_weights, reads, user
 from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.repeated import repeated
 from . import bias_boxes, block
+from .backward_plain_scores import is_set, place_of_columns
 from .block import FIRST_ROW, KEYS, POS_CUT, POS_FREE, QUERIES, B, H, rows_of_lane
 
 
@@ -36,25 +36,25 @@ class Place(NamedTuple):
     q_start: int
 
 
-def make(config, of_keys):
-    """-> device functions, and the numbers of words of TileFragments' mask_bits, shown_bits, kept and loaded. tile:
-    TileFragments (backward_plain_scores.py). lse, minus_delta: with of_keys, the shared address of both for the tile's
-    columns; otherwise the lane's values for its two rows. bias: the shared address of the tile's boxes."""
-    pairs, way = config.stream_rows // 16, 1 if of_keys else -1  # way: 1 if columns are queries
+def make(config):
+    """-> device functions, and the numbers of words of TileFragments' mask_bits, shown_bits, kept and loaded. step: a
+    TileStep (backward_two_kernels.py); tile: TileFragments (backward_plain_scores.py). lse, minus_delta: with of_keys,
+    the shared address of both for the tile's columns; otherwise the lane's values for its two rows. bias: the shared
+    address of the tile's boxes. every: all scores of the warp count."""
+    pairs, of_keys = config.stream_rows // 16, config.of_keys
+    way = 1 if of_keys else -1  # 1 if columns are queries
     of_ds, of_p = (config.of_dk, config.of_dv) if of_keys else (True, False)
-    packed = config.packed
     has_score_mod, has_mask_mod, has_mask = config.has("score_mod"), config.has("mask_mod"), config.has("mask")
     # P is kept in 16 bits if dS is not P * (dP - delta). Without dS it can be rounded at once.
     early = of_p and (config.derivative_varies or not of_ds)
 
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    word, _, position, *_ = block.words(config.shared_layout().state)
+    word, position = block.state_of(config).read, block.state_of(config).position
     score_tile = fragments.tile(config, 1, config.stream_rows)
     bits_words, visible = score_tile.mask_words, score_tile.visible
     weight, _ = fragments.weights_at(config)
-    read = score_reads.make(config, 1, config.stream_rows, of_keys)
-    boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), score_reads.halves(config.dtype_of("bias"))
-    boxed, place_of_bias, load_boxed = boxes.present, boxes.place, boxes.load
+    read = reads.make(config, 1, config.stream_rows, of_keys)
+    boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), reads.halves(config.dtype_of("bias"))
     count = kept_weights.on_fragments(config, 1, config.stream_rows)
     asked = user.present(config)
     ask_mask_mod = gradient_functions.of_bits(config, config.stream_rows, of_keys)
@@ -62,34 +62,28 @@ def make(config, of_keys):
     has_row_term, every_bit = fragments.chain(config).has_row_term, uint32((1 << (4 * pairs)) - 1)
 
     @inlined
-    def head_of(base, member):
-        return int32(word(base, H) + member) if of_keys else word(base, H)
-
-    @inlined
     def place_of(base, i, member):
         first_row, lane = rows_of_lane()
         row = int32(word(base, FIRST_ROW) + first_row + first_row_of(lane))
         column = int32(i * config.stream_rows + first_column_of(lane))
         if of_keys:  # position: of the first key among the queries
-            q_start = word(base, FIRST_ROW) - position(base)
-            place = Place(word(base, B), head_of(base, member), column, row, q_start)
+            q_start, query, key = word(base, FIRST_ROW) - position(base), column, row
         else:
-            q_start = position(base) - word(base, FIRST_ROW)
-            place = Place(word(base, B), head_of(base, member), row, column, q_start)
-        return place
+            q_start, query, key = position(base) - word(base, FIRST_ROW), row, column
+        return Place(word(base, B), int32(word(base, H) + member), query, key, q_start)
 
     @inlined
-    def prepare(base, i, member, tile, masked, asks, arrays, strides, sizes):
-        """tile <- all of tile i that needs no score. masked: some rows do not see all of it, or a mask hides
-        some of it; asks: mask_mod removes some of it. -> whether all scores of the warp count."""
+    def prepare(base, step, tile, arrays, strides, sizes):
+        """tile <- all that needs no score. -> `every`"""
+        i, member, masked = step.i, step.member, step.masked
         first_row, lane = rows_of_lane()
         own_first = word(base, FIRST_ROW)
         if read.reads:
-            origin = read.origin(word(base, B), head_of(base, member), own_first, arrays, strides)
+            origin = read.origin(word(base, B), int32(word(base, H) + member), own_first, arrays, strides)
             read.load_bias(tile.loaded, i, origin, first_row, lane, strides, sizes, FALSE)
             if masked:
                 read.load_bits(tile.shown_bits, i, origin, first_row, lane, arrays, strides, sizes)
-        keys, queries = word(base, KEYS), word(base, QUERIES) if packed else sizes.seqlen_q
+        keys, queries = word(base, KEYS), word(base, QUERIES) if config.packed else sizes.seqlen_q
         if of_keys:  # seen from the keys, left and right are exchanged
             left, right, column_end, row_end = sizes.right, sizes.left, queries, keys
         else:
@@ -116,21 +110,17 @@ def make(config, of_keys):
                 if own_first + first_row + first_row_of(lane) + 8 * r >= row_end:
                     tile.mask_bits[r] = uint32(0)
         if has_mask_mod:
-            if asks:
+            if step.asks:
                 b, h, query, key, q_start = place_of(base, i, member)
                 ask_mask_mod(tile.mask_bits, b, h, query, q_start, key, arrays, strides)
         # Bits past the tile may also be set.
         return vote.any_lane(~(tile.mask_bits[0] & tile.mask_bits[1]) & every_bit) == 0
 
     @inlined
-    def is_seen(tile, r, n, x):
-        return (tile.mask_bits[r] >> uint32(2 * n + x)) & uint32(1) != 0
-
-    @inlined
     def if_kept(number, tile, r, n, x):
         """`number`, or 0 if the weight does not count."""
         if count.present:
-            number = number if (tile.kept[r] >> uint32(2 * n + x)) & uint32(1) != 0 else float32(0)
+            number = number if is_set(tile.kept, r, n, x) else float32(0)
         return number
 
     def one_pair(inside: bool) -> Any:
@@ -145,8 +135,8 @@ def make(config, of_keys):
             biased = local.array(4, uint32)
             if of_keys:
                 ld_st.load_v4(four, 0, lse + pair * 128)
-            if boxed:
-                load_boxed(biased, bias, pair)
+            if boxes.present:
+                boxes.load(biased, bias, pair)
             for half in range(2):
                 n = 2 * pair + half
                 # The inner loop goes over rows: with columns inside, the compiler would keep the positions of all
@@ -154,7 +144,7 @@ def make(config, of_keys):
                 for x in range(2):
                     column = int32(n * 8 + x)
                     for r in range(2):
-                        at, seen = 4 * n + 2 * r + x, inside or is_seen(tile, r, n, x)
+                        at, seen = 4 * n + 2 * r + x, inside or is_set(tile.mask_bits, r, n, x)
                         s, slope = acc_s[at], float32(1)
                         if has_score_mod:
                             if seen:
@@ -168,7 +158,9 @@ def make(config, of_keys):
                                 else:
                                     s = with_slope(s, here, arrays, strides)
                         row_lse = four[half * 2 + x].view(np.float32) if of_keys else lse[r]
-                        own_bias = half_of(biased[2 * half + r], x) if boxed else read.added(tile.loaded, r, n, x)
+                        own_bias = (
+                            half_of(biased[2 * half + r], x) if boxes.present else read.added(tile.loaded, r, n, x)
+                        )
                         fragment = FragmentAt(term, tile.distance[0] - float32(column - 8 * r), own_bias)
                         weighed, derivative = weight(s, fragment, score, row_lse)
                         weighed = weighed if seen else float32(0)
@@ -184,15 +176,15 @@ def make(config, of_keys):
     every_pair, every_pair_inside = (repeated(one_pair(inside), pairs) for inside in (False, True))
 
     @inlined
-    def to_weights(base, i, member, tile, lse, bias, term, every, arrays, strides, score):
+    def to_weights(base, step, tile, lse, bias, term, every, arrays, strides, score):
         """acc_s <- P times the derivative of the score; p_frag <- P where it counts. to_gradients may write p_frag
-        instead, so that fewer registers are live beside dP. every: all scores of the warp count."""
-        place = place_of(base, i, member)
+        instead, so that fewer registers are live beside dP."""
+        place = place_of(base, step.i, step.member)
         if of_keys:
-            lse = lse + ((special.thread_index() & int32(3)) << 4)
-        if boxed:
+            lse = place_of_columns(lse)
+        if boxes.present:
             first_row, lane = rows_of_lane()
-            bias = place_of_bias(bias, first_row, lane)
+            bias = boxes.place(bias, first_row, lane)
         if every:
             every_pair_inside(tile, lse, bias, term, place, arrays, strides, score)
         else:
@@ -201,10 +193,8 @@ def make(config, of_keys):
     def gradients(inside):
         @inlined
         def of_tile(tile, minus_delta, score):
-            acc_s, acc_dp = tile.acc_s, tile.acc_dp
-            four = local.array(4, uint32)
-            ds = local.array(2, float32)
-            p = local.array(2, float32)
+            acc_s, acc_dp, four = tile.acc_s, tile.acc_dp, local.array(4, uint32)
+            p, ds = local.array(2, float32), local.array(2, float32)
             for pair in range(pairs):
                 if of_keys:
                     ld_st.load_v4(four, 0, minus_delta + pair * 128 + 64)
@@ -216,7 +206,7 @@ def make(config, of_keys):
                             less = four[half * 2 + x].view(np.float32) if of_keys else minus_delta[r]
                             dp = if_kept(acc_dp[at], tile, r, n, x)
                             ds[x] = acc_s[at] * (dp * score.kept_count + less if count.present else dp + less)
-                            if not (inside or is_seen(tile, r, n, x)):
+                            if not (inside or is_set(tile.mask_bits, r, n, x)):
                                 ds[x] = float32(0)  # dP may be NaN there
                             if of_p and not early:
                                 p[x] = if_kept(acc_s[at], tile, r, n, x)
@@ -229,10 +219,10 @@ def make(config, of_keys):
     gradients_inside, gradients_of_some = gradients(True), gradients(False)
 
     @inlined
-    def to_gradients(tile, minus_delta, every, score):
-        """ds_frag <- dS in 16 bits, p_frag <- P. every: all scores of the warp count."""
+    def to_gradients(tile, lse, minus_delta, term, score, every):
+        """ds_frag <- dS in 16 bits, p_frag <- P."""
         if of_keys:
-            minus_delta = minus_delta + ((special.thread_index() & int32(3)) << 4)
+            minus_delta = place_of_columns(minus_delta)
         if every:
             gradients_inside(tile, minus_delta, score)
         else:

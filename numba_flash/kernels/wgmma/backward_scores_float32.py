@@ -20,13 +20,13 @@ import numpy as np
 from numba import float32, int32, uint32
 
 from ...ptx import bar, ld_st, local
-from ..score import fragments
-from ..score import reads as score_reads
+from ..score import fragments, reads
 from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.named import named
 from ..steps.units import exponent_unit
-from . import backward_products_float32, backward_tiles_float32, block, paired_tiles, parts
+from . import backward_tiles_float32, block, paired_tiles, parts
+from .backward_plain_scores import is_set
 from .block import CUT, FIRST_ROW, FREE, B, H, elected, own_thread, rows_in_warpgroup
 from .pipeline import pipeline
 
@@ -45,40 +45,20 @@ class Held(NamedTuple):
     shown_bits: Any  # of the caller's mask
 
 
-class SumCounts(NamedTuple):
-    """float32 of a lane's sums, and of each of their two panels."""
-
-    sums: int
-    even: int
-    odd: int
-
-
 def make(config):
-    """-> device functions of a consumer, and the numbers of registers they need: float32 of a lane's scores and of its
-    sums (of_a: of head_dim, dK or dQ; of_b: of head_dim_v, dV), uint32 of scores in parts and of what is read for
-    them."""
+    """-> device functions of a consumer, and what they need as registers of what is read for the scores."""
     has_second, both_sum = config.has_second, config.of_dv and config.has_second
+    my_turn, next_turn = block.turns_of_two(has_second)
     plan, blocks = config.shared_layout(), config.stream_rows // 8
     weights_ring = pipeline(config.barriers().weights_full, None)
-    a, b = (backward_products_float32.make(config, n) for n in (config.head_dim_padded, config.head_dim_v_padded))
-    of_tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
+    tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
     to_parts = parts.to_operand(config.stream_rows)
 
-    word, mask_words = block.words(plan.state).read, fragments.tile(config, 1, config.stream_rows).mask_words
-    find_visible = block.visibility(config, config.stream_rows, plan.state, rows_in_warpgroup)
+    word, mask_words = block.state_of(config).read, fragments.tile(config, 1, config.stream_rows).mask_words
+    find_visible = block.visibility(config, config.stream_rows, block.state_of(config), rows_in_warpgroup)
     chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
-    read, has_mask = score_reads.make(config, 1, config.stream_rows, config.of_keys), config.has("mask")
+    read, has_mask = reads.make(config, 1, config.stream_rows, config.of_keys), config.has("mask")
     unit, inf, minus_inf = float32(exponent_unit(config)), float32(math.inf), float32(-math.inf)
-
-    @inlined
-    def my_turn(me):
-        if has_second:
-            bar.sync(me + 1, 256)  # threads of two warpgroups
-
-    @inlined
-    def next_turn(me):
-        if has_second:
-            bar.arrive(int32(2 - me), 256)
 
     @inlined
     def weights_at(base):
@@ -121,7 +101,7 @@ def make(config):
                     p, derivative = weight(held.acc_s[at_x], here, score, lse_of(lse, n, r, x))
                     given = p * derivative if config.derivative_varies else p
                     if masked:
-                        seen = (held.mask_bits[r] >> uint32(2 * n + x)) & uint32(1) != 0
+                        seen = is_set(held.mask_bits, r, n, x)
                         p, given = p if seen else float32(0), given if seen else float32(0)
                     held.acc_s[at_x] = p
                     four[2 * r + x] = given.view(np.uint32)
@@ -139,15 +119,15 @@ def make(config):
             term = chain.row_term(word(base, B), word(base, H) + step.member, arrays, strides)
         if read.reads:
             load_for_scores(base, step, held, arrays, strides, sizes)
-        of_tiles.await_a(base, n)
+        tiles.a.wait(base, n)
         my_turn(FIRST)
-        of_tiles.issue_s(held.acc_s, held.other, base, n)
+        tiles.a.issue(held.acc_s, held.other, base, n)
         next_turn(FIRST)
         if chain.has_row_term or has_mask or masked:
             find_visible(base, i, sizes, held.mask_bits, held.distance)
         read.hide(held.mask_bits, held.shown_bits, TRUE)
-        of_tiles.finish_s(held.acc_s, held.other, base, n)
-        of_tiles.await_weights_place(base, n)
+        tiles.a.finish(held.acc_s, held.other, base, n)
+        tiles.await_weights_place(base, n)
         if has_mask or masked:
             weigh(weights, held, lse, term, score, TRUE)
         else:
@@ -161,11 +141,11 @@ def make(config):
         """The second consumer: dP of a tile, and dS in its place. delta: as lse."""
         four = local.array(4, uint32)
         n = step.n
-        of_tiles.await_b(base, n)
+        tiles.b.wait(base, n)
         my_turn(SECOND)
-        of_tiles.issue_dp(acc_dp, other, base, n)
+        tiles.b.issue(acc_dp, other, base, n)
         next_turn(SECOND)
-        of_tiles.finish_dp(acc_dp, other, base, n)
+        tiles.b.finish(acc_dp, other, base, n)
         weights_ring.consumer_wait(base, n)
         for column in range(blocks):
             ld_st.load_v4(four, 0, weights + column * WEIGHTS_STEP)
@@ -175,30 +155,26 @@ def make(config):
                     ds = p * (acc_dp[at_x] - delta[2 * column + x if config.of_keys else r])
                     acc_dp[at_x] = ds if p != float32(0) else float32(0)  # where P is 0, dP may be NaN
         bar.warp_sync()
-        of_tiles.give_weights_place(base)
+        tiles.give_weights_place(base)
 
-    def adder(me, issue, finish, of_a):
+    def adder(me, kind):
         """-> add, a device function of consumer me: acc += scores times the tile a or b of this step."""
 
         @inlined
         def add(base, step, scores, acc, frag, even, odd):
             to_parts(scores, frag)
-            if not of_a:  # for a the first consumer has waited before its weights
-                of_tiles.await_b(base, step.n)
+            if me == FIRST:  # for a, which the second adds, the first has waited before its weights
+                tiles.b.wait(base, step.n)
             if both_sum:
                 my_turn(me)
-            issue(even, odd, frag, base, step.n)
+            kind.issue_sums(even, odd, frag, base, step.n)
             if both_sum:
                 next_turn(me)
-            finish(acc, even, odd, frag, base, step.n)
+            kind.finish_sums(acc, even, odd, frag, base, step.n)
 
         return add
 
-    of_a = SumCounts(a.sum_count, *a.panel_counts)
-    of_b = SumCounts(b.sum_count, *b.panel_counts) if config.of_dv else SumCounts(1, 1, 1)
-    add_a = adder(SECOND, of_tiles.issue_a_sums, of_tiles.finish_a_sums, of_a=True)
-    add_b = adder(FIRST, of_tiles.issue_b_sums, of_tiles.finish_b_sums, of_a=False)
     words = dict(bias_words=read.bias_words, bias_type=read.bias_type, bits_words=read.bits_words)
-    counts = words | dict(score_count=a.score_count, mask_words=mask_words, frag_count=a.frag_count)
     functions = my_turn, next_turn, start, weights_at, to_weights, to_score_gradients
-    return named(*functions, **counts, of_a=of_a, of_b=of_b, add_a=add_a, add_b=add_b)
+    adders = dict(add_a=adder(SECOND, tiles.a), add_b=adder(FIRST, tiles.b))
+    return named(*functions, **adders, **words, mask_words=mask_words, tiles=tiles)

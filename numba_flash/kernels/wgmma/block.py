@@ -5,8 +5,7 @@ owns in the backward. Everyone reads them there again and again, because registe
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from numba import int32, int64, uint32
 
@@ -55,22 +54,13 @@ class WorkTile(NamedTuple):
     stop: int
 
 
-class Words(NamedTuple):
-    """Device functions. work: where the work tile is. `_alone` are for one thread, the others for a whole warp: they
-    broadcast the word from one lane. So ptxas knows that it is uniform, and with it what depends on it. Only then does
-    it keep descriptors and counts in uniform registers."""
-
-    read: Callable[..., Any]  # (work, which)
-    read_alone: Callable[..., Any]
-    position: Callable[..., Any]  # (work) -> 64 bits, because an offset may be any number
-    position_alone: Callable[..., Any]
-    write: Callable[..., Any]  # (work, which, value), by one thread
-    write_tile: Callable[..., Any]  # (work, tile): all of a WorkTile
-
-
 @functools.cache
-def words(at: int = 0) -> Words:
-    """at: where the words begin, in bytes from the address that is given as `work`."""
+def words(at=0):
+    """-> device functions. work: the address `at` bytes before the words of a work tile.
+
+    `_alone` are for one thread, the others for a whole warp: they broadcast the word from one lane. So ptxas knows that
+    it is uniform, and with it what depends on it. Only then does it keep descriptors and counts in uniform registers.
+    """
 
     @inlined
     def read_alone(work, which):
@@ -80,20 +70,22 @@ def words(at: int = 0) -> Words:
     def read(work, which):
         return int32(shfl.idx_b32(ld_st.load_b32(int32(work + at + which)), 0))
 
-    @inlined
-    def position_alone(work):
-        return int64(read_alone(work, POS_HIGH)) << int64(32) | int64(uint32(read_alone(work, POS_LOW)))
+    def position_by(read):
+        @inlined
+        def position(work):
+            """64 bits, because an offset may be any number."""
+            return int64(read(work, POS_HIGH)) << int64(32) | int64(uint32(read(work, POS_LOW)))
 
-    @inlined
-    def position(work):
-        return int64(read(work, POS_HIGH)) << int64(32) | int64(uint32(read(work, POS_LOW)))
+        return position
 
     @inlined
     def write(work, which, value):
+        """By one thread."""
         ld_st.store_b32(work + at + which, uint32(int64(value) & int64(0xFFFFFFFF)))
 
     @inlined
     def write_tile(work, tile):
+        """All of a WorkTile."""
         # In another order the scheduler of forward.py spills 8 bytes with three consumers.
         write(work, MEMBERS, tile.members)
         write(work, B, tile.b)
@@ -108,11 +100,18 @@ def words(at: int = 0) -> Words:
         write(work, POS_LOW, tile.position)
         write(work, POS_HIGH, int64(tile.position) >> int64(32))
 
-    return Words(read, read_alone, position, position_alone, write, write_tile)
+    positions = dict(position=position_by(read), position_alone=position_by(read_alone))
+    return named(read, read_alone, write, write_tile, **positions)
+
+
+def state_of(config):
+    """The words of a block of a backward."""
+    return words(config.shared_layout().state)
 
 
 # Of a work tile at a given address.
-word, word_alone, position, _, write, write_tile = words()
+word, word_alone, position = words().read, words().read_alone, words().position
+write, write_tile = words().write, words().write_tile
 
 
 @inlined
@@ -183,11 +182,11 @@ def hand_over(full):
     mbarrier.arrive_if(full, elected())
 
 
-def visibility(config, columns, state_at=0, rows_of=rows_of_lane):
+def visibility(config, columns, state=words(), rows_of=rows_of_lane):
     """-> find_visible(work, i, sizes, mask_bits, distance), a device function: mask_bits <- which of the lane's scores
     of tile i count; distance <- q_pos - k_pos. It takes a while, so it runs during products. columns: of tile i;
-    state_at: as in `words`; rows_of: as rows_of_lane, in the work tile."""
-    state, visible, packed = words(state_at), fragments.tile(config, 1, columns).visible, config.packed
+    state: the words of the work; rows_of: as rows_of_lane, in the work tile."""
+    visible, packed = fragments.tile(config, 1, columns).visible, config.packed
 
     @inlined
     def find_visible(work, i, sizes, mask_bits, distance):
@@ -207,6 +206,22 @@ def register_moves(config):
     return setmaxnreg.decrease(config.registers[0]), setmaxnreg.increase(config.registers[1])
 
 
+def turns_of_two(present):
+    """-> (my_turn, next_turn), device functions of consumer `me`, 0 or 1, if they take turns at the tensor cores."""
+
+    @inlined
+    def my_turn(me):
+        if present:
+            bar.sync(me + 1, 256)  # threads of two warpgroups
+
+    @inlined
+    def next_turn(me):
+        if present:
+            bar.arrive(int32(2 - me), 256)
+
+    return my_turn, next_turn
+
+
 def rescaler(blocks):
     """-> rescale(acc_o, alpha, moved), a device function: rows of acc_o (blocks, 4) times alpha (2,), if some maximum
     moved."""
@@ -223,7 +238,7 @@ def rescaler(blocks):
 
 def places(config):
     """-> device functions of one thread of a backward: where a tile is in the arrays. work: where the words are."""
-    packed, state = config.packed, words(config.shared_layout().state)
+    packed, state = config.packed, state_of(config)
 
     @inlined
     def write_places(work, sequence):
@@ -253,7 +268,7 @@ def sequence_of_work(config, whole_warp=True, queries=False):
     """-> sequence_of(work, arrays, strides, sizes), a device function of a backward: the Sequence of the tile that a
     block owns. Of packed ones it comes from the words: to look for it again takes long. whole_warp: all lanes of a warp
     call it together; queries: one only asks for its queries."""
-    state, of_keys = words(config.shared_layout().state), config.of_keys
+    state, of_keys = state_of(config), config.of_keys
     read, position = (state.read, state.position) if whole_warp else (state.read_alone, state.position_alone)
     find = (make_queries if queries else make_sequence)(config)
 
@@ -274,10 +289,10 @@ def sequence_of_work(config, whole_warp=True, queries=False):
     return of_packed if config.packed else found
 
 
-def tail_zeroer(config, panels, barrier, tile_rows=None):
+def tail_zeroer(config, columns, barrier, tile_rows=None):
     """-> zero_tail(tile, rows), a device function: all consumers set rows of a tile of tile_n keys to 0, from `rows`
     on. They may hold NaN, and 0 * NaN is NaN. barrier: a named one; tile_rows: if the tile has not tile_n."""
-    tile_rows = tile_rows or config.tile_n
+    tile_rows, panels = tile_rows or config.tile_n, -(-columns // 64)
     panel_bytes, consumers = tile_rows * 128, 128 * config.consumers
 
     @inlined

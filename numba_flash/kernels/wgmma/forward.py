@@ -1,20 +1,14 @@
 """FlashAttention-2 for Hopper (sm_90a): TMA loads tiles, wgmma multiplies them, and both run asynchronously.
 
-Read mma/forward first. The recurrence is the same, and a lane holds the same rows. Three things are new.
+Read docs/hopper.md and mma/forward first. The recurrence is the same, and a lane holds the same rows.
 
-Roles. One thread, the scheduler, takes query tiles and loads their Q into shared memory by TMA. Another thread, the
-producer, loads K and V (both in producer.py). Each consumer warpgroup computes 64 query rows. They synchronise at
-mbarriers: `full` when a tile has arrived, `empty` when all consumers have finished with it. setmaxnreg moves
-registers from the warpgroup of the first two to the consumers.
+Roles. Two threads supply the others (producer.py): the scheduler takes query tiles and loads their Q, the producer
+loads K and V. Each consumer warpgroup computes 64 query rows. They synchronise at mbarriers (pipeline.py). setmaxnreg
+moves registers from the warpgroup of the first two to the consumers. A block stays for the whole launch.
 
-Overlap. wgmma is asynchronous. S of the next tile is issued before P . V of this one, and the softmax of the next tile
-runs during P . V. After the last P . V of a query tile, the first S of the next query tile is issued, and O is written
-while it runs. With ping_pong two consumers also take turns, so that one multiplies while the other computes
-exponentials.
-
-The kernel is persistent: one block per multiprocessor stays for the whole launch and takes query tiles by a counter in
-global memory. Tiles that see the most keys come first, and blocks work on a few heads at a time, so that K and V of
-these heads stay in L2. The last block that finds no tile left resets the counter for the next launch.
+Overlap. S of the next tile is issued before P . V of this one, and the softmax of the next tile runs during P . V.
+After the last P . V of a query tile, the first S of the next query tile is issued, and O is written while it runs. With
+ping_pong two consumers also take turns, so that one multiplies while the other computes exponentials.
 
 The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (persistent blocks), block
 (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k and v.
@@ -31,9 +25,8 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, uint8, uint32
 
-from ...ptx import bar, fence, griddepcontrol, local, memory, special, wgmma
-from ..score import fragment_softmax, fragments, sum_terms, tile_walk
-from ..score import reads as score_reads
+from ...ptx import bar, griddepcontrol, local, memory, special, wgmma
+from ..score import fragment_softmax, fragments, reads, sum_terms, tile_walk
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_row_of
 from . import block, forward_join, forward_outputs, one_side, operands, pipeline, producer, tile_scores
@@ -71,7 +64,7 @@ def make(config):
     s_count, o_count, p_count = tile_n // 2, head_dim_v_padded // 2, tile_n // 4
     ping_pong, pair = config.ping_pong and config.consumers > 1, 256  # threads of two warpgroups
     o_in_q = config.o_place == "q"
-    padded, zero_tail = config.packed or config.has("seqlens_k"), block.tail_zeroer(config, v_panels, 4)
+    padded, zero_tail = config.packed or config.has("seqlens_k"), block.tail_zeroer(config, head_dim_v_padded, 4)
 
     multiply_q_k = operands.rows_by_rows(config, config.tile_m, tile_n, head_dim_padded)
     multiply_p_v = wgmma.product_registers(head_dim_v_padded, operands.kind(config), operands.row_steps(tile_n), 1)
@@ -80,7 +73,7 @@ def make(config):
     give_registers, take_registers = block.register_moves(config)
 
     roles, sides = producer.make(config), one_side.make(config)
-    mask_words, read = fragments.tile(config, 1).mask_words, score_reads.make(config, 1)
+    mask_words, read = fragments.tile(config, 1).mask_words, reads.make(config, 1)
     options, kept_weights = tile_scores.make(config, sides), counting(config)
     walk, to_p = tile_walk.make(config, whole_warp=True), fragment_softmax.in_16_bits(config, 1)
     start, softmax, finish = fragment_softmax.make_shifted(config, 1, sides.present)
@@ -282,7 +275,7 @@ def make(config):
             if in_parts:
                 leave_part(word(work_tile, PART), registers, arrays)
             else:
-                outputs.write(base, rows, registers, words, arrays, strides, sizes, score)
+                outputs.write(base, work_tile, rows.seen, registers, words, arrays, strides, sizes, score)
             bar.warp_sync()  # all lanes have read the work tile, the rows' states, and what was staged
             if o_in_q:
                 rings.q.consumer_release(base, rows.seen, elected)
@@ -299,7 +292,6 @@ def make(config):
         warpgroup = block.warpgroup_index()
         if thread == 0:
             roles.set_up(base)
-            fence.mbarrier_init()
         cuda.syncthreads()
         if in_parts:
             griddepcontrol.launch_dependents()

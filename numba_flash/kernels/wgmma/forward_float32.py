@@ -15,17 +15,16 @@ Launch: grid (persistent blocks), block (config.threads), config.shared_bytes of
 v begin at multiples of 16 bytes and are contiguous along dim.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from ...ptx import bar, fence, local, memory, special, vote, wgmma
 from ..recompute import rows as recompute
-from ..score import fragment_softmax, fragments, sum_terms, tile_walk
-from ..score import reads as score_reads
+from ..score import fragment_softmax, fragments, reads, sum_terms, tile_walk
 from ..steps import rows_wide
-from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.inlined import FALSE, TRUE, inlined, nothing
 from ..steps.plain import first_row_of
 from ..steps.sequence import key_row, query_row
 from ..steps.sequence import make as make_sequence
@@ -39,19 +38,8 @@ Q_ROWS = 32  # rows of a consumer's 64 that it splits at a time
 FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python ints: see inlined.py
 
 
-class Sizes(NamedTuple):
-    """The sizes that determine the next query tile."""
-
-    batch: int
-    heads: int
-    heads_kv: int
-    seqlen_q: int
-    seqlen_k: int
-    left: int
-    right: int
-    q_offset: int
-    total_q: int  # the next two are of packed sequences
-    total_k: int
+# The sizes that determine the next query tile; the last two are of packed sequences.
+Sizes = namedtuple("Sizes", "batch heads heads_kv seqlen_q seqlen_k left right q_offset total_q total_k")
 
 
 def make(config):
@@ -63,7 +51,7 @@ def make(config):
     s_count, o_count, p_count = tile_n // 2, config.head_dim_v_padded // 2, config.PARTS * tile_n // 4
     panel_count = v_columns // 2  # registers of a panel of O
     rescale = block.rescaler(config.head_dim_v_padded // 8)
-    turns, pair = config.ping_pong and config.consumers > 1, 256  # threads of two warpgroups
+    my_turn, next_turn = block.turns_of_two(config.ping_pong and config.consumers > 1)
 
     def of_q_k(panel):
         steps = range(min(4, config.head_dim_padded // 16 - 4 * panel))
@@ -84,7 +72,7 @@ def make(config):
     raw_words = max(k_loader.words, v_loader.words)
 
     mask_words = fragments.tile(config, 1).mask_words
-    read, options, kept_weights = score_reads.make(config, 1), tile_scores.make(config, None), counting(config)
+    read, options, kept_weights = reads.make(config, 1), tile_scores.make(config, None), counting(config)
     walk, producer_walk = tile_walk.make(config, whole_warp=True), tile_walk.make(config)
     start, softmax, finish = fragment_softmax.make(config, 1)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
@@ -154,16 +142,6 @@ def make(config):
     # The consumers.
 
     @inlined
-    def my_turn(me):
-        if turns:
-            bar.sync(me + 1, pair)
-
-    @inlined
-    def next_turn(me):
-        if turns:
-            bar.arrive(int32(2 - me), pair)
-
-    @inlined
     def warpgroup_sync(me):
         bar.sync(me + 3, 128)
 
@@ -205,19 +183,13 @@ def make(config):
     @inlined
     def compute_scores(base, me, n, acc_s):
         """S of the block's n-th key tile."""
-        part_1 = local.array(s_count, float32)
-        part_2 = local.array(s_count, float32)
+        part_1, part_2 = local.array(s_count, float32), local.array(s_count, float32)
         part_3 = local.array(s_count, float32)
         rings.k.consumer_wait(base, n)
         my_turn(me)
-        issue_scores(
-            describe_rows(base + special.opaque(me * (64 * 128))),
-            describe_rows(base + plan.k + rings.k.stage(n) * k_bytes),
-            acc_s,
-            part_1,
-            part_2,
-            part_3,
-        )
+        q_desc = describe_rows(base + special.opaque(me * (64 * 128)))
+        k_desc = describe_rows(base + plan.k + rings.k.stage(n) * k_bytes)
+        issue_scores(q_desc, k_desc, acc_s, part_1, part_2, part_3)
         next_turn(me)
         wait_all()
         pin_s(acc_s)
@@ -240,10 +212,6 @@ def make(config):
             for x in range(panel_count):
                 acc_o[first + x] += acc[x]
             pin_o(acc_o)  # the registers of acc are free
-
-        @inlined
-        def nothing(acc_o, acc):
-            pass
 
         return add_panel if panel < v_panels else nothing
 
@@ -362,7 +330,6 @@ def make(config):
         warpgroup = block.warpgroup_index()
         if thread == 0:
             set_up(base)
-            fence.mbarrier_init()
         cuda.syncthreads()
         if warpgroup == 0:
             give_registers()

@@ -11,8 +11,6 @@ Launch: grid (query tiles of all heads), block (config.threads), config.shared_b
 wgmma/forward a consumer warpgroup has 64 rows; a thread of the first warpgroup describes the query tile.
 """
 
-from typing import Any, NamedTuple
-
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
@@ -27,13 +25,6 @@ from .producer import query_tiles
 from .tile_scores import ConsumerRegisters, ScoreRegisters
 
 CHUNK = 128 * 16  # bytes of four numbers of each thread of a warpgroup
-
-
-class Rows(NamedTuple):
-    """As in forward.py, less what only products need."""
-
-    work_tile: Any
-    seen: Any
 
 
 def of_parts(config):
@@ -102,7 +93,7 @@ def make(config):
             first_row, lane = rows_of_lane()
             lane_row = first_row + first_row_of(lane)
             load_terms(distance, word(work_tile, B), word(work_tile, H), lane_row, arrays, strides)
-        outputs.write(base, Rows(work_tile, int32(0)), registers, words, arrays, strides, sizes, score)
+        outputs.write(base, work_tile, int32(0), registers, words, arrays, strides, sizes, score)
 
     @cuda.jit
     def flash_attention_wgmma_join(arrays, strides, sizes, score):

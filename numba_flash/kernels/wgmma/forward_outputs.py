@@ -40,26 +40,25 @@ def of_fragments(config):
         return pack(acc_o[x] * inverse[r], acc_o[x + 1] * inverse[r]) if n < o_blocks else uint32(0)
 
     @inlined
+    def exchange(words, x, distance, keeps_second):
+        """Of words x and x + distance a lane keeps one. It gives the other to the lane `distance` away."""
+        mine, given = words[x], words[x + distance]
+        if keeps_second:
+            mine, given = given, mine
+        given = shfl.bfly_b32(given, distance)
+        words[x] = given if keeps_second else mine
+        words[x + distance] = mine if keeps_second else given
+
+    @inlined
     def exchange_blocks(words, lane):
         """For n = 0, 4, ... lane i of a quad gives its words of block n + j to lane j and gets the others' words of
         block n + i. Then it has 16 contiguous bytes."""
-        right, odd = lane & 2, lane & 1
         for n in range(0, o_words, 4):
-            for i in range(2):  # with the lane two further: it takes the blocks n + 2 and n + 3, or n and n + 1
-                mine, given = words[n + i], words[n + i + 2]
-                if right:
-                    mine, given = given, mine
-                given = shfl.bfly_b32(given, 2)
-                words[n + i] = given if right else mine
-                words[n + i + 2] = mine if right else given
+            for i in range(2):
+                exchange(words, n + i, 2, lane & 2)
         for n in range(0, o_words, 4):
-            for i in range(0, 4, 2):  # with the next lane: one of the two blocks
-                mine, given = words[n + i], words[n + i + 1]
-                if odd:
-                    mine, given = given, mine
-                given = shfl.bfly_b32(given, 1)
-                words[n + i] = given if odd else mine
-                words[n + i + 1] = mine if odd else given
+            for i in range(0, 4, 2):
+                exchange(words, n + i, 1, lane & 1)
 
     @inlined
     def stage_rows(o_smem, first_row, lane, acc_o, inverse, words, part):
@@ -114,9 +113,10 @@ def make(config, finish):
     recompute_rows, to_natural = recompute.make(config, 16), float32(1 / exponent_unit(config))
 
     @inlined
-    def write(base, rows, registers, words, arrays, strides, sizes, score):
-        """By a warp. rows: the Rows of forward.py; registers: ConsumerRegisters. O may take the place of their Q."""
-        tile, acc_o = tile_of(rows.work_tile), registers.acc_o
+    def write(base, work_tile, seen, registers, words, arrays, strides, sizes, score):
+        """By a warp. registers: ConsumerRegisters; seen: the number of query tiles before this one, in the place of
+        whose Q O may be staged."""
+        tile, acc_o = tile_of(work_tile), registers.acc_o
         sequence = queries_of(tile.b, arrays, strides, sizes)
         first_row, lane = rows_of_lane()
         lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
@@ -147,7 +147,7 @@ def make(config, finish):
                     head = tile.h + row - query * config.group_size
                     arrays.lse[lse_row(sequence, head, tile.first_query + query, sizes)] = lse[r] * to_natural
         if o_in_q:
-            o_smem = base + plan.q + ring.stage(rows.seen) * q_bytes
+            o_smem = base + plan.q + ring.stage(seen) * q_bytes
         else:
             o_smem = base + plan.o + (first_row >> 4) * o_bytes
         if o_staged:

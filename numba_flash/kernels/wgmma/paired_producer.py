@@ -9,14 +9,14 @@ from numba import int32, int64, uint32
 from ...ptx import bar, cluster, fence, local
 from ..steps.inlined import inlined
 from ..steps.named import named
-from . import paired_tiles, parts
-from .backward_producer_float32 import sources, walk
-from .block import hand_over, own_thread
+from . import block, paired_tiles, parts
+from .backward_producer_float32 import of_loads, sources
+from .block import FIRST_ROW, hand_over, own_thread
 
 
 def of_panel(rows, head_dim, half, panel, part_bytes):
-    """-> parts.Loader for one panel of 64 columns, but for fetch(raw, source, row_bytes, rows_left, thread); source: of
-    the whole tile.
+    """-> as parts.loader for one panel of 64 columns, but for fetch(raw, source, row_bytes, rows_left, thread); source:
+    of the whole tile.
 
     head_dim: of the whole tile; half: columns of the first block. The second block may have fewer, or none; missing
     ones are zeros.
@@ -35,18 +35,17 @@ def of_panel(rows, head_dim, half, panel, part_bytes):
         else:
             of_second.fetch(raw, place, row_bytes, int64(0), int32(0), int32(rows_left * has_second), thread)
 
-    return parts.Loader(of_first.words, fetch, of_first.store)
+    return named(fetch, words=of_first.words, store=of_first.store)
 
 
 def make(config):
     """-> as backward_producer_float32.make."""
-    plan, (steps_of, first_step, step_behind) = config.shared_layout(), walk(config)
+    plan, word = config.shared_layout(), block.state_of(config).read
     (place_of_a, place_of_b), (ring_a, ring_b) = paired_tiles.places(config), paired_tiles.panel_rings(config)
 
     def of_tiles(is_a, columns, half, ring, place_of, own_at):
-        """-> (uint32 of a panel, load, load_own), for tiles a or b. The parts of a streamed panel are contiguous; of an
-        own tile, the panels of each part."""
-        source_of, own_source_of = sources(config, is_a)
+        """The parts of a streamed panel are contiguous; of an own tile, the panels of each part."""
+        of_step, of_own = sources(config, is_a)
         rows, own_rows, panels = config.stream_rows, config.own_rows, -(-half // 64)
         first, second = (of_panel(rows, columns, half, panel, rows * 128) for panel in range(2))
         own, own_second = (of_panel(own_rows, columns, half, panel, panels * own_rows * 128) for panel in range(2))
@@ -62,9 +61,10 @@ def make(config):
                 ring_a.producer_acquire(base, int32(n + 1))
 
         @inlined
-        def load(base, step, raw, second_raw, two, arrays, strides, sizes):
-            n = step.n
-            source, row_bytes, rows_left = source_of(base, step, arrays, strides, sizes)
+        def load(base, step, arrays, strides, sizes):
+            raw, second_raw = local.array(first.words, uint32), local.array(first.words, uint32)
+            n, two = step.n, local.array(2, uint32)
+            source, row_bytes, rows_left = of_step(base, step.member, int32(step.i * rows), arrays, strides, sizes)
             first.fetch(raw, source, row_bytes, rows_left, own_thread())
             if two_panels:
                 second.fetch(second_raw, source, row_bytes, rows_left, own_thread())
@@ -79,7 +79,7 @@ def make(config):
         @inlined
         def load_own(base, me, arrays, strides, sizes):
             raw, two = local.array(own.words, uint32), local.array(2, uint32)
-            source, row_bytes, rows_left = own_source_of(base, arrays, strides, sizes)
+            source, row_bytes, rows_left = of_own(base, int32(0), word(base, FIRST_ROW), arrays, strides, sizes)
             own.fetch(raw, source, row_bytes, rows_left, own_thread())
             own.store(raw, int32(base + own_at), two, own_thread())
             if two_panels:
@@ -88,20 +88,8 @@ def make(config):
             fence.proxy_async()
             bar.sync(me + 3, 128)
 
-        return first.words, load, load_own
+        return load, load_own
 
-    raw_words, load_a, load_own_a = of_tiles(
-        True, config.head_dim, config.head_dim_padded, ring_a, place_of_a, plan.own_a
-    )
-    _, load_b, load_own_b = of_tiles(False, config.head_dim_v, config.head_dim_v_padded, ring_b, place_of_b, plan.own_b)
-
-    @inlined
-    def produce(base, arrays, strides, sizes):
-        raw, second, two = local.array(raw_words, uint32), local.array(raw_words, uint32), local.array(2, uint32)
-        step, steps = first_step(base), steps_of(base)
-        while step.n < steps:
-            load_a(base, step, raw, second, two, arrays, strides, sizes)
-            load_b(base, step, raw, second, two, arrays, strides, sizes)
-            step = step_behind(base, step)
-
-    return named(steps_of, first_step, step_behind, produce, load_own_a=load_own_a, load_own_b=load_own_b)
+    a = of_tiles(True, config.head_dim, config.head_dim_padded, ring_a, place_of_a, plan.own_a)
+    b = of_tiles(False, config.head_dim_v, config.head_dim_v_padded, ring_b, place_of_b, plan.own_b)
+    return of_loads(config, a, b)

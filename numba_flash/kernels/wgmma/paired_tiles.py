@@ -27,7 +27,6 @@ from ...ptx import bar, cluster, fence, ld_st, local, mbarrier, special, wgmma
 from ..steps.inlined import inlined
 from ..steps.named import named
 from . import backward_products_float32
-from .backward_tiles_float32 import Tiles
 from .block import elected, own_thread
 from .operands import wait_but_one
 from .pipeline import pipeline
@@ -99,6 +98,7 @@ def exchange(config, scores_at, ring):
 
 
 def make(config):
+    """-> as backward_tiles_float32.make."""
     plan, at = config.shared_layout(), config.barriers()
     a, b = (backward_products_float32.make(config, n) for n in (config.head_dim_padded, config.head_dim_v_padded))
     (place_of_a, place_of_b), (ring_a, ring_b) = places(config), panel_rings(config)
@@ -106,7 +106,6 @@ def make(config):
     of_s = exchange(config, plan.weights, pipeline(at.scores_full, at.scores_empty))
     dp_ring = pipeline(at.score_gradients_full, at.score_gradients_empty)
     of_dp = exchange(config, plan.score_gradients, dp_ring)
-    two_b = b.panels > 1
 
     @inlined
     def set_up(base):
@@ -134,13 +133,8 @@ def make(config):
         cluster.sync()
         return uint32(found | ld_st.load_b32(note)) if first else uint32(0)
 
-    def of_kind(products, ring, own, place_of, is_a):
+    def of_kind(products, ring, own, place_of, exchanged, is_a):
         two_panels = products.panels > 1
-
-        @inlined
-        def wait(base, n):
-            """Waits for the first panel."""
-            ring.consumer_wait(base, n)
 
         @inlined
         def release(base, n, first):
@@ -158,48 +152,37 @@ def make(config):
             wgmma.commit_group()
 
         @inlined
-        def issue_of_sums(even, odd, frag, base, n):
+        def finish(acc, other, base, n):
+            if two_panels and not is_a:  # the next tile a may be loaded beside the second panel of b
+                wait_but_one()
+                ring.consumer_release(base, n, elected())
+            products.finish_scores(acc, other)
+            release(base, n, int32(two_panels and not is_a))
+            exchanged.give(acc, base, n)
+            exchanged.take(acc, base, n)
+            if not is_a or not config.has_second:
+                exchanged.give_back(base)
+
+        @inlined
+        def issue_sums(even, odd, frag, base, n):
             if two_panels and not is_a:  # for a the first consumer has waited before its weights
                 ring.consumer_wait(base + 8, n)
             products.issue_sums(even, odd, frag, place_of(base, n))
 
         @inlined
-        def finish_of_sums(acc, even, odd, frag, base, n):
+        def finish_sums(acc, even, odd, frag, base, n):
             products.finish_first_sums(acc, even)
             ring.consumer_release(base, n, elected())
             products.finish_second_sums(acc, odd, frag)
             release(base, n, 1)
 
-        return (wait, issue), (issue_of_sums, finish_of_sums), release
-
-    scores_a, sums_a, release_a = of_kind(a, ring_a, plan.own_a, place_of_a, True)
-    scores_b, sums_b, release_b = of_kind(b, ring_b, plan.own_b, place_of_b, False)
-
-    @inlined
-    def finish_s(acc, other, base, n):
-        a.finish_scores(acc, other)
-        release_a(base, n, 0)
-        of_s.give(acc, base, n)
-        of_s.take(acc, base, n)
-        if not config.has_second:
-            of_s.give_back(base)
-
-    @inlined
-    def finish_dp(acc, other, base, n):
-        if two_b:  # the next tile a may be loaded beside the second panel
-            wait_but_one()
-            ring_b.consumer_release(base, n, elected())
-        b.finish_scores(acc, other)
-        release_b(base, n, int32(two_b))
-        of_dp.give(acc, base, n)
-        of_dp.take(acc, base, n)
-        of_dp.give_back(base)
+        # wait: for the first panel
+        return named(issue, finish, issue_sums, finish_sums, wait=ring.consumer_wait, products=products)
 
     @inlined
     def await_weights_place(base, n):
         """The place is that of the other block's half of S, which the same thread has read."""
 
-    return Tiles(
-        set_up, start, leave, *scores_a, finish_s, *scores_b, finish_dp, *sums_a, *sums_b, await_weights_place,
-        of_s.give_back,
-    )  # fmt: skip
+    of_a = of_kind(a, ring_a, plan.own_a, place_of_a, of_s, True)
+    of_b = of_kind(b, ring_b, plan.own_b, place_of_b, of_dp, False)
+    return named(set_up, start, leave, await_weights_place, give_weights_place=of_s.give_back, a=of_a, b=of_b)

@@ -17,14 +17,12 @@ Inf, and what bfloat16 rounds up to Inf, cannot be split: Inf - Inf is NaN. Then
 without tensor cores (kernels/recompute/rows.py).
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import numpy as np
 from numba import float32, int32, int64, uint32
 
 from ...ptx import cvt, ld_st, memory, wgmma
 from ..steps.inlined import inlined
+from ..steps.named import named
 from ..steps.plain import panel_offset
 
 # Pairs of parts that are multiplied, the smallest products first.
@@ -82,17 +80,9 @@ def product_of_registers(n, rows, b):
     return wgmma.new_product_registers(n, "bf16", of_a, of_b, 1)
 
 
-class Loader(NamedTuple):
-    """Device functions of a whole warpgroup."""
-
-    words: int  # uint32 of a thread: `raw`
-    fetch: Callable[..., Any]  # (raw, source, row_bytes, head_bytes, first_row, rows_left, thread)
-    store: Callable[..., Any]  # (raw, target, two, thread); two: work space (2,)
-
-
 def loader(rows, columns, panel_columns, panel_bytes, part_bytes, group=1):
-    """-> Loader: the 128 threads of a warpgroup load float32 rows from global memory and write their parts to shared
-    memory.
+    """-> device functions by which the 128 threads of a warpgroup load float32 rows from global memory, `fetch`, and
+    write their parts to shared memory, `store`. raw (words,), two (2,): work space.
 
     A part has panels of panel_columns columns, panel_bytes apart, in swizzled rows of 128 bytes (ptx/fragments.py).
     Rows and columns that do not exist become zeros and are not read, so NaN in the padding of a cache cannot get in.
@@ -173,4 +163,4 @@ def loader(rows, columns, panel_columns, panel_bytes, part_bytes, group=1):
         for panel in range(panels):
             place = np.int32(step), np.int32(panel), np.int32(4 * (step * panels + panel))
             fetch, store = fetching(fetch, *place), storing(store, *place)
-    return Loader(4 * steps * panels, fetch, store)
+    return named(fetch, store, words=4 * steps * panels)

@@ -10,7 +10,6 @@ these heads stay in L2. A work tile describes a query tile to all roles of the b
 """
 
 import functools
-from typing import NamedTuple
 
 from numba import int32, int64, uint32
 
@@ -24,24 +23,7 @@ from ..steps.named import named
 from ..steps.sequence import key_range
 from ..steps.sequence import make as make_sequence
 from . import bias_boxes, block, packed_tiles, pipeline
-from .block import (
-    BEGIN,
-    CUT,
-    FIRST_ROW,
-    FREE,
-    H_KV,
-    MEMBERS,
-    PART,
-    POS_CUT,
-    POS_FREE,
-    STATES,
-    STOP,
-    B,
-    H,
-    word_alone,
-    write,
-)
-from .pipeline import Pipeline
+from .block import BEGIN, CUT, FIRST_ROW, FREE, MEMBERS, STATES, STOP, B, H, word_alone, write
 
 
 @functools.cache
@@ -180,13 +162,13 @@ def query_tiles(config):
         rings.tiles.producer_acquire(base, i)
         block.write_tile(work, tile)
         if parts > 1:
-            write(work, PART, t)
+            write(work, block.PART, t)
         if packed:
             write(work, block.Q_ROW, tile.first_row + sequence.first_query)
             write(work, block.FIRST_KEY, sequence.first_key)
         if has_mask:
-            write(work, POS_FREE, tile.free)
-            write(work, POS_CUT, tile.cut)
+            write(work, block.POS_FREE, tile.free)
+            write(work, block.POS_CUT, tile.cut)
             ask_mask(work, arrays, strides, sizes)
         if walk.present:
             leave_empty_out(work, arrays, strides, sizes)
@@ -212,69 +194,53 @@ def query_tiles(config):
     return named(publish, following, reset, of=of)
 
 
-class Tiles(NamedTuple):
-    """Where tiles of K or of V are."""
-
-    ring: Pipeline
-    at: int
-    bytes: int
-    panels: int
-    map_at: int  # where its tensor map is among the kernel's
-
-
 def make(config):
     """-> device functions: set_up(base), which initialises the mbarriers, and one thread's whole work each."""
     plan = config.shared_layout()
     q_panel, kv_panel = config.tile_m * 128, config.tile_n * 128  # bytes of 64 columns
-    k_panels, v_panels = -(-config.head_dim_padded // 64), -(-config.head_dim_v_padded // 64)
-    q_bytes, k_bytes, v_bytes = q_panel * k_panels, kv_panel * k_panels, kv_panel * v_panels
+    q_panels = -(-config.head_dim_padded // 64)
+    q_bytes = q_panel * q_panels
     rings = pipeline.of_forward(config)
     fetch_bias = bias_boxes.make(config, 64).fetch
     maps_address = tma.parameter("numba_flash_wgmma")
     work = query_tiles(config)
     walk, packed = tile_walk.make(config), config.packed
-    k_tiles = Tiles(rings.k, plan.k, k_bytes, k_panels, 128)
-    v_tiles = Tiles(rings.v, plan.v, v_bytes, v_panels, 256)
 
     @inlined
     def load_q(base, i, h, first_row, entry):
         """Loads Q of the i-th query tile."""
         full = rings.q.producer_expect(base, i, q_bytes)
-        for panel in range(k_panels):
+        for panel in range(q_panels):
             to = base + rings.q.stage(i) * q_bytes + panel * q_panel
             tma.load_5d(to, maps_address(), full, panel * 64, 0, first_row, divide(h, config.group_size), entry)
 
     @inlined
     def prefetch_q(h, first_row, entry):
         """Prefetches Q of a query tile into L2, because shared memory has no room for it yet."""
-        for panel in range(k_panels):
+        for panel in range(q_panels):
             tma.prefetch_5d(maps_address(), panel * 64, 0, first_row, divide(h, config.group_size), entry)
 
-    def loader(tiles):
+    def loader(ring, at, columns, map_at):
+        panels = -(-columns // 64)
+        tile_bytes = kv_panel * panels
+
         @inlined
         def load(base, n, j, work_tile):
             """Loads tile j for a query tile, the block's n-th, of K or of V."""
-            h_kv, entry, first_key = word_alone(work_tile, H_KV), word_alone(work_tile, B), int32(0)
+            h_kv, entry, first_key = word_alone(work_tile, block.H_KV), word_alone(work_tile, B), int32(0)
             if packed:
                 entry, first_key = int32(0), word_alone(work_tile, block.FIRST_KEY)
-            full = tiles.ring.producer_expect(base, n, tiles.bytes)
-            for panel in range(tiles.panels):
-                to = base + tiles.at + tiles.ring.stage(n) * tiles.bytes + panel * kv_panel
+            full = ring.producer_expect(base, n, tile_bytes)
+            for panel in range(panels):
+                to = base + at + ring.stage(n) * tile_bytes + panel * kv_panel
                 first_row = int32(first_key + j * config.tile_n)
-                tma.load_4d(to, maps_address() + tiles.map_at, full, panel * 64, first_row, h_kv, entry)
+                tma.load_4d(to, maps_address() + map_at, full, panel * 64, first_row, h_kv, entry)
 
         return load
 
-    load_k, load_v = loader(k_tiles), loader(v_tiles)
-
-    @inlined
-    def claim(base, i, t, arrays, strides, sizes):
-        """Query tile t is the block's i-th: publish it and load its Q. If no tile is left, consumers issue S of the
-        first query tile and drop it."""
-        entry, h, first_row = work.publish(base, i, t, arrays, strides, sizes)
-        if config.q_buffers == 1:
-            prefetch_q(h, first_row, entry)
-        load_q(base, i, h, first_row, entry)
+    # The last: where the tensor map is among the kernel's.
+    load_k = loader(rings.k, plan.k, config.head_dim_padded, 128)
+    load_v = loader(rings.v, plan.v, config.head_dim_v_padded, 256)
 
     @inlined
     def schedule(base, counter, arrays, strides, sizes):
@@ -283,7 +249,11 @@ def make(config):
         t = int64(special.block_index())
         more = int32(1)
         while more != 0:
-            claim(base, i, t, arrays, strides, sizes)
+            # If no tile is left, consumers issue S of the first query tile and drop it.
+            entry, h, first_row = work.publish(base, i, t, arrays, strides, sizes)
+            if config.q_buffers == 1:
+                prefetch_q(h, first_row, entry)
+            load_q(base, i, h, first_row, entry)
             if config.waits:  # the first tile needs no counter
                 griddepcontrol.wait()
             more = word_alone(rings.work_tile(base, i), MEMBERS)

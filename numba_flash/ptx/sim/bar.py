@@ -16,7 +16,8 @@ def sync(barrier, threads):
     if not _come(thread, barrier, threads):
         state = thread.block.barriers[int(barrier)]
         state.waiting.append(thread)
-        thread.block.wait(thread, f"bar.sync({int(barrier)}, {int(threads)})")
+        return thread.block.wait(thread, f"bar.sync({int(barrier)}, {int(threads)})")
+    return None
 
 
 def arrive(barrier, threads):
@@ -24,7 +25,7 @@ def arrive(barrier, threads):
 
 
 def warp_sync():
-    together(("bar.warp_sync",), _meet, None)
+    return together(("bar.warp_sync",), _meet, None)
 
 
 def _meet(warp, given):

@@ -7,6 +7,7 @@ from numba.cuda.simulator.kernelapi import Dim3
 from .errors import Abandoned
 from .register_limits import Registers
 from .shared_memory import SharedMemory
+from .thread import Thread, driven
 from .warp import Group
 
 
@@ -22,12 +23,11 @@ class Block:
         self.mbarriers, self.barriers = {}, {}  # by address; by number
         self.registers = Registers()
         self.alive = self.size
-        self._at_barrier = []
+        self._at_barrier, self.votes = [], [0] * self.size
 
-    def make_threads(self, kind, body, block_index):
-        """kind: OnGreenlet or OnThread."""
+    def make_threads(self, body, block_index):
         block_index, indices = Dim3(*block_index), _indices(*self.dimensions)
-        self.threads = [kind(body, self.turns, self, block_index, index, i) for i, index in enumerate(indices)]
+        self.threads = [Thread(body, self.turns, self, block_index, index, i) for i, index in enumerate(indices)]
         for name, size in (("warp", 32), ("warpgroup", 128)):
             for first in range(0, self.size, size):
                 group = Group(name, size, self.threads[first : first + size])
@@ -41,9 +41,17 @@ class Block:
             raise Abandoned
         self._at_barrier.append(thread)
         if len(self._at_barrier) < self.alive:
-            self.wait(thread, "cuda.syncthreads")
-        else:
-            self._at_barrier = self.turns.open_barrier(self._at_barrier, thread)
+            return self.wait(thread, "cuda.syncthreads")
+        self._at_barrier = self.turns.open_barrier(self._at_barrier, thread)
+        return None
+
+    def vote(self, thread, value, result):
+        """A barrier with something of each thread. result([of each]) -> what all of them get."""
+        self.votes[thread.thread_id] = value
+        yield from driven(self.syncthreads(thread))
+        found = result(self.votes)
+        yield from driven(self.syncthreads(thread))
+        return found
 
     def left(self, thread):
         """A thread has ended. -> what is wrong about it, or None."""

@@ -24,7 +24,7 @@ def place_in(address, rank):
 
 def sync():
     thread = current()
-    thread.turns.sync(thread)
+    return thread.turns.sync(thread)
 
 
 def store_b32(place, value):

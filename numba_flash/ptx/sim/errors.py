@@ -3,14 +3,13 @@
 import contextlib
 import linecache
 import os
-import threading
 
 import numba.cuda
 
 # Frames of these are the simulator's own, not the kernel's.
 _OURS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _NUMBA = os.path.join(os.path.dirname(os.path.abspath(numba.cuda.__file__)), "")
-_PYTHON = (threading.__file__, contextlib.__file__)
+_PYTHON = (contextlib.__file__,)
 
 
 class InstructionError(RuntimeError):
@@ -38,11 +37,7 @@ def name(thread):
 
 def place(thread):
     """file:line of the kernel where a thread stands, and its text."""
-    frame, frames = thread.frame(), []
-    while frame is not None:
-        frames.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return _described(frames)
+    return _described(thread.frames())
 
 
 def place_of_error(error):

@@ -5,13 +5,14 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from operator import index as as_int
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 
 from ...arrays import Array, host_view
 from ...machine import toolchain
-from . import now, views
+from . import now, resumable
 from .numbers import converter
 
 _one_at_a_time = threading.Lock()  # a second launch beside a running one would be taken for a device call
@@ -227,12 +228,12 @@ def _instead_of_numbas(numba_kernel: Any, memory: Any, cluster: int) -> Iterator
             before = {name: value for name, value in names.items() if instead(value, simulated) is not value}
             undo.callback(names.update, before)
             names.update({name: instead(value, simulated) for name, value in before.items()})
-            undo.callback(lambda: [names.pop(name) for name in views.NAMES])
-            names.update(views.NAMES)
+            undo.callback(lambda: [names.pop(name) for name in resumable.NAMES])
+            names.update(resumable.NAMES)
         code = function.__code__
-        if (faster := views.faster(code)) is not code:
+        if (other := resumable.code_for(function, (cuda, simulated))) is not code:
             undo.callback(setattr, function, "__code__", code)
-            function.__code__ = faster
+            function.__code__ = other
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # empty: its function is not made yet
                 value = cell.cell_contents
@@ -253,6 +254,13 @@ def _instead_of_numbas(numba_kernel: Any, memory: Any, cluster: int) -> Iterator
         if isinstance(value, tuple) and hasattr(value, "_fields"):  # such as device functions from another make
             members = [instead(member, simulated) for member in value]
             return type(value)(*members) if any(x is not y for x, y in zip(members, value, strict=True)) else value
+        if (
+            isinstance(value, FunctionType)
+            and value not in seen
+            and resumable.is_of_the_kernel(value, (cuda, simulated))
+        ):
+            seen.add(value)
+            swap(value, simulated)
         return numbers.get(id(value), value)
 
     def call(kernel: Any, *arguments: Any) -> Any:

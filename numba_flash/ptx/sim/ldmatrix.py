@@ -31,7 +31,7 @@ def _ldmatrix(count, trans):
             bits(registers)[at : at + count] = values
 
     def ldmatrix(registers, at, address):
-        together((name, at), compute, (registers, at, address))
+        return together((name, at), compute, (registers, at, address))
 
     return ldmatrix
 

@@ -101,9 +101,9 @@ def wait(barrier, parity):
         raise InstructionError(f"an mbarrier's phase has parity 0 or 1, not {parity}")
     if mbarrier.phase == parity:
         mbarrier.waiting.append(thread)
-        thread.block.wait(thread, _Waiting(mbarrier, parity))
-    else:
-        thread.block.order.acquire(thread.number, mbarrier.open_clock)
+        return thread.block.wait(thread, _Waiting(mbarrier, parity))
+    thread.block.order.acquire(thread.number, mbarrier.open_clock)
+    return None
 
 
 def find(thread, barrier, block=None):

@@ -60,8 +60,7 @@ def add(address, value):
     place = _at(address, 4, 4, atomic=True).view(np.uint32)
     before = place[0]
     place[0] = u32(int(before) + int(value))
-    _let_others_run()  # kernels may ask in a loop
-    return before
+    return _let_others_run(before)  # kernels may ask in a loop
 
 
 def add_i64(address, value):
@@ -78,24 +77,22 @@ def exchange(address, value):
     place = _at(address, 4, 4, atomic=True).view(np.uint32)
     before = place[0]
     place[0] = u32(value)
-    _let_others_run()
-    return before
+    return _let_others_run(before)
 
 
 def load_acquire(address):
     value = _at(address, 4, 4, writing=False).view(np.uint32)[0]
-    _let_others_run()  # kernels ask in a loop
-    return value
+    return _let_others_run(value)  # kernels ask in a loop
 
 
 def add_release(address, value):
-    add(address, value)
+    return add(address, value)
 
 
 def _at(address, count, alignment, writing=True, atomic=False):
     return current().block.memory.bytes_at(address, count, alignment, writing, atomic)
 
 
-def _let_others_run():
+def _let_others_run(value):
     thread = current()
-    thread.turns.let_others_run(thread)
+    return thread.turns.let_others_run(thread, value)

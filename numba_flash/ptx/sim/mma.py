@@ -81,7 +81,7 @@ def _instruction(name, product, c_count, a_count, b_count):
 
     def mma(acc, acc_at, a, a_at, b, b_at):
         at = int(acc_at), int(a_at), int(b_at)
-        together((name, *at), compute, (acc, at[0], a, at[1], b, at[2]))
+        return together((name, *at), compute, (acc, at[0], a, at[1], b, at[2]))
 
     return mma
 

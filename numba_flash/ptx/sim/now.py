@@ -1,6 +1,10 @@
 """The simulated thread that is running. There is one at most: launches come one at a time, and threads take turns."""
 
-thread = None
+from typing import Any
+
+thread: Any = None
+outer: Any = None  # the trace function of the thread of Python that launches
+follow: Any = None  # the trace function that a thread begins with (debug/places.py)
 
 
 def current():

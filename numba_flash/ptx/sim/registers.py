@@ -5,7 +5,8 @@ one with the same payload. So instructions that take registers know both and rai
 was computed with in place (scaled, say) is no longer the signaling one.
 """
 
-import ml_dtypes
+import functools
+
 import numpy as np
 
 from .errors import InstructionError
@@ -15,18 +16,27 @@ _QUIET = np.uint32(0x00400000)
 _TOUCHED = RUNNING | _QUIET
 _MARK = RUNNING.tobytes()[:2]  # in both; most registers have these bytes nowhere, and to look for them is cheap
 _UINT32 = np.dtype(np.uint32)
-ELEMENTS = {"f16": np.float16, "bf16": ml_dtypes.bfloat16}
+
+
+@functools.cache
+def element(kind):
+    """The NumPy type of "f16" or "bf16"."""
+    if kind == "f16":
+        return np.dtype(np.float16)
+    import ml_dtypes  # where it is missing, as in a browser, the other types work
+
+    return np.dtype(ml_dtypes.bfloat16)
 
 
 def halves(registers, kind):
     """(..., n) uint32 -> (..., 2 * n) float64: low half first."""
-    return np.ascontiguousarray(registers).view(ELEMENTS[kind]).astype(np.float64)
+    return np.ascontiguousarray(registers).view(element(kind)).astype(np.float64)
 
 
 def packed(low, high, kind):
     """Two float32 rounded to 16 bits, to nearest even, in one uint32."""
     pair = np.stack(np.broadcast_arrays(low, high), axis=-1).astype(np.float32)
-    return np.ascontiguousarray(pair.astype(ELEMENTS[kind])).view(np.uint32)[..., 0]
+    return np.ascontiguousarray(pair.astype(element(kind))).view(np.uint32)[..., 0]
 
 
 def u32(value):

@@ -1,22 +1,25 @@
 """The threads of a block, or of a cluster's blocks, take turns: one runs until it has to wait, and then hands on.
 
-Numba's own simulator starts all threads, lets Python switch between them and asks them in a loop whether they wait.
-Here a thread that waits wakes up only when there is something for it; the order is the same in every run; and when
-nobody can go on, that is known at once and without a time limit, however long a debugger stops. Copies under way arrive
-as late as they can: when nobody can go on without them.
+Numba's own simulator starts a thread of Python for each, and asks them in a loop whether they wait. Here all run in the
+thread that launches (resumable.py). One that waits goes on only when there is something for it; the order is the same
+in every run; and when nobody can go on, that is known at once and without a time limit, however long a debugger stops.
+Copies under way arrive as late as they can: when nobody can go on without them.
 """
 
+import sys
 from collections import deque
 
 from numba.cuda.simulator import kernel as numba_kernel
 
+from . import now
 from .block import Block
 from .errors import Abandoned, InstructionError, name, place, place_of_error
 from .indexed import Atomic
 from .now import current
 from .order import Order
-from .thread import kind
+from .thread import pause
 
+ENDED = object()
 POLLS = 300_000  # how often a thread may look at memory in which nothing can change any more
 
 
@@ -28,6 +31,22 @@ class SharedOfBlock:
 
     def array(self, shape, dtype, alignment=None):
         return current().block.shared.array(shape, dtype)
+
+
+class Cooperative:
+    """Numba's `cuda.cg`: a grid of one block."""
+
+    @staticmethod
+    def this_grid():
+        return Cooperative
+
+    @staticmethod
+    def sync():
+        return current().syncthreads()
+
+
+def _of_thread(name):
+    return lambda *arguments: getattr(current(), name)(*arguments)
 
 
 class Turns(numba_kernel.BlockManager):
@@ -48,7 +67,7 @@ class Turns(numba_kernel.BlockManager):
             return  # ran with the first of its cluster
 
         def body():
-            self._f(*arguments)
+            return self._f(*arguments)
 
         self.first_block = block_index[0]
         x, y, z = self.dimensions
@@ -57,15 +76,17 @@ class Turns(numba_kernel.BlockManager):
         shared_bytes = module._shared._dynshared_size
         module._shared = SharedOfBlock(shared_bytes)
         module._atomic = Atomic(module._atomic)
+        for barrier in ("syncthreads", "syncthreads_count", "syncthreads_and", "syncthreads_or"):
+            setattr(module, barrier, _of_thread(barrier))
+        module._cg = Cooperative
         self.order = Order(self.cluster * self.size)
-        threads_of = kind()
         self.blocks = [Block(self, rank, shared_bytes) for rank in range(self.cluster)]
         for block in self.blocks:
-            block.make_threads(threads_of, body, (block_index[0] + block.rank, *block_index[1:]))
+            block.make_threads(body, (block_index[0] + block.rank, *block_index[1:]))
         self.threads = [thread for block in self.blocks for thread in block.threads]
         self.alive = len(self.threads)
         self.ready.extend(self.threads)
-        threads_of.run_all(self.threads, self.ready.popleft())
+        self._run_all()
         if self.error is not None:
             raise self.error
         for block in self.blocks:
@@ -76,19 +97,30 @@ class Turns(numba_kernel.BlockManager):
                     "may run beside the one before"
                 )
 
-    # Waiting. Called by the thread that is running.
+    def _run_all(self):
+        """Until all have ended. An exception here, which no kernel raised (Ctrl-C), leaves them as they are."""
+        tracing, before = sys.gettrace(), now.follow
+        sys.settrace(None)
+        now.outer = tracing
+        now.follow = before or tracing
+        try:
+            while self.alive:
+                now.thread = thread = self.ready.popleft() if self.ready else self._next()
+                if next(thread.steps, ENDED) is ENDED:
+                    self.leave(thread)
+        finally:
+            now.thread, now.follow = None, before
+            sys.settrace(tracing)
 
-    def wait(self, thread, what):
-        """Stand still until somebody calls wake(thread). what: for the message if nobody does."""
+    # Waiting. Called by the thread that is running. What they give, the stand-in must return.
+
+    def wait(self, thread, what, then=None):
+        """-> a Pause, until somebody calls wake(thread). what: for the message if nobody does; then: see pause."""
         if self.over:
             raise Abandoned
+        pausing = pause(thread, then)
         thread.waits_for = what
-        following = self.ready.popleft() if self.ready else self._next()
-        if following is not thread:
-            thread.hand_on(following)
-        thread.waits_for = None
-        if self.over:
-            raise Abandoned
+        return pausing
 
     def wake(self, thread):
         self._polls = 0
@@ -98,8 +130,8 @@ class Turns(numba_kernel.BlockManager):
         self._polls = 0
         self.ready.extend(threads)
 
-    def let_others_run(self, thread):
-        """After something that a loop may do until another thread has done something."""
+    def let_others_run(self, thread, value):
+        """After something that a loop may do until another thread has done something. -> value, or a Pause for it."""
         self._polls += 1
         if self._polls > POLLS:
             raise InstructionError(
@@ -107,7 +139,8 @@ class Turns(numba_kernel.BlockManager):
             )
         if self.ready or self._arrive():
             self.ready.append(thread)
-            self.wait(thread, None)
+            return self.wait(thread, None, lambda: value)
+        return value
 
     def _next(self):
         try:
@@ -134,9 +167,9 @@ class Turns(numba_kernel.BlockManager):
             raise Abandoned
         self._at_barrier.append(thread)
         if len(self._at_barrier) < self.alive:
-            self.wait(thread, "cluster.sync")
-        else:
-            self._at_barrier = self.open_barrier(self._at_barrier, thread)
+            return self.wait(thread, "cluster.sync")
+        self._at_barrier = self.open_barrier(self._at_barrier, thread)
+        return None
 
     def open_barrier(self, came, last=None):
         """All who are to come have come, `last` right now. -> who is there for the next time: nobody."""
@@ -149,20 +182,17 @@ class Turns(numba_kernel.BlockManager):
     # Ends.
 
     def leave(self, thread):
-        """A thread has ended. -> who runs next, or None after the last one."""
+        """A thread has ended."""
         thread.ended = True
         thread.block.alive -= 1
         self.alive -= 1
-        if not self.alive:
-            return None
         self._polls = 0
-        if not self.over:
+        if self.alive and not self.over:
             error = thread.block.left(thread)
             if error:
                 self.fail(error, thread)
             elif self._at_barrier and len(self._at_barrier) == self.alive:
                 self._at_barrier = self.open_barrier(self._at_barrier)
-        return self._next()
 
     def fail(self, error, thread=None):
         """The first error is the launch's; all threads that are left end, `thread` by itself."""

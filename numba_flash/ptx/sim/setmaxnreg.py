@@ -4,6 +4,7 @@ import functools
 
 from .errors import InstructionError
 from .now import current
+from .thread import driven
 from .warp import together
 
 
@@ -11,12 +12,12 @@ from .warp import together
 def increase(registers):
     def setmaxnreg():
         _check(registers)
-        together(("setmaxnreg.increase", registers), _nothing, None)
+        yield from driven(together(("setmaxnreg.increase", registers), _nothing, None))
         thread = current()
         block, warp = thread.block, thread.thread_id // 32
         while not block.registers.fit(warp, registers, -(-len(block.threads) // 32)):
             block.registers.waiting.append(thread)
-            block.wait(thread, f"setmaxnreg.increase({registers}): the block has no more registers")
+            yield from block.wait(thread, f"setmaxnreg.increase({registers}): the block has no more registers")
         block.registers.set(thread.thread_id, registers, "increase")
 
     return setmaxnreg
@@ -26,7 +27,7 @@ def increase(registers):
 def decrease(registers):
     def setmaxnreg():
         _check(registers)
-        together(("setmaxnreg.decrease", registers), _nothing, None)
+        yield from driven(together(("setmaxnreg.decrease", registers), _nothing, None))
         thread = current()
         block = thread.block
         block.registers.set(thread.thread_id, registers, "decrease")

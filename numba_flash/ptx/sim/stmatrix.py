@@ -24,7 +24,7 @@ def _stmatrix(count, trans):
             shared.store(int(address), row.tobytes(), thread)
 
     def stmatrix(address, registers, at):
-        together((name, at), compute, (address, registers, at))
+        return together((name, at), compute, (address, registers, at))
 
     return stmatrix
 

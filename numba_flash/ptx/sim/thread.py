@@ -1,27 +1,19 @@
-"""A simulated thread: what stand-ins keep for it, and what it runs on, a greenlet or a thread of Python's.
+"""A simulated thread: what stand-ins keep for it, and the generator that runs it up to its next wait.
 
-One runs at a time, and hands on by itself (scheduler.py). Greenlets do that in half a microsecond and Python's threads
-in 4 to 12, which is half of the time of a kernel on tensor cores. But debuggers, traces and coverage follow threads of
-Python's. So a launch that anybody traces takes these, and so does one without the package greenlet. The order of the
-simulated threads is the same on both.
+All of them run in the thread of Python that launches. One runs until it has to wait (scheduler.py): then `pause` gives
+a Pause, all functions in which the thread is stand still (resumable.py), and another goes on. Debuggers, traces and
+coverage follow one thread as if there were no other: while it stands still, its trace function does too.
 """
 
-import contextvars
 import functools
 import sys
-import threading
 from collections import deque
-
-import numpy as np
-from numba.cuda.simulator import kernel as numba_kernel
+from types import GeneratorType
 
 from . import now
 from .errors import Abandoned, InstructionError
 
-try:
-    import greenlet
-except ImportError:
-    greenlet = None
+Pause = GeneratorType
 
 
 def made_when_asked_for(kind):
@@ -36,49 +28,39 @@ class Thread:
     """
 
     ended = False
+    paused = False  # a Pause was made, which is not over yet
     waits_for = None
     copies, copy_groups = made_when_asked_for(list), made_when_asked_for(deque)  # cp.async
     stores, store_groups, landing = (made_when_asked_for(kind) for kind in (list, deque, deque))  # TMA
     unfenced = made_when_asked_for(list)  # shared memory that it wrote and the asynchronous proxy may not see
 
     def __init__(self, body, turns, block, block_index, index, thread_id):
-        super().__init__()
-        self.body, self.turns, self.block = body, turns, block
+        self.turns, self.block = turns, block
         self.blockIdx, self.threadIdx, self.thread_id = block_index, index, thread_id
         self.number = block.rank * block.size + thread_id  # in the cluster
         self.waited = not block.memory.behind  # for the kernel before (griddepcontrol.py)
         self.known, self.reads = block.order.rows[self.number], block.shared.readers_of(self.number)
+        self.steps = self._whole(body)
 
-    def frame(self):
-        """The frame in which the thread is, of the kernel or of ours on top of it."""
-        return sys._getframe() if self is now.thread else self.standing_frame()
-
-    def syncthreads(self):
-        self.block.syncthreads(self)
-
-    # Numba's, by way of the block's manager.
-    syncthreads_count = numba_kernel.BlockThread.syncthreads_count
-    syncthreads_and = numba_kernel.BlockThread.syncthreads_and
-    syncthreads_or = numba_kernel.BlockThread.syncthreads_or
-
-    @property
-    def _manager(self):
-        return self.turns
-
-    def whole(self):
-        """Runs the thread from its first turn to its end. -> the thread that runs next, or None after the last one."""
-        now.thread = self
+    def _whole(self, body):
+        """From the thread's first turn to its end."""
+        if self.turns.over:
+            return
         try:
-            if not self.turns.over:
-                self.body()
-                self._check_end()
+            if now.follow is not None:
+                sys.settrace(now.follow)
+            yield from driven(body())
+            self._check_end()
         except Abandoned:
             pass
         except BaseException as error:  # pytest's are no Exceptions
             self.turns.fail(error, self)
-        return self.turns.leave(self)
+        finally:
+            if sys.gettrace() is not None:
+                sys.settrace(None)
 
     def _check_end(self):
+        self.check_not_paused()
         seen = vars(self)
         if seen.get("stores") or seen.get("store_groups"):
             raise InstructionError("leaves the kernel without tma.wait_group_read for what it stores", self)
@@ -87,91 +69,65 @@ class Thread:
         if self.warpgroup.products or self.warpgroup.product_groups:
             raise InstructionError("leaves the kernel without wgmma.wait_group for all products", self)
 
+    def check_not_paused(self):
+        """An error after an instruction that had to wait in a place where Python cannot stand still."""
+        if self.paused:
+            raise InstructionError(
+                "went on without waiting: the simulator can stop only in functions whose source it finds as it was "
+                "imported, and not in a comprehension (pytest changes functions with an `assert`)"
+            )
 
-class OnGreenlet(Thread):
-    _greenlet = None  # until it has its first turn
+    def frames(self):
+        """[(file, line)] of where the thread stands, from the innermost function to the kernel."""
+        found = []
+        if self.steps.gi_running:
+            frame = sys._getframe()
+            while frame is not None and frame is not self.steps.gi_frame:
+                found.append((frame.f_code.co_filename, frame.f_lineno))
+                frame = frame.f_back
+            return found
+        steps = self.steps
+        while isinstance(steps, Pause) and steps.gi_frame is not None:
+            found.append((steps.gi_frame.f_code.co_filename, steps.gi_frame.f_lineno))
+            steps = steps.gi_yieldfrom
+        return found[::-1]
 
-    def _start(self):
-        """The first turn, on a greenlet of its own. -> who runs next, or None."""
-        self._greenlet = greenlet.greenlet(self._run)
-        self._greenlet.gr_context = contextvars.copy_context()  # NumPy 2 has its error state there
-        return self._greenlet.switch()
+    def syncthreads(self):
+        return self.block.syncthreads(self)
 
-    def _run(self):
-        thread, following = self, self.whole()
-        while following is not None and following._greenlet is None:  # on this greenlet, which is free now
-            following._greenlet, thread = thread._greenlet, following
-            following = thread.whole()
-        return following
+    def syncthreads_count(self, value):
+        return self.block.vote(self, value, lambda votes: sum(map(bool, votes)))
 
-    def hand_on(self, following):
-        """The following thread runs; returns when somebody hands on to this one."""
-        if following._greenlet is None:  # starts in run_all: Python counts how deep calls are from where it starts
-            self._greenlet.parent.switch(following)
-        else:
-            following._greenlet.switch()
-        now.thread = self
+    def syncthreads_and(self, value):
+        return self.block.vote(self, value, lambda votes: int(all(votes)))
 
-    def standing_frame(self):
-        return self._greenlet.gr_frame
-
-    @staticmethod
-    def run_all(threads, first):
-        """Until all have ended. An exception here, which no kernel raised (Ctrl-C), leaves them as they are."""
-        try:
-            while first is not None:  # back at the end of any thread, and for each first turn
-                first = first._start() if first._greenlet is None else first._greenlet.switch()
-        finally:
-            now.thread = None
+    def syncthreads_or(self, value):
+        return self.block.vote(self, value, lambda votes: int(any(votes)))
 
 
-class OnThread(Thread, threading.Thread):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.daemon = True
-        self._turn = threading.Lock()
-        self._turn.acquire()
+def pause(thread, then=None):
+    """-> what a stand-in gives in place of its value when the thread has to wait: it ends when the thread goes on.
 
-    def hand_on(self, following):
-        following._turn.release()
-        self._turn.acquire()
-        now.thread = self
-
-    def standing_frame(self):
-        return sys._current_frames().get(self.ident)
-
-    def run(self):
-        self._turn.acquire()
-        with np.errstate(all="ignore"):
-            following = self.whole()
-        (self._all_ended if following is None else following._turn).release()
-
-    @staticmethod
-    def run_all(threads, first):
-        all_ended = threading.Lock()
-        all_ended.acquire()
-        for thread in threads:
-            thread._all_ended = all_ended
-            thread.start()
-        try:
-            first._turn.release()
-            all_ended.acquire()
-        except BaseException:  # Ctrl-C
-            first.turns.over = True
-            raise
-        finally:
-            for thread in threads:
-                thread.join(timeout=10 if first.turns.over else None)
-            now.thread = None
+    then() -> the value.
+    """
+    thread.check_not_paused()
+    thread.paused = True
+    return _pausing(thread, then)
 
 
-def kind():
-    """OnGreenlet where nobody follows threads of Python's and greenlet is there, else OnThread."""
-    return OnThread if greenlet is None or _traced() else OnGreenlet
+def _pausing(thread, then):
+    follow = sys.gettrace()
+    if follow is not None:
+        sys.settrace(None)  # before Python says that these functions return, which they do not
+    yield
+    now.thread, thread.paused, thread.waits_for = thread, False, None
+    if follow is not None:
+        sys.settrace(follow)
+    if thread.turns.over:
+        raise Abandoned
+    return None if then is None else then()
 
 
-def _traced():
-    """Whether a debugger, a trace or the like would follow the threads that are started now."""
-    monitoring = getattr(sys, "monitoring", None)  # since Python 3.12, where debuggers may use it
-    by_debugger = monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None
-    return by_debugger or sys.gettrace() is not None or threading.gettrace() is not None
+def driven(given):
+    """The value of a stand-in that another one calls: yield from driven(...)."""
+    return (yield from given) if type(given) is Pause else given

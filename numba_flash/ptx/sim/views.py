@@ -1,13 +1,10 @@
 """The bits of a number as another type, x.view(np.float32), in a fifth of the time that NumPy takes.
 
-A method of NumPy's numbers cannot be replaced. So a function of a kernel gets the code of the same lines in which a
-function of this file is called instead. It does so only where its own code is what its file says, and only during a
-launch.
+A method of NumPy's numbers cannot be replaced. So in a kernel's functions a function of this file is called instead
+(resumable.py), during a launch.
 """
 
 import ast
-import functools
-from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -30,35 +27,10 @@ def _viewer(kind: Any) -> Any:
     return view
 
 
-NAMES = {f"__view_{kind.__name__}": _viewer(kind) for kind in KINDS}  # what the code of `faster` asks its module for
+NAMES = {f"__view_{kind.__name__}": _viewer(kind) for kind in KINDS}  # what the code asks its module for
 
 
-def faster(code: CodeType) -> CodeType:
-    """The code of a kernel's function, with calls of this file's functions."""
-    return _codes(code.co_filename).get(code, code)
-
-
-@functools.cache
-def _codes(path: str) -> dict[CodeType, CodeType]:
-    """{code of a function in this file: the code that is faster}"""
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except OSError:  # typed at a prompt
-        return {}
-    if ".view(np." not in text:
-        return {}
-    given, other = (compile(x, path, "exec") for x in (ast.parse(text), _Views().visit(ast.parse(text))))
-    return {one: two for one, two in _pairs(given, other) if one != two}
-
-
-def _pairs(one: CodeType, two: CodeType) -> Any:
-    yield one, two
-    for pair in zip(*([x for x in code.co_consts if isinstance(x, CodeType)] for code in (one, two)), strict=True):
-        yield from _pairs(*pair)
-
-
-class _Views(ast.NodeTransformer):
+class Views(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         match node:

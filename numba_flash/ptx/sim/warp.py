@@ -49,12 +49,15 @@ def together(instruction, compute, given, group="warp"):
     group.given[lane] = given
     group.came.append(thread)
     if len(group.came) < group.size:
-        thread.turns.wait(thread, instruction[0])
-    else:
-        group.results = compute(group, group.given)
-        came, group.came = group.came, []
-        thread.turns.wake_all(came[:-1])
-    # Those of the next instruction come when all lanes have taken theirs.
+        return thread.turns.wait(thread, instruction[0], lambda: _result(group, lane))
+    group.results = compute(group, group.given)
+    came, group.came = group.came, []
+    thread.turns.wake_all(came[:-1])
+    return _result(group, lane)
+
+
+def _result(group, lane):
+    """Those of the next instruction come when all lanes have taken theirs."""
     return None if group.results is None else group.results[lane]
 
 

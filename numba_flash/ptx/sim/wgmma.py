@@ -88,7 +88,7 @@ def a_of_registers(registers, kind):
 
 
 def commit_group():
-    together(("wgmma.commit_group",), _commit, None, "warpgroup")
+    return together(("wgmma.commit_group",), _commit, None, "warpgroup")
 
 
 def _commit(group, given):
@@ -106,7 +106,7 @@ def wait_group(newest):
                 _finish(group, product, [*done, *_running(group)])
 
     def wait():
-        together(("wgmma.wait_group", newest), compute, None, "warpgroup")
+        return together(("wgmma.wait_group", newest), compute, None, "warpgroup")
 
     return wait
 
@@ -126,7 +126,7 @@ def product_shared(n, kind, a_offsets, b_offsets, b_trans):
     compute = _compute(n, kind, _a_in_shared(kind, a_offsets), b_offsets, b_trans)
 
     def product(acc, a, b, accumulate):
-        together(name, compute, (acc, a, b, accumulate), "warpgroup")
+        return together(name, compute, (acc, a, b, accumulate), "warpgroup")
 
     return product
 
@@ -138,7 +138,7 @@ def product_registers(n, kind, b_offsets, b_trans):
     compute = _compute(n, kind, _a_in_registers(kind, a_steps), b_offsets, b_trans)
 
     def product(acc, a, b, accumulate):
-        together(name, compute, (acc, a, b, accumulate), "warpgroup")
+        return together(name, compute, (acc, a, b, accumulate), "warpgroup")
 
     return product
 
@@ -149,7 +149,7 @@ def new_product_shared(n, kind, a_offsets, b_offsets, b_trans):
     compute = _compute(n, kind, _a_in_shared(kind, a_offsets), b_offsets, b_trans)
 
     def product(acc, a, b):
-        together(name, compute, (acc, a, b, 0), "warpgroup")
+        return together(name, compute, (acc, a, b, 0), "warpgroup")
 
     return product
 
@@ -160,7 +160,7 @@ def new_product_registers(n, kind, a_steps, b_offsets, b_trans):
     compute = _compute(n, kind, _a_in_registers(kind, a_steps), b_offsets, b_trans)
 
     def product(acc, a, b):
-        together(name, compute, (acc, a, b, 0), "warpgroup")
+        return together(name, compute, (acc, a, b, 0), "warpgroup")
 
     return product
 

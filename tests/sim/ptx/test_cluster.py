@@ -4,7 +4,7 @@ import inspect
 
 import numpy as np
 import pytest
-from helpers.instructions import launch, misuse
+from helpers.instructions import compiled, launch, misuse
 from numba import cuda
 
 from numba_flash.ptx.sim import cluster, ld_st, mbarrier, memory, shared
@@ -77,7 +77,7 @@ def test_what_is_forgotten_when_blocks_give_is_named(right, wrong, match):
     text = inspect.getsource(give_each_other)
     assert text.count(right) == 1
     names = dict(globals())
-    exec(text.replace(right, wrong), names)
+    compiled(text.replace(right, wrong), names)
     with pytest.raises(InstructionError, match=match):
         launch(names["give_each_other"], 2, np.zeros((2, 9), np.uint32), shared_bytes=96, blocks=2, in_cluster=2)
 

@@ -1,7 +1,7 @@
 """cp.async: copies to shared memory, and copies that are read or written over too early."""
 
 import numpy as np
-from helpers.instructions import launch, misuse
+from helpers.instructions import holds, launch, misuse
 from numba import cuda
 
 from numba_flash.arrays.making import aligned_memory
@@ -23,11 +23,11 @@ def test_cp_async():
         cp_async.commit_group()
         cp_async.wait_group(1)()
         cuda.syncthreads()
-        assert smem[64 + 16 * i] == 0xFF  # the newer group is not there
+        holds(smem[64 + 16 * i] == 0xFF)  # the newer group is not there
         for x in range(16):
             out[16 * i + x] = smem[16 * (3 - i) + x]
         cp_async.wait_group(0)()
-        assert smem[64 + 16 * i] == 16 * i
+        holds(smem[64 + 16 * i] == 16 * i)
 
     out = np.zeros((4, 16), np.uint8)
     launch(kernel, 4, source, out, shared_bytes=128)
@@ -46,7 +46,7 @@ def test_cp_async_of_a_few_bytes():
         cp_async.small_copy(8)(at + 8 * i, memory.address(source, 10**9 if i == 2 else 8 * i), (8, 4, 0, 8)[i])
         cp_async.small_copy(4)(at + 32 + 4 * i, memory.address(source, 4 * i), 4)
         cp_async.commit_group()
-        assert smem[8 * i] == smem[32 + 4 * i] == 0xFF
+        holds(smem[8 * i] == smem[32 + 4 * i] == 0xFF)
         cp_async.wait_group(0)()
         cuda.syncthreads()
         for x in range(12):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers.instructions import BASE, launch, misuse
+from helpers.instructions import BASE, compiled, launch, misuse
 from numba import cuda
 
 from numba_flash.ptx.sim import ld_st, mbarrier, shared
@@ -43,9 +43,13 @@ def test_mbarrier_phases_and_their_parity():
     ],
 )
 def test_misused_mbarriers(steps, match):
+    names = dict(vars(mbarrier))
+    compiled(f"def steps(b): {steps}", names)
+    does = names["steps"]
+
     def kernel():
         smem = cuda.shared.array(0, np.dtype(np.uint8))
-        exec(steps, {**vars(mbarrier), "b": shared.address(smem)})
+        does(shared.address(smem))
 
     misuse(kernel, 1, match=match, thread=0, shared_bytes=64)
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers.instructions import launch, misuse
+from helpers.instructions import holds, launch, misuse
 from numba import cuda
 
 from numba_flash.arrays.making import aligned_memory
@@ -31,28 +31,28 @@ def test_shared_and_global_accesses():
         for x in range(4):
             values[1 + x] = 4 * i + x
         ld_st.store_v4(at, values, 1)
-        assert smem[4 * i + 2] == 4 * i + 2
+        holds(smem[4 * i + 2] == 4 * i + 2)
         ld_st.store_b32(at + 4, 100 + i)
         values[0] = ld_st.load_b32(at + 4)
         ld_st.load_v4(values, 1, at)
-        assert values[0] == values[2] == 100 + i
+        holds(values[0] == values[2] == 100 + i)
         ld_st.store_b32(shared.address(fixed) + 4 * i, 5)
         memory.store_v4(memory.address(out, 4 * i), values, 1)
         memory.store_b32(memory.address(out, 4 * i + 3), 7)
         memory.store_b16(memory.address(half, i), 0xABCD0000 + i)
-        assert memory.address(None, 3) == 0
+        holds(memory.address(None, 3) == 0)
         memory.add(memory.address(atoms, 0), 2)
         memory.load_v4(values, 1, memory.address(two, 4))
-        assert values[1:].tolist() == [4, 5, 6, 7]
+        holds(values[1:].tolist() == [4, 5, 6, 7])
         memory.load_v2_if(values, 2, memory.address(two, 2), i < 4)
-        assert values[1:].tolist() == ([4, 2, 3, 7] if i < 4 else [4, 0, 0, 7])
+        holds(values[1:].tolist() == ([4, 2, 3, 7] if i < 4 else [4, 0, 0, 7]))
         # Behind the end nothing is read where the condition does not hold.
-        assert memory.load_b32_if(memory.address(two, i + 4), i < 4) == (i + 4 if i < 4 else 0)
-        assert memory.load_b16_if(memory.address(two, i), 1) == i
-        assert memory.load_f64_if(memory.address(wide, i + 4), i < 4) == (i + 4.5 if i < 4 else 0)
+        holds(memory.load_b32_if(memory.address(two, i + 4), i < 4) == (i + 4 if i < 4 else 0))
+        holds(memory.load_b16_if(memory.address(two, i), 1) == i)
+        holds(memory.load_f64_if(memory.address(wide, i + 4), i < 4) == (i + 4.5 if i < 4 else 0))
         if i == 7:
             values[0] = memory.exchange(memory.address(atoms, 1), 9)
-            assert values[0] == 1
+            holds(values[0] == 1)
 
     out, half, atoms = np.zeros((8, 4), np.uint32), np.zeros(8, np.uint16), np.array([1, 1], np.uint32)
     launch(kernel, 8, out, half, atoms, np.arange(8, dtype=np.uint32), np.arange(8) + 0.5, shared_bytes=128)
