@@ -245,6 +245,13 @@ def test_functions_and_block_masks_made_in_a_graph(in_graph):
     torch.testing.assert_close(in_graph(run)(SLOPES), run(SLOPES), rtol=0, atol=0)
 
 
+def test_what_makes_block_masks_is_torchs_own():
+    from numba_flash.compat import flex_attention as ours
+
+    for name in ("BlockMask", "create_block_mask", "and_masks", "or_masks"):
+        assert getattr(ours, name) is getattr(flex, name)
+
+
 def with_if(score, b, h, q_idx, kv_idx):
     return score if q_idx >= kv_idx else score * 2
 
