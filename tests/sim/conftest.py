@@ -15,6 +15,7 @@ from numba_flash.dispatch import backward as dispatch_backward
 from numba_flash.dispatch import forward as dispatch_forward
 from numba_flash.ptx.sim import now
 from numba_flash.ptx.sim import wgmma as sim_wgmma
+from numba_flash.ptx.sim.thread import driven
 from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select import backward_tiles, rungs, tiles
 from numba_flash.select.tiles import BY_ELEMENT
@@ -142,8 +143,8 @@ def slow_products(monkeypatch):
     def late(instruction, *given):
         if instruction[0] == "wgmma.wait_group":
             for _ in range(3):
-                now.current().turns.let_others_run(now.current())
-        together(instruction, *given)
+                yield from driven(now.current().turns.let_others_run(now.current(), None))
+        return (yield from driven(together(instruction, *given)))
 
     monkeypatch.setattr(sim_wgmma, "together", late)
 

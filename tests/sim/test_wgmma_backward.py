@@ -36,6 +36,7 @@ from numba_flash.kernels.wgmma import backward_block_tiles, backward_dq_sums
 from numba_flash.ptx import griddepcontrol
 from numba_flash.ptx.sim import now, special, wgmma
 from numba_flash.ptx.sim.errors import InstructionError
+from numba_flash.ptx.sim.thread import driven
 from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select import backward_tiles
 
@@ -297,8 +298,8 @@ def test_dk_waits_for_the_other_warpgroup(rung, one_kernel, monkeypatch, key_til
         me = now.current()
         if instruction == ("wgmma.wait_group", 0) and special.thread_index() >= 256:
             for _ in range(200):
-                me.turns.let_others_run(me)
-        together(instruction, *given)
+                yield from driven(me.turns.let_others_run(me, None))
+        return (yield from driven(together(instruction, *given)))
 
     monkeypatch.setattr(wgmma, "together", late)
     monkeypatch.setattr(launch, "blocks_at_a_time", lambda _: 1)

@@ -154,15 +154,15 @@ def _leave(target, source, count, adds):
 
 
 def store_bytes(target, source, count):
-    _leave(target, source, count, None)
+    return _leave(target, source, count, None)
 
 
 def add_bytes(target, source, count):
-    _leave(target, source, count, np.float32)
+    return _leave(target, source, count, np.float32)
 
 
 def add_bytes_f64(target, source, count):
-    _leave(target, source, count, np.float64)
+    return _leave(target, source, count, np.float64)
 
 
 def _check_known(mbarrier):
