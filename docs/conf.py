@@ -26,7 +26,7 @@ myst_heading_anchors = 3
 shutil.copytree(
     ROOT / "examples",
     ROOT / "docs" / "examples",
-    ignore=shutil.ignore_patterns("demo", "distributed"),
+    ignore=shutil.ignore_patterns("comfyui", "demo", "distributed", "pipelines"),
     dirs_exist_ok=True,
 )
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
