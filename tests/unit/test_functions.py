@@ -206,8 +206,8 @@ def test_the_disk_cache_knows_the_function():
     def config(factor):
         return select.config_of("v2", problem(score_mod=Function.of("score_mod", made(factor))), HOPPER)
 
-    assert gpu._key(config(2.0), "sm_90a") == gpu._key(config(2.0), "sm_90a")
-    assert gpu._key(config(2.0), "sm_90a") != gpu._key(config(3.0), "sm_90a")
+    assert gpu.key(config(2.0), "sm_90a") == gpu.key(config(2.0), "sm_90a")
+    assert gpu.key(config(2.0), "sm_90a") != gpu.key(config(3.0), "sm_90a")
 
 
 @pytest.mark.parametrize("kernel", ["mma", "wgmma"])
