@@ -203,7 +203,7 @@ def make(config):
     rings = pipeline.of_forward(config)
     fetch_bias = bias_boxes.make(config, 64).fetch
     maps_address = tma.parameter("numba_flash_wgmma")
-    work = query_tiles(config)
+    work, start = query_tiles(config), pipeline.starter_of_forward(config, 1)
     walk, packed = tile_walk.make(config), config.packed
 
     @inlined
@@ -285,13 +285,14 @@ def make(config):
                     rings.asked.producer_commit(base, i, alone or behind_j == begin)
                 else:
                     rings.asked.producer_commit(base, i, j == ask_at)
-                source, next_j = work_tile, int32(behind_j if walk.present else j - 1)
+                # In the order of the products: the next K before this V, but behind it if it is the next query tile's.
                 if j == begin:
+                    load_v(base, n, j, work_tile)
                     rings.tiles.consumer_wait(base, int32(i + 1))
-                    source, next_j = next_tile, int32(word_alone(next_tile, STOP) - 1)
-                # The next K, possibly of the next query tile, comes before this V: this is the order of the products.
-                load_k(base, int32(n + 1), next_j, source)
-                load_v(base, n, j, work_tile)
+                    load_k(base, int32(n + 1), int32(word_alone(next_tile, STOP) - 1), next_tile)
+                else:
+                    load_k(base, int32(n + 1), int32(behind_j if walk.present else j - 1), work_tile)
+                    load_v(base, n, j, work_tile)
                 n = int32(n + 1)
                 j = int32(behind_j if walk.present else j - 1)
             i = int32(i + 1)
@@ -319,4 +320,11 @@ def make(config):
             rings.tiles.consumer_wait(base, i)
             work_tile = rings.work_tile(base, i)
 
-    return named(schedule, produce, produce_bias, set_up=pipeline.starter_of_forward(config, 1))
+    @inlined
+    def set_up(base):
+        """By one thread, before a barrier."""
+        for number in range(config.tensor_maps):
+            tma.prefetch(maps_address() + 128 * number)
+        start(base)
+
+    return named(schedule, produce, produce_bias, set_up)
