@@ -117,6 +117,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
         "tile_m tile_n warp_rows q_registers blocks_per_sm rescale_threshold",
         at(64, 64, 64, 16, False, 4, 0),
         at(128, 64, 64, 16, False, 2, 0),
+        only_tile=True,
     ),
     "mma_float32": table(
         "tile_m tile_n column_groups blocks_per_sm",
