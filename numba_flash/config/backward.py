@@ -68,6 +68,7 @@ class WalkConfig(OwnRows, Padded, Config):
 
     stages = 1
     with_dq = False
+    only_tile = False
     of_product = True
 
     def _check_warps(self) -> None:
@@ -120,6 +121,7 @@ class WalkConfig(OwnRows, Padded, Config):
         own row needs (RowState in kernels/mma/backward_scores.py), the state of the block and the end.
 
         Gradients in 16 bits are staged in the place of the own tiles; without dS there is no V, and dV takes K's place.
+        With an only tile dS is in the place of V, whose rows no other warp reads, and dQ in that of dO.
         """
         own_s, own_dp, other_s, other_dp = self.tiles()
         own = dict(own_s=own_s, own_dp=own_dp) if self.of_ds else dict(own_s=max(own_s, own_dp), own_dp=0)
@@ -129,7 +131,14 @@ class WalkConfig(OwnRows, Padded, Config):
         p, dq = scores * self.of_p * (size > 2), other_s * self.with_dq  # in 16 bits P and dS have one place
         rows = self.stages * 2 * max(size, 4) * self.tile_m * self.of_keys
         of_rows = (8 if self.of_keys else 16 * max(size // 4, 1)) * self.own_rows
-        return layout(**own, **other, p=p, ds=scores * self.of_ds, dq=dq, rows=rows, of_rows=of_rows, state=6 * 16)
+        behind = dict(rows=rows, of_rows=of_rows, state=6 * 16)
+        if self.only_tile:
+            places = own | dict(
+                own_dp=max(own_dp, scores), other_s=other_s, other_dp=max(other_dp, dq), p=0, ds=0, dq=0
+            )
+            plan = layout(**places, **behind)
+            return plan._replace(ds=plan.own_dp, dq=plan.other_dp)
+        return layout(**own, **other, p=p, ds=scores * self.of_ds, dq=dq, **behind)
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -199,17 +208,34 @@ class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
 
 @dataclass(frozen=True)
 class MmaOneKeyTileConfig(MmaDkdvConfig):
-    """The same where a block's tile has all keys of a head: it computes dQ, too."""
+    """The same where a block's tile has all keys of a head: it computes dQ, too.
+
+    delta: that of backward_preprocess, whose work the block does itself if a head has one tile of queries.
+    """
+
+    delta: PreprocessConfig | None = None
 
     with_dq = True
     kernel = "mma_one_key_tile"
-    takes = abi.backward("dq dk dv", mask=abi.MASK_BITS_OF_KEYS)
     reads_states = False
 
     def __post_init__(self) -> None:
         alone = self.of_dk and self.of_dv and self.column_groups == self.stages == 1
         check(alone, "one kernel needs of_dk, of_dv, column_groups=1 and stages=1")
         super().__post_init__()
+
+    @property
+    def takes(self) -> abi.Parameters:  # type: ignore[override]
+        own = abi.backward("dq dk dv", mask=abi.MASK_BITS_OF_KEYS)
+        return own.plus("o lse dlse", strides="o dlse") if self.only_tile else own
+
+    @property
+    def only_tile(self) -> bool:  # type: ignore[override]
+        """Whether the block has one tile of queries, and the work of backward_preprocess."""
+        return self.delta is not None
+
+    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+        return self.delta.workspace(problem) if self.delta else {}
 
 
 @dataclass(frozen=True)

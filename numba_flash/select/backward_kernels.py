@@ -88,9 +88,11 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     """mma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if ITEM_SIZE[problem.forward.dtype] > 2:
         return _with_sums(problem, target, _mma_wide(problem, target))
-    ends = shared.head_sums(problem, target, of_blocks=True)
+    start, ends = [shared.preprocess_config(problem, target)], shared.head_sums(problem, target, of_blocks=True)
     if rows := shared.one_key_tile(problem, target):
-        own = shared.best(mma.MmaOneKeyTileConfig, rows, problem, target)
+        only = shared.only_tile(problem, target)
+        delta = dataclasses.replace(start.pop(), most_rows=1) if only else None  # whatever the number of heads
+        own = shared.best(mma.MmaOneKeyTileConfig, only or rows, problem, target, delta=delta)
     else:
         rows = shared.usable("mma_dkdv", problem, target)
         if not {"dk", "dv"} <= set(problem.wanted):
@@ -99,7 +101,7 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
         if "dq" in problem.wanted:
             own += shared.best(mma.MmaDqConfig, shared.usable("mma_dq", problem, target), problem, target)
     made = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
-    return _with_sums(problem, target, (shared.preprocess_config(problem, target), *made, *ends), narrow=True)
+    return _with_sums(problem, target, (*start, *made, *ends), narrow=True)
 
 
 def _mma_wide(problem: BackwardProblem, target: Target) -> Configs:

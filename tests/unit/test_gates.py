@@ -13,6 +13,7 @@ Those that will compile are marked slow.
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import subprocess
 import time
@@ -221,6 +222,10 @@ DEPENDS = {
     "mma_one_key_tile-64-16x16-reading": "spills 884 bytes on sm_80 with 13.5",
     "mma_one_key_tile-64-16x16-rich": "spills 636 bytes on sm_80 with 13.5",
     "mma_one_key_tile-64-64x64-both": "spills 32 bytes on sm_80 with 13.5",
+}
+DEPENDS |= {
+    f"mma_only_tile-{head_dim}-{n}x{n}{words}": "spills up to 376 bytes on sm_80 with 13.5; an A100 has rows of its own"
+    for head_dim, n, words in itertools.product((64, 128), (64, 32, 16), ("", "-rich", "-reading", "-both"))
 }
 
 
@@ -745,19 +750,22 @@ def short_wide_gates():
 
 
 def one_key_tile_gates():
-    """All gradients where all keys of a head are in one tile, which shrinks to the lengths."""
-    for row in rows(backward_tiles.TABLES, "mma_one_key_tile"):
-        for n in (64, 32, 16):
+    """All gradients where all keys of a head are in one tile, which shrinks to the lengths: of two heads that share it,
+    and of one whose queries have one tile, too."""
+    for table, heads_kv in (("mma_one_key_tile", 1), ("mma_only_tile", 2)):
+        of_all = rows(backward_tiles.TABLES, table)
+        plain = {row.head_dim for row in of_all if row.plain}
+        for row, n in itertools.product(of_all, (64, 32, 16)):
             read = dict(bias=empty(n, n, dtype="float32"), mask=empty(n, n, dtype="bool"), bias_aligned=True)
             served = {"-rich": OPTIONS, "-reading": OPTIONS | read, "-both": FUNCTIONS_OF["both"]}
-            plain_too = row.plain or row.head_dim <= 64
-            served = ({"": {}} if plain_too else {}) | ({} if row.plain else served)
+            served = ({} if row.head_dim in plain and not row.plain else {"": {}}) | ({} if row.plain else served)
             for words, given in served.items():
                 dtype = "bfloat16" if words else "float16"
-                arrays = dict.fromkeys(("do", "q", "k", "v", "o"), empty(1, 2, n, row.head_dim, dtype=dtype))
+                arrays = dict.fromkeys(("do", "q", "o"), empty(1, 2, n, row.head_dim, dtype=dtype))
+                arrays |= dict.fromkeys("kv", empty(1, heads_kv, n, row.head_dim, dtype=dtype))
                 arrays |= dict(dtype=dtype, lse=empty(1, 2, n, dtype="float32"))
-                (config,) = of_gradients({"mma_one_key_tile": row}, **arrays, **given)
-                yield f"mma_one_key_tile-{row.head_dim}-{config.tile_m}x{config.tile_n}{words}", config
+                (config,) = of_gradients({table: row}, **arrays, **given)
+                yield f"{table}-{row.head_dim}-{config.tile_m}x{config.tile_n}{words}", config
 
 
 def by_element_gates():
