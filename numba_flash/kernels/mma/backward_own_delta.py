@@ -4,8 +4,6 @@ They go to shared memory, in the order of kernels/steps/lse_delta.py. They also 
 computed again read them there, and so do the kernels behind. Used by backward.py with config.delta.
 """
 
-import dataclasses
-
 import numpy as np
 from numba import int32
 
@@ -19,10 +17,8 @@ from . import backward_preprocess
 def make(config):
     """-> start(smem, sequence, h, arrays, strides, sizes), a device function, for the only tile of queries of head h.
     The caller owes a barrier."""
-    lanes, most = config.delta.lanes, config.tile_m * config.delta.lanes // config.threads
-    # Lanes share no more rows than leave some for each warp.
-    delta = dataclasses.replace(config.delta, threads=config.threads, most_rows=min(max(most, 1), 4))
-    count, rows_at = delta.rows_of_lanes, backward_preprocess.of_rows(delta)
+    delta, rows_at = config.own_delta, backward_preprocess.of_rows(config.own_delta)
+    lanes, count = delta.lanes, delta.rows_of_lanes
     at_a_time = config.threads // lanes * count
 
     @inlined
