@@ -154,11 +154,8 @@ DEPENDS = {
     "wgmma-64-192x128-parts": "spills 12 bytes, those of the scheduler, whose thread has 32 registers",
     "wgmma-64-192x112-sloped": "spills 24 bytes since the outputs have a file of their own",
     "wgmma-64-192x112-sloped-alibi": "spills 28 bytes since the outputs have a file of their own",
-    # The two kernels below were measured on an H200 alone, where they spill little or nothing. Nobody has measured what
+    # The kernel below was measured on an H200 alone, where it spills little or nothing. Nobody has measured what
     # the spills cost on older GPUs, nor other numbers of blocks there.
-    "mma_short-64-64x64-reading": "spills 40 to 116 bytes on every GPU with 13.5",
-    "mma_short-64-32x32-reading": "spills 8 bytes on sm_80, sm_86 and sm_89 with 13.5",
-    "mma_short-64-16x16-reading": "spills 8 bytes on sm_80, sm_86 and sm_89 with 13.5",
     "mma_one_key_tile-32-64x64": "spills 104 bytes on sm_80 with 13.5",
     "mma_one_key_tile-32-64x64-rich": "spills 284 bytes on sm_80 with 13.5",
     "mma_one_key_tile-32-64x64-reading": "spills 4 to 452 bytes on sm_80 and sm_90a with 13.5",
