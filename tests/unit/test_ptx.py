@@ -60,6 +60,7 @@ def test_every_function_has_a_stand_in_with_the_same_parameters(family):
 # of float32 and uint32, x: a float32, i: an int32. A function that another makes is called as made[...]().
 USES = {
     "approx.ceil": ("cvt.rpi.f32.f32", "f[0] = approx.ceil(x)"),
+    "approx.ceil_f64": ("cvt.rpi.f64.f64", "f[0] = float32(approx.ceil_f64(float64(x)))"),
     "approx.ex2": ("ex2.approx.ftz.f32", "f[0] = approx.ex2(x)"),
     "approx.lg2": ("lg2.approx.ftz.f32", "f[0] = approx.lg2(x)"),
     "approx.rcp": ("rcp.approx.ftz.f32", "f[0] = approx.rcp(x)"),

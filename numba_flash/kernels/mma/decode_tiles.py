@@ -2,7 +2,7 @@
 
 Where a row of K or V lies is looked up by one thread, a tile ahead of the copies, and noted in shared memory as an
 address; 0 is no row. Those that a thread copies lie side by side, and are loaded two at a time. A tile of K or V is
-config.KEY_WARPS tiles of config.tile_n keys, one for each key warp.
+config.key_warps tiles of config.tile_n keys, one for each key warp.
 
 Keys before the first one that a row of the block sees and behind the last are not read: the pages of a window's past
 may belong to others by now. Numbers of pages that do not exist are zeros.
@@ -90,7 +90,7 @@ def make(config, sequence_of):
             ld_st.store_v2(int32(places + stage * stage_places + at * 8), two, 0)
 
     def of_rows(columns, head_dim):
-        pieces, tile = columns * size // piece, tile_bytes(warp_keys, columns)
+        pieces, tile = columns * size // piece, tile_bytes(warp_keys, columns, size)
         # As in steps/async_tiles.py: if a thread keeps its column, its places are constants apart.
         rows_a_step, steps = threads // pieces, -(-keys * pieces // threads)
         regular = threads % pieces == 0 and keys % (2 * rows_a_step) == 0  # powers of 2
@@ -137,7 +137,7 @@ def make(config, sequence_of):
         return load, note
 
     (load_k, k_note), (load_v, v_note) = of_rows(columns, config.head_dim), of_rows(columns_v, config.head_dim_v)
-    v_at = tile_bytes(keys, columns)
+    v_at = tile_bytes(keys, columns, size)
 
     @inlined
     def load_keys(ring, places, stage):

@@ -220,6 +220,7 @@ def _sequence(config):
     """-> sequence_of(b, arrays, strides, sizes). Lengths are clamped to the room of a sequence: they are on the
     device."""
     packed, csr, q_start_of = config.packed, config.pages == "csr", sequence.first_position(config)
+    keys_of = sequence.valid_keys(config)
     indices, indptr, by_indices, by_indptr = pages.places_of_pages(config)
 
     @inlined
@@ -229,7 +230,7 @@ def _sequence(config):
             total, by = strides[by_indices][0], strides[by_indptr][1]
             first = max(int64(arrays[indptr][b * by]), 0)
             room = min(max(min(int64(arrays[indptr][(b + 1) * by]), total) - first, 0) * sizes.page, room)
-        keys = min(max(int64(arrays.seqlens_k[b * strides.seqlens_k]), 0), room)
+        keys = keys_of(b, room, arrays, strides)
         entry, first_query, queries, rows, count = int64(b), int64(0), sizes.seqlen_q, sizes.seqlen_q, int64(0)
         if packed:
             first_query, queries = sequence.span(
