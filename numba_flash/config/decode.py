@@ -118,6 +118,13 @@ class DecodeConfig(TensorConfig):
         return dataclasses.replace(self, pages="own", members=1)
 
     @property
+    def lane_rows(self) -> int:
+        """Of those of a warp: one of each 16 that a lane could have two of, where a tile has 8 at most. Then numbers of
+        O are told apart by columns alone, four at a time."""
+        few = self.stack_rows <= 8 and self.head_dim_v_padded % (16 * self.key_warps) == 0
+        return 1 if few else self.warp_rows // 8
+
+    @property
     def stage_bytes(self) -> int:
         columns = self.head_dim_padded, self.head_dim_v_padded
         return sum(tile_bytes(self.keys, of_row, self.item_size) for of_row in columns)
@@ -165,7 +172,7 @@ class DecodeConfig(TensorConfig):
     @property
     def node_numbers(self) -> int:
         """A thread's numbers of a node: its part of O, and m and l of its rows."""
-        return (self.warp_rows // 16) * (self.head_dim_v_padded // (2 * self.key_warps) + 4)
+        return self.lane_rows * (self.head_dim_v_padded // (4 * self.key_warps) + 2)
 
     @property
     def slot_numbers(self) -> int:

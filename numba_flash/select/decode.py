@@ -13,7 +13,9 @@ from .rungs import RUNGS, no_room, no_tensor_cores
 if TYPE_CHECKING:
     from ..config.decode import DecodeConfig
 
-FEW_ROWS = 64  # of a KV head: with more, a contiguous cache is for the kernels of `attention`
+# Rows of a KV head: with more, a contiguous cache is for the kernels of `attention`. In float32 and float64 they are one
+# tile of a product. With more or wider rows products take longer than memory, and those are done sooner with a batch.
+FEW_ROWS, FEW_WIDE_ROWS, WIDE_COLUMNS = 64, 16, 128
 LEAST_KEYS = 1024  # of a problem of `attention`: with fewer, there is little to share out
 WIDEST = dict(float64=128)  # head_dim, where it is not 256
 SIMULATED_BLOCKS = 4
@@ -28,9 +30,11 @@ def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
     reason = no_tensor_cores(rung, p, target) or rung.not_taken(p)
     if reason is not None:
         return reason
-    if contiguous and rows_of(p) > FEW_ROWS:
-        return f"it is for up to {FEW_ROWS} queries of the heads of a KV head, not {rows_of(p)}"
-    reason = too_wide(p, WIDEST.get(p.dtype, 256)) or no_copies(p, 1, "q or a cache")
+    wide, most = ITEM_SIZE[p.dtype] > 2, WIDEST.get(p.dtype, 256)
+    few = FEW_WIDE_ROWS if wide else FEW_ROWS
+    if contiguous and rows_of(p) > few:
+        return f"it is for up to {few} queries of the heads of a KV head, not {rows_of(p)}"
+    reason = too_wide(p, WIDE_COLUMNS if wide and contiguous else most) or no_copies(p, 1, "q or a cache")
     if reason is None and _fitting(p, "own", target) is None:
         return no_room(p, target, _config(p, "own", target, 16, 2, 1).shared_bytes)
     return reason
@@ -41,8 +45,8 @@ def few_queries(problem: Problem, target: Target) -> "DecodeConfig | None":
     rows wait for memory alone, as they do with a cache. Neither the batch nor the number of heads decides: bits depend
     on it."""
     p = problem
-    few = 0 < rows_of(p) <= FEW_ROWS and p.seqlen_k >= LEAST_KEYS and p.batch > 0 and p.packed is None
-    if not few or ITEM_SIZE[p.dtype] == 2 or p.function("mask_mod") is not None or target.cc is None:
+    many_keys = rows_of(p) and p.batch and p.seqlen_k >= LEAST_KEYS and p.packed is None
+    if not many_keys or ITEM_SIZE[p.dtype] == 2 or p.function("mask_mod") is not None or target.cc is None:
         return None
     return None if refusal(p, target, contiguous=True) else config_of(p, "own", target)
 
@@ -58,6 +62,8 @@ def not_shared(problem: Problem, target: Target) -> str | None:
     """Why decode reads a prefix that sequences share for each of them, or None. It computes the nodes of a prefix
     without knowing whose rows they are of."""
     p = problem
+    if ITEM_SIZE[p.dtype] > 2:
+        return f"prefixes are shared in float16 and bfloat16, not in {p.dtype}"
     of_rows = [name for name, _ in p.uses if name in OF_ROWS] + ["window"] * (p.left is not None)
     if of_rows:
         return f"{', '.join(of_rows)}: scores of a prefix depend on the sequence or the query"

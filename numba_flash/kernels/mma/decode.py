@@ -78,7 +78,8 @@ class Places(NamedTuple):
 
 def make(config):
     scores, plan, tile_n, warp_rows = config.scores, config.shared_layout(), config.tile_n, config.warp_rows
-    strips, rows, group, key_warps = warp_rows // 16, warp_rows // 8, config.group_size, config.key_warps
+    strips, rows, group, key_warps = warp_rows // 16, config.lane_rows, config.group_size, config.key_warps
+    tile_rows = 2 * strips  # those of a lane in products; it has `rows` of them
     o_count, s_count = strips * config.head_dim_v_padded // 2, strips * (tile_n // 8) * 4
     stages, stage_bytes, keys, in_chunk = config.stages, config.stage_bytes, config.keys, config.CHUNK // config.keys
     of_warp_k, of_warp_v = (
@@ -96,7 +97,7 @@ def make(config):
     on_fragments, row_term = fragments.tile(scores, strips), fragments.chain(scores).row_term
     read, has_mask = score_reads.make(scores, strips), config.has("mask")
     functions, kept_weight = fragment_functions.make(scores, strips), kept_weights.on_fragments(scores, strips, tile_n)
-    softmax, mask_words = fragment_softmax.make(scores, strips), on_fragments.mask_words
+    softmax, mask_words = fragment_softmax.make(scores, strips, rows), on_fragments.mask_words
     wait_all, wait_oldest = cp_async.wait_group(0), cp_async.wait_group(stages - 2)
     log2_e, first_stack = real(LOG2_E), (config.most_parts + config.blocks) * config.slot_numbers
     level_step, chunk_bits = config.node_numbers * config.threads, in_chunk.bit_length() - 1
@@ -124,7 +125,14 @@ def make(config):
             begin, end, tiles.pages_of(sequence, arrays, strides),
         )  # fmt: skip
 
-    rescale = fragment_softmax.rescaler(strips, config.head_dim_v_padded // 8)
+    rescale = fragment_softmax.rescaler(strips, config.head_dim_v_padded // 8, rows)
+
+    @inlined
+    def leave_out(acc_s):
+        """The weights of rows that are none are 0."""
+        if rows < tile_rows:
+            for n in range(tile_n // 8):
+                acc_s[4 * n + 2], acc_s[4 * n + 3] = real(0), real(0)
 
     @inlined
     def scores_of(j, registers, tile, row, lane, arrays, strides, sizes, score):
@@ -163,6 +171,7 @@ def make(config):
                 registers.kept, first_key, sequence.b, tile.h, first_row, sequence.q_start, arrays, sizes
             )
             kept_weight.drop(registers.acc_s, registers.kept)
+        leave_out(registers.acc_s)
         products.to_p(registers.acc_s, registers.p_frag)
         rescale(registers.acc_o, registers.alpha, moved)
         products.multiply_p_v(registers.acc_o, registers.p_frag, registers.kv_frag, int32(places.v_lane + at))
@@ -214,33 +223,35 @@ def make(config):
 
     @inlined
     def begin_tile(tile, q_smem, places, thread, arrays, strides, sizes):
-        """Starts the copies of Q and of the first tiles of keys."""
+        """Starts the copies of the first tiles of keys and of Q: the most bytes first."""
         entries, page_rows = local.array(stages, uint32), local.array(stages, int32)
         for stage in range(stages):
             entries[stage], page_rows[stage] = tiles.look_up(tile.begin + stage, tile, arrays, strides, sizes)
-        tiles.load_q(q_smem, tile.sequence, tile.h, tile.first_row, tile.rows_left, thread, arrays, strides, sizes)
-        for stage in range(stages):
-            entry, page_row = entries[stage], page_rows[stage]
-            tiles.put_place(places.rows, int32(stage), entry, page_row, tile, arrays, strides, sizes)
+        for stage in range(stages - 1):
+            tiles.put_place(places.rows, int32(stage), entries[stage], page_rows[stage], tile, arrays, strides, sizes)
         cuda.syncthreads()
         for stage in range(stages - 1):
             if tile.begin + stage < tile.end:
                 tiles.load_keys(places.ring, places.rows, int32(stage))
+            if stage == 0:
+                tiles.load_q(
+                    q_smem, tile.sequence, tile.h, tile.first_row, tile.rows_left, thread, arrays, strides, sizes
+                )
             cp_async.commit_group()
+        stage = stages - 1
+        tiles.put_place(places.rows, int32(stage), entries[stage], page_rows[stage], tile, arrays, strides, sizes)
 
     @inlined
     def is_last(item, last_smem, thread, arrays):
         """Behind the node that this block handed over: whether all others of its row tile are there, too."""
-        cuda.threadfence()
         cuda.syncthreads()
         if thread == 0:
             counter = memory.address(arrays.counters, int64(item.node_slot))
-            arrived = memory.add(counter, uint32(1))
+            arrived = memory.add_acq_rel(counter, uint32(1))
             if arrived == uint32(item.nodes - 1):
                 memory.exchange(counter, uint32(0))
             ld_st.store_b32(last_smem, arrived)
         cuda.syncthreads()
-        cuda.threadfence()
         return ld_st.load_b32(last_smem) == uint32(item.nodes - 1)
 
     @inlined
@@ -281,8 +292,8 @@ def make(config):
             local.array(rows, real),
             local.array(rows, real),
             local.array(rows, real),
-            local.array(rows, real),
-            local.array(rows, real),
+            local.array(tile_rows, real),
+            local.array(tile_rows, real),
             local.array(mask_words, uint32),
             local.array(read.bits_words, uint32),
             local.array(kept_weight.words, uint32),
@@ -297,16 +308,15 @@ def make(config):
         stack = decode_nodes.Stack(pair_registers, first, stack_at, level_step, config.threads)
         level, number = work.level_of(lane, arrays, strides, sizes), int32(block)
         cursor = decode_work.Cursor(int32(0), int32(0), int32(0))
-        while True:
-            item, cursor = work.next_item(cursor, number, level, lane, arrays, strides, sizes)
-            if item.b < 0:
-                break
-            number = int32(number + special.block_count())
+        item, cursor = work.next_item(cursor, number, level, lane, arrays, strides, sizes)
+        while item.b >= 0:
             tile = tile_of(item, level, arrays, strides, sizes)
-            for r in range(rows):
+            for r in range(tile_rows):
                 row = uint32(tile.first_row + row_warp * warp_rows + int32(first_row_of(lane)) + r * 8)
                 registers.term[r] = row_term(tile.sequence.b, int32(tile.h + row % uint32(group)), arrays, strides)
             begin_tile(tile, q_smem, places, thread, arrays, strides, sizes)
+            number = int32(number + special.block_count())
+            following, cursor = work.next_item(cursor, number, level, lane, arrays, strides, sizes)
             own, joined = int32(config.most_parts + block), item.nodes > 1
             if shares:
                 joined = joined or item.members > 0
@@ -324,5 +334,6 @@ def make(config):
                 finish(item, own, tile, flags, stack_at, thread, warp, lane, arrays, strides, sizes, score)
             wait_all()
             cuda.syncthreads()  # everyone is done with shared memory
+            item = following
 
     return flash_attention_decode

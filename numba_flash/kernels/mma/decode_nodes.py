@@ -168,12 +168,12 @@ def joins(dtype, o_count, rows, shared=Shared(0, 0, 0), in_registers=True):
 
 def of_chunks(config):
     """-> device functions: join_warps, put."""
-    strips, rows, key_warps = config.warp_rows // 16, config.warp_rows // 8, config.key_warps
+    rows, key_warps = config.lane_rows, config.key_warps
     columns, o_blocks = config.head_dim_v_padded, config.head_dim_v_padded // 8
     blocks, row_warps, at_once = o_blocks // key_warps, config.tile_m // config.warp_rows, config.parts_at_once
     of, double, size = numbers.of(config.compute_dtype), config.compute_dtype == "float64", config.number_size
     real, ex2, maximum, bfly, ceil = of.real, of.exp2, of.maximum, of.bfly, of.ceil
-    count, to_log2 = strips * blocks * 4, real(LOG2_E / exponent_unit(config))
+    count, to_log2 = rows * blocks * 2, real(LOG2_E / exponent_unit(config))
     natural, pair, chunk = exponent_unit(config) == 1.0, 2 * size, 1 if config.item_size == 2 else 16 // size
 
     @inlined
@@ -218,7 +218,8 @@ def of_chunks(config):
 
     @inlined
     def exchange_place(exchange, part, key_warp, row_warp, lane):
-        return int32(exchange + ((part * key_warps + key_warp) * row_warps + row_warp) * (count * 32 * size) + lane * (4 * size))
+        warp = (part * key_warps + key_warp) * row_warps + row_warp
+        return int32(exchange + warp * (count * 32 * size) + lane * (4 * size))
 
     @inlined
     def join_states(m, l, node, factor, states, lane, key_warp, row_warp):
@@ -248,16 +249,22 @@ def of_chunks(config):
             factor[r] = ex2(m[r] - top)
 
     @inlined
+    def place_of(block, i):
+        """Of number 4 * block + i of a node: the strip, the block of columns, the element of it, and the row."""
+        if rows == 1:
+            return 0, 2 * block + i // 2, i % 2, 0
+        return block // blocks, block % blocks, i, block // blocks * 2 + i // 2
+
+    @inlined
     def give(first, acc_o, factor, exchange, lane, key_warp, row_warp):
         four = local.array(4, real)
         for part in range(at_once):
             to = exchange_place(exchange, part, key_warp, row_warp, lane)
-            for strip in range(strips):
-                for u in range(blocks):
-                    for i in range(4):
-                        o = acc_o[(strip * o_blocks + (first + part) * blocks + u) * 4 + i]
-                        four[i] = o * factor[strip * 2 + i // 2]
-                    store_four(to + (strip * blocks + u) * (128 * size), four)
+            for block in range(count // 4):
+                for i in range(4):
+                    strip, u, of_block, r = place_of(block, i)
+                    four[i] = acc_o[(strip * o_blocks + (first + part) * blocks + u) * 4 + of_block] * factor[r]
+                store_four(to + block * (128 * size), four)
 
     @inlined
     def take(first, node, exchange, lane, key_warp, row_warp):
@@ -302,7 +309,8 @@ def of_chunks(config):
             if row < rows_left:
                 at = base + row * columns + in_panel
                 for u in range(blocks):
-                    e, block = ((r // 2) * blocks + u) * 4 + (r % 2) * 2, key_warp * blocks + u
+                    e = 2 * u if rows == 1 else ((r // 2) * blocks + u) * 4 + (r % 2) * 2
+                    block = key_warp * blocks + u
                     # A panel of products_float32.py has 8 * chunk columns, as many blocks as a chunk.
                     column = int32(block // chunk * (8 * chunk) + block % chunk)
                     arrays.partials[at + column] = node[e]

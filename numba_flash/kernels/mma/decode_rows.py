@@ -1,10 +1,8 @@
 """Rows of O from the nodes of their keys: the upper tree, a sink, the one division.
 
-A thread has 16 bytes of a row's columns. It reads eight nodes at a time, or four in float64, while it joins those
-before. Of these it joins pairs, then pairs of pairs, as the tree has it; groups are joined as decode_nodes.py does.
+A thread has 16 bytes of a row's columns. It reads 32 nodes at a time, or eight in float64: memory takes longer than all
+joins. Of these it joins pairs, then pairs of pairs, as the tree has it; groups are joined as decode_nodes.py does.
 """
-
-import math
 
 import numpy as np
 from numba import cuda, int32, int64, uint32
@@ -12,11 +10,10 @@ from numba import cuda, int32, int64, uint32
 from ...ptx import ld_st, local, memory, special
 from ..score import sum_terms
 from ..steps import elements, numbers
-from ..steps.inlined import inlined
+from ..steps.inlined import inlined, nothing
 from ..steps.sequence import lse_row, query_row
 from ..steps.units import LN_2, LOG2_E
 from .decode_nodes import Stack, joins
-
 
 
 def make(config):
@@ -24,7 +21,7 @@ def make(config):
     columns, threads, group = config.head_dim_v_padded, config.threads, config.group_size
     of, double, own = numbers.of(config.compute_dtype), config.compute_dtype == "float64", 16 // config.number_size
     quads, slot_numbers, count = columns // own, config.slot_numbers, own + 2  # a thread's numbers of a node
-    at_once, group_bits = (4, 2) if double else (8, 3)  # nodes
+    at_once, group_bits = (8, 3) if double else (32, 5)  # nodes
     real, everything, (join, carry) = of.real, at_once * count, joins(config.compute_dtype, own, 1)
     term, store = sum_terms.make(config.scores), elements.storer(config.dtype)
     has_term, minus_inf, seeded, write_lse = term is not None, of.minus_inf, config.seeded, config.write_lse
@@ -46,17 +43,31 @@ def make(config):
             for e in range(count):
                 nodes[n * count + e] = words[e].view(np.float32)
 
+    def joiner(number):
+        """-> join_all(nodes, at), a device function: the last of so many nodes from `at` on <- all of them."""
+        step = number // 2 * count
+        join_half = joiner(number // 2) if number > 2 else nothing
+
+        @inlined
+        def join_all(nodes, at):
+            join_half(nodes, at)
+            join_half(nodes, int32(at + step))
+            join(nodes, int32(at + step - count), nodes, int32(at + 2 * step - count))
+
+        return join_all
+
+    half = at_once // 2
+    join_half, step = joiner(half), half * count
+
     @inlined
-    def join_group(nodes):
-        """The last of them <- all."""
-        join(nodes, 0, nodes, count)
-        join(nodes, 2 * count, nodes, 3 * count)
-        join(nodes, count, nodes, 3 * count)
-        if at_once == 8:
-            join(nodes, 4 * count, nodes, 5 * count)
-            join(nodes, 6 * count, nodes, 7 * count)
-            join(nodes, 5 * count, nodes, 7 * count)
-            join(nodes, 3 * count, nodes, 7 * count)
+    def join_group(nodes, node, more):
+        """node <- all of them. more: whether there are any in the second half."""
+        join_half(nodes, int32(0))
+        if more:
+            join_half(nodes, int32(step))
+            join(nodes, int32(step - count), nodes, int32(2 * step - count))
+        for e in range(count):
+            node[e] = nodes[2 * step - count + e] if more else nodes[step - count + e]
 
     @inlined
     def first_of(item):
@@ -79,18 +90,13 @@ def make(config):
     @inlined
     def root(node, row, quad, item, slot, of_prefix, stack, arrays):
         """node <- that of all keys, of an Item. slot, of_prefix: of the first node of its own and of its prefix."""
-        found, ahead, words = local.array(everything, real), local.array(everything, real), local.array(6, uint32)
+        nodes, words = local.array(everything, real), local.array(6, uint32)
         first = first_of(item)
         waiting, index = int32(0), int32(first >> group_bits)
         last = int32((first + item.nodes - 1) >> group_bits)
-        read_group(ahead, index, words, row, quad, item, slot, of_prefix, arrays)
         while index <= last:
-            for e in range(everything):
-                found[e] = ahead[e]
-            read_group(ahead, int32(index + 1), words, row, quad, item, slot, of_prefix, arrays)
-            join_group(found)
-            for e in range(count):
-                node[e] = found[(at_once - 1) * count + e]
+            read_group(nodes, index, words, row, quad, item, slot, of_prefix, arrays)
+            join_group(nodes, node, first + item.nodes > index * at_once + half)
             waiting = carry(node, index, index == last, waiting, int32(1), stack, arrays)
             index = special.opaque(int32(index + 1))  # written out, the loop would take too many registers
 

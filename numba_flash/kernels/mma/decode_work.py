@@ -23,7 +23,7 @@ from ..steps.plain import row_keys
 from ..steps.sequence import Sequence
 from . import decode_prefixes
 
-LEVELS = 4
+LEVELS = 8
 MANY = 1 << 24  # of a lane's items: more are not told apart, so that sums fit into 32 bits
 
 
@@ -117,12 +117,9 @@ def make(config):
                     more = items_of(b, chunks, int32(level + n), int32(0))
                     counts[n] = int32(min(counts[n] + more, MANY))
                 b = int32(b + 32)
-            for distance in (1, 2, 4, 8, 16):
-                for n in range(LEVELS):
-                    counts[n] += int32(shfl.bfly_b32(uint32(counts[n]), distance))
             above = int32(0)
             for n in range(LEVELS):
-                above += int32(1) if int64(counts[n]) * sizes.heads_kv > most else int32(0)
+                above += int32(1) if int64(shfl.sum_s32(counts[n])) * sizes.heads_kv > most else int32(0)
             level = int32(level + above)
             if above < LEVELS:
                 return level
