@@ -13,8 +13,8 @@ from .rungs import RUNGS, no_room, no_tensor_cores
 if TYPE_CHECKING:
     from ..config.decode import DecodeConfig
 
-# Rows of a KV head: with more, a contiguous cache is for the kernels of `attention`. In float32 and float64 they are one
-# tile of a product. With more or wider rows products take longer than memory, and those are done sooner with a batch.
+# Rows of a KV head: with more, a contiguous cache is for the kernels of `attention`. In float32 and float64 they are
+# those of one product: with more or wider ones products take longer than memory, and large batches are sooner there.
 FEW_ROWS, FEW_WIDE_ROWS, WIDE_COLUMNS = 64, 16, 128
 LEAST_KEYS = 1024  # of a problem of `attention`: with fewer, there is little to share out
 WIDEST = dict(float64=128)  # head_dim, where it is not 256

@@ -206,7 +206,8 @@ def make(config):
                 tiles.load_keys(places.ring, places.rows, ahead)
             cp_async.commit_group()
             entry, page_row = tiles.look_up(j + stages, tile, arrays, strides, sizes)
-            step(j, stage, registers, places, tile, row, lane, key_warp, arrays, strides, sizes, score)
+            if not shares or row_warp * warp_rows < tile.rows_left:  # a sequence's own rows are few, a tile's of all
+                step(j, stage, registers, places, tile, row, lane, key_warp, arrays, strides, sizes, score)
             tiles.put_place(places.rows, stage, entry, page_row, tile, arrays, strides, sizes)
             last = j + 1 == tile.end
             if (j & (in_chunk - 1)) == in_chunk - 1 or last:
