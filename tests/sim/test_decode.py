@@ -132,10 +132,10 @@ def test_a_launch_leaves_its_counters_at_zero(rung, monkeypatch):
     assert [list(arrays.host_view(x)) for x in counters] == [[0] * len(arrays.host_view(x)) for x in counters]
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-def test_a_query_has_the_same_bits_beside_others(rung, heads):
-    """In tiles of 16, 32 and 64 rows, and in the second of two."""
-    case = kvcache.problem(rung, (300, 24), 24, heads=heads, heads_kv=1, causal=True)
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 16), (3, 16), (3, 64)])
+def test_a_query_has_the_same_bits_beside_others(rung, heads, head_dim):
+    """In tiles of 16, 32 and 64 rows, and in the second of two. At head_dim 64 a lane has one of few rows."""
+    case = kvcache.problem(rung, (300, 24), 24, heads=heads, heads_kv=1, head_dim=head_dim, causal=True)
     o, lse = kvcache.lay(case, "table", page=16).run(rung)[:2]
     testing.check(case, o, lse, "24 queries")
     for queries in (1, 7):
