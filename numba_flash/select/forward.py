@@ -51,11 +51,8 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
 
     from .decode import few_queries  # which needs this module
 
-    first = kernel == "auto" and (
-        short(problem, target)
-        or few_queries(problem, target) is not None
-        or mma_is_sooner(problem, target, refuses, own)
-    )
+    in_small_tiles = short(problem, target) or few_queries(problem, target) is not None
+    first = kernel == "auto" and (in_small_tiles or mma_is_sooner(problem, target, refuses, own))
     name, refused = choose(kernel, target, refuses, copies=True, first="mma" if first else "")
     config = None if RUNGS[name].on_host else config_of(name, problem, target)
     copies = config is not None and target.arrays_on_host and not target.simulated
