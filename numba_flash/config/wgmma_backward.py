@@ -116,7 +116,7 @@ class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
 
     bias_boxes: bool = False  # type: ignore[misc]
 
-    waits = True
+    waits = reads_mask_mod = True
     stays: ClassVar[bool] = False
     WIDEST: ClassVar[int] = 256  # columns that one product can be wide
     MOST_BARRIERS: ClassVar[int] = 24

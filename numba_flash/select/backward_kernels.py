@@ -53,7 +53,7 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     if narrow:
         rows = shared.usable("mma_daux", problem, target)
         sums = shared.best(mma.MmaDauxConfig, rows, problem, target, wanted_aux=problem.wanted_aux)
-        needed = shared.with_what_goes_before(sums, target)[:-1]
+        needed = shared.with_what_goes_before(sums, problem, target)[:-1]
     else:
         sums = [shared.simt(DauxConfig, "v2_dq", problem, target, wanted_aux=problem.wanted_aux)]
         needed = [shared.delta_config(problem, target)]
@@ -64,7 +64,7 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
 def _with_delta(own: Sequence[Config], problem: BackwardProblem, target: Target) -> Configs:
     """Kernels that read each row's lse and delta, with those before and after them; v2's kernel of dbias is for all
     of these."""
-    made = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
+    made = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, problem, target)]
     if "dbias" in problem.wanted:
         of_bias = shared.of_bias(problem)
         made.append(shared.simt(DbiasConfig, "v2_dq", problem, target, wanted=("dbias",), **of_bias))
@@ -98,7 +98,7 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
         own = shared.best(mma.MmaDkdvConfig, rows, problem, target)
         if "dq" in problem.wanted:
             own += shared.best(mma.MmaDqConfig, shared.usable("mma_dq", problem, target), problem, target)
-    made = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
+    made = shared.with_what_goes_before([*own, *_dbias(problem, target)], problem, target)
     return _with_sums(problem, target, (shared.preprocess_config(problem, target), *made, *ends), narrow=True)
 
 
@@ -170,7 +170,7 @@ def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
         rows = shared.usable("wgmma_dq", problem, target)
         (dq,) = shared.best(wgmma.WgmmaDqConfig, rows, problem, target)
         own.append(_halved(dq, problem, target))
-    before = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
+    before = shared.with_what_goes_before([*own, *_dbias(problem, target)], problem, target)
     start = shared.preprocess_config(problem, target, early=True, in_order=packed)
     return [start, *before, *_add_parts(own[: len(dkdv)])]
 
@@ -205,10 +205,10 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     )
     turns_of = 0 if key_tiles else fused.tile_m
     start = shared.preprocess_config(problem, target, turns_of=turns_of, dq_partials=lines, early=True, in_order=packed)
-    made: list[LaunchFacts] = [start, *shared.with_what_goes_before([fused], target)]
+    made: list[LaunchFacts] = [start, *shared.with_what_goes_before([fused], problem, target)]
     if not key_tiles:
         made.append(wgmma_ends.WgmmaRoundConfig.behind(fused))
-    return [*made, *shared.with_what_goes_before(_dbias(problem, target), target), *_add_parts([fused])]
+    return [*made, *shared.with_what_goes_before(_dbias(problem, target), problem, target), *_add_parts([fused])]
 
 
 def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:

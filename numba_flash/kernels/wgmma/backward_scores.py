@@ -2,9 +2,9 @@
 or dropped weights act on single scores.
 
 There are three steps. `prepare` runs during the product S and does all that needs no score: it finds the scores that
-count (also by mask_mod) and the dropped weights, and loads what is read for each. `to_weights` runs during dP. It
-computes P, and stores P times the derivative of the score in the place of S, so no register holds a derivative until dP
-is ready. `to_gradients` computes dS from both. If a warp sees a whole tile, the steps do not test single scores.
+count (also by mask_mod, or its bits) and the dropped weights, and loads what is read for each. `to_weights` runs during
+dP. It computes P, and stores P times the derivative of the score in the place of S, so no register holds a derivative
+until dP is ready. `to_gradients` computes dS from both. If a warp sees a whole tile, the steps do not test single scores.
 
 Rows of the tile are the block's own: queries, or keys with of_keys. Columns belong to the other side.
 """
@@ -44,7 +44,8 @@ def make(config):
     pairs, of_keys = config.stream_rows // 16, config.of_keys
     way = 1 if of_keys else -1  # 1 if columns are queries
     of_ds, of_p = (config.of_dk, config.of_dv) if of_keys else (True, False)
-    has_score_mod, has_mask_mod, has_mask = config.has("score_mod"), config.has("mask_mod"), config.has("mask")
+    has_score_mod, has_mask, mod_bits = config.has("score_mod"), config.has("mask"), config.mask_mod_as_bits
+    calls_mask_mod = config.function("mask_mod") is not None
     # P is kept in 16 bits if dS is not P * (dP - delta). Without dS it can be rounded at once.
     early = of_p and (config.derivative_varies or not of_ds)
 
@@ -81,7 +82,7 @@ def make(config):
         if read.reads:
             origin = read.origin(word(base, B), int32(word(base, H) + member), own_first, arrays, strides)
             read.load_bias(tile.loaded, i, origin, first_row, lane, strides, sizes, FALSE)
-            if masked:
+            if step.asks if mod_bits else masked:
                 read.load_bits(tile.shown_bits, i, origin, first_row, lane, arrays, strides, sizes)
         keys, queries = word(base, KEYS), word(base, QUERIES) if config.packed else sizes.seqlen_q
         if of_keys:  # seen from the keys, left and right are exchanged
@@ -103,13 +104,13 @@ def make(config):
             else:
                 lane_row, tile_pos = int32(first_row + first_row_of(lane)), position(base)
                 count.of_queries(tile.kept, place.key, place.b, place.h, lane_row, tile_pos, arrays, sizes)
-        if masked:
+        if step.asks if mod_bits else masked:
             read.hide(tile.mask_bits, tile.shown_bits, TRUE)
         if asked:  # no function is called for a row that does not exist
             for r in range(2):
                 if own_first + first_row + first_row_of(lane) + 8 * r >= row_end:
                     tile.mask_bits[r] = uint32(0)
-        if has_mask_mod:
+        if calls_mask_mod:
             if step.asks:
                 b, h, query, key, q_start = place_of(base, i, member)
                 ask_mask_mod(tile.mask_bits, b, h, query, q_start, key, arrays, strides)

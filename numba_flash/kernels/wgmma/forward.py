@@ -143,10 +143,12 @@ def make(config):
         return moved
 
     @inlined
-    def next_tile(j, rows, arrays, strides):
+    def next_tile(j, rows, registers, arrays, strides, sizes):
         """-> (the key tile after j, one before `begin` if none is left; whether mask_mod removes something of it)"""
         following = int32(walk.next_tile(rows.states, j, rows.begin, arrays, strides))
-        return following, walk.needs_mask(rows.states, max(following, rows.begin), arrays, strides)
+        asks = walk.needs_mask(rows.states, max(following, rows.begin), arrays, strides)
+        options.load_ahead(following, asks, rows.work_tile, registers.scores, arrays, strides, sizes)
+        return following, asks
 
     @inlined
     def step(base, consumer, tile, rows, registers, arrays, strides, sizes, score):
@@ -156,7 +158,7 @@ def make(config):
             options.load(tile, registers.scores, arrays, strides, sizes)
         issue_products(base, consumer, rows.q_desc, registers, tile.n)
         side = prepare(tile, rows, registers, arrays, sizes)
-        following = next_tile(tile.j, rows, arrays, strides)  # read beside products, too
+        following = next_tile(tile.j, rows, registers, arrays, strides, sizes)  # read beside products, too
         wait_but_one()  # for S, with P . V behind it
         pin_s(acc_s)
         done_with_scores(base, consumer.elected, tile, rows)
@@ -188,7 +190,7 @@ def make(config):
         if read.reads:
             options.load(tile, registers.scores, arrays, strides, sizes)
         side = prepare(tile, rows, registers, arrays, sizes)
-        following = next_tile(tile.j, rows, arrays, strides)
+        following = next_tile(tile.j, rows, registers, arrays, strides, sizes)
         wait_all()
         pin_s(registers.scores.acc_s)
         done_with_scores(base, consumer.elected, tile, rows)
@@ -234,8 +236,9 @@ def make(config):
             cut, j = word(work_tile, CUT), int32(word(work_tile, STOP) - 1)
             states = word(work_tile, STATES) if walk.present else int32(0)
             # All that needs no score comes before they do.
-            rows = begin_rows(work_tile, seen, q_desc, begin, states, registers, arrays, strides, score)
             masked, asks = j >= cut or j < free, walk.needs_mask(states, j, arrays, strides)
+            options.load_ahead(j, asks, work_tile, scores, arrays, strides, sizes)
+            rows = begin_rows(work_tile, seen, q_desc, begin, states, registers, arrays, strides, score)
             tile = KeyTile(j, taken, work_tile, FALSE, masked, asks)
             following, asks = first_step(base, consumer, tile, rows, registers, arrays, strides, sizes, score)
             taken, j = int32(taken + 1), following

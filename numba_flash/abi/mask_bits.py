@@ -1,0 +1,42 @@
+"""Where the bits of a mask lie (kernels/score/mask_bits.py) or of a mask_mod (mask_mod_bits.py there), and which mask_mod
+is read as bits."""
+
+from ..problem.forward import Problem
+
+MASK_PIECE, MASK_ENDS = 16, 4  # rows of a piece, and the words before them
+MOST_WORDS = 1 << 23  # of a mask_mod's bits, 32 MiB: 16384 queries and keys that all batch entries and heads share
+
+
+def is_read_as_bits(p: Problem) -> bool:
+    """Whether kernels that can read a mask_mod as bits do so. Otherwise they call it for each score: where there is a
+    mask beside it, in packed sequences, and where there would be too many bits."""
+    known = p.function("mask_mod") is not None and p.array("mask") is None and p.packed is None
+    return known and max(words(p), words(p, of_keys=True)) <= MOST_WORDS
+
+
+def layout(p: Problem, of_keys: bool = False) -> tuple[int, tuple[int, int, int, int]]:
+    """-> (number of pieces, the strides by which they are read: batch, head, piece, row), in words."""
+    mask = p.array("mask")
+    if (mask is None and p.function("mask_mod") is None) or p.batch == 0:  # an empty batch has an empty mask
+        return 0, (0, 0, 0, 0)
+    varies: tuple[int, ...]
+    if mask is not None:
+        varies, by_row = mask.strides[:2], mask.strides[3 if of_keys else 2]
+    else:
+        from .tile_states import differ  # loads what reads functions
+
+        varies, by_row = differ(p), 1
+    rows, columns = (p.seqlen_k, p.seqlen_q) if of_keys else (p.seqlen_q, p.seqlen_k)
+    row_words = -(-columns // 128) * 4
+    pieces = -(-rows // MASK_PIECE) if by_row or not rows else 1  # without rows there is nothing to read
+    piece = MASK_PIECE * row_words + MASK_ENDS
+    batch, heads = (extent if by else 1 for extent, by in zip((p.batch, p.heads), varies, strict=True))
+    apart = (heads * pieces * piece, pieces * piece, piece)
+    by_batch, by_head, by_piece = (step if by else 0 for step, by in zip(apart, (*varies, by_row), strict=True))
+    return batch * heads * pieces, (by_batch, by_head, by_piece, row_words)
+
+
+def words(p: Problem, of_keys: bool = False) -> int:
+    """Number of words of all bits."""
+    pieces, (*_, row_words) = layout(p, of_keys)
+    return pieces * (MASK_PIECE * row_words + MASK_ENDS)
