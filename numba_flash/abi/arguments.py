@@ -10,7 +10,6 @@ import numpy as np
 
 from ..problem import options
 from ..problem.forward import Problem
-from . import mask_bits
 from . import parameters as abi
 
 if TYPE_CHECKING:
@@ -114,7 +113,11 @@ def _numbers(p: Problem, tile: abi.StatesTile | None) -> tuple[dict[str, Any], d
         array, count = p.array(option.name), abi.STRIDES.get(option.name, 4)
         given = (0,) * (count or 1) if array is None else array.strides
         strides[option.name] = given if count else given[0]
-    strides |= {abi.MASK_BITS: mask_bits.layout(p)[1], abi.MASK_BITS_OF_KEYS: mask_bits.layout(p, of_keys=True)[1]}
+    strides |= dict.fromkeys((abi.MASK_BITS, abi.MASK_BITS_OF_KEYS), (0, 0, 0, 0))
+    if p.array("mask") is not None or p.function("mask_mod") is not None:
+        from . import mask_bits
+
+        strides |= {abi.MASK_BITS: mask_bits.layout(p)[1], abi.MASK_BITS_OF_KEYS: mask_bits.layout(p, of_keys=True)[1]}
     if tile is not None:
         from . import tile_states  # loads what reads functions
 

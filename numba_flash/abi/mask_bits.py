@@ -1,5 +1,5 @@
-"""Where the bits of a mask lie (kernels/score/mask_bits.py) or of a mask_mod (mask_mod_bits.py there), and which mask_mod
-is read as bits."""
+"""Where the bits of a mask lie (kernels/score/mask_bits.py), or those of a mask_mod (mask_mod_bits.py there), and which
+mask_mod is read as bits."""
 
 from ..problem.forward import Problem
 

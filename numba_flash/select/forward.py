@@ -9,7 +9,6 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..abi.mask_bits import is_read_as_bits
 from ..abi.parameters import AS_BITS
 from ..abi.tensor_maps import fits
 from ..arrays.dtypes import ITEM_SIZE
@@ -133,8 +132,8 @@ def config_of(name: str, problem: Problem, target: Target) -> Config | None:
 
 def prologue(config: Config, problem: Problem, target: Target, overlaps: bool = False) -> list[LaunchFacts]:
     """The kernels that make what the kernel of `config` reads: a mask's bits, the states of tiles under a mask_mod,
-    their order, and its bits. Most calls have none, and load nothing for them. overlaps: they may run beside the kernels
-    in front of them, as far as they can."""
+    their order, and its bits. Most calls have none, and load nothing for them. overlaps: they may run beside kernels in
+    front of them, as far as they can."""
     threads, made = 32 if target.simulated else 512, list[LaunchFacts]()
     if config.packed and "o" in config.takes.arrays:
         from ..config.outside import OutsideConfig
@@ -387,7 +386,11 @@ def features_of(kind: Any, problem: "Problem | BackwardProblem", target: Target)
 
 def _uses_of(kind: Any, p: Problem) -> Uses:
     """What a kernel of this kind is compiled for: the same for every mask_mod that it reads as bits."""
-    if not kind.reads_mask_mod or not is_read_as_bits(p):
+    if not kind.reads_mask_mod or p.function("mask_mod") is None:
+        return p.uses
+    from ..abi.mask_bits import is_read_as_bits
+
+    if not is_read_as_bits(p):
         return p.uses
     used = dict(p.uses) | dict(mask_mod=AS_BITS)
     return tuple((name, given) for name, given in used.items() if name != "aux" or "score_mod" in used)

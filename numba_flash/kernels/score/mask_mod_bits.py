@@ -24,12 +24,11 @@ from . import at_position, tile_walk, user
 from .mask_bits import ENDS, PIECE
 from .reads import bits_finder
 
-SEEN, CUT = 1, 2  # bits of what a tile is
+EVERY_BIT = uint32(0xFFFFFFFF)
 
 
 def make(config):
-    own_rows, other_rows, heads_in_tile = config.tile.own, config.tile.other, config.tile.heads
-    of_keys, warps, every = config.tile.of_keys, config.threads // 32, uint32(0xFFFFFFFF)
+    own_rows, other_rows, heads_in_tile, of_keys = config.tile.own, config.tile.other, config.tile.heads, config.tile[3]
     sequence_of, visible = sequence.make(config), user.make(config, "mask_mod")
     states_of, bits_of = tile_walk.states_of(config), bits_finder(of_keys)
 
@@ -81,7 +80,7 @@ def make(config):
         groups, pieces = tiles_of(columns, 128), tiles_of(rows, PIECE)
         heads = int32(sizes.heads) if by[1] != 0 else int32(1)
         batch = int32(sizes.batch) if by[0] != 0 else int32(1)
-        number = int32(special.block_index() * warps + (thread >> int32(5)))
+        number = int32(special.block_index() * (config.threads // 32) + (thread >> int32(5)))
         if number < batch * heads * pieces * groups:
             piece_of_all = divide(number, groups)
             group = int32(number - piece_of_all * groups)
@@ -95,7 +94,7 @@ def make(config):
                 row = int32(first_row + in_piece)
                 if row < rows:
                     seen, hidden = seen_of(b, h, row, first_column, columns, arrays, strides)
-                    word = every if seen else uint32(0)
+                    word = EVERY_BIT if seen else uint32(0)
                     if seen and hidden:
                         first, end = columns_of(row, own, sizes)
                         word = word_of(own, h, row, column, first, end, arrays, strides)

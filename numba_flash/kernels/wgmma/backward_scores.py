@@ -4,7 +4,7 @@ or dropped weights act on single scores.
 There are three steps. `prepare` runs during the product S and does all that needs no score: it finds the scores that
 count (also by mask_mod, or its bits) and the dropped weights, and loads what is read for each. `to_weights` runs during
 dP. It computes P, and stores P times the derivative of the score in the place of S, so no register holds a derivative
-until dP is ready. `to_gradients` computes dS from both. If a warp sees a whole tile, the steps do not test single scores.
+until dP is ready. `to_gradients` computes dS from both. If a warp sees a whole tile, the steps test no single scores.
 
 Rows of the tile are the block's own: queries, or keys with of_keys. Columns belong to the other side.
 """
@@ -45,7 +45,6 @@ def make(config):
     way = 1 if of_keys else -1  # 1 if columns are queries
     of_ds, of_p = (config.of_dk, config.of_dv) if of_keys else (True, False)
     has_score_mod, has_mask, mod_bits = config.has("score_mod"), config.has("mask"), config.mask_mod_as_bits
-    calls_mask_mod = config.function("mask_mod") is not None
     # P is kept in 16 bits if dS is not P * (dP - delta). Without dS it can be rounded at once.
     early = of_p and (config.derivative_varies or not of_ds)
 
@@ -57,7 +56,7 @@ def make(config):
     read = reads.make(config, 1, config.stream_rows, of_keys)
     boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), reads.halves(config.dtype_of("bias"))
     count = kept_weights.on_fragments(config, 1, config.stream_rows)
-    asked = user.present(config)
+    asked, calls_mask_mod = user.present(config), user.calls_mask_mod(config)
     ask_mask_mod = gradient_functions.of_bits(config, config.stream_rows, of_keys)
     with_slope = user.make(config, "score_mod", of_ds) if has_score_mod else None
     has_row_term, every_bit = fragments.chain(config).has_row_term, uint32((1 << (4 * pairs)) - 1)

@@ -187,6 +187,7 @@ def make(config):
     @inlined
     def first_step(base, consumer, tile, rows, registers, arrays, strides, sizes, score):
         """P of a query tile's first tile of keys, whose S is issued already. -> next_tile"""
+        options.load_ahead(tile.j, tile.asks, tile.work_tile, registers.scores, arrays, strides, sizes)
         if read.reads:
             options.load(tile, registers.scores, arrays, strides, sizes)
         side = prepare(tile, rows, registers, arrays, sizes)
@@ -236,9 +237,8 @@ def make(config):
             cut, j = word(work_tile, CUT), int32(word(work_tile, STOP) - 1)
             states = word(work_tile, STATES) if walk.present else int32(0)
             # All that needs no score comes before they do.
-            masked, asks = j >= cut or j < free, walk.needs_mask(states, j, arrays, strides)
-            options.load_ahead(j, asks, work_tile, scores, arrays, strides, sizes)
             rows = begin_rows(work_tile, seen, q_desc, begin, states, registers, arrays, strides, score)
+            masked, asks = j >= cut or j < free, walk.needs_mask(states, j, arrays, strides)
             tile = KeyTile(j, taken, work_tile, FALSE, masked, asks)
             following, asks = first_step(base, consumer, tile, rows, registers, arrays, strides, sizes, score)
             taken, j = int32(taken + 1), following
