@@ -31,6 +31,8 @@ class TileFragments(NamedTuple):
     kept: Any  # which weights count (kernels/score/dropout.py)
     loaded: Any  # the bias (2, columns / 8, 2), in 16 bits two in one (kernels/score/reads.py)
     distance: Any  # (2,) q_pos - k_pos
+    owed: Any = None  # of a gradient of aux: as acc_s, where the derivative of the score is by the number of aux
+    run: Any = None  # what is owed so far (kernels/score/aux_gradient.py)
 
 
 @inlined
@@ -117,7 +119,7 @@ def make(config):
     to_all_weights = weights_of(0, pairs)
 
     @inlined
-    def to_weights(base, step, tile, lse, bias, term, masked, arrays, strides, score):
+    def to_weights(base, step, tile, lse, bias, term, masked, arrays, strides, sizes, score):
         to_all_weights(tile, lse, bias, term, score, masked)
 
     @inlined

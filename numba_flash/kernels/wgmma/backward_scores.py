@@ -12,10 +12,10 @@ Rows of the tile are the block's own: queries, or keys with of_keys. Columns bel
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, int32, uint32
+from numba import float32, int32, int64, uint32
 
-from ...ptx import cvt, ld_st, local, vote
-from ..score import At, fragments, gradient_functions, kept_weights, reads, user
+from ...ptx import bits, cvt, ld_st, local, vote
+from ..score import At, aux_gradient, fragments, gradient_functions, kept_weights, reads, user
 from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.named import named
@@ -56,6 +56,8 @@ def make(config):
     read = reads.make(config, 1, config.stream_rows, of_keys)
     boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), reads.halves(config.dtype_of("bias"))
     count = kept_weights.on_fragments(config, 1, config.stream_rows)
+    owes = bool(config.wanted_aux)  # also a gradient of aux, of one number for a head
+    ask, aux = (user.recorded(config), aux_gradient.make(config)) if owes else (None, None)
     asked, calls_mask_mod = user.present(config), user.calls_mask_mod(config)
     ask_mask_mod = gradient_functions.of_bits(config, config.stream_rows, of_keys)
     with_slope = user.make(config, "score_mod", of_ds) if has_score_mod else None
@@ -71,6 +73,20 @@ def make(config):
         else:
             q_start, query, key = position(base) - word(base, FIRST_ROW), row, column
         return Place(word(base, B), int32(word(base, H) + member), query, key, q_start)
+
+    @inlined
+    def find_element(base, step, tile, arrays, strides, sizes):
+        """tile.run.place <- which number of aux the head's scores read: the function says it for one that counts."""
+        words = tile.mask_bits[0] & every_bit, tile.mask_bits[1] & every_bit
+        seen, place = words[0] if words[0] != 0 else words[1], place_of(base, step.i, step.member)
+        if seen != 0 and tile.run.place[0] < 0:
+            bit = int32(bits.highest(seen))
+            query = int32(place.query if words[0] != 0 else place.query + 8)
+            key = int32(place.key + (bit >> 1) * 8 + (bit & 1))
+            q_pos = place.q_start + query
+            at = At(place.b, place.h, query, key, q_pos, q_pos - key)
+            _, _, element, _ = ask(float32(0), at, int64(0), arrays, strides, sizes)
+            tile.run.place[0] = int32(element)
 
     @inlined
     def prepare(base, step, tile, arrays, strides, sizes):
@@ -113,6 +129,8 @@ def make(config):
             if step.asks:
                 b, h, query, key, q_start = place_of(base, i, member)
                 ask_mask_mod(tile.mask_bits, b, h, query, q_start, key, arrays, strides)
+        if owes:
+            find_element(base, step, tile, arrays, strides, sizes)
         # Bits past the tile may also be set.
         return vote.any_lane(~(tile.mask_bits[0] & tile.mask_bits[1]) & every_bit) == 0
 
@@ -128,7 +146,7 @@ def make(config):
         are computed side by side."""
 
         @inlined
-        def of_pair(pair, tile, lse, bias, term, place, arrays, strides, score):
+        def of_pair(pair, tile, lse, bias, term, place, arrays, strides, sizes, score):
             acc_s = tile.acc_s
             four = local.array(4, uint32)
             p = local.array(4, float32)
@@ -145,7 +163,7 @@ def make(config):
                     column = int32(n * 8 + x)
                     for r in range(2):
                         at, seen = 4 * n + 2 * r + x, inside or is_set(tile.mask_bits, r, n, x)
-                        s, slope = acc_s[at], float32(1)
+                        s, slope, by_aux = acc_s[at], float32(1), float32(0)
                         if has_score_mod:
                             if seen:
                                 query = int32(place.query + (column if of_keys else r * 8))
@@ -153,6 +171,8 @@ def make(config):
                                 ahead = place.q_start + place.query - place.key + way * (column - r * 8)
                                 here = At(place.b, place.h, query, key, place.q_start + query, ahead)
                                 s *= score.scale
+                                if owes:
+                                    _, by_aux, _, _ = ask(s, here, int64(0), arrays, strides, sizes)
                                 if of_ds:
                                     s, slope = with_slope(s, here, arrays, strides)
                                 else:
@@ -165,6 +185,8 @@ def make(config):
                         weighed, derivative = weight(s, fragment, score, row_lse)
                         weighed = weighed if seen else float32(0)
                         acc_s[at] = weighed * derivative * slope if seen else float32(0)
+                        if owes:
+                            tile.owed[at] = weighed * derivative * by_aux if seen else float32(0)
                         if early:
                             p[2 * r + x] = if_kept(weighed, tile, r, n, x)
                 if early:
@@ -176,7 +198,7 @@ def make(config):
     every_pair, every_pair_inside = (repeated(one_pair(inside), pairs) for inside in (False, True))
 
     @inlined
-    def to_weights(base, step, tile, lse, bias, term, every, arrays, strides, score):
+    def to_weights(base, step, tile, lse, bias, term, every, arrays, strides, sizes, score):
         """acc_s <- P times the derivative of the score; p_frag <- P where it counts. to_gradients may write p_frag
         instead, so that fewer registers are live beside dP."""
         place = place_of(base, step.i, step.member)
@@ -186,9 +208,9 @@ def make(config):
             first_row, lane = rows_of_lane()
             bias = boxes.place(bias, first_row, lane)
         if every:
-            every_pair_inside(tile, lse, bias, term, place, arrays, strides, score)
+            every_pair_inside(tile, lse, bias, term, place, arrays, strides, sizes, score)
         else:
-            every_pair(tile, lse, bias, term, place, arrays, strides, score)
+            every_pair(tile, lse, bias, term, place, arrays, strides, sizes, score)
 
     def gradients(inside):
         @inlined
@@ -205,7 +227,10 @@ def make(config):
                             at = 4 * n + 2 * r + x
                             less = four[half * 2 + x].view(np.float32) if of_keys else minus_delta[r]
                             dp = if_kept(acc_dp[at], tile, r, n, x)
-                            ds[x] = acc_s[at] * (dp * score.kept_count + less if count.present else dp + less)
+                            factor = dp * score.kept_count + less if count.present else dp + less
+                            ds[x] = acc_s[at] * factor
+                            if owes:
+                                aux.add_same(tile.run, tile.owed[at], factor)
                             if not (inside or is_set(tile.mask_bits, r, n, x)):
                                 ds[x] = float32(0)  # dP may be NaN there
                             if of_p and not early:
