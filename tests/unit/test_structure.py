@@ -142,7 +142,7 @@ class Measure(NamedTuple):
 
 
 MEASURES = (
-    Measure("lines of kernels", lambda: sum(map(lines_of, names("kernels"))), 17_645, 14_500, "a person can read them"),
+    Measure("lines of kernels", lambda: sum(map(lines_of, names("kernels"))), 17_675, 14_500, "a person can read them"),
     Measure(
         "lines of select, config and abi",
         lambda: sum(map(lines_of, names("select", "config", "abi"))),
@@ -160,7 +160,7 @@ MEASURES = (
     Measure(
         "lines before the first function of make",
         lines_before_functions,
-        763,
+        764,
         730,
         "a kernel begins with what it does",
     ),

@@ -120,6 +120,16 @@ def make(config):
             recompute_queries(nonfinite, first_row, lane, own, arrays, strides, sizes, score)
 
     @inlined
+    def ahead(base, j, tile, arrays, strides, sizes):
+        """-> whether mask_mod removes something of key tile j, the next one; what it leaves is being loaded."""
+        if not of_warp.present:
+            return of_warp.needs_mask(int32(0), j, arrays, strides)
+        j = max(j, word(base, BEGIN))  # if none is left
+        asks = of_warp.needs_mask(word(base, STATES), j, arrays, strides)
+        both.load_ahead(base, j, int32(0), asks, tile, arrays, strides, sizes)
+        return asks
+
+    @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 queries of the block's tile."""
         acc_s = local.array(s_count, float32)
@@ -164,18 +174,20 @@ def make(config):
         pin_s(acc_dp)
         pin_dq(acc_dq)
         products.issue_s(base, acc_s, q_desc, n, FALSE)
+        asks = ahead(base, j, tile, arrays, strides, sizes)
         while j >= begin:
             rings.b.consumer_wait(base, n)
             masked = j >= word(base, CUT) or j < word(base, FREE)
-            step = TileStep(n, j, int32(0), masked, of_warp.needs_mask(states, j, arrays, strides))
+            step = TileStep(n, j, int32(0), masked, asks)
             both.to_ds(base, step, queries, tile, do_desc, elected, arrays, strides, sizes, score)
             products.issue_a(base, acc_dq, ds_frag, n)
             products.issue_s(base, acc_s, q_desc, int32(n + 1), FALSE)
+            j = int32(of_warp.next_tile(states, j, begin, arrays, strides))
+            asks = ahead(base, j, tile, arrays, strides, sizes)
             wait_but_one()
             pin_dq(acc_dq)
             products.release_a(base, n, elected)
             n = int32(n + 1)
-            j = int32(of_warp.next_tile(states, j, begin, arrays, strides))
         wait_all()
         if config.wanted_aux:
             aux.finish_warp(run, arrays, sizes)

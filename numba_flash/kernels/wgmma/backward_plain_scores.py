@@ -13,7 +13,7 @@ from numba import float32, int32, uint32
 from ...ptx import cvt, ld_st, local, special
 from ..score import fragments, reads
 from ..score.stage import FragmentAt
-from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.inlined import FALSE, TRUE, inlined, nothing
 from ..steps.named import named
 from . import bias_boxes, block
 from .block import rows_of_lane
@@ -174,4 +174,4 @@ def make(config):
             differentiate(tile, lse, minus_delta, term, score, FALSE)
 
     mask_words = fragments.tile(config, 1, config.stream_rows).mask_words
-    return named(prepare, weights_of, to_weights, to_gradients, words=(mask_words, 1, 1, 1))
+    return named(prepare, weights_of, to_weights, to_gradients, load_ahead=nothing, words=(mask_words, 1, 1, 1))

@@ -75,6 +75,16 @@ def make(config):
         return Place(word(base, B), int32(word(base, H) + member), query, key, q_start)
 
     @inlined
+    def load_ahead(base, i, member, asks, tile, arrays, strides, sizes):
+        """Issues loads of what a mask_mod leaves of tile i, which comes next, beside products of the one before."""
+        if mod_bits:
+            if asks:
+                first_row, lane = rows_of_lane()
+                h = int32(word(base, H) + member)
+                origin = read.origin(word(base, B), h, word(base, FIRST_ROW), arrays, strides)
+                read.load_bits(tile.shown_bits, i, origin, first_row, lane, arrays, strides, sizes)
+
+    @inlined
     def find_element(base, step, tile, arrays, strides, sizes):
         """tile.run.place <- which number of aux the head's scores read: the function says it for one that counts."""
         words = tile.mask_bits[0] & every_bit, tile.mask_bits[1] & every_bit
@@ -97,7 +107,7 @@ def make(config):
         if read.reads:
             origin = read.origin(word(base, B), int32(word(base, H) + member), own_first, arrays, strides)
             read.load_bias(tile.loaded, i, origin, first_row, lane, strides, sizes, FALSE)
-            if step.asks if mod_bits else masked:
+            if masked and not mod_bits:  # else `load_ahead` has loaded them
                 read.load_bits(tile.shown_bits, i, origin, first_row, lane, arrays, strides, sizes)
         keys, queries = word(base, KEYS), word(base, QUERIES) if config.packed else sizes.seqlen_q
         if of_keys:  # seen from the keys, left and right are exchanged
@@ -254,4 +264,4 @@ def make(config):
             gradients_of_some(tile, minus_delta, score)
 
     words = (bits_words, read.bits_words, count.words, read.bias_words)
-    return named(prepare, to_weights, to_gradients, words=words)
+    return named(load_ahead, prepare, to_weights, to_gradients, words=words)

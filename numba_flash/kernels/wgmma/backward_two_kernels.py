@@ -77,4 +77,4 @@ def of_both(config):
         else:
             products.release_a(base, step.n, elected)  # only S reads Q, and P has its lse
 
-    return named(begin, to_ds, words=scores.words)
+    return named(begin, to_ds, load_ahead=scores.load_ahead, words=scores.words)

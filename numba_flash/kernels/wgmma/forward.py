@@ -146,8 +146,9 @@ def make(config):
     def next_tile(j, rows, registers, arrays, strides, sizes):
         """-> (the key tile after j, one before `begin` if none is left; whether mask_mod removes something of it)"""
         following = int32(walk.next_tile(rows.states, j, rows.begin, arrays, strides))
-        asks = walk.needs_mask(rows.states, max(following, rows.begin), arrays, strides)
-        options.load_ahead(following, asks, rows.work_tile, registers.scores, arrays, strides, sizes)
+        there = max(following, rows.begin)
+        asks = walk.needs_mask(rows.states, there, arrays, strides)
+        options.load_ahead(there, asks, rows.work_tile, registers.scores, arrays, strides, sizes)
         return following, asks
 
     @inlined
