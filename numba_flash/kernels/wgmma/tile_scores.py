@@ -106,15 +106,18 @@ def make(config, sides):
     @inlined
     def find_bits(tile, registers, sizes):
         """mask_bits <- which scores count, if that may be asked. Run it during products, like find_visible."""
-        bits = registers.shown_bits
-        if tile.inside:
+        bits, alone = registers.shown_bits, mod_bits and not (config.scores_finished or has_score_mod)
+        if tile.inside and alone:
+            if tile.asks:
+                hide(registers.mask_bits, bits, FALSE)
+        elif tile.inside:
             if config.scores_finished or has_score_mod or tile.asks:
                 find_visible(tile.work_tile, tile.j, sizes, registers.mask_bits, registers.distance)
         elif has_mask:
             find_shown(tile.j, tile.work_tile, sizes, registers.mask_bits, bits, registers.distance)
         elif config.scores_finished or has_score_mod or tile.masked or tile.asks:
             find_visible(tile.work_tile, tile.j, sizes, registers.mask_bits, registers.distance)
-        if mod_bits:
+        if mod_bits and not (tile.inside and alone):
             if tile.asks:
                 hide(registers.mask_bits, bits, TRUE)
 
