@@ -34,7 +34,7 @@ from .rungs import LARGE_FLOAT64
 from .tiles import Row
 
 Configs = tuple[LaunchFacts, ...]  # in the order of their launches
-KEYS_WITH_AUX = (48, 32)  # of a tile, up to head_dim 128 and above, where a gradient of aux takes registers beside dQ
+KEYS_WITH_AUX = (64, 32)  # of a tile, up to head_dim 128 and above, where a gradient of aux takes registers beside dQ
 
 
 def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow: bool = False) -> Configs:

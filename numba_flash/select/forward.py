@@ -388,7 +388,7 @@ def _uses_of(kind: Any, p: Problem) -> Uses:
     """What a kernel of this kind is compiled for: the same for every mask_mod that it reads as bits."""
     if not kind.reads_mask_mod or p.function("mask_mod") is None:
         return p.uses
-    from ..abi.mask_bits import is_read_as_bits
+    from ..abi.mask_bits import is_read_as_bits  # a plain call does without
 
     if not is_read_as_bits(p):
         return p.uses

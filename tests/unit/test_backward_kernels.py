@@ -126,11 +126,8 @@ def test_what_tensor_cores_launch_for_a_mask_mod(rung):
     configs = configs_of(rung, problem(256, **given))  # dK and dV apart, which read the same states
     of_dkdv, of_dq = (c for c in configs if c.kernel.startswith("tile_states"))
     of_keys, of_queries = (f"tile_states{side} tile_order{side}" for side in ("_of_keys", ""))
-    if rung == "wgmma":  # which reads what it leaves
-        of_keys, of_queries = f"{of_keys} mask_mod_bits_of_keys", f"{of_queries} mask_mod_bits"
     names = [*of_keys.split(), f"{rung}_dkdv", f"{rung}_dkdv", *of_queries.split(), f"{rung}_dq"]
     assert [config.kernel for config in configs[1:]] == names
-    configs = [config for config in configs if not config.kernel.startswith("mask_mod_bits")]
     _, _, order_of_dkdv, dk, dv, _, order_of_dq, dq = configs
     assert of_dkdv.tile == order_of_dkdv.tile == dk.states_tile == dv.states_tile and of_dkdv.tile.of_keys
     assert of_dq.tile == order_of_dq.tile == dq.states_tile and not of_dq.tile.of_keys

@@ -181,9 +181,10 @@ def make(config):
                                 ahead = place.q_start + place.query - place.key + way * (column - r * 8)
                                 here = At(place.b, place.h, query, key, place.q_start + query, ahead)
                                 s *= score.scale
-                                if owes:
-                                    _, by_aux, _, _ = ask(s, here, int64(0), arrays, strides, sizes)
-                                if of_ds:
+                                if owes:  # by dual numbers twice: of aux, and of the score
+                                    _, slope = with_slope(s, here, arrays, strides)
+                                    s, by_aux, _, _ = ask(s, here, int64(0), arrays, strides, sizes)
+                                elif of_ds:
                                     s, slope = with_slope(s, here, arrays, strides)
                                 else:
                                     s = with_slope(s, here, arrays, strides)
