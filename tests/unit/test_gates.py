@@ -810,6 +810,20 @@ def aux_gates():
         yield f"wgmma_dq-{head_dim}-{config.tile_m}x{config.tile_n}-aux", config
 
 
+def mask_mod_gates():
+    """Of wgmma where it reads what a mask_mod leaves as bits, each head_dim at which its tables change: the forward, and
+    the kernels of gradients; with lengths, and a score_mod beside it."""
+    hides = dict(mask_mod=FUNCTIONS_OF["hides"]["mask_mod"], aux=AUX, seqlens_k=empty(1, dtype="int32"))
+    for head_dim in (64, 128, 192, 256):
+        for words, given in {"": hides, "-score_mod": hides | FUNCTIONS_OF["reads"]}.items():
+            made = problem(head_dim, dtype="bfloat16", seqlen=300, seqlen_k=500, **given).if_kept(True)
+            yield f"wgmma-{head_dim}-bits{words}", select.config_of("wgmma", made, HOPPER)
+            made = gradients(head_dim, dtype="bfloat16", **given).if_kept(True)
+            for config in configs_of("wgmma", made, MANY_BLOCKS):
+                if config.kernel in ("wgmma_dkdv", "wgmma_dq"):
+                    yield f"{config.kernel}-{head_dim}-bits{words}{part(config)}", config
+
+
 def small_copies_gates():
     """Of mma where rows begin at multiples of 8, 4 and 2 bytes: plain, and with gradients."""
     for dtype, head_dim in (("float16", 50), ("float16", 25), ("float32", 50), ("float32", 25), ("float64", 25)):
@@ -841,6 +855,7 @@ def gates():
         | dict(one_key_tile_gates())
         | dict(small_copies_gates())
         | dict(aux_gates())
+        | dict(mask_mod_gates())
         | dict(packed_gates())
         | dict(decode_gates())
         | simt_gates()
