@@ -95,7 +95,7 @@ class MaskModBitsConfig(TileStatesConfig):
     def grid(self, problem: AnyProblem) -> int:
         p, of_keys = problem.forward, self.tile.of_keys
         pieces, (*_, row_words) = mask_bits.layout(p, of_keys)
-        return -(-pieces * (row_words // 4) // (self.threads // 32))
+        return -(-pieces * 2 * (row_words // 4) // (self.threads // 32))
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         return {self.kept: ((mask_bits.words(problem.forward, self.tile.of_keys),), "uint32")}

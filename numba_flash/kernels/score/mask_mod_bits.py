@@ -5,11 +5,11 @@ An attention kernel reads a word where a function would be called for 32 scores,
 say are seen in part. All heads and batch entries for which the function gives the same share the bits. And the
 attention kernel is the same for every mask_mod.
 
-A warp writes 16 rows of 128 columns. A lane has the word of the columns that it holds in the attention kernel, of the
-rows lane // 4 and lane // 4 + 8. The function is called only for positions that causal, window and lengths leave, and
+A warp writes 8 rows of 128 columns. A lane has the word of the columns that it holds in the attention kernel, of the
+row lane // 4. The function is called only for positions that causal, window and lengths leave, and
 only where a tile is seen in part. Rows are queries and columns keys, or with of_keys the other way around.
 
-Launch: grid (pieces * groups of 128 columns / warps of a block), block (config.threads).
+Launch: grid (halves of pieces * groups of 128 columns / warps of a block), block (config.threads).
 """
 
 from numba import cuda, int32, int64, uint32
@@ -81,24 +81,21 @@ def make(config):
         heads = int32(sizes.heads) if by[1] != 0 else int32(1)
         batch = int32(sizes.batch) if by[0] != 0 else int32(1)
         number = int32(special.block_index() * (config.threads // 32) + (thread >> int32(5)))
-        if number < batch * heads * pieces * groups:
-            piece_of_all = divide(number, groups)
-            group = int32(number - piece_of_all * groups)
-            head = divide(piece_of_all, pieces)
-            piece = int32(piece_of_all - head * pieces)
+        if number < batch * heads * pieces * 2 * groups:
+            half_of_all = divide(number, groups)
+            head = divide(half_of_all, pieces * int32(2))
+            half, group = int32(half_of_all - head * pieces * 2), int32(number - half_of_all * groups)
             b = divide(head, heads)
-            h, first_row, first_column = int32(head - b * heads), int32(piece * PIECE), int32(group * 128)
-            own, column = sequence_of(b, arrays, strides, sizes), int32(first_column + first_column_of(lane))
-            for r in range(2):
-                in_piece, word = int32(first_row_of(lane) + 8 * r), uint32(0)
-                row = int32(first_row + in_piece)
-                if row < rows:
-                    seen, hidden = seen_of(b, h, row, first_column, columns, arrays, strides)
-                    word = EVERY_BIT if seen else uint32(0)
-                    if seen and hidden:
-                        first, end = columns_of(row, own, sizes)
-                        word = word_of(own, h, row, column, first, end, arrays, strides)
-                place = b * by[0] + h * by[1] + piece * by[2] + ENDS + in_piece * by[3]
-                bits[place + 4 * group + (lane & int32(3))] = word
+            h, first_column = int32(head - b * heads), int32(group * 128)
+            row, word = int32(half * 8 + first_row_of(lane)), uint32(0)
+            if row < rows:
+                seen, hidden = seen_of(b, h, row, first_column, columns, arrays, strides)
+                word = EVERY_BIT if seen else uint32(0)
+                if seen and hidden:
+                    own, column = sequence_of(b, arrays, strides, sizes), int32(first_column + first_column_of(lane))
+                    first, end = columns_of(row, own, sizes)
+                    word = word_of(own, h, row, column, first, end, arrays, strides)
+            piece = b * by[0] + h * by[1] + (row >> 4) * by[2] + ENDS
+            bits[piece + (row & (PIECE - 1)) * by[3] + 4 * group + (lane & int32(3))] = word
 
     return mask_mod_bits
