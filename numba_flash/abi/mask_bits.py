@@ -12,11 +12,11 @@ LONG = 12  # operations of a mask_mod that take longer, for all heads, than a ke
 
 def is_read_as_bits(p: Problem) -> bool:
     """Whether kernels that can read a mask_mod as bits do so. Otherwise they call it for each score: where nobody keeps
-    the bits of a short function, where there is a mask beside it, in packed sequences, and where there would be too
-    many bits. Without a block_mask documents take 3 to 7 % longer by bits, a neighbourhood of 13 x 13 58 % of the time
-    (H200)."""
+    the bits of a short function, beside a mask, beside a score_mod, which takes registers, in packed sequences, and
+    where there would be too many bits. Without a block_mask documents take 3 to 7 % longer by bits, a neighbourhood of
+    13 x 13 58 % of the time (H200)."""
     function = p.function("mask_mod")
-    if function is None or p.array("mask") is not None or p.packed is not None:
+    if function is None or len(p.functions) > 1 or p.array("mask") is not None or p.packed is not None:
         return False
     from ..functions.expression import length  # loads what reads functions
 

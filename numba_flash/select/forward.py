@@ -393,7 +393,7 @@ def _uses_of(kind: Any, p: Problem) -> Uses:
     if not is_read_as_bits(p):
         return p.uses
     used = dict(p.uses) | dict(mask_mod=AS_BITS)
-    return tuple((name, given) for name, given in used.items() if name != "aux" or "score_mod" in used)
+    return tuple((name, given) for name, given in used.items() if name != "aux")
 
 
 @functools.cache

@@ -224,6 +224,7 @@ def of_a_head(b, h, q_pos, k_pos):
         (later, False, {}, False),
         (later, True, {}, True),
         (later, True, dict(mask=empty(4096, dtype="bool")), False),
+        (later, True, dict(score_mod=Function.of("score_mod", lambda s, b, h, i, j: s * 2)), False),
         (later, True, dict(seqlen=16384), True),
         (later, True, dict(seqlen=16400), False),
         (of_a_head, True, dict(heads=5, seqlen=8192), False),

@@ -812,10 +812,10 @@ def aux_gates():
 
 def mask_mod_gates():
     """Of wgmma where it reads what a mask_mod leaves as bits, each head_dim at which its tables change: the forward, and
-    the kernels of gradients; with lengths, and a score_mod beside it."""
-    hides = dict(mask_mod=FUNCTIONS_OF["hides"]["mask_mod"], aux=AUX, seqlens_k=empty(1, dtype="int32"))
+    the kernels of gradients; with lengths, and all that changes scores."""
+    hides = FUNCTIONS_OF["hides"] | LENGTHS
     for head_dim in (64, 128, 192, 256):
-        for words, given in {"": hides, "-score_mod": hides | FUNCTIONS_OF["reads"]}.items():
+        for words, given in {"": hides, "-rich": hides | OPTIONS}.items():
             made = problem(head_dim, dtype="bfloat16", seqlen=300, seqlen_k=500, **given).if_kept(True)
             yield f"wgmma-{head_dim}-bits{words}", select.config_of("wgmma", made, HOPPER)
             made = gradients(head_dim, dtype="bfloat16", **given).if_kept(True)

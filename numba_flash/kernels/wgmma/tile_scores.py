@@ -106,7 +106,7 @@ def make(config, sides):
     @inlined
     def find_bits(tile, registers, sizes):
         """mask_bits <- which scores count, if that may be asked. Run it during products, like find_visible."""
-        bits, alone = registers.shown_bits, mod_bits and not (config.scores_finished or has_score_mod)
+        bits, alone = registers.shown_bits, mod_bits and not config.scores_finished
         if tile.inside and alone:
             if tile.asks:
                 hide(registers.mask_bits, bits, FALSE)
