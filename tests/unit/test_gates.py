@@ -811,7 +811,7 @@ def aux_gates():
 
 
 def mask_mod_gates():
-    """Of wgmma where it reads what a mask_mod leaves as bits, each head_dim at which its tables change: the forward, and
+    """Of wgmma where it reads what a mask_mod leaves as bits, each head_dim at which its tables change: the forward and
     the kernels of gradients; with lengths, and all that changes scores."""
     hides = FUNCTIONS_OF["hides"] | LENGTHS
     for head_dim in (64, 128, 192, 256):
