@@ -90,6 +90,7 @@ class WgmmaConfig(WarpgroupsConfig):
 
     kernel = "wgmma"
     module = "wgmma.forward"
+    reads_mask_mod = True
     MOST_KEYS: ClassVar[int] = 256
     PARTS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8, 16)
     O_COLUMNS: ClassVar[int] = 128

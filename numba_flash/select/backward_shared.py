@@ -150,13 +150,13 @@ def outside(problem: BackwardProblem, target: Target, in_order: bool) -> list[La
     return [OutsideConfig.of(problem.forward, names, target, **order) for names in written if names]
 
 
-def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[LaunchFacts]:
+def with_what_goes_before(configs: Sequence[Config], problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """Kernels, preceded by those that prepare what they read: a mask's bits, the states of tiles. Those that overlap
     with what is in front of them go ahead of all."""
     made, ahead = list[LaunchFacts](), list[LaunchFacts]()
     overlaps = len(configs) > 0 and configs[0].waits
     for config in configs:
-        for other in prologue(config, target, overlaps):
+        for other in prologue(config, problem.forward, target, overlaps):
             if other not in (*ahead, *made):
                 (ahead if other.waits else made).append(other)
         made.append(config)

@@ -387,7 +387,7 @@ def of_gradients(tables, target=MANY_BLOCKS, members=0, **given):
     with mock.patch.object(backward_kernels, "heads_per_block", lambda *_, **__: members):
         own = {name: fields and fields.row for name, fields in tables.items()}
         found = configs_with(own, table.partition("_")[0], made, target)
-    before = ("backward_preprocess", "delta", "mask_bits", "tile_states", "tile_order")
+    before = ("backward_preprocess", "delta", "mask_bits", "mask_mod_bits", "tile_states", "tile_order")
     return [config for config in found if not config.kernel.startswith(before)]
 
 
@@ -680,10 +680,15 @@ def of_document(b, h, q_pos, k_pos, table, segments):
     return segments[b, q_pos] == segments[b, k_pos]
 
 
+def weighted(score, b, h, q_pos, k_pos, table, weights):
+    return score - weights[h] * table[q_pos, k_pos]
+
+
 FUNCTIONS = (by_distance, capped, of_document)
 # Of a table that reaches so far positions are int64, which takes more registers.
 TABLE, SEGMENTS = empty(2, 127, dtype="float32", strides=(2**40, 1)), empty(1, 500, dtype="int32")
 AUX = tuple(read("aux", x).layout for x in (TABLE, SEGMENTS))
+AUX_OF_A_HEAD = tuple(read("aux", empty(*shape, dtype="float32")).layout for shape in ((500, 500), (2,)))
 FUNCTIONS_OF = dict(
     reads=dict(score_mod=Function.of("score_mod", by_distance), aux=AUX),
     hides=dict(mask_mod=Function.of("mask_mod", of_document), aux=AUX),
@@ -810,6 +815,30 @@ def by_element_gates():
                         yield f"{name}{part(config)}-halved", config
 
 
+def aux_gates():
+    """Of wgmma's kernel of dQ where it adds up the gradient of a number of a head, with a function that reads another
+    array too."""
+    for head_dim in (64, 128, 256):
+        given = dict(dtype="bfloat16", score_mod=Function.of("score_mod", weighted), aux=AUX_OF_A_HEAD)
+        found = configs_of("wgmma", gradients(head_dim, wanted=("dq", "daux[1]"), **given), MANY_BLOCKS)
+        (config,) = (config for config in found if config.kernel == "wgmma_dq")
+        yield f"wgmma_dq-{head_dim}-{config.tile_m}x{config.tile_n}-aux", config
+
+
+def mask_mod_gates():
+    """Of wgmma where it reads what a mask_mod leaves as bits, each head_dim at which its tables change: the forward and
+    the kernels of gradients; with lengths, and all that changes scores."""
+    hides = FUNCTIONS_OF["hides"] | LENGTHS
+    for head_dim in (64, 128, 192, 256):
+        for words, given in {"": hides, "-rich": hides | OPTIONS}.items():
+            made = problem(head_dim, dtype="bfloat16", seqlen=300, seqlen_k=500, **given).if_kept(True)
+            yield f"wgmma-{head_dim}-bits{words}", select.config_of("wgmma", made, HOPPER)
+            made = gradients(head_dim, dtype="bfloat16", **given).if_kept(True)
+            for config in configs_of("wgmma", made, MANY_BLOCKS):
+                if config.kernel in ("wgmma_dkdv", "wgmma_dq"):
+                    yield f"{config.kernel}-{head_dim}-bits{words}{part(config)}", config
+
+
 def small_copies_gates():
     """Of mma where rows begin at multiples of 8, 4 and 2 bytes: plain, and with gradients."""
     for dtype, head_dim in (("float16", 50), ("float16", 25), ("float32", 50), ("float32", 25), ("float64", 25)):
@@ -840,6 +869,8 @@ def gates():
         | dict(short_wide_gates())
         | dict(one_key_tile_gates())
         | dict(small_copies_gates())
+        | dict(aux_gates())
+        | dict(mask_mod_gates())
         | dict(packed_gates())
         | dict(decode_gates())
         | simt_gates()

@@ -13,7 +13,7 @@ from numba import float32, int32, uint32
 from ...ptx import cvt, ld_st, local, special
 from ..score import fragments, reads
 from ..score.stage import FragmentAt
-from ..steps.inlined import FALSE, TRUE, inlined
+from ..steps.inlined import FALSE, TRUE, inlined, nothing
 from ..steps.named import named
 from . import bias_boxes, block
 from .block import rows_of_lane
@@ -31,6 +31,8 @@ class TileFragments(NamedTuple):
     kept: Any  # which weights count (kernels/score/dropout.py)
     loaded: Any  # the bias (2, columns / 8, 2), in 16 bits two in one (kernels/score/reads.py)
     distance: Any  # (2,) q_pos - k_pos
+    owed: Any = None  # of a gradient of aux: as acc_s, where the derivative of the score is by the number of aux
+    run: Any = None  # what is owed so far (kernels/score/aux_gradient.py)
 
 
 @inlined
@@ -117,7 +119,7 @@ def make(config):
     to_all_weights = weights_of(0, pairs)
 
     @inlined
-    def to_weights(base, step, tile, lse, bias, term, masked, arrays, strides, score):
+    def to_weights(base, step, tile, lse, bias, term, masked, arrays, strides, sizes, score):
         to_all_weights(tile, lse, bias, term, score, masked)
 
     @inlined
@@ -172,4 +174,4 @@ def make(config):
             differentiate(tile, lse, minus_delta, term, score, FALSE)
 
     mask_words = fragments.tile(config, 1, config.stream_rows).mask_words
-    return named(prepare, weights_of, to_weights, to_gradients, words=(mask_words, 1, 1, 1))
+    return named(prepare, weights_of, to_weights, to_gradients, load_ahead=nothing, words=(mask_words, 1, 1, 1))

@@ -67,7 +67,7 @@ def of_both(config):
         if of_a:
             products.issue_dp(base, tile.acc_dp, own_desc, step.n)
         bias = base + plan.bias + rings.a.stage(step.n) * config.bias_bytes
-        scores.to_weights(base, step, tile, queries.lse_log2, bias, queries.term, known, arrays, strides, score)
+        scores.to_weights(base, step, tile, queries.lse_log2, bias, queries.term, known, arrays, strides, sizes, score)
         if of_a:
             wait_all()
             pin_s(tile.acc_dp)
@@ -77,4 +77,4 @@ def of_both(config):
         else:
             products.release_a(base, step.n, elected)  # only S reads Q, and P has its lse
 
-    return named(begin, to_ds, words=scores.words)
+    return named(begin, to_ds, load_ahead=scores.load_ahead, words=scores.words)

@@ -143,10 +143,13 @@ def make(config):
         return moved
 
     @inlined
-    def next_tile(j, rows, arrays, strides):
+    def next_tile(j, rows, registers, arrays, strides, sizes):
         """-> (the key tile after j, one before `begin` if none is left; whether mask_mod removes something of it)"""
         following = int32(walk.next_tile(rows.states, j, rows.begin, arrays, strides))
-        return following, walk.needs_mask(rows.states, max(following, rows.begin), arrays, strides)
+        there = max(following, rows.begin)
+        asks = walk.needs_mask(rows.states, there, arrays, strides)
+        options.load_ahead(there, asks, rows.work_tile, registers.scores, arrays, strides, sizes)
+        return following, asks
 
     @inlined
     def step(base, consumer, tile, rows, registers, arrays, strides, sizes, score):
@@ -156,7 +159,7 @@ def make(config):
             options.load(tile, registers.scores, arrays, strides, sizes)
         issue_products(base, consumer, rows.q_desc, registers, tile.n)
         side = prepare(tile, rows, registers, arrays, sizes)
-        following = next_tile(tile.j, rows, arrays, strides)  # read beside products, too
+        following = next_tile(tile.j, rows, registers, arrays, strides, sizes)  # read beside products, too
         wait_but_one()  # for S, with P . V behind it
         pin_s(acc_s)
         done_with_scores(base, consumer.elected, tile, rows)
@@ -185,10 +188,11 @@ def make(config):
     @inlined
     def first_step(base, consumer, tile, rows, registers, arrays, strides, sizes, score):
         """P of a query tile's first tile of keys, whose S is issued already. -> next_tile"""
+        options.load_ahead(tile.j, tile.asks, tile.work_tile, registers.scores, arrays, strides, sizes)
         if read.reads:
             options.load(tile, registers.scores, arrays, strides, sizes)
         side = prepare(tile, rows, registers, arrays, sizes)
-        following = next_tile(tile.j, rows, arrays, strides)
+        following = next_tile(tile.j, rows, registers, arrays, strides, sizes)
         wait_all()
         pin_s(registers.scores.acc_s)
         done_with_scores(base, consumer.elected, tile, rows)

@@ -15,7 +15,7 @@ from numba import int32, int64, uint32
 
 from ...arrays.dtypes import ITEM_SIZE
 from ...ptx import griddepcontrol, memory, special, tma
-from ..score import longest_first, reads, tile_walk
+from ..score import longest_first, reads, tile_walk, user
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -34,7 +34,7 @@ def query_tiles(config):
     rings = pipeline.of_forward(config)
     sequence_of = make_sequence(config)
     has_mask, ranges_of, walk = config.has("mask"), reads.make(config, 1).ranges, tile_walk.make(config)
-    asked_of_whole = group == 1 and (config.has("score_mod") or config.has("mask_mod"))  # as fragment_functions.py does
+    asked_of_whole = group == 1 and user.present(config)  # as fragment_functions.py does
     take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
     packed, parts = config.packed, config.parts
 
