@@ -38,8 +38,7 @@ Configs = tuple[LaunchFacts, ...]  # in the order of their launches
 def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow: bool = False) -> Configs:
     """A rung's kernels, the one that adds up split sums of dbias, and those of the gradients of aux. narrow: it has
     products on tensor cores in 16 bits."""
-    in_order = any(config.in_order for config in before)
-    bias, before = problem.forward.array("bias"), (*before, *shared.outside(problem, target, in_order))
+    bias, before = problem.forward.array("bias"), (*before, *shared.outside(problem, target, before))
     if "dbias" in problem.wanted and bias is not None and problem.dbias_splits > 1:
         threads, splits = 16 if target.simulated else 256, 1 << (problem.dbias_splits - 1).bit_length()
         before = (*before, DbiasSumConfig(problem.forward.dtype, bias.dtype, threads, splits))
@@ -204,7 +203,8 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
         dq_partials=lines,
     )
     turns_of = 0 if key_tiles else fused.tile_m
-    start = shared.preprocess_config(problem, target, turns_of=turns_of, dq_partials=lines, early=True, in_order=packed)
+    more = dict(turns_of=turns_of, dq_partials=lines, early=True, in_order=packed and fused.in_order)
+    start = shared.preprocess_config(problem, target, **more)
     made: list[LaunchFacts] = [start, *shared.with_what_goes_before([fused], target)]
     if not key_tiles:
         made.append(wgmma_ends.WgmmaRoundConfig.behind(fused))

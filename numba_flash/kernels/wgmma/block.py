@@ -34,6 +34,7 @@ LINE_BEGIN, LINE_STOP = STATES, NONFINITE
 Q_ROW, FIRST_KEY, SEQUENCE, BEFORE = PART, STATES, STEP, NONFINITE
 # In the backward: the sequence's first row in q and do, and how many queries it has.
 FIRST_QUERY, QUERIES = PART, NONFINITE
+NONFINITE_OF_PACKED = 64  # in the place of NONFINITE, behind the others (config.state_bytes)
 BYTES = 64
 
 
@@ -102,6 +103,10 @@ def words(at=0):
 
     positions = dict(position=position_by(read), position_alone=position_by(read_alone))
     return named(read, read_alone, write, write_tile, **positions)
+
+
+def nonfinite_word(config):
+    return NONFINITE_OF_PACKED if config.packed else NONFINITE
 
 
 def state_of(config):
