@@ -97,6 +97,8 @@ def run_task(task, frame, scratch, zero):
     tile0, tile1 = own_range(own_queries, rest % tiles if own_queries else INT, tiles)
     rest = rest // tiles if own_queries else rest
     batch0, batch1 = own_range(own_batch, rest, load(plan, slot.BATCH, INT))
+    first_b = load(pointers, at.FIRST_B, INT)
+    batch0, batch1 = batch0 + first_b, batch1 + first_b
 
     sums = scratch
     p = sums + 8 * tile_m * tile_n

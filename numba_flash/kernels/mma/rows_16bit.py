@@ -44,7 +44,7 @@ def make(config, warp_rows):
                     row_lse = lse[r] * to_natural
                     arrays.lse[lse_row(sequence, tile.h + tile_row % config.group_size, query, sizes)] = row_lse
         cuda.syncthreads()
-        store_rows(first_row, lane, o_smem, row_states, tile, arrays, strides, sizes)
+        store_rows(first_row, lane, o_smem, row_states, tile, sequence, arrays, strides)
         return some
 
     return write_rows

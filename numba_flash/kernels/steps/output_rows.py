@@ -3,14 +3,13 @@
 from numba import int32, int64, uint32
 
 from ...ptx import ld_st, local, memory
-from . import sequence as sequences
 from .inlined import inlined
 from .plain import panel_offset
 from .sequence import query_row
 
 
 def make(config, warp_rows, columns, own_place=False):
-    """-> store_rows(first_row, lane, o_smem, row_states, tile, arrays, strides, sizes), a device function.
+    """-> store_rows(first_row, lane, o_smem, row_states, tile, sequence, arrays, strides), a device function.
 
     A warp stores its warp_rows rows of a QueryTile from first_row on, the tile.part-th `columns` of them. It leaves out
     rows that are not finite.
@@ -19,7 +18,7 @@ def make(config, warp_rows, columns, own_place=False):
     rows, and is read 16 bytes at a time. row_states as in recompute/rows.
     """
     tile_m, panels = warp_rows if own_place else config.tile_m, -(-columns // 64)
-    word_count, queries_of = 4 * panels, sequences.queries(config)
+    word_count = 4 * panels
 
     @inlined
     def place_of(row, column, sequence, tile, strides):
@@ -29,10 +28,10 @@ def make(config, warp_rows, columns, own_place=False):
         return at + (tile.part * columns + column) * strides.o[3], query
 
     @inlined
-    def store_wide(first_row, lane, o_smem, row_states, tile, arrays, strides, sizes):
+    def store_wide(first_row, lane, o_smem, row_states, tile, sequence, arrays, strides):
         # Eight lanes for each row and panel. Independent instructions are adjacent: a warp that wrote one piece after
         # the other would take as long as two key tiles.
-        words, sequence = local.array(word_count, uint32), queries_of(tile.b, arrays, strides, sizes)
+        words = local.array(word_count, uint32)
         queries_left = int32(min(sequence.seqlen_q - tile.first_query, config.queries))
         # The last panel may reach past this part; those columns belong to the next part.
         columns_left = int32(min(config.head_dim_v - tile.part * columns, columns)) - ((lane & 7) << 3)
@@ -53,8 +52,7 @@ def make(config, warp_rows, columns, own_place=False):
                     memory.store_v4(to + int64(128 * panel), words, 4 * panel)
 
     @inlined
-    def store_narrow(first_row, lane, o_smem, row_states, tile, arrays, strides, sizes):
-        sequence = queries_of(tile.b, arrays, strides, sizes)
+    def store_narrow(first_row, lane, o_smem, row_states, tile, sequence, arrays, strides):
         queries_left = int32(min(sequence.seqlen_q - tile.first_query, config.queries))
         columns_left = int32(config.head_dim_v - tile.part * columns)
         for index in range(lane, warp_rows * columns, 32):

@@ -48,7 +48,7 @@ class WorkTile(NamedTuple):
     first_row: int
     keys: int  # how many of the batch entry are valid
     position: int  # of the first row, among the rows of the other side
-    members: int  # the number of query heads, h and those after it; 0: no tile is left
+    members: int  # the number of query heads, h and those after it; of packed query tiles that of queries; 0: no tile is left
     begin: int  # as ranges.key_tiles gives them, the next three too
     free: int
     cut: int
@@ -123,6 +123,24 @@ write, write_tile = words().write, words().write_tile
 def tile_of(work_tile):
     """The QueryTile that a work tile describes."""
     return QueryTile(word(work_tile, B), word(work_tile, H), word(work_tile, FIRST_ROW), int32(0))
+
+
+def sequence_of_query_tile(config):
+    """-> sequence_of(work_tile, arrays, strides, sizes), a device function of a forward: the Sequence of a query tile,
+    for one that only asks for its queries. Of packed ones it comes from the words, and has no query behind the tile."""
+    find = make_queries(config)
+
+    @inlined
+    def of_packed(work_tile, arrays, strides, sizes):
+        first_row, zero = int64(word(work_tile, FIRST_ROW)), int64(0)
+        end, first_query = first_row + word(work_tile, MEMBERS), word(work_tile, Q_ROW) - first_row
+        return Sequence(word(work_tile, B), end, zero, zero, zero, first_query, zero, sizes.total_q, sizes.batch)
+
+    @inlined
+    def found(work_tile, arrays, strides, sizes):
+        return find(word(work_tile, B), arrays, strides, sizes)
+
+    return of_packed if config.packed else found
 
 
 @inlined

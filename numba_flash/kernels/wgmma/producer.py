@@ -25,6 +25,8 @@ from ..steps.sequence import make as make_sequence
 from . import bias_boxes, block, packed_tiles, pipeline
 from .block import BEGIN, CUT, FIRST_ROW, FREE, MEMBERS, STATES, STOP, B, H, word_alone, write
 
+SHORT = 2  # key tiles
+
 
 @functools.cache
 def query_tiles(config):
@@ -151,7 +153,10 @@ def query_tiles(config):
         if parts > 1:
             begin, free, cut, stop = own_part(part, begin, free, cut, stop, sizes)
         h_kv, position = divide(h, divide(sizes.heads, sizes.heads_kv)), first_query + sequence.q_start
-        return block.WorkTile(b, h, h_kv, first_query, sequence.keys, position, work, begin, free, cut, stop)
+        members = work
+        if packed:
+            members = int32(min(sequence.seqlen_q - first_query, queries)) if work else int32(0)
+        return block.WorkTile(b, h, h_kv, first_query, sequence.keys, position, members, begin, free, cut, stop)
 
     @inlined
     def publish(base, i, t, arrays, strides, sizes):
@@ -248,6 +253,7 @@ def make(config):
         i = int32(0)  # number of query tiles so far
         t = int64(special.block_index())
         more = int32(1)
+        asked = int32(0)
         while more != 0:
             # If no tile is left, consumers issue S of the first query tile and drop it.
             entry, h, first_row = work.publish(base, i, t, arrays, strides, sizes)
@@ -258,7 +264,15 @@ def make(config):
                 griddepcontrol.wait()
             more = word_alone(rings.work_tile(base, i), MEMBERS)
             if more != 0:
-                rings.asked.consumer_wait(base, i)
+                if packed:
+                    # To look for a tile takes long: by a short one the block is ahead of what the producer asks for.
+                    work_tile = rings.work_tile(base, i)
+                    short = word_alone(work_tile, STOP) - word_alone(work_tile, BEGIN) <= SHORT
+                    while asked < (i if short else int32(i + 1)):
+                        rings.asked.consumer_wait(base, asked)
+                        asked = int32(asked + 1)
+                else:
+                    rings.asked.consumer_wait(base, i)
                 t = work.following(t, counter)
             i = int32(i + 1)
         work.reset(counter)
