@@ -21,7 +21,6 @@ class PreprocessConfig(OfDelta):
     natural: bool = False
     dq_partials: int = 1
     early: bool = False
-    in_order: bool = False  # as of the kernels behind
 
     kernel = "backward_preprocess"
     module = "mma.backward_preprocess"
@@ -69,6 +68,7 @@ class WalkConfig(OwnRows, Padded, Config):
     stages = 1
     with_dq = False
     of_product = True
+    numbered = True
 
     def _check_warps(self) -> None:
         one_of("warp_rows", self.warp_rows, 16, 32)

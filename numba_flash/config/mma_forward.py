@@ -32,6 +32,7 @@ class MmaConfig(TensorConfig):
 
     kernel = "mma"
     module = "mma.forward"
+    numbered = True
 
     def __post_init__(self) -> None:
         one_of("warp_rows", self.warp_rows, 16, 32)

@@ -161,7 +161,7 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> Configs:
 
 def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """A kernel of dK and dV, or one for each, and a kernel of dQ."""
-    members, packed = heads_per_block(problem, one_kernel=False), problem.forward.packed is not None
+    members = heads_per_block(problem, one_kernel=False)
     rows = shared.usable("wgmma_dkdv", problem, target)
     dkdv = shared.best(wgmma.WgmmaDkdvConfig, rows, problem, target, dv_alone=dict(stages_b=2), members=members)
     own = [_halved(config, problem, target) for config in dkdv]
@@ -170,7 +170,7 @@ def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
         (dq,) = shared.best(wgmma.WgmmaDqConfig, rows, problem, target)
         own.append(_halved(dq, problem, target))
     before = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
-    start = shared.preprocess_config(problem, target, early=True, in_order=packed)
+    start = shared.preprocess_config(problem, target, early=True)
     return [start, *before, *_add_parts(own[: len(dkdv)])]
 
 
@@ -191,7 +191,7 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """One kernel of all gradients."""
     tile = shared.usable("wgmma_fused", problem, target)[0].tile
     key_tiles, members = key_tiles_of_a_block(problem, target), heads_per_block(problem, one_kernel=True)
-    packed, bias = problem.forward.packed is not None, problem.forward.array("bias")
+    bias = problem.forward.array("bias")
     lines = 1 if key_tiles else dq_partials(problem)
     fused = wgmma.WgmmaFusedConfig(
         **features_of(wgmma.WgmmaFusedConfig, problem, target) | dict(bias_pairs=False),
@@ -203,8 +203,7 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
         dq_partials=lines,
     )
     turns_of = 0 if key_tiles else fused.tile_m
-    more = dict(turns_of=turns_of, dq_partials=lines, early=True, in_order=packed and fused.in_order)
-    start = shared.preprocess_config(problem, target, **more)
+    start = shared.preprocess_config(problem, target, turns_of=turns_of, dq_partials=lines, early=True)
     made: list[LaunchFacts] = [start, *shared.with_what_goes_before([fused], target)]
     if not key_tiles:
         made.append(wgmma_ends.WgmmaRoundConfig.behind(fused))

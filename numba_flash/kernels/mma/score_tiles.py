@@ -70,8 +70,6 @@ def make(config):
             last_query = min(int64(i * config.tile_m + config.tile_m), sequence.seqlen_q) - 1
             begin, _, _, end = key_range(sequence, i * config.tile_m, last_query, sizes, config.tile_n)
             j, stop = max(int32(begin), tiles.j), min(int32(end), tiles.end_j)
-            if packed and i * config.tile_m >= sequence.seqlen_q:
-                stop = j
             if j < stop:
                 break
             unit = int32(unit + 1)

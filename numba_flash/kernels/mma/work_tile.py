@@ -10,7 +10,7 @@ from numba import int32
 
 from ...ptx import special
 from ..score import longest_first
-from ..steps import sequence
+from ..steps import sequence, tile_numbers
 from ..steps.inlined import inlined
 from ..steps.integers import divide, tiles_of
 from ..steps.query_tile import QueryTile
@@ -45,6 +45,21 @@ def of_queries(config, queries, parts=1):
     """-> work_of(block, arrays, strides, sizes), a device function: QueryWork. queries: in a tile, of each head;
     parts: how many blocks share the columns of O."""
     group, sequence_of, longest = config.group_size, sequence.make(config), longest_first.make(config)
+    numbers = tile_numbers.make(config, queries, False) if config.packed else None
+    complete = tile_numbers.completer(config, False) if config.packed else None
+
+    @inlined
+    def work_of_packed(block, arrays, strides, sizes):
+        """The heads of a group share each tile, whose keys then come from the L2 cache."""
+        tiles = divide(block, parts)
+        part, pieces = int32(block - tiles * parts), special.opaque(numbers.pieces(sizes))
+        of_group = int32(divide(sizes.heads, sizes.heads_kv))
+        numbers_before = divide(tiles, of_group)
+        h_kv = divide(numbers_before, pieces)
+        piece = int32(pieces - 1 - (numbers_before - h_kv * pieces))
+        b, first, rows, row = numbers.piece(piece, arrays, strides, sizes)
+        h = int32(h_kv * of_group + tiles - numbers_before * of_group)
+        return QueryWork(complete(b, first, rows, arrays, strides, sizes), h, h_kv, row, part)
 
     @inlined
     def work_of(block, arrays, strides, sizes):
@@ -63,12 +78,21 @@ def of_queries(config, queries, parts=1):
         h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
         return QueryWork(sequence_of(b, arrays, strides, sizes), h, h_kv, first_query, part)
 
-    return work_of
+    return work_of_packed if config.packed else work_of
 
 
 def of_keys(config):
     """-> work_of(block, arrays, strides, sizes), a device function: KeyWork."""
     tile_n, sequence_of, longest = config.tile_n, sequence.make(config), longest_first.make(config)
+    numbers = tile_numbers.make(config, tile_n, True) if config.packed else None
+    complete = tile_numbers.completer(config, True) if config.packed else None
+
+    @inlined
+    def work_of_packed(block, arrays, strides, sizes):
+        pieces = numbers.pieces(sizes)
+        h_kv = divide(block, pieces)
+        b, first, rows, row = numbers.piece(block - h_kv * pieces, arrays, strides, sizes)
+        return KeyWork(complete(b, first, rows, arrays, strides, sizes), int32(h_kv), row)
 
     @inlined
     def work_of(block, arrays, strides, sizes):
@@ -81,4 +105,4 @@ def of_keys(config):
             h_kv = head_tiles - b * sizes.heads_kv
         return KeyWork(sequence_of(b, arrays, strides, sizes), int32(h_kv), int32(own * tile_n))
 
-    return work_of
+    return work_of_packed if config.packed else work_of
