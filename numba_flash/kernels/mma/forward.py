@@ -71,6 +71,7 @@ def make(config):
     tile_n, warp_rows, plan = config.tile_n, config.warp_rows, config.shared_layout()
     head_dim, columns, columns_v = config.head_dim, config.head_dim_padded, config.head_dim_v_padded
     bases_at, keys_at, origin_at, query_at = (plan.tile_state + n * block_state.SIZE for n in range(4))
+    packed, place_at = config.packed, origin_at  # packed sequences have no bias and no mask
     strips, rows = warp_rows // 16, warp_rows // 8  # of 16 rows a warp; rows that a lane has a part of
     groups, shift, o_blocks = config.column_groups, config.column_groups.bit_length() - 1, config.group_columns // 8
     s_count, o_count = strips * (tile_n // 8) * 4, strips * o_blocks * 4
@@ -96,6 +97,15 @@ def make(config):
     def again(places):
         """The thread's number; read anew where its many copies have addresses that would be kept through the loop."""
         return special.thread_index() if max(columns, columns_v) > 128 else places.thread
+
+    @inlined
+    def tile_again(smem, arrays, strides, sizes):
+        """-> the QueryTile of the block. To look for that of packed sequences takes long."""
+        if packed:
+            b, h = block_state.get_range(smem + int32(place_at))
+            first_query, _ = block_state.get_range(smem + int32(place_at + 8))
+            return QueryTile(b, h, first_query, work_tile.part_of(special.block_index(), config.v_parts))
+        return work_tile.query_tile(work_of(special.block_index(), arrays, strides, sizes))
 
     @inlined
     def lane_and_row():
@@ -277,6 +287,9 @@ def make(config):
                 origin = read.origin(sequence.b, tile.h, tile.first_query, arrays, strides)
                 block_state.put(q_smem + int32(origin_at), origin.bias, origin.bits)
                 block_state.put(q_smem + int32(query_at), int64(tile.first_query), int64(0))
+            if packed:
+                block_state.put_range(q_smem + int32(place_at), sequence.b, tile.h)
+                block_state.put_range(q_smem + int32(place_at + 8), tile.first_query, 0)
             block_state.put(q_smem + int32(bases_at), k_global, v_global)
             block_state.put(q_smem + int32(keys_at), sequence.q_start + tile.first_query, int64(sequence.keys))
         cuda.syncthreads()
@@ -303,11 +316,11 @@ def make(config):
         # Where all this belongs is worked out again: kept through the loop, it would cost the registers that S needs.
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        tile = work_of(special.block_index(), arrays, strides, sizes)
+        tile = tile_again(async_tiles.aligned(shared.address(smem)), arrays, strides, sizes)
         inverse_l, lse = registers.alpha, registers.distance  # the same registers, free by now
         if has_term:
             lane_row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
-            load_terms(lse, tile.sequence.b, tile.h, lane_row, arrays, strides)
+            load_terms(lse, tile.b, tile.h, lane_row, arrays, strides)
         finish(registers.m, registers.l, inverse_l, lse)
         if kept_weight.present:
             kept_weight.scale(inverse_l, score)
@@ -315,7 +328,7 @@ def make(config):
         cuda.syncthreads()  # everyone is done with Q and K
         o_smem = async_tiles.aligned(shared.address(smem))  # (tile_m, head_dim_v_padded)
         first_row, column_group = (warp >> shift) * warp_rows, warp & (groups - 1)
-        own = QueryTile(tile.sequence.b, tile.h, tile.first_query, int32(tile.part * groups + column_group))
+        own = QueryTile(tile.b, tile.h, tile.first_query, int32(tile.part * groups + column_group))
         row_states = o_smem + plan.row_states + column_group * (config.ROW_STATE_BYTES * config.tile_m)
         nonfinite = write_rows(
             registers.acc_o, inverse_l, lse, o_smem, row_states, first_row, lane, own, arrays, strides, sizes

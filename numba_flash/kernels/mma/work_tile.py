@@ -41,6 +41,12 @@ def query_tile(work):
     return QueryTile(work.sequence.b, work.h, work.first_query, work.part)
 
 
+@inlined
+def part_of(block, parts):
+    """Which of the blocks that share the columns of O it is."""
+    return int32(block - divide(block, parts) * parts)
+
+
 def of_queries(config, queries, parts=1):
     """-> work_of(block, arrays, strides, sizes), a device function: QueryWork. queries: in a tile, of each head;
     parts: how many blocks share the columns of O."""
