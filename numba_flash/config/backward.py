@@ -64,11 +64,11 @@ class WalkConfig(OwnRows, Padded, Config):
     warp_rows: int = 16
     column_groups: int = 1
     bias_pairs: bool = False
+    in_order: bool = False
 
     stages = 1
     with_dq = False
     of_product = True
-    numbered = True
 
     def _check_warps(self) -> None:
         one_of("warp_rows", self.warp_rows, 16, 32)

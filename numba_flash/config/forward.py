@@ -87,13 +87,8 @@ def tiles_of_all(p: Any, rows: int, of_keys: bool = False) -> int:
 
 
 def tiles_by_bound(p: Any, rows: int, of_keys: bool = False) -> int:
-    """The same if each sequence is as long as the bound."""
+    """The same if each sequence has as many as the bound of the lengths."""
     return p.batch * -(-(p.seqlen_k if of_keys else p.seqlen_q) // rows)  # type: ignore[no-any-return]
-
-
-def pieces_of_all(p: Any, rows: int, of_keys: bool = False) -> int:
-    """Of a grid: the smaller of both numbers."""
-    return min(tiles_of_all(p, rows, of_keys), tiles_by_bound(p, rows, of_keys))
 
 
 class LaunchFacts:
@@ -207,7 +202,6 @@ class Config(LaunchFacts):
     reads_bits: ClassVar[bool] = True  # it reads a mask as bits, which mask_bits makes before
     reads_states: ClassVar[bool] = False  # it skips tiles in which a mask_mod leaves nothing
     reads_order: ClassVar[bool] = True  # and takes tiles in an order that depends on this
-    numbered: ClassVar[bool] = False  # blocks find tiles of packed sequences by number (kernels/steps/tile_numbers.py)
 
     @classmethod
     def behind(cls, config: "Config") -> "Config":
@@ -268,7 +262,7 @@ class Config(LaunchFacts):
     def grid(self, problem: AnyProblem) -> int:
         """A block, or a cluster of blocks, for each tile of the side that it owns."""
         p = problem.forward
-        tiles = pieces_of_all if self.numbered else tiles_by_bound
+        tiles = tiles_of_all if self.in_order else tiles_by_bound
         if self.of_keys:
             return self.cluster * p.heads_kv * tiles(p, self.tile_n, True)
         return self.cluster * (p.heads // self.group_size) * tiles(p, self.queries)

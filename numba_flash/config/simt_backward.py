@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from ..abi import parameters as abi
 from ..problem.options import GRADIENT_OF, HEAD_GRADIENTS, Option
-from .forward import ITEM_SIZE, AnyProblem, Config, LaunchFacts, check, multiple_of, pieces_of_all
+from .forward import ITEM_SIZE, AnyProblem, Config, LaunchFacts, check, multiple_of, tiles_of_all
 from .simt_forward import SimtRows
 
 
@@ -26,6 +26,7 @@ class OfDelta(LaunchFacts):
     of_terms: bool = False
     turns_of: int = 0
     packed: bool = False
+    in_order: bool = False  # as of the kernels behind
 
     UNIT: ClassVar[int]  # rows of a head are in so many, which lanes share with no other head
 
@@ -47,7 +48,7 @@ class OfDelta(LaunchFacts):
 
     def grid(self, problem: AnyProblem) -> int:
         p = problem.forward
-        of_head = pieces_of_all(p, self.UNIT)
+        of_head = tiles_of_all(p, self.UNIT) if self.in_order else p.batch * -(-p.seqlen_q // self.UNIT)
         return -(-p.heads * of_head * self.UNIT // (self.threads // self.lanes * self.rows_of_lanes))
 
 

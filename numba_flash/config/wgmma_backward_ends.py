@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..abi import parameters as abi
-from .forward import AnyProblem, Config, pieces_of_all, tile_bytes
+from .forward import AnyProblem, Config, tile_bytes, tiles_of_all
 from .wgmma_backward import WgmmaDkdvConfig
 
 
@@ -28,7 +28,7 @@ class WgmmaRoundConfig(Config):
     def grid(self, problem: AnyProblem) -> int:
         p = problem.forward
         if p.packed is not None:
-            return p.heads * pieces_of_all(p, self.tile_m) * (self.tile_m // 64)
+            return p.heads * tiles_of_all(p, self.tile_m) * (self.tile_m // 64)
         return p.batch * p.heads * -(-p.seqlen_q // 64)
 
 

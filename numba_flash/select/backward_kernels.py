@@ -63,7 +63,8 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
 def _with_delta(own: Sequence[Config], problem: BackwardProblem, target: Target) -> Configs:
     """Kernels that read each row's lse and delta, with those before and after them; v2's kernel of dbias is for all
     of these."""
-    made = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
+    in_order = any(config.in_order for config in own)
+    made = [shared.delta_config(problem, target, in_order=in_order), *shared.with_what_goes_before(own, target)]
     if "dbias" in problem.wanted:
         of_bias = shared.of_bias(problem)
         made.append(shared.simt(DbiasConfig, "v2_dq", problem, target, wanted=("dbias",), **of_bias))
@@ -98,7 +99,8 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
         if "dq" in problem.wanted:
             own += shared.best(mma.MmaDqConfig, shared.usable("mma_dq", problem, target), problem, target)
     made = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
-    return _with_sums(problem, target, (shared.preprocess_config(problem, target), *made, *ends), narrow=True)
+    start = shared.preprocess_config(problem, target, in_order=own[0].in_order if own else False)
+    return _with_sums(problem, target, (start, *made, *ends), narrow=True)
 
 
 def _mma_wide(problem: BackwardProblem, target: Target) -> Configs:
@@ -161,7 +163,7 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> Configs:
 
 def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """A kernel of dK and dV, or one for each, and a kernel of dQ."""
-    members = heads_per_block(problem, one_kernel=False)
+    members, packed = heads_per_block(problem, one_kernel=False), problem.forward.packed is not None
     rows = shared.usable("wgmma_dkdv", problem, target)
     dkdv = shared.best(wgmma.WgmmaDkdvConfig, rows, problem, target, dv_alone=dict(stages_b=2), members=members)
     own = [_halved(config, problem, target) for config in dkdv]
@@ -170,7 +172,7 @@ def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
         (dq,) = shared.best(wgmma.WgmmaDqConfig, rows, problem, target)
         own.append(_halved(dq, problem, target))
     before = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
-    start = shared.preprocess_config(problem, target, early=True)
+    start = shared.preprocess_config(problem, target, early=True, in_order=packed)
     return [start, *before, *_add_parts(own[: len(dkdv)])]
 
 
@@ -191,7 +193,7 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """One kernel of all gradients."""
     tile = shared.usable("wgmma_fused", problem, target)[0].tile
     key_tiles, members = key_tiles_of_a_block(problem, target), heads_per_block(problem, one_kernel=True)
-    bias = problem.forward.array("bias")
+    packed, bias = problem.forward.packed is not None, problem.forward.array("bias")
     lines = 1 if key_tiles else dq_partials(problem)
     fused = wgmma.WgmmaFusedConfig(
         **features_of(wgmma.WgmmaFusedConfig, problem, target) | dict(bias_pairs=False),
@@ -203,7 +205,8 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
         dq_partials=lines,
     )
     turns_of = 0 if key_tiles else fused.tile_m
-    start = shared.preprocess_config(problem, target, turns_of=turns_of, dq_partials=lines, early=True)
+    more = dict(turns_of=turns_of, dq_partials=lines, early=True, in_order=packed and fused.in_order)
+    start = shared.preprocess_config(problem, target, **more)
     made: list[LaunchFacts] = [start, *shared.with_what_goes_before([fused], target)]
     if not key_tiles:
         made.append(wgmma_ends.WgmmaRoundConfig.behind(fused))

@@ -159,9 +159,9 @@ def preprocess_config(problem: BackwardProblem, target: Target, **more: Any) -> 
     return _first(PreprocessConfig, problem, target, natural=problem.forward.array("bias") is not None, **more)
 
 
-def delta_config(problem: BackwardProblem, target: Target, turns_of: int = 0) -> DeltaConfig:
+def delta_config(problem: BackwardProblem, target: Target, **more: Any) -> DeltaConfig:
     """The Config of the kernel with which v2 begins."""
-    return _first(DeltaConfig, problem, target, turns_of=turns_of)
+    return _first(DeltaConfig, problem, target, **more)
 
 
 def _first(kind: type[Any], problem: BackwardProblem, target: Target, **more: Any) -> Any:

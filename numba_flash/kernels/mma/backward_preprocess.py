@@ -23,7 +23,7 @@ from ..steps.units import LOG2_E
 def make(config):
     lanes, count, turns_of = config.lanes, config.rows_of_lanes, config.turns_of
     products, turn_words = row_products.make(config), 2 * config.dq_partials
-    numbers = tile_numbers.make(config, turns_of, False) if config.packed and turns_of else None
+    numbers = tile_numbers.make(config, turns_of, False) if config.in_order and turns_of else None
     unit, inf = float32(1.0 if config.natural else LOG2_E), float32(math.inf)
 
     @cuda.jit
@@ -45,7 +45,7 @@ def make(config):
         if turns_of:
             if block == 0 and thread == 0:
                 arrays.turns[0] = uint32(0)
-            if config.packed:  # all of them: two blocks may have the same rows
+            if config.in_order:  # all of them: two blocks may have the same rows
                 words = int64(sizes.heads) * numbers.count(sizes) * turn_words
                 for word in range(block * config.threads + thread, words, special.block_count() * config.threads):
                     arrays.turns[lse_delta.TURNS_AT + word] = uint32(0)

@@ -13,18 +13,7 @@ from ..score import longest_first
 from ..steps import sequence, tile_numbers
 from ..steps.inlined import inlined
 from ..steps.integers import divide, tiles_of
-from ..steps.query_tile import QueryTile
-
-
-class QueryWork(NamedTuple):
-    """A tile of queries of head h, or of the heads from h on that share it. part: which columns of O, if blocks share
-    them."""
-
-    sequence: Any
-    h: int
-    h_kv: int
-    first_query: int
-    part: int
+from ..steps.query_tile import QueryTile, QueryWork
 
 
 class KeyWork(NamedTuple):
@@ -51,21 +40,8 @@ def of_queries(config, queries, parts=1):
     """-> work_of(block, arrays, strides, sizes), a device function: QueryWork. queries: in a tile, of each head;
     parts: how many blocks share the columns of O."""
     group, sequence_of, longest = config.group_size, sequence.make(config), longest_first.make(config)
-    numbers = tile_numbers.make(config, queries, False) if config.packed else None
-    complete = tile_numbers.completer(config, False) if config.packed else None
-
-    @inlined
-    def work_of_packed(block, arrays, strides, sizes):
-        """The heads of a group share each tile, whose keys then come from the L2 cache."""
-        tiles = divide(block, parts)
-        part, pieces = int32(block - tiles * parts), special.opaque(numbers.pieces(sizes))
-        of_group = int32(divide(sizes.heads, sizes.heads_kv))
-        numbers_before = divide(tiles, of_group)
-        h_kv = divide(numbers_before, pieces)
-        piece = int32(pieces - 1 - (numbers_before - h_kv * pieces))
-        b, first, rows, row = numbers.piece(piece, arrays, strides, sizes)
-        h = int32(h_kv * of_group + tiles - numbers_before * of_group)
-        return QueryWork(complete(b, first, rows, arrays, strides, sizes), h, h_kv, row, part)
+    if config.in_order:
+        return numbered_queries(config, queries, parts)
 
     @inlined
     def work_of(block, arrays, strides, sizes):
@@ -84,21 +60,52 @@ def of_queries(config, queries, parts=1):
         h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
         return QueryWork(sequence_of(b, arrays, strides, sizes), h, h_kv, first_query, part)
 
-    return work_of_packed if config.packed else work_of
+    return work_of
+
+
+def numbered_queries(config, queries, parts):
+    """The same of packed sequences whose tiles have numbers. The heads of a group share each tile: its keys then come
+    from the L2 cache."""
+    numbers, complete = tile_numbers.make(config, queries, False), tile_numbers.completer(config, False)
+
+    @inlined
+    def work_of(block, arrays, strides, sizes):
+        tile, m_tiles = divide(block, parts), numbers.count(sizes)
+        of_group = int32(divide(sizes.heads, sizes.heads_kv))
+        of_groups = divide(tile, of_group)
+        h_kv = divide(of_groups, m_tiles)
+        number = int32(m_tiles - 1 - (of_groups - h_kv * m_tiles))
+        b, first, rows = numbers.sequence(number, arrays, strides, sizes)
+        first_query = int32((number - numbers.first(b, first)) * queries) if rows > 0 else int32(0)
+        h = int32(h_kv * of_group + tile - of_groups * of_group)
+        found = complete(b if rows > 0 else int32(0), first, rows, arrays, strides, sizes)
+        return QueryWork(found, h, h_kv, first_query, part_of(block, parts))
+
+    return work_of
+
+
+def numbered_keys(config):
+    """The same as of_keys."""
+    numbers, complete = tile_numbers.make(config, config.tile_n, True), tile_numbers.completer(config, True)
+
+    @inlined
+    def work_of(block, arrays, strides, sizes):
+        n_tiles = numbers.count(sizes)
+        h_kv = divide(block, n_tiles)
+        number = int32(block - h_kv * n_tiles)
+        b, first, rows = numbers.sequence(number, arrays, strides, sizes)
+        first_key = int32((number - numbers.first(b, first)) * config.tile_n) if rows > 0 else int32(0)
+        found = complete(b if rows > 0 else int32(0), first, rows, arrays, strides, sizes)
+        return KeyWork(found, int32(h_kv), first_key)
+
+    return work_of
 
 
 def of_keys(config):
     """-> work_of(block, arrays, strides, sizes), a device function: KeyWork."""
     tile_n, sequence_of, longest = config.tile_n, sequence.make(config), longest_first.make(config)
-    numbers = tile_numbers.make(config, tile_n, True) if config.packed else None
-    complete = tile_numbers.completer(config, True) if config.packed else None
-
-    @inlined
-    def work_of_packed(block, arrays, strides, sizes):
-        pieces = numbers.pieces(sizes)
-        h_kv = divide(block, pieces)
-        b, first, rows, row = numbers.piece(block - h_kv * pieces, arrays, strides, sizes)
-        return KeyWork(complete(b, first, rows, arrays, strides, sizes), int32(h_kv), row)
+    if config.in_order:
+        return numbered_keys(config)
 
     @inlined
     def work_of(block, arrays, strides, sizes):
@@ -111,4 +118,4 @@ def of_keys(config):
             h_kv = head_tiles - b * sizes.heads_kv
         return KeyWork(sequence_of(b, arrays, strides, sizes), int32(h_kv), int32(own * tile_n))
 
-    return work_of_packed if config.packed else work_of
+    return work_of

@@ -52,12 +52,12 @@ def make(config):
     """-> rows_of(thread, block, arrays, strides, sizes): its Rows; sum_of_row(rows, lane, arrays, strides): the sum of
     the lane's own one."""
     lanes, count, copied, size = config.lanes, config.rows_of_lanes, config.load_bytes, ITEM_SIZE[config.dtype]
-    unit, groups, packed, columns = config.UNIT, config.threads // config.lanes, config.packed, config.head_dim_v
+    unit, groups, in_order, columns = config.UNIT, config.threads // config.lanes, config.in_order, config.head_dim_v
     in_unit_bits, every, single = (unit // count).bit_length() - 1, 16 // size, copied == size
     words_of_rows = 4 * count
     queries_of, product, compute = sequences.queries(config), lse_delta.product(config), config.compute_dtype
     real, number_of = elements.COMPUTE_TYPES[config.dtype], _number_of(config.dtype)
-    numbers = tile_numbers.make(config, unit, False) if packed else None
+    numbers = tile_numbers.make(config, unit, False) if in_order else None
     add_lane = shfl.bfly_f64 if compute == "float64" else shfl.bfly_f32
     steps = -(-columns // (every * lanes))
     apart, together = count.bit_length() - 1, lanes.bit_length() - 1
@@ -68,12 +68,13 @@ def make(config):
         number = int32(part >> in_unit_bits)
         in_unit = int32((part & (unit // count - 1)) * count)
         heads, units = int32(sizes.heads), tiles_of(sizes.seqlen_q, unit)
-        if packed:
-            units = numbers.pieces(sizes)
+        if in_order:
+            units = numbers.count(sizes)
         head_of_all = divide(number, units)
         place = int32(number - head_of_all * units)
-        if packed:
-            b, first_query, rows, first = numbers.piece(place, arrays, strides, sizes)
+        if in_order:
+            b, first_query, rows = numbers.sequence(place, arrays, strides, sizes)
+            first = int32((place - numbers.first(b, first_query)) * unit)
             h, there = head_of_all, head_of_all < heads and first < rows
             sequence = tile_numbers.queries_of(b, first_query, rows, sizes)
         else:

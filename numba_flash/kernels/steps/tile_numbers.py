@@ -3,9 +3,6 @@
 Sequences follow each other, and each has as many numbers as its tiles may need. If sequence b begins at row r, its
 tiles begin at number r // rows + b. So a sequence has enough numbers, and the last of them may have no tile.
 
-If bounds of the lengths are tight, that is more numbers than tiles. So a grid has `pieces`: the numbers, or as many for
-each sequence as the bound has tiles, if these are fewer. Then nothing is searched for.
-
 cu_seqlens on a device may hold anything. In a backward a part of dQ waits for the parts of other key tiles, so two
 tiles must never share a number, and each must be met. `search` in sequence.py therefore clamps each value between those
 that a binary search has met before: then they never fall, and values that do not fall stay as they are.
@@ -18,9 +15,9 @@ from numba import int32, int64
 
 from ...ptx import memory, special
 from .inlined import inlined
-from .integers import divide, tiles_of
+from .integers import divide
 from .named import named
-from .sequence import Sequence, first_position, search, span, valid_keys
+from .sequence import Sequence, first_position, search, valid_keys
 
 
 @functools.cache
@@ -30,8 +27,7 @@ def make(config: Any, rows: int, of_keys: bool) -> Any:
     count(sizes) -> how many numbers there are; sequence(number, arrays, strides, sizes) -> (b, its first row, its rows)
     of the sequence that has the number, without rows if none has it; at(number, arrays, strides, sizes) -> (b, the
     tile's first row in its sequence, or -1 if the number has no tile); first(b, row) -> the number of the first tile of
-    sequence b, which begins at `row`; pieces(sizes) -> how many pieces of a grid there are; piece(number, arrays,
-    strides, sizes) -> (b, its first row, its rows, the tile's first row in it) of one of them. The last may be behind.
+    sequence b, which begins at `row`.
     """
 
     @inlined
@@ -43,14 +39,10 @@ def make(config: Any, rows: int, of_keys: bool) -> Any:
         return divide(int32(total_of(sizes)), rows) + int32(sizes.batch)
 
     @inlined
-    def ends_of(arrays, strides, sizes):
-        if of_keys:
-            return arrays.cu_seqlens_k, strides.cu_seqlens_k, sizes.seqlen_k
-        return arrays.cu_seqlens_q, strides.cu_seqlens_q, sizes.seqlen_q
-
-    @inlined
     def sequence(number, arrays, strides, sizes):
-        ends, stride, most = ends_of(arrays, strides, sizes)
+        ends, stride, most = arrays.cu_seqlens_q, strides.cu_seqlens_q, sizes.seqlen_q
+        if of_keys:
+            ends, stride, most = arrays.cu_seqlens_k, strides.cu_seqlens_k, sizes.seqlen_k
         batch = special.opaque(int32(sizes.batch))  # else what follows from it would be kept in registers
         b, first_row, end = search(ends, stride, total_of(sizes), batch, int32(number), int32(rows))
         there = b >= 0 and b < batch
@@ -66,29 +58,7 @@ def make(config: Any, rows: int, of_keys: bool) -> Any:
     def first(b, row):
         return divide(int32(row), rows) + int32(b)
 
-    @inlined
-    def by_bound(sizes):
-        """Tiles of all sequences, if each were as long as the bound."""
-        return sizes.batch * tiles_of(sizes.seqlen_k if of_keys else sizes.seqlen_q, rows)
-
-    @inlined
-    def pieces(sizes):
-        return int32(min(by_bound(sizes), int64(count(sizes))))
-
-    @inlined
-    def piece(number, arrays, strides, sizes):
-        number = int32(number)
-        if by_bound(sizes) <= count(sizes):
-            ends, stride, most = ends_of(arrays, strides, sizes)
-            tiles = int32(tiles_of(most, rows))
-            b = divide(number, tiles)
-            first_row, of_sequence = span(ends, b, stride, total_of(sizes), most)
-            return b, int32(first_row), int32(of_sequence), int32((number - b * tiles) * rows)
-        b, first_row, of_sequence = sequence(number, arrays, strides, sizes)
-        row = int32((number - first(b, first_row)) * rows)
-        return (b, first_row, of_sequence, row) if of_sequence > 0 else (int32(0), int32(0), int32(0), int32(0))
-
-    return named(count, sequence, at, first, pieces, piece)
+    return named(count, sequence, at, first)
 
 
 @inlined
@@ -103,7 +73,7 @@ def completer(config: Any, of_keys: bool) -> Any:
     """-> complete(b, first, rows, arrays, strides, sizes): the Sequence b, as sequence.py makes it, of which it
     is known where its keys, or else its queries, begin, and how many there are. A search takes long, and is left out
     where queries and keys begin at the same places."""
-    keys_of, q_start_of, in_order = valid_keys(config), first_position(config), config.in_order
+    keys_of, q_start_of = valid_keys(config), first_position(config)
 
     @inlined
     def of_other_side(b, first, rows, arrays, strides, sizes):
@@ -114,8 +84,6 @@ def completer(config: Any, of_keys: bool) -> Any:
         ends, stride, total, most = k_ends, strides.cu_seqlens_k, sizes.total_k, sizes.seqlen_k
         if of_keys:
             ends, stride, total, most = q_ends, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q
-        if not in_order:
-            return span(ends, b, stride, total, most)
         _, other, end = search(ends, stride, total, special.opaque(int32(sizes.batch)), int32(b), int32(0))
         return int64(other), min(int64(end - other), most)
 

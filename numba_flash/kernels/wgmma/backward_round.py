@@ -41,15 +41,17 @@ def make(config):
     def place_of(block, arrays, strides, sizes):
         """-> (sequence, h, first query, number of its query tile among all, its part of that)."""
         if config.packed:
-            tiles = numbers.pieces(sizes) * of_part
+            m_tiles = numbers.count(sizes)
+            tiles = m_tiles * of_part
             h = divide(block, tiles)
             part = int32(block - h * tiles)
             number = divide(part, of_part)
             part = int32(part - number * of_part)
-            b, first, rows, row = numbers.piece(number, arrays, strides, sizes)
+            b, first, rows = numbers.sequence(number, arrays, strides, sizes)
+            first_query = int64((number - numbers.first(b, first)) * config.tile_m + part * 64)
+            b = b if rows > 0 else int32(0)  # else there is no such sequence, and no query
             sequence = complete(b, first, rows, arrays, strides, sizes)
-            m_tile = int64(h) * numbers.count(sizes) + numbers.first(b, first) + divide(row, config.tile_m)
-            return sequence, h, int64(row + part * 64), m_tile, part
+            return sequence, h, first_query, int64(h) * m_tiles + number, part
         tiles = divide(int32(sizes.seqlen_q) + int32(63), 64)
         head_of_all = divide(block, tiles)
         b = divide(head_of_all, sizes.heads)

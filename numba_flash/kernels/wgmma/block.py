@@ -14,7 +14,7 @@ from ..score import fragments
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.named import named
-from ..steps.query_tile import QueryTile
+from ..steps.query_tile import QueryTile, QueryWork
 from ..steps.sequence import Sequence
 from ..steps.sequence import make as make_sequence
 from ..steps.sequence import queries as make_queries
@@ -125,22 +125,25 @@ def tile_of(work_tile):
     return QueryTile(word(work_tile, B), word(work_tile, H), word(work_tile, FIRST_ROW), int32(0))
 
 
-def sequence_of_query_tile(config):
-    """-> sequence_of(work_tile, arrays, strides, sizes), a device function of a forward: the Sequence of a query tile,
-    for one that only asks for its queries. Of packed ones it comes from the words, and has no query behind the tile."""
-    find = make_queries(config)
+def query_work(config):
+    """-> work_of(work_tile, arrays, strides, sizes), a device function of a forward: the QueryWork of a work tile, for
+    one that only asks for queries. Of packed sequences it comes from the words, and has no query behind the tile."""
+    find, packed = make_queries(config), config.packed
 
     @inlined
-    def of_packed(work_tile, arrays, strides, sizes):
-        first_row, zero = int64(word(work_tile, FIRST_ROW)), int64(0)
-        end, first_query = first_row + word(work_tile, MEMBERS), word(work_tile, Q_ROW) - first_row
-        return Sequence(word(work_tile, B), end, zero, zero, zero, first_query, zero, sizes.total_q, sizes.batch)
-
-    @inlined
-    def found(work_tile, arrays, strides, sizes):
+    def sequence_of(work_tile, arrays, strides, sizes):
+        if packed:
+            first_row, zero = int64(word(work_tile, FIRST_ROW)), int64(0)
+            end, first_query = first_row + word(work_tile, MEMBERS), word(work_tile, Q_ROW) - first_row
+            return Sequence(word(work_tile, B), end, zero, zero, zero, first_query, zero, sizes.total_q, sizes.batch)
         return find(word(work_tile, B), arrays, strides, sizes)
 
-    return of_packed if config.packed else found
+    @inlined
+    def work_of(work_tile, arrays, strides, sizes):
+        sequence = sequence_of(work_tile, arrays, strides, sizes)
+        return QueryWork(sequence, word(work_tile, H), int32(0), word(work_tile, FIRST_ROW), int32(0))
+
+    return work_of
 
 
 @inlined
