@@ -126,7 +126,8 @@ def attention_varlen_backward(
 
     do: the gradient of o, in o's shape and dtype. o, lse: the results of `attention_varlen` with return_lse=True.
     dlse: the gradient of lse, (heads, total_q) in lse's dtype. wanted: as for `attention_backward`; dsinks and
-    dalibi_slopes are summed over the sequences, if sinks and slopes are (heads,), and daux always. All others: the arguments of the call of `attention_varlen`.
+    dalibi_slopes are summed over the sequences, if sinks and slopes are (heads,), and daux always.
+    All others: the arguments of the call of `attention_varlen`.
 
     Gradients of rows of no sequence, and of keys that are not valid, are 0.
     """

@@ -63,40 +63,44 @@ def of_queries(config, queries, parts=1):
     return work_of
 
 
+def numbered(config, rows, of_keys):
+    """-> find(t, heads, arrays, strides, sizes): (Sequence, head, tile) of the t-th tile of packed sequences, whose
+    tiles of `rows` rows have numbers. They follow each other as elsewhere. If there is none, it is of no row."""
+    numbers, complete = tile_numbers.make(config, rows, of_keys), tile_numbers.completer(config, of_keys)
+
+    @inlined
+    def find(t, heads, arrays, strides, sizes):
+        heads, zero = int32(heads), int32(0)
+        b, first, count = numbers.sequence(divide(t, heads), arrays, strides, sizes)
+        tiles, t = tiles_of(count, rows), int32(t - numbers.first(b, first) * heads)
+        if t >= heads * tiles:  # behind the last tile of a sequence, which has a number more than tiles
+            b, first, count, tiles, t = zero, zero, zero, int32(1), zero
+        head = divide(t, tiles)
+        return complete(b, first, count, arrays, strides, sizes), head, int32(t - head * tiles)
+
+    return find
+
+
 def numbered_queries(config, queries, parts):
-    """The same of packed sequences whose tiles have numbers. The heads of a group share each tile: its keys then come
-    from the L2 cache."""
-    numbers, complete = tile_numbers.make(config, queries, False), tile_numbers.completer(config, False)
+    find = numbered(config, queries, False)
 
     @inlined
     def work_of(block, arrays, strides, sizes):
-        tile, m_tiles = divide(block, parts), numbers.count(sizes)
-        of_group = int32(divide(sizes.heads, sizes.heads_kv))
-        of_groups = divide(tile, of_group)
-        h_kv = divide(of_groups, m_tiles)
-        number = int32(m_tiles - 1 - (of_groups - h_kv * m_tiles))
-        b, first, rows = numbers.sequence(number, arrays, strides, sizes)
-        first_query = int32((number - numbers.first(b, first)) * queries) if rows > 0 else int32(0)
-        h = int32(h_kv * of_group + tile - of_groups * of_group)
-        found = complete(b if rows > 0 else int32(0), first, rows, arrays, strides, sizes)
-        return QueryWork(found, h, h_kv, first_query, part_of(block, parts))
+        found, h, tile = find(divide(block, parts), sizes.heads, arrays, strides, sizes)
+        from_last = max(tiles_of(found.seqlen_q, queries) - 1, 0) - tile
+        h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
+        return QueryWork(found, h, h_kv, int32(from_last * queries), part_of(block, parts))
 
     return work_of
 
 
 def numbered_keys(config):
-    """The same as of_keys."""
-    numbers, complete = tile_numbers.make(config, config.tile_n, True), tile_numbers.completer(config, True)
+    find = numbered(config, config.tile_n, True)
 
     @inlined
     def work_of(block, arrays, strides, sizes):
-        n_tiles = numbers.count(sizes)
-        h_kv = divide(block, n_tiles)
-        number = int32(block - h_kv * n_tiles)
-        b, first, rows = numbers.sequence(number, arrays, strides, sizes)
-        first_key = int32((number - numbers.first(b, first)) * config.tile_n) if rows > 0 else int32(0)
-        found = complete(b if rows > 0 else int32(0), first, rows, arrays, strides, sizes)
-        return KeyWork(found, int32(h_kv), first_key)
+        found, h_kv, tile = find(block, sizes.heads_kv, arrays, strides, sizes)
+        return KeyWork(found, h_kv, int32(tile * config.tile_n))
 
     return work_of
 
