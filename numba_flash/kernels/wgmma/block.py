@@ -126,22 +126,23 @@ def tile_of(work_tile):
 
 
 def query_work(config):
-    """-> work_of(work_tile, arrays, strides, sizes), a device function of a forward: the QueryWork of a work tile, for
-    one that only asks for queries. Of packed sequences it comes from the words, and has no query behind the tile."""
+    """-> work_of(tile, work_tile, arrays, strides, sizes), a device function of a forward: the QueryWork of its
+    QueryTile, for one that only asks for queries. Of packed sequences it comes from the words of the work tile, and has
+    no query behind it."""
     find, packed = make_queries(config), config.packed
 
     @inlined
-    def sequence_of(work_tile, arrays, strides, sizes):
+    def sequence_of(tile, work_tile, arrays, strides, sizes):
         if packed:
-            first_row, zero = int64(word(work_tile, FIRST_ROW)), int64(0)
+            first_row, zero = int64(tile.first_query), int64(0)
             end, first_query = first_row + word(work_tile, MEMBERS), word(work_tile, Q_ROW) - first_row
-            return Sequence(word(work_tile, B), end, zero, zero, zero, first_query, zero, sizes.total_q, sizes.batch)
-        return find(word(work_tile, B), arrays, strides, sizes)
+            return Sequence(tile.b, end, zero, zero, zero, first_query, zero, sizes.total_q, sizes.batch)
+        return find(tile.b, arrays, strides, sizes)
 
     @inlined
-    def work_of(work_tile, arrays, strides, sizes):
-        sequence = sequence_of(work_tile, arrays, strides, sizes)
-        return QueryWork(sequence, word(work_tile, H), int32(0), word(work_tile, FIRST_ROW), int32(0))
+    def work_of(tile, work_tile, arrays, strides, sizes):
+        sequence = sequence_of(tile, work_tile, arrays, strides, sizes)
+        return QueryWork(sequence, tile.h, int32(0), tile.first_query, tile.part)
 
     return work_of
 

@@ -273,7 +273,7 @@ def make(config):
         if kept_weights.drops:
             kept_weights.scale(inverse_l, score)
         row_states = base + plan.row_states
-        work = work_of(work_tile, arrays, strides, sizes)
+        work = work_of(tile, work_tile, arrays, strides, sizes)
         nonfinite = write_rows(acc_o, inverse_l, lse, base, row_states, first_row, lane, work, arrays, strides, sizes)
         if vote.any_lane(nonfinite) != 0:
             recompute_rows(first_row, lane, row_states, tile, arrays, strides, sizes, score)

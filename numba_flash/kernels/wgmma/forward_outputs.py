@@ -114,7 +114,7 @@ def make(config, finish):
         """By a warp. registers: ConsumerRegisters; seen: the number of query tiles before this one, in the place of
         whose Q O may be staged."""
         tile, acc_o = tile_of(work_tile), registers.acc_o
-        work = work_of(work_tile, arrays, strides, sizes)
+        work = work_of(tile, work_tile, arrays, strides, sizes)
         sequence = work.sequence
         first_row, lane = rows_of_lane()
         lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
