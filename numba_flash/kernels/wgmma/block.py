@@ -300,6 +300,12 @@ def sequence_of_work(config, whole_warp=True, queries=False):
     find = (make_queries if queries else make_sequence)(config)
 
     @inlined
+    def queries_of_packed(work, arrays, strides, sizes):
+        b, count, zero = read(work, B), int64(read(work, QUERIES)), int64(0)
+        first_query = int64(read(work, FIRST_QUERY))
+        return Sequence(b, count, zero, zero, zero, first_query, zero, sizes.total_q, sizes.batch)
+
+    @inlined
     def of_packed(work, arrays, strides, sizes):
         first_row = int64(read(work, FIRST_ROW))
         q_start = first_row - position(work) if of_keys else position(work) - first_row
@@ -313,7 +319,9 @@ def sequence_of_work(config, whole_warp=True, queries=False):
     def found(work, arrays, strides, sizes):
         return find(read(work, B), arrays, strides, sizes)
 
-    return of_packed if config.packed else found
+    if config.packed:
+        return queries_of_packed if queries else of_packed
+    return found
 
 
 def tail_zeroer(config, columns, barrier, tile_rows=None):
