@@ -51,10 +51,8 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
         return True
     if one_tile:
         return forward.seqlen_q <= 1024
-    if forward.every_key:  # a small batch of few keys would lose more by one kernel than a large one gains
-        return forward.heads_kv * forward.seqlen_k >= (8192 if forward.widest <= 64 else 16384) and one_kernel_gains(
-            forward
-        )
+    if forward.every_key:
+        return one_kernel_gains(forward)
     lines = forward.heads_kv * parts_of(forward.group, heads_per_block(problem, one_kernel=True))
     two_ways = lines == 2 and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
     few = lines < 4 and not two_ways and dq_partials(problem) == 1

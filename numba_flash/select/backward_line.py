@@ -24,6 +24,7 @@ CALL, BEGIN, TURN = 8.0, 3.0, 2.0
 # A tile of 128 queries by 128 keys, up to WIDE and above: in the one kernel, in that of dK and dV, in that of dQ. A
 # block of 64 of its own rows takes HALF of it.
 ONE, DKDV, DQ, HALF = (2.55, 4.6), (1.75, 3.2), (1.15, 2.05), 0.75
+MANY_KEYS = (8192, 16384)  # of all heads, up to WIDE and above
 # The kernel behind reads so many bytes of sums in one; and begins with one sum of a query tile after the other.
 ROUNDED, SUM = 2.7e6, 0.7
 
@@ -65,9 +66,12 @@ def fewest_sums(p: Problem) -> int:
 
 
 def one_kernel_gains(p: Problem) -> bool:
-    """Whether one kernel is faster, on the average of all BATCHES, or within 5 % of two, of which less is known."""
+    """Whether one kernel is faster, on the average of all BATCHES, or within 5 % of two, of which less is known. With
+    few keys a small batch can lose more by it than a large one gains: then none of BATCHES may lose."""
     sums, every = fewest_sums(p), [_batch(p, batch) for batch in BATCHES]
-    return math.prod(one_kernel(of, sums) / two_kernels(of) for of in every) < 1.15
+    ratios = [one_kernel(of, sums) / two_kernels(of) for of in every]
+    many = p.heads_kv * p.seqlen_k >= MANY_KEYS[_wide(p)]
+    return math.prod(ratios) < 1.15 if many else max(ratios) < 1.05 and math.prod(ratios) < 0.7
 
 
 def _batch(p: Problem, batch: int) -> Problem:

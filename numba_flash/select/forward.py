@@ -49,7 +49,10 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
     def own(name: str) -> list[Config | None]:
         return [_fitting(RUNGS[name], problem, target)]
 
-    first = kernel == "auto" and (short(problem, target) or mma_is_sooner(problem, target, refuses, own))
+    from .decode import few_queries  # which needs this module
+
+    in_small_tiles = short(problem, target) or few_queries(problem, target) is not None
+    first = kernel == "auto" and (in_small_tiles or mma_is_sooner(problem, target, refuses, own))
     name, refused = choose(kernel, target, refuses, copies=True, first="mma" if first else "")
     config = None if RUNGS[name].on_host else config_of(name, problem, target)
     copies = config is not None and target.arrays_on_host and not target.simulated
@@ -175,7 +178,10 @@ def simt(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
 
 def mma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.mma_forward import MmaConfig
+    from .decode import few_queries
 
+    if few := few_queries(problem, target):
+        yield few
     features = features_of(MmaConfig, problem, target)
     shrinks = ITEM_SIZE[problem.dtype] > 2 and problem.packed is None
     in_one_tile = _rows("mma_short", problem, target) if short(problem, target) else []

@@ -537,7 +537,11 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(heads=16, heads_kv=1, causal=True) == kernels(heads=32, heads_kv=8, causal=True) == in_parts
     assert kernels(64, heads=14, heads_kv=2, causal=True) == in_parts
     # Short sequences, of which there are many.
-    assert kernels(heads=1, seqlen_q=512, seqlen_k=200) == one and kernels(heads=1, seqlen_q=513) == two
+    assert kernels(heads=1, seqlen_q=512, seqlen_k=200) == one and kernels(heads=1, seqlen_q=1025) == two
+    # Few queries of many keys, where a kernel of dQ alone would have few blocks, each with a long walk.
+    assert kernels(heads=1, seqlen_q=21, seqlen_k=9626) == kernels(heads=3, seqlen_q=22, seqlen_k=2993) == one
+    assert kernels(24, heads=1, seqlen_q=223, seqlen_k=3829) == kernels(heads=1, seqlen_q=64) == one
+    assert kernels(heads=4, heads_kv=2, seqlen_q=404, seqlen_k=7905) == one
     assert kernels(softcap=5.0) == two and kernels(wanted=("dk", "dv")) == two[:2]
     # Random bits take registers.
     assert kernels(dropout_p=0.1) == kernels(88, dropout_p=0.1) == one and kernels(64, dropout_p=0.1) == two

@@ -62,7 +62,7 @@ for kernel in PAIRED:
 for kernel in OF_MMA:
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
 MACHINES["decode"] = SINCE_AMPERE
-IN_PTX["decode"], IN_SASS["decode"] = (*IN_PTX["mma"], "atom.global.add.u32"), IN_SASS["mma"]
+IN_PTX["decode"], IN_SASS["decode"] = (*IN_PTX["mma"], ".global.add.u32"), IN_SASS["mma"]
 IN_PTX["mma_daux"] += ("red.global.add.u64",)
 IN_PTX["backward_preprocess"], IN_SASS["backward_preprocess"] = ("ld.global.v4.b32",), ("LDG.E.128",)
 for kernel in ("wgmma_dkdv", "wgmma_dq", "wgmma_fused"):
@@ -201,6 +201,8 @@ DEPENDS = {
     "decode-128-64-prefix": "spills 44 bytes on sm_90a, 56 on sm_100a",
     "decode-256-32-prefix": "spills 56 bytes on sm_90a, 44 on sm_100a",
     "decode-64-16": "spills 88 bytes on sm_80 with 13.5",
+    "decode-float32-128-32": "spills 56 bytes on sm_90a",
+    "decode-float32-256-16": "spills 184 bytes on sm_90a",
     "mma_dkdv_float64-128-32x16-sm80-reading": "spills 88 bytes on sm_80 with 13.5",
     "mma_dkdv_float64-128-32x16-sm80-rich": "spills 88 bytes on sm_80 with 13.5",
     "mma_dkdv_float64-256-16x16-dk-sm80-reading": "spills 108 bytes on sm_80 with 13.5",
@@ -526,6 +528,14 @@ def decode_gates():
                 if not words and queries == 1 and head_dim > 64:
                     config = decode.config_of(dataclasses.replace(made, batch=64), "table", HOPPER, shares=True)
                     yield f"decode-{head_dim}-{config.tile_m}-prefix", config
+    for dtype, head_dim, queries in (
+        ("float32", 64, 1), ("float32", 128, 1), ("float32", 128, 8), ("float32", 256, 1),
+        ("float64", 64, 1), ("float64", 128, 1), ("float64", 128, 8),
+    ):  # fmt: skip
+        made = problem(head_dim, dtype=dtype, heads=8, heads_kv=2, seqlen=queries, seqlen_k=2**14, causal=True)
+        made = dataclasses.replace(made, pages=Pages(16, 2**10, 2**14))
+        config = decode.few_queries(made, HOPPER) or decode.config_of(made, "table", HOPPER)
+        yield f"decode-{dtype}-{head_dim}-{config.tile_m}", config
 
 
 def packed_gates():
