@@ -21,7 +21,6 @@ class PreprocessConfig(OfDelta):
     natural: bool = False
     dq_partials: int = 1
     early: bool = False
-    in_order: bool = False  # as of the kernels behind
 
     kernel = "backward_preprocess"
     module = "mma.backward_preprocess"
@@ -65,6 +64,7 @@ class WalkConfig(OwnRows, Padded, Config):
     warp_rows: int = 16
     column_groups: int = 1
     bias_pairs: bool = False
+    in_order: bool = False
 
     stages = 1
     with_dq = False

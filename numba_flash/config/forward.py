@@ -82,8 +82,13 @@ def tiles_of_all(p: Any, rows: int, of_keys: bool = False) -> int:
     """Tiles of `rows` queries or keys of one head in all batch entries; of packed sequences their numbers
     (kernels/steps/tile_numbers.py)."""
     if p.packed is None:
-        return p.batch * -(-(p.seqlen_k if of_keys else p.seqlen_q) // rows)
+        return tiles_by_bound(p, rows, of_keys)
     return p.packed[of_keys] // rows + p.batch if p.batch and p.packed[of_keys] else 0
+
+
+def tiles_by_bound(p: Any, rows: int, of_keys: bool = False) -> int:
+    """The same if each sequence has as many as the bound of the lengths."""
+    return p.batch * -(-(p.seqlen_k if of_keys else p.seqlen_q) // rows)  # type: ignore[no-any-return]
 
 
 class LaunchFacts:
@@ -269,9 +274,10 @@ class Config(LaunchFacts):
     def grid(self, problem: AnyProblem) -> int:
         """A block, or a cluster of blocks, for each tile of the side that it owns."""
         p = problem.forward
+        tiles = tiles_of_all if self.in_order else tiles_by_bound
         if self.of_keys:
-            return self.cluster * p.batch * p.heads_kv * -(-p.seqlen_k // self.tile_n)
-        return self.cluster * p.batch * (p.heads // self.group_size) * -(-p.seqlen_q // self.queries)
+            return self.cluster * p.heads_kv * tiles(p, self.tile_n, True)
+        return self.cluster * (p.heads // self.group_size) * tiles(p, self.queries)
 
 
 class Padded:

@@ -25,6 +25,7 @@ class MmaConfig(TensorConfig):
     large_f64: bool = False
     copy_bytes: int = 16
     only_tile: bool = False
+    in_order: bool = False
 
     scalar_loads: ClassVar[bool] = False
     columns_in_order: ClassVar[bool] = False
@@ -88,7 +89,7 @@ class MmaConfig(TensorConfig):
         behind = max(v_at + tile_bytes(self.tile_n, self.head_dim_v_padded, size), row_states_at + of_rows)
         exchanged = self.tile_m * self.tile_n * size * (1 + self.splits_columns) if self.column_groups > 1 else 0
         # What a block keeps of its query tile (kernels/steps/block_state.py); of bias and mask, where they are.
-        entries = 4 if self.has("bias") or self.has("mask") else 2
+        entries = 4 if self.has("bias") or self.has("mask") or self.in_order else 2
         states = layout(begin=behind, tile_state=entries * 16, exchange=exchanged)
         return places(q=0, k=tile_q, v=v_at, row_states=row_states_at, **states._asdict())
 

@@ -219,7 +219,7 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
 
     def grid(self, problem: AnyProblem) -> int:
         p = problem.forward
-        if p.packed is not None:
+        if p.packed is not None and not self.key_tiles:
             return super().grid(problem)
         return all_parts(p, self.members) * (1 if self.key_tiles else self._tiles_of_keys(problem))
 
@@ -392,6 +392,16 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     @property
     def dq_part_bytes(self) -> int:  # type: ignore[override]
         return 64 * 64 * (2 if self.key_tiles == 1 else 4)
+
+    @property
+    def in_order(self) -> bool:  # type: ignore[override]
+        """With key_tiles no block waits for another, and the block's number gives the sequence."""
+        return not self.key_tiles
+
+    @property
+    def state_bytes(self) -> int:
+        """With one more word that packed sequences need."""
+        return super().state_bytes + 16 * (self.packed and self.key_tiles > 0)
 
     @property
     def dq_places(self) -> int:  # type: ignore[override]

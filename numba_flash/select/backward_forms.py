@@ -10,6 +10,7 @@ from ..problem.options import changes_scores
 from .backward_line import fewest_sums, one_kernel_gains
 
 LONGEST_STAY = 8192  # queries of a walk over all of them
+MOST_QUERIES_ALONE = 512  # of packed sequences: with more, too few blocks would run side by side
 MOST_TURNS = (1 << 16) - 1  # key tiles under a mask: half of a counter has them (kernels/wgmma/backward_dq_sums.py)
 
 
@@ -66,9 +67,9 @@ def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
     time: 12 heads of 197 tokens take 20 us instead of 26, 256 heads 64 instead of 53 (H200).
     """
     forward = problem.forward
-    if forward.packed is not None:
-        return 0
     key_tiles = -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
+    if forward.packed is not None:  # the bound may decide: one tile gives the same bits either way
+        return int(key_tiles == 1 and forward.seqlen_q <= MOST_QUERIES_ALONE)
     if key_tiles == 1:
         return 1
     kept = forward.widest <= 64 and -(-forward.seqlen_q // 128) * forward.group <= WgmmaFusedConfig.KEPT
@@ -103,7 +104,7 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
     scarce. Nor does one whose bias comes to where dS will be, because dK and dV of the tile before are staged there.
     """
     forward = problem.forward
-    if forward.packed is not None:  # the numbers of tiles that do not exist are passed over
+    if forward.packed is not None and not key_tiles:  # the numbers of tiles that do not exist are passed over
         return True
     tiles = all_parts(forward, members) * -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
     many = key_tiles > 1 or tiles > target.multiprocessors

@@ -40,8 +40,7 @@ KEYS_WITH_AUX = (64, 32)  # of a tile, up to head_dim 128 and above, where a gra
 def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow: bool = False) -> Configs:
     """A rung's kernels, the one that adds up split sums of dbias, and those of the gradients of aux. narrow: it has
     products on tensor cores in 16 bits."""
-    in_order = any(config.in_order for config in before)
-    bias, before = problem.forward.array("bias"), (*before, *shared.outside(problem, target, in_order))
+    bias, before = problem.forward.array("bias"), (*before, *shared.outside(problem, target, before))
     if "dbias" in problem.wanted and bias is not None and problem.dbias_splits > 1:
         threads, splits = 16 if target.simulated else 256, 1 << (problem.dbias_splits - 1).bit_length()
         before = (*before, DbiasSumConfig(problem.forward.dtype, bias.dtype, threads, splits))
@@ -68,7 +67,9 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
 def _with_delta(own: Sequence[Config], problem: BackwardProblem, target: Target) -> Configs:
     """Kernels that read each row's lse and delta, with those before and after them; v2's kernel of dbias is for all
     of these."""
-    made = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, problem, target)]
+    in_order = any(config.in_order for config in own)
+    delta = shared.delta_config(problem, target, in_order=in_order)
+    made = [delta, *shared.with_what_goes_before(own, problem, target)]
     if "dbias" in problem.wanted:
         of_bias = shared.of_bias(problem)
         made.append(shared.simt(DbiasConfig, "v2_dq", problem, target, wanted=("dbias",), **of_bias))
@@ -92,10 +93,12 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     """mma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if ITEM_SIZE[problem.forward.dtype] > 2:
         return _with_sums(problem, target, _mma_wide(problem, target))
-    start, ends = [shared.preprocess_config(problem, target)], shared.head_sums(problem, target, of_blocks=True)
+    ends, only = shared.head_sums(problem, target, of_blocks=True), []
     if rows := shared.one_key_tile(problem, target):
         only = shared.only_tile(problem, target)
-        delta = dataclasses.replace(start.pop(), most_rows=1) if only else None  # whatever the number of heads
+        delta = None  # of the block, whatever the number of heads
+        if only:
+            delta = dataclasses.replace(shared.preprocess_config(problem, target), most_rows=1)
         own = shared.best(mma.MmaOneKeyTileConfig, only or rows, problem, target, delta=delta)
     else:
         rows = shared.usable("mma_dkdv", problem, target)
@@ -104,6 +107,8 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
         own = shared.best(mma.MmaDkdvConfig, rows, problem, target)
         if "dq" in problem.wanted:
             own += shared.best(mma.MmaDqConfig, shared.usable("mma_dq", problem, target), problem, target)
+    in_order = own[0].in_order if own else False
+    start = [] if only else [shared.preprocess_config(problem, target, in_order=in_order)]
     made = shared.with_what_goes_before([*own, *_dbias(problem, target)], problem, target)
     return _with_sums(problem, target, (*start, *made, *ends), narrow=True)
 
@@ -222,7 +227,8 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
         dq_partials=lines,
     )
     turns_of = 0 if key_tiles else fused.tile_m
-    start = shared.preprocess_config(problem, target, turns_of=turns_of, dq_partials=lines, early=True, in_order=packed)
+    more = dict(turns_of=turns_of, dq_partials=lines, early=True, in_order=packed and fused.in_order)
+    start = shared.preprocess_config(problem, target, **more)
     made: list[LaunchFacts] = [start, *shared.with_what_goes_before([fused], problem, target)]
     if not key_tiles:
         made.append(wgmma_ends.WgmmaRoundConfig.behind(fused))

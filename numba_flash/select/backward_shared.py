@@ -139,14 +139,15 @@ def fits(config: LaunchFacts, target: Target) -> bool:
     return config.shared_bytes * max(config.blocks_per_sm, 1) <= target.shared_bytes
 
 
-def outside(problem: BackwardProblem, target: Target, in_order: bool) -> list[LaunchFacts]:
-    """The kernels that write the gradients of rows of no packed sequence. in_order: as of the other kernels."""
+def outside(problem: BackwardProblem, target: Target, before: Sequence[LaunchFacts]) -> list[LaunchFacts]:
+    """The kernels that write the gradients of rows of no packed sequence. before: those in front of them."""
     if problem.forward.packed is None:
         return []
     from ..config.outside import OutsideConfig
 
     written = [tuple(name for name in side if name in problem.wanted) for side in (("dq",), ("dk", "dv"))]
-    order = dict(in_order=in_order, early=in_order, waits=in_order)  # Hopper's kernels can overlap
+    waits = any(config.waits or config.in_order for config in before)
+    order = dict(in_order=any(config.in_order for config in before), early=waits, waits=waits)
     return [OutsideConfig.of(problem.forward, names, target, **order) for names in written if names]
 
 
@@ -168,9 +169,9 @@ def preprocess_config(problem: BackwardProblem, target: Target, **more: Any) -> 
     return _first(PreprocessConfig, problem, target, natural=problem.forward.array("bias") is not None, **more)
 
 
-def delta_config(problem: BackwardProblem, target: Target, turns_of: int = 0) -> DeltaConfig:
+def delta_config(problem: BackwardProblem, target: Target, **more: Any) -> DeltaConfig:
     """The Config of the kernel with which v2 begins."""
-    return _first(DeltaConfig, problem, target, turns_of=turns_of)
+    return _first(DeltaConfig, problem, target, **more)
 
 
 def _first(kind: type[Any], problem: BackwardProblem, target: Target, **more: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..abi.parameters import AS_BITS
 from ..abi.tensor_maps import fits
 from ..arrays.dtypes import ITEM_SIZE
-from ..config.forward import Config, LaunchFacts
+from ..config.forward import Config, LaunchFacts, tiles_by_bound, tiles_of_all
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import BY_NAME, Uses, changes_by_distance_alone, changes_scores, of_scores
@@ -142,7 +142,7 @@ def prologue(config: Config, problem: Problem, target: Target, overlaps: bool = 
         from ..config.outside import OutsideConfig
 
         written = ("o", "lse") if config.write_lse else ("o",)
-        made.append(OutsideConfig.of(config, written, target, early=config.waits))
+        made.append(OutsideConfig.of(config, written, target, early=config.waits, in_order=config.in_order))
     if config.reads_bits and config.has("mask"):
         from ..config.mask_bits import MaskBitsConfig
 
@@ -385,6 +385,7 @@ def features_of(kind: Any, problem: "Problem | BackwardProblem", target: Target)
         bias_boxes=bias is not None and bias.boxes,
         o_vectorized=p.o_strides[3] == 1 and _copied(p, p.o_strides) == 16 and p.head_dim_v * size % 16 == 0,
         copy_bytes=_copied(p, *read),
+        in_order=loosely_bound(p),
         large_f64=p.dtype == "float64" and target.cc == LARGE_FLOAT64,
     )
     return {name: value for name, value in given.items() if name in _fields(kind)}
@@ -400,6 +401,16 @@ def _uses_of(kind: Any, p: Problem) -> Uses:
         return p.uses
     used = dict(p.uses) | dict(mask_mod=AS_BITS)
     return tuple((name, given) for name, given in used.items() if name != "aux")
+
+
+LOOSE = 8
+
+
+def loosely_bound(problem: Problem) -> bool:
+    """Whether tiles of packed sequences have far fewer numbers than bounds of the lengths allow tiles. To look for a
+    number's tile takes longer than to find none: 5 times as many blocks cost nothing (H200)."""
+    sides = ((tiles_of_all(problem, 64, side), tiles_by_bound(problem, 64, side)) for side in (False, True))
+    return problem.packed is not None and any(LOOSE * numbers < by_bound for numbers, by_bound in sides)
 
 
 @functools.cache

@@ -72,6 +72,36 @@ def test_one_kernel_computes_all_gradients(options, heads, head_dim, blocks, len
     packed.check_packed_gradients(case, varlen.backward(rung, case, do, o, lse, dlse), do, o, lse, dlse)
 
 
+ONE_TILE = [  # options, heads_kv, head_dim
+    (dict(causal=True), 2, 8), ({}, 1, 72), (dict(window=(30, 10)), 2, 72),
+    (dict(seqlens_k=np.array([50, 0, 3, 30, 0], np.int32)), 1, 8),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "heads_kv", "head_dim"), ONE_TILE, ids=range(len(ONE_TILE)))
+def test_keys_that_are_one_tile_by_their_bound_need_no_tickets(
+    options, heads_kv, head_dim, monkeypatch, nothing_remembered
+):
+    """A block then has all keys of a sequence and head. NaN stands behind the valid keys; the bits are those of blocks
+    that take tickets, whichever way their heads go."""
+    monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: True)
+    monkeypatch.setattr(launch, "blocks_at_a_time", lambda _: 3)
+    rung = forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    lengths = [(70, 100), (5, 9), (0, 3), (20, 33), (1, 0)]
+    case = varlen.ragged(rung, lengths, heads=2, heads_kv=heads_kv, head_dim=head_dim, **options)
+    for b, valid in enumerate(options.get("seqlens_k", ())):
+        rows = case.keys(b)
+        case.k[rows][valid:], case.v[rows][valid:] = np.nan, np.inf
+    most = dict(max_seqlen_q=70, max_seqlen_k=128)
+    (o, lse), (do, dlse) = varlen.forward(rung, case, **most), packed.outer_packed(case)
+    found = [
+        varlen.backward(rung, case, do, o, lse, dlse, **bounds) for bounds in (most, most | dict(max_seqlen_k=129))
+    ]
+    packed.check_packed_gradients(case, found[0], do, o, lse, dlse)
+    assert all(forward.same_bits(*of) for of in zip(*found, strict=True) if of[0] is not None)
+
+
 @pytest.mark.slow
 def test_heads_of_a_sequence_go_side_by_side(monkeypatch, nothing_remembered):
     """As many as have so many key tiles; no more than there are. Up, the last key tile comes first; the others go down.

@@ -22,11 +22,11 @@ from ..recompute import rows as recompute
 from ..score import fragment_functions, fragment_softmax, fragments, kept_weights, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..score.reads import Origin
-from ..steps import async_tiles, block_state, numbers, rows_wide
+from ..steps import async_tiles, block_state, numbers, rows_wide, tile_numbers
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide, tiles_of
 from ..steps.plain import first_column_of, first_row_of
-from ..steps.query_tile import QueryTile
+from ..steps.query_tile import QueryWork
 from ..steps.sequence import key_range, key_row, query_row
 from ..steps.units import LOG2_E
 from . import products_16bit, products_float32, products_float64, rows_16bit, work_tile
@@ -71,6 +71,7 @@ def make(config):
     tile_n, warp_rows, plan = config.tile_n, config.warp_rows, config.shared_layout()
     head_dim, columns, columns_v = config.head_dim, config.head_dim_padded, config.head_dim_v_padded
     bases_at, keys_at, origin_at, query_at = (plan.tile_state + n * block_state.SIZE for n in range(4))
+    in_order, place_at, rows_at = config.in_order, origin_at, query_at  # packed sequences have no bias and no mask
     strips, rows = warp_rows // 16, warp_rows // 8  # of 16 rows a warp; rows that a lane has a part of
     groups, shift, o_blocks = config.column_groups, config.column_groups.bit_length() - 1, config.group_columns // 8
     s_count, o_count = strips * (tile_n // 8) * 4, strips * o_blocks * 4
@@ -96,6 +97,18 @@ def make(config):
     def again(places):
         """The thread's number; read anew where its many copies have addresses that would be kept through the loop."""
         return special.thread_index() if max(columns, columns_v) > 128 else places.thread
+
+    @inlined
+    def work_again(smem, arrays, strides, sizes):
+        """-> the QueryWork of the block. To look for that of numbered tiles takes long."""
+        if in_order:
+            b, h = block_state.get_range(smem + int32(place_at))
+            first_query, _ = block_state.get_range(smem + int32(place_at + 8))
+            first, _ = block_state.get_range(smem + int32(rows_at))
+            rows, _ = block_state.get_range(smem + int32(rows_at + 8))
+            part = work_tile.part_of(special.block_index(), config.v_parts)
+            return QueryWork(tile_numbers.queries_of(b, first, rows, sizes), h, h, first_query, part)
+        return work_of(special.block_index(), arrays, strides, sizes)
 
     @inlined
     def lane_and_row():
@@ -279,6 +292,10 @@ def make(config):
                 origin = read.origin(sequence.b, tile.h, tile.first_query, arrays, strides)
                 block_state.put(q_smem + int32(origin_at), origin.bias, origin.bits)
                 block_state.put(q_smem + int32(query_at), int64(tile.first_query), int64(0))
+            if in_order:
+                block_state.put_range(q_smem + int32(place_at), sequence.b, tile.h)
+                block_state.put_range(q_smem + int32(place_at + 8), tile.first_query, 0)
+                block_state.put(q_smem + int32(rows_at), sequence.first_query, sequence.seqlen_q)
             block_state.put(q_smem + int32(bases_at), k_global, v_global)
             block_state.put(q_smem + int32(keys_at), sequence.q_start + tile.first_query, int64(sequence.keys))
         cuda.syncthreads()
@@ -312,7 +329,7 @@ def make(config):
         # Where all this belongs is worked out again: kept through the loop, it would cost the registers that S needs.
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        tile = work_of(special.block_index(), arrays, strides, sizes)
+        tile = work_again(async_tiles.aligned(shared.address(smem)), arrays, strides, sizes)
         inverse_l, lse = registers.alpha, registers.distance  # the same registers, free by now
         if has_term:
             lane_row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
@@ -324,12 +341,13 @@ def make(config):
         cuda.syncthreads()  # everyone is done with Q and K
         o_smem = async_tiles.aligned(shared.address(smem))  # (tile_m, head_dim_v_padded)
         first_row, column_group = (warp >> shift) * warp_rows, warp & (groups - 1)
-        own = QueryTile(tile.sequence.b, tile.h, tile.first_query, int32(tile.part * groups + column_group))
+        own = QueryWork(tile.sequence, tile.h, tile.h_kv, tile.first_query, int32(tile.part * groups + column_group))
         row_states = o_smem + plan.row_states + column_group * (config.ROW_STATE_BYTES * config.tile_m)
         nonfinite = write_rows(
             registers.acc_o, inverse_l, lse, o_smem, row_states, first_row, lane, own, arrays, strides, sizes
         )
         if vote.any_lane(nonfinite) != 0:
+            own = work_tile.query_tile(own)
             recompute_rows(first_row, lane, row_states, own, arrays, strides, sizes, score)
 
     return flash_attention_mma

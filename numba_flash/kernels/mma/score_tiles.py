@@ -42,14 +42,28 @@ class Smem(NamedTuple):
 def make(config):
     load_q, load_do, load_k, load_v = async_tiles.of_backward(config)
     sequence_of, plan, wait_all = sequences.make(config), config.shared_layout(), cp_async.wait_group(0)
+    packed = config.packed
     products = fragment_products.make(config)
     multiply_q_k, multiply_do_v = map(products.scores_product, (config.head_dim_padded, config.head_dim_v_padded))
+
+    @inlined
+    def kept(sequence):
+        """What a loop keeps of it: nothing of what is the same for all."""
+        if packed:
+            return sequence
+        return unpacked(sequence.b, sequence.seqlen_q, sequence.keys, sequence.q_start)
+
+    @inlined
+    def first_sequence(arrays, strides, sizes):
+        if packed:
+            return sequence_of(int32(0), arrays, strides, sizes)
+        return unpacked(int32(0), sizes.seqlen_q, int64(0), int64(0))
 
     @inlined
     def seek(unit, tiles, arrays, strides, sizes):
         """The first tile that some query sees, from this unit on."""
         h, i, j, stop = int32(0), int32(0), int32(0), int32(0)
-        sequence = unpacked(int32(0), sizes.seqlen_q, int64(0), int64(0))
+        sequence = first_sequence(arrays, strides, sizes)
         while unit < tiles.end_unit:
             b, h, i = place_of(unit, tiles)
             sequence = sequence_of(b, arrays, strides, sizes)
@@ -59,7 +73,7 @@ def make(config):
             if j < stop:
                 break
             unit = int32(unit + 1)
-        return Place(unit, unpacked(sequence.b, sequence.seqlen_q, sequence.keys, sequence.q_start), h, i, j, stop)
+        return Place(unit, kept(sequence), h, i, j, stop)
 
     @inlined
     def following(place, tiles, arrays, strides, sizes):

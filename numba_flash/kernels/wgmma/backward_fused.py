@@ -94,8 +94,10 @@ def make(config):
     dq_count, part_bytes, ds_bytes = dq_columns // 2, config.dq_part_bytes, config.ds_bytes
     second_chunks = backward_dq_sums.second_part(config) // (64 * 8 * 4)  # of 8 columns
     all_keys, stays, one_panel = config.key_tiles > 0, config.stays, config.dq_panels == 1
-    some_lack_q = stays and not all_keys  # tiles that no query sees; a block with one tile loads a Q past the end
-    packed, dq_alone, all_consumers = config.packed, backward_dq_alone.present(config), 128 * config.consumers
+    packed = config.packed
+    # tiles that no query sees; a block with one tile loads a Q past the end
+    some_lack_q = stays and (packed or not all_keys)
+    dq_alone, all_consumers = backward_dq_alone.present(config), 128 * config.consumers
     padded = packed or config.has("seqlens_k")
     zero_tail = block.tail_zeroer(config, head_dim_padded, 3)
     zero_tail_of_v = block.tail_zeroer(config, config.head_dim_v_padded, 3)

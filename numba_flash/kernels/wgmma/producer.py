@@ -25,6 +25,8 @@ from ..steps.sequence import make as make_sequence
 from . import bias_boxes, block, packed_tiles, pipeline
 from .block import BEGIN, CUT, FIRST_ROW, FREE, MEMBERS, STATES, STOP, B, H, word_alone, write
 
+SHORT = 2  # key tiles
+
 
 @functools.cache
 def query_tiles(config):
@@ -36,7 +38,7 @@ def query_tiles(config):
     has_mask, ranges_of, walk = config.has("mask"), reads.make(config, 1).ranges, tile_walk.make(config)
     asked_of_whole = group == 1 and user.present(config)  # as fragment_functions.py does
     take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
-    packed, parts = config.packed, config.parts
+    packed, parts, some_lack_queries = config.packed, config.parts, packed_tiles.asks_bound(config)
 
     @inlined
     def heads_at_once(keys, most, sizes):
@@ -79,7 +81,7 @@ def query_tiles(config):
         """
         last_query = first_query + min(sequence.seqlen_q - first_query, queries) - 1
         begin, free, cut, stop = key_range(sequence, first_query, last_query, sizes, tile_n)
-        if stop <= begin:
+        if stop <= begin or some_lack_queries and first_query >= sequence.seqlen_q:
             begin = free = cut = divide(int32(key_rows(sizes)), tile_n) + 1
             stop = begin + 1
         if asked_of_whole and sequence.seqlen_q - first_query < queries:
@@ -151,7 +153,12 @@ def query_tiles(config):
         if parts > 1:
             begin, free, cut, stop = own_part(part, begin, free, cut, stop, sizes)
         h_kv, position = divide(h, divide(sizes.heads, sizes.heads_kv)), first_query + sequence.q_start
-        return block.WorkTile(b, h, h_kv, first_query, sequence.keys, position, work, begin, free, cut, stop)
+        members = work
+        if packed:
+            members = int32(min(sequence.seqlen_q - first_query, queries)) if work else int32(0)
+        if some_lack_queries:
+            members = int32(-1) if work and members <= 0 else members
+        return block.WorkTile(b, h, h_kv, first_query, sequence.keys, position, members, begin, free, cut, stop)
 
     @inlined
     def publish(base, i, t, arrays, strides, sizes):
@@ -248,6 +255,7 @@ def make(config):
         i = int32(0)  # number of query tiles so far
         t = int64(special.block_index())
         more = int32(1)
+        asked = int32(0)
         while more != 0:
             # If no tile is left, consumers issue S of the first query tile and drop it.
             entry, h, first_row = work.publish(base, i, t, arrays, strides, sizes)
@@ -258,7 +266,15 @@ def make(config):
                 griddepcontrol.wait()
             more = word_alone(rings.work_tile(base, i), MEMBERS)
             if more != 0:
-                rings.asked.consumer_wait(base, i)
+                if packed:
+                    # To look for a tile takes long: by a short one the block is ahead of what the producer asks for.
+                    work_tile = rings.work_tile(base, i)
+                    short = word_alone(work_tile, STOP) - word_alone(work_tile, BEGIN) <= SHORT
+                    while asked < (i if short else int32(i + 1)):
+                        rings.asked.consumer_wait(base, asked)
+                        asked = int32(asked + 1)
+                else:
+                    rings.asked.consumer_wait(base, i)
                 t = work.following(t, counter)
             i = int32(i + 1)
         work.reset(counter)
