@@ -1,16 +1,17 @@
 """Context parallelism by gathering keys: each rank computes its own rows over all keys that they see.
 
-K and V come in slices of KV heads, the next one while this one is computed. Nothing has to be merged. In the backward
+K and V come in slices of KV heads, the next ones while this one is computed. Nothing has to be merged. In the backward
 they come again, and each rank's shares of dK and dV go back to the ranks that have the keys, which sum them in float32
 in the order of ranks.
 """
 
-from collections.abc import Callable
+import collections
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from . import local
 from .groups import empty
-from .layout import Piece, count, needed, pieces
+from .layout import Piece, count, needed, pieces, unseen
 from .local import Call, OptionGradients
 
 
@@ -23,13 +24,7 @@ class Gathered(NamedTuple):
 def forward(call: Call, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     """q, k, v: this rank's (batch, tokens, heads, head_dim) -> o and lse."""
     o, lse = local.new_results(q, v)
-    ranges = call.heads(q.shape[2], k.shape[2], call.slices)
-    coming = _start(call, k, v, ranges[0][1])
-    for n, (heads, _) in enumerate(ranges):
-        now = coming
-        now.finish()
-        if n + 1 < len(ranges):
-            coming = _start(call, k, v, ranges[n + 1][1])
+    for heads, _, now in _slices(call, q, k, v):
         own = call.of_heads(heads)
         for task in _tasks(call):
             local.forward(own, task, q[:, :, heads], now.k, now.v, o[:, :, heads], lse[:, heads])
@@ -42,13 +37,8 @@ def backward(
     """-> the wanted gradients by name, those of q, k and v like them."""
     found = {f"d{name}": empty(x, tuple(x.shape)) for name, x in (("q", q), ("k", k), ("v", v)) if f"d{name}" in wanted}
     options = OptionGradients(call, wanted)
-    ranges = call.heads(q.shape[2], k.shape[2], call.slices)
-    coming, summed = _start(call, k, v, ranges[0][1]), None
-    for n, (heads, heads_kv) in enumerate(ranges):
-        now = coming
-        now.finish()
-        if n + 1 < len(ranges):
-            coming = _start(call, k, v, ranges[n + 1][1])
+    summed = None
+    for heads, heads_kv, now in _slices(call, q, k, v):
         own = call.of_heads(heads)
         of_keys: dict[str, Any] = {x: found[x][:, :, heads_kv] for x in ("dk", "dv") if x in wanted}
         shares = {
@@ -70,6 +60,20 @@ def backward(
     return found | options.results()
 
 
+def _slices(call: Call, q: Any, k: Any, v: Any) -> Iterator[tuple[slice, slice, Gathered]]:
+    """Query heads, their KV heads and these heads' keys, of one slice after the other. `call.ahead` of them are held at
+    once: as soon as a slice is computed, another one is on its way."""
+    ranges = call.heads(q.shape[2], k.shape[2], call.slices)
+    coming = collections.deque(_start(call, k, v, heads_kv) for _, heads_kv in ranges[: call.ahead])
+    for n, (heads, heads_kv) in enumerate(ranges):
+        now = coming.popleft()
+        now.finish()
+        yield heads, heads_kv, now
+        del now
+        if n + call.ahead < len(ranges):
+            coming.append(_start(call, k, v, ranges[n + call.ahead][1]))
+
+
 def _tasks(call: Call) -> tuple[local.Task, ...]:
     return local.tasks(call.layout, call.rank, call.reach.ends if call.packed else None)
 
@@ -88,10 +92,6 @@ def _start(call: Call, k: Any, v: Any, heads: slice) -> Gathered:
     k, v = k[:, :, heads], v[:, :, heads]
     batch, _, heads_kv, head_dim = k.shape
     seqlen, width = call.layout.seqlen, head_dim + v.shape[3]
-    fill = None if needed(call.layout, call.rank, call.reach) == ((0, seqlen),) else 0
-    whole = [empty(x, (batch, seqlen, *x.shape[2:]), fill=fill) for x in (k, v)]
-    for piece in pieces(call.layout, call.rank):
-        whole[0][:, piece.whole], whole[1][:, piece.whole] = k[:, piece.here], v[:, piece.here]
     packed: dict[tuple[Piece, ...], Any] = {}  # ranks that see the same keys get the same buffer
     sends, receives = {}, {}
     for rank in _others(call):
@@ -104,6 +104,7 @@ def _start(call: Call, k: Any, v: Any, heads: slice) -> Gathered:
             sends[rank] = packed[sent]
         if got:
             receives[rank] = empty(k, (batch, count(got), heads_kv, width))
+    whole = [empty(x, (batch, seqlen, *x.shape[2:])) for x in (k, v)]
 
     def place() -> None:
         for rank, buffer in receives.items():
@@ -111,7 +112,13 @@ def _start(call: Call, k: Any, v: Any, heads: slice) -> Gathered:
                 whole[0][:, piece.whole] = buffer[:, here, :, :head_dim]
                 whole[1][:, piece.whole] = buffer[:, here, :, head_dim:]
 
-    return Gathered(whole[0], whole[1], call.group.send_recv(sends, receives, place))
+    finish = call.group.send_recv(sends, receives, place)
+    # While that is on its way; it writes none of these tokens.
+    for piece in pieces(call.layout, call.rank):
+        whole[0][:, piece.whole], whole[1][:, piece.whole] = k[:, piece.here], v[:, piece.here]
+    for start, stop in unseen(call.layout, call.rank, call.reach):
+        whole[0][:, start:stop], whole[1][:, start:stop] = 0, 0
+    return Gathered(whole[0], whole[1], finish)
 
 
 def _in_buffer(found: tuple[Piece, ...]) -> list[tuple[slice, Piece]]:

@@ -13,7 +13,7 @@ from .groups import Buffers, Group
 
 @functools.cache
 def _stream(device: Any) -> Any:
-    """What arrives is received and put into its place beside the kernels of the stream that computes."""
+    """What arrives is put into its place beside the kernels of the stream that computes."""
     return torch.cuda.Stream(device)
 
 
@@ -35,9 +35,12 @@ class TorchGroup(Group):
             return self._on_host(sends, receives, then)
         device = buffers[0].device
         side, current = _stream(device), torch.cuda.current_stream(device)
-        side.wait_stream(current)
+        with self._said(sends, receives):
+            # NCCL's own stream waits for the current one, not for `then` of the exchange before: so an exchange follows
+            # the other at once, before a persistent kernel takes all multiprocessors
+            works = dist.batch_isend_irecv(self._operations(sends, receives))
         with torch.cuda.stream(side), self._said(sends, receives):
-            for work in dist.batch_isend_irecv(self._operations(sends, receives)):
+            for work in works:
                 work.wait()  # the stream waits, not the host
             if then is not None:
                 then()
