@@ -193,7 +193,7 @@ class Hollow(Group):
         self.rank, self.size = rank, size
 
     def send_recv(self, sends, receives, then=None):
-        for x in receives.values():
+        for x in (x for listed in receives.values() for x in listed):
             x.zero_()
         return then or (lambda: None)
 

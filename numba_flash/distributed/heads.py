@@ -63,15 +63,14 @@ def to_heads(call: Call, x: Any) -> Any:
     sends, receives = {}, {}
     for rank in range(group.size):
         if rank != group.rank and tokens:
-            sends[rank] = empty(x, (batch, tokens, each, dim))
-            sends[rank][...] = x[:, :, rank * each : (rank + 1) * each]
+            sends[rank] = [contiguous(x[:, :, rank * each : (rank + 1) * each])]
         if rank != group.rank and layout.counts[rank]:
-            receives[rank] = empty(x, (batch, layout.counts[rank], each, dim))
+            receives[rank] = [empty(x, (batch, layout.counts[rank], each, dim))]
     made = empty(x, (batch, layout.seqlen, each, dim))
 
     def place() -> None:
         own = x[:, :, group.rank * each : (group.rank + 1) * each]
-        for rank, part in (receives | {group.rank: own}).items():
+        for rank, (part,) in (receives | {group.rank: [own]}).items():
             for piece in pieces(layout, rank):
                 made[:, piece.whole] = part[:, piece.here]
 
@@ -90,14 +89,14 @@ def to_tokens(call: Call, x: Any) -> Any:
             part = empty(x, (batch, layout.counts[rank], each, dim))
             for piece in pieces(layout, rank):
                 part[:, piece.here] = x[:, piece.whole]
-            sends[rank] = part
+            sends[rank] = [part]
         if rank != group.rank and tokens:
-            receives[rank] = empty(x, (batch, tokens, each, dim))
+            receives[rank] = [empty(x, (batch, tokens, each, dim))]
     own = sends.pop(group.rank, None)
     made = empty(x, (batch, tokens, each * group.size, dim))
 
     def place() -> None:
-        for rank, part in (receives | ({} if own is None else {group.rank: own})).items():
+        for rank, (part,) in (receives | ({} if own is None else {group.rank: own})).items():
             made[:, :, rank * each : (rank + 1) * each] = part
 
     group.send_recv(sends, receives, place)()

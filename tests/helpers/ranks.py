@@ -34,17 +34,17 @@ class ThreadGroup(Group):
 
     def send_recv(self, sends, receives, then=None):
         call, self.calls = self.calls, self.calls + 1
-        for to, x in sends.items():
-            assert to != self.rank and x.size, "nothing is sent to oneself, and nothing empty"
-            assert x.flags.c_contiguous
-            self.shared.queues[self.rank, to].put((call, x.copy()))
-            self.shared.moved[self.rank] += x.nbytes
+        for to, listed in sends.items():
+            assert to != self.rank and listed, "nothing is sent to oneself"
+            assert all(x.size and x.flags.c_contiguous for x in listed), "and nothing empty"
+            self.shared.queues[self.rank, to].put((call, [x.copy() for x in listed]))
+            self.shared.moved[self.rank] += sum(x.nbytes for x in listed)
 
         def finish():
-            for source, x in receives.items():
-                came = self.from_call(call, source)
-                assert came.shape == x.shape and came.dtype == x.dtype
-                x[...] = came
+            for source, listed in receives.items():
+                for came, x in zip(self.from_call(call, source), listed, strict=True):
+                    assert came.shape == x.shape and came.dtype == x.dtype
+                    x[...] = came
             if then is not None:
                 then()
 
