@@ -7,6 +7,7 @@ holds NaN before. A case that hangs or ends a process fails alone: the ranks sta
 
 import faulthandler
 import functools
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -16,13 +17,13 @@ import time
 import traceback
 from pathlib import Path
 
-from _gpu import Ahead
+from _gpu import Ahead, compile_ahead
 from _processes import Processes, first_line
 
 import numba_flash
 from numba_flash.distributed import Group, Layout, context_parallel_attention, shard, unshard
 
-COMPILING, STARTING, PATIENCE = 90, 60, 20  # seconds for all cases, for the ranks, and for each case
+STARTING, PATIENCE, JAX_PATIENCE = 60, 20, 100  # seconds for the ranks, for each case, and for JAX, which compiles
 ROWS, ALL = ("o", "lse", "dq"), ("o", "lse", "dq", "dk", "dv")
 
 
@@ -145,6 +146,7 @@ def _traced(work):
 
     @functools.wraps(work)
     def run(job):
+        faulthandler.dump_traceback_later(JAX_PATIENCE - 10)
         try:
             work(job)
         except Exception:
@@ -201,12 +203,31 @@ class Hollow(Group):
         return [x] * self.size
 
 
-@_traced
-def compile_case(job):
-    """Runs a case on one GPU, for each rank, and leaves its kernels in the disk cache."""
+def configs_of(runs):
+    """Of the kernels that these functions would launch: (Config, compute capability). Nothing is computed."""
+    from numba_flash.dispatch import launch
+
+    found, recording, start = {}, True, launch._OnGpu.start
+
+    def noted(kernel, *given):
+        if recording:
+            found[kernel._config, kernel._target.cc] = None
+        else:  # of a call that keeps this function
+            start(kernel, *given)
+
+    launch._OnGpu.start = noted
+    try:
+        for run in runs:
+            run()
+    finally:
+        launch._OnGpu.start, recording = start, False
+    return list(found)
+
+
+def run_hollow(case, kernel):
+    """A case on one GPU, and the part of each rank."""
     import torch
 
-    case, kernel = job
     given, options, ranks = inputs(case, torch.device("cuda", 0))
     one_gpu(given, options, ranks.get("cu_seqlens"), kernel)
     for rank in range(_size()):
@@ -286,24 +307,31 @@ class Ranks:
                 process.kill()
 
 
-def check(kernel, options, tools):
-    import importlib.util
-
-    if importlib.util.find_spec("torch") is None:
-        return "left out: no torch"
+def left_out(kernel, library):
+    """Why nothing is checked, or None."""
+    if importlib.util.find_spec(library) is None:
+        return f"left out: no {library}"
     if _devices() < 2:
         return "left out: one GPU only"
-    if kernel not in ("mma", "wgmma"):
-        return "mma and wgmma"
-    began, cases = time.monotonic(), list(CASES)
-    compiling = Processes(compile_case, [(case, kernel) for case in cases], os.cpu_count() or 1)
-    broken = compiling.errors(time.monotonic() + COMPILING)
-    print(f"     compiled in {time.monotonic() - began:.0f} s", flush=True)
-    failed = [f"{case} on one GPU: {why}" for (case, _), why in broken.items()]
+    return None if kernel in ("mma", "wgmma") else "mma and wgmma"
+
+
+def check_mesh(kernel, options, tools):
+    if (why := left_out(kernel, "jax")) is not None:
+        return why
+    errors = Processes(on_a_mesh, [kernel], 1).errors(time.monotonic() + JAX_PATIENCE)
+    assert not errors, errors[kernel]
+    return f"JAX's shard_map on {_size()} GPUs"
+
+
+def check(kernel, options, tools):
+    if (why := left_out(kernel, "torch")) is not None:
+        return why
+    compile_ahead(configs_of(functools.partial(run_hollow, case, kernel) for case in CASES))
     if Ahead.only:
         return Ahead.note
-    ranks, passed, log = None, 0, tempfile.mktemp("-ranks.txt")
-    for case in [case for case in cases if (case, kernel) not in broken]:
+    ranks, passed, failed, log = None, 0, [], tempfile.mktemp("-ranks.txt")
+    for case in CASES:
         began, hangs = time.monotonic(), False
         try:
             ranks = ranks or Ranks(kernel, log)
@@ -317,14 +345,9 @@ def check(kernel, options, tools):
         passed, failed = passed + good, failed + [] if good else [*failed, line]
     if ranks is not None:
         ranks.end(hanging=False)
-    if importlib.util.find_spec("jax") is not None:
-        errors = Processes(on_a_mesh, [kernel], 1).errors(time.monotonic() + STARTING)
-        failed += [f"JAX: {why}" for why in errors.values()]
-        passed += not errors
-        print(f"     {'FAIL' if errors else 'ok'} JAX's shard_map {list(errors.values())}", flush=True)
     if failed:
         print(Path(log).read_text() if Path(log).exists() else "")
-    assert not failed, f"{len(failed)} of {len(cases) + 1}: " + "; ".join(failed)
+    assert not failed, f"{len(failed)} of {len(CASES)}: " + "; ".join(failed)
     return f"{passed} cases on {_size()} GPUs"
 
 
