@@ -211,7 +211,7 @@ def planned(q: Any, k: Any, v: Any, group: Any, given: dict[str, Any], of_tokens
     method, count = _how(how, call, heads, heads_kv, least, alone)
     facts = dict(tokens=chosen.seqlen, batch=batch, heads=heads, heads_kv=heads_kv, head_dim=k.shape[-1])
     facts |= dict(head_dim_v=v.shape[-1], dtype=str(q.dtype), method=method, left=left, right=reach.right)
-    held = dict(slices=count, ahead=rule.ahead_of(count, heads_kv, least, how[2]))
+    held: dict[str, Any] = dict(slices=count, ahead=rule.ahead_of(count, heads_kv, least, how[2]))
     agree(group, made, q, facts | held)
     return Plan(call._replace(**held), method, transposed)
 
