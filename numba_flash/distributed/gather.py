@@ -140,17 +140,18 @@ def _sum(call: Call, shares: list[Any], results: list[Any]) -> Callable[[], Any]
     totals = [empty(result, tuple(result.shape), share.dtype) for result, share in zip(results, shares, strict=True)]
     sends = {rank: _leaving(shares, _moved(call, rank, call.rank)) for rank in _others(call)}
     coming = {rank: _arriving(totals, _moved(call, call.rank, rank), in_place=False) for rank in _others(call)}
+    mine = pieces(call.layout, call.rank)
+    begins = _moved(call, call.rank, 0) == mine  # the sum, with the first rank's share: it has all of these keys
+    own = [(t[:, piece.here], x[:, piece.whole]) for t, x in zip(totals, shares, strict=True) for piece in mine]
 
     def add() -> None:
-        for total in totals:
+        for total in () if begins else totals:
             total[...] = 0
         for rank in range(call.group.size):
-            if rank == call.rank:
-                for total, share in zip(totals, shares, strict=True):
-                    for piece in pieces(call.layout, rank):
-                        total[:, piece.here] += share[:, piece.whole]
-            else:
-                for to, part in coming[rank].parts:
+            for to, part in own if rank == call.rank else coming[rank].parts:
+                if rank == 0 and begins:
+                    to[...] = part
+                else:
                     to += part  # noqa: PLW2901 - a view
         for result, total in zip(results, totals, strict=True):
             result[...] = total
