@@ -174,7 +174,7 @@ class Plan(NamedTuple):
         saved = self.seen(q), self.seen(k), self.seen(v), self.seen(o)
         if self.method != "heads":
             return (*saved, lse)
-        of_heads = [by_heads.to_heads(self.call, x) for x in (*saved, lse.swapaxes(1, 2)[..., None])]
+        of_heads = by_heads.to_heads(self.call, *saved, lse.swapaxes(1, 2)[..., None])
         return (*of_heads[:4], by_heads.as_lse(of_heads[4]))
 
     def backward(self, do: Any, dlse: Any, saved: tuple[Any, ...], wanted: tuple[str, ...]) -> dict[str, Any]:
