@@ -21,7 +21,16 @@ from _gpu import Ahead, compile_ahead
 from _processes import Processes, first_line
 
 import numba_flash
-from numba_flash.distributed import Group, Layout, context_parallel_attention, shard, unshard
+from numba_flash import attention_kvcache
+from numba_flash.distributed import (
+    Group,
+    Layout,
+    context_parallel_attention,
+    context_parallel_attention_kvcache,
+    shard,
+    unshard,
+)
+from numba_flash.distributed.whole import group_of
 
 STARTING, PATIENCE, JAX_PATIENCE = 60, 20, 100  # seconds for the ranks, for each case, and for JAX, which compiles
 # What has the bits of one GPU. dq has not where few rows take another form of the backward than the whole
@@ -112,6 +121,8 @@ def run(case, group, kernel, device):
     """A line about a case, or an AssertionError."""
     import torch
 
+    if case == GENERATION:
+        return check_step(group, device)
     given, options, ranks = inputs(case, device)
     expected = one_gpu(given, options, ranks.get("cu_seqlens"), kernel)
     found = []
@@ -189,6 +200,33 @@ def on_a_mesh(kernel):
         assert name in ("dk", "dv") or np.array_equal(x, y), f"{name} has other bits than one GPU"
 
 
+GENERATION = "generation"
+SHARE = 4096  # keys of each rank
+
+
+def one_step(group, size, device):
+    """A step of generation: o and lse of this rank, and of one GPU with the whole cache."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(0)
+    lengths = torch.tensor([size * SHARE, SHARE + 300, SHARE, 5, -1], dtype=torch.int32, device=device)
+    shapes = (5, 32, 1, 128), *[(5, 8, size * SHARE, 128)] * 2
+    q, k, v = (torch.randn(x, device=device, generator=generator).bfloat16() for x in shapes)
+    own = (x[:, :, group.rank * SHARE : (group.rank + 1) * SHARE] for x in (k, v))
+    options = dict(seqlens_k=lengths, causal=True, return_lse=True)
+    return context_parallel_attention_kvcache(q, *own, group, **options), attention_kvcache(q, k, v, **options)
+
+
+def check_step(group, device):
+    import torch
+
+    found, expected = one_step(group_of(group), group.size(), device)
+    torch.testing.assert_close(found.o, expected.o, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found.lse, expected.lse, rtol=1e-5, atol=1e-5)
+    equal = [name for name, x, y in zip(("o", "lse"), found, expected, strict=True) if torch.equal(x, y)]
+    return f"{GENERATION}: bits of one GPU in {' '.join(equal) or 'none'}"
+
+
 class Hollow(Group):
     """A rank to which nothing comes: to compile what it will run, in one process."""
 
@@ -229,7 +267,11 @@ def run_hollow(case, kernel):
     """A case on one GPU, and the part of each rank."""
     import torch
 
-    given, options, ranks = inputs(case, torch.device("cuda", 0))
+    device = torch.device("cuda", 0)
+    if case == GENERATION:
+        one_step(Hollow(0, _size()), _size(), device)
+        return
+    given, options, ranks = inputs(case, device)
     one_gpu(given, options, ranks.get("cu_seqlens"), kernel)
     for rank in range(_size()):
         of_ranks(given, options, ranks, Hollow(rank, _size()), kernel)
@@ -328,11 +370,12 @@ def check_mesh(kernel, options, tools):
 def check(kernel, options, tools):
     if (why := left_out(kernel, "torch")) is not None:
         return why
-    compile_ahead(configs_of(functools.partial(run_hollow, case, kernel) for case in CASES))
+    cases = [*CASES, GENERATION]
+    compile_ahead(configs_of(functools.partial(run_hollow, case, kernel) for case in cases))
     if Ahead.only:
         return Ahead.note
     ranks, passed, failed, log = None, 0, [], tempfile.mktemp("-ranks.txt")
-    for case in CASES:
+    for case in cases:
         began, hangs = time.monotonic(), False
         try:
             ranks = ranks or Ranks(kernel, log)
@@ -348,7 +391,7 @@ def check(kernel, options, tools):
         ranks.end(hanging=False)
     if failed:
         print(Path(log).read_text() if Path(log).exists() else "")
-    assert not failed, f"{len(failed)} of {len(CASES)}: " + "; ".join(failed)
+    assert not failed, f"{len(failed)} of {len(cases)}: " + "; ".join(failed)
     return f"{passed} cases on {_size()} GPUs"
 
 
