@@ -66,8 +66,17 @@ def fewest_sums(p: Problem) -> int:
 
 def one_kernel_gains(p: Problem) -> bool:
     """Whether one kernel is faster, on the average of all BATCHES, or within 5 % of two, of which less is known."""
-    sums, every = fewest_sums(p), [_batch(p, batch) for batch in BATCHES]
-    return math.prod(one_kernel(of, sums) / two_kernels(of) for of in every) < 1.15
+    return _beside_two(p, fewest_sums(p)) < 1.15
+
+
+def chunk_gains(p: Problem) -> bool:
+    """The same of causal queries that are the end of more keys. Most of them see most keys, so parts of dQ wait in a
+    line here, too. There is one sum, as of all queries, which one kernel computes: a query has their bits."""
+    return _beside_two(p, 1) < 1
+
+
+def _beside_two(p: Problem, sums: int) -> float:
+    return math.prod(one_kernel(of, sums) / two_kernels(of) for of in (_batch(p, batch) for batch in BATCHES))
 
 
 def _batch(p: Problem, batch: int) -> Problem:
