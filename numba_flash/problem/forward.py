@@ -69,6 +69,7 @@ class Problem:
     packed: tuple[int, int] | None = None  # the rows of q and of k, of packed sequences (packed.py)
     pages: "Pages | None" = None  # in which k and v lie (kvcache.py)
     kept: bool = False  # a BlockMask keeps what is found about mask_mod
+    as_nodes: bool = False  # of a cache: instead of o and lse, a node of each row (dispatch/kvcache_nodes.py)
     o_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of the output, in the caller's layout
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -120,6 +121,11 @@ class Problem:
         if self.packed is not None:
             return (self.heads, self.packed[0])
         return (self.batch, self.heads, self.seqlen_q)
+
+    @property
+    def nodes_shape(self) -> tuple[int, ...]:
+        """Of each row O, which is not divided yet, m and l."""
+        return (*self.lse_shape, self.head_dim_v + 2)
 
     @property
     def sides(self) -> tuple[int, int]:

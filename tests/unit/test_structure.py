@@ -16,7 +16,7 @@ from numba_flash.select import backward_tiles, tiles
 
 PACKAGE = Path(__file__).resolve().parents[2] / "numba_flash"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-PUBLIC = ("api", "compat", "reference.py", "distributed/operation.py")
+PUBLIC = ("api", "compat", "reference.py", "distributed/operation.py", "distributed/kvcache.py")
 
 
 def names(*rooms):
