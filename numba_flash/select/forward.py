@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 LEAST_TILES = 8  # of keys, in each of several parts of them
+LEAST_KEYS = 1024  # of few queries: with fewer, there is little to share out
 GAIN = 0.85  # parts are taken where they take less than this of the time: a large batch loses 6 % by them
 
 
@@ -49,8 +50,6 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
 
     def own(name: str) -> list[Config | None]:
         return [_fitting(RUNGS[name], problem, target)]
-
-    from .decode import few_queries  # which needs this module
 
     in_small_tiles = short(problem, target) or few_queries(problem, target) is not None
     first = kernel == "auto" and (in_small_tiles or mma_is_sooner(problem, target, refuses, own))
@@ -179,9 +178,19 @@ def simt(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
             yield kind(**features_of(kind, problem, target), **row.tile)
 
 
+def few_queries(problem: Problem, target: Target) -> Any:
+    """The Config for a problem of `attention` in float32 or float64 that has few queries of many keys, or None. So few
+    rows wait for memory alone, as they do with a cache. Neither the batch nor the number of heads decides: bits depend
+    on it."""
+    p = problem
+    many_keys = p.batch and p.heads and p.seqlen_q and p.seqlen_k >= LEAST_KEYS and p.packed is None
+    if not many_keys or ITEM_SIZE[p.dtype] == 2 or p.function("mask_mod") is not None or target.cc is None:
+        return None
+    return RUNGS["mma"].of_few_queries(problem, target)
+
+
 def mma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.mma_forward import MmaConfig
-    from .decode import few_queries
 
     if few := few_queries(problem, target):
         yield few

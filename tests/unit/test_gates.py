@@ -535,7 +535,7 @@ def decode_gates():
     ):  # fmt: skip
         made = problem(head_dim, dtype=dtype, heads=8, heads_kv=2, seqlen=queries, seqlen_k=2**14, causal=True)
         made = dataclasses.replace(made, pages=Pages(16, 2**10, 2**14))
-        config = decode.few_queries(made, HOPPER) or decode.config_of(made, "table", HOPPER)
+        config = select.few_queries(made, HOPPER) or decode.config_of(made, "table", HOPPER)
         yield f"decode-{dtype}-{head_dim}-{config.tile_m}", config
 
 
