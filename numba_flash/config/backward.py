@@ -210,10 +210,13 @@ class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
 class MmaOneKeyTileConfig(MmaDkdvConfig):
     """The same where a block's tile has all keys of a head: it computes dQ, too.
 
-    delta: that of backward_preprocess, whose work the block does itself if a head has one tile of queries.
+    delta: that of backward_preprocess, whose work the block does itself if a head has one tile of queries. with_dbias:
+    it stores dbias, too, each element of which is that of one score. pairs: as of MmaDbiasConfig.
     """
 
     delta: PreprocessConfig | None = None
+    with_dbias: bool = False
+    pairs: bool = False
 
     with_dq = True
     kernel = "mma_one_key_tile"
@@ -226,7 +229,7 @@ class MmaOneKeyTileConfig(MmaDkdvConfig):
 
     @property
     def takes(self) -> abi.Parameters:  # type: ignore[override]
-        own = abi.backward("dq dk dv", mask=abi.MASK_BITS_OF_KEYS)
+        own = abi.backward("dq dk dv" + " dbias" * self.with_dbias, mask=abi.MASK_BITS_OF_KEYS)
         return own.plus("o lse dlse", strides="o dlse") if self.only_tile else own
 
     @property

@@ -19,7 +19,7 @@ from ..functions.reads import reads_by_head
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
-from ..problem.options import HEAD_GRADIENTS
+from ..problem.options import BY_NAME, HEAD_GRADIENTS
 from . import backward_shared as shared
 from .backward_forms import (
     blocks_stay,
@@ -93,13 +93,16 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     """mma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if ITEM_SIZE[problem.forward.dtype] > 2:
         return _with_sums(problem, target, _mma_wide(problem, target))
-    ends, only = shared.head_sums(problem, target, of_blocks=True), []
+    ends, only, with_dbias = shared.head_sums(problem, target, of_blocks=True), [], False
     if rows := shared.one_key_tile(problem, target):
-        only = shared.only_tile(problem, target)
+        with_dbias = _own_dbias(problem)
+        only = [] if with_dbias else shared.only_tile(problem, target)
         delta = None  # of the block, whatever the number of heads
         if only:
             delta = dataclasses.replace(shared.preprocess_config(problem, target), most_rows=1)
-        own = shared.best(mma.MmaOneKeyTileConfig, only or rows, problem, target, delta=delta)
+        pairs = with_dbias and problem.forward.seqlen_k % 2 == 0
+        more: dict[str, Any] = dict(delta=delta, with_dbias=with_dbias, pairs=pairs)
+        own = shared.best(mma.MmaOneKeyTileConfig, only or rows, problem, target, **more)
     else:
         rows = shared.usable("mma_dkdv", problem, target)
         if not {"dk", "dv"} <= set(problem.wanted):
@@ -109,8 +112,20 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
             own += shared.best(mma.MmaDqConfig, shared.usable("mma_dq", problem, target), problem, target)
     in_order = own[0].in_order if own else False
     start = [] if only else [shared.preprocess_config(problem, target, in_order=in_order)]
-    made = shared.with_what_goes_before([*own, *_dbias(problem, target)], problem, target)
+    of_bias: Sequence[Config] = () if with_dbias else _dbias(problem, target)
+    made = shared.with_what_goes_before([*own, *of_bias], problem, target)
     return _with_sums(problem, target, (*start, *made, *ends), narrow=True)
+
+
+def _own_dbias(problem: BackwardProblem) -> bool:
+    """Whether a kernel that has a whole head's dS in 16 bits also has its dbias: an element is that of one score, and
+    dS is not yet the gradient of another score."""
+    forward, bias = problem.forward, problem.forward.array("bias")
+    alone = problem.dbias_shape == (forward.batch, forward.heads, forward.seqlen_q, forward.seqlen_k)
+    same = bias is not None and bias.dtype == forward.dtype and not forward.seeded
+    return (
+        same and alone and "dbias" in problem.wanted and not any(BY_NAME[name].derivative for name, _ in forward.uses)
+    )
 
 
 def _mma_wide(problem: BackwardProblem, target: Target) -> Configs:
