@@ -119,7 +119,7 @@ class LaunchFacts:
     tile_states: ClassVar[str] = ""  # the array that says which tiles a mask_mod leaves; "" = it asks for none
     states_tile: ClassVar[StatesTile | None] = None  # what has a state there
     ptx_version: ClassVar[str] = ""  # the first with its instructions; "": its GPU's (compiled.PTX_VERSIONS)
-    kept: ClassVar[bool] = False  # a BlockMask keeps what it makes, for the next call
+    kept: ClassVar[str] = ""  # the array that it makes and a BlockMask keeps for the next call; "" = none
     packed: bool = False  # sequences are packed (problem/packed.py)
     in_order: bool = False  # their tiles have numbers (kernels/steps/tile_numbers.py)
 
@@ -140,8 +140,19 @@ class LaunchFacts:
         return dict(self.uses).get(option)
 
     def function(self, option: str) -> Any:
-        """The Function given as an option; None where there is none."""
-        return dict(self.uses).get(option)
+        """The Function given as an option that the kernel calls; None where there is none."""
+        given = dict(self.uses).get(option)
+        return None if given == abi.AS_BITS else given
+
+    @property
+    def mask_mod_as_bits(self) -> bool:
+        """Whether it reads what a mask_mod leaves, and calls no mask_mod."""
+        return dict(self.uses).get("mask_mod") == abi.AS_BITS
+
+    @property
+    def mask_bits(self) -> bool:
+        """Whether it reads bits of a mask or of a mask_mod."""
+        return self.has("mask") or self.mask_mod_as_bits
 
     @property
     def aux(self) -> tuple[tuple[str, int], ...]:
@@ -200,6 +211,7 @@ class Config(LaunchFacts):
     group_size: ClassVar[int] = 1  # a tile is of one head
     v_parts: ClassVar[int] = 1  # blocks that share a tile's columns of O
     reads_bits: ClassVar[bool] = True  # it reads a mask as bits, which mask_bits makes before
+    reads_mask_mod: ClassVar[bool] = False  # and a mask_mod too, where that can be (abi/mask_bits.py)
     reads_states: ClassVar[bool] = False  # it skips tiles in which a mask_mod leaves nothing
     reads_order: ClassVar[bool] = True  # and takes tiles in an order that depends on this
 

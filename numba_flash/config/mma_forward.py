@@ -16,6 +16,7 @@ class MmaConfig(TensorConfig):
     more. column_groups: so many warps own the same rows; each computes scores with its part of a tile's keys, they
     exchange them, and each has its part of O's columns. large_f64: float64 products are m16n8k16, which sm_90 has and
     which is twice as fast there as m8n8k4. copy_bytes: how much of a row of Q, K or V a copy to shared memory has.
+    only_tile: all keys are in one, whose V is copied together with its K.
     """
 
     warp_rows: int = 16
@@ -23,6 +24,7 @@ class MmaConfig(TensorConfig):
     column_groups: int = 1
     large_f64: bool = False
     copy_bytes: int = 16
+    only_tile: bool = False
     in_order: bool = False
 
     scalar_loads: ClassVar[bool] = False

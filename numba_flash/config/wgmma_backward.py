@@ -116,7 +116,7 @@ class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
 
     bias_boxes: bool = False  # type: ignore[misc]
 
-    waits = True
+    waits = reads_mask_mod = True
     stays: ClassVar[bool] = False
     WIDEST: ClassVar[int] = 256  # columns that one product can be wide
     MOST_BARRIERS: ClassVar[int] = 24
@@ -156,11 +156,6 @@ class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
         present = 1 if keys and not rows else 0  # an array that is not empty
         maps = [map_of_rows(p.dtype, n, strides, shape, (64, tile), present) for n, strides, shape, tile in given]
         return (*maps, *([bias_map(self, p, self.tile_m, present)] if self.bias_boxes else []))
-
-    @property
-    def per_score(self) -> bool:
-        """Whether something decides about each score or weight on its own (kernels/wgmma/backward_scores.py)."""
-        return any(name in BY_ELEMENT for name, _ in self.uses)
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -251,12 +246,21 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
 
 @dataclass(frozen=True)
 class WgmmaDqConfig(WgmmaBackwardConfig):
-    """Of wgmma/backward_dq: a block owns tile_m queries of one head and walks over tiles of tile_n keys."""
+    """Of wgmma/backward_dq: a block owns tile_m queries of one head and walks over tiles of tile_n keys.
+
+    wanted_aux: the number of an array whose gradient it computes too, if all scores of a head read one number of it.
+    """
+
+    wanted_aux: tuple[int, ...] = ()
 
     kernel = "wgmma_dq"
     module = "wgmma.backward_dq"
-    takes = abi.backward("dq")
     reads_states = True
+
+    @property
+    def takes(self) -> abi.Parameters:  # type: ignore[override]
+        own = abi.backward("dq")
+        return own.plus(abi.AUX_SUMS, abi.OF_AUX) if self.wanted_aux else own
 
 
 @dataclass(frozen=True)

@@ -186,9 +186,28 @@ def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
                     values(panel_o, alpha, v, v_stride, size, first - key0, s, keys, head_dim_v, zero)
 
 
+@compiled
+def give_nodes(state, tile, plan, pointers, zero):
+    """Writes the state of each row of a tile: as that of a tile of this row alone, of width 1."""
+    head_dim_v, width, size = load(plan, slot.HEAD_DIM_V, INT), tile.width, size_of(zero)
+    panels = (tile.rows + width - 1) // width
+    m = panels * head_dim_v * width
+    for r in range(tile.rows):
+        i, head = query_and_head(tile, r)
+        row = tile.b * load(plan, slot.LSE_BATCH, INT) + head * load(plan, slot.LSE_HEAD, INT) + tile.first_query + i
+        to, at = load(pointers, slot.LSE_AT, INT) + row * (head_dim_v + 2) * size, (r // width) * head_dim_v * width
+        for d in range(head_dim_v):
+            store(to, d, load(state, at + d * width + r % width, zero))
+        store(to, head_dim_v, load(state, m + r, zero))
+        store(to, head_dim_v + 1, load(state, m + panels * width + r, zero))
+
+
 @inlined
 def finish(state, scale_log2, tile, plan, pointers, zero):
     """Divides by l and writes o, and lse if wanted, of a tile's state. A term that belongs to no key is added to l."""
+    if load(plan, slot.AS_NODES, INT):
+        give_nodes(state, tile, plan, pointers, zero)
+        return
     size = size_of(zero)
     head_dim_v, dtype = load(plan, slot.HEAD_DIM_V, INT), load(plan, slot.DTYPE, INT)
     width, b = tile.width, tile.b

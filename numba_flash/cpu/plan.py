@@ -37,7 +37,8 @@ OUTSIDE_AT = 68  # the index in AUX of what is reported of a read outside an arr
 LSE_BATCH, LSE_HEAD = 69, 70  # how far apart the lse of batch entries and of heads are
 # Of a cache (kvcache.py): whether there are lines, and the keys of a page; 0 = k and v have no pages.
 HAS_LINES, PAGE_SIZE = 71, 72
-NUMBERS = 73
+AS_NODES = 73  # whether a row's state is written, and not o and lse: to the place of lse
+NUMBERS = 74
 # A line: a sequence's b, its first row in q, its queries and valid keys, the position of query 0, and the address of
 # the number of its first page.
 LINE_B, LINE_ROW, LINE_QUERIES, LINE_KEYS, LINE_OFFSET, LINE_PAGES, LINE_NUMBERS = range(7)
@@ -153,6 +154,7 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
     work += (2 * panel_rows + OF_PANEL) * 8
     plan[STATE_BYTES] = state
     plan[SCRATCH_BYTES] = -(-(leaves * state + work) // 64) * 64
+    plan[AS_NODES] = p.as_nodes
     plan[HAS_LINES], plan[PAGE_SIZE] = p.pages is not None, 0 if p.pages is None else p.pages.size
     set_tasks(plan, p.batch, chunks)
     return plan

@@ -1,5 +1,6 @@
 """The path of attention_kvcache() below its signature: read the arrays, plan, append, attend."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 from .. import arrays
@@ -28,6 +29,7 @@ class CacheCall(NamedTuple):
     return_lse: Any
     stream: Any
     kernel: Any
+    as_nodes: bool = False  # kvcache_nodes.py
 
 
 class CachePlan(NamedTuple):
@@ -140,7 +142,7 @@ def _plan(
     numbers = options.numbers
     key: Any = (
         *layout, of_cache, of_others, of_aux, options.causal, options.window, q_offset, numbers, functions,
-        options.layout, call.return_lse, call.kernel, call.stream is not None, v_is_k, alignment,
+        options.layout, call.return_lse, call.kernel, call.as_nodes, call.stream is not None, v_is_k, alignment,
         tuple(map(type, (*numbers, q_offset, options.causal, call.return_lse, *cache[-2:]))),
     )  # fmt: skip
     try:
@@ -160,6 +162,8 @@ def _plan(
     if of_aux or any(own):
         check_one_place({"q": layout[0]} | {name: x for name, x in zip(ARRAY_NAMES, of_others, strict=True) if x})
     made = caches.problem_of(layout, of_cache, with_layouts, call.return_lse, alignment, v_is_k)
+    if call.as_nodes:
+        made = made._replace(problem=dataclasses.replace(made.problem, as_nodes=True))
     target = Target.of(layout[0].device)
     check_request(call.kernel, target, layout[0].family, call.stream is not None)
     contiguous = (

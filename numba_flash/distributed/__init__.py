@@ -1,6 +1,7 @@
 """Attention over a sequence whose tokens are divided among ranks: processes, GPUs or devices. Imported on demand."""
 
 from .groups import Group
+from .kvcache import context_parallel_attention_kvcache
 from .layout import Layout
 from .operation import context_parallel_attention, context_parallel_attention_backward
 from .whole import shard, unshard
@@ -10,6 +11,7 @@ __all__ = [
     "Layout",
     "context_parallel_attention",
     "context_parallel_attention_backward",
+    "context_parallel_attention_kvcache",
     "shard",
     "unshard",
 ]

@@ -1,16 +1,17 @@
 """Context parallelism by gathering keys: each rank computes its own rows over all keys that they see.
 
-K and V come in slices of KV heads, the next one while this one is computed. Nothing has to be merged. In the backward
+K and V come in slices of KV heads, the next ones while this one is computed. Nothing has to be merged. In the backward
 they come again, and each rank's shares of dK and dV go back to the ranks that have the keys, which sum them in float32
 in the order of ranks.
 """
 
-from collections.abc import Callable
+import collections
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from . import local
-from .groups import empty
-from .layout import Piece, count, needed, pieces
+from .groups import MOST_MESSAGES, empty
+from .layout import Piece, count, needed, pieces, unseen
 from .local import Call, OptionGradients
 
 
@@ -23,13 +24,7 @@ class Gathered(NamedTuple):
 def forward(call: Call, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     """q, k, v: this rank's (batch, tokens, heads, head_dim) -> o and lse."""
     o, lse = local.new_results(q, v)
-    ranges = call.heads(q.shape[2], k.shape[2], call.slices)
-    coming = _start(call, k, v, ranges[0][1])
-    for n, (heads, _) in enumerate(ranges):
-        now = coming
-        now.finish()
-        if n + 1 < len(ranges):
-            coming = _start(call, k, v, ranges[n + 1][1])
+    for heads, _, now in _slices(call, q, k, v):
         own = call.of_heads(heads)
         for task in _tasks(call):
             local.forward(own, task, q[:, :, heads], now.k, now.v, o[:, :, heads], lse[:, heads])
@@ -42,32 +37,65 @@ def backward(
     """-> the wanted gradients by name, those of q, k and v like them."""
     found = {f"d{name}": empty(x, tuple(x.shape)) for name, x in (("q", q), ("k", k), ("v", v)) if f"d{name}" in wanted}
     options = OptionGradients(call, wanted)
-    ranges = call.heads(q.shape[2], k.shape[2], call.slices)
-    coming, summed = _start(call, k, v, ranges[0][1]), None
-    for n, (heads, heads_kv) in enumerate(ranges):
-        now = coming
-        now.finish()
-        if n + 1 < len(ranges):
-            coming = _start(call, k, v, ranges[n + 1][1])
+    summed, names = None, [name for name in ("dk", "dv") if name in wanted]
+    for heads, heads_kv, now in _slices(call, q, k, v):
         own = call.of_heads(heads)
-        of_keys: dict[str, Any] = {x: found[x][:, :, heads_kv] for x in ("dk", "dv") if x in wanted}
-        shares = {
-            x: empty(y, (y.shape[0], call.layout.seqlen, *y.shape[2:]), local.wide(y), 0) for x, y in of_keys.items()
-        }
+        shares = {name: _Share(x, call.layout.seqlen) for name, x in (("dk", now.k), ("dv", now.v)) if name in wanted}
         for task in _tasks(call):
             given = do[:, :, heads], q[:, :, heads], now.k, now.v, o[:, :, heads], lse[:, heads]
             part = local.backward(own, task, *given, None if dlse is None else dlse[:, heads], wanted)
             if "dq" in wanted:
                 found["dq"][:, task.rows, heads] = part.dq
             for name, share in shares.items():
-                share += getattr(part, name)
+                share.add(getattr(part, name), _end(call, task))
             options.add(part, heads)
         if summed is not None:
             summed()
-        summed = _sum(call, shares, of_keys)
+        every = [share.whole() for share in shares.values()]
+        summed = _sum(call, every, [found[name][:, :, heads_kv] for name in names])
     assert summed is not None
     summed()
     return found | options.results()
+
+
+class _Share:
+    """This rank's share of dk or dv of all tokens, summed over its tasks."""
+
+    def __init__(self, like: Any, seqlen: int) -> None:
+        self.sum, self.used = empty(like, tuple(like.shape), local.wide(like)), 0
+
+    def add(self, part: Any, end: int) -> None:
+        """Keys from `end` on get nothing."""
+        self.sum[:, : min(end, self.used)] += part[:, : min(end, self.used)]
+        if end > self.used:
+            self.sum[:, self.used : end] = part[:, self.used : end]
+            self.used = end
+
+    def whole(self) -> Any:
+        self.sum[:, self.used :] = 0
+        return self.sum
+
+
+def _end(call: Call, task: local.Task) -> int:
+    """The first key that none of the task's rows sees, nor any behind it."""
+    right, seqlen = call.reach.right, call.layout.seqlen
+    if call.packed or right is None:
+        return seqlen
+    return max(min(task.start + task.rows.stop - task.rows.start + right, seqlen), 0)
+
+
+def _slices(call: Call, q: Any, k: Any, v: Any) -> Iterator[tuple[slice, slice, Gathered]]:
+    """Query heads, their KV heads and these heads' keys, of one slice after the other. `call.ahead` of them are held at
+    once: as soon as a slice is computed, another one is on its way."""
+    ranges = call.heads(q.shape[2], k.shape[2], call.slices)
+    coming = collections.deque(_start(call, k, v, heads_kv) for _, heads_kv in ranges[: call.ahead])
+    for n, (heads, heads_kv) in enumerate(ranges):
+        now = coming.popleft()
+        now.finish()
+        yield heads, heads_kv, now
+        del now
+        if n + call.ahead < len(ranges):
+            coming.append(_start(call, k, v, ranges[n + call.ahead][1]))
 
 
 def _tasks(call: Call) -> tuple[local.Task, ...]:
@@ -85,37 +113,99 @@ def _others(call: Call) -> list[int]:
 
 def _start(call: Call, k: Any, v: Any, heads: slice) -> Gathered:
     """Starts to gather the keys of some KV heads that this rank's rows see; elsewhere there are zeros."""
-    k, v = k[:, :, heads], v[:, :, heads]
-    batch, _, heads_kv, head_dim = k.shape
-    seqlen, width = call.layout.seqlen, head_dim + v.shape[3]
-    fill = None if needed(call.layout, call.rank, call.reach) == ((0, seqlen),) else 0
-    whole = [empty(x, (batch, seqlen, *x.shape[2:]), fill=fill) for x in (k, v)]
-    for piece in pieces(call.layout, call.rank):
-        whole[0][:, piece.whole], whole[1][:, piece.whole] = k[:, piece.here], v[:, piece.here]
-    packed: dict[tuple[Piece, ...], Any] = {}  # ranks that see the same keys get the same buffer
-    sends, receives = {}, {}
-    for rank in _others(call):
-        sent, got = _moved(call, call.rank, rank), _moved(call, rank, call.rank)
-        if sent:
-            if sent not in packed:
-                packed[sent] = buffer = empty(k, (batch, count(sent), heads_kv, width))
-                for here, piece in _in_buffer(sent):
-                    buffer[:, here, :, :head_dim], buffer[:, here, :, head_dim:] = k[:, piece.here], v[:, piece.here]
-            sends[rank] = packed[sent]
-        if got:
-            receives[rank] = empty(k, (batch, count(got), heads_kv, width))
+    whole = []
+    for x in (k[:, :, heads], v[:, :, heads]):
+        made = empty(x, (x.shape[0], call.layout.seqlen, *x.shape[2:]))
+        for piece in pieces(call.layout, call.rank):
+            made[:, piece.whole] = x[:, piece.here]
+        whole.append(made)
+    coming = {rank: _arriving(whole, _moved(call, rank, call.rank), in_place=True) for rank in _others(call)}
 
     def place() -> None:
-        for rank, buffer in receives.items():
-            for here, piece in _in_buffer(_moved(call, rank, call.rank)):
-                whole[0][:, piece.whole] = buffer[:, here, :, :head_dim]
-                whole[1][:, piece.whole] = buffer[:, here, :, head_dim:]
+        for found in coming.values():
+            for to, part in found.parts:
+                to[...] = part
 
-    return Gathered(whole[0], whole[1], call.group.send_recv(sends, receives, place))
+    sends = {rank: _leaving(whole, _moved(call, call.rank, rank)) for rank in _others(call)}
+    finish = call.group.send_recv(_filled(sends), _filled({r: x.buffers for r, x in coming.items()}), place)
+    for start, stop in unseen(call.layout, call.rank, call.reach):  # meanwhile: there nothing arrives
+        for made in whole:
+            made[:, start:stop] = 0
+    return Gathered(whole[0], whole[1], finish)
 
 
-def _in_buffer(found: tuple[Piece, ...]) -> list[tuple[slice, Piece]]:
-    """Where each piece is in a buffer that has them one after the other."""
+def _sum(call: Call, shares: list[Any], results: list[Any]) -> Callable[[], Any]:
+    """Starts to send this rank's shares of dk and dv, (batch, all tokens, ...), to the ranks that have the keys.
+    -> a function after which `results`, this rank's dk and dv, are the sums of all shares."""
+    totals = [empty(result, tuple(result.shape), share.dtype) for result, share in zip(results, shares, strict=True)]
+    sends = {rank: _leaving(shares, _moved(call, rank, call.rank)) for rank in _others(call)}
+    coming = {rank: _arriving(totals, _moved(call, call.rank, rank), in_place=False) for rank in _others(call)}
+    mine = pieces(call.layout, call.rank)
+    begins = _moved(call, call.rank, 0) == mine  # the sum, with the first rank's share: it has all of these keys
+    own = [(t[:, piece.here], x[:, piece.whole]) for t, x in zip(totals, shares, strict=True) for piece in mine]
+
+    def add() -> None:
+        for total in () if begins else totals:
+            total[...] = 0
+        for rank in range(call.group.size):
+            for to, part in own if rank == call.rank else coming[rank].parts:
+                if rank == 0 and begins:
+                    to[...] = part
+                else:
+                    to += part  # noqa: PLW2901 - a view
+        for result, total in zip(results, totals, strict=True):
+            result[...] = total
+
+    return call.group.send_recv(_filled(sends), _filled({r: x.buffers for r, x in coming.items()}), add)
+
+
+# What ranks send each other: tokens of arrays (batch, tokens, heads, dim), each piece of each batch entry as it lies in
+# memory. Where that would be too many messages, a copy of all pieces.
+
+
+def _leaving(arrays: list[Any], found: tuple[Piece, ...]) -> list[Any]:
+    """arrays: of all tokens."""
+    if _few(arrays, found):
+        return [x[b, piece.whole] for x in arrays for b in range(x.shape[0]) for piece in found]
+    copies = []
+    for x in arrays:
+        copies.append(empty(x, (x.shape[0], count(found), *x.shape[2:])))
+        for here, piece in _in_copy(found):
+            copies[-1][:, here] = x[:, piece.whole]
+    return copies
+
+
+class Arriving(NamedTuple):
+    """What is received of a rank: buffers, and the parts of them that belong elsewhere, each with its place."""
+
+    buffers: list[Any]
+    parts: list[tuple[Any, Any]]
+
+
+def _arriving(arrays: list[Any], found: tuple[Piece, ...], in_place: bool) -> Arriving:
+    """in_place: arrays have all tokens, and get what arrives; else they have this rank's, to which it is added."""
+    few, made = _few(arrays, found), Arriving([], [])
+    if few and in_place:
+        return Arriving(_leaving(arrays, found), [])
+    for x in arrays:
+        to = [x[:, piece.whole if in_place else piece.here] for piece in found]
+        if few:
+            places = [place[b] for b in range(x.shape[0]) for place in to]
+            made.buffers.extend(empty(x, tuple(place.shape)) for place in places)
+            made.parts.extend(zip(places, made.buffers[-len(places) :], strict=True))
+        elif found:
+            copy = empty(x, (x.shape[0], count(found), *x.shape[2:]))
+            made.buffers.append(copy)
+            made.parts.extend((place, copy[:, here]) for place, (here, _) in zip(to, _in_copy(found), strict=True))
+    return made
+
+
+def _few(arrays: list[Any], found: tuple[Piece, ...]) -> bool:
+    return sum(x.shape[0] for x in arrays) * len(found) <= MOST_MESSAGES
+
+
+def _in_copy(found: tuple[Piece, ...]) -> list[tuple[slice, Piece]]:
+    """Where each piece is in an array that has them one after the other."""
     placed, at = [], 0
     for piece in found:
         placed.append((slice(at, at + piece.tokens), piece))
@@ -123,31 +213,5 @@ def _in_buffer(found: tuple[Piece, ...]) -> list[tuple[slice, Piece]]:
     return placed
 
 
-def _sum(call: Call, shares: dict[str, Any], results: dict[str, Any]) -> Callable[[], Any]:
-    """Starts to send this rank's shares of dk and dv, (batch, all tokens, ...), to the ranks that have the keys.
-    -> a function after which `results`, this rank's dk and dv, are the sums of all shares."""
-    sends, receives = {}, {}
-    widths = [x.shape[3] for x in shares.values()]
-    starts = dict(zip(shares, (slice(sum(widths[:n]), sum(widths[: n + 1])) for n in range(len(widths))), strict=True))
-    for rank in _others(call) if shares else ():
-        like = next(iter(shares.values()))
-        batch, _, heads, _ = like.shape
-        sent, got = _moved(call, rank, call.rank), _moved(call, call.rank, rank)
-        if sent:
-            sends[rank] = empty(like, (batch, count(sent), heads, sum(widths)))
-            for name, share in shares.items():
-                for here, piece in _in_buffer(sent):
-                    sends[rank][:, here, :, starts[name]] = share[:, piece.whole]
-        if got:
-            receives[rank] = empty(like, (batch, count(got), heads, sum(widths)))
-
-    def add() -> None:
-        for name, result in results.items():
-            total = empty(result, tuple(result.shape), shares[name].dtype, fill=0)
-            for rank in range(call.group.size):
-                for here, piece in _in_buffer(_moved(call, call.rank, rank)):
-                    own = shares[name][:, piece.whole]
-                    total[:, piece.here] += own if rank == call.rank else receives[rank][:, here, :, starts[name]]
-            result[...] = total
-
-    return call.group.send_recv(sends, receives, add)
+def _filled(messages: dict[int, list[Any]]) -> dict[int, list[Any]]:
+    return {rank: listed for rank, listed in messages.items() if listed and listed[0].shape[0]}

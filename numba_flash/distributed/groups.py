@@ -8,7 +8,8 @@ import abc
 from collections.abc import Callable
 from typing import Any
 
-Buffers = dict[int, Any]  # by the number of the other rank
+MOST_MESSAGES = 32  # from a rank to another one, in one exchange
+Buffers = dict[int, list[Any]]  # by the number of the other rank
 
 
 class Group(abc.ABC):
@@ -23,11 +24,12 @@ class Group(abc.ABC):
 
     @abc.abstractmethod
     def send_recv(self, sends: Buffers, receives: Buffers, then: Callable[[], None] | None = None) -> Callable[[], Any]:
-        """Starts to send `sends` and to receive into `receives`, contiguous arrays by rank, and calls `then` when all
-        is there. -> a function that makes the caller, or its stream, wait for that. Buffers are left alone until then.
+        """Starts to send `sends` and to receive into `receives`, lists of contiguous arrays by rank, and calls `then`
+        when all is there. -> a function that makes the caller, or its stream, wait for that. Buffers are left alone
+        until then.
 
-        Each rank calls this equally often; a send meets the receive of the same call. A rank whose other side is gone
-        raises RuntimeError.
+        Each rank calls this equally often. The n-th array to a rank meets the n-th from here, of the same call; calls
+        may be waited for in another order. A rank whose other side is gone raises RuntimeError.
         """
 
     def all_gather(self, x: Any, counts: tuple[int, ...]) -> list[Any]:
@@ -35,7 +37,8 @@ class Group(abc.ABC):
         xp, others = namespace(x), [rank for rank in range(self.size) if rank != self.rank]
         x = contiguous(x)
         found = {r: empty(x, (counts[r], *x.shape[1:])) for r in others if counts[r]}
-        self.send_recv(dict.fromkeys(others, x) if x.shape[0] else {}, found)()
+        sends = dict.fromkeys(others, [x]) if x.shape[0] else {}
+        self.send_recv(sends, {r: [got] for r, got in found.items()})()
         found[self.rank] = x
         return [found[r] if r in found else xp.asarray(x[:0]) for r in range(self.size)]
 
@@ -44,7 +47,7 @@ class Group(abc.ABC):
         all of one shape."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         found = {r: empty(parts[self.rank], parts[self.rank].shape) for r in others}
-        self.send_recv({r: contiguous(parts[r]) for r in others}, found)()
+        self.send_recv({r: [contiguous(parts[r])] for r in others}, {r: [got] for r, got in found.items()})()
         found[self.rank] = parts[self.rank]
         total = found[0]
         for rank in range(1, self.size):

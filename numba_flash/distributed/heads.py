@@ -4,6 +4,7 @@ Then each rank calls attention as one process would for these heads, so all resu
 process. All of q, k, v and o is moved, where gathering moves k and v to all ranks.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from . import local
@@ -14,21 +15,20 @@ from .local import Call, OptionGradients
 
 def forward(call: Call, q: Any, k: Any, v: Any) -> tuple[Any, Any, tuple[Any, ...]]:
     """-> this rank's o and lse, and what `backward` takes."""
-    given = [to_heads(call, x) for x in (q, k, v)]
+    given = to_heads(call, q, k, v)
     o, lse = local.new_results(given[0], given[2])
     own = _own(call, q.shape[2], k.shape[2])
     for task in _whole(call):
         local.forward(own, task, given[0], given[1], given[2], o, lse)
-    rows = as_lse(to_tokens(call, lse.swapaxes(1, 2)[..., None]))
-    return to_tokens(call, o), rows, (*given, o, lse)
+    of_rows, rows = to_tokens(call, o, lse.swapaxes(1, 2)[..., None])
+    return of_rows, as_lse(rows), (*given, o, lse)
 
 
 def backward(call: Call, do: Any, dlse: Any, saved: tuple[Any, ...], wanted: tuple[str, ...]) -> dict[str, Any]:
     q, k, v, o, lse = saved
     size = call.group.size
-    do = to_heads(call, do)
-    if dlse is not None:
-        dlse = as_lse(to_heads(call, dlse.swapaxes(1, 2)[..., None]))
+    do, *of_lse = to_heads(call, do, *([] if dlse is None else [dlse.swapaxes(1, 2)[..., None]]))
+    dlse = as_lse(of_lse[0]) if of_lse else None
     options = OptionGradients(call, wanted)
     own = _own(call, q.shape[2] * size, k.shape[2] * size)
     found: dict[str, Any] = {}
@@ -39,7 +39,7 @@ def backward(call: Call, do: Any, dlse: Any, saved: tuple[Any, ...], wanted: tup
         options.add(part, heads)
     if not found:  # there is no token
         found = {name: x for name, x in (("dq", q), ("dk", k), ("dv", v)) if name in wanted}
-    return {name: to_tokens(call, x) for name, x in found.items()} | options.results()
+    return dict(zip(found, to_tokens(call, *found.values()), strict=True)) | options.results()
 
 
 def _whole(call: Call) -> tuple[local.Task, ...]:
@@ -55,32 +55,44 @@ def as_lse(x: Any) -> Any:
     return contiguous(x[..., 0].swapaxes(1, 2))
 
 
-def to_heads(call: Call, x: Any) -> Any:
-    """(batch, this rank's tokens, all heads, dim) -> (batch, all tokens, this rank's heads, dim)"""
+def to_heads(call: Call, *arrays: Any) -> list[Any]:
+    """Of each (batch, this rank's tokens, all heads, dim) -> (batch, all tokens, this rank's heads, dim)"""
+    return _finished([_to_heads(call, x) for x in arrays])
+
+
+def to_tokens(call: Call, *arrays: Any) -> list[Any]:
+    """The other way: (batch, all tokens, this rank's heads, dim) -> (batch, this rank's tokens, all heads, dim)"""
+    return _finished([_to_tokens(call, x) for x in arrays])
+
+
+def _finished(started: list[tuple[Any, Callable[[], Any]]]) -> list[Any]:
+    for _, finish in started:
+        finish()
+    return [made for made, _ in started]
+
+
+def _to_heads(call: Call, x: Any) -> tuple[Any, Callable[[], Any]]:
     group, layout = call.group, call.layout
     batch, tokens, heads, dim = x.shape
     each = heads // group.size
     sends, receives = {}, {}
     for rank in range(group.size):
         if rank != group.rank and tokens:
-            sends[rank] = empty(x, (batch, tokens, each, dim))
-            sends[rank][...] = x[:, :, rank * each : (rank + 1) * each]
+            sends[rank] = [contiguous(x[:, :, rank * each : (rank + 1) * each])]
         if rank != group.rank and layout.counts[rank]:
-            receives[rank] = empty(x, (batch, layout.counts[rank], each, dim))
+            receives[rank] = [empty(x, (batch, layout.counts[rank], each, dim))]
     made = empty(x, (batch, layout.seqlen, each, dim))
 
     def place() -> None:
         own = x[:, :, group.rank * each : (group.rank + 1) * each]
-        for rank, part in (receives | {group.rank: own}).items():
+        for rank, (part,) in (receives | {group.rank: [own]}).items():
             for piece in pieces(layout, rank):
                 made[:, piece.whole] = part[:, piece.here]
 
-    group.send_recv(sends, receives, place)()
-    return made
+    return made, group.send_recv(sends, receives, place)
 
 
-def to_tokens(call: Call, x: Any) -> Any:
-    """The other way: (batch, all tokens, this rank's heads, dim) -> (batch, this rank's tokens, all heads, dim)"""
+def _to_tokens(call: Call, x: Any) -> tuple[Any, Callable[[], Any]]:
     group, layout = call.group, call.layout
     batch, _, each, dim = x.shape
     tokens = layout.counts[group.rank]
@@ -90,15 +102,14 @@ def to_tokens(call: Call, x: Any) -> Any:
             part = empty(x, (batch, layout.counts[rank], each, dim))
             for piece in pieces(layout, rank):
                 part[:, piece.here] = x[:, piece.whole]
-            sends[rank] = part
+            sends[rank] = [part]
         if rank != group.rank and tokens:
-            receives[rank] = empty(x, (batch, tokens, each, dim))
+            receives[rank] = [empty(x, (batch, tokens, each, dim))]
     own = sends.pop(group.rank, None)
     made = empty(x, (batch, tokens, each * group.size, dim))
 
     def place() -> None:
-        for rank, part in (receives | ({} if own is None else {group.rank: own})).items():
+        for rank, (part,) in (receives | ({} if own is None else {group.rank: own})).items():
             made[:, :, rank * each : (rank + 1) * each] = part
 
-    group.send_recv(sends, receives, place)()
-    return made
+    return made, group.send_recv(sends, receives, place)

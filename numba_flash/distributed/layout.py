@@ -142,6 +142,14 @@ def needed(layout: Layout, rank: int, reach: Reach) -> Part:
     return _joined(found)
 
 
+@functools.lru_cache(maxsize=1024)
+def unseen(layout: Layout, rank: int, reach: Reach) -> Part:
+    """The tokens that a rank neither has nor sees, as runs."""
+    known = _joined([*layout.runs(rank), *needed(layout, rank, reach)])
+    ends = [0, *(end for run in known for end in run), layout.seqlen]
+    return tuple(run for run in zip(ends[::2], ends[1::2], strict=True) if run[0] < run[1])
+
+
 def _joined(runs: Iterable[Run]) -> Part:
     joined: list[Run] = []
     for start, stop in sorted(run for run in runs if run[0] < run[1]):

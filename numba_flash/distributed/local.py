@@ -25,7 +25,8 @@ OF_HEADS = tuple(option.name for option in ARRAYS if option.shape == "heads")
 
 
 class Call(NamedTuple):
-    """What the ranks agree on, besides q, k and v. options: those of attention that do not follow from the layout."""
+    """What the ranks agree on, besides q, k and v. options: those of attention that do not follow from the layout;
+    ahead: how many slices of gathered keys a rank holds at once."""
 
     group: Group
     layout: Layout
@@ -33,6 +34,7 @@ class Call(NamedTuple):
     packed: bool
     options: dict[str, Any]
     slices: int = 1
+    ahead: int = 2
 
     @property
     def rank(self) -> int:

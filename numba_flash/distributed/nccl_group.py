@@ -23,10 +23,10 @@ class NcclGroup(Group):
 
         stream = cupy.cuda.get_current_stream().ptr
         with together():
-            for rank, x in sends.items():
-                self.communicator.send(_bytes(x), rank, stream=stream)
-            for rank, x in receives.items():
-                self.communicator.recv(_bytes(x), rank, stream=stream)
+            for move, some in ((self.communicator.send, sends), (self.communicator.recv, receives)):
+                for rank, listed in some.items():
+                    for x in listed:
+                        move(_bytes(x), rank, stream=stream)
         if then is not None:
             then()
         return lambda: None

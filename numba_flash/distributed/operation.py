@@ -174,7 +174,7 @@ class Plan(NamedTuple):
         saved = self.seen(q), self.seen(k), self.seen(v), self.seen(o)
         if self.method != "heads":
             return (*saved, lse)
-        of_heads = [by_heads.to_heads(self.call, x) for x in (*saved, lse.swapaxes(1, 2)[..., None])]
+        of_heads = by_heads.to_heads(self.call, *saved, lse.swapaxes(1, 2)[..., None])
         return (*of_heads[:4], by_heads.as_lse(of_heads[4]))
 
     def backward(self, do: Any, dlse: Any, saved: tuple[Any, ...], wanted: tuple[str, ...]) -> dict[str, Any]:
@@ -210,9 +210,10 @@ def planned(q: Any, k: Any, v: Any, group: Any, given: dict[str, Any], of_tokens
     least = batch * chosen.seqlen * (k.shape[-1] + v.shape[-1]) * (_item_size(k))
     method, count = _how(how, call, heads, heads_kv, least, alone)
     facts = dict(tokens=chosen.seqlen, batch=batch, heads=heads, heads_kv=heads_kv, head_dim=k.shape[-1])
-    facts |= dict(head_dim_v=v.shape[-1], dtype=str(q.dtype), method=method, slices=count, left=left, right=reach.right)
-    agree(group, made, q, facts)
-    return Plan(call._replace(slices=count), method, transposed)
+    facts |= dict(head_dim_v=v.shape[-1], dtype=str(q.dtype), method=method, left=left, right=reach.right)
+    held: dict[str, Any] = dict(slices=count, ahead=rule.ahead_of(count, heads_kv, least, how[2]))
+    agree(group, made, q, facts | held)
+    return Plan(call._replace(**held), method, transposed)
 
 
 def _how(how: Any, call: Call, heads: int, heads_kv: int, least: int, alone: list[str]) -> tuple[str, int]:

@@ -21,13 +21,16 @@ def forward(call: Call, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     xp = namespace(q)
     batch, tokens, heads, _ = q.shape
     o = empty(q, (batch, tokens, heads, v.shape[3]), local.wide(q), 0)
-    lse = empty(q, (batch, heads, tokens), local.wide(q), -float("inf"))
+    lse, begun = empty(q, (batch, heads, tokens), local.wide(q), -float("inf")), set()
     for source, keys in _round(call, k, v):
         for task, piece in _seen(call, source):
             given = q[:, task.rows], *_of(keys, piece, k.shape[3])
-            part, part_lse = attention(*given, return_lse=True, **_options(call, task, piece))
-            before = o[:, task.rows], xp.asarray(lse[:, :, task.rows])
-            o[:, task.rows], lse[:, :, task.rows] = merge(*before, xp.astype(part, o.dtype), part_lse, layout="bshd")
+            part = attention(*given, return_lse=True, **_options(call, task, piece))
+            if task.start in begun:
+                _join(o[:, task.rows], lse[:, :, task.rows], *part)
+            else:
+                o[:, task.rows], lse[:, :, task.rows] = part
+            begun.add(task.start)
     sinks = call.options.get("sinks")
     if sinks is not None and tokens:  # a sink is a key without a value
         of_sinks = empty(lse, tuple(lse.shape))
@@ -69,6 +72,18 @@ def backward(
     return named
 
 
+def _join(o: Any, lse: Any, part: Any, part_lse: Any) -> None:
+    """o, lse <- what `merge` gives, in place: a part is as large as all of this rank's o, and memory is what counts."""
+    xp = namespace(o)
+    top = xp.maximum(lse, part_lse)
+    reference = xp.where(top == -float("inf"), xp.zeros_like(top), top)
+    before, here = xp.exp(lse - reference), xp.exp(part_lse - reference)
+    total = xp.where(top == -float("inf"), xp.ones_like(top), before + here)
+    o *= (before / total).swapaxes(1, 2)[..., None]
+    o += part * (here / total).swapaxes(1, 2)[..., None]
+    lse[...] = xp.where(top == -float("inf"), top, reference + xp.log(total))
+
+
 def _nothing() -> None:
     pass
 
@@ -93,7 +108,7 @@ def _pass_on(call: Call, x: Any, tokens: int) -> tuple[Any, Callable[[], Any]]:
     group = call.group
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     arriving = empty(x, (x.shape[0], tokens, *x.shape[2:]))
-    return arriving, group.send_recv({after: x} if x.shape[1] else {}, {before: arriving} if tokens else {})
+    return arriving, group.send_recv({after: [x]} if x.shape[1] else {}, {before: [arriving]} if tokens else {})
 
 
 def _seen(call: Call, source: int) -> Iterator[tuple[Task, Piece]]:

@@ -30,6 +30,11 @@ def slices_of(heads_kv: int, tokens: int, least_bytes: int, most: int) -> int:
     return max(heads_kv, 1)
 
 
+def ahead_of(slices: int, heads_kv: int, least_bytes: int, most: int) -> int:
+    """How many slices a rank holds at once: all if they fit, so that no exchange waits for a kernel; two at least."""
+    return max(2, min(slices, most * slices // max(least_bytes * heads_kv, 1)))
+
+
 def check_method(method: Any) -> None:
     if method not in ("auto", *METHODS):
         raise ValueError(f"method must be 'auto', 'gather', 'heads' or 'ring', not {method!r}")

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .groups import Buffers, Group
+from .groups import MOST_MESSAGES, Buffers, Group
 
 
 @functools.cache
 def _stream(device: Any) -> Any:
-    """What arrives is received and put into its place beside the kernels of the stream that computes."""
+    """What arrives is put into its place beside the kernels of the stream that computes."""
     return torch.cuda.Stream(device)
 
 
@@ -30,14 +30,17 @@ class TorchGroup(Group):
         self._tags = itertools.count()  # so that gloo never takes one message for another
 
     def send_recv(self, sends: Buffers, receives: Buffers, then: Callable[[], None] | None = None) -> Callable[[], Any]:
-        buffers = [*sends.values(), *receives.values()]
-        if not buffers or not buffers[0].is_cuda:
+        first = next((x for some in (sends, receives) for listed in some.values() for x in listed), None)
+        if first is None or not first.is_cuda:
             return self._on_host(sends, receives, then)
-        device = buffers[0].device
+        device = first.device
         side, current = _stream(device), torch.cuda.current_stream(device)
-        side.wait_stream(current)
+        with self._said(sends, receives):
+            # NCCL's own stream waits for the current one, not for `then` of the exchange before: so an exchange follows
+            # the other at once, before a persistent kernel takes all multiprocessors
+            works = dist.batch_isend_irecv(self._operations(sends, receives))
         with torch.cuda.stream(side), self._said(sends, receives):
-            for work in dist.batch_isend_irecv(self._operations(sends, receives)):
+            for work in works:
                 work.wait()  # the stream waits, not the host
             if then is not None:
                 then()
@@ -64,9 +67,13 @@ class TorchGroup(Group):
         return finish
 
     def _operations(self, sends: Buffers, receives: Buffers) -> list[Any]:
-        tag, number = next(self._tags), functools.partial(dist.get_global_rank, self.group)
-        each = [(dist.isend, sends), (dist.irecv, receives)]
-        return [dist.P2POp(op, x, number(rank), self.group, tag) for op, some in each for rank, x in some.items()]
+        tag, number = next(self._tags) * MOST_MESSAGES, functools.partial(dist.get_global_rank, self.group)
+        return [
+            dist.P2POp(op, x, number(rank), self.group, tag + n)
+            for op, some in ((dist.isend, sends), (dist.irecv, receives))
+            for rank, listed in some.items()
+            for n, x in enumerate(listed)
+        ]
 
     def _said(self, sends: Buffers, receives: Buffers) -> "_Said":
         return _Said(f"rank {self.rank} of {self.size} could not exchange tokens with {sorted({*sends, *receives})}")

@@ -68,10 +68,20 @@ def fewest_sums(p: Problem) -> int:
 def one_kernel_gains(p: Problem) -> bool:
     """Whether one kernel is faster, on the average of all BATCHES, or within 5 % of two, of which less is known. With
     few keys a small batch can lose more by it than a large one gains: then none of BATCHES may lose."""
-    sums, every = fewest_sums(p), [_batch(p, batch) for batch in BATCHES]
-    ratios = [one_kernel(of, sums) / two_kernels(of) for of in every]
+    ratios = _beside_two(p, fewest_sums(p))
     many = p.heads_kv * p.seqlen_k >= MANY_KEYS[_wide(p)]
     return math.prod(ratios) < 1.15 if many else max(ratios) < 1.05 and math.prod(ratios) < 0.7
+
+
+def chunk_gains(p: Problem) -> bool:
+    """Whether it is faster for causal queries that are the end of more keys. Most of them see most keys, so parts of dQ
+    wait in a line here, too. There is one sum, as of all queries, which one kernel computes: a query has their bits."""
+    return math.prod(_beside_two(p, 1)) < 1
+
+
+def _beside_two(p: Problem, sums: int) -> list[float]:
+    """One kernel's time by that of two, of each of BATCHES."""
+    return [one_kernel(of, sums) / two_kernels(of) for of in (_batch(p, batch) for batch in BATCHES)]
 
 
 def _batch(p: Problem, batch: int) -> Problem:

@@ -56,14 +56,24 @@ def usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Row]:
 def one_key_tile(problem: BackwardProblem, target: Target) -> list[Row]:
     """The rows of mma_one_key_tile, shrunk to the lengths, if all keys of a head fit into a tile: one kernel then reads
     a head once. It walks over two tiles of queries at most, because only heads run side by side."""
+    return _of_whole_heads("mma_one_key_tile", 2, problem, target)
+
+
+def only_tile(problem: BackwardProblem, target: Target) -> list[Row]:
+    """Those of mma_only_tile, if the queries fit into one, too, and no other head reads these keys."""
+    return _of_whole_heads("mma_only_tile", 1, problem, target) if problem.forward.group == 1 else []
+
+
+def _of_whole_heads(table: str, tiles: int, problem: BackwardProblem, target: Target) -> list[Row]:
+    """tiles: how many of queries there may be."""
     forward = problem.forward
     all_three = {"dq", "dk", "dv"} <= set(problem.wanted) and target.cc is not None
     if not all_three or ITEM_SIZE[forward.dtype] != 2 or not forward.seqlen_k or forward.packed is not None:
         return []
     made = []
-    for row in usable("mma_one_key_tile", problem, target):
+    for row in usable(table, problem, target):
         tile_m, tile_n, blocks = (row.tile[name] for name in ("tile_m", "tile_n", "blocks_per_sm"))
-        if forward.seqlen_k <= tile_n and forward.seqlen_q <= 2 * tile_n:
+        if forward.seqlen_k <= tile_n and forward.seqlen_q <= tiles * tile_n:
             keys = halved(tile_n, forward.seqlen_k)
             if keys < tile_n:  # a warp then has fewer scores
                 blocks = max(blocks * tile_n // keys, SMALL_BLOCKS // keys if row.when.head_dim <= 64 else 0)
@@ -141,13 +151,13 @@ def outside(problem: BackwardProblem, target: Target, before: Sequence[LaunchFac
     return [OutsideConfig.of(problem.forward, names, target, **order) for names in written if names]
 
 
-def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[LaunchFacts]:
+def with_what_goes_before(configs: Sequence[Config], problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """Kernels, preceded by those that prepare what they read: a mask's bits, the states of tiles. Those that overlap
     with what is in front of them go ahead of all."""
     made, ahead = list[LaunchFacts](), list[LaunchFacts]()
     overlaps = len(configs) > 0 and configs[0].waits
     for config in configs:
-        for other in prologue(config, target, overlaps):
+        for other in prologue(config, problem.forward, target, overlaps):
             if other not in (*ahead, *made):
                 (ahead if other.waits else made).append(other)
         made.append(config)

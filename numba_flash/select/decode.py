@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 # Rows of a KV head: with more, a contiguous cache is for the kernels of `attention`. In float32 and float64 they are
 # those of one product: with more or wider ones products take longer than memory, and large batches are sooner there.
 FEW_ROWS, FEW_WIDE_ROWS, WIDE_COLUMNS = 64, 16, 128
-LEAST_KEYS = 1024  # of a problem of `attention`: with fewer, there is little to share out
 WIDEST = dict(float64=128)  # head_dim, where it is not 256
 SIMULATED_BLOCKS = 4
 OF_ROWS = ("alibi_slopes", "bias", "mask", "score_mod", "mask_mod", SEEDED)  # options that ask whose row it is
@@ -40,15 +39,10 @@ def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
     return reason
 
 
-def few_queries(problem: Problem, target: Target) -> "DecodeConfig | None":
-    """The Config for a problem of `attention` in float32 or float64 that has few queries of many keys, or None. So few
-    rows wait for memory alone, as they do with a cache. Neither the batch nor the number of heads decides: bits depend
-    on it."""
-    p = problem
-    many_keys = rows_of(p) and p.batch and p.seqlen_k >= LEAST_KEYS and p.packed is None
-    if not many_keys or ITEM_SIZE[p.dtype] == 2 or p.function("mask_mod") is not None or target.cc is None:
-        return None
-    return None if refusal(p, target, contiguous=True) else config_of(p, "own", target)
+def of_few_queries(problem: Problem, target: Target) -> "DecodeConfig | None":
+    """The Config for a problem of `attention` that has few queries of many keys (few_queries in forward.py), or None
+    where decode does not take it."""
+    return None if refusal(problem, target, contiguous=True) else config_of(problem, "own", target)
 
 
 def config_of(problem: Problem, pages: str, target: Target, shares: bool = False) -> "DecodeConfig":

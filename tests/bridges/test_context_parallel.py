@@ -114,6 +114,11 @@ def test_other_dtypes(ranks, dtype):
         assert same[:3] == ROWS
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_generation_has_the_bits_of_one_process(ranks, size):
+    assert ranks.run(size, "from_caches") == [[True, True]] * size
+
+
 def test_equal_calls_give_equal_bits(ranks):
     assert ranks.run(4, "several_times", 3) == [True] * 4
 

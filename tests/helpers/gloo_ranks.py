@@ -113,6 +113,18 @@ def on_a_mesh(group):
         return str(error)
 
 
+def from_caches(group):
+    """A step of generation over caches of which each rank has a part: whether it has the bits of one process."""
+    rank, size, share = dist.get_rank(group), dist.get_world_size(group), 512
+    q, k, v, _ = arrays(share * size)
+    lengths = torch.tensor([share * size - 3, share + 1], dtype=torch.int32)
+    options = dict(seqlens_k=lengths, causal=True, return_lse=True)
+    own = (x[:, :, rank * share : (rank + 1) * share] for x in (k, v))
+    found = distributed.context_parallel_attention_kvcache(q[:, :, :1], *own, group, **options)
+    expected = numba_flash.attention_kvcache(q[:, :, :1], k, v, **options)
+    return [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]
+
+
 def called(group):
     q, k, v, _ = (distributed.shard(x, group, 2) for x in arrays(120))
     return distributed.context_parallel_attention(q, k, v, group, causal=True).sum().item()

@@ -30,20 +30,29 @@ class Threads:
 class ThreadGroup(Group):
     def __init__(self, shared, rank):
         self.shared, self.rank, self.size = shared, rank, shared.size
+        self.calls, self.early = 0, {}
 
     def send_recv(self, sends, receives, then=None):
-        for to, x in sends.items():
-            assert to != self.rank and x.size, "nothing is sent to oneself, and nothing empty"
-            assert x.flags.c_contiguous
-            self.shared.queues[self.rank, to].put(x.copy())
-            self.shared.moved[self.rank] += x.nbytes
+        call, self.calls = self.calls, self.calls + 1
+        for to, listed in sends.items():
+            assert to != self.rank and listed, "nothing is sent to oneself"
+            assert all(x.size and x.flags.c_contiguous for x in listed), "and nothing empty"
+            self.shared.queues[self.rank, to].put((call, [x.copy() for x in listed]))
+            self.shared.moved[self.rank] += sum(x.nbytes for x in listed)
 
         def finish():
-            for source, x in receives.items():
-                came = self.shared.queues[source, self.rank].get(timeout=PATIENCE)
-                assert came.shape == x.shape and came.dtype == x.dtype
-                x[...] = came
+            for source, listed in receives.items():
+                for came, x in zip(self.from_call(call, source), listed, strict=True):
+                    assert came.shape == x.shape and came.dtype == x.dtype
+                    x[...] = came
             if then is not None:
                 then()
 
         return finish
+
+    def from_call(self, call, source):
+        """Exchanges may end in another order than that in which they began."""
+        while (call, source) not in self.early:
+            number, came = self.shared.queues[source, self.rank].get(timeout=PATIENCE)
+            self.early[number, source] = came
+        return self.early.pop((call, source))

@@ -195,6 +195,17 @@ def test_nan_in_a_token_reaches_only_those_who_see_it():
         assert not np.isnan(o[:, :390]).any() and np.isnan(o[:, 390:]).all()
 
 
+def test_many_pieces_are_sent_as_one(monkeypatch):
+    """Instead of each piece as it lies in memory."""
+    given, options = arrays(431, batch=2), dict(causal=True, kernel="cpu")
+    alike, copied = Threads(3), Threads(3)
+    expected = on_ranks(given, 3, "zigzag", shared=alike, **options)
+    monkeypatch.setattr(distributed.gather, "MOST_MESSAGES", 0)
+    found = on_ranks(given, 3, "zigzag", shared=copied, **options)
+    compare(found, expected, same=NAMES)
+    assert copied.moved == alike.moved
+
+
 @pytest.mark.parametrize("slices", [1, 2, 4])
 def test_slices_of_heads_change_no_bits(slices):
     given = arrays(300, heads=8, heads_kv=4)

@@ -92,7 +92,7 @@ def test_few_queries_of_many_keys_are_shared_out_by_attention_too(dtype, options
     ids=["16 bits", "many queries", "few keys", "mask_mod"],
 )
 def test_others_are_not(made):
-    assert decode.few_queries(made, HOPPER) is None
+    assert forward.few_queries(made, HOPPER) is None
 
 
 @pytest.mark.parametrize(

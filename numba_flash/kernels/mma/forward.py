@@ -75,7 +75,7 @@ def make(config):
     strips, rows = warp_rows // 16, warp_rows // 8  # of 16 rows a warp; rows that a lane has a part of
     groups, shift, o_blocks = config.column_groups, config.column_groups.bit_length() - 1, config.group_columns // 8
     s_count, o_count = strips * (tile_n // 8) * 4, strips * o_blocks * 4
-    real, loader = numbers.of(config.compute_dtype).real, async_tiles.of(config)
+    real, loader, only_tile = numbers.of(config.compute_dtype).real, async_tiles.of(config), config.only_tile
     load_q = loader(config.tile_m, columns, config.group_size)
     load_k, load_v = loader(tile_n, columns), loader(tile_n, columns_v)
     if config.splits_columns and tile_n == 32 and config.copy_bytes == 16:
@@ -139,8 +139,9 @@ def make(config):
         columns_left = int32(config.head_dim_v - tile.part * columns_v)
         wait_all()
         cuda.syncthreads()  # K_j is there, and everyone is done with V_j+1
-        load_v(places.q + int32(plan.v), source, v_bytes, 0, rows_left, columns_left, again(places))
-        cp_async.commit_group()
+        if not only_tile:
+            load_v(places.q + int32(plan.v), source, v_bytes, 0, rows_left, columns_left, again(places))
+            cp_async.commit_group()
         operands = registers.q_frag, registers.kv_frag
         products.multiply_q_k(registers.acc_s, *operands, places.q_lane, places.k_lane, places.s_lane)
 
@@ -186,11 +187,12 @@ def make(config):
         k_bytes = config.item_size * strides.k[2]
         k_global, _ = block_state.get(places.q + int32(bases_at))
         source = k_global + (next_j if walk.present else j - 1) * tile_n * k_bytes
-        wait_all()
-        cuda.syncthreads()  # V_j is there, and everyone is done with K_j
-        if j > begin:
-            load_k(places.q + int32(plan.k), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(places))
-            cp_async.commit_group()
+        if not only_tile:
+            wait_all()
+            cuda.syncthreads()  # V_j is there, and everyone is done with K_j
+            if j > begin:
+                load_k(places.q + int32(plan.k), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(places))
+                cp_async.commit_group()
         moved = softmax(registers.acc_s, registers.m, registers.l, registers.alpha, score.scale * log2_e)
         if kept_weight.present:
             lane, row = lane_and_row()
@@ -303,19 +305,26 @@ def make(config):
             first_key = j * tile_n
             keys_left = int32(int32(sequence.keys) - first_key)
             load_k(k_smem, k_global + first_key * k_bytes, k_bytes, 0, keys_left, int32(head_dim), thread)
+            if only_tile:
+                v_bytes = config.item_size * strides.v[2]
+                load_v(v_smem, v_global, v_bytes, 0, keys_left, int32(config.head_dim_v), thread)
         cp_async.commit_group()
         if config.q_registers:
             wait_all()
             cuda.syncthreads()
             products.load_q(registers.q_frag, places.q_lane)
 
-        while j >= begin:
-            # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
-            # some of the first kind again.
-            while j >= begin and (j >= cut or j < free):
-                j = step(j, begin, states, registers, places, tile, arrays, strides, sizes, score, FALSE)
-            while j >= free and j < cut:
-                j = step(j, begin, states, registers, places, tile, arrays, strides, sizes, score, TRUE)
+        if only_tile:  # it has no code of its own for one that is seen whole
+            if j >= begin:
+                step(j, begin, states, registers, places, tile, arrays, strides, sizes, score, FALSE)
+        else:
+            while j >= begin:
+                # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
+                # some of the first kind again.
+                while j >= begin and (j >= cut or j < free):
+                    j = step(j, begin, states, registers, places, tile, arrays, strides, sizes, score, FALSE)
+                while j >= free and j < cut:
+                    j = step(j, begin, states, registers, places, tile, arrays, strides, sizes, score, TRUE)
 
         # Where all this belongs is worked out again: kept through the loop, it would cost the registers that S needs.
         thread = special.thread_index()

@@ -14,8 +14,9 @@ import functools
 from numba import int32, int64, uint32
 
 from ...arrays.dtypes import ITEM_SIZE
+from ...config.forward import L2_BYTES
 from ...ptx import griddepcontrol, memory, special, tma
-from ..score import longest_first, reads, tile_walk
+from ..score import longest_first, reads, tile_walk, user
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -32,11 +33,11 @@ SHORT = 2  # key tiles
 def query_tiles(config):
     """-> device functions for one thread."""
     tile_n, group, queries = config.tile_n, config.group_size, config.queries
-    l2_rows = config.l2_bytes // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # of K and V
+    l2_rows = L2_BYTES // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # of K and V
     rings = pipeline.of_forward(config)
     sequence_of = make_sequence(config)
     has_mask, ranges_of, walk = config.has("mask"), reads.make(config, 1).ranges, tile_walk.make(config)
-    asked_of_whole = group == 1 and (config.has("score_mod") or config.has("mask_mod"))  # as fragment_functions.py does
+    asked_of_whole = group == 1 and user.present(config)  # as fragment_functions.py does
     take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
     packed, parts, some_lack_queries = config.packed, config.parts, packed_tiles.asks_bound(config)
 
@@ -210,7 +211,7 @@ def make(config):
     rings = pipeline.of_forward(config)
     fetch_bias = bias_boxes.make(config, 64).fetch
     maps_address = tma.parameter("numba_flash_wgmma")
-    work = query_tiles(config)
+    work, start = query_tiles(config), pipeline.starter_of_forward(config, 1)
     walk, packed = tile_walk.make(config), config.packed
 
     @inlined
@@ -301,13 +302,14 @@ def make(config):
                     rings.asked.producer_commit(base, i, alone or behind_j == begin)
                 else:
                     rings.asked.producer_commit(base, i, j == ask_at)
-                source, next_j = work_tile, int32(behind_j if walk.present else j - 1)
+                # In the order of the products: the next K before this V, but behind it if it is the next query tile's.
                 if j == begin:
+                    load_v(base, n, j, work_tile)
                     rings.tiles.consumer_wait(base, int32(i + 1))
-                    source, next_j = next_tile, int32(word_alone(next_tile, STOP) - 1)
-                # The next K, possibly of the next query tile, comes before this V: this is the order of the products.
-                load_k(base, int32(n + 1), next_j, source)
-                load_v(base, n, j, work_tile)
+                    load_k(base, int32(n + 1), int32(word_alone(next_tile, STOP) - 1), next_tile)
+                else:
+                    load_k(base, int32(n + 1), int32(behind_j if walk.present else j - 1), work_tile)
+                    load_v(base, n, j, work_tile)
                 n = int32(n + 1)
                 j = int32(behind_j if walk.present else j - 1)
             i = int32(i + 1)
@@ -335,4 +337,11 @@ def make(config):
             rings.tiles.consumer_wait(base, i)
             work_tile = rings.work_tile(base, i)
 
-    return named(schedule, produce, produce_bias, set_up=pipeline.starter_of_forward(config, 1))
+    @inlined
+    def set_up(base):
+        """By one thread, before a barrier."""
+        for number in range(config.tensor_maps):
+            tma.prefetch(maps_address() + 128 * number)
+        start(base)
+
+    return named(schedule, produce, produce_bias, set_up)
