@@ -67,7 +67,7 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
 def _with_delta(own: Sequence[Config], problem: BackwardProblem, target: Target) -> Configs:
     """Kernels that read each row's lse and delta, with those before and after them; v2's kernel of dbias is for all
     of these."""
-    in_order = any(config.in_order for config in own)
+    in_order = problem.forward.packed is not None and any(config.in_order for config in own)
     delta = shared.delta_config(problem, target, in_order=in_order)
     made = [delta, *shared.with_what_goes_before(own, problem, target)]
     if "dbias" in problem.wanted:

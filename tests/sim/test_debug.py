@@ -59,6 +59,7 @@ FIRST_LINES = {
     **dict.fromkeys(("outside_of_queries", "outside_of_dq", "outside_of_keys"), "gap = int64(cuda.blockIdx.x)"),
     "mma_dq_finish": "lane, warp = lane_and_warp()",
     **dict.fromkeys(("mask_bits", "mask_bits_of_keys"), "thread = special.thread_index()"),
+    **dict.fromkeys(("mask_mod_bits", "mask_mod_bits_of_keys"), "thread = special.thread_index()"),
     **dict.fromkeys(("tile_states", "tile_states_of_keys"), "thread = special.thread_index()"),
     **dict.fromkeys(("tile_order", "tile_order_of_keys"), "thread = special.thread_index()"),
     "safe": "row = cuda.grid(1)",
@@ -214,6 +215,12 @@ def test_every_kernel(kernel, monkeypatch):
             numba_flash.attention(*half, mask=all_seen, kernel="mma")
         elif kernel == "mask_bits_of_keys":
             differentiate("mma", mask=all_seen)
+        elif kernel.startswith("mask_mod_bits"):
+            blocks = numba_flash.block_mask(mods.causal, 1, 1, 24, 24)
+            if kernel == "mask_mod_bits":
+                numba_flash.attention(*half, block_mask=blocks, kernel="wgmma")
+            else:
+                differentiate("wgmma", block_mask=blocks)
         elif kernel == "tile_states":
             numba_flash.attention(*half, mask_mod=mods.causal, kernel="mma")
         elif kernel == "tile_states_of_keys":

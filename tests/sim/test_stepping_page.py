@@ -15,7 +15,7 @@ from numba_flash import debug
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "docs" / "stepping.md", ROOT / "docs" / "algorithm.md"]
-SESSION = re.compile(r"^```text\n\$ \S*python scripts/step (\w+) \"(.*?)\" (.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SESSION = re.compile(r"^\$ \S*python scripts/step (\w+) \"(.*?)\" (.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # | `kernel` | `line` | thread | ...
 STOP = re.compile(r"^\| `(\w+)` \| `([^`]+)` \| (\d+) \|", re.MULTILINE)
 STOPS = STOP.findall((ROOT / "docs" / "stepping.md").read_text())
@@ -63,7 +63,7 @@ def test_the_race_of_readme_is_what_happens(monkeypatch, capsys):
     """Without the barrier that README deletes, scripts/step prints what README shows."""
     page = (ROOT / "README.md").read_text()
     file, barrier = re.search(r"In `numba_flash/(\S+)` delete the\sbarrier `(.*?)`", page).groups()
-    kernel, shown = re.search(r"^```text\n\$ \S*python scripts/step (\w+)\n(.*?)^```$", page, re.M | re.S).groups()
+    kernel, shown = re.search(r"^\$ \S*python scripts/step (\w+)\n(.*?)^(?:\$|```$)", page, re.M | re.S).groups()
     text, module = (
         (ROOT / "numba_flash" / file).read_text(),
         importlib.import_module(f"numba_flash.kernels.{kernel}.forward"),
