@@ -10,6 +10,7 @@ from ..problem.options import changes_scores
 from .backward_line import chunk_gains, fewest_sums, one_kernel_gains
 
 LONGEST_STAY = 8192  # queries of a walk over all of them
+MOST_QUERIES_ALONE = 512  # of packed sequences: with more, too few blocks would run side by side
 MOST_TURNS = (1 << 16) - 1  # key tiles under a mask: half of a counter has them (kernels/wgmma/backward_dq_sums.py)
 
 
@@ -50,10 +51,8 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
         return True
     if one_tile:
         return forward.seqlen_q <= 1024
-    if forward.every_key:  # a small batch of few keys would lose more by one kernel than a large one gains
-        return forward.heads_kv * forward.seqlen_k >= (8192 if forward.widest <= 64 else 16384) and one_kernel_gains(
-            forward
-        )
+    if forward.every_key:
+        return one_kernel_gains(forward)
     lines = forward.heads_kv * parts_of(forward.group, heads_per_block(problem, one_kernel=True))
     two_ways = lines == 2 and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
     few = lines < 4 and not two_ways and dq_partials(problem) == 1
@@ -72,9 +71,9 @@ def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
     time: 12 heads of 197 tokens take 20 us instead of 26, 256 heads 64 instead of 53 (H200).
     """
     forward = problem.forward
-    if forward.packed is not None:
-        return 0
     key_tiles = -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
+    if forward.packed is not None:  # the bound may decide: one tile gives the same bits either way
+        return int(key_tiles == 1 and forward.seqlen_q <= MOST_QUERIES_ALONE)
     if key_tiles == 1:
         return 1
     kept = forward.widest <= 64 and -(-forward.seqlen_q // 128) * forward.group <= WgmmaFusedConfig.KEPT
@@ -109,7 +108,7 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
     scarce. Nor does one whose bias comes to where dS will be, because dK and dV of the tile before are staged there.
     """
     forward = problem.forward
-    if forward.packed is not None:  # the numbers of tiles that do not exist are passed over
+    if forward.packed is not None and not key_tiles:  # the numbers of tiles that do not exist are passed over
         return True
     tiles = all_parts(forward, members) * -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
     many = key_tiles > 1 or tiles > target.multiprocessors

@@ -24,6 +24,7 @@ CALL, BEGIN, TURN = 8.0, 3.0, 2.0
 # A tile of 128 queries by 128 keys, up to WIDE and above: in the one kernel, in that of dK and dV, in that of dQ. A
 # block of 64 of its own rows takes HALF of it.
 ONE, DKDV, DQ, HALF = (2.55, 4.6), (1.75, 3.2), (1.15, 2.05), 0.75
+MANY_KEYS = (8192, 16384)  # of all heads, up to WIDE and above
 # The kernel behind reads so many bytes of sums in one; and begins with one sum of a query tile after the other.
 ROUNDED, SUM = 2.7e6, 0.7
 
@@ -65,18 +66,22 @@ def fewest_sums(p: Problem) -> int:
 
 
 def one_kernel_gains(p: Problem) -> bool:
-    """Whether one kernel is faster, on the average of all BATCHES, or within 5 % of two, of which less is known."""
-    return _beside_two(p, fewest_sums(p)) < 1.15
+    """Whether one kernel is faster, on the average of all BATCHES, or within 5 % of two, of which less is known. With
+    few keys a small batch can lose more by it than a large one gains: then none of BATCHES may lose."""
+    ratios = _beside_two(p, fewest_sums(p))
+    many = p.heads_kv * p.seqlen_k >= MANY_KEYS[_wide(p)]
+    return math.prod(ratios) < 1.15 if many else max(ratios) < 1.05 and math.prod(ratios) < 0.7
 
 
 def chunk_gains(p: Problem) -> bool:
-    """The same of causal queries that are the end of more keys. Most of them see most keys, so parts of dQ wait in a
-    line here, too. There is one sum, as of all queries, which one kernel computes: a query has their bits."""
-    return _beside_two(p, 1) < 1
+    """Whether it is faster for causal queries that are the end of more keys. Most of them see most keys, so parts of dQ
+    wait in a line here, too. There is one sum, as of all queries, which one kernel computes: a query has their bits."""
+    return math.prod(_beside_two(p, 1)) < 1
 
 
-def _beside_two(p: Problem, sums: int) -> float:
-    return math.prod(one_kernel(of, sums) / two_kernels(of) for of in (_batch(p, batch) for batch in BATCHES))
+def _beside_two(p: Problem, sums: int) -> list[float]:
+    """One kernel's time by that of two, of each of BATCHES."""
+    return [one_kernel(of, sums) / two_kernels(of) for of in (_batch(p, batch) for batch in BATCHES)]
 
 
 def _batch(p: Problem, batch: int) -> Problem:
