@@ -122,7 +122,7 @@ def _of_problem(asked: argparse.Namespace) -> tuple[list[Any], list[Any]]:
     jobs, notes = [], []
     for target in targets:
         problem: Any = problem_of(asked, "cupy")
-        configs: Any = configs_of(select(problem, target, asked.kernel, "cupy"), target)
+        configs: Any = configs_of(select(problem, target, asked.kernel, "cupy"), problem, target)
         made = [("forward", problem, configs)]
         if asked.backward is not None:
             problem = backward_problem_of(asked, "cupy")

@@ -200,7 +200,10 @@ def job(arguments, kernel, **options):
 def jobs(arguments, kernel, **options):
     """The same of all kernels that it runs."""
     explained = numba_flash.explain(**arguments, **options, kernel=kernel)
-    before, behind = select.prologue(explained.config, explained.target), select.epilogue(explained.config)
+    before, behind = (
+        select.prologue(explained.config, explained.problem, explained.target),
+        select.epilogue(explained.config),
+    )
     return [(config, explained.target.cc) for config in (*before, explained.config, *behind)]
 
 

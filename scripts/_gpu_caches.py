@@ -10,7 +10,7 @@ from _gpu import Ahead, compile_ahead
 import numba_flash
 from numba_flash import testing
 from numba_flash.dispatch import kvcache, kvcache_on_gpu
-from numba_flash.select.decode import FEW_ROWS
+from numba_flash.select.decode import FEW_ROWS, FEW_WIDE_ROWS
 
 PAGES = (0, 1, 3, 16, 64, 256)
 LENGTHS = (0, 1, 16, 255, 256, 257, 700, 1024, 1500, 4097)
@@ -22,6 +22,9 @@ GROUPS = (  # dtype, (head_dim, head_dim_v), options
     ("float16", (64, 128), dict(causal=True)),
     ("bfloat16", (256, 256), dict(causal=True)),
     ("bfloat16", (128, 128), dict(dropout_p=0.3, seed=7)),
+    ("float32", (128, 128), dict(causal=True, sinks=True)),
+    ("float32", (80, 59), {}),
+    ("float64", (128, 64), dict(causal=True)),
 )
 
 
@@ -29,7 +32,8 @@ def random_case(number, dtype, dims, options):
     """A testing.Case of sequences of many lengths."""
     g = np.random.default_rng(number)
     heads_kv, group, queries = (int(g.choice(x)) for x in ((1, 2, 4), (1, 3, 4, 8), (1, 2, 4, 7, 16)))
-    queries = min(queries, FEW_ROWS // group)  # with more a contiguous cache is for another kernel
+    few = FEW_ROWS if dtype.endswith("float16") else FEW_WIDE_ROWS
+    queries = min(queries, few // group)  # with more a contiguous cache is for another kernel
     lengths = g.choice(LENGTHS, int(g.integers(1, 7))).astype(np.int32)
     shapes = ((heads_kv * group, queries, dims[0]), *((heads_kv, int(max(lengths.max(), 1)), dim) for dim in dims))
     made = [testing.strided(g.standard_normal((len(lengths), *shape)), dtype, "plain") for shape in shapes]

@@ -43,7 +43,7 @@ def configs_of(case, kernel, on_gpu):
 
     given = case.arguments(on_gpu)
     explained = numba_flash.explain(**given, return_lse=True, kernel=kernel)
-    configs = [*prologue(explained.config, explained.target), explained.config]
+    configs = [*prologue(explained.config, explained.problem, explained.target), explained.config]
     if rungs.RUNGS[kernel].has_backward:
         q, v = given["q"], given["v"]
         o = cp.empty((*q.shape[:2], v.shape[2]), q.dtype)

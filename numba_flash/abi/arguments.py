@@ -113,7 +113,11 @@ def _numbers(p: Problem, tile: abi.StatesTile | None) -> tuple[dict[str, Any], d
         array, count = p.array(option.name), abi.STRIDES.get(option.name, 4)
         given = (0,) * (count or 1) if array is None else array.strides
         strides[option.name] = given if count else given[0]
-    strides |= {abi.MASK_BITS: mask_bits_layout(p)[1], abi.MASK_BITS_OF_KEYS: mask_bits_layout(p, of_keys=True)[1]}
+    strides |= dict.fromkeys((abi.MASK_BITS, abi.MASK_BITS_OF_KEYS), (0, 0, 0, 0))
+    if p.array("mask") is not None or p.function("mask_mod") is not None:
+        from . import mask_bits
+
+        strides |= {abi.MASK_BITS: mask_bits.layout(p)[1], abi.MASK_BITS_OF_KEYS: mask_bits.layout(p, of_keys=True)[1]}
     if tile is not None:
         from . import tile_states  # loads what reads functions
 
@@ -127,35 +131,6 @@ def _numbers(p: Problem, tile: abi.StatesTile | None) -> tuple[dict[str, Any], d
     sizes[abi.DROPPED] = options.dropped_steps(p.number(options.SEEDED) or 0.0)
     score[abi.KEPT_COUNT] = number(options.kept_count(sizes[abi.DROPPED]))
     return strides, sizes, score
-
-
-MASK_PIECE, MASK_ENDS = 16, 4  # rows of a piece, and the words before them (kernels/score/mask_bits.py)
-
-
-def mask_bits_layout(p: Problem, of_keys: bool = False) -> tuple[int, tuple[int, int, int, int]]:
-    """-> (number of pieces that mask_bits writes, the strides by which they are read: batch, head, piece, row), in
-    words."""
-    mask = p.array("mask")
-    if mask is None or p.batch == 0:  # an empty batch has an empty mask
-        return 0, (0, 0, 0, 0)
-    rows, columns, by_row = p.seqlen_q, p.seqlen_k, mask.strides[2]
-    if of_keys:
-        rows, columns, by_row = columns, rows, mask.strides[3]
-    row_words = -(-columns // 128) * 4
-    pieces = -(-rows // MASK_PIECE) if by_row or not rows else 1  # without rows there is nothing to read
-    piece = MASK_PIECE * row_words + MASK_ENDS
-    heads = p.heads if mask.strides[1] else 1
-    batch = p.batch if mask.strides[0] else 1
-    apart = (heads * pieces * piece, pieces * piece, piece)
-    varies = (*mask.strides[:2], by_row)
-    by_batch, by_head, by_piece = (words if stride else 0 for words, stride in zip(apart, varies, strict=True))
-    return batch * heads * pieces, (by_batch, by_head, by_piece, row_words)
-
-
-def mask_bits_words(problem: Problem, of_keys: bool = False) -> int:
-    """Number of words that mask_bits writes."""
-    pieces, (*_, row_words) = mask_bits_layout(problem, of_keys)
-    return pieces * (MASK_PIECE * row_words + MASK_ENDS)
 
 
 def sizes_of_aux(problem: "BackwardProblem") -> dict[str, Any]:

@@ -18,7 +18,7 @@ B, H = 0, 1  # the indices of these arguments of a mask_mod
 def counts(problem: Problem, tile: StatesTile) -> tuple[int, int, int, int]:
     """-> (batch entries, groups of heads, tiles of the side that words belong to, words of such a tile) that have
     states of their own."""
-    by_batch, by_head = _differ(problem)
+    by_batch, by_head = differ(problem)
     # One tile more than exist, and so at least one word: wgmma visits a tile past the last if none is seen.
     own, other = problem.seqlen_q, problem.seqlen_k
     if tile.of_keys:
@@ -47,12 +47,12 @@ def order_blocks(problem: Problem, tile: StatesTile, threads: int) -> int:
 
 def strides(problem: Problem, tile: StatesTile) -> tuple[int, int, int]:
     """(batch entry, group of heads, own tile), in words; 0 if all share the same states."""
-    (by_batch, by_head), (_, groups, tiles, of_tile) = _differ(problem), counts(problem, tile)
+    (by_batch, by_head), (_, groups, tiles, of_tile) = differ(problem), counts(problem, tile)
     row = of_tile + 1
     return groups * tiles * row * by_batch, tiles * row * by_head, row
 
 
-def _differ(problem: Problem) -> tuple[bool, bool]:
+def differ(problem: Problem) -> tuple[bool, bool]:
     """Whether what is seen differs between batch entries, and between heads."""
     function, mask = problem.function("mask_mod"), problem.array("mask")
     assert function is not None

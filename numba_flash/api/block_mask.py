@@ -28,8 +28,8 @@ def block_mask(
     `attention(mask_mod=...)` finds these tiles in each call: kernels skip empty tiles, and do not call mask_mod in full
     tiles. With a block_mask the first call finds them for the tiles of its kernel, and later calls reuse them on the
     same stream and device, in the forward, and in the backward for its own tiles. The results have the same bits.
-    No (seqlen_q, seqlen_k) matrix is stored: a tile takes 2 bits, once for all batch entries or heads if the visible
-    keys do not differ between them.
+    A tile takes 2 bits, once for all batch entries or heads if the visible keys do not differ between them. On Hopper,
+    in 16 bits, what the function leaves of each pair takes a bit, too, as long as that is 32 MiB at most.
 
     mask_mod: mask(b, h, q_pos, k_pos, *aux) -> True or False, as for `attention`, also with a parameter q_index.
     batch, heads, seqlen_q, seqlen_k: those of q and k, integers; heads are those of q.

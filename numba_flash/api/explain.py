@@ -81,7 +81,7 @@ class Explanation(Readable):
             facts.append(("grid", grid))
         if self.config:
             facts += _sums(self.kernel, self.problem.dtype, IN_16_BITS)
-            before, behind = prologue(self.config, self.target), epilogue(self.config)
+            before, behind = prologue(self.config, self.problem, self.target), epilogue(self.config)
             facts += [
                 (when, f"{each.kernel}, {each.grid(self.problem)} blocks of {each.threads} threads")
                 for when, kernels in (("before it", before), ("behind it", behind))

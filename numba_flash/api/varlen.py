@@ -65,7 +65,7 @@ def attention_varlen(
     A sequence's result has the same bits alone, in any batch and in any order, if b is not asked for.
 
     bias and mask are not taken, because there is no matrix of scores that they could be broadcast to: use score_mod and
-    mask_mod with aux. There are no kernels for this in "wgmma" yet; on a GPU "auto" takes "mma" or "v2".
+    mask_mod with aux.
 
     Raises what `attention` raises.
     """
@@ -125,8 +125,9 @@ def attention_varlen_backward(
     >>> dq, dk, dv, *_ = numba_flash.attention_varlen_backward(do, q, k, v, o, lse, cu_seqlens, causal=True)
 
     do: the gradient of o, in o's shape and dtype. o, lse: the results of `attention_varlen` with return_lse=True.
-    dlse: the gradient of lse, (heads, total_q) in lse's dtype. wanted: as for `attention_backward`; dsinks is summed
-    over the sequences, if sinks are (heads,). All others: the arguments of the call of `attention_varlen`.
+    dlse: the gradient of lse, (heads, total_q) in lse's dtype. wanted: as for `attention_backward`; dsinks and
+    dalibi_slopes are summed over the sequences, if sinks and slopes are (heads,), and daux always.
+    All others: the arguments of the call of `attention_varlen`.
 
     Gradients of rows of no sequence, and of keys that are not valid, are 0.
     """

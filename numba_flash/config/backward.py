@@ -1,10 +1,10 @@
 """Configs of mma's backward in 16 bits, and of the kernel before it, which wgmma's has, too."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .forward import AnyProblem, Config, OwnRows, Padded, check, layout, multiple_of, one_of, tile_bytes
+from .forward import ITEM_SIZE, AnyProblem, Config, OwnRows, Padded, check, layout, multiple_of, one_of, tile_bytes
 from .simt_backward import OfAux, OfBias, OfDelta
 
 BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/steps/lse_delta.py)
@@ -21,7 +21,6 @@ class PreprocessConfig(OfDelta):
     natural: bool = False
     dq_partials: int = 1
     early: bool = False
-    in_order: bool = False  # as of the kernels behind
 
     kernel = "backward_preprocess"
     module = "mma.backward_preprocess"
@@ -65,9 +64,11 @@ class WalkConfig(OwnRows, Padded, Config):
     warp_rows: int = 16
     column_groups: int = 1
     bias_pairs: bool = False
+    in_order: bool = False
 
     stages = 1
     with_dq = False
+    only_tile = False
     of_product = True
 
     def _check_warps(self) -> None:
@@ -120,6 +121,7 @@ class WalkConfig(OwnRows, Padded, Config):
         own row needs (RowState in kernels/mma/backward_scores.py), the state of the block and the end.
 
         Gradients in 16 bits are staged in the place of the own tiles; without dS there is no V, and dV takes K's place.
+        With an only tile dS is in the place of V, whose rows no other warp reads, and dQ in that of dO.
         """
         own_s, own_dp, other_s, other_dp = self.tiles()
         own = dict(own_s=own_s, own_dp=own_dp) if self.of_ds else dict(own_s=max(own_s, own_dp), own_dp=0)
@@ -129,7 +131,14 @@ class WalkConfig(OwnRows, Padded, Config):
         p, dq = scores * self.of_p * (size > 2), other_s * self.with_dq  # in 16 bits P and dS have one place
         rows = self.stages * 2 * max(size, 4) * self.tile_m * self.of_keys
         of_rows = (8 if self.of_keys else 16 * max(size // 4, 1)) * self.own_rows
-        return layout(**own, **other, p=p, ds=scores * self.of_ds, dq=dq, rows=rows, of_rows=of_rows, state=6 * 16)
+        behind = dict(rows=rows, of_rows=of_rows, state=6 * 16)
+        if self.only_tile:
+            places = own | dict(
+                own_dp=max(own_dp, scores), other_s=other_s, other_dp=max(other_dp, dq), p=0, ds=0, dq=0
+            )
+            plan = layout(**places, **behind)
+            return plan._replace(ds=plan.own_dp, dq=plan.other_dp)
+        return layout(**own, **other, p=p, ds=scores * self.of_ds, dq=dq, **behind)
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -199,17 +208,44 @@ class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
 
 @dataclass(frozen=True)
 class MmaOneKeyTileConfig(MmaDkdvConfig):
-    """The same where a block's tile has all keys of a head: it computes dQ, too."""
+    """The same where a block's tile has all keys of a head: it computes dQ, too.
+
+    delta: that of backward_preprocess, whose work the block does itself if a head has one tile of queries. with_dbias:
+    it stores dbias, too, each element of which is that of one score. pairs: as of MmaDbiasConfig.
+    """
+
+    delta: PreprocessConfig | None = None
+    with_dbias: bool = False
+    pairs: bool = False
 
     with_dq = True
     kernel = "mma_one_key_tile"
-    takes = abi.backward("dq dk dv", mask=abi.MASK_BITS_OF_KEYS)
     reads_states = False
 
     def __post_init__(self) -> None:
         alone = self.of_dk and self.of_dv and self.column_groups == self.stages == 1
         check(alone, "one kernel needs of_dk, of_dv, column_groups=1 and stages=1")
         super().__post_init__()
+
+    @property
+    def takes(self) -> abi.Parameters:  # type: ignore[override]
+        own = abi.backward("dq dk dv" + " dbias" * self.with_dbias, mask=abi.MASK_BITS_OF_KEYS)
+        return own.plus("o lse dlse", strides="o dlse") if self.only_tile else own
+
+    @property
+    def only_tile(self) -> bool:  # type: ignore[override]
+        """Whether the block has one tile of queries, and the work of backward_preprocess."""
+        return self.delta is not None
+
+    @property
+    def own_delta(self) -> PreprocessConfig:
+        """The same for the block's threads. Lanes share no more rows than leave some for each warp."""
+        assert self.delta is not None
+        most = self.tile_m * self.delta.lanes // self.threads
+        return replace(self.delta, threads=self.threads, most_rows=min(max(most, 1), 4))
+
+    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+        return self.delta.workspace(problem) if self.delta else {}
 
 
 @dataclass(frozen=True)
@@ -228,7 +264,6 @@ class MmaScoresConfig(MmaBackwardConfig):
     one place each: the next ones come while a tile's scores are finished."""
 
     of_product = False
-    delta_first = False  # type: ignore[assignment]
     SCORE_PAD: ClassVar[int] = 8  # floats behind a row of scores in shared memory, so that lanes meet no bank twice
 
     def __post_init__(self) -> None:
@@ -254,8 +289,9 @@ class MmaDbiasConfig(OfBias, MmaScoresConfig):
     takes = abi.backward("dbias").plus("dbias_sums", OfBias.SIZES)
 
     def shared_layout(self) -> Any:
-        """A row of sums for each warp is behind the tiles."""
-        return self._layout(sums=self.threads // 32 * self.tile_n * 4)
+        """lse and delta of the queries are behind the tiles, the bias, and a row of sums for each warp."""
+        bias = self.tile_m * self.tile_n * ITEM_SIZE[self.dtype_of("bias") or self.dtype]
+        return self._layout(rows=8 * self.tile_m, bias=bias, sums=self.threads // 32 * self.tile_n * 4)
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from .kvcache import page_arrays
 class DecodeConfig(TensorConfig):
     """Of mma/decode: a block has up to tile_m rows, which are all query heads of a KV head, query after query.
 
-    tile_n: keys of a warp's tile; KEY_WARPS warps have neighbouring ones. stages: tiles of keys that have a place.
+    tile_n: keys of a warp's tile; key_warps warps have neighbouring ones. stages: tiles of keys that have a place.
     blocks: how many run at a time; no more parts of sequences are handed from block to block. pages: how a sequence's
     pages are found (kernels/steps/pages.py). stack_rows, stack_levels: of nodes that wait in shared memory for their
     neighbours, as many rows and levels of the tree; those of level 0 may wait in registers, and those above in global
     memory. copy_bytes: as of MmaConfig. members: how many sequences may have rows in the tile of a prefix that they
-    share, a power of 2; 1: no prefix is shared (kernels/mma/decode_prefixes.py).
+    share, a power of 2; 1: no prefix is shared (kernels/mma/decode_prefixes.py). large_f64: as of MmaConfig.
     """
 
     warp_rows: int = 16
@@ -30,9 +30,17 @@ class DecodeConfig(TensorConfig):
     stack_rows: int = 16
     stack_levels: int = 0
     members: int = 1
+    large_f64: bool = False
 
-    KEY_WARPS: ClassVar[int] = 4
-    CHUNK: ClassVar[int] = 256  # keys of a leaf of the tree; the bits follow from it, from tile_n and from KEY_WARPS
+    CHUNK: ClassVar[int] = 256  # keys of a leaf of the tree; the bits follow from it, from tile_n and from key_warps
+    STAGE_BYTES: ClassVar[dict[str, int]] = dict(float32=32 * 1024)  # at most, if not 64 KB
+    DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
+    column_groups: ClassVar[int] = 1  # these, as of MmaConfig: what products take
+    splits_columns: ClassVar[bool] = False
+    exchange_at: ClassVar[int] = 0
+    scalar_loads: ClassVar[bool] = False
+    columns_in_order: ClassVar[bool] = False
+    odd_rows_first: ClassVar[bool] = False
 
     kernel = "decode"
     module = "mma.decode"
@@ -47,23 +55,34 @@ class DecodeConfig(TensorConfig):
         multiple_of("tile_m", self.tile_m, self.warp_rows)
         check(self.stages >= 2, f"stages must be at least 2, not {self.stages}")
         self._check_widest(self.widest)
-        fits = self.tile_m * self.head_dim_v_padded * 4 <= self.stage_bytes
+        fits = self.tile_m * self.head_dim_v_padded * self.number_size <= self.stage_bytes
         check(fits, f"tile_m = {self.tile_m} rows of O do not fit into a tile of K and V")
         self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def q_registers(self) -> bool:  # type: ignore[override]
         """Whether Q stays in registers."""
-        return self.warp_rows == 16 and self.head_dim_padded <= 128
+        return self.item_size == 2 and self.warp_rows == 16 and self.head_dim_padded <= 128
+
+    @property
+    def number_size(self) -> int:
+        """Bytes of a number of O, m and l."""
+        return ITEM_SIZE[self.compute_dtype]
+
+    @functools.cached_property
+    def key_warps(self) -> int:
+        """Four, or as many fewer as a tile of wide rows takes, so that several tiles fit into shared memory."""
+        of_16 = 16 * 128 * sum(-(-columns * self.item_size // 128) for columns in (self.head_dim, self.head_dim_v))
+        return next(n for n in (4, 2, 1) if n == 1 or n * of_16 <= self.STAGE_BYTES.get(self.dtype, 64 * 1024))
 
     @property
     def threads(self) -> int:  # type: ignore[override]
-        return self.tile_m // self.warp_rows * self.KEY_WARPS * 32
+        return self.tile_m // self.warp_rows * self.key_warps * 32
 
     @property
     def keys(self) -> int:
         """Of a tile of the block."""
-        return self.KEY_WARPS * self.tile_n
+        return self.key_warps * self.tile_n
 
     @property
     def most_parts(self) -> int:
@@ -85,8 +104,9 @@ class DecodeConfig(TensorConfig):
 
     @property
     def columns_step(self) -> int:
-        """Each key warp has its part of the columns of what they join."""
-        return 8 * self.KEY_WARPS
+        """Each key warp has its part of the columns of what they join; products of more than 16 bits take whole
+        panels."""
+        return max(8 * self.key_warps, 128 // self.item_size if self.item_size > 2 else 16)
 
     @property
     def aux(self) -> tuple[tuple[str, int], ...]:
@@ -98,23 +118,31 @@ class DecodeConfig(TensorConfig):
         return dataclasses.replace(self, pages="own", members=1)
 
     @property
+    def lane_rows(self) -> int:
+        """Of those of a warp: one of each 16 that a lane could have two of, where a tile has 8 at most. Then numbers of
+        O are told apart by columns alone, four at a time."""
+        few = self.stack_rows <= 8 and self.head_dim_v_padded % (16 * self.key_warps) == 0
+        return 1 if few else self.warp_rows // 8
+
+    @property
     def stage_bytes(self) -> int:
-        return sum(tile_bytes(self.keys, columns) for columns in (self.head_dim_padded, self.head_dim_v_padded))
+        columns = self.head_dim_padded, self.head_dim_v_padded
+        return sum(tile_bytes(self.keys, of_row, self.item_size) for of_row in columns)
 
     @property
     def parts_at_once(self) -> int:
-        """Of the columns' KEY_WARPS parts, how many are exchanged at a time in a stage of K and V."""
-        part = self.tile_m * self.head_dim_v_padded * ITEM_SIZE["float32"]
-        return next(n for n in (4, 2, 1) if n == 1 or n * part <= self.stage_bytes)
+        """Of the columns' key_warps parts, how many are exchanged at a time in a stage of K and V."""
+        part = self.tile_m * self.head_dim_v_padded * self.number_size
+        return next(n for n in (4, 2, 1) if n == 1 or n <= self.key_warps and n * part <= self.stage_bytes)
 
     def shared_layout(self) -> Any:
         """Where Q, the ring of tiles, the places of their rows, the key warps' m and l, what warps tell each other and
         the end are."""
         return layout(
-            q=tile_bytes(self.tile_m, self.head_dim_padded),
+            q=tile_bytes(self.tile_m, self.head_dim_padded, self.item_size),
             ring=self.stages * self.stage_bytes,
             places=self.stages * 2 * self.keys * 8,
-            states=self.KEY_WARPS * self.tile_m * 8,
+            states=self.key_warps * self.tile_m * 2 * self.number_size,
             flags=self.ROW_STATE_BYTES * self.tile_m,
             stack=self.stack_levels * self.shared_stack[1],
             last=max(16, 4 * self.members),
@@ -132,19 +160,19 @@ class DecodeConfig(TensorConfig):
 
     @property
     def pair_registers(self) -> bool:
-        return self.node_numbers <= 24
+        return self.node_numbers * self.number_size <= 96
 
     @property
     def shared_stack(self) -> tuple[int, int, int]:
-        """Levels; bytes of one, and of one number of each thread. A thread has every 16th number of a row of O, m and
-        l."""
-        number_bytes = 4 * 4 * self.KEY_WARPS * self.stack_rows
-        return self.stack_levels, (self.head_dim_v_padded // 16 + 2) * number_bytes, number_bytes
+        """Levels; bytes of one, and of one number of each thread, which are float32. Four lanes of each key warp share
+        a row of O; each has m and l."""
+        number_bytes = 4 * 4 * self.key_warps * self.stack_rows
+        return self.stack_levels, (self.head_dim_v_padded // (4 * self.key_warps) + 2) * number_bytes, number_bytes
 
     @property
     def node_numbers(self) -> int:
         """A thread's numbers of a node: its part of O, and m and l of its rows."""
-        return (self.warp_rows // 16) * (self.head_dim_v_padded // 32 * 4 + 4)
+        return self.lane_rows * (self.head_dim_v_padded // (4 * self.key_warps) + 2)
 
     @property
     def slot_numbers(self) -> int:
@@ -153,7 +181,8 @@ class DecodeConfig(TensorConfig):
 
     def own_sizes(self, problem: Any) -> dict[str, Any]:
         p = problem.forward
-        return dict(page=max(p.pages.size, 1), pages=p.pages.total, levels=self.levels(p.seqlen_k))
+        size, total = (p.pages.size, p.pages.total) if p.pages else (1, p.batch)
+        return dict(page=max(size, 1), pages=total, levels=self.levels(p.seqlen_k))
 
     def workspace(self, problem: Any) -> abi.Workspace:
         """Slots of the nodes that blocks hand each other, one for each block's own, those of sequences behind a prefix
@@ -161,4 +190,4 @@ class DecodeConfig(TensorConfig):
         stacks = self.blocks * self.levels(problem.forward.seqlen_k) * self.node_numbers * self.threads
         slots, sharing = self.most_parts + self.blocks, self._sharing(problem.forward)
         numbers = slots * self.slot_numbers + sharing * (self.slot_numbers + 2) + stacks
-        return dict(partials=((numbers,), "float32"))
+        return dict(partials=((numbers,), self.compute_dtype))

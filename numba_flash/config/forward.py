@@ -82,8 +82,13 @@ def tiles_of_all(p: Any, rows: int, of_keys: bool = False) -> int:
     """Tiles of `rows` queries or keys of one head in all batch entries; of packed sequences their numbers
     (kernels/steps/tile_numbers.py)."""
     if p.packed is None:
-        return p.batch * -(-(p.seqlen_k if of_keys else p.seqlen_q) // rows)
+        return tiles_by_bound(p, rows, of_keys)
     return p.packed[of_keys] // rows + p.batch if p.batch and p.packed[of_keys] else 0
+
+
+def tiles_by_bound(p: Any, rows: int, of_keys: bool = False) -> int:
+    """The same if each sequence has as many as the bound of the lengths."""
+    return p.batch * -(-(p.seqlen_k if of_keys else p.seqlen_q) // rows)  # type: ignore[no-any-return]
 
 
 class LaunchFacts:
@@ -114,7 +119,7 @@ class LaunchFacts:
     tile_states: ClassVar[str] = ""  # the array that says which tiles a mask_mod leaves; "" = it asks for none
     states_tile: ClassVar[StatesTile | None] = None  # what has a state there
     ptx_version: ClassVar[str] = ""  # the first with its instructions; "": its GPU's (compiled.PTX_VERSIONS)
-    kept: ClassVar[bool] = False  # a BlockMask keeps what it makes, for the next call
+    kept: ClassVar[str] = ""  # the array that it makes and a BlockMask keeps for the next call; "" = none
     packed: bool = False  # sequences are packed (problem/packed.py)
     in_order: bool = False  # their tiles have numbers (kernels/steps/tile_numbers.py)
 
@@ -135,8 +140,19 @@ class LaunchFacts:
         return dict(self.uses).get(option)
 
     def function(self, option: str) -> Any:
-        """The Function given as an option; None where there is none."""
-        return dict(self.uses).get(option)
+        """The Function given as an option that the kernel calls; None where there is none."""
+        given = dict(self.uses).get(option)
+        return None if given == abi.AS_BITS else given
+
+    @property
+    def mask_mod_as_bits(self) -> bool:
+        """Whether it reads what a mask_mod leaves, and calls no mask_mod."""
+        return dict(self.uses).get("mask_mod") == abi.AS_BITS
+
+    @property
+    def mask_bits(self) -> bool:
+        """Whether it reads bits of a mask or of a mask_mod."""
+        return self.has("mask") or self.mask_mod_as_bits
 
     @property
     def aux(self) -> tuple[tuple[str, int], ...]:
@@ -195,6 +211,7 @@ class Config(LaunchFacts):
     group_size: ClassVar[int] = 1  # a tile is of one head
     v_parts: ClassVar[int] = 1  # blocks that share a tile's columns of O
     reads_bits: ClassVar[bool] = True  # it reads a mask as bits, which mask_bits makes before
+    reads_mask_mod: ClassVar[bool] = False  # and a mask_mod too, where that can be (abi/mask_bits.py)
     reads_states: ClassVar[bool] = False  # it skips tiles in which a mask_mod leaves nothing
     reads_order: ClassVar[bool] = True  # and takes tiles in an order that depends on this
 
@@ -257,9 +274,10 @@ class Config(LaunchFacts):
     def grid(self, problem: AnyProblem) -> int:
         """A block, or a cluster of blocks, for each tile of the side that it owns."""
         p = problem.forward
+        tiles = tiles_of_all if self.in_order else tiles_by_bound
         if self.of_keys:
-            return self.cluster * p.batch * p.heads_kv * -(-p.seqlen_k // self.tile_n)
-        return self.cluster * p.batch * (p.heads // self.group_size) * -(-p.seqlen_q // self.queries)
+            return self.cluster * p.heads_kv * tiles(p, self.tile_n, True)
+        return self.cluster * (p.heads // self.group_size) * tiles(p, self.queries)
 
 
 class Padded:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..abi import mask_bits
 from ..abi import parameters as abi
-from ..abi.arguments import mask_bits_layout, mask_bits_words
 from .forward import AnyProblem, LaunchFacts, multiple_of
 
 
@@ -38,9 +38,9 @@ class MaskBitsConfig(LaunchFacts):
         return self.dtype
 
     def grid(self, problem: AnyProblem) -> int:
-        pieces, (*_, row_words) = mask_bits_layout(problem.forward, self.of_keys)
+        pieces, (*_, row_words) = mask_bits.layout(problem.forward, self.of_keys)
         warps = self.threads // 32
         return -(-pieces // (warps // max(min(row_words // 4, warps), 1)))  # a piece has as many as columns for them
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
-        return {self.kernel: ((mask_bits_words(problem.forward, self.of_keys),), "uint32")}
+        return {self.kernel: ((mask_bits.words(problem.forward, self.of_keys),), "uint32")}

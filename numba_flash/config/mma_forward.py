@@ -16,6 +16,7 @@ class MmaConfig(TensorConfig):
     more. column_groups: so many warps own the same rows; each computes scores with its part of a tile's keys, they
     exchange them, and each has its part of O's columns. large_f64: float64 products are m16n8k16, which sm_90 has and
     which is twice as fast there as m8n8k4. copy_bytes: how much of a row of Q, K or V a copy to shared memory has.
+    only_tile: all keys are in one, whose V is copied together with its K.
     """
 
     warp_rows: int = 16
@@ -23,6 +24,8 @@ class MmaConfig(TensorConfig):
     column_groups: int = 1
     large_f64: bool = False
     copy_bytes: int = 16
+    only_tile: bool = False
+    in_order: bool = False
 
     scalar_loads: ClassVar[bool] = False
     columns_in_order: ClassVar[bool] = False
@@ -86,7 +89,7 @@ class MmaConfig(TensorConfig):
         behind = max(v_at + tile_bytes(self.tile_n, self.head_dim_v_padded, size), row_states_at + of_rows)
         exchanged = self.tile_m * self.tile_n * size * (1 + self.splits_columns) if self.column_groups > 1 else 0
         # What a block keeps of its query tile (kernels/steps/block_state.py); of bias and mask, where they are.
-        entries = 4 if self.has("bias") or self.has("mask") else 2
+        entries = 4 if self.has("bias") or self.has("mask") or self.in_order else 2
         states = layout(begin=behind, tile_state=entries * 16, exchange=exchanged)
         return places(q=0, k=tile_q, v=v_at, row_states=row_states_at, **states._asdict())
 

@@ -26,6 +26,7 @@ class OfDelta(LaunchFacts):
     of_terms: bool = False
     turns_of: int = 0
     packed: bool = False
+    in_order: bool = False  # as of the kernels behind
 
     UNIT: ClassVar[int]  # rows of a head are in so many, which lanes share with no other head
 

@@ -1,11 +1,13 @@
-"""Configs of tile_states, which finds the tiles where a mask_mod removes no key, some or all, and of tile_order."""
+"""Configs of tile_states, which finds the tiles where a mask_mod removes no key, some or all, of tile_order, and of
+mask_mod_bits, which writes down what it leaves."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..abi import mask_bits, tile_states
 from ..abi import parameters as abi
-from ..abi import tile_states
 from ..abi.parameters import StatesTile
+from ..problem.forward import Problem
 from ..problem.options import Uses
 from .forward import AnyProblem, LaunchFacts, multiple_of
 
@@ -49,16 +51,15 @@ class TileStatesConfig(OfTile):
         multiple_of("threads", self.threads, 32)
 
     @property
-    def kept(self) -> bool:  # type: ignore[override]
+    def kept(self) -> str:  # type: ignore[override]
         """Not where a mask has its part in the states: that is each call's own."""
-        return not self.has("mask")
+        return "" if self.has("mask") else self.tile_states
 
-    @staticmethod
-    def before(config: Any, threads: int) -> "TileStatesConfig":
+    @classmethod
+    def before(cls, config: Any, p: Problem, threads: int) -> "TileStatesConfig":
         """Of what runs before the kernel of `config`."""
-        used = tuple((name, given) for name, given in config.uses if name in VISIBLE)
-        facts = config.states_tile, used, config.q_offset_source, threads, config.narrow
-        return TileStatesConfig(config.compute_dtype, *facts)
+        used = tuple((name, given) for name, given in p.uses if name in VISIBLE)
+        return cls(config.compute_dtype, config.states_tile, used, p.q_offset_source, threads, p.narrow)
 
     @property
     def kernel(self) -> str:  # type: ignore[override]
@@ -69,6 +70,35 @@ class TileStatesConfig(OfTile):
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         return {self.tile_states: ((tile_states.words(problem.forward, self.tile),), "uint32")}
+
+
+@dataclass(frozen=True)
+class MaskModBitsConfig(TileStatesConfig):
+    """Of mask_mod_bits, which runs behind tile_states, for the same tile."""
+
+    module = "score.mask_mod_bits"
+    names = ("mask_mod_bits", "mask_mod_bits_of_keys")
+
+    @property
+    def kernel(self) -> str:  # type: ignore[override]
+        return self.names[self.tile.of_keys]
+
+    @property
+    def kept(self) -> str:  # type: ignore[override]
+        return (abi.MASK_BITS, abi.MASK_BITS_OF_KEYS)[self.tile.of_keys]
+
+    @property
+    def takes(self) -> abi.Parameters:  # type: ignore[override]
+        read = abi.words("seqlens_k q_offset")
+        return abi.Parameters((*read, self.kept), (*read, self.kept), abi.SIZES)
+
+    def grid(self, problem: AnyProblem) -> int:
+        p, of_keys = problem.forward, self.tile.of_keys
+        pieces, (*_, row_words) = mask_bits.layout(p, of_keys)
+        return -(-pieces * 2 * (row_words // 4) // (self.threads // 32))
+
+    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+        return {self.kept: ((mask_bits.words(problem.forward, self.tile.of_keys),), "uint32")}
 
 
 @dataclass(frozen=True)
@@ -88,8 +118,8 @@ class TileOrderConfig(OfTile):
     dtype: ClassVar[str] = "uint32"  # type: ignore[misc]
 
     @property
-    def kept(self) -> bool:  # type: ignore[override]
-        return not self.of_mask
+    def kept(self) -> str:  # type: ignore[override]
+        return "" if self.of_mask else self.tile_states
 
     @staticmethod
     def behind(states: TileStatesConfig) -> "TileOrderConfig":

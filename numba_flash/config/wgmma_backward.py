@@ -116,7 +116,7 @@ class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
 
     bias_boxes: bool = False  # type: ignore[misc]
 
-    waits = True
+    waits = reads_mask_mod = True
     stays: ClassVar[bool] = False
     WIDEST: ClassVar[int] = 256  # columns that one product can be wide
     MOST_BARRIERS: ClassVar[int] = 24
@@ -156,11 +156,6 @@ class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
         present = 1 if keys and not rows else 0  # an array that is not empty
         maps = [map_of_rows(p.dtype, n, strides, shape, (64, tile), present) for n, strides, shape, tile in given]
         return (*maps, *([bias_map(self, p, self.tile_m, present)] if self.bias_boxes else []))
-
-    @property
-    def per_score(self) -> bool:
-        """Whether something decides about each score or weight on its own (kernels/wgmma/backward_scores.py)."""
-        return any(name in BY_ELEMENT for name, _ in self.uses)
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -219,7 +214,7 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
 
     def grid(self, problem: AnyProblem) -> int:
         p = problem.forward
-        if p.packed is not None:
+        if p.packed is not None and not self.key_tiles:
             return super().grid(problem)
         return all_parts(p, self.members) * (1 if self.key_tiles else self._tiles_of_keys(problem))
 
@@ -251,12 +246,21 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
 
 @dataclass(frozen=True)
 class WgmmaDqConfig(WgmmaBackwardConfig):
-    """Of wgmma/backward_dq: a block owns tile_m queries of one head and walks over tiles of tile_n keys."""
+    """Of wgmma/backward_dq: a block owns tile_m queries of one head and walks over tiles of tile_n keys.
+
+    wanted_aux: the number of an array whose gradient it computes too, if all scores of a head read one number of it.
+    """
+
+    wanted_aux: tuple[int, ...] = ()
 
     kernel = "wgmma_dq"
     module = "wgmma.backward_dq"
-    takes = abi.backward("dq")
     reads_states = True
+
+    @property
+    def takes(self) -> abi.Parameters:  # type: ignore[override]
+        own = abi.backward("dq")
+        return own.plus(abi.AUX_SUMS, abi.OF_AUX) if self.wanted_aux else own
 
 
 @dataclass(frozen=True)
@@ -383,6 +387,16 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     @property
     def dq_part_bytes(self) -> int:  # type: ignore[override]
         return 64 * 64 * (2 if self.key_tiles == 1 else 4)
+
+    @property
+    def in_order(self) -> bool:  # type: ignore[override]
+        """With key_tiles no block waits for another, and the block's number gives the sequence."""
+        return not self.key_tiles
+
+    @property
+    def state_bytes(self) -> int:
+        """With one more word that packed sequences need."""
+        return super().state_bytes + 16 * (self.packed and self.key_tiles > 0)
 
     @property
     def dq_places(self) -> int:  # type: ignore[override]

@@ -149,9 +149,9 @@ class Ready(NamedTuple):
     def serial(self) -> bool:
         return self.seconds < SERIAL_SECONDS
 
-    def run(self, pointers: tuple[int, ...], b: int = 0) -> None:
+    def run(self, pointers: tuple[int, ...], b: int = 0, sums: np.ndarray | None = None) -> None:
         """Writes the wanted gradients. The addresses are in the order of options.GradientOperands, 0 = none, followed
-        by those of aux. b: FIRST_B."""
+        by those of aux. b: FIRST_B. sums: of several calls, to which those of aux are added instead."""
         if self.behind is not None:
             behind = (*self.behind[:2], b) if b else self.behind
             if self.at_once is not None:
@@ -164,12 +164,13 @@ class Ready(NamedTuple):
             count = len(self.functions[0].places)
             behind, results = behind[:-count], behind[-count:]
         aux, seed = seeded(self.functions[0], behind, self.seeded)
+        alone = sums is None
         if self.of_aux is not None:
-            sums = np.zeros((at.PARTS, self.of_aux.elements))
+            sums = self.of_aux.no_sums() if alone else sums
             aux[-1] = host_pointer(sums)
         self._start((*pointers[: at.AUX], host_pointer(aux), seed, b))
         self.functions[0].check(aux)
-        if self.of_aux is not None:
+        if self.of_aux is not None and alone:
             self.of_aux.write(sums, results)
 
     def _start(self, pointers: tuple[int, ...]) -> None:

@@ -27,7 +27,7 @@ def run_tile(task, sums, frame, scratch, zero):
     tile_n, dtype = load(plan, slot.TILE_N, INT), load(plan, slot.DTYPE, INT)
     head_dim, head_dim_v = load(plan, slot.HEAD_DIM, INT), load(plan, slot.HEAD_DIM_V, INT)
     units = load(plan, slot.BATCH, INT) * heads_kv
-    b, kv_head = task % units // heads_kv, task % units % heads_kv
+    b, kv_head = task % units // heads_kv + load(pointers, at.FIRST_B, INT), task % units % heads_kv
     tile = rows_from(task // units * tile_m, tile_m, across, b, kv_head, plan, pointers)
 
     p = scratch

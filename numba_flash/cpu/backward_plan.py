@@ -108,7 +108,8 @@ def make_sums_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.
     option, rank = p.array(GRADIENT_OF[name]), RANKS[name]
     strides = problem.strides_of(name) + (0,) * (4 - rank)
     assert option is not None
-    code = slot.DTYPE_CODES[option.dtype]
+    # Sums of packed sequences are added up before they are rounded (dispatch/packed_on_cpu.py).
+    code = slot.DTYPE_CODES["float64" if p.packed is not None else option.dtype]
     numbers[SUM_STRIDE : SUM_STRIDE + 4] = np.multiply(strides, slot.ITEMSIZES[code])
     numbers[SUM_DTYPE], numbers[SUM_POINTER] = code, GradientOperands._fields.index(name)
     numbers[BY_DISTANCE] = rank == 2  # one slope for each head

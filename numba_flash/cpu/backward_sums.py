@@ -123,7 +123,7 @@ def run_task(task, frame, scratch, zero):
             break  # the result is no longer wanted
         row0 = (tile0 + part % (tile1 - tile0)) * tile_rows
         kv_head = head0 + part // (tile1 - tile0) % (head1 - head0)
-        b = batch0 + part // ((tile1 - tile0) * (head1 - head0))
+        b = load(pointers, at.FIRST_B, INT) + batch0 + part // ((tile1 - tile0) * (head1 - head0))
         tile = rows_from(row0, tile_rows, across, b, kv_head, plan, pointers)
         begin, end = tiles_of(tile, tile_n)
         begin, end = max(begin, key_tile0), min(end, key_tile1)
@@ -150,12 +150,12 @@ def run_task(task, frame, scratch, zero):
                 own = tiles_from(tiles, p, ds, number * across, first - key0, plan, zero)
                 panel_gradients(own, panel, seen, scale_log2, GRADIENTS, plan, pointers, zero)
                 add_up(sums, ds, panel, row0, seen, first - tile_key0, plan, zero)
-    row0 = tile0 * tile_rows
+    row0, b = tile0 * tile_rows, load(pointers, at.FIRST_B, INT) + batch0
     key0, keys = INT, 1
     if own_keys:
         key0 = key_tile0 * tile_n
         keys = min(tile_n, seqlen_k - key0)
-    write_tile(sums, batch0, head0, row0, min(tile_rows, all_rows - row0), key0, keys, plan, pointers)
+    write_tile(sums, b, head0, row0, min(tile_rows, all_rows - row0), key0, keys, plan, pointers)
 
 
 @inlined

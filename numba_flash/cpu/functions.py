@@ -29,6 +29,7 @@ from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from ..problem.strides import contiguous_strides
 from . import plan as slot
+from .backward_plan import PARTS
 from .cache import c_function
 from .function_access import (
     FLAG,
@@ -354,6 +355,10 @@ class OfAux(NamedTuple):
         capped = p.number("softcap") is not None
         made = function and make_gradient(function, p.compute_dtype, aux, numbers, capped, p.narrow)
         return OfAux(made, sum(sizes), tuple((n, sum(sizes[:n]), sizes[n], p.aux[n].dtype) for n in numbers))
+
+    def no_sums(self) -> np.ndarray:
+        """(parts, elements): zeros, to which a call adds."""
+        return np.zeros((PARTS, self.elements))
 
     def write(self, sums: np.ndarray, addresses: Sequence[int]) -> None:
         """sums: (parts, elements). addresses: of the gradients, by the indices of their arrays."""

@@ -37,7 +37,7 @@ def _join(nodes, count, node_rows, plan, pointers, zero):
 
 
 def join(problem: Problem, nodes: np.ndarray, pointers: tuple[int, ...]) -> None:
-    """nodes: some times nodes_shape of the problem, used up. pointers: in the order of options.Operands."""
+    """nodes: (count, *nodes_shape of the Problem), which are used up. pointers: in the order of options.Operands."""
     rows = int(np.prod(problem.lse_shape))
     given, numbers = np.array(pointers, np.int64), ready(problem).numbers
     if rows:

@@ -122,6 +122,7 @@ def plan(key: PlanKey) -> CallPlan:
     q, k, v, o, lse, do, dlse = key.operands
     assert q is not None and k is not None and v is not None and o is not None and lse is not None and do is not None
     problem = BackwardProblem.of(do, q, k, v, o, lse, dlse, key.options(), key.wanted, key.alignment, key.bias_aligned)
+    problem = problem.if_kept(key.kept)
     target = Target.of(q.device)
     choice = select_backward(problem, target, key.kernel, q.family, key.has_stream)
     given = {array.name: array.dtype for array in problem.forward.arrays}

@@ -59,6 +59,7 @@ class PlanKey(NamedTuple):
     alignment: int = 16  # the operands that kernels load in pieces begin at multiples of so many bytes, at most 16
     bias_aligned: bool = False  # bias begins at a multiple of 16 bytes
     types: Any = None  # of some of these: 1 and True are equal as keys, but causal= accepts only one of them
+    kept: bool = False  # a BlockMask keeps what is found about its mask_mod
 
     def options(self) -> Options:
         """With layouts in the places of arrays."""
@@ -115,6 +116,7 @@ def look_up(
             type(q_offset), type(causal), type(return_lse),
             None if numbers is NO_NUMBERS else tuple(map(type, numbers)),
         ),
+        blocks is not None,
     )  # fmt: skip
     try:
         found = plans.get(key)

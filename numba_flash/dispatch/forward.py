@@ -133,6 +133,7 @@ def plan(key: PlanKey) -> CallPlan:
     q, k, v, o, lse = key.operands
     assert q is not None and k is not None and v is not None
     problem = Problem.of(q, k, v, key.options(), o, lse, key.return_lse, key.alignment, key.bias_aligned)
+    problem = problem.if_kept(key.kept)
     target = Target.of(q.device)
     choice = select(problem, target, key.kernel, q.family, key.has_stream)
     if not choice.copies:

@@ -82,7 +82,7 @@ def _attend(
     if not p.batch * p.heads * p.seqlen_q and p.packed is None:
         return None, Launch()
     config: Any = decode.config_of(p, kind, target, shares) if by_decode else _of_v2(p, kind, target)
-    steps = sequence_of([*prologue(config, target), config], dataclasses.replace(p, aux=(*of_pages, *p.aux)), target)
+    steps = sequence_of([*prologue(config, p, target), config], dataclasses.replace(p, aux=(*of_pages, *p.aux)), target)
     return Choice("mma" if by_decode else "v2", config, False, ()), steps
 
 

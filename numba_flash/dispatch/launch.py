@@ -71,14 +71,14 @@ def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
         return OnCpu(problem, _cpu)
     if not problem.batch * problem.heads * problem.seqlen_q and not problem.packed:
         return Launch()
-    ready = sequence_of(configs_of(choice, target), problem, target)
+    ready = sequence_of(configs_of(choice, problem, target), problem, target)
     return WarnsIfSlow(problem, ready, choice.kernel) if target.simulated else ready
 
 
-def configs_of(choice: Choice, target: Target) -> list[LaunchFacts]:
+def configs_of(choice: Choice, problem: Problem, target: Target) -> list[LaunchFacts]:
     """The kernel with those before and behind it; none of the host's rungs."""
     config = choice.config
-    return [] if config is None else [*prologue(config, target), config, *epilogue(config)]
+    return [] if config is None else [*prologue(config, problem, target), config, *epilogue(config)]
 
 
 def sequence_of(configs: Sequence[LaunchFacts], problem: "AnyProblem", target: Target) -> "Launch":
@@ -297,7 +297,7 @@ class Step(NamedTuple):
         taken = positions(config, names)
         if not config.kept:
             return Step(launch, taken)
-        return Step(launch, taken, workspace.index(config.tile_states), (config, values))
+        return Step(launch, taken, workspace.index(config.kept), (config, values))
 
 
 WORKSPACE_ALIGNMENT = 256  # alignment of an array; CUDA's own allocations have the same

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import ITEM_SIZE, host_view
+from ..arrays import ITEM_SIZE, host_pointer, host_view
 from ..problem.backward import GRADIENTS, BackwardProblem
 from ..problem.forward import Problem
-from ..problem.options import GradientOperands, Operands
+from ..problem.options import HEAD_GRADIENTS, GradientOperands, Operands
 from ..problem.packed import SPANS, Span, outside, spans_of_operands
 
 OF_KEYS = ("k", "v", "dk", "dv")
@@ -29,6 +29,11 @@ def run(problem: Any, operands: Any, addresses: tuple[int, ...], code: Any) -> N
     spans = spans_of_operands(forward, given)
     _fill_outside(given, ("o", "lse") if problem is forward else ("dq", "dk", "dv"), spans, forward)
     own, behind = addresses[: len(fields._fields)], addresses[len(fields._fields) :]
+    shared = {} if problem is forward else _of_all(problem)
+    for name, sums in shared.items():
+        own = (*own[: (at := fields._fields.index(name))], host_pointer(sums), *own[at + 1 :])
+    of_aux = code.OfAux.of(problem) if problem is not forward and problem.wanted_aux else None
+    aux_sums = None if of_aux is None else of_aux.no_sums()
     pointers = _pointers(problem, own, spans)
     ready = {
         b: _ready(problem, code, span.queries, span.keys, span.q_start)
@@ -37,8 +42,9 @@ def run(problem: Any, operands: Any, addresses: tuple[int, ...], code: Any) -> N
     }
     share = sum([each.seconds for each in ready.values()]) / code.workers_of(False)
     side_by_side = [b for b, each in ready.items() if each.behind is not None and each.seconds <= share]
-    for b in ready.keys() - set(side_by_side):
-        ready[b].run((*pointers[b].tolist(), *behind), b)
+    for b in [b for b in ready if b not in side_by_side]:
+        more = () if aux_sums is None else (aux_sums,)
+        ready[b].run((*pointers[b].tolist(), *behind), b, *more)
     if side_by_side:
         side_by_side.sort(key=lambda b: -ready[b].seconds)  # so that the last ones are short
         calls = [ready[b] for b in side_by_side]
@@ -46,6 +52,17 @@ def run(problem: Any, operands: Any, addresses: tuple[int, ...], code: Any) -> N
         code.run_several(calls, np.column_stack([[call.address for call in calls], pointers[side_by_side], numbers]))
     if problem is not forward and "dsinks" in problem.wanted and len(problem.shape_of("dsinks")) == 1:
         code.ready(_of_sinks(problem)).run(addresses)
+    for name, sums in shared.items():
+        result = host_view(getattr(given, name))
+        result[...] = (sums if result.ndim == 2 else sums.sum(axis=0)).astype(result.dtype)
+    if of_aux is not None:
+        of_aux.write(aux_sums, behind[len(behind) - len(forward.aux) :])
+
+
+def _of_all(problem: BackwardProblem) -> dict[str, np.ndarray]:
+    """Where each sequence leaves its sum of the gradient of a number of each head, before it is rounded."""
+    names = [name for name, option in HEAD_GRADIENTS.items() if option.acts_on == "score" and name in problem.wanted]
+    return {name: np.zeros((problem.forward.batch, problem.forward.heads)) for name in names}
 
 
 def _fill_outside(given: Any, results: Any, spans: list[Span], p: Problem) -> None:
@@ -103,13 +120,13 @@ def _of_span(problem: Any, queries: int, keys: int, q_start: int) -> Any:
     )
     if problem is p:
         return own
-    shapes = dict(zip(GRADIENTS, problem.shapes, strict=True))
+    shapes, strides = (dict(zip(GRADIENTS, of, strict=True)) for of in (problem.shapes, problem.strides))
     alone = tuple(name for name in problem.wanted if name != "dsinks" or len(shapes[name]) == 2)
+    for name in HEAD_GRADIENTS:
+        if name in alone:  # of each sequence one row
+            shapes[name], strides[name] = (1, p.heads), (p.heads, 1)
     return dataclasses.replace(
-        problem,
-        forward=own,
-        wanted=alone,
-        shapes=tuple((1, *x[1:]) if name == "dsinks" and len(x) == 2 else x for name, x in shapes.items()),
+        problem, forward=own, wanted=alone, shapes=tuple(shapes.values()), strides=tuple(strides.values())
     )
 
 
@@ -118,4 +135,4 @@ def _of_sinks(problem: BackwardProblem) -> BackwardProblem:
     assert problem.forward.packed is not None
     rows, _ = problem.forward.packed
     whole = _of_span(problem, rows, 0, 0)
-    return dataclasses.replace(whole, wanted=("dsinks",))  # type: ignore[no-any-return]
+    return dataclasses.replace(whole, wanted=("dsinks",), wanted_aux=())  # type: ignore[no-any-return]

@@ -165,6 +165,18 @@ def expression_of(function: Function, ndims: tuple[int, ...]) -> Node | int | No
         return None
 
 
+def length(function: Function, ndims: tuple[int, ...]) -> int:
+    """How many operations and reads a mask_mod consists of; MOST if that is not known."""
+    expression, ahead, parts = expression_of(function, ndims), list[Any](), set[Node]()
+    ahead.append(expression)
+    while ahead:
+        part = ahead.pop()
+        if isinstance(part, Node) and part not in parts:
+            parts.add(part)
+            ahead += part.of
+    return MOST if expression is None else sum(bool(part.of) for part in parts)
+
+
 def source_of(expression: Node | int, text_of: Callable[[Any, Callable[[Any], str]], str]) -> str:
     """The body of a function that computes each part of an expression once. text_of(part, name_of): the text of a part,
     in which name_of(part) stands for another one."""

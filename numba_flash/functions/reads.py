@@ -110,6 +110,37 @@ def check(option: str, function: Function, spans: dict[str, Span | None], arrays
         pass
 
 
+class _Noted:
+    """An array, or a part of it, of which it is noted what is read: (its number, whether b and h alone say which)."""
+
+    def __init__(self, unknown: Unknown, notes: list[tuple[int, bool]], number: int, ndim: int, alone: bool = True):
+        self.unknown, self.notes, self.number, self.ndim, self.alone = unknown, notes, number, ndim, alone
+
+    def __getitem__(self, index: Any) -> Any:
+        indices = index if isinstance(index, tuple) else (index,)
+        alone = self.alone and all(isinstance(x, (int, Known)) for x in indices)
+        left = self.ndim - len(indices)
+        if left > 0:
+            return _Noted(self.unknown, self.notes, self.number, left, alone)
+        self.notes.append((self.number, alone))
+        return self.unknown._other()
+
+
+def reads_by_head(function: Function, ndims: tuple[int, ...], wanted: tuple[int, ...]) -> list[bool] | None:
+    """For each number that a score_mod reads from the arrays `wanted`: whether all scores of a head read the same one.
+    None if it decides by values what it reads. ndims: of all arrays."""
+    unknown, notes = Unknown(), list[tuple[int, bool]]()
+    of_head = [Known(unknown, (0, 0)) for _ in "bh"]
+    tables = [_Noted(unknown, notes, number, ndim) for number, ndim in enumerate(ndims)]
+    try:
+        function.build(_stand_ins(unknown))(
+            *[unknown] * function.asks_row, unknown, *of_head, unknown, unknown, *tables
+        )
+    except Exception:
+        return None
+    return [alone for number, alone in notes if number in wanted]
+
+
 def _stand_ins(unknown: Unknown) -> dict[str, Any]:
     other = unknown._other
     of_math = dict.fromkeys(rules.FUNCTIONS, other) | {name: getattr(math, name) for name in rules.CONSTANTS}

@@ -34,6 +34,9 @@ class BackwardProblem:
     strides: tuple[tuple[int, ...], ...]  # for each of GRADIENTS, as many as options.RANKS says
     shapes: tuple[tuple[int, ...], ...]  # for each of GRADIENTS, as the caller gets it; () if it is not wanted
 
+    def if_kept(self, kept: bool) -> "BackwardProblem":
+        return dataclasses.replace(self, forward=self.forward.if_kept(True)) if kept else self
+
     def strides_of(self, name: str) -> tuple[int, ...]:
         """The strides of one of GRADIENTS."""
         return self.strides[GRADIENTS.index(name)]

@@ -1,5 +1,6 @@
 """Problem: one attention problem, checked. Every mistake that a caller can make in it is reported here."""
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -67,6 +68,7 @@ class Problem:
     alignment: int  # q, k, v and out begin at multiples of so many bytes: 16 or a lower power of two
     packed: tuple[int, int] | None = None  # the rows of q and of k, of packed sequences (packed.py)
     pages: "Pages | None" = None  # in which k and v lie (kvcache.py)
+    kept: bool = False  # a BlockMask keeps what is found about mask_mod
     as_nodes: bool = False  # of a cache: instead of o and lse, a node of each row (dispatch/kvcache_nodes.py)
     o_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of the output, in the caller's layout
     _hash: int = field(init=False, repr=False, compare=False)
@@ -85,6 +87,9 @@ class Problem:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def if_kept(self, kept: bool) -> "Problem":
+        return dataclasses.replace(self, kept=True) if kept else self
 
     @property
     def forward(self) -> "Problem":

@@ -32,3 +32,9 @@ def rcp(typingctx, x):
 def ceil(typingctx, x):
     """cvt.rpi.f32.f32: the smallest whole number that is not below x (PTX ISA 9.7.9.21). Stand-in: sim.approx.ceil."""
     return asm.scalars("cvt.rpi.f32.f32 $0, $1;", types.float32(types.float32), effect=False)
+
+
+@intrinsic
+def ceil_f64(typingctx, x):
+    """cvt.rpi.f64.f64: the smallest whole number that is not below x. Stand-in: sim.approx.ceil_f64."""
+    return asm.scalars("cvt.rpi.f64.f64 $0, $1;", types.float64(types.float64), effect=False)

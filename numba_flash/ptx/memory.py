@@ -153,6 +153,15 @@ def add(typingctx, address, value):
 
 
 @intrinsic
+def add_acq_rel(typingctx, address, value):
+    """atom.acq_rel.gpu.global.add.u32: as add, behind all that this thread has done or waited for, and before all that
+    it does next: what was done before earlier additions comes before that, too. cc 7.0. Stand-in:
+    sim.memory.add_acq_rel.
+    """
+    return asm.scalars("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", types.uint32(types.int64, types.uint32))
+
+
+@intrinsic
 def add_i64(typingctx, address, value):
     """red.global.add.u64: memory += value, modulo 2^64. One thread; atomic on the whole GPU, unordered.
 

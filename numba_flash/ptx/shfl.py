@@ -41,6 +41,13 @@ def idx_b32(typingctx, value, lane):
     return asm.scalars(text, types.uint32(types.uint32, types.int32))
 
 
+@intrinsic
+def sum_s32(typingctx, value):
+    """redux.sync.add.s32: the sum over all lanes, in every lane (PTX ISA 9.7.13.12). cc 8.0. Stand-in:
+    sim.shfl.sum_s32."""
+    return asm.scalars("redux.sync.add.s32 $0, $1, 0xffffffff;", types.int32(types.int32))
+
+
 @cuda.jit(device=True, forceinline=True)
 def sum_f32(value):
     """The sum over all lanes, in every lane: pairs of neighbours first. float32. Stand-in: sim.shfl.sum_f32."""

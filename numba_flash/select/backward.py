@@ -8,7 +8,7 @@ from ..config.forward import LaunchFacts
 from ..config.wgmma_backward_float32 import NOT_TAKEN
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
-from ..problem.options import ARRAYS, HEAD_GRADIENTS
+from ..problem.options import ARRAYS
 from .backward_shared import one_key_tile
 from .forward import mma_is_sooner, no_tma, no_wide_rows, not_on_tensor_cores, too_wide
 from .rungs import RUNGS, Refused, Rung, check_request, choose, no_room, not_here
@@ -42,12 +42,6 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
     rung = RUNGS[name]
     if not rung.has_backward:
         return "its backward is not built yet"
-    if problem.forward.packed is not None and rung.name != "reference":
-        of_scores = (name for name, option in HEAD_GRADIENTS.items() if option.acts_on == "score")
-        others = [name for name in of_scores if name in problem.wanted] + ["daux"] * bool(problem.wanted_aux)
-        instead = "take kernel='reference', or a call for each sequence"
-        if others:
-            return f"it has no {others[0]} of packed sequences yet; {instead}"
     reason = not_here(rung, problem.forward, target)
     if rung.on_host or reason is not None:
         return reason

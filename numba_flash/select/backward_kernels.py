@@ -15,10 +15,11 @@ from ..config import wide_backward as wide
 from ..config.aux_gradients import AuxRoundConfig, AuxStartConfig, DauxConfig
 from ..config.forward import Config, LaunchFacts
 from ..config.simt_backward import DbiasConfig, DbiasSumConfig, DkdvConfig, DqConfig
+from ..functions.reads import reads_by_head
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
-from ..problem.options import HEAD_GRADIENTS
+from ..problem.options import BY_NAME, HEAD_GRADIENTS
 from . import backward_shared as shared
 from .backward_forms import (
     blocks_stay,
@@ -33,13 +34,13 @@ from .rungs import LARGE_FLOAT64
 from .tiles import Row
 
 Configs = tuple[LaunchFacts, ...]  # in the order of their launches
+KEYS_WITH_AUX = (64, 32)  # of a tile, up to head_dim 128 and above, where a gradient of aux takes registers beside dQ
 
 
 def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow: bool = False) -> Configs:
     """A rung's kernels, the one that adds up split sums of dbias, and those of the gradients of aux. narrow: it has
     products on tensor cores in 16 bits."""
-    in_order = any(config.in_order for config in before)
-    bias, before = problem.forward.array("bias"), (*before, *shared.outside(problem, target, in_order))
+    bias, before = problem.forward.array("bias"), (*before, *shared.outside(problem, target, before))
     if "dbias" in problem.wanted and bias is not None and problem.dbias_splits > 1:
         threads, splits = 16 if target.simulated else 256, 1 << (problem.dbias_splits - 1).bit_length()
         before = (*before, DbiasSumConfig(problem.forward.dtype, bias.dtype, threads, splits))
@@ -48,12 +49,14 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     dtypes = tuple(problem.forward.aux[number].dtype for number in problem.wanted_aux)
     facts = (problem.forward.compute_dtype, dtypes, problem.wanted_aux, 16 if target.simulated else 256)
     start, end = AuxStartConfig(*facts), AuxRoundConfig(*facts)
+    if any(config.wanted_aux for config in before):  # it is added up beside dQ
+        return (start, *before, end)
     if problem.forward.function("score_mod") is None:
         return (*before, start, end)
     if narrow:
         rows = shared.usable("mma_daux", problem, target)
         sums = shared.best(mma.MmaDauxConfig, rows, problem, target, wanted_aux=problem.wanted_aux)
-        needed = shared.with_what_goes_before(sums, target)[:-1]
+        needed = shared.with_what_goes_before(sums, problem, target)[:-1]
     else:
         sums = [shared.simt(DauxConfig, "v2_dq", problem, target, wanted_aux=problem.wanted_aux)]
         needed = [shared.delta_config(problem, target)]
@@ -64,7 +67,9 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
 def _with_delta(own: Sequence[Config], problem: BackwardProblem, target: Target) -> Configs:
     """Kernels that read each row's lse and delta, with those before and after them; v2's kernel of dbias is for all
     of these."""
-    made = [shared.delta_config(problem, target), *shared.with_what_goes_before(own, target)]
+    in_order = any(config.in_order for config in own)
+    delta = shared.delta_config(problem, target, in_order=in_order)
+    made = [delta, *shared.with_what_goes_before(own, problem, target)]
     if "dbias" in problem.wanted:
         of_bias = shared.of_bias(problem)
         made.append(shared.simt(DbiasConfig, "v2_dq", problem, target, wanted=("dbias",), **of_bias))
@@ -88,9 +93,16 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     """mma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if ITEM_SIZE[problem.forward.dtype] > 2:
         return _with_sums(problem, target, _mma_wide(problem, target))
-    ends = shared.head_sums(problem, target, of_blocks=True)
+    ends, only, with_dbias = shared.head_sums(problem, target, of_blocks=True), [], False
     if rows := shared.one_key_tile(problem, target):
-        own = shared.best(mma.MmaOneKeyTileConfig, rows, problem, target)
+        with_dbias = _own_dbias(problem)
+        only = [] if with_dbias else shared.only_tile(problem, target)
+        delta = None  # of the block, whatever the number of heads
+        if only:
+            delta = dataclasses.replace(shared.preprocess_config(problem, target), most_rows=1)
+        pairs = with_dbias and problem.forward.seqlen_k % 2 == 0
+        more: dict[str, Any] = dict(delta=delta, with_dbias=with_dbias, pairs=pairs)
+        own = shared.best(mma.MmaOneKeyTileConfig, only or rows, problem, target, **more)
     else:
         rows = shared.usable("mma_dkdv", problem, target)
         if not {"dk", "dv"} <= set(problem.wanted):
@@ -98,8 +110,22 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
         own = shared.best(mma.MmaDkdvConfig, rows, problem, target)
         if "dq" in problem.wanted:
             own += shared.best(mma.MmaDqConfig, shared.usable("mma_dq", problem, target), problem, target)
-    made = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
-    return _with_sums(problem, target, (shared.preprocess_config(problem, target), *made, *ends), narrow=True)
+    in_order = own[0].in_order if own else False
+    start = [] if only else [shared.preprocess_config(problem, target, in_order=in_order)]
+    of_bias: Sequence[Config] = () if with_dbias else _dbias(problem, target)
+    made = shared.with_what_goes_before([*own, *of_bias], problem, target)
+    return _with_sums(problem, target, (*start, *made, *ends), narrow=True)
+
+
+def _own_dbias(problem: BackwardProblem) -> bool:
+    """Whether a kernel that has a whole head's dS in 16 bits also has its dbias: an element is that of one score, and
+    dS is not yet the gradient of another score."""
+    forward, bias = problem.forward, problem.forward.array("bias")
+    alone = problem.dbias_shape == (forward.batch, forward.heads, forward.seqlen_q, forward.seqlen_k)
+    same = bias is not None and bias.dtype == forward.dtype and not forward.seeded
+    return (
+        same and alone and "dbias" in problem.wanted and not any(BY_NAME[name].derivative for name, _ in forward.uses)
+    )
 
 
 def _mma_wide(problem: BackwardProblem, target: Target) -> Configs:
@@ -167,12 +193,24 @@ def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     dkdv = shared.best(wgmma.WgmmaDkdvConfig, rows, problem, target, dv_alone=dict(stages_b=2), members=members)
     own = [_halved(config, problem, target) for config in dkdv]
     if "dq" in problem.wanted:
-        rows = shared.usable("wgmma_dq", problem, target)
-        (dq,) = shared.best(wgmma.WgmmaDqConfig, rows, problem, target)
+        rows, of_heads = shared.usable("wgmma_dq", problem, target), aux_of_heads(problem)
+        (dq,) = shared.best(wgmma.WgmmaDqConfig, rows, problem, target, wanted_aux=of_heads)
+        if of_heads:
+            dq = dataclasses.replace(dq, tile_n=min(dq.tile_n, KEYS_WITH_AUX[problem.forward.widest > 128]))
         own.append(_halved(dq, problem, target))
-    before = shared.with_what_goes_before([*own, *_dbias(problem, target)], target)
+    before = shared.with_what_goes_before([*own, *_dbias(problem, target)], problem, target)
     start = shared.preprocess_config(problem, target, early=True, in_order=packed)
     return [start, *before, *_add_parts(own[: len(dkdv)])]
+
+
+def aux_of_heads(problem: BackwardProblem) -> tuple[int, ...]:
+    """wanted_aux, if that is one number of one array for all scores of a head: it is added up beside dQ then."""
+    forward = problem.forward
+    function = forward.function("score_mod")
+    if function is None or not problem.wanted_aux or forward.packed is not None:
+        return ()
+    reads = reads_by_head(function, tuple(len(x.shape) for x in forward.aux), problem.wanted_aux)
+    return problem.wanted_aux if reads == [True] and len(problem.wanted_aux) == 1 else ()
 
 
 def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
@@ -204,11 +242,12 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
         dq_partials=lines,
     )
     turns_of = 0 if key_tiles else fused.tile_m
-    start = shared.preprocess_config(problem, target, turns_of=turns_of, dq_partials=lines, early=True, in_order=packed)
-    made: list[LaunchFacts] = [start, *shared.with_what_goes_before([fused], target)]
+    more = dict(turns_of=turns_of, dq_partials=lines, early=True, in_order=packed and fused.in_order)
+    start = shared.preprocess_config(problem, target, **more)
+    made: list[LaunchFacts] = [start, *shared.with_what_goes_before([fused], problem, target)]
     if not key_tiles:
         made.append(wgmma_ends.WgmmaRoundConfig.behind(fused))
-    return [*made, *shared.with_what_goes_before(_dbias(problem, target), target), *_add_parts([fused])]
+    return [*made, *shared.with_what_goes_before(_dbias(problem, target), problem, target), *_add_parts([fused])]
 
 
 def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:

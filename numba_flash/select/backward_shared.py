@@ -56,14 +56,24 @@ def usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Row]:
 def one_key_tile(problem: BackwardProblem, target: Target) -> list[Row]:
     """The rows of mma_one_key_tile, shrunk to the lengths, if all keys of a head fit into a tile: one kernel then reads
     a head once. It walks over two tiles of queries at most, because only heads run side by side."""
+    return _of_whole_heads("mma_one_key_tile", 2, problem, target)
+
+
+def only_tile(problem: BackwardProblem, target: Target) -> list[Row]:
+    """Those of mma_only_tile, if the queries fit into one, too, and no other head reads these keys."""
+    return _of_whole_heads("mma_only_tile", 1, problem, target) if problem.forward.group == 1 else []
+
+
+def _of_whole_heads(table: str, tiles: int, problem: BackwardProblem, target: Target) -> list[Row]:
+    """tiles: how many of queries there may be."""
     forward = problem.forward
     all_three = {"dq", "dk", "dv"} <= set(problem.wanted) and target.cc is not None
     if not all_three or ITEM_SIZE[forward.dtype] != 2 or not forward.seqlen_k or forward.packed is not None:
         return []
     made = []
-    for row in usable("mma_one_key_tile", problem, target):
+    for row in usable(table, problem, target):
         tile_m, tile_n, blocks = (row.tile[name] for name in ("tile_m", "tile_n", "blocks_per_sm"))
-        if forward.seqlen_k <= tile_n and forward.seqlen_q <= 2 * tile_n:
+        if forward.seqlen_k <= tile_n and forward.seqlen_q <= tiles * tile_n:
             keys = halved(tile_n, forward.seqlen_k)
             if keys < tile_n:  # a warp then has fewer scores
                 blocks = max(blocks * tile_n // keys, SMALL_BLOCKS // keys if row.when.head_dim <= 64 else 0)
@@ -129,24 +139,25 @@ def fits(config: LaunchFacts, target: Target) -> bool:
     return config.shared_bytes * max(config.blocks_per_sm, 1) <= target.shared_bytes
 
 
-def outside(problem: BackwardProblem, target: Target, in_order: bool) -> list[LaunchFacts]:
-    """The kernels that write the gradients of rows of no packed sequence. in_order: as of the other kernels."""
+def outside(problem: BackwardProblem, target: Target, before: Sequence[LaunchFacts]) -> list[LaunchFacts]:
+    """The kernels that write the gradients of rows of no packed sequence. before: those in front of them."""
     if problem.forward.packed is None:
         return []
     from ..config.outside import OutsideConfig
 
     written = [tuple(name for name in side if name in problem.wanted) for side in (("dq",), ("dk", "dv"))]
-    order = dict(in_order=in_order, early=in_order, waits=in_order)  # Hopper's kernels can overlap
+    waits = any(config.waits or config.in_order for config in before)
+    order = dict(in_order=any(config.in_order for config in before), early=waits, waits=waits)
     return [OutsideConfig.of(problem.forward, names, target, **order) for names in written if names]
 
 
-def with_what_goes_before(configs: Sequence[Config], target: Target) -> list[LaunchFacts]:
+def with_what_goes_before(configs: Sequence[Config], problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """Kernels, preceded by those that prepare what they read: a mask's bits, the states of tiles. Those that overlap
     with what is in front of them go ahead of all."""
     made, ahead = list[LaunchFacts](), list[LaunchFacts]()
     overlaps = len(configs) > 0 and configs[0].waits
     for config in configs:
-        for other in prologue(config, target, overlaps):
+        for other in prologue(config, problem.forward, target, overlaps):
             if other not in (*ahead, *made):
                 (ahead if other.waits else made).append(other)
         made.append(config)
@@ -158,9 +169,9 @@ def preprocess_config(problem: BackwardProblem, target: Target, **more: Any) -> 
     return _first(PreprocessConfig, problem, target, natural=problem.forward.array("bias") is not None, **more)
 
 
-def delta_config(problem: BackwardProblem, target: Target, turns_of: int = 0) -> DeltaConfig:
+def delta_config(problem: BackwardProblem, target: Target, **more: Any) -> DeltaConfig:
     """The Config of the kernel with which v2 begins."""
-    return _first(DeltaConfig, problem, target, turns_of=turns_of)
+    return _first(DeltaConfig, problem, target, **more)
 
 
 def _first(kind: type[Any], problem: BackwardProblem, target: Target, **more: Any) -> Any:

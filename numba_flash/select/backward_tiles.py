@@ -47,6 +47,17 @@ TABLES: dict[str, tuple[Row, ...]] = {
         at(128, 32, 64, 16, False, 1, 1, 1),
         at(128, 16, 16, 16, False, 0, 1, 1, gpu=SIMULATOR),
     ),
+    # The same where the queries have one tile, too: then lse and delta come from no kernel before.
+    "mma_only_tile": table(
+        _MMA,
+        at(32, 64, 64, 16, False, 5, 1, 1, plain=True),
+        at(64, 64, 64, 16, False, 4, 1, 1, plain=True),
+        at(64, 64, 64, 16, False, 3, 1, 1),
+        at(128, 64, 64, 16, False, 2, 1, 1),
+        at(64, 64, 64, 16, False, 2, 1, 1, gpu="A100"),
+        at(128, 64, 64, 16, False, 1, 1, 1, gpu="A100"),
+        at(128, 16, 16, 16, False, 0, 1, 1, gpu=SIMULATOR),
+    ),
     "mma_dq": table(
         _MMA,
         at(64, 128, 32, 32, True, 2, 1, 2, plain=True),

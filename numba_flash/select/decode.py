@@ -13,8 +13,10 @@ from .rungs import RUNGS, no_room, no_tensor_cores
 if TYPE_CHECKING:
     from ..config.decode import DecodeConfig
 
-FEW_ROWS = 64  # of a KV head: with more, a contiguous cache is for the kernels of `attention`
-WIDEST = 256  # head_dim
+# Rows of a KV head: with more, a contiguous cache is for the kernels of `attention`. In float32 and float64 they are
+# those of one product: with more or wider ones products take longer than memory, and large batches are sooner there.
+FEW_ROWS, FEW_WIDE_ROWS, WIDE_COLUMNS = 64, 16, 128
+WIDEST = dict(float64=128)  # head_dim, where it is not 256
 SIMULATED_BLOCKS = 4
 OF_ROWS = ("alibi_slopes", "bias", "mask", "score_mod", "mask_mod", SEEDED)  # options that ask whose row it is
 MOST_THREADS = 256  # of a multiprocessor: each takes up to 255 registers
@@ -27,14 +29,20 @@ def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
     reason = no_tensor_cores(rung, p, target) or rung.not_taken(p)
     if reason is not None:
         return reason
-    if ITEM_SIZE[p.dtype] > 2:
-        return f"it takes float16 and bfloat16, not {p.dtype}"
-    if contiguous and rows_of(p) > FEW_ROWS:
-        return f"it is for up to {FEW_ROWS} queries of the heads of a KV head, not {rows_of(p)}"
-    reason = too_wide(p, WIDEST) or no_copies(p, 1, "q or a cache")
+    wide, most = ITEM_SIZE[p.dtype] > 2, WIDEST.get(p.dtype, 256)
+    few = FEW_WIDE_ROWS if wide else FEW_ROWS
+    if contiguous and rows_of(p) > few:
+        return f"it is for up to {few} queries of the heads of a KV head, not {rows_of(p)}"
+    reason = too_wide(p, WIDE_COLUMNS if wide and contiguous else most) or no_copies(p, 1, "q or a cache")
     if reason is None and _fitting(p, "own", target) is None:
         return no_room(p, target, _config(p, "own", target, 16, 2, 1).shared_bytes)
     return reason
+
+
+def of_few_queries(problem: Problem, target: Target) -> "DecodeConfig | None":
+    """The Config for a problem of `attention` that has few queries of many keys (few_queries in forward.py), or None
+    where decode does not take it."""
+    return None if refusal(problem, target, contiguous=True) else config_of(problem, "own", target)
 
 
 def config_of(problem: Problem, pages: str, target: Target, shares: bool = False) -> "DecodeConfig":
@@ -48,6 +56,8 @@ def not_shared(problem: Problem, target: Target) -> str | None:
     """Why decode reads a prefix that sequences share for each of them, or None. It computes the nodes of a prefix
     without knowing whose rows they are of."""
     p = problem
+    if ITEM_SIZE[p.dtype] > 2:
+        return f"prefixes are shared in float16 and bfloat16, not in {p.dtype}"
     of_rows = [name for name, _ in p.uses if name in OF_ROWS] + ["window"] * (p.left is not None)
     if of_rows:
         return f"{', '.join(of_rows)}: scores of a prefix depend on the sequence or the query"
@@ -65,7 +75,7 @@ def rows_of(problem: Problem) -> int:
 def _fitting(problem: Problem, pages: str, target: Target, shares: bool = False) -> "DecodeConfig | None":
     """As many rows as there are, and as many bytes on the way as there is room for: of two blocks with three tiles or
     more each, or else of one. shares: rows are those of all sequences, whose own ones have a power of 2 of places."""
-    p, wide = problem, problem.widest > 128
+    p, wide = problem, problem.widest > 128 or ITEM_SIZE[problem.dtype] > 2
     one_panel = -(-p.head_dim // 64) >= -(-p.head_dim_v // 64)  # rows of O fit into a tile of K and V
     most = 64 if one_panel and not wide else 32
     own = 1 << (max(rows_of(p), 1) - 1).bit_length()
@@ -75,9 +85,9 @@ def _fitting(problem: Problem, pages: str, target: Target, shares: bool = False)
             for stages in range(6, least_stages - 1, -1):
                 made = _config(p, pages, target, tile_m, stages, per_sm, max(tile_m // own, 1) if shares else 1)
                 room = (target.shared_bytes + 1024) // per_sm - 1024 - made.shared_bytes
-                levels = min(room // made.shared_stack[1], MOST_LEVELS)
-                least = 0 if made.pair_registers or least_stages == 2 else LEAST_LEVELS
-                if levels >= least and per_sm * made.threads <= MOST_THREADS:
+                levels = 0 if p.dtype == "float64" else min(room // made.shared_stack[1], MOST_LEVELS)
+                least = 0 if made.pair_registers or least_stages == 2 or p.dtype == "float64" else LEAST_LEVELS
+                if room >= 0 and levels >= least and per_sm * made.threads <= MOST_THREADS:
                     return dataclasses.replace(made, stack_levels=levels)
     return None
 
@@ -93,7 +103,7 @@ def _config(
         group_size=max(p.group, 1),
         tile_m=tile_m,
         tile_n=16,
-        warp_rows=16 if p.widest > 128 else min(tile_m, 32),
+        warp_rows=16 if p.widest > 128 or ITEM_SIZE[p.dtype] > 2 else min(tile_m, 32),
         stages=stages,
         blocks_per_sm=per_sm,
         blocks=SIMULATED_BLOCKS if target.simulated else max(target.multiprocessors, 1) * per_sm,

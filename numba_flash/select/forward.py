@@ -9,12 +9,13 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..abi.parameters import AS_BITS
 from ..abi.tensor_maps import fits
 from ..arrays.dtypes import ITEM_SIZE
-from ..config.forward import Config, LaunchFacts
+from ..config.forward import Config, LaunchFacts, tiles_by_bound, tiles_of_all
 from ..machine.target import Target
 from ..problem.forward import Problem
-from ..problem.options import BY_NAME, changes_by_distance_alone, changes_scores, of_scores
+from ..problem.options import BY_NAME, Uses, changes_by_distance_alone, changes_scores, of_scores
 from ..problem.strides import Strides
 from .cost_model import FLOAT32, join_cost, microseconds, same_tile_walk, tile_visits, wave_cost
 from .rungs import LARGE_FLOAT64, RUNGS, Rung, check_request, choose, no_room, no_tensor_cores, not_here
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 
 LEAST_TILES = 8  # of keys, in each of several parts of them
+LEAST_KEYS = 1024  # of few queries: with fewer, there is little to share out
 GAIN = 0.85  # parts are taken where they take less than this of the time: a large batch loses 6 % by them
 
 
@@ -49,7 +51,8 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
     def own(name: str) -> list[Config | None]:
         return [_fitting(RUNGS[name], problem, target)]
 
-    first = kernel == "auto" and (short(problem, target) or mma_is_sooner(problem, target, refuses, own))
+    in_small_tiles = short(problem, target) or few_queries(problem, target) is not None
+    first = kernel == "auto" and (in_small_tiles or mma_is_sooner(problem, target, refuses, own))
     name, refused = choose(kernel, target, refuses, copies=True, first="mma" if first else "")
     config = None if RUNGS[name].on_host else config_of(name, problem, target)
     copies = config is not None and target.arrays_on_host and not target.simulated
@@ -129,25 +132,27 @@ def config_of(name: str, problem: Problem, target: Target) -> Config | None:
     return rung.refine(_fitting(rung, problem, target), problem, target)
 
 
-def prologue(config: Config, target: Target, overlaps: bool = False) -> list[LaunchFacts]:
-    """The kernels that make what the kernel of `config` reads: a mask's bits, the states of tiles under a mask_mod and
-    their order. Most calls have none, and load nothing for them. overlaps: they may run beside the kernels in front of
-    them, as far as they can."""
+def prologue(config: Config, problem: Problem, target: Target, overlaps: bool = False) -> list[LaunchFacts]:
+    """The kernels that make what the kernel of `config` reads: a mask's bits, the states of tiles under a mask_mod,
+    their order, and its bits. Most calls have none, and load nothing for them. overlaps: they may run beside kernels in
+    front of them, as far as they can."""
     threads, made = 32 if target.simulated else 512, list[LaunchFacts]()
     if config.packed and "o" in config.takes.arrays:
         from ..config.outside import OutsideConfig
 
         written = ("o", "lse") if config.write_lse else ("o",)
-        made.append(OutsideConfig.of(config, written, target, early=config.waits))
+        made.append(OutsideConfig.of(config, written, target, early=config.waits, in_order=config.in_order))
     if config.reads_bits and config.has("mask"):
         from ..config.mask_bits import MaskBitsConfig
 
         made.append(MaskBitsConfig(config.of_keys, threads, overlaps))
     if config.tile_states:
-        from ..config.tile_states import TileOrderConfig, TileStatesConfig
+        from ..config.tile_states import MaskModBitsConfig, TileOrderConfig, TileStatesConfig
 
-        states = TileStatesConfig.before(config, threads)
+        states = TileStatesConfig.before(config, problem, threads)
         made += [states, TileOrderConfig.behind(states)] if config.reads_order else [states]
+        if config.mask_mod_as_bits:
+            made.append(MaskModBitsConfig.before(config, problem, threads))
     return made
 
 
@@ -173,9 +178,22 @@ def simt(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
             yield kind(**features_of(kind, problem, target), **row.tile)
 
 
+def few_queries(problem: Problem, target: Target) -> Any:
+    """The Config for a problem of `attention` in float32 or float64 that has few queries of many keys, or None. So few
+    rows wait for memory alone, as they do with a cache. Neither the batch nor the number of heads decides: bits depend
+    on it."""
+    p = problem
+    many_keys = p.batch and p.heads and p.seqlen_q and p.seqlen_k >= LEAST_KEYS and p.packed is None
+    if not many_keys or ITEM_SIZE[p.dtype] == 2 or p.function("mask_mod") is not None or target.cc is None:
+        return None
+    return RUNGS["mma"].of_few_queries(problem, target)
+
+
 def mma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.mma_forward import MmaConfig
 
+    if few := few_queries(problem, target):
+        yield few
     features = features_of(MmaConfig, problem, target)
     shrinks = ITEM_SIZE[problem.dtype] > 2 and problem.packed is None
     in_one_tile = _rows("mma_short", problem, target) if short(problem, target) else []
@@ -361,24 +379,47 @@ def _group(problem: Problem, tile_m: int) -> int:
 def features_of(kind: Any, problem: "Problem | BackwardProblem", target: Target) -> dict[str, Any]:
     """What the problem says of a Config of this kind, whatever the tile: those of these fields that it has."""
     p, of_gradients = problem.forward, problem.wanted is not None
-    bias, size = p.array("bias"), ITEM_SIZE[p.dtype]
+    bias, size, uses = p.array("bias"), ITEM_SIZE[p.dtype], _uses_of(kind, p)
     read = [strides for _, strides in strides_that_matter(p)] + ([problem.do_strides] if of_gradients else [])  # type: ignore[union-attr]
     given = dict(
         dtype=p.dtype,
         head_dim=p.head_dim,
         head_dim_v=p.head_dim_v,
         write_lse=p.return_lse,
-        uses=of_scores(p.uses) if of_gradients else p.uses,
+        uses=of_scores(uses) if of_gradients else uses,
         q_offset_source=p.q_offset_source,
-        narrow=p.narrow,
+        narrow=p.narrow and any(BY_NAME[name].function and used != AS_BITS for name, used in uses),
         scores_finished=changes_scores(p.uses) or p.scale <= 0,
         bias_pairs=bias is not None and bias.pairs,
         bias_boxes=bias is not None and bias.boxes,
         o_vectorized=p.o_strides[3] == 1 and _copied(p, p.o_strides) == 16 and p.head_dim_v * size % 16 == 0,
         copy_bytes=_copied(p, *read),
+        in_order=loosely_bound(p),
         large_f64=p.dtype == "float64" and target.cc == LARGE_FLOAT64,
     )
     return {name: value for name, value in given.items() if name in _fields(kind)}
+
+
+def _uses_of(kind: Any, p: Problem) -> Uses:
+    """What a kernel of this kind is compiled for: the same for every mask_mod that it reads as bits."""
+    if not kind.reads_mask_mod or p.function("mask_mod") is None:
+        return p.uses
+    from ..abi.mask_bits import is_read_as_bits  # a plain call does without
+
+    if not is_read_as_bits(p):
+        return p.uses
+    used = dict(p.uses) | dict(mask_mod=AS_BITS)
+    return tuple((name, given) for name, given in used.items() if name != "aux")
+
+
+LOOSE = 8
+
+
+def loosely_bound(problem: Problem) -> bool:
+    """Whether tiles of packed sequences have far fewer numbers than bounds of the lengths allow tiles. To look for a
+    number's tile takes longer than to find none: 5 times as many blocks cost nothing (H200)."""
+    sides = ((tiles_of_all(problem, 64, side), tiles_by_bound(problem, 64, side)) for side in (False, True))
+    return problem.packed is not None and any(LOOSE * numbers < by_bound for numbers, by_bound in sides)
 
 
 @functools.cache

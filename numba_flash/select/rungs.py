@@ -36,6 +36,7 @@ class Rung(NamedTuple):
     table: str = ""  # of its forward kernel's tiles
     forward: str | None = None
     refined: str | None = None  # the function that improves a Config of these
+    few: str | None = None  # the function that has a Config for a few queries of many keys, or none
     has_backward: bool = True
     backward: str | None = None
     sums: dict[str, str] = {}  # how exact it is, by dtype, of a rung that could be less exact than its dtype
@@ -52,6 +53,9 @@ class Rung(NamedTuple):
         """Configs of a forward, the best first; the last needs the least shared memory. The first almost always
         fits."""
         return _loaded(self.forward)(self, problem, target)
+
+    def of_few_queries(self, problem: Problem, target: Target) -> Any:
+        return _loaded(self.few)(problem, target) if self.few else None
 
     def refine(self, config: Any, problem: Problem, target: Target) -> Any:
         return _loaded(self.refined)(config, problem, target) if config and self.refined else config
@@ -83,6 +87,7 @@ RUNGS = {
             least_cc=(8, 0),
             table="mma",
             forward="forward.mma",
+            few="decode.of_few_queries",
             backward="backward_kernels.mma_configs",
             sums=dict(
                 float32="as exact as in float32: each factor is split into two of 11 bits (3xTF32)",

@@ -131,8 +131,6 @@ def cached_cases(draw, **limits):
 @given(st.data())
 def test_random_problems_agree_with_the_oracle(rung, data):
     limits = dict(max_batch=2, max_heads_kv=1, max_seqlen=20) if rung.slow else rung.limits
-    if rung.tensor:
-        limits = dict(dtypes=("float16", "bfloat16")) | limits
     check(rung, data.draw(cached_cases(**limits)))
 
 

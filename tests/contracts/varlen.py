@@ -219,3 +219,55 @@ def test_the_gradient_of_sinks_is_that_of_all_sequences(rung):
             ).dsinks
         room = 1e-4 if case.q.dtype.itemsize > 2 else 0.02
         assert np.allclose(found, right if shape[0] == 2 else right.sum(0), rtol=room, atol=room)
+
+
+def gradients_of_each(rung, case, wanted):
+    """-> (what the rung says of these gradients, the oracle's of each sequence alone)."""
+    (o, lse), (do, dlse) = forward(rung, case), packs.outer_packed(case)
+    found, right = backward(rung, case, do, o, lse, dlse, wanted=wanted), []
+    for b in range(case.batch):
+        rows, own = case.queries(b), case.sequence(b).arguments()
+        if "aux" in own:  # its functions are told that it is sequence 0
+            table, of_entry = own["aux"]
+            own["aux"] = table, of_entry[b : b + 1]
+        given = [packs.one_entry(x[rows]).astype(np.float64) for x in (do, o)]
+        lse_of, dlse_of = (x[None, :, rows].astype(np.float64) for x in (lse, dlse))
+        own |= {name: own[name].astype(np.float64) for name in "qkv"}
+        right.append(
+            numba_flash.attention_backward(
+                given[0], **own, o=given[1], lse=lse_of, dlse=dlse_of, wanted=wanted, kernel="reference"
+            )
+        )
+    return found, right
+
+
+def test_the_gradient_of_slopes_is_that_of_all_sequences(rung):
+    if rung.tensor:
+        pytest.skip("tensor cores have none")
+    lengths = [(3, 7), (0, 2), (rung.tile + 1, 9)]
+    for shape in ((4,), (3, 4)):
+        slopes = np.random.default_rng(1).random(shape).astype(np.float32)
+        found, right = gradients_of_each(rung, ragged(rung, lengths, alibi_slopes=slopes), ("dalibi_slopes",))
+        expected = np.stack([of.dalibi_slopes for of in right])
+        assert np.allclose(found.dalibi_slopes, expected if len(shape) == 2 else expected.sum(0), rtol=1e-3, atol=1e-3)
+
+
+def test_the_gradient_of_aux_is_that_of_all_sequences(rung):
+    """What a score_mod reads by the distance of query and key, by the head, and by the number of the sequence."""
+    generator = np.random.default_rng(1)
+    by_distance, by_entry = (generator.standard_normal(n).astype(np.float32) for n in ((2, 100), (3,)))
+    case = ragged(
+        rung,
+        [(3, 7), (0, 2), (rung.tile + 1, 9)],
+        heads=2,
+        heads_kv=1,
+        score_mod=lambda s, b, h, q_pos, k_pos, table, of_entry: s * of_entry[b] + table[h, abs(q_pos - k_pos)],
+        aux=(by_distance, by_entry),
+        causal=True,
+    )
+    found, right = gradients_of_each(rung, case, ("daux[0]", "daux[1]"))
+    room = 1e-3 if case.q.dtype.itemsize > 2 else 0.02
+    tables, entries = zip(*(of.daux for of in right), strict=True)
+    assert np.abs(sum(tables)).max() > 0.1
+    assert np.allclose(found.daux[0], sum(tables), rtol=room, atol=room)
+    assert np.allclose(found.daux[1], np.concatenate(entries), rtol=room, atol=room)

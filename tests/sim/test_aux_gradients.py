@@ -7,11 +7,13 @@ import pytest
 from contracts import backward, daux, suite
 from numba import cuda
 
+import numba_flash
 from numba_flash import testing
 from numba_flash.abi.arguments import tuple_class
 from numba_flash.arrays import read
 from numba_flash.config.aux_gradients import AuxRoundConfig, AuxStartConfig, DauxConfig, words
 from numba_flash.functions.function import Function
+from numba_flash.functions.reads import reads_by_head
 from numba_flash.gpu.compiled import source
 from numba_flash.kernels.score import aux_gradient
 from numba_flash.problem.options import uses
@@ -83,3 +85,63 @@ def test_sums_are_exact_in_any_order(dtype, case):
 def test_what_is_no_number_makes_its_element_one(what):
     found = summed("float32", np.array([1, what, 2], np.float32), np.array([0, 1, 2]))
     assert np.isnan(found[1]) and found[0] == 1 and found[2] == 2
+
+
+def apart(score, b, h, i, j, table, weight):
+    return score - weight[h] * table[abs(i), j]
+
+
+def tempered(score, b, h, i, j, table, weight):
+    return weight[b, 1] * math.tanh(score * table[abs(i), j])
+
+
+BESIDE = {
+    "alone": {},
+    "scores": dict(softcap=2.0, causal=True, scale=0.4),
+    "lengths": dict(seqlens_k=np.array([36, 23], np.int32), window=(25, 4)),
+    "dropout": dict(dropout_p=0.3, seed=5, causal=True),
+    "mask": dict(mask=np.random.default_rng(7).random((1, 1, 18, 36)) < 0.6),
+    "mask_mod": dict(mask_mod=lambda b, h, i, j, table, weight: (i + j) % 3 != 0),
+}
+
+
+# A number that all scores of a head share: wgmma adds up its gradient beside dQ, without a pass of its own.
+@pytest.mark.parametrize("function", [apart, tempered], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("beside", BESIDE)
+def test_a_number_of_a_head_is_added_up_beside_dq(beside, function):
+    rung = backward.Rung("wgmma", testing.rows_padded, tensor=True, slow=True)
+    case = rung.problem(18, 36, batch=2 if beside == "lengths" else 1, heads=2, heads_kv=1, head_dim=8)
+    generator = np.random.default_rng(4)
+    weight = generator.standard_normal(2 if function is apart else (2, 2)).astype(np.float32)
+    table = generator.standard_normal((36, 36)).astype(np.float32)
+    case.options |= dict(score_mod=function, aux=(table, weight)) | BESIDE[beside]
+    given, wanted = backward.incoming(case), ("dq", "dk", "dv", "daux[1]")
+    found = rung(case, given, wanted)
+    do, o, lse, dlse = given
+    launched = numba_flash.explain_backward(
+        do, **case.arguments(lambda x: x), o=o, lse=lse, wanted=wanted, kernel="wgmma"
+    )
+    names = [config.kernel for config in launched.configs]
+    assert "wgmma_dq" in names and "mma_daux" not in names
+    testing.check_gradients(case, found, *given, rung.kernel)
+    if beside == "alone":
+        assert np.array_equal(found.daux[1], rung(case, given, wanted).daux[1])
+
+
+def by_key(score, b, h, i, j, table, weight):
+    return score + weight[j % 2]
+
+
+def twice(score, b, h, i, j, table, weight):
+    return score * weight[h] + weight[h]
+
+
+def by_value(score, b, h, i, j, table, weight):
+    return score + weight[h] if score > 0 else score
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"), [(apart, [True]), (by_key, [False]), (twice, [True, True]), (by_value, None)]
+)
+def test_what_all_scores_of_a_head_read(function, expected):
+    assert reads_by_head(Function.of("score_mod", function), (2, 1), (1,)) == expected

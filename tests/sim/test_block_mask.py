@@ -21,6 +21,7 @@ from numba_flash.functions import numbers
 from numba_flash.functions.function import Function
 from numba_flash.gpu.compiled import source
 from numba_flash.kernels.score import longest_first, tile_walk
+from numba_flash.kernels.score.mask_bits import ENDS, PIECE
 from numba_flash.machine.target import Target
 from numba_flash.problem.options import uses
 from numba_flash.ptx.sim.launch import run
@@ -134,10 +135,9 @@ def blocks_of(case, options):
     return numba_flash.block_mask(options.pop("mask_mod"), batch, heads, seqlen_q, seqlen_k, **options)
 
 
-def expected_states(case, options, tile, shape):
-    """By asking about every position: (batch entries, groups of heads, query tiles, key tiles)."""
+def asked_positions(case, options):
+    """-> (which positions functions are asked about, (batch entries, heads, queries, keys); position of query 0)."""
     (batch, heads, seqlen_q, _), seqlen_k = case.q.shape, case.k.shape[2]
-    function, aux = options["mask_mod"], options.get("aux", ())
     lengths = options.get("seqlens_k", np.full(batch, seqlen_k))
     q_offset = options.get("q_offset")
     q_offset = lengths - seqlen_q if q_offset is None else np.broadcast_to(q_offset, batch)
@@ -146,7 +146,14 @@ def expected_states(case, options, tile, shape):
     asked = reference.visible_keys(
         batch, seqlen_q, seqlen_k, left=left, right=right, q_offset=q_offset, seqlens_k=lengths, mask=None
     )
-    asked = np.broadcast_to(asked, (batch, heads, seqlen_q, seqlen_k))
+    return np.broadcast_to(asked, (batch, heads, seqlen_q, seqlen_k)), q_offset
+
+
+def expected_states(case, options, tile, shape):
+    """By asking about every position: (batch entries, groups of heads, query tiles, key tiles)."""
+    function, aux = options["mask_mod"], options.get("aux", ())
+    asked, q_offset = asked_positions(case, options)
+    seqlen_q, seqlen_k = asked.shape[2:]
     states = np.full(shape, -1)
     for b, g, i, j in np.ndindex(shape):
         found = set()
@@ -159,11 +166,19 @@ def expected_states(case, options, tile, shape):
     return states
 
 
+def kept(blocks, states):
+    """[(config, strides, array)] of what a BlockMask has kept: of states of tiles, or of bits."""
+    for (_, _, (config, values), *_), array in blocks._kept.items():
+        if states == (config.kept == config.tile_states):
+            ((_, names, strides), *_) = values.kinds
+            yield config, dict(zip(names, strides, strict=True))[config.kept], np.asarray(array.owner)
+
+
 def kept_states(blocks, seqlen_k):
     """[(tile, states)] of what a BlockMask has kept: (batch entries, groups of heads, query tiles, key tiles)."""
-    for (_, _, (config, values), *_), array in blocks._kept.items():
-        words, tile = np.asarray(array.owner), config.tile
-        by_batch, by_head, by_tile = values.tuples[0][3]
+    for config, strides, words in kept(blocks, states=True):
+        tile = config.tile
+        by_batch, by_head, by_tile = strides
         groups = blocks.heads // tile.heads if by_head else 1
         own, other = (seqlen_k, blocks.seqlen_q) if tile.of_keys else (blocks.seqlen_q, seqlen_k)
         tiles, count = -(-own // tile.own), -(-other // tile.other)
@@ -179,9 +194,27 @@ def kept_states(blocks, seqlen_k):
 
 def words_of(blocks):
     """[(words of states, without those of the order; tile)] of what a BlockMask has kept."""
-    for (_, _, (config, values), *_), array in blocks._kept.items():
-        *_, by_tile = values.tuples[0][3]
-        yield np.asarray(array.owner).reshape(-1, by_tile)[:, :-1], config.tile
+    for config, (*_, by_tile), words in kept(blocks, states=True):
+        yield words.reshape(-1, by_tile)[:, :-1], config.tile
+
+
+# What a mask_mod leaves, word for word; a tile of states may end where a word of bits does not.
+@pytest.mark.parametrize("name", CASES)
+def test_bits(name):
+    case, options = case_of(forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True), name)
+    blocks, (asked, q_offset) = blocks_of(case, options), asked_positions(case, options)
+    do, o, lse, dlse = backward.incoming(case)
+    numba_flash.attention_backward(do, case.q, case.k, case.v, o, lse, dlse=dlse, block_mask=blocks, kernel="wgmma")
+    found = {config.kernel: (strides, words) for config, strides, words in kept(blocks, states=False)}
+    assert sorted(found) == ["mask_mod_bits", "mask_mod_bits_of_keys"]
+    for kernel, (by, words) in found.items():
+        for b, h, query, key in np.argwhere(asked):
+            row, column = (key, query) if kernel.endswith("of_keys") else (query, key)
+            at = b * by[0] + h * by[1] + row // PIECE * by[2] + ENDS + row % PIECE * by[3]
+            word = words[at + column // 128 * 4 + column % 8 // 2]
+            left = bool(word >> np.uint32(column % 128 // 8 * 2 + column % 2) & 1)
+            said = options["mask_mod"](b, h, query + int(q_offset[b]), key, *options.get("aux", ()))
+            assert left == said, (kernel, b, h, query, key)
 
 
 # Tiles have the same states on v1 and v2, and are found in the same way for mma and wgmma. Of v2 and of mma, what

@@ -1,6 +1,7 @@
 """Caches on tensor cores, simulated: the kernel that shares a sequence's keys out (kernels/mma/decode.py)."""
 
 import contextlib
+import dataclasses
 
 import numpy as np
 import pytest
@@ -72,7 +73,30 @@ def test_any_number_of_blocks_gives_the_same_bits(rung, monkeypatch, lengths, op
         assert same_bits(other, o) and same_bits(other_lse, lse), number
 
 
-@pytest.mark.parametrize(("queries", "head_dim"), [(1, 16), (5, 160)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_so_it_is_in_more_than_16_bits(monkeypatch, dtype):
+    """A lane has one row here, and numbers of O lie in panels."""
+    own = dataclasses.replace(Rung("mma", testing.rows_padded, tensor=True, tile=32, slow=True), usual=dtype)
+    case = kvcache.problem(
+        own, (1030, 0, 257), 2, heads=2, heads_kv=1, head_dim=64, causal=True, sinks=np.ones(2, "float32")
+    )
+    cached = kvcache.lay(case, "csr", page=5)
+    o, lse = of_blocks(monkeypatch, 1, cached, own)
+    testing.check(case, o, lse, dtype)
+    other, other_lse = of_blocks(monkeypatch, 7, cached, own)
+    assert same_bits(other, o) and same_bits(other_lse, lse)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_attention_with_few_queries_has_the_bits_of_a_cache(dtype):
+    own = dataclasses.replace(Rung("mma", testing.rows_padded, tensor=True, tile=32, slow=True), usual=dtype)
+    case = kvcache.problem(own, (1100,), 1, heads=2, heads_kv=1, causal=True)
+    options = case.options | dict(q_offset=1099)
+    o = own.back(numba_flash.attention(case.q, case.k, case.v, **options, kernel="mma"))
+    assert same_bits(o, kvcache.lay(case, "table", page=16).run(own)[0])
+
+
+@pytest.mark.parametrize(("queries", "head_dim"), [(1, 16), (1, 64), (5, 160)])
 def test_nodes_wait_in_shared_or_in_global_memory_with_the_same_bits(rung, monkeypatch, queries, head_dim):
     """Those of 6 chunks, on three levels. At head_dim 160 none waits in registers; 15 rows leave room for one level."""
     case = kvcache.problem(rung, (1300,), queries, heads=3, heads_kv=1, head_dim=head_dim, causal=True)
@@ -108,10 +132,10 @@ def test_a_launch_leaves_its_counters_at_zero(rung, monkeypatch):
     assert [list(arrays.host_view(x)) for x in counters] == [[0] * len(arrays.host_view(x)) for x in counters]
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-def test_a_query_has_the_same_bits_beside_others(rung, heads):
-    """In tiles of 16, 32 and 64 rows, and in the second of two."""
-    case = kvcache.problem(rung, (300, 24), 24, heads=heads, heads_kv=1, causal=True)
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 16), (3, 16), (3, 64)])
+def test_a_query_has_the_same_bits_beside_others(rung, heads, head_dim):
+    """In tiles of 16, 32 and 64 rows, and in the second of two. At head_dim 64 a lane has one of few rows."""
+    case = kvcache.problem(rung, (300, 24), 24, heads=heads, heads_kv=1, head_dim=head_dim, causal=True)
     o, lse = kvcache.lay(case, "table", page=16).run(rung)[:2]
     testing.check(case, o, lse, "24 queries")
     for queries in (1, 7):

@@ -6,7 +6,7 @@ from contracts import backward, forward
 
 import numba_flash
 from numba_flash import arrays, testing
-from numba_flash.abi.arguments import mask_bits_layout, mask_bits_words
+from numba_flash.abi import mask_bits
 from numba_flash.api import forward as api
 from numba_flash.config.mask_bits import MaskBitsConfig
 from numba_flash.dispatch import launch
@@ -33,8 +33,8 @@ def pieces_of(mask, threads, of_keys):
     q, k = (np.zeros((*mask.shape[:2], n, 8), np.float16) for n in mask.shape[2:])
     problem = api.prepare_call(q, k, k, dict(mask=mask, kernel="wgmma"))[1].problem
     config = MaskBitsConfig(threads=threads, of_keys=of_keys)
-    pieces, (*_, row_words) = mask_bits_layout(problem, of_keys)
-    made = np.full(mask_bits_words(problem, of_keys), 0xABABABAB, np.uint32)
+    pieces, (*_, row_words) = mask_bits.layout(problem, of_keys)
+    made = np.full(mask_bits.words(problem, of_keys), 0xABABABAB, np.uint32)
     given = dict(mask=mask, mask_bits=made, mask_bits_of_keys=made)
     ready = launch.on_gpu(config, problem, Target.of(None))
     ready.run([arrays.read(name, given[name]) for name in config.parameters.arrays], 0)

@@ -14,6 +14,7 @@ from numba_flash.dispatch import launch
 from numba_flash.kernels.wgmma import backward_block_tiles
 from numba_flash.machine.target import Target
 from numba_flash.select import backward_kernels, rungs
+from numba_flash.select import forward as select_forward
 from numba_flash.testing import packed
 
 TestVarlen = suite(varlen)
@@ -70,6 +71,36 @@ def test_one_kernel_computes_all_gradients(options, heads, head_dim, blocks, len
     (o, lse), (do, dlse) = varlen.forward(rung, case), packed.outer_packed(case)
     packed.check_packed(case, o, lse)
     packed.check_packed_gradients(case, varlen.backward(rung, case, do, o, lse, dlse), do, o, lse, dlse)
+
+
+ONE_TILE = [  # options, heads_kv, head_dim
+    (dict(causal=True), 2, 8), ({}, 1, 72), (dict(window=(30, 10)), 2, 72),
+    (dict(seqlens_k=np.array([50, 0, 3, 30, 0], np.int32)), 1, 8),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "heads_kv", "head_dim"), ONE_TILE, ids=range(len(ONE_TILE)))
+def test_keys_that_are_one_tile_by_their_bound_need_no_tickets(
+    options, heads_kv, head_dim, monkeypatch, nothing_remembered
+):
+    """A block then has all keys of a sequence and head. NaN stands behind the valid keys; the bits are those of blocks
+    that take tickets, whichever way their heads go."""
+    monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: True)
+    monkeypatch.setattr(launch, "blocks_at_a_time", lambda _: 3)
+    rung = forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    lengths = [(70, 100), (5, 9), (0, 3), (20, 33), (1, 0)]
+    case = varlen.ragged(rung, lengths, heads=2, heads_kv=heads_kv, head_dim=head_dim, **options)
+    for b, valid in enumerate(options.get("seqlens_k", ())):
+        rows = case.keys(b)
+        case.k[rows][valid:], case.v[rows][valid:] = np.nan, np.inf
+    most = dict(max_seqlen_q=70, max_seqlen_k=128)
+    (o, lse), (do, dlse) = varlen.forward(rung, case, **most), packed.outer_packed(case)
+    found = [
+        varlen.backward(rung, case, do, o, lse, dlse, **bounds) for bounds in (most, most | dict(max_seqlen_k=129))
+    ]
+    packed.check_packed_gradients(case, found[0], do, o, lse, dlse)
+    assert all(forward.same_bits(*of) for of in zip(*found, strict=True) if of[0] is not None)
 
 
 @pytest.mark.slow
@@ -130,6 +161,30 @@ def test_rows_that_a_hidden_key_spoils_are_computed_again(head_dim, monkeypatch,
     right, again = (x.astype(np.float32) for x in found)
     np.testing.assert_allclose(again[:19], right[:19], rtol=0.02, atol=2e-3)
     assert np.isnan(again[19]).all() and (again[20:] == right[20:]).all()
+
+
+NUMBERED = [("float16", {}, 1), ("float16", dict(causal=True), 2), ("float32", dict(window=(9, 3)), 1)]
+
+
+@pytest.mark.parametrize(("dtype", "options", "heads_kv"), NUMBERED, ids=str)
+def test_blocks_of_mma_find_a_tile_by_its_number(dtype, options, heads_kv, monkeypatch, nothing_remembered):
+    """Where bounds are loose. Sequences are shorter and longer than a tile, and some have no key or no query; the bits
+    are those of a grid with as many blocks as bounds allow."""
+    rung = forward.Rung("mma", testing.rows_padded, tensor=True, tile=32, slow=True, usual=dtype)
+    lengths = [(0, 3), (70, 40), (1, 0), (0, 0), (3, 9), (20, 33), (0, 1)]
+    case = varlen.ragged(rung, lengths, heads=2, heads_kv=heads_kv, head_dim=8, **options)
+    case = dataclasses.replace(case, cu_seqlens_q=case.cu_seqlens_q[:-1], cu_seqlens_k=case.cu_seqlens_k[:-1])
+    found = []
+    for loose in (True, False):
+        monkeypatch.setattr(select_forward, "loosely_bound", lambda _, loose=loose: loose)
+        backward_kernels.mma_configs.cache_clear()
+        dispatch._plans.clear(), dispatch_backward._plans.clear()
+        (o, lse), (do, dlse) = varlen.forward(rung, case), packed.outer_packed(case)
+        packed.check_packed(case, o, lse)
+        gradients = varlen.backward(rung, case, do, o, lse, dlse)
+        packed.check_packed_gradients(case, gradients, do, o, lse, dlse)
+        found.append((o, lse, *gradients[:3]))
+    assert all(forward.same_bits(*of) for of in zip(*found, strict=True))
 
 
 # Blocks stay and count the tiles of all sequences; here several of them share the counter, and some find no tile.

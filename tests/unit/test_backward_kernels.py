@@ -411,7 +411,6 @@ def test_what_decides_about_each_score_has_tiles_of_its_own(options, tile_m, til
     found = {c.kernel: c for c in configs_of("wgmma", problem(128, dtype="float16", **made), ONE_MULTIPROCESSOR)}
     dkdv, dq = found["wgmma_dkdv"], found["wgmma_dq"]
     assert (dkdv.tile_m, dkdv.tile_n, dq.tile_m, dq.tile_n) == (tile_m, 128, 128, tile_n)
-    assert dkdv.per_score and dq.per_score
 
 
 @pytest.mark.parametrize(
@@ -537,7 +536,11 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(heads=16, heads_kv=1, causal=True) == kernels(heads=32, heads_kv=8, causal=True) == in_parts
     assert kernels(64, heads=14, heads_kv=2, causal=True) == in_parts
     # Short sequences, of which there are many.
-    assert kernels(heads=1, seqlen_q=512, seqlen_k=200) == one and kernels(heads=1, seqlen_q=513) == two
+    assert kernels(heads=1, seqlen_q=512, seqlen_k=200) == one and kernels(heads=1, seqlen_q=1025) == two
+    # Few queries of many keys, where a kernel of dQ alone would have few blocks, each with a long walk.
+    assert kernels(heads=1, seqlen_q=21, seqlen_k=9626) == kernels(heads=3, seqlen_q=22, seqlen_k=2993) == one
+    assert kernels(24, heads=1, seqlen_q=223, seqlen_k=3829) == kernels(heads=1, seqlen_q=64) == one
+    assert kernels(heads=4, heads_kv=2, seqlen_q=404, seqlen_k=7905) == one
     assert kernels(softcap=5.0) == two and kernels(wanted=("dk", "dv")) == two[:2]
     # Random bits take registers.
     assert kernels(dropout_p=0.1) == kernels(88, dropout_p=0.1) == one and kernels(64, dropout_p=0.1) == two
@@ -714,6 +717,30 @@ def test_long_queries_of_one_key_tile_take_two_kernels(seqlen_q, seqlen_k, kerne
     arrays |= {name: empty(2, 10, seqlen_k, 64, dtype="float16") for name in ("k", "v")}
     made = problem(64, dtype="float16", **arrays, lse=empty(2, 10, seqlen_q, dtype="float32"))
     assert kernel in kernels_of("wgmma", made)
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "heads_kv", "dtype", "alone"),
+    [(64, 8, "float16", True), (65, 8, "float16", False), (64, 4, "bfloat16", False), (1, 8, "bfloat16", True)],
+)
+def test_a_block_with_a_whole_head_needs_no_kernel_before(seqlen_q, heads_kv, dtype, alone):
+    arrays = {name: empty(2, 8, seqlen_q, 64, dtype=dtype) for name in ("do", "q", "o")}
+    arrays |= {name: empty(2, heads_kv, 64, 64, dtype=dtype) for name in ("k", "v")}
+    made = problem(64, dtype=dtype, **arrays, lse=empty(2, 8, seqlen_q, dtype="float32"))
+    for target in (HOPPER, A100, RTX_5090):
+        *before, own = configs_of("auto", made, target)
+        assert own.kernel == "mma_one_key_tile" and [x.kernel for x in before] == ["backward_preprocess"] * (not alone)
+        assert own.shared_bytes * own.blocks_per_sm <= target.shared_bytes
+
+
+def test_the_kernel_of_a_whole_head_is_the_same_for_any_number_of_heads():
+    """backward_preprocess is not: lanes share rows where there are few blocks."""
+    few, many = (
+        problem(64, dtype="float16", lse=empty(batch, 2, 50, dtype="float32"),
+                **dict.fromkeys(("do", "q", "k", "v", "o"), empty(batch, 2, 50, 64)))
+        for batch in (1, 500)
+    )  # fmt: skip
+    assert configs_of("auto", few) == configs_of("auto", many)
 
 
 # The bias' batch and heads, of 128 entries and 4 heads of 256 tokens: how many blocks share a sum.

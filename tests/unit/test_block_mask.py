@@ -7,7 +7,7 @@ import types
 
 import numpy as np
 import pytest
-from helpers.machines import empty, problem
+from helpers.machines import HOPPER, empty, problem
 
 import numba_flash
 from numba_flash import mods
@@ -16,6 +16,7 @@ from numba_flash.abi.parameters import StatesTile
 from numba_flash.dispatch import launch
 from numba_flash.functions.arguments import reads_argument
 from numba_flash.functions.function import Function
+from numba_flash.select import forward as select
 
 SEGMENTS = np.zeros((2, 8), np.int64)
 
@@ -200,3 +201,40 @@ def test_torch_saves_a_block_mask(tmp_path):
     torch.save(blocks, tmp_path / "blocks")
     other = torch.load(tmp_path / "blocks", weights_only=False)
     assert torch.equal(other.aux[0], blocks.aux[0]) and other.function is blocks.function
+
+
+def near(b, h, q_pos, k_pos):
+    row, column = min(max(q_pos // 64, 6), 57), min(max(q_pos % 64, 6), 57)
+    return abs(row - k_pos // 64) <= 6 and abs(column - k_pos % 64) <= 6
+
+
+def later(b, h, q_pos, k_pos):
+    return q_pos <= k_pos
+
+
+def of_a_head(b, h, q_pos, k_pos):
+    return q_pos <= k_pos + h
+
+
+# By function, whether a block_mask keeps the bits, and the rest of the problem.
+@pytest.mark.parametrize(
+    ("function", "kept", "given", "reads"),
+    [
+        (near, False, {}, True),
+        (later, False, {}, False),
+        (later, True, {}, True),
+        (later, True, dict(mask=empty(4096, dtype="bool")), False),
+        (later, True, dict(score_mod=Function.of("score_mod", lambda s, b, h, i, j: s * 2)), False),
+        (later, True, dict(seqlen=16384), True),
+        (later, True, dict(seqlen=16400), False),
+        (of_a_head, True, dict(heads=5, seqlen=8192), False),
+        (later, True, dict(dtype="float32"), False),
+    ],
+)
+def test_who_reads_a_mask_mod_as_bits(function, kept, given, reads):
+    p = problem(**given, mask_mod=Function.of("mask_mod", function)).if_kept(kept)
+    config = select.config_of("wgmma", p, HOPPER)
+    before = [made.kernel for made in select.prologue(config, p, HOPPER)]
+    assert (before[-1] == "mask_mod_bits") == config.mask_mod_as_bits == reads
+    other = problem(**given, mask_mod=Function.of("mask_mod", lambda b, h, i, j: i != 3)).if_kept(kept)
+    assert (select.config_of("wgmma", other, HOPPER) == config) == (reads and kept), "one kernel for every mask_mod"

@@ -106,5 +106,5 @@ def test_what_ranks_cannot_serve_is_refused():
         NotImplementedError, match="k_new is not taken where a cache is divided among ranks: use a copy"
     ):
         context_parallel_attention_kvcache(*given, seqlens_k=lengths, k_new=q, v_new=q)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'shade'"):
-        context_parallel_attention_kvcache(*given, seqlens_k=lengths, shade=1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'flavour'"):
+        context_parallel_attention_kvcache(*given, seqlens_k=lengths, flavour=1)

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 from helpers.machines import A100, ADA, HOPPER, TURING, empty, problem
 
+from numba_flash.functions.function import Function
 from numba_flash.problem.pages import Pages
-from numba_flash.select import decode
+from numba_flash.select import decode, forward
 
 
 def cache(head_dim=128, queries=1, group=4, dtype="bfloat16", **options):
@@ -38,8 +39,10 @@ def test_every_width_and_number_of_rows_has_a_tile(target, dims, queries):
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (cache(dtype="float32"), "it takes float16 and bfloat16, not float32"),
+        (cache(136, dtype="float64"), "it takes head_dim up to 128, not 136"),
         (cache(queries=17), "up to 64 queries of the heads of a KV head, not 68"),
+        (cache(queries=5, dtype="float32"), "up to 16 queries of the heads of a KV head, not 20"),
+        (cache(136, dtype="float32"), "it takes head_dim up to 128, not 136"),
         (cache(264), "it takes head_dim up to 256, not 264"),
         (dataclasses.replace(cache(), k_strides=(2**20, 2**18, 128, 2)), "k is not contiguous along dim"),
     ],
@@ -51,6 +54,7 @@ def test_what_decode_does_not_take_is_said(made, reason):
 def test_only_contiguous_caches_have_a_bound_of_rows():
     assert decode.refusal(cache(queries=17), HOPPER, contiguous=False) is None
     assert decode.refusal(cache(queries=16), HOPPER, contiguous=True) is None
+    assert decode.refusal(cache(256, queries=17, dtype="float32"), HOPPER, contiguous=False) is None
     assert "compute capability" in decode.refusal(cache(), TURING, contiguous=False)
 
 
@@ -67,14 +71,39 @@ def test_rows_of_sequences_that_share_a_prefix_fill_a_tile(queries, head_dim, ba
     assert decode.config_of(made, "table", HOPPER).members == 1
 
 
+def apart(b, h, q_pos, k_pos):
+    return k_pos != q_pos
+
+
+def few(dtype="float32", queries=1, keys=16384, heads=32, **options):
+    return problem(128, dtype=dtype, heads=heads, heads_kv=heads // 4, seqlen=queries, seqlen_k=keys, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("options", [dict(queries=4, causal=True), dict(heads=4), dict(softcap=5.0)], ids=str)
+def test_few_queries_of_many_keys_are_shared_out_by_attention_too(dtype, options):
+    chosen = forward.select(few(dtype, **options), HOPPER, "auto", "cupy")
+    assert (chosen.kernel, chosen.config.kernel) == ("mma", "decode")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [few("bfloat16"), few(queries=5), few(keys=1023), few(mask_mod=Function.of("mask_mod", apart))],
+    ids=["16 bits", "many queries", "few keys", "mask_mod"],
+)
+def test_others_are_not(made):
+    assert forward.few_queries(made, HOPPER) is None
+
+
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
         (cache(window=(300, 0)), "window: scores"),
         (cache(alibi_slopes=empty(8, dtype="float32"), dropout_p=0.1), "alibi_slopes, dropout_p: scores"),
         (cache(queries=9), "rows of two sequences with 36 queries of the heads of a KV head do not fit into a tile"),
+        (cache(dtype="float32"), "shared in float16 and bfloat16, not in float32"),
     ],
-    ids=["window", "options", "rows"],
+    ids=["window", "options", "rows", "float32"],
 )
 def test_why_a_prefix_is_not_shared_is_said(made, reason):
     assert reason in decode.not_shared(dataclasses.replace(made, batch=64), HOPPER)

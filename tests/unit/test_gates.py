@@ -13,6 +13,7 @@ Those that will compile are marked slow.
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import subprocess
 import time
@@ -62,7 +63,7 @@ for kernel in PAIRED:
 for kernel in OF_MMA:
     IN_PTX[kernel], IN_SASS[kernel] = IN_PTX["mma"], IN_SASS["mma"]
 MACHINES["decode"] = SINCE_AMPERE
-IN_PTX["decode"], IN_SASS["decode"] = (*IN_PTX["mma"], "atom.global.add.u32"), IN_SASS["mma"]
+IN_PTX["decode"], IN_SASS["decode"] = (*IN_PTX["mma"], ".global.add.u32"), IN_SASS["mma"]
 IN_PTX["mma_daux"] += ("red.global.add.u64",)
 IN_PTX["backward_preprocess"], IN_SASS["backward_preprocess"] = ("ld.global.v4.b32",), ("LDG.E.128",)
 for kernel in ("wgmma_dkdv", "wgmma_dq", "wgmma_fused"):
@@ -101,7 +102,6 @@ FAILING: dict[str, str] = {
     "wgmma_float32-256-64x32-everything": "spills 296 bytes; none without bias, mask and functions",
     "wgmma_float32-256-64x32-everything-odd": "spills 272 bytes; none without bias, mask and functions",
     "wgmma_float32-192-128x32-odd": "spills 44 bytes, with lengths and sinks; none plain",
-    "wgmma_dkdv-256-64x128-rich-dk": "spills 12 bytes with 13.5, with softcap, ALiBi and positions beside each other",
     "mma_dkdv-128-32x64-reads": "spills 44 bytes on sm_80 with 13.5, none on later ones",
     "mma_dkdv-256-32x64-reads-dk": "spills 32 bytes on sm_80 with 13.5, none on later ones",
     "mma_dkdv-256-16x32-reads-dk": "spills 16 bytes on sm_120a with 13.5, none on the others",
@@ -153,11 +153,8 @@ DEPENDS = {
     "wgmma-64-192x128-parts": "spills 12 bytes, those of the scheduler, whose thread has 32 registers",
     "wgmma-64-192x112-sloped": "spills 24 bytes since the outputs have a file of their own",
     "wgmma-64-192x112-sloped-alibi": "spills 28 bytes since the outputs have a file of their own",
-    # The two kernels below were measured on an H200 alone, where they spill little or nothing. Nobody has measured what
+    # The kernel below was measured on an H200 alone, where it spills little or nothing. Nobody has measured what
     # the spills cost on older GPUs, nor other numbers of blocks there.
-    "mma_short-64-64x64-reading": "spills 40 to 116 bytes on every GPU with 13.5",
-    "mma_short-64-32x32-reading": "spills 8 bytes on sm_80, sm_86 and sm_89 with 13.5",
-    "mma_short-64-16x16-reading": "spills 8 bytes on sm_80, sm_86 and sm_89 with 13.5",
     "mma_one_key_tile-32-64x64": "spills 104 bytes on sm_80 with 13.5",
     "mma_one_key_tile-32-64x64-rich": "spills 284 bytes on sm_80 with 13.5",
     "mma_one_key_tile-32-64x64-reading": "spills 4 to 452 bytes on sm_80 and sm_90a with 13.5",
@@ -201,6 +198,8 @@ DEPENDS = {
     "decode-128-64-prefix": "spills 44 bytes on sm_90a, 56 on sm_100a",
     "decode-256-32-prefix": "spills 56 bytes on sm_90a, 44 on sm_100a",
     "decode-64-16": "spills 88 bytes on sm_80 with 13.5",
+    "decode-float32-128-32": "spills 56 bytes on sm_90a",
+    "decode-float32-256-16": "spills 184 bytes on sm_90a",
     "mma_dkdv_float64-128-32x16-sm80-reading": "spills 88 bytes on sm_80 with 13.5",
     "mma_dkdv_float64-128-32x16-sm80-rich": "spills 88 bytes on sm_80 with 13.5",
     "mma_dkdv_float64-256-16x16-dk-sm80-reading": "spills 108 bytes on sm_80 with 13.5",
@@ -221,6 +220,10 @@ DEPENDS = {
     "mma_one_key_tile-64-16x16-reading": "spills 884 bytes on sm_80 with 13.5",
     "mma_one_key_tile-64-16x16-rich": "spills 636 bytes on sm_80 with 13.5",
     "mma_one_key_tile-64-64x64-both": "spills 32 bytes on sm_80 with 13.5",
+}
+DEPENDS |= {
+    f"mma_only_tile-{head_dim}-{n}x{n}{words}": "spills up to 376 bytes on sm_80 with 13.5; an A100 has rows of its own"
+    for head_dim, n, words in itertools.product((64, 128), (64, 32, 16), ("", "-rich", "-reading", "-both"))
 }
 
 
@@ -383,7 +386,7 @@ def of_gradients(tables, target=MANY_BLOCKS, members=0, **given):
     with mock.patch.object(backward_kernels, "heads_per_block", lambda *_, **__: members):
         own = {name: fields and fields.row for name, fields in tables.items()}
         found = configs_with(own, table.partition("_")[0], made, target)
-    before = ("backward_preprocess", "delta", "mask_bits", "tile_states", "tile_order")
+    before = ("backward_preprocess", "delta", "mask_bits", "mask_mod_bits", "tile_states", "tile_order")
     return [config for config in found if not config.kernel.startswith(before)]
 
 
@@ -526,6 +529,14 @@ def decode_gates():
                 if not words and queries == 1 and head_dim > 64:
                     config = decode.config_of(dataclasses.replace(made, batch=64), "table", HOPPER, shares=True)
                     yield f"decode-{head_dim}-{config.tile_m}-prefix", config
+    for dtype, head_dim, queries in (
+        ("float32", 64, 1), ("float32", 128, 1), ("float32", 128, 8), ("float32", 256, 1),
+        ("float64", 64, 1), ("float64", 128, 1), ("float64", 128, 8),
+    ):  # fmt: skip
+        made = problem(head_dim, dtype=dtype, heads=8, heads_kv=2, seqlen=queries, seqlen_k=2**14, causal=True)
+        made = dataclasses.replace(made, pages=Pages(16, 2**10, 2**14))
+        config = select.few_queries(made, HOPPER) or decode.config_of(made, "table", HOPPER)
+        yield f"decode-{dtype}-{head_dim}-{config.tile_m}", config
 
 
 def packed_gates():
@@ -668,10 +679,15 @@ def of_document(b, h, q_pos, k_pos, table, segments):
     return segments[b, q_pos] == segments[b, k_pos]
 
 
+def weighted(score, b, h, q_pos, k_pos, table, weights):
+    return score - weights[h] * table[q_pos, k_pos]
+
+
 FUNCTIONS = (by_distance, capped, of_document)
 # Of a table that reaches so far positions are int64, which takes more registers.
 TABLE, SEGMENTS = empty(2, 127, dtype="float32", strides=(2**40, 1)), empty(1, 500, dtype="int32")
 AUX = tuple(read("aux", x).layout for x in (TABLE, SEGMENTS))
+AUX_OF_A_HEAD = tuple(read("aux", empty(*shape, dtype="float32")).layout for shape in ((500, 500), (2,)))
 FUNCTIONS_OF = dict(
     reads=dict(score_mod=Function.of("score_mod", by_distance), aux=AUX),
     hides=dict(mask_mod=Function.of("mask_mod", of_document), aux=AUX),
@@ -745,19 +761,22 @@ def short_wide_gates():
 
 
 def one_key_tile_gates():
-    """All gradients where all keys of a head are in one tile, which shrinks to the lengths."""
-    for row in rows(backward_tiles.TABLES, "mma_one_key_tile"):
-        for n in (64, 32, 16):
+    """All gradients where all keys of a head are in one tile, which shrinks to the lengths: of two heads that share it,
+    and of one whose queries have one tile, too."""
+    for table, heads_kv in (("mma_one_key_tile", 1), ("mma_only_tile", 2)):
+        of_all = rows(backward_tiles.TABLES, table)
+        plain = {row.head_dim for row in of_all if row.plain}
+        for row, n in itertools.product(of_all, (64, 32, 16)):
             read = dict(bias=empty(n, n, dtype="float32"), mask=empty(n, n, dtype="bool"), bias_aligned=True)
             served = {"-rich": OPTIONS, "-reading": OPTIONS | read, "-both": FUNCTIONS_OF["both"]}
-            plain_too = row.plain or row.head_dim <= 64
-            served = ({"": {}} if plain_too else {}) | ({} if row.plain else served)
+            served = ({} if row.head_dim in plain and not row.plain else {"": {}}) | ({} if row.plain else served)
             for words, given in served.items():
                 dtype = "bfloat16" if words else "float16"
-                arrays = dict.fromkeys(("do", "q", "k", "v", "o"), empty(1, 2, n, row.head_dim, dtype=dtype))
+                arrays = dict.fromkeys(("do", "q", "o"), empty(1, 2, n, row.head_dim, dtype=dtype))
+                arrays |= dict.fromkeys("kv", empty(1, heads_kv, n, row.head_dim, dtype=dtype))
                 arrays |= dict(dtype=dtype, lse=empty(1, 2, n, dtype="float32"))
-                (config,) = of_gradients({"mma_one_key_tile": row}, **arrays, **given)
-                yield f"mma_one_key_tile-{row.head_dim}-{config.tile_m}x{config.tile_n}{words}", config
+                (config,) = of_gradients({table: row}, **arrays, **given)
+                yield f"{table}-{row.head_dim}-{config.tile_m}x{config.tile_n}{words}", config
 
 
 def by_element_gates():
@@ -795,6 +814,30 @@ def by_element_gates():
                         yield f"{name}{part(config)}-halved", config
 
 
+def aux_gates():
+    """Of wgmma's kernel of dQ where it adds up the gradient of a number of a head, with a function that reads another
+    array too."""
+    for head_dim in (64, 128, 256):
+        given = dict(dtype="bfloat16", score_mod=Function.of("score_mod", weighted), aux=AUX_OF_A_HEAD)
+        found = configs_of("wgmma", gradients(head_dim, wanted=("dq", "daux[1]"), **given), MANY_BLOCKS)
+        (config,) = (config for config in found if config.kernel == "wgmma_dq")
+        yield f"wgmma_dq-{head_dim}-{config.tile_m}x{config.tile_n}-aux", config
+
+
+def mask_mod_gates():
+    """Of wgmma where it reads what a mask_mod leaves as bits, each head_dim at which its tables change: the forward and
+    the kernels of gradients; with lengths, and all that changes scores."""
+    hides = FUNCTIONS_OF["hides"] | LENGTHS
+    for head_dim in (64, 128, 192, 256):
+        for words, given in {"": hides, "-rich": hides | OPTIONS}.items():
+            made = problem(head_dim, dtype="bfloat16", seqlen=300, seqlen_k=500, **given).if_kept(True)
+            yield f"wgmma-{head_dim}-bits{words}", select.config_of("wgmma", made, HOPPER)
+            made = gradients(head_dim, dtype="bfloat16", **given).if_kept(True)
+            for config in configs_of("wgmma", made, MANY_BLOCKS):
+                if config.kernel in ("wgmma_dkdv", "wgmma_dq"):
+                    yield f"{config.kernel}-{head_dim}-bits{words}{part(config)}", config
+
+
 def small_copies_gates():
     """Of mma where rows begin at multiples of 8, 4 and 2 bytes: plain, and with gradients."""
     for dtype, head_dim in (("float16", 50), ("float16", 25), ("float32", 50), ("float32", 25), ("float64", 25)):
@@ -825,6 +868,8 @@ def gates():
         | dict(short_wide_gates())
         | dict(one_key_tile_gates())
         | dict(small_copies_gates())
+        | dict(aux_gates())
+        | dict(mask_mod_gates())
         | dict(packed_gates())
         | dict(decode_gates())
         | simt_gates()

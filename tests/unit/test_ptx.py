@@ -60,6 +60,7 @@ def test_every_function_has_a_stand_in_with_the_same_parameters(family):
 # of float32 and uint32, x: a float32, i: an int32. A function that another makes is called as made[...]().
 USES = {
     "approx.ceil": ("cvt.rpi.f32.f32", "f[0] = approx.ceil(x)"),
+    "approx.ceil_f64": ("cvt.rpi.f64.f64", "f[0] = float32(approx.ceil_f64(float64(x)))"),
     "approx.ex2": ("ex2.approx.ftz.f32", "f[0] = approx.ex2(x)"),
     "approx.lg2": ("lg2.approx.ftz.f32", "f[0] = approx.lg2(x)"),
     "approx.rcp": ("rcp.approx.ftz.f32", "f[0] = approx.rcp(x)"),
@@ -122,6 +123,7 @@ USES = {
     "memory.store_v4": ("st.global.v4.b32", "memory.store_v4(g, u, 0)"),
     "memory.store_v2_f64": ("st.global.v2.f64", "memory.store_v2_f64(g, d, 0)"),
     "memory.add": ("atom.global.add.u32", "u[0] = memory.add(g, uint32(1))"),
+    "memory.add_acq_rel": ("atom.acq_rel.gpu.global.add.u32", "u[0] = memory.add_acq_rel(g, uint32(1))"),
     "memory.load_acquire": ("ld.acquire.gpu.global.b32", "u[0] = memory.load_acquire(g)"),
     "memory.add_release": ("red.release.gpu.global.add.u32", "memory.add_release(g, uint32(1))"),
     "memory.add_i64": ("red.global.add.u64", "memory.add_i64(g, int64(i))"),
@@ -140,6 +142,7 @@ USES = {
     "shfl.bfly_f32": ("shfl.sync.bfly.b32", "f[0] = shfl.bfly_f32(x, 1)"),
     "shfl.bfly_f64": ("shfl.sync.bfly.b32", "d[0] = shfl.bfly_f64(d[1], 1)"),
     "shfl.bfly_b32": ("shfl.sync.bfly.b32", "u[0] = shfl.bfly_b32(uint32(i), 1)"),
+    "shfl.sum_s32": ("redux.sync.add.s32", "u[0] = uint32(shfl.sum_s32(i))"),
     "shfl.sum_f32": ("shfl.sync.bfly.b32", "f[0] = shfl.sum_f32(x)"),
     "shfl.sum_f64": ("shfl.sync.bfly.b32", "d[0] = shfl.sum_f64(d[1])"),
     "shfl.idx_b32": ("shfl.sync.idx.b32", "u[0] = shfl.idx_b32(uint32(i), 0)"),

@@ -28,6 +28,9 @@ so each element of the own tiles that a warp reads from shared memory is used tw
 turns: the next tile for dP is loaded while dK or dQ is summed up, and the next one for S while dP is computed. So dP is
 the first product of a tile then, and S the second.
 
+A block whose tile has all keys of a head computes dQ, too (backward_own_dq.py). With config.only_tile the queries are
+one tile as well: then there is no loop, and the block computes lse and delta itself (backward_own_delta.py).
+
 FlashAttention (Dao et al., 2022, section 3 and appendix B) introduced the recomputation of P from lse, and delta =
 rowsum(dO * O) in the derivative of the softmax.
 
@@ -79,6 +82,7 @@ class Registers(NamedTuple):
 def make(config):
     stages, size, plan, groups = config.stages, config.item_size, config.shared_layout(), config.column_groups
     of_keys, of_ds, of_p, one_stage = config.of_keys, config.of_ds, config.of_p, stages == 1
+    only_tile = config.only_tile
     s_stage, dp_stage = (plan.other_dp - plan.other_s) // stages, (plan.p - plan.other_dp) // stages
     strips, blocks, rows = config.strips, config.part // 8, config.warp_rows // 8
     s_count, real = strips * blocks * 4, numbers.of(config.compute_dtype).real
@@ -146,12 +150,12 @@ def make(config):
                 walk.add_deltas(stage, registers, smem, score)
             own = smem + int32(plan.own_dp)
             products.multiply_dp(registers.acc_dp, registers.own_dp_frag, registers.other_frag, own, for_dp)
-        if one_stage:  # the half for S arrives only now
-            if of_keys:  # P needs the other half's lse, and dV its dO
+        if one_stage:  # the half for S arrives only now, but that of an only tile came with the other
+            if not of_keys:
+                prefetch_dp(tile, smem, arrays, strides, sizes)
+            elif not only_tile:  # P needs the other half's lse, and dV its dO
                 wait_all()
                 cuda.syncthreads()
-            else:
-                prefetch_dp(tile, smem, arrays, strides, sizes)
             products.multiply_s(registers.acc_s, registers.own_s_frag, registers.other_frag, smem, for_s)
 
     @inlined
@@ -185,22 +189,25 @@ def make(config):
         products.meet()
         if of_p:
             add_dv(registers.acc_dv, p_frag, other_frag, shared_frag, for_dp, p_at)
-        if of_keys and one_stage:
+        if of_keys and one_stage and not only_tile:
             prefetch_dp(tile, smem, arrays, strides, sizes)
         elif of_keys and groups > 1:
             products.sync_owners()  # they have finished with P
-        if of_ds:
+        if of_ds and not only_tile:
             add_ds(registers.acc_ds, ds_frag, other_frag, shared_frag, for_s, ds_at)
         if config.with_dq:
             own_dq.put(ds_frag, ds_at, special.thread_index())
-            cuda.syncthreads()  # dS^T is there, and all threads have finished with Q
-            following = walk.following(tile, smem, arrays, strides)
-            if walk.exists(following):
-                source = walk.sources(following, TRUE, FALSE, smem, strides, sizes)
-                walk.load_s(following, source, int32(0), smem, strides, sizes)
+            cuda.syncthreads()  # dS^T is there, and all threads have finished with Q, or with an only tile's dO
+            if not only_tile:
+                following = walk.following(tile, smem, arrays, strides)
+                if walk.exists(following):
+                    source = walk.sources(following, TRUE, FALSE, smem, strides, sizes)
+                    walk.load_s(following, source, int32(0), smem, strides, sizes)
             work = walk.work_again(smem, arrays, strides, sizes)
             h = int32((work.h_kv + 1) * divide(sizes.heads, sizes.heads_kv) - tile.heads_left)
             own_dq.write(tile.t, work.sequence, h, smem, arrays, strides, sizes, score)
+        if only_tile:  # behind dQ, whose sums then have the registers of dK's
+            add_ds(registers.acc_ds, ds_frag, other_frag, shared_frag, for_s, ds_at)
 
     @inlined
     def step(tile, stage, registers, smem, arrays, strides, sizes, score, masked):
@@ -292,8 +299,10 @@ def make(config):
         if walk.exists(tile):
             walk.load_own(work, smem, thread, arrays, strides)
             source = walk.sources(tile, TRUE, TRUE, smem, strides, sizes)
+            if config.with_dq:
+                walk.load_s(tile, source, stage, smem, strides, sizes)
             walk.load_dp(tile, source, stage, smem, arrays, strides, sizes)
-            if not one_stage or config.with_dq:
+            if not one_stage:
                 walk.load_s(tile, source, stage, smem, strides, sizes)
         cp_async.commit_group()
         if config.in_registers:
@@ -301,18 +310,22 @@ def make(config):
             cuda.syncthreads()
             products.load_own(registers.own_s_frag, registers.own_dp_frag, smem, smem + int32(plan.own_dp))
 
-        whole = is_unmasked(tile, smem, arrays, strides)
-        while walk.exists(tile):
-            # Tiles of which some row does not see some column; then those that are seen whole; then, with a left
-            # window, again some of the first kind; and all this for each head of a group.
-            while walk.exists(tile) and not whole:
+        if only_tile:  # it has no code of its own for one that is seen whole, which takes registers
+            if walk.exists(tile):
                 step(tile, stage, registers, smem, arrays, strides, sizes, score, TRUE)
-                tile, stage = walk.following(tile, smem, arrays, strides), int32(stage ^ (stages - 1))
-                whole = is_unmasked(tile, smem, arrays, strides)
-            while walk.exists(tile) and whole:
-                step(tile, stage, registers, smem, arrays, strides, sizes, score, FALSE)
-                tile, stage = walk.following(tile, smem, arrays, strides), int32(stage ^ (stages - 1))
-                whole = is_unmasked(tile, smem, arrays, strides)
+        else:
+            whole = is_unmasked(tile, smem, arrays, strides)
+            while walk.exists(tile):
+                # Tiles of which some row does not see some column; then those that are seen whole; then, with a left
+                # window, again some of the first kind; and all this for each head of a group.
+                while walk.exists(tile) and not whole:
+                    step(tile, stage, registers, smem, arrays, strides, sizes, score, TRUE)
+                    tile, stage = walk.following(tile, smem, arrays, strides), int32(stage ^ (stages - 1))
+                    whole = is_unmasked(tile, smem, arrays, strides)
+                while walk.exists(tile) and whole:
+                    step(tile, stage, registers, smem, arrays, strides, sizes, score, FALSE)
+                    tile, stage = walk.following(tile, smem, arrays, strides), int32(stage ^ (stages - 1))
+                    whole = is_unmasked(tile, smem, arrays, strides)
 
         wait_all()
         if config.with_dq:

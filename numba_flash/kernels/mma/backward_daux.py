@@ -28,7 +28,7 @@ from ..steps.inlined import inlined, nothing
 from ..steps.integers import divide, tiles_of
 from ..steps.plain import first_column_of, first_row_of, row_keys
 from ..steps.score_ranges import Range
-from . import score_tiles
+from . import score_tiles, work_tile
 
 AT_ONCE = 4  # scores of a thread
 
@@ -52,6 +52,7 @@ def make(config):
     (added, visible), has_mask_mod = at_scores.make(config), config.has("mask_mod")
     leaves = user.make(config, "mask_mod") if has_mask_mod else None
     row_term, count_of, of_query = chain.row_term, kept_weights.make(config), lse_delta.of_query(config)
+    work_of = work_tile.of_queries(config, config.tile_m)
     ask, aux, wanted = user.recorded(config), aux_gradient.make(config), len(config.wanted_aux)
 
     @inlined
@@ -71,8 +72,11 @@ def make(config):
             ld_st.store_b32(at + 12, float32(delta).view(np.uint32))
 
     @inlined
-    def put_products(registers, q_smem, thread):
-        lane, warp = thread & int32(31), thread >> int32(5)
+    def put_products(place, registers, smem, thread, score):
+        for x in range(count):
+            registers.acc_dp[x] = float32(0)
+        tiles.multiply(registers, smem, thread)
+        q_smem, lane, warp = smem.q, thread & int32(31), thread >> int32(5)
         for r in range(rows):
             row = int32(warp * 16 + int32(first_row_of(lane)) + r * 8)
             at = q_smem + row * score_row + 4 * int32(first_column_of(lane))
@@ -166,16 +170,28 @@ def make(config):
             row, column = int32(row + AT_ONCE), int32(column + AT_ONCE)
             column = int32(column - tile_n if column >= tile_n else column)
 
-    over_tiles = tiles.loop(nothing, put_products, owe_scores)
+    @inlined
+    def tile_of(block, arrays, strides, sizes):
+        """-> (b, h, query tile); of packed sequences no tile is -1."""
+        if config.packed:
+            work = work_of(block, arrays, strides, sizes)
+            there = work.first_query < work.sequence.seqlen_q
+            return work.sequence.b, work.h, divide(work.first_query, config.tile_m) if there else int32(-1)
+        m_tiles = tiles_of(sizes.seqlen_q, config.tile_m)
+        head_of_all = divide(block, m_tiles)
+        b = divide(head_of_all, sizes.heads)
+        return b, int32(head_of_all - b * int32(sizes.heads)), int32(block - head_of_all * m_tiles)
+
+    over_tiles = tiles.loop(nothing, nothing, put_products, owe_scores)
 
     @cuda.jit
     def flash_attention_mma_daux(arrays, strides, sizes, score):
         thread, block = special.thread_index(), special.block_index()
-        m_tiles = tiles_of(sizes.seqlen_q, config.tile_m)
         n_tiles = tiles_of(sizes.seqlen_k, config.tile_n)
-        head_of_all = divide(block, m_tiles)
-        b = divide(head_of_all, sizes.heads)
-        h, i = int32(head_of_all - b * int32(sizes.heads)), int32(block - head_of_all * m_tiles)
+        b, h, i = tile_of(block, arrays, strides, sizes)
+        if config.packed:
+            if i < 0:
+                return
         own = Range(b, h, i, int32(1), int32(1), int32(0), int32(1), int32(0), n_tiles)
         smem = tiles.places(shared.address(cuda.shared.array(0, uint8)))
         registers = Registers(

@@ -22,7 +22,7 @@ from ..steps.integers import divide, tiles_of
 from ..steps.named import named
 from ..steps.plain import key_queries
 from ..steps.sequence import key_row, query_range, query_row
-from . import backward_scores, query_columns, work_tile
+from . import backward_own_delta, backward_scores, query_columns, work_tile
 from .backward_scores import RowState
 from .work_tile import KeyWork
 
@@ -53,6 +53,7 @@ def make(config):
     states, read = tile_walk.make(config), scores.read
     has_mask, sequence_again = config.has("mask"), sequences.again(config)
     bias_item = ITEM_SIZE[config.dtype_of("bias") or "float32"]
+    own_rows = backward_own_delta.make(config) if config.only_tile else None
 
     @inlined
     def rows_left(work):
@@ -215,7 +216,12 @@ def make(config):
         queries, to = seqlen_q(smem, sizes), smem + int32(plan.other_dp) + stage * do_stage
         left = int32(int32(queries) - tile.t * int32(tile_m))
         load_do(to, source.do, size * strides.do[2], 0, left, config.head_dim_v, special.thread_index())
-        columns.start(tile.t, source.head, smem + int32(plan.rows) + stage * rows_stage, queries, arrays)
+        of_rows = smem + int32(plan.rows) + stage * rows_stage
+        if config.only_tile:
+            work = work_again(smem, arrays, strides, sizes)
+            own_rows(of_rows, work.sequence, work.h_kv, arrays, strides, sizes)
+        else:
+            columns.start(tile.t, source.head, of_rows, queries, arrays)
 
     # Scores.
 
@@ -266,6 +272,6 @@ def make(config):
         return LanePlace(b, h, first_query, q_start, int32(first_key + scores.own_row()))
 
     return named(
-        work_of, rows_left, set_up, work_again, exists, following, needs_mask, load_own, sources, load_s, load_dp,
-        own_row, columns_at, lse, add_deltas, origin_of, lane_place,
+        rows_left, set_up, work_again, exists, following, needs_mask, load_own, sources, load_s, load_dp,
+        own_row, columns_at, lse, add_deltas, origin_of, lane_place, work_of=work_of,
     )  # fmt: skip

@@ -229,6 +229,6 @@ def make(config):
         return LanePlace(b, h, first_query, q_start, scores.first_column(tile.t))
 
     return named(
-        work_of, rows_left, set_up, work_again, exists, following, needs_mask, load_own, sources, load_s, load_dp,
-        own_row, columns_at, lse, add_deltas, origin_of, lane_place,
+        rows_left, set_up, work_again, exists, following, needs_mask, load_own, sources, load_s, load_dp,
+        own_row, columns_at, lse, add_deltas, origin_of, lane_place, work_of=work_of,
     )  # fmt: skip

@@ -10,21 +10,61 @@ Launch: grid (units of 16 queries of all heads / those of a block, rounded up).
 """
 
 import math
+from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import griddepcontrol, special
 from ..steps import lse_delta, row_products, tile_numbers
+from ..steps.inlined import inlined
 from ..steps.integers import divide
+from ..steps.named import named
 from ..steps.sequence import lse_row, query_row
 from ..steps.units import LOG2_E
 
 
-def make(config):
-    lanes, count, turns_of = config.lanes, config.rows_of_lanes, config.turns_of
-    products, turn_words = row_products.make(config), 2 * config.dq_partials
-    numbers = tile_numbers.make(config, turns_of, False) if config.in_order and turns_of else None
+class Known(NamedTuple):
+    """Of a query: what the backward kernels read of it. own: whether the lane has one."""
+
+    query: Any
+    own: Any
+    lse: Any
+    minus_delta: Any
+
+
+def of_rows(config):
+    """-> device functions. find(rows, lane, arrays, strides, sizes): Known of the lane's own one of these Rows
+    (kernels/steps/row_products.py). put(known, rows, arrays, sizes): to where the backward kernels read it."""
+    count, products = config.rows_of_lanes, row_products.make(config)
     unit, inf = float32(1.0 if config.natural else LOG2_E), float32(math.inf)
+
+    @inlined
+    def find(rows, lane, arrays, strides, sizes):
+        sequence, h, query = rows.sequence, rows.h, int32(rows.first + (lane & int32(count - 1)))
+        own = lane < count
+        lse, dlse = inf, float32(0)
+        if own and query < sequence.seqlen_q:
+            lse = float32(arrays.lse[lse_row(sequence, h, query, sizes)]) * unit
+            lse = inf if lse == -inf else lse
+            if config.has_dlse:
+                dlse = arrays.dlse[query_row(strides.dlse, sequence, h, query)]
+        delta = products.sum_of_row(rows, lane, arrays, strides) - dlse
+        return Known(query, own, lse, -delta)
+
+    @inlined
+    def put(known, rows, arrays, sizes):
+        if known.own and known.query < lse_delta.row_blocks(rows.sequence.seqlen_q) * 16:
+            at = lse_delta.block_row(rows.sequence, rows.h, known.query, sizes)
+            arrays.lse_delta[at] = known.lse
+            arrays.lse_delta[at + lse_delta.MINUS_DELTA] = known.minus_delta
+
+    return named(find, put, rows_of=products.rows_of)
+
+
+def make(config):
+    lanes, turns_of, turn_words = config.lanes, config.turns_of, 2 * config.dq_partials
+    known_rows = of_rows(config)
+    numbers = tile_numbers.make(config, turns_of, False) if config.in_order and turns_of else None
 
     @cuda.jit
     def preprocess(arrays, strides, sizes):
@@ -32,16 +72,8 @@ def make(config):
             griddepcontrol.launch_dependents()
         thread, block = special.thread_index(), special.block_index()
         lane = int32(thread % lanes)
-        rows = products.rows_of(thread, block, arrays, strides, sizes)
-        sequence, h, query = rows.sequence, rows.h, int32(rows.first + (lane & int32(count - 1)))
-        seqlen_q, own = sequence.seqlen_q, lane < count
-        lse, dlse = inf, float32(0)
-        if own and query < seqlen_q:
-            lse = float32(arrays.lse[lse_row(sequence, h, query, sizes)]) * unit
-            lse = inf if lse == -inf else lse
-            if config.has_dlse:
-                dlse = arrays.dlse[query_row(strides.dlse, sequence, h, query)]
-        delta = products.sum_of_row(rows, lane, arrays, strides) - dlse
+        rows = known_rows.rows_of(thread, block, arrays, strides, sizes)
+        known, seqlen_q = known_rows.find(rows, lane, arrays, strides, sizes), rows.sequence.seqlen_q
         if turns_of:
             if block == 0 and thread == 0:
                 arrays.turns[0] = uint32(0)
@@ -49,14 +81,11 @@ def make(config):
                 words = int64(sizes.heads) * numbers.count(sizes) * turn_words
                 for word in range(block * config.threads + thread, words, special.block_count() * config.threads):
                     arrays.turns[lse_delta.TURNS_AT + word] = uint32(0)
-            elif own and query < seqlen_q and query % turns_of == 0:
+            elif known.own and known.query < seqlen_q and known.query % turns_of == 0:
                 tiles = divide(int32(seqlen_q + (turns_of - 1)), turns_of)
-                tile = int64(rows.head_of_all) * tiles + query // turns_of
+                tile = int64(rows.head_of_all) * tiles + known.query // turns_of
                 for word in range(turn_words):
                     arrays.turns[lse_delta.TURNS_AT + turn_words * tile + word] = uint32(0)
-        if own and query < lse_delta.row_blocks(seqlen_q) * 16:
-            at = lse_delta.block_row(sequence, h, query, sizes)
-            arrays.lse_delta[at] = lse
-            arrays.lse_delta[at + lse_delta.MINUS_DELTA] = -delta
+        known_rows.put(known, rows, arrays, sizes)
 
     return preprocess

@@ -15,18 +15,19 @@ several blocks share is 0 before a launch and behind it.
 
 from typing import Any, NamedTuple
 
-from numba import cuda, float32, int32, int64, uint8, uint32
+from numba import cuda, int32, int64, uint8, uint32
 
 from ...config.forward import tile_bytes
 from ...ptx import cp_async, ld_st, local, memory, shared, special
 from ..recompute import cache_rows
 from ..score import fragment_functions, fragment_softmax, fragments, kept_weights
 from ..score import reads as score_reads
-from ..steps import async_tiles
+from ..steps import async_tiles, numbers
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.plain import first_column_of, first_row_of, row_keys
 from ..steps.units import LOG2_E
-from . import decode_nodes, decode_prefixes, decode_rows, decode_tiles, decode_work, products_16bit
+from . import decode_nodes, decode_prefixes, decode_rows, decode_tiles, decode_work
+from .forward import PRODUCTS
 
 
 class Registers(NamedTuple):
@@ -77,24 +78,28 @@ class Places(NamedTuple):
 
 def make(config):
     scores, plan, tile_n, warp_rows = config.scores, config.shared_layout(), config.tile_n, config.warp_rows
-    strips, rows, group, key_warps = warp_rows // 16, warp_rows // 8, config.group_size, config.KEY_WARPS
+    strips, rows, group, key_warps = warp_rows // 16, config.lane_rows, config.group_size, config.key_warps
+    tile_rows = 2 * strips  # those of a lane in products; it has `rows` of them
     o_count, s_count = strips * config.head_dim_v_padded // 2, strips * (tile_n // 8) * 4
     stages, stage_bytes, keys, in_chunk = config.stages, config.stage_bytes, config.keys, config.CHUNK // config.keys
-    of_warp_k, of_warp_v = tile_bytes(tile_n, config.head_dim_padded), tile_bytes(tile_n, config.head_dim_v_padded)
-    work, products, shares = decode_work.make(config), products_16bit.make(config), config.members > 1
+    of_warp_k, of_warp_v = (
+        tile_bytes(tile_n, columns, config.item_size) for columns in (config.head_dim_padded, config.head_dim_v_padded)
+    )
+    work, products, shares = decode_work.make(config), PRODUCTS[config.dtype].make(config), config.members > 1
+    real = numbers.of(config.compute_dtype).real
     tiles = decode_tiles.make(config, work.sequence_of)
     arrive, slots_of = decode_prefixes.arrivals(config, work.member_of)
     nodes, write_rows = decode_nodes.of_chunks(config), decode_rows.make(config)
     recompute_rows = cache_rows.make(config)
     pair_count = nodes.count + 2 * rows if config.pair_registers else 1
     node_count, shared_levels = nodes.count + 2 * rows, decode_nodes.Shared(*config.shared_stack)
-    _, carry = decode_nodes.joins(nodes.count, rows, shared_levels, config.pair_registers)
+    _, carry = decode_nodes.joins(config.compute_dtype, nodes.count, rows, shared_levels, config.pair_registers)
     on_fragments, row_term = fragments.tile(scores, strips), fragments.chain(scores).row_term
     read, has_mask = score_reads.make(scores, strips), config.has("mask")
     functions, kept_weight = fragment_functions.make(scores, strips), kept_weights.on_fragments(scores, strips, tile_n)
-    softmax, mask_words = fragment_softmax.make(scores, strips), on_fragments.mask_words
+    softmax, mask_words = fragment_softmax.make(scores, strips, rows), on_fragments.mask_words
     wait_all, wait_oldest = cp_async.wait_group(0), cp_async.wait_group(stages - 2)
-    log2_e, first_stack = float32(LOG2_E), (config.most_parts + config.blocks) * config.slot_numbers
+    log2_e, first_stack = real(LOG2_E), (config.most_parts + config.blocks) * config.slot_numbers
     level_step, chunk_bits = config.node_numbers * config.threads, in_chunk.bit_length() - 1
 
     @inlined
@@ -120,7 +125,14 @@ def make(config):
             begin, end, tiles.pages_of(sequence, arrays, strides),
         )  # fmt: skip
 
-    rescale = fragment_softmax.rescaler(strips, config.head_dim_v_padded // 8)
+    rescale = fragment_softmax.rescaler(strips, config.head_dim_v_padded // 8, rows)
+
+    @inlined
+    def leave_out(acc_s):
+        """The weights of rows that are none are 0."""
+        if rows < tile_rows:
+            for n in range(tile_n // 8):
+                acc_s[4 * n + 2], acc_s[4 * n + 3] = real(0), real(0)
 
     @inlined
     def scores_of(j, registers, tile, row, lane, arrays, strides, sizes, score):
@@ -159,6 +171,7 @@ def make(config):
                 registers.kept, first_key, sequence.b, tile.h, first_row, sequence.q_start, arrays, sizes
             )
             kept_weight.drop(registers.acc_s, registers.kept)
+        leave_out(registers.acc_s)
         products.to_p(registers.acc_s, registers.p_frag)
         rescale(registers.acc_o, registers.alpha, moved)
         products.multiply_p_v(registers.acc_o, registers.p_frag, registers.kv_frag, int32(places.v_lane + at))
@@ -167,7 +180,7 @@ def make(config):
     def begin_chunk(registers):
         softmax.start(registers.m, registers.l)
         for i in range(o_count):
-            registers.acc_o[i] = float32(0)
+            registers.acc_o[i] = real(0)
 
     @inlined
     def walk(tile, slot, registers, places, stack, lane, key_warp, row_warp, arrays, strides, sizes, score):
@@ -180,7 +193,7 @@ def make(config):
         begin_chunk(registers)
         if j >= tile.end:
             for e in range(node_count):
-                registers.node[e] = float32(0)
+                registers.node[e] = real(0)
             nodes.put(registers.node, slot, tile.rows_left, lane, key_warp, row_warp, arrays)
         while j < tile.end:
             wait_oldest()
@@ -193,7 +206,8 @@ def make(config):
                 tiles.load_keys(places.ring, places.rows, ahead)
             cp_async.commit_group()
             entry, page_row = tiles.look_up(j + stages, tile, arrays, strides, sizes)
-            step(j, stage, registers, places, tile, row, lane, key_warp, arrays, strides, sizes, score)
+            if not shares or row_warp * warp_rows < tile.rows_left:  # a sequence's own rows are few, a tile's of all
+                step(j, stage, registers, places, tile, row, lane, key_warp, arrays, strides, sizes, score)
             tiles.put_place(places.rows, stage, entry, page_row, tile, arrays, strides, sizes)
             last = j + 1 == tile.end
             if (j & (in_chunk - 1)) == in_chunk - 1 or last:
@@ -210,33 +224,35 @@ def make(config):
 
     @inlined
     def begin_tile(tile, q_smem, places, thread, arrays, strides, sizes):
-        """Starts the copies of Q and of the first tiles of keys."""
+        """Starts the copies of the first tiles of keys and of Q: the most bytes first."""
         entries, page_rows = local.array(stages, uint32), local.array(stages, int32)
         for stage in range(stages):
             entries[stage], page_rows[stage] = tiles.look_up(tile.begin + stage, tile, arrays, strides, sizes)
-        tiles.load_q(q_smem, tile.sequence, tile.h, tile.first_row, tile.rows_left, thread, arrays, strides, sizes)
-        for stage in range(stages):
-            entry, page_row = entries[stage], page_rows[stage]
-            tiles.put_place(places.rows, int32(stage), entry, page_row, tile, arrays, strides, sizes)
+        for stage in range(stages - 1):
+            tiles.put_place(places.rows, int32(stage), entries[stage], page_rows[stage], tile, arrays, strides, sizes)
         cuda.syncthreads()
         for stage in range(stages - 1):
             if tile.begin + stage < tile.end:
                 tiles.load_keys(places.ring, places.rows, int32(stage))
+            if stage == 0:
+                tiles.load_q(
+                    q_smem, tile.sequence, tile.h, tile.first_row, tile.rows_left, thread, arrays, strides, sizes
+                )
             cp_async.commit_group()
+        stage = stages - 1
+        tiles.put_place(places.rows, int32(stage), entries[stage], page_rows[stage], tile, arrays, strides, sizes)
 
     @inlined
     def is_last(item, last_smem, thread, arrays):
         """Behind the node that this block handed over: whether all others of its row tile are there, too."""
-        cuda.threadfence()
         cuda.syncthreads()
         if thread == 0:
             counter = memory.address(arrays.counters, int64(item.node_slot))
-            arrived = memory.add(counter, uint32(1))
+            arrived = memory.add_acq_rel(counter, uint32(1))
             if arrived == uint32(item.nodes - 1):
                 memory.exchange(counter, uint32(0))
             ld_st.store_b32(last_smem, arrived)
         cuda.syncthreads()
-        cuda.threadfence()
         return ld_st.load_b32(last_smem) == uint32(item.nodes - 1)
 
     @inlined
@@ -260,7 +276,7 @@ def make(config):
         key_warp, row_warp = warp & int32(key_warps - 1), warp // int32(key_warps)
         smem = cuda.shared.array(0, uint8)
         q_smem = async_tiles.aligned(shared.address(smem))  # (tile_m, head_dim_padded)
-        ring = q_smem + int32(plan.ring)  # (stages, KEY_WARPS, tile_n, head_dim_padded and head_dim_v_padded)
+        ring = q_smem + int32(plan.ring)  # (stages, key_warps, tile_n, head_dim_padded and head_dim_v_padded)
         flags, last_smem = int32(q_smem + plan.flags), int32(q_smem + plan.last)
         k_smem, v_smem = ring + key_warp * of_warp_k, ring + tiles.v_at + key_warp * of_warp_v
         q_lane, k_lane, v_lane, _ = products.lanes(lane, row_warp, q_smem, k_smem, v_smem)
@@ -268,41 +284,40 @@ def make(config):
             ring, int32(q_smem + plan.places), int32(q_smem + plan.states), int32(q_lane), int32(k_lane), int32(v_lane)
         )
         registers = Registers(
-            local.array(s_count, float32),  # acc_s (strips, tile_n / 8, 4)
-            local.array(o_count, float32),  # acc_o (strips, head_dim_v_padded / 8, 4)
+            local.array(s_count, real),  # acc_s (strips, tile_n / 8, 4)
+            local.array(o_count, real),  # acc_o (strips, head_dim_v_padded / 8, 4)
             local.array(products.p_count, products.register),
             local.array(products.q_count, products.register),
             local.array(products.kv_count, products.register),
             local.array(read.bias_words, read.bias_type),
-            local.array(rows, float32),
-            local.array(rows, float32),
-            local.array(rows, float32),
-            local.array(rows, float32),
-            local.array(rows, float32),
+            local.array(rows, real),
+            local.array(rows, real),
+            local.array(rows, real),
+            local.array(tile_rows, real),
+            local.array(tile_rows, real),
             local.array(mask_words, uint32),
             local.array(read.bits_words, uint32),
             local.array(kept_weight.words, uint32),
-            local.array(node_count, float32),
+            local.array(node_count, real),
         )
         stack_at = int64(first_stack) + (int64(block) * sizes.levels) * level_step + thread
         if shares:  # behind a slot of each sequence, and what is noted there
             stack_at += sizes.batch * sizes.heads_kv * (config.slot_numbers + 2)
-        pair_registers = local.array(pair_count, float32)
+        pair_registers = local.array(pair_count, real)
         row = row_warp * warp_rows + int32(first_row_of(lane))
         first = int32(q_smem + plan.stack + (key_warp * config.stack_rows + row) * 16 + (lane & 3) * 4)
         stack = decode_nodes.Stack(pair_registers, first, stack_at, level_step, config.threads)
         level, number = work.level_of(lane, arrays, strides, sizes), int32(block)
         cursor = decode_work.Cursor(int32(0), int32(0), int32(0))
-        while True:
-            item, cursor = work.next_item(cursor, number, level, lane, arrays, strides, sizes)
-            if item.b < 0:
-                break
-            number = int32(number + special.block_count())
+        item, cursor = work.next_item(cursor, number, level, lane, arrays, strides, sizes)
+        while item.b >= 0:
             tile = tile_of(item, level, arrays, strides, sizes)
-            for r in range(rows):
+            for r in range(tile_rows):
                 row = uint32(tile.first_row + row_warp * warp_rows + int32(first_row_of(lane)) + r * 8)
                 registers.term[r] = row_term(tile.sequence.b, int32(tile.h + row % uint32(group)), arrays, strides)
             begin_tile(tile, q_smem, places, thread, arrays, strides, sizes)
+            number = int32(number + special.block_count())
+            following, cursor = work.next_item(cursor, number, level, lane, arrays, strides, sizes)
             own, joined = int32(config.most_parts + block), item.nodes > 1
             if shares:
                 joined = joined or item.members > 0
@@ -320,5 +335,6 @@ def make(config):
                 finish(item, own, tile, flags, stack_at, thread, warp, lane, arrays, strides, sizes, score)
             wait_all()
             cuda.syncthreads()  # everyone is done with shared memory
+            item = following
 
     return flash_attention_decode

@@ -12,17 +12,15 @@ Numbers of a node lie in one array: those of O, then m of each row, then l of ea
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, int32, int64, uint32
 
-from ...ptx import approx, ld_st, local, minmax, shfl
+from ...ptx import ld_st, local
 from ..steps import numbers
 from ..steps.inlined import inlined
 from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.repeated import repeated
 from ..steps.units import LOG2_E, exponent_unit
-
-ex2, maximum = approx.ex2, minmax.maximum
 
 
 class Stack(NamedTuple):
@@ -46,14 +44,16 @@ class Shared(NamedTuple):
     number_bytes: int
 
 
-def joins(o_count, rows, shared=Shared(0, 0, 0), in_registers=True):
+def joins(dtype, o_count, rows, shared=Shared(0, 0, 0), in_registers=True):
     """-> (join, carry), device functions for nodes of so many numbers of O and rows. The numbers of O are those of one
     row, or in the order of fragments: four of a block, two for each of two rows, and blocks of a strip of 16 rows.
 
-    in_registers: whether nodes of level 0 wait in registers.
+    in_registers: whether nodes of level 0 wait in registers. None waits in shared memory in float64.
     """
+    real, ex2, maximum = (of := numbers.of(dtype)).real, of.exp2, of.maximum
     of_row, in_strip = o_count // rows, o_count // max(rows // 2, 1) // 4
     count, outside = o_count + 2 * rows, 1 if in_registers else 0  # outside: the first level that is not in registers
+    in_shared = shared.levels > 0
 
     @inlined
     def number(r, n):
@@ -61,67 +61,97 @@ def joins(o_count, rows, shared=Shared(0, 0, 0), in_registers=True):
         return ((r // 2) * in_strip + n // 2) * 4 + (r % 2) * 2 + n % 2 if rows > 1 else n
 
     @inlined
+    def factors_of(left_m, left_l, node, at, r):
+        """m and l of row r of node[at :] <- with those to the left. -> what the left and the right numbers of O are
+        multiplied by, and whether the node is the left one, or both. One of no keys leaves the other's bits: they are
+        not 0 plus them."""
+        m, l = node[at + o_count + r], node[at + o_count + rows + r]
+        top = maximum(left_m, m)
+        left_factor, factor = ex2(left_m - top), ex2(m - top)
+        of_left, of_both = l == real(0), left_l != real(0) and l != real(0)
+        sums = cuda.fma(left_l, left_factor, l * factor)
+        node[at + o_count + r] = top if of_both else left_m if of_left else m
+        node[at + o_count + rows + r] = sums if of_both else left_l if of_left else l
+        return left_factor, factor, of_left, of_both
+
+    @inlined
     def join(left, left_at, node, at):
-        """node[at :] <- left[left_at :] and node[at :], which has the keys behind. A node of no keys leaves the other's
-        bits: they are not 0 plus them."""
+        """node[at :] <- left[left_at :] and node[at :], which has the keys behind."""
         for r in range(rows):
             left_m, left_l = left[left_at + o_count + r], left[left_at + o_count + rows + r]
-            m, l = node[at + o_count + r], node[at + o_count + rows + r]
-            top = maximum(left_m, m)
-            left_factor, factor = ex2(left_m - top), ex2(m - top)
-            of_left, of_both = l == float32(0), left_l != float32(0) and l != float32(0)
+            left_factor, factor, of_left, of_both = factors_of(left_m, left_l, node, at, r)
             for n in range(of_row):
                 e = number(r, n)
                 both = cuda.fma(left[left_at + e], left_factor, node[at + e] * factor)
                 node[at + e] = both if of_both else left[left_at + e] if of_left else node[at + e]
-            sums = cuda.fma(left_l, left_factor, l * factor)
-            node[at + o_count + r] = top if of_both else left_m if of_left else m
-            node[at + o_count + rows + r] = sums if of_both else left_l if of_left else l
 
     @inlined
     def index_of(r, n):
         return number(r, n) if n < of_row else o_count + r + (n - of_row) * rows
 
-    def mover(stores):
+    @inlined
+    def shared_place(stack, level, r):
+        return int32(stack.first + (level - outside) * shared.level_bytes + r * 128)
+
+    @inlined
+    def put(node, stack, level, there, arrays):
+        """The existing rows of a node wait."""
+        place = stack.rest + int64(level) * stack.level_step
+        for r in range(rows):
+            if (there >> r) & 1 != 0:
+                if in_shared and level < outside + shared.levels:
+                    at = shared_place(stack, level, r)
+                    for n in range(of_row + 2):
+                        ld_st.store_b32(int32(at + n * shared.number_bytes), node[index_of(r, n)].view(np.uint32))
+                else:
+                    for n in range(of_row + 2):
+                        e = index_of(r, n)
+                        arrays.partials[place + e * stack.step] = node[e]
+
+    def joiner(reads):
+        """reads(stack, level, arrays, r, n): the n-th number of row r of the node that waits on a level."""
+
         @inlined
-        def move(node, stack, level, there, arrays):
-            """Stores the existing rows of a node, or loads them."""
-            place = stack.rest + int64(level) * stack.level_step
-            for r in range(rows):
-                if (there >> r) & 1 != 0:
-                    if level < outside + shared.levels:
-                        at = int32(stack.first + (level - outside) * shared.level_bytes + r * 128)
-                        for n in range(of_row + 2):
-                            e, word_at = index_of(r, n), int32(at + n * shared.number_bytes)
-                            if stores:
-                                ld_st.store_b32(word_at, node[e].view(np.uint32))
-                            else:
-                                node[e] = ld_st.load_b32(word_at).view(np.float32)
-                    else:
-                        for n in range(of_row + 2):
-                            e = index_of(r, n)
-                            if stores:
-                                arrays.partials[place + e * stack.step] = node[e]
-                            else:
-                                node[e] = arrays.partials[place + e * stack.step]
+        def join_row(r, node, stack, level, arrays):
+            left_m, left_l = reads(stack, level, arrays, r, of_row), reads(stack, level, arrays, r, of_row + 1)
+            left_factor, factor, of_left, of_both = factors_of(left_m, left_l, node, 0, r)
+            for n in range(of_row):
+                e, left = number(r, n), reads(stack, level, arrays, r, n)
+                both = cuda.fma(left, left_factor, node[e] * factor)
+                node[e] = both if of_both else left if of_left else node[e]
 
-        return move
+        return join_row
 
-    put, get = mover(True), mover(False)
+    @inlined
+    def in_shared_memory(stack, level, arrays, r, n):
+        return ld_st.load_b32(int32(shared_place(stack, level, r) + n * shared.number_bytes)).view(np.float32)
+
+    @inlined
+    def in_global_memory(stack, level, arrays, r, n):
+        return arrays.partials[stack.rest + int64(level) * stack.level_step + index_of(r, n) * stack.step]
+
+    join_from_shared, join_from_global = joiner(in_shared_memory), joiner(in_global_memory)
+
+    @inlined
+    def join_waiting(node, stack, level, there, arrays):
+        """The existing rows of a node <- with those that wait on a level."""
+        for r in range(rows):
+            if (there >> r) & 1 != 0:
+                if in_shared and level < outside + shared.levels:
+                    join_from_shared(r, node, stack, level, arrays)
+                else:
+                    join_from_global(r, node, stack, level, arrays)
 
     @inlined
     def carry(node, index, last, waiting, there, stack, arrays):
         """Joins the index-th node with those to its left that wait for it. If it is the last one, with all that wait;
         otherwise the result waits. -> the levels on which one waits, as bits. there: the rows that exist, as bits."""
-        other, level, rest = local.array(count, float32), int32(0), int32(index)
-        for e in range(count):
-            other[e] = float32(0)
+        level, rest = int32(0), int32(index)
         if in_registers and waiting & int32(1) != 0:
             join(stack.registers, 0, node, 0)
         while rest & int32(1) != 0 or (last and waiting >> level != 0):
             if level >= outside and (waiting >> level) & int32(1) != 0:
-                get(other, stack, level, there, arrays)
-                join(other, 0, node, 0)
+                join_waiting(node, stack, level, there, arrays)
             waiting = int32(waiting & ~(int32(1) << level))
             level, rest = int32(level + 1), int32(rest >> int32(1))
         if not last:
@@ -138,16 +168,58 @@ def joins(o_count, rows, shared=Shared(0, 0, 0), in_registers=True):
 
 def of_chunks(config):
     """-> device functions: join_warps, put."""
-    strips, rows, key_warps = config.warp_rows // 16, config.warp_rows // 8, config.KEY_WARPS
+    rows, key_warps = config.lane_rows, config.key_warps
     columns, o_blocks = config.head_dim_v_padded, config.head_dim_v_padded // 8
     blocks, row_warps, at_once = o_blocks // key_warps, config.tile_m // config.warp_rows, config.parts_at_once
-    count, to_log2 = strips * blocks * 4, float32(LOG2_E / exponent_unit(config))
-    natural = exponent_unit(config) == 1.0
-    bfly, lowest = shfl.bfly_f32, numbers.of(config.compute_dtype).lowest
+    of, double, size = numbers.of(config.compute_dtype), config.compute_dtype == "float64", config.number_size
+    real, ex2, maximum, bfly, ceil = of.real, of.exp2, of.maximum, of.bfly, of.ceil
+    count, to_log2 = rows * blocks * 2, real(LOG2_E / exponent_unit(config))
+    natural, pair, chunk = exponent_unit(config) == 1.0, 2 * size, 1 if config.item_size == 2 else 16 // size
+
+    @inlined
+    def store_pair(at, first, second):
+        if double:
+            two = local.array(2, real)
+            two[0], two[1] = first, second
+            ld_st.store_v2_f64(int32(at), two, 0)
+        else:
+            ld_st.store_b32(int32(at), first.view(np.uint32))
+            ld_st.store_b32(int32(at + 4), second.view(np.uint32))
+
+    @inlined
+    def load_pair(at):
+        if double:
+            two = local.array(2, real)
+            ld_st.load_v2_f64(two, 0, int32(at))
+            return two[0], two[1]
+        return ld_st.load_b32(int32(at)).view(np.float32), ld_st.load_b32(int32(at + 4)).view(np.float32)
+
+    @inlined
+    def store_four(at, four):
+        if double:
+            ld_st.store_v2_f64(int32(at), four, 0)
+            ld_st.store_v2_f64(int32(at + 16), four, 2)
+        else:
+            words = local.array(4, uint32)
+            for i in range(4):
+                words[i] = four[i].view(np.uint32)
+            ld_st.store_v4(int32(at), words, 0)
+
+    @inlined
+    def load_four(four, at):
+        if double:
+            ld_st.load_v2_f64(four, 0, int32(at))
+            ld_st.load_v2_f64(four, 2, int32(at + 16))
+        else:
+            words = local.array(4, uint32)
+            ld_st.load_v4(words, 0, int32(at))
+            for i in range(4):
+                four[i] = words[i].view(np.float32)
 
     @inlined
     def exchange_place(exchange, part, key_warp, row_warp, lane):
-        return int32(exchange + ((part * key_warps + key_warp) * row_warps + row_warp) * (count * 128) + lane * 16)
+        warp = (part * key_warps + key_warp) * row_warps + row_warp
+        return int32(exchange + warp * (count * 32 * size) + lane * (4 * size))
 
     @inlined
     def join_states(m, l, node, factor, states, lane, key_warp, row_warp):
@@ -157,51 +229,55 @@ def of_chunks(config):
         for r in range(rows):
             l[r] += bfly(l[r], 2)
             if natural:
-                m[r] = maximum(m[r] * to_log2, lowest)
-        own = states + (key_warp * config.tile_m + row_warp * config.warp_rows + int32(first_row_of(lane))) * 8
+                m[r] = maximum(m[r] * to_log2, of.lowest)
+        own = states + (key_warp * config.tile_m + row_warp * config.warp_rows + int32(first_row_of(lane))) * pair
         if lane & 3 == 0:
             for r in range(rows):
-                ld_st.store_b32(int32(own + r * 64), m[r].view(np.uint32))
-                ld_st.store_b32(int32(own + r * 64 + 4), l[r].view(np.uint32))
+                store_pair(own + r * 8 * pair, m[r], l[r])
         cuda.syncthreads()  # everyone is done with the tile, too
-        first = states + (row_warp * config.warp_rows + int32(first_row_of(lane))) * 8
+        first = states + (row_warp * config.warp_rows + int32(first_row_of(lane))) * pair
         for r in range(rows):
             top = m[r]
             for w in range(key_warps):
-                other = ld_st.load_b32(int32(first + w * config.tile_m * 8 + r * 64)).view(np.float32)
+                other, _ = load_pair(first + (w * config.tile_m + r * 8) * pair)
                 top = maximum(top, other)
-            top, total = approx.ceil(top), float32(0)
+            top, total = ceil(top), real(0)
             for w in range(key_warps):
-                at = int32(first + w * config.tile_m * 8 + r * 64)
-                other_m, other_l = ld_st.load_b32(at).view(np.float32), ld_st.load_b32(at + 4).view(np.float32)
+                other_m, other_l = load_pair(first + (w * config.tile_m + r * 8) * pair)
                 total = cuda.fma(other_l, ex2(other_m - top), total)
             node[count + r], node[count + rows + r] = top, total
             factor[r] = ex2(m[r] - top)
 
     @inlined
+    def place_of(block, i):
+        """Of number 4 * block + i of a node: the strip, the block of columns, the element of it, and the row."""
+        if rows == 1:
+            return 0, 2 * block + i // 2, i % 2, 0
+        return block // blocks, block % blocks, i, block // blocks * 2 + i // 2
+
+    @inlined
     def give(first, acc_o, factor, exchange, lane, key_warp, row_warp):
-        four = local.array(4, uint32)
+        four = local.array(4, real)
         for part in range(at_once):
             to = exchange_place(exchange, part, key_warp, row_warp, lane)
-            for strip in range(strips):
-                for u in range(blocks):
-                    for i in range(4):
-                        o = acc_o[(strip * o_blocks + (first + part) * blocks + u) * 4 + i]
-                        four[i] = (o * factor[strip * 2 + i // 2]).view(np.uint32)
-                    ld_st.store_v4(int32(to + (strip * blocks + u) * 512), four, 0)
+            for block in range(count // 4):
+                for i in range(4):
+                    strip, u, of_block, r = place_of(block, i)
+                    four[i] = acc_o[(strip * o_blocks + (first + part) * blocks + u) * 4 + of_block] * factor[r]
+                store_four(to + block * (128 * size), four)
 
     @inlined
     def take(first, node, exchange, lane, key_warp, row_warp):
-        part, four = int32(key_warp - first), local.array(4, uint32)
+        part, four = int32(key_warp - first), local.array(4, real)
         if part >= 0 and part < at_once:
             for block in range(count // 4):
                 for i in range(4):
-                    node[block * 4 + i] = float32(0)
+                    node[block * 4 + i] = real(0)
                 for w in range(key_warps):
                     at = exchange_place(exchange, part, w, row_warp, lane)
-                    ld_st.load_v4(four, 0, int32(at + block * 512))
+                    load_four(four, at + block * (128 * size))
                     for i in range(4):
-                        node[block * 4 + i] += four[i].view(np.float32)
+                        node[block * 4 + i] += four[i]
 
     @inlined
     def join_part(number, acc_o, node, factor, exchange, lane, key_warp, row_warp):
@@ -227,15 +303,18 @@ def of_chunks(config):
         """Hands a node over: O of each row, then m and l of each row."""
         base = int64(slot) * config.slot_numbers
         first_row = int32(row_warp * config.warp_rows + int32(first_row_of(lane)))
-        column = key_warp * (blocks * 8) + int32(first_column_of(lane))
+        in_panel = int32(first_column_of(lane)) * chunk
         for r in range(rows):
             row = first_row + r * 8
             if row < rows_left:
-                at = base + row * columns + column
+                at = base + row * columns + in_panel
                 for u in range(blocks):
-                    e = ((r // 2) * blocks + u) * 4 + (r % 2) * 2
-                    arrays.partials[at + u * 8] = node[e]
-                    arrays.partials[at + u * 8 + 1] = node[e + 1]
+                    e = 2 * u if rows == 1 else ((r // 2) * blocks + u) * 4 + (r % 2) * 2
+                    block = key_warp * blocks + u
+                    # A panel of products_float32.py has 8 * chunk columns, as many blocks as a chunk.
+                    column = int32(block // chunk * (8 * chunk) + block % chunk)
+                    arrays.partials[at + column] = node[e]
+                    arrays.partials[at + column + chunk] = node[e + 1]
                 if key_warp == 0 and lane & 3 == 0:
                     state = base + config.tile_m * columns + row * 2
                     arrays.partials[state] = node[count + r]

@@ -2,7 +2,7 @@
 
 Where a row of K or V lies is looked up by one thread, a tile ahead of the copies, and noted in shared memory as an
 address; 0 is no row. Those that a thread copies lie side by side, and are loaded two at a time. A tile of K or V is
-config.KEY_WARPS tiles of config.tile_n keys, one for each key warp.
+config.key_warps tiles of config.tile_n keys, one for each key warp.
 
 Keys before the first one that a row of the block sees and behind the last are not read: the pages of a window's past
 may belong to others by now. Numbers of pages that do not exist are zeros.
@@ -90,10 +90,11 @@ def make(config, sequence_of):
             ld_st.store_v2(int32(places + stage * stage_places + at * 8), two, 0)
 
     def of_rows(columns, head_dim):
-        pieces, tile = columns * size // piece, tile_bytes(warp_keys, columns)
+        pieces, tile = columns * size // piece, tile_bytes(warp_keys, columns, size)
         # As in steps/async_tiles.py: if a thread keeps its column, its places are constants apart.
         rows_a_step, steps = threads // pieces, -(-keys * pieces // threads)
         regular = threads % pieces == 0 and keys % (2 * rows_a_step) == 0  # powers of 2
+        words_of_all = 2 * steps + 2
 
         @inlined
         def note(row):
@@ -110,17 +111,17 @@ def make(config, sequence_of):
 
         @inlined
         def load(target, places, thread):
-            row, words = int32(uint32(thread) // uint32(pieces)), local.array(4, uint32)
+            row, words = int32(uint32(thread) // uint32(pieces)), local.array(words_of_all, uint32)
             n = int32(thread - row * pieces)
             if regular:
-                to, noted = int32(target + place_in(row, n)), int32(places + row * (steps * 8))
+                for step in range(0, steps, 2):  # all of them first: shared memory takes longer than an instruction
+                    ld_st.load_v4(words, 2 * step, int32(places + row * (steps * 8) + step * 8))
+                to = int32(target + place_in(row, n))
                 count = min(max(size * head_dim - piece * n, 0), piece)
                 for step in range(steps):
-                    first, two = step * rows_a_step, step % 2 * 2
+                    first = step * rows_a_step
                     here = (to ^ int32((first & 7) << 4)) + int32(first // warp_keys * tile + first % warp_keys * 128)
-                    if step % 2 == 0:
-                        ld_st.load_v4(words, 0, int32(noted + step * 8))
-                    place = address(words, two)
+                    place = address(words, 2 * step)
                     copy(int32(here), place + int64(n * piece), count if place != 0 else 0)
             else:
                 for step in range(steps):
@@ -137,7 +138,7 @@ def make(config, sequence_of):
         return load, note
 
     (load_k, k_note), (load_v, v_note) = of_rows(columns, config.head_dim), of_rows(columns_v, config.head_dim_v)
-    v_at = tile_bytes(keys, columns)
+    v_at = tile_bytes(keys, columns, size)
 
     @inlined
     def load_keys(ring, places, stage):

@@ -23,7 +23,7 @@ from ..steps.plain import row_keys
 from ..steps.sequence import Sequence
 from . import decode_prefixes
 
-LEVELS = 4
+LEVELS = 8
 MANY = 1 << 24  # of a lane's items: more are not told apart, so that sums fit into 32 bits
 
 
@@ -117,12 +117,9 @@ def make(config):
                     more = items_of(b, chunks, int32(level + n), int32(0))
                     counts[n] = int32(min(counts[n] + more, MANY))
                 b = int32(b + 32)
-            for distance in (1, 2, 4, 8, 16):
-                for n in range(LEVELS):
-                    counts[n] += int32(shfl.bfly_b32(uint32(counts[n]), distance))
             above = int32(0)
             for n in range(LEVELS):
-                above += int32(1) if int64(counts[n]) * sizes.heads_kv > most else int32(0)
+                above += int32(1) if int64(shfl.sum_s32(counts[n])) * sizes.heads_kv > most else int32(0)
             level = int32(level + above)
             if above < LEVELS:
                 return level
@@ -220,6 +217,7 @@ def _sequence(config):
     """-> sequence_of(b, arrays, strides, sizes). Lengths are clamped to the room of a sequence: they are on the
     device."""
     packed, csr, q_start_of = config.packed, config.pages == "csr", sequence.first_position(config)
+    keys_of = sequence.valid_keys(config)
     indices, indptr, by_indices, by_indptr = pages.places_of_pages(config)
 
     @inlined
@@ -229,7 +227,7 @@ def _sequence(config):
             total, by = strides[by_indices][0], strides[by_indptr][1]
             first = max(int64(arrays[indptr][b * by]), 0)
             room = min(max(min(int64(arrays[indptr][(b + 1) * by]), total) - first, 0) * sizes.page, room)
-        keys = min(max(int64(arrays.seqlens_k[b * strides.seqlens_k]), 0), room)
+        keys = keys_of(b, room, arrays, strides)
         entry, first_query, queries, rows, count = int64(b), int64(0), sizes.seqlen_q, sizes.seqlen_q, int64(0)
         if packed:
             first_query, queries = sequence.span(

@@ -22,11 +22,11 @@ from ..recompute import rows as recompute
 from ..score import fragment_functions, fragment_softmax, fragments, kept_weights, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..score.reads import Origin
-from ..steps import async_tiles, block_state, numbers, rows_wide
+from ..steps import async_tiles, block_state, numbers, rows_wide, tile_numbers
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide, tiles_of
 from ..steps.plain import first_column_of, first_row_of
-from ..steps.query_tile import QueryTile
+from ..steps.query_tile import QueryWork
 from ..steps.sequence import key_range, key_row, query_row
 from ..steps.units import LOG2_E
 from . import products_16bit, products_float32, products_float64, rows_16bit, work_tile
@@ -71,10 +71,11 @@ def make(config):
     tile_n, warp_rows, plan = config.tile_n, config.warp_rows, config.shared_layout()
     head_dim, columns, columns_v = config.head_dim, config.head_dim_padded, config.head_dim_v_padded
     bases_at, keys_at, origin_at, query_at = (plan.tile_state + n * block_state.SIZE for n in range(4))
+    in_order, place_at, rows_at = config.in_order, origin_at, query_at  # packed sequences have no bias and no mask
     strips, rows = warp_rows // 16, warp_rows // 8  # of 16 rows a warp; rows that a lane has a part of
     groups, shift, o_blocks = config.column_groups, config.column_groups.bit_length() - 1, config.group_columns // 8
     s_count, o_count = strips * (tile_n // 8) * 4, strips * o_blocks * 4
-    real, loader = numbers.of(config.compute_dtype).real, async_tiles.of(config)
+    real, loader, only_tile = numbers.of(config.compute_dtype).real, async_tiles.of(config), config.only_tile
     load_q = loader(config.tile_m, columns, config.group_size)
     load_k, load_v = loader(tile_n, columns), loader(tile_n, columns_v)
     if config.splits_columns and tile_n == 32 and config.copy_bytes == 16:
@@ -96,6 +97,18 @@ def make(config):
     def again(places):
         """The thread's number; read anew where its many copies have addresses that would be kept through the loop."""
         return special.thread_index() if max(columns, columns_v) > 128 else places.thread
+
+    @inlined
+    def work_again(smem, arrays, strides, sizes):
+        """-> the QueryWork of the block. To look for that of numbered tiles takes long."""
+        if in_order:
+            b, h = block_state.get_range(smem + int32(place_at))
+            first_query, _ = block_state.get_range(smem + int32(place_at + 8))
+            first, _ = block_state.get_range(smem + int32(rows_at))
+            rows, _ = block_state.get_range(smem + int32(rows_at + 8))
+            part = work_tile.part_of(special.block_index(), config.v_parts)
+            return QueryWork(tile_numbers.queries_of(b, first, rows, sizes), h, h, first_query, part)
+        return work_of(special.block_index(), arrays, strides, sizes)
 
     @inlined
     def lane_and_row():
@@ -126,8 +139,9 @@ def make(config):
         columns_left = int32(config.head_dim_v - tile.part * columns_v)
         wait_all()
         cuda.syncthreads()  # K_j is there, and everyone is done with V_j+1
-        load_v(places.q + int32(plan.v), source, v_bytes, 0, rows_left, columns_left, again(places))
-        cp_async.commit_group()
+        if not only_tile:
+            load_v(places.q + int32(plan.v), source, v_bytes, 0, rows_left, columns_left, again(places))
+            cp_async.commit_group()
         operands = registers.q_frag, registers.kv_frag
         products.multiply_q_k(registers.acc_s, *operands, places.q_lane, places.k_lane, places.s_lane)
 
@@ -173,11 +187,12 @@ def make(config):
         k_bytes = config.item_size * strides.k[2]
         k_global, _ = block_state.get(places.q + int32(bases_at))
         source = k_global + (next_j if walk.present else j - 1) * tile_n * k_bytes
-        wait_all()
-        cuda.syncthreads()  # V_j is there, and everyone is done with K_j
-        if j > begin:
-            load_k(places.q + int32(plan.k), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(places))
-            cp_async.commit_group()
+        if not only_tile:
+            wait_all()
+            cuda.syncthreads()  # V_j is there, and everyone is done with K_j
+            if j > begin:
+                load_k(places.q + int32(plan.k), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(places))
+                cp_async.commit_group()
         moved = softmax(registers.acc_s, registers.m, registers.l, registers.alpha, score.scale * log2_e)
         if kept_weight.present:
             lane, row = lane_and_row()
@@ -277,6 +292,10 @@ def make(config):
                 origin = read.origin(sequence.b, tile.h, tile.first_query, arrays, strides)
                 block_state.put(q_smem + int32(origin_at), origin.bias, origin.bits)
                 block_state.put(q_smem + int32(query_at), int64(tile.first_query), int64(0))
+            if in_order:
+                block_state.put_range(q_smem + int32(place_at), sequence.b, tile.h)
+                block_state.put_range(q_smem + int32(place_at + 8), tile.first_query, 0)
+                block_state.put(q_smem + int32(rows_at), sequence.first_query, sequence.seqlen_q)
             block_state.put(q_smem + int32(bases_at), k_global, v_global)
             block_state.put(q_smem + int32(keys_at), sequence.q_start + tile.first_query, int64(sequence.keys))
         cuda.syncthreads()
@@ -286,24 +305,31 @@ def make(config):
             first_key = j * tile_n
             keys_left = int32(int32(sequence.keys) - first_key)
             load_k(k_smem, k_global + first_key * k_bytes, k_bytes, 0, keys_left, int32(head_dim), thread)
+            if only_tile:
+                v_bytes = config.item_size * strides.v[2]
+                load_v(v_smem, v_global, v_bytes, 0, keys_left, int32(config.head_dim_v), thread)
         cp_async.commit_group()
         if config.q_registers:
             wait_all()
             cuda.syncthreads()
             products.load_q(registers.q_frag, places.q_lane)
 
-        while j >= begin:
-            # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
-            # some of the first kind again.
-            while j >= begin and (j >= cut or j < free):
-                j = step(j, begin, states, registers, places, tile, arrays, strides, sizes, score, FALSE)
-            while j >= free and j < cut:
-                j = step(j, begin, states, registers, places, tile, arrays, strides, sizes, score, TRUE)
+        if only_tile:  # it has no code of its own for one that is seen whole
+            if j >= begin:
+                step(j, begin, states, registers, places, tile, arrays, strides, sizes, score, FALSE)
+        else:
+            while j >= begin:
+                # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
+                # some of the first kind again.
+                while j >= begin and (j >= cut or j < free):
+                    j = step(j, begin, states, registers, places, tile, arrays, strides, sizes, score, FALSE)
+                while j >= free and j < cut:
+                    j = step(j, begin, states, registers, places, tile, arrays, strides, sizes, score, TRUE)
 
         # Where all this belongs is worked out again: kept through the loop, it would cost the registers that S needs.
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
-        tile = work_of(special.block_index(), arrays, strides, sizes)
+        tile = work_again(async_tiles.aligned(shared.address(smem)), arrays, strides, sizes)
         inverse_l, lse = registers.alpha, registers.distance  # the same registers, free by now
         if has_term:
             lane_row = (warp >> shift) * warp_rows + int32(first_row_of(lane))
@@ -315,12 +341,13 @@ def make(config):
         cuda.syncthreads()  # everyone is done with Q and K
         o_smem = async_tiles.aligned(shared.address(smem))  # (tile_m, head_dim_v_padded)
         first_row, column_group = (warp >> shift) * warp_rows, warp & (groups - 1)
-        own = QueryTile(tile.sequence.b, tile.h, tile.first_query, int32(tile.part * groups + column_group))
+        own = QueryWork(tile.sequence, tile.h, tile.h_kv, tile.first_query, int32(tile.part * groups + column_group))
         row_states = o_smem + plan.row_states + column_group * (config.ROW_STATE_BYTES * config.tile_m)
         nonfinite = write_rows(
             registers.acc_o, inverse_l, lse, o_smem, row_states, first_row, lane, own, arrays, strides, sizes
         )
         if vote.any_lane(nonfinite) != 0:
+            own = work_tile.query_tile(own)
             recompute_rows(first_row, lane, row_states, own, arrays, strides, sizes, score)
 
     return flash_attention_mma

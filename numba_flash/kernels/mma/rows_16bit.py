@@ -7,7 +7,6 @@ from ..steps import output_rows
 from ..steps.inlined import inlined
 from ..steps.plain import first_column_of, first_row_of, panel_offset
 from ..steps.sequence import lse_row
-from ..steps.sequence import queries as make_queries
 from ..steps.units import exponent_unit
 
 
@@ -16,14 +15,14 @@ def make(config, warp_rows):
     rows, o_blocks = warp_rows // 8, config.head_dim_v_padded // 8
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     store_rows = output_rows.make(config, warp_rows, config.head_dim_v_padded)
-    to_natural, queries_of = float32(1 / exponent_unit(config)), make_queries(config)
+    to_natural = float32(1 / exponent_unit(config))
 
     @inlined
-    def write_rows(acc_o, inverse_l, lse, o_smem, row_states, first_row, lane, tile, arrays, strides, sizes):
+    def write_rows(acc_o, inverse_l, lse, o_smem, row_states, first_row, lane, work, arrays, strides, sizes):
         """Writes O and lse of the rows that are finite: O, divided, by way of shared memory. -> whether a row of which
         the lane has a part is not. row_states: room for a flag of each row (kernels/recompute/rows.py)."""
         lane_row, lane_column = first_row + int32(first_row_of(lane)), int32(first_column_of(lane))
-        some, sequence = uint32(0), queries_of(tile.b, arrays, strides, sizes)
+        some, sequence = uint32(0), work.sequence
         for r in range(rows):
             strip, below = r // 2, r % 2
             tile_row = lane_row + r * 8
@@ -39,12 +38,12 @@ def make(config, warp_rows):
             some |= flag
             if lane & 3 == 0:
                 ld_st.store_b32(row_states + tile_row * config.ROW_STATE_BYTES, flag)
-                query = tile.first_query + tile_row // config.group_size
-                if config.write_lse and tile.part == 0 and query < sequence.seqlen_q:
+                query = work.first_query + tile_row // config.group_size
+                if config.write_lse and work.part == 0 and query < sequence.seqlen_q:
                     row_lse = lse[r] * to_natural
-                    arrays.lse[lse_row(sequence, tile.h + tile_row % config.group_size, query, sizes)] = row_lse
+                    arrays.lse[lse_row(sequence, work.h + tile_row % config.group_size, query, sizes)] = row_lse
         cuda.syncthreads()
-        store_rows(first_row, lane, o_smem, row_states, tile, arrays, strides, sizes)
+        store_rows(first_row, lane, o_smem, row_states, work, arrays, strides)
         return some
 
     return write_rows

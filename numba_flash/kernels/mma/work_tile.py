@@ -10,21 +10,10 @@ from numba import int32
 
 from ...ptx import special
 from ..score import longest_first
-from ..steps import sequence
+from ..steps import sequence, tile_numbers
 from ..steps.inlined import inlined
 from ..steps.integers import divide, tiles_of
-from ..steps.query_tile import QueryTile
-
-
-class QueryWork(NamedTuple):
-    """A tile of queries of head h, or of the heads from h on that share it. part: which columns of O, if blocks share
-    them."""
-
-    sequence: Any
-    h: int
-    h_kv: int
-    first_query: int
-    part: int
+from ..steps.query_tile import QueryTile, QueryWork
 
 
 class KeyWork(NamedTuple):
@@ -41,10 +30,18 @@ def query_tile(work):
     return QueryTile(work.sequence.b, work.h, work.first_query, work.part)
 
 
+@inlined
+def part_of(block, parts):
+    """Which of the blocks that share the columns of O it is."""
+    return int32(block - divide(block, parts) * parts)
+
+
 def of_queries(config, queries, parts=1):
     """-> work_of(block, arrays, strides, sizes), a device function: QueryWork. queries: in a tile, of each head;
     parts: how many blocks share the columns of O."""
     group, sequence_of, longest = config.group_size, sequence.make(config), longest_first.make(config)
+    if config.in_order:
+        return numbered_queries(config, queries, parts)
 
     @inlined
     def work_of(block, arrays, strides, sizes):
@@ -66,9 +63,53 @@ def of_queries(config, queries, parts=1):
     return work_of
 
 
+def numbered(config, rows, of_keys):
+    """-> find(t, heads, arrays, strides, sizes): (Sequence, head, tile) of the t-th tile of packed sequences, whose
+    tiles of `rows` rows have numbers. They follow each other as elsewhere. If there is none, it is of no row."""
+    numbers, complete = tile_numbers.make(config, rows, of_keys), tile_numbers.completer(config, of_keys)
+
+    @inlined
+    def find(t, heads, arrays, strides, sizes):
+        heads, zero = int32(heads), int32(0)
+        b, first, count = numbers.sequence(divide(t, heads), arrays, strides, sizes)
+        tiles, t = tiles_of(count, rows), int32(t - numbers.first(b, first) * heads)
+        if t >= heads * tiles:  # behind the last tile of a sequence, which has a number more than tiles
+            b, first, count, tiles, t = zero, zero, zero, int32(1), zero
+        head = divide(t, tiles)
+        return complete(b, first, count, arrays, strides, sizes), head, int32(t - head * tiles)
+
+    return find
+
+
+def numbered_queries(config, queries, parts):
+    find = numbered(config, queries, False)
+
+    @inlined
+    def work_of(block, arrays, strides, sizes):
+        found, h, tile = find(divide(block, parts), sizes.heads, arrays, strides, sizes)
+        from_last = max(tiles_of(found.seqlen_q, queries) - 1, 0) - tile
+        h_kv = divide(h, divide(sizes.heads, sizes.heads_kv))
+        return QueryWork(found, h, h_kv, int32(from_last * queries), part_of(block, parts))
+
+    return work_of
+
+
+def numbered_keys(config):
+    find = numbered(config, config.tile_n, True)
+
+    @inlined
+    def work_of(block, arrays, strides, sizes):
+        found, h_kv, tile = find(block, sizes.heads_kv, arrays, strides, sizes)
+        return KeyWork(found, h_kv, int32(tile * config.tile_n))
+
+    return work_of
+
+
 def of_keys(config):
     """-> work_of(block, arrays, strides, sizes), a device function: KeyWork."""
     tile_n, sequence_of, longest = config.tile_n, sequence.make(config), longest_first.make(config)
+    if config.in_order:
+        return numbered_keys(config)
 
     @inlined
     def work_of(block, arrays, strides, sizes):

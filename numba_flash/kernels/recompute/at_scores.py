@@ -15,7 +15,7 @@ from ..steps.named import named
 def make(config, of_keys=False):
     """-> device functions: `added`, the bias or 0, and `visible`, whether the mask leaves the key, by its bits.
     of_keys: the mask's bits have keys as rows."""
-    has_bias, has_mask = config.has("bias"), config.has("mask")
+    has_bias, has_bits = config.has("bias"), config.mask_bits
     bits_of, real = bits_finder(of_keys), elements.COMPUTE_TYPES[config.dtype]
     load = elements.loader(config.dtype_of("bias") or "float32", real)
 
@@ -30,7 +30,7 @@ def make(config, of_keys=False):
     @inlined
     def visible(b, h, query, key, arrays, strides):
         found = True
-        if has_mask:
+        if has_bits:
             bits, by = bits_of(arrays, strides)
             row, column = (key, query) if of_keys else (query, key)
             first = b * by[0] + h * by[1] + (row >> 4) * by[2] + ENDS + (row & (PIECE - 1)) * by[3]

@@ -21,8 +21,8 @@ import numpy as np
 from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
 from ...config.aux_gradients import PART, words
-from ...ptx import memory
-from ..steps import elements
+from ...ptx import bits, memory, special, vote
+from ..steps import elements, numbers
 from ..steps.inlined import inlined
 from ..steps.named import named
 from . import user
@@ -46,8 +46,8 @@ def _parts_of(compute_dtype):
     @inlined
     def parts(x):
         if is_double:
-            bits = float64(x).view(np.uint64)
-            exponent, mantissa, most = int32((bits >> uint64(52)) & uint64(2047)), bits & uint64(2**52 - 1), int32(2047)
+            word = float64(x).view(np.uint64)
+            exponent, mantissa, most = int32((word >> uint64(52)) & uint64(2047)), word & uint64(2**52 - 1), int32(2047)
         else:
             word = float32(x).view(np.uint32)
             exponent, most = int32((word >> uint32(23)) & uint32(255)), int32(255)
@@ -62,6 +62,7 @@ def _parts_of(compute_dtype):
 def make(config):
     count, last_word, ask = len(config.wanted_aux), words(config.compute_dtype) - 1, user.recorded(config)
     parts_of, zero = _parts_of(config.compute_dtype), elements.COMPUTE_TYPES[config.dtype](0)
+    warp_sum = numbers.of(config.compute_dtype).warp_sum
 
     @inlined
     def add_to(word, number, place, arrays, sizes):
@@ -124,4 +125,13 @@ def make(config):
         for number in range(count):
             store(run.place[number], run.total[number], arrays, sizes)
 
-    return named(start, add, is_same, add_same, finish)
+    @inlined
+    def finish_warp(run, arrays, sizes):
+        """Likewise, of one array, where all lanes that have an element have the same."""
+        there = vote.ballot(uint32(run.place[0] >= 0))
+        total = warp_sum(run.total[0])
+        if there != 0 and (special.thread_index() & int32(31)) == bits.highest(there):
+            if sizes.aux_begins[0] <= run.place[0] and run.place[0] < sizes.aux_begins[1]:
+                store(run.place[0], total, arrays, sizes)
+
+    return named(start, add, is_same, add_same, finish, finish_warp)

@@ -33,7 +33,7 @@ class LaneScores(NamedTuple):
 def make(config, strips=1):
     """A tile of config.tile_n columns, of which a warp has `strips` strips of 16 rows. needs_mask: whether mask_mod
     removes something of it (tile_walk.py). every_tile: whether there is work also where mask_mod decides nothing."""
-    has_score_mod, has_mask_mod = config.has("score_mod"), config.has("mask_mod")
+    has_score_mod, has_mask_mod = config.has("score_mod"), user.calls_mask_mod(config)
     shared, blocks = config.group_size > 1, config.tile_n // 8  # shared: a tile has the queries of several heads
     words, changed = -(-blocks // 16), user.both(config, False)
 

@@ -23,8 +23,9 @@ from . import sum_terms
 from .fragments import exponential_of
 
 
-def make(config, strips):
-    start, update_shifted, finish = make_shifted(config, strips, False)
+def make(config, strips, rows=0):
+    """rows: how many of its 2 * strips rows a lane has; 0 = all. The other scores stay as they are."""
+    start, update_shifted, finish = make_shifted(config, strips, False, rows)
 
     @inlined
     def update(acc_s, m, l, alpha, scale_log2):
@@ -33,10 +34,10 @@ def make(config, strips):
     return named(start, update, finish)
 
 
-def make_shifted(config, strips, shifted):
+def make_shifted(config, strips, shifted, rows=0):
     """shifted: update takes what a score is multiplied by, and what is added to all scores of a row then
     (kernels/wgmma/one_side.py); otherwise it reads no shift."""
-    blocks, rows, of = config.tile_n // 8, 2 * strips, numbers.of(config.compute_dtype)
+    blocks, rows, of = config.tile_n // 8, rows or 2 * strips, numbers.of(config.compute_dtype)
     natural = exponent_unit(config) == 1.0  # rescale_threshold and lse are in the scores' unit, too
     rescale_threshold = of.real(config.rescale_threshold * LN_2 if natural else config.rescale_threshold)
     exponential, of_log2 = exponential_of(config), of.real(LN_2 if natural else 1.0)
@@ -151,16 +152,17 @@ def make_shifted(config, strips, shifted):
     return named(start, update_shifted, finish)
 
 
-def rescaler(strips, blocks):
+def rescaler(strips, blocks, rows=0):
     """-> rescale(acc_o, alpha, moved), a device function: rows of acc_o (strips, blocks, 4) times alpha (2 * strips,),
-    if some maximum moved."""
+    if some maximum moved. rows: as of make."""
+    count = 2 if rows == strips else 4
 
     @inlined
     def rescale(acc_o, alpha, moved):
         if moved != 0:
             for strip in range(strips):
                 for n in range(blocks):
-                    for i in range(4):
+                    for i in range(count):
                         acc_o[(strip * blocks + n) * 4 + i] *= alpha[strip * 2 + i // 2]
 
     return rescale

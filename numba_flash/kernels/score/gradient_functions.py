@@ -38,7 +38,7 @@ def on_fragments(config, strips, columns, of_keys, derivative=True):
     acc_dp times its derivative. shown_bits <- without what mask_mod removes. derivative: dS is computed; otherwise
     acc_dp does not change.
     """
-    blocks, has_mask_mod, changed = columns // 8, config.has("mask_mod"), user.both(config, derivative)
+    blocks, changed, has_mask_mod = columns // 8, user.both(config, derivative), user.calls_mask_mod(config)
     scales_dp = derivative and config.has("score_mod")
 
     @inlined
@@ -67,7 +67,7 @@ def on_fragments(config, strips, columns, of_keys, derivative=True):
 def of_bits(config, columns, of_keys):
     """-> ask, a device function: mask_mod alone, on a strip of 16 rows of a tile of `columns` columns. It needs no
     score, so it can run during S."""
-    visible = user.make(config, "mask_mod") if config.has("mask_mod") else None
+    visible = user.make(config, "mask_mod") if user.calls_mask_mod(config) else None
     way = 1 if of_keys else -1  # way: 1 if columns are queries
 
     def one_block(inside):

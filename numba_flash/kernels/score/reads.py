@@ -1,5 +1,5 @@
-"""Loads what each score of a fragment needs from global memory: a bias, and the bits of a mask. A bias in boxes is not
-read here (kernels/wgmma/bias_boxes.py).
+"""Loads what each score of a fragment needs from global memory: a bias, and the bits of a mask or of a mask_mod. A bias
+in boxes is not read here (kernels/wgmma/bias_boxes.py).
 
 A lane issues all loads of a tile before it waits for the tile's product, so memory and tensor cores work at the same
 time. Two neighbouring columns of a bias are one access if they are contiguous (config.bias_pairs). mask_bits.py has
@@ -56,7 +56,7 @@ def make(config, strips, columns=0, of_keys=False):
     read."""
     tile_n, group, rows = columns or config.tile_n, config.group_size, 2 * strips
     blocks, words = tile_n // 8, -(-tile_n // 128)  # words of mask bits for each row
-    has_bias, has_mask, dtype = config.has("bias"), config.has("mask"), config.dtype_of("bias") or "float32"
+    has_bias, has_bits, dtype = config.has("bias"), config.mask_bits, config.dtype_of("bias") or "float32"
     reads_bias = has_bias and not config.bias_boxes
     item, double, real = ITEM_SIZE[dtype], dtype == "float64", elements.COMPUTE_TYPES[config.dtype]
     pairs = has_bias and not double and config.bias_pairs and not of_keys
@@ -68,7 +68,7 @@ def make(config, strips, columns=0, of_keys=False):
         bias = bits = int64(0)
         if has_bias:
             bias = memory.address(arrays.bias, b * strides.bias[0] + h * strides.bias[1])
-        if has_mask:
+        if has_bits:
             pointer, by = bits_of(arrays, strides)
             bits = memory.address(pointer, b * by[0] + h * by[1])
         return Origin(bias, bits, int32(first_row))
@@ -118,7 +118,7 @@ def make(config, strips, columns=0, of_keys=False):
     @inlined
     def load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes):
         """bits <- which of the lane's scores the mask leaves."""
-        if not has_mask:
+        if not has_bits:
             return
         _, by = bits_of(arrays, strides)
         row_count, row_words = sizes.seqlen_k if of_keys else sizes.seqlen_q, by[3]
@@ -161,7 +161,7 @@ def make(config, strips, columns=0, of_keys=False):
     def hide(mask_bits, bits, masked):
         """mask_bits <- without those that the mask hides. masked, a constant; without it all of the tile is seen so
         far."""
-        if has_mask:
+        if has_bits:
             for i in range(rows * words):
                 mask_bits[i] = mask_bits[i] & bits[i] if masked else bits[i]
 
@@ -197,9 +197,9 @@ def make(config, strips, columns=0, of_keys=False):
             of_head, heads_left = of_head + by[1], int32(heads_left - 1)
         return first, end, whole_first, whole_end
 
-    bias_words, bits_words = rows * blocks * (2 if apart else 1) if has_bias else 1, rows * words if has_mask else 1
+    bias_words, bits_words = rows * blocks * (2 if apart else 1) if has_bias else 1, rows * words if has_bits else 1
     counts = dict(bias_words=bias_words, bits_words=bits_words, bias_type=float64 if double else uint32)
     functions = origin, load, load_bias, load_bits, added, hide, some_hidden, ranges
-    reads, narrow = reads_bias or has_mask, ITEM_SIZE[config.dtype] == 2
+    reads, narrow = reads_bias or has_bits, ITEM_SIZE[config.dtype] == 2
     # Before a tile's products, or behind them if these take all registers.
     return named(*functions, **counts, reads=reads, before=reads and narrow, behind=reads and not narrow)

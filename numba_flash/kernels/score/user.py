@@ -21,9 +21,13 @@ def make(config, option, derivative=False):
     return (_simulated if numba_config.ENABLE_CUDASIM else _compiled)(config, option, derivative)
 
 
+def calls_mask_mod(config):
+    return config.function("mask_mod") is not None
+
+
 def present(config):
-    """Whether the problem has a score_mod or mask_mod."""
-    return config.has("score_mod") or config.has("mask_mod")
+    """Whether the kernel calls a score_mod or mask_mod."""
+    return config.has("score_mod") or calls_mask_mod(config)
 
 
 @functools.cache
@@ -31,7 +35,7 @@ def both(config, derivative):
     """Both functions on one score: apply(product, at, needs_mask, arrays, strides, score) -> (product, slope, whether
     it counts). With a score_mod, product is its result for scale * product. slope: its derivative, or 1 without
     `derivative`. needs_mask: whether mask_mod decides here (tile_walk.py)."""
-    has_score_mod, has_mask_mod = config.has("score_mod"), config.has("mask_mod")
+    has_score_mod, has_mask_mod = config.has("score_mod"), calls_mask_mod(config)
     one = elements.COMPUTE_TYPES[config.dtype](1)
     changed = make(config, "score_mod", derivative) if has_score_mod else None
     visible = make(config, "mask_mod") if has_mask_mod else None

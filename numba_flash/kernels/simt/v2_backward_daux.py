@@ -39,6 +39,9 @@ def make(config):
     def flash_attention_v2_daux(arrays, strides, sizes, score):
         b, h, first_row = ds.query_tile(cuda.blockIdx.x, sizes)
         sequence = sequence_of(b, arrays, strides, sizes)
+        if config.packed:
+            if first_row >= sequence.seqlen_q:
+                return
         run = Run(local.array(count, int64), local.array(count, compute))
         aux.start(run)
         tiles, n_tiles = ds.row_tiles(cuda.threadIdx.x), (sizes.seqlen_k + config.tile_n - 1) // config.tile_n

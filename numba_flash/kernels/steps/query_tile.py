@@ -1,6 +1,6 @@
 """The query tile that a block, or a consumer, processes."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class QueryTile(NamedTuple):
@@ -8,5 +8,15 @@ class QueryTile(NamedTuple):
 
     b: int
     h: int
+    first_query: int
+    part: int
+
+
+class QueryWork(NamedTuple):
+    """The same with the sequence that it is of, and the head of K and V."""
+
+    sequence: Any
+    h: int
+    h_kv: int
     first_query: int
     part: int

@@ -15,7 +15,6 @@ from .integers import divide
 from .plain import first_row_of
 from .repeated import repeated
 from .sequence import lse_row, query_row
-from .sequence import queries as make_queries
 from .units import exponent_unit
 
 
@@ -124,38 +123,38 @@ def make(config, warp_rows, columns_in_order=False):
     """-> write_rows, a device function, for the rows of O of a query tile."""
     rows, o_blocks, group = warp_rows // 8, config.group_columns // 8, config.group_size
     write_row = row_writer(config.dtype, o_blocks, config.o_vectorized, columns_in_order)
-    divide_row, queries_of = row_scaler(config.compute_dtype, o_blocks), make_queries(config)
+    divide_row = row_scaler(config.compute_dtype, o_blocks)
     to_natural = numbers.of(config.compute_dtype).real(1 / exponent_unit(config))
 
     @inlined
-    def finish_row(r, some, acc_o, inverse_l, lse, row_states, first_row, lane, tile, arrays, strides, sizes):
+    def finish_row(r, some, acc_o, inverse_l, lse, row_states, first_row, lane, work, arrays, strides, sizes):
         """some[0] <- 1 where the row is not finite."""
-        row, sequence = first_row + int32(first_row_of(lane)) + r * 8, queries_of(tile.b, arrays, strides, sizes)
-        queries_left = int32(min(sequence.seqlen_q - tile.first_query, config.queries))
+        row, sequence = first_row + int32(first_row_of(lane)) + r * 8, work.sequence
+        queries_left = int32(min(sequence.seqlen_q - work.first_query, config.queries))
         query = divide(row, group)
-        head = tile.h + row - query * group
+        head = work.h + row - query * group
         flag = uint32(0) if divide_row(acc_o, r, inverse_l[r], TRUE) else uint32(1)
         if lane & 3 == 0:
             ld_st.store_b32(row_states + row * config.ROW_STATE_BYTES, flag)
-            if config.write_lse and tile.part == 0 and query < queries_left:
-                arrays.lse[lse_row(sequence, head, tile.first_query + query, sizes)] = lse[r] * to_natural
+            if config.write_lse and work.part == 0 and query < queries_left:
+                arrays.lse[lse_row(sequence, head, work.first_query + query, sizes)] = lse[r] * to_natural
         if flag == 0 and query < queries_left:
-            columns_left = int32(min(config.head_dim_v - tile.part * config.group_columns, config.group_columns))
-            row_at = query_row(strides.o, sequence, head, tile.first_query + query)
-            row_at += tile.part * config.group_columns * strides.o[3]
+            columns_left = int32(min(config.head_dim_v - work.part * config.group_columns, config.group_columns))
+            row_at = query_row(strides.o, sequence, head, work.first_query + query)
+            row_at += work.part * config.group_columns * strides.o[3]
             write_row(acc_o, r, lane, arrays.o, row_at, strides.o[3], columns_left)
         some[0] |= flag
 
     finish_every_row = repeated(finish_row, rows)
 
     @inlined
-    def write_rows(acc_o, inverse_l, lse, o_smem, row_states, first_row, lane, tile, arrays, strides, sizes):
-        """A warp's rows of a QueryTile from first_row on, with their lse. O of a row that is not finite is not written,
+    def write_rows(acc_o, inverse_l, lse, o_smem, row_states, first_row, lane, work, arrays, strides, sizes):
+        """A warp's rows of a QueryWork from first_row on, with their lse. O of a row that is not finite is not written,
         but the row is marked in row_states (kernels/recompute/rows.py). -> whether the lane has a part of such a row.
         o_smem: not used; kernels/mma/rows_16bit.py, which takes the same, stages rows there."""
         some = local.array(1, uint32)
         some[0] = uint32(0)
-        finish_every_row(some, acc_o, inverse_l, lse, row_states, first_row, lane, tile, arrays, strides, sizes)
+        finish_every_row(some, acc_o, inverse_l, lse, row_states, first_row, lane, work, arrays, strides, sizes)
         bar.warp_sync()  # the flags are read by the whole warp
         return some[0]
 

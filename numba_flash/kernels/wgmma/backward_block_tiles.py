@@ -21,7 +21,7 @@ from ..steps.named import named
 from ..steps.plain import key_tile_of, ways_of
 from ..steps.sequence import make as make_sequence
 from . import backward_work, block, pipeline
-from .block import MEMBERS, NONFINITE, STEP
+from .block import MEMBERS, STEP
 
 
 def make(config):
@@ -32,6 +32,7 @@ def make(config):
     work = backward_work.of_keys(config)
     state = block.state_of(config)
     numbers = tile_numbers.make(config, tile_n, True) if config.packed else None
+    nonfinite = block.nonfinite_word(config)
     sequence_of, has_seqlens_k = make_sequence(config), config.has("seqlens_k")
     complete = tile_numbers.completer(config, True) if config.packed else None
 
@@ -60,7 +61,12 @@ def make(config):
         if all_keys:
             b = divide(number, head_parts)
             j = own_tiles - 1 - (w - divide(w, own_tiles) * own_tiles)
-            return b, int32(number - b * head_parts), int32(j), int32(1)
+            part = int32(number - b * head_parts)
+            step = int32(1)
+            if config.packed:  # as in take_of_packed: dK and dV have the same bits
+                both = ways_of(head_parts, int32(0), sizes.left, sizes.right) == 2
+                step = int32(-1) if both and part & int32(1) != 0 else int32(1)
+            return b, part, int32(j), step
         ways = int32(ways_of(head_parts, n_tiles, sizes.left, sizes.right))
         return key_tile_of(number, int32(sizes.batch), head_parts, n_tiles, ways, int32(sizes.heads_in_flight))
 
@@ -75,7 +81,7 @@ def make(config):
             work.write_tile(own, sequence, int32(part), int32(j * tile_n), arrays, strides, sizes)
             state.write(own, STEP, step)
             if all_keys:
-                state.write(own, NONFINITE, 0)
+                state.write(own, nonfinite, 0)
         else:
             state.write(own, MEMBERS, 0)
 
@@ -117,7 +123,7 @@ def make(config):
 
         return has_tile
 
-    take_next = take_of_packed if config.packed else take
+    take_next = take_of_packed if config.packed and not all_keys else take
     has_tile, warp_has_tile = has_tile_by(state.read_alone), has_tile_by(state.read)
 
     @inlined

@@ -29,8 +29,7 @@ shared memory; tensor maps of q, k, v and do. dk and dv are contiguous; with con
 what wgmma/backward_add_parts reads.
 
 The rest is in backward_work.py (a block's tiles), backward_producer.py, backward_products.py,
-backward_two_kernels.py (P and dS of a tile), and in backward_plain_scores.py or, with options that act on single
-scores, backward_scores.py.
+backward_two_kernels.py and backward_scores.py (P and dS of a tile).
 """
 
 from numba import cuda, float32, int32, uint8, uint32
@@ -39,7 +38,7 @@ from ...ptx import bar, griddepcontrol, local, special, wgmma
 from ..score import fragments
 from ..steps.inlined import FALSE, inlined
 from . import backward_key_outputs, backward_producer, backward_products, backward_work, block, pipeline
-from .backward_plain_scores import TileFragments
+from .backward_scores import TileFragments
 from .backward_two_kernels import Queries, TileStep, of_both
 from .block import BEGIN, CUT, FREE, MEMBERS, STOP, B, H, aligned, warpgroup_index
 from .operands import describe_rows, wait_all, wait_but_one, wait_but_two
@@ -94,13 +93,15 @@ def make(config):
         pin_dk(acc_dk)
         pin_dv(acc_dv)
         products.issue_s(base, acc_s, k_desc, n, FALSE)
+        asks = walk.needs_mask(base, i, member, arrays, strides)
+        both.load_ahead(base, i, member, asks, tile, arrays, strides, sizes)
         while member < word(base, MEMBERS) if walk.present else n < steps:
             rings.b.consumer_wait(base, n)
             masked = i >= word(base, CUT) or i < word(base, FREE)
             lse_and_delta, term = products.lse_and_delta_at(base, n), float32(0)
             if chain.has_row_term:
                 term = chain.row_term(word(base, B), word(base, H) + member, arrays, strides)
-            step = TileStep(n, i, member, masked, walk.needs_mask(base, i, member, arrays, strides))
+            step = TileStep(n, i, member, masked, asks)
             queries = Queries(lse_and_delta, lse_and_delta, term)
             both.to_ds(base, step, queries, tile, v_desc, elected, arrays, strides, sizes, score)
             if of_dv:
@@ -108,6 +109,10 @@ def make(config):
             if of_dk:
                 products.issue_a(base, acc_dk, ds_frag, n)
             products.issue_s(base, acc_s, k_desc, int32(n + 1), FALSE)
+            if walk.present:
+                i, member = walk.next(base, i, member, arrays, strides)
+                asks = walk.needs_mask(base, i, member, arrays, strides)
+                both.load_ahead(base, i, member, asks, tile, arrays, strides, sizes)
             if of_dv and of_dk:
                 wait_but_two()
                 rings.b.consumer_release(base, n, elected)
@@ -120,7 +125,8 @@ def make(config):
             else:
                 rings.b.consumer_release(base, n, elected)
             n = int32(n + 1)
-            i, member = walk.next(base, i, member, arrays, strides)
+            if not walk.present:
+                i, member = walk.next(base, i, member, arrays, strides)
         wait_all()
 
         bar.sync(me + 1, 128)  # all four warps have read the warpgroup's own rows for the last time

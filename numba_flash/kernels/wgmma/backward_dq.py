@@ -8,7 +8,8 @@ over the key tiles that the queries see, the last one first:
     dQ += dS K                         and at the end dQ *= scale    lines 9 and 10
 
 Each consumer warpgroup owns 64 queries. The elements of dS that a lane holds are, rounded to 16 bits, those it needs of
-the A operand of dS K. K is read from shared memory twice, once as rows and once as columns.
+the A operand of dS K. K is read from shared memory twice, once as rows and once as columns. The gradient of a number of
+aux that all scores of a head share is a sum in registers, and one more for each warp at the end.
 
 Consumers wait for the previous kernel at the start. With the bits of a mask or the states of tiles all threads do, as
 in wgmma/backward_dkdv. Producers load Q, dO, K and V, which no backward kernel writes.
@@ -23,7 +24,7 @@ from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, griddepcontrol, local, special, wgmma
 from ..recompute import queries as recompute
-from ..score import fragments, tile_walk
+from ..score import aux_gradient, fragments, tile_walk
 from ..steps import gradient_rows, lse_delta
 from ..steps.inlined import FALSE, inlined
 from ..steps.integers import divide
@@ -31,8 +32,8 @@ from ..steps.plain import first_row_of
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import query_row
 from . import backward_producer, backward_products, bias_boxes, block, pipeline
-from .backward_plain_scores import TileFragments
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
+from .backward_scores import TileFragments
 from .backward_two_kernels import Queries, TileStep, of_both
 from .block import BEGIN, CUT, FIRST_ROW, FREE, H_KV, KEYS, STATES, STOP, B, H, aligned, rows_of_lane, warpgroup_index
 from .operands import describe_rows, wait_all, wait_but_one
@@ -45,6 +46,7 @@ def make(config):
     products, pin_s, pin_dq = backward_products.make(config), wgmma.pin(s_count), wgmma.pin(dq_count)
     give_registers, take_registers = block.register_moves(config)
 
+    aux = aux_gradient.make(config) if config.wanted_aux else None
     packed, places, queries_of = config.packed, block.places(config), block.sequence_of_work(config, queries=True)
     padded = packed or config.has("seqlens_k")  # K may hold anything after the valid keys
     word, word_alone = block.state_of(config).read, block.state_of(config).read_alone
@@ -118,6 +120,16 @@ def make(config):
             recompute_queries(nonfinite, first_row, lane, own, arrays, strides, sizes, score)
 
     @inlined
+    def ahead(base, j, tile, arrays, strides, sizes):
+        """-> whether mask_mod removes something of key tile j, the next one; what it leaves is being loaded."""
+        if not of_warp.present:
+            return of_warp.needs_mask(int32(0), j, arrays, strides)
+        j = max(j, word(base, BEGIN))  # if none is left
+        asks = of_warp.needs_mask(word(base, STATES), j, arrays, strides)
+        both.load_ahead(base, j, int32(0), asks, tile, arrays, strides, sizes)
+        return asks
+
+    @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 queries of the block's tile."""
         acc_s = local.array(s_count, float32)
@@ -127,7 +139,9 @@ def make(config):
         mask_bits = local.array(mask_words, uint32)
         shown_bits, kept = local.array(shown_words, uint32), local.array(kept_words, uint32)
         loaded, distance = local.array(bias_words, uint32), local.array(2, float32)
-        tile = TileFragments(acc_s, acc_dp, ds_frag, ds_frag, mask_bits, shown_bits, kept, loaded, distance)
+        owed = local.array(s_count if config.wanted_aux else 1, float32)
+        run = aux_gradient.Run(local.array(1, int32), local.array(1, float32))
+        tile = TileFragments(acc_s, acc_dp, ds_frag, ds_frag, mask_bits, shown_bits, kept, loaded, distance, owed, run)
         lse_log2, minus_delta = local.array(2, float32), local.array(2, float32)
         me = int32(warpgroup - 1)  # index of the consumer
         elected = block.elected()
@@ -141,6 +155,8 @@ def make(config):
         term = float32(0)
         if chain.has_row_term:
             term = chain.row_term(word(base, B), word(base, H), arrays, strides)
+        if config.wanted_aux:
+            aux.start(run)
         load_lse_delta(base, arrays, strides, sizes, lse_log2, minus_delta)
         queries = Queries(lse_log2, minus_delta, term)
 
@@ -158,19 +174,23 @@ def make(config):
         pin_s(acc_dp)
         pin_dq(acc_dq)
         products.issue_s(base, acc_s, q_desc, n, FALSE)
+        asks = ahead(base, j, tile, arrays, strides, sizes)
         while j >= begin:
             rings.b.consumer_wait(base, n)
             masked = j >= word(base, CUT) or j < word(base, FREE)
-            step = TileStep(n, j, int32(0), masked, of_warp.needs_mask(states, j, arrays, strides))
+            step = TileStep(n, j, int32(0), masked, asks)
             both.to_ds(base, step, queries, tile, do_desc, elected, arrays, strides, sizes, score)
             products.issue_a(base, acc_dq, ds_frag, n)
             products.issue_s(base, acc_s, q_desc, int32(n + 1), FALSE)
+            j = int32(of_warp.next_tile(states, j, begin, arrays, strides))
+            asks = ahead(base, j, tile, arrays, strides, sizes)
             wait_but_one()
             pin_dq(acc_dq)
             products.release_a(base, n, elected)
             n = int32(n + 1)
-            j = int32(of_warp.next_tile(states, j, begin, arrays, strides))
         wait_all()
+        if config.wanted_aux:
+            aux.finish_warp(run, arrays, sizes)
 
         bar.sync(me + 1, 128)  # all four warps have read the warpgroup's own rows for the last time
         write(base, acc_dq, arrays, strides, sizes, score)

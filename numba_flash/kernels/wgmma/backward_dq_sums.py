@@ -19,10 +19,10 @@ from ..steps.integers import divide
 from ..steps.lse_delta import TURNS_AT
 from ..steps.plain import parts_before
 from ..steps.query_tile import QueryTile
-from ..steps.sequence import queries_of, query_row
+from ..steps.sequence import query_row
 from . import backward_dq_alone, block, pipeline
 from .backward_work import first_tile, following_tile
-from .block import BEGIN, FIRST_QUERY, FIRST_ROW, KEYS, MEMBERS, NONFINITE, QUERIES, STEP, STOP, B, H
+from .block import BEGIN, FIRST_QUERY, FIRST_ROW, KEYS, MEMBERS, QUERIES, STEP, STOP, B, H
 
 # A counter of turns has in its low half how many have passed. With a mask its high half has how many parts were added.
 TURN = 1 << 16
@@ -186,14 +186,18 @@ def of_all_keys(config):
     stage, store = gradient_rows.make(config.dtype, 64, 16, 64, config.head_dim % 8 == 0)
     key_tiles, chunk_bytes, warp_bytes = config.key_tiles, 32 * 16, part_bytes // 4
     recompute_queries, find_nonfinite = recompute.make(config, of_keys=True), nonfinite_finder(config)
-    state = block.state_of(config)
+    state, queries_of = block.state_of(config), block.sequence_of_work(config, queries=True)
+    packed, nonfinite_word = config.packed, block.nonfinite_word(config)
 
     @inlined
     def tile_of(own, n):
         """-> (head, first query) of the n-th tile. Each query tile comes for all members before the next."""
         members = state.read(own, MEMBERS)
         i = divide(n, members)
-        return int32(state.read(own, H) + n - i * members), int32(i * config.tile_m)
+        h = int32(state.read(own, H) + n - i * members)
+        if packed and state.read(own, STEP) < 0:
+            i = int32(state.read(own, STOP) - 1 - i)
+        return h, int32(i * config.tile_m)
 
     @inlined
     def write(own, place, acc_dq, me, n, arrays, strides, sizes, score):
@@ -202,7 +206,7 @@ def of_all_keys(config):
         first_row, lane = (thread >> int32(5)) * 16, thread & int32(31)
         h, first_query = tile_of(own, n)
         first_query, first_column = int64(first_query + me * own_queries), me * own_columns
-        sequence = queries_of(state.read(own, B), arrays, strides, sizes)
+        sequence = queries_of(own, arrays, strides, sizes)
         queries_left = int32(min(sequence.seqlen_q - first_query, 64))
         bar.warp_sync()  # all lanes have read the last rows
         nonfinite = stage(acc_dq, score.scale, place, first_row, lane, queries_left)
@@ -210,7 +214,7 @@ def of_all_keys(config):
         columns_left = int32(config.head_dim - first_column)
         store(place, first_row, lane, arrays.dq, to, row, queries_left, columns_left, uint32(0))
         if nonfinite != 0 and lane == 0:
-            state.write(own, NONFINITE, 1)
+            state.write(own, nonfinite_word, 1)
 
     @inlined
     def leave(base, own, acc_dq, me, n, arrays, strides, sizes, score):
@@ -240,10 +244,10 @@ def of_all_keys(config):
     @inlined
     def repair(own, steps, arrays, strides, sizes, score):
         """Called by all consumers, after they have written all of dQ and passed a barrier."""
-        if state.read(own, NONFINITE) != 0:
+        if state.read(own, nonfinite_word) != 0:
             thread = special.thread_index() - 128
             first_row, lane = (thread >> int32(5)) * of_warp, thread & int32(31)
-            sequence = queries_of(state.read(own, B), arrays, strides, sizes)
+            sequence = queries_of(own, arrays, strides, sizes)
             for n in range(steps):
                 h, first_query = tile_of(own, n)
                 nonfinite = find_nonfinite(sequence, h, first_query + first_row, of_warp, lane, arrays, strides)

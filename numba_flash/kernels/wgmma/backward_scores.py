@@ -1,10 +1,9 @@
-"""How a consumer of wgmma's backward computes P and dS from a tile of S and dP, if a caller's functions, a bias, a mask
-or dropped weights act on single scores.
+"""How a consumer of wgmma/backward_dkdv or backward_dq computes P and dS from a tile of S and dP, with any options.
 
 There are three steps. `prepare` runs during the product S and does all that needs no score: it finds the scores that
-count (also by mask_mod) and the dropped weights, and loads what is read for each. `to_weights` runs during dP. It
-computes P, and stores P times the derivative of the score in the place of S, so no register holds a derivative until dP
-is ready. `to_gradients` computes dS from both. If a warp sees a whole tile, the steps do not test single scores.
+count (also by mask_mod, or its bits) and the dropped weights, and loads what is read for each. `to_weights` runs during
+dP. It computes P, and stores P times the derivative of the score in the place of S, so no register holds a derivative
+until dP is ready. `to_gradients` computes dS from both. If a warp sees a whole tile, the steps test no single scores.
 
 Rows of the tile are the block's own: queries, or keys with of_keys. Columns belong to the other side.
 """
@@ -12,17 +11,16 @@ Rows of the tile are the block's own: queries, or keys with of_keys. Columns bel
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, int32, uint32
+from numba import float32, int32, int64, uint32
 
-from ...ptx import cvt, ld_st, local, vote
-from ..score import At, fragments, gradient_functions, kept_weights, reads, user
+from ...ptx import bits, cvt, ld_st, local, special, vote
+from ..score import At, aux_gradient, fragments, gradient_functions, kept_weights, reads, user
 from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.repeated import repeated
 from . import bias_boxes, block
-from .backward_plain_scores import is_set, place_of_columns
 from .block import FIRST_ROW, KEYS, POS_CUT, POS_FREE, QUERIES, B, H, rows_of_lane
 
 
@@ -36,15 +34,43 @@ class Place(NamedTuple):
     q_start: int
 
 
+class TileFragments(NamedTuple):
+    """What a lane has of a tile of scores: local arrays."""
+
+    acc_s: Any  # (columns / 8, 4): S, then P
+    acc_dp: Any  # likewise dP
+    p_frag: Any  # (columns / 8, 2): P in 16 bits
+    ds_frag: Any  # likewise dS
+    mask_bits: Any  # which scores count
+    shown_bits: Any  # which of them the mask leaves
+    kept: Any  # which weights count (kernels/score/dropout.py)
+    loaded: Any  # the bias (2, columns / 8, 2), in 16 bits two in one (kernels/score/reads.py)
+    distance: Any  # (2,) q_pos - k_pos
+    owed: Any = None  # of a gradient of aux: as acc_s, where the derivative of the score is by the number of aux
+    run: Any = None  # what is owed so far (kernels/score/aux_gradient.py)
+
+
+@inlined
+def is_set(bits, r, n, x):
+    """Whether the bit of a lane's element is set: of its row r, and of its two in block n of 8 columns the x-th."""
+    return (bits[r] >> uint32(2 * n + x)) & uint32(1) != 0
+
+
+@inlined
+def place_of_columns(lse_and_delta):
+    """Where those of the lane's first columns are."""
+    return lse_and_delta + ((special.thread_index() & int32(3)) << 4)
+
+
 def make(config):
     """-> device functions, and the numbers of words of TileFragments' mask_bits, shown_bits, kept and loaded. step: a
-    TileStep (backward_two_kernels.py); tile: TileFragments (backward_plain_scores.py). lse, minus_delta: with of_keys,
-    the shared address of both for the tile's columns; otherwise the lane's values for its two rows. bias: the shared
-    address of the tile's boxes. every: all scores of the warp count."""
+    TileStep (backward_two_kernels.py); tile: TileFragments. lse, minus_delta: with of_keys, the shared address of both
+    for the tile's columns; otherwise the lane's values for its two rows. bias: the shared address of the tile's boxes.
+    every: all scores of the warp count."""
     pairs, of_keys = config.stream_rows // 16, config.of_keys
     way = 1 if of_keys else -1  # 1 if columns are queries
     of_ds, of_p = (config.of_dk, config.of_dv) if of_keys else (True, False)
-    has_score_mod, has_mask_mod, has_mask = config.has("score_mod"), config.has("mask_mod"), config.has("mask")
+    has_score_mod, has_mask, mod_bits = config.has("score_mod"), config.has("mask"), config.mask_mod_as_bits
     # P is kept in 16 bits if dS is not P * (dP - delta). Without dS it can be rounded at once.
     early = of_p and (config.derivative_varies or not of_ds)
 
@@ -56,7 +82,9 @@ def make(config):
     read = reads.make(config, 1, config.stream_rows, of_keys)
     boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), reads.halves(config.dtype_of("bias"))
     count = kept_weights.on_fragments(config, 1, config.stream_rows)
-    asked = user.present(config)
+    owes = bool(config.wanted_aux)  # also a gradient of aux, of one number for a head
+    ask, aux = (user.recorded(config), aux_gradient.make(config)) if owes else (None, None)
+    asked, calls_mask_mod = user.present(config), user.calls_mask_mod(config)
     ask_mask_mod = gradient_functions.of_bits(config, config.stream_rows, of_keys)
     with_slope = user.make(config, "score_mod", of_ds) if has_score_mod else None
     has_row_term, every_bit = fragments.chain(config).has_row_term, uint32((1 << (4 * pairs)) - 1)
@@ -73,6 +101,30 @@ def make(config):
         return Place(word(base, B), int32(word(base, H) + member), query, key, q_start)
 
     @inlined
+    def load_ahead(base, i, member, asks, tile, arrays, strides, sizes):
+        """Issues loads of what a mask_mod leaves of tile i, which comes next, beside products of the one before."""
+        if mod_bits:
+            if asks:
+                first_row, lane = rows_of_lane()
+                h = int32(word(base, H) + member)
+                origin = read.origin(word(base, B), h, word(base, FIRST_ROW), arrays, strides)
+                read.load_bits(tile.shown_bits, i, origin, first_row, lane, arrays, strides, sizes)
+
+    @inlined
+    def find_element(base, step, tile, arrays, strides, sizes):
+        """tile.run.place <- which number of aux the head's scores read: the function says it for one that counts."""
+        words = tile.mask_bits[0] & every_bit, tile.mask_bits[1] & every_bit
+        seen, place = words[0] if words[0] != 0 else words[1], place_of(base, step.i, step.member)
+        if seen != 0 and tile.run.place[0] < 0:
+            bit = int32(bits.highest(seen))
+            query = int32(place.query if words[0] != 0 else place.query + 8)
+            key = int32(place.key + (bit >> 1) * 8 + (bit & 1))
+            q_pos = place.q_start + query
+            at = At(place.b, place.h, query, key, q_pos, q_pos - key)
+            _, _, element, _ = ask(float32(0), at, int64(0), arrays, strides, sizes)
+            tile.run.place[0] = int32(element)
+
+    @inlined
     def prepare(base, step, tile, arrays, strides, sizes):
         """tile <- all that needs no score. -> `every`"""
         i, member, masked = step.i, step.member, step.masked
@@ -81,7 +133,7 @@ def make(config):
         if read.reads:
             origin = read.origin(word(base, B), int32(word(base, H) + member), own_first, arrays, strides)
             read.load_bias(tile.loaded, i, origin, first_row, lane, strides, sizes, FALSE)
-            if masked:
+            if masked and not mod_bits:  # else `load_ahead` has loaded them
                 read.load_bits(tile.shown_bits, i, origin, first_row, lane, arrays, strides, sizes)
         keys, queries = word(base, KEYS), word(base, QUERIES) if config.packed else sizes.seqlen_q
         if of_keys:  # seen from the keys, left and right are exchanged
@@ -103,16 +155,18 @@ def make(config):
             else:
                 lane_row, tile_pos = int32(first_row + first_row_of(lane)), position(base)
                 count.of_queries(tile.kept, place.key, place.b, place.h, lane_row, tile_pos, arrays, sizes)
-        if masked:
+        if step.asks if mod_bits else masked:
             read.hide(tile.mask_bits, tile.shown_bits, TRUE)
         if asked:  # no function is called for a row that does not exist
             for r in range(2):
                 if own_first + first_row + first_row_of(lane) + 8 * r >= row_end:
                     tile.mask_bits[r] = uint32(0)
-        if has_mask_mod:
+        if calls_mask_mod:
             if step.asks:
                 b, h, query, key, q_start = place_of(base, i, member)
                 ask_mask_mod(tile.mask_bits, b, h, query, q_start, key, arrays, strides)
+        if owes:
+            find_element(base, step, tile, arrays, strides, sizes)
         # Bits past the tile may also be set.
         return vote.any_lane(~(tile.mask_bits[0] & tile.mask_bits[1]) & every_bit) == 0
 
@@ -128,7 +182,7 @@ def make(config):
         are computed side by side."""
 
         @inlined
-        def of_pair(pair, tile, lse, bias, term, place, arrays, strides, score):
+        def of_pair(pair, tile, lse, bias, term, place, arrays, strides, sizes, score):
             acc_s = tile.acc_s
             four = local.array(4, uint32)
             p = local.array(4, float32)
@@ -145,7 +199,7 @@ def make(config):
                     column = int32(n * 8 + x)
                     for r in range(2):
                         at, seen = 4 * n + 2 * r + x, inside or is_set(tile.mask_bits, r, n, x)
-                        s, slope = acc_s[at], float32(1)
+                        s, slope, by_aux = acc_s[at], float32(1), float32(0)
                         if has_score_mod:
                             if seen:
                                 query = int32(place.query + (column if of_keys else r * 8))
@@ -153,7 +207,10 @@ def make(config):
                                 ahead = place.q_start + place.query - place.key + way * (column - r * 8)
                                 here = At(place.b, place.h, query, key, place.q_start + query, ahead)
                                 s *= score.scale
-                                if of_ds:
+                                if owes:  # by dual numbers twice: of aux, and of the score
+                                    _, slope = with_slope(s, here, arrays, strides)
+                                    s, by_aux, _, _ = ask(s, here, int64(0), arrays, strides, sizes)
+                                elif of_ds:
                                     s, slope = with_slope(s, here, arrays, strides)
                                 else:
                                     s = with_slope(s, here, arrays, strides)
@@ -165,6 +222,8 @@ def make(config):
                         weighed, derivative = weight(s, fragment, score, row_lse)
                         weighed = weighed if seen else float32(0)
                         acc_s[at] = weighed * derivative * slope if seen else float32(0)
+                        if owes:
+                            tile.owed[at] = weighed * derivative * by_aux if seen else float32(0)
                         if early:
                             p[2 * r + x] = if_kept(weighed, tile, r, n, x)
                 if early:
@@ -176,7 +235,7 @@ def make(config):
     every_pair, every_pair_inside = (repeated(one_pair(inside), pairs) for inside in (False, True))
 
     @inlined
-    def to_weights(base, step, tile, lse, bias, term, every, arrays, strides, score):
+    def to_weights(base, step, tile, lse, bias, term, every, arrays, strides, sizes, score):
         """acc_s <- P times the derivative of the score; p_frag <- P where it counts. to_gradients may write p_frag
         instead, so that fewer registers are live beside dP."""
         place = place_of(base, step.i, step.member)
@@ -186,9 +245,9 @@ def make(config):
             first_row, lane = rows_of_lane()
             bias = boxes.place(bias, first_row, lane)
         if every:
-            every_pair_inside(tile, lse, bias, term, place, arrays, strides, score)
+            every_pair_inside(tile, lse, bias, term, place, arrays, strides, sizes, score)
         else:
-            every_pair(tile, lse, bias, term, place, arrays, strides, score)
+            every_pair(tile, lse, bias, term, place, arrays, strides, sizes, score)
 
     def gradients(inside):
         @inlined
@@ -205,7 +264,10 @@ def make(config):
                             at = 4 * n + 2 * r + x
                             less = four[half * 2 + x].view(np.float32) if of_keys else minus_delta[r]
                             dp = if_kept(acc_dp[at], tile, r, n, x)
-                            ds[x] = acc_s[at] * (dp * score.kept_count + less if count.present else dp + less)
+                            factor = dp * score.kept_count + less if count.present else dp + less
+                            ds[x] = acc_s[at] * factor
+                            if owes:
+                                aux.add_same(tile.run, tile.owed[at], factor)
                             if not (inside or is_set(tile.mask_bits, r, n, x)):
                                 ds[x] = float32(0)  # dP may be NaN there
                             if of_p and not early:
@@ -219,7 +281,7 @@ def make(config):
     gradients_inside, gradients_of_some = gradients(True), gradients(False)
 
     @inlined
-    def to_gradients(tile, lse, minus_delta, term, score, every):
+    def to_gradients(tile, minus_delta, score, every):
         """ds_frag <- dS in 16 bits, p_frag <- P."""
         if of_keys:
             minus_delta = place_of_columns(minus_delta)
@@ -229,4 +291,4 @@ def make(config):
             gradients_of_some(tile, minus_delta, score)
 
     words = (bits_words, read.bits_words, count.words, read.bias_words)
-    return named(prepare, to_weights, to_gradients, words=words)
+    return named(load_ahead, prepare, to_weights, to_gradients, words=words)

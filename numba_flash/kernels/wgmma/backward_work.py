@@ -234,6 +234,12 @@ def query_walk(config, whole_warp):
 
     @inlined
     def needs_mask(work, i, member, arrays, strides):
-        return walk.needs_mask(states_of(work, member, arrays, strides), i, arrays, strides)
+        """Of tile i; False if no tile is left."""
+        if not walk.present:
+            return walk.needs_mask(int32(0), i, arrays, strides)
+        asks = False
+        if member < word(work, MEMBERS):
+            asks = walk.needs_mask(states_of(work, member, arrays, strides), i, arrays, strides)
+        return asks
 
     return named(first, more, needs_mask, next=following, present=walk.present)

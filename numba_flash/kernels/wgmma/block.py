@@ -14,7 +14,7 @@ from ..score import fragments
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.named import named
-from ..steps.query_tile import QueryTile
+from ..steps.query_tile import QueryTile, QueryWork
 from ..steps.sequence import Sequence
 from ..steps.sequence import make as make_sequence
 from ..steps.sequence import queries as make_queries
@@ -34,6 +34,7 @@ LINE_BEGIN, LINE_STOP = STATES, NONFINITE
 Q_ROW, FIRST_KEY, SEQUENCE, BEFORE = PART, STATES, STEP, NONFINITE
 # In the backward: the sequence's first row in q and do, and how many queries it has.
 FIRST_QUERY, QUERIES = PART, NONFINITE
+NONFINITE_OF_PACKED = 64  # in the place of NONFINITE, behind the others (config.state_bytes)
 BYTES = 64
 
 
@@ -47,7 +48,7 @@ class WorkTile(NamedTuple):
     first_row: int
     keys: int  # how many of the batch entry are valid
     position: int  # of the first row, among the rows of the other side
-    members: int  # the number of query heads, h and those after it; 0: no tile is left
+    members: int  # the number of query heads, h and those after it; 0: no tile is left. Packed: of queries, or -1
     begin: int  # as ranges.key_tiles gives them, the next three too
     free: int
     cut: int
@@ -104,6 +105,10 @@ def words(at=0):
     return named(read, read_alone, write, write_tile, **positions)
 
 
+def nonfinite_word(config):
+    return NONFINITE_OF_PACKED if config.packed else NONFINITE
+
+
 def state_of(config):
     """The words of a block of a backward."""
     return words(config.shared_layout().state)
@@ -118,6 +123,28 @@ write, write_tile = words().write, words().write_tile
 def tile_of(work_tile):
     """The QueryTile that a work tile describes."""
     return QueryTile(word(work_tile, B), word(work_tile, H), word(work_tile, FIRST_ROW), int32(0))
+
+
+def query_work(config):
+    """-> work_of(tile, work_tile, arrays, strides, sizes), a device function of a forward: the QueryWork of its
+    QueryTile, for one that only asks for queries. Of packed sequences it comes from the words of the work tile, and has
+    no query behind it."""
+    find, packed = make_queries(config), config.packed
+
+    @inlined
+    def sequence_of(tile, work_tile, arrays, strides, sizes):
+        if packed:
+            first_row, zero = int64(tile.first_query), int64(0)
+            end, first_query = first_row + word(work_tile, MEMBERS), word(work_tile, Q_ROW) - first_row
+            return Sequence(tile.b, end, zero, zero, zero, first_query, zero, sizes.total_q, sizes.batch)
+        return find(tile.b, arrays, strides, sizes)
+
+    @inlined
+    def work_of(tile, work_tile, arrays, strides, sizes):
+        sequence = sequence_of(tile, work_tile, arrays, strides, sizes)
+        return QueryWork(sequence, tile.h, int32(0), tile.first_query, tile.part)
+
+    return work_of
 
 
 @inlined
@@ -273,6 +300,12 @@ def sequence_of_work(config, whole_warp=True, queries=False):
     find = (make_queries if queries else make_sequence)(config)
 
     @inlined
+    def queries_of_packed(work, arrays, strides, sizes):
+        b, count, zero = read(work, B), int64(read(work, QUERIES)), int64(0)
+        first_query = int64(read(work, FIRST_QUERY))
+        return Sequence(b, count, zero, zero, zero, first_query, zero, sizes.total_q, sizes.batch)
+
+    @inlined
     def of_packed(work, arrays, strides, sizes):
         first_row = int64(read(work, FIRST_ROW))
         q_start = first_row - position(work) if of_keys else position(work) - first_row
@@ -286,7 +319,9 @@ def sequence_of_work(config, whole_warp=True, queries=False):
     def found(work, arrays, strides, sizes):
         return find(read(work, B), arrays, strides, sizes)
 
-    return of_packed if config.packed else found
+    if config.packed:
+        return queries_of_packed if queries else of_packed
+    return found
 
 
 def tail_zeroer(config, columns, barrier, tile_rows=None):

@@ -7,8 +7,8 @@ loads K and V. Each consumer warpgroup computes 64 query rows. They synchronise 
 moves registers from the warpgroup of the first two to the consumers. A block stays for the whole launch.
 
 Overlap. S of the next tile is issued before P . V of this one, and the softmax of the next tile runs during P . V.
-After the last P . V of a query tile, the first S of the next query tile is issued, and O is written while it runs. With
-ping_pong two consumers also take turns, so that one multiplies while the other computes exponentials.
+After the last P . V of a query tile, the first S of the next query tile is issued, and O is written while it runs.
+Consumers also take turns, so that one multiplies while the others compute exponentials.
 
 The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (persistent blocks), block
 (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k and v.
@@ -62,7 +62,7 @@ def make(config):
     k_panels, v_panels = -(-head_dim_padded // 64), -(-head_dim_v_padded // 64)
     q_bytes, k_bytes, v_bytes = config.tile_m * 128 * k_panels, tile_n * 128 * k_panels, tile_n * 128 * v_panels
     s_count, o_count, p_count = tile_n // 2, head_dim_v_padded // 2, tile_n // 4
-    ping_pong, pair = config.ping_pong and config.consumers > 1, 256  # threads of two warpgroups
+    ping_pong, pair = config.consumers > 1, 256  # threads of two warpgroups
     o_in_q = config.o_place == "q"
     padded, zero_tail = config.packed or config.has("seqlens_k"), block.tail_zeroer(config, head_dim_v_padded, 4)
 
@@ -143,10 +143,13 @@ def make(config):
         return moved
 
     @inlined
-    def next_tile(j, rows, arrays, strides):
+    def next_tile(j, rows, registers, arrays, strides, sizes):
         """-> (the key tile after j, one before `begin` if none is left; whether mask_mod removes something of it)"""
         following = int32(walk.next_tile(rows.states, j, rows.begin, arrays, strides))
-        return following, walk.needs_mask(rows.states, max(following, rows.begin), arrays, strides)
+        there = max(following, rows.begin)
+        asks = walk.needs_mask(rows.states, there, arrays, strides)
+        options.load_ahead(there, asks, rows.work_tile, registers.scores, arrays, strides, sizes)
+        return following, asks
 
     @inlined
     def step(base, consumer, tile, rows, registers, arrays, strides, sizes, score):
@@ -156,7 +159,7 @@ def make(config):
             options.load(tile, registers.scores, arrays, strides, sizes)
         issue_products(base, consumer, rows.q_desc, registers, tile.n)
         side = prepare(tile, rows, registers, arrays, sizes)
-        following = next_tile(tile.j, rows, arrays, strides)  # read beside products, too
+        following = next_tile(tile.j, rows, registers, arrays, strides, sizes)  # read beside products, too
         wait_but_one()  # for S, with P . V behind it
         pin_s(acc_s)
         done_with_scores(base, consumer.elected, tile, rows)
@@ -185,10 +188,11 @@ def make(config):
     @inlined
     def first_step(base, consumer, tile, rows, registers, arrays, strides, sizes, score):
         """P of a query tile's first tile of keys, whose S is issued already. -> next_tile"""
+        options.load_ahead(tile.j, tile.asks, tile.work_tile, registers.scores, arrays, strides, sizes)
         if read.reads:
             options.load(tile, registers.scores, arrays, strides, sizes)
         side = prepare(tile, rows, registers, arrays, sizes)
-        following = next_tile(tile.j, rows, arrays, strides)
+        following = next_tile(tile.j, rows, registers, arrays, strides, sizes)
         wait_all()
         pin_s(registers.scores.acc_s)
         done_with_scores(base, consumer.elected, tile, rows)

@@ -51,7 +51,7 @@ def make(config):
     s_count, o_count, p_count = tile_n // 2, config.head_dim_v_padded // 2, config.PARTS * tile_n // 4
     panel_count = v_columns // 2  # registers of a panel of O
     rescale = block.rescaler(config.head_dim_v_padded // 8)
-    my_turn, next_turn = block.turns_of_two(config.ping_pong and config.consumers > 1)
+    my_turn, next_turn = block.turns_of_two(config.consumers > 1)
 
     def of_q_k(panel):
         steps = range(min(4, config.head_dim_padded // 16 - 4 * panel))
@@ -78,6 +78,7 @@ def make(config):
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
     to_p = parts.to_operand(tile_n)
     write_rows, recompute_rows = rows_wide.make(config, 16, columns_in_order=True), recompute.make(config, 16)
+    work_of = block.query_work(config)
 
     # The producer.
 
@@ -272,7 +273,8 @@ def make(config):
         if kept_weights.drops:
             kept_weights.scale(inverse_l, score)
         row_states = base + plan.row_states
-        nonfinite = write_rows(acc_o, inverse_l, lse, base, row_states, first_row, lane, tile, arrays, strides, sizes)
+        work = work_of(tile, work_tile, arrays, strides, sizes)
+        nonfinite = write_rows(acc_o, inverse_l, lse, base, row_states, first_row, lane, work, arrays, strides, sizes)
         if vote.any_lane(nonfinite) != 0:
             recompute_rows(first_row, lane, row_states, tile, arrays, strides, sizes, score)
         bar.warp_sync()  # all lanes have read the work tile and the rows' states

@@ -10,12 +10,11 @@ from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of, panel_offset
-from ..steps.query_tile import QueryTile
+from ..steps.query_tile import QueryWork
 from ..steps.sequence import lse_row, query_row
-from ..steps.sequence import queries as make_queries
 from ..steps.units import exponent_unit
 from . import pipeline
-from .block import rows_of_lane, tile_of
+from .block import query_work, rows_of_lane, tile_of
 from .tile_scores import counting
 
 
@@ -31,7 +30,6 @@ def of_fragments(config):
     o_words = (o_blocks + 3) // 4 * 4  # a lane's words of a row in 16 bits: one for each block of 8 columns
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     address, store_v4, store_b16 = memory.address, memory.store_v4, memory.store_b16
-    queries_of = make_queries(config)
 
     @inlined
     def output_pair(acc_o, inverse, n, r):
@@ -72,15 +70,14 @@ def of_fragments(config):
             stmatrix.x4((at ^ ((pair & 3) << 5)) + (pair >> 2) * panel, words, 0)  # (16, 16)
 
     @inlined
-    def write_rows(lane_row, lane_column, lane, row_states, acc_o, inverse, words, tile, arrays, strides, sizes):
+    def write_rows(lane_row, lane_column, lane, row_states, acc_o, inverse, words, work, arrays, strides):
         """Writes a warp's 16 rows of O from its registers to global memory, except those that are not finite."""
-        sequence = queries_of(tile.b, arrays, strides, sizes)
         for r in range(2):
             row = lane_row + 8 * r
             query = divide(row, config.group_size)
-            index = tile.first_query + query
-            at = query_row(strides.o, sequence, tile.h + row - query * config.group_size, index)
-            here = index < sequence.seqlen_q and ld_st.load_b32(row_states + row * config.ROW_STATE_BYTES) == 0
+            index = work.first_query + query
+            at = query_row(strides.o, work.sequence, work.h + row - query * config.group_size, index)
+            here = index < work.sequence.seqlen_q and ld_st.load_b32(row_states + row * config.ROW_STATE_BYTES) == 0
             if config.o_vectorized:
                 for n in range(o_words):
                     words[n] = output_pair(acc_o, inverse, n, r)
@@ -109,7 +106,7 @@ def make(config, finish):
     o_bytes = 32 * config.o_columns  # of a warp's rows that are staged at a time
     o_parts, kept_weights = -(-config.head_dim_v_padded // config.o_columns), counting(config)
     store_rows = output_rows.make(config, 16, config.o_columns, config.o_place == "own")
-    (o_words, stage_rows, write_rows), queries_of = of_fragments(config), make_queries(config)
+    (o_words, stage_rows, write_rows), work_of = of_fragments(config), query_work(config)
     recompute_rows, to_natural = recompute.make(config, 16), float32(1 / exponent_unit(config))
 
     @inlined
@@ -117,7 +114,8 @@ def make(config, finish):
         """By a warp. registers: ConsumerRegisters; seen: the number of query tiles before this one, in the place of
         whose Q O may be staged."""
         tile, acc_o = tile_of(work_tile), registers.acc_o
-        sequence = queries_of(tile.b, arrays, strides, sizes)
+        work = work_of(tile, work_tile, arrays, strides, sizes)
+        sequence = work.sequence
         first_row, lane = rows_of_lane()
         lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
         inverse_l, lse = registers.alpha, registers.scores.distance  # the same registers, free by now
@@ -157,17 +155,17 @@ def make(config, finish):
             if o_in_q:
                 fence.proxy_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
             bar.warp_sync()  # the states of a warp's rows, and the rows, are there for all of its lanes
-            store_rows(first_row, lane, o_smem, base + plan.row_states, tile, arrays, strides, sizes)
+            store_rows(first_row, lane, o_smem, base + plan.row_states, work, arrays, strides)
             if o_parts > 1:  # no loop, through which ptxas does not follow wgmma's registers
                 bar.warp_sync()  # all lanes have read the first part
                 stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words, 1)
                 bar.warp_sync()
-                second_part = QueryTile(tile.b, tile.h, tile.first_query, int32(1))
-                store_rows(first_row, lane, o_smem, base + plan.row_states, second_part, arrays, strides, sizes)
+                second_part = QueryWork(sequence, work.h, work.h_kv, work.first_query, int32(1))
+                store_rows(first_row, lane, o_smem, base + plan.row_states, second_part, arrays, strides)
         else:
             bar.warp_sync()  # the states of a warp's rows are there for all of its lanes
             flags = base + plan.row_states
-            write_rows(lane_row, lane_column, lane, flags, acc_o, inverse_l, words, tile, arrays, strides, sizes)
+            write_rows(lane_row, lane_column, lane, flags, acc_o, inverse_l, words, work, arrays, strides)
         if vote.any_lane(some_nonfinite) != 0:
             recompute_rows(first_row, lane, base + plan.row_states, tile, arrays, strides, sizes, score)
 

@@ -89,7 +89,7 @@ def pipeline(full_at, empty_at, stages=1, stride=8):
 def of_forward(config):
     """-> pipelines, and work_tile(base, i): where the work tile of the block's i-th query tile is.
 
-    Q's full and empty mbarriers come twice, then those of work tiles, the one of the scheduler, those of K and V for
+    Q's full and empty mbarriers come twice, then those of work tiles, those of the scheduler, those of K and V for
     each stage, the work tiles, and those of a bias.
     """
     at, consumers = config.shared_layout().barriers, config.consumers
@@ -106,7 +106,8 @@ def of_forward(config):
         work_tile,
         q=pipeline(at, at + 16, config.q_buffers),
         tiles=tiles,  # work tiles, from the scheduler to all other roles
-        asked=pipeline(at + 96, None),  # the scheduler waits here until the producer asks for the next query tile
+        # The scheduler waits here until the producer asks for the next query tile, or it is one tile ahead of this.
+        asked=pipeline(at + 96, None, 2 if config.packed else 1),
         k=pipeline(k_full, k_empty, config.stages),
         v=pipeline(v_full, v_empty, config.stages),
         # One place for each consumer and stage: that of consumer c is at base + 8 * c.

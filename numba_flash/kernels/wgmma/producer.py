@@ -14,8 +14,9 @@ import functools
 from numba import int32, int64, uint32
 
 from ...arrays.dtypes import ITEM_SIZE
+from ...config.forward import L2_BYTES
 from ...ptx import griddepcontrol, memory, special, tma
-from ..score import longest_first, reads, tile_walk
+from ..score import longest_first, reads, tile_walk, user
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -25,18 +26,20 @@ from ..steps.sequence import make as make_sequence
 from . import bias_boxes, block, packed_tiles, pipeline
 from .block import BEGIN, CUT, FIRST_ROW, FREE, MEMBERS, STATES, STOP, B, H, word_alone, write
 
+SHORT = 2  # key tiles
+
 
 @functools.cache
 def query_tiles(config):
     """-> device functions for one thread."""
     tile_n, group, queries = config.tile_n, config.group_size, config.queries
-    l2_rows = config.l2_bytes // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # of K and V
+    l2_rows = L2_BYTES // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # of K and V
     rings = pipeline.of_forward(config)
     sequence_of = make_sequence(config)
     has_mask, ranges_of, walk = config.has("mask"), reads.make(config, 1).ranges, tile_walk.make(config)
-    asked_of_whole = group == 1 and (config.has("score_mod") or config.has("mask_mod"))  # as fragment_functions.py does
+    asked_of_whole = group == 1 and user.present(config)  # as fragment_functions.py does
     take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
-    packed, parts = config.packed, config.parts
+    packed, parts, some_lack_queries = config.packed, config.parts, packed_tiles.asks_bound(config)
 
     @inlined
     def heads_at_once(keys, most, sizes):
@@ -79,7 +82,7 @@ def query_tiles(config):
         """
         last_query = first_query + min(sequence.seqlen_q - first_query, queries) - 1
         begin, free, cut, stop = key_range(sequence, first_query, last_query, sizes, tile_n)
-        if stop <= begin:
+        if stop <= begin or some_lack_queries and first_query >= sequence.seqlen_q:
             begin = free = cut = divide(int32(key_rows(sizes)), tile_n) + 1
             stop = begin + 1
         if asked_of_whole and sequence.seqlen_q - first_query < queries:
@@ -151,7 +154,12 @@ def query_tiles(config):
         if parts > 1:
             begin, free, cut, stop = own_part(part, begin, free, cut, stop, sizes)
         h_kv, position = divide(h, divide(sizes.heads, sizes.heads_kv)), first_query + sequence.q_start
-        return block.WorkTile(b, h, h_kv, first_query, sequence.keys, position, work, begin, free, cut, stop)
+        members = work
+        if packed:
+            members = int32(min(sequence.seqlen_q - first_query, queries)) if work else int32(0)
+        if some_lack_queries:
+            members = int32(-1) if work and members <= 0 else members
+        return block.WorkTile(b, h, h_kv, first_query, sequence.keys, position, members, begin, free, cut, stop)
 
     @inlined
     def publish(base, i, t, arrays, strides, sizes):
@@ -203,7 +211,7 @@ def make(config):
     rings = pipeline.of_forward(config)
     fetch_bias = bias_boxes.make(config, 64).fetch
     maps_address = tma.parameter("numba_flash_wgmma")
-    work = query_tiles(config)
+    work, start = query_tiles(config), pipeline.starter_of_forward(config, 1)
     walk, packed = tile_walk.make(config), config.packed
 
     @inlined
@@ -248,6 +256,7 @@ def make(config):
         i = int32(0)  # number of query tiles so far
         t = int64(special.block_index())
         more = int32(1)
+        asked = int32(0)
         while more != 0:
             # If no tile is left, consumers issue S of the first query tile and drop it.
             entry, h, first_row = work.publish(base, i, t, arrays, strides, sizes)
@@ -258,7 +267,15 @@ def make(config):
                 griddepcontrol.wait()
             more = word_alone(rings.work_tile(base, i), MEMBERS)
             if more != 0:
-                rings.asked.consumer_wait(base, i)
+                if packed:
+                    # To look for a tile takes long: by a short one the block is ahead of what the producer asks for.
+                    work_tile = rings.work_tile(base, i)
+                    short = word_alone(work_tile, STOP) - word_alone(work_tile, BEGIN) <= SHORT
+                    while asked < (i if short else int32(i + 1)):
+                        rings.asked.consumer_wait(base, asked)
+                        asked = int32(asked + 1)
+                else:
+                    rings.asked.consumer_wait(base, i)
                 t = work.following(t, counter)
             i = int32(i + 1)
         work.reset(counter)
@@ -285,13 +302,14 @@ def make(config):
                     rings.asked.producer_commit(base, i, alone or behind_j == begin)
                 else:
                     rings.asked.producer_commit(base, i, j == ask_at)
-                source, next_j = work_tile, int32(behind_j if walk.present else j - 1)
+                # In the order of the products: the next K before this V, but behind it if it is the next query tile's.
                 if j == begin:
+                    load_v(base, n, j, work_tile)
                     rings.tiles.consumer_wait(base, int32(i + 1))
-                    source, next_j = next_tile, int32(word_alone(next_tile, STOP) - 1)
-                # The next K, possibly of the next query tile, comes before this V: this is the order of the products.
-                load_k(base, int32(n + 1), next_j, source)
-                load_v(base, n, j, work_tile)
+                    load_k(base, int32(n + 1), int32(word_alone(next_tile, STOP) - 1), next_tile)
+                else:
+                    load_k(base, int32(n + 1), int32(behind_j if walk.present else j - 1), work_tile)
+                    load_v(base, n, j, work_tile)
                 n = int32(n + 1)
                 j = int32(behind_j if walk.present else j - 1)
             i = int32(i + 1)
@@ -319,4 +337,11 @@ def make(config):
             rings.tiles.consumer_wait(base, i)
             work_tile = rings.work_tile(base, i)
 
-    return named(schedule, produce, produce_bias, set_up=pipeline.starter_of_forward(config, 1))
+    @inlined
+    def set_up(base):
+        """By one thread, before a barrier."""
+        for number in range(config.tensor_maps):
+            tma.prefetch(maps_address() + 128 * number)
+        start(base)
+
+    return named(schedule, produce, produce_bias, set_up)

@@ -70,7 +70,7 @@ def make(config, sides):
     """-> device functions. tile: a KeyTile; scores: ScoreRegisters. sides: of one_side.py; None if no tile may be
     linear."""
     queries, queries_of, read = config.queries, make_queries(config), reads.make(config, 1)
-    hide, some_hidden, has_mask = read.hide, read.some_hidden, config.has("mask")
+    hide, some_hidden, has_mask, mod_bits = read.hide, read.some_hidden, config.has("mask"), config.mask_mod_as_bits
     chain = fragments.chain(config)
     score_tile = fragments.tile(config, 1)
     find_visible = block.visibility(config, config.tile_n)
@@ -106,12 +106,20 @@ def make(config, sides):
     @inlined
     def find_bits(tile, registers, sizes):
         """mask_bits <- which scores count, if that may be asked. Run it during products, like find_visible."""
-        if tile.inside:
+        bits, alone = registers.shown_bits, mod_bits and not config.scores_finished
+        if tile.inside and alone:
+            if tile.asks:
+                hide(registers.mask_bits, bits, FALSE)
+        elif tile.inside:
             if config.scores_finished or has_score_mod or tile.asks:
                 find_visible(tile.work_tile, tile.j, sizes, registers.mask_bits, registers.distance)
-        elif config.scores_finished or has_mask or has_score_mod or tile.masked or tile.asks:
-            bits = registers.shown_bits
+        elif has_mask:
             find_shown(tile.j, tile.work_tile, sizes, registers.mask_bits, bits, registers.distance)
+        elif config.scores_finished or has_score_mod or tile.masked or tile.asks:
+            find_visible(tile.work_tile, tile.j, sizes, registers.mask_bits, registers.distance)
+        if mod_bits and not (tile.inside and alone):
+            if tile.asks:
+                hide(registers.mask_bits, bits, TRUE)
 
     @inlined
     def load(tile, registers, arrays, strides, sizes):
@@ -120,8 +128,19 @@ def make(config, sides):
         b, h, first_query = word(tile.work_tile, B), word(tile.work_tile, H), word(tile.work_tile, FIRST_ROW)
         origin = read.origin(b, h, first_query, arrays, strides)
         read.load_bias(registers.loaded, tile.j, origin, first_row, lane, strides, sizes, tile.inside)
-        if not tile.inside:  # inside, the mask hides nothing
-            read.load_bits(registers.shown_bits, tile.j, origin, first_row, lane, arrays, strides, sizes)
+        if has_mask:
+            if not tile.inside:  # inside, the mask hides nothing
+                read.load_bits(registers.shown_bits, tile.j, origin, first_row, lane, arrays, strides, sizes)
+
+    @inlined
+    def load_ahead(j, asks, work_tile, registers, arrays, strides, sizes):
+        """Issues loads of what a mask_mod leaves of key tile j, a tile ahead: after find_bits of the one before."""
+        if mod_bits:
+            if asks:
+                first_row, lane = rows_of_lane()
+                b, h, first_query = word(work_tile, B), word(work_tile, H), word(work_tile, FIRST_ROW)
+                origin = read.origin(b, h, first_query, arrays, strides)
+                read.load_bits(registers.shown_bits, j, origin, first_row, lane, arrays, strides, sizes)
 
     @inlined
     def load_bias(base, loaded, n):
@@ -195,4 +214,4 @@ def make(config, sides):
                     score_tile.mask(registers.acc_s, registers.mask_bits)
         return factor
 
-    return named(row_terms, load, find_bits, side=side_of, finish=finish_scores)
+    return named(row_terms, load, load_ahead, find_bits, side=side_of, finish=finish_scores)

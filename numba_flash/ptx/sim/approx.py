@@ -27,3 +27,7 @@ def rcp(x):
 
 def ceil(x):
     return np.ceil(check_float(x))
+
+
+def ceil_f64(x):
+    return np.ceil(np.float64(x))

@@ -63,6 +63,10 @@ def add(address, value):
     return _let_others_run(before)  # kernels may ask in a loop
 
 
+def add_acq_rel(address, value):
+    return add(address, value)
+
+
 def add_i64(address, value):
     place = _at(address, 8, 8, atomic=True).view(np.uint64)
     place[0] = (int(place[0]) + int(value)) % 2**64

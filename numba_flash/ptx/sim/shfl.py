@@ -24,6 +24,10 @@ def idx_b32(value, lane):
     return together(("shfl.idx_b32",), _idx, (u32(value), lane))
 
 
+def sum_s32(value):
+    return together(("shfl.sum_s32",), _sum, np.int32(value))
+
+
 def sum_f32(value):
     return together(("shfl.sum_f32",), _sum, check_float(value))
 
