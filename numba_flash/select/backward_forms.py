@@ -7,7 +7,7 @@ from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.groups import parts_of
 from ..problem.options import changes_scores
-from .backward_line import chunk_gains, fewest_sums, one_kernel_gains
+from .backward_line import fewest_sums, one_kernel_gains
 
 LONGEST_STAY = 8192  # queries of a walk over all of them
 MOST_QUERIES_ALONE = 512  # of packed sequences: with more, too few blocks would run side by side
@@ -56,11 +56,7 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     lines = forward.heads_kv * parts_of(forward.group, heads_per_block(problem, one_kernel=True))
     two_ways = lines == 2 and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
     few = lines < 4 and not two_ways and dq_partials(problem) == 1
-    if few or forward.heads * forward.seqlen_k < 8192:
-        return False
-    if forward.seqlen_k > forward.seqlen_q:
-        return forward.left is None and forward.right == 0 and chunk_gains(forward)
-    return True
+    return not few and forward.seqlen_k <= forward.seqlen_q and forward.heads * forward.seqlen_k >= 8192
 
 
 def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:

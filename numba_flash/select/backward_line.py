@@ -73,12 +73,6 @@ def one_kernel_gains(p: Problem) -> bool:
     return math.prod(ratios) < 1.15 if many else max(ratios) < 1.05 and math.prod(ratios) < 0.7
 
 
-def chunk_gains(p: Problem) -> bool:
-    """Whether it is faster for causal queries that are the end of more keys. Most of them see most keys, so parts of dQ
-    wait in a line here, too. There is one sum, as of all queries, which one kernel computes: a query has their bits."""
-    return math.prod(_beside_two(p, 1)) < 1
-
-
 def _beside_two(p: Problem, sums: int) -> list[float]:
     """One kernel's time by that of two, of each of BATCHES."""
     return [one_kernel(of, sums) / two_kernels(of) for of in (_batch(p, batch) for batch in BATCHES)]
