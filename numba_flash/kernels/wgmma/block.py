@@ -48,7 +48,7 @@ class WorkTile(NamedTuple):
     first_row: int
     keys: int  # how many of the batch entry are valid
     position: int  # of the first row, among the rows of the other side
-    members: int  # the number of query heads, h and those after it; 0: no tile is left. Packed: of queries, or -1
+    members: int  # the number of query heads, h and those after it, or of queries of a packed tile; 0: no tile is left
     begin: int  # as ranges.key_tiles gives them, the next three too
     free: int
     cut: int

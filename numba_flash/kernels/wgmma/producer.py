@@ -39,7 +39,7 @@ def query_tiles(config):
     has_mask, ranges_of, walk = config.has("mask"), reads.make(config, 1).ranges, tile_walk.make(config)
     asked_of_whole = group == 1 and user.present(config)  # as fragment_functions.py does
     take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
-    packed, parts, some_lack_queries = config.packed, config.parts, packed_tiles.asks_bound(config)
+    packed, parts = config.packed, config.parts
 
     @inlined
     def heads_at_once(keys, most, sizes):
@@ -82,7 +82,7 @@ def query_tiles(config):
         """
         last_query = first_query + min(sequence.seqlen_q - first_query, queries) - 1
         begin, free, cut, stop = key_range(sequence, first_query, last_query, sizes, tile_n)
-        if stop <= begin or some_lack_queries and first_query >= sequence.seqlen_q:
+        if stop <= begin:
             begin = free = cut = divide(int32(key_rows(sizes)), tile_n) + 1
             stop = begin + 1
         if asked_of_whole and sequence.seqlen_q - first_query < queries:
@@ -157,8 +157,6 @@ def query_tiles(config):
         members = work
         if packed:
             members = int32(min(sequence.seqlen_q - first_query, queries)) if work else int32(0)
-        if some_lack_queries:
-            members = int32(-1) if work and members <= 0 else members
         return block.WorkTile(b, h, h_kv, first_query, sequence.keys, position, members, begin, free, cut, stop)
 
     @inlined
