@@ -1,6 +1,7 @@
 """Attentions of models, by name: their shapes, dtypes, options and wanted gradients (scripts/bench_models)."""
 
 import math
+import random
 from typing import Any, NamedTuple
 
 import numba_flash
@@ -94,6 +95,34 @@ MODELS = (
 )  # fmt: skip
 
 
+DIMS = (8, 16, 24, 32, 40, 48, 64, 64, 64, 72, 80, 96, 104, 112, 128, 128, 128, 160, 192, 256)
+LEAST_WORK, MOST_WORK, MOST_WORK_FLOAT32, MOST_NUMBERS = 2e7, 4e11, 4e10, 2**28  # operations of a forward; of an array
+
+
+def random_models(seed, count):
+    """Attentions that are on no list: lengths, batches, heads and head dims over their whole range, by their
+    logarithm."""
+    g, found = random.Random(seed), []
+    while len(found) < count:
+        head_dim, group, heads_kv = g.choice(DIMS), g.choice((1, 1, 1, 2, 4, 8)), int(2 ** g.uniform(0, 4))
+        batch, n = int(2 ** g.uniform(0, 8.5)), int(2 ** g.uniform(3, 13))
+        m = n if g.random() < 0.75 else int(2 ** g.uniform(3, 13.5))
+        if g.random() < 0.2:
+            n = g.choice((1, 1, 2, 4, 16))  # a step of generation
+        option = g.choice(("", "", "", "causal", "causal", "window", "padding", "bias"))
+        option = "" if option in ("causal", "window") and n != m else option
+        dtype, heads = g.choice((*("bfloat16",) * 6, "float16", "float32", "float32")), heads_kv * group
+        work, numbers = (
+            4 * batch * heads * n * m * head_dim,
+            (batch * heads * n * head_dim, batch * heads_kv * m * head_dim),
+        )
+        most = MOST_WORK_FLOAT32 if dtype == "float32" else MOST_WORK
+        if LEAST_WORK < work < most and max(*numbers, heads * n * m * (option == "bias")) <= MOST_NUMBERS:
+            shape, given = (batch, heads, heads_kv, n, m, head_dim), (max(n // 8, 1), 0) if option == "window" else None
+            found.append(Model(f"{len(found) + 1}", shape, option, dtype, gradients=n > 16, given=given))
+    return found
+
+
 class Case(NamedTuple):
     """A model's options: ours, flex_attention's functions, and what F.scaled_dot_product_attention takes."""
 
@@ -113,11 +142,11 @@ def case_of(model, device="cuda"):
     rows, keys = torch.arange(n, device=device)[:, None], torch.arange(m, device=device)
     dtype = getattr(torch, model.dtype)
 
-    def random(*shape):
+    def normal(*shape):
         return torch.randn(*shape, generator=generator, device=device)
 
     def bias_of(entries):
-        bias = random(entries, heads, n, m).to(dtype)
+        bias = normal(entries, heads, n, m).to(dtype)
 
         def added(score, b, h, i, j):
             return score + bias[b if entries > 1 else 0, h, i, j]
@@ -193,8 +222,8 @@ def case_of(model, device="cuda"):
         return blocks(mods.prefix_lm, lambda b, h, i, j: (j < lengths[b]) | (i >= j), (lengths,))
 
     def distances():
-        apart = random(1, 1, n, m).abs()
-        weight = random(heads) / 4
+        apart = normal(1, 1, n, m).abs()
+        weight = normal(heads) / 4
 
         def ours(score, b, h, q_pos, k_pos, apart, weight):
             return score - weight[h] * apart[0, 0, q_pos, k_pos]
