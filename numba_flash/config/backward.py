@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .forward import AnyProblem, Config, OwnRows, Padded, check, layout, multiple_of, one_of, tile_bytes
+from .forward import ITEM_SIZE, AnyProblem, Config, OwnRows, Padded, check, layout, multiple_of, one_of, tile_bytes
 from .simt_backward import OfAux, OfBias, OfDelta
 
 BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/steps/lse_delta.py)
@@ -228,7 +228,6 @@ class MmaScoresConfig(MmaBackwardConfig):
     one place each: the next ones come while a tile's scores are finished."""
 
     of_product = False
-    delta_first = False  # type: ignore[assignment]
     SCORE_PAD: ClassVar[int] = 8  # floats behind a row of scores in shared memory, so that lanes meet no bank twice
 
     def __post_init__(self) -> None:
@@ -254,8 +253,9 @@ class MmaDbiasConfig(OfBias, MmaScoresConfig):
     takes = abi.backward("dbias").plus("dbias_sums", OfBias.SIZES)
 
     def shared_layout(self) -> Any:
-        """A row of sums for each warp is behind the tiles."""
-        return self._layout(sums=self.threads // 32 * self.tile_n * 4)
+        """lse and delta of the queries are behind the tiles, the bias, and a row of sums for each warp."""
+        bias = self.tile_m * self.tile_n * ITEM_SIZE[self.dtype_of("bias") or self.dtype]
+        return self._layout(rows=8 * self.tile_m, bias=bias, sums=self.threads // 32 * self.tile_n * 4)
 
 
 @dataclass(frozen=True)

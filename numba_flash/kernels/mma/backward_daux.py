@@ -71,8 +71,11 @@ def make(config):
             ld_st.store_b32(at + 12, float32(delta).view(np.uint32))
 
     @inlined
-    def put_products(registers, q_smem, thread):
-        lane, warp = thread & int32(31), thread >> int32(5)
+    def put_products(place, registers, smem, thread, score):
+        for x in range(count):
+            registers.acc_dp[x] = float32(0)
+        tiles.multiply(registers, smem, thread)
+        q_smem, lane, warp = smem.q, thread & int32(31), thread >> int32(5)
         for r in range(rows):
             row = int32(warp * 16 + int32(first_row_of(lane)) + r * 8)
             at = q_smem + row * score_row + 4 * int32(first_column_of(lane))
@@ -166,7 +169,7 @@ def make(config):
             row, column = int32(row + AT_ONCE), int32(column + AT_ONCE)
             column = int32(column - tile_n if column >= tile_n else column)
 
-    over_tiles = tiles.loop(nothing, put_products, owe_scores)
+    over_tiles = tiles.loop(nothing, nothing, put_products, owe_scores)
 
     @cuda.jit
     def flash_attention_mma_daux(arrays, strides, sizes, score):

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
-from ...ptx import cvt, ld_st, local, memory, shared, shfl, special
+from ...ptx import cvt, ld_st, local, memory, shared, shfl, special, vote
 from ..score import fragments, user
 from ..score.gradient_functions import LanePlace
 from ..steps import elements, lse_delta, score_ranges
-from ..steps.inlined import TRUE, inlined, nothing
-from ..steps.plain import first_column_of, first_row_of, row_keys
-from . import backward_scores, score_tiles
+from ..steps.inlined import FALSE, TRUE, inlined, nothing
+from ..steps.plain import first_column_of, first_row_of, lane_and_warp, row_keys
+from . import backward_scores, query_columns, score_tiles
 from .backward_scores import RowState
 
 
@@ -33,6 +33,8 @@ class Registers(NamedTuple):
     q_frag: Any
     do_frag: Any
     b_frag: Any
+    lse: Any
+    minus_delta: Any
     distance: Any
     loaded: Any
     shown_bits: Any
@@ -42,25 +44,68 @@ class Registers(NamedTuple):
 def make(config):
     tile_m, tile_n, warps, plan = config.tile_m, config.tile_n, config.threads // 32, config.shared_layout()
     blocks, rows, count, inf = tile_n // 8, 2, tile_n // 2, float32(math.inf)
-    tiles, tiles_of, of_query = score_tiles.make(config), score_ranges.of_bias(config), lse_delta.of_query(config)
+    tiles, tiles_of, columns = score_tiles.make(config), score_ranges.of_bias(config), query_columns.make(config)
     chain, scores, has_functions = fragments.chain(config), backward_scores.make(config), user.present(config)
-    read, kept_weight = scores.read, scores.kept_weight
+    read, kept_weight, delta_first, has_mask = scores.read, scores.kept_weight, config.delta_first, config.has("mask")
+    always_masked = has_mask or has_functions
     dtype = "float32" if config.split else config.dtype_of("bias")
     store, pack = elements.storer(dtype), cvt.pack_f16x2 if dtype == "float16" else cvt.pack_bf16x2
 
     @inlined
-    def read_scores(place, registers, smem, thread, arrays, strides, sizes):
-        """Loads what the scores need from global memory, before their products are ready."""
-        if read.reads:
-            origin = read.origin(place.sequence.b, place.h, int32(place.i * tile_m), arrays, strides)
-            scores.load(place.j, origin, registers, arrays, strides, sizes, TRUE)
+    def copy_rows(place, smem, arrays, sizes):
+        """Starts the copies of lse and delta of the tile's queries."""
+        head = columns.head_at(place.sequence, place.h, arrays, sizes)
+        columns.start(place.i, head, smem.q + int32(plan.rows), place.sequence.seqlen_q, arrays)
 
     @inlined
-    def add_scores(place, registers, smem, thread, arrays, strides, sizes, score):
-        """sums += dS of a tile whose products are ready."""
-        sequence, h, first_key = place.sequence, place.h, scores.first_column(place.j)
+    def keep_bias(own, registers, smem, thread, arrays, strides, sizes):
+        """Loads the bias of the block's own tile, which all its scores share. A lane keeps that of its scores in shared
+        memory: in registers it would take those that the compiler needs."""
+        origin = read.origin(own.b, own.h, int32(own.i * tile_m), arrays, strides)
+        lane, warp = lane_and_warp()
+        read.load_bias(registers.loaded, own.j, origin, int32(warp * 16), lane, strides, sizes, FALSE)
+        for n in range(0, read.bias_words, 4):
+            ld_st.store_v4(kept_bias(smem, thread, n), registers.loaded, n)
+
+    @inlined
+    def kept_bias(smem, thread, n):
+        """Where the lane's words n to n + 3 are."""
+        return int32(smem.q + int32(plan.bias + 4 * config.threads * n) + 16 * thread)
+
+    @inlined
+    def read_mask(place, registers, smem, thread, arrays, strides, sizes):
+        """Loads a mask's bits of the scores, before their products are ready."""
+        origin = read.origin(place.sequence.b, place.h, int32(place.i * tile_m), arrays, strides)
+        lane, warp = lane_and_warp()
+        bits, first_row = registers.shown_bits, int32(warp * 16)
+        read.load_bits(bits, place.j, origin, first_row, lane, arrays, strides, sizes)
+
+    @inlined
+    def multiply(place, registers, smem, thread, score):
+        """acc_s, acc_dp <- Q K^T, and dO V^T - delta."""
+        for r in range(rows):
+            at = smem.q + int32(plan.rows) + 4 * int32(lse_delta.place(scores.own_row() + r * 8))
+            registers.lse[r] = ld_st.load_b32(at).view(np.float32)
+            registers.minus_delta[r] = ld_st.load_b32(at + 4 * lse_delta.MINUS_DELTA).view(np.float32)
+            for n in range(blocks):
+                for x in range(2):
+                    if delta_first:
+                        scores.add_delta(r, n, x, registers, registers.minus_delta[r], score)
+                    else:
+                        registers.acc_dp[n * 4 + r * 2 + x] = float32(0)
+        tiles.multiply(registers, smem, thread)
+
+    @inlined
+    def lane_place(place):
+        """-> LanePlace of the lane's scores."""
+        sequence, first_key = place.sequence, scores.first_column(place.j)
         first_query = int32(place.i * tile_m + scores.own_row())
-        of_lane = LanePlace(int64(sequence.b), int64(h), first_query, sequence.q_start, first_key)
+        return LanePlace(int64(sequence.b), int64(place.h), first_query, sequence.q_start, first_key)
+
+    @inlined
+    def show(place, registers, arrays, strides, sizes, score):
+        """shown_bits <- of the scores that count."""
+        sequence, first_query = place.sequence, int32(place.i * tile_m + scores.own_row())
         for r in range(rows):
             query = int32(first_query + r * 8)
             first, end = row_keys(sequence.q_start + query, sizes.left, sizes.right, sequence.keys)
@@ -68,24 +113,43 @@ def make(config):
                 end = first
             scores.show_seen(r, place.j, RowState(int32(first), int32(end), inf, inf), registers)
         if has_functions:
-            scores.apply(of_lane, TRUE, registers, arrays, strides, score)
-        if kept_weight.present:
-            scores.find_kept(of_lane, registers, arrays, sizes)
-        scores.find_distances(of_lane, registers)
-        term = chain.row_term(sequence.b, h, arrays, strides)
+            scores.apply(lane_place(place), TRUE, registers, arrays, strides, score)
+
+    @inlined
+    def add(registers, term, score, masked):
+        """sums += dS. masked, a constant: some scores do not count, or are those of a query that sees no key."""
         for r in range(rows):
-            query = int32(first_query + r * 8)
-            lse, delta = inf, float32(0)
-            if query < sequence.seqlen_q:
-                lse, delta = of_query(sequence, h, query, arrays, sizes)
             for n in range(blocks):
                 for x in range(2):
-                    scores.add_delta(r, n, x, registers, -delta, score)
-                    p = scores.weigh(r, n, x, registers, term, lse, registers.shown_bits[r], score, TRUE)
-                    if p != 0:
-                        registers.sums[n * 4 + r * 2 + x] += registers.acc_dp[n * 4 + r * 2 + x]
+                    at, lse, seen = n * 4 + r * 2 + x, registers.lse[r], registers.shown_bits[r]
+                    if not delta_first:
+                        scores.add_delta(r, n, x, registers, registers.minus_delta[r], score)
+                    p = scores.weigh(r, n, x, registers, term, lse, seen, score, masked)
+                    if not masked or p != 0:
+                        registers.sums[at] += registers.acc_dp[at]
 
-    over_tiles = tiles.loop(read_scores, nothing, add_scores)
+    @inlined
+    def add_scores(place, registers, smem, thread, arrays, strides, sizes, score):
+        """sums += dS of a tile whose products are ready."""
+        if kept_weight.present:
+            scores.find_kept(lane_place(place), registers, arrays, sizes)
+        term = float32(0)
+        if chain.has_row_term:
+            scores.find_distances(lane_place(place), registers)
+            term = chain.row_term(place.sequence.b, place.h, arrays, strides)
+        for n in range(0, read.bias_words, 4):
+            ld_st.load_v4(registers.loaded, n, kept_bias(smem, thread, n))
+        whole = not always_masked and place.j >= place.free and place.j < place.cut
+        if whole:
+            no_key = registers.lse[0] == inf or registers.lse[1] == inf
+            whole = vote.any_lane(uint32(1) if no_key else uint32(0)) == 0
+        if whole:
+            add(registers, term, score, FALSE)
+        else:
+            show(place, registers, arrays, strides, sizes, score)
+            add(registers, term, score, TRUE)
+
+    over_tiles = tiles.loop(copy_rows, read_mask if has_mask else nothing, multiply, add_scores)
 
     @inlined
     def over_keys(registers):
@@ -163,6 +227,8 @@ def make(config):
             local.array(tiles.q_words, uint32),  # q_frag (head_dim_padded / 16, 4)
             local.array(tiles.do_words, uint32),  # do_frag (head_dim_v_padded / 16, 4)
             local.array(4, uint32),  # b_frag (16, 16): K or V
+            local.array(rows, float32),  # lse, in the scores' units
+            local.array(rows, float32),  # minus_delta
             local.array(rows, float32),  # distance: q_pos - k_pos of each row at the lane's first column
             local.array(read.bias_words, uint32),  # loaded
             local.array(rows, uint32),  # shown_bits
@@ -171,6 +237,7 @@ def make(config):
         for x in range(count):
             registers.sums[x] = float32(0)
 
+        keep_bias(own, registers, smem, thread, arrays, strides, sizes)
         over_tiles(own, registers, smem, thread, arrays, strides, sizes, score)
         target, by, base = tiles_of.target_of(own, split, arrays, strides, sizes)
         first_query, first_key = int64(own.i) * tile_m, int64(own.j) * tile_n

@@ -12,22 +12,25 @@ from numba import cuda, float32, int32, int64
 from ...ptx import cp_async, memory
 from ..steps import async_tiles, fragment_products
 from ..steps import sequence as sequences
-from ..steps.inlined import inlined
-from ..steps.integers import divide
+from ..steps.inlined import TRUE, inlined
 from ..steps.named import named
-from ..steps.score_ranges import place_of
-from ..steps.sequence import key_range, key_row, query_row, unpacked
+from ..steps.score_ranges import place_after, place_of
+from ..steps.sequence import key_range, key_row, kv_head, query_row, unpacked
 
 
 class Place(NamedTuple):
-    """A tile of a Range: query tile i of head h of a batch entry, the unit-th, and key tile j below stop."""
+    """A tile of a Range: query tile i of head h of a batch entry, the unit-th, and key tile j of [begin, stop), which
+    some query sees. All queries of the tile exist and see all keys of [free, cut)."""
 
     unit: int
     sequence: Any
     h: int
     i: int
     j: int
+    begin: int
     stop: int
+    free: int
+    cut: int
 
 
 class Smem(NamedTuple):
@@ -40,74 +43,84 @@ class Smem(NamedTuple):
 
 
 def make(config):
-    load_q, load_do, load_k, load_v = async_tiles.of_backward(config)
+    load_q, load_do, load_k, load_v = async_tiles.of_backward(config, threads=32)
     sequence_of, plan, wait_all = sequences.make(config), config.shared_layout(), cp_async.wait_group(0)
+    warps, varies = config.threads // 32, config.has("seqlens_k") or config.q_offset_source == "array"
     products = fragment_products.make(config)
     multiply_q_k, multiply_do_v = map(products.scores_product, (config.head_dim_padded, config.head_dim_v_padded))
 
     @inlined
-    def seek(unit, tiles, arrays, strides, sizes):
-        """The first tile that some query sees, from this unit on."""
-        h, i, j, stop = int32(0), int32(0), int32(0), int32(0)
+    def seek(unit, b, h, i, tiles, arrays, strides, sizes):
+        """The first tile that some query sees, from this unit on, which is at (b, h, i)."""
+        begin, stop, free, cut = int32(0), int32(0), int32(0), int32(0)
         sequence = unpacked(int32(0), sizes.seqlen_q, int64(0), int64(0))
         while unit < tiles.end_unit:
-            b, h, i = place_of(unit, tiles)
             sequence = sequence_of(b, arrays, strides, sizes)
-            last_query = min(int64(i * config.tile_m + config.tile_m), sequence.seqlen_q) - 1
-            begin, _, _, end = key_range(sequence, i * config.tile_m, last_query, sizes, config.tile_n)
-            j, stop = max(int32(begin), tiles.j), min(int32(end), tiles.end_j)
-            if j < stop:
+            end_query = int64(i * config.tile_m + config.tile_m)
+            last_query = min(end_query, sequence.seqlen_q) - 1
+            begin_, free_, cut_, stop_ = key_range(sequence, i * config.tile_m, last_query, sizes, config.tile_n)
+            begin, stop = max(int32(begin_), tiles.j), min(int32(stop_), tiles.end_j)
+            free, cut = int32(free_), int32(cut_) if end_query <= sequence.seqlen_q else int32(0)
+            if begin < stop:
                 break
             unit = int32(unit + 1)
-        return Place(unit, unpacked(sequence.b, sequence.seqlen_q, sequence.keys, sequence.q_start), h, i, j, stop)
+            b, h, i = place_after(b, h, i, tiles)
+        sequence = unpacked(int32(b), sequence.seqlen_q, sequence.keys, sequence.q_start)
+        return Place(unit, sequence, h, i, begin, begin, stop, free, cut)
 
     @inlined
     def following(place, tiles, arrays, strides, sizes):
         """-> Place; its unit is tiles.end_unit after the last."""
-        unit, sequence, h, i, j, stop = place
+        unit, sequence, h, i, j, begin, stop, free, cut = place
         j = int32(j + 1)
         if j >= stop:
-            unit, sequence, h, i, j, stop = seek(int32(unit + 1), tiles, arrays, strides, sizes)
-        return Place(unit, sequence, h, i, j, stop)
+            b, h, own_i = place_after(sequence.b, h, i, tiles)
+            unit, j = int32(unit + 1), begin
+            if varies or own_i != i:
+                unit, sequence, h, i, j, begin, stop, free, cut = seek(unit, b, h, own_i, tiles, arrays, strides, sizes)
+            else:  # the same queries of another head or entry see the same keys
+                sequence = unpacked(b, sequence.seqlen_q, sequence.keys, sequence.q_start)
+        return Place(unit, sequence, h, i, j, begin, stop, free, cut)
 
     @inlined
-    def load_queries(place, smem, arrays, strides, thread):
-        first_query = int64(place.i) * config.tile_m
-        left = int32(min(place.sequence.seqlen_q - first_query, config.tile_m))
-        q_global = memory.address(arrays.q, query_row(strides.q, place.sequence, place.h, first_query))
-        do_global = memory.address(arrays.do, query_row(strides.do, place.sequence, place.h, first_query))
-        load_q(smem.q, q_global, 2 * strides.q[2], 0, left, config.head_dim, thread)
-        load_do(smem.do, do_global, 2 * strides.do[2], 0, left, config.head_dim_v, thread)
-
-    @inlined
-    def load_keys(place, h_kv, smem, arrays, strides, thread):
-        first_key = int64(place.j) * config.tile_n
-        left = int32(place.sequence.keys - first_key)
-        k_global = memory.address(arrays.k, key_row(strides.k, place.sequence, h_kv, first_key))
-        v_global = memory.address(arrays.v, key_row(strides.v, place.sequence, h_kv, first_key))
-        load_k(smem.k, k_global, 2 * strides.k[2], 0, left, config.head_dim, thread)
-        load_v(smem.v, v_global, 2 * strides.v[2], 0, left, config.head_dim_v, thread)
-
-    @inlined
-    def load_first(place, smem, arrays, strides, sizes, thread):
-        """Starts the copies of a tile."""
-        load_queries(place, smem, arrays, strides, thread)
-        h_kv = divide(place.h, divide(sizes.heads, sizes.heads_kv))
-        load_keys(place, h_kv, smem, arrays, strides, thread)
+    def load(place, queries, keys, smem, arrays, strides, sizes, thread):
+        """Starts the copies of a tile's queries and keys, as far as they are asked for. Each warp has one of the four
+        arrays, or some of them: so it computes one address."""
+        lane, warp = thread & int32(31), thread >> int32(5)
+        sequence, h = place.sequence, place.h
+        if queries:
+            first_query = int64(place.i) * config.tile_m
+            left = int32(min(sequence.seqlen_q - first_query, config.tile_m))
+            if warp == 0:
+                source = memory.address(arrays.q, query_row(strides.q, sequence, h, first_query))
+                load_q(smem.q, source, 2 * strides.q[2], 0, left, config.head_dim, lane)
+            if warp == 1 % warps:
+                source = memory.address(arrays.do, query_row(strides.do, sequence, h, first_query))
+                load_do(smem.do, source, 2 * strides.do[2], 0, left, config.head_dim_v, lane)
+        if keys:
+            h_kv, first_key = kv_head(h, sizes), int64(place.j) * config.tile_n
+            left = int32(sequence.keys - first_key)
+            if warp == 2 % warps:
+                source = memory.address(arrays.k, key_row(strides.k, sequence, h_kv, first_key))
+                load_k(smem.k, source, 2 * strides.k[2], 0, left, config.head_dim, lane)
+            if warp == 3 % warps:
+                source = memory.address(arrays.v, key_row(strides.v, sequence, h_kv, first_key))
+                load_v(smem.v, source, 2 * strides.v[2], 0, left, config.head_dim_v, lane)
 
     @inlined
     def load_next(place, before, smem, arrays, strides, sizes, thread):
-        """Likewise, of what the tile does not share with the one before."""
-        group = divide(sizes.heads, sizes.heads_kv)
-        h_kv = divide(place.h, group)
-        if place.i != before.i or place.h != before.h or place.sequence.b != before.sequence.b:
-            load_queries(place, smem, arrays, strides, thread)
-        if place.j != before.j or h_kv != divide(before.h, group) or place.sequence.b != before.sequence.b:
-            load_keys(place, h_kv, smem, arrays, strides, thread)
+        """Likewise, of what the tile does not share with the one before. -> whether its queries are others."""
+        entry = place.sequence.b != before.sequence.b
+        queries = place.i != before.i or place.h != before.h or entry
+        keys = place.j != before.j or kv_head(place.h, sizes) != kv_head(before.h, sizes) or entry
+        load(place, queries, keys, smem, arrays, strides, sizes, thread)
+        return queries
 
     @inlined
     def multiply(registers, smem, thread):
-        """acc_s, acc_dp += the products."""
+        """acc_s <- Q K^T, acc_dp += dO V^T."""
+        for x in range(config.tile_n // 2):
+            registers.acc_s[x] = float32(0)
         own_lane, other_lane, _ = products.lanes(thread)
         multiply_q_k(registers.acc_s, registers.q_frag, registers.b_frag, smem.q + own_lane, smem.k + other_lane)
         multiply_do_v(registers.acc_dp, registers.do_frag, registers.b_frag, smem.do + own_lane, smem.v + other_lane)
@@ -118,29 +131,28 @@ def make(config):
         q = async_tiles.aligned(address)
         return Smem(q, q + int32(plan.do), q + int32(plan.k), q + int32(plan.v))
 
-    def loop(before, between, behind):
-        """-> the loop over the tiles of a Range, a device function. before, between and behind the copies of the next
-        tile: what a kernel does with a tile before its products, with its products, and with its scores."""
+    def loop(copy, before, products, behind):
+        """-> the loop over the tiles of a Range, a device function: what a kernel copies beside a tile's queries; what
+        it does before its products, to get them, and, behind the copies of the next tile, with its scores."""
 
         @inlined
         def over_tiles(tiles, registers, smem, thread, arrays, strides, sizes, score):
-            place = seek(tiles.unit, tiles, arrays, strides, sizes)
+            b, h, i = place_of(tiles.unit, tiles)
+            place = seek(tiles.unit, b, h, i, tiles, arrays, strides, sizes)
             if place.unit < tiles.end_unit:
-                load_first(place, smem, arrays, strides, sizes, thread)
+                load(place, TRUE, TRUE, smem, arrays, strides, sizes, thread)
+                copy(place, smem, arrays, sizes)
             cp_async.commit_group()
             while place.unit < tiles.end_unit:
                 before(place, registers, smem, thread, arrays, strides, sizes)
-                for x in range(config.tile_n // 2):
-                    registers.acc_s[x] = float32(0)
-                    registers.acc_dp[x] = float32(0)
                 wait_all()
                 cuda.syncthreads()  # the tile has arrived, and all threads have finished with the last scores
-                multiply(registers, smem, thread)
-                between(registers, smem.q, thread)
+                products(place, registers, smem, thread, score)
                 following_place = following(place, tiles, arrays, strides, sizes)
                 cuda.syncthreads()  # all threads have finished with the tile
                 if following_place.unit < tiles.end_unit:
-                    load_next(following_place, place, smem, arrays, strides, sizes, thread)
+                    if load_next(following_place, place, smem, arrays, strides, sizes, thread):
+                        copy(following_place, smem, arrays, sizes)
                 cp_async.commit_group()
                 behind(place, registers, smem, thread, arrays, strides, sizes, score)
                 place = following_place
@@ -148,4 +160,4 @@ def make(config):
         return over_tiles
 
     # q_words, do_words: of registers.q_frag and do_frag
-    return named(places, loop, q_words=config.head_dim_padded // 4, do_words=config.head_dim_v_padded // 4)
+    return named(places, multiply, loop, q_words=config.head_dim_padded // 4, do_words=config.head_dim_v_padded // 4)

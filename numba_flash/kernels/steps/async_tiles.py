@@ -99,18 +99,18 @@ def loader(rows, columns, threads, group=1, size=2, copy_bytes=16):
     return load
 
 
-def of(config):
-    """-> loader(rows, columns, group=1), for the tiles of a kernel."""
+def of(config, threads=0):
+    """-> loader(rows, columns, group=1), for the tiles of a kernel. threads: that share a tile, if not all."""
 
     def of_tile(rows, columns, group=1):
-        return loader(rows, columns, config.threads, group, config.item_size, config.copy_bytes)
+        return loader(rows, columns, threads or config.threads, group, config.item_size, config.copy_bytes)
 
     return of_tile
 
 
-def of_backward(config):
+def of_backward(config, threads=0):
     """-> (load_q, load_do, load_k, load_v), whole tiles."""
-    loads, columns = of(config), (config.head_dim_padded, config.head_dim_v_padded)
+    loads, columns = of(config, threads), (config.head_dim_padded, config.head_dim_v_padded)
     return tuple(loads(rows, width) for rows in (config.tile_m, config.tile_n) for width in columns)
 
 

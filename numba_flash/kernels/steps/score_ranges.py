@@ -33,6 +33,17 @@ def place_of(unit, within):
     return int32(within.b + entry), h, i
 
 
+@inlined
+def place_after(b, h, i, within):
+    """-> (b, h, i) of the unit behind the one at (b, h, i), without a division."""
+    i = int32(i + 1)
+    if i >= int32(within.i + within.tiles):
+        i, h = int32(within.i), int32(h + 1)
+        if h >= int32(within.h + within.heads):
+            h, b = int32(within.h), int32(b + 1)
+    return int32(b), int32(h), int32(i)
+
+
 def of_bias(config):
     """-> device functions of a kernel whose blocks own tiles of bias' own elements.
 
