@@ -199,12 +199,19 @@ class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
 
 @dataclass(frozen=True)
 class MmaOneKeyTileConfig(MmaDkdvConfig):
-    """The same where a block's tile has all keys of a head: it computes dQ, too."""
+    """The same where a block's tile has all keys of a head: it computes dQ, too. with_dbias: and dbias, each element of
+    which is that of one score. pairs: as of MmaDbiasConfig."""
+
+    with_dbias: bool = False
+    pairs: bool = False
 
     with_dq = True
     kernel = "mma_one_key_tile"
-    takes = abi.backward("dq dk dv", mask=abi.MASK_BITS_OF_KEYS)
     reads_states = False
+
+    @property
+    def takes(self) -> abi.Parameters:  # type: ignore[override]
+        return abi.backward("dq dk dv dbias" if self.with_dbias else "dq dk dv", mask=abi.MASK_BITS_OF_KEYS)
 
     def __post_init__(self) -> None:
         alone = self.of_dk and self.of_dv and self.column_groups == self.stages == 1

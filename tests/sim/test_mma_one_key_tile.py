@@ -86,3 +86,28 @@ def test_gradients_behind_it_read_its_lse_and_delta(rung):
     assert kernels(case, (*WANTED, "dbias", "dsinks")) == [
         "backward_preprocess", "mma_one_key_tile", "mma_dbias", "dsinks_of_blocks",
     ]  # fmt: skip
+
+
+# Rows of dbias that hold whole pairs of numbers, and others; the query that sees no key has a dO that is NaN.
+@pytest.mark.parametrize("seqlen_k", [11, 12])
+def test_a_bias_of_every_score_gets_its_gradient_there(rung, seqlen_k):
+    case = rung.problem(19, seqlen_k, batch=2, heads=2, heads_kv=1, head_dim=24, dtype="bfloat16")
+    bias = np.random.default_rng(3).standard_normal((2, 2, 19, seqlen_k)).astype(case.q.dtype)
+    bias[:, :, 17] = -np.inf
+    case.options |= dict(bias=bias)
+    given = incoming(case)
+    given[0][:, :, 17] = np.nan
+    found = rung(case, given, (*WANTED, "dbias"))
+    testing.check_gradients(case, found, *given, rung.kernel)
+    assert not found.dbias[:, :, 17].any() and found.dbias[:, :, 16].any()
+    assert kernels(case, (*WANTED, "dbias")) == ["backward_preprocess", "mma_one_key_tile"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "options"), [((1, 2, 13, 12), "float16", {}), ((2, 2, 13, 12), "float32", {}), ((2, 2, 13, 12), "float16", dict(softcap=3.0))]
+)  # fmt: skip
+def test_the_gradient_of_other_biases_has_its_own_kernel(rung, shape, dtype, options):
+    case = rung.problem(13, 12, batch=2, heads=2, head_dim=24)
+    bias = np.random.default_rng(3).standard_normal(shape).astype(dtype)
+    rung.check(case, wanted=(*WANTED, "dbias"), bias=bias, **options)
+    assert "mma_dbias" in kernels(case, (*WANTED, "dbias"))

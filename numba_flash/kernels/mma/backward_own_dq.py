@@ -1,17 +1,18 @@
 """dQ in the block that computes dK and dV, where its tile has every key: then dS of a query is complete in it.
 
 dQ = scale * dS K. dS^T, whose rows are the warps' keys, goes through shared memory; there each warp reads strips of 16
-queries of it, transposed by ldmatrix, and multiplies them by all keys. Used by backward.py with config.with_dq.
+queries of it, transposed by ldmatrix, and multiplies them by all keys. Used by backward.py with config.with_dq. With
+config.with_dbias these operands are also dbias: in 16 bits, and of one score each.
 """
 
-from numba import float32, int32, uint32
+from numba import float32, int32, int64, uint32
 
-from ...ptx import ldmatrix, local, mma, special
+from ...ptx import ldmatrix, local, memory, mma, special
 from ..recompute import queries as recompute_queries
 from ..steps import fragment_products, gradient_rows
 from ..steps.inlined import inlined
 from ..steps.named import named
-from ..steps.plain import chunk_pair, panel_offset
+from ..steps.plain import chunk_pair, first_column_of, first_row_of, panel_offset
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import query_row
 
@@ -23,10 +24,27 @@ def make(config):
     count = columns // 2
     multiply = mma.m16n8k16_f16 if config.dtype == "float16" else mma.m16n8k16_bf16
     stage, store = gradient_rows.make(config.dtype, config.tile_m, 16, config.head_dim, config.head_dim % 8 == 0)
-    recompute = recompute_queries.make(config, of_keys=True)
+    recompute = recompute_queries.make(config, of_keys=True, of_dbias=config.with_dbias)
 
     @inlined
-    def multiply_strip(acc, k_smem, strip, lane):
+    def store_dbias(ds, y, first_query, at, lane, arrays, strides, sizes):
+        """The lane's part of dS of 16 queries and the y-th 16 keys to dbias; at: of the head's first element."""
+        for x in range(4):  # rows of the first 8 queries and of the last; then those of the last 8 keys
+            query = int32(first_query + int32(first_row_of(lane)) + 8 * (x % 2))
+            key = int32(16 * y + 8 * (x // 2) + int32(first_column_of(lane)))
+            to = memory.address(arrays.dbias, at + query * strides.dbias[2] + key)
+            first, second = query < sizes.seqlen_q and key < sizes.seqlen_k, key + 1 < sizes.seqlen_k
+            if config.pairs:
+                if first:
+                    memory.store_b32(to, ds[x])
+            else:
+                if first:
+                    memory.store_b16(to, ds[x])
+                if first and second:
+                    memory.store_b16(to + 2, ds[x] >> uint32(16))
+
+    @inlined
+    def multiply_strip(acc, k_smem, strip, lane, first_query, at, arrays, strides, sizes):
         """acc (columns / 8, 4) <- dS of 16 queries . K."""
         a_frag, b_frag = local.array(4, uint32), local.array(4, uint32)
         across = panel_offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1, config.tile_n)
@@ -36,6 +54,8 @@ def make(config):
             acc[x] = float32(0)
         for y in range(config.tile_n // 16):
             ldmatrix.x4_trans(a_frag, 0, ds_lane + y * 2048)  # (16 queries, 16 keys)
+            if config.with_dbias:
+                store_dbias(a_frag, y, first_query, at, lane, arrays, strides, sizes)
             for n in range(columns // 16):
                 ldmatrix.x4_trans(b_frag, 0, chunk_pair(k_lane, n, panel) + y * 2048)  # (16 keys, 16)
                 multiply(acc, 8 * n, a_frag, 0, b_frag, 0)
@@ -48,10 +68,12 @@ def make(config):
         acc = local.array(count, float32)
         first_query = int32(i * config.tile_m)
         rows_left = int32(min(sequence.seqlen_q - first_query, config.tile_m))
-        to = query_row(strides.dq, sequence, h, first_query)
+        to, of_head = query_row(strides.dq, sequence, h, first_query), int64(0)
+        if config.with_dbias:
+            of_head = sequence.b * strides.dbias[0] + h * strides.dbias[1]
         while strip < strips:
-            multiply_strip(acc, k_smem, strip, lane)
             at, first_row = k_smem + int32(plan.dq), int32(16 * strip)
+            multiply_strip(acc, k_smem, strip, lane, int32(first_query + first_row), of_head, arrays, strides, sizes)
             nonfinite = stage(acc, score.scale, at, first_row, lane, rows_left)
             store(at, first_row, lane, arrays.dq, to, strides.dq[2], rows_left, config.head_dim, nonfinite)
             if nonfinite != 0:
