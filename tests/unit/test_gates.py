@@ -28,6 +28,7 @@ from helpers.simt_kernels import backward_problem as gradients
 
 from numba_flash.arrays import read
 from numba_flash.config.backward import MmaBackwardConfig, PreprocessConfig
+from numba_flash.config.bias_rows import BiasRowsConfig
 from numba_flash.config.simt_backward import DbiasSumConfig, HeadSumsConfig
 from numba_flash.config.wide_backward import WideBackwardConfig
 from numba_flash.functions.function import Function
@@ -83,7 +84,7 @@ OF_CARRIER = (
     *OF_TURNS[1:],
 )
 OF_BOTH_BLOCKS = IN_PTX["wgmma_dkdv_paired"][-4:]
-WITHOUT_PRODUCTS = (*HeadSumsConfig.names, "mma_dq_finish")
+WITHOUT_PRODUCTS = (*HeadSumsConfig.names, "mma_dq_finish", "bias_rows")
 for kernel in WITHOUT_PRODUCTS:
     MACHINES[kernel], IN_PTX[kernel], IN_SASS[kernel] = SINCE_AMPERE, (), ()
 SIMT = [config for config in (*FORWARD, *BACKWARD) if not local_bytes(config)]  # rows in registers
@@ -140,9 +141,6 @@ DEPENDS = {
     "mma_dq_float64-256-16x16-sm80-rich": "spills 56 bytes on sm_80 with 13.5",
     "mma_dq_float64-256-16x16-sm80-reading": "spills 136 bytes on sm_80 with 13.5",
     "mma_dkdv-128-64x64x1-dkdv": "spills 20 bytes on sm_90a with 13.5",
-    "mma_dbias-64-64x64-rich": "spills 40 to 56 bytes on sm_80, sm_90a and sm_100a with 13.5",
-    "mma_dbias-64-64x64-rich-split": "spills 68 to 72 bytes on sm_80, sm_90a and sm_100a with 13.5",
-    "mma_dbias-64-64x64-summed": "spills 16 to 144 bytes on sm_80, sm_90a and sm_100a with 13.5",
     "mma_dbias-64-64x64-summed-split": "spills 80 to 124 bytes on sm_80, sm_90a and sm_100a with 13.5",
     "mma_float32-256-64x64": "spills 8 bytes on sm_90a and sm_100a with 13.5",
     "mma_float64-192-64x32": "sm_90a: 24 bytes of local memory with 13.5",
@@ -587,6 +585,8 @@ def backward_gates():
             # What is read for each score, in the rows of mma for other than plain scores. A mask alone takes less.
             if table.startswith("mma") and not row.plain:
                 served["-reading"] = dict(dtype="bfloat16", **OPTIONS, **READ)
+            if table == "mma_dkdv" and not row.plain:
+                served["-boxed"] = dict(dtype="float16", **OPTIONS, **BOXED, **READ_MASK)
             for words, given in served.items():
                 given |= dict(wanted=wanted)
                 groups = f"x{row.column_groups}" if "column_groups" in row.columns else ""
@@ -646,6 +646,8 @@ def around_gates():
     """What goes before and behind the kernels of gradients."""
     of_turns = PreprocessConfig("float16", 64, has_dlse=True, turns_of=64, early=True)
     yield "backward_preprocess-64-turns", of_turns
+    yield "bias_rows", BiasRowsConfig("float16")
+    yield "bias_rows-pairs", BiasRowsConfig("bfloat16", pairs=True)
     yield "backward_preprocess-64-sinks", PreprocessConfig("float16", 64, has_dlse=True, of_terms=True)
     for dtype, given in (("float16", "float16"), ("float64", "float64"), ("float64", "float32")):
         yield f"dbias_sum-{dtype}-{given}", DbiasSumConfig(dtype, given)
@@ -752,6 +754,9 @@ def one_key_tile_gates():
             served = {"-rich": OPTIONS, "-reading": OPTIONS | read, "-both": FUNCTIONS_OF["both"]}
             plain_too = row.plain or row.head_dim <= 64
             served = ({"": {}} if plain_too else {}) | ({} if row.plain else served)
+            if not row.plain:  # which also stores the gradient of this bias
+                of_all = dict(bias=empty(1, 2, n, n, dtype="bfloat16"), bias_aligned=True)
+                served["-dbias"] = LINEAR | dict(mask=read["mask"]) | of_all | dict(wanted=("dq", "dk", "dv", "dbias"))
             for words, given in served.items():
                 dtype = "bfloat16" if words else "float16"
                 arrays = dict.fromkeys(("do", "q", "k", "v", "o"), empty(1, 2, n, row.head_dim, dtype=dtype))
