@@ -116,8 +116,9 @@ class WalkConfig(OwnRows, Padded, Config):
 
     def shared_layout(self) -> Any:
         """Where the block's own tiles are, for S and for dP (K and V, or Q and dO), the stages of the other side's
-        tiles, P and dS where warps exchange them, dQ with with_dq, the bias of a tile, lse and delta of the other side's queries, what each
-        own row needs (RowState in kernels/mma/backward_scores.py), the state of the block and the end.
+        tiles, P and dS where warps exchange them, dQ with with_dq, the stages of a bias, lse and delta of the other
+        side's queries, what each own row needs (RowState in kernels/mma/backward_scores.py), the state of the block and
+        the end.
 
         Gradients in 16 bits are staged in the place of the own tiles; without dS there is no V, and dV takes K's place.
         """
@@ -130,7 +131,9 @@ class WalkConfig(OwnRows, Padded, Config):
         rows = self.stages * 2 * max(size, 4) * self.tile_m * self.of_keys
         bias = self.stages * self.bias_boxes * tile_bytes(self.tile_m, self.tile_n)
         of_rows = (8 if self.of_keys else 16 * max(size // 4, 1)) * self.own_rows
-        return layout(**own, **other, p=p, ds=scores * self.of_ds, dq=dq, bias=bias, rows=rows, of_rows=of_rows, state=6 * 16)
+        return layout(
+            **own, **other, p=p, ds=scores * self.of_ds, dq=dq, bias=bias, rows=rows, of_rows=of_rows, state=6 * 16
+        )
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)

@@ -92,8 +92,8 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     ends, with_dbias = shared.head_sums(problem, target, of_blocks=True), False
     if rows := shared.one_key_tile(problem, target):
         with_dbias = _own_dbias(problem)
-        of_dbias = dict(with_dbias=with_dbias, pairs=with_dbias and problem.forward.seqlen_k % 2 == 0)
-        own = shared.best(mma.MmaOneKeyTileConfig, rows, problem, target, **of_dbias)
+        pairs = with_dbias and problem.forward.seqlen_k % 2 == 0
+        own = shared.best(mma.MmaOneKeyTileConfig, rows, problem, target, with_dbias=with_dbias, pairs=pairs)
     else:
         rows = shared.usable("mma_dkdv", problem, target)
         if not {"dk", "dv"} <= set(problem.wanted):

@@ -117,8 +117,9 @@ def test_a_bias_that_comes_with_the_queries(rung, seqlen_k, shape):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "options"), [((1, 2, 13, 12), "float16", {}), ((2, 2, 13, 12), "float32", {}), ((2, 2, 13, 12), "float16", dict(softcap=3.0))]
-)  # fmt: skip
+    ("shape", "dtype", "options"),
+    [((1, 2, 13, 12), "float16", {}), ((2, 2, 13, 12), "float32", {}), ((2, 2, 13, 12), "float16", dict(softcap=3.0))],
+)
 def test_the_gradient_of_other_biases_has_its_own_kernel(rung, shape, dtype, options):
     case = rung.problem(13, 12, batch=2, heads=2, head_dim=24)
     bias = np.random.default_rng(3).standard_normal(shape).astype(dtype)
