@@ -19,7 +19,7 @@ from ..config.simt_backward import DbiasConfig, DbiasSumConfig, DkdvConfig, DqCo
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
-from ..problem.options import BY_NAME, HEAD_GRADIENTS
+from ..problem.options import HEAD_GRADIENTS
 from . import backward_shared as shared
 from .backward_forms import (
     blocks_stay,
@@ -89,12 +89,9 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     """mma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if ITEM_SIZE[problem.forward.dtype] > 2:
         return _with_sums(problem, target, _mma_wide(problem, target))
-    ends, with_dbias = shared.head_sums(problem, target, of_blocks=True), False
-    if rows := shared.one_key_tile(problem, target):
-        with_dbias = _own_dbias(problem)
-        pairs = with_dbias and problem.forward.seqlen_k % 2 == 0
-        own = shared.best(mma.MmaOneKeyTileConfig, rows, problem, target, with_dbias=with_dbias, pairs=pairs)
-    else:
+    ends, own = shared.head_sums(problem, target, of_blocks=True), list[Any](shared.one_key_tile(problem, target))
+    with_dbias = any(config.with_dbias for config in own)
+    if not own:
         rows = shared.usable("mma_dkdv", problem, target)
         if not {"dk", "dv"} <= set(problem.wanted):
             rows = [row for row in rows if row.tile["column_groups"] == 1]  # warps that exchange scores add up both
@@ -103,17 +100,6 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
             own += shared.best(mma.MmaDqConfig, shared.usable("mma_dq", problem, target), problem, target)
     made = shared.with_what_goes_before([*own, *(() if with_dbias else _dbias(problem, target))], target)
     return _with_sums(problem, target, (shared.preprocess_config(problem, target), *made, *ends), narrow=True)
-
-
-def _own_dbias(problem: BackwardProblem) -> bool:
-    """Whether a kernel that has a whole head's dS in 16 bits also has its dbias: an element is that of one score, and
-    dS is not yet the gradient of another score."""
-    forward, bias = problem.forward, problem.forward.array("bias")
-    alone = problem.dbias_shape == (forward.batch, forward.heads, forward.seqlen_q, forward.seqlen_k)
-    same = bias is not None and bias.dtype == forward.dtype and not forward.seeded
-    return (
-        same and alone and "dbias" in problem.wanted and not any(BY_NAME[name].derivative for name, _ in forward.uses)
-    )
 
 
 def _mma_wide(problem: BackwardProblem, target: Target) -> Configs:

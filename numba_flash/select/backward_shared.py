@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..arrays.dtypes import ITEM_SIZE
-from ..config.backward import PreprocessConfig
+from ..config.backward import MmaOneKeyTileConfig, PreprocessConfig
 from ..config.forward import Config, LaunchFacts
 from ..config.simt_backward import DeltaConfig, HeadSumsConfig, SimtBackwardConfig
 from ..config.wgmma_backward import BY_ELEMENT
@@ -53,23 +53,40 @@ def usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Row]:
     return [row for row in rows if row.when.holds(facts)]
 
 
-def one_key_tile(problem: BackwardProblem, target: Target) -> list[Row]:
-    """The rows of mma_one_key_tile, shrunk to the lengths, if all keys of a head fit into a tile: one kernel then reads
-    a head once. It walks over two tiles of queries at most, because only heads run side by side."""
+def one_key_tile(problem: BackwardProblem, target: Target) -> list[MmaOneKeyTileConfig]:
+    """The kernel of all three gradients of heads whose keys fit into a tile, which shrinks to the lengths: it then reads
+    a head once. It walks over twice as many queries at most, because only heads run side by side."""
     forward = problem.forward
     all_three = {"dq", "dk", "dv"} <= set(problem.wanted) and target.cc is not None
     if not all_three or ITEM_SIZE[forward.dtype] != 2 or not forward.seqlen_k or forward.packed is not None:
         return []
-    made = []
-    for row in usable("mma_one_key_tile", problem, target):
+    rows = [row for row in usable("mma_one_key_tile", problem, target) if forward.seqlen_k <= row.tile["tile_n"]]
+    least, made = min((row.tile["tile_n"] for row in rows), default=0), []
+    for row in rows:
         tile_m, tile_n, blocks = (row.tile[name] for name in ("tile_m", "tile_n", "blocks_per_sm"))
-        if forward.seqlen_k <= tile_n and forward.seqlen_q <= 2 * tile_n:
+        if tile_n == least and forward.seqlen_q <= 2 * tile_n:
             keys = halved(tile_n, forward.seqlen_k)
             if keys < tile_n:  # a warp then has fewer scores
                 blocks = max(blocks * tile_n // keys, SMALL_BLOCKS // keys if row.when.head_dim <= 64 else 0)
             sizes = dict(tile_m=halved(tile_m, forward.seqlen_q), tile_n=keys, blocks_per_sm=blocks)
             made.append(row.changed(**sizes))
-    return made
+    with_dbias = _stores_dbias(problem)
+    if not made:
+        return []
+    pairs = with_dbias and forward.seqlen_k % 2 == 0
+    found = best(MmaOneKeyTileConfig, made, problem, target, with_dbias=with_dbias, pairs=pairs)
+    return [config for config in found if config.shared_bytes <= target.shared_bytes]
+
+
+def _stores_dbias(problem: BackwardProblem) -> bool:
+    """Whether a kernel that has a whole head's dS in 16 bits also has its dbias: an element is that of one score, and
+    dS is not yet the gradient of another score."""
+    forward, bias = problem.forward, problem.forward.array("bias")
+    alone = problem.dbias_shape == (forward.batch, forward.heads, forward.seqlen_q, forward.seqlen_k)
+    same = bias is not None and bias.dtype == forward.dtype and not forward.seeded
+    return (
+        same and alone and "dbias" in problem.wanted and not any(BY_NAME[name].derivative for name, _ in forward.uses)
+    )
 
 
 def _facts_of(problem: BackwardProblem) -> Facts:
@@ -79,6 +96,7 @@ def _facts_of(problem: BackwardProblem) -> Facts:
     return facts_of(
         p,
         _by_element(problem),
+        biased=p.array("bias") is not None,
         unread=not p.functions and p.array("bias") is None and p.array("mask") is None,
         plain=bare and not p.functions,
         linear=not any(BY_NAME[name].derivative for name, _ in p.uses),

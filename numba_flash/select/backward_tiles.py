@@ -42,6 +42,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
     "mma_one_key_tile": table(
         _MMA,
         at(32, 64, 64, 16, False, 3, 1, 1),
+        at(32, 32, 256, 16, False, 1, 1, 1, biased=True),
         at(64, 64, 64, 16, False, 2, 1, 1),
         at(128, 32, 64, 16, False, 2, 1, 1, plain=True),
         at(128, 32, 64, 16, False, 1, 1, 1),

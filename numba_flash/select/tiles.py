@@ -37,6 +37,7 @@ class When(NamedTuple):
     above: int = 0  # for head_dim of q and k and of v that are both above this
     least_keys: int = 0
     unread: bool = False  # nothing is read or asked for each score
+    biased: bool = False  # a bias is read for each score
     plain: bool = False  # no option changes, reads or drops scores
     masked: bool = False  # a mask is read for each score, and nothing else
     sloped: bool = False  # ALiBi alone changes scores
