@@ -158,11 +158,6 @@ class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
         return (*maps, *([bias_map(self, p, self.tile_m, present)] if self.bias_boxes else []))
 
     @property
-    def per_score(self) -> bool:
-        """Whether something decides about each score or weight on its own (kernels/wgmma/backward_scores.py)."""
-        return any(name in BY_ELEMENT for name, _ in self.uses)
-
-    @property
     def registers(self) -> tuple[int, int]:
         return self.REGISTERS[self.consumers]
 

@@ -101,7 +101,6 @@ FAILING: dict[str, str] = {
     "wgmma_float32-256-64x32-everything": "spills 296 bytes; none without bias, mask and functions",
     "wgmma_float32-256-64x32-everything-odd": "spills 272 bytes; none without bias, mask and functions",
     "wgmma_float32-192-128x32-odd": "spills 44 bytes, with lengths and sinks; none plain",
-    "wgmma_dkdv-256-64x128-rich-dk": "spills 12 bytes with 13.5, with softcap, ALiBi and positions beside each other",
     "mma_dkdv-128-32x64-reads": "spills 44 bytes on sm_80 with 13.5, none on later ones",
     "mma_dkdv-256-32x64-reads-dk": "spills 32 bytes on sm_80 with 13.5, none on later ones",
     "mma_dkdv-256-16x32-reads-dk": "spills 16 bytes on sm_120a with 13.5, none on the others",

@@ -29,8 +29,7 @@ shared memory; tensor maps of q, k, v and do. dk and dv are contiguous; with con
 what wgmma/backward_add_parts reads.
 
 The rest is in backward_work.py (a block's tiles), backward_producer.py, backward_products.py,
-backward_two_kernels.py (P and dS of a tile), and in backward_plain_scores.py or, with options that act on single
-scores, backward_scores.py.
+backward_two_kernels.py and backward_scores.py (P and dS of a tile).
 """
 
 from numba import cuda, float32, int32, uint8, uint32
@@ -39,7 +38,7 @@ from ...ptx import bar, griddepcontrol, local, special, wgmma
 from ..score import fragments
 from ..steps.inlined import FALSE, inlined
 from . import backward_key_outputs, backward_producer, backward_products, backward_work, block, pipeline
-from .backward_plain_scores import TileFragments
+from .backward_scores import TileFragments
 from .backward_two_kernels import Queries, TileStep, of_both
 from .block import BEGIN, CUT, FREE, MEMBERS, STOP, B, H, aligned, warpgroup_index
 from .operands import describe_rows, wait_all, wait_but_one, wait_but_two

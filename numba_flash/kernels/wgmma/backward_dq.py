@@ -31,8 +31,8 @@ from ..steps.plain import first_row_of
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import query_row
 from . import backward_producer, backward_products, bias_boxes, block, pipeline
-from .backward_plain_scores import TileFragments
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
+from .backward_scores import TileFragments
 from .backward_two_kernels import Queries, TileStep, of_both
 from .block import BEGIN, CUT, FIRST_ROW, FREE, H_KV, KEYS, STATES, STOP, B, H, aligned, rows_of_lane, warpgroup_index
 from .operands import describe_rows, wait_all, wait_but_one

@@ -62,7 +62,7 @@ from . import (
     operands,
     pipeline,
 )
-from .backward_plain_scores import TileFragments
+from .backward_scores import TileFragments
 from .block import BEGIN, CUT, FIRST_ROW, FREE, KEYS, MEMBERS, STOP, aligned, rows_of_lane, warpgroup_index
 from .operands import describe_rows, wait_all, wait_but_one, wait_but_two
 
@@ -225,7 +225,7 @@ def make(config):
     def to_ds(base, own, consumer, step, tile, arrays, strides, sizes, score):
         """P and dS of a query tile, whose S is there. dP is computed beside P, once dQ of the tile before has left its
         registers."""
-        n, lse_and_delta, term = step.n, products.lse_and_delta_at(base, step.n), float32(0)
+        n, lse_and_delta = step.n, products.lse_and_delta_at(base, step.n)
         if config.seeded:
             for x in range(mask_words):  # else those of the tile before would be kept in registers
                 tile.mask_bits[x] = uint32(0)
@@ -235,7 +235,7 @@ def make(config):
         bias = base + plan.ds + (n & 1) * ds_bytes
         if boxed:  # it comes with dO, to where this tile's dS will be; each warp reads and writes the same places
             rings.b.consumer_wait(base, n)
-        to_some_weights(tile, lse_and_delta, bias, term, score, step.masked)
+        to_some_weights(tile, lse_and_delta, bias, score, step.masked)
         wait_all()
         pin_dq(tile.acc_dp)
         if boxed and n > step.before:
@@ -247,10 +247,10 @@ def make(config):
         if packed and step.masked:  # as a tile is that has rows behind the last query
             zero_behind(base, own, step)
         products.issue_dp(base, tile.acc_dp, consumer.v_desc, n)
-        to_other_weights(tile, lse_and_delta, bias, term, score, step.masked)
+        to_other_weights(tile, lse_and_delta, bias, score, step.masked)
         wait_all()
         pin_s(tile.acc_dp)
-        plain.to_gradients(tile, lse_and_delta, lse_and_delta, term, score, step.masked)
+        plain.to_gradients(tile, lse_and_delta, score, step.masked)
         store_ds(base, tile.ds_frag, n)
 
     @inlined

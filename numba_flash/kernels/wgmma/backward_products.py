@@ -14,7 +14,7 @@ from ..steps.inlined import inlined
 from ..steps.named import named
 from ..steps.units import LOG2_E
 from . import block, operands, pipeline
-from .backward_plain_scores import place_of_columns
+from .backward_scores import place_of_columns
 from .operands import describe_rows
 
 

@@ -1,5 +1,4 @@
-"""How a consumer of wgmma's backward computes P and dS from a tile of S and dP, if a caller's functions, a bias, a mask
-or dropped weights act on single scores.
+"""How a consumer of wgmma/backward_dkdv or backward_dq computes P and dS from a tile of S and dP, with any options.
 
 There are three steps. `prepare` runs during the product S and does all that needs no score: it finds the scores that
 count (also by mask_mod) and the dropped weights, and loads what is read for each. `to_weights` runs during dP. It
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import float32, int32, uint32
 
-from ...ptx import cvt, ld_st, local, vote
+from ...ptx import cvt, ld_st, local, special, vote
 from ..score import At, fragments, gradient_functions, kept_weights, reads, user
 from ..score.stage import FragmentAt
 from ..steps.inlined import FALSE, TRUE, inlined
@@ -22,7 +21,6 @@ from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.repeated import repeated
 from . import bias_boxes, block
-from .backward_plain_scores import is_set, place_of_columns
 from .block import FIRST_ROW, KEYS, POS_CUT, POS_FREE, QUERIES, B, H, rows_of_lane
 
 
@@ -36,11 +34,37 @@ class Place(NamedTuple):
     q_start: int
 
 
+class TileFragments(NamedTuple):
+    """What a lane has of a tile of scores: local arrays."""
+
+    acc_s: Any  # (columns / 8, 4): S, then P
+    acc_dp: Any  # likewise dP
+    p_frag: Any  # (columns / 8, 2): P in 16 bits
+    ds_frag: Any  # likewise dS
+    mask_bits: Any  # which scores count
+    shown_bits: Any  # which of them the mask leaves
+    kept: Any  # which weights count (kernels/score/dropout.py)
+    loaded: Any  # the bias (2, columns / 8, 2), in 16 bits two in one (kernels/score/reads.py)
+    distance: Any  # (2,) q_pos - k_pos
+
+
+@inlined
+def is_set(bits, r, n, x):
+    """Whether the bit of a lane's element is set: of its row r, and of its two in block n of 8 columns the x-th."""
+    return (bits[r] >> uint32(2 * n + x)) & uint32(1) != 0
+
+
+@inlined
+def place_of_columns(lse_and_delta):
+    """Where those of the lane's first columns are."""
+    return lse_and_delta + ((special.thread_index() & int32(3)) << 4)
+
+
 def make(config):
     """-> device functions, and the numbers of words of TileFragments' mask_bits, shown_bits, kept and loaded. step: a
-    TileStep (backward_two_kernels.py); tile: TileFragments (backward_plain_scores.py). lse, minus_delta: with of_keys,
-    the shared address of both for the tile's columns; otherwise the lane's values for its two rows. bias: the shared
-    address of the tile's boxes. every: all scores of the warp count."""
+    TileStep (backward_two_kernels.py); tile: TileFragments. lse, minus_delta: with of_keys, the shared address of both
+    for the tile's columns; otherwise the lane's values for its two rows. bias: the shared address of the tile's boxes.
+    every: all scores of the warp count."""
     pairs, of_keys = config.stream_rows // 16, config.of_keys
     way = 1 if of_keys else -1  # 1 if columns are queries
     of_ds, of_p = (config.of_dk, config.of_dv) if of_keys else (True, False)
@@ -219,7 +243,7 @@ def make(config):
     gradients_inside, gradients_of_some = gradients(True), gradients(False)
 
     @inlined
-    def to_gradients(tile, lse, minus_delta, term, score, every):
+    def to_gradients(tile, minus_delta, score, every):
         """ds_frag <- dS in 16 bits, p_frag <- P."""
         if of_keys:
             minus_delta = place_of_columns(minus_delta)

@@ -26,7 +26,7 @@ from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.named import named
 from ..steps.units import exponent_unit
 from . import backward_tiles_float32, block, paired_tiles, parts
-from .backward_plain_scores import is_set
+from .backward_scores import is_set
 from .block import CUT, FIRST_ROW, FREE, B, H, elected, own_thread, rows_in_warpgroup
 from .pipeline import pipeline
 

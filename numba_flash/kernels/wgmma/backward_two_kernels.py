@@ -7,7 +7,7 @@ from numba import cuda
 from ...ptx import griddepcontrol, special, wgmma
 from ..steps.inlined import inlined, nothing
 from ..steps.named import named
-from . import backward_plain_scores, backward_products, backward_scores, backward_work, pipeline
+from . import backward_products, backward_scores, backward_work, pipeline
 from .operands import wait_all
 
 
@@ -34,8 +34,8 @@ def of_both(config):
     of_a, of_b = (config.of_dk, config.of_dv) if config.of_keys else (True, False)  # which sums it adds up
     plan, rings, products = config.shared_layout(), pipeline.of_backward(config), backward_products.make(config)
     work = (backward_work.of_keys if config.of_keys else backward_work.of_queries)(config)
-    scores = (backward_scores if config.per_score else backward_plain_scores).make(config)
-    pin_s, set_up = wgmma.pin(config.stream_rows // 2), pipeline.starter_of_backward(config)
+    scores, pin_s = backward_scores.make(config), wgmma.pin(config.stream_rows // 2)
+    set_up = pipeline.starter_of_backward(config)
     cuts_queries = config.packed and config.of_keys
     zero_behind = backward_products.zero_behind(config) if cuts_queries else nothing
     finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
@@ -59,7 +59,7 @@ def of_both(config):
     def to_ds(base, step, queries, tile, own_desc, elected, arrays, strides, sizes, score):
         """P of a tile, whose S has been issued; and dS, for which it computes dP. own_desc: of the warpgroup's rows of
         V or dO."""
-        known = scores.prepare(base, step, tile, arrays, strides, sizes)
+        every = scores.prepare(base, step, tile, arrays, strides, sizes)
         wait_all()
         pin_s(tile.acc_s)
         if cuts_queries and step.masked:  # as a tile is that has rows behind the last query
@@ -67,13 +67,13 @@ def of_both(config):
         if of_a:
             products.issue_dp(base, tile.acc_dp, own_desc, step.n)
         bias = base + plan.bias + rings.a.stage(step.n) * config.bias_bytes
-        scores.to_weights(base, step, tile, queries.lse_log2, bias, queries.term, known, arrays, strides, score)
+        scores.to_weights(base, step, tile, queries.lse_log2, bias, queries.term, every, arrays, strides, score)
         if of_a:
             wait_all()
             pin_s(tile.acc_dp)
             if not of_b:
                 rings.b.consumer_release(base, step.n, elected)  # only dP reads it
-            scores.to_gradients(tile, queries.lse_log2, queries.minus_delta, queries.term, score, known)
+            scores.to_gradients(tile, queries.minus_delta, score, every)
         else:
             products.release_a(base, step.n, elected)  # only S reads Q, and P has its lse
 
