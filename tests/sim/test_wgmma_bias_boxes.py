@@ -15,7 +15,6 @@ from helpers.tile_rows import row as tile_row
 import numba_flash
 from numba_flash import testing
 from numba_flash.dispatch import forward as dispatch
-from numba_flash.kernels.steps.head_rounds import entry_and_head
 from numba_flash.machine.target import Target
 from numba_flash.select import forward as select
 from numba_flash.select import tiles
@@ -195,8 +194,3 @@ def test_nothing_to_fetch(rung, forward_rung, seqlen_q, seqlen_k):
     case = rung.problem(seqlen_q, seqlen_k, batch=1, heads=1, head_dim=8, bias=bias)
     forward_rung.check(case)
     assert all(not x.any() for x in rung.check(case)[:3])
-
-
-def test_entries_that_share_a_bias_follow_each_other():
-    assert [entry_and_head(n, 2, 3, True) for n in range(6)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
-    assert [entry_and_head(n, 2, 3, False) for n in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]

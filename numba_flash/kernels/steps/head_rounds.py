@@ -2,7 +2,7 @@
 
 from numba import int32
 
-from .inlined import FALSE, inlined
+from .inlined import inlined
 from .integers import divide
 
 MANY_TILES, MOST_HEADS = 256, 16  # in a round: about two for each multiprocessor, but several of each head
@@ -22,27 +22,10 @@ def in_rounds(t, tiles, head_tiles, at_once):
 
 
 @inlined
-def entry_and_head(number, batch, heads, by_entries):
-    """-> (b, head) of the number-th of all heads. Heads of one batch entry follow each other. With by_entries the same
-    head of all entries does, so that concurrent blocks read the same of what entries share."""
-    if by_entries:
-        head = divide(int32(number), int32(batch))
-        b = int32(int32(number) - head * int32(batch))
-    else:
-        b = divide(int32(number), int32(heads))
-        head = int32(int32(number) - b * int32(heads))
-    return b, head
-
-
-def bias_of_entries(config):
-    """-> (strides) -> whether all batch entries share one bias, a device function."""
-    has_bias = config.has("bias")
-
-    @inlined
-    def shared(strides):
-        return strides.bias[0] == 0 if has_bias else FALSE
-
-    return shared
+def entry_and_head(number, heads):
+    """-> (b, head) of the number-th of all heads."""
+    b = divide(int32(number), int32(heads))
+    return b, int32(int32(number) - b * int32(heads))
 
 
 @inlined

@@ -13,7 +13,7 @@ from numba import int32
 
 from ..score import longest_first, reads, tile_walk
 from ..steps import tile_numbers
-from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
+from ..steps.head_rounds import entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.named import named
@@ -31,7 +31,7 @@ def of_keys(config):
     has_mask, ranges_of = config.has("mask"), reads.make(config, 1, config.tile_m, of_keys=True).ranges
     order = longest_first.make(config)
     in_line = has_mask and config.bidirectional and not all_keys  # the block has turns
-    bias_of_all, write_places = bias_of_entries(config), block.places(config).write
+    write_places = block.places(config).write
     numbers = tile_numbers.make(config, config.tile_n, True) if config.packed else None
 
     @inlined
@@ -57,7 +57,7 @@ def of_keys(config):
         all_parts = int32(int32(sizes.batch) * head_parts)
         at_once = heads_of_round(n_tiles, sizes.right < seqlen_k)
         part_of_all, rank = in_rounds(int32(number), n_tiles, all_parts, at_once)
-        b, part = entry_and_head(part_of_all, sizes.batch, head_parts, bias_of_all(strides))
+        b, part = entry_and_head(part_of_all, head_parts)
         return b, part, int32(rank * config.tile_n)
 
     @inlined
@@ -110,8 +110,7 @@ def of_queries(config):
     state, sequence_of = block.state_of(config), make_sequence(config)
     has_mask, ranges_of = config.has("mask"), reads.make(config, 1, config.tile_n).ranges
     of_thread = tile_walk.make(config)
-    take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
-    write_places = block.places(config).write
+    take, write_places = longest_first.make(config).take, block.places(config).write
     numbers = tile_numbers.make(config, config.tile_m, False) if config.packed else None
 
     @inlined
@@ -131,7 +130,7 @@ def of_queries(config):
         all_heads = int32(sizes.batch * heads)
         at_once = heads_of_round(m_tiles, sizes.right < sizes.seqlen_k)
         head_of_all, rank = in_rounds(int32(number), m_tiles, all_heads, at_once)
-        b, h = entry_and_head(head_of_all, sizes.batch, heads, bias_of_all(strides))
+        b, h = entry_and_head(head_of_all, heads)
         return b, h, int32((m_tiles - 1 - rank) * config.tile_m)
 
     @inlined

@@ -16,7 +16,7 @@ from numba import int32, int64, uint32
 from ...arrays.dtypes import ITEM_SIZE
 from ...ptx import griddepcontrol, memory, special, tma
 from ..score import longest_first, reads, tile_walk
-from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
+from ..steps.head_rounds import entry_and_head, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.named import named
@@ -35,8 +35,7 @@ def query_tiles(config):
     sequence_of = make_sequence(config)
     has_mask, ranges_of, walk = config.has("mask"), reads.make(config, 1).ranges, tile_walk.make(config)
     asked_of_whole = group == 1 and (config.has("score_mod") or config.has("mask_mod"))  # as fragment_functions.py does
-    take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
-    packed, parts = config.packed, config.parts
+    take, packed, parts = longest_first.make(config).take, config.packed, config.parts
 
     @inlined
     def heads_at_once(keys, most, sizes):
@@ -58,7 +57,7 @@ def query_tiles(config):
         head_tiles = int32(sizes.batch) * groups
         at_once = heads_at_once(sizes.seqlen_k, head_tiles, sizes)
         head_tile, from_last = in_rounds(t, m_tiles, head_tiles, at_once)
-        b, of_entry = entry_and_head(head_tile, sizes.batch, groups, bias_of_all(strides))
+        b, of_entry = entry_and_head(head_tile, groups)
         b = b if t < head_tiles * m_tiles else int32(sizes.batch)
         return b, int32(of_entry * group), int32((m_tiles - 1 - from_last) * queries)
 
