@@ -77,7 +77,7 @@ def make(config):
     options, kept_weights = tile_scores.make(config, sides), counting(config)
     walk, to_p = tile_walk.make(config, whole_warp=True), fragment_softmax.in_16_bits(config, 1)
     start, softmax, finish = fragment_softmax.make_shifted(config, 1, sides.present)
-    outputs, rescale = forward_outputs.make(config, finish), block.rescaler(head_dim_v_padded // 8)
+    write_outputs, rescale = forward_outputs.make(config, finish), block.rescaler(head_dim_v_padded // 8)
     in_parts, (leave_part, _) = config.parts > 1, forward_join.of_parts(config)
     has_term = sum_terms.make(config) is not None and not in_parts
     load_terms = sum_terms.on_fragments(config, 2)
@@ -211,7 +211,6 @@ def make(config):
         p_frag, kept = local.array(p_count, uint32), local.array(kept_weights.words, uint32)
         scores = ScoreRegisters(acc_s, loaded, mask_bits, local.array(read.bits_words, uint32), terms, distance)
         registers = ConsumerRegisters(scores, acc_o, p_frag, m, l, alpha, shift, kept)
-        words = local.array(outputs.words, uint32)  # of O, on their way
         me = int32(warpgroup - 1)
         elected = block.elected()
         consumer = Consumer(me, int32(0) if me == config.consumers - 1 else int32(me + 1), elected)
@@ -275,7 +274,7 @@ def make(config):
             if in_parts:
                 leave_part(word(work_tile, PART), registers, arrays)
             else:
-                outputs.write(base, work_tile, rows.seen, registers, words, arrays, strides, sizes, score)
+                write_outputs(base, work_tile, rows.seen, registers, arrays, strides, sizes, score)
             bar.warp_sync()  # all lanes have read the work tile, the rows' states, and what was staged
             if o_in_q:
                 rings.q.consumer_release(base, rows.seen, elected)

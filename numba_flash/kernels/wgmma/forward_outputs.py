@@ -1,14 +1,13 @@
 """Writes O and lse of a query tile, beside the first S of the next one (forward.py). O goes by way of shared memory, or
 straight to global memory. Rows that are not finite are computed again."""
 
-from numba import float32, int32, int64, uint32
+from numba import float32, int32, uint32
 
-from ...ptx import bar, cvt, fence, ld_st, memory, shfl, stmatrix, vote
+from ...ptx import bar, cvt, fence, ld_st, local, memory, shfl, stmatrix, vote
 from ..recompute import rows as recompute
 from ..steps import output_rows
 from ..steps.inlined import inlined
 from ..steps.integers import divide
-from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of, panel_offset
 from ..steps.query_tile import QueryTile
 from ..steps.sequence import lse_row, query_row
@@ -20,18 +19,16 @@ from .tile_scores import counting
 
 
 def of_fragments(config):
-    """-> (count, stage_rows, write_rows): the number of uint32 that both need as work space, and device functions that
-    write a warp's 16 rows of O: in 16 bits to shared memory, or straight to global memory.
+    """-> (stage_rows, write_rows), device functions that write a warp's 16 rows of O in 16 bits: to shared memory, or
+    straight to global memory.
 
     acc_o (head_dim_v_padded / 8, 4) is not divided yet; inverse (2,): the factors of its rows.
     """
     rows = 16 if config.o_buffer else config.tile_m  # rows of the tile in which a warp stages O
     panel, staged_blocks = rows * 128, config.o_columns // 8  # bytes of 64 columns; blocks of 8
     o_blocks = config.head_dim_v_padded // 8
-    o_words = (o_blocks + 3) // 4 * 4  # a lane's words of a row in 16 bits: one for each block of 8 columns
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    address, store_v4, store_b16 = memory.address, memory.store_v4, memory.store_b16
-    queries_of = make_queries(config)
+    address, store_b16, queries_of = memory.address, memory.store_b16, make_queries(config)
 
     @inlined
     def output_pair(acc_o, inverse, n, r):
@@ -40,29 +37,9 @@ def of_fragments(config):
         return pack(acc_o[x] * inverse[r], acc_o[x + 1] * inverse[r]) if n < o_blocks else uint32(0)
 
     @inlined
-    def exchange(words, x, distance, keeps_second):
-        """Of words x and x + distance a lane keeps one. It gives the other to the lane `distance` away."""
-        mine, given = words[x], words[x + distance]
-        if keeps_second:
-            mine, given = given, mine
-        given = shfl.bfly_b32(given, distance)
-        words[x] = given if keeps_second else mine
-        words[x + distance] = mine if keeps_second else given
-
-    @inlined
-    def exchange_blocks(words, lane):
-        """For n = 0, 4, ... lane i of a quad gives its words of block n + j to lane j and gets the others' words of
-        block n + i. Then it has 16 contiguous bytes."""
-        for n in range(0, o_words, 4):
-            for i in range(2):
-                exchange(words, n + i, 2, lane & 2)
-        for n in range(0, o_words, 4):
-            for i in range(0, 4, 2):
-                exchange(words, n + i, 1, lane & 1)
-
-    @inlined
-    def stage_rows(o_smem, first_row, lane, acc_o, inverse, words, part):
-        """Stages a warp's 16 rows of O in shared memory, in 16 bits: the part-th o_columns of them."""
+    def stage_rows(o_smem, first_row, lane, acc_o, inverse, part):
+        """Stages a warp's 16 rows of O in shared memory: the part-th o_columns of them."""
+        words = local.array(4, uint32)
         # Lanes give the rows of four matrices: 8 rows, the 8 rows below, and both again 8 columns further.
         at = o_smem + panel_offset((0 if config.o_buffer else first_row) + (lane & 15), lane >> 4, rows)
         for n in range(0, staged_blocks, 2):
@@ -72,7 +49,7 @@ def of_fragments(config):
             stmatrix.x4((at ^ ((pair & 3) << 5)) + (pair >> 2) * panel, words, 0)  # (16, 16)
 
     @inlined
-    def write_rows(lane_row, lane_column, lane, row_states, acc_o, inverse, words, tile, arrays, strides, sizes):
+    def write_rows(lane_row, lane_column, row_states, acc_o, inverse, tile, arrays, strides, sizes):
         """Writes a warp's 16 rows of O from its registers to global memory, except those that are not finite."""
         sequence = queries_of(tile.b, arrays, strides, sizes)
         for r in range(2):
@@ -81,39 +58,34 @@ def of_fragments(config):
             index = tile.first_query + query
             at = query_row(strides.o, sequence, tile.h + row - query * config.group_size, index)
             here = index < sequence.seqlen_q and ld_st.load_b32(row_states + row * config.ROW_STATE_BYTES) == 0
-            if config.o_vectorized:
-                for n in range(o_words):
-                    words[n] = output_pair(acc_o, inverse, n, r)
-                exchange_blocks(words, lane)
-                to = address(arrays.o, at) + int64((lane & 3) * 16)
-                for n in range(0, o_words, 4):
-                    if here and 8 * (n + (lane & 3)) + 8 <= config.head_dim_v:
-                        store_v4(to + 16 * n, words, n)
-            else:
-                for n in range(o_blocks):
-                    two = output_pair(acc_o, inverse, n, r)
-                    column = lane_column + 8 * n
+            for n in range(o_blocks):
+                two = output_pair(acc_o, inverse, n, r)
+                column = lane_column + 8 * n
+                to = address(arrays.o, at + column * strides.o[3])
+                if config.o_vectorized:
                     if here and column < config.head_dim_v:
-                        store_b16(address(arrays.o, at + column * strides.o[3]), two)
+                        memory.store_b32(to, two)
+                else:
+                    if here and column < config.head_dim_v:
+                        store_b16(to, two)
                     if here and column + 1 < config.head_dim_v:
-                        store_b16(address(arrays.o, at + (column + 1) * strides.o[3]), uint32(two >> uint32(16)))
+                        store_b16(to + 2 * strides.o[3], uint32(two >> uint32(16)))
 
-    return 4 if config.o_place else o_words, stage_rows, write_rows
+    return stage_rows, write_rows
 
 
 def make(config, finish):
-    """-> write, a device function, and `words`, the number of uint32 that it needs as work space. finish: of
-    fragment_softmax."""
+    """-> write, a device function. finish: of fragment_softmax."""
     ring, q_bytes = pipeline.of_forward(config).q, config.tile_m * 128 * -(-config.head_dim_padded // 64)
     plan, o_in_q, o_staged = config.shared_layout(), config.o_place == "q", config.o_place != ""
     o_bytes = 32 * config.o_columns  # of a warp's rows that are staged at a time
     o_parts, kept_weights = -(-config.head_dim_v_padded // config.o_columns), counting(config)
     store_rows = output_rows.make(config, 16, config.o_columns, config.o_place == "own")
-    (o_words, stage_rows, write_rows), queries_of = of_fragments(config), make_queries(config)
+    (stage_rows, write_rows), queries_of = of_fragments(config), make_queries(config)
     recompute_rows, to_natural = recompute.make(config, 16), float32(1 / exponent_unit(config))
 
     @inlined
-    def write(base, work_tile, seen, registers, words, arrays, strides, sizes, score):
+    def write(base, work_tile, seen, registers, arrays, strides, sizes, score):
         """By a warp. registers: ConsumerRegisters; seen: the number of query tiles before this one, in the place of
         whose Q O may be staged."""
         tile, acc_o = tile_of(work_tile), registers.acc_o
@@ -153,22 +125,22 @@ def make(config, finish):
         if o_staged:
             # In Q's place a warp writes over 16 rows that only its own quarter of each product has read. So the
             # hardware does it; PTX does not say so.
-            stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words, 0)
+            stage_rows(o_smem, first_row, lane, acc_o, inverse_l, 0)
             if o_in_q:
                 fence.proxy_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
             bar.warp_sync()  # the states of a warp's rows, and the rows, are there for all of its lanes
             store_rows(first_row, lane, o_smem, base + plan.row_states, tile, arrays, strides, sizes)
             if o_parts > 1:  # no loop, through which ptxas does not follow wgmma's registers
                 bar.warp_sync()  # all lanes have read the first part
-                stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words, 1)
+                stage_rows(o_smem, first_row, lane, acc_o, inverse_l, 1)
                 bar.warp_sync()
                 second_part = QueryTile(tile.b, tile.h, tile.first_query, int32(1))
                 store_rows(first_row, lane, o_smem, base + plan.row_states, second_part, arrays, strides, sizes)
         else:
             bar.warp_sync()  # the states of a warp's rows are there for all of its lanes
             flags = base + plan.row_states
-            write_rows(lane_row, lane_column, lane, flags, acc_o, inverse_l, words, tile, arrays, strides, sizes)
+            write_rows(lane_row, lane_column, flags, acc_o, inverse_l, tile, arrays, strides, sizes)
         if vote.any_lane(some_nonfinite) != 0:
             recompute_rows(first_row, lane, base + plan.row_states, tile, arrays, strides, sizes, score)
 
-    return named(write, words=o_words)
+    return write
