@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .forward import L2_BYTES, layout, one_of, tile_bytes
+from .forward import layout, one_of, tile_bytes
 from .wgmma_forward import WarpgroupsConfig, check_registers
 
 
@@ -12,13 +12,10 @@ class WgmmaFloat32Config(WarpgroupsConfig):
     """A producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
 
     Elements are kept as three parts in bfloat16 (kernels/wgmma/parts.py). stages: tiles of K and V in parts; with one,
-    the next K is made while P . V is computed, and the next V while S is. ping_pong: consumers take turns with the
-    tensor cores. l2_bytes: how much K and V the blocks of the whole GPU work on at a time, so that it stays in L2.
+    the next K is made while P . V is computed, and the next V while S is.
     """
 
     stages: int = 1
-    ping_pong: bool = True
-    l2_bytes: int = L2_BYTES
     blocks_per_sm: int = 1
 
     DTYPES: ClassVar[tuple[str, ...]] = ("float32",)

@@ -7,7 +7,6 @@ from ..abi import parameters as abi
 from ..abi.tensor_maps import OperandMaps, TensorMap, bias_map, extents, map_of_rows
 from ..arrays.dtypes import ITEM_SIZE
 from .forward import (
-    L2_BYTES,
     AnyProblem,
     LaunchFacts,
     OwnRows,
@@ -68,10 +67,8 @@ class WarpgroupsConfig(Warpgroups, TensorConfig):
 class WgmmaConfig(WarpgroupsConfig):
     """Of wgmma/forward: a producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
 
-    stages: tiles of K and V on their way or in use; q_buffers: of Q, so that with two the next one is there when this
-    one is done. o_buffer: O has a place of its own, O_COLUMNS columns at a time, on its way to global memory.
-    ping_pong: consumers take turns with the tensor cores, so that the softmax of one runs beside the products of the
-    other. l2_bytes: how much K and V the blocks of the whole GPU work on at a time, so that it stays in L2.
+    q_buffers: how many tiles of Q are on their way or in use, so that with two the next one is there when this one is
+    done. o_buffer: O has a place of its own, O_COLUMNS columns at a time, on its way to global memory.
 
     bias_stages: how many tiles of a bias that comes by TMA are on their way or in use, of each consumer's rows; 0 where
     it does not.
@@ -79,17 +76,15 @@ class WgmmaConfig(WarpgroupsConfig):
     parts: how many blocks share the keys of a query tile; with more than one they leave sums for WgmmaJoinConfig.
     """
 
-    stages: int = 2
     q_buffers: int = 2
     o_buffer: bool = False
-    ping_pong: bool = True
-    l2_bytes: int = L2_BYTES
     blocks_per_sm: int = 1
     bias_stages: int = 0
     parts: int = 1
 
     kernel = "wgmma"
     module = "wgmma.forward"
+    stages: ClassVar[int] = 2  # tiles of K and of V on their way or in use
     MOST_KEYS: ClassVar[int] = 256
     PARTS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8, 16)
     O_COLUMNS: ClassVar[int] = 128
@@ -108,8 +103,6 @@ class WgmmaConfig(WarpgroupsConfig):
         check(whole, "o_buffer needs o_vectorized: from there rows are written 16 bytes at a time")
         of_one = self.group_size == 1 or not self.bias_stages
         check(of_one, f"a bias comes by TMA for tiles of one head, not of {self.group_size}")
-        enough = 2 <= self.stages <= 4
-        check(enough, f"stages must be 2 to 4, not {self.stages}: the next K is read before this V is done")
         fits = self.v_parts == 1 and self.head_dim_padded <= 256
         check(fits, f"head_dim must be at most 256, not {self.head_dim} and {self.head_dim_v}")
         known = self.parts == 1 or (self.parts in self.PARTS and not self.packed and not self.tile_states)

@@ -81,8 +81,8 @@ TILES = {
         tile_row(512, tile_m=16, tile_n=16, warp_rows=16, column_groups=1, blocks_per_sm=0, rescale_threshold=8),
     ),
     "wgmma": (
-        tile_row(64, tile_m=128, tile_n=32, ping_pong=True, q_buffers=2, rescale_threshold=8),
-        tile_row(256, tile_m=128, tile_n=32, ping_pong=True, q_buffers=1, rescale_threshold=8),
+        tile_row(64, tile_m=128, tile_n=32, q_buffers=2, rescale_threshold=8),
+        tile_row(256, tile_m=128, tile_n=32, q_buffers=1, rescale_threshold=8),
     ),
     "mma_dkdv": (
         tile_row(128, tile_m=16, tile_n=32, warp_rows=16, column_groups=1),

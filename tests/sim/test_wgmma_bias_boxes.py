@@ -134,7 +134,7 @@ def test_tiles(rung, dkdv, dq, rows_for_every_kind):
 def test_tiles_of_the_forward(forward_rung, tile_m, tile_n, bias_stages, causal, monkeypatch, nothing_remembered):
     machine = dataclasses.replace(Target.of(None), multiprocessors=1)
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
-    row = tile_row(256, tile_m=tile_m, tile_n=tile_n, ping_pong=True, q_buffers=1, rescale_threshold=8)
+    row = tile_row(256, tile_m=tile_m, tile_n=tile_n, q_buffers=1, rescale_threshold=8)
     monkeypatch.setitem(tiles.TABLES, "wgmma", (row,))
     candidates = select._wgmma
     monkeypatch.setattr(

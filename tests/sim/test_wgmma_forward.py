@@ -109,9 +109,9 @@ def test_blocks_share_the_keys_of_a_query_tile(rung, parts, shape, options, monk
 @pytest.mark.parametrize(
     ("row", "head_dim_v", "kilobytes", "place"),
     [
-        (tile_row(256, tile_m=64, tile_n=144, ping_pong=False, q_buffers=2, rescale_threshold=8), 72, 227, "q"),
-        (tile_row(256, tile_m=128, tile_n=64, ping_pong=True, q_buffers=1, rescale_threshold=8), 136, 227, "own"),
-        (tile_row(256, tile_m=64, tile_n=32, ping_pong=True, q_buffers=1, rescale_threshold=0), 40, 48, ""),
+        (tile_row(256, tile_m=64, tile_n=144, q_buffers=2, rescale_threshold=8), 72, 227, "q"),
+        (tile_row(256, tile_m=128, tile_n=64, q_buffers=1, rescale_threshold=8), 136, 227, "own"),
+        (tile_row(256, tile_m=64, tile_n=32, q_buffers=1, rescale_threshold=0), 40, 48, ""),
     ],
 )
 def test_o_is_staged_where_there_is_room(rung, row, head_dim_v, kilobytes, place, monkeypatch, nothing_remembered):

@@ -86,11 +86,10 @@ def test_tiles_of_the_table(rung, head_dim, head_dim_v, seqlens, heads, options,
 # Blocks stay and take tile after tile, which takes more tiles than multiprocessors: places of K and V are filled again
 # and again, and every consumer has its turn.
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("ping_pong", [True, False])
-def test_blocks_take_several_tiles(rung, stages, ping_pong, monkeypatch, nothing_remembered, no_repair):
+def test_blocks_take_several_tiles(rung, stages, monkeypatch, nothing_remembered, no_repair):
     machine = dataclasses.replace(Target.of(None), multiprocessors=1)
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
-    row = tile_row(64, tile_m=128, tile_n=32, ping_pong=ping_pong, stages=stages, rescale_threshold=8)
+    row = tile_row(64, tile_m=128, tile_n=32, stages=stages, rescale_threshold=8)
     monkeypatch.setitem(tiles.TABLES, "wgmma_float32", (row,))
     case = rung.problem(200, 80, batch=1, heads=2, heads_kv=1, head_dim=16)
     assert (config_of(case).consumers, config_of(case).stages) == (2, stages)

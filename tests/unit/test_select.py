@@ -503,12 +503,12 @@ def test_a_tensor_config_checks_itself(wrong, word):
     assert mma(uses=uses(softcap=True, alibi_slopes="float32"), scores_finished=True, group_size=128).queries == 1
 
 
-# Consumers, the width of one product, the stages that overlap needs, the registers of a consumer.
+# Consumers, the width of one product, the registers of a consumer.
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
         (dict(tile_m=256), "tile_m must be 64, 128 or 192"), (dict(tile_m=96), "tile_m"), (dict(tile_n=264), "tile_n"),
-        (dict(tile_n=272), "at most 256"), (dict(stages=1), "stages"), (dict(head_dim=257), "at most 256, not 257"),
+        (dict(tile_n=272), "at most 256"), (dict(head_dim=257), "at most 256, not 257"),
         (dict(head_dim_v=257), "at most 256"), (dict(dtype="float32"), "wgmma takes float16 and bfloat16"),
         (dict(o_buffer=True, o_vectorized=False), "o_buffer needs o_vectorized"),
     ],

@@ -7,8 +7,8 @@ loads K and V. Each consumer warpgroup computes 64 query rows. They synchronise 
 moves registers from the warpgroup of the first two to the consumers. A block stays for the whole launch.
 
 Overlap. S of the next tile is issued before P . V of this one, and the softmax of the next tile runs during P . V.
-After the last P . V of a query tile, the first S of the next query tile is issued, and O is written while it runs. With
-ping_pong two consumers also take turns, so that one multiplies while the other computes exponentials.
+After the last P . V of a query tile, the first S of the next query tile is issued, and O is written while it runs.
+Consumers also take turns, so that one multiplies while the others compute exponentials.
 
 The scheme is that of FlashAttention-3 (Shah et al., 2024). Launch: grid (persistent blocks), block
 (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q, k and v.
@@ -62,7 +62,7 @@ def make(config):
     k_panels, v_panels = -(-head_dim_padded // 64), -(-head_dim_v_padded // 64)
     q_bytes, k_bytes, v_bytes = config.tile_m * 128 * k_panels, tile_n * 128 * k_panels, tile_n * 128 * v_panels
     s_count, o_count, p_count = tile_n // 2, head_dim_v_padded // 2, tile_n // 4
-    ping_pong, pair = config.ping_pong and config.consumers > 1, 256  # threads of two warpgroups
+    ping_pong, pair = config.consumers > 1, 256  # threads of two warpgroups
     o_in_q = config.o_place == "q"
     padded, zero_tail = config.packed or config.has("seqlens_k"), block.tail_zeroer(config, head_dim_v_padded, 4)
 

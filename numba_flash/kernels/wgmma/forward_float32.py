@@ -51,7 +51,7 @@ def make(config):
     s_count, o_count, p_count = tile_n // 2, config.head_dim_v_padded // 2, config.PARTS * tile_n // 4
     panel_count = v_columns // 2  # registers of a panel of O
     rescale = block.rescaler(config.head_dim_v_padded // 8)
-    my_turn, next_turn = block.turns_of_two(config.ping_pong and config.consumers > 1)
+    my_turn, next_turn = block.turns_of_two(config.consumers > 1)
 
     def of_q_k(panel):
         steps = range(min(4, config.head_dim_padded // 16 - 4 * panel))

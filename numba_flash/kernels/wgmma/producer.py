@@ -14,6 +14,7 @@ import functools
 from numba import int32, int64, uint32
 
 from ...arrays.dtypes import ITEM_SIZE
+from ...config.forward import L2_BYTES
 from ...ptx import griddepcontrol, memory, special, tma
 from ..score import longest_first, reads, tile_walk
 from ..steps.head_rounds import entry_and_head, in_rounds
@@ -30,7 +31,7 @@ from .block import BEGIN, CUT, FIRST_ROW, FREE, MEMBERS, STATES, STOP, B, H, wor
 def query_tiles(config):
     """-> device functions for one thread."""
     tile_n, group, queries = config.tile_n, config.group_size, config.queries
-    l2_rows = config.l2_bytes // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # of K and V
+    l2_rows = L2_BYTES // (ITEM_SIZE[config.dtype] * (config.head_dim + config.head_dim_v))  # of K and V
     rings = pipeline.of_forward(config)
     sequence_of = make_sequence(config)
     has_mask, ranges_of, walk = config.has("mask"), reads.make(config, 1).ranges, tile_walk.make(config)
