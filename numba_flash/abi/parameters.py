@@ -36,8 +36,7 @@ SIZES = words("batch heads heads_kv seqlen_q seqlen_k left right q_offset")
 # What tensor-core kernels take instead of a mask (kernels/score/mask_bits.py); those whose rows are keys take the
 # second.
 MASK_BITS, MASK_BITS_OF_KEYS = "mask_bits", "mask_bits_of_keys"
-# The arrays of states and of the order in which tiles are taken (kernels/score/tile_order.py), for kernels that own
-# queries and for those that own keys.
+# The states of tiles (kernels/score/tile_states.py), for kernels that own queries and for those that own keys.
 TILE_STATES, TILE_STATES_OF_KEYS = "tile_states", "tile_states_of_keys"
 STATES_IN_WORD = 16  # bit i: something is seen in the i-th tile; bit 16 + i: mask_mod decides what
 AUX_SUMS, OF_AUX = "aux_sums", "aux_begins"  # of kernels/score/aux_gradient.py, and where each array's begin

@@ -1,9 +1,8 @@
 """The states of tiles under a mask_mod: their number, their places, and the batch entries and heads that have them.
 
-A query tile has a row of words with the states of STATES_IN_WORD key tiles each, and one more word for the order in
-which tiles are taken. For kernels that own keys, rows are of key tiles. If neither the function nor anything else that
-removes keys differs between batch entries, one entry has the states for all entries; likewise for heads. So a tile has
-no more than a bit or two.
+A query tile has a row of words with the states of STATES_IN_WORD key tiles each. For kernels that own keys, rows are of
+key tiles. If neither the function nor anything else that removes keys differs between batch entries, one entry has the
+states for all entries; likewise for heads. So a tile has no more than a bit or two.
 """
 
 import math
@@ -29,26 +28,13 @@ def counts(problem: Problem, tile: StatesTile) -> tuple[int, int, int, int]:
 
 
 def words(problem: Problem, tile: StatesTile) -> int:
-    """Number of words, including those of the order."""
-    batch, groups, tiles, of_tile = counts(problem, tile)
-    return batch * groups * tiles * (of_tile + 1)
-
-
-def blocks(problem: Problem, tile: StatesTile) -> int:
-    """Number of blocks of tile_states, each of which writes a word."""
+    """Number of words, and of blocks of tile_states, each of which writes one."""
     return math.prod(counts(problem, tile))
-
-
-def order_blocks(problem: Problem, tile: StatesTile, threads: int) -> int:
-    """Number of blocks of tile_order, each of which finds the places of `threads` tiles."""
-    batch, groups, tiles, _ = counts(problem, tile)
-    return batch * groups * -(-tiles // threads)
 
 
 def strides(problem: Problem, tile: StatesTile) -> tuple[int, int, int]:
     """(batch entry, group of heads, own tile), in words; 0 if all share the same states."""
-    (by_batch, by_head), (_, groups, tiles, of_tile) = _differ(problem), counts(problem, tile)
-    row = of_tile + 1
+    (by_batch, by_head), (_, groups, tiles, row) = _differ(problem), counts(problem, tile)
     return groups * tiles * row * by_batch, tiles * row * by_head, row
 
 

@@ -196,7 +196,6 @@ class Config(LaunchFacts):
     v_parts: ClassVar[int] = 1  # blocks that share a tile's columns of O
     reads_bits: ClassVar[bool] = True  # it reads a mask as bits, which mask_bits makes before
     reads_states: ClassVar[bool] = False  # it skips tiles in which a mask_mod leaves nothing
-    reads_order: ClassVar[bool] = True  # and takes tiles in an order that depends on this
 
     @classmethod
     def behind(cls, config: "Config") -> "Config":

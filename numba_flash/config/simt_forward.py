@@ -19,7 +19,6 @@ class SimtRows(Config):
     pad: int = 1
 
     reads_bits: ClassVar[bool] = False
-    reads_order: ClassVar[bool] = False
     READ: ClassVar[tuple[str, ...]] = ("tile_n",)  # tiles whose rows are read four at a time
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Configs of tile_states, which finds the tiles where a mask_mod removes no key, some or all, and of tile_order."""
+"""Config of tile_states, which finds the tiles where a mask_mod removes no key, some or all."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from ..abi import parameters as abi
 from ..abi import tile_states
@@ -13,22 +13,8 @@ _READ = abi.words("mask seqlens_k q_offset")
 VISIBLE = ("mask", "mask_mod", "aux", "seqlens_k", "q_offset")  # the options that decide what is seen
 
 
-class OfTile(LaunchFacts):
-    """A kernel that works on the states of tiles like `tile`."""
-
-    tile: StatesTile
-
-    @property
-    def tile_states(self) -> str:  # type: ignore[override]
-        return self.tile.array
-
-    @property
-    def states_tile(self) -> StatesTile:  # type: ignore[override]
-        return self.tile
-
-
 @dataclass(frozen=True)
-class TileStatesConfig(OfTile):
+class TileStatesConfig(LaunchFacts):
     """The Config of tile_states, which runs before kernels that skip tiles.
 
     dtype: of the function's real numbers, float32 or float64. tile: the tile of the kernel that runs after it.
@@ -61,43 +47,19 @@ class TileStatesConfig(OfTile):
         return TileStatesConfig(config.compute_dtype, *facts)
 
     @property
+    def tile_states(self) -> str:  # type: ignore[override]
+        return self.tile.array
+
+    @property
+    def states_tile(self) -> StatesTile:  # type: ignore[override]
+        return self.tile
+
+    @property
     def kernel(self) -> str:  # type: ignore[override]
         return self.tile_states
 
     def grid(self, problem: AnyProblem) -> int:
-        return tile_states.blocks(problem.forward, self.tile)
+        return tile_states.words(problem.forward, self.tile)
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         return {self.tile_states: ((tile_states.words(problem.forward, self.tile),), "uint32")}
-
-
-@dataclass(frozen=True)
-class TileOrderConfig(OfTile):
-    """Of tile_order, which runs behind tile_states, for the same tile.
-
-    of_mask: a mask has its part in the states, which are each call's own then.
-    """
-
-    tile: StatesTile
-    of_mask: bool
-    threads: int = 512
-
-    module = "score.tile_order"
-    takes = abi.Parameters((), sizes=abi.words("seqlen_q seqlen_k"))
-    names = ("tile_order", "tile_order_of_keys")
-    dtype: ClassVar[str] = "uint32"  # type: ignore[misc]
-
-    @property
-    def kept(self) -> bool:  # type: ignore[override]
-        return not self.of_mask
-
-    @staticmethod
-    def behind(states: TileStatesConfig) -> "TileOrderConfig":
-        return TileOrderConfig(states.tile, states.has("mask"), states.threads)
-
-    @property
-    def kernel(self) -> str:  # type: ignore[override]
-        return self.names[self.tile.of_keys]
-
-    def grid(self, problem: AnyProblem) -> int:
-        return tile_states.order_blocks(problem.forward, self.tile, self.threads)

@@ -130,8 +130,8 @@ def config_of(name: str, problem: Problem, target: Target) -> Config | None:
 
 
 def prologue(config: Config, target: Target, overlaps: bool = False) -> list[LaunchFacts]:
-    """The kernels that make what the kernel of `config` reads: a mask's bits, the states of tiles under a mask_mod and
-    their order. Most calls have none, and load nothing for them. overlaps: they may run beside the kernels in front of
+    """The kernels that make what the kernel of `config` reads: a mask's bits, and the states of tiles under a mask_mod.
+    Most calls have none, and load nothing for them. overlaps: they may run beside the kernels in front of
     them, as far as they can."""
     threads, made = 32 if target.simulated else 512, list[LaunchFacts]()
     if config.packed and "o" in config.takes.arrays:
@@ -144,10 +144,9 @@ def prologue(config: Config, target: Target, overlaps: bool = False) -> list[Lau
 
         made.append(MaskBitsConfig(config.of_keys, threads, overlaps))
     if config.tile_states:
-        from ..config.tile_states import TileOrderConfig, TileStatesConfig
+        from ..config.tile_states import TileStatesConfig
 
-        states = TileStatesConfig.before(config, threads)
-        made += [states, TileOrderConfig.behind(states)] if config.reads_order else [states]
+        made.append(TileStatesConfig.before(config, threads))
     return made
 
 

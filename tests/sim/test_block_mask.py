@@ -11,19 +11,15 @@ from numba import cuda
 import numba_flash
 from numba_flash import mods, reference, testing
 from numba_flash.abi.arguments import tuple_class
-from numba_flash.abi.parameters import STATES_IN_WORD, StatesTile
+from numba_flash.abi.parameters import STATES_IN_WORD
 from numba_flash.api import forward as api
-from numba_flash.arrays import read
-from numba_flash.config.tile_states import TileOrderConfig
-from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig
+from numba_flash.config.wgmma_backward import WgmmaDqConfig
 from numba_flash.dispatch import forward as dispatch
 from numba_flash.functions import numbers
 from numba_flash.functions.function import Function
-from numba_flash.gpu.compiled import source
-from numba_flash.kernels.score import longest_first, tile_walk
+from numba_flash.kernels.score import tile_walk
 from numba_flash.machine.target import Target
 from numba_flash.problem.options import uses
-from numba_flash.ptx.sim.launch import run
 from numba_flash.select import rungs
 
 EMPTY, PARTIAL, FULL = range(3)
@@ -167,7 +163,7 @@ def kept_states(blocks, seqlen_k):
         groups = blocks.heads // tile.heads if by_head else 1
         own, other = (seqlen_k, blocks.seqlen_q) if tile.of_keys else (blocks.seqlen_q, seqlen_k)
         tiles, count = -(-own // tile.own), -(-other // tile.other)
-        words = words.reshape(blocks.batch if by_batch else 1, groups, tiles, by_tile)[..., :-1]
+        words = words.reshape(blocks.batch if by_batch else 1, groups, tiles, by_tile)
         bits = (words[..., None] >> np.arange(32, dtype=np.uint32)) & 1
         seen, partial = (
             x.reshape(*words.shape[:3], -1) for x in (bits[..., :STATES_IN_WORD], bits[..., STATES_IN_WORD:])
@@ -178,10 +174,10 @@ def kept_states(blocks, seqlen_k):
 
 
 def words_of(blocks):
-    """[(words of states, without those of the order; tile)] of what a BlockMask has kept."""
+    """[(words of states, tile)] of what a BlockMask has kept."""
     for (_, _, (config, values), *_), array in blocks._kept.items():
         *_, by_tile = values.tuples[0][3]
-        yield np.asarray(array.owner).reshape(-1, by_tile)[:, :-1], config.tile
+        yield np.asarray(array.owner).reshape(-1, by_tile), config.tile
 
 
 # Tiles have the same states on v1 and v2, and are found in the same way for mma and wgmma. Of v2 and of mma, what
@@ -319,75 +315,6 @@ def test_which_tile_comes_next(density):
     for j, end in np.ndindex(count, count):
         assert found[0, j, end] == max((t for t in range(end, j + 1) if seen[t]), default=end - 1), (j, end)
         assert found[1, j, end] == min((t for t in range(j, end) if seen[t]), default=end), (j, end)
-
-
-# More tiles than a block of the kernel has threads, of two heads; many of them as long as others, one all empty.
-@pytest.mark.parametrize("of_keys", [False, True])
-@pytest.mark.parametrize("tiles", [1, 31, 32, 75])
-def test_the_longest_tile_comes_first(tiles, of_keys):
-    words, threads, generator = 3, 32, np.random.default_rng(tiles)
-    seen = generator.random((2, tiles, 40)) < generator.choice([0, 0.1, 0.9], (2, tiles, 1))
-    states = np.zeros((2, tiles, words + 1), np.uint32)
-    for head, tile, other in np.argwhere(seen):
-        states[head, tile, other // STATES_IN_WORD] |= np.uint32(1) << np.uint32(other % STATES_IN_WORD)
-    states[..., :words] |= generator.integers(0, 1 << 16, (2, tiles, words), np.uint32) << 16  # of mask_mod alone
-    tile = StatesTile(64, 32, 1, of_keys)
-    config, name = TileOrderConfig(tile, of_mask=False, threads=threads), "tile_states" + "_of_keys" * of_keys
-    arrays, strides = (tuple_class(kind, (name,)) for kind in ("arrays", "strides"))
-    sizes = tuple_class("sizes", ("seqlen_q", "seqlen_k"))(*(tile.own * tiles - 5,) * 2)
-    before = states.copy()
-    numbers = strides((tiles * (words + 1), 0, words + 1)), sizes
-    run(
-        lambda: source(config),
-        2 * -(-tiles // threads),
-        threads,
-        0,
-        arrays(read("states", states.reshape(-1))),
-        numbers,
-    )
-    lengths = seen.sum(-1)
-    for head in range(2):
-        sooner = 1 if of_keys else -1
-        right = sorted(range(tiles), key=lambda t, head=head: (-lengths[head, t], sooner * t))
-        np.testing.assert_array_equal(states[head, :, -1], right)
-    np.testing.assert_array_equal(states[..., :-1], before[..., :-1])
-
-
-# Of some heads at a time all longest tiles, then all second ones; each tile once. L2 holds K and V of four heads.
-@pytest.mark.parametrize(("heads", "heads_kv", "of_keys"), [(6, 3, False), (6, 6, False), (6, 3, True)])
-def test_every_tile_is_taken_once(monkeypatch, heads, heads_kv, of_keys):
-    seqlen, tile_rows, batch, group = 200, 64, 2, heads // heads_kv
-    walked = seqlen * group if of_keys else seqlen
-    monkeypatch.setattr(longest_first, "L2_BYTES", 4 * walked * 2 * (64 + 64))
-    used = uses(mask_mod=Function.of("mask_mod", mods.causal))
-    made = WgmmaDkdvConfig if of_keys else WgmmaDqConfig
-    tiles = -(-seqlen // tile_rows)
-    take = longest_first.make(made("float16", 64, 64, tile_rows, tile_rows, uses=used)).take
-    states_name = "tile_states" + "_of_keys" * of_keys
-    arrays_of, strides_of = (tuple_class(kind, (states_name,)) for kind in ("arrays", "strides"))
-    sizes_of = tuple_class("sizes", ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k"))
-    order = np.array([np.random.default_rng(n).permutation(tiles) for n in range(batch * heads)])
-    states = np.stack([np.full_like(order, 99), order], axis=-1).reshape(-1).astype(np.uint32)
-    own = heads_kv if of_keys else heads
-    found = np.zeros((batch * own * tiles + 1, 3), np.int64)
-
-    @cuda.jit
-    def kernel(found, states):
-        arrays, strides = arrays_of(states), strides_of((2 * tiles * heads, 2 * tiles, 2))
-        sizes = sizes_of(batch, heads, heads_kv, seqlen, seqlen)
-        for t in range(found.shape[0]):
-            found[t] = take(np.int32(t), arrays, strides, sizes)
-
-    kernel[1, 1](found, states)
-    at_once = 4 if of_keys else 4 * group  # of 6 or 12 heads
-    right = []
-    for first in range(0, batch * own, at_once):
-        for rank in range(tiles):
-            for head in range(first, min(first + at_once, batch * own)):
-                b, h = divmod(head, own)
-                right.append((b, h, order[b * heads + (h * group if of_keys else h), rank]))
-    np.testing.assert_array_equal(found[:-1], right)
-    assert found[-1, 0] == batch, "there is none left"
 
 
 # Gradients by blocks that own queries and by those that own keys.

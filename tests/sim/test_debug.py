@@ -60,7 +60,6 @@ FIRST_LINES = {
     "mma_dq_finish": "lane, warp = lane_and_warp()",
     **dict.fromkeys(("mask_bits", "mask_bits_of_keys"), "thread = special.thread_index()"),
     **dict.fromkeys(("tile_states", "tile_states_of_keys"), "thread = special.thread_index()"),
-    **dict.fromkeys(("tile_order", "tile_order_of_keys"), "thread = special.thread_index()"),
     "safe": "row = cuda.grid(1)",
     "online": "row = cuda.grid(1)",
     "blocked": "row = cuda.blockIdx.x",
@@ -218,10 +217,6 @@ def test_every_kernel(kernel, monkeypatch):
             numba_flash.attention(*half, mask_mod=mods.causal, kernel="mma")
         elif kernel == "tile_states_of_keys":
             differentiate("v2", mask_mod=mods.causal)
-        elif kernel == "tile_order":
-            numba_flash.attention(*half, mask_mod=mods.causal, kernel="mma")
-        elif kernel == "tile_order_of_keys":
-            differentiate("mma", mask_mod=mods.causal)
         elif kernel in ("append", "paged"):
             pages, where = [np.zeros((2, 1, 16, 4), np.float32) for _ in "kv"], np.array([[1, 0]], np.int32)
             new = dict(k_new=k[:, :, :1], v_new=v[:, :, :1])

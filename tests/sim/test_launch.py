@@ -35,7 +35,7 @@ from numba_flash.config.simt_backward import (
 )
 from numba_flash.config.simt_forward import V1Config, V2Config
 from numba_flash.config.softmax import SOFTMAX
-from numba_flash.config.tile_states import TileOrderConfig, TileStatesConfig
+from numba_flash.config.tile_states import TileStatesConfig
 from numba_flash.config.wgmma_backward import (
     WgmmaDkdvConfig,
     WgmmaDqConfig,
@@ -165,7 +165,6 @@ def test_every_kernel_can_be_made():
         *[OutsideConfig("float16", (name,), (8,), spans) for name in ("o", "dk", "dq")],
         *[MaskBitsConfig(of_keys=of_keys) for of_keys in (False, True)],
         *[TileStatesConfig("float32", tile._replace(of_keys=of_keys), used) for of_keys in (False, True)],
-        *[TileOrderConfig(tile._replace(of_keys=of_keys), of_mask=False) for of_keys in (False, True)],
         *[kind("float16", 32) for kind in SOFTMAX.values()],
     ]
     assert {config.kernel for config in configs} == set(modules())

@@ -114,17 +114,15 @@ def test_how_many_states_there_are():
         p = problem(heads=8, seqlen=1000, seqlen_k=96 * 30, mask_mod=Function.of("mask_mod", function), **options)
         return tile_states.counts(p, tile), tile_states.strides(p, tile)
 
-    # Two words of a tile's states, and one for the order.
-    assert counted(mods.causal) == ((1, 1, 16, 2), (0, 0, 3))
-    assert counted(lambda b, h, i, j: i > h) == ((1, 4, 16, 2), (0, 48, 3))
-    assert counted(lambda b, h, i, j: i > b)[1] == (48, 0, 3)
-    assert counted(mods.causal, seqlens_k=empty(1, dtype="int32"))[1] == (48, 0, 3)
-    assert counted(mods.causal, mask=empty(1, 8, 1000, 2880, dtype="bool"))[1] == (0, 48, 3)
+    assert counted(mods.causal) == ((1, 1, 16, 2), (0, 0, 2))
+    assert counted(lambda b, h, i, j: i > h) == ((1, 4, 16, 2), (0, 32, 2))
+    assert counted(lambda b, h, i, j: i > b)[1] == (32, 0, 2)
+    assert counted(mods.causal, seqlens_k=empty(1, dtype="int32"))[1] == (32, 0, 2)
+    assert counted(mods.causal, mask=empty(1, 8, 1000, 2880, dtype="bool"))[1] == (0, 32, 2)
     tile = StatesTile(64, 96, 1, of_keys=True)  # a word for 16 tiles of queries, of which there are 16, and one more
-    assert counted(lambda b, h, i, j: i > h) == ((1, 8, 30, 2), (0, 90, 3))
+    assert counted(lambda b, h, i, j: i > h) == ((1, 8, 30, 2), (0, 60, 2))
     p = problem(heads=8, seqlen=1000, seqlen_k=96 * 30, mask_mod=Function.of("mask_mod", lambda b, h, i, j: i > h))
-    found = (tile_states.words(p, tile), tile_states.blocks(p, tile), tile_states.order_blocks(p, tile, 16))
-    assert found == (8 * 30 * 3, 8 * 30 * 2, 8 * 2)
+    assert tile_states.words(p, tile) == 8 * 30 * 2
 
 
 class Ran(launch.Launch):

@@ -15,7 +15,7 @@ from numba_flash.abi.parameters import StatesTile
 from numba_flash.arrays import AUX_DTYPES
 from numba_flash.config.simt_forward import V1Config, V2Config
 from numba_flash.config.softmax import SOFTMAX
-from numba_flash.config.tile_states import TileOrderConfig, TileStatesConfig
+from numba_flash.config.tile_states import TileStatesConfig
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import uses
@@ -94,9 +94,8 @@ def test_functions_may_read_arrays_of_every_dtype(function, aux):
 def test_what_runs_before_a_mask_mod(of_keys):
     tile, used = StatesTile(128, 64, 1, of_keys), uses(mask_mod=Function.of("mask_mod", mods.causal))
     states = TileStatesConfig("float32", tile, used)
-    for config in (states, TileOrderConfig.behind(states)):
-        made = assembler.assemble(compiled.to_ptx(config, (8, 0)), "sm_80")
-        assert made.spill_bytes == made.stack_bytes == 0 and made.warnings == ()
+    made = assembler.assemble(compiled.to_ptx(states, (8, 0)), "sm_80")
+    assert made.spill_bytes == made.stack_bytes == 0 and made.warnings == ()
 
 
 @pytest.mark.parametrize("kind", [V1Config, V2Config])

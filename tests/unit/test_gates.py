@@ -382,7 +382,7 @@ def of_gradients(tables, target=MANY_BLOCKS, members=0, **given):
     with mock.patch.object(backward_kernels, "heads_per_block", lambda *_, **__: members):
         own = {name: fields and fields.row for name, fields in tables.items()}
         found = configs_with(own, table.partition("_")[0], made, target)
-    before = ("backward_preprocess", "delta", "mask_bits", "tile_states", "tile_order")
+    before = ("backward_preprocess", "delta", "mask_bits", "tile_states")
     return [config for config in found if not config.kernel.startswith(before)]
 
 

@@ -5,11 +5,10 @@ A tile in which nothing is seen can be left out, and a tile in which all is seen
 stored: a tile has two bits. mask_mod is called only for positions that causal, window, lengths and mask leave, so "all"
 means all of those. Elsewhere the function might read past the end of an array.
 
-A query tile has a row of words (abi/tile_states.py), each for STATES_IN_WORD key tiles, and after them a word that
-tile_order.py writes. Bit i says that something is seen in the i-th of a word's tiles. Bit 16 + i says that something is
-seen and something is not, so that mask_mod must be called again. If a tile has rows of several heads, what is seen for
-one of them counts as seen. For kernels that own keys and loop over queries, a key tile has a row of words instead, each
-for query tiles.
+A query tile has a row of words (abi/tile_states.py), each for STATES_IN_WORD key tiles. Bit i says that something is
+seen in the i-th of a word's tiles. Bit 16 + i says that something is seen and something is not, so that mask_mod must
+be called again. If a tile has rows of several heads, what is seen for one of them counts as seen. For kernels that own
+keys and loop over queries, a key tile has a row of words instead, each for query tiles.
 
     own tile's first word = b * strides[0] + h // heads of a tile * strides[1] + own tile * strides[2]
 
@@ -107,7 +106,7 @@ def make(config):
         own_tiles = tiles_of(sizes.seqlen_k if of_keys else sizes.seqlen_q, own_rows)
         groups = divide(sizes.heads, heads) if by[1] != 0 else int32(1)
         members = int32(heads) if by[1] != 0 else int32(1)  # otherwise all heads see the same
-        words = int32(by[2] - 1)
+        words = int32(by[2])
         row = divide(special.block_index(), words)
         head_row = divide(row, own_tiles)
         b = divide(head_row, groups)

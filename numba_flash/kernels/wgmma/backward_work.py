@@ -11,7 +11,7 @@ them from the same words, so they agree. The next head's own mask_mod may leave 
 
 from numba import int32
 
-from ..score import longest_first, reads, tile_walk
+from ..score import reads, tile_walk
 from ..steps import tile_numbers
 from ..steps.head_rounds import entry_and_head, heads_of_round, in_rounds
 from ..steps.inlined import inlined
@@ -29,7 +29,6 @@ def of_keys(config):
     all_keys = config.key_tiles > 0
     state, sequence_of = block.state_of(config), make_sequence(config)
     has_mask, ranges_of = config.has("mask"), reads.make(config, 1, config.tile_m, of_keys=True).ranges
-    order = longest_first.make(config)
     in_line = has_mask and config.bidirectional and not all_keys  # the block has turns
     write_places = block.places(config).write
     numbers = tile_numbers.make(config, config.tile_n, True) if config.packed else None
@@ -50,9 +49,6 @@ def of_keys(config):
             part = divide(number, n_tiles)
             b, first_key = numbers.at(int32(number - part * n_tiles), arrays, strides, sizes)
             return b, part, first_key
-        if order.present:  # the key tiles that the most query tiles see come first
-            b, h_kv, own = order.take(number, arrays, strides, sizes)
-            return b, h_kv, int32(own * config.tile_n)
         n_tiles = divide(int32(seqlen_k) + int32(config.tile_n - 1), config.tile_n)
         all_parts = int32(int32(sizes.batch) * head_parts)
         at_once = heads_of_round(n_tiles, sizes.right < seqlen_k)
@@ -110,7 +106,7 @@ def of_queries(config):
     state, sequence_of = block.state_of(config), make_sequence(config)
     has_mask, ranges_of = config.has("mask"), reads.make(config, 1, config.tile_n).ranges
     of_thread = tile_walk.make(config)
-    take, write_places = longest_first.make(config).take, block.places(config).write
+    write_places = block.places(config).write
     numbers = tile_numbers.make(config, config.tile_m, False) if config.packed else None
 
     @inlined
@@ -123,9 +119,6 @@ def of_queries(config):
             h = divide(number, m_tiles)
             b, first_query = numbers.at(int32(m_tiles - 1 - (number - h * m_tiles)), arrays, strides, sizes)
             return b, h, first_query
-        if of_thread.present:  # the query tiles that see the most key tiles come first
-            b, h, own = take(number, arrays, strides, sizes)
-            return b, h, int32(own * config.tile_m)
         m_tiles = divide(int32(seqlen_q) + int32(config.tile_m - 1), config.tile_m)
         all_heads = int32(sizes.batch * heads)
         at_once = heads_of_round(m_tiles, sizes.right < sizes.seqlen_k)

@@ -16,7 +16,7 @@ from numba import int32, int64, uint32
 from ...arrays.dtypes import ITEM_SIZE
 from ...config.forward import L2_BYTES
 from ...ptx import griddepcontrol, memory, special, tma
-from ..score import longest_first, reads, tile_walk
+from ..score import reads, tile_walk
 from ..steps.head_rounds import entry_and_head, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -36,7 +36,7 @@ def query_tiles(config):
     sequence_of = make_sequence(config)
     has_mask, ranges_of, walk = config.has("mask"), reads.make(config, 1).ranges, tile_walk.make(config)
     asked_of_whole = group == 1 and (config.has("score_mod") or config.has("mask_mod"))  # as fragment_functions.py does
-    take, packed, parts = longest_first.make(config).take, config.packed, config.parts
+    packed, parts = config.packed, config.parts
 
     @inlined
     def heads_at_once(keys, most, sizes):
@@ -46,13 +46,7 @@ def query_tiles(config):
 
     @inlined
     def tile_of(base, i, t, arrays, strides, sizes):
-        """-> (b, h, first_query) of query tile t (b = batch: none), the block's i-th.
-
-        Some heads at a time, last queries first; under a mask_mod, those that see the most tiles first.
-        """
-        if walk.present:
-            b, head, own = take(t, arrays, strides, sizes)
-            return b, int32(head * group), int32(own * queries)
+        """-> (b, h, first_query) of query tile t; b = batch: none. Some heads at a time, last queries first."""
         m_tiles = divide(int32(sizes.seqlen_q) + int32(queries - 1), queries)
         groups = divide(sizes.heads, group)
         head_tiles = int32(sizes.batch) * groups
