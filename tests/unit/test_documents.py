@@ -255,7 +255,7 @@ def test_a_lesson_is_short(page):
 
 
 def test_readme_is_short_and_has_python_to_run():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 165
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 160
     assert runnable(ROOT / "README.md")
 
 
