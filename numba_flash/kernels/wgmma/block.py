@@ -206,22 +206,6 @@ def register_moves(config):
     return setmaxnreg.decrease(config.registers[0]), setmaxnreg.increase(config.registers[1])
 
 
-def turns_of_two(present):
-    """-> (my_turn, next_turn), device functions of consumer `me`, 0 or 1, if they take turns at the tensor cores."""
-
-    @inlined
-    def my_turn(me):
-        if present:
-            bar.sync(me + 1, 256)  # threads of two warpgroups
-
-    @inlined
-    def next_turn(me):
-        if present:
-            bar.arrive(int32(2 - me), 256)
-
-    return my_turn, next_turn
-
-
 def rescaler(blocks):
     """-> rescale(acc_o, alpha, moved), a device function: rows of acc_o (blocks, 4) times alpha (2,), if some maximum
     moved."""
