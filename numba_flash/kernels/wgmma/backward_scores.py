@@ -137,8 +137,9 @@ def make(config):
             if step.asks:
                 b, h, query, key, q_start = place_of(base, i, member)
                 ask_mask_mod(tile.mask_bits, b, h, query, q_start, key, arrays, strides)
-        # Bits past the tile may also be set.
-        return vote.any_lane(~(tile.mask_bits[0] & tile.mask_bits[1]) & every_bit) == 0
+        # Bits past the tile may also be set. A tile that is not masked needs no vote, unless functions were called.
+        hidden = ~(tile.mask_bits[0] & tile.mask_bits[1]) & every_bit
+        return (not masked and not asked) or vote.any_lane(hidden) == 0
 
     @inlined
     def if_kept(number, tile, r, n, x):
