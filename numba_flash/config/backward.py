@@ -260,8 +260,7 @@ class MmaDqConfig(MmaBackwardConfig):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class MmaScoresConfig(MmaBackwardConfig):
-    """Of the kernels that stop at dS. Tiles of tile_m queries by tile_n keys, one behind the other. Q, dO, K and V have
-    one place each: the next ones come while a tile's scores are finished."""
+    """Of the kernels that stop at dS. Tiles of tile_m queries by tile_n keys, one behind the other."""
 
     of_product = False
     SCORE_PAD: ClassVar[int] = 8  # floats behind a row of scores in shared memory, so that lanes meet no bank twice
@@ -272,10 +271,15 @@ class MmaScoresConfig(MmaBackwardConfig):
         check(own, "warps of these kernels own 16 rows, each its own")
         check(self.threads % self.tile_n == 0, f"tile_n must divide the {self.threads} threads, but is {self.tile_n}")
 
+    @property
+    def rows_bytes(self) -> int:
+        """Of what is known of the queries of a stage."""
+        return 8 * self.tile_m
+
     def _layout(self, **behind: int) -> Any:
         """Where Q, dO, K, V, what is behind them and the end are."""
-        q, do, k, v = self.tiles()
-        return layout(q=q, do=do, k=k, v=v, **behind)
+        tiles = zip(("q", "do", "k", "v"), self.tiles(), strict=True)
+        return layout(**{name: self.stages * size for name, size in tiles}, **behind)
 
 
 @dataclass(frozen=True)
@@ -291,7 +295,7 @@ class MmaDbiasConfig(OfBias, MmaScoresConfig):
     def shared_layout(self) -> Any:
         """lse and delta of the queries are behind the tiles, the bias, and a row of sums for each warp."""
         bias = self.tile_m * self.tile_n * ITEM_SIZE[self.dtype_of("bias") or self.dtype]
-        return self._layout(rows=8 * self.tile_m, bias=bias, sums=self.threads // 32 * self.tile_n * 4)
+        return self._layout(rows=self.stages * self.rows_bytes, bias=bias, sums=self.threads // 32 * self.tile_n * 4)
 
 
 @dataclass(frozen=True)
@@ -310,4 +314,8 @@ class MmaDauxConfig(OfAux, MmaScoresConfig):
     def shared_layout(self) -> Any:
         """Q K^T, dO V^T, and what is known of each query are behind the tiles."""
         scores = self.tile_m * self.score_row
-        return self._layout(s=scores, dp=scores, rows=16 * self.tile_m)
+        return self._layout(s=scores, dp=scores, rows=self.rows_bytes)
+
+    @property
+    def rows_bytes(self) -> int:
+        return 16 * self.tile_m
