@@ -240,6 +240,8 @@ def intended(config):
     kernel, dtype = config.kernel, config.dtype
     if getattr(config, "early", False):  # before wgmma's kernels
         return (*IN_PTX[kernel], "griddepcontrol.launch_dependents"), IN_SASS[kernel], (HOPPER,)
+    if kernel == "mma_dbias" and config.stages > 1:
+        return IN_PTX[kernel], IN_SASS[kernel], (HOPPER, B200, RTX_5090)
     if dtype not in WIDE or kernel in (*WITHOUT_PRODUCTS, *OF_SIMT, *OF_PARTS):
         turns = OF_TURNS if kernel == "wgmma_fused" and not config.key_tiles else ()
         in_ptx = (*IN_PTX[kernel], *turns, *("griddepcontrol.wait",) * config.waits)
@@ -721,7 +723,7 @@ def score_gradients_gates():
         }
         for words, given in served.items():
             config, *_ = of_gradients({"mma_dbias": row}, wanted=("dbias",), **given)
-            name = f"mma_dbias-{row.head_dim}-{row.tile_m}x{row.tile_n}{words}"
+            name = f"mma_dbias-{row.head_dim}-{row.tile_m}x{row.tile_n}{'-two-stages' * (row.stages - 1)}{words}"
             yield name, dataclasses.replace(config, split=False)
             if words:
                 yield f"{name}-split", dataclasses.replace(config, split=True, pairs=False)
