@@ -158,18 +158,21 @@ def make(config):
             cp_async.commit_group()
             while place.unit < tiles.end_unit:
                 before(place, registers, smem, thread, arrays, strides, sizes)
-                after, here = following(place, tiles, arrays, strides, sizes), in_stage(begin, of_queries, of_keys)
+                here = in_stage(begin, of_queries, of_keys)
+                if last_stage == 0:
+                    wait_all()
+                    cuda.syncthreads()  # the tile has arrived, and all threads have finished with the last scores
+                    products(place, registers, here, thread, score)
+                after = following(place, tiles, arrays, strides, sizes)
                 entry, exists = after.sequence.b != place.sequence.b, after.unit < tiles.end_unit
                 queries = exists and (after.i != place.i or after.h != place.h or entry)
                 keys = exists and (after.j != place.j or after.h_kv != place.h_kv or entry)
                 of_queries = int32(of_queries ^ last_stage) if queries else of_queries
                 of_keys = int32(of_keys ^ last_stage) if keys else of_keys
                 there = in_stage(begin, of_queries, of_keys)
-                wait_all()
-                cuda.syncthreads()  # the tile has arrived, and all threads have finished with the last one
-                if last_stage == 0:
-                    products(place, registers, here, thread, score)
-                    cuda.syncthreads()  # all threads have finished with the tile
+                if last_stage == 1:
+                    wait_all()
+                cuda.syncthreads()  # all threads have finished with the places; with two stages, the tile has arrived
                 load(after, queries, keys, there, arrays, strides, sizes, thread)
                 if queries:
                     copy(after, there, arrays, sizes)
