@@ -51,6 +51,8 @@ def element_type(config: Any, name: str) -> str:
         return "uint32"
     if name == abi.AUX_SUMS:
         return "int64"
+    if name == abi.BIAS_ROWS:
+        return config.dtype
     if name in map(options.daux_name, config.wanted_aux):
         return config.given[list(map(options.daux_name, config.wanted_aux)).index(name)]
     if name == abi.SEED:
