@@ -9,6 +9,7 @@ from helpers.selected import configs_of, explained, kernels_of
 from helpers.simt_kernels import ALL, everything
 from helpers.simt_kernels import backward_problem as problem
 
+from numba_flash.abi.arguments import element_type
 from numba_flash.arrays import read
 from numba_flash.dispatch.launch import workspace
 from numba_flash.functions.function import Function
@@ -79,6 +80,22 @@ def test_when_a_bias_comes_by_tma(options, boxes, streams):
     assert all(config.shared_bytes <= HOPPER.shared_bytes for config in own)
     fetched = [config.parameters.arrays[config.operand_maps(made)[-1][0]] for config in own]
     assert fetched == (["bias"] if boxes else ["do"]) * 2
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("rung", ["v2", "mma", "wgmma"])
+def test_kernels_agree_on_what_they_hand_each_other(rung, dtype):
+    """The simulator's arrays know their own types."""
+    if (rung, dtype) == ("wgmma", "float64"):
+        return
+    made = problem(dtype=dtype, mask=empty(300, 500, dtype="bool"), bias=empty(300, 500, dtype=dtype),
+                   wanted=("dq", "dk", "dv", "dbias"))  # fmt: skip
+    configs = configs_of(rung, made)
+    shared = workspace(configs, made)
+    assert len(shared) > 1
+    for config in configs:
+        for name in config.parameters.arrays:
+            assert name not in shared or element_type(config, name) == shared[name][1], (config.kernel, name)
 
 
 def test_what_mma_dbias_is_compiled_for():
