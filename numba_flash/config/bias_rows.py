@@ -14,8 +14,8 @@ PIECE = 8  # numbers of 16 bits in the 16 bytes of which TMA takes a multiple
 
 @dataclass(frozen=True)
 class BiasRowsConfig(LaunchFacts):
-    """Of bias_rows, which runs before Hopper's backward where TMA cannot load the rows of a bias in 16 bits: the kernels
-    behind it read the copy. pairs: as of OptionArray."""
+    """Of bias_rows, which runs before Hopper's backward where TMA cannot load rows of a bias in 16 bits. The kernels
+    behind it read its copy. pairs: as of OptionArray."""
 
     dtype: str
     pairs: bool = False

@@ -261,8 +261,7 @@ def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
     own = shared.of_bias(problem)
     # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes
     pairs = ITEM_SIZE[bias.dtype] == 2 and problem.dbias_shape[-1] % 2 == 0 and not any(own.values())
-    spills = target.cc is not None and target.cc < (9, 0)  # with two stages, which take more registers there
-    rows = [row for row in shared.usable("mma_dbias", problem, target) if not spills or row.tile["stages"] == 1]
+    rows = shared.usable("mma_dbias", problem, target)
     return shared.best(mma.MmaDbiasConfig, rows, problem, target, pairs=pairs, **own)
 
 

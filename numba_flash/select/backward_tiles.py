@@ -75,6 +75,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
         "tile_m tile_n blocks_per_sm stages",
         at(64, 64, 64, 3, 2),
         at(64, 64, 64, 3, 1),
+        at(128, 64, 64, 2, 1),
         at(256, 64, 64, 1, 1),
         at(256, 64, 32, 1, 1),
         at(256, 32, 16, 1, 1),
