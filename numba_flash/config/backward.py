@@ -117,8 +117,9 @@ class WalkConfig(OwnRows, Padded, Config):
 
     def shared_layout(self) -> Any:
         """Where the block's own tiles are, for S and for dP (K and V, or Q and dO), the stages of the other side's
-        tiles, P and dS where warps exchange them, dQ with with_dq, lse and delta of the other side's queries, what each
-        own row needs (RowState in kernels/mma/backward_scores.py), the state of the block and the end.
+        tiles, P and dS where warps exchange them, dQ with with_dq, the stages of a bias, lse and delta of the other
+        side's queries, what each own row needs (RowState in kernels/mma/backward_scores.py), the state of the block and
+        the end.
 
         Gradients in 16 bits are staged in the place of the own tiles; without dS there is no V, and dV takes K's place.
         With an only tile dS is in the place of V, whose rows no other warp reads, and dQ in that of dO.
@@ -130,8 +131,9 @@ class WalkConfig(OwnRows, Padded, Config):
         scores *= self.column_groups > 1 or self.with_dq
         p, dq = scores * self.of_p * (size > 2), other_s * self.with_dq  # in 16 bits P and dS have one place
         rows = self.stages * 2 * max(size, 4) * self.tile_m * self.of_keys
+        bias = self.stages * self.bias_boxes * tile_bytes(self.tile_m, self.tile_n)
         of_rows = (8 if self.of_keys else 16 * max(size // 4, 1)) * self.own_rows
-        behind = dict(rows=rows, of_rows=of_rows, state=6 * 16)
+        behind = dict(bias=bias, rows=rows, of_rows=of_rows, state=6 * 16)
         if self.only_tile:
             places = own | dict(
                 own_dp=max(own_dp, scores), other_s=other_s, other_dp=max(other_dp, dq), p=0, ds=0, dq=0
@@ -186,7 +188,9 @@ class MmaBackwardConfig(WalkConfig):
 @dataclass(frozen=True)
 class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
     """A block owns tile_n keys and walks over tiles of tile_m queries. Both sums together fit into registers up to
-    head_dim 128."""
+    head_dim 128. bias_boxes: rows of a bias can be copied 16 bytes at a time (kernels/mma/bias_tile.py)."""
+
+    bias_boxes: bool = False  # type: ignore[misc]
 
     kernel = "mma_dkdv"
     module = "mma.backward"
