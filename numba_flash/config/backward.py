@@ -117,7 +117,7 @@ class WalkConfig(OwnRows, Padded, Config):
 
     def shared_layout(self) -> Any:
         """Where the block's own tiles are, for S and for dP (K and V, or Q and dO), the stages of the other side's
-        tiles, P and dS where warps exchange them, dQ with with_dq, the stages of a bias, lse and delta of the other
+        tiles, P and dS where warps exchange them, dQ with with_dq, the bias of a tile, lse and delta of the other
         side's queries, what each own row needs (RowState in kernels/mma/backward_scores.py), the state of the block and
         the end.
 
@@ -131,7 +131,7 @@ class WalkConfig(OwnRows, Padded, Config):
         scores *= self.column_groups > 1 or self.with_dq
         p, dq = scores * self.of_p * (size > 2), other_s * self.with_dq  # in 16 bits P and dS have one place
         rows = self.stages * 2 * max(size, 4) * self.tile_m * self.of_keys
-        bias = self.stages * self.bias_boxes * tile_bytes(self.tile_m, self.tile_n)
+        bias = self.bias_boxes * tile_bytes(self.tile_m, self.tile_n)
         of_rows = (8 if self.of_keys else 16 * max(size // 4, 1)) * self.own_rows
         behind = dict(bias=bias, rows=rows, of_rows=of_rows, state=6 * 16)
         if self.only_tile:
@@ -188,9 +188,7 @@ class MmaBackwardConfig(WalkConfig):
 @dataclass(frozen=True)
 class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
     """A block owns tile_n keys and walks over tiles of tile_m queries. Both sums together fit into registers up to
-    head_dim 128. bias_boxes: rows of a bias can be copied 16 bytes at a time (kernels/mma/bias_tile.py)."""
-
-    bias_boxes: bool = False  # type: ignore[misc]
+    head_dim 128."""
 
     kernel = "mma_dkdv"
     module = "mma.backward"
@@ -215,12 +213,14 @@ class MmaOneKeyTileConfig(MmaDkdvConfig):
     """The same where a block's tile has all keys of a head: it computes dQ, too.
 
     delta: that of backward_preprocess, whose work the block does itself if a head has one tile of queries. with_dbias:
-    it stores dbias, too, each element of which is that of one score. pairs: as of MmaDbiasConfig.
+    it stores dbias, too, each element of which is that of one score. pairs: as of MmaDbiasConfig. bias_boxes: rows of a
+    bias can be copied 16 bytes at a time (kernels/mma/bias_tile.py).
     """
 
     delta: PreprocessConfig | None = None
     with_dbias: bool = False
     pairs: bool = False
+    bias_boxes: bool = False  # type: ignore[misc]
 
     with_dq = True
     kernel = "mma_one_key_tile"

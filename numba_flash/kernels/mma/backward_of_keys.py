@@ -23,7 +23,7 @@ from ..steps.named import named
 from ..steps.plain import key_queries
 from ..steps.sequence import key_row, query_range, query_row
 from . import backward_own_delta, backward_scores, query_columns, work_tile
-from . import bias_tile as mma_bias
+from . import bias_tile as bias_tiles
 from .backward_scores import RowState
 from .work_tile import KeyWork
 
@@ -53,8 +53,7 @@ def make(config):
     work_of, columns, scores = work_tile.of_keys(config), query_columns.make(config), backward_scores.make(config)
     states, read = tile_walk.make(config), scores.read
     has_mask, sequence_again, boxes = config.has("mask"), sequences.again(config), config.bias_boxes
-    bias_stage, bias_tile = (plan.rows - plan.bias) // stages, mma_bias.make(config) if boxes else None
-    bias_item = ITEM_SIZE[config.dtype_of("bias") or "float32"]
+    bias_item, bias_tile = ITEM_SIZE[config.dtype_of("bias") or "float32"], bias_tiles.make(config) if boxes else None
     own_rows = backward_own_delta.make(config) if config.only_tile else None
 
     @inlined
@@ -221,11 +220,10 @@ def make(config):
         left = int32(int32(queries) - tile.t * int32(tile_m))
         load_q(to, source.q, size * strides.q[2], 0, left, config.head_dim, special.thread_index())
         if boxes:
-            origin, row = origin_of(tile, smem, strides), int32(tile.t * int32(tile_m))
-            here = origin.bias + bias_item * (row * strides.bias[2] + origin.first_row)
-            keys_left, to = int32(sizes.seqlen_k - origin.first_row), smem + int32(plan.bias) + stage * bias_stage
-            thread, by_row = special.thread_index(), bias_item * strides.bias[2]
-            bias_tile.load(to, here, by_row, 0, left, keys_left, thread)
+            origin, by_row = origin_of(tile, smem, strides), bias_item * strides.bias[2]
+            bias = origin.bias + tile.t * int32(tile_m) * by_row + bias_item * origin.first_row
+            keys_left = int32(sizes.seqlen_k - origin.first_row)
+            bias_tile.load(smem + int32(plan.bias), bias, by_row, 0, left, keys_left, special.thread_index())
 
     @inlined
     def load_dp(tile, source, stage, smem, arrays, strides, sizes):
@@ -271,10 +269,10 @@ def make(config):
                     scores.add_delta(r, n, x, registers, minus_delta[(n % 2) * 2 + x], score)
 
     @inlined
-    def read_bias(loaded, r, stage, smem):
-        """loaded <- the bias of the lane's row r, from the tile in stage `stage`."""
+    def read_bias(loaded, r, smem):
+        """loaded <- the bias of the lane's row r, if it came with the queries."""
         if boxes:
-            bias_tile.read(loaded, r, smem + int32(plan.bias) + stage * bias_stage)
+            bias_tile.read(loaded, r, smem + int32(plan.bias))
 
     @inlined
     def lane_place(tile, smem):

@@ -16,16 +16,15 @@ from ..steps.plain import lane_and_warp, panel_offset
 
 def make(config):
     """-> device functions: load, as of async_tiles.loader, and read."""
-    groups, shift, part = config.column_groups, config.column_groups.bit_length() - 1, config.part
-    blocks, at_once = part // 8, min(part, 32)  # queries of an instruction
+    blocks, at_once = config.tile_m // 8, min(config.tile_m, 32)  # queries of an instruction
     load = async_tiles.loader(config.tile_m, config.tile_n, config.threads)
 
     @inlined
     def read(loaded, r, tile):
-        """loaded (2 * strips, part / 8) <- the bias of the lane's row r; two columns in a register."""
+        """loaded (2 * strips, tile_m / 8) <- the bias of the lane's row r; two columns in a register."""
         lane, warp = lane_and_warp()
-        query, chunk = (warp & (groups - 1)) * part + (lane & (at_once - 1)), (warp >> shift) * (config.warp_rows // 8)
-        place, four = int32(tile + panel_offset(query, chunk + r, config.tile_m)), local.array(4, uint32)
+        chunk, four = warp * (config.warp_rows // 8) + r, local.array(4, uint32)
+        place = int32(tile + panel_offset(lane & (at_once - 1), chunk, config.tile_m))
         for n in range(0, blocks, 4):
             ldmatrix.x4_trans(four, 0, place + n * 1024)
             for x in range(min(blocks - n, 4)):
