@@ -364,7 +364,7 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     @property
     def registers(self) -> tuple[int, int]:
         """The threads that add keep more in mind than a producer's others, and most of all where they stay. With a bias
-        consumers need all registers, and blocks that stay have no threads that add."""
+        blocks that stay have none that add, and consumers need the registers."""
         return (56, 224) if self.stays and not self.bias_boxes else (40, 232)
 
     @property

@@ -74,6 +74,7 @@ def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
         return 1
     kept = forward.widest <= 64 and -(-forward.seqlen_q // 128) * forward.group <= WgmmaFusedConfig.KEPT
     few = forward.every_key and forward.batch * forward.heads_kv * key_tiles <= target.multiprocessors
+    kept = kept and None in (forward.array("bias"), forward.array("mask"))  # both take too many registers
     return key_tiles if kept and not few and key_tiles <= WgmmaFusedConfig.MOST_KEY_TILES else 0
 
 

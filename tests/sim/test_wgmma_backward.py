@@ -337,11 +337,11 @@ def test_only_nonfinite_heads_are_recomputed(rung, seqlen_k, one_kernel, key_til
         (135, 140, 1, 1, 40, {}), (20, 270, 2, 2, 8, {}), (70, 130, 4, 2, 64, dict(causal=True)),
         (150, 200, 1, 1, 8, dict(window=(20, 5), q_offset=30)), (40, 150, 1, 1, 24, dict(scale=0.0)),
         (20, 140, 1, 1, 24, dict(scale=-1.5, seqlens_k=np.array([133, 60, 0], np.int32))),
-        (135, 140, 2, 2, 40, dict(bias=BIAS, mask=SOME)), (70, 140, 2, 1, 8, dict(bias=BIAS[:, :, :70], causal=True)),
+        (135, 140, 2, 2, 40, dict(bias=BIAS)), (70, 140, 2, 1, 8, dict(bias=BIAS[:, :, :70], causal=True)),
         (20, 140, 1, 1, 24, dict(bias=BIAS[:, :1, :20], seqlens_k=np.array([133, 60, 0], np.int32))),
     ],
     ids=[
-        "two query tiles", "three key tiles", "causal group", "window", "scale 0", "no keys", "bias and mask",
+        "two query tiles", "three key tiles", "causal group", "window", "scale 0", "no keys", "bias",
         "causal bias", "bias, no keys",
     ],
 )  # fmt: skip

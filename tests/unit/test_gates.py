@@ -625,7 +625,7 @@ def fused_gates(row):
     kinds = dict(plain={}, seqlens=seqlens, mask=READ_MASK, bias=BOXED, bias_and_mask=BOXED | READ_MASK)
     kinds |= dict(dropout=seqlens | dict(dropout_p=0.1)) if row.tile_m == 64 else {}
     # How many key tiles blocks have that stay.
-    stays = dict(plain=range(5), seqlens=range(5), mask=range(1, 5), bias=range(2, 5), bias_and_mask=range(2, 5))
+    stays = dict(plain=range(5), seqlens=range(5), mask=range(1, 5), bias=range(2, 5))
     for name, given in kinds.items():
         table, given = {"wgmma_fused": row}, dict(dtype="float16", **given)
         fused, rounds = of_gradients(table, FEW_BLOCKS, **given)
