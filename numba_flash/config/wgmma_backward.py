@@ -324,7 +324,8 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
         check(not (self.seeded and read), f"with {SEEDED} it takes no mask and no bias: registers are few")
         meets = self.key_tiles > 1 and not self.packed  # each key tile of a block meets some query
         boxed = self.bias_boxes and (meets or not self.stays) and not self.lse_first
-        check(boxed or not self.has("bias"), "with a bias it needs bias_boxes and no lse_first, and stays with key_tiles")
+        needs = "with a bias it needs bias_boxes and no lse_first, and stays with key_tiles alone"
+        check(boxed or not self.has("bias"), needs)
         room = not self.seeded or not (large or self.lse_first)
         check(room, f"with {SEEDED} tiles are of 64 queries, and lse_first is False: registers are few")
         super().__post_init__()

@@ -267,7 +267,7 @@ def test_one_tile_of_keys_and_split_groups_of_heads(rung, one_kernel, monkeypatc
     ],
     ids=[
         "together, one", "together, two", "full, one", "full, two", "causal, two", "one tile, one", "one tile, two",
-        "tiles without queries, one", "tails, one", "mask, one", "padding, two", "bias", "bias, one query tile", "72, one",
+        "tiles without queries, one", "tails, one", "mask, one", "padding, two", "bias", "bias, one tile", "72, one",
         "100, causal, two", "72, tiles without queries, one", "128, tails, one",
     ],
 )  # fmt: skip
