@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..abi import parameters as abi
+from ..arrays.dtypes import ITEM_SIZE
 from ..problem.backward import BackwardProblem
 from .forward import LaunchFacts
 
@@ -28,18 +29,14 @@ class BiasRowsConfig(LaunchFacts):
 
     @staticmethod
     def before(problem: BackwardProblem, threads: int) -> "BiasRowsConfig | None":
-        """None where TMA can load the rows, or where queries share one, or where no kernel would load them."""
-        p, bias, loading = problem.forward, problem.forward.array("bias"), {"dq", "dk", "dv"} & {*problem.wanted}
-        if (
-            not loading
-            or bias is None
-            or bias.boxes
-            or bias.dtype not in ("float16", "bfloat16")
-            or p.packed is not None
-        ):
+        """None where TMA can load the rows, where queries share one, or where no kernel would load them."""
+        p, bias = problem.forward, problem.forward.array("bias")
+        loads = (
+            {"dq", "dk", "dv"} & {*problem.wanted} and p.packed is None and 0 not in (p.batch, p.seqlen_q, p.seqlen_k)
+        )
+        if not loads or bias is None or bias.boxes or bias.strides[2] == 0 or ITEM_SIZE[bias.dtype] != 2:
             return None
-        varies = bias.strides[2] != 0 and 0 not in (p.batch, p.seqlen_q, p.seqlen_k)
-        return BiasRowsConfig(bias.dtype, bias.pairs, threads) if varies else None
+        return BiasRowsConfig(bias.dtype, bias.pairs, threads)
 
     def dtype_of(self, option: str) -> str:
         return self.dtype
