@@ -63,7 +63,6 @@ def make(config):
     q_bytes, k_bytes, v_bytes = config.tile_m * 128 * k_panels, tile_n * 128 * k_panels, tile_n * 128 * v_panels
     s_count, o_count, p_count = tile_n // 2, head_dim_v_padded // 2, tile_n // 4
     ping_pong, pair = config.consumers > 1, 256  # threads of two warpgroups
-    o_in_q = config.o_place == "q"
     padded, zero_tail = config.packed or config.has("seqlens_k"), block.tail_zeroer(config, head_dim_v_padded, 4)
 
     multiply_q_k = operands.rows_by_rows(config, config.tile_m, tile_n, head_dim_padded)
@@ -118,7 +117,7 @@ def make(config):
     def done_with_scores(base, elected, tile, rows):
         """K of a tile is given back; and Q with the query tile's last, unless O is to lie there."""
         rings.k.consumer_release(base, tile.n, elected)
-        if not o_in_q:
+        if not config.o_in_q:
             rings.q.consumer_release(base, rows.seen, elected & (tile.j == rows.begin))
 
     @inlined
@@ -280,7 +279,7 @@ def make(config):
             else:
                 outputs.write(base, work_tile, rows.seen, registers, words, arrays, strides, sizes, score)
             bar.warp_sync()  # all lanes have read the work tile, the rows' states, and what was staged
-            if o_in_q:
+            if config.o_in_q:
                 rings.q.consumer_release(base, rows.seen, elected)
             rings.tiles.consumer_release(base, rows.seen, elected)
         wait_all()
