@@ -68,17 +68,12 @@ def make(config):
                 _, _, transposed = made.lanes(special.thread_index())
                 product(sums, weights, other_frag, tile + transposed)
             else:
-                # The thread's number is read again for each product, so that addresses are not kept in registers
-                # through the others.
-                thread = special.thread_index()
-                made.put(weights, at, thread)
-                columns_left = columns - first_column(thread)
-                made.own_product(sums, weights, other_frag, own_panels(tile, thread), columns_left, thread)
-                bar.sync((thread >> int32(5 + shift)) + 1, 32 * groups)
+                made.put(weights, at, special.thread_index())
+                sync_owners()
+                # The thread's number is read again, so that addresses are not kept in registers through other products.
                 thread = special.thread_index()
                 own_rows, columns_left = at + made.lanes(thread)[0], columns - first_column(thread)
-                own_columns = own_panels(tile, thread)
-                made.others_product(sums, shared_frag, other_frag, own_rows, own_columns, columns_left, thread)
+                made.shared_product(sums, shared_frag, other_frag, own_rows, own_panels(tile, thread), columns_left)
 
         return add
 
