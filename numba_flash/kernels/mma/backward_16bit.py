@@ -20,14 +20,13 @@ def make(config):
     load_s, load_dp = made.load_own(config.head_dim_padded), made.load_own(config.head_dim_v_padded)
     weight_count, pack = strips * (part // 8) * 2, cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
 
-    def multiplier(columns, adds):
+    def multiplier(columns):
         product = made.scores_product(columns)
 
         @inlined
         def multiply(acc, own_frag, other_frag, own, other):
-            if not adds:
-                for x in range(2 * weight_count):
-                    acc[x] = float32(0)
+            for x in range(2 * weight_count):
+                acc[x] = float32(0)
             own_lane, other_lane, _ = made.lanes(special.thread_index())
             product(acc, own_frag, other_frag, own + own_lane, other + other_lane)
 
@@ -98,6 +97,6 @@ def make(config):
 
     return BackwardProducts(
         uint32, s_count, dp_count, 4, weight_count, uint32, 4 * strips, load_own_tiles,
-        multiplier(config.head_dim_padded, False), multiplier(config.head_dim_v_padded, config.delta_first),
+        multiplier(config.head_dim_padded), multiplier(config.head_dim_v_padded),
         round_row, nothing, nothing, adder, sync_owners, storer,
     )  # fmt: skip
