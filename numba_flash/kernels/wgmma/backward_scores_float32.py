@@ -5,7 +5,7 @@ the registers of one. The first computes S and P, and hands P times the derivati
 shared memory: the same thread of both has the same elements. The second computes dP and dS, and adds dS times the tile
 a (Q or K) to dK or dQ. For dK and dV the first has sums, too: those of dV.
 
-Products of one consumer run while the other works between its own. They take turns at the tensor cores:
+Products of one consumer run while the other works between its own:
 
     first   S(0)       dV(0)       S(1)       dV(1) ...      and for dQ   S(0)       S(1)         S(2) ...
     second       dP(0)       dK(0)      dP(1)       ...                        dP(0)      dQ(0) dP(1) ...

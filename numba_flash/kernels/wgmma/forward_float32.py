@@ -6,10 +6,8 @@ no float32 operands, so the producer is a whole warpgroup here. It reads K and V
 and writes three parts of 16 bits to shared memory. Consumers split their Q at the beginning of a query tile, and P in
 registers.
 
-Tiles in parts are large, so most have only one place in shared memory. Two consumers take turns product by product: S
-of the first, S of the second, P . V of the first, P . V of the second. The first computes its softmax during S of the
-second. While both compute P . V, the producer fills the place of K; while both compute S, that of V. By then it has
-read its next tile into registers.
+Tiles in parts are large, so most have only one place in shared memory. While both consumers compute P . V, the producer
+fills the place of K; while both compute S, that of V. By then it has read its next tile into registers.
 
 Launch: grid (persistent blocks), block (config.threads), config.shared_bytes of dynamic shared memory. Rows of q, k and
 v begin at multiples of 16 bytes and are contiguous along dim.
