@@ -49,7 +49,7 @@ class DecodeConfig(TensorConfig):
     counted = True
 
     def __post_init__(self) -> None:
-        self._check_dtype(*self.DTYPES)
+        self._check_dtype()
         check(self.tile_n == 16, f"tile_n must be 16, not {self.tile_n}: other tiles give other bits")
         one_of("warp_rows", self.warp_rows, 16, 32)
         multiple_of("tile_m", self.tile_m, self.warp_rows)
@@ -57,7 +57,6 @@ class DecodeConfig(TensorConfig):
         self._check_widest(self.widest)
         fits = self.tile_m * self.head_dim_v_padded * self.number_size <= self.stage_bytes
         check(fits, f"tile_m = {self.tile_m} rows of O do not fit into a tile of K and V")
-        self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def q_registers(self) -> bool:  # type: ignore[override]

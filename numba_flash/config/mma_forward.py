@@ -44,7 +44,6 @@ class MmaConfig(TensorConfig):
         allowed = groups == 1 or groups == 2 and not narrow
         check(allowed, f"column_groups must be 1, or 2 for float32 and float64, not {groups}")
         check(self.tile_n in keys, f"tile_n must be one of {keys} for {self.dtype}, not {self.tile_n}")
-        self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def threads(self) -> int:  # type: ignore[override]

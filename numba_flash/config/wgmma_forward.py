@@ -9,7 +9,6 @@ from ..arrays.dtypes import ITEM_SIZE
 from .forward import (
     AnyProblem,
     LaunchFacts,
-    OwnRows,
     TensorConfig,
     check,
     fields_of,
@@ -37,9 +36,12 @@ def check_registers(registers: tuple[int, int], consumers: int) -> None:
     )
 
 
-class Warpgroups(OwnRows, LaunchFacts):
+class Warpgroups(LaunchFacts):
     """A block of a producer warpgroup and consumer warpgroups, each of which owns 64 rows. registers: a thread's, of
     the producer and of the consumers."""
+
+    own_rows: int
+    tile_n: int
 
     whole_program = True
 
@@ -109,7 +111,6 @@ class WgmmaConfig(WarpgroupsConfig):
         known = self.parts == 1 or (self.parts in self.PARTS and not self.packed and not self.tile_states)
         check(known, f"parts must be one of {self.PARTS}, and 1 of packed sequences or with mask_mod, not {self.parts}")
         check_registers(self.registers, self.consumers)
-        self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def joined(self) -> "WgmmaJoinConfig":
