@@ -16,7 +16,7 @@ class WideBackwardConfig(WalkConfig):
     large_f64: bool = False
     copy_bytes: int = 16
 
-    DTYPES = ("float32", "float64")
+    DTYPES: ClassVar[tuple[str, ...]] = ("float32", "float64")
     GROUPS: ClassVar[tuple[int, ...]] = (1, 2)
     in_registers: ClassVar[bool] = False  # as of MmaBackwardConfig
     columns_in_order: ClassVar[bool] = False  # a lane's sums are of two columns of each 8, side by side

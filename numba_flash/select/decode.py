@@ -7,8 +7,9 @@ from ..arrays.dtypes import ITEM_SIZE
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import SEEDED
-from .forward import features_of, no_copies, too_wide
-from .rungs import RUNGS, no_room, no_tensor_cores
+from .features import features_of
+from .refusals import no_copies, no_room, no_tensor_cores, too_wide
+from .rungs import RUNGS
 
 if TYPE_CHECKING:
     from ..config.decode import DecodeConfig
@@ -26,7 +27,7 @@ LEAST_LEVELS, MOST_LEVELS = 1, 7  # of nodes in shared memory, if none waits in 
 def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
     """Why decode does not take the problem of a cache, or None."""
     p, rung = problem, RUNGS["mma"]
-    reason = no_tensor_cores(rung, p, target) or rung.not_taken(p)
+    reason = no_tensor_cores(rung, p, target)
     if reason is not None:
         return reason
     wide, most = ITEM_SIZE[p.dtype] > 2, WIDEST.get(p.dtype, 256)

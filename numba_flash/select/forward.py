@@ -5,25 +5,22 @@ Nothing here uses CUDA or Numba, so every choice can be tested for GPUs that thi
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..abi.parameters import AS_BITS
-from ..abi.tensor_maps import fits
 from ..arrays.dtypes import ITEM_SIZE
-from ..config.forward import Config, LaunchFacts, tiles_by_bound, tiles_of_all
+from ..config.forward import Config
 from ..machine.target import Target
 from ..problem.forward import Problem
-from ..problem.options import BY_NAME, Uses, changes_by_distance_alone, changes_scores, of_scores
-from ..problem.strides import Strides
+from ..problem.options import BY_NAME
 from .cost_model import FLOAT32, join_cost, microseconds, same_tile_walk, tile_visits, wave_cost
-from .rungs import LARGE_FLOAT64, RUNGS, Rung, check_request, choose, no_room, no_tensor_cores, not_here
-from .tiles import READING_KEYS, TABLES, TILE_COST, Facts, Row, facts_of, rows_of
+from .features import features_of, rows_for
+from .refusals import no_copies, no_room, no_tensor_cores, no_tma, not_here, too_wide
+from .rungs import RUNGS, Rung, check_request, choose
+from .tiles import READING_KEYS, TABLES, TILE_COST, rows_of
 
 if TYPE_CHECKING:
     from ..config.wgmma_forward import WgmmaConfig
-    from ..problem.backward import BackwardProblem
 
 
 LEAST_TILES = 8  # of keys, in each of several parts of them
@@ -74,7 +71,7 @@ def refusal(name: str, problem: Problem, target: Target) -> str | None:
 
 def not_on_tensor_cores(rung: Rung, problem: Problem, target: Target) -> str | None:
     """Why a rung on tensor cores does not take the problem on this GPU, apart from shared memory."""
-    reason = no_tensor_cores(rung, problem, target) or rung.not_taken(problem)
+    reason = no_tensor_cores(rung, problem, target)
     if reason is not None:
         return reason
     widest = max(row.when.head_dim for row in rows_of(TABLES, rung.table, problem.dtype, target))
@@ -84,81 +81,9 @@ def not_on_tensor_cores(rung: Rung, problem: Problem, target: Target) -> str | N
     return reason
 
 
-def too_wide(problem: Problem, widest: int) -> str | None:
-    """Why a head_dim is too large, or None."""
-    if problem.widest <= widest:
-        return None
-    return f"it takes head_dim up to {widest}, not {problem.head_dim} and {problem.head_dim_v}"
-
-
-def no_copies(problem: Problem, least: int, arrays: str) -> str | None:
-    """Why rows of q, k and v cannot be copied an element, or `least` bytes, at a time, or None. arrays: those whose
-    addresses count."""
-    least = max(least, ITEM_SIZE[problem.dtype])
-    if problem.alignment < least:
-        return f"{arrays} begins at an address that is not a multiple of {least} bytes"
-    columns = dict(q=problem.head_dim, k=problem.head_dim, v=problem.head_dim_v)
-    given = strides_that_matter(problem)
-    found = (no_wide_rows(name, strides, columns[name], problem.dtype, least) for name, strides in given)
-    return next((reason for reason in found if reason is not None), None)
-
-
-def no_tma(config: Config, problem: "Problem | BackwardProblem") -> str | None:
-    """Why TMA cannot load an operand, or None. Only the strides decide, and they are the same for every tile."""
-    for operand, tensor_map in config.operand_maps(problem):
-        if (reason := fits(tensor_map)) is not None:
-            return f"{config.parameters.arrays[operand]} cannot be fetched by TMA: {reason}"
-    return None
-
-
-def no_wide_rows(operand: str, strides: Strides, columns: int, dtype: str, least: int = 16) -> str | None:
-    """Why the rows of an array cannot be copied `least` bytes at a time, or None."""
-    if strides[3] not in (0, 1) or (strides[3] == 0 and columns > 1):
-        return f"{operand} is not contiguous along dim"
-    if any(stride * ITEM_SIZE[dtype] % least for stride in strides[:3]):
-        return f"{operand} has rows, heads or batch entries that do not begin at multiples of {least} bytes"
-    return None
-
-
-def strides_that_matter(problem: Problem) -> list[tuple[str, Strides]]:
-    """The strides of arrays with elements; a library may give an empty array any strides."""
-    p = problem
-    named = [("q", p.q_strides)] * (p.seqlen_q > 0) + [("k", p.k_strides), ("v", p.v_strides)] * (p.seqlen_k > 0)
-    return named * (p.batch * p.heads > 0)
-
-
 def config_of(name: str, problem: Problem, target: Target) -> Config | None:
     rung = RUNGS[name]
     return rung.refine(_fitting(rung, problem, target), problem, target)
-
-
-def prologue(config: Config, problem: Problem, target: Target, overlaps: bool = False) -> list[LaunchFacts]:
-    """The kernels that make what the kernel of `config` reads: a mask's bits, the states of tiles under a mask_mod,
-    their order, and its bits. Most calls have none, and load nothing for them. overlaps: they may run beside kernels in
-    front of them, as far as they can."""
-    threads, made = 32 if target.simulated else 512, list[LaunchFacts]()
-    if config.packed and "o" in config.takes.arrays:
-        from ..config.outside import OutsideConfig
-
-        written = ("o", "lse") if config.write_lse else ("o",)
-        made.append(OutsideConfig.of(config, written, target, early=config.waits, in_order=config.in_order))
-    if config.reads_bits and config.has("mask"):
-        from ..config.mask_bits import MaskBitsConfig
-
-        made.append(MaskBitsConfig(config.of_keys, threads, overlaps))
-    if config.tile_states:
-        from ..config.tile_states import MaskModBitsConfig, TileOrderConfig, TileStatesConfig
-
-        states = TileStatesConfig.before(config, problem, threads)
-        made += [states, TileOrderConfig.behind(states)] if config.reads_order else [states]
-        if config.mask_mod_as_bits:
-            made.append(MaskModBitsConfig.before(config, problem, threads))
-    return made
-
-
-def epilogue(config: Config) -> list[LaunchFacts]:
-    """The kernel that joins parts, if the one of `config` leaves parts."""
-    return [config.joined] if getattr(config, "parts", 1) > 1 else []  # type: ignore[attr-defined]
 
 
 def _fitting(rung: Rung, problem: Problem, target: Target) -> Config | None:
@@ -196,8 +121,8 @@ def mma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
         yield few
     features = features_of(MmaConfig, problem, target)
     shrinks = ITEM_SIZE[problem.dtype] > 2 and problem.packed is None
-    in_one_tile = _rows("mma_short", problem, target) if short(problem, target) else []
-    for row in (*in_one_tile, *_rows(rung.table, problem, target)):
+    in_one_tile = rows_for(TABLES, "mma_short", problem, target) if short(problem, target) else []
+    for row in (*in_one_tile, *rows_for(TABLES, rung.table, problem, target)):
         tile = _in_few_rows(problem, row.tile, row.tile["warp_rows"])
         if shrinks or row in in_one_tile:
             blocks = row.tile["blocks_per_sm"] * row.tile["tile_m"] // tile["tile_m"]
@@ -242,7 +167,7 @@ def _wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.wgmma_forward import WgmmaConfig
 
     features = features_of(WgmmaConfig, problem, target)
-    for row in _rows(rung.table, problem, target):
+    for row in rows_for(TABLES, rung.table, problem, target):
         tile = row.tile
         features["group_size"] = group = _group(problem, tile["tile_m"])
         tile["tile_n"] = min(tile["tile_n"], _most_keys(problem, WgmmaConfig.MOST_KEYS))
@@ -257,7 +182,7 @@ def _wgmma_float32(rung: Rung, problem: Problem, target: Target) -> Iterator[Con
     from ..config.wgmma_float32 import WgmmaFloat32Config
 
     features = features_of(WgmmaFloat32Config, problem, target)
-    for row in _rows(rung.table, problem, target):
+    for row in rows_for(TABLES, rung.table, problem, target):
         yield WgmmaFloat32Config(**features, **_in_few_rows(problem, row.tile, 64))
 
 
@@ -269,26 +194,6 @@ def _in_few_rows(problem: Problem, tile: dict[str, Any], step: int) -> dict[str,
             break
         tile_m //= 2
     return tile | dict(tile_m=tile_m, group_size=group)
-
-
-def _rows(table: str, problem: Problem, target: Target) -> list[Row]:
-    """Those that are for the problem."""
-    facts = _facts_of(problem)
-    return [row for row in rows_of(TABLES, table, problem.dtype, target) if row.when.holds(facts)]
-
-
-def _facts_of(problem: Problem) -> Facts:
-    bias, mask = problem.array("bias") is not None, problem.array("mask") is not None
-    called = problem.seeded or bool(problem.functions)
-    unread, rising = not (bias or mask or called), problem.scale > 0
-    return facts_of(
-        problem,
-        unread=unread,
-        plain=unread and not changes_scores(problem.uses) and rising,
-        masked=mask and not bias and not called,
-        # With lengths of keys the row for ALiBi alone spills.
-        sloped=changes_by_distance_alone(problem.uses) and rising and problem.packed is None,
-    )
 
 
 def _most_keys(problem: Problem, most: int) -> int:
@@ -374,62 +279,3 @@ def _group(problem: Problem, tile_m: int) -> int:
     group = max(problem.group, 1) if problem.heads_kv else 1
     # Of packed sequences the longest one decides nothing that could change the bits of another.
     return group if problem.seqlen_q < tile_m and tile_m % group == 0 and problem.packed is None else 1
-
-
-def features_of(kind: Any, problem: "Problem | BackwardProblem", target: Target) -> dict[str, Any]:
-    """What the problem says of a Config of this kind, whatever the tile: those of these fields that it has."""
-    p, of_gradients = problem.forward, problem.wanted is not None
-    bias, size, uses = p.array("bias"), ITEM_SIZE[p.dtype], _uses_of(kind, p)
-    read = [strides for _, strides in strides_that_matter(p)] + ([problem.do_strides] if of_gradients else [])  # type: ignore[union-attr]
-    given = dict(
-        dtype=p.dtype,
-        head_dim=p.head_dim,
-        head_dim_v=p.head_dim_v,
-        write_lse=p.return_lse,
-        uses=of_scores(uses) if of_gradients else uses,
-        q_offset_source=p.q_offset_source,
-        narrow=p.narrow and any(BY_NAME[name].function and used != AS_BITS for name, used in uses),
-        scores_finished=changes_scores(p.uses) or p.scale <= 0,
-        bias_pairs=bias is not None and bias.pairs,
-        bias_boxes=bias is not None and bias.boxes,
-        o_vectorized=p.o_strides[3] == 1 and _copied(p, p.o_strides) == 16 and p.head_dim_v * size % 16 == 0,
-        copy_bytes=_copied(p, *read),
-        in_order=loosely_bound(p),
-        large_f64=p.dtype == "float64" and target.cc == LARGE_FLOAT64,
-    )
-    return {name: value for name, value in given.items() if name in _fields(kind)}
-
-
-def _uses_of(kind: Any, p: Problem) -> Uses:
-    """What a kernel of this kind is compiled for: the same for every mask_mod that it reads as bits."""
-    if not kind.reads_mask_mod or p.function("mask_mod") is None:
-        return p.uses
-    from ..abi.mask_bits import is_read_as_bits  # a plain call does without
-
-    if not is_read_as_bits(p):
-        return p.uses
-    used = dict(p.uses) | dict(mask_mod=AS_BITS)
-    return tuple((name, given) for name, given in used.items() if name != "aux")
-
-
-LOOSE = 8
-
-
-def loosely_bound(problem: Problem) -> bool:
-    """Whether tiles of packed sequences have far fewer numbers than bounds of the lengths allow tiles. To look for a
-    number's tile takes longer than to find none: 5 times as many blocks cost nothing (H200)."""
-    sides = ((tiles_of_all(problem, 64, side), tiles_by_bound(problem, 64, side)) for side in (False, True))
-    return problem.packed is not None and any(LOOSE * numbers < by_bound for numbers, by_bound in sides)
-
-
-@functools.cache
-def _fields(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind) if field.init)
-
-
-def _copied(problem: Problem, *arrays: Strides) -> int:
-    """How many bytes of a row a copy can have, at most 16: rows of arrays with these strides begin at multiples of
-    them."""
-    steps = [stride * ITEM_SIZE[problem.dtype] for strides in arrays for stride in strides[:3]]
-    joined = functools.reduce(operator.or_, steps, problem.alignment)
-    return min(joined & -joined, 16)

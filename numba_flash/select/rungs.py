@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import BY_NAME
+from .refusals import no_gpu
 
 if TYPE_CHECKING:
     from ..problem.backward import BackwardProblem
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 Refused = tuple[tuple[str, str], ...]  # (rung, why it does not run)
 GPU, HOST, SIMULATOR = "gpu", "host", "simulator"  # where arrays are
-FLOAT64_CORES = ((8, 0), (9, 0), (10, 0))  # tensor cores with float64 at full speed
-LARGE_FLOAT64 = (9, 0)  # m16n8k16 is one instruction on these GPUs; sm_100 splits it, with local memory
 
 
 class Rung(NamedTuple):
@@ -184,48 +183,3 @@ def _not_asked(rung: Rung, kernel: str, target: Target, copies: bool) -> str:
 def kernel_of_backward(kernel: str) -> str:
     """The rung that a framework's backward asks for, where its forward asked for `kernel`."""
     return kernel if kernel in RUNGS and RUNGS[kernel].has_backward else "auto"
-
-
-def not_here(rung: Rung, problem: Problem, target: Target) -> str | None:
-    """Why a rung cannot compute where the arrays are, or None; of a rung on the host, also the option that it does not
-    take."""
-    if rung.on_host:
-        elsewhere = None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
-        return rung.not_taken(problem) or elsewhere
-    return no_gpu(target) if target.cc is None else None
-
-
-def no_room(problem: Problem, target: Target, needed: int) -> str:
-    return (
-        f"head_dim {problem.head_dim} and {problem.head_dim_v} in {problem.dtype} need {needed} bytes of shared memory "
-        f"in the smallest tile, and {target.name} has {target.shared_bytes}"
-    )
-
-
-def no_gpu(target: Target) -> str:
-    return (
-        f"no GPU is usable ({target.why_no_gpu}); to step through it without one, set NUMBA_ENABLE_CUDASIM=1 before "
-        "Python starts"
-    )
-
-
-def no_tensor_cores(rung: Rung, problem: Problem, target: Target) -> str | None:
-    """Why the GPU's tensor cores do not serve a rung and its dtype, or None."""
-    cc, gpu = target.cc, target.name
-    assert cc is not None
-    has = f"and {gpu} has {cc[0]}.{cc[1]}"
-    if rung.only_cc not in (None, cc):
-        return f"its instructions exist on compute capability {_version(rung.only_cc)} only, {has}"
-    if cc < rung.least_cc:
-        return f"its instructions need compute capability {_version(rung.least_cc)}, {has}"
-    if problem.dtype not in rung.dtypes:
-        return f"it takes {', '.join(rung.dtypes)}, not {problem.dtype}"
-    if problem.dtype == "float64" and cc not in FLOAT64_CORES:
-        *first, last = map(_version, FLOAT64_CORES)
-        where = f"{', '.join(first)} and {last}"
-        return f"it takes float64 where tensor cores have it at full speed, on compute capability {where}, {has}"
-    return None
-
-
-def _version(cc: tuple[int, int] | None) -> str:
-    return "" if cc is None else f"{cc[0]}.{cc[1]}"

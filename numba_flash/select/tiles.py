@@ -7,7 +7,6 @@ columns, has the measurements behind the rows, and shows how to add one for anot
 from typing import Any, NamedTuple
 
 from ..machine.target import Target
-from ..problem.forward import Problem
 
 MEASURED = "H200"  # the GPU of a row that names none
 SIMULATOR = "simulator"  # small blocks, whose barriers are cheap, and few wasted rows: all threads run in Python
@@ -51,12 +50,6 @@ class When(NamedTuple):
         if facts.per_score:
             return self.per_score in BY_ELEMENT[BY_ELEMENT.index(facts.per_score) :]
         return all(name in facts.words for name, asked in zip(self._fields, self, strict=True) if asked is True)
-
-
-def facts_of(problem: Problem, per_score: str = "", **words: bool) -> Facts:
-    """words: whether each of the words of When is so."""
-    true, keys = frozenset(name for name, so in words.items() if so), problem.heads_kv * problem.seqlen_k
-    return Facts(problem.widest, min(problem.head_dim, problem.head_dim_v), keys, true, per_score)
 
 
 class Row(NamedTuple):
