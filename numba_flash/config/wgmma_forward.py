@@ -75,7 +75,7 @@ class WgmmaConfig(WarpgroupsConfig):
     bias_stages: how many tiles of a bias that comes by TMA are on their way or in use, of each consumer's rows; 0 where
     it does not.
 
-    parts: how many blocks share the keys of a query tile; with more than one they leave sums for WgmmaJoinConfig.
+    parts: how many blocks share the keys of a query tile; with more than one they leave sums for `joined`.
     """
 
     q_buffers: int = 2
@@ -113,8 +113,10 @@ class WgmmaConfig(WarpgroupsConfig):
         check_registers(self.registers, self.consumers)
 
     @property
-    def joined(self) -> "WgmmaJoinConfig":
+    def joined(self) -> "WgmmaConfig":
         """Of the kernel that adds up the parts."""
+        from .wgmma_join import WgmmaJoinConfig
+
         return WgmmaJoinConfig(**fields_of(self, WgmmaConfig) | dict(bias_stages=0))
 
     @property
@@ -196,30 +198,3 @@ class WgmmaConfig(WarpgroupsConfig):
             row_states=self.ROW_STATE_BYTES * self.tile_m,
             barriers=112 + 32 * self.stages + 4 * 64 + 16 * boxes,
         )
-
-
-@dataclass(frozen=True)
-class WgmmaJoinConfig(WgmmaConfig):
-    """Of wgmma/forward_join, which adds up the parts that wgmma/forward leaves; the fields are those of its Config."""
-
-    kernel = "wgmma_join"
-    module = "wgmma.forward_join"
-    waits = True
-    whole_program = counted = persistent = False
-    tensor_maps = 0  # type: ignore[assignment]
-
-    def grid(self, problem: AnyProblem) -> int:
-        return super().grid(problem) // self.parts
-
-    def operand_maps(self, problem: AnyProblem) -> OperandMaps:
-        return ()
-
-    def workspace(self, problem: AnyProblem) -> abi.Workspace:
-        return {}
-
-    def shared_layout(self) -> Any:
-        """Of WgmmaConfig's layout what it uses: a place for O, the states of its rows, and a work tile."""
-        own = super().shared_layout()
-        rows, barriers = own.barriers - own.row_states, own.end - own.barriers
-        in_q, o = (0 if self.o_buffer else tile_bytes(self.tile_m, self.head_dim_padded)), own.row_states - own.o
-        return layout(q=in_q, k=0, v=0, bias=0, o=o, row_states=rows, barriers=barriers)

@@ -1,11 +1,14 @@
 """The kernels before and behind a kernel: those that make what it reads, and those that finish what it leaves."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..config.forward import Config, LaunchFacts
 from ..machine.target import Target
-from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
+
+if TYPE_CHECKING:
+    from ..problem.backward import BackwardProblem
 
 
 def prologue(config: Config, problem: Problem, target: Target, overlaps: bool = False) -> list[LaunchFacts]:
@@ -37,7 +40,7 @@ def epilogue(config: Config) -> list[LaunchFacts]:
     return [config.joined] if getattr(config, "parts", 1) > 1 else []  # type: ignore[attr-defined]
 
 
-def outside(problem: BackwardProblem, target: Target, before: Sequence[LaunchFacts]) -> list[LaunchFacts]:
+def outside(problem: "BackwardProblem", target: Target, before: Sequence[LaunchFacts]) -> list[LaunchFacts]:
     """The kernels that write the gradients of rows of no packed sequence. before: those in front of them."""
     if problem.forward.packed is None:
         return []
@@ -49,7 +52,7 @@ def outside(problem: BackwardProblem, target: Target, before: Sequence[LaunchFac
     return [OutsideConfig.of(problem.forward, names, target, **order) for names in written if names]
 
 
-def with_prologues(configs: Sequence[Config], problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
+def with_prologues(configs: Sequence[Config], problem: "BackwardProblem", target: Target) -> list[LaunchFacts]:
     """Kernels, preceded by those that prepare what they read: a mask's bits, the states of tiles. Those that overlap
     with what is in front of them go ahead of all."""
     made, ahead = list[LaunchFacts](), list[LaunchFacts]()

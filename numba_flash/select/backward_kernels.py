@@ -31,7 +31,7 @@ from .backward_forms import (
     key_tiles_of_a_block,
 )
 from .features import LARGE_FLOAT64, features_of
-from .forward import halved
+from .forward_kernels import halved
 from .tiles import Row
 
 Configs = tuple[LaunchFacts, ...]  # in the order of their launches

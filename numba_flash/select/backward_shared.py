@@ -14,8 +14,8 @@ from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores
 from .backward_tiles import TABLES
-from .features import copied, features_of, rows_for
-from .forward import halved
+from .features import copied, features_of, of_simt, rows_for
+from .forward_kernels import halved
 from .tiles import Row, rows_of
 
 SMALL_BLOCKS = 192  # keys of all blocks of a multiprocessor, where tiles have fewer than 64
@@ -102,15 +102,8 @@ def _by_element(problem: BackwardProblem) -> str:
 def simt(
     kind: type[SimtBackwardConfig], table: str, problem: BackwardProblem, target: Target, **own: Any
 ) -> SimtBackwardConfig:
-    """A kernel of v2, in which a thread owns a row: with the first tile that is not mostly past the last row of its own
-    side and fits, or the last."""
-    side, length = "tile_m", problem.forward.seqlen_q
-    if kind.of_keys:
-        side, length = "tile_n", problem.forward.seqlen_k
-    tiles = (row.tile for row in rows_of(TABLES, table, problem.forward.dtype, target))
-    features = features_of(kind, problem, target) | own
-    every = problem.forward.packed is not None  # its longest sequence decides nothing
-    made = [kind(**features, **tile) for tile in tiles if every or tile[side] <= 32 or tile[side] < 2 * length]
+    """A kernel of v2 with the first tile that fits, or the last."""
+    made: list[SimtBackwardConfig] = list(of_simt(kind, TABLES, table, problem, target, **own))
     return next((config for config in made if config.shared_bytes <= target.shared_bytes), made[-1])
 
 

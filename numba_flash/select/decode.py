@@ -41,7 +41,7 @@ def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
 
 
 def of_few_queries(problem: Problem, target: Target) -> "DecodeConfig | None":
-    """The Config for a problem of `attention` that has few queries of many keys (few_queries in forward.py), or None
+    """The Config for a problem of `attention` that has few queries of many keys (forward_kernels.few_queries), or None
     where decode does not take it."""
     return None if refusal(problem, target, contiguous=True) else config_of(problem, "own", target)
 

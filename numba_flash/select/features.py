@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 from ..abi.parameters import AS_BITS
@@ -99,3 +100,15 @@ def _facts_of(problem: Any, per_score: str) -> Facts:
     )
     true = frozenset(name for name, so in words.items() if so)
     return Facts(p.widest, min(p.head_dim, p.head_dim_v), p.heads_kv * p.seqlen_k, true, per_score)
+
+
+def of_simt(
+    kind: Any, tables: dict[str, tuple[Row, ...]], table: str, problem: Any, target: Target, **own: Any
+) -> Iterator[Any]:
+    """The Configs of a kernel in which a thread owns a row, the best first. Tiles that are mostly past the last row of
+    their own side are passed over, but the longest of packed sequences decides nothing."""
+    p, features = problem.forward, features_of(kind, problem, target) | own
+    side, length = ("tile_n", p.seqlen_k) if kind.of_keys else ("tile_m", p.seqlen_q)
+    tiles = (row.tile for row in rows_of(tables, table, p.dtype, target))
+    every = p.packed is not None
+    return (kind(**features, **tile) for tile in tiles if every or tile[side] <= 32 or tile[side] < 2 * length)

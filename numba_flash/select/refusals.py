@@ -1,6 +1,6 @@
 """Why a rung does not take a problem: a sentence for each reason, or None. Rungs, directions and caches share them."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..abi.tensor_maps import fits
 from ..arrays.dtypes import ITEM_SIZE
@@ -8,13 +8,10 @@ from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.strides import Strides
 
-if TYPE_CHECKING:
-    from .rungs import Rung
-
 FLOAT64_CORES = ((8, 0), (9, 0), (10, 0))  # tensor cores with float64 at full speed
 
 
-def not_here(rung: "Rung", problem: Problem, target: Target) -> str | None:
+def not_here(rung: Any, problem: Problem, target: Target) -> str | None:
     """Why a rung cannot compute where the arrays are, or None; of a rung on the host, also the option that it does not
     take."""
     if rung.on_host:
@@ -37,7 +34,7 @@ def no_gpu(target: Target) -> str:
     )
 
 
-def no_tensor_cores(rung: "Rung", problem: Problem, target: Target) -> str | None:
+def no_tensor_cores(rung: Any, problem: Problem, target: Target) -> str | None:
     """Why the GPU's tensor cores do not serve a rung, its dtype or an option, or None."""
     cc, gpu = target.cc, target.name
     assert cc is not None

@@ -13,15 +13,13 @@ from .refusals import no_gpu
 if TYPE_CHECKING:
     from ..problem.backward import BackwardProblem
 
-    AnyProblem = Problem | BackwardProblem
-
 Refused = tuple[tuple[str, str], ...]  # (rung, why it does not run)
 GPU, HOST, SIMULATOR = "gpu", "host", "simulator"  # where arrays are
 
 
 class Rung(NamedTuple):
-    """forward, backward: the modules that list its Configs for a problem, and its functions there; None on the host.
-    They are loaded when a problem needs them: a Config class takes a millisecond, of the 20 of a first call."""
+    """forward, backward: the functions of forward_kernels.py and backward_kernels.py that list its Configs; None on the
+    host. They are loaded when a problem needs them: a Config class takes a millisecond, of the 20 of a first call."""
 
     name: str
     auto: tuple[str, ...]  # where "auto" may take it
@@ -35,7 +33,6 @@ class Rung(NamedTuple):
     table: str = ""  # of its forward kernel's tiles
     forward: str | None = None
     refined: str | None = None  # the function that improves a Config of these
-    few: str | None = None  # the function that has a Config for a few queries of many keys, or none
     has_backward: bool = True
     backward: str | None = None
     sums: dict[str, str] = {}  # how exact it is, by dtype, of a rung that could be less exact than its dtype
@@ -51,31 +48,27 @@ class Rung(NamedTuple):
     def candidates(self, problem: Problem, target: Target) -> Any:
         """Configs of a forward, the best first; the last needs the least shared memory. The first almost always
         fits."""
-        return _loaded(self.forward)(self, problem, target)
-
-    def of_few_queries(self, problem: Problem, target: Target) -> Any:
-        return _loaded(self.few)(problem, target) if self.few else None
+        return _loaded("forward", self.forward)(self, problem, target)
 
     def refine(self, config: Any, problem: Problem, target: Target) -> Any:
-        return _loaded(self.refined)(config, problem, target) if config and self.refined else config
+        return _loaded("forward", self.refined)(config, problem, target) if config and self.refined else config
 
     def kernels(self, problem: "BackwardProblem", target: Target) -> tuple[Any, ...]:
         """The Configs of a backward in the order of their launches; none of a rung on the host."""
-        return _loaded(self.backward)(problem, target) if self.backward else ()
+        return _loaded("backward", self.backward)(problem, target) if self.backward else ()
 
 
 @functools.cache
-def _loaded(name: Any) -> Callable[..., Any]:
-    module, _, function = name.partition(".")
-    return getattr(importlib.import_module(f".{module}", __package__), function)
+def _loaded(direction: str, function: Any) -> Callable[..., Any]:
+    return getattr(importlib.import_module(f".{direction}_kernels", __package__), function)  # type: ignore[no-any-return]
 
 
 RUNGS = {
     rung.name: rung
     for rung in (
         Rung("reference", (), on_host=True),
-        Rung("v1", (GPU,), table="simt", forward="forward.simt", has_backward=False),
-        Rung("v2", (GPU, SIMULATOR), table="simt", forward="forward.simt", backward="backward_kernels.v2_configs"),
+        Rung("v1", (GPU,), table="simt", forward="simt", has_backward=False),
+        Rung("v2", (GPU, SIMULATOR), table="simt", forward="simt", backward="v2_configs"),
         Rung(
             "mma",
             (GPU,),
@@ -85,9 +78,8 @@ RUNGS = {
             least_copy=2,
             least_cc=(8, 0),
             table="mma",
-            forward="forward.mma",
-            few="decode.of_few_queries",
-            backward="backward_kernels.mma_configs",
+            forward="mma",
+            backward="mma_configs",
             sums=dict(
                 float32="as exact as in float32: each factor is split into two of 11 bits (3xTF32)",
                 float64="in float64",
@@ -102,9 +94,9 @@ RUNGS = {
             least_cc=(9, 0),
             only_cc=(9, 0),
             table="wgmma",
-            forward="forward.wgmma",
-            refined="forward.with_fastest_rows",
-            backward="backward_kernels.wgmma_configs",
+            forward="wgmma",
+            refined="with_fastest_rows",
+            backward="wgmma_configs",
             sums=dict(float32="as exact as in float32: each factor is split into three of 8 bits, in bfloat16"),
         ),
         Rung("cpu", (HOST,), on_host=True, option="on_cpu"),

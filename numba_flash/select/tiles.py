@@ -105,7 +105,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
         at(512, 64, 32, 16, False, 1, 0),
         at(512, 32, 32, 16, False, 1, 0),
     ),
-    # All queries and keys of a head in one tile, which shrinks to the lengths (forward.short).
+    # All queries and keys of a head in one tile, which shrinks to the lengths (forward_kernels.short).
     "mma_short": table(
         "tile_m tile_n warp_rows q_registers blocks_per_sm rescale_threshold",
         at(64, 64, 64, 16, False, 4, 0),
@@ -167,13 +167,17 @@ TABLES: dict[str, tuple[Row, ...]] = {
 # done soonest (cost_model.py).
 TILE_COST = {64: 0.75, 128: 1.0, 192: 1.3}
 
-# How many keys a tile of wgmma has at most where something is read for each score, which takes registers: {(bytes of a
-# number of bias, 0 with a mask alone; whether nothing else changes or hides scores): ((up to head_dim, keys), ...)}.
-READING_KEYS = {
-    (0, True): ((128, 128), (192, 80), (256, 64)),
-    (0, False): ((64, 128), (128, 112), (192, 80), (256, 64)),
-    (2, True): ((128, 128), (256, 64)),
-    (2, False): ((128, 96), (256, 48)),
-    (4, True): ((64, 128), (128, 112), (256, 64)),
-    (4, False): ((128, 96), (256, 32)),
+# How many keys a tile of wgmma has at most, by what is asked or read for each score, which takes registers:
+# ((up to head_dim, keys), ...). "alone": nothing else changes or hides scores. One product can be 256 keys wide.
+MOST_KEYS = {
+    "": ((256, 256),),
+    "score_mod": ((64, 128), (128, 80), (256, 32)),
+    "mask_mod": ((128, 128), (256, 64)),  # which is called for few tiles
+    "dropout_p": ((128, 256), (192, 64), (256, 32)),
+    "mask alone": ((128, 128), (192, 80), (256, 64)),
+    "mask": ((64, 128), (128, 112), (192, 80), (256, 64)),
+    "bias of 2 bytes alone": ((128, 128), (256, 64)),
+    "bias of 2 bytes": ((128, 96), (256, 48)),
+    "bias of 4 bytes alone": ((64, 128), (128, 112), (256, 64)),
+    "bias of 4 bytes": ((128, 96), (256, 32)),
 }

@@ -49,7 +49,8 @@ from numba_flash.config.wgmma_backward_float32 import (
     WgmmaPairedDqConfig,
 )
 from numba_flash.config.wgmma_float32 import WgmmaFloat32Config
-from numba_flash.config.wgmma_forward import WgmmaConfig, WgmmaJoinConfig
+from numba_flash.config.wgmma_forward import WgmmaConfig
+from numba_flash.config.wgmma_join import WgmmaJoinConfig
 from numba_flash.config.wide_backward import (
     WideDkdvConfig,
     WideDqConfig,
