@@ -11,7 +11,6 @@ from .forward import (
     LaunchFacts,
     TensorConfig,
     check,
-    fields_of,
     layout,
     one_of,
     panel_of_bias,
@@ -75,7 +74,7 @@ class WgmmaConfig(WarpgroupsConfig):
     bias_stages: how many tiles of a bias that comes by TMA are on their way or in use, of each consumer's rows; 0 where
     it does not.
 
-    parts: how many blocks share the keys of a query tile; with more than one they leave sums for `joined`.
+    parts: how many blocks share the keys of a query tile; with more than one another kernel adds up their sums.
     """
 
     q_buffers: int = 2
@@ -111,13 +110,6 @@ class WgmmaConfig(WarpgroupsConfig):
         known = self.parts == 1 or (self.parts in self.PARTS and not self.packed and not self.tile_states)
         check(known, f"parts must be one of {self.PARTS}, and 1 of packed sequences or with mask_mod, not {self.parts}")
         check_registers(self.registers, self.consumers)
-
-    @property
-    def joined(self) -> "WgmmaConfig":
-        """Of the kernel that adds up the parts."""
-        from .wgmma_join import WgmmaJoinConfig
-
-        return WgmmaJoinConfig(**fields_of(self, WgmmaConfig) | dict(bias_stages=0))
 
     @property
     def takes(self) -> abi.Parameters:  # type: ignore[override]

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..abi import parameters as abi
 from ..abi.tensor_maps import OperandMaps
-from .forward import AnyProblem, layout, tile_bytes
+from .forward import AnyProblem, Config, fields_of, layout, tile_bytes
 from .wgmma_forward import WgmmaConfig
 
 
@@ -18,6 +18,10 @@ class WgmmaJoinConfig(WgmmaConfig):
     waits = True
     whole_program = counted = persistent = False
     tensor_maps = 0  # type: ignore[assignment]
+
+    @classmethod
+    def behind(cls, config: Config) -> "WgmmaJoinConfig":
+        return cls(**fields_of(config, WgmmaConfig) | dict(bias_stages=0))
 
     def grid(self, problem: AnyProblem) -> int:
         return super().grid(problem) // self.parts

@@ -37,7 +37,11 @@ def prologue(config: Config, problem: Problem, target: Target, overlaps: bool = 
 
 def epilogue(config: Config) -> list[LaunchFacts]:
     """The kernel that joins parts, if the one of `config` leaves parts."""
-    return [config.joined] if getattr(config, "parts", 1) > 1 else []  # type: ignore[attr-defined]
+    if getattr(config, "parts", 1) == 1:
+        return []
+    from ..config.wgmma_join import WgmmaJoinConfig
+
+    return [WgmmaJoinConfig.behind(config)]
 
 
 def outside(problem: "BackwardProblem", target: Target, before: Sequence[LaunchFacts]) -> list[LaunchFacts]:
