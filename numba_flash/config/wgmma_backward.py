@@ -13,8 +13,6 @@ from .blocks import heads_in_flight
 from .forward import AnyProblem, Config, check, layout, one_of, tile_bytes, tiles_of_all
 from .wgmma_forward import Warpgroups, check_registers
 
-BY_ELEMENT = (*FUNCTIONS, "bias", "mask", SEEDED)  # options that decide about each score or weight on its own
-
 
 def all_parts(p: Problem, members: int) -> int:
     """The number of parts of `members` query heads in the groups of all batch entries."""

@@ -9,7 +9,6 @@ from ..arrays.dtypes import ITEM_SIZE
 from ..config.backward import PreprocessConfig
 from ..config.forward import LaunchFacts
 from ..config.simt_backward import DeltaConfig, HeadSumsConfig, SimtBackwardConfig
-from ..config.wgmma_backward import BY_ELEMENT
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores
@@ -49,7 +48,7 @@ def best(
 def usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Row]:
     """The rows of a kernel's table for this head_dim and these scores."""
     by_score = any(row.when.per_score for row in rows_of(TABLES, kernel, problem.forward.dtype, target))
-    return rows_for(TABLES, kernel, problem, target, _by_element(problem) if by_score else "")
+    return rows_for(TABLES, kernel, problem, target, _per_score(problem) if by_score else "")
 
 
 def one_key_tile(problem: BackwardProblem, target: Target) -> list[Row]:
@@ -81,17 +80,17 @@ def _of_whole_heads(table: str, tiles: int, problem: BackwardProblem, target: Ta
     return made
 
 
-def _by_element(problem: BackwardProblem) -> str:
-    """Which entry of tiles.BY_ELEMENT the problem is; "" if no option acts on single scores."""
+def _per_score(problem: BackwardProblem) -> str:
+    """Which entry of tiles.PER_SCORE the problem is; "" if no option acts on single scores."""
     forward = problem.forward
-    found = [name for name, _ in forward.uses if name in BY_ELEMENT]
+    found = [name for name, _ in forward.uses if BY_NAME[name].per_score]
     kinds = {"functions" if BY_NAME[name].function else "read" if BY_NAME[name].shape else name for name in found}
     if not found:
         return ""
     if len(found) == 1 and not changes_scores(forward.uses):
         return "mask_mod" if found == ["mask_mod"] else "mask or dropped weights"
     used, bias = dict(forward.uses), forward.array("bias")
-    others = tuple((name, given) for name, given in forward.uses if name not in BY_ELEMENT)
+    others = tuple((name, given) for name, given in forward.uses if name not in found)
     if found == ["bias"] and bias is not None and bias.boxes and not changes_scores(others):
         return "mask or dropped weights"
     if len(kinds) > 1 or ("bias" in used and changes_scores(others)):

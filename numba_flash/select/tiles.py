@@ -16,7 +16,7 @@ ANY = 2**31  # head_dim of a row for all
 # it: a mask_mod alone; a bias alone that TMA loads, a mask alone, or dropped weights; one kind of these, or functions,
 # beside options of the score; several kinds, or a bias beside another option of the score. A row of its own for a
 # mask_mod alone gains 13 % at head_dim 64 and 9 % at 128 (4 x 2k documents, H200).
-BY_ELEMENT = ("mask_mod", "mask or dropped weights", "one kind", "several kinds")
+PER_SCORE = ("mask_mod", "mask or dropped weights", "one kind", "several kinds")
 
 
 class Facts(NamedTuple):
@@ -26,7 +26,7 @@ class Facts(NamedTuple):
     least: int  # the smaller
     keys: int  # of all heads of a batch entry
     words: frozenset[str]  # what is so of those of When
-    per_score: str = ""  # one of BY_ELEMENT, or nothing decides about a score on its own
+    per_score: str = ""  # one of PER_SCORE, or nothing decides about a score on its own
 
 
 class When(NamedTuple):
@@ -41,14 +41,14 @@ class When(NamedTuple):
     sloped: bool = False  # ALiBi alone changes scores
     linear: bool = False  # the derivative of scores by the product is 1: nothing keeps another
     functions: bool = False  # the caller's functions change or hide scores, and nothing else
-    per_score: str = ""  # and for problems with one of BY_ELEMENT, up to this one, whatever is said before
+    per_score: str = ""  # and for problems with one of PER_SCORE, up to this one, whatever is said before
     gpu: str = MEASURED
 
     def holds(self, facts: Facts) -> bool:
         if facts.head_dim > self.head_dim or facts.least <= self.above or facts.keys < self.least_keys:
             return False
         if facts.per_score:
-            return self.per_score in BY_ELEMENT[BY_ELEMENT.index(facts.per_score) :]
+            return self.per_score in PER_SCORE[PER_SCORE.index(facts.per_score) :]
         return all(name in facts.words for name, asked in zip(self._fields, self, strict=True) if asked is True)
 
 

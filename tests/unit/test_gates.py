@@ -799,9 +799,9 @@ def by_element_gates():
     for table, wanted in dict(wgmma_dkdv=OF_KEYS, wgmma_dq=OF_QUERIES).items():
         before = ""  # the levels of a head_dim come one behind the other, and a row serves those since the last one
         for row in (row for row in rows(backward_tiles.TABLES, table) if row.per_score):
-            levels = tiles.BY_ELEMENT[: tiles.BY_ELEMENT.index(row.per_score) + 1]
+            levels = tiles.PER_SCORE[: tiles.PER_SCORE.index(row.per_score) + 1]
             first = levels.index(before) + 1 if before in levels else 0
-            before = "" if row.per_score == tiles.BY_ELEMENT[-1] else row.per_score
+            before = "" if row.per_score == tiles.PER_SCORE[-1] else row.per_score
             served = {name: options for level in levels[first:] for name, options in of_level[level].items()}
             for words, given in served.items():
                 name = f"{table}-{row.head_dim}-{row.tile_m}x{row.tile_n}-by-element-{words}"
