@@ -35,12 +35,7 @@ class DecodeConfig(TensorConfig):
     CHUNK: ClassVar[int] = 256  # keys of a leaf of the tree; the bits follow from it, from tile_n and from key_warps
     STAGE_BYTES: ClassVar[dict[str, int]] = dict(float32=32 * 1024)  # at most, if not 64 KB
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
-    column_groups: ClassVar[int] = 1  # these, as of MmaConfig: what products take
-    splits_columns: ClassVar[bool] = False
-    exchange_at: ClassVar[int] = 0
-    scalar_loads: ClassVar[bool] = False
-    columns_in_order: ClassVar[bool] = False
-    odd_rows_first: ClassVar[bool] = False
+    column_groups: ClassVar[int] = 1  # as of MmaConfig
 
     kernel = "decode"
     module = "mma.decode"

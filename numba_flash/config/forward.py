@@ -327,6 +327,11 @@ class TensorConfig(Config):
 
     takes = abi.forward()
     reads_states = True
+    splits_columns: ClassVar[bool] = False  # this and the next: as of MmaConfig, for products
+    exchange_at: ClassVar[int] = 0
+    scalar_loads: ClassVar[bool] = False  # these three: kernels/mma/products_float64.py
+    columns_in_order: ClassVar[bool] = False
+    odd_rows_first: ClassVar[bool] = False
     MAX_RESCALE_THRESHOLD: ClassVar[int] = 12  # 2^12 is far from float16's largest number, 65504
     ROW_STATE_BYTES: ClassVar[int] = 4  # for a row of O that waits in shared memory: is it finite
 

@@ -41,11 +41,6 @@ class StreamingConfig(Config):
     PARTS: ClassVar[int] = 1  # of which a tile consists (kernels/wgmma/parts.py)
     STATE_WORDS: ClassVar[int] = 16  # that every role reads of the block's work
 
-    def grid(self, problem: AnyProblem) -> int:
-        p = problem.forward
-        heads = p.heads_kv if self.of_keys else p.heads
-        return self.cluster * heads * tiles_of_all(p, self.own_rows, self.of_keys)
-
     @property
     def stream_rows(self) -> int:
         """Rows of the tiles that a block walks over."""

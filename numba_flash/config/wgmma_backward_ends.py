@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .forward import AnyProblem, Config, layout, tile_bytes, tiles_of_all
+from .forward import AnyProblem, Config, layout, tile_bytes, tiles_by_bound, tiles_of_all
 from .wgmma_backward import WgmmaDkdvConfig
 
 
@@ -27,9 +27,8 @@ class WgmmaRoundConfig(Config):
 
     def grid(self, problem: AnyProblem) -> int:
         p = problem.forward
-        if p.packed is not None:
-            return p.heads * tiles_of_all(p, self.tile_m) * (self.tile_m // 64)
-        return p.batch * p.heads * -(-p.seqlen_q // 64)
+        rows = 64 if p.packed is None else self.tile_m
+        return p.heads * tiles_of_all(p, rows) * (rows // 64)
 
 
 @dataclass(frozen=True)
@@ -53,5 +52,4 @@ class WgmmaAddPartsConfig(Config):
         return layout(dk=self.of_dk * tile_bytes(64, self.head_dim), dv=self.of_dv * tile_bytes(64, self.head_dim_v))
 
     def grid(self, problem: AnyProblem) -> int:
-        p = problem.forward
-        return p.batch * p.heads_kv * -(-p.seqlen_k // 64)
+        return problem.forward.heads_kv * tiles_by_bound(problem.forward, 64, of_keys=True)
