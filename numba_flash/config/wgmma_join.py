@@ -36,5 +36,5 @@ class WgmmaJoinConfig(WgmmaConfig):
         """Of WgmmaConfig's layout what it uses: a place for O, the states of its rows, and a work tile."""
         own = super().shared_layout()
         rows, barriers = own.barriers - own.row_states, own.end - own.barriers
-        in_q, o = (0 if self.o_buffer else tile_bytes(self.tile_m, self.head_dim_padded)), own.row_states - own.o
-        return layout(q=in_q, k=0, v=0, bias=0, o=o, row_states=rows, barriers=barriers)
+        in_q = tile_bytes(self.tile_m, self.head_dim_padded) if self.o_in_q else 0
+        return layout(q=in_q, k=0, v=0, bias=0, row_states=rows, barriers=barriers)
