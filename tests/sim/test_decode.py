@@ -119,7 +119,7 @@ def test_nodes_wait_in_shared_or_in_global_memory_with_the_same_bits(
     case = kvcache.problem(rung, (5 * CHUNK + 20,), queries, heads=3, heads_kv=1, head_dim=head_dim, causal=True)
     cached = kvcache.lay(case, "table", page=16)
     config = numba_flash.explain(**cached.given, kernel="mma").config
-    assert config.pair_registers == in_registers and (config.stack_levels > max(fewer))
+    assert config.pair_registers == in_registers and config.stack_levels > max(fewer)
     o, lse = of_blocks(monkeypatch, 1, cached, rung)
     testing.check(case, o, lse, "in shared memory")
     for levels in fewer:
