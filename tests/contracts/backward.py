@@ -456,10 +456,10 @@ def test_parts_of_the_keys(rung):
 # Every dtype: its own conversions, accumulators and tiles.
 @pytest.mark.parametrize("dtype", testing.DTYPES)
 def test_equal_calls_give_equal_bits(rung, dtype):
-    case = rung.problem(dtype=dtype, causal=True)
+    case = rung.problem(dtype=dtype, causal=True, batch=rung.batch)
     given = incoming(case)
     first = rung(case, given)
-    assert all(same(rung(case, given), first) for _ in range(2))
+    assert all(same(rung(case, given), first) for _ in range(1 if rung.slow else 2))
 
 
 def test_bits_do_not_depend_on_batch_neighbours(rung):
