@@ -7,10 +7,11 @@ from unittest import mock
 
 import pytest
 from contracts import forward
-from helpers.tile_rows import in_simulator
+from helpers.tile_rows import CHUNK, in_simulator
 from helpers.tile_rows import row as tile_row
 
 from numba_flash import testing
+from numba_flash.config.decode import DecodeConfig
 from numba_flash.dispatch import backward as dispatch_backward
 from numba_flash.dispatch import forward as dispatch_forward
 from numba_flash.ptx.sim import now
@@ -102,7 +103,8 @@ def small_tiles():
     tables = {name: of_gpus(name) + [in_simulator(row) for row in own] for name, own in TILES.items()}
     forward = {name: rows for name, rows in tables.items() if name in tiles.TABLES}
     backward = {name: rows for name, rows in tables.items() if name in backward_tiles.TABLES}
-    with mock.patch.dict(tiles.TABLES, forward), mock.patch.dict(backward_tiles.TABLES, backward):
+    small_chunks = mock.patch.object(DecodeConfig, "CHUNK", CHUNK)
+    with small_chunks, mock.patch.dict(tiles.TABLES, forward), mock.patch.dict(backward_tiles.TABLES, backward):
         yield
 
 
