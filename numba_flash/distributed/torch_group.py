@@ -11,9 +11,11 @@ import torch.distributed as dist
 from .groups import MOST_MESSAGES, Buffers, Group
 
 
+PLACES = "places"  # the stream on which what arrives is put into its place, beside the kernels of those that compute
+
+
 @functools.cache
-def _stream(device: Any) -> Any:
-    """What arrives is put into its place beside the kernels of the stream that computes."""
+def _stream(device: Any, use: Any) -> Any:
     return torch.cuda.Stream(device)
 
 
@@ -34,7 +36,7 @@ class TorchGroup(Group):
         if first is None or not first.is_cuda:
             return self._on_host(sends, receives, then)
         device = first.device
-        side, current = _stream(device), torch.cuda.current_stream(device)
+        side, current = _stream(device, PLACES), torch.cuda.current_stream(device)
         with self._said(sends, receives):
             # NCCL's own stream waits for the current one, not for `then` of the exchange before: so an exchange follows
             # the other at once, before a persistent kernel takes all multiprocessors
@@ -49,6 +51,22 @@ class TorchGroup(Group):
 
         def finish() -> None:
             current.wait_event(arrived)
+            kept.clear()
+
+        return finish
+
+    def beside(self, work: Callable[[], Any], like: Any, lane: int) -> Callable[[], Any]:
+        if not like.is_cuda:
+            return super().beside(work, like, lane)
+        stream, current = _stream(like.device, lane % 2), torch.cuda.current_stream(like.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            work()
+            done = stream.record_event()
+        kept = [work]  # as in send_recv
+
+        def finish() -> None:
+            current.wait_event(done)
             kept.clear()
 
         return finish
