@@ -87,8 +87,9 @@ class _Backward:
         self.found: Any = None
 
     def __call__(self) -> None:
+        do, q, k, v, o, lse, dlse = self.given
         for task in _whole(self.call):
-            self.found = local.backward(self.call, task, *self.given, self.wanted)
+            self.found = local.backward(self.call, task, do, q, k, v, o, lse, dlse, self.wanted)
 
 
 def _forward(call: Call, *given: Any) -> Callable[[], None]:

@@ -50,7 +50,8 @@ class Call(NamedTuple):
         """The query heads, of which `group` share a KV head, and the KV heads of each slice."""
         ends = itertools.accumulate(self.slices)
         return [
-            (slice((end - n) * group, end * group), slice(end - n, end)) for end, n in zip(ends, self.slices, strict=True)
+            (slice((end - n) * group, end * group), slice(end - n, end))
+            for end, n in zip(ends, self.slices, strict=True)
         ]
 
 
@@ -128,7 +129,7 @@ def backward(
 
 
 def seen_end(call: Call, task: Task) -> int:
-    """The first key that none of the task's rows sees, nor any behind it. Dropped weights, and lengths, are those of all
+    """The first key that none of the task's rows sees, nor any behind it. Dropped weights and lengths are those of all
     keys."""
     right, seqlen = call.reach.right, call.layout.seqlen
     of_all = call.packed or call.options.get("dropout_p") or call.options.get("seqlens_k") is not None

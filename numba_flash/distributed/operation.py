@@ -75,8 +75,8 @@ def context_parallel_attention(
     score_mod, mask_mod, aux: as for `attention`; aux is what one process would be given.
     method: "gather" (K and V come to each rank, in slices of KV heads), "heads" (all tokens of some heads come to each
         rank), "ring" (K and V go round); "auto" takes one by shapes: docs/context_parallel.md.
-    slices: for "gather" and "heads", in how many equal slices heads come; None = by shapes. most_gathered: bytes of K and V that a rank may hold at once;
-        "auto" takes "ring" if one KV head needs more.
+    slices: for "gather" and "heads", in how many equal slices heads come; None = by shapes. most_gathered: bytes of K
+        and V that a rank may hold at once; "auto" takes "ring" if one KV head needs more.
     dims: order of the arrays' dimensions, "bhsd" or "bshd".
     return_lse: return AttentionOutput(o, lse), lse (batch, heads, tokens), or (heads, tokens) with cu_seqlens.
     kernel: as for `attention`.
@@ -102,9 +102,9 @@ def context_parallel_attention(
         from .jax_operation import attention as in_jax
 
         return in_jax(q, k, v, group, (layout, seqlen, cu_seqlens), given, method, dims, return_lse)
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     tensors = torch is not None and isinstance(q, torch.Tensor)
-    gradients = tensors and torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v))
+    gradients = tensors and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     how = method, slices, most_gathered
     plan = planned(q, k, v, group, given, (layout, seqlen, cu_seqlens), how, dims, gradients)
     if tensors:

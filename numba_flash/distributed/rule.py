@@ -8,7 +8,9 @@ FEW_TOKENS = 8 * 1024  # with fewer, an exchange takes longer to begin than to m
 # With fewer KV heads in a slice the backward takes two kernels instead of one (select/backward_forms.py); of a
 # large group half as many are enough.
 LEAST_HEADS_KV, LARGE_GROUP, WIDE = 4, 4, 64
-GRADIENTS_GAIN = 1.25  # by so many times more is moved, where gradients are wanted: a rank's kernels are those of a whole
+GRADIENTS_GAIN = (
+    1.25  # by so many times more is moved, where gradients are wanted: a rank's kernels are those of a whole
+)
 
 
 def method_of(

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from .groups import MOST_MESSAGES, Buffers, Group
 
-
-PLACES = "places"  # the stream on which what arrives is put into its place, beside the kernels of those that compute
+PLACES = 2  # the stream on which what arrives is put into its place, beside those of the two lanes
 
 
 @functools.cache
-def _stream(device: Any, use: Any) -> Any:
-    return torch.cuda.Stream(device)
+def _stream(current: Any, number: int) -> Any:
+    """Each stream has others of its own, so that these wait for it before they reuse memory that it reads."""
+    return torch.cuda.Stream(current.device)
 
 
 class TorchGroup(Group):
@@ -35,8 +35,8 @@ class TorchGroup(Group):
         first = next((x for some in (sends, receives) for listed in some.values() for x in listed), None)
         if first is None or not first.is_cuda:
             return self._on_host(sends, receives, then)
-        device = first.device
-        side, current = _stream(device, PLACES), torch.cuda.current_stream(device)
+        current = torch.cuda.current_stream(first.device)
+        side = _stream(current, PLACES)
         with self._said(sends, receives):
             # NCCL's own stream waits for the current one, not for `then` of the exchange before: so an exchange follows
             # the other at once, before a persistent kernel takes all multiprocessors
@@ -58,7 +58,8 @@ class TorchGroup(Group):
     def beside(self, work: Callable[[], Any], like: Any, lane: int) -> Callable[[], Any]:
         if not like.is_cuda:
             return super().beside(work, like, lane)
-        stream, current = _stream(like.device, lane % 2), torch.cuda.current_stream(like.device)
+        current = torch.cuda.current_stream(like.device)
+        stream = _stream(current, lane % 2)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             work()

@@ -35,10 +35,11 @@ def can_be_one_kernel(problem: BackwardProblem) -> bool:
 def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     """Whether the one kernel is faster than two. docs/adding_a_tile_row.md has the measurements.
 
-    If every query sees every key, parts of dQ wait in a line, and a model says what that costs (backward_line.py). So it
-    is where most queries see most keys: those of a chunk behind the keys of others. Under another mask two long heads go two ways, and parts of a group count as heads. The batch size may not decide: a row's
-    bits must not depend on it. Short sequences are assumed to come in batches. If all keys are one tile, there are no
-    parts. Of packed sequences the lengths are not known, and may not decide.
+    If every query sees every key, parts of dQ wait in a line, and a model says what that costs (backward_line.py). So
+    it is where most queries see most keys, as in a chunk behind others' keys. Under another mask two long heads go two
+    ways, and parts of a group count as heads. The batch size may not decide: a row's bits must not depend on it. Short
+    sequences are assumed to come in batches. If all keys are one tile, there are no parts. Of packed sequences the
+    lengths are not known, and may not decide.
     """
     forward = problem.forward
     if forward.packed is not None:

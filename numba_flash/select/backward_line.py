@@ -66,8 +66,9 @@ def fewest_sums(p: Problem) -> int:
 
 
 def one_kernel_gains(p: Problem, sums: int) -> bool:
-    """Whether one kernel with so many sums is faster, on the average of all BATCHES, or within 5 % of two, of which less is known. With
-    few keys a small batch can lose more by it than a large one gains: then none of BATCHES may lose."""
+    """Whether one kernel with so many sums is faster, on the average of all BATCHES, or within 5 % of two, of which
+    less is known. With few keys a small batch can lose more by it than a large one gains: then none of BATCHES may
+    lose."""
     ratios = _beside_two(p, sums)
     many = p.heads_kv * p.seqlen_k >= MANY_KEYS[_wide(p)]
     return math.prod(ratios) < 1.15 if many else max(ratios) < 1.05 and math.prod(ratios) < 0.7
