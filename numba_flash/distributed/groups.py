@@ -75,6 +75,8 @@ def namespace(x: Any) -> Any:
 
 def empty(like: Any, shape: tuple[int, ...], dtype: Any = None, fill: Any = None) -> Any:
     """A contiguous array on the device of `like`, not written to or full of `fill`."""
+    if fill is None and hasattr(like, "new_empty"):  # torch's own, in a tenth of the time
+        return like.new_empty(shape, dtype=dtype)
     import array_api_compat
 
     xp, where = namespace(like), array_api_compat.device(like)
