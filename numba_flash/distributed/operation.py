@@ -58,9 +58,9 @@ def context_parallel_attention(
 
     >>> o = numba_flash.distributed.context_parallel_attention(q, k, v, group, causal=True)
 
-    All ranks of `group` call it with equal options, each with its own tokens: q (batch, heads, tokens, head_dim), k
-    (batch, heads_kv, tokens, head_dim), v (batch, heads_kv, tokens, head_dim_v). The result is (batch, heads, tokens,
-    head_dim_v). The token at position p of the whole sequence has position p among the keys.
+    All ranks of `group` call it with equal options, all with autograd or none, each with its own tokens: q (batch,
+    heads, tokens, head_dim), k (batch, heads_kv, tokens, head_dim), v (batch, heads_kv, tokens, head_dim_v). The result
+    is (batch, heads, tokens, head_dim_v). The token at position p of the whole sequence has position p among the keys.
 
     group: a process group of torch (NCCL on GPUs, gloo on CPUs) or a DeviceMesh of one dimension; a communicator of
         nccl4py, with CuPy arrays (not tried); inside `jax.shard_map` the name of the mesh axis; or a Group.
