@@ -24,19 +24,17 @@ def forward(call: Call, q: Any, k: Any, v: Any) -> tuple[Any, Any, tuple[Any, ..
     batch, tokens, heads, _ = q.shape
     cuts = call.in_slices(heads // k.shape[2])
     coming = [to_heads(call, (q, cut), (k, cut_kv), (v, cut_kv)) for cut, cut_kv in cuts]
-    kept, ends = list[Any](), []
-    for lane, ((cut, _), (given, arrived)) in enumerate(zip(cuts, coming, strict=True)):
-        arrived()
-        found = local.new_results(given[0], given[2])
-        ends.append(call.group.beside(_forward(call.of_heads(_own(call, cut, heads)), *given, *found), q, lane))
-        kept += [*given, *found]
     o, lse = _empty(q, (batch, tokens, heads, v.shape[3])), empty(q, (batch, heads, tokens), local.wide(q))
-    finishes = []
-    for n, ((cut, _), end) in enumerate(zip(cuts, ends, strict=True)):
-        end()
-        *_, of_slice, lse_of_slice = kept[KEPT * n : KEPT * (n + 1)]
-        finishes.append(to_tokens(call, (of_slice, o, cut), (as_columns(lse_of_slice), as_columns(lse), cut)))
-    _all(finishes)
+    kept, leaving = list[Any](), []
+    for (cut, _), (given, arrived) in zip(cuts, coming, strict=True):
+        arrived()
+        own_q, own_k, own_v = given
+        own_o, own_lse = local.new_results(own_q, own_v)
+        for task in _whole(call):
+            local.forward(call.of_heads(_own(call, cut, heads)), task, own_q, own_k, own_v, own_o, own_lse)
+        leaving.append(to_tokens(call, (own_o, o, cut), (as_columns(own_lse), as_columns(lse), cut)))
+        kept += [*given, own_o, own_lse]
+    _all(leaving)
     return o, lse, tuple(kept)
 
 
@@ -55,49 +53,25 @@ def backward(call: Call, do: Any, dlse: Any, kept: tuple[Any, ...], wanted: tupl
     cuts, options = call.in_slices(heads // heads_kv), OptionGradients(call, wanted)
     given = [do] if dlse is None else [do, as_columns(dlse)]
     coming = [to_heads(call, *((x, cut) for x in given)) for cut, _ in cuts]
-    running = []
-    for lane, ((cut, _), of_slice, (moved, arrived)) in enumerate(zip(cuts, of_slices, coming, strict=True)):
+    all_heads, found, leaving = dict(dq=heads, dk=heads_kv, dv=heads_kv), dict[str, Any](), []
+    for (cut, cut_kv), (q, k, v, o, lse), (moved, arrived) in zip(cuts, of_slices, coming, strict=True):
         arrived()
-        of_lse = as_lse(moved[1]) if dlse is not None else None
-        work = _Backward(call.of_heads(_own(call, cut, heads)), (moved[0], *of_slice, of_lse), wanted)
-        running.append((work, call.group.beside(work, do, lane)))
-    found, finishes = dict[str, Any](), []
-    for (cut, cut_kv), of_slice, (work, end) in zip(cuts, of_slices, running, strict=True):
-        end()
-        moving = []
-        for name, like, all_heads, own in zip(
-            ("dq", "dk", "dv"), of_slice, (heads, heads_kv, heads_kv), (cut, cut_kv, cut_kv), strict=False
-        ):
-            if name in wanted:
-                shape = like.shape[0], call.layout.counts[call.rank], all_heads, like.shape[3]
-                found.setdefault(name, _empty(like, shape))
-                moving.append((like if work.found is None else getattr(work.found, name), found[name], own))
-        if work.found is not None:
-            options.add(work.found, _own(call, cut, heads))
-        finishes.append(to_tokens(call, *moving))
-    _all(finishes)
-    return found | options.results()
-
-
-class _Backward:
-    """Of a slice. found: its gradients, once this has been called; None without a token."""
-
-    def __init__(self, call: Call, given: tuple[Any, ...], wanted: tuple[str, ...]) -> None:
-        self.call, self.given, self.wanted = call, given, wanted
-        self.found: Any = None
-
-    def __call__(self) -> None:
-        do, q, k, v, o, lse, dlse = self.given
-        for task in _whole(self.call):
-            self.found = local.backward(self.call, task, do, q, k, v, o, lse, dlse, self.wanted)
-
-
-def _forward(call: Call, *given: Any) -> Callable[[], None]:
-    def work() -> None:
+        own, of_lse = _own(call, cut, heads), as_lse(moved[1]) if dlse is not None else None
+        parts = dict(dq=q, dk=k, dv=v)  # without a token these are as empty as their gradients
         for task in _whole(call):
-            local.forward(call, task, *given)
-
-    return work
+            part = local.backward(call.of_heads(own), task, moved[0], q, k, v, o, lse, of_lse, wanted)
+            parts = {name: getattr(part, name) for name in parts}
+            options.add(part, own)
+        leave = []
+        for name, at in dict(dq=cut, dk=cut_kv, dv=cut_kv).items():
+            if name in wanted:
+                x = parts[name]
+                shape = x.shape[0], call.layout.counts[call.rank], all_heads[name], x.shape[3]
+                found.setdefault(name, _empty(q, shape))
+                leave.append((x, found[name], at))
+        leaving.append(to_tokens(call, *leave))
+    _all(leaving)
+    return found | options.results()
 
 
 def _whole(call: Call) -> tuple[local.Task, ...]:

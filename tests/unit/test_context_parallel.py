@@ -297,12 +297,11 @@ def test_the_rule():
     def slices(heads_kv, tokens=16384, group=4, head_dim=128, **more):
         return slices_of(heads_kv, group, head_dim, tokens, **more)
 
-    assert slices(8) == (2, 4, 2) and slices(4) == (2, 2) and slices(32, group=1) == (8, 16, 8)
+    assert slices(8) == (2, 4, 2) and slices(4, tokens=32768) == (2, 2) and slices(32, group=1) == (8, 16, 8)
     assert slices(8, group=1) == slices(8, head_dim=64) == (4, 4), "so that the backward is one kernel"
-    assert slices(8, tokens=4096) == (8,) and slices(2) == (2,) and slices(1) == (1,), (
-        "an exchange takes a while to begin"
-    )
-    assert slices(6) == (2, 2, 2) and slices(9) == (9,), "the order of sums"
+    assert slices(8, tokens=8192) == (8,) and slices(4) == (4,), "what it takes to begin"
+    assert slices(2, tokens=65536) == (2,) and slices(1, tokens=131072) == (1,)
+    assert slices(6, tokens=32768) == (2, 2, 2) and slices(9) == (9,), "the order of sums"
     assert slices(8, least_bytes=25, most=100) == (2,) * 4 and slices(6, least_bytes=51, most=100) == (1,) * 6
 
 
