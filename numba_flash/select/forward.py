@@ -246,11 +246,9 @@ def _wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
         tile = row.tile
         features["group_size"] = group = _group(problem, tile["tile_m"])
         tile["tile_n"] = min(tile["tile_n"], _most_keys(problem, WgmmaConfig.MOST_KEYS))
-        # A place for O, if no buffer of Q is free for it and there is room; then one for a bias.
         bias = problem.array("bias")
         for bias_stages in (2, 1, 0) if bias is not None and bias.boxes and group == 1 else (0,):
-            for o_buffer in (True, False) if tile["q_buffers"] == 1 and features["o_vectorized"] else (False,):
-                yield WgmmaConfig(**features, **tile, o_buffer=o_buffer, bias_stages=bias_stages)
+            yield WgmmaConfig(**features, **tile, bias_stages=bias_stages)
 
 
 def _wgmma_float32(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:

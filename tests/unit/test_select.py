@@ -354,19 +354,19 @@ def test_few_queries_share_a_small_tile(seqlen, heads, heads_kv, group, tile_m):
     assert config.queries * config.group_size == config.tile_m and config.threads == 32 * tile_m // config.warp_rows
 
 
-# As many keys as there is room for, and then a place for O: in Q's second buffer, of its own, or none.
+# As many keys as there is room for.
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v", "tile_n", "place"),
+    ("head_dim", "head_dim_v", "tile_n", "staged"),
     [
-        (64, 64, 128, "q"), (128, 128, 128, "q"), (129, 128, 128, ""), (192, 128, 128, ""), (128, 192, 128, "own"),
-        (192, 129, 96, ""), (136, 136, 96, "own"), (192, 192, 96, "own"), (193, 193, 64, ""), (200, 200, 64, "own"),
-        (256, 256, 64, "own"), (256, 250, 64, ""), (256, 8, 64, "own"),
+        (64, 64, 128, True), (128, 128, 128, True), (129, 128, 128, False), (192, 128, 128, False),
+        (128, 192, 128, False), (192, 129, 96, False), (136, 136, 96, False), (192, 192, 96, False),
+        (193, 193, 64, False), (256, 256, 64, False), (256, 8, 64, False),
     ],
 )  # fmt: skip
-def test_room_goes_to_keys_and_then_to_o(head_dim, head_dim_v, tile_n, place):
+def test_room_goes_to_keys(head_dim, head_dim_v, tile_n, staged):
     q, k, v = (strided(2**24, 2**22, 256, 1, dim=columns) for columns in (head_dim, head_dim, head_dim_v))
     config = select(problem(q=q, k=k, v=v), HOPPER, "wgmma").config
-    assert (config.tile_n, config.o_place) == (tile_n, place)
+    assert (config.tile_n, config.o_in_q) == (tile_n, staged)
 
 
 # Why scores cannot wait for the exponent: each alone, and neither.
@@ -510,7 +510,6 @@ def test_a_tensor_config_checks_itself(wrong, word):
         (dict(tile_m=256), "tile_m must be 64, 128 or 192"), (dict(tile_m=96), "tile_m"), (dict(tile_n=264), "tile_n"),
         (dict(tile_n=272), "at most 256"), (dict(head_dim=257), "at most 256, not 257"),
         (dict(head_dim_v=257), "at most 256"), (dict(dtype="float32"), "wgmma takes float16 and bfloat16"),
-        (dict(o_buffer=True, o_vectorized=False), "o_buffer needs o_vectorized"),
     ],
     ids=str,
 )  # fmt: skip

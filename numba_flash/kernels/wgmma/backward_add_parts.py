@@ -47,8 +47,7 @@ def make(config):
 
     @cuda.jit
     def add_parts(arrays, strides, sizes, score):
-        smem = cuda.shared.array(0, uint8)
-        base = aligned(smem, config.ALIGNMENT)
+        base = aligned(cuda.shared.array(0, uint8), config.ALIGNMENT)
         acc_dk = local.array(dk_count, float32)  # (head_dim / 8, 4)
         acc_dv = local.array(dv_count, float32)  # (head_dim_v / 8, 4)
         thread, block = special.thread_index(), special.block_index()
