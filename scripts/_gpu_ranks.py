@@ -154,11 +154,12 @@ def run(case, group, kernel, device):
 
 
 def _traced(work):
-    """For another process: the reason alone comes back from there."""
+    """For another process: the reason alone comes back from there. XLA ends it when a device has waited for 40 seconds
+    for another one; before that it says where it is."""
 
     @functools.wraps(work)
     def run(job):
-        faulthandler.dump_traceback_later(JAX_PATIENCE - 10)
+        faulthandler.dump_traceback_later(20, repeat=True)
         try:
             work(job)
         except Exception:
@@ -193,10 +194,14 @@ def on_a_mesh(kernel):
         found = with_gradients(lambda *x: context_parallel_attention(*x, "cp", **options), *own)
         return tuple(unshard(x, "cp", 2) for x in found)
 
-    mesh = jax.make_mesh((_size(),), ("cp",), devices=jax.devices()[: _size()])
+    devices = jax.devices()[: _size()]
+    for device in devices:  # each alone, because an error of one in the mesh lets the others wait
+        alone = [jax.device_put(x, device) for x in given]
+        expected = with_gradients(lambda *x: numba_flash.attention(*x, q_offset=0, **options), *alone)
+        print("     JAX: alone on", device, jax.block_until_ready(expected)[0].shape, flush=True)
+    mesh = jax.make_mesh((_size(),), ("cp",), devices=devices)
     specs = dict(mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
-    found = jax.jit(jax.shard_map(local, **specs))(*given)
-    expected = with_gradients(lambda *x: numba_flash.attention(*x, q_offset=0, **options), *given)
+    found = jax.block_until_ready(jax.jit(jax.shard_map(local, **specs))(*given))
     for name, x, y in zip(("o", "dq", "dk", "dv"), found, expected, strict=True):
         x, y = (np.asarray(each, np.float32) for each in (x, y))
         np.testing.assert_allclose(x, y, 2e-2, 2e-2, err_msg=name)
