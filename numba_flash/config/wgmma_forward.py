@@ -9,10 +9,8 @@ from ..arrays.dtypes import ITEM_SIZE
 from .forward import (
     AnyProblem,
     LaunchFacts,
-    OwnRows,
     TensorConfig,
     check,
-    fields_of,
     layout,
     one_of,
     panel_of_bias,
@@ -37,9 +35,12 @@ def check_registers(registers: tuple[int, int], consumers: int) -> None:
     )
 
 
-class Warpgroups(OwnRows, LaunchFacts):
+class Warpgroups(LaunchFacts):
     """A block of a producer warpgroup and consumer warpgroups, each of which owns 64 rows. registers: a thread's, of
     the producer and of the consumers."""
+
+    own_rows: int
+    tile_n: int
 
     whole_program = True
 
@@ -73,7 +74,7 @@ class WgmmaConfig(WarpgroupsConfig):
     bias_stages: how many tiles of a bias that comes by TMA are on their way or in use, of each consumer's rows; 0 where
     it does not.
 
-    parts: how many blocks share the keys of a query tile; with more than one they leave sums for WgmmaJoinConfig.
+    parts: how many blocks share the keys of a query tile; with more than one another kernel adds up their sums.
     """
 
     q_buffers: int = 2
@@ -105,12 +106,6 @@ class WgmmaConfig(WarpgroupsConfig):
         known = self.parts == 1 or (self.parts in self.PARTS and not self.packed and not self.tile_states)
         check(known, f"parts must be one of {self.PARTS}, and 1 of packed sequences or with mask_mod, not {self.parts}")
         check_registers(self.registers, self.consumers)
-        self._set(self.ALIGNMENT + self.shared_layout().end)
-
-    @property
-    def joined(self) -> "WgmmaJoinConfig":
-        """Of the kernel that adds up the parts."""
-        return WgmmaJoinConfig(**fields_of(self, WgmmaConfig) | dict(bias_stages=0))
 
     @property
     def takes(self) -> abi.Parameters:  # type: ignore[override]
@@ -181,30 +176,3 @@ class WgmmaConfig(WarpgroupsConfig):
             row_states=self.ROW_STATE_BYTES * self.tile_m,
             barriers=112 + 32 * self.stages + 4 * 64 + 16 * boxes,
         )
-
-
-@dataclass(frozen=True)
-class WgmmaJoinConfig(WgmmaConfig):
-    """Of wgmma/forward_join, which adds up the parts that wgmma/forward leaves; the fields are those of its Config."""
-
-    kernel = "wgmma_join"
-    module = "wgmma.forward_join"
-    waits = True
-    whole_program = counted = persistent = False
-    tensor_maps = 0  # type: ignore[assignment]
-
-    def grid(self, problem: AnyProblem) -> int:
-        return super().grid(problem) // self.parts
-
-    def operand_maps(self, problem: AnyProblem) -> OperandMaps:
-        return ()
-
-    def workspace(self, problem: AnyProblem) -> abi.Workspace:
-        return {}
-
-    def shared_layout(self) -> Any:
-        """Of WgmmaConfig's layout what it uses: a place for O, the states of its rows, and a work tile."""
-        own = super().shared_layout()
-        rows, barriers = own.barriers - own.row_states, own.end - own.barriers
-        in_q = tile_bytes(self.tile_m, self.head_dim_padded) if self.o_in_q else 0
-        return layout(q=in_q, k=0, v=0, bias=0, row_states=rows, barriers=barriers)

@@ -1,8 +1,8 @@
 """What one rank computes: calls of attention for its tokens, over keys that have the places of the whole sequence.
 
 The keys of other ranks are put at their places in arrays as long as the whole. So a position is the one that one
-process has, and with it all that follows from positions: causal, window, ALiBi, functions, dropout. Tiles of keys
-begin at the same keys, too. Hence a row's sum has the same terms in the same order, and its bits are those of one
+process has, and with it all that follows from positions: causal, window, ALiBi, functions, weights that drop. Tiles of
+keys begin at the same keys, too. Hence a row's sum has the same terms in the same order, and its bits are those of one
 process, as long as the kernel divides the keys in the same way (docs/context_parallel.md).
 
 Arrays are (batch, tokens, heads, head_dim) here, views of the caller's; packed documents have a batch of one.

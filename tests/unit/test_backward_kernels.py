@@ -384,7 +384,7 @@ def test_the_kernels_of_the_hopper_backward():
 
 
 # By how many registers take what decides about each score: (which of them, tile_m of dK and dV, tile_n of dQ).
-BY_ELEMENT = [
+PER_SCORE = [
     (dict(mask_mod=earlier), 64, 128),
     (dict(mask="bool"), 64, 112),
     (dict(dropout_p=0.1), 64, 112),
@@ -401,7 +401,7 @@ BY_ELEMENT = [
 
 @pytest.mark.usefixtures("two_kernels")
 @pytest.mark.parametrize(
-    ("options", "tile_m", "tile_n"), BY_ELEMENT, ids=lambda x: "-".join(x) if isinstance(x, dict) else str(x)
+    ("options", "tile_m", "tile_n"), PER_SCORE, ids=lambda x: "-".join(x) if isinstance(x, dict) else str(x)
 )
 def test_what_decides_about_each_score_has_tiles_of_its_own(options, tile_m, tile_n):
     made = {}

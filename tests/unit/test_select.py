@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from helpers.machines import A100, ADA, AMPERE, B200, HOPPER, KB, RTX_5090, TENSOR_MACHINES, TURING, empty, problem
 
+from numba_flash.api import estimates
 from numba_flash.api.explain import Explanation
 from numba_flash.config.forward import TensorConfig
 from numba_flash.config.mma_forward import MmaConfig
@@ -14,9 +15,10 @@ from numba_flash.config.wgmma_forward import WgmmaConfig
 from numba_flash.functions.function import Function
 from numba_flash.machine.target import Target
 from numba_flash.problem.options import uses
-from numba_flash.select import backward_tiles, cost, tiles
+from numba_flash.select import backward_tiles, tiles
 from numba_flash.select.forward import refusal, select
-from numba_flash.select.rungs import FLOAT64_CORES, RUNGS
+from numba_flash.select.refusals import FLOAT64_CORES
+from numba_flash.select.rungs import RUNGS
 from numba_flash.select.tiles import MEASURED, TABLES, rows_of
 
 MMA = TABLES["mma"]
@@ -593,8 +595,8 @@ def test_short_heads_are_one_tile_of_mma(seqlen, seqlen_k, head_dim, tile):
     assert (choice.kernel, dict(choice.refused)["wgmma"]) == ("mma", "mma comes first")
     assert (choice.config.tile_m, choice.config.tile_n, choice.config.blocks_per_sm) == tile
     assert select(made, HOPPER, "wgmma", "cupy").kernel == "wgmma"  # by name
-    assert cost.lost(choice, made, HOPPER) is None, "nothing is lost, and nobody asked for it"
-    assert "asked for" in cost.lost(select(made, HOPPER, "mma", "cupy"), made, HOPPER)
+    assert estimates.lost(choice, made, HOPPER) is None, "nothing is lost, and nobody asked for it"
+    assert "asked for" in estimates.lost(select(made, HOPPER, "mma", "cupy"), made, HOPPER)
 
 
 # Of mma in float32 and float64: (queries, keys) of a tile, and how many blocks run at a time.

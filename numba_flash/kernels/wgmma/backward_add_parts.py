@@ -27,7 +27,7 @@ def make(config):
     dk_blocks, dv_blocks = -(-config.head_dim // 16) * 2, -(-config.head_dim_v // 16) * 2
     dk_count, dv_count = 4 * dk_blocks if config.of_dk else 1, 4 * dv_blocks if config.of_dv else 1
     sequence_of = make_sequence(config)
-    write = backward_key_outputs.make(config, 64, 0, config.dv_at)
+    write = backward_key_outputs.make(config, 64, 0, config.shared_layout().dv)
 
     def adder(blocks, padded):
         @inlined

@@ -138,9 +138,9 @@ def make(config):
         mask_bits = local.array(mask_words, uint32)
         shown_bits, kept = local.array(shown_words, uint32), local.array(kept_words, uint32)
         loaded, distance = local.array(bias_words, uint32), local.array(2, float32)
-        owed = local.array(s_count if config.wanted_aux else 1, float32)
+        daux = local.array(s_count if config.wanted_aux else 1, float32)
         run = aux_gradient.Run(local.array(1, int32), local.array(1, float32))
-        tile = TileFragments(acc_s, acc_dp, ds_frag, ds_frag, mask_bits, shown_bits, kept, loaded, distance, owed, run)
+        tile = TileFragments(acc_s, acc_dp, ds_frag, ds_frag, mask_bits, shown_bits, kept, loaded, distance, daux, run)
         lse_log2, minus_delta = local.array(2, float32), local.array(2, float32)
         me, elected = int32(warpgroup - 1), block.elected()  # me: which of the consumers
         q_desc = describe_rows(base + plan.own_a + me * (64 * 128))
