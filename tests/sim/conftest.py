@@ -19,7 +19,7 @@ from numba_flash.ptx.sim import wgmma as sim_wgmma
 from numba_flash.ptx.sim.thread import driven
 from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select import backward_tiles, rungs, tiles
-from numba_flash.select.tiles import BY_ELEMENT
+from numba_flash.select.tiles import PER_SCORE
 
 HERE = Path(__file__).parent
 ON = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
@@ -158,7 +158,7 @@ def rows_for_every_kind(monkeypatch, nothing_remembered):
     def use(dkdv, dq):
         for kernel, values in (("wgmma_dkdv", dkdv), ("wgmma_dq", dq)):
             sizes = dict(zip(("tile_m", "tile_n", "stages_a", "stages_b", "apart"), values, strict=False))
-            row = in_simulator(tile_row(256, **sizes, per_score=BY_ELEMENT[-1]))
+            row = in_simulator(tile_row(256, **sizes, per_score=PER_SCORE[-1]))
             monkeypatch.setitem(backward_tiles.TABLES, kernel, (row,))
 
     return use

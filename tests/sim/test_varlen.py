@@ -14,8 +14,7 @@ from numba_flash.dispatch import forward as dispatch
 from numba_flash.dispatch import launch
 from numba_flash.kernels.wgmma import backward_block_tiles
 from numba_flash.machine.target import Target
-from numba_flash.select import backward_kernels, rungs
-from numba_flash.select import forward as select_forward
+from numba_flash.select import backward_kernels, features, rungs
 from numba_flash.testing import packed
 
 TestVarlen = suite(varlen)
@@ -181,7 +180,7 @@ def test_blocks_of_mma_find_a_tile_by_its_number(dtype, options, heads_kv, monke
     case = dataclasses.replace(case, cu_seqlens_q=case.cu_seqlens_q[:-1], cu_seqlens_k=case.cu_seqlens_k[:-1])
     found = []
     for loose in (True, False):
-        monkeypatch.setattr(select_forward, "loosely_bound", lambda _, loose=loose: loose)
+        monkeypatch.setattr(features, "loosely_bound", lambda _, loose=loose: loose)
         backward_kernels.mma_configs.cache_clear()
         dispatch._plans.clear(), dispatch_backward._plans.clear()
         (o, lse), (do, dlse) = varlen.forward(rung, case), packed.outer_packed(case)
