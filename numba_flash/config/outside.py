@@ -14,10 +14,10 @@ _READ = abi.words("seqlens_k q_offset")
 @dataclass(frozen=True)
 class OutsideConfig(LaunchFacts):
     """Of outside: a block, or `parts` blocks, for each gap between two sequences. written: the arrays, "o" and perhaps
-    "lse", "dq", or "dk" and "dv", or one of them; dims: their columns, without those of lse.
+    "lse", or gradients; dims: their columns, without those of lse.
 
     No other kernel reads or writes these rows. So where kernels may overlap (ptx/griddepcontrol.py), this one does:
-    early: the kernel behind may start before this one has ended; waits: this one before the kernel before it has.
+    waits: it may start before the kernel before it has ended.
     """
 
     dtype: str
@@ -27,11 +27,10 @@ class OutsideConfig(LaunchFacts):
     threads: int = 128
     blocks: int = 256  # about as many, for all gaps
     in_order: bool = False  # as of the other kernels
-    early: bool = False
     waits: bool = False  # type: ignore[misc]
 
+    kernel = "outside"
     module = "simt.outside"
-    names = ("outside_of_queries", "outside_of_keys", "outside_of_dq")
     packed = True
     q_offset_source = "number"
 
@@ -45,12 +44,12 @@ class OutsideConfig(LaunchFacts):
         return OutsideConfig(p.dtype, written, dims, uses, **sizes, **order)
 
     @property
-    def of_keys(self) -> bool:  # type: ignore[override]
-        return self.written[0] in ("dk", "dv")
-
-    @property
-    def kernel(self) -> str:  # type: ignore[override]
-        return self.names[1 if self.of_keys else 2 if self.written == ("dq",) else 0]
+    def sides(self) -> tuple[tuple[tuple[str, int], ...], ...]:
+        """(array, columns) of those that have a row for each query, then of those that have one for each key."""
+        columns = iter(self.dims)
+        named = [(name, 0 if name == "lse" else next(columns)) for name in self.written]
+        of_keys = tuple(of for of in named if of[0] in ("dk", "dv"))
+        return tuple(side for side in (tuple(of for of in named if of not in of_keys), of_keys) if side)
 
     @property
     def takes(self) -> abi.Parameters:  # type: ignore[override]
@@ -61,7 +60,7 @@ class OutsideConfig(LaunchFacts):
         return dict(outside_parts=self._parts(problem))
 
     def grid(self, problem: AnyProblem) -> int:
-        return (problem.forward.batch + 1) * self._parts(problem)
+        return len(self.sides) * (problem.forward.batch + 1) * self._parts(problem)
 
     def _parts(self, problem: AnyProblem) -> int:
         """Blocks that share a gap: many gaps are short, and few may be long."""

@@ -140,15 +140,15 @@ def fits(config: LaunchFacts, target: Target) -> bool:
 
 
 def outside(problem: BackwardProblem, target: Target, before: Sequence[LaunchFacts]) -> list[LaunchFacts]:
-    """The kernels that write the gradients of rows of no packed sequence. before: those in front of them."""
-    if problem.forward.packed is None:
+    """The kernel that writes the gradients of rows of no packed sequence. before: those in front of it."""
+    written = tuple(name for name in ("dq", "dk", "dv") if name in problem.wanted)
+    if problem.forward.packed is None or not written:
         return []
     from ..config.outside import OutsideConfig
 
-    written = [tuple(name for name in side if name in problem.wanted) for side in (("dq",), ("dk", "dv"))]
-    waits = any(config.waits or config.in_order for config in before)
-    order = dict(in_order=any(config.in_order for config in before), early=waits, waits=waits)
-    return [OutsideConfig.of(problem.forward, names, target, **order) for names in written if names]
+    in_order = any(config.in_order for config in before)
+    waits = in_order or any(config.waits for config in before)
+    return [OutsideConfig.of(problem.forward, written, target, in_order=in_order, waits=waits)]
 
 
 def with_what_goes_before(configs: Sequence[Config], problem: BackwardProblem, target: Target) -> list[LaunchFacts]:

@@ -137,11 +137,12 @@ def prologue(config: Config, problem: Problem, target: Target, overlaps: bool = 
     their order, and its bits. Most calls have none, and load nothing for them. overlaps: they may run beside kernels in
     front of them, as far as they can."""
     threads, made = 32 if target.simulated else 512, list[LaunchFacts]()
-    if config.packed and "o" in config.takes.arrays:
+    cleared = config.clears_outside and problem.batch
+    if config.packed and "o" in config.takes.arrays and not cleared:
         from ..config.outside import OutsideConfig
 
         written = ("o", "lse") if config.write_lse else ("o",)
-        made.append(OutsideConfig.of(config, written, target, early=config.waits, in_order=config.in_order))
+        made.append(OutsideConfig.of(config, written, target, in_order=config.in_order))
     if config.reads_bits and config.has("mask"):
         from ..config.mask_bits import MaskBitsConfig
 

@@ -199,9 +199,9 @@ def make(config):
         weigh(base, tile, rows, side, registers, arrays, strides, sizes, score)
         to_p(registers.scores.acc_s, registers.p_frag)
         if padded:
-            rings.v.consumer_wait(base, tile.n)
             keys, first_key = word(tile.work_tile, KEYS), tile.j * tile_n
             if keys < first_key + tile_n:
+                rings.v.consumer_wait(base, tile.n)
                 zero_tail(base + plan.v + rings.v.stage(tile.n) * v_bytes, max(keys - first_key, 0))
         return following
 
@@ -274,8 +274,6 @@ def make(config):
             pin_o(acc_o)
             rings.v.consumer_release(base, int32(taken - 1), elected)
 
-            if config.waits:
-                griddepcontrol.wait()
             if in_parts:
                 leave_part(word(work_tile, PART), registers, arrays)
             else:
@@ -305,6 +303,11 @@ def make(config):
                 roles.produce(base, arrays, strides)
             if thread == 32:  # of another warp, so that neither waits for the other
                 roles.schedule(base, memory.address(arrays.counters, 0), arrays, strides, sizes)
+            if config.packed:
+                if thread == 64:
+                    roles.produce_q(base)
+                if thread >= 96:
+                    roles.clear_outside(arrays, strides, sizes)
             if config.bias_boxes:
                 if thread == 64:
                     roles.produce_bias(base, arrays, strides)

@@ -15,12 +15,13 @@ from numba import int32, int64, uint32
 
 from ...arrays.dtypes import ITEM_SIZE
 from ...config.forward import L2_BYTES
-from ...ptx import griddepcontrol, memory, special, tma
+from ...ptx import bits, memory, shfl, special, tma, vote
 from ..score import longest_first, reads, tile_walk, user
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.named import named
+from ..steps import outside_rows
 from ..steps.sequence import key_range
 from ..steps.sequence import make as make_sequence
 from . import bias_boxes, block, packed_tiles, pipeline
@@ -179,8 +180,6 @@ def query_tiles(config):
         if walk.present:
             leave_empty_out(work, arrays, strides, sizes)
         rings.tiles.producer_commit(base, i, True)
-        if packed:
-            return int32(0), word_alone(work, H), word_alone(work, block.Q_ROW)
         if has_mask or walk.present:  # read again, not kept in registers until here
             return word_alone(work, B), word_alone(work, H), word_alone(work, FIRST_ROW)
         return tile.b, tile.h, tile.first_row
@@ -211,6 +210,8 @@ def make(config):
     maps_address = tma.parameter("numba_flash_wgmma")
     work, start = query_tiles(config), pipeline.starter_of_forward(config, 1)
     walk, packed = tile_walk.make(config), config.packed
+    written = (("o", config.head_dim_v), *[("lse", 0)] * config.write_lse)
+    outside = outside_rows.make(config, written, 32) if packed else None
 
     @inlined
     def load_q(base, i, h, first_row, entry):
@@ -225,6 +226,12 @@ def make(config):
         """Prefetches Q of a query tile into L2, because shared memory has no room for it yet."""
         for panel in range(q_panels):
             tma.prefetch_5d(maps_address(), panel * 64, 0, first_row, divide(h, config.group_size), entry)
+
+    @inlined
+    def supply_q(base, i, h, first_row, entry):
+        if config.q_buffers == 1:
+            prefetch_q(h, first_row, entry)
+        load_q(base, i, h, first_row, entry)
 
     def loader(ring, at, columns, map_at):
         panels = -(-columns // 64)
@@ -258,11 +265,8 @@ def make(config):
         while more != 0:
             # If no tile is left, consumers issue S of the first query tile and drop it.
             entry, h, first_row = work.publish(base, i, t, arrays, strides, sizes)
-            if config.q_buffers == 1:
-                prefetch_q(h, first_row, entry)
-            load_q(base, i, h, first_row, entry)
-            if config.waits:  # the first tile needs no counter
-                griddepcontrol.wait()
+            if not packed:
+                supply_q(base, i, h, first_row, entry)
             more = word_alone(rings.work_tile(base, i), MEMBERS)
             if more != 0:
                 if packed:
@@ -314,6 +318,32 @@ def make(config):
             work_tile = next_tile
 
     @inlined
+    def produce_q(base):
+        """One thread: loads Q of packed sequences, while the scheduler looks for the tiles behind."""
+        i, more = int32(0), int32(1)
+        while more != 0:
+            rings.tiles.consumer_wait(base, i)
+            work_tile = rings.work_tile(base, i)
+            more = word_alone(work_tile, MEMBERS)
+            supply_q(base, i, word_alone(work_tile, H), word_alone(work_tile, block.Q_ROW), int32(0))
+            i = int32(i + 1)
+
+    @inlined
+    def clear_outside(arrays, strides, sizes):
+        """A warp: rows of no packed sequence. A lane looks at one gap between sequences, and blocks share its rows."""
+        lane, gaps = int32(special.thread_index() & int32(31)), int32(sizes.batch + 1)
+        for first in range(int32(0), gaps, int32(32)):
+            begin, end = outside.gap(min(int32(first + lane), int32(gaps - 1)), arrays, strides, sizes)
+            left = vote.ballot(uint32(1) if begin < end and first + lane < gaps else uint32(0))
+            while left != 0:
+                source = bits.highest(left)
+                left = uint32(left ^ (uint32(1) << uint32(source)))
+                row = int32(shfl.idx_b32(uint32(begin), source)) + special.block_index()
+                while row < int32(shfl.idx_b32(uint32(end), source)):
+                    outside.clear(row, lane, arrays, strides, sizes)
+                    row = int32(row + special.block_count())
+
+    @inlined
     def produce_bias(base, arrays, strides):
         """One thread: loads the bias of each key tile, for one consumer after the other."""
         n = int32(0)  # number of key tiles so far
@@ -342,4 +372,4 @@ def make(config):
             tma.prefetch(maps_address() + 128 * number)
         start(base)
 
-    return named(schedule, produce, produce_bias, set_up)
+    return named(schedule, produce, produce_q, clear_outside, produce_bias, set_up)
