@@ -175,7 +175,7 @@ class WgmmaConfig(WarpgroupsConfig):
 
     @property
     def registers(self) -> tuple[int, int]:
-        registers = self.REGISTERS | (self.FINISHED_REGISTERS if self.scores_finished or self.packed else {})
+        registers = self.REGISTERS | (self.FINISHED_REGISTERS if self.scores_finished else {})
         registers |= self.MASK_REGISTERS if self.has("mask") or self.tile_states else {}
         return registers[self.consumers]
 

@@ -12,6 +12,7 @@ from numba import int32
 from ...ptx import special
 from . import elements
 from .inlined import inlined, nothing
+from .integers import divide
 from .named import named
 from .sequence import make as make_sequence
 
@@ -20,7 +21,8 @@ from .sequence import make as make_sequence
 def make(config, written, threads):
     """written: (array, columns) of those of one side; threads: so many write a row together. -> device functions:
 
-    gap(number, arrays, strides, sizes) -> (first row, behind the last) of a gap; there is one more than sequences.
+    gap(number, arrays, strides, sizes) -> (first row, behind the last) of a gap; there is one more than sequences, and
+    those behind have no row.
     clear(row, thread, arrays, strides, sizes)
     """
     sequence_of, store = make_sequence(config), elements.storer(config.dtype)
@@ -35,9 +37,10 @@ def make(config, written, threads):
         def clear(row, thread, arrays, strides, sizes):
             before(row, thread, arrays, strides, sizes)
             by = strides[of_strides]
-            for h in range(int32(sizes.heads_kv if of_keys else sizes.heads)):
-                for x in range(thread, special.opaque(int32(dim)), threads):  # not written out: registers are few
-                    store(arrays[array], h * by[1] + row * by[2] + x * by[3], zero)
+            elements_of_row = int32((sizes.heads_kv if of_keys else sizes.heads) * dim)
+            for x in range(thread, special.opaque(elements_of_row), threads):
+                h = divide(x, dim)  # one loop, because some kernels have few registers for it
+                store(arrays[array], h * by[1] + row * by[2] + (x - h * dim) * by[3], zero)
 
         return clear
 
@@ -57,7 +60,9 @@ def make(config, written, threads):
     @inlined
     def gap(number, arrays, strides, sizes):
         begin, end = int32(0), int32(sizes.total_k if of_keys else sizes.total_q)
-        if number > 0:
+        if number > sizes.batch:
+            begin = end
+        elif number > 0:
             begin = rows_of(number - 1, arrays, strides, sizes)[1]
         if number < sizes.batch:
             end = rows_of(number, arrays, strides, sizes)[0]

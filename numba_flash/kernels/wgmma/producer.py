@@ -257,11 +257,11 @@ def make(config):
 
     @inlined
     def schedule(base, counter, arrays, strides, sizes):
-        """The scheduler, one thread: hands out query tiles and loads Q, independently of the producer."""
+        """The scheduler, one thread: hands out query tiles and loads Q, independently of the producer. Of packed
+        sequences another thread loads Q."""
         i = int32(0)  # number of query tiles so far
         t = int64(special.block_index())
         more = int32(1)
-        asked = int32(0)
         while more != 0:
             # If no tile is left, consumers issue S of the first query tile and drop it.
             entry, h, first_row = work.publish(base, i, t, arrays, strides, sizes)
@@ -273,9 +273,9 @@ def make(config):
                     # To look for a tile takes long: by a short one the block is ahead of what the producer asks for.
                     work_tile = rings.work_tile(base, i)
                     short = word_alone(work_tile, STOP) - word_alone(work_tile, BEGIN) <= SHORT
-                    while asked < (i if short else int32(i + 1)):
-                        rings.asked.consumer_wait(base, asked)
-                        asked = int32(asked + 1)
+                    before = int32(i - 1) if short else i
+                    if before >= 0:
+                        rings.asked.consumer_wait(base, before)
                 else:
                     rings.asked.consumer_wait(base, i)
                 t = work.following(t, counter)
@@ -331,16 +331,16 @@ def make(config):
     @inlined
     def clear_outside(arrays, strides, sizes):
         """A warp: rows of no packed sequence. A lane looks at one gap between sequences, and blocks share its rows."""
-        lane, gaps = int32(special.thread_index() & int32(31)), int32(sizes.batch + 1)
-        for first in range(int32(0), gaps, int32(32)):
-            begin, end = outside.gap(min(int32(first + lane), int32(gaps - 1)), arrays, strides, sizes)
-            left = vote.ballot(uint32(1) if begin < end and first + lane < gaps else uint32(0))
+        for first in range(int32(0), int32(sizes.batch + 1), int32(32)):
+            begin, end = outside.gap(int32(first + (special.thread_index() & int32(31))), arrays, strides, sizes)
+            left = vote.ballot(uint32(1) if begin < end else uint32(0))
             while left != 0:
                 source = bits.highest(left)
                 left = uint32(left ^ (uint32(1) << uint32(source)))
                 row = int32(shfl.idx_b32(uint32(begin), source)) + special.block_index()
-                while row < int32(shfl.idx_b32(uint32(end), source)):
-                    outside.clear(row, lane, arrays, strides, sizes)
+                last = int32(shfl.idx_b32(uint32(end), source))
+                while row < last:
+                    outside.clear(row, special.thread_index() & int32(31), arrays, strides, sizes)
                     row = int32(row + special.block_count())
 
     @inlined
