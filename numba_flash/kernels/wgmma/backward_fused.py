@@ -383,6 +383,9 @@ def make(config):
             griddepcontrol.wait()
         if thread == 0:
             set_up(base)
+            if config.keys_first:
+                row, h_kv, entry = tiles.own_keys(arrays, strides, sizes)
+                producer.load_own(base, row, h_kv, entry)
             if not stays:
                 tiles.take(base, int32(0), arrays, strides, sizes)
         cuda.syncthreads()

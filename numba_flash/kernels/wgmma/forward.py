@@ -301,7 +301,8 @@ def make(config):
             give_registers()
             if thread == 0:
                 roles.produce(base, arrays, strides)
-            if thread == 32:  # of another warp, so that neither waits for the other
+            # Of another warp, so that neither waits for the other.
+            if thread == 32 or (config.packed and thread > 32 and thread < 64):
                 roles.schedule(base, memory.address(arrays.counters, 0), arrays, strides, sizes)
             if config.packed:
                 if thread == 64:

@@ -15,10 +15,10 @@ from numba import int32, int64, uint32
 
 from ...arrays.dtypes import ITEM_SIZE
 from ...config.forward import L2_BYTES
-from ...ptx import bits, memory, shfl, special, tma, vote
+from ...ptx import bar, bits, memory, shfl, special, tma, vote
 from ..score import longest_first, reads, tile_walk, user
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
-from ..steps.inlined import inlined
+from ..steps.inlined import TRUE, inlined
 from ..steps.integers import divide
 from ..steps.named import named
 from ..steps import outside_rows
@@ -161,25 +161,33 @@ def query_tiles(config):
         return block.WorkTile(b, h, h_kv, first_query, sequence.keys, position, members, begin, free, cut, stop)
 
     @inlined
+    def acts():
+        """Whether the thread is the scheduler: of packed sequences it is one of a warp, which looks for tiles."""
+        return special.thread_index() & int32(31) == 0 if packed else TRUE
+
+    @inlined
     def publish(base, i, t, arrays, strides, sizes):
         """Query tile t is the block's i-th: tells the producer and the consumers. -> where its Q is"""
         tile, work = of(base, i, t, arrays, strides, sizes), rings.work_tile(base, i)
         if packed:  # at once: behind the wait it would be read again, which takes registers that the scheduler lacks
             sequence = sequence_of(tile.b, arrays, strides, sizes)
         rings.tiles.producer_acquire(base, i)
-        block.write_tile(work, tile)
-        if parts > 1:
-            write(work, block.PART, t)
+        if acts():
+            block.write_tile(work, tile)
+            if parts > 1:
+                write(work, block.PART, t)
+            if packed:
+                write(work, block.Q_ROW, tile.first_row + sequence.first_query)
+                write(work, block.FIRST_KEY, sequence.first_key)
+            if has_mask:
+                write(work, block.POS_FREE, tile.free)
+                write(work, block.POS_CUT, tile.cut)
+                ask_mask(work, arrays, strides, sizes)
+            if walk.present:
+                leave_empty_out(work, arrays, strides, sizes)
+            rings.tiles.producer_commit(base, i, True)
         if packed:
-            write(work, block.Q_ROW, tile.first_row + sequence.first_query)
-            write(work, block.FIRST_KEY, sequence.first_key)
-        if has_mask:
-            write(work, block.POS_FREE, tile.free)
-            write(work, block.POS_CUT, tile.cut)
-            ask_mask(work, arrays, strides, sizes)
-        if walk.present:
-            leave_empty_out(work, arrays, strides, sizes)
-        rings.tiles.producer_commit(base, i, True)
+            bar.warp_sync()  # all lanes read the tile
         if has_mask or walk.present:  # read again, not kept in registers until here
             return word_alone(work, B), word_alone(work, H), word_alone(work, FIRST_ROW)
         return tile.b, tile.h, tile.first_row
@@ -187,12 +195,17 @@ def query_tiles(config):
     @inlined
     def following(t, counter):
         """The block's next query tile after t."""
+        if packed:
+            taken = uint32(0)
+            if acts():
+                taken = memory.add(counter, uint32(1))
+            return int32(shfl.idx_b32(taken, 0)) + special.block_count()
         return int32(memory.add(counter, uint32(1))) + special.block_count()
 
     @inlined
     def reset(counter):
         """Called by each block that found no tile left; the last one resets the counter for the next launch."""
-        if memory.add(counter + 4, uint32(1)) == uint32(special.block_count() - 1):
+        if acts() and memory.add(counter + 4, uint32(1)) == uint32(special.block_count() - 1):
             memory.exchange(counter, uint32(0))
             memory.exchange(counter + 4, uint32(0))
 
@@ -258,7 +271,7 @@ def make(config):
     @inlined
     def schedule(base, counter, arrays, strides, sizes):
         """The scheduler, one thread: hands out query tiles and loads Q, independently of the producer. Of packed
-        sequences another thread loads Q."""
+        sequences a warp, while another thread loads Q."""
         i = int32(0)  # number of query tiles so far
         t = int64(special.block_index())
         more = int32(1)
