@@ -1,7 +1,8 @@
 """Which query tiles of packed sequences a block takes: of one sequence after the other, of each the last queries first.
 
 Only tiles that exist have a number, whatever max_seqlen_q says: no role meets a tile behind a sequence's end. The
-numbers of a block's tiles rise, so its scheduler looks for the next one from the sequence of the last one on.
+numbers of a block's tiles rise, so its scheduler looks for the next one from the sequence of the last one on. It is a
+warp, whose lanes look at 32 sequences at a time: one thread took longer than the consumers for a short tile.
 """
 
 from collections.abc import Callable
@@ -20,8 +21,8 @@ from .block import BEFORE, SEQUENCE, word_alone, write
 
 def make(config: Any, heads_at_once: Any, work_tile: Callable[..., Any]) -> Callable[..., Any]:
     """-> find(base, i, t, arrays, strides, sizes) -> (b, h, first_query) of query tile t, the block's i-th; b >= batch:
-    none is left. By a warp, whose lanes look at 32 sequences at a time. heads_at_once(keys, heads, sizes); work_tile(
-    base, i): where the block's i-th tile is described."""
+    none is left. By a warp. heads_at_once(keys, heads, sizes); work_tile(base, i): where the block's i-th tile is
+    described."""
     rows, sequence_of, queries_of = config.queries, make_sequence(config), make_queries(config)
 
     @inlined

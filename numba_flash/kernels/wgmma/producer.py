@@ -1,7 +1,8 @@
 """The threads that supply the consumers of a wgmma block: the scheduler (query tiles and Q), the producer (K and V),
 and a third one for a bias that TMA loads.
 
-Each role is one thread. TMA loads the tiles. At `full` mbarriers consumers wait for a tile, at `empty` ones they
+Each role is one thread. Of packed sequences a warp is the scheduler, the third thread loads Q, and another warp writes
+rows of no sequence. TMA loads the tiles. At `full` mbarriers consumers wait for a tile, at `empty` ones they
 release it.
 
 The kernel is persistent: one block per multiprocessor stays for the whole launch and takes query tiles by a counter in
