@@ -13,7 +13,7 @@ _READ = abi.words("seqlens_k q_offset")
 
 @dataclass(frozen=True)
 class OutsideConfig(LaunchFacts):
-    """Of outside: a block, or `parts` blocks, for each gap between two sequences. written: the arrays, "o" and perhaps
+    """Of outside: a block, or `parts` blocks, for each gap in front of a sequence, and all for that at the end. written: the arrays, "o" and perhaps
     "lse", or gradients; dims: their columns, without those of lse.
 
     No other kernel reads or writes these rows. So where kernels may overlap (ptx/griddepcontrol.py), this one does:
@@ -60,8 +60,8 @@ class OutsideConfig(LaunchFacts):
         return dict(outside_parts=self._parts(problem))
 
     def grid(self, problem: AnyProblem) -> int:
-        return len(self.sides) * (problem.forward.batch + 1) * self._parts(problem)
+        return len(self.sides) * max(problem.forward.batch, 1) * self._parts(problem)
 
     def _parts(self, problem: AnyProblem) -> int:
         """Blocks that share a gap: many gaps are short, and few may be long."""
-        return max(self.blocks // (problem.forward.batch + 1), 1)
+        return max(self.blocks // max(problem.forward.batch, 1), 1)

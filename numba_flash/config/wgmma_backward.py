@@ -368,8 +368,8 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
 
     @property
     def keys_first(self) -> bool:  # type: ignore[override]
-        """Where a block has one tile, of which nothing but its number decides."""
-        return self.key_tiles > 0 and not self.stays
+        """Where a block has one tile, whose place follows from its number. Without packing it gains nothing."""
+        return self.packed and self.key_tiles > 0 and not self.stays
 
     @property
     def dq_panels(self) -> int:

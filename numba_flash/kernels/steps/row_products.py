@@ -11,7 +11,7 @@ Rows of a head are numbered in units of config.UNIT, so that no lanes have rows 
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, int32, int64, uint32, uint64
+from numba import int32, int64, uint32, uint64
 
 from ...config.forward import ITEM_SIZE
 from ...ptx import local, memory, shfl
@@ -58,24 +58,9 @@ def make(config):
     queries_of, product, compute = sequences.queries(config), lse_delta.product(config), config.compute_dtype
     real, number_of = elements.COMPUTE_TYPES[config.dtype], _number_of(config.dtype)
     numbers = tile_numbers.make(config, unit, False) if in_order else None
-    most_units = max(groups * count // unit, 1)  # that a block has rows of
     add_lane = shfl.bfly_f64 if compute == "float64" else shfl.bfly_f32
     steps = -(-columns // (every * lanes))
     apart, together = count.bit_length() - 1, lanes.bit_length() - 1
-
-    @inlined
-    def sequence_of_unit(thread, block, number, units, arrays, strides, sizes):
-        """Of a unit: its sequence, where that begins, and how many rows it has. One thread looks for each of the
-        block's units: to look for them takes more instructions than to read their rows."""
-        found = cuda.shared.array((most_units, 3), int32)
-        first = int32(int64(block) * groups >> in_unit_bits)
-        if thread < most_units:
-            of_unit = int32(first + thread)
-            place = int32(of_unit - divide(of_unit, units) * units)
-            found[thread, 0], found[thread, 1], found[thread, 2] = numbers.sequence(place, arrays, strides, sizes)
-        cuda.syncthreads()
-        own = number - first
-        return found[own, 0], found[own, 1], found[own, 2]
 
     @inlined
     def rows_of(thread, block, arrays, strides, sizes):
@@ -88,7 +73,7 @@ def make(config):
         head_of_all = divide(number, units)
         place = int32(number - head_of_all * units)
         if in_order:
-            b, first_query, rows = sequence_of_unit(thread, block, number, units, arrays, strides, sizes)
+            b, first_query, rows = numbers.sequence(place, arrays, strides, sizes)
             first = int32((place - numbers.first(b, first_query)) * unit)
             h, there = head_of_all, head_of_all < heads and first < rows
             sequence = tile_numbers.queries_of(b, first_query, rows, sizes)
