@@ -13,8 +13,8 @@ _READ = abi.words("seqlens_k q_offset")
 
 @dataclass(frozen=True)
 class OutsideConfig(LaunchFacts):
-    """Of outside: a block, or `parts` blocks, for each gap in front of a sequence, and all for that at the end. written: the arrays, "o" and perhaps
-    "lse", or gradients; dims: their columns, without those of lse.
+    """Of outside: a block, or `parts` blocks, for each gap in front of a packed sequence, and all for that at the end.
+    written: the arrays, "o" and perhaps "lse", or gradients; dims: their columns, without those of lse.
 
     No other kernel reads or writes these rows. So where kernels may overlap (ptx/griddepcontrol.py), this one does:
     waits: it may start before the kernel before it has ended.
