@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .forward import ITEM_SIZE, AnyProblem, Config, OwnRows, Padded, check, layout, multiple_of, one_of, tile_bytes
+from .forward import ITEM_SIZE, AnyProblem, Config, check, layout, multiple_of, one_of, tile_bytes
 from .simt_backward import OfAux, OfBias, OfDelta
 
 BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/steps/lse_delta.py)
@@ -52,7 +52,7 @@ class OfGradients:
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class WalkConfig(OwnRows, Padded, Config):
+class WalkConfig(Config):
     """Of mma/backward, all dtypes: a block owns a tile of rows, keeps it in shared memory, and walks over the tiles of
     the other side.
 
@@ -161,7 +161,7 @@ class MmaBackwardConfig(WalkConfig):
 
     def __post_init__(self) -> None:
         other, groups = self.other_rows, self.column_groups
-        self._check_dtype("float16", "bfloat16")
+        self._check_dtype()
         self._check_warps()
         multiple_of("the rows that a block walks over", other, 16)
         one_of("stages", self.stages, 1, 2)
@@ -171,7 +171,6 @@ class MmaBackwardConfig(WalkConfig):
         check(fits, f"a warp's part of a tile has at most 128 rows, not {other}: a mask is one word")
         self._check_widest()
         self._check_options()
-        self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def group_columns(self) -> int:

@@ -23,7 +23,7 @@ from numba_flash.problem import backward as problem_backward
 from numba_flash.ptx.sim import now
 from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select import backward_tiles
-from numba_flash.select import forward as select_forward
+from numba_flash.select import forward_kernels as select_forward
 from numba_flash.select.rungs import RUNGS
 
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")

@@ -13,8 +13,7 @@ from numba_flash.dispatch import forward as dispatch
 from numba_flash.dispatch import launch
 from numba_flash.kernels.wgmma import backward_block_tiles
 from numba_flash.machine.target import Target
-from numba_flash.select import backward_kernels, rungs
-from numba_flash.select import forward as select_forward
+from numba_flash.select import backward_kernels, features, rungs
 from numba_flash.testing import packed
 
 TestVarlen = suite(varlen)
@@ -44,6 +43,16 @@ def test_nothing_of_a_neighbour_is_seen_in_more_bits(rung, dtype):
     if not rung.tensor:
         pytest.skip("the other tests are in these dtypes")
     varlen.test_nothing_of_a_neighbour_is_seen(dataclasses.replace(rung, usual=dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_tile_is_found_behind_more_sequences_than_a_warp_looks_at(dtype):
+    """Two of 70 have queries, and two rows behind all are of none."""
+    rung = forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True, usual=dtype)
+    lengths = [(0, 0)] * 40 + [(3, 5)] + [(0, 1)] * 28 + [(2, 2)]
+    case = varlen.ragged(rung, lengths, heads=1, heads_kv=1, head_dim=8)
+    case = dataclasses.replace(case, q=np.concatenate([case.q, case.q[:2]]))
+    packed.check_packed(case, *varlen.forward(rung, case))
 
 
 LENGTHS = [(0, 3), (70, 140), (1, 0), (20, 0), (0, 0), (1, 9), (0, 1)]
@@ -176,7 +185,7 @@ def test_blocks_of_mma_find_a_tile_by_its_number(dtype, options, heads_kv, monke
     case = dataclasses.replace(case, cu_seqlens_q=case.cu_seqlens_q[:-1], cu_seqlens_k=case.cu_seqlens_k[:-1])
     found = []
     for loose in (True, False):
-        monkeypatch.setattr(select_forward, "loosely_bound", lambda _, loose=loose: loose)
+        monkeypatch.setattr(features, "loosely_bound", lambda _, loose=loose: loose)
         backward_kernels.mma_configs.cache_clear()
         dispatch._plans.clear(), dispatch_backward._plans.clear()
         (o, lse), (do, dlse) = varlen.forward(rung, case), packed.outer_packed(case)

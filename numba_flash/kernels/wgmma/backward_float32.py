@@ -169,8 +169,7 @@ def make(config):
 
     @cuda.jit
     def flash_attention_wgmma_backward_float32(arrays, strides, sizes, score):
-        smem = cuda.shared.array(0, uint8)
-        base, warpgroup = aligned(smem, config.ALIGNMENT), warpgroup_index()
+        base, warpgroup = aligned(cuda.shared.array(0, uint8), config.ALIGNMENT), warpgroup_index()
         if packed:
             # The whole block leaves, and with it the other one of a pair.
             if work.behind(divide(special.block_index(), config.cluster), arrays, strides, sizes):

@@ -50,7 +50,7 @@ def make(config):
     k_bytes, v_bytes = config.PARTS * k_part, config.PARTS * v_part
     s_count, o_count, p_count = tile_n // 2, config.head_dim_v_padded // 2, config.PARTS * tile_n // 4
     panel_count = v_columns // 2  # registers of a panel of O
-    rescale = block.rescaler(config.head_dim_v_padded // 8)
+    rescale = fragment_softmax.rescaler(1, config.head_dim_v_padded // 8)
     my_turn, next_turn = block.turns_of_two(config.consumers > 1)
 
     def of_q_k(panel):
@@ -253,7 +253,7 @@ def make(config):
         compute_scores(base, me, tile.n, acc_s)
         options.find_bits(tile, of_scores, sizes)
         factor = options.finish(base, tile, of_scores, int32(0), float32(0), arrays, strides, sizes, score)
-        moved = softmax(acc_s, registers.m, registers.l, registers.alpha, factor)
+        moved = softmax(acc_s, registers.m, registers.l, registers.alpha, factor, registers.shift)
         if kept_weights.drops:
             kept_weights.find(tile.j, tile.work_tile, registers.kept, arrays, sizes)
             kept_weights.drop(acc_s, registers.kept)
@@ -326,10 +326,8 @@ def make(config):
 
     @cuda.jit
     def flash_attention_wgmma_float32(arrays, strides, sizes, score):
-        smem = cuda.shared.array(0, uint8)
-        base = block.aligned(smem, config.ALIGNMENT)
-        thread = special.thread_index()
-        warpgroup = block.warpgroup_index()
+        base = block.aligned(cuda.shared.array(0, uint8), config.ALIGNMENT)
+        thread, warpgroup = special.thread_index(), block.warpgroup_index()
         if thread == 0:
             set_up(base)
         cuda.syncthreads()

@@ -224,7 +224,7 @@ def make(config):
     maps_address = tma.parameter("numba_flash_wgmma")
     work, start = query_tiles(config), pipeline.starter_of_forward(config, 1)
     walk, packed = tile_walk.make(config), config.packed
-    written = (("o", config.head_dim_v), *[("lse", 0)] * config.write_lse)
+    written = (("o", config.head_dim_v), *[("lse", 1)] * config.write_lse)
     outside = outside_rows.make(config, written, 32) if packed else None
 
     @inlined
