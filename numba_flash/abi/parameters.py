@@ -71,11 +71,9 @@ def forward(mask: str = MASK_BITS) -> Parameters:
     return Parameters((*Operands._fields[:5], *options), ("q", "k", "v", "o", *options), SIZES, SCORE_NUMBERS)
 
 
-def backward(
-    gradients: str, rows: str = "lse_delta", mask: str = MASK_BITS, without: tuple[str, ...] = ()
-) -> Parameters:
-    """rows: the arrays with what is known of each query. without: options that the kernel does not take."""
-    options = tuple(mask if name == "mask" else name for name in _OF_SCORES if name not in without)
+def backward(gradients: str, rows: str = "lse_delta", mask: str = MASK_BITS) -> Parameters:
+    """rows: the arrays with what is known of each query."""
+    options = tuple(mask if name == "mask" else name for name in _OF_SCORES)
     own = (*options, *words(gradients))
     return Parameters((*words(f"q k v do {rows}"), *own), (*words("q k v do"), *own), SIZES, SCORE_NUMBERS)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .forward import ITEM_SIZE, AnyProblem, Config, OwnRows, Padded, check, layout, multiple_of, one_of, tile_bytes
+from .forward import ITEM_SIZE, AnyProblem, Config, check, layout, multiple_of, one_of, tile_bytes
 from .simt_backward import OfAux, OfBias, OfDelta
 
 BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/steps/lse_delta.py)
@@ -52,7 +52,7 @@ class OfGradients:
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class WalkConfig(OwnRows, Padded, Config):
+class WalkConfig(Config):
     """Of mma/backward, all dtypes: a block owns a tile of rows, keeps it in shared memory, and walks over the tiles of
     the other side.
 
@@ -110,11 +110,6 @@ class WalkConfig(OwnRows, Padded, Config):
         """Whether it sums up P times them, to dV."""
         return getattr(self, "of_dv", False)
 
-    @property
-    def delta_first(self) -> bool:
-        """Whether the sums of dP begin with -delta."""
-        return self.item_size == 2 and not self.seeded
-
     def shared_layout(self) -> Any:
         """Where the block's own tiles are, for S and for dP (K and V, or Q and dO), the stages of the other side's
         tiles, P and dS where warps exchange them, dQ with with_dq, the bias of a tile, lse and delta of the other
@@ -163,7 +158,7 @@ class MmaBackwardConfig(WalkConfig):
 
     def __post_init__(self) -> None:
         other, groups = self.other_rows, self.column_groups
-        self._check_dtype("float16", "bfloat16")
+        self._check_dtype()
         self._check_warps()
         multiple_of("the rows that a block walks over", other, 16)
         one_of("stages", self.stages, 1, 2)
@@ -173,7 +168,6 @@ class MmaBackwardConfig(WalkConfig):
         check(fits, f"a warp's part of a tile has at most 128 rows, not {other}: a mask is one word")
         self._check_widest()
         self._check_options()
-        self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def group_columns(self) -> int:

@@ -24,6 +24,7 @@ class WgmmaBackwardFloat32Config(StreamingConfig):
     stages_b: int = 1
 
     members: ClassVar[int] = 0  # a block that owns keys takes all query heads of a group
+    DTYPES = ("float32",)
     PARTS = 3
     paired: ClassVar[bool] = False  # two blocks own the same rows, and share the columns
     WIDEST: ClassVar[int] = 128  # columns of a gradient whose sums a consumer keeps
@@ -33,11 +34,10 @@ class WgmmaBackwardFloat32Config(StreamingConfig):
     registers: ClassVar[tuple[int, int]] = 104, 200  # a thread's, of the producer and of the consumers
 
     def __post_init__(self) -> None:
-        self._check_dtype("float32")
+        self._check_dtype()
         self._check_walk((64,), self.LONGEST, least_a=1)
         self._check_options(NOT_TAKEN)
         check_registers(self.registers, self.CONSUMERS)
-        self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def weights_bytes(self) -> int:

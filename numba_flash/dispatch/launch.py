@@ -21,7 +21,8 @@ from ..machine import toolchain
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import GradientOperands, Operands
-from ..select.forward import Choice, epilogue, prologue
+from ..select.around import epilogue, prologue
+from ..select.forward import Choice
 
 if TYPE_CHECKING:
     from ..problem.backward import BackwardProblem
@@ -269,7 +270,7 @@ class WarnsIfSlow(Launch):
 
     def run(self, operands: Given, stream: int) -> None:
         from ..machine.announce import warn_caller
-        from ..select.cost import simulated_seconds
+        from ..select.cost_model import simulated_seconds
 
         seconds = self._times * simulated_seconds(self._problem, self._kernel)
         if seconds > 60:

@@ -33,6 +33,16 @@ class Option(NamedTuple):
     instead: str = ""  # of one that is not: an option that does part of the same, and is
     on_cpu: bool = True
 
+    @property
+    def per_score(self) -> bool:
+        """Whether it decides about each score, or weight, on its own."""
+        return self.function or self.seeded or self.shape == "scores"
+
+    @property
+    def per_row(self) -> bool:
+        """Whether it asks whose row a score is of."""
+        return self.per_score or (self.shape == "heads" and self.acts_on == "score")
+
 
 OPTIONS = (
     Option("scale", "score"),

@@ -10,8 +10,9 @@ from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import ARRAYS
 from .backward_shared import one_key_tile
-from .forward import mma_is_sooner, no_tma, no_wide_rows, not_on_tensor_cores, too_wide
-from .rungs import RUNGS, Refused, Rung, check_request, choose, no_room, not_here
+from .forward import mma_is_sooner, not_on_tensor_cores
+from .refusals import no_room, no_tma, no_wide_rows, not_here, too_wide
+from .rungs import RUNGS, Refused, Rung, check_request, choose
 
 
 class BackwardChoice(NamedTuple):

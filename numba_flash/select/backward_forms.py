@@ -35,10 +35,11 @@ def can_be_one_kernel(problem: BackwardProblem) -> bool:
 def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     """Whether the one kernel is faster than two. docs/adding_a_tile_row.md has the measurements.
 
-    If every query sees every key, parts of dQ wait in a line, and a model says what that costs (backward_line.py).
-    Under a mask two long heads go two ways, and parts of a group count as heads. The batch size may not decide: a row's
-    bits must not depend on it. Short sequences are assumed to come in batches. If all keys are one tile, there are no
-    parts. Of packed sequences the lengths are not known, and may not decide.
+    If every query sees every key, parts of dQ wait in a line, and a model says what that costs (backward_line.py). So
+    it is where most queries see most keys, as in a chunk behind others' keys. Under another mask two long heads go two
+    ways, and parts of a group count as heads. The batch size may not decide: a row's bits must not depend on it. Short
+    sequences are assumed to come in batches. If all keys are one tile, there are no parts. Of packed sequences the
+    lengths are not known, and may not decide.
     """
     forward = problem.forward
     if forward.packed is not None:
@@ -52,11 +53,13 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     if one_tile:
         return forward.seqlen_q <= 1024
     if forward.every_key:
-        return one_kernel_gains(forward)
+        return one_kernel_gains(forward, fewest_sums(forward))
     lines = forward.heads_kv * parts_of(forward.group, heads_per_block(problem, one_kernel=True))
     two_ways = lines == 2 and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
     few = lines < 4 and not two_ways and dq_partials(problem) == 1
-    return not few and forward.seqlen_k <= forward.seqlen_q and forward.heads * forward.seqlen_k >= 8192
+    if few or forward.heads * min(forward.seqlen_q, forward.seqlen_k) < 8192:
+        return False
+    return not forward.most_keys or one_kernel_gains(forward, dq_partials(problem))
 
 
 def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:

@@ -5,7 +5,7 @@ from .tiles import ANY, SIMULATOR, Row, at, table
 _MMA = "tile_m tile_n warp_rows in_registers blocks_per_sm column_groups stages"
 _WIDE = "tile_m tile_n warp_rows column_groups blocks_per_sm"
 _WGMMA = "tile_m tile_n stages_a stages_b"
-# per_score of rows that serve problems with these options, too (tiles.BY_ELEMENT)
+# per_score of rows that serve problems with these options, too (tiles.PER_SCORE)
 _MASK_MOD, _MASK, _ONE, _SEVERAL = "mask_mod", "mask or dropped weights", "one kind", "several kinds"
 
 TABLES: dict[str, tuple[Row, ...]] = {

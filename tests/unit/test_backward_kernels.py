@@ -407,7 +407,7 @@ def test_the_kernels_of_the_hopper_backward():
 
 
 # By how many registers take what decides about each score: (which of them, tile_m of dK and dV, tile_n of dQ).
-BY_ELEMENT = [
+PER_SCORE = [
     (dict(mask_mod=earlier), 64, 128),
     (dict(mask="bool"), 64, 112),
     (dict(dropout_p=0.1), 64, 112),
@@ -424,7 +424,7 @@ BY_ELEMENT = [
 
 @pytest.mark.usefixtures("two_kernels")
 @pytest.mark.parametrize(
-    ("options", "tile_m", "tile_n"), BY_ELEMENT, ids=lambda x: "-".join(x) if isinstance(x, dict) else str(x)
+    ("options", "tile_m", "tile_n"), PER_SCORE, ids=lambda x: "-".join(x) if isinstance(x, dict) else str(x)
 )
 def test_what_decides_about_each_score_has_tiles_of_its_own(options, tile_m, tile_n):
     made = {}
@@ -525,7 +525,11 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(seqlen_q=512, seqlen_k=8192) == kernels(64, 448, 2048) == one
     assert kernels(seqlen_q=512, seqlen_k=8192, causal=True) == kernels(seqlen_q=512, seqlen_k=2047) == two
     assert kernels(seqlen_q=512, seqlen_k=8192, heads=7) == kernels(seqlen_q=513, seqlen_k=8192) == one
-    assert kernels(seqlen_k=2049) == one and kernels(seqlen_k=2049, causal=True) == kernels(seqlen_k=129) == two
+    assert kernels(seqlen_k=2049) == kernels(seqlen_k=2049, causal=True) == one and kernels(seqlen_k=129) == two
+    # A chunk of queries behind others' keys: as the whole, if there is enough work to wait for.
+    chunk = dict(heads=32, heads_kv=8, seqlen_q=1024, seqlen_k=4096, q_offset=3072)
+    assert kernels(**chunk, causal=True) == kernels(**chunk, window=(700, 0)) == in_parts
+    assert kernels(**chunk | dict(heads=8, heads_kv=2), causal=True) == two
     # Fewer keys: of many heads, or under a mask.
     assert kernels(64, 1024, 1024, heads=16) == kernels(64, 1024, 1024, causal=True) == one
     assert kernels(88, 1024, 1024, causal=True) == one
@@ -636,10 +640,11 @@ def test_one_long_head_has_several_partial_sums_of_dq():
         assert sizes["dq_sums"] == ((tiles * 4 * 64 * 128,), "float32")
         assert sizes["turns"] == ((32 + tiles * 4 * 2,), "uint32")
     assert kernels(window=(500, 0), head_dim=88)[1][1].dq_partials == 4 and kernels()[1][1].dq_partials == 8
-    others = (dict(seqlen_k=16383), dict(seqlen_q=16383), dict(head_dim=64), dict(heads=2))
+    others = (dict(seqlen_k=16383), dict(head_dim=64), dict(heads=2))
     for other in others:
         assert all(getattr(config, "dq_partials", 1) == 1 for config in kernels(**dict(causal=True) | other)[1])
-    assert kernels(causal=True, seqlen_q=16383)[1][1].kernel == "wgmma_dkdv"
+    assert kernels(causal=True, seqlen_q=16383)[1][1].dq_partials == 4
+    assert kernels(causal=True, seqlen_q=4096)[1][1].kernel == "wgmma_dkdv", "a chunk with too little to wait for"
 
 
 @pytest.mark.parametrize(

@@ -299,19 +299,16 @@ def make(config):
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 of the block's keys."""
-        acc_s = local.array(s_count, float32)
-        acc_dp = local.array(s_count, float32)
+        acc_s, acc_dp = local.array(s_count, float32), local.array(s_count, float32)
         acc_dk = local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
         acc_dv = local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
         acc_dq = acc_dp  # (dq_columns / 8, 4): one is done with where the other begins, which ptxas does not find out
-        p_frag = local.array(frag_count, uint32)
-        ds_frag = local.array(frag_count, uint32)
+        p_frag, ds_frag = local.array(frag_count, uint32), local.array(frag_count, uint32)
         mask_bits = local.array(mask_words, uint32)
         kept, distance = local.array(count.words, uint32), local.array(2, float32)
         shown = local.array(read.bits_words, uint32)
         tile = TileFragments(acc_s, acc_dp, p_frag, ds_frag, mask_bits, shown, kept, mask_bits, distance)
-        me = int32(warpgroup - 1)  # which of the consumers
-        elected = block.elected()
+        me, elected = int32(warpgroup - 1), block.elected()  # me: which of the consumers
         k_desc = describe_rows(base + plan.own_a + me * (64 * 128))
         consumer = Consumer(me, elected, k_desc, describe_rows(base + plan.own_b + me * (64 * 128)))
         # With two panels these are zeroed for each tile, so that they do not live while dK and dV are staged. Otherwise
@@ -381,16 +378,19 @@ def make(config):
 
     @cuda.jit
     def flash_attention_wgmma_fused(tensor_maps, arrays, strides, sizes, score):
-        smem = cuda.shared.array(0, uint8)
-        base = aligned(smem, config.ALIGNMENT)
-        thread = special.thread_index()
-        warpgroup = warpgroup_index()
+        base = aligned(cuda.shared.array(0, uint8), config.ALIGNMENT)
+        thread, warpgroup = special.thread_index(), warpgroup_index()
         if not all_keys or read.reads:  # the ticket, or a mask's bits
             griddepcontrol.wait()
         if thread == 0:
             set_up(base)
-            if not stays:
+            if config.keys_first:
+                row, h_kv, entry = tiles.own_keys(arrays, strides, sizes)
+                producer.load_own(base, row, h_kv, entry)
+            elif not stays:
                 tiles.take(base, int32(0), arrays, strides, sizes)
+        if config.keys_first and thread == 32:  # of another warp, beside these loads
+            tiles.take(base, int32(0), arrays, strides, sizes)
         cuda.syncthreads()
         if warpgroup == 0:
             give_registers()

@@ -43,11 +43,11 @@ class TileFragments(NamedTuple):
     ds_frag: Any  # likewise dS
     mask_bits: Any  # which scores count
     shown_bits: Any  # which of them the mask leaves
-    kept: Any  # which weights count (kernels/score/dropout.py)
+    kept: Any  # which weights count (kernels/score/kept_weights.py)
     loaded: Any  # the bias (2, columns / 8, 2), in 16 bits two in one (kernels/score/reads.py)
     distance: Any  # (2,) q_pos - k_pos
-    owed: Any = None  # of a gradient of aux: as acc_s, where the derivative of the score is by the number of aux
-    run: Any = None  # what is owed so far (kernels/score/aux_gradient.py)
+    daux: Any = None  # of a gradient of aux: as acc_s, where the derivative of the score is by the number of aux
+    run: Any = None  # their sums so far (kernels/score/aux_gradient.py)
 
 
 @inlined
@@ -223,7 +223,7 @@ def make(config):
                         weighed = weighed if seen else float32(0)
                         acc_s[at] = weighed * derivative * slope if seen else float32(0)
                         if owes:
-                            tile.owed[at] = weighed * derivative * by_aux if seen else float32(0)
+                            tile.daux[at] = weighed * derivative * by_aux if seen else float32(0)
                         if early:
                             p[2 * r + x] = if_kept(weighed, tile, r, n, x)
                 if early:
@@ -267,7 +267,7 @@ def make(config):
                             factor = dp * score.kept_count + less if count.present else dp + less
                             ds[x] = acc_s[at] * factor
                             if owes:
-                                aux.add_same(tile.run, tile.owed[at], factor)
+                                aux.add_same(tile.run, tile.daux[at], factor)
                             if not (inside or is_set(tile.mask_bits, r, n, x)):
                                 ds[x] = float32(0)  # dP may be NaN there
                             if of_p and not early:
