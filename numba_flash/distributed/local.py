@@ -17,12 +17,11 @@ import array_api_compat
 from ..api.backward import attention_backward
 from ..api.forward import attention
 from ..api.varlen import attention_varlen, attention_varlen_backward
-from ..problem.options import ARRAYS, AttentionGradients
+from ..problem.options import OF_HEADS, AttentionGradients
 from .groups import Group, contiguous, empty, namespace
 from .layout import Layout, Reach
 
 # options with a number for each head, whose gradients are those of the rank's rows
-OF_HEADS = tuple(option.name for option in ARRAYS if option.shape == "heads")
 
 
 class Call(NamedTuple):
