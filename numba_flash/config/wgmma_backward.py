@@ -58,11 +58,6 @@ class StreamingConfig(Config):
         self._check_options(self.NOT_TAKEN)
         check_registers(self.registers, self.consumers)  # type: ignore[attr-defined]
 
-    @property
-    def stream_rows(self) -> int:
-        """Rows of the tiles that a block walks over."""
-        return self.other_rows
-
     def parts_bytes(self, rows: int, columns: int) -> int:
         """Of a tile in parts."""
         return self.PARTS * tile_bytes(rows, columns)
@@ -78,11 +73,11 @@ class StreamingConfig(Config):
     @property
     def stream_a_bytes(self) -> int:
         """Of one stage."""
-        return self.parts_bytes(self.stream_rows, self.head_dim_padded)
+        return self.parts_bytes(self.other_rows, self.head_dim_padded)
 
     @property
     def stream_b_bytes(self) -> int:
-        return self.parts_bytes(self.stream_rows, self.head_dim_v_padded)
+        return self.parts_bytes(self.other_rows, self.head_dim_v_padded)
 
     def barriers(self) -> Any:
         """Where the mbarriers are, 8 bytes each."""

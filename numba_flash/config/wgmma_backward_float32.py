@@ -38,7 +38,7 @@ class WgmmaBackwardFloat32Config(StreamingConfig):
     @property
     def weights_bytes(self) -> int:
         """Of a tile of scores in float32, on their way from one consumer, or one block, to the other."""
-        return 4 * self.own_rows * self.stream_rows
+        return 4 * self.own_rows * self.other_rows
 
     def _barrier_counts(self) -> dict[str, int]:
         return self._rings() | dict(weights_full=1, weights_empty=1)
@@ -103,7 +103,7 @@ class Paired(WgmmaBackwardFloat32Config):
     @property
     def panel_bytes(self) -> int:
         """Of 64 columns of a tile of the walk."""
-        return self.parts_bytes(self.stream_rows, 64)
+        return self.parts_bytes(self.other_rows, 64)
 
     def _barrier_counts(self) -> dict[str, int]:
         """Tiles have one of each kind for each panel. The next tile of a comes while the last one is still read, so
