@@ -1,4 +1,5 @@
-"""gpu_check on several GPUs: context_parallel_attention of one process a GPU, over NCCL, beside one GPU.
+"""gpu_check on several GPUs: context_parallel_attention of one process a GPU, over NCCL, beside one GPU. Where there is
+one GPU, two ranks are threads (_gpu_thread_ranks.py).
 
 Each rank computes the whole problem on its own GPU, too. o, lse and dq must have its bits where that is promised
 (docs/context_parallel.md), dk and dv must be close, and a second call must repeat all bits. Memory that is handed out
@@ -241,7 +242,8 @@ def one_step(group, size, device):
 def check_step(group, device):
     import torch
 
-    found, expected = one_step(group_of(group), group.size(), device)
+    made = group_of(group)
+    found, expected = one_step(made, made.size, device)
     torch.testing.assert_close(found.o, expected.o, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(found.lse, expected.lse, rtol=1e-5, atol=1e-5)
     equal = [name for name, x, y in zip(("o", "lse"), found, expected, strict=True) if torch.equal(x, y)]
@@ -371,18 +373,40 @@ class Ranks:
                 process.kill()
 
 
+class Threads:
+    """Two ranks on one GPU."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def run(self, case):
+        import _gpu_thread_ranks
+        import torch
+
+        device = torch.device("cuda", 0)
+        try:
+            found = _gpu_thread_ranks.run(lambda group: run(case, group, self.kernel, device), _size())
+        except Exception as error:  # as in `serve`
+            traceback.print_exc()
+            return False, f"{case}: {first_line(error)}"
+        return True, found[0]
+
+    def end(self, hanging):
+        pass
+
+
 def left_out(kernel, library):
     """Why nothing is checked, or None."""
     if importlib.util.find_spec(library) is None:
         return f"left out: no {library}"
-    if _devices() < 2:
-        return "left out: one GPU only"
     return None if kernel in ("mma", "wgmma") else "mma and wgmma"
 
 
 def check_mesh(kernel, options, tools):
     if (why := left_out(kernel, "jax")) is not None:
         return why
+    if _devices() < 2:
+        return "left out: one GPU only"
     compile_ahead(configs_of([functools.partial(run_hollow_mesh, kernel)]))
     if Ahead.only:
         return Ahead.note
@@ -402,7 +426,7 @@ def check(kernel, options, tools):
     for case in cases:
         began, hangs = time.monotonic(), False
         try:
-            ranks = ranks or Ranks(kernel, log)
+            ranks = ranks or (Ranks(kernel, log) if _devices() > 1 else Threads(kernel))
             good, line = ranks.run(case)
         except RuntimeError as error:
             good, line, hangs = False, str(error), True
@@ -416,7 +440,7 @@ def check(kernel, options, tools):
     if failed:
         print(Path(log).read_text() if Path(log).exists() else "")
     assert not failed, f"{len(failed)} of {len(cases)}: " + "; ".join(failed)
-    return f"{passed} cases on {_size()} GPUs"
+    return f"{passed} cases on {_devices()} GPU(s)"
 
 
 def _devices():
@@ -428,4 +452,5 @@ def _devices():
 
 
 def _size():
-    return min(_devices(), 4)
+    """How many ranks there are."""
+    return min(max(_devices(), 2), 4)

@@ -136,7 +136,6 @@ def make(config):
             if config.of_dv:
                 scores.add_b(base, step, held.acc_s, acc_dv, p_frag, even, odd)
             step = producer.step_behind(base, step)
-        scores.my_turn(FIRST)  # takes the turn that was passed on after the last tile
         if config.of_dv:
             write_b(base, acc_dv, float32(1), arrays.dv, strides.dv, arrays, strides, sizes, score)
         else:
@@ -151,7 +150,6 @@ def make(config):
         ds_frag = local.array(a.frag_count, uint32)  # (3, rows of the tile / 8, 2)
         even, odd = local.array(a.even_count, float32), local.array(a.odd_count, float32)
         block.clear(acc, a.sum_count)
-        scores.next_turn(SECOND)  # the first consumer has the first turn
         producer.load_own_b(base, SECOND, arrays, strides, sizes)
         if not of_keys:
             load_rows(lse, delta, base, arrays, strides, sizes)

@@ -5,7 +5,7 @@ the registers of one. The first computes S and P, and hands P times the derivati
 shared memory: the same thread of both has the same elements. The second computes dP and dS, and adds dS times the tile
 a (Q or K) to dK or dQ. For dK and dV the first has sums, too: those of dV.
 
-Products of one consumer run while the other works between its own. They take turns at the tensor cores:
+Products of one consumer run while the other works between its own:
 
     first   S(0)       dV(0)       S(1)       dV(1) ...      and for dQ   S(0)       S(1)         S(2) ...
     second       dP(0)       dK(0)      dP(1)       ...                        dP(0)      dQ(0) dP(1) ...
@@ -47,9 +47,7 @@ class Held(NamedTuple):
 
 def make(config):
     """-> device functions of a consumer, and what they need as registers of what is read for the scores."""
-    has_second, both_sum = config.has_second, config.of_dv and config.has_second
-    my_turn, next_turn = block.turns_of_two(has_second)
-    plan, blocks = config.shared_layout(), config.other_rows // 8
+    has_second, plan, blocks = config.has_second, config.shared_layout(), config.other_rows // 8
     weights_ring = pipeline(config.barriers().weights_full, None)
     tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
     to_parts = parts.to_operand(config.other_rows)
@@ -120,9 +118,7 @@ def make(config):
         if read.reads:
             load_for_scores(base, step, held, arrays, strides, sizes)
         tiles.a.wait(base, n)
-        my_turn(FIRST)
         tiles.a.issue(held.acc_s, held.other, base, n)
-        next_turn(FIRST)
         if chain.has_row_term or has_mask or masked:
             find_visible(base, i, sizes, held.mask_bits, held.distance)
         read.hide(held.mask_bits, held.shown_bits, TRUE)
@@ -142,9 +138,7 @@ def make(config):
         four = local.array(4, uint32)
         n = step.n
         tiles.b.wait(base, n)
-        my_turn(SECOND)
         tiles.b.issue(acc_dp, other, base, n)
-        next_turn(SECOND)
         tiles.b.finish(acc_dp, other, base, n)
         weights_ring.consumer_wait(base, n)
         for column in range(blocks):
@@ -165,16 +159,12 @@ def make(config):
             to_parts(scores, frag)
             if me == FIRST:  # for a, which the second adds, the first has waited before its weights
                 tiles.b.wait(base, step.n)
-            if both_sum:
-                my_turn(me)
             kind.issue_sums(even, odd, frag, base, step.n)
-            if both_sum:
-                next_turn(me)
             kind.finish_sums(acc, even, odd, frag, base, step.n)
 
         return add
 
     words = dict(bias_words=read.bias_words, bias_type=read.bias_type, bits_words=read.bits_words)
-    functions = my_turn, next_turn, start, weights_at, to_weights, to_score_gradients
+    functions = start, weights_at, to_weights, to_score_gradients
     adders = dict(add_a=adder(SECOND, tiles.a), add_b=adder(FIRST, tiles.b))
     return named(*functions, **adders, **words, mask_words=mask_words, tiles=tiles)

@@ -233,22 +233,6 @@ def register_moves(config):
     return setmaxnreg.decrease(config.registers[0]), setmaxnreg.increase(config.registers[1])
 
 
-def turns_of_two(present):
-    """-> (my_turn, next_turn), device functions of consumer `me`, 0 or 1, if they take turns at the tensor cores."""
-
-    @inlined
-    def my_turn(me):
-        if present:
-            bar.sync(me + 1, 256)  # threads of two warpgroups
-
-    @inlined
-    def next_turn(me):
-        if present:
-            bar.arrive(int32(2 - me), 256)
-
-    return my_turn, next_turn
-
-
 def places(config):
     """-> device functions of one thread of a backward: where a tile is in the arrays. work: where the words are."""
     packed, state = config.packed, state_of(config)
