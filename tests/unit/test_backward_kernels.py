@@ -76,7 +76,7 @@ def test_when_a_bias_comes_by_tma(options, boxes, streams):
         made = configs[0].problem_behind(made)
     own = [config for config in configs if config.kernel in ("wgmma_dkdv", "wgmma_dq")]
     assert [config.bias_boxes for config in own] == [boxes] * 2
-    assert tuple(config.stream_rows for config in own) == streams
+    assert tuple(config.other_rows for config in own) == streams
     assert all(config.shared_bytes <= HOPPER.shared_bytes for config in own)
     fetched = [config.parameters.arrays[config.operand_maps(made)[-1][0]] for config in own]
     assert fetched == (["bias"] if boxes else ["do"]) * 2

@@ -118,7 +118,7 @@ def make(config):
     tiles = backward_block_tiles.make(config)
     plain, producer = backward_plain_scores.make(config), backward_producer.of_keys(config)
     to_some_weights, to_other_weights = plain.weights_of(0, tile_m // 32), plain.weights_of(tile_m // 32, tile_m // 16)
-    find_visible = block.visibility(config, config.stream_rows, block.state_of(config))
+    find_visible = block.visibility(config, config.other_rows, block.state_of(config))
     read = reads.make(config, 1, tile_m, of_keys=True)
     walk = backward_work.query_walk(config, whole_warp=True)
     state, set_up = block.state_of(config), pipeline.starter_of_backward(config)

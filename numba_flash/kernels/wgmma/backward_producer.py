@@ -40,8 +40,8 @@ def loaders(config, own_maps, stream_maps):
 
     load_own_a = box_loader(config.own_rows, a_panels, own_maps[0])
     load_own_b = box_loader(config.own_rows, b_panels, own_maps[1]) if own_maps[1] is not None else None
-    load_stream_a = box_loader(config.stream_rows, a_panels, stream_maps[0])
-    load_stream_b = box_loader(config.stream_rows, b_panels, stream_maps[1])
+    load_stream_a = box_loader(config.other_rows, a_panels, stream_maps[0])
+    load_stream_b = box_loader(config.other_rows, b_panels, stream_maps[1])
     has_own_b = load_own_b is not None
 
     @inlined
