@@ -121,6 +121,7 @@ class LaunchFacts:
     ptx_version: ClassVar[str] = ""  # the first with its instructions; "": its GPU's (compiled.PTX_VERSIONS)
     kept: ClassVar[str] = ""  # the array that it makes and a BlockMask keeps for the next call; "" = none
     packed: bool = False  # sequences are packed (problem/packed.py)
+    clears_outside: ClassVar[bool] = False  # it writes rows of no sequence, too (kernels/steps/outside_rows.py)
     in_order: bool = False  # their tiles have numbers (kernels/steps/tile_numbers.py)
 
     @property

@@ -38,6 +38,7 @@ class StreamingConfig(Config):
     key_tiles: ClassVar[int] = 0  # these three: as of WgmmaFusedConfig
     bias_in_ds: ClassVar[bool] = False
     bidirectional: ClassVar[bool] = False  # a block is told which way to walk
+    keys_first: ClassVar[bool] = False  # K and V are loaded before it is known which queries see them
     PARTS: ClassVar[int] = 1  # of which a tile consists (kernels/wgmma/parts.py)
     STATE_WORDS: ClassVar[int] = 16  # that every role reads of the block's work
 
@@ -350,6 +351,11 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     def registers(self) -> tuple[int, int]:
         """The threads that add keep more in mind than a producer's others, and most of all where they stay."""
         return (56, 224) if self.stays else (40, 232)
+
+    @property
+    def keys_first(self) -> bool:  # type: ignore[override]
+        """Where a block has one tile, whose place follows from its number. Without packing it gains nothing."""
+        return self.packed and self.key_tiles > 0 and not self.stays
 
     @property
     def dq_panels(self) -> int:

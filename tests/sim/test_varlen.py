@@ -53,6 +53,16 @@ def incoming(case):
     return do, o, lse, dlse
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_tile_is_found_behind_more_sequences_than_a_warp_looks_at(dtype):
+    """Two of 70 have queries, and two rows behind all are of none."""
+    rung = forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True, usual=dtype)
+    lengths = [(0, 0)] * 40 + [(3, 5)] + [(0, 1)] * 28 + [(2, 2)]
+    case = varlen.ragged(rung, lengths, heads=1, heads_kv=1, head_dim=8)
+    case = dataclasses.replace(case, q=np.concatenate([case.q, case.q[:2]]))
+    packed.check_packed(case, *varlen.forward(rung, case))
+
+
 LENGTHS = [(0, 3), (70, 140), (1, 0), (20, 0), (0, 0), (1, 9), (0, 1)]
 ONE_KERNEL = [  # options, heads, head_dim, blocks, lengths
     ({}, 1, 8, 1, LENGTHS), (dict(causal=True), 2, 8, 2, LENGTHS), (dict(causal=True), 1, 72, 3, [(70, 140), (5, 9)]),

@@ -378,8 +378,13 @@ def make(config):
             griddepcontrol.wait()
         if thread == 0:
             set_up(base)
-            if not stays:
+            if config.keys_first:
+                row, h_kv, entry = tiles.own_keys(arrays, strides, sizes)
+                producer.load_own(base, row, h_kv, entry)
+            elif not stays:
                 tiles.take(base, int32(0), arrays, strides, sizes)
+        if config.keys_first and thread == 32:  # of another warp, beside these loads
+            tiles.take(base, int32(0), arrays, strides, sizes)
         cuda.syncthreads()
         if warpgroup == 0:
             give_registers()
