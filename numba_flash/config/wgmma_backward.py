@@ -306,8 +306,10 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
         check(alone, f"it takes no option that changes scores but a bias, and none of {', '.join(FUNCTIONS)}")
         read = self.has("mask") or self.has("bias")
         check(not (self.seeded and read), f"with {SEEDED} it takes no mask and no bias: registers are few")
-        boxed = self.bias_boxes and not self.stays and not self.lse_first
-        check(boxed or not self.has("bias"), "with a bias it needs bias_boxes, and neither stays nor lse_first")
+        meets = self.key_tiles > 1 and not self.packed  # each key tile of a block meets some query
+        boxed = self.bias_boxes and (meets or not self.stays) and not self.lse_first
+        needs = "with a bias it needs bias_boxes and no lse_first, and stays with key_tiles alone"
+        check(boxed or not self.has("bias"), needs)
         room = not self.seeded or not (large or self.lse_first)
         check(room, f"with {SEEDED} tiles are of 64 queries, and lse_first is False: registers are few")
         super().__post_init__()
@@ -344,8 +346,9 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """The threads that add keep more in mind than a producer's others, and most of all where they stay."""
-        return (56, 224) if self.stays else (40, 232)
+        """The threads that add keep more in mind than a producer's others, and most of all where they stay. With a bias
+        blocks that stay have none that add, and consumers need the registers."""
+        return (56, 224) if self.stays and not self.bias_boxes else (40, 232)
 
     @property
     def keys_first(self) -> bool:  # type: ignore[override]

@@ -276,13 +276,19 @@ def make(config):
     def finish_keys(base, own, me, n, steps, acc_dk, acc_dv, arrays, strides, sizes, score):
         """Writes dK and dV of the key tile; n: of the query tile after its last one; steps: how many it has met."""
         if stays:
-            if one_panel:  # in place of the dS that is not the last: both warpgroups' dQ of that is there
+            if boxed:  # in place of the last dS: the next bias may come to the other already
+                bar.sync(3, all_consumers)  # the dQ of both is there
+                place = base + ((n - 1) & 1) * ds_bytes + me * (64 * 128)
+            elif one_panel:  # in place of the dS that is not the last: both warpgroups' dQ of that is there
                 place = base + (n & 1) * ds_bytes + me * (64 * 128)
             else:  # in place of the warpgroup's own panels of both
                 bar.sync(3, all_consumers)  # the dQ of both is there
                 place = base
             write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score)
             bar.sync(me + 1, 128)  # all four warps have read it
+            if boxed:
+                fence.proxy_async()
+                rings.b.consumer_release(base, int32(n - 1), block.elected())
         else:
             bar.sync(3, all_consumers)  # both warpgroups have read K and V for the last time
             write_gradients(own, base, acc_dk, acc_dv, arrays, strides, sizes, score)
