@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FEW_ROWS, FEW_WIDE_ROWS, WIDE_COLUMNS = 64, 16, 128
 WIDEST = dict(float64=128)  # head_dim, where it is not 256
 SIMULATED_BLOCKS = 4
-LEAST_SHARED = 16384  # room for keys: of shorter sequences each reads its own prefix sooner (measurements/mma_decode.md)
+LEAST_SHARED = 16384  # room for keys: with less, each sequence reads its own prefix (measurements/mma_decode.md)
 MOST_THREADS = 256  # of a multiprocessor: each takes up to 255 registers
 LEAST_LEVELS, MOST_LEVELS = 1, 7  # of nodes in shared memory, if none waits in registers
 
