@@ -245,7 +245,10 @@ def _wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     for row in _rows(rung.table, problem, target):
         tile = row.tile
         features["group_size"] = group = _group(problem, tile["tile_m"])
-        tile["tile_n"] = min(tile["tile_n"], _most_keys(problem, WgmmaConfig.MOST_KEYS))
+        most = _most_keys(problem, WgmmaConfig.MOST_KEYS)
+        if problem.packed is None and problem.array("bias") is None:  # whose boxes are as wide as they can be
+            most = min(most, max(-(-problem.seqlen_k // 16) * 16, 16))
+        tile["tile_n"] = min(tile["tile_n"], most)
         # A place for O, if no buffer of Q is free for it and there is room; then one for a bias.
         bias = problem.array("bias")
         for bias_stages in (2, 1, 0) if bias is not None and bias.boxes and group == 1 else (0,):
