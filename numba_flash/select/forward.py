@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 LEAST_TILES = 8  # of keys, in each of several parts of them
+LEAST_WIDE = 32  # keys of a tile of wgmma
 LEAST_KEYS = 1024  # of few queries: with fewer, there is little to share out
 GAIN = 0.85  # parts are taken where they take less than this of the time: a large batch loses 6 % by them
 
@@ -244,11 +245,12 @@ def _wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     features = features_of(WgmmaConfig, problem, target)
     for row in _rows(rung.table, problem, target):
         tile = row.tile
+        tile["tile_n"] = min(tile["tile_n"], _most_keys(problem, WgmmaConfig.MOST_KEYS))
+        keys = max(-(-problem.seqlen_k // 16) * 16, LEAST_WIDE)
+        # What is read takes another path, and the longest packed sequence decides nothing.
+        if keys < tile["tile_n"] and "unread" in _facts_of(problem).words and problem.packed is None:
+            tile |= dict(tile_n=keys, tile_m=min(tile["tile_m"], 128))  # 192 rows spill
         features["group_size"] = group = _group(problem, tile["tile_m"])
-        most = _most_keys(problem, WgmmaConfig.MOST_KEYS)
-        if problem.packed is None and problem.array("bias") is None:  # whose boxes are as wide as they can be
-            most = min(most, max(-(-problem.seqlen_k // 16) * 16, 16))
-        tile["tile_n"] = min(tile["tile_n"], most)
         # A place for O, if no buffer of Q is free for it and there is room; then one for a bias.
         bias = problem.array("bias")
         for bias_stages in (2, 1, 0) if bias is not None and bias.boxes and group == 1 else (0,):
