@@ -69,12 +69,12 @@ several = (
     for case in testing.random_cases(100, seed=5, **limits)
     if case.q.size and min(case.q.shape[2], case.k.shape[2]) > 32
 )
-cases = list(itertools.islice(several, 12))
-assert len(cases) == 12
+cases = list(itertools.islice(several, 6))
+assert len(cases) == 6
 
 
 def wrong_cases():
-    """How many of 12 random problems are not within their tolerance."""
+    """How many of 6 random problems are not within their tolerance."""
     wrong = 0
     for case in cases:
         o, lse = numba_flash.attention(**case.arguments(), return_lse=True, kernel="v2")
@@ -86,7 +86,7 @@ def wrong_cases():
 
 
 wrong = wrong_cases()
-print("as it is:", wrong, "of 12 are wrong")
+print("as it is:", wrong, "of 6 are wrong")
 assert wrong == 0
 
 # %% [markdown]
@@ -96,8 +96,8 @@ assert wrong == 0
 # %%
 with edited(v2, "alpha = math.exp(m - m_new)", "alpha = compute(1)"):
     broken = wrong_cases()
-print("without alpha:", broken, "of 12 are wrong")
-assert broken == 12
+print("without alpha:", broken, "of 6 are wrong")
+assert broken == 6
 
 # %% [markdown]
 # Any common factor of `l` and `O` is divided out at the end. So a maximum that is slightly too large changes only the
@@ -106,5 +106,5 @@ assert broken == 12
 # %%
 with edited(v2, "m_new = max(max_tmp, m)", "m_new = max(max_tmp + compute(0.5), m)"):
     shifted = wrong_cases()
-print("with a maximum that is 0.5 too large:", shifted, "of 12 are wrong")
+print("with a maximum that is 0.5 too large:", shifted, "of 6 are wrong")
 assert shifted == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .described import add_problem, backward_problem_of, capability, check, made_up, problem_of
+from .api.described import add_problem, backward_problem_of, capability, check, made_up, problem_of
 from .problem.options import GRADIENT_OF
 
 DEMO = (

@@ -18,7 +18,8 @@ from _clone import commit
 import numba_flash
 from numba_flash.dispatch import forward as dispatch
 from numba_flash.gpu import compiled
-from numba_flash.select import forward as select
+from numba_flash.select import around
+from numba_flash.select import forward_kernels as select
 
 VERSIONS = (
     "numba", "numba-cuda", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "numpy", "torch", "triton", "jax",
@@ -201,8 +202,8 @@ def jobs(arguments, kernel, **options):
     """The same of all kernels that it runs."""
     explained = numba_flash.explain(**arguments, **options, kernel=kernel)
     before, behind = (
-        select.prologue(explained.config, explained.problem, explained.target),
-        select.epilogue(explained.config),
+        around.prologue(explained.config, explained.problem, explained.target),
+        around.epilogue(explained.config),
     )
     return [(config, explained.target.cc) for config in (*before, explained.config, *behind)]
 

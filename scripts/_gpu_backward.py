@@ -13,10 +13,9 @@ import numba_flash
 from numba_flash import testing
 from numba_flash.api import backward as gradients
 from numba_flash.api.backward import AttentionGradients
-from numba_flash.config.wgmma_backward import BY_ELEMENT
 from numba_flash.dispatch import backward as dispatch
 from numba_flash.dispatch import launch
-from numba_flash.problem.options import daux_name
+from numba_flash.problem.options import OPTIONS, daux_name
 from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select import rungs
 from numba_flash.testing import exact as testing_exact
@@ -216,9 +215,10 @@ def one_kernel_where_possible(few_blocks=False):
 
 def can_be_one_kernel(kernel, case):
     """Whether nothing in it makes select take two kernels."""
+    used = [option for option in OPTIONS if option.name in case.options]
     if kernel == "mma":
-        return str(case.q.dtype) in ("float32", "float64") and not set(BY_ELEMENT) & set(case.options)
-    two = {"softcap", "alibi_slopes", *BY_ELEMENT} & set(case.options)
+        return str(case.q.dtype) in ("float32", "float64") and not any(option.per_score for option in used)
+    two = any(option.per_score or option.name in ("softcap", "alibi_slopes") for option in used)
     return max(case.q.shape[3], case.v.shape[3]) <= 128 and not two
 
 

@@ -7,7 +7,7 @@ from _gpu import Ahead, compile_ahead
 
 import numba_flash
 from numba_flash.select import rungs
-from numba_flash.select.forward import prologue
+from numba_flash.select.around import prologue
 from numba_flash.testing import packed as packs
 
 GROUPS = (  # dtype, head_dims, features: each group is a handful of kernels for many lengths

@@ -1,4 +1,5 @@
-"""gpu_check on several GPUs: context_parallel_attention of one process a GPU, over NCCL, beside one GPU.
+"""gpu_check on several GPUs: context_parallel_attention of one process a GPU, over NCCL, beside one GPU. Where there is
+one GPU, two ranks are threads (_gpu_thread_ranks.py).
 
 Each rank computes the whole problem on its own GPU, too. o, lse and dq must have its bits where that is promised
 (docs/context_parallel.md), dk and dv must be close, and a second call must repeat all bits. Memory that is handed out
@@ -33,7 +34,7 @@ from numba_flash.distributed import (
 from numba_flash.distributed.whole import group_of
 
 STARTING, PATIENCE, JAX_PATIENCE = 60, 20, 100  # seconds for the ranks, for each case, and for JAX, which compiles
-# What has the bits of one GPU. dq has not where few rows take another form of the backward than the whole
+# What has the bits of one GPU. Of slices as small as these dq has not: they take two kernels where the whole takes one
 OUT, ROWS, ALL = ("o", "lse"), ("o", "lse", "dq"), ("o", "lse", "dq", "dk", "dv")
 
 
@@ -47,12 +48,12 @@ def _in_blocks(b, h, i, j):
 
 # name: (tokens, head_dim, dtype, what is equal to one GPU, options). 32 heads on 8 KV heads.
 CASES = {
-    "causal": (4096, 128, "bfloat16", OUT, dict(causal=True)),
+    "causal": (4096, 128, "bfloat16", ROWS, dict(causal=True)),
     "four slices": (4096, 128, "bfloat16", OUT, dict(causal=True, slices=4)),
     "one slice at a time": (4096, 128, "bfloat16", OUT, dict(causal=True, slices=4, most_gathered=1)),
-    "uneven, sinks": (4099, 128, "bfloat16", OUT, dict(causal=True, sinks=True)),
-    "window": (5000, 64, "float16", OUT, dict(window=(700, 0))),
-    "window, contiguous": (5000, 64, "float16", OUT, dict(window=(700, 0), layout="contiguous")),
+    "uneven, sinks": (4099, 128, "bfloat16", ROWS, dict(causal=True, sinks=True)),
+    "window": (5000, 64, "float16", ROWS, dict(window=(700, 0))),
+    "window, contiguous": (5000, 64, "float16", ROWS, dict(window=(700, 0), layout="contiguous")),
     "softcap, alibi": (3001, 64, "bfloat16", ROWS, dict(causal=True, softcap=8.0, alibi_slopes=True)),
     "functions": (2500, 64, "bfloat16", ROWS, dict(score_mod=_learned, mask_mod=_in_blocks)),
     "float32": (2500, 64, "float32", ROWS, dict(causal=True)),
@@ -154,11 +155,12 @@ def run(case, group, kernel, device):
 
 
 def _traced(work):
-    """For another process: the reason alone comes back from there."""
+    """For another process: the reason alone comes back from there. XLA ends it when a device has waited for 40 seconds
+    for another one; before that it says where it is."""
 
     @functools.wraps(work)
     def run(job):
-        faulthandler.dump_traceback_later(JAX_PATIENCE - 10)
+        faulthandler.dump_traceback_later(20, repeat=True)
         try:
             work(job)
         except Exception:
@@ -166,6 +168,9 @@ def _traced(work):
             raise
 
     return run
+
+
+MESH_TOKENS = 2048
 
 
 @_traced
@@ -177,7 +182,7 @@ def on_a_mesh(kernel):
     import numpy as np
     from jax.sharding import PartitionSpec
 
-    tokens, keys = 2048, jax.random.split(jax.random.key(0), 4)
+    tokens, keys = MESH_TOKENS, jax.random.split(jax.random.key(0), 4)
     given = [jax.random.normal(x, (1, h, tokens, 128), jnp.bfloat16) for x, h in zip(keys, (32, 8, 8, 32), strict=True)]
     options = dict(causal=True, kernel=kernel)
 
@@ -190,14 +195,31 @@ def on_a_mesh(kernel):
         found = with_gradients(lambda *x: context_parallel_attention(*x, "cp", **options), *own)
         return tuple(unshard(x, "cp", 2) for x in found)
 
-    mesh = jax.make_mesh((_size(),), ("cp",), devices=jax.devices()[: _size()])
+    devices = jax.devices()[: _size()]
+    for device in devices:  # each alone, because an error of one in the mesh lets the others wait
+        alone = [jax.device_put(x, device) for x in given]
+        expected = with_gradients(lambda *x: numba_flash.attention(*x, q_offset=0, **options), *alone)
+        print("     JAX: alone on", device, jax.block_until_ready(expected)[0].shape, flush=True)
+    mesh = jax.make_mesh((_size(),), ("cp",), devices=devices)
     specs = dict(mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
-    found = jax.jit(jax.shard_map(local, **specs))(*given)
-    expected = with_gradients(lambda *x: numba_flash.attention(*x, q_offset=0, **options), *given)
+    found = jax.block_until_ready(jax.jit(jax.shard_map(local, **specs))(*given))
     for name, x, y in zip(("o", "dq", "dk", "dv"), found, expected, strict=True):
         x, y = (np.asarray(each, np.float32) for each in (x, y))
         np.testing.assert_allclose(x, y, 2e-2, 2e-2, err_msg=name)
         assert name in ("dk", "dv") or np.array_equal(x, y), f"{name} has other bits than one GPU"
+
+
+def run_hollow_mesh(kernel):
+    """The calls of `on_a_mesh`, without JAX: where a device's tokens stand is not known there when it traces."""
+    import torch
+
+    chunk, device = MESH_TOKENS // (2 * _size()), torch.device("cuda", 0)
+    q, k, v = (torch.zeros(1, h, MESH_TOKENS, 128, device=device, dtype=torch.bfloat16) for h in (32, 8, 8))
+    starts = torch.zeros(1, dtype=torch.int32, device=device)
+    for rows, offset in ((MESH_TOKENS, 0), (chunk, starts)):
+        given = [x.requires_grad_() for x in (q[:, :, :rows].contiguous(), k, v)]
+        o, _ = numba_flash.attention(*given, causal=True, q_offset=offset, return_lse=True, kernel=kernel)
+        torch.autograd.grad(o, given, torch.zeros_like(o))
 
 
 GENERATION = "generation"
@@ -220,7 +242,8 @@ def one_step(group, size, device):
 def check_step(group, device):
     import torch
 
-    found, expected = one_step(group_of(group), group.size(), device)
+    made = group_of(group)
+    found, expected = one_step(made, made.size, device)
     torch.testing.assert_close(found.o, expected.o, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(found.lse, expected.lse, rtol=1e-5, atol=1e-5)
     equal = [name for name, x, y in zip(("o", "lse"), found, expected, strict=True) if torch.equal(x, y)]
@@ -350,18 +373,43 @@ class Ranks:
                 process.kill()
 
 
+class Threads:
+    """Two ranks on one GPU."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def run(self, case):
+        import _gpu_thread_ranks
+        import torch
+
+        device = torch.device("cuda", 0)
+        try:
+            found = _gpu_thread_ranks.run(lambda group: run(case, group, self.kernel, device), _size())
+        except Exception as error:  # as in `serve`
+            traceback.print_exc()
+            return False, f"{case}: {first_line(error)}"
+        return True, found[0]
+
+    def end(self, hanging):
+        pass
+
+
 def left_out(kernel, library):
     """Why nothing is checked, or None."""
     if importlib.util.find_spec(library) is None:
         return f"left out: no {library}"
-    if _devices() < 2:
-        return "left out: one GPU only"
     return None if kernel in ("mma", "wgmma") else "mma and wgmma"
 
 
 def check_mesh(kernel, options, tools):
     if (why := left_out(kernel, "jax")) is not None:
         return why
+    if _devices() < 2:
+        return "left out: one GPU only"
+    compile_ahead(configs_of([functools.partial(run_hollow_mesh, kernel)]))
+    if Ahead.only:
+        return Ahead.note
     errors = Processes(on_a_mesh, [kernel], 1).errors(time.monotonic() + JAX_PATIENCE)
     assert not errors, errors[kernel]
     return f"JAX's shard_map on {_size()} GPUs"
@@ -378,7 +426,7 @@ def check(kernel, options, tools):
     for case in cases:
         began, hangs = time.monotonic(), False
         try:
-            ranks = ranks or Ranks(kernel, log)
+            ranks = ranks or (Ranks(kernel, log) if _devices() > 1 else Threads(kernel))
             good, line = ranks.run(case)
         except RuntimeError as error:
             good, line, hangs = False, str(error), True
@@ -392,7 +440,7 @@ def check(kernel, options, tools):
     if failed:
         print(Path(log).read_text() if Path(log).exists() else "")
     assert not failed, f"{len(failed)} of {len(cases)}: " + "; ".join(failed)
-    return f"{passed} cases on {_size()} GPUs"
+    return f"{passed} cases on {_devices()} GPU(s)"
 
 
 def _devices():
@@ -404,4 +452,5 @@ def _devices():
 
 
 def _size():
-    return min(_devices(), 4)
+    """How many ranks there are."""
+    return min(max(_devices(), 2), 4)

@@ -14,11 +14,11 @@ from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from ..problem.options import daux_name
-from ..select import cost
+from ..select.around import epilogue, prologue
 from ..select.backward import BackwardChoice
-from ..select.forward import Choice, epilogue, prologue
+from ..select.forward import Choice
 from ..select.rungs import RUNGS
-from . import backward, forward, kvcache, varlen
+from . import backward, estimates, forward, kvcache, varlen
 
 IN_16_BITS = "in float32, of exact products; the weights are rounded to 16 bits before they meet v"
 GRADIENTS_IN_16_BITS = "in float32, of exact products; P and dS are rounded to 16 bits before they are multiplied"
@@ -61,8 +61,8 @@ class Explanation(Readable):
     @staticmethod
     def of(problem: Problem, target: Target, choice: Choice) -> "Explanation":
         blocks = launch.blocks_of(choice.config, problem, target) if choice.config else 0
-        time = cost.seconds(choice.kernel, choice.config, problem, target)
-        lost = cost.lost(choice, problem, target)
+        time = estimates.seconds(choice.kernel, choice.config, problem, target)
+        lost = estimates.lost(choice, problem, target)
         return Explanation(
             choice.kernel, choice.config, problem, target, blocks, choice.copies, choice.refused, time, lost
         )

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.experimental import local_map
 
 from ..problem.forward import LAYOUTS
-from ..problem.options import BY_NAME
+from ..problem.options import BY_NAME, SEEDED
 from .static_call import StaticCall
 from .torch_call import ARRAYS, SEED
 from .torch_functions import keys_of, numbered_by_keys
@@ -29,7 +29,7 @@ def attend(operation: Any, tensors: tuple[Any, ...], call: StaticCall) -> Any:
     splits = [_split_of(placement, layout) for placement in q.placements]
     if tensors[SEED] is not None or call.options.seed is not None:
         raise NotImplementedError(
-            "dropout_p of DTensors is not implemented: which weights are dropped follows from their batch entry and "
+            f"{SEEDED} of DTensors is not implemented: which weights are dropped follows from their batch entry and "
             "head, counted over all devices"
         )
     _check_functions(call.options.functions, splits)

@@ -15,9 +15,9 @@ def heads_in_flight(p: Problem, tile_n: int, sums: int = 1) -> int:
 
     If every query sees every key, blocks of a head follow each other in a line, each one turn after the one before.
     With more heads, fewer blocks of each run at a time, and the line is shorter. But what they read and add to should
-    stay in L2. Under a mask they do not wait, and with many key tiles only the first ones do. Then the number is as
-    many heads as keep a GPU busy. Of packed sequences it is the number of key tiles: the kernel counts those of a
-    sequence, and takes as many of its heads as that needs.
+    stay in L2. So it is where most queries see most keys. Under another mask blocks do not wait, and with many key
+    tiles only the first ones do. Then the number is as many heads as keep a GPU busy. Of packed sequences it is the
+    number of key tiles: the kernel counts those of a sequence, and takes as many of its heads as that needs.
 
     sums: of dQ, for each query tile. With more, a line is shorter, and takes more room: then fewer heads wait no longer
     than more heads with one sum.
@@ -26,7 +26,7 @@ def heads_in_flight(p: Problem, tile_n: int, sums: int = 1) -> int:
         return AT_A_TIME
     key_tiles = max(-(-p.seqlen_k // tile_n), 1)
     heads, busy = max(p.batch * p.heads_kv, 1), max(AT_A_TIME // key_tiles, 1)
-    if not p.every_key or (heads * key_tiles > MOST_TILES and p.seqlen_q > FEW_QUERIES):
+    if not (p.every_key or p.most_keys) or (heads * key_tiles > MOST_TILES and p.seqlen_q > FEW_QUERIES):
         return busy
     rows = p.seqlen_q * max(p.group, 1)  # query rows of a KV head
     of_head = max(rows * p.widest * 4 * (1 + sums), 1)  # Q and dO in 16 bits, sums of dQ in 32

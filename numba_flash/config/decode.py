@@ -35,12 +35,7 @@ class DecodeConfig(TensorConfig):
     CHUNK: ClassVar[int] = 256  # keys of a leaf of the tree; the bits follow from it, from tile_n and from key_warps
     STAGE_BYTES: ClassVar[dict[str, int]] = dict(float32=32 * 1024)  # at most, if not 64 KB
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
-    column_groups: ClassVar[int] = 1  # these, as of MmaConfig: what products take
-    splits_columns: ClassVar[bool] = False
-    exchange_at: ClassVar[int] = 0
-    scalar_loads: ClassVar[bool] = False
-    columns_in_order: ClassVar[bool] = False
-    odd_rows_first: ClassVar[bool] = False
+    column_groups: ClassVar[int] = 1  # as of MmaConfig
 
     kernel = "decode"
     module = "mma.decode"
@@ -49,7 +44,7 @@ class DecodeConfig(TensorConfig):
     counted = True
 
     def __post_init__(self) -> None:
-        self._check_dtype(*self.DTYPES)
+        self._check_dtype()
         check(self.tile_n == 16, f"tile_n must be 16, not {self.tile_n}: other tiles give other bits")
         one_of("warp_rows", self.warp_rows, 16, 32)
         multiple_of("tile_m", self.tile_m, self.warp_rows)
@@ -57,7 +52,6 @@ class DecodeConfig(TensorConfig):
         self._check_widest(self.widest)
         fits = self.tile_m * self.head_dim_v_padded * self.number_size <= self.stage_bytes
         check(fits, f"tile_m = {self.tile_m} rows of O do not fit into a tile of K and V")
-        self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def q_registers(self) -> bool:  # type: ignore[override]

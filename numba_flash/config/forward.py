@@ -8,7 +8,8 @@ import collections
 import dataclasses
 import functools
 import itertools
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..abi import parameters as abi
@@ -91,6 +92,13 @@ def tiles_by_bound(p: Any, rows: int, of_keys: bool = False) -> int:
     return p.batch * -(-(p.seqlen_k if of_keys else p.seqlen_q) // rows)  # type: ignore[no-any-return]
 
 
+def with_problems(configs: Iterable[Any], problem: Any) -> Iterator[tuple[Any, Any]]:
+    """Each kernel with its problem: one before it may have replaced an array."""
+    for config in configs:
+        yield config, problem
+        problem = config.problem_behind(problem)
+
+
 class LaunchFacts:
     """What selecting, compiling and launching need to know of a kernel, with the values that hold for most."""
 
@@ -120,7 +128,9 @@ class LaunchFacts:
     states_tile: ClassVar[StatesTile | None] = None  # what has a state there
     ptx_version: ClassVar[str] = ""  # the first with its instructions; "": its GPU's (compiled.PTX_VERSIONS)
     kept: ClassVar[str] = ""  # the array that it makes and a BlockMask keeps for the next call; "" = none
+    replaces: ClassVar[tuple[str, str] | None] = None  # (an array, the one that kernels behind it get in its place)
     packed: bool = False  # sequences are packed (problem/packed.py)
+    clears_outside: ClassVar[bool] = False  # it writes rows of no sequence, too (kernels/steps/outside_rows.py)
     in_order: bool = False  # their tiles have numbers (kernels/steps/tile_numbers.py)
 
     @property
@@ -173,6 +183,10 @@ class LaunchFacts:
         """Values of sizes that this kernel alone takes."""
         return {}
 
+    def problem_behind(self, problem: Any) -> Any:
+        """The problem of the kernels behind it, with the strides of the array that it replaces."""
+        return problem
+
     def grid(self, problem: AnyProblem) -> int:
         """Number of blocks, or of pieces of work of a persistent kernel; 0 if there is nothing to do."""
         raise NotImplementedError
@@ -205,8 +219,8 @@ class Config(LaunchFacts):
     q_offset_source: str = "number"  # as of Problem
     narrow: bool = False  # as of Problem: where functions are told positions
     blocks_per_sm: int = 0
-    shared_bytes: int = field(init=False)
 
+    DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")  # that kernels on tensor cores take
     ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
     group_size: ClassVar[int] = 1  # a tile is of one head
     v_parts: ClassVar[int] = 1  # blocks that share a tile's columns of O
@@ -220,11 +234,17 @@ class Config(LaunchFacts):
         """Of a kernel that goes on with what that of `config` leaves, tile for tile."""
         return cls(**fields_of(config, cls) | dict(blocks_per_sm=0))
 
-    def _set(self, shared_bytes: int) -> None:
-        object.__setattr__(self, "shared_bytes", shared_bytes)
+    def shared_layout(self) -> Any:
+        """Where things begin in a block's shared memory, and the end, in bytes."""
+        raise NotImplementedError
 
-    def _check_dtype(self, *taken: str) -> None:
-        check(self.dtype in taken, f"{self.kernel} takes {' and '.join(taken)}, not {self.dtype}")
+    @functools.cached_property
+    def shared_bytes(self) -> int:  # type: ignore[override]
+        """With a gap in front, unless the assembler is told where shared memory begins."""
+        return self.shared_layout().end + (0 if self.shared_alignment else self.ALIGNMENT)  # type: ignore[no-any-return]
+
+    def _check_dtype(self) -> None:
+        check(self.dtype in self.DTYPES, f"{self.kernel} takes {' and '.join(self.DTYPES)}, not {self.dtype}")
 
     def _check_widest(self, widest: int = 0) -> None:
         most = widest or self.WIDEST  # type: ignore[attr-defined]
@@ -262,6 +282,28 @@ class Config(LaunchFacts):
         return self.tile_m // self.group_size
 
     @property
+    def own_rows(self) -> int:
+        """Rows of the tile that a block owns."""
+        return self.tile_n if self.of_keys else self.tile_m
+
+    @property
+    def other_rows(self) -> int:
+        """Rows of the tiles that it walks over."""
+        return self.tile_m if self.of_keys else self.tile_n
+
+    @property
+    def head_dim_padded(self) -> int:
+        """Columns of a tile on tensor cores, in whole steps of a product; what is past head_dim is zero."""
+        return self._padded(self.head_dim)
+
+    @property
+    def head_dim_v_padded(self) -> int:
+        return self._padded(self.head_dim_v)
+
+    def _padded(self, columns: int) -> int:
+        return -(-columns // 16) * 16
+
+    @property
     def derivative_varies(self) -> bool:
         """Whether the derivative of a score by scale * q . k is anything but 1."""
         return any(BY_NAME[name].derivative for name, _ in self.uses)
@@ -280,42 +322,8 @@ class Config(LaunchFacts):
         return self.cluster * (p.heads // self.group_size) * tiles(p, self.queries)
 
 
-class Padded:
-    """Columns of tiles on tensor cores, in whole steps of a product; what is past head_dim is zero."""
-
-    head_dim: int
-    head_dim_v: int
-
-    @property
-    def head_dim_padded(self) -> int:
-        return self._padded(self.head_dim)
-
-    @property
-    def head_dim_v_padded(self) -> int:
-        return self._padded(self.head_dim_v)
-
-    def _padded(self, columns: int) -> int:
-        return -(-columns // 16) * 16
-
-
-class OwnRows:
-    """own_rows: of the tile that a block owns. other_rows: of the tiles that it walks over."""
-
-    of_keys: ClassVar[bool]
-    tile_m: int
-    tile_n: int
-
-    @property
-    def own_rows(self) -> int:
-        return self.tile_n if self.of_keys else self.tile_m
-
-    @property
-    def other_rows(self) -> int:
-        return self.tile_m if self.of_keys else self.tile_n
-
-
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class TensorConfig(OwnRows, Padded, Config):
+class TensorConfig(Config):
     """What the tensor-core kernels of a forward share.
 
     group_size: how many query heads of one KV head lie in a tile as rows of one query (1: a tile is of one head).
@@ -333,12 +341,16 @@ class TensorConfig(OwnRows, Padded, Config):
 
     takes = abi.forward()
     reads_states = True
-    DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")
+    splits_columns: ClassVar[bool] = False  # this and the next: as of MmaConfig, for products
+    exchange_at: ClassVar[int] = 0
+    scalar_loads: ClassVar[bool] = False  # these three: kernels/mma/products_float64.py
+    columns_in_order: ClassVar[bool] = False
+    odd_rows_first: ClassVar[bool] = False
     MAX_RESCALE_THRESHOLD: ClassVar[int] = 12  # 2^12 is far from float16's largest number, 65504
     ROW_STATE_BYTES: ClassVar[int] = 4  # for a row of O that waits in shared memory: is it finite
 
     def _check(self, rows_step: int, keys_step: int) -> None:
-        self._check_dtype(*self.DTYPES)
+        self._check_dtype()
         multiple_of("tile_m", self.tile_m, rows_step)
         multiple_of("tile_n", self.tile_n, keys_step)
         fits = self.group_size >= 1 and self.tile_m % self.group_size == 0

@@ -27,9 +27,6 @@ class MmaConfig(TensorConfig):
     only_tile: bool = False
     in_order: bool = False
 
-    scalar_loads: ClassVar[bool] = False
-    columns_in_order: ClassVar[bool] = False
-    odd_rows_first: ClassVar[bool] = False  # these three: kernels/mma/products_float64.py
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
     KEYS: ClassVar[dict[str, tuple[int, ...]]] = dict(float32=(16, 32, 64), float64=(16, 32))
 
@@ -44,7 +41,6 @@ class MmaConfig(TensorConfig):
         allowed = groups == 1 or groups == 2 and not narrow
         check(allowed, f"column_groups must be 1, or 2 for float32 and float64, not {groups}")
         check(self.tile_n in keys, f"tile_n must be one of {keys} for {self.dtype}, not {self.tile_n}")
-        self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def threads(self) -> int:  # type: ignore[override]
@@ -66,7 +62,7 @@ class MmaConfig(TensorConfig):
         return 16 if self.item_size == 2 else 128 // self.item_size * self.column_groups
 
     @property
-    def splits_columns(self) -> bool:
+    def splits_columns(self) -> bool:  # type: ignore[override]
         """Whether warps that share rows compute all scores with a half of head_dim's columns each, and add them up:
         20 to 27 % in float64."""
         return self.dtype == "float64" and self.column_groups > 1
@@ -94,6 +90,6 @@ class MmaConfig(TensorConfig):
         return places(q=0, k=tile_q, v=v_at, row_states=row_states_at, **states._asdict())
 
     @property
-    def exchange_at(self) -> int:
+    def exchange_at(self) -> int:  # type: ignore[override]
         """Where scores that warps exchange are."""
         return self.shared_layout().exchange

@@ -27,7 +27,10 @@ class SimtRows(Config):
         for name in self.READ:
             multiple_of(name, getattr(self, name), 4)
         check(self.pad >= 0, f"pad must be at least 0, not {self.pad}")
-        self._set(self.shared_layout().end * ITEM_SIZE[self.compute_dtype])
+
+    @property
+    def shared_bytes(self) -> int:  # type: ignore[override]
+        return self.shared_layout().end * ITEM_SIZE[self.compute_dtype]  # type: ignore[no-any-return]
 
     @property
     def threads(self) -> int:  # type: ignore[override]

@@ -1,10 +1,10 @@
 """Configs of the kernels behind wgmma's backward, which round dQ or add up parts of dK and dV."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .forward import AnyProblem, Config, tile_bytes, tiles_of_all
+from .forward import AnyProblem, Config, layout, tile_bytes, tiles_by_bound, tiles_of_all
 from .wgmma_backward import WgmmaDkdvConfig
 
 
@@ -22,14 +22,13 @@ class WgmmaRoundConfig(Config):
     waits = True
     threads: ClassVar[int] = 128  # type: ignore[misc]
 
-    def __post_init__(self) -> None:
-        self._set(self.ALIGNMENT + tile_bytes(64, self.head_dim))
+    def shared_layout(self) -> Any:
+        return layout(dq=tile_bytes(64, self.head_dim))
 
     def grid(self, problem: AnyProblem) -> int:
         p = problem.forward
-        if p.packed is not None:
-            return p.heads * tiles_of_all(p, self.tile_m) * (self.tile_m // 64)
-        return p.batch * p.heads * -(-p.seqlen_q // 64)
+        rows = 64 if p.packed is None else self.tile_m
+        return p.heads * tiles_of_all(p, rows) * (rows // 64)
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,9 @@ class WgmmaAddPartsConfig(Config):
     waits = True
     threads: ClassVar[int] = 128  # type: ignore[misc]
 
-    def __post_init__(self) -> None:
-        self._set(self.ALIGNMENT + self.dv_at + (tile_bytes(64, self.head_dim_v) if self.of_dv else 0))
+    def shared_layout(self) -> Any:
+        """Where dK and dV are put together."""
+        return layout(dk=self.of_dk * tile_bytes(64, self.head_dim), dv=self.of_dv * tile_bytes(64, self.head_dim_v))
 
     def grid(self, problem: AnyProblem) -> int:
-        p = problem.forward
-        return p.batch * p.heads_kv * -(-p.seqlen_k // 64)
-
-    @property
-    def dv_at(self) -> int:
-        """Where dV is put together, behind dK."""
-        return tile_bytes(64, self.head_dim) if self.of_dk else 0
+        return problem.forward.heads_kv * tiles_by_bound(problem.forward, 64, of_keys=True)

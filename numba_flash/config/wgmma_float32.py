@@ -18,7 +18,7 @@ class WgmmaFloat32Config(WarpgroupsConfig):
     stages: int = 1
     blocks_per_sm: int = 1
 
-    DTYPES: ClassVar[tuple[str, ...]] = ("float32",)
+    DTYPES = ("float32",)
     kernel = "wgmma_float32"
     module = "wgmma.forward_float32"
     PARTS: ClassVar[int] = 3
@@ -43,7 +43,6 @@ class WgmmaFloat32Config(WarpgroupsConfig):
         one_of("stages", self.stages, 1, 2)
         self._check_widest(256)
         check_registers(self.registers, self.consumers)
-        self._set(self.ALIGNMENT + self.shared_layout().end)
 
     @property
     def registers(self) -> tuple[int, int]:

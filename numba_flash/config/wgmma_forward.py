@@ -9,10 +9,8 @@ from ..arrays.dtypes import ITEM_SIZE
 from .forward import (
     AnyProblem,
     LaunchFacts,
-    OwnRows,
     TensorConfig,
     check,
-    fields_of,
     layout,
     one_of,
     panel_of_bias,
@@ -37,9 +35,12 @@ def check_registers(registers: tuple[int, int], consumers: int) -> None:
     )
 
 
-class Warpgroups(OwnRows, LaunchFacts):
+class Warpgroups(LaunchFacts):
     """A block of a producer warpgroup and consumer warpgroups, each of which owns 64 rows. registers: a thread's, of
     the producer and of the consumers."""
+
+    own_rows: int
+    tile_n: int
 
     whole_program = True
 
@@ -68,27 +69,22 @@ class WgmmaConfig(WarpgroupsConfig):
     """Of wgmma/forward: a producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
 
     q_buffers: how many tiles of Q are on their way or in use, so that with two the next one is there when this one is
-    done. o_buffer: O has a place of its own, O_COLUMNS columns at a time, on its way to global memory.
-
-    bias_stages: how many tiles of a bias that comes by TMA are on their way or in use, of each consumer's rows; 0 where
-    it does not.
-
-    parts: how many blocks share the keys of a query tile; with more than one they leave sums for WgmmaJoinConfig.
+    done. bias_stages: how many tiles of a bias that comes by TMA are on their way or in use, of each consumer's rows; 0
+    where it does not. parts: how many blocks share the keys of a query tile; with more than one another kernel adds up
+    their sums.
     """
 
     q_buffers: int = 2
-    o_buffer: bool = False
     blocks_per_sm: int = 1
     bias_stages: int = 0
     parts: int = 1
 
     kernel = "wgmma"
     module = "wgmma.forward"
-    reads_mask_mod = True
+    reads_mask_mod = clears_outside = True
     stages: ClassVar[int] = 2  # tiles of K and of V on their way or in use
     MOST_KEYS: ClassVar[int] = 256
     PARTS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8, 16)
-    O_COLUMNS: ClassVar[int] = 128
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
     # Where the scheduler looks which tiles are shown:
     MASK_REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {2: (56, 224), 3: (56, 152)}
@@ -100,8 +96,6 @@ class WgmmaConfig(WarpgroupsConfig):
         one_of("tile_m", self.tile_m, 64, 128, 192)
         check(self.tile_n <= most, f"tile_n must be at most {most}, what one product can be wide, not {self.tile_n}")
         one_of("q_buffers", self.q_buffers, 1, 2)
-        whole = self.o_vectorized or not self.o_buffer
-        check(whole, "o_buffer needs o_vectorized: from there rows are written 16 bytes at a time")
         of_one = self.group_size == 1 or not self.bias_stages
         check(of_one, f"a bias comes by TMA for tiles of one head, not of {self.group_size}")
         fits = self.v_parts == 1 and self.head_dim_padded <= 256
@@ -109,29 +103,20 @@ class WgmmaConfig(WarpgroupsConfig):
         known = self.parts == 1 or (self.parts in self.PARTS and not self.packed and not self.tile_states)
         check(known, f"parts must be one of {self.PARTS}, and 1 of packed sequences or with mask_mod, not {self.parts}")
         check_registers(self.registers, self.consumers)
-        self._set(self.ALIGNMENT + self.shared_layout().end)
-
-    @property
-    def joined(self) -> "WgmmaJoinConfig":
-        """Of the kernel that adds up the parts."""
-        return WgmmaJoinConfig(**fields_of(self, WgmmaConfig) | dict(bias_stages=0))
 
     @property
     def takes(self) -> abi.Parameters:  # type: ignore[override]
         return abi.forward().plus("acc_o" if self.parts > 1 else "")
 
     def grid(self, problem: AnyProblem) -> int:
-        return super().grid(problem) * self.parts
+        """Of packed sequences enough to write all rows, of which few may be of a sequence."""
+        p, grid = problem.forward, super().grid(problem) * self.parts
+        return max(grid, p.heads * -(-p.packed[0] // self.tile_m)) if p.packed and p.batch else grid
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         if self.parts == 1:
             return {}
         return {"acc_o": ((self.grid(problem) * self.consumers * 512 * (self.head_dim_v_padded // 8 + 1),), "float32")}
-
-    @property
-    def waits(self) -> bool:  # type: ignore[override]
-        """Of packed sequences for outside, before O is written."""
-        return self.packed
 
     @property
     def tensor_maps(self) -> int:  # type: ignore[override]
@@ -163,18 +148,9 @@ class WgmmaConfig(WarpgroupsConfig):
         return 2 * 64 * self.tile_n
 
     @property
-    def o_place(self) -> str:
-        """By way of what O goes to global memory: the buffer of "q", while the next Q is in the other one; a place of
-        its "own"; or nothing, "".
-        """
-        if self.o_buffer:
-            return "own"
-        return "q" if self.q_buffers == 2 and self.head_dim_v_padded <= self.head_dim_padded else ""
-
-    @property
-    def o_columns(self) -> int:
-        """Columns of O that lie there at a time."""
-        return self.O_COLUMNS if self.o_buffer else self.head_dim_v_padded
+    def o_in_q(self) -> bool:
+        """Whether O goes to global memory by way of a buffer of Q, while the next Q is in the other one."""
+        return self.q_buffers == 2 and self.head_dim_v_padded <= self.head_dim_padded
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -183,42 +159,14 @@ class WgmmaConfig(WarpgroupsConfig):
         return registers[self.consumers]
 
     def shared_layout(self) -> Any:
-        """Where Q, the stages of K, those of V, those of the bias, O's own place, the states of O's rows, barriers and
-        work tiles, and the end are."""
+        """Where Q, the stages of K, those of V, those of the bias, the states of O's rows, barriers and work tiles, and
+        the end are."""
         boxes = self.bias_stages * self.consumers
         return layout(
             q=self.q_buffers * tile_bytes(self.tile_m, self.head_dim_padded),
             k=self.stages * tile_bytes(self.tile_n, self.head_dim_padded),
             v=self.stages * tile_bytes(self.tile_n, self.head_dim_v_padded),
             bias=boxes * self.bias_bytes,
-            o=tile_bytes(self.tile_m, self.O_COLUMNS) if self.o_buffer else 0,
             row_states=self.ROW_STATE_BYTES * self.tile_m,
             barriers=112 + 32 * self.stages + 4 * 64 + 16 * boxes,
         )
-
-
-@dataclass(frozen=True)
-class WgmmaJoinConfig(WgmmaConfig):
-    """Of wgmma/forward_join, which adds up the parts that wgmma/forward leaves; the fields are those of its Config."""
-
-    kernel = "wgmma_join"
-    module = "wgmma.forward_join"
-    waits = True
-    whole_program = counted = persistent = False
-    tensor_maps = 0  # type: ignore[assignment]
-
-    def grid(self, problem: AnyProblem) -> int:
-        return super().grid(problem) // self.parts
-
-    def operand_maps(self, problem: AnyProblem) -> OperandMaps:
-        return ()
-
-    def workspace(self, problem: AnyProblem) -> abi.Workspace:
-        return {}
-
-    def shared_layout(self) -> Any:
-        """Of WgmmaConfig's layout what it uses: a place for O, the states of its rows, and a work tile."""
-        own = super().shared_layout()
-        rows, barriers = own.barriers - own.row_states, own.end - own.barriers
-        in_q, o = (0 if self.o_buffer else tile_bytes(self.tile_m, self.head_dim_padded)), own.row_states - own.o
-        return layout(q=in_q, k=0, v=0, bias=0, o=o, row_states=rows, barriers=barriers)

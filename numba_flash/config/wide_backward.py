@@ -16,6 +16,7 @@ class WideBackwardConfig(WalkConfig):
     large_f64: bool = False
     copy_bytes: int = 16
 
+    DTYPES: ClassVar[tuple[str, ...]] = ("float32", "float64")
     GROUPS: ClassVar[tuple[int, ...]] = (1, 2)
     in_registers: ClassVar[bool] = False  # as of MmaBackwardConfig
     columns_in_order: ClassVar[bool] = False  # a lane's sums are of two columns of each 8, side by side
@@ -23,13 +24,12 @@ class WideBackwardConfig(WalkConfig):
     SUMS: ClassVar[int] = 256  # of 32 bits: what a warp can keep in registers of a row of gradients
 
     def __post_init__(self) -> None:
-        self._check_dtype(*MmaConfig.KEYS)
+        self._check_dtype()
         self._check_warps()
         one_of("the rows that a block walks over", self.other_rows, *MmaConfig.KEYS[self.dtype])
         one_of("column_groups", self.column_groups, *self.GROUPS)
         sums, most = self.summed_columns // self.column_groups * self.item_size // 4 * self.strips, self.SUMS
         check(sums <= most, f"head_dim {self.head_dim} and {self.head_dim_v} need {sums} sums a row, not {most}")
-        self._set(self.ALIGNMENT + self.shared_layout().end)
 
     def summed(self, columns: int) -> int:
         """How many of a gradient's columns a warp sums up."""
@@ -75,6 +75,7 @@ class WideFusedConfig(WideBackwardConfig):
     module = "mma.backward_wide_fused"
     takes = abi.backward("dq dk dv", abi.ROWS).plus("turns")
     of_keys = True
+    DTYPES = ("float64",)
     whole_program: ClassVar[bool] = True  # setmaxnreg wants that
     columns_in_order: ClassVar[bool] = True
     shared_alignment: ClassVar[int] = WideBackwardConfig.ALIGNMENT
@@ -86,12 +87,10 @@ class WideFusedConfig(WideBackwardConfig):
 
     def __post_init__(self) -> None:
         few = self.own_rows <= 4 * self.warp_rows
-        self._check_dtype("float64")
         one_of("blocks", self.blocks, 1, 2)
         check(few, f"{self.own_rows} keys are more than 4 times {self.warp_rows}: each has a named barrier")
         check(self.workers % 128 == 0, f"threads that compute must be whole warpgroups, not {self.workers}: setmaxnreg")
         super().__post_init__()
-        self._set(self.shared_layout().end)
 
     @property
     def threads(self) -> int:  # type: ignore[override]
@@ -171,9 +170,7 @@ class WideDqFinishConfig(Config):
     module = "mma.backward_dq_finish"
     takes = abi.backward("dq", abi.ROWS)
     ROWS_OF_WARP: ClassVar[int] = 4
-
-    def __post_init__(self) -> None:
-        self._set(0)
+    shared_bytes: ClassVar[int] = 0  # type: ignore[misc]
 
     @property
     def threads(self) -> int:  # type: ignore[override]

@@ -27,6 +27,7 @@ from ..functions.outside import OutsideRead, Read
 from ..functions.remembered import note_compiled
 from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
+from ..problem.options import BY_NAME
 from ..problem.strides import contiguous_strides
 from . import plan as slot
 from .backward_plan import PARTS
@@ -72,7 +73,7 @@ def make_gradient(function: Function, base_name: str, aux: tuple, wanted: tuple,
     """A function that adds up, for a panel, the gradients of the elements of the arrays `wanted` that score_mod reads.
 
     A score_mod may read any number of numbers, in loops too. So it is called once for each: in that call this number
-    has the derivative 1. capped: dS is that after the softcap, which follows READS as a float64.
+    has the derivative 1. capped: dS is that after the cap of scores, which follows READS as a float64.
     """
     key = repr(("gradient of aux", function.key, base_name, aux, wanted, capped, narrow))
     body = _gradient_panel(function, base_name, aux, wanted, capped, narrow)
@@ -352,7 +353,7 @@ class OfAux(NamedTuple):
         numbers = tuple(n for n in problem.wanted_aux if 0 not in p.aux[n].shape)  # others have no gradient to write
         sizes = [math.prod(array.shape) for array in p.aux]
         function, aux = p.function("score_mod"), tuple((array.dtype, len(array.shape)) for array in p.aux)
-        capped = p.number("softcap") is not None
+        capped = any(BY_NAME[name].derivative for name, _ in p.numbers)
         made = function and make_gradient(function, p.compute_dtype, aux, numbers, capped, p.narrow)
         return OfAux(made, sum(sizes), tuple((n, sum(sizes[:n]), sizes[n], p.aux[n].dtype) for n in numbers))
 

@@ -13,7 +13,8 @@ from ..problem.memory import anything_near, check_alignments, check_overlap
 from ..problem.option_checks import window_sides
 from ..problem.options import ARRAY_NAMES, Operands, Options
 from ..select import decode
-from ..select.rungs import RUNGS, check_request, choose, no_gpu
+from ..select.refusals import no_gpu
+from ..select.rungs import RUNGS, check_request, choose
 from .call import alignment_of, caller_functions, read_options, seeds, store
 from .forward import AttentionOutput
 

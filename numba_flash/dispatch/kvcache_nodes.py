@@ -31,7 +31,7 @@ def nodes(call: CacheCall) -> Any:
 
 def joined(call: CacheCall, every: Any) -> AttentionOutput:
     """o and lse of nodes over neighbouring keys, (nodes, *shape of nodes), which are overwritten. call: that of the
-    nodes, with sinks."""
+    nodes, with terms that every row's sum has."""
     from ..cpu.nodes import join
 
     given, _, others, _, plan = prepare(call._replace(return_lse=True))

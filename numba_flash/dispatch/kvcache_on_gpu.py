@@ -21,8 +21,10 @@ from ..problem.option_checks import AuxArray
 from ..problem.options import ARRAY_NAMES, OPTION_ARRAYS, Operands
 from ..problem.strides import element_strides
 from ..select import decode
-from ..select.forward import Choice, config_of, prologue, select
-from ..select.rungs import RUNGS, no_room
+from ..select.around import prologue
+from ..select.forward import Choice, config_of, select
+from ..select.refusals import no_room
+from ..select.rungs import RUNGS
 from . import forward
 from .call import Call
 from .launch import Launch, kernel_launch, sequence_of

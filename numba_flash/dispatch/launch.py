@@ -12,7 +12,7 @@ from ..abi.parameters import Workspace
 from ..abi.tensor_maps import TensorMap
 from ..arrays import Array
 from ..arrays.dtypes import ITEM_SIZE
-from ..config.forward import LaunchFacts
+from ..config.forward import LaunchFacts, with_problems
 from ..gpu import tile_counters
 from ..gpu.compiled import compiled, entry_name, source
 from ..gpu.launcher import Launcher, packed
@@ -21,7 +21,8 @@ from ..machine import toolchain
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import GradientOperands, Operands
-from ..select.forward import Choice, epilogue, prologue
+from ..select.around import epilogue, prologue
+from ..select.forward import Choice
 
 if TYPE_CHECKING:
     from ..problem.backward import BackwardProblem
@@ -84,15 +85,18 @@ def configs_of(choice: Choice, problem: Problem, target: Target) -> list[LaunchF
 def sequence_of(configs: Sequence[LaunchFacts], problem: "AnyProblem", target: Target) -> "Launch":
     """The kernels that have something to do, and the workspace between them."""
     operands, names = names_of(problem)
-    shapes = workspace(configs, problem)
+    shapes, every = workspace(configs, problem), operands + names
     if len(configs) == 1 and not shapes:
-        return on_gpu(configs[0], problem, target, taken=positions(configs[0], operands + names))
+        return on_gpu(configs[0], problem, target, taken=positions(configs[0], every))
     steps: list[Step] = []
-    for config in configs:
-        if config.grid(problem):
+    for config, own in with_problems(configs, problem):
+        if config.grid(own):
             behind = any(step.makes is None for step in steps)  # the others may be left out (run_with_blocks)
-            launch, values = on_gpu(config, problem, target, behind), values_of(config, problem)
-            steps.append(Step.of(config, launch, values, operands + names, names))
+            launch, values = on_gpu(config, own, target, behind), values_of(config, own)
+            steps.append(Step.of(config, launch, values, every, names))
+        if config.replaces:
+            old, new = config.replaces
+            every = tuple(old if name == new else "" if name == old else name for name in every)
     used = {number for step in steps for number in step.taken}
     made = [shapes.get(name) if number in used else None for number, name in enumerate(names, len(operands))]
     return KernelSequence(steps, made)
@@ -266,7 +270,7 @@ class WarnsIfSlow(Launch):
 
     def run(self, operands: Given, stream: int) -> None:
         from ..machine.announce import warn_caller
-        from ..select.cost import simulated_seconds
+        from ..select.cost_model import simulated_seconds
 
         seconds = self._times * simulated_seconds(self._problem, self._kernel)
         if seconds > 60:

@@ -50,8 +50,8 @@ def run(problem: Any, operands: Any, addresses: tuple[int, ...], code: Any) -> N
         calls = [ready[b] for b in side_by_side]
         numbers = [(*call.behind[:2], b) for call, b in zip(calls, side_by_side, strict=True)]
         code.run_several(calls, np.column_stack([[call.address for call in calls], pointers[side_by_side], numbers]))
-    if problem is not forward and "dsinks" in problem.wanted and len(problem.shape_of("dsinks")) == 1:
-        code.ready(_of_sinks(problem)).run(addresses)
+    if problem is not forward and _terms_of_all(problem):
+        code.ready(_of_terms(problem)).run(addresses)
     for name, sums in shared.items():
         result = host_view(getattr(given, name))
         result[...] = (sums if result.ndim == 2 else sums.sum(axis=0)).astype(result.dtype)
@@ -121,7 +121,7 @@ def _of_span(problem: Any, queries: int, keys: int, q_start: int) -> Any:
     if problem is p:
         return own
     shapes, strides = (dict(zip(GRADIENTS, of, strict=True)) for of in (problem.shapes, problem.strides))
-    alone = tuple(name for name in problem.wanted if name != "dsinks" or len(shapes[name]) == 2)
+    alone = tuple(name for name in problem.wanted if name not in _terms_of_all(problem))
     for name in HEAD_GRADIENTS:
         if name in alone:  # of each sequence one row
             shapes[name], strides[name] = (1, p.heads), (p.heads, 1)
@@ -130,9 +130,15 @@ def _of_span(problem: Any, queries: int, keys: int, q_start: int) -> Any:
     )
 
 
-def _of_sinks(problem: BackwardProblem) -> BackwardProblem:
-    """The gradient of sinks that all sequences share, as of one of all rows: those of no sequence add nothing."""
+def _terms_of_all(problem: BackwardProblem) -> tuple[str, ...]:
+    """The wanted gradients of terms of every row's sum that all sequences share."""
+    terms = (name for name, option in HEAD_GRADIENTS.items() if option.acts_on == "sum" and name in problem.wanted)
+    return tuple(name for name in terms if len(problem.shape_of(name)) == 1)
+
+
+def _of_terms(problem: BackwardProblem) -> BackwardProblem:
+    """Their gradients, as of one sequence of all rows: those of no sequence add nothing."""
     assert problem.forward.packed is not None
     rows, _ = problem.forward.packed
     whole = _of_span(problem, rows, 0, 0)
-    return dataclasses.replace(whole, wanted=("dsinks",), wanted_aux=())  # type: ignore[no-any-return]
+    return dataclasses.replace(whole, wanted=_terms_of_all(problem), wanted_aux=())  # type: ignore[no-any-return]

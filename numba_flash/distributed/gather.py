@@ -6,6 +6,7 @@ in the order of ranks.
 """
 
 import collections
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -24,11 +25,22 @@ class Gathered(NamedTuple):
 def forward(call: Call, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     """q, k, v: this rank's (batch, tokens, heads, head_dim) -> o and lse."""
     o, lse = local.new_results(q, v)
+    ends = list[Callable[[], Any]]()
     for heads, _, now in _slices(call, q, k, v):
         own = call.of_heads(heads)
-        for task in _tasks(call):
-            local.forward(own, task, q[:, :, heads], now.k, now.v, o[:, :, heads], lse[:, heads])
+        given = q[:, :, heads], now.k, now.v, o[:, :, heads], lse[:, heads]
+        for lane, task in enumerate(reversed(_tasks(call))):  # the last tokens see the most keys, and so take longest
+            work = functools.partial(local.forward, own, task, *given)
+            ends.append(call.group.beside(work, q, lane))
+        if call.ahead < len(call.slices):  # what comes next may take the memory of these keys
+            _all(ends)
+    _all(ends)
     return o, lse
+
+
+def _all(ends: list[Callable[[], Any]]) -> None:
+    while ends:
+        ends.pop()()
 
 
 def backward(
@@ -47,7 +59,7 @@ def backward(
             if "dq" in wanted:
                 found["dq"][:, task.rows, heads] = part.dq
             for name, share in shares.items():
-                share.add(getattr(part, name), _end(call, task))
+                share.add(getattr(part, name), local.seen_end(call, task))
             options.add(part, heads)
         if summed is not None:
             summed()
@@ -76,18 +88,10 @@ class _Share:
         return self.sum
 
 
-def _end(call: Call, task: local.Task) -> int:
-    """The first key that none of the task's rows sees, nor any behind it."""
-    right, seqlen = call.reach.right, call.layout.seqlen
-    if call.packed or right is None:
-        return seqlen
-    return max(min(task.start + task.rows.stop - task.rows.start + right, seqlen), 0)
-
-
 def _slices(call: Call, q: Any, k: Any, v: Any) -> Iterator[tuple[slice, slice, Gathered]]:
     """Query heads, their KV heads and these heads' keys, of one slice after the other. `call.ahead` of them are held at
     once: as soon as a slice is computed, another one is on its way."""
-    ranges = call.heads(q.shape[2], k.shape[2], call.slices)
+    ranges = call.in_slices(q.shape[2] // k.shape[2])
     coming = collections.deque(_start(call, k, v, heads_kv) for _, heads_kv in ranges[: call.ahead])
     for n, (heads, heads_kv) in enumerate(ranges):
         now = coming.popleft()

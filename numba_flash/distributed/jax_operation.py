@@ -13,8 +13,8 @@ import numpy as np
 
 from ..api.forward import attention as attend
 from ..dispatch.forward import AttentionOutput
+from ..problem.options import FUNCTIONS, OF_HEADS, SEEDED
 from .layout import Layout, layout_of
-from .local import OF_HEADS
 
 
 def attention(
@@ -95,7 +95,7 @@ def _by_heads(q: Any, k: Any, v: Any, axis: str, layout: Layout, given: dict[str
         raise ValueError(
             f"method='heads' needs heads_kv that {size} devices divide, not {k.shape[at]}: use method='gather'"
         )
-    for name in ("score_mod", "mask_mod", "dropout_p"):
+    for name in (*FUNCTIONS, SEEDED):
         if given.get(name):
             raise NotImplementedError(f"{name} is told heads of the whole: use method='gather'")
     each = q.shape[at] // size

@@ -206,6 +206,12 @@ def layout_of(layout: str | Layout, size: int, seqlen: int) -> Layout:
         return layout
     if layout not in ("contiguous", "zigzag"):
         raise ValueError(f"layout must be 'zigzag', 'contiguous' or a Layout, not {layout!r}")
+    return _named(layout, seqlen, size)
+
+
+@functools.lru_cache(maxsize=1024)
+def _named(layout: str, seqlen: int, size: int) -> Layout:
+    """Kept with all that is looked up by it."""
     return Layout.zigzag(seqlen, size) if layout == "zigzag" else Layout.contiguous(seqlen, size)
 
 

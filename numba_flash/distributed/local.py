@@ -1,14 +1,15 @@
 """What one rank computes: calls of attention for its tokens, over keys that have the places of the whole sequence.
 
 The keys of other ranks are put at their places in arrays as long as the whole. So a position is the one that one
-process has, and with it all that follows from positions: causal, window, ALiBi, functions, dropout. Tiles of keys
-begin at the same keys, too. Hence a row's sum has the same terms in the same order, and its bits are those of one
+process has, and with it all that follows from positions: causal, window, ALiBi, functions, weights that drop. Tiles of
+keys begin at the same keys, too. Hence a row's sum has the same terms in the same order, and its bits are those of one
 process, as long as the kernel divides the keys in the same way (docs/context_parallel.md).
 
 Arrays are (batch, tokens, heads, head_dim) here, views of the caller's; packed documents have a batch of one.
 """
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import array_api_compat
@@ -16,24 +17,23 @@ import array_api_compat
 from ..api.backward import attention_backward
 from ..api.forward import attention
 from ..api.varlen import attention_varlen, attention_varlen_backward
-from ..problem.options import ARRAYS, AttentionGradients
+from ..problem.options import OF_HEADS, SEEDED, AttentionGradients
 from .groups import Group, contiguous, empty, namespace
 from .layout import Layout, Reach
 
 # options with a number for each head, whose gradients are those of the rank's rows
-OF_HEADS = tuple(option.name for option in ARRAYS if option.shape == "heads")
 
 
 class Call(NamedTuple):
     """What the ranks agree on, besides q, k and v. options: those of attention that do not follow from the layout;
-    ahead: how many slices of gathered keys a rank holds at once."""
+    slices: the numbers of KV heads that are moved together; ahead: how many slices a rank holds at once."""
 
     group: Group
     layout: Layout
     reach: Reach
     packed: bool
     options: dict[str, Any]
-    slices: int = 1
+    slices: tuple[int, ...] = ()
     ahead: int = 2
 
     @property
@@ -45,14 +45,12 @@ class Call(NamedTuple):
         own = {name: x[..., heads] for name in OF_HEADS if (x := self.options.get(name)) is not None}
         return self._replace(options=self.options | own)
 
-    def heads(self, heads: int, heads_kv: int, parts: int) -> list[tuple[slice, slice]]:
-        """Query heads and their KV heads, in equal parts."""
+    def in_slices(self, group: int) -> list[tuple[slice, slice]]:
+        """The query heads, of which `group` share a KV head, and the KV heads of each slice."""
+        ends = itertools.accumulate(self.slices)
         return [
-            (
-                slice(n * heads // parts, (n + 1) * heads // parts),
-                slice(n * heads_kv // parts, (n + 1) * heads_kv // parts),
-            )
-            for n in range(parts)
+            (slice((end - n) * group, end * group), slice(end - n, end))
+            for end, n in zip(ends, self.slices, strict=True)
         ]
 
 
@@ -115,8 +113,10 @@ def forward(call: Call, task: Task, q: Any, k: Any, v: Any, o: Any, lse: Any) ->
 def backward(
     call: Call, task: Task, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, wanted: tuple[str, ...]
 ) -> AttentionGradients:
-    """The gradients of the task's rows; dk and dv are its share. dq, dk and dv have a batch."""
+    """The gradients of the task's rows; dk and dv are its share, of the keys up to seen_end. All have a batch."""
     do, q, o = do[:, task.rows], q[:, task.rows], o[:, task.rows]
+    end = seen_end(call, task)
+    k, v = k[:, :end], v[:, :end]
     lse, dlse = (None if x is None else contiguous(x[:, :, task.rows]) for x in (lse, dlse))
     if not call.packed:
         options = dict(call.options, q_offset=task.start, layout="bshd")
@@ -125,6 +125,16 @@ def backward(
     options = dict(call.options, dlse=None if dlse is None else dlse[0], **_placed(call, task, q))
     found = attention_varlen_backward(*operands, wanted=wanted, **options)
     return found._replace(**{x: getattr(found, x)[None] for x in ("dq", "dk", "dv") if x in wanted})
+
+
+def seen_end(call: Call, task: Task) -> int:
+    """The first key that none of the task's rows sees, nor any behind it. Dropped weights and lengths are those of all
+    keys."""
+    right, seqlen = call.reach.right, call.layout.seqlen
+    of_all = call.packed or call.options.get(SEEDED) or call.options.get("seqlens_k") is not None
+    if right is None or of_all:
+        return seqlen
+    return max(min(task.start + task.rows.stop - task.rows.start + right, seqlen), 0)
 
 
 def _placed(call: Call, task: Task, like: Any) -> dict[str, Any]:

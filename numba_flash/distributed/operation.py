@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 from ..arrays import is_array
 from ..dispatch.forward import AttentionOutput
 from ..problem.option_checks import window_sides
-from ..problem.options import AttentionGradients
+from ..problem.options import OF_HEADS, AttentionGradients
 from . import gather, ring, rule
 from . import heads as by_heads
 from .groups import namespace
 from .layout import ZIGZAG, Layout, Reach, check_local, document_ends, layout_of
-from .local import OF_HEADS, Call
+from .local import Call
 from .whole import agree, group_of
 
 # Arguments of attention that are not taken, and what to use in their place.
@@ -58,9 +58,9 @@ def context_parallel_attention(
 
     >>> o = numba_flash.distributed.context_parallel_attention(q, k, v, group, causal=True)
 
-    All ranks of `group` call it with equal options, each with its own tokens: q (batch, heads, tokens, head_dim), k
-    (batch, heads_kv, tokens, head_dim), v (batch, heads_kv, tokens, head_dim_v). The result is (batch, heads, tokens,
-    head_dim_v). The token at position p of the whole sequence has position p among the keys.
+    All ranks of `group` call it with equal options, all with autograd or none, each with its own tokens: q (batch,
+    heads, tokens, head_dim), k (batch, heads_kv, tokens, head_dim), v (batch, heads_kv, tokens, head_dim_v). The result
+    is (batch, heads, tokens, head_dim_v). The token at position p of the whole sequence has position p among the keys.
 
     group: a process group of torch (NCCL on GPUs, gloo on CPUs) or a DeviceMesh of one dimension; a communicator of
         nccl4py, with CuPy arrays (not tried); inside `jax.shard_map` the name of the mesh axis; or a Group.
@@ -75,8 +75,8 @@ def context_parallel_attention(
     score_mod, mask_mod, aux: as for `attention`; aux is what one process would be given.
     method: "gather" (K and V come to each rank, in slices of KV heads), "heads" (all tokens of some heads come to each
         rank), "ring" (K and V go round); "auto" takes one by shapes: docs/context_parallel.md.
-    slices: for "gather", how many; None = by shapes. most_gathered: bytes of K and V that a rank may hold at once;
-        "auto" takes "ring" if one KV head needs more.
+    slices: for "gather" and "heads", in how many equal slices heads come; None = by shapes. most_gathered: bytes of K
+        and V that a rank may hold at once; "auto" takes "ring" if one KV head needs more.
     dims: order of the arrays' dimensions, "bhsd" or "bshd".
     return_lse: return AttentionOutput(o, lse), lse (batch, heads, tokens), or (heads, tokens) with cu_seqlens.
     kernel: as for `attention`.
@@ -102,9 +102,12 @@ def context_parallel_attention(
         from .jax_operation import attention as in_jax
 
         return in_jax(q, k, v, group, (layout, seqlen, cu_seqlens), given, method, dims, return_lse)
-    plan = planned(q, k, v, group, given, (layout, seqlen, cu_seqlens), (method, slices, most_gathered), dims)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(q, torch.Tensor):
+    torch: Any = sys.modules.get("torch")
+    tensors = torch is not None and isinstance(q, torch.Tensor)
+    gradients = tensors and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    how = method, slices, most_gathered
+    plan = planned(q, k, v, group, given, (layout, seqlen, cu_seqlens), how, dims, gradients)
+    if tensors:
         from .torch_operation import attention as differentiable
 
         o, lse = differentiable(plan, q, k, v)
@@ -174,8 +177,7 @@ class Plan(NamedTuple):
         saved = self.seen(q), self.seen(k), self.seen(v), self.seen(o)
         if self.method != "heads":
             return (*saved, lse)
-        of_heads = by_heads.to_heads(self.call, *saved, lse.swapaxes(1, 2)[..., None])
-        return (*of_heads[:4], by_heads.as_lse(of_heads[4]))
+        return by_heads.kept_of(self.call, *saved, lse)
 
     def backward(self, do: Any, dlse: Any, saved: tuple[Any, ...], wanted: tuple[str, ...]) -> dict[str, Any]:
         do, dlse = self.seen(do), dlse[None] if dlse is not None and self.call.packed else dlse
@@ -186,8 +188,19 @@ class Plan(NamedTuple):
         return {name: self.given_back(x) if name in ("dq", "dk", "dv") else x for name, x in found.items()}
 
 
-def planned(q: Any, k: Any, v: Any, group: Any, given: dict[str, Any], of_tokens: Any, how: Any, dims: Any) -> Plan:
-    """of_tokens: layout, seqlen, cu_seqlens; how: method, slices, most_gathered. As the caller gave them."""
+def planned(
+    q: Any,
+    k: Any,
+    v: Any,
+    group: Any,
+    given: dict[str, Any],
+    of_tokens: Any,
+    how: Any,
+    dims: Any,
+    gradients: bool = False,
+) -> Plan:
+    """of_tokens: layout, seqlen, cu_seqlens; how: method, slices, most_gathered. As the caller gave them. gradients:
+    autograd will want them."""
     made, (layout, seqlen, cu_seqlens) = group_of(group), of_tokens
     packed = cu_seqlens is not None
     if dims not in ("bhsd", "bshd"):
@@ -208,20 +221,23 @@ def planned(q: Any, k: Any, v: Any, group: Any, given: dict[str, Any], of_tokens
     call = Call(made, chosen, reach, packed, given)
     alone = [name for name in ("score_mod", "mask_mod", "dropout_p") if given.get(name)]
     least = batch * chosen.seqlen * (k.shape[-1] + v.shape[-1]) * (_item_size(k))
-    method, count = _how(how, call, heads, heads_kv, least, alone)
+    method, slices = _how(how, call, (heads, heads_kv, k.shape[-1]), least, alone, gradients)
     facts = dict(tokens=chosen.seqlen, batch=batch, heads=heads, heads_kv=heads_kv, head_dim=k.shape[-1])
     facts |= dict(head_dim_v=v.shape[-1], dtype=str(q.dtype), method=method, left=left, right=reach.right)
-    held: dict[str, Any] = dict(slices=count, ahead=rule.ahead_of(count, heads_kv, least, how[2]))
+    held: dict[str, Any] = dict(slices=slices, ahead=rule.ahead_of(slices, least, how[2]))
     agree(group, made, q, facts | held)
     return Plan(call._replace(**held), method, transposed)
 
 
-def _how(how: Any, call: Call, heads: int, heads_kv: int, least: int, alone: list[str]) -> tuple[str, int]:
-    """-> method and slices. alone: options that tell a function, or dropout, the number of a head."""
-    (method, slices, most), size = how, call.group.size
+def _how(
+    how: Any, call: Call, sizes: tuple[int, int, int], least: int, alone: list[str], gradients: bool
+) -> tuple[str, tuple[int, ...]]:
+    """-> method and slices. sizes: heads, heads_kv, head_dim; alone: options that tell a function, or dropout, the
+    number of a head."""
+    (method, count, most), size, (heads, heads_kv, head_dim) = how, call.group.size, sizes
     rule.check_method(method)
     if method == "auto":
-        method = rule.method_of(size, heads, heads_kv, least, bool(alone) or call.packed, most)
+        method = rule.method_of(size, heads, heads_kv, least, bool(alone) or call.packed, most, gradients)
     if size == 1:
         method = "gather"
     if method == "heads" and (heads_kv % size or heads % size):
@@ -236,13 +252,15 @@ def _how(how: Any, call: Call, heads: int, heads_kv: int, least: int, alone: lis
         )
     if method == "ring" and call.packed:
         raise NotImplementedError("cu_seqlens with method='ring': use method='gather' or method='heads'")
-    if slices is not None and (method != "gather" or slices < 1 or heads_kv % slices):
-        raise ValueError(f"slices must divide heads_kv = {heads_kv}, with method='gather', not {slices}")
-    if slices not in (None, 1) and alone:
+    moved = heads_kv // size if method == "heads" else heads_kv  # of which slices are parts
+    if count is not None and (method == "ring" or count < 1 or moved % count):
+        raise ValueError(f"slices must divide {moved} KV heads, with method='gather' or 'heads', not {count}")
+    if count not in (None, 1) and alone:
         raise NotImplementedError(f"{alone[0]} is told the number of a head of the whole: leave slices out")
-    if slices is None:
-        slices = 1 if alone or method != "gather" else rule.slices_of(heads_kv, call.layout.seqlen, least, most)
-    return method, slices
+    if count is not None or alone:
+        return method, rule.equal_slices(moved, count or 1)
+    given = heads // heads_kv, head_dim, call.layout.seqlen
+    return method, rule.slices_of(moved, *given, *((least, most) if method == "gather" else ()))
 
 
 def _sizes(q: Any, k: Any, v: Any, packed: bool, transposed: bool) -> tuple[int, int, int, int]:

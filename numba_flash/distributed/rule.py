@@ -1,38 +1,64 @@
-"""How a call is divided among ranks: which way, and in how many slices. By shapes alone, so that all ranks agree."""
+"""How a call is divided among ranks: which way, and in which slices. By shapes alone, so that all ranks agree."""
 
 from typing import Any
 
 METHODS = ("gather", "heads", "ring")
 MOST_GATHERED = 8 << 30  # bytes of gathered K and V that a rank holds at once
-# The first slice of KV heads is waited for. Of two H200 and the next larger choices, a spike found these the best.
-FEW_TOKENS, SLICES = 32 * 1024, 4
+# Tokens of all KV heads: with fewer, slices gain less than it takes to begin them. Two H200 gain 4 % by slices where
+# they gather 8 heads of 16k tokens, and nothing at 8k, nor with 4 heads of 16k each.
+FEW_ROWS = 128 * 1024
+# With fewer KV heads in a slice the backward takes two kernels instead of one (select/backward_forms.py); of a
+# large group half as many are enough.
+LEAST_HEADS_KV, LARGE_GROUP, WIDE = 4, 4, 64
+GRADIENTS_GAIN = (
+    1.25  # by so many times more is moved, where gradients are wanted: a rank's kernels are those of a whole
+)
 
 
-def method_of(size: int, heads: int, heads_kv: int, least_bytes: int, gather_alone: bool, most: int) -> str:
-    """least_bytes: of K and V of one KV head over all tokens; gather_alone: the options need all heads or all keys.
+def method_of(
+    size: int, heads: int, heads_kv: int, least_bytes: int, gather_alone: bool, most: int, gradients: bool = False
+) -> str:
+    """least_bytes: of K and V of one KV head over all tokens; gather_alone: the options need all heads or all keys;
+    gradients: a backward will follow.
 
     Each rank receives 2 * heads_kv / size * (size - 1) numbers for a token's K and V by gathering, and by heads
-    (2 * heads + 2 * heads_kv) * (size - 1) / size^2. So heads are cheaper from size 1 + heads / heads_kv on.
+    (2 * heads + 2 * heads_kv) * (size - 1) / size^2. With gradients gathering moves four times as much: K and V again,
+    and their gradients in float32; by heads twice as much is moved.
     """
     if gather_alone or size == 1:
         return "gather"
-    if heads_kv % size == 0 and heads_kv * (size - 1) > heads:
+    gathered, by_heads = (4, 2) if gradients else (1, 1)
+    gathered, by_heads = gathered * heads_kv * size, by_heads * (heads + heads_kv)
+    if heads_kv % size == 0 and (by_heads <= GRADIENTS_GAIN * gathered if gradients else by_heads < gathered):
         return "heads"
     return "gather" if 2 * least_bytes <= most else "ring"
 
 
-def slices_of(heads_kv: int, tokens: int, least_bytes: int, most: int) -> int:
-    """How many slices of KV heads: so few that the first one is short, and so many that two of them fit."""
-    wanted = 1 if tokens < FEW_TOKENS else SLICES
-    for slices in range(1, heads_kv + 1):
-        if heads_kv % slices == 0 and slices >= min(wanted, heads_kv) and 2 * least_bytes * heads_kv // slices <= most:
-            return slices
-    return max(heads_kv, 1)
+def slices_of(
+    heads_kv: int, group: int, head_dim: int, tokens: int, least_bytes: int = 0, most: int = MOST_GATHERED
+) -> tuple[int, ...]:
+    """The numbers of KV heads of the slices, each with `group` query heads: so that two of them fit into `most`.
+
+    The first slice is waited for, and in a backward the last one's gradients are. So these have a quarter of the heads.
+    An even number stays even, so that gradients are summed in the same order (kernels/steps/dq_order.py).
+    """
+    if least_bytes * heads_kv > most:
+        counts = (n for n in range(1, heads_kv + 1) if heads_kv % n == 0 and 2 * least_bytes * heads_kv // n <= most)
+        return equal_slices(heads_kv, next(counts, heads_kv))
+    least = LEAST_HEADS_KV // 2 if group >= LARGE_GROUP and head_dim > WIDE else LEAST_HEADS_KV
+    end = max(least, heads_kv // 4 // 2 * 2)
+    if tokens * heads_kv < FEW_ROWS or heads_kv % 2 or heads_kv < 2 * end:
+        return (heads_kv,)
+    return tuple(n for n in (end, heads_kv - 2 * end, end) if n)
 
 
-def ahead_of(slices: int, heads_kv: int, least_bytes: int, most: int) -> int:
+def equal_slices(heads_kv: int, count: int) -> tuple[int, ...]:
+    return (heads_kv // count,) * count
+
+
+def ahead_of(slices: tuple[int, ...], least_bytes: int, most: int) -> int:
     """How many slices a rank holds at once: all if they fit, so that no exchange waits for a kernel; two at least."""
-    return max(2, min(slices, most * slices // max(least_bytes * heads_kv, 1)))
+    return len(slices) if least_bytes * sum(slices) <= most else max(2, most // max(least_bytes * max(slices), 1))
 
 
 def check_method(method: Any) -> None:

@@ -10,11 +10,13 @@ import torch.distributed as dist
 
 from .groups import MOST_MESSAGES, Buffers, Group
 
+PLACES = 2  # the stream on which what arrives is put into its place, beside those of the two lanes
+
 
 @functools.cache
-def _stream(device: Any) -> Any:
-    """What arrives is put into its place beside the kernels of the stream that computes."""
-    return torch.cuda.Stream(device)
+def _stream(current: Any, number: int) -> Any:
+    """Each stream has others of its own, so that these wait for it before they reuse memory that it reads."""
+    return torch.cuda.Stream(current.device)
 
 
 class TorchGroup(Group):
@@ -33,8 +35,8 @@ class TorchGroup(Group):
         first = next((x for some in (sends, receives) for listed in some.values() for x in listed), None)
         if first is None or not first.is_cuda:
             return self._on_host(sends, receives, then)
-        device = first.device
-        side, current = _stream(device), torch.cuda.current_stream(device)
+        current = torch.cuda.current_stream(first.device)
+        side = _stream(current, PLACES)
         with self._said(sends, receives):
             # NCCL's own stream waits for the current one, not for `then` of the exchange before: so an exchange follows
             # the other at once, before a persistent kernel takes all multiprocessors
@@ -49,6 +51,23 @@ class TorchGroup(Group):
 
         def finish() -> None:
             current.wait_event(arrived)
+            kept.clear()
+
+        return finish
+
+    def beside(self, work: Callable[[], Any], like: Any, lane: int) -> Callable[[], Any]:
+        if not like.is_cuda:
+            return super().beside(work, like, lane)
+        current = torch.cuda.current_stream(like.device)
+        stream = _stream(current, lane % 2)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            work()
+            done = stream.record_event()
+        kept = [work]  # as in send_recv
+
+        def finish() -> None:
+            current.wait_event(done)
             kept.clear()
 
         return finish

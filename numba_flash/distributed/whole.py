@@ -79,7 +79,7 @@ def group_of(group: Any) -> Group:
     )
 
 
-_agreed: "weakref.WeakKeyDictionary[Any, set[int]]" = weakref.WeakKeyDictionary()
+_agreed: "weakref.WeakKeyDictionary[Any, set[Any]]" = weakref.WeakKeyDictionary()
 
 
 def agree(given: Any, group: Group, like: Any, facts: dict[str, Any]) -> None:
@@ -89,10 +89,10 @@ def agree(given: Any, group: Group, like: Any, facts: dict[str, Any]) -> None:
     The host waits for that, but only in the first call with these facts. given: the caller's group; like: an array of
     the group's device.
     """
-    number = zlib.crc32(repr(facts).encode()) >> 1  # fits into an int32
-    known = _agreed.setdefault(given, set())
-    if group.size == 1 or number in known:
+    known, key = _agreed.setdefault(given, set()), tuple(facts.items())
+    if group.size == 1 or key in known:
         return
+    number = zlib.crc32(repr(facts).encode()) >> 1  # fits into an int32
     xp = namespace(like)
     own = empty(like, (1,), xp.int32, number)
     numbers = [
@@ -105,4 +105,4 @@ def agree(given: Any, group: Group, like: Any, facts: dict[str, Any]) -> None:
             f"all ranks must call with equal shapes and options; ranks {others} have others than rank {group.rank}: "
             f"{facts}. If tokens differ, say how many there are in all: seqlen="
         )
-    known.add(number)
+    known.add(key)

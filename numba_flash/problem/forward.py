@@ -117,6 +117,12 @@ class Problem:
         return self.left is None and self.right is None
 
     @property
+    def most_keys(self) -> bool:
+        """Whether there are more keys than queries, and no window: so most keys are seen by all queries, as far as
+        positions are known."""
+        return self.left is None and self.seqlen_k > self.seqlen_q
+
+    @property
     def lse_shape(self) -> tuple[int, ...]:
         if self.packed is not None:
             return (self.heads, self.packed[0])

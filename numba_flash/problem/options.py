@@ -33,6 +33,16 @@ class Option(NamedTuple):
     instead: str = ""  # of one that is not: an option that does part of the same, and is
     on_cpu: bool = True
 
+    @property
+    def per_score(self) -> bool:
+        """Whether it decides about each score, or weight, on its own."""
+        return self.function or self.seeded or self.shape == "scores"
+
+    @property
+    def per_row(self) -> bool:
+        """Whether it asks whose row a score is of."""
+        return self.per_score or (self.shape == "heads" and self.acts_on == "score")
+
 
 OPTIONS = (
     Option("scale", "score"),
@@ -64,6 +74,8 @@ _NUMBERS = tuple(x for x in OPTIONS if x.acts_on in ("score", "weights") and not
 NUMBERS = tuple(option.name for option in _NUMBERS)
 SCORE_NUMBERS = tuple(option.name for option in _NUMBERS if option.acts_on == "score")  # every kernel takes these
 FUNCTIONS = tuple(option.name for option in OPTIONS if option.function)
+OF_HEADS = tuple(option.name for option in ARRAYS if option.shape == "heads")  # a number for each head
+OF_PAIRS = tuple(option.name for option in ARRAYS if option.shape == "scores")  # one for each query and key
 (SEEDED,) = (option.name for option in OPTIONS if option.seeded)
 DROP_STEPS = 2**16  # number of values of a weight's random number
 

@@ -4,14 +4,15 @@ import functools
 from typing import NamedTuple
 
 from ..config.backward import MmaBackwardConfig
-from ..config.forward import LaunchFacts
+from ..config.forward import LaunchFacts, with_problems
 from ..config.wgmma_backward_float32 import NOT_TAKEN
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import ARRAYS
 from .backward_shared import one_key_tile
-from .forward import mma_is_sooner, no_tma, no_wide_rows, not_on_tensor_cores, too_wide
-from .rungs import RUNGS, Refused, Rung, check_request, choose, no_room, not_here
+from .forward import mma_is_sooner, not_on_tensor_cores
+from .refusals import no_room, no_tma, no_wide_rows, not_here, too_wide
+from .rungs import RUNGS, Refused, Rung, check_request, choose
 
 
 class BackwardChoice(NamedTuple):
@@ -68,6 +69,6 @@ def _not_on_tensor_cores(rung: Rung, problem: BackwardProblem, target: Target) -
     reason = not_on_tensor_cores(rung, forward, target)
     if reason is None and forward.batch * forward.heads * forward.seqlen_q:
         reason = no_wide_rows("do", problem.do_strides, forward.head_dim_v, forward.dtype, rung.least_copy)
-        made = rung.kernels(problem, target) if reason is None else ()
-        reason = next((found for config in made if (found := no_tma(config, problem)) is not None), reason)
+        made = with_problems(rung.kernels(problem, target) if reason is None else (), problem)
+        reason = next((found for config, own in made if (found := no_tma(config, own)) is not None), reason)
     return reason

@@ -7,7 +7,7 @@ from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.groups import parts_of
 from ..problem.options import changes_scores
-from .backward_line import dq_stays, fastest
+from .backward_line import dq_stays, fastest, loses_nowhere
 
 LONGEST_STAY = 8192  # queries of a walk over all of them
 MOST_QUERIES_ALONE = 512  # of packed sequences: with more, too few blocks would run side by side
@@ -35,10 +35,10 @@ def can_be_one_kernel(problem: BackwardProblem) -> bool:
 def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     """Whether the one kernel is faster than two. docs/adding_a_tile_row.md has the measurements.
 
-    If every query sees every key, parts of dQ wait in a line, and a model says what that costs (backward_line.py).
-    Under a mask two long heads go two ways, and parts of a group count as heads. The batch size may not decide: a row's
-    bits must not depend on it. Short sequences are assumed to come in batches. Of packed sequences the lengths are not
-    known, and may not decide.
+    If every query sees every key, parts of dQ wait in a line, and a model says what that costs (backward_line.py). So
+    it is where most queries see most keys, as in a chunk behind others' keys. Under another mask two long heads go two
+    ways, and parts of a group count as heads. The batch size may not decide: a row's bits must not depend on it. Short
+    sequences are assumed to come in batches. Of packed sequences the lengths are not known, and may not decide.
     """
     forward = problem.forward
     one_tile = 0 < forward.seqlen_k <= WgmmaFusedConfig.KEYS  # a head is one block, which walks all of its queries
@@ -55,7 +55,9 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     lines = forward.heads_kv * parts_of(forward.group, heads_per_block(problem, one_kernel=True))
     two_ways = lines == 2 and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
     few = lines < 4 and not two_ways and dq_partials(problem) == 1
-    return not few and forward.seqlen_k <= forward.seqlen_q and forward.heads * forward.seqlen_k >= 8192
+    if few or forward.heads * min(forward.seqlen_q, forward.seqlen_k) < 8192:
+        return False
+    return not forward.most_keys or loses_nowhere(forward, dq_partials(problem))
 
 
 def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
@@ -98,7 +100,8 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
     From head_dim 65 on long loops lose 2 % by it, and short ones gain up to 14 % (docs/adding_a_tile_row.md). A block
     with the only key tile of a head does not stay there: the compiler would serialise its products. Nor does a block
     where weights are dropped, or where a mask says over which queries each of many key tiles loops: registers are
-    scarce. Nor does one whose bias comes to where dS will be, because dK and dV of the tile before are staged there.
+    scarce. Nor does one of many heads whose bias comes to where dS will be, because dK and dV of the tile before are
+    staged there: its next tile might meet no query.
     """
     forward = problem.forward
     if forward.packed is not None and not key_tiles:  # the numbers of tiles that do not exist are passed over
@@ -108,7 +111,7 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
     long = forward.every_key and forward.seqlen_q * (members or forward.group) > LONGEST_STAY
     leaves = forward.widest > 64 and (key_tiles > 0 or forward.seeded or long)
     masked = forward.array("mask") is not None and not key_tiles
-    return many and not masked and forward.array("bias") is None and not leaves
+    return many and not masked and (forward.array("bias") is None or key_tiles > 1) and not leaves
 
 
 def heads_per_block(problem: BackwardProblem, one_kernel: bool) -> int:

@@ -13,6 +13,7 @@ from ..config import wgmma_backward_ends as wgmma_ends
 from ..config import wgmma_backward_float32 as wgmma_float32
 from ..config import wide_backward as wide
 from ..config.aux_gradients import AuxRoundConfig, AuxStartConfig, DauxConfig
+from ..config.bias_rows import BiasRowsConfig
 from ..config.forward import Config, LaunchFacts
 from ..config.simt_backward import DbiasConfig, DbiasSumConfig, DkdvConfig, DqConfig
 from ..functions.reads import reads_by_head
@@ -21,6 +22,7 @@ from ..problem.backward import BackwardProblem
 from ..problem.forward import Problem
 from ..problem.options import BY_NAME, HEAD_GRADIENTS
 from . import backward_shared as shared
+from .around import outside, with_prologues
 from .backward_forms import (
     blocks_stay,
     can_be_one_kernel,
@@ -29,8 +31,8 @@ from .backward_forms import (
     heads_per_block,
     key_tiles_of_a_block,
 )
-from .forward import features_of, halved
-from .rungs import LARGE_FLOAT64
+from .features import LARGE_FLOAT64, features_of
+from .forward_kernels import halved
 from .tiles import Row
 
 Configs = tuple[LaunchFacts, ...]  # in the order of their launches
@@ -40,7 +42,7 @@ KEYS_WITH_AUX = (64, 32)  # of a tile, up to head_dim 128 and above, where a gra
 def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow: bool = False) -> Configs:
     """A rung's kernels, the one that adds up split sums of dbias, and those of the gradients of aux. narrow: it has
     products on tensor cores in 16 bits."""
-    bias, before = problem.forward.array("bias"), (*before, *shared.outside(problem, target, before))
+    bias, before = problem.forward.array("bias"), (*before, *outside(problem, target, before))
     if "dbias" in problem.wanted and bias is not None and problem.dbias_splits > 1:
         threads, splits = 16 if target.simulated else 256, 1 << (problem.dbias_splits - 1).bit_length()
         before = (*before, DbiasSumConfig(problem.forward.dtype, bias.dtype, threads, splits))
@@ -56,7 +58,7 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     if narrow:
         rows = shared.usable("mma_daux", problem, target)
         sums = shared.best(mma.MmaDauxConfig, rows, problem, target, wanted_aux=problem.wanted_aux)
-        needed = shared.with_what_goes_before(sums, problem, target)[:-1]
+        needed = with_prologues(sums, problem, target)[:-1]
     else:
         sums = [shared.simt(DauxConfig, "v2_dq", problem, target, wanted_aux=problem.wanted_aux)]
         needed = [shared.delta_config(problem, target)]
@@ -69,7 +71,7 @@ def _with_delta(own: Sequence[Config], problem: BackwardProblem, target: Target)
     of these."""
     in_order = problem.forward.packed is not None and any(config.in_order for config in own)
     delta = shared.delta_config(problem, target, in_order=in_order)
-    made = [delta, *shared.with_what_goes_before(own, problem, target)]
+    made = [delta, *with_prologues(own, problem, target)]
     if "dbias" in problem.wanted:
         of_bias = shared.of_bias(problem)
         made.append(shared.simt(DbiasConfig, "v2_dq", problem, target, wanted=("dbias",), **of_bias))
@@ -113,7 +115,7 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     in_order = own[0].in_order if own else False
     start = [] if only else [shared.preprocess_config(problem, target, in_order=in_order)]
     of_bias: Sequence[Config] = () if with_dbias else _dbias(problem, target)
-    made = shared.with_what_goes_before([*own, *of_bias], problem, target)
+    made = with_prologues([*own, *of_bias], problem, target)
     return _with_sums(problem, target, (*start, *made, *ends), narrow=True)
 
 
@@ -181,6 +183,8 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> Configs:
     """wgmma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if problem.forward.dtype == "float32":
         return _with_sums(problem, target, _wgmma_float32(problem, target))
+    if copied := BiasRowsConfig.before(problem, 16 if target.simulated else 256):
+        return (copied, *wgmma_configs(copied.problem_behind(problem), target))
     one = can_be_one_kernel(problem) and gains_by_one_kernel(problem, target)
     made = (_wgmma_fused if one else _wgmma_two)(problem, target)
     return _with_sums(problem, target, (*made, *shared.head_sums(problem, target, of_blocks=True)), narrow=True)
@@ -198,7 +202,7 @@ def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
         if of_heads:
             dq = dataclasses.replace(dq, tile_n=min(dq.tile_n, KEYS_WITH_AUX[problem.forward.widest > 128]))
         own.append(_halved(dq, problem, target))
-    before = shared.with_what_goes_before([*own, *_dbias(problem, target)], problem, target)
+    before = with_prologues([*own, *_dbias(problem, target)], problem, target)
     start = shared.preprocess_config(problem, target, early=True, in_order=packed)
     return [start, *before, *_add_parts(own[: len(dkdv)])]
 
@@ -244,10 +248,10 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     turns_of = 0 if key_tiles else fused.tile_m
     more = dict(turns_of=turns_of, dq_partials=lines, early=True, in_order=packed and fused.in_order)
     start = shared.preprocess_config(problem, target, **more)
-    made: list[LaunchFacts] = [start, *shared.with_what_goes_before([fused], problem, target)]
+    made: list[LaunchFacts] = [start, *with_prologues([fused], problem, target)]
     if not key_tiles:
         made.append(wgmma_ends.WgmmaRoundConfig.behind(fused))
-    return [*made, *shared.with_what_goes_before(_dbias(problem, target), problem, target), *_add_parts([fused])]
+    return [*made, *with_prologues(_dbias(problem, target), problem, target), *_add_parts([fused])]
 
 
 def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:

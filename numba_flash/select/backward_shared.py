@@ -7,15 +7,15 @@ from typing import Any
 
 from ..arrays.dtypes import ITEM_SIZE
 from ..config.backward import PreprocessConfig
-from ..config.forward import Config, LaunchFacts
+from ..config.forward import LaunchFacts
 from ..config.simt_backward import DeltaConfig, HeadSumsConfig, SimtBackwardConfig
-from ..config.wgmma_backward import BY_ELEMENT
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores
 from .backward_tiles import TABLES
-from .forward import features_of, halved, no_wide_rows, prologue
-from .tiles import Facts, Row, facts_of, rows_of
+from .features import copied, features_of, of_simt, rows_for
+from .forward_kernels import halved
+from .tiles import Row, rows_of
 
 SMALL_BLOCKS = 192  # keys of all blocks of a multiprocessor, where tiles have fewer than 64
 
@@ -47,10 +47,8 @@ def best(
 
 def usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Row]:
     """The rows of a kernel's table for this head_dim and these scores."""
-    rows, facts = rows_of(TABLES, kernel, problem.forward.dtype, target), _facts_of(problem)
-    if not any(row.when.per_score for row in rows):
-        facts = facts._replace(per_score="")
-    return [row for row in rows if row.when.holds(facts)]
+    by_score = any(row.when.per_score for row in rows_of(TABLES, kernel, problem.forward.dtype, target))
+    return rows_for(TABLES, kernel, problem, target, _per_score(problem) if by_score else "")
 
 
 def one_key_tile(problem: BackwardProblem, target: Target) -> list[Row]:
@@ -82,31 +80,17 @@ def _of_whole_heads(table: str, tiles: int, problem: BackwardProblem, target: Ta
     return made
 
 
-def _facts_of(problem: BackwardProblem) -> Facts:
-    p = problem.forward
-    asked = tuple((name, given) for name, given in p.uses if not BY_NAME[name].function)
-    bare = not changes_scores(asked) and p.array("mask") is None and not p.seeded
-    return facts_of(
-        p,
-        _by_element(problem),
-        unread=not p.functions and p.array("bias") is None and p.array("mask") is None,
-        plain=bare and not p.functions,
-        linear=not any(BY_NAME[name].derivative for name, _ in p.uses),
-        functions=bare and bool(p.functions),
-    )
-
-
-def _by_element(problem: BackwardProblem) -> str:
-    """Which entry of tiles.BY_ELEMENT the problem is; "" if no option acts on single scores."""
+def _per_score(problem: BackwardProblem) -> str:
+    """Which entry of tiles.PER_SCORE the problem is; "" if no option acts on single scores."""
     forward = problem.forward
-    found = [name for name, _ in forward.uses if name in BY_ELEMENT]
+    found = [name for name, _ in forward.uses if BY_NAME[name].per_score]
     kinds = {"functions" if BY_NAME[name].function else "read" if BY_NAME[name].shape else name for name in found}
     if not found:
         return ""
     if len(found) == 1 and not changes_scores(forward.uses):
         return "mask_mod" if found == ["mask_mod"] else "mask or dropped weights"
     used, bias = dict(forward.uses), forward.array("bias")
-    others = tuple((name, given) for name, given in forward.uses if name not in BY_ELEMENT)
+    others = tuple((name, given) for name, given in forward.uses if name not in found)
     if found == ["bias"] and bias is not None and bias.boxes and not changes_scores(others):
         return "mask or dropped weights"
     if len(kinds) > 1 or ("bias" in used and changes_scores(others)):
@@ -117,15 +101,8 @@ def _by_element(problem: BackwardProblem) -> str:
 def simt(
     kind: type[SimtBackwardConfig], table: str, problem: BackwardProblem, target: Target, **own: Any
 ) -> SimtBackwardConfig:
-    """A kernel of v2, in which a thread owns a row: with the first tile that is not mostly past the last row of its own
-    side and fits, or the last."""
-    side, length = "tile_m", problem.forward.seqlen_q
-    if kind.of_keys:
-        side, length = "tile_n", problem.forward.seqlen_k
-    tiles = (row.tile for row in rows_of(TABLES, table, problem.forward.dtype, target))
-    features = features_of(kind, problem, target) | own
-    every = problem.forward.packed is not None  # its longest sequence decides nothing
-    made = [kind(**features, **tile) for tile in tiles if every or tile[side] <= 32 or tile[side] < 2 * length]
+    """A kernel of v2 with the first tile that fits, or the last."""
+    made: list[SimtBackwardConfig] = list(of_simt(kind, TABLES, table, problem, target, **own))
     return next((config for config in made if config.shared_bytes <= target.shared_bytes), made[-1])
 
 
@@ -137,31 +114,6 @@ def of_bias(problem: BackwardProblem) -> dict[str, Any]:
 
 def fits(config: LaunchFacts, target: Target) -> bool:
     return config.shared_bytes * max(config.blocks_per_sm, 1) <= target.shared_bytes
-
-
-def outside(problem: BackwardProblem, target: Target, before: Sequence[LaunchFacts]) -> list[LaunchFacts]:
-    """The kernels that write the gradients of rows of no packed sequence. before: those in front of them."""
-    if problem.forward.packed is None:
-        return []
-    from ..config.outside import OutsideConfig
-
-    written = [tuple(name for name in side if name in problem.wanted) for side in (("dq",), ("dk", "dv"))]
-    waits = any(config.waits or config.in_order for config in before)
-    order = dict(in_order=any(config.in_order for config in before), early=waits, waits=waits)
-    return [OutsideConfig.of(problem.forward, names, target, **order) for names in written if names]
-
-
-def with_what_goes_before(configs: Sequence[Config], problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
-    """Kernels, preceded by those that prepare what they read: a mask's bits, the states of tiles. Those that overlap
-    with what is in front of them go ahead of all."""
-    made, ahead = list[LaunchFacts](), list[LaunchFacts]()
-    overlaps = len(configs) > 0 and configs[0].waits
-    for config in configs:
-        for other in prologue(config, problem.forward, target, overlaps):
-            if other not in (*ahead, *made):
-                (ahead if other.waits else made).append(other)
-        made.append(config)
-    return [*ahead, *made]
 
 
 def preprocess_config(problem: BackwardProblem, target: Target, **more: Any) -> PreprocessConfig:
@@ -177,17 +129,12 @@ def delta_config(problem: BackwardProblem, target: Target, **more: Any) -> Delta
 def _first(kind: type[Any], problem: BackwardProblem, target: Target, **more: Any) -> Any:
     """The Config of a kernel that computes delta. Lanes share a row at a time, if there are fewer blocks than
     multiprocessors. The order of a row's sum stays."""
-    forward = problem.forward
-    rows, size = (("do", problem.do_strides), ("o", forward.o_strides)), ITEM_SIZE[forward.dtype]
-
-    def whole(copied: int) -> bool:
-        """Whether rows of both begin and end at multiples of so many bytes, and have all their columns there."""
-        begin = (no_wide_rows(name, strides, forward.head_dim_v, forward.dtype, copied) for name, strides in rows)
-        return copied <= forward.alignment and forward.head_dim_v * size % copied == 0 and not any(begin)
-
-    copied = next((copied for copied in (16, 8, 4, 2) if copied > size and whole(copied)), size)
+    forward, rows = problem.forward, (problem.do_strides, problem.forward.o_strides)
+    size, columns = ITEM_SIZE[forward.dtype], forward.head_dim_v
+    joined = copied(forward, *rows, (columns, 0, 0, 0))  # rows also end at multiples of them
+    apart = any(strides[3] != 1 and columns > 1 for strides in rows)
     of_terms = any(option.acts_on == "sum" for name, option in HEAD_GRADIENTS.items() if name in problem.wanted)
-    facts = dict(of_terms=of_terms, packed=forward.packed is not None, load_bytes=copied)
+    facts = dict(of_terms=of_terms, packed=forward.packed is not None, load_bytes=size if apart else max(joined, size))
     facts |= dict(threads=32 if target.simulated else 256)
     config = kind(forward.dtype, forward.head_dim_v, problem.has_dlse, **facts, **more)
     few = not target.simulated and config.grid(problem) < target.multiprocessors

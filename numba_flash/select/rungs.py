@@ -8,21 +8,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import BY_NAME
+from .refusals import no_gpu
 
 if TYPE_CHECKING:
     from ..problem.backward import BackwardProblem
 
-    AnyProblem = Problem | BackwardProblem
-
 Refused = tuple[tuple[str, str], ...]  # (rung, why it does not run)
 GPU, HOST, SIMULATOR = "gpu", "host", "simulator"  # where arrays are
-FLOAT64_CORES = ((8, 0), (9, 0), (10, 0))  # tensor cores with float64 at full speed
-LARGE_FLOAT64 = (9, 0)  # m16n8k16 is one instruction on these GPUs; sm_100 splits it, with local memory
 
 
 class Rung(NamedTuple):
-    """forward, backward: the modules that list its Configs for a problem, and its functions there; None on the host.
-    They are loaded when a problem needs them: a Config class takes a millisecond, of the 20 of a first call."""
+    """forward, backward: the functions of forward_kernels.py and backward_kernels.py that list its Configs; None on the
+    host. They are loaded when a problem needs them: a Config class takes a millisecond, of the 20 of a first call."""
 
     name: str
     auto: tuple[str, ...]  # where "auto" may take it
@@ -36,7 +33,6 @@ class Rung(NamedTuple):
     table: str = ""  # of its forward kernel's tiles
     forward: str | None = None
     refined: str | None = None  # the function that improves a Config of these
-    few: str | None = None  # the function that has a Config for a few queries of many keys, or none
     has_backward: bool = True
     backward: str | None = None
     sums: dict[str, str] = {}  # how exact it is, by dtype, of a rung that could be less exact than its dtype
@@ -52,31 +48,27 @@ class Rung(NamedTuple):
     def candidates(self, problem: Problem, target: Target) -> Any:
         """Configs of a forward, the best first; the last needs the least shared memory. The first almost always
         fits."""
-        return _loaded(self.forward)(self, problem, target)
-
-    def of_few_queries(self, problem: Problem, target: Target) -> Any:
-        return _loaded(self.few)(problem, target) if self.few else None
+        return _loaded("forward", self.forward)(self, problem, target)
 
     def refine(self, config: Any, problem: Problem, target: Target) -> Any:
-        return _loaded(self.refined)(config, problem, target) if config and self.refined else config
+        return _loaded("forward", self.refined)(config, problem, target) if config and self.refined else config
 
     def kernels(self, problem: "BackwardProblem", target: Target) -> tuple[Any, ...]:
         """The Configs of a backward in the order of their launches; none of a rung on the host."""
-        return _loaded(self.backward)(problem, target) if self.backward else ()
+        return _loaded("backward", self.backward)(problem, target) if self.backward else ()
 
 
 @functools.cache
-def _loaded(name: Any) -> Callable[..., Any]:
-    module, _, function = name.partition(".")
-    return getattr(importlib.import_module(f".{module}", __package__), function)
+def _loaded(direction: str, function: Any) -> Callable[..., Any]:
+    return getattr(importlib.import_module(f".{direction}_kernels", __package__), function)  # type: ignore[no-any-return]
 
 
 RUNGS = {
     rung.name: rung
     for rung in (
         Rung("reference", (), on_host=True),
-        Rung("v1", (GPU,), table="simt", forward="forward.simt", has_backward=False),
-        Rung("v2", (GPU, SIMULATOR), table="simt", forward="forward.simt", backward="backward_kernels.v2_configs"),
+        Rung("v1", (GPU,), table="simt", forward="simt", has_backward=False),
+        Rung("v2", (GPU, SIMULATOR), table="simt", forward="simt", backward="v2_configs"),
         Rung(
             "mma",
             (GPU,),
@@ -86,9 +78,8 @@ RUNGS = {
             least_copy=2,
             least_cc=(8, 0),
             table="mma",
-            forward="forward.mma",
-            few="decode.of_few_queries",
-            backward="backward_kernels.mma_configs",
+            forward="mma",
+            backward="mma_configs",
             sums=dict(
                 float32="as exact as in float32: each factor is split into two of 11 bits (3xTF32)",
                 float64="in float64",
@@ -103,9 +94,9 @@ RUNGS = {
             least_cc=(9, 0),
             only_cc=(9, 0),
             table="wgmma",
-            forward="forward.wgmma",
-            refined="forward.with_fastest_rows",
-            backward="backward_kernels.wgmma_configs",
+            forward="wgmma",
+            refined="with_fastest_rows",
+            backward="wgmma_configs",
             sums=dict(float32="as exact as in float32: each factor is split into three of 8 bits, in bfloat16"),
         ),
         Rung("cpu", (HOST,), on_host=True, option="on_cpu"),
@@ -184,48 +175,3 @@ def _not_asked(rung: Rung, kernel: str, target: Target, copies: bool) -> str:
 def kernel_of_backward(kernel: str) -> str:
     """The rung that a framework's backward asks for, where its forward asked for `kernel`."""
     return kernel if kernel in RUNGS and RUNGS[kernel].has_backward else "auto"
-
-
-def not_here(rung: Rung, problem: Problem, target: Target) -> str | None:
-    """Why a rung cannot compute where the arrays are, or None; of a rung on the host, also the option that it does not
-    take."""
-    if rung.on_host:
-        elsewhere = None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
-        return rung.not_taken(problem) or elsewhere
-    return no_gpu(target) if target.cc is None else None
-
-
-def no_room(problem: Problem, target: Target, needed: int) -> str:
-    return (
-        f"head_dim {problem.head_dim} and {problem.head_dim_v} in {problem.dtype} need {needed} bytes of shared memory "
-        f"in the smallest tile, and {target.name} has {target.shared_bytes}"
-    )
-
-
-def no_gpu(target: Target) -> str:
-    return (
-        f"no GPU is usable ({target.why_no_gpu}); to step through it without one, set NUMBA_ENABLE_CUDASIM=1 before "
-        "Python starts"
-    )
-
-
-def no_tensor_cores(rung: Rung, problem: Problem, target: Target) -> str | None:
-    """Why the GPU's tensor cores do not serve a rung and its dtype, or None."""
-    cc, gpu = target.cc, target.name
-    assert cc is not None
-    has = f"and {gpu} has {cc[0]}.{cc[1]}"
-    if rung.only_cc not in (None, cc):
-        return f"its instructions exist on compute capability {_version(rung.only_cc)} only, {has}"
-    if cc < rung.least_cc:
-        return f"its instructions need compute capability {_version(rung.least_cc)}, {has}"
-    if problem.dtype not in rung.dtypes:
-        return f"it takes {', '.join(rung.dtypes)}, not {problem.dtype}"
-    if problem.dtype == "float64" and cc not in FLOAT64_CORES:
-        *first, last = map(_version, FLOAT64_CORES)
-        where = f"{', '.join(first)} and {last}"
-        return f"it takes float64 where tensor cores have it at full speed, on compute capability {where}, {has}"
-    return None
-
-
-def _version(cc: tuple[int, int] | None) -> str:
-    return "" if cc is None else f"{cc[0]}.{cc[1]}"

@@ -7,7 +7,6 @@ columns, has the measurements behind the rows, and shows how to add one for anot
 from typing import Any, NamedTuple
 
 from ..machine.target import Target
-from ..problem.forward import Problem
 
 MEASURED = "H200"  # the GPU of a row that names none
 SIMULATOR = "simulator"  # small blocks, whose barriers are cheap, and few wasted rows: all threads run in Python
@@ -17,7 +16,7 @@ ANY = 2**31  # head_dim of a row for all
 # it: a mask_mod alone; a bias alone that TMA loads, a mask alone, or dropped weights; one kind of these, or functions,
 # beside options of the score; several kinds, or a bias beside another option of the score. A row of its own for a
 # mask_mod alone gains 13 % at head_dim 64 and 9 % at 128 (4 x 2k documents, H200).
-BY_ELEMENT = ("mask_mod", "mask or dropped weights", "one kind", "several kinds")
+PER_SCORE = ("mask_mod", "mask or dropped weights", "one kind", "several kinds")
 
 
 class Facts(NamedTuple):
@@ -27,7 +26,7 @@ class Facts(NamedTuple):
     least: int  # the smaller
     keys: int  # of all heads of a batch entry
     words: frozenset[str]  # what is so of those of When
-    per_score: str = ""  # one of BY_ELEMENT, or nothing decides about a score on its own
+    per_score: str = ""  # one of PER_SCORE, or nothing decides about a score on its own
 
 
 class When(NamedTuple):
@@ -42,21 +41,15 @@ class When(NamedTuple):
     sloped: bool = False  # ALiBi alone changes scores
     linear: bool = False  # the derivative of scores by the product is 1: nothing keeps another
     functions: bool = False  # the caller's functions change or hide scores, and nothing else
-    per_score: str = ""  # and for problems with one of BY_ELEMENT, up to this one, whatever is said before
+    per_score: str = ""  # and for problems with one of PER_SCORE, up to this one, whatever is said before
     gpu: str = MEASURED
 
     def holds(self, facts: Facts) -> bool:
         if facts.head_dim > self.head_dim or facts.least <= self.above or facts.keys < self.least_keys:
             return False
         if facts.per_score:
-            return self.per_score in BY_ELEMENT[BY_ELEMENT.index(facts.per_score) :]
+            return self.per_score in PER_SCORE[PER_SCORE.index(facts.per_score) :]
         return all(name in facts.words for name, asked in zip(self._fields, self, strict=True) if asked is True)
-
-
-def facts_of(problem: Problem, per_score: str = "", **words: bool) -> Facts:
-    """words: whether each of the words of When is so."""
-    true, keys = frozenset(name for name, so in words.items() if so), problem.heads_kv * problem.seqlen_k
-    return Facts(problem.widest, min(problem.head_dim, problem.head_dim_v), keys, true, per_score)
 
 
 class Row(NamedTuple):
@@ -112,7 +105,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
         at(512, 64, 32, 16, False, 1, 0),
         at(512, 32, 32, 16, False, 1, 0),
     ),
-    # All queries and keys of a head in one tile, which shrinks to the lengths (forward.short).
+    # All queries and keys of a head in one tile, which shrinks to the lengths (forward_kernels.short).
     "mma_short": table(
         "tile_m tile_n warp_rows q_registers blocks_per_sm rescale_threshold",
         at(64, 64, 64, 16, False, 4, 0),
@@ -136,7 +129,6 @@ TABLES: dict[str, tuple[Row, ...]] = {
         at(64, 64, 16, 1, 3),
         at(128, 128, 32, 1, 1, plain=True),
         at(128, 128, 16, 1, 1),
-        at(128, 64, 16, 1, 1),
         at(192, 64, 32, 2, 1, plain=True),
         at(256, 64, 16, 2, 1),
         at(256, 32, 16, 1, 1),
@@ -174,13 +166,17 @@ TABLES: dict[str, tuple[Row, ...]] = {
 # done soonest (cost_model.py).
 TILE_COST = {64: 0.75, 128: 1.0, 192: 1.3}
 
-# How many keys a tile of wgmma has at most where something is read for each score, which takes registers: {(bytes of a
-# number of bias, 0 with a mask alone; whether nothing else changes or hides scores): ((up to head_dim, keys), ...)}.
-READING_KEYS = {
-    (0, True): ((128, 128), (192, 80), (256, 64)),
-    (0, False): ((64, 128), (128, 112), (192, 80), (256, 64)),
-    (2, True): ((128, 128), (256, 64)),
-    (2, False): ((128, 96), (256, 48)),
-    (4, True): ((64, 128), (128, 112), (256, 64)),
-    (4, False): ((128, 96), (256, 32)),
+# How many keys a tile of wgmma has at most, by what is asked or read for each score, which takes registers:
+# ((up to head_dim, keys), ...). "alone": nothing else changes or hides scores. One product can be 256 keys wide.
+MOST_KEYS = {
+    "": ((256, 256),),
+    "score_mod": ((64, 128), (128, 80), (256, 32)),
+    "mask_mod": ((128, 128), (256, 64)),  # which is called for few tiles
+    "dropout_p": ((128, 256), (192, 64), (256, 32)),
+    "mask alone": ((128, 128), (192, 80), (256, 64)),
+    "mask": ((64, 128), (128, 112), (192, 80), (256, 64)),
+    "bias of 2 bytes alone": ((128, 128), (256, 64)),
+    "bias of 2 bytes": ((128, 96), (256, 48)),
+    "bias of 4 bytes alone": ((64, 128), (128, 112), (256, 64)),
+    "bias of 4 bytes": ((128, 96), (256, 32)),
 }

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from ..api.backward import AttentionGradients
+from ..problem.options import OF_HEADS, OF_PAIRS, SCORE_NUMBERS
+from .cases import FEATURES as OF_CASES
 from .cases import Case, Numbers, strided
 from .checks import check, check_gradients
 
-FEATURES = ("causal", "window", "q_offset", "seqlens_k", "softcap", "alibi_slopes", "sinks")
+FEATURES = tuple(name for name in OF_CASES if name not in OF_PAIRS)
 
 
 @dataclass(repr=False)
@@ -54,7 +56,7 @@ class PackedCase:
         options = {name: x for name, x in self.options.items() if not name.startswith(("max_", "seqlens"))}
         if isinstance(offset := options.get("q_offset"), np.ndarray):
             options["q_offset"] = int(offset[b])
-        for name in ("alibi_slopes", "sinks"):
+        for name in OF_HEADS:
             if name in options and options[name].ndim == 2:
                 options[name] = options[name][b]
         return Case(
@@ -115,9 +117,8 @@ def make_packed(
     if "q_offset" in chosen:
         number = numbers.integer(-20, 20)
         options["q_offset"] = (number + np.arange(batch)).astype(np.int32) if numbers.integer(0, 1) else number
-    if "softcap" in chosen:
-        options["softcap"] = numbers.choice((0.5, 5.0))
-    for name in ("alibi_slopes", "sinks"):
+    options |= {name: numbers.choice((0.5, 5.0)) for name in SCORE_NUMBERS if name in chosen}
+    for name in OF_HEADS:
         if name in chosen:
             shape = (heads,) if numbers.integer(0, 1) else (batch, heads)
             options[name] = generator.random(shape).astype(np.float32)

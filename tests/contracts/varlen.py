@@ -127,7 +127,8 @@ def test_nothing_of_a_neighbour_is_seen(rung):
     tile = rung.tile
     # Few of the neighbours': their rows are computed again, one by one.
     lengths, seqlens_k = [(2, 3), (tile + 2, tile - 1), (1, 2)], np.array([2, tile - 2, 2], np.int32)
-    case = ragged(rung, lengths, heads=2, heads_kv=1, head_dim=8, seqlens_k=seqlens_k)
+    heads = 1 if rung.slow else 2  # each by itself
+    case = ragged(rung, lengths, heads=heads, heads_kv=1, head_dim=8, seqlens_k=seqlens_k)
     clean, do = forward(rung, case), packs.outer_packed(case)
     strange = dataclasses.replace(case, q=case.q.copy(), k=case.k.copy(), v=case.v.copy())
     rows, keys = case.queries(1), case.keys(1)

@@ -11,3 +11,7 @@ def row(head_dim, apart=False, **fields):
 
 def in_simulator(row):
     return row._replace(when=row.when._replace(gpu=SIMULATOR))
+
+
+# Keys of a chunk of decode in the simulator: two tiles, in place of four. Only its time depends on how many there are.
+CHUNK = 128

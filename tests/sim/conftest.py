@@ -7,10 +7,11 @@ from unittest import mock
 
 import pytest
 from contracts import forward
-from helpers.tile_rows import in_simulator
+from helpers.tile_rows import CHUNK, in_simulator
 from helpers.tile_rows import row as tile_row
 
 from numba_flash import testing
+from numba_flash.config.decode import DecodeConfig
 from numba_flash.dispatch import backward as dispatch_backward
 from numba_flash.dispatch import forward as dispatch_forward
 from numba_flash.ptx.sim import now
@@ -18,7 +19,7 @@ from numba_flash.ptx.sim import wgmma as sim_wgmma
 from numba_flash.ptx.sim.thread import driven
 from numba_flash.select import backward_kernels as select_backward
 from numba_flash.select import backward_tiles, rungs, tiles
-from numba_flash.select.tiles import BY_ELEMENT
+from numba_flash.select.tiles import PER_SCORE
 
 HERE = Path(__file__).parent
 ON = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
@@ -102,7 +103,8 @@ def small_tiles():
     tables = {name: of_gpus(name) + [in_simulator(row) for row in own] for name, own in TILES.items()}
     forward = {name: rows for name, rows in tables.items() if name in tiles.TABLES}
     backward = {name: rows for name, rows in tables.items() if name in backward_tiles.TABLES}
-    with mock.patch.dict(tiles.TABLES, forward), mock.patch.dict(backward_tiles.TABLES, backward):
+    small_chunks = mock.patch.object(DecodeConfig, "CHUNK", CHUNK)
+    with small_chunks, mock.patch.dict(tiles.TABLES, forward), mock.patch.dict(backward_tiles.TABLES, backward):
         yield
 
 
@@ -156,7 +158,7 @@ def rows_for_every_kind(monkeypatch, nothing_remembered):
     def use(dkdv, dq):
         for kernel, values in (("wgmma_dkdv", dkdv), ("wgmma_dq", dq)):
             sizes = dict(zip(("tile_m", "tile_n", "stages_a", "stages_b", "apart"), values, strict=False))
-            row = in_simulator(tile_row(256, **sizes, per_score=BY_ELEMENT[-1]))
+            row = in_simulator(tile_row(256, **sizes, per_score=PER_SCORE[-1]))
             monkeypatch.setitem(backward_tiles.TABLES, kernel, (row,))
 
     return use

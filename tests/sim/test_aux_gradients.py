@@ -105,9 +105,14 @@ BESIDE = {
 }
 
 
-# A number that all scores of a head share: wgmma adds up its gradient beside dQ, without a pass of its own.
-@pytest.mark.parametrize("function", [apart, tempered], ids=lambda x: x.__name__)
-@pytest.mark.parametrize("beside", BESIDE)
+# A number that all scores of a head share: wgmma adds up its gradient beside dQ, without a pass of its own. Each option
+# is there once, where the sum of a function has most to do with it: lengths beside one that reads b, what hides a score
+# beside one whose derivative is a number of each score.
+@pytest.mark.parametrize(
+    ("beside", "function"),
+    [("alone", apart), ("scores", apart), ("mask_mod", apart)]
+    + [(name, tempered) for name in ("alone", "lengths", "dropout", "mask")],
+)
 def test_a_number_of_a_head_is_added_up_beside_dq(beside, function):
     rung = backward.Rung("wgmma", testing.rows_padded, tensor=True, slow=True)
     case = rung.problem(18, 36, batch=2 if beside == "lengths" else 1, heads=2, heads_kv=1, head_dim=8)

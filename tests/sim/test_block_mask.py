@@ -83,6 +83,8 @@ CASES = {
 
 
 def test_a_neighborhood_in_order_and_a_sparse_pattern(rung):
+    if rung.kernel in ("v2", "mma"):
+        pytest.skip("tiles have the same states as on v1, or as on wgmma")
     shape = (6, 9)
     order, _ = mods.tile_order(shape, (3, 4))
     starts, columns = np.array([0, 2, 3, 3, 5], np.int32), np.array([0, 2, 1, 0, 3], np.int32)

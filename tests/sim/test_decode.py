@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from contracts import forward, kvcache, suite
 from contracts.forward import same_bits
+from helpers.tile_rows import CHUNK
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
@@ -15,9 +16,10 @@ from numba_flash import arrays, testing
 from numba_flash.dispatch import kvcache as dispatch
 from numba_flash.problem import kvcache as problem
 from numba_flash.select import decode
+from numba_flash.select import forward as select
 
 TestDecode = pytest.mark.slow(suite(kvcache))  # minutes; what is of this kernel alone is below
-LENGTHS = (700, 0, 257, 1, 256, 255)  # 3 chunks, none, and about one
+LENGTHS = (2 * CHUNK + 70, 0, CHUNK + 1, 1, CHUNK, CHUNK - 1)  # 3 chunks, none, and about one
 
 
 class Rung(forward.Rung):
@@ -48,23 +50,23 @@ def of_blocks(monkeypatch, blocks, cached, rung):
 
 
 # The window begins in the second of 5 chunks: there the tree is not that of the chunks that are left.
-WINDOW = dict(causal=True, window=(700, 0), sinks=np.ones(2, np.float32))
+WINDOW = dict(causal=True, window=(3 * CHUNK - 68, 0), sinks=np.ones(2, np.float32))
 
 
-MANY = dict(causal=True, window=(2000, 0))  # chunks 1 to 9: of two groups of eight nodes
+MANY = dict(causal=True, window=(8 * CHUNK - 48, 0))  # chunks 1 to 9: of two groups of eight nodes
 
 
 @pytest.mark.parametrize(
     ("lengths", "options", "blocks"),
-    [(LENGTHS, {}, (2, 64)), ((1030, 257, 1), WINDOW, (5, 64)), ((2400,), MANY, (9,))],
+    [(LENGTHS, {}, (2, 64)), ((4 * CHUNK + 6, CHUNK + 1, 1), WINDOW, (5, 64)), ((9 * CHUNK + 96,), MANY, (9,))],
     ids=["plain", "window", "many"],
 )
 def test_any_number_of_blocks_gives_the_same_bits(rung, monkeypatch, lengths, options, blocks):
     """A block takes more chunks if there are fewer blocks, and hands over fewer nodes: none of one block. Two large
     neighbours cancel, if they are joined first; otherwise what is joined with one of them loses its last bits."""
     case = kvcache.problem(rung, lengths, 2, heads=2, heads_kv=1, **options)
-    first = 512 if options else 0
-    case.q[...], case.v[0, :, first : first + 256], case.v[0, :, first + 256 : first + 512] = 0, 30000, -30000
+    first = 2 * CHUNK if options else 0
+    case.q[...], case.v[0, :, first : first + CHUNK], case.v[0, :, first + CHUNK : first + 2 * CHUNK] = 0, 30000, -30000
     cached = kvcache.lay(case, "table", page=3)
     o, lse = of_blocks(monkeypatch, 1, cached, rung)
     testing.check(case, o, lse, "one block")
@@ -78,7 +80,14 @@ def test_so_it_is_in_more_than_16_bits(monkeypatch, dtype):
     """A lane has one row here, and numbers of O lie in panels."""
     own = dataclasses.replace(Rung("mma", testing.rows_padded, tensor=True, tile=32, slow=True), usual=dtype)
     case = kvcache.problem(
-        own, (1030, 0, 257), 2, heads=2, heads_kv=1, head_dim=64, causal=True, sinks=np.ones(2, "float32")
+        own,
+        (2 * CHUNK + 6, 0, CHUNK + 1),
+        2,
+        heads=2,
+        heads_kv=1,
+        head_dim=64,
+        causal=True,
+        sinks=np.ones(2, "float32"),
     )
     cached = kvcache.lay(case, "csr", page=5)
     o, lse = of_blocks(monkeypatch, 1, cached, own)
@@ -88,22 +97,32 @@ def test_so_it_is_in_more_than_16_bits(monkeypatch, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_attention_with_few_queries_has_the_bits_of_a_cache(dtype):
+def test_attention_with_few_queries_has_the_bits_of_a_cache(monkeypatch, dtype):
+    monkeypatch.setattr(select, "LEAST_KEYS", 4 * CHUNK)
     own = dataclasses.replace(Rung("mma", testing.rows_padded, tensor=True, tile=32, slow=True), usual=dtype)
-    case = kvcache.problem(own, (1100,), 1, heads=2, heads_kv=1, causal=True)
-    options = case.options | dict(q_offset=1099)
+    case = kvcache.problem(own, (4 * CHUNK + 76,), 1, heads=2, heads_kv=1, causal=True)
+    options = case.options | dict(q_offset=4 * CHUNK + 75)
     o = own.back(numba_flash.attention(case.q, case.k, case.v, **options, kernel="mma"))
     assert same_bits(o, kvcache.lay(case, "table", page=16).run(own)[0])
 
 
-@pytest.mark.parametrize(("queries", "head_dim"), [(1, 16), (1, 64), (5, 160)])
-def test_nodes_wait_in_shared_or_in_global_memory_with_the_same_bits(rung, monkeypatch, queries, head_dim):
-    """Those of 6 chunks, on three levels. At head_dim 160 none waits in registers; 15 rows leave room for one level."""
-    case = kvcache.problem(rung, (1300,), queries, heads=3, heads_kv=1, head_dim=head_dim, causal=True)
+# Lanes that have two rows, and one; and rows too wide to wait in registers, of which 15 leave room for one level in
+# shared memory.
+@pytest.mark.parametrize(
+    ("queries", "head_dim", "in_registers", "fewer"),
+    [(1, 16, True, (0, 1)), (1, 64, True, (0, 1)), (5, 176, False, (0,))],
+)
+def test_nodes_wait_in_shared_or_in_global_memory_with_the_same_bits(
+    rung, monkeypatch, queries, head_dim, in_registers, fewer
+):
+    """Those of 6 chunks, on three levels."""
+    case = kvcache.problem(rung, (5 * CHUNK + 20,), queries, heads=3, heads_kv=1, head_dim=head_dim, causal=True)
     cached = kvcache.lay(case, "table", page=16)
+    config = numba_flash.explain(**cached.given, kernel="mma").config
+    assert config.pair_registers == in_registers and config.stack_levels > max(fewer)
     o, lse = of_blocks(monkeypatch, 1, cached, rung)
     testing.check(case, o, lse, "in shared memory")
-    for levels in (0, 1):
+    for levels in fewer:
         monkeypatch.setattr(decode, "MOST_LEVELS", levels)
         monkeypatch.setattr(decode, "LEAST_LEVELS", levels)
         other, other_lse = of_blocks(monkeypatch, 1, cached, rung)
@@ -126,7 +145,7 @@ def noted_counters(monkeypatch):
 def test_a_launch_leaves_its_counters_at_zero(rung, monkeypatch):
     """The next one counts from there."""
     counters = noted_counters(monkeypatch)
-    for lengths in (LENGTHS, (0,), (255,)):  # of several blocks, and of one
+    for lengths in (LENGTHS, (0,), (CHUNK - 1,)):  # of several blocks, and of one
         of_blocks(monkeypatch, 3, kvcache.lay(kvcache.problem(rung, lengths, 1, heads=2, heads_kv=1)), rung)
     assert len(counters) == 3
     assert [list(arrays.host_view(x)) for x in counters] == [[0] * len(arrays.host_view(x)) for x in counters]
@@ -135,7 +154,7 @@ def test_a_launch_leaves_its_counters_at_zero(rung, monkeypatch):
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 16), (3, 16), (3, 64)])
 def test_a_query_has_the_same_bits_beside_others(rung, heads, head_dim):
     """In tiles of 16, 32 and 64 rows, and in the second of two. At head_dim 64 a lane has one of few rows."""
-    case = kvcache.problem(rung, (300, 24), 24, heads=heads, heads_kv=1, head_dim=head_dim, causal=True)
+    case = kvcache.problem(rung, (CHUNK + 44, 24), 24, heads=heads, heads_kv=1, head_dim=head_dim, causal=True)
     o, lse = kvcache.lay(case, "table", page=16).run(rung)[:2]
     testing.check(case, o, lse, "24 queries")
     for queries in (1, 7):
@@ -145,7 +164,7 @@ def test_a_query_has_the_same_bits_beside_others(rung, heads, head_dim):
 
 
 def test_pages_of_any_size_have_the_bits_of_a_contiguous_cache(rung):
-    case = kvcache.problem(rung, (257, 0, 30), 1, heads=2, heads_kv=2)
+    case = kvcache.problem(rung, (CHUNK + 1, 0, 30), 1, heads=2, heads_kv=2)
     o, lse = kvcache.lay(case, "contiguous").run(rung)[:2]
     for page, kind, form in (
         (1, "table", "nhd"),
@@ -158,9 +177,9 @@ def test_pages_of_any_size_have_the_bits_of_a_contiguous_cache(rung):
 
 
 def test_values_that_some_queries_do_not_see_may_be_nan(rung):
-    case = kvcache.problem(rung, (40, 300), 3, causal=True)
+    case = kvcache.problem(rung, (40, CHUNK + 44), 3, causal=True)
     expected = kvcache.lay(case, "table", page=16).run(rung)[:2]
-    case.v[0, :, 39], case.v[1, 1, 298:] = np.nan, np.inf
+    case.v[0, :, 39], case.v[1, 1, CHUNK + 42 :] = np.nan, np.inf
     o, lse = kvcache.lay(case, "table", page=16).run(rung)[:2]
     assert np.isnan(o[0, :, 2]).all() and not np.isfinite(o[1, 2:, 1:]).any()
     room = 4 * testing.EPS[case.dtype]
@@ -187,14 +206,18 @@ def test_pages_that_a_window_has_left_behind_may_be_another_s(rung):
 
 @pytest.mark.parametrize(("queries", "kernel"), [(1, "decode"), (80, "mma")])
 def test_explain_names_the_kernel_of_caches_or_why_it_is_not_taken(rung, queries, kernel):
-    cached = kvcache.lay(kvcache.problem(rung, (700, 80), queries, heads=1, heads_kv=1), "contiguous")
+    cached = kvcache.lay(kvcache.problem(rung, (3 * CHUNK, 80), queries, heads=1, heads_kv=1), "contiguous")
     found = numba_flash.explain(**cached.given, kernel="mma")
     assert found.kernel == "mma" and found.config.kernel == kernel and found.blocks == found.config.grid(found.problem)
-    assert ("a tree over chunks of 256" in str(found)) == (kernel == "decode")
+    assert (f"a tree over chunks of {CHUNK}" in str(found)) == (kernel == "decode")
     assert ("up to 64 queries of the heads of a KV head, not 80" in str(found)) == (kernel == "mma")
 
 
-SHARED = ((512, (530, 700, 513)), (0, (3,)), (256, (300, 270)))  # groups: their prefix, and the lengths of sequences
+SHARED = (
+    (2 * CHUNK, (2 * CHUNK + 18, 3 * CHUNK - 68, 2 * CHUNK + 1)),
+    (0, (3,)),
+    (CHUNK, (CHUNK + 44, CHUNK + 14)),
+)  # groups: their prefix, and the lengths of sequences
 
 
 def without_checks(monkeypatch):
@@ -202,18 +225,18 @@ def without_checks(monkeypatch):
     monkeypatch.setattr(problem, "_check_shared", lambda *_: None)
 
 
-@pytest.mark.parametrize(("queries", "kind"), [(1, "table"), (2, "csr")])
-def test_a_shared_prefix_has_the_same_bits_whatever_is_a_part(rung, monkeypatch, queries, kind):
+@pytest.mark.parametrize(("queries", "kind", "numbers"), [(1, "table", (1, 2, 64)), (2, "csr", (2,))])
+def test_a_shared_prefix_has_the_same_bits_whatever_is_a_part(rung, monkeypatch, queries, kind, numbers):
     """Of one block, and of so many that each chunk is a part. Two large neighbours cancel, if they are joined first."""
     cached, told = kvcache.sharing(rung, SHARED, queries, page=16, kind=kind, heads=2, heads_kv=1)
     cached.case.q[...] = 0
     for name, value in (("v_cache", 30000),):
         x = cached.given[name]
         pages = cached.given["page_table"][0] if kind == "table" else cached.given["page_indices"]
-        x[pages[:16]], x[pages[16:32]] = value, -value
+        x[pages[: CHUNK // 16]], x[pages[CHUNK // 16 : CHUNK // 8]] = value, -value
     expected = of_blocks(monkeypatch, 1, cached, rung)
     cached.given |= told
-    for blocks in (1, 2, 64):
+    for blocks in numbers:
         found = of_blocks(monkeypatch, blocks, cached, rung)
         assert all(map(same_bits, found, expected)), blocks
 
@@ -225,7 +248,7 @@ def test_the_pages_of_a_shared_prefix_are_those_of_its_first_sequence(rung, monk
     table = cached.given["page_table"]
     nobodys = np.setdiff1d(np.arange(len(cached.given["k_cache"])), table)[0]
     for b, chunks in ((1, 2), (2, 2), (5, 1)):
-        table[b, : chunks * 16] = nobodys
+        table[b, : chunks * CHUNK // 16] = nobodys
     cached.given |= told
     without_checks(monkeypatch)
     found = of_blocks(monkeypatch, 64, cached, rung)
@@ -255,9 +278,13 @@ def test_any_numbers_of_a_prefix_are_taken_on_a_device(rung, data):
     counter. Some have no keys, or no queries."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         batch = data.draw(st.integers(1, 7))
-        lengths = data.draw(st.lists(st.sampled_from([-1, 0, 1, 200, 256, 257, 520]), min_size=batch, max_size=batch))
+        lengths = data.draw(
+            st.lists(
+                st.sampled_from([-1, 0, 1, CHUNK - 56, CHUNK, CHUNK + 1, 2 * CHUNK + 8]), min_size=batch, max_size=batch
+            )
+        )
         queries = data.draw(st.lists(st.integers(0, 2), min_size=batch, max_size=batch))
-        case = kvcache.problem(rung, [520], heads=2, heads_kv=1)
+        case = kvcache.problem(rung, [2 * CHUNK + 8], heads=2, heads_kv=1)
         cached = kvcache.lay(case, "table", page=16)
         given = cached.given
         given["q"] = np.random.default_rng(batch).standard_normal((sum(queries), 2, 16)).astype(case.q.dtype)
@@ -268,7 +295,11 @@ def test_any_numbers_of_a_prefix_are_taken_on_a_device(rung, data):
         blocks = data.draw(st.sampled_from([1, 3, 64]))
         expected = of_blocks(monkeypatch, blocks, cached, rung)
         firsts = data.draw(st.lists(NUMBERS, min_size=batch, max_size=batch))
-        lens = data.draw(st.lists(st.sampled_from([-9, 0, 255, 256, 300, 512, 9999]), min_size=batch, max_size=batch))
+        lens = data.draw(
+            st.lists(
+                st.sampled_from([-9, 0, CHUNK - 1, CHUNK, CHUNK + 44, 2 * CHUNK, 9999]), min_size=batch, max_size=batch
+            )
+        )
         given |= dict(prefix_of=np.array(firsts, np.int32), prefix_lens=np.array(lens, np.int32))
         without_checks(monkeypatch)
         counters = noted_counters(monkeypatch)

@@ -49,7 +49,8 @@ from numba_flash.config.wgmma_backward_float32 import (
     WgmmaPairedDqConfig,
 )
 from numba_flash.config.wgmma_float32 import WgmmaFloat32Config
-from numba_flash.config.wgmma_forward import WgmmaConfig, WgmmaJoinConfig
+from numba_flash.config.wgmma_forward import WgmmaConfig
+from numba_flash.config.wgmma_join import WgmmaJoinConfig
 from numba_flash.config.wide_backward import (
     WideDkdvConfig,
     WideDqConfig,
@@ -63,7 +64,7 @@ from numba_flash.machine import toolchain
 from numba_flash.problem.options import uses
 from numba_flash.ptx.sim import launch, numbers
 from numba_flash.ptx.sim.launch import Pointer
-from numba_flash.select import cost
+from numba_flash.select import cost_model
 from numba_flash.select.rungs import RUNGS
 
 cuda = None  # `numba.cuda`, put here by the tests: the simulator swaps module globals that are this module
@@ -162,7 +163,7 @@ def test_every_kernel_can_be_made():
         WgmmaFusedConfig("float16", 8, 8, 64, 128),
         WgmmaRoundConfig("float16", 8, 8, 64, 128),
         WgmmaAddPartsConfig("float16", 8, 8, 64, 128),
-        *[OutsideConfig("float16", (name,), (8,), spans) for name in ("o", "dk", "dq")],
+        OutsideConfig("float16", (("dq", 8), ("dk", 8)), spans),
         *[MaskBitsConfig(of_keys=of_keys) for of_keys in (False, True)],
         *[
             kind("float32", tile._replace(of_keys=of_keys), used)
@@ -324,7 +325,7 @@ def test_the_predicted_time_is_about_right():
     started = time.perf_counter()
     numba_flash.attention(**case.arguments(), kernel="v2")
     seconds = time.perf_counter() - started
-    predicted = cost.simulated_seconds(numba_flash.explain(**case.arguments()).problem)
+    predicted = cost_model.simulated_seconds(numba_flash.explain(**case.arguments()).problem)
     assert predicted / 10 < seconds < predicted * 10
 
 

@@ -35,10 +35,10 @@ def rung(request):
 
 
 def test_all_options(rung):
-    case = rung.problem(20, 40, batch=2, heads=4, heads_kv=2, head_dim=20, head_dim_v=37)
+    case = rung.problem(20, 40, batch=2, heads=2, heads_kv=1, head_dim=20, head_dim_v=37)
     rung.check(
         case, causal=True, window=(30, 3), seqlens_k=np.array([40, 31], np.int32), softcap=3.0, scale=0.7,
-        q_offset=np.array([22, -2], np.int32), alibi_slopes=np.linspace(0.1, 0.8, 4).astype(np.float32),
+        q_offset=np.array([22, -2], np.int32), alibi_slopes=np.array([0.1, 0.8], np.float32),
         dropout_p=0.3, seed=11,
     )  # fmt: skip
 
@@ -130,6 +130,9 @@ HIDING = {
 }
 
 
+_clean: dict = {}  # gradients without such a number, by dtype and what hides it
+
+
 @pytest.mark.parametrize("how", HIDING)
 @pytest.mark.parametrize("where", ["do", "v", "k"])
 def test_nonfinite_values_reach_only_the_rows_that_see_them(rung, where, how):
@@ -139,8 +142,10 @@ def test_nonfinite_values_reach_only_the_rows_that_see_them(rung, where, how):
     do, o, lse, dlse = incoming(case, 1)
     (do if where == "do" else getattr(case, where))[0, 0, 12, 3] = np.nan
     found = rung(case, (do, o, lse, dlse))
-    clean = rung.problem(20, 20, batch=1, heads=1, head_dim=8, **HIDING[how])
-    expected = rung(clean, incoming(clean, 1))
+    if (rung.dtype, how) not in _clean:
+        clean = rung.problem(20, 20, batch=1, heads=1, head_dim=8, **HIDING[how])
+        _clean[rung.dtype, how] = rung(clean, incoming(clean, 1))
+    expected = _clean[rung.dtype, how]
     units = 16 * testing.EPS[rung.dtype]  # rows that are computed again are, in another order of sums
 
     def unmoved(x, right):

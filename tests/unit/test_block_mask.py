@@ -16,6 +16,7 @@ from numba_flash.abi.parameters import StatesTile
 from numba_flash.dispatch import launch
 from numba_flash.functions.arguments import reads_argument
 from numba_flash.functions.function import Function
+from numba_flash.select import around
 from numba_flash.select import forward as select
 
 SEGMENTS = np.zeros((2, 8), np.int64)
@@ -234,7 +235,7 @@ def of_a_head(b, h, q_pos, k_pos):
 def test_who_reads_a_mask_mod_as_bits(function, kept, given, reads):
     p = problem(**given, mask_mod=Function.of("mask_mod", function)).if_kept(kept)
     config = select.config_of("wgmma", p, HOPPER)
-    before = [made.kernel for made in select.prologue(config, p, HOPPER)]
+    before = [made.kernel for made in around.prologue(config, p, HOPPER)]
     assert (before[-1] == "mask_mod_bits") == config.mask_mod_as_bits == reads
     other = problem(**given, mask_mod=Function.of("mask_mod", lambda b, h, i, j: i != 3)).if_kept(kept)
     assert (select.config_of("wgmma", other, HOPPER) == config) == (reads and kept), "one kernel for every mask_mod"

@@ -207,9 +207,11 @@ def test_many_pieces_are_sent_as_one(monkeypatch):
 
 
 @pytest.mark.parametrize("slices", [1, 2, 4])
-def test_slices_of_heads_change_no_bits(slices):
-    given = arrays(300, heads=8, heads_kv=4)
-    options = dict(causal=True, sinks=np.linspace(-1, 2, 8).astype("float32"), kernel="cpu")
+@pytest.mark.parametrize("method", ["gather", "heads"])
+def test_slices_of_heads_change_no_bits(method, slices):
+    given = arrays(300, heads=16, heads_kv=8)
+    options = dict(causal=True, sinks=np.linspace(-1, 2, 16).astype("float32"), kernel="cpu")
+    options["method"] = method
     compare(on_ranks(given, 2, "zigzag", slices=slices, **options), on_ranks(given, 2, "zigzag", **options), same=NAMES)
 
 
@@ -289,8 +291,18 @@ def test_the_rule():
     assert method(16, 32, 8) == "gather", "ranks that do not divide the KV heads"
     assert method(2, 32, 8, least_bytes=51) == "ring"
     assert method(8, 32, 8, gather_alone=True) == method(1, 32, 8, least_bytes=51) == "gather"
-    assert slices_of(8, 16384, 1, 100) == 1 and slices_of(8, 32768, 1, 100) == 4
-    assert slices_of(8, 16384, 25, 100) == 4 and slices_of(6, 32768, 1, 100) == 6 and slices_of(2, 32768, 1, 100) == 2
+    assert method(2, 32, 8, gradients=True) == method(4, 72, 8, gradients=True) == "heads"
+    assert method(2, 64, 8, gradients=True) == method(4, 80, 8, gradients=True) == "gather", "many heads are moved"
+
+    def slices(heads_kv, tokens=16384, group=4, head_dim=128, **more):
+        return slices_of(heads_kv, group, head_dim, tokens, **more)
+
+    assert slices(8) == (2, 4, 2) and slices(4, tokens=32768) == (2, 2) and slices(32, group=1) == (8, 16, 8)
+    assert slices(8, group=1) == slices(8, head_dim=64) == (4, 4), "so that the backward is one kernel"
+    assert slices(8, tokens=8192) == (8,) and slices(4) == (4,), "what it takes to begin"
+    assert slices(2, tokens=65536) == (2,) and slices(1, tokens=131072) == (1,)
+    assert slices(6, tokens=32768) == (2, 2, 2) and slices(9) == (9,), "the order of sums"
+    assert slices(8, least_bytes=25, most=100) == (2,) * 4 and slices(6, least_bytes=51, most=100) == (1,) * 6
 
 
 WRONG = {
@@ -299,7 +311,7 @@ WRONG = {
     "layout": (dict(layout="striped"), ValueError, "layout must be 'zigzag'"),
     "layout of others": (dict(layout=Layout.zigzag(8, 3)), ValueError, "layout is for 3 ranks, and group has 2"),
     "dims": (dict(dims="sbhd"), ValueError, "dims must be"),
-    "slices": (dict(slices=3), ValueError, "slices must divide heads_kv = 2"),
+    "slices": (dict(slices=3), ValueError, "slices must divide 2 KV heads"),
     "bias": (dict(bias=1), NotImplementedError, "bias is not taken across ranks: use score_mod with aux"),
     "q_offset": (dict(q_offset=1), NotImplementedError, "q_offset is not taken.*use layout"),
     "nonsense": (dict(nonsense=1), TypeError, "unexpected keyword argument 'nonsense'"),

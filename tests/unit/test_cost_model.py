@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from numba_flash.dispatch.launch import workspace
 from numba_flash.problem.ranges import UNBOUNDED, key_tiles, row_keys
 from numba_flash.select import cost_model
+from numba_flash.select.around import epilogue
 from numba_flash.select.cost_model import ENDS, same_tile_walk, tile_visits, wave_cost
-from numba_flash.select.forward import epilogue, select
+from numba_flash.select.forward import select
 
 
 def of(batch, heads, seqlen, head_dim=64, *, heads_kv=None, seqlen_k=None, **options):

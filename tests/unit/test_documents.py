@@ -170,7 +170,7 @@ def owned():
 
 
 def unknown_parts(text):
-    """The names behind a module or a class of ours that are not there, such as `cost.milliseconds`."""
+    """The names behind a module or a class of ours that are not there, such as `estimates.milliseconds`."""
     found = [(of.rstrip("."), name) for of, name in DOTTED.findall(text) if name not in ("py", "md", "html", "json")]
     found = [(of, name) for of, name in found if of.partition(".")[0] not in FOREIGN_ROOTS]
     owners = [(f"{of}.{name}", owned().get(of.rpartition(".")[2]), name) for of, name in found]
@@ -206,8 +206,8 @@ def test_what_documents_name_in_a_file_is_there(path):
 
 
 def test_the_finders_of_parts_themselves():
-    text = "config.threads, `numba_flash.attention`, select/tiles.py, torch.compile; cost.milliseconds, Config.colour"
-    assert unknown_parts(text) == ["Config.colour", "cost.milliseconds"]
+    text = "config.threads, `numba_flash.attention`, torch.compile; estimates.milliseconds, Config.colour"
+    assert unknown_parts(text) == ["Config.colour", "estimates.milliseconds"]
     text = "`Rung` in `select/rungs.py`; `hue` and `plan` in `dispatch/forward.py` and `dispatch/backward.py`"
     assert list(absent(text, (PACKAGE,))) == ["hue in dispatch/forward.py", "hue in dispatch/backward.py"]
 

@@ -8,10 +8,11 @@ from contracts.forward import problem
 from helpers import machines
 
 import numba_flash
+from numba_flash.api import estimates
 from numba_flash.api.explain import Explanation, _duration, _refused
-from numba_flash.select import cost, rungs
+from numba_flash.api.measured import CALL_MICROSECONDS, CPU_GFLOPS, TFLOPS
 from numba_flash.select import forward as select
-from numba_flash.select.measured import CALL_MICROSECONDS, CPU_GFLOPS, TFLOPS
+from numba_flash.select import rungs
 
 
 def explain(case, **options):
@@ -155,7 +156,9 @@ def test_no_time_where_nothing_was_measured(target):
 def slow_arrays(monkeypatch):
     """As if no tensor-core kernel took bias and mask: what is said of options that are so."""
     for name, instead in (("bias", "alibi_slopes="), ("mask", "causal=, window= or seqlens_k=")):
-        monkeypatch.setitem(cost.BY_NAME, name, cost.BY_NAME[name]._replace(on_tensor_cores=False, instead=instead))
+        monkeypatch.setitem(
+            estimates.BY_NAME, name, estimates.BY_NAME[name]._replace(on_tensor_cores=False, instead=instead)
+        )
 
 
 def test_the_cost_of_an_option_names_the_remedy(slow_arrays):
@@ -207,8 +210,8 @@ def test_no_cost_where_the_fastest_of_the_gpu_runs(target, options):
 
 
 def test_an_option_for_which_nothing_stands_in_promises_nothing(monkeypatch, slow_arrays):
-    alone = cost.BY_NAME["mask"]._replace(instead="")
-    monkeypatch.setitem(cost.BY_NAME, "mask", alone)
+    alone = estimates.BY_NAME["mask"]._replace(instead="")
+    monkeypatch.setitem(estimates.BY_NAME, "mask", alone)
     assert re.search(r"because of mask=: expect about \d+ times slower$", of(HOPPER, mask=mask(4096)).cost)
     both = of(HOPPER, mask=mask(4096), bias=bias(4096, "float32")).cost
     assert re.search(r"because of bias= and mask=: expect about \d+ times slower$", both)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MEASURED = "numba_flash/select/measured.py"
+MEASURED = "numba_flash/api/measured.py"
 
 
 def check(script, root=ROOT, *more):

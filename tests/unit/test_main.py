@@ -13,8 +13,8 @@ import pytest
 
 import numba_flash
 from numba_flash import __main__ as command
-from numba_flash import described
 from numba_flash.__main__ import main
+from numba_flash.api import described
 from numba_flash.machine import gpus, toolchain
 from numba_flash.machine.target import Target
 

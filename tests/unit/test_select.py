@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from helpers.machines import A100, ADA, AMPERE, B200, HOPPER, KB, RTX_5090, TENSOR_MACHINES, TURING, empty, problem
 
+from numba_flash.api import estimates
 from numba_flash.api.explain import Explanation
 from numba_flash.config.forward import TensorConfig
 from numba_flash.config.mma_forward import MmaConfig
@@ -14,9 +15,10 @@ from numba_flash.config.wgmma_forward import WgmmaConfig
 from numba_flash.functions.function import Function
 from numba_flash.machine.target import Target
 from numba_flash.problem.options import uses
-from numba_flash.select import backward_tiles, cost, tiles
+from numba_flash.select import backward_tiles, tiles
 from numba_flash.select.forward import refusal, select
-from numba_flash.select.rungs import FLOAT64_CORES, RUNGS
+from numba_flash.select.refusals import FLOAT64_CORES
+from numba_flash.select.rungs import RUNGS
 from numba_flash.select.tiles import MEASURED, TABLES, rows_of
 
 MMA = TABLES["mma"]
@@ -180,17 +182,17 @@ def test_bias_and_mask_have_tiles_of_their_own(kernel, head_dim):
     assert plain.tile_n >= rows["bias"] >= rows["float32"] >= rows["both"]
 
 
-# A mask leaves registers for 192 rows, of fewer keys than without it; what else is read does not.
 @pytest.mark.parametrize(
     ("seqlen_k", "options", "keys"),
     [(77, {}, 80), (112, dict(causal=True), 112), (113, {}, 128), (5, {}, 32), (77, dict(mask=True), 112)],
 )
 def test_key_tiles_have_no_more_keys_than_there_are(seqlen_k, options, keys):
-    options = dict(mask=empty(500, seqlen_k, dtype="bool")) if "mask" in options else options
-    config = select(problem(seqlen=500, seqlen_k=seqlen_k, **options), HOPPER, "wgmma", "cupy").config
-    assert config.tile_n == keys and (config.tile_m <= 128 or keys > seqlen_k)
+    options = dict(mask=empty(4000, seqlen_k, dtype="bool")) if "mask" in options else options
+    config = select(problem(seqlen=4000, heads=20, seqlen_k=seqlen_k, **options), HOPPER, "wgmma", "cupy").config
+    assert config.tile_n == keys and (config.tile_m == 192) == ("mask" in options)
 
 
+# A mask leaves registers for 192 rows, of fewer keys than without it; what else is read does not.
 @pytest.mark.parametrize(
     ("given", "rows", "keys"),
     [
@@ -364,19 +366,19 @@ def test_few_queries_share_a_small_tile(seqlen, heads, heads_kv, group, tile_m):
     assert config.queries * config.group_size == config.tile_m and config.threads == 32 * tile_m // config.warp_rows
 
 
-# As many keys as there is room for, and then a place for O: in Q's second buffer, of its own, or none.
+# As many keys as there is room for.
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v", "tile_n", "place"),
+    ("head_dim", "head_dim_v", "tile_n", "staged"),
     [
-        (64, 64, 128, "q"), (128, 128, 128, "q"), (129, 128, 128, ""), (192, 128, 128, ""), (128, 192, 128, "own"),
-        (192, 129, 96, ""), (136, 136, 96, "own"), (192, 192, 96, "own"), (193, 193, 64, ""), (200, 200, 64, "own"),
-        (256, 256, 64, "own"), (256, 250, 64, ""), (256, 8, 64, "own"),
+        (64, 64, 128, True), (128, 128, 128, True), (129, 128, 128, False), (192, 128, 128, False),
+        (128, 192, 128, False), (192, 129, 96, False), (136, 136, 96, False), (192, 192, 96, False),
+        (193, 193, 64, False), (256, 256, 64, False), (256, 8, 64, False),
     ],
 )  # fmt: skip
-def test_room_goes_to_keys_and_then_to_o(head_dim, head_dim_v, tile_n, place):
+def test_room_goes_to_keys(head_dim, head_dim_v, tile_n, staged):
     q, k, v = (strided(2**24, 2**22, 256, 1, dim=columns) for columns in (head_dim, head_dim, head_dim_v))
     config = select(problem(q=q, k=k, v=v), HOPPER, "wgmma").config
-    assert (config.tile_n, config.o_place) == (tile_n, place)
+    assert (config.tile_n, config.o_in_q) == (tile_n, staged)
 
 
 # Why scores cannot wait for the exponent: each alone, and neither.
@@ -520,7 +522,6 @@ def test_a_tensor_config_checks_itself(wrong, word):
         (dict(tile_m=256), "tile_m must be 64, 128 or 192"), (dict(tile_m=96), "tile_m"), (dict(tile_n=264), "tile_n"),
         (dict(tile_n=272), "at most 256"), (dict(head_dim=257), "at most 256, not 257"),
         (dict(head_dim_v=257), "at most 256"), (dict(dtype="float32"), "wgmma takes float16 and bfloat16"),
-        (dict(o_buffer=True, o_vectorized=False), "o_buffer needs o_vectorized"),
     ],
     ids=str,
 )  # fmt: skip
@@ -604,8 +605,8 @@ def test_short_heads_are_one_tile_of_mma(seqlen, seqlen_k, head_dim, tile):
     assert (choice.kernel, dict(choice.refused)["wgmma"]) == ("mma", "mma comes first")
     assert (choice.config.tile_m, choice.config.tile_n, choice.config.blocks_per_sm) == tile
     assert select(made, HOPPER, "wgmma", "cupy").kernel == "wgmma"  # by name
-    assert cost.lost(choice, made, HOPPER) is None, "nothing is lost, and nobody asked for it"
-    assert "asked for" in cost.lost(select(made, HOPPER, "mma", "cupy"), made, HOPPER)
+    assert estimates.lost(choice, made, HOPPER) is None, "nothing is lost, and nobody asked for it"
+    assert "asked for" in estimates.lost(select(made, HOPPER, "mma", "cupy"), made, HOPPER)
 
 
 # Of mma in float32 and float64: (queries, keys) of a tile, and how many blocks run at a time.

@@ -118,10 +118,8 @@ def fused_products(config, groups):
 
 def dq_product(config):
     """The product of dS with the block's own K: queries are rows, and every warp has a strip of 16."""
-    columns, rows = config.dq_columns, (config.tile_m, config.tile_n, 16)
-    return products_float64.make(
-        View(config.dtype, *rows, columns, columns, 1, config.large_f64, columns_in_order=True)
-    )
+    sizes = config.tile_m, config.tile_n, 16, config.dq_columns, config.dq_columns
+    return products_float64.make(View(config.dtype, *sizes, 1, config.large_f64, columns_in_order=True))
 
 
 @inlined
@@ -140,9 +138,7 @@ def storer(config, columns, padded, first_column=none):
     def store(acc, factor, staged, target, base, row_stride, rows_left, counted):
         lane, warp = lane_and_warp()
         column, row = int32(first_column() + (warp & (groups - 1)) * (8 * blocks)), int32((warp >> shift) * warp_rows)
-        first, left = base + column + row * row_stride, int32(rows_left - row)
-        return store_rows(
-            acc, factor, lane, target, first, row_stride, left, int32(counted - row), int32(columns - column)
-        )
+        first, left = base + column + row * row_stride, (int32(rows_left - row), int32(counted - row))
+        return store_rows(acc, factor, lane, target, first, row_stride, *left, int32(columns - column))
 
     return store

@@ -56,9 +56,8 @@ def make(config):
         """The first column of the block."""
         return int32(cluster.rank() * padded) if paired else int32(0)
 
-    store_dk, store_dv = (
-        backward_wide.storer(config, n, padded, own_column) for n in (config.head_dim, config.head_dim_v)
-    )
+    dims = config.head_dim, config.head_dim_v
+    store_dk, store_dv = (backward_wide.storer(config, columns, padded, own_column) for columns in dims)
 
     @inlined
     def meet_all():

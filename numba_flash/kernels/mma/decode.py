@@ -163,7 +163,8 @@ def make(config):
             registers.acc_s, registers.q_frag, registers.kv_frag, places.q_lane, int32(places.k_lane + at), int32(0)
         )
         scores_of(own, registers, tile, row, lane, arrays, strides, sizes, score)
-        moved = softmax.update(registers.acc_s, registers.m, registers.l, registers.alpha, score.scale * log2_e)
+        acc_s, m, l, alpha = registers.acc_s, registers.m, registers.l, registers.alpha
+        moved = softmax.update(acc_s, m, l, alpha, score.scale * log2_e, m)
         if kept_weight.present:
             first_row, first_key = row + int32(first_row_of(lane)), int32(own * tile_n + first_column_of(lane))
             sequence = tile.sequence

@@ -22,12 +22,12 @@ from ..recompute import rows as recompute
 from ..score import fragment_functions, fragment_softmax, fragments, kept_weights, sum_terms, tile_walk
 from ..score import reads as score_reads
 from ..score.reads import Origin
-from ..steps import async_tiles, block_state, numbers, rows_wide, tile_numbers
+from ..steps import async_tiles, block_state, numbers, rows_wide
 from ..steps.inlined import FALSE, TRUE, inlined
 from ..steps.integers import divide, tiles_of
 from ..steps.plain import first_column_of, first_row_of
 from ..steps.query_tile import QueryWork
-from ..steps.sequence import key_range, key_row, query_row
+from ..steps.sequence import key_range, key_row, packed_queries, query_row
 from ..steps.units import LOG2_E
 from . import products_16bit, products_float32, products_float64, rows_16bit, work_tile
 
@@ -107,7 +107,7 @@ def make(config):
             first, _ = block_state.get_range(smem + int32(rows_at))
             rows, _ = block_state.get_range(smem + int32(rows_at + 8))
             part = work_tile.part_of(special.block_index(), config.v_parts)
-            return QueryWork(tile_numbers.queries_of(b, first, rows, sizes), h, h, first_query, part)
+            return QueryWork(packed_queries(b, first, rows, sizes), h, h, first_query, part)
         return work_of(special.block_index(), arrays, strides, sizes)
 
     @inlined
@@ -193,7 +193,7 @@ def make(config):
             if j > begin:
                 load_k(places.q + int32(plan.k), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(places))
                 cp_async.commit_group()
-        moved = softmax(registers.acc_s, registers.m, registers.l, registers.alpha, score.scale * log2_e)
+        moved = softmax(registers.acc_s, registers.m, registers.l, registers.alpha, score.scale * log2_e, registers.m)
         if kept_weight.present:
             lane, row = lane_and_row()
             position, _ = block_state.get(places.q + int32(keys_at))
@@ -276,9 +276,8 @@ def make(config):
         begin_, free_, cut_, stop = key_range(sequence, tile.first_query, end_query - 1, sizes, tile_n)
         begin, free, cut = int32(begin_), int32(free_), int32(cut_)
         if has_mask:  # tiles in which it leaves nothing, before the first key that it leaves and behind the last
-            first, end, _, _ = read.ranges(
-                sequence.b, tile.h, config.group_size, tile.first_query, end_query, arrays, strides, sizes
-            )
+            place = sequence.b, tile.h, config.group_size, tile.first_query, end_query
+            first, end, _, _ = read.ranges(*place, arrays, strides, sizes)
             begin = max(begin, divide(first, tile_n))
             free = max(free, begin)
             stop = min(int32(stop), tiles_of(end, tile_n))
@@ -343,9 +342,8 @@ def make(config):
         first_row, column_group = (warp >> shift) * warp_rows, warp & (groups - 1)
         own = QueryWork(tile.sequence, tile.h, tile.h_kv, tile.first_query, int32(tile.part * groups + column_group))
         row_states = o_smem + plan.row_states + column_group * (config.ROW_STATE_BYTES * config.tile_m)
-        nonfinite = write_rows(
-            registers.acc_o, inverse_l, lse, o_smem, row_states, first_row, lane, own, arrays, strides, sizes
-        )
+        staged = o_smem, row_states, first_row, lane
+        nonfinite = write_rows(registers.acc_o, inverse_l, lse, *staged, own, arrays, strides, sizes)
         if vote.any_lane(nonfinite) != 0:
             own = work_tile.query_tile(own)
             recompute_rows(first_row, lane, row_states, own, arrays, strides, sizes, score)

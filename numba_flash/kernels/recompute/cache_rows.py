@@ -39,11 +39,10 @@ def make(config: Any) -> Any:
                 q_index = int32(uint32(first_row + row) // uint32(group))
                 head = int32(h_kv * group + first_row + row - q_index * group)
                 query, of_v = query_of(sequence, head, int64(q_index), sizes), (sequence, h_kv)
-                l, _ = recompute_row(
-                    row_o, sequence, query, lane, int32(config.head_dim_v), of_v, arrays, strides, sizes, score
-                )
+                columns = int32(config.head_dim_v)
+                l, _ = recompute_row(row_o, sequence, query, lane, columns, of_v, arrays, strides, sizes, score)
                 inverse = made.real(0) if l == made.real(0) else made.real(1) / l
                 at = query_row(strides.o, sequence, head, query.q_index)
-                of_pair.store(row_o, inverse, arrays.o, at, strides.o[3], int32(config.head_dim_v), lane)
+                of_pair.store(row_o, inverse, arrays.o, at, strides.o[3], columns, lane)
 
     return recompute_rows

@@ -23,20 +23,9 @@ from . import sum_terms
 from .fragments import exponential_of
 
 
-def make(config, strips, rows=0):
-    """rows: how many of its 2 * strips rows a lane has; 0 = all. The other scores stay as they are."""
-    start, update_shifted, finish = make_shifted(config, strips, False, rows)
-
-    @inlined
-    def update(acc_s, m, l, alpha, scale_log2):
-        return update_shifted(acc_s, m, l, alpha, scale_log2, m)
-
-    return named(start, update, finish)
-
-
-def make_shifted(config, strips, shifted, rows=0):
-    """shifted: update takes what a score is multiplied by, and what is added to all scores of a row then
-    (kernels/wgmma/one_side.py); otherwise it reads no shift."""
+def make(config, strips, rows=0, shifted=False):
+    """rows: how many of its 2 * strips rows a lane has; 0 = all. The other scores stay as they are. shifted: update
+    takes what is added to all scores of a row (kernels/wgmma/one_side.py); otherwise it reads no shift."""
     blocks, rows, of = config.tile_n // 8, rows or 2 * strips, numbers.of(config.compute_dtype)
     natural = exponent_unit(config) == 1.0  # rescale_threshold and lse are in the scores' unit, too
     rescale_threshold = of.real(config.rescale_threshold * LN_2 if natural else config.rescale_threshold)
@@ -89,11 +78,9 @@ def make_shifted(config, strips, shifted, rows=0):
             l[r] *= alpha[r]
 
     @inlined
-    def update_shifted(acc_s, m, l, alpha, factor, shift):
-        """acc_s <- p; m, l <- with this tile; alpha (rows,) <- the factor of the older part of O and l.
-
-        -> whether some alpha of the warp is not 1.
-        """
+    def update(acc_s, m, l, alpha, factor, shift):
+        """acc_s <- p; m, l <- with this tile; alpha (rows,) <- the factor of the older part of O and l. factor: what a
+        score is multiplied by. -> whether some alpha of the warp is not 1."""
         top = local.array(rows, of.real)
         tops(acc_s, top)
         for r in range(rows):
@@ -149,7 +136,7 @@ def make_shifted(config, strips, shifted, rows=0):
             alpha[r] = alpha[r] * inverse if has_term else inverse
             lse[r] = of.minus_inf if empty else m[r] + of.log2(l[r]) * of_log2
 
-    return named(start, update_shifted, finish)
+    return named(start, update, finish)
 
 
 def rescaler(strips, blocks, rows=0):

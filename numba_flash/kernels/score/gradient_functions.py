@@ -65,38 +65,23 @@ def on_fragments(config, strips, columns, of_keys, derivative=True):
 
 @functools.cache
 def of_bits(config, columns, of_keys):
-    """-> ask, a device function: mask_mod alone, on a strip of 16 rows of a tile of `columns` columns. It needs no
-    score, so it can run during S."""
+    """-> ask(shown_bits, b, h, first_query, q_start, first_key, arrays, strides), a device function: shown_bits <-
+    without what mask_mod removes, of a strip of 16 rows of a tile of `columns` columns; the rest as in on_fragments. It
+    needs no score, so it can run during S."""
     visible = user.make(config, "mask_mod") if user.calls_mask_mod(config) else None
-    way = 1 if of_keys else -1  # way: 1 if columns are queries
-
-    def one_block(inside):
-        """Block n of 8 columns. inside: all scores count so far; no branch surrounds a call, so they run side by
-        side."""
-
-        @inlined
-        def block(n, shown_bits, b, h, first_query, q_start, first_key, arrays, strides):
-            for i in range(2):
-                column, bit = n * 8 + i, uint32(1) << uint32(2 * n + i)
-                for r in range(2):
-                    if inside or shown_bits[r] & bit != 0:
-                        query = int32(first_query + (column if of_keys else r * 8))
-                        key = int32(first_key + (r * 8 if of_keys else column))
-                        ahead = q_start + first_query - first_key + way * (column - r * 8)
-                        if not visible(At(b, h, query, key, q_start + query, ahead), arrays, strides):
-                            shown_bits[r] &= ~bit
-
-        return block
-
-    blocks, every_bit = columns // 8 if visible is not None else 0, uint32((1 << (columns // 4)) - 1)
-    guarded, inside = (repeated(one_block(all_count), blocks) for all_count in (False, True))
+    way = 1 if of_keys else -1  # 1 if columns are queries
 
     @inlined
-    def ask(shown_bits, b, h, first_query, q_start, first_key, arrays, strides):
-        """shown_bits <- without what mask_mod removes; the other arguments are those of on_fragments."""
-        if shown_bits[0] & shown_bits[1] & every_bit == every_bit:  # bits past the tile may also be set
-            inside(shown_bits, b, h, first_query, q_start, first_key, arrays, strides)
-        else:
-            guarded(shown_bits, b, h, first_query, q_start, first_key, arrays, strides)
+    def block(n, shown_bits, b, h, first_query, q_start, first_key, arrays, strides):
+        """Block n of 8 columns."""
+        for i in range(2):
+            column, bit = n * 8 + i, uint32(1) << uint32(2 * n + i)
+            for r in range(2):
+                if shown_bits[r] & bit != 0:
+                    query = int32(first_query + (column if of_keys else r * 8))
+                    key = int32(first_key + (r * 8 if of_keys else column))
+                    ahead = q_start + first_query - first_key + way * (column - r * 8)
+                    if not visible(At(b, h, query, key, q_start + query, ahead), arrays, strides):
+                        shown_bits[r] &= ~bit
 
-    return ask
+    return repeated(block, columns // 8 if visible is not None else 0)

@@ -14,9 +14,8 @@ that all rows see to the next one that some do not. With key padding the two ran
 
 Rows are queries and columns keys, or with config.of_keys the other way around. A lane has four columns of 128 and reads
 16 rows of them: a word for the four columns if columns are adjacent in memory, 4 or 16 bytes for the rows if rows are,
-and otherwise byte by byte. Of rows or columns that are alike, because the mask is broadcast, it reads one. A warp has a
-run of columns, so that it knows its own range. As many warps share a piece as have columns there, so a block may have
-several pieces.
+and otherwise byte by byte. A warp has a run of columns, so that it knows its own range. As many warps share a piece as
+have columns there, so a block may have several pieces.
 
 With config.waits the kernel in front of it, with which it has nothing to do, may still run while it reads
 (ptx/griddepcontrol.py).
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, int32, int64, uint32
 
-from ...ptx import bits, griddepcontrol, local, memory, shfl, special, vote
+from ...ptx import bits, griddepcontrol, local, memory, shfl, special
 from ..steps.bit_exchange import exchange
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -36,8 +35,7 @@ from ..steps.integers import divide
 PIECE, ENDS = 16, 4  # rows of a piece; words before them
 SEEN_BY_SOME, SEEN_BY_ALL = 0, 2  # offsets of the ranges
 ALL_ROWS, EVERY_SECOND = uint32(0xFFFF), uint32(0x55555555)
-BY_WORDS, BY_ROWS, BY_BYTES, ALIKE = 0, 1, 2, 3  # how a piece is read
-SPREAD = ((8, 0x00FF00FF), (4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555))  # moves bit r to bit 2 * r
+BY_WORDS, BY_ROWS, BY_BYTES = 0, 1, 2  # how a piece is read
 ROWS_AT_A_TIME = 4  # whose bytes are loaded before any is looked at
 
 
@@ -87,9 +85,7 @@ def make(config):
     def way_of(piece, place):
         """How to read it. place: its address."""
         way = int32(BY_BYTES)
-        if piece.row_stride == 0 or piece.column_stride == 0:
-            way = int32(ALIKE)
-        elif piece.column_stride == 1 and (place | piece.row_stride) & 3 == 0:
+        if piece.column_stride == 1 and (place | piece.row_stride) & 3 == 0:
             way = int32(BY_WORDS)
         elif piece.row_stride == 1 and (place | piece.column_stride) & 3 == 0 and bits.count(piece.rows) & 3 == 0:
             way = int32(BY_ROWS)
@@ -154,24 +150,6 @@ def make(config):
             seen[x] &= (EVERY_SECOND >> uint32(30 - 2 * last)) * of_columns(x, column, piece)
 
     @inlined
-    def read_alike(seen, column, lane, piece, mask):
-        """Likewise, where all rows are alike, or all columns: one of them is read."""
-        rows, last = EVERY_SECOND, int32(bits.count(piece.rows) - 1)
-        seen[0], seen[1] = uint32(0), uint32(0)
-        if piece.row_stride == 0:
-            for k in range(4):
-                own = min(int32(column + k), int32(piece.columns - 1))
-                seen[k // 2] |= uint32(mask[piece.at + own * piece.column_stride] != 0) << uint32(k % 2)
-        else:
-            shown = mask[piece.at + min(lane, last) * piece.row_stride] != 0
-            rows = vote.ballot(uint32(shown)) & piece.rows
-            for distance, kept in SPREAD:
-                rows = uint32(rows | rows << uint32(distance)) & uint32(kept)
-            seen[0], seen[1] = uint32(3), uint32(3)
-        for x in range(2):
-            seen[x] = rows * uint32(seen[x] & of_columns(x, column, piece))
-
-    @inlined
     def write(seen, lane, found, at):
         """The bits of 128 columns: found[at] is the first row's first word, found[at + row_words] the second row's.
         Rows and the lanes' columns change places, so that two lanes have a row, each two words of it."""
@@ -231,9 +209,7 @@ def make(config):
         begin = int32((warp - first_warp) * of_warp)
         for group in range(begin, min(int32(begin + of_warp), groups) if there else begin):
             column = int32(group * 128 + 4 * lane)
-            if way == ALIKE:
-                read_alike(seen, column, lane, piece, arrays.mask)
-            elif way == BY_WORDS and (group * 128 + 128 <= columns or columns & int32(3) == 0):
+            if way == BY_WORDS and (group * 128 + 128 <= columns or columns & int32(3) == 0):
                 read_words(seen, column, piece, place)
             elif way == BY_ROWS:
                 read_rows(seen, column, piece, place)

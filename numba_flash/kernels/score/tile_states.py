@@ -82,9 +82,8 @@ def make(config):
         while asks and member < members:
             first, here = int32(first_query), int32(h + member)
             while first < int32(first_query) + step:
-                found = look_at_rows(
-                    b, here, first, int32(end_query), step, first_key, end_key, q_start, lane, arrays, strides, sizes
-                )
+                rows, keys_here = (first, int32(end_query), step), (first_key, end_key)
+                found = look_at_rows(b, here, *rows, *keys_here, q_start, lane, arrays, strides, sizes)
                 seen, hidden = vote.any_lane(seen | found[0]), vote.any_lane(hidden | found[1])
                 first = int32(first + 1)
                 if seen & hidden != 0:  # nothing can change the result

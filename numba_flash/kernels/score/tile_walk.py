@@ -57,26 +57,6 @@ def make(config, whole_warp=False):
         return shfl.idx_b32(word, 0) if whole_warp else word
 
     @inlined
-    def last_up_to(row, j, arrays, strides):
-        """The last tile up to j in which something is seen. There must be one."""
-        number = int32(j >> SHIFT)
-        word = word_of(row, number, arrays, strides) & (uint32(EVERY) >> uint32(LAST - (j & LAST)))
-        while word == 0:
-            number = int32(number - 1)
-            word = word_of(row, number, arrays, strides) & uint32(EVERY)
-        return int32((number << SHIFT) + bits.highest(word))
-
-    @inlined
-    def next_tile(row, j, begin, arrays, strides):
-        """-> the tile after j, or begin - 1 if none is left."""
-        if not present:
-            return j - 1
-        found = int32(begin - 1)
-        if j > begin:  # in `begin` something is seen, so the loop ends there
-            found = last_up_to(row, int32(j - 1), arrays, strides)
-        return found
-
-    @inlined
     def trim(row, begin, stop, arrays, strides):
         """-> [begin, stop) without empty tiles at its ends."""
         if not present:
@@ -104,6 +84,11 @@ def make(config, whole_warp=False):
                 found, j = max(found, int32(j + bits.highest(word))), int32(begin)
             j = int32(j - 1)
         return found
+
+    @inlined
+    def next_tile(row, j, begin, arrays, strides):
+        """-> the tile after j, or begin - 1 if none is left."""
+        return last(row, int32(j - 1), begin, arrays, strides) if present else j - 1
 
     @inlined
     def first(row, j, stop, arrays, strides):

@@ -43,7 +43,7 @@ def make(config):
         first_query, queries = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q)
         keys = int64(arrays.seqlens_k[b * strides.seqlens_k])
         q_start = q_start_of(b, queries, keys, arrays, strides, sizes)
-        return sequence.Sequence(b, queries, keys, q_start, int64(0), first_query, int64(0), sizes.total_q, sizes.batch)
+        return sequence.packed_sequence(b, queries, keys, q_start, first_query, int64(0), sizes)
 
     found_of = own_of if config.packed else contiguous
 
@@ -70,9 +70,8 @@ def key_loader(config, tile_row, columns):
             value, key = zero, int64(first_row + row)
             if key < sequence.keys and column < columns:
                 number, at = key // sequence.page, key % sequence.page
-                page = page_of(
-                    sequence.b, number, sequence.table, sequence.indptr, sequence.by_table, sequence.by_indptr
-                )
+                where = sequence.table, sequence.indptr, sequence.by_table, sequence.by_indptr
+                page = page_of(sequence.b, number, *where)
                 page = min(max(page, int64(0)), sequence.pages - 1)
                 place = page * strides[0] + h_kv * strides[1] + at * strides[2] + column * strides[3]
                 value = load_element(source, place)

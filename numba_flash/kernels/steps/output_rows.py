@@ -8,16 +8,15 @@ from .plain import panel_offset
 from .sequence import query_row
 
 
-def make(config, warp_rows, columns, own_place=False):
+def make(config, warp_rows, columns):
     """-> store_rows(first_row, lane, o_smem, row_states, work, arrays, strides), a device function.
 
     A warp stores its warp_rows rows of a QueryWork from first_row on, the work.part-th `columns` of them. It leaves out
     rows that are not finite.
 
-    O is staged in panels (ptx/fragments.py), in a tile of all its rows. With own_place the tile has only the warp's
-    rows, and is read 16 bytes at a time. row_states as in recompute/rows.
+    O is staged in panels (ptx/fragments.py). row_states as in recompute/rows.
     """
-    tile_m, panels = warp_rows if own_place else config.tile_m, -(-columns // 64)
+    tile_m, panels = config.tile_m, -(-columns // 64)
     word_count = 4 * panels
 
     @inlined
@@ -40,7 +39,7 @@ def make(config, warp_rows, columns, own_place=False):
         for step in range(warp_rows // 4):
             row = int32(top_row + 4 * step)
             flag = ld_st.load_b32(row_states + row * config.ROW_STATE_BYTES)
-            staged = o_smem + panel_offset(row - first_row if own_place else row, lane & 7, tile_m)
+            staged = o_smem + panel_offset(row, lane & 7, tile_m)
             to = top + step * (8 * strides.o[2])  # 4 rows further, if each row is a query
             if config.group_size > 1:
                 to = memory.address(arrays.o, place_of(row, (lane & 7) << 3, work, strides)[0])

@@ -76,7 +76,7 @@ def make(config):
             b, first_query, rows = numbers.sequence(place, arrays, strides, sizes)
             first = int32((place - numbers.first(b, first_query)) * unit)
             h, there = head_of_all, head_of_all < heads and first < rows
-            sequence = tile_numbers.queries_of(b, first_query, rows, sizes)
+            sequence = sequences.packed_queries(b, first_query, rows, sizes)
         else:
             b, first = divide(head_of_all, heads), int32(place * unit)
             there = b < sizes.batch

@@ -58,7 +58,7 @@ def make(config: Any) -> Any:
         first_key, keys = span(arrays.cu_seqlens_k, b, strides.cu_seqlens_k, sizes.total_k, sizes.seqlen_k, sizes)
         keys = keys_of(b, keys, arrays, strides)
         q_start = q_start_of(b, queries, keys, arrays, strides, sizes)
-        return Sequence(b, queries, keys, q_start, int64(0), first_query, first_key, sizes.total_q, sizes.batch)
+        return packed_sequence(b, queries, keys, q_start, first_query, first_key, sizes)
 
     return packed_sequence_of if config.packed else sequence_of
 
@@ -102,6 +102,18 @@ def first_position(config: Any) -> Any:
 def unpacked(b, seqlen_q, keys, q_start):
     """A Sequence with rows of its own."""
     return Sequence(b, seqlen_q, keys, q_start, b, int64(0), int64(0), seqlen_q, int64(0))
+
+
+@inlined
+def packed_sequence(b, queries, keys, q_start, first_query, first_key, sizes):
+    """One whose rows begin at these."""
+    return Sequence(b, queries, keys, q_start, int64(0), first_query, first_key, sizes.total_q, sizes.batch)
+
+
+@inlined
+def packed_queries(b, first, count, sizes):
+    """The same, for a kernel that looks at no key."""
+    return packed_sequence(b, int64(count), int64(0), int64(0), int64(first), int64(0), sizes)
 
 
 @inlined
@@ -169,7 +181,7 @@ def queries(config: Any) -> Any:
     @inlined
     def packed_queries_of(b, arrays, strides, sizes):
         first, count = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q, sizes)
-        return Sequence(b, count, int64(0), int64(0), int64(0), first, int64(0), sizes.total_q, sizes.batch)
+        return packed_queries(b, first, count, sizes)
 
     return packed_queries_of if config.packed else queries_of
 

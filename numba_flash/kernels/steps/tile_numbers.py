@@ -17,7 +17,7 @@ from ...ptx import memory, special
 from .inlined import inlined
 from .integers import divide
 from .named import named
-from .sequence import Sequence, first_position, search, valid_keys
+from .sequence import first_position, packed_sequence, search, valid_keys
 
 
 @functools.cache
@@ -61,13 +61,6 @@ def make(config: Any, rows: int, of_keys: bool) -> Any:
     return named(count, sequence, at, first)
 
 
-@inlined
-def queries_of(b, first, rows, sizes):
-    """The Sequence b of a kernel that only asks for its queries."""
-    zero = int64(0)
-    return Sequence(b, int64(rows), zero, zero, zero, int64(first), zero, sizes.total_q, sizes.batch)
-
-
 @functools.cache
 def completer(config: Any, of_keys: bool) -> Any:
     """-> complete(b, first, rows, arrays, strides, sizes): the Sequence b, as sequence.py makes it, of which it
@@ -94,6 +87,6 @@ def completer(config: Any, of_keys: bool) -> Any:
         first_key, keys = (int64(first), int64(rows)) if of_keys else (other_first, other_rows)
         keys = keys_of(b, keys, arrays, strides)
         q_start = q_start_of(b, queries, keys, arrays, strides, sizes)
-        return Sequence(b, queries, keys, q_start, int64(0), first_query, first_key, sizes.total_q, sizes.batch)
+        return packed_sequence(b, queries, keys, q_start, first_query, first_key, sizes)
 
     return complete

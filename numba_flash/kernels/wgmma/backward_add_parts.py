@@ -27,7 +27,7 @@ def make(config):
     dk_blocks, dv_blocks = -(-config.head_dim // 16) * 2, -(-config.head_dim_v // 16) * 2
     dk_count, dv_count = 4 * dk_blocks if config.of_dk else 1, 4 * dv_blocks if config.of_dv else 1
     sequence_of = make_sequence(config)
-    write = backward_key_outputs.make(config, 64, 0, config.dv_at)
+    write = backward_key_outputs.make(config, 64, 0, config.shared_layout().dv)
 
     def adder(blocks, padded):
         @inlined
@@ -47,8 +47,7 @@ def make(config):
 
     @cuda.jit
     def add_parts(arrays, strides, sizes, score):
-        smem = cuda.shared.array(0, uint8)
-        base = aligned(smem, config.ALIGNMENT)
+        base = aligned(cuda.shared.array(0, uint8), config.ALIGNMENT)
         acc_dk = local.array(dk_count, float32)  # (head_dim / 8, 4)
         acc_dv = local.array(dv_count, float32)  # (head_dim_v / 8, 4)
         thread, block = special.thread_index(), special.block_index()

@@ -61,18 +61,15 @@ def make(config):
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 keys of the block's tile."""
-        acc_s = local.array(s_count, float32)
-        acc_dp = local.array(s_count, float32)
+        acc_s, acc_dp = local.array(s_count, float32), local.array(s_count, float32)
         acc_dk = local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
         acc_dv = local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
-        p_frag = local.array(frag_count, uint32)
-        ds_frag = local.array(frag_count, uint32)
+        p_frag, ds_frag = local.array(frag_count, uint32), local.array(frag_count, uint32)
         mask_bits = local.array(mask_words, uint32)
         shown_bits, kept = local.array(shown_words, uint32), local.array(kept_words, uint32)
         loaded, distance = local.array(bias_words, uint32), local.array(2, float32)
         tile = TileFragments(acc_s, acc_dp, p_frag, ds_frag, mask_bits, shown_bits, kept, loaded, distance)
-        me = int32(warpgroup - 1)  # index of the consumer
-        elected = block.elected()
+        me, elected = int32(warpgroup - 1), block.elected()  # me: which of the consumers
         k_desc = describe_rows(base + plan.own_a + me * (64 * 128))
         v_desc = describe_rows(base + plan.own_b + me * (64 * 128))
         block.clear(acc_s, s_count)
@@ -134,10 +131,8 @@ def make(config):
 
     @cuda.jit
     def flash_attention_wgmma_dkdv(tensor_maps, arrays, strides, sizes, score):
-        smem = cuda.shared.array(0, uint8)
-        base = aligned(smem, config.ALIGNMENT)
-        thread = special.thread_index()
-        warpgroup = warpgroup_index()
+        base = aligned(cuda.shared.array(0, uint8), config.ALIGNMENT)
+        thread, warpgroup = special.thread_index(), warpgroup_index()
         if not both.begin(base, thread, arrays, strides, sizes):
             return
         if warpgroup == 0:

@@ -132,19 +132,17 @@ def make(config):
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 queries of the block's tile."""
-        acc_s = local.array(s_count, float32)
-        acc_dp = local.array(s_count, float32)
+        acc_s, acc_dp = local.array(s_count, float32), local.array(s_count, float32)
         acc_dq = local.array(dq_count, float32)  # (head_dim_padded / 8, 4)
         ds_frag = local.array(frag_count, uint32)
         mask_bits = local.array(mask_words, uint32)
         shown_bits, kept = local.array(shown_words, uint32), local.array(kept_words, uint32)
         loaded, distance = local.array(bias_words, uint32), local.array(2, float32)
-        owed = local.array(s_count if config.wanted_aux else 1, float32)
+        daux = local.array(s_count if config.wanted_aux else 1, float32)
         run = aux_gradient.Run(local.array(1, int32), local.array(1, float32))
-        tile = TileFragments(acc_s, acc_dp, ds_frag, ds_frag, mask_bits, shown_bits, kept, loaded, distance, owed, run)
+        tile = TileFragments(acc_s, acc_dp, ds_frag, ds_frag, mask_bits, shown_bits, kept, loaded, distance, daux, run)
         lse_log2, minus_delta = local.array(2, float32), local.array(2, float32)
-        me = int32(warpgroup - 1)  # index of the consumer
-        elected = block.elected()
+        me, elected = int32(warpgroup - 1), block.elected()  # me: which of the consumers
         q_desc = describe_rows(base + plan.own_a + me * (64 * 128))
         do_desc = describe_rows(base + plan.own_b + me * (64 * 128))
         block.clear(acc_s, s_count)
@@ -197,10 +195,8 @@ def make(config):
 
     @cuda.jit
     def flash_attention_wgmma_dq(tensor_maps, arrays, strides, sizes, score):
-        smem = cuda.shared.array(0, uint8)
-        base = aligned(smem, config.ALIGNMENT)
-        thread = special.thread_index()
-        warpgroup = warpgroup_index()
+        base = aligned(cuda.shared.array(0, uint8), config.ALIGNMENT)
+        thread, warpgroup = special.thread_index(), warpgroup_index()
         if not both.begin(base, thread, arrays, strides, sizes):
             return
         if warpgroup == 0:

@@ -40,7 +40,7 @@ from .block import FIRST_ROW, H_KV, H, aligned, rows_in_warpgroup, warpgroup_ind
 
 
 def make(config):
-    of_keys, tile_rows = config.of_keys, config.stream_rows
+    of_keys, tile_rows = config.of_keys, config.other_rows
     query_count = tile_rows // 4 if of_keys else 2  # of the lane's columns or rows, whichever are queries
     give_registers, take_registers = block.register_moves(config)
     word, sequence_of = block.state_of(config).read, block.sequence_of_work(config)
@@ -136,7 +136,6 @@ def make(config):
             if config.of_dv:
                 scores.add_b(base, step, held.acc_s, acc_dv, p_frag, even, odd)
             step = producer.step_behind(base, step)
-        scores.my_turn(FIRST)  # takes the turn that was passed on after the last tile
         if config.of_dv:
             write_b(base, acc_dv, float32(1), arrays.dv, strides.dv, arrays, strides, sizes, score)
         else:
@@ -151,7 +150,6 @@ def make(config):
         ds_frag = local.array(a.frag_count, uint32)  # (3, rows of the tile / 8, 2)
         even, odd = local.array(a.even_count, float32), local.array(a.odd_count, float32)
         block.clear(acc, a.sum_count)
-        scores.next_turn(SECOND)  # the first consumer has the first turn
         producer.load_own_b(base, SECOND, arrays, strides, sizes)
         if not of_keys:
             load_rows(lse, delta, base, arrays, strides, sizes)
@@ -169,8 +167,7 @@ def make(config):
 
     @cuda.jit
     def flash_attention_wgmma_backward_float32(arrays, strides, sizes, score):
-        smem = cuda.shared.array(0, uint8)
-        base, warpgroup = aligned(smem, config.ALIGNMENT), warpgroup_index()
+        base, warpgroup = aligned(cuda.shared.array(0, uint8), config.ALIGNMENT), warpgroup_index()
         if packed:
             # The whole block leaves, and with it the other one of a pair.
             if work.behind(divide(special.block_index(), config.cluster), arrays, strides, sizes):

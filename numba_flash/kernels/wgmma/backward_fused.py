@@ -118,7 +118,7 @@ def make(config):
     tiles = backward_block_tiles.make(config)
     plain, producer = backward_plain_scores.make(config), backward_producer.of_keys(config)
     to_some_weights, to_other_weights = plain.weights_of(0, tile_m // 32), plain.weights_of(tile_m // 32, tile_m // 16)
-    find_visible = block.visibility(config, config.stream_rows, block.state_of(config))
+    find_visible = block.visibility(config, config.other_rows, block.state_of(config))
     read = reads.make(config, 1, tile_m, of_keys=True)
     walk = backward_work.query_walk(config, whole_warp=True)
     state, set_up = block.state_of(config), pipeline.starter_of_backward(config)
@@ -276,13 +276,19 @@ def make(config):
     def finish_keys(base, own, me, n, steps, acc_dk, acc_dv, arrays, strides, sizes, score):
         """Writes dK and dV of the key tile; n: of the query tile after its last one; steps: how many it has met."""
         if stays:
-            if one_panel:  # in place of the dS that is not the last: both warpgroups' dQ of that is there
+            if boxed:  # in place of the last dS: the next bias may come to the other already
+                bar.sync(3, all_consumers)  # the dQ of both is there
+                place = base + ((n - 1) & 1) * ds_bytes + me * (64 * 128)
+            elif one_panel:  # in place of the dS that is not the last: both warpgroups' dQ of that is there
                 place = base + (n & 1) * ds_bytes + me * (64 * 128)
             else:  # in place of the warpgroup's own panels of both
                 bar.sync(3, all_consumers)  # the dQ of both is there
                 place = base
             write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score)
             bar.sync(me + 1, 128)  # all four warps have read it
+            if boxed:
+                fence.proxy_async()
+                rings.b.consumer_release(base, int32(n - 1), block.elected())
         else:
             bar.sync(3, all_consumers)  # both warpgroups have read K and V for the last time
             write_gradients(own, base, acc_dk, acc_dv, arrays, strides, sizes, score)
@@ -293,19 +299,16 @@ def make(config):
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
         """A consumer warpgroup: 64 of the block's keys."""
-        acc_s = local.array(s_count, float32)
-        acc_dp = local.array(s_count, float32)
+        acc_s, acc_dp = local.array(s_count, float32), local.array(s_count, float32)
         acc_dk = local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
         acc_dv = local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
         acc_dq = acc_dp  # (dq_columns / 8, 4): one is done with where the other begins, which ptxas does not find out
-        p_frag = local.array(frag_count, uint32)
-        ds_frag = local.array(frag_count, uint32)
+        p_frag, ds_frag = local.array(frag_count, uint32), local.array(frag_count, uint32)
         mask_bits = local.array(mask_words, uint32)
         kept, distance = local.array(count.words, uint32), local.array(2, float32)
         shown = local.array(read.bits_words, uint32)
         tile = TileFragments(acc_s, acc_dp, p_frag, ds_frag, mask_bits, shown, kept, mask_bits, distance)
-        me = int32(warpgroup - 1)  # which of the consumers
-        elected = block.elected()
+        me, elected = int32(warpgroup - 1), block.elected()  # me: which of the consumers
         k_desc = describe_rows(base + plan.own_a + me * (64 * 128))
         consumer = Consumer(me, elected, k_desc, describe_rows(base + plan.own_b + me * (64 * 128)))
         # With two panels these are zeroed for each tile, so that they do not live while dK and dV are staged. Otherwise
@@ -375,16 +378,19 @@ def make(config):
 
     @cuda.jit
     def flash_attention_wgmma_fused(tensor_maps, arrays, strides, sizes, score):
-        smem = cuda.shared.array(0, uint8)
-        base = aligned(smem, config.ALIGNMENT)
-        thread = special.thread_index()
-        warpgroup = warpgroup_index()
+        base = aligned(cuda.shared.array(0, uint8), config.ALIGNMENT)
+        thread, warpgroup = special.thread_index(), warpgroup_index()
         if not all_keys or read.reads:  # the ticket, or a mask's bits
             griddepcontrol.wait()
         if thread == 0:
             set_up(base)
-            if not stays:
+            if config.keys_first:
+                row, h_kv, entry = tiles.own_keys(arrays, strides, sizes)
+                producer.load_own(base, row, h_kv, entry)
+            elif not stays:
                 tiles.take(base, int32(0), arrays, strides, sizes)
+        if config.keys_first and thread == 32:  # of another warp, beside these loads
+            tiles.take(base, int32(0), arrays, strides, sizes)
         cuda.syncthreads()
         if warpgroup == 0:
             give_registers()

@@ -91,10 +91,7 @@ def of_block(config):
                 leave_sums(own, acc_dv, config.head_dim_v_padded // 8, arrays.dv_sums, sizes)
         else:
             sequence = sequence_of(own, arrays, strides, sizes)
-            h_kv, first_key = word(own, H_KV), word(own, FIRST_ROW)
-            (first_row, lane) = rows_of_lane()
-            write_outputs(
-                place, acc_dk, acc_dv, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score
-            )
+            place_of_tile = sequence, word(own, H_KV), word(own, FIRST_ROW)
+            write_outputs(place, acc_dk, acc_dv, *rows_of_lane(), *place_of_tile, arrays, strides, sizes, score)
 
     return write_gradients

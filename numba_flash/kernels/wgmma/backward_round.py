@@ -83,8 +83,7 @@ def make(config):
     def round_dq(arrays, strides, sizes, score):
         if config.packed:  # outside runs behind
             griddepcontrol.launch_dependents()
-        smem = cuda.shared.array(0, uint8)
-        tile_at = aligned(smem, config.ALIGNMENT)
+        tile_at = aligned(cuda.shared.array(0, uint8), config.ALIGNMENT)
         acc_dq = local.array(dq_count, float32)  # (head_dim / 8, 4)
         four = local.array(4, uint32)
         thread = special.thread_index()

@@ -5,7 +5,7 @@ the registers of one. The first computes S and P, and hands P times the derivati
 shared memory: the same thread of both has the same elements. The second computes dP and dS, and adds dS times the tile
 a (Q or K) to dK or dQ. For dK and dV the first has sums, too: those of dV.
 
-Products of one consumer run while the other works between its own. They take turns at the tensor cores:
+Products of one consumer run while the other works between its own:
 
     first   S(0)       dV(0)       S(1)       dV(1) ...      and for dQ   S(0)       S(1)         S(2) ...
     second       dP(0)       dK(0)      dP(1)       ...                        dP(0)      dQ(0) dP(1) ...
@@ -37,27 +37,25 @@ WEIGHTS_STEP = 128 * 16  # bytes of four weights of every thread of a consumer
 class Held(NamedTuple):
     """The registers of the first consumer's scores."""
 
-    acc_s: Any  # float32 (stream_rows / 8, 4)
+    acc_s: Any  # float32 (other_rows / 8, 4)
     other: Any  # likewise, for the second panel
     mask_bits: Any
     distance: Any  # float32 (2,)
-    loaded: Any  # (2, stream_rows / 8, 2), of bias
+    loaded: Any  # (2, other_rows / 8, 2), of bias
     shown_bits: Any  # of the caller's mask
 
 
 def make(config):
     """-> device functions of a consumer, and what they need as registers of what is read for the scores."""
-    has_second, both_sum = config.has_second, config.of_dv and config.has_second
-    my_turn, next_turn = block.turns_of_two(has_second)
-    plan, blocks = config.shared_layout(), config.stream_rows // 8
+    has_second, plan, blocks = config.has_second, config.shared_layout(), config.other_rows // 8
     weights_ring = pipeline(config.barriers().weights_full, None)
     tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
-    to_parts = parts.to_operand(config.stream_rows)
+    to_parts = parts.to_operand(config.other_rows)
 
-    word, mask_words = block.state_of(config).read, fragments.tile(config, 1, config.stream_rows).mask_words
-    find_visible = block.visibility(config, config.stream_rows, block.state_of(config), rows_in_warpgroup)
+    word, mask_words = block.state_of(config).read, fragments.tile(config, 1, config.other_rows).mask_words
+    find_visible = block.visibility(config, config.other_rows, block.state_of(config), rows_in_warpgroup)
     chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
-    read, has_mask = reads.make(config, 1, config.stream_rows, config.of_keys), config.has("mask")
+    read, has_mask = reads.make(config, 1, config.other_rows, config.of_keys), config.has("mask")
     unit, inf, minus_inf = float32(exponent_unit(config)), float32(math.inf), float32(-math.inf)
 
     @inlined
@@ -120,9 +118,7 @@ def make(config):
         if read.reads:
             load_for_scores(base, step, held, arrays, strides, sizes)
         tiles.a.wait(base, n)
-        my_turn(FIRST)
         tiles.a.issue(held.acc_s, held.other, base, n)
-        next_turn(FIRST)
         if chain.has_row_term or has_mask or masked:
             find_visible(base, i, sizes, held.mask_bits, held.distance)
         read.hide(held.mask_bits, held.shown_bits, TRUE)
@@ -142,9 +138,7 @@ def make(config):
         four = local.array(4, uint32)
         n = step.n
         tiles.b.wait(base, n)
-        my_turn(SECOND)
         tiles.b.issue(acc_dp, other, base, n)
-        next_turn(SECOND)
         tiles.b.finish(acc_dp, other, base, n)
         weights_ring.consumer_wait(base, n)
         for column in range(blocks):
@@ -165,16 +159,12 @@ def make(config):
             to_parts(scores, frag)
             if me == FIRST:  # for a, which the second adds, the first has waited before its weights
                 tiles.b.wait(base, step.n)
-            if both_sum:
-                my_turn(me)
             kind.issue_sums(even, odd, frag, base, step.n)
-            if both_sum:
-                next_turn(me)
             kind.finish_sums(acc, even, odd, frag, base, step.n)
 
         return add
 
     words = dict(bias_words=read.bias_words, bias_type=read.bias_type, bits_words=read.bits_words)
-    functions = my_turn, next_turn, start, weights_at, to_weights, to_score_gradients
+    functions = start, weights_at, to_weights, to_score_gradients
     adders = dict(add_a=adder(SECOND, tiles.a), add_b=adder(FIRST, tiles.b))
     return named(*functions, **adders, **words, mask_words=mask_words, tiles=tiles)

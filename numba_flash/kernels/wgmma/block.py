@@ -15,8 +15,8 @@ from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.named import named
 from ..steps.query_tile import QueryTile, QueryWork
-from ..steps.sequence import Sequence
 from ..steps.sequence import make as make_sequence
+from ..steps.sequence import packed_queries, packed_sequence
 from ..steps.sequence import queries as make_queries
 
 # Where a word is in its work tile, in bytes.
@@ -134,9 +134,9 @@ def query_work(config):
     @inlined
     def sequence_of(tile, work_tile, arrays, strides, sizes):
         if packed:
-            first_row, zero = int64(tile.first_query), int64(0)
+            first_row = int64(tile.first_query)
             end, first_query = first_row + word(work_tile, MEMBERS), word(work_tile, Q_ROW) - first_row
-            return Sequence(tile.b, end, zero, zero, zero, first_query, zero, sizes.total_q, sizes.batch)
+            return packed_queries(tile.b, first_query, end, sizes)
         return find(tile.b, arrays, strides, sizes)
 
     @inlined
@@ -233,36 +233,6 @@ def register_moves(config):
     return setmaxnreg.decrease(config.registers[0]), setmaxnreg.increase(config.registers[1])
 
 
-def turns_of_two(present):
-    """-> (my_turn, next_turn), device functions of consumer `me`, 0 or 1, if they take turns at the tensor cores."""
-
-    @inlined
-    def my_turn(me):
-        if present:
-            bar.sync(me + 1, 256)  # threads of two warpgroups
-
-    @inlined
-    def next_turn(me):
-        if present:
-            bar.arrive(int32(2 - me), 256)
-
-    return my_turn, next_turn
-
-
-def rescaler(blocks):
-    """-> rescale(acc_o, alpha, moved), a device function: rows of acc_o (blocks, 4) times alpha (2,), if some maximum
-    moved."""
-
-    @inlined
-    def rescale(acc_o, alpha, moved):
-        if moved != 0:
-            for n in range(blocks):
-                for i in range(4):
-                    acc_o[4 * n + i] *= alpha[i // 2]
-
-    return rescale
-
-
 def places(config):
     """-> device functions of one thread of a backward: where a tile is in the arrays. work: where the words are."""
     packed, state = config.packed, state_of(config)
@@ -301,9 +271,8 @@ def sequence_of_work(config, whole_warp=True, queries=False):
 
     @inlined
     def queries_of_packed(work, arrays, strides, sizes):
-        b, count, zero = read(work, B), int64(read(work, QUERIES)), int64(0)
-        first_query = int64(read(work, FIRST_QUERY))
-        return Sequence(b, count, zero, zero, zero, first_query, zero, sizes.total_q, sizes.batch)
+        b, count = read(work, B), read(work, QUERIES)
+        return packed_queries(b, read(work, FIRST_QUERY), count, sizes)
 
     @inlined
     def of_packed(work, arrays, strides, sizes):
@@ -311,9 +280,7 @@ def sequence_of_work(config, whole_warp=True, queries=False):
         q_start = first_row - position(work) if of_keys else position(work) - first_row
         first_query, first_key = int64(read(work, FIRST_QUERY)), int64(read(work, FIRST_KEY))
         count, keys = int64(read(work, QUERIES)), int64(read(work, KEYS))
-        return Sequence(
-            read(work, B), count, keys, q_start, int64(0), first_query, first_key, sizes.total_q, sizes.batch
-        )
+        return packed_sequence(read(work, B), count, keys, q_start, first_query, first_key, sizes)
 
     @inlined
     def found(work, arrays, strides, sizes):

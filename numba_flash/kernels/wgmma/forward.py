@@ -63,7 +63,6 @@ def make(config):
     q_bytes, k_bytes, v_bytes = config.tile_m * 128 * k_panels, tile_n * 128 * k_panels, tile_n * 128 * v_panels
     s_count, o_count, p_count = tile_n // 2, head_dim_v_padded // 2, tile_n // 4
     ping_pong, pair = config.consumers > 1, 256  # threads of two warpgroups
-    o_in_q = config.o_place == "q"
     padded, zero_tail = config.packed or config.has("seqlens_k"), block.tail_zeroer(config, head_dim_v_padded, 4)
 
     multiply_q_k = operands.rows_by_rows(config, config.tile_m, tile_n, head_dim_padded)
@@ -76,8 +75,8 @@ def make(config):
     mask_words, read = fragments.tile(config, 1).mask_words, reads.make(config, 1)
     options, kept_weights = tile_scores.make(config, sides), counting(config)
     walk, to_p = tile_walk.make(config, whole_warp=True), fragment_softmax.in_16_bits(config, 1)
-    start, softmax, finish = fragment_softmax.make_shifted(config, 1, sides.present)
-    outputs, rescale = forward_outputs.make(config, finish), block.rescaler(head_dim_v_padded // 8)
+    start, softmax, finish = fragment_softmax.make(config, 1, shifted=sides.present)
+    outputs, rescale = forward_outputs.make(config, finish), fragment_softmax.rescaler(1, head_dim_v_padded // 8)
     in_parts, (leave_part, _) = config.parts > 1, forward_join.of_parts(config)
     has_term = sum_terms.make(config) is not None and not in_parts
     load_terms = sum_terms.on_fragments(config, 2)
@@ -118,7 +117,7 @@ def make(config):
     def done_with_scores(base, elected, tile, rows):
         """K of a tile is given back; and Q with the query tile's last, unless O is to lie there."""
         rings.k.consumer_release(base, tile.n, elected)
-        if not o_in_q:
+        if not config.o_in_q:
             rings.q.consumer_release(base, rows.seen, elected & (tile.j == rows.begin))
 
     @inlined
@@ -199,9 +198,9 @@ def make(config):
         weigh(base, tile, rows, side, registers, arrays, strides, sizes, score)
         to_p(registers.scores.acc_s, registers.p_frag)
         if padded:
-            rings.v.consumer_wait(base, tile.n)
             keys, first_key = word(tile.work_tile, KEYS), tile.j * tile_n
             if keys < first_key + tile_n:
+                rings.v.consumer_wait(base, tile.n)
                 zero_tail(base + plan.v + rings.v.stage(tile.n) * v_bytes, max(keys - first_key, 0))
         return following
 
@@ -216,8 +215,7 @@ def make(config):
         scores = ScoreRegisters(acc_s, loaded, mask_bits, local.array(read.bits_words, uint32), terms, distance)
         registers = ConsumerRegisters(scores, acc_o, p_frag, m, l, alpha, shift, kept)
         words = local.array(outputs.words, uint32)  # of O, on their way
-        me = int32(warpgroup - 1)
-        elected = block.elected()
+        me, elected = int32(warpgroup - 1), block.elected()
         consumer = Consumer(me, int32(0) if me == config.consumers - 1 else int32(me + 1), elected)
         q_desc = describe_rows(base + me * (64 * 128))  # of the query tile at work
         taken = int32(0)  # tiles of K and V so far
@@ -274,14 +272,12 @@ def make(config):
             pin_o(acc_o)
             rings.v.consumer_release(base, int32(taken - 1), elected)
 
-            if config.waits:
-                griddepcontrol.wait()
             if in_parts:
                 leave_part(word(work_tile, PART), registers, arrays)
             else:
                 outputs.write(base, work_tile, rows.seen, registers, words, arrays, strides, sizes, score)
             bar.warp_sync()  # all lanes have read the work tile, the rows' states, and what was staged
-            if o_in_q:
+            if config.o_in_q:
                 rings.q.consumer_release(base, rows.seen, elected)
             rings.tiles.consumer_release(base, rows.seen, elected)
         wait_all()
@@ -290,10 +286,8 @@ def make(config):
 
     @cuda.jit
     def flash_attention_wgmma(tensor_maps, arrays, strides, sizes, score):
-        smem = cuda.shared.array(0, uint8)
-        base = block.aligned(smem, config.ALIGNMENT)
-        thread = special.thread_index()
-        warpgroup = block.warpgroup_index()
+        base = block.aligned(cuda.shared.array(0, uint8), config.ALIGNMENT)
+        thread, warpgroup = special.thread_index(), block.warpgroup_index()
         if thread == 0:
             roles.set_up(base)
         cuda.syncthreads()
@@ -303,8 +297,14 @@ def make(config):
             give_registers()
             if thread == 0:
                 roles.produce(base, arrays, strides)
-            if thread == 32:  # of another warp, so that neither waits for the other
+            # Of another warp, so that neither waits for the other.
+            if thread == 32 or (config.packed and thread > 32 and thread < 64):
                 roles.schedule(base, memory.address(arrays.counters, 0), arrays, strides, sizes)
+            if config.packed:
+                if thread == 64:
+                    roles.produce_q(base)
+                if thread >= 96:
+                    roles.clear_outside(arrays, strides, sizes)
             if config.bias_boxes:
                 if thread == 64:
                     roles.produce_bias(base, arrays, strides)

@@ -6,10 +6,8 @@ no float32 operands, so the producer is a whole warpgroup here. It reads K and V
 and writes three parts of 16 bits to shared memory. Consumers split their Q at the beginning of a query tile, and P in
 registers.
 
-Tiles in parts are large, so most have only one place in shared memory. Two consumers take turns product by product: S
-of the first, S of the second, P . V of the first, P . V of the second. The first computes its softmax during S of the
-second. While both compute P . V, the producer fills the place of K; while both compute S, that of V. By then it has
-read its next tile into registers.
+Tiles in parts are large, so most have only one place in shared memory. While both consumers compute P . V, the producer
+fills the place of K; while both compute S, that of V. By then it has read its next tile into registers.
 
 Launch: grid (persistent blocks), block (config.threads), config.shared_bytes of dynamic shared memory. Rows of q, k and
 v begin at multiples of 16 bytes and are contiguous along dim.
@@ -50,8 +48,7 @@ def make(config):
     k_bytes, v_bytes = config.PARTS * k_part, config.PARTS * v_part
     s_count, o_count, p_count = tile_n // 2, config.head_dim_v_padded // 2, config.PARTS * tile_n // 4
     panel_count = v_columns // 2  # registers of a panel of O
-    rescale = block.rescaler(config.head_dim_v_padded // 8)
-    my_turn, next_turn = block.turns_of_two(config.consumers > 1)
+    rescale = fragment_softmax.rescaler(1, config.head_dim_v_padded // 8)
 
     def of_q_k(panel):
         steps = range(min(4, config.head_dim_padded // 16 - 4 * panel))
@@ -119,7 +116,7 @@ def make(config):
         two = local.array(2, uint32)
         n, i, t = int32(0), int32(0), int64(special.block_index())  # number of K and V tiles and query tiles so far
         thread = special.thread_index()
-        if thread == 0:
+        if thread == 0 or (packed and thread < 32):
             work.publish(base, i, t, arrays, strides, sizes)
         rings.tiles.consumer_wait(base, i)
         work_tile = int32(rings.work_tile(base, i))
@@ -132,12 +129,12 @@ def make(config):
                 n = int32(n + 1)
                 j = int32(producer_walk.next_tile(states, j, begin, arrays, strides))
             i = int32(i + 1)
-            if thread == 0:
+            if thread == 0 or (packed and thread < 32):
                 t = work.following(t, counter)
                 work.publish(base, i, t, arrays, strides, anew(sizes))
             rings.tiles.consumer_wait(base, i)
             work_tile = int32(rings.work_tile(base, i))
-        if thread == 0:
+        if thread == 0 or (packed and thread < 32):
             work.reset(counter)
 
     # The consumers.
@@ -187,11 +184,9 @@ def make(config):
         part_1, part_2 = local.array(s_count, float32), local.array(s_count, float32)
         part_3 = local.array(s_count, float32)
         rings.k.consumer_wait(base, n)
-        my_turn(me)
         q_desc = describe_rows(base + special.opaque(me * (64 * 128)))
         k_desc = describe_rows(base + plan.k + rings.k.stage(n) * k_bytes)
         issue_scores(q_desc, k_desc, acc_s, part_1, part_2, part_3)
-        next_turn(me)
         wait_all()
         pin_s(acc_s)
         add_part(acc_s, part_1, k_panels > 1)
@@ -219,26 +214,23 @@ def make(config):
     add_0, add_1, add_2, add_3 = (panel_adder(panel) for panel in range(4))
 
     @inlined
-    def issue_panel(panel, me, acc, p_frag, v_desc):
+    def issue_panel(panel, acc, p_frag, v_desc):
         if panel < v_panels:
             multiply_p_v(acc, p_frag, v_desc + uint64(panel * (kv_panel >> 4)))
             wgmma.commit_group()
-        if panel == v_panels - 1:
-            next_turn(me)
 
     @inlined
-    def outputs(base, me, n, acc_o, p_frag):
+    def outputs(base, n, acc_o, p_frag):
         """acc_o += P . V of the n-th key tile: one panel is added while the next is computed."""
         even, odd = local.array(panel_count, float32), local.array(panel_count, float32)
         rings.v.consumer_wait(base, n)
-        my_turn(me)
         v_desc = describe_v(base + plan.v + rings.v.stage(n) * v_bytes)
-        issue_panel(FIRST, me, even, p_frag, v_desc)
-        issue_panel(SECOND, me, odd, p_frag, v_desc)
+        issue_panel(FIRST, even, p_frag, v_desc)
+        issue_panel(SECOND, odd, p_frag, v_desc)
         add_0(acc_o, even)
-        issue_panel(THIRD, me, even, p_frag, v_desc)
+        issue_panel(THIRD, even, p_frag, v_desc)
         add_1(acc_o, odd)
-        issue_panel(FOURTH, me, odd, p_frag, v_desc)
+        issue_panel(FOURTH, odd, p_frag, v_desc)
         add_2(acc_o, even)
         add_3(acc_o, odd)
         pin_p(p_frag)  # pins the operands in their registers until here
@@ -253,13 +245,13 @@ def make(config):
         compute_scores(base, me, tile.n, acc_s)
         options.find_bits(tile, of_scores, sizes)
         factor = options.finish(base, tile, of_scores, int32(0), float32(0), arrays, strides, sizes, score)
-        moved = softmax(acc_s, registers.m, registers.l, registers.alpha, factor)
+        moved = softmax(acc_s, registers.m, registers.l, registers.alpha, factor, registers.shift)
         if kept_weights.drops:
             kept_weights.find(tile.j, tile.work_tile, registers.kept, arrays, sizes)
             kept_weights.drop(acc_s, registers.kept)
         to_p(acc_s, registers.p_frag)
         rescale(registers.acc_o, registers.alpha, moved)
-        outputs(base, me, tile.n, registers.acc_o, registers.p_frag)
+        outputs(base, tile.n, registers.acc_o, registers.p_frag)
 
     @inlined
     def write_tile(base, work_tile, registers, arrays, strides, sizes, score):
@@ -290,8 +282,6 @@ def make(config):
         scores = ScoreRegisters(acc_s, loaded, mask_bits, local.array(read.bits_words, uint32), terms, distance)
         registers = ConsumerRegisters(scores, acc_o, p_frag, m, l, alpha, alpha, kept)  # no shift
         n, i = int32(0), int32(0)  # number of key tiles, and of query tiles, so far
-        if me == config.consumers - 1:
-            next_turn(me)  # the first consumer has the first turn, as if the last had passed it on
         rings.tiles.consumer_wait(base, i)
         work_tile = int32(rings.work_tile(base, i))
         while word(work_tile, MEMBERS) != 0:
@@ -321,15 +311,11 @@ def make(config):
             i = int32(i + 1)
             rings.tiles.consumer_wait(base, i)
             work_tile = int32(rings.work_tile(base, i))
-        if me == 0:
-            my_turn(me)  # takes the turn that was passed on after the last tile
 
     @cuda.jit
     def flash_attention_wgmma_float32(arrays, strides, sizes, score):
-        smem = cuda.shared.array(0, uint8)
-        base = block.aligned(smem, config.ALIGNMENT)
-        thread = special.thread_index()
-        warpgroup = block.warpgroup_index()
+        base = block.aligned(cuda.shared.array(0, uint8), config.ALIGNMENT)
+        thread, warpgroup = special.thread_index(), block.warpgroup_index()
         if thread == 0:
             set_up(base)
         cuda.syncthreads()

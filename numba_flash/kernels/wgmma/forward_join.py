@@ -74,7 +74,7 @@ def of_parts(config):
 
 def make(config):
     o_count, parts, rings = config.head_dim_v_padded // 2, config.parts, pipeline.of_forward(config)
-    start, _, finish = fragment_softmax.make_shifted(config, 1, False)
+    start, _, finish = fragment_softmax.make(config, 1)
     outputs, work, (_, add) = forward_outputs.make(config, finish), query_tiles(config), of_parts(config)
     has_term, load_terms = sum_terms.make(config) is not None, sum_terms.on_fragments(config, 2)
 
@@ -97,8 +97,7 @@ def make(config):
 
     @cuda.jit
     def flash_attention_wgmma_join(arrays, strides, sizes, score):
-        smem = cuda.shared.array(0, uint8)
-        base = block.aligned(smem, config.ALIGNMENT)
+        base = block.aligned(cuda.shared.array(0, uint8), config.ALIGNMENT)
         if special.thread_index() == 0:
             tile = work.of(base, int32(0), special.block_index() * parts, arrays, strides, sizes)
             block.write_tile(rings.work_tile(base, int32(0)), tile)

@@ -1,7 +1,7 @@
 """Writes O and lse of a query tile, beside the first S of the next one (forward.py). O goes by way of shared memory, or
 straight to global memory. Rows that are not finite are computed again."""
 
-from numba import float32, int32, int64, uint32
+from numba import float32, int64, uint32
 
 from ...ptx import bar, cvt, fence, ld_st, memory, shfl, stmatrix, vote
 from ..recompute import rows as recompute
@@ -10,7 +10,6 @@ from ..steps.inlined import inlined
 from ..steps.integers import divide
 from ..steps.named import named
 from ..steps.plain import first_column_of, first_row_of, panel_offset
-from ..steps.query_tile import QueryWork
 from ..steps.sequence import lse_row, query_row
 from ..steps.units import exponent_unit
 from . import pipeline
@@ -24,9 +23,7 @@ def of_fragments(config):
 
     acc_o (head_dim_v_padded / 8, 4) is not divided yet; inverse (2,): the factors of its rows.
     """
-    rows = 16 if config.o_buffer else config.tile_m  # rows of the tile in which a warp stages O
-    panel, staged_blocks = rows * 128, config.o_columns // 8  # bytes of 64 columns; blocks of 8
-    o_blocks = config.head_dim_v_padded // 8
+    panel, o_blocks = config.tile_m * 128, config.head_dim_v_padded // 8  # bytes of 64 columns; blocks of 8
     o_words = (o_blocks + 3) // 4 * 4  # a lane's words of a row in 16 bits: one for each block of 8 columns
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     address, store_v4, store_b16 = memory.address, memory.store_v4, memory.store_b16
@@ -59,13 +56,13 @@ def of_fragments(config):
                 exchange(words, n + i, 1, lane & 1)
 
     @inlined
-    def stage_rows(o_smem, first_row, lane, acc_o, inverse, words, part):
-        """Stages a warp's 16 rows of O in shared memory, in 16 bits: the part-th o_columns of them."""
+    def stage_rows(o_smem, first_row, lane, acc_o, inverse, words):
+        """Stages a warp's 16 rows of O in shared memory, in 16 bits."""
         # Lanes give the rows of four matrices: 8 rows, the 8 rows below, and both again 8 columns further.
-        at = o_smem + panel_offset((0 if config.o_buffer else first_row) + (lane & 15), lane >> 4, rows)
-        for n in range(0, staged_blocks, 2):
+        at = o_smem + panel_offset(first_row + (lane & 15), lane >> 4, config.tile_m)
+        for n in range(0, o_blocks, 2):
             for i in range(4):
-                words[i] = output_pair(acc_o, inverse, part * staged_blocks + n + i // 2, i % 2)
+                words[i] = output_pair(acc_o, inverse, n + i // 2, i % 2)
             pair = n // 2
             stmatrix.x4((at ^ ((pair & 3) << 5)) + (pair >> 2) * panel, words, 0)  # (16, 16)
 
@@ -95,17 +92,15 @@ def of_fragments(config):
                     if here and column + 1 < config.head_dim_v:
                         store_b16(address(arrays.o, at + (column + 1) * strides.o[3]), uint32(two >> uint32(16)))
 
-    return 4 if config.o_place else o_words, stage_rows, write_rows
+    return 4 if config.o_in_q else o_words, stage_rows, write_rows
 
 
 def make(config, finish):
     """-> write, a device function, and `words`, the number of uint32 that it needs as work space. finish: of
     fragment_softmax."""
     ring, q_bytes = pipeline.of_forward(config).q, config.tile_m * 128 * -(-config.head_dim_padded // 64)
-    plan, o_in_q, o_staged = config.shared_layout(), config.o_place == "q", config.o_place != ""
-    o_bytes = 32 * config.o_columns  # of a warp's rows that are staged at a time
-    o_parts, kept_weights = -(-config.head_dim_v_padded // config.o_columns), counting(config)
-    store_rows = output_rows.make(config, 16, config.o_columns, config.o_place == "own")
+    plan, kept_weights = config.shared_layout(), counting(config)
+    store_rows = output_rows.make(config, 16, config.head_dim_v_padded)
     (o_words, stage_rows, write_rows), work_of = of_fragments(config), query_work(config)
     recompute_rows, to_natural = recompute.make(config, 16), float32(1 / exponent_unit(config))
 
@@ -144,24 +139,14 @@ def make(config, finish):
                 if config.write_lse and tile.first_query + query < sequence.seqlen_q:
                     head = tile.h + row - query * config.group_size
                     arrays.lse[lse_row(sequence, head, tile.first_query + query, sizes)] = lse[r] * to_natural
-        if o_in_q:
+        if config.o_in_q:
             o_smem = base + plan.q + ring.stage(seen) * q_bytes
-        else:
-            o_smem = base + plan.o + (first_row >> 4) * o_bytes
-        if o_staged:
             # In Q's place a warp writes over 16 rows that only its own quarter of each product has read. So the
             # hardware does it; PTX does not say so.
-            stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words, 0)
-            if o_in_q:
-                fence.proxy_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
+            stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words)
+            fence.proxy_async()  # the next Q comes by TMA, and must not be overtaken by what was written here
             bar.warp_sync()  # the states of a warp's rows, and the rows, are there for all of its lanes
             store_rows(first_row, lane, o_smem, base + plan.row_states, work, arrays, strides)
-            if o_parts > 1:  # no loop, through which ptxas does not follow wgmma's registers
-                bar.warp_sync()  # all lanes have read the first part
-                stage_rows(o_smem, first_row, lane, acc_o, inverse_l, words, 1)
-                bar.warp_sync()
-                second_part = QueryWork(sequence, work.h, work.h_kv, work.first_query, int32(1))
-                store_rows(first_row, lane, o_smem, base + plan.row_states, second_part, arrays, strides)
         else:
             bar.warp_sync()  # the states of a warp's rows are there for all of its lanes
             flags = base + plan.row_states

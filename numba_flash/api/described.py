@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from .problem.options import ARRAYS, NUMBERS, OPTION_NAMES, Option, Options
+from ..problem.options import ARRAYS, NUMBERS, OPTION_NAMES, Option, Options
 
 
 def add_problem(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def _dtype_of(option: Option, of_q: str) -> str:
 
 def problem_of(asked: argparse.Namespace, family: str) -> Any:
     """As of contiguous arrays."""
-    from .problem.forward import Problem
+    from ..problem.forward import Problem
 
     q, k, v, _, _, options = _described(asked, family)
     return_lse = asked.return_lse or getattr(asked, "backward", None) is not None
@@ -69,7 +69,7 @@ def problem_of(asked: argparse.Namespace, family: str) -> Any:
 
 
 def backward_problem_of(asked: argparse.Namespace, family: str) -> Any:
-    from .problem.backward import BackwardProblem
+    from ..problem.backward import BackwardProblem
 
     q, k, v, o, lse, options = _described(asked, family)
     wanted = tuple(asked.backward) or ("dq", "dk", "dv")
@@ -78,10 +78,10 @@ def backward_problem_of(asked: argparse.Namespace, family: str) -> Any:
 
 def _described(asked: argparse.Namespace, family: str) -> tuple[Any, ...]:
     """The layouts of q, k, v, o and lse, and the options."""
-    from .arrays import ITEM_SIZE, Layout
-    from .arrays.dtypes import COMPUTE_DTYPE
-    from .problem.forward import LAYOUTS
-    from .problem.strides import contiguous_strides
+    from ..arrays import ITEM_SIZE, Layout
+    from ..arrays.dtypes import COMPUTE_DTYPE
+    from ..problem.forward import LAYOUTS
+    from ..problem.strides import contiguous_strides
 
     heads_kv = asked.heads if asked.heads_kv is None else asked.heads_kv
     seqlen_k = asked.seqlen_q if asked.seqlen_k is None else asked.seqlen_k
@@ -108,8 +108,8 @@ def _described(asked: argparse.Namespace, family: str) -> tuple[Any, ...]:
 
 
 def made_up(cc: tuple[int, int], shared_kb: int | None, multiprocessors: int | None) -> Any:
-    from .machine.gpus import SHARED_KB
-    from .machine.target import Target
+    from ..machine.gpus import SHARED_KB
+    from ..machine.target import Target
 
     name = f"a GPU of compute capability {cc[0]}.{cc[1]}"
     kb = SHARED_KB.get(cc) if shared_kb is None else shared_kb

@@ -1,4 +1,4 @@
-"""Estimates how long a problem takes, and how much slower that is than a faster kernel that refused it.
+"""What `explain` says of time: how long a problem takes, and how much less in a faster kernel that refused it.
 
 Both estimates use the speeds in measured.py, which were measured on one GPU with large problems. They can tell a second
 from a minute, and whether to write a call in another way, but nothing finer.
@@ -12,24 +12,14 @@ from ..config.forward import Config
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import BY_NAME
-from .forward import Choice, config_of, refusal
+from ..select.cost_model import simulated_seconds
+from ..select.forward import Choice, config_of, refusal
+from ..select.rungs import GPU as ON_GPU
+from ..select.rungs import RUNGS, comes_first, preferred
 from .measured import CALL_MICROSECONDS, CPU_GFLOPS, GPU, MULTIPROCESSORS, TFLOPS
-from .rungs import GPU as ON_GPU
-from .rungs import RUNGS, comes_first, preferred
 
 SAMPLES = 64  # about how many queries' keys are counted
 MEASURED_CC = (9, 0)
-
-# In the simulator: the time for one score, and for each element of its products, which are read by index or by tensor
-# cores; v2 and mma on one core of a busy server, 2026. One thread runs at a time, so only the amount of work counts.
-SIMULATED_SCORE_SECONDS, SIMULATED_PRODUCT_SECONDS = 25e-6, {False: 2.3e-6, True: 0.8e-6}
-
-
-def simulated_seconds(problem: Problem, kernel: str = "v2") -> float:
-    """How long a kernel will take in Numba's simulator; half of it if causal hides half of the scores."""
-    scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
-    of_product = SIMULATED_PRODUCT_SECONDS[RUNGS[kernel].tensor_cores]
-    return scores * (SIMULATED_SCORE_SECONDS + of_product * (problem.head_dim + problem.head_dim_v))
 
 
 def seconds(kernel: str, config: Config | None, problem: Problem, target: Target) -> float | None:

@@ -1,0 +1,40 @@
+"""Config of the kernel behind the Hopper forward where blocks share keys (kernels/wgmma/forward_join.py)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..abi import parameters as abi
+from ..abi.tensor_maps import OperandMaps
+from .forward import AnyProblem, Config, fields_of, layout, tile_bytes
+from .wgmma_forward import WgmmaConfig
+
+
+@dataclass(frozen=True)
+class WgmmaJoinConfig(WgmmaConfig):
+    """Of wgmma/forward_join, which adds up the parts that wgmma/forward leaves; the fields are those of its Config."""
+
+    kernel = "wgmma_join"
+    module = "wgmma.forward_join"
+    waits = True
+    whole_program = counted = persistent = False
+    tensor_maps = 0  # type: ignore[assignment]
+
+    @classmethod
+    def behind(cls, config: Config) -> "WgmmaJoinConfig":
+        return cls(**fields_of(config, WgmmaConfig) | dict(bias_stages=0))
+
+    def grid(self, problem: AnyProblem) -> int:
+        return super().grid(problem) // self.parts
+
+    def operand_maps(self, problem: AnyProblem) -> OperandMaps:
+        return ()
+
+    def workspace(self, problem: AnyProblem) -> abi.Workspace:
+        return {}
+
+    def shared_layout(self) -> Any:
+        """Of WgmmaConfig's layout what it uses: a place for O, the states of its rows, and a work tile."""
+        own = super().shared_layout()
+        rows, barriers = own.barriers - own.row_states, own.end - own.barriers
+        in_q = tile_bytes(self.tile_m, self.head_dim_padded) if self.o_in_q else 0
+        return layout(q=in_q, k=0, v=0, bias=0, row_states=rows, barriers=barriers)

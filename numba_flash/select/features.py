@@ -1,0 +1,114 @@
+"""What a problem says of every Config, whatever its tile, and which rows of a table are for it."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from ..abi.parameters import AS_BITS
+from ..arrays.dtypes import ITEM_SIZE
+from ..config.forward import tiles_by_bound, tiles_of_all
+from ..machine.target import Target
+from ..problem.forward import Problem
+from ..problem.options import BY_NAME, Uses, changes_by_distance_alone, changes_scores, of_scores
+from ..problem.strides import Strides
+from .refusals import strides_that_matter
+from .tiles import Facts, Row, rows_of
+
+LARGE_FLOAT64 = (9, 0)  # m16n8k16 is one instruction on these GPUs; sm_100 splits it, with local memory
+LOOSE = 8  # bounds of lengths allow so many times the tiles that packed sequences have
+
+
+def features_of(kind: Any, problem: Any, target: Target) -> dict[str, Any]:
+    """What the problem says of a Config of this kind, whatever the tile: those of these fields that it has."""
+    p, of_gradients = problem.forward, problem.wanted is not None
+    bias, size, uses = p.array("bias"), ITEM_SIZE[p.dtype], _uses_of(kind, p)
+    read = [strides for _, strides in strides_that_matter(p)] + ([problem.do_strides] if of_gradients else [])
+    given = dict(
+        dtype=p.dtype,
+        head_dim=p.head_dim,
+        head_dim_v=p.head_dim_v,
+        write_lse=p.return_lse,
+        uses=of_scores(uses) if of_gradients else uses,
+        q_offset_source=p.q_offset_source,
+        narrow=p.narrow and any(BY_NAME[name].function and used != AS_BITS for name, used in uses),
+        scores_finished=changes_scores(p.uses) or p.scale <= 0,
+        bias_pairs=bias is not None and bias.pairs,
+        bias_boxes=bias is not None and bias.boxes,
+        o_vectorized=p.o_strides[3] == 1 and copied(p, p.o_strides) == 16 and p.head_dim_v * size % 16 == 0,
+        copy_bytes=copied(p, *read),
+        in_order=loosely_bound(p),
+        large_f64=p.dtype == "float64" and target.cc == LARGE_FLOAT64,
+    )
+    return {name: value for name, value in given.items() if name in _fields(kind)}
+
+
+def _uses_of(kind: Any, p: Problem) -> Uses:
+    """What a kernel of this kind is compiled for: the same for every mask_mod that it reads as bits."""
+    if not kind.reads_mask_mod or p.function("mask_mod") is None:
+        return p.uses
+    from ..abi.mask_bits import is_read_as_bits  # a plain call does without
+
+    if not is_read_as_bits(p):
+        return p.uses
+    used = dict(p.uses) | dict(mask_mod=AS_BITS)
+    return tuple((name, given) for name, given in used.items() if name != "aux")
+
+
+def loosely_bound(problem: Problem) -> bool:
+    """Whether tiles of packed sequences have far fewer numbers than bounds of the lengths allow tiles. To look for a
+    number's tile takes longer than to find none: 5 times as many blocks cost nothing (H200)."""
+    sides = ((tiles_of_all(problem, 64, side), tiles_by_bound(problem, 64, side)) for side in (False, True))
+    return problem.packed is not None and any(LOOSE * numbers < by_bound for numbers, by_bound in sides)
+
+
+@functools.cache
+def _fields(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind) if field.init)
+
+
+def copied(problem: Problem, *arrays: Strides) -> int:
+    """How many bytes of a row a copy can have, at most 16: rows of arrays with these strides begin at multiples of
+    them."""
+    steps = [stride * ITEM_SIZE[problem.dtype] for strides in arrays for stride in strides[:3]]
+    joined = functools.reduce(operator.or_, steps, problem.alignment)
+    return min(joined & -joined, 16)
+
+
+def rows_for(
+    tables: dict[str, tuple[Row, ...]], table: str, problem: Any, target: Target, per_score: str = ""
+) -> list[Row]:
+    """The rows of a table that are for the problem, the best first. per_score: as of Facts."""
+    rows, facts = rows_of(tables, table, problem.forward.dtype, target), _facts_of(problem, per_score)
+    return [row for row in rows if row.when.holds(facts)]
+
+
+def _facts_of(problem: Any, per_score: str) -> Facts:
+    p, of_gradients = problem.forward, problem.wanted is not None
+    bias, mask, called = p.array("bias") is not None, p.array("mask") is not None, bool(p.functions)
+    changed = changes_scores(tuple(use for use in p.uses if not BY_NAME[use[0]].function))  # apart from functions
+    bare, rising = not (changed or mask or p.seeded), of_gradients or p.scale > 0
+    words = dict(
+        unread=not (bias or mask or called or (p.seeded and not of_gradients)),
+        plain=bare and not called and rising,
+        masked=mask and not (bias or called or p.seeded),
+        # With lengths of keys the row for ALiBi alone spills.
+        sloped=changes_by_distance_alone(p.uses) and rising and p.packed is None,
+        linear=not any(BY_NAME[name].derivative for name, _ in p.uses),
+        functions=bare and called,
+    )
+    true = frozenset(name for name, so in words.items() if so)
+    return Facts(p.widest, min(p.head_dim, p.head_dim_v), p.heads_kv * p.seqlen_k, true, per_score)
+
+
+def of_simt(
+    kind: Any, tables: dict[str, tuple[Row, ...]], table: str, problem: Any, target: Target, **own: Any
+) -> Iterator[Any]:
+    """The Configs of a kernel in which a thread owns a row, the best first. Tiles that are mostly past the last row of
+    their own side are passed over, but the longest of packed sequences decides nothing."""
+    p, features = problem.forward, features_of(kind, problem, target) | own
+    side, length = ("tile_n", p.seqlen_k) if kind.of_keys else ("tile_m", p.seqlen_q)
+    tiles = (row.tile for row in rows_of(tables, table, p.dtype, target))
+    every = p.packed is not None
+    return (kind(**features, **tile) for tile in tiles if every or tile[side] <= 32 or tile[side] < 2 * length)
