@@ -70,7 +70,7 @@ def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
         return _OnReference(problem)
     if choice.kernel == "cpu":
         return OnCpu(problem, _cpu)
-    if not problem.batch * problem.heads * problem.seqlen_q and not problem.packed:
+    if not math.prod(problem.lse_shape):  # no rows; of packed sequences also those of no sequence are written
         return Launch()
     ready = sequence_of(configs_of(choice, problem, target), problem, target)
     return WarnsIfSlow(problem, ready, choice.kernel) if target.simulated else ready

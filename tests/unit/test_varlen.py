@@ -6,6 +6,7 @@ from contracts import suite, varlen
 from helpers.machines import AMPERE, HOPPER, packed_problem
 
 import numba_flash
+from numba_flash.dispatch.launch import Launch, make_launch
 from numba_flash.select.forward import select
 
 TestVarlen = suite(varlen)
@@ -76,3 +77,11 @@ def test_bounds_of_lengths_change_no_bits(options, dtype):
 @pytest.mark.parametrize("options", [{}, dict(causal=True)], ids=str)
 def test_a_sequence_of_few_queries_has_one_small_tile(options):
     assert select(packed_problem(bounds=(60, 60), **options), HOPPER, "wgmma", "cupy").config.tile_m == 64
+
+
+@pytest.mark.parametrize("kernel", ["wgmma", "mma", "v2"])
+def test_nothing_is_launched_for_packed_sequences_without_rows(kernel):
+    """A tensor map of no rows cannot be made. One row of no sequence has to be written."""
+    without, one = (packed_problem(rows=rows, sequences=1) for rows in (0, 1))
+    assert type(make_launch(select(without, HOPPER, kernel, "cupy"), without, HOPPER)) is Launch
+    assert type(make_launch(select(one, HOPPER, kernel, "cupy"), one, HOPPER)) is not Launch
