@@ -270,7 +270,7 @@ def test_the_command_writes_forward_and_backward_for_each_gpu(folder, made_by, c
     assert status == 0, printed.err
     assert f"{len(made_by)} kernels are new in {folder}" in printed.out
     names = {cc: [config.kernel for config, of in made_by if of == cc] for cc in ((9, 0), (8, 0))}
-    assert {"wgmma", "mask_bits"} < set(names[9, 0]) and any("dkdv" in name for name in names[9, 0])
+    assert {"wgmma", "mask_bits"} < set(names[9, 0]) and "wgmma_fused" in names[9, 0]
     assert "mma" in names[8, 0] and all(config.write_lse for config, _ in made_by if config.kernel in ("mma", "wgmma"))
     problems = json.loads((folder / bundle.TABLE).read_text())["problems"]
     expected = [(gpu, direction) for gpu in ("H100", "A100") for direction in ("forward", "backward")]
