@@ -10,6 +10,9 @@ from ..problem.options import changes_scores
 from .backward_line import dq_stays, fastest, loses_nowhere
 
 LONGEST_STAY = 8192  # queries of a walk over all of them
+# And of the only block of a head. Few heads leave the GPU idle: 2 x 10 of 4096 queries and 77 keys take 106 us, and 77
+# as two kernels (H200).
+LONGEST_OF_ONE_TILE = 1024
 MOST_QUERIES_ALONE = 512  # of packed sequences: with more, too few blocks would run side by side
 MOST_TURNS = (1 << 16) - 1  # key tiles under a mask: half of a counter has them (kernels/wgmma/backward_dq_sums.py)
 
@@ -45,13 +48,13 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     if target.simulated or forward.packed is not None:
         return not target.simulated
     if forward.every_key:
-        return fastest(forward).one
+        return fastest(forward).one and not (one_tile and forward.group == 1 and forward.seqlen_q > LONGEST_OF_ONE_TILE)
     if one_tile and 64 < forward.widest <= 80:
         return False
     if max(forward.seqlen_q, forward.seqlen_k) <= 512:
         return True
     if one_tile:
-        return forward.seqlen_q <= 1024
+        return forward.seqlen_q <= LONGEST_OF_ONE_TILE
     lines = forward.heads_kv * parts_of(forward.group, heads_per_block(problem, one_kernel=True))
     two_ways = lines == 2 and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
     few = lines < 4 and not two_ways and dq_partials(problem) == 1

@@ -738,14 +738,14 @@ def test_what_the_hopper_backward_refuses(options, words):
         explained(problem(**dict(dtype="float16") | options), HOPPER, "wgmma")
 
 
-@pytest.mark.parametrize(("heads", "kernel"), [(10, "wgmma_fused"), (1, "wgmma_dkdv")])
-def test_few_heads_of_one_key_tile_and_many_queries_take_two_kernels(heads, kernel):
+@pytest.mark.parametrize("heads", [10, 1])
+def test_few_heads_of_one_key_tile_and_many_queries_take_two_kernels(heads):
     """In the one kernel a head is one block. H200: 2 x 10 heads of 4096 x 77 take 106 us so, else 79; 16 x 10 heads of
     1024 x 77 take 78, else 106."""
     arrays = {name: empty(2, heads, 4096, 64, dtype="float16") for name in ("do", "q", "o")}
     arrays |= {name: empty(2, heads, 77, 64, dtype="float16") for name in ("k", "v")}
     made = problem(64, dtype="float16", **arrays, lse=empty(2, heads, 4096, dtype="float32"))
-    assert kernel in kernels_of("wgmma", made)
+    assert "wgmma_dkdv" in kernels_of("wgmma", made)
 
 
 @pytest.mark.parametrize(
