@@ -382,10 +382,13 @@ FEW_BLOCKS, MANY_BLOCKS = HOPPER, dataclasses.replace(HOPPER, multiprocessors=1)
 
 def of_gradients(tables, target=MANY_BLOCKS, members=0, **given):
     """The Configs that select makes of a problem of gradients where each of these tables has one row, {table: row}, or
-    none; without those that prepare what others read. members: query heads of a part of a group."""
+    none; without those that prepare what others read. It is the one kernel where the last table is its own, with one
+    sum of dQ. members: query heads of a part of a group."""
     *_, (table, row) = tables.items()
     made = gradients(given.pop("head_dim", row.head_dim), **given)
-    with mock.patch.object(backward_kernels, "heads_per_block", lambda *_, **__: members):
+    found = dict(heads_per_block=lambda *_, **__: members, dq_partials=lambda *_: 1)
+    found |= dict(gains_by_one_kernel=lambda *_: True) if table == "wgmma_fused" else {}
+    with mock.patch.multiple(backward_kernels, **found):
         own = {name: fields and fields.row for name, fields in tables.items()}
         found = configs_with(own, table.partition("_")[0], made, target)
     before = ("backward_preprocess", "delta", "mask_bits", "mask_mod_bits", "tile_states", "tile_order")
