@@ -8,15 +8,13 @@ import pytest
 from contracts import forward, kvcache, suite
 from contracts.forward import same_bits
 from helpers.tile_rows import CHUNK
-from hypothesis import given, reject
-from hypothesis import strategies as st
+from hypothesis import given, reject, strategies as st
 
 import numba_flash
 from numba_flash import arrays, testing
 from numba_flash.dispatch import kvcache as dispatch
 from numba_flash.problem import kvcache as problem
-from numba_flash.select import decode
-from numba_flash.select import forward as select
+from numba_flash.select import decode, forward as select
 
 TestDecode = pytest.mark.slow(suite(kvcache))  # minutes; what is of this kernel alone is below
 LENGTHS = (2 * CHUNK + 70, 0, CHUNK + 1, 1, CHUNK, CHUNK - 1)  # 3 chunks, none, and about one
