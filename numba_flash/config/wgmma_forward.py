@@ -69,12 +69,9 @@ class WgmmaConfig(WarpgroupsConfig):
     """Of wgmma/forward: a producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
 
     q_buffers: how many tiles of Q are on their way or in use, so that with two the next one is there when this one is
-    done.
-
-    bias_stages: how many tiles of a bias that comes by TMA are on their way or in use, of each consumer's rows; 0 where
-    it does not.
-
-    parts: how many blocks share the keys of a query tile; with more than one another kernel adds up their sums.
+    done. bias_stages: how many tiles of a bias that comes by TMA are on their way or in use, of each consumer's rows; 0
+    where it does not. parts: how many blocks share the keys of a query tile; with more than one another kernel adds up
+    their sums.
     """
 
     q_buffers: int = 2
