@@ -20,6 +20,7 @@ from numba_flash.config.backward import (
     MmaOneKeyTileConfig,
     PreprocessConfig,
 )
+from numba_flash.config.bias_rows import BiasRowsConfig
 from numba_flash.config.decode import DecodeConfig
 from numba_flash.config.kvcache import AppendConfig, PagedConfig
 from numba_flash.config.mask_bits import MaskBitsConfig
@@ -165,6 +166,7 @@ def test_every_kernel_can_be_made():
         WgmmaAddPartsConfig("float16", 8, 8, 64, 128),
         OutsideConfig("float16", (("dq", 8), ("dk", 8)), spans),
         *[MaskBitsConfig(of_keys=of_keys) for of_keys in (False, True)],
+        BiasRowsConfig("float16"),
         *[
             kind("float32", tile._replace(of_keys=of_keys), used)
             for kind in (TileStatesConfig, MaskModBitsConfig)
