@@ -288,8 +288,10 @@ def test_persistent_blocks_do_not_overwrite_operands_of_products(
     rung.check(rung.problem(20, 140, batch=1, heads=2, head_dim=head_dim), **options)
 
 
-def test_dk_waits_for_the_other_warpgroup(rung, one_kernel, monkeypatch, key_tiles_of_blocks):
-    """From head_dim 65 on it takes the place of a dS of which the other warpgroup, here a slow one, makes its dQ."""
+@pytest.mark.parametrize(("head_dim", "options"), [(72, {}), (8, dict(bias=BIAS[:, :1, :20]))])
+def test_dk_waits_for_the_other_warpgroup(rung, head_dim, options, one_kernel, monkeypatch, key_tiles_of_blocks):
+    """From head_dim 65 on, and with a bias, it takes the place of a dS of which the other warpgroup, here a slow one,
+    makes its dQ."""
     together = wgmma.together
 
     def late(instruction, *given):
@@ -301,7 +303,7 @@ def test_dk_waits_for_the_other_warpgroup(rung, one_kernel, monkeypatch, key_til
 
     monkeypatch.setattr(wgmma, "together", late)
     monkeypatch.setattr(launch, "blocks_at_a_time", lambda _: 1)
-    rung.check(rung.problem(20, 140, batch=1, heads=1, head_dim=72))
+    rung.check(rung.problem(20, 140, batch=1, heads=1, head_dim=head_dim), **options)
 
 
 # A block has all heads, whose states take turns: the third one's is where the first one's was.
