@@ -10,7 +10,7 @@ from _gpu import Ahead, compile_ahead
 import numba_flash
 from numba_flash import testing
 from numba_flash.dispatch import kvcache, kvcache_on_gpu
-from numba_flash.select.decode import FEW_ROWS, FEW_WIDE_ROWS
+from numba_flash.select.decode import FEW_ROWS, FEW_WIDE_ROWS, LEAST_SHARED
 
 PAGES = (0, 1, 3, 16, 64, 256)
 LENGTHS = (0, 1, 16, 255, 256, 257, 700, 1024, 1500, 4097)
@@ -151,7 +151,7 @@ def sharing(number):
     firsts = np.repeat(np.cumsum(groups) - groups, groups).astype(np.int32)
     shared = np.repeat(1024 * g.integers(1, 5, 4), groups).astype(np.int32)
     lengths = (shared + g.integers(1, 700, len(shared))).astype(np.int32)
-    table = g.integers(1, pages, (len(shared), -(-int(lengths.max()) // page))).astype(np.int32)
+    table = g.integers(1, pages, (len(shared), LEAST_SHARED // page)).astype(np.int32)  # with less room none is shared
     q = g.standard_normal((len(shared), 8, 1, dim)).astype(np.float16)
     k, v = (g.standard_normal((pages, heads_kv, page, dim)).astype(np.float16) for _ in range(2))
     k[0] = v[0] = np.nan

@@ -7,7 +7,7 @@ from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.groups import parts_of
 from ..problem.options import changes_scores
-from .backward_line import fewest_sums, one_kernel_gains
+from .backward_line import dq_stays, fastest, loses_nowhere
 
 LONGEST_STAY = 8192  # queries of a walk over all of them
 MOST_QUERIES_ALONE = 512  # of packed sequences: with more, too few blocks would run side by side
@@ -38,28 +38,26 @@ def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     If every query sees every key, parts of dQ wait in a line, and a model says what that costs (backward_line.py). So
     it is where most queries see most keys, as in a chunk behind others' keys. Under another mask two long heads go two
     ways, and parts of a group count as heads. The batch size may not decide: a row's bits must not depend on it. Short
-    sequences are assumed to come in batches. If all keys are one tile, there are no parts. Of packed sequences the
-    lengths are not known, and may not decide.
+    sequences are assumed to come in batches. Of packed sequences the lengths are not known, and may not decide.
     """
     forward = problem.forward
-    if forward.packed is not None:
-        return not target.simulated
-    short = max(forward.seqlen_q, forward.seqlen_k) <= 512
     one_tile = 0 < forward.seqlen_k <= WgmmaFusedConfig.KEYS  # a head is one block, which walks all of its queries
-    if target.simulated or (one_tile and 64 < forward.widest <= 80):
+    if target.simulated or forward.packed is not None:
+        return not target.simulated
+    if forward.every_key:
+        return fastest(forward).one
+    if one_tile and 64 < forward.widest <= 80:
         return False
-    if short:
+    if max(forward.seqlen_q, forward.seqlen_k) <= 512:
         return True
     if one_tile:
         return forward.seqlen_q <= 1024
-    if forward.every_key:
-        return one_kernel_gains(forward, fewest_sums(forward))
     lines = forward.heads_kv * parts_of(forward.group, heads_per_block(problem, one_kernel=True))
     two_ways = lines == 2 and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
     few = lines < 4 and not two_ways and dq_partials(problem) == 1
     if few or forward.heads * min(forward.seqlen_q, forward.seqlen_k) < 8192:
         return False
-    return not forward.most_keys or one_kernel_gains(forward, dq_partials(problem))
+    return not forward.most_keys or loses_nowhere(forward, dq_partials(problem))
 
 
 def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
@@ -75,10 +73,8 @@ def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
         return int(key_tiles == 1 and forward.seqlen_q <= MOST_QUERIES_ALONE)
     if key_tiles == 1:
         return 1
-    kept = forward.widest <= 64 and -(-forward.seqlen_q // 128) * forward.group <= WgmmaFusedConfig.KEPT
     few = forward.every_key and forward.batch * forward.heads_kv * key_tiles <= target.multiprocessors
-    kept = kept and None in (forward.array("bias"), forward.array("mask"))  # both take too many registers
-    return key_tiles if kept and not few and key_tiles <= WgmmaFusedConfig.MOST_KEY_TILES else 0
+    return key_tiles if dq_stays(forward) and not few else 0
 
 
 def dq_partials(problem: BackwardProblem) -> int:
@@ -92,7 +88,7 @@ def dq_partials(problem: BackwardProblem) -> int:
     if forward.packed is not None:
         return 1
     if forward.every_key:
-        return fewest_sums(forward)
+        return fastest(forward).sums
     one_long = forward.heads == 1 and forward.seqlen_k >= AT_A_TIME * WgmmaFusedConfig.KEYS
     return 4 if one_long and forward.widest > 64 else 1
 
@@ -128,14 +124,11 @@ def heads_per_block(problem: BackwardProblem, one_kernel: bool) -> int:
     """
     forward = problem.forward
     short = max(forward.seqlen_q, forward.seqlen_k) <= 512
-    if forward.packed is not None:  # lengths are not known, and members change bits
-        return 0
-    if (
-        forward.every_key
-        or short
-        or forward.function("mask_mod") is not None
-        or not (one_kernel or forward.heads_kv <= 4)
-    ):
+    if forward.packed is not None or forward.function("mask_mod") is not None:
+        return 0  # of packed sequences lengths are not known, and members change bits
+    if forward.every_key:
+        return fastest(forward, one_kernel).members
+    if short or not (one_kernel or forward.heads_kv <= 4):
         return 0
     members = 2 if forward.widest > (64 if one_kernel else 192) else 4
     return members if forward.heads > members * forward.heads_kv else 0

@@ -1,5 +1,6 @@
 """How long wgmma's backward takes if every query sees every key: as one kernel, whose key tiles add to dQ in a line, or
-as two. Microseconds on an H200; docs/measurements/wgmma_backward_fused.md has them beside what was measured.
+as two; each with blocks that take all heads of a group, or a part of them. Microseconds on an H200;
+docs/measurements/wgmma_backward_fused.md has them beside what was measured.
 
 The key tiles of a head are added to a query tile one after the other, each one turn after the one before. All blocks
 that run at a time begin with the same query tiles, so the last of them begins many turns late. The next ones begin in
@@ -8,74 +9,118 @@ several sums a query tile has as many lines, each of which is shorter.
 """
 
 import dataclasses
+import functools
 import math
+from typing import NamedTuple
 
 from ..config.blocks import AT_A_TIME, heads_in_flight
 from ..config.wgmma_backward import WgmmaFusedConfig
 from ..problem.forward import Problem
+from ..problem.groups import parts_of
 
-SUMS = (1, 2, 4, 8)
-# The batch size may not decide, because bits must not depend on it. So these batches count alike, or of long sequences
-# one of so many tokens.
-BATCHES, TOKENS = (1, 8, 64), 16384
+SUMS, MEMBERS = (1, 2, 4, 8), (1, 2, 4)
+# The batch size may not decide, because bits must not depend on it. So these count alike, but two kernels must gain on
+# the average: large batches, which take longest, lose by them.
+BATCHES, GAIN = (1, 8, 64), 1.05
 WIDE = 64  # from the next head_dim on tiles have 64 queries
-# A call's kernels beside these; until a block has its own tile; until the next key tile can add to the same sum.
-CALL, BEGIN, TURN = 8.0, 3.0, 2.0
+# A call's kernels beside these; until a block has its own tile, of keys or of queries; until the next key tile can add
+# to the same sum.
+CALL, OF_KEYS, OF_QUERIES, TURN = 7.3, 4.7, 2.5, 1.65
 # A tile of 128 queries by 128 keys, up to WIDE and above: in the one kernel, in that of dK and dV, in that of dQ. A
 # block of 64 of its own rows takes HALF of it.
-ONE, DKDV, DQ, HALF = (2.55, 4.6), (1.75, 3.2), (1.15, 2.05), 0.75
-MANY_KEYS = (8192, 16384)  # of all heads, up to WIDE and above
-# The kernel behind reads so many bytes of sums in one; and begins with one sum of a query tile after the other.
-ROUNDED, SUM = 2.7e6, 0.7
+ONE, DKDV, DQ, HALF = (2.3, 4.1), (1.85, 3.2), (1.1, 2.0), 0.63
+# Bytes that delta is made of, and of sums that a kernel behind reads, in one. It takes PARTS beside that for parts of
+# a group, and SUM for each sum of a query tile.
+ROWS, SUMMED, PARTS, SUM = 2.1e6, 3.0e6, 3.8, 1.1
 
 
-def one_kernel(p: Problem, sums: int) -> float:
-    """With so many sums of dQ for each query tile."""
-    heads, key_tiles, query_tiles = p.batch * p.heads_kv, _key_tiles(p), _query_tiles(p, 64 if _wide(p) else 128)
-    walk = BEGIN + query_tiles * ONE[_wide(p)] / (2 if _wide(p) else 1)
-    together = min(heads_in_flight(p, WgmmaFusedConfig.KEYS, sums), heads)
+class Form(NamedTuple):
+    """one: one kernel or two; members: how many query heads of a group a block takes, 0: all; sums: of dQ, for each
+    query tile."""
+
+    one: bool
+    members: int = 0
+    sums: int = 1
+
+    def time(self, p: Problem) -> float:
+        return one_kernel(p, self.sums, self.members) if self.one else two_kernels(p, self.members)
+
+
+@functools.lru_cache(maxsize=4096)
+def fastest(p: Problem, one: bool = True) -> Form:
+    """The form that is the fastest on the average of all BATCHES. one: whether it may be one kernel."""
+    members = (0, *(n for n in MEMBERS if n < p.group))
+    forms = [Form(False, n) for n in members]
+    if one and dq_stays(p):  # with one order of sums, whether or not a block has all key tiles
+        forms.append(Form(True))
+    elif one:
+        forms += [*(Form(True, n) for n in members), *(Form(True, 0, n) for n in SUMS[1:] if n <= _key_tiles(p))]
+    batches = _batches(p)
+
+    def average(form: Form) -> float:
+        return math.prod(form.time(of) * (1 if form.one else GAIN) for of in batches)
+
+    return min(forms, key=average)
+
+
+def loses_nowhere(p: Problem, sums: int) -> bool:
+    """Whether one kernel of a chunk behind others' keys takes no longer than two, whatever the batch: for two chunks
+    that were measured it took 4 to 10 % less than the model says."""
+    return max(one_kernel(of, sums) / two_kernels(of) for of in _batches(p)) < 1.1
+
+
+def dq_stays(p: Problem) -> bool:
+    """Whether dQ of a head with several key tiles can stay in the shared memory of a block that has all of them."""
+    few = p.widest <= WIDE and -(-p.seqlen_q // 128) * p.group <= WgmmaFusedConfig.KEPT
+    few = few and None in (p.array("bias"), p.array("mask"))  # both take too many registers
+    return few and 1 < _key_tiles(p) <= WgmmaFusedConfig.MOST_KEY_TILES
+
+
+def one_kernel(p: Problem, sums: int = 1, members: int = 0) -> float:
+    heads, key_tiles, wide = p.batch * p.heads_kv * parts_of(p.group, members), _key_tiles(p), _wide(p)
+    of_tile = _query_tiles(p, 64 if wide else 128, members) * ONE[wide] / (2 if wide else 1)
+    around = _delta(p) + _add_parts(p, members)
+    if key_tiles == 1 or (dq_stays(p) and heads * key_tiles > AT_A_TIME):  # a block writes dQ itself
+        return around + -(-heads // AT_A_TIME) * (OF_KEYS + key_tiles * of_tile)
+    walk, rounds = OF_KEYS + of_tile, -(-heads * key_tiles // AT_A_TIME)
+    together = min(max(heads_in_flight(p, WgmmaFusedConfig.KEYS, sums), AT_A_TIME // key_tiles), heads)
     at_a_time = min(AT_A_TIME / together, key_tiles)  # of a head
-    rounds = -(-heads * key_tiles // AT_A_TIME)
     last = key_tiles - (rounds - 1) * at_a_time - 1 if heads == together else at_a_time
     late = min(max(last, 0), at_a_time) * TURN / sums
     line = key_tiles * heads / together * TURN / sums
-    bytes_of_sums = 4 * p.batch * p.heads * p.seqlen_q * (128 if _wide(p) else 64) * sums
-    return CALL + max(rounds * walk + late, line + walk) + bytes_of_sums / ROUNDED + sums * SUM
+    rows = p.batch * p.heads * -(-p.seqlen_q // 64) * 64 * sums
+    behind = 4 * rows * (128 if wide else 64) / SUMMED + sums * SUM
+    return around + max(rounds * walk + late, line + walk) + behind
 
 
-def two_kernels(p: Problem) -> float:
+def two_kernels(p: Problem, members: int = 0) -> float:
     """A kernel of dK and dV and one of dQ, each with tiles of 128 rows of its own, or of 64 if blocks are few."""
 
-    def of(blocks: int, walk: int, tile: float) -> float:
-        return -(-blocks // AT_A_TIME) * (BEGIN + walk * tile * (HALF if 2 * blocks <= AT_A_TIME else 1))
+    def of(blocks: int, begin: float, walk: int, tile: float) -> float:
+        return -(-blocks // AT_A_TIME) * (begin + walk * tile * (HALF if 2 * blocks <= AT_A_TIME else 1))
 
-    key_tiles, query_tiles, wide = _key_tiles(p), _query_tiles(p, 128), _wide(p)
-    of_dkdv = of(p.batch * p.heads_kv * key_tiles, query_tiles, DKDV[wide])
-    return CALL + of_dkdv + of(p.batch * p.heads_kv * query_tiles, key_tiles, DQ[wide])
-
-
-def fewest_sums(p: Problem) -> int:
-    """The fewest sums of dQ by which a single batch entry loses 2 % at most, if a batch of TOKENS loses no more than
-    2.5 %."""
-    if max(p.seqlen_q, p.seqlen_k) <= 512:
-        return 1
-    batches = 1, max(TOKENS // max(p.seqlen_q, p.seqlen_k), 1)
-    alone, many = ({n: one_kernel(dataclasses.replace(p, batch=batch), n) for n in SUMS} for batch in batches)
-    possible = {n: time for n, time in alone.items() if many[n] <= 1.025 * many[1]}
-    return next(n for n, time in possible.items() if time <= 1.02 * min(possible.values()))
+    key_tiles, wide = _key_tiles(p), _wide(p)
+    parts = p.batch * p.heads_kv * parts_of(p.group, members)
+    of_keys = of(parts * key_tiles, OF_KEYS, _query_tiles(p, 128, members), DKDV[wide])
+    of_queries = of(p.batch * p.heads_kv * _query_tiles(p, 128), OF_QUERIES, key_tiles, DQ[wide])
+    return _delta(p) + of_keys + _add_parts(p, members) + of_queries
 
 
-def one_kernel_gains(p: Problem, sums: int) -> bool:
-    """Whether one kernel with so many sums is faster, on the average of all BATCHES, or within 5 % of two, of which
-    less is known. With few keys a small batch can lose more by it than a large one gains: then none of BATCHES may
-    lose."""
-    ratios = [
-        one_kernel(of, sums) / two_kernels(of) for of in (dataclasses.replace(p, batch=batch) for batch in BATCHES)
-    ]
-    if not p.every_key:  # of two chunks that were measured, one kernel was 4 to 10 % faster than this says
-        return max(ratios) < 1.1
-    many = p.heads_kv * p.seqlen_k >= MANY_KEYS[_wide(p)]
-    return math.prod(ratios) < 1.15 if many else max(ratios) < 1.05 and math.prod(ratios) < 0.7
+def _delta(p: Problem) -> float:
+    """What all forms have in common: the call, and the kernel of delta, which reads dO and O."""
+    return CALL + 4 * p.batch * p.heads * p.seqlen_q * p.head_dim_v / ROWS
+
+
+def _add_parts(p: Problem, members: int) -> float:
+    """The kernel that adds up parts of dK and dV."""
+    if not members:
+        return 0.0
+    rows = p.batch * p.heads_kv * parts_of(p.group, members) * _key_tiles(p) * WgmmaFusedConfig.KEYS
+    return PARTS + 4 * rows * (p.head_dim + p.head_dim_v) / SUMMED
+
+
+def _batches(p: Problem) -> list[Problem]:
+    return [dataclasses.replace(p, batch=batch) for batch in BATCHES]
 
 
 def _wide(p: Problem) -> bool:
@@ -83,9 +128,9 @@ def _wide(p: Problem) -> bool:
 
 
 def _key_tiles(p: Problem) -> int:
-    return -(-p.seqlen_k // WgmmaFusedConfig.KEYS)
+    return max(-(-p.seqlen_k // WgmmaFusedConfig.KEYS), 1)
 
 
-def _query_tiles(p: Problem, rows: int) -> int:
-    """Of all heads of a group."""
-    return -(-p.seqlen_q // rows) * p.group
+def _query_tiles(p: Problem, rows: int, members: int = 0) -> int:
+    """Of the heads of a group that a block takes."""
+    return -(-p.seqlen_q // rows) * (min(members, p.group) or p.group)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 FEW_ROWS, FEW_WIDE_ROWS, WIDE_COLUMNS = 64, 16, 128
 WIDEST = dict(float64=128)  # head_dim, where it is not 256
 SIMULATED_BLOCKS = 4
+LEAST_SHARED = 16384  # room for keys: with less, each sequence reads its own prefix (measurements/mma_decode.md)
 MOST_THREADS = 256  # of a multiprocessor: each takes up to 255 registers
 LEAST_LEVELS, MOST_LEVELS = 1, 7  # of nodes in shared memory, if none waits in registers
 
@@ -61,6 +62,8 @@ def not_shared(problem: Problem, target: Target) -> str | None:
     of_rows = [name for name, _ in p.uses if BY_NAME[name].per_row] + ["window"] * (p.left is not None)
     if of_rows:
         return f"{', '.join(of_rows)}: scores of a prefix depend on the sequence or the query"
+    if p.seqlen_k < LEAST_SHARED and not target.simulated:
+        return f"sequences of up to {p.seqlen_k} keys are shorter than {LEAST_SHARED}"
     found = _fitting(p, "own", target, True)
     if found is None or found.members < 2:
         return f"rows of two sequences with {rows_of(p)} queries of the heads of a KV head do not fit into a tile"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..config.wgmma_forward import WgmmaConfig
 
 LEAST_TILES = 8  # of keys, in each of several parts of them
+LEAST_WIDE = 32  # keys of a tile of wgmma
 LEAST_KEYS = 1024  # of few queries: with fewer, there is little to share out
 GAIN = 0.85  # parts are taken where they take less than this of the time: a large batch loses 6 % by them
 
@@ -83,8 +84,12 @@ def _wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     features = features_of(WgmmaConfig, problem, target)
     for row in rows_for(TABLES, rung.table, problem, target):
         tile = row.tile
-        features["group_size"] = group = _group(problem, tile["tile_m"])
         tile["tile_n"] = min(tile["tile_n"], _most_keys(problem))
+        keys = max(-(-problem.seqlen_k // 16) * 16, LEAST_WIDE)
+        # What is read takes another path, and the longest packed sequence decides nothing.
+        if keys < tile["tile_n"] and not _asked_for_each_score(problem) and problem.packed is None:
+            tile |= dict(tile_n=keys, tile_m=min(tile["tile_m"], 128))  # 192 rows spill
+        features["group_size"] = group = _group(problem, tile["tile_m"])
         bias = problem.array("bias")
         for bias_stages in (2, 1, 0) if bias is not None and bias.boxes and group == 1 else (0,):
             yield WgmmaConfig(**features, **tile, bias_stages=bias_stages)

@@ -102,8 +102,9 @@ def test_others_are_not(made):
         (cache(alibi_slopes=empty(8, dtype="float32"), dropout_p=0.1), "alibi_slopes, dropout_p: scores"),
         (cache(queries=9), "rows of two sequences with 36 queries of the heads of a KV head do not fit into a tile"),
         (cache(dtype="float32"), "shared in float16 and bfloat16, not in float32"),
+        (dataclasses.replace(cache(), seqlen_k=16383), "sequences of up to 16383 keys are shorter than 16384"),
     ],
-    ids=["window", "options", "rows", "float32"],
+    ids=["window", "options", "rows", "float32", "room"],
 )
 def test_why_a_prefix_is_not_shared_is_said(made, reason):
     assert reason in decode.not_shared(dataclasses.replace(made, batch=64), HOPPER)

@@ -182,6 +182,16 @@ def test_bias_and_mask_have_tiles_of_their_own(kernel, head_dim):
     assert plain.tile_n >= rows["bias"] >= rows["float32"] >= rows["both"]
 
 
+@pytest.mark.parametrize(
+    ("seqlen_k", "options", "keys"),
+    [(77, {}, 80), (112, dict(causal=True), 112), (113, {}, 128), (5, {}, 32), (77, dict(mask=True), 112)],
+)
+def test_key_tiles_have_no_more_keys_than_there_are(seqlen_k, options, keys):
+    options = dict(mask=empty(4000, seqlen_k, dtype="bool")) if "mask" in options else options
+    config = select(problem(seqlen=4000, heads=20, seqlen_k=seqlen_k, **options), HOPPER, "wgmma", "cupy").config
+    assert config.tile_n == keys and (config.tile_m == 192) == ("mask" in options)
+
+
 # A mask leaves registers for 192 rows, of fewer keys than without it; what else is read does not.
 @pytest.mark.parametrize(
     ("given", "rows", "keys"),
