@@ -19,7 +19,8 @@ class DecodeConfig(TensorConfig):
     pages are found (kernels/steps/pages.py). stack_rows, stack_levels: of nodes that wait in shared memory for their
     neighbours, as many rows and levels of the tree; those of level 0 may wait in registers, and those above in global
     memory. copy_bytes: as of MmaConfig. members: how many sequences may have rows in the tile of a prefix that they
-    share, a power of 2; 1: no prefix is shared (kernels/mma/decode_prefixes.py). large_f64: as of MmaConfig.
+    share, a power of 2; 1: no prefix is shared (kernels/mma/decode_prefixes.py). least_shared: chunks of a prefix that is
+    shared. large_f64: as of MmaConfig.
     """
 
     warp_rows: int = 16
@@ -30,6 +31,7 @@ class DecodeConfig(TensorConfig):
     stack_rows: int = 16
     stack_levels: int = 0
     members: int = 1
+    least_shared: int = 1
     large_f64: bool = False
 
     CHUNK: ClassVar[int] = 256  # keys of a leaf of the tree; the bits follow from it, from tile_n and from key_warps
@@ -80,9 +82,8 @@ class DecodeConfig(TensorConfig):
 
     @property
     def most_parts(self) -> int:
-        """The most parts of sequences that are handed from block to block. Beside prefixes they are more, and finer:
-        what sequences share ends at a part."""
-        return self.blocks if self.members == 1 else 4 * self.blocks
+        """The most parts of sequences that are handed from block to block."""
+        return self.blocks
 
     @property
     def counter_words(self) -> int:  # type: ignore[override]

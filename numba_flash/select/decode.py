@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 from ..arrays.dtypes import ITEM_SIZE
 from ..machine.target import Target
 from ..problem.forward import Problem
-from ..problem.options import BY_NAME
-from .features import features_of
-from .refusals import no_copies, no_room, no_tensor_cores, too_wide
-from .rungs import RUNGS
+from ..problem.options import SEEDED
+from .forward import features_of, no_copies, too_wide
+from .rungs import RUNGS, no_room, no_tensor_cores
 
 if TYPE_CHECKING:
     from ..config.decode import DecodeConfig
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
 FEW_ROWS, FEW_WIDE_ROWS, WIDE_COLUMNS = 64, 16, 128
 WIDEST = dict(float64=128)  # head_dim, where it is not 256
 SIMULATED_BLOCKS = 4
+LEAST_SHARED = 8  # chunks of a prefix: reading fewer for each sequence is sooner than handing their node over
+OF_ROWS = ("alibi_slopes", "bias", "mask", "score_mod", "mask_mod", SEEDED)  # options that ask whose row it is
 MOST_THREADS = 256  # of a multiprocessor: each takes up to 255 registers
 LEAST_LEVELS, MOST_LEVELS = 1, 7  # of nodes in shared memory, if none waits in registers
 
@@ -26,7 +27,7 @@ LEAST_LEVELS, MOST_LEVELS = 1, 7  # of nodes in shared memory, if none waits in 
 def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
     """Why decode does not take the problem of a cache, or None."""
     p, rung = problem, RUNGS["mma"]
-    reason = no_tensor_cores(rung, p, target)
+    reason = no_tensor_cores(rung, p, target) or rung.not_taken(p)
     if reason is not None:
         return reason
     wide, most = ITEM_SIZE[p.dtype] > 2, WIDEST.get(p.dtype, 256)
@@ -40,7 +41,7 @@ def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
 
 
 def of_few_queries(problem: Problem, target: Target) -> "DecodeConfig | None":
-    """The Config for a problem of `attention` that has few queries of many keys (forward_kernels.few_queries), or None
+    """The Config for a problem of `attention` that has few queries of many keys (few_queries in forward.py), or None
     where decode does not take it."""
     return None if refusal(problem, target, contiguous=True) else config_of(problem, "own", target)
 
@@ -58,7 +59,7 @@ def not_shared(problem: Problem, target: Target) -> str | None:
     p = problem
     if ITEM_SIZE[p.dtype] > 2:
         return f"prefixes are shared in float16 and bfloat16, not in {p.dtype}"
-    of_rows = [name for name, _ in p.uses if BY_NAME[name].per_row] + ["window"] * (p.left is not None)
+    of_rows = [name for name, _ in p.uses if name in OF_ROWS] + ["window"] * (p.left is not None)
     if of_rows:
         return f"{', '.join(of_rows)}: scores of a prefix depend on the sequence or the query"
     found = _fitting(p, "own", target, True)
@@ -74,12 +75,13 @@ def rows_of(problem: Problem) -> int:
 
 def _fitting(problem: Problem, pages: str, target: Target, shares: bool = False) -> "DecodeConfig | None":
     """As many rows as there are, and as many bytes on the way as there is room for: of two blocks with three tiles or
-    more each, or else of one. shares: rows are those of all sequences, whose own ones have a power of 2 of places."""
+    more each, or else of one. shares: rows are those of several sequences, whose own ones have a power of 2 of places:
+    as many as the least tile has, but two. A larger tile reads less, from L2, and is slower with the keys of one."""
     p, wide = problem, problem.widest > 128 or ITEM_SIZE[problem.dtype] > 2
     one_panel = -(-p.head_dim // 64) >= -(-p.head_dim_v // 64)  # rows of O fit into a tile of K and V
     most = 64 if one_panel and not wide else 32
     own = 1 << (max(rows_of(p), 1) - 1).bit_length()
-    wanted = min(max(16, own * (1 << (max(p.batch, 1) - 1).bit_length() if shares else 1)), most)
+    wanted = min(max(16, 2 * own if shares else own), most)
     for tile_m in (n for n in (64, 32, 16) if n <= wanted):
         for per_sm, least_stages in ((2, 3), (1, 3), (1, 2)):
             for stages in range(6, least_stages - 1, -1):
@@ -110,4 +112,5 @@ def _config(
         pages=pages,
         stack_rows=max(min(1 << (max(rows_of(p) * members, 1) - 1).bit_length(), tile_m), 4),
         members=members,
+        least_shared=1 if target.simulated or members == 1 else LEAST_SHARED,
     )

@@ -54,7 +54,7 @@ def parts(config, sequence_of):
             if leader + 1 < sizes.batch and first_of(leader, arrays, strides) == first:
                 if first_of(leader + 1, arrays, strides) == first:
                     chunks = chunks_of(leader, arrays, strides, sizes)
-                    if chunks_of(b, arrays, strides, sizes) < chunks:
+                    if chunks < config.least_shared or chunks_of(b, arrays, strides, sizes) < chunks:
                         chunks = int32(0)
         return leader, chunks
 

@@ -94,6 +94,9 @@ def make(config):
         first = first_of(item)
         waiting, index = int32(0), int32(first >> group_bits)
         last = int32((first + item.nodes - 1) >> group_bits)
+        if item.nodes == 1:
+            read(0, True, node, words, slot, row, quad, arrays)
+            last = int32(-1)
         while index <= last:
             read_group(nodes, index, words, row, quad, item, slot, of_prefix, arrays)
             join_group(nodes, node, first + item.nodes > index * at_once + half)

@@ -17,14 +17,14 @@ from numba import cuda, int32, int64, uint32
 from ...ptx import local, shfl, vote
 from ..steps import pages, sequence
 from ..steps.inlined import inlined
-from ..steps.integers import tiles_of
+from ..steps.integers import divide, tiles_of
 from ..steps.named import named
 from ..steps.plain import row_keys
 from ..steps.sequence import Sequence
 from . import decode_prefixes
 
 LEVELS = 8
-MANY = 1 << 24  # of a lane's items: more are not told apart, so that sums fit into 32 bits
+LOT = 1 << 12  # of row tiles or nodes, and LOT * LOT of a lane's items: more are not told apart, so that sums fit into 32 bits
 
 
 class Cursor(NamedTuple):
@@ -81,32 +81,39 @@ def make(config):
         return Chunks(tiles_of(found.seqlen_q * group, config.tile_m), first, last, leader, shared)
 
     @inlined
-    def own_nodes(chunks, level):
-        """-> (the first node of a sequence that is not one of its prefix, how many these are)"""
-        last, first = chunks.last >> level, int32(chunks.first >> level)
+    def node_of(chunk, level):
+        """In 32 bits."""
+        return int32(uint32(chunk) >> (uint32(level) & uint32(31)))
+
+    @inlined
+    def nodes_of(chunks, level):
+        """How many nodes a sequence has that are none of its prefix."""
+        first = node_of(chunks.first, level)
         if shares:
-            first = int32(max(first, chunks.shared >> level))
-        return first, int32(last - first + 1)
+            first = int32(max(first, node_of(chunks.shared, level)))
+        return int32(node_of(chunks.last, level) - first + 1)
 
     @inlined
     def prefix_items(b, chunks, level, whole):
         """The nodes of a prefix whose tile sequence b leads; they are parts."""
-        return int32(chunks.shared >> level) if chunks.leader == b and whole == 0 else int32(0)
+        return node_of(chunks.shared, level) if chunks.leader == b and whole == 0 else int32(0)
 
     @inlined
     def items_of(b, chunks, level, whole):
         """Of one KV head of a sequence: those of whole sequences, or of parts."""
-        _, nodes = own_nodes(chunks, level)
-        items = chunks.row_tiles
+        nodes, row_tiles = nodes_of(chunks, level), chunks.row_tiles
+        parts = int32(0)
         if nodes > 1:
-            items = int32(min(int64(items) * nodes, int64(MANY)))
-        own = items if (nodes == 1) == (whole != 0) else int32(0)
+            parts = int32(uint32(min(row_tiles, int32(LOT))) * uint32(min(nodes, int32(LOT))))
+        own = parts
+        if whole != 0:
+            own = row_tiles if nodes == 1 else int32(0)
         return int32(own + prefix_items(b, chunks, level, whole)) if shares else own
 
     @inlined
     def level_of(lane, arrays, strides, sizes):
         """How many chunks are a node, as a power of 2: LEVELS are tried at a time."""
-        counts, level = local.array(LEVELS, int32), int32(0)
+        counts, level, most_of_head = local.array(LEVELS, int32), int32(0), divide(most, sizes.heads_kv)
         while True:
             for n in range(LEVELS):
                 counts[n] = int32(0)
@@ -115,11 +122,11 @@ def make(config):
                 chunks = chunks_of(b, arrays, strides, sizes)
                 for n in range(LEVELS):
                     more = items_of(b, chunks, int32(level + n), int32(0))
-                    counts[n] = int32(min(counts[n] + more, MANY))
+                    counts[n] = int32(min(int32(counts[n] + more), int32(LOT * LOT)))
                 b = int32(b + 32)
             above = int32(0)
             for n in range(LEVELS):
-                above += int32(1) if int64(shfl.sum_s32(counts[n])) * sizes.heads_kv > most else int32(0)
+                above += int32(1) if shfl.sum_s32(counts[n]) > most_of_head else int32(0)
             level = int32(level + above)
             if above < LEVELS:
                 return level
@@ -143,7 +150,7 @@ def make(config):
             return item
         b = int32(item.b + m)
         chunks = chunks_of(b, arrays, strides, sizes)
-        shared, last = int32(chunks.shared >> level), int32(chunks.last >> level)
+        shared, last = node_of(chunks.shared, level), int32(chunks.last >> level)
         if chunks.leader != item.b or shared == 0:
             return Item(b, none, none, none, none, none, none, none, none, none, none, none)
         counter, row = int32(most + b * sizes.heads_kv + item.h_kv), int32((b - chunks.leader) * rows_each)
@@ -153,7 +160,7 @@ def make(config):
     def shared_item(b, rest, number, chunks, level, whole, sizes):
         """The Item of a sequence that may have a prefix, and which has one row tile: rest is its number in b."""
         of_prefix, of_head = prefix_items(b, chunks, level, whole), items_of(b, chunks, level, whole)
-        h_kv, shared = int32(uint32(rest) // uint32(of_head)), int32(chunks.shared >> level)
+        h_kv, shared = int32(uint32(rest) // uint32(of_head)), node_of(chunks.shared, level)
         node = int32(rest - h_kv * of_head - of_prefix)
         slot = int32(number - node)
         if node < 0:
@@ -183,23 +190,22 @@ def make(config):
             if own < int32(sizes.batch):
                 count = items_of(own, chunks_of(own, arrays, strides, sizes), level, whole)
             up_to = inclusive(count, lane)
-            here = int32(shfl.idx_b32(uint32(up_to), int32(31)))
-            if number < before + here * heads_kv:
-                behind = vote.ballot(uint32(1) if number >= before + up_to * heads_kv else uint32(0))
+            here = int32(shfl.idx_b32(uint32(up_to), int32(31)) * uint32(heads_kv))
+            left = int32(number - before)
+            if left < here:
+                behind = vote.ballot(uint32(1) if left >= int32(uint32(up_to) * uint32(heads_kv)) else uint32(0))
                 owner = int32(cuda.popc(behind))
                 b = int32(first + owner)
-                rest = int32(number - before) - int32(shfl.idx_b32(uint32(up_to - count), owner)) * heads_kv
+                rest = int32(left - int32(shfl.idx_b32(uint32(up_to - count), owner) * uint32(heads_kv)))
             else:
-                before = int32(before + here * heads_kv)
-                first = int32(first + 32)
+                before, first = int32(before + here), int32(first + 32)
         cursor = Cursor(whole, first, before)
         if b < 0:
             return Item(b, none, none, none, none, none, none, none, none, none, none, none), cursor
         chunks = chunks_of(b, arrays, strides, sizes)
         if shares:
             return shared_item(b, rest, number, chunks, level, whole, sizes), cursor
-        row_tiles, first_node = chunks.row_tiles, int32(chunks.first >> level)
-        nodes = int32((chunks.last >> level) - first_node + 1)
+        row_tiles, first_node, nodes = chunks.row_tiles, node_of(chunks.first, level), nodes_of(chunks, level)
         of_head = int32(row_tiles * nodes)
         h_kv = int32(uint32(rest) // uint32(of_head))
         rest = int32(rest - h_kv * of_head)
