@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 from ..arrays.dtypes import ITEM_SIZE
 from ..machine.target import Target
 from ..problem.forward import Problem
-from ..problem.options import SEEDED
-from .forward import features_of, no_copies, too_wide
-from .rungs import RUNGS, no_room, no_tensor_cores
+from ..problem.options import BY_NAME
+from .features import features_of
+from .refusals import no_copies, no_room, no_tensor_cores, too_wide
+from .rungs import RUNGS
 
 if TYPE_CHECKING:
     from ..config.decode import DecodeConfig
@@ -19,7 +20,6 @@ FEW_ROWS, FEW_WIDE_ROWS, WIDE_COLUMNS = 64, 16, 128
 WIDEST = dict(float64=128)  # head_dim, where it is not 256
 SIMULATED_BLOCKS = 4
 LEAST_SHARED = 8  # chunks of a prefix: reading fewer for each sequence is sooner than handing their node over
-OF_ROWS = ("alibi_slopes", "bias", "mask", "score_mod", "mask_mod", SEEDED)  # options that ask whose row it is
 MOST_THREADS = 256  # of a multiprocessor: each takes up to 255 registers
 LEAST_LEVELS, MOST_LEVELS = 1, 7  # of nodes in shared memory, if none waits in registers
 
@@ -27,7 +27,7 @@ LEAST_LEVELS, MOST_LEVELS = 1, 7  # of nodes in shared memory, if none waits in 
 def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
     """Why decode does not take the problem of a cache, or None."""
     p, rung = problem, RUNGS["mma"]
-    reason = no_tensor_cores(rung, p, target) or rung.not_taken(p)
+    reason = no_tensor_cores(rung, p, target)
     if reason is not None:
         return reason
     wide, most = ITEM_SIZE[p.dtype] > 2, WIDEST.get(p.dtype, 256)
@@ -41,7 +41,7 @@ def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
 
 
 def of_few_queries(problem: Problem, target: Target) -> "DecodeConfig | None":
-    """The Config for a problem of `attention` that has few queries of many keys (few_queries in forward.py), or None
+    """The Config for a problem of `attention` that has few queries of many keys (forward_kernels.few_queries), or None
     where decode does not take it."""
     return None if refusal(problem, target, contiguous=True) else config_of(problem, "own", target)
 
@@ -59,7 +59,7 @@ def not_shared(problem: Problem, target: Target) -> str | None:
     p = problem
     if ITEM_SIZE[p.dtype] > 2:
         return f"prefixes are shared in float16 and bfloat16, not in {p.dtype}"
-    of_rows = [name for name, _ in p.uses if name in OF_ROWS] + ["window"] * (p.left is not None)
+    of_rows = [name for name, _ in p.uses if BY_NAME[name].per_row] + ["window"] * (p.left is not None)
     if of_rows:
         return f"{', '.join(of_rows)}: scores of a prefix depend on the sequence or the query"
     found = _fitting(p, "own", target, True)
