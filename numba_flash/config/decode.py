@@ -19,8 +19,8 @@ class DecodeConfig(TensorConfig):
     pages are found (kernels/steps/pages.py). stack_rows, stack_levels: of nodes that wait in shared memory for their
     neighbours, as many rows and levels of the tree; those of level 0 may wait in registers, and those above in global
     memory. copy_bytes: as of MmaConfig. members: how many sequences may have rows in the tile of a prefix that they
-    share, a power of 2; 1: no prefix is shared (kernels/mma/decode_prefixes.py). least_shared: chunks of a prefix that is
-    shared. large_f64: as of MmaConfig.
+    share, a power of 2; 1: no prefix is shared (kernels/mma/decode_prefixes.py). least_shared: chunks that such a prefix
+    has at least. large_f64: as of MmaConfig.
     """
 
     warp_rows: int = 16

@@ -24,7 +24,7 @@ from ..steps.sequence import Sequence
 from . import decode_prefixes
 
 LEVELS = 8
-LOT = 1 << 12  # of row tiles or nodes, and LOT * LOT of a lane's items: more are not told apart, so that sums fit into 32 bits
+LOT = 1 << 12  # of row tiles or nodes: more are not told apart, so that sums fit into 32 bits
 
 
 class Cursor(NamedTuple):
