@@ -30,6 +30,7 @@ def sliding_window(left: int, right: int = 0) -> Any:
 
 def dilated(step: int) -> Any:
     """-> mask_mod: of the keys up to the query's position every step-th, counted from there back."""
+    step = _from_1("step", step)
 
     def mask(b: Any, h: Any, q_pos: Any, k_pos: Any) -> Any:
         return k_pos <= q_pos and (q_pos - k_pos) % step == 0
@@ -127,9 +128,7 @@ def block_sparse(tile: int = 1) -> Any:
     Which tiles are empty is found once for a `block_mask`. It asks for each pair, and the answer takes the logarithm of
     a row's length. Sort tokens so that neighbours have near numbers: then more tiles are empty.
     """
-    (tile,) = _whole("tile", tile)
-    if tile < 1:
-        raise ValueError(f"tile must be a whole number from 1, not {tile}")
+    tile = _from_1("tile", tile)
 
     def mask(b: Any, h: Any, q_pos: Any, k_pos: Any, q_index: Any, indptr: Any, indices: Any) -> Any:
         row, column = q_index // tile, k_pos // tile
@@ -220,6 +219,13 @@ def _each(name: str, given: int | tuple[int, ...], extents: tuple[int, ...]) -> 
             f"shape must have 1 to 3 dimensions, and {name} one number from 1, or one for each of them, but shape is "
             f"{extents} and {name} {given}"
         )
+    return found
+
+
+def _from_1(name: str, given: Any) -> int:
+    (found,) = _whole(name, given)
+    if found < 1:
+        raise ValueError(f"{name} must be a whole number from 1, not {given}")
     return found
 
 

@@ -39,7 +39,7 @@ def types(config: Any) -> list[tuple[Any, list[Any]]]:
     members = dict(
         arrays=[element_type(config, name) for name in p.arrays],
         strides=numbers(p.strides, abi.STRIDES | of_aux, 4),
-        sizes=numbers(p.sizes, dict(dbias_shape=4, aux_begins=len(config.wanted_aux) + 1), 0),
+        sizes=numbers(p.sizes, dict(dbias_shape=4, bias_shape=4, aux_begins=len(config.wanted_aux) + 1), 0),
         score=[config.compute_dtype] * len(p.score),
     )
     return [(tuple_class(kind, getattr(p, kind)), found) for kind, found in members.items() if found]
@@ -51,6 +51,8 @@ def element_type(config: Any, name: str) -> str:
         return "uint32"
     if name == abi.AUX_SUMS:
         return "int64"
+    if name == abi.BIAS_ROWS:
+        return config.dtype
     if name in map(options.daux_name, config.wanted_aux):
         return config.given[list(map(options.daux_name, config.wanted_aux)).index(name)]
     if name == abi.SEED:

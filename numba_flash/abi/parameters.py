@@ -37,6 +37,7 @@ SIZES = words("batch heads heads_kv seqlen_q seqlen_k left right q_offset")
 # second.
 MASK_BITS, MASK_BITS_OF_KEYS = "mask_bits", "mask_bits_of_keys"
 AS_BITS = "bits"  # stands for a mask_mod in the options of a kernel that reads what it leaves there, and calls none
+BIAS_ROWS = "bias_rows"  # a copy of the bias (kernels/score/bias_rows.py)
 # The arrays of states and of the order in which tiles are taken (kernels/score/tile_order.py), for kernels that own
 # queries and for those that own keys.
 TILE_STATES, TILE_STATES_OF_KEYS = "tile_states", "tile_states_of_keys"
@@ -52,7 +53,7 @@ SEED, DROPPED, KEPT_COUNT = "seed", "dropped", "kept_count"
 STATES = (TILE_STATES, TILE_STATES_OF_KEYS)
 FORWARD_WORKSPACE = (*words("acc_o row_sum row_max partials"), MASK_BITS, TILE_STATES)
 BACKWARD_WORKSPACE = words("delta row_shares lse_delta turns dq_sums dk_sums dv_sums dbias_sums")
-BACKWARD_WORKSPACE += (MASK_BITS, MASK_BITS_OF_KEYS)
+BACKWARD_WORKSPACE += (MASK_BITS, MASK_BITS_OF_KEYS, BIAS_ROWS)
 BACKWARD_WORKSPACE += (*STATES, AUX_SUMS)
 Workspace = dict[str, tuple[tuple[int, ...], str]]  # shape and dtype of some of these arrays
 

@@ -25,8 +25,9 @@ def merge(*partial: Any, layout: str = "bhsd") -> AttentionOutput:
     """
     if layout not in ("bhsd", "bshd"):
         raise ValueError(f'layout must be "bhsd" or "bshd", not {layout!r}')
-    if any(isinstance(x, tuple) for x in partial):
-        raise TypeError("merge takes o1, lse1, o2, lse2, ..., not pairs: merge(*one, *other) for results of attention")
+    if any(isinstance(x, tuple | list) for x in partial):
+        given = "o1, lse1, o2, lse2, ..., not tuples or lists of them: merge(*one, *other) for results of attention"
+        raise TypeError(f"merge takes {given}")
     if len(partial) < 2 or len(partial) % 2:
         raise ValueError(f"merge takes pairs o1, lse1, o2, lse2, ..., not {len(partial)} arrays")
     try:

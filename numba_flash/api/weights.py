@@ -14,13 +14,12 @@ from .. import arrays
 from ..dispatch.block_mask import OPTIONS as OF_BLOCK_MASK
 from ..dispatch.block_mask import in_options
 from ..functions.function import Function
+from ..problem.options import FUNCTIONS, OF_HEADS, OF_PAIRS, SCORE_NUMBERS
 from .backward import attention_backward
 from .forward import attention, first_column
 
-SCORES = ("bias", "mask")  # options that have rows, heads and keys
-HEADS = ("alibi_slopes", "sinks")
 TAKEN = (
-    *("causal", "window", "q_offset", "seqlens_k", "scale", "softcap", *SCORES, *HEADS, "score_mod", "mask_mod"),
+    *("causal", "window", "q_offset", "seqlens_k", *SCORE_NUMBERS, *OF_PAIRS, *OF_HEADS, *FUNCTIONS),
     *("aux", "block_mask", "layout", "kernel"),
 )
 COLUMNS = 8  # of the v that is not there: in 16 bits the fewest of which rows begin at multiples of 16 bytes
@@ -112,7 +111,7 @@ class _Asked:
         if blocks is not None:
             in_options(blocks, self.options)  # says what differs from the call's own
             self.options |= {name: x for name in OF_BLOCK_MASK if (x := getattr(blocks, name)) is not None}
-        given = {name: self.options[name] for name in (*SCORES, *HEADS, "seqlens_k") if name in self.options}
+        given = {name: self.options[name] for name in (*OF_PAIRS, *OF_HEADS, "seqlens_k") if name in self.options}
         for name, x in dict(k=k, lse=lse, **given).items():
             self._check_kind(name, x, q)
         if q.ndim < 2 or k.ndim != q.ndim:
@@ -208,12 +207,12 @@ class _Asked:
         lse = self.lse[..., rows.start : rows.stop]
         if len(rows) < self.seqlen_q:
             options["q_offset"] = self._offset() + rows.start
-            options |= {name: _taken(x, -2, rows) for name in SCORES if (x := options.get(name)) is not None}
+            options |= {name: _taken(x, -2, rows) for name in OF_PAIRS if (x := options.get(name)) is not None}
         if not every and self.heads_at is not None:
             q, k = _taken(q, self.heads_at, heads), _taken(k, self.heads_at, self._of_kv(heads))
             lse = lse[..., heads.start : heads.stop, :]
-            options |= {name: _taken(x, -3, heads) for name in SCORES if (x := options.get(name)) is not None}
-            options |= {name: _taken(x, -1, heads) for name in HEADS if (x := options.get(name)) is not None}
+            options |= {name: _taken(x, -3, heads) for name in OF_PAIRS if (x := options.get(name)) is not None}
+            options |= {name: _taken(x, -1, heads) for name in OF_HEADS if (x := options.get(name)) is not None}
         return q, k, _contiguous(lse), options
 
     def _offset(self) -> Any:

@@ -77,7 +77,7 @@ def is_transformed(x: Any) -> bool:
     return sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(x)
 
 
-NESTED = "a torch tensor must not be nested; pass torch.nested.to_padded_tensor(...)"
+NESTED = "a torch tensor must not be nested; pass torch.nested.to_padded_tensor(...), or its rows to attention_varlen"
 
 
 def _torch_dispatching(x: Any) -> Array:

@@ -112,8 +112,9 @@ class WalkConfig(Config):
 
     def shared_layout(self) -> Any:
         """Where the block's own tiles are, for S and for dP (K and V, or Q and dO), the stages of the other side's
-        tiles, P and dS where warps exchange them, dQ with with_dq, lse and delta of the other side's queries, what each
-        own row needs (RowState in kernels/mma/backward_scores.py), the state of the block and the end.
+        tiles, P and dS where warps exchange them, dQ with with_dq, the bias of a tile, lse and delta of the other
+        side's queries, what each own row needs (RowState in kernels/mma/backward_scores.py), the state of the block and
+        the end.
 
         Gradients in 16 bits are staged in the place of the own tiles; without dS there is no V, and dV takes K's place.
         With an only tile dS is in the place of V, whose rows no other warp reads, and dQ in that of dO.
@@ -125,8 +126,9 @@ class WalkConfig(Config):
         scores *= self.column_groups > 1 or self.with_dq
         p, dq = scores * self.of_p * (size > 2), other_s * self.with_dq  # in 16 bits P and dS have one place
         rows = self.stages * 2 * max(size, 4) * self.tile_m * self.of_keys
+        bias = self.bias_boxes * tile_bytes(self.tile_m, self.tile_n)
         of_rows = (8 if self.of_keys else 16 * max(size // 4, 1)) * self.own_rows
-        behind = dict(rows=rows, of_rows=of_rows, state=6 * 16)
+        behind = dict(bias=bias, rows=rows, of_rows=of_rows, state=6 * 16)
         if self.only_tile:
             places = own | dict(
                 own_dp=max(own_dp, scores), other_s=other_s, other_dp=max(other_dp, dq), p=0, ds=0, dq=0
@@ -205,12 +207,14 @@ class MmaOneKeyTileConfig(MmaDkdvConfig):
     """The same where a block's tile has all keys of a head: it computes dQ, too.
 
     delta: that of backward_preprocess, whose work the block does itself if a head has one tile of queries. with_dbias:
-    it stores dbias, too, each element of which is that of one score. pairs: as of MmaDbiasConfig.
+    it stores dbias, too, each element of which is that of one score. pairs: as of MmaDbiasConfig. bias_boxes: rows of a
+    bias can be copied 16 bytes at a time (kernels/mma/bias_tile.py).
     """
 
     delta: PreprocessConfig | None = None
     with_dbias: bool = False
     pairs: bool = False
+    bias_boxes: bool = False  # type: ignore[misc]
 
     with_dq = True
     kernel = "mma_one_key_tile"
@@ -254,8 +258,7 @@ class MmaDqConfig(MmaBackwardConfig):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class MmaScoresConfig(MmaBackwardConfig):
-    """Of the kernels that stop at dS. Tiles of tile_m queries by tile_n keys, one behind the other. Q, dO, K and V have
-    one place each: the next ones come while a tile's scores are finished."""
+    """Of the kernels that stop at dS. Tiles of tile_m queries by tile_n keys, one behind the other."""
 
     of_product = False
     SCORE_PAD: ClassVar[int] = 8  # floats behind a row of scores in shared memory, so that lanes meet no bank twice
@@ -266,10 +269,15 @@ class MmaScoresConfig(MmaBackwardConfig):
         check(own, "warps of these kernels own 16 rows, each its own")
         check(self.threads % self.tile_n == 0, f"tile_n must divide the {self.threads} threads, but is {self.tile_n}")
 
+    @property
+    def rows_bytes(self) -> int:
+        """Of what is known of the queries of a stage."""
+        return 8 * self.tile_m
+
     def _layout(self, **behind: int) -> Any:
         """Where Q, dO, K, V, what is behind them and the end are."""
-        q, do, k, v = self.tiles()
-        return layout(q=q, do=do, k=k, v=v, **behind)
+        tiles = zip(("q", "do", "k", "v"), self.tiles(), strict=True)
+        return layout(**{name: self.stages * size for name, size in tiles}, **behind)
 
 
 @dataclass(frozen=True)
@@ -285,7 +293,7 @@ class MmaDbiasConfig(OfBias, MmaScoresConfig):
     def shared_layout(self) -> Any:
         """lse and delta of the queries are behind the tiles, the bias, and a row of sums for each warp."""
         bias = self.tile_m * self.tile_n * ITEM_SIZE[self.dtype_of("bias") or self.dtype]
-        return self._layout(rows=8 * self.tile_m, bias=bias, sums=self.threads // 32 * self.tile_n * 4)
+        return self._layout(rows=self.stages * self.rows_bytes, bias=bias, sums=self.threads // 32 * self.tile_n * 4)
 
 
 @dataclass(frozen=True)
@@ -304,4 +312,8 @@ class MmaDauxConfig(OfAux, MmaScoresConfig):
     def shared_layout(self) -> Any:
         """Q K^T, dO V^T, and what is known of each query are behind the tiles."""
         scores = self.tile_m * self.score_row
-        return self._layout(s=scores, dp=scores, rows=16 * self.tile_m)
+        return self._layout(s=scores, dp=scores, rows=self.rows_bytes)
+
+    @property
+    def rows_bytes(self) -> int:
+        return 16 * self.tile_m

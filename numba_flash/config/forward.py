@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -91,6 +92,13 @@ def tiles_by_bound(p: Any, rows: int, of_keys: bool = False) -> int:
     return p.batch * -(-(p.seqlen_k if of_keys else p.seqlen_q) // rows)  # type: ignore[no-any-return]
 
 
+def with_problems(configs: Iterable[Any], problem: Any) -> Iterator[tuple[Any, Any]]:
+    """Each kernel with its problem: one before it may have replaced an array."""
+    for config in configs:
+        yield config, problem
+        problem = config.problem_behind(problem)
+
+
 class LaunchFacts:
     """What selecting, compiling and launching need to know of a kernel, with the values that hold for most."""
 
@@ -120,7 +128,9 @@ class LaunchFacts:
     states_tile: ClassVar[StatesTile | None] = None  # what has a state there
     ptx_version: ClassVar[str] = ""  # the first with its instructions; "": its GPU's (compiled.PTX_VERSIONS)
     kept: ClassVar[str] = ""  # the array that it makes and a BlockMask keeps for the next call; "" = none
+    replaces: ClassVar[tuple[str, str] | None] = None  # (an array, the one that kernels behind it get in its place)
     packed: bool = False  # sequences are packed (problem/packed.py)
+    clears_outside: ClassVar[bool] = False  # it writes rows of no sequence, too (kernels/steps/outside_rows.py)
     in_order: bool = False  # their tiles have numbers (kernels/steps/tile_numbers.py)
 
     @property
@@ -172,6 +182,10 @@ class LaunchFacts:
     def own_sizes(self, problem: AnyProblem) -> dict[str, Any]:
         """Values of sizes that this kernel alone takes."""
         return {}
+
+    def problem_behind(self, problem: Any) -> Any:
+        """The problem of the kernels behind it, with the strides of the array that it replaces."""
+        return problem
 
     def grid(self, problem: AnyProblem) -> int:
         """Number of blocks, or of pieces of work of a persistent kernel; 0 if there is nothing to do."""

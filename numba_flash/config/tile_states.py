@@ -1,5 +1,4 @@
-"""Configs of tile_states, which finds the tiles where a mask_mod removes no key, some or all, of tile_order, and of
-mask_mod_bits, which writes down what it leaves."""
+"""Configs of tile_states, tile_order and mask_mod_bits, which find out and write down what a mask_mod leaves."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -38,13 +38,26 @@ class StreamingConfig(Config):
     key_tiles: ClassVar[int] = 0  # these three: as of WgmmaFusedConfig
     bias_in_ds: ClassVar[bool] = False
     bidirectional: ClassVar[bool] = False  # a block is told which way to walk
+    keys_first: ClassVar[bool] = False  # K and V are loaded before it is known which queries see them
     PARTS: ClassVar[int] = 1  # of which a tile consists (kernels/wgmma/parts.py)
     STATE_WORDS: ClassVar[int] = 16  # that every role reads of the block's work
+    OWN_ROWS: ClassVar[tuple[int, ...]] = (64, 128, 192)
+    LONGEST: ClassVar[int] = 128  # rows of a tile that a block walks over
+    LEAST_STAGES_A: ClassVar[int] = 2  # S of the next tile is issued before the product with this one's a is done
+    NOT_TAKEN: ClassVar[tuple[str, ...]] = ()  # options that other kernels on tensor cores take
 
-    @property
-    def stream_rows(self) -> int:
-        """Rows of the tiles that a block walks over."""
-        return self.other_rows
+    def __post_init__(self) -> None:
+        other, a, b = self.other_rows, self.stages_a, self.stages_b
+        most, least = self.LONGEST, self.LEAST_STAGES_A
+        self._check_dtype()
+        one_of("a block's own rows", self.own_rows, *self.OWN_ROWS)
+        whole = 16 <= other <= most and other % 16 == 0
+        check(whole, f"a block walks over tiles of 16 to {most} rows, in steps of 16, not {other}")
+        enough = least <= a <= 4 and 1 <= b <= 4
+        check(enough, f"stages_a must be {least} to 4 and stages_b 1 to 4, not {a} and {b}")
+        self._check_widest()
+        self._check_options(self.NOT_TAKEN)
+        check_registers(self.registers, self.consumers)  # type: ignore[attr-defined]
 
     def parts_bytes(self, rows: int, columns: int) -> int:
         """Of a tile in parts."""
@@ -61,21 +74,11 @@ class StreamingConfig(Config):
     @property
     def stream_a_bytes(self) -> int:
         """Of one stage."""
-        return self.parts_bytes(self.stream_rows, self.head_dim_padded)
+        return self.parts_bytes(self.other_rows, self.head_dim_padded)
 
     @property
     def stream_b_bytes(self) -> int:
-        return self.parts_bytes(self.stream_rows, self.head_dim_v_padded)
-
-    def _check_walk(self, own: tuple[int, ...], most: int, least_a: int) -> None:
-        """own: how many rows a block may own; most: how many it may walk over at a time; least_a: of stages_a."""
-        other, a, b = self.other_rows, self.stages_a, self.stages_b
-        one_of("a block's own rows", self.own_rows, *own)
-        whole = 16 <= other <= most and other % 16 == 0
-        check(whole, f"a block walks over tiles of 16 to {most} rows, in steps of 16, not {other}")
-        enough = least_a <= a <= 4 and 1 <= b <= 4
-        check(enough, f"stages_a must be {least_a} to 4 and stages_b 1 to 4, not {a} and {b}")
-        self._check_widest()
+        return self.parts_bytes(self.other_rows, self.head_dim_v_padded)
 
     def barriers(self) -> Any:
         """Where the mbarriers are, 8 bytes each."""
@@ -119,13 +122,6 @@ class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
     dq_part_bytes: ClassVar[int] = 0  # of what a consumer warpgroup makes of dQ at a time
     dq_places: ClassVar[int] = 1  # how many of these are in shared memory for each consumer warpgroup
     dq_stages: ClassVar[int] = 0  # how many of these may be on their way to the sums of dQ
-
-    def __post_init__(self) -> None:
-        self._check_dtype()
-        # S of the next tile is issued before the product with this one's first tile is done.
-        self._check_walk((64, 128, 192), 128, least_a=2)
-        self._check_options()
-        check_registers(self.registers, self.consumers)
 
     @property
     def tensor_maps(self) -> int:  # type: ignore[override]
@@ -310,8 +306,10 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
         check(alone, f"it takes no option that changes scores but a bias, and none of {', '.join(FUNCTIONS)}")
         read = self.has("mask") or self.has("bias")
         check(not (self.seeded and read), f"with {SEEDED} it takes no mask and no bias: registers are few")
-        boxed = self.bias_boxes and not self.stays and not self.lse_first
-        check(boxed or not self.has("bias"), "with a bias it needs bias_boxes, and neither stays nor lse_first")
+        meets = self.key_tiles > 1 and not self.packed  # each key tile of a block meets some query
+        boxed = self.bias_boxes and (meets or not self.stays) and not self.lse_first
+        needs = "with a bias it needs bias_boxes and no lse_first, and stays with key_tiles alone"
+        check(boxed or not self.has("bias"), needs)
         room = not self.seeded or not (large or self.lse_first)
         check(room, f"with {SEEDED} tiles are of 64 queries, and lse_first is False: registers are few")
         super().__post_init__()
@@ -348,8 +346,14 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """The threads that add keep more in mind than a producer's others, and most of all where they stay."""
-        return (56, 224) if self.stays else (40, 232)
+        """The threads that add keep more in mind than a producer's others, and most of all where they stay. With a bias
+        blocks that stay have none that add, and consumers need the registers."""
+        return (56, 224) if self.stays and not self.bias_boxes else (40, 232)
+
+    @property
+    def keys_first(self) -> bool:  # type: ignore[override]
+        """Where a block has one tile, whose place follows from its number. Without packing it gains nothing."""
+        return self.packed and self.key_tiles > 0 and not self.stays
 
     @property
     def dq_panels(self) -> int:

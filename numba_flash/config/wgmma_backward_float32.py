@@ -9,7 +9,6 @@ from ..problem.options import FUNCTIONS, SEEDED
 from .backward import OfGradients
 from .forward import check, layout
 from .wgmma_backward import StreamingConfig
-from .wgmma_forward import check_registers
 
 NOT_TAKEN = (*FUNCTIONS, SEEDED)  # yet
 
@@ -28,21 +27,18 @@ class WgmmaBackwardFloat32Config(StreamingConfig):
     PARTS = 3
     paired: ClassVar[bool] = False  # two blocks own the same rows, and share the columns
     WIDEST: ClassVar[int] = 128  # columns of a gradient whose sums a consumer keeps
-    LONGEST: ClassVar[int] = 64  # rows that are one sum: a longer one would drift
-    CONSUMERS: ClassVar[int] = 2
-    threads: ClassVar[int] = 128 * (1 + CONSUMERS)  # type: ignore[misc]
+    LONGEST = 64  # rows that are one sum: a longer one would drift
+    OWN_ROWS = (64,)
+    LEAST_STAGES_A = 1
+    NOT_TAKEN = NOT_TAKEN
+    consumers: ClassVar[int] = 2
+    threads: ClassVar[int] = 128 * (1 + consumers)  # type: ignore[misc]
     registers: ClassVar[tuple[int, int]] = 104, 200  # a thread's, of the producer and of the consumers
-
-    def __post_init__(self) -> None:
-        self._check_dtype()
-        self._check_walk((64,), self.LONGEST, least_a=1)
-        self._check_options(NOT_TAKEN)
-        check_registers(self.registers, self.CONSUMERS)
 
     @property
     def weights_bytes(self) -> int:
         """Of a tile of scores in float32, on their way from one consumer, or one block, to the other."""
-        return 4 * self.own_rows * self.stream_rows
+        return 4 * self.own_rows * self.other_rows
 
     def _barrier_counts(self) -> dict[str, int]:
         return self._rings() | dict(weights_full=1, weights_empty=1)
@@ -107,7 +103,7 @@ class Paired(WgmmaBackwardFloat32Config):
     @property
     def panel_bytes(self) -> int:
         """Of 64 columns of a tile of the walk."""
-        return self.parts_bytes(self.stream_rows, 64)
+        return self.parts_bytes(self.other_rows, 64)
 
     def _barrier_counts(self) -> dict[str, int]:
         """Tiles have one of each kind for each panel. The next tile of a comes while the last one is still read, so

@@ -84,7 +84,7 @@ class WgmmaConfig(WarpgroupsConfig):
 
     kernel = "wgmma"
     module = "wgmma.forward"
-    reads_mask_mod = True
+    reads_mask_mod = clears_outside = True
     stages: ClassVar[int] = 2  # tiles of K and of V on their way or in use
     MOST_KEYS: ClassVar[int] = 256
     PARTS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8, 16)
@@ -112,17 +112,14 @@ class WgmmaConfig(WarpgroupsConfig):
         return abi.forward().plus("acc_o" if self.parts > 1 else "")
 
     def grid(self, problem: AnyProblem) -> int:
-        return super().grid(problem) * self.parts
+        """Of packed sequences enough to write all rows, of which few may be of a sequence."""
+        p, grid = problem.forward, super().grid(problem) * self.parts
+        return max(grid, p.heads * -(-p.packed[0] // self.tile_m)) if p.packed and p.batch else grid
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         if self.parts == 1:
             return {}
         return {"acc_o": ((self.grid(problem) * self.consumers * 512 * (self.head_dim_v_padded // 8 + 1),), "float32")}
-
-    @property
-    def waits(self) -> bool:  # type: ignore[override]
-        """Of packed sequences for outside, before O is written."""
-        return self.packed
 
     @property
     def tensor_maps(self) -> int:  # type: ignore[override]

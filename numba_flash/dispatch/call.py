@@ -158,7 +158,7 @@ def has_other_dimensions(q: Any, layout: Any) -> bool:
     """Whether a call becomes one of 4 dimensions first. What is wrong with another q is said where it is read."""
     if getattr(q, "ndim", 4) == 4 or isinstance(layout, Packed):
         return False
-    return arrays.is_array(q) and not getattr(q, "is_nested", False)
+    return not getattr(q, "is_nested", False) and arrays.is_array(q)
 
 
 def folded(call: Call) -> tuple[Call, Callable[[Any], Any]]:

@@ -12,7 +12,7 @@ from ..abi.parameters import Workspace
 from ..abi.tensor_maps import TensorMap
 from ..arrays import Array
 from ..arrays.dtypes import ITEM_SIZE
-from ..config.forward import LaunchFacts
+from ..config.forward import LaunchFacts, with_problems
 from ..gpu import tile_counters
 from ..gpu.compiled import compiled, entry_name, source
 from ..gpu.launcher import Launcher, packed
@@ -85,15 +85,18 @@ def configs_of(choice: Choice, problem: Problem, target: Target) -> list[LaunchF
 def sequence_of(configs: Sequence[LaunchFacts], problem: "AnyProblem", target: Target) -> "Launch":
     """The kernels that have something to do, and the workspace between them."""
     operands, names = names_of(problem)
-    shapes = workspace(configs, problem)
+    shapes, every = workspace(configs, problem), operands + names
     if len(configs) == 1 and not shapes:
-        return on_gpu(configs[0], problem, target, taken=positions(configs[0], operands + names))
+        return on_gpu(configs[0], problem, target, taken=positions(configs[0], every))
     steps: list[Step] = []
-    for config in configs:
-        if config.grid(problem):
+    for config, own in with_problems(configs, problem):
+        if config.grid(own):
             behind = any(step.makes is None for step in steps)  # the others may be left out (run_with_blocks)
-            launch, values = on_gpu(config, problem, target, behind), values_of(config, problem)
-            steps.append(Step.of(config, launch, values, operands + names, names))
+            launch, values = on_gpu(config, own, target, behind), values_of(config, own)
+            steps.append(Step.of(config, launch, values, every, names))
+        if config.replaces:
+            old, new = config.replaces
+            every = tuple(old if name == new else "" if name == old else name for name in every)
     used = {number for step in steps for number in step.taken}
     made = [shapes.get(name) if number in used else None for number, name in enumerate(names, len(operands))]
     return KernelSequence(steps, made)

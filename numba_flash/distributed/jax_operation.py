@@ -13,9 +13,8 @@ import numpy as np
 
 from ..api.forward import attention as attend
 from ..dispatch.forward import AttentionOutput
-from ..problem.options import FUNCTIONS, SEEDED
+from ..problem.options import FUNCTIONS, OF_HEADS, SEEDED
 from .layout import Layout, layout_of
-from .local import OF_HEADS
 
 
 def attention(

@@ -17,12 +17,11 @@ import array_api_compat
 from ..api.backward import attention_backward
 from ..api.forward import attention
 from ..api.varlen import attention_varlen, attention_varlen_backward
-from ..problem.options import ARRAYS, AttentionGradients
+from ..problem.options import OF_HEADS, SEEDED, AttentionGradients
 from .groups import Group, contiguous, empty, namespace
 from .layout import Layout, Reach
 
 # options with a number for each head, whose gradients are those of the rank's rows
-OF_HEADS = tuple(option.name for option in ARRAYS if option.shape == "heads")
 
 
 class Call(NamedTuple):
@@ -132,7 +131,7 @@ def seen_end(call: Call, task: Task) -> int:
     """The first key that none of the task's rows sees, nor any behind it. Dropped weights and lengths are those of all
     keys."""
     right, seqlen = call.reach.right, call.layout.seqlen
-    of_all = call.packed or call.options.get("dropout_p") or call.options.get("seqlens_k") is not None
+    of_all = call.packed or call.options.get(SEEDED) or call.options.get("seqlens_k") is not None
     if right is None or of_all:
         return seqlen
     return max(min(task.start + task.rows.stop - task.rows.start + right, seqlen), 0)

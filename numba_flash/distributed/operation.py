@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 from ..arrays import is_array
 from ..dispatch.forward import AttentionOutput
 from ..problem.option_checks import window_sides
-from ..problem.options import AttentionGradients
+from ..problem.options import OF_HEADS, AttentionGradients
 from . import gather, ring, rule
 from . import heads as by_heads
 from .groups import namespace
 from .layout import ZIGZAG, Layout, Reach, check_local, document_ends, layout_of
-from .local import OF_HEADS, Call
+from .local import Call
 from .whole import agree, group_of
 
 # Arguments of attention that are not taken, and what to use in their place.

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from .local import OF_HEADS
+from ..problem.options import OF_HEADS
 
 
 @torch.compiler.disable  # what follows from the layout is Python of whole numbers, and collectives keep their order

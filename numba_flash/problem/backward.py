@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arrays import Layout
+from ..arrays.dtypes import ITEM_SIZE
 from .forward import LAYOUTS, Problem, check_one_place
 from .options import GRADIENT_OF, OPTION_ARRAYS, RANKS, Options, daux_name
 from .strides import Strides, axes_strides, check_strides, contiguous_strides, element_strides
@@ -14,6 +15,7 @@ GRADIENTS = tuple(GRADIENT_OF)
 
 SPLIT_TILE = 64  # rows of a tile of dbias, about
 SPLIT_BLOCKS = 1024  # blocks that keep any GPU busy
+SPLIT_BLOCKS_16BIT = 396  # where three are on a multiprocessor: those that an H200 runs at a time
 LEAST_TILES = 4  # of scores, for a block: what a sum of its own costs is little beside them
 
 
@@ -60,7 +62,8 @@ class BackwardProblem:
         units = (forward.batch if batch == 1 else 1) * (forward.heads if heads == 1 else 1)
         units *= -(-forward.seqlen_q // SPLIT_TILE) if rows == 1 else 1
         tiles = units * (-(-forward.seqlen_k // SPLIT_TILE) if keys == 1 else 1)
-        return max(min(SPLIT_BLOCKS // max(owned, 1), tiles // LEAST_TILES, units), 1)
+        blocks = SPLIT_BLOCKS_16BIT if ITEM_SIZE[forward.dtype] == 2 else SPLIT_BLOCKS
+        return max(min(blocks // max(owned, 1), tiles // LEAST_TILES, units), 1)
 
     @staticmethod
     def of(

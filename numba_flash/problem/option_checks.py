@@ -190,8 +190,10 @@ def _broadcast_strides(name: str, array: Layout, shape: tuple[int, ...]) -> Stri
     missing = len(shape) - len(array.shape)
     extents = (1,) * missing + array.shape
     if missing < 0 or any(have not in (1, want) for have, want in zip(extents, shape, strict=True)):
+        of_keys = f"; one for each key is {name}[:, None, None]" if array.shape == (shape[0], shape[3]) else ""
         raise ValueError(
             f"{name} must be broadcastable to (batch, heads, seqlen_q, seqlen_k) = {shape}, not shape {array.shape}"
+            f"{of_keys}"
         )
     strides = (0,) * missing + element_strides(array)
     return (strides[0], strides[1], strides[2], strides[3])

@@ -74,6 +74,8 @@ _NUMBERS = tuple(x for x in OPTIONS if x.acts_on in ("score", "weights") and not
 NUMBERS = tuple(option.name for option in _NUMBERS)
 SCORE_NUMBERS = tuple(option.name for option in _NUMBERS if option.acts_on == "score")  # every kernel takes these
 FUNCTIONS = tuple(option.name for option in OPTIONS if option.function)
+OF_HEADS = tuple(option.name for option in ARRAYS if option.shape == "heads")  # a number for each head
+OF_PAIRS = tuple(option.name for option in ARRAYS if option.shape == "scores")  # one for each query and key
 (SEEDED,) = (option.name for option in OPTIONS if option.seeded)
 DROP_STEPS = 2**16  # number of values of a weight's random number
 

@@ -16,11 +16,11 @@ def prologue(config: Config, problem: Problem, target: Target, overlaps: bool = 
     their order, and its bits. Most calls have none, and load nothing for them. overlaps: they may run beside kernels in
     front of them, as far as they can."""
     threads, made = 32 if target.simulated else 512, list[LaunchFacts]()
-    if config.packed and "o" in config.takes.arrays:
+    if config.packed and "o" in config.takes.arrays and not (config.clears_outside and problem.batch):
         from ..config.outside import OutsideConfig
 
         written = ("o", "lse") if config.write_lse else ("o",)
-        made.append(OutsideConfig.of(config, written, target, early=config.waits, in_order=config.in_order))
+        made.append(OutsideConfig.of(config, written, target, in_order=config.in_order))
     if config.reads_bits and config.has("mask"):
         from ..config.mask_bits import MaskBitsConfig
 
@@ -45,15 +45,15 @@ def epilogue(config: Config) -> list[LaunchFacts]:
 
 
 def outside(problem: "BackwardProblem", target: Target, before: Sequence[LaunchFacts]) -> list[LaunchFacts]:
-    """The kernels that write the gradients of rows of no packed sequence. before: those in front of them."""
-    if problem.forward.packed is None:
+    """The kernel that writes the gradients of rows of no packed sequence. before: those in front of it."""
+    written = tuple(name for name in ("dq", "dk", "dv") if name in problem.wanted)
+    if problem.forward.packed is None or not written:
         return []
     from ..config.outside import OutsideConfig
 
-    written = [tuple(name for name in side if name in problem.wanted) for side in (("dq",), ("dk", "dv"))]
-    waits = any(config.waits or config.in_order for config in before)
-    order = dict(in_order=any(config.in_order for config in before), early=waits, waits=waits)
-    return [OutsideConfig.of(problem.forward, names, target, **order) for names in written if names]
+    in_order = any(config.in_order for config in before)
+    waits = in_order or any(config.waits for config in before)
+    return [OutsideConfig.of(problem.forward, written, target, in_order=in_order, waits=waits)]
 
 
 def with_prologues(configs: Sequence[Config], problem: "BackwardProblem", target: Target) -> list[LaunchFacts]:

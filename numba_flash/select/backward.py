@@ -4,7 +4,7 @@ import functools
 from typing import NamedTuple
 
 from ..config.backward import MmaBackwardConfig
-from ..config.forward import LaunchFacts
+from ..config.forward import LaunchFacts, with_problems
 from ..config.wgmma_backward_float32 import NOT_TAKEN
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
@@ -69,6 +69,6 @@ def _not_on_tensor_cores(rung: Rung, problem: BackwardProblem, target: Target) -
     reason = not_on_tensor_cores(rung, forward, target)
     if reason is None and forward.batch * forward.heads * forward.seqlen_q:
         reason = no_wide_rows("do", problem.do_strides, forward.head_dim_v, forward.dtype, rung.least_copy)
-        made = rung.kernels(problem, target) if reason is None else ()
-        reason = next((found for config in made if (found := no_tma(config, problem)) is not None), reason)
+        made = with_problems(rung.kernels(problem, target) if reason is None else (), problem)
+        reason = next((found for config, own in made if (found := no_tma(config, own)) is not None), reason)
     return reason

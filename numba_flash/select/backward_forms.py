@@ -77,7 +77,7 @@ def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
         return 1
     kept = forward.widest <= 64 and -(-forward.seqlen_q // 128) * forward.group <= WgmmaFusedConfig.KEPT
     few = forward.every_key and forward.batch * forward.heads_kv * key_tiles <= target.multiprocessors
-    kept = kept and forward.array("bias") is None  # with which no block stays (`blocks_stay`)
+    kept = kept and None in (forward.array("bias"), forward.array("mask"))  # both take too many registers
     return key_tiles if kept and not few and key_tiles <= WgmmaFusedConfig.MOST_KEY_TILES else 0
 
 
@@ -104,7 +104,8 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
     From head_dim 65 on long loops lose 2 % by it, and short ones gain up to 14 % (docs/adding_a_tile_row.md). A block
     with the only key tile of a head does not stay there: the compiler would serialise its products. Nor does a block
     where weights are dropped, or where a mask says over which queries each of many key tiles loops: registers are
-    scarce. Nor does one whose bias comes to where dS will be, because dK and dV of the tile before are staged there.
+    scarce. Nor does one of many heads whose bias comes to where dS will be, because dK and dV of the tile before are
+    staged there: its next tile might meet no query.
     """
     forward = problem.forward
     if forward.packed is not None and not key_tiles:  # the numbers of tiles that do not exist are passed over
@@ -114,7 +115,7 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
     long = forward.every_key and forward.seqlen_q * (members or forward.group) > LONGEST_STAY
     leaves = forward.widest > 64 and (key_tiles > 0 or forward.seeded or long)
     masked = forward.array("mask") is not None and not key_tiles
-    return many and not masked and forward.array("bias") is None and not leaves
+    return many and not masked and (forward.array("bias") is None or key_tiles > 1) and not leaves
 
 
 def heads_per_block(problem: BackwardProblem, one_kernel: bool) -> int:

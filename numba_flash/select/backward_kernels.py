@@ -13,6 +13,7 @@ from ..config import wgmma_backward_ends as wgmma_ends
 from ..config import wgmma_backward_float32 as wgmma_float32
 from ..config import wide_backward as wide
 from ..config.aux_gradients import AuxRoundConfig, AuxStartConfig, DauxConfig
+from ..config.bias_rows import BiasRowsConfig
 from ..config.forward import Config, LaunchFacts
 from ..config.simt_backward import DbiasConfig, DbiasSumConfig, DkdvConfig, DqConfig
 from ..functions.reads import reads_by_head
@@ -182,6 +183,8 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> Configs:
     """wgmma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if problem.forward.dtype == "float32":
         return _with_sums(problem, target, _wgmma_float32(problem, target))
+    if copied := BiasRowsConfig.before(problem, 16 if target.simulated else 256):
+        return (copied, *wgmma_configs(copied.problem_behind(problem), target))
     one = can_be_one_kernel(problem) and gains_by_one_kernel(problem, target)
     made = (_wgmma_fused if one else _wgmma_two)(problem, target)
     return _with_sums(problem, target, (*made, *shared.head_sums(problem, target, of_blocks=True)), narrow=True)

@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 
 from ..api.backward import AttentionGradients
-from ..problem.options import ARRAYS, SCORE_NUMBERS
+from ..problem.options import OF_HEADS, OF_PAIRS, SCORE_NUMBERS
 from .cases import FEATURES as OF_CASES
 from .cases import Case, Numbers, strided
 from .checks import check, check_gradients
 
-PER_HEAD = tuple(option.name for option in ARRAYS if option.shape == "heads")
-FEATURES = tuple(name for name in OF_CASES if name not in [x.name for x in ARRAYS if x.shape == "scores"])
+FEATURES = tuple(name for name in OF_CASES if name not in OF_PAIRS)
 
 
 @dataclass(repr=False)
@@ -57,7 +56,7 @@ class PackedCase:
         options = {name: x for name, x in self.options.items() if not name.startswith(("max_", "seqlens"))}
         if isinstance(offset := options.get("q_offset"), np.ndarray):
             options["q_offset"] = int(offset[b])
-        for name in PER_HEAD:
+        for name in OF_HEADS:
             if name in options and options[name].ndim == 2:
                 options[name] = options[name][b]
         return Case(
@@ -119,7 +118,7 @@ def make_packed(
         number = numbers.integer(-20, 20)
         options["q_offset"] = (number + np.arange(batch)).astype(np.int32) if numbers.integer(0, 1) else number
     options |= {name: numbers.choice((0.5, 5.0)) for name in SCORE_NUMBERS if name in chosen}
-    for name in PER_HEAD:
+    for name in OF_HEADS:
         if name in chosen:
             shape = (heads,) if numbers.integer(0, 1) else (batch, heads)
             options[name] = generator.random(shape).astype(np.float32)

@@ -359,9 +359,10 @@ def test_checkpointed_blocks_in_one_graph_for_any_length(options):
     [
         (lambda x: x.to("meta"), "q: a torch tensor on the meta device has no numbers; compat"),
         (lambda x: torch.nested.nested_tensor([x[0], x[0]]), "q: a torch tensor must not be nested; pass"),
+        (lambda x: torch.nested.nested_tensor([x[0, 0], x[0, 0]]), "q: a torch tensor must not be nested; pass"),
         (lambda x: torch.nested.nested_tensor([x[0], x[0]], layout=torch.jagged), "must not be nested; pass"),
     ],
-    ids=["meta", "nested", "jagged"],
+    ids=["meta", "nested", "nested in 3 dimensions", "jagged"],
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_tensors_without_numbers_are_refused_by_name(change, words):

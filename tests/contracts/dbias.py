@@ -93,3 +93,13 @@ def test_dbias_of_large_head_dim(dbias_rung, head_dim, head_dim_v):
     case = dbias_rung.problem(18, 20, batch=1, heads=1, heads_kv=1, head_dim=head_dim, head_dim_v=head_dim_v)
     case.options["bias"] = np.zeros((1, 1, 18, 20), np.float32)
     assert check(dbias_rung, case).any()
+
+
+def test_a_query_that_sees_no_key_adds_nothing(dbias_rung):
+    """In a tile whose queries see all keys, but for the bias."""
+    case = biased(dbias_rung, (2, Q, K))
+    case.options["bias"][:, 3] = -np.inf
+    given = incoming(case, 3)
+    given[0][:, :, 3] = np.nan
+    found = check(dbias_rung, case, given)
+    assert not found[:, 3].any() and found[:, 4].any()

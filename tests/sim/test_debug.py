@@ -56,7 +56,8 @@ FIRST_LINES = {
     "mma_dbias": "own, split = tiles_of.own_range(",
     "mma_daux": "thread, block = special.thread_index()",
     **dict.fromkeys(("daux_start", "daux_round", "dbias_sum"), "at = int64(cuda.blockIdx.x)"),
-    **dict.fromkeys(("outside_of_queries", "outside_of_dq", "outside_of_keys"), "gap = int64(cuda.blockIdx.x)"),
+    "bias_rows": "piece = int64(cuda.blockIdx.x)",
+    "outside": "block, blocks = int32(cuda.blockIdx.x)",
     "mma_dq_finish": "lane, warp = lane_and_warp()",
     **dict.fromkeys(("mask_bits", "mask_bits_of_keys"), "thread = special.thread_index()"),
     **dict.fromkeys(("mask_mod_bits", "mask_mod_bits_of_keys"), "thread = special.thread_index()"),
@@ -115,8 +116,6 @@ def differentiate(
         wanted += ("dbias", "dalibi_slopes")
     if "aux" in options:
         wanted = ("daux[0]",)
-    if "bias" in options:
-        wanted = ("dbias",)
     if "sinks" in options:
         wanted += ("dsinks",)
     numba_flash.attention_backward(o, **arrays, **options, o=o, lse=lse, wanted=wanted, kernel=kernel)
@@ -238,12 +237,9 @@ def test_every_kernel(kernel, monkeypatch):
         elif kernel == "decode":
             lengths = np.array([24], np.int32)
             numba_flash.attention_kvcache(*half, seqlens_k=lengths, causal=True, kernel="mma")
-        elif kernel.startswith("outside_of_"):
+        elif kernel == "outside":
             packed, spans = [x[0].swapaxes(0, 1) for x in (q, k, v)], np.array([2, 20], np.int32)  # two rows before it
-            rung = "v2" if kernel == "outside_of_queries" else "reference"
-            o, lse = numba_flash.attention_varlen(*packed, spans, return_lse=True, kernel=rung)
-            if kernel != "outside_of_queries":
-                numba_flash.attention_varlen_backward(o, *packed, o, lse, spans, kernel="v2")
+            numba_flash.attention_varlen(*packed, spans, kernel="v2")
         elif kernel == "mma_one_key_tile":
             differentiate("mma", seqlen=16)
         elif kernel == "dbias_sum":  # of two batch entries, each a block's share
@@ -261,7 +257,9 @@ def test_every_kernel(kernel, monkeypatch):
             aux = (np.ones(1, np.float32),)
             differentiate("mma" if "mma" in kernel else "v2", score_mod=lambda s, b, h, i, j, x: s * x[0], aux=aux)
         elif kernel == "mma_dbias":
-            differentiate("mma", bias=np.zeros((24, 24), np.float32))
+            differentiate("mma", bias=np.zeros((24, 24), np.float32), wanted=("dbias",))
+        elif kernel == "bias_rows":
+            differentiate("wgmma", seqlen=20, bias=np.zeros((20, 20), np.float16))
         elif kernel in ("dsinks", "dsinks_of_blocks"):
             differentiate("v2" if kernel == "dsinks" else "mma", sinks=np.zeros(1, np.float32))
         elif kernel == "wgmma_join":
@@ -361,7 +359,7 @@ def test_warns_when_it_never_stopped(where, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("v9", 1), "knows the kernels append, backward_preprocess, blocked, .*wgmma_round, not 'v9'"),
+        (("v9", 1), "knows the kernels append, backward_preprocess, bias_rows, blocked, .*wgmma_round, not 'v9'"),
         (("v2", "no such text"), "no line of the kernel in .*v2.py contains 'no such text'"),
         (("v2", "cuda.syncthreads()"), r"2 lines of .*v2.py contain .*:\n  \d+: cuda.syncthreads\(\).*\n  \d+: cuda"),
         (("v2", 1), r"line 1 of .*v2.py is not code of the kernel; the next one is \d+: thread = cuda"),

@@ -25,6 +25,7 @@ def dbias_rung():
 @pytest.mark.parametrize(("dtype", "given"), [("float16", "float16"), ("float64", "float64")])
 def test_sums_of_blocks_are_added_up(batch, splits, dtype, given):
     rows, keys, target = 3, 5, Target.of(None)
+    splits = min(splits, 396 if dtype == "float16" else 1024)
     given_arrays = {
         name: empty(batch, 1, n, 8, dtype=dtype) for name, n in dict(do=rows, q=rows, k=keys, v=keys, o=rows).items()
     }

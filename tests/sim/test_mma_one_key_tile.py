@@ -123,6 +123,19 @@ def test_a_bias_of_every_score_gets_its_gradient_there(rung, seqlen_k):
     assert kernels(case, (*WANTED, "dbias")) == ["backward_preprocess", "mma_one_key_tile"]
 
 
+# A bias in 16 bits with whole rows of 16 bytes comes with the tile of queries.
+@pytest.mark.parametrize("seqlen_k", [16, 8])
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2), (2, 1), ()])
+def test_a_bias_that_comes_with_the_queries(rung, seqlen_k, shape):
+    dtype = "bfloat16" if shape else "float16"
+    case = rung.problem(19, seqlen_k, batch=2, heads=2, heads_kv=1, head_dim=24, dtype=dtype)
+    case.options["bias"] = np.random.default_rng(3).standard_normal((*shape, 19, seqlen_k)).astype(case.q.dtype)
+    do, o, lse, _ = incoming(case)
+    made = numba_flash.explain_backward(do, **case.arguments(), o=o, lse=lse, kernel="mma").configs
+    assert made[1].bias_boxes and made[1].kernel == "mma_one_key_tile"
+    rung.check(case, wanted=WANTED)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "options"),
     [

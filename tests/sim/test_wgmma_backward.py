@@ -93,7 +93,7 @@ LAST_KEYS, FIRST_KEYS = (np.arange(140) >= 130)[None, None, None], (np.arange(14
         (dict(mask=LAST_KEYS), 135, 1, 1, 40), (dict(mask=FIRST_KEYS), 70, 1, 1, 69),
         (dict(mask=SOME[:, :1, :8]), 8, 1, 1, 69),
         (dict(bias=BIAS[:, :, :70]), 70, 2, 1, 69), (dict(bias=BIAS[:, :1], causal=True), 135, 1, 1, 40),
-        (dict(bias=BIAS, mask=SOME), 135, 2, 2, 40),
+        (dict(bias=BIAS[:, :1], mask=SOME[:, :1]), 135, 1, 1, 40),
     ],
     ids=["full", "full, both ways", "causal", "causal, both ways", "window", "scale 0", "scale 0, NaN", "dropout",
          "mask", "causal mask", "padding before the keys", "padding behind the keys", "mask, NaN",
@@ -108,8 +108,8 @@ def test_one_kernel_for_all_gradients(
     all_rows = options.keys() <= {"dropout_p", "seed", "scale", "mask", "bias"} and seqlen_q > 8
     case = rung.problem(seqlen_q, 140, batch=1, heads=heads, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=23)
     case.k[:, :, 132:], case.v[:, :, 132:] = (1e3, -1e3) if all_rows else (np.nan, np.inf)
-    if "mask" in options and not all_rows:
-        case.k[:, :, 9], case.v[:, :, 9] = np.nan, np.nan  # which the mask hides
+    if "mask" in options and seqlen_q == 8:
+        case.k[:, :, 9], case.v[:, :, 9] = np.nan, np.nan  # which the mask hides; every row meets it
     gradients = rung.check(case, seqlens_k=np.array([132], np.int32), **options)
     assert all(np.isfinite(x).all() for x in gradients[:3])
 
@@ -260,13 +260,14 @@ def test_one_tile_of_keys_and_split_groups_of_heads(rung, one_kernel, monkeypatc
         (1, 1, 20, 400, 8, dict(window=(10, 5), q_offset=150), False, 1),
         (2, 1, 20, 140, 8, dict(seqlens_k=np.array([133, 60], np.int32)), False, 1),
         (1, 2, 135, 140, 8, dict(mask=SOME), True, 1), (1, 2, 135, 140, 8, dict(mask=FIRST_KEYS), True, 2),
+        (3, 1, 135, 140, 8, dict(bias=BIAS[:, :1]), True, 1), (2, 2, 20, 140, 24, dict(bias=BIAS[:, :, :20]), True, 1),
         (2, 1, 70, 150, 72, {}, False, 1), (1, 1, 140, 200, 100, dict(causal=True), False, 2),
         (1, 2, 20, 400, 72, dict(window=(10, 5), q_offset=150), False, 1),
         (2, 1, 20, 140, 128, dict(seqlens_k=np.array([133, 60], np.int32)), False, 1),
     ],
     ids=[
         "together, one", "together, two", "full, one", "full, two", "causal, two", "one tile, one", "one tile, two",
-        "tiles without queries, one", "tails, one", "mask, one", "padding, two", "72, one",
+        "tiles without queries, one", "tails, one", "mask, one", "padding, two", "bias", "bias, one tile", "72, one",
         "100, causal, two", "72, tiles without queries, one", "128, tails, one",
     ],
 )  # fmt: skip
@@ -280,14 +281,14 @@ def test_persistent_blocks(
     rung.check(rung.problem(seqlen_q, seqlen_k, batch=batch, heads=heads, head_dim=head_dim), **options)
 
 
-@pytest.mark.parametrize("head_dim", [8, 72])
+@pytest.mark.parametrize(("head_dim", "options"), [(8, {}), (72, {}), (8, dict(bias=BIAS[:, :, :20]))])
 def test_persistent_blocks_do_not_overwrite_operands_of_products(
-    rung, head_dim, one_kernel, slow_products, monkeypatch, key_tiles_of_blocks
+    rung, head_dim, options, one_kernel, slow_products, monkeypatch, key_tiles_of_blocks
 ):
     """The next K and V come as soon as their place is given back, which is behind the last dQ. From head_dim 65 on dK
-    takes the place of a dS from which the other warpgroup makes its dQ."""
+    takes the place of a dS from which the other warpgroup makes its dQ, and so it does with a bias."""
     monkeypatch.setattr(launch, "blocks_at_a_time", lambda _: 1)
-    rung.check(rung.problem(20, 140, batch=1, heads=2, head_dim=head_dim))
+    rung.check(rung.problem(20, 140, batch=1, heads=2, head_dim=head_dim), **options)
 
 
 def test_dk_waits_for_the_other_warpgroup(rung, one_kernel, monkeypatch, key_tiles_of_blocks):
@@ -336,8 +337,13 @@ def test_only_nonfinite_heads_are_recomputed(rung, seqlen_k, one_kernel, key_til
         (135, 140, 1, 1, 40, {}), (20, 270, 2, 2, 8, {}), (70, 130, 4, 2, 64, dict(causal=True)),
         (150, 200, 1, 1, 8, dict(window=(20, 5), q_offset=30)), (40, 150, 1, 1, 24, dict(scale=0.0)),
         (20, 140, 1, 1, 24, dict(scale=-1.5, seqlens_k=np.array([133, 60, 0], np.int32))),
+        (135, 140, 2, 2, 40, dict(bias=BIAS)), (70, 140, 2, 1, 8, dict(bias=BIAS[:, :, :70], causal=True)),
+        (20, 140, 1, 1, 24, dict(bias=BIAS[:, :1, :20], seqlens_k=np.array([133, 60, 0], np.int32))),
     ],
-    ids=["two query tiles", "three key tiles", "causal group", "window", "scale 0", "no keys"],
+    ids=[
+        "two query tiles", "three key tiles", "causal group", "window", "scale 0", "no keys", "bias",
+        "causal bias", "bias, no keys",
+    ],
 )  # fmt: skip
 def test_a_block_with_more_key_tiles(
     rung, seqlen_q, seqlen_k, heads, heads_kv, head_dim, options, one_kernel, key_tiles_of_blocks

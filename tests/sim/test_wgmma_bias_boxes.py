@@ -35,13 +35,19 @@ def random_bias(*shape, dtype="float16"):
     return (2 * np.random.default_rng(5).standard_normal(shape)).astype(dtype)
 
 
-def in_boxes(case):
-    """Whether all kernels of the case fetch its bias by TMA; some must do what the others do."""
+def fetching(case):
+    """Whether all kernels of the case's gradients fetch its bias by TMA, and whether a kernel before them copies it."""
     do, o, lse, _ = incoming(case)
-    made = numba_flash.explain_backward(do, **case.arguments(), o=o, lse=lse, kernel="wgmma")
-    fetching = {config.bias_boxes for config in made.configs if config.kernel in ("wgmma_dkdv", "wgmma_dq")}
-    assert len({*fetching, stages(case) > 0}) == 1
-    return fetching.pop()
+    made = numba_flash.explain_backward(do, **case.arguments(), o=o, lse=lse, kernel="wgmma").configs
+    (fetched,) = {config.bias_boxes for config in made if config.kernel in ("wgmma_dkdv", "wgmma_dq")}
+    return fetched, made[0].kernel == "bias_rows"
+
+
+def in_boxes(case):
+    """Whether the forward and all kernels of the gradients fetch the bias by TMA from where it is."""
+    fetched, copied = fetching(case)
+    assert (stages(case) > 0) == (fetched and not copied)
+    return fetched and not copied
 
 
 def stages(case):
@@ -74,21 +80,22 @@ def test_heads_of_a_group(rung):
 
 
 def strided(how):
+    """-> (a bias, whether TMA can fetch it, whether it is copied for that)"""
     if how == "rows that are longer":
-        return random_bias(2, 20, 96)[:, :, 8:80], True
+        return random_bias(2, 20, 96)[:, :, 8:80], True, False
     if how == "heads inside":
-        return random_bias(20, 2, 72).swapaxes(0, 1), True
+        return random_bias(20, 2, 72).swapaxes(0, 1), True, False
     if how == "keys not side by side":
-        return random_bias(2, 72, 20).swapaxes(1, 2), False
+        return random_bias(2, 72, 20).swapaxes(1, 2), False, True
     if how == "rows not by 16 bytes":
-        return random_bias(2, 20, 76)[:, :, :72], False
+        return random_bias(2, 20, 76)[:, :, :72], False, True
     if how == "begins between":
-        return random_bias(2, 20, 96)[:, :, 4:76], False
+        return random_bias(2, 20, 96)[:, :, 4:76], False, True
     if how == "from the end":
-        return random_bias(2, 20, 72)[:, ::-1], False
+        return random_bias(2, 20, 72)[:, ::-1], False, True
     if how == "one row for all":
-        return random_bias(2, 1, 72), False
-    return random_bias(2, 20, 72, dtype="float32"), False
+        return random_bias(2, 1, 72), False, False
+    return random_bias(2, 20, 72, dtype="float32"), False, False
 
 
 @pytest.mark.parametrize(
@@ -99,12 +106,19 @@ def strided(how):
     ],
 )  # fmt: skip
 def test_strides(rung, forward_rung, how):
-    bias, expected = strided(how)
+    bias, fetched, copied = strided(how)
     case = rung.problem(20, 72, batch=1, heads=2, heads_kv=2, head_dim=8, bias=bias)
-    assert in_boxes(case) == expected
+    assert fetching(case) == (fetched or copied, copied) and in_boxes(case) == fetched
     forward_rung.check(case)
-    if expected or how == "from the end":  # the others are read in the same way as that one
-        rung.check(case)
+    rung.check(case)
+
+
+# Keys that are read in pairs and one by one; a bias of each entry, of each head, and of all of them.
+@pytest.mark.parametrize("shape", [(1, 2, 20, 37), (2, 1, 20, 38), (2, 2, 20, 37)])
+def test_a_copy_of_rows(rung, shape):
+    case = rung.problem(20, shape[3], batch=2, heads=2, heads_kv=1, head_dim=8, bias=random_bias(*shape))
+    assert fetching(case) == (True, True)
+    assert rung.check(case, wanted=("dq", "dk", "dv", "dbias")).dbias.shape == shape
 
 
 # Panels of 64, 32 and 16 keys, in both kernels; dK and dV apart.

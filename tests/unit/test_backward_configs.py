@@ -198,7 +198,7 @@ def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_colum
             lambda: WgmmaFusedConfig(
                 "float16", 64, 64, 128, 128, uses=uses(bias="float16"), bias_boxes=True, stays=True
             ),
-            "it needs bias_boxes, and neither stays nor lse_first",
+            "it needs bias_boxes and no lse_first",
         ),
         (
             lambda: WgmmaFusedConfig(

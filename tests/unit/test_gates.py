@@ -29,6 +29,7 @@ from helpers.simt_kernels import backward_problem as gradients
 
 from numba_flash.arrays import read
 from numba_flash.config.backward import MmaBackwardConfig, PreprocessConfig
+from numba_flash.config.bias_rows import BiasRowsConfig
 from numba_flash.config.simt_backward import DbiasSumConfig, HeadSumsConfig
 from numba_flash.config.wgmma_join import WgmmaJoinConfig
 from numba_flash.config.wide_backward import WideBackwardConfig
@@ -85,7 +86,7 @@ OF_CARRIER = (
     *OF_TURNS[1:],
 )
 OF_BOTH_BLOCKS = IN_PTX["wgmma_dkdv_paired"][-4:]
-WITHOUT_PRODUCTS = (*HeadSumsConfig.names, "mma_dq_finish")
+WITHOUT_PRODUCTS = (*HeadSumsConfig.names, "mma_dq_finish", "bias_rows")
 for kernel in WITHOUT_PRODUCTS:
     MACHINES[kernel], IN_PTX[kernel], IN_SASS[kernel] = SINCE_AMPERE, (), ()
 SIMT = [config for config in (*FORWARD, *BACKWARD) if not local_bytes(config)]  # rows in registers
@@ -144,9 +145,6 @@ DEPENDS = {
     "mma_dq_float64-256-16x16-sm80-rich": "spills 56 bytes on sm_80 with 13.5",
     "mma_dq_float64-256-16x16-sm80-reading": "spills 136 bytes on sm_80 with 13.5",
     "mma_dkdv-128-64x64x1-dkdv": "spills 20 bytes on sm_90a with 13.5",
-    "mma_dbias-64-64x64-rich": "spills 40 to 56 bytes on sm_80, sm_90a and sm_100a with 13.5",
-    "mma_dbias-64-64x64-rich-split": "spills 68 to 72 bytes on sm_80, sm_90a and sm_100a with 13.5",
-    "mma_dbias-64-64x64-summed": "spills 16 to 144 bytes on sm_80, sm_90a and sm_100a with 13.5",
     "mma_dbias-64-64x64-summed-split": "spills 80 to 124 bytes on sm_80, sm_90a and sm_100a with 13.5",
     "mma_float32-256-64x64": "spills 8 bytes on sm_90a and sm_100a with 13.5",
     "mma_float64-192-64x32": "sm_90a: 24 bytes of local memory with 13.5",
@@ -627,7 +625,8 @@ def fused_gates(row):
     seqlens = dict(seqlens_k=LENGTHS["seqlens_k"], q_offset=0)
     kinds = dict(plain={}, seqlens=seqlens, mask=READ_MASK, bias=BOXED, bias_and_mask=BOXED | READ_MASK)
     kinds |= dict(dropout=seqlens | dict(dropout_p=0.1)) if row.tile_m == 64 else {}
-    stays = dict(plain=range(5), seqlens=range(5), mask=range(1, 5))  # how many key tiles blocks have that stay
+    # How many key tiles blocks have that stay.
+    stays = dict(plain=range(5), seqlens=range(5), mask=range(1, 5), bias=range(2, 5))
     for name, given in kinds.items():
         table, given = {"wgmma_fused": row}, dict(dtype="float16", **given)
         fused, rounds = of_gradients(table, FEW_BLOCKS, **given)
@@ -661,6 +660,8 @@ def around_gates():
     """What goes before and behind the kernels of gradients."""
     of_turns = PreprocessConfig("float16", 64, has_dlse=True, turns_of=64, early=True)
     yield "backward_preprocess-64-turns", of_turns
+    yield "bias_rows", BiasRowsConfig("float16")
+    yield "bias_rows-pairs", BiasRowsConfig("bfloat16", pairs=True)
     yield "backward_preprocess-64-sinks", PreprocessConfig("float16", 64, has_dlse=True, of_terms=True)
     for dtype, given in (("float16", "float16"), ("float64", "float64"), ("float64", "float32")):
         yield f"dbias_sum-{dtype}-{given}", DbiasSumConfig(dtype, given)
@@ -722,7 +723,9 @@ def score_gradients_gates():
         }
         for words, given in served.items():
             config, *_ = of_gradients({"mma_dbias": row}, wanted=("dbias",), **given)
-            name = f"mma_dbias-{row.head_dim}-{row.tile_m}x{row.tile_n}{words}"
+            name = f"mma_dbias-{row.head_dim}-{row.tile_m}x{row.tile_n}{'-two-stages' * (row.stages - 1)}{words}"
+            if not targets_of(config):  # the copies of a bias in 32 bits leave no room for three blocks with two stages
+                continue
             yield name, dataclasses.replace(config, split=False)
             if words:
                 yield f"{name}-split", dataclasses.replace(config, split=True, pairs=False)

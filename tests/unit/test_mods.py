@@ -136,6 +136,7 @@ def test_an_order_of_tiles_leaves_more_tiles_empty_and_is_undone():
         (lambda: mods.tile_order((4, 4), 2), "tile must have a number from 1 for each dimension"),
         (lambda: mods.tile_order((), ()), "tile must have a number from 1 for each dimension"),
         (lambda: mods.block_sparse(0), "tile must be a whole number from 1, not 0"),
+        (lambda: mods.dilated(0), "step must be a whole number from 1, not 0"),
     ],
 )
 def test_what_has_no_meaning_is_named(make, words):

@@ -142,15 +142,15 @@ class Measure(NamedTuple):
 
 
 MEASURES = (
-    Measure("lines of kernels", lambda: sum(map(lines_of, names("kernels"))), 17_915, 14_500, "a person can read them"),
+    Measure("lines of kernels", lambda: sum(map(lines_of, names("kernels"))), 18_161, 14_500, "a person can read them"),
     Measure(
         "lines of select, config and abi",
         lambda: sum(map(lines_of, names("select", "config", "abi"))),
-        5_465,
+        5_573,
         4_200,
         "a choice is easier to read than what is chosen",
     ),
-    Measure("tile rows", tile_rows, 191, 185, "each is compiled for every GPU, and has to be measured"),
+    Measure("tile rows", tile_rows, 192, 185, "each is compiled for every GPU, and has to be measured"),
     Measure("functions of over 12 parameters", many_parameters, 0, 0, "arguments that belong together have a name"),
     Measure("files of over 450 lines", long_files, 0, 0, "a file has one idea"),
     Measure("functions of over 80 own lines", long_functions, 0, 0, "a function that is no kernel fits on two screens"),
@@ -160,7 +160,7 @@ MEASURES = (
     Measure(
         "lines before the first function of make",
         lines_before_functions,
-        771,
+        779,
         730,
         "a kernel begins with what it does",
     ),

@@ -164,6 +164,7 @@ def make(config):
         for r in range(rows):
             row = walk.own_row(r, smem, TRUE if masked and not has_functions else FALSE)
             seen = scores.shown(r, tile.t, row, registers, masked)
+            walk.read_bias(registers.loaded, r, smem)
             for n in range(blocks):
                 walk.lse(lse, n, row, columns_at)
                 for x in range(2):

@@ -76,7 +76,7 @@ def make(config):
         for x in range(count):
             registers.acc_dp[x] = float32(0)
         tiles.multiply(registers, smem, thread)
-        q_smem, lane, warp = smem.q, thread & int32(31), thread >> int32(5)
+        q_smem, lane, warp = smem.begin, thread & int32(31), thread >> int32(5)
         for r in range(rows):
             row = int32(warp * 16 + int32(first_row_of(lane)) + r * 8)
             at = q_smem + row * score_row + 4 * int32(first_column_of(lane))
@@ -133,7 +133,7 @@ def make(config):
     def owe_scores(place, registers, smem, thread, arrays, strides, sizes, score):
         """Adds the terms of the thread's scores of a tile, AT_ONCE of them at a time if all of them count: then the
         loads of one need not wait for those of another."""
-        run, q_smem = registers.run, smem.q
+        run, q_smem = registers.run, smem.begin
         part = divide(thread, tile_n)
         column, row = int32(thread - part * tile_n), int32(part * thread_rows)
         term = row_term(place.sequence.b, place.h, arrays, strides)
@@ -203,7 +203,7 @@ def make(config):
             Run(local.array(wanted, int64), local.array(wanted, float32)),
         )
         aux.start(registers.run)
-        note_rows(own, smem.q, thread, arrays, strides, sizes)
+        note_rows(own, smem.begin, thread, arrays, strides, sizes)
         over_tiles(own, registers, smem, thread, arrays, strides, sizes, score)
         aux.finish(registers.run, arrays, sizes)
 

@@ -55,7 +55,7 @@ def make(config):
     def copy_rows(place, smem, arrays, sizes):
         """Starts the copies of lse and delta of the tile's queries."""
         head = columns.head_at(place.sequence, place.h, arrays, sizes)
-        columns.start(place.i, head, smem.q + int32(plan.rows), place.sequence.seqlen_q, arrays)
+        columns.start(place.i, head, smem.rows, place.sequence.seqlen_q, arrays)
 
     @inlined
     def keep_bias(own, registers, smem, thread, arrays, strides, sizes):
@@ -70,7 +70,7 @@ def make(config):
     @inlined
     def kept_bias(smem, thread, n):
         """Where the lane's words n to n + 3 are."""
-        return int32(smem.q + int32(plan.bias + 4 * config.threads * n) + 16 * thread)
+        return int32(smem.begin + int32(plan.bias + 4 * config.threads * n) + 16 * thread)
 
     @inlined
     def read_mask(place, registers, smem, thread, arrays, strides, sizes):
@@ -84,7 +84,7 @@ def make(config):
     def multiply(place, registers, smem, thread, score):
         """acc_s, acc_dp <- Q K^T, and dO V^T - delta."""
         for r in range(rows):
-            at = smem.q + int32(plan.rows) + 4 * int32(lse_delta.place(scores.own_row() + r * 8))
+            at = smem.rows + 4 * int32(lse_delta.place(scores.own_row() + r * 8))
             registers.lse[r] = ld_st.load_b32(at).view(np.float32)
             registers.minus_delta[r] = ld_st.load_b32(at + 4 * lse_delta.MINUS_DELTA).view(np.float32)
             for n in range(blocks):
@@ -238,7 +238,7 @@ def make(config):
         target, by, base = tiles_of.target_of(own, split, arrays, strides, sizes)
         first_query, first_key = int64(own.i) * tile_m, int64(own.j) * tile_n
         if config.rows_summed or config.keys_summed:
-            at = smem.q + int32(plan.sums)
+            at = smem.begin + int32(plan.sums)
             store_sums(registers, target, by, base, first_query, first_key, at, thread, sizes)
         else:
             store_tile(registers, target, by, base, first_query, first_key, thread, sizes)

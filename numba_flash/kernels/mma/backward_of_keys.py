@@ -23,6 +23,7 @@ from ..steps.named import named
 from ..steps.plain import key_queries
 from ..steps.sequence import key_row, query_range, query_row
 from . import backward_own_delta, backward_scores, query_columns, work_tile
+from . import bias_tile as bias_tiles
 from .backward_scores import RowState
 from .work_tile import KeyWork
 
@@ -51,8 +52,8 @@ def make(config):
     load_q, load_do, load_k, load_v = async_tiles.of_backward(config)
     work_of, columns, scores = work_tile.of_keys(config), query_columns.make(config), backward_scores.make(config)
     states, read = tile_walk.make(config), scores.read
-    has_mask, sequence_again = config.has("mask"), sequences.again(config)
-    bias_item = ITEM_SIZE[config.dtype_of("bias") or "float32"]
+    has_mask, sequence_again, boxes = config.has("mask"), sequences.again(config), config.bias_boxes
+    bias_item, bias_tile = ITEM_SIZE[config.dtype_of("bias") or "float32"], bias_tiles.make(config) if boxes else None
     own_rows = backward_own_delta.make(config) if config.only_tile else None
 
     @inlined
@@ -98,7 +99,7 @@ def make(config):
             block_state.put(smem + int32(offset_at), sequence.q_start - first_key, sequence.keys)
             b_and_queries = int64(sequence.seqlen_q) << 32 | sequence.b
             block_state.put(smem + int32(tile_at), b_and_queries, int64(first_key) << 32 | h_kv)
-            if read.reads:
+            if read.reads or boxes:
                 origin = read.origin(sequence.b, end_head, first_key, arrays, strides)
                 block_state.put(smem + int32(reads_at), origin.bias, origin.bits)
         if thread < tile_n:  # the range of queries that see a key
@@ -191,6 +192,15 @@ def make(config):
             load_v(smem + int32(plan.own_dp), v_global, size * strides.v[2], 0, keys_left, config.head_dim_v, thread)
 
     @inlined
+    def origin_of(tile, smem, strides):
+        """-> Origin of what the scores of a tile need from global memory (kernels/score/reads.py)."""
+        bias, bits = block_state.get(smem + int32(reads_at))
+        _, place = block_state.get(smem + int32(tile_at))
+        bias = bias - tile.heads_left * (bias_item * strides.bias[1])
+        bits = bits - tile.heads_left * (4 * strides.mask_bits_of_keys[1])
+        return Origin(bias, bits, int32(place >> 32))
+
+    @inlined
     def sources(tile, of_s, of_dp, smem, strides, sizes):
         """-> Sources of a tile. of_s, of_dp, constants: whether Q's is asked for, and dO's."""
         q_end, do_end = block_state.get(smem + int32(bases_at))
@@ -205,10 +215,15 @@ def make(config):
 
     @inlined
     def load_s(tile, source, stage, smem, strides, sizes):
-        """Start the copies of Q of a tile to stage `stage`."""
+        """Start the copies of Q of a tile to stage `stage`, and of its bias."""
         to, queries = smem + int32(plan.other_s) + stage * q_stage, seqlen_q(smem, sizes)
         left = int32(int32(queries) - tile.t * int32(tile_m))
         load_q(to, source.q, size * strides.q[2], 0, left, config.head_dim, special.thread_index())
+        if boxes:
+            origin, by_row = origin_of(tile, smem, strides), bias_item * strides.bias[2]
+            bias = origin.bias + tile.t * int32(tile_m) * by_row + bias_item * origin.first_row
+            keys_left = int32(sizes.seqlen_k - origin.first_row)
+            bias_tile.load(smem + int32(plan.bias), bias, by_row, 0, left, keys_left, special.thread_index())
 
     @inlined
     def load_dp(tile, source, stage, smem, arrays, strides, sizes):
@@ -254,13 +269,10 @@ def make(config):
                     scores.add_delta(r, n, x, registers, minus_delta[(n % 2) * 2 + x], score)
 
     @inlined
-    def origin_of(tile, smem, strides):
-        """-> Origin of what the scores of a tile need from global memory (kernels/score/reads.py)."""
-        bias, bits = block_state.get(smem + int32(reads_at))
-        _, place = block_state.get(smem + int32(tile_at))
-        bias = bias - tile.heads_left * (bias_item * strides.bias[1])
-        bits = bits - tile.heads_left * (4 * strides.mask_bits_of_keys[1])
-        return Origin(bias, bits, int32(place >> 32))
+    def read_bias(loaded, r, smem):
+        """loaded <- the bias of the lane's row r, if it came with the queries."""
+        if boxes:
+            bias_tile.read(loaded, r, smem + int32(plan.bias))
 
     @inlined
     def lane_place(tile, smem):
@@ -273,5 +285,6 @@ def make(config):
 
     return named(
         rows_left, set_up, work_again, exists, following, needs_mask, load_own, sources, load_s, load_dp,
-        own_row, columns_at, lse, add_deltas, origin_of, lane_place, work_of=work_of,
+        own_row, columns_at, lse, add_deltas, origin_of, read_bias, lane_place,
+        work_of=work_of,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from ..score.gradient_functions import LanePlace
 from ..score.reads import Origin
 from ..steps import async_tiles, block_state, lse_delta, numbers
 from ..steps import sequence as sequences
-from ..steps.inlined import FALSE, inlined
+from ..steps.inlined import FALSE, inlined, nothing
 from ..steps.integers import divide, tiles_of
 from ..steps.named import named
 from ..steps.plain import row_keys
@@ -230,5 +230,6 @@ def make(config):
 
     return named(
         rows_left, set_up, work_again, exists, following, needs_mask, load_own, sources, load_s, load_dp,
-        own_row, columns_at, lse, add_deltas, origin_of, lane_place, work_of=work_of,
+        own_row, columns_at, lse, add_deltas, origin_of, lane_place,
+        work_of=work_of, read_bias=nothing,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """S = Q K^T and dP = dO V^T of a sequence of tiles, of any batch entries, heads, queries and keys.
 
-backward_dbias.py and backward_daux.py share it. A block loops over the tiles of a Range. Q, dO, K and V have one place
-each in shared memory. When the products of a tile are done, the next tile is loaded while the block finishes the
-scores. A tile that shares its queries or its keys with the previous one keeps them.
+backward_dbias.py and backward_daux.py share it. A block loops over the tiles of a Range. With two stages Q, dO, K and V
+have two places each in shared memory, and the next tile is loaded during the products of this one; with one stage, when
+they are done. A tile that shares its queries or its keys with the previous one keeps them.
 """
 
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ class Place(NamedTuple):
     unit: int
     sequence: Any
     h: int
+    h_kv: int
     i: int
     j: int
     begin: int
@@ -34,12 +35,14 @@ class Place(NamedTuple):
 
 
 class Smem(NamedTuple):
-    """Shared addresses."""
+    """Shared addresses: where the block's memory begins, and those of a tile."""
 
+    begin: int
     q: int  # (tile_m, head_dim_padded)
     do: int  # (tile_m, head_dim_v_padded)
     k: int  # (tile_n, head_dim_padded)
     v: int  # (tile_n, head_dim_v_padded)
+    rows: int  # what a kernel knows of each query
 
 
 def make(config):
@@ -47,7 +50,8 @@ def make(config):
     sequence_of, plan, wait_all = sequences.make(config), config.shared_layout(), cp_async.wait_group(0)
     packed, warps = config.packed, config.threads // 32
     varies = packed or config.has("seqlens_k") or config.q_offset_source == "array"
-    products = fragment_products.make(config)
+    products, last_stage = fragment_products.make(config), config.stages - 1
+    (q_bytes, do_bytes, k_bytes, v_bytes), rows_bytes = config.tiles(), config.rows_bytes
     multiply_q_k, multiply_do_v = map(products.scores_product, (config.head_dim_padded, config.head_dim_v_padded))
 
     @inlined
@@ -79,21 +83,20 @@ def make(config):
                 break
             unit = int32(unit + 1)
             b, h, i = place_after(b, h, i, tiles)
-        return Place(unit, kept(sequence, int32(b)), h, i, begin, begin, stop, free, cut)
+        return Place(unit, kept(sequence, int32(b)), int32(h), kv_head(h, sizes), i, begin, begin, stop, free, cut)
 
     @inlined
     def following(place, tiles, arrays, strides, sizes):
         """-> Place; its unit is tiles.end_unit after the last."""
-        unit, sequence, h, i, j, begin, stop, free, cut = place
+        unit, sequence, h, h_kv, i, j, begin, stop, free, cut = place
         j = int32(j + 1)
         if j >= stop:
-            b, h, own_i = place_after(sequence.b, h, i, tiles)
+            b, own_h, own_i = place_after(sequence.b, h, i, tiles)
             unit, j = int32(unit + 1), begin
-            if varies or own_i != i:
-                unit, sequence, h, i, j, begin, stop, free, cut = seek(unit, b, h, own_i, tiles, arrays, strides, sizes)
-            else:  # the same queries of another head or entry see the same keys
-                sequence = kept(sequence, b)
-        return Place(unit, sequence, h, i, j, begin, stop, free, cut)
+            if varies or own_i != i or own_h != h:
+                return seek(unit, b, own_h, own_i, tiles, arrays, strides, sizes)
+            sequence = kept(sequence, b)  # the same queries of another entry see the same keys
+        return Place(unit, sequence, h, h_kv, i, j, begin, stop, free, cut)
 
     @inlined
     def load(place, queries, keys, smem, arrays, strides, sizes, thread):
@@ -111,7 +114,7 @@ def make(config):
                 source = memory.address(arrays.do, query_row(strides.do, sequence, h, first_query))
                 load_do(smem.do, source, 2 * strides.do[2], 0, left, config.head_dim_v, lane)
         if keys:
-            h_kv, first_key = kv_head(h, sizes), int64(place.j) * config.tile_n
+            h_kv, first_key = place.h_kv, int64(place.j) * config.tile_n
             left = int32(sequence.keys - first_key)
             if warp == 2 % warps:
                 source = memory.address(arrays.k, key_row(strides.k, sequence, h_kv, first_key))
@@ -119,15 +122,6 @@ def make(config):
             if warp == 3 % warps:
                 source = memory.address(arrays.v, key_row(strides.v, sequence, h_kv, first_key))
                 load_v(smem.v, source, 2 * strides.v[2], 0, left, config.head_dim_v, lane)
-
-    @inlined
-    def load_next(place, before, smem, arrays, strides, sizes, thread):
-        """Likewise, of what the tile does not share with the one before. -> whether its queries are others."""
-        entry = place.sequence.b != before.sequence.b
-        queries = place.i != before.i or place.h != before.h or entry
-        keys = place.j != before.j or kv_head(place.h, sizes) != kv_head(before.h, sizes) or entry
-        load(place, queries, keys, smem, arrays, strides, sizes, thread)
-        return queries
 
     @inlined
     def multiply(registers, smem, thread):
@@ -140,16 +134,22 @@ def make(config):
 
     @inlined
     def places(address):
-        """-> Smem, in shared memory that begins at `address`."""
-        q = async_tiles.aligned(address)
-        return Smem(q, q + int32(plan.do), q + int32(plan.k), q + int32(plan.v))
+        """-> Smem of the first stage, in shared memory that begins at `address`."""
+        return in_stage(async_tiles.aligned(address), int32(0), int32(0))
+
+    @inlined
+    def in_stage(begin, of_queries, of_keys):
+        q, do = begin + of_queries * q_bytes, begin + int32(plan.do) + of_queries * do_bytes
+        k, v = begin + int32(plan.k) + of_keys * k_bytes, begin + int32(plan.v) + of_keys * v_bytes
+        return Smem(begin, int32(q), int32(do), int32(k), int32(v), int32(begin + plan.rows + of_queries * rows_bytes))
 
     def loop(copy, before, products, behind):
         """-> the loop over the tiles of a Range, a device function: what a kernel copies beside a tile's queries; what
-        it does before its products, to get them, and, behind the copies of the next tile, with its scores."""
+        it does before its products, to get them, and with its scores."""
 
         @inlined
         def over_tiles(tiles, registers, smem, thread, arrays, strides, sizes, score):
+            begin, of_queries, of_keys = smem.begin, int32(0), int32(0)
             b, h, i = place_of(tiles.unit, tiles)
             place = seek(tiles.unit, b, h, i, tiles, arrays, strides, sizes)
             if place.unit < tiles.end_unit:
@@ -158,17 +158,29 @@ def make(config):
             cp_async.commit_group()
             while place.unit < tiles.end_unit:
                 before(place, registers, smem, thread, arrays, strides, sizes)
-                wait_all()
-                cuda.syncthreads()  # the tile has arrived, and all threads have finished with the last scores
-                products(place, registers, smem, thread, score)
-                following_place = following(place, tiles, arrays, strides, sizes)
-                cuda.syncthreads()  # all threads have finished with the tile
-                if following_place.unit < tiles.end_unit:
-                    if load_next(following_place, place, smem, arrays, strides, sizes, thread):
-                        copy(following_place, smem, arrays, sizes)
+                here = in_stage(begin, of_queries, of_keys)
+                if last_stage == 0:
+                    wait_all()
+                    cuda.syncthreads()  # the tile has arrived, and all threads have finished with the last scores
+                    products(place, registers, here, thread, score)
+                after = following(place, tiles, arrays, strides, sizes)
+                entry, exists = after.sequence.b != place.sequence.b, after.unit < tiles.end_unit
+                queries = exists and (after.i != place.i or after.h != place.h or entry)
+                keys = exists and (after.j != place.j or after.h_kv != place.h_kv or entry)
+                of_queries = int32(of_queries ^ last_stage) if queries else of_queries
+                of_keys = int32(of_keys ^ last_stage) if keys else of_keys
+                there = in_stage(begin, of_queries, of_keys)
+                if last_stage == 1:
+                    wait_all()
+                cuda.syncthreads()  # all threads have finished with the places; with two stages, the tile has arrived
+                load(after, queries, keys, there, arrays, strides, sizes, thread)
+                if queries:
+                    copy(after, there, arrays, sizes)
                 cp_async.commit_group()
-                behind(place, registers, smem, thread, arrays, strides, sizes, score)
-                place = following_place
+                if last_stage == 1:
+                    products(place, registers, here, thread, score)
+                behind(place, registers, here, thread, arrays, strides, sizes, score)
+                place = after
 
         return over_tiles
 

@@ -1,65 +1,46 @@
-"""Rows of no packed sequence: o = 0 and lse = -inf, or gradients of 0.
+"""Writes rows of no packed sequence (kernels/steps/outside_rows.py). outside_parts blocks share the gap in front of a
+sequence. All blocks share that behind the last one, which is long where arrays have more rows than are used. Blocks of
+keys follow those of queries.
 
-A block has the gap between the end of one sequence and the beginning of the next, before the first or behind the last;
-outside_parts blocks share it. From 0 to the number of rows, gaps and sequences follow each other: wherever sequences
-begin, every row is written.
-
-Launch: grid (gaps * outside_parts), block (config.threads).
+Launch: grid (sides * sequences, at least one, * outside_parts), block (config.threads).
 """
 
-import math
-
-from numba import cuda, int64
+from numba import cuda, int32
 
 from ...ptx import griddepcontrol
-from ..steps import elements, sequence
-from ..steps.inlined import inlined, nothing
+from ..steps import outside_rows
+from ..steps.inlined import inlined
 
 
 def make(config):
-    of_keys, threads, compute = config.of_keys, config.threads, elements.COMPUTE_TYPES[config.dtype]
-    sequence_of, store = sequence.make(config), elements.storer(config.dtype)
-    zero, minus_inf, write_lse = compute(0), compute(-math.inf), "lse" in config.written
+    threads, sides = config.threads, len(config.sides)
 
-    def and_array(before, place, dim):
+    def writer(side):
+        rows = outside_rows.make(config, side, threads)
+
         @inlined
-        def clear(row, arrays, strides, sizes):
-            before(row, arrays, strides, sizes)
-            by = strides[place]
-            for h in range(sizes.heads_kv if of_keys else sizes.heads):
-                for x in range(cuda.threadIdx.x, dim, threads):
-                    store(arrays[place], h * by[1] + row * by[2] + x * by[3], zero)
+        def write(block, blocks, arrays, strides, sizes):
+            """By a block of so many of this side."""
+            thread, parts = int32(cuda.threadIdx.x), int32(sizes.outside_parts)
+            begin, end = rows.gap(min(block // parts, int32(sizes.batch)), arrays, strides, sizes)
+            last, total = rows.gap(int32(sizes.batch), arrays, strides, sizes)
+            if config.waits:
+                griddepcontrol.wait()
+            for row in range(begin + block % parts, min(end, last), parts):
+                rows.clear(row, thread, arrays, strides, sizes)
+            for row in range(last + block, total, blocks):
+                rows.clear(row, thread, arrays, strides, sizes)
 
-        return clear
+        return write
 
-    clear_row = nothing
-    for place, dim in enumerate(config.dims):
-        clear_row = and_array(clear_row, place, dim)
-
-    @inlined
-    def rows_of(b, arrays, strides, sizes):
-        """-> (first row, behind the last) of a sequence."""
-        found = sequence_of(b, arrays, strides, sizes)
-        if of_keys:
-            return found.first_key, found.first_key + found.keys
-        return found.first_query, found.first_query + found.seqlen_q
+    write_first, write_last = writer(config.sides[0]), writer(config.sides[-1])
 
     @cuda.jit
     def outside(arrays, strides, sizes):
-        if config.early:
-            griddepcontrol.launch_dependents()
-        gap = int64(cuda.blockIdx.x) // sizes.outside_parts
-        begin, end = int64(0), sizes.total_k if of_keys else sizes.total_q
-        if gap > 0:
-            _, begin = rows_of(gap - 1, arrays, strides, sizes)
-        if gap < sizes.batch:
-            end, _ = rows_of(gap, arrays, strides, sizes)
-        if config.waits:
-            griddepcontrol.wait()
-        for row in range(begin + int64(cuda.blockIdx.x) % sizes.outside_parts, end, sizes.outside_parts):
-            clear_row(row, arrays, strides, sizes)
-            if write_lse:
-                for h in range(cuda.threadIdx.x, sizes.heads, threads):
-                    arrays.lse[h * sizes.total_q + row] = minus_inf
+        block, blocks = int32(cuda.blockIdx.x), int32(cuda.gridDim.x) // sides
+        if sides == 1 or block < blocks:
+            write_first(block, blocks, arrays, strides, sizes)
+        else:
+            write_last(int32(block - blocks), blocks, arrays, strides, sizes)
 
     return outside

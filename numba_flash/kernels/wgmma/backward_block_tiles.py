@@ -71,6 +71,14 @@ def make(config):
         return key_tile_of(number, int32(sizes.batch), head_parts, n_tiles, ways, int32(sizes.heads_in_flight))
 
     @inlined
+    def own_keys(arrays, strides, sizes):
+        """Of a block that has all keys of a head in one tile: -> (the first row of K and V, head, batch entry)."""
+        all_parts, n_tiles = tiles_of(sizes)
+        b, part, _, _ = work_of(number_of(int32(0), arrays), int32(0), n_tiles, sizes)
+        sequence = sequence_of(int32(b), arrays, strides, sizes)
+        return int32(sequence.first_key), work.kv_head_of(int32(part), sizes), int32(sequence.entry)
+
+    @inlined
     def take(base, w, arrays, strides, sizes):
         """One thread takes the w-th tile and writes its state; the state has no members if no tile is left."""
         own, number = state_of(base, w), number_of(w, arrays)
@@ -141,4 +149,4 @@ def make(config):
         if stays:
             ring.consumer_release(base, w, True)
 
-    return named(state_of, take, next_tile, leave, has_tile=has_tile, warp_has_tile=warp_has_tile)
+    return named(state_of, own_keys, take, next_tile, leave, has_tile=has_tile, warp_has_tile=warp_has_tile)

@@ -40,7 +40,7 @@ from .block import FIRST_ROW, H_KV, H, aligned, rows_in_warpgroup, warpgroup_ind
 
 
 def make(config):
-    of_keys, tile_rows = config.of_keys, config.stream_rows
+    of_keys, tile_rows = config.of_keys, config.other_rows
     query_count = tile_rows // 4 if of_keys else 2  # of the lane's columns or rows, whichever are queries
     give_registers, take_registers = block.register_moves(config)
     word, sequence_of = block.state_of(config).read, block.sequence_of_work(config)

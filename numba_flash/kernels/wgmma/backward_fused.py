@@ -118,7 +118,7 @@ def make(config):
     tiles = backward_block_tiles.make(config)
     plain, producer = backward_plain_scores.make(config), backward_producer.of_keys(config)
     to_some_weights, to_other_weights = plain.weights_of(0, tile_m // 32), plain.weights_of(tile_m // 32, tile_m // 16)
-    find_visible = block.visibility(config, config.stream_rows, block.state_of(config))
+    find_visible = block.visibility(config, config.other_rows, block.state_of(config))
     read = reads.make(config, 1, tile_m, of_keys=True)
     walk = backward_work.query_walk(config, whole_warp=True)
     state, set_up = block.state_of(config), pipeline.starter_of_backward(config)
@@ -276,13 +276,19 @@ def make(config):
     def finish_keys(base, own, me, n, steps, acc_dk, acc_dv, arrays, strides, sizes, score):
         """Writes dK and dV of the key tile; n: of the query tile after its last one; steps: how many it has met."""
         if stays:
-            if one_panel:  # in place of the dS that is not the last: both warpgroups' dQ of that is there
+            if boxed:  # in place of the last dS: the next bias may come to the other already
+                bar.sync(3, all_consumers)  # the dQ of both is there
+                place = base + ((n - 1) & 1) * ds_bytes + me * (64 * 128)
+            elif one_panel:  # in place of the dS that is not the last: both warpgroups' dQ of that is there
                 place = base + (n & 1) * ds_bytes + me * (64 * 128)
             else:  # in place of the warpgroup's own panels of both
                 bar.sync(3, all_consumers)  # the dQ of both is there
                 place = base
             write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score)
             bar.sync(me + 1, 128)  # all four warps have read it
+            if boxed:
+                fence.proxy_async()
+                rings.b.consumer_release(base, int32(n - 1), block.elected())
         else:
             bar.sync(3, all_consumers)  # both warpgroups have read K and V for the last time
             write_gradients(own, base, acc_dk, acc_dv, arrays, strides, sizes, score)
@@ -378,8 +384,13 @@ def make(config):
             griddepcontrol.wait()
         if thread == 0:
             set_up(base)
-            if not stays:
+            if config.keys_first:
+                row, h_kv, entry = tiles.own_keys(arrays, strides, sizes)
+                producer.load_own(base, row, h_kv, entry)
+            elif not stays:
                 tiles.take(base, int32(0), arrays, strides, sizes)
+        if config.keys_first and thread == 32:  # of another warp, beside these loads
+            tiles.take(base, int32(0), arrays, strides, sizes)
         cuda.syncthreads()
         if warpgroup == 0:
             give_registers()

@@ -22,7 +22,7 @@ def make(config):
     """-> device functions. weights_of(first, end) makes one for those pairs of 8 columns. lse_and_delta: the shared
     address of lse and -delta of the tile's queries; bias: where its boxes are. masked: some query does not see some
     key."""
-    pairs, lse_first, delta_first = config.stream_rows // 16, config.lse_first, config.delta_first
+    pairs, lse_first, delta_first = config.other_rows // 16, config.lse_first, config.delta_first
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     weight, _ = fragments.weights_at(config)
     boxes, half_of = bias_boxes.make(config, config.tile_m, True), reads.halves(config.dtype_of("bias"))

@@ -40,8 +40,8 @@ def loaders(config, own_maps, stream_maps):
 
     load_own_a = box_loader(config.own_rows, a_panels, own_maps[0])
     load_own_b = box_loader(config.own_rows, b_panels, own_maps[1]) if own_maps[1] is not None else None
-    load_stream_a = box_loader(config.stream_rows, a_panels, stream_maps[0])
-    load_stream_b = box_loader(config.stream_rows, b_panels, stream_maps[1])
+    load_stream_a = box_loader(config.other_rows, a_panels, stream_maps[0])
+    load_stream_b = box_loader(config.other_rows, b_panels, stream_maps[1])
     has_own_b = load_own_b is not None
 
     @inlined
@@ -102,7 +102,7 @@ def of_keys(config):
     def load_q(base, work, n, w, arrays, strides, sizes):
         """From the second key tile on, a Q is loaded before K and V, because consumers release K and V last."""
         waits = config.stays and w > 0
-        if not waits:
+        if not (waits or config.keys_first):
             load_keys(base, work)
         i, member = walk.first(work, arrays, strides)
         while walk.more(work, i, member):
@@ -148,4 +148,4 @@ def of_keys(config):
             i, member = walk.next(work, i, member, arrays, strides)
         return n
 
-    return named(load_q, load_no_q, load_do)
+    return named(load_own, load_q, load_no_q, load_do)

@@ -91,7 +91,7 @@ def make(config):
 
     def of_tiles(is_a, columns, ring, at, own_at, tile_bytes, own_bytes):
         of_step, of_own = sources(config, is_a)
-        rows, own_rows = config.stream_rows, config.own_rows
+        rows, own_rows = config.other_rows, config.own_rows
         streamed = parts.loader(rows, columns, 64, rows * 128, tile_bytes // config.PARTS)
         own = parts.loader(LOADED_ROWS, columns, 64, own_rows * 128, own_bytes // config.PARTS)
 

@@ -42,7 +42,7 @@ def zero_behind(config):
 
 def make(config):
     """-> device functions of a consumer warpgroup. n: number of a tile among those that the block loads."""
-    own_rows, stream_rows, plan = config.own_rows, config.stream_rows, config.shared_layout()
+    own_rows, stream_rows, plan = config.own_rows, config.other_rows, config.shared_layout()
     columns, rings = (config.head_dim_padded, config.head_dim_v_padded), pipeline.of_backward(config)
     multiply_s, multiply_dp = (operands.rows_by_rows(config, own_rows, stream_rows, count) for count in columns)
     kind, row_steps = operands.kind(config), operands.row_steps(stream_rows)

@@ -24,7 +24,7 @@ def make(config, columns):
     in parts), for sums, and for those of each panel. own and streamed are shared addresses of tiles; other and
     second are for the second panel. A function that issues commits one group. columns: of the tiles, a multiple of 16,
     at most 128."""
-    rows, own_rows, panels = config.stream_rows, config.own_rows, -(-columns // 64)
+    rows, own_rows, panels = config.other_rows, config.own_rows, -(-columns // 64)
     own_panel, panel = own_rows * 128, rows * 128  # bytes of a panel of a part
     own_part = own_panel * panels
     # Streamed tiles. In a pair of blocks they arrive panel by panel, and the parts of a panel lie together.

@@ -67,7 +67,7 @@ def make(config):
     TileStep (backward_two_kernels.py); tile: TileFragments. lse, minus_delta: with of_keys, the shared address of both
     for the tile's columns; otherwise the lane's values for its two rows. bias: the shared address of the tile's boxes.
     every: all scores of the warp count."""
-    pairs, of_keys = config.stream_rows // 16, config.of_keys
+    pairs, of_keys = config.other_rows // 16, config.of_keys
     way = 1 if of_keys else -1  # 1 if columns are queries
     of_ds, of_p = (config.of_dk, config.of_dv) if of_keys else (True, False)
     has_score_mod, has_mask, mod_bits = config.has("score_mod"), config.has("mask"), config.mask_mod_as_bits
@@ -76,16 +76,16 @@ def make(config):
 
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     word, position = block.state_of(config).read, block.state_of(config).position
-    score_tile = fragments.tile(config, 1, config.stream_rows)
+    score_tile = fragments.tile(config, 1, config.other_rows)
     bits_words, visible = score_tile.mask_words, score_tile.visible
     weight, _ = fragments.weights_at(config)
-    read = reads.make(config, 1, config.stream_rows, of_keys)
+    read = reads.make(config, 1, config.other_rows, of_keys)
     boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), reads.halves(config.dtype_of("bias"))
-    count = kept_weights.on_fragments(config, 1, config.stream_rows)
+    count = kept_weights.on_fragments(config, 1, config.other_rows)
     owes = bool(config.wanted_aux)  # also a gradient of aux, of one number for a head
     ask, aux = (user.recorded(config), aux_gradient.make(config)) if owes else (None, None)
     asked, calls_mask_mod = user.present(config), user.calls_mask_mod(config)
-    ask_mask_mod = gradient_functions.of_bits(config, config.stream_rows, of_keys)
+    ask_mask_mod = gradient_functions.of_bits(config, config.other_rows, of_keys)
     with_slope = user.make(config, "score_mod", of_ds) if has_score_mod else None
     has_row_term, every_bit = fragments.chain(config).has_row_term, uint32((1 << (4 * pairs)) - 1)
 
@@ -93,7 +93,7 @@ def make(config):
     def place_of(base, i, member):
         first_row, lane = rows_of_lane()
         row = int32(word(base, FIRST_ROW) + first_row + first_row_of(lane))
-        column = int32(i * config.stream_rows + first_column_of(lane))
+        column = int32(i * config.other_rows + first_column_of(lane))
         if of_keys:  # position: of the first key among the queries
             q_start, query, key = word(base, FIRST_ROW) - position(base), column, row
         else:

@@ -37,25 +37,25 @@ WEIGHTS_STEP = 128 * 16  # bytes of four weights of every thread of a consumer
 class Held(NamedTuple):
     """The registers of the first consumer's scores."""
 
-    acc_s: Any  # float32 (stream_rows / 8, 4)
+    acc_s: Any  # float32 (other_rows / 8, 4)
     other: Any  # likewise, for the second panel
     mask_bits: Any
     distance: Any  # float32 (2,)
-    loaded: Any  # (2, stream_rows / 8, 2), of bias
+    loaded: Any  # (2, other_rows / 8, 2), of bias
     shown_bits: Any  # of the caller's mask
 
 
 def make(config):
     """-> device functions of a consumer, and what they need as registers of what is read for the scores."""
-    has_second, plan, blocks = config.has_second, config.shared_layout(), config.stream_rows // 8
+    has_second, plan, blocks = config.has_second, config.shared_layout(), config.other_rows // 8
     weights_ring = pipeline(config.barriers().weights_full, None)
     tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
-    to_parts = parts.to_operand(config.stream_rows)
+    to_parts = parts.to_operand(config.other_rows)
 
-    word, mask_words = block.state_of(config).read, fragments.tile(config, 1, config.stream_rows).mask_words
-    find_visible = block.visibility(config, config.stream_rows, block.state_of(config), rows_in_warpgroup)
+    word, mask_words = block.state_of(config).read, fragments.tile(config, 1, config.other_rows).mask_words
+    find_visible = block.visibility(config, config.other_rows, block.state_of(config), rows_in_warpgroup)
     chain, (weight, _) = fragments.chain(config), fragments.weights_at(config)
-    read, has_mask = reads.make(config, 1, config.stream_rows, config.of_keys), config.has("mask")
+    read, has_mask = reads.make(config, 1, config.other_rows, config.of_keys), config.has("mask")
     unit, inf, minus_inf = float32(exponent_unit(config)), float32(math.inf), float32(-math.inf)
 
     @inlined

@@ -34,7 +34,7 @@ def of_both(config):
     of_a, of_b = (config.of_dk, config.of_dv) if config.of_keys else (True, False)  # which sums it adds up
     plan, rings, products = config.shared_layout(), pipeline.of_backward(config), backward_products.make(config)
     work = (backward_work.of_keys if config.of_keys else backward_work.of_queries)(config)
-    scores, pin_s = backward_scores.make(config), wgmma.pin(config.stream_rows // 2)
+    scores, pin_s = backward_scores.make(config), wgmma.pin(config.other_rows // 2)
     set_up = pipeline.starter_of_backward(config)
     cuts_queries = config.packed and config.of_keys
     zero_behind = backward_products.zero_behind(config) if cuts_queries else nothing

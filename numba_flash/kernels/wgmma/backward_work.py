@@ -41,6 +41,10 @@ def of_keys(config):
         return int32(int32(sizes.heads_kv) * parts)
 
     @inlined
+    def kv_head_of(part, sizes):
+        return divide(part, parts_of(divide(sizes.heads, sizes.heads_kv), int32(config.members)))
+
+    @inlined
     def tile_of(number, arrays, strides, sizes):
         """-> (b, part of all groups, first_key). The first keys of some heads come first: under a causal mask the most
         queries see them."""
@@ -102,7 +106,7 @@ def of_keys(config):
         b, _, first_key = tile_of(number, arrays, strides, sizes)
         return first_key < 0 or first_key >= sequence_of(b, arrays, strides, sizes).keys
 
-    return named(head_parts_of, write, write_tile, behind)
+    return named(head_parts_of, kv_head_of, write, write_tile, behind)
 
 
 def of_queries(config):

@@ -198,9 +198,9 @@ def make(config):
         weigh(base, tile, rows, side, registers, arrays, strides, sizes, score)
         to_p(registers.scores.acc_s, registers.p_frag)
         if padded:
-            rings.v.consumer_wait(base, tile.n)
             keys, first_key = word(tile.work_tile, KEYS), tile.j * tile_n
             if keys < first_key + tile_n:
+                rings.v.consumer_wait(base, tile.n)
                 zero_tail(base + plan.v + rings.v.stage(tile.n) * v_bytes, max(keys - first_key, 0))
         return following
 
@@ -272,8 +272,6 @@ def make(config):
             pin_o(acc_o)
             rings.v.consumer_release(base, int32(taken - 1), elected)
 
-            if config.waits:
-                griddepcontrol.wait()
             if in_parts:
                 leave_part(word(work_tile, PART), registers, arrays)
             else:
@@ -299,8 +297,14 @@ def make(config):
             give_registers()
             if thread == 0:
                 roles.produce(base, arrays, strides)
-            if thread == 32:  # of another warp, so that neither waits for the other
+            # Of another warp, so that neither waits for the other.
+            if thread == 32 or (config.packed and thread > 32 and thread < 64):
                 roles.schedule(base, memory.address(arrays.counters, 0), arrays, strides, sizes)
+            if config.packed:
+                if thread == 64:
+                    roles.produce_q(base)
+                if thread >= 96:
+                    roles.clear_outside(arrays, strides, sizes)
             if config.bias_boxes:
                 if thread == 64:
                     roles.produce_bias(base, arrays, strides)

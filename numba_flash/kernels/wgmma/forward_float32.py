@@ -116,7 +116,7 @@ def make(config):
         two = local.array(2, uint32)
         n, i, t = int32(0), int32(0), int64(special.block_index())  # number of K and V tiles and query tiles so far
         thread = special.thread_index()
-        if thread == 0:
+        if thread == 0 or (packed and thread < 32):
             work.publish(base, i, t, arrays, strides, sizes)
         rings.tiles.consumer_wait(base, i)
         work_tile = int32(rings.work_tile(base, i))
@@ -129,12 +129,12 @@ def make(config):
                 n = int32(n + 1)
                 j = int32(producer_walk.next_tile(states, j, begin, arrays, strides))
             i = int32(i + 1)
-            if thread == 0:
+            if thread == 0 or (packed and thread < 32):
                 t = work.following(t, counter)
                 work.publish(base, i, t, arrays, strides, anew(sizes))
             rings.tiles.consumer_wait(base, i)
             work_tile = int32(rings.work_tile(base, i))
-        if thread == 0:
+        if thread == 0 or (packed and thread < 32):
             work.reset(counter)
 
     # The consumers.

@@ -1,14 +1,16 @@
 """Which query tiles of packed sequences a block takes: of one sequence after the other, of each the last queries first.
 
 Only tiles that exist have a number, whatever max_seqlen_q says: no role meets a tile behind a sequence's end. The
-numbers of a block's tiles rise, so its scheduler looks for the next one from the sequence of the last one on.
+numbers of a block's tiles rise, so its scheduler looks for the next one from the sequence of the last one on. It is a
+warp, whose lanes look at 32 sequences at a time: one thread took longer than the consumers for a short tile.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from numba import int32
+from numba import int32, uint32
 
+from ...ptx import bar, bits, shfl, special, vote
 from ..steps.head_rounds import in_rounds
 from ..steps.inlined import inlined
 from ..steps.integers import divide
@@ -18,8 +20,9 @@ from .block import BEFORE, SEQUENCE, word_alone, write
 
 
 def make(config: Any, heads_at_once: Any, work_tile: Callable[..., Any]) -> Callable[..., Any]:
-    """-> find(base, i, t, arrays, strides, sizes) -> (b, h, first_query) of query tile t, the block's i-th; b = batch:
-    none is left. heads_at_once(keys, heads, sizes); work_tile(base, i): where the block's i-th tile is described."""
+    """-> find(base, i, t, arrays, strides, sizes) -> (b, h, first_query) of query tile t, the block's i-th; b >= batch:
+    none is left. By a warp. heads_at_once(keys, heads, sizes); work_tile(base, i): where the block's i-th tile is
+    described."""
     rows, sequence_of, queries_of = config.queries, make_sequence(config), make_queries(config)
 
     @inlined
@@ -28,17 +31,30 @@ def make(config: Any, heads_at_once: Any, work_tile: Callable[..., Any]) -> Call
 
     @inlined
     def find(base, i, t, arrays, strides, sizes):
-        b, before, heads, batch = int32(0), int32(0), int32(sizes.heads), int32(sizes.batch)
-        own = work_tile(base, int32(0))
+        lane, heads, batch = int32(special.thread_index() & int32(31)), int32(sizes.heads), int32(sizes.batch)
+        own, b, before, tiles = work_tile(base, int32(0)), int32(0), int32(0), int32(0)
         if i > 0:
             b, before = word_alone(own, SEQUENCE), word_alone(own, BEFORE)
-        tiles = tiles_of_head(b, arrays, strides, sizes)
-        while b < batch and int32(t) - before >= tiles * heads:
-            before, b = int32(before + tiles * heads), int32(b + 1)
-            if b < batch:
-                tiles = tiles_of_head(b, arrays, strides, sizes)
-        write(own, SEQUENCE, b)
-        write(own, BEFORE, before)
+        looking = True
+        while looking:
+            tiles = tiles_of_head(int32(b + lane), arrays, strides, sizes) if b + lane < batch else int32(0)
+            behind = int32(tiles * heads)  # how many tiles there are up to the end of the lane's sequence
+            for n in range(5):
+                others = int32(shfl.idx_b32(uint32(behind), int32(lane - (1 << n))))
+                behind = int32(behind + others) if lane >= 1 << n else behind
+            passed = bits.count(vote.ballot(uint32(1) if int32(t) - before >= behind else uint32(0)))
+            looking = passed == 32
+            last = min(passed, int32(31))
+            tiles = int32(shfl.idx_b32(uint32(tiles), last))
+            before = int32(before + int32(shfl.idx_b32(uint32(behind), last)))
+            if not looking:
+                before = int32(before - tiles * heads)
+            b = int32(b + passed)
+            looking = looking and b < batch
+        bar.warp_sync()  # all lanes have read these words
+        if lane == 0:
+            write(own, SEQUENCE, b)
+            write(own, BEFORE, before)
         h, first_query = int32(0), int32(0)
         if b < batch:
             keys = int32(sequence_of(b, arrays, strides, sizes).keys)

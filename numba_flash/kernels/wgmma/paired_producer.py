@@ -46,7 +46,7 @@ def make(config):
     def of_tiles(is_a, columns, half, ring, place_of, own_at):
         """The parts of a streamed panel are contiguous; of an own tile, the panels of each part."""
         of_step, of_own = sources(config, is_a)
-        rows, own_rows, panels = config.stream_rows, config.own_rows, -(-half // 64)
+        rows, own_rows, panels = config.other_rows, config.own_rows, -(-half // 64)
         first, second = (of_panel(rows, columns, half, panel, rows * 128) for panel in range(2))
         own, own_second = (of_panel(own_rows, columns, half, panel, panels * own_rows * 128) for panel in range(2))
         two_panels = panels > 1

@@ -58,7 +58,7 @@ def exchange(config, scores_at, ring):
     """-> device functions of a consumer warpgroup, for one of the two kinds of scores, and their ring. n: the step,
     from 0 on. scores_at: where the other block's scores arrive. ring: a Pipeline of one place: full, they have arrived;
     empty, the other block has read what this one gave. A warp arrives once."""
-    blocks = config.stream_rows // 8
+    blocks = config.other_rows // 8
 
     @inlined
     def place_of(base):

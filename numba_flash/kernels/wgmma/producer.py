@@ -1,7 +1,8 @@
 """The threads that supply the consumers of a wgmma block: the scheduler (query tiles and Q), the producer (K and V),
 and a third one for a bias that TMA loads.
 
-Each role is one thread. TMA loads the tiles. At `full` mbarriers consumers wait for a tile, at `empty` ones they
+Each role is one thread. Of packed sequences a warp is the scheduler, the third thread loads Q, and another warp writes
+rows of no sequence. TMA loads the tiles. At `full` mbarriers consumers wait for a tile, at `empty` ones they
 release it.
 
 The kernel is persistent: one block per multiprocessor stays for the whole launch and takes query tiles by a counter in
@@ -15,10 +16,11 @@ from numba import int32, int64, uint32
 
 from ...arrays.dtypes import ITEM_SIZE
 from ...config.forward import L2_BYTES
-from ...ptx import griddepcontrol, memory, special, tma
+from ...ptx import bar, bits, memory, shfl, special, tma, vote
 from ..score import longest_first, reads, tile_walk, user
+from ..steps import outside_rows
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
-from ..steps.inlined import inlined
+from ..steps.inlined import TRUE, inlined
 from ..steps.integers import divide
 from ..steps.named import named
 from ..steps.sequence import key_range
@@ -160,27 +162,33 @@ def query_tiles(config):
         return block.WorkTile(b, h, h_kv, first_query, sequence.keys, position, members, begin, free, cut, stop)
 
     @inlined
+    def acts():
+        """Whether the thread is the scheduler: of packed sequences it is one of a warp, which looks for tiles."""
+        return special.thread_index() & int32(31) == 0 if packed else TRUE
+
+    @inlined
     def publish(base, i, t, arrays, strides, sizes):
         """Query tile t is the block's i-th: tells the producer and the consumers. -> where its Q is"""
         tile, work = of(base, i, t, arrays, strides, sizes), rings.work_tile(base, i)
         if packed:  # at once: behind the wait it would be read again, which takes registers that the scheduler lacks
             sequence = sequence_of(tile.b, arrays, strides, sizes)
         rings.tiles.producer_acquire(base, i)
-        block.write_tile(work, tile)
-        if parts > 1:
-            write(work, block.PART, t)
+        if acts():
+            block.write_tile(work, tile)
+            if parts > 1:
+                write(work, block.PART, t)
+            if packed:
+                write(work, block.Q_ROW, tile.first_row + sequence.first_query)
+                write(work, block.FIRST_KEY, sequence.first_key)
+            if has_mask:
+                write(work, block.POS_FREE, tile.free)
+                write(work, block.POS_CUT, tile.cut)
+                ask_mask(work, arrays, strides, sizes)
+            if walk.present:
+                leave_empty_out(work, arrays, strides, sizes)
+            rings.tiles.producer_commit(base, i, True)
         if packed:
-            write(work, block.Q_ROW, tile.first_row + sequence.first_query)
-            write(work, block.FIRST_KEY, sequence.first_key)
-        if has_mask:
-            write(work, block.POS_FREE, tile.free)
-            write(work, block.POS_CUT, tile.cut)
-            ask_mask(work, arrays, strides, sizes)
-        if walk.present:
-            leave_empty_out(work, arrays, strides, sizes)
-        rings.tiles.producer_commit(base, i, True)
-        if packed:
-            return int32(0), word_alone(work, H), word_alone(work, block.Q_ROW)
+            bar.warp_sync()  # all lanes read the tile
         if has_mask or walk.present:  # read again, not kept in registers until here
             return word_alone(work, B), word_alone(work, H), word_alone(work, FIRST_ROW)
         return tile.b, tile.h, tile.first_row
@@ -188,12 +196,17 @@ def query_tiles(config):
     @inlined
     def following(t, counter):
         """The block's next query tile after t."""
+        if packed:
+            taken = uint32(0)
+            if acts():
+                taken = memory.add(counter, uint32(1))
+            return int32(shfl.idx_b32(taken, 0)) + special.block_count()
         return int32(memory.add(counter, uint32(1))) + special.block_count()
 
     @inlined
     def reset(counter):
         """Called by each block that found no tile left; the last one resets the counter for the next launch."""
-        if memory.add(counter + 4, uint32(1)) == uint32(special.block_count() - 1):
+        if acts() and memory.add(counter + 4, uint32(1)) == uint32(special.block_count() - 1):
             memory.exchange(counter, uint32(0))
             memory.exchange(counter + 4, uint32(0))
 
@@ -211,6 +224,8 @@ def make(config):
     maps_address = tma.parameter("numba_flash_wgmma")
     work, start = query_tiles(config), pipeline.starter_of_forward(config, 1)
     walk, packed = tile_walk.make(config), config.packed
+    written = (("o", config.head_dim_v), *[("lse", 1)] * config.write_lse)
+    outside = outside_rows.make(config, written, 32) if packed else None
 
     @inlined
     def load_q(base, i, h, first_row, entry):
@@ -225,6 +240,12 @@ def make(config):
         """Prefetches Q of a query tile into L2, because shared memory has no room for it yet."""
         for panel in range(q_panels):
             tma.prefetch_5d(maps_address(), panel * 64, 0, first_row, divide(h, config.group_size), entry)
+
+    @inlined
+    def supply_q(base, i, h, first_row, entry):
+        if config.q_buffers == 1:
+            prefetch_q(h, first_row, entry)
+        load_q(base, i, h, first_row, entry)
 
     def loader(ring, at, columns, map_at):
         panels = -(-columns // 64)
@@ -250,28 +271,25 @@ def make(config):
 
     @inlined
     def schedule(base, counter, arrays, strides, sizes):
-        """The scheduler, one thread: hands out query tiles and loads Q, independently of the producer."""
+        """The scheduler, one thread: hands out query tiles and loads Q, independently of the producer. Of packed
+        sequences a warp, while another thread loads Q."""
         i = int32(0)  # number of query tiles so far
         t = int64(special.block_index())
         more = int32(1)
-        asked = int32(0)
         while more != 0:
             # If no tile is left, consumers issue S of the first query tile and drop it.
             entry, h, first_row = work.publish(base, i, t, arrays, strides, sizes)
-            if config.q_buffers == 1:
-                prefetch_q(h, first_row, entry)
-            load_q(base, i, h, first_row, entry)
-            if config.waits:  # the first tile needs no counter
-                griddepcontrol.wait()
+            if not packed:
+                supply_q(base, i, h, first_row, entry)
             more = word_alone(rings.work_tile(base, i), MEMBERS)
             if more != 0:
                 if packed:
                     # To look for a tile takes long: by a short one the block is ahead of what the producer asks for.
                     work_tile = rings.work_tile(base, i)
                     short = word_alone(work_tile, STOP) - word_alone(work_tile, BEGIN) <= SHORT
-                    while asked < (i if short else int32(i + 1)):
-                        rings.asked.consumer_wait(base, asked)
-                        asked = int32(asked + 1)
+                    before = int32(i - 1) if short else i
+                    if before >= 0:
+                        rings.asked.consumer_wait(base, before)
                 else:
                     rings.asked.consumer_wait(base, i)
                 t = work.following(t, counter)
@@ -314,6 +332,32 @@ def make(config):
             work_tile = next_tile
 
     @inlined
+    def produce_q(base):
+        """One thread: loads Q of packed sequences, while the scheduler looks for the tiles behind."""
+        i, more = int32(0), int32(1)
+        while more != 0:
+            rings.tiles.consumer_wait(base, i)
+            work_tile = rings.work_tile(base, i)
+            more = word_alone(work_tile, MEMBERS)
+            supply_q(base, i, word_alone(work_tile, H), word_alone(work_tile, block.Q_ROW), int32(0))
+            i = int32(i + 1)
+
+    @inlined
+    def clear_outside(arrays, strides, sizes):
+        """A warp: rows of no packed sequence. A lane looks at one gap between sequences, and blocks share its rows."""
+        for first in range(int32(0), int32(sizes.batch + 1), int32(32)):
+            begin, end = outside.gap(int32(first + (special.thread_index() & int32(31))), arrays, strides, sizes)
+            left = vote.ballot(uint32(1) if begin < end else uint32(0))
+            while left != 0:
+                source = bits.highest(left)
+                left = uint32(left ^ (uint32(1) << uint32(source)))
+                row = int32(shfl.idx_b32(uint32(begin), source)) + special.block_index()
+                last = int32(shfl.idx_b32(uint32(end), source))
+                while row < last:
+                    outside.clear(row, special.thread_index() & int32(31), arrays, strides, sizes)
+                    row = int32(row + special.block_count())
+
+    @inlined
     def produce_bias(base, arrays, strides):
         """One thread: loads the bias of each key tile, for one consumer after the other."""
         n = int32(0)  # number of key tiles so far
@@ -342,4 +386,4 @@ def make(config):
             tma.prefetch(maps_address() + 128 * number)
         start(base)
 
-    return named(schedule, produce, produce_bias, set_up)
+    return named(schedule, produce, produce_q, clear_outside, produce_bias, set_up)
