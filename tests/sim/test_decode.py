@@ -15,8 +15,7 @@ import numba_flash
 from numba_flash import arrays, testing
 from numba_flash.dispatch import kvcache as dispatch
 from numba_flash.problem import kvcache as problem
-from numba_flash.select import decode
-from numba_flash.select import forward as select
+from numba_flash.select import decode, forward_kernels
 
 TestDecode = pytest.mark.slow(suite(kvcache))  # minutes; what is of this kernel alone is below
 LENGTHS = (2 * CHUNK + 70, 0, CHUNK + 1, 1, CHUNK, CHUNK - 1)  # 3 chunks, none, and about one
@@ -98,7 +97,7 @@ def test_so_it_is_in_more_than_16_bits(monkeypatch, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_attention_with_few_queries_has_the_bits_of_a_cache(monkeypatch, dtype):
-    monkeypatch.setattr(select, "LEAST_KEYS", 4 * CHUNK)
+    monkeypatch.setattr(forward_kernels, "LEAST_KEYS", 4 * CHUNK)
     own = dataclasses.replace(Rung("mma", testing.rows_padded, tensor=True, tile=32, slow=True), usual=dtype)
     case = kvcache.problem(own, (4 * CHUNK + 76,), 1, heads=2, heads_kv=1, causal=True)
     options = case.options | dict(q_offset=4 * CHUNK + 75)
