@@ -34,7 +34,7 @@ q, k, v = (rng.standard_normal((1, 1, 24, 4), dtype=np.float32) for _ in range(3
 half = [rng.standard_normal((1, 1, 24, 8)).astype(np.float16) for _ in range(3)]
 x = rng.standard_normal((2, 6), dtype=np.float32)
 ALPHA = "alpha = math.exp"
-WGMMA = "smem = cuda.shared.array(0, uint8)"
+WGMMA = "aligned(cuda.shared.array(0, uint8)"
 FIRST_LINES = {
     "v1": "thread = cuda.threadIdx.x",
     "v2": "thread = cuda.threadIdx.x",
@@ -49,9 +49,7 @@ FIRST_LINES = {
     "mma_wide_fused": "k_smem = shared.address(",
     **dict.fromkeys(("wgmma", "wgmma_float32", "wgmma_dkdv", "wgmma_dq", "wgmma_fused"), WGMMA),
     **dict.fromkeys(("wgmma_dkdv_float32", "wgmma_dq_float32", "wgmma_dkdv_paired", "wgmma_dq_paired"), WGMMA),
-    "wgmma_add_parts": WGMMA,
-    "wgmma_join": "base = block.aligned(smem",
-    "wgmma_round": "tile_at = aligned(smem",
+    **dict.fromkeys(("wgmma_join", "wgmma_round", "wgmma_add_parts"), WGMMA),
     **dict.fromkeys(("v2_dq", "v2_daux"), "b, h, first_row = ds.query_tile("),
     "mma_dbias": "own, split = tiles_of.own_range(",
     "mma_daux": "thread, block = special.thread_index()",
