@@ -12,7 +12,7 @@ import pytest
 
 from numba_flash import arrays
 from numba_flash.machine import toolchain
-from numba_flash.ptx.sim import launch, now
+from numba_flash.ptx.sim import launch, now, resumable
 
 cuda = bar = None  # put here by the fixture: the simulator swaps module globals that are `numba.cuda`
 
@@ -187,3 +187,32 @@ def test_a_file_that_changes_while_python_runs(tmp_path):
             out = np.zeros(32, np.int64)
             launch.run(lambda kernel=kernel: kernel, 1, 32, 0, (arrays.read("out", out),), ())
             assert out.tolist() == [expected] * 32
+
+
+def asks(first):
+    """A function that calls `first`, and one that waits: in this order the search meets them."""
+    waiting = wait_for_all
+
+    def function(n):
+        if n:
+            first(n - 1)
+        waiting()
+
+    return function
+
+
+def wait_for_all():
+    cuda.syncthreads()
+
+
+def without_a_barrier(n):
+    with_a_barrier(n)
+
+
+with_a_barrier = asks(without_a_barrier)
+
+
+def test_a_function_in_a_cycle_may_wait():
+    """Asked for the other one first, the search comes to it while nothing is known of that."""
+    assert resumable.may_wait(with_a_barrier, (cuda,))
+    assert resumable.may_wait(without_a_barrier, (cuda,))

@@ -133,6 +133,7 @@ DEPENDS = {
     "mma_dkdv-256-32x64x1-reading-dk": "spills 8 bytes on sm_90a with 13.0, none with 13.5",
     "mma_dkdv-256-32x64-reads-dv": "spills 60 bytes on sm_120a with 13.5, none on the others",
     "mma_dkdv-256-16x32-reads-dv": "spills 16 bytes on sm_120a with 13.5, none on the others",
+    "mma_dq-256-128x64x2": "spills 16 bytes on sm_100a with 13.5, none on sm_90a",
     "mma_dq-256-32x16-reads": "spills 76 bytes on sm_120a with 13.5, none on the others",
     "mma-256-mask-everything": "spills 172 bytes on sm_80, 164 on sm_86 and sm_89 with 13.0; none on sm_90a and later",
     "mma-256-bfloat16-everything": "spills 524 bytes on sm_80, 500 on sm_86 and sm_89 with 13.0; none on later ones",

@@ -51,16 +51,30 @@ def is_of_the_kernel(function: FunctionType, cudas: Any) -> bool:
 def may_wait(function: FunctionType, cudas: Any) -> bool:
     """Whether a function names something that may wait: a stand-in, cuda.syncthreads, or such a function."""
     if function not in _waits:
-        _waits[function] = False  # if it calls itself
-        code = function.__code__
-        names = _names_in(code)
-        if not (names & WAITING and code.co_filename.startswith(OURS)):
-            values = [function.__globals__[name] for name in names if name in function.__globals__]
-            values += [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-            _waits[function] = any(_value_waits(value, names, function, cudas) for value in values)
-        else:
-            _waits[function] = True
-    return _waits[function]
+        met: Any = weakref.WeakSet()
+        if not _finds_a_wait(function, cudas, met):
+            _waits.update(dict.fromkeys(met, False))
+    return bool(_waits[function])
+
+
+def _finds_a_wait(function: FunctionType, cudas: Any, met: Any) -> bool:
+    """met: the functions that this search has entered. It enters none twice, so a False may be that of a cycle: it is
+    remembered only if the whole search found nothing."""
+    if function in _waits:
+        return bool(_waits[function])
+    if function in met:
+        return False
+    met.add(function)
+    code = function.__code__
+    names = _names_in(code)
+    found = bool(names & WAITING) and code.co_filename.startswith(OURS)
+    if not found:
+        values = [function.__globals__[name] for name in names if name in function.__globals__]
+        values += [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+        found = any(_value_waits(value, names, function, cudas, met) for value in values)
+    if found:
+        _waits[function] = True
+    return found
 
 
 def _names_in(code: CodeType) -> set[str]:
@@ -68,23 +82,23 @@ def _names_in(code: CodeType) -> set[str]:
     return set(code.co_names).union(*(_names_in(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
-def _value_waits(value: Any, names: set[str], of: FunctionType, cudas: Any) -> bool:
+def _value_waits(value: Any, names: set[str], of: FunctionType, cudas: Any, met: Any) -> bool:
     """The same of a value that `of` sees. names: those in `of`."""
     if any(value is cuda for cuda in cudas):
         return bool(names & OF_CUDA)
     if isinstance(value, ModuleType):
         members = [vars(value)[name] for name in names & vars(value).keys()]
-        return any(_value_waits(x, names, of, cudas) for x in members if not isinstance(x, ModuleType))
+        return any(_value_waits(x, names, of, cudas, met) for x in members if not isinstance(x, ModuleType))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return any(_value_waits(member, names, of, cudas) for member in value)
+        return any(_value_waits(member, names, of, cudas, met) for member in value)
     device = getattr(value, "fn", None)
     if isinstance(device, FunctionType):
-        return may_wait(device, cudas)
+        return _finds_a_wait(device, cudas, met)
     value = getattr(value, "__wrapped__", value)  # of functools.cache
     if not isinstance(value, FunctionType):
         return False
     near = value.__globals__ is of.__globals__ or value.__module__.startswith("numba_flash.")
-    return near and may_wait(value, cudas)
+    return near and _finds_a_wait(value, cudas, met)
 
 
 @functools.lru_cache(512)
