@@ -110,6 +110,11 @@ class WalkConfig(Config):
         """Whether it sums up P times them, to dV."""
         return getattr(self, "of_dv", False)
 
+    @property
+    def delta_first(self) -> bool:
+        """Whether the sums of dP begin with -delta."""
+        return self.item_size == 2 and not self.seeded
+
     def shared_layout(self) -> Any:
         """Where the block's own tiles are, for S and for dP (K and V, or Q and dO), the stages of the other side's
         tiles, P and dS where warps exchange them, dQ with with_dq, the bias of a tile, lse and delta of the other

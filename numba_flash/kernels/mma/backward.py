@@ -93,7 +93,7 @@ def make(config):
     store_ds = products.storer(config.head_dim, config.head_dim_padded)
     store_dv = products.storer(config.head_dim_v, config.head_dim_v_padded)
     walk, scores = (backward_of_keys if of_keys else backward_of_queries).make(config), backward_scores.make(config)
-    read, kept_weight = scores.read, scores.kept_weight
+    read, kept_weight, delta_first = scores.read, scores.kept_weight, config.delta_first
     has_functions, has_mask_mod, chain = user.present(config), config.has("mask_mod"), fragments.chain(config)
     recompute = keys.make(config, of_ds, of_p) if of_keys else queries.make(config)
     own_dq = backward_own_dq.make(config) if config.with_dq else None
@@ -146,6 +146,8 @@ def make(config):
         if not one_stage:
             products.multiply_s(registers.acc_s, registers.own_s_frag, registers.other_frag, smem, for_s)
         if of_ds:
+            if delta_first:
+                walk.add_deltas(stage, registers, smem, score)
             own = smem + int32(plan.own_dp)
             products.multiply_dp(registers.acc_dp, registers.own_dp_frag, registers.other_frag, own, for_dp)
         if one_stage:  # the half for S arrives only now, but that of an only tile came with the other
@@ -217,7 +219,7 @@ def make(config):
         scores_of_tile(tile, stage, registers, smem, arrays, strides, sizes, score)
         if kept_weight.present:
             scores.find_kept(walk.lane_place(tile, smem), registers, arrays, sizes)
-        if of_ds:
+        if of_ds and not delta_first:
             walk.add_deltas(stage, registers, smem, score)
         if read.behind:
             scores.load(tile.t, walk.origin_of(tile, smem, strides), registers, arrays, strides, sizes, masked)

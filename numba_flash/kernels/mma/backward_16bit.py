@@ -20,13 +20,14 @@ def make(config):
     load_s, load_dp = made.load_own(config.head_dim_padded), made.load_own(config.head_dim_v_padded)
     weight_count, pack = strips * (part // 8) * 2, cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
 
-    def multiplier(columns):
+    def multiplier(columns, adds):
         product = made.scores_product(columns)
 
         @inlined
         def multiply(acc, own_frag, other_frag, own, other):
-            for x in range(2 * weight_count):
-                acc[x] = float32(0)
+            if not adds:
+                for x in range(2 * weight_count):
+                    acc[x] = float32(0)
             own_lane, other_lane, _ = made.lanes(special.thread_index())
             product(acc, own_frag, other_frag, own + own_lane, other + other_lane)
 
@@ -67,12 +68,17 @@ def make(config):
                 _, _, transposed = made.lanes(special.thread_index())
                 product(sums, weights, other_frag, tile + transposed)
             else:
-                made.put(weights, at, special.thread_index())
-                sync_owners()
-                # The thread's number is read again, so that addresses are not kept in registers through other products.
+                # The thread's number is read again for each product, so that addresses are not kept in registers
+                # through the others.
+                thread = special.thread_index()
+                made.put(weights, at, thread)
+                columns_left = columns - first_column(thread)
+                made.own_product(sums, weights, other_frag, own_panels(tile, thread), columns_left, thread)
+                bar.sync((thread >> int32(5 + shift)) + 1, 32 * groups)
                 thread = special.thread_index()
                 own_rows, columns_left = at + made.lanes(thread)[0], columns - first_column(thread)
-                made.shared_product(sums, shared_frag, other_frag, own_rows, own_panels(tile, thread), columns_left)
+                own_columns = own_panels(tile, thread)
+                made.others_product(sums, shared_frag, other_frag, own_rows, own_columns, columns_left, thread)
 
         return add
 
@@ -97,6 +103,6 @@ def make(config):
 
     return BackwardProducts(
         uint32, s_count, dp_count, 4, weight_count, uint32, 4 * strips, load_own_tiles,
-        multiplier(config.head_dim_padded), multiplier(config.head_dim_v_padded),
+        multiplier(config.head_dim_padded, False), multiplier(config.head_dim_v_padded, config.delta_first),
         round_row, nothing, nothing, adder, sync_owners, storer,
     )  # fmt: skip

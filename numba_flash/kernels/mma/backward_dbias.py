@@ -46,7 +46,7 @@ def make(config):
     blocks, rows, count, inf = tile_n // 8, 2, tile_n // 2, float32(math.inf)
     tiles, tiles_of, columns = score_tiles.make(config), score_ranges.of_bias(config), query_columns.make(config)
     chain, scores, has_functions = fragments.chain(config), backward_scores.make(config), user.present(config)
-    read, kept_weight, has_mask = scores.read, scores.kept_weight, config.has("mask")
+    read, kept_weight, delta_first, has_mask = scores.read, scores.kept_weight, config.delta_first, config.has("mask")
     always_masked = has_mask or has_functions
     dtype = "float32" if config.split else config.dtype_of("bias")
     store, pack = elements.storer(dtype), cvt.pack_f16x2 if dtype == "float16" else cvt.pack_bf16x2
@@ -89,7 +89,10 @@ def make(config):
             registers.minus_delta[r] = ld_st.load_b32(at + 4 * lse_delta.MINUS_DELTA).view(np.float32)
             for n in range(blocks):
                 for x in range(2):
-                    registers.acc_dp[n * 4 + r * 2 + x] = float32(0)
+                    if delta_first:
+                        scores.add_delta(r, n, x, registers, registers.minus_delta[r], score)
+                    else:
+                        registers.acc_dp[n * 4 + r * 2 + x] = float32(0)
         tiles.multiply(registers, smem, thread)
 
     @inlined
@@ -119,7 +122,8 @@ def make(config):
             for n in range(blocks):
                 for x in range(2):
                     at, lse, seen = n * 4 + r * 2 + x, registers.lse[r], registers.shown_bits[r]
-                    scores.add_delta(r, n, x, registers, registers.minus_delta[r], score)
+                    if not delta_first:
+                        scores.add_delta(r, n, x, registers, registers.minus_delta[r], score)
                     p = scores.weigh(r, n, x, registers, term, lse, seen, score, masked)
                     if not masked or p != 0:
                         registers.sums[at] += registers.acc_dp[at]

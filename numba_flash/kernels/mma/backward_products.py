@@ -22,7 +22,7 @@ class BackwardProducts(NamedTuple):
     shared_count: int
     load_own: Callable[..., Any]  # (s_frag, dp_frag, own_s, own_dp): with config.in_registers
     multiply_s: Callable[..., Any]  # (acc, s_frag, other_frag, own, other): acc = own . other^T over head_dim
-    multiply_dp: Callable[..., Any]  # the same over head_dim_v
+    multiply_dp: Callable[..., Any]  # the same over head_dim_v; with config.delta_first acc +=
     round_row: Callable[..., Any]  # (acc, weights, r): in 16 bits, weights <- row r of the lane's
     # (acc, weights, at): weights <- acc, if they are not rounded; at: where warps exchange them
     to_operand: Callable[..., Any]

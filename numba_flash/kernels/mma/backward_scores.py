@@ -37,7 +37,7 @@ def make(config):
     blocks, of_keys, way = part // 8, config.of_keys, 1 if config.of_keys else -1
     read = score_reads.make(config, config.strips, part, config.of_keys)
     kept_weight = kept_weights.on_fragments(config, config.strips, part)
-    of_product = config.of_ds and config.of_product
+    of_product, delta_first = config.of_ds and config.of_product, config.delta_first
     apply_functions = gradient_functions.on_fragments(config, config.strips, part, of_keys, of_product)
     has_mask, has_score_mod, has_functions = config.has("mask"), config.has("score_mod"), user.present(config)
     real, (weight, _) = numbers.of(config.compute_dtype).real, fragments.weights_at(config)
@@ -82,12 +82,13 @@ def make(config):
 
     @inlined
     def add_delta(r, n, x, registers, minus_delta, score):
-        """acc_dp <- dP times how often its weight counts, minus delta, in row r and column 8 * n + x."""
+        """acc_dp <- -delta before the product, which adds to it; or behind the product, dP times how often its weight
+        counts, minus delta. In row r and column 8 * n + x."""
         at, bit = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + x, uint32(2 * n + x)
-        dp = registers.acc_dp[at]
+        dp = real(0) if delta_first else registers.acc_dp[at]
         if kept_weight.present:
             dp = dp * score.kept_count if (registers.kept[r] >> bit) & uint32(1) != 0 else real(0)
-        registers.acc_dp[at] = dp + minus_delta
+        registers.acc_dp[at] = minus_delta if delta_first else dp + minus_delta
 
     @inlined
     def within(t, row):

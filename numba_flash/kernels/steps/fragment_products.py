@@ -123,12 +123,29 @@ def make(config):
                 ld_st.store_b32(at + 2 * int32(first_column_of(lane)), frag[((r // 2) * blocks + n) * 2 + r % 2])
 
     @inlined
-    def shared_product(acc, a_frag, b_frag, own_lane, other_transposed, columns_left):
-        """acc (strips, columns / 8, 4) += the scores that `put` has stored . the other tile, of whose columns there are
-        columns_left. own_lane: that of `lanes` in a tile (own_rows, other_rows) of scores. a_frag (strips, 4)."""
-        for y in range(config.other_rows // 16):
-            for strip in range(strips):
-                ldmatrix.x4(a_frag, strip * 4, chunk_pair(own_lane, y, own_panel) + strip * 2048)
-            add_own_columns(y, acc, a_frag, 0, 4, b_frag, other_transposed, columns_left)
+    def own_product(acc, frag, b_frag, other_transposed, columns_left, thread):
+        """acc (strips, columns / 8, 4) += the warp's part of the scores, from its registers, . its rows of the other
+        tile.
 
-    return named(lanes, load_own, scores_product, gradient_product, put, shared_product)
+        Of the warp's columns of the other tile, columns_left exist.
+        """
+        own_part = other_transposed + ((thread >> int32(5)) & (groups - 1)) * (part * 128)
+        for y in range(part // 16):
+            add_own_columns(y, acc, frag, 4 * y, 2 * blocks, b_frag, own_part, columns_left)
+
+    @inlined
+    def others_product(acc, a_frag, b_frag, own_lane, other_transposed, columns_left, thread):
+        """acc += the parts of the group's other warps, which `put` has stored, . their rows.
+
+        own_lane: that of `lanes` in a tile (own_rows, other_rows) of scores. a_frag (strips, 4).
+        """
+        for beside in range(1, groups):
+            member = ((thread >> int32(5)) + beside) & (groups - 1)
+            its_part = other_transposed + member * (part * 128)
+            for y in range(part // 16):
+                for strip in range(strips):
+                    weights = chunk_pair(own_lane, member * (part // 16) + y, own_panel) + strip * 2048
+                    ldmatrix.x4(a_frag, strip * 4, weights)
+                add_own_columns(y, acc, a_frag, 0, 4, b_frag, its_part, columns_left)
+
+    return named(lanes, load_own, scores_product, gradient_product, put, own_product, others_product)
