@@ -103,7 +103,6 @@ FAILING: dict[str, str] = {
     "wgmma_float32-256-64x32-both": "spills 68 bytes; none without bias, mask and functions",
     "wgmma_float32-256-64x32-everything": "spills 296 bytes; none without bias, mask and functions",
     "wgmma_float32-256-64x32-everything-odd": "spills 272 bytes; none without bias, mask and functions",
-    "wgmma_float32-192-128x32-odd": "spills 44 bytes, with lengths and sinks; none plain",
     "mma_dkdv-128-32x64-reads": "spills 44 bytes on sm_80 with 13.5, none on later ones",
     "mma_dkdv-256-32x64-reads-dk": "spills 32 bytes on sm_80 with 13.5, none on later ones",
     "mma_dkdv-256-16x32-reads-dk": "spills 16 bytes on sm_120a with 13.5, none on the others",
