@@ -11,7 +11,7 @@ from numba import cuda, float32, int32, uint8, uint32
 
 from lessons.launch import Lesson
 from numba_flash.kernels.steps.async_tiles import aligned
-from numba_flash.kernels.steps.inlined import inlined
+from numba_flash.kernels.steps.basics import inlined
 from numba_flash.ptx import approx, cvt, fence, local, mbarrier, memory, shared, shfl, special, tma, wgmma
 
 HEAD_DIM, TILE_M, TILE_N, STAGES = 64, 64, 128, 2

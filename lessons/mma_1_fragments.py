@@ -10,7 +10,7 @@ import math
 from numba import cuda, float32, uint16, uint32
 
 from lessons.launch import Lesson
-from numba_flash.kernels.steps.inlined import inlined
+from numba_flash.kernels.steps.basics import inlined
 from numba_flash.ptx import approx, bar, cvt, local, memory, mma
 
 HEAD_DIM, TILE_M, TILE_N, THREADS = 64, 64, 64, 128  # four warps of 16 queries

@@ -11,8 +11,7 @@ from numba import cuda, float32, uint8, uint32
 
 from lessons.launch import Lesson
 from numba_flash.kernels.steps.async_tiles import aligned
-from numba_flash.kernels.steps.inlined import inlined
-from numba_flash.kernels.steps.plain import panel_offset
+from numba_flash.kernels.steps.basics import inlined, panel_offset
 from numba_flash.ptx import approx, cp_async, cvt, ldmatrix, local, memory, mma, shared, shfl
 
 HEAD_DIM, TILE_M, TILE_N, THREADS = 64, 64, 64, 128  # four warps of 16 queries

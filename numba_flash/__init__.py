@@ -7,8 +7,10 @@ that needs them. Where torch is imported, before or after, it is told of our ope
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .machine import forked as _forked  # noqa: F401 - registers an at-fork handler
-from .machine import torch_arrival as _torch_arrival
+from .machine import (
+    forked as _forked,  # noqa: F401 - registers an at-fork handler
+    torch_arrival as _torch_arrival,
+)
 
 __version__ = "0.1.0"
 
@@ -44,25 +46,21 @@ __all__ = [
 
 if TYPE_CHECKING:
     from . import debug, distributed, mods, reference, testing
-    from .api.backward import AttentionGradients as AttentionGradients
-    from .api.backward import attention_backward as attention_backward
-    from .api.block_mask import BlockMask as BlockMask
-    from .api.block_mask import block_mask as block_mask
-    from .api.explain import explain as explain
-    from .api.explain import explain_backward as explain_backward
-    from .api.forward import AttentionOutput as AttentionOutput
-    from .api.forward import attention as attention
-    from .api.forward import warmup as warmup
+    from .api.backward import AttentionGradients as AttentionGradients, attention_backward as attention_backward
+    from .api.block_mask import BlockMask as BlockMask, block_mask as block_mask
+    from .api.explain import explain as explain, explain_backward as explain_backward
+    from .api.forward import AttentionOutput as AttentionOutput, attention as attention, warmup as warmup
     from .api.kvcache import attention_kvcache as attention_kvcache
     from .api.merge import merge as merge
     from .api.softmax import softmax as softmax
-    from .api.varlen import attention_varlen as attention_varlen
-    from .api.varlen import attention_varlen_backward as attention_varlen_backward
-    from .api.weights import RowStatistics as RowStatistics
-    from .api.weights import attention_lse as attention_lse
-    from .api.weights import column_sums as column_sums
-    from .api.weights import row_statistics as row_statistics
-    from .api.weights import weights as weights
+    from .api.varlen import attention_varlen as attention_varlen, attention_varlen_backward as attention_varlen_backward
+    from .api.weights import (
+        RowStatistics as RowStatistics,
+        attention_lse as attention_lse,
+        column_sums as column_sums,
+        row_statistics as row_statistics,
+        weights as weights,
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -18,8 +18,7 @@ from _clone import commit
 import numba_flash
 from numba_flash.dispatch import forward as dispatch
 from numba_flash.gpu import compiled
-from numba_flash.select import around
-from numba_flash.select import forward_kernels as select
+from numba_flash.select import around, forward_kernels as select
 
 VERSIONS = (
     "numba", "numba-cuda", "cuda-core", "cupy-cuda13x", "cupy-cuda12x", "numpy", "torch", "triton", "jax",

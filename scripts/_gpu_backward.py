@@ -13,11 +13,9 @@ import numba_flash
 from numba_flash import testing
 from numba_flash.api import backward as gradients
 from numba_flash.api.backward import AttentionGradients
-from numba_flash.dispatch import backward as dispatch
-from numba_flash.dispatch import launch
+from numba_flash.dispatch import backward as dispatch, launch
 from numba_flash.problem.options import OPTIONS, daux_name
-from numba_flash.select import backward_kernels as select_backward
-from numba_flash.select import rungs
+from numba_flash.select import backward_kernels as select_backward, rungs
 from numba_flash.testing import exact as testing_exact
 
 BAND, PATTERN = 4096, 0x5A  # bytes before and behind everything that a backward allocates, and what they hold

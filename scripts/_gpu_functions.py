@@ -15,8 +15,7 @@ import numpy as np
 import numba_flash
 from numba_flash import mods, testing
 from numba_flash.dispatch import backward as dispatch
-from numba_flash.select import backward_kernels as select_backward
-from numba_flash.select import rungs
+from numba_flash.select import backward_kernels as select_backward, rungs
 
 # Functions of this file and of mods that other processes find by name. All that take arrays take all of them.
 _BY_BUCKET = mods.relative_position(16, 64)

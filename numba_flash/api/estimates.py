@@ -14,8 +14,7 @@ from ..problem.forward import Problem
 from ..problem.options import BY_NAME
 from ..select.cost_model import simulated_seconds
 from ..select.forward import Choice, config_of, refusal
-from ..select.rungs import GPU as ON_GPU
-from ..select.rungs import RUNGS, comes_first, preferred
+from ..select.rungs import GPU as ON_GPU, RUNGS, comes_first, preferred
 from .measured import CALL_MICROSECONDS, CPU_GFLOPS, GPU, MULTIPROCESSORS, TFLOPS
 
 SAMPLES = 64  # about how many queries' keys are counted

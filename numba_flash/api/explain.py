@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config.forward import Config, LaunchFacts
-from ..dispatch import backward as gradients
-from ..dispatch import launch
+from ..dispatch import backward as gradients, launch
 from ..gpu import compiled
 from ..machine.cache_folder import bundle_folder, bundle_only
 from ..machine.target import Target

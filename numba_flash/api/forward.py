@@ -8,8 +8,7 @@ from typing import Any
 from .. import arrays
 from ..dispatch import forward as dispatch
 from ..dispatch.call import NO_AUX, Call, folded, has_other_dimensions
-from ..dispatch.forward import AttentionOutput as AttentionOutput
-from ..dispatch.forward import CallPlan
+from ..dispatch.forward import AttentionOutput as AttentionOutput, CallPlan
 from ..problem.forward import NoColumns
 from ..problem.options import NO_NUMBERS, OPTION_NAMES, Options
 

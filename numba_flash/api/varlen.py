@@ -4,8 +4,7 @@ import inspect
 from typing import Any
 
 from .. import arrays
-from ..dispatch import backward as gradients
-from ..dispatch import forward as dispatch
+from ..dispatch import backward as gradients, forward as dispatch
 from ..dispatch.call import NO_AUX, Call
 from ..problem.options import AttentionGradients, Options
 from ..problem.packed import bounds

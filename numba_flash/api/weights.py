@@ -11,8 +11,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from .. import arrays
-from ..dispatch.block_mask import OPTIONS as OF_BLOCK_MASK
-from ..dispatch.block_mask import in_options
+from ..dispatch.block_mask import OPTIONS as OF_BLOCK_MASK, in_options
 from ..functions.function import Function
 from ..problem.options import FUNCTIONS, OF_HEADS, OF_PAIRS, SCORE_NUMBERS
 from .backward import attention_backward

@@ -22,9 +22,7 @@ import numpy as np
 from .. import arrays
 from ..abi.parameters import aux_names
 from ..arrays import Array, Layout
-from ..dispatch import backward as gradients
-from ..dispatch import caller_functions
-from ..dispatch import forward as dispatch
+from ..dispatch import backward as gradients, caller_functions, forward as dispatch
 from ..dispatch.call import Call, alignment_of
 from ..dispatch.forward import AttentionOutput
 from ..dispatch.launch import Launch

@@ -11,13 +11,18 @@ import torch
 from torch import Tensor
 
 from ..arrays import recording
-from ..dispatch import backward as gradients
-from ..dispatch import caller_functions
-from ..dispatch import forward as dispatch
+from ..dispatch import backward as gradients, caller_functions, forward as dispatch
 from ..dispatch.call import Call
 from ..dispatch.seed import seed_number
-from ..problem.options import ARRAY_NAMES, OPTION_ARRAYS, AttentionGradients, Options, Packed, daux_name
-from ..problem.options import GRADIENT_OF as ARRAY_OF_GRADIENT
+from ..problem.options import (
+    ARRAY_NAMES,
+    GRADIENT_OF as ARRAY_OF_GRADIENT,
+    OPTION_ARRAYS,
+    AttentionGradients,
+    Options,
+    Packed,
+    daux_name,
+)
 from ..select.rungs import kernel_of_backward
 from .static_call import StaticCall
 from .torch_functions import traced_keys

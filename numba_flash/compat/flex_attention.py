@@ -5,10 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
-from torch.nn.attention.flex_attention import BlockMask as BlockMask
-from torch.nn.attention.flex_attention import and_masks as and_masks
-from torch.nn.attention.flex_attention import create_block_mask as create_block_mask
-from torch.nn.attention.flex_attention import or_masks as or_masks
+from torch.nn.attention.flex_attention import (
+    BlockMask as BlockMask,
+    and_masks as and_masks,
+    create_block_mask as create_block_mask,
+    or_masks as or_masks,
+)
 
 from ..api import forward as api
 from ..bridges.torch_call import flatten

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import forward as api
-from ..api import varlen
+from ..api import forward as api, varlen
 from ..arrays import Layout
 from ..bridges.torch import NO_DROPOUT
 from ..bridges.torch_operations import recorded

@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import backward as api_backward
-from ..api import forward as api
-from ..api import varlen
+from ..api import backward as api_backward, forward as api, varlen
 from ..bridges.torch_call import fetchable
 from .arguments import refuse_pages, renamed, window_sides
 from .torch_settings import drawn_seed

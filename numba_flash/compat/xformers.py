@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import forward as api
-from ..api import varlen
+from ..api import forward as api, varlen
 from .arguments import described, number, probability, renamed
 from .torch_settings import drawn_seed
 

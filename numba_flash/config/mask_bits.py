@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..abi import mask_bits
-from ..abi import parameters as abi
+from ..abi import mask_bits, parameters as abi
 from .forward import AnyProblem, LaunchFacts, multiple_of
 
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..abi import mask_bits, tile_states
-from ..abi import parameters as abi
+from ..abi import mask_bits, parameters as abi, tile_states
 from ..abi.parameters import StatesTile
 from ..problem.forward import Problem
 from ..problem.options import Uses

@@ -9,8 +9,7 @@ float64 sums of all elements, and the parts are added in order: the bits do not 
 
 import numpy as np
 
-from . import backward_plan as at
-from . import plan as slot
+from . import backward_plan as at, plan as slot
 from .backward_panel import GRADIENTS, Keys, Tiles, panel_gradients, take_rows, take_statistics, tiles_from
 from .elements import INT, gather, row_address
 from .kernel import inlined

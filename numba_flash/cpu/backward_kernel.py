@@ -18,8 +18,7 @@ query rows along the vector; the sums over rows have head_dim along it.
 
 import numpy as np
 
-from . import backward_plan as at
-from . import plan as slot
+from . import backward_plan as at, plan as slot
 from .backward_panel import (
     CAPPED,
     GRADIENTS,

@@ -4,8 +4,7 @@
 
 from typing import NamedTuple
 
-from . import backward_plan as at
-from . import plan as slot
+from . import backward_plan as at, plan as slot
 from .counts import count
 from .elements import INT, compiled, copy_in, fill, gather, row_address
 from .kernel import inlined

@@ -11,8 +11,7 @@ scores.
 
 import numpy as np
 
-from . import backward_plan as at
-from . import plan as slot
+from . import backward_plan as at, plan as slot
 from .backward_panel import GRADIENTS, Keys, Tiles, panel_gradients, take_rows, take_statistics, tiles_from
 from .elements import INT, compiled, fill, gather, put, row_address
 from .kernel import inlined

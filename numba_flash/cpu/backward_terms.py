@@ -9,8 +9,7 @@ import math
 
 import numpy as np
 
-from . import backward_plan as at
-from . import plan as slot
+from . import backward_plan as at, plan as slot
 from .elements import INT, compiled, gather, get, put, row_address
 from .kernel import inlined
 from .panel import INFINITY

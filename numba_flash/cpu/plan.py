@@ -9,8 +9,7 @@ import os
 import numpy as np
 
 from ..problem.forward import Problem
-from ..problem.options import SEEDED as SEEDED_OPTION
-from ..problem.options import Operands, dropped_steps, kept_count
+from ..problem.options import SEEDED as SEEDED_OPTION, Operands, dropped_steps, kept_count
 
 # Element types, as numbers for the kernel.
 FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = range(4)

@@ -7,8 +7,7 @@ from ..arrays import is_array
 from ..dispatch.forward import AttentionOutput
 from ..problem.option_checks import window_sides
 from ..problem.options import OF_HEADS, AttentionGradients
-from . import gather, ring, rule
-from . import heads as by_heads
+from . import gather, heads as by_heads, ring, rule
 from .groups import namespace
 from .layout import ZIGZAG, Layout, Reach, check_local, document_ends, layout_of
 from .local import Call

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..abi.tensor_maps import SIZE as MAP_SIZE
-from ..abi.tensor_maps import TensorMap
+from ..abi.tensor_maps import SIZE as MAP_SIZE, TensorMap
 from ..machine import context
 from .tensor_maps import encode
 

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..arrays.dtypes import ITEM_SIZE
-from ..config import backward as mma
-from ..config import wgmma_backward as wgmma
-from ..config import wgmma_backward_ends as wgmma_ends
-from ..config import wgmma_backward_float32 as wgmma_float32
-from ..config import wide_backward as wide
+from ..config import (
+    backward as mma,
+    wgmma_backward as wgmma,
+    wgmma_backward_ends as wgmma_ends,
+    wgmma_backward_float32 as wgmma_float32,
+    wide_backward as wide,
+)
 from ..config.aux_gradients import AuxRoundConfig, AuxStartConfig, DauxConfig
 from ..config.bias_rows import BiasRowsConfig
 from ..config.forward import Config, LaunchFacts

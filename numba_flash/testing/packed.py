@@ -8,8 +8,7 @@ import numpy as np
 
 from ..api.backward import AttentionGradients
 from ..problem.options import OF_HEADS, OF_PAIRS, SCORE_NUMBERS
-from .cases import FEATURES as OF_CASES
-from .cases import Case, Numbers, strided
+from .cases import FEATURES as OF_CASES, Case, Numbers, strided
 from .checks import check, check_gradients
 
 FEATURES = tuple(name for name in OF_CASES if name not in OF_PAIRS)

@@ -12,8 +12,7 @@ pytest.importorskip("jax.experimental.buffer_callback", reason="needs a JAX with
 import jax.numpy as jnp  # noqa: E402
 
 import numba_flash  # noqa: E402
-from numba_flash.bridges import jax as bridge  # noqa: E402
-from numba_flash.bridges import jax_seed  # noqa: E402
+from numba_flash.bridges import jax as bridge, jax_seed  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 import numba_flash  # noqa: E402
 from numba_flash import testing  # noqa: E402
 from numba_flash.bridges import torch_operations as operations  # noqa: E402
-from numba_flash.dispatch import backward as gradients  # noqa: E402
-from numba_flash.dispatch import forward as dispatch  # noqa: E402
+from numba_flash.dispatch import backward as gradients, forward as dispatch  # noqa: E402
 from numba_flash.select import rungs  # noqa: E402
 
 

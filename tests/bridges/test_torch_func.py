@@ -4,8 +4,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+from hypothesis import (  # noqa: E402
+    given,
+    settings,
+    strategies as st,  # noqa: E402
+)
 from torch import func  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 

@@ -10,9 +10,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 import numpy as np  # noqa: E402
 
 import numba_flash  # noqa: E402
-from numba_flash.dispatch import backward as gradients  # noqa: E402
-from numba_flash.dispatch import call as of_calls  # noqa: E402
-from numba_flash.dispatch import forward as dispatch  # noqa: E402
+from numba_flash.dispatch import backward as gradients, call as of_calls, forward as dispatch  # noqa: E402
 
 SHAPE = (2, 4, 10, 16)
 

@@ -14,8 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
 from numba_flash.bridges import torch_operations  # noqa: E402
-from numba_flash.compat import packed  # noqa: E402
-from numba_flash.compat import transformers as bridge  # noqa: E402
+from numba_flash.compat import packed, transformers as bridge  # noqa: E402
 from numba_flash.compat.visible import Visible  # noqa: E402
 from numba_flash.problem.options import Packed  # noqa: E402
 

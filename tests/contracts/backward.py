@@ -9,8 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import numba_flash
 from contracts import forward
@@ -18,8 +17,7 @@ from contracts.forward import same_bits
 from numba_flash import testing
 from numba_flash.api.backward import AttentionGradients
 from numba_flash.problem.options import GRADIENT_OF
-from numba_flash.testing import Case
-from numba_flash.testing import exact as testing_exact
+from numba_flash.testing import Case, exact as testing_exact
 
 NAMES = tuple(GRADIENT_OF)  # without daux, of which a problem has any number: tests/contracts/functions.py
 

@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import numba_flash
 from numba_flash import testing

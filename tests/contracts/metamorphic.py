@@ -6,8 +6,7 @@ the results are compared within a few roundings; where they do not, bit by bit.
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import numba_flash
 from contracts.forward import lse_unchanged, same_bits, unchanged

@@ -13,8 +13,7 @@ from contracts import backward, forward
 import numba_flash
 from numba_flash import testing
 from numba_flash.dispatch import forward as dispatch
-from numba_flash.select import forward_kernels as select
-from numba_flash.select import rungs
+from numba_flash.select import forward_kernels as select, rungs
 
 HERE = Path(__file__).parent
 

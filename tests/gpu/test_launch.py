@@ -9,8 +9,7 @@ from contracts.forward import problem
 import numba_flash
 from numba_flash import testing
 from numba_flash.abi.tensor_maps import TensorMap, fits
-from numba_flash.dispatch import forward as dispatch
-from numba_flash.dispatch import launch
+from numba_flash.dispatch import forward as dispatch, launch
 from numba_flash.gpu import compiled
 from numba_flash.gpu.launcher import Launcher
 from numba_flash.gpu.tensor_maps import _behind_address, _encoded, encode

@@ -10,8 +10,7 @@ from numba import njit
 from numba.core import types
 
 from numba_flash.cpu.functions import AUX_ELEMENTS
-from numba_flash.functions import compiled as numbers_compiled
-from numba_flash.functions import numbers
+from numba_flash.functions import compiled as numbers_compiled, numbers
 from numba_flash.functions.function import Function
 
 inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)

@@ -7,18 +7,14 @@ from unittest import mock
 
 import pytest
 from contracts import forward
-from helpers.tile_rows import CHUNK, in_simulator
-from helpers.tile_rows import row as tile_row
+from helpers.tile_rows import CHUNK, in_simulator, row as tile_row
 
 from numba_flash import testing
 from numba_flash.config.decode import DecodeConfig
-from numba_flash.dispatch import backward as dispatch_backward
-from numba_flash.dispatch import forward as dispatch_forward
-from numba_flash.ptx.sim import now
-from numba_flash.ptx.sim import wgmma as sim_wgmma
+from numba_flash.dispatch import backward as dispatch_backward, forward as dispatch_forward
+from numba_flash.ptx.sim import now, wgmma as sim_wgmma
 from numba_flash.ptx.sim.thread import driven
-from numba_flash.select import backward_kernels as select_backward
-from numba_flash.select import backward_tiles, rungs, tiles
+from numba_flash.select import backward_kernels as select_backward, backward_tiles, rungs, tiles
 from numba_flash.select.tiles import PER_SCORE
 
 HERE = Path(__file__).parent

@@ -10,8 +10,7 @@ import sys
 
 import numpy as np
 import pytest
-from helpers.tile_rows import in_simulator
-from helpers.tile_rows import row as tile_row
+from helpers.tile_rows import in_simulator, row as tile_row
 
 import numba_flash
 from numba_flash import mods
@@ -21,9 +20,7 @@ from numba_flash.gpu.compiled import source
 from numba_flash.machine import toolchain
 from numba_flash.problem import backward as problem_backward
 from numba_flash.ptx.sim import now
-from numba_flash.select import backward_kernels as select_backward
-from numba_flash.select import backward_tiles
-from numba_flash.select import forward_kernels as select_forward
+from numba_flash.select import backward_kernels as select_backward, backward_tiles, forward_kernels as select_forward
 from numba_flash.select.rungs import RUNGS
 
 pytestmark = pytest.mark.skipif(not toolchain.simulated(), reason="set NUMBA_ENABLE_CUDASIM=1")

@@ -8,8 +8,7 @@ import pytest
 from contracts import forward, kvcache, suite
 from contracts.forward import same_bits
 from helpers.tile_rows import CHUNK
-from hypothesis import given, reject
-from hypothesis import strategies as st
+from hypothesis import given, reject, strategies as st
 
 import numba_flash
 from numba_flash import arrays, testing

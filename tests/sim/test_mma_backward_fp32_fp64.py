@@ -18,8 +18,7 @@ from contracts.backward import (  # noqa: F401
     test_what_is_not_wanted_changes_nothing,
 )
 from contracts.functions import BY_PLACE
-from helpers.tile_rows import in_simulator
-from helpers.tile_rows import row as tile_row
+from helpers.tile_rows import in_simulator, row as tile_row
 
 import numba_flash
 from numba_flash import testing

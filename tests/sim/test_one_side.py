@@ -8,8 +8,7 @@ from numba_flash import testing
 from numba_flash.api import forward as api
 from numba_flash.dispatch import forward as dispatch
 from numba_flash.kernels.wgmma import one_side
-from numba_flash.select import forward_kernels as select
-from numba_flash.select import tiles
+from numba_flash.select import forward_kernels as select, tiles
 
 SLOPES = np.array([0.5, 0.03], np.float32)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from numba_flash.kernels.steps.inlined import inlined
+from numba_flash.kernels.steps.basics import inlined
 from numba_flash.kernels.steps.repeated import repeated
 
 

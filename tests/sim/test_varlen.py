@@ -9,9 +9,7 @@ from contracts import forward, suite, varlen
 import numba_flash
 from numba_flash import testing
 from numba_flash.config import wgmma_backward
-from numba_flash.dispatch import backward as dispatch_backward
-from numba_flash.dispatch import forward as dispatch
-from numba_flash.dispatch import launch
+from numba_flash.dispatch import backward as dispatch_backward, forward as dispatch, launch
 from numba_flash.kernels.wgmma import backward_block_tiles
 from numba_flash.machine.target import Target
 from numba_flash.select import backward_kernels, features, rungs

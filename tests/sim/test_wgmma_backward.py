@@ -27,18 +27,15 @@ from numba_flash import arrays, testing
 from numba_flash.arrays import making
 from numba_flash.config import wgmma_backward
 from numba_flash.config.wgmma_backward import WgmmaFusedConfig
-from numba_flash.dispatch import backward as dispatch
-from numba_flash.dispatch import launch
-from numba_flash.kernels.recompute import keys as recompute_keys
-from numba_flash.kernels.recompute import queries as recompute_queries
+from numba_flash.dispatch import backward as dispatch, launch
+from numba_flash.kernels.recompute import keys as recompute_keys, queries as recompute_queries
 from numba_flash.kernels.steps import dq_order
 from numba_flash.kernels.wgmma import backward_block_tiles, backward_dq_sums
 from numba_flash.ptx import griddepcontrol
 from numba_flash.ptx.sim import now, special, wgmma
 from numba_flash.ptx.sim.errors import InstructionError
 from numba_flash.ptx.sim.thread import driven
-from numba_flash.select import backward_kernels as select_backward
-from numba_flash.select import backward_tiles
+from numba_flash.select import backward_kernels as select_backward, backward_tiles
 
 
 @pytest.fixture(scope="module")

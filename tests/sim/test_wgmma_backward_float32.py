@@ -17,8 +17,7 @@ from helpers.tile_rows import row as tile_row
 from numba import cuda
 
 from numba_flash import arrays, testing
-from numba_flash.kernels.recompute import keys as recompute_keys
-from numba_flash.kernels.recompute import queries as recompute_queries
+from numba_flash.kernels.recompute import keys as recompute_keys, queries as recompute_queries
 from numba_flash.kernels.steps import rows_wide
 from numba_flash.ptx.sim import block
 from numba_flash.ptx.sim.launch import run

@@ -6,8 +6,7 @@ from contracts.backward import Rung, incoming, same
 from helpers.tile_rows import row as tile_row
 
 from numba_flash import testing
-from numba_flash.kernels.recompute import keys as recompute_keys
-from numba_flash.kernels.recompute import queries as recompute_queries
+from numba_flash.kernels.recompute import keys as recompute_keys, queries as recompute_queries
 from numba_flash.select import backward_tiles as tiles
 
 

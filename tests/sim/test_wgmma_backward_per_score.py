@@ -10,8 +10,7 @@ from contracts.functions import BY_PLACE
 from contracts.metamorphic import both_close
 
 from numba_flash import mods, testing
-from numba_flash.kernels.recompute import keys as recompute_keys
-from numba_flash.kernels.recompute import queries as recompute_queries
+from numba_flash.kernels.recompute import keys as recompute_keys, queries as recompute_queries
 
 
 @pytest.fixture(scope="module")

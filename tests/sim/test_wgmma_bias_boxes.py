@@ -17,8 +17,7 @@ from numba_flash import testing
 from numba_flash.dispatch import forward as dispatch
 from numba_flash.kernels.steps.head_rounds import entry_and_head
 from numba_flash.machine.target import Target
-from numba_flash.select import forward_kernels as select
-from numba_flash.select import tiles
+from numba_flash.select import forward_kernels as select, tiles
 
 
 @pytest.fixture(scope="module")

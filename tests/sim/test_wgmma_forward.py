@@ -22,8 +22,7 @@ from numba_flash import testing
 from numba_flash.api import forward as api
 from numba_flash.dispatch import forward as dispatch
 from numba_flash.machine.target import Target
-from numba_flash.select import forward_kernels as select_forward
-from numba_flash.select import tiles
+from numba_flash.select import forward_kernels as select_forward, tiles
 
 
 @pytest.fixture(scope="session")

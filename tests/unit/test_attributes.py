@@ -59,8 +59,7 @@ def test_tuples_of_other_programs_are_left_to_numba():
 
 def test_functions_are_read_under_their_own_names():
     from numba_flash.kernels import attributes
-    from numba_flash.kernels.steps.inlined import nothing
-    from numba_flash.kernels.steps.named import named
+    from numba_flash.kernels.steps.basics import named, nothing
 
     made = named(nothing, factor=3)
     assert made._fields == ("nothing", "factor") and made.nothing is nothing and attributes.is_constant(made)

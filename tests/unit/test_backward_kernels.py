@@ -6,8 +6,7 @@ import re
 import pytest
 from helpers.machines import A100, AMPERE, B200, HOPPER, RTX_5090, TURING, empty
 from helpers.selected import configs_of, explained, kernels_of
-from helpers.simt_kernels import ALL, everything
-from helpers.simt_kernels import backward_problem as problem
+from helpers.simt_kernels import ALL, backward_problem as problem, everything
 
 from numba_flash.abi.arguments import element_type
 from numba_flash.arrays import read

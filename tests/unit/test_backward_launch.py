@@ -8,8 +8,7 @@ import pytest
 from helpers import compiler
 from helpers.machines import HOPPER, empty
 from helpers.selected import configs_of, explained
-from helpers.simt_kernels import BACKWARD, everything, local_bytes
-from helpers.simt_kernels import backward_problem as problem
+from helpers.simt_kernels import BACKWARD, backward_problem as problem, everything, local_bytes
 
 from numba_flash.abi import arguments
 from numba_flash.arrays import read

@@ -16,8 +16,7 @@ from numba_flash.abi.parameters import StatesTile
 from numba_flash.dispatch import launch
 from numba_flash.functions.arguments import reads_argument
 from numba_flash.functions.function import Function
-from numba_flash.select import around
-from numba_flash.select import forward as select
+from numba_flash.select import around, forward as select
 
 SEGMENTS = np.zeros((2, 8), np.int64)
 

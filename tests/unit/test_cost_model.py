@@ -5,8 +5,7 @@ import heapq
 
 import pytest
 from helpers.machines import HOPPER, empty, problem
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from numba_flash.dispatch.launch import workspace
 from numba_flash.problem.ranges import UNBOUNDED, key_tiles, row_keys

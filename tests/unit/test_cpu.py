@@ -13,22 +13,18 @@ import numba
 import numpy as np
 import pytest
 from contracts import forward
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numba import njit
 
 import numba_flash
 from numba_flash import testing
-from numba_flash.cpu import backward as cpu_backward
-from numba_flash.cpu import cache as cpu_cache
-from numba_flash.cpu import forward as cpu
+from numba_flash.cpu import backward as cpu_backward, cache as cpu_cache, forward as cpu
 from numba_flash.cpu.elements import float_to_bfloat, float_to_half
 from numba_flash.cpu.plan import LEAF_KEYS, MAX_ROWS_ALONE, MAX_ROWS_SPLIT, NODE_KEYS, tile_keys
 from numba_flash.cpu.vectors.build import TILE_KEYS, Shape, lanes, load
 from numba_flash.cpu.vectors.panel import softmax_panel
 from numba_flash.cpu.vectors.scores import cap_scores
-from numba_flash.machine import forked
-from numba_flash.machine import threads as machine_threads
+from numba_flash.machine import forked, threads as machine_threads
 from numba_flash.machine.announce import announce
 from numba_flash.testing import Case
 

@@ -17,9 +17,7 @@ from helpers.machines import problem
 
 import numba_flash
 from numba_flash import mods, testing
-from numba_flash.cpu import cache, functions, panel
-from numba_flash.cpu import forward as cpu_forward
-from numba_flash.cpu import plan as slot
+from numba_flash.cpu import cache, forward as cpu_forward, functions, panel, plan as slot
 from numba_flash.cpu.vectors import build
 from numba_flash.functions import NARROW
 from numba_flash.functions.compiled.number_types import BASES, Table

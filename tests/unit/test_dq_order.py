@@ -3,8 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from numba_flash.kernels.steps.dq_order import AT_A_TIME, key_tile_of, parts_before, ways_of
 from numba_flash.problem.ranges import UNBOUNDED, row_keys

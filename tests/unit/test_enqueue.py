@@ -17,8 +17,7 @@ from numba_flash.abi.parameters import Parameters
 from numba_flash.abi.tensor_maps import TensorMap
 from numba_flash.arrays import Array
 from numba_flash.dispatch import launch
-from numba_flash.gpu import compiled
-from numba_flash.gpu import launcher as enqueue
+from numba_flash.gpu import compiled, launcher as enqueue
 from numba_flash.machine.target import Target
 from numba_flash.select.forward import select
 

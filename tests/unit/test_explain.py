@@ -11,8 +11,7 @@ import numba_flash
 from numba_flash.api import estimates
 from numba_flash.api.explain import Explanation, _duration, _refused
 from numba_flash.api.measured import CALL_MICROSECONDS, CPU_GFLOPS, TFLOPS
-from numba_flash.select import forward as select
-from numba_flash.select import rungs
+from numba_flash.select import forward as select, rungs
 
 
 def explain(case, **options):

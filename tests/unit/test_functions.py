@@ -14,8 +14,7 @@ from helpers.machines import A100, HOPPER, problem
 from numba_flash.arrays import read
 from numba_flash.functions import numbers, rules
 from numba_flash.functions.function import Function
-from numba_flash.gpu import assembler
-from numba_flash.gpu import compiled as gpu
+from numba_flash.gpu import assembler, compiled as gpu
 from numba_flash.select import forward as select
 
 # Where each function of math is asked: inside its domain, off its steps.

@@ -6,8 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from helpers import compiler, random_functions
-from helpers import functions_beside as beside
+from helpers import compiler, functions_beside as beside, random_functions
 from helpers.machines import A100, problem
 
 import numba_flash

@@ -24,8 +24,7 @@ import pytest
 from helpers import compiler, gate_results
 from helpers.machines import A100, ADA, AMPERE, B200, HOPPER, RTX_5090, TURING, empty, packed_problem, problem
 from helpers.selected import configs_of, configs_with
-from helpers.simt_kernels import BACKWARD, FORWARD, local_bytes
-from helpers.simt_kernels import backward_problem as gradients
+from helpers.simt_kernels import BACKWARD, FORWARD, backward_problem as gradients, local_bytes
 
 from numba_flash.arrays import read
 from numba_flash.config.backward import MmaBackwardConfig, PreprocessConfig
@@ -37,8 +36,7 @@ from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import HEAD_GRADIENTS, Packed, uses
 from numba_flash.problem.pages import Pages
-from numba_flash.select import backward_kernels, backward_tiles, decode, tiles
-from numba_flash.select import forward as select
+from numba_flash.select import backward_kernels, backward_tiles, decode, forward as select, tiles
 from numba_flash.select.rungs import RUNGS
 
 pytestmark = compiler.needed

@@ -8,8 +8,7 @@ import pytest
 from helpers.machines import HOPPER
 
 import numba_flash
-from numba_flash.dispatch import forward as dispatch
-from numba_flash.dispatch import host_copies
+from numba_flash.dispatch import forward as dispatch, host_copies
 
 HOST = dataclasses.replace(HOPPER, arrays_on_host=True)
 RNG = np.random.default_rng(0)

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import numba_flash
-from numba_flash.cpu import backward as cpu_backward
-from numba_flash.cpu import forward as cpu
+from numba_flash.cpu import backward as cpu_backward, forward as cpu
 from numba_flash.machine import interrupt
 
 posix = pytest.mark.skipif(os.name != "posix", reason="os.kill sends signals on POSIX only")

@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from contracts.forward import problem
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import numba_flash
 from numba_flash import merge, testing

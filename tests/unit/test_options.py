@@ -8,8 +8,7 @@ import pytest
 import numba_flash
 from numba_flash.api import backward, forward
 from numba_flash.config.simt_backward import HeadSumsConfig
-from numba_flash.dispatch import backward as dispatch_backward
-from numba_flash.dispatch import forward as dispatch_forward
+from numba_flash.dispatch import backward as dispatch_backward, forward as dispatch_forward
 from numba_flash.dispatch.call import Call
 from numba_flash.kernels import score
 from numba_flash.problem.options import (

@@ -1,8 +1,7 @@
 """ranges.py against counting keys one by one."""
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from numba_flash.problem.ranges import UNBOUNDED, key_queries, key_tiles, row_keys
 

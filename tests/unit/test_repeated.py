@@ -5,10 +5,8 @@ import numpy as np
 import pytest
 
 import numba_flash
-from numba_flash import arrays as arrays_module
-from numba_flash import mods
-from numba_flash.dispatch import backward as gradients
-from numba_flash.dispatch import forward as dispatch
+from numba_flash import arrays as arrays_module, mods
+from numba_flash.dispatch import backward as gradients, forward as dispatch
 
 SHAPE = (2, 4, 10, 16)
 

@@ -5,8 +5,7 @@ import types
 
 import pytest
 
-from numba_flash.gpu import stream_numbers
-from numba_flash.gpu import tile_counters as counters
+from numba_flash.gpu import stream_numbers, tile_counters as counters
 
 ACTIVE, NONE = "active", "none"
 

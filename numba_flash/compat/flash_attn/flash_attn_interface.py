@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ...api import forward as api
-from ...api import kvcache, varlen
+from ...api import forward as api, kvcache, varlen
 from ...problem.forward import check_bool
 from ..arguments import described, number, probability, refuse_nested, refuse_pages, renamed, window_sides
 

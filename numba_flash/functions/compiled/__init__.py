@@ -20,8 +20,7 @@ from ..failures import MARK
 from ..function import Function
 from . import operators  # noqa: F401 - it tells Numba
 from .code import Code
-from .number_types import ANY, BASES, Number, Table, is_truth, kind_of, words
-from .number_types import READS as READS
+from .number_types import ANY, BASES, READS as READS, Number, Table, is_truth, kind_of, words
 from .stand_ins import stand_ins as stand_ins
 from .tables import scope_of_scores as scope_of_scores
 

@@ -46,8 +46,7 @@ from ...ptx import cp_async, local, shared, special
 from ..recompute import keys, queries
 from ..score import fragments, user
 from ..steps import async_tiles, block_state, numbers
-from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.integers import divide
+from ..steps.basics import FALSE, TRUE, divide, inlined
 from ..steps.sequence import key_row, query_row
 from . import (
     backward_16bit,

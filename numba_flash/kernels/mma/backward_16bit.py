@@ -8,7 +8,7 @@ from numba import float32, int32, uint32
 
 from ...ptx import bar, cvt, special
 from ..steps import fragment_products, gradient_rows
-from ..steps.inlined import inlined, nothing
+from ..steps.basics import inlined, nothing
 from .backward_products import BackwardProducts
 
 

@@ -24,9 +24,7 @@ from ..score import at_position, aux_gradient, fragments, kept_weights, user
 from ..score.aux_gradient import Run
 from ..score.stage import FragmentAt
 from ..steps import block_state, lse_delta, sequence
-from ..steps.inlined import inlined, nothing
-from ..steps.integers import divide, tiles_of
-from ..steps.plain import first_column_of, first_row_of, row_keys
+from ..steps.basics import divide, first_column_of, first_row_of, inlined, nothing, row_keys, tiles_of
 from ..steps.score_ranges import Range
 from . import score_tiles, work_tile
 

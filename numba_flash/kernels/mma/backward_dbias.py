@@ -18,8 +18,7 @@ from ...ptx import cvt, ld_st, local, memory, shared, shfl, special, vote
 from ..score import fragments, user
 from ..score.gradient_functions import LanePlace
 from ..steps import elements, lse_delta, score_ranges
-from ..steps.inlined import FALSE, TRUE, inlined, nothing
-from ..steps.plain import first_column_of, first_row_of, lane_and_warp, row_keys
+from ..steps.basics import FALSE, TRUE, first_column_of, first_row_of, inlined, lane_and_warp, nothing, row_keys
 from . import backward_scores, query_columns, score_tiles
 from .backward_scores import RowState
 

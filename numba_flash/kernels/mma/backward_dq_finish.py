@@ -9,8 +9,7 @@ from numba import cuda, int32, int64, uint32
 from ...ptx import shfl, special
 from ..recompute import queries as recompute
 from ..steps import elements, numbers
-from ..steps.inlined import inlined
-from ..steps.plain import lane_and_warp
+from ..steps.basics import inlined, lane_and_warp
 from ..steps.sequence import key_range, query_row
 from . import work_tile
 

@@ -26,11 +26,8 @@ from numba import float64, int32, int64, uint32
 
 from ...ptx import bar, cluster, fence, ld_st, local, mbarrier, memory, special, tma
 from ..steps import block_state
-from ..steps.inlined import inlined
-from ..steps.integers import divide, tiles_of
+from ..steps.basics import divide, first_column_of, first_row_of, inlined, named, tiles_of
 from ..steps.lse_delta import TURNS_AT
-from ..steps.named import named
-from ..steps.plain import first_column_of, first_row_of
 from ..steps.sequence import query_row, unpacked
 from . import backward_wide, shared_weights
 

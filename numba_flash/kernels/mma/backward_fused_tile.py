@@ -8,10 +8,7 @@ from ...ptx import bar, local, special
 from ..score import fragments
 from ..score.stage import FragmentAt
 from ..steps import lse_delta
-from ..steps.inlined import inlined
-from ..steps.integers import divide
-from ..steps.named import named
-from ..steps.plain import first_column_of, first_row_of, key_queries, lane_and_warp
+from ..steps.basics import divide, first_column_of, first_row_of, inlined, key_queries, lane_and_warp, named
 from . import backward_wide, shared_weights
 
 

@@ -15,15 +15,10 @@ from ...ptx import local, memory, special
 from ..score import tile_walk
 from ..score.gradient_functions import LanePlace
 from ..score.reads import Origin
-from ..steps import async_tiles, block_state, numbers
-from ..steps import sequence as sequences
-from ..steps.inlined import inlined
-from ..steps.integers import divide, tiles_of
-from ..steps.named import named
-from ..steps.plain import key_queries
+from ..steps import async_tiles, block_state, numbers, sequence as sequences
+from ..steps.basics import divide, inlined, key_queries, named, tiles_of
 from ..steps.sequence import key_row, query_range, query_row
-from . import backward_own_delta, backward_scores, query_columns, work_tile
-from . import bias_tile as bias_tiles
+from . import backward_own_delta, backward_scores, bias_tile as bias_tiles, query_columns, work_tile
 from .backward_scores import RowState
 from .work_tile import KeyWork
 

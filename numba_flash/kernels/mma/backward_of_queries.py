@@ -14,12 +14,8 @@ from ...ptx import ld_st, local, memory, special
 from ..score import tile_walk, user
 from ..score.gradient_functions import LanePlace
 from ..score.reads import Origin
-from ..steps import async_tiles, block_state, lse_delta, numbers
-from ..steps import sequence as sequences
-from ..steps.inlined import FALSE, inlined, nothing
-from ..steps.integers import divide, tiles_of
-from ..steps.named import named
-from ..steps.plain import row_keys
+from ..steps import async_tiles, block_state, lse_delta, numbers, sequence as sequences
+from ..steps.basics import FALSE, divide, inlined, named, nothing, row_keys, tiles_of
 from ..steps.sequence import key_range, key_row, query_row
 from . import backward_scores, work_tile
 from .backward_scores import RowState

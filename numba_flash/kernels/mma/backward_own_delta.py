@@ -9,7 +9,7 @@ from numba import int32
 
 from ...ptx import ld_st, special
 from ..steps import lse_delta
-from ..steps.inlined import inlined
+from ..steps.basics import inlined
 from ..steps.row_products import Rows
 from . import backward_preprocess
 

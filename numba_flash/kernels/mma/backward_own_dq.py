@@ -10,11 +10,8 @@ from numba import float32, int32, int64, uint32
 from ...ptx import ldmatrix, local, memory, mma, special
 from ..recompute import queries as recompute_queries
 from ..steps import fragment_products, gradient_rows
-from ..steps.inlined import inlined
-from ..steps.named import named
-from ..steps.plain import chunk_pair, first_column_of, first_row_of, panel_offset
-from ..steps.query_tile import QueryTile
-from ..steps.sequence import query_row
+from ..steps.basics import chunk_pair, first_column_of, first_row_of, inlined, named, panel_offset
+from ..steps.sequence import QueryTile, query_row
 
 
 def make(config):

@@ -16,9 +16,7 @@ from numba import cuda, float32, int32, int64, uint32
 
 from ...ptx import griddepcontrol, special
 from ..steps import lse_delta, row_products, tile_numbers
-from ..steps.inlined import inlined
-from ..steps.integers import divide
-from ..steps.named import named
+from ..steps.basics import divide, inlined, named
 from ..steps.sequence import lse_row, query_row
 from ..steps.units import LOG2_E
 

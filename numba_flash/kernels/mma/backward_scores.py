@@ -11,14 +11,11 @@ from typing import Any, NamedTuple
 from numba import int32, uint32
 
 from ...ptx import special
-from ..score import fragments, gradient_functions, kept_weights, user
-from ..score import reads as score_reads
+from ..score import fragments, gradient_functions, kept_weights, reads as score_reads, user
 from ..score.fragments import columns_within
 from ..score.stage import FragmentAt
 from ..steps import numbers
-from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.named import named
-from ..steps.plain import first_column_of, first_row_of, lane_and_warp
+from ..steps.basics import FALSE, TRUE, first_column_of, first_row_of, inlined, lane_and_warp, named
 
 
 class RowState(NamedTuple):

@@ -12,8 +12,7 @@ from numba import cuda, int32
 
 from ...ptx import special
 from ..steps import numbers, rows_wide
-from ..steps.inlined import inlined, nothing
-from ..steps.plain import lane_and_warp
+from ..steps.basics import inlined, lane_and_warp, nothing
 from . import exchanged_scores, products_float32, products_float64
 from .backward_products import BackwardProducts
 

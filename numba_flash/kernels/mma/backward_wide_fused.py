@@ -26,10 +26,8 @@ from numba import cuda, float64, int32, uint8, uint32
 
 from ...ptx import bar, cluster, cp_async, fence, ld_st, local, mbarrier, memory, setmaxnreg, shared, special
 from ..recompute import keys as recompute
-from ..steps import async_tiles, block_state, lse_delta
-from ..steps import sequence as sequences
-from ..steps.inlined import inlined
-from ..steps.integers import divide
+from ..steps import async_tiles, block_state, lse_delta, sequence as sequences
+from ..steps.basics import divide, inlined
 from ..steps.sequence import key_row, lse_row, query_range, query_row
 from . import backward_dq_parts, backward_fused_tile, backward_wide, shared_scores
 from .backward_dq_parts import WORKERS, Walk

@@ -9,9 +9,7 @@ from numba import int32, uint32
 
 from ...ptx import ldmatrix, local
 from ..steps import async_tiles
-from ..steps.inlined import inlined
-from ..steps.named import named
-from ..steps.plain import lane_and_warp, panel_offset
+from ..steps.basics import inlined, lane_and_warp, named, panel_offset
 
 
 def make(config):

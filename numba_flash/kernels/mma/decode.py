@@ -20,11 +20,9 @@ from numba import cuda, int32, int64, uint8, uint32
 from ...config.forward import tile_bytes
 from ...ptx import cp_async, ld_st, local, memory, shared, special
 from ..recompute import cache_rows
-from ..score import fragment_functions, fragment_softmax, fragments, kept_weights
-from ..score import reads as score_reads
+from ..score import fragment_functions, fragment_softmax, fragments, kept_weights, reads as score_reads
 from ..steps import async_tiles, numbers
-from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.plain import first_column_of, first_row_of, row_keys
+from ..steps.basics import FALSE, TRUE, first_column_of, first_row_of, inlined, row_keys
 from ..steps.units import LOG2_E
 from . import decode_nodes, decode_prefixes, decode_rows, decode_tiles, decode_work
 from .forward import PRODUCTS

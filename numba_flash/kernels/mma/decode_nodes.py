@@ -16,9 +16,7 @@ from numba import cuda, int32, int64, uint32
 
 from ...ptx import ld_st, local
 from ..steps import numbers
-from ..steps.inlined import inlined
-from ..steps.named import named
-from ..steps.plain import first_column_of, first_row_of
+from ..steps.basics import first_column_of, first_row_of, inlined, named
 from ..steps.repeated import repeated
 from ..steps.units import LOG2_E, exponent_unit
 

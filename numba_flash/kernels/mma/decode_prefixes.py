@@ -15,8 +15,7 @@ from numba import cuda, int32, int64, uint32
 
 from ...config.kvcache import page_arrays
 from ...ptx import ld_st, memory
-from ..steps.inlined import inlined
-from ..steps.plain import row_keys
+from ..steps.basics import inlined, row_keys
 
 
 def parts(config, sequence_of):

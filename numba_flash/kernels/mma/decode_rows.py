@@ -10,7 +10,7 @@ from numba import cuda, int32, int64, uint32
 from ...ptx import ld_st, local, memory, special
 from ..score import sum_terms
 from ..steps import elements, numbers
-from ..steps.inlined import inlined, nothing
+from ..steps.basics import inlined, nothing
 from ..steps.sequence import lse_row, query_row
 from ..steps.units import LN_2, LOG2_E
 from .decode_nodes import Stack, joins

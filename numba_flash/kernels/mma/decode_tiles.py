@@ -14,9 +14,7 @@ from ...config.forward import tile_bytes
 from ...ptx import ld_st, local, memory, special
 from ..steps import pages
 from ..steps.async_tiles import copier
-from ..steps.inlined import inlined
-from ..steps.named import named
-from ..steps.plain import panel_offset
+from ..steps.basics import inlined, named, panel_offset
 from ..steps.sequence import query_row
 
 

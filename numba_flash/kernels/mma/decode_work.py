@@ -16,10 +16,7 @@ from numba import cuda, int32, int64, uint32
 
 from ...ptx import local, shfl, vote
 from ..steps import pages, sequence
-from ..steps.inlined import inlined
-from ..steps.integers import tiles_of
-from ..steps.named import named
-from ..steps.plain import row_keys
+from ..steps.basics import inlined, named, row_keys, tiles_of
 from ..steps.sequence import Sequence
 from . import decode_prefixes
 

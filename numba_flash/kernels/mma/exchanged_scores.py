@@ -9,8 +9,7 @@ import numpy as np
 from numba import float64, int32, uint32
 
 from ...ptx import bar, ld_st, local, special
-from ..steps.inlined import inlined
-from ..steps.named import named
+from ..steps.basics import inlined, named
 
 ROW = 512  # 16 bytes of every lane
 

@@ -19,15 +19,19 @@ from numba import cuda, int32, int64, uint8, uint32
 
 from ...ptx import cp_async, local, memory, shared, special, vote
 from ..recompute import rows as recompute
-from ..score import fragment_functions, fragment_softmax, fragments, kept_weights, sum_terms, tile_walk
-from ..score import reads as score_reads
+from ..score import (
+    fragment_functions,
+    fragment_softmax,
+    fragments,
+    kept_weights,
+    reads as score_reads,
+    sum_terms,
+    tile_walk,
+)
 from ..score.reads import Origin
 from ..steps import async_tiles, block_state, numbers, rows_wide
-from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.integers import divide, tiles_of
-from ..steps.plain import first_column_of, first_row_of
-from ..steps.query_tile import QueryWork
-from ..steps.sequence import key_range, key_row, packed_queries, query_row
+from ..steps.basics import FALSE, TRUE, divide, first_column_of, first_row_of, inlined, tiles_of
+from ..steps.sequence import QueryWork, key_range, key_row, packed_queries, query_row
 from ..steps.units import LOG2_E
 from . import products_16bit, products_float32, products_float64, rows_16bit, work_tile
 

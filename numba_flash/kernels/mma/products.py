@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..steps.inlined import inlined
+from ..steps.basics import inlined
 
 
 class Products(NamedTuple):

@@ -7,8 +7,7 @@ from numba import float32, uint32
 
 from ...ptx import ldmatrix, mma
 from ..score import fragment_softmax
-from ..steps.inlined import inlined
-from ..steps.plain import chunk_pair, panel_offset
+from ..steps.basics import chunk_pair, inlined, panel_offset
 from .products import Products
 
 

@@ -25,8 +25,7 @@ import numpy as np
 from numba import float32, int32, uint32
 
 from ...ptx import ld_st, ldmatrix, local, mma, special
-from ..steps.inlined import inlined, nothing
-from ..steps.plain import panel_offset
+from ..steps.basics import inlined, nothing, panel_offset
 from ..steps.repeated import repeated
 from . import exchanged_scores
 from .products import Products, in_operand_order

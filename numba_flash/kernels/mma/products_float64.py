@@ -27,13 +27,12 @@ import numpy as np
 from numba import float64, int32
 
 from ...ptx import ld_st, local, mma, special
-from ..steps.inlined import inlined, nothing
-from ..steps.plain import panel_offset
+from ..steps.basics import inlined, nothing, panel_offset
 from ..steps.repeated import repeated
 from . import exchanged_scores
 from .products import Products, in_operand_order
 
-FIRST, TWO = np.int32(0), np.int32(2)  # not Python's own: see inlined.py
+FIRST, TWO = np.int32(0), np.int32(2)  # not Python's own: see basics.py
 
 
 def make(config):

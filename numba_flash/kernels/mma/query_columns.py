@@ -9,9 +9,7 @@ from numba import int32, int64, uint32
 
 from ...ptx import cp_async, ld_st, local, memory, special
 from ..steps import lse_delta
-from ..steps.inlined import inlined
-from ..steps.named import named
-from ..steps.plain import first_column_of
+from ..steps.basics import first_column_of, inlined, named
 from ..steps.sequence import lse_row
 
 

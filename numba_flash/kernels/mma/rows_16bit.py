@@ -4,8 +4,7 @@ from numba import cuda, float32, int32, uint32
 
 from ...ptx import cvt, ld_st, shfl
 from ..steps import output_rows
-from ..steps.inlined import inlined
-from ..steps.plain import first_column_of, first_row_of, panel_offset
+from ..steps.basics import first_column_of, first_row_of, inlined, panel_offset
 from ..steps.sequence import lse_row
 from ..steps.units import exponent_unit
 

@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 from numba import cuda, float32, int32, int64
 
 from ...ptx import cp_async, memory
-from ..steps import async_tiles, fragment_products
-from ..steps import sequence as sequences
-from ..steps.inlined import TRUE, inlined
-from ..steps.named import named
+from ..steps import async_tiles, fragment_products, sequence as sequences
+from ..steps.basics import TRUE, inlined, named
 from ..steps.score_ranges import place_after, place_of
 from ..steps.sequence import key_range, key_row, kv_head, query_row, unpacked
 

@@ -8,8 +8,7 @@ import numpy as np
 from numba import float64, int32, uint32, uint64
 
 from ...ptx import bar, cluster, ld_st, local, mbarrier, special
-from ..steps.inlined import inlined
-from ..steps.named import named
+from ..steps.basics import inlined, named
 
 
 @inlined

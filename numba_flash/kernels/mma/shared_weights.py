@@ -10,9 +10,7 @@ neighbouring keys lie in different banks, and so do 4 queries of keys 0, 2, 4 an
 from numba import float64, int32
 
 from ...ptx import ld_st, local
-from ..steps.inlined import inlined
-from ..steps.named import named
-from ..steps.plain import first_column_of, first_row_of
+from ..steps.basics import first_column_of, first_row_of, inlined, named
 
 
 def make(pitch, strips):

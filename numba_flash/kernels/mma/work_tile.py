@@ -11,9 +11,8 @@ from numba import int32
 from ...ptx import special
 from ..score import longest_first
 from ..steps import sequence, tile_numbers
-from ..steps.inlined import inlined
-from ..steps.integers import divide, tiles_of
-from ..steps.query_tile import QueryTile, QueryWork
+from ..steps.basics import divide, inlined, tiles_of
+from ..steps.sequence import QueryTile, QueryWork
 
 
 class KeyWork(NamedTuple):

@@ -7,8 +7,7 @@ from numba import int64, uint32
 from ..score.mask_bits import ENDS, PIECE
 from ..score.reads import bits_finder
 from ..steps import elements
-from ..steps.inlined import inlined
-from ..steps.named import named
+from ..steps.basics import inlined, named
 
 
 @functools.cache

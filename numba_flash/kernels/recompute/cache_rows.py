@@ -6,7 +6,7 @@ from numba import int32, int64, uint32
 
 from ...ptx import ld_st, local
 from ..steps import numbers, pages
-from ..steps.inlined import inlined
+from ..steps.basics import inlined
 from ..steps.sequence import query_of, query_row
 from . import rows
 

@@ -6,9 +6,7 @@ from numba import int32, int64, uint32
 
 from ...ptx import local
 from ..steps import numbers
-from ..steps.inlined import inlined
-from ..steps.integers import divide
-from ..steps.plain import key_queries
+from ..steps.basics import divide, inlined, key_queries
 from ..steps.sequence import key_row, query_row
 from . import pairs
 

@@ -14,8 +14,7 @@ from numba import int32
 from ..score import at_position, fragments, kept_weights, user
 from ..score.stage import FragmentAt
 from ..steps import elements, lse_delta, numbers
-from ..steps.inlined import TRUE, inlined
-from ..steps.named import named
+from ..steps.basics import TRUE, inlined, named
 from ..steps.sequence import key_row, kv_head, query_row
 from . import at_scores
 

@@ -6,9 +6,8 @@ from numba import int32, int64, uint32
 
 from ...ptx import local
 from ..steps import elements, numbers
-from ..steps.inlined import inlined
-from ..steps.sequence import key_row, kv_head, query_of, query_row
-from ..steps.sequence import make as make_sequence
+from ..steps.basics import inlined
+from ..steps.sequence import key_row, kv_head, make as make_sequence, query_of, query_row
 from . import pairs
 
 

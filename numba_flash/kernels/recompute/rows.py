@@ -16,9 +16,8 @@ from numba import int32
 from ...ptx import ld_st, local
 from ..score import at_key, fragments, kept_weights, sum_terms
 from ..steps import numbers
-from ..steps.inlined import inlined
-from ..steps.sequence import key_row, kv_head, lse_row, query_of, query_row
-from ..steps.sequence import make as make_sequence
+from ..steps.basics import inlined
+from ..steps.sequence import key_row, kv_head, lse_row, make as make_sequence, query_of, query_row
 from ..steps.units import exponent_unit
 from . import pairs
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from numba import cuda, int64
 
 from ..steps import elements
-from ..steps.inlined import inlined
+from ..steps.basics import inlined
 from . import alibi, bias, kept_weights, mask, scale, score_mod, sinks, softcap, user
 
 STAGES = (scale, score_mod, softcap, alibi, bias)

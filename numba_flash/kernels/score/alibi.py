@@ -3,7 +3,7 @@
 from numba import cuda
 
 from ..steps import elements
-from ..steps.inlined import inlined
+from ..steps.basics import inlined
 from ..steps.sequence import lse_row
 from ..steps.units import exponent_unit
 from .stage import FragmentStage, HeadGradient, Stage

@@ -23,8 +23,7 @@ from numba import cuda, float32, float64, int32, int64, uint32, uint64
 from ...config.aux_gradients import PART, words
 from ...ptx import bits, memory, special, vote
 from ..steps import elements, numbers
-from ..steps.inlined import inlined
-from ..steps.named import named
+from ..steps.basics import inlined, named
 from . import user
 
 

@@ -3,7 +3,7 @@
 from numba import cuda
 
 from ..steps import elements
-from ..steps.inlined import inlined
+from ..steps.basics import inlined
 from .stage import FragmentStage, Stage
 
 

@@ -8,7 +8,7 @@ from numba import cuda, int32, int64, uint32
 
 from ...config.bias_rows import PIECE
 from ...ptx import local, memory
-from ..steps.integers import divide
+from ..steps.basics import divide
 
 
 def make(config):

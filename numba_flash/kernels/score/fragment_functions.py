@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 
 from numba import int32, int64, uint32
 
-from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.named import named
-from ..steps.plain import first_column_of, first_row_of
+from ..steps.basics import FALSE, TRUE, first_column_of, first_row_of, inlined, named
 from ..steps.repeated import repeated
 from . import At, user
 

@@ -16,8 +16,7 @@ from numba import uint32
 
 from ...ptx import cvt, local, vote
 from ..steps import numbers
-from ..steps.inlined import inlined
-from ..steps.named import named
+from ..steps.basics import inlined, named
 from ..steps.units import LN_2, exponent_unit
 from . import sum_terms
 from .fragments import exponential_of

@@ -14,9 +14,7 @@ from numba import int32, int64, uint32
 
 from ...ptx import minmax
 from ..steps import elements, numbers
-from ..steps.inlined import inlined
-from ..steps.named import named
-from ..steps.plain import first_column_of, first_row_of
+from ..steps.basics import first_column_of, first_row_of, inlined, named
 from ..steps.units import LOG2_E, exponent_unit
 from . import STAGES, reads
 from .stage import FragmentAt

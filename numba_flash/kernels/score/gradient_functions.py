@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from numba import int32, uint32
 
-from ..steps.inlined import inlined
+from ..steps.basics import inlined
 from ..steps.repeated import repeated
 from . import At, at_position, user
 

@@ -20,9 +20,8 @@ from numba import cuda, int32, int64, uint32, uint64
 
 from ...ptx import bits, shfl, special
 from ..steps import elements
+from ..steps.basics import inlined, named, nothing
 from ..steps.bit_exchange import exchange
-from ..steps.inlined import inlined, nothing
-from ..steps.named import named
 
 ROUNDS = 7
 MULTIPLIERS = (np.uint32(0xD2511F53), np.uint32(0xCD9E8D57))

@@ -5,10 +5,8 @@ from numba import int32
 
 from ...arrays.dtypes import ITEM_SIZE
 from ...config.forward import L2_BYTES
+from ..steps.basics import divide, inlined, named, tiles_of
 from ..steps.head_rounds import in_rounds
-from ..steps.inlined import inlined
-from ..steps.integers import divide, tiles_of
-from ..steps.named import named
 from . import tile_walk
 
 

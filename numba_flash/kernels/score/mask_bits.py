@@ -28,9 +28,8 @@ from typing import Any, NamedTuple
 from numba import cuda, int32, int64, uint32
 
 from ...ptx import bits, griddepcontrol, local, memory, shfl, special
+from ..steps.basics import divide, inlined
 from ..steps.bit_exchange import exchange
-from ..steps.inlined import inlined
-from ..steps.integers import divide
 
 PIECE, ENDS = 16, 4  # rows of a piece; words before them
 SEEN_BY_SOME, SEEN_BY_ALL = 0, 2  # offsets of the ranges

@@ -17,9 +17,7 @@ from numba import cuda, int32, int64, uint32
 from ...abi.parameters import STATES_IN_WORD
 from ...ptx import special
 from ..steps import sequence
-from ..steps.inlined import inlined
-from ..steps.integers import divide, tiles_of
-from ..steps.plain import first_column_of, first_row_of, key_queries, row_keys
+from ..steps.basics import divide, first_column_of, first_row_of, inlined, key_queries, row_keys, tiles_of
 from . import at_position, tile_walk, user
 from .mask_bits import ENDS, PIECE
 from .reads import bits_finder

@@ -18,10 +18,8 @@ from numba import float64, int32, int64, uint32, uint64
 from ...arrays.dtypes import ITEM_SIZE
 from ...ptx import local, memory, special, vote
 from ..steps import elements
+from ..steps.basics import first_column_of, first_row_of, inlined, named
 from ..steps.elements import halves
-from ..steps.inlined import inlined
-from ..steps.named import named
-from ..steps.plain import first_column_of, first_row_of
 from .mask_bits import ENDS, PIECE, SEEN_BY_ALL, SEEN_BY_SOME
 
 MOST = (1 << 31) - 1  # beyond every column

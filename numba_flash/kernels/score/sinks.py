@@ -6,7 +6,7 @@ import math
 from numba import cuda
 
 from ..steps import elements, lse_delta
-from ..steps.inlined import inlined
+from ..steps.basics import inlined
 from ..steps.sequence import lse_row
 from .stage import HeadGradient
 

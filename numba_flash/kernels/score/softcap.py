@@ -7,7 +7,7 @@ from numba import cuda, float32
 from ...functions.quick import SMALL
 from ...ptx import approx
 from ..steps import elements
-from ..steps.inlined import inlined
+from ..steps.basics import inlined
 from ..steps.units import LOG2_E, exponent_unit
 from .stage import FragmentStage, Stage
 

@@ -13,7 +13,7 @@ import math
 from numba import cuda
 
 from ..steps import elements
-from ..steps.inlined import inlined
+from ..steps.basics import inlined
 from ..steps.units import exponent_unit
 from . import TERMS
 

@@ -10,7 +10,7 @@ from numba import int64, uint32, uint64
 
 from ...functions.expression import Node, expression_of, made_of, source_of
 from ...ptx import shfl
-from ..steps.inlined import inlined
+from ..steps.basics import inlined
 
 MOST = 2**31 - 2
 ANY = (-MOST - 1, MOST + 1)

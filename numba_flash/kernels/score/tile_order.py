@@ -14,7 +14,7 @@ from numba import cuda, int32, uint32
 
 from ...abi.parameters import STATES_IN_WORD
 from ...ptx import bits, special
-from ..steps.integers import divide, tiles_of
+from ..steps.basics import divide, tiles_of
 from . import tile_walk
 
 

@@ -22,9 +22,7 @@ from numba import cuda, int32, int64, uint32
 from ...abi.parameters import STATES_IN_WORD
 from ...ptx import special, vote
 from ..steps import sequence
-from ..steps.inlined import inlined
-from ..steps.integers import divide, tiles_of
-from ..steps.plain import key_queries, row_keys
+from ..steps.basics import divide, inlined, key_queries, row_keys, tiles_of
 from . import at_position, mask, tile_bounds, tile_walk, user
 
 ROWS = 8  # for which a warp calls the function before it asks whether it has found both

@@ -10,9 +10,7 @@ from numba import int32, uint32
 
 from ...abi.parameters import STATES_IN_WORD, TILE_STATES_OF_KEYS
 from ...ptx import bits, shfl
-from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.integers import divide
-from ..steps.named import named
+from ..steps.basics import FALSE, TRUE, divide, inlined, named
 
 SHIFT = STATES_IN_WORD.bit_length() - 1
 LAST, EVERY = STATES_IN_WORD - 1, (1 << STATES_IN_WORD) - 1

@@ -8,13 +8,12 @@ truth. at: an At.
 import functools
 
 import numpy as np
-from numba import config as numba_config
-from numba import cuda, int64
+from numba import config as numba_config, cuda, int64
 
 from ...arrays.dtypes import ITEM_SIZE
 from ...ptx import local
 from ..steps import elements
-from ..steps.inlined import inlined
+from ..steps.basics import inlined
 
 
 def make(config, option, derivative=False):

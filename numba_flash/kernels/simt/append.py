@@ -11,7 +11,7 @@ the last `batch` blocks have a sequence each.
 from numba import cuda, int32, int64
 
 from ..steps import elements, pages
-from ..steps.inlined import inlined
+from ..steps.basics import inlined
 
 
 def make(config):

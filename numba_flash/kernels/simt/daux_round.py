@@ -12,7 +12,7 @@ from numba import cuda, float64, int32, int64, uint64
 from ...config.aux_gradients import PART, words
 from ...ptx import local
 from ..steps import elements
-from ..steps.inlined import inlined, nothing
+from ..steps.basics import inlined, nothing
 
 LEAST = dict(float32=149, float64=1074)  # 2^-least: the smallest number of a type
 ENOUGH = float64(2**60)  # what is below 1 changes no digit of it

@@ -11,7 +11,7 @@ from numba import cuda, int64
 
 from ...ptx import local, shared
 from ..steps import elements
-from ..steps.integers import divide
+from ..steps.basics import divide
 
 
 def make(config):

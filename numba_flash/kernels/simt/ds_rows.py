@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 from numba import cuda
 
 from ...ptx import local, shared
-from ..score import at_key, by_head, tile_walk
-from ..score import make as make_score
+from ..score import at_key, by_head, make as make_score, tile_walk
 from ..steps import elements, rows, tiles
-from ..steps.inlined import TRUE, inlined
-from ..steps.named import named
+from ..steps.basics import TRUE, inlined, named
 from ..steps.sequence import key_range, kv_head, lse_row, query_of
 
 

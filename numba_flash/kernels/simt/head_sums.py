@@ -11,8 +11,7 @@ from numba import cuda
 
 from ...ptx import shared
 from ..score import OF_HEADS
-from ..steps import elements
-from ..steps import sequence as sequences
+from ..steps import elements, sequence as sequences
 
 
 def make(config):

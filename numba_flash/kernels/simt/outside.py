@@ -9,7 +9,7 @@ from numba import cuda, int32
 
 from ...ptx import griddepcontrol
 from ..steps import outside_rows
-from ..steps.inlined import inlined
+from ..steps.basics import inlined
 
 
 def make(config):

@@ -19,8 +19,7 @@ import math
 from numba import cuda
 
 from ...ptx import shared
-from ..score import at_key, sum_terms, tile_walk
-from ..score import make as make_score
+from ..score import at_key, make as make_score, sum_terms, tile_walk
 from ..steps import elements, sequence, tiles
 from ..steps.sequence import key_range, kv_head, lse_row, query_of, query_row
 

@@ -18,8 +18,7 @@ import math
 from numba import cuda
 
 from ...ptx import local, shared
-from ..score import at_key, sum_terms, tile_walk
-from ..score import make as make_score
+from ..score import at_key, make as make_score, sum_terms, tile_walk
 from ..steps import elements, rows, sequence, tiles
 from ..steps.sequence import key_range, kv_head, lse_row, query_of, query_row
 from . import paged

@@ -12,7 +12,7 @@ from ...ptx import local
 from ..score import around_score_mod, at_key, aux_gradient, user
 from ..score.aux_gradient import Run
 from ..steps import elements, sequence
-from ..steps.inlined import inlined
+from ..steps.basics import inlined
 from . import ds_rows
 
 

@@ -12,7 +12,7 @@ from numba import cuda, int64
 
 from ...ptx import local
 from ..steps import elements, score_ranges, sequence
-from ..steps.inlined import inlined
+from ..steps.basics import inlined
 from . import ds_rows
 
 

@@ -17,10 +17,9 @@ loads and barriers and store nothing.
 from numba import cuda
 
 from ...ptx import local, shared
-from ..score import at_position, tile_walk
-from ..score import make as make_score
+from ..score import at_position, make as make_score, tile_walk
 from ..steps import elements, rows, sequence, tiles
-from ..steps.plain import key_queries
+from ..steps.basics import key_queries
 from ..steps.sequence import key_row, lse_row, query_range
 
 

@@ -12,7 +12,7 @@ from numba import cuda
 
 from ...ptx import local
 from ..steps import elements, rows, sequence
-from ..steps.inlined import inlined
+from ..steps.basics import inlined
 from ..steps.sequence import lse_row, query_row
 from . import ds_rows
 

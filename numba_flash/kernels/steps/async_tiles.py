@@ -6,8 +6,7 @@ import functools
 from numba import int32, int64, uint32
 
 from ...ptx import cp_async, ld_st, memory
-from .inlined import inlined
-from .plain import panel_offset
+from .basics import inlined, panel_offset
 
 
 @inlined

@@ -3,7 +3,7 @@
 from numba import uint32
 
 from ...ptx import shfl
-from .inlined import inlined
+from .basics import inlined
 
 
 @inlined

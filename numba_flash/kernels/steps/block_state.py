@@ -8,7 +8,7 @@ costs nothing.
 from numba import int32, int64, uint32
 
 from ...ptx import ld_st, local
-from .inlined import inlined
+from .basics import inlined
 
 SIZE = 16  # bytes of a note
 

@@ -11,7 +11,7 @@ import numpy as np
 from numba import cuda, float32, float64, types, uint16, uint32
 
 from ...ptx import cvt
-from .inlined import inlined
+from .basics import inlined
 
 # Every dtype that an array may have (arrays/dtypes.py); a bool is a byte (abi/arguments.py, element_type).
 _WHOLE = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]

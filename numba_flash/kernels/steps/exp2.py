@@ -9,7 +9,7 @@ at least once, so rounding adds at most 0.5 ulp in the last one and 0.36 ulp in 
 import numpy as np
 from numba import float64, int64
 
-from .inlined import inlined
+from .basics import inlined
 
 # 6755399441055744 = 1.5 * 2^52: added to a number below 2^51, it leaves its nearest whole number in the lowest bits.
 ROUNDING = 6755399441055744.0

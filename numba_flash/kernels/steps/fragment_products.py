@@ -10,9 +10,7 @@ import functools
 from numba import int32
 
 from ...ptx import ld_st, ldmatrix, mma
-from .inlined import inlined
-from .named import named
-from .plain import chunk_pair, first_column_of, first_row_of, panel_offset
+from .basics import chunk_pair, first_column_of, first_row_of, inlined, named, panel_offset
 
 
 def make(config):

@@ -9,8 +9,7 @@ import functools
 from numba import float32, int32, int64, uint32
 
 from ...ptx import bar, cvt, ld_st, local, memory, shfl
-from .inlined import inlined
-from .plain import first_column_of, first_row_of, panel_offset
+from .basics import first_column_of, first_row_of, inlined, panel_offset
 
 
 @functools.cache

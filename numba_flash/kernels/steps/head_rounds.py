@@ -2,8 +2,7 @@
 
 from numba import int32
 
-from .inlined import FALSE, inlined
-from .integers import divide
+from .basics import FALSE, divide, inlined
 
 MANY_TILES, MOST_HEADS = 256, 16  # in a round: about two for each multiprocessor, but several of each head
 

@@ -15,8 +15,7 @@ from numba import int32, int64
 from ...config.forward import ITEM_SIZE
 from ...ptx import cp_async, ld_st, memory
 from . import elements
-from .inlined import inlined
-from .named import named
+from .basics import inlined, named
 from .sequence import lse_row
 from .units import exponent_unit
 

@@ -10,8 +10,8 @@ import numpy as np
 from numba import float32, float64
 
 from ...ptx import approx, minmax, shfl
+from .basics import inlined
 from .exp2 import exp2
-from .inlined import inlined
 
 
 class Numbers(NamedTuple):

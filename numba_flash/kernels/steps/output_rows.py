@@ -3,8 +3,7 @@
 from numba import int32, int64, uint32
 
 from ...ptx import ld_st, local, memory
-from .inlined import inlined
-from .plain import panel_offset
+from .basics import inlined, panel_offset
 from .sequence import query_row
 
 

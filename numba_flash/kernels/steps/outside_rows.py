@@ -11,9 +11,7 @@ from numba import int32
 
 from ...ptx import special
 from . import elements
-from .inlined import inlined, nothing
-from .integers import divide
-from .named import named
+from .basics import divide, inlined, named, nothing
 from .sequence import make as make_sequence
 
 

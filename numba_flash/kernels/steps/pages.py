@@ -2,7 +2,7 @@
 
 from numba import int32, int64, uint32
 
-from .inlined import inlined
+from .basics import inlined
 
 
 def finder(pages):

@@ -10,7 +10,7 @@ from typing import Any
 
 from numba import int32
 
-from .inlined import inlined, nothing
+from .basics import inlined, nothing
 
 
 def repeated(step: Callable[..., Any], count):

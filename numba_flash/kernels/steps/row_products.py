@@ -15,11 +15,8 @@ from numba import int32, int64, uint32, uint64
 
 from ...config.forward import ITEM_SIZE
 from ...ptx import local, memory, shfl
-from . import elements, lse_delta, tile_numbers
-from . import sequence as sequences
-from .inlined import inlined
-from .integers import divide, tiles_of
-from .named import named
+from . import elements, lse_delta, sequence as sequences, tile_numbers
+from .basics import divide, inlined, named, tiles_of
 from .sequence import query_row
 
 

@@ -1,7 +1,7 @@
 """Products of a thread's own row with a tile in shared memory that all threads read at the same addresses."""
 
 from ...ptx import local
-from .inlined import inlined
+from .basics import inlined
 
 # Rows of tiles are padded with zeros to a multiple of DEPTH, so that no step needs a test.
 DEPTH = 4  # elements of a product at a time: one 16-byte read of the common tile

@@ -10,9 +10,7 @@ from numba import int32, uint32
 
 from ...ptx import bar, ld_st, local, memory, shfl
 from . import elements, numbers
-from .inlined import TRUE, inlined
-from .integers import divide
-from .plain import first_row_of
+from .basics import TRUE, divide, first_row_of, inlined
 from .repeated import repeated
 from .sequence import lse_row, query_row
 from .units import exponent_unit

@@ -4,9 +4,7 @@ from typing import NamedTuple
 
 from numba import int32, int64
 
-from .inlined import inlined
-from .integers import divide, tiles_of
-from .named import named
+from .basics import divide, inlined, named, tiles_of
 
 
 class Range(NamedTuple):

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, int32, int64
 
-from .inlined import inlined
-from .integers import divide
-from .plain import key_queries, key_tiles, row_keys
+from .basics import divide, inlined, key_queries, key_tiles, row_keys
 
 
 class Sequence(NamedTuple):
@@ -40,6 +38,26 @@ class Query(NamedTuple):
     q_pos: int
     first_key: int
     end_key: int
+
+
+class QueryTile(NamedTuple):
+    """The query tile that a block, or a consumer, processes. b, h: the batch entry and the first query head. part:
+    which columns of O, if blocks share them."""
+
+    b: int
+    h: int
+    first_query: int
+    part: int
+
+
+class QueryWork(NamedTuple):
+    """The same with the sequence that it is of, and the head of K and V."""
+
+    sequence: Any
+    h: int
+    h_kv: int
+    first_query: int
+    part: int
 
 
 @functools.cache

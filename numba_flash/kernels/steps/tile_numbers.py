@@ -14,9 +14,7 @@ from typing import Any
 from numba import int32, int64
 
 from ...ptx import memory, special
-from .inlined import inlined
-from .integers import divide
-from .named import named
+from .basics import divide, inlined, named
 from .sequence import first_position, packed_sequence, search, valid_keys
 
 

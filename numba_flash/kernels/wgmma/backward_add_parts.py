@@ -13,9 +13,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import griddepcontrol, local, memory, special
-from ..steps.inlined import inlined
-from ..steps.integers import divide
-from ..steps.plain import parts_of
+from ..steps.basics import divide, inlined, parts_of
 from ..steps.sequence import make as make_sequence
 from . import backward_key_outputs
 from .block import aligned, clear

@@ -15,10 +15,7 @@ from numba import int32, uint32
 
 from ...ptx import memory, special
 from ..steps import tile_numbers
-from ..steps.inlined import inlined
-from ..steps.integers import divide
-from ..steps.named import named
-from ..steps.plain import key_tile_of, ways_of
+from ..steps.basics import divide, inlined, key_tile_of, named, ways_of
 from ..steps.sequence import make as make_sequence
 from . import backward_work, block, pipeline
 from .block import MEMBERS, STEP

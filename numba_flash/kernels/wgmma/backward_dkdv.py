@@ -36,7 +36,7 @@ from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, griddepcontrol, local, special, wgmma
 from ..score import fragments
-from ..steps.inlined import FALSE, inlined
+from ..steps.basics import FALSE, inlined
 from . import backward_key_outputs, backward_producer, backward_products, backward_work, block, pipeline
 from .backward_scores import TileFragments
 from .backward_two_kernels import Queries, TileStep, of_both

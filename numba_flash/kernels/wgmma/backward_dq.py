@@ -26,11 +26,8 @@ from ...ptx import bar, griddepcontrol, local, special, wgmma
 from ..recompute import queries as recompute
 from ..score import aux_gradient, fragments, tile_walk
 from ..steps import gradient_rows, lse_delta
-from ..steps.inlined import FALSE, inlined
-from ..steps.integers import divide
-from ..steps.plain import first_row_of
-from ..steps.query_tile import QueryTile
-from ..steps.sequence import query_row
+from ..steps.basics import FALSE, divide, first_row_of, inlined
+from ..steps.sequence import QueryTile, query_row
 from . import backward_producer, backward_products, bias_boxes, block, pipeline
 from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
 from .backward_scores import TileFragments

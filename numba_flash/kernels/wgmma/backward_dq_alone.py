@@ -9,7 +9,7 @@ import numpy as np
 from numba import float32, int32, int64, uint32
 
 from ...ptx import bar, cvt, ld_st, local, memory, special, vote
-from ..steps.inlined import inlined
+from ..steps.basics import inlined
 from ..steps.lse_delta import TURNS_AT
 from ..steps.sequence import query_row
 from . import block, pipeline

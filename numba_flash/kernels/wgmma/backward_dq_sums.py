@@ -14,12 +14,9 @@ from numba import float32, int32, int64, uint32
 from ...ptx import bar, fence, ld_st, local, memory, special, tma, vote
 from ..recompute import queries as recompute
 from ..steps import elements, gradient_rows, tile_numbers
-from ..steps.inlined import inlined
-from ..steps.integers import divide
+from ..steps.basics import divide, inlined, parts_before
 from ..steps.lse_delta import TURNS_AT
-from ..steps.plain import parts_before
-from ..steps.query_tile import QueryTile
-from ..steps.sequence import query_row
+from ..steps.sequence import QueryTile, query_row
 from . import backward_dq_alone, block, pipeline
 from .backward_work import first_tile, following_tile
 from .block import BEGIN, FIRST_QUERY, FIRST_ROW, KEYS, MEMBERS, QUERIES, STEP, STOP, B, H

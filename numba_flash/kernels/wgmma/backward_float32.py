@@ -26,14 +26,10 @@ import numpy as np
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import cluster, local, memory, special
-from ..recompute import keys as recompute_keys
-from ..recompute import queries as recompute_queries
+from ..recompute import keys as recompute_keys, queries as recompute_queries
 from ..steps import lse_delta, rows_wide
-from ..steps.inlined import inlined
-from ..steps.integers import divide
-from ..steps.plain import first_column_of, first_row_of
-from ..steps.query_tile import QueryTile
-from ..steps.sequence import key_row, lse_row, query_row
+from ..steps.basics import divide, first_column_of, first_row_of, inlined
+from ..steps.sequence import QueryTile, key_row, lse_row, query_row
 from . import backward_producer_float32, backward_scores_float32, backward_work, block, paired_producer
 from .backward_scores_float32 import FIRST, SECOND, Held
 from .block import FIRST_ROW, H_KV, H, aligned, rows_in_warpgroup, warpgroup_index

@@ -47,8 +47,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import bar, fence, griddepcontrol, ld_st, local, special, stmatrix, wgmma
 from ..score import fragments, kept_weights, reads
-from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.plain import first_column_of, first_row_of
+from ..steps.basics import FALSE, TRUE, first_column_of, first_row_of, inlined
 from . import (
     backward_block_tiles,
     backward_dq_alone,

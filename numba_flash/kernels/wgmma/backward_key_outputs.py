@@ -9,8 +9,7 @@ from numba import float32, int32, int64, uint32
 from ...ptx import bar, local, memory, special
 from ..recompute import keys as recompute
 from ..steps import gradient_rows
-from ..steps.inlined import inlined
-from ..steps.integers import divide
+from ..steps.basics import divide, inlined
 from ..steps.sequence import key_row
 from . import backward_work, block
 from .block import FIRST_ROW, H_KV, PART, B, rows_of_lane

@@ -11,8 +11,7 @@ from numba import float32, uint32
 from ...ptx import cvt, ld_st, local
 from ..score import fragments, reads
 from ..score.stage import FragmentAt
-from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.named import named
+from ..steps.basics import FALSE, TRUE, inlined, named
 from . import bias_boxes
 from .backward_scores import is_set, place_of_columns
 from .block import rows_of_lane

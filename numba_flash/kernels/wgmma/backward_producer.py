@@ -10,9 +10,7 @@ from numba import int32
 
 from ...ptx import griddepcontrol, mbarrier, memory, tma
 from ..steps import lse_delta
-from ..steps.inlined import inlined
-from ..steps.integers import divide
-from ..steps.named import named
+from ..steps.basics import divide, inlined, named
 from . import backward_work, bias_boxes, block, pipeline
 from .block import FIRST_ROW, H_KV, QUERIES, H
 

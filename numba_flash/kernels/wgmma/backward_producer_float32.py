@@ -11,8 +11,7 @@ from typing import NamedTuple
 from numba import int32, int64, uint32
 
 from ...ptx import bar, fence, local, memory
-from ..steps.inlined import inlined
-from ..steps.named import named
+from ..steps.basics import inlined, named
 from ..steps.sequence import key_row, query_row
 from . import block, parts, pipeline
 from .block import BEGIN, FIRST_ROW, H_KV, KEYS, MEMBERS, STOP, H, hand_over, own_thread

@@ -10,8 +10,7 @@ import numpy as np
 from numba import float32, int32, uint32
 
 from ...ptx import bar, fence, ld_st, local, wgmma
-from ..steps.inlined import inlined
-from ..steps.named import named
+from ..steps.basics import inlined, named
 from ..steps.units import LOG2_E
 from . import block, operands, pipeline
 from .backward_scores import place_of_columns

@@ -12,8 +12,7 @@ Both products read the same streamed tile: scores as rows, sums as columns.
 import functools
 
 from ...ptx import wgmma
-from ..steps.inlined import inlined
-from ..steps.named import named
+from ..steps.basics import inlined, named
 from . import parts
 from .operands import describe_rows, wait_all, wait_but_one
 

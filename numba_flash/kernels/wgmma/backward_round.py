@@ -14,12 +14,9 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 from ...ptx import griddepcontrol, local, memory, special
 from ..recompute import queries as recompute
 from ..steps import gradient_rows, tile_numbers
-from ..steps.inlined import inlined
-from ..steps.integers import divide
+from ..steps.basics import divide, inlined
 from ..steps.lse_delta import TURNS_AT
-from ..steps.query_tile import QueryTile
-from ..steps.sequence import key_range, query_row
-from ..steps.sequence import make as make_sequence
+from ..steps.sequence import QueryTile, key_range, make as make_sequence, query_row
 from . import backward_dq_sums
 from .backward_dq_alone import WRITTEN, present
 from .backward_dq_sums import TURN

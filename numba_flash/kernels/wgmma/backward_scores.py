@@ -16,9 +16,7 @@ from numba import float32, int32, int64, uint32
 from ...ptx import bits, cvt, ld_st, local, special, vote
 from ..score import At, aux_gradient, fragments, gradient_functions, kept_weights, reads, user
 from ..score.stage import FragmentAt
-from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.named import named
-from ..steps.plain import first_column_of, first_row_of
+from ..steps.basics import FALSE, TRUE, first_column_of, first_row_of, inlined, named
 from ..steps.repeated import repeated
 from . import bias_boxes, block
 from .block import FIRST_ROW, KEYS, POS_CUT, POS_FREE, QUERIES, B, H, rows_of_lane

@@ -22,15 +22,14 @@ from numba import float32, int32, uint32
 from ...ptx import bar, ld_st, local
 from ..score import fragments, reads
 from ..score.stage import FragmentAt
-from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.named import named
+from ..steps.basics import FALSE, TRUE, inlined, named
 from ..steps.units import exponent_unit
 from . import backward_tiles_float32, block, paired_tiles, parts
 from .backward_scores import is_set
 from .block import CUT, FIRST_ROW, FREE, B, H, elected, own_thread, rows_in_warpgroup
 from .pipeline import pipeline
 
-FIRST, SECOND = (np.int32(i) for i in range(2))  # which consumer; not Python ints: see inlined.py
+FIRST, SECOND = (np.int32(i) for i in range(2))  # which consumer; not Python ints: see basics.py
 WEIGHTS_STEP = 128 * 16  # bytes of four weights of every thread of a consumer
 
 

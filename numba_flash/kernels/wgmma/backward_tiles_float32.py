@@ -4,8 +4,7 @@ a tile may be read and release it afterwards. A pair of blocks uses paired_tiles
 from numba import cuda, int32
 
 from ...ptx import fence, wgmma
-from ..steps.inlined import inlined
-from ..steps.named import named
+from ..steps.basics import inlined, named
 from . import backward_products_float32, pipeline
 from .block import elected
 

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 from numba import cuda
 
 from ...ptx import griddepcontrol, special, wgmma
-from ..steps.inlined import inlined, nothing
-from ..steps.named import named
+from ..steps.basics import inlined, named, nothing
 from . import backward_products, backward_scores, backward_work, pipeline
 from .operands import wait_all
 

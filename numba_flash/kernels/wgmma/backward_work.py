@@ -13,13 +13,9 @@ from numba import int32
 
 from ..score import longest_first, reads, tile_walk
 from ..steps import tile_numbers
+from ..steps.basics import divide, inlined, named, part_of, parts_of
 from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
-from ..steps.inlined import inlined
-from ..steps.integers import divide
-from ..steps.named import named
-from ..steps.plain import part_of, parts_of
-from ..steps.sequence import key_range, query_range
-from ..steps.sequence import make as make_sequence
+from ..steps.sequence import key_range, make as make_sequence, query_range
 from . import block
 from .block import BEGIN, FIRST_ROW, MEMBERS, STEP, STOP, B, H, WorkTile
 

@@ -11,9 +11,7 @@ last query or key it is 0.
 from numba import int32
 
 from ...ptx import ldmatrix, tma
-from ..steps.inlined import inlined
-from ..steps.named import named
-from ..steps.plain import swizzled
+from ..steps.basics import inlined, named, swizzled
 
 
 def make(config, queries, of_keys=False):

@@ -11,13 +11,15 @@ from numba import int32, int64, uint32
 
 from ...ptx import bar, fence, ld_st, local, mbarrier, setmaxnreg, shared, shfl, special
 from ..score import fragments
-from ..steps.inlined import inlined
-from ..steps.integers import divide
-from ..steps.named import named
-from ..steps.query_tile import QueryTile, QueryWork
-from ..steps.sequence import make as make_sequence
-from ..steps.sequence import packed_queries, packed_sequence
-from ..steps.sequence import queries as make_queries
+from ..steps.basics import divide, inlined, named
+from ..steps.sequence import (
+    QueryTile,
+    QueryWork,
+    make as make_sequence,
+    packed_queries,
+    packed_sequence,
+    queries as make_queries,
+)
 
 # Where a word is in its work tile, in bytes.
 B, H, H_KV, FIRST_ROW, KEYS, BEGIN, FREE, CUT, STOP, MEMBERS, POS_LOW, POS_HIGH = (4 * i for i in range(12))

@@ -27,8 +27,7 @@ from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, griddepcontrol, local, memory, special, wgmma
 from ..score import fragment_softmax, fragments, reads, sum_terms, tile_walk
-from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.plain import first_row_of
+from ..steps.basics import FALSE, TRUE, first_row_of, inlined
 from . import block, forward_join, forward_outputs, one_side, operands, pipeline, producer, tile_scores
 from .block import BEGIN, CUT, FREE, KEYS, MEMBERS, PART, STATES, STOP, B, H, position, rows_of_lane, word
 from .operands import describe_rows, wait_all, wait_but_one

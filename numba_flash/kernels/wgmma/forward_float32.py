@@ -22,18 +22,15 @@ from ...ptx import bar, fence, local, memory, special, vote, wgmma
 from ..recompute import rows as recompute
 from ..score import fragment_softmax, fragments, reads, sum_terms, tile_walk
 from ..steps import rows_wide
-from ..steps.inlined import FALSE, TRUE, inlined, nothing
-from ..steps.plain import first_row_of
-from ..steps.sequence import key_row, query_row
-from ..steps.sequence import make as make_sequence
-from ..steps.sequence import queries as make_queries
+from ..steps.basics import FALSE, TRUE, first_row_of, inlined, nothing
+from ..steps.sequence import key_row, make as make_sequence, queries as make_queries, query_row
 from . import block, parts, pipeline, producer, tile_scores
 from .block import BEGIN, CUT, FREE, H_KV, KEYS, MEMBERS, STATES, STOP, B, rows_of_lane, tile_of, word, word_alone
 from .operands import describe_rows, wait_all, wait_but_one
 from .tile_scores import ConsumerRegisters, KeyTile, ScoreRegisters, counting
 
 Q_ROWS = 32  # rows of a consumer's 64 that it splits at a time
-FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python ints: see inlined.py
+FIRST, SECOND, THIRD, FOURTH = (np.int32(i) for i in range(4))  # not Python ints: see basics.py
 
 
 # The sizes that determine the next query tile; the last two are of packed sequences.

@@ -17,8 +17,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 from ...ptx import griddepcontrol, local, memory, special
 from ..score import fragment_softmax, sum_terms
 from ..score.fragments import exponential_of
-from ..steps.inlined import inlined
-from ..steps.plain import first_row_of
+from ..steps.basics import first_row_of, inlined
 from . import block, forward_outputs, pipeline
 from .block import B, H, rows_of_lane, word
 from .producer import query_tiles

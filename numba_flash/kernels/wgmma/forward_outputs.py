@@ -6,10 +6,7 @@ from numba import float32, int64, uint32
 from ...ptx import bar, cvt, fence, ld_st, memory, shfl, stmatrix, vote
 from ..recompute import rows as recompute
 from ..steps import output_rows
-from ..steps.inlined import inlined
-from ..steps.integers import divide
-from ..steps.named import named
-from ..steps.plain import first_column_of, first_row_of, panel_offset
+from ..steps.basics import divide, first_column_of, first_row_of, inlined, named, panel_offset
 from ..steps.sequence import lse_row, query_row
 from ..steps.units import exponent_unit
 from . import pipeline

@@ -14,9 +14,7 @@ to 9 % longer at head_dim 64, 5 to 7 % at 128, and as long at 256 (4 x 16 heads 
 from numba import float32, int32, int64, uint32
 
 from ...ptx import vote
-from ..steps.inlined import inlined
-from ..steps.integers import divide
-from ..steps.named import named
+from ..steps.basics import divide, inlined, named
 from ..steps.units import LOG2_E
 
 LEAST_SCALE, STEEPEST = 1e-30, 1e30  # within these limits no number overflows

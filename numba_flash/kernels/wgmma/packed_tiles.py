@@ -11,11 +11,9 @@ from typing import Any
 from numba import int32, uint32
 
 from ...ptx import bar, bits, shfl, special, vote
+from ..steps.basics import divide, inlined
 from ..steps.head_rounds import in_rounds
-from ..steps.inlined import inlined
-from ..steps.integers import divide
-from ..steps.sequence import make as make_sequence
-from ..steps.sequence import queries as make_queries
+from ..steps.sequence import make as make_sequence, queries as make_queries
 from .block import BEFORE, SEQUENCE, word_alone, write
 
 

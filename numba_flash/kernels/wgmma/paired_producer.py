@@ -7,8 +7,7 @@ A panel takes the place of the other kind of tile's panel of the step before.
 from numba import int32, int64, uint32
 
 from ...ptx import bar, cluster, fence, local
-from ..steps.inlined import inlined
-from ..steps.named import named
+from ..steps.basics import inlined, named
 from . import block, paired_tiles, parts
 from .backward_producer_float32 import of_loads, sources
 from .block import FIRST_ROW, hand_over, own_thread

@@ -24,8 +24,7 @@ import numpy as np
 from numba import float32, int32, uint32
 
 from ...ptx import bar, cluster, fence, ld_st, local, mbarrier, special, wgmma
-from ..steps.inlined import inlined
-from ..steps.named import named
+from ..steps.basics import inlined, named
 from . import backward_products_float32
 from .block import elected, own_thread
 from .operands import wait_but_one

@@ -21,9 +21,7 @@ import numpy as np
 from numba import float32, int32, int64, uint32
 
 from ...ptx import cvt, ld_st, memory, wgmma
-from ..steps.inlined import inlined
-from ..steps.named import named
-from ..steps.plain import panel_offset
+from ..steps.basics import inlined, named, panel_offset
 
 # Pairs of parts that are multiplied, the smallest products first.
 PRODUCTS = ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0))

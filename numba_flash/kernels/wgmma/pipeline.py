@@ -13,8 +13,7 @@ import functools
 from numba import int32, uint32
 
 from ...ptx import fence, mbarrier
-from ..steps.inlined import inlined
-from ..steps.named import named
+from ..steps.basics import inlined, named
 from .block import BYTES
 
 WORK_TILES = 4  # the scheduler of a forward writes them; a block has a ring of four

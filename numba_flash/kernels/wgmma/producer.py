@@ -19,12 +19,9 @@ from ...config.forward import L2_BYTES
 from ...ptx import bar, bits, memory, shfl, special, tma, vote
 from ..score import longest_first, reads, tile_walk, user
 from ..steps import outside_rows
+from ..steps.basics import TRUE, divide, inlined, named
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
-from ..steps.inlined import TRUE, inlined
-from ..steps.integers import divide
-from ..steps.named import named
-from ..steps.sequence import key_range
-from ..steps.sequence import make as make_sequence
+from ..steps.sequence import key_range, make as make_sequence
 from . import bias_boxes, block, packed_tiles, pipeline
 from .block import BEGIN, CUT, FIRST_ROW, FREE, MEMBERS, STATES, STOP, B, H, word_alone, write
 

@@ -6,9 +6,7 @@ from numba import float32, int32, uint32
 
 from ...ptx import fence, local
 from ..score import fragment_functions, fragments, kept_weights, reads
-from ..steps.inlined import FALSE, TRUE, inlined
-from ..steps.named import named
-from ..steps.plain import first_column_of, first_row_of
+from ..steps.basics import FALSE, TRUE, first_column_of, first_row_of, inlined, named
 from ..steps.sequence import queries as make_queries
 from ..steps.units import LOG2_E
 from . import bias_boxes, block, pipeline
