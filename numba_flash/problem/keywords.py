@@ -38,7 +38,8 @@ INSTEAD = {
 
 def unexpected(function: str, name: str, own: Iterable[str] = ()) -> TypeError:
     """The error for a keyword argument that the function does not have; `own` are those that it has."""
-    near = difflib.get_close_matches(name, [*own], 1)
-    instead = INSTEAD.get(name) or (near[0] if near else None)
+    instead = INSTEAD.get(name)
+    if instead is None and own:
+        instead = next(iter(difflib.get_close_matches(name, [*own], 1)), None)
     said = f"{function}() got an unexpected keyword argument {name!r}"
     return TypeError(f"{said}: use {instead}" if instead else said)

@@ -171,7 +171,7 @@ class Options(NamedTuple):
         if unknown:
             from .keywords import unexpected  # what a call without a mistake does without
 
-            raise unexpected("attention", min(unknown), OPTION_NAMES)
+            raise unexpected("attention", min(unknown))
         numbers = tuple([named.get(name) for name in NUMBERS])
         given = tuple([named.get(name) for name in OPTION_ARRAYS])
         functions = (*[named.get(name) for name in FUNCTIONS], aux)
