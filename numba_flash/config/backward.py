@@ -303,11 +303,17 @@ class MmaDbiasConfig(OfBias, MmaScoresConfig):
 
 @dataclass(frozen=True)
 class MmaDauxConfig(OfAux, MmaScoresConfig):
-    """Of mma_daux."""
+    """Of mma_daux. With two stages no barrier would be between a tile's products and the threads that take them."""
+
+    stages: int = 1
 
     kernel = "mma_daux"
     module = "mma.backward_daux"
     takes = abi.backward("").plus(abi.AUX_SUMS, abi.OF_AUX)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("stages", self.stages, 1)
 
     @property
     def score_row(self) -> int:
