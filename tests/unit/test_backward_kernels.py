@@ -273,7 +273,7 @@ def test_rows_for_plain_scores_serve_no_others():
         choice = explained(problem(64, dtype="float32", **options), HOPPER, "mma")
         return next((c.tile_m, c.tile_n) for c in choice.configs if c.kernel == kernel)
 
-    assert tiles_of("mma_dq_wide") == (64, 64) and tiles_of("mma_dq_wide", softcap=3.0) == (64, 32)
+    assert tiles_of("mma_dq") == (64, 64) and tiles_of("mma_dq", softcap=3.0) == (64, 32)
 
 
 def test_masks_and_bias_in_float32_have_kernels_beside_the_tiles():
@@ -281,8 +281,8 @@ def test_masks_and_bias_in_float32_have_kernels_beside_the_tiles():
     made = problem(256, dtype="float32", wanted=("dq", "dk", "dv", "dbias"), **given)
     configs = configs_of("mma", made)
     names = [config.kernel for config in configs]
-    apart = ["mma_dkdv_wide"] * 2
-    assert names == ["delta", "mask_bits_of_keys", *apart, "mask_bits", "mma_dq_wide", "v2_dbias", "dbias_sum"]
+    apart = ["mma_dkdv"] * 2
+    assert names == ["delta", "mask_bits_of_keys", *apart, "mask_bits", "mma_dq", "v2_dbias", "dbias_sum"]
     assert (configs[-3].tile_m, configs[-3].tile_n) == (64, 16), "where nothing is read 64 x 32"
 
 
@@ -488,7 +488,7 @@ def test_when_one_kernel_takes_all_gradients_in_float64():
     def kernels(*given, **more):
         return [config.kernel for config in configs(*given, **more)]
 
-    one, two = ["delta", "mma_wide_fused", "mma_dq_finish"], ["delta", "mma_dkdv_wide", "mma_dq_wide"]
+    one, two = ["delta", "mma_wide_fused", "mma_dq_finish"], ["delta", "mma_dkdv", "mma_dq"]
     assert all(kernels(head_dim, heads=16) == one for head_dim in (34, 64, 66, 128, 130, 256))
     assert [config.cluster for config in configs(130)] == [config.cluster for config in configs(256)] == [1, 2, 1]
     assert kernels(32, heads=32) == kernels(64, heads=8) == two
