@@ -202,13 +202,13 @@ class _Asked:
             )
         if not every and self.functions():
             raise NotImplementedError("heads: functions are told h; leave heads out, and cut the result")
-        q, k = _taken(self.q, self.rows_at, rows), self.k
+        q, k = _part(self.q, self.rows_at, rows), self.k
         lse = self.lse[..., rows.start : rows.stop]
         if len(rows) < self.seqlen_q:
             options["q_offset"] = self._offset() + rows.start
             options |= {name: _taken(x, -2, rows) for name in OF_PAIRS if (x := options.get(name)) is not None}
         if not every and self.heads_at is not None:
-            q, k = _taken(q, self.heads_at, heads), _taken(k, self.heads_at, self._of_kv(heads))
+            q, k = _part(q, self.heads_at, heads), _part(k, self.heads_at, self._of_kv(heads))
             lse = lse[..., heads.start : heads.stop, :]
             options |= {name: _taken(x, -3, heads) for name in OF_PAIRS if (x := options.get(name)) is not None}
             options |= {name: _taken(x, -1, heads) for name in OF_HEADS if (x := options.get(name)) is not None}
@@ -245,9 +245,12 @@ def _range(name: str, given: Any, extent: int) -> range:
 
 
 def _taken(x: Any, axis: int, part: range) -> Any:
-    """Some of an axis that is counted from the end; all of one that is not there or broadcast."""
-    if x.ndim < -axis or x.shape[axis] == 1:
-        return x
+    """Some of an option's axis; all of one that is not there or broadcast."""
+    return x if x.ndim < -axis or x.shape[axis] == 1 else _part(x, axis, part)
+
+
+def _part(x: Any, axis: int, part: range) -> Any:
+    """Some of an axis that is counted from the end."""
     return x[(..., slice(part.start, part.stop), *(slice(None),) * (-axis - 1))]
 
 

@@ -126,6 +126,14 @@ def test_other_dimensions(batch, layout):
     )
 
 
+@pytest.mark.parametrize("bias", [None, drawn(1, KEYS)], ids=["plain", "bias"])
+def test_no_rows_and_no_heads_of_one(bias):
+    one, of_k = q[:, :1, :1], k[:, :1]
+    lse = numba_flash.attention_lse(one, of_k, bias=bias)
+    assert numba_flash.weights(one, of_k, lse, bias=bias, rows=slice(1, 1)).shape == (BATCH, 1, 0, KEYS)
+    assert numba_flash.weights(one, of_k, lse, bias=bias, heads=slice(0, 0)).shape == (BATCH, 0, 1, KEYS)
+
+
 def test_a_block_mask_is_the_mask_that_it_describes():
     blocks = numba_flash.block_mask(mods.sliding_window(2), BATCH, HEADS, ROWS, KEYS, causal=True)
     p, lse = numba_flash.attention(q, k, identity(), block_mask=blocks, return_lse=True)
