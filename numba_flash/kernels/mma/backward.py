@@ -19,7 +19,7 @@ Sums are held in registers: no atomics, the same bits in every run. The elements
 it needs of the A operand of the next product. So neither leaves the registers. If the sums of whole rows do not fit in
 registers, `column_groups` warps own the same rows. Each computes P and dS for its part of the columns, they exchange
 them in shared memory, and each sums up some panels of columns of the gradients. The products are those of
-backward_16bit.py or backward_wide.py. What differs between the two sides is in backward_of_keys.py and
+backward_16bit.py or backward_fp32_fp64.py. What differs between the two sides is in backward_of_keys.py and
 backward_of_queries.py.
 
 A tile of the other side has two halves: for S there is Q or K, for dP there is dO, with lse and delta of its rows, or
@@ -29,7 +29,7 @@ turns: the next tile for dP is loaded while dK or dQ is summed up, and the next 
 the first product of a tile then, and S the second.
 
 A block whose tile has all keys of a head computes dQ, too (backward_own_dq.py). With config.only_tile the queries are
-one tile as well: then there is no loop, and the block computes lse and delta itself (backward_own_delta.py).
+one tile as well: then there is no loop, and the block computes lse and delta itself (backward_preprocess.py).
 
 FlashAttention (Dao et al., 2022, section 3 and appendix B) introduced the recomputation of P from lse, and delta =
 rowsum(dO * O) in the derivative of the softmax.
@@ -38,7 +38,7 @@ Letters as in v2; acc_s, acc_dp, acc_ds and acc_dv are accumulators. Launch: gri
 (batch * heads * query tiles). Rows are contiguous along dim, gradients as a whole.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from numba import cuda, int32, uint8, uint32
 
@@ -50,32 +50,20 @@ from ..steps.basics import FALSE, TRUE, divide, inlined
 from ..steps.sequence import key_row, query_row
 from . import (
     backward_16bit,
+    backward_fp32_fp64,
     backward_of_keys,
     backward_of_queries,
     backward_own_dq,
     backward_scores,
-    backward_wide,
     work_tile,
 )  # fmt: skip
 
-
-class Registers(NamedTuple):
-    """A warp's parts of S, dP and the sums, and of operands. Shapes are in the kernel."""
-
-    acc_s: Any
-    acc_dp: Any
-    acc_ds: Any  # dK or dQ, the sum of dS times Q or K
-    acc_dv: Any
-    p_frag: Any
-    ds_frag: Any
-    own_s_frag: Any
-    own_dp_frag: Any
-    other_frag: Any
-    shared_frag: Any
-    distance: Any
-    loaded: Any  # what its scores need from global memory (kernels/score/reads.py)
-    shown_bits: Any  # by the caller's mask, and by functions
-    kept: Any  # which weights count (kernels/score/kept_weights.py)
+# A warp's parts of S, dP and the sums, and of operands. Shapes are in the kernel.
+Registers = namedtuple(
+    "Registers",
+    "acc_s acc_dp acc_ds acc_dv p_frag ds_frag own_s_frag own_dp_frag "
+    "other_frag shared_frag distance loaded shown_bits kept",
+)
 
 
 def make(config):
@@ -87,7 +75,7 @@ def make(config):
     s_count, real = strips * blocks * 4, numbers.of(config.compute_dtype).real
     ds_count = strips * config.summed(config.head_dim_padded) // 2 if of_ds else 1
     dv_count = strips * config.summed(config.head_dim_v_padded) // 2 if of_p else 1
-    products = (backward_16bit if size == 2 else backward_wide).make(config)
+    products = (backward_16bit if size == 2 else backward_fp32_fp64).make(config)
     add_ds, add_dv = products.adder(config.head_dim_padded), products.adder(config.head_dim_v_padded)
     store_ds = products.storer(config.head_dim, config.head_dim_padded)
     store_dv = products.storer(config.head_dim_v, config.head_dim_v_padded)
@@ -278,7 +266,7 @@ def make(config):
         registers = Registers(
             local.array(s_count, real),  # acc_s (strips, part / 8, 4)
             local.array(s_count, real),  # acc_dp (strips, part / 8, 4)
-            local.array(ds_count, real),  # acc_ds (strips, columns / 8, 4)
+            local.array(ds_count, real),  # acc_ds (strips, columns / 8, 4): dK or dQ
             local.array(dv_count, real),  # acc_dv (strips, columns / 8, 4)
             local.array(products.weight_count, products.register),  # p_frag
             local.array(products.weight_count, products.register),  # ds_frag
@@ -288,8 +276,8 @@ def make(config):
             local.array(products.shared_count, products.shared_type),  # shared_frag: P or dS from shared memory
             local.array(rows, real),  # distance: q_pos - k_pos of each row at the lane's first column
             local.array(read.bias_words, read.bias_type),  # loaded (2 * strips, part / 8, 2), in 16 bits two in one
-            local.array(rows if has_functions else read.bits_words, uint32),  # shown_bits
-            local.array(kept_weight.words, uint32),  # kept
+            local.array(rows if has_functions else read.bits_words, uint32),  # shown_bits: by a mask, and by functions
+            local.array(kept_weight.words, uint32),  # kept: which weights count (kernels/score/kept_weights.py)
         )
         for x in range(ds_count):
             registers.acc_ds[x] = real(0)
