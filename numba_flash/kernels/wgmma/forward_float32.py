@@ -42,8 +42,8 @@ def make(config):
     q_panel, kv_panel = config.tile_m * 128, tile_n * 128  # bytes of a panel of a part
     k_panels, v_panels, v_columns = -(-config.head_dim_padded // 64), config.v_panels, config.v_columns
     k_part, v_part = kv_panel * k_panels, kv_panel * v_panels
-    k_bytes, v_bytes = config.PARTS * k_part, config.PARTS * v_part
-    s_count, o_count, p_count = tile_n // 2, config.head_dim_v_padded // 2, config.PARTS * tile_n // 4
+    k_bytes, v_bytes = config.element_parts * k_part, config.element_parts * v_part
+    s_count, o_count, p_count = tile_n // 2, config.head_dim_v_padded // 2, config.element_parts * tile_n // 4
     panel_count = v_columns // 2  # registers of a panel of O
     rescale = fragment_softmax.rescaler(1, config.head_dim_v_padded // 8)
 
