@@ -157,18 +157,6 @@ def make(config):
         warpgroup_sync(me)
 
     @inlined
-    def issue_scores(q_desc, k_desc, acc_s, part_1, part_2, part_3):
-        """One product for each panel of columns."""
-        multiply_0(acc_s, q_desc, k_desc)
-        if k_panels > 1:
-            multiply_1(part_1, q_desc, k_desc)
-        if k_panels > 2:
-            multiply_2(part_2, q_desc, k_desc)
-        if k_panels > 3:
-            multiply_3(part_3, q_desc, k_desc)
-        wgmma.commit_group()
-
-    @inlined
     def add_part(acc_s, part, present):
         if present:
             pin_s(part)
@@ -177,13 +165,20 @@ def make(config):
 
     @inlined
     def compute_scores(base, me, n, acc_s):
-        """S of the block's n-th key tile."""
+        """S of the block's n-th key tile: a product for each panel of columns, and their sum."""
         part_1, part_2 = local.array(s_count, float32), local.array(s_count, float32)
         part_3 = local.array(s_count, float32)
         rings.k.consumer_wait(base, n)
         q_desc = describe_rows(base + special.opaque(me * (64 * 128)))
         k_desc = describe_rows(base + plan.k + rings.k.stage(n) * k_bytes)
-        issue_scores(q_desc, k_desc, acc_s, part_1, part_2, part_3)
+        multiply_0(acc_s, q_desc, k_desc)
+        if k_panels > 1:
+            multiply_1(part_1, q_desc, k_desc)
+        if k_panels > 2:
+            multiply_2(part_2, q_desc, k_desc)
+        if k_panels > 3:
+            multiply_3(part_3, q_desc, k_desc)
+        wgmma.commit_group()
         wait_all()
         pin_s(acc_s)
         add_part(acc_s, part_1, k_panels > 1)

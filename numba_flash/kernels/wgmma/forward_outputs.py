@@ -28,7 +28,6 @@ def make(config, finish):
     recompute_rows, work_of = recompute.make(config, 16), query_work(config)
     to_natural = float32(1 / exponent_unit(config))
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    address, store_v4, store_b16 = memory.address, memory.store_v4, memory.store_b16
 
     @inlined
     def output_pair(acc_o, inverse, n, r):
@@ -81,18 +80,18 @@ def make(config, finish):
                 for n in range(o_words):
                     words[n] = output_pair(acc_o, inverse, n, r)
                 exchange_blocks(words, lane)
-                to = address(arrays.o, at) + int64((lane & 3) * 16)
+                to = memory.address(arrays.o, at) + int64((lane & 3) * 16)
                 for n in range(0, o_words, 4):
                     if here and 8 * (n + (lane & 3)) + 8 <= config.head_dim_v:
-                        store_v4(to + 16 * n, words, n)
+                        memory.store_v4(to + 16 * n, words, n)
             else:
                 for n in range(o_blocks):
                     two = output_pair(acc_o, inverse, n, r)
-                    column = lane_column + 8 * n
-                    if here and column < config.head_dim_v:
-                        store_b16(address(arrays.o, at + column * strides.o[3]), two)
-                    if here and column + 1 < config.head_dim_v:
-                        store_b16(address(arrays.o, at + (column + 1) * strides.o[3]), uint32(two >> uint32(16)))
+                    for i in range(2):
+                        column = lane_column + 8 * n + i
+                        if here and column < config.head_dim_v:
+                            half = uint32(two >> uint32(16)) if i else two
+                            memory.store_b16(memory.address(arrays.o, at + column * strides.o[3]), half)
 
     @inlined
     def write(base, work_tile, seen, registers, words, arrays, strides, sizes, score):

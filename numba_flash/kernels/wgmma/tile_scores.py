@@ -69,15 +69,13 @@ def make(config, sides):
     linear."""
     queries, queries_of, read = config.queries, make_queries(config), reads.make(config, 1)
     hide, some_hidden, has_mask, mod_bits = read.hide, read.some_hidden, config.has("mask"), config.mask_mod_as_bits
-    chain = fragments.chain(config)
-    score_tile = fragments.tile(config, 1)
+    chain, score_tile = fragments.chain(config), fragments.tile(config, 1)
     find_visible = block.visibility(config, config.tile_n)
     boxes, blocks, consumers = bias_boxes.make(config, 64), config.tile_n // 8, config.consumers
     bias_at, bias_bytes = config.shared_layout().bias, config.bias_bytes
     ring = pipeline.of_forward(config).bias
     functions, has_score_mod = fragment_functions.make(config), config.has("score_mod")
-    one_sided = sides is not None and sides.present
-    log2_e = float32(LOG2_E)
+    one_sided, log2_e = sides is not None and sides.present, float32(LOG2_E)
 
     @inlined
     def row_terms(terms, work_tile, arrays, strides):
