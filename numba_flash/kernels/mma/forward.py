@@ -179,11 +179,11 @@ def make(config):
             _, keys = block_state.get(places.q + int32(keys_at))
             rows_left = int32(int32(keys) - j * tile_n)
         _, v_global = block_state.get(places.q + int32(bases_at))
+        source = v_global + j * tile_n * v_bytes
         columns_left = int32(config.head_dim_v - tile.part * columns_v)
         wait_all()
         cuda.syncthreads()  # K_j is there, and everyone is done with V_j+1
         if not only_tile:
-            source = v_global + j * tile_n * v_bytes
             load_v(places.q + int32(plan.v), source, v_bytes, 0, rows_left, columns_left, again(places))
             cp_async.commit_group()
         operands = registers.q_frag, registers.kv_frag
@@ -195,11 +195,11 @@ def make(config):
         # Softmax and O, while the next tile's K is on the way.
         k_bytes = config.item_size * strides.k[2]
         k_global, _ = block_state.get(places.q + int32(bases_at))
+        source = k_global + (next_j if walk.present else j - 1) * tile_n * k_bytes
         if not only_tile:
             wait_all()
             cuda.syncthreads()  # V_j is there, and everyone is done with K_j
             if j > begin:
-                source = k_global + (next_j if walk.present else j - 1) * tile_n * k_bytes
                 load_k(places.q + int32(plan.k), source, k_bytes, 0, int32(tile_n), int32(head_dim), again(places))
                 cp_async.commit_group()
         moved = softmax(registers.acc_s, registers.m, registers.l, registers.alpha, score.scale * log2_e, registers.m)
