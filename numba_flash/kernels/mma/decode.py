@@ -156,8 +156,9 @@ def make(config):
             registers.acc_o[i] = real(0)
 
     @inlined
-    def walk(tile, slot, registers, node, places, stack, lane, key_warp, row_warp, arrays, strides, sizes, score):
+    def walk(tile, slot, registers, node, places, stack, own, arrays, strides, sizes, score):
         """Hands the node of all keys of the tile over. Their first copies and places are under way."""
+        lane, key_warp, row_warp = own
         row = int32(tile.first_row + row_warp * warp_rows)
         j, stage, waiting, there = tile.begin, int32(0), int32(0), int32(0)
         for r in range(rows):
@@ -296,7 +297,7 @@ def make(config):
             if shares:
                 joined = joined or item.members > 0
             slot = int32(item.node_slot + (item.node - item.first_node) * item.row_tiles) if joined else own
-            walk(tile, slot, registers, node, places, stack, lane, key_warp, row_warp, arrays, strides, sizes, score)
+            walk(tile, slot, registers, node, places, stack, (lane, key_warp, row_warp), arrays, strides, sizes, score)
             if shares:
                 arrive(item, level, last_smem, thread, arrays, strides, sizes)
                 for m in range(max(item.members, int32(1))):

@@ -13,7 +13,6 @@ to 9 % longer at head_dim 64, 5 to 7 % at 128, and as long at 256 (4 x 16 heads 
 
 from numba import float32, int32, int64, uint32
 
-from ...problem.options import changes_by_distance_alone
 from ...ptx import vote
 from ..steps.basics import divide, inlined, named
 from ..steps.units import LOG2_E
@@ -68,4 +67,4 @@ def make(config):
                 for i in range(2):
                     acc_s[4 * n + 2 * r + i] += steepness * float32(8 * n + i)
 
-    return named(inverse_scale, ends, of_tile, to_linear, present=changes_by_distance_alone(config.uses))
+    return named(inverse_scale, ends, of_tile, to_linear, present=config.by_distance_alone)
