@@ -41,7 +41,7 @@ def make(config):
                 parts[thread] += parts[thread + half]
             half //= 2
         if thread == 0:
-            by = strides[of_strides]
-            store(arrays[gradient], own_b * by[0] + h * by[1], parts[0])
+            total, by = parts[0], strides[of_strides]
+            store(arrays[gradient], own_b * by[0] + h * by[1], total)
 
     return sums_of_heads
