@@ -65,18 +65,20 @@ def row_gradient(config):
     A sink is the score of a key whose value is 0: its weight in a row is e^(sink - lse), and its dP is 0, so dS = P *
     (dP - delta) gives this formula. The rest of a backward does not know of sinks: they are in lse.
     """
-    compute, delta_of = elements.COMPUTE_TYPES[config.dtype], lse_delta.delta_of_row(config)
+    compute, of_blocks, minus_delta_at = elements.COMPUTE_TYPES[config.dtype], config.of_blocks, lse_delta.MINUS_DELTA
     load, minus_inf = elements.loader(config.given, compute), compute(-math.inf)
 
     @cuda.jit(device=True)
     def of_row(sequence, h, q_index, arrays, strides, sizes):
-        lse = arrays.lse[lse_row(sequence, h, q_index, sizes)]
-        weight = compute(0)
+        at = lse_row(sequence, h, q_index, sizes)
+        lse, weight = arrays.lse[at], compute(0)
         if lse != minus_inf:  # otherwise neither the row nor its sink has a weight
             exponent = load(arrays.sinks, sequence.b * strides.sinks[0] + h * strides.sinks[1]) - lse
             weight = math.exp(compute(0) if exponent > compute(0) else exponent)  # above 0 is the rounding of lse
         if weight != 0:
-            return -weight * delta_of(sequence, h, q_index, arrays, sizes)
+            if of_blocks:
+                return -weight * -arrays.lse_delta[lse_delta.block_row(sequence, h, q_index, sizes) + minus_delta_at]
+            return -weight * arrays.delta[at]
         return compute(0)
 
     return of_row

@@ -40,7 +40,7 @@ def make(config):
     @cuda.jit(device=True)
     def own_of(b, arrays, strides, sizes):
         """Of packed queries; their keys are as many as seqlens_k says."""
-        first_query, queries = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q)
+        first_query, queries = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q, sizes)
         keys = int64(arrays.seqlens_k[b * strides.seqlens_k])
         q_start = q_start_of(b, queries, keys, arrays, strides, sizes)
         return sequence.packed_sequence(b, queries, keys, q_start, first_query, int64(0), sizes)
