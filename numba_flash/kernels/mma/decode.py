@@ -19,7 +19,7 @@ from numba import cuda, int32, int64, uint8, uint32
 
 from ...config.forward import tile_bytes
 from ...ptx import cp_async, ld_st, local, memory, shared, special
-from ..recompute import cache_rows
+from ..recompute import rows as recompute
 from ..score import fragment_functions, fragment_softmax, fragments, kept_weights, reads as score_reads
 from ..steps import async_tiles, numbers
 from ..steps.basics import FALSE, TRUE, first_column_of, first_row_of, inlined, row_keys
@@ -88,7 +88,7 @@ def make(config):
     tiles = decode_tiles.make(config, work.sequence_of)
     arrive, slots_of = decode_prefixes.arrivals(config, work.member_of)
     nodes, write_rows = decode_nodes.of_chunks(config), decode_rows.make(config)
-    recompute_rows = cache_rows.make(config)
+    recompute_rows = recompute.of_cache(config)
     pair_count = nodes.count + 2 * rows if config.pair_registers else 1
     node_count, shared_levels = nodes.count + 2 * rows, decode_nodes.Shared(*config.shared_stack)
     _, carry = decode_nodes.joins(config.compute_dtype, nodes.count, rows, shared_levels, config.pair_registers)
