@@ -86,13 +86,8 @@ class WalkConfig(Config):
         return self.other_rows // self.column_groups
 
     @property
-    def workers(self) -> int:
-        """Threads that compute."""
-        return self.own_rows // self.warp_rows * self.column_groups * 32
-
-    @property
     def threads(self) -> int:  # type: ignore[override]
-        return self.workers
+        return self.own_rows // self.warp_rows * self.column_groups * 32
 
     def tiles(self) -> tuple[int, int, int, int]:
         """Bytes of the own tiles, for S and for dP, and of the other side's."""

@@ -20,7 +20,6 @@ class WideBackwardConfig(WalkConfig):
     GROUPS: ClassVar[tuple[int, ...]] = (1, 2)
     in_registers: ClassVar[bool] = False  # as of MmaBackwardConfig
     columns_in_order: ClassVar[bool] = False  # a lane's sums are of two columns of each 8, side by side
-    summed_columns: ClassVar[int]  # of gradients, of one row
     SUMS: ClassVar[int] = 256  # of 32 bits: what a warp can keep in registers of a row of gradients
 
     def __post_init__(self) -> None:
@@ -28,7 +27,8 @@ class WideBackwardConfig(WalkConfig):
         self._check_warps()
         one_of("the rows that a block walks over", self.other_rows, *MmaConfig.KEYS[self.dtype])
         one_of("column_groups", self.column_groups, *self.GROUPS)
-        sums, most = self.summed_columns // self.column_groups * self.item_size // 4 * self.strips, self.SUMS
+        summed = self.head_dim_padded * self.of_ds + self.head_dim_v_padded * self.of_p  # columns of gradients
+        sums, most = summed // self.column_groups * self.item_size // 4 * self.strips, self.SUMS
         check(sums <= most, f"head_dim {self.head_dim} and {self.head_dim_v} need {sums} sums a row, not {most}")
 
     def summed(self, columns: int) -> int:
@@ -49,10 +49,6 @@ class WideDkdvConfig(OfGradients, WideBackwardConfig):
     module = "mma.backward"
     takes = abi.backward("dk dv", abi.ROWS, abi.MASK_BITS_OF_KEYS)
     of_keys = True
-
-    @property
-    def summed_columns(self) -> int:  # type: ignore[override]
-        return self.head_dim_padded * self.of_dk + self.head_dim_v_padded * self.of_dv
 
 
 @dataclass(frozen=True)
@@ -75,6 +71,7 @@ class WideFusedConfig(WideBackwardConfig):
     module = "mma.backward_wide_fused"
     takes = abi.backward("dq dk dv", abi.ROWS).plus("turns")
     of_keys = True
+    of_p = True  # type: ignore[assignment]
     DTYPES = ("float64",)
     whole_program: ClassVar[bool] = True  # setmaxnreg wants that
     columns_in_order: ClassVar[bool] = True
@@ -91,6 +88,11 @@ class WideFusedConfig(WideBackwardConfig):
         check(few, f"{self.own_rows} keys are more than 4 times {self.warp_rows}: each has a named barrier")
         check(self.workers % 128 == 0, f"threads that compute must be whole warpgroups, not {self.workers}: setmaxnreg")
         super().__post_init__()
+
+    @property
+    def workers(self) -> int:
+        """Threads that compute."""
+        return super().threads
 
     @property
     def threads(self) -> int:  # type: ignore[override]
@@ -110,10 +112,6 @@ class WideFusedConfig(WideBackwardConfig):
         """Registers of a thread that computes, to which the others leave theirs."""
         launched = 65536 // max(self.blocks_per_sm, 1) // self.threads // 8 * 8
         return min((launched * self.threads - 128 * self.FEW) // self.workers // 8 * 8, 240)
-
-    @property
-    def summed_columns(self) -> int:  # type: ignore[override]
-        return self.head_dim_padded + self.head_dim_v_padded
 
     @property
     def head_dim_padded(self) -> int:
@@ -184,7 +182,3 @@ class WideDqConfig(WideBackwardConfig):
     kernel = "mma_dq_wide"
     module = "mma.backward"
     takes = abi.backward("dq", abi.ROWS)
-
-    @property
-    def summed_columns(self) -> int:  # type: ignore[override]
-        return self.head_dim_padded
