@@ -65,8 +65,8 @@ def recorded(config):
     return (_simulated_recorded if numba_config.ENABLE_CUDASIM else _compiled_recorded)(config)
 
 
-def _call(config, option, recorded=()):
-    """-> call(before, at, arrays, strides, record), a device function; the Function; the type in which it computes.
+def _applier(config, option, recorded=()):
+    """-> apply(before, at, arrays, strides, record), a device function; the Function; the type in which it computes.
     recorded: of which aux arrays `record`, the kernel's sizes and an array, notes what is read."""
     from ...functions import compiled
 
@@ -107,23 +107,23 @@ def _call(config, option, recorded=()):
         return (whole(at.q_index),) if asks_row else ()
 
     @inlined
-    def call(before, at, arrays, strides, record):
+    def apply(before, at, arrays, strides, record):
         where = whole(at.b), whole(at.h), query(at.q_pos, at.ahead), key(at.k_index)
         return compute(*(row(at) + before + where + tables(arrays, strides, record)))
 
-    return call, function, base
+    return apply, function, base
 
 
 def _compiled(config, option, derivative):
     from ...functions import compiled
 
-    call, function, base = _call(config, option)
+    apply, function, base = _applier(config, option)
     if option == "mask_mod":
         truth = compiled.truth_of(option, function)
 
         @inlined
         def visible(at, arrays, strides):
-            return truth(call((), at, arrays, strides, ()))
+            return truth(apply((), at, arrays, strides, ()))
 
         return visible
     number = compiled.as_number("dual" if derivative else "real", base)
@@ -131,7 +131,7 @@ def _compiled(config, option, derivative):
 
     @inlined
     def changed(s, at, arrays, strides):
-        y = call((number(s),), at, arrays, strides, ())
+        y = apply((number(s),), at, arrays, strides, ())
         return (result(y), slope(y)) if derivative else result(y)
 
     return changed
@@ -140,7 +140,7 @@ def _compiled(config, option, derivative):
 def _compiled_recorded(config):
     from ...functions import compiled
 
-    call, function, base = _call(config, "score_mod", config.wanted_aux)
+    apply, function, base = _applier(config, "score_mod", config.wanted_aux)
     number, reads = compiled.as_number("real", base), compiled.READS
     result, slope = (make("score_mod", base, function) for make in (compiled.result, compiled.derivative))
 
@@ -148,7 +148,7 @@ def _compiled_recorded(config):
     def aux_gradient(s, at, read, arrays, strides, sizes):
         state = local.array(reads, int64)  # in registers
         state[0], state[1], state[2] = 0, read, 0
-        y = call((number(s),), at, arrays, strides, (sizes, state))
+        y = apply((number(s),), at, arrays, strides, (sizes, state))
         return result(y), slope(y), state[2], state[0]
 
     return aux_gradient
