@@ -85,7 +85,7 @@ def make(config):
     def within(t, row):
         """Bits of those of the lane's columns of tile t that lie in the range of a RowState."""
         column = first_column(t)
-        return columns_within(int32(row.first - column), int32(row.end - column))
+        return columns_within(int32(row.first - column), int32(row.end - column), 0)
 
     @inlined
     def show_seen(r, t, row, registers):

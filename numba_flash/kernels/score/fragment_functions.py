@@ -33,7 +33,7 @@ def make(config, strips=1):
     removes something of it (tile_walk.py). every_tile: whether there is work also where mask_mod decides nothing."""
     has_score_mod, has_mask_mod = config.has("score_mod"), user.calls_mask_mod(config)
     shared, blocks = config.group_size > 1, config.tile_n // 8  # shared: a tile has the queries of several heads
-    changed = user.both(config, False)
+    words, changed = -(-blocks // 16), user.both(config, False)
 
     @inlined
     def block(n, acc_s, mask_bits, place, inside, needs_mask, arrays, strides, score):
@@ -41,10 +41,10 @@ def make(config, strips=1):
         side."""
         # The inner loop goes over rows: with columns inside, the compiler would keep the positions of all columns.
         for i in range(2):
-            k_pos, bit = int32(place.first_key + n * 8 + i), uint32(1) << uint32(2 * n + i)
+            k_pos, bit = int32(place.first_key + n * 8 + i), uint32(1) << uint32(2 * (n & 15) + i)
             for r in range(2 * strips):
-                index = ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
-                if inside or mask_bits[r] & bit != 0:
+                word, index = r * words + (n >> 4), ((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i
+                if inside or mask_bits[word] & bit != 0:
                     row = int32(place.first_row + r * 8)
                     if shared:  # inside, a row may not exist
                         row = min(row, place.last_row)
@@ -55,7 +55,7 @@ def make(config, strips=1):
                     acc_s[index], _, seen = changed(acc_s[index], at, needs_mask, arrays, strides, score)
                     if has_mask_mod:
                         if not seen:
-                            mask_bits[r] &= ~bit
+                            mask_bits[word] &= ~bit
 
     # Without functions there is nothing to compile.
     present = user.present(config)
@@ -74,7 +74,8 @@ def make(config, strips=1):
         """acc_s <- score_mod of scale * acc_s, for scores that count; mask_bits <- without what mask_mod removes."""
         for r in range(2 * strips):
             if place.first_row + r * 8 > place.last_row:  # a row that does not exist
-                mask_bits[r] = uint32(0)
+                for word in range(words):
+                    mask_bits[r * words + word] = uint32(0)
         every_block(acc_s, mask_bits, place, FALSE, needs_mask, arrays, strides, score)
 
     @inlined

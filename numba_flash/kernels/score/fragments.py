@@ -115,19 +115,20 @@ def weights_at(config):
 
 
 @inlined
-def columns_below(limit):
-    """Bits of the lane's columns, two in each 8, that are below `limit`, counted from its first one."""
-    here = min(max(int32(limit), int32(0)), int32(128))
+def columns_below(limit, word):
+    """Bits of the lane's columns in 16 blocks of 8, two in each, that are below `limit`, counted from its very first
+    column. word: which 16 blocks."""
+    here = min(max(int32(limit - 128 * word), int32(0)), int32(128))
     count = int32(((here >> 3) << 1) + min(here & 7, 2))
     return uint32((int64(1) << int64(count)) - int64(1))
 
 
 @inlined
-def columns_within(first, end):
+def columns_within(first, end, word):
     """Likewise for the columns in [first, end)."""
     # As bits, one for each element of a row: ptxas turns eight of them into predicates at a time. Comparing each column
     # with both limits takes three instructions.
-    return columns_below(end) & ~columns_below(first)
+    return columns_below(end, word) & ~columns_below(first, word)
 
 
 @inlined
@@ -139,15 +140,17 @@ def clamp(x):
 @functools.cache
 def tile(config, strips, columns=0):
     """-> device functions for the scores of a tile of config.tile_n columns, or of `columns`, of which a warp has
-    `strips` strips of 16 rows."""
+    `strips` strips of 16 rows; mask_words: uint32 of mask bits for a lane's rows."""
     tile_n, group = columns or config.tile_n, config.group_size
-    blocks, real = tile_n // 8, elements.COMPUTE_TYPES[config.dtype]
+    blocks = tile_n // 8
+    words = -(-blocks // 16)
+    real = elements.COMPUTE_TYPES[config.dtype]
     minus_inf, value = real(-math.inf), chain(config).value
     added = reads.make(config, strips, columns).added
 
     @inlined
     def visible(j, first_row, lane, tile_pos, left, right, keys, mask_bits, distance):
-        """mask_bits (2 * strips,) <- bits of those of the lane's columns of tile j that its rows see.
+        """mask_bits (2 * strips, words) <- bits of those of the lane's columns of tile j that its rows see.
 
         first_row: the warp's, in the query tile, which begins at position tile_pos. Also sets distance, for `finish`.
         It needs no score, so it can run while the scores are being computed.
@@ -161,7 +164,8 @@ def tile(config, strips, columns=0):
             query = int32(uint32(first_row + first_row_of(lane) + r * 8) // uint32(group))
             first = int32(lowest + query - column)
             end = int32(min(int32(highest + query), keys_left) - column)
-            mask_bits[r] = columns_within(first, end)
+            for word in range(words):
+                mask_bits[r * words + word] = columns_within(first, end, word)
             distance[r] = real(tile_pos + query - tile_key - column)
 
     @inlined
@@ -186,7 +190,7 @@ def tile(config, strips, columns=0):
         for r in range(2 * strips):
             for n in range(blocks):
                 for i in range(2):
-                    if (mask_bits[r] >> uint32(2 * n + i)) & uint32(1) == 0:
+                    if (mask_bits[r * words + n // 16] >> uint32(2 * (n % 16) + i)) & uint32(1) == 0:
                         acc_s[((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i] = minus_inf
 
-    return named(visible, finish, mask, mask_words=2 * strips)
+    return named(visible, finish, mask, mask_words=2 * strips * words)

@@ -52,8 +52,8 @@ def make(config, strips, columns=0, of_keys=False):
     functions, and the registers that they fill, bias_words of bias_type and bits_words. `reads`: whether anything is
     read."""
     tile_n, group, rows = columns or config.tile_n, config.group_size, 2 * strips
-    blocks, has_bias, has_bits = tile_n // 8, config.has("bias"), config.mask_bits
-    dtype = config.dtype_of("bias") or "float32"
+    blocks, words = tile_n // 8, -(-tile_n // 128)  # words of mask bits for each row
+    has_bias, has_bits, dtype = config.has("bias"), config.mask_bits, config.dtype_of("bias") or "float32"
     reads_bias = has_bias and not config.bias_boxes
     item, double, real = ITEM_SIZE[dtype], dtype == "float64", elements.COMPUTE_TYPES[config.dtype]
     pairs = has_bias and not double and config.bias_pairs and not of_keys
@@ -126,13 +126,14 @@ def make(config, strips, columns=0, of_keys=False):
             row, member = place_of(origin, first_row, lane, r, row_count)
             word = (row >> 4) * by[2] + ENDS + (row & (PIECE - 1)) * row_words + member * by[1]
             place = origin.bits + 4 * (word + 4 * int64(first_word) + (lane & 3))
-            found = memory.load_b32_if(place, uint32(1) if 0 < words_left else uint32(0))
-            if 128 % tile_n:  # a tile's bits may begin in one word and end in the next
-                following = memory.load_b32_if(place + 16, uint32(1) if 1 < words_left else uint32(0))
-                found = uint32((uint64(following) << uint64(32) | uint64(found)) >> uint64(shift))
-            elif tile_n < 128:
-                found = found >> shift
-            bits[r] = found
+            for n in range(words):
+                found = memory.load_b32_if(place + 16 * n, uint32(1) if n < words_left else uint32(0))
+                if tile_n % 128 and 128 % tile_n:  # a tile's bits may begin in one word and end in the next
+                    following = memory.load_b32_if(place + 16 * n + 16, uint32(1) if n + 1 < words_left else uint32(0))
+                    found = uint32((uint64(following) << uint64(32) | uint64(found)) >> uint64(shift))
+                elif tile_n % 128:
+                    found = found >> shift
+                bits[r * words + n] = found
 
     @inlined
     def load(loaded, bits, j, origin, first_row, lane, arrays, strides, sizes, inside):
@@ -158,15 +159,16 @@ def make(config, strips, columns=0, of_keys=False):
         """mask_bits <- without those that the mask hides. masked, a constant; without it all of the tile is seen so
         far."""
         if has_bits:
-            for r in range(rows):
-                mask_bits[r] = mask_bits[r] & bits[r] if masked else bits[r]
+            for i in range(rows * words):
+                mask_bits[i] = mask_bits[i] & bits[i] if masked else bits[i]
 
     @inlined
     def some_hidden(mask_bits):
         """Whether the mask hides any of the warp's scores: almost never in most tiles."""
         some = uint32(0)
-        for r in range(rows):
-            some |= ~mask_bits[r] & uint32((1 << 2 * blocks) - 1)
+        for i in range(rows * words):
+            count = min(2 * blocks - 32 * (i % words), 32)
+            some |= ~mask_bits[i] & uint32((1 << count) - 1)
         return vote.any_lane(some) != 0
 
     @inlined
@@ -192,7 +194,7 @@ def make(config, strips, columns=0, of_keys=False):
             of_head, heads_left = of_head + by[1], int32(heads_left - 1)
         return first, end, whole_first, whole_end
 
-    bias_words, bits_words = rows * blocks * (2 if apart else 1) if has_bias else 1, rows if has_bits else 1
+    bias_words, bits_words = rows * blocks * (2 if apart else 1) if has_bias else 1, rows * words if has_bits else 1
     counts = dict(bias_words=bias_words, bits_words=bits_words, bias_type=float64 if double else uint32)
     functions = origin, load, load_bias, load_bits, added, hide, some_hidden, ranges
     reads, narrow = reads_bias or has_bits, ITEM_SIZE[config.dtype] == 2
