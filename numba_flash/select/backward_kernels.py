@@ -9,10 +9,10 @@ from typing import Any
 from ..arrays.dtypes import ITEM_SIZE
 from ..config import (
     backward as mma,
+    mma_fused,
     wgmma_backward as wgmma,
     wgmma_backward_ends as wgmma_ends,
     wgmma_backward_float32 as wgmma_float32,
-    wide_backward as wide,
 )
 from ..config.aux_gradients import AuxRoundConfig, AuxStartConfig, DauxConfig
 from ..config.bias_rows import BiasRowsConfig
@@ -96,7 +96,7 @@ def v2_configs(problem: BackwardProblem, target: Target) -> Configs:
 def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     """mma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if ITEM_SIZE[problem.forward.dtype] > 2:
-        return _with_sums(problem, target, _mma_wide(problem, target))
+        return _with_sums(problem, target, _mma_fp32_fp64(problem, target))
     ends, only, with_dbias = shared.head_sums(problem, target, of_blocks=True), [], False
     if rows := shared.one_key_tile(problem, target):
         with_dbias = _own_dbias(problem)
@@ -132,15 +132,15 @@ def _own_dbias(problem: BackwardProblem) -> bool:
     )
 
 
-def _mma_wide(problem: BackwardProblem, target: Target) -> Configs:
+def _mma_fp32_fp64(problem: BackwardProblem, target: Target) -> Configs:
     """mma's kernels in float32 and float64."""
-    fused = _wide_fused(problem, target)
+    fused = _mma_fused(problem, target)
     if fused:
         return (*fused, *shared.head_sums(problem, target, of_blocks=False))
     own: list[Any] = []
-    kinds: list[type[wide.WideBackwardConfig]] = [wide.WideDkdvConfig, *[wide.WideDqConfig] * ("dq" in problem.wanted)]
-    for kind, table in zip(kinds, ("mma_dkdv", "mma_dq"), strict=False):
-        rows = [_shrunk(row, kind.of_keys, problem.forward) for row in shared.usable(table, problem, target)]
+    kinds: list[Any] = [mma.MmaDkdvConfig, *[mma.MmaDqConfig] * ("dq" in problem.wanted)]
+    for kind in kinds:
+        rows = [_shrunk(row, kind.of_keys, problem.forward) for row in shared.usable(kind.kernel, problem, target)]
         own += shared.best(kind, rows, problem, target)
     return _with_delta(own, problem, target)
 
@@ -156,7 +156,7 @@ def _shrunk(row: Row, of_keys: bool, problem: Problem) -> Row:
     return row.changed(tile_m=sizes[0], tile_n=sizes[1], blocks_per_sm=row.tile["blocks_per_sm"] * fewer)
 
 
-def _wide_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
+def _mma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """One kernel of dK, dV and parts of dQ, with those before and after it, if that is the faster form; otherwise none.
     It computes five products instead of seven. It needs a GPU whose products of float64 are one instruction. It needs a
     query: without one no previous kernel would set its ticket to 0."""
@@ -164,17 +164,17 @@ def _wide_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     taken = forward.dtype == "float64" and target.cc == LARGE_FLOAT64 and {"dq", "dk", "dv"} <= set(problem.wanted)
     rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # of dq, which is contiguous
     every = taken and rows_of_16_bytes and forward.seqlen_q > 0 and forward.packed is None
-    if not every or not gains_by_one_wide_kernel(problem):
+    if not every or not gains_by_mma_fused(problem):
         return []
-    for row in shared.usable("mma_wide_fused", problem, target):
-        fused = wide.WideFusedConfig(**features_of(wide.WideFusedConfig, problem, target), **row.tile)
+    for row in shared.usable("mma_fused", problem, target):
+        fused = mma_fused.MmaFusedConfig(**features_of(mma_fused.MmaFusedConfig, problem, target), **row.tile)
         if shared.fits(fused, target):
             start = shared.delta_config(problem, target, turns_of=fused.tile_m)
-            return [start, fused, wide.WideDqFinishConfig.behind(fused)]
+            return [start, fused, mma_fused.MmaDqFinishConfig.behind(fused)]
     return []
 
 
-def gains_by_one_wide_kernel(problem: BackwardProblem) -> bool:
+def gains_by_mma_fused(problem: BackwardProblem) -> bool:
     """Whether the one kernel is the faster form, where a row is for the problem: its parts of dQ wait in a line, so a
     batch entry needs enough work, as in gains_by_one_kernel. docs/adding_a_tile_row.md has the measurements."""
     return problem.forward.seqlen_k <= problem.forward.seqlen_q and problem.forward.heads_kv >= 8

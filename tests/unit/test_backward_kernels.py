@@ -273,7 +273,7 @@ def test_rows_for_plain_scores_serve_no_others():
         choice = explained(problem(64, dtype="float32", **options), HOPPER, "mma")
         return next((c.tile_m, c.tile_n) for c in choice.configs if c.kernel == kernel)
 
-    assert tiles_of("mma_dq_wide") == (64, 64) and tiles_of("mma_dq_wide", softcap=3.0) == (64, 32)
+    assert tiles_of("mma_dq") == (64, 64) and tiles_of("mma_dq", softcap=3.0) == (64, 32)
 
 
 def test_masks_and_bias_in_float32_have_kernels_beside_the_tiles():
@@ -281,8 +281,8 @@ def test_masks_and_bias_in_float32_have_kernels_beside_the_tiles():
     made = problem(256, dtype="float32", wanted=("dq", "dk", "dv", "dbias"), **given)
     configs = configs_of("mma", made)
     names = [config.kernel for config in configs]
-    apart = ["mma_dkdv_wide"] * 2
-    assert names == ["delta", "mask_bits_of_keys", *apart, "mask_bits", "mma_dq_wide", "v2_dbias", "dbias_sum"]
+    apart = ["mma_dkdv"] * 2
+    assert names == ["delta", "mask_bits_of_keys", *apart, "mask_bits", "mma_dq", "v2_dbias", "dbias_sum"]
     assert (configs[-3].tile_m, configs[-3].tile_n) == (64, 16), "where nothing is read 64 x 32"
 
 
@@ -488,7 +488,7 @@ def test_when_one_kernel_takes_all_gradients_in_float64():
     def kernels(*given, **more):
         return [config.kernel for config in configs(*given, **more)]
 
-    one, two = ["delta", "mma_wide_fused", "mma_dq_finish"], ["delta", "mma_dkdv_wide", "mma_dq_wide"]
+    one, two = ["delta", "mma_fused", "mma_dq_finish"], ["delta", "mma_dkdv", "mma_dq"]
     assert all(kernels(head_dim, heads=16) == one for head_dim in (34, 64, 66, 128, 130, 256))
     assert [config.cluster for config in configs(130)] == [config.cluster for config in configs(256)] == [1, 2, 1]
     assert kernels(32, heads=32) == kernels(64, heads=8) == two
@@ -498,7 +498,7 @@ def test_when_one_kernel_takes_all_gradients_in_float64():
     assert kernels(seqlen_k=2049) == kernels(heads=4) == kernels(seqlen_k=2047) == two
     assert kernels(wanted=("dk", "dv")) == two[:2]
     for changed in (dict(softcap=5.0), dict(dropout_p=0.1), dict(mask_mod=Function.of("mask_mod", earlier))):
-        assert "mma_wide_fused" not in kernels(**changed)
+        assert "mma_fused" not in kernels(**changed)
     assert kernels(head_dim=127) == two, "rows of dq have to begin at multiples of 16 bytes"
     assert kernels(target=A100) == kernels(target=B200) == two, "where products have no instruction of their own"
     assert kernels(dtype="float32") == two
@@ -614,14 +614,14 @@ def test_how_many_heads_of_a_group_a_block_takes():
 
 def test_one_kernel_in_float64_needs_a_query(monkeypatch):
     """Without one no previous kernel would set its ticket to 0."""
-    monkeypatch.setattr(backward_kernels, "gains_by_one_wide_kernel", lambda *_: True)
+    monkeypatch.setattr(backward_kernels, "gains_by_mma_fused", lambda *_: True)
     for seqlen_q, one in ((1, True), (0, False)):
         of_q, of_k = (1, 2, seqlen_q, 64), (1, 2, 2**15, 64)
         given = {name: empty(*of_q, dtype="float64") for name in ("do", "q", "o")}
         given |= {name: empty(*of_k, dtype="float64") for name in ("k", "v")}
         made = problem(64, dtype="float64", **given, lse=empty(*of_q[:3], dtype="float64"))
         kernels = [config.kernel for config in backward_kernels.mma_configs.__wrapped__(made, HOPPER)]
-        assert (kernels[1] == "mma_wide_fused") == one
+        assert (kernels[1] == "mma_fused") == one
 
 
 def test_one_long_head_has_several_partial_sums_of_dq():

@@ -1,58 +1,15 @@
-"""Configs of the backward on tensor cores in float32 and float64."""
+"""Configs of the one kernel of all gradients in float64, and of the one behind it."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .backward import OfGradients, WalkConfig
+from .backward import MmaBackwardConfig
 from .forward import AnyProblem, Config, check, layout, one_of, tile_bytes
-from .mma_forward import MmaConfig
-
-
-@dataclass(frozen=True, init=False, repr=False, eq=False)
-class WideBackwardConfig(WalkConfig):
-    """Of mma/backward, in float32 and float64. large_f64, copy_bytes: as of MmaConfig."""
-
-    large_f64: bool = False
-    copy_bytes: int = 16
-
-    DTYPES: ClassVar[tuple[str, ...]] = ("float32", "float64")
-    GROUPS: ClassVar[tuple[int, ...]] = (1, 2)
-    in_registers: ClassVar[bool] = False  # as of MmaBackwardConfig
-    columns_in_order: ClassVar[bool] = False  # a lane's sums are of two columns of each 8, side by side
-    SUMS: ClassVar[int] = 256  # of 32 bits: what a warp can keep in registers of a row of gradients
-
-    def __post_init__(self) -> None:
-        self._check_dtype()
-        self._check_warps()
-        one_of("the rows that a block walks over", self.other_rows, *MmaConfig.KEYS[self.dtype])
-        one_of("column_groups", self.column_groups, *self.GROUPS)
-        summed = self.head_dim_padded * self.of_ds + self.head_dim_v_padded * self.of_p  # columns of gradients
-        sums, most = summed // self.column_groups * self.item_size // 4 * self.strips, self.SUMS
-        check(sums <= most, f"head_dim {self.head_dim} and {self.head_dim_v} need {sums} sums a row, not {most}")
-
-    def summed(self, columns: int) -> int:
-        """How many of a gradient's columns a warp sums up."""
-        return columns // self.column_groups
-
-    def _padded(self, columns: int) -> int:
-        """In whole panels for each group of columns."""
-        step = 128 // self.item_size * self.column_groups
-        return -(-columns // step) * step
 
 
 @dataclass(frozen=True)
-class WideDkdvConfig(OfGradients, WideBackwardConfig):
-    """A block owns tile_n keys and walks over tiles of tile_m queries."""
-
-    kernel = "mma_dkdv_wide"
-    module = "mma.backward"
-    takes = abi.backward("dk dv", abi.ROWS, abi.MASK_BITS_OF_KEYS)
-    of_keys = True
-
-
-@dataclass(frozen=True)
-class WideFusedConfig(WideBackwardConfig):
+class MmaFusedConfig(MmaBackwardConfig):
     """A block owns tile_n keys, walks over tiles of tile_m queries, and computes dK, dV and its parts of dQ.
 
     Two warps own the same keys: one computes S of them, the other dP, and each sums up half of the columns of dK and
@@ -67,15 +24,15 @@ class WideFusedConfig(WideBackwardConfig):
     column_groups: int = 2
     blocks: int = 1
 
-    kernel = "mma_wide_fused"
-    module = "mma.backward_wide_fused"
+    kernel = "mma_fused"
+    module = "mma.backward_fused"
     takes = abi.backward("dq dk dv", abi.ROWS).plus("turns")
     of_keys = True
     of_p = True  # type: ignore[assignment]
     DTYPES = ("float64",)
     whole_program: ClassVar[bool] = True  # setmaxnreg wants that
     columns_in_order: ClassVar[bool] = True
-    shared_alignment: ClassVar[int] = WideBackwardConfig.ALIGNMENT
+    shared_alignment: ClassVar[int] = MmaBackwardConfig.ALIGNMENT
     GROUPS: ClassVar[tuple[int, ...]] = (2,)
     IN_FLIGHT: ClassVar[int] = 264  # about as many key tiles as a GPU works on at a time
     FEW: ClassVar[int] = 56  # registers of a thread of the further warpgroup
@@ -161,8 +118,8 @@ class WideFusedConfig(WideBackwardConfig):
 
 
 @dataclass(frozen=True)
-class WideDqFinishConfig(Config):
-    """Of mma_dq_finish; tiles as in the WideFusedConfig whose parts it finishes."""
+class MmaDqFinishConfig(Config):
+    """Of mma_dq_finish; tiles as in the MmaFusedConfig whose parts it finishes."""
 
     kernel = "mma_dq_finish"
     module = "mma.backward_dq_finish"
@@ -173,12 +130,3 @@ class WideDqFinishConfig(Config):
     @property
     def threads(self) -> int:  # type: ignore[override]
         return self.tile_m // self.ROWS_OF_WARP * 32
-
-
-@dataclass(frozen=True)
-class WideDqConfig(WideBackwardConfig):
-    """A block owns tile_m queries of one head and walks over tiles of tile_n keys."""
-
-    kernel = "mma_dq_wide"
-    module = "mma.backward"
-    takes = abi.backward("dq", abi.ROWS)
