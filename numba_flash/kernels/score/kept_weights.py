@@ -165,9 +165,10 @@ def on_fragments(config, strips, columns):
         q_pos, dropped = low(int64(first_q_pos + next_bit * 8 + lane_bit)), local.array(2, uint32)
         dropped[0] = dropped[1] = uint32(0)
         every_query(dropped, seed, low(keys_of(first_key + strip * 16)), q_pos, h, b, most)
-        for r in range(2):
-            half = exchange(dropped[r], lane_bit, 4, 0xAAAAAAAA, 1)
-            kept[2 * strip + r] = ~exchange(half, next_bit, 8, 0xCCCCCCCC, 2)
+        near, far = dropped[0], dropped[1]
+        near = exchange(exchange(near, lane_bit, 4, 0xAAAAAAAA, 1), next_bit, 8, 0xCCCCCCCC, 2)
+        far = exchange(exchange(far, lane_bit, 4, 0xAAAAAAAA, 1), next_bit, 8, 0xCCCCCCCC, 2)
+        kept[2 * strip], kept[2 * strip + 1] = ~near, ~far
 
     every_strip = strips if config.seeded else 0
     every_query_row, every_key_row = repeated(of_query_rows, every_strip), repeated(of_key_rows, every_strip)
