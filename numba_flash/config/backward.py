@@ -1,6 +1,6 @@
 """Configs of mma's backward, and of the kernel before it in 16 bits, which wgmma's has, too."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
@@ -257,13 +257,6 @@ class MmaOneKeyTileConfig(MmaDkdvConfig):
         """Whether the block has one tile of queries, and the work of backward_preprocess."""
         return self.delta is not None
 
-    @property
-    def own_delta(self) -> PreprocessConfig:
-        """The same for the block's threads. Lanes share no more rows than leave some for each warp."""
-        assert self.delta is not None
-        most = self.tile_m * self.delta.lanes // self.threads
-        return replace(self.delta, threads=self.threads, most_rows=min(max(most, 1), 4))
-
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         return self.delta.workspace(problem) if self.delta else {}
 
@@ -324,12 +317,16 @@ class MmaDbiasConfig(OfBias, MmaScoresConfig):
 
 @dataclass(frozen=True)
 class MmaDauxConfig(OfAux, MmaScoresConfig):
-    """Of mma_daux."""
+    """Of mma_daux. With two stages no barrier would be between a tile's products and the threads that take them."""
 
     kernel = "mma_daux"
     module = "mma.backward_daux"
     takes = abi.backward("").plus(abi.AUX_SUMS, abi.OF_AUX)
     ROW_BYTES = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("stages", self.stages, 1)
 
     @property
     def score_row(self) -> int:

@@ -34,6 +34,7 @@ from .backward_fp32_fp64 import View
 # Named barriers behind those of `meet` in backward_fused_tile.py: of all warps that compute; of these and the carrier,
 # when the part is there.
 WORKERS, FULL = 5, 7
+IN_FLIGHT = 264  # about as many key tiles as a GPU works on at a time
 
 
 # The query tiles of each head, the last one first, one head after the other: `tiles` of them, from `begin` on.
@@ -54,7 +55,7 @@ def make(config):
         """-> (b, h_kv, first_key). The first key tiles of several heads, enough to keep a GPU busy, come before their
         second tiles: so a tile's turn has come when it begins."""
         n_tiles = tiles_of(sizes.seqlen_k, tile_n)
-        together = int32(max(divide(int32(config.IN_FLIGHT), n_tiles), int32(1)))
+        together = int32(max(divide(int32(IN_FLIGHT), n_tiles), int32(1)))
         first_head = int32(divide(ticket, int32(together * n_tiles)) * together)
         together = int32(min(together, int32(sizes.batch * sizes.heads_kv) - first_head))
         within = int32(ticket - first_head * n_tiles)

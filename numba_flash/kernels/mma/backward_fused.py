@@ -30,6 +30,8 @@ from . import backward_dq_parts, backward_fp32_fp64, backward_fused_tile, shared
 from .backward_dq_parts import WORKERS, Walk
 from .backward_fused_tile import Registers
 
+FEW = 56  # registers of a thread of the further warpgroup, which leaves the others to those that compute
+
 
 def make(config):
     tile_m, tile_n, padded = config.tile_m, config.tile_n, config.head_dim_padded
@@ -44,7 +46,9 @@ def make(config):
     wait_all = cp_async.wait_group(0)
     # full: Q and dO are there. The others: a place is free.
     full, q_empty, do_empty, staging_empty = (plan.barriers + 8 * n for n in range(4))
-    give_registers, take_registers = setmaxnreg.decrease(config.FEW), setmaxnreg.increase(config.many)
+    launched = 65536 // max(config.blocks_per_sm, 1) // config.threads // 8 * 8  # registers of a thread
+    many = min((launched * config.threads - 128 * FEW) // workers // 8 * 8, 240)
+    give_registers, take_registers = setmaxnreg.decrease(FEW), setmaxnreg.increase(many)
 
     @inlined
     def own_column():
