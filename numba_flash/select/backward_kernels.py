@@ -58,8 +58,7 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     if problem.forward.function("score_mod") is None:
         return (*before, start, end)
     if narrow:
-        rows = shared.usable("mma_daux", problem, target)
-        sums = shared.best(mma.MmaDauxConfig, rows, problem, target, wanted_aux=problem.wanted_aux)
+        sums = shared.best(mma.MmaDauxConfig, "mma_daux", problem, target, wanted_aux=problem.wanted_aux)
         needed = with_prologues(sums, problem, target)[:-1]
     else:
         sums = [shared.simt(DauxConfig, "v2_dq", problem, target, wanted_aux=problem.wanted_aux)]
@@ -113,7 +112,7 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
             rows = [row for row in rows if row.tile["column_groups"] == 1]  # warps that exchange scores add up both
         own = shared.best(mma.MmaDkdvConfig, rows, problem, target)
         if "dq" in problem.wanted:
-            own += shared.best(mma.MmaDqConfig, shared.usable("mma_dq", problem, target), problem, target)
+            own += shared.best(mma.MmaDqConfig, "mma_dq", problem, target)
     in_order = own[0].in_order if own else False
     start = [] if only else [shared.preprocess_config(problem, target, in_order=in_order)]
     of_bias: Sequence[Config] = () if with_dbias else _dbias(problem, target)
@@ -195,12 +194,12 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> Configs:
 def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """A kernel of dK and dV, or one for each, and a kernel of dQ."""
     members, packed = heads_per_block(problem, one_kernel=False), problem.forward.packed is not None
-    rows = shared.usable("wgmma_dkdv", problem, target)
-    dkdv = shared.best(wgmma.WgmmaDkdvConfig, rows, problem, target, dv_alone=dict(stages_b=2), members=members)
+    dkdv = shared.best(wgmma.WgmmaDkdvConfig, "wgmma_dkdv", problem, target, members=members)
+    dkdv = [config if config.of_dk else dataclasses.replace(config, stages_b=2) for config in dkdv]  # it has no V
     own = [_halved(config, problem, target) for config in dkdv]
     if "dq" in problem.wanted:
-        rows, of_heads = shared.usable("wgmma_dq", problem, target), aux_of_heads(problem)
-        (dq,) = shared.best(wgmma.WgmmaDqConfig, rows, problem, target, wanted_aux=of_heads)
+        of_heads = aux_of_heads(problem)
+        (dq,) = shared.best(wgmma.WgmmaDqConfig, "wgmma_dq", problem, target, wanted_aux=of_heads)
         if of_heads:
             dq = dataclasses.replace(dq, tile_n=min(dq.tile_n, KEYS_WITH_AUX[problem.forward.widest > 128]))
         own.append(_halved(dq, problem, target))
@@ -224,11 +223,9 @@ def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
     kinds: list[type[Any]] = [wgmma_float32.WgmmaDkdvFloat32Config, wgmma_float32.WgmmaDqFloat32Config]
     if problem.forward.widest > wgmma_float32.WgmmaBackwardFloat32Config.WIDEST:
         kinds = [wgmma_float32.WgmmaPairedDkdvConfig, wgmma_float32.WgmmaPairedDqConfig]
-    rows = shared.usable("wgmma_dkdv", problem, target)[:1]
-    own = shared.best(kinds[0], rows, problem, target)
+    own = shared.best(kinds[0], shared.usable("wgmma_dkdv", problem, target)[:1], problem, target)
     if "dq" in problem.wanted:
-        rows = shared.usable("wgmma_dq", problem, target)[:1]
-        own += shared.best(kinds[1], rows, problem, target)
+        own += shared.best(kinds[1], shared.usable("wgmma_dq", problem, target)[:1], problem, target)
     return _with_delta(own, problem, target)
 
 
@@ -264,8 +261,7 @@ def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
     own = shared.of_bias(problem)
     # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes
     pairs = ITEM_SIZE[bias.dtype] == 2 and problem.dbias_shape[-1] % 2 == 0 and not any(own.values())
-    rows = shared.usable("mma_dbias", problem, target)
-    return shared.best(mma.MmaDbiasConfig, rows, problem, target, pairs=pairs, **own)
+    return shared.best(mma.MmaDbiasConfig, "mma_dbias", problem, target, pairs=pairs, **own)
 
 
 def _halved(config: Any, problem: BackwardProblem, target: Target) -> Any:

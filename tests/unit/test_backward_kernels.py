@@ -532,7 +532,7 @@ def test_when_one_kernel_takes_all_gradients():
     # Fewer keys: of many heads, or under a mask.
     assert kernels(64, 1024, 1024, heads=16) == kernels(64, 1024, 1024, causal=True) == one
     assert kernels(88, 1024, 1024, causal=True) == one
-    assert kernels(88, 1024, 1024, heads=2) == one and kernels(88, 512, 512, heads=1) == two
+    assert kernels(88, 1024, 1024, heads=2) == two
     assert kernels(64, 1023, 1023, causal=True) == kernels(88, 1023, 1023, causal=True) == two
     # One tile of keys, whose block writes dQ itself.
     assert kernels(64, 900, 77) == kernels(64, 40, 128, heads=1) == one[:2]
@@ -605,7 +605,7 @@ def test_how_many_heads_of_a_group_a_block_takes():
     assert members(32, 4, 64) == 4 and members(32, 8, 64) == 0, "tiles of 64 columns are half as large"
     assert members(32, 4, seqlen=512) == members(32, 8, causal=False) == members(8, 8, causal=False) == 0
     assert members(32, 4, causal=False) == 4, "half of the multiprocessors would be idle"
-    assert members(16, 2, 64, 200, causal=False) == members(16, 2, 64, 200, causal=False, batch=50) == 4
+    assert members(16, 2, 64, 200, causal=False) == 2 and members(16, 2, 64, 200, causal=False, batch=50) == 2
     assert members(32, 4, causal=False, window=(300, 0)) == 2
     assert members(32, 4, 256, one_kernel=False) == 2 and members(64, 8, 256, one_kernel=False) == 0
     assert members(32, 4, 192, one_kernel=False) == 4
@@ -656,13 +656,12 @@ def test_one_long_head_has_several_partial_sums_of_dq():
         (3, 8192, 96, 2),  # 192 key tiles
         (4, 6144, 128, 2),
         (6, 4096, 128, 1),
-        (5, 16384, 128, 1),
+        (5, 16384, 128, 2),
         (16, 4096, 128, 1),
         (32, 4096, 64, 1),
         (4, 8192, 64, 2),
         (1, 8192, 64, 4),
-        (1, 1024, 64, 2),
-        (1, 512, 64, 0),  # few keys in all
+        (1, 1024, 64, 0),  # few keys in all
     ],
 )
 def test_a_few_long_heads_that_see_all_keys_have_several_partial_sums_of_dq(heads, seqlen, head_dim, lines):
