@@ -230,7 +230,7 @@ class MmaOneKeyTileConfig(MmaDkdvConfig):
 
     delta: that of backward_preprocess, whose work the block does itself if a head has one tile of queries. with_dbias:
     it stores dbias, too, each element of which is that of one score. pairs: as of MmaDbiasConfig. bias_boxes: rows of a
-    bias can be copied 16 bytes at a time (kernels/mma/bias_tile.py).
+    bias can be copied 16 bytes at a time (kernels/mma/query_columns.py).
     """
 
     delta: PreprocessConfig | None = None

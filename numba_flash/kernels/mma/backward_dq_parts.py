@@ -45,9 +45,9 @@ def make(config):
     tile_m, tile_n, workers, both = config.tile_m, config.tile_n, config.workers, config.workers + 32
     columns, pitch, pitch_dq = config.dq_columns, config.pitch, config.pitch_dq
     strips, panels, dq_count, paired = tile_m // 16, columns // 16, columns // 2, config.blocks > 1
-    sizes_of_product = tile_m, tile_n, 16, columns, columns  # queries are rows, and every warp has a strip of 16
-    made = products_float64.make(View("float64", *sizes_of_product, 1, config.large_f64, columns_in_order=True))
-    weights = shared_weights.make(pitch, 1)
+    # Queries are rows, and every warp has a strip of 16.
+    of_dq = View("float64", tile_m, tile_n, 16, columns, columns, 1, config.large_f64, columns_in_order=True)
+    made, weights = products_float64.make(of_dq), shared_weights.make(pitch, 1)
     wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
 
     @inlined
