@@ -1,6 +1,6 @@
 """Configs of mma's backward, and of the kernel before it in 16 bits, which wgmma's has, too."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
@@ -256,6 +256,13 @@ class MmaOneKeyTileConfig(MmaDkdvConfig):
     def only_tile(self) -> bool:  # type: ignore[override]
         """Whether the block has one tile of queries, and the work of backward_preprocess."""
         return self.delta is not None
+
+    @property
+    def own_delta(self) -> PreprocessConfig:
+        """The same for the block's threads. Lanes share no more rows than leave some for each warp."""
+        assert self.delta is not None
+        most = self.tile_m * self.delta.lanes // self.threads
+        return replace(self.delta, threads=self.threads, most_rows=min(max(most, 1), 4))
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         return self.delta.workspace(problem) if self.delta else {}

@@ -9,7 +9,6 @@ start when all blocks have started. It waits before it reads their results (ptx/
 Launch: grid (units of 16 queries of all heads / those of a block, rounded up).
 """
 
-import dataclasses
 import math
 from collections import namedtuple
 
@@ -61,11 +60,9 @@ def in_backward(config):
     this kernel for the only tile of queries of head h. lse and delta also go to shared memory, in the order of
     lse_delta.py, and to global memory for rows that are computed again and for the kernels behind. The caller owes a
     barrier."""
-    lanes, threads = config.delta.lanes, config.threads
-    most_rows = min(max(config.tile_m * lanes // threads, 1), 4)  # of a lane: some are left for each warp
-    own = dataclasses.replace(config.delta, threads=threads, most_rows=most_rows)
-    rows_at, count = of_rows(own), own.rows_of_lanes
-    at_a_time = threads // lanes * count
+    own = config.own_delta
+    lanes, count, rows_at = own.lanes, own.rows_of_lanes, of_rows(own)
+    at_a_time = config.threads // lanes * count
 
     @inlined
     def start(smem, sequence, h, arrays, strides, sizes):
