@@ -138,8 +138,11 @@ class _Tried:
         yield self._compared("no keys: o is 0, lse is -inf", [self._plain(5, 0), self._plain(0, 5)])
         yield self._compared("scores may be large", [self._plain(20, 70, size=size) for size in (1e-3, 10, 30)])
         yield self._compared("the maximum may move from tile to tile", [self._rising(1), self._rising(-1)])
-        causal = [self._with_nan(n) for n in (20, 70)] if "causal" in self.features else None
-        yield self._compared("NaN goes where it is seen, and nowhere else", causal, "causal is not among features")
+        takes_causal, why_not = "causal" in self.features, "causal is not among features"
+        blind = [self._plain(20, 6, causal=True), self._plain(6, 1, causal=True)] if takes_causal else None
+        yield self._compared("a query that sees no key gives 0", blind, why_not)
+        nans = [self._with_nan(n) for n in (20, 70)] if takes_causal else None
+        yield self._compared("NaN goes where it is seen, and nowhere else", nans, why_not)
         yield self._each("inputs stay as they are", [self._plain(20, 30)], self._writes_nothing)
         yield self._each("the same call gives the same bits", [self._plain(70, 130)], self._repeats)
         yield self._each("bits do not depend on the batch", [self._plain(33, 70, batch=3)], self._alone)

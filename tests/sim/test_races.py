@@ -203,6 +203,18 @@ def test_a_kernel_of_the_callers():
     reversed_too_early[1, 16](x, out)  # Numba's own simulator sees nothing
 
 
+def changed(tmp_path, old, new):
+    """scripts/step v2 in a copy of the package in which a piece of v2 is another."""
+    shutil.copytree(ROOT / "numba_flash", tmp_path / "numba_flash", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("results"))
+    path = tmp_path / "numba_flash" / "kernels" / "simt" / "v2.py"
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+    script = [sys.executable, str(tmp_path / "scripts" / "step"), "v2"]
+    return subprocess.run(script, capture_output=True, text=True, cwd=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "heading"),
     [
@@ -211,15 +223,22 @@ def test_a_kernel_of_the_callers():
     ],
 )
 def test_the_page_on_stepping_shows_what_a_change_gives(tmp_path, old, new, heading):
-    """In a copy of the package, with the change."""
-    shutil.copytree(ROOT / "numba_flash", tmp_path / "numba_flash", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("results"))
-    path = tmp_path / "numba_flash" / "kernels" / "simt" / "v2.py"
-    text = path.read_text()
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, new))
-    script = [sys.executable, str(tmp_path / "scripts" / "step"), "v2"]
-    done = subprocess.run(script, capture_output=True, text=True, cwd=tmp_path)
+    done = changed(tmp_path, old, new)
     page = (ROOT / "docs" / "stepping.md").read_text().partition(f"\n## {heading}\n")[2]
     shown = re.search(r"^```text\n\$ .*\n((?:.*\n)*?)```$", page, re.MULTILINE)[1]
     assert done.returncode == 1 and done.stdout.replace(f"{tmp_path}/", "") == shown, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("new", "said"),
+    [
+        (
+            "alpha = math.exp(m_neu - m)",
+            r"simt/v2.py:\d+: alpha = math.exp\(m_neu - m\)\nNameError: tid=\[\d+, 0, 0\] .*'m_neu'",
+        ),
+        ("alpha = math.log(-1.0)", r"simt/v2.py:\d+: alpha = math.log\(-1.0\)\nValueError: tid=\[\d+, 0, 0\] .*domain"),
+    ],
+)
+def test_an_error_in_a_kernel_is_shown_with_its_line(tmp_path, new, said):
+    done = changed(tmp_path, "alpha = math.exp(m - m_new)", new)
+    assert done.returncode == 1 and re.search(said, done.stdout), done.stdout + done.stderr

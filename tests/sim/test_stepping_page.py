@@ -59,25 +59,19 @@ def without_who(text):
     return re.sub(r"thread \d+( \(warp \d+, lane \d+\))?|0x[0-9a-f]+", "_", text)
 
 
-# What a page deletes, and what it shows: (file, whether it is the second, barrier, kernel, output).
-RACES = {
-    "README.md": r"In `numba_flash/(\S+)` delete the\s()barrier `(.*?)`.*?scripts/step (\w+)\n(.*?)\n\n",
-    "docs/stepping.md": r"`numba_flash/(\S+v2.py)`.*?the (second )?`(cuda.*?)` of .*?scripts/step (\w+)\n(.*?)```",
-}
-
-
-@pytest.mark.parametrize("page", RACES)
-def test_the_race_of_a_page_is_what_happens(page, monkeypatch, capsys):
-    """Without the barrier that the page deletes, scripts/step prints what the page shows."""
-    found = re.search(RACES[page], (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
-    file, second, barrier, kernel, shown = found.groups()
-    lines = (ROOT / "numba_flash" / file).read_text().splitlines(keepends=True)
-    places = [number for number, line in enumerate(lines) if barrier in line]
-    assert kernel in file and len(places) == 1 + bool(second)
-    del lines[places[-1]]
-    module = importlib.import_module(f"numba_flash.{file.removesuffix('.py').replace('/', '.')}")
+def test_the_race_of_readme_is_what_happens(monkeypatch, capsys):
+    """Without the barrier that README deletes, scripts/step prints what README shows."""
+    page = (ROOT / "README.md").read_text()
+    file, barrier = re.search(r"In `numba_flash/(\S+)` delete the\sbarrier `(.*?)`", page).groups()
+    kernel, shown = re.search(r"^\$ \S*python scripts/step (\w+)\n(.*?)^(?:\$|```$)", page, re.M | re.S).groups()
+    text, module = (
+        (ROOT / "numba_flash" / file).read_text(),
+        importlib.import_module(f"numba_flash.kernels.{kernel}.forward"),
+    )
+    assert kernel == Path(file).parent.name and text.count(barrier) == 1
+    broken = "".join(line for line in text.splitlines(keepends=True) if barrier not in line)
     names = dict(module.__dict__)
-    compiled("".join(lines), names, module.__file__)
+    compiled(broken, names, module.__file__)
     monkeypatch.setattr(module, "make", names["make"])
     monkeypatch.setattr(sys, "argv", ["step", kernel])
     monkeypatch.syspath_prepend(ROOT / "scripts")

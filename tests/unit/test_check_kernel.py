@@ -229,6 +229,7 @@ def attention(q, k, v, causal=False):
     [
         ("alpha, p = np.exp(m - at)", "alpha, p = np.ones_like(m)", "the maximum may move from tile to tile"),
         ("np.where(m_new == -np.inf, 0, m_new)", "m_new", "causal means what the contract says"),
+        ("np.where(m_new == -np.inf, 0, m_new)", "m_new", "a query that sees no key gives 0"),
         ("np.maximum(m, s.max(axis=3))", "np.zeros_like(m)", "scores may be large"),
         ("range(0, k.shape[2], 16)", "range(0, k.shape[2] - 15, 16)", "lengths around the ends of tiles"),
     ],
