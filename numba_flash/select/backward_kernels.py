@@ -33,7 +33,8 @@ from .backward_forms import (
     heads_per_block,
     key_tiles_of_a_block,
 )
-from .features import LARGE_FLOAT64, features_of
+from .backward_tiles import TABLES
+from .features import LARGE_FLOAT64, features_of, rows_for
 from .forward_kernels import halved
 from .tiles import Row
 
@@ -58,7 +59,7 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     if problem.forward.function("score_mod") is None:
         return (*before, start, end)
     if narrow:
-        sums = shared.best(mma.MmaDauxConfig, "mma_daux", problem, target, wanted_aux=problem.wanted_aux)
+        sums = shared.best(mma.MmaDauxConfig, problem, target, wanted_aux=problem.wanted_aux)
         needed = with_prologues(sums, problem, target)[:-1]
     else:
         sums = [shared.simt(DauxConfig, "v2_dq", problem, target, wanted_aux=problem.wanted_aux)]
@@ -99,20 +100,20 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     ends, only, with_dbias = shared.head_sums(problem, target, of_blocks=True), [], False
     if rows := shared.one_key_tile(problem, target):
         with_dbias = _own_dbias(problem)
-        only = [] if with_dbias else shared.only_tile(problem, target)
+        only = [] if with_dbias else shared.one_key_tile(problem, target, only=True)
         delta = None  # of the block, whatever the number of heads
         if only:
             delta = dataclasses.replace(shared.preprocess_config(problem, target), most_rows=1)
         pairs = with_dbias and problem.forward.seqlen_k % 2 == 0
         more: dict[str, Any] = dict(delta=delta, with_dbias=with_dbias, pairs=pairs)
-        own = shared.best(mma.MmaOneKeyTileConfig, only or rows, problem, target, **more)
+        own = shared.best(mma.MmaOneKeyTileConfig, problem, target, only or rows, **more)
     else:
-        rows = shared.usable("mma_dkdv", problem, target)
+        rows = rows_for(TABLES, "mma_dkdv", problem, target)
         if not {"dk", "dv"} <= set(problem.wanted):
             rows = [row for row in rows if row.tile["column_groups"] == 1]  # warps that exchange scores add up both
-        own = shared.best(mma.MmaDkdvConfig, rows, problem, target)
+        own = shared.best(mma.MmaDkdvConfig, problem, target, rows)
         if "dq" in problem.wanted:
-            own += shared.best(mma.MmaDqConfig, "mma_dq", problem, target)
+            own += shared.best(mma.MmaDqConfig, problem, target)
     in_order = own[0].in_order if own else False
     start = [] if only else [shared.preprocess_config(problem, target, in_order=in_order)]
     of_bias: Sequence[Config] = () if with_dbias else _dbias(problem, target)
@@ -139,8 +140,8 @@ def _mma_fp32_fp64(problem: BackwardProblem, target: Target) -> Configs:
     own: list[Any] = []
     kinds: list[Any] = [mma.MmaDkdvConfig, *[mma.MmaDqConfig] * ("dq" in problem.wanted)]
     for kind in kinds:
-        rows = [_shrunk(row, kind.of_keys, problem.forward) for row in shared.usable(kind.kernel, problem, target)]
-        own += shared.best(kind, rows, problem, target)
+        rows = [_shrunk(row, kind.of_keys, problem.forward) for row in rows_for(TABLES, kind.kernel, problem, target)]
+        own += shared.best(kind, problem, target, rows)
     return _with_delta(own, problem, target)
 
 
@@ -165,7 +166,7 @@ def _mma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     every = taken and rows_of_16_bytes and forward.seqlen_q > 0 and forward.packed is None
     if not every or not gains_by_mma_fused(problem):
         return []
-    for row in shared.usable("mma_fused", problem, target):
+    for row in rows_for(TABLES, "mma_fused", problem, target):
         fused = mma_fused.MmaFusedConfig(**features_of(mma_fused.MmaFusedConfig, problem, target), **row.tile)
         if shared.fits(fused, target):
             start = shared.delta_config(problem, target, turns_of=fused.tile_m)
@@ -194,12 +195,12 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> Configs:
 def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """A kernel of dK and dV, or one for each, and a kernel of dQ."""
     members, packed = heads_per_block(problem, one_kernel=False), problem.forward.packed is not None
-    dkdv = shared.best(wgmma.WgmmaDkdvConfig, "wgmma_dkdv", problem, target, members=members)
+    dkdv = shared.best(wgmma.WgmmaDkdvConfig, problem, target, members=members)
     dkdv = [config if config.of_dk else dataclasses.replace(config, stages_b=2) for config in dkdv]  # it has no V
     own = [_halved(config, problem, target) for config in dkdv]
     if "dq" in problem.wanted:
         of_heads = aux_of_heads(problem)
-        (dq,) = shared.best(wgmma.WgmmaDqConfig, "wgmma_dq", problem, target, wanted_aux=of_heads)
+        (dq,) = shared.best(wgmma.WgmmaDqConfig, problem, target, wanted_aux=of_heads)
         if of_heads:
             dq = dataclasses.replace(dq, tile_n=min(dq.tile_n, KEYS_WITH_AUX[problem.forward.widest > 128]))
         own.append(_halved(dq, problem, target))
@@ -223,15 +224,15 @@ def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
     kinds: list[type[Any]] = [wgmma_float32.WgmmaDkdvFloat32Config, wgmma_float32.WgmmaDqFloat32Config]
     if problem.forward.widest > wgmma_float32.WgmmaBackwardFloat32Config.WIDEST:
         kinds = [wgmma_float32.WgmmaPairedDkdvConfig, wgmma_float32.WgmmaPairedDqConfig]
-    own = shared.best(kinds[0], shared.usable("wgmma_dkdv", problem, target)[:1], problem, target)
+    own = shared.best(kinds[0], problem, target, rows_for(TABLES, "wgmma_dkdv", problem, target)[:1])
     if "dq" in problem.wanted:
-        own += shared.best(kinds[1], shared.usable("wgmma_dq", problem, target)[:1], problem, target)
+        own += shared.best(kinds[1], problem, target, rows_for(TABLES, "wgmma_dq", problem, target)[:1])
     return _with_delta(own, problem, target)
 
 
 def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """One kernel of all gradients."""
-    tile = shared.usable("wgmma_fused", problem, target)[0].tile
+    tile = rows_for(TABLES, "wgmma_fused", problem, target)[0].tile
     key_tiles, members = key_tiles_of_a_block(problem, target), heads_per_block(problem, one_kernel=True)
     packed, bias = problem.forward.packed is not None, problem.forward.array("bias")
     lines = 1 if key_tiles else dq_partials(problem)
@@ -261,7 +262,7 @@ def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
     own = shared.of_bias(problem)
     # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes
     pairs = ITEM_SIZE[bias.dtype] == 2 and problem.dbias_shape[-1] % 2 == 0 and not any(own.values())
-    return shared.best(mma.MmaDbiasConfig, "mma_dbias", problem, target, pairs=pairs, **own)
+    return shared.best(mma.MmaDbiasConfig, problem, target, pairs=pairs, **own)
 
 
 def _halved(config: Any, problem: BackwardProblem, target: Target) -> Any:
