@@ -17,7 +17,7 @@ from ..config import (
 from ..config.aux_gradients import AuxRoundConfig, AuxStartConfig, DauxConfig
 from ..config.bias_rows import BiasRowsConfig
 from ..config.forward import Config, LaunchFacts
-from ..config.simt_backward import DbiasConfig, DbiasSumConfig, DkdvConfig, DqConfig
+from ..config.simt_backward import DbiasConfig, DbiasSumConfig, DeltaConfig, DkdvConfig, DqConfig
 from ..functions.reads import reads_by_head
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
@@ -63,7 +63,7 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
         needed = with_prologues(sums, problem, target)[:-1]
     else:
         sums = [shared.simt(DauxConfig, "v2_dq", problem, target, wanted_aux=problem.wanted_aux)]
-        needed = [shared.delta_config(problem, target)]
+        needed = [shared.first(DeltaConfig, problem, target)]
     there = [config.kernel for config in before]
     return (*before, *(config for config in needed if config.kernel not in there), start, *sums, end)
 
@@ -72,7 +72,7 @@ def _with_delta(own: Sequence[Config], problem: BackwardProblem, target: Target)
     """Kernels that read each row's lse and delta, with those before and after them; v2's kernel of dbias is for all
     of these."""
     in_order = problem.forward.packed is not None and any(config.in_order for config in own)
-    delta = shared.delta_config(problem, target, in_order=in_order)
+    delta = shared.first(DeltaConfig, problem, target, in_order=in_order)
     made = [delta, *with_prologues(own, problem, target)]
     if "dbias" in problem.wanted:
         of_bias = shared.of_bias(problem)
@@ -103,7 +103,7 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
         only = [] if with_dbias else shared.one_key_tile(problem, target, only=True)
         delta = None  # of the block, whatever the number of heads
         if only:
-            delta = dataclasses.replace(shared.preprocess_config(problem, target), most_rows=1)
+            delta = dataclasses.replace(shared.first(mma.PreprocessConfig, problem, target), most_rows=1)
         pairs = with_dbias and problem.forward.seqlen_k % 2 == 0
         more: dict[str, Any] = dict(delta=delta, with_dbias=with_dbias, pairs=pairs)
         own = shared.best(mma.MmaOneKeyTileConfig, problem, target, only or rows, **more)
@@ -115,7 +115,7 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
         if "dq" in problem.wanted:
             own += shared.best(mma.MmaDqConfig, problem, target)
     in_order = own[0].in_order if own else False
-    start = [] if only else [shared.preprocess_config(problem, target, in_order=in_order)]
+    start = [] if only else [shared.first(mma.PreprocessConfig, problem, target, in_order=in_order)]
     of_bias: Sequence[Config] = () if with_dbias else _dbias(problem, target)
     made = with_prologues([*own, *of_bias], problem, target)
     return _with_sums(problem, target, (*start, *made, *ends), narrow=True)
@@ -169,7 +169,7 @@ def _mma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     for row in rows_for(TABLES, "mma_fused", problem, target):
         fused = mma_fused.MmaFusedConfig(**features_of(mma_fused.MmaFusedConfig, problem, target), **row.tile)
         if shared.fits(fused, target):
-            start = shared.delta_config(problem, target, turns_of=fused.tile_m)
+            start = shared.first(DeltaConfig, problem, target, turns_of=fused.tile_m)
             return [start, fused, mma_fused.MmaDqFinishConfig.behind(fused)]
     return []
 
@@ -205,7 +205,7 @@ def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
             dq = dataclasses.replace(dq, tile_n=min(dq.tile_n, KEYS_WITH_AUX[problem.forward.widest > 128]))
         own.append(_halved(dq, problem, target))
     before = with_prologues([*own, *_dbias(problem, target)], problem, target)
-    start = shared.preprocess_config(problem, target, early=True, in_order=packed)
+    start = shared.first(mma.PreprocessConfig, problem, target, early=True, in_order=packed)
     return [start, *before, *_add_parts(own[: len(dkdv)])]
 
 
@@ -247,7 +247,7 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     )
     turns_of = 0 if key_tiles else fused.tile_m
     more = dict(turns_of=turns_of, dq_partials=lines, early=True, in_order=packed and fused.in_order)
-    start = shared.preprocess_config(problem, target, **more)
+    start = shared.first(mma.PreprocessConfig, problem, target, **more)
     made: list[LaunchFacts] = [start, *with_prologues([fused], problem, target)]
     if not key_tiles:
         made.append(wgmma_ends.WgmmaRoundConfig.behind(fused))

@@ -8,7 +8,7 @@ from typing import Any
 from ..arrays.dtypes import ITEM_SIZE
 from ..config.backward import PreprocessConfig
 from ..config.forward import LaunchFacts
-from ..config.simt_backward import DeltaConfig, HeadSumsConfig, SimtBackwardConfig
+from ..config.simt_backward import HeadSumsConfig, SimtBackwardConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
 from ..problem.options import HEAD_GRADIENTS
@@ -75,19 +75,10 @@ def fits(config: LaunchFacts, target: Target) -> bool:
     return config.shared_bytes * max(config.blocks_per_sm, 1) <= target.shared_bytes
 
 
-def preprocess_config(problem: BackwardProblem, target: Target, **more: Any) -> PreprocessConfig:
-    """The Config of the kernel with which the backward of mma and wgmma in 16 bits begins."""
-    return _first(PreprocessConfig, problem, target, natural=problem.forward.array("bias") is not None, **more)
-
-
-def delta_config(problem: BackwardProblem, target: Target, **more: Any) -> DeltaConfig:
-    """The Config of the kernel with which v2 begins."""
-    return _first(DeltaConfig, problem, target, **more)
-
-
-def _first(kind: type[Any], problem: BackwardProblem, target: Target, **more: Any) -> Any:
-    """The Config of a kernel that computes delta. Lanes share a row at a time, if there are fewer blocks than
-    multiprocessors. The order of a row's sum stays."""
+def first(kind: type[Any], problem: BackwardProblem, target: Target, **more: Any) -> Any:
+    """The Config of the kernel of delta, with which a backward begins: PreprocessConfig in 16 bits on tensor cores, or
+    DeltaConfig. Lanes share a row at a time, if there are fewer blocks than multiprocessors. The order of a row's sum
+    stays."""
     forward, rows = problem.forward, (problem.do_strides, problem.forward.o_strides)
     size, columns = ITEM_SIZE[forward.dtype], forward.head_dim_v
     joined = copied(forward, *rows, (columns, 0, 0, 0))  # rows also end at multiples of them
@@ -95,6 +86,8 @@ def _first(kind: type[Any], problem: BackwardProblem, target: Target, **more: An
     of_terms = any(option.acts_on == "sum" for name, option in HEAD_GRADIENTS.items() if name in problem.wanted)
     facts = dict(of_terms=of_terms, packed=forward.packed is not None, load_bytes=size if apart else max(joined, size))
     facts |= dict(threads=32 if target.simulated else 256)
+    if kind is PreprocessConfig:
+        facts["natural"] = forward.array("bias") is not None
     config = kind(forward.dtype, forward.head_dim_v, problem.has_dlse, **facts, **more)
     few = not target.simulated and config.grid(problem) < target.multiprocessors
     return dataclasses.replace(config, most_rows=1) if few else config
