@@ -36,6 +36,7 @@ from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import HEAD_GRADIENTS, Packed, uses
 from numba_flash.problem.pages import Pages
 from numba_flash.select import backward_kernels, backward_tiles, decode, forward as select, tiles
+from numba_flash.select.backward import kernels_of
 from numba_flash.select.rungs import RUNGS
 
 pytestmark = compiler.needed
@@ -83,7 +84,7 @@ OF_CARRIER = (
     *OF_TURNS[1:],
 )
 OF_BOTH_BLOCKS = IN_PTX["wgmma_dkdv_paired"][-4:]
-WITHOUT_PRODUCTS = (*HeadSumsConfig.names, "mma_dq_finish", "bias_rows")
+WITHOUT_PRODUCTS = (*HeadSumsConfig.names, "mma_dq_finish", "bias_rows", "outside")
 for kernel in WITHOUT_PRODUCTS:
     MACHINES[kernel], IN_PTX[kernel], IN_SASS[kernel] = SINCE_AMPERE, (), ()
 SIMT = [config for config in (*FORWARD, *BACKWARD) if not local_bytes(config)]  # rows in registers
@@ -261,7 +262,7 @@ def rows(tables, kernel, dtype=""):
 
 
 def candidates(kernel, problem, target):
-    return RUNGS[kernel].candidates(problem, target)
+    return select.CANDIDATES[kernel](problem, target)
 
 
 def wide_gates():
@@ -566,10 +567,15 @@ def packed_gates():
                     for own in (config, *configs_of(kernel, packed_gradients(head_dim, "float32", **options))):
                         if own.kernel.startswith(kernel):
                             yield f"{own.kernel}-{head_dim}-packed{words}", own
+    # Of many sequences without bounds, where tiles have numbers.
+    made = select.select(packed_problem(64, sequences=64, causal=True), A100, "mma", "cupy").config
+    for config in (made, *configs_of("mma", packed_gradients(64, sequences=64, causal=True), A100)):
+        if config.kernel.startswith(("mma", "outside")):
+            yield f"{config.kernel}-64-packed-numbered", config
 
 
-def packed_gradients(head_dim, dtype="float16", **options):
-    rows, ends = empty(4096, 2, head_dim, dtype=dtype), empty(5, dtype="int32")
+def packed_gradients(head_dim, dtype="float16", sequences=4, **options):
+    rows, ends = empty(4096, 2, head_dim, dtype=dtype), empty(sequences + 1, dtype="int32")
     arrays = dict.fromkeys(("do", "q", "k", "v", "o"), rows) | dict(lse=empty(2, 4096, dtype="float32"))
     arrays |= dict(cu_seqlens_q=ends, cu_seqlens_k=ends, layout=Packed())
     return gradients(head_dim, dtype=dtype, **arrays, **options)
@@ -759,7 +765,7 @@ def short_wide_gates():
         for head_dim in (64, 128, 256):
             arrays = dict.fromkeys(("do", "q", "k", "v", "o"), empty(1, 2, n, head_dim, dtype=dtype))
             forward = select.select(problem(head_dim, seqlen=n, dtype=dtype), HOPPER, "mma").config
-            made = RUNGS["mma"].kernels(gradients(head_dim, dtype=dtype, lse=lse, **arrays), HOPPER)
+            made = kernels_of("mma", gradients(head_dim, dtype=dtype, lse=lse, **arrays), HOPPER)
             for config in (forward, *made):
                 if hasattr(config, "copy_bytes"):
                     sizes = f"{head_dim}-{config.tile_m}x{config.tile_n}"
@@ -848,7 +854,7 @@ def small_copies_gates():
     """Of mma where rows begin at multiples of 8, 4 and 2 bytes: plain, and with gradients."""
     for dtype, head_dim in (("float16", 50), ("float16", 25), ("float32", 50), ("float32", 25), ("float64", 25)):
         yield f"mma-{dtype}-{head_dim}-copies", select.select(problem(head_dim, dtype=dtype), HOPPER, "mma").config
-        for config in RUNGS["mma"].kernels(gradients(head_dim, dtype=dtype), HOPPER):
+        for config in kernels_of("mma", gradients(head_dim, dtype=dtype), HOPPER):
             if hasattr(config, "copy_bytes"):
                 yield f"{config.kernel}-{dtype}-{head_dim}-copies", config
 

@@ -8,7 +8,7 @@ import numpy as np
 from numba import cuda, int32, int64, uint32
 
 from ...ptx import ld_st, local, memory, special
-from ..score import sum_terms
+from ..score import sinks
 from ..steps import elements, numbers
 from ..steps.basics import inlined, nothing
 from ..steps.sequence import lse_row, query_row
@@ -23,7 +23,7 @@ def make(config):
     quads, slot_numbers, count = columns // own, config.slot_numbers, own + 2  # a thread's numbers of a node
     at_once, group_bits = (8, 3) if double else (32, 5)  # nodes
     real, everything, (join, carry) = of.real, at_once * count, joins(config.compute_dtype, own, 1)
-    term, store = sum_terms.make(config.scores), elements.storer(config.dtype)
+    term, store = sinks.make(config.scores), elements.storer(config.dtype)
     has_term, minus_inf, seeded, write_lse = term is not None, of.minus_inf, config.seeded, config.write_lse
     log2_e, ln_2, shares = real(LOG2_E), real(LN_2), config.members > 1
 
@@ -70,16 +70,10 @@ def make(config):
             node[e] = nodes[2 * step - count + e] if more else nodes[step - count + e]
 
     @inlined
-    def first_of(item):
-        """The first of all nodes of an Item."""
-        return int32(item.first_node - item.shared) if shares else item.first_node
-
-    @inlined
-    def read_group(nodes, index, words, row, quad, item, slot, of_prefix, arrays):
+    def read_group(nodes, index, first, words, row, quad, item, slot, of_prefix, arrays):
         """nodes <- the index-th group of the tree's nodes, of which those of the item exist."""
         for n in range(at_once):
             number, from_row = int32(index * at_once + n), row
-            first = first_of(item)
             exists = number >= first and number < first + item.nodes
             here = int32(slot + (number - item.first_node) * item.row_tiles) if exists else int32(slot)
             if shares:
@@ -91,11 +85,11 @@ def make(config):
     def root(node, row, quad, item, slot, of_prefix, stack, arrays):
         """node <- that of all keys, of an Item. slot, of_prefix: of the first node of its own and of its prefix."""
         nodes, words = local.array(everything, real), local.array(6, uint32)
-        first = first_of(item)
+        first = int32(item.first_node - item.shared) if shares else item.first_node  # of all nodes
         waiting, index = int32(0), int32(first >> group_bits)
         last = int32((first + item.nodes - 1) >> group_bits)
         while index <= last:
-            read_group(nodes, index, words, row, quad, item, slot, of_prefix, arrays)
+            read_group(nodes, index, first, words, row, quad, item, slot, of_prefix, arrays)
             join_group(nodes, node, first + item.nodes > index * at_once + half)
             waiting = carry(node, index, index == last, waiting, int32(1), stack, arrays)
             index = special.opaque(int32(index + 1))  # written out, the loop would take too many registers

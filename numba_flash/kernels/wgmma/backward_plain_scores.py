@@ -9,8 +9,9 @@ import numpy as np
 from numba import float32, uint32
 
 from ...ptx import cvt, ld_st, local
-from ..score import fragments, reads
+from ..score import fragments
 from ..score.stage import FragmentAt
+from ..steps import elements
 from ..steps.basics import FALSE, TRUE, inlined, named
 from . import bias_boxes
 from .backward_scores import is_set, place_of_columns
@@ -24,7 +25,7 @@ def make(config):
     pairs, lse_first, delta_first = config.other_rows // 16, config.lse_first, config.delta_first
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     weight, _ = fragments.weights_at(config)
-    boxes, half_of = bias_boxes.make(config, config.tile_m, True), reads.halves(config.dtype_of("bias"))
+    boxes, half_of = bias_boxes.make(config, config.tile_m, True), elements.halves(config.dtype_of("bias"))
 
     def weights_of(first, end):
         @inlined

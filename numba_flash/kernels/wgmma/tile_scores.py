@@ -88,30 +88,27 @@ def make(config, sides):
                 terms[r] = chain.row_term(word(work_tile, B), row_head, arrays, strides)
 
     @inlined
-    def find_shown(j, work_tile, sizes, mask_bits, bits, distance):
-        """Like find_visible, less the scores that the mask hides, whose bits have been loaded. Positions hide something
-        only in some of the tiles for which the mask is read."""
-        if has_mask and word(work_tile, POS_FREE) <= j < word(work_tile, POS_CUT):
-            if chain.has_row_term:
-                find_visible(work_tile, j, sizes, mask_bits, distance)  # needed for the distance
-            hide(mask_bits, bits, FALSE)
-        else:
-            find_visible(work_tile, j, sizes, mask_bits, distance)
-            hide(mask_bits, bits, TRUE)
-
-    @inlined
     def find_bits(tile, registers, sizes):
-        """mask_bits <- which scores count, if that may be asked. Run it during products, like find_visible."""
+        """mask_bits <- which scores count, if that may be asked; distance, if that is needed. It runs beside
+        products, because it takes a while."""
+        j, work_tile, mask_bits, distance = tile.j, tile.work_tile, registers.mask_bits, registers.distance
         # Inside a tile nothing but a mask_mod hides a score, whose bits are all then.
         alone = tile.inside and mod_bits and not config.scores_finished
         bits, asks = registers.shown_bits, tile.asks
         if has_mask and not tile.inside:
-            find_shown(tile.j, tile.work_tile, sizes, registers.mask_bits, bits, registers.distance)
+            # Positions hide something only in some of the tiles for which the mask is read.
+            if word(work_tile, POS_FREE) <= j < word(work_tile, POS_CUT):
+                if chain.has_row_term:
+                    find_visible(work_tile, j, sizes, mask_bits, distance)  # needed for the distance
+                hide(mask_bits, bits, FALSE)
+            else:
+                find_visible(work_tile, j, sizes, mask_bits, distance)
+                hide(mask_bits, bits, TRUE)
         elif not alone and (config.scores_finished or has_score_mod or tile.masked or asks):
-            find_visible(tile.work_tile, tile.j, sizes, registers.mask_bits, registers.distance)
+            find_visible(work_tile, j, sizes, mask_bits, distance)
         if mod_bits:
             if asks:
-                hide(registers.mask_bits, bits, FALSE if alone else TRUE)
+                hide(mask_bits, bits, FALSE if alone else TRUE)
 
     @inlined
     def origin_of(work_tile, arrays, strides):
@@ -152,26 +149,6 @@ def make(config, sides):
         ring.consumer_release(base + 8 * consumer, n, True)
 
     @inlined
-    def apply(tile, registers, arrays, strides, sizes, score):
-        """Applies the caller's functions."""
-        first_row, lane = rows_of_lane()
-        own, at = tile_of(tile.work_tile), position(tile.work_tile)
-        left = int32(min(queries_of(own.b, arrays, strides, sizes).seqlen_q - own.first_query, queries))
-        s, bits, first = registers.acc_s, registers.mask_bits, own.first_query
-        asks, place = tile.asks, functions.place_of(tile.j, own.b, own.h, first_row, lane, first, at, left)
-        if tile.inside:
-            functions.apply_inside(s, bits, place, asks, arrays, strides, score)
-        else:
-            functions.apply(s, bits, place, asks, arrays, strides, score)
-
-    @inlined
-    def add_options(base, tile, registers, score):
-        """acc_s <- finished scores, but for what hides them."""
-        if boxes.present:
-            load_bias(base, registers.loaded, tile.n)
-        score_tile.finish(registers.acc_s, registers.terms, registers.distance, registers.loaded, score)
-
-    @inlined
     def finish_scores(base, tile, registers, side, inverse_scale, arrays, strides, sizes, score):
         """acc_s <- finished scores, -inf where a score does not count. Those of a tile on one side lack their shift.
 
@@ -180,15 +157,20 @@ def make(config, sides):
         if tile.inside or config.scores_finished or has_mask or has_score_mod or tile.masked or tile.asks:
             if functions.present:
                 if has_score_mod or tile.asks:
-                    apply(tile, registers, arrays, strides, sizes, score)
-            if one_sided:
-                if side != 0:
-                    sides.to_linear(registers.acc_s, registers.terms, side, inverse_scale)
-                else:
-                    add_options(base, tile, registers, score)
-                    factor = float32(1)
+                    (first_row, lane), own, at = rows_of_lane(), tile_of(tile.work_tile), position(tile.work_tile)
+                    left = int32(min(queries_of(own.b, arrays, strides, sizes).seqlen_q - own.first_query, queries))
+                    place = functions.place_of(tile.j, own.b, own.h, first_row, lane, own.first_query, at, left)
+                    s, mask_bits = registers.acc_s, registers.mask_bits
+                    if tile.inside:
+                        functions.apply_inside(s, mask_bits, place, tile.asks, arrays, strides, score)
+                    else:
+                        functions.apply(s, mask_bits, place, tile.asks, arrays, strides, score)
+            if one_sided and side != 0:
+                sides.to_linear(registers.acc_s, registers.terms, side, inverse_scale)
             elif config.scores_finished:
-                add_options(base, tile, registers, score)
+                if boxes.present:
+                    load_bias(base, registers.loaded, tile.n)
+                score_tile.finish(registers.acc_s, registers.terms, registers.distance, registers.loaded, score)
                 factor = float32(1)
             if not tile.inside or has_score_mod or tile.asks:
                 # In many of the tiles for which a mask is read it hides nothing.
