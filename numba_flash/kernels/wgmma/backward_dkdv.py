@@ -19,28 +19,23 @@ others multiply. S of the next tile is issued after dV and dK of this one, so th
 P is recomputed from lse, and delta = rowsum(dO * O) replaces the softmax's derivative (Dao et al., 2022, section 3 and
 appendix B). The roles are FlashAttention-3's (Shah et al., 2024).
 
-The previous kernel may still run when a block starts (ptx/griddepcontrol.py). It and those before it write lse, delta,
-the bits of a mask and the states of tiles. The two producer threads wait for it before they read any of these. By then
-they have issued the loads of K, V, dO and the first Q, which no backward kernel writes. Bits and states determine the
-block's work, so with either of them all threads wait at the start. Consumers always do, so every block has waited.
-
 Launch: grid (batch * heads_kv * parts of a group * key tiles), block (config.threads), config.shared_bytes of dynamic
 shared memory; tensor maps of q, k, v and do. dk and dv are contiguous; with config.members, dk_sums and dv_sums are
 what wgmma/backward_add_parts reads.
 
-The rest is in backward_work.py (a block's tiles), backward_producer.py, backward_products.py,
-backward_two_kernels.py and backward_scores.py (P and dS of a tile).
+The rest is in backward_two_kernels.py (the roles of a block), backward_work.py (its tiles), backward_producer.py,
+backward_products.py and backward_scores.py (P and dS of a tile).
 """
 
-from numba import cuda, float32, int32, uint8, uint32
+from numba import float32, int32, uint32
 
-from ...ptx import bar, griddepcontrol, local, special, wgmma
+from ...ptx import bar, local, wgmma
 from ..score import fragments
 from ..steps.basics import FALSE, inlined
 from . import backward_key_outputs, backward_producer, backward_products, backward_work, block, pipeline
 from .backward_scores import TileFragments
-from .backward_two_kernels import Queries, TileStep, of_both
-from .block import BEGIN, CUT, FREE, MEMBERS, STOP, B, H, aligned, warpgroup_index
+from .backward_two_kernels import Queries, TileStep, kernel, scores_of
+from .block import CUT, FREE, MEMBERS, B, H
 from .operands import describe_rows, wait_all, wait_but_one, wait_but_two
 
 
@@ -50,11 +45,10 @@ def make(config):
     dk_count, dv_count = config.head_dim_padded // 2 if of_dk else 1, config.head_dim_v_padded // 2 if of_dv else 1
 
     pin_s, pin_dk, pin_dv = wgmma.pin(s_count), wgmma.pin(dk_count), wgmma.pin(dv_count)
-    give_registers, take_registers = block.register_moves(config)
     products, write_gradients = backward_products.make(config), backward_key_outputs.of_block(config)
     producer, chain = backward_producer.of_keys(config), fragments.chain(config)
-    both = of_both(config)
-    mask_words, shown_words, kept_words, bias_words = both.words
+    scores = scores_of(config)
+    mask_words, shown_words, kept_words, bias_words = scores.words
     walk, word = backward_work.query_walk(config, whole_warp=True), block.state_of(config).read
     rings = pipeline.of_backward(config)
 
@@ -79,7 +73,7 @@ def make(config):
         block.clear(mask_bits, mask_words)
         block.clear(distance, 2)
 
-        steps = int32(word(base, MEMBERS) * (word(base, STOP) - word(base, BEGIN)))
+        steps = walk.steps(base)
         i, member = walk.first(base, arrays, strides)
         n = int32(0)
         rings.own.consumer_wait(base, n)
@@ -91,7 +85,7 @@ def make(config):
         pin_dv(acc_dv)
         products.issue_s(base, acc_s, k_desc, n, FALSE)
         asks = walk.needs_mask(base, i, member, arrays, strides)
-        both.load_ahead(base, i, member, asks, tile, arrays, strides, sizes)
+        scores.load_ahead(base, i, member, asks, tile, arrays, strides, sizes)
         while member < word(base, MEMBERS) if walk.present else n < steps:
             rings.b.consumer_wait(base, n)
             masked = i >= word(base, CUT) or i < word(base, FREE)
@@ -100,7 +94,7 @@ def make(config):
                 term = chain.row_term(word(base, B), word(base, H) + member, arrays, strides)
             step = TileStep(n, i, member, masked, asks)
             queries = Queries(lse_and_delta, lse_and_delta, term)
-            both.to_ds(base, step, queries, tile, v_desc, elected, arrays, strides, sizes, score)
+            scores.to_ds(base, step, queries, tile, v_desc, elected, arrays, strides, sizes, score)
             if of_dv:
                 products.issue_b(base, acc_dv, p_frag, n)
             if of_dk:
@@ -109,7 +103,7 @@ def make(config):
             if walk.present:
                 i, member = walk.next(base, i, member, arrays, strides)
                 asks = walk.needs_mask(base, i, member, arrays, strides)
-                both.load_ahead(base, i, member, asks, tile, arrays, strides, sizes)
+                scores.load_ahead(base, i, member, asks, tile, arrays, strides, sizes)
             if of_dv and of_dk:
                 wait_but_two()
                 rings.b.consumer_release(base, n, elected)
@@ -129,23 +123,13 @@ def make(config):
         bar.sync(me + 1, 128)  # all four warps have read the warpgroup's own rows for the last time
         write_gradients(base, base, acc_dk, acc_dv, arrays, strides, sizes, score)
 
-    @cuda.jit
-    def flash_attention_wgmma_dkdv(tensor_maps, arrays, strides, sizes, score):
-        base = aligned(cuda.shared.array(0, uint8), config.ALIGNMENT)
-        thread, warpgroup = special.thread_index(), warpgroup_index()
-        if not both.begin(base, thread, arrays, strides, sizes):
-            return
-        if warpgroup == 0:
-            give_registers()
-            if thread == 0:
-                n = producer.load_q(base, base, int32(0), int32(0), arrays, strides, sizes)
-                producer.load_no_q(base, n, sizes)
-            if thread == 32:
-                producer.load_do(base, base, int32(0), arrays, strides)
-        else:
-            take_registers()
-            griddepcontrol.wait()
-            griddepcontrol.launch_dependents()
-            consume(base, warpgroup, arrays, strides, sizes, score)
+    @inlined
+    def produce_a(base, arrays, strides, sizes):
+        n = producer.load_q(base, base, int32(0), int32(0), arrays, strides, sizes)
+        producer.load_none(base, n, sizes)
 
-    return flash_attention_wgmma_dkdv
+    @inlined
+    def produce_b(base, arrays, strides):
+        producer.load_do(base, base, int32(0), arrays, strides)
+
+    return kernel(config, produce_a, produce_b, consume)

@@ -11,28 +11,24 @@ Each consumer warpgroup owns 64 queries. The elements of dS that a lane holds ar
 the A operand of dS K. K is read from shared memory twice, once as rows and once as columns. The gradient of a number of
 aux that all scores of a head share is a sum in registers, and one more for each warp at the end.
 
-Consumers wait for the previous kernel at the start. With the bits of a mask or the states of tiles all threads do, as
-in wgmma/backward_dkdv. Producers load Q, dO, K and V, which no backward kernel writes.
-
 Launch: grid (batch * heads * query tiles), block (config.threads), config.shared_bytes of dynamic shared memory; tensor
 maps of q, k, v and do. dq is contiguous.
 """
 
 import math
 
-from numba import cuda, float32, int32, uint8, uint32
+from numba import float32, int32, uint32
 
-from ...ptx import bar, griddepcontrol, local, special, wgmma
+from ...ptx import bar, local, wgmma
 from ..recompute import queries as recompute
 from ..score import aux_gradient, fragments, tile_walk
 from ..steps import gradient_rows, lse_delta
-from ..steps.basics import FALSE, divide, first_row_of, inlined
+from ..steps.basics import FALSE, first_row_of, inlined
 from ..steps.sequence import QueryTile, query_row
 from . import backward_producer, backward_products, bias_boxes, block, pipeline
-from .backward_producer import DO_MAP, K_MAP, Q_MAP, V_MAP
 from .backward_scores import TileFragments
-from .backward_two_kernels import Queries, TileStep, of_both
-from .block import BEGIN, CUT, FIRST_ROW, FREE, H_KV, KEYS, STATES, STOP, B, H, aligned, rows_of_lane, warpgroup_index
+from .backward_two_kernels import Queries, TileStep, kernel, scores_of
+from .block import BEGIN, CUT, FIRST_ROW, FREE, H_KV, KEYS, STATES, STOP, B, H, rows_of_lane
 from .operands import describe_rows, wait_all, wait_but_one
 
 
@@ -41,16 +37,15 @@ def make(config):
     head_dim, head_dim_padded = config.head_dim, config.head_dim_padded
     s_count, frag_count, dq_count = tile_n // 2, tile_n // 4, head_dim_padded // 2
     products, pin_s, pin_dq = backward_products.make(config), wgmma.pin(s_count), wgmma.pin(dq_count)
-    give_registers, take_registers = block.register_moves(config)
 
     aux = aux_gradient.make(config) if config.wanted_aux else None
     packed, places, queries_of = config.packed, block.places(config), block.sequence_of_work(config, queries=True)
     padded = packed or config.has("seqlens_k")  # K may hold anything after the valid keys
     word, word_alone = block.state_of(config).read, block.state_of(config).read_alone
-    rings, both = pipeline.of_backward(config), of_both(config)
-    load_own, load_a, load_b = backward_producer.loaders(config, (Q_MAP, DO_MAP), (K_MAP, V_MAP))
+    rings, scores = pipeline.of_backward(config), scores_of(config)
+    load = backward_producer.loaders(config)
     fetch_bias = bias_boxes.make(config, tile_m).fetch
-    chain, (mask_words, shown_words, kept_words, bias_words) = fragments.chain(config), both.words
+    chain, (mask_words, shown_words, kept_words, bias_words) = fragments.chain(config), scores.words
     of_thread, of_warp = tile_walk.make(config), tile_walk.make(config, whole_warp=True)
     zero_tail = block.tail_zeroer(config, head_dim_padded, 4)
     stage_dq, store_dq = gradient_rows.make(config.dtype, tile_m, 16, head_dim, head_dim % 8 == 0)
@@ -66,27 +61,27 @@ def make(config):
 
     @inlined
     def produce_a(base, arrays, strides, sizes):
-        """One thread: Q and dO, then K with its bias, tile after tile. After the last tile it loads a K past the end,
-        which is zeros: its S is issued and dropped, so that consumers need no branch."""
-        load_own(base, places.query_row(base, word_alone(base, FIRST_ROW)), word_alone(base, H), places.entry(base))
+        """One thread: Q and dO, then K with its bias, tile after tile."""
+        load.load_own(
+            base, places.query_row(base, word_alone(base, FIRST_ROW)), word_alone(base, H), places.entry(base)
+        )
         n, j = int32(0), int32(word_alone(base, STOP) - 1)
         while j >= word_alone(base, BEGIN):
             first_key, b = int32(j * tile_n), word_alone(base, B)
             row, entry = places.key_row(base, first_key), int32(0) if packed else b
-            stage = load_a(base, n, row, word_alone(base, H_KV), entry, config.bias_bytes)
+            stage = load.load_a(base, n, row, word_alone(base, H_KV), entry, config.bias_bytes)
             if config.bias_boxes:
                 to, full = base + plan.bias + stage * config.bias_bytes, rings.a.full(base, n)
                 fetch_bias(to, full, word_alone(base, FIRST_ROW), first_key, word_alone(base, H), b, strides)
             n, j = int32(n + 1), next_tile(base, j, arrays, strides)
-        rows = sizes.total_k if packed else sizes.seqlen_k
-        load_a(base, n, int32((divide(int32(rows), tile_n) + 1) * tile_n), 0, 0, 0)
+        load.load_none(base, n, sizes)
 
     @inlined
     def produce_b(base, arrays, strides):
         """One thread of another warp, so that neither producer waits for the other: V."""
         n, j = int32(0), int32(word_alone(base, STOP) - 1)
         while j >= word_alone(base, BEGIN):
-            load_b(base, n, places.key_row(base, int32(j * tile_n)), word_alone(base, H_KV), places.entry(base), 0)
+            load.load_b(base, n, places.key_row(base, int32(j * tile_n)), word_alone(base, H_KV), places.entry(base), 0)
             n, j = int32(n + 1), next_tile(base, j, arrays, strides)
 
     @inlined
@@ -123,7 +118,7 @@ def make(config):
             return of_warp.needs_mask(int32(0), j, arrays, strides)
         j = max(j, word(base, BEGIN))  # if none is left
         asks = of_warp.needs_mask(word(base, STATES), j, arrays, strides)
-        both.load_ahead(base, j, int32(0), asks, tile, arrays, strides, sizes)
+        scores.load_ahead(base, j, int32(0), asks, tile, arrays, strides, sizes)
         return asks
 
     @inlined
@@ -174,7 +169,7 @@ def make(config):
             rings.b.consumer_wait(base, n)
             masked = j >= word(base, CUT) or j < word(base, FREE)
             step = TileStep(n, j, int32(0), masked, asks)
-            both.to_ds(base, step, queries, tile, do_desc, elected, arrays, strides, sizes, score)
+            scores.to_ds(base, step, queries, tile, do_desc, elected, arrays, strides, sizes, score)
             products.issue_a(base, acc_dq, ds_frag, n)
             products.issue_s(base, acc_s, q_desc, int32(n + 1), FALSE)
             j = int32(of_warp.next_tile(states, j, begin, arrays, strides))
@@ -190,22 +185,4 @@ def make(config):
         bar.sync(me + 1, 128)  # all four warps have read the warpgroup's own rows for the last time
         write(base, acc_dq, arrays, strides, sizes, score)
 
-    @cuda.jit
-    def flash_attention_wgmma_dq(tensor_maps, arrays, strides, sizes, score):
-        base = aligned(cuda.shared.array(0, uint8), config.ALIGNMENT)
-        thread, warpgroup = special.thread_index(), warpgroup_index()
-        if not both.begin(base, thread, arrays, strides, sizes):
-            return
-        if warpgroup == 0:
-            give_registers()
-            if thread == 0:
-                produce_a(base, arrays, strides, sizes)
-            if thread == 32:
-                produce_b(base, arrays, strides)
-        else:
-            take_registers()
-            griddepcontrol.wait()
-            griddepcontrol.launch_dependents()
-            consume(base, warpgroup, arrays, strides, sizes, score)
-
-    return flash_attention_wgmma_dq
+    return kernel(config, produce_a, produce_b, consume)

@@ -62,7 +62,7 @@ from . import (
     pipeline,
 )
 from .backward_scores import TileFragments
-from .block import BEGIN, CUT, FIRST_ROW, FREE, KEYS, MEMBERS, STOP, aligned, rows_of_lane, warpgroup_index
+from .block import CUT, FIRST_ROW, FREE, KEYS, aligned, rows_of_lane, warpgroup_index
 from .operands import describe_rows, wait_all, wait_but_one, wait_but_two
 
 
@@ -147,7 +147,7 @@ def make(config):
             n = producer.load_q(base, tiles.state_of(base, w), n, w, arrays, strides, sizes)
             w = int32(w + 1)
         if not stays:
-            producer.load_no_q(base, n, sizes)
+            producer.load_none(base, n, sizes)
 
     @inlined
     def fetch_do(base, arrays, strides):
@@ -179,8 +179,8 @@ def make(config):
         wgmma.commit_group()
 
     @inlined
-    def store_dq(base, acc_dq, me, n):
-        """The n-th part of dQ to where add_dq takes it from, as it lies in registers."""
+    def store_dq(base, own, acc_dq, me, n, before, arrays, strides, sizes, score):
+        """To where add_dq takes it from, as it lies in registers."""
         four = local.array(4, uint32)
         rings.dq.producer_acquire(base + 8 * me, n)
         place = base + plan.dq + (rings.dq.stage(n) * 2 + me) * part_bytes + (special.thread_index() & int32(127)) * 16
@@ -192,13 +192,8 @@ def make(config):
         fence.proxy_async()
         rings.dq.producer_commit(base + 8 * me, n, True)
 
-    @inlined
-    def leave_dq(base, own, acc_dq, me, n, before, arrays, strides, sizes, score):
-        """The warpgroup's part of dQ of the n-th query tile; `before` are those of the block's other key tiles."""
-        if all_keys:
-            leave_own_dq(base, own, acc_dq, me, int32(n - before), arrays, strides, sizes, score)
-        else:
-            store_dq(base, acc_dq, me, n)
+    # What becomes of the warpgroup's part of dQ of the n-th query tile. `before` are of the block's other key tiles.
+    leave_dq = leave_own_dq if all_keys else store_dq
 
     @inlined
     def own_dq_alone(base, own, acc_dq, me, n, end, elected, arrays, strides, sizes, score):
@@ -323,7 +318,7 @@ def make(config):
         while tiles.warp_has_tile(base, w):
             own = tiles.state_of(base, w)
             before = n  # tiles of queries that other key tiles have met
-            end = int32(n + word(own, MEMBERS) * (word(own, STOP) - word(own, BEGIN)))
+            end = int32(n + walk.steps(own))
             if not one_panel:
                 block.clear(acc_s, s_count)
                 block.clear(acc_dp, s_count)

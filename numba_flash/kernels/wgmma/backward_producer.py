@@ -17,15 +17,15 @@ from .block import FIRST_ROW, H_KV, QUERIES, H
 Q_MAP, K_MAP, V_MAP, DO_MAP = 0, 128, 256, 384  # the kernel's tensor maps, bytes from the first
 
 
-def loaders(config, own_maps, stream_maps):
-    """-> (load_own, load_a, load_b), device functions.
-
-    own_maps, stream_maps: which of the kernel's tensor maps tiles a and b have; None: there is no such tile.
-    """
+def loaders(config):
+    """-> device functions of one thread: load_own, of the tiles that the block owns; load_a and load_b, of the n-th
+    tile a, Q or K, and of the n-th b, dO or V; load_none, of a tile a past the end, which is zeros."""
     plan, rings = config.shared_layout(), pipeline.of_backward(config)
     maps_address = tma.parameter(f"numba_flash_{config.kernel}")
+    maps = ((K_MAP, V_MAP), (Q_MAP, DO_MAP)) if config.of_keys else ((Q_MAP, DO_MAP), (K_MAP, V_MAP))
     a_panels, b_panels = -(-config.head_dim_padded // 64), -(-config.head_dim_v_padded // 64)
-    own_bytes = config.own_rows * 128 * (a_panels + (b_panels if own_maps[1] is not None else 0))
+    has_own_b = config.of_ds  # dV alone needs no V
+    own_bytes, tile_rows = config.own_rows * 128 * (a_panels + b_panels * has_own_b), config.other_rows
 
     def box_loader(rows, panels, map_at):
         @inlined
@@ -36,15 +36,13 @@ def loaders(config, own_maps, stream_maps):
 
         return load
 
-    load_own_a = box_loader(config.own_rows, a_panels, own_maps[0])
-    load_own_b = box_loader(config.own_rows, b_panels, own_maps[1]) if own_maps[1] is not None else None
-    load_stream_a = box_loader(config.other_rows, a_panels, stream_maps[0])
-    load_stream_b = box_loader(config.other_rows, b_panels, stream_maps[1])
-    has_own_b = load_own_b is not None
+    (load_own_a, load_own_b), (load_stream_a, load_stream_b) = (
+        (box_loader(rows, a_panels, map_of_a), box_loader(rows, b_panels, map_of_b))
+        for rows, (map_of_a, map_of_b) in zip((config.own_rows, tile_rows), maps, strict=True)
+    )
 
     @inlined
     def load_own(base, row, head, batch):
-        """The tile that the block owns."""
         full = rings.own.full(base, 0)
         mbarrier.arrive_expect_tx(full, own_bytes)
         load_own_a(base + plan.own_a, full, row, head, batch)
@@ -53,7 +51,7 @@ def loaders(config, own_maps, stream_maps):
 
     @inlined
     def load_a(base, n, row, head, batch, extra_bytes):
-        """Loads the n-th tile of stream_a. extra_bytes: what the caller loads on the same mbarrier. -> its stage."""
+        """extra_bytes: what the caller loads on the same mbarrier. -> the tile's stage."""
         stage = rings.a.stage(n)
         full = rings.a.producer_expect(base, n, int32(config.stream_a_bytes + extra_bytes))
         load_stream_a(base + plan.stream_a + stage * config.stream_a_bytes, full, row, head, batch)
@@ -61,12 +59,20 @@ def loaders(config, own_maps, stream_maps):
 
     @inlined
     def load_b(base, n, row, head, batch, extra_bytes):
-        """Likewise the n-th tile of stream_b."""
+        """-> the tile's mbarrier"""
         full = rings.b.producer_expect(base, n, int32(config.stream_b_bytes + extra_bytes))
         load_stream_b(base + plan.stream_b + rings.b.stage(n) * config.stream_b_bytes, full, row, head, batch)
         return full
 
-    return load_own, load_a, load_b
+    @inlined
+    def load_none(base, n, sizes):
+        """Its S is issued and dropped, so that consumers need no branch after the last tile."""
+        rows = sizes.seqlen_q if config.of_keys else sizes.seqlen_k
+        if config.packed:
+            rows = sizes.total_q if config.of_keys else sizes.total_k
+        load_a(base, n, int32((divide(int32(rows), tile_rows) + 1) * tile_rows), 0, 0, 0)
+
+    return named(load_own, load_a, load_b, load_none)
 
 
 def of_keys(config):
@@ -75,7 +81,7 @@ def of_keys(config):
     plan, rings = config.shared_layout(), pipeline.of_backward(config)
     word = block.state_of(config).read_alone
     fetch_bias = bias_boxes.make(config, config.tile_m, of_keys=True).fetch
-    load_own, load_a, load_b = loaders(config, (K_MAP, V_MAP if config.of_dk else None), (Q_MAP, DO_MAP))
+    load = loaders(config)
     walk, tile_blocks = backward_work.query_walk(config, whole_warp=False), config.tile_m // 16
     places, packed = block.places(config), config.packed
     queries_of = block.sequence_of_work(config, whole_warp=False, queries=True)
@@ -83,7 +89,7 @@ def of_keys(config):
     @inlined
     def load_keys(base, work):
         """Loads K and V."""
-        load_own(base, places.key_row(work, word(work, FIRST_ROW)), word(work, H_KV), places.entry(work))
+        load.load_own(base, places.key_row(work, word(work, FIRST_ROW)), word(work, H_KV), places.entry(work))
 
     @inlined
     def load_beside_q(base, work, i, h, n, count, arrays, strides, sizes):
@@ -110,7 +116,7 @@ def of_keys(config):
             blocks_left = int32(lse_delta.row_blocks(queries) - i * tile_blocks)
             count = int32(min(blocks_left, int32(tile_blocks)) * int32(4 * lse_delta.BLOCK_WORDS))
             row = places.query_row(work, int32(i * config.tile_m))
-            load_a(base, n, row, h, places.entry(work), int32(count + config.bias_bytes))
+            load.load_a(base, n, row, h, places.entry(work), int32(count + config.bias_bytes))
             if n == 0:
                 griddepcontrol.wait()  # it writes lse and delta
             load_beside_q(base, work, i, h, n, count, arrays, strides, sizes)
@@ -126,19 +132,12 @@ def of_keys(config):
         return n
 
     @inlined
-    def load_no_q(base, n, sizes):
-        """After the last Q loads one past the end, zeros: its S is issued and dropped, so that consumers need no
-        branch."""
-        rows = sizes.total_q if packed else sizes.seqlen_q
-        load_a(base, n, int32((divide(int32(rows), config.tile_m) + 1) * config.tile_m), 0, 0, 0)
-
-    @inlined
     def load_do(base, work, n, arrays, strides):
         i, member = walk.first(work, arrays, strides)
         while walk.more(work, i, member):
             row = places.query_row(work, int32(i * config.tile_m))
             h = int32(word(work, H) + member)
-            full = load_b(base, n, row, h, places.entry(work), config.ds_bytes if config.bias_in_ds else 0)
+            full = load.load_b(base, n, row, h, places.entry(work), config.ds_bytes if config.bias_in_ds else 0)
             if config.bias_in_ds:  # consumers have released b when dQ of the tile two before it has read dS there
                 to = base + plan.ds + (n & 1) * config.ds_bytes
                 fetch_bias(to, full, int32(i * config.tile_m), word(work, FIRST_ROW), h, word(work, block.B), strides)
@@ -146,4 +145,4 @@ def of_keys(config):
             i, member = walk.next(work, i, member, arrays, strides)
         return n
 
-    return named(load_own, load_q, load_no_q, load_do)
+    return named(load_q, load_do, load_own=load.load_own, load_none=load.load_none)

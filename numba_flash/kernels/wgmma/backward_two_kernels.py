@@ -1,12 +1,19 @@
-"""What blocks of wgmma/backward_dkdv and of wgmma/backward_dq do alike: how they begin, and P and dS of a tile."""
+"""What wgmma/backward_dkdv and wgmma/backward_dq do alike: the roles of a block, and P and dS of a tile.
+
+The previous kernel may still run when a block starts (ptx/griddepcontrol.py). It and those before it write lse, delta,
+the bits of a mask and the states of tiles. The bits and the states determine the block's work, so with either of them
+all threads wait for it at the start. Consumers always do, so every block has waited. The two producer threads load K,
+V, Q and dO, which no backward kernel writes, and wait before they read lse and delta.
+"""
 
 from typing import Any, NamedTuple
 
-from numba import cuda
+from numba import cuda, uint8
 
 from ...ptx import griddepcontrol, special, wgmma
 from ..steps.basics import inlined, named, nothing
-from . import backward_products, backward_scores, backward_work, pipeline
+from . import backward_products, backward_scores, backward_work, block, pipeline
+from .block import aligned, warpgroup_index
 from .operands import wait_all
 
 
@@ -28,31 +35,49 @@ class Queries(NamedTuple):
     term: Any  # of the head (kernels/score/fragments.py)
 
 
-def of_both(config):
-    """-> device functions, and `words` of backward_scores.py."""
-    of_a, of_b = (config.of_dk, config.of_dv) if config.of_keys else (True, False)  # which sums it adds up
-    plan, rings, products = config.shared_layout(), pipeline.of_backward(config), backward_products.make(config)
+def kernel(config, produce_a, produce_b, consume):
+    """-> the kernel of a block. produce_a, produce_b: of one thread each, of two warps; consume: of a warpgroup."""
+    tiles, set_up = backward_work.tiles(config), pipeline.starter_of_backward(config)
     work = (backward_work.of_keys if config.of_keys else backward_work.of_queries)(config)
-    scores, pin_s = backward_scores.make(config), wgmma.pin(config.other_rows // 2)
-    set_up = pipeline.starter_of_backward(config)
-    cuts_queries = config.packed and config.of_keys
-    zero_behind = backward_products.zero_behind(config) if cuts_queries else nothing
+    give_registers, take_registers = block.register_moves(config)
     finds_by_kernels = config.has("mask") or bool(config.tile_states)  # previous kernels write what determines the work
 
-    @inlined
-    def begin(base, thread, arrays, strides, sizes):
-        """All threads. -> whether the block has work. If not, the whole block leaves."""
+    @cuda.jit
+    def flash_attention_wgmma_backward(tensor_maps, arrays, strides, sizes, score):
+        base = aligned(cuda.shared.array(0, uint8), config.ALIGNMENT)
+        thread, warpgroup = special.thread_index(), warpgroup_index()
         if config.packed:
-            if work.behind(special.block_index(), arrays, strides, sizes):
+            if tiles.behind(special.block_index(), arrays, strides, sizes):
                 griddepcontrol.wait()
-                return False
+                return
         if finds_by_kernels:
             griddepcontrol.wait()
         if thread == 0:
             set_up(base)
             work.write(base, special.block_index(), arrays, strides, sizes)
         cuda.syncthreads()
-        return True
+        if warpgroup == 0:
+            give_registers()
+            if thread == 0:
+                produce_a(base, arrays, strides, sizes)
+            if thread == 32:
+                produce_b(base, arrays, strides)
+        else:
+            take_registers()
+            griddepcontrol.wait()
+            griddepcontrol.launch_dependents()
+            consume(base, warpgroup, arrays, strides, sizes, score)
+
+    return flash_attention_wgmma_backward
+
+
+def scores_of(config):
+    """-> device functions of a consumer, and `words` of backward_scores.py."""
+    of_a, of_b = config.of_ds, config.of_p  # which sums it adds up; dQ is a sum of dS as dK is
+    plan, rings, products = config.shared_layout(), pipeline.of_backward(config), backward_products.make(config)
+    scores, pin_s = backward_scores.make(config), wgmma.pin(config.other_rows // 2)
+    cuts_queries = config.packed and config.of_keys
+    zero_behind = backward_products.zero_behind(config) if cuts_queries else nothing
 
     @inlined
     def to_ds(base, step, queries, tile, own_desc, elected, arrays, strides, sizes, score):
@@ -76,4 +101,4 @@ def of_both(config):
         else:
             products.release_a(base, step.n, elected)  # only S reads Q, and P has its lse
 
-    return named(begin, to_ds, load_ahead=scores.load_ahead, words=scores.words)
+    return named(to_ds, load_ahead=scores.load_ahead, words=scores.words)
