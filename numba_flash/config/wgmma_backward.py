@@ -100,7 +100,7 @@ class StreamingConfig(Sums, Config):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
-    """What wgmma/backward_dkdv and wgmma/backward_dq share.
+    """Of wgmma/backward and wgmma/backward_fused.
 
     A block is a producer warpgroup and own_rows / 64 consumer warpgroups, each of which owns 64 rows. bias_boxes: a
     bias comes by TMA, with a tile of stream_a (problem/option_checks.py, OptionArray).
@@ -183,7 +183,7 @@ class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
 
 @dataclass(frozen=True)
 class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
-    """Of wgmma/backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
+    """A block owns tile_n keys and walks over tiles of tile_m queries.
 
     Both sums together fit into registers up to head_dim 128. members: how many of the query heads of a group
     it takes, and then it leaves sums in float32; 0: all.
@@ -192,7 +192,7 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
     members: int = 0
 
     kernel = "wgmma_dkdv"
-    module = "wgmma.backward_dkdv"
+    module = "wgmma.backward"
     takes = abi.backward("dk dv", mask=abi.MASK_BITS_OF_KEYS).plus("dk_sums dv_sums")
     of_keys = reads_states = True
 
@@ -230,7 +230,7 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
 
 @dataclass(frozen=True)
 class WgmmaDqConfig(WgmmaBackwardConfig):
-    """Of wgmma/backward_dq: a block owns tile_m queries of one head and walks over tiles of tile_n keys.
+    """A block owns tile_m queries of one head and walks over tiles of tile_n keys.
 
     wanted_aux: the number of an array whose gradient it computes too, if all scores of a head read one number of it.
     """
@@ -238,7 +238,7 @@ class WgmmaDqConfig(WgmmaBackwardConfig):
     wanted_aux: tuple[int, ...] = ()
 
     kernel = "wgmma_dq"
-    module = "wgmma.backward_dq"
+    module = "wgmma.backward"
     reads_states = True
 
     @property

@@ -1,6 +1,6 @@
 """dK and dV, or dQ, in float32 for Hopper (sm_90a): each product is a sum of wgmma products of bfloat16 parts.
 
-Read backward_dkdv.py first, and parts.py for the products of parts. With config.of_keys a block owns 64 keys of one KV
+Read backward.py first, and parts.py for the products of parts. With config.of_keys a block owns 64 keys of one KV
 head. It loops over the query tiles that see them, for each query head of the group (listing 7 of docs/backward.md,
 lines 6 to 12):
 

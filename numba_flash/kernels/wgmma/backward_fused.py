@@ -1,6 +1,6 @@
 """dQ, dK and dV in one kernel for Hopper (sm_90a): five products instead of the seven that two kernels compute.
 
-Read wgmma/backward_dkdv first. A block owns a tile of keys of one KV head, loops over the tiles of queries that see it,
+Read wgmma/backward first. A block owns a tile of keys of one KV head, loops over the tiles of queries that see it,
 and holds the sums of dK and dV in registers. Here it uses dS for dQ, too:
 
     dQ += dS K     where dS^T goes through shared memory and is transposed on its way
@@ -11,7 +11,7 @@ its turn. The first part is stored instead of added, so no memory has to be set 
 config.dq_partials sums, to which its parts go in rotation; wgmma/backward_round adds them up, scales and rounds. With
 config.key_tiles a block has all keys of a head, and its consumers add up the parts themselves (backward_dq_sums).
 
-Roles. Two threads load tiles, as in wgmma/backward_dkdv. Two more threads, one for each consumer warpgroup, add the
+Roles. Two threads load tiles, as in wgmma/backward. Two more threads, one for each consumer warpgroup, add the
 parts of dQ: they wait for the turn, so that no consumer has to. If all keys of a packed sequence are one tile, their
 warps write dQ (backward_dq_alone). A consumer warpgroup owns 64 keys for S, dP, dV and dK.
 It computes half of the columns of dQ, or half of the rows of a tile of 128 queries, from the dS of both warpgroups. S
@@ -33,7 +33,7 @@ Launch: grid (batch * heads_kv * parts of a group * key tiles); with config.key_
 config.stays any smaller grid; block (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q,
 k, v and do; turns (zeros): the ticket, and from TURNS_AT on the counters, (batch * heads, query tiles, lines, 2);
 dq_sums (batch * heads, query tiles, lines, 2, chunks of 8 columns, 128, 4); dk, dv, dk_sums and dv_sums as in
-wgmma/backward_dkdv. With config.key_tiles there are no turns and dq_sums, but dq, which is contiguous.
+wgmma/backward. With config.key_tiles there are no turns and dq_sums, but dq, which is contiguous.
 
 Six files have the rest besides forward.py's block.py and pipeline.py, in this order: backward_block_tiles.py (which key
 tiles a block processes), backward_work.py (which query tiles it loops over), backward_producer.py (loads),
@@ -48,6 +48,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 from ...ptx import bar, fence, griddepcontrol, ld_st, local, special, stmatrix, wgmma
 from ..score import fragments, kept_weights, reads
 from ..steps.basics import FALSE, TRUE, first_column_of, first_row_of, inlined
+from ..steps.units import LOG2_E
 from . import (
     backward_block_tiles,
     backward_dq_alone,
@@ -147,7 +148,7 @@ def make(config):
             n = producer.load_q(base, tiles.state_of(base, w), n, w, arrays, strides, sizes)
             w = int32(w + 1)
         if not stays:
-            producer.load_none(base, n, sizes)
+            producer.load_no_q(base, n, sizes)
 
     @inlined
     def fetch_do(base, arrays, strides):
@@ -312,7 +313,7 @@ def make(config):
             block.clear(acc_dp, s_count)
         block.clear(mask_bits, mask_words)
         block.clear(distance, 2)
-        lse_factor = products.lse_factor_of(score)
+        lse_factor = float32(-1) / (score.scale * float32(LOG2_E)) if config.lse_first else float32(0)
 
         w, n = int32(0), int32(0)
         while tiles.warp_has_tile(base, w):

@@ -9,17 +9,18 @@ other dO. They are in two warps, so that neither waits for the other.
 from numba import int32
 
 from ...ptx import griddepcontrol, mbarrier, memory, tma
+from ..score import tile_walk
 from ..steps import lse_delta
 from ..steps.basics import divide, inlined, named
 from . import backward_work, bias_boxes, block, pipeline
-from .block import FIRST_ROW, H_KV, QUERIES, H
+from .block import BEGIN, FIRST_ROW, H_KV, QUERIES, STATES, STOP, B, H
 
 Q_MAP, K_MAP, V_MAP, DO_MAP = 0, 128, 256, 384  # the kernel's tensor maps, bytes from the first
 
 
 def loaders(config):
     """-> device functions of one thread: load_own, of the tiles that the block owns; load_a and load_b, of the n-th
-    tile a, Q or K, and of the n-th b, dO or V; load_none, of a tile a past the end, which is zeros."""
+    tile a, Q or K, and of the n-th b, dO or V."""
     plan, rings = config.shared_layout(), pipeline.of_backward(config)
     maps_address = tma.parameter(f"numba_flash_{config.kernel}")
     maps = ((K_MAP, V_MAP), (Q_MAP, DO_MAP)) if config.of_keys else ((Q_MAP, DO_MAP), (K_MAP, V_MAP))
@@ -64,15 +65,7 @@ def loaders(config):
         load_stream_b(base + plan.stream_b + rings.b.stage(n) * config.stream_b_bytes, full, row, head, batch)
         return full
 
-    @inlined
-    def load_none(base, n, sizes):
-        """Its S is issued and dropped, so that consumers need no branch after the last tile."""
-        rows = sizes.seqlen_q if config.of_keys else sizes.seqlen_k
-        if config.packed:
-            rows = sizes.total_q if config.of_keys else sizes.total_k
-        load_a(base, n, int32((divide(int32(rows), tile_rows) + 1) * tile_rows), 0, 0, 0)
-
-    return named(load_own, load_a, load_b, load_none)
+    return load_own, load_a, load_b
 
 
 def of_keys(config):
@@ -81,7 +74,7 @@ def of_keys(config):
     plan, rings = config.shared_layout(), pipeline.of_backward(config)
     word = block.state_of(config).read_alone
     fetch_bias = bias_boxes.make(config, config.tile_m, of_keys=True).fetch
-    load = loaders(config)
+    load_own, load_a, load_b = loaders(config)
     walk, tile_blocks = backward_work.query_walk(config, whole_warp=False), config.tile_m // 16
     places, packed = block.places(config), config.packed
     queries_of = block.sequence_of_work(config, whole_warp=False, queries=True)
@@ -89,7 +82,7 @@ def of_keys(config):
     @inlined
     def load_keys(base, work):
         """Loads K and V."""
-        load.load_own(base, places.key_row(work, word(work, FIRST_ROW)), word(work, H_KV), places.entry(work))
+        load_own(base, places.key_row(work, word(work, FIRST_ROW)), word(work, H_KV), places.entry(work))
 
     @inlined
     def load_beside_q(base, work, i, h, n, count, arrays, strides, sizes):
@@ -116,7 +109,7 @@ def of_keys(config):
             blocks_left = int32(lse_delta.row_blocks(queries) - i * tile_blocks)
             count = int32(min(blocks_left, int32(tile_blocks)) * int32(4 * lse_delta.BLOCK_WORDS))
             row = places.query_row(work, int32(i * config.tile_m))
-            load.load_a(base, n, row, h, places.entry(work), int32(count + config.bias_bytes))
+            load_a(base, n, row, h, places.entry(work), int32(count + config.bias_bytes))
             if n == 0:
                 griddepcontrol.wait()  # it writes lse and delta
             load_beside_q(base, work, i, h, n, count, arrays, strides, sizes)
@@ -132,17 +125,78 @@ def of_keys(config):
         return n
 
     @inlined
+    def load_no_q(base, n, sizes):
+        """After the last Q loads one past the end, zeros: its S is issued and dropped, so that consumers need no
+        branch."""
+        rows = sizes.total_q if packed else sizes.seqlen_q
+        load_a(base, n, int32((divide(int32(rows), config.tile_m) + 1) * config.tile_m), 0, 0, 0)
+
+    @inlined
     def load_do(base, work, n, arrays, strides):
         i, member = walk.first(work, arrays, strides)
         while walk.more(work, i, member):
             row = places.query_row(work, int32(i * config.tile_m))
             h = int32(word(work, H) + member)
-            full = load.load_b(base, n, row, h, places.entry(work), config.ds_bytes if config.bias_in_ds else 0)
+            full = load_b(base, n, row, h, places.entry(work), config.ds_bytes if config.bias_in_ds else 0)
             if config.bias_in_ds:  # consumers have released b when dQ of the tile two before it has read dS there
                 to = base + plan.ds + (n & 1) * config.ds_bytes
-                fetch_bias(to, full, int32(i * config.tile_m), word(work, FIRST_ROW), h, word(work, block.B), strides)
+                fetch_bias(to, full, int32(i * config.tile_m), word(work, FIRST_ROW), h, word(work, B), strides)
             n = int32(n + 1)
             i, member = walk.next(work, i, member, arrays, strides)
         return n
 
-    return named(load_q, load_do, load_own=load.load_own, load_none=load.load_none)
+    @inlined
+    def produce_a(base, arrays, strides, sizes):
+        """K and V, and Q, of a block with one key tile."""
+        n = load_q(base, base, int32(0), int32(0), arrays, strides, sizes)
+        load_no_q(base, n, sizes)
+
+    @inlined
+    def produce_b(base, arrays, strides):
+        """The same of dO."""
+        load_do(base, base, int32(0), arrays, strides)
+
+    return named(load_own, load_q, load_no_q, load_do, produce_a, produce_b)
+
+
+def of_queries(config):
+    """-> device functions for one thread each, of a block that owns queries."""
+    plan, tile_n, rings = config.shared_layout(), config.tile_n, pipeline.of_backward(config)
+    word, walk = block.state_of(config).read_alone, tile_walk.make(config)
+    places, packed, fetch_bias = block.places(config), config.packed, bias_boxes.make(config, config.tile_m).fetch
+    load_own, load_a, load_b = loaders(config)
+
+    @inlined
+    def next_tile(base, j, arrays, strides):
+        """The key tile after j."""
+        if walk.present:
+            states, begin = word(base, STATES), word(base, BEGIN)
+            return int32(walk.next_tile(states, j, begin, arrays, strides))
+        return int32(j - 1)
+
+    @inlined
+    def produce_a(base, arrays, strides, sizes):
+        """Q and dO, then K with its bias, tile after tile. After the last tile it loads a K past the end, as
+        load_no_q."""
+        load_own(base, places.query_row(base, word(base, FIRST_ROW)), word(base, H), places.entry(base))
+        n, j = int32(0), int32(word(base, STOP) - 1)
+        while j >= word(base, BEGIN):
+            first_key, b = int32(j * tile_n), word(base, B)
+            row, entry = places.key_row(base, first_key), int32(0) if packed else b
+            stage = load_a(base, n, row, word(base, H_KV), entry, config.bias_bytes)
+            if config.bias_boxes:
+                to, full = base + plan.bias + stage * config.bias_bytes, rings.a.full(base, n)
+                fetch_bias(to, full, word(base, FIRST_ROW), first_key, word(base, H), b, strides)
+            n, j = int32(n + 1), next_tile(base, j, arrays, strides)
+        rows = sizes.total_k if packed else sizes.seqlen_k
+        load_a(base, n, int32((divide(int32(rows), tile_n) + 1) * tile_n), 0, 0, 0)
+
+    @inlined
+    def produce_b(base, arrays, strides):
+        """V."""
+        n, j = int32(0), int32(word(base, STOP) - 1)
+        while j >= word(base, BEGIN):
+            load_b(base, n, places.key_row(base, int32(j * tile_n)), word(base, H_KV), places.entry(base), 0)
+            n, j = int32(n + 1), next_tile(base, j, arrays, strides)
+
+    return named(produce_a, produce_b)

@@ -1,4 +1,4 @@
-"""How a consumer of wgmma/backward_dkdv or backward_dq computes P and dS from a tile of S and dP, with any options.
+"""How a consumer of wgmma/backward computes P and dS from a tile of S and dP, with any options.
 
 There are three steps. `prepare` runs during the product S and does all that needs no score: it finds the scores that
 count (also by mask_mod, or its bits) and the dropped weights, and loads what is read for each. `to_weights` runs during
@@ -107,7 +107,7 @@ def gradients(config, inside, hidden_by_p=False):
 
 def make(config):
     """-> device functions, and the numbers of words of TileFragments' mask_bits, shown_bits, kept and loaded. step: a
-    TileStep (backward_two_kernels.py); tile: TileFragments. lse, minus_delta: with of_keys, the shared address of both
+    TileStep (backward.py); tile: TileFragments. lse, minus_delta: with of_keys, the shared address of both
     for the tile's columns; otherwise the lane's values for its two rows. bias: the shared address of the tile's boxes.
     every: all scores of the warp count."""
     pairs, of_keys = config.other_rows // 16, config.of_keys
@@ -210,13 +210,6 @@ def make(config):
         # Bits past the tile may also be set.
         return vote.any_lane(~(tile.mask_bits[0] & tile.mask_bits[1]) & every_bit) == 0
 
-    @inlined
-    def if_kept(number, tile, r, n, x):
-        """`number`, or 0 if the weight does not count."""
-        if count.present:
-            number = number if is_set(tile.kept, r, n, x) else float32(0)
-        return number
-
     def one_pair(inside: bool) -> Any:
         """-> a function for one pair of 8 columns. inside: all scores count; no branch surrounds a score, so the pairs
         are computed side by side."""
@@ -265,7 +258,8 @@ def make(config):
                         if owes:
                             tile.daux[at] = weighed * derivative * by_aux if seen else float32(0)
                         if early:
-                            p[2 * r + x] = if_kept(weighed, tile, r, n, x)
+                            counts = is_set(tile.kept, r, n, x) if count.present else True
+                            p[2 * r + x] = weighed if counts else float32(0)
                 if early:
                     for r in range(2):
                         tile.p_frag[2 * n + r] = pack(p[2 * r], p[2 * r + 1])

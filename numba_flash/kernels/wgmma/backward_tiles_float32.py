@@ -53,6 +53,7 @@ def of_kind(config, is_a, columns, own_at, place, exchange):
     widths = [min(64, columns - 64 * number) for number in range(panels)]
     counts = [width // 2 for width in widths]
     first_count, second_count, two_panels = counts[0], counts[-1], panels > 1
+    of_pair = config.panels if config.paired else 0  # panels with mbarriers of their own
     # The second panel of b has its own barrier, and the next tile a may be loaded beside it.
     by_panels, early = config.paired and two_panels, config.paired and two_panels and not is_a
 
@@ -73,7 +74,7 @@ def of_kind(config, is_a, columns, own_at, place, exchange):
     def release(base, n, first):
         """Releases the tile; in a pair its panels from `first` on, and those that only the other kind of tile has."""
         if config.paired:
-            for number in range(first, config.panels):
+            for number in range(first, of_pair):
                 ring.consumer_release(base + 8 * number, n, elected())
         else:
             ring.consumer_release(base, n, elected())
@@ -148,7 +149,7 @@ def make(config):
     place_a, place_b = (paired_tiles.places if config.paired else places)(config)
     weights = pipeline.pipeline(at.weights_full, None if config.paired else at.weights_empty)
     of_s, of_dp = paired_tiles.exchanges(config) if config.paired else (None, None)
-    gather_rows = paired_tiles.gather_rows(config) if config.paired else None
+    gather_rows, of_pair = (paired_tiles.gather_rows(config), config.panels) if config.paired else (None, 0)
 
     @inlined
     def init_tiles(base):
@@ -160,7 +161,7 @@ def make(config):
         """One thread initialises the mbarriers. A warp arrives once, whether it belongs to the producer or to a
         consumer, here or in the other block of a pair."""
         if config.paired:
-            for panel in range(config.panels):
+            for panel in range(of_pair):
                 init_tiles(base + 8 * panel)
             of_s.ring.init(base, 4, 4)
             of_dp.ring.init(base, 4, 4)

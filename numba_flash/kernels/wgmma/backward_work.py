@@ -59,8 +59,8 @@ def tiles(config):
         if config.packed:  # of one head after the other
             count = numbers.count(sizes)
             head = divide(number, count)
-            rank = int32(number - head * count)
-            b, first_row = numbers.at(rank if of_keys else int32(count - 1 - rank), arrays, strides, sizes)
+            rank = number - head * count
+            b, first_row = numbers.at(int32(rank if of_keys else count - 1 - rank), arrays, strides, sizes)
             return b, head, first_row
         if order.present:
             b, head, own = order.take(number, arrays, strides, sizes)
