@@ -44,7 +44,7 @@ def attention(q, k, v, o):
                     s = dot(q[row], k[key])
                 p = math.exp(s - m)
                 l += p
-                if p > 0:
+                if p != 0:  # true of NaN, too: a NaN that is seen reaches o
                     for x in range(DIM):
                         o[row, x] += p * v[key, x]
         for x in range(DIM):

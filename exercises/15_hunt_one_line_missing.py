@@ -4,7 +4,6 @@ Teaches: the trace. numba_flash.debug.watch records what a thread holds at each 
     tells which line is.
 Minutes: 10
 Read: docs/stepping.md, "A trace"
-Solution: the sum of the tiles before is multiplied by alpha, and the output was not (equation 9)
 """
 
 import math

@@ -3,7 +3,6 @@
 Teaches: testing.check_kernel, which tries what a problem of your own does not: here lengths, masks, large scores.
 Minutes: 15
 Read: docs/testing_your_kernel.md
-Solution: a query that sees no key of the first tile has m_new = -inf, and -inf - -inf is NaN (listing 5, line 12)
 """
 
 import math

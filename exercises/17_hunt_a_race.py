@@ -4,7 +4,6 @@ Teaches: the race check. A barrier in the wrong place may give the right result 
     threads, the line and the address in every run.
 Minutes: 10
 Read: docs/stepping.md, "Races"
-Solution: the barrier behind the loop over the tile stood before it: threads read rows that are not loaded yet
 """
 
 from numba import cuda, float32

@@ -4,7 +4,6 @@ Teaches: the debugger. `scripts/exercise 18 --stop "alpha ="` opens pdb in a thr
     then `n`, then `p alpha`.
 Minutes: 10
 Read: docs/stepping.md
-Solution: m must keep its old value until alpha is computed
 """
 
 import math

@@ -3,7 +3,6 @@
 Teaches: what the simulator says of asynchronous copies. On a GPU this kernel is right whenever the copy is quick.
 Minutes: 10
 Read: docs/tensor_cores.md, "Loading tiles: `cp.async`"
-Solution: each thread waits for its own copies only, so a barrier must follow the wait, and the wait must come first
 """
 
 from numba import cuda, float32

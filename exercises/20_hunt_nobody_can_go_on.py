@@ -4,7 +4,6 @@ Teaches: the report of a deadlock: who waits where, for which barrier. On a GPU 
     third tile on.
 Minutes: 15
 Read: docs/hopper.md, "Full and empty"
-Solution: the consumer releases K and never V (consumer_release in numba_flash/kernels/wgmma/pipeline.py)
 """
 
 from numba import cuda, float32, uint64

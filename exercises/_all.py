@@ -24,4 +24,5 @@ CHECKS = {
     18: _hunts.check_correction,
     19: _hunts.check_arrival,
     20: _hunts.check_release,
+    21: _hunts.check_v2,
 }

@@ -25,10 +25,11 @@ def launched(kernel, out, *operands, blocks=1, threads=THREADS):
 
 def softmax_rows():
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((5, 7)).astype(np.float32)
+    x = rng.standard_normal((6, 7)).astype(np.float32)
     x[2] += 1000
     x[3] = x[3, 0]
     x[4] -= 1000
+    x[5, 2] += 1000  # the last number is far from the largest
     return x
 
 
@@ -40,9 +41,11 @@ def check_softmax(module):
     if row is None:
         return
     got, total = y[row], float(np.sum(y[row]))
-    expect(
-        close(total, 1), f"row {row}: the weights add up to {total:.4g}, and must add up to 1. What is divided by d?"
-    )
+    d = float(np.exp(x[row] - x[row].max().astype(np.float64)).sum())
+    sums = f"row {row}: the weights add up to {total:.4g}, and must add up to 1"
+    expect(not close(total, d), f"{sums}: {d:.4g} is d. What is divided by it?")
+    expect(not close(got, total * right[row]).all(), f"{sums}: all are wrong by one factor. Is d their sum?")
+    expect(close(total, 1), f"{sums}.")
     i = first_wrong(got, right[row])[0]
     expect(
         False, f"row {row}, number {i} (x = {x[row, i]:.4g}): the weight is {got[i]:.4g}, must be {right[row, i]:.4g}."
@@ -128,14 +131,17 @@ def check_tiles(kernel, q, k, v, tile, causal=False):
         before, m_right, *rest = right[row, j]
         grew = f"m grew from {before:.4g} to {m_right:.4g}" if m_right > before else f"m stays {m_right:.4g}"
         expect(close(m, m_right), f"{at}: m_new is {m:.4g}, must be {m_right:.4g}.")
+        why = {
+            "alpha": f"{grew}, and alpha turns e^(s - m) into e^(s - m_new).",
+            "l": f"{grew}; l is alpha = {rest[0]:.4g} times the sum of the tiles before, plus this one's.",
+            "acc": f"{grew}; the output of the tiles before is multiplied by alpha = {rest[0]:.4g}, as l is.",
+        }
+        if before == -math.inf:
+            why["l"] = "nothing was before this tile, so l is the sum of its weights p."
+            why["acc"] = "nothing was before this tile, so acc is the sum of its p * v, not divided yet."
         for name, got, wanted in zip(("alpha", "l", "acc"), (alpha, l, acc), rest, strict=True):
-            shown, must = (np.array2string(np.asarray(x, np.float64), precision=4) for x in (got, wanted))
-            why = {
-                "alpha": f"{grew}, and alpha turns e^(s - m) into e^(s - m_new).",
-                "l": f"{grew}; l is alpha = {rest[0]:.4g} times the sum of the tiles before, plus this one's.",
-                "acc": f"{grew}; the output of the tiles before is multiplied by alpha = {rest[0]:.4g}, as l is.",
-            }[name]
-            expect(close(got, wanted).all(), f"{at}: {name} is {shown}, must be {must}: {why}")
+            shown, must = (np.array2string(np.asarray(x, np.float64), precision=4).strip(".") for x in (got, wanted))
+            expect(close(got, wanted).all(), f"{at}: {name} is {shown}, must be {must}: {why[name]}")
     return o
 
 
@@ -153,8 +159,10 @@ def check_nothing(module):
     wrong = first_wrong(o, right)
     if wrong is not None:
         row = wrong[0]
-        blind = " It sees no key, so l is 0: its output is 0, and 0 / 0 is NaN." if row < len(q) - len(k) else ""
-        expect(False, f"row {row}: o is {o[row]}, must be {right[row]}.{blind}")
+        keys = max(0, row + 1 + len(k) - len(q))
+        why = f"It sees {keys} of {len(k)} keys: was a tile left out?"
+        why = why if keys else "It sees no key, so l is 0: its output is 0, and 0 / 0 is NaN."
+        expect(False, f"row {row}: o is {o[row]}, must be {right[row]}. {why}")
 
 
 def check_key_tiles(module):
@@ -164,6 +172,7 @@ def check_key_tiles(module):
         (40, 24, 16, 8),
         (5, 33, 16, 16),
         (9, 30, 4, 8),
+        (9, 40, 4, 8),
     ):
         for first in range(0, seqlen_q, rows):
             own = range(first, min(first + rows, seqlen_q))
@@ -174,17 +183,17 @@ def check_key_tiles(module):
             at = f"queries {own[0]} to {own[-1]} of {seqlen_q}, {seqlen_k} keys in tiles of {n}"
             made = module.key_tiles(first, len(own), seqlen_q, seqlen_k, n)
             got = as_array(f"{at}: (unmasked, end)", made, (2,))
-            last, first_sees = int(sees[-1].sum()), int(sees[0].sum())
+            last, first_sees = (f"{n} key{'s' * (n != 1)}" for n in (int(sees[-1].sum()), int(sees[0].sum())))
+            least = "a number of tiles cannot be below 0. A query that is ahead of all keys sees 0 of them."
+            expect(min(got) >= 0, f"{at}: (unmasked, end) is {made}: {least}")
             expect(
                 got[1] >= end,
-                f"{at}: end is {got[1]:g}, but query {own[-1]} sees {last} keys: tile {end - 1} is needed.",
+                f"{at}: end is {got[1]:g}, but query {own[-1]} sees {last}: tile {end - 1} is needed.",
             )
-            expect(
-                got[1] <= end, f"{at}: end is {got[1]:g}, but query {own[-1]} sees {last} keys: no one sees tile {end}."
-            )
+            expect(got[1] <= end, f"{at}: end is {got[1]:g}, but query {own[-1]} sees {last}: no one sees tile {end}.")
             expect(
                 got[0] <= unmasked,
-                f"{at}: unmasked is {got[0]:g}, but query {own[0]} sees {first_sees} keys: not all of tile {unmasked}.",
+                f"{at}: unmasked is {got[0]:g}, but query {own[0]} sees {first_sees}: not all of tile {unmasked}.",
             )
             # A last tile that is not full may be masked or not: its missing keys are cut off elsewhere.
             expect(
@@ -233,14 +242,19 @@ def check_load(module):
 
 
 def check_barriers(module):
+    tree = ast.parse(inspect.getsource(module))
+    lines = [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Expr)]
+    expect("cuda.syncthreads" not in lines, "cuda.syncthreads is only the function's name: with () it is called.")
     rng = np.random.default_rng(0)
     q, k = (rng.standard_normal((n, module.DIM)).astype(np.float32) for n in (module.TILE, 3 * module.TILE))
     s = launched(module.scores, np.empty((len(q), len(k)), np.float32), q, k)
     wrong = first_wrong(s, q.astype(np.float64) @ k.T)
     expect(wrong is None, f"s{list(wrong or ())} is wrong.")
-    calls = [n for n in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(n, ast.Call)]
-    count = sum(ast.unparse(call.func) == "cuda.syncthreads" for call in calls)
+    count = lines.count("cuda.syncthreads()")
     expect(count <= 2, f"No race is left, and one of the {count} barriers protects nothing: which data does it guard?")
+    loops = [n for n in ast.walk(tree) if isinstance(n, ast.For) and ast.unparse(n.target) == "y"]
+    often = any("cuda.syncthreads()" in ast.unparse(loop) for loop in loops)
+    expect(not often, f"No race is left, and the threads wait {module.TILE + 1} times for each tile. Twice is enough.")
 
 
 def check_fragments(module):
@@ -291,7 +305,9 @@ def check_copies(module):
     run(module.sums, 1, x, out, scalars=(5,))
     right = x.reshape(5, 4).sum(axis=1)
     wrong = first_wrong(out, right)
-    expect(wrong is None, f"tile {(wrong or (0,))[0]}: the sum is {out}, must be {right}.")
+    expect(
+        wrong is None, f"tile {(wrong or (0,))[0]} is the first wrong one: out is {out}, must be {right}. Is it 0 or 1?"
+    )
     newest = module.NEWEST
     late = "It is right, and nothing overlaps: the next copy was just started, and wait_group(0) waits for it, too."
     expect(newest != 0, late)

@@ -1,4 +1,4 @@
-"""The checks of the bug hunts, 15 to 20. Each shows what its tool says, and not where the bug is."""
+"""The checks of the bug hunts, 15 to 20, and of 21. Each shows what its tool says, and not where the bug is."""
 
 import contextlib
 import io
@@ -7,9 +7,10 @@ import re
 import numpy as np
 from _checks import launched
 from _truth import attention, problem, run, tiles
-from _wrong import close, expect, first_wrong
+from _wrong import as_array, close, expect, first_wrong
 
-from numba_flash.debug import race_check, stop_at, watch
+import numba_flash
+from numba_flash.debug import race_check, stop_at, traffic, watch
 from numba_flash.testing import check_kernel
 
 
@@ -37,20 +38,26 @@ def check_missing_line(module):
     expect(False, "\n".join(table))
 
 
-def check_promises(module):
+def promises_broken(function, **limits):
     """check_kernel's lines that do not hold."""
-    q, k, v = problem(6, 6)
-    limits = dict(layouts=("bhsd",), features=("causal",), grouped=False, strange_strides=False, quick=True)
+    limits |= dict(layouts=("bhsd",), features=("causal",), strange_strides=False, quick=True)
     with race_check(), contextlib.redirect_stdout(io.StringIO()):
-        own = [module.attention(*(x[None, None] for x in (q, k, v)), causal=causal)[0, 0] for causal in (False, True)]
-        report = check_kernel(module.attention, **limits)
-    right = [attention(q / q.shape[1] ** 0.5, k, v, causal) for causal in (False, True)]
-    own_problem = "It is right" if close(own, right).all() else "It is wrong"
+        report = check_kernel(function, **limits)
     broken = []
     for one in report.lines:
         if one.outcome not in ("held", "not tried"):
             shapes = ", ".join(f"{name} ({shape})" for name, shape in re.findall(r"([qkv])=\w+\[([\d, ]+)\]", one.note))
-            broken.append(f"  {one.promise}: {one.outcome}, {one.note.partition(', in Case')[0]}, with {shapes}")
+            broken.append(f"  {one.promise}: {one.outcome}, {re.split(',? in Case', one.note)[0]}, with {shapes}")
+    return broken
+
+
+def check_promises(module):
+    q, k, v = problem(6, 6)
+    with race_check():
+        own = [module.attention(*(x[None, None] for x in (q, k, v)), causal=causal)[0, 0] for causal in (False, True)]
+    right = [attention(q / q.shape[1] ** 0.5, k, v, causal) for causal in (False, True)]
+    own_problem = "It is right" if close(own, right).all() else "It is wrong"
+    broken = promises_broken(module.attention, grouped=False)
     about = f"{own_problem} for 6 queries and 6 keys, causal or not. What check_kernel(quick=True) says of it:"
     which = (
         "There are more queries than keys, so how many keys does the first query see? Follow it through the first tile."
@@ -109,3 +116,22 @@ def check_release(module):
     k, v = np.arange(1, 7, dtype=np.float32), np.ones(6, np.float32)
     out = launched(module.weighted, np.empty(1, np.float32), k, v, threads=2)
     expect(close(out[0], 21), f"The sum is {out[0]}, must be 21.")
+
+
+def check_v2(module):
+    """One problem with its first wrong row, the contract's promises, and how often K and V are read."""
+    q, k, v = (x[None, None] for x in problem(20, 40, dim=16, size=0.25))
+    with race_check():
+        made = module.attention(q, k, v, causal=True)
+    expect(isinstance(made, tuple) and len(made) == 2, f"attention must return (o, lse), not {type(made).__name__}")
+    right = numba_flash.attention(q, k, v, causal=True, return_lse=True, kernel="reference")
+    for name, got, wanted in zip(("o", "lse"), made, right, strict=True):
+        wrong = first_wrong(as_array(name, got, wanted.shape), wanted)
+        expect(wrong is None, f"20 queries, 40 keys, causal: {name} is wrong first at {wrong}; query 16 begins a tile.")
+    broken = promises_broken(module.attention)
+    expect(not broken, "\n".join(["One problem is right. check_kernel(quick=True) says:", *broken]))
+    seen = traffic(q, k, v, kernel=module.attention)
+    all_once = q.nbytes + k.nbytes + v.nbytes
+    note = "A row of Q belongs into registers, a tile of K and V into shared memory, once for all queries of a block."
+    said = f"All is right, but {seen.global_read:,} bytes are read, and Q, K and V have {all_once:,}. {note}"
+    expect(seen.global_read <= 4 * all_once, said)

@@ -17,6 +17,7 @@ from _wrong import Wrong
 HERE = Path(__file__).resolve().parent
 PROGRESS = HERE / "progress.json"
 SECONDS = 60  # that an exercise may take
+HUNTS = range(15, 21)
 
 # What the simulator says, and what it means.
 MEANINGS = (
@@ -45,7 +46,7 @@ MEANINGS = (
 REASONS = (
     (IndexError, "The index lies past the end of the array. Which threads, rows or keys do not exist?"),
     (OverflowError, "e^x is too large. On a GPU it is inf, with no error. Which maximum must be subtracted first?"),
-    (ZeroDivisionError, "On a GPU 0 / 0 is NaN, with no error. Which row has a sum of 0?"),
+    (ZeroDivisionError, "On a GPU x / 0 is inf or NaN, with no error. What is 0 at this line?"),
 )
 
 

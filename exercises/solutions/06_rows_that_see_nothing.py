@@ -50,4 +50,4 @@ def attention(q, k, v, o):
                     acc[x] += p * v[j * TILE + y, x]
             m = m_new  # watch: row, j, m, m_new, alpha, l, acc
     for x in range(DIM):
-        o[row, x] = acc[x] / l if l > 0 else 0
+        o[row, x] = acc[x] / l if l != 0 else 0

@@ -13,7 +13,7 @@ def key_tiles(first_row, rows, seqlen_q, seqlen_k, tile_n):
 
     Of these, all queries see all keys of the tiles 0 to unmasked - 1, so these need no mask.
     Causal: query i sees the keys 0 to i + seqlen_k - seqlen_q, and no key after seqlen_k - 1.
-    Of the last tile of queries rows is smaller. Tiles have tile_n keys; the last may have less.
+    In the last tile of queries, rows is smaller. Tiles have tile_n keys; the last one may have fewer.
     """
     ahead = seqlen_k - seqlen_q
     seen_by_first = max(0, first_row + ahead + 1)

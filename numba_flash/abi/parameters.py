@@ -71,6 +71,7 @@ def forward(mask: str = MASK_BITS) -> Parameters:
     return Parameters((*Operands._fields[:5], *options), ("q", "k", "v", "o", *options), SIZES, SCORE_NUMBERS)
 
 
+@functools.cache
 def backward(gradients: str, rows: str = "lse_delta", mask: str = MASK_BITS) -> Parameters:
     """rows: the arrays with what is known of each query."""
     options = tuple(mask if name == "mask" else name for name in _OF_SCORES)

@@ -1,15 +1,16 @@
 """attention_backward(): signature and contract. What it does is in dispatch/."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 from ..dispatch import backward as dispatch
 from ..dispatch.backward import CallPlan
 from ..dispatch.block_mask import expanded
 from ..dispatch.call import NO_AUX, Call, folded, has_other_dimensions
 from ..problem.options import NO_NUMBERS, AttentionGradients
-from .forward import NO_DROPOUT, bound_to
+from .forward import NO_DROPOUT, bound_to, refuse, refusing
 
 
+@refusing
 def attention_backward(
     do: Any,
     q: Any,
@@ -39,6 +40,7 @@ def attention_backward(
     layout: str = "bhsd",
     stream: Any = None,
     kernel: str = "auto",
+    **unknown: NoReturn,
 ) -> AttentionGradients:
     """The gradients of `attention` in memory proportional to the inputs: scores are not stored but recomputed.
 
@@ -78,6 +80,8 @@ def attention_backward(
 
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
+    if unknown:
+        refuse(attention_backward, unknown)
     if block_mask is not None:
         causal, window, q_offset, seqlens_k, mask_mod, aux = expanded(
             block_mask, causal, window, q_offset, seqlens_k, mask_mod, aux

@@ -3,7 +3,8 @@
 import importlib
 import inspect
 import sys
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NoReturn, TypeVar
 
 from .. import arrays
 from ..dispatch import forward as dispatch
@@ -16,7 +17,26 @@ differentiated = arrays.differentiated.get
 find = dispatch.find
 NO_DROPOUT = 0.0  # a default that each call compares with: as an object, in a fifth of the time
 
+Function = TypeVar("Function", bound=Any)
 
+
+def refusing(function: Function) -> Function:
+    """The function as it is. Its last parameter, **unknown, is in no signature that help() and inspect show."""
+    signature = inspect.signature(function)
+    named = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=named)
+    return function
+
+
+def refuse(function: Any, unknown: Iterable[str]) -> None:
+    """Raise for the first of these keyword arguments, which the function does not have."""
+    for name in unknown:
+        from ..problem.keywords import unexpected  # what a call without a mistake does without
+
+        raise unexpected(function.__name__, name, inspect.signature(function).parameters)
+
+
+@refusing
 def attention(
     q: Any,
     k: Any,
@@ -43,6 +63,7 @@ def attention(
     out: Any = None,
     stream: Any = None,
     kernel: str = "auto",
+    **unknown: NoReturn,
 ) -> Any:
     """Exact attention, softmax(scale * q @ k.T) @ v, in memory proportional to the inputs.
 
@@ -125,6 +146,8 @@ def attention(
 
     Sources: Dao et al., FlashAttention (2022), and Dao, FlashAttention-2 (2023).
     """
+    if unknown:
+        refuse(attention, unknown)
     if block_mask is not None:
         from ..dispatch.block_mask import expanded  # what a plain call does without
 
@@ -255,18 +278,25 @@ def prepared(call: Call) -> tuple[list[Any], CallPlan]:
         return dispatch.prepare(call._replace(return_lse=True))  # which the backward reads
 
 
-def bound_to(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name, with the defaults of `function`, and those of Options as one value."""
+def bound(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name, with the defaults of `function`."""
+    signature = inspect.signature(function)
+    refuse(function, [name for name in arguments if name not in signature.parameters])
     try:
-        bound = inspect.signature(function).bind(**arguments)
-    except TypeError as error:
+        found = signature.bind(**arguments)
+    except TypeError as error:  # one is missing
         raise TypeError(f"{function.__name__}() {error}") from None
-    bound.apply_defaults()
-    given = bound.arguments
+    found.apply_defaults()
+    return found.arguments
+
+
+def bound_to(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """`bound`, with the arguments of Options as one value."""
+    given = bound(function, arguments)
     blocks = given.pop("block_mask")
     if blocks is not None:
         from ..dispatch.block_mask import in_options
 
         given.update(in_options(blocks, given))
-    named = {name: bound.arguments.pop(name) for name in OPTION_NAMES}
-    return dict(bound.arguments, options=Options.of(**named))
+    named = {name: given.pop(name) for name in OPTION_NAMES}
+    return dict(given, options=Options.of(**named))

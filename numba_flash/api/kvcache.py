@@ -1,16 +1,16 @@
 """attention_kvcache(): its signature and contract. What it does is in dispatch/kvcache.py."""
 
-import inspect
-from typing import Any
+from typing import Any, NoReturn
 
 from .. import arrays
 from ..dispatch import kvcache as dispatch
 from ..dispatch.call import NO_AUX
 from ..problem.kvcache import Cache
 from ..problem.options import OPTION_NAMES, Options
-from .forward import NO_DROPOUT
+from .forward import NO_DROPOUT, bound, refuse, refusing
 
 
+@refusing
 def attention_kvcache(
     q: Any,
     k_cache: Any,
@@ -50,6 +50,7 @@ def attention_kvcache(
     out: Any = None,
     stream: Any = None,
     kernel: str = "auto",
+    **unknown: NoReturn,
 ) -> Any:
     """`attention` over a cache of keys and values, to which it first appends new ones: a step of generation.
 
@@ -100,6 +101,8 @@ def attention_kvcache(
     aux, which is found while computing, raises IndexError when new keys are there already; the same call writes them
     again to the same rows.
     """
+    if unknown:
+        refuse(attention_kvcache, unknown)
     cache = Cache(
         seqlens_k, k_new, v_new, page_table, page_indptr, page_indices, rotary_cos, rotary_sin, cache_batch_idx, slots,
         prefix_of, prefix_lens, cu_seqlens_q, rotary_interleaved, max_seqlen_q,
@@ -120,12 +123,7 @@ def attention_kvcache(
 
 def plan_of(arguments: dict[str, Any]) -> dispatch.CachePlan:
     """What attention_kvcache would do with these arguments, by name."""
-    try:
-        bound = inspect.signature(attention_kvcache).bind(**arguments)
-    except TypeError as error:
-        raise TypeError(f"attention_kvcache() {error}") from None
-    bound.apply_defaults()
-    given = bound.arguments
+    given = bound(attention_kvcache, arguments)
     cache = Cache(*[given.pop(name) for name in Cache._fields])
     operands = tuple([given.pop(name) for name in ("q", "k_cache", "v_cache", "out")])
     options = Options.of(**{name: given.pop(name) for name in OPTION_NAMES if name in given})

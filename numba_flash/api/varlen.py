@@ -1,16 +1,16 @@
 """attention_varlen() and attention_varlen_backward(): signatures and contracts. What they do is in dispatch/."""
 
-import inspect
-from typing import Any
+from typing import Any, NoReturn
 
 from .. import arrays
 from ..dispatch import backward as gradients, forward as dispatch
 from ..dispatch.call import NO_AUX, Call
 from ..problem.options import AttentionGradients, Options
 from ..problem.packed import bounds
-from .forward import NO_DROPOUT, bridge
+from .forward import NO_DROPOUT, bound, bridge, refuse, refusing
 
 
+@refusing
 def attention_varlen(
     q: Any,
     k: Any,
@@ -37,6 +37,7 @@ def attention_varlen(
     out: Any = None,
     stream: Any = None,
     kernel: str = "auto",
+    **unknown: NoReturn,
 ) -> Any:
     """`attention` over packed sequences: they follow each other in one array, without padding.
 
@@ -68,6 +69,8 @@ def attention_varlen(
 
     Raises what `attention` raises.
     """
+    if unknown:
+        refuse(attention_varlen, unknown)
     spans = cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k
     score = scale, softcap, dropout_p, alibi_slopes, sinks, score_mod, mask_mod, aux
     call = Call((q, k, v, out), _options(spans, causal, window, q_offset, score, seed), return_lse)
@@ -88,6 +91,7 @@ def _in_torch_compile(*operands: Any, **options: Any) -> Any:
 attention_varlen._torchdynamo_inline = _in_torch_compile  # type: ignore[attr-defined]
 
 
+@refusing
 def attention_varlen_backward(
     do: Any,
     q: Any,
@@ -117,6 +121,7 @@ def attention_varlen_backward(
     seed: int | None = None,
     stream: Any = None,
     kernel: str = "auto",
+    **unknown: NoReturn,
 ) -> AttentionGradients:
     """The gradients of `attention_varlen`, as `attention_backward` gives those of `attention`.
 
@@ -130,6 +135,8 @@ def attention_varlen_backward(
 
     Gradients of rows of no sequence, and of keys that are not valid, are 0.
     """
+    if unknown:
+        refuse(attention_varlen_backward, unknown)
     spans = cu_seqlens_q, cu_seqlens_k, seqlens_k, max_seqlen_q, max_seqlen_k
     score = scale, softcap, dropout_p, alibi_slopes, sinks, score_mod, mask_mod, aux
     options = _options(spans, causal, window, q_offset, score, seed)
@@ -152,12 +159,7 @@ def _options(spans: Any, causal: Any, window: Any, q_offset: Any, score: Any, se
 
 def call_of(function: Any, arguments: dict[str, Any]) -> Call:
     """The Call that attention_varlen or attention_varlen_backward makes of these arguments, by name."""
-    try:
-        bound = inspect.signature(function).bind(**arguments)
-    except TypeError as error:
-        raise TypeError(f"{function.__name__}() {error}") from None
-    bound.apply_defaults()
-    given = bound.arguments
+    given = bound(function, arguments)
     spans, score = ([given.pop(name) for name in names] for names in (SPANS, SCORE))
     causal, window, q_offset, seed = (given.pop(name) for name in ("causal", "window", "q_offset", "seed"))
     options = _options(spans, causal, window, q_offset, score, seed)

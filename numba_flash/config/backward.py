@@ -1,10 +1,11 @@
-"""Configs of mma's backward in 16 bits, and of the kernel before it, which wgmma's has, too."""
+"""Configs of mma's backward, and of the kernel before it in 16 bits, which wgmma's has, too."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
 from .forward import ITEM_SIZE, AnyProblem, Config, check, layout, multiple_of, one_of, tile_bytes
+from .mma_forward import MmaConfig
 from .simt_backward import OfAux, OfBias, OfDelta
 
 BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/steps/lse_delta.py)
@@ -66,28 +67,88 @@ class Sums:
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class WalkConfig(Sums, Config):
+class MmaBackwardConfig(Sums, Config):
     """Of mma/backward, all dtypes: a block owns a tile of rows, keeps it in shared memory, and walks over the tiles of
     the other side.
 
-    Warps own `warp_rows` rows. column_groups: so many warps own the same rows, each with a part of the columns.
-    bias_pairs: bias can be read two keys at a time (problem/option_checks.py, OptionArray). with_dq: a block that owns
-    keys computes dQ, too. of_product: dS is the gradient of scale * q . k, otherwise that of the finished score.
+    Warps own `warp_rows` rows. column_groups: each of so many warps that own the same rows computes their scores with a
+    part of the other rows and sums up a part of the columns of their gradients; in between, scores go through shared
+    memory: 4 to 5 % at head_dim 128, 44 to 57 % at 256. bias_pairs: bias can be read two keys at a time
+    (problem/option_checks.py, OptionArray). large_f64, copy_bytes: as of MmaConfig. with_dq: a block that owns keys
+    computes dQ, too. of_product: dS is the gradient of scale * q . k, otherwise that of the finished score.
+
+    In 16 bits: in_registers: fragments of the block's own tiles stay in registers instead of being read again for each
+    tile that it walks over: 4 to 6 % at head_dim 64. stages: with two there is room for two tiles of the other side,
+    one in use and one on its way: 8 to 18 % at head_dim 64. With one, a half of the only one (V of K and V, dO of Q and
+    dO) comes while products use the other: room for tiles twice as large.
     """
 
     warp_rows: int = 16
     column_groups: int = 1
     bias_pairs: bool = False
     in_order: bool = False
+    in_registers: bool = False
+    stages: int = 1
+    large_f64: bool = False
+    copy_bytes: int = 16
 
-    stages = 1
+    DTYPES: ClassVar[tuple[str, ...]] = MmaConfig.DTYPES
+    GROUPS: ClassVar[tuple[int, ...]] = (1, 2)  # of elements of more than 16 bits
+    WIDEST: ClassVar[int] = 256  # columns of a gradient whose sums a warp can keep in registers: of 32 bits
+    columns_in_order: ClassVar[bool] = False  # a lane's sums are of two columns of each 8, side by side
     with_dq = False
     only_tile = False
     of_product = True
 
-    def _check_warps(self) -> None:
+    def __post_init__(self) -> None:
+        self._check_dtype()
         one_of("warp_rows", self.warp_rows, 16, 32)
         multiple_of("a block's own rows", self.own_rows, self.warp_rows)
+        if self.item_size == 2:
+            self._check_16_bits()
+        else:
+            self._check_others()
+        self._check_options()
+
+    def _check_16_bits(self) -> None:
+        other, groups = self.other_rows, self.column_groups
+        multiple_of("the rows that a block walks over", other, 16)
+        one_of("stages", self.stages, 1, 2)
+        whole = groups in (1, 2, 4) and other % (16 * groups) == 0
+        check(whole, f"column_groups must be 1, 2 or 4, with 16 rows for each, not {groups}")
+        fits = other <= 128 * groups
+        check(fits, f"a warp's part of a tile has at most 128 rows, not {other}: a mask is one word")
+        self._check_widest()
+
+    def _check_others(self) -> None:
+        one_of("the rows that a block walks over", self.other_rows, *MmaConfig.KEYS[self.dtype])
+        one_of("column_groups", self.column_groups, *self.GROUPS)
+        one_of(f"stages for {self.dtype}", self.stages, 1)
+        check(not self.in_registers, f"in_registers is for 16-bit elements, not for {self.dtype}")
+        summed = self.head_dim_padded * self.of_ds + self.head_dim_v_padded * self.of_p  # columns of gradients
+        sums, most = summed // self.column_groups * self.item_size // 4 * self.strips, self.WIDEST
+        check(sums <= most, f"head_dim {self.head_dim} and {self.head_dim_v} need {sums} sums a row, not {most}")
+
+    def _takes(self, gradients: str, mask: str = abi.MASK_BITS) -> abi.Parameters:
+        return abi.backward(gradients, "lse_delta" if self.item_size == 2 else abi.ROWS, mask)
+
+    @property
+    def reads_states(self) -> bool:  # type: ignore[override]
+        return self.item_size == 2 and self.of_product and not self.with_dq
+
+    def _padded(self, columns: int) -> int:
+        """Of more than 16 bits in whole panels for each group of columns."""
+        step = 16 if self.item_size == 2 else 128 // self.item_size * self.column_groups
+        return -(-columns // step) * step
+
+    @property
+    def group_columns(self) -> int:
+        """Columns of gradients that a warp of a group sums up, in 16 bits: whole panels of 64."""
+        return -(-max(self.head_dim_padded, self.head_dim_v_padded) // (64 * self.column_groups)) * 64
+
+    def summed(self, columns: int) -> int:
+        """How many of a gradient's columns a warp sums up."""
+        return self.group_columns if self.item_size == 2 and self.column_groups > 1 else columns // self.column_groups
 
     @property
     def strips(self) -> int:
@@ -100,13 +161,8 @@ class WalkConfig(Sums, Config):
         return self.other_rows // self.column_groups
 
     @property
-    def workers(self) -> int:
-        """Threads that compute."""
-        return self.own_rows // self.warp_rows * self.column_groups * 32
-
-    @property
     def threads(self) -> int:  # type: ignore[override]
-        return self.workers
+        return self.own_rows // self.warp_rows * self.column_groups * 32
 
     def tiles(self) -> tuple[int, int, int, int]:
         """Bytes of the own tiles, for S and for dP, and of the other side's."""
@@ -147,60 +203,17 @@ class WalkConfig(Sums, Config):
         return layout(**own, **other, p=p, ds=scores * self.of_ds, dq=dq, **behind)
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
-class MmaBackwardConfig(WalkConfig):
-    """Of mma/backward, in 16 bits.
-
-    in_registers: fragments of the block's own tiles stay in registers instead of being read again for each tile that it
-    walks over: 4 to 6 % at head_dim 64. column_groups: each of the warps that own the same rows computes their scores
-    with a part of the other rows and sums up `group_columns` columns of their gradients; in between, scores go through
-    shared memory: 4 to 5 % at head_dim 128, 44 to 57 % at 256. stages: with two there is room for two tiles of the
-    other side, one in use and one on its way: 8 to 18 % at head_dim 64. With one, a half of the only one (V of K and V,
-    dO of Q and dO) comes while products use the other: room for tiles twice as large. copy_bytes: as of MmaConfig.
-    """
-
-    in_registers: bool = False
-    stages: int = 2
-    copy_bytes: int = 16
-
-    WIDEST: ClassVar[int] = 256  # columns of a gradient whose sums a warp can keep in registers
-
-    def __post_init__(self) -> None:
-        other, groups = self.other_rows, self.column_groups
-        self._check_dtype()
-        self._check_warps()
-        multiple_of("the rows that a block walks over", other, 16)
-        one_of("stages", self.stages, 1, 2)
-        whole = groups in (1, 2, 4) and other % (16 * groups) == 0
-        check(whole, f"column_groups must be 1, 2 or 4, with 16 rows for each, not {groups}")
-        fits = other <= 128 * groups
-        check(fits, f"a warp's part of a tile has at most 128 rows, not {other}: a mask is one word")
-        self._check_widest()
-        self._check_options()
-
-    @property
-    def group_columns(self) -> int:
-        """Columns of gradients that a warp of a group sums up: whole panels of 64."""
-        return -(-max(self.head_dim_padded, self.head_dim_v_padded) // (64 * self.column_groups)) * 64
-
-    def summed(self, columns: int) -> int:
-        """How many of a gradient's columns a warp sums up."""
-        return columns if self.column_groups == 1 else self.group_columns
-
-
 @dataclass(frozen=True)
 class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
-    """A block owns tile_n keys and walks over tiles of tile_m queries. Both sums together fit into registers up to
-    head_dim 128."""
+    """A block owns tile_n keys and walks over tiles of tile_m queries. In 16 bits both sums together fit into registers
+    up to head_dim 128."""
 
     kernel = "mma_dkdv"
     module = "mma.backward"
-    takes = abi.backward("dk dv", mask=abi.MASK_BITS_OF_KEYS)
     of_keys = True
-    reads_states = True
 
     def __post_init__(self) -> None:
-        alone = self.column_groups == 1
+        alone = self.column_groups == 1 or self.item_size > 2
         check(alone or (self.of_dk and self.of_dv), "column_groups need of_dk and of_dv")
         super().__post_init__()
         panels = [-(-columns // 64) for columns in (self.head_dim_padded, self.head_dim_v_padded)]
@@ -209,6 +222,10 @@ class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
             f"column_groups = {self.column_groups} gives a warp more columns than are left of head_dim "
             f"{self.head_dim} and {self.head_dim_v}, and those it would stage on top of another's",
         )
+
+    @property
+    def takes(self) -> abi.Parameters:  # type: ignore[override]
+        return self._takes("dk dv", abi.MASK_BITS_OF_KEYS)
 
 
 @dataclass(frozen=True)
@@ -225,9 +242,9 @@ class MmaOneKeyTileConfig(MmaDkdvConfig):
     pairs: bool = False
     bias_boxes: bool = False  # type: ignore[misc]
 
+    DTYPES = ("float16", "bfloat16")
     with_dq = True
     kernel = "mma_one_key_tile"
-    reads_states = False
 
     def __post_init__(self) -> None:
         alone = self.of_dk and self.of_dv and self.column_groups == self.stages == 1
@@ -261,14 +278,17 @@ class MmaDqConfig(MmaBackwardConfig):
 
     kernel = "mma_dq"
     module = "mma.backward"
-    takes = abi.backward("dq")
-    reads_states = True
+
+    @property
+    def takes(self) -> abi.Parameters:  # type: ignore[override]
+        return self._takes("dq")
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class MmaScoresConfig(MmaBackwardConfig):
     """Of the kernels that stop at dS. Tiles of tile_m queries by tile_n keys, one behind the other."""
 
+    DTYPES = ("float16", "bfloat16")
     of_product = False
     SCORE_PAD: ClassVar[int] = 8  # floats behind a row of scores in shared memory, so that lanes meet no bank twice
 

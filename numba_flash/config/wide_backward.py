@@ -1,62 +1,15 @@
-"""Configs of the backward on tensor cores in float32 and float64."""
+"""Configs of the one kernel of all gradients in float64, and of the one behind it."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .backward import OfGradients, WalkConfig
+from .backward import MmaBackwardConfig
 from .forward import AnyProblem, Config, check, layout, one_of, tile_bytes
-from .mma_forward import MmaConfig
-
-
-@dataclass(frozen=True, init=False, repr=False, eq=False)
-class WideBackwardConfig(WalkConfig):
-    """Of mma/backward, in float32 and float64. large_f64, copy_bytes: as of MmaConfig."""
-
-    large_f64: bool = False
-    copy_bytes: int = 16
-
-    DTYPES: ClassVar[tuple[str, ...]] = ("float32", "float64")
-    GROUPS: ClassVar[tuple[int, ...]] = (1, 2)
-    in_registers: ClassVar[bool] = False  # as of MmaBackwardConfig
-    columns_in_order: ClassVar[bool] = False  # a lane's sums are of two columns of each 8, side by side
-    summed_columns: ClassVar[int]  # of gradients, of one row
-    SUMS: ClassVar[int] = 256  # of 32 bits: what a warp can keep in registers of a row of gradients
-
-    def __post_init__(self) -> None:
-        self._check_dtype()
-        self._check_warps()
-        one_of("the rows that a block walks over", self.other_rows, *MmaConfig.KEYS[self.dtype])
-        one_of("column_groups", self.column_groups, *self.GROUPS)
-        sums, most = self.summed_columns // self.column_groups * self.item_size // 4 * self.strips, self.SUMS
-        check(sums <= most, f"head_dim {self.head_dim} and {self.head_dim_v} need {sums} sums a row, not {most}")
-
-    def summed(self, columns: int) -> int:
-        """How many of a gradient's columns a warp sums up."""
-        return columns // self.column_groups
-
-    def _padded(self, columns: int) -> int:
-        """In whole panels for each group of columns."""
-        step = 128 // self.item_size * self.column_groups
-        return -(-columns // step) * step
 
 
 @dataclass(frozen=True)
-class WideDkdvConfig(OfGradients, WideBackwardConfig):
-    """A block owns tile_n keys and walks over tiles of tile_m queries."""
-
-    kernel = "mma_dkdv_wide"
-    module = "mma.backward"
-    takes = abi.backward("dk dv", abi.ROWS, abi.MASK_BITS_OF_KEYS)
-    of_keys = True
-
-    @property
-    def summed_columns(self) -> int:  # type: ignore[override]
-        return self.head_dim_padded * self.of_dk + self.head_dim_v_padded * self.of_dv
-
-
-@dataclass(frozen=True)
-class WideFusedConfig(WideBackwardConfig):
+class WideFusedConfig(MmaBackwardConfig):
     """A block owns tile_n keys, walks over tiles of tile_m queries, and computes dK, dV and its parts of dQ.
 
     Two warps own the same keys: one computes S of them, the other dP, and each sums up half of the columns of dK and
@@ -75,10 +28,11 @@ class WideFusedConfig(WideBackwardConfig):
     module = "mma.backward_wide_fused"
     takes = abi.backward("dq dk dv", abi.ROWS).plus("turns")
     of_keys = True
+    of_p = True  # type: ignore[assignment]
     DTYPES = ("float64",)
     whole_program: ClassVar[bool] = True  # setmaxnreg wants that
     columns_in_order: ClassVar[bool] = True
-    shared_alignment: ClassVar[int] = WideBackwardConfig.ALIGNMENT
+    shared_alignment: ClassVar[int] = MmaBackwardConfig.ALIGNMENT
     GROUPS: ClassVar[tuple[int, ...]] = (2,)
     IN_FLIGHT: ClassVar[int] = 264  # about as many key tiles as a GPU works on at a time
     FEW: ClassVar[int] = 56  # registers of a thread of the further warpgroup
@@ -91,6 +45,11 @@ class WideFusedConfig(WideBackwardConfig):
         check(few, f"{self.own_rows} keys are more than 4 times {self.warp_rows}: each has a named barrier")
         check(self.workers % 128 == 0, f"threads that compute must be whole warpgroups, not {self.workers}: setmaxnreg")
         super().__post_init__()
+
+    @property
+    def workers(self) -> int:
+        """Threads that compute."""
+        return super().threads
 
     @property
     def threads(self) -> int:  # type: ignore[override]
@@ -110,10 +69,6 @@ class WideFusedConfig(WideBackwardConfig):
         """Registers of a thread that computes, to which the others leave theirs."""
         launched = 65536 // max(self.blocks_per_sm, 1) // self.threads // 8 * 8
         return min((launched * self.threads - 128 * self.FEW) // self.workers // 8 * 8, 240)
-
-    @property
-    def summed_columns(self) -> int:  # type: ignore[override]
-        return self.head_dim_padded + self.head_dim_v_padded
 
     @property
     def head_dim_padded(self) -> int:
@@ -175,16 +130,3 @@ class WideDqFinishConfig(Config):
     @property
     def threads(self) -> int:  # type: ignore[override]
         return self.tile_m // self.ROWS_OF_WARP * 32
-
-
-@dataclass(frozen=True)
-class WideDqConfig(WideBackwardConfig):
-    """A block owns tile_m queries of one head and walks over tiles of tile_n keys."""
-
-    kernel = "mma_dq_wide"
-    module = "mma.backward"
-    takes = abi.backward("dq", abi.ROWS)
-
-    @property
-    def summed_columns(self) -> int:  # type: ignore[override]
-        return self.head_dim_padded

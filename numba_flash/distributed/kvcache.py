@@ -8,6 +8,7 @@ from ..api.merge import merge
 from ..dispatch.forward import AttentionOutput
 from ..dispatch.kvcache import CacheCall
 from ..dispatch.kvcache_nodes import joined, nodes
+from ..problem.keywords import unexpected
 from ..problem.kvcache import Cache
 from ..problem.options import NUMBERS, Options
 from .groups import empty, namespace
@@ -148,6 +149,6 @@ def _share(share: int | None, k_cache: Any, tokens: int, page_table: Any, page_i
 def _refuse(others: dict[str, Any]) -> None:
     for name, x in others.items():
         if name not in INSTEAD:
-            raise TypeError(f"context_parallel_attention_kvcache() got an unexpected keyword argument {name!r}")
+            raise unexpected("context_parallel_attention_kvcache", name)
         if x is not None:
             raise NotImplementedError(f"{name} is not taken where a cache is divided among ranks: use {INSTEAD[name]}")

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from ..arrays import is_array
 from ..dispatch.forward import AttentionOutput
+from ..problem.keywords import unexpected
 from ..problem.option_checks import window_sides
 from ..problem.options import OF_HEADS, AttentionGradients
 from . import gather, heads as by_heads, ring, rule
@@ -322,7 +323,7 @@ def _check_of_heads(given: dict[str, Any], batch: int, heads: int) -> None:
 def _refuse(others: dict[str, Any]) -> None:
     for name, x in others.items():
         if name not in INSTEAD:
-            raise TypeError(f"context_parallel_attention() got an unexpected keyword argument {name!r}")
+            raise unexpected("context_parallel_attention", name)
         if x is not None:
             raise NotImplementedError(f"{name} is not taken across ranks: use {INSTEAD[name]}")
 

@@ -169,7 +169,9 @@ class Options(NamedTuple):
         """From keyword arguments, as attention() takes them."""
         unknown = set(named) - {*NUMBERS, *OPTION_ARRAYS, *FUNCTIONS}
         if unknown:
-            raise TypeError(f"attention() got an unexpected keyword argument {min(unknown)!r}")
+            from .keywords import unexpected  # what a call without a mistake does without
+
+            raise unexpected("attention", min(unknown))
         numbers = tuple([named.get(name) for name in NUMBERS])
         given = tuple([named.get(name) for name in OPTION_ARRAYS])
         functions = (*[named.get(name) for name in FUNCTIONS], aux)

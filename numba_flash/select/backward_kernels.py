@@ -138,9 +138,9 @@ def _mma_wide(problem: BackwardProblem, target: Target) -> Configs:
     if fused:
         return (*fused, *shared.head_sums(problem, target, of_blocks=False))
     own: list[Any] = []
-    kinds: list[type[wide.WideBackwardConfig]] = [wide.WideDkdvConfig, *[wide.WideDqConfig] * ("dq" in problem.wanted)]
-    for kind, table in zip(kinds, ("mma_dkdv", "mma_dq"), strict=False):
-        rows = [_shrunk(row, kind.of_keys, problem.forward) for row in shared.usable(table, problem, target)]
+    kinds: list[Any] = [mma.MmaDkdvConfig, *[mma.MmaDqConfig] * ("dq" in problem.wanted)]
+    for kind in kinds:
+        rows = [_shrunk(row, kind.of_keys, problem.forward) for row in shared.usable(kind.kernel, problem, target)]
         own += shared.best(kind, rows, problem, target)
     return _with_delta(own, problem, target)
 

@@ -10,7 +10,6 @@ several sums a query tile has as many lines, each of which is shorter.
 
 import dataclasses
 import functools
-import math
 from typing import NamedTuple
 
 from ..config.blocks import AT_A_TIME, heads_in_flight
@@ -19,9 +18,9 @@ from ..problem.forward import Problem
 from ..problem.groups import parts_of
 
 SUMS, MEMBERS = (1, 2, 4, 8), (1, 2, 4)
-# The batch size may not decide, because bits must not depend on it. So these count alike, but two kernels must gain on
-# the average: large batches, which take longest, lose by them.
-BATCHES, GAIN = (1, 8, 64), 1.05
+# The batch size may not decide, because bits must not depend on it. So a form is weighed over {batch: its weight}.
+# Large ones count more, because they take longest; those of more than MOST_TOKENS hardly occur. Two kernels must GAIN.
+BATCHES, MOST_TOKENS, GAIN = {1: 1, 16: 2, 64: 3}, 1 << 18, 1.05
 WIDE = 64  # from the next head_dim on tiles have 64 queries
 # A call's kernels beside these; until a block has its own tile, of keys or of queries; until the next key tile can add
 # to the same sum.
@@ -48,25 +47,28 @@ class Form(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def fastest(p: Problem, one: bool = True) -> Form:
-    """The form that is the fastest on the average of all BATCHES. one: whether it may be one kernel."""
+    """The form with the least mean square of its time over that of the fastest form of each batch: what loses much
+    somewhere is not taken. one: whether it may be one kernel."""
     members = (0, *(n for n in MEMBERS if n < p.group))
     forms = [Form(False, n) for n in members]
     if one and dq_stays(p):  # with one order of sums, whether or not a block has all key tiles
         forms.append(Form(True))
     elif one:
         forms += [*(Form(True, n) for n in members), *(Form(True, 0, n) for n in SUMS[1:] if n <= _key_tiles(p))]
-    batches = _batches(p)
-
-    def average(form: Form) -> float:
-        return math.prod(form.time(of) * (1 if form.one else GAIN) for of in batches)
-
-    return min(forms, key=average)
+    loss = dict.fromkeys(forms, 0.0)
+    for batch, weight in BATCHES.items():
+        if batch == 1 or batch * max(p.seqlen_q, p.seqlen_k) <= MOST_TOKENS:
+            times = {form: form.time(dataclasses.replace(p, batch=batch)) for form in forms}
+            for form, time in times.items():
+                loss[form] += weight * (time / min(times.values()) * (1 if form.one else GAIN)) ** 2
+    return min(forms, key=loss.__getitem__)
 
 
 def loses_nowhere(p: Problem, sums: int) -> bool:
     """Whether one kernel of a chunk behind others' keys takes no longer than two, whatever the batch: for two chunks
     that were measured it took 4 to 10 % less than the model says."""
-    return max(one_kernel(of, sums) / two_kernels(of) for of in _batches(p)) < 1.1
+    batches = [dataclasses.replace(p, batch=batch) for batch in BATCHES]
+    return max(one_kernel(of, sums) / two_kernels(of) for of in batches) < 1.1
 
 
 def dq_stays(p: Problem) -> bool:
@@ -117,10 +119,6 @@ def _add_parts(p: Problem, members: int) -> float:
         return 0.0
     rows = p.batch * p.heads_kv * parts_of(p.group, members) * _key_tiles(p) * WgmmaFusedConfig.KEYS
     return PARTS + 4 * rows * (p.head_dim + p.head_dim_v) / SUMMED
-
-
-def _batches(p: Problem) -> list[Problem]:
-    return [dataclasses.replace(p, batch=batch) for batch in BATCHES]
 
 
 def _wide(p: Problem) -> bool:

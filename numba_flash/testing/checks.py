@@ -30,20 +30,24 @@ EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64":
 
 
 def check(case: Case, o: np.ndarray, lse: np.ndarray | None = None, what: str = "attention") -> None:
-    """Raise AssertionError unless o (in the case's layout) and lse agree with the oracle within tolerance."""
+    """Raise AssertionError unless o (in the case's layout) and lse agree with the oracle within tolerance.
+
+    what: whose they are, for the message.
+    """
+    what = f"{what}: " if what else ""
     expected_o, expected_lse = oracle(case)
     plain_o, plain_lse = plain(case)
     o = heads_first(case, np.asarray(o))
-    assert o.dtype == case.q.dtype and o.shape == expected_o.shape, f"{what}: o is {o.dtype} {o.shape} in {case}"
+    assert o.dtype == case.q.dtype and o.shape == expected_o.shape, f"{what}o is {o.dtype} {o.shape} in {case}"
     compute = COMPUTE_DTYPE[case.dtype]
     size_o, size_lse, size_v = (np.max(np.abs(finite(x)), initial=0) for x in (expected_o, expected_lse, case.v))
     size_s = 1 + size_lse + _largest_score(case)
     floor = EPS[case.dtype] * size_o + EPS[compute] * size_s * size_v
-    _compare(f"{what}: o", case, o, expected_o, plain_o, floor)
+    _compare(f"{what}o", case, o, expected_o, plain_o, floor)
     if lse is not None:
         lse = np.asarray(lse)
-        assert lse.dtype == compute and lse.shape == expected_lse.shape, f"{what}: lse is {lse.dtype} {lse.shape}"
-        _compare(f"{what}: lse", case, lse, expected_lse, plain_lse, EPS[compute] * 2 * size_s)
+        assert lse.dtype == compute and lse.shape == expected_lse.shape, f"{what}lse is {lse.dtype} {lse.shape}"
+        _compare(f"{what}lse", case, lse, expected_lse, plain_lse, EPS[compute] * 2 * size_s)
 
 
 def check_gradients(

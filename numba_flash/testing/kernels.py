@@ -232,7 +232,7 @@ class _Tried:
     def _is_exact(self, case: Case) -> None:
         made = self(case)
         o, lse = made if isinstance(made, tuple) else (made, None)
-        check(case, o, lse, "it")
+        check(case, o, lse, "")
 
     def _writes_nothing(self, case: Case) -> None:
         before = [x.copy() for x in (case.q, case.k, case.v)]

@@ -42,7 +42,6 @@ FIRST_LINES = {
     "decode": "thread, block = special.thread_index()",
     **dict.fromkeys(("delta", "backward_preprocess"), "thread, block = special.thread_index()"),
     **dict.fromkeys(("mma_dkdv", "mma_one_key_tile", "mma_dq"), "smem = async_tiles.aligned("),
-    **dict.fromkeys(("mma_dkdv_wide", "mma_dq_wide"), "smem = async_tiles.aligned("),
     "mma_wide_fused": "k_smem = shared.address(",
     **dict.fromkeys(("wgmma", "wgmma_float32", "wgmma_dkdv", "wgmma_dq", "wgmma_fused"), WGMMA),
     **dict.fromkeys(("wgmma_dkdv_float32", "wgmma_dq_float32", "wgmma_dkdv_paired", "wgmma_dq_paired"), WGMMA),
@@ -242,8 +241,8 @@ def test_every_kernel(kernel, monkeypatch):
             differentiate("v2", batch=2)
         elif kernel in ("mma_wide_fused", "mma_dq_finish"):
             differentiate("mma", seqlen=22, wide=True, dtype=np.float64)  # plans are kept by problem
-        elif kernel in ("mma_dkdv", "mma_dq", "mma_dkdv_wide", "mma_dq_wide"):
-            differentiate("mma", wide=kernel.endswith("_wide"), wanted=("dq",) if "_dq" in kernel else ("dk",))
+        elif kernel in ("mma_dkdv", "mma_dq"):
+            differentiate("mma", wanted=("dq",) if "_dq" in kernel else ("dk",))
         elif kernel.startswith("wgmma_d"):
             wide, paired = kernel.endswith(("_float32", "_paired")), kernel.endswith("_paired")
             wanted = ("dq",) if "_dq" in kernel else ("dk",)

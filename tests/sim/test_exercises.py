@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "exercises").glob("[0-9][0-9]_*.py"))
 NUMBERS = [int(path.name[:2]) for path in FILES]
 HUNTS = range(15, 21)
+LONGEST = 45  # minutes
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +33,18 @@ def exercises():
         sys.path.remove(str(ROOT / "exercises"))
 
 
-def test_there_are_twenty(exercises):
+def test_each_says_what_it_teaches(exercises):
     run, checks = exercises
-    assert NUMBERS == list(range(1, 21)) == list(checks)
+    assert NUMBERS == list(range(1, 22)) == list(checks) and run.HUNTS == HUNTS
     for number in NUMBERS:
         facts = run.about(run.path_of(number))
-        assert facts == run.about(run.path_of(number, solution=True))
-        assert set(facts) == {"title", "Teaches", "Minutes", "Read", "Solution"} and 5 <= int(facts["Minutes"]) <= 20
-        for page in re.findall(r"(?:docs|numba_flash|examples)/[\w/]+\.\w+", f"{facts['Read']} {facts['Solution']}"):
+        solution = run.about(run.path_of(number, solution=True))
+        told = dict(facts) if number not in HUNTS else facts | dict(Solution=solution["Solution"])
+        assert told == solution and ("Solution" in facts) == (number not in HUNTS)  # whose bug is not given away
+        assert (
+            set(told) == {"title", "Teaches", "Minutes", "Read", "Solution"} and 5 <= int(facts["Minutes"]) <= LONGEST
+        )
+        for page in re.findall(r"(?:docs|numba_flash|examples)/[\w/]+\.\w+", f"{told['Read']} {told['Solution']}"):
             assert (ROOT / page).exists(), page
         (page,) = re.findall(r"docs/\w+\.md", facts["Read"])
         for heading in re.findall(r'"(.*)"', facts["Read"]):
@@ -84,7 +89,19 @@ def test_each_bug_is_found_by_the_tool_that_it_teaches(exercises, number):
 # number, a piece of the solution, what a student may write instead, what is said
 MISTAKES = [
     (1, "m = max(m, x[row, i])", "m = 0.0", "OverflowError in thread 2 (.|\n)*Which maximum must be"),
-    (1, "x[row, i] - m) / d", "x[row, i] - m)", r"row 0: the weights add up to [\d.]+, and must add up to 1"),
+    (1, "m = max(m, x[row, i])", "m = x[row, i]", "OverflowError in thread 5 "),
+    (
+        1,
+        "x[row, i] - m) / d",
+        "x[row, i] - m)",
+        r"row 0: the weights add up to ([\d.]+), and must .* 1: \1 is d\. What is",
+    ),
+    (
+        1,
+        "d += math.exp(x[row, i] - m)",
+        "d += 2 * math.exp(x[row, i] - m)",
+        "add up to 0.5, .*one factor. Is d their sum",
+    ),
     (1, "d += math.exp(x[row, i] - m)", "d += x[row, j]", r"line 23: d \+= x\[row, j\]\nNameError in thread 0 .*'j'"),
     (
         1,
@@ -123,7 +140,7 @@ MISTAKES = [
         5,
         "alpha = math.exp(m - m_new)",
         "alpha = 1.0",
-        r"row 0, tile 0 .*: alpha is 1., must be 0.: m grew from -inf to",
+        r"row 0, tile 0 .*: alpha is 1, must be 0: m grew from -inf to",
     ),
     (
         5,
@@ -133,11 +150,17 @@ MISTAKES = [
     ),
     (5, "l = alpha * l", "l = l + alpha", r"row 0, tile 1 \(keys 4 to 7\): l is .*times the sum of the tiles before"),
     (5, "acc[x] = alpha * acc[x]", "acc[x] = acc[x]", r"row 0, tile 1 \(keys 4 to 7\): acc is .*multiplied by alpha"),
-    (5, "math.exp(s[y] - m_new)", "math.exp(s[y] - m)", r"row 0, tile 0 \(keys 0 to 3\): l is"),
+    (
+        5,
+        "math.exp(s[y] - m_new)",
+        "math.exp(s[y] - m)",
+        r"row 0, tile 0 \(keys 0 to 3\): l is inf.*the sum of its weights",
+    ),
     (5, "acc[x] / l", "acc[x]", "acc and l are right after the last tile, and o is wrong"),
     (6, "if m_new > -math.inf:", "if True:", r"row 0, tile 0 \(keys 0 to 3\): the row sees no key so far.*NaN"),
-    (6, "if l > 0 else 0", "if True else 0", "row 0: o is .*It sees no key, so l is 0"),
-    (7, "// tile_n\n    end", "// tile_n + 1\n    end", "unmasked is 1, but query 0 sees 1 keys: not all of tile 0"),
+    (6, "if m_new > -math.inf:", "if m > -math.inf:", "It sees 1 of 8 keys: was a tile left out"),
+    (6, "if l != 0 else 0", "if True else 0", "row 0: o is .*It sees no key, so l is 0"),
+    (7, "// tile_n\n    end", "// tile_n + 1\n    end", "unmasked is 1, but query 0 sees 1 key: not all of tile 0"),
     (
         7,
         "(seen_by_last + tile_n - 1) // tile_n",
@@ -145,6 +168,8 @@ MISTAKES = [
         r"end is \d, but query \d+ sees \d+ keys: tile",
     ),
     (7, "max(0, first_row + rows + ahead)", "seqlen_k", "end is 2, but query 15 sees 16 keys: no one sees tile 1"),
+    (7, "first_row + ahead + 1)", "first_row + ahead)", "unmasked is 3: tile 3 is seen whole by all queries"),
+    (7, "max(0, first_row + ahead + 1)", "first_row + ahead + 1", r"is \(-2, 0\): a number of tiles cannot be below 0"),
     (7, "unmasked = seen_by_first // tile_n", "unmasked = 0", "unmasked is 0: tile 0 is seen whole by all queries"),
     (7, "    return unmasked, end", "    return end", r"\(unmasked, end\) has the shape \(\), and must have \(2,\)"),
     (8, "range(thread, ROWS * DIM, threads)", "range(ROWS * DIM)", r"k\[0, 0\] was read 16 times"),
@@ -169,6 +194,7 @@ MISTAKES = [
     ),
     (9, "        cuda.syncthreads()\n        for y", "        pass\n        for y", "A race: "),
     (9, "            pass", "            cuda.syncthreads()", "one of the 3 barriers protects nothing"),
+    (9, "            pass", "            cuda.syncthreads", "only the function's name"),
     (
         9,
         "            pass",
@@ -205,17 +231,58 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("number", "text", "instead", "said"), MISTAKES)
 def test_a_mistake_is_told(exercises, tmp_path, monkeypatch, number, text, instead, said):
-    run, checks = exercises
+    run, _ = exercises
     monkeypatch.setattr(run, "SECONDS", 3)
-    solution = run.path_of(number, solution=True)
-    before = solution.read_text()
-    assert before.count(text) == 1
-    path = tmp_path / solution.name
-    path.write_text(before.replace(text, instead))
-    found = run.result(path, checks[number])
-    print(found)
+    found = told(exercises, tmp_path, number, (text, instead))
     assert found is not None and re.search(said, found), found
     assert str(tmp_path) not in found and len(found) < 1200
+
+
+def told(exercises, folder, number, *edits):
+    """What is said of the solution when pieces of it are others."""
+    run, checks = exercises
+    solution = run.path_of(number, solution=True)
+    changed = solution.read_text()
+    for text, instead in edits:
+        assert changed.count(text) == 1, text
+        changed = changed.replace(text, instead)
+    path = folder / solution.name
+    path.write_text(changed)
+    return run.result(path, checks[number])
+
+
+def test_a_barrier_after_each_score_is_more_than_two(exercises, tmp_path):
+    edits = (
+        ("cuda.syncthreads()\n        for x", "pass\n        for x"),
+        ("            pass", "            cuda.syncthreads()"),
+    )
+    assert "the threads wait 9 times for each tile. Twice" in told(exercises, tmp_path, 9, *edits)
+
+
+# Of the blank page: a piece of the solution, what a student may write instead, what is said.
+OWN_V2 = [
+    ("acc[x] / l if l != 0", "acc[x] / l if l > 0", "One problem is right.*\n  NaN goes where it is seen.*: FAILED"),
+    ("alpha = math.exp(m - m_new)", "alpha = 1.0", r"o is wrong first at \(0, 0, \d+, 0\); query 16 begins a tile"),
+    ("m + math.log(l)", "m", r"lse is wrong first at \(0, 0, 0\)"),
+    (
+        "h // (heads // k.shape[1])",
+        "h",
+        "(?s)One problem is right.*query heads share the heads of K and V: RAISED.*IndexError",
+    ),
+    ("cuda.syncthreads()  # the tile is there", "pass", "thread 0 .*21_write_v2.py(?s:.*)A race"),
+    (
+        "q_row[x] * k_tile",
+        "q[b, h, i, x] * k_tile",
+        "All is right, but [\\d,]+ bytes are read, and Q, K and V have 6,400",
+    ),
+    ("    return o, lse", "    return o", r"attention must return \(o, lse\), not ndarray"),
+]
+
+
+@pytest.mark.parametrize(("text", "instead", "said"), OWN_V2)
+def test_the_blank_page_is_read(exercises, tmp_path, text, instead, said):
+    found = told(exercises, tmp_path, 21, (text, instead))
+    assert found is not None and re.search(said, found), found
 
 
 def test_a_script_that_is_no_python_and_one_that_does_not_load(exercises, tmp_path):
@@ -241,10 +308,10 @@ def test_the_script_answers_and_keeps_progress(exercises, tmp_path, monkeypatch)
     )
     assert "(Pdb) 2\n" in stopped.stdout and stopped.returncode == 0, stopped.stdout + stopped.stderr
     monkeypatch.setattr(run, "PROGRESS", tmp_path / "progress.json")
-    assert "0 of 20 are solved" in run.overview()
+    assert "0 of 21 are solved" in run.overview()
     run.keep(3)
     run.keep(1)
-    assert list(run.solved()) == [1, 3] and "2 of 20 are solved" in run.overview()
+    assert list(run.solved()) == [1, 3] and "2 of 21 are solved" in run.overview()
     assert re.search(r"^ +3  solved   Join", run.overview(), re.MULTILINE)
 
 
@@ -257,6 +324,8 @@ def test_the_page_names_the_exercises_and_shows_what_the_script_says(exercises, 
     path = tmp_path / "05_alpha.py"
     path.write_text(run.path_of(5, solution=True).read_text().replace("acc[x] = alpha * acc[x]", "acc[x] = acc[x]"))
     assert run.result(path, checks[5]) in page
+    (minutes,) = re.findall(r"\(exercises.md\), (\d+) minutes", (ROOT / "docs" / "index.md").read_text())
+    assert int(minutes) == sum(int(x["Minutes"]) for x in facts)
     questions = page.count("<summary>")
     assert questions == page.count("</details>") >= 20 and page.count("## Quiz: ") == 5
 
@@ -284,7 +353,7 @@ def test_the_notebook_runs_in_a_folder_of_its_own(tmp_path, exercises):
     )
     said = ["".join(output.get("text", "") for output in cell.get("outputs", ())) for cell in notebook.cells]
     assert "Put code in the place of each `...`" in said[fifth] and "not yet" in said[fifth]
-    assert said[-1].startswith(str(tmp_path)) and "\nok (" in said[-1] and "1 of 20 are solved" in said[-1]
+    assert said[-1].startswith(str(tmp_path)) and "\nok (" in said[-1] and "1 of 21 are solved" in said[-1]
 
 
 def test_they_need_nothing_that_a_browser_has_not(tmp_path):
@@ -301,4 +370,4 @@ from _all import CHECKS
 print([_run.result(_run.path_of(number, solution=True), CHECKS[number]) for number in _run.numbers()])
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", text], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == f"{[None] * 20}\n", done.stderr
+    assert done.stdout == f"{[None] * len(NUMBERS)}\n", done.stderr

@@ -52,12 +52,7 @@ from numba_flash.config.wgmma_backward_float32 import (
 from numba_flash.config.wgmma_float32 import WgmmaFloat32Config
 from numba_flash.config.wgmma_forward import WgmmaConfig
 from numba_flash.config.wgmma_join import WgmmaJoinConfig
-from numba_flash.config.wide_backward import (
-    WideDkdvConfig,
-    WideDqConfig,
-    WideDqFinishConfig,
-    WideFusedConfig,
-)
+from numba_flash.config.wide_backward import WideDqFinishConfig, WideFusedConfig
 from numba_flash.debug.kernels import modules
 from numba_flash.functions.function import Function
 from numba_flash.gpu.compiled import source
@@ -149,8 +144,7 @@ def test_every_kernel_can_be_made():
         MmaDauxConfig("float16", 8, 8, 32, 16, uses=reads),
         DauxConfig("float16", 8, 8, 16, 16, uses=reads),
         *[kind("float32", ("float32",), (0,)) for kind in (AuxStartConfig, AuxRoundConfig)],
-        WideDkdvConfig("float32", 8, 8, 16, 16),
-        WideDqConfig("float32", 8, 8, 16, 16),
+        *[kind("float32", 8, 8, 16, 16) for kind in (MmaDkdvConfig, MmaDqConfig)],
         WideFusedConfig("float64", 8, 8, 16, 32),
         WideDqFinishConfig("float64", 8, 8, 16, 16),
         PreprocessConfig("float16", 8, has_dlse=False),

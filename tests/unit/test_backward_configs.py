@@ -6,7 +6,7 @@ import itertools
 import pytest
 from helpers.machines import HOPPER
 
-from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, PreprocessConfig
+from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, MmaOneKeyTileConfig, PreprocessConfig
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
 from numba_flash.config.wgmma_backward_float32 import (
@@ -16,7 +16,7 @@ from numba_flash.config.wgmma_backward_float32 import (
     WgmmaPairedDqConfig,
 )
 from numba_flash.config.wgmma_forward import WgmmaConfig, check_registers
-from numba_flash.config.wide_backward import WideDkdvConfig, WideFusedConfig
+from numba_flash.config.wide_backward import WideFusedConfig
 from numba_flash.problem.options import uses
 
 
@@ -160,7 +160,9 @@ def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_colum
         (lambda: HeadSumsConfig("float32", "dalibi_slopes", "float32", True, threads=100), "power of two"),
         (lambda: PreprocessConfig("float16", 60, False), "loads of 16 bytes"),
         (lambda: PreprocessConfig("float16", 64, False, threads=48), "threads"),
-        (lambda: MmaDkdvConfig("float32", 64, 64, 32, 64), "float16 and bfloat16"),
+        (lambda: MmaOneKeyTileConfig("float32", 64, 64, 32, 64), "float16 and bfloat16"),
+        (lambda: MmaDkdvConfig("float32", 64, 64, 32, 64, stages=2), "stages for float32 must be 1, not 2"),
+        (lambda: MmaDqConfig("float64", 64, 64, 32, 32, in_registers=True), "in_registers is for 16-bit"),
         (lambda: MmaDkdvConfig("float16", 64, 64, 32, 64, warp_rows=8), "warp_rows"),
         (lambda: MmaDkdvConfig("float16", 64, 64, 32, 40, warp_rows=16), "multiple of 16, not 40"),
         (lambda: MmaDkdvConfig("float16", 64, 64, 24, 64), "multiple of 16, not 24"),
@@ -215,7 +217,7 @@ def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_colum
             "registers are few",
         ),
         (
-            lambda: WideDkdvConfig("float32", 64, 64, 32, 64, column_groups=4),
+            lambda: MmaDkdvConfig("float32", 64, 64, 32, 64, column_groups=4),
             "column_groups must be 1 or 2, not 4",
         ),
         (lambda: WideFusedConfig("float64", 64, 64, 32, 64, column_groups=4), "column_groups must be 2, not 4"),

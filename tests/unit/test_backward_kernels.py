@@ -273,7 +273,7 @@ def test_rows_for_plain_scores_serve_no_others():
         choice = explained(problem(64, dtype="float32", **options), HOPPER, "mma")
         return next((c.tile_m, c.tile_n) for c in choice.configs if c.kernel == kernel)
 
-    assert tiles_of("mma_dq_wide") == (64, 64) and tiles_of("mma_dq_wide", softcap=3.0) == (64, 32)
+    assert tiles_of("mma_dq") == (64, 64) and tiles_of("mma_dq", softcap=3.0) == (64, 32)
 
 
 def test_masks_and_bias_in_float32_have_kernels_beside_the_tiles():
@@ -281,8 +281,8 @@ def test_masks_and_bias_in_float32_have_kernels_beside_the_tiles():
     made = problem(256, dtype="float32", wanted=("dq", "dk", "dv", "dbias"), **given)
     configs = configs_of("mma", made)
     names = [config.kernel for config in configs]
-    apart = ["mma_dkdv_wide"] * 2
-    assert names == ["delta", "mask_bits_of_keys", *apart, "mask_bits", "mma_dq_wide", "v2_dbias", "dbias_sum"]
+    apart = ["mma_dkdv"] * 2
+    assert names == ["delta", "mask_bits_of_keys", *apart, "mask_bits", "mma_dq", "v2_dbias", "dbias_sum"]
     assert (configs[-3].tile_m, configs[-3].tile_n) == (64, 16), "where nothing is read 64 x 32"
 
 
@@ -488,7 +488,7 @@ def test_when_one_kernel_takes_all_gradients_in_float64():
     def kernels(*given, **more):
         return [config.kernel for config in configs(*given, **more)]
 
-    one, two = ["delta", "mma_wide_fused", "mma_dq_finish"], ["delta", "mma_dkdv_wide", "mma_dq_wide"]
+    one, two = ["delta", "mma_wide_fused", "mma_dq_finish"], ["delta", "mma_dkdv", "mma_dq"]
     assert all(kernels(head_dim, heads=16) == one for head_dim in (34, 64, 66, 128, 130, 256))
     assert [config.cluster for config in configs(130)] == [config.cluster for config in configs(256)] == [1, 2, 1]
     assert kernels(32, heads=32) == kernels(64, heads=8) == two
@@ -524,7 +524,7 @@ def test_when_one_kernel_takes_all_gradients():
     assert kernels(seqlen_q=512, seqlen_k=8192) == kernels(64, 448, 2048) == one
     assert kernels(seqlen_q=512, seqlen_k=8192, causal=True) == kernels(heads=1, seqlen_q=512, seqlen_k=200) == two
     assert kernels(seqlen_q=512, seqlen_k=8192, heads=7) == kernels(seqlen_q=513, seqlen_k=8192) == one
-    assert kernels(seqlen_k=2049) == kernels(seqlen_k=2049, causal=True) == one and kernels(seqlen_k=129) == two
+    assert kernels(seqlen_k=2049) == kernels(seqlen_k=2049, causal=True) == kernels(seqlen_k=129) == one
     # A chunk of queries behind others' keys: as the whole, if there is enough work to wait for.
     chunk = dict(heads=32, heads_kv=8, seqlen_q=1024, seqlen_k=4096, q_offset=3072)
     assert kernels(**chunk, causal=True) == kernels(**chunk, window=(700, 0)) == in_parts
@@ -532,7 +532,7 @@ def test_when_one_kernel_takes_all_gradients():
     # Fewer keys: of many heads, or under a mask.
     assert kernels(64, 1024, 1024, heads=16) == kernels(64, 1024, 1024, causal=True) == one
     assert kernels(88, 1024, 1024, causal=True) == one
-    assert kernels(88, 1024, 1024, heads=2) == two
+    assert kernels(88, 1024, 1024, heads=2) == one and kernels(88, 512, 512, heads=1) == two
     assert kernels(64, 1023, 1023, causal=True) == kernels(88, 1023, 1023, causal=True) == two
     # One tile of keys, whose block writes dQ itself.
     assert kernels(64, 900, 77) == kernels(64, 40, 128, heads=1) == one[:2]
@@ -605,7 +605,7 @@ def test_how_many_heads_of_a_group_a_block_takes():
     assert members(32, 4, 64) == 4 and members(32, 8, 64) == 0, "tiles of 64 columns are half as large"
     assert members(32, 4, seqlen=512) == members(32, 8, causal=False) == members(8, 8, causal=False) == 0
     assert members(32, 4, causal=False) == 4, "half of the multiprocessors would be idle"
-    assert members(16, 2, 64, 200, causal=False) == 2 and members(16, 2, 64, 200, causal=False, batch=50) == 2
+    assert members(16, 2, 64, 200, causal=False) == members(16, 2, 64, 200, causal=False, batch=50) == 4
     assert members(32, 4, causal=False, window=(300, 0)) == 2
     assert members(32, 4, 256, one_kernel=False) == 2 and members(64, 8, 256, one_kernel=False) == 0
     assert members(32, 4, 192, one_kernel=False) == 4
@@ -661,7 +661,8 @@ def test_one_long_head_has_several_partial_sums_of_dq():
         (32, 4096, 64, 1),
         (4, 8192, 64, 2),
         (1, 8192, 64, 4),
-        (1, 1024, 64, 0),  # few keys in all
+        (1, 1024, 64, 2),
+        (1, 512, 64, 0),  # few keys in all
     ],
 )
 def test_a_few_long_heads_that_see_all_keys_have_several_partial_sums_of_dq(heads, seqlen, head_dim, lines):

@@ -31,7 +31,6 @@ from numba_flash.config.backward import MmaBackwardConfig, PreprocessConfig
 from numba_flash.config.bias_rows import BiasRowsConfig
 from numba_flash.config.simt_backward import DbiasSumConfig, HeadSumsConfig
 from numba_flash.config.wgmma_join import WgmmaJoinConfig
-from numba_flash.config.wide_backward import WideBackwardConfig
 from numba_flash.functions.function import Function
 from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import HEAD_GRADIENTS, Packed, uses
@@ -936,7 +935,7 @@ def complaints(config, made, target, arch):
 
 def targets_of(config):
     """The GPUs that the row fits. As select asks: one block of the forward, all of a backward's blocks_per_sm."""
-    blocks = max(config.blocks_per_sm, 1) if isinstance(config, MmaBackwardConfig | WideBackwardConfig) else 1
+    blocks = max(config.blocks_per_sm, 1) if isinstance(config, MmaBackwardConfig) else 1
     return [target for target in intended(config)[2] if config.shared_bytes * blocks <= target.shared_bytes]
 
 

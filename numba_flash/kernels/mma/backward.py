@@ -29,7 +29,7 @@ turns: the next tile for dP is loaded while dK or dQ is summed up, and the next 
 the first product of a tile then, and S the second.
 
 A block whose tile has all keys of a head computes dQ, too (backward_own_dq.py). With config.only_tile the queries are
-one tile as well: then there is no loop, and the block computes lse and delta itself (backward_own_delta.py).
+one tile as well: then there is no loop, and the block computes lse and delta itself (backward_preprocess.py).
 
 FlashAttention (Dao et al., 2022, section 3 and appendix B) introduced the recomputation of P from lse, and delta =
 rowsum(dO * O) in the derivative of the softmax.
@@ -38,7 +38,7 @@ Letters as in v2; acc_s, acc_dp, acc_ds and acc_dv are accumulators. Launch: gri
 (batch * heads * query tiles). Rows are contiguous along dim, gradients as a whole.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from numba import cuda, int32, uint8, uint32
 
@@ -58,24 +58,12 @@ from . import (
     work_tile,
 )  # fmt: skip
 
-
-class Registers(NamedTuple):
-    """A warp's parts of S, dP and the sums, and of operands. Shapes are in the kernel."""
-
-    acc_s: Any
-    acc_dp: Any
-    acc_ds: Any  # dK or dQ, the sum of dS times Q or K
-    acc_dv: Any
-    p_frag: Any
-    ds_frag: Any
-    own_s_frag: Any
-    own_dp_frag: Any
-    other_frag: Any
-    shared_frag: Any
-    distance: Any
-    loaded: Any  # what its scores need from global memory (kernels/score/reads.py)
-    shown_bits: Any  # by the caller's mask, and by functions
-    kept: Any  # which weights count (kernels/score/kept_weights.py)
+# A warp's parts of S, dP and the sums, and of operands. Shapes are in the kernel.
+Registers = namedtuple(
+    "Registers",
+    "acc_s acc_dp acc_ds acc_dv p_frag ds_frag own_s_frag own_dp_frag "
+    "other_frag shared_frag distance loaded shown_bits kept",
+)
 
 
 def make(config):
@@ -278,7 +266,7 @@ def make(config):
         registers = Registers(
             local.array(s_count, real),  # acc_s (strips, part / 8, 4)
             local.array(s_count, real),  # acc_dp (strips, part / 8, 4)
-            local.array(ds_count, real),  # acc_ds (strips, columns / 8, 4)
+            local.array(ds_count, real),  # acc_ds (strips, columns / 8, 4): dK or dQ
             local.array(dv_count, real),  # acc_dv (strips, columns / 8, 4)
             local.array(products.weight_count, products.register),  # p_frag
             local.array(products.weight_count, products.register),  # ds_frag
@@ -288,8 +276,8 @@ def make(config):
             local.array(products.shared_count, products.shared_type),  # shared_frag: P or dS from shared memory
             local.array(rows, real),  # distance: q_pos - k_pos of each row at the lane's first column
             local.array(read.bias_words, read.bias_type),  # loaded (2 * strips, part / 8, 2), in 16 bits two in one
-            local.array(rows if has_functions else read.bits_words, uint32),  # shown_bits
-            local.array(kept_weight.words, uint32),  # kept
+            local.array(rows if has_functions else read.bits_words, uint32),  # shown_bits: by a mask, and by functions
+            local.array(kept_weight.words, uint32),  # kept: which weights count (kernels/score/kept_weights.py)
         )
         for x in range(ds_count):
             registers.acc_ds[x] = real(0)

@@ -13,7 +13,7 @@ Launch: grid (batch * heads * query tiles). Rows are contiguous along dim.
 """
 
 import math
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
@@ -31,15 +31,8 @@ from . import score_tiles, work_tile
 AT_ONCE = 4  # scores of a thread
 
 
-class Registers(NamedTuple):
-    """A warp's part of the products. Shapes are in make()."""
-
-    acc_s: Any
-    acc_dp: Any
-    q_frag: Any
-    do_frag: Any
-    b_frag: Any
-    run: Any
+# A warp's part of the products. Shapes are in the kernel.
+Registers = namedtuple("Registers", "acc_s acc_dp q_frag do_frag b_frag run")
 
 
 def make(config):
@@ -85,14 +78,6 @@ def make(config):
                     ld_st.store_b32(here + int32(plan.dp), registers.acc_dp[n * 4 + r * 2 + x].view(np.uint32))
 
     @inlined
-    def shown(at, arrays, strides):
-        found = visible(at.b, at.h, at.q_index, at.k_index, arrays, strides)
-        if has_mask_mod:
-            if found:
-                found = leaves(at, arrays, strides)
-        return found
-
-    @inlined
     def nth(number, row, column, place):
         """The `number`-th score from (row, column) on, on the diagonal -> (its row, its column, At)."""
         row, column = int32(row + number), int32(column + number)
@@ -108,7 +93,10 @@ def make(config):
         ld_st.load_v4(four, 0, q_smem + int32(plan.rows) + 16 * row)
         found = int32(four[0]) <= at.k_index and at.k_index < int32(four[1])  # no key, for a query that is none
         if found:
-            found = shown(at, arrays, strides)
+            found = visible(at.b, at.h, at.q_index, at.k_index, arrays, strides)
+        if has_mask_mod:
+            if found:
+                found = leaves(at, arrays, strides)
         return found
 
     @inlined

@@ -9,7 +9,7 @@ Launch: grid (splits * bias' batch * heads * query tiles * key tiles). Rows are 
 """
 
 import math
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
@@ -22,22 +22,10 @@ from ..steps.basics import FALSE, TRUE, first_column_of, first_row_of, inlined, 
 from . import backward_scores, query_columns, score_tiles
 from .backward_scores import RowState
 
-
-class Registers(NamedTuple):
-    """A warp's registers. Shapes are in make()."""
-
-    acc_s: Any
-    acc_dp: Any
-    sums: Any
-    q_frag: Any
-    do_frag: Any
-    b_frag: Any
-    lse: Any
-    minus_delta: Any
-    distance: Any
-    loaded: Any
-    shown_bits: Any
-    kept: Any
+# Of a lane. Shapes are in the kernel.
+Registers = namedtuple(
+    "Registers", "acc_s acc_dp sums q_frag do_frag b_frag lse minus_delta distance loaded shown_bits kept"
+)
 
 
 def make(config):

@@ -3,11 +3,10 @@
     dQ += dS K     with dS^T in shared memory, from which warps load it as rows of queries
 
 Every key tile contributes a part to dQ of a query tile. The parts are added up in dQ itself, in global memory, in the
-order of their key tiles, so all runs give the same bits. A counter for each query tile holds the number of parts added.
-A block waits for its turn. The first one stores instead of adding, so nothing has to be set to zero. Blocks take their
-work by a ticket, the key tiles of a head in ascending order. So a block waits only for blocks that have begun before
-it. All blocks go over the queries in the same order, the last first, so the blocks of a head follow each other without
-catching up. kernels/wgmma/backward_fused.py does the same.
+order of their key tiles, so all runs give the same bits. A counter for each query tile holds the number of parts added,
+and a block waits for its turn. The first one stores instead of adding. Blocks take their work by a ticket, the key
+tiles of a head in ascending order, so a block waits only for blocks that have begun before it. All blocks go over the
+queries in the same order, the last first. kernels/wgmma/backward_fused.py does the same.
 
 All warps of a block share the tile of dQ: each has a strip of 16 queries and some panels of columns. They leave their
 part in shared memory and go on. The carrier, a warp that computes nothing, waits for the turn, lets a copy of each row
@@ -20,7 +19,7 @@ copies have read it, the carrier arrives at an mbarrier. If two blocks share the
 the other block, whose scores come to that place first.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from numba import float64, int32, int64, uint32
 
@@ -29,28 +28,25 @@ from ..steps import block_state
 from ..steps.basics import divide, first_column_of, first_row_of, inlined, named, tiles_of
 from ..steps.lse_delta import TURNS_AT
 from ..steps.sequence import query_row, unpacked
-from . import backward_wide, shared_weights
+from . import products_float64, shared_weights
+from .backward_wide import View
 
 # Named barriers behind those of `meet` in backward_fused_tile.py: of all warps that compute; of these and the carrier,
 # when the part is there.
 WORKERS, FULL = 5, 7
 
 
-class Walk(NamedTuple):
-    """The query tiles of each head, the last one first, one head after the other."""
-
-    sequence: Any
-    h_kv: int
-    first_key: int
-    begin: int  # the first tile of a head
-    tiles: int  # of a head
+# The query tiles of each head, the last one first, one head after the other: `tiles` of them, from `begin` on.
+Walk = namedtuple("Walk", "sequence h_kv first_key begin tiles")
 
 
 def make(config):
     tile_m, tile_n, workers, both = config.tile_m, config.tile_n, config.workers, config.workers + 32
     columns, pitch, pitch_dq = config.dq_columns, config.pitch, config.pitch_dq
     strips, panels, dq_count, paired = tile_m // 16, columns // 16, columns // 2, config.blocks > 1
-    made, weights = backward_wide.dq_product(config), shared_weights.make(pitch, 1)
+    sizes_of_product = tile_m, tile_n, 16, columns, columns  # queries are rows, and every warp has a strip of 16
+    made = products_float64.make(View("float64", *sizes_of_product, 1, config.large_f64, columns_in_order=True))
+    weights = shared_weights.make(pitch, 1)
     wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
 
     @inlined
@@ -87,6 +83,14 @@ def make(config):
         keys, tiles = int32(first_and_keys), int32(begin_and_tiles)
         sequence = unpacked(b, sizes.seqlen_q, int64(keys), first_from_query + sizes.left)
         return Walk(sequence, int32(place), first_key, begin, tiles)
+
+    @inlined
+    def tile_at(t, state, sizes):
+        """-> (i, h) of the t-th tile of queries, and the Walk."""
+        walk = walk_of(state, sizes)
+        member = divide(t, walk.tiles)
+        h = walk.h_kv * divide(sizes.heads, sizes.heads_kv) + member
+        return int32(walk.begin + walk.tiles - 1 - (t - member * walk.tiles)), int32(h), walk
 
     @inlined
     def turn_of(h, i, state, sizes):
@@ -177,4 +181,4 @@ def make(config):
         if special.thread_index() & int32(31) == 0:
             memory.add_release(turn_of(h, i, state, sizes), uint32(1))
 
-    return named(work_of, keep, walk_of, leave, carry)
+    return named(work_of, keep, walk_of, tile_at, leave, carry)

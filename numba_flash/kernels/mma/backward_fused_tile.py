@@ -1,6 +1,6 @@
 """What a warp computes of a tile of scores in backward_wide_fused.py."""
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from numba import float64, int32
 
@@ -8,26 +8,27 @@ from ...ptx import bar, local, special
 from ..score import fragments
 from ..score.stage import FragmentAt
 from ..steps import lse_delta
-from ..steps.basics import divide, first_column_of, first_row_of, inlined, key_queries, lane_and_warp, named
-from . import backward_wide, shared_weights
+from ..steps.basics import first_column_of, first_row_of, inlined, key_queries, lane_and_warp, named
+from . import products_float64, shared_weights
+from .backward_wide import View
 
-
-class Registers(NamedTuple):
-    """What a warp holds of S^T or dP^T, of dK and dV, and of operands. Shapes are in the kernel."""
-
-    acc: Any
-    acc_dk: Any
-    acc_dv: Any
-    own_frag: Any
-    other_frag: Any
-    p_frag: Any
+# What a warp holds of S^T or dP^T, of dK and dV, and of operands. Shapes are in the kernel.
+Registers = namedtuple("Registers", "acc acc_dk acc_dv own_frag other_frag p_frag")
 
 
 def make(config):
-    plan, pitch, blocks, strips = config.shared_layout(), config.pitch, config.tile_m // 8, config.warp_rows // 16
-    of_scores, of_sums = (backward_wide.fused_products(config, groups) for groups in (1, 2))
+    plan, pitch, blocks, strips = config.shared_layout(), config.pitch, config.tile_m // 8, config.strips
     weights, (weight, _) = shared_weights.make(pitch, strips), fragments.weights_at(config)
     staged = lse_delta.staged(config, config.tile_m, config.LOADERS)
+
+    def products(groups):
+        """Where so many warps share rows: each has a part of the columns that are summed up."""
+        padded, rows = config.head_dim_padded, (config.tile_n, config.tile_m, config.warp_rows)
+        loads = dict(scalar_loads=True, columns_in_order=True, odd_rows_first=True)
+        view = View("float64", *rows, padded, padded // groups, groups, config.large_f64, **loads)
+        return products_float64.make(view)
+
+    of_scores, of_sums = products(1), products(2)
 
     @inlined
     def first_row_of_warp():
@@ -42,13 +43,6 @@ def make(config):
     def meet():
         """Both warps that own the same keys."""
         bar.sync(1 + (special.thread_index() >> int32(6)), 64)
-
-    @inlined
-    def turn(t, walk, sizes):
-        """-> (i, h) of the t-th tile of queries."""
-        member = divide(t, walk.tiles)
-        h = walk.h_kv * divide(sizes.heads, sizes.heads_kv) + member
-        return int32(walk.begin + walk.tiles - 1 - (t - member * walk.tiles)), int32(h)
 
     @inlined
     def find_scores(registers, k_smem):
@@ -120,5 +114,5 @@ def make(config):
             weights.operand(registers.p_frag, int32(at + n * 128))
             of_sums.add_16(acc, registers.p_frag, registers.other_frag, int32(rows_lane + n * 2048))
 
-    functions = first_row_of_warp, turn, find_scores, give_half, meet, weigh, add_rows
+    functions = first_row_of_warp, find_scores, give_half, meet, weigh, add_rows
     return named(*functions, own_count=of_sums.q_count, other_count=of_sums.kv_count)  # registers of own_frag, p_frag

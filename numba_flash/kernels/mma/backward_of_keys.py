@@ -6,7 +6,7 @@ loop, and take those that S needs. smem: where shared memory begins. backward_of
 names.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 from numba import cuda, int32, int64
 
@@ -18,24 +18,14 @@ from ..score.reads import Origin
 from ..steps import async_tiles, block_state, numbers, sequence as sequences
 from ..steps.basics import divide, inlined, key_queries, named, tiles_of
 from ..steps.sequence import key_row, query_range, query_row
-from . import backward_own_delta, backward_scores, bias_tile as bias_tiles, query_columns, work_tile
+from . import backward_preprocess, backward_scores, bias_tile as bias_tiles, query_columns, work_tile
 from .backward_scores import RowState
 from .work_tile import KeyWork
 
-
-class Tile(NamedTuple):
-    """The t-th query tile of a head. Heads are counted backwards: if none is left, there is no tile."""
-
-    t: int
-    heads_left: int
-
-
-class Sources(NamedTuple):
-    """Where Q and dO of a tile begin, and the numbers of its head (query_columns.py)."""
-
-    q: int
-    do: int
-    head: int
+# The t-th query tile of a head. Heads are counted backwards: if none is left, there is no tile.
+Tile = namedtuple("Tile", "t heads_left")
+# Where Q and dO of a tile begin, and the numbers of its head (query_columns.py).
+Sources = namedtuple("Sources", "q do head")
 
 
 def make(config):
@@ -49,7 +39,7 @@ def make(config):
     states, read = tile_walk.make(config), scores.read
     has_mask, sequence_again, boxes = config.has("mask"), sequences.again(config), config.bias_boxes
     bias_item, bias_tile = ITEM_SIZE[config.dtype_of("bias") or "float32"], bias_tiles.make(config) if boxes else None
-    own_rows = backward_own_delta.make(config) if config.only_tile else None
+    own_rows = backward_preprocess.in_backward(config) if config.only_tile else None
 
     @inlined
     def rows_left(work):

@@ -5,7 +5,7 @@ shared memory and read again for each tile: the block's state, and for each row 
 """
 
 import math
-from typing import NamedTuple
+from collections import namedtuple
 
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
@@ -21,20 +21,10 @@ from . import backward_scores, work_tile
 from .backward_scores import RowState
 from .work_tile import QueryWork
 
-
-class Tile(NamedTuple):
-    """The t-th key tile; there is none before `begin`."""
-
-    t: int
-    begin: int
-
-
-class Sources(NamedTuple):
-    """Where K and V of a tile begin, and how many keys there are from there on."""
-
-    k: int
-    v: int
-    keys_left: int
+# The t-th key tile; there is none before `begin`.
+Tile = namedtuple("Tile", "t begin")
+# Where K and V of a tile begin, and how many keys there are from there on.
+Sources = namedtuple("Sources", "k v keys_left")
 
 
 def make(config):

@@ -9,9 +9,10 @@ from numba import float32, int32, int64, uint32
 
 from ...ptx import ldmatrix, local, memory, mma, special
 from ..recompute import queries as recompute_queries
-from ..steps import fragment_products, gradient_rows
+from ..steps import gradient_rows
 from ..steps.basics import chunk_pair, first_column_of, first_row_of, inlined, named, panel_offset
 from ..steps.sequence import QueryTile, query_row
+from . import backward_16bit
 
 
 def make(config):
@@ -78,4 +79,4 @@ def make(config):
                 recompute(nonfinite, first_row, lane, tile, arrays, strides, sizes, score)
             strip = int32(strip + warps)
 
-    return named(fragment_products.make(config).put, write)
+    return named(backward_16bit.make(config).put, write)

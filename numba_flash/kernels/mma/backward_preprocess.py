@@ -10,24 +10,20 @@ Launch: grid (units of 16 queries of all heads / those of a block, rounded up).
 """
 
 import math
-from typing import Any, NamedTuple
+from collections import namedtuple
 
+import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
-from ...ptx import griddepcontrol, special
+from ...ptx import griddepcontrol, ld_st, special
 from ..steps import lse_delta, row_products, tile_numbers
 from ..steps.basics import divide, inlined, named
+from ..steps.row_products import Rows
 from ..steps.sequence import lse_row, query_row
 from ..steps.units import LOG2_E
 
-
-class Known(NamedTuple):
-    """Of a query: what the backward kernels read of it. own: whether the lane has one."""
-
-    query: Any
-    own: Any
-    lse: Any
-    minus_delta: Any
+# Of a query: what the backward kernels read of it. own: whether the lane has one.
+Known = namedtuple("Known", "query own lse minus_delta")
 
 
 def of_rows(config):
@@ -57,6 +53,32 @@ def of_rows(config):
             arrays.lse_delta[at + lse_delta.MINUS_DELTA] = known.minus_delta
 
     return named(find, put, rows_of=products.rows_of)
+
+
+def in_backward(config):
+    """-> start(smem, sequence, h, arrays, strides, sizes), a device function of a block of backward.py: the work of
+    this kernel for the only tile of queries of head h. lse and delta also go to shared memory, in the order of
+    lse_delta.py, and to global memory for rows that are computed again and for the kernels behind. The caller owes a
+    barrier."""
+    lanes, count, rows_at = config.own_delta.lanes, config.own_delta.rows_of_lanes, of_rows(config.own_delta)
+    at_a_time = config.threads // lanes * count
+
+    @inlined
+    def start(smem, sequence, h, arrays, strides, sizes):
+        thread = special.thread_index()
+        lane = int32(thread & int32(lanes - 1))
+        for step in range(-(-config.tile_m // at_a_time)):
+            first = int32(thread // lanes * count + step * at_a_time)
+            if first < config.tile_m:
+                rows = Rows(sequence, h, int32(0), first)
+                known = rows_at.find(rows, lane, arrays, strides, sizes)
+                rows_at.put(known, rows, arrays, sizes)
+                if known.own:
+                    at = int32(smem + 4 * int32(lse_delta.place(known.query)))
+                    ld_st.store_b32(at, known.lse.view(np.uint32))
+                    ld_st.store_b32(at + 4 * lse_delta.MINUS_DELTA, known.minus_delta.view(np.uint32))
+
+    return start
 
 
 def make(config):

@@ -6,7 +6,7 @@ follows from it is not kept in registers through the loop.
 """
 
 import functools
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from numba import int32, uint32
 
@@ -17,15 +17,9 @@ from ..score.stage import FragmentAt
 from ..steps import numbers
 from ..steps.basics import FALSE, TRUE, first_column_of, first_row_of, inlined, lane_and_warp, named
 
-
-class RowState(NamedTuple):
-    """What a block knows of an own row: the columns [first, end) that count, and of a query its lse in the scores'
-    units, +inf if it sees no key, and its -delta."""
-
-    first: int
-    end: int
-    lse: Any
-    minus_delta: Any
+# What a block knows of an own row: the columns [first, end) that count, and of a query its lse in the scores' units,
+# +inf if it sees no key, and its -delta.
+RowState = namedtuple("RowState", "first end lse minus_delta")
 
 
 @functools.cache

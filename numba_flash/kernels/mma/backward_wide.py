@@ -1,8 +1,8 @@
-"""BackwardProducts in float32 and float64, and those of the kernel that computes all gradients.
+"""The products of backward.py in float32 and float64.
 
-The products are those of the forward (products_float32.py, products_float64.py), with
-other tiles in the places of Q, K and V. A warp multiplies its own rows with the rows of a tile that the block walks
-over, once for S and once for dP, and then P or dS, which it has in registers, with such a tile.
+They are those of the forward (products_float32.py, products_float64.py), with other tiles in the places of Q, K and V.
+A warp multiplies its own rows with the rows of a tile that the block walks over, once for S and once for dP, and then P
+or dS, which it has in registers, with such a tile.
 """
 
 from functools import partial
@@ -12,9 +12,8 @@ from numba import cuda, int32
 
 from ...ptx import special
 from ..steps import numbers, rows_wide
-from ..steps.basics import inlined, lane_and_warp, nothing
+from ..steps.basics import inlined, lane_and_warp, named, nothing
 from . import exchanged_scores, products_float32, products_float64
-from .backward_products import BackwardProducts
 
 PRODUCTS = dict(float32=products_float32, float64=products_float64)
 
@@ -37,19 +36,19 @@ class View(NamedTuple):
     odd_rows_first: bool = False
 
 
-def view_of(config, first_columns, second_columns):
-    """For products of scores over first_columns, and of P or dS with a tile of second_columns."""
-    rows, of_warp = (config.own_rows, config.other_rows, config.warp_rows), second_columns // config.column_groups
-    return View(config.dtype, *rows, first_columns, of_warp, config.column_groups, config.large_f64)
-
-
 def make(config):
-    """-> BackwardProducts. Where warps own the same rows, P and dS each have a place in shared memory for them."""
-    groups, strips = config.column_groups, config.warp_rows // 16
-    made, columns, columns_v = PRODUCTS[config.dtype], config.head_dim_padded, config.head_dim_v_padded
-    of_s = made.make(view_of(config, columns, columns_v))
-    of_dp = of_s if columns == columns_v else made.make(view_of(config, columns_v, columns))
-    exchange = exchanged_scores.make(view_of(config, 0, 0))
+    """-> the functions and registers of backward_16bit.py. Where warps own the same rows, P and dS each have a place in
+    shared memory for them."""
+    groups, columns, columns_v = config.column_groups, config.head_dim_padded, config.head_dim_v_padded
+    rows = config.own_rows, config.other_rows, config.warp_rows
+
+    def view(first, second):
+        """Of products of scores over `first` columns, and of P or dS with a tile of `second` columns."""
+        return View(config.dtype, *rows, first, second // groups, groups, config.large_f64)
+
+    of_s = PRODUCTS[config.dtype].make(view(columns, columns_v))
+    of_dp = of_s if columns == columns_v else PRODUCTS[config.dtype].make(view(columns_v, columns))
+    exchange = exchanged_scores.make(view(columns, columns_v))
 
     def multiplier(products):
         @inlined
@@ -98,27 +97,21 @@ def make(config):
     def sync_owners():
         cuda.syncthreads()
 
-    weight_count = of_s.p_count if groups == 1 else strips * 8
-    real = numbers.of(config.compute_dtype).real
-    return BackwardProducts(
-        of_s.register, of_s.q_count, of_dp.q_count, of_s.kv_count, weight_count, real, strips * 8, nothing,
-        multiplier(of_s), multiplier(of_dp), nothing, to_operand, meet, adder, sync_owners, partial(storer, config),
+    return named(
+        to_operand, meet, adder, sync_owners,
+        load_own=nothing,
+        multiply_s=multiplier(of_s),
+        multiply_dp=multiplier(of_dp),
+        round_row=nothing,
+        storer=partial(storer, config),
+        register=of_s.register,
+        s_count=of_s.q_count,
+        dp_count=of_dp.q_count,
+        other_count=of_s.kv_count,
+        weight_count=of_s.p_count if groups == 1 else config.strips * 8,
+        shared_type=numbers.of(config.compute_dtype).real,
+        shared_count=config.strips * 8,
     )  # fmt: skip
-
-
-def fused_products(config, groups):
-    """Of the kernel that computes all gradients, where so many warps share rows: each has a part of the columns that
-    are summed up."""
-    padded, rows = config.head_dim_padded, (config.tile_n, config.tile_m, config.warp_rows)
-    loads = dict(scalar_loads=True, columns_in_order=True, odd_rows_first=True)
-    view = View(config.dtype, *rows, padded, padded // groups, groups, config.large_f64, **loads)
-    return products_float64.make(view)
-
-
-def dq_product(config):
-    """The product of dS with the block's own K: queries are rows, and every warp has a strip of 16."""
-    sizes = config.tile_m, config.tile_n, 16, config.dq_columns, config.dq_columns
-    return products_float64.make(View(config.dtype, *sizes, 1, config.large_f64, columns_in_order=True))
 
 
 @inlined

@@ -6,14 +6,11 @@ here there are five. A block owns a key tile of one KV head, loops over the quer
     S^T = K Q^T     dP^T = V dO^T     P^T = e^(S^T - lse)     dS^T = P^T * (dP^T - delta)
     dV += P^T dO      dK += dS^T Q      and its part of dQ, dS K (backward_dq_parts.py)
 
-Two warps own the same `warp_rows` keys. One computes S, the other dP. So a warp's tile is large, and it reads few
-operands for each product. Then the two exchange one half: one computes P and dS of the first 8 keys of every 16, the
-other of the last 8. They store P and dS in shared memory, from which every warp loads the operands of its products.
-
-A further warpgroup does all but compute. Two of its warps load Q and dO with cp.async, whose bytes an mbarrier says to
-be there. Another, the carrier, adds parts of dQ. To ask what dQ has so far, and whose turn it is, takes several
-thousand clocks, and the products of a tile take five thousand; so both run side by side. That warpgroup has few
-registers, and those that compute have the others.
+Two warps own the same `warp_rows` keys. One computes S, the other dP. Then the two exchange one half: one computes P
+and dS of the first 8 keys of every 16, the other of the last 8. They store P and dS in shared memory, from which every
+warp loads the operands of its products. A further warpgroup does all but compute: two of its warps load Q and dO with
+cp.async, whose bytes an mbarrier says to be there, and another, the carrier, adds parts of dQ. That warpgroup has few
+registers, and those that compute have the others. docs/mma_notes.md says why.
 
 Above head_dim 128 a cluster of two blocks then owns the same keys, and each has half of the columns of every tile and
 gradient. Both add up their halves of S and dP (shared_scores.py), and both make P and dS of it.
@@ -37,7 +34,7 @@ from .backward_fused_tile import Registers
 def make(config):
     tile_m, tile_n, padded = config.tile_m, config.tile_n, config.head_dim_padded
     plan, loaders, paired, workers = config.shared_layout(), config.LOADERS, config.blocks > 1, config.workers
-    end_at, strips = plan.state + 3 * block_state.SIZE, config.warp_rows // 16
+    end_at, strips = plan.state + 3 * block_state.SIZE, config.strips
     s_count, sum_count = strips * tile_m // 2, strips * padded // 4
     load_own = async_tiles.loader(tile_n, padded, workers, 1, 8, config.copy_bytes)
     load_other = async_tiles.loader(tile_m, padded, loaders, 1, 8, config.copy_bytes)
@@ -70,8 +67,7 @@ def make(config):
     @inlined
     def load_tile(rows, by, columns, to, t, k_smem, thread, sizes):
         """Start the copies of the t-th query tile of q or do, which has so many columns, to its place."""
-        walk = parts.walk_of(k_smem + int32(plan.state), sizes)
-        i, h = tile.turn(t, walk, sizes)
+        i, h, walk = parts.tile_at(t, k_smem + int32(plan.state), sizes)
         first, rows_left = own_column(), int32(sizes.seqlen_q - i * tile_m)
         source = memory.address(rows, query_row(by, walk.sequence, h, i * tile_m) + first)
         load_other(k_smem + int32(to), source, 8 * by[2], 0, rows_left, columns - first, thread)
@@ -79,8 +75,7 @@ def make(config):
     @inlined
     def load_numbers(t, k_smem, thread, arrays, sizes):
         """Likewise of lse and delta."""
-        walk = parts.walk_of(k_smem + int32(plan.state), sizes)
-        i, h = tile.turn(t, walk, sizes)
+        i, h, walk = parts.tile_at(t, k_smem + int32(plan.state), sizes)
         head = lse_row(walk.sequence, h, 0, sizes)
         staged.start_rows(k_smem + int32(plan.rows), head, i * tile_m, sizes.seqlen_q, arrays, thread)
 
@@ -104,7 +99,7 @@ def make(config):
         """What the carrier does: all of the block's parts of dQ, one behind the other."""
         state, t = k_smem + int32(plan.state), int32(0)
         while t < end_of(k_smem):
-            i, h = tile.turn(t, parts.walk_of(state, sizes), sizes)
+            i, h, _ = parts.tile_at(t, state, sizes)
             last, free = t + 1 == end_of(k_smem), k_smem + int32(staging_empty)
             parts.carry(i, h, last, k_smem + int32(plan.dq), state, free, strides, sizes)
             t = int32(t + 1)
@@ -120,8 +115,7 @@ def make(config):
     def scores_of_tile(t, registers, k_smem, sizes, score):
         """P and dS of the t-th query tile to shared memory."""
         tile.find_scores(registers, k_smem)
-        walk = parts.walk_of(k_smem + int32(plan.state), sizes)
-        i, _ = tile.turn(t, walk, sizes)  # while the last products end
+        i, _, walk = parts.tile_at(t, k_smem + int32(plan.state), sizes)  # while the last products end
         mbarrier.wait(k_smem + int32(staging_empty), (t & 1) ^ 1)
         if paired:
             bars = k_smem + int32(plan.scores_barriers)

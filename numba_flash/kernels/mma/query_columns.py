@@ -15,31 +15,36 @@ from ..steps.sequence import lse_row
 
 def make(config):
     """-> device functions. smem: the place of one tile's numbers."""
-    return _of_blocks(config) if config.item_size == 2 else _of_rows(config)
-
-
-def _of_blocks(config):
-    groups, part, chunks = config.column_groups, config.tile_m // config.column_groups, config.tile_m // 2
+    groups, part = config.column_groups, config.tile_m // config.column_groups
+    size, of_blocks = config.item_size, config.item_size == 2
+    chunks = config.tile_m // 2  # of 16 bytes, in blocks
+    staged = None if of_blocks else lse_delta.staged(config, config.tile_m, config.threads)
 
     @inlined
     def head_at(sequence, h, arrays, sizes):
-        """Where a head's numbers begin, as int64."""
-        return memory.address(arrays.lse_delta, lse_delta.head_blocks(sequence, h, sizes))
+        """Where a head's numbers begin: an address, or an index."""
+        if of_blocks:
+            return memory.address(arrays.lse_delta, lse_delta.head_blocks(sequence, h, sizes))
+        return lse_row(sequence, h, 0, sizes)
 
     @inlined
     def head_step(sizes):
         """From there to where the next head's begin."""
-        if config.packed:
-            return lse_delta.packed_blocks(sizes) * (4 * lse_delta.BLOCK_WORDS)
-        return lse_delta.row_blocks(sizes.seqlen_q) * (4 * lse_delta.BLOCK_WORDS)
+        if of_blocks:
+            blocks = lse_delta.packed_blocks(sizes) if config.packed else lse_delta.row_blocks(sizes.seqlen_q)
+            return blocks * (4 * lse_delta.BLOCK_WORDS)
+        return sizes.total_q if config.packed else sizes.seqlen_q
 
     @inlined
     def start(i, head_at, smem, seqlen_q, arrays):
         """Starts the copies of query tile i."""
         thread = special.thread_index()
+        if not of_blocks:
+            staged.start_rows(smem, head_at, i * config.tile_m, seqlen_q, arrays, thread)
+            return
         for step in range(-(-chunks // config.threads)):
             chunk = int32(thread + step * config.threads)
-            if chunk < chunks:  # of 16 bytes
+            if chunk < chunks:
                 here = int32(i * (config.tile_m // 16) + (chunk >> 3)) < lse_delta.row_blocks(seqlen_q)
                 source = head_at + int64(4) * int32(i * (2 * config.tile_m) + chunk * 4)
                 cp_async.copy16(smem + 16 * chunk, source, 16 if here else 0)
@@ -48,13 +53,18 @@ def _of_blocks(config):
     def lane_at(smem):
         """-> at, which the next two take."""
         thread = special.thread_index()
-        return smem + ((thread >> int32(5)) & (groups - 1)) * (8 * part) + ((thread & 3) << 4)
+        group = (thread >> int32(5)) & (groups - 1)
+        if of_blocks:
+            return smem + group * (8 * part) + ((thread & 3) << 4)
+        return int32(smem + (group * part + int32(first_column_of(thread & int32(31)))) * size)
 
     @inlined
     def lse(values, n, at):
         """values[n % 2 * 2 :] <- those of the lane's two columns of block n of 8, in the scores' units, +inf for a
         query that sees no key. To be called for n = 0, 1, 2 and so on."""
-        if n % 2 == 0:  # two blocks of columns at a time
+        if not of_blocks:
+            staged.lse_pair(values, n % 2 * 2, int32(at + n * 8 * size))
+        elif n % 2 == 0:  # two blocks of columns at a time
             four = local.array(4, uint32)
             ld_st.load_v4(four, 0, at + n * 64)
             for x in range(4):
@@ -62,41 +72,11 @@ def _of_blocks(config):
 
     @inlined
     def minus_delta(values, n, at):
-        lse(values, n, at + 4 * lse_delta.MINUS_DELTA)
-
-    return named(head_at, head_step, start, lane_at, lse, minus_delta)
-
-
-def _of_rows(config):
-    staged = lse_delta.staged(config, config.tile_m, config.threads)
-    groups, part = config.column_groups, config.tile_m // config.column_groups
-
-    @inlined
-    def head_at(sequence, h, arrays, sizes):
-        return lse_row(sequence, h, 0, sizes)
-
-    @inlined
-    def head_step(sizes):
-        return sizes.total_q if config.packed else sizes.seqlen_q
-
-    @inlined
-    def start(i, head_at, smem, seqlen_q, arrays):
-        staged.start_rows(smem, head_at, i * config.tile_m, seqlen_q, arrays, special.thread_index())
-
-    @inlined
-    def lane_at(smem):
-        thread = special.thread_index()
-        column = ((thread >> int32(5)) & (groups - 1)) * part + int32(first_column_of(thread & int32(31)))
-        return int32(smem + column * config.item_size)
-
-    @inlined
-    def lse(values, n, at):
-        staged.lse_pair(values, n % 2 * 2, int32(at + n * 8 * config.item_size))
-
-    @inlined
-    def minus_delta(values, n, at):
-        staged.delta_pair(values, n % 2 * 2, int32(at + n * 8 * config.item_size))
-        for x in range(n % 2 * 2, n % 2 * 2 + 2):
-            values[x] = -values[x]
+        if of_blocks:
+            lse(values, n, at + 4 * lse_delta.MINUS_DELTA)
+        else:
+            staged.delta_pair(values, n % 2 * 2, int32(at + n * 8 * size))
+            for x in range(n % 2 * 2, n % 2 * 2 + 2):
+                values[x] = -values[x]
 
     return named(head_at, head_step, start, lane_at, lse, minus_delta)

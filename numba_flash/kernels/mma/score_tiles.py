@@ -5,31 +5,21 @@ have two places each in shared memory, and the next tile is loaded during the pr
 they are done. A tile that shares its queries or its keys with the previous one keeps them.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import NamedTuple
 
 from numba import cuda, float32, int32, int64
 
 from ...ptx import cp_async, memory
-from ..steps import async_tiles, fragment_products, sequence as sequences
+from ..steps import async_tiles, sequence as sequences
 from ..steps.basics import TRUE, inlined, named
 from ..steps.score_ranges import place_after, place_of
 from ..steps.sequence import key_range, key_row, kv_head, query_row, unpacked
+from . import backward_16bit
 
-
-class Place(NamedTuple):
-    """A tile of a Range: query tile i of head h of a batch entry, the unit-th, and key tile j of [begin, stop), which
-    some query sees. All queries of the tile exist and see all keys of [free, cut)."""
-
-    unit: int
-    sequence: Any
-    h: int
-    h_kv: int
-    i: int
-    j: int
-    begin: int
-    stop: int
-    free: int
-    cut: int
+# A tile of a Range: query tile i of head h of a batch entry, the unit-th, and key tile j of [begin, stop), which some
+# query sees. All queries of the tile exist and see all keys of [free, cut).
+Place = namedtuple("Place", "unit sequence h h_kv i j begin stop free cut")
 
 
 class Smem(NamedTuple):
@@ -48,7 +38,7 @@ def make(config):
     sequence_of, plan, wait_all = sequences.make(config), config.shared_layout(), cp_async.wait_group(0)
     packed, warps = config.packed, config.threads // 32
     varies = packed or config.has("seqlens_k") or config.q_offset_source == "array"
-    products, last_stage = fragment_products.make(config), config.stages - 1
+    products, last_stage = backward_16bit.make(config), config.stages - 1
     (q_bytes, do_bytes, k_bytes, v_bytes), rows_bytes = config.tiles(), config.rows_bytes
     multiply_q_k, multiply_do_v = map(products.scores_product, (config.head_dim_padded, config.head_dim_v_padded))
 
