@@ -25,7 +25,7 @@ def key_loop(config):
 
     @inlined
     def following(base, i, member, limit, states, arrays, strides):
-        return int32(walk.next_tile(states, i, limit, arrays, strides)), member
+        return walk.next_tile(states, i, limit, arrays, strides), member
 
     @inlined
     def needs_mask(base, i, member, arrays, strides):

@@ -64,10 +64,9 @@ def make(config):
     @inlined
     def to_gradients(tile, lse_and_delta, score, masked):
         """ds_frag <- dS in 16 bits, p_frag <- P. P is rounded only here, so that fewer registers are live at a time."""
-        place = place_of_columns(lse_and_delta)
         if masked:
-            differentiate_some(tile, place, score)
+            differentiate_some(tile, place_of_columns(lse_and_delta), score)
         else:
-            differentiate(tile, place, score)
+            differentiate(tile, place_of_columns(lse_and_delta), score)
 
     return named(weights_of, to_gradients)
