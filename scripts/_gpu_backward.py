@@ -193,7 +193,7 @@ def one_kernel_where_possible(few_blocks=False):
     instead = (stay if few_blocks else {}) | {
         (select_backward, "gains_by_one_kernel"): lambda problem, target: True,
         (select_backward, "heads_per_block"): in_pairs,
-        (select_backward, "gains_by_one_wide_kernel"): lambda problem: True,
+        (select_backward, "gains_by_mma_fused"): lambda problem: True,
     }
     kept = {(module, name): getattr(module, name) for module, name in instead}
 

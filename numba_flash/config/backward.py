@@ -290,6 +290,7 @@ class MmaScoresConfig(MmaBackwardConfig):
 
     DTYPES = ("float16", "bfloat16")
     of_product = False
+    ROW_BYTES: ClassVar[int] = 8  # of what is known of a query
     SCORE_PAD: ClassVar[int] = 8  # floats behind a row of scores in shared memory, so that lanes meet no bank twice
 
     def __post_init__(self) -> None:
@@ -301,7 +302,7 @@ class MmaScoresConfig(MmaBackwardConfig):
     @property
     def rows_bytes(self) -> int:
         """Of what is known of the queries of a stage."""
-        return 8 * self.tile_m
+        return self.ROW_BYTES * self.tile_m
 
     def _layout(self, **behind: int) -> Any:
         """Where Q, dO, K, V, what is behind them and the end are."""
@@ -332,6 +333,7 @@ class MmaDauxConfig(OfAux, MmaScoresConfig):
     kernel = "mma_daux"
     module = "mma.backward_daux"
     takes = abi.backward("").plus(abi.AUX_SUMS, abi.OF_AUX)
+    ROW_BYTES = 16
 
     @property
     def score_row(self) -> int:
@@ -342,7 +344,3 @@ class MmaDauxConfig(OfAux, MmaScoresConfig):
         """Q K^T, dO V^T, and what is known of each query are behind the tiles."""
         scores = self.tile_m * self.score_row
         return self._layout(s=scores, dp=scores, rows=self.rows_bytes)
-
-    @property
-    def rows_bytes(self) -> int:
-        return 16 * self.tile_m

@@ -340,7 +340,7 @@ def _sizes(q: Layout, k: Layout, v: Layout, layout: str) -> tuple[int, int, int,
 
 def _check_extents(seqlen_q: int, seqlen_k: int, heads: int, shapes: str) -> None:
     if max(seqlen_q, seqlen_k, heads) > MAX_EXTENT:
-        raise ValueError(f"seqlen and batch * heads must stay below 2**31, but {shapes}")
+        raise ValueError(f"seqlen and batch * heads must be at most 2**31 - 2**16, but {shapes}")
 
 
 def check_reads(p: Problem) -> None:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from ..functions.function import Function
 
 Window = tuple[int | None, int | None]
-MAX_EXTENT = 2**31 - 1
+MAX_POSITION = 2**31 - 1
+# Rows, and heads of all entries. A tile behind the last one, and the next one that a block takes, still has a number of
+# 32 bits.
+MAX_EXTENT = 2**31 - 2**16
 FLOAT32 = np.finfo(np.float32)
 
 
@@ -64,7 +67,7 @@ def _window_side(name: str, side: Any) -> int | None:
         raise TypeError(f"window: {name} must be a whole number or None, not {side!r}") from None
     if value < 0:
         raise ValueError(f"window: {name} must be at least 0, not {value}; unbounded is None (flash-attn's -1)")
-    return value if value <= 4 * MAX_EXTENT else None  # no two positions are that far apart
+    return value if value <= 4 * MAX_POSITION else None  # no two positions are that far apart
 
 
 def q_offset_of(q_offset: Any, seqlen_q: int, seqlen_k: int, has_seqlens_k: bool) -> tuple[int, str]:
@@ -76,7 +79,7 @@ def q_offset_of(q_offset: Any, seqlen_q: int, seqlen_k: int, has_seqlens_k: bool
         number = operator.index(q_offset)
     except TypeError:
         raise TypeError(f"q_offset must be a whole number, an int32 array (batch,) or None, not {q_offset!r}") from None
-    if abs(number) > MAX_EXTENT:
+    if abs(number) > MAX_POSITION:
         raise ValueError(f"q_offset must stay below 2**31, not {number}")
     return number, "number"
 

@@ -9,10 +9,10 @@ from typing import Any
 from ..arrays.dtypes import ITEM_SIZE
 from ..config import (
     backward as mma,
+    mma_fused,
     wgmma_backward as wgmma,
     wgmma_backward_ends as wgmma_ends,
     wgmma_backward_float32 as wgmma_float32,
-    wide_backward as wide,
 )
 from ..config.aux_gradients import AuxRoundConfig, AuxStartConfig, DauxConfig
 from ..config.bias_rows import BiasRowsConfig
@@ -58,8 +58,7 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     if problem.forward.function("score_mod") is None:
         return (*before, start, end)
     if narrow:
-        rows = shared.usable("mma_daux", problem, target)
-        sums = shared.best(mma.MmaDauxConfig, rows, problem, target, wanted_aux=problem.wanted_aux)
+        sums = shared.best(mma.MmaDauxConfig, "mma_daux", problem, target, wanted_aux=problem.wanted_aux)
         needed = with_prologues(sums, problem, target)[:-1]
     else:
         sums = [shared.simt(DauxConfig, "v2_dq", problem, target, wanted_aux=problem.wanted_aux)]
@@ -96,7 +95,7 @@ def v2_configs(problem: BackwardProblem, target: Target) -> Configs:
 def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     """mma's kernels for the wanted gradients, each with its best tile that fits, or the smallest one."""
     if ITEM_SIZE[problem.forward.dtype] > 2:
-        return _with_sums(problem, target, _mma_wide(problem, target))
+        return _with_sums(problem, target, _mma_fp32_fp64(problem, target))
     ends, only, with_dbias = shared.head_sums(problem, target, of_blocks=True), [], False
     if rows := shared.one_key_tile(problem, target):
         with_dbias = _own_dbias(problem)
@@ -113,7 +112,7 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
             rows = [row for row in rows if row.tile["column_groups"] == 1]  # warps that exchange scores add up both
         own = shared.best(mma.MmaDkdvConfig, rows, problem, target)
         if "dq" in problem.wanted:
-            own += shared.best(mma.MmaDqConfig, shared.usable("mma_dq", problem, target), problem, target)
+            own += shared.best(mma.MmaDqConfig, "mma_dq", problem, target)
     in_order = own[0].in_order if own else False
     start = [] if only else [shared.preprocess_config(problem, target, in_order=in_order)]
     of_bias: Sequence[Config] = () if with_dbias else _dbias(problem, target)
@@ -132,9 +131,9 @@ def _own_dbias(problem: BackwardProblem) -> bool:
     )
 
 
-def _mma_wide(problem: BackwardProblem, target: Target) -> Configs:
+def _mma_fp32_fp64(problem: BackwardProblem, target: Target) -> Configs:
     """mma's kernels in float32 and float64."""
-    fused = _wide_fused(problem, target)
+    fused = _mma_fused(problem, target)
     if fused:
         return (*fused, *shared.head_sums(problem, target, of_blocks=False))
     own: list[Any] = []
@@ -156,7 +155,7 @@ def _shrunk(row: Row, of_keys: bool, problem: Problem) -> Row:
     return row.changed(tile_m=sizes[0], tile_n=sizes[1], blocks_per_sm=row.tile["blocks_per_sm"] * fewer)
 
 
-def _wide_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
+def _mma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """One kernel of dK, dV and parts of dQ, with those before and after it, if that is the faster form; otherwise none.
     It computes five products instead of seven. It needs a GPU whose products of float64 are one instruction. It needs a
     query: without one no previous kernel would set its ticket to 0."""
@@ -164,17 +163,17 @@ def _wide_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     taken = forward.dtype == "float64" and target.cc == LARGE_FLOAT64 and {"dq", "dk", "dv"} <= set(problem.wanted)
     rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # of dq, which is contiguous
     every = taken and rows_of_16_bytes and forward.seqlen_q > 0 and forward.packed is None
-    if not every or not gains_by_one_wide_kernel(problem):
+    if not every or not gains_by_mma_fused(problem):
         return []
-    for row in shared.usable("mma_wide_fused", problem, target):
-        fused = wide.WideFusedConfig(**features_of(wide.WideFusedConfig, problem, target), **row.tile)
+    for row in shared.usable("mma_fused", problem, target):
+        fused = mma_fused.MmaFusedConfig(**features_of(mma_fused.MmaFusedConfig, problem, target), **row.tile)
         if shared.fits(fused, target):
             start = shared.delta_config(problem, target, turns_of=fused.tile_m)
-            return [start, fused, wide.WideDqFinishConfig.behind(fused)]
+            return [start, fused, mma_fused.MmaDqFinishConfig.behind(fused)]
     return []
 
 
-def gains_by_one_wide_kernel(problem: BackwardProblem) -> bool:
+def gains_by_mma_fused(problem: BackwardProblem) -> bool:
     """Whether the one kernel is the faster form, where a row is for the problem: its parts of dQ wait in a line, so a
     batch entry needs enough work, as in gains_by_one_kernel. docs/adding_a_tile_row.md has the measurements."""
     return problem.forward.seqlen_k <= problem.forward.seqlen_q and problem.forward.heads_kv >= 8
@@ -195,12 +194,12 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> Configs:
 def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """A kernel of dK and dV, or one for each, and a kernel of dQ."""
     members, packed = heads_per_block(problem, one_kernel=False), problem.forward.packed is not None
-    rows = shared.usable("wgmma_dkdv", problem, target)
-    dkdv = shared.best(wgmma.WgmmaDkdvConfig, rows, problem, target, dv_alone=dict(stages_b=2), members=members)
+    dkdv = shared.best(wgmma.WgmmaDkdvConfig, "wgmma_dkdv", problem, target, members=members)
+    dkdv = [config if config.of_dk else dataclasses.replace(config, stages_b=2) for config in dkdv]  # it has no V
     own = [_halved(config, problem, target) for config in dkdv]
     if "dq" in problem.wanted:
-        rows, of_heads = shared.usable("wgmma_dq", problem, target), aux_of_heads(problem)
-        (dq,) = shared.best(wgmma.WgmmaDqConfig, rows, problem, target, wanted_aux=of_heads)
+        of_heads = aux_of_heads(problem)
+        (dq,) = shared.best(wgmma.WgmmaDqConfig, "wgmma_dq", problem, target, wanted_aux=of_heads)
         if of_heads:
             dq = dataclasses.replace(dq, tile_n=min(dq.tile_n, KEYS_WITH_AUX[problem.forward.widest > 128]))
         own.append(_halved(dq, problem, target))
@@ -224,11 +223,9 @@ def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
     kinds: list[type[Any]] = [wgmma_float32.WgmmaDkdvFloat32Config, wgmma_float32.WgmmaDqFloat32Config]
     if problem.forward.widest > wgmma_float32.WgmmaBackwardFloat32Config.WIDEST:
         kinds = [wgmma_float32.WgmmaPairedDkdvConfig, wgmma_float32.WgmmaPairedDqConfig]
-    rows = shared.usable("wgmma_dkdv", problem, target)[:1]
-    own = shared.best(kinds[0], rows, problem, target)
+    own = shared.best(kinds[0], shared.usable("wgmma_dkdv", problem, target)[:1], problem, target)
     if "dq" in problem.wanted:
-        rows = shared.usable("wgmma_dq", problem, target)[:1]
-        own += shared.best(kinds[1], rows, problem, target)
+        own += shared.best(kinds[1], shared.usable("wgmma_dq", problem, target)[:1], problem, target)
     return _with_delta(own, problem, target)
 
 
@@ -264,8 +261,7 @@ def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
     own = shared.of_bias(problem)
     # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes
     pairs = ITEM_SIZE[bias.dtype] == 2 and problem.dbias_shape[-1] % 2 == 0 and not any(own.values())
-    rows = shared.usable("mma_dbias", problem, target)
-    return shared.best(mma.MmaDbiasConfig, rows, problem, target, pairs=pairs, **own)
+    return shared.best(mma.MmaDbiasConfig, "mma_dbias", problem, target, pairs=pairs, **own)
 
 
 def _halved(config: Any, problem: BackwardProblem, target: Target) -> Any:

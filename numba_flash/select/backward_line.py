@@ -10,6 +10,7 @@ several sums a query tile has as many lines, each of which is shorter.
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 from ..config.blocks import AT_A_TIME, heads_in_flight
@@ -18,9 +19,9 @@ from ..problem.forward import Problem
 from ..problem.groups import parts_of
 
 SUMS, MEMBERS = (1, 2, 4, 8), (1, 2, 4)
-# The batch size may not decide, because bits must not depend on it. So a form is weighed over {batch: its weight}.
-# Large ones count more, because they take longest; those of more than MOST_TOKENS hardly occur. Two kernels must GAIN.
-BATCHES, MOST_TOKENS, GAIN = {1: 1, 16: 2, 64: 3}, 1 << 18, 1.05
+# The batch size may not decide, because bits must not depend on it. So a form is weighed over {batch: weight}: large
+# ones count twice, because they take longest, but none of more than MOST_TOKENS. Two kernels must GAIN.
+BATCHES, MOST_TOKENS, GAIN = {1: 1, 8: 2, 64: 2}, 1 << 18, 1.03
 WIDE = 64  # from the next head_dim on tiles have 64 queries
 # A call's kernels beside these; until a block has its own tile, of keys or of queries; until the next key tile can add
 # to the same sum.
@@ -47,21 +48,20 @@ class Form(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def fastest(p: Problem, one: bool = True) -> Form:
-    """The form with the least mean square of its time over that of the fastest form of each batch: what loses much
-    somewhere is not taken. one: whether it may be one kernel."""
+    """The form that is the fastest on the average of BATCHES. one: whether it may be one kernel."""
     members = (0, *(n for n in MEMBERS if n < p.group))
     forms = [Form(False, n) for n in members]
     if one and dq_stays(p):  # with one order of sums, whether or not a block has all key tiles
         forms.append(Form(True))
     elif one:
         forms += [*(Form(True, n) for n in members), *(Form(True, 0, n) for n in SUMS[1:] if n <= _key_tiles(p))]
-    loss = dict.fromkeys(forms, 0.0)
-    for batch, weight in BATCHES.items():
-        if batch == 1 or batch * max(p.seqlen_q, p.seqlen_k) <= MOST_TOKENS:
-            times = {form: form.time(dataclasses.replace(p, batch=batch)) for form in forms}
-            for form, time in times.items():
-                loss[form] += weight * (time / min(times.values()) * (1 if form.one else GAIN)) ** 2
-    return min(forms, key=loss.__getitem__)
+    counted = [batch for batch in BATCHES if batch == 1 or batch * max(p.seqlen_q, p.seqlen_k) <= MOST_TOKENS]
+    batches = [(dataclasses.replace(p, batch=batch), BATCHES[batch]) for batch in counted]
+
+    def average(form: Form) -> float:
+        return math.prod((form.time(of) * (1 if form.one else GAIN)) ** weight for of, weight in batches)
+
+    return min(forms, key=average)
 
 
 def loses_nowhere(p: Problem, sums: int) -> bool:

@@ -20,7 +20,7 @@ from .tiles import Row, rows_of
 SMALL_BLOCKS = 192  # keys of all blocks of a multiprocessor, where tiles have fewer than 64
 
 
-def apart_or_together(problem: BackwardProblem, apart: bool) -> list[dict[str, Any]]:
+def _parts(problem: BackwardProblem, apart: bool) -> list[dict[str, Any]]:
     """Which of dK and dV each kernel computes that owns keys."""
     wanted = [name for name in ("dk", "dv") if name in problem.wanted]
     parts = [[name] for name in wanted] if apart else [wanted] if wanted else []
@@ -28,19 +28,13 @@ def apart_or_together(problem: BackwardProblem, apart: bool) -> list[dict[str, A
 
 
 def best(
-    kind: type[Any],
-    rows: Sequence[Row],
-    problem: BackwardProblem,
-    target: Target,
-    dv_alone: dict[str, Any] | None = None,
-    **more: Any,
+    kind: type[Any], rows: str | Sequence[Row], problem: BackwardProblem, target: Target, **more: Any
 ) -> list[Any]:
     """The kernels of the first row whose blocks fit into a multiprocessor as often as they need, or of the last: one,
-    or one for each of dK and dV. dv_alone: what a kernel of dV alone has otherwise than its row says. more: fields."""
+    or one for each of dK and dV. rows: or the table that has them. more: fields."""
     sets, features = [], features_of(kind, problem, target) | more
-    for row in rows:
-        parts = apart_or_together(problem, row.apart) if kind.of_keys else [{}]
-        parts = [part | (dv_alone or {}) if not part.get("of_dk", True) else part for part in parts]
+    for row in usable(rows, problem, target) if isinstance(rows, str) else rows:
+        parts = _parts(problem, row.apart) if kind.of_keys else [{}]
         sets.append([kind(**features | row.tile | part) for part in parts])
     return next((made for made in sets if all(fits(config, target) for config in made)), sets[-1])
 

@@ -143,7 +143,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
     ),
     # One kernel of all gradients: 1.3 to 2 times as fast as two, at head_dim 256 2.7 to 3.1 times. least_keys: with
     # fewer, its line of parts of dQ takes too long.
-    "mma_wide_fused": table(
+    "mma_fused": table(
         "tile_n blocks_per_sm blocks",
         at(64, 32, 2, 1, above=32, least_keys=32768, plain=True),
         at(128, 64, 1, 1, above=64, least_keys=16384, plain=True),

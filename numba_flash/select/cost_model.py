@@ -101,12 +101,9 @@ def _lengths(
     """The lengths of a part of some query tiles of a head, in key tiles, and the number of its query tiles."""
     tiles = max(-(-problem.seqlen_q // queries), 1)
     step = tiles // SAMPLES | 1  # odd, so that repeated patterns do not always give the same tiles
-    walked = [_walked(problem, i * queries, queries, tile_n) for i in range(step // 2, tiles, step)]
-    return [ends + -(-count // parts) for count in walked], tiles
-
-
-def _walked(problem: Problem, first_query: int, queries: int, tile_n: int) -> int:
-    """How many key tiles the query tile from this query on visits; if it sees none, one tile that reads as zeros."""
-    last_query = min(first_query + queries, problem.seqlen_q) - 1
-    begin, _, _, end = key_tiles(*problem.keys_seen(first_query), *problem.keys_seen(last_query), tile_n)
-    return max(end - begin, 1)
+    lengths = []
+    for first in range(step // 2 * queries, tiles * queries, step * queries):
+        last = min(first + queries, problem.seqlen_q) - 1
+        begin, _, _, end = key_tiles(*problem.keys_seen(first), *problem.keys_seen(last), tile_n)
+        lengths.append(ends + -(-max(end - begin, 1) // parts))  # without keys one tile is read, as zeros
+    return lengths, tiles

@@ -40,12 +40,6 @@ def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
     return reason
 
 
-def of_few_queries(problem: Problem, target: Target) -> "DecodeConfig | None":
-    """The Config for a problem of `attention` that has few queries of many keys (forward_kernels.few_queries), or None
-    where decode does not take it."""
-    return None if refusal(problem, target, contiguous=True) else config_of(problem, "own", target)
-
-
 def config_of(problem: Problem, pages: str, target: Target, shares: bool = False) -> "DecodeConfig":
     """shares: sequences have common prefixes, and not_shared() is None."""
     found = _fitting(problem, pages, target, shares)

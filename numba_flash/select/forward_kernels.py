@@ -38,9 +38,9 @@ def few_queries(problem: Problem, target: Target) -> Any:
     many_keys = p.batch and p.heads and p.seqlen_q and p.seqlen_k >= LEAST_KEYS and p.packed is None
     if not many_keys or ITEM_SIZE[p.dtype] == 2 or p.function("mask_mod") is not None or target.cc is None:
         return None
-    from .decode import of_few_queries
+    from . import decode
 
-    return of_few_queries(problem, target)
+    return None if decode.refusal(p, target, contiguous=True) else decode.config_of(p, "own", target)
 
 
 def mma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:

@@ -42,7 +42,7 @@ FIRST_LINES = {
     "decode": "thread, block = special.thread_index()",
     **dict.fromkeys(("delta", "backward_preprocess"), "thread, block = special.thread_index()"),
     **dict.fromkeys(("mma_dkdv", "mma_one_key_tile", "mma_dq"), "smem = async_tiles.aligned("),
-    "mma_wide_fused": "k_smem = shared.address(",
+    "mma_fused": "k_smem = shared.address(",
     **dict.fromkeys(("wgmma", "wgmma_float32", "wgmma_dkdv", "wgmma_dq", "wgmma_fused"), WGMMA),
     **dict.fromkeys(("wgmma_dkdv_float32", "wgmma_dq_float32", "wgmma_dkdv_paired", "wgmma_dq_paired"), WGMMA),
     **dict.fromkeys(("wgmma_join", "wgmma_round", "wgmma_add_parts"), WGMMA),
@@ -193,10 +193,10 @@ def test_stepping_past_the_end_does_not_enter_the_simulator():
 def test_every_kernel(kernel, monkeypatch):
     session, all_seen = Session("n", "c", "c"), np.ones((24, 24), bool)  # one file may hold two kernels of a call
     monkeypatch.setattr(select_backward, "gains_by_one_kernel", lambda problem, _: problem.forward.seqlen_q in (19, 23))
-    if kernel in ("mma_wide_fused", "mma_dq_finish"):
+    if kernel in ("mma_fused", "mma_dq_finish"):
         row = in_simulator(tile_row(256, tile_m=16, tile_n=32, warp_rows=16, column_groups=2))
-        monkeypatch.setitem(backward_tiles.TABLES, "mma_wide_fused", (row,))
-        monkeypatch.setattr(select_backward, "gains_by_one_wide_kernel", lambda problem: problem.forward.seqlen_q == 22)
+        monkeypatch.setitem(backward_tiles.TABLES, "mma_fused", (row,))
+        monkeypatch.setattr(select_backward, "gains_by_mma_fused", lambda problem: problem.forward.seqlen_q == 22)
     with stop_at(kernel, FIRST_LINES[kernel], debugger=session):
         if kernel in ("v1", "v2"):
             numba_flash.attention(q, k, v, kernel=kernel)
@@ -239,7 +239,7 @@ def test_every_kernel(kernel, monkeypatch):
         elif kernel == "dbias_sum":  # of two batch entries, each a block's share
             monkeypatch.setattr(problem_backward, "LEAST_TILES", 1)
             differentiate("v2", batch=2)
-        elif kernel in ("mma_wide_fused", "mma_dq_finish"):
+        elif kernel in ("mma_fused", "mma_dq_finish"):
             differentiate("mma", seqlen=22, wide=True, dtype=np.float64)  # plans are kept by problem
         elif kernel in ("mma_dkdv", "mma_dq"):
             differentiate("mma", wanted=("dq",) if "_dq" in kernel else ("dk",))

@@ -25,6 +25,7 @@ from numba_flash.config.decode import DecodeConfig
 from numba_flash.config.kvcache import AppendConfig, PagedConfig
 from numba_flash.config.mask_bits import MaskBitsConfig
 from numba_flash.config.mma_forward import MmaConfig
+from numba_flash.config.mma_fused import MmaDqFinishConfig, MmaFusedConfig
 from numba_flash.config.outside import OutsideConfig
 from numba_flash.config.simt_backward import (
     DbiasConfig,
@@ -52,7 +53,6 @@ from numba_flash.config.wgmma_backward_float32 import (
 from numba_flash.config.wgmma_float32 import WgmmaFloat32Config
 from numba_flash.config.wgmma_forward import WgmmaConfig
 from numba_flash.config.wgmma_join import WgmmaJoinConfig
-from numba_flash.config.wide_backward import WideDqFinishConfig, WideFusedConfig
 from numba_flash.debug.kernels import modules
 from numba_flash.functions.function import Function
 from numba_flash.gpu.compiled import source
@@ -145,8 +145,8 @@ def test_every_kernel_can_be_made():
         DauxConfig("float16", 8, 8, 16, 16, uses=reads),
         *[kind("float32", ("float32",), (0,)) for kind in (AuxStartConfig, AuxRoundConfig)],
         *[kind("float32", 8, 8, 16, 16) for kind in (MmaDkdvConfig, MmaDqConfig)],
-        WideFusedConfig("float64", 8, 8, 16, 32),
-        WideDqFinishConfig("float64", 8, 8, 16, 16),
+        MmaFusedConfig("float64", 8, 8, 16, 32),
+        MmaDqFinishConfig("float64", 8, 8, 16, 16),
         PreprocessConfig("float16", 8, has_dlse=False),
         WgmmaDkdvConfig("float16", 8, 8, 16, 64),
         WgmmaDqConfig("float16", 8, 8, 64, 16),

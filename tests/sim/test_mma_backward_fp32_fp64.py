@@ -22,7 +22,7 @@ from helpers.tile_rows import in_simulator, row as tile_row
 
 import numba_flash
 from numba_flash import testing
-from numba_flash.config.wide_backward import WideFusedConfig
+from numba_flash.config.mma_fused import MmaFusedConfig
 from numba_flash.ptx.sim import now, resumable, tma
 from numba_flash.ptx.sim.thread import driven
 from numba_flash.select import backward_kernels, backward_tiles
@@ -181,10 +181,10 @@ def name_of_row(given):
 @pytest.fixture(params=ROWS_OF_ONE_KERNEL, ids=name_of_row)
 def one_kernel(request, monkeypatch, nothing_remembered):
     row = request.param
-    monkeypatch.setitem(backward_tiles.TABLES, "mma_wide_fused", (in_simulator(row),))
-    monkeypatch.setattr(backward_kernels, "gains_by_one_wide_kernel", lambda *_: True)
+    monkeypatch.setitem(backward_tiles.TABLES, "mma_fused", (in_simulator(row),))
+    monkeypatch.setattr(backward_kernels, "gains_by_mma_fused", lambda *_: True)
     rung = Rung("mma", testing.rows_padded, tensor=True, tile=16, slow=True, usual="float64")
-    [config] = [x for x in explained(rung.problem(36, 50, head_dim=8)).configs if isinstance(x, WideFusedConfig)]
+    [config] = [x for x in explained(rung.problem(36, 50, head_dim=8)).configs if isinstance(x, MmaFusedConfig)]
     assert {name: getattr(config, name) for name in row.names} == row.tile
     return rung
 
@@ -203,7 +203,7 @@ def one_kernel(request, monkeypatch, nothing_remembered):
 def test_partial_sums_of_dq(one_kernel, how):
     heads, options = ONE_KERNEL[how]
     case = one_kernel.problem(36, 50, batch=1, heads=heads, heads_kv=1, head_dim=24, head_dim_v=40, **options)
-    assert "mma_wide_fused" in str(explained(case))
+    assert "mma_fused" in str(explained(case))
     one_kernel.check(case)
 
 

@@ -59,19 +59,25 @@ def without_who(text):
     return re.sub(r"thread \d+( \(warp \d+, lane \d+\))?|0x[0-9a-f]+", "_", text)
 
 
-def test_the_race_of_readme_is_what_happens(monkeypatch, capsys):
-    """Without the barrier that README deletes, scripts/step prints what README shows."""
-    page = (ROOT / "README.md").read_text()
-    file, barrier = re.search(r"In `numba_flash/(\S+)` delete the\sbarrier `(.*?)`", page).groups()
-    kernel, shown = re.search(r"^\$ \S*python scripts/step (\w+)\n(.*?)^(?:\$|```$)", page, re.M | re.S).groups()
-    text, module = (
-        (ROOT / "numba_flash" / file).read_text(),
-        importlib.import_module(f"numba_flash.kernels.{kernel}.forward"),
-    )
-    assert kernel == Path(file).parent.name and text.count(barrier) == 1
-    broken = "".join(line for line in text.splitlines(keepends=True) if barrier not in line)
+# What a page deletes, and what it shows: (file, whether it is the second, barrier, kernel, output).
+RACES = {
+    "README.md": r"In `numba_flash/(\S+)` delete the\s()barrier `(.*?)`.*?scripts/step (\w+)\n(.*?)\n\n",
+    "docs/stepping.md": r"`numba_flash/(\S+v2.py)`.*?the (second )?`(cuda.*?)` of .*?scripts/step (\w+)\n(.*?)```",
+}
+
+
+@pytest.mark.parametrize("page", RACES)
+def test_the_race_of_a_page_is_what_happens(page, monkeypatch, capsys):
+    """Without the barrier that the page deletes, scripts/step prints what the page shows."""
+    found = re.search(RACES[page], (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    file, second, barrier, kernel, shown = found.groups()
+    lines = (ROOT / "numba_flash" / file).read_text().splitlines(keepends=True)
+    places = [number for number, line in enumerate(lines) if barrier in line]
+    assert kernel in file and len(places) == 1 + bool(second)
+    del lines[places[-1]]
+    module = importlib.import_module(f"numba_flash.{file.removesuffix('.py').replace('/', '.')}")
     names = dict(module.__dict__)
-    compiled(broken, names, module.__file__)
+    compiled("".join(lines), names, module.__file__)
     monkeypatch.setattr(module, "make", names["make"])
     monkeypatch.setattr(sys, "argv", ["step", kernel])
     monkeypatch.syspath_prepend(ROOT / "scripts")
@@ -79,6 +85,21 @@ def test_the_race_of_readme_is_what_happens(monkeypatch, capsys):
     said = capsys.readouterr().out.replace(f"{ROOT}/", "")
     for line in shown.splitlines():
         assert without_who(line.removesuffix(" ...")) in without_who(said), said
+
+
+def test_pdb_stops_where_the_page_says(tmp_path):
+    """A program of one's own, under python -m pdb, started in the clone."""
+    page = (ROOT / "docs" / "stepping.md").read_text()
+    place = " ".join(re.search(r"`(b numba_flash/\S+:\d+,\s+.*?)`", page)[1].split())
+    program = tmp_path / "mine.py"
+    program.write_text(
+        "import numpy as np, numba_flash\n"
+        "q = np.ones((1, 1, 24, 4), np.float32)\n"
+        "numba_flash.attention(q, q, q, causal=True, kernel='v2')\n"
+    )
+    command, typed = [sys.executable, "-m", "pdb", str(program)], f"{place}\nc\np j\nq\n"
+    done = subprocess.run(command, input=typed, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "\n-> alpha = math.exp(m - m_new)\n(Pdb) 0\n" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_trace_is_what_happens():

@@ -12,6 +12,8 @@ from numba_flash.config import wgmma_backward
 from numba_flash.dispatch import backward as dispatch_backward, forward as dispatch, launch
 from numba_flash.kernels.wgmma import backward_block_tiles
 from numba_flash.machine.target import Target
+from numba_flash.problem import packed as problem_packed
+from numba_flash.ptx.sim import launch as sim_launch
 from numba_flash.select import backward_kernels, features, rungs
 from numba_flash.testing import packed
 
@@ -59,6 +61,27 @@ def test_a_tile_is_found_behind_more_sequences_than_a_warp_looks_at(dtype):
     case = varlen.ragged(rung, lengths, heads=1, heads_kv=1, head_dim=8)
     case = dataclasses.replace(case, q=np.concatenate([case.q, case.q[:2]]))
     packed.check_packed(case, *varlen.forward(rung, case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("one_kernel", "most"), [(False, None), (True, None), (True, 20)])
+def test_wrong_ends_touch_nothing_outside(rung, one_kernel, most, monkeypatch, nothing_remembered):
+    """What a device holds is not checked: ends that fall, are negative or too large. Every row is written all the same.
+    If two sequences have it, either may write it, which is an error in the simulator elsewhere."""
+    if rung.kernel == "v1" or (one_kernel and rung.kernel != "wgmma"):
+        pytest.skip("the other tests are of all its kernels")
+    monkeypatch.setattr(problem_packed, "check_spans", lambda *_: None)
+    monkeypatch.setattr(sim_launch.Pointer, "store", lambda pointer, *_: pointer.mark_written())
+    monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: one_kernel)
+    of_q = np.array([0, 25, 10, 5000, -7, 17, 2**31 - 1, -(2**31), 15], np.int32)
+    of_k = np.array([20, 5, 29, 31, -1, 0, 8, 9, 2**30], np.int32)
+    bounds = {} if most is None else dict(max_seqlen_q=most, max_seqlen_k=most)
+    case = dataclasses.replace(varlen.ragged(rung, [(30, 30)], heads=1, heads_kv=1, head_dim=8), options=bounds)
+    case, (do, dlse) = dataclasses.replace(case, cu_seqlens_q=of_q, cu_seqlens_k=of_k), packed.outer_packed(case)
+    o, lse = varlen.forward(rung, case)
+    found = varlen.backward(rung, case, do, o, lse, dlse)
+    assert np.isfinite(o).all() and all(np.isfinite(x).all() for x in found[:3])
+    assert not o[lse.T == -np.inf].any()
 
 
 LENGTHS = [(0, 3), (70, 140), (1, 0), (20, 0), (0, 0), (1, 9), (0, 1)]

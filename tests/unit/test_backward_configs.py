@@ -7,6 +7,7 @@ import pytest
 from helpers.machines import HOPPER
 
 from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, MmaOneKeyTileConfig, PreprocessConfig
+from numba_flash.config.mma_fused import MmaFusedConfig
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
 from numba_flash.config.wgmma_backward_float32 import (
@@ -16,7 +17,6 @@ from numba_flash.config.wgmma_backward_float32 import (
     WgmmaPairedDqConfig,
 )
 from numba_flash.config.wgmma_forward import WgmmaConfig, check_registers
-from numba_flash.config.wide_backward import WideFusedConfig
 from numba_flash.problem.options import uses
 
 
@@ -220,13 +220,13 @@ def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_colum
             lambda: MmaDkdvConfig("float32", 64, 64, 32, 64, column_groups=4),
             "column_groups must be 1 or 2, not 4",
         ),
-        (lambda: WideFusedConfig("float64", 64, 64, 32, 64, column_groups=4), "column_groups must be 2, not 4"),
-        (lambda: WideFusedConfig("float64", 64, 64, 48, 64), "rows that a block walks over must be 16 or 32, not 48"),
-        (lambda: WideFusedConfig("float64", 64, 64, 32, 48), "whole warpgroups, not 192"),
-        (lambda: WideFusedConfig("float64", 64, 64, 32, 128), "128 keys are more than 4 times 16"),
-        (lambda: WideFusedConfig("float64", 256, 256, 32, 64), "need 512 sums"),
-        (lambda: WideFusedConfig("float32", 64, 64, 16, 64), "takes float64, not float32"),
-        (lambda: WideFusedConfig("float64", 64, 64, 16, 64, blocks=3), "blocks must be 1 or 2, not 3"),
+        (lambda: MmaFusedConfig("float64", 64, 64, 32, 64, column_groups=4), "column_groups must be 2, not 4"),
+        (lambda: MmaFusedConfig("float64", 64, 64, 48, 64), "rows that a block walks over must be 16 or 32, not 48"),
+        (lambda: MmaFusedConfig("float64", 64, 64, 32, 48), "whole warpgroups, not 192"),
+        (lambda: MmaFusedConfig("float64", 64, 64, 32, 128), "128 keys are more than 4 times 16"),
+        (lambda: MmaFusedConfig("float64", 256, 256, 32, 64), "need 512 sums"),
+        (lambda: MmaFusedConfig("float32", 64, 64, 16, 64), "takes float64, not float32"),
+        (lambda: MmaFusedConfig("float64", 64, 64, 16, 64, blocks=3), "blocks must be 1 or 2, not 3"),
     ],
 )
 def test_a_config_checks_itself(make, word):

@@ -85,9 +85,12 @@ WRONG = [
     (dict(q=array(2, 4, 5, 0), k=array(2, 2, 7, 0)), ValueError, ["head_dim must be at least 1"]),
     (dict(v=array(2, 2, 7, 0), out=array(2, 4, 5, 0)), NotImplementedError, ["out", "head_dim_v of 0"]),
     (dict(layout="bshd"), ValueError, ["multiple", "bshd"]),
-    (dict(q=np.broadcast_to(np.float32(0), (1, 2, 2**31, 8)), k=K[:1], v=V[:1]), ValueError, ["2**31", "seqlen"]),
-    (dict(q=np.broadcast_to(np.float32(0), (2**16, 2**16, 1, 8)), k=np.broadcast_to(np.float32(0), (2**16, 1, 7, 8)),
-          v=np.broadcast_to(np.float32(0), (2**16, 1, 7, 6))), ValueError, ["2**31", "batch * heads"]),
+    # a block's next row, tile or head would be a negative number of 32 bits
+    (dict(q=np.broadcast_to(np.float32(0), (1, 2, 2**31 - 2**16 + 1, 8)), k=K[:1], v=V[:1]), ValueError,
+     ["2**31 - 2**16", "seqlen"]),
+    (dict(q=np.broadcast_to(np.float32(0), (2**15, 2**16 - 1, 1, 8)),
+          k=np.broadcast_to(np.float32(0), (2**15, 1, 7, 8)), v=np.broadcast_to(np.float32(0), (2**15, 1, 7, 6))),
+     ValueError, ["2**31 - 2**16", "batch * heads"]),
     # how the memory lies
     (dict(q=misaligned((2, 4, 5, 8))), ValueError, ["q starts at address", "4-byte"]),
     (dict(k=odd_strides(2, 2, 7, 8)), ValueError, ["k has strides", "4-byte"]),

@@ -31,7 +31,7 @@ def made(**given):
     [
         (dict(batch=2.0), TypeError, "batch must be a whole number, not 2.0"),
         (dict(heads=True), TypeError, "heads must be a whole number, not True"),
-        (dict(seqlen_k=-1), ValueError, "seqlen_k must be from 0 to 2147483647, not -1"),
+        (dict(seqlen_k=-1), ValueError, "seqlen_k must be from 0 to 2147418112, not -1"),
         (dict(mask_mod=3), TypeError, "mask_mod must be a plain Python function"),
         (dict(mask_mod=mods.document), TypeError, "mask_mod is called with"),
         (dict(aux=[SEGMENTS]), TypeError, "aux must be a tuple of arrays, not list"),

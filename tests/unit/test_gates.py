@@ -243,7 +243,7 @@ def intended(config):
     if dtype == "float64":
         dtype, machines = ("float64, sm_90", (HOPPER,)) if config.large_f64 else (dtype, (A100, B200))
     in_ptx, in_sass = WIDE[dtype]
-    carried = kernel == "mma_wide_fused"
+    carried = kernel == "mma_fused"
     more = OF_CARRIER * carried + OF_BOTH_BLOCKS * (config.cluster > 1)
     return (in_ptx, "cp.async.cg.shared", *more), (in_sass, "LDGSTS", *("USETMAXREG",) * carried), machines
 
@@ -335,7 +335,7 @@ def wide_functions(**options):
     return uses(**both, aux=(("float32", 2), ("int32", 2)), **options)
 
 
-def wide_backward_gates():
+def fp32_fp64_backward_gates():
     """Rows of the backward of mma in float32 and float64, plain, with all that it takes, and with functions."""
     for dtype, target, sm80 in (("float32", HOPPER, ""), ("float64", HOPPER, ""), ("float64", B200, "-sm80")):
         for kernel, wanted in dict(mma_dkdv=OF_KEYS, mma_dq=OF_QUERIES).items():
@@ -350,12 +350,12 @@ def wide_backward_gates():
                     for config in of_gradients({table: row}, target, dtype=dtype, wanted=wanted, **given):
                         size = f"{own}x{other}{part(config)}"
                         yield f"{table}-{row.head_dim}-{size}{sm80}{words}", config
-    yield from wide_fused_gates()
+    yield from mma_fused_gates()
 
 
-def wide_fused_gates():
+def mma_fused_gates():
     """Of the one kernel of float64 and of the one behind it, with as many keys as it needs."""
-    kernel, dtype = "mma_wide_fused", "float64"
+    kernel, dtype = "mma_fused", "float64"
     for row in rows(backward_tiles.TABLES, kernel):
         arrays = dict.fromkeys(("do", "q", "k", "v", "o"), empty(1, 64, 2048, row.head_dim, dtype=dtype))
         arrays |= dict(lse=empty(1, 64, 2048, dtype=dtype))
@@ -867,7 +867,7 @@ def simt_gates():
 def gates():
     # Rows that differ in blocks_per_sm alone have one name and are compiled once: for the smaller number.
     configs = dict(backward_gates()) | dict(reading_gates()) | dict(dropping_gates()) | dict(wide_gates())
-    configs |= dict(wide_backward_gates()) | dict(backward_functions_gates()) | dict(score_gradients_gates())
+    configs |= dict(fp32_fp64_backward_gates()) | dict(backward_functions_gates()) | dict(score_gradients_gates())
     configs |= dict(by_element_gates()) | dict(wgmma_float32_gates()) | dict(wgmma_backward_float32_gates())
     configs |= (
         dict(short_gates())

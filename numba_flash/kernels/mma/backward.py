@@ -19,7 +19,7 @@ Sums are held in registers: no atomics, the same bits in every run. The elements
 it needs of the A operand of the next product. So neither leaves the registers. If the sums of whole rows do not fit in
 registers, `column_groups` warps own the same rows. Each computes P and dS for its part of the columns, they exchange
 them in shared memory, and each sums up some panels of columns of the gradients. The products are those of
-backward_16bit.py or backward_wide.py. What differs between the two sides is in backward_of_keys.py and
+backward_16bit.py or backward_fp32_fp64.py. What differs between the two sides is in backward_of_keys.py and
 backward_of_queries.py.
 
 A tile of the other side has two halves: for S there is Q or K, for dP there is dO, with lse and delta of its rows, or
@@ -50,11 +50,11 @@ from ..steps.basics import FALSE, TRUE, divide, inlined
 from ..steps.sequence import key_row, query_row
 from . import (
     backward_16bit,
+    backward_fp32_fp64,
     backward_of_keys,
     backward_of_queries,
     backward_own_dq,
     backward_scores,
-    backward_wide,
     work_tile,
 )  # fmt: skip
 
@@ -75,7 +75,7 @@ def make(config):
     s_count, real = strips * blocks * 4, numbers.of(config.compute_dtype).real
     ds_count = strips * config.summed(config.head_dim_padded) // 2 if of_ds else 1
     dv_count = strips * config.summed(config.head_dim_v_padded) // 2 if of_p else 1
-    products = (backward_16bit if size == 2 else backward_wide).make(config)
+    products = (backward_16bit if size == 2 else backward_fp32_fp64).make(config)
     add_ds, add_dv = products.adder(config.head_dim_padded), products.adder(config.head_dim_v_padded)
     store_ds = products.storer(config.head_dim, config.head_dim_padded)
     store_dv = products.storer(config.head_dim_v, config.head_dim_v_padded)

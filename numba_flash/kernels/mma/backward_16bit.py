@@ -20,8 +20,8 @@ from ..steps.basics import chunk_pair, first_column_of, first_row_of, inlined, n
 
 
 def make(config):
-    """-> device functions, and the numbers and types of registers that a lane needs for operands. backward_wide.py has
-    the same, but for lanes, scores_product and put."""
+    """-> device functions, and the numbers and types of registers that a lane needs for operands. All but lanes,
+    scores_product and put are in backward_fp32_fp64.py, too."""
     groups, shift, strips = config.column_groups, config.column_groups.bit_length() - 1, config.strips
     part, blocks, half = config.part, config.part // 8, config.dtype == "float16"  # blocks of 8 columns of scores
     own_panel, other_panel = config.own_rows * 128, config.other_rows * 128  # bytes

@@ -1,4 +1,4 @@
-"""The parts of dQ from a block of keys. They let backward_wide_fused.py compute five products:
+"""The parts of dQ from a block of keys. They let backward_fused.py compute five products:
 
     dQ += dS K     with dS^T in shared memory, from which warps load it as rows of queries
 
@@ -29,7 +29,7 @@ from ..steps.basics import divide, first_column_of, first_row_of, inlined, named
 from ..steps.lse_delta import TURNS_AT
 from ..steps.sequence import query_row, unpacked
 from . import products_float64, shared_weights
-from .backward_wide import View
+from .backward_fp32_fp64 import View
 
 # Named barriers behind those of `meet` in backward_fused_tile.py: of all warps that compute; of these and the carrier,
 # when the part is there.

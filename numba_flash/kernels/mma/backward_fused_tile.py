@@ -1,4 +1,4 @@
-"""What a warp computes of a tile of scores in backward_wide_fused.py."""
+"""What a warp computes of a tile of scores in backward_fused.py."""
 
 from collections import namedtuple
 
@@ -10,7 +10,7 @@ from ..score.stage import FragmentAt
 from ..steps import lse_delta
 from ..steps.basics import first_column_of, first_row_of, inlined, key_queries, lane_and_warp, named
 from . import products_float64, shared_weights
-from .backward_wide import View
+from .backward_fp32_fp64 import View
 
 # What a warp holds of S^T or dP^T, of dK and dV, and of operands. Shapes are in the kernel.
 Registers = namedtuple("Registers", "acc acc_dk acc_dv own_frag other_frag p_frag")

@@ -232,7 +232,7 @@ def make(config):
             products.issue_s(base, acc_s, a_desc, int32(n + 1), FALSE)
             if loop.early:
                 i, member = loop.following(base, i, member, limit, states, arrays, strides)
-                i = int32(i)  # a tile after the last one is -1 in 64 bits
+                i = int32(i)  # 64 bits without states of tiles
                 asks = ahead(base, i, member, tile, arrays, strides, sizes)
             finish_sums(base, n, acc_a, acc_b, elected)
             n = int32(n + 1)

@@ -26,7 +26,7 @@ from ..recompute import keys as recompute
 from ..steps import async_tiles, block_state, lse_delta, sequence as sequences
 from ..steps.basics import divide, inlined
 from ..steps.sequence import key_row, lse_row, query_range, query_row
-from . import backward_dq_parts, backward_fused_tile, backward_wide, shared_scores
+from . import backward_dq_parts, backward_fp32_fp64, backward_fused_tile, shared_scores
 from .backward_dq_parts import WORKERS, Walk
 from .backward_fused_tile import Registers
 
@@ -52,7 +52,7 @@ def make(config):
         return int32(cluster.rank() * padded) if paired else int32(0)
 
     dims = config.head_dim, config.head_dim_v
-    store_dk, store_dv = (backward_wide.storer(config, columns, padded, own_column) for columns in dims)
+    store_dk, store_dv = (backward_fp32_fp64.storer(config, columns, padded, own_column) for columns in dims)
 
     @inlined
     def meet_all():
@@ -162,7 +162,7 @@ def make(config):
             cuda.syncthreads()
 
     @cuda.jit
-    def flash_attention_mma_wide_fused(arrays, strides, sizes, score):
+    def flash_attention_mma_fused(arrays, strides, sizes, score):
         thread = special.thread_index()
         k_smem = shared.address(cuda.shared.array(0, uint8))  # (tile_n, head_dim_padded)
         state = k_smem + int32(plan.state)
@@ -228,4 +228,4 @@ def make(config):
         if nonfinite != 0:
             recompute_keys(nonfinite, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score)
 
-    return flash_attention_mma_wide_fused
+    return flash_attention_mma_fused

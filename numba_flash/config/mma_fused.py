@@ -9,7 +9,7 @@ from .forward import AnyProblem, Config, check, layout, one_of, tile_bytes
 
 
 @dataclass(frozen=True)
-class WideFusedConfig(MmaBackwardConfig):
+class MmaFusedConfig(MmaBackwardConfig):
     """A block owns tile_n keys, walks over tiles of tile_m queries, and computes dK, dV and its parts of dQ.
 
     Two warps own the same keys: one computes S of them, the other dP, and each sums up half of the columns of dK and
@@ -24,8 +24,8 @@ class WideFusedConfig(MmaBackwardConfig):
     column_groups: int = 2
     blocks: int = 1
 
-    kernel = "mma_wide_fused"
-    module = "mma.backward_wide_fused"
+    kernel = "mma_fused"
+    module = "mma.backward_fused"
     takes = abi.backward("dq dk dv", abi.ROWS).plus("turns")
     of_keys = True
     of_p = True  # type: ignore[assignment]
@@ -118,8 +118,8 @@ class WideFusedConfig(MmaBackwardConfig):
 
 
 @dataclass(frozen=True)
-class WideDqFinishConfig(Config):
-    """Of mma_dq_finish; tiles as in the WideFusedConfig whose parts it finishes."""
+class MmaDqFinishConfig(Config):
+    """Of mma_dq_finish; tiles as in the MmaFusedConfig whose parts it finishes."""
 
     kernel = "mma_dq_finish"
     module = "mma.backward_dq_finish"
