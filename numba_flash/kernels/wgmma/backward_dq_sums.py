@@ -14,7 +14,7 @@ from numba import float32, int32, int64, uint32
 from ...ptx import bar, fence, ld_st, local, memory, special, tma, vote
 from ..recompute import queries as recompute
 from ..steps import elements, gradient_rows, tile_numbers
-from ..steps.basics import TRUE, divide, inlined, parts_before
+from ..steps.basics import divide, inlined, parts_before
 from ..steps.lse_delta import TURNS_AT
 from ..steps.sequence import QueryTile, query_row
 from . import backward_dq_alone, block, pipeline
@@ -123,28 +123,33 @@ def to_sums(config, tiles):
 
     @inlined
     def add_dq(base, me, arrays, strides, sizes, score):
-        """One thread: add_dq_of_tile for one tile after the other. Of packed sequences a warp, because it writes dQ
-        where all keys are one tile."""
-        w, n, acts = int32(0), int32(0), block.elected() if alone else TRUE
+        """One thread: add_dq_of_tile for one tile after the other."""
+        w, n = int32(0), int32(0)
+        while tiles.has_tile(base, w):
+            n = add_dq_of_tile(base, tiles.state_of(base, w), n, me, arrays, sizes)
+            tiles.leave(base, w)
+            w = int32(w + 1)
+        wait_added()
+
+    @inlined
+    def add_or_write_dq(base, me, arrays, strides, sizes, score):
+        """A warp: the same, or write_alone."""
+        w, n, first_lane = int32(0), int32(0), block.elected()
         while tiles.has_tile(base, w):
             own = tiles.state_of(base, w)
-            if alone:
-                count = int32(word_alone(own, MEMBERS) * (word_alone(own, STOP) - word_alone(own, BEGIN)))
-                if word_alone(own, KEYS) <= tile_n:
-                    write_alone(base, own, n, me, arrays, strides, sizes, score)
-                elif acts:
-                    add_dq_of_tile(base, own, n, me, arrays, sizes)
-                n = int32(n + count)
-                bar.warp_sync()
-            else:
-                n = add_dq_of_tile(base, own, n, me, arrays, sizes)
-            if acts:
+            count = int32(word_alone(own, MEMBERS) * (word_alone(own, STOP) - word_alone(own, BEGIN)))
+            if word_alone(own, KEYS) <= tile_n:
+                write_alone(base, own, n, me, arrays, strides, sizes, score)
+            elif first_lane:
+                add_dq_of_tile(base, own, n, me, arrays, sizes)
+            bar.warp_sync()
+            if first_lane:
                 tiles.leave(base, w)
-            w = int32(w + 1)
-        if acts:
+            n, w = int32(n + count), int32(w + 1)
+        if first_lane:
             wait_added()
 
-    return add_dq
+    return add_or_write_dq if alone else add_dq
 
 
 def nonfinite_finder(config):
