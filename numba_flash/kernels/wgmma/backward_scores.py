@@ -94,10 +94,10 @@ def gradients(config, inside, hidden_by_p=False):
                         ds[x] = acc_s[at] * factor
                         if owes:
                             aux.add_same(tile.run, tile.daux[at], factor)
-                        if not inside and (acc_s[at] == 0 if hidden_by_p else not is_set(tile.mask_bits, r, n, x)):
-                            ds[x] = float32(0)  # dP may be NaN there
                         if of_p:
                             p[x] = acc_s[at] if counts else float32(0)
+                        if not inside and (acc_s[at] == 0 if hidden_by_p else not is_set(tile.mask_bits, r, n, x)):
+                            ds[x] = float32(0)  # dP may be NaN there
                     if of_p:
                         tile.p_frag[2 * n + r] = pack(p[0], p[1])
                     tile.ds_frag[2 * n + r] = pack(ds[0], ds[1])
