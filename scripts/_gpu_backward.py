@@ -216,7 +216,7 @@ def can_be_one_kernel(kernel, case):
     used = [option for option in OPTIONS if option.name in case.options]
     if kernel == "mma":
         return str(case.q.dtype) in ("float32", "float64") and not any(option.per_score for option in used)
-    two = any(option.per_score or option.name in ("softcap", "alibi_slopes") for option in used)
+    two = any(option.function or option.name in ("softcap", "alibi_slopes") for option in used)
     return max(case.q.shape[3], case.v.shape[3]) <= 128 and not two
 
 
@@ -298,17 +298,26 @@ def check_repeats(kernel, options, tools):
     repeats, dtype = 10 if options.small else 1000, "float16" if rungs.RUNGS[kernel].tensor_cores else "float32"
     busy, big = cp.cuda.Stream(non_blocking=True), cp.ones((2048, 2048), cp.float32)
     g = np.random.default_rng(5)
-    for dim, causal in ((64, True), (128, False), (128, True)) if dtype == "float16" else ((64, True),):
-        shapes = ((8, 700), (2, 900), (2, 900))
+    long, short = ((8, 700), (2, 900)), ((32, 200), (32, 304))  # short: wgmma's blocks have all keys of heads
+    cases = [(64, True, False, long), (128, False, False, long), (128, True, False, long)]
+    cases += [(64, False, True, short), (64, True, True, long), (128, True, True, short)]
+    for dim, causal, biased, (queries, keys) in cases if dtype == "float16" else cases[:1]:
+        shapes = queries, keys, keys
         q, k, v = (cp.asarray(g.standard_normal((2, *shape, dim)).astype(dtype)) for shape in shapes)
         do = cp.asarray(g.standard_normal(q.shape).astype(dtype))
-        o, lse = numba_flash.attention(q, k, v, causal=causal, kernel=kernel, return_lse=True)
+        options, wanted = dict(causal=causal, kernel=kernel), ("dq", "dk", "dv", *["dbias"] * biased)
+        if biased:  # of all batch entries; TMA can load its rows, or they are copied first
+            columns = keys[1] - 3 * causal
+            options["bias"] = cp.asarray(g.standard_normal((queries[0], queries[1], columns)).astype(dtype))
+            k, v = k[:, :, :columns], v[:, :, :columns]
+        o, lse = numba_flash.attention(q, k, v, **options, return_lse=True)
         first = None
         for number in range(repeats):
             if number % 7 == 0:
                 with busy:
                     big @ big
-            made = numba_flash.attention_backward(do, q, k, v, o, lse, causal=causal, kernel=kernel)[:3]
+            made = numba_flash.attention_backward(do, q, k, v, o, lse, wanted=wanted, **options)
+            made = [x for x in arrays_of(made) if x is not None]
             first = first or made
             assert all(bool((x == y).all()) for x, y in zip(first, made, strict=True)), f"repeat {number}: other bits"
     return f"{repeats} times each"

@@ -1,9 +1,11 @@
-"""gpu_check on packed sequences: random ragged problems with gradients, wrong ends, and a graph with other lengths."""
+"""gpu_check on packed sequences: random ragged problems with gradients, many sequences again and again, wrong ends, and
+a graph with other lengths."""
 
 import itertools
 
 import numpy as np
 from _gpu import Ahead, compile_ahead
+from _gpu_backward import Guarded
 
 import numba_flash
 from numba_flash.select import rungs
@@ -67,23 +69,69 @@ def same(one, other):
     )
 
 
+MANY = (  # dtype, head_dim, causal, the longest: of up to 128 keys wgmma's backward has a form of its own
+    ("float16", 64, True, 500), ("float16", 64, True, 128), ("bfloat16", 128, False, 500), ("bfloat16", 128, True, 128),
+    ("float32", 64, True, 500),
+)  # fmt: skip
+
+
+def many(dtype, head_dim, causal, longest):
+    """Many more sequences than a warp looks at together, in turn short ones, long ones and ones without rows. Rows of
+    none, NaN, are in front of them, and thousands behind."""
+    g = np.random.default_rng(head_dim + longest)
+    lengths = g.choice((0, 0, 0, 0, 0, 1, 3, 20, 129), (2, 150)).clip(max=longest)
+    lengths[:, 40:110] = 0
+    lengths[0, [5, 75, 140]] = lengths[1, [6, 75, 140]] = longest
+    of_q, of_k = (np.cumsum([11, *each]).astype(np.int32) for each in lengths)
+    q, k, v = (
+        g.standard_normal((of[-1] + 3000, heads, head_dim)).astype(dtype)
+        for of, heads in ((of_q, 2), (of_k, 1), (of_k, 1))
+    )
+    bounds = dict(max_seqlen_q=longest, max_seqlen_k=longest)
+    case = packs.PackedCase(q, k, v, of_q, of_k, dict(causal=causal) | bounds)
+    q[case.outside("q")], k[case.outside("k")], v[case.outside("k")] = np.nan, np.nan, np.nan
+    return case
+
+
 def check(kernel, options, tools):
-    cases = cases_of(kernel, options.small, tools.takes)
-    compile_ahead(itertools.chain.from_iterable(configs_of(case, kernel, tools.on_gpu) for case in cases.values()))
+    cases, groups = cases_of(kernel, options.small, tools.takes), (("float32", 16, True, 500),)
+    if rungs.RUNGS[kernel].tensor_cores:
+        groups = [group for group in MANY if tools.takes(kernel, group[0])][:: 3 if options.small else 1]
+    of_many = {f"{kernel}, many sequences, {group}": many(*group) for group in groups}
+    every = (cases | of_many).values()
+    compile_ahead(itertools.chain.from_iterable(configs_of(case, kernel, tools.on_gpu) for case in every))
     if Ahead.only:
         return Ahead.note
     for name, case in cases.items():
-        given, (do, dlse) = case.arguments(tools.on_gpu), packs.outer_packed(case)
-        found = results(given, kernel, tools.on_gpu(do), tools.on_gpu(dlse))
-        assert same(found, results(given, kernel, tools.on_gpu(do), tools.on_gpu(dlse))), f"{name}: other bits"
-        o, lse, *gradients = found
-        packs.check_packed(case, o, lse, name)
-        if gradients:
-            made = numba_flash.AttentionGradients(*gradients)
-            packs.check_packed_gradients(case, made, do, o, lse, dlse, name)
+        found, do, dlse = check_repeats(name, case, kernel, 2, tools.on_gpu)
         check_alone(name, case, kernel, found, do, dlse, tools.on_gpu)
-    wrong = check_wrong_ends(kernel)
-    return f"{len(cases)} problems, each twice, and each sequence alone; {wrong}; {check_graph(kernel)}"
+    repeats = 5 if options.small else 100
+    for name, case in of_many.items():
+        check_repeats(name, case, kernel, repeats, tools.on_gpu)
+    own = f"{len(cases)} problems, each twice, and each sequence alone; {len(of_many)} of 150 sequences {repeats} times"
+    return f"{own}; {check_wrong_ends(kernel)}; {check_graph(kernel)}"
+
+
+def check_repeats(name, case, kernel, repeats, on_gpu):
+    """Against the oracle, and the same bits beside a stream that keeps the GPU busy now and then. -> the results, and
+    do and dlse that were given."""
+    import cupy as cp
+
+    busy, big = cp.cuda.Stream(non_blocking=True), cp.ones((2048, 2048), cp.float32)
+    given, (do, dlse) = case.arguments(on_gpu), packs.outer_packed(case)
+    moved, found = [on_gpu(x) for x in (do, dlse)], None
+    for number in range(repeats):
+        if number % 7 == 6:
+            with busy:
+                big @ big
+        again = results(given, kernel, *moved)
+        found = found or again
+        assert same(found, again), f"{name}: other bits in repeat {number}"
+    o, lse, *gradients = found
+    packs.check_packed(case, o, lse, name)
+    if gradients:
+        packs.check_packed_gradients(case, numba_flash.AttentionGradients(*gradients), do, o, lse, dlse, name)
+    return found, do, dlse
 
 
 def check_alone(name, case, kernel, found, do, dlse, on_gpu):
@@ -110,13 +158,19 @@ def check_wrong_ends(kernel):
     memory = cp.full(2 * band + total * heads * dim, np.nan, dtype)
     out = memory[band : band + total * heads * dim].reshape(total, heads, dim)
     ends = dict(cu_seqlens_q=of_q, cu_seqlens_k=of_k)
-    o, lse = numba_flash.attention_varlen(**given, **ends, out=out, return_lse=True, kernel=kernel)
-    assert bool(cp.isnan(memory[:band]).all() and cp.isnan(memory[band + out.size :]).all()), "written outside"
-    assert bool(cp.isfinite(out).all()), "a row was not written"
-    if rungs.RUNGS[kernel].has_backward:
-        made = numba_flash.attention_varlen_backward(out, **given, o=out, lse=lse, **ends, kernel=kernel)
-        cp.cuda.Device().synchronize()
-        assert all(bool(cp.isfinite(x).all()) for x in made[:3]), "a gradient was not written"
+    for most in (None, 200, 128):  # with the last wgmma's backward does not put ends in order
+        out.fill(np.nan)
+        call = given | ends | dict(max_seqlen_q=most, max_seqlen_k=most, kernel=kernel)
+        o, lse = numba_flash.attention_varlen(**call, out=out, return_lse=True)
+        assert bool(cp.isnan(memory[:band]).all() and cp.isnan(memory[band + out.size :]).all()), "written outside"
+        assert bool(cp.isfinite(out).all()), "a row was not written"
+        if rungs.RUNGS[kernel].has_backward:
+            guarded = Guarded()
+            with cp.cuda.using_allocator(guarded):
+                made = numba_flash.attention_varlen_backward(out, **call, o=out, lse=lse)
+                cp.cuda.Device().synchronize()
+                assert all(bool(cp.isfinite(x).all()) for x in made[:3]), "a gradient was not written"
+            guarded.check()
     return "wrong ends are clamped"
 
 
@@ -135,7 +189,13 @@ def check_graph(kernel):
         stream.begin_capture()
         numba_flash.attention_varlen(q, k, v, ends, **call)
         graph = stream.end_capture()
-    for lengths in ([0, 3, 200], [20, 20, 21], [0, 0, 0]):
+    for lengths in (
+        [0, 3, 200],
+        [0, 0, 0],
+        [20, 20, 21],
+        [7, 7, 7],
+        [0, 100, 200],
+    ):  # the counters are 0 behind none, too
         ends[...] = cp.asarray(np.array(lengths, np.int32))
         cp.cuda.Device().synchronize()
         out.fill(7)

@@ -116,8 +116,7 @@ def attention_kvcache(
         return dispatch.run(call)
     except arrays.NeedsBridge as recorded:
         raise NotImplementedError(
-            f"attention_kvcache has no gradients and is not traced ({recorded}): call it under torch.no_grad(), or "
-            "use attention with seqlens_k="
+            f"attention_kvcache has no gradients and is not traced: {recorded}; or use attention with seqlens_k="
         ) from None
 
 

@@ -125,6 +125,8 @@ class _Asked:
         self.heads = 1 if self.heads_at is None else q.shape[self.heads_at]
         if tuple(lse.shape) != self._lse_shape():
             raise ValueError(f"lse must have shape {self._lse_shape()}, as of attention, not {tuple(lse.shape)}")
+        if "bias" in self.options:
+            self._check_bias(self.options["bias"])
         if blocks is not None:
             shape = dict(heads=self.heads, seqlen_q=self.seqlen_q, seqlen_k=self.seqlen_k)
             blocks.check(SimpleNamespace(batch=math.prod(q.shape[:-3]), **shape))
@@ -137,6 +139,16 @@ class _Asked:
             raise TypeError(
                 f"all arrays must be of one kind, but {name} is {type(x).__name__} beside q, {type(q).__name__}"
             )
+
+    def _check_bias(self, bias: Any) -> None:
+        """As `attention` does: here it is widened, whatever it is."""
+        dtype, of_q = (arrays.read(name, x).layout.dtype for name, x in (("bias", bias), ("q", self.q)))
+        if dtype not in ("float32", of_q):
+            raise TypeError(f"bias must be float32 or q's dtype, {of_q}, not {dtype}")
+        scores = (*self._lse_shape(), self.seqlen_k)
+        extents = zip(reversed(bias.shape), reversed(scores), strict=False)
+        if bias.ndim > len(scores) or any(have not in (1, want) for have, want in extents):
+            raise ValueError(f"bias must be broadcastable to the scores, {scores}, not shape {tuple(bias.shape)}")
 
     def _lse_shape(self) -> tuple[int, ...]:
         own = (self.seqlen_q,) if self.heads_at is None else (self.heads, self.seqlen_q)
@@ -202,13 +214,13 @@ class _Asked:
             )
         if not every and self.functions():
             raise NotImplementedError("heads: functions are told h; leave heads out, and cut the result")
-        q, k = _taken(self.q, self.rows_at, rows), self.k
+        q, k = _part(self.q, self.rows_at, rows), self.k
         lse = self.lse[..., rows.start : rows.stop]
         if len(rows) < self.seqlen_q:
             options["q_offset"] = self._offset() + rows.start
             options |= {name: _taken(x, -2, rows) for name in OF_PAIRS if (x := options.get(name)) is not None}
         if not every and self.heads_at is not None:
-            q, k = _taken(q, self.heads_at, heads), _taken(k, self.heads_at, self._of_kv(heads))
+            q, k = _part(q, self.heads_at, heads), _part(k, self.heads_at, self._of_kv(heads))
             lse = lse[..., heads.start : heads.stop, :]
             options |= {name: _taken(x, -3, heads) for name in OF_PAIRS if (x := options.get(name)) is not None}
             options |= {name: _taken(x, -1, heads) for name in OF_HEADS if (x := options.get(name)) is not None}
@@ -245,9 +257,12 @@ def _range(name: str, given: Any, extent: int) -> range:
 
 
 def _taken(x: Any, axis: int, part: range) -> Any:
-    """Some of an axis that is counted from the end; all of one that is not there or broadcast."""
-    if x.ndim < -axis or x.shape[axis] == 1:
-        return x
+    """Some of an option's axis; all of one that is not there or broadcast."""
+    return x if x.ndim < -axis or x.shape[axis] == 1 else _part(x, axis, part)
+
+
+def _part(x: Any, axis: int, part: range) -> Any:
+    """Some of an axis that is counted from the end."""
     return x[(..., slice(part.start, part.stop), *(slice(None),) * (-axis - 1))]
 
 

@@ -111,7 +111,12 @@ def run(call: Call) -> Any:
         if name in operands:
             operands[name] = reverse_only(operands[name])
     try:
-        o, lse = _attention(known, operands)
+        try:
+            o, lse = _attention(known, operands)
+        except NotImplementedError as error:  # jax.shard_map without jax.jit has no symbolic_zeros
+            if "shard_map" not in str(error):
+                raise
+            o, lse = jax.jit(_attention, static_argnums=0)(known, operands)
     except TypeError as error:  # jax.jit(jax.jacfwd) comes here: mapped tangents are refused by JAX when it traces
         if "forward-mode" not in str(error):
             raise

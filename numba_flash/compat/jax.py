@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from ..api import forward as api
@@ -59,7 +60,7 @@ def dot_product_attention(
         raise ValueError(f"implementation must be None, not {implementation!r}: this is numba_flash's")
     for name, value_of in (("is_causal", is_causal), ("return_residual", return_residual)):
         check_bool(name, value_of)
-    arrays = [jnp.asarray(x) for x in (query, key, value)]
+    arrays = [_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
     without_batch = arrays[0].ndim == 3
     if without_batch:
         arrays = [x[None] for x in arrays]
@@ -86,6 +87,12 @@ def dot_product_attention(
         return o
     lse = lax.stop_gradient(jnp.swapaxes(lse, 1, 2)).astype(arrays[1].dtype)
     return o, lse[0] if without_batch else lse
+
+
+def _array(name: str, x: Any) -> Array:
+    if len(np.shape(x)) not in (3, 4):
+        raise ValueError(f"{name} must have 3 or 4 dimensions ([batch,] seqlen, heads, head_dim), not {described(x)}")
+    return jnp.asarray(x)
 
 
 def _up_to(lengths: Any, o: Array) -> Array:

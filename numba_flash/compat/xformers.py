@@ -4,6 +4,7 @@ xFormers' own masks are taken too: they are known by the names of their classes.
 """
 
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +39,8 @@ class BlockDiagonalMask:
     @staticmethod
     def from_seqlens(q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None) -> "BlockDiagonalMask":
         """kv_seqlen: None = q_seqlen."""
-        lengths = tuple(q_seqlen), tuple(q_seqlen if kv_seqlen is None else kv_seqlen)
+        of_q = _lengths("q_seqlen", q_seqlen)
+        lengths = of_q, of_q if kv_seqlen is None else _lengths("kv_seqlen", kv_seqlen)
         if len(lengths[0]) != len(lengths[1]):
             raise ValueError(f"kv_seqlen must have {len(lengths[0])} lengths, as q_seqlen has, not {len(lengths[1])}")
         return BlockDiagonalMask(*lengths)
@@ -58,7 +60,19 @@ class BlockDiagonalMask:
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         """The opposite of from_tensor_list."""
+        if tensor.shape[1] != sum(self.q_lengths):
+            raise ValueError(f"tensor must have {sum(self.q_lengths)} rows, not {tensor.shape[1]}")
         return list(tensor.split(list(self.q_lengths), 1))
+
+
+def _lengths(name: str, given: Sequence[int]) -> tuple[int, ...]:
+    try:
+        lengths = tuple(operator.index(length) for length in given)
+    except TypeError:
+        raise TypeError(f"{name} must have whole numbers, not {given!r}") from None
+    if min(lengths, default=0) < 0:
+        raise ValueError(f"{name} must have numbers from 0, not {given!r}")
+    return lengths
 
 
 CAUSAL = dict(LowerTriangularMask="top-left", LowerTriangularFromBottomRightMask="bottom-right")
@@ -96,6 +110,9 @@ def memory_efficient_attention(
     p = probability("p", p)
     more: dict[str, Any] = dict(dropout_p=p, seed=drawn_seed()) if p else {}
     more["scale"] = None if scale is None else number("scale", scale)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch tensor, not {type(x).__name__}")
     heads = query.shape[2:-1]
     q, k, v = (_with_heads(name, x, query) for name, x in (("query", query), ("key", key), ("value", value)))
     try:

@@ -35,7 +35,6 @@ class DecodeConfig(TensorConfig):
     CHUNK: ClassVar[int] = 256  # keys of a leaf of the tree; the bits follow from it, from tile_n and from key_warps
     STAGE_BYTES: ClassVar[dict[str, int]] = dict(float32=32 * 1024)  # at most, if not 64 KB
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
-    column_groups: ClassVar[int] = 1  # as of MmaConfig
 
     kernel = "decode"
     module = "mma.decode"
@@ -97,7 +96,7 @@ class DecodeConfig(TensorConfig):
         return p.batch * p.heads_kv if self.members > 1 else 0
 
     @property
-    def columns_step(self) -> int:
+    def columns_step(self) -> int:  # type: ignore[override]
         """Each key warp has its part of the columns of what they join; products of more than 16 bits take whole
         panels."""
         return max(8 * self.key_warps, 128 // self.item_size if self.item_size > 2 else 16)
@@ -130,16 +129,14 @@ class DecodeConfig(TensorConfig):
         return next(n for n in (4, 2, 1) if n == 1 or n <= self.key_warps and n * part <= self.stage_bytes)
 
     def shared_layout(self) -> Any:
-        """Where Q, the ring of tiles, the places of their rows, the key warps' m and l, what warps tell each other and
-        the end are."""
         return layout(
             q=tile_bytes(self.tile_m, self.head_dim_padded, self.item_size),
             ring=self.stages * self.stage_bytes,
-            places=self.stages * 2 * self.keys * 8,
-            states=self.key_warps * self.tile_m * 2 * self.number_size,
+            places=self.stages * 2 * self.keys * 8,  # where rows of K and V lie
+            states=self.key_warps * self.tile_m * 2 * self.number_size,  # m and l of key warps
             flags=self.ROW_STATE_BYTES * self.tile_m,
             stack=self.stack_levels * self.shared_stack[1],
-            last=max(16, 4 * self.members),
+            last=max(16, 4 * self.members),  # what warps tell each other
         )
 
     def grid(self, problem: Any) -> int:

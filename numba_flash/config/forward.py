@@ -37,11 +37,6 @@ def tile_bytes(rows: int, columns: int, item_size: int = 2) -> int:
     return rows * 128 * -(-columns * item_size // 128)
 
 
-def panel_of_bias(tile_n: int) -> int:
-    """The keys of a panel of a bias that TMA loads, for tiles of tile_n keys."""
-    return next(keys for keys in (64, 32, 16) if tile_n % keys == 0)
-
-
 def places(**starts: int) -> Any:
     """A NamedTuple of these numbers, which a kernel reads as constants."""
     return _type(tuple(starts))(**starts)
@@ -341,12 +336,14 @@ class TensorConfig(Config):
 
     takes = abi.forward()
     reads_states = True
-    splits_columns: ClassVar[bool] = False  # this and the next: as of MmaConfig, for products
+    widest: ClassVar[int] = 256  # columns of O that a block keeps in registers
+    columns_step: ClassVar[int] = 16  # of which O has a multiple
+    column_groups: ClassVar[int] = 1  # this and the next two: as of MmaConfig, for products
+    splits_columns: ClassVar[bool] = False
     exchange_at: ClassVar[int] = 0
     scalar_loads: ClassVar[bool] = False  # these three: kernels/mma/products_float64.py
     columns_in_order: ClassVar[bool] = False
     odd_rows_first: ClassVar[bool] = False
-    MAX_RESCALE_THRESHOLD: ClassVar[int] = 12  # 2^12 is far from float16's largest number, 65504
     ROW_STATE_BYTES: ClassVar[int] = 4  # for a row of O that waits in shared memory: is it finite
 
     def _check(self, rows_step: int, keys_step: int) -> None:
@@ -355,7 +352,7 @@ class TensorConfig(Config):
         multiple_of("tile_n", self.tile_n, keys_step)
         fits = self.group_size >= 1 and self.tile_m % self.group_size == 0
         check(fits, f"group_size must divide tile_m = {self.tile_m}, but is {self.group_size}")
-        named, most = ", ".join(name for name, _ in self.uses), self.MAX_RESCALE_THRESHOLD
+        named, most = ", ".join(name for name, _ in self.uses), 12  # 2^12 is far from float16's largest number, 65504
         finished = self.scores_finished or not changes_scores(self.uses)
         check(finished, f"{named}: options that change scores need scores_finished=True")
         self._check_options()
@@ -363,18 +360,9 @@ class TensorConfig(Config):
         check(within, f"rescale_threshold must be 0 to {most}, not {self.rescale_threshold}: P may be held in 16 bits")
 
     @property
-    def widest(self) -> int:
-        """Columns of O that a block keeps in registers."""
-        return 256
-
-    @property
     def v_parts(self) -> int:  # type: ignore[override]
         """Blocks that share one tile's columns of O, each computing the scores anew: registers end at `widest`."""
         return -(-self.head_dim_v // self.widest)
-
-    @property
-    def columns_step(self) -> int:
-        return 16
 
     @property
     def head_dim_v_padded(self) -> int:
@@ -385,7 +373,7 @@ class TensorConfig(Config):
     @property
     def group_columns(self) -> int:
         """Columns of O that a warp has."""
-        return self.head_dim_v_padded
+        return self.head_dim_v_padded // self.column_groups
 
     def grid(self, problem: AnyProblem) -> int:
         return super().grid(problem) * self.v_parts

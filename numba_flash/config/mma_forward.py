@@ -21,7 +21,7 @@ class MmaConfig(TensorConfig):
 
     warp_rows: int = 16
     q_registers: bool = False
-    column_groups: int = 1
+    column_groups: int = 1  # type: ignore[misc]
     large_f64: bool = False
     copy_bytes: int = 16
     only_tile: bool = False
@@ -52,12 +52,12 @@ class MmaConfig(TensorConfig):
         return self.dtype == "float64" and not self.large_f64 or self.dtype == "float32" and self.head_dim <= 128
 
     @property
-    def widest(self) -> int:
+    def widest(self) -> int:  # type: ignore[override]
         """float64 takes two registers."""
         return 128 * self.column_groups if self.dtype == "float64" else 256
 
     @property
-    def columns_step(self) -> int:
+    def columns_step(self) -> int:  # type: ignore[override]
         """Elements of more than 16 bits are taken by whole panels, by each group of columns."""
         return 16 if self.item_size == 2 else 128 // self.item_size * self.column_groups
 
@@ -67,14 +67,8 @@ class MmaConfig(TensorConfig):
         20 to 27 % in float64."""
         return self.dtype == "float64" and self.column_groups > 1
 
-    @property
-    def group_columns(self) -> int:
-        return self.head_dim_v_padded // self.column_groups
-
     def shared_layout(self) -> Any:
-        """Where Q, K, V, the states of O's rows, that of the tile, scores that warps exchange and the end are.
-
-        O of 16 bits takes Q's place and may reach into K's, which is no longer needed then; of more bits it goes
+        """O of 16 bits takes Q's place and may reach into K's, which is no longer needed then; of more bits it goes
         straight to global memory.
         """
         size = self.item_size

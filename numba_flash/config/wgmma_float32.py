@@ -1,9 +1,9 @@
 """Config of the Hopper forward in float32 (kernels/wgmma/forward_float32.py)."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from .forward import layout, one_of, tile_bytes
+from .forward import one_of
 from .wgmma_forward import WarpgroupsConfig, check_registers
 
 
@@ -15,18 +15,13 @@ class WgmmaFloat32Config(WarpgroupsConfig):
     the next K is made while P . V is computed, and the next V while S is.
     """
 
-    stages: int = 1
+    stages: int = 1  # type: ignore[misc]
     blocks_per_sm: int = 1
 
     DTYPES = ("float32",)
     kernel = "wgmma_float32"
     module = "wgmma.forward_float32"
-    PARTS: ClassVar[int] = 3
-    bias_stages: ClassVar[int] = 0  # a bias is read from global memory
-    q_buffers: ClassVar[int] = 1  # each consumer splits its own rows of Q
-    bias_bytes: ClassVar[int] = 0
-    bias_panel: ClassVar[int] = 16
-    parts: ClassVar[int] = 1  # a block has all keys of its queries
+    element_parts = 3
     KEYS: ClassVar[tuple[int, ...]] = (32, 64)  # whose weights are one sum: a longer one would drift
     # By consumers and keys: a tile of 32 keys is for many columns of O, and takes few registers on its way.
     REGISTERS: ClassVar[dict[tuple[int, int], tuple[int, int]]] = {
@@ -61,14 +56,3 @@ class WgmmaFloat32Config(WarpgroupsConfig):
     @property
     def head_dim_v_padded(self) -> int:
         return self.v_panels * self.v_columns
-
-    def shared_layout(self) -> Any:
-        """Where Q, the stages of K, those of V, the states of O's rows, barriers and work tiles, and the end are."""
-        return layout(
-            q=self.PARTS * tile_bytes(self.tile_m, self.head_dim_padded),
-            k=self.stages * self.PARTS * tile_bytes(self.tile_n, self.head_dim_padded),
-            v=self.stages * self.PARTS * self.tile_n * 128 * self.v_panels,
-            bias=0,
-            row_states=self.ROW_STATE_BYTES * self.tile_m,
-            barriers=112 + 32 * self.stages + 4 * 64,
-        )

@@ -6,16 +6,7 @@ from typing import Any, ClassVar
 from ..abi import parameters as abi
 from ..abi.tensor_maps import OperandMaps, TensorMap, bias_map, extents, map_of_rows
 from ..arrays.dtypes import ITEM_SIZE
-from .forward import (
-    AnyProblem,
-    LaunchFacts,
-    TensorConfig,
-    check,
-    layout,
-    one_of,
-    panel_of_bias,
-    tile_bytes,
-)
+from .forward import AnyProblem, LaunchFacts, TensorConfig, check, layout, one_of, tile_bytes
 
 
 def check_registers(registers: tuple[int, int], consumers: int) -> None:
@@ -54,14 +45,35 @@ class Warpgroups(LaunchFacts):
 
     @property
     def bias_panel(self) -> int:
-        return panel_of_bias(self.tile_n)
+        """The keys of a panel of a bias that TMA loads."""
+        return next(keys for keys in (64, 32, 16) if self.tile_n % keys == 0)
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class WarpgroupsConfig(Warpgroups, TensorConfig):
-    """Of a forward."""
+    """Of a forward. Elements of Q, K and V are in `element_parts` parts, each in 16 bits."""
 
     counted = persistent = True
+    element_parts: ClassVar[int] = 1
+    stages: ClassVar[int] = 2  # tiles of K and of V on their way or in use
+    q_buffers: ClassVar[int] = 1  # this and the next: as of WgmmaConfig
+    bias_stages: ClassVar[int] = 0
+    parts: ClassVar[int] = 1
+
+    @property
+    def bias_bytes(self) -> int:
+        """Of one stage of a consumer."""
+        return 2 * 64 * self.tile_n
+
+    def shared_layout(self) -> Any:
+        boxes, tiles = self.bias_stages * self.consumers, self.stages * self.element_parts
+        return layout(
+            q=self.q_buffers * self.element_parts * tile_bytes(self.tile_m, self.head_dim_padded),
+            k=tiles * tile_bytes(self.tile_n, self.head_dim_padded),
+            v=tiles * tile_bytes(self.tile_n, self.head_dim_v_padded),
+            bias=boxes * self.bias_bytes,
+            row_states=self.ROW_STATE_BYTES * self.tile_m,
+            barriers=112 + 32 * self.stages + 4 * 64 + 16 * boxes,  # and work tiles
+        )
 
 
 @dataclass(frozen=True)
@@ -74,15 +86,14 @@ class WgmmaConfig(WarpgroupsConfig):
     their sums.
     """
 
-    q_buffers: int = 2
+    q_buffers: int = 2  # type: ignore[misc]
     blocks_per_sm: int = 1
-    bias_stages: int = 0
-    parts: int = 1
+    bias_stages: int = 0  # type: ignore[misc]
+    parts: int = 1  # type: ignore[misc]
 
     kernel = "wgmma"
     module = "wgmma.forward"
     reads_mask_mod = clears_outside = True
-    stages: ClassVar[int] = 2  # tiles of K and of V on their way or in use
     MOST_KEYS: ClassVar[int] = 256
     PARTS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8, 16)
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
@@ -143,11 +154,6 @@ class WgmmaConfig(WarpgroupsConfig):
         return self.bias_stages > 0
 
     @property
-    def bias_bytes(self) -> int:
-        """Of one stage of a consumer."""
-        return 2 * 64 * self.tile_n
-
-    @property
     def o_in_q(self) -> bool:
         """Whether O goes to global memory by way of a buffer of Q, while the next Q is in the other one."""
         return self.q_buffers == 2 and self.head_dim_v_padded <= self.head_dim_padded
@@ -157,16 +163,3 @@ class WgmmaConfig(WarpgroupsConfig):
         registers = self.REGISTERS | (self.FINISHED_REGISTERS if self.scores_finished else {})
         registers |= self.MASK_REGISTERS if self.has("mask") or self.tile_states else {}
         return registers[self.consumers]
-
-    def shared_layout(self) -> Any:
-        """Where Q, the stages of K, those of V, those of the bias, the states of O's rows, barriers and work tiles, and
-        the end are."""
-        boxes = self.bias_stages * self.consumers
-        return layout(
-            q=self.q_buffers * tile_bytes(self.tile_m, self.head_dim_padded),
-            k=self.stages * tile_bytes(self.tile_n, self.head_dim_padded),
-            v=self.stages * tile_bytes(self.tile_n, self.head_dim_v_padded),
-            bias=boxes * self.bias_bytes,
-            row_states=self.ROW_STATE_BYTES * self.tile_m,
-            barriers=112 + 32 * self.stages + 4 * 64 + 16 * boxes,
-        )

@@ -33,8 +33,8 @@ class WgmmaJoinConfig(WgmmaConfig):
         return {}
 
     def shared_layout(self) -> Any:
-        """Of WgmmaConfig's layout what it uses: a place for O, the states of its rows, and a work tile."""
+        """As of WgmmaConfig, without tiles of K and V, and with one of Q only if O goes there."""
         own = super().shared_layout()
-        rows, barriers = own.barriers - own.row_states, own.end - own.barriers
         in_q = tile_bytes(self.tile_m, self.head_dim_padded) if self.o_in_q else 0
-        return layout(q=in_q, k=0, v=0, bias=0, row_states=rows, barriers=barriers)
+        states, barriers = own.barriers - own.row_states, own.end - own.barriers
+        return layout(q=in_q, k=0, v=0, bias=0, row_states=states, barriers=barriers)

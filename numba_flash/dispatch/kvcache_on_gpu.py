@@ -22,9 +22,7 @@ from ..problem.options import ARRAY_NAMES, OPTION_ARRAYS, Operands
 from ..problem.strides import element_strides
 from ..select import decode
 from ..select.around import prologue
-from ..select.forward import Choice, config_of, select
-from ..select.refusals import no_room
-from ..select.rungs import RUNGS
+from ..select.forward import Choice, config_of, refusal, select
 from . import forward
 from .call import Call
 from .launch import Launch, kernel_launch, sequence_of
@@ -91,8 +89,7 @@ def _attend(
 def _of_v2(p: Problem, kind: str, target: Target) -> PagedConfig:
     found = config_of("v2", p, target)
     if found is None:
-        needed = min(config.shared_bytes for config in RUNGS["v2"].candidates(p, target))
-        raise NotImplementedError(f"kernel='v2' cannot read these pages. {no_room(p, target, needed)}")
+        raise NotImplementedError(f"kernel='v2' cannot read these pages. {refusal('v2', p, target)}")
     return PagedConfig.of(found, kind)
 
 

@@ -174,14 +174,15 @@ class Options(NamedTuple):
             raise unexpected("attention", min(unknown))
         numbers = tuple([named.get(name) for name in NUMBERS])
         given = tuple([named.get(name) for name in OPTION_ARRAYS])
-        functions = (*[named.get(name) for name in FUNCTIONS], aux)
+        own = [named.get(name) for name in FUNCTIONS]
+        no_functions = all(x is None for x in own) and isinstance(aux, tuple) and not aux
         return Options(
             causal,
             window,
             q_offset,
             numbers,
             None if all(x is None for x in given) else given,
-            None if functions == NO_FUNCTIONS else functions,
+            None if no_functions else (*own, aux),
             layout,
             seed,
         )
@@ -194,7 +195,6 @@ class Options(NamedTuple):
 
 
 OPTION_ARRAYS = ARRAY_NAMES[:-1]  # without q_offset
-NO_FUNCTIONS = ((None,) * len(FUNCTIONS)) + ((),)
 _NAMED = (name for name in OPTION_ARRAYS if name not in PACKED_ARRAYS)
 OPTION_NAMES = ("causal", "window", "q_offset", *NUMBERS, *_NAMED, *FUNCTIONS, "aux", "layout", "seed")
 assert ARRAY_NAMES[-1] == "q_offset"

@@ -31,11 +31,19 @@ def select_backward(
     refuses = functools.partial(_refusal, problem=problem, target=target)
 
     def own(name: str) -> list[LaunchFacts]:
-        return [config for config in RUNGS[name].kernels(problem, target) if config.kernel.startswith(name)]
+        return [config for config in kernels_of(name, problem, target) if config.kernel.startswith(name)]
 
     first = kernel == "auto" and (one_key_tile(problem, target) or mma_is_sooner(problem.forward, target, refuses, own))
     name, refused = choose(kernel, target, refuses, first="mma" if first else "")
-    return BackwardChoice(name, RUNGS[name].kernels(problem, target), refused)
+    return BackwardChoice(name, kernels_of(name, problem, target), refused)
+
+
+def kernels_of(name: str, problem: BackwardProblem, target: Target) -> tuple[LaunchFacts, ...]:
+    """The Configs of a rung in the order of their launches; none on the host."""
+    from . import backward_kernels as of_rungs  # loads the class of every Config, each in a millisecond
+
+    of_rung = dict(v2=of_rungs.v2_configs, mma=of_rungs.mma_configs, wgmma=of_rungs.wgmma_configs)
+    return of_rung[name](problem, target) if name in of_rung else ()
 
 
 def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
@@ -50,7 +58,7 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
         return "it takes arrays on a GPU, and these are in host memory; copy them there first"
     if rung.tensor_cores and (reason := _not_on_tensor_cores(rung, problem, target)) is not None:
         return reason
-    needed = max((config.shared_bytes for config in rung.kernels(problem, target)), default=0)
+    needed = max((config.shared_bytes for config in kernels_of(name, problem, target)), default=0)
     return no_room(problem.forward, target, needed) if needed > target.shared_bytes else None
 
 
@@ -69,6 +77,6 @@ def _not_on_tensor_cores(rung: Rung, problem: BackwardProblem, target: Target) -
     reason = not_on_tensor_cores(rung, forward, target)
     if reason is None and forward.batch * forward.heads * forward.seqlen_q:
         reason = no_wide_rows("do", problem.do_strides, forward.head_dim_v, forward.dtype, rung.least_copy)
-        made = with_problems(rung.kernels(problem, target) if reason is None else (), problem)
+        made = with_problems(kernels_of(rung.name, problem, target) if reason is None else (), problem)
         reason = next((found for config, own in made if (found := no_tma(config, own)) is not None), reason)
     return reason

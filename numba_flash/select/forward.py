@@ -4,17 +4,20 @@ Nothing here uses CUDA or Numba, so every choice can be tested for GPUs that thi
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ..config.forward import Config
 from ..machine.target import Target
 from ..problem.forward import Problem
 from .cost_model import FLOAT32, microseconds
-from .forward_kernels import few_queries, short
+from .forward_kernels import few_queries, mma, short, v1, v2, wgmma, with_fastest_rows
 from .refusals import no_copies, no_room, no_tensor_cores, no_tma, not_here, too_wide
 from .rungs import RUNGS, Rung, check_request, choose
 from .tiles import TABLES, rows_of
+
+# The Configs of each rung on a GPU, the best first; the last needs the least shared memory.
+CANDIDATES: dict[str, Callable[[Problem, Target], Iterator[Config]]] = dict(v1=v1, v2=v2, mma=mma, wgmma=wgmma)
 
 
 class Choice(NamedTuple):
@@ -35,7 +38,7 @@ def select(problem: Problem, target: Target, kernel: str, family: str = "numpy",
     refuses = functools.partial(refusal, problem=problem, target=target)
 
     def own(name: str) -> list[Config | None]:
-        return [_fitting(RUNGS[name], problem, target)]
+        return [_fitting(name, problem, target)]
 
     in_small_tiles = short(problem, target) or few_queries(problem, target) is not None
     first = kernel == "auto" and (in_small_tiles or mma_is_sooner(problem, target, refuses, own))
@@ -53,8 +56,8 @@ def refusal(name: str, problem: Problem, target: Target) -> str | None:
         return reason
     if rung.tensor_cores:
         reason = not_on_tensor_cores(rung, problem, target)
-    if reason is None and _fitting(rung, problem, target) is None:
-        return no_room(problem, target, min(config.shared_bytes for config in rung.candidates(problem, target)))
+    if reason is None and _fitting(name, problem, target) is None:
+        return no_room(problem, target, min(config.shared_bytes for config in CANDIDATES[name](problem, target)))
     return reason
 
 
@@ -63,20 +66,20 @@ def not_on_tensor_cores(rung: Rung, problem: Problem, target: Target) -> str | N
     reason = no_tensor_cores(rung, problem, target)
     if reason is not None:
         return reason
-    widest = max(row.when.head_dim for row in rows_of(TABLES, rung.table, problem.dtype, target))
+    widest = max(row.when.head_dim for row in rows_of(TABLES, rung.name, problem.dtype, target))
     reason = too_wide(problem, widest) or no_copies(problem, rung.least_copy, "q, k, v or out")
     if reason is None and problem.batch * problem.heads * problem.seqlen_q:
-        return no_tma(next(rung.candidates(problem, target)), problem)
+        return no_tma(next(CANDIDATES[rung.name](problem, target)), problem)
     return reason
 
 
 def config_of(name: str, problem: Problem, target: Target) -> Config | None:
-    rung = RUNGS[name]
-    return rung.refine(_fitting(rung, problem, target), problem, target)
+    found: Any = _fitting(name, problem, target)
+    return with_fastest_rows(found, problem, target) if found and name == "wgmma" else found
 
 
-def _fitting(rung: Rung, problem: Problem, target: Target) -> Config | None:
-    return next((c for c in rung.candidates(problem, target) if c.shared_bytes <= target.shared_bytes), None)
+def _fitting(name: str, problem: Problem, target: Target) -> Config | None:
+    return next((c for c in CANDIDATES[name](problem, target) if c.shared_bytes <= target.shared_bytes), None)
 
 
 def mma_is_sooner(

@@ -11,7 +11,6 @@ from ..problem.forward import Problem
 from ..problem.options import BY_NAME, SEEDED
 from .cost_model import join_cost, same_tile_walk, tile_visits, wave_cost
 from .features import features_of, of_simt, rows_for
-from .rungs import Rung
 from .tiles import MOST_KEYS, TABLES, TILE_COST
 
 if TYPE_CHECKING:
@@ -23,11 +22,16 @@ LEAST_KEYS = 1024  # of few queries: with fewer, there is little to share out
 GAIN = 0.85  # parts are taken where they take less than this of the time: a large batch loses 6 % by them
 
 
-def simt(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
-    from ..config.simt_forward import V1Config, V2Config
+def v1(problem: Problem, target: Target) -> Iterator[Config]:
+    from ..config.simt_forward import V1Config
 
-    kind = V1Config if rung.name == V1Config.kernel else V2Config
-    return of_simt(kind, TABLES, rung.table, problem, target)
+    return of_simt(V1Config, TABLES, "simt", problem, target)
+
+
+def v2(problem: Problem, target: Target) -> Iterator[Config]:
+    from ..config.simt_forward import V2Config
+
+    return of_simt(V2Config, TABLES, "simt", problem, target)
 
 
 def few_queries(problem: Problem, target: Target) -> Any:
@@ -43,7 +47,7 @@ def few_queries(problem: Problem, target: Target) -> Any:
     return None if decode.refusal(p, target, contiguous=True) else decode.config_of(p, "own", target)
 
 
-def mma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
+def mma(problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.mma_forward import MmaConfig
 
     if few := few_queries(problem, target):
@@ -51,7 +55,7 @@ def mma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
     features = features_of(MmaConfig, problem, target)
     shrinks = ITEM_SIZE[problem.dtype] > 2 and problem.packed is None
     in_one_tile = rows_for(TABLES, "mma_short", problem, target) if short(problem, target) else []
-    for row in (*in_one_tile, *rows_for(TABLES, rung.table, problem, target)):
+    for row in (*in_one_tile, *rows_for(TABLES, "mma", problem, target)):
         tile = _in_few_rows(problem, row.tile, row.tile["warp_rows"])
         if shrinks or row in in_one_tile:
             blocks = row.tile["blocks_per_sm"] * row.tile["tile_m"] // tile["tile_m"]
@@ -74,15 +78,14 @@ def halved(rows: int, needed: int) -> int:
     return rows
 
 
-def wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
-    return (_wgmma_float32 if problem.dtype == "float32" else _wgmma)(rung, problem, target)
-
-
-def _wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
+def wgmma(problem: Problem, target: Target) -> Iterator[Config]:
+    if problem.dtype == "float32":
+        yield from _wgmma_float32(problem, target)
+        return
     from ..config.wgmma_forward import WgmmaConfig
 
     features = features_of(WgmmaConfig, problem, target)
-    for row in rows_for(TABLES, rung.table, problem, target):
+    for row in rows_for(TABLES, "wgmma", problem, target):
         tile = row.tile
         tile["tile_n"] = min(tile["tile_n"], _most_keys(problem))
         keys = max(-(-problem.seqlen_k // 16) * 16, LEAST_WIDE)
@@ -95,11 +98,11 @@ def _wgmma(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
             yield WgmmaConfig(**features, **tile, bias_stages=bias_stages)
 
 
-def _wgmma_float32(rung: Rung, problem: Problem, target: Target) -> Iterator[Config]:
+def _wgmma_float32(problem: Problem, target: Target) -> Iterator[Config]:
     from ..config.wgmma_float32 import WgmmaFloat32Config
 
     features = features_of(WgmmaFloat32Config, problem, target)
-    for row in rows_for(TABLES, rung.table, problem, target):
+    for row in rows_for(TABLES, "wgmma", problem, target):
         yield WgmmaFloat32Config(**features, **_in_few_rows(problem, row.tile, 64))
 
 

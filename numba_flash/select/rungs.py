@@ -1,25 +1,19 @@
 """The rungs: a row of facts for each, and what choosing one has in common for attention and for its gradients."""
 
-import functools
-import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from ..machine.target import Target
 from ..problem.forward import Problem
 from ..problem.options import BY_NAME
 from .refusals import no_gpu
 
-if TYPE_CHECKING:
-    from ..problem.backward import BackwardProblem
-
 Refused = tuple[tuple[str, str], ...]  # (rung, why it does not run)
 GPU, HOST, SIMULATOR = "gpu", "host", "simulator"  # where arrays are
 
 
 class Rung(NamedTuple):
-    """forward, backward: the functions of forward_kernels.py and backward_kernels.py that list its Configs; None on the
-    host. They are loaded when a problem needs them: a Config class takes a millisecond, of the 20 of a first call."""
+    """What is said of a rung. forward.CANDIDATES and backward.kernels_of have its Configs."""
 
     name: str
     auto: tuple[str, ...]  # where "auto" may take it
@@ -30,11 +24,7 @@ class Rung(NamedTuple):
     least_copy: int = 16  # bytes, of the smallest copies of its loads: rows begin at multiples of them
     least_cc: tuple[int, int] = (0, 0)
     only_cc: tuple[int, int] | None = None
-    table: str = ""  # of its forward kernel's tiles
-    forward: str | None = None
-    refined: str | None = None  # the function that improves a Config of these
     has_backward: bool = True
-    backward: str | None = None
     sums: dict[str, str] = {}  # how exact it is, by dtype, of a rung that could be less exact than its dtype
 
     def runs_on(self, cc: tuple[int, int]) -> bool:
@@ -45,30 +35,13 @@ class Rung(NamedTuple):
         missing = (name for name, _ in problem.uses if self.option and not getattr(BY_NAME[name], self.option))
         return next((f"it takes no {name} yet" for name in missing), None)
 
-    def candidates(self, problem: Problem, target: Target) -> Any:
-        """Configs of a forward, the best first; the last needs the least shared memory. The first almost always
-        fits."""
-        return _loaded("forward", self.forward)(self, problem, target)
-
-    def refine(self, config: Any, problem: Problem, target: Target) -> Any:
-        return _loaded("forward", self.refined)(config, problem, target) if config and self.refined else config
-
-    def kernels(self, problem: "BackwardProblem", target: Target) -> tuple[Any, ...]:
-        """The Configs of a backward in the order of their launches; none of a rung on the host."""
-        return _loaded("backward", self.backward)(problem, target) if self.backward else ()
-
-
-@functools.cache
-def _loaded(direction: str, function: Any) -> Callable[..., Any]:
-    return getattr(importlib.import_module(f".{direction}_kernels", __package__), function)  # type: ignore[no-any-return]
-
 
 RUNGS = {
     rung.name: rung
     for rung in (
         Rung("reference", (), on_host=True),
-        Rung("v1", (GPU,), table="simt", forward="simt", has_backward=False),
-        Rung("v2", (GPU, SIMULATOR), table="simt", forward="simt", backward="v2_configs"),
+        Rung("v1", (GPU,), has_backward=False),
+        Rung("v2", (GPU, SIMULATOR)),
         Rung(
             "mma",
             (GPU,),
@@ -77,9 +50,6 @@ RUNGS = {
             tensor_cores=True,
             least_copy=2,
             least_cc=(8, 0),
-            table="mma",
-            forward="mma",
-            backward="mma_configs",
             sums=dict(
                 float32="as exact as in float32: each factor is split into two of 11 bits (3xTF32)",
                 float64="in float64",
@@ -93,10 +63,6 @@ RUNGS = {
             tensor_cores=True,
             least_cc=(9, 0),
             only_cc=(9, 0),
-            table="wgmma",
-            forward="wgmma",
-            refined="with_fastest_rows",
-            backward="wgmma_configs",
             sums=dict(float32="as exact as in float32: each factor is split into three of 8 bits, in bfloat16"),
         ),
         Rung("cpu", (HOST,), on_host=True, option="on_cpu"),

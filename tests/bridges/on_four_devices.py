@@ -329,6 +329,14 @@ def test_inside_shard_map(auto):
         same(jax.jit(split_by_hand)(*put(auto, given, P("d"), P("d"), P("d"))), numba_flash.attention(*given))
 
 
+def test_inside_shard_map_without_jit(auto):
+    given, every = inputs(), P(("d", "e"))
+    split_by_hand = jax.shard_map(numba_flash.attention, mesh=auto, in_specs=every, out_specs=every)
+    same(split_by_hand(*given), numba_flash.attention(*given))
+    found, right = ((lambda *x, f=f: f(*x).sum()) for f in (split_by_hand, numba_flash.attention))
+    same(jax.grad(found, (0, 1, 2))(*given), jax.grad(right, (0, 1, 2))(*given))
+
+
 def test_pmap():
     given = [x[:, None] for x in inputs()]
     same(jax.pmap(numba_flash.attention)(*given), jax.vmap(numba_flash.attention)(*given))

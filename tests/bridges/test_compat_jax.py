@@ -89,11 +89,13 @@ def test_a_query_without_keys_gives_0():
         (dict(mask=np.zeros((1, 1, 7, 9), np.int32)), TypeError, "mask must be bool"),
         (dict(is_causal=1), TypeError, "is_causal must be"),
         (dict(scale="a"), TypeError, "scale must be"),
+        (dict(query=None), ValueError, "query must have 3 or 4 dimensions .*, not None"),
+        (dict(key=k[0, 0]), ValueError, r"key must have 3 or 4 dimensions .*, not ArrayImpl of shape \(2, 8\)"),
     ],
 )
 def test_what_is_wrong_is_said_with_the_names_of_this_signature(given, error, says):
     with pytest.raises(error, match=says):
-        dot_product_attention(q, k, v, **given)
+        dot_product_attention(**(dict(query=q, key=k, value=v) | given))
 
 
 def test_shapes_that_do_not_fit_are_named():

@@ -134,6 +134,8 @@ def test_dropout_follows_torchs_generator():
         (dict(attn_bias=OURS), ValueError, "with BlockDiagonalMask query must have batch 1, not 2"),
         (dict(attn_bias=torch.zeros(2, 3, 5, 6)), ValueError, "attn_bias"),
         (dict(p=1.0), ValueError, "p is a probability"),
+        (dict(query=None), TypeError, "query must be a torch tensor, not NoneType"),
+        (dict(value=v.tolist()), TypeError, "value must be a torch tensor, not list"),
         (dict(key=k[:, :, 0]), ValueError, "key must have 3, 4 or 5 dimensions"),
         (dict(key=k[..., :4]), ValueError, "head_dim of query and key"),
     ],
@@ -141,6 +143,16 @@ def test_dropout_follows_torchs_generator():
 def test_what_is_wrong_is_said_with_the_names_of_this_signature(given, error, says):
     with pytest.raises(error, match=says):
         memory_efficient_attention(**dict(query=q, key=k, value=v) | given)
+
+
+def test_lengths_are_whole_numbers_from_0():
+    assert BlockDiagonalMask.from_seqlens(torch.tensor([1, 2])) == BlockDiagonalMask.from_seqlens([1, 2])
+    with pytest.raises(TypeError, match=r"q_seqlen must have whole numbers, not \[1.0\]"):
+        BlockDiagonalMask.from_seqlens([1.0])
+    with pytest.raises(ValueError, match="kv_seqlen must have numbers from 0"):
+        BlockDiagonalMask.from_seqlens([1], [-1])
+    with pytest.raises(ValueError, match="tensor must have 3 rows, not 4"):
+        BlockDiagonalMask.from_seqlens([1, 2]).split(torch.zeros(1, 4, 1))
 
 
 def test_lengths_that_are_not_as_many():

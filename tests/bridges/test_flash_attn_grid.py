@@ -80,12 +80,19 @@ def test_columns_of_one_projection_are_read_where_they_are():
     assert torch.equal(dx, torch.autograd.grad(other, x, torch.ones_like(other))[0])
 
 
+def test_the_longest_length_may_be_a_tensor():
+    lengths = ENDS.diff()
+    o = flash_attn_varlen_func(X, X, X, ENDS, ENDS, lengths.max(), lengths.max())
+    assert torch.equal(o, flash_attn_varlen_func(X, X, X, ENDS, ENDS, 13, 13))
+
+
 X, ENDS = torch.ones(20, 2, 8), torch.tensor([0, 7, 20], dtype=torch.int32)
 REFUSALS = [
     (dict(cu_seqlens_q=ENDS.long()), TypeError, r"cu_seqlens_q must be int32, not int64.*cu_seqlens_q\.int\(\)"),
     (dict(cu_seqlens_k=ENDS[:2]), ValueError, "cu_seqlens_q and cu_seqlens_k must have one shape"),
     (dict(cu_seqlens_q=None), TypeError, "cu_seqlens_q must be an int32 array"),
-    (dict(max_seqlen_q=torch.tensor(13)), TypeError, "max_seqlen_q must be a whole number"),
+    (dict(max_seqlen_q=torch.tensor([13])), TypeError, "max_seqlen_q must be a whole number"),
+    (dict(max_seqlen_q=torch.tensor(12)), ValueError, "max_seqlen_q = 12 is less than a length of cu_seqlens_q, 13"),
     (dict(max_seqlen_k=12), ValueError, "max_seqlen_k = 12 is less than a length of cu_seqlens_k, 13"),
     (dict(softmax_scale="1"), TypeError, "softmax_scale must be a number"),
     (dict(window_size=(-2, 0)), ValueError, "window_size"),

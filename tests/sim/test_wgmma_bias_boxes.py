@@ -17,7 +17,7 @@ from numba_flash import testing
 from numba_flash.dispatch import forward as dispatch
 from numba_flash.kernels.steps.head_rounds import entry_and_head
 from numba_flash.machine.target import Target
-from numba_flash.select import forward_kernels as select, tiles
+from numba_flash.select import forward as select, tiles
 
 
 @pytest.fixture(scope="module")
@@ -150,11 +150,9 @@ def test_tiles_of_the_forward(forward_rung, tile_m, tile_n, bias_stages, causal,
     monkeypatch.setattr(dispatch.Target, "of", lambda device: machine)
     row = tile_row(256, tile_m=tile_m, tile_n=tile_n, q_buffers=1, rescale_threshold=8)
     monkeypatch.setitem(tiles.TABLES, "wgmma", (row,))
-    candidates = select._wgmma
-    monkeypatch.setattr(
-        select, "_wgmma",
-        lambda *given: (made for made in candidates(*given) if made.bias_stages == bias_stages),
-    )  # fmt: skip
+    candidates = select.CANDIDATES["wgmma"]
+    with_stages = lambda *given: (made for made in candidates(*given) if made.bias_stages == bias_stages)  # noqa: E731
+    monkeypatch.setitem(select.CANDIDATES, "wgmma", with_stages)
     case = forward_rung.problem(250, 136, batch=1, heads=1, head_dim=72, causal=causal)
     case.options["bias"] = random_bias(250, 136)
     config = numba_flash.explain(**case.arguments(), kernel="wgmma").config

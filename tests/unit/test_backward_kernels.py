@@ -13,6 +13,7 @@ from numba_flash.arrays import read
 from numba_flash.dispatch.launch import workspace
 from numba_flash.functions.function import Function
 from numba_flash.machine.target import Target
+from numba_flash.problem.options import Packed
 from numba_flash.select import backward_forms, backward_kernels
 from numba_flash.select.backward import select_backward
 from numba_flash.select.rungs import RUNGS
@@ -167,6 +168,18 @@ def test_tiles_fit_every_gpu(target):
         tiles = [(config.tile_m, config.tile_n) for config in choice.configs if hasattr(config, "tile_m")]
         assert previous is None or all(one <= other for one, other in zip(tiles, previous, strict=True))
         previous = tiles
+
+
+@pytest.mark.parametrize("target", [TURING, AMPERE, A100, HOPPER, B200, RTX_5090], ids=lambda target: target.name)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_kernels_overlap_on_gpus_that_have_the_instruction(target, dtype):
+    """griddepcontrol, since sm_90. Of packed sequences without bounds each tile has a number."""
+    rows, ends = empty(4096, 2, 64, dtype=dtype), empty(65, dtype="int32")
+    lse = empty(2, 4096, dtype="float64" if dtype == "float64" else "float32")
+    given = dict.fromkeys(("do", "q", "k", "v", "o"), rows) | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ends)
+    configs = configs_of("auto", problem(**given, lse=lse, dtype=dtype, layout=Packed(None, None)), target)
+    assert configs[-1].kernel == "outside" and configs[-1].in_order == any(config.in_order for config in configs[:-1])
+    assert any(config.waits for config in configs) == (target.cc >= (9, 0) and configs[-1].in_order)
 
 
 # Short on either side: a tile is not mostly past the last row, and never of no rows.

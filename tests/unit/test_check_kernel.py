@@ -1,5 +1,8 @@
 """testing.check_kernel: what holds is said to hold, and each broken promise is found by its own line."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -42,6 +45,10 @@ def test_ours_keeps_everything(capsys):
     printed = capsys.readouterr().out
     assert str(report) in printed and printed.count("held") == len(report.lines) + 1
     assert max(map(len, printed.splitlines())) < 180
+    page = (Path(__file__).resolve().parents[2] / "docs" / "testing_your_kernel.md").read_text()
+    table = page.partition("| promise | usual cause |")[2].partition("\n\n")[0]
+    named = re.findall(r"^\| (\w.*?) \|", table, re.MULTILINE)
+    assert len(named) > 5 and set(named) <= {line.promise for line in report.lines}
 
 
 def test_what_is_found_is_printed_at_once_and_problems_can_be_small(capsys):

@@ -217,10 +217,11 @@ COMING_FROM = sorted((ROOT / "docs" / "coming_from").glob("*.md"))
 
 @pytest.mark.parametrize("path", COMING_FROM, ids=lambda path: path.name)
 def test_a_page_for_those_who_come_has_their_line_ours_and_what_differs(path):
-    """And README leads to it. Its Python runs here or in tests/bridges."""
+    """And a measured row; README leads to it. Its Python runs here or in tests/bridges."""
     text, name = path.read_text(), path.relative_to(ROOT).as_posix()
     kinds = [kind for kind, _ in FENCE.findall(text)]
     assert text.startswith("# Coming from ") and kinds[:2] == ["text", "python"] and "\n| --- |" in text
+    assert re.search(r"<!-- (speed|times) of .*-->\n\| (head_dim|problem) \|.*\n\| ---", text)
     assert f"]({name})" in (ROOT / "README.md").read_text()
     assert f"coming_from/{path.stem}\n" in (ROOT / "docs" / "index.md").read_text()
 

@@ -36,6 +36,7 @@ from numba_flash.gpu import assembler, compiled
 from numba_flash.problem.options import HEAD_GRADIENTS, Packed, uses
 from numba_flash.problem.pages import Pages
 from numba_flash.select import backward_kernels, backward_tiles, decode, forward as select, tiles
+from numba_flash.select.backward import kernels_of
 from numba_flash.select.rungs import RUNGS
 
 pytestmark = compiler.needed
@@ -261,7 +262,7 @@ def rows(tables, kernel, dtype=""):
 
 
 def candidates(kernel, problem, target):
-    return RUNGS[kernel].candidates(problem, target)
+    return select.CANDIDATES[kernel](problem, target)
 
 
 def wide_gates():
@@ -759,7 +760,7 @@ def short_wide_gates():
         for head_dim in (64, 128, 256):
             arrays = dict.fromkeys(("do", "q", "k", "v", "o"), empty(1, 2, n, head_dim, dtype=dtype))
             forward = select.select(problem(head_dim, seqlen=n, dtype=dtype), HOPPER, "mma").config
-            made = RUNGS["mma"].kernels(gradients(head_dim, dtype=dtype, lse=lse, **arrays), HOPPER)
+            made = kernels_of("mma", gradients(head_dim, dtype=dtype, lse=lse, **arrays), HOPPER)
             for config in (forward, *made):
                 if hasattr(config, "copy_bytes"):
                     sizes = f"{head_dim}-{config.tile_m}x{config.tile_n}"
@@ -848,7 +849,7 @@ def small_copies_gates():
     """Of mma where rows begin at multiples of 8, 4 and 2 bytes: plain, and with gradients."""
     for dtype, head_dim in (("float16", 50), ("float16", 25), ("float32", 50), ("float32", 25), ("float64", 25)):
         yield f"mma-{dtype}-{head_dim}-copies", select.select(problem(head_dim, dtype=dtype), HOPPER, "mma").config
-        for config in RUNGS["mma"].kernels(gradients(head_dim, dtype=dtype), HOPPER):
+        for config in kernels_of("mma", gradients(head_dim, dtype=dtype), HOPPER):
             if hasattr(config, "copy_bytes"):
                 yield f"{config.kernel}-{dtype}-{head_dim}-copies", config
 

@@ -81,6 +81,13 @@ def test_a_variant_that_was_not_measured_is_an_error(checkout):
     assert done.returncode == 1 and "the speed of casual" in done.stderr
 
 
+def test_a_model_that_was_not_measured_is_an_error(checkout):
+    page = checkout / "docs" / "coming_from" / "natten.md"
+    page.write_text(page.read_text().replace("times of neighbourhood", "times of neighborhood"))
+    done = check("results_to_docs", checkout)
+    assert done.returncode == 1 and "the times of neighborhood 13 x 13" in done.stderr
+
+
 def test_a_measurement_of_the_lessons_becomes_a_table(checkout):
     """None was made yet."""
     result = json.loads((ROOT / "scripts" / "results" / "bench_forward_h200.json").read_text())

@@ -72,6 +72,7 @@ def called(q=Q, k_cache=CACHE, v_cache=CACHE, seqlens_k=LENGTHS, kernel="referen
         (SHARED | dict(prefix_lens=FIRSTS + 4), ValueError, r"prefix_lens\[1\] must lie in 0 to 3, .*, not 4"),
         (SHARED | dict(page_table=TABLE), ValueError, r"sequences 0 and 1 .* the 3 keys .* not \[0\] and \[3\]"),
         (dict(max_seqlen_q=4), ValueError, "max_seqlen_q is a bound of the lengths in cu_seqlens_q"),
+        (dict(score_mod=Q), TypeError, "score_mod must be a plain Python function or None, not array"),
         (dict(layout="shbd"), ValueError, 'layout must be "bhsd" or "bshd"'),
         (dict(out=Q), ValueError, "out shares memory with q"),
         (dict(kernel="mma", page_table=TABLE, k_cache=PAGES, v_cache=PAGES), NotImplementedError, "cannot run"),

@@ -16,7 +16,7 @@ from numba_flash.functions.function import Function
 from numba_flash.machine.target import Target
 from numba_flash.problem.options import uses
 from numba_flash.select import backward_tiles, tiles
-from numba_flash.select.forward import refusal, select
+from numba_flash.select.forward import CANDIDATES, refusal, select
 from numba_flash.select.refusals import FLOAT64_CORES
 from numba_flash.select.rungs import RUNGS
 from numba_flash.select.tiles import MEASURED, TABLES, rows_of
@@ -206,7 +206,7 @@ def test_key_tiles_have_no_more_keys_than_there_are(seqlen_k, options, keys):
     ids=range(6),
 )
 def test_a_mask_alone_has_tiles_of_more_rows(given, rows, keys):
-    config = next(RUNGS["wgmma"].candidates(problem(64, **given), HOPPER))
+    config = next(CANDIDATES["wgmma"](problem(64, **given), HOPPER))
     assert (config.tile_m, config.tile_n) == (rows, keys)
 
 
@@ -300,7 +300,7 @@ def test_mma_has_a_tile_for_every_head_dim_on_every_gpu(target, dtype):
         assert refusal("mma", made, target) is None
         config = select(made, target, "mma").config
         rows = [row for row in table_of(dtype) if row.when.head_dim >= head_dim > row.when.above]
-        candidates = list(RUNGS["mma"].candidates(made, target))
+        candidates = list(CANDIDATES["mma"](made, target))
         fitting = [c for c in candidates if c.shared_bytes <= target.shared_bytes]
         assert len(candidates) == len(rows) and config == fitting[0]
 

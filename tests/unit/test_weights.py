@@ -126,6 +126,14 @@ def test_other_dimensions(batch, layout):
     )
 
 
+@pytest.mark.parametrize("bias", [None, drawn(1, KEYS)], ids=["plain", "bias"])
+def test_no_rows_and_no_heads_of_one(bias):
+    one, of_k = q[:, :1, :1], k[:, :1]
+    lse = numba_flash.attention_lse(one, of_k, bias=bias)
+    assert numba_flash.weights(one, of_k, lse, bias=bias, rows=slice(1, 1)).shape == (BATCH, 1, 0, KEYS)
+    assert numba_flash.weights(one, of_k, lse, bias=bias, heads=slice(0, 0)).shape == (BATCH, 0, 1, KEYS)
+
+
 def test_a_block_mask_is_the_mask_that_it_describes():
     blocks = numba_flash.block_mask(mods.sliding_window(2), BATCH, HEADS, ROWS, KEYS, causal=True)
     p, lse = numba_flash.attention(q, k, identity(), block_mask=blocks, return_lse=True)
@@ -175,6 +183,14 @@ def test_float64_stays_float64():
         (dict(q=memoryview(b"")), NotImplementedError, "q must be an array of NumPy, CuPy, torch or JAX"),
         (dict(lse=None), NotImplementedError, "lse must be an array of NumPy, CuPy, torch or JAX, not NoneType"),
         (dict(bias=[[1.0]]), NotImplementedError, "bias must be an array of NumPy, CuPy, torch or JAX, not list"),
+        (dict(bias=np.ones((ROWS, KEYS), bool)), TypeError, "bias must be float32 or q's dtype, float32, not bool"),
+        (dict(bias=np.ones((ROWS, KEYS))), TypeError, "bias must be float32 or q's dtype, float32, not float64"),
+        (
+            dict(bias=drawn(3)),
+            ValueError,
+            r"bias must be broadcastable to the scores, \(2, 4, 9, 11\), not shape \(3,\)",
+        ),
+        (dict(bias=drawn(1, 1, 1, ROWS, KEYS)), ValueError, "bias must be broadcastable to the scores"),
         (dict(q=q[0]), ValueError, "q and k must have equally many dimensions"),
         (dict(k=k[0, 0, 0]), ValueError, "q and k must have equally many dimensions"),
         (dict(block_mask=ALL, causal=True), ValueError, "causal must be that of block_mask"),

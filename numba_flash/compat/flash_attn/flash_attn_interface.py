@@ -107,7 +107,8 @@ def flash_attn_varlen_func(
     >>> o = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, most, most, causal=True)
 
     q: (total_q, heads, head_dim); k: (total_k, heads_kv, head_dim); v: likewise with head_dim_v. cu_seqlens_q,
-    cu_seqlens_k: int32 (batch + 1,). max_seqlen_q, max_seqlen_k: whole numbers, upper bounds of the lengths.
+    cu_seqlens_k: int32 (batch + 1,). max_seqlen_q, max_seqlen_k: whole numbers, upper bounds of the lengths. A tensor
+    of one, as lengths.max() gives, is read as there, which waits for the GPU if it is on one.
     return_attn_probs: return (o, lse, None), lse (heads, total_q); a row without keys has -inf there, and not
     flash-attn's +inf. All others: as for flash_attn_func.
 
@@ -123,8 +124,8 @@ def flash_attn_varlen_func(
             v,
             cu_seqlens_q,
             cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
+            max_seqlen_q=_read(max_seqlen_q),
+            max_seqlen_k=_read(max_seqlen_k),
             causal=causal,
             window=None if window_size is UNBOUNDED else window_sides(window_size),
             scale=None if softmax_scale is None else number("softmax_scale", softmax_scale),
@@ -274,6 +275,11 @@ def _lengths(cache_seqlens: Any, q: Any, k: Any, k_cache: Any, block_table: Any)
 
     xp = array_api_compat.array_namespace(q)
     return xp.full((q.shape[0],), length, dtype=xp.int32, device=array_api_compat.device(q))
+
+
+def _read(length: Any) -> Any:
+    """The number of a tensor that has one."""
+    return operator.index(length) if getattr(length, "shape", None) == () and hasattr(length, "__index__") else length
 
 
 def _check_packed(name: str, array: Any, wanted: str) -> None:

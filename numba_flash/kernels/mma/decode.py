@@ -25,27 +25,7 @@ from ..steps import async_tiles, numbers
 from ..steps.basics import FALSE, TRUE, first_column_of, first_row_of, inlined, row_keys
 from ..steps.units import LOG2_E
 from . import decode_nodes, decode_prefixes, decode_rows, decode_tiles, decode_work
-from .forward import PRODUCTS
-
-
-class Registers(NamedTuple):
-    """A warp's part of a tile of S, of O, and of operands, as in forward.py; node: of decode_nodes.py."""
-
-    acc_s: Any
-    acc_o: Any
-    p_frag: Any
-    q_frag: Any
-    kv_frag: Any
-    loaded: Any
-    m: Any
-    l: Any
-    alpha: Any
-    term: Any
-    distance: Any
-    mask_bits: Any
-    shown_bits: Any
-    kept: Any
-    node: Any
+from .forward import PRODUCTS, Registers
 
 
 class Tile(NamedTuple):
@@ -89,13 +69,12 @@ def make(config):
     arrive, slots_of = decode_prefixes.arrivals(config, work.member_of)
     nodes, write_rows = decode_nodes.of_chunks(config), decode_rows.make(config)
     recompute_rows = cache_rows.make(config)
-    pair_count = nodes.count + 2 * rows if config.pair_registers else 1
-    node_count, shared_levels = nodes.count + 2 * rows, decode_nodes.Shared(*config.shared_stack)
-    _, carry = decode_nodes.joins(config.compute_dtype, nodes.count, rows, shared_levels, config.pair_registers)
+    node_count, in_registers = config.node_numbers, config.pair_registers
+    _, carry = decode_nodes.joins(config.compute_dtype, nodes.count, rows, config.shared_stack, in_registers)
     on_fragments, row_term = fragments.tile(scores, strips), fragments.chain(scores).row_term
     read, has_mask = score_reads.make(scores, strips), config.has("mask")
     functions, kept_weight = fragment_functions.make(scores, strips), kept_weights.on_fragments(scores, strips, tile_n)
-    softmax, mask_words = fragment_softmax.make(scores, strips, rows), on_fragments.mask_words
+    softmax = fragment_softmax.make(scores, strips, rows)
     wait_all, wait_oldest = cp_async.wait_group(0), cp_async.wait_group(stages - 2)
     log2_e, first_stack = real(LOG2_E), (config.most_parts + config.blocks) * config.slot_numbers
     level_step, chunk_bits = config.node_numbers * config.threads, in_chunk.bit_length() - 1
@@ -124,13 +103,6 @@ def make(config):
         )  # fmt: skip
 
     rescale = fragment_softmax.rescaler(strips, config.head_dim_v_padded // 8, rows)
-
-    @inlined
-    def leave_out(acc_s):
-        """The weights of rows that are none are 0."""
-        if rows < tile_rows:
-            for n in range(tile_n // 8):
-                acc_s[4 * n + 2], acc_s[4 * n + 3] = real(0), real(0)
 
     @inlined
     def scores_of(j, registers, tile, row, lane, arrays, strides, sizes, score):
@@ -170,7 +142,9 @@ def make(config):
                 registers.kept, first_key, sequence.b, tile.h, first_row, sequence.q_start, arrays, sizes
             )
             kept_weight.drop(registers.acc_s, registers.kept)
-        leave_out(registers.acc_s)
+        if rows < tile_rows:  # the weights of rows that are none are 0
+            for n in range(tile_n // 8):
+                acc_s[4 * n + 2], acc_s[4 * n + 3] = real(0), real(0)
         products.to_p(registers.acc_s, registers.p_frag)
         rescale(registers.acc_o, registers.alpha, moved)
         products.multiply_p_v(registers.acc_o, registers.p_frag, registers.kv_frag, int32(places.v_lane + at))
@@ -182,8 +156,9 @@ def make(config):
             registers.acc_o[i] = real(0)
 
     @inlined
-    def walk(tile, slot, registers, places, stack, lane, key_warp, row_warp, arrays, strides, sizes, score):
+    def walk(tile, slot, registers, node, places, stack, own, arrays, strides, sizes, score):
         """Hands the node of all keys of the tile over. Their first copies and places are under way."""
+        lane, key_warp, row_warp = own
         row = int32(tile.first_row + row_warp * warp_rows)
         j, stage, waiting, there = tile.begin, int32(0), int32(0), int32(0)
         for r in range(rows):
@@ -192,8 +167,8 @@ def make(config):
         begin_chunk(registers)
         if j >= tile.end:
             for e in range(node_count):
-                registers.node[e] = real(0)
-            nodes.put(registers.node, slot, tile.rows_left, lane, key_warp, row_warp, arrays)
+                node[e] = real(0)
+            nodes.put(node, slot, tile.rows_left, lane, key_warp, row_warp, arrays)
         while j < tile.end:
             wait_oldest()
             cuda.syncthreads()  # tile j is there, and everyone is done with the one before
@@ -212,12 +187,12 @@ def make(config):
             if (j & (in_chunk - 1)) == in_chunk - 1 or last:
                 exchange = int32(places.ring + stage * stage_bytes)
                 nodes.join_warps(
-                    registers.acc_o, registers.m, registers.l, registers.node, registers.alpha, places.states,
+                    registers.acc_o, registers.m, registers.l, node, registers.alpha, places.states,
                     exchange, lane, key_warp, row_warp,
                 )  # fmt: skip
-                waiting = carry(registers.node, j >> chunk_bits, last, waiting, there, stack, arrays)
+                waiting = carry(node, j >> chunk_bits, last, waiting, there, stack, arrays)
                 if last:  # here, so that no node is kept in registers through the loop
-                    nodes.put(registers.node, slot, tile.rows_left, lane, key_warp, row_warp, arrays)
+                    nodes.put(node, slot, tile.rows_left, lane, key_warp, row_warp, arrays)
                 begin_chunk(registers)
             j, stage = int32(j + 1), int32(0 if stage == stages - 1 else stage + 1)
 
@@ -294,15 +269,16 @@ def make(config):
             local.array(rows, real),
             local.array(tile_rows, real),
             local.array(tile_rows, real),
-            local.array(mask_words, uint32),
+            local.array(on_fragments.mask_words, uint32),
             local.array(read.bits_words, uint32),
+            None,  # the query of a row follows from its number
             local.array(kept_weight.words, uint32),
-            local.array(node_count, real),
         )
+        node = local.array(node_count, real)  # of decode_nodes.py
         stack_at = int64(first_stack) + (int64(block) * sizes.levels) * level_step + thread
         if shares:  # behind a slot of each sequence, and what is noted there
             stack_at += sizes.batch * sizes.heads_kv * (config.slot_numbers + 2)
-        pair_registers = local.array(pair_count, real)
+        pair_registers = local.array(node_count if in_registers else 1, real)
         row = row_warp * warp_rows + int32(first_row_of(lane))
         first = int32(q_smem + plan.stack + (key_warp * config.stack_rows + row) * 16 + (lane & 3) * 4)
         stack = decode_nodes.Stack(pair_registers, first, stack_at, level_step, config.threads)
@@ -321,7 +297,7 @@ def make(config):
             if shares:
                 joined = joined or item.members > 0
             slot = int32(item.node_slot + (item.node - item.first_node) * item.row_tiles) if joined else own
-            walk(tile, slot, registers, places, stack, lane, key_warp, row_warp, arrays, strides, sizes, score)
+            walk(tile, slot, registers, node, places, stack, (lane, key_warp, row_warp), arrays, strides, sizes, score)
             if shares:
                 arrive(item, level, last_smem, thread, arrays, strides, sizes)
                 for m in range(max(item.members, int32(1))):

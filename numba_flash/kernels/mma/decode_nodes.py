@@ -33,25 +33,17 @@ class Stack(NamedTuple):
     step: int
 
 
-class Shared(NamedTuple):
-    """How many levels wait in shared memory, and their bytes, and the bytes from number to number. Rows that are 8
-    apart are 128 bytes apart."""
-
-    levels: int
-    level_bytes: int
-    number_bytes: int
-
-
-def joins(dtype, o_count, rows, shared=Shared(0, 0, 0), in_registers=True):
+def joins(dtype, o_count, rows, shared=(0, 0, 0), in_registers=True):
     """-> (join, carry), device functions for nodes of so many numbers of O and rows. The numbers of O are those of one
     row, or in the order of fragments: four of a block, two for each of two rows, and blocks of a strip of 16 rows.
 
-    in_registers: whether nodes of level 0 wait in registers. None waits in shared memory in float64.
+    in_registers: whether nodes of level 0 wait in registers. shared: how many levels wait in shared memory, where rows
+    that are 8 apart are 128 bytes apart; the bytes of a level; and those from number to number. None in float64.
     """
     real, ex2, maximum = (of := numbers.of(dtype)).real, of.exp2, of.maximum
     of_row, in_strip = o_count // rows, o_count // max(rows // 2, 1) // 4
     count, outside = o_count + 2 * rows, 1 if in_registers else 0  # outside: the first level that is not in registers
-    in_shared = shared.levels > 0
+    shared_levels, level_bytes, number_bytes = shared
 
     @inlined
     def number(r, n):
@@ -89,7 +81,7 @@ def joins(dtype, o_count, rows, shared=Shared(0, 0, 0), in_registers=True):
 
     @inlined
     def shared_place(stack, level, r):
-        return int32(stack.first + (level - outside) * shared.level_bytes + r * 128)
+        return int32(stack.first + (level - outside) * level_bytes + r * 128)
 
     @inlined
     def put(node, stack, level, there, arrays):
@@ -97,10 +89,10 @@ def joins(dtype, o_count, rows, shared=Shared(0, 0, 0), in_registers=True):
         place = stack.rest + int64(level) * stack.level_step
         for r in range(rows):
             if (there >> r) & 1 != 0:
-                if in_shared and level < outside + shared.levels:
+                if shared_levels > 0 and level < outside + shared_levels:
                     at = shared_place(stack, level, r)
                     for n in range(of_row + 2):
-                        ld_st.store_b32(int32(at + n * shared.number_bytes), node[index_of(r, n)].view(np.uint32))
+                        ld_st.store_b32(int32(at + n * number_bytes), node[index_of(r, n)].view(np.uint32))
                 else:
                     for n in range(of_row + 2):
                         e = index_of(r, n)
@@ -122,7 +114,7 @@ def joins(dtype, o_count, rows, shared=Shared(0, 0, 0), in_registers=True):
 
     @inlined
     def in_shared_memory(stack, level, arrays, r, n):
-        return ld_st.load_b32(int32(shared_place(stack, level, r) + n * shared.number_bytes)).view(np.float32)
+        return ld_st.load_b32(int32(shared_place(stack, level, r) + n * number_bytes)).view(np.float32)
 
     @inlined
     def in_global_memory(stack, level, arrays, r, n):
@@ -135,7 +127,7 @@ def joins(dtype, o_count, rows, shared=Shared(0, 0, 0), in_registers=True):
         """The existing rows of a node <- with those that wait on a level."""
         for r in range(rows):
             if (there >> r) & 1 != 0:
-                if in_shared and level < outside + shared.levels:
+                if shared_levels > 0 and level < outside + shared_levels:
                     join_from_shared(r, node, stack, level, arrays)
                 else:
                     join_from_global(r, node, stack, level, arrays)
@@ -318,4 +310,4 @@ def of_chunks(config):
                     arrays.partials[state] = node[count + r]
                     arrays.partials[state + 1] = node[count + rows + r]
 
-    return named(join_warps, put, count=count, rows=rows)
+    return named(join_warps, put, count=count)

@@ -132,35 +132,6 @@ def make(config):
         read.load(loaded, shown_bits, j, origin, row, lane, arrays, strides, sizes, inside)
 
     @inlined
-    def scores_of_tile(j, registers, places, tile, strides, masked):
-        """S of tile j while its V is on the way."""
-        v_bytes, rows_left = config.item_size * strides.v[2], int32(tile_n)
-        if masked:
-            _, keys = block_state.get(places.q + int32(keys_at))
-            rows_left = int32(int32(keys) - j * tile_n)
-        _, v_global = block_state.get(places.q + int32(bases_at))
-        source = v_global + j * tile_n * v_bytes
-        columns_left = int32(config.head_dim_v - tile.part * columns_v)
-        wait_all()
-        cuda.syncthreads()  # K_j is there, and everyone is done with V_j+1
-        if not only_tile:
-            load_v(places.q + int32(plan.v), source, v_bytes, 0, rows_left, columns_left, again(places))
-            cp_async.commit_group()
-        operands = registers.q_frag, registers.kv_frag
-        products.multiply_q_k(registers.acc_s, *operands, places.q_lane, places.k_lane, places.s_lane)
-
-    @inlined
-    def apply_to_tile(j, registers, places, tile, asks, arrays, strides, score):
-        """The caller's own functions on S."""
-        if functions.present:
-            lane, row = lane_and_row()
-            position, _ = block_state.get(places.q + int32(keys_at))
-            queries_left = int32(min(tile.sequence.seqlen_q - tile.first_query, config.queries))
-            b, h, first_query = tile.sequence.b, tile.h, tile.first_query
-            place = functions.place_of(j, b, h, row, lane, first_query, position, queries_left)
-            functions.apply(registers.acc_s, registers.mask_bits, place, asks, arrays, strides, score)
-
-    @inlined
     def finish_and_mask(j, registers, places, tile, asks, arrays, strides, sizes, score, masked):
         """S as the softmax takes it: finished where it needs more than a scale, -inf where a key is not seen. asks:
         mask_mod removes some of the tile."""
@@ -175,8 +146,14 @@ def make(config):
                 registers.distance[r] = real(position + registers.query[r] - j * tile_n - lane_column)
         if has_mask:
             read.hide(registers.mask_bits, registers.shown_bits, masked)
-        if functions.every_tile or asks:
-            apply_to_tile(j, registers, places, tile, asks, arrays, strides, score)
+        if functions.present:
+            if functions.every_tile or asks:
+                lane, row = lane_and_row()
+                position, _ = block_state.get(places.q + int32(keys_at))
+                queries_left = int32(min(tile.sequence.seqlen_q - tile.first_query, config.queries))
+                b, h, first_query = tile.sequence.b, tile.h, tile.first_query
+                place = functions.place_of(j, b, h, row, lane, first_query, position, queries_left)
+                functions.apply(registers.acc_s, registers.mask_bits, place, asks, arrays, strides, score)
         if config.scores_finished:
             score_tile.finish(registers.acc_s, registers.term, registers.distance, registers.loaded, score)
         if masked:
@@ -186,8 +163,36 @@ def make(config):
                 score_tile.mask(registers.acc_s, registers.mask_bits)
 
     @inlined
-    def outputs_of_tile(j, next_j, begin, registers, places, tile, arrays, strides, sizes, score):
-        """softmax and O of tile j while the next tile's K is on the way."""
+    def step(j, begin, states, registers, places, tile, arrays, strides, sizes, score, whole):
+        """One key tile: S, softmax, O. -> the tile behind it. whole, a constant: every row sees every key, except for
+        those that a function removes."""
+        next_j, asks = walk.next_tile(states, j, begin, arrays, strides), walk.needs_mask(states, j, arrays, strides)
+        masked = TRUE
+        if whole:  # a tile without keys to hide takes a mask where functions are called
+            masked = every_tile if functions.every_tile or not walk.present else asks
+        if read.before:
+            load_for_scores(j, registers, places, arrays, strides, sizes, masked)
+
+        # S, while the tile's V is on the way.
+        v_bytes, rows_left = config.item_size * strides.v[2], int32(tile_n)
+        if masked:
+            _, keys = block_state.get(places.q + int32(keys_at))
+            rows_left = int32(int32(keys) - j * tile_n)
+        _, v_global = block_state.get(places.q + int32(bases_at))
+        source = v_global + j * tile_n * v_bytes
+        columns_left = int32(config.head_dim_v - tile.part * columns_v)
+        wait_all()
+        cuda.syncthreads()  # K_j is there, and everyone is done with V_j+1
+        if not only_tile:
+            load_v(places.q + int32(plan.v), source, v_bytes, 0, rows_left, columns_left, again(places))
+            cp_async.commit_group()
+        operands = registers.q_frag, registers.kv_frag
+        products.multiply_q_k(registers.acc_s, *operands, places.q_lane, places.k_lane, places.s_lane)
+        if read.behind:
+            load_for_scores(j, registers, places, arrays, strides, sizes, masked)
+        finish_and_mask(j, registers, places, tile, asks, arrays, strides, sizes, score, masked)
+
+        # Softmax and O, while the next tile's K is on the way.
         k_bytes = config.item_size * strides.k[2]
         k_global, _ = block_state.get(places.q + int32(bases_at))
         source = k_global + (next_j if walk.present else j - 1) * tile_n * k_bytes
@@ -207,22 +212,6 @@ def make(config):
         products.to_p(registers.acc_s, registers.p_frag)
         rescale(registers.acc_o, registers.alpha, moved)
         products.multiply_p_v(registers.acc_o, registers.p_frag, registers.kv_frag, places.v_lane)
-
-    @inlined
-    def step(j, begin, states, registers, places, tile, arrays, strides, sizes, score, whole):
-        """One key tile: S, softmax, O. -> the tile behind it. whole, a constant: every row sees every key, except for
-        those that a function removes."""
-        next_j, asks = walk.next_tile(states, j, begin, arrays, strides), walk.needs_mask(states, j, arrays, strides)
-        masked = TRUE
-        if whole:  # a tile without keys to hide takes a mask where functions are called
-            masked = every_tile if functions.every_tile or not walk.present else asks
-        if read.before:
-            load_for_scores(j, registers, places, arrays, strides, sizes, masked)
-        scores_of_tile(j, registers, places, tile, strides, masked)
-        if read.behind:
-            load_for_scores(j, registers, places, arrays, strides, sizes, masked)
-        finish_and_mask(j, registers, places, tile, asks, arrays, strides, sizes, score, masked)
-        outputs_of_tile(j, next_j, begin, registers, places, tile, arrays, strides, sizes, score)
         return int32(next_j if walk.present else j - 1)
 
     @cuda.jit

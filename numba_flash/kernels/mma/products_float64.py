@@ -44,8 +44,8 @@ def make(config):
     own_blocks = s_blocks // groups  # of 8 keys, with which a warp computes scores
     own_count = strips * own_blocks * 4
     exchanged = exchanged_scores.make(config)
-    by_columns = groups > 1 and config.splits_columns
-    half_steps = steps // 2
+    by_columns, half_steps = groups > 1 and config.splits_columns, steps // 2
+    scalar_loads, columns_in_order = config.scalar_loads, config.columns_in_order
     q_panel, kv_panel = tile_m * 128, tile_n * 128  # bytes of 16 columns
 
     @inlined
@@ -55,10 +55,10 @@ def make(config):
     @inlined
     def lanes(lane, warp, q_smem, k_smem, v_smem):
         chunk, half, first = (lane & 3) << 1, int32(0), (lane & 3) << 1
-        if config.scalar_loads:
+        if scalar_loads:
             chunk, half = (lane & 1) << 2, (lane & 2) << 2
         column, column_half = lane >> 2, int32(0)
-        if config.columns_in_order:
+        if columns_in_order:
             column, column_half = lane >> 3, (lane & 4) << 1
         if config.odd_rows_first:
             first += (lane & 2) >> 1
@@ -92,35 +92,29 @@ def make(config):
         ld_st.load_v2_f64(values, 2, second + ahead)
 
     @inlined
-    def add_panel_by_scalar_loads(blocks, acc_s, q_frag, k_frag, q_lane, k_lane, q_ahead, k_ahead):
-        """As add_panel_by_vector_loads."""
-        for strip in range(strips):
-            for i in range(4):
-                for half in range(2):
-                    at = (q_lane ^ int32(i << 4)) + (q_ahead + strip * 2048 + half * 1024)
-                    q_frag[strip * 8 + 2 * i + half] = ld_st.load_f64(int32(at))
-        for n in range(blocks):
-            for i in range(4):
-                k_frag[i] = ld_st.load_f64(int32((k_lane ^ int32(i << 4)) + (k_ahead + n * 1024)))
-            for strip in range(strips):
-                add_product(acc_s, (strip * blocks + n) * 4, q_frag, strip * 8, k_frag, 0)
-
-    @inlined
-    def add_panel_by_vector_loads(blocks, acc_s, q_frag, k_frag, q_lane, k_lane, q_ahead, k_ahead):
+    def add_panel(blocks, acc_s, q_frag, k_frag, q_lane, k_lane, q_ahead, k_ahead):
         """acc_s (strips, blocks, 4) += Q . K^T over a panel and blocks of 8 keys. The panels are so many bytes ahead of
         the lane's places, which is added behind the swizzle: so no place is kept for each panel."""
         q_second, k_second = q_lane ^ int32(16), k_lane ^ int32(16)
         for strip in range(strips):
-            for half in range(2):
-                load_row(k_frag, q_lane, q_second, q_ahead + strip * 2048 + half * 1024)
+            if scalar_loads:
                 for i in range(4):
-                    q_frag[strip * 8 + 2 * i + half] = k_frag[i]
+                    for half in range(2):
+                        at = (q_lane ^ int32(i << 4)) + (q_ahead + strip * 2048 + half * 1024)
+                        q_frag[strip * 8 + 2 * i + half] = ld_st.load_f64(int32(at))
+            else:
+                for half in range(2):
+                    load_row(k_frag, q_lane, q_second, q_ahead + strip * 2048 + half * 1024)
+                    for i in range(4):
+                        q_frag[strip * 8 + 2 * i + half] = k_frag[i]
         for n in range(blocks):
-            load_row(k_frag, k_lane, k_second, k_ahead + n * 1024)
+            if scalar_loads:
+                for i in range(4):
+                    k_frag[i] = ld_st.load_f64(int32((k_lane ^ int32(i << 4)) + (k_ahead + n * 1024)))
+            else:
+                load_row(k_frag, k_lane, k_second, k_ahead + n * 1024)
             for strip in range(strips):
                 add_product(acc_s, (strip * blocks + n) * 4, q_frag, strip * 8, k_frag, 0)
-
-    add_panel = add_panel_by_scalar_loads if config.scalar_loads else add_panel_by_vector_loads
 
     @inlined
     def add_panels(count, blocks, acc_s, q_frag, k_frag, q_lane, k_lane):
@@ -143,7 +137,7 @@ def make(config):
     @inlined
     def add_scores(acc_s, q_frag, k_frag, q_lane, k_lane):
         """acc_s (strips, own_blocks, 4) = Q . K^T with the warp's part of the keys."""
-        if config.scalar_loads:
+        if scalar_loads:
             for i in range(own_count):
                 acc_s[i] = float64(0)
             add_every_panel(acc_s, q_frag, k_frag, q_lane, k_lane)
@@ -169,33 +163,24 @@ def make(config):
             exchanged.get(acc_s, s_lane)
 
     @inlined
-    def add_rows_by_scalar_loads(y, acc_o, p_frag, p_blocks, v_frag, v_lane):
-        """As add_rows_by_vector_loads."""
-        for n in range(o_blocks // 2):
-            for j in range(2):
-                for key in range(4):
-                    at = (v_lane ^ int32((key & 1) * (128 + 16) + j * 64)) + (key >> 1) * 1024
-                    v_frag[key] = ld_st.load_f64(int32(at + n * kv_panel))
-                for strip in range(strips):
-                    at_o = (strip * o_blocks + 2 * n + j) * 4
-                    add_product(acc_o, at_o, p_frag, (strip * p_blocks + 2 * y) * 4, v_frag, 0)
-
-    @inlined
-    def add_rows_by_vector_loads(y, acc_o, p_frag, p_blocks, v_frag, v_lane):
+    def add_rows(y, acc_o, p_frag, p_blocks, v_frag, v_lane):
         """acc_o += 16 keys of P . V, of p_frag (strips, p_blocks, 4) from block 2 * y on."""
         column = local.array(4, float64)
         for n in range(o_blocks // 2):
-            for key in range(4):  # 2 * (lane % 4), the next, and both 8 further; if odd_rows_first, the next first
-                at = (v_lane ^ int32((key & 1) * (128 + 16))) + (key >> 1) * 1024
-                ld_st.load_v2_f64(v_frag, 2 * key, at + n * kv_panel)
+            if not columns_in_order:
+                for key in range(4):  # 2 * (lane % 4), the next, and both 8 further; if odd_rows_first, the next first
+                    at = (v_lane ^ int32((key & 1) * (128 + 16))) + (key >> 1) * 1024
+                    ld_st.load_v2_f64(v_frag, 2 * key, at + n * kv_panel)
             for j in range(2):
                 for key in range(4):
-                    column[key] = v_frag[2 * key + j]
+                    if columns_in_order:
+                        at = (v_lane ^ int32((key & 1) * (128 + 16) + j * 64)) + (key >> 1) * 1024
+                        column[key] = ld_st.load_f64(int32(at + n * kv_panel))
+                    else:
+                        column[key] = v_frag[2 * key + j]
                 for strip in range(strips):
                     at_o = (strip * o_blocks + 2 * n + j) * 4
                     add_product(acc_o, at_o, p_frag, (strip * p_blocks + 2 * y) * 4, column, 0)
-
-    add_rows = add_rows_by_scalar_loads if config.columns_in_order else add_rows_by_vector_loads
 
     @inlined
     def add_16(acc_o, p_frag, v_frag, v_lane):

@@ -134,16 +134,13 @@ def query_work(config):
     find, packed = make_queries(config), config.packed
 
     @inlined
-    def sequence_of(tile, work_tile, arrays, strides, sizes):
+    def work_of(tile, work_tile, arrays, strides, sizes):
         if packed:
             first_row = int64(tile.first_query)
             end, first_query = first_row + word(work_tile, MEMBERS), word(work_tile, Q_ROW) - first_row
-            return packed_queries(tile.b, first_query, end, sizes)
-        return find(tile.b, arrays, strides, sizes)
-
-    @inlined
-    def work_of(tile, work_tile, arrays, strides, sizes):
-        sequence = sequence_of(tile, work_tile, arrays, strides, sizes)
+            sequence = packed_queries(tile.b, first_query, end, sizes)
+        else:
+            sequence = find(tile.b, arrays, strides, sizes)
         return QueryWork(sequence, tile.h, int32(0), tile.first_query, tile.part)
 
     return work_of

@@ -104,70 +104,61 @@ def make(config):
             bar.arrive(following + 1, pair)
 
     @inlined
-    def issue_products(base, consumer, q_desc, registers, n):
-        """S of the n-th tile of keys and P . V of the one before."""
-        rings.k.consumer_wait(base, n)
-        pingpong_wait(consumer.me)
-        issue_scores(base, q_desc, registers.scores.acc_s, n)
-        issue_outputs(base, registers.acc_o, registers.p_frag, int32(n - 1))
-        pingpong_arrive(consumer.following)
+    def step(first, base, consumer, tile, rows, registers, arrays, strides, sizes, score):
+        """S and P of a tile of keys, and beside them P . V of the tile before. first, a constant: it is a query tile's
+        first, whose S is issued already, and no tile is before it.
 
-    @inlined
-    def done_with_scores(base, elected, tile, rows):
-        """K of a tile is given back; and Q with the query tile's last, unless O is to lie there."""
-        rings.k.consumer_release(base, tile.n, elected)
-        if not config.o_in_q:
-            rings.q.consumer_release(base, rows.seen, elected & (tile.j == rows.begin))
+        -> (the key tile after it, one before `begin` if none is left; whether mask_mod removes something of that)
+        """
+        scores, acc_s, acc_o = registers.scores, registers.scores.acc_s, registers.acc_o
+        if first:
+            options.load_ahead(tile.j, tile.asks, tile.work_tile, scores, arrays, strides, sizes)
+        if read.reads:
+            options.load(tile, scores, arrays, strides, sizes)
+        if not first:
+            rings.k.consumer_wait(base, tile.n)
+            pingpong_wait(consumer.me)
+            issue_scores(base, rows.q_desc, acc_s, tile.n)
+            issue_outputs(base, acc_o, registers.p_frag, int32(tile.n - 1))
+            pingpong_arrive(consumer.following)
 
-    @inlined
-    def prepare(tile, rows, registers, arrays, sizes):
-        """What the softmax of a tile needs besides S. It runs beside products. -> on which side the tile is"""
-        options.find_bits(tile, registers.scores, sizes)
+        # What needs no score runs beside these products.
+        options.find_bits(tile, scores, sizes)
         side = int32(0)
         if sides.present:
-            side = options.side(tile.j, rows.before, rows.behind, registers.scores, registers.shift)
+            side = sides.of_tile(tile.j, rows.before, rows.behind, scores.terms, scores.distance, registers.shift)
         if kept_weights.drops:
             kept_weights.find(tile.j, rows.work_tile, registers.kept, arrays, sizes)
-        return side
-
-    @inlined
-    def weigh(base, tile, rows, side, registers, arrays, strides, sizes, score):
-        """acc_s <- P of a tile whose S is there. -> whether a maximum moved"""
-        scores = registers.scores
-        factor = options.finish(base, tile, scores, side, rows.inverse_scale, arrays, strides, sizes, score)
-        moved = softmax(scores.acc_s, registers.m, registers.l, registers.alpha, factor, registers.shift)
-        if kept_weights.drops:
-            kept_weights.drop(scores.acc_s, registers.kept)
-        return moved
-
-    @inlined
-    def next_tile(j, rows, registers, arrays, strides, sizes):
-        """-> (the key tile after j, one before `begin` if none is left; whether mask_mod removes something of it)"""
-        following = int32(walk.next_tile(rows.states, j, rows.begin, arrays, strides))
+        following = int32(walk.next_tile(rows.states, tile.j, rows.begin, arrays, strides))
         there = max(following, rows.begin)
         asks = walk.needs_mask(rows.states, there, arrays, strides)
-        options.load_ahead(there, asks, rows.work_tile, registers.scores, arrays, strides, sizes)
-        return following, asks
+        options.load_ahead(there, asks, rows.work_tile, scores, arrays, strides, sizes)
 
-    @inlined
-    def step(base, consumer, tile, rows, registers, arrays, strides, sizes, score):
-        """S and P of a tile of keys, and beside them P . V of the tile before. -> next_tile"""
-        acc_s, acc_o = registers.scores.acc_s, registers.acc_o
-        if read.reads:
-            options.load(tile, registers.scores, arrays, strides, sizes)
-        issue_products(base, consumer, rows.q_desc, registers, tile.n)
-        side = prepare(tile, rows, registers, arrays, sizes)
-        following = next_tile(tile.j, rows, registers, arrays, strides, sizes)  # read beside products, too
-        wait_but_one()  # for S, with P . V behind it
+        if first:
+            wait_all()
+        else:
+            wait_but_one()  # for S, with P . V behind it
         pin_s(acc_s)
-        done_with_scores(base, consumer.elected, tile, rows)
-        moved = weigh(base, tile, rows, side, registers, arrays, strides, sizes, score)
-        wait_all()
-        pin_o(acc_o)
-        rings.v.consumer_release(base, int32(tile.n - 1), consumer.elected)
+        rings.k.consumer_release(base, tile.n, consumer.elected)
+        if not config.o_in_q:  # otherwise O is to lie there
+            rings.q.consumer_release(base, rows.seen, consumer.elected & (tile.j == rows.begin))
+        factor = options.finish(base, tile, scores, side, rows.inverse_scale, arrays, strides, sizes, score)
+        moved = softmax(acc_s, registers.m, registers.l, registers.alpha, factor, registers.shift)
+        if kept_weights.drops:
+            kept_weights.drop(acc_s, registers.kept)
+        if not first:
+            wait_all()
+            pin_o(acc_o)
+            rings.v.consumer_release(base, int32(tile.n - 1), consumer.elected)
         to_p(acc_s, registers.p_frag)
-        rescale(acc_o, registers.alpha, moved)
-        return following
+        if not first:
+            rescale(acc_o, registers.alpha, moved)
+        elif padded:
+            keys, first_key = word(tile.work_tile, KEYS), tile.j * tile_n
+            if keys < first_key + tile_n:
+                rings.v.consumer_wait(base, tile.n)
+                zero_tail(base + plan.v + rings.v.stage(tile.n) * v_bytes, max(keys - first_key, 0))
+        return following, asks
 
     @inlined
     def begin_rows(work_tile, seen, q_desc, begin, states, registers, arrays, strides, score):
@@ -182,26 +173,6 @@ def make(config):
             before, behind = sides.ends(position(work_tile), rows_of_lane()[0], inverse_scale)
         block.clear(registers.scores.mask_bits, mask_words)
         return Rows(work_tile, seen, q_desc, begin, states, before, behind, inverse_scale)
-
-    @inlined
-    def first_step(base, consumer, tile, rows, registers, arrays, strides, sizes, score):
-        """P of a query tile's first tile of keys, whose S is issued already. -> next_tile"""
-        options.load_ahead(tile.j, tile.asks, tile.work_tile, registers.scores, arrays, strides, sizes)
-        if read.reads:
-            options.load(tile, registers.scores, arrays, strides, sizes)
-        side = prepare(tile, rows, registers, arrays, sizes)
-        following = next_tile(tile.j, rows, registers, arrays, strides, sizes)
-        wait_all()
-        pin_s(registers.scores.acc_s)
-        done_with_scores(base, consumer.elected, tile, rows)
-        weigh(base, tile, rows, side, registers, arrays, strides, sizes, score)
-        to_p(registers.scores.acc_s, registers.p_frag)
-        if padded:
-            keys, first_key = word(tile.work_tile, KEYS), tile.j * tile_n
-            if keys < first_key + tile_n:
-                rings.v.consumer_wait(base, tile.n)
-                zero_tail(base + plan.v + rings.v.stage(tile.n) * v_bytes, max(keys - first_key, 0))
-        return following
 
     @inlined
     def consume(base, warpgroup, arrays, strides, sizes, score):
@@ -238,18 +209,18 @@ def make(config):
             rows = begin_rows(work_tile, seen, q_desc, begin, states, registers, arrays, strides, score)
             masked, asks = j >= cut or j < free, walk.needs_mask(states, j, arrays, strides)
             tile = KeyTile(j, taken, work_tile, FALSE, masked, asks)
-            following, asks = first_step(base, consumer, tile, rows, registers, arrays, strides, sizes, score)
+            following, asks = step(TRUE, base, consumer, tile, rows, registers, arrays, strides, sizes, score)
             taken, j = int32(taken + 1), following
             while j >= begin:
                 # Tiles that some row sees in part; then those that every row sees whole; then, behind a left
                 # window, some of the first kind again.
                 while j >= begin and (j >= cut or j < free):
                     tile = KeyTile(j, taken, work_tile, FALSE, TRUE, asks)
-                    j, asks = step(base, consumer, tile, rows, registers, arrays, strides, sizes, score)
+                    j, asks = step(FALSE, base, consumer, tile, rows, registers, arrays, strides, sizes, score)
                     taken = int32(taken + 1)
                 while j >= free and j < cut:
                     tile = KeyTile(j, taken, work_tile, TRUE, FALSE, asks)
-                    j, asks = step(base, consumer, tile, rows, registers, arrays, strides, sizes, score)
+                    j, asks = step(FALSE, base, consumer, tile, rows, registers, arrays, strides, sizes, score)
                     taken = int32(taken + 1)
 
             # The last P . V, and behind it the first S of the next query tile, beside which O is written. When there

@@ -42,8 +42,8 @@ def make(config):
     q_panel, kv_panel = config.tile_m * 128, tile_n * 128  # bytes of a panel of a part
     k_panels, v_panels, v_columns = -(-config.head_dim_padded // 64), config.v_panels, config.v_columns
     k_part, v_part = kv_panel * k_panels, kv_panel * v_panels
-    k_bytes, v_bytes = config.PARTS * k_part, config.PARTS * v_part
-    s_count, o_count, p_count = tile_n // 2, config.head_dim_v_padded // 2, config.PARTS * tile_n // 4
+    k_bytes, v_bytes = config.element_parts * k_part, config.element_parts * v_part
+    s_count, o_count, p_count = tile_n // 2, config.head_dim_v_padded // 2, config.element_parts * tile_n // 4
     panel_count = v_columns // 2  # registers of a panel of O
     rescale = fragment_softmax.rescaler(1, config.head_dim_v_padded // 8)
 
@@ -157,18 +157,6 @@ def make(config):
         warpgroup_sync(me)
 
     @inlined
-    def issue_scores(q_desc, k_desc, acc_s, part_1, part_2, part_3):
-        """One product for each panel of columns."""
-        multiply_0(acc_s, q_desc, k_desc)
-        if k_panels > 1:
-            multiply_1(part_1, q_desc, k_desc)
-        if k_panels > 2:
-            multiply_2(part_2, q_desc, k_desc)
-        if k_panels > 3:
-            multiply_3(part_3, q_desc, k_desc)
-        wgmma.commit_group()
-
-    @inlined
     def add_part(acc_s, part, present):
         if present:
             pin_s(part)
@@ -177,13 +165,20 @@ def make(config):
 
     @inlined
     def compute_scores(base, me, n, acc_s):
-        """S of the block's n-th key tile."""
+        """S of the block's n-th key tile: a product for each panel of columns, and their sum."""
         part_1, part_2 = local.array(s_count, float32), local.array(s_count, float32)
         part_3 = local.array(s_count, float32)
         rings.k.consumer_wait(base, n)
         q_desc = describe_rows(base + special.opaque(me * (64 * 128)))
         k_desc = describe_rows(base + plan.k + rings.k.stage(n) * k_bytes)
-        issue_scores(q_desc, k_desc, acc_s, part_1, part_2, part_3)
+        multiply_0(acc_s, q_desc, k_desc)
+        if k_panels > 1:
+            multiply_1(part_1, q_desc, k_desc)
+        if k_panels > 2:
+            multiply_2(part_2, q_desc, k_desc)
+        if k_panels > 3:
+            multiply_3(part_3, q_desc, k_desc)
+        wgmma.commit_group()
         wait_all()
         pin_s(acc_s)
         add_part(acc_s, part_1, k_panels > 1)

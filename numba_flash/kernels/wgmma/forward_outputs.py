@@ -14,16 +14,20 @@ from .block import query_work, rows_of_lane, tile_of
 from .tile_scores import counting
 
 
-def of_fragments(config):
-    """-> (count, stage_rows, write_rows): the number of uint32 that both need as work space, and device functions that
-    write a warp's 16 rows of O: in 16 bits to shared memory, or straight to global memory.
+def make(config, finish):
+    """-> write, a device function, and `words`, the number of uint32 that it needs as work space. finish: of
+    fragment_softmax.
 
     acc_o (head_dim_v_padded / 8, 4) is not divided yet; inverse (2,): the factors of its rows.
     """
     panel, o_blocks = config.tile_m * 128, config.head_dim_v_padded // 8  # bytes of 64 columns; blocks of 8
     o_words = (o_blocks + 3) // 4 * 4  # a lane's words of a row in 16 bits: one for each block of 8 columns
+    ring, q_bytes = pipeline.of_forward(config).q, config.tile_m * 128 * -(-config.head_dim_padded // 64)
+    plan, kept_weights = config.shared_layout(), counting(config)
+    store_rows = output_rows.make(config, 16, config.head_dim_v_padded)
+    recompute_rows, work_of = recompute.make(config, 16), query_work(config)
+    to_natural = float32(1 / exponent_unit(config))
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
-    address, store_v4, store_b16 = memory.address, memory.store_v4, memory.store_b16
 
     @inlined
     def output_pair(acc_o, inverse, n, r):
@@ -76,30 +80,18 @@ def of_fragments(config):
                 for n in range(o_words):
                     words[n] = output_pair(acc_o, inverse, n, r)
                 exchange_blocks(words, lane)
-                to = address(arrays.o, at) + int64((lane & 3) * 16)
+                to = memory.address(arrays.o, at) + int64((lane & 3) * 16)
                 for n in range(0, o_words, 4):
                     if here and 8 * (n + (lane & 3)) + 8 <= config.head_dim_v:
-                        store_v4(to + 16 * n, words, n)
+                        memory.store_v4(to + 16 * n, words, n)
             else:
                 for n in range(o_blocks):
                     two = output_pair(acc_o, inverse, n, r)
-                    column = lane_column + 8 * n
-                    if here and column < config.head_dim_v:
-                        store_b16(address(arrays.o, at + column * strides.o[3]), two)
-                    if here and column + 1 < config.head_dim_v:
-                        store_b16(address(arrays.o, at + (column + 1) * strides.o[3]), uint32(two >> uint32(16)))
-
-    return 4 if config.o_in_q else o_words, stage_rows, write_rows
-
-
-def make(config, finish):
-    """-> write, a device function, and `words`, the number of uint32 that it needs as work space. finish: of
-    fragment_softmax."""
-    ring, q_bytes = pipeline.of_forward(config).q, config.tile_m * 128 * -(-config.head_dim_padded // 64)
-    plan, kept_weights = config.shared_layout(), counting(config)
-    store_rows = output_rows.make(config, 16, config.head_dim_v_padded)
-    (o_words, stage_rows, write_rows), work_of = of_fragments(config), query_work(config)
-    recompute_rows, to_natural = recompute.make(config, 16), float32(1 / exponent_unit(config))
+                    for i in range(2):
+                        column = lane_column + 8 * n + i
+                        if here and column < config.head_dim_v:
+                            half = uint32(two >> uint32(16)) if i else two
+                            memory.store_b16(memory.address(arrays.o, at + column * strides.o[3]), half)
 
     @inlined
     def write(base, work_tile, seen, registers, words, arrays, strides, sizes, score):
@@ -151,4 +143,4 @@ def make(config, finish):
         if vote.any_lane(some_nonfinite) != 0:
             recompute_rows(first_row, lane, base + plan.row_states, tile, arrays, strides, sizes, score)
 
-    return named(write, words=o_words)
+    return named(write, words=4 if config.o_in_q else o_words)

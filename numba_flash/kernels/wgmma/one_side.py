@@ -50,10 +50,14 @@ def make(config):
         return before, behind
 
     @inlined
-    def to_shift(terms, distance, side, shift):
+    def of_tile(j, before, behind, terms, distance, shift):
+        """-> on which side of the queries key tile j lies; shift <- of its scores. distance: as tile_scores.py finds it
+        with the bits of the tile."""
+        side = int32(1) if j < before else int32(-1) if j >= behind else int32(0)
         for r in range(2):
             shifted = -(terms[r] * float32(side) * log2_e) * distance[r]
             shift[r] = shifted if side != 0 else float32(0)  # also if the slope is not finite
+        return side
 
     @inlined
     def to_linear(acc_s, terms, side, inverse_scale):
@@ -63,4 +67,4 @@ def make(config):
                 for i in range(2):
                     acc_s[4 * n + 2 * r + i] += steepness * float32(8 * n + i)
 
-    return named(inverse_scale, ends, to_shift, to_linear, present=config.by_distance_alone)
+    return named(inverse_scale, ends, of_tile, to_linear, present=config.by_distance_alone)

@@ -11,7 +11,7 @@ from typing import Any
 from numba import int32, uint32
 
 from ...ptx import bar, bits, shfl, special, vote
-from ..steps.basics import divide, inlined
+from ..steps.basics import inlined, tiles_of
 from ..steps.head_rounds import in_rounds
 from ..steps.sequence import make as make_sequence, queries as make_queries
 from .block import BEFORE, SEQUENCE, word_alone, write
@@ -24,10 +24,6 @@ def make(config: Any, heads_at_once: Any, work_tile: Callable[..., Any]) -> Call
     rows, sequence_of, queries_of = config.queries, make_sequence(config), make_queries(config)
 
     @inlined
-    def tiles_of_head(b, arrays, strides, sizes):
-        return divide(int32(queries_of(b, arrays, strides, sizes).seqlen_q) + int32(rows - 1), rows)
-
-    @inlined
     def find(base, i, t, arrays, strides, sizes):
         lane, heads, batch = int32(special.thread_index() & int32(31)), int32(sizes.heads), int32(sizes.batch)
         own, b, before, tiles = work_tile(base, int32(0)), int32(0), int32(0), int32(0)
@@ -35,7 +31,9 @@ def make(config: Any, heads_at_once: Any, work_tile: Callable[..., Any]) -> Call
             b, before = word_alone(own, SEQUENCE), word_alone(own, BEFORE)
         looking = True
         while looking:
-            tiles = tiles_of_head(int32(b + lane), arrays, strides, sizes) if b + lane < batch else int32(0)
+            tiles = int32(0)
+            if b + lane < batch:
+                tiles = tiles_of(queries_of(int32(b + lane), arrays, strides, sizes).seqlen_q, rows)
             behind = int32(tiles * heads)  # how many tiles there are up to the end of the lane's sequence
             for n in range(5):
                 others = int32(shfl.idx_b32(uint32(behind), int32(lane - (1 << n))))

@@ -19,7 +19,7 @@ from ...config.forward import L2_BYTES
 from ...ptx import bar, bits, memory, shfl, special, tma, vote
 from ..score import longest_first, reads, tile_walk, user
 from ..steps import outside_rows
-from ..steps.basics import TRUE, divide, inlined, named
+from ..steps.basics import TRUE, divide, inlined, named, tiles_of
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
 from ..steps.sequence import key_range, make as make_sequence
 from . import bias_boxes, block, packed_tiles, pipeline
@@ -55,7 +55,7 @@ def query_tiles(config):
         if walk.present:
             b, head, own = take(t, arrays, strides, sizes)
             return b, int32(head * group), int32(own * queries)
-        m_tiles = divide(int32(sizes.seqlen_q) + int32(queries - 1), queries)
+        m_tiles = tiles_of(sizes.seqlen_q, queries)
         groups = divide(sizes.heads, group)
         head_tiles = int32(sizes.batch) * groups
         at_once = heads_at_once(sizes.seqlen_k, head_tiles, sizes)
@@ -67,22 +67,21 @@ def query_tiles(config):
     find_tile = packed_tiles.make(config, heads_at_once, rings.work_tile) if packed else tile_of
 
     @inlined
-    def key_rows(sizes):
-        """Rows of K and V: a tile behind them is past the end, wherever a sequence begins."""
-        return sizes.total_k if packed else sizes.seqlen_k
+    def whole_tiles(sizes):
+        """Of K and V: the tile of this number may begin in them; the next one is past the end for every sequence."""
+        return divide(int32(sizes.total_k if packed else sizes.seqlen_k), tile_n)
 
     @inlined
-    def tiles_of(sequence, first_query, sizes):
+    def key_tiles_of(sequence, first_query, sizes):
         """-> (begin, free, cut, stop): the key tiles that the query tile sees, as in ranges.key_tiles.
 
-        If it sees none, the result is one tile past the end of K and V, which reads as zeros: so every query tile has a
-        key tile. If some rows do not exist, no tile counts as seen by all rows: functions are not called for missing
-        rows.
+        If it sees none, the result is one tile past the end, which reads as zeros: so every query tile has a key tile.
+        If some rows do not exist, no tile counts as seen by all rows: functions are not called for missing rows.
         """
         last_query = first_query + min(sequence.seqlen_q - first_query, queries) - 1
         begin, free, cut, stop = key_range(sequence, first_query, last_query, sizes, tile_n)
         if stop <= begin:
-            begin = free = cut = divide(int32(key_rows(sizes)), tile_n) + 1
+            begin = free = cut = whole_tiles(sizes) + 1
             stop = begin + 1
         if asked_of_whole and sequence.seqlen_q - first_query < queries:
             cut = begin
@@ -90,19 +89,19 @@ def query_tiles(config):
 
     @inlined
     def own_part(part, begin, free, cut, stop, sizes):
-        """Of the key tiles of a query tile those that belong to a part of them; as in tiles_of if that is none."""
-        most = divide(int32(stop - begin) + int32(parts - 1), parts)
+        """Of the key tiles of a query tile those that belong to a part of them; as in key_tiles_of if that is none."""
+        most = tiles_of(stop - begin, parts)
         first = int32(begin + most * part)
         last = min(int32(first + most), stop)
         if last <= first:
-            first = divide(int32(key_rows(sizes)), tile_n) + 1
+            first = whole_tiles(sizes) + 1
             last = first + 1
         return first, max(free, first), min(cut, last), last
 
     @inlined
     def write_ends(work_tile, begin, stop, sizes):
-        if stop <= begin:  # as in tiles_of
-            begin = divide(int32(key_rows(sizes)), tile_n) + 1
+        if stop <= begin:  # as in key_tiles_of
+            begin = whole_tiles(sizes) + 1
             stop = begin + 1
         write(work_tile, BEGIN, begin)
         write(work_tile, FREE, max(word_alone(work_tile, FREE), begin))
@@ -117,13 +116,12 @@ def query_tiles(config):
         """
         b, h, first_query = word_alone(work_tile, B), word_alone(work_tile, H), word_alone(work_tile, FIRST_ROW)
         end_query = min(int32(sizes.seqlen_q), int32(first_query + queries))
-        ranges = ranges_of(b, h, group, first_query, end_query, arrays, strides, sizes)
-        first, end, whole_first, whole_end = ranges
-        free, cut = divide(whole_first + int32(tile_n - 1), tile_n), divide(whole_end, tile_n)
+        first, end, whole_first, whole_end = ranges_of(b, h, group, first_query, end_query, arrays, strides, sizes)
+        free, cut = tiles_of(whole_first, tile_n), divide(whole_end, tile_n)
         write(work_tile, FREE, max(word_alone(work_tile, FREE), free))
         write(work_tile, CUT, min(word_alone(work_tile, CUT), cut))
         begin = max(word_alone(work_tile, BEGIN), divide(first, tile_n))
-        stop = min(word_alone(work_tile, STOP), divide(end + int32(tile_n - 1), tile_n))
+        stop = min(word_alone(work_tile, STOP), tiles_of(end, tile_n))
         write_ends(work_tile, begin, stop, sizes)
 
     @inlined
@@ -149,7 +147,7 @@ def query_tiles(config):
         if not work:
             b, h, first_query = int32(0), int32(0), int32(0)
         sequence = sequence_of(b, arrays, strides, sizes)
-        begin, free, cut, stop = tiles_of(sequence, first_query, sizes)
+        begin, free, cut, stop = key_tiles_of(sequence, first_query, sizes)
         if parts > 1:
             begin, free, cut, stop = own_part(part, begin, free, cut, stop, sizes)
         h_kv, position = divide(h, divide(sizes.heads, sizes.heads_kv)), first_query + sequence.q_start
@@ -371,7 +369,7 @@ def make(config):
                     to = base + plan.bias + (rings.bias.stage(n) * config.consumers + consumer) * config.bias_bytes
                     fetch_bias(to, full, int32(first_query + 64 * consumer), int32(j * config.tile_n), h, b, strides)
                 n = int32(n + 1)
-                j = int32(walk.next_tile(states, j, begin, arrays, strides) if walk.present else j - 1)
+                j = int32(walk.next_tile(states, j, begin, arrays, strides))
             i = int32(i + 1)
             rings.tiles.consumer_wait(base, i)
             work_tile = rings.work_tile(base, i)

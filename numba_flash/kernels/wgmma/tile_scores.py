@@ -69,15 +69,13 @@ def make(config, sides):
     linear."""
     queries, queries_of, read = config.queries, make_queries(config), reads.make(config, 1)
     hide, some_hidden, has_mask, mod_bits = read.hide, read.some_hidden, config.has("mask"), config.mask_mod_as_bits
-    chain = fragments.chain(config)
-    score_tile = fragments.tile(config, 1)
+    chain, score_tile = fragments.chain(config), fragments.tile(config, 1)
     find_visible = block.visibility(config, config.tile_n)
     boxes, blocks, consumers = bias_boxes.make(config, 64), config.tile_n // 8, config.consumers
     bias_at, bias_bytes = config.shared_layout().bias, config.bias_bytes
     ring = pipeline.of_forward(config).bias
     functions, has_score_mod = fragment_functions.make(config), config.has("score_mod")
-    one_sided = sides is not None and sides.present
-    log2_e = float32(LOG2_E)
+    one_sided, log2_e = sides is not None and sides.present, float32(LOG2_E)
 
     @inlined
     def row_terms(terms, work_tile, arrays, strides):
@@ -104,27 +102,25 @@ def make(config, sides):
     @inlined
     def find_bits(tile, registers, sizes):
         """mask_bits <- which scores count, if that may be asked. Run it during products, like find_visible."""
-        bits, alone = registers.shown_bits, mod_bits and not config.scores_finished
-        if tile.inside and alone:
-            if tile.asks:
-                hide(registers.mask_bits, bits, FALSE)
-        elif tile.inside:
-            if config.scores_finished or has_score_mod or tile.asks:
-                find_visible(tile.work_tile, tile.j, sizes, registers.mask_bits, registers.distance)
-        elif has_mask:
+        # Inside a tile nothing but a mask_mod hides a score, whose bits are all then.
+        alone = tile.inside and mod_bits and not config.scores_finished
+        bits, asks = registers.shown_bits, tile.asks
+        if has_mask and not tile.inside:
             find_shown(tile.j, tile.work_tile, sizes, registers.mask_bits, bits, registers.distance)
-        elif config.scores_finished or has_score_mod or tile.masked or tile.asks:
+        elif not alone and (config.scores_finished or has_score_mod or tile.masked or asks):
             find_visible(tile.work_tile, tile.j, sizes, registers.mask_bits, registers.distance)
-        if mod_bits and not (tile.inside and alone):
-            if tile.asks:
-                hide(registers.mask_bits, bits, TRUE)
+        if mod_bits:
+            if asks:
+                hide(registers.mask_bits, bits, FALSE if alone else TRUE)
+
+    @inlined
+    def origin_of(work_tile, arrays, strides):
+        return read.origin(word(work_tile, B), word(work_tile, H), word(work_tile, FIRST_ROW), arrays, strides)
 
     @inlined
     def load(tile, registers, arrays, strides, sizes):
         """Issues loads of what the scores need from global memory, before their product is issued."""
-        first_row, lane = rows_of_lane()
-        b, h, first_query = word(tile.work_tile, B), word(tile.work_tile, H), word(tile.work_tile, FIRST_ROW)
-        origin = read.origin(b, h, first_query, arrays, strides)
+        (first_row, lane), origin = rows_of_lane(), origin_of(tile.work_tile, arrays, strides)
         read.load_bias(registers.loaded, tile.j, origin, first_row, lane, strides, sizes, tile.inside)
         if has_mask:
             if not tile.inside:  # inside, the mask hides nothing
@@ -135,9 +131,7 @@ def make(config, sides):
         """Issues loads of what a mask_mod leaves of key tile j, a tile ahead: after find_bits of the one before."""
         if mod_bits:
             if asks:
-                first_row, lane = rows_of_lane()
-                b, h, first_query = word(work_tile, B), word(work_tile, H), word(work_tile, FIRST_ROW)
-                origin = read.origin(b, h, first_query, arrays, strides)
+                (first_row, lane), origin = rows_of_lane(), origin_of(work_tile, arrays, strides)
                 read.load_bits(registers.shown_bits, j, origin, first_row, lane, arrays, strides, sizes)
 
     @inlined
@@ -156,16 +150,6 @@ def make(config, sides):
                     loaded[r * blocks + 2 * pair + half] = four[2 * half + r]
         fence.proxy_async()  # the next bias is written by the async proxy
         ring.consumer_release(base + 8 * consumer, n, True)
-
-    @inlined
-    def side_of(j, before, behind, registers, shift):
-        """On which side of the queries key tile j lies (one_side.py): 1, -1, or 0 for both. shift <- of its scores. Run
-        it during products, after find_bits."""
-        side = int32(0)
-        if one_sided:
-            side = int32(1) if j < before else int32(-1) if j >= behind else int32(0)
-            sides.to_shift(registers.terms, registers.distance, side, shift)
-        return side
 
     @inlined
     def apply(tile, registers, arrays, strides, sizes, score):
@@ -212,4 +196,4 @@ def make(config, sides):
                     score_tile.mask(registers.acc_s, registers.mask_bits)
         return factor
 
-    return named(row_terms, load, load_ahead, find_bits, side=side_of, finish=finish_scores)
+    return named(row_terms, load, load_ahead, find_bits, finish=finish_scores)
