@@ -1,4 +1,4 @@
-"""What comes out besides o: lse alone, the weights, what each key receives, and facts of each row.
+"""Results besides o: lse alone, the weights, their sums for each key, and facts of each row.
 
 The weights are the derivative of lse by a bias that is added to the scores: with dlse = 1 and do = 0, the backward's
 dS = P * (dP - delta) is P. So the kernels of dbias compute them on every rung and with every option, and sum them where
@@ -27,7 +27,7 @@ FEWEST = 128  # rows of them: a kernel computes as many at once
 
 
 class RowStatistics(NamedTuple):
-    """Of each query: its largest score, and the entropy of its weights, both like lse."""
+    """For each query its largest score and the entropy of its weights, both shaped like lse."""
 
     max_logit: Any
     entropy: Any
@@ -72,8 +72,8 @@ def weights(q: Any, k: Any, lse: Any, *, rows: Any = None, heads: Any = None, **
 
 
 def column_sums(q: Any, k: Any, lse: Any, **options: Any) -> Any:
-    """What each key receives: the sum of its weights over all queries, (batch, heads, seqlen_k), in float32 (float64
-    for float64).
+    """The sum of each key's weights over all queries, (batch, heads, seqlen_k), in float32 (float64 for
+    float64).
 
     >>> received = numba_flash.column_sums(q, k, lse, causal=True)
 

@@ -234,7 +234,7 @@ class MmaOneKeyTileConfig(MmaDkdvConfig):
 
     delta: that of backward_preprocess, whose work the block does itself if a head has one tile of queries. with_dbias:
     it stores dbias, too, each element of which is that of one score. pairs: as of MmaDbiasConfig. bias_boxes: rows of a
-    bias can be copied 16 bytes at a time (kernels/mma/bias_tile.py).
+    bias can be copied 16 bytes at a time (kernels/mma/query_columns.py).
     """
 
     delta: PreprocessConfig | None = None
@@ -328,12 +328,16 @@ class MmaDbiasConfig(OfBias, MmaScoresConfig):
 
 @dataclass(frozen=True)
 class MmaDauxConfig(OfAux, MmaScoresConfig):
-    """Of mma_daux."""
+    """Of mma_daux. With two stages no barrier would be between a tile's products and the threads that take them."""
 
     kernel = "mma_daux"
     module = "mma.backward_daux"
     takes = abi.backward("").plus(abi.AUX_SUMS, abi.OF_AUX)
     ROW_BYTES = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("stages", self.stages, 1)
 
     @property
     def score_row(self) -> int:

@@ -34,8 +34,6 @@ class MmaFusedConfig(MmaBackwardConfig):
     columns_in_order: ClassVar[bool] = True
     shared_alignment: ClassVar[int] = MmaBackwardConfig.ALIGNMENT
     GROUPS: ClassVar[tuple[int, ...]] = (2,)
-    IN_FLIGHT: ClassVar[int] = 264  # about as many key tiles as a GPU works on at a time
-    FEW: ClassVar[int] = 56  # registers of a thread of the further warpgroup
     LOADERS: ClassVar[int] = 64  # threads that load tiles
     TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
 
@@ -63,12 +61,6 @@ class MmaFusedConfig(MmaBackwardConfig):
     def ptx_version(self) -> str:  # type: ignore[override]
         """st.async, by which blocks hand each other scores, has 8.1."""
         return "8.1" if self.blocks > 1 else ""
-
-    @property
-    def many(self) -> int:
-        """Registers of a thread that computes, to which the others leave theirs."""
-        launched = 65536 // max(self.blocks_per_sm, 1) // self.threads // 8 * 8
-        return min((launched * self.threads - 128 * self.FEW) // self.workers // 8 * 8, 240)
 
     @property
     def head_dim_padded(self) -> int:

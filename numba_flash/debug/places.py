@@ -16,17 +16,17 @@ Follow = Callable[..., Any]  # a trace function (sys.settrace)
 
 
 class Code(NamedTuple):
-    """What is asked of a code object: the file, and the code of the functions that it defines."""
+    """The part of a code object that is read here: the file, and the code of the functions that it defines."""
 
     co_filename: str
     co_consts: tuple[Any, ...]
 
 
 def make_of(kernel: Any, who: str) -> types.CodeType | Code:
-    """The code of a kernel's make(config), or what stands for it of a caller's own kernel. who: asks, for its errors.
+    """The code of a kernel's make(config), or a Code for a caller's own kernel. who: the tool's name, for errors.
 
-    Raises ValueError for a kernel that is not there, TypeError for what is none, RuntimeError where the simulator is
-    off.
+    Raises ValueError for a kernel that is not there, TypeError for an object that is no kernel, RuntimeError where the
+    simulator is off.
     """
     if not isinstance(kernel, str):
         check_simulated(who)

@@ -43,7 +43,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What `timeline` saw. repr() is a table, `html` a picture, which Jupyter shows."""
+    """The record of `timeline`. repr() is a table, `html` a picture, which Jupyter shows."""
 
     about: str
     roles: tuple[str, ...]

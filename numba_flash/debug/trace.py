@@ -1,10 +1,10 @@
-"""What a row of attention saw of each tile of keys: read from the kernel's own variables while it runs.
+"""A row of attention tile by tile: copies of the kernel's own variables while it runs.
 
     NUMBA_ENABLE_CUDASIM=1 python
 
     >>> seen = numba_flash.debug.trace(q, k, v, causal=True, row=22)
     >>> seen                   # a table, a line for each tile
-    >>> seen.tiles[1].alpha    # what the sums of before were multiplied with
+    >>> seen.tiles[1].alpha    # the factor of the sums so far
     >>> seen.html("row.html")  # the same to move through with a slider
 
 Nothing is computed here. A trace function waits in the simulated thread that owns the row, at lines of the kernel with
@@ -39,9 +39,9 @@ Names = dict[str, Any]  # the kernel's variables
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What the kernel held when it was done with one tile of keys. Of several rows, each has the rows as first axis.
+    """The kernel's variables after one tile of keys. If several rows were traced, the first axis of each is the row.
 
-    A tile of which a row sees no key changes nothing for that row: it has alpha 1 and P 0.
+    If a row sees no key of the tile, nothing changes for that row: it has alpha 1 and P 0.
     """
 
     number: int  # j of the listing
@@ -49,15 +49,15 @@ class Tile:
     S: np.ndarray  # (keys,) the scores, -inf where the row does not see the key
     P: np.ndarray  # (keys,) e^(S - m); in v1 e^(S - the tile's own maximum)
     m: Any  # the largest score so far
-    alpha: Any  # e^(m_old - m), with which the sums of before are multiplied
+    alpha: Any  # e^(m_old - m), by which the sums so far are multiplied
     l: Any  # the sum of e^(score - m) so far  # noqa: E741 - the papers' name
     O: np.ndarray  # (head_dim_v,) the output so far: the sum of e^(score - m) * v; in v1 already divided by l  # noqa: E741
-    variables: Any  # the kernel's own numbers at the line where P is there, by their names; of several rows a tuple
+    variables: Any  # the kernel's own numbers at the line where P is there, by name; of several rows a tuple
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What `trace` saw. repr() is a table; `plot` and `html` are pictures, and Jupyter shows the page of `html`."""
+    """The record of `trace`. repr() is a table; `plot` and `html` are pictures, and Jupyter shows that of `html`."""
 
     kernel: str
     about: str  # the problem in words
@@ -181,7 +181,7 @@ def trace(
 
 
 class _Row:
-    """What one row has seen so far. The methods are given the kernel's variables at the lines that LOOKS names."""
+    """The record of one row so far. The methods are given the kernel's variables at the lines that LOOKS names."""
 
     def __init__(self, config: SimtConfig, problem: Problem, row: int) -> None:
         self.config, self.problem, self.row = config, problem, row

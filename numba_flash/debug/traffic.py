@@ -23,8 +23,8 @@ from .trace import _with_tile
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What all threads of a launch asked for, in bytes; and operations, of which a multiplication and an addition are
-    two. repr() is a table.
+    """The bytes that all threads of a launch asked for, and operations; a multiplication and an addition are two of
+    these. repr() is a table.
 
     A GPU's caches answer a part of what is read of global memory, which is not simulated.
     """
@@ -122,5 +122,5 @@ def _words(p: Problem) -> str:
 
 
 def _flops(p: Problem) -> int:
-    """Of Q . K^T and P . V."""
+    """The operations of Q . K^T and P . V."""
     return 2 * p.batch * p.heads * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)

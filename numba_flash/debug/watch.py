@@ -1,4 +1,4 @@
-"""What the threads of a kernel hold at the lines that a comment marks."""
+"""Records the variables of a kernel's threads at the lines that a comment marks."""
 
 import contextlib
 import copy
@@ -14,7 +14,7 @@ MARK = re.compile(r"#.*\bwatch: *(\w+(?: *, *\w+)*)")
 
 
 class Seen(NamedTuple):
-    """What one thread held when it came to a marked line, before the line ran."""
+    """The variables of one thread that came to a marked line, before the line ran."""
 
     thread: Index3
     block: Index3

@@ -31,7 +31,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What held of the contract. str() is a table; true where nothing that was tried failed."""
+    """Which promises of the contract held. str() is a table; it is true if nothing that was tried failed."""
 
     lines: tuple[Line, ...]
 

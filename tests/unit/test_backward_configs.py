@@ -6,7 +6,7 @@ import itertools
 import pytest
 from helpers.machines import HOPPER
 
-from numba_flash.config.backward import MmaDkdvConfig, MmaDqConfig, MmaOneKeyTileConfig, PreprocessConfig
+from numba_flash.config.backward import MmaDauxConfig, MmaDkdvConfig, MmaDqConfig, MmaOneKeyTileConfig, PreprocessConfig
 from numba_flash.config.mma_fused import MmaFusedConfig
 from numba_flash.config.simt_backward import DbiasConfig, DeltaConfig, DkdvConfig, DqConfig, HeadSumsConfig
 from numba_flash.config.wgmma_backward import WgmmaDkdvConfig, WgmmaDqConfig, WgmmaFusedConfig
@@ -176,6 +176,7 @@ def test_the_one_kernels_columns(head_dim, head_dim_v, tile_m, columns, dq_colum
         (lambda: MmaDkdvConfig("float16", 256, 64, 64, 64, column_groups=2), "than are left of .* and 64"),
         (lambda: MmaDkdvConfig("float16", 64, 64, 160, 64), "at most 128 rows, not 160"),
         (lambda: MmaDqConfig("float16", 64, 64, 64, 64, stages=3), "stages must be 1 or 2, not 3"),
+        (lambda: MmaDauxConfig("float16", 64, 64, 64, 32, stages=2), "stages must be 1, not 2"),
         (lambda: MmaDkdvConfig("float16", 64, 64, 32, 64, column_groups=2, of_dk=False), "of_dk and of_dv"),
         (lambda: MmaDkdvConfig("float16", 64, 64, 32, 64, of_dk=False, of_dv=False), "of_dk or of_dv"),
         (lambda: WgmmaDkdvConfig("float32", 64, 64, 64, 128), "float16 and bfloat16"),

@@ -84,7 +84,7 @@ OF_CARRIER = (
     *OF_TURNS[1:],
 )
 OF_BOTH_BLOCKS = IN_PTX["wgmma_dkdv_paired"][-4:]
-WITHOUT_PRODUCTS = (*HeadSumsConfig.names, "mma_dq_finish", "bias_rows")
+WITHOUT_PRODUCTS = (*HeadSumsConfig.names, "mma_dq_finish", "bias_rows", "outside")
 for kernel in WITHOUT_PRODUCTS:
     MACHINES[kernel], IN_PTX[kernel], IN_SASS[kernel] = SINCE_AMPERE, (), ()
 SIMT = [config for config in (*FORWARD, *BACKWARD) if not local_bytes(config)]  # rows in registers
@@ -567,10 +567,15 @@ def packed_gates():
                     for own in (config, *configs_of(kernel, packed_gradients(head_dim, "float32", **options))):
                         if own.kernel.startswith(kernel):
                             yield f"{own.kernel}-{head_dim}-packed{words}", own
+    # Of many sequences without bounds, where tiles have numbers.
+    made = select.select(packed_problem(64, sequences=64, causal=True), A100, "mma", "cupy").config
+    for config in (made, *configs_of("mma", packed_gradients(64, sequences=64, causal=True), A100)):
+        if config.kernel.startswith(("mma", "outside")):
+            yield f"{config.kernel}-64-packed-numbered", config
 
 
-def packed_gradients(head_dim, dtype="float16", **options):
-    rows, ends = empty(4096, 2, head_dim, dtype=dtype), empty(5, dtype="int32")
+def packed_gradients(head_dim, dtype="float16", sequences=4, **options):
+    rows, ends = empty(4096, 2, head_dim, dtype=dtype), empty(sequences + 1, dtype="int32")
     arrays = dict.fromkeys(("do", "q", "k", "v", "o"), rows) | dict(lse=empty(2, 4096, dtype="float32"))
     arrays |= dict(cu_seqlens_q=ends, cu_seqlens_k=ends, layout=Packed())
     return gradients(head_dim, dtype=dtype, **arrays, **options)

@@ -34,6 +34,7 @@ from .backward_fp32_fp64 import View
 # Named barriers behind those of `meet` in backward_fused_tile.py: of all warps that compute; of these and the carrier,
 # when the part is there.
 WORKERS, FULL = 5, 7
+IN_FLIGHT = 264  # about as many key tiles as a GPU works on at a time
 
 
 # The query tiles of each head, the last one first, one head after the other: `tiles` of them, from `begin` on.
@@ -44,9 +45,9 @@ def make(config):
     tile_m, tile_n, workers, both = config.tile_m, config.tile_n, config.workers, config.workers + 32
     columns, pitch, pitch_dq = config.dq_columns, config.pitch, config.pitch_dq
     strips, panels, dq_count, paired = tile_m // 16, columns // 16, columns // 2, config.blocks > 1
-    sizes_of_product = tile_m, tile_n, 16, columns, columns  # queries are rows, and every warp has a strip of 16
-    made = products_float64.make(View("float64", *sizes_of_product, 1, config.large_f64, columns_in_order=True))
-    weights = shared_weights.make(pitch, 1)
+    # Queries are rows, and every warp has a strip of 16.
+    of_dq = View("float64", tile_m, tile_n, 16, columns, columns, 1, config.large_f64, columns_in_order=True)
+    made, weights = products_float64.make(of_dq), shared_weights.make(pitch, 1)
     wait_read, wait_added = tma.wait_group_read(0), tma.wait_group(0)
 
     @inlined
@@ -54,7 +55,7 @@ def make(config):
         """-> (b, h_kv, first_key). The first key tiles of several heads, enough to keep a GPU busy, come before their
         second tiles: so a tile's turn has come when it begins."""
         n_tiles = tiles_of(sizes.seqlen_k, tile_n)
-        together = int32(max(divide(int32(config.IN_FLIGHT), n_tiles), int32(1)))
+        together = int32(max(divide(int32(IN_FLIGHT), n_tiles), int32(1)))
         first_head = int32(divide(ticket, int32(together * n_tiles)) * together)
         together = int32(min(together, int32(sizes.batch * sizes.heads_kv) - first_head))
         within = int32(ticket - first_head * n_tiles)

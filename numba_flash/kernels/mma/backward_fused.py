@@ -30,21 +30,24 @@ from . import backward_dq_parts, backward_fp32_fp64, backward_fused_tile, shared
 from .backward_dq_parts import WORKERS, Walk
 from .backward_fused_tile import Registers
 
+FEW = 56  # registers of a thread of the further warpgroup, which leaves the others to those that compute
+
 
 def make(config):
     tile_m, tile_n, padded = config.tile_m, config.tile_n, config.head_dim_padded
     plan, loaders, paired, workers = config.shared_layout(), config.LOADERS, config.blocks > 1, config.workers
-    end_at, strips = plan.state + 3 * block_state.SIZE, config.strips
-    s_count, sum_count = strips * tile_m // 2, strips * padded // 4
+    s_count, sum_count = config.strips * tile_m // 2, config.strips * padded // 4
     load_own = async_tiles.loader(tile_n, padded, workers, 1, 8, config.copy_bytes)
     load_other = async_tiles.loader(tile_m, padded, loaders, 1, 8, config.copy_bytes)
     staged, scores = lse_delta.staged(config, tile_m, loaders), shared_scores.make(config, s_count)
     tile, parts = backward_fused_tile.make(config), backward_dq_parts.make(config)
     sequence_of, recompute_keys = sequences.make(config), recompute.make(config, True, True)
-    wait_all = cp_async.wait_group(0)
+    end_at, wait_all = plan.state + 3 * block_state.SIZE, cp_async.wait_group(0)
     # full: Q and dO are there. The others: a place is free.
     full, q_empty, do_empty, staging_empty = (plan.barriers + 8 * n for n in range(4))
-    give_registers, take_registers = setmaxnreg.decrease(config.FEW), setmaxnreg.increase(config.many)
+    launched = 65536 // max(config.blocks_per_sm, 1) // config.threads // 8 * 8  # registers of a thread
+    many = min((launched * config.threads - 128 * FEW) // workers // 8 * 8, 240)
+    give_registers, take_registers = setmaxnreg.decrease(FEW), setmaxnreg.increase(many)
 
     @inlined
     def own_column():

@@ -18,7 +18,7 @@ from ..score.reads import Origin
 from ..steps import async_tiles, block_state, numbers, sequence as sequences
 from ..steps.basics import divide, inlined, key_queries, named, tiles_of
 from ..steps.sequence import key_row, query_range, query_row
-from . import backward_preprocess, backward_scores, bias_tile as bias_tiles, query_columns, work_tile
+from . import backward_preprocess, backward_scores, query_columns, work_tile
 from .backward_scores import RowState
 from .work_tile import KeyWork
 
@@ -38,7 +38,8 @@ def make(config):
     work_of, columns, scores = work_tile.of_keys(config), query_columns.make(config), backward_scores.make(config)
     states, read = tile_walk.make(config), scores.read
     has_mask, sequence_again, boxes = config.has("mask"), sequences.again(config), config.bias_boxes
-    bias_item, bias_tile = ITEM_SIZE[config.dtype_of("bias") or "float32"], bias_tiles.make(config) if boxes else None
+    bias_item = ITEM_SIZE[config.dtype_of("bias") or "float32"]
+    bias_tile = query_columns.bias(config) if boxes else None
     own_rows = backward_preprocess.in_backward(config) if config.only_tile else None
 
     @inlined

@@ -60,7 +60,8 @@ def in_backward(config):
     this kernel for the only tile of queries of head h. lse and delta also go to shared memory, in the order of
     lse_delta.py, and to global memory for rows that are computed again and for the kernels behind. The caller owes a
     barrier."""
-    lanes, count, rows_at = config.own_delta.lanes, config.own_delta.rows_of_lanes, of_rows(config.own_delta)
+    own = config.own_delta
+    lanes, count, rows_at = own.lanes, own.rows_of_lanes, of_rows(own)
     at_a_time = config.threads // lanes * count
 
     @inlined

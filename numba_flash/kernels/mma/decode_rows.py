@@ -70,16 +70,10 @@ def make(config):
             node[e] = nodes[2 * step - count + e] if more else nodes[step - count + e]
 
     @inlined
-    def first_of(item):
-        """The first of all nodes of an Item."""
-        return int32(item.first_node - item.shared) if shares else item.first_node
-
-    @inlined
-    def read_group(nodes, index, words, row, quad, item, slot, of_prefix, arrays):
+    def read_group(nodes, index, first, words, row, quad, item, slot, of_prefix, arrays):
         """nodes <- the index-th group of the tree's nodes, of which those of the item exist."""
         for n in range(at_once):
             number, from_row = int32(index * at_once + n), row
-            first = first_of(item)
             exists = number >= first and number < first + item.nodes
             here = int32(slot + (number - item.first_node) * item.row_tiles) if exists else int32(slot)
             if shares:
@@ -91,11 +85,11 @@ def make(config):
     def root(node, row, quad, item, slot, of_prefix, stack, arrays):
         """node <- that of all keys, of an Item. slot, of_prefix: of the first node of its own and of its prefix."""
         nodes, words = local.array(everything, real), local.array(6, uint32)
-        first = first_of(item)
+        first = int32(item.first_node - item.shared) if shares else item.first_node  # of all nodes
         waiting, index = int32(0), int32(first >> group_bits)
         last = int32((first + item.nodes - 1) >> group_bits)
         while index <= last:
-            read_group(nodes, index, words, row, quad, item, slot, of_prefix, arrays)
+            read_group(nodes, index, first, words, row, quad, item, slot, of_prefix, arrays)
             join_group(nodes, node, first + item.nodes > index * at_once + half)
             waiting = carry(node, index, index == last, waiting, int32(1), stack, arrays)
             index = special.opaque(int32(index + 1))  # written out, the loop would take too many registers

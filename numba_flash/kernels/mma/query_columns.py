@@ -1,15 +1,15 @@
-"""lse and delta of a tile of queries in shared memory, for scores whose columns are queries.
+"""What comes to shared memory with a tile of queries, for scores whose rows are keys: lse and delta, and a bias.
 
-In 16 bits they come from the blocks of kernels/steps/lse_delta.py, whose order is that of a lane's columns; in float32
-and float64 from what the forward and the delta kernel wrote.
+In 16 bits lse and delta come from the blocks of kernels/steps/lse_delta.py, whose order is that of a lane's columns; in
+float32 and float64 from what the forward and the delta kernel wrote.
 """
 
 import numpy as np
 from numba import int32, int64, uint32
 
-from ...ptx import cp_async, ld_st, local, memory, special
-from ..steps import lse_delta
-from ..steps.basics import first_column_of, inlined, named
+from ...ptx import cp_async, ld_st, ldmatrix, local, memory, special
+from ..steps import async_tiles, lse_delta
+from ..steps.basics import first_column_of, inlined, lane_and_warp, named, panel_offset
 from ..steps.sequence import lse_row
 
 
@@ -80,3 +80,24 @@ def make(config):
                 values[x] = -values[x]
 
     return named(head_at, head_step, start, lane_at, lse, minus_delta)
+
+
+def bias(config):
+    """-> device functions: load, as of async_tiles.loader, and read, for a bias in 16 bits. From global memory a lane
+    would load one number at a time, of rows far apart (kernels/score/reads.py). ldmatrix gives it two neighbouring
+    queries of its keys, as kernels/wgmma/bias_boxes.py does of tiles that TMA loads."""
+    blocks, at_once = config.tile_m // 8, min(config.tile_m, 32)  # queries of an instruction
+    load = async_tiles.loader(config.tile_m, config.tile_n, config.threads)
+
+    @inlined
+    def read(loaded, r, tile):
+        """loaded (2 * strips, tile_m / 8) <- the bias of the lane's row r; two columns in a register."""
+        lane, warp = lane_and_warp()
+        chunk, four = warp * (config.warp_rows // 8) + r, local.array(4, uint32)
+        place = int32(tile + panel_offset(lane & (at_once - 1), chunk, config.tile_m))
+        for n in range(0, blocks, 4):
+            ldmatrix.x4_trans(four, 0, place + n * 1024)
+            for x in range(min(blocks - n, 4)):
+                loaded[r * blocks + n + x] = four[x]
+
+    return named(load, read)

@@ -5,9 +5,6 @@ numbers of a block's tiles rise, so its scheduler looks for the next one from th
 warp, whose lanes look at 32 sequences at a time: one thread took longer than the consumers for a short tile.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 from numba import int32, uint32
 
 from ...ptx import bar, bits, shfl, special, vote
@@ -17,7 +14,7 @@ from ..steps.sequence import make as make_sequence, queries as make_queries
 from .block import BEFORE, SEQUENCE, word_alone, write
 
 
-def make(config: Any, heads_at_once: Any, work_tile: Callable[..., Any]) -> Callable[..., Any]:
+def make(config, heads_at_once, work_tile):
     """-> find(base, i, t, arrays, strides, sizes) -> (b, h, first_query) of query tile t, the block's i-th; b >= batch:
     none is left. By a warp. heads_at_once(keys, heads, sizes); work_tile(base, i): where the block's i-th tile is
     described."""

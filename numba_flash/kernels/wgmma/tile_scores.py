@@ -88,30 +88,27 @@ def make(config, sides):
                 terms[r] = chain.row_term(word(work_tile, B), row_head, arrays, strides)
 
     @inlined
-    def find_shown(j, work_tile, sizes, mask_bits, bits, distance):
-        """Like find_visible, less the scores that the mask hides, whose bits have been loaded. Positions hide something
-        only in some of the tiles for which the mask is read."""
-        if has_mask and word(work_tile, POS_FREE) <= j < word(work_tile, POS_CUT):
-            if chain.has_row_term:
-                find_visible(work_tile, j, sizes, mask_bits, distance)  # needed for the distance
-            hide(mask_bits, bits, FALSE)
-        else:
-            find_visible(work_tile, j, sizes, mask_bits, distance)
-            hide(mask_bits, bits, TRUE)
-
-    @inlined
     def find_bits(tile, registers, sizes):
-        """mask_bits <- which scores count, if that may be asked. Run it during products, like find_visible."""
+        """mask_bits <- which scores count, if that may be asked; distance, if that is needed. It runs beside
+        products, because it takes a while."""
+        j, work_tile, mask_bits, distance = tile.j, tile.work_tile, registers.mask_bits, registers.distance
         # Inside a tile nothing but a mask_mod hides a score, whose bits are all then.
         alone = tile.inside and mod_bits and not config.scores_finished
         bits, asks = registers.shown_bits, tile.asks
         if has_mask and not tile.inside:
-            find_shown(tile.j, tile.work_tile, sizes, registers.mask_bits, bits, registers.distance)
+            # Positions hide something only in some of the tiles for which the mask is read.
+            if word(work_tile, POS_FREE) <= j < word(work_tile, POS_CUT):
+                if chain.has_row_term:
+                    find_visible(work_tile, j, sizes, mask_bits, distance)  # needed for the distance
+                hide(mask_bits, bits, FALSE)
+            else:
+                find_visible(work_tile, j, sizes, mask_bits, distance)
+                hide(mask_bits, bits, TRUE)
         elif not alone and (config.scores_finished or has_score_mod or tile.masked or asks):
-            find_visible(tile.work_tile, tile.j, sizes, registers.mask_bits, registers.distance)
+            find_visible(work_tile, j, sizes, mask_bits, distance)
         if mod_bits:
             if asks:
-                hide(registers.mask_bits, bits, FALSE if alone else TRUE)
+                hide(mask_bits, bits, FALSE if alone else TRUE)
 
     @inlined
     def origin_of(work_tile, arrays, strides):
@@ -165,13 +162,6 @@ def make(config, sides):
             functions.apply(s, bits, place, asks, arrays, strides, score)
 
     @inlined
-    def add_options(base, tile, registers, score):
-        """acc_s <- finished scores, but for what hides them."""
-        if boxes.present:
-            load_bias(base, registers.loaded, tile.n)
-        score_tile.finish(registers.acc_s, registers.terms, registers.distance, registers.loaded, score)
-
-    @inlined
     def finish_scores(base, tile, registers, side, inverse_scale, arrays, strides, sizes, score):
         """acc_s <- finished scores, -inf where a score does not count. Those of a tile on one side lack their shift.
 
@@ -181,14 +171,12 @@ def make(config, sides):
             if functions.present:
                 if has_score_mod or tile.asks:
                     apply(tile, registers, arrays, strides, sizes, score)
-            if one_sided:
-                if side != 0:
-                    sides.to_linear(registers.acc_s, registers.terms, side, inverse_scale)
-                else:
-                    add_options(base, tile, registers, score)
-                    factor = float32(1)
+            if one_sided and side != 0:
+                sides.to_linear(registers.acc_s, registers.terms, side, inverse_scale)
             elif config.scores_finished:
-                add_options(base, tile, registers, score)
+                if boxes.present:
+                    load_bias(base, registers.loaded, tile.n)
+                score_tile.finish(registers.acc_s, registers.terms, registers.distance, registers.loaded, score)
                 factor = float32(1)
             if not tile.inside or has_score_mod or tile.asks:
                 # In many of the tiles for which a mask is read it hides nothing.
