@@ -19,6 +19,10 @@ class OfTile(LaunchFacts):
     tile: StatesTile
 
     @property
+    def kernel(self) -> str:  # type: ignore[override]
+        return self.names[self.tile.of_keys]
+
+    @property
     def tile_states(self) -> str:  # type: ignore[override]
         return self.tile.array
 
@@ -59,10 +63,6 @@ class TileStatesConfig(OfTile):
         used = tuple((name, given) for name, given in p.uses if name in VISIBLE)
         return cls(config.compute_dtype, config.states_tile, used, p.q_offset_source, threads, p.narrow)
 
-    @property
-    def kernel(self) -> str:  # type: ignore[override]
-        return self.tile_states
-
     def grid(self, problem: AnyProblem) -> int:
         return tile_states.blocks(problem.forward, self.tile)
 
@@ -76,10 +76,6 @@ class MaskModBitsConfig(TileStatesConfig):
 
     module = "score.mask_mod_bits"
     names = ("mask_mod_bits", "mask_mod_bits_of_keys")
-
-    @property
-    def kernel(self) -> str:  # type: ignore[override]
-        return self.names[self.tile.of_keys]
 
     @property
     def kept(self) -> str:  # type: ignore[override]
@@ -122,10 +118,6 @@ class TileOrderConfig(OfTile):
     @staticmethod
     def behind(states: TileStatesConfig) -> "TileOrderConfig":
         return TileOrderConfig(states.tile, states.has("mask"), states.threads)
-
-    @property
-    def kernel(self) -> str:  # type: ignore[override]
-        return self.names[self.tile.of_keys]
 
     def grid(self, problem: AnyProblem) -> int:
         return tile_states.order_blocks(problem.forward, self.tile, self.threads)

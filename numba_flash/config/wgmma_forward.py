@@ -94,7 +94,6 @@ class WgmmaConfig(WarpgroupsConfig):
     kernel = "wgmma"
     module = "wgmma.forward"
     reads_mask_mod = clears_outside = True
-    MOST_KEYS: ClassVar[int] = 256
     PARTS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8, 16)
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
     # Where the scheduler looks which tiles are shown:
@@ -103,9 +102,7 @@ class WgmmaConfig(WarpgroupsConfig):
 
     def __post_init__(self) -> None:
         self._check(64, 16)
-        most = self.MOST_KEYS
         one_of("tile_m", self.tile_m, 64, 128, 192)
-        check(self.tile_n <= most, f"tile_n must be at most {most}, what one product can be wide, not {self.tile_n}")
         one_of("q_buffers", self.q_buffers, 1, 2)
         of_one = self.group_size == 1 or not self.bias_stages
         check(of_one, f"a bias comes by TMA for tiles of one head, not of {self.group_size}")

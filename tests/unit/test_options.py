@@ -75,4 +75,4 @@ def test_every_gradient_of_a_head_has_its_sum():
     for gradient, option in HEAD_GRADIENTS.items():
         config = HeadSumsConfig("float32", gradient, "float32", batch_summed=True)
         assert gradient in config.parameters.arrays and gradient in config.names
-        assert hasattr(score.OF_HEADS[option.name], "head_gradient")
+        assert hasattr(score.OF_HEADS[option.name], "row_gradient")

@@ -520,7 +520,7 @@ def test_a_tensor_config_checks_itself(wrong, word):
     ("wrong", "word"),
     [
         (dict(tile_m=256), "tile_m must be 64, 128 or 192"), (dict(tile_m=96), "tile_m"), (dict(tile_n=264), "tile_n"),
-        (dict(tile_n=272), "at most 256"), (dict(head_dim=257), "at most 256, not 257"),
+        (dict(tile_n=272), "at most 128"), (dict(head_dim=257), "at most 256, not 257"),
         (dict(head_dim_v=257), "at most 256"), (dict(dtype="float32"), "wgmma takes float16 and bfloat16"),
     ],
     ids=str,

@@ -19,8 +19,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import ld_st, local, shared, special
-from ..recompute import at_scores
-from ..score import at_position, aux_gradient, fragments, kept_weights, user
+from ..score import at_position, aux_gradient, fragments, kept_weights, reads as score_reads, user
 from ..score.aux_gradient import Run
 from ..score.stage import FragmentAt
 from ..steps import block_state, lse_delta, sequence
@@ -40,7 +39,7 @@ def make(config):
     score_row, tile_n, rows, inf = config.score_row, config.tile_n, 2, float32(math.inf)
     blocks, count, thread_rows = tile_n // 8, tile_n // 2, config.tile_m * tile_n // config.threads
     chain, (_, weight), sequence_of = fragments.chain(config), fragments.weights_at(config), sequence.make(config)
-    (added, visible), has_mask_mod = at_scores.make(config), config.has("mask_mod")
+    (added, visible), has_mask_mod = score_reads.one_by_one(config), config.has("mask_mod")
     leaves = user.make(config, "mask_mod") if has_mask_mod else None
     row_term, count_of, of_query = chain.row_term, kept_weights.make(config), lse_delta.of_query(config)
     work_of = work_tile.of_queries(config, config.tile_m)

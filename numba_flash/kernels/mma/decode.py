@@ -19,7 +19,7 @@ from numba import cuda, int32, int64, uint8, uint32
 
 from ...config.forward import tile_bytes
 from ...ptx import cp_async, ld_st, local, memory, shared, special
-from ..recompute import cache_rows
+from ..recompute import rows as recompute
 from ..score import fragment_functions, fragment_softmax, fragments, kept_weights, reads as score_reads
 from ..steps import async_tiles, numbers
 from ..steps.basics import FALSE, TRUE, first_column_of, first_row_of, inlined, row_keys
@@ -68,7 +68,7 @@ def make(config):
     tiles = decode_tiles.make(config, work.sequence_of)
     arrive, slots_of = decode_prefixes.arrivals(config, work.member_of)
     nodes, write_rows = decode_nodes.of_chunks(config), decode_rows.make(config)
-    recompute_rows = cache_rows.make(config)
+    recompute_rows = recompute.of_cache(config)
     node_count, in_registers = config.node_numbers, config.pair_registers
     _, carry = decode_nodes.joins(config.compute_dtype, nodes.count, rows, config.shared_stack, in_registers)
     on_fragments, row_term = fragments.tile(scores, strips), fragments.chain(scores).row_term

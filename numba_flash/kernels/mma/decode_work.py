@@ -228,7 +228,7 @@ def _sequence(config):
         entry, first_query, queries, rows, count = int64(b), int64(0), sizes.seqlen_q, sizes.seqlen_q, int64(0)
         if packed:
             first_query, queries = sequence.span(
-                arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q
+                arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q, sizes
             )
             entry, rows, count = int64(0), sizes.total_q, sizes.batch
         q_start = q_start_of(b, queries, keys, arrays, strides, sizes)

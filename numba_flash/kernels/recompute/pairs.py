@@ -11,12 +11,11 @@ import math
 
 from numba import int32
 
-from ..score import at_position, fragments, kept_weights, user
+from ..score import at_position, fragments, kept_weights, reads, user
 from ..score.stage import FragmentAt
 from ..steps import elements, lse_delta, numbers
 from ..steps.basics import TRUE, inlined, named
 from ..steps.sequence import key_row, kv_head, query_row
-from . import at_scores
 
 
 @inlined
@@ -31,7 +30,7 @@ def make(config, of_keys=False, of_ds=True, row_of_key=own_row):
     strides, sizes)) -> where a row of K begins."""
     made, weight_factor = numbers.of(config.compute_dtype), kept_weights.make(config)
     load, store_element = elements.loader(config.dtype, made.real), elements.storer(config.dtype)
-    reads, chain = at_scores.make(config, of_keys), fragments.chain(config)
+    read, chain = reads.one_by_one(config, of_keys), fragments.chain(config)
     _, weight_or_zero = fragments.weights_at(config)
     apply, apply_with_slope = user.both(config, False), user.both(config, of_ds)
     inf, lse_and_delta = made.real(math.inf), lse_delta.of_query(config)
@@ -54,7 +53,7 @@ def make(config, of_keys=False, of_ds=True, row_of_key=own_row):
 
     @inlined
     def in_fragment(sequence, h, query, key, arrays, strides):
-        bias, term = reads.added(sequence.b, h, query, key, arrays, strides), made.real(0)
+        bias, term = read.added(sequence.b, h, query, key, arrays, strides), made.real(0)
         if chain.has_row_term:
             term = chain.row_term(sequence.b, h, arrays, strides)
         return FragmentAt(term, made.real(query + sequence.q_start - key), bias)
@@ -63,7 +62,7 @@ def make(config, of_keys=False, of_ds=True, row_of_key=own_row):
     def score_of(sequence, h, query, key, lane, arrays, strides, sizes, score):
         """In the scores' unit (kernels/steps/units.py), or -inf."""
         product = product_of(sequence, h, query, key, lane, arrays, strides, sizes)
-        seen = reads.visible(sequence.b, h, query, key, arrays, strides)
+        seen = read.visible(sequence.b, h, query, key, arrays, strides)
         if seen:
             at = at_position(sequence.b, int32(h), int32(query), int32(key), query + sequence.q_start)
             product, _, seen = apply(product, at, TRUE, arrays, strides, score)
@@ -82,7 +81,7 @@ def make(config, of_keys=False, of_ds=True, row_of_key=own_row):
         lse, delta = lse_and_delta(sequence, h, query, arrays, sizes)
         at = at_position(sequence.b, int32(h), int32(query), int32(key), query + sequence.q_start)
         weight, ds, slope = made.real(0), made.real(0), made.real(1)
-        seen = lse != inf and reads.visible(sequence.b, h, query, key, arrays, strides)
+        seen = lse != inf and read.visible(sequence.b, h, query, key, arrays, strides)
         if seen:
             product, slope, seen = apply_with_slope(product, at, TRUE, arrays, strides, score)
         if seen:

@@ -18,7 +18,6 @@ from ..steps.basics import inlined
 from . import alibi, bias, kept_weights, mask, scale, score_mod, sinks, softcap, user
 
 STAGES = (scale, score_mod, softcap, alibi, bias)
-TERMS = (sinks,)  # terms of a row's sum that belong to no key (sum_terms.py)
 OF_HEADS = {"alibi_slopes": alibi, "sinks": sinks}  # options of one number for each head that have gradients
 
 

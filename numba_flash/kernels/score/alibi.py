@@ -6,7 +6,7 @@ from ..steps import elements
 from ..steps.basics import inlined
 from ..steps.sequence import lse_row
 from ..steps.units import exponent_unit
-from .stage import FragmentStage, HeadGradient, Stage
+from .stage import FragmentStage, Stage
 
 
 def make(config):
@@ -27,19 +27,14 @@ def make(config):
     return Stage(value, by_head=by_head)
 
 
-def head_gradient(config):
+def row_gradient(config):
     """The sum over a head's rows of dS times `by_head`; v2_dq stores each row's share (row_shares)."""
-    store_element = elements.storer(config.given)
 
     @cuda.jit(device=True)
     def of_row(sequence, h, q_index, arrays, strides, sizes):
         return arrays.row_shares[lse_row(sequence, h, q_index, sizes)]
 
-    @cuda.jit(device=True)
-    def store(total, b, h, arrays, strides):
-        store_element(arrays.dalibi_slopes, b * strides.dalibi_slopes[0] + h * strides.dalibi_slopes[1], total)
-
-    return HeadGradient(of_row, store)
+    return of_row
 
 
 def on_fragments(config):

@@ -18,10 +18,11 @@ import functools
 import numpy as np
 from numba import cuda, int32, int64, uint32, uint64
 
-from ...ptx import bits, shfl, special
+from ...ptx import bits, local, shfl, special
 from ..steps import elements
-from ..steps.basics import inlined, named, nothing
+from ..steps.basics import inlined, named
 from ..steps.bit_exchange import exchange
+from ..steps.repeated import repeated
 
 ROUNDS = 7
 MULTIPLIERS = (np.uint32(0xD2511F53), np.uint32(0xCD9E8D57))
@@ -107,119 +108,87 @@ def make(config):
 @functools.cache
 def on_fragments(config, strips, columns):
     """-> device functions for a tile in a warp's accumulators, in the layout of fragments.py, if `present`. `kept`, the
-    dropout mask of `words` words, has a bit for each of the lane's scores, in the order of mask bits. columns: of the
-    tile; a warp has `strips` strips of 16 rows."""
-    group, blocks, rows = config.group_size, columns // 8, 2 * strips
-    words = -(-blocks // 16) * rows if config.seeded else 1
-    real = elements.COMPUTE_TYPES[config.dtype]
+    dropout mask of `words` words, has a word for each of the lane's rows and a bit for each score, in the order of mask
+    bits. columns: of the tile; a warp has `strips` strips of 16 rows."""
+    group, blocks, rows, columns_16 = config.group_size, columns // 8, 2 * strips, -(-columns // 16)
+    real, words = elements.COMPUTE_TYPES[config.dtype], rows if config.seeded else 1
     assert not config.seeded or columns % 16 == 0 or columns == 8
 
-    def and_block(before, m):
-        """Adds block m of 16 keys to the blocks before. Each is a function of its own, because the compiler does not
-        unroll the loop in one long function. So blocks are computed side by side."""
-
-        @inlined
-        def of_block(seed, keys, q_pos, h, b, most):
-            one, other = before(seed, keys, q_pos, h, b, most)
-            found = random_words(seed, uint64(keys) + uint64(2 * m), q_pos, h, b)
-            one = push_upper(push_upper(one, found[1], most), found[0], most)
-            one = push_lower(push_lower(one, found[1], most), found[0], most)
-            other = push_upper(push_upper(other, found[3], most), found[2], most)
-            other = push_lower(push_lower(other, found[3], most), found[2], most)
-            return one, other
-
-        return of_block
-
-    def and_columns(before, m):
-        """Adds block m of 16 columns, which are queries, to the blocks before."""
-
-        @inlined
-        def of_columns(seed, keys, q_pos, h, b, most):
-            near, far = before(seed, keys, q_pos, h, b, most)
-            found = random_words(seed, keys, uint64(q_pos) + uint64(16 * m), h, b)
-            for i in range(4):
-                near = push_lower(near, found[3 - i], most)
-                far = push_upper(far, found[3 - i], most)
-            return near, far
-
-        return of_columns
+    # Of 16 columns at a time. Bits are shifted in at the low end, so the last 16 come first.
 
     @inlined
-    def none(seed, keys, q_pos, h, b, most):
-        return uint32(0), uint32(0)
+    def of_16_keys(n, dropped, seed, keys, q_pos, h, b, most):
+        """dropped (2,) <- with the bits of the keys of two counters, of one query."""
+        found = random_words(seed, uint64(keys) + uint64(2 * (columns_16 - 1 - n)), q_pos, h, b)
+        one, other = dropped[0], dropped[1]
+        one = push_upper(push_upper(one, found[1], most), found[0], most)
+        dropped[0] = push_lower(push_lower(one, found[1], most), found[0], most)
+        other = push_upper(push_upper(other, found[3], most), found[2], most)
+        dropped[1] = push_lower(push_lower(other, found[3], most), found[2], most)
 
-    def all_of(one_more, begin, end):
-        """Bits are shifted in at the low end, so the last block comes first."""
-        found = none
-        for m in reversed(range(begin, end)):
-            found = one_more(found, m)
-        return found
+    @inlined
+    def of_16_queries(n, dropped, seed, keys, q_pos, h, b, most):
+        """dropped (2,) <- with the bits of one counter, of keys near and 8 away."""
+        found = random_words(seed, keys, uint64(q_pos) + uint64(16 * (columns_16 - 1 - n)), h, b)
+        for i in range(4):
+            dropped[0] = push_lower(dropped[0], found[3 - i], most)
+            dropped[1] = push_upper(dropped[1], found[3 - i], most)
 
-    def and_word(before, strip, word):
-        """Adds word `word` of both rows of a strip to those before. Lanes 1 apart share counters: one computes those of
-        the first row, the other those of the second, for the columns of both."""
-        blocks_16 = all_of(and_block, 8 * word, min(8 * (word + 1), -(-columns // 16)))
+    every_key, every_query = repeated(of_16_keys, columns_16), repeated(of_16_queries, columns_16)
 
-        @inlined
-        def of_word(kept, first_key, b, h, first, tile_pos, seed, dropped):
-            before(kept, first_key, b, h, first, tile_pos, seed, dropped)
-            second = (int32(first_key) >> int32(1)) & int32(1)
-            row = int32(first + strip * 16 + second * 8)
-            query = int32(uint32(row) // uint32(group))
-            head, q_pos = int32(h + row - query * group), low(int64(tile_pos + query))
-            most = uint32(dropped << uint32(16))
-            one, other = blocks_16(seed, low(keys_of(first_key)), q_pos, head, b, most)
-            mine, handed = (one, other) if second == 0 else (other, one)
-            came = shfl.bfly_b32(handed, 1)
-            if columns == 8:  # the first or the second 8 of 16 keys
-                begins = uint32((int32(first_key) >> int32(2)) & int32(2))
-                mine, came = uint32(mine >> begins), uint32(came >> begins)
-            kept[2 * strip * (words // rows) + word] = ~(mine if second == 0 else came)
-            kept[(2 * strip + 1) * (words // rows) + word] = ~(came if second == 0 else mine)
+    @inlined
+    def of_query_rows(strip, kept, first_key, b, h, first, tile_pos, seed, most):
+        """kept <- of both rows of a strip. Lanes 1 apart share counters: one computes those of the first row, the other
+        those of the second, for the columns of both."""
+        second = (int32(first_key) >> int32(1)) & int32(1)
+        row = int32(first + strip * 16 + second * 8)
+        query = int32(uint32(row) // uint32(group))
+        head, q_pos, dropped = int32(h + row - query * group), low(int64(tile_pos + query)), local.array(2, uint32)
+        dropped[0] = dropped[1] = uint32(0)
+        every_key(dropped, seed, low(keys_of(first_key)), q_pos, head, b, most)
+        mine, handed = (dropped[0], dropped[1]) if second == 0 else (dropped[1], dropped[0])
+        came = shfl.bfly_b32(handed, 1)
+        if columns == 8:  # the first or the second 8 of 16 keys
+            begins = uint32((int32(first_key) >> int32(2)) & int32(2))
+            mine, came = uint32(mine >> begins), uint32(came >> begins)
+        kept[2 * strip] = ~(mine if second == 0 else came)
+        kept[2 * strip + 1] = ~(came if second == 0 else mine)
 
-        return of_word
-
-    every_column = all_of(and_columns, 0, -(-columns // 16))
-
-    def and_rows(before, strip):
+    @inlined
+    def of_key_rows(strip, kept, first_q_pos, b, h, first_key, seed, most):
         """Likewise for a strip's two rows, which are keys.
 
         Four lanes, 4 and 8 apart, share counters and have the same four queries of every 16. Each computes the counters
         of one query.
         """
+        lane_bit, next_bit = int32(first_key) & int32(1), (int32(first_key) >> int32(1)) & int32(1)
+        q_pos, dropped = low(int64(first_q_pos + next_bit * 8 + lane_bit)), local.array(2, uint32)
+        dropped[0] = dropped[1] = uint32(0)
+        every_query(dropped, seed, low(keys_of(first_key + strip * 16)), q_pos, h, b, most)
+        near, far = dropped[0], dropped[1]
+        near = exchange(exchange(near, lane_bit, 4, 0xAAAAAAAA, 1), next_bit, 8, 0xCCCCCCCC, 2)
+        far = exchange(exchange(far, lane_bit, 4, 0xAAAAAAAA, 1), next_bit, 8, 0xCCCCCCCC, 2)
+        kept[2 * strip], kept[2 * strip + 1] = ~near, ~far
 
-        @inlined
-        def of_rows(kept, first_q_pos, b, h, first_key, tile_pos, seed, dropped):
-            before(kept, first_q_pos, b, h, first_key, tile_pos, seed, dropped)
-            lane_bit, next_bit = int32(first_key) & int32(1), (int32(first_key) >> int32(1)) & int32(1)
-            q_pos = low(int64(first_q_pos + next_bit * 8 + lane_bit))
-            keys = low(keys_of(first_key + strip * 16))
-            near, far = every_column(seed, keys, q_pos, h, b, uint32(dropped << uint32(16)))
-            near = exchange(exchange(near, lane_bit, 4, 0xAAAAAAAA, 1), next_bit, 8, 0xCCCCCCCC, 2)
-            far = exchange(exchange(far, lane_bit, 4, 0xAAAAAAAA, 1), next_bit, 8, 0xCCCCCCCC, 2)
-            kept[2 * strip] = ~near
-            kept[2 * strip + 1] = ~far
-
-        return of_rows
-
-    every_word = every_row = nothing
-    for strip in range(strips if config.seeded else 0):
-        for word in range(words // rows):
-            every_word = and_word(every_word, strip, word)
-        every_row = and_rows(every_row, strip)
+    every_strip = strips if config.seeded else 0
+    every_query_row, every_key_row = repeated(of_query_rows, every_strip), repeated(of_key_rows, every_strip)
 
     @inlined
     def of_queries(kept, first_key, b, h, first, tile_pos, arrays, sizes):
         """kept of a tile whose rows are queries. Called by a whole warp. first_key: of the lane's first column; first:
         the lane's first row in the query tile, whose first query is at position tile_pos; h: the head of the tile's
         first row."""
-        every_word(kept, first_key, b, h, first, tile_pos, arrays.seed, uint32(sizes.dropped))
+        every_query_row(
+            kept, first_key, b, h, first, tile_pos, arrays.seed, uint32(uint32(sizes.dropped) << uint32(16))
+        )
 
     @inlined
     def of_keys(kept, first_q_pos, b, h, first_key, arrays, sizes):
         """kept of a tile whose rows are keys. Called by a whole warp. first_q_pos: of the lane's first column;
         first_key: of its first row."""
-        every_row(kept, first_q_pos, b, h, first_key, int64(0), again(arrays.seed), uint32(sizes.dropped))
+        every_key_row(
+            kept, first_q_pos, b, h, first_key, again(arrays.seed), uint32(uint32(sizes.dropped) << uint32(16))
+        )
 
     @inlined
     def drop(p, kept):
@@ -227,7 +196,7 @@ def on_fragments(config, strips, columns):
         for r in range(rows):
             for n in range(blocks):
                 for i in range(2):
-                    if uint32(kept[r * (words // rows) + n // 16] & uint32(1 << (2 * (n % 16) + i))) == uint32(0):
+                    if uint32(kept[r] & uint32(1 << (2 * n + i))) == uint32(0):
                         p[((r // 2) * blocks + n) * 4 + (r % 2) * 2 + i] = real(0)
 
     @inlined

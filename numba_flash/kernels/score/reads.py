@@ -19,7 +19,6 @@ from ...arrays.dtypes import ITEM_SIZE
 from ...ptx import local, memory, special, vote
 from ..steps import elements
 from ..steps.basics import first_column_of, first_row_of, inlined, named
-from ..steps.elements import halves
 from .mask_bits import ENDS, PIECE, SEEN_BY_ALL, SEEN_BY_SOME
 
 MOST = (1 << 31) - 1  # beyond every column
@@ -59,7 +58,7 @@ def make(config, strips, columns=0, of_keys=False):
     item, double, real = ITEM_SIZE[dtype], dtype == "float64", elements.COMPUTE_TYPES[config.dtype]
     pairs = has_bias and not double and config.bias_pairs and not of_keys
     bits_of = bits_finder(of_keys)
-    apart, half_of = item > 2, halves(dtype)  # apart: each number has its own register
+    apart, half_of = item > 2, elements.halves(dtype)  # apart: each number has its own register
 
     @inlined
     def origin(b, h, first_row, arrays, strides):
@@ -201,3 +200,33 @@ def make(config, strips, columns=0, of_keys=False):
     reads, narrow = reads_bias or has_bits, ITEM_SIZE[config.dtype] == 2
     # Before a tile's products, or behind them if these take all registers.
     return named(*functions, **counts, reads=reads, before=reads and narrow, behind=reads and not narrow)
+
+
+@functools.cache
+def one_by_one(config, of_keys=False):
+    """The same for one score: device functions `added`, the bias or 0, and `visible`, whether the mask leaves the key,
+    by its bits. of_keys: the mask's bits have keys as rows."""
+    has_bias, has_bits = config.has("bias"), config.mask_bits
+    bits_of, real = bits_finder(of_keys), elements.COMPUTE_TYPES[config.dtype]
+    load_bias = elements.loader(config.dtype_of("bias") or "float32", real)
+
+    @inlined
+    def added(b, h, query, key, arrays, strides):
+        found = real(0)
+        if has_bias:
+            row = b * strides.bias[0] + h * strides.bias[1] + query * strides.bias[2]
+            found = load_bias(arrays.bias, row + key * strides.bias[3])
+        return found
+
+    @inlined
+    def visible(b, h, query, key, arrays, strides):
+        found = True
+        if has_bits:
+            bits, by = bits_of(arrays, strides)
+            row, column = (key, query) if of_keys else (query, key)
+            first = b * by[0] + h * by[1] + (row >> 4) * by[2] + ENDS + (row & (PIECE - 1)) * by[3]
+            word = bits[first + (int64(column) >> 7) * 4 + ((column >> 1) & 3)]
+            found = (word >> uint32(2 * ((column >> 3) & 15) + (column & 1))) & uint32(1) != 0
+        return found
+
+    return named(added, visible)

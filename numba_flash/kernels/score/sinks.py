@@ -1,6 +1,11 @@
 """A sink: one more score of every row of a head. It adds e^sink to the row's sum and has no value (Xiao et al.,
-2023)."""
+2023).
 
+If P is rounded to 16 bits, the term is added last; otherwise the row's sum begins with it. As the first maximum, a term
+far above all scores would push P into float16's smallest numbers.
+"""
+
+import functools
 import math
 
 from numba import cuda
@@ -8,9 +13,10 @@ from numba import cuda
 from ..steps import elements, lse_delta
 from ..steps.basics import inlined
 from ..steps.sequence import lse_row
-from .stage import HeadGradient
+from ..steps.units import exponent_unit
 
 
+@functools.cache
 def make(config):
     """-> sink(b, h, arrays, strides), in natural units; None if the problem has none."""
     if not config.has("sinks"):
@@ -24,29 +30,55 @@ def make(config):
     return sink
 
 
-def head_gradient(config):
+def start(config):
+    """-> start(b, h, arrays, strides), a device function: the maximum and the sum of a row before its first key, in
+    natural units."""
+    compute, sink = elements.COMPUTE_TYPES[config.dtype], make(config)
+    minus_inf, zero, one, has_sink = compute(-math.inf), compute(0), compute(1), sink is not None
+
+    @cuda.jit(device=True)
+    def before_keys(b, h, arrays, strides):
+        if has_sink:
+            return sink(b, h, arrays, strides), one
+        return minus_inf, zero
+
+    return before_keys
+
+
+def on_fragments(config, rows):
+    """-> load_sinks, a device function, if there are sinks."""
+    group, unit = config.group_size, elements.COMPUTE_TYPES[config.dtype](exponent_unit(config))
+    sink = make(config)
+
+    @inlined
+    def load_sinks(sinks, b, h, lane_row, arrays, strides):
+        """sinks (rows,) <- those of a lane's rows, in the scores' unit, for a tile that begins with head h."""
+        for r in range(rows):
+            sinks[r] = sink(b, h + (lane_row + 8 * r) % group, arrays, strides) * unit
+
+    return load_sinks
+
+
+def row_gradient(config):
     """dsink = the sum over the head's rows of -e^(sink - lse) * delta,    delta = rowsum(dO * O) - dlse.
 
     A sink is the score of a key whose value is 0: its weight in a row is e^(sink - lse), and its dP is 0, so dS = P *
     (dP - delta) gives this formula. The rest of a backward does not know of sinks: they are in lse.
     """
-    compute = elements.COMPUTE_TYPES[config.dtype]
-    load, store_element = elements.loader(config.given, compute), elements.storer(config.given)
-    delta_of, minus_inf = lse_delta.delta_of_row(config), compute(-math.inf)
+    compute, of_blocks, minus_delta_at = elements.COMPUTE_TYPES[config.dtype], config.of_blocks, lse_delta.MINUS_DELTA
+    load, minus_inf = elements.loader(config.given, compute), compute(-math.inf)
 
     @cuda.jit(device=True)
     def of_row(sequence, h, q_index, arrays, strides, sizes):
-        lse = arrays.lse[lse_row(sequence, h, q_index, sizes)]
-        weight = compute(0)
+        at = lse_row(sequence, h, q_index, sizes)
+        lse, weight = arrays.lse[at], compute(0)
         if lse != minus_inf:  # otherwise neither the row nor its sink has a weight
             exponent = load(arrays.sinks, sequence.b * strides.sinks[0] + h * strides.sinks[1]) - lse
             weight = math.exp(compute(0) if exponent > compute(0) else exponent)  # above 0 is the rounding of lse
         if weight != 0:
-            return -weight * delta_of(sequence, h, q_index, arrays, sizes)
+            if of_blocks:
+                return -weight * -arrays.lse_delta[lse_delta.block_row(sequence, h, q_index, sizes) + minus_delta_at]
+            return -weight * arrays.delta[at]
         return compute(0)
 
-    @cuda.jit(device=True)
-    def store(total, b, h, arrays, strides):
-        store_element(arrays.dsinks, b * strides.dsinks[0] + h * strides.dsinks[1], total)
-
-    return HeadGradient(of_row, store)
+    return of_row

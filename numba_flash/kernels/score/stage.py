@@ -4,13 +4,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
-class HeadGradient(NamedTuple):
-    """The gradient of an option that is one number for each head."""
-
-    of_row: Callable[..., Any]  # (sequence, h, q_index, arrays, strides, sizes) -> the row's term
-    store: Callable[..., Any]  # (the sum, b, h, arrays, strides)
-
-
 class Stage(NamedTuple):
     """For a score in natural units, in the kernel's computing type."""
 

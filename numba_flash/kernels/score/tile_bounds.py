@@ -28,25 +28,15 @@ def _known(least, largest):
 
 
 @inlined
-def add(x, y):
-    return _known(x[0] + y[0], x[1] + y[1])
-
-
-@inlined
-def sub(x, y):
-    return _known(x[0] - y[1], x[1] - y[0])
+def _floor(x, by):
+    up = int64((MOST + by) // by)  # the dividend is not negative then
+    return int64(uint64(x + up * by) // uint64(by)) - up
 
 
 @inlined
 def mul(x, y):
     a, b, c, d = x[0] * y[0], x[0] * y[1], x[1] * y[0], x[1] * y[1]
     return _known(min(min(a, b), min(c, d)), max(max(a, b), max(c, d)))
-
-
-@inlined
-def _floor(x, by):
-    up = int64((MOST + by) // by)  # the dividend is not negative then
-    return int64(uint64(x + up * by) // uint64(by)) - up
 
 
 @inlined
@@ -59,26 +49,6 @@ def floordiv(x, by):
 def mod(x, by):
     first, last = _floor(x[0], by), _floor(x[1], by)
     return int64(x[0] - first * by if first == last else 0), int64(x[1] - last * by if first == last else by - 1)
-
-
-@inlined
-def least(x, y):
-    return _known(min(x[0], y[0]), min(x[1], y[1]))
-
-
-@inlined
-def largest(x, y):
-    return _known(max(x[0], y[0]), max(x[1], y[1]))
-
-
-@inlined
-def lt(x, y):
-    return int64(x[1] < y[0]), int64(x[0] < y[1])
-
-
-@inlined
-def le(x, y):
-    return int64(x[1] <= y[0]), int64(x[0] <= y[1])
 
 
 @inlined
@@ -112,9 +82,14 @@ def choose(condition, x, y):
 
 
 RULES = dict(
-    add=add, sub=sub, mul=mul, floordiv=floordiv, mod=mod, min=least, max=largest, lt=lt, le=le, eq=eq, ne=ne,
-    choose=choose,
-)  # fmt: skip
+    add=inlined(lambda x, y: _known(x[0] + y[0], x[1] + y[1])),
+    sub=inlined(lambda x, y: _known(x[0] - y[1], x[1] - y[0])),
+    min=inlined(lambda x, y: _known(min(x[0], y[0]), min(x[1], y[1]))),
+    max=inlined(lambda x, y: _known(max(x[0], y[0]), max(x[1], y[1]))),
+    lt=inlined(lambda x, y: (int64(x[1] < y[0]), int64(x[0] < y[1]))),
+    le=inlined(lambda x, y: (int64(x[1] <= y[0]), int64(x[0] <= y[1]))),
+    **dict(mul=mul, floordiv=floordiv, mod=mod, eq=eq, ne=ne, choose=choose),
+)
 
 
 def _reader(of_arrays, of_strides, ndim):

@@ -56,56 +56,6 @@ def both(config, derivative):
     return apply
 
 
-def _base(config, option):
-    """The type in which a function computes (functions.compiled.BASES). Other kernels also call a mask_mod, and all
-    must get the same answer."""
-    quick = option == "score_mod" and ITEM_SIZE[config.dtype] == 2
-    return "for 16 bits" if quick else config.compute_dtype
-
-
-def _positions(config, option, base):
-    """-> (row(at), where(at)): the integer arguments of a function; row: that of q, if it asks for it."""
-    from ...functions import compiled
-
-    whole, (query, key) = compiled.as_number("whole", base, config.narrow), compiled.as_positions(base, config.narrow)
-    asks_row = config.function(option).asks_row
-
-    @inlined
-    def where(at):
-        return whole(at.b), whole(at.h), query(at.q_pos, at.ahead), key(at.k_index)
-
-    @inlined
-    def row(at):
-        return (whole(at.q_index),) if asks_row else ()
-
-    return row, where
-
-
-def _compiled(config, option, derivative):
-    from ...functions import compiled
-
-    function, base = config.function(option), _base(config, option)
-    call = inlined(function.build(compiled.stand_ins(base), inlined))
-    (row, where), tables = _positions(config, option, base), _tables(config, base)
-    if option == "mask_mod":
-        truth = compiled.truth_of(option, function)
-
-        @inlined
-        def visible(at, arrays, strides):
-            return truth(call(*(row(at) + where(at) + tables(arrays, strides, ()))))
-
-        return visible
-    number = compiled.as_number("dual" if derivative else "real", base)
-    result, slope = compiled.result(option, base, function), compiled.derivative(option, base, function)
-
-    @inlined
-    def changed(s, at, arrays, strides):
-        y = call(*(row(at) + (number(s),) + where(at) + tables(arrays, strides, ())))
-        return (result(y), slope(y)) if derivative else result(y)
-
-    return changed
-
-
 def recorded(config):
     """-> aux_gradient(s, at, read, arrays, strides, sizes): the result of score_mod, its derivative by the read-th
     number that it reads from the arrays config.wanted_aux, the index of that number, and how many numbers it reads.
@@ -115,105 +65,120 @@ def recorded(config):
     return (_simulated_recorded if numba_config.ENABLE_CUDASIM else _compiled_recorded)(config)
 
 
+def _applier(config, option, recorded=()):
+    """-> apply(before, at, arrays, strides, record), a device function; the Function; the type in which it computes.
+    recorded: of which aux arrays `record`, the kernel's sizes and an array, notes what is read."""
+    from ...functions import compiled
+
+    # Other kernels also call a mask_mod, and all must get the same answer (functions.compiled.BASES).
+    quick = option == "score_mod" and ITEM_SIZE[config.dtype] == 2
+    function, base = config.function(option), "for 16 bits" if quick else config.compute_dtype
+    whole, (query, key) = compiled.as_number("whole", base, config.narrow), compiled.as_positions(base, config.narrow)
+    compute, asks_row = inlined(function.build(compiled.stand_ins(base), inlined)), function.asks_row
+    count, behind = len(config.aux), int(config.counted)  # the counters come after the arrays
+
+    def and_table(before, number, dtype, ndim):
+        of_arrays, of_strides, is_recorded = number - count - behind, number - count, number in recorded
+        wanted = recorded.index(number) if is_recorded else 0
+        table = compiled.as_table(dtype, ndim, base, config.narrow and not recorded)
+        if is_recorded:
+            table = compiled.as_recorded_table(dtype, ndim, base)
+
+        @inlined
+        def tables(arrays, strides, record):
+            if is_recorded:
+                sizes, state = record
+                made = table(arrays[of_arrays], strides[of_strides], sizes.aux_begins[wanted], state)
+            else:
+                made = table(arrays[of_arrays], strides[of_strides])
+            return before(arrays, strides, record) + (made,)
+
+        return tables
+
+    @inlined
+    def tables(arrays, strides, record):
+        return ()
+
+    for number, (dtype, ndim) in enumerate(config.aux):
+        tables = and_table(tables, number, dtype, ndim)
+
+    @inlined
+    def row(at):
+        return (whole(at.q_index),) if asks_row else ()
+
+    @inlined
+    def apply(before, at, arrays, strides, record):
+        where = whole(at.b), whole(at.h), query(at.q_pos, at.ahead), key(at.k_index)
+        return compute(*(row(at) + before + where + tables(arrays, strides, record)))
+
+    return apply, function, base
+
+
+def _compiled(config, option, derivative):
+    from ...functions import compiled
+
+    apply, function, base = _applier(config, option)
+    if option == "mask_mod":
+        truth = compiled.truth_of(option, function)
+
+        @inlined
+        def visible(at, arrays, strides):
+            return truth(apply((), at, arrays, strides, ()))
+
+        return visible
+    number = compiled.as_number("dual" if derivative else "real", base)
+    result, slope = compiled.result(option, base, function), compiled.derivative(option, base, function)
+
+    @inlined
+    def changed(s, at, arrays, strides):
+        y = apply((number(s),), at, arrays, strides, ())
+        return (result(y), slope(y)) if derivative else result(y)
+
+    return changed
+
+
 def _compiled_recorded(config):
     from ...functions import compiled
 
-    function, base = config.function("score_mod"), _base(config, "score_mod")
-    call = inlined(function.build(compiled.stand_ins(base), inlined))
-    row, where = _positions(config, "score_mod", base)
-    number = compiled.as_number("real", base)
+    apply, function, base = _applier(config, "score_mod", config.wanted_aux)
+    number, reads = compiled.as_number("real", base), compiled.READS
     result, slope = (make("score_mod", base, function) for make in (compiled.result, compiled.derivative))
-    reads, tables = compiled.READS, _tables(config, base, config.wanted_aux)
 
     @inlined
     def aux_gradient(s, at, read, arrays, strides, sizes):
         state = local.array(reads, int64)  # in registers
         state[0], state[1], state[2] = 0, read, 0
-        y = call(*(row(at) + (number(s),) + where(at) + tables(arrays, strides, (sizes, state))))
+        y = apply((number(s),), at, arrays, strides, (sizes, state))
         return result(y), slope(y), state[2], state[0]
 
     return aux_gradient
 
 
-@inlined
-def _no_tables(arrays, strides, record):
-    return ()
-
-
-def _one_recorded_more(before, table, place, wanted):
-    """record: the sizes of the kernel, and an array that notes what is read."""
-
-    @inlined
-    def tables(arrays, strides, record):
-        sizes, state = record
-        made = table(arrays[place], strides[place], sizes.aux_begins[wanted], state)
-        return before(arrays, strides, record) + (made,)
-
-    return tables
-
-
-def _one_more(before, table, of_arrays, of_strides):
-    @inlined
-    def tables(arrays, strides, record):
-        return before(arrays, strides, record) + (table(arrays[of_arrays], strides[of_strides]),)
-
-    return tables
-
-
-def _simulated_recorded(config):
+def _python(config, option, recorded=()):
+    """-> (the Function, the type in which it computes, where(at), tables(arrays)), for the simulator."""
     from ...functions import numbers
 
-    function, base = config.function("score_mod"), np.dtype(config.compute_dtype).type
-    count, wanted = len(config.aux), config.wanted_aux
-
-    @cuda.jit(device=True)
-    def aux_gradient(s, at, read, arrays, strides, sizes):
-        own = arrays[len(arrays) - count :]
-        tables = [
-            numbers.RecordedTable(base, x.array, n) if n in wanted else numbers.Table(base, x.array)
-            for n, x in enumerate(own)
-        ]
-        y, d = numbers.score_of(function, base, s, (at.b, at.h, at.q_pos, at.k_index, at.q_index), tables, False)
-        parts = list(numbers.parts_of(d))
-        if read >= len(parts):
-            return y, base(0), np.int64(0), np.int64(len(parts))
-        (n, place), slope = parts[read]
-        return y, base(slope), np.int64(sizes.aux_begins[wanted.index(n)] + place), np.int64(len(parts))
-
-    return aux_gradient
-
-
-def _tables(config, base, recorded=()):
-    """tables(arrays, strides, record) -> a tuple of all aux arrays. recorded: those of which `record` notes what is
-    read."""
-    from ...functions import compiled
-
-    count, behind = len(config.aux), int(config.counted)  # the counters come after them
-    tables = _no_tables
-    for number, (dtype, ndim) in enumerate(config.aux):
-        if number in recorded:
-            table = compiled.as_recorded_table(dtype, ndim, base)
-            tables = _one_recorded_more(tables, table, number - count, recorded.index(number))
-        else:
-            table = compiled.as_table(dtype, ndim, base, config.narrow and not recorded)
-            tables = _one_more(tables, table, number - count - behind, number - count)
-    return tables
-
-
-def _simulated(config, option, derivative):
-    from ...functions import numbers
-
-    function, base = config.function(option), np.dtype(config.compute_dtype).type
-    count, behind = len(config.aux), int(config.counted)
-
-    def tables(arrays):
-        own = arrays[len(arrays) - count - behind : len(arrays) - behind]
-        return [numbers.Table(base, pointer.array) for pointer in own]
+    base, count, behind = np.dtype(config.compute_dtype).type, len(config.aux), int(config.counted)
 
     def where(at):
         # Compiled functions use `ahead`, Python's use both positions: they must agree.
         assert at.ahead == at.q_pos - at.k_index, f"ahead is wrong: {at}"
         return at.b, at.h, at.q_pos, at.k_index, at.q_index
+
+    def tables(arrays):
+        own = arrays[len(arrays) - count - behind : len(arrays) - behind]
+        return [
+            numbers.RecordedTable(base, x.array, n) if n in recorded else numbers.Table(base, x.array)
+            for n, x in enumerate(own)
+        ]
+
+    return config.function(option), base, where, tables
+
+
+def _simulated(config, option, derivative):
+    from ...functions import numbers
+
+    function, base, where, tables = _python(config, option)
 
     @cuda.jit(device=True)
     def visible(at, arrays, strides):
@@ -225,3 +190,21 @@ def _simulated(config, option, derivative):
         return (y.x, base(0) if y.d is None else y.d) if derivative else y.x
 
     return visible if option == "mask_mod" else changed
+
+
+def _simulated_recorded(config):
+    from ...functions import numbers
+
+    function, base, where, tables = _python(config, "score_mod", config.wanted_aux)
+
+    @cuda.jit(device=True)
+    def aux_gradient(s, at, read, arrays, strides, sizes):
+        y, d = numbers.score_of(function, base, s, where(at), tables(arrays), False)
+        parts = list(numbers.parts_of(d))
+        if read >= len(parts):
+            return y, base(0), np.int64(0), np.int64(len(parts))
+        (n, place), slope = parts[read]
+        index = np.int64(sizes.aux_begins[config.wanted_aux.index(n)] + place)
+        return y, base(slope), index, np.int64(len(parts))
+
+    return aux_gradient

@@ -12,7 +12,7 @@ from ...ptx import local, shared
 from ..score import at_key, by_head, make as make_score, tile_walk
 from ..steps import elements, rows, tiles
 from ..steps.basics import TRUE, inlined, named
-from ..steps.sequence import key_range, kv_head, lse_row, query_of
+from ..steps.sequence import key_range, kv_head, lse_row, make as make_sequence, query_of
 
 
 class RowTiles(NamedTuple):
@@ -43,14 +43,14 @@ def make(config, of_product, use, products_at=0):
     load_k = tiles.key_loader(config, config.k_row, config.head_dim)
     load_v = tiles.key_loader(config, config.v_row, config.head_dim_v)
     scores, walk, number_derivative = make_score(config), tile_walk.make(config), by_head(config)
-    has_number = number_derivative is not None
+    has_number, sequence_of = number_derivative is not None, make_sequence(config)
 
     @inlined
-    def query_tile(block, sizes):
-        """-> (b, h, first row)."""
+    def query_tile(block, arrays, strides, sizes):
+        """-> (sequence, h, first row)."""
         m_tiles = (sizes.seqlen_q + config.tile_m - 1) // config.tile_m
         b, h = block // (sizes.heads * m_tiles), block // m_tiles % sizes.heads
-        return b, h, block % m_tiles * config.tile_m
+        return sequence_of(b, arrays, strides, sizes), h, block % m_tiles * config.tile_m
 
     @inlined
     def row_tiles(thread):

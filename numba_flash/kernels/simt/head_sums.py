@@ -1,7 +1,7 @@
 """The gradient of an option that is one number for each head: a sum over the rows of the head.
 
-What a row gives says the option's file in kernels/score, as does where its gradient is. The sum is over the batch too
-where the numbers are those of every entry.
+What a row gives says the option's file in kernels/score. The sum is over the batch too where the numbers are those of
+every entry.
 
 Launch: grid (heads, or batch * heads), block (a power of two). The order of the sums is fixed: each thread its rows,
 then a tree over the threads.
@@ -16,8 +16,9 @@ from ..steps import elements, sequence as sequences
 
 def make(config):
     compute = elements.COMPUTE_TYPES[config.dtype]
-    queries_of = sequences.queries(config)
-    of_row, store = OF_HEADS[config.option].head_gradient(config)
+    queries_of, of_row = sequences.queries(config), OF_HEADS[config.option].row_gradient(config)
+    store, takes = elements.storer(config.given), config.takes
+    gradient, of_strides = takes.arrays.index(config.gradient), takes.strides.index(config.gradient)
 
     @cuda.jit
     def sums_of_heads(arrays, strides, sizes):
@@ -40,6 +41,7 @@ def make(config):
                 parts[thread] += parts[thread + half]
             half //= 2
         if thread == 0:
-            store(parts[0], own_b, h, arrays, strides)
+            total, by = parts[0], strides[of_strides]
+            store(arrays[gradient], own_b * by[0] + h * by[1], total)
 
     return sums_of_heads

@@ -4,32 +4,16 @@ Numbers of pages are clamped, because the host cannot look at them without waiti
 read at all. Addresses are int64 from the page on: a pool may have more than 2^31 elements.
 """
 
-from typing import Any, NamedTuple
+import collections
 
 from numba import cuda, int64
 
 from ..steps import elements, pages, sequence
-from ..steps.sequence import span
+from ..steps.sequence import Sequence, span
 
-
-class PagedSequence(NamedTuple):
-    """A Sequence, and where its pages are: two arrays with their strides, of which pages.py says more."""
-
-    b: int
-    seqlen_q: int
-    keys: int
-    q_start: int
-    entry: int
-    first_query: int
-    first_key: int
-    rows: int
-    count: int
-    table: Any
-    indptr: Any
-    by_table: Any
-    by_indptr: Any
-    page: int  # keys of a page
-    pages: int  # of the pool
+# A Sequence, and where its pages are: two arrays with their strides (pages.py); keys of a page, and pages of the pool.
+_FIELDS = (*Sequence._fields, "table", "indptr", "by_table", "by_indptr", "page", "pages")
+PagedSequence = collections.namedtuple("PagedSequence", _FIELDS)  # type: ignore[misc]
 
 
 def make(config):
@@ -40,7 +24,7 @@ def make(config):
     @cuda.jit(device=True)
     def own_of(b, arrays, strides, sizes):
         """Of packed queries; their keys are as many as seqlens_k says."""
-        first_query, queries = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q)
+        first_query, queries = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q, sizes)
         keys = int64(arrays.seqlens_k[b * strides.seqlens_k])
         q_start = q_start_of(b, queries, keys, arrays, strides, sizes)
         return sequence.packed_sequence(b, queries, keys, q_start, first_query, int64(0), sizes)

@@ -11,7 +11,7 @@ from numba import cuda, int64
 from ...ptx import local
 from ..score import around_score_mod, at_key, aux_gradient, user
 from ..score.aux_gradient import Run
-from ..steps import elements, sequence
+from ..steps import elements
 from ..steps.basics import inlined
 from . import ds_rows
 
@@ -20,7 +20,6 @@ def make(config):
     plan, compute = config.shared_layout(), elements.COMPUTE_TYPES[config.dtype]
     to_product, count = plan.products - plan.ds, len(config.wanted_aux)
     ask, (before, after), aux = user.recorded(config), around_score_mod(config), aux_gradient.make(config)
-    sequence_of = sequence.make(config)
 
     @inlined
     def add_to_aux(run, query, tiles, first_y, arrays, strides, sizes, score):
@@ -37,8 +36,7 @@ def make(config):
 
     @cuda.jit
     def flash_attention_v2_daux(arrays, strides, sizes, score):
-        b, h, first_row = ds.query_tile(cuda.blockIdx.x, sizes)
-        sequence = sequence_of(b, arrays, strides, sizes)
+        sequence, h, first_row = ds.query_tile(cuda.blockIdx.x, arrays, strides, sizes)
         if config.packed:
             if first_row >= sequence.seqlen_q:
                 return

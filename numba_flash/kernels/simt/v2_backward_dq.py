@@ -11,7 +11,7 @@ Launch: grid (batch * heads * query tiles), block (tile_m). Any lengths, as in v
 from numba import cuda
 
 from ...ptx import local
-from ..steps import elements, rows, sequence
+from ..steps import elements, rows
 from ..steps.basics import inlined
 from ..steps.sequence import lse_row, query_row
 from . import ds_rows
@@ -21,7 +21,6 @@ def make(config):
     compute, store = elements.COMPUTE_TYPES[config.dtype], elements.storer(config.dtype)
     write_dq, write_shares = "dq" in config.wanted, config.wanted != ("dq",)
     add_rows = rows.adder(config.k_row, config.tile_n, config.dtype, compute)
-    sequence_of = sequence.make(config)
 
     @inlined
     def add_to_dq(dq_k, query, tiles, first_y, arrays, strides, sizes, score):
@@ -32,8 +31,7 @@ def make(config):
 
     @cuda.jit
     def flash_attention_v2_dq(arrays, strides, sizes, score):
-        b, h, first_row = ds.query_tile(cuda.blockIdx.x, sizes)
-        sequence = sequence_of(b, arrays, strides, sizes)
+        sequence, h, first_row = ds.query_tile(cuda.blockIdx.x, arrays, strides, sizes)
         if config.packed:
             if first_row >= sequence.seqlen_q:
                 return

@@ -1,5 +1,6 @@
-"""What nearly every file of kernels/ is written with: the decorator of a device function, names for those that belong
-together, and plain arithmetic.
+"""What nearly every file of kernels/ is written with. How device functions are made: `inlined`, `named`, `nothing`,
+TRUE and FALSE. Arithmetic of numbers of rows and tiles. Where in a tile a thread has its part: `first_row_of`,
+`panel_offset`, `lane_and_warp` and the like.
 
 LLVM inlines device functions into their callers, after Numba has typed and lowered each by itself. Numba's own
 inline="always" first makes one long function of everything and then types that; kernels then take up to three times as

@@ -68,32 +68,6 @@ def row_block(sequence, h, number, sizes):
     return (int64(sequence.entry * sizes.heads + h) * head_row_blocks(sequence) + (number + first)) * BLOCK_WORDS
 
 
-def product(config):
-    """-> product(do, o), a device function: one term of delta."""
-    of_terms, zero = config.of_terms, elements.COMPUTE_TYPES[config.dtype](0)
-
-    @inlined
-    def of_both(do, o):
-        # O of a row without keys is 0 and stays 0, so its term is 0 even if dO is NaN.
-        return zero if of_terms and o == zero else do * o
-
-    return of_both
-
-
-def delta_of_row(config):
-    """-> delta_of(sequence, h, q_index, arrays, sizes), a device function. With config.of_blocks it reads the blocks,
-    otherwise what the delta kernel wrote."""
-    of_blocks, minus_delta_at = config.of_blocks, MINUS_DELTA
-
-    @inlined
-    def delta_of(sequence, h, q_index, arrays, sizes):
-        if of_blocks:
-            return -arrays.lse_delta[block_row(sequence, h, q_index, sizes) + minus_delta_at]
-        return arrays.delta[lse_row(sequence, h, q_index, sizes)]
-
-    return delta_of
-
-
 def of_query(config):
     """-> of_query(sequence, h, query, arrays, sizes), a device function: lse in the scores' units, +inf if the query
     sees no key or does not exist, and delta.

@@ -52,7 +52,7 @@ def make(config):
     unit, groups, in_order, columns = config.UNIT, config.threads // config.lanes, config.in_order, config.head_dim_v
     in_unit_bits, every, single = (unit // count).bit_length() - 1, 16 // size, copied == size
     words_of_rows = 4 * count
-    queries_of, product, compute = sequences.queries(config), lse_delta.product(config), config.compute_dtype
+    queries_of, compute, of_terms = sequences.queries(config), config.compute_dtype, config.of_terms
     real, number_of = elements.COMPUTE_TYPES[config.dtype], _number_of(config.dtype)
     numbers = tile_numbers.make(config, unit, False) if in_order else None
     add_lane = shfl.bfly_f64 if compute == "float64" else shfl.bfly_f32
@@ -118,7 +118,9 @@ def make(config):
             if left > 0:  # a branch keeps all loads in front of it: else the assembler would wait between them
                 for n in range(count):
                     for i in range(every):
-                        sums[n] += product(number_of(of_do, 4 * n, i), number_of(of_o, 4 * n, i))
+                        do, o = number_of(of_do, 4 * n, i), number_of(of_o, 4 * n, i)
+                        # O of a row without keys is 0 and stays 0, so its term is 0 even if dO is NaN.
+                        sums[n] += real(0) if of_terms and o == real(0) else do * o
         # Lanes first give each other the rows that are not their own: half of those that are left, and half again.
         for k in range(apart):
             odd = (lane >> int32(k)) & int32(1) != 0

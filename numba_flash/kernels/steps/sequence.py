@@ -67,18 +67,16 @@ def make(config: Any) -> Any:
 
     @cuda.jit(device=True)
     def sequence_of(b, arrays, strides, sizes):
-        keys = keys_of(b, sizes.seqlen_k, arrays, strides)
-        return unpacked(b, sizes.seqlen_q, keys, q_start_of(b, sizes.seqlen_q, keys, arrays, strides, sizes))
-
-    @cuda.jit(device=True)
-    def packed_sequence_of(b, arrays, strides, sizes):
+        if not config.packed:
+            keys = keys_of(b, sizes.seqlen_k, arrays, strides)
+            return unpacked(b, sizes.seqlen_q, keys, q_start_of(b, sizes.seqlen_q, keys, arrays, strides, sizes))
         first_query, queries = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q, sizes)
         first_key, keys = span(arrays.cu_seqlens_k, b, strides.cu_seqlens_k, sizes.total_k, sizes.seqlen_k, sizes)
         keys = keys_of(b, keys, arrays, strides)
         q_start = q_start_of(b, queries, keys, arrays, strides, sizes)
         return packed_sequence(b, queries, keys, q_start, first_query, first_key, sizes)
 
-    return packed_sequence_of if config.packed else sequence_of
+    return sequence_of
 
 
 @functools.cache
@@ -135,7 +133,7 @@ def packed_queries(b, first, count, sizes):
 
 
 @inlined
-def span(ends, b, stride, total, most):
+def span(ends, b, stride, total, most, sizes):
     """-> (first row, number of rows) of a packed sequence. Clamped, as lengths are: whatever `ends` has, they are rows
     that exist."""
     first = min(max(int64(ends[b * stride]), 0), total)
@@ -144,12 +142,7 @@ def span(ends, b, stride, total, most):
 
 def span_of(config: Any) -> Any:
     """-> `span`, or in a backward `span_in_order`: there two sequences never share a row."""
-    return span_in_order if config.in_order else span_as_given
-
-
-@inlined
-def span_as_given(ends, b, stride, total, most, sizes):
-    return span(ends, b, stride, total, most)
+    return span_in_order if config.in_order else span
 
 
 @inlined
@@ -192,22 +185,17 @@ def again(config: Any) -> Any:
 
 @functools.cache
 def queries(config: Any) -> Any:
-    """-> queries_of(b, arrays, strides, sizes): the Sequence of batch entry b, of a kernel that only asks for its
-    queries."""
+    """-> queries_of(b, arrays, strides, sizes): the Sequence of batch entry b, for a kernel that looks at no key."""
     span = span_of(config)
 
     @inlined
-    def packed_queries_of(b, arrays, strides, sizes):
+    def queries_of(b, arrays, strides, sizes):
+        if not config.packed:
+            return unpacked(b, sizes.seqlen_q, int64(0), int64(0))
         first, count = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q, sizes)
         return packed_queries(b, first, count, sizes)
 
-    return packed_queries_of if config.packed else queries_of
-
-
-@inlined
-def queries_of(b, arrays, strides, sizes):
-    """The Sequence of batch entry b, for a kernel that looks at no key."""
-    return unpacked(b, sizes.seqlen_q, int64(0), int64(0))
+    return queries_of
 
 
 @inlined

@@ -9,8 +9,9 @@ import numpy as np
 from numba import float32, uint32
 
 from ...ptx import ld_st, local
-from ..score import fragments, reads
+from ..score import fragments
 from ..score.stage import FragmentAt
+from ..steps import elements
 from ..steps.basics import FALSE, TRUE, inlined, named
 from . import bias_boxes
 from .backward_scores import gradients, is_set, place_of_columns
@@ -23,7 +24,7 @@ def make(config):
     key."""
     lse_first = config.lse_first
     weight, _ = fragments.weights_at(config)
-    boxes, half_of = bias_boxes.make(config, config.tile_m, True), reads.halves(config.dtype_of("bias"))
+    boxes, half_of = bias_boxes.make(config, config.tile_m, True), elements.halves(config.dtype_of("bias"))
 
     def weights_of(first, end):
         @inlined

@@ -16,6 +16,7 @@ from numba import float32, int32, int64, uint32
 from ...ptx import bits, cvt, ld_st, local, special, vote
 from ..score import At, aux_gradient, fragments, gradient_functions, kept_weights, reads, user
 from ..score.stage import FragmentAt
+from ..steps import elements
 from ..steps.basics import FALSE, TRUE, first_column_of, first_row_of, inlined, named
 from ..steps.repeated import repeated
 from . import bias_boxes, block
@@ -120,7 +121,7 @@ def make(config):
     bits_words, visible = score_tile.mask_words, score_tile.visible
     weight, _ = fragments.weights_at(config)
     read = reads.make(config, 1, config.other_rows, of_keys)
-    boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), reads.halves(config.dtype_of("bias"))
+    boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), elements.halves(config.dtype_of("bias"))
     count = kept_weights.on_fragments(config, 1, config.other_rows)
     owes = bool(config.wanted_aux)  # also a gradient of aux, of one number for a head
     ask = user.recorded(config) if owes else None
