@@ -305,9 +305,7 @@ def check_copies(module):
     run(module.sums, 1, x, out, scalars=(5,))
     right = x.reshape(5, 4).sum(axis=1)
     wrong = first_wrong(out, right)
-    expect(
-        wrong is None, f"tile {(wrong or (0,))[0]} is the first wrong one: out is {out}, must be {right}. Is it 0 or 1?"
-    )
+    expect(wrong is None, f"tile {(wrong or (0,))[0]} is the first wrong one: out is {out}, must be {right}.")
     newest = module.NEWEST
     late = "It is right, and nothing overlaps: the next copy was just started, and wait_group(0) waits for it, too."
     expect(newest != 0, late)

@@ -219,6 +219,12 @@ MISTAKES = [
     (13, "NEWEST = 1", "NEWEST = 2", "is read before it arrived"),
     (13, "NEWEST = 1", "NEWEST = 0", "nothing overlaps"),
     (13, "buffer = (j + 1) % 2", "buffer = j % 2", "copy to it is under way|before it arrived"),
+    (
+        13,
+        "buffer = (j + 1) % 2",
+        "buffer = j + 1",
+        "16 bytes at shared address 0x420, but shared memory is 0x400 to 0x420",
+    ),
     (14, "(turn + 1) % 2", "turn % 2", "Nobody can go on(.|\n)*EMPTY\\[0\\](.|\n)*A deadlock"),
     (
         14,

@@ -40,6 +40,8 @@ class SharedMemory:
         self._static = -(-(BASE + dynamic_bytes) // BASE) * BASE
         self._next_static = self._static
         self._arrays = {}
+        self._dynamic_end = BASE + dynamic_bytes
+        self._places = [(BASE, self._dynamic_end)]  # of dynamic shared memory, then of each array: begin, end
         size = self._static + STATIC_BYTES
         self._bytes = bytearray([GARBAGE]) * size
         self.data = np.frombuffer(self._bytes, np.uint8)
@@ -76,6 +78,7 @@ class SharedMemory:
             if begin + size > len(self.data):
                 raise InstructionError(f"arrays of {STATIC_BYTES} bytes is all that cuda.shared.array can give")
             self._next_static = -(-(begin + size) // BASE) * BASE
+            self._places.append((begin, begin + size))
             self._arrays[key] = self._checked(self.data[begin : begin + size].view(dtype).reshape(shape))
         return self._arrays[key]
 
@@ -92,15 +95,17 @@ class SharedMemory:
 
     def words(self, address, count, alignment):
         """The slice of `count` bytes, checked for bounds and alignment."""
-        end = BASE + self._dynamic_bytes
-        if not (BASE <= address and address + count <= end):
-            if not (self._static <= address and address + count <= self._next_static):
-                raise InstructionError(
-                    f"{count} bytes at shared address {address:#x}, but shared memory is {BASE:#x} to {end:#x}"
-                )
+        last = address + count
+        if not (BASE <= address and last <= self._dynamic_end) and not self._in_an_array(address, last):
+            places = ", ".join(f"{begin:#x} to {end:#x}" for begin, end in self._places if end > begin)
+            raise InstructionError(f"{count} bytes at shared address {address:#x}, but shared memory is {places}")
         if address % alignment:
             raise InstructionError(f"shared address {address:#x} is no multiple of {alignment}")
-        return slice(address >> 2, (address + count + 3) >> 2)
+        return slice(address >> 2, (last + 3) >> 2)
+
+    def _in_an_array(self, begin, end):
+        """Whether these bytes belong to one array of cuda.shared.array."""
+        return any(first <= begin and end <= last for first, last in self._places)
 
     # Accesses. words: a slice or an array of numbers.
 
