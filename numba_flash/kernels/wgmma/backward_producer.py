@@ -2,8 +2,8 @@
 
 `full` mbarriers tell the consumers that a tile has arrived. At `empty` ones the consumers release it.
 
-Of a block that owns keys one thread loads K and V once, and then Q with its lse, -delta and bias, tile after tile; the
-other dO. They are in two warps, so that neither waits for the other.
+One thread loads the block's own tiles once, and then tile after tile Q with its lse, -delta and bias, or K with its
+bias. The other loads dO or V. They are in two warps, so that neither waits for the other.
 """
 
 from numba import int32
