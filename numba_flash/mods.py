@@ -9,6 +9,7 @@ together, as `lambda b, h, q_pos, k_pos, segments, prefix: ...`.
 
 import math
 import operator
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -174,6 +175,8 @@ def alibi(score: Any, b: Any, h: Any, q_pos: Any, k_pos: Any, slopes: Any) -> An
 
 def softcap(cap: float) -> Any:
     """-> score_mod: scores stay between -cap and cap; the same as softcap=."""
+    if not isinstance(cap, Real) or isinstance(cap, bool) or not 0 < cap < math.inf:
+        raise ValueError(f"cap must be a finite number above 0, not {cap!r}")
 
     def capped(score: Any, b: Any, h: Any, q_pos: Any, k_pos: Any) -> Any:
         return cap * math.tanh(score / cap)
@@ -186,8 +189,11 @@ def relative_position(buckets: int = 32, farthest: int = 128, bidirectional: boo
 
     Half of the buckets are for one distance each, the others for ranges that grow up to `farthest`.
     """
-    own = buckets // 2 if bidirectional else buckets
+    own = _from_1("buckets", buckets) // (2 if bidirectional else 1)
     exact = own // 2
+    if exact < 1 or _from_1("farthest", farthest) <= exact:
+        least = f"at least {4 if bidirectional else 2}, and farthest above {max(exact, 1)}"
+        raise ValueError(f"buckets must be {least}, not {buckets} and {farthest}")
     ranges = _ranges(exact, own, farthest)
 
     def biased(score: Any, b: Any, h: Any, q_pos: Any, k_pos: Any, table: Any) -> Any:

@@ -7,6 +7,7 @@ from numba_flash import testing
 
 LENGTHS, HEAD_DIMS = (16, 20, 33, 49, 64), (8, 24, 32, 64, 128)
 BATCH, HEADS = 3, 4
+COPIED = "bias in 16 bits"  # whose rows the kernel of gradients copies to shared memory
 
 
 def short_cases(small):
@@ -33,6 +34,7 @@ def options_of(g, n):
         "plain": {},
         "causal": dict(causal=True),
         "bias": dict(bias=bias),
+        COPIED: dict(bias=bias),
         "groups": dict(causal=True, window=(n // 2, 0)),
         "mask": dict(mask=mask),
         "lengths": valid | positions,
@@ -49,6 +51,8 @@ def short_case(number, n, dim, dtype, words):
     queries = 2 * n if words == "twice the queries" else n
     shapes = ((HEADS, queries), (heads_kv, n), (heads_kv, n))
     q, k, v = (g.standard_normal((BATCH, *shape, dim)).astype(dtype) for shape in shapes)
+    if words == COPIED:
+        options = dict(bias=testing.rows_padded(options["bias"].astype(dtype)))
     for entry, valid in enumerate(options.get("seqlens_k", ())):
         k[entry, :, valid:], v[entry, :, valid:] = np.inf, np.nan
     return testing.Case(q, k, v, options)

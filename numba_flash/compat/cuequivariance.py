@@ -43,7 +43,7 @@ def triangle_attention(
     Raises what `numba_flash.attention` raises.
     """
     named = dict(q=q, k=k, v=v, bias=bias, mask=mask, kv_lengths=kv_lengths)
-    given = {name: x for name, x in named.items() if x is not None}
+    given = {name: x for name, x in named.items() if x is not None or name in "qkv"}
     dimensions = len(getattr(q, "shape", ()))
     for name, x in given.items():
         shape = tuple(getattr(x, "shape", ()))

@@ -7,6 +7,9 @@ kv_indices[kv_indptr[b]] to kv_indices[kv_indptr[b + 1] - 1], and the last of th
 import math
 from typing import Any
 
+import numpy as np
+
+from .. import arrays
 from ..api import kvcache
 from .arguments import described, number, renamed
 
@@ -44,6 +47,8 @@ def single_decode_with_kv_cache(
 
     pos_encoding_mode, use_tensor_cores and the scales of quantised caches are not taken.
     """
+    _check_dimensions(2, q=q)
+    _check_dimensions(3, k=k, v=v)
     layout, xp = _layout(kv_layout), _namespace(q)
     lengths = xp.full((1,), k.shape[0 if layout == "bshd" else 1], dtype=xp.int32, device=_device(q))
     single = q[None, None] if layout == "bshd" else q[None, :, None]
@@ -77,6 +82,7 @@ def batch_decode_with_paged_kv_cache(
     kv_indices: int32; kv_last_page_len: int32 (batch,). A sequence may have no page here: it gives 0. All others: as
     for single_decode_with_kv_cache. The result is (batch, heads, head_dim), and lse (batch, heads) in base 2.
     """
+    _check_dimensions(3, q=q)
     (k, v), layout = _caches(paged_kv_cache), _layout(kv_layout)
     rows = q[:, None] if layout == "bshd" else q[:, :, None]
     found = _call(
@@ -117,6 +123,7 @@ def batch_prefill_with_paged_kv_cache(
     as for batch_decode_with_paged_kv_cache. The result is (total, heads, head_dim), and lse (total, heads) in base 2.
     custom_mask is not taken: `attention_kvcache` takes a mask_mod.
     """
+    _check_dimensions(3, q=q)
     (k, v), layout = _caches(paged_kv_cache), _layout(kv_layout)
     found = _call(
         q,
@@ -162,13 +169,23 @@ def _layout(kv_layout: Any) -> str:
 
 
 def _caches(paged_kv_cache: Any) -> Any:
-    if isinstance(paged_kv_cache, tuple):
-        return paged_kv_cache
-    if len(paged_kv_cache.shape) != 5 or paged_kv_cache.shape[1] != 2:
-        raise ValueError(
-            f"paged_kv_cache must be (pages, 2, ...) of 5 dimensions, or a pair of 4, not {tuple(paged_kv_cache.shape)}"
-        )
+    pair = paged_kv_cache if isinstance(paged_kv_cache, tuple) else ()
+    if [_dimensions(x) for x in pair] == [4, 4]:
+        return pair
+    if _dimensions(paged_kv_cache) != 5 or paged_kv_cache.shape[1] != 2:
+        given = ", ".join(map(described, pair)) or described(paged_kv_cache)
+        raise ValueError(f"paged_kv_cache must be (pages, 2, ...) of 5 dimensions, or a pair of 4, not {given}")
     return paged_kv_cache[:, 0], paged_kv_cache[:, 1]
+
+
+def _dimensions(x: Any) -> int:
+    return len(getattr(x, "shape", ()))
+
+
+def _check_dimensions(wanted: int, **given: Any) -> None:
+    for name, x in given.items():
+        if _dimensions(x) != wanted:
+            raise ValueError(f"{name} must be an array of {wanted} dimensions, not {described(x)}")
 
 
 def _pages(kv_indptr: Any, kv_indices: Any, kv_last_page_len: Any, k: Any, layout: str) -> dict[str, Any]:
@@ -184,11 +201,18 @@ def _pages(kv_indptr: Any, kv_indices: Any, kv_last_page_len: Any, k: Any, layou
         )
     xp, page = _namespace(kv_indptr), k.shape[1 if layout == "bshd" else 2]
     count = kv_indptr[1:] - kv_indptr[:-1]
+    on_host = [arrays.read(name, x) for name, x in named.items()]
+    if all(x.layout.device is None for x in on_host):
+        ends, last = map(arrays.host_view, on_host)
+        if ((np.diff(ends) > 0) & ((last < 1) | (last > page))).any():
+            raise ValueError(f"kv_last_page_len must lie in 1 to the keys of a page, {page}, not {last.tolist()}")
     lengths = xp.where(count > 0, (count - 1) * page + kv_last_page_len, xp.zeros_like(count))
     return dict(page_indptr=kv_indptr, page_indices=kv_indices, seqlens_k=lengths, layout=layout)
 
 
 def _options(window_left: int, logits_soft_cap: Any, sm_scale: Any) -> dict[str, Any]:
+    if not hasattr(window_left, "__index__"):
+        raise TypeError(f"window_left must be a whole number, -1 for all keys, not {described(window_left)}")
     cap = None if logits_soft_cap is None else number("logits_soft_cap", logits_soft_cap)
     return dict(
         window=None if window_left < 0 else (window_left, None),

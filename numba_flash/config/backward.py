@@ -52,8 +52,22 @@ class OfGradients:
         super().__post_init__()  # type: ignore[misc]
 
 
+class Sums:
+    """Of a block that owns keys, with of_dk and of_dv, or queries."""
+
+    @property
+    def of_ds(self) -> bool:
+        """Whether it sums up dS times rows of the other side, to dK or dQ."""
+        return getattr(self, "of_dk", True)
+
+    @property
+    def of_p(self) -> bool:
+        """Whether it sums up P times them, to dV."""
+        return getattr(self, "of_dv", False)
+
+
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class MmaBackwardConfig(Config):
+class MmaBackwardConfig(Sums, Config):
     """Of mma/backward, all dtypes: a block owns a tile of rows, keeps it in shared memory, and walks over the tiles of
     the other side.
 
@@ -155,16 +169,6 @@ class MmaBackwardConfig(Config):
         columns, rows = (self.head_dim_padded, self.head_dim_v_padded), (self.own_rows, self.other_rows)
         own_s, own_dp, other_s, other_dp = (tile_bytes(r, c, self.item_size) for r in rows for c in columns)
         return own_s, own_dp, other_s, other_dp
-
-    @property
-    def of_ds(self) -> bool:
-        """Whether it sums up dS times rows of the other side, to dK or dQ."""
-        return getattr(self, "of_dk", True)
-
-    @property
-    def of_p(self) -> bool:
-        """Whether it sums up P times them, to dV."""
-        return getattr(self, "of_dv", False)
 
     @property
     def delta_first(self) -> bool:

@@ -8,7 +8,7 @@ from ..abi.tensor_maps import OperandMaps, bias_map, extents, map_of_rows
 from ..problem.forward import Problem
 from ..problem.groups import parts_of
 from ..problem.options import FUNCTIONS, SEEDED, changes_scores
-from .backward import OfGradients
+from .backward import OfGradients, Sums
 from .blocks import heads_in_flight
 from .forward import AnyProblem, Config, check, layout, one_of, tile_bytes, tiles_of_all
 from .wgmma_forward import Warpgroups, check_registers
@@ -20,7 +20,7 @@ def all_parts(p: Problem, members: int) -> int:
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class StreamingConfig(Config):
+class StreamingConfig(Sums, Config):
     """Of a block that owns a tile of rows, and to which a producer warpgroup loads the tiles that it walks over.
 
     a is of head_dim (K or Q), b of head_dim_v (V or dO). stages_a and stages_b: how many tiles of either kind have a
@@ -100,7 +100,7 @@ class StreamingConfig(Config):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
-    """What wgmma/backward_dkdv and wgmma/backward_dq share.
+    """Of wgmma/backward and wgmma/backward_fused.
 
     A block is a producer warpgroup and own_rows / 64 consumer warpgroups, each of which owns 64 rows. bias_boxes: a
     bias comes by TMA, with a tile of stream_a (problem/option_checks.py, OptionArray).
@@ -147,13 +147,13 @@ class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
 
     @property
     def bias_bytes(self) -> int:
-        """Of one stage of stream_a."""
-        return 2 * self.tile_m * self.tile_n if self.bias_boxes else 0
+        """Of one stage of stream_a. With bias_in_ds it has no place of its own."""
+        return 2 * self.tile_m * self.tile_n if self.bias_boxes and not self.bias_in_ds else 0
 
     @property
     def state_bytes(self) -> int:
-        """Of a tile that the block owns."""
-        return 4 * self.STATE_WORDS
+        """Of a tile that the block owns. With key_tiles packed sequences need one more word."""
+        return 4 * self.STATE_WORDS + 16 * (self.packed and self.key_tiles > 0)
 
     @property
     def states(self) -> int:
@@ -183,7 +183,7 @@ class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
 
 @dataclass(frozen=True)
 class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
-    """Of wgmma/backward_dkdv: a block owns tile_n keys and walks over tiles of tile_m queries.
+    """A block owns tile_n keys and walks over tiles of tile_m queries.
 
     Both sums together fit into registers up to head_dim 128. members: how many of the query heads of a group
     it takes, and then it leaves sums in float32; 0: all.
@@ -192,7 +192,7 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
     members: int = 0
 
     kernel = "wgmma_dkdv"
-    module = "wgmma.backward_dkdv"
+    module = "wgmma.backward"
     takes = abi.backward("dk dv", mask=abi.MASK_BITS_OF_KEYS).plus("dk_sums dv_sums")
     of_keys = reads_states = True
 
@@ -230,7 +230,7 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
 
 @dataclass(frozen=True)
 class WgmmaDqConfig(WgmmaBackwardConfig):
-    """Of wgmma/backward_dq: a block owns tile_m queries of one head and walks over tiles of tile_n keys.
+    """A block owns tile_m queries of one head and walks over tiles of tile_n keys.
 
     wanted_aux: the number of an array whose gradient it computes too, if all scores of a head read one number of it.
     """
@@ -238,7 +238,7 @@ class WgmmaDqConfig(WgmmaBackwardConfig):
     wanted_aux: tuple[int, ...] = ()
 
     kernel = "wgmma_dq"
-    module = "wgmma.backward_dq"
+    module = "wgmma.backward"
     reads_states = True
 
     @property
@@ -323,11 +323,6 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
         """A bias comes to the place of the tile's dS, which is as large and not written yet."""
         return self.bias_boxes
 
-    @property
-    def bias_bytes(self) -> int:
-        """It has no place of its own."""
-        return 0
-
     def own_sizes(self, problem: AnyProblem) -> dict[str, Any]:
         return dict(heads_in_flight=heads_in_flight(problem.forward, self.KEYS, self.dq_partials))
 
@@ -382,11 +377,6 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     def in_order(self) -> bool:  # type: ignore[override]
         """With key_tiles no block waits for another, and the block's number gives the sequence."""
         return not self.key_tiles
-
-    @property
-    def state_bytes(self) -> int:
-        """With one more word that packed sequences need."""
-        return super().state_bytes + 16 * (self.packed and self.key_tiles > 0)
 
     @property
     def dq_places(self) -> int:  # type: ignore[override]

@@ -61,11 +61,6 @@ class WgmmaDkdvFloat32Config(OfGradients, WgmmaBackwardFloat32Config):
     takes = abi.backward("dk dv", abi.ROWS, abi.MASK_BITS_OF_KEYS)
     of_keys = True
 
-    @property
-    def has_second(self) -> bool:
-        """Whether the second consumer has anything to do: dV needs the first alone."""
-        return self.of_dk
-
 
 @dataclass(frozen=True)
 class WgmmaDqFloat32Config(WgmmaBackwardFloat32Config):
@@ -74,8 +69,6 @@ class WgmmaDqFloat32Config(WgmmaBackwardFloat32Config):
     kernel = "wgmma_dq_float32"
     module = "wgmma.backward_float32"
     takes = abi.backward("dq", abi.ROWS)
-    of_dv: ClassVar[bool] = False
-    has_second: ClassVar[bool] = True
 
 
 class Paired(WgmmaBackwardFloat32Config):

@@ -179,12 +179,13 @@ def run_task(task, frame, scratch, zero):
             rows_here = panel * across * across * size
             key = unit * seqlen_k + first
             keys, block_bytes = last - first, tile_m * across * size
+            queries = min(tile.rows - panel * across, at_once * across)
             if wants_dv:
                 to, x = load(frame, at.SUMS_V, INT) + key * columns_v * size, do_blocks + rows_here
-                key_sums(to, columns_v, p + here, panel_bytes, at_once, x, block_bytes, keys, do_guarded, zero)
+                key_sums(to, columns_v, p + here, panel_bytes, queries, x, block_bytes, keys, do_guarded, zero)
             if wants_dk:
                 to, x = load(frame, at.SUMS_K, INT) + key * columns * size, q_blocks + rows_here
-                key_sums(to, columns, ds + here, panel_bytes, at_once, x, block_bytes, keys, q_guarded, zero)
+                key_sums(to, columns, ds + here, panel_bytes, queries, x, block_bytes, keys, q_guarded, zero)
         store_release(done + key_tile * 8, turn)
 
     if wants_dq:

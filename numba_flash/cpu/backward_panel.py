@@ -163,8 +163,8 @@ def panel_gradients(tiles, panel, seen, scale_log2, what, plan, pointers, zero):
 
 
 @compiled
-def key_sums(to, columns, weights, panel_bytes, panels, x, block_bytes, keys, guarded, zero):
-    """to (keys, columns) += weights^T @ x: P^T do or dS^T q over all rows of `panels` panels.
+def key_sums(to, columns, weights, panel_bytes, queries, x, block_bytes, keys, guarded, zero):
+    """to (keys, columns) += weights^T @ x: P^T do or dS^T q over `queries` rows of panels.
 
     weights: of a panel (keys, lanes), panels panel_bytes apart; x: blocks of `lanes` columns, block_bytes apart, each
     (rows, lanes). columns is a multiple of a vector's width. guarded: x has NaN or Inf, and rows with weight 0 are left
@@ -177,28 +177,28 @@ def key_sums(to, columns, weights, panel_bytes, panels, x, block_bytes, keys, gu
         for column in range(0, columns, vector):
             own_x, own_to = x + column // across * block_bytes + column % across * size, to + column * size
             for key in range(keys):
-                key_rows_guarded(own_to + key * stride, stride, weights + key * row, panel_bytes, panels, own_x, zero)
+                key_rows_guarded(own_to + key * stride, stride, weights + key * row, panel_bytes, queries, own_x, zero)
         return
     for column in range(0, columns - across + 1, across):
         own_x, own_to = x + column // across * block_bytes, to + column * size
         key = 0
         while key + TILE_KEYS <= keys:
-            key_rows_all(own_to + key * stride, stride, weights + key * row, panel_bytes, panels, own_x, zero)
+            key_rows_all(own_to + key * stride, stride, weights + key * row, panel_bytes, queries, own_x, zero)
             key += TILE_KEYS
         while key + 4 <= keys:
-            key_rows_4(own_to + key * stride, stride, weights + key * row, panel_bytes, panels, own_x, zero)
+            key_rows_4(own_to + key * stride, stride, weights + key * row, panel_bytes, queries, own_x, zero)
             key += 4
         while key < keys:
-            key_rows_1(own_to + key * stride, stride, weights + key * row, panel_bytes, panels, own_x, zero)
+            key_rows_1(own_to + key * stride, stride, weights + key * row, panel_bytes, queries, own_x, zero)
             key += 1
     for column in range(columns // across * across, columns, vector):
         own_x, own_to = x + column // across * block_bytes + column % across * size, to + column * size
         key = 0
         while key + TILE_KEYS <= keys:
-            key_vectors_all(own_to + key * stride, stride, weights + key * row, panel_bytes, panels, own_x, zero)
+            key_vectors_all(own_to + key * stride, stride, weights + key * row, panel_bytes, queries, own_x, zero)
             key += TILE_KEYS
         while key < keys:
-            key_vectors_1(own_to + key * stride, stride, weights + key * row, panel_bytes, panels, own_x, zero)
+            key_vectors_1(own_to + key * stride, stride, weights + key * row, panel_bytes, queries, own_x, zero)
             key += 1
 
 

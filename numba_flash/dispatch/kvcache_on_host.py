@@ -153,13 +153,14 @@ def _on_reference(made: CacheProblem, q: Any, operands: Operands, behind: list[A
 
 def _on_cpu(p: Problem, operands: Operands, behind: list[Any], ids: Any, lines: Lines) -> None:
     from ..cpu import kvcache as cpu
+    from ..cpu.plan import LINE_NUMBERS
     from ..functions.outside import OutsideRead, error_of
     from .launch import addresses_of
 
-    table = np.stack(
-        [np.arange(p.batch), lines.first_query, lines.queries, lines.keys, lines.offset, lines.first_page * 4], 1
-    )
-    table[:, -1] += arrays.host_pointer(ids)
+    table = np.empty((p.batch, LINE_NUMBERS), np.int64)
+    own = np.arange(p.batch), lines.first_query, lines.queries, lines.keys, lines.offset
+    for n, column in enumerate((*own, lines.first_page * 4 + arrays.host_pointer(ids))):
+        table[:, n] = column
     try:
         cpu.run(p, addresses_of([*operands, *behind]), table)
     except OutsideRead as error:

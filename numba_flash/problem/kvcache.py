@@ -347,6 +347,8 @@ def _check_pages(made: CacheProblem, lines: Lines, ids: Any, slots: Any) -> None
     """Checks the pages that are read or written. Others may have any number: those behind a sequence's keys, and those
     that a window has left behind."""
     p, pages = made.problem, made.pages
+    if ids.size and ids.min() >= 0 and ids.max() < pages.total:
+        return
     first = np.zeros(p.batch, np.int64) if p.left is None else np.clip(lines.offset - p.left, 0, None)
     if slots is None:  # new keys are written behind the others
         first = np.where(lines.new > 0, np.minimum(first, lines.before), first)

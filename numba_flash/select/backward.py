@@ -64,19 +64,15 @@ def _refusal(name: str, problem: BackwardProblem, target: Target) -> str | None:
 
 def _not_on_tensor_cores(rung: Rung, problem: BackwardProblem, target: Target) -> str | None:
     """Why the kernels of a rung on tensor cores do not take the problem, apart from shared memory."""
-    forward = problem.forward
-    if (reason := too_wide(forward, MmaBackwardConfig.WIDEST)) is not None:
-        return reason
-    for given in ARRAYS:
-        if given.gradient in problem.wanted and not given.gradient_on_tensor_cores:
-            return f"it has no gradient of {given.name} yet"
+    forward, wanted = problem.forward, [given for given in ARRAYS if given.gradient in problem.wanted]
+    missing = [f"it has no gradient of {given.name} yet" for given in wanted if not given.gradient_on_tensor_cores]
     if rung.name == "wgmma" and forward.dtype == "float32":  # which takes less than the kernels in 16 bits
-        for option, _ in forward.uses:
-            if option in NOT_TAKEN:
-                return f"its gradients take no {option} in float32 yet"
-    reason = not_on_tensor_cores(rung, forward, target)
-    if reason is None and forward.batch * forward.heads * forward.seqlen_q:
-        reason = no_wide_rows("do", problem.do_strides, forward.head_dim_v, forward.dtype, rung.least_copy)
-        made = with_problems(kernels_of(rung.name, problem, target) if reason is None else (), problem)
-        reason = next((found for config, own in made if (found := no_tma(config, own)) is not None), reason)
-    return reason
+        options = [option for option, _ in forward.uses if option in NOT_TAKEN]
+        missing += [f"its gradients take no {option} in float32 yet" for option in options]
+    reason = too_wide(forward, MmaBackwardConfig.WIDEST) or next(iter(missing), None)
+    reason = reason or not_on_tensor_cores(rung, forward, target)
+    if reason or not forward.batch * forward.heads * forward.seqlen_q:
+        return reason
+    reason = no_wide_rows("do", problem.do_strides, forward.head_dim_v, forward.dtype, rung.least_copy)
+    made = () if reason else with_problems(kernels_of(rung.name, problem, target), problem)
+    return next((found for config, own in made if (found := no_tma(config, own))), reason)

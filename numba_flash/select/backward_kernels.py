@@ -17,7 +17,7 @@ from ..config import (
 from ..config.aux_gradients import AuxRoundConfig, AuxStartConfig, DauxConfig
 from ..config.bias_rows import BiasRowsConfig
 from ..config.forward import Config, LaunchFacts
-from ..config.simt_backward import DbiasConfig, DbiasSumConfig, DkdvConfig, DqConfig
+from ..config.simt_backward import DbiasConfig, DbiasSumConfig, DeltaConfig, DkdvConfig, DqConfig
 from ..functions.reads import reads_by_head
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
@@ -33,7 +33,8 @@ from .backward_forms import (
     heads_per_block,
     key_tiles_of_a_block,
 )
-from .features import LARGE_FLOAT64, features_of
+from .backward_tiles import TABLES
+from .features import LARGE_FLOAT64, features_of, rows_for
 from .forward_kernels import halved
 from .tiles import Row
 
@@ -58,11 +59,11 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     if problem.forward.function("score_mod") is None:
         return (*before, start, end)
     if narrow:
-        sums = shared.best(mma.MmaDauxConfig, "mma_daux", problem, target, wanted_aux=problem.wanted_aux)
+        sums = shared.best(mma.MmaDauxConfig, problem, target, wanted_aux=problem.wanted_aux)
         needed = with_prologues(sums, problem, target)[:-1]
     else:
         sums = [shared.simt(DauxConfig, "v2_dq", problem, target, wanted_aux=problem.wanted_aux)]
-        needed = [shared.delta_config(problem, target)]
+        needed = [shared.first(DeltaConfig, problem, target)]
     there = [config.kernel for config in before]
     return (*before, *(config for config in needed if config.kernel not in there), start, *sums, end)
 
@@ -71,7 +72,7 @@ def _with_delta(own: Sequence[Config], problem: BackwardProblem, target: Target)
     """Kernels that read each row's lse and delta, with those before and after them; v2's kernel of dbias is for all
     of these."""
     in_order = problem.forward.packed is not None and any(config.in_order for config in own)
-    delta = shared.delta_config(problem, target, in_order=in_order)
+    delta = shared.first(DeltaConfig, problem, target, in_order=in_order)
     made = [delta, *with_prologues(own, problem, target)]
     if "dbias" in problem.wanted:
         of_bias = shared.of_bias(problem)
@@ -99,22 +100,22 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     ends, only, with_dbias = shared.head_sums(problem, target, of_blocks=True), [], False
     if rows := shared.one_key_tile(problem, target):
         with_dbias = _own_dbias(problem)
-        only = [] if with_dbias else shared.only_tile(problem, target)
+        only = [] if with_dbias else shared.one_key_tile(problem, target, only=True)
         delta = None  # of the block, whatever the number of heads
         if only:
-            delta = dataclasses.replace(shared.preprocess_config(problem, target), most_rows=1)
+            delta = dataclasses.replace(shared.first(mma.PreprocessConfig, problem, target), most_rows=1)
         pairs = with_dbias and problem.forward.seqlen_k % 2 == 0
         more: dict[str, Any] = dict(delta=delta, with_dbias=with_dbias, pairs=pairs)
-        own = shared.best(mma.MmaOneKeyTileConfig, only or rows, problem, target, **more)
+        own = shared.best(mma.MmaOneKeyTileConfig, problem, target, only or rows, **more)
     else:
-        rows = shared.usable("mma_dkdv", problem, target)
+        rows = rows_for(TABLES, "mma_dkdv", problem, target)
         if not {"dk", "dv"} <= set(problem.wanted):
             rows = [row for row in rows if row.tile["column_groups"] == 1]  # warps that exchange scores add up both
-        own = shared.best(mma.MmaDkdvConfig, rows, problem, target)
+        own = shared.best(mma.MmaDkdvConfig, problem, target, rows)
         if "dq" in problem.wanted:
-            own += shared.best(mma.MmaDqConfig, "mma_dq", problem, target)
+            own += shared.best(mma.MmaDqConfig, problem, target)
     in_order = own[0].in_order if own else False
-    start = [] if only else [shared.preprocess_config(problem, target, in_order=in_order)]
+    start = [] if only else [shared.first(mma.PreprocessConfig, problem, target, in_order=in_order)]
     of_bias: Sequence[Config] = () if with_dbias else _dbias(problem, target)
     made = with_prologues([*own, *of_bias], problem, target)
     return _with_sums(problem, target, (*start, *made, *ends), narrow=True)
@@ -139,8 +140,8 @@ def _mma_fp32_fp64(problem: BackwardProblem, target: Target) -> Configs:
     own: list[Any] = []
     kinds: list[Any] = [mma.MmaDkdvConfig, *[mma.MmaDqConfig] * ("dq" in problem.wanted)]
     for kind in kinds:
-        rows = [_shrunk(row, kind.of_keys, problem.forward) for row in shared.usable(kind.kernel, problem, target)]
-        own += shared.best(kind, rows, problem, target)
+        rows = [_shrunk(row, kind.of_keys, problem.forward) for row in rows_for(TABLES, kind.kernel, problem, target)]
+        own += shared.best(kind, problem, target, rows)
     return _with_delta(own, problem, target)
 
 
@@ -165,10 +166,10 @@ def _mma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     every = taken and rows_of_16_bytes and forward.seqlen_q > 0 and forward.packed is None
     if not every or not gains_by_mma_fused(problem):
         return []
-    for row in shared.usable("mma_fused", problem, target):
+    for row in rows_for(TABLES, "mma_fused", problem, target):
         fused = mma_fused.MmaFusedConfig(**features_of(mma_fused.MmaFusedConfig, problem, target), **row.tile)
         if shared.fits(fused, target):
-            start = shared.delta_config(problem, target, turns_of=fused.tile_m)
+            start = shared.first(DeltaConfig, problem, target, turns_of=fused.tile_m)
             return [start, fused, mma_fused.MmaDqFinishConfig.behind(fused)]
     return []
 
@@ -194,17 +195,17 @@ def wgmma_configs(problem: BackwardProblem, target: Target) -> Configs:
 def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """A kernel of dK and dV, or one for each, and a kernel of dQ."""
     members, packed = heads_per_block(problem, one_kernel=False), problem.forward.packed is not None
-    dkdv = shared.best(wgmma.WgmmaDkdvConfig, "wgmma_dkdv", problem, target, members=members)
+    dkdv = shared.best(wgmma.WgmmaDkdvConfig, problem, target, members=members)
     dkdv = [config if config.of_dk else dataclasses.replace(config, stages_b=2) for config in dkdv]  # it has no V
     own = [_halved(config, problem, target) for config in dkdv]
     if "dq" in problem.wanted:
         of_heads = aux_of_heads(problem)
-        (dq,) = shared.best(wgmma.WgmmaDqConfig, "wgmma_dq", problem, target, wanted_aux=of_heads)
+        (dq,) = shared.best(wgmma.WgmmaDqConfig, problem, target, wanted_aux=of_heads)
         if of_heads:
             dq = dataclasses.replace(dq, tile_n=min(dq.tile_n, KEYS_WITH_AUX[problem.forward.widest > 128]))
         own.append(_halved(dq, problem, target))
     before = with_prologues([*own, *_dbias(problem, target)], problem, target)
-    start = shared.preprocess_config(problem, target, early=True, in_order=packed)
+    start = shared.first(mma.PreprocessConfig, problem, target, early=True, in_order=packed)
     return [start, *before, *_add_parts(own[: len(dkdv)])]
 
 
@@ -223,15 +224,15 @@ def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
     kinds: list[type[Any]] = [wgmma_float32.WgmmaDkdvFloat32Config, wgmma_float32.WgmmaDqFloat32Config]
     if problem.forward.widest > wgmma_float32.WgmmaBackwardFloat32Config.WIDEST:
         kinds = [wgmma_float32.WgmmaPairedDkdvConfig, wgmma_float32.WgmmaPairedDqConfig]
-    own = shared.best(kinds[0], shared.usable("wgmma_dkdv", problem, target)[:1], problem, target)
+    own = shared.best(kinds[0], problem, target, rows_for(TABLES, "wgmma_dkdv", problem, target)[:1])
     if "dq" in problem.wanted:
-        own += shared.best(kinds[1], shared.usable("wgmma_dq", problem, target)[:1], problem, target)
+        own += shared.best(kinds[1], problem, target, rows_for(TABLES, "wgmma_dq", problem, target)[:1])
     return _with_delta(own, problem, target)
 
 
 def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """One kernel of all gradients."""
-    tile = shared.usable("wgmma_fused", problem, target)[0].tile
+    tile = rows_for(TABLES, "wgmma_fused", problem, target)[0].tile
     key_tiles, members = key_tiles_of_a_block(problem, target), heads_per_block(problem, one_kernel=True)
     packed, bias = problem.forward.packed is not None, problem.forward.array("bias")
     lines = 1 if key_tiles else dq_partials(problem)
@@ -246,7 +247,7 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     )
     turns_of = 0 if key_tiles else fused.tile_m
     more = dict(turns_of=turns_of, dq_partials=lines, early=True, in_order=packed and fused.in_order)
-    start = shared.preprocess_config(problem, target, **more)
+    start = shared.first(mma.PreprocessConfig, problem, target, **more)
     made: list[LaunchFacts] = [start, *with_prologues([fused], problem, target)]
     if not key_tiles:
         made.append(wgmma_ends.WgmmaRoundConfig.behind(fused))
@@ -261,7 +262,7 @@ def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
     own = shared.of_bias(problem)
     # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes
     pairs = ITEM_SIZE[bias.dtype] == 2 and problem.dbias_shape[-1] % 2 == 0 and not any(own.values())
-    return shared.best(mma.MmaDbiasConfig, "mma_dbias", problem, target, pairs=pairs, **own)
+    return shared.best(mma.MmaDbiasConfig, problem, target, pairs=pairs, **own)
 
 
 def _halved(config: Any, problem: BackwardProblem, target: Target) -> Any:

@@ -8,14 +8,14 @@ from typing import Any
 from ..arrays.dtypes import ITEM_SIZE
 from ..config.backward import PreprocessConfig
 from ..config.forward import LaunchFacts
-from ..config.simt_backward import DeltaConfig, HeadSumsConfig, SimtBackwardConfig
+from ..config.simt_backward import HeadSumsConfig, SimtBackwardConfig
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
-from ..problem.options import BY_NAME, HEAD_GRADIENTS, changes_scores
+from ..problem.options import HEAD_GRADIENTS
 from .backward_tiles import TABLES
 from .features import copied, features_of, of_simt, rows_for
 from .forward_kernels import halved
-from .tiles import Row, rows_of
+from .tiles import Row
 
 SMALL_BLOCKS = 192  # keys of all blocks of a multiprocessor, where tiles have fewer than 64
 
@@ -27,43 +27,26 @@ def _parts(problem: BackwardProblem, apart: bool) -> list[dict[str, Any]]:
     return [dict(of_dk="dk" in part, of_dv="dv" in part) for part in parts]
 
 
-def best(
-    kind: type[Any], rows: str | Sequence[Row], problem: BackwardProblem, target: Target, **more: Any
-) -> list[Any]:
+def best(kind: type[Any], problem: BackwardProblem, target: Target, rows: Sequence[Row] = (), **more: Any) -> list[Any]:
     """The kernels of the first row whose blocks fit into a multiprocessor as often as they need, or of the last: one,
-    or one for each of dK and dV. rows: or the table that has them. more: fields."""
+    or one for each of dK and dV. rows: others than those of its table. more: fields."""
     sets, features = [], features_of(kind, problem, target) | more
-    for row in usable(rows, problem, target) if isinstance(rows, str) else rows:
+    for row in rows or rows_for(TABLES, kind.kernel, problem, target):
         parts = _parts(problem, row.apart) if kind.of_keys else [{}]
         sets.append([kind(**features | row.tile | part) for part in parts])
     return next((made for made in sets if all(fits(config, target) for config in made)), sets[-1])
 
 
-def usable(kernel: str, problem: BackwardProblem, target: Target) -> list[Row]:
-    """The rows of a kernel's table for this head_dim and these scores."""
-    by_score = any(row.when.per_score for row in rows_of(TABLES, kernel, problem.forward.dtype, target))
-    return rows_for(TABLES, kernel, problem, target, _per_score(problem) if by_score else "")
-
-
-def one_key_tile(problem: BackwardProblem, target: Target) -> list[Row]:
+def one_key_tile(problem: BackwardProblem, target: Target, only: bool = False) -> list[Row]:
     """The rows of mma_one_key_tile, shrunk to the lengths, if all keys of a head fit into a tile: one kernel then reads
-    a head once. It walks over two tiles of queries at most, because only heads run side by side."""
-    return _of_whole_heads("mma_one_key_tile", 2, problem, target)
-
-
-def only_tile(problem: BackwardProblem, target: Target) -> list[Row]:
-    """Those of mma_only_tile, if the queries fit into one, too, and no other head reads these keys."""
-    return _of_whole_heads("mma_only_tile", 1, problem, target) if problem.forward.group == 1 else []
-
-
-def _of_whole_heads(table: str, tiles: int, problem: BackwardProblem, target: Target) -> list[Row]:
-    """tiles: how many of queries there may be."""
-    forward = problem.forward
-    all_three = {"dq", "dk", "dv"} <= set(problem.wanted) and target.cc is not None
+    a head once. It walks over two tiles of queries at most, because only heads run side by side. only: those of
+    mma_only_tile, if the queries fit into one, too, and no other head reads these keys."""
+    forward, table, tiles = problem.forward, "mma_only_tile" if only else "mma_one_key_tile", 1 if only else 2
+    all_three = {"dq", "dk", "dv"} <= set(problem.wanted) and target.cc is not None and not (only and forward.group > 1)
     if not all_three or ITEM_SIZE[forward.dtype] != 2 or not forward.seqlen_k or forward.packed is not None:
         return []
     made = []
-    for row in usable(table, problem, target):
+    for row in rows_for(TABLES, table, problem, target):
         tile_m, tile_n, blocks = (row.tile[name] for name in ("tile_m", "tile_n", "blocks_per_sm"))
         if forward.seqlen_k <= tile_n and forward.seqlen_q <= tiles * tile_n:
             keys = halved(tile_n, forward.seqlen_k)
@@ -72,24 +55,6 @@ def _of_whole_heads(table: str, tiles: int, problem: BackwardProblem, target: Ta
             sizes = dict(tile_m=halved(tile_m, forward.seqlen_q), tile_n=keys, blocks_per_sm=blocks)
             made.append(row.changed(**sizes))
     return made
-
-
-def _per_score(problem: BackwardProblem) -> str:
-    """Which entry of tiles.PER_SCORE the problem is; "" if no option acts on single scores."""
-    forward = problem.forward
-    found = [name for name, _ in forward.uses if BY_NAME[name].per_score]
-    kinds = {"functions" if BY_NAME[name].function else "read" if BY_NAME[name].shape else name for name in found}
-    if not found:
-        return ""
-    if len(found) == 1 and not changes_scores(forward.uses):
-        return "mask_mod" if found == ["mask_mod"] else "mask or dropped weights"
-    used, bias = dict(forward.uses), forward.array("bias")
-    others = tuple((name, given) for name, given in forward.uses if name not in found)
-    if found == ["bias"] and bias is not None and bias.boxes and not changes_scores(others):
-        return "mask or dropped weights"
-    if len(kinds) > 1 or ("bias" in used and changes_scores(others)):
-        return "several kinds"
-    return "one kind"
 
 
 def simt(
@@ -110,19 +75,10 @@ def fits(config: LaunchFacts, target: Target) -> bool:
     return config.shared_bytes * max(config.blocks_per_sm, 1) <= target.shared_bytes
 
 
-def preprocess_config(problem: BackwardProblem, target: Target, **more: Any) -> PreprocessConfig:
-    """The Config of the kernel with which the backward of mma and wgmma in 16 bits begins."""
-    return _first(PreprocessConfig, problem, target, natural=problem.forward.array("bias") is not None, **more)
-
-
-def delta_config(problem: BackwardProblem, target: Target, **more: Any) -> DeltaConfig:
-    """The Config of the kernel with which v2 begins."""
-    return _first(DeltaConfig, problem, target, **more)
-
-
-def _first(kind: type[Any], problem: BackwardProblem, target: Target, **more: Any) -> Any:
-    """The Config of a kernel that computes delta. Lanes share a row at a time, if there are fewer blocks than
-    multiprocessors. The order of a row's sum stays."""
+def first(kind: type[Any], problem: BackwardProblem, target: Target, **more: Any) -> Any:
+    """The Config of the kernel of delta, with which a backward begins: PreprocessConfig in 16 bits on tensor cores, or
+    DeltaConfig. Lanes share a row at a time, if there are fewer blocks than multiprocessors. The order of a row's sum
+    stays."""
     forward, rows = problem.forward, (problem.do_strides, problem.forward.o_strides)
     size, columns = ITEM_SIZE[forward.dtype], forward.head_dim_v
     joined = copied(forward, *rows, (columns, 0, 0, 0))  # rows also end at multiples of them
@@ -130,6 +86,8 @@ def _first(kind: type[Any], problem: BackwardProblem, target: Target, **more: An
     of_terms = any(option.acts_on == "sum" for name, option in HEAD_GRADIENTS.items() if name in problem.wanted)
     facts = dict(of_terms=of_terms, packed=forward.packed is not None, load_bytes=size if apart else max(joined, size))
     facts |= dict(threads=32 if target.simulated else 256)
+    if kind is PreprocessConfig:
+        facts["natural"] = forward.array("bias") is not None
     config = kind(forward.dtype, forward.head_dim_v, problem.has_dlse, **facts, **more)
     few = not target.simulated and config.grid(problem) < target.multiprocessors
     return dataclasses.replace(config, most_rows=1) if few else config

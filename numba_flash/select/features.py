@@ -76,15 +76,14 @@ def copied(problem: Problem, *arrays: Strides) -> int:
     return min(joined & -joined, 16)
 
 
-def rows_for(
-    tables: dict[str, tuple[Row, ...]], table: str, problem: Any, target: Target, per_score: str = ""
-) -> list[Row]:
-    """The rows of a table that are for the problem, the best first. per_score: as of Facts."""
-    rows, facts = rows_of(tables, table, problem.forward.dtype, target), _facts_of(problem, per_score)
+def rows_for(tables: dict[str, tuple[Row, ...]], table: str, problem: Any, target: Target) -> list[Row]:
+    """The rows of a table that are for the problem, the best first."""
+    rows = rows_of(tables, table, problem.forward.dtype, target)
+    facts = _facts_of(problem, any(row.when.per_score for row in rows))
     return [row for row in rows if row.when.holds(facts)]
 
 
-def _facts_of(problem: Any, per_score: str) -> Facts:
+def _facts_of(problem: Any, asks_per_score: bool) -> Facts:
     p, of_gradients = problem.forward, problem.wanted is not None
     bias, mask, called = p.array("bias") is not None, p.array("mask") is not None, bool(p.functions)
     changed = changes_scores(tuple(use for use in p.uses if not BY_NAME[use[0]].function))  # apart from functions
@@ -99,7 +98,25 @@ def _facts_of(problem: Any, per_score: str) -> Facts:
         functions=bare and called,
     )
     true = frozenset(name for name, so in words.items() if so)
+    per_score = _per_score(p) if asks_per_score else ""
     return Facts(p.widest, min(p.head_dim, p.head_dim_v), p.heads_kv * p.seqlen_k, true, per_score)
+
+
+def _per_score(p: Problem) -> str:
+    """Which entry of tiles.PER_SCORE the problem is; "" if no option acts on single scores."""
+    found = [name for name, _ in p.uses if BY_NAME[name].per_score]
+    kinds = {"functions" if BY_NAME[name].function else "read" if BY_NAME[name].shape else name for name in found}
+    if not found:
+        return ""
+    if len(found) == 1 and not changes_scores(p.uses):
+        return "mask_mod" if found == ["mask_mod"] else "mask or dropped weights"
+    used, bias = dict(p.uses), p.array("bias")
+    others = tuple((name, given) for name, given in p.uses if name not in found)
+    if found == ["bias"] and bias is not None and bias.boxes and not changes_scores(others):
+        return "mask or dropped weights"
+    if len(kinds) > 1 or ("bias" in used and changes_scores(others)):
+        return "several kinds"
+    return "one kind"
 
 
 def of_simt(

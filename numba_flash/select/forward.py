@@ -63,14 +63,12 @@ def refusal(name: str, problem: Problem, target: Target) -> str | None:
 
 def not_on_tensor_cores(rung: Rung, problem: Problem, target: Target) -> str | None:
     """Why a rung on tensor cores does not take the problem on this GPU, apart from shared memory."""
-    reason = no_tensor_cores(rung, problem, target)
-    if reason is not None:
-        return reason
     widest = max(row.when.head_dim for row in rows_of(TABLES, rung.name, problem.dtype, target))
-    reason = too_wide(problem, widest) or no_copies(problem, rung.least_copy, "q, k, v or out")
-    if reason is None and problem.batch * problem.heads * problem.seqlen_q:
-        return no_tma(next(CANDIDATES[rung.name](problem, target)), problem)
-    return reason
+    reason = no_tensor_cores(rung, problem, target) or too_wide(problem, widest)
+    reason = reason or no_copies(problem, rung.least_copy, "q, k, v or out")
+    if reason or not problem.batch * problem.heads * problem.seqlen_q:
+        return reason
+    return no_tma(next(CANDIDATES[rung.name](problem, target)), problem)
 
 
 def config_of(name: str, problem: Problem, target: Target) -> Config | None:

@@ -149,6 +149,7 @@ def test_lengths_of_keys_are_a_mask():
         (dict(mask=np.ones((2, 3, 1, 1, 7), np.float32)), TypeError, "mask must be bool"),
         (dict(kv_lengths=np.ones((2, 3, 1, 1, 1), np.int64)), TypeError, "kv_lengths must be int32"),
         (dict(q=drawn(5, 8)), ValueError, "q must have 5 dimensions"),
+        (dict(k=None), ValueError, "k must have 5 dimensions"),
     ],
 )
 def test_what_triangle_attention_refuses(change, error, words):

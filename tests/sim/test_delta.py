@@ -8,6 +8,7 @@ from helpers.machines import empty
 from helpers.simt_kernels import backward_problem
 
 from numba_flash import arrays
+from numba_flash.config.simt_backward import DeltaConfig
 from numba_flash.dispatch import launch
 from numba_flash.machine.target import Target
 from numba_flash.select import backward_shared
@@ -99,7 +100,7 @@ def test_delta_has_the_same_bits_in_every_layout(kernel, dtype, head_dim):
 def test_loads_are_as_wide_as_all_rows_allow():
     def loads(head_dim, dtype="float16", alignment=16, **given):
         problem = backward_problem(head_dim, dtype=dtype, alignment=alignment, **given)
-        return backward_shared.delta_config(problem, Target.of(None)).load_bytes
+        return backward_shared.first(DeltaConfig, problem, Target.of(None)).load_bytes
 
     assert [loads(n) for n in (64, 60, 59, 62)] == [16, 8, 2, 4]
     assert [loads(n, "float32") for n in (24, 50, 3)] == [16, 8, 4] and loads(3, "float64") == 8

@@ -309,6 +309,19 @@ def test_what_is_wrong_is_said_by_flashinfer():
     ):
         with pytest.raises(error, match=message):
             flashinfer.batch_decode_with_paged_kv_cache(q, (pages, pages), *where)
+    right = dict(q=q, paged_kv_cache=(pages, pages), kv_indptr=indptr, kv_indices=indices, kv_last_page_len=last)
+    for wrong, error, message in (
+        (dict(q=None), ValueError, "q must be an array of 3 dimensions, not None"),
+        (dict(paged_kv_cache=None), ValueError, r"paged_kv_cache must be \(pages, 2, ...\) .*, not None"),
+        (dict(paged_kv_cache=(pages, None)), ValueError, "paged_kv_cache must be .* or a pair of 4, not .*, None"),
+        (dict(kv_last_page_len=last - 2), ValueError, r"kv_last_page_len must lie in 1 to .*, 4, not \[0, -1\]"),
+        (dict(kv_last_page_len=last + 3), ValueError, r"kv_last_page_len must lie in 1 to .*, 4, not \[5, 4\]"),
+        (dict(window_left="a"), TypeError, "window_left must be a whole number, -1 for all keys, not 'a'"),
+    ):
+        with pytest.raises(error, match=message):
+            flashinfer.batch_decode_with_paged_kv_cache(**right | wrong)
+    with pytest.raises(ValueError, match="k must be an array of 3 dimensions, not None"):
+        flashinfer.single_decode_with_kv_cache(q[0], None, pages[0])
 
 
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])

@@ -136,6 +136,11 @@ def test_an_order_of_tiles_leaves_more_tiles_empty_and_is_undone():
         (lambda: mods.tile_order((4, 4), 2), "tile must have a number from 1 for each dimension"),
         (lambda: mods.tile_order((), ()), "tile must have a number from 1 for each dimension"),
         (lambda: mods.block_sparse(0), "tile must be a whole number from 1, not 0"),
+        (lambda: mods.relative_position(3), "buckets must be at least 4, and farthest above 1, not 3 and 128"),
+        (lambda: mods.relative_position(32, 8), "buckets must be at least 4, and farthest above 8, not 32 and 8"),
+        (lambda: mods.relative_position(0), "buckets must be a whole number from 1, not 0"),
+        (lambda: mods.softcap(0), "cap must be a finite number above 0, not 0"),
+        (lambda: mods.softcap(None), "cap must be a finite number above 0, not None"),
         (lambda: mods.dilated(0), "step must be a whole number from 1, not 0"),
     ],
 )

@@ -13,13 +13,13 @@ TOGETHER = 2  # keys taken at once: two chains of operations a vector hide each 
 
 def key_rows(rows, vectors, guarded=False):
     """`rows` keys' gradients in `vectors` vectors of columns: an intrinsic
-    (to, to_stride, weights, panel_bytes, panels, x, zero).
+    (to, to_stride, weights, panel_bytes, queries, x, zero).
 
     guarded: a term whose weight is 0 is left out, so that 0 times NaN adds nothing.
     """
 
-    def build(b, shape, to, to_stride, weights, panel_bytes, panels, x):
-        """to (rows, columns) += sum over panels of weights (rows, lanes) @ x (lanes, columns).
+    def build(b, shape, to, to_stride, weights, panel_bytes, queries, x):
+        """to (rows, columns) += sum over panels of weights (rows, lanes) @ x (lanes, columns), of `queries` in all.
 
         The weights of a panel of query rows are contiguous, panels lie panel_bytes apart; x has a row of `lanes`
         numbers for each query row. The sum starts from zero and meets `to` once: shorter chains of additions.
@@ -30,6 +30,8 @@ def key_rows(rows, vectors, guarded=False):
         def panel(n, sums):
             w = shape.pointer(b, b.add(weights, b.mul(n, panel_bytes)))
             own_x = shape.pointer(b, b.add(x, b.mul(n, I64(shape.lanes * shape.lanes * shape.bytes))))
+            left = b.sub(queries, b.mul(n, lanes))
+            count = b.select(b.icmp_signed("<", left, lanes), left, lanes)
 
             def query(i, sums):
                 columns = [shape.load(b, own_x, b.add(b.mul(i, I64(shape.lanes)), c)) for c in at]
@@ -43,8 +45,10 @@ def key_rows(rows, vectors, guarded=False):
                         results.append(b.select(counts, new, old) if guarded else new)
                 return results
 
-            return loop(b, I64(0), I64(shape.lanes), I64(1), sums, query)
+            return loop(b, I64(0), count, I64(1), sums, query)
 
+        lanes = I64(shape.lanes)
+        panels = b.sdiv(b.add(queries, I64(shape.lanes - 1)), lanes)
         sums = loop(b, I64(0), panels, I64(1), [shape.const(0.0)] * (rows * vectors), panel)
         for row in range(rows):
             target = shape.pointer(b, b.add(to, b.mul(to_stride, I64(row))))

@@ -18,6 +18,7 @@ from ..steps import tile_numbers
 from ..steps.basics import divide, inlined, key_tile_of, named, ways_of
 from ..steps.sequence import make as make_sequence
 from . import backward_work, block, pipeline
+from .backward_work import head_parts_of, kv_head_of
 from .block import MEMBERS, STEP
 
 
@@ -48,13 +49,13 @@ def make(config):
     @inlined
     def tiles_of(sizes):
         """-> (parts of all groups, numbered key tiles of each part)."""
-        all_parts = int32(int32(sizes.batch) * work.head_parts_of(sizes))
+        all_parts = int32(int32(sizes.batch) * head_parts_of(sizes, config.members))
         return all_parts, int32(1) if all_keys else divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
 
     @inlined
     def work_of(number, w, n_tiles, sizes):
         """-> (b, part of all groups, key tile, step). The last key tile of a head comes first."""
-        head_parts = work.head_parts_of(sizes)
+        head_parts = head_parts_of(sizes, config.members)
         if all_keys:
             b = divide(number, head_parts)
             j = own_tiles - 1 - (w - divide(w, own_tiles) * own_tiles)
@@ -73,7 +74,7 @@ def make(config):
         all_parts, n_tiles = tiles_of(sizes)
         b, part, _, _ = work_of(number_of(int32(0), arrays), int32(0), n_tiles, sizes)
         sequence = sequence_of(int32(b), arrays, strides, sizes)
-        return int32(sequence.first_key), work.kv_head_of(int32(part), sizes), int32(sequence.entry)
+        return int32(sequence.first_key), kv_head_of(int32(part), sizes, config.members), int32(sequence.entry)
 
     @inlined
     def take(base, w, arrays, strides, sizes):
@@ -94,7 +95,7 @@ def make(config):
     def take_of_packed(base, w, arrays, strides, sizes):
         """take, of packed sequences. They follow each other, and each has a ticket for each head and number of a tile.
         Tickets behind its last tile are passed over."""
-        own, all_numbers, head_parts = state_of(base, w), numbers.count(sizes), work.head_parts_of(sizes)
+        own, all_numbers, head_parts = state_of(base, w), numbers.count(sizes), head_parts_of(sizes, config.members)
         # The number of tiles may decide nothing that changes the order of a sequence's sums.
         ways, looking = int32(ways_of(head_parts, int32(0), sizes.left, sizes.right)), True
         while looking:

@@ -214,9 +214,11 @@ def of_all_keys(config):
             state.write(own, nonfinite_word, 1)
 
     @inlined
-    def leave(base, own, acc_dq, me, n, arrays, strides, sizes, score):
-        """A consumer warpgroup adds acc_dq (8, 4), a key tile's part of 64 columns of 64 queries of the n-th tile. The
-        last key tile comes first, as it does if blocks share a head. own: the base, for words of the key tile."""
+    def leave(base, own, acc_dq, me, n, before, arrays, strides, sizes, score):
+        """A consumer warpgroup adds acc_dq (8, 4), a key tile's part of 64 columns of 64 queries of the n-th tile of
+        all, `before` of which are of other key tiles. The last key tile comes first, as it does if blocks share a head.
+        own: the base, for words of the key tile."""
+        n = int32(n - before)
         if key_tiles == 1:
             write(own, base + dq_at + me * part_bytes, acc_dq, me, n, arrays, strides, sizes, score)
             return

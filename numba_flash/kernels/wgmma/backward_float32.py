@@ -1,6 +1,6 @@
 """dK and dV, or dQ, in float32 for Hopper (sm_90a): each product is a sum of wgmma products of bfloat16 parts.
 
-Read backward_dkdv.py first, and parts.py for the products of parts. With config.of_keys a block owns 64 keys of one KV
+Read backward.py first, and parts.py for the products of parts. With config.of_keys a block owns 64 keys of one KV
 head. It loops over the query tiles that see them, for each query head of the group (listing 7 of docs/backward.md,
 lines 6 to 12):
 
@@ -30,7 +30,7 @@ from ..recompute import keys as recompute_keys, queries as recompute_queries
 from ..steps import lse_delta, rows_wide
 from ..steps.basics import divide, first_column_of, first_row_of, inlined
 from ..steps.sequence import QueryTile, key_row, lse_row, query_row
-from . import backward_producer_float32, backward_scores_float32, backward_work, block, paired_producer
+from . import backward_producer_float32, backward_scores_float32, backward_tiles_float32, backward_work, block
 from .backward_scores_float32 import FIRST, SECOND, Held
 from .block import FIRST_ROW, H_KV, H, aligned, rows_in_warpgroup, warpgroup_index
 
@@ -41,10 +41,11 @@ def make(config):
     give_registers, take_registers = block.register_moves(config)
     word, sequence_of = block.state_of(config).read, block.sequence_of_work(config)
     work = (backward_work.of_keys if of_keys else backward_work.of_queries)(config)
+    behind = backward_work.tiles(config).behind
     packed, queries_of = config.packed, block.sequence_of_work(config, queries=True)
-    producer = (paired_producer if config.paired else backward_producer_float32).make(config)
-    scores = backward_scores_float32.make(config)
-    tiles, a, b = scores.tiles, scores.tiles.a.products, scores.tiles.b.products
+    tiles, walk = backward_tiles_float32.make(config), backward_work.query_walk(config, whole_warp=True)
+    producer, scores = backward_producer_float32.make(config, tiles), backward_scores_float32.make(config, tiles)
+    a, b, score_count, frag_count = tiles.a, tiles.b, tile_rows // 2, config.PARTS * tile_rows // 4
     of_query = lse_delta.of_query(config)
 
     @inlined
@@ -110,29 +111,29 @@ def make(config):
     @inlined
     def consume_first(base, arrays, strides, sizes, score):
         """S and P of all tiles, and dV."""
-        acc_s, other = local.array(a.score_count, float32), local.array(a.score_count, float32)
+        acc_s, other = local.array(score_count, float32), local.array(score_count, float32)
         mask_bits, shown_bits = local.array(scores.mask_words, uint32), local.array(scores.bits_words, uint32)
         distance, loaded = local.array(2, float32), local.array(scores.bias_words, scores.bias_type)
         held = Held(acc_s, other, mask_bits, distance, loaded, shown_bits)
         lse, delta = local.array(query_count, float32), local.array(query_count, float32)
         acc_dv = local.array(b.sum_count, float32)  # (head_dim_v_padded / 8, 4)
-        p_frag = local.array(a.frag_count, uint32)  # (3, tile_m / 8, 2)
+        p_frag = local.array(frag_count, uint32)  # (3, tile_m / 8, 2)
         even, odd = local.array(b.even_count, float32), local.array(b.odd_count, float32)
-        if config.of_dv:
+        if config.of_p:
             block.clear(acc_dv, b.sum_count)
         scores.start(held)
         producer.load_own_a(base, FIRST, arrays, strides, sizes)
         if not of_keys:
             load_rows(lse, delta, base, arrays, strides, sizes)
-        weights, step, steps = scores.weights_at(base), producer.first_step(base), producer.steps_of(base)
+        weights, step, steps = scores.weights_at(base), walk.first_step(base, arrays, strides), walk.steps(base)
         while step.n < steps:
             if of_keys:
                 load_columns(lse, arrays.lse, base, step, arrays, strides, sizes)
             scores.to_weights(base, step, weights, held, lse, arrays, strides, sizes, score)
-            if config.of_dv:
+            if config.of_p:
                 scores.add_b(base, step, held.acc_s, acc_dv, p_frag, even, odd)
-            step = producer.step_behind(base, step)
-        if config.of_dv:
+            step = walk.next_step(base, step, arrays, strides)
+        if config.of_p:
             write_b(base, acc_dv, float32(1), arrays.dv, strides.dv, arrays, strides, sizes, score)
         else:
             tiles.leave(base, uint32(0))
@@ -140,22 +141,22 @@ def make(config):
     @inlined
     def consume_second(base, arrays, strides, sizes, score):
         """dP and dS of all tiles, and dK or dQ."""
-        acc_dp, other = local.array(a.score_count, float32), local.array(a.score_count, float32)
+        acc_dp, other = local.array(score_count, float32), local.array(score_count, float32)
         lse, delta = local.array(query_count, float32), local.array(query_count, float32)
         acc = local.array(a.sum_count, float32)  # (head_dim_padded / 8, 4)
-        ds_frag = local.array(a.frag_count, uint32)  # (3, rows of the tile / 8, 2)
+        ds_frag = local.array(frag_count, uint32)  # (3, rows of the tile / 8, 2)
         even, odd = local.array(a.even_count, float32), local.array(a.odd_count, float32)
         block.clear(acc, a.sum_count)
         producer.load_own_b(base, SECOND, arrays, strides, sizes)
         if not of_keys:
             load_rows(lse, delta, base, arrays, strides, sizes)
-        weights, step, steps = scores.weights_at(base), producer.first_step(base), producer.steps_of(base)
+        weights, step, steps = scores.weights_at(base), walk.first_step(base, arrays, strides), walk.steps(base)
         while step.n < steps:
             if of_keys:
                 load_columns(delta, arrays.delta, base, step, arrays, strides, sizes)
             scores.to_score_gradients(base, step, weights, acc_dp, other, delta)
             scores.add_a(base, step, acc_dp, acc, ds_frag, even, odd)
-            step = producer.step_behind(base, step)
+            step = walk.next_step(base, step, arrays, strides)
         if of_keys:
             write_a(base, acc, score.scale, arrays.dk, strides.dk, arrays, strides, sizes, score)
         else:
@@ -166,7 +167,7 @@ def make(config):
         base, warpgroup = aligned(cuda.shared.array(0, uint8), config.ALIGNMENT), warpgroup_index()
         if packed:
             # The whole block leaves, and with it the other one of a pair.
-            if work.behind(divide(special.block_index(), config.cluster), arrays, strides, sizes):
+            if behind(divide(special.block_index(), config.cluster), arrays, strides, sizes):
                 return
         if special.thread_index() == 0:
             tiles.set_up(base)
@@ -179,7 +180,7 @@ def make(config):
         elif warpgroup == 1:
             take_registers()
             consume_first(base, arrays, strides, sizes, score)
-        elif config.has_second:
+        elif config.of_ds:
             take_registers()
             consume_second(base, arrays, strides, sizes, score)
 

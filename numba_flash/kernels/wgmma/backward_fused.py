@@ -1,6 +1,6 @@
 """dQ, dK and dV in one kernel for Hopper (sm_90a): five products instead of the seven that two kernels compute.
 
-Read wgmma/backward_dkdv first. A block owns a tile of keys of one KV head, loops over the tiles of queries that see it,
+Read wgmma/backward first. A block owns a tile of keys of one KV head, loops over the tiles of queries that see it,
 and holds the sums of dK and dV in registers. Here it uses dS for dQ, too:
 
     dQ += dS K     where dS^T goes through shared memory and is transposed on its way
@@ -11,7 +11,7 @@ its turn. The first part is stored instead of added, so no memory has to be set 
 config.dq_partials sums, to which its parts go in rotation; wgmma/backward_round adds them up, scales and rounds. With
 config.key_tiles a block has all keys of a head, and its consumers add up the parts themselves (backward_dq_sums).
 
-Roles. Two threads load tiles, as in wgmma/backward_dkdv. Two more threads, one for each consumer warpgroup, add the
+Roles. Two threads load tiles, as in wgmma/backward. Two more threads, one for each consumer warpgroup, add the
 parts of dQ: they wait for the turn, so that no consumer has to. If all keys of a packed sequence are one tile, their
 warps write dQ (backward_dq_alone). A consumer warpgroup owns 64 keys for S, dP, dV and dK.
 It computes half of the columns of dQ, or half of the rows of a tile of 128 queries, from the dS of both warpgroups. S
@@ -33,7 +33,7 @@ Launch: grid (batch * heads_kv * parts of a group * key tiles); with config.key_
 config.stays any smaller grid; block (config.threads), config.shared_bytes of dynamic shared memory; tensor maps of q,
 k, v and do; turns (zeros): the ticket, and from TURNS_AT on the counters, (batch * heads, query tiles, lines, 2);
 dq_sums (batch * heads, query tiles, lines, 2, chunks of 8 columns, 128, 4); dk, dv, dk_sums and dv_sums as in
-wgmma/backward_dkdv. With config.key_tiles there are no turns and dq_sums, but dq, which is contiguous.
+wgmma/backward. With config.key_tiles there are no turns and dq_sums, but dq, which is contiguous.
 
 Six files have the rest besides forward.py's block.py and pipeline.py, in this order: backward_block_tiles.py (which key
 tiles a block processes), backward_work.py (which query tiles it loops over), backward_producer.py (loads),
@@ -48,6 +48,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32
 from ...ptx import bar, fence, griddepcontrol, ld_st, local, special, stmatrix, wgmma
 from ..score import fragments, kept_weights, reads
 from ..steps.basics import FALSE, TRUE, first_column_of, first_row_of, inlined
+from ..steps.units import LOG2_E
 from . import (
     backward_block_tiles,
     backward_dq_alone,
@@ -62,7 +63,7 @@ from . import (
     pipeline,
 )
 from .backward_scores import TileFragments
-from .block import BEGIN, CUT, FIRST_ROW, FREE, KEYS, MEMBERS, STOP, aligned, rows_of_lane, warpgroup_index
+from .block import CUT, FIRST_ROW, FREE, KEYS, aligned, rows_of_lane, warpgroup_index
 from .operands import describe_rows, wait_all, wait_but_one, wait_but_two
 
 
@@ -179,8 +180,8 @@ def make(config):
         wgmma.commit_group()
 
     @inlined
-    def store_dq(base, acc_dq, me, n):
-        """The n-th part of dQ to where add_dq takes it from, as it lies in registers."""
+    def store_dq(base, own, acc_dq, me, n, before, arrays, strides, sizes, score):
+        """To where add_dq takes it from, as it lies in registers."""
         four = local.array(4, uint32)
         rings.dq.producer_acquire(base + 8 * me, n)
         place = base + plan.dq + (rings.dq.stage(n) * 2 + me) * part_bytes + (special.thread_index() & int32(127)) * 16
@@ -192,13 +193,8 @@ def make(config):
         fence.proxy_async()
         rings.dq.producer_commit(base + 8 * me, n, True)
 
-    @inlined
-    def leave_dq(base, own, acc_dq, me, n, before, arrays, strides, sizes, score):
-        """The warpgroup's part of dQ of the n-th query tile; `before` are those of the block's other key tiles."""
-        if all_keys:
-            leave_own_dq(base, own, acc_dq, me, int32(n - before), arrays, strides, sizes, score)
-        else:
-            store_dq(base, acc_dq, me, n)
+    # What becomes of the warpgroup's part of dQ of the n-th query tile. `before` are of the block's other key tiles.
+    leave_dq = leave_own_dq if all_keys else store_dq
 
     @inlined
     def own_dq_alone(base, own, acc_dq, me, n, end, elected, arrays, strides, sizes, score):
@@ -317,13 +313,13 @@ def make(config):
             block.clear(acc_dp, s_count)
         block.clear(mask_bits, mask_words)
         block.clear(distance, 2)
-        lse_factor = products.lse_factor_of(score)
+        lse_factor = float32(-1) / (score.scale * float32(LOG2_E)) if config.lse_first else float32(0)
 
         w, n = int32(0), int32(0)
         while tiles.warp_has_tile(base, w):
             own = tiles.state_of(base, w)
             before = n  # tiles of queries that other key tiles have met
-            end = int32(n + word(own, MEMBERS) * (word(own, STOP) - word(own, BEGIN)))
+            end = int32(n + walk.steps(own))
             if not one_panel:
                 block.clear(acc_s, s_count)
                 block.clear(acc_dp, s_count)

@@ -11,7 +11,8 @@ from ..recompute import keys as recompute
 from ..steps import gradient_rows
 from ..steps.basics import divide, inlined
 from ..steps.sequence import key_row
-from . import backward_work, block
+from . import block
+from .backward_work import head_parts_of
 from .block import FIRST_ROW, H_KV, PART, B, rows_of_lane
 
 
@@ -54,7 +55,7 @@ def make(config, rows, dk_at, dv_at):
 def of_block(config):
     """-> write_gradients, a device function of a consumer warpgroup of a block that owns keys."""
     plan, tile_n, sequence_of = config.shared_layout(), config.tile_n, block.sequence_of_work(config)
-    word, head_parts_of = block.state_of(config).read, backward_work.of_keys(config).head_parts_of
+    word = block.state_of(config).read
     # If the next K and V arrive meanwhile, dK and dV are staged in the place of dS. Up to 64 columns they lie side by
     # side in one of its two buffers; above that one follows the other, each with a panel in both buffers.
     places = (plan.own_a, plan.own_b if config.of_dk else plan.own_a)
@@ -67,7 +68,7 @@ def of_block(config):
         """Stores acc (blocks, 4), in the layout of the registers, where add_parts reads it."""
         four, thread = local.array(4, uint32), special.thread_index() - 128
         tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
-        all_parts = int64(word(own, B) * head_parts_of(sizes) + word(own, PART))
+        all_parts = int64(word(own, B) * head_parts_of(sizes, config.members) + word(own, PART))
         tile = (all_parts * tiles + divide(word(own, FIRST_ROW), tile_n)) * (tile_n // 64) + (thread >> int32(7))
         at = (tile * blocks * 128 + (thread & int32(127))) * 4
         for column in range(blocks):

@@ -8,13 +8,13 @@ accumulators of S and dP may begin with -lse and -delta (backward_products.py).
 import numpy as np
 from numba import float32, uint32
 
-from ...ptx import cvt, ld_st, local
+from ...ptx import ld_st, local
 from ..score import fragments
 from ..score.stage import FragmentAt
 from ..steps import elements
 from ..steps.basics import FALSE, TRUE, inlined, named
 from . import bias_boxes
-from .backward_scores import is_set, place_of_columns
+from .backward_scores import gradients, is_set, place_of_columns
 from .block import rows_of_lane
 
 
@@ -22,8 +22,7 @@ def make(config):
     """-> device functions. weights_of(first, end) makes one for those pairs of 8 columns. lse_and_delta: the shared
     address of lse and -delta of the tile's queries; bias: where its boxes are. masked: some query does not see some
     key."""
-    pairs, lse_first, delta_first = config.other_rows // 16, config.lse_first, config.delta_first
-    pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
+    lse_first = config.lse_first
     weight, _ = fragments.weights_at(config)
     boxes, half_of = bias_boxes.make(config, config.tile_m, True), elements.halves(config.dtype_of("bias"))
 
@@ -60,39 +59,15 @@ def make(config):
 
         return to_weights
 
-    @inlined
-    def differentiate(tile, lse_and_delta, score, masked):
-        acc_s, acc_dp, place = tile.acc_s, tile.acc_dp, place_of_columns(lse_and_delta)
-        four, p, ds = local.array(4, uint32), local.array(2, float32), local.array(2, float32)
-        for pair in range(pairs):
-            if not delta_first:
-                ld_st.load_v4(four, 0, place + pair * 128 + 64)
-            for half in range(2):
-                n = 2 * pair + half
-                for r in range(2):
-                    for x in range(2):
-                        i = 4 * n + 2 * r + x
-                        less = float32(0) if delta_first else four[half * 2 + x].view(np.float32)
-                        if config.seeded:
-                            counts = is_set(tile.kept, r, n, x)
-                            dp = acc_dp[i] if counts else float32(0)
-                            ds[x] = acc_s[i] * (dp * score.kept_count + less)
-                            p[x] = acc_s[i] if counts else float32(0)
-                        else:
-                            p[x] = acc_s[i]
-                            ds[x] = p[x] * (acc_dp[i] + less)
-                        # Where weights drop, mask_bits would take too many registers; P is 0 where they hide a score.
-                        if masked and (acc_s[i] == 0 if config.seeded else not is_set(tile.mask_bits, r, n, x)):
-                            ds[x] = float32(0)  # dP may be NaN there
-                    tile.p_frag[2 * n + r] = pack(p[0], p[1])
-                    tile.ds_frag[2 * n + r] = pack(ds[0], ds[1])
+    # Where weights drop, mask_bits would take too many registers; P is 0 where they hide a score.
+    differentiate, differentiate_some = gradients(config, True), gradients(config, False, hidden_by_p=config.seeded)
 
     @inlined
     def to_gradients(tile, lse_and_delta, score, masked):
         """ds_frag <- dS in 16 bits, p_frag <- P. P is rounded only here, so that fewer registers are live at a time."""
         if masked:
-            differentiate(tile, lse_and_delta, score, TRUE)
+            differentiate_some(tile, place_of_columns(lse_and_delta), score)
         else:
-            differentiate(tile, lse_and_delta, score, FALSE)
+            differentiate(tile, place_of_columns(lse_and_delta), score)
 
     return named(weights_of, to_gradients)

@@ -2,30 +2,31 @@
 
 `full` mbarriers tell the consumers that a tile has arrived. At `empty` ones the consumers release it.
 
-Of a block that owns keys one thread loads K and V once, and then Q with its lse, -delta and bias, tile after tile; the
-other dO. They are in two warps, so that neither waits for the other.
+One thread loads the block's own tiles once, and then tile after tile Q with its lse, -delta and bias, or K with its
+bias. The other loads dO or V. They are in two warps, so that neither waits for the other.
 """
 
 from numba import int32
 
 from ...ptx import griddepcontrol, mbarrier, memory, tma
+from ..score import tile_walk
 from ..steps import lse_delta
 from ..steps.basics import divide, inlined, named
 from . import backward_work, bias_boxes, block, pipeline
-from .block import FIRST_ROW, H_KV, QUERIES, H
+from .block import BEGIN, FIRST_ROW, H_KV, QUERIES, STATES, STOP, B, H
 
 Q_MAP, K_MAP, V_MAP, DO_MAP = 0, 128, 256, 384  # the kernel's tensor maps, bytes from the first
 
 
-def loaders(config, own_maps, stream_maps):
-    """-> (load_own, load_a, load_b), device functions.
-
-    own_maps, stream_maps: which of the kernel's tensor maps tiles a and b have; None: there is no such tile.
-    """
+def loaders(config):
+    """-> device functions of one thread: load_own, of the tiles that the block owns; load_a and load_b, of the n-th
+    tile a, Q or K, and of the n-th b, dO or V."""
     plan, rings = config.shared_layout(), pipeline.of_backward(config)
     maps_address = tma.parameter(f"numba_flash_{config.kernel}")
+    maps = ((K_MAP, V_MAP), (Q_MAP, DO_MAP)) if config.of_keys else ((Q_MAP, DO_MAP), (K_MAP, V_MAP))
     a_panels, b_panels = -(-config.head_dim_padded // 64), -(-config.head_dim_v_padded // 64)
-    own_bytes = config.own_rows * 128 * (a_panels + (b_panels if own_maps[1] is not None else 0))
+    has_own_b = config.of_ds  # dV alone needs no V
+    own_bytes, tile_rows = config.own_rows * 128 * (a_panels + b_panels * has_own_b), config.other_rows
 
     def box_loader(rows, panels, map_at):
         @inlined
@@ -36,15 +37,13 @@ def loaders(config, own_maps, stream_maps):
 
         return load
 
-    load_own_a = box_loader(config.own_rows, a_panels, own_maps[0])
-    load_own_b = box_loader(config.own_rows, b_panels, own_maps[1]) if own_maps[1] is not None else None
-    load_stream_a = box_loader(config.other_rows, a_panels, stream_maps[0])
-    load_stream_b = box_loader(config.other_rows, b_panels, stream_maps[1])
-    has_own_b = load_own_b is not None
+    (load_own_a, load_own_b), (load_stream_a, load_stream_b) = (
+        (box_loader(rows, a_panels, map_of_a), box_loader(rows, b_panels, map_of_b))
+        for rows, (map_of_a, map_of_b) in zip((config.own_rows, tile_rows), maps, strict=True)
+    )
 
     @inlined
     def load_own(base, row, head, batch):
-        """The tile that the block owns."""
         full = rings.own.full(base, 0)
         mbarrier.arrive_expect_tx(full, own_bytes)
         load_own_a(base + plan.own_a, full, row, head, batch)
@@ -53,7 +52,7 @@ def loaders(config, own_maps, stream_maps):
 
     @inlined
     def load_a(base, n, row, head, batch, extra_bytes):
-        """Loads the n-th tile of stream_a. extra_bytes: what the caller loads on the same mbarrier. -> its stage."""
+        """extra_bytes: what the caller loads on the same mbarrier. -> the tile's stage."""
         stage = rings.a.stage(n)
         full = rings.a.producer_expect(base, n, int32(config.stream_a_bytes + extra_bytes))
         load_stream_a(base + plan.stream_a + stage * config.stream_a_bytes, full, row, head, batch)
@@ -61,7 +60,7 @@ def loaders(config, own_maps, stream_maps):
 
     @inlined
     def load_b(base, n, row, head, batch, extra_bytes):
-        """Likewise the n-th tile of stream_b."""
+        """-> the tile's mbarrier"""
         full = rings.b.producer_expect(base, n, int32(config.stream_b_bytes + extra_bytes))
         load_stream_b(base + plan.stream_b + rings.b.stage(n) * config.stream_b_bytes, full, row, head, batch)
         return full
@@ -75,7 +74,7 @@ def of_keys(config):
     plan, rings = config.shared_layout(), pipeline.of_backward(config)
     word = block.state_of(config).read_alone
     fetch_bias = bias_boxes.make(config, config.tile_m, of_keys=True).fetch
-    load_own, load_a, load_b = loaders(config, (K_MAP, V_MAP if config.of_dk else None), (Q_MAP, DO_MAP))
+    load_own, load_a, load_b = loaders(config)
     walk, tile_blocks = backward_work.query_walk(config, whole_warp=False), config.tile_m // 16
     places, packed = block.places(config), config.packed
     queries_of = block.sequence_of_work(config, whole_warp=False, queries=True)
@@ -141,9 +140,63 @@ def of_keys(config):
             full = load_b(base, n, row, h, places.entry(work), config.ds_bytes if config.bias_in_ds else 0)
             if config.bias_in_ds:  # consumers have released b when dQ of the tile two before it has read dS there
                 to = base + plan.ds + (n & 1) * config.ds_bytes
-                fetch_bias(to, full, int32(i * config.tile_m), word(work, FIRST_ROW), h, word(work, block.B), strides)
+                fetch_bias(to, full, int32(i * config.tile_m), word(work, FIRST_ROW), h, word(work, B), strides)
             n = int32(n + 1)
             i, member = walk.next(work, i, member, arrays, strides)
         return n
 
-    return named(load_own, load_q, load_no_q, load_do)
+    @inlined
+    def produce_a(base, arrays, strides, sizes):
+        """K and V, and Q, of a block with one key tile."""
+        n = load_q(base, base, int32(0), int32(0), arrays, strides, sizes)
+        load_no_q(base, n, sizes)
+
+    @inlined
+    def produce_b(base, arrays, strides):
+        """The same of dO."""
+        load_do(base, base, int32(0), arrays, strides)
+
+    return named(load_own, load_q, load_no_q, load_do, produce_a, produce_b)
+
+
+def of_queries(config):
+    """-> device functions for one thread each, of a block that owns queries."""
+    plan, tile_n, rings = config.shared_layout(), config.tile_n, pipeline.of_backward(config)
+    word, walk = block.state_of(config).read_alone, tile_walk.make(config)
+    places, packed, fetch_bias = block.places(config), config.packed, bias_boxes.make(config, config.tile_m).fetch
+    load_own, load_a, load_b = loaders(config)
+
+    @inlined
+    def next_tile(base, j, arrays, strides):
+        """The key tile after j."""
+        if walk.present:
+            states, begin = word(base, STATES), word(base, BEGIN)
+            return int32(walk.next_tile(states, j, begin, arrays, strides))
+        return int32(j - 1)
+
+    @inlined
+    def produce_a(base, arrays, strides, sizes):
+        """Q and dO, then K with its bias, tile after tile. After the last tile it loads a K past the end, as
+        load_no_q."""
+        load_own(base, places.query_row(base, word(base, FIRST_ROW)), word(base, H), places.entry(base))
+        n, j = int32(0), int32(word(base, STOP) - 1)
+        while j >= word(base, BEGIN):
+            first_key, b = int32(j * tile_n), word(base, B)
+            row, entry = places.key_row(base, first_key), int32(0) if packed else b
+            stage = load_a(base, n, row, word(base, H_KV), entry, config.bias_bytes)
+            if config.bias_boxes:
+                to, full = base + plan.bias + stage * config.bias_bytes, rings.a.full(base, n)
+                fetch_bias(to, full, word(base, FIRST_ROW), first_key, word(base, H), b, strides)
+            n, j = int32(n + 1), next_tile(base, j, arrays, strides)
+        rows = sizes.total_k if packed else sizes.seqlen_k
+        load_a(base, n, int32((divide(int32(rows), tile_n) + 1) * tile_n), 0, 0, 0)
+
+    @inlined
+    def produce_b(base, arrays, strides):
+        """V."""
+        n, j = int32(0), int32(word(base, STOP) - 1)
+        while j >= word(base, BEGIN):
+            load_b(base, n, places.key_row(base, int32(j * tile_n)), word(base, H_KV), places.entry(base), 0)
+            n, j = int32(n + 1), next_tile(base, j, arrays, strides)
+
+    return named(produce_a, produce_b)

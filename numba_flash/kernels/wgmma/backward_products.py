@@ -1,8 +1,8 @@
-"""Products of a consumer of wgmma's backward: of the block's own tiles with the tiles a and b that it walks over.
+"""Products of a consumer of wgmma's backward: of the block's own tiles with the tiles a and b that it loops over.
 
     S = own_a . a^T      dP = own_b . b^T      dK or dQ += dS . a      dV += P . b
 
-A block that owns keys has K and V, and walks over Q and dO; one that owns queries has Q and dO, and walks over K and V.
+A block that owns keys has K and V, and loops over Q and dO. One that owns queries has Q and dO, and loops over K and V.
 backward_scores.py and backward_plain_scores.py have what lies between the products.
 """
 
@@ -11,7 +11,6 @@ from numba import float32, int32, uint32
 
 from ...ptx import bar, fence, ld_st, local, wgmma
 from ..steps.basics import inlined, named
-from ..steps.units import LOG2_E
 from . import block, operands, pipeline
 from .backward_scores import place_of_columns
 from .operands import describe_rows
@@ -41,12 +40,12 @@ def zero_behind(config):
 
 def make(config):
     """-> device functions of a consumer warpgroup. n: number of a tile among those that the block loads."""
-    own_rows, stream_rows, plan = config.own_rows, config.other_rows, config.shared_layout()
+    own_rows, tile_rows, plan = config.own_rows, config.other_rows, config.shared_layout()
     columns, rings = (config.head_dim_padded, config.head_dim_v_padded), pipeline.of_backward(config)
-    multiply_s, multiply_dp = (operands.rows_by_rows(config, own_rows, stream_rows, count) for count in columns)
-    kind, row_steps = operands.kind(config), operands.row_steps(stream_rows)
+    multiply_s, multiply_dp = (operands.rows_by_rows(config, own_rows, tile_rows, count) for count in columns)
+    kind, row_steps = operands.kind(config), operands.row_steps(tile_rows)
     add_a, add_b = (wgmma.product_registers(count, kind, row_steps, 1) for count in columns)
-    describe_columns = wgmma.descriptor(stream_rows * 128, 1024, 128)
+    describe_columns = wgmma.descriptor(tile_rows * 128, 1024, 128)
     # 1: the product is added to the accumulator's value
     to_lse, to_delta = int(config.lse_first), int(config.delta_first)
     read_by_lanes = pipeline.read_by_lanes(config)
@@ -66,9 +65,9 @@ def make(config):
 
     @inlined
     def preload(acc, place, factor):
-        """acc (stream_rows / 8, 4) <- factor * a number of each query; the columns are queries."""
+        """acc (tile_rows / 8, 4) <- factor * a number of each query; the columns are queries."""
         four = local.array(4, uint32)
-        for pair in range(stream_rows // 16):
+        for pair in range(tile_rows // 16):
             ld_st.load_v4(four, 0, place + pair * 128)
             for half in range(2):
                 for x in range(2):
@@ -77,14 +76,10 @@ def make(config):
                         acc[4 * (2 * pair + half) + 2 * r + x] = start
 
     @inlined
-    def lse_factor_of(score):
-        """The negative factor that converts lse from powers of 2 to units of Q K^T."""
-        return float32(-1) / (score.scale * float32(LOG2_E)) if config.lse_first else float32(0)
-
-    @inlined
     def preload_s(base, acc_s, n, lse_factor):
         """Waits for the n-th query tile; acc_s <- -lse / scale, to which S^T is added, so that P is 2^(scale_log2 *
-        sum). The numbers are read during other products, and no exponential waits for them."""
+        sum). The numbers are read during other products, and no exponential waits for them. lse_factor converts lse
+        from powers of 2 to units of Q K^T, and is negative."""
         if config.lse_first:
             rings.a.consumer_wait(base, n)
             preload(acc_s, place_of_columns(lse_and_delta_at(base, n)), lse_factor)
@@ -132,5 +127,4 @@ def make(config):
         else:
             rings.a.consumer_release(base, n, elected)
 
-    preloads = lse_factor_of, preload_s, preload_dp
-    return named(lse_and_delta_at, *preloads, issue_s, issue_dp, issue_a, issue_b, release_a)
+    return named(lse_and_delta_at, preload_s, preload_dp, issue_s, issue_dp, issue_a, issue_b, release_a)

@@ -1,4 +1,4 @@
-"""How a consumer of wgmma/backward_dkdv or backward_dq computes P and dS from a tile of S and dP, with any options.
+"""How a consumer of wgmma/backward computes P and dS from a tile of S and dP, with any options.
 
 There are three steps. `prepare` runs during the product S and does all that needs no score: it finds the scores that
 count (also by mask_mod, or its bits) and the dropped weights, and loads what is read for each. `to_weights` runs during
@@ -61,18 +61,60 @@ def place_of_columns(lse_and_delta):
     return lse_and_delta + ((special.thread_index() & int32(3)) << 4)
 
 
+def rounds_p_early(config):
+    """Whether P is kept in 16 bits from the start: if dS is not P * (dP - delta), or without dS."""
+    return config.of_p and (config.derivative_varies or not config.of_ds)
+
+
+def gradients(config, inside, hidden_by_p=False):
+    """-> of_tile(tile, minus_delta, score), a device function: ds_frag <- dS in 16 bits, p_frag <- P. minus_delta: with
+    of_keys the lane's shared address. inside: all scores of the warp count; hidden_by_p: P is 0 where they do not."""
+    of_keys, seeded, owes = config.of_keys, config.seeded, bool(config.wanted_aux)
+    of_p, pairs = config.of_p and not rounds_p_early(config), config.other_rows // 16
+    pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
+    aux = aux_gradient.make(config) if owes else None
+    has_delta, loads = not config.delta_first, of_keys and not config.delta_first
+
+    @inlined
+    def of_tile(tile, minus_delta, score):
+        acc_s, acc_dp, four = tile.acc_s, tile.acc_dp, local.array(4, uint32)
+        p, ds = local.array(2, float32), local.array(2, float32)
+        for pair in range(pairs):
+            if loads:
+                ld_st.load_v4(four, 0, minus_delta + pair * 128 + 64)
+            for half in range(2):
+                n = 2 * pair + half
+                for r in range(2):
+                    for x in range(2):
+                        at, less = 4 * n + 2 * r + x, float32(0)
+                        if has_delta:
+                            less = four[half * 2 + x].view(np.float32) if of_keys else minus_delta[r]
+                        counts = is_set(tile.kept, r, n, x) if seeded else True
+                        dp = acc_dp[at] if counts else float32(0)
+                        factor = dp * score.kept_count + less if seeded else dp + less
+                        ds[x] = acc_s[at] * factor
+                        if owes:
+                            aux.add_same(tile.run, tile.daux[at], factor)
+                        if of_p:
+                            p[x] = acc_s[at] if counts else float32(0)
+                        if not inside and (acc_s[at] == 0 if hidden_by_p else not is_set(tile.mask_bits, r, n, x)):
+                            ds[x] = float32(0)  # dP may be NaN there
+                    if of_p:
+                        tile.p_frag[2 * n + r] = pack(p[0], p[1])
+                    tile.ds_frag[2 * n + r] = pack(ds[0], ds[1])
+
+    return of_tile
+
+
 def make(config):
     """-> device functions, and the numbers of words of TileFragments' mask_bits, shown_bits, kept and loaded. step: a
-    TileStep (backward_two_kernels.py); tile: TileFragments. lse, minus_delta: with of_keys, the shared address of both
+    TileStep (backward.py); tile: TileFragments. lse, minus_delta: with of_keys, the shared address of both
     for the tile's columns; otherwise the lane's values for its two rows. bias: the shared address of the tile's boxes.
     every: all scores of the warp count."""
     pairs, of_keys = config.other_rows // 16, config.of_keys
     way = 1 if of_keys else -1  # 1 if columns are queries
-    of_ds, of_p = (config.of_dk, config.of_dv) if of_keys else (True, False)
+    of_ds, early = config.of_ds, rounds_p_early(config)
     has_score_mod, has_mask, mod_bits = config.has("score_mod"), config.has("mask"), config.mask_mod_as_bits
-    # P is kept in 16 bits if dS is not P * (dP - delta). Without dS it can be rounded at once.
-    early = of_p and (config.derivative_varies or not of_ds)
-
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
     word, position = block.state_of(config).read, block.state_of(config).position
     score_tile = fragments.tile(config, 1, config.other_rows)
@@ -82,7 +124,7 @@ def make(config):
     boxes, half_of = bias_boxes.make(config, config.tile_m, of_keys), elements.halves(config.dtype_of("bias"))
     count = kept_weights.on_fragments(config, 1, config.other_rows)
     owes = bool(config.wanted_aux)  # also a gradient of aux, of one number for a head
-    ask, aux = (user.recorded(config), aux_gradient.make(config)) if owes else (None, None)
+    ask = user.recorded(config) if owes else None
     asked, calls_mask_mod = user.present(config), user.calls_mask_mod(config)
     ask_mask_mod = gradient_functions.of_bits(config, config.other_rows, of_keys)
     with_slope = user.make(config, "score_mod", of_ds) if has_score_mod else None
@@ -169,13 +211,6 @@ def make(config):
         # Bits past the tile may also be set.
         return vote.any_lane(~(tile.mask_bits[0] & tile.mask_bits[1]) & every_bit) == 0
 
-    @inlined
-    def if_kept(number, tile, r, n, x):
-        """`number`, or 0 if the weight does not count."""
-        if count.present:
-            number = number if is_set(tile.kept, r, n, x) else float32(0)
-        return number
-
     def one_pair(inside: bool) -> Any:
         """-> a function for one pair of 8 columns. inside: all scores count; no branch surrounds a score, so the pairs
         are computed side by side."""
@@ -224,7 +259,8 @@ def make(config):
                         if owes:
                             tile.daux[at] = weighed * derivative * by_aux if seen else float32(0)
                         if early:
-                            p[2 * r + x] = if_kept(weighed, tile, r, n, x)
+                            counts = is_set(tile.kept, r, n, x) if count.present else True
+                            p[2 * r + x] = weighed if counts else float32(0)
                 if early:
                     for r in range(2):
                         tile.p_frag[2 * n + r] = pack(p[2 * r], p[2 * r + 1])
@@ -248,36 +284,7 @@ def make(config):
         else:
             every_pair(tile, lse, bias, term, place, arrays, strides, sizes, score)
 
-    def gradients(inside):
-        @inlined
-        def of_tile(tile, minus_delta, score):
-            acc_s, acc_dp, four = tile.acc_s, tile.acc_dp, local.array(4, uint32)
-            p, ds = local.array(2, float32), local.array(2, float32)
-            for pair in range(pairs):
-                if of_keys:
-                    ld_st.load_v4(four, 0, minus_delta + pair * 128 + 64)
-                for half in range(2):
-                    n = 2 * pair + half
-                    for r in range(2):
-                        for x in range(2):
-                            at = 4 * n + 2 * r + x
-                            less = four[half * 2 + x].view(np.float32) if of_keys else minus_delta[r]
-                            dp = if_kept(acc_dp[at], tile, r, n, x)
-                            factor = dp * score.kept_count + less if count.present else dp + less
-                            ds[x] = acc_s[at] * factor
-                            if owes:
-                                aux.add_same(tile.run, tile.daux[at], factor)
-                            if not (inside or is_set(tile.mask_bits, r, n, x)):
-                                ds[x] = float32(0)  # dP may be NaN there
-                            if of_p and not early:
-                                p[x] = if_kept(acc_s[at], tile, r, n, x)
-                        if of_p and not early:
-                            tile.p_frag[2 * n + r] = pack(p[0], p[1])
-                        tile.ds_frag[2 * n + r] = pack(ds[0], ds[1])
-
-        return of_tile
-
-    gradients_inside, gradients_of_some = gradients(True), gradients(False)
+    differentiate, differentiate_some = gradients(config, True), gradients(config, False)
 
     @inlined
     def to_gradients(tile, minus_delta, score, every):
@@ -285,9 +292,9 @@ def make(config):
         if of_keys:
             minus_delta = place_of_columns(minus_delta)
         if every:
-            gradients_inside(tile, minus_delta, score)
+            differentiate(tile, minus_delta, score)
         else:
-            gradients_of_some(tile, minus_delta, score)
+            differentiate_some(tile, minus_delta, score)
 
     words = (bits_words, read.bits_words, count.words, read.bias_words)
     return named(load_ahead, prepare, to_weights, to_gradients, words=words)

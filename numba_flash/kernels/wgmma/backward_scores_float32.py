@@ -24,10 +24,9 @@ from ..score import fragments, reads
 from ..score.stage import FragmentAt
 from ..steps.basics import FALSE, TRUE, inlined, named
 from ..steps.units import exponent_unit
-from . import backward_tiles_float32, block, paired_tiles, parts
+from . import block, parts
 from .backward_scores import is_set
 from .block import CUT, FIRST_ROW, FREE, B, H, elected, own_thread, rows_in_warpgroup
-from .pipeline import pipeline
 
 FIRST, SECOND = (np.int32(i) for i in range(2))  # which consumer; not Python ints: see basics.py
 WEIGHTS_STEP = 128 * 16  # bytes of four weights of every thread of a consumer
@@ -44,11 +43,10 @@ class Held(NamedTuple):
     shown_bits: Any  # of the caller's mask
 
 
-def make(config):
-    """-> device functions of a consumer, and what they need as registers of what is read for the scores."""
-    has_second, plan, blocks = config.has_second, config.shared_layout(), config.other_rows // 8
-    weights_ring = pipeline(config.barriers().weights_full, None)
-    tiles = (paired_tiles if config.paired else backward_tiles_float32).make(config)
+def make(config, tiles):
+    """-> device functions of a consumer, and what they need as registers of what is read for the scores. tiles: of
+    backward_tiles_float32.py."""
+    has_second, plan, blocks = config.of_ds, config.shared_layout(), config.other_rows // 8
     to_parts = parts.to_operand(config.other_rows)
 
     word, mask_words = block.state_of(config).read, fragments.tile(config, 1, config.other_rows).mask_words
@@ -66,14 +64,6 @@ def make(config):
     def start(held):
         block.clear(held.mask_bits, mask_words)
         block.clear(held.distance, 2)
-
-    @inlined
-    def load_for_scores(base, step, held, arrays, strides, sizes):
-        """Loads what each of the lane's scores of a tile needs."""
-        first_row, lane = rows_in_warpgroup()
-        head = int32(word(base, H) + step.member)
-        origin = read.origin(word(base, B), head, word(base, FIRST_ROW), arrays, strides)
-        read.load(held.loaded, held.shown_bits, step.i, origin, first_row, lane, arrays, strides, sizes, FALSE)
 
     @inlined
     def lse_of(lse, n, r, x):
@@ -115,21 +105,24 @@ def make(config):
         if chain.has_row_term:
             term = chain.row_term(word(base, B), word(base, H) + step.member, arrays, strides)
         if read.reads:
-            load_for_scores(base, step, held, arrays, strides, sizes)
+            first_row, lane = rows_in_warpgroup()
+            head = int32(word(base, H) + step.member)
+            origin = read.origin(word(base, B), head, word(base, FIRST_ROW), arrays, strides)
+            read.load(held.loaded, held.shown_bits, i, origin, first_row, lane, arrays, strides, sizes, FALSE)
         tiles.a.wait(base, n)
         tiles.a.issue(held.acc_s, held.other, base, n)
         if chain.has_row_term or has_mask or masked:
             find_visible(base, i, sizes, held.mask_bits, held.distance)
         read.hide(held.mask_bits, held.shown_bits, TRUE)
         tiles.a.finish(held.acc_s, held.other, base, n)
-        tiles.await_weights_place(base, n)
+        tiles.acquire_weights(base, n)
         if has_mask or masked:
             weigh(weights, held, lse, term, score, TRUE)
         else:
             weigh(weights, held, lse, term, score, FALSE)
         if has_second:
             bar.warp_sync()
-            weights_ring.producer_commit(base, step.n, elected())
+            tiles.weights.producer_commit(base, step.n, elected())
 
     @inlined
     def to_score_gradients(base, step, weights, acc_dp, other, delta):
@@ -139,7 +132,7 @@ def make(config):
         tiles.b.wait(base, n)
         tiles.b.issue(acc_dp, other, base, n)
         tiles.b.finish(acc_dp, other, base, n)
-        weights_ring.consumer_wait(base, n)
+        tiles.weights.consumer_wait(base, n)
         for column in range(blocks):
             ld_st.load_v4(four, 0, weights + column * WEIGHTS_STEP)
             for r in range(2):
@@ -148,7 +141,7 @@ def make(config):
                     ds = p * (acc_dp[at_x] - delta[2 * column + x if config.of_keys else r])
                     acc_dp[at_x] = ds if p != float32(0) else float32(0)  # where P is 0, dP may be NaN
         bar.warp_sync()
-        tiles.give_weights_place(base)
+        tiles.release_weights(base)
 
     def adder(me, kind):
         """-> add, a device function of consumer me: acc += scores times the tile a or b of this step."""
@@ -166,4 +159,4 @@ def make(config):
     words = dict(bias_words=read.bias_words, bias_type=read.bias_type, bits_words=read.bits_words)
     functions = start, weights_at, to_weights, to_score_gradients
     adders = dict(add_a=adder(SECOND, tiles.a), add_b=adder(FIRST, tiles.b))
-    return named(*functions, **adders, **words, mask_words=mask_words, tiles=tiles)
+    return named(*functions, **adders, **words, mask_words=mask_words)

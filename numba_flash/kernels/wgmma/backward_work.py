@@ -9,56 +9,88 @@ Under a mask_mod only tiles in which some key is seen are visited. The producer'
 them from the same words, so they agree. The next head's own mask_mod may leave out others.
 """
 
+from typing import NamedTuple
+
 from numba import int32
 
 from ..score import longest_first, reads, tile_walk
 from ..steps import tile_numbers
-from ..steps.basics import divide, inlined, named, part_of, parts_of
+from ..steps.basics import divide, inlined, named, part_of, parts_of, tiles_of
 from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.sequence import key_range, make as make_sequence, query_range
 from . import block
 from .block import BEGIN, FIRST_ROW, MEMBERS, STEP, STOP, B, H, WorkTile
 
 
-def of_keys(config):
-    """-> device functions of a block that owns a key tile, for one thread; `behind` for any."""
-    all_keys = config.key_tiles > 0
-    state, sequence_of = block.state_of(config), make_sequence(config)
-    has_mask, ranges_of = config.has("mask"), reads.make(config, 1, config.tile_m, of_keys=True).ranges
-    order = longest_first.make(config)
-    in_line = has_mask and config.bidirectional and not all_keys  # the block has turns
-    bias_of_all, write_places = bias_of_entries(config), block.places(config).write
-    numbers = tile_numbers.make(config, config.tile_n, True) if config.packed else None
+class Step(NamedTuple):
+    """A step of a block's loop over tiles."""
+
+    n: int  # number of steps before this one
+    i: int  # index of the tile
+    member: int  # index of the head in its group
+
+
+@inlined
+def head_parts_of(sizes, members):
+    """The number of parts of all groups of a batch entry. members: config.members."""
+    return int32(int32(sizes.heads_kv) * parts_of(divide(sizes.heads, sizes.heads_kv), int32(members)))
+
+
+@inlined
+def kv_head_of(part, sizes, members):
+    return divide(part, parts_of(divide(sizes.heads, sizes.heads_kv), int32(members)))
+
+
+def tiles(config):
+    """-> device functions. at: (b, head, first row) of a block's own tile, from its number; head: of queries, or of
+    keys the part of all groups. behind: whether the tile is behind its packed sequence's rows.
+
+    Tiles of some heads follow each other: first keys or last queries first, because under a causal mask the most
+    queries see those, and these see the most keys. Under a mask_mod those with the most tiles to loop over come first.
+    """
+    of_keys, rows, sequence_of = config.of_keys, config.own_rows, make_sequence(config)
+    order, bias_of_all = longest_first.make(config), bias_of_entries(config)
+    members = config.members if of_keys else 0
+    numbers = tile_numbers.make(config, rows, of_keys) if config.packed else None
 
     @inlined
-    def head_parts_of(sizes):
-        """The number of parts of all groups of a batch entry."""
-        parts = parts_of(divide(sizes.heads, sizes.heads_kv), int32(config.members))
-        return int32(int32(sizes.heads_kv) * parts)
-
-    @inlined
-    def kv_head_of(part, sizes):
-        return divide(part, parts_of(divide(sizes.heads, sizes.heads_kv), int32(config.members)))
-
-    @inlined
-    def tile_of(number, arrays, strides, sizes):
-        """-> (b, part of all groups, first_key). The first keys of some heads come first: under a causal mask the most
-        queries see them."""
-        seqlen_k, head_parts = sizes.seqlen_k, head_parts_of(sizes)
+    def at(number, arrays, strides, sizes):
+        heads = head_parts_of(sizes, members) if of_keys else sizes.heads
         if config.packed:  # of one head after the other
-            n_tiles = numbers.count(sizes)
-            part = divide(number, n_tiles)
-            b, first_key = numbers.at(int32(number - part * n_tiles), arrays, strides, sizes)
-            return b, part, first_key
-        if order.present:  # the key tiles that the most query tiles see come first
-            b, h_kv, own = order.take(number, arrays, strides, sizes)
-            return b, h_kv, int32(own * config.tile_n)
-        n_tiles = divide(int32(seqlen_k) + int32(config.tile_n - 1), config.tile_n)
-        all_parts = int32(int32(sizes.batch) * head_parts)
-        at_once = heads_of_round(n_tiles, sizes.right < seqlen_k)
-        part_of_all, rank = in_rounds(int32(number), n_tiles, all_parts, at_once)
-        b, part = entry_and_head(part_of_all, sizes.batch, head_parts, bias_of_all(strides))
-        return b, part, int32(rank * config.tile_n)
+            count = numbers.count(sizes)
+            head = divide(number, count)
+            rank = number - head * count
+            b, first_row = numbers.at(int32(rank if of_keys else count - 1 - rank), arrays, strides, sizes)
+            return b, head, first_row
+        if order.present:
+            b, head, own = order.take(number, arrays, strides, sizes)
+            return b, head, int32(own * rows)
+        count = tiles_of(sizes.seqlen_k if of_keys else sizes.seqlen_q, rows)
+        at_once = heads_of_round(count, sizes.right < sizes.seqlen_k)
+        head_of_all, rank = in_rounds(int32(number), count, int32(sizes.batch * heads), at_once)
+        b, head = entry_and_head(head_of_all, sizes.batch, heads, bias_of_all(strides))
+        return b, head, int32((rank if of_keys else count - 1 - rank) * rows)
+
+    @inlined
+    def rows_of(b, arrays, strides, sizes):
+        sequence = sequence_of(b, arrays, strides, sizes)
+        return sequence.keys if of_keys else sequence.seqlen_q
+
+    @inlined
+    def behind(number, arrays, strides, sizes):
+        b, _, first_row = at(number, arrays, strides, sizes)
+        return first_row < 0 or first_row >= rows_of(b, arrays, strides, sizes)
+
+    return named(at, behind)
+
+
+def of_keys(config):
+    """-> device functions of a block that owns a key tile, for one thread."""
+    all_keys = config.key_tiles > 0
+    state, sequence_of, tile_at = block.state_of(config), make_sequence(config), tiles(config).at
+    has_mask, ranges_of = config.has("mask"), reads.make(config, 1, config.tile_m, of_keys=True).ranges
+    in_line = has_mask and config.bidirectional and not all_keys  # the block has turns
+    write_places = block.places(config).write
 
     @inlined
     def write_tile(base, sequence, head_part, first_key, arrays, strides, sizes):
@@ -81,7 +113,7 @@ def of_keys(config):
             if in_line:
                 stop = max(begin, stop)
         if all_keys:  # dQ of queries that see no key is written, too
-            begin, stop = 0, divide(int32(sequence.seqlen_q) + int32(config.tile_m - 1), config.tile_m)
+            begin, stop = 0, tiles_of(sequence.seqlen_q, config.tile_m)
         elif keys_left <= 0:
             stop = begin
         position = first_key - sequence.q_start
@@ -93,51 +125,22 @@ def of_keys(config):
 
     @inlined
     def write(base, number, arrays, strides, sizes):
-        b, part, first_key = tile_of(number, arrays, strides, sizes)
+        b, part, first_key = tile_at(number, arrays, strides, sizes)
         write_tile(base, sequence_of(b, arrays, strides, sizes), part, first_key, arrays, strides, sizes)
 
-    @inlined
-    def behind(number, arrays, strides, sizes):
-        """Whether its tile is behind its packed sequence's keys."""
-        b, _, first_key = tile_of(number, arrays, strides, sizes)
-        return first_key < 0 or first_key >= sequence_of(b, arrays, strides, sizes).keys
-
-    return named(head_parts_of, kv_head_of, write, write_tile, behind)
+    return named(write, write_tile)
 
 
 def of_queries(config):
-    """-> the same for a block that owns a query tile and loops over key tiles."""
-    state, sequence_of = block.state_of(config), make_sequence(config)
+    """-> the same of a block that owns a query tile and loops over key tiles."""
+    state, sequence_of, tile_at = block.state_of(config), make_sequence(config), tiles(config).at
     has_mask, ranges_of = config.has("mask"), reads.make(config, 1, config.tile_n).ranges
-    of_thread = tile_walk.make(config)
-    take, bias_of_all = longest_first.make(config).take, bias_of_entries(config)
-    write_places = block.places(config).write
-    numbers = tile_numbers.make(config, config.tile_m, False) if config.packed else None
-
-    @inlined
-    def tile_of(number, arrays, strides, sizes):
-        """-> (b, h, first_query). The last queries of some heads come first: under a causal mask they see the most
-        keys."""
-        heads, seqlen_q = sizes.heads, sizes.seqlen_q
-        if config.packed:  # of one head after the other
-            m_tiles = numbers.count(sizes)
-            h = divide(number, m_tiles)
-            b, first_query = numbers.at(int32(m_tiles - 1 - (number - h * m_tiles)), arrays, strides, sizes)
-            return b, h, first_query
-        if of_thread.present:  # the query tiles that see the most key tiles come first
-            b, h, own = take(number, arrays, strides, sizes)
-            return b, h, int32(own * config.tile_m)
-        m_tiles = divide(int32(seqlen_q) + int32(config.tile_m - 1), config.tile_m)
-        all_heads = int32(sizes.batch * heads)
-        at_once = heads_of_round(m_tiles, sizes.right < sizes.seqlen_k)
-        head_of_all, rank = in_rounds(int32(number), m_tiles, all_heads, at_once)
-        b, h = entry_and_head(head_of_all, sizes.batch, heads, bias_of_all(strides))
-        return b, h, int32((m_tiles - 1 - rank) * config.tile_m)
+    of_thread, write_places = tile_walk.make(config), block.places(config).write
 
     @inlined
     def write(base, number, arrays, strides, sizes):
         """Writes the words of a block's work."""
-        b, h, first_query = tile_of(number, arrays, strides, sizes)
+        b, h, first_query = tile_at(number, arrays, strides, sizes)
         sequence = sequence_of(b, arrays, strides, sizes)
         last_query = first_query + min(sequence.seqlen_q - first_query, config.tile_m) - 1
         begin, free, cut, stop = key_range(sequence, first_query, last_query, sizes, config.tile_n)
@@ -156,13 +159,7 @@ def of_queries(config):
         state.write_tile(base, WorkTile(b, h, h_kv, first_query, sequence.keys, position, 1, begin, free, cut, stop))
         write_places(base, sequence)
 
-    @inlined
-    def behind(number, arrays, strides, sizes):
-        """Whether its tile is behind its packed sequence's queries."""
-        b, _, first_query = tile_of(number, arrays, strides, sizes)
-        return first_query < 0 or first_query >= sequence_of(b, arrays, strides, sizes).seqlen_q
-
-    return named(write, behind)
+    return named(write)
 
 
 @inlined
@@ -242,4 +239,20 @@ def query_walk(config, whole_warp):
             asks = walk.needs_mask(states_of(work, member, arrays, strides), i, arrays, strides)
         return asks
 
-    return named(first, more, needs_mask, next=following, present=walk.present)
+    @inlined
+    def steps(work):
+        """The number of tiles of all heads, if none is left out."""
+        return int32(word(work, MEMBERS) * (word(work, STOP) - word(work, BEGIN)))
+
+    @inlined
+    def first_step(work, arrays, strides):
+        i, member = first(work, arrays, strides)
+        return Step(int32(0), i, member)
+
+    @inlined
+    def next_step(work, step, arrays, strides):
+        i, member = following(work, step.i, step.member, arrays, strides)
+        return Step(int32(step.n + 1), i, member)
+
+    functions = first, more, needs_mask, steps, first_step, next_step
+    return named(*functions, next=following, present=walk.present)

@@ -163,29 +163,6 @@ def make(config):
             for i in range(s_count):
                 acc_s[i] += part[i]
 
-    @inlined
-    def compute_scores(base, me, n, acc_s):
-        """S of the block's n-th key tile: a product for each panel of columns, and their sum."""
-        part_1, part_2 = local.array(s_count, float32), local.array(s_count, float32)
-        part_3 = local.array(s_count, float32)
-        rings.k.consumer_wait(base, n)
-        q_desc = describe_rows(base + special.opaque(me * (64 * 128)))
-        k_desc = describe_rows(base + plan.k + rings.k.stage(n) * k_bytes)
-        multiply_0(acc_s, q_desc, k_desc)
-        if k_panels > 1:
-            multiply_1(part_1, q_desc, k_desc)
-        if k_panels > 2:
-            multiply_2(part_2, q_desc, k_desc)
-        if k_panels > 3:
-            multiply_3(part_3, q_desc, k_desc)
-        wgmma.commit_group()
-        wait_all()
-        pin_s(acc_s)
-        add_part(acc_s, part_1, k_panels > 1)
-        add_part(acc_s, part_2, k_panels > 2)
-        add_part(acc_s, part_3, k_panels > 3)
-        rings.k.consumer_release(base, n, block.elected())
-
     def panel_adder(panel):
         """-> add_panel(acc_o, acc), a device function: waits for that panel of P . V and adds it to acc_o. Only the
         next panel may still be computing."""
@@ -212,11 +189,46 @@ def make(config):
             wgmma.commit_group()
 
     @inlined
-    def outputs(base, n, acc_o, p_frag):
-        """acc_o += P . V of the n-th key tile: one panel is added while the next is computed."""
+    def step(base, me, tile, registers, arrays, strides, sizes, score):
+        """One KeyTile: S, softmax, O."""
+        of_scores, acc_s, acc_o, p_frag = registers.scores, registers.scores.acc_s, registers.acc_o, registers.p_frag
+        if read.reads:
+            options.load(tile, of_scores, arrays, strides, sizes)
+
+        # S: a product for each panel of columns, and their sum.
+        part_1, part_2 = local.array(s_count, float32), local.array(s_count, float32)
+        part_3 = local.array(s_count, float32)
+        rings.k.consumer_wait(base, tile.n)
+        q_desc = describe_rows(base + special.opaque(me * (64 * 128)))
+        k_desc = describe_rows(base + plan.k + rings.k.stage(tile.n) * k_bytes)
+        multiply_0(acc_s, q_desc, k_desc)
+        if k_panels > 1:
+            multiply_1(part_1, q_desc, k_desc)
+        if k_panels > 2:
+            multiply_2(part_2, q_desc, k_desc)
+        if k_panels > 3:
+            multiply_3(part_3, q_desc, k_desc)
+        wgmma.commit_group()
+        wait_all()
+        pin_s(acc_s)
+        add_part(acc_s, part_1, k_panels > 1)
+        add_part(acc_s, part_2, k_panels > 2)
+        add_part(acc_s, part_3, k_panels > 3)
+        rings.k.consumer_release(base, tile.n, block.elected())
+
+        options.find_bits(tile, of_scores, sizes)
+        factor = options.finish(base, tile, of_scores, int32(0), float32(0), arrays, strides, sizes, score)
+        moved = softmax(acc_s, registers.m, registers.l, registers.alpha, factor, registers.shift)
+        if kept_weights.drops:
+            kept_weights.find(tile.j, tile.work_tile, registers.kept, arrays, sizes)
+            kept_weights.drop(acc_s, registers.kept)
+        to_p(acc_s, p_frag)
+        rescale(acc_o, registers.alpha, moved)
+
+        # O: one panel of P . V is added while the next is computed.
         even, odd = local.array(panel_count, float32), local.array(panel_count, float32)
-        rings.v.consumer_wait(base, n)
-        v_desc = describe_v(base + plan.v + rings.v.stage(n) * v_bytes)
+        rings.v.consumer_wait(base, tile.n)
+        v_desc = describe_v(base + plan.v + rings.v.stage(tile.n) * v_bytes)
         issue_panel(FIRST, even, p_frag, v_desc)
         issue_panel(SECOND, odd, p_frag, v_desc)
         add_0(acc_o, even)
@@ -226,24 +238,7 @@ def make(config):
         add_2(acc_o, even)
         add_3(acc_o, odd)
         pin_p(p_frag)  # pins the operands in their registers until here
-        rings.v.consumer_release(base, n, block.elected())
-
-    @inlined
-    def step(base, me, tile, registers, arrays, strides, sizes, score):
-        """One KeyTile: S, softmax, O."""
-        of_scores, acc_s = registers.scores, registers.scores.acc_s
-        if read.reads:
-            options.load(tile, of_scores, arrays, strides, sizes)
-        compute_scores(base, me, tile.n, acc_s)
-        options.find_bits(tile, of_scores, sizes)
-        factor = options.finish(base, tile, of_scores, int32(0), float32(0), arrays, strides, sizes, score)
-        moved = softmax(acc_s, registers.m, registers.l, registers.alpha, factor, registers.shift)
-        if kept_weights.drops:
-            kept_weights.find(tile.j, tile.work_tile, registers.kept, arrays, sizes)
-            kept_weights.drop(acc_s, registers.kept)
-        to_p(acc_s, registers.p_frag)
-        rescale(registers.acc_o, registers.alpha, moved)
-        outputs(base, tile.n, registers.acc_o, registers.p_frag)
+        rings.v.consumer_release(base, tile.n, block.elected())
 
     @inlined
     def write_tile(base, work_tile, registers, arrays, strides, sizes, score):

@@ -149,19 +149,6 @@ def make(config, sides):
         ring.consumer_release(base + 8 * consumer, n, True)
 
     @inlined
-    def apply(tile, registers, arrays, strides, sizes, score):
-        """Applies the caller's functions."""
-        first_row, lane = rows_of_lane()
-        own, at = tile_of(tile.work_tile), position(tile.work_tile)
-        left = int32(min(queries_of(own.b, arrays, strides, sizes).seqlen_q - own.first_query, queries))
-        s, bits, first = registers.acc_s, registers.mask_bits, own.first_query
-        asks, place = tile.asks, functions.place_of(tile.j, own.b, own.h, first_row, lane, first, at, left)
-        if tile.inside:
-            functions.apply_inside(s, bits, place, asks, arrays, strides, score)
-        else:
-            functions.apply(s, bits, place, asks, arrays, strides, score)
-
-    @inlined
     def finish_scores(base, tile, registers, side, inverse_scale, arrays, strides, sizes, score):
         """acc_s <- finished scores, -inf where a score does not count. Those of a tile on one side lack their shift.
 
@@ -170,7 +157,14 @@ def make(config, sides):
         if tile.inside or config.scores_finished or has_mask or has_score_mod or tile.masked or tile.asks:
             if functions.present:
                 if has_score_mod or tile.asks:
-                    apply(tile, registers, arrays, strides, sizes, score)
+                    (first_row, lane), own, at = rows_of_lane(), tile_of(tile.work_tile), position(tile.work_tile)
+                    left = int32(min(queries_of(own.b, arrays, strides, sizes).seqlen_q - own.first_query, queries))
+                    place = functions.place_of(tile.j, own.b, own.h, first_row, lane, own.first_query, at, left)
+                    s, mask_bits = registers.acc_s, registers.mask_bits
+                    if tile.inside:
+                        functions.apply_inside(s, mask_bits, place, tile.asks, arrays, strides, score)
+                    else:
+                        functions.apply(s, mask_bits, place, tile.asks, arrays, strides, score)
             if one_sided and side != 0:
                 sides.to_linear(registers.acc_s, registers.terms, side, inverse_scale)
             elif config.scores_finished:

@@ -1,0 +1,81 @@
+"""What only a block of wgmma/backward does that owns queries: how it loops over key tiles, and how it writes dQ."""
+
+import math
+
+from numba import float32, int32
+
+from ..recompute import queries as recompute
+from ..score import tile_walk
+from ..steps import gradient_rows, lse_delta
+from ..steps.basics import first_row_of, inlined, named
+from ..steps.sequence import QueryTile, query_row
+from . import block
+from .block import BEGIN, FIRST_ROW, STATES, STOP, B, H, rows_of_lane
+
+
+def key_loop(config):
+    """-> as backward.query_loop, over key tiles. limit: the last tile of the loop."""
+    walk, word = tile_walk.make(config, whole_warp=True), block.state_of(config).read
+
+    @inlined
+    def start(base, arrays, strides):
+        begin = word(base, BEGIN)
+        states = word(base, STATES) if walk.present else int32(0)
+        return begin, states, int32(word(base, STOP) - 1), int32(0)
+
+    @inlined
+    def following(base, i, member, limit, states, arrays, strides):
+        return walk.next_tile(states, i, limit, arrays, strides), member
+
+    @inlined
+    def needs_mask(base, i, member, arrays, strides):
+        if not walk.present:
+            return walk.needs_mask(int32(0), i, arrays, strides), i
+        i = max(i, word(base, BEGIN))  # if none is left
+        return walk.needs_mask(word(base, STATES), i, arrays, strides), i
+
+    return named(start, following, needs_mask, early=True)
+
+
+def load_rows(config):
+    """-> load(base, arrays, strides, sizes, lse_log2, minus_delta), a device function: loads lse and -delta of the
+    lane's two rows."""
+    word, queries_of = block.state_of(config).read, block.sequence_of_work(config, queries=True)
+
+    @inlined
+    def load(base, arrays, strides, sizes, lse_log2, minus_delta):
+        first_row, lane = rows_of_lane()
+        sequence, h = queries_of(base, arrays, strides, sizes), word(base, H)
+        for r in range(2):
+            query = word(base, FIRST_ROW) + first_row + first_row_of(lane) + 8 * r
+            lse_log2[r] = float32(math.inf)
+            minus_delta[r] = float32(0)
+            if query < sequence.seqlen_q:
+                row = lse_delta.block_row(sequence, h, query, sizes)
+                lse_log2[r] = arrays.lse_delta[row]
+                minus_delta[r] = arrays.lse_delta[row + lse_delta.MINUS_DELTA]
+
+    return load
+
+
+def writer(config):
+    """-> write(base, acc_dq, arrays, strides, sizes, score), a device function of a consumer warpgroup."""
+    tile_m, head_dim, own_at = config.tile_m, config.head_dim, config.shared_layout().own_a
+    word, queries_of = block.state_of(config).read, block.sequence_of_work(config, queries=True)
+    stage, store = gradient_rows.make(config.dtype, tile_m, 16, head_dim, head_dim % 8 == 0)
+    recompute_queries = recompute.make(config)
+
+    @inlined
+    def write(base, acc_dq, arrays, strides, sizes, score):
+        """Stages dQ in the place of the warpgroup's own rows of Q, and writes it from there to global memory."""
+        first_row, lane = rows_of_lane()
+        own = QueryTile(word(base, B), word(base, H), word(base, FIRST_ROW), int32(0))
+        sequence = queries_of(base, arrays, strides, sizes)
+        queries_left = int32(min(sequence.seqlen_q - own.first_query, tile_m))
+        nonfinite = stage(acc_dq, score.scale, base + own_at, first_row, lane, queries_left)
+        to, row = query_row(strides.dq, sequence, own.h, own.first_query), strides.dq[2]
+        store(base + own_at, first_row, lane, arrays.dq, to, row, queries_left, head_dim, nonfinite)
+        if nonfinite != 0:
+            recompute_queries(nonfinite, first_row, lane, own, arrays, strides, sizes, score)
+
+    return write
