@@ -265,6 +265,11 @@ def test_a_barrier_after_each_score_is_more_than_two(exercises, tmp_path):
     assert "the threads wait 9 times for each tile. Twice" in told(exercises, tmp_path, 9, *edits)
 
 
+def test_a_larger_ring_hangs_too(exercises, tmp_path):
+    edits = ("            mbarrier.arrive(v_empty + at)\n", ""), ("STAGES = 2", "STAGES = 8")
+    assert "Nobody can go on" in told(exercises, tmp_path, 20, *edits)
+
+
 # Of the blank page: a piece of the solution, what a student may write instead, what is said.
 OWN_V2 = [
     ("acc[x] / l if l != 0", "acc[x] / l if l > 0", "One problem is right.*\n  NaN goes where it is seen.*: FAILED"),
