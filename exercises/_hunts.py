@@ -119,6 +119,9 @@ def check_release(module):
     expect(close(out[0], k.sum()), f"The sum is {out[0]}, must be {k.sum()}.")
 
 
+MEANING = "docs/testing_your_kernel.md has the usual cause of each line."
+
+
 def check_v2(module):
     """One problem with its first wrong row, the contract's promises, and how often K and V are read."""
     q, k, v = (x[None, None] for x in problem(20, 40, dim=16, size=0.25))
@@ -130,7 +133,7 @@ def check_v2(module):
         wrong = first_wrong(as_array(name, got, wanted.shape), wanted)
         expect(wrong is None, f"20 queries, 40 keys, causal: {name} is wrong first at {wrong}; query 16 begins a tile.")
     broken = promises_broken(module.attention)
-    expect(not broken, "\n".join(["One problem is right. check_kernel(quick=True) says:", *broken]))
+    expect(not broken, "\n".join(["One problem is right. check_kernel(quick=True) says:", *broken, MEANING]))
     seen = traffic(q, k, v, kernel=module.attention)
     all_once = q.nbytes + k.nbytes + v.nbytes
     note = "A row of Q belongs into registers, a tile of K and V into shared memory, once for all queries of a block."
