@@ -1,7 +1,7 @@
 """Exact attention in pure Python on Numba: readable kernels, from the textbook to the tensor core.
 
-Importing this loads NumPy and nothing else; Numba, CUDA and frameworks come in with the first call
-that needs them. Where torch is imported, before or after, it is told of our operations.
+Importing this loads NumPy and nothing else. The first call that needs Numba, CUDA or a framework loads
+it. If torch is imported, before or after, our operations are registered with it.
 """
 
 import importlib

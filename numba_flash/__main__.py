@@ -284,7 +284,7 @@ def _kernels() -> Rows:
     x = np.zeros((1, 1, 1, 128), np.float16)
     problem = explain(x, x, x, kernel="reference").problem
     target = Target.of(None)
-    if target.why_no_gpu:  # which was said once, under GPU
+    if target.why_no_gpu:  # already printed under GPU
         target = dataclasses.replace(target, why_no_gpu="see above")
     no_jit = "NUMBA_DISABLE_JIT is set" if toolchain.jit_disabled() else None
     for name in RUNGS:
@@ -320,7 +320,7 @@ def run() -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left has to go somewhere at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
         return 0
 
 

@@ -16,12 +16,12 @@ import numpy as np
 
 
 def causal(b: Any, h: Any, q_pos: Any, k_pos: Any) -> Any:
-    """mask_mod: no key behind the query's position; the same as causal=True, which is faster."""
+    """mask_mod: a query sees no key behind its own position; the same as causal=True, which is faster."""
     return k_pos <= q_pos
 
 
 def sliding_window(left: int, right: int = 0) -> Any:
-    """-> mask_mod: `left` keys before the query's position and `right` behind it; as window=, which is faster."""
+    """-> mask_mod: a query sees `left` keys before its position and `right` behind it; as window=, which is faster."""
 
     def mask(b: Any, h: Any, q_pos: Any, k_pos: Any) -> Any:
         return q_pos - left <= k_pos <= q_pos + right
@@ -30,7 +30,7 @@ def sliding_window(left: int, right: int = 0) -> Any:
 
 
 def dilated(step: int) -> Any:
-    """-> mask_mod: of the keys up to the query's position every step-th, counted from there back."""
+    """-> mask_mod: a query sees every step-th key up to its position, counted back from there."""
     step = _from_1("step", step)
 
     def mask(b: Any, h: Any, q_pos: Any, k_pos: Any) -> Any:
@@ -40,7 +40,7 @@ def dilated(step: int) -> Any:
 
 
 def document(b: Any, h: Any, q_pos: Any, k_pos: Any, segments: Any) -> Any:
-    """mask_mod: keys of the query's own document. segments: whole numbers (batch, seqlen_k), the same in a document."""
+    """mask_mod: a query sees its own document. segments: integers (batch, seqlen_k), one value for each document."""
     return segments[b, q_pos] == segments[b, k_pos]
 
 
@@ -54,10 +54,10 @@ def neighborhood(
 
     shape: how many tokens there are in each dimension; the positions count them in row-major order. window: how many
     keys each query sees in each dimension, itself in the middle. At an edge the window is moved until it lies inside,
-    as in NATTEN, so that all queries see the same number. dilation: of how many tokens one counts. window and dilation
-    may be one number for all dimensions; the window must fit into the tokens that count.
-    ordered: the tokens stand as `tile_order` puts them, and the function reads its `order` from aux. Then more tiles
-    are empty, which are skipped; with `numba_flash.block_mask` that is found once for many calls.
+    as in NATTEN, so that all queries see the same number. dilation: the distance between keys in the window. window and
+    dilation may be one number for all dimensions; window times dilation must be at most shape.
+    ordered: the tokens are in the order of `tile_order`, and the function reads its `order` from aux. Then more tiles
+    are empty and are skipped; `numba_flash.block_mask` finds them once for many calls.
     """
     extents = _whole("shape", shape)
     sides, steps = _each("window", window, extents), _each("dilation", dilation, extents)
@@ -73,8 +73,8 @@ def neighborhood(
     )
 
     def sees(query: Any, key: Any, extent: Any, side: Any, step: Any) -> Any:
-        """In one dimension. The tokens that count are those of one remainder; `last` of them is the last one's number
-        and one more."""
+        """Whether a query sees a key in one dimension. Only tokens with the query's remainder count; `last` is their
+        number."""
         last = (extent - query % step + step - 1) // step
         start = min(max(query // step - side // 2, 0), last - side)
         return key % step == query % step and start <= key // step < start + side
@@ -96,13 +96,13 @@ def neighborhood(
 
 
 def tile_order(shape: int | tuple[int, ...], tile: int | tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """-> (order, back), int32: tokens of several dimensions so that neighbours stand near each other, tile by tile.
+    """-> (order, back), int32: an order of tokens, tile by tile, in which neighbours in several dimensions are near.
 
     >>> order, back = mods.tile_order((64, 64), (8, 8))
     >>> x = x[:, :, order]  # (batch, heads, tokens, head_dim), tokens in row-major order before
-    >>> o = o[:, :, back]  # as they were
+    >>> o = o[:, :, back]  # tokens in row-major order again
 
-    shape: how many tokens there are in each dimension; tile: how many of a tile, which need not divide them. A kernel
+    shape: the number of tokens in each dimension; tile: the tokens of a tile, which need not divide them. A kernel
     computes 64 to 128 queries with as many keys at once. It pays where the last dimension is longer than that: in
     row-major order a window then reaches over parts of many rows.
     """
@@ -117,17 +117,17 @@ def tile_order(shape: int | tuple[int, ...], tile: int | tuple[int, ...]) -> tup
 
 
 def block_sparse(tile: int = 1) -> Any:
-    """-> mask_mod: the keys that a sparse pattern has, such as the neighbours of each atom. It reads the pattern in CSR
-    form, aux=(indptr, indices), whole numbers: row i has the columns indices[indptr[i] : indptr[i + 1]], in ascending
+    """-> mask_mod: a query sees the keys of a sparse pattern, such as the neighbours of each atom. The pattern is in
+    CSR form, aux=(indptr, indices), integers: row i has the columns indices[indptr[i] : indptr[i + 1]], in ascending
     order. All batch entries and heads share it.
 
-    tile: how many queries a row is for, and how many keys a column.
+    tile: the number of queries of a row of the pattern, and of keys of a column.
 
     >>> pattern = numba_flash.block_mask(mods.block_sparse(64), 1, heads, n, n, aux=(indptr, indices))
     >>> o = numba_flash.attention(q, k, v, block_mask=pattern)
 
-    Which tiles are empty is found once for a `block_mask`. It asks for each pair, and the answer takes the logarithm of
-    a row's length. Sort tokens so that neighbours have near numbers: then more tiles are empty.
+    A `block_mask` finds the empty tiles once. It calls the function for each pair of query and key, by binary search in
+    a row. Sort tokens so that neighbours have near indices: then more tiles are empty.
     """
     tile = _from_1("tile", tile)
 
@@ -146,14 +146,14 @@ def block_sparse(tile: int = 1) -> Any:
 
 
 def prefix_lm(b: Any, h: Any, q_pos: Any, k_pos: Any, prefix: Any) -> Any:
-    """mask_mod: all see the first prefix[b] keys, and behind them it is causal. prefix: whole numbers (batch,)."""
+    """mask_mod: all queries see the first prefix[b] keys; other keys are causal. prefix: integers (batch,)."""
     return k_pos < prefix[b] or k_pos <= q_pos
 
 
 def tree(b: Any, h: Any, q_pos: Any, k_pos: Any, ancestors: Any, start: Any) -> Any:
-    """mask_mod for speculative decoding: drafted tokens see what was there before, and of each other their ancestors.
+    """mask_mod for speculative decoding: drafted tokens see all earlier tokens, and among the drafts their ancestors.
 
-    start: where the drafts begin, whole numbers (batch,); ancestors: bool (drafts, drafts), row i sees column j. With
+    start: the first draft's position, integers (batch,); ancestors: bool (drafts, drafts), row i sees column j. With
     `attention_kvcache`, which appends the drafts as k_new, start is its seqlens_k.
     """
     if k_pos < start[b]:
@@ -162,14 +162,14 @@ def tree(b: Any, h: Any, q_pos: Any, k_pos: Any, ancestors: Any, start: Any) -> 
 
 
 def trees(b: Any, h: Any, q_pos: Any, k_pos: Any, ancestors: Any, start: Any) -> Any:
-    """mask_mod: `tree` where each sequence has a tree of its own: ancestors: bool (batch, drafts, drafts)."""
+    """mask_mod: `tree` with a tree for each sequence. ancestors: bool (batch, drafts, drafts)."""
     if k_pos < start[b]:
         return True
     return ancestors[b, q_pos - start[b], k_pos - start[b]]
 
 
 def alibi(score: Any, b: Any, h: Any, q_pos: Any, k_pos: Any, slopes: Any) -> Any:
-    """score_mod: less by slopes[h] for each step of distance; slopes (heads,). The same as alibi_slopes=."""
+    """score_mod: the score minus slopes[h] times the distance; slopes: (heads,). The same as alibi_slopes=."""
     return score - slopes[h] * abs(q_pos - k_pos)
 
 
@@ -209,7 +209,7 @@ def relative_position(buckets: int = 32, farthest: int = 128, bidirectional: boo
 
 
 def _ranges(exact: int, own: int, farthest: int) -> tuple[tuple[int, int], ...]:
-    """(first distance, bucket) of each behind `exact`, in float32 and with its roundings, as Transformers has it."""
+    """(first distance, bucket) of each range behind `exact`, rounded in float32 as in Transformers."""
     real = np.float32
     ratios = np.log(np.arange(exact, farthest + 1).astype(real) / real(exact)) / real(math.log(farthest / exact))
     found = exact + (ratios * real(own - exact)).astype(int)

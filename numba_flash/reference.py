@@ -25,7 +25,7 @@ class Gradients(NamedTuple):
     dbias: Array | None  # of bias' own shape: summed over the dimensions that it is broadcast in
     dalibi_slopes: Array | None  # of the slopes' own shape
     dsinks: Array | None  # of the sinks' own shape
-    daux: dict[int, Array]  # of the arrays that functions read, by their numbers
+    daux: dict[int, Array]  # gradients of the arrays of aux, by their index in aux
 
 
 def visible_keys(
@@ -67,7 +67,7 @@ def forward(
     bias: NDArray | None = None,  # broadcastable to (batch, heads, seqlen_q, seqlen_k)
     score_mod: Function | None = None,
     mask_mod: Function | None = None,
-    aux: tuple[NDArray, ...] = (),  # what these read
+    aux: tuple[NDArray, ...] = (),  # arrays that score_mod and mask_mod read
     sinks: NDArray | None = None,  # (batch or 1, heads)
     dropout_p: float | None = None,
     seed: int | None = None,
@@ -75,9 +75,9 @@ def forward(
     """-> o (batch, heads, seqlen_q, head_dim_v) and lse (batch, heads, seqlen_q), both float64.
 
     o = softmax(scores) @ v over the visible keys; lse = log(sum(exp(scores))), natural. A row that
-    sees no key gives o = 0 and lse = -inf. What lies in invisible positions is never looked at.
-    A sink is one more score of each row of its head, that of a key without a value: it counts in the sums alone.
-    Dropout leaves the sums as they are.
+    sees no key gives o = 0 and lse = -inf. The contents of invisible positions are never used.
+    A sink is one more score in each row of its head, of a key without a value: it only adds to the sum of e^s.
+    Dropout does not change that sum.
     """
     k, v = _of_each_head(q, k), _of_each_head(q, v)
     with np.errstate(all="ignore"):  # masked keys may hold anything
@@ -91,14 +91,14 @@ def forward(
 
 
 def backward(
-    do: NDArray,  # (batch, heads, seqlen_q, head_dim_v), the gradient that comes in for o
+    do: NDArray,  # (batch, heads, seqlen_q, head_dim_v), the gradient of o
     q: NDArray,
     k: NDArray,
     v: NDArray,
     o: NDArray,  # (batch, heads, seqlen_q, head_dim_v), of the forward over all keys
     lse: NDArray,  # (batch, heads, seqlen_q), likewise
     *,
-    dlse: NDArray | None = None,  # (batch, heads, seqlen_q), the gradient that comes in for lse
+    dlse: NDArray | None = None,  # (batch, heads, seqlen_q), the gradient of lse
     scale: float,
     visible: NDArray[np.bool_],
     softcap: float | None = None,
@@ -111,12 +111,12 @@ def backward(
     sinks: NDArray | None = None,
     dropout_p: float | None = None,
     seed: int | None = None,
-    wanted_aux: tuple[int, ...] = (),  # numbers of those of aux whose gradients are wanted
+    wanted_aux: tuple[int, ...] = (),  # indices of the arrays of aux whose gradients are wanted
 ) -> Gradients:
     """The gradients of sum(do * o) + sum(dlse * lse), all float64; the other arguments are those of `forward`.
 
-    P is not kept from the forward but computed again, P = e^(S - lse). e^(S - m) / l is the same without the rounding
-    of lse, which is that of P where |S| is large. Then, by equations 13 to 18 of docs/backward.md,
+    P is not stored but recomputed, P = e^(S - lse). e^(S - m) / l would be the same without the rounding of lse, which
+    dominates P's error where |S| is large. Then, by equations 13 to 18 of docs/backward.md,
 
         dV = P^T dO    dP = dO V^T    dS = P * (dP - delta)    dQ = dS K    dK = dS^T Q
 
@@ -130,20 +130,20 @@ def backward(
     lse = lse[..., None]  # in its own dtype, whose rounding counts
     with np.errstate(all="ignore"):
         o = np.asarray(o, np.float64)
-        delta = np.sum(np.where(o == 0, 0.0, do * o), axis=-1, keepdims=True)  # 0 without keys, whatever do is there
+        delta = np.sum(np.where(o == 0, 0.0, do * o), axis=-1, keepdims=True)  # 0 for rows without keys, whatever do is
         if dlse is not None:
             delta = delta - np.asarray(dlse, np.float64)[..., None]
         visible = _unmasked(visible, (*q.shape[:3], k.shape[2]), mask_mod, q_offset, aux)
         s, through = _scores(q, k, scale, score_mod, softcap, alibi_slopes, q_offset, bias, visible, aux)
         p, of_sink, m, l = _weights(np.where(visible, s, -np.inf), sinks)
         own = np.where(l == 0, -np.inf, m + np.log(l))
-        of_these = unrounded(lse, own) == own  # otherwise lse is that of more keys than these
+        of_these = unrounded(lse, own) == own  # otherwise lse belongs to more keys than these
         p = np.where(of_these, p / l, np.exp(s - lse))
         p = np.where(visible & (s != -np.inf) & (lse != -np.inf), p, 0.0)
-        counts = weight_factors(p.shape, dropout_p, seed, q_offset)  # of P in dV; dP is times these, too
+        counts = weight_factors(p.shape, dropout_p, seed, q_offset)  # factors of P in dV, and of dP
         dp = np.where(counts == 0, 0.0, counts * np.einsum("bhid,bhjd->bhij", do, v))
         ds = np.where(p == 0, 0.0, p * (dp - delta))
-        dproduct = np.where(p == 0, 0.0, scale * through * ds)  # of q . k, before it was scaled
+        dproduct = np.where(p == 0, 0.0, scale * through * ds)  # gradient of q . k before scaling
         dq = _weighted(dproduct, k)
         dk = _of_each_kv_head(_weighted(dproduct.swapaxes(2, 3), q), heads_kv)
         dv = _of_each_kv_head(_weighted((p * counts).swapaxes(2, 3), do), heads_kv)
@@ -168,13 +168,13 @@ def backward(
 def _of_aux(
     wanted: tuple[int, ...],
     s: Array,  # (batch, heads, seqlen_q, seqlen_k), before score_mod
-    ds: Array,  # likewise, of what meets the softmax; 0 where there is no weight
+    ds: Array,  # likewise, for the scores that enter the softmax; 0 where there is no weight
     score_mod: Function | None,
     softcap: float | None,
     q_offset: NDArray | None,
     aux: tuple[NDArray, ...],
 ) -> dict[int, Array]:
-    """The gradients of what a score_mod reads: of each score what it owes to each element that was read for it."""
+    """The gradients of the arrays that a score_mod reads: for each element the sum of dS times its score's slope."""
     found = {number: np.zeros(aux[number].size) for number in wanted}
     if score_mod is not None and wanted:
         tables = [
@@ -232,7 +232,7 @@ def _dropped(dropout_p: float) -> int:
 
 
 def weight_factors(shape: Any, dropout_p: float | None, seed: int | None, q_offset: NDArray | None) -> Any:
-    """What each weight counts in the output: 0 or 1 / (1 - dropout_p), or 1 for all without a dropout_p."""
+    """The factor of each weight in the output: 0 or 1 / (1 - dropout_p); 1 for all without dropout_p."""
     if dropout_p is None:
         return 1.0
     assert seed is not None and q_offset is not None
@@ -297,13 +297,13 @@ def rotated(
 
 
 def unrounded(lse: NDArray, own: NDArray) -> NDArray:
-    """own, where lse may be that after rounding, and lse where it is not: there it is that of more keys."""
+    """own where lse may be own rounded, otherwise lse, which then belongs to more keys."""
     rounding = 2 * np.finfo(lse.dtype).eps * (1 + np.abs(own))
     return np.where(np.isfinite(own) & (np.abs(lse - own) <= rounding), own, np.asarray(lse, np.float64))
 
 
 def _weights(s: Array, sinks: NDArray | None) -> tuple[Array, Array, Array, Array]:
-    """-> (e^(s - m), e^(sink - m), m, l) of scores that are -inf where a key is not seen. l is the sum of both."""
+    """-> (e^(s - m), e^(sink - m), m, l). s: scores, -inf where a key is not seen. l: the row sum of both terms."""
     sink = _of_rows(sinks)
     m = np.maximum(np.max(s, axis=-1, keepdims=True, initial=-np.inf), sink)
     shift = np.where(m == -np.inf, 0.0, m)
@@ -312,7 +312,7 @@ def _weights(s: Array, sinks: NDArray | None) -> tuple[Array, Array, Array, Arra
 
 
 def _of_rows(sinks: NDArray | None) -> Array:
-    """(batch or 1, heads, 1, 1); without sinks -inf, a score that counts nothing."""
+    """The sinks as (batch or 1, heads, 1, 1); -inf, a score of weight 0, without sinks."""
     return np.full((1, 1, 1, 1), -np.inf) if sinks is None else np.asarray(sinks, np.float64)[:, :, None, None]
 
 
@@ -323,7 +323,7 @@ def _unmasked(
     q_offset: NDArray | None,
     aux: tuple[NDArray, ...],
 ) -> NDArray[np.bool_]:
-    """What is visible and left by mask_mod, (batch, heads, seqlen_q, seqlen_k)."""
+    """True where `visible` and mask_mod both let a query see a key: (batch, heads, seqlen_q, seqlen_k)."""
     visible = np.broadcast_to(visible, shape)
     if mask_mod is None:
         return visible

@@ -1,4 +1,4 @@
-"""attention_backward(): signature and contract. What it does is in dispatch/."""
+"""attention_backward(): signature and contract. The implementation is in dispatch/."""
 
 from typing import Any, NoReturn
 
@@ -95,7 +95,7 @@ def attention_backward(
 
 
 def prepare_call(arguments: dict[str, Any]) -> tuple[list[Any], CallPlan]:
-    """`dispatch.backward.prepare` for what a caller would hand to `attention_backward`, by name."""
+    """`dispatch.backward.prepare` for the arguments of `attention_backward`, by name."""
     named = bound_to(attention_backward, arguments)
     operands = tuple([named.pop(name) for name in ("q", "k", "v", "o", "lse", "do", "dlse")])
     call = Call(operands, **named)

@@ -1,4 +1,4 @@
-"""block_mask(): signature and contract. What it makes is in dispatch/."""
+"""block_mask(): signature and contract. The implementation is in dispatch/."""
 
 from typing import Any
 
@@ -28,8 +28,8 @@ def block_mask(
     `attention(mask_mod=...)` finds these tiles in each call: kernels skip empty tiles, and do not call mask_mod in full
     tiles. With a block_mask the first call finds them for the tiles of its kernel, and later calls reuse them on the
     same stream and device, in the forward, and in the backward for its own tiles. The results have the same bits.
-    A tile takes 2 bits, once for all batch entries or heads if the visible keys do not differ between them. On Hopper,
-    in 16 bits, what the function leaves of each pair takes a bit, too, as long as that is 32 MiB at most.
+    A tile takes 2 bits, once for all batch entries or heads if the visible keys do not differ between them. On Hopper
+    with 16-bit elements a bit for each pair of query and key is kept, too, if these take at most 32 MiB.
 
     mask_mod: mask(b, h, q_pos, k_pos, *aux) -> True or False, as for `attention`, also with a parameter q_index.
     batch, heads, seqlen_q, seqlen_k: those of q and k, integers; heads are those of q.

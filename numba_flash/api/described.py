@@ -1,4 +1,4 @@
-"""A problem, and GPUs, that options of the command line describe: there are no arrays."""
+"""Problems and GPUs described by command line options, without arrays."""
 
 import argparse
 from typing import Any
@@ -55,12 +55,12 @@ def check(asked: argparse.Namespace) -> None:
 
 
 def _dtype_of(option: Option, of_q: str) -> str:
-    """Of an array: a wide one is of q's dtype, where it may be."""
+    """The dtype assumed for an array: q's for arrays of the scores' shape if allowed, else the first allowed one."""
     return of_q if option.shape == "scores" and "q" in option.dtypes else option.dtypes[0]
 
 
 def problem_of(asked: argparse.Namespace, family: str) -> Any:
-    """As of contiguous arrays."""
+    """The problem described by the options, as for contiguous arrays."""
     from ..problem.forward import Problem
 
     q, k, v, _, _, options = _described(asked, family)

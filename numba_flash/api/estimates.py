@@ -1,4 +1,4 @@
-"""What `explain` says of time: how long a problem takes, and how much less in a faster kernel that refused it.
+"""Time estimates for `explain`: how long a problem takes, and how much less in a faster kernel that refused it.
 
 Both estimates use the speeds in measured.py, which were measured on one GPU with large problems. They can tell a second
 from a minute, and whether to write a call in another way, but nothing finer.
@@ -90,7 +90,7 @@ def _on_measured_gpu(kernel: str, config: Config, problem: Problem, multiprocess
     by_head_dim = TFLOPS[kernel]
     speed = by_head_dim[min(by_head_dim, key=lambda measured: abs(measured - problem.widest))] * 1e12
     rows = -(-problem.seqlen_q // config.queries) * config.queries  # a tile costs the same for any number of queries
-    busy = min(config.grid(problem) // config.v_parts / max(multiprocessors, 1), 1)  # of the GPU
+    busy = min(config.grid(problem) // config.v_parts / max(multiprocessors, 1), 1)  # the used share of the GPU
     speed *= busy * multiprocessors / MULTIPROCESSORS
     products = _products(problem, rows)
     return max(products / speed if products else 0.0, CALL_MICROSECONDS * 1e-6)

@@ -45,7 +45,7 @@ class Readable:
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Readable):
-    """What `attention` would do with these arguments. str() and repr() of it are for people."""
+    """Result of `explain`: the kernel that `attention` would run. str() and repr() are for people."""
 
     kernel: str
     config: Config | None  # None for the rungs that are not compiled for CUDA
@@ -55,7 +55,7 @@ class Explanation(Readable):
     copies: bool
     refused: tuple[tuple[str, str], ...]
     seconds: float | None = None  # about how long it will take; None where that is not known
-    cost: str | None = None  # that a faster kernel does not run, and what to do about it
+    cost: str | None = None  # cost of not running a faster kernel, and what to do about it
 
     @staticmethod
     def of(problem: Problem, target: Target, choice: Choice) -> "Explanation":
@@ -116,13 +116,13 @@ def _in_bundle(configs: Sequence[LaunchFacts], target: Target) -> list[tuple[str
 
 
 def _sums(kernel: str, dtype: str, in_16_bits: str) -> list[tuple[str, str]]:
-    """How exact the sums are on tensor cores, which could do otherwise."""
+    """The precision of sums on tensor cores."""
     sums = RUNGS[kernel].sums
     return [("sums", sums.get(dtype, in_16_bits))] if sums else []
 
 
 def _refused(refused: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
-    """A line for each reason: without a GPU four kernels have the same."""
+    """A line for each reason, with all kernels that it refuses: without a GPU four kernels have the same reason."""
     kernels: dict[str, list[str]] = {}
     for name, reason in refused:
         kernels.setdefault(reason, []).append(repr(name))
@@ -131,9 +131,9 @@ def _refused(refused: tuple[tuple[str, str], ...]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, repr=False)
 class CacheExplanation(Explanation):
-    """What `attention_kvcache` would do with these arguments. str() and repr() of it are for people."""
+    """Result of `explain` for `attention_kvcache`. str() and repr() are for people."""
 
-    own: tuple[tuple[str, str], ...] = ()  # facts of a cache
+    own: tuple[tuple[str, str], ...] = ()  # facts about the KV cache
 
     @staticmethod
     def of_plan(plan: Any) -> "CacheExplanation":
@@ -171,7 +171,7 @@ def _divided(config: Any) -> str:
 
 
 def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> Explanation:
-    """What `attention(q, k, v, **options)` would run here, and why each other kernel does not.
+    """Tells which kernel `attention(q, k, v, **options)` would run here, and why each other kernel does not.
 
     >>> print(numba_flash.explain(q, k, v, causal=True))
 
@@ -191,13 +191,13 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Any) -> Explanation
 
 @dataclass(frozen=True, repr=False)
 class BackwardExplanation(Readable):
-    """What `attention_backward` would do with these arguments. str() and repr() of it are for people."""
+    """Result of `explain_backward`: the kernels that it would run. str() and repr() are for people."""
 
     kernel: str
-    configs: tuple[LaunchFacts, ...]  # of its kernels in the order of their launches; none of the host's rungs
+    configs: tuple[LaunchFacts, ...]  # one for each kernel, in launch order; () for rungs on the host
     problem: BackwardProblem
     target: Target
-    blocks: tuple[int, ...]  # of each kernel
+    blocks: tuple[int, ...]  # number of blocks of each kernel
     refused: tuple[tuple[str, str], ...]
 
     @staticmethod
@@ -224,7 +224,7 @@ class BackwardExplanation(Readable):
 
 
 def explain_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **options: Any) -> BackwardExplanation:
-    """What `attention_backward(do, q, k, v, o, lse, **options)` would run here, and why other kernels do not.
+    """Tells which kernels `attention_backward(do, q, k, v, o, lse, **options)` would run here, and why not others.
 
     >>> print(numba_flash.explain_backward(do, q, k, v, o, lse, causal=True))
 

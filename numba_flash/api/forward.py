@@ -15,13 +15,13 @@ from ..problem.options import NO_NUMBERS, OPTION_NAMES, Options
 
 differentiated = arrays.differentiated.get
 find = dispatch.find
-NO_DROPOUT = 0.0  # a default that each call compares with: as an object, in a fifth of the time
+NO_DROPOUT = 0.0  # the default; calls compare with `is`, which takes a fifth of the time of ==
 
 Function = TypeVar("Function", bound=Any)
 
 
 def refusing(function: Function) -> Function:
-    """The function as it is. Its last parameter, **unknown, is in no signature that help() and inspect show."""
+    """The function itself, with a signature for help() and inspect that leaves out its last parameter, **unknown."""
     signature = inspect.signature(function)
     named = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
     function.__signature__ = signature.replace(parameters=named)
@@ -31,7 +31,7 @@ def refusing(function: Function) -> Function:
 def refuse(function: Any, unknown: Iterable[str]) -> None:
     """Raise for the first of these keyword arguments, which the function does not have."""
     for name in unknown:
-        from ..problem.keywords import unexpected  # what a call without a mistake does without
+        from ..problem.keywords import unexpected  # correct calls do not load it
 
         raise unexpected(function.__name__, name, inspect.signature(function).parameters)
 
@@ -149,7 +149,7 @@ def attention(
     if unknown:
         refuse(attention, unknown)
     if block_mask is not None:
-        from ..dispatch.block_mask import expanded  # what a plain call does without
+        from ..dispatch.block_mask import expanded  # plain calls do not load it
 
         causal, window, q_offset, seqlens_k, mask_mod, aux = expanded(
             block_mask, causal, window, q_offset, seqlens_k, mask_mod, aux
@@ -176,7 +176,7 @@ def attention(
 
 
 def _repeated(fields: Any) -> Any:
-    """`attention` from where it has the fields of its Call; there it stands by itself, since it is 0.1 us sooner."""
+    """Runs a call from the fields of its Call. `attention` has the same code inline, which saves 0.1 us."""
     (q, k, v, out), return_lse = fields[0], fields[2]
     key, cached, addresses, is_recorded = find(fields) or (None, None, (), False)
     if cached is None:
@@ -204,7 +204,7 @@ def _run(call: Call) -> Any:
 
 
 def _without_values(call: Call) -> Any:
-    """o of no columns, and lse as with a column of values."""
+    """For head_dim_v = 0: o has no columns; lse is computed with one column of values."""
     found = _run(_with_a_column(call))
     o = found.o[..., :0]
     return AttentionOutput(o, found.lse) if call.return_lse else o
@@ -218,14 +218,14 @@ def _with_a_column(call: Call) -> Call:
 
 
 def first_column(k: Any) -> Any:
-    """In the place of a v, where lse is all that is asked for; without a gradient in torch."""
+    """The first column of k, in place of v when only lse is asked for; detached from torch's autograd."""
     column = k[..., :1]
     return column.detach() if hasattr(column, "detach") else column
 
 
 def bridge(framework: str) -> Any:
     """The module in which dispatch.run is an operation of `framework`; imported only when an array asks for it."""
-    if framework not in _bridges:  # not by functools.cache: torch.compile comes here too, and warns of it
+    if framework not in _bridges:  # not functools.cache: torch.compile traces this and would warn about it
         _bridges[framework] = importlib.import_module(f"..bridges.{framework}", __package__)
     return _bridges[framework]
 
@@ -239,7 +239,7 @@ def _in_torch_compile(q: Any, k: Any, v: Any, **options: Any) -> Any:
     return traced(q, k, v, **options)
 
 
-# What torch.compile traces in attention's place. Asking in each call whether one is being traced would cost 0.1 us.
+# torch.compile traces this in attention's place. Asking in each call whether it is being traced would cost 0.1 us.
 attention._torchdynamo_inline = _in_torch_compile  # type: ignore[attr-defined]
 
 
@@ -258,13 +258,13 @@ def warmup(q: Any, k: Any, v: Any, **options: Any) -> None:
 
 
 def prepare_call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[list[Any], CallPlan]:
-    """`dispatch.forward.prepare` for the arguments of `attention`, or for what torch's autograd would run with them."""
+    """`dispatch.forward.prepare` for the arguments of `attention`, or for the call that torch's autograd would make."""
     named = bound_to(attention, dict(options, q=q, k=k, v=v))
     return prepared(Call(tuple([named.pop(name) for name in ("q", "k", "v", "out")]), **named))
 
 
 def prepared(call: Call) -> tuple[list[Any], CallPlan]:
-    """`dispatch.forward.prepare`, or of what torch's autograd would run."""
+    """`dispatch.forward.prepare` of a Call, or of the call that torch's autograd would make."""
     if has_other_dimensions(call.operands[0], call.options.layout):
         call, _ = folded(call)
     try:
@@ -275,7 +275,7 @@ def prepared(call: Call) -> tuple[list[Any], CallPlan]:
         if recorded.family != "torch":
             raise
     with sys.modules["torch"].no_grad():
-        return dispatch.prepare(call._replace(return_lse=True))  # which the backward reads
+        return dispatch.prepare(call._replace(return_lse=True))  # the backward reads lse
 
 
 def bound(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""attention_kvcache(): its signature and contract. What it does is in dispatch/kvcache.py."""
+"""attention_kvcache(): signature and contract. The implementation is in dispatch/kvcache.py."""
 
 from typing import Any, NoReturn
 
@@ -121,7 +121,7 @@ def attention_kvcache(
 
 
 def plan_of(arguments: dict[str, Any]) -> dispatch.CachePlan:
-    """What attention_kvcache would do with these arguments, by name."""
+    """The plan of a call of attention_kvcache. arguments: by name."""
     given = bound(attention_kvcache, arguments)
     cache = Cache(*[given.pop(name) for name in Cache._fields])
     operands = tuple([given.pop(name) for name in ("q", "k_cache", "v_cache", "out")])

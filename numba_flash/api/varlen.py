@@ -1,4 +1,4 @@
-"""attention_varlen() and attention_varlen_backward(): signatures and contracts. What they do is in dispatch/."""
+"""attention_varlen() and attention_varlen_backward(): signatures and contracts. The implementation is in dispatch/."""
 
 from typing import Any, NoReturn
 
@@ -148,7 +148,7 @@ SCORE = ("scale", "softcap", "dropout_p", "alibi_slopes", "sinks", "score_mod", 
 
 
 def _options(spans: Any, causal: Any, window: Any, q_offset: Any, score: Any, seed: Any) -> Options:
-    """spans, score: the values of SPANS and SCORE."""
+    """The Options of a call. spans, score: the values of SPANS and SCORE."""
     of_q, of_k, seqlens_k, most_q, most_k = spans
     if of_q is None:
         raise TypeError("cu_seqlens_q must be an int32 array (batch + 1,), not None")

@@ -21,9 +21,9 @@ TAKEN = (
     *("causal", "window", "q_offset", "seqlens_k", *SCORE_NUMBERS, *OF_PAIRS, *OF_HEADS, *FUNCTIONS),
     *("aux", "block_mask", "layout", "kernel"),
 )
-COLUMNS = 8  # of the v that is not there: in 16 bits the fewest of which rows begin at multiples of 16 bytes
+COLUMNS = 8  # columns of a placeholder for v: the fewest for which 16-bit rows begin at multiples of 16 bytes
 AT_ONCE = 2**26  # weights that `row_statistics` and `column_sums` hold
-FEWEST = 128  # rows of them: a kernel computes as many at once
+FEWEST = 128  # the least number of rows of them; a kernel computes as many at once
 
 
 class RowStatistics(NamedTuple):
@@ -108,7 +108,7 @@ class _Asked:
         self.options = {name: x for name, x in options.items() if x is not None}
         blocks = self.options.pop("block_mask", None)
         if blocks is not None:
-            in_options(blocks, self.options)  # says what differs from the call's own
+            in_options(blocks, self.options)  # raises if the call's own options differ from the block mask's
             self.options |= {name: x for name in OF_BLOCK_MASK if (x := getattr(blocks, name)) is not None}
         given = {name: self.options[name] for name in (*OF_PAIRS, *OF_HEADS, "seqlens_k") if name in self.options}
         for name, x in dict(k=k, lse=lse, **given).items():
@@ -132,7 +132,7 @@ class _Asked:
             blocks.check(SimpleNamespace(batch=math.prod(q.shape[:-3]), **shape))
 
     def _check_kind(self, name: str, x: Any, q: Any) -> None:
-        """That x is an array of q's library; beside JAX options may be NumPy's, as in `attention`."""
+        """Raises unless x is an array of q's library; with JAX arrays options may be NumPy's, as in `attention`."""
         found = _namespace(name, x)
         beside_jax = name not in ("k", "lse") and self.xp.__name__ == "jax.numpy" and found.__name__ == "numpy"
         if found is not self.xp and not beside_jax:
@@ -141,7 +141,7 @@ class _Asked:
             )
 
     def _check_bias(self, bias: Any) -> None:
-        """As `attention` does: here it is widened, whatever it is."""
+        """Raises for a bias that `attention` refuses: this class widens every bias, which would hide a wrong one."""
         dtype, of_q = (arrays.read(name, x).layout.dtype for name, x in (("bias", bias), ("q", self.q)))
         if dtype not in ("float32", of_q):
             raise TypeError(f"bias must be float32 or q's dtype, {of_q}, not {dtype}")
@@ -196,7 +196,7 @@ class _Asked:
         return RowStatistics(*(xp.concatenate(parts, -1) for parts in zip(*found, strict=True)))
 
     def _turns(self) -> list[range]:
-        """Rows whose weights are held at once."""
+        """The ranges of rows whose weights are held at once."""
         entries = max(
             1, int(self.lse.size if self.xp.__name__ != "torch" else self.lse.numel()) // max(self.seqlen_q, 1)
         )
@@ -257,12 +257,12 @@ def _range(name: str, given: Any, extent: int) -> range:
 
 
 def _taken(x: Any, axis: int, part: range) -> Any:
-    """Some of an option's axis; all of one that is not there or broadcast."""
+    """A part of an option's axis; the whole option if the axis is missing or broadcast."""
     return x if x.ndim < -axis or x.shape[axis] == 1 else _part(x, axis, part)
 
 
 def _part(x: Any, axis: int, part: range) -> Any:
-    """Some of an axis that is counted from the end."""
+    """A part of an axis that is counted from the end."""
     return x[(..., slice(part.start, part.stop), *(slice(None),) * (-axis - 1))]
 
 

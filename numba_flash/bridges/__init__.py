@@ -1,5 +1,5 @@
 """Attention as an operation of other frameworks: torch's autograd and compiler, JAX's transformations.
 
-`numba_flash.attention` loads torch.py or jax.py when an array asks for it; importing numba_flash loads none. What bears
-the name of one of them is a part of it.
+`numba_flash.attention` loads torch.py or jax.py when an array asks for it; importing numba_flash loads neither. Modules
+torch_* and jax_* are parts of them.
 """

@@ -4,8 +4,8 @@
 hands over its own memory, and the results are written there. Nothing is copied, and on a GPU the work is enqueued on
 XLA's stream. dispatch/ does the computation, as for `attention` and `attention_backward`.
 
-A callback is an object that equals every other one of the same options. JAX compiles a callback that it has not seen,
-and keeps it: a new function in each call would be a new program in each call.
+A callback is an object that equals every other one with the same options. JAX compiles each callback that it has not
+seen, and caches it. A new function in each call would be compiled in each call.
 """
 
 import ctypes
@@ -49,7 +49,7 @@ from .jax_refusals import FORWARD_MODE, no_second_derivative, reverse_only
 from .jax_varying import axes_of, varying
 from .static_call import StaticCall
 
-OPERANDS = ("q", "k", "v", *ARRAY_NAMES)  # what the operation may be given
+OPERANDS = ("q", "k", "v", *ARRAY_NAMES)  # the operation's possible operands
 NO_ARRAYS = (None,) * len(OPTION_ARRAYS)
 
 
@@ -63,11 +63,11 @@ def run(call: Call) -> Any:
     error that only running can show, such as a `kernel` that cannot compute the problem there, comes as a
     JaxRuntimeError that contains it. vmap makes the mapped dimension part of the batch. Where an array with several
     batch entries is not mapped over, or with a seed or functions, one callback computes the problems one after the
-    other. There is reverse mode, once; forward mode, second derivatives, and vmap of packed sequences, which have no
-    batch, raise NotImplementedError.
+    other. First derivatives in reverse mode work; forward mode, second derivatives, and vmap of packed sequences,
+    which have no batch, raise NotImplementedError.
 
-    seed may also be a scalar of JAX's, traced or not. Whatever it is, the callback reads it on the host: on a GPU the
-    host waits for what XLA's stream has before it.
+    seed may also be a JAX scalar, traced or not. The callback always reads it on the host: on a GPU the host waits for
+    earlier work on XLA's stream.
     """
     (q, k, v, out), return_lse = call.operands, call.return_lse
     causal, window, q_offset, numbers, given_arrays, functions, layout, seed = call.options
@@ -125,7 +125,7 @@ def run(call: Call) -> Any:
 
 
 def _check(known: StaticCall, operands: dict[str, Any], return_lse: Any) -> Problem:
-    """From shapes and dtypes alone: a user's mistake shows where it was made, not when XLA runs."""
+    """Checks shapes and dtypes alone, so that a user's mistake raises where it was made, not when XLA runs."""
 
     def layout(array: Any) -> Layout:
         unit, strides = array.dtype.itemsize, contiguous_strides(array.shape)
@@ -137,7 +137,7 @@ def _check(known: StaticCall, operands: dict[str, Any], return_lse: Any) -> Prob
 
 
 def _others(layouts: dict[str, Layout]) -> tuple[Layout | None, ...]:
-    """Those of ARRAY_NAMES and of aux, of the layouts by name."""
+    """The layouts of ARRAY_NAMES and of aux, in order."""
     return tuple(layouts.get(name) for name in (*ARRAY_NAMES, *_aux_of(layouts)))
 
 
@@ -153,7 +153,7 @@ def _attention(known: StaticCall, operands: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _forward(known: StaticCall, operands: dict[str, Any]) -> tuple[tuple[Any, Any], Any]:
-    """What JAX differentiates comes marked; which gradients that asks for is kept as keys, which are not traced."""
+    """Forward under jax.grad. JAX marks the operands to differentiate; `wanted` has their gradients' names as keys."""
     values = {name: operand.value for name, operand in operands.items()}
     of = GRADIENT_OF | _gradients_of_aux(values)
     wanted = {name: () for name, array in of.items() if array in operands and operands[array].perturbed}
@@ -199,12 +199,12 @@ def _(callback: Any, results: Any, primals: Any, tangents: Any) -> Any:
 
 
 def _in_order(operands: dict[str, Any]) -> dict[str, Any]:
-    """q first; JAX hands dictionaries over in the order of the alphabet."""
+    """The operands in the order of OPERANDS, q first; JAX passes dictionaries in alphabetical order."""
     return {name: operands[name] for name in (*OPERANDS, jax_seed.NAME, *_aux_of(operands)) if name in operands}
 
 
 def _gradients_of_aux(operands: dict[str, Any]) -> dict[str, str]:
-    """The names of those that there can be, and of their arrays."""
+    """{name of a possible gradient of aux: name of its array}"""
     names = enumerate(_aux_of(operands))
     return {
         daux_name(number): name
@@ -214,7 +214,7 @@ def _gradients_of_aux(operands: dict[str, Any]) -> dict[str, str]:
 
 
 def _aux_of(names: Iterable[str]) -> tuple[str, ...]:
-    """Of these names those of the arrays that functions read, in their order."""
+    """Those of the names that stand for arrays read by functions, in order."""
     return aux_names(sum(name.startswith("aux") for name in names))
 
 
@@ -223,24 +223,24 @@ def _facts(named: dict[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 class _Plan(NamedTuple):
-    """What a callback does with buffers of these shapes."""
+    """A prepared launch for buffers of given shapes."""
 
     forward: Problem
     launch: Launch
-    where: tuple[int | None, ...]  # which buffer is the kernel's first operand, and so on; None = there is none
-    seed: int | None  # which buffer is the seed
-    layouts: tuple[Layout, ...]  # of the buffers, as one problem has them
-    turns: tuple[tuple[int, ...], ...]  # for each problem, where it begins in each buffer, in bytes
+    where: tuple[int | None, ...]  # for each operand of the kernel the index of its buffer; None = there is none
+    seed: int | None  # the index of the seed's buffer
+    layouts: tuple[Layout, ...]  # layouts of the buffers for one problem
+    turns: tuple[tuple[int, ...], ...]  # turns[problem][buffer]: where the problem begins in the buffer, in bytes
 
 
 @dataclass(frozen=True)
 class _Callback:
-    """What XLA calls. Equal ones are compiled once."""
+    """The function that XLA calls. Equal callbacks are compiled once."""
 
     known: StaticCall
-    names: tuple[str, ...]  # of the operands and then of the results
+    names: tuple[str, ...]  # names of the operands, then of the results
     dtypes: tuple[str, ...]
-    order: ClassVar[tuple[str, ...]]  # of the launch's own operands
+    order: ClassVar[tuple[str, ...]]  # names of the launch's operands, in the launch's order
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash((self.known, self.names, self.dtypes)))
@@ -299,7 +299,7 @@ def _plan(callback: Any, shapes: tuple[tuple[int, ...], ...], device: int | None
     aux = _aux_of(names)
     of_aux = [daux_name(number) for number in range(len(aux))] if any(name.startswith("daux") for name in names) else []
     seed = names.index(jax_seed.NAME) if jax_seed.NAME in names else None
-    # alone: mapped dimensions are none of the batch's
+    # alone: mapped dimensions must not become part of the batch
     folded = fold(names, shapes, callback.known.mapped(shapes[0]), alone=callback.known.reads_entries(seed))
     layouts = tuple(
         arrays.jax_layout(
@@ -329,7 +329,7 @@ _floats.fegetenv(_USUAL)
 
 
 def _run(launch: Launch, operands: Sequence[Array | None], stream: int) -> None:
-    """XLA has subnormal numbers flushed to zero, also while it calls back: all of float16 below 6e-5 would be lost."""
+    """Runs with subnormal numbers. XLA flushes them to zero, also in callbacks: float16 below 6e-5 would be lost."""
     flushing = _Environment()
     _floats.fegetenv(flushing)
     _floats.fesetenv(_USUAL)

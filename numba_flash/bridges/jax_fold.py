@@ -3,7 +3,7 @@
 XLA hands over dense arrays with the mapped dimensions in front: (mapped ..., batch, ...). A dimension over which an
 array is not mapped is 1 long in it. All arrays of a call are walked along these dimensions together. Neighbouring
 dimensions can be one when every array steps through both with one stride. Stride 0 counts: with one batch entry an
-array that is not mapped is read again for each entry. What cannot be one batch is a loop over problems.
+array that is not mapped is read again for each entry. All other dimensions become a loop over problems.
 """
 
 import itertools
@@ -18,15 +18,15 @@ class Fold(NamedTuple):
     """The arrays of one attention problem, and where they begin in each turn of the loop."""
 
     shapes: tuple[tuple[int, ...], ...]
-    strides: tuple[tuple[int, ...], ...]  # in elements
-    starts: tuple[tuple[int, ...], ...]  # of each turn, of each array, in elements
+    strides: tuple[tuple[int, ...], ...]  # strides of each array, in elements
+    starts: tuple[tuple[int, ...], ...]  # starts[turn][array]: where the turn begins in the array, in elements
 
 
 def fold(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], mapped: int, alone: bool = False) -> Fold:
-    """names: of the arrays, as `attention` and `attention_backward` know them. The first one has a whole batch.
+    """Folds mapped dimensions into the batch. names: the arrays' names in attention(); the first has a whole batch.
 
-    shapes: of the arrays as they lie in memory, with `mapped` dimensions in front. alone: no mapped dimension is to
-    become part of the batch; there may then be arrays without a batch, which RANKS does not know.
+    shapes: the arrays' shapes in memory, with `mapped` dimensions in front. alone: no mapped dimension may become part
+    of the batch; there may then be arrays without a batch, which RANKS does not know.
     """
     cores = [
         (1,) * (RANKS[name] + mapped - len(shape) if name in RANKS else 1) + shape[mapped:]
@@ -69,7 +69,7 @@ def _can_be_one(names: tuple[str, ...], extent: int, outer: list[int], batch: in
 
 
 def _steps(walk: tuple[int, ...], entry: int) -> list[int]:
-    """Strides along the dimensions that are walked, over entries of so many elements."""
+    """Strides along the dimensions that are walked, over entries of `entry` elements."""
     return [math.prod(walk[axis + 1 :]) * entry if extent > 1 else 0 for axis, extent in enumerate(walk)]
 
 

@@ -28,7 +28,7 @@ SECOND = f"the second derivative of attention (jax.grad of jax.grad, jax.hessian
 
 
 def _primitive(name: str, words: str) -> Primitive:
-    """One whose evaluation is an error. Its results have the shapes in its parameter `like`."""
+    """A primitive whose evaluation is an error. Its results have the shapes in its parameter `like`."""
     primitive = Primitive(name)
     primitive.multiple_results = True
 
@@ -81,7 +81,7 @@ ad.primitive_jvps[_operand] = _tangents
 
 
 def reverse_only(x: Any) -> Any:
-    """x itself; its tangent can be transposed, and not computed."""
+    """x itself; its tangent can be transposed, but not computed."""
     _refuse_jet()
     return _operand.bind(x)
 

@@ -1,8 +1,8 @@
-"""A seed where JAX traces: an operand, so that another one compiles nothing.
+"""A seed where JAX traces: an operand, so that another seed compiles nothing.
 
-A whole number becomes its two words of 32 bits, because JAX has 64 bits only when asked. A scalar of JAX's stays what
-it is. Kernels take a seed by value, so the callback reads it on the host. On a GPU that waits for what XLA's stream has
-before it, once for all problems of a callback.
+An integer becomes its two words of 32 bits, because JAX has 64 bits only if enabled. A JAX scalar stays as it is.
+Kernels take a seed by value, so the callback reads it on the host. On a GPU the host then waits for earlier work on
+XLA's stream, once for all problems of a callback.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ DTYPES = ("int32", "uint32", "int64", "uint64")
 
 
 def operand_of(seed: Any) -> jax.Array:
-    """What the operation is given. A number that `attention` refuses is refused here, one of an array when it runs."""
+    """The seed as an array for the operation. A bad number raises here, a bad array element when the operation runs."""
     if not isinstance(seed, jax.Array):
         return jax.numpy.asarray(np.array([seed_number(seed)], np.uint64).view(np.uint32))
     if seed.shape or str(seed.dtype) not in DTYPES:
@@ -37,7 +37,7 @@ def operand_of(seed: Any) -> jax.Array:
 def read(
     address: int, shape: tuple[int, ...], layout: Layout, starts: Sequence[int], stream: int
 ) -> list[np.integer[Any]]:
-    """The seeds that begin at these bytes of a buffer of this shape. layout: of one seed."""
+    """The seeds that begin at bytes `starts` of a buffer of this shape. layout: the layout of one seed."""
     found = np.empty(math.prod(shape) // math.prod(layout.shape), "uint64" if layout.shape else layout.dtype)
     if layout.device is None:
         ctypes.memmove(found.ctypes.data, address, found.nbytes)

@@ -1,10 +1,10 @@
 """Arrays that lie on several devices: each device computes its own batch entries and heads.
 
-XLA knows nothing of a callback. It would gather the arrays, and every device would compute everything. So the operation
-has a rule. It may be split along the batch, along the heads (if those of k and v can be split too, or are one), and
-along what jax.vmap mapped over. An array that is broadcast there stays whole, and its gradient is summed over the
-devices. A device counts its batch entries and heads from 0. So a seed, and functions
-that read their numbers, are refused where they are split.
+XLA cannot split a callback. It would gather the arrays, and every device would compute everything. So the operation has
+a sharding rule. It may be split along the batch, along the heads (if those of k and v can be split too, or are one),
+and along dimensions mapped by jax.vmap. An array that is broadcast there stays whole, and its gradient is summed over
+the devices. A device counts its batch entries and heads from 0. So a seed, and functions that read these numbers, are
+refused where they are split.
 """
 
 import functools
@@ -38,16 +38,16 @@ except ImportError:  # before JAX 0.7
 
 BATCH, HEADS, WHOLE = "b", "h", ""  # labels of dimensions; those that were mapped over are "m0", "m1", ...
 WORDS = {BATCH: "batch entry", HEADS: "head"}
-Axes = tuple[str, ...]  # of a mesh
+Axes = tuple[str, ...]  # axis names of a mesh
 
 
 class Rule(NamedTuple):
     """Along which dimensions the arrays of an operation may be split."""
 
-    shapes: tuple[tuple[int, ...], ...]  # of the operands and then of the results
-    labels: tuple[tuple[str, ...], ...]  # of their dimensions: those with the same label are split together
+    shapes: tuple[tuple[int, ...], ...]  # shapes of the operands, then of the results
+    labels: tuple[tuple[str, ...], ...]  # a label for each dimension: dimensions with the same label are split together
     operands: int
-    numbered: dict[str, str]  # label -> the argument whose effect follows from the numbers along it
+    numbered: dict[str, str]  # label -> an argument whose result depends on the indices along it
 
     @staticmethod
     def of(callback: Any, given: Any, results: Any) -> "Rule":
@@ -57,7 +57,7 @@ class Rule(NamedTuple):
         return Rule(shapes, tuple(labels), len(given), _numbered(callback))
 
     def axes(self, mesh: Any, shardings: Any) -> dict[str, Axes]:
-        """label -> the axes of the mesh over which it is split. The first array that is split along it decides."""
+        """label -> the mesh axes over which it is split, from the first array that is split along it."""
         found: dict[str, Axes] = {}
         for labels, sharding in zip(self.labels, shardings, strict=False):
             for label, axis in zip(labels, getattr(sharding, "spec", ()), strict=False):
@@ -90,7 +90,7 @@ class Rule(NamedTuple):
         return [PartitionSpec(*(axes.get(label) for label in labels)) for labels in self.labels]
 
     def of_shardy(self) -> SdyShardingRule:
-        """A dimension that stays whole has a factor of its own; query heads are the heads of k and v times a group."""
+        """The rule for Shardy. A whole dimension has its own factor; query heads have those of KV heads and group."""
         heads = self._extents(HEADS) or [1]
         grouped = {"group": max(heads) // min(heads)} if max(heads) > min(heads) else {}
 
@@ -161,7 +161,7 @@ def _(*given: Any, callback: Any, results: Any, devices: Any) -> Any:
 
 
 def lying_as(operand: Any, gradient: Any) -> Any:
-    """The gradient of an operand, split as the operand's type says, where there are Explicit axes."""
+    """The gradient of an operand, with the sharding in the operand's type if there are Explicit axes."""
     wanted = getattr(jax.typeof(operand), "sharding", None)
     if wanted is None or wanted.spec == jax.typeof(gradient).sharding.spec:
         return gradient
@@ -207,7 +207,7 @@ mlir.register_lowering(operation, _lower)
 
 
 def _sum(x: Any, names: Axes) -> Any:
-    """Over devices, in float32 or more, rounded once."""
+    """The sum of x over devices, in float32 or more, rounded once."""
     wide = jax.numpy.promote_types(x.dtype, jax.numpy.float32)
     return jax.lax.psum(x.astype(wide), names).astype(x.dtype) if names else x
 
@@ -220,10 +220,10 @@ def _split(rule: Rule, results: tuple[jax.ShapeDtypeStruct, ...], computed: Any)
         return tuple(NamedSharding(mesh, spec) for spec in rule.specs(axes)[rule.operands :])
 
     def partition(mesh: Any, operands: Any, whole: Any) -> Any:
-        # How a result is to lie may split an operation that its operands do not, but not one that cannot be split.
+        # A result's wanted sharding may split an operation that its operands do not split, except with `numbered`.
         deciding = operands if rule.numbered else (*operands, *whole)
         axes = rule.axes(mesh, [x.sharding for x in deciding])
-        rule.check(axes)  # not in of_results, an error of which ends the process
+        rule.check(axes)  # not in of_results: an error there ends the process
         shardings = [NamedSharding(mesh, spec) for spec in rule.specs(axes)]
         given, found = shardings[: rule.operands], shardings[rule.operands :]
         parts = tuple(

@@ -1,8 +1,8 @@
-"""Over which axes of a mesh a value differs, inside jax.shard_map(check_vma=True).
+"""Marks the mesh axes over which a value differs, inside jax.shard_map(check_vma=True).
 
-JAX knows it of every value, and demands it of results and gradients. A callback's results come without it. So operands
-that differ over fewer axes than others are first said to differ over all of them, whose transpose sums their gradients
-over these axes; and results differ where the operands do.
+JAX tracks these axes for every value, and checks those of results and gradients. A callback's results have none. So
+operands are first marked as differing over the axes of all operands; the transpose of that sums their gradients over
+the added axes. Results differ over the same axes as the operands.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ def axes_of(values: Iterable[Any]) -> Axes:
 
 
 def varying(x: Any, axes: Axes) -> Any:
-    """x, said to differ over all of these axes."""
+    """x, marked as differing over all of these axes."""
     missing = tuple(sorted(axes - _axes(x), key=str))
     if not missing:
         return x

@@ -1,4 +1,4 @@
-"""StaticCall: what is known of a call when a framework traces or records it."""
+"""StaticCall: the parts of a call that are known when a framework traces or records it."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ NO_VMAP = "{}.vmap takes no attention_varlen: pack the sequences of all mapped e
 
 
 def numbered(functions: Any, label: str) -> str | None:
-    """The function, by its option, that reads the number of the batch entry, "b", or of the head, "h"."""
+    """The option whose function reads the index of the batch entry ("b") or head ("h"); None if no function does."""
     for option, function in zip(FUNCTIONS, functions or (), strict=False):
         if function is not None and reads_argument(function, ARGUMENTS[option].split(", ").index(label)):
             return option
@@ -20,24 +20,24 @@ def numbered(functions: Any, label: str) -> str | None:
 
 
 class StaticCall(NamedTuple):
-    """A call without its arrays: Options without arrays and aux, with its functions as they were read when the
-    framework traced, and the kernel. A seed is in it only if torch gets it as a number."""
+    """A call without its arrays: Options without arrays and aux, the functions as they were read when the framework
+    traced, and the kernel. It contains a seed only if torch gets it as a number."""
 
     options: Options
     kernel: str
-    key: Any = None  # of the Call
+    key: Any = None  # Call.key
 
     @property
     def packed(self) -> bool:
-        """Whether it is one of attention_varlen."""
+        """Whether it is a call of attention_varlen."""
         return isinstance(self.options.layout, Packed)
 
     def mapped(self, q: tuple[int, ...]) -> int:
-        """How many dimensions jax.vmap has put in front of those that q has in a call."""
+        """The number of dimensions that jax.vmap has put in front of q's own."""
         return len(q) - (3 if self.packed else 4)
 
     def reads_entries(self, seed: Any) -> bool:
-        """Whether the number of a batch entry matters: functions are told it, and a seed drops weights by it."""
+        """Whether a result depends on the index of the batch entry: functions may read it, and dropout uses it."""
         return not (self.options.functions is self.options.seed is seed is None)
 
     def plan_key(self, operands: Any, others: tuple[Layout | None, ...], **more: Any) -> PlanKey:

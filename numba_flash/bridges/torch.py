@@ -1,13 +1,13 @@
 """attention() as an operation of torch: autograd, torch.func, torch.compile, torch.export, tracers, FakeTensor.
 
-`numba_flash.attention` comes here by itself for tensors that require grad, and wherever torch records what is done to
-tensors. dispatch/ computes it, as for `attention` and `attention_backward`. What torch must know of it has three forms,
-and here a call is given the one that it needs: an autograd.Function for eager calls (torch_eager.py), which is the
+`numba_flash.attention` calls this module for tensors that require grad, and wherever torch records operations on
+tensors. dispatch/ does the computation, as for `attention` and `attention_backward`. torch sees it in one of three
+forms, and `run` chooses the one that a call needs: an autograd.Function for eager calls (torch_eager.py), which is the
 cheapest; one in the parts that torch.func asks for (torch_func.py, torch_func_backward.py, torch_vmap.py); and
 operations of torch's dispatcher for everything that traces (torch_operations.py). All carry a StaticCall
 (static_call.py).
 
-Autocast leaves them alone, since nothing is cast in silence: q, k and v are of one dtype, as without it.
+Autocast does not affect them: nothing is cast silently, and q, k and v must have one dtype, as without autocast.
 """
 
 from typing import Any
@@ -31,8 +31,8 @@ from .torch_functions import IN_GRAPHS
 from .torch_operations import operation
 
 PLAIN = {Tensor, torch.nn.Parameter, type(None)}  # not a subclass that traces, such as FakeTensor
-# A whole number: torch.compile(dynamic=True) makes a float that is a default an input of the graph, and cannot hand it
-# to the second of two regions under torch.utils.checkpoint.
+# An integer: torch.compile(dynamic=True) turns a float default into an input of the graph, and cannot pass it to the
+# second of two regions under torch.utils.checkpoint.
 NO_DROPOUT = 0
 
 
@@ -50,7 +50,7 @@ def attention(
     kernel: str = "auto",
     **named: Any,
 ) -> Any:
-    """What torch.compile traces in the place of `numba_flash.attention`."""
+    """torch.compile traces this function in place of `numba_flash.attention`."""
     if block_mask is not None:
         named |= in_options(block_mask, named)
     dropout = dict(dropout_p=dropout_p, seed=seed) if dropout_p else {}
@@ -77,7 +77,7 @@ def attention_varlen(
     kernel: str = "auto",
     **named: Any,
 ) -> Any:
-    """The same of `numba_flash.attention_varlen`."""
+    """torch.compile traces this function in place of `numba_flash.attention_varlen`."""
     named |= dict(dropout_p=dropout_p, seed=seed) if dropout_p else {}
     most = bounds(named.pop("max_seqlen_q", None), named.pop("max_seqlen_k", None))
     of_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -90,22 +90,22 @@ def run(call: Call) -> Any:
     """`dispatch.forward.run` for torch tensors, with gradients of q, k, v and the options that have one, also
     through lse.
 
-    The arguments and errors are the same, except that out and stream are refused: a result that has a gradient is
-    memory of autograd's own, and work goes to torch's current stream. The gradients are computed by the kernel of the
-    same name where it has a backward, else by "auto". They have no gradients themselves, and there is no forward mode:
-    asking for those raises NotImplementedError.
+    The arguments and errors are the same, except that out and stream are refused: autograd owns the memory of a result
+    that has a gradient, and work goes to torch's current stream. The kernel of the same name computes the gradients if
+    it has a backward, else "auto" does. Second derivatives and forward mode raise
+    NotImplementedError.
 
     torch.func.grad, vjp, jacrev and vmap take it, in any order. vmap makes the mapped dimension part of the batch and
     calls once. That costs nothing for tensors that are contiguous with the mapped dimension first, and for those that
-    are not mapped and have a batch of 1; others are copied into such a form. With score_mod, mask_mod or dropout, which
-    are told the batch entry, it makes a call for each, in which the entries are those of its own batch.
+    are not mapped and have a batch of 1; others are copied into such a form. score_mod, mask_mod and dropout depend on
+    the batch entry's index. So with these it makes a call for each, which counts the entries of its own batch.
     """
     (q, k, v, out), options, kernel, return_lse = call.operands, call.options, call.kernel, call.return_lse
     if out is not None or call.stream is not None:
         name = "stream" if out is None else "out"
         raise NotImplementedError(f"{name} cannot be given where torch records what is done, as it does for grad")
     if options.functions is not None and torch.compiler.is_compiling() and not IN_GRAPHS:
-        if torch._C._are_functorch_transforms_active():  # which no break of a graph may lie in
+        if torch._C._are_functorch_transforms_active():  # a graph break is not allowed inside a transform
             raise NotImplementedError(NO_FUNCTIONS)
         return _outside_of_the_graph(q, k, v, options, return_lse, kernel)
     if torch.compiler.is_compiling() or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
@@ -152,8 +152,8 @@ def _run_outside(q: Any, k: Any, v: Any, options: Options, return_lse: Any, kern
 
 
 def _outside_of_the_graph(*arguments: Any) -> Any:
-    """torch.compile leaves its graph here and comes back behind it."""
-    import torch._dynamo  # which takes a second, and is there when this is called
+    """torch.compile breaks its graph here and resumes after it."""
+    import torch._dynamo  # takes a second at first; it is loaded whenever torch.compile calls this
 
     return torch._dynamo.disable(_run_outside)(*arguments)
 

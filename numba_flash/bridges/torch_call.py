@@ -1,7 +1,7 @@
-"""A call of attention as every form of it for torch carries it, and what each of them computes with it now.
+"""Flattens a call for torch's operations, and computes results and gradients from it.
 
-Torch is told of tensors one by one. So a call is flattened into its tensors, in one order, and a StaticCall, which is
-all the rest; and unflattened where dispatch/ computes it.
+torch takes tensors one by one. So a call is flattened into its tensors, in one order, and a StaticCall, which has all
+the rest. It is unflattened where dispatch/ computes it.
 """
 
 import functools
@@ -27,7 +27,7 @@ from ..select.rungs import kernel_of_backward
 from .static_call import StaticCall
 from .torch_functions import traced_keys
 
-# The first arguments of both operations, which are tensors; and where the one stands that a gradient is of.
+# The first arguments of both operations, which are tensors; and for each gradient the index of its tensor.
 ARRAYS = ("q", "k", "v", *ARRAY_NAMES, "seed")
 SEED = ARRAYS.index("seed")
 NO_ARRAYS = (None,) * len(OPTION_ARRAYS)
@@ -36,7 +36,7 @@ NO_SECOND_GRADIENTS = "the gradients of numba_flash.attention have no gradients 
 
 
 def flatten(q: Any, k: Any, v: Any, options: Options, kernel: str) -> tuple[tuple[Any, ...], StaticCall]:
-    """-> the tensors in the order of ARRAYS, behind them those of aux, and the rest."""
+    """-> the tensors in the order of ARRAYS, followed by those of aux; and the StaticCall."""
     offsets, q_offset = (options.q_offset, None) if isinstance(options.q_offset, Tensor) else (None, options.q_offset)
     seeds, seed = (options.seed, None) if isinstance(options.seed, Tensor) else (None, options.seed)
     if seeds is not None and (seeds.numel() != 1 or seeds.is_floating_point() or seeds.dtype == torch.bool):
@@ -56,8 +56,8 @@ def _functions_of(given: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def layout_words(layout: Any) -> tuple[Any, ...]:
-    """A layout as an operation takes it: a word, and the bounds of packed sequences as numbers, which a graph may get
-    anew in each run."""
+    """A layout as an operation takes it: a word, and the bounds of packed sequences as numbers, which may differ in
+    each run of a graph."""
     return ("packed", *layout) if isinstance(layout, Packed) else (layout, None, None)
 
 
@@ -75,7 +75,7 @@ def seed_words(seed: Any) -> Tensor:
 
 
 def _seed_of(seed: Tensor) -> Any:
-    """The number of a seed's words; what a caller gave stays what it is."""
+    """The seed as a number, if it is seed_words' tensor; a caller's own tensor as it is."""
     if seed.numel() == 1:
         return seed
     low, high = seed.tolist()
@@ -95,7 +95,7 @@ def unflatten(call: StaticCall, tensors: Any) -> tuple[Any, Any, Any, Options]:
 
 
 def forward_now(call: StaticCall, tensors: tuple[Any, ...]) -> Any:
-    """o and lse of tensors for which torch records nothing now. Raises arrays.NeedsBridge where a tracer does."""
+    """Computes o and lse at once, where torch records nothing. Raises arrays.NeedsBridge where a tracer does record."""
     q, k, v, options = unflatten(call, tensors)
     return dispatch.run(Call((q, k, v, None), options, kernel=call.kernel, key=call.key))
 
@@ -103,7 +103,7 @@ def forward_now(call: StaticCall, tensors: tuple[Any, ...]) -> Any:
 def gradients_now(
     call: StaticCall, wanted: tuple[str, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
 ) -> AttentionGradients:
-    """Of tensors for which torch records nothing now."""
+    """Computes the gradients at once, for tensors for which torch records nothing now."""
     do = torch.zeros_like(o) if do is None else fetchable(do)
     q, k, v, options = unflatten(call, tensors)
     operands, kernel = (q, k, v, o, lse, do, dlse), kernel_of_backward(call.kernel)
@@ -111,7 +111,7 @@ def gradients_now(
 
 
 def fetchable(do: Tensor) -> Tensor:
-    """Of sum().backward() it is one number as a whole array, whose rows no tensor core could fetch."""
+    """do with contiguous rows, as the kernels load them. sum().backward() gives one number broadcast to an array."""
     return do if do.stride(-1) == 1 else do.contiguous()
 
 
@@ -125,7 +125,7 @@ def all_gradients(
 
 @functools.cache
 def wanted_of(needs: tuple[bool, ...]) -> tuple[str, ...]:
-    """The gradients to compute. needs: of q, k and v alone, or of ARRAYS, and behind them of aux."""
+    """The names of gradients to compute. needs: booleans for q, k and v alone, or for ARRAYS followed by aux."""
     of_aux = [daux_name(number) for number, needed in enumerate(needs[len(ARRAYS) :]) if needed]
     of_arrays = [name for name, argument in GRADIENT_OF.items() if argument < len(needs) and needs[argument]]
     return (*of_arrays, *of_aux)

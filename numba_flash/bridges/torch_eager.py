@@ -1,7 +1,7 @@
 """attention() as autograd.Functions, for eager calls: the form that costs the host least.
 
-Nothing but autograd records such a call. Its backward may be recorded too, by create_graph=True, and then it takes one
-of the other forms.
+Only autograd records such a call. With create_graph=True its backward is recorded, too, and then takes one of the other
+forms.
 """
 
 from typing import Any
@@ -28,13 +28,13 @@ from .torch_call import (
 from .torch_func_backward import TransformedGradients
 from .torch_operations import gradients_operation
 
-# Where the gradient of each of ARRAYS stands in AttentionGradients; None: it has none.
+# For each of ARRAYS the index of its gradient in AttentionGradients; None: it has none.
 FOUND_AT = [list(GRADIENT_OF.values()).index(n) if n in GRADIENT_OF.values() else None for n in range(len(ARRAYS))]
 
 
 class Recorded(torch.autograd.Function):
-    """For eager calls. Its arguments are a StaticCall and the tensors: q, k and v where that has all else, or those
-    of ARRAYS and aux. Results are o alone, or o and lse."""
+    """For eager calls. Its arguments are a StaticCall and tensors: q, k and v alone if there are no others, or those
+    of ARRAYS and aux. It returns o alone."""
 
     @staticmethod
     def forward(ctx: Any, call: StaticCall, *tensors: Any) -> Any:
@@ -76,7 +76,7 @@ class RecordedCached(Recorded):
 
 
 class RecordedBoth(Recorded):
-    """With lse as a result, which then has a gradient."""
+    """Recorded, but returns lse, too; so lse has a gradient."""
 
     @staticmethod
     def forward(ctx: Any, call: StaticCall, *tensors: Any) -> Any:
@@ -87,7 +87,7 @@ class RecordedBoth(Recorded):
         return o, lse
 
 
-# The inherited method, past Function's own: that looks for transforms, as `attention` has done, in 4 us.
+# The C base class's apply. Function's own also looks for transforms, in 4 us; `attention` has done that already.
 record = super(torch.autograd.Function, Recorded).apply
 record_cached = super(torch.autograd.Function, RecordedCached).apply
 record_both = super(torch.autograd.Function, RecordedBoth).apply
@@ -96,7 +96,7 @@ record_both = super(torch.autograd.Function, RecordedBoth).apply
 def _gradients_of(
     call: StaticCall, needs: tuple[bool, ...], do: Any, dlse: Any, o: Any, lse: Any, tensors: Any
 ) -> tuple[Tensor | None, ...]:
-    """Of the tensors of an eager call. needs: whose gradients are wanted."""
+    """Gradients of an eager call's tensors. needs: for each tensor whether its gradient is wanted."""
     wanted, aux = wanted_of(needs), range(len(tensors) - len(ARRAYS))
     try:
         found = gradients_now(call, wanted, do, dlse, o, lse, tensors)

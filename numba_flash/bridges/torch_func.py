@@ -1,7 +1,7 @@
-"""attention() in the parts that torch.func asks for: grad, vjp, jacrev and vmap, in any order.
+"""attention() in the parts that torch.func requires: for grad, vjp, jacrev and vmap, in any order.
 
-torch.func comes down its transforms one by one, and calls `forward` below all of them. So nothing but a tracer can
-record what is done there.
+torch.func applies its transforms one by one, and calls `forward` below all of them. So only a tracer can record the
+operations there.
 """
 
 import functools
@@ -18,7 +18,7 @@ from .torch_operations import operation
 
 
 class Transformed(Recorded):
-    """For torch.func, which takes a forward apart and wants to be told what its transforms make of it."""
+    """For torch.func, which requires forward, setup_context and vmap as separate methods."""
 
     @staticmethod
     def forward(call: StaticCall, *tensors: Any) -> Any:  # type: ignore[override]

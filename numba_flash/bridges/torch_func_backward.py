@@ -1,4 +1,4 @@
-"""The gradients of attention() as a function of their own: torch.func's transforms take a backward apart, too."""
+"""The gradients of attention() as an autograd.Function: torch.func's transforms apply to a backward, too."""
 
 import functools
 from typing import Any
@@ -14,7 +14,7 @@ from .torch_operations import gradients_operation
 
 
 class TransformedGradients(torch.autograd.Function):
-    """The backward of `Transformed`, which transforms take apart in their turn."""
+    """The backward of `Transformed`, to which transforms apply in turn."""
 
     @staticmethod
     def forward(call: StaticCall, wanted: tuple[str, ...], *tensors: Any) -> Any:

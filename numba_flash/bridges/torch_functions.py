@@ -1,8 +1,8 @@
-"""score_mod and mask_mod in a graph of torch, whose operation is given the key of each, which is a word.
+"""score_mod and mask_mod in a graph of torch: the operation takes a string for each, its key.
 
-A key names what a function computes, with the numbers that it captures as they were when it was traced. Before each run
-of a graph torch.compile asks whether all that its code read is still the same. So it traces `_captured`, which reads
-what a function captures. The table of functions only grows: by one for each that there is a graph of.
+A key identifies what a function computes, with its captured numbers as they were when it was traced. Before each run of
+a graph torch.compile checks that everything its code read is unchanged. So it traces `_captured`, which reads the
+numbers that a function captures. The table of functions only grows, by one for each function in a graph.
 """
 
 import functools
@@ -19,7 +19,7 @@ from ..functions.function import Function, attributes_of, globals_of
 from ..problem.options import FUNCTIONS
 from .static_call import numbered
 
-IN_GRAPHS = torch.__version__ >= (2, 13)  # what older ones make of `_captured` was not tried
+IN_GRAPHS = torch.__version__ >= (2, 13)  # older versions were not tried with `_captured`
 _functions: dict[str, Function] = {}
 
 
@@ -48,7 +48,7 @@ def keys_of(functions: Any) -> tuple[str | None, ...]:
 
 
 def of_block_mask(x: Any) -> Any:
-    """The function of a BlockMask: what it keeps of its tiles is no part of a graph."""
+    """The function of a BlockMask; the tile states that it keeps are not part of a graph."""
     return x.function if isinstance(x, BlockMask) else x
 
 
@@ -73,8 +73,8 @@ def traced_keys(given: tuple[Any, ...]) -> tuple[tuple[str | None, ...], tuple[A
 
 
 def _key(option: str, function: Any, captured: Any, given: Any = (), names: Any = (), named: Any = ()) -> str:
-    """Of a function, or of functools.partial(function, ...). torch.compile makes all arguments constants, and asks for
-    them before each run."""
+    """Key of a function, or of functools.partial(function, ...). torch.compile guards the arguments: it makes them
+    constants, and compares them before each run."""
     if given or names:
         function = functools.partial(function, *given, **dict(zip(names, named, strict=True)))
     return key_of(option, function)
@@ -85,14 +85,14 @@ def numbered_by_keys(keys: tuple[str | None, ...], label: str) -> str | None:
 
 
 def _number(x: Any) -> Any:
-    """Of a number that torch lets differ from run to run the value in this one."""
+    """The value in this run of a number that torch traces as a symbol."""
     if isinstance(x, bool | int | float):
         (x,) = {x}
     return x
 
 
 def _captured(x: Any) -> Any:
-    """The numbers that a function captures, also by the functions that it calls."""
+    """The numbers that a function captures, and those captured by the functions that it calls."""
     if isinstance(x, bool | int | float):
         return _number(x)
     if isinstance(x, tuple):
@@ -104,7 +104,7 @@ def _captured(x: Any) -> Any:
         return None
     try:
         cells = x.__closure__ or ()
-    except AttributeError:  # of a function that the traced code makes
+    except AttributeError:  # a function that the traced code makes has no __closure__
         cells = None
     names = _names(x, cells is not None).split()
     module = sys.modules[x.__module__]
@@ -122,7 +122,7 @@ def _captured(x: Any) -> Any:
 
 
 def _names(function: Any, from_outside: bool) -> str:
-    """The globals that it reads. Refuses what torch.compile would not see change."""
+    """The globals that it reads. Refuses those whose changes torch.compile would not notice."""
     names = globals_of(function.__code__)
     if vars(sys.modules.get(function.__module__, types)) is not function.__globals__:
         raise NotImplementedError(f"{_place(function)} is of no module, and torch.compile cannot ask what it captures")
@@ -147,6 +147,6 @@ def _place(function: Any) -> str:
     return f"{function.__name__} ({function.__code__.co_filename}, line {function.__code__.co_firstlineno})"
 
 
-# What torch.compile calls, and does not trace.
+# torch.compile calls these and does not trace them.
 for _constant in (_key, _names, _attributes, numbered_by_keys):
     vars(_constant)["_dynamo_marked_constant"] = True

@@ -1,8 +1,8 @@
 """attention() and its gradients as operations of torch's dispatcher, with schemas and the shapes of their results.
 
-Everything that traces sees them there: torch.compile, torch.export, tracers, modes, FakeTensor, the meta device, and
-torch.func inside of those. torch.library.custom_op makes operations that torch.func.grad cannot differentiate, so that
-they are made of what lies below it: `_recorded` is what custom_op registers, for one level of transforms at a time.
+All tracers see them there: torch.compile, torch.export, tracers, modes, FakeTensor, the meta device, and torch.func
+inside of those. torch.func.grad cannot differentiate operations of torch.library.custom_op. So this module uses the
+layer below: `_recorded` replaces custom_op's autograd, and handles one level of transforms at a time.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ _transforms_are_active = torch._C._are_functorch_transforms_active
 def operation(tensors: tuple[Any, ...], call: StaticCall) -> tuple[Tensor, Tensor]:
     """Calls torch's dispatcher, so that tracers see one operation. That costs 75 us."""
     if any(type(x).__name__ == "DTensor" for x in tensors):
-        from .torch_sharding import attend  # which loads torch.distributed.tensor
+        from .torch_sharding import attend  # loads torch.distributed.tensor
 
         return attend(operation, tensors, call)
     names = (*ARRAYS, *[f"aux[{number}]" for number in range(len(tensors) - len(ARRAYS))])
@@ -94,9 +94,9 @@ def recorded(q: Tensor, k: Tensor, v: Tensor, options: Options, kernel: str) -> 
 def schema_arguments(
     tensors: tuple[Any, ...], call: StaticCall, more: tuple[Any, ...] = (), numbers: tuple[Any, ...] = ()
 ) -> Any:
-    """A call as an operation takes it, with the further arguments that `define` was told of.
+    """A call's arguments for an operation, with the `more` and `numbers` of `define`.
 
-    A seed is a tensor there, so that another one makes no other graph, and may be any number from 0 to below 2**64.
+    A seed is a tensor, so that another seed needs no other graph. It may be any number from 0 to below 2**64.
     """
     causal, window, q_offset, own, _, _, layout, seed = call.options
     if seed is not None:
@@ -121,7 +121,7 @@ def from_schema(rest: tuple[Any, ...]) -> StaticCall:
 
 
 def _arguments_with_functions(tensors: tuple[Any, ...], call: StaticCall) -> Any:
-    """A call as attention_with_functions takes it."""
+    """A call's arguments for the operation attention_with_functions."""
     own = len(ARRAYS)
     return schema_arguments(tensors[:own], call, (), (*keys_of(call.options.functions), list(tensors[own:])))
 
@@ -142,8 +142,8 @@ def define(name: str, more: tuple[str, ...] = (), numbers: tuple[str, ...] = (),
     """The operations numba_flash::`name` and numba_flash::`name`_backward.
 
     more, numbers: the schema of further tensors and numbers; the last may be _AUX, a list of tensors. way(tensors,
-    call, *more, *numbers), where the numbers are known: -> what is computed of them, and what makes a gradient of that
-    one of what was given.
+    call, *more, *numbers) runs when the numbers are known. -> the tensors and the call to compute, and a function that
+    turns their gradients into those of the given tensors.
     """
     own, read = len(ARRAYS), len(ARRAYS) + len(more)
     end, has_aux = read + len(_REST), numbers[-1:] == (_AUX,)
@@ -153,7 +153,7 @@ def define(name: str, more: tuple[str, ...] = (), numbers: tuple[str, ...] = (),
         return way(tensors[:own], from_schema(arguments[read:end]), *tensors[own:], *arguments[end:])
 
     def packs(tensors: Any, arguments: Any) -> bool:
-        """Whether packed sequences are computed in the place of a batch of one."""
+        """Whether packed sequences are computed in place of a batch of one."""
         return tensors[0].dim() < arguments[0].dim()
 
     def compute(*arguments: Any) -> Any:
@@ -171,7 +171,7 @@ def define(name: str, more: tuple[str, ...] = (), numbers: tuple[str, ...] = (),
         return [given_back(*pair) for pair in zip(names, found, strict=True)]
 
     def fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        axes = LAYOUTS.get(others[read - 3 + _LAYOUT], (1, 0))  # of packed sequences (heads, rows)
+        axes = LAYOUTS.get(others[read - 3 + _LAYOUT], (1, 0))  # lse's axes in q; packed sequences have (heads, rows)
         of_lse = tuple(q.shape[axis] for axis in axes[: q.dim() - 1])
         lse = q.new_empty(of_lse, dtype=torch.promote_types(q.dtype, torch.float32))
         return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
@@ -181,7 +181,7 @@ def define(name: str, more: tuple[str, ...] = (), numbers: tuple[str, ...] = (),
         return [of[place(name)].new_empty(of[place(name)].shape) for name in wanted.split()]
 
     def place(gradient: str) -> int:
-        """Where that stands which a gradient is of, with aux behind all others."""
+        """The index of the tensor that a gradient belongs to; aux comes behind all others."""
         found = GRADIENT_OF.get(gradient)
         return end + len(numbers) - 1 + int(gradient[5:-1]) if found is None else found
 
@@ -201,7 +201,7 @@ def define(name: str, more: tuple[str, ...] = (), numbers: tuple[str, ...] = (),
         return tuple(result)
 
     def flops(products: int, products_v: int, shapes: Any) -> int:
-        """As torch counts its own attention: with each key that a query has, also those that it does not see."""
+        """Counted as torch counts its own attention: each query with all keys, also those that it does not see."""
         (q, k, v), (layout, _, most) = shapes[:3], shapes[read + _LAYOUT : end - 1]
         if layout == "packed":
             keys = k[0] if most is None else min(k[0], most)
@@ -225,17 +225,17 @@ def define(name: str, more: tuple[str, ...] = (), numbers: tuple[str, ...] = (),
 
 
 def _without_grad(tensors: Any) -> tuple[Any, ...]:
-    """Inside an operation tensors still say that they require grad, though nothing is recorded there."""
+    """The tensors detached: inside an operation they still require grad, although nothing is recorded there."""
     return tuple([None if x is None else x.detach() for x in tensors])
 
 
 def _flat(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """With aux, a list that comes last, as arguments of their own."""
+    """Arguments with aux, a list at the end, flattened into single arguments."""
     return (*arguments[:-1], *arguments[-1]) if isinstance(arguments[-1], list) else arguments
 
 
 def _defined(name: str, schema: str, compute: Any, fake: Any, save: Any, gradients: Any) -> Any:
-    """An operation of torch's dispatcher."""
+    """Defines an operation of torch's dispatcher."""
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
     defined = getattr(torch.ops.numba_flash, name).default
@@ -245,7 +245,7 @@ def _defined(name: str, schema: str, compute: Any, fake: Any, save: Any, gradien
 
 
 def _recorded(defined: Any, save: Any, gradients: Any) -> Any:
-    """What autograd, or one transform of torch.func, makes of a call before it goes on below."""
+    """The operation's autograd kernel: records for autograd or one torch.func transform, then redispatches."""
 
     count = len(defined._schema.arguments)
     has_list = defined._schema.arguments[-1].name == "aux"
@@ -259,7 +259,7 @@ def _recorded(defined: Any, save: Any, gradients: Any) -> Any:
     class Recorded(torch.autograd.function._SingleLevelFunction):
         @staticmethod
         def forward(ctx: Any, keyset: Any, *arguments: Any) -> Any:
-            # the next transform records too, for which autograd has switched that off here
+            # the next transform records too, but autograd has disabled grad here
             outer = torch.enable_grad() if _transforms_are_active() else contextlib.nullcontext()
             with outer:
                 found = below(keyset, arguments)
@@ -274,7 +274,7 @@ def _recorded(defined: Any, save: Any, gradients: Any) -> Any:
         jvp = staticmethod(no_tangents)
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
-        arguments = _flat(arguments)  # autograd looks for no tensors in a list
+        arguments = _flat(arguments)  # autograd ignores tensors in a list
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         recording.refuse_tangents(tensors)
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
@@ -290,13 +290,13 @@ _FORMULAS: dict[Any, Any] = {}
 
 
 def _register_formula(defined: Any, formula: Any) -> None:
-    """Tells torch.utils.flop_counter how many floating-point operations a call of this operation is."""
+    """Tells torch.utils.flop_counter how many floating-point operations a call of this operation takes."""
     packet = defined._overloadpacket
     _FORMULAS[packet] = flop_counter.register_flop_formula(packet)(formula)
 
 
 def _give_formulas() -> None:
-    """To a FlopCounterMode that is older than this module: it has a copy of the formulas that there were."""
+    """Adds our formulas to a FlopCounterMode made before this module was loaded: it has copied the older ones."""
     for mode in _get_current_dispatch_mode_stack():
         registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)
         if registry is not None:
@@ -332,7 +332,7 @@ def _map_gradients(info: Any, in_dims: tuple[Any, ...], wanted: str, *arguments:
 
 
 def _map_with_functions(defined: Any) -> Any:
-    """A call for each entry, since functions are told the number of the batch entry."""
+    """vmap's rule: a call for each entry, since functions get the index of the batch entry."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
         count, dims = len(arguments) - 1, (*in_dims[:-1], *in_dims[-1])

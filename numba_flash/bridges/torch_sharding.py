@@ -1,8 +1,8 @@
 """attention of DTensors: each device computes its own batch entries and heads, and nothing is sent.
 
-q says how the call is split: along each dimension of its mesh it is sharded over the batch, sharded over the heads, or
-replicated. The other arrays must be split likewise, and replicated where they are broadcast, as aux is. The gradient of
-what is broadcast is then a sum over devices (Partial), which DTensor forms when somebody needs it.
+q determines the split: along each dimension of its mesh it is sharded over the batch, sharded over the heads, or
+replicated. The other arrays must be split in the same way, but broadcast ones and aux must be replicated. The gradient
+of a broadcast array is then a sum over devices (Partial), which DTensor forms when it is needed.
 """
 
 import math
@@ -21,7 +21,7 @@ BATCH, HEADS = "batch", "heads"
 
 
 def attend(operation: Any, tensors: tuple[Any, ...], call: StaticCall) -> Any:
-    """(o, lse) as DTensors, of `operation` for the parts of each device. tensors: as in ARRAYS."""
+    """Runs `operation` on each device's parts. -> (o, lse) as DTensors. tensors: as in ARRAYS."""
     q, k = tensors[:2]
     if not isinstance(q, DTensor):
         raise TypeError("all arrays must be of one kind, but q is no DTensor beside DTensors")
@@ -50,7 +50,7 @@ def attend(operation: Any, tensors: tuple[Any, ...], call: StaticCall) -> Any:
 
 
 def _split_of(placement: Placement, layout: Any) -> str:
-    """What q is sharded over along a dimension of the mesh: BATCH, HEADS or "" if it is replicated."""
+    """The dimension of q that a placement shards: BATCH, HEADS or "" if q is replicated."""
     if placement.is_replicate():
         return ""
     names = {_axis("q", None, split, layout): split for split in (BATCH, HEADS)}
@@ -64,7 +64,7 @@ def _split_of(placement: Placement, layout: Any) -> str:
 
 
 def _axis(name: str, x: Any, split: str, layout: Any) -> int | None:
-    """The axis of an array that `split` is about; None if it has none, or is broadcast along it."""
+    """The axis of an array for `split` (BATCH or HEADS); None if it has none, or is broadcast along it."""
     number = (BATCH, HEADS).index(split)
     packed = layout not in LAYOUTS
     if name in ("q", "k", "v", "o"):
@@ -87,7 +87,7 @@ def _of_gradient(placement: Placement, split: str) -> Placement:
 
 
 def _check_functions(functions: Any, splits: list[str]) -> None:
-    """A device counts its batch entries and heads from 0."""
+    """Refuses functions that read an index which is split: a device counts batch entries and heads from 0."""
     for split in {*splits} & {BATCH, HEADS} if functions is not None else ():
         option = numbered_by_keys(keys_of(functions), split[0])
         if option is not None:
@@ -98,14 +98,14 @@ def _check_functions(functions: Any, splits: list[str]) -> None:
 
 
 def _check_heads(heads_kv: int, mesh: Any, splits: list[str]) -> None:
-    """Query heads stay beside their KV head if each device has as many KV heads."""
+    """Checks that all devices get equally many KV heads, so that query heads stay with their KV head."""
     devices = math.prod([size for size, split in zip(mesh.shape, splits, strict=True) if split == HEADS])
     if heads_kv % devices:
         raise NotImplementedError(f"k has {heads_kv} heads, which cannot be shared out evenly to {devices} devices")
 
 
 def _check_batch(q: DTensor, splits: list[str], layout: Any) -> None:
-    """The results' shapes are told from the parts', which takes parts of one size. Each device sees it by its own."""
+    """Checks that all parts have one size: results' shapes are computed from a part's. Each device checks its own."""
     if BATCH not in splits:
         return
     axis = LAYOUTS[layout][0]

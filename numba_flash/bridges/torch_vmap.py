@@ -1,9 +1,9 @@
 """torch.vmap of attention: the mapped dimension becomes part of the batch, so that it stays one call. Where the
 number of a batch entry matters (static_call.py), each gets a call of its own instead.
 
-Of arrays that are mapped with the batch this is a view where their strides allow it, which is so when the mapped
-dimension comes first, and a copy where not. An array that is not mapped is repeated: without memory where it has a
-batch of 1, else by copies, as many as there are in the mapped dimension.
+For a mapped array this is a view if its strides allow it, as when the mapped dimension comes first; otherwise it is a
+copy. An array that is not mapped is repeated: without memory if it has a batch of 1, otherwise by a copy for each index
+of the mapped dimension.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from .torch_call import ARRAYS, GRADIENT_OF, SEED
 
 
 def map_forward(attend: Callable[..., Any], size: int, dims: tuple[Any, ...], call: StaticCall, tensors: Any) -> Any:
-    """The results of attend(*tensors), and where they are mapped. dims: where each tensor is; size: how often."""
+    """-> attend(*tensors), and its mapped dimensions. dims: each tensor's mapped dimension; size: its length."""
     if call.packed:
         raise NotImplementedError(NO_VMAP.format("torch"))
     if call.reads_entries(tensors[SEED]):
@@ -36,7 +36,7 @@ def map_gradients(
     wanted: tuple[str, ...],
     tensors: Any,
 ) -> Any:
-    """The same of gradients. tensors: do, dlse, o, lse, and those of the forward."""
+    """map_forward for gradients. tensors: do, dlse, o, lse, and those of the forward."""
     if call.reads_entries(tensors[4 + SEED]):
         return one_by_one(compute, size, dims, tensors)
     names = ("do", "dlse", "o", "lse", *ARRAYS)
@@ -46,10 +46,10 @@ def map_gradients(
     folded: dict[str, Any] = {
         name: fold(name, x, dim, size, batch, own=name in of.values()) for name, (x, dim) in given.items()
     }
-    folded["lse"] = folded["lse"].contiguous()  # kernels read it so, and of a batch of 1 it is repeated without memory
+    folded["lse"] = folded["lse"].contiguous()  # kernels need it; a batch of 1 was repeated without memory
     for name in of.values():
         if is_summed(name, *given[name], batch):
-            folded[name] = folded[name].to(given["lse"][0].dtype)  # rounded once, when all is added up
+            folded[name] = folded[name].to(given["lse"][0].dtype)  # rounded once, after the sum
     results = [
         unfold_gradient(gradient, name, own_shape(*given[name]), size, batch).to(given[name][0].dtype)
         for gradient, name in zip(compute(*folded.values()), of.values(), strict=True)
@@ -58,8 +58,8 @@ def map_gradients(
 
 
 def fold(name: str, x: Tensor | None, dim: int | None, size: int, batch: int, own: bool = False) -> Tensor | None:
-    """An argument of one call for all of the mapped dimension. dim: where it stands in x, None = nowhere; size: how
-    long it is; own: each is to have a gradient of its own, also of what all of them share."""
+    """x with the mapped dimension folded into the batch. dim: the mapped dimension of x, None = x is not mapped; size:
+    its length; own: each index gets a gradient of its own, also if all of them share x."""
     if x is None:
         return None
     if name in BROADCAST:
@@ -74,7 +74,7 @@ def fold(name: str, x: Tensor | None, dim: int | None, size: int, batch: int, ow
 
 
 def unfold_gradient(gradient: Tensor, name: str, shape: tuple[int, ...], size: int, batch: int) -> Tensor:
-    """The gradient of what `fold` made of an argument of this shape, as that of the argument; it is mapped in front."""
+    """The gradient of `fold`'s result as that of its argument, of this shape, with the mapped dimension in front."""
     gradient = unfold(gradient, size, batch)
     if _serves_whole_batch(name, shape):
         gradient = gradient.sum(1)
@@ -96,7 +96,7 @@ def _serves_whole_batch(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def one_by_one(call: Callable[..., Any], size: int, in_dims: tuple[Any, ...], tensors: tuple[Any, ...]) -> Any:
-    """The rule of a call whose mapped dimension cannot be part of the batch: a call for each."""
+    """The vmap rule if the mapped dimension cannot be part of the batch: a call for each index."""
     results = [
         call(*[x if dim is None else x.select(dim, number) for x, dim in zip(tensors, in_dims, strict=True)])
         for number in range(size)
@@ -106,7 +106,7 @@ def one_by_one(call: Callable[..., Any], size: int, in_dims: tuple[Any, ...], te
 
 
 def own_shape(x: Tensor, dim: int | None) -> tuple[int, ...]:
-    """Of each in the mapped dimension."""
+    """Shape of one entry of the mapped dimension."""
     return tuple(n for at, n in enumerate(x.shape) if dim is None or at != dim % x.ndim)
 
 

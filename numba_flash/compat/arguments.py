@@ -1,4 +1,4 @@
-"""Arguments that several signatures share, and errors in the words of the signature that was called."""
+"""Arguments that several signatures share, and errors with the argument names of the signature that was called."""
 
 import operator
 import re
@@ -10,7 +10,7 @@ NUMBER = (float, int, np.floating, np.integer)
 
 
 def probability(name: str, value: Any, may_be_one: bool = False) -> float:
-    """From a signature that has a default of 0 for none."""
+    """Checks a dropout probability of a signature where 0 means none. -> a Python float"""
     if not isinstance(value, NUMBER) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {described(value)}")
     if not (0 <= value < 1 or may_be_one and value == 1):
@@ -20,8 +20,8 @@ def probability(name: str, value: Any, may_be_one: bool = False) -> float:
 
 
 def number(name: str, value: Any) -> Any:
-    """A Python number for a NumPy scalar. An array of one number is refused: a kernel takes a number, and to read it
-    from a GPU the host would have to wait."""
+    """A NumPy scalar as a Python number. Refuses an array of one number: a kernel takes a number, and the host would
+    have to wait to read it from a GPU."""
     if isinstance(value, (int, float)):  # first, as torch.compile does not know NumPy's kinds
         return value
     if isinstance(value, np.floating | np.integer):
@@ -35,7 +35,7 @@ def number(name: str, value: Any) -> Any:
 
 
 def described(value: Any) -> str:
-    """What was given, without the numbers of an array, which may be many and on a GPU."""
+    """A value's text for an error message: type and shape of an array, since its numbers may be many and on a GPU."""
     shape = getattr(value, "shape", None)
     return repr(value) if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
 
@@ -62,7 +62,7 @@ def window_sides(window_size: Any) -> tuple[int | None, int | None]:
 
 
 def refuse_pages(block_table: Any, num_splits: int | None = None) -> None:
-    """What a packed signature has for decoding and no kernel has yet."""
+    """Raises for block_table and num_splits of packed signatures, which no kernel implements yet."""
     if block_table is not None:
         raise NotImplementedError(
             "block_table: pages of a cache are not implemented yet; pass keys and values that follow each other"

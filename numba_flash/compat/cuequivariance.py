@@ -31,14 +31,14 @@ def triangle_attention(
     come without batch. kv_lengths: int32 (batch, tokens, 1, 1, 1), how many keys are valid. scale: None = head_dim **
     -0.5. torch tensors and JAX arrays get gradients, also that of bias, which is summed over the tokens.
 
-    A batch of one is one call. Of a larger one each entry is a call of its own, because no stride leads from one
-    entry's bias to the next while the tokens share it; the results are stacked, which is a copy of them.
+    A batch of one is one call. In a larger batch each entry is a call of its own, because no strides can express a bias
+    that differs between entries and that all tokens share. The results are then stacked, which copies them.
 
-    It differs from cuEquivariance in this: a query without a valid key gives 0, not the mean of v; nothing is cast, and
-    mask must be bool; rows that one call computes must be views, as of contiguous arrays.
+    Differences from cuEquivariance: a query without a valid key gives 0, not the mean of v; nothing is cast; mask must
+    be bool; the leading dimensions of one call must merge by views, as in contiguous arrays.
 
     return_aux: return (o, lse, largest), lse and the largest score of each query (batch, tokens, heads, seqlen_q, 1),
-    in float32 (float64 for float64). largest has no gradient, is computed by a second pass, and not where JAX traces.
+    in float32 (float64 for float64). A second pass computes largest. It has no gradient, and JAX cannot trace it.
 
     Raises what `numba_flash.attention` raises.
     """

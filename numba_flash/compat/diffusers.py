@@ -6,11 +6,11 @@ from torch import Tensor
 
 from .torch import scaled_dot_product_attention
 
-TAKEN = {"register", "_backends", "_supported_arg_names"}  # of diffusers' registry
+TAKEN = {"register", "_backends", "_supported_arg_names"}  # attributes of diffusers' registry that this module uses
 
 
 def register(name: str = "numba") -> str:
-    """From now on diffusers' models take set_attention_backend(name). Returns the name.
+    """Registers numba_flash as an attention backend of diffusers, for set_attention_backend(name). Returns the name.
 
     >>> numba_flash.compat.diffusers.register()
     >>> pipeline.transformer.set_attention_backend("numba")

@@ -1,4 +1,4 @@
-"""FlashInfer's decode and prefill over pages, as plain functions of the arrays that its wrappers plan and run with.
+"""FlashInfer's decode and prefill over pages, as plain functions of the arrays that its wrappers take.
 
 There is no plan and no workspace: a call reads its arrays on the device. The pages of sequence b are
 kv_indices[kv_indptr[b]] to kv_indices[kv_indptr[b + 1] - 1], and the last of them has kv_last_page_len[b] keys.
@@ -73,7 +73,7 @@ def batch_decode_with_paged_kv_cache(
     sinks: Any = None,
     return_lse: bool = False,
 ) -> Any:
-    """What BatchDecodeWithPagedKVCacheWrapper computes.
+    """Attention of one query per sequence to a paged cache, like FlashInfer's BatchDecodeWithPagedKVCacheWrapper.
 
     >>> o = batch_decode_with_paged_kv_cache(q, cache, kv_indptr, kv_indices, kv_last_page_len)
 
@@ -115,13 +115,13 @@ def batch_prefill_with_paged_kv_cache(
     sinks: Any = None,
     return_lse: bool = False,
 ) -> Any:
-    """What BatchPrefillWithPagedKVCacheWrapper computes: the keys of the queries are in the cache already.
+    """Attention of packed queries to a paged cache, which holds their own keys already.
 
     >>> o = batch_prefill_with_paged_kv_cache(q, cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_len, causal=True)
 
     q: (total, heads, head_dim); qo_indptr: int32 (batch + 1,), where each sequence's queries begin and end. All others:
     as for batch_decode_with_paged_kv_cache. The result is (total, heads, head_dim), and lse (total, heads) in base 2.
-    custom_mask is not taken: `attention_kvcache` takes a mask_mod.
+    FlashInfer's BatchPrefillWithPagedKVCacheWrapper also takes custom_mask; for that `attention_kvcache` has mask_mod.
     """
     _check_dimensions(3, q=q)
     (k, v), layout = _caches(paged_kv_cache), _layout(kv_layout)
@@ -189,12 +189,12 @@ def _check_dimensions(wanted: int, **given: Any) -> None:
 
 
 def _pages(kv_indptr: Any, kv_indices: Any, kv_last_page_len: Any, k: Any, layout: str) -> dict[str, Any]:
-    """Where keys are, as attention_kvcache takes it."""
+    """The pages and lengths as arguments of attention_kvcache."""
     named = dict(kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)
     for name, x in named.items():
         if not hasattr(x, "shape") or len(x.shape) != 1:
             raise TypeError(f"{name} must be an int32 array of 1 dimension, not {described(x)}")
-    if kv_last_page_len.shape[0] != kv_indptr.shape[0] - 1:  # one of (1,) would be broadcast
+    if kv_last_page_len.shape[0] != kv_indptr.shape[0] - 1:  # a shape of (1,) would be broadcast
         shapes = tuple(kv_last_page_len.shape), tuple(kv_indptr.shape)
         raise ValueError(
             f"kv_last_page_len must have shape (batch,) and kv_indptr (batch + 1,), not {shapes[0]} and {shapes[1]}"

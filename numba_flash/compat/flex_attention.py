@@ -1,4 +1,4 @@
-"""The signature of torch.nn.attention.flex_attention, with or without torch.compile, and what makes its block masks."""
+"""The signature of torch.nn.attention.flex_attention, with or without torch.compile, with torch's block masks."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from . import traced
 from .arguments import number, renamed
 
 NAMES = dict(q="query", k="key", v="value")
-EMPTY, PARTIAL, FULL = range(3)  # of a block: no key of it is seen, mask_mod decides, all are
+EMPTY, PARTIAL, FULL = range(3)  # states of a block: it sees no key, mask_mod decides, it sees all
 
 
 def flex_attention(
@@ -48,13 +48,13 @@ def flex_attention(
     query: (batch, heads, seqlen_q, head_dim); key: (batch, heads_kv, seqlen_k, head_dim); value: (batch, heads_kv,
     seqlen_k, head_dim_v). key and value may have a batch of 1, and with enable_gqa=True fewer heads, which divide
     query's. scale: a number; None = head_dim ** -0.5.
-    score_mod: (score, b, h, q_idx, kv_idx) -> score, of torch's operations on numbers. What it captures may be numbers,
-    and tensors, of which it reads a number each time, as in bias[h, q_idx]. It is called once a call, and compiled for
-    kernels when it computes something new (numba_flash/compat/traced.py).
-    block_mask: of torch's create_block_mask. Each of its blocks is hidden, seen whole or left to its mask_mod as there.
-    GPU kernels find anew which of their own tiles that leaves, and skip the others (`numba_flash.attention`, mask_mod).
-    Real numbers, and so the dtype of score, are float32, for float64 tensors float64.
-    kernel_options: of torch's kernels; they change no result, and nothing is made of them here.
+    score_mod: (score, b, h, q_idx, kv_idx) -> score, made of torch's operations on numbers. It may capture numbers, and
+    tensors of which it reads single elements, as in bias[h, q_idx]. Each call of flex_attention calls it once, and
+    compiles it for kernels when it computes something new (numba_flash/compat/traced.py).
+    block_mask: a result of torch's create_block_mask. As in torch, each of its blocks is hidden, seen whole, or decided
+    by its mask_mod. GPU kernels find which of their own tiles are empty, and skip these (`numba_flash.attention`).
+    Real numbers, and so the dtype of score, are float32 (float64 for float64 tensors).
+    kernel_options: ignored; they tune torch's kernels and change no result.
 
     Returns o (batch, heads, seqlen_q, head_dim_v); with return_lse=True (o, lse), lse (batch, heads, seqlen_q) in
     float32, or float64 for float64; with return_aux=AuxRequest(lse=True) (o, AuxOutput).
@@ -69,8 +69,8 @@ def flex_attention(
 
 
 def _outside_of_the_graph(*arguments: Any) -> Any:
-    """torch.compile leaves its graph here and comes back behind it, as for numba_flash.attention with functions."""
-    import torch._dynamo  # which takes a second, and is there when this is called
+    """torch.compile breaks its graph here and resumes after it, as for numba_flash.attention with functions."""
+    import torch._dynamo  # takes a second at first; it is loaded whenever torch.compile calls this
 
     return torch._dynamo.disable(_computed)(*arguments)
 
@@ -110,7 +110,7 @@ def _computed(
 
 
 def _attend(query: Any, key: Any, value: Any, scale: Any, bodies: Any, aux: tuple[Tensor, ...], both: bool) -> Any:
-    """attention with the functions of these texts."""
+    """Calls attention with the functions that the texts `bodies` define."""
     options = dict(scale=scale, q_offset=0)
     if any(bodies.values()) and torch.compiler.is_compiling():
         keys = [None if body is None else traced.key(name, len(aux), body) for name, body in bodies.items()]
@@ -153,7 +153,7 @@ def _check(query: Any, key: Any, value: Any, enable_gqa: Any, return_lse: Any, r
 
 
 def _mask_mod(block_mask: Any, query: Tensor, key: Tensor) -> Any:
-    """A mask_mod of torch's operations that hides what the BlockMask hides."""
+    """A mask_mod of torch's operations that hides the same keys as the BlockMask."""
     if not isinstance(block_mask, flex.BlockMask):
         raise TypeError(f"block_mask must be a BlockMask of torch or None, not {type(block_mask).__name__}")
     lengths = query.shape[2], key.shape[2]
@@ -178,14 +178,14 @@ def _mask_mod(block_mask: Any, query: Tensor, key: Tensor) -> Any:
 def _kinds_of_blocks(block_mask: Any) -> Tensor:
     """(batch or 1, heads or 1, blocks of queries, blocks of keys) int8: EMPTY, PARTIAL or FULL.
 
-    The indices of a row's blocks come first in its list, and then others that do not count.
+    A row's list has the indices of its blocks first, and then indices that do not count.
     """
     lists = [(block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL)]
     if block_mask.full_kv_num_blocks is not None:
         lists.append((block_mask.full_kv_num_blocks, block_mask.full_kv_indices, FULL))
     of_keys = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
     first = lists[0][1]
-    # One place more, for those that do not count.
+    # One more column, for the indices that do not count.
     kinds = torch.full((*first.shape[:-1], of_keys + 1), EMPTY, dtype=torch.int8, device=first.device)
     for counts, indices, kind in lists:
         counted = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]

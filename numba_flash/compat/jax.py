@@ -48,10 +48,10 @@ def dot_product_attention(
     number for both.
     query_seq_lengths: int32 (batch,); later rows of the result are 0, and their gradients too.
     key_value_seq_lengths: int32 (batch,); later keys are not read.
-    return_residual: return (o, lse), lse (batch, seqlen_q, heads) in key's dtype, without a gradient, as there.
+    return_residual: return (o, lse), lse (batch, seqlen_q, heads) in key's dtype, without a gradient, as in jax.nn.
 
-    It differs from jax.nn's in this: a query that sees no key gives 0 and lse -inf, where jax.nn gives the mean of
-    value. Weights are not rounded to key's dtype before they are summed.
+    Differences from jax.nn: a query that sees no key gives 0 and lse -inf, not the mean of value. Weights are not
+    rounded to key's dtype before they are summed.
 
     Raises ValueError for any `implementation` but None, and what `numba_flash.attention` raises, with the names of
     these arguments.
@@ -96,7 +96,7 @@ def _array(name: str, x: Any) -> Array:
 
 
 def _up_to(lengths: Any, o: Array) -> Array:
-    """o (batch, seqlen_q, heads, head_dim_v), 0 from a batch entry's length on."""
+    """o (batch, seqlen_q, heads, head_dim_v), with 0 in rows from a batch entry's length on."""
     lengths = jnp.asarray(lengths)
     if lengths.shape != o.shape[:1] or lengths.dtype != jnp.int32:
         given = f"{lengths.dtype} {lengths.shape}"

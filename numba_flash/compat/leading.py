@@ -1,4 +1,4 @@
-"""Any number of leading dimensions, broadcast as torch does, seen as (batch, heads) by views.
+"""Views any number of leading dimensions, broadcast as torch does, as (batch, heads).
 
 The leading dimensions of a tensor are all but its last two. Two neighbours become one dimension where every tensor
 steps through both with one stride. The kernels take what is left when that is (batch, heads), or (batch, heads_kv,
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def result_shape(query: Any, key: Any, value: Any, attn_mask: Any, enable_gqa: bool) -> tuple[int, ...]:
-    """The shape of the result; a ValueError where torch's rules give none. Of tensors, or of anything with a shape."""
+    """The shape of the result, for tensors or anything with a shape. Raises ValueError if torch's rules give none."""
     shapes = f"query has shape {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)}"
     least = 3 if enable_gqa else 2
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -59,7 +59,7 @@ def _check_groups(heads: int, heads_k: int, heads_v: int, shapes: str) -> None:
 
 
 def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """What these shapes are broadcast to; None where they cannot be."""
+    """The shape that these shapes broadcast to; None if they do not broadcast."""
     longest = max(map(len, shapes))
     aligned = zip(*((1,) * (longest - len(shape)) + shape for shape in shapes), strict=True)
     extents = [{extent for extent in extents if extent != 1} or {1} for extents in aligned]
@@ -69,7 +69,7 @@ def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
 def attend_by_views(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool, attend: Callable[..., Tensor]
 ) -> Tensor:
-    """attend(query, key, value[, attn_mask]), which takes 4 dimensions, for tensors that `result_shape` let pass."""
+    """Calls attend(query, key, value[, attn_mask]), which takes 4 dimensions, for tensors checked by `result_shape`."""
     shape = result_shape(query, key, value, attn_mask, enable_gqa)
     tensors = [query, key, value] if attn_mask is None else [query, key, value, attn_mask]
     if enable_gqa and not query.shape[-3] == key.shape[-3] == value.shape[-3]:
@@ -90,7 +90,7 @@ def _with_groups(query: Tensor, key: Tensor, value: Tensor, *attn_mask: Tensor) 
 
 
 def _attend(tensors: list[Tensor], extents: list[int], attend: Callable[..., Tensor]) -> Tensor:
-    """tensors: of one number of dimensions, each of the leading ones as long as `extents` says, or 1 to be repeated."""
+    """Calls attend by views. tensors: all of one number of dimensions; leading ones are as in `extents`, or 1."""
     if 0 in extents:
         return attend(*(x.expand(*extents, -1, -1).reshape(0, 1, *x.shape[-2:]) for x in tensors))
     tensors, extents = _folded(tensors, extents)
@@ -114,7 +114,7 @@ def _attend(tensors: list[Tensor], extents: list[int], attend: Callable[..., Ten
 
 
 def _folded(tensors: list[Tensor], extents: list[int]) -> tuple[list[Tensor], list[int]]:
-    """As few leading dimensions as views can do with."""
+    """Drops and merges leading dimensions as far as views allow. -> the tensors, and the extents that are left"""
     for axis in reversed(range(len(extents))):
         if extents[axis] == 1:
             tensors = [x.squeeze(axis) for x in tensors]
@@ -133,7 +133,7 @@ def _one_stride(x: Tensor, axis: int, extents: list[int]) -> bool:
 
 
 def _merged(x: Tensor, axis: int, extents: list[int]) -> Tensor:
-    """Dimensions axis and axis + 1 as one; still 1 where x repeats in both."""
+    """x with dimensions axis and axis + 1 as one; still 1 where x repeats in both."""
     before, (outer, inner), behind = x.shape[:axis], x.shape[axis : axis + 2], x.shape[axis + 2 :]
     if outer != 1 or inner != 1:
         outer, inner = extents[axis : axis + 2]
@@ -141,8 +141,8 @@ def _merged(x: Tensor, axis: int, extents: list[int]) -> Tensor:
 
 
 def _one_by_one(tensors: list[Tensor], extents: list[int], attend: Callable[..., Tensor]) -> Tensor:
-    """One attention for each index of the shortest dimension. Tensors that repeat in it are expanded first, so that
-    their gradients are summed once, in the precision of a sum, and not rounded after each index."""
+    """Calls attention for each index of the shortest dimension. Tensors that repeat in it are expanded first, so that
+    their gradients are summed once, in a sum's precision, and not rounded after each index."""
     axis = extents.index(min(extents))
     others = extents[:axis] + extents[axis + 1 :]
     pieces = zip(

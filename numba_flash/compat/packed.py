@@ -1,7 +1,7 @@
 """Padding-free training: the sequences of a batch follow each other in its rows, and attention_varlen takes them.
 
-Transformers says in three ways where they begin: by the arguments of its flash attention (cu_seq_lens_q and so on), by
-a mask that keeps them apart, and by positions that begin anew.
+Transformers tells in three ways where sequences begin: by the arguments of its flash attention (cu_seq_lens_q and so
+on), by a mask that keeps them apart, and by positions that restart.
 """
 
 from typing import Any, NamedTuple
@@ -25,9 +25,9 @@ def no_matrix() -> Any:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, bias: Any = None, return_lse: bool = False, **options: Any) -> Any:
-    """What api.attention returns with layout="bshd". options: those of attention_varlen.
+    """Calls attention_varlen, and returns o and lse in the shapes of api.attention with layout="bshd".
 
-    Rows of several batch entries become rows of one array, which is a copy where their strides ask for it.
+    options: those of attention_varlen. Batch entries are flattened into rows; torch copies where strides require it.
     """
     if bias is not None:
         no_matrix()
@@ -42,14 +42,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, bias: Any = None, return_lse: 
 
 
 class Sequences(NamedTuple):
-    """Where sequences are, as numbers that a program can have without reading them."""
+    """The bounds of sequences in tensors of fixed shape, so that a traced program need not read them."""
 
     ends: Tensor  # int32 (rows + 1,): cu_seqlens, and behind it the number of rows again and again
-    counts: Tensor  # on the host: how many sequences there are, and the longest length
+    counts: Tensor  # on the host: the number of sequences, and the longest length
 
     @staticmethod
     def of(starts: Tensor) -> "Sequences":
-        """starts: bool (batch, rows), where sequences start."""
+        """The Sequences that start where starts, bool (batch, rows), is True."""
         rows = starts.numel()
         found = torch.where(starts.flatten(), torch.arange(rows, device=starts.device), rows).sort().values
         ends = torch.cat([found, found.new_full((1,), rows)]).int()
@@ -62,20 +62,20 @@ class Sequences(NamedTuple):
 
 
 def of_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """The same of flash attention's arguments. A maximum that is a tensor would have to be read; it is only a bound."""
+    """`table` from flash attention's arguments. Drops a maximum that is a tensor: it is only a bound."""
     most = {name: given.get(NAMES[name]) for name in ("max_seqlen_q", "max_seqlen_k")}
     most = {name: None if isinstance(x, Tensor) else x for name, x in most.items()}
     return dict(cu_seqlens_q=given["cu_seq_lens_q"], cu_seqlens_k=given.get("cu_seq_lens_k"), **most)
 
 
 def starts_of_mask(mask_function: Any, batch: int, rows: int, device: Any) -> Tensor:
-    """Where sequences start, of a mask that keeps them apart: at rows that do not see the key before them."""
+    """Where sequences start, from a mask that keeps them apart: at rows that do not see the key before them."""
     b, row = torch.arange(batch, device=device)[:, None], torch.arange(rows, device=device)
     before = mask_function(b, torch.zeros_like(b), row[None], (row[None] - 1).clamp(min=0))
     return ~before.expand(batch, rows) | (row == 0)
 
 
 def starts_of_positions(positions: Tensor) -> Tensor:
-    """The same of position_ids (batch, rows), as Transformers' flash attention reads them: where the lowest one is."""
+    """Where sequences start, from position_ids (batch, rows): where the lowest one is, as in Transformers."""
     first = torch.arange(positions.shape[1], device=positions.device) == 0
     return (positions == positions.min()) | first

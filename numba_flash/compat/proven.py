@@ -4,8 +4,8 @@ While a program is traced, the numbers in its mask are not known. So it gets bot
 a proof of their equality: a bool on the host, worked out once in each run. The operation below reads it and takes the
 kernels without a mask where it can. (torch.cond would be another way, but forgets what was written to a cache.)
 
-What that gains, of one layer with 2,048 tokens and head_dim 64 on one CPU core: Llama takes 83 ms instead of 101,
-Mistral with a window of 256 95 instead of 127, BERT with padding on the left 71 instead of 94.
+Gain for one layer with 2,048 tokens and head_dim 64 on one CPU core: Llama takes 83 ms instead of 101, Mistral with a
+window of 256 95 ms instead of 127, BERT with padding on the left 71 ms instead of 94.
 """
 
 from collections.abc import Callable
@@ -22,14 +22,14 @@ from .packed import no_matrix
 from .visible import Visible
 
 MASK, LENGTHS, OFFSETS, BIAS = (ARRAYS.index(name) for name in ("mask", "seqlens_k", "q_offset", "bias"))
-AXES = dict(k=1, v=1, bias=3) | dict(dk=1, dv=1, dbias=3)  # in which of them the keys are
+AXES = dict(k=1, v=1, bias=3) | dict(dk=1, dv=1, dbias=3)  # the arrays with a dimension of keys, and its index
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, seen: Visible, *, return_lse: bool = False, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """q, k, v as layout="bshd". seen: with a proof. If it holds, keys are seen as the options of `seen` say, from its
-    start on, and in a batch of one inside each of its sequences; else as `masked` says. options: those of both."""
+    """Attention of q, k, v in layout="bshd". seen: has a proof. If it holds, the options of `seen` describe the keys,
+    from its start on, and in a batch of one inside each of its sequences; else `masked` does. options: all others."""
     masked = seen.masked or {}
     both = Options.of(**seen.options, mask=masked.get("mask"), layout="bshd", **options)
     offset = masked.get("q_offset")
@@ -41,7 +41,7 @@ def attention(
 
 
 def moved(start: Tensor | None, x: Tensor | None, axis: int) -> Any:
-    """x with entry start[b] of batch entry b first along axis; what was before it comes last."""
+    """x rolled along axis, so that entry start[b] of batch entry b comes first and earlier entries come last."""
     if start is None or x is None:
         return x
     index = (torch.arange(x.shape[axis], device=x.device) + start[:, None]) % x.shape[axis]
@@ -60,7 +60,7 @@ def _proven(
     counts: Tensor | None,
     *numbers: Any,
 ) -> tuple[Any, StaticCall, Callable[[str, Tensor], Tensor]]:
-    """The call that the proof is of, and what makes its gradients those of what was given."""
+    """The call for a proof that holds, and a function that turns its gradients into those of the given tensors."""
     tensors, holds = list(given), bool(proof)
     count, longest = (1, 0) if counts is None else counts.tolist()
     if holds and ends is not None and count > 1 and tensors[BIAS] is None:

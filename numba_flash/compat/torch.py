@@ -54,15 +54,15 @@ def scaled_dot_product_attention(
     seqlen_q, seqlen_k), and not together with is_causal. Also a CausalBias of torch.nn.attention.bias.
     is_causal: query 0 stands at key 0 ("top-left").
     scale: a number, or a tensor of no dimensions, which is read; None = head_dim ** -0.5.
-    Under torch.autocast tensors are cast, as they are there, except a float32 attn_mask, which is more exact as it is.
-    A query that sees no key gives 0. Tensors on the meta device give one there.
+    Under torch.autocast tensors are cast as in torch, except a float32 attn_mask, which is more exact uncast.
+    A query that sees no key gives 0. Tensors on the meta device give a result there.
 
     Returns (..., heads, seqlen_q, head_dim_v). The leading dimensions are seen as (batch, heads) by views, and nothing
     is copied. Where no view does, as for keys that repeat in the second of three dimensions, each index of the
     shortest dimension is an attention of its own, and the results are stacked, which is a copy of them.
 
-    dropout_p: from 0 to 1, as of `numba_flash.attention`; 1 gives 0. The seed is drawn from torch's default generator
-    in host memory, which torch.manual_seed sets and torch.utils.checkpoint brings back.
+    dropout_p: from 0 to 1, as in `numba_flash.attention`; 1 gives 0. The seed is drawn from torch's default generator
+    in host memory, which torch.manual_seed sets and torch.utils.checkpoint restores.
 
     Raises NotImplementedError for nested tensors; TypeError and ValueError as
     `numba_flash.attention` does, with the names of these arguments.
@@ -72,7 +72,7 @@ def scaled_dot_product_attention(
     if type(is_causal) is not bool or type(enable_gqa) is not bool:
         is_causal, enable_gqa = _bool("is_causal", is_causal), _bool("enable_gqa", enable_gqa)
     if isinstance(scale, Tensor) and not scale.ndim and not scale.requires_grad:
-        scale = scale.item()  # as the original, which also waits for the GPU if the number is there
+        scale = scale.item()  # waits for the GPU if the number is there, as torch's own function does
     if scale is not None:
         scale = number("scale", scale)
     _check_tensors(query, key, value)
@@ -93,12 +93,12 @@ def scaled_dot_product_attention(
         return attend_by_views(query, key, value, attn_mask, enable_gqa, attend)
     except (TypeError, ValueError, NotImplementedError) as error:
         _check_devices(query, key=key, value=value, attn_mask=attn_mask)
-        result_shape(query, key, value, attn_mask, enable_gqa)  # it may have been about shapes made of those given
+        result_shape(query, key, value, attn_mask, enable_gqa)  # raises with the given shapes; error may name others
         raise renamed(error, NAMES)  # noqa: B904 - the same error
 
 
 def patched() -> Patched:
-    """Every call of torch.nn.functional.scaled_dot_product_attention, in this process, is one of ours.
+    """Replaces torch.nn.functional.scaled_dot_product_attention by ours, in the whole process.
 
     >>> with patched():
     ...     loss = model(batch)
@@ -191,7 +191,7 @@ def _packed(
     enable_gqa: Any,
     out: Any = None,
 ) -> Any:
-    """`numba_flash.attention_varlen` with the checks that torch has beyond it."""
+    """`numba_flash.attention_varlen` with torch's additional checks."""
     of_q, of_k, most_q, most_k, used = spans
     if return_aux is not None and not hasattr(return_aux, "lse"):
         raise TypeError(f"return_aux must be None or an AuxRequest, not {described(return_aux)}")
@@ -224,7 +224,7 @@ def _packed(
 
 def _bool(name: str, value: Any) -> bool:
     check_bool(name, value)
-    return bool(value)  # of NumPy's, which torch's operations do not take
+    return bool(value)  # torch's operations do not take NumPy's bool
 
 
 def _check_tensors(query: Any, key: Any, value: Any) -> None:
@@ -246,7 +246,7 @@ def _check_devices(query: Tensor, **others: Tensor | None) -> None:
 
 
 def _understood(attn_mask: Any, is_causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool, int | None]:
-    """attn_mask, is_causal and q_offset. A CausalBias of torch has no numbers: it says where query 0 stands."""
+    """-> attn_mask, is_causal and q_offset. A CausalBias of torch gives q_offset, the position of query 0."""
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a torch tensor or None, not {type(attn_mask).__name__}")
     if is_causal:
@@ -268,8 +268,8 @@ def _understood(attn_mask: Any, is_causal: bool, query: Tensor, key: Tensor) -> 
 
 
 def _plain_dimensions(q: Any, k: Any, v: Any, enable_gqa: bool) -> int:
-    """How many dimensions these shapes have, if they are ([batch,] heads, ...) without broadcasting, as nearly always;
-    else 0."""
+    """The number of dimensions if all shapes are ([batch,] heads, ...) without broadcasting, the usual case; else
+    0."""
     if not 3 <= len(q) == len(k) == len(v) <= 4 or k[-3] != v[-3] or not (q[-3] == k[-3] or enable_gqa):
         return 0
     return len(q) if len(q) == 3 or q[0] == k[0] == v[0] else 0
@@ -285,7 +285,7 @@ def _attend(
     value: Tensor,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """`numba_flash.attention` of 4 dimensions."""
+    """`numba_flash.attention` for tensors of 4 dimensions."""
     bias, mask = (None, attn_mask) if attn_mask is not None and attn_mask.dtype is torch.bool else (attn_mask, None)
     if dropout_p == 1:  # no weight is left, as where no key is seen
         mask = torch.zeros(1, dtype=torch.bool, device=query.device) if mask is None else mask & False
@@ -308,7 +308,7 @@ def _on_meta(
     q_offset: int | None,
     scale: float | None,
 ) -> Tensor:
-    """What torch's dispatcher says of tensors without numbers, after the checks that they would have with numbers."""
+    """Runs on meta tensors, which have no numbers: makes the same checks, then returns a result of the right shape."""
     _check_devices(query, key=key, value=value, attn_mask=mask if bias is None else bias)
     added, seen = (x if x is None else _layout(x) for x in (bias, mask))
     options = Options.of(bias=added, mask=seen, q_offset=q_offset, causal=is_causal, scale=scale)

@@ -10,7 +10,7 @@ NAME = "scaled_dot_product_attention"
 
 
 class Patched:
-    """What compat.torch.patched gives: `ours` is in place until `restore`, or until the end of a with block."""
+    """Result of compat.torch.patched: torch calls `ours` until `restore`, or until the end of a with block."""
 
     def __init__(self, ours: Callable[..., Any]) -> None:
         self._before: Any = getattr(functional, NAME)
@@ -26,7 +26,7 @@ class Patched:
         self.restore()
 
     def restore(self) -> None:
-        """What was there before; a second call does nothing."""
+        """Puts torch's function and fast path back. A second call does nothing."""
         if self._in_use:
             self._in_use = False
             setattr(functional, NAME, self._before)

@@ -1,4 +1,4 @@
-"""torch's registry of flash attention: numba_flash in the place of the kernels that torch brings along.
+"""torch's registry of flash attention: numba_flash in place of torch's own kernels.
 
     torch.nn.attention.activate_flash_attention_impl(register())
 
@@ -6,8 +6,8 @@ After that, what torch computes with flash attention on CUDA tensors runs here, 
 scaled_dot_product_attention where it takes its flash backend, torch.nn.attention.varlen, nested tensors, and all that
 is built on them. torch.nn.attention.restore_flash_attention_impl() undoes it.
 
-Each function here is one of torch's operations, with that one's arguments and results. Below, "dense" are tensors of
-(batch, seqlen, heads, head_dim), and packed ones come with cum_seq_q.
+Each function here implements one of torch's operations, with its arguments and results. "dense" tensors are (batch,
+seqlen, heads, head_dim); packed ones come with cum_seq_q.
 """
 
 import functools
@@ -63,16 +63,16 @@ class InPlaceOfTorch:
     """The handle that torch's registry holds while it is active."""
 
     def __init__(self, device: str = "CUDA"):
-        """device: whose operations are replaced, by the name of torch's dispatch key."""
+        """device: torch's dispatch key of the operations that are replaced."""
         self.library: Any = torch.library.Library("aten", "IMPL", device)
-        with warnings.catch_warnings():  # torch says once that there was another kernel: that is meant
+        with warnings.catch_warnings():  # torch warns that it had another kernel; replacing it is intended
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
             for name, function in OPERATIONS.items():
                 if hasattr(torch.ops.aten, name):
                     self.library.impl(name, function, device)
 
     def remove(self) -> None:
-        """torch takes back what a library has replaced when the library is gone."""
+        """Restores torch's kernels: torch does that when the library is deleted."""
         self.library = None
 
 
@@ -100,8 +100,8 @@ def flash_attention_forward(
 ) -> tuple[Tensor, ...]:
     """o, lse, rng_state, an unused tensor, and the debug mask, which is empty.
 
-    lse: (batch, heads, seqlen_q), of packed sequences (heads, total_q). rng_state: with dropout in host memory, its
-    first number is the seed, so that the backward need not wait for a GPU; else nothing stands in it."""
+    lse: (batch, heads, seqlen_q), for packed sequences (heads, total_q). rng_state: with dropout its first number is
+    the seed, in host memory, so that the backward need not wait for a GPU; else it has no meaning."""
     refuse_pages(block_table, num_splits)
     if return_debug_mask:
         raise NotImplementedError("return_debug_mask must be False: weights are not stored; see testing.dropout_mask")
@@ -136,7 +136,7 @@ def flash_attention_forward(
 
 
 def flash_attention_forward_inplace(out: Tensor, *arguments: Any, **named: Any) -> Tensor:
-    """`flash_attention_forward` into `out`; lse."""
+    """`flash_attention_forward` into `out`. -> lse"""
     return flash_attention_forward(*arguments, **named, out=out)[1]
 
 
@@ -161,7 +161,7 @@ def flash_attention_backward(
     window_size_right: int | None = None,
     layout: str = "bshd",
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv."""
+    """-> dq, dk, dv."""
     seed = int(rng_state[0]) if dropout_p else None
     tensors = [fetchable(grad_out), query, key, value, out]
     # Computed in the order that query has in memory, so that the results need no copy.
@@ -209,7 +209,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = dict(
 def _functions(
     cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, layout: str
 ) -> list[Callable[..., Any]]:
-    """attention and attention_backward of such tensors."""
+    """attention and attention_backward for dense or packed tensors."""
     if (cum_seq_q is None) != (cum_seq_k is None):
         raise TypeError("cum_seq_q and cum_seq_k must both be int32 tensors (batch + 1,), or both None")
     if cum_seq_q is None:
@@ -224,7 +224,7 @@ def _options(scale: Any, dropout_p: Any, is_causal: Any, left: Any, right: Any, 
 
 
 def _run(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> Any:
-    """Tensors still say here that they require grad, though autograd records the operation around it."""
+    """Runs under no_grad: autograd already records torch's operation, but the tensors still require grad."""
     try:
         with torch.no_grad():
             return function(*tensors, **options)
@@ -242,12 +242,12 @@ def _drawn(device: torch.device) -> int:
         )
     generator = torch.cuda.default_generators[device.index]
     offset = generator.get_offset()
-    generator.set_offset(offset + 4)  # of which torch wants multiples
+    generator.set_offset(offset + 4)  # torch requires a multiple of 4
     return (generator.initial_seed() + offset * STEP) % 2**63
 
 
 def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
-    """With the strides that torch's compilers take a gradient to have; a copy where it has others."""
+    """The gradient with the strides of `like`, which torch's compilers assume; a copy if it has others."""
     expected = torch.empty_like(like)
     same = all(n == 1 or a == b for n, a, b in zip(like.shape, gradient.stride(), expected.stride(), strict=True))
     return gradient if same else expected.copy_(gradient)

@@ -1,6 +1,6 @@
-"""A score_mod or mask_mod of torch's operations, as flex_attention takes it, written down as a plain Python function.
+"""Traces a score_mod or mask_mod of torch's operations, as flex_attention takes it, into a plain Python function.
 
-It is called once, with stand-ins for its numbers. What it does to them becomes a line of Python each:
+It is called once, with stand-ins for its numbers. Each operation on them becomes a line of Python:
 
     def alibi(score, b, h, q_idx, kv_idx):              x0 = aux0[h]
         return score + slopes[h] * (kv_idx - q_idx)     x1 = k_pos - q_pos
@@ -29,7 +29,7 @@ ARGUMENTS = dict(score_mod=("score", "b", "h", "q_pos", "k_pos"), mask_mod=("b",
 
 
 class Reads(TorchFunctionMode):
-    """For torch.compile, which overlooks the stand-ins in the tuple of bias[h, q_idx]."""
+    """Catches bias[h, q_idx]: torch.compile overlooks the stand-ins in this tuple."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
@@ -38,7 +38,7 @@ class Reads(TorchFunctionMode):
 
 
 def write_down(lines: Lines, name: str, function: Any) -> str:
-    """Call a score_mod or mask_mod with stand-ins -> the body of a plain function that computes the same."""
+    """Calls a score_mod or mask_mod with stand-ins. -> the body of a plain function that computes the same"""
     lines.of_function = []
     kinds = dict(score="real")
     try:
@@ -68,7 +68,7 @@ def compiled(name: str, tables: int, body: str) -> Any:
 
 
 def key(name: str, tables: int, body: str) -> str:
-    """Of the plain function, for a graph."""
+    """The key under which a graph finds the compiled plain function."""
     return key_of(name, compiled(name, tables, body))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .traced_values import OPERATIONS, Lines, Row, Value, dtype_of, readable
 
-KINDS = ("bool", "whole", "real")  # what a line gives; of two kinds computed with each other the later one
+KINDS = ("bool", "whole", "real")  # the kind of a line's result; an operation on two kinds gives the later one
 MATH = "tanh exp expm1 log log1p log2 sqrt sin cos tan sinh cosh asin acos atan erf".split()
 
 
@@ -146,7 +146,7 @@ _of_formula("1.0 / math.sqrt({0})", "rsqrt")
 _of_formula("1.0 / {0}", "reciprocal")
 _of_formula("1.0 / (1.0 + math.exp(-{0}))", "sigmoid")
 _of_formula("{0} * {0}", "square")
-_of_formula("0.0 if {0} <= 0.0 else {0}", "relu")  # of NaN it is NaN, and its derivative at 0 is 0
+_of_formula("0.0 if {0} <= 0.0 else {0}", "relu")  # relu(NaN) is NaN, and its derivative at 0 is 0
 _of_formula("{0} // 1.0", "floor")  # math.floor makes a whole number, which does not hold every real one
 _of_formula("-(-{0} // 1.0)", "ceil")
 _of_formula("{0} // 1.0 if {0} > 0.0 else -(-{0} // 1.0)", "trunc")
@@ -158,7 +158,7 @@ def _extremes(name: str, word: str, sign: str) -> None:
         a, b = _values(a, b)
         if _common(a, b) != "real":
             return a.lines.write(f"{word}({a.as_number}, {b.as_number})", "whole", dtype_of(a, b))
-        # Of equal numbers each gives half of the derivative, and beside NaN the result is NaN.
+        # Equal numbers get half of the derivative each. If either is NaN, the result is NaN.
         one, two = a.as_real, b.as_real
         rest = f"{two} if {two} {sign} {one} else 0.5 * {one} + 0.5 * {two}"
         return a.lines.write(f"{one} if {one} {sign} {two} else {rest}", "real")
@@ -176,7 +176,7 @@ def _clamp(a: Any, min: Any = None, max: Any = None) -> Value:
             if _common(a, bound) != "real":
                 a = a.lines.write(f"{word}({a.as_number}, {bound.as_number})", "whole", dtype_of(a, bound))
                 continue
-            # At the bound the number counts; NaN stays, in the number and in the bound.
+            # At the bound the number gets the derivative; NaN stays, in the number and in the bound.
             x, y = a.as_real, bound.as_real
             a = a.lines.write(f"{x} if {x} {sign} {y} or {x} != {x} else {y}", "real")
     return a
@@ -198,7 +198,7 @@ def _masked_fill(a: Value, mask: Any, value: Any) -> Value:
 
 @_named("to", "type")
 def _to(a: Value, *given: Any, dtype: Any = None, device: Any = None, **others: Any) -> Value:
-    """Between kinds of numbers. Real ones are of one dtype, and a change of it is refused, not left out."""
+    """Converts between kinds of numbers. Reals have one dtype; a conversion to another one is refused, not ignored."""
     dtype = next((x for x in given if isinstance(x, torch.dtype)), dtype)
     if dtype is None:
         return a

@@ -1,4 +1,4 @@
-"""The stand-ins for the numbers and tensors of a traced function: what is done to them is written down as lines."""
+"""The stand-ins for the numbers and tensors of a traced function: operations on them are recorded as lines."""
 
 import functools
 import math
@@ -8,22 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OPERATIONS: dict[str, Callable[..., Any]] = {}  # of torch, by name (traced_operations.py)
+OPERATIONS: dict[str, Callable[..., Any]] = {}  # torch's operations by name (traced_operations.py)
 
 
 class Lines:
-    """What has been written down, of all functions of one call, and the tensors that they read."""
+    """The lines recorded for all functions of one call, and the tensors that they read."""
 
     def __init__(self, device: torch.device, real: torch.dtype, sizes: tuple[int, int, int, int]):
         self.device = device
-        self.sizes = sizes  # how many b, h, q_pos and k_pos there are
-        self.real = real  # what a kernel computes real numbers in
+        self.sizes = sizes  # the numbers of b, h, q_pos and k_pos
+        self.real = real  # the dtype in which a kernel computes real numbers
         self.tensors: list[Tensor] = []
         self.of_function: list[str] = []
         self.count = 0
 
     def write(self, expression: str, kind: str, whole: Any = None) -> "Value":
-        """A line of its own. whole: the dtype of a whole number."""
+        """Appends a line. -> its value. whole: the dtype of a whole number."""
         name = f"x{self.count}"
         self.count += 1
         self.of_function.append(f"{name} = {expression}")
@@ -66,7 +66,7 @@ class Lines:
                 return Row(self, x.to(self.device), ()).read()
             if x.device == self.device and (x.device.type != "cpu" or x.requires_grad):
                 return Row(self, x, ()).read()
-            constant = self.value(x.item())  # as torch itself takes a number in host memory
+            constant = self.value(x.item())  # torch, too, treats a tensor on the host as a number
             constant.whole = readable(x.dtype)
             return constant
         if isinstance(x, bool):
@@ -82,12 +82,12 @@ class Lines:
 
 
 class Value:
-    """A number that a kernel will have; what is done to it is written down."""
+    """A number that a kernel will compute. Operations on it are recorded as lines."""
 
     def __init__(self, lines: Lines, text: str, kind: str, whole: Any = None):
         """whole: the dtype of a whole number; None for one of Python's, which takes that of the others."""
         self.lines, self.text, self.kind, self.whole = lines, text, kind, whole
-        self.span: tuple[int, int] | None = None  # of a whole number the least and the largest, if both occur
+        self.span: tuple[int, int] | None = None  # least and largest value of a whole number, if both occur
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,7 +118,7 @@ class Value:
 
     @property
     def as_number(self) -> str:
-        """For arithmetic, in which True is 1."""
+        """The text for arithmetic, in which True is 1."""
         return f"(1 if {self.text} else 0)" if self.kind == "bool" else self.text
 
     @property
@@ -131,7 +131,7 @@ class Value:
 
 
 def _differs(x: Any) -> bool:
-    """Whether the graph that torch.compile makes serves other values of this number, too."""
+    """Whether torch.compile's graph also serves other values of this number."""
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     return not has_static_value(x)
@@ -141,7 +141,7 @@ def _name_of(function: Any) -> str:
     return function.__name__.strip("_")
 
 
-# What torch.compile calls, and does not trace.
+# torch.compile calls this and does not trace it.
 _name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -182,7 +182,7 @@ class Row:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         lines = next(x.lines for x in args if isinstance(x, Row))
-        return [lines.value(x) for x in args]  # which says what is wrong
+        return [lines.value(x) for x in args]  # raises an error that names the fault
 
 
 def readable(dtype: torch.dtype) -> torch.dtype:
@@ -192,7 +192,7 @@ def readable(dtype: torch.dtype) -> torch.dtype:
 
 
 def dtype_of(*values: Value) -> torch.dtype:
-    """The dtype of what is computed of whole numbers and truths."""
+    """The dtype of a result computed from whole numbers and truths."""
     dtypes = [x.whole for x in values if x.kind == "whole" and x.whole is not None]
     return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.int64
 

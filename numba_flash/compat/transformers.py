@@ -33,7 +33,7 @@ except ImportError:
     ) from None
 
 NAME = "numba_attention"
-# Models that make their mask longer where it is a tensor, and otherwise forget to. They get a tensor.
+# Models that lengthen their mask only if it is a tensor. They get a tensor.
 MAKE_LONGER = ("deepseek_v4",)
 
 
@@ -92,7 +92,7 @@ def attention(
             f"sinks (s_aux) must have shape (heads,) = ({query.shape[1]},) or (batch, heads, seqlen_q, 1) = "
             f"{(*query.shape[:3], 1)}, not {tuple(sinks.shape)}"
         )
-    # What a sink takes of a row: o l / (l + e^sink).
+    # A sink scales its row: o l / (l + e^sink).
     o, lse = _attend(*arrays, given | dict(sinks=None, return_lse=True))
     return o * torch.sigmoid(lse - sinks[..., 0]).transpose(1, 2).unsqueeze(-1).to(o.dtype), None
 
@@ -106,8 +106,8 @@ def _attend(
     causal: bool,
     given: dict[str, Any],
 ) -> Any:
-    """What api.attention returns. mask: also the options of attention_varlen, of packed sequences. given: the options
-    besides bias and which keys are seen."""
+    """The result of api.attention. mask: a mask, or for packed sequences a dict of attention_varlen's options. given:
+    all other options but bias and causal."""
     q, k, v = (autocast(x).transpose(1, 2) for x in (query, key, value))  # as they lie in memory
     if isinstance(mask, dict):
         return packed.attention(q, k, v, bias=bias, **given, **mask)
@@ -124,8 +124,8 @@ def _attend(
 
 
 def _seen(mask: Any, query: torch.Tensor, key: torch.Tensor, causal: bool, others: dict[str, Any]) -> Any:
-    """What says which keys are seen: the mask, or what is said of packed sequences, whose rows follow each other in
-    query: the options of attention_varlen, or their mask with them."""
+    """Which keys each query sees: the given mask, or for packed sequences, whose rows follow each other in query, the
+    options of attention_varlen or a Visible with them."""
     plain, size = None, others.get("sliding_window")
     if isinstance(mask, Visible) and mask.holds_for(query, key) and mask.is_window(size):
         plain = mask
@@ -161,7 +161,7 @@ def _attend_visible(
 
 def _refuse(attention_mask: Any, query: torch.Tensor, key: torch.Tensor, others: dict[str, Any]) -> None:
     asked = dict(output_attentions=bool(others.get("output_attentions")))
-    # A paged cache, and the keys that a sparse attention has chosen.
+    # Refused: a paged cache, and keys chosen by a sparse attention.
     chosen = ("cache", "indices", "block_indices")
     asked |= {name: others.get(name) is not None for name in chosen}
     names = [name for name, wanted in asked.items() if wanted]
@@ -190,7 +190,7 @@ def visible(
     local_size: int | None = None,
     **others: Any,
 ) -> Visible | torch.Tensor:
-    """What Transformers asks for once in a model's forward: which keys are seen, without a matrix wherever that can be.
+    """Mask function for Transformers, called once in a model's forward. It avoids a mask matrix where it can.
 
     Padding that leaves one stretch of keys, on the left, on the right or on both sides, becomes its start and length,
     which every kernel takes; to see whether it does, three numbers are read from the device. Other padding, and every
@@ -199,7 +199,7 @@ def visible(
     While torch.compile traces, neither numbers nor mask functions can be looked at. Then the program finds out, once
     in each run, whether the mask says no more than a window and one stretch of keys.
     """
-    if isinstance(attention_mask, Visible):  # made ahead
+    if isinstance(attention_mask, Visible):  # made in advance
         return attention_mask
     given = others | dict(
         batch_size=batch_size,
@@ -260,7 +260,7 @@ def _padded(window: Window, offset: Any, padding: torch.Tensor, q_length: int) -
 
 
 def _traced(window: Window, offset: Any, padding: torch.Tensor | None, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of Visible for a mask function that cannot be looked at, but is likely this window."""
+    """The arguments of Visible for a mask function that cannot be inspected, but is likely this window."""
     mask = masking_utils.sdpa_mask(**given)
     q_length, kv_length = mask.shape[2:]
     expected = _matrix(window, offset, q_length, kv_length, mask.device)
@@ -278,7 +278,7 @@ def _traced(window: Window, offset: Any, padding: torch.Tensor | None, given: di
 
 
 def _stretch(padding: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The first key of each batch entry, how many there are, and what padding would be if they followed one another."""
+    """-> each entry's first key and number of keys, and the padding mask of one stretch with these."""
     start, length = padding.int().argmax(-1).int(), padding.sum(-1, dtype=torch.int32)
     keys = torch.arange(padding.shape[-1], device=padding.device)
     return start, length, (keys >= start[:, None]) & (keys < (start + length)[:, None])
@@ -299,8 +299,8 @@ def _of_stretch(
 
 
 def _window(mask_function: Any, local_size: int | None) -> tuple[Window | None, bool]:
-    """The window that mask_function is, as attention() takes it; None where it is more than that. And whether it
-    keeps packed sequences apart."""
+    """-> mask_function as a window for attention(), None if it is more than a window; and whether it keeps packed
+    sequences apart."""
     if local_size is None:
         made: list[tuple[Any, Window]] = [
             (masking_utils.bidirectional_mask_function, (None, None)),
@@ -322,7 +322,7 @@ def _window(mask_function: Any, local_size: int | None) -> tuple[Window | None, 
 
 
 def _kept_apart(function: Any) -> Any:
-    """The mask function that Transformers makes of this one for packed sequences, of any positions."""
+    """The mask function that Transformers makes from this one for packed sequences, for any positions."""
     anywhere = torch.empty(0)
     remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # 5.17 takes positions in the batch
     inside = function if remap is None else remap(function, anywhere)
@@ -337,7 +337,7 @@ def _likely_window(local_size: int | None, bidirectional: bool) -> Window:
 
 
 def _matrix(window: Window, offset: Any, q_length: int, kv_length: int, device: Any) -> torch.Tensor:
-    """(batch or 1, 1, q_length, kv_length), True = seen."""
+    """The window as a mask, (batch or 1, 1, q_length, kv_length), True = seen."""
     q = torch.arange(q_length, device=device) + (offset[:, None] if isinstance(offset, torch.Tensor) else offset)
     distance = torch.arange(kv_length, device=device) - q[..., None]
     left, right = window
@@ -348,9 +348,9 @@ def _matrix(window: Window, offset: Any, q_length: int, kv_length: int, device: 
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two functions, or what they close over, are made by the same code from the same numbers and of any
-    tensors."""
-    if one is other or torch.compiler.is_compiling():  # which does not let one look into a closure
+    """Whether two functions, with the functions that they capture, have the same code and captured numbers. Tensors may
+    differ."""
+    if one is other or torch.compiler.is_compiling():  # a traced closure cannot be inspected
         return one is other
     if inspect.isfunction(one) and inspect.isfunction(other):
         cells = [tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (one, other)]

@@ -38,10 +38,10 @@ class Visible:
         self._whole: torch.Tensor | None = None
         self._version: int | None = None
         self.shape, self.ndim = torch.Size(shape), 4
-        self.dtype, self.device = dtype, device  # of the mask
-        self.options = options  # of attention(), or of attention_varlen()
-        self.start = start  # int32 (batch,): key start[b] is the first one that they mean. None = key 0
-        # In a traced program: what holds where proof, a bool on the host, turns out to be False.
+        self.dtype, self.device = dtype, device  # dtype and device of the mask
+        self.options = options  # keyword arguments for attention() or attention_varlen()
+        self.start = start  # int32 (batch,): options count keys from key start[b]; None = from key 0
+        # In a traced program: the options that hold if proof, a bool on the host, is False at run time.
         self.masked, self.proof = masked, proof
         self.starts = starts  # bool (1, seqlen_q), where packed sequences start, in a traced program
         self.sequences = None if starts is None else packed.Sequences.of(starts)
@@ -60,13 +60,13 @@ class Visible:
         return self._whole is None or _version(self._whole) == self._version is not None
 
     def holds_for(self, q: torch.Tensor, k: torch.Tensor) -> bool:
-        """Whether this describes what q sees of k."""
+        """Whether no model has changed the mask, and its shape fits q and k."""
         return self.unchanged() and self.shape == (q.shape[0], 1, q.shape[2], k.shape[2])
 
     def is_window(self, sliding_window: int | None = None) -> bool:
-        """Whether this says no more than a window, in one sequence or in several.
+        """Whether this is only a window, in one sequence or in several.
 
-        A compiled program cannot look into a mask. There a window that the layer is not told of is one of chunks.
+        A compiled program cannot inspect a mask. There a window unknown to the layer is taken for chunked attention.
         """
         plain = self.start is None and not {"mask", "seqlens_k"} & {*self.options}
         return plain and (self.proof is None or (self.options["window"][0] is None) == (sliding_window is None))
@@ -128,7 +128,7 @@ def _read(arguments: Any) -> Any:
 
 
 def _version(mask: torch.Tensor) -> int | None:
-    """How often mask was written to; None where nobody counts that."""
+    """torch's count of writes to mask; None if torch does not count."""
     return None if torch.compiler.is_compiling() or mask.is_inference() else mask._version
 
 

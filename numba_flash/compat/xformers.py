@@ -1,6 +1,6 @@
-"""The signature of xFormers' memory_efficient_attention, and the masks that programs give it.
+"""The signature of xFormers' memory_efficient_attention, and its mask classes.
 
-xFormers' own masks are taken too: they are known by the names of their classes.
+xFormers' own masks are taken too; they are recognised by the names of their classes.
 """
 
 import itertools
@@ -29,8 +29,8 @@ class LowerTriangularFromBottomRightMask:
 
 @dataclass(frozen=True)
 class BlockDiagonalMask:
-    """Sequences that follow each other in tensors of batch 1. causal: "" or where query 0 of a sequence stands, at its
-    first key ("top-left") or so that its last query stands at its last key ("bottom-right")."""
+    """Packed sequences in tensors of batch 1. causal: "" = not causal; "top-left": query 0 of a sequence stands at its
+    first key; "bottom-right": its last query stands at its last key."""
 
     q_lengths: tuple[int, ...]
     k_lengths: tuple[int, ...]
@@ -38,7 +38,7 @@ class BlockDiagonalMask:
 
     @staticmethod
     def from_seqlens(q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None) -> "BlockDiagonalMask":
-        """kv_seqlen: None = q_seqlen."""
+        """The mask of sequences of these lengths. kv_seqlen: None = q_seqlen."""
         of_q = _lengths("q_seqlen", q_seqlen)
         lengths = of_q, of_q if kv_seqlen is None else _lengths("kv_seqlen", kv_seqlen)
         if len(lengths[0]) != len(lengths[1]):
@@ -47,7 +47,7 @@ class BlockDiagonalMask:
 
     @staticmethod
     def from_tensor_list(tensors: Sequence[Tensor]) -> tuple["BlockDiagonalMask", Tensor]:
-        """Of tensors (1, seqlen, ...): the mask, and all of them as one tensor (1, total, ...)."""
+        """Concatenates tensors (1, seqlen, ...). -> the mask, and one tensor (1, total, ...)"""
         if any(x.shape[0] != 1 for x in tensors):
             raise NotImplementedError("tensors must have batch 1 each: split those of a larger batch first")
         return BlockDiagonalMask.from_seqlens([x.shape[1] for x in tensors]), torch.cat(list(tensors), 1)
@@ -59,7 +59,7 @@ class BlockDiagonalMask:
         return replace(self, causal="bottom-right")
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """The opposite of from_tensor_list."""
+        """Splits a tensor (1, total, ...) into the sequences, the reverse of from_tensor_list."""
         if tensor.shape[1] != sum(self.q_lengths):
             raise ValueError(f"tensor must have {sum(self.q_lengths)} rows, not {tensor.shape[1]}")
         return list(tensor.split(list(self.q_lengths), 1))

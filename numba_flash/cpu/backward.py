@@ -1,4 +1,4 @@
-"""The host's part of the CPU rung's backward, as forward.py is that of the forward. The kernels are in
+"""The host's part of the CPU rung's backward, like forward.py for the forward. The kernels are in
 backward_kernel.py.
 
 Memory besides the gradients: dk and dv once more in float32 (float64 for float64) with head_dim rounded up to whole
@@ -95,7 +95,7 @@ def run_parallel(workers, launch, shared, stop, pointers):
 @cached
 @njit(nogil=True, error_model="numpy", parallel=True)
 def run_side_by_side(workers, stop, table):
-    """As forward.run_side_by_side."""
+    """Runs the calls of `table` on `workers` threads, as forward.run_side_by_side does."""
     counter = np.zeros(1, np.int64)
     for _ in prange(workers):
         n = fetch_add(counter.ctypes.data)
@@ -133,7 +133,7 @@ def _give_way():
 
 
 class Ready(NamedTuple):
-    """What is known of a problem before its arrays."""
+    """The part of a call that depends on the problem but not on the arrays."""
 
     numbers: np.ndarray  # the arguments of run_serial and run_parallel
     address: int
@@ -151,7 +151,7 @@ class Ready(NamedTuple):
 
     def run(self, pointers: tuple[int, ...], b: int = 0, sums: np.ndarray | None = None) -> None:
         """Writes the wanted gradients. The addresses are in the order of options.GradientOperands, 0 = none, followed
-        by those of aux. b: FIRST_B. sums: of several calls, to which those of aux are added instead."""
+        by those of aux. b: FIRST_B. sums: shared by several calls; gradients of aux are added to it, not written."""
         if self.behind is not None:
             behind = (*self.behind[:2], b) if b else self.behind
             if self.at_once is not None:
@@ -239,7 +239,7 @@ def ready(problem: BackwardProblem) -> Ready:
 
 
 def run_several(readies: list[Ready], table: np.ndarray) -> None:
-    """As forward.run_several."""
+    """Runs several problems, as forward.run_several does."""
     side_by_side(
         sum([ready.seconds for ready in readies]),
         table,

@@ -1,5 +1,5 @@
-"""Gradients of what a score_mod reads, on the CPU (compiled): dS of each score times its derivative by each number
-read.
+"""Gradients of the arrays that a score_mod reads, on the CPU (compiled): dS of each score times its derivative by each
+number read.
 
 Every score may contribute to every element. So the query tiles are divided among PARTS parts. Each part has its own
 float64 sums of all elements, and the parts are added in order: the bits do not depend on the threads.
@@ -70,7 +70,7 @@ def run_tile(task, sums, frame, scratch, zero):
             keys, own = last - first, tiles_from(tiles, p, ds, number * across, first - key0, plan, zero)
             seen = Keys(first, last, is_cut, asks)
             panel_gradients(own, panel, seen, scale_log2, GRADIENTS, plan, pointers, zero)
-            scores(p, own.k, head_dim * size, own.q, head_dim, keys, 0, zero)  # computed again, as before score_mod
+            scores(p, own.k, head_dim * size, own.q, head_dim, keys, 0, zero)  # recomputed: the scores before score_mod
             scale_panel(p, keys, across, plan, zero)
             take_places(places, panel)
             aux = load(pointers, at.AUX, INT)

@@ -22,7 +22,7 @@ score_weights, score_gradients_plain, score_gradients_capped = (
     score_gradients(what) for what in ("weights", "plain", "capped")
 )
 dot_row = dot_rows(1)
-FAR_LSE = 2.0**10  # in powers of 2; as a shift it would be rounded by 2^-14 there, and so would p
+FAR_LSE = 2.0**10  # in powers of 2; from here a shift in float32 has an error of 2^-14, and so would p
 
 
 @compiled
@@ -92,7 +92,7 @@ WEIGHTS, GRADIENTS, CAPPED = range(3)
 
 
 class Tiles(NamedTuple):
-    """Addresses of results, of work space for them, and of tiles, which begin with some rows and keys."""
+    """Addresses of results, of their work space, and of tiles from some row and key on."""
 
     p: int  # (keys, lanes)
     ds: int  # likewise
@@ -119,7 +119,7 @@ class Keys(NamedTuple):
 
 @inlined
 def tiles_from(tiles, p, ds, row, key, plan, zero):
-    """With other results, from a row and a key of the tiles on."""
+    """The tiles from row `row` and key `key` on, with other arrays for P and dS."""
     size = size_of(zero)
     k, q = load(plan, slot.HEAD_DIM, INT) * size, row * size
     v = load(plan, slot.HEAD_DIM_V, INT) * size
@@ -132,8 +132,8 @@ def tiles_from(tiles, p, ds, row, key, plan, zero):
 def panel_gradients(tiles, panel, seen, scale_log2, what, plan, pointers, zero):
     """p and dS of a panel.
 
-    what: WEIGHTS = p alone; GRADIENTS = dS of the scores that enter the softmax; CAPPED = dS of those before score_mod
-    and the cap.
+    what: WEIGHTS = p alone; GRADIENTS = dS of the scores that enter the softmax; CAPPED = dS of the scores before
+    score_mod and the cap.
     """
     p, ds, slopes, row_numbers, places, k, v, q, do, shift, base, delta = tiles
     first, end, is_cut, asks = seen
@@ -152,7 +152,7 @@ def panel_gradients(tiles, panel, seen, scale_log2, what, plan, pointers, zero):
             count(p, places, keys, first, panel, plan, pointers, zero)
         return
     scores(ds, v, head_dim_v * size, do, head_dim_v, keys, 0, zero)
-    if load(plan, slot.SEEDED, INT):  # dP is that of the weight before any is dropped
+    if load(plan, slot.SEEDED, INT):  # dP is the gradient of the weights before dropout
         count(ds, places, keys, first, panel, plan, pointers, zero)
     if what == CAPPED:
         score_gradients_capped(p, ds, slopes, keys, scale_log2, shift, delta, zero)

@@ -1,4 +1,4 @@
-"""What the CPU's backward kernels need to know of a problem: the forward's numbers (plan.py), and more.
+"""The numbers that the CPU's backward kernels read about a problem: the forward's (plan.py), and more.
 
 Tiles depend only on the shape of one head, so the bits depend neither on the batch nor on the threads.
 """
@@ -12,30 +12,30 @@ from ..problem.backward import BackwardProblem
 from ..problem.options import GRADIENT_OF, RANKS, GradientOperands
 from . import plan as slot
 
-# The slots of the numbers that are added to the forward's; *_STRIDE as there.
+# Slots of the numbers that follow the forward's. *_STRIDE: as in plan.py.
 DO_STRIDE, DQ_STRIDE, DK_STRIDE, DV_STRIDE, DLSE_STRIDE = range(slot.NUMBERS, slot.NUMBERS + 20, 4)
 HAS_DLSE, WANTS_DQ, WANTS_DK, WANTS_DV, KEY_TILES, COLUMNS, COLUMNS_V = range(slot.NUMBERS + 20, slot.NUMBERS + 27)
-# Of an option's gradient, which is a sum: its strides and type, which dimensions it has, whether dS is multiplied by
+# The gradient of an option is a sum. Slots: its strides and type, which dimensions it has, whether dS is multiplied by
 # the distance of query and key, the rows of a task, and the index of its pointer.
 SUM_STRIDE = slot.NUMBERS + 27
 SUM_DTYPE, OWN_BATCH, OWN_HEADS, OWN_QUERIES, OWN_KEYS, BY_DISTANCE, SUM_ROWS, SUM_POINTER = range(
     slot.NUMBERS + 31, slot.NUMBERS + 39
 )
-# Of the option itself: the index of its pointer, and its strides (batch, head), in bytes.
+# The option itself: the index of its pointer, and its strides (batch, head) in bytes.
 TERM_POINTER, TERM_STRIDE = slot.NUMBERS + 39, slot.NUMBERS + 40
 NUMBERS = slot.NUMBERS + 42
 
 # The same slots for gradients of aux: the address of the function from functions.make_gradient, the slot of AUX that
 # has the address of the sums, and the bytes of a part's sums.
 AUX_FUNCTION, AUX_SUMS, AUX_BYTES = SUM_STRIDE, SUM_STRIDE + 1, SUM_STRIDE + 2
-PARTS = 16  # for any number of threads
+PARTS = 16  # the same for any number of threads, so that the bits are, too
 STATE_CAP, STATE_BYTES = 3, 64  # compiled.READS, followed by the cap
 
 # A call's own numbers: the plan, the pointers in the order of options.GradientOperands, and what tasks share.
 PLAN, POINTERS = 0, 1
 AUX = len(GradientOperands._fields)  # slot of the address of what functions read, after the caller's pointers
-FIRST_B = AUX + 2  # as of plan.py
-ALL_POINTERS = AUX + 3  # with it and a seed
+FIRST_B = AUX + 2  # as in plan.py
+ALL_POINTERS = AUX + 3  # the caller's pointers, AUX, the seed and FIRST_B
 DO, DLSE, DQ, DK, DV = (GradientOperands._fields.index(name) for name in "do dlse dq dk dv".split())
 COUNTER, DONE, SUMS_K, SUMS_V, GIVE_WAY, STOP = range(ALL_POINTERS + 1, ALL_POINTERS + 7)
 FRAME_NUMBERS = -(-(STOP + 1) // 8) * 8  # whole cache lines
@@ -59,8 +59,8 @@ class Plan(NamedTuple):
     units: int  # (batch, KV head) pairs
     key_tiles: int
     tasks: int
-    sums_bytes: tuple[int, int]  # of all dk and dv in the computing precision
-    scratch_bytes: int  # of each thread
+    sums_bytes: tuple[int, int]  # bytes of all dk and dv in the computing precision
+    scratch_bytes: int  # per thread
 
 
 def make_plan(problem: BackwardProblem, lanes: int, width: int) -> Plan:
@@ -92,7 +92,7 @@ def make_plan(problem: BackwardProblem, lanes: int, width: int) -> Plan:
 
     keys = p.batch * p.heads_kv * p.seqlen_k * size
     sums = tuple(keys * n if name in problem.wanted else 0 for name, n in (("dk", columns), ("dv", columns_v)))
-    # Of a query tile q, do and dq, q and do again by rows; of both p and dS; K, V, and K packed.
+    # Query tile: q, do and dq, and q and do again by rows. Both tiles: p and dS. Key tile: K, V, and K packed.
     blocks = sum(-(-n // lanes) * lanes for n in (p.head_dim, p.head_dim_v))
     of_rows = tile_m * (2 * p.head_dim + p.head_dim_v + blocks + 3)
     of_keys = TILE_N * (2 * tile_m + lanes + 2 * p.head_dim + p.head_dim_v)
@@ -132,7 +132,7 @@ def make_sums_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.
 
 
 def make_aux_plan(problem: BackwardProblem, lanes: int) -> tuple[np.ndarray, int]:
-    """The same for gradients of aux, without AUX_FUNCTION, AUX_SUMS and AUX_BYTES."""
+    """make_sums_plan for gradients of aux, without AUX_FUNCTION, AUX_SUMS and AUX_BYTES."""
     p = problem.forward
     numbers = make_plan(problem, lanes, 1).numbers
     tile_m, size = int(numbers[slot.TILE_M]), 8 if p.dtype == "float64" else 4
@@ -143,7 +143,7 @@ def make_aux_plan(problem: BackwardProblem, lanes: int) -> tuple[np.ndarray, int
 
 
 def make_terms_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.ndarray, int]:
-    """The same for the gradient of a term of every row's sum. A task is one element of it."""
+    """make_sums_plan for the gradient of a term of every row's sum (sinks). A task is one element of it."""
     p, term = problem.forward, problem.forward.array(GRADIENT_OF[name])
     assert term is not None
     numbers = make_plan(problem, lanes, 1).numbers

@@ -23,7 +23,7 @@ from .vectors.build import fetch_add, lanes, load, size_of, store
 def add_up(sums, ds, panel, first_row, seen, column, plan, zero):
     """sums (rows of the result's tile, its keys) += dS (keys, lanes) of a panel.
 
-    first_row: the first row of the query tile; column: that of the result that has the first key.
+    first_row: the first row of the query tile; column: the result's column of the first key.
     """
     across, group, keys = panel.width, panel.group, seen.end - seen.first
     own_heads, own_queries = load(plan, at.OWN_HEADS, INT), load(plan, at.OWN_QUERIES, INT)

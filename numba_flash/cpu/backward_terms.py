@@ -53,7 +53,7 @@ def run_task(task, frame, scratch, zero):
         for i in range(seqlen_q):
             lse_at = b * load(plan, slot.LSE_BATCH, INT) + head * load(plan, slot.LSE_HEAD, INT) + i
             lse = np.float64(load(load(pointers, slot.LSE_AT, INT), lse_at, zero))
-            weight = math.exp(min(term - lse, 0.0)) if lse != -INFINITY else 0.0  # above 0 is the rounding of lse
+            weight = math.exp(min(term - lse, 0.0)) if lse != -INFINITY else 0.0  # only rounding makes it positive
             if weight != 0:
                 total -= weight * delta_of(scratch, plan, pointers, b, head, i, zero)
     to = own_b * load(plan, at.SUM_STRIDE, INT) + head * load(plan, at.SUM_STRIDE + 1, INT)

@@ -65,7 +65,7 @@ class _Impl(CompileResultCacheImpl):
     def __init__(self, py_func: Any) -> None:
         self._locator_classes: Any = [_Locator]
         super().__init__(py_func)
-        self._locator = _Locator()  # whatever NUMBA_CACHE_LOCATOR_CLASSES is
+        self._locator = _Locator()  # not one of NUMBA_CACHE_LOCATOR_CLASSES
 
 
 class Entries:
@@ -82,7 +82,7 @@ class Entries:
         path = self.path(key)
         content = path.read_bytes()
         with contextlib.suppress(OSError):
-            os.utime(path)  # used now
+            os.utime(path)  # marks the entry as used now
         if hashlib.sha256(content[32:]).digest() != content[:32]:
             raise ValueError("damaged entry")
         return pickle.loads(content[32:])
@@ -103,7 +103,7 @@ class Entries:
 
 
 class Cache(FunctionCache):
-    """Numba's cache of a function, with the entries above. No failure of theirs is an error."""
+    """Numba's cache of a function, with the entries above. A failure to load or save one is not an error."""
 
     _impl_class = _Impl
 
@@ -142,7 +142,7 @@ def cached(dispatcher: Any) -> Any:
 
 
 def compile_for(dispatcher: Any, types: tuple) -> None:
-    """An njit function for these types, if it is not there yet."""
+    """Compiles an njit function for these types, unless it is compiled already."""
     with toolchain.compiling():
         dispatcher.compile(types)
 

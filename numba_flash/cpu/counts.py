@@ -1,4 +1,4 @@
-"""How often a weight counts in the output, for a panel of the CPU rung (compiled): the rule of
+"""Applies dropout to the weights of a panel on the CPU (compiled): 0 or 1 / (1 - p), by the rule of
 kernels/score/kept_weights.py."""
 
 # mypy: ignore-errors
@@ -12,7 +12,7 @@ from .vectors.build import load, store
 
 ROUNDS = 7
 LOW, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-LOWER, UPPER = np.uint64(0xFFFF), np.uint64(16)  # the places in a word of a key's number and of that 8 keys further
+LOWER, UPPER = np.uint64(0xFFFF), np.uint64(16)  # a word: 16 bits of a key, and those of the key 8 further
 MULTIPLIER, OTHER_MULTIPLIER = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 WEYL, OTHER_WEYL = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 
@@ -32,7 +32,7 @@ def random_words(seed, keys, q_pos, h, b):
 
 @compiled
 def count_one(x, key, keys, r, width, number, end, kept, zero):
-    """x (keys, width) of a key, if it is one of the panel's, and row r."""
+    """Scales or drops the element of x (keys, width) at a key and row r, if the key is in [0, keys)."""
     if 0 <= key and key < keys:
         store(x, key * width + r, load(x, key * width + r, zero) * kept if number < end else zero)
 
@@ -46,7 +46,7 @@ def count_two(x, key, keys, r, width, word, end, kept, zero):
 
 @compiled
 def count(x, places, keys, key0, panel, plan, pointers, zero):
-    """x (keys, width) <- how often each weight counts: 0, whatever x was, or x times the plan's KEPT_COUNT.
+    """x (keys, width) <- 0 where a weight is dropped, whatever x was, else x times the plan's KEPT_COUNT.
 
     For keys from key0 and a panel's rows; places: work space for two int64 numbers of each.
     """
@@ -56,7 +56,7 @@ def count(x, places, keys, key0, panel, plan, pointers, zero):
     end, kept = np.uint64(2**16 - load(plan, slot.DROPPED, INT)), type(zero)(load(plan, slot.KEPT_COUNT, 0.0))
     for r in range(panel.rows):
         q_pos, head = load(places, r, INT), load(places, width + r, INT)
-        for block in range(key0 >> 4, (key0 + keys + 15) >> 4):  # of 16 keys; 8 of them share a counter
+        for block in range(key0 >> 4, (key0 + keys + 15) >> 4):  # blocks of 16 keys; 8 keys share a counter
             for half in range(2):
                 words = random_words(seed, block << 1 | half, q_pos, head, panel.b)
                 key = (block << 4) + 4 * half - key0

@@ -1,8 +1,8 @@
 """The CPU rung: FlashAttention-2's recurrence over tiles, compiled by Numba, on all threads that it may use.
 
 This is the host's part: the memo for each problem, the decision to use threads, and the launch. The kernel is in
-kernel.py, on top of panel.py, elements.py and the vector loops of vectors/. plan.py has what the kernel is told of a
-problem, and cache.py keeps compiled code.
+kernel.py, on top of panel.py, elements.py and the vector loops of vectors/. plan.py has the numbers that describe a
+problem to the kernel, and cache.py keeps compiled code.
 """
 
 # mypy: ignore-errors
@@ -87,7 +87,7 @@ POINTERS = numba.types.UniTuple(numba.int64, slot.ALL_POINTERS)
 # One thread does everything that takes it less than this, by a rough estimate. Waking threads costs 10 us on an idle
 # machine, but on a busy one a join waits until the last worker is scheduled: 8 ms were seen.
 SERIAL_SECONDS = 0.3e-3
-OPERATIONS_A_SECOND, BYTES_A_SECOND = 70e9, 10e9  # of one thread of a server, 2026
+OPERATIONS_A_SECOND, BYTES_A_SECOND = 70e9, 10e9  # speed of one thread of a server, 2026
 
 
 @functools.cache
@@ -105,7 +105,7 @@ def entry_of(function, types):
 
 
 def seeded(functions: OwnFunctions, behind: tuple[int, ...], has_seed: bool) -> tuple[np.ndarray, int]:
-    """What functions read, and the seed as a signed number, from the addresses after the caller's arrays."""
+    """-> the functions' AUX numbers, and the seed as a signed number. behind: the addresses behind the caller's."""
     if not has_seed:
         return functions.aux(behind), 0
     seed, *aux = behind
@@ -113,17 +113,17 @@ def seeded(functions: OwnFunctions, behind: tuple[int, ...], has_seed: bool) -> 
 
 
 def workers_of(serial: bool) -> int:
-    """How many threads compute a call, of which `serial` says that it is too small for several."""
+    """How many threads compute a call. serial: the call is too small for several."""
     return 1 if serial or forked.threads_lost else threads.count()
 
 
 class Ready(NamedTuple):
-    """What is known of a problem before its arrays."""
+    """The part of a call that depends on the problem but not on the arrays."""
 
     numbers: np.ndarray
-    address: int  # of the numbers
+    address: int  # address of `numbers`
     kernel: int
-    seconds: float  # that one thread takes, by a rough estimate
+    seconds: float  # rough estimate of one thread's time
     nothing: bool
     functions: OwnFunctions
     seeded: bool
@@ -164,7 +164,7 @@ class Ready(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def ready(problem: Problem) -> Ready:
-    """A caller with many calls of one problem keeps the result: the look-up takes longer than everything else here."""
+    """The Ready of a problem, memoised. A caller with many calls of one problem keeps it, since the look-up is slow."""
     p = problem
     double = p.dtype == "float64"
     numbers = slot.make_plan(p, Shape(numba.float64 if double else numba.float32).lanes)
@@ -182,7 +182,7 @@ def ready(problem: Problem) -> Ready:
 
 
 def run_several(readies: list[Ready], table: np.ndarray) -> None:
-    """Each on one thread. table: of each the address of its numbers, its pointers and `behind`."""
+    """Runs each problem on one thread. table: for each the address of its numbers, its pointers and `behind`."""
     kernel = readies[0].kernel
     side_by_side(
         sum([ready.seconds for ready in readies]),
@@ -193,7 +193,7 @@ def run_several(readies: list[Ready], table: np.ndarray) -> None:
 
 
 def side_by_side(seconds: float, table: np.ndarray, run_one: Callable, run_all: Callable) -> None:
-    """run_all on several threads, or run_one for each row of `table` on this one. seconds: that it takes for all."""
+    """run_all on several threads, or run_one for each row of `table` on this one. seconds: estimate for all rows."""
 
     def run(stop: int) -> None:
         workers = workers_of(seconds < SERIAL_SECONDS)

@@ -1,4 +1,4 @@
-"""What a caller's function reads and writes on the CPU: scores, places, and flags of a read outside an array."""
+"""Memory access of a caller's function on the CPU: scores, places, and flags of a read outside an array."""
 
 # mypy: ignore-errors
 
@@ -17,8 +17,8 @@ inner = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
 
 @intrinsic
 def in_whole_vectors(typingctx):
-    """LLVM gives the loops of the calling function vectors as long as those of build.py. For most processors with
-    AVX-512 it prefers half of that, which takes up to 1.3 times as long."""
+    """Makes LLVM use vectors as long as those of build.py in the calling function. For most processors with AVX-512 it
+    prefers half of that, which takes up to 1.3 times as long."""
 
     def generate(context, b, sig, args):
         width = f'"prefer-vector-width"="{8 * VECTOR_BYTES}"'
@@ -28,7 +28,7 @@ def in_whole_vectors(typingctx):
     return types.void(), generate
 
 
-# Scores and slopes are written, and everything else that is read is elsewhere: LLVM need not check that for each key.
+# Scores and slopes are marked as not aliased by anything else that is read, so LLVM need not check that for each key.
 @intrinsic
 def read_score(typingctx, address, index, zero):
     def generate(context, b, sig, args):
@@ -57,7 +57,7 @@ def read_place(typingctx, address, index):
     return types.int64(types.int64, types.int64), generate
 
 
-# Flags are int32 numbers that LLVM keeps in registers: whether a read was outside an array.
+# A flag says whether a read was outside an array. It is an int32 that LLVM keeps in a register.
 FLAG = types.CPointer(types.int32)
 
 
@@ -82,7 +82,7 @@ def lower(typingctx, flag):
 
 @intrinsic
 def new_flags(typingctx, zero):
-    """One for each lane of a panel: of a single one LLVM would gather all lanes' after every key."""
+    """A flag for each lane of a panel: LLVM would reduce all lanes into a single flag after every key."""
 
     def generate(context, b, sig, args):
         count = Shape(sig.args[0]).lanes
@@ -133,8 +133,8 @@ def as_they_are(places, zero):
 
 @functools.cache
 def in_halves():
-    """-> (keep, read), as in read_place: places stored as 32 bits. LLVM makes vectors as long as fits the widest number
-    that is read for them, so vectors of float32 become twice as long."""
+    """-> (keep, read), like read_place, but places are stored in 32 bits. LLVM chooses the vector length by the widest
+    number that the loop reads, so vectors of float32 become twice as long."""
     half = ir.IntType(32)
 
     @intrinsic

@@ -51,20 +51,20 @@ from .function_access import (
 )
 from .vectors.build import lanes, load, store
 
-# s, slopes (0: unwanted), keys, the first key, where PLACES are, b, rows of a panel or 1, where AUX are
+# s, slopes (0: unwanted), keys, the first key, address of PLACES, b, rows of a panel or 1, address of AUX
 SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64)"
-# PLACES: the position of each row of a panel, followed by the head of each, and by numbers of the panel: the position
-# of row 0 of q, whether a read was outside an array, and work space for panel.find_outside; int64.
-# AUX: for each array its address, its shape and its strides in elements; for its gradient the offset among a part's
-# sums and the strides, in bytes; then a report of a read outside an array: how many there are, and for the first one
-# which function it is, b, h, q_pos, k_pos, the row of q, and the bits of the score; at the end the address of these
-# sums; int64.
+# PLACES (int64): the position of each row of a panel, then the head of each, then numbers of the panel: the position
+# of row 0 of q, whether a read was outside an array, and work space for panel.find_outside.
+# AUX (int64): for each array its address, its shape and its strides in elements; for its gradient the offset among a
+# part's sums and the strides, in bytes. Then a report of reads outside an array: how many there were, and for the first
+# one which function it was, b, h, q_pos, k_pos, the row of q, and the bits of the score. At the end the address of the
+# part's sums.
 AUX_ELEMENTS = dict(bool="uint8", float16="uint16", bfloat16="uint16")  # the types in memory
 REPORT = 8
 MOST_FUNCTIONS = 200
 
 
-# s and dS after score_mod, keys, the first key, where PLACES are, b, rows, where AUX, READS and a part's sums are
+# s and dS after score_mod, keys, the first key, address of PLACES, b, rows, addresses of AUX, READS and a part's sums
 SIGNATURE_OF_AUX = "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)"
 
 
@@ -194,8 +194,8 @@ def _panel(option, function, base_name, aux, derivative, narrow):
                 one(s, slopes, key, row, where, arrays, flags, 0)
         else:
             own = kept(places, zero)
-            # Two keys at a time. LLVM splits a loop over rows that has little code, and does not vectorise what is
-            # left; with two keys the code is not little.
+            # Two keys at a time. LLVM splits a loop over rows that has little code, and does not vectorise the rest.
+            # With two keys the loop has enough code.
             for key in range(0, keys - 1, 2):
                 for r in range(lanes(zero)):
                     where, at = of_row(own, r, b), key * lanes(zero) + r
@@ -284,11 +284,11 @@ def _table(dtype: str, ndim: int, base_name: str, recorded: bool, narrow: bool):
 
 
 class OwnFunctions(NamedTuple):
-    """A problem's functions, compiled, and what they read."""
+    """A problem's compiled functions, and the numbers of the arrays that they read."""
 
     of: tuple[tuple[int, Any], ...]  # (the slot of the plan that holds the address, the function)
     aux_numbers: np.ndarray  # AUX without addresses
-    places: tuple[int, ...]  # where the addresses go
+    places: tuple[int, ...]  # indices in AUX of the arrays' addresses
     empty: tuple[bool, ...]  # arrays without elements, which may have no address
 
     def go_into(self, plan: np.ndarray) -> None:
@@ -319,7 +319,7 @@ NO_FUNCTIONS = OwnFunctions((), np.zeros(1 + REPORT, np.int64), (), ())
 
 
 def own_functions(problem: Problem, derivative: bool) -> OwnFunctions:
-    """derivative: score_mod also writes its slopes."""
+    """The compiled functions of a problem. derivative: score_mod also writes its slopes."""
     if not problem.functions:
         return NO_FUNCTIONS
     aux = tuple((array.dtype, len(array.shape)) for array in problem.aux)
@@ -341,11 +341,11 @@ def own_functions(problem: Problem, derivative: bool) -> OwnFunctions:
 
 
 class OfAux(NamedTuple):
-    """Gradients of what score_mod reads."""
+    """Gradients of the arrays that score_mod reads."""
 
     function: Any  # from make_gradient; None without a score_mod
-    elements: int  # of all arrays
-    wanted: tuple[tuple[int, int, int, str], ...]  # of each its number, where its sums begin, how many, and its dtype
+    elements: int  # number of elements of all arrays
+    wanted: tuple[tuple[int, int, int, str], ...]  # per gradient: array number, start and length of its sums, dtype
 
     @staticmethod
     def of(problem: BackwardProblem) -> "OfAux":
@@ -358,11 +358,11 @@ class OfAux(NamedTuple):
         return OfAux(made, sum(sizes), tuple((n, sum(sizes[:n]), sizes[n], p.aux[n].dtype) for n in numbers))
 
     def no_sums(self) -> np.ndarray:
-        """(parts, elements): zeros, to which a call adds."""
+        """Zeros (parts, elements), to which a call adds its sums."""
         return np.zeros((PARTS, self.elements))
 
     def write(self, sums: np.ndarray, addresses: Sequence[int]) -> None:
-        """sums: (parts, elements). addresses: of the gradients, by the indices of their arrays."""
+        """Adds up the parts and writes the gradients. sums: (parts, elements). addresses: by the indices of arrays."""
         total = sums.sum(axis=0)
         for number, begin, size, dtype in self.wanted:
             kind = numpy_dtype(dtype)

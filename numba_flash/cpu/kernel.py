@@ -81,7 +81,7 @@ def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
     places = row_numbers + 2 * lanes(zero) * size
     k_copy = places + (2 * lanes(zero) + slot.OF_PANEL) * 8
     v_copy = k_copy + tile_n * head_dim * size
-    packed = sums = v_copy + tile_n * head_dim_v * size  # sums: of a row's values, where nothing is packed
+    packed = sums = v_copy + tile_n * head_dim_v * size  # sums: work space of a single row, if nothing is packed
     fill(o, panels * width * head_dim_v, zero)
     fill(m, panels * width, kind(-INFINITY))
     fill(l, panels * width, zero)
@@ -188,7 +188,7 @@ def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
 
 @compiled
 def give_nodes(state, tile, plan, pointers, zero):
-    """Writes the state of each row of a tile: as that of a tile of this row alone, of width 1."""
+    """Writes the state of each row of a tile, in the layout of a tile of this row alone, of width 1."""
     head_dim_v, width, size = load(plan, slot.HEAD_DIM_V, INT), tile.width, size_of(zero)
     panels = (tile.rows + width - 1) // width
     m = panels * head_dim_v * width
@@ -234,7 +234,7 @@ def finish(state, scale_log2, tile, plan, pointers, zero):
             term = get(at + head * load(plan, slot.TERM_STRIDE + 1, INT), term_dtype, 0.0)
             if term != -INFINITY:  # log(e^lse + e^term) replaces lse
                 whole = max(lse, term) + math.log1p(math.exp(-abs(lse - term)))
-                if term == INFINITY:  # as a score of inf, of which e^(s - m) is no number
+                if term == INFINITY:  # like a score of inf, where e^(s - m) is NaN
                     whole = math.nan
                 factor *= type(zero)(math.exp(lse - whole))
                 lse = whole
@@ -248,15 +248,15 @@ def finish(state, scale_log2, tile, plan, pointers, zero):
 
 @compiled
 def join(left, right, scale_log2, tile, head_dim_v, zero):
-    """left = the state of the keys of both. Each is multiplied by 2^(c * (m - m of both)); that of a row that sees no
-    key in one of them has the bits of the other."""
+    """left = the joined state of left's and right's keys. Each is multiplied by 2^(c * (m - joined m)). If a row sees
+    no key in one of them, it gets the bits of the other."""
     width = tile.width
     panels = (tile.rows + width - 1) // width
     at_m = panels * head_dim_v * width
     at_l = at_m + panels * width
     for r in range(tile.rows):
         m_left, m_right = load(left, at_m + r, zero), load(right, at_m + r, zero)
-        if m_right == -INFINITY and load(right, at_l + r, zero) == 0:  # else all of its scores are NaN
+        if m_right == -INFINITY and load(right, at_l + r, zero) == 0:  # with l != 0 all of its scores are NaN
             continue
         best = type(zero)(max(m_left, m_right))
         keep, take = weight(m_left, best, scale_log2, zero), weight(m_right, best, scale_log2, zero)
@@ -271,7 +271,7 @@ def join(left, right, scale_log2, tile, head_dim_v, zero):
 
 @compiled
 def weight(m, best, scale_log2, zero):
-    """2^(c * (m - best)) of m <= best; 0 of a row without keys."""
+    """2^(c * (m - best)) for m <= best; 0 for a row without keys."""
     if m == -INFINITY:
         return zero
     # Numba's float() does not widen float32.
@@ -286,7 +286,7 @@ def weight(m, best, scale_log2, zero):
 
 @inlined
 def blank(state, tile, head_dim_v, zero):
-    """The state of no keys."""
+    """Writes the state of a tile that has seen no keys."""
     rows = (tile.rows + tile.width - 1) // tile.width * tile.width
     fill(state, rows * head_dim_v, zero)
     fill(state + rows * head_dim_v * size_of(zero), rows, type(zero)(-INFINITY))
@@ -295,7 +295,7 @@ def blank(state, tile, head_dim_v, zero):
 
 @inlined
 def join_tree(states, count, size, scale_log2, tile, head_dim_v, zero):
-    """Joins `count` neighbouring states, `size` bytes apart, in the first: pairs, and then pairs of these."""
+    """Joins `count` neighbouring states, `size` bytes apart, into the first: pairs, and then pairs of these."""
     step = 1
     while step < count:
         for at in range(0, count - step, 2 * step):
@@ -321,7 +321,7 @@ def run_task(task, frame, scratch, zero):
     else:
         b = entry + load(pointers, slot.FIRST_B, INT)
         tile = rows_from(row0, tile_m, width, b, kv_head, plan, pointers)
-    if tile.rows <= 0:  # of a sequence that has fewer queries
+    if tile.rows <= 0:  # the sequence has fewer queries than the longest one
         return
     begin, end = tiles_of(tile, tile_n)
 
@@ -329,7 +329,7 @@ def run_task(task, frame, scratch, zero):
     leaf_tiles = load(plan, slot.LEAF_TILES, INT)
     leaves = slot.NODE_LEAVES if leaf_tiles else 1
     node_tiles = leaf_tiles * leaves
-    own_leaves = 1  # those behind the last key change nothing
+    own_leaves = 1  # leaves behind the last key change nothing
     if leaf_tiles:
         own_leaves = min((end - chunk * node_tiles + leaf_tiles - 1) // leaf_tiles, leaves)
         if chunk == 0:
@@ -352,7 +352,7 @@ def run_task(task, frame, scratch, zero):
             copy_row(parts + chunk * size, scratch, size // size_of(zero), zero)
         if fetch_add(load(frame, slot.COUNTERS, INT) + (1 + group_of_rows) * 8) != chunks - 1:
             return
-        nodes = min((end + node_tiles - 1) // node_tiles, chunks)  # that some row sees
+        nodes = min((end + node_tiles - 1) // node_tiles, chunks)  # nodes with a key that some row sees
         join_tree(parts, nodes, size, scale_log2, tile, head_dim_v, zero)
         state = parts
     finish(state, scale_log2, tile, plan, pointers, zero)

@@ -1,7 +1,7 @@
 """Attention over a cache on the CPU rung: the kernel of kernel.py, with a line for each sequence.
 
-Sequences with few rows, with some more and with many take three ways through the kernel, and each has a call of its
-own. So a row's bits depend on its own sequence alone.
+The kernel has three paths, for sequences with few rows, with some more and with many. Each path is a call of its own,
+so a row's bits depend on its own sequence alone.
 """
 
 # mypy: ignore-errors
@@ -31,8 +31,8 @@ BOUNDS = 0, slot.MAX_ROWS_ALONE, slot.MAX_ROWS_SPLIT, 2**62
 
 
 def run(problem: Problem, pointers: tuple[int, ...], lines: np.ndarray) -> None:
-    """pointers: in the order of options.Operands, followed by a seed and those of aux. lines: of each sequence the
-    numbers that plan.py names."""
+    """Attention of all sequences. pointers: in the order of options.Operands, followed by a seed and those of aux.
+    lines: a row for each sequence, with the numbers that plan.py names (LINE_*)."""
     rows = lines[:, slot.LINE_QUERIES] * (problem.heads // max(problem.heads_kv, 1))
     for low, high in zip(BOUNDS, BOUNDS[1:], strict=False):
         own = lines[(rows > low) & (rows <= high)]
@@ -46,7 +46,7 @@ def _of_queries(problem: Problem, queries: int) -> Problem:
 
 
 def _run_alike(problem: Problem, pointers: tuple[int, ...], lines: np.ndarray) -> None:
-    """Of sequences that take one way through the kernel."""
+    """Runs the sequences of `lines`, which all take the same path through the kernel."""
     lines = np.ascontiguousarray(lines[np.argsort(-lines[:, slot.LINE_KEYS], kind="stable")])  # long ones first
     p = _of_queries(problem, int(lines[:, slot.LINE_QUERIES].max()))
     known = ready(p)

@@ -19,8 +19,8 @@ from .vectors.build import load, size_of
 @cached
 @njit(nogil=True, error_model="numpy")
 def _join(nodes, count, node_rows, plan, pointers, zero):
-    """nodes: `count` times those of all rows, `node_rows` rows each, in the order of keys. The first ones are
-    overwritten by the joined ones."""
+    """Joins `count` nodes of all rows, each of `node_rows` rows, in the order of keys. Overwrites the first node with
+    the result."""
     heads, queries, head_dim_v = (
         load(plan, slot.HEADS, INT),
         load(plan, slot.SEQLEN_Q, INT),
@@ -37,7 +37,7 @@ def _join(nodes, count, node_rows, plan, pointers, zero):
 
 
 def join(problem: Problem, nodes: np.ndarray, pointers: tuple[int, ...]) -> None:
-    """nodes: (count, *nodes_shape of the Problem), which are used up. pointers: in the order of options.Operands."""
+    """Writes o and lse. nodes: (count, *nodes_shape of the Problem), overwritten. pointers: as options.Operands."""
     rows = int(np.prod(problem.lse_shape))
     given, numbers = np.array(pointers, np.int64), ready(problem).numbers
     if rows:

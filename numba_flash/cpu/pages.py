@@ -20,14 +20,14 @@ def page_address(start, plan, stride, tile, key):
 
 @compiled
 def run_of(tile, key, end, start, plan, stride):
-    """-> of keys [key, end) those that lie side by side in a page: how many, and the address of the first one's row."""
+    """-> how many of the keys from `key` up to `end` lie in key's page, and the address of key's row."""
     size = load(plan, slot.PAGE_SIZE, INT)
     return min(size - key % size, end - key), page_address(start, plan, stride, tile, key)
 
 
 @compiled
 def gather_pages(to, start, stride, key0, key_end, width, tile, plan, zero):
-    """`gather` of keys that lie in pages."""
+    """`gather` for keys that lie in pages."""
     row, step, dtype = load(plan, stride + 2, INT), load(plan, stride + 3, INT), load(plan, slot.DTYPE, INT)
     key = key0
     while key < key_end:
@@ -38,7 +38,7 @@ def gather_pages(to, start, stride, key0, key_end, width, tile, plan, zero):
 
 @compiled
 def scores_in_pages(s, first, end, q, tile, plan, start, zero):
-    """`scores` of one row, of keys that lie in pages."""
+    """`scores` of one row, for keys that lie in pages."""
     key, k_row, head_dim = first, load(plan, slot.K_STRIDE + 2, INT), load(plan, slot.HEAD_DIM, INT)
     while key < end:
         count, k = run_of(tile, key, end, start, plan, slot.K_STRIDE)
@@ -48,7 +48,7 @@ def scores_in_pages(s, first, end, q, tile, plan, start, zero):
 
 @compiled
 def values_in_pages(sums, first, end, p, tile, plan, start, zero):
-    """`values_of_row` of keys that lie in pages."""
+    """`values_of_row` for keys that lie in pages."""
     key, v_row, width = first, load(plan, slot.V_STRIDE + 2, INT), load(plan, slot.HEAD_DIM_V, INT)
     while key < end:
         count, v = run_of(tile, key, end, start, plan, slot.V_STRIDE)

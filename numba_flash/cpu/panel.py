@@ -36,9 +36,9 @@ key_tiles = compiled(ranges.key_tiles)
 
 
 class Rows(NamedTuple):
-    """The rows [row0, row0 + rows) of a KV head, and what says which keys each of them sees.
+    """The rows [row0, row0 + rows) of a KV head, and the numbers that decide which keys each of them sees.
 
-    A row is a query of one of the `group` query heads: of query row // group.
+    A row is a query of one of the `group` query heads: row r belongs to query r // group.
     """
 
     row0: int
@@ -51,13 +51,13 @@ class Rows(NamedTuple):
     right: int
     valid: int
     offset: int
-    first_query: int  # where the rows of q begin that are these queries'
-    page_ids: int  # the address of the number of the first page
+    first_query: int  # the row of q with the sequence's first query
+    page_ids: int  # address of the sequence's page numbers
 
 
 @compiled
 def rows_from(row0, most, width, b, kv_head, plan, pointers):
-    """At most so many rows from row0 on."""
+    """The Rows from row0 on, at most `most`."""
     group = max(load(plan, slot.HEADS, INT) // max(load(plan, slot.HEADS_KV, INT), 1), 1)
     rows = min(most, load(plan, slot.SEQLEN_Q, INT) * group - row0)
     left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
@@ -67,7 +67,7 @@ def rows_from(row0, most, width, b, kv_head, plan, pointers):
 
 @compiled
 def rows_of_line(row0, most, width, line, kv_head, plan):
-    """The same of a sequence of a cache (kvcache.py)."""
+    """rows_from for a sequence of a KV cache (kvcache.py)."""
     group = max(load(plan, slot.HEADS, INT) // max(load(plan, slot.HEADS_KV, INT), 1), 1)
     rows = min(most, load(line, slot.LINE_QUERIES, INT) * group - row0)
     left, right = load(plan, slot.LEFT, INT), load(plan, slot.RIGHT, INT)
@@ -138,7 +138,7 @@ def scores(s, k, k_stride, q, head_dim, keys, by_rows, zero):
         score_rows_1(s + key * row, k + key * k_stride, k_stride, q, head_dim, zero)
 
 
-PACKED = 1  # in the place of a stride, but is none: strides are multiples of an element's size, and may be 0
+PACKED = 1  # a mark in place of a stride: real strides are multiples of an element's size, or 0
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""What the compiled CPU kernel needs to know of a problem: one row of int64 numbers, created once for each problem.
+"""The numbers that the compiled CPU kernel reads about a problem: one row of int64, created once for each problem.
 
 The kernel reads it by its address, number by number, so a call passes only a few integers. Numbers that are not
 integers are stored as the bits of a float64.
@@ -24,24 +24,24 @@ ITEMSIZES = (2, 2, 4, 8)
     TILE_M, TILE_N, TILES, CHUNKS, LEAF_TILES, BY_ROWS, TASKS, STATE_BYTES, SCRATCH_BYTES, SHARED_BYTES,
 ) = range(32)  # fmt: skip
 Q_STRIDE, K_STRIDE, V_STRIDE, O_STRIDE, BIAS_STRIDE, MASK_STRIDE = range(32, 56, 4)
-ALIBI_STRIDE, TERM_STRIDE = 56, 58  # two, in bytes: batch, head; TERM: of a row's sum, which adds e^term to l
+ALIBI_STRIDE, TERM_STRIDE = 56, 58  # two strides in bytes: batch, head. TERM: sinks, which add e^term to l
 TERM_DTYPE = 60
-# Addresses of the caller's own functions (functions.py), 0 = none; and the index of the pointer to what they read.
+# Addresses of the caller's own functions (functions.py), 0 = none; and the index of the pointer to AUX.
 SCORE_MOD, MASK_MOD, AUX_POINTER = 61, 62, 63
 OWN = dict(score_mod=SCORE_MOD, mask_mod=MASK_MOD)
-# Whether there is a seed, the random bits below which a weight is dropped, how often the other weights count, and the
+# Whether there is a seed, the random bits below which a weight is dropped, the factor of the other weights, and the
 # index of the seed's pointer.
 SEEDED, DROPPED, KEPT_COUNT, SEED_POINTER = range(64, 68)
-OUTSIDE_AT = 68  # the index in AUX of what is reported of a read outside an array (functions.py)
-LSE_BATCH, LSE_HEAD = 69, 70  # how far apart the lse of batch entries and of heads are
-# Of a cache (kvcache.py): whether there are lines, and the keys of a page; 0 = k and v have no pages.
+OUTSIDE_AT = 68  # the index in AUX of the report of a read outside an array (functions.py)
+LSE_BATCH, LSE_HEAD = 69, 70  # lse's strides: batch, head
+# For a KV cache (kvcache.py): whether there are lines, and the keys per page; 0 = k and v have no pages.
 HAS_LINES, PAGE_SIZE = 71, 72
-AS_NODES = 73  # whether a row's state is written, and not o and lse: to the place of lse
+AS_NODES = 73  # whether each row's state is written in place of lse, and no o and lse
 NUMBERS = 74
 # A line: a sequence's b, its first row in q, its queries and valid keys, the position of query 0, and the address of
 # the number of its first page.
 LINE_B, LINE_ROW, LINE_QUERIES, LINE_KEYS, LINE_OFFSET, LINE_PAGES, LINE_NUMBERS = range(7)
-OF_PANEL = 8  # numbers of places behind those of rows
+OF_PANEL = 8  # numbers of a panel in PLACES, behind those of its rows
 # Array options: the slots for whether there is one, its dtype, its strides, and whether these are in bytes.
 ARRAY_SLOTS = {
     "alibi_slopes": (None, ALIBI_DTYPE, ALIBI_STRIDE, True),
@@ -54,12 +54,10 @@ ARRAY_SLOTS = {
 
 # A call's own numbers, also int64: the address of the plan, the caller's pointers, and what the tasks share.
 PLAN, POINTERS = 0, 1
-AUX = len(Operands._fields)  # slot of the address of what functions read, after the caller's pointers
-FIRST_B = (
-    AUX + 2
-)  # what functions are told to be the first batch entry: of a packed sequence, which is a call's only one
-LINES_AT = FIRST_B  # instead of it, of a cache: the address of its lines
-ALL_POINTERS = AUX + 3  # with it and a seed
+AUX = len(Operands._fields)  # slot of the address of AUX (functions.py), after the caller's pointers
+FIRST_B = AUX + 2  # the batch index that functions get for entry 0: a packed sequence is entry 0 of its own call
+LINES_AT = FIRST_B  # for a KV cache the same slot holds the address of its lines
+ALL_POINTERS = AUX + 3  # the caller's pointers, AUX, the seed and FIRST_B
 PARTS, COUNTERS, STOP = range(ALL_POINTERS + 1, ALL_POINTERS + 4)  # STOP: the address of machine/interrupt.py's number
 FRAME_NUMBERS = -(-(STOP + 1) // 8) * 8  # whole cache lines
 # The indices of a call's arrays among the pointers.
@@ -75,7 +73,7 @@ Q_OFFSET_SOURCES = {"number": 0, "seqlens_k": 1, "array": 2}
 # should fit into the first.
 TILE_BYTES = 200_000
 MAX_TILE_N = 192
-# The most query rows of a task, a multiple of every panel's, and the number of tasks without which tasks take fewer.
+# The most query rows of a task, a multiple of every panel's; and the number of tasks below which tasks get fewer rows.
 MAX_TILE_M = 128
 ENOUGH_TASKS = 8 * (os.cpu_count() or 1)
 # With no more rows than this, a panel would be mostly empty: one row at a time.
@@ -95,7 +93,7 @@ def tile_keys(head_dim: int, head_dim_v: int, itemsize: int) -> int:
 
 
 def leaf_tile_keys(head_dim: int, head_dim_v: int, itemsize: int, by_rows: bool) -> int:
-    """Keys of a tile that is a leaf, or a part of one: a power of two."""
+    """Keys of a tile that is a leaf of the tree, or a part of one: a power of two."""
     fit = TILE_BYTES // (itemsize * max(head_dim + head_dim_v, 1))
     return int(min(1 << max(fit, 8).bit_length() - 1, LEAF_KEYS if by_rows else LEAF_KEYS * 2 // itemsize))
 
@@ -109,7 +107,7 @@ def make_plan(problem: Problem, panel_rows: int) -> np.ndarray:
     plan[DTYPE] = DTYPE_CODES[p.dtype]
     plan[LEFT], plan[RIGHT] = p.sides
     plan[Q_OFFSET] = p.q_offset
-    plan[Q_OFFSET_SOURCE] = Q_OFFSET_SOURCES.get(p.q_offset_source, 0)  # of "sequence" by lines, or by host numbers
+    plan[Q_OFFSET_SOURCE] = Q_OFFSET_SOURCES.get(p.q_offset_source, 0)  # "sequence": lines or host numbers have it
     real[SCALE] = p.scale
     plan[HAS_SOFTCAP] = p.number("softcap") is not None
     real[SOFTCAP] = p.number("softcap") or 0.0

@@ -1,8 +1,8 @@
-"""Look into a kernel while it runs, without editing it: in Numba's simulator.
+"""Look into a kernel while it runs in Numba's simulator, without editing it.
 
-`stop_at` opens Python's debugger at a line. `trace` asks nobody and returns what one row saw of every tile of keys.
-`watch` records the variables of a kernel of your own at the lines that a comment marks, and `race_check` finds the
-barrier that is missing in it. `traffic` counts the bytes that a kernel moves.
+`stop_at` opens Python's debugger at a line. `trace` returns the values of one row after every tile of keys. `watch`
+records the variables of your own kernel at lines marked by a comment, and `race_check` finds a missing barrier in it.
+`traffic` counts the bytes that a kernel moves.
 `timeline` returns which role of a `wgmma` block waits for which. `worked_example` is a problem of four keys that can be
 followed by hand.
 """

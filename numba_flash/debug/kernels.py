@@ -1,4 +1,4 @@
-"""All kernels by name, for who looks one up."""
+"""The files of all kernels, by name."""
 
 import functools
 import importlib

@@ -30,7 +30,7 @@ def make_of(kernel: Any, who: str) -> types.CodeType | Code:
     """
     if not isinstance(kernel, str):
         check_simulated(who)
-        function = getattr(kernel, "fn", None)  # of the simulator's kernels
+        function = getattr(kernel, "fn", None)  # the simulator's kernels have it
         if not isinstance(function, types.FunctionType):
             raise TypeError(f"{who} takes the name of a kernel, or a kernel made by cuda.jit, not {kernel!r}")
         return Code(function.__code__.co_filename, (function.__code__, *_device_functions_beside(function)))

@@ -1,4 +1,4 @@
-"""Who does what when in a block of `wgmma`: its roles, tiles and waits in the order in which a simulated run has them.
+"""Records a block of `wgmma`: the steps and waits of its roles, in the order of a simulated run.
 
     NUMBA_ENABLE_CUDASIM=1 python
 
@@ -31,7 +31,7 @@ WARPGROUP = 128  # threads; the first has the scheduler and the producer
 
 @dataclass(frozen=True)
 class Span:
-    """From `begin` to `end`, which count what has happened so far, a role does one thing."""
+    """One step of a role. begin and end count the events so far."""
 
     role: str  # scheduler, producer, consumer 0, ...
     what: str  # load, wait, S, PV, softmax, write or release
@@ -47,8 +47,8 @@ class Timeline:
 
     about: str
     roles: tuple[str, ...]
-    places: dict[str, int]  # of the rings: how many tiles of K, V and Q there is room for
-    spans: tuple[Span, ...]  # by their beginnings
+    places: dict[str, int]  # capacity of the buffers of K, V and Q, in tiles
+    spans: tuple[Span, ...]  # sorted by their beginnings
 
     def html(self, path: Any = None) -> str:
         """One page, with nothing to load from elsewhere, to move through the steps.
@@ -79,8 +79,8 @@ def timeline(q: Any, k: Any, v: Any, **options: Any) -> Timeline:
 
     >>> numba_flash.debug.timeline(q, k, v, causal=True)
 
-    float16 or bfloat16, and a small problem: 100 queries and 500 keys take some seconds.
-    Raises what attention raises, TypeError for kernel=, NotImplementedError for float32, whose roles are others, and
+    q, k, v: as for attention, in float16 or bfloat16. Take a small problem: 100 queries and 500 keys take some seconds.
+    Raises what attention raises, TypeError for kernel=, NotImplementedError for float32, which has other roles, and
     RuntimeError where the simulator is off.
     """
     check_simulated("timeline")
@@ -112,7 +112,7 @@ def timeline(q: Any, k: Any, v: Any, **options: Any) -> Timeline:
     return Timeline(about, names, places, tuple(sorted(seen, key=lambda span: span.begin)))
 
 
-# What is noted of the kernel's functions, by their files and names: (what, of what), and where its number is.
+# The recorded functions of the kernel, by file and name: (activity, object, how to read its number).
 Names = dict[str, Any]
 Number = Callable[[Names], Any]
 WORK: dict[str, tuple[str, str, Number]] = {
@@ -146,7 +146,7 @@ def _noted(frame: types.FrameType) -> tuple[str, str, Any] | None:
             caller = caller.f_back
         assert caller is not None
         if code.co_name == "consumer_release" and not own["condition"]:
-            return None  # only one lane says it, and Q not before the query tile's end
+            return None  # only one lane reports it, and Q only at the query tile's end
         ring = RING.search(linecache.getline(caller.f_code.co_filename, caller.f_lineno))
         of = RINGS.get(ring[1], ring[1]) if ring else "K" if caller.f_locals["map_at"] == 128 else "V"
         return "release" if code.co_name == "consumer_release" else "wait", of, own["n"]

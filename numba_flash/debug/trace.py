@@ -276,13 +276,13 @@ def _numbers(now: Names, names: Sequence[str]) -> dict[str, float]:
 
 
 def _joined(seen: dict[int, _Row], rows: range, problem: Problem) -> tuple[Tile, ...]:
-    """The tiles that some row came to, of all rows."""
+    """The tiles that at least one row visited, with the values of all rows."""
     keys = {tile["number"]: tile["keys"] for row in rows for tile in seen[row].tiles}
     of_row = {row: {tile["number"]: tile for tile in seen[row].tiles} for row in rows}
     state = {row: dict(m=-math.inf, l=0.0, O=np.zeros(problem.head_dim_v, problem.compute_dtype)) for row in rows}
     made = []
     in_order = all(list(of) == sorted(of) for of in of_row.values())
-    for number in sorted(keys) if in_order else keys:  # else as they were visited, by a loop that was changed
+    for number in sorted(keys) if in_order else keys:  # else in the order of visits, by an edited loop
         columns: dict[str, list[Any]] = {}
         for row in rows:
             unseen = np.full(len(keys[number]), -math.inf, problem.compute_dtype)

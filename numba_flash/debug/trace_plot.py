@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREY = "#1f5fa8", "#d9772b", "#9a9a9a"
-COMPONENTS = 5  # of O that are drawn; all of them would be a thicket
+COMPONENTS = 5  # columns of O that are drawn; all of them would be unreadable
 
 
 class Shown(Figure):
@@ -50,7 +50,7 @@ def draw_scores(axes: Axes, trace: Any) -> None:
 
 
 def draw_sums(axes: Axes, trace: Any) -> None:
-    """l after each tile: what is left of the sum of before, and what the tile adds."""
+    """l after each tile: the rescaled earlier sum, and the part that the tile adds."""
     before = 0.0
     for number, tile in enumerate(trace.tiles):
         kept, middle = before * tile.alpha, middle_of(tile)
@@ -67,7 +67,7 @@ def draw_sums(axes: Axes, trace: Any) -> None:
 
 
 def draw_output(axes: Axes, trace: Any) -> None:
-    """The components of O / l that move most, and where they end."""
+    """The components of O / l that change most, and their final values."""
     if trace.tiles:
         running = np.array([so_far(trace, tile) for tile in trace.tiles])  # (tiles, head_dim_v)
         shown = np.argsort(-np.ptp(running, 0))[:COMPONENTS]

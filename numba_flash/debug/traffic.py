@@ -23,10 +23,10 @@ from .trace import _with_tile
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """The bytes that all threads of a launch asked for, and operations; a multiplication and an addition are two of
-    these. repr() is a table.
+    """The bytes that all threads of a launch requested, and their operations; a multiplication and an addition count as
+    two. repr() is a table.
 
-    A GPU's caches answer a part of what is read of global memory, which is not simulated.
+    On a GPU, caches serve some of the reads of global memory; the simulator has no caches.
     """
 
     kernel: str
@@ -35,8 +35,8 @@ class Traffic:
     global_written: int
     shared_read: int
     shared_written: int
-    tensor_flops: int  # done by instructions of tensor cores, also for rows and keys that are there to fill a tile
-    flops: int  # of the two products of the problem, whoever computes them: of all queries with all keys
+    tensor_flops: int  # done by tensor core instructions, with the rows and keys that only fill a tile
+    flops: int  # the problem's two products of all queries with all keys, in whichever unit they are computed
 
     @property
     def global_bytes(self) -> int:

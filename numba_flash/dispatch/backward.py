@@ -21,14 +21,14 @@ _READ = GradientOperands._fields[: -len(GRADIENT_OF)]  # the names of the given 
 
 
 class CallPlan(NamedTuple):
-    """What to compute, where and with which kernels, ready to run."""
+    """A planned backward, ready to run: the problem, the device and the kernels."""
 
     problem: BackwardProblem
     target: Target
     choice: BackwardChoice
     launch: Launch
     shapes: tuple[tuple[tuple[int, ...], str] | None, ...]  # shape and dtype of each wanted gradient
-    aux_shapes: tuple[tuple[tuple[int, ...], str] | None, ...]  # likewise of those of aux; () for none at all
+    aux_shapes: tuple[tuple[tuple[int, ...], str] | None, ...]  # likewise for each array of aux; () if none is wanted
 
 
 def run(fields: Fields) -> AttentionGradients:
@@ -96,8 +96,8 @@ def find(fields: Fields) -> tuple[Any, CachedBackward | None, Addresses, Address
 
 
 def prepare(call: Call) -> tuple[list[Array | None], CallPlan]:
-    """Everything before memory is allocated or anything runs. The arrays are in the order of GradientOperands, followed
-    by those of aux."""
+    """Does everything before memory is allocated or anything runs. The arrays are in the order of GradientOperands,
+    followed by those of aux."""
     read = arrays.read
     q, k, v, o, lse, do, dlse = call.operands
     q, k, v, o, lse = read("q", q), read("k", k), read("v", v), read("o", o), read("lse", lse)
@@ -118,7 +118,7 @@ def prepare(call: Call) -> tuple[list[Array | None], CallPlan]:
 
 
 def plan(key: PlanKey) -> CallPlan:
-    """All that follows from layouts and options, so that a repeated call finds its plan."""
+    """Makes the plan from layouts and options alone, so that a repeated call finds it again."""
     q, k, v, o, lse, do, dlse = key.operands
     assert q is not None and k is not None and v is not None and o is not None and lse is not None and do is not None
     problem = BackwardProblem.of(do, q, k, v, o, lse, dlse, key.options(), key.wanted, key.alignment, key.bias_aligned)

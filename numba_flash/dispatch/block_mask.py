@@ -21,7 +21,7 @@ MOST = 64  # the number of streams and tile sizes for which states are kept
 
 @final
 class BlockMask:
-    """What `numba_flash.block_mask` returns. Its attributes are its arguments and do not change."""
+    """Result of `numba_flash.block_mask`. Its attributes are that function's arguments and do not change."""
 
     __slots__ = (
         "_kept",
@@ -83,18 +83,18 @@ class BlockMask:
         return f"<BlockMask of {self.function.name}, {extents}>"
 
     def _arguments(self) -> tuple[Any, ...]:
-        """Those of __init__."""
+        """The arguments of __init__."""
         return tuple(getattr(self, name) for name in ("mask_mod", *EXTENTS, "aux", *RANGES))
 
     def __reduce__(self) -> Any:
-        """Without what was kept. pickle names mask_mod, which is read again where it is loaded."""
+        """Pickles the arguments only, not the kept arrays. pickle stores mask_mod by name; loading reads it again."""
         return BlockMask, self._arguments()
 
     def __copy__(self) -> "BlockMask":
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockMask":
-        """Of other arrays, and of the function as it was read: what that captures may have changed since."""
+        """Copies the arrays. Shares the function as it was read, since variables that it captures may have changed."""
         mask_mod, *others = self._arguments()
         made = BlockMask(self.function, *copy.deepcopy(others, memo))
         object.__setattr__(made, "mask_mod", mask_mod)
@@ -110,7 +110,7 @@ class BlockMask:
             )
 
     def find(self, key: Hashable) -> Array | None:
-        """What was kept under this key."""
+        """The array kept under this key; None if there is none."""
         return self._kept.get(key)
 
     def keep(self, key: Hashable, made: Array) -> None:
@@ -124,7 +124,7 @@ class BlockMask:
 def expanded(
     block_mask: Any, causal: Any, window: Any, q_offset: Any, seqlens_k: Any, mask_mod: Any, aux: Any
 ) -> tuple[Any, ...]:
-    """The options with those of a block_mask, which itself stays in the place of mask_mod. The call may repeat the
+    """The options completed by a block_mask's, which itself takes the place of mask_mod. The call may repeat the
     block_mask's options or leave them out."""
     if type(block_mask) is not BlockMask:
         raise TypeError(

@@ -19,7 +19,7 @@ from .launch import Addresses, Launch
 Made = tuple[tuple[int, ...], str]  # shape and dtype
 NO_OPTIONS = (0,) * len(ARRAY_NAMES)  # the addresses of a call without options
 NO_LSE_OR_OPTIONS = (0, *NO_OPTIONS)
-NO_GRADIENTS = (0,) * (len(GRADIENT_OF) - 3)  # of options
+NO_GRADIENTS = (0,) * (len(GRADIENT_OF) - 3)  # addresses of the gradients of options
 
 
 def is_cacheable(launch: Launch, *given: Any) -> bool:
@@ -28,7 +28,7 @@ def is_cacheable(launch: Launch, *given: Any) -> bool:
 
 
 class _Device(NamedTuple):
-    """For q in device memory: what a launch needs to know of it."""
+    """The device facts that a launch needs if q is in device memory."""
 
     layout: Layout
     number: int
@@ -47,12 +47,12 @@ class _Device(NamedTuple):
 
 
 class CachedForward(NamedTuple):
-    """What a repeated call of attention() does. options and kernel: those of the first such call."""
+    """Runs a repeated call of attention(). options and kernel: those of the first such call."""
 
     start: Callable[..., None]
     make_o: Callable[[Any], Any]
     make_lse: Callable[[Any], Any] | None
-    address: Callable[[Any], int]  # of the arrays that make_o and make_lse return
+    address: Callable[[Any], int]  # address of an array that make_o or make_lse returned
     note_writing: Callable[[Any], None] | None
     device: _Device | None
     options: Options
@@ -104,10 +104,10 @@ class CachedForward(NamedTuple):
 
 
 class CachedBackward(NamedTuple):
-    """What a repeated call of attention_backward() does."""
+    """Runs a repeated call of attention_backward()."""
 
     start: Callable[..., None]
-    makers: tuple[Callable[[Any], Any] | None, ...]  # of dq, dk and dv
+    makers: tuple[Callable[[Any], Any] | None, ...]  # they allocate dq, dk and dv; None if not wanted
     address: Callable[[Any], int]
     device: _Device | None
 

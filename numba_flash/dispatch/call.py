@@ -1,5 +1,5 @@
-"""Call: what a caller asks for, made once by a public function; and what forward.py and backward.py share of its path,
-from its options to its plan and from its operands to the launch."""
+"""Call: a caller's arguments, made once by a public function. And the steps that forward.py and backward.py share:
+from options to the plan, and from operands to the launch."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from ..arrays import Array, Layout
 from ..problem.option_checks import window_sides
 from ..problem.options import ARRAY_NAMES, NO_NUMBERS, OPTION_ARRAYS, Options, Packed
 
-NO_AUX: tuple[Any, ...] = ()  # a default with which each call compares; comparing one object takes a fifth of the time
+NO_AUX: tuple[Any, ...] = ()  # the default: calls compare with `is`, which takes a fifth of the time of ==
 BIAS = ARRAY_NAMES.index("bias")
 NO_ARRAYS: list[Any] = [None] * len(OPTION_ARRAYS)
 NO_OTHERS: list[Any] = [None] * len(ARRAY_NAMES)
@@ -20,13 +20,13 @@ MOST_PLANS = 4096
 class Call(NamedTuple):
     """The arguments of attention() or attention_backward()."""
 
-    operands: tuple[Any, ...]  # q, k, v and out; of a backward q, k, v, o, lse, do and dlse
+    operands: tuple[Any, ...]  # forward: q, k, v and out; backward: q, k, v, o, lse, do and dlse
     options: Options
     return_lse: Any = True
     wanted: Any = None  # the gradients; None: it is a forward
     stream: Any = None
     kernel: Any = "auto"
-    key: Any = None  # of the cached call that this one becomes, as `find` made it; None: it is not cached
+    key: Any = None  # the key under which this call will be cached, from `find`; None: it is not cached
 
     @staticmethod
     def of(fields: "Fields", key: Any = None) -> "Call":
@@ -36,16 +36,16 @@ class Call(NamedTuple):
 
 
 _make: Any = tuple.__new__  # takes half the time of Call(...)
-# The fields of a Call but its key, as a plain tuple, and in it those of Options as another one: a repeated call needs
-# no more, and plain tuples take a quarter of the time.
+# A Call's fields without its key, as a plain tuple, with the fields of Options as another one. A repeated call needs no
+# more, and plain tuples take a quarter of the time.
 Fields = tuple[Any, ...]
 
 
 class PlanKey(NamedTuple):
-    """The layouts and options of a call: all that its plan follows from."""
+    """The layouts and options of a call. They determine its plan."""
 
-    operands: tuple[Layout | None, ...]  # q, k, v, o and lse; of a backward also do and dlse
-    others: tuple[Layout | None, ...] | None = None  # of ARRAY_NAMES, followed by those of aux; None: there are none
+    operands: tuple[Layout | None, ...]  # q, k, v, o and lse; backward: also do and dlse
+    others: tuple[Layout | None, ...] | None = None  # layouts of ARRAY_NAMES, then of aux; None: there are none
     causal: Any = False
     window: Any = None
     q_offset: Any = None
@@ -56,13 +56,13 @@ class PlanKey(NamedTuple):
     wanted: Any = None
     kernel: Any = "auto"
     has_stream: bool = False
-    alignment: int = 16  # the operands that kernels load in pieces begin at multiples of so many bytes, at most 16
+    alignment: int = 16  # alignment in bytes, at most 16, of all operands that kernels load in vectors
     bias_aligned: bool = False  # bias begins at a multiple of 16 bytes
-    types: Any = None  # of some of these: 1 and True are equal as keys, but causal= accepts only one of them
-    kept: bool = False  # a BlockMask keeps what is found about its mask_mod
+    types: Any = None  # types of some fields: 1 and True are equal as keys, but causal= accepts only one of them
+    kept: bool = False  # a BlockMask keeps its mask_mod's tile states
 
     def options(self) -> Options:
-        """With layouts in the places of arrays."""
+        """The call's options, with layouts in place of arrays."""
         others = self.others or (None,) * len(ARRAY_NAMES)
         own, offsets, aux = others[: len(OPTION_ARRAYS)], others[len(OPTION_ARRAYS)], others[len(ARRAY_NAMES) :]
         q_offset = self.q_offset if offsets is None else offsets
@@ -85,8 +85,8 @@ def look_up(
 ) -> tuple[list[Array | None], Any]:
     """The arrays of ARRAY_NAMES and aux, which are NO_OTHERS itself if there are none; and the plan.
 
-    operands: q, k, v and so on, as they were read; layouts: theirs; addresses: of those that kernels load in pieces,
-    joined by |. plan: makes what is missing in `plans`.
+    operands: q, k, v and so on, as they were read; layouts: theirs; addresses: those of operands that kernels load in
+    vectors, joined by |. plan: makes a plan that is missing in `plans`.
     """
     _, options, return_lse, wanted, stream, kernel, _ = call
     causal, window, q_offset, numbers, option_arrays, functions, layout, _ = options
@@ -104,7 +104,7 @@ def look_up(
         if q.layout.family == "jax":
             others = arrays.beside_jax(q, others)
     if window is not None:
-        window = window_sides(window)  # before it becomes part of a key: (1.0, 0) and (1, 0) would be equal
+        window = window_sides(window)  # checked before it is part of a key, where (1.0, 0) equals (1, 0)
     if q.layout.family in arrays.checks:
         arrays.checks[q.layout.family]((*operands, *others))
     bias = others[BIAS]
@@ -123,7 +123,7 @@ def look_up(
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-        found = plan(PlanKey(*key))  # a value that cannot be part of a key was given: report what is wrong with it
+        found = plan(PlanKey(*key))  # an unhashable value was given; `plan` reports what is wrong with it
     if found is None:
         found = plan(PlanKey(*key))
         store(plans, key, found)
@@ -155,7 +155,7 @@ def caller_functions() -> Any:
 
 
 def has_other_dimensions(q: Any, layout: Any) -> bool:
-    """Whether a call becomes one of 4 dimensions first. What is wrong with another q is said where it is read."""
+    """Whether a call must first become one of 4 dimensions. An invalid q is reported where it is read."""
     if getattr(q, "ndim", 4) == 4 or isinstance(layout, Packed):
         return False
     return not getattr(q, "is_nested", False) and arrays.is_array(q)
@@ -177,7 +177,7 @@ def seeds() -> Any:
 
 
 def enqueue(call: Call, found: Any, operands: list[Any], own: int, stream: int, name: str) -> None:
-    """Launches on `stream`. own: how many operands are no arrays of aux; name: what torch's profiler shows."""
+    """Launches on `stream`. own: the number of operands before aux; name: the name in torch's profiler."""
     problem = getattr(found.problem, "forward", found.problem)
     seed, functions = call.options.seed, call.options.functions
     if seed is not None or problem.numbers:

@@ -1,4 +1,4 @@
-"""What a call does with the caller's functions and a BlockMask. Calls without them do not load this module."""
+"""Prepares the caller's functions and a BlockMask for a call. Calls without them do not load this module."""
 
 import sys
 from typing import Any
@@ -42,8 +42,8 @@ def read_functions(given: tuple[Any, ...]) -> tuple[tuple[Function | None, ...],
 
 
 def _forget() -> None:
-    """Plans, the CPU's compiled functions, and the parts that GPU kernels were compiled from; calls that run have their
-    own references. Kernels stay loaded, as CUDA graphs have them. Most programs have loaded few of these modules.
+    """Forgets plans, the CPU's compiled functions, and the parts that GPU kernels were compiled from. Running calls
+    have their own references. Kernels stay loaded, because CUDA graphs use them. Few of these modules may be loaded.
     """
     modules = {
         name.partition(".")[2]: module for name, module in list(sys.modules.items()) if name.startswith("numba_flash.")

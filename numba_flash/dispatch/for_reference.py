@@ -47,7 +47,7 @@ def options_at(
     q_offset: np.ndarray,
     queries: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """The same, with valid keys, positions of the first queries and numbers of queries, None = all."""
+    """reference_options with other valid keys, positions of the first queries, and numbers of queries (None = all)."""
     seed, aux = (behind[0], behind[1:]) if problem.seeded else (None, behind)
     given = {
         option.name: optional(getattr(operands, option.name)) for option in ARRAYS if option.acts_on in ("score", "sum")
@@ -103,7 +103,7 @@ def write(to: np.ndarray, values: np.ndarray) -> None:
 
 
 class PackedRows(NamedTuple):
-    """The oracle knows no packed sequences: it gets them as padded batch entries. What is not packed stays as it is."""
+    """Packed sequences as padded batch entries, which the oracle takes. Arrays that are not packed stay as they are."""
 
     problem: Problem
     spans: list[Span]
@@ -113,14 +113,14 @@ class PackedRows(NamedTuple):
         return PackedRows(problem, spans_of_operands(problem, operands))
 
     def _of_side(self, side: str) -> tuple[list[tuple[int, int]], int, int]:
-        """-> (first row, rows) of each sequence, rows of all, most rows of one."""
+        """-> (first row, rows) for each sequence, the rows of all, the most rows of one."""
         p, first, count = self.problem, *(("first_query", "queries") if side == "q" else ("first_key", "keys"))
         assert p.packed is not None
         total, most = (p.packed[0], p.seqlen_q) if side == "q" else (p.packed[1], p.seqlen_k)
         return [(getattr(span, first), getattr(span, count)) for span in self.spans], total, most
 
     def padded(self, side: str, rows: np.ndarray) -> np.ndarray:
-        """(batch, heads, most rows, ...) of (1, heads, all rows, ...)."""
+        """rows (1, heads, all rows, ...) as (batch, heads, most rows, ...)."""
         if self.problem.packed is None:
             return rows
         spans, _, most = self._of_side(side)
@@ -130,7 +130,7 @@ class PackedRows(NamedTuple):
         return made
 
     def packed(self, side: str, padded: np.ndarray, nothing: float = 0.0) -> np.ndarray:
-        """The other way round; nothing: what is in rows of no sequence."""
+        """The reverse of `padded`. nothing: the value of rows of no sequence."""
         if self.problem.packed is None:
             return padded
         spans, total, _ = self._of_side(side)

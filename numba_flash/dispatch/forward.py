@@ -1,7 +1,7 @@
 """The path of attention() below its signature: read the arrays, plan, run.
 
-A CallPlan is all that follows from layouts and options: Problem, Target, Choice and Launch. The first call creates it,
-later calls look it up. So a repeated call reads its arrays, looks up its plan, and launches.
+Layouts and options determine the CallPlan: Problem, Target, Choice and Launch. The first call creates it, later calls
+look it up. So a repeated call reads its arrays, looks up its plan, and launches.
 """
 
 import functools
@@ -31,7 +31,7 @@ class AttentionOutput(NamedTuple):
 
 
 class CallPlan(NamedTuple):
-    """What to compute, where and with which kernel, ready to run."""
+    """A planned forward, ready to run: the problem, the device and the kernel."""
 
     problem: Problem
     target: Target
@@ -99,12 +99,12 @@ def find(fields: Fields) -> tuple[Any, CachedForward | None, Addresses, bool] | 
     except TypeError:  # unhashable
         return None
     if cached is not None and out is not None and cached.overlaps(addresses):
-        return None  # `prepare` says with which input it shares memory
+        return None  # `prepare` reports the input with which it shares memory
     return key, cached, addresses, recorded
 
 
 def prepare(call: Call) -> tuple[list[Array | None], CallPlan]:
-    """Everything before memory is allocated or anything runs; `explain` reports it.
+    """Does everything before memory is allocated or anything runs; `explain` reports it.
 
     The arrays are in the order of Operands, followed by those of aux; o and lse are those given as out=, or None.
     """
@@ -129,7 +129,7 @@ def prepare(call: Call) -> tuple[list[Array | None], CallPlan]:
 
 
 def plan(key: PlanKey) -> CallPlan:
-    """All that follows from layouts and options, so that a repeated call finds its plan."""
+    """Makes the plan from layouts and options alone, so that a repeated call finds it again."""
     q, k, v, o, lse = key.operands
     assert q is not None and k is not None and v is not None
     problem = Problem.of(q, k, v, key.options(), o, lse, key.return_lse, key.alignment, key.bias_aligned)
@@ -149,8 +149,8 @@ def plan(key: PlanKey) -> CallPlan:
     return CallPlan(problem, target, choice, host_copies.ThroughGpu(there.launch))
 
 
-# The plans of earlier calls, and under other keys what `find` returns. Each call looks one up. functools.lru_cache,
-# which would add the type of every part of the key, takes twice as long.
+# The plans of earlier calls, and under other keys the cached calls that `find` returns. Each call looks one up.
+# functools.lru_cache would take twice as long, since it adds the type of every part of the key.
 _plans: dict[tuple[Any, ...], CallPlan | CachedForward] = {}
 
 # If torch.compile reaches `attention` directly, it leaves its graph here.

@@ -38,7 +38,7 @@ class CachePlan(NamedTuple):
     target: Target
     kernel: str
     refused: tuple[tuple[str, str], ...]  # rungs that do not run, and why not
-    not_decode: str | None  # why mma's kernel of caches does not run
+    not_decode: str | None  # why the decode kernel does not run
     on_gpu: Any = None  # a kvcache_on_gpu.OnGpu
 
 
@@ -50,7 +50,7 @@ def run(call: CacheCall) -> Any:
     made, q, like = plan.made, given[0], given[0]
     p = made.problem
     _, k, v, o, lse = given
-    written = (o, lse) if cache.k_new is None else (o, lse, k, v)  # what is the caller's
+    written = (o, lse) if cache.k_new is None else (o, lse, k, v)  # the caller's arrays that are written
     behind = list(aux)
     if call.options.seed is not None or p.numbers:
         behind = list(seeds().with_seed(behind, 0, p, call.options.seed))
@@ -138,7 +138,7 @@ def _plan(
     v_is_k = _is_view(v, k)
     alignment = alignment_of(q.pointer | k.pointer | v.pointer)
     options = call.options
-    if options.window is not None:  # before it becomes part of a key: (1.0, 0) and (1, 0) would be equal
+    if options.window is not None:  # checked before it is part of a key, where (1.0, 0) equals (1, 0)
         options = options._replace(window=window_sides(options.window))
     numbers = options.numbers
     key: Any = (
@@ -185,7 +185,7 @@ def _kernel(
     target: Target, kernel: str, made: CacheProblem, contiguous: bool
 ) -> tuple[str, tuple[tuple[str, str], ...], str | None]:
     """-> (the rung, or "decode" for mma's kernel of caches, why not the others, why not decode). A contiguous cache
-    that decode does not take goes to what was asked for, of which `attention` takes the best."""
+    that decode does not take goes to the kernel asked for, as in `attention`; "auto" takes the best one."""
     of_mma = None if target.cc is None else decode.refusal(made.problem, target, contiguous)
 
     def refusal(name: str) -> str | None:

@@ -1,6 +1,6 @@
 """attention_kvcache in two steps, for keys that several ranks have: the nodes of a rank's keys, and their join.
 
-A node of a row is m, l and O of some of its keys, not divided yet: a vertex of the tree that gives the row its bits
+A node of a row is m, l and O over some of its keys, with O not yet divided by l. The row's result is a tree of nodes
 (docs/serving.md). Nodes of 256 times a power of two keys, which begin at a multiple of their length, are vertices of
 the whole tree, so their join has the bits of one call. Here a node is head_dim_v + 2 numbers: O, m and l.
 """
@@ -15,8 +15,8 @@ from .launch import addresses_of
 
 
 def nodes(call: CacheCall) -> Any:
-    """The nodes of all rows, (batch, heads, seqlen_q, head_dim_v + 2) in the dtype of lse; None: the kernel that takes
-    this call has no nodes."""
+    """The nodes of all rows, (batch, heads, seqlen_q, head_dim_v + 2) in the dtype of lse; None if the chosen kernel
+    has no nodes."""
     given, cache, others, aux, plan = prepare(call._replace(as_nodes=True, return_lse=True))
     if plan.kernel != "cpu":
         return None

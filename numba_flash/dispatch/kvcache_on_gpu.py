@@ -32,9 +32,9 @@ KINDS = dict(page_table="table", page_indices="csr", cache_batch_idx="entries")
 
 
 class OnGpu(NamedTuple):
-    """append: writes new keys, queries that are turned, and the numbers of valid keys; names: of its arrays. attend:
-    None = attention itself. choice: the kernel that attends; None = there is no work. not_shared: why prefixes are read
-    for each sequence; None = they are shared, or there are none."""
+    """append: writes new keys, rotated queries, and the numbers of valid keys; names: its arrays' names. attend: None =
+    attention itself. choice: the kernel that attends; None = there is no work. not_shared: why each sequence reads its
+    prefix itself; None = prefixes are shared, or there are none."""
 
     append: Launch | None
     names: tuple[str, ...]
@@ -45,8 +45,8 @@ class OnGpu(NamedTuple):
 
 
 def make(made: CacheProblem, operands: Any, cache: Cache, others: Any, target: Target, kernel: str) -> OnGpu:
-    """All that follows from layouts. operands: q, k and v; cache, others: layouts; kernel: of a contiguous cache what
-    was asked for."""
+    """Makes the plan from layouts. operands: q, k and v; cache, others: layouts; kernel: the kernel asked for, used for
+    a contiguous cache."""
     name = next((name for name in OF_PAGES if getattr(cache, name) is not None), None)
     kind = "own" if name is None else KINDS[name]
     of_pages = () if name is None else (name, *(("page_indptr",) if kind == "csr" else ()))
@@ -57,7 +57,7 @@ def make(made: CacheProblem, operands: Any, cache: Cache, others: Any, target: T
     append, names = _append(made, operands, cache, others[-1], kind, of_pages, target)
     if kernel != "decode" and kind == "own" and made.problem.packed is None:
         p = dataclasses.replace(made.problem, pages=None)
-        # says what it refuses before keys go in
+        # select raises for a refused problem before keys are written
         chosen = select(with_contiguous_q(p) if made.rotary_dim else p, target, kernel)
         return OnGpu(append, names, chosen, None, ())
     of_pages += ("prefix_of", "prefix_lens") if shares else ()
@@ -75,7 +75,7 @@ def _attend(
     made: CacheProblem, kind: str, of_pages: tuple[AuxArray, ...], target: Target, by_decode: bool, alone: bool,
     shares: bool,
 ) -> tuple[Choice | None, Launch]:  # fmt: skip
-    """decode, or v2 over pages. alone: nothing runs before it. shares: sequences have common prefixes."""
+    """Launch of decode, or of v2 over pages. alone: nothing runs before it. shares: sequences have common prefixes."""
     p = with_contiguous_q(made.problem) if made.rotary_dim else made.problem
     if not alone:
         p = _with_totals(p)
@@ -94,7 +94,7 @@ def _of_v2(p: Problem, kind: str, target: Target) -> PagedConfig:
 
 
 def _with_totals(p: Problem) -> Problem:
-    """The problem whose lengths are those that `append` has counted."""
+    """The problem with the lengths that `append` computes."""
     lengths = [x._replace(strides=(1,)) if x.name == "seqlens_k" else x for x in p.arrays]
     return dataclasses.replace(p, arrays=tuple(lengths))
 

@@ -13,14 +13,14 @@ from ..problem.packed import outside
 
 
 def read(made: CacheProblem, cache: Cache, q_offset: Array | None) -> tuple[dict[str, Any], Any, Lines]:
-    """Reads and checks what says where keys are. -> the arrays of the cache, the numbers of pages, the lines"""
+    """Reads and checks lengths, pages and slots. -> the arrays of the cache, the page numbers, the lines"""
     given = {name: _host(getattr(cache, name)) for name in ARRAYS}
     ids = _page_numbers(given, made.problem.batch)
     return given, ids, lines_of(made, given, ids, _host(q_offset))
 
 
 def run(made: CacheProblem, kernel: str, operands: Operands, cache: Cache, behind: list[Any]) -> None:
-    """operands: arrays, of which o and perhaps lse are written. behind: the seed, if there is one, and aux."""
+    """Appends, then attends. operands: arrays; o and perhaps lse are written. behind: the seed, if any, and aux."""
     given, ids, lines = read(made, cache, operands.q_offset)
     append(made, given, ids, lines, *(arrays.host_view(x) for x in (operands.k, operands.v)))
     q, problem = _heads_first(made, arrays.host_view(operands.q)), made.problem
@@ -47,8 +47,8 @@ def _page_numbers(given: dict[str, Any], batch: int) -> Any:
 
 
 def _rows(made: CacheProblem, lines: Lines, counts: Any) -> tuple[Any, ...]:
-    """-> b and index of each of the rows that sequences have, `counts` of each, and an index that finds them in an
-    array (batch, heads, rows, dim), or (rows, heads, dim) of packed sequences."""
+    """-> for counts[b] rows of each sequence b: the array of b, the array of row numbers, and an index that selects
+    them in an array (batch, heads, rows, dim), or (rows, heads, dim) for packed sequences."""
     b = np.repeat(np.arange(len(counts)), counts)
     i = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     if made.problem.packed is not None:
@@ -57,7 +57,7 @@ def _rows(made: CacheProblem, lines: Lines, counts: Any) -> tuple[Any, ...]:
 
 
 def _heads_first(made: CacheProblem, view: Any) -> Any:
-    """Of 4 dimensions (batch, heads, rows, dim); of packed sequences as it is."""
+    """A view of 4 dimensions as (batch, heads, rows, dim). A packed view stays as it is."""
     return view.transpose(made.order) if view.ndim == 4 else view
 
 
@@ -66,7 +66,7 @@ def _compute(p: Problem) -> Any:
 
 
 def append(made: CacheProblem, given: dict[str, Any], ids: Any, lines: Lines, k: Any, v: Any) -> None:
-    """Writes new keys and values to the caches, where they have a place."""
+    """Writes new keys and values to the caches, except those without a place."""
     if given["k_new"] is None:
         return
     p, pages = made.problem, made.pages
@@ -118,13 +118,13 @@ def _fill_outside(p: Problem, operands: Operands, lines: Lines) -> None:
 
 
 def _on_reference(made: CacheProblem, q: Any, operands: Operands, behind: list[Any], ids: Any, lines: Lines) -> None:
-    """Gathers what each sequence has, and asks the oracle."""
+    """Gathers each sequence's keys and values, and calls the reference."""
     from .for_reference import options_at, write
 
     p, pages = made.problem, made.pages
     b, i, _ = _rows(made, lines, lines.keys)
     first = np.zeros(p.batch, np.int64) if p.left is None else np.clip(lines.offset - p.left, 0, None)
-    seen = i >= first[b]  # what a window has left behind may have no page
+    seen = i >= first[b]  # a key that the window has passed may have no page
     b, i = b[seen], i[seen]
     page = ids[lines.first_page[b] + i // max(pages.size, 1)]
     gathered = []

@@ -35,7 +35,7 @@ Addresses = tuple[int, ...]
 
 
 class Launch:
-    """A decision that is ready to run repeatedly on arrays of the same layouts. This base class does nothing.
+    """A chosen kernel that is ready to run repeatedly on arrays of the same layouts. This base class does nothing.
 
     Creating one compiles and loads nothing; the first `run` does, or `load` in advance. There may be thousands, one for
     each shape, so it is a single small object.
@@ -51,7 +51,7 @@ class Launch:
         """Enqueues it on `stream`, or computes at once in host memory. The operands are in the kernel's order."""
 
     def start(self, addresses: Addresses, like: Array | None = None, stream: int = 0) -> None:
-        """The same for a launch that needs only the addresses of its operands, 0 for None. like: the first operand;
+        """`run` for a launch that needs only the addresses of its operands, 0 for None. like: the first operand;
         device memory for a workspace is allocated beside it."""
         raise NotImplementedError
 
@@ -60,7 +60,7 @@ class Launch:
         return self.start
 
     def run_with_blocks(self, operands: Given, stream: int, blocks: "BlockMask") -> None:
-        """Like `run`, with what is kept about the tiles of a mask_mod, if the kernel needs it."""
+        """Like `run`, with the tile states that a BlockMask keeps, if the kernel needs them."""
         self.run(operands, stream)
 
 
@@ -70,14 +70,14 @@ def make_launch(choice: Choice, problem: Problem, target: Target) -> Launch:
         return _OnReference(problem)
     if choice.kernel == "cpu":
         return OnCpu(problem, _cpu)
-    if not math.prod(problem.lse_shape):  # no rows; of packed sequences also those of no sequence are written
+    if not math.prod(problem.lse_shape):  # no rows to write; rows of no sequence count, too
         return Launch()
     ready = sequence_of(configs_of(choice, problem, target), problem, target)
     return WarnsIfSlow(problem, ready, choice.kernel) if target.simulated else ready
 
 
 def configs_of(choice: Choice, problem: Problem, target: Target) -> list[LaunchFacts]:
-    """The kernel with those before and behind it; none of the host's rungs."""
+    """The Configs of the kernel and of those before and behind it; none for the host's rungs."""
     config = choice.config
     return [] if config is None else [*prologue(config, problem, target), config, *epilogue(config)]
 
@@ -103,7 +103,7 @@ def sequence_of(configs: Sequence[LaunchFacts], problem: "AnyProblem", target: T
 
 
 def workspace(configs: Sequence[LaunchFacts], problem: "AnyProblem") -> Workspace:
-    """Shape and dtype of the arrays that these kernels hand each other, or need besides the results."""
+    """Shape and dtype of the arrays that these kernels need besides operands and results."""
     used = {name for config in configs for name in config.parameters.arrays}
     made = {name: what for config in configs for name, what in config.workspace(problem).items()}
     return {name: what for name, what in made.items() if name in used}
@@ -114,7 +114,7 @@ def workspace_bytes(configs: Sequence[LaunchFacts], problem: "AnyProblem") -> in
 
 
 def blocks_of(config: LaunchFacts, problem: "AnyProblem", target: Target) -> int:
-    """Number of blocks; of a persistent kernel at most one for each multiprocessor."""
+    """Number of blocks; for a persistent kernel at most one for each multiprocessor."""
     blocks = config.grid(problem)
     return min(blocks, blocks_at_a_time(target)) if config.persistent else blocks
 
@@ -132,9 +132,9 @@ def on_gpu(
 ) -> Launch:
     """One kernel on the GPU, or in the simulator. It gets the arrays that its parameters name, in that order.
 
-    behind: a kernel of the same sequence always runs before it. If its Config says that it waits for that one, it may
-    start before that one has ended. taken: where these arrays are among the operands of `run`, or behind them if there
-    are none; () = the operands are these arrays.
+    behind: another kernel of the same sequence always runs before it. If its Config says that it waits for that kernel,
+    it may start before that one has ended. taken: the indices of its arrays among the operands of `run`; a missing
+    array has an index behind them. () = the operands are its arrays.
     """
     blocks, maps = blocks_of(config, problem, target), config.operand_maps(problem)
     counters = config.counters(problem) if config.counted else 0
@@ -169,7 +169,7 @@ def addresses_of(operands: Given) -> Addresses:
 
 
 def _at(places: Places, every: Any, missing: Any) -> Any:
-    """Of these operands those at `places`."""
+    """The operands at `places`, with `missing` for those that are not there; all operands if `places` is empty."""
     return tuple([every[place] if place < len(every) else missing for place in places]) if places else every
 
 
@@ -202,7 +202,7 @@ class _OnGpu(_ByAddresses):
     def load(self) -> Launcher:
         if self._counters:
             tile_counters.prepare(self._target.device, self._counters)
-        # one for all problems of this kernel
+        # one Launcher for all problems of this kernel
         parameters = self._pointers, len(self._maps), len(self._constants)
         self._launcher = _loaded(self._config, self._target, *parameters, self._behind)
         return self._launcher
@@ -260,7 +260,7 @@ class _Simulated(Launch):
 class WarnsIfSlow(Launch):
     """A launch in the simulator. If it may take minutes, it warns at the line that called attention().
 
-    kernel: the rung; times: how much longer it takes than its forward.
+    kernel: the rung; times: its time in units of the forward's.
     """
 
     __slots__ = ("_kernel", "_problem", "_ready", "_times")
@@ -285,8 +285,8 @@ class WarnsIfSlow(Launch):
 
 
 class Step(NamedTuple):
-    """A kernel of a sequence. makes, key: the array of the workspace that follows from a BlockMask alone, and what else
-    it depends on; None for other kernels."""
+    """A kernel of a sequence. makes, key: the workspace array that a BlockMask alone determines, and what else it
+    depends on; None for other kernels."""
 
     launch: Launch
     taken: tuple[int, ...]  # indices of its arrays among the operands, followed by the workspace
@@ -356,7 +356,7 @@ class KernelSequence(Launch):
         assert q is not None
         device = q.layout.device
         number = 0 if device is None else number_of(device, stream)
-        # What a captured stream computes exists only when the graph has run.
+        # Work captured into a CUDA graph has no result until the graph runs, so it cannot be kept.
         keys: dict[int, tuple[Hashable, ...]] = {}
         for _, _, makes, key in self._steps:
             if makes is not None:  # several kernels may compute it, one after the other
@@ -381,7 +381,7 @@ def _taking(places: tuple[int, ...]) -> Callable[[Addresses], Addresses]:
 
 
 class OnCpu(_ByAddresses):
-    """code: imports the module of cpu/ that computes the problem, and with it Numba."""
+    """A launch of the cpu rung. code: imports the module of cpu/ that computes the problem, and with it Numba."""
 
     __slots__ = ("_code", "_problem", "_ready")
 

@@ -1,8 +1,8 @@
-"""Calls of another number of dimensions than 4: as calls of 4, by views.
+"""Turns calls with another number of dimensions than 4 into calls of 4, by views.
 
 q, k and v are (seqlen, head_dim), (heads, seqlen, head_dim) or (*batch, heads, seqlen, head_dim). The dimensions of
-*batch become one, in the order of their indices. Options are broadcast to all of them: where one is repeated in every
-dimension of *batch, it keeps its one entry, and where in none, its dimensions become one, too.
+*batch become one, in the order of their indices. Options are broadcast to all of them: an option that is repeated in
+every dimension of *batch keeps its one entry; if it is repeated in none, its dimensions become one, too.
 """
 
 import math
@@ -15,7 +15,7 @@ from ..problem.options import BY_NAME, GRADIENT_OF, OPTION_ARRAYS, AttentionGrad
 
 FORWARD, BACKWARD = ("q", "k", "v", "out"), ("q", "k", "v", "o", "lse", "do", "dlse")
 LIKE_Q = ("q", "k", "v", "o", "do", "out")
-# By the shape of an option (OPTIONS): how many of its dimensions stand behind *batch, and which is heads, from the end.
+# {shape of an option (OPTIONS): (its number of dimensions behind *batch, index of the heads from the end)}
 TAILS = dict(scores=(3, -3), heads=(1, -1), batch=(0, None), rows=(2, -2))
 Way = tuple[Any, Callable[[Any], Any]]
 
@@ -35,7 +35,7 @@ def folded(call: Any) -> Way:
         if x is None or not arrays.is_array(x):
             return x
         if name in LIKE_Q and len(x.shape) == dimensions > 2 and x.shape[:-3] == batch:
-            return viewed(name, x, (entries, *x.shape[-3:]))  # what follows gives the same in twice the time
+            return viewed(name, x, (entries, *x.shape[-3:]))  # the path below gives the same in twice the time
         kind = "rows" if name in ("lse", "dlse") else "" if name in LIKE_Q else BY_NAME[name].shape
         tail, at = TAILS.get(kind, (3, heads))
         given = _with_heads(tuple(x.shape), at) if len(shape) == 2 and at is not None else tuple(x.shape)
@@ -73,7 +73,7 @@ def folded(call: Any) -> Way:
 
 
 def _results(found: Any, out: Any, shape: tuple[int, ...], heads: int) -> Any:
-    """o and lse of 4 and 3 dimensions with those of q; what the caller gave to be written is given back."""
+    """o and lse, of 4 and 3 dimensions, with q's number of dimensions; or the caller's own out= arrays."""
     written = out if isinstance(out, tuple) else (out, None)
     o, lse = found if isinstance(found, tuple) else (found, None)
     batch, alone = shape[:-3], len(shape) == 2
@@ -89,13 +89,13 @@ def _results(found: Any, out: Any, shape: tuple[int, ...], heads: int) -> Any:
 
 
 def _with_heads(shape: tuple[int, ...], at: int) -> tuple[int, ...]:
-    """One head at a place counted from the end, where there are enough dimensions."""
+    """The shape with a dimension of one head inserted at a place from the end, if it has enough dimensions."""
     place = len(shape) + 1 + at
     return shape if place < 0 else (*shape[:place], 1, *shape[place:])
 
 
 def _check(name: str, x: Any, given: tuple[int, ...], batch: tuple[int, ...], tail: int, q: tuple[int, ...]) -> None:
-    """That x has exactly the leading dimensions of q."""
+    """Raises unless x has exactly the leading dimensions of q."""
     if len(given) != len(batch) + tail or given[: len(batch)] != batch:
         own = tail - (len(q) == 2 < 1 + tail)  # without heads
         what = f"the leading dimensions of q, {batch}," if batch else f"{own} dimension{'s' * (own != 1)},"
@@ -103,7 +103,7 @@ def _check(name: str, x: Any, given: tuple[int, ...], batch: tuple[int, ...], ta
 
 
 def _entries(name: str, x: Any, own: tuple[int, ...], batch: tuple[int, ...]) -> int:
-    """How many there are of what was given for the dimensions `own` of *batch: 1 for all, or as many as there are."""
+    """The number of batch entries of an option with dimensions `own` for *batch: 1 for all, or one for each."""
     missing = len(batch) - len(own)
     aligned = (1,) * missing + own
     if missing < 0 or any(extent not in (1, whole) for extent, whole in zip(aligned, batch, strict=True)):

@@ -1,7 +1,7 @@
 """Packed sequences on the CPU rung: each is a problem of its own in a part of the arrays.
 
-All threads work on a long sequence together, one after the other. Short ones run side by side, each on one thread. Both
-ways a sequence has the same bits as in a call of its own.
+Long sequences run one after the other, each on all threads. Short ones run side by side, each on one thread. In both
+cases a sequence has the same bits as in a call of its own.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from ..problem.options import HEAD_GRADIENTS, GradientOperands, Operands
 from ..problem.packed import SPANS, Span, outside, spans_of_operands
 
 OF_KEYS = ("k", "v", "dk", "dv")
-WRITTEN = dict(o=0.0, lse=-np.inf, dq=0.0, dk=0.0, dv=0.0)  # and what rows of no sequence have there
+WRITTEN = dict(o=0.0, lse=-np.inf, dq=0.0, dk=0.0, dv=0.0)  # results, with the value of rows of no sequence
 
 
 def run(problem: Any, operands: Any, addresses: tuple[int, ...], code: Any) -> None:
@@ -60,7 +60,7 @@ def run(problem: Any, operands: Any, addresses: tuple[int, ...], code: Any) -> N
 
 
 def _of_all(problem: BackwardProblem) -> dict[str, np.ndarray]:
-    """Where each sequence leaves its sum of the gradient of a number of each head, before it is rounded."""
+    """Float64 arrays in which each sequence stores its sums of the gradients of options with a number for each head."""
     names = [name for name, option in HEAD_GRADIENTS.items() if option.acts_on == "score" and name in problem.wanted]
     return {name: np.zeros((problem.forward.batch, problem.forward.heads)) for name in names}
 
@@ -76,7 +76,7 @@ def _fill_outside(given: Any, results: Any, spans: list[Span], p: Problem) -> No
 
 
 def _pointers(problem: Any, addresses: tuple[int, ...], spans: list[Span]) -> np.ndarray:
-    """Of each sequence the addresses of its first rows: (sequences, arrays)."""
+    """The address of each sequence's first row in each array: (sequences, arrays). 0 for an array that is not there."""
     steps = _row_bytes(problem)
     first_query, first_key = np.array([(span.first_query, span.first_key) for span in spans]).reshape(-1, 2).T
     base = np.array(addresses, np.int64)
@@ -85,7 +85,7 @@ def _pointers(problem: Any, addresses: tuple[int, ...], spans: list[Span]) -> np
 
 @functools.lru_cache(maxsize=256)
 def _row_bytes(problem: Any) -> np.ndarray:
-    """(2, arrays): how far apart rows of queries, or of keys, are in each array; 0 of those that have none."""
+    """(2, arrays): the bytes between rows of queries, and of keys, in each array; 0 if it has no such rows."""
     p = problem.forward
     fields = Operands._fields if problem is p else GradientOperands._fields
     steps = np.zeros((2, len(fields)), np.int64)
@@ -107,7 +107,7 @@ def _ready(problem: Any, code: Any, queries: int, keys: int, q_start: int) -> An
 
 
 def _of_span(problem: Any, queries: int, keys: int, q_start: int) -> Any:
-    """One sequence as a problem. Its row of lse stays as long as that of all."""
+    """One sequence as a problem. Its lse has the strides of the whole array."""
     p = problem.forward
     own = dataclasses.replace(
         p,
@@ -123,7 +123,7 @@ def _of_span(problem: Any, queries: int, keys: int, q_start: int) -> Any:
     shapes, strides = (dict(zip(GRADIENTS, of, strict=True)) for of in (problem.shapes, problem.strides))
     alone = tuple(name for name in problem.wanted if name not in _terms_of_all(problem))
     for name in HEAD_GRADIENTS:
-        if name in alone:  # of each sequence one row
+        if name in alone:  # one row per sequence
             shapes[name], strides[name] = (1, p.heads), (p.heads, 1)
     return dataclasses.replace(
         problem, forward=own, wanted=alone, shapes=tuple(shapes.values()), strides=tuple(strides.values())
@@ -137,7 +137,7 @@ def _terms_of_all(problem: BackwardProblem) -> tuple[str, ...]:
 
 
 def _of_terms(problem: BackwardProblem) -> BackwardProblem:
-    """Their gradients, as of one sequence of all rows: those of no sequence add nothing."""
+    """The problem of these gradients, with all rows as one sequence: rows of no sequence add nothing."""
     assert problem.forward.packed is not None
     rows, _ = problem.forward.packed
     whole = _of_span(problem, rows, 0, 0)

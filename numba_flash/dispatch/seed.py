@@ -12,7 +12,7 @@ OF_A_KEY = 'of a key of JAX: jax.random.bits(key, dtype="uint32")'
 
 
 class Seed(NamedTuple):
-    """An entry of a launch's operands that is no array: a kernel takes it in the place of a pointer."""
+    """An entry of a launch's operands that is not an array: a kernel takes the number in place of a pointer."""
 
     pointer: int
 
@@ -48,8 +48,8 @@ def seed_number(seed: Any) -> int:
 
 
 def _on_host(seed: Any) -> Any:
-    """An array of one number as one that NumPy can read: torch's own conversion ends at 2**63. Of a GPU's, its library
-    makes a number, and waits for it."""
+    """An array of one number as one that NumPy can read: torch's own conversion ends at 2**63. For an array on a GPU
+    its library makes a number, and waits for it."""
     array = arrays.read("seed", seed)
     view = seed if array.layout.device is not None else arrays.host_view(array)
     return view.reshape(()) if math.prod(view.shape) == 1 else view

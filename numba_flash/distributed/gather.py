@@ -1,8 +1,8 @@
 """Context parallelism by gathering keys: each rank computes its own rows over all keys that they see.
 
-K and V come in slices of KV heads, the next ones while this one is computed. Nothing has to be merged. In the backward
-they come again, and each rank's shares of dK and dV go back to the ranks that have the keys, which sum them in float32
-in the order of ranks.
+K and V are gathered in slices of KV heads; the next slice arrives while this one is computed. Results need no merge.
+The backward gathers them again. Each rank sends its shares of dK and dV to the ranks that own the keys, which sum them
+in float32 in the order of ranks.
 """
 
 import collections
@@ -19,7 +19,7 @@ from .local import Call, OptionGradients
 class Gathered(NamedTuple):
     k: Any  # (batch, all tokens, heads, head_dim)
     v: Any
-    finish: Callable[[], Any]  # they are there after this
+    finish: Callable[[], Any]  # waits until k and v have arrived
 
 
 def forward(call: Call, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
@@ -32,7 +32,7 @@ def forward(call: Call, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         for lane, task in enumerate(reversed(_tasks(call))):  # the last tokens see the most keys, and so take longest
             work = functools.partial(local.forward, own, task, *given)
             ends.append(call.group.beside(work, q, lane))
-        if call.ahead < len(call.slices):  # what comes next may take the memory of these keys
+        if call.ahead < len(call.slices):  # the next slice may reuse these keys' memory
             _all(ends)
     _all(ends)
     return o, lse
@@ -46,7 +46,7 @@ def _all(ends: list[Callable[[], Any]]) -> None:
 def backward(
     call: Call, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, wanted: tuple[str, ...]
 ) -> dict[str, Any]:
-    """-> the wanted gradients by name, those of q, k and v like them."""
+    """-> the wanted gradients by name; dq, dk and dv have the shapes of q, k and v."""
     found = {f"d{name}": empty(x, tuple(x.shape)) for name, x in (("q", q), ("k", k), ("v", v)) if f"d{name}" in wanted}
     options = OptionGradients(call, wanted)
     summed, names = None, [name for name in ("dk", "dv") if name in wanted]
@@ -77,7 +77,7 @@ class _Share:
         self.sum, self.used = empty(like, tuple(like.shape), local.wide(like)), 0
 
     def add(self, part: Any, end: int) -> None:
-        """Keys from `end` on get nothing."""
+        """Adds a part, which has keys [0, end)."""
         self.sum[:, : min(end, self.used)] += part[:, : min(end, self.used)]
         if end > self.used:
             self.sum[:, self.used : end] = part[:, self.used : end]
@@ -89,8 +89,8 @@ class _Share:
 
 
 def _slices(call: Call, q: Any, k: Any, v: Any) -> Iterator[tuple[slice, slice, Gathered]]:
-    """Query heads, their KV heads and these heads' keys, of one slice after the other. `call.ahead` of them are held at
-    once: as soon as a slice is computed, another one is on its way."""
+    """Yields each slice's query heads, KV heads and gathered keys. `call.ahead` slices are held at once: as soon as one
+    is computed, the transfer of another one starts."""
     ranges = call.in_slices(q.shape[2] // k.shape[2])
     coming = collections.deque(_start(call, k, v, heads_kv) for _, heads_kv in ranges[: call.ahead])
     for n, (heads, heads_kv) in enumerate(ranges):
@@ -116,7 +116,7 @@ def _others(call: Call) -> list[int]:
 
 
 def _start(call: Call, k: Any, v: Any, heads: slice) -> Gathered:
-    """Starts to gather the keys of some KV heads that this rank's rows see; elsewhere there are zeros."""
+    """Starts to gather the keys of some KV heads that this rank's rows see. All other keys are zeros."""
     whole = []
     for x in (k[:, :, heads], v[:, :, heads]):
         made = empty(x, (x.shape[0], call.layout.seqlen, *x.shape[2:]))
@@ -132,7 +132,7 @@ def _start(call: Call, k: Any, v: Any, heads: slice) -> Gathered:
 
     sends = {rank: _leaving(whole, _moved(call, call.rank, rank)) for rank in _others(call)}
     finish = call.group.send_recv(_filled(sends), _filled({r: x.buffers for r, x in coming.items()}), place)
-    for start, stop in unseen(call.layout, call.rank, call.reach):  # meanwhile: there nothing arrives
+    for start, stop in unseen(call.layout, call.rank, call.reach):  # meanwhile; no key arrives there
         for made in whole:
             made[:, start:stop] = 0
     return Gathered(whole[0], whole[1], finish)
@@ -145,7 +145,7 @@ def _sum(call: Call, shares: list[Any], results: list[Any]) -> Callable[[], Any]
     sends = {rank: _leaving(shares, _moved(call, rank, call.rank)) for rank in _others(call)}
     coming = {rank: _arriving(totals, _moved(call, call.rank, rank), in_place=False) for rank in _others(call)}
     mine = pieces(call.layout, call.rank)
-    begins = _moved(call, call.rank, 0) == mine  # the sum, with the first rank's share: it has all of these keys
+    begins = _moved(call, call.rank, 0) == mine  # the sum starts with rank 0's share, which has all of these keys
     own = [(t[:, piece.here], x[:, piece.whole]) for t, x in zip(totals, shares, strict=True) for piece in mine]
 
     def add() -> None:
@@ -163,12 +163,12 @@ def _sum(call: Call, shares: list[Any], results: list[Any]) -> Callable[[], Any]
     return call.group.send_recv(_filled(sends), _filled({r: x.buffers for r, x in coming.items()}), add)
 
 
-# What ranks send each other: tokens of arrays (batch, tokens, heads, dim), each piece of each batch entry as it lies in
-# memory. Where that would be too many messages, a copy of all pieces.
+# Messages between ranks: tokens of arrays (batch, tokens, heads, dim). Each piece of each batch entry is sent as it
+# lies in memory. If that would be too many messages, a copy of all pieces is sent.
 
 
 def _leaving(arrays: list[Any], found: tuple[Piece, ...]) -> list[Any]:
-    """arrays: of all tokens."""
+    """The buffers to send: `found` in arrays of all tokens."""
     if _few(arrays, found):
         return [x[b, piece.whole] for x in arrays for b in range(x.shape[0]) for piece in found]
     copies = []
@@ -180,14 +180,14 @@ def _leaving(arrays: list[Any], found: tuple[Piece, ...]) -> list[Any]:
 
 
 class Arriving(NamedTuple):
-    """What is received of a rank: buffers, and the parts of them that belong elsewhere, each with its place."""
+    """Data received from a rank: buffers, and their parts that must be copied, each with its destination."""
 
     buffers: list[Any]
     parts: list[tuple[Any, Any]]
 
 
 def _arriving(arrays: list[Any], found: tuple[Piece, ...], in_place: bool) -> Arriving:
-    """in_place: arrays have all tokens, and get what arrives; else they have this rank's, to which it is added."""
+    """The buffers to receive into. in_place: arrays have all tokens and are written; else this rank's, added to."""
     few, made = _few(arrays, found), Arriving([], [])
     if few and in_place:
         return Arriving(_leaving(arrays, found), [])
@@ -209,7 +209,7 @@ def _few(arrays: list[Any], found: tuple[Piece, ...]) -> bool:
 
 
 def _in_copy(found: tuple[Piece, ...]) -> list[tuple[slice, Piece]]:
-    """Where each piece is in an array that has them one after the other."""
+    """Where each piece lies in a copy of all pieces, one after the other."""
     placed, at = [], 0
     for piece in found:
         placed.append((slice(at, at + piece.tokens), piece))

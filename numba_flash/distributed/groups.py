@@ -1,22 +1,22 @@
 """A Group: the processes, threads or GPUs that share a sequence, and the one way in which data moves among them.
 
-All that attention needs is made of `send_recv`: what each rank sends to each other one follows from the Layout, so
-nobody asks. Sums are made by the receiver in the order of ranks, so they do not depend on a library's algorithm.
+`send_recv` is the only primitive. The Layout says what each rank sends to each other rank, so no sizes are exchanged.
+The receiver sums in the order of ranks, so sums do not depend on a library's algorithm.
 """
 
 import abc
 from collections.abc import Callable
 from typing import Any
 
-MOST_MESSAGES = 32  # from a rank to another one, in one exchange
-Buffers = dict[int, list[Any]]  # by the number of the other rank
+MOST_MESSAGES = 32  # messages from one rank to another in one exchange
+Buffers = dict[int, list[Any]]  # the other rank's number -> arrays
 
 
 class Group(abc.ABC):
-    """rank: the number of this member; size: how many there are.
+    """rank: the number of this member; size: the number of members.
 
-    A class of your own needs both and `send_recv`. numba_flash has one for each of torch's process groups and for
-    nccl4py's communicators, which are taken as they are.
+    A subclass sets both and implements `send_recv`. A caller can pass torch's process groups and nccl4py's
+    communicators as they are; numba_flash wraps them.
     """
 
     rank: int
@@ -25,22 +25,22 @@ class Group(abc.ABC):
     @abc.abstractmethod
     def send_recv(self, sends: Buffers, receives: Buffers, then: Callable[[], None] | None = None) -> Callable[[], Any]:
         """Starts to send `sends` and to receive into `receives`, lists of contiguous arrays by rank, and calls `then`
-        when all is there. -> a function that makes the caller, or its stream, wait for that. Buffers are left alone
-        until then.
+        when all have arrived. -> a function that makes the caller, or its stream, wait for that. Buffers must not be
+        used before.
 
-        Each rank calls this equally often. The n-th array to a rank meets the n-th from here, of the same call; calls
-        may be waited for in another order. A rank whose other side is gone raises RuntimeError.
+        All ranks call this equally often. The n-th array sent to a rank is the n-th that it receives from here in the
+        same call. Calls may be waited for in any order. It raises RuntimeError if another rank is gone.
         """
 
     def beside(self, work: Callable[[], Any], like: Any, lane: int) -> Callable[[], Any]:
-        """Runs `work`, which computes. -> a function that makes the caller's stream wait for it. On a GPU works of two
-        lanes run side by side, so that one begins where blocks of the other have ended. like: an array of its device.
+        """Runs `work`, which computes. -> a function that makes the caller's stream wait for it. On a GPU two lanes run
+        concurrently, so that one fills multiprocessors that the other leaves idle. like: an array of the device.
         """
         work()
         return nothing
 
     def all_gather(self, x: Any, counts: tuple[int, ...]) -> list[Any]:
-        """Arrays of all ranks, which differ in the first dimension at most. counts: how long it is in each rank."""
+        """The arrays of all ranks, which may differ in the first dimension. counts: its length on each rank."""
         xp, others = namespace(x), [rank for rank in range(self.size) if rank != self.rank]
         x = contiguous(x)
         found = {r: empty(x, (counts[r], *x.shape[1:])) for r in others if counts[r]}
@@ -50,7 +50,7 @@ class Group(abc.ABC):
         return [found[r] if r in found else xp.asarray(x[:0]) for r in range(self.size)]
 
     def reduce_scatter(self, parts: list[Any]) -> Any:
-        """The sum over ranks of what each has for this one, in the order of ranks. parts: what this rank has for each,
+        """The sum over ranks, in their order, of each rank's part for this one. parts: this rank's part for each rank,
         all of one shape."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         found = {r: empty(parts[self.rank], parts[self.rank].shape) for r in others}

@@ -20,7 +20,7 @@ KEPT = 5  # arrays of a slice that its backward takes: q, k, v, o, lse
 
 
 def forward(call: Call, q: Any, k: Any, v: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-    """-> this rank's o and lse, and what `backward` takes."""
+    """-> this rank's o and lse, and the arrays that `backward` takes."""
     batch, tokens, heads, _ = q.shape
     cuts = call.in_slices(heads // k.shape[2])
     coming = [to_heads(call, (q, cut), (k, cut_kv), (v, cut_kv)) for cut, cut_kv in cuts]
@@ -39,7 +39,7 @@ def forward(call: Call, q: Any, k: Any, v: Any) -> tuple[Any, Any, tuple[Any, ..
 
 
 def kept_of(call: Call, q: Any, k: Any, v: Any, o: Any, lse: Any) -> tuple[Any, ...]:
-    """What `forward` keeps for `backward`, of this rank's arrays."""
+    """The arrays that `forward` saves for `backward`, made again from this rank's q, k, v, o and lse."""
     cuts = call.in_slices(q.shape[2] // k.shape[2])
     given = [((q, a), (k, b), (v, b), (o, a), (as_columns(lse), a)) for a, b in cuts]
     coming = [to_heads(call, *each) for each in given]
@@ -57,7 +57,7 @@ def backward(call: Call, do: Any, dlse: Any, kept: tuple[Any, ...], wanted: tupl
     for (cut, cut_kv), (q, k, v, o, lse), (moved, arrived) in zip(cuts, of_slices, coming, strict=True):
         arrived()
         own, of_lse = _own(call, cut, heads), as_lse(moved[1]) if dlse is not None else None
-        parts = dict(dq=q, dk=k, dv=v)  # without a token these are as empty as their gradients
+        parts = dict(dq=q, dk=k, dv=v)  # without tokens the gradients are empty, like these
         for task in _whole(call):
             part = local.backward(call.of_heads(own), task, moved[0], q, k, v, o, lse, of_lse, wanted)
             parts = {name: getattr(part, name) for name in parts}
@@ -75,7 +75,7 @@ def backward(call: Call, do: Any, dlse: Any, kept: tuple[Any, ...], wanted: tupl
 
 
 def _whole(call: Call) -> tuple[local.Task, ...]:
-    """One task, or none."""
+    """The task of a rank that has all tokens; none if there are no tokens."""
     return local.whole(call.layout, call.reach.ends if call.packed else None)
 
 
@@ -89,8 +89,8 @@ def as_lse(columns: Any) -> Any:
 
 
 def to_heads(call: Call, *given: tuple[Any, slice]) -> tuple[list[Any], Callable[[], Any]]:
-    """Starts to bring the tokens of all ranks. given: (batch, this rank's tokens, all heads, dim), and which heads of
-    each rank's share. -> each as (batch, all tokens, these heads of this rank's share, dim), there after the function.
+    """Starts to gather the tokens of all ranks. given: (batch, this rank's tokens, all heads, dim), and which heads of
+    each rank's share. -> each as (batch, all tokens, these heads of this rank's share, dim), and a function that waits.
     """
     layout, others = call.layout, _others(call)
     sends, receives = ({rank: list[Any]() for rank in others} for _ in range(2))
@@ -118,8 +118,8 @@ def to_heads(call: Call, *given: tuple[Any, slice]) -> tuple[list[Any], Callable
 
 
 def to_tokens(call: Call, *given: tuple[Any, Any, slice]) -> Callable[[], Any]:
-    """The other way. given: (batch, all tokens, some heads of this rank's share, dim); the result, (batch, this rank's
-    tokens, all heads, dim); which heads of each rank's share. -> a function after which results have them."""
+    """The reverse of to_heads. given: (batch, all tokens, some heads of this rank's share, dim); the result to fill,
+    (batch, this rank's tokens, all heads, dim); which heads of each rank's share. -> a function that waits."""
     layout, others = call.layout, _others(call)
     sends, receives = ({rank: list[Any]() for rank in others} for _ in range(2))
     copied = []

@@ -1,7 +1,7 @@
 """context_parallel_attention inside jax.shard_map: one program for all devices of a mesh axis.
 
-So all devices have equal shapes, and where a device's tokens stand is a traced number. XLA makes the collectives; it
-may overlap them with other work.
+So all devices have equal shapes, and the positions of a device's tokens are traced numbers. XLA makes the collectives
+and may overlap them with other work.
 """
 
 import functools
@@ -67,7 +67,7 @@ def _gathered(q: Any, k: Any, v: Any, axis: str, layout: Layout, given: dict[str
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _whole(x: Any, axis: str, layout: Layout, dim: int, copies: int) -> tuple[Any, ...]:
-    """All tokens in their order, once for each call that reads them, so that each brings a gradient of its own."""
+    """All tokens in their order, a copy for each call that reads them, so that each copy has its own gradient."""
     return (_in_order(jax.lax.all_gather(x, axis, axis=dim, tiled=True), layout, dim),) * copies
 
 

@@ -14,7 +14,7 @@ from ..problem.options import NUMBERS, Options
 from .groups import empty, namespace
 from .whole import agree, group_of
 
-CHUNK = 256  # keys of a leaf of the tree
+CHUNK = 256  # keys per leaf of the merge tree
 
 # Arguments of attention_kvcache that are not taken, and what to use in their place.
 INSTEAD = dict(
@@ -109,7 +109,7 @@ def context_parallel_attention_kvcache(
 
 
 def _merged(group: Any, call: CacheCall, sinks: Any, layout: str) -> Any:
-    """Of kernels without nodes: each rank's o and lse, merged in their dtype."""
+    """Merges each rank's o and lse in their dtype, for kernels without nodes."""
     (q, k, v, _), options = call.operands, call.options
     named = {x: options.array(x) for x in ("alibi_slopes", "q_offset")} | dict(causal=options.causal)
     named |= dict(zip(NUMBERS, options.numbers, strict=True)) | dict(window=options.window, layout=layout)
@@ -135,7 +135,7 @@ def _gathered(group: Any, x: Any) -> Any:
 
 
 def _share(share: int | None, k_cache: Any, tokens: int, page_table: Any, page_indices: Any) -> int:
-    """Checked: a node of the tree."""
+    """The checked share: 256 times a power of two, so that a rank's keys are a node of the tree."""
     if share is None:
         if page_indices is not None:
             raise ValueError("share must say how many positions a rank has, with page_indices")

@@ -1,7 +1,7 @@
 """Which tokens each rank holds, and which of them another rank has to see: whole numbers only.
 
-Everything that moves between ranks follows from a Layout and the window. So each rank knows what it sends and what it
-gets without asking, and a test can check it without any process.
+A Layout and the window determine all messages between ranks. So each rank knows what it sends and what it gets without
+asking, and a test can check it without any process.
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ class Layout:
     >>> Layout.zigzag(16, 2).parts
     ((((0, 4),), ((12, 16),)), (((4, 8),), ((8, 12),)))
 
-    parts: of each rank its parts, and of each part its runs [start, stop) of tokens. A rank stores its tokens in this
-    order. A part is computed at once, so its runs must rise, and a document may have only one piece in it. Each token
-    belongs to one rank. A rank may have none.
+    parts[rank] is a tuple of parts, and a part a tuple of runs [start, stop) of tokens. A rank stores its tokens in
+    this order. A part is computed by one call, so its runs must rise, and a document may have only one piece in it.
+    Each token belongs to one rank. A rank may have none.
     """
 
     parts: tuple[tuple[Part, ...], ...]
@@ -67,7 +67,7 @@ class Layout:
         return hash(self.parts)
 
     def __hash__(self) -> int:
-        """Kept, because there may be thousands of runs, and what follows from a layout is looked up in each call."""
+        """Cached: a layout may have thousands of runs, and each call looks up results by it."""
         return self._hash
 
     @property
@@ -101,7 +101,7 @@ def _bounds(start: int, stop: int, count: int) -> list[Run]:
 
 
 def _parts(*parts: Sequence[Run]) -> tuple[Part, ...]:
-    """Without runs that are empty and parts that have none."""
+    """The parts without empty runs, and without parts that have no run left."""
     filled = (tuple(run for run in part if run[0] < run[1]) for part in parts)
     return tuple(part for part in filled if part)
 
@@ -125,7 +125,7 @@ class Reach(NamedTuple):
 
     left: int | None
     right: int | None
-    ends: tuple[int, ...]  # of the documents, from 0 on
+    ends: tuple[int, ...]  # where the documents end, beginning with 0
 
 
 @functools.lru_cache(maxsize=1024)
@@ -173,12 +173,12 @@ class Piece(NamedTuple):
 
     @property
     def here(self) -> slice:
-        """In the memory of the rank that has them."""
+        """The tokens' rows in the memory of the rank that has them."""
         return slice(self.local, self.local + self.tokens)
 
     @property
     def whole(self) -> slice:
-        """Among all tokens."""
+        """The tokens' rows among all tokens."""
         return slice(self.start, self.stop)
 
 
@@ -211,7 +211,7 @@ def layout_of(layout: str | Layout, size: int, seqlen: int) -> Layout:
 
 @functools.lru_cache(maxsize=1024)
 def _named(layout: str, seqlen: int, size: int) -> Layout:
-    """Kept with all that is looked up by it."""
+    """The named Layout, cached, so that its own cached properties are found again."""
     return Layout.zigzag(seqlen, size) if layout == "zigzag" else Layout.contiguous(seqlen, size)
 
 

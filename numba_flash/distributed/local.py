@@ -1,9 +1,9 @@
-"""What one rank computes: calls of attention for its tokens, over keys that have the places of the whole sequence.
+"""One rank's computation: calls of attention for its tokens, over keys at the positions of the whole sequence.
 
-The keys of other ranks are put at their places in arrays as long as the whole. So a position is the one that one
-process has, and with it all that follows from positions: causal, window, ALiBi, functions, weights that drop. Tiles of
-keys begin at the same keys, too. Hence a row's sum has the same terms in the same order, and its bits are those of one
-process, as long as the kernel divides the keys in the same way (docs/context_parallel.md).
+The keys of other ranks are put at their places in arrays as long as the whole. So positions are the same as in one
+process, and so are causal, window, ALiBi, functions and dropped weights, which depend on them. Tiles begin at the same
+keys, too. Hence a row's sum has the same terms in the same order, and its bits are those of one process, as long as
+the kernel divides the keys in the same way (docs/context_parallel.md).
 
 Arrays are (batch, tokens, heads, head_dim) here, views of the caller's; packed documents have a batch of one.
 """
@@ -25,7 +25,7 @@ from .layout import Layout, Reach
 
 
 class Call(NamedTuple):
-    """What the ranks agree on, besides q, k and v. options: those of attention that do not follow from the layout;
+    """Arguments that are the same on all ranks. options: those of attention that do not follow from the layout;
     slices: the numbers of KV heads that are moved together; ahead: how many slices a rank holds at once."""
 
     group: Group
@@ -41,7 +41,7 @@ class Call(NamedTuple):
         return self.group.rank
 
     def of_heads(self, heads: slice) -> "Call":
-        """For these query heads alone."""
+        """The call for these query heads alone."""
         own = {name: x[..., heads] for name in OF_HEADS if (x := self.options.get(name)) is not None}
         return self._replace(options=self.options | own)
 
@@ -55,8 +55,8 @@ class Call(NamedTuple):
 
 
 class Task(NamedTuple):
-    """One call of attention: some rows of a rank's memory, and where they stand. Of packed documents `ends` are those
-    of the rows of each document, and `starts` the position of the first of them in it."""
+    """One call of attention: some rows of a rank's memory, and their positions. With packed documents `ends` is where
+    each document's rows end, and `starts` the position of the first one in its document."""
 
     rows: slice
     start: int
@@ -66,7 +66,7 @@ class Task(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def tasks(layout: Layout, rank: int, documents: tuple[int, ...] | None) -> tuple[Task, ...]:
-    """One for each run of a rank's tokens; with documents one for each part."""
+    """A rank's tasks: one for each run of its tokens; with documents one for each part."""
     found, row = [], 0
     for part in layout.parts[rank]:
         if documents is None:
@@ -80,7 +80,7 @@ def tasks(layout: Layout, rank: int, documents: tuple[int, ...] | None) -> tuple
 
 
 def whole(layout: Layout, documents: tuple[int, ...] | None) -> tuple[Task, ...]:
-    """That of a process that has all tokens in their order."""
+    """The task of a process that has all tokens in their order."""
     return tasks(Layout(((((0, layout.seqlen),),),)), 0, documents) if layout.seqlen else ()
 
 
@@ -113,7 +113,7 @@ def forward(call: Call, task: Task, q: Any, k: Any, v: Any, o: Any, lse: Any) ->
 def backward(
     call: Call, task: Task, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, wanted: tuple[str, ...]
 ) -> AttentionGradients:
-    """The gradients of the task's rows; dk and dv are its share, of the keys up to seen_end. All have a batch."""
+    """The gradients of the task's rows. dk and dv are its shares for keys [0, seen_end). All have a batch dimension."""
     do, q, o = do[:, task.rows], q[:, task.rows], o[:, task.rows]
     end = seen_end(call, task)
     k, v = k[:, :end], v[:, :end]
@@ -128,8 +128,8 @@ def backward(
 
 
 def seen_end(call: Call, task: Task) -> int:
-    """The first key that none of the task's rows sees, nor any behind it. Dropped weights and lengths are those of all
-    keys."""
+    """The end of the keys that the task's rows see. With documents, dropout or seqlens_k it is the end of all keys,
+    since these count all keys."""
     right, seqlen = call.reach.right, call.layout.seqlen
     of_all = call.packed or call.options.get(SEEDED) or call.options.get("seqlens_k") is not None
     if right is None or of_all:
@@ -138,7 +138,7 @@ def seen_end(call: Call, task: Task) -> int:
 
 
 def _placed(call: Call, task: Task, like: Any) -> dict[str, Any]:
-    """The table of the documents: each is a line, whose keys are all of the document's."""
+    """Options that give each document's rows and all keys of the document."""
     arrays = dict(cu_seqlens_q=task.ends, cu_seqlens_k=call.reach.ends, q_offset=task.starts)
     where = namespace(like), array_api_compat.device(like)
     return {name: _int32(*where, values) for name, values in arrays.items()}
@@ -146,7 +146,7 @@ def _placed(call: Call, task: Task, like: Any) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _int32(xp: Any, device: Any, values: tuple[int, ...]) -> Any:
-    """On a GPU the host waits when it is copied there; so it is kept."""
+    """int32 numbers on the device. Cached, because the host waits for a copy to a GPU."""
     return xp.asarray(list(values), dtype=xp.int32, device=device)
 
 
@@ -163,7 +163,7 @@ def new_results(q: Any, v: Any) -> tuple[Any, Any]:
 
 
 class OptionGradients:
-    """Those of options with a number for each head: sums over calls and slices."""
+    """Gradients of options with a number for each head: sums over calls and slices."""
 
     def __init__(self, call: Call, wanted: tuple[str, ...]) -> None:
         self.options = {name: call.options[name] for name in OF_HEADS if f"d{name}" in wanted}
@@ -174,7 +174,7 @@ class OptionGradients:
             total[..., heads] += getattr(found, f"d{name}")
 
     def results(self) -> dict[str, Any]:
-        """In the options' own dtypes."""
+        """The sums in the options' own dtypes."""
         found = {}
         for name, total in self.sums.items():
             found[f"d{name}"] = made = empty(self.options[name], tuple(total.shape))

@@ -10,8 +10,8 @@ from .groups import Buffers, Group
 
 
 class NcclGroup(Group):
-    """All is on the stream that is current in CuPy, so nothing overlaps: nccl4py knows nothing of who made a buffer,
-    and without named streams it takes the default one."""
+    """Everything runs on CuPy's current stream, so nothing overlaps: nccl4py does not know which stream wrote a buffer,
+    and without a named stream it takes the default one."""
 
     def __init__(self, communicator: Any) -> None:
         self.communicator = communicator
@@ -33,5 +33,5 @@ class NcclGroup(Group):
 
 
 def _bytes(x: Any) -> Any:
-    """As bytes, because NCCL takes the type from the array, and CuPy's bfloat16 is not known to it."""
+    """x as bytes. CuPy's NCCL takes the type from the array, and does not know CuPy's bfloat16."""
     return x.reshape(-1).view("uint8")

@@ -1,4 +1,4 @@
-"""context_parallel_attention(): signature, checks, what is refused. What ranks do is in gather, heads and ring."""
+"""context_parallel_attention(): signature, checks, refused options. The ranks' work is in gather, heads and ring."""
 
 import sys
 from typing import Any, NamedTuple
@@ -147,7 +147,7 @@ def context_parallel_attention_backward(
 
 
 class Plan(NamedTuple):
-    """A checked call: what the ranks do, and how the caller's arrays are seen as (batch, tokens, heads, head_dim)."""
+    """A checked call: the method, and how to view the caller's arrays as (batch, tokens, heads, head_dim)."""
 
     call: Call
     method: str
@@ -162,7 +162,7 @@ class Plan(NamedTuple):
         return x[0] if self.call.packed else x.swapaxes(1, 2) if self.transposed else x
 
     def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-        """-> o, lse as the caller's, and what `backward` takes."""
+        """-> o and lse in the caller's layout, and the arrays that `backward` takes."""
         q, k, v = self.seen(q), self.seen(k), self.seen(v)
         if self.method == "heads":
             o, lse, saved = by_heads.forward(self.call, q, k, v)
@@ -172,7 +172,7 @@ class Plan(NamedTuple):
         return self.given_back(o), lse[0] if self.call.packed else lse, saved
 
     def again(self, q: Any, k: Any, v: Any, o: Any, lse: Any) -> tuple[Any, ...]:
-        """What `forward` keeps for `backward`, of its results."""
+        """The arrays that `forward` saves for `backward`, made again from its operands and results."""
         lse = lse[None] if self.call.packed else lse
         saved = self.seen(q), self.seen(k), self.seen(v), self.seen(o)
         if self.method != "heads":
@@ -232,8 +232,8 @@ def planned(
 def _how(
     how: Any, call: Call, sizes: tuple[int, int, int], least: int, alone: list[str], gradients: bool
 ) -> tuple[str, tuple[int, ...]]:
-    """-> method and slices. sizes: heads, heads_kv, head_dim; alone: options that tell a function, or dropout, the
-    number of a head."""
+    """-> method and slices. sizes: heads, heads_kv, head_dim; alone: options that need the head's number in the whole,
+    such as functions and dropout."""
     (method, count, most), size, (heads, heads_kv, head_dim) = how, call.group.size, sizes
     rule.check_method(method)
     if method == "auto":
@@ -252,7 +252,7 @@ def _how(
         )
     if method == "ring" and call.packed:
         raise NotImplementedError("cu_seqlens with method='ring': use method='gather' or method='heads'")
-    moved = heads_kv // size if method == "heads" else heads_kv  # of which slices are parts
+    moved = heads_kv // size if method == "heads" else heads_kv  # KV heads that are divided into slices
     if count is not None and (method == "ring" or count < 1 or moved % count):
         raise ValueError(f"slices must divide {moved} KV heads, with method='gather' or 'heads', not {count}")
     if count not in (None, 1) and alone:
@@ -308,7 +308,7 @@ def _check_options(given: dict[str, Any], packed: bool) -> None:
 
 
 def _check_of_heads(given: dict[str, Any], batch: int, heads: int) -> None:
-    """Options with a number for each head: before ranks send anything, or take the numbers of their own heads alone."""
+    """Checks options with a number for each head, before ranks send anything or take the numbers of their own heads."""
     for name in OF_HEADS:
         x = given.get(name)
         if x is None:

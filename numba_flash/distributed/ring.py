@@ -1,8 +1,8 @@
 """Context parallelism in a ring: K and V go from rank to rank, and no rank has more than two ranks' share of them.
 
-Each step gives o and lse over some keys, which `merge` joins in float32. A part's o is rounded to q's dtype before
-that, so the bits are not those of one process; they are the same in every run. In the backward the sums of dK and dV
-go round with K and V: first the owner's share, then those of the ranks behind it, in float32.
+Each step gives o and lse over some keys, which `merge` joins in float32. A step's o is rounded to q's dtype before
+that, so the bits are not those of one process; they are the same in every run. In the backward float32 sums of dK and
+dV go round with K and V. The owner adds its share first, then each rank behind it.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,7 +46,7 @@ def backward(
     dq = empty(q, tuple(q.shape), local.wide(q), 0)
     asked = tuple(name for name in wanted if name != "dsinks")
     options = OptionGradients(call, asked)
-    passed, width = _nothing, k.shape[3]  # sums that come from the rank before this one
+    passed, width = _nothing, k.shape[3]  # sums from the rank before this one
     coming: Any = None
     for source, keys in _round(call, k, v):
         share = empty(keys, tuple(keys.shape), local.wide(q), 0)
@@ -73,7 +73,7 @@ def backward(
 
 
 def _join(o: Any, lse: Any, part: Any, part_lse: Any) -> None:
-    """o, lse <- what `merge` gives, in place: a part is as large as all of this rank's o, and memory is what counts."""
+    """Merges a part into o and lse in place. A part is as large as this rank's o, so a copy would cost memory."""
     xp = namespace(o)
     top = xp.maximum(lse, part_lse)
     reference = xp.where(top == -float("inf"), xp.zeros_like(top), top)
@@ -89,7 +89,7 @@ def _nothing() -> None:
 
 
 def _round(call: Call, k: Any, v: Any) -> Iterator[tuple[int, Any]]:
-    """Each rank, this one first, and its keys: (batch, its tokens, heads_kv, head_dim + head_dim_v)."""
+    """Yields each rank, this one first, and its keys: (batch, its tokens, heads_kv, head_dim + head_dim_v)."""
     group, (batch, tokens, heads_kv, width) = call.group, k.shape
     keys = empty(k, (batch, tokens, heads_kv, width + v.shape[3]))
     keys[..., :width], keys[..., width:] = k, v
@@ -104,7 +104,7 @@ def _round(call: Call, k: Any, v: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _pass_on(call: Call, x: Any, tokens: int) -> tuple[Any, Callable[[], Any]]:
-    """Starts to send x to the next rank and to receive the like with `tokens` from the one before."""
+    """Starts to send x to the next rank, and to receive an array with `tokens` tokens from the one before."""
     group = call.group
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     arriving = empty(x, (x.shape[0], tokens, *x.shape[2:]))
@@ -112,7 +112,7 @@ def _pass_on(call: Call, x: Any, tokens: int) -> tuple[Any, Callable[[], Any]]:
 
 
 def _seen(call: Call, source: int) -> Iterator[tuple[Task, Piece]]:
-    """The runs of this rank, and those of the source's tokens of which they see some."""
+    """Yields pairs: a run of this rank, and a run of the source's tokens of which it sees some."""
     left, right, _ = call.reach
     for task in local.tasks(call.layout, call.rank, None):
         end = task.start + task.rows.stop - task.rows.start
@@ -127,7 +127,7 @@ def _of(keys: Any, piece: Piece, width: int) -> tuple[Any, Any]:
 
 
 def _options(call: Call, task: Task, piece: Piece) -> dict[str, Any]:
-    """By distances from the first key of the piece. A sink counts once, at the end."""
+    """The options, with positions relative to the first key of the piece. No sinks: they count once, at the end."""
     made = dict(call.options, sinks=None, q_offset=task.start - piece.start, layout="bshd")
     lengths = made.get("seqlens_k")
     if lengths is not None:

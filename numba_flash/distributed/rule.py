@@ -1,13 +1,13 @@
-"""How a call is divided among ranks: which way, and in which slices. By shapes alone, so that all ranks agree."""
+"""Chooses how a call is divided among ranks: the method and the slices. By shapes alone, so that all ranks agree."""
 
 from typing import Any
 
 METHODS = ("gather", "heads", "ring")
 MOST_GATHERED = 8 << 30  # bytes of gathered K and V that a rank holds at once
-# Tokens of all KV heads: with fewer, slices gain less than it takes to begin them. Two H200 gain 4 % by slices where
-# they gather 8 heads of 16k tokens, and nothing at 8k, nor with 4 heads of 16k each.
+# Tokens times KV heads. With fewer, starting slices costs more than they gain. Two H200 gain 4 % by slices when they
+# gather 8 heads of 16k tokens, and nothing with 8 heads of 8k or 4 heads of 16k.
 FEW_ROWS = 128 * 1024
-# With fewer KV heads in a slice the backward takes two kernels instead of one (select/backward_forms.py); of a
+# With fewer KV heads in a slice the backward takes two kernels instead of one (select/backward_forms.py). With a
 # large group half as many are enough.
 LEAST_HEADS_KV, LARGE_GROUP, WIDE = 4, 4, 64
 GRADIENTS_GAIN = (
@@ -18,8 +18,8 @@ GRADIENTS_GAIN = (
 def method_of(
     size: int, heads: int, heads_kv: int, least_bytes: int, gather_alone: bool, most: int, gradients: bool = False
 ) -> str:
-    """least_bytes: of K and V of one KV head over all tokens; gather_alone: the options need all heads or all keys;
-    gradients: a backward will follow.
+    """The method. least_bytes: bytes of K and V of one KV head over all tokens; gather_alone: the options need all
+    heads or all keys; gradients: a backward will follow.
 
     Each rank receives 2 * heads_kv / size * (size - 1) numbers for a token's K and V by gathering, and by heads
     (2 * heads + 2 * heads_kv) * (size - 1) / size^2. With gradients gathering moves four times as much: K and V again,
@@ -37,9 +37,9 @@ def method_of(
 def slices_of(
     heads_kv: int, group: int, head_dim: int, tokens: int, least_bytes: int = 0, most: int = MOST_GATHERED
 ) -> tuple[int, ...]:
-    """The numbers of KV heads of the slices, each with `group` query heads: so that two of them fit into `most`.
+    """The number of KV heads of each slice, each with `group` query heads; two slices fit into `most` bytes.
 
-    The first slice is waited for, and in a backward the last one's gradients are. So these have a quarter of the heads.
+    Ranks must wait for the first slice, and in a backward for the last one's gradients. So these two are smaller.
     An even number stays even, so that gradients are summed in the same order (kernels/steps/dq_order.py).
     """
     if least_bytes * heads_kv > most:

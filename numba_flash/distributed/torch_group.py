@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from .groups import MOST_MESSAGES, Buffers, Group
 
-PLACES = 2  # the stream on which what arrives is put into its place, beside those of the two lanes
+PLACES = 2  # number of the stream that copies received data to its place; lanes have streams 0 and 1
 
 
 @functools.cache
 def _stream(current: Any, number: int) -> Any:
-    """Each stream has others of its own, so that these wait for it before they reuse memory that it reads."""
+    """A side stream. Each current stream has its own, so that it can wait for it before it reuses memory."""
     return torch.cuda.Stream(current.device)
 
 
@@ -29,7 +29,7 @@ class TorchGroup(Group):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this process is not a member of group")
-        self._tags = itertools.count()  # so that gloo never takes one message for another
+        self._tags = itertools.count()  # a new tag for each message, so that gloo cannot confuse two
 
     def send_recv(self, sends: Buffers, receives: Buffers, then: Callable[[], None] | None = None) -> Callable[[], Any]:
         first = next((x for some in (sends, receives) for listed in some.values() for x in listed), None)
@@ -38,8 +38,8 @@ class TorchGroup(Group):
         current = torch.cuda.current_stream(first.device)
         side = _stream(current, PLACES)
         with self._said(sends, receives):
-            # NCCL's own stream waits for the current one, not for `then` of the exchange before: so an exchange follows
-            # the other at once, before a persistent kernel takes all multiprocessors
+            # NCCL's own stream waits for the current one, not for the last exchange's `then`. So exchanges follow each
+            # other at once, before a persistent kernel takes all multiprocessors.
             works = dist.batch_isend_irecv(self._operations(sends, receives))
         with torch.cuda.stream(side), self._said(sends, receives):
             for work in works:
@@ -47,7 +47,7 @@ class TorchGroup(Group):
             if then is not None:
                 then()
             arrived = side.record_event()
-        kept = [sends, receives, then]  # their memory is of the current stream, which must not reuse it before it waits
+        kept = [sends, receives, then]  # keeps them alive: the current stream must not reuse their memory
 
         def finish() -> None:
             current.wait_event(arrived)
@@ -64,7 +64,7 @@ class TorchGroup(Group):
         with torch.cuda.stream(stream):
             work()
             done = stream.record_event()
-        kept = [work]  # as in send_recv
+        kept = [work]  # keeps its arrays alive, as in send_recv
 
         def finish() -> None:
             current.wait_event(done)
@@ -99,7 +99,7 @@ class TorchGroup(Group):
 
 
 class _Said:
-    """Says which ranks an error of torch's is about."""
+    """Adds the ranks concerned to torch's errors."""
 
     def __init__(self, what: str) -> None:
         self.what = what

@@ -7,7 +7,7 @@ import torch
 from ..problem.options import OF_HEADS
 
 
-@torch.compiler.disable  # what follows from the layout is Python of whole numbers, and collectives keep their order
+@torch.compiler.disable  # the layout is Python integers, and collectives must keep their order
 def attention(plan: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     given = (q, k, v, *(plan.call.options.get(name) for name in OF_HEADS))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
@@ -32,7 +32,7 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
         names = ("dq", "dk", "dv", *(f"d{name}" for name in OF_HEADS))
-        # dk and dv of all ranks go together: a rank that wants none still sends its share
+        # dk and dv are sums over all ranks: a rank that wants none still sends its share
         needed = dict(zip(names, ctx.needs_input_grad[1:], strict=True))
         wanted = ("dq", "dk", "dv", *(name for name in names[3:] if needed[name]))
         saved = ctx.saved_tensors
@@ -43,7 +43,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _shape_of_o(plan: Any, dlse: Any, saved: Any) -> tuple[int, ...]:
-    """From that of dlse, (batch, heads, tokens) or (heads, tokens)."""
+    """The shape of o, from that of dlse: (batch, heads, tokens) or (heads, tokens)."""
     *batch, heads, tokens = dlse.shape
     width = saved[3].shape[3]
     return (*batch, heads, tokens, width) if plan.transposed else (*batch, tokens, heads, width)

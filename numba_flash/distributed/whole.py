@@ -1,4 +1,4 @@
-"""shard() and unshard(): from the whole to a rank's part, and back. And what a caller may give as a group."""
+"""shard() and unshard(): from the whole to a rank's part, and back. group_of() accepts what a caller gives as group."""
 
 import weakref
 import zlib
@@ -11,13 +11,13 @@ from .layout import ZIGZAG, Layout, check_local, layout_of
 
 
 def shard(x: Any, group: Any, dim: int, layout: str | Layout = ZIGZAG) -> Any:
-    """This rank's tokens of x, which each rank has whole.
+    """This rank's tokens of x, where each rank has all of x.
 
     >>> tokens = numba_flash.distributed.shard(tokens, group, dim=1)
 
     group, layout: as for `context_parallel_attention`; `layout` by name takes any length. dim: the dimension of tokens.
-    The result is a copy in the order of `layout`. Shard what has a value for each token in the same way: token ids,
-    labels and positions. torch's autograd goes through it.
+    The result is a copy in the order of `layout`. Shard token ids, labels and positions, which have a value for each
+    token, in the same way. torch's autograd goes through it.
     """
     if isinstance(group, str):
         from .jax_operation import shard as in_jax
@@ -83,8 +83,8 @@ _agreed: "weakref.WeakKeyDictionary[Any, set[Any]]" = weakref.WeakKeyDictionary(
 
 
 def agree(given: Any, group: Group, like: Any, facts: dict[str, Any]) -> None:
-    """Raises ValueError on each rank if `facts` are not equal on all: else sizes of messages would differ, and what a
-    library does then is anything between an abort and wrong numbers.
+    """Raises ValueError on each rank if `facts` are not equal on all. Otherwise messages would differ in size, and a
+    library may then abort or give wrong numbers.
 
     The host waits for that, but only in the first call with these facts. given: the caller's group; like: an array of
     the group's device.

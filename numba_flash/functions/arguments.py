@@ -1,4 +1,4 @@
-"""Which of its arguments a function reads, by its bytecode: an argument that is not read changes no result.
+"""Finds in a function's bytecode which arguments it reads: an argument that is not read changes no result.
 
 Some functions that ignore an argument are not recognised: passing it on to another function counts as reading it.
 """
@@ -13,7 +13,7 @@ from .function import Function, Tree
 
 @functools.lru_cache(maxsize=1000)
 def reads_argument(function: Function, number: int) -> bool:
-    """Whether the argument with this index, from 0 on, may change the result. In doubt it may. ROW does not count."""
+    """Whether the argument with this index may change the result; True in doubt. Indices count from 0, without ROW."""
     return _reads(function.tree, number + (function.row_at is not None and function.row_at <= number))
 
 

@@ -1,5 +1,5 @@
-"""A function, built anew from what was read of it (function.py), for a rung of its own: with stand-ins for builtins,
-for math and for numbers."""
+"""Rebuilds a function for one rung from its tree (function.py), with stand-ins for builtins, for math and for
+numbers."""
 
 import builtins
 import dis
@@ -12,8 +12,8 @@ from typing import Any
 
 Tree = tuple[Any, ...]
 Number = bool | int | float
-# The stand-in with this name says what becomes of numbers that are written in a function or captured by it: given all
-# those of a tuple, or a single one, it returns a function of each.
+# The stand-in with this name converts numbers that are written in a function or captured by it. It is given a single
+# number, or all those of a tuple, and returns a function that converts each of them.
 NUMBERS = "numbers"
 
 
@@ -23,7 +23,7 @@ def build(
     helper: Callable[[Any], Any],
     number: Callable[[Number], Any] | None = None,
 ) -> Any:
-    """What a tree describes. number: that of the tuple in which it is."""
+    """Builds the function or value that a tree describes. number: converts the numbers of the tuple around the tree."""
 
     def again(x: Tree) -> Any:
         made = build(x, stand_ins, helper, number)
@@ -77,7 +77,7 @@ def _function(tree: Tree, stand_ins: Mapping[Any, Any], of: Callable[[Tree], Any
     made_cells = tuple(types.CellType() for _ in cells)
     given = dict(named)
     own = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-    # Kernels have no parameters that are passed by name alone: such ones come behind the others.
+    # Kernels pass all arguments by position: keyword-only parameters come behind the others.
     code = code.replace(co_argcount=code.co_argcount + code.co_kwonlyargcount, co_kwonlyargcount=0)
     function = types.FunctionType(_rewritten(code, stand_ins), names, code.co_name, None, made_cells)
     function.__defaults__ = tuple(map(of, (*defaults, *(given[name] for name in own if name in given)))) or None
@@ -88,7 +88,7 @@ def _function(tree: Tree, stand_ins: Mapping[Any, Any], of: Callable[[Tree], Any
 
 
 def _rewritten(code: types.CodeType, stand_ins: Mapping[Any, Any]) -> types.CodeType:
-    """Code whose constants are what NUMBERS makes of them; so are those of inner functions."""
+    """The code with its constants, and those of inner functions, converted by NUMBERS."""
 
     def of(constant: Any) -> Any:
         if isinstance(constant, types.CodeType):
@@ -118,14 +118,14 @@ def _rebuilt(constant: Any, number: Callable[[Number], Any]) -> Any:
 
 
 def _simpler(code: types.CodeType) -> types.CodeType:
-    """The same with instructions of which Numba makes numbers (build) and variables."""
+    """The same code with instructions that Numba compiles correctly for our numbers and variables."""
     text, constants, every = bytearray(code.co_code), list(code.co_consts), list(dis.get_instructions(code))
 
     def put(at: int, name: str, argument: int) -> None:
         text[at], text[at + 1] = dis.opmap[name], argument
 
     for now, after in itertools.zip_longest(every, every[1:]):
-        if now.opname == "LOAD_SMALL_INT" and len(constants) < 256:  # of Python 3.14
+        if now.opname == "LOAD_SMALL_INT" and len(constants) < 256:  # new in Python 3.14
             put(now.offset, "LOAD_CONST", len(constants))
             constants.append(now.arg)
         elif (now.opname, now.arg) in (("DUP_TOP", None), ("COPY", 1)) and after.opname.startswith("STORE_FAST"):

@@ -1,5 +1,5 @@
-"""What Python has and a kernel has not, found in a function's bytecode before any rung runs it: so that it is an error
-on every rung alike."""
+"""Finds Python that a kernel cannot run, in a function's bytecode. This is done before any rung runs the function, so
+that it is an error on every rung alike."""
 
 import dis
 import functools
@@ -16,7 +16,7 @@ _NO_DICT = "it makes a dict, which a kernel does not know"
 _NO_SET = "it makes a set, which a kernel does not know: write a tuple"
 _RETURNS_NUMBERS = "it is a generator or a coroutine; it is to return a number"
 _NO_DEL = "it deletes a name, which a kernel cannot"
-# By the Python instruction that does it.
+# {Python instruction: why a kernel cannot run it}
 _REFUSED = {
     "RAISE_VARARGS": "it raises, and a kernel cannot",
     "LOAD_ASSERTION_ERROR": "it asserts, and a kernel cannot",
@@ -37,7 +37,7 @@ _REFUSED = {
     **dict.fromkeys(("FORMAT_VALUE", "FORMAT_SIMPLE", "BUILD_STRING"), _NO_TEXT),
 }
 _NAMED_CALLS = ("CALL_FUNCTION_KW", "KW_NAMES", "CALL_KW")
-# What comes after these is reached by a jump alone.
+# The instruction after one of these can only be reached by a jump.
 _ENDS = (
     *("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"),
     *("JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"),
@@ -54,7 +54,7 @@ def instructions(code: types.CodeType) -> Iterator[tuple[dis.Instruction, int]]:
 
 
 def inner_codes(code: types.CodeType) -> list[types.CodeType]:
-    """Those of the functions that are defined in it."""
+    """The code of the functions that are defined inside."""
     return [x for x in code.co_consts if isinstance(x, types.CodeType)]
 
 
@@ -66,7 +66,7 @@ def place(code: types.CodeType, line: int) -> str:
 
 @functools.lru_cache(maxsize=1000)
 def wrong_in(code: types.CodeType) -> str | None:
-    """What this function does that a kernel cannot, with the line, or None. It is asked of inner functions, too."""
+    """The first thing in this function that a kernel cannot do, with its line; None if there is none."""
     if code.co_flags & inspect.CO_VARKEYWORDS:
         return f"{place(code, code.co_firstlineno)}: it takes **{_arguments(code)[-1]}, and a kernel passes no names"
     if code.co_kwonlyargcount and code.co_flags & inspect.CO_VARARGS:
@@ -100,7 +100,7 @@ def _arguments(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _wrong_at(code: types.CodeType, before: Any, now: dis.Instruction) -> str | None:
-    """What is wrong with an instruction, beside the one before it."""
+    """The fault of an instruction, given the one before it; None if it has none."""
     last = before.opname if before else ""
     none = last in ("LOAD_CONST", "RETURN_CONST") and before.argval is None
     if now.opname == "RETURN_CONST" and now.argval is None or now.opname == "RETURN_VALUE" and none:
@@ -144,7 +144,7 @@ def _text(code: types.CodeType, every: Every) -> Found:
     for number, (now, line) in enumerate(every):
         if now.opname not in ("LOAD_CONST", "RETURN_CONST") or not isinstance(now.argval, str | bytes):
             continue
-        if number + 1 < len(every) and every[number + 1][0].opname == "MAKE_FUNCTION":  # of Python 3.10: a name
+        if number + 1 < len(every) and every[number + 1][0].opname == "MAKE_FUNCTION":  # Python 3.10: a function's name
             continue
         infinite = str(now.argval).strip("+- ").lower() in ("inf", "infinity", "nan")
         instead = f": write math.{str(now.argval).strip('+- ').lower()[:3]}" if infinite else ""
@@ -170,9 +170,9 @@ def _names_of_inner(code: types.CodeType, every: Every) -> Found:
 
 
 def _unset(code: types.CodeType, every: Every) -> Found:
-    """A name that is read where some way through the function has not set it."""
+    """Finds a name that is read although some path through the function has not set it."""
     at = {now.offset: number for number, (now, _) in enumerate(every)}
-    known: dict[int, frozenset[str]] = {}  # for each instruction the names that are set on every way to it
+    known: dict[int, frozenset[str]] = {}  # for each instruction the names that are set on every path to it
     left = [(0, frozenset(_arguments(code)))]
     while left:
         number, names = left.pop()

@@ -1,8 +1,8 @@
 """A user's function as one expression, found by calling it with symbols in the place of numbers.
 
 Where the function asks whether a symbol is true, it is called once with each answer, so the expression has a choice
-there. Whatever is not known of a symbol raises: then `expression_of` returns None, and the function is a function and
-no more.
+there. An operation that symbols do not have raises: then `expression_of` returns None, and the function has no
+expression.
 """
 
 import functools
@@ -18,7 +18,7 @@ MOST = 64  # calls of a function; one that asks more often has a loop over symbo
 
 
 class Node(NamedTuple):
-    """A number. of: Nodes, and whole numbers that Python has.
+    """A part of an expression, which stands for a number. of: its operands, Nodes and Python's integers.
 
     "b", "h", "row", "query", "key": an argument. ("read", array, *indices): an element. ("length", array, axis).
     ("choose", condition, one, other). Anything else: an operation, of OPERATIONS.
@@ -129,12 +129,12 @@ _STAND_INS = {
 
 @functools.lru_cache(maxsize=200)
 def expression_of(function: Function, ndims: tuple[int, ...]) -> Node | int | None:
-    """What a mask_mod returns, or another number that is as true. ndims: of the arrays that it reads."""
+    """A mask_mod's result as an expression (or one with the same truth value). ndims: of the arrays that it reads."""
     called = function.build(_STAND_INS)
     left = [MOST]
 
     def call(answers: list[bool]) -> tuple[Any, list[Node]]:
-        """-> (the result, what was asked), where the first answers are these, and the others True."""
+        """-> (the result, the conditions asked for). The first answers are `answers`, all others True."""
         asked: list[Node] = []
         left[0] -= 1
         if left[0] < 0:
@@ -150,7 +150,7 @@ def expression_of(function: Function, ndims: tuple[int, ...]) -> Node | int | No
         tables = [_Table(number, ndim, decide) for number, ndim in enumerate(ndims)]
         found = called(*(_Symbol(Node(name), decide) for name in names), *tables)
         result = found.node if isinstance(found, _Symbol) else operator.index(found)
-        return int(answers[asked.index(result)]) if result in asked else result, asked  # as of `near or far`
+        return int(answers[asked.index(result)]) if result in asked else result, asked  # e.g. `near or far`
 
     def explore(answers: list[bool]) -> Any:
         known = len(answers)
@@ -161,7 +161,7 @@ def expression_of(function: Function, ndims: tuple[int, ...]) -> Node | int | No
 
     try:
         return explore([])
-    except Exception:  # of any kind, from the function itself: kernels will ask it, and say what is wrong with it
+    except Exception:  # the function itself may raise anything; kernels then call it and report what is wrong
         return None
 
 

@@ -1,4 +1,4 @@
-"""What a compiler finds wrong with a caller's function, in a few words, with the argument's name and the line."""
+"""Turns a compiler's error about a caller's function into a few words with the argument's name and the line."""
 
 import os
 import re
@@ -10,14 +10,14 @@ from .checks import place
 from .function import WHAT_TO_WRITE, Function
 
 MARK = "numba_flash: "  # marks the part of a compiler's error that a user should read
-# What the rungs that run Python say in the same words.
+# Texts that the rungs that run Python use, too.
 NOT_WHOLE = "whole numbers, and int() makes one of another"
 NOT_ITERABLE = "an aux array is read, as x[i], before it is computed with; for loops are over range(len(x))"
 AT_CONSTANTS = "a tuple is read at constants alone: put its numbers into an array, and pass it in aux="
 
 
 def takes(name: str, count: int | None, kinds: Iterable[str]) -> str:
-    """That a function takes so many numbers (0: an array or a tuple, None: two or more), not things of these kinds."""
+    """Message: a function takes `count` numbers (0: an array or a tuple, None: two or more), not these kinds."""
     wanted = {0: "an aux array or a tuple", 1: "a number", 2: "two numbers", None: "two numbers or more"}[count]
     return f"{name}() takes {wanted} here, not ({', '.join(kinds)})"
 
@@ -27,7 +27,7 @@ def too_many_numbers(ndim: int, count: int) -> str:
 
 
 def explained(error: Exception, functions: Mapping[str, Function]) -> Exception | None:
-    """What to raise in place of a compiler's error; None if the error is not about what functions do.
+    """The exception to raise in place of a compiler's error; None if the error is not about what functions do.
 
     functions: those that were compiled, by the argument's names.
     """

@@ -112,11 +112,11 @@ _known: dict[Tree, Function] = {}
 
 
 class Refused(Exception):
-    """Why a function is none for a kernel, without the name of the argument."""
+    """Why a kernel cannot take a function, without the name of the argument."""
 
 
 def _as_written(tree: Tree) -> Any:
-    """Something with the function's own signature."""
+    """An object with the function's own signature, for inspect."""
     if tree[0] == "partial":
         return functools.partial(_as_written(tree[1]), *tree[2], **dict(tree[3]))
     _, code, _, cells, defaults, named = tree
@@ -132,7 +132,7 @@ def _row_at(tree: Tree) -> int | None:
     """The index of ROW among the parameters; None without."""
     try:
         names = list(inspect.signature(_as_written(tree)).parameters)
-    except TypeError:  # of a partial, which `takes` reports
+    except TypeError:  # a partial's arguments do not fit; `takes` reports it
         return None
     return names.index(ROW) if ROW in names else None
 
@@ -199,7 +199,7 @@ def _read(value: Any, name: str, callers: tuple[Any, ...]) -> Tree:
     raise Refused(_cannot_capture(value, name, callers[-1]))
 
 
-# What to write instead of functions that a kernel does not know, by their own names.
+# Replacements for functions that a kernel does not know, by the functions' names.
 _INSTEAD = dict(
     divmod="// and %", sum="+ in a loop", pow="**", power="**", any="or", all="and", absolute="abs(x)",
     minimum="min(x, y)", maximum="max(x, y)", where="x if condition else y", sign="math.copysign(1, x)",
@@ -263,7 +263,7 @@ def _read_function(function: types.FunctionType, callers: tuple[Any, ...]) -> Tr
 
 
 def _wrong_defaults(function: types.FunctionType) -> str | None:
-    """Parameters that are passed by name alone come behind the others (build.py), and the last ones have defaults."""
+    """Why its defaults are refused, or None: keyword-only parameters come last (build.py), as must all defaults."""
     code, named = function.__code__, function.__kwdefaults__ or {}
     own = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
     missing = [name for name in own if name not in named]
@@ -301,7 +301,7 @@ def _code_of(tree: Tree) -> types.CodeType:
 
 
 def _text(tree: Any) -> str:
-    """Everything that decides what is computed, and nothing of where it was written."""
+    """A text of everything that decides the result, and nothing about where the function was written."""
     if isinstance(tree, types.CodeType):
         facts = "argcount posonlyargcount kwonlyargcount flags names varnames freevars cellvars consts".split()
         handlers = getattr(tree, "co_exceptiontable", b"")

@@ -52,7 +52,7 @@ class Whole:
 
 
 class Constant(Whole):
-    """It is written in the function or captured by it. Tuples are read at these alone."""
+    """A whole number that is written in the function or captured by it. Only these index tuples."""
 
     __slots__ = ()
 
@@ -61,7 +61,7 @@ class Constant(Whole):
 
 
 class Truth(Whole):
-    """True or False; computed with, it is 1 or 0."""
+    """True or False; in arithmetic it is 1 or 0."""
 
     __slots__ = ()
 
@@ -73,7 +73,7 @@ class Truth(Whole):
 
 
 class Range:
-    """What range() gives: for loops, and for `in`."""
+    """The result of range(), for loops and for `in`."""
 
     def __init__(self, base: Any, *ends: Any):
         if not all(map(_whole, ends)):
@@ -90,7 +90,7 @@ class Range:
 
 
 class Position(Whole):
-    """q_pos itself, which as an index is not to count from the end: a negative one is before the array."""
+    """q_pos itself. As an index it never counts from the end: a negative one is outside the array."""
 
     __slots__ = ()
 
@@ -162,13 +162,13 @@ class Owed:
 
 
 def parts_of(d: Any) -> Any:
-    """((index of the array, place), derivative) for each entry in the place of a derivative; a plain number there is a
-    0."""
+    """((index of the array, place), derivative) for each entry of an Owed; none for a plain number, which is 0
+    there."""
     return d.parts.items() if isinstance(d, Owed) else ()
 
 
 class RecordedTable(Table):
-    """A Table that records what is read. places: the places of its elements in the whole array."""
+    """A Table that records which elements are read. places: the places of its elements in the whole array."""
 
     __slots__ = ("number", "places")
 
@@ -303,7 +303,7 @@ setattr(Whole, "__invert__", lambda self: Whole(self.base, ~self.x))  # noqa: B0
 
 @functools.cache
 def stand_ins(base: Any) -> dict[Any, Any]:
-    """What replaces builtins and functions of math."""
+    """Replacements for builtins and functions of math."""
     f = functions_of(base)
 
     def checked(name: str, count: int | None, values: Any) -> Any:
@@ -375,7 +375,7 @@ def _word(x: Any) -> str:
     return WORDS.get(type(x).__name__, type(x).__name__)
 
 
-# What a user calls these classes.
+# The words for these classes in error messages.
 WORDS = dict(
     Range="range", Real="float", Whole="int", Constant="int", Truth="bool", Table="aux array", RecordedTable="aux array"
 )
@@ -398,7 +398,7 @@ def score_of(function: Function, base: Any, s: Any, positions: Any, tables: Any,
 
 
 def mask_of(function: Function, base: Any, positions: Any, tables: Any) -> bool:
-    """mask_mod of one position: the truth of what it returns, as of `near or flags[i]`."""
+    """mask_mod of one position: the truth of its result, for instance of `near or flags[i]`."""
     found = _called("mask_mod", function, base, (), positions, tables)
     if not isinstance(found, bool | np.bool_ | Whole):
         raise TypeError(must_return("mask_mod", "True or False", function, found))
@@ -409,7 +409,7 @@ def must_return(option: str, what: str, function: Function, found: Any) -> str:
     return f"{option} must return {what}, but {function.where} returned {found!r}, a {_word(found)}"
 
 
-# Of an error in a function that runs as Python, and what it is raised as.
+# (error of a function that runs as Python, type that is raised in its place).
 KINDS = (
     *((AttributeError, TypeError), (NameError, TypeError), (TypeError, TypeError)),
     *((ArithmeticError, ValueError), (IndexError, IndexError), (ValueError, ValueError)),
@@ -424,7 +424,7 @@ def _called(option: str, function: Function, base: Any, score: tuple[Any, ...], 
         return as_python(function, base)(*row, *score, b, h, Position(base, positions[2]), k_pos, *tables)
     except Exception as error:
         kind = next((kind for known, kind in KINDS if isinstance(error, known)), None)
-        if kind is None:  # as a debugger's, when it quits
+        if kind is None:  # for instance a debugger's, when it quits
             raise
         words = re.sub(r"'(\w+)'", lambda found: WORDS.get(found[1], found[0]), str(error))
         words = AT_CONSTANTS if words.startswith("tuple indices must be") else words

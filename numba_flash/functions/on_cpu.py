@@ -95,7 +95,7 @@ def log(x: Any, f: Any) -> Any:
 def log1p(x: Any, f: Any) -> Any:
     u = x + 1
     y = log(u, f)
-    return f.where((u > 0) & (u < math.inf), y - ((u - 1) - x) / u, y)  # corrects what was lost in u
+    return f.where((u > 0) & (u < math.inf), y - ((u - 1) - x) / u, y)  # corrects the rounding of u
 
 
 def tanh(x: Any, f: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Reads outside an array: what a kernel reports of one, and the error that the caller gets."""
+"""Reads outside an array: a kernel's report, and the error that the caller gets."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from .function import Function
 
 
 class Read(NamedTuple):
-    """Where a function reads outside an array. score: what score_mod was called with."""
+    """Where a function reads outside an array. score: the score that score_mod was called with."""
 
     option: str
     b: int
@@ -30,7 +30,7 @@ class OutsideRead(Exception):
 
 
 def error_of(read: Read, function: Function, dtype: str, aux: Sequence[np.ndarray]) -> Exception:
-    """The error that the same read raises in Python, which knows the line. dtype: what is computed in."""
+    """The error that the same read raises in Python, which knows the line. dtype: the computing type."""
     base, places = np.dtype(dtype).type, (read.b, read.h, read.q_pos, read.k_pos, read.q_index)
     tables = [numbers.Table(base, array) for array in aux]
     try:

@@ -1,8 +1,8 @@
 """Reads outside an array that are known before a kernel runs: from the shapes alone.
 
-The function is called once with stand-ins for its numbers. Of a position, and of what is made of one by whole numbers
-that are known, it is known between which numbers it lies, and that both ends occur. Every read up to the first decision
-happens for every score, so an end outside the array is an error. A decision ends the call: the rest depends on values.
+The function is called once with stand-ins for its numbers. A position has a known range, of which both ends occur, and
+so has a number computed from one with known whole numbers. Every read up to the first decision happens for every
+score, so an end outside the array is an error. A decision ends the call: the rest depends on values.
 """
 
 import math
@@ -19,7 +19,7 @@ Span = tuple[int, int]  # the least and the largest number, both included
 
 
 class _Decided(Exception):
-    """What follows depends on values."""
+    """Raised where the code that follows depends on values."""
 
 
 class Unknown:
@@ -47,7 +47,7 @@ for _name in ("neg pos abs invert lt le gt ge eq ne").split():
 
 
 class Known(Unknown):
-    """A whole number between two, both of which occur. name: of a position itself."""
+    """A whole number in a known range, of which both ends occur. name: the position's name, if it is one itself."""
 
     def __init__(self, unknown: Unknown, span: Span, name: str = ""):
         self.unknown, self.steps = unknown, unknown.steps
@@ -93,7 +93,7 @@ class Array:
 
 
 def check(option: str, function: Function, spans: dict[str, Span | None], arrays: dict[str, tuple[int, ...]]) -> None:
-    """Raises IndexError for a read outside an array that happens whatever the values are.
+    """Raises IndexError for a read outside an array that happens for any values.
 
     spans: of b, h, q_pos, k_pos and q_index; None: not known. arrays: the shape of each, by its name in messages.
     """
@@ -111,7 +111,7 @@ def check(option: str, function: Function, spans: dict[str, Span | None], arrays
 
 
 class _Noted:
-    """An array, or a part of it, of which it is noted what is read: (its number, whether b and h alone say which)."""
+    """An array, or a part of it, that notes its reads: (its number, whether b and h alone determine the element)."""
 
     def __init__(self, unknown: Unknown, notes: list[tuple[int, bool]], number: int, ndim: int, alone: bool = True):
         self.unknown, self.notes, self.number, self.ndim, self.alone = unknown, notes, number, ndim, alone
@@ -128,7 +128,7 @@ class _Noted:
 
 def reads_by_head(function: Function, ndims: tuple[int, ...], wanted: tuple[int, ...]) -> list[bool] | None:
     """For each number that a score_mod reads from the arrays `wanted`: whether all scores of a head read the same one.
-    None if it decides by values what it reads. ndims: of all arrays."""
+    None if values decide what it reads. ndims: of all arrays."""
     unknown, notes = Unknown(), list[tuple[int, bool]]()
     of_head = [Known(unknown, (0, 0)) for _ in "bh"]
     tables = [_Noted(unknown, notes, number, ndim) for number, ndim in enumerate(ndims)]

@@ -1,15 +1,15 @@
-"""How many functions are remembered, and what is said of one that is compiled again and again."""
+"""Limits how many functions are remembered, and warns about one that is compiled again and again."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..machine.announce import warn_caller
 
-MOST = 200  # functions that are remembered, with all that was made of them
-VALUES = 3  # a function is compiled for so many values of the numbers that it captures before a warning
-# {a function's tree without floats: what it was compiled for, or None after the warning}
+MOST = 200  # functions that are remembered, with everything compiled from them
+VALUES = 3  # a function may be compiled for so many values of its captured numbers before a warning
+# {a function's tree without floats: the values it was compiled for, or None after the warning}
 _compiled: dict[Any, set[Any] | None] = {}
-# Called when all functions are forgotten: they empty other memos of what was made of functions.
+# Called when all functions are forgotten, to empty other caches of things made from functions.
 forgetting: list[Callable[[], Any]] = []
 
 
@@ -20,7 +20,7 @@ def forget() -> None:
 
 
 def note_compiled(functions: Mapping[str, Any]) -> None:
-    """Says once of each function that a number which changes belongs into aux. functions: by the argument's names."""
+    """Warns once for each function that a number that changes belongs into aux. functions: by the argument's names."""
     for option, function in functions.items():
         shape = _without_floats(function.tree)
         if shape == function.tree:

@@ -1,4 +1,4 @@
-"""How values and derivatives are computed together: the rules of dual numbers, each written once.
+"""The rules of dual numbers, each written once: values and derivatives are computed together.
 
 A Pair is a value x and its derivative d by the incoming score. d is None if it is known to be 0, and then nothing is
 computed for it. So adding to a score costs nothing, and its derivative stays 1.
@@ -61,7 +61,7 @@ def truediv(a: Pair, b: Pair, f: Any) -> Pair:
     y = a.x / b.x
     if b.d is None:
         return Pair(y, None if a.d is None else a.d / b.x)
-    is_far = f.fabs(b.x) == math.inf  # as of 1 / (1 + exp(-s)): y is 0 all around
+    is_far = f.fabs(b.x) == math.inf  # for instance in 1 / (1 + exp(-s)): y is 0 all around
     return Pair(y, f.each(_minus(a.d, _scaled(b.d, y, f)), lambda d: f.where((d == 0) | is_far, f.zero, d / b.x)))
 
 
@@ -170,7 +170,7 @@ SLOPES: dict[str, Callable[[Any, Any, Any], Any]] = {
 }
 
 
-# Where a number is infinite, the slope of these is 0; and the slope of those is infinite somewhere.
+# At an infinite number SATURATING functions have slope 0. STEEP functions have an infinite slope somewhere.
 SATURATING = ("exp", "expm1", "tanh", "atan", "erf", "erfc")
 STEEP = (
     "exp", "expm1", "log", "log1p", "log2", "log10", "sqrt", "tan", "asin", "acos", "sinh", "cosh", "acosh", "atanh",

@@ -1,4 +1,4 @@
-"""Checking an attention kernel, ours or anyone's: problems, the oracle, and a tolerance that is derived.
+"""Checks an attention kernel, ours or anyone's: problems, the oracle, and a derived tolerance.
 
     for case in random_cases(100, seed=0):
         o, lse = my_attention(**case.arguments(), return_lse=True)
@@ -7,13 +7,13 @@
         gradients = my_backward(do, o=o, lse=lse, dlse=dlse, **case.arguments())
         check_gradients(case, gradients, do, o, lse, dlse)
 
-`check_kernel(my_attention)` does all of that for a forward, and prints what of the contract held.
+`check_kernel(my_attention)` does all of that for a forward, and prints which promises of the contract held.
 
-A case holds NumPy arrays; `cases()` is the same as a hypothesis strategy, which shrinks what fails.
+A case holds NumPy arrays; `cases()` is the same as a hypothesis strategy, which shrinks failing cases.
 
-The tolerance: a kernel may be at most twice as far from the float64 result as a plain computation in
-the same dtype is, plus what rounding the scores and the output once can do. Both are computed from
-the case, so there is nothing to tune. (The rule is FlashAttention's own.)
+The tolerance: a kernel's error against the float64 result may be at most twice that of a plain computation
+in the same dtype, plus the largest error of rounding the scores and the output once. Both are computed
+from the case, so there is nothing to tune. (The rule is FlashAttention's own.)
 """
 
 from ..reference import dropout_mask

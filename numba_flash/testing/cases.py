@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from ..problem.options import (
-    SEEDED as SEEDED,  # a feature asked for by name: no function but ours drops the same weights
+    SEEDED as SEEDED,  # a feature only tested if named: only our functions drop these weights
 )
 from . import functions
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 FEATURES = ("causal", "window", "q_offset", "seqlens_k", "softcap", "alibi_slopes", "bias", "mask", "sinks")
-FUNCTIONS = ("score_mod", "mask_mod")  # of the caller's own: features that are asked for by name
+FUNCTIONS = ("score_mod", "mask_mod")  # features with a function of the caller: only tested if named
 STRIDES = ("plain", "transposed", "sliced", "negative", "broadcast", "fortran")
 
 
@@ -50,7 +50,7 @@ class Case:
 
 
 class Numbers:
-    """The three questions a case is made from, answered by NumPy's generator (hypothesis answers them too)."""
+    """The three kinds of random choice that make a case, by NumPy's generator. hypothesis offers them, too."""
 
     def __init__(self, seed: int):
         self._generator = np.random.default_rng(seed)
@@ -66,7 +66,7 @@ class Numbers:
 
 
 def random_cases(count: int, seed: int, **limits: Any) -> Iterator[Case]:
-    """`count` cases from a seed; limits are those of `make_case`."""
+    """Yields `count` cases from a seed; limits are those of `make_case`."""
     for number in range(count):
         yield make_case(Numbers(seed * 1_000_003 + number), **limits)
 
@@ -103,14 +103,14 @@ def make_case(
     layouts: Sequence[str] = ("bhsd", "bshd"),
     strange_strides: bool = True,
 ) -> Case:
-    """One case from whatever answers `integer`, `choice` and `subset`."""
+    """One case. numbers: an object with the methods of Numbers, which makes all random choices."""
     dtype, layout = numbers.choice(dtypes), numbers.choice(layouts)
     batch, heads_kv, group = numbers.integer(0, max_batch), numbers.integer(1, max_heads_kv), numbers.integer(1, 3)
     seqlen_q, seqlen_k = numbers.integer(0, max_seqlen), numbers.integer(0, max_seqlen)
     head_dim, head_dim_v = numbers.choice(head_dims), numbers.choice(head_dims)
     heads = heads_kv * group
     generator = np.random.default_rng(numbers.integer(0, 2**32 - 1))
-    size = 1.0 if numbers.integer(0, 3) else 8.0  # now and then scores so large that one key takes all
+    size = 1.0 if numbers.integer(0, 3) else 8.0  # sometimes scores so large that one key has all the weight
 
     def array(heads: int, seqlen: int, dim: int) -> np.ndarray:
         shape = (batch, heads, seqlen, dim) if layout == "bhsd" else (batch, seqlen, heads, dim)
@@ -162,11 +162,11 @@ def make_case(
 
 
 def strided(values: np.ndarray, dtype: str, how: str) -> np.ndarray:
-    """The same values as an array that lies in memory in some unusual way."""
+    """The values as an array with unusual strides. how: one of STRIDES."""
     values = values.astype(dtype)
     if how == "transposed":
         return np.ascontiguousarray(values.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
-    if how == "sliced":  # every second element of a larger array, between elements that would show
+    if how == "sliced":  # every second element of a larger array; a wrong read gives a wrong value
         larger = np.full(tuple(2 * n + 1 for n in values.shape), np.nan, values.dtype)
         view = larger[tuple(slice(1, None, 2) for _ in values.shape)]
         view[...] = values
@@ -181,9 +181,9 @@ def strided(values: np.ndarray, dtype: str, how: str) -> np.ndarray:
 
 
 def rows_padded(x: np.ndarray) -> np.ndarray:
-    """What tensor cores take: an array with rows that begin at multiples of 16 bytes, and NaN between them.
+    """A copy whose rows begin at multiples of 16 bytes, as tensor core kernels require, with NaN between the rows.
 
-    The same elements in the same order of axes; arrays that lie well, or not contiguous along dim, stay as they are.
+    The axes keep their order in memory. An array whose rows are aligned, or not contiguous along dim, stays as it is.
     """
     size = x.itemsize
     if x.ndim != 4 or not x.size or x.strides[3] != size or not any(s % 16 for s in x.strides[:3]):

@@ -1,4 +1,4 @@
-"""Results against the oracle's, within a tolerance that is derived from the case."""
+"""Compares results with the oracle's, within a tolerance derived from the case."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +32,7 @@ EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64":
 def check(case: Case, o: np.ndarray, lse: np.ndarray | None = None, what: str = "attention") -> None:
     """Raise AssertionError unless o (in the case's layout) and lse agree with the oracle within tolerance.
 
-    what: whose they are, for the message.
+    what: the name of the checked function, for the message.
     """
     what = f"{what}: " if what else ""
     expected_o, expected_lse = oracle(case)
@@ -61,8 +61,8 @@ def check_gradients(
 ) -> None:
     """Raise AssertionError unless the gradients made from do, o, lse and dlse agree with the oracle within tolerance.
 
-    gradients: an AttentionGradients with dq, dk and dv, like do and o, in the case's layout; what is None in it, or in
-    its daux, is not looked at.
+    gradients: an AttentionGradients with dq, dk and dv, like do and o, in the case's layout. A gradient that is None is
+    not checked, also in daux.
     """
     aux = [number for number, x in enumerate(gradients.daux or ()) if x is not None]
     given = case, do, o, lse, dlse, aux
@@ -88,7 +88,7 @@ def check_gradients(
 
 
 def outer_gradients(case: Case, seed: int, strange_strides: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """do and dlse to begin with: random, in the shapes and dtypes that the case's o and lse have."""
+    """Random do and dlse, in the shapes and dtypes of the case's o and lse."""
     generator = np.random.default_rng(seed)
     batch, heads, seqlen_q, _ = heads_first(case, case.q).shape
     shape = (*case.q.shape[:3], case.v.shape[3])
@@ -101,8 +101,8 @@ def outer_gradients(case: Case, seed: int, strange_strides: bool = False) -> tup
 def _gradient_floors(
     case: Case, do: np.ndarray, o: np.ndarray, lse: np.ndarray, dlse: np.ndarray | None, aux: Sequence[int]
 ) -> AttentionGradients:
-    """What rounding each number once does to what the gradients are sums of: P, by the rounding of its score and of
-    lse, dP and delta, by that of the products in them, and what a derivative of the scores lets through."""
+    """Largest error in each gradient if each number in its sum is rounded once: P (through its score and lse), dP and
+    delta (through their products), and the derivative of the scores."""
     wide = Case(finite(case.q), finite(case.k), finite(case.v), dict(case.options))
     if "bias" in case.options:
         wide.options["bias"] = np.where(case.options["bias"] == -np.inf, -np.inf, finite(case.options["bias"]))
@@ -130,7 +130,7 @@ def _gradient_floors(
         dv=of_each_kv_head((of_p * counts).swapaxes(2, 3) @ np.abs(do), heads_kv),
         **of_arrays,
     )
-    # A term of daux is off by what its dS is, and by the rounding of its own derivative.
+    # A term of daux has the error of its dS, and the rounding of its own derivative.
     daux = of_aux(case, ds + eps * p * np.abs(bracket), aux, np.abs) if aux else {}
     return AttentionGradients(
         **{name: np.max(np.abs(x), initial=0) for name, x in whole.items()},
@@ -139,15 +139,15 @@ def _gradient_floors(
 
 
 def _weights(exponent: np.ndarray, error: float) -> tuple[np.ndarray, np.ndarray]:
-    """e^exponent, at most 1, and how far it may be off when the exponent is."""
+    """-> e^exponent, at most 1, and its largest error if the exponent is off by `error`."""
     exponent = np.minimum(exponent, 0.0)
     p = np.exp(exponent)
     return p, np.maximum(np.exp(np.minimum(exponent + error, 0)) - p, p - np.exp(exponent - error))
 
 
 def _largest_score(case: Case) -> float:
-    """What one rounding of a score, before bias and mask, can be, in units of eps: sums on the way to one reach at most
-    half of it and of its products' magnitudes.
+    """Bound on one rounding of a score, before bias and mask, in units of eps: the partial sums of q . k. They reach at
+    most half of |q . k| plus half of the sum of the products' magnitudes.
     """
     q, k = (finite(heads_first(case, x)) for x in (case.q, case.k))
     k = np.repeat(k, q.shape[1] // max(k.shape[1], 1), 1).swapaxes(2, 3)

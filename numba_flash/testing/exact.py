@@ -1,6 +1,6 @@
-"""Problems of gradients whose every product is a whole number, so that a right kernel is right to the last bit.
+"""Backward problems in which every product is an integer, so that a correct kernel is exact to the last bit.
 
-Rounding hides a product that is a little wrong: one step of 16 too many, an operand overwritten while it is read.
+Rounding hides small errors in a product: one step of 16 too many, or an operand overwritten while it is read.
 ptxas before 13.3 can let the register operands of a running wgmma be overwritten (triton-lang/triton#9433).
 """
 

@@ -1,4 +1,4 @@
-"""What a case's results are: the oracle's, in float64."""
+"""The expected results of a case: the reference's, in float64."""
 
 from collections.abc import Sequence
 
@@ -27,8 +27,8 @@ def oracle_gradients(
 ) -> AttentionGradients:
     """All gradients that the case has, in float64; dq, dk and dv in (batch, heads, seqlen, dim) order.
 
-    o and lse are what some forward made of the case, rounded as they may be: a backward works with just these. aux: the
-    numbers of those of aux whose gradients are wanted, too. The rounding of lse is not in these gradients.
+    o and lse: the rounded results of a forward, since a backward gets only these. aux: the indices of the arrays of aux
+    whose gradients are wanted, too. The rounding of lse does not affect these gradients.
     """
     dq, dk, dv, *rest = attention_backward(
         _widened(do),
@@ -43,7 +43,7 @@ def oracle_gradients(
 
 
 def lse_of_all(case: Case, lse: np.ndarray) -> np.ndarray:
-    """lse in float64, without its rounding where it is that of the case's keys."""
+    """lse in float64. It is exact, without rounding, where it belongs to the case's own keys, not to more keys."""
     with np.errstate(invalid="ignore"):
         return unrounded(lse, oracle(case)[1])
 

@@ -1,6 +1,6 @@
-"""The formula as one would write it in NumPy, in a case's own dtype: how far rounding alone takes it from the oracle.
+"""The plain formula in NumPy, in a case's own dtype. Its error against the oracle is that of rounding alone.
 
-It follows the words of the contract, apart from the oracle's own code.
+It is written from the contract, independently of the oracle's code.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from .expected import lse_of_all, oracle
 
 
 def plain(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """The formula as one would write it in the case's own dtype: every step's result is rounded to it."""
+    """o and lse by the plain formula: the result of every step is rounded to the case's own dtype."""
     _, _, v = of_each_head(case)
     p, lse = softmax(case, scores_of(case)[0])
     with np.errstate(all="ignore"):
@@ -33,9 +33,9 @@ def plain_gradients(
     dlse: np.ndarray | None = None,
     aux: Sequence[int] = (),
 ) -> AttentionGradients:
-    """The same as one would write them in the case's own dtype: every step's result is rounded to it.
+    """The gradients by the plain formula: the result of every step is rounded to the case's own dtype.
 
-    aux: the numbers of those of aux whose gradients are wanted, too; daux is a dict of these.
+    aux: the indices of the arrays of aux whose gradients are wanted, too; daux is a dict of these.
     """
     q, k, v = (np.where(np.isfinite(x), x, 0) for x in of_each_head(case))
     s, through = scores_of(case)
@@ -67,7 +67,7 @@ def plain_gradients(
 
 
 def softmax(case: Case, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """P, and lse (batch, heads, seqlen_q)."""
+    """-> P, and lse (batch, heads, seqlen_q)."""
     sink = sinks_of(case).astype(s.dtype)
     with np.errstate(all="ignore"):
         m = np.maximum(np.max(s, axis=-1, keepdims=True, initial=-np.inf), sink)
@@ -79,7 +79,7 @@ def softmax(case: Case, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def counts_of(case: Case, like: np.ndarray) -> np.ndarray:
-    """What each weight counts in o, in the dtype of `like`."""
+    """The factor of each weight in o: 0 or 1 / (1 - dropout_p), 1 without dropout; in the dtype of `like`."""
     if SEEDED not in case.options:
         return np.ones((), like.dtype)
     q, k = heads_first(case, case.q), heads_first(case, case.k)
@@ -89,7 +89,7 @@ def counts_of(case: Case, like: np.ndarray) -> np.ndarray:
 
 
 def sinks_of(case: Case) -> np.ndarray:
-    """(batch or 1, heads, 1, 1), -inf for none."""
+    """The sinks as (batch or 1, heads, 1, 1); -inf if there are none."""
     sinks = case.options.get("sinks", np.full(1, -np.inf))
     return (sinks if sinks.ndim == 2 else sinks[None])[:, :, None, None]
 
@@ -123,7 +123,7 @@ def products_of(case: Case) -> np.ndarray:
 
 
 def _by_function(case: Case, s: np.ndarray, visible: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """score_mod of all scores that are visible, and its derivative."""
+    """-> score_mod of all visible scores, and its derivative."""
     function, base = Function.of("score_mod", case.options["score_mod"]), s.dtype.type
     found, through, q_pos = s.copy(), np.zeros_like(s), _positions(case)
     for b, h, i, j in zip(*np.nonzero(np.broadcast_to(visible, s.shape)), strict=True):
@@ -149,9 +149,9 @@ def of_options(case: Case, ds: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def of_aux(case: Case, ds: np.ndarray, wanted: Sequence[int], term: Callable[[Any], Any]) -> dict[int, np.ndarray]:
-    """The gradients of these of aux from dS, {number: array}: sums of a term for each score and element read for it.
+    """The gradients of the wanted arrays of aux, {index: array}: sums over scores of a term for each element read.
 
-    term: what is added up of it, such as itself, or its size.
+    term: applied to each term before the sum, such as the identity or abs.
     """
     aux, base = case.options["aux"], ds.dtype.type
     found = {number: np.zeros(aux[number].size) for number in wanted}
@@ -186,13 +186,13 @@ def summed(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def delta_of(do: np.ndarray, o: np.ndarray, dlse: np.ndarray | None) -> np.ndarray:
-    """(batch, heads, seqlen_q, 1)."""
+    """delta = rowsum(do * o) - dlse, (batch, heads, seqlen_q, 1)."""
     delta = np.sum(do * o, axis=-1, keepdims=True)
     return delta if dlse is None else delta - dlse[..., None]
 
 
 def visible_keys(case: Case) -> np.ndarray:
-    """(batch, heads or 1, seqlen_q, seqlen_k), by the words of the contract, apart from the oracle's own code."""
+    """True where a query sees a key, (batch, heads or 1, seqlen_q, seqlen_k), independently of the oracle's code."""
     options, q_pos = case.options, _positions(case)[:, None, :, None]
     k_pos = np.arange(heads_first(case, case.k).shape[2])
     left, right = options.get("window") or (None, None)
@@ -220,7 +220,7 @@ def visible_keys(case: Case) -> np.ndarray:
 
 
 def _positions(case: Case) -> np.ndarray:
-    """(batch, seqlen_q): where each query stands among the keys."""
+    """(batch, seqlen_q): the position of each query among the keys."""
     q, k = heads_first(case, case.q), heads_first(case, case.k)
     offset: Any = case.options.get("q_offset")
     if offset is None:
@@ -235,7 +235,7 @@ def _distance(case: Case) -> np.ndarray:
 
 
 def of_each_head(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """q, k and v in the type that is computed in, (batch, heads, seqlen, dim); k and v once for each query head."""
+    """q, k and v in the computing type, (batch, heads, seqlen, dim); k and v are repeated for each query head."""
     compute = np.float64 if case.dtype == "float64" else np.float32
     q, k, v = (np.asarray(heads_first(case, x), compute) for x in (case.q, case.k, case.v))
     group = q.shape[1] // max(k.shape[1], 1)

@@ -12,7 +12,7 @@ from .cases import FEATURES, Case, Numbers, make_case, strided
 from .checks import check
 
 HELD, FAILED, RAISED, LEFT_OUT = "held", "FAILED", "RAISED", "not tried"
-WIDTH = 43  # of the longest promise
+WIDTH = 43  # characters of the longest promise
 HEADER = f"{'promise':<{WIDTH}}  {'outcome':<9} {'of':>4}"
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129)  # around the tiles that kernels are made of
 
@@ -26,12 +26,12 @@ class Line(NamedTuple):
     promise: str
     outcome: str  # HELD, FAILED, RAISED or LEFT_OUT
     problems: int  # how many were tried
-    note: str = ""  # of the first problem that did not hold, or why none was tried
+    note: str = ""  # the first failure, or why no problem was tried
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """Which promises of the contract held. str() is a table; it is true if nothing that was tried failed."""
+    """Which promises of the contract held. str() is a table; bool() is True if no tried promise failed."""
 
     lines: tuple[Line, ...]
 
@@ -65,22 +65,22 @@ def check_kernel(
     seed: int = 0,
     **sizes: Any,
 ) -> Report:
-    """Run the contract's problems against any attention function, print what holds as it is found, and return it.
+    """Run the contract's problems against any attention function, print each promise's outcome, and return a Report.
 
     >>> testing.check_kernel(my_attention, layouts=("bhsd",), features=("causal",))
 
     function: called with q, k, v and the options of the problem by name, as in `attention`; with more than one layout
     also with layout=. It returns o, or (o, lse).
-    layouts, dtypes, features: what it claims to take; features are those of testing.FEATURES. grouped: K and V may have
-    fewer heads. strange_strides: arrays may be transposed, sliced, reversed or broadcast.
-    move, back: from a NumPy array to the function's kind and back, such as torch.from_numpy and torch.Tensor.numpy.
+    layouts, dtypes, features: those that the function claims to support; features are names of testing.FEATURES.
+    grouped: K and V may have fewer heads. strange_strides: arrays may be transposed, sliced, reversed or broadcast.
+    move, back: convert a NumPy array to the function's kind and back, such as torch.from_numpy and torch.Tensor.numpy.
     sizes: head_dims, those that it claims; max_seqlen, no sequence is longer; count, random problems for each promise
-    about numbers. They are (1, 7, 16, 32, 64), 130 and 12 unless given.
-    quick: they are (4, 7), 20 and 2 unless given, so that every promise is tried on few and small problems. For a slow
+    about numbers. The defaults are (1, 7, 16, 32, 64), 130 and 12.
+    quick: the defaults are (4, 7), 20 and 2, so that every promise is tried on few and small problems. For a slow
     function, such as a kernel in the simulator.
 
-    What is not claimed is not tried, and the table says so. Results are compared with float64 by `check`, whose
-    tolerance is derived from the problem. Nothing is raised for a promise that did not hold: see the report.
+    A feature that is not claimed is not tried, and the table says so. `check` compares results with float64, with a
+    tolerance derived from the problem. A promise that does not hold raises nothing: see the report.
     """
     if set(sizes) - set(FULL):
         raise TypeError(f"check_kernel takes the sizes {', '.join(FULL)}, not {', '.join(set(sizes) - set(FULL))}")
@@ -107,7 +107,7 @@ def check_kernel(
 
 @dataclass(frozen=True)
 class _Tried:
-    """A function with what it claims."""
+    """A function with its claims."""
 
     function: Callable[..., Any]
     layouts: tuple[str, ...]
@@ -206,7 +206,7 @@ class _Tried:
         return self._each(promise, cases, self._is_exact)
 
     def _each(self, promise: str, cases: list[Case], holds: Callable[[Case], None]) -> Line:
-        """Try all; the first that does not hold is told about."""
+        """Tries all cases; the line reports the first one that does not hold."""
         bad: list[tuple[str, str]] = []
         for case in cases:
             try:

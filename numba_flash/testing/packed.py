@@ -1,4 +1,4 @@
-"""Random problems of packed sequences, and their results against the oracle's, one sequence after the other."""
+"""Random problems of packed sequences, and checks of each sequence's results against the oracle."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ class PackedCase:
         return slice(int(self.cu_seqlens_q[b]), int(self.cu_seqlens_q[b + 1]))
 
     def keys(self, b: int) -> slice:
-        """The rows of its valid keys in k and v."""
+        """The rows of sequence b's valid keys in k and v."""
         begin, end = int(self.cu_seqlens_k[b]), int(self.cu_seqlens_k[b + 1])
         lengths = self.options.get("seqlens_k")
         return slice(begin, end if lengths is None else begin + int(lengths[b]))
@@ -66,7 +66,7 @@ class PackedCase:
         )
 
     def outside(self, side: str) -> np.ndarray:
-        """True for rows of q (or "k") of no sequence; for keys, also of those that are not valid."""
+        """True for rows of q (or k) that belong to no sequence; for k, also for keys that are not valid."""
         rows = np.ones(len(self.q if side == "q" else self.k), bool)
         for b in range(self.batch):
             rows[self.queries(b) if side == "q" else self.keys(b)] = False
@@ -89,8 +89,8 @@ def make_packed(
     tiles: int = 2,
     max_heads_kv: int = 2,
 ) -> PackedCase:
-    """One case from whatever answers `integer`, `choice` and `subset` (cases.Numbers). Lengths are 0, 1, and those
-    around `tile` and up to so many tiles; NaN lies in rows of no sequence."""
+    """One case. numbers: an object with the methods of cases.Numbers. Lengths are 0, 1, around `tile`, and up to
+    `tiles` tiles. Rows of no sequence hold NaN."""
     lengths = (0, 1, tile - 1, tile, tile + 1, tiles * tile - 3)
     batch, heads_kv, group = numbers.integer(0, max_batch), numbers.integer(1, max_heads_kv), numbers.integer(1, 3)
     heads, dtype = heads_kv * group, numbers.choice(dtypes)
@@ -136,7 +136,7 @@ def packed_case(seed: int, **limits: Any) -> PackedCase:
 
 
 def check_packed(case: PackedCase, o: np.ndarray, lse: np.ndarray, what: str = "attention_varlen") -> None:
-    """Raise AssertionError unless o and lse agree with the oracle's of each sequence, and say nothing elsewhere."""
+    """Raise AssertionError unless each sequence's o and lse agree with the oracle, and other rows have 0 and -inf."""
     out = case.outside("q")
     assert not o[out].astype(np.float64).any() and (lse[:, out] == -np.inf).all(), f"{what}: outside, in {case}"
     for b in range(case.batch):
@@ -145,7 +145,7 @@ def check_packed(case: PackedCase, o: np.ndarray, lse: np.ndarray, what: str = "
 
 
 def outer_packed(case: PackedCase, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """do and dlse to begin with, NaN in rows of no sequence."""
+    """Random do and dlse, with NaN in rows of no sequence."""
     generator = np.random.default_rng(seed)
     do = generator.standard_normal((*case.q.shape[:2], case.v.shape[2])).astype(case.q.dtype)
     dlse = generator.standard_normal(case.q.shape[1::-1])
@@ -162,7 +162,7 @@ def check_packed_gradients(
     dlse: np.ndarray,
     what: str = "attention_varlen_backward",
 ) -> None:
-    """The same of dq, dk and dv, made from do, o, lse and dlse."""
+    """check_packed for the gradients dq, dk and dv made from do, o, lse and dlse."""
     for name, side in (("dq", "q"), ("dk", "k"), ("dv", "k")):
         nothing = getattr(gradients, name)[case.outside(side)]
         assert not nothing.astype(np.float64).any(), f"{what}: {name} outside, in {case}"

@@ -5,7 +5,7 @@
     from numba_flash.compat.flash_attn.layers.rotary import apply_rotary_emb
     from numba_flash.compat.flash_attn.modules.mha import MHA
 
-`install()` lets programs that are not to be edited find all of this under the name flash_attn.
+`install()` provides all of this under the name flash_attn, for programs that cannot be edited.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from .flash_attn_interface import (
     flash_attn_with_kvcache,
 )
 
-__version__ = "2.8.3"  # whose signatures these are: programs ask for it
+__version__ = "2.8.3"  # the release that has these signatures; programs read it
 __all__ = [
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -37,7 +37,7 @@ MODULES = ("bert_padding", "flash_attn_interface", "layers", "layers.rotary", "m
 
 
 def install() -> None:
-    """From now on `import flash_attn` gives this package, in the whole process. It needs torch.
+    """Makes `import flash_attn` give this package, in the whole process. It needs torch.
 
     >>> numba_flash.compat.flash_attn.install()
     >>> from flash_attn.modules.mha import MHA

@@ -29,9 +29,9 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Any:
-    """pad_input of flash-attn, the other way round: (batch, seqlen, ...), with 0 where nothing was kept.
+    """pad_input of flash-attn, the reverse of unpad_input: (batch, seqlen, ...), with 0 where no row was kept.
 
-    hidden_states: (total, ...). indices: what unpad_input gave."""
+    hidden_states: (total, ...). indices: the places that unpad_input returned."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 

@@ -10,7 +10,7 @@ from ...problem.forward import check_bool
 from ..arguments import described, number, probability, refuse_nested, refuse_pages, renamed, window_sides
 
 UNBOUNDED = (-1, -1)
-# Defaults are whole numbers for the reason that bridges/torch.py gives at NO_DROPOUT.
+# Defaults are integers; bridges/torch.py gives the reason at NO_DROPOUT.
 NAMES = dict(scale="softmax_scale", window="window_size", return_lse="return_attn_probs")
 
 
@@ -278,7 +278,7 @@ def _lengths(cache_seqlens: Any, q: Any, k: Any, k_cache: Any, block_table: Any)
 
 
 def _read(length: Any) -> Any:
-    """The number of a tensor that has one."""
+    """A tensor of one element as its number; anything else as it is."""
     return operator.index(length) if getattr(length, "shape", None) == () and hasattr(length, "__index__") else length
 
 

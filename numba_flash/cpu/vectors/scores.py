@@ -1,4 +1,4 @@
-"""What happens to scores before softmax, and to 16-bit elements before anything, as LLVM vectors (see build.py)."""
+"""Transforms scores before softmax, and widens 16-bit elements, as LLVM vectors (see build.py)."""
 
 # mypy: ignore-errors
 

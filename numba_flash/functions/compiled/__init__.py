@@ -18,7 +18,7 @@ from numba.core.typing import signature
 from .. import NARROW
 from ..failures import MARK
 from ..function import Function
-from . import operators  # noqa: F401 - it tells Numba
+from . import operators  # noqa: F401 - registers them with Numba
 from .code import Code
 from .number_types import ANY, BASES, READS as READS, Number, Table, is_truth, kind_of, words
 from .stand_ins import stand_ins as stand_ins
@@ -26,8 +26,8 @@ from .tables import scope_of_scores as scope_of_scores
 
 
 def as_number(kind: str, base_name: str, narrow: bool = False) -> Any:
-    """-> number(x): x as a Number; a dual one has the derivative 1. narrow: a whole one lies in 0 to NARROW. So none is
-    negative, as an index that counts from the end is; and it and most of what is made of it is computed in int32."""
+    """-> number(x): x as a Number; a dual one has the derivative 1. narrow: a whole one lies in 0 to NARROW. So it is
+    no index that counts from the end, and it and most results computed from it are int32."""
     base = BASES[base_name]
 
     @intrinsic
@@ -74,7 +74,7 @@ def as_positions(base_name: str, narrow: bool) -> tuple[Any, Any]:
 
 
 def as_position(base_name: str, narrow: bool) -> Any:
-    """-> position(q_pos): likewise, of the side "position"."""
+    """-> position(q_pos): q_pos as a whole Number of the side "position"."""
     t = Number("whole", BASES[base_name], (0, NARROW) if narrow else ANY, "position")
 
     @intrinsic
@@ -90,7 +90,7 @@ def as_position(base_name: str, narrow: bool) -> Any:
 
 def as_table(dtype: str, ndim: int, base_name: str, narrow: bool = False) -> Any:
     """-> table(pointer, sizes): the array at a pointer; sizes: its shape, and behind it its strides in elements.
-    narrow: as of Table."""
+    narrow: as in Table."""
     base = BASES[base_name]
 
     @intrinsic
@@ -113,8 +113,8 @@ def as_table(dtype: str, ndim: int, base_name: str, narrow: bool = False) -> Any
 
 
 def as_recorded_table(dtype: str, ndim: int, base_name: str) -> Any:
-    """-> table(pointer, sizes, first, reads): the same, of which it is recorded what is read. first: the number of the
-    sum for its first element; those for the others follow in the order of indices. reads: READS, a local array."""
+    """-> table(pointer, sizes, first, reads): an array that records its reads. first: the number of the sum for its
+    first element; the sums for the others follow in the order of indices. reads: READS, a local array."""
     base = BASES[base_name]
 
     @intrinsic
@@ -142,7 +142,7 @@ def as_recorded_table(dtype: str, ndim: int, base_name: str) -> Any:
 
 
 def result(option: str, base_name: str, function: Function) -> Any:
-    """-> result(x): what the function gave, as a plain number of the computing type, or with its derivative."""
+    """-> result(x): the function's result as a plain number of the computing type, or with its derivative."""
     base = BASES[base_name]
 
     @intrinsic
@@ -158,7 +158,7 @@ def result(option: str, base_name: str, function: Function) -> Any:
 
 
 def derivative(option: str, base_name: str, function: Function) -> Any:
-    """-> derivative(x): that of what the function gave."""
+    """-> derivative(x): the derivative of the function's result."""
     base = BASES[base_name]
 
     @intrinsic
@@ -176,7 +176,7 @@ def derivative(option: str, base_name: str, function: Function) -> Any:
 
 
 def truth_of(option: str, function: Function) -> Any:
-    """-> truth(x): that of what a mask function gave, as of `near or flags[i]`."""
+    """-> truth(x): the truth of a mask function's result, for instance of `near or flags[i]`."""
 
     @intrinsic
     def truth(typingctx: Any, x: Any) -> Any:

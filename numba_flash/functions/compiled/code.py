@@ -1,4 +1,4 @@
-"""LLVM code for numbers, made by Python's operators: what rules.py computes with where a function is compiled."""
+"""LLVM code for numbers, made by Python's operators. rules.py computes with these values in a compiled function."""
 
 import functools
 import math
@@ -58,7 +58,7 @@ class Value:
         return self._do("fmul", other)
 
     def __truediv__(self, other: Any) -> "Value":
-        if self.code.is_quick and not self.whole:  # how many times a distance holds another is to be exact
+        if self.code.is_quick and not self.whole:  # quotients of integers, such as distances, must be exact
             return self * quick.reciprocal(Value(self.code, self._constant(other)), self.code)
         return self._do("fdiv", other)
 
@@ -81,8 +81,8 @@ class Value:
 
 
 class Code:
-    """Makes code; it is `f` of rules.py. flags: LLVM's, for arithmetic; contract: a product and a sum may be rounded
-    once together."""
+    """Makes code; it is `f` of rules.py. flags: LLVM's fast-math flags; contract: a product and a sum may be rounded
+    once together (fma)."""
 
     def __init__(self, context: Any, builder: Any, base: Any, flags: tuple[str, ...] = ()):
         self.context, self.builder, self.base = context, builder, base
@@ -94,7 +94,7 @@ class Code:
         return Value(self, ir.Constant(self.context.get_value_type(self.base.type), float(x)))
 
     def __getattr__(self, name: str) -> Callable[..., Value]:
-        """A function of math, by the target's own code for it, or on a CPU by code that it has vectors for."""
+        """A function of math: the target's own code, or on a CPU code that LLVM can vectorise."""
         if name.startswith("_"):
             raise AttributeError(name)
         if name in on_cpu.FUNCTIONS and not self.on_gpu:
@@ -104,7 +104,7 @@ class Code:
         return functools.partial(self._by_target, name)
 
     def _on_cpu(self, name: str, x: Value) -> Value:
-        """Polynomials. Their products and sums may be rounded once together, which takes half of the instructions."""
+        """Computes it by polynomials. Products and sums may be rounded once together, which halves the instructions."""
         fused = Code(self.context, self.builder, self.base, ("contract",))
         return Value(self, on_cpu.FUNCTIONS[name](Value(fused, x.value), fused).value)
 
@@ -114,14 +114,14 @@ class Code:
         return Value(self, made(self.builder, [v.value for v in values]))
 
     def each(self, d: Value, function: Callable[[Value], Value]) -> Value:
-        """Applies to a derivative by one number. numbers.py has those by several."""
+        """Applies `function` to a derivative by one number. numbers.py has derivatives by several numbers."""
         return function(d)
 
     def where(self, condition: Value, x: Value, y: Value) -> Value:
         return Value(self, self.builder.select(condition.value, x.value, y.value))
 
     def fmod(self, x: Value, y: Value) -> Value:
-        if self.on_gpu:  # whose own frem is one of approximate divisions
+        if self.on_gpu:  # a GPU's frem is built from approximate divisions
             return self._by_target("fmod", x, y)
         return Value(self, self.builder.frem(x.value, y.value))
 
@@ -134,7 +134,7 @@ class Code:
         return self.base.quick and self.on_gpu
 
     def approx(self, name: str, x: Value) -> Value:
-        """One of a GPU's instructions that are right to some units of float32's last place."""
+        """An approximate GPU instruction, right to some units of float32's last place."""
         kind = x.value.type
         words, registers = f"{name}.approx.ftz.f32 $0, $1;", "=f,f"
         made = self.builder.asm(ir.FunctionType(kind, [kind]), words, registers, [x.value], False)
@@ -157,11 +157,11 @@ class Code:
         return 4 if self.base.type is types.float32 else 8
 
     def _format(self) -> tuple[Any, int, int]:
-        """The whole number as large as one, its bits of mantissa, and what is added to its exponent."""
+        """The integer type as wide as a real number, its bits of mantissa, and its exponent's bias."""
         return (ir.IntType(32), 23, 127) if self.bytes == 4 else (ir.IntType(64), 52, 1023)
 
     def power_of_2(self, n: Value) -> Value:
-        """2^n of a whole number, as large as that of a normal one."""
+        """2^n for a whole number n; the result is in the range of normal numbers."""
         kind, mantissa, bias = self._format()
         exponent = self.builder.add(self.builder.fptosi(n.value, ir.IntType(32)), ir.Constant(ir.IntType(32), bias))
         bits = self.builder.shl(exponent if self.bytes == 4 else self.builder.zext(exponent, kind), kind(mantissa))
@@ -185,7 +185,7 @@ class Code:
     sqrt = functools.partialmethod(_by_intrinsic, "sqrt")
 
     def of(self, t: Any, value: Any) -> Pair:
-        """A number of any type as what rules.py computes with."""
+        """A number of any type as a Pair for rules.py."""
         if isinstance(t, Truth):
             return Pair(Value(self, self.builder.uitofp(value, self.zero.value.type), whole=True))
         if isinstance(t, Number):
@@ -197,7 +197,7 @@ class Code:
         return Pair(Value(self, self.context.cast(self.builder, value, t, self.base.type), whole))
 
     def whole(self, t: Any, value: Any, narrow: bool = False) -> Any:
-        """A whole number of any type as an int64, or as an int32, where it is one."""
+        """A whole number of any type as an int64, or as an int32 if it is one."""
         if not isinstance(t, Number):
             return self.context.cast(self.builder, value, t, types.int32 if narrow else types.int64)
         if isinstance(t, Truth):
@@ -209,13 +209,13 @@ class Code:
         return extend(x, ir.IntType(64))
 
     def resized(self, x: Any, kind: Any) -> Any:
-        """A signed whole number as one of so many bits, into which it fits."""
+        """A signed whole number as another integer type, into which it fits."""
         if x.type == kind:
             return x
         return (self.builder.sext if kind.width > x.type.width else self.builder.trunc)(x, kind)
 
     def wholes(self, sig: Any, args: Any) -> list[Any]:
-        """Whole numbers as what an operation on them computes in: int32, where they and the result are that."""
+        """Whole numbers in the type of an operation on them: int32 if they and the result are int32."""
         types_of = (sig.return_type, *sig.args)
         narrow = all(is_narrow(t) for t in types_of if not is_truth(t))
         return [self.whole(t, value, narrow) for t, value in zip(sig.args, args, strict=True)]
@@ -232,7 +232,7 @@ class Code:
         return self.builder.fcmp_unordered("!=", x, self.zero.value)
 
     def difference(self, sig: Any, args: Any) -> Any:
-        """That of a query's position and a key's, which scores on a diagonal share; None of other numbers."""
+        """q_pos - k_pos, which all scores of a diagonal share; None for other numbers."""
         sides = [getattr(t, "side", "") for t in sig.args]
         if sorted(sides) != ["key", "query"]:
             return None

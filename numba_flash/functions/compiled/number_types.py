@@ -1,4 +1,4 @@
-"""The types of a user's function where Numba compiles it: numbers that know what to compute in, and arrays of them."""
+"""The types of a function where Numba compiles it: numbers that know their computing type, and arrays of them."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from numba.core.typeconv import Conversion
 
 
 class Base(NamedTuple):
-    """What real numbers are computed in. quick: as functions/quick.py has it, on a GPU."""
+    """The type in which real numbers are computed. quick: a GPU uses approximate instructions (functions/quick.py)."""
 
     type: Any
     quick: bool = False
@@ -27,9 +27,9 @@ STEPS = ((0, 2**8), (-(2**8), 2**8), (0, 2**28), (-(2**28), 2**28), INT32, ANY)
 
 
 class Number(types.Type):
-    """within: between which numbers a whole one lies, both included. It is an int32 where these are. side: "query" or
-    "key" of its position, until something is done with it. A query's also says how far it is ahead of the key; that of
-    "position", on a CPU, does not."""
+    """within: the least and the largest value of a whole number; it is an int32 if both fit into one. side: "query" or
+    "key" for a position itself, not for a result computed from it. A query's position also holds q_pos - k_pos; the one
+    of side "position", on a CPU, does not."""
 
     def __init__(self, kind: str, base: Any, within: Within = ANY, side: str = ""):
         self.kind, self.base, self.within, self.side = kind, base, within, side
@@ -41,7 +41,7 @@ class Number(types.Type):
         return self.kind == "whole" and fits(self.within, INT32)
 
     def unify(self, typingctx: Any, other: Any) -> Any:
-        """The type of a variable that is this on one way and `other` on another."""
+        """The type of a variable that has this type on one path and `other` on another."""
         kind = kind_of(other)
         if kind is None:
             return None
@@ -61,7 +61,7 @@ class Number(types.Type):
 
 
 class Truth(Number):
-    """True or False, as of a comparison; where it is computed with, it is 1 or 0. In memory it is a boolean."""
+    """True or False, for instance of a comparison. In arithmetic it is 1 or 0, in memory a boolean."""
 
     def __init__(self, base: Any):
         super().__init__("whole", base, (0, 1))
@@ -73,7 +73,7 @@ def is_truth(t: Any) -> bool:
 
 
 def constant_of(t: Any) -> int | None:
-    """The whole number that a type has no other than."""
+    """The only value of a whole number's type; None if it has several."""
     least, largest = within_of(t)
     return least if kind_of(t) == "whole" and least == largest else None
 
@@ -83,8 +83,8 @@ def fits(within: Within, other: Within) -> bool:
 
 
 def _around(one: Within, two: Within) -> Within:
-    """What holds both. A variable that grows in a loop gets a new type each time Numba looks, until none is wider: so
-    there are few."""
+    """The narrowest step that holds both. For a variable that grows in a loop Numba repeats type inference, one step
+    wider each time; so there are few steps."""
     return next((wide for wide in STEPS if fits(one, wide) and fits(two, wide)), ANY)
 
 
@@ -115,9 +115,9 @@ def kind_of(t: Any) -> str | None:
 
 
 class Table(types.Type):
-    """An aux array, or a part of it. recorded: it is told which of the numbers that are read has the derivative 1, and
-    says where the gradient of that one is added up. narrow: how far an element is from the first is an int32. checked:
-    a read outside is noted, and reads the first element."""
+    """An aux array, or a part of it. recorded: it is told which of the numbers read has the derivative 1, and reports
+    where that number's gradient is added up. narrow: an element's distance from the first is an int32. checked: a read
+    outside is reported, and reads the first element."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class _TableModel(models.StructModel):
     def __init__(self, manager: Any, t: Table):
         sizes = types.UniTuple(types.int64, t.ndim)
         members = [("data", types.CPointer(t.element)), ("shape", sizes), ("strides", sizes)]
-        # terms, term_strides: where the sum for the first element is, and for the others; state: where READS are
+        # terms, term_strides: the index of the first element's sum, and strides to the others'; state: READS' address
         terms = [
             ("terms", types.int64),
             ("term_strides", sizes),

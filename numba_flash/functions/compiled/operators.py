@@ -1,4 +1,4 @@
-"""Python's operators of Numbers, and what becomes of plain numbers beside them. Importing it tells Numba."""
+"""Python's operators for Numbers, also with a plain number as one operand. Importing it registers them with Numba."""
 
 import operator
 from collections.abc import Callable
@@ -21,7 +21,7 @@ SIGNS = dict(lt="<", le="<=", gt=">", ge=">=", eq="==", ne="!=")
 
 
 def typed(key: Any, result: Callable[..., Any]) -> None:
-    """Numba asks result(*types) for the type that key(...) gives; None where it is no affair of this file's."""
+    """Registers result(*types), which gives Numba the type of key(...), or None for types that others handle."""
 
     class Template(AbstractTemplate):
         prefer_literal = True
@@ -35,7 +35,7 @@ def typed(key: Any, result: Callable[..., Any]) -> None:
 
 
 def numbers_of(*args: Any) -> tuple[tuple[str, ...], Any] | None:
-    """Kinds and the computing type, where one at least is a Number and all are numbers."""
+    """The kinds and the computing type, if all are numbers and at least one is a Number."""
     kinds = tuple(map(kind_of, args))
     bases = [t.base for t in args if isinstance(t, Number)]
     if any(isinstance(t, Table) for t in args):
@@ -51,7 +51,7 @@ def _register_binary(name: str) -> None:
         if found is None:
             return None
         kinds, base = found
-        # A power whose exponent may be negative is real, as in Python: whether it may, a constant alone says.
+        # A power whose exponent may be negative is real, as in Python. Only a constant is known not to be negative.
         exponent = constant_of(b) if name == "pow" else 0
         if kinds == ("whole", "whole") and name != "truediv" and exponent is not None and exponent >= 0:
             return Number("whole", base, within.of_binary(name, within_of(a), within_of(b)))
@@ -98,7 +98,7 @@ def _divided(builder: Any, x: Any, y: Any, within_y: Any, name: str) -> Any:
     """x // y or x % y as Python has them, which round down; 0 where y is 0. LLVM's division rounds towards 0."""
     zero, one, every_bit = (ir.Constant(x.type, value) for value in (0, 1, -1))
     by = y
-    if within_y[0] <= 0:  # of the least number by -1 LLVM says nothing; x // -1 is -x
+    if within_y[0] <= 0:  # LLVM leaves the least number // -1 undefined; x // -1 is -x
         special = builder.or_(builder.icmp_signed("==", y, zero), builder.icmp_signed("==", y, every_bit))
         by = builder.select(special, one, y)
     quotient, rest = builder.sdiv(x, by), builder.srem(x, by)
@@ -214,7 +214,7 @@ _register_unary(operator.invert, None, lambda builder, x: builder.not_(x))
 
 
 def _register_truth(key: Any) -> None:
-    """What asks whether a number is not 0: `if`, of which Numba wants its own type, and `not`."""
+    """Registers a test for "not 0": `if`, for which Numba requires its own boolean type, or `not`."""
     of = Truth if key is operator.not_ else lambda base: types.boolean
     typed(key, lambda a: of(a.base) if isinstance(a, Number) else None)
 

@@ -1,6 +1,6 @@
-"""range() of whole numbers where a function is compiled: for loops over it, and `x in` it. Importing it tells Numba.
+"""range() in compiled functions: for loops and `x in range(...)`. Importing it registers it with Numba.
 
-Numba's own gives plain integers, whose operators are Numba's; and it answers `in` with False for other types than its
+Numba's own range gives plain integers, whose operators are Numba's. Its `in` is False for other types than its
 integer.
 """
 
@@ -22,7 +22,7 @@ STATE, ITERATOR = types.range_state64_type, types.range_iter64_type  # Numba's o
 
 
 class Range(types.SimpleIterableType):
-    """within: between which numbers its own lie."""
+    """within: the least and the largest of its numbers."""
 
     def __init__(self, base: Any, within: Within):
         self.number = Number("whole", base, within)
@@ -48,7 +48,7 @@ class _IteratorModel(models.StructModel):
 
 
 def range_type(base: Any, args: Any) -> Range:
-    """That of range(*args)."""
+    """The type of range(*args)."""
     if not 0 < len(args) < 4 or any(kind_of(t) != "whole" for t in args):
         raise errors.TypingError(f"{MARK}range() takes {NOT_WHOLE}")
     ends = [(0, 0), *map(within_of, args)] if len(args) == 1 else list(map(within_of, args[:2]))
@@ -74,7 +74,7 @@ def _start(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     return call_getiter(context, builder, STATE, args[0])
 
 
-@lower_builtin("iternext", RangeIterator)  # CUDA leaves out what Numba's own decorator of such functions returns
+@lower_builtin("iternext", RangeIterator)  # CUDA ignores the result of Numba's own decorator, iternext_impl
 def _next(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     number, made = sig.args[0].yield_type, context.make_helper(builder, sig.return_type)
     found = call_iternext(context, builder, ITERATOR, args[0])

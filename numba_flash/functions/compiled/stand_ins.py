@@ -51,7 +51,7 @@ def _kinds(name: str, count: int | None, args: tuple[Any, ...]) -> tuple[str, ..
 
 
 class _Constant:
-    """A number that is written in a function or captured by it. Numba asks it what an `if` decides once for all."""
+    """A number that is written in a function or captured by it. So Numba can decide an `if` at compile time."""
 
     def __init__(self, value: Any, t: Number):
         self.value, self._numba_type_ = value, t
@@ -81,7 +81,7 @@ def _lower_constant(context: Any, builder: Any, t: Any, constant: Any) -> Any:
 
 
 def _constants(base: Any, values: list[Any]) -> Any:
-    """NUMBERS: those of a tuple have one type of each kind, as loops over it need."""
+    """Converts NUMBERS: all integers of a tuple get one type, and all reals one, since loops over it need that."""
     wholes = [x for x in values if not isinstance(x, bool | float)]
     kinds: dict[Any, Number] = {bool: Truth(base), float: Number("real", base)}
     if wholes:
@@ -205,7 +205,7 @@ def stand_ins(base_name: str) -> dict[Any, Any]:
 
 
 def _saturated(x: Any) -> Any:
-    """A real number without fraction as an int64: the nearest; NaN becomes 0. LLVM says nothing of these."""
+    """A real number without fraction as the nearest int64; NaN becomes 0. LLVM leaves what does not fit undefined."""
     code, i64 = x.code, ir.IntType(64)
     is_low, is_high = x < -(2.0**63), x._ask(">=", 2.0**63)
     inside = code.where(is_low, code.zero, code.where(is_high, code.zero, code.where(x != x, code.zero, x)))

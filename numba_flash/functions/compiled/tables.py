@@ -1,4 +1,4 @@
-"""Arrays and tuples that functions read: x[i], x.shape. Importing it tells Numba."""
+"""Arrays and tuples that functions read: x[i], x.shape. Importing it registers them with Numba."""
 
 import operator
 from typing import Any
@@ -17,13 +17,13 @@ from .operators import members_of, typed
 
 
 def scope_of_scores(module: Any) -> Any:
-    """LLVM's name for memory that scores lie in, on a CPU."""
+    """LLVM's alias scope for the memory of scores, on a CPU."""
     domain = module.add_metadata(["numba_flash"])
     return module.add_metadata([module.add_metadata(["numba_flash scores", domain])])
 
 
 def _load(code: Code, t: Table, pointer: Any) -> Any:
-    """An element, in the type that is computed in."""
+    """An element in the computing type."""
     builder, context = code.builder, code.context
     if t.dtype == "float16" and code.on_gpu:
         half = builder.load(builder.bitcast(pointer, ir.HalfType().as_pointer()))
@@ -46,7 +46,7 @@ def _load(code: Code, t: Table, pointer: Any) -> Any:
 
 
 def _from_half(code: Code, bits: Any) -> Any:
-    """A float16 in the type that is computed in. Times 2^112 its exponent is float32's, and subnormal numbers too."""
+    """A float16 in the computing type. Scaling by 2^112 gives float32's exponent, also for subnormal numbers."""
     builder, i32 = code.builder, ir.IntType(32)
     bits = builder.zext(bits, i32)
     magnitude = builder.shl(builder.and_(bits, i32(0x7FFF)), i32(13))
@@ -85,7 +85,7 @@ def _number_in(t: Table) -> Number:
         return Truth(t.base)
     if "float" in t.dtype:
         return Number("real", t.base)
-    limits = np.iinfo("int64" if t.dtype == "uint64" else t.dtype)  # what does not fit is taken modulo 2^64
+    limits = np.iinfo("int64" if t.dtype == "uint64" else t.dtype)  # a larger number is taken modulo 2^64
     return Number("whole", t.base, (int(limits.min), int(limits.max)))
 
 
@@ -160,7 +160,7 @@ def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
 
 
 def _recorded(code: Code, t: Table, found: Any, state: Any, terms: Any) -> Any:
-    """An element as a dual number, with READS brought up to date."""
+    """An element as a dual number; updates READS."""
     builder, i64 = code.builder, ir.IntType(64)
     at = [builder.gep(state, [i64(number)]) for number in range(READS)]
     number = builder.load(at[0])

@@ -1,7 +1,7 @@
-"""Between which numbers the result of whole numbers lies, by Python's operators: (least, largest), both included.
+"""The range of the result of an operator on whole numbers: (least, largest), both included.
 
 Positions are known to lie within 0 to NARROW (function.py), so that differences of two, and most of what is made of
-them, fit into an int32. A GPU takes two instructions or three for each of int64. ANY where nothing is known.
+them, fit into an int32. A GPU takes two or three instructions for each one in int64. ANY: nothing is known.
 """
 
 import itertools
@@ -61,7 +61,7 @@ BINARY = dict(
 
 
 def _known(found: Within) -> Within:
-    """What does not fit into an int64 is computed modulo 2^64: then nothing is known."""
+    """The limits found, or ANY if they exceed int64: then numbers are computed modulo 2^64 and nothing is known."""
     return found if fits(found, ANY) else ANY
 
 

@@ -17,7 +17,7 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """flash_attn.layers.rotary.apply_rotary_emb: turns pairs of columns of x by the angles of their positions.
+    """flash_attn.layers.rotary.apply_rotary_emb: rotates pairs of columns of x by the angles of their positions.
 
     x: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim) with cu_seqlens (batch + 1,). cos, sin:
     (positions, rotary_dim / 2); columns from rotary_dim on stay. interleaved: pairs are columns 2i and 2i + 1, and
@@ -66,9 +66,9 @@ def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> T
 class RotaryEmbedding(torch.nn.Module):
     """flash_attn.layers.rotary.RotaryEmbedding: turns q and k of a projection by their positions.
 
-    dim: rotary_dim, even. base: of the frequencies, base ** (-2i / dim). interleaved: as in `apply_rotary_emb`.
-    scale_base: of the decay of XPos (Sun et al., 2022); None = no decay. It has no parameters and no buffers: device is
-    that of what it is called with. Raises NotImplementedError for pos_idx_in_fp32=False.
+    dim: rotary_dim, even. base: the frequencies are base ** (-2i / dim). interleaved: as in `apply_rotary_emb`.
+    scale_base: the base of XPos' decay (Sun et al., 2022); None = no decay. It has no parameters and no buffers: it
+    works on its input's device, and ignores `device`. Raises NotImplementedError for pos_idx_in_fp32=False.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class RotaryEmbedding(torch.nn.Module):
         cu_seqlens: (batch + 1,), where qkv and kv are packed and have no batch. max_seqlen: how many positions the
         tables have; None = as many as rows and seqlen_offset, a number then, ask for.
         """
-        axis = 1 if cu_seqlens is None else 0  # of rows
+        axis = 1 if cu_seqlens is None else 0  # the axis of the rows
         if isinstance(seqlen_offset, Tensor):
             if max_seqlen is None:
                 raise ValueError(
@@ -126,7 +126,7 @@ class RotaryEmbedding(torch.nn.Module):
             positions = max_seqlen
         else:
             positions = max(qkv.shape[axis], 0 if kv is None else kv.shape[axis], max_seqlen or 0) + seqlen_offset
-        # of packed sequences there are more rows than positions, and from the middle of all XPos' scales would overflow
+        # Packed sequences have more rows than positions; XPos' scales would overflow around the middle of all rows.
         middle = positions // 2 if cu_seqlens is None or max_seqlen is None else max_seqlen // 2
         cos_q, sin_q, cos_k, sin_k = self.tables(positions, qkv.device, qkv.dtype, middle)
         turn = functools.partial(

@@ -80,7 +80,7 @@ class FlashCrossAttention(FlashSelfAttention):
 
 
 class SelfAttention(nn.Module):
-    """flash_attn.modules.mha.SelfAttention: of padded batches, with a mask of the keys."""
+    """flash_attn.modules.mha.SelfAttention: self-attention of padded batches, with a mask of the keys."""
 
     def __init__(
         self, causal: bool = False, softmax_scale: float | None = None, attention_dropout: float = 0.0
@@ -104,7 +104,7 @@ class SelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         q_offset: Any = 0,
     ) -> Tensor:
-        """key_padding_mask: of the keys; q_offset: the key at which the first query stands, where it counts."""
+        """Attention of q to k and v. key_padding_mask: as in forward; q_offset: query 0's position, with causal."""
         options: dict[str, Any] = dict(causal=self.causal if causal is None else causal, scale=self.softmax_scale)
         if key_padding_mask is not None:
             options["mask"] = key_padding_mask[:, None, None, :]
@@ -116,7 +116,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(SelfAttention):
-    """flash_attn.modules.mha.CrossAttention: of padded batches, with a mask of the keys."""
+    """flash_attn.modules.mha.CrossAttention: cross-attention of padded batches, with a mask of the keys."""
 
     def forward(  # type: ignore[override]
         self, q: Tensor, kv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None
@@ -133,8 +133,8 @@ class CrossAttention(SelfAttention):
 class MHA(nn.Module):
     """flash_attn.modules.mha.MHA: projections, rotary embedding, attention and the output's projection.
 
-    Weights have the names that they have there: Wqkv, or with cross_attn Wq and Wkv, and out_proj. use_flash_attn: take
-    FlashSelfAttention, which takes packed sequences, and no mask; otherwise SelfAttention, which takes a mask. Both
+    Weights have flash-attn's names: Wqkv, or with cross_attn Wq and Wkv, and out_proj. use_flash_attn: use
+    FlashSelfAttention, which takes packed sequences and no mask; otherwise SelfAttention, which takes a mask. Both
     compute with `numba_flash.attention`. window_size, use_alibi: with use_flash_attn. With causal and key_padding_mask
     a query sees the keys up to its own; flash-attn shifts them by the padding if num_heads_kv differs from num_heads.
 
@@ -216,8 +216,8 @@ class MHA(nn.Module):
         """-> like x; with return_residual (that, x).
 
         x: (batch, seqlen, embed_dim), or with cu_seqlens (batch + 1,) and max_seqlen packed, (total, embed_dim). x_kv:
-        where keys and values come from, with cross_attn. key_padding_mask: bool (batch, seqlen), True = a key, without
-        use_flash_attn. named: cu_seqlens_k and max_seqlen_k, with cross_attn and packed x_kv.
+        the source of keys and values, with cross_attn. key_padding_mask: bool (batch, seqlen), True = a key; only
+        without use_flash_attn. named: cu_seqlens_k and max_seqlen_k, with cross_attn and packed x_kv.
         """
         refuse(mixer_subset=mixer_subset is not None, inference_params=inference_params is not None)
         if self.use_flash_attn and key_padding_mask is not None:
