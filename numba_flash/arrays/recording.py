@@ -64,7 +64,7 @@ def torch_differentiates() -> Callable[[Any, Any, Any], bool]:
 
 
 def recording_mode() -> str | None:
-    """What mode of torch sees every operation; None if there is none.
+    """The mode of torch that sees every operation; None if there is none.
 
     The mode of `torch.set_default_device` only says where new tensors go.
     """

@@ -9,7 +9,7 @@ import threading
 from typing import Any
 
 launch_lock = threading.Lock()  # Numba's workqueue threads abort the process when launched twice at once
-compile_lock = threading.RLock()  # of whoever compiles, or imports Numba
+compile_lock = threading.RLock()  # held by whoever compiles or imports Numba
 threads_lost = False  # GNU's OpenMP ends a forked process that asks for threads, when its parent has had some
 _taken: list[Any] = []
 

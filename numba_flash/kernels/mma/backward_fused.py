@@ -84,7 +84,7 @@ def make(config):
 
     @inlined
     def fetch(k_smem, thread, arrays, strides, sizes):
-        """What the loaders do: all tiles of Q and dO, one behind the other, each as soon as its place is free."""
+        """The loaders copy all tiles of Q and dO in order, each as soon as its place is free."""
         t = int32(0)
         while t < end_of(k_smem):
             mbarrier.wait(k_smem + int32(do_empty), (t & 1) ^ 1)
@@ -99,7 +99,7 @@ def make(config):
 
     @inlined
     def carry(k_smem, strides, sizes):
-        """What the carrier does: all of the block's parts of dQ, one behind the other."""
+        """The carrier writes all of the block's parts of dQ in order."""
         state, t = k_smem + int32(plan.state), int32(0)
         while t < end_of(k_smem):
             i, h, _ = parts.tile_at(t, state, sizes)

@@ -102,7 +102,7 @@ def make(config):
 
     @inlined
     def seqlen_q(smem, sizes):
-        """Of the block's sequence."""
+        """The number of queries of the block's sequence."""
         if config.packed:
             b_and_queries, _ = block_state.get(smem + int32(tile_at))
             return b_and_queries >> 32

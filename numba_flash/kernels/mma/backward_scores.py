@@ -17,8 +17,8 @@ from ..score.stage import FragmentAt
 from ..steps import numbers
 from ..steps.basics import FALSE, TRUE, first_column_of, first_row_of, inlined, lane_and_warp, named
 
-# What a block knows of an own row: the columns [first, end) that count, and of a query its lse in the scores' units,
-# +inf if it sees no key, and its -delta.
+# One of the block's own rows: the columns [first, end) that count. If rows are queries, also lse in the scores' unit,
+# +inf if the query sees no key, and -delta.
 RowState = namedtuple("RowState", "first end lse minus_delta")
 
 
@@ -48,7 +48,7 @@ def make(config):
 
     @inlined
     def load(t, origin, registers, arrays, strides, sizes, masked):
-        """Loads what the scores need from global memory, while they are computed."""
+        """Loads what the scores need from global memory, while S is computed."""
         lane, warp = lane_and_warp()
         part_t = int32(t * groups + (warp & (groups - 1)))  # index of the warp's part of all columns
         loaded, shown_bits, first_row = registers.loaded, registers.shown_bits, (warp >> shift) * config.warp_rows

@@ -81,7 +81,7 @@ def make(config):
 
     @inlined
     def tile_of(item, level, arrays, strides, sizes):
-        """What a block does of an Item."""
+        """-> the Tile of an Item."""
         sequence = work.sequence_of(int64(item.b), arrays, strides, sizes)
         first_row, all_rows = int32(item.row_tile * config.tile_m), int32(sequence.seqlen_q) * group
         if shares and item.members > 0:

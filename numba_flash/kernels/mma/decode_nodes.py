@@ -240,7 +240,7 @@ def of_chunks(config):
 
     @inlined
     def place_of(block, i):
-        """Of number 4 * block + i of a node: the strip, the block of columns, the element of it, and the row."""
+        """-> (strip, block of columns, element of the block, row) of number 4 * block + i of a node."""
         if rows == 1:
             return 0, 2 * block + i // 2, i % 2, 0
         return block // blocks, block % blocks, i, block // blocks * 2 + i // 2

@@ -1,4 +1,4 @@
-"""What comes to shared memory with a tile of queries, for scores whose rows are keys: lse and delta, and a bias.
+"""Copies lse, delta and a bias to shared memory with a tile of queries, for scores whose rows are keys.
 
 In 16 bits lse and delta come from the blocks of kernels/steps/lse_delta.py, whose order is that of a lane's columns; in
 float32 and float64 from what the forward and the delta kernel wrote.

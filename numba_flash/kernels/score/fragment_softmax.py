@@ -33,7 +33,7 @@ def make(config, strips, rows=0, shifted=False):
 
     @inlined
     def start(m, l):
-        """As before the first tile."""
+        """m, l <- their values before the first tile."""
         for r in range(rows):
             m[r] = of.lowest  # not -inf: if a row has only scores of -inf so far, -inf - m must be -inf, not NaN
             l[r] = of.real(0)

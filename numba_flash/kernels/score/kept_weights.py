@@ -114,11 +114,11 @@ def on_fragments(config, strips, columns):
     real, words = elements.COMPUTE_TYPES[config.dtype], rows if config.seeded else 1
     assert not config.seeded or columns % 16 == 0 or columns == 8
 
-    # Of 16 columns at a time. Bits are shifted in at the low end, so the last 16 come first.
+    # These take 16 columns at a time. Bits are shifted in at the low end, so the last 16 come first.
 
     @inlined
     def of_16_keys(n, dropped, seed, keys, q_pos, h, b, most):
-        """dropped (2,) <- with the bits of the keys of two counters, of one query."""
+        """Shifts the bits of one query and the keys of two counters into dropped (2,)."""
         found = random_words(seed, uint64(keys) + uint64(2 * (columns_16 - 1 - n)), q_pos, h, b)
         one, other = dropped[0], dropped[1]
         one = push_upper(push_upper(one, found[1], most), found[0], most)
@@ -128,7 +128,7 @@ def on_fragments(config, strips, columns):
 
     @inlined
     def of_16_queries(n, dropped, seed, keys, q_pos, h, b, most):
-        """dropped (2,) <- with the bits of one counter, of keys near and 8 away."""
+        """Shifts the bits of one counter, of keys near and 8 away, into dropped (2,)."""
         found = random_words(seed, keys, uint64(q_pos) + uint64(16 * (columns_16 - 1 - n)), h, b)
         for i in range(4):
             dropped[0] = push_lower(dropped[0], found[3 - i], most)

@@ -1,4 +1,4 @@
-"""What a stage of the score provides: device functions for a score, and for a score in a fragment."""
+"""A stage of the score: its device functions for a score, and for a score in a fragment."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ class Stage(NamedTuple):
 
 
 class FragmentAt(NamedTuple):
-    """What the stages of a problem need about the place of a score in a fragment."""
+    """The place of a score in a fragment, as the stages need it."""
 
     term: Any  # what `row_term` loaded for the row
     distance: Any  # q_pos - k_pos

@@ -70,7 +70,7 @@ def make(config):
 
     @inlined
     def own_keys(arrays, strides, sizes):
-        """Of a block that has all keys of a head in one tile: -> (the first row of K and V, head, batch entry)."""
+        """-> (first row of K and V, head, batch entry) of a block that has all keys of a head in one tile."""
         all_parts, n_tiles = tiles_of(sizes)
         b, part, _, _ = work_of(number_of(int32(0), arrays), int32(0), n_tiles, sizes)
         sequence = sequence_of(int32(b), arrays, strides, sizes)

@@ -1,4 +1,4 @@
-"""What becomes of the parts of dQ that the key tiles of wgmma/backward_fused contribute.
+"""Sums up dQ from the parts that the key tiles of wgmma/backward_fused contribute.
 
 If several blocks share the keys of a head (to_sums), one thread for each consumer warpgroup adds the parts from shared
 memory to sums in global memory, in the order of kernels/steps/dq_order.py. So no consumer waits for a turn.
@@ -21,7 +21,7 @@ from . import backward_dq_alone, block, pipeline
 from .backward_work import first_tile, following_tile
 from .block import BEGIN, FIRST_QUERY, FIRST_ROW, KEYS, MEMBERS, QUERIES, STEP, STOP, B, H
 
-# A counter of turns has in its low half how many have passed. With a mask its high half has how many parts were added.
+# The low half of a turn counter is the number of turns that have passed. With a mask, its high half counts the parts.
 TURN = 1 << 16
 
 
@@ -66,8 +66,8 @@ def to_sums(config, tiles):
 
     @inlined
     def line_of(tile, before, me):
-        """Of a query tile that has so many parts before the block's own: -> (where the sum is to which it adds, how
-        many parts of that come before)."""
+        """-> (which sum the block adds its part of the query tile to, how many of that sum's parts come before).
+        before: how many of the query tile's parts come before the block's."""
         dealt = uint32(before // uint32(lines)) if lines > 1 else before
         own_line = int32(before - dealt * uint32(lines)) if lines > 1 else int32(0)
         return (tile * lines + own_line) * 2 + me, dealt

@@ -193,7 +193,7 @@ def make(config):
         fence.proxy_async()
         rings.dq.producer_commit(base + 8 * me, n, True)
 
-    # What becomes of the warpgroup's part of dQ of the n-th query tile. `before` are of the block's other key tiles.
+    # Takes the warpgroup's part of dQ of query tile n. The first `before` belong to the block's other key tiles.
     leave_dq = leave_own_dq if all_keys else store_dq
 
     @inlined
@@ -224,7 +224,7 @@ def make(config):
         registers."""
         n, lse_and_delta = step.n, products.lse_and_delta_at(base, step.n)
         if config.seeded:
-            for x in range(mask_words):  # else those of the tile before would be kept in registers
+            for x in range(mask_words):  # otherwise the last tile's bits would stay in registers
                 tile.mask_bits[x] = uint32(0)
         if step.masked:
             find_visible(own, step.i, sizes, tile.mask_bits, tile.distance)
@@ -241,7 +241,7 @@ def make(config):
             leave_dq(base, own, tile.acc_dp, consumer.me, int32(n - 1), step.before, arrays, strides, sizes, score)
         products.preload_dp(base, tile.acc_dp, n)
         rings.b.consumer_wait(base, n)
-        if packed and step.masked:  # as a tile is that has rows behind the last query
+        if packed and step.masked:  # so is a tile with rows behind the last query
             zero_behind(base, own, step)
         products.issue_dp(base, tile.acc_dp, consumer.v_desc, n)
         to_other_weights(tile, lse_and_delta, bias, score, step.masked)
@@ -287,7 +287,7 @@ def make(config):
         else:
             bar.sync(3, all_consumers)  # both warpgroups have read K and V for the last time
             write_gradients(own, base, acc_dk, acc_dv, arrays, strides, sizes, score)
-        if all_keys and word(own, FIRST_ROW) == 0:  # of all key tiles the last one
+        if all_keys and word(own, FIRST_ROW) == 0:  # this is the last key tile
             bar.sync(3, all_consumers)  # all of dQ is written
             repair_dq(own, steps, arrays, strides, sizes, score)
 
@@ -297,7 +297,7 @@ def make(config):
         acc_s, acc_dp = local.array(s_count, float32), local.array(s_count, float32)
         acc_dk = local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
         acc_dv = local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
-        acc_dq = acc_dp  # (dq_columns / 8, 4): one is done with where the other begins, which ptxas does not find out
+        acc_dq = acc_dp  # (dq_columns / 8, 4): dP is no longer needed where dQ begins; ptxas does not notice
         p_frag, ds_frag = local.array(frag_count, uint32), local.array(frag_count, uint32)
         mask_bits = local.array(mask_words, uint32)
         kept, distance = local.array(count.words, uint32), local.array(2, float32)
@@ -331,14 +331,14 @@ def make(config):
                 keys_left = max(int32(word(own, KEYS) - word(own, FIRST_ROW)), int32(0))
                 if n < end and keys_left < tile_n:
                     zero_tail(base + plan.own_a, keys_left)
-                    if packed:  # what is there may not be finite, and would reach dQ, which is then computed again
+                    if packed:  # V may not be finite there. It would reach dQ, which is then computed again
                         zero_tail_of_v(base + plan.own_b, keys_left)
-            # Else ptxas makes these zeros out of the accumulators of S, which are theirs too, while S is computed.
+            # Otherwise ptxas copies these zeros from the accumulators of S while S is computed.
             pin_s(acc_s)
             pin_s(acc_dp)
             pin_dk(acc_dk)
             pin_dv(acc_dv)
-            # packed: both zero what is behind the last query; boxed: what comes would replace the zeros of dS
+            # packed: both zero the rows behind the last query; boxed: the next bias would replace the zeros of dS
             alone = not packed and not boxed and not (stays and one_panel)
             if alone and word(own, KEYS) - word(own, FIRST_ROW) <= me * 64:
                 n = own_dq_alone(base, own, acc_dq, me, n, end, elected, arrays, strides, sizes, score)

@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 class TileFragments(NamedTuple):
-    """What a lane has of a tile of scores: local arrays."""
+    """A lane's part of a tile of scores, in local arrays."""
 
     acc_s: Any  # (columns / 8, 4): S, then P
     acc_dp: Any  # likewise dP
@@ -45,8 +45,8 @@ class TileFragments(NamedTuple):
     kept: Any  # which weights count (kernels/score/kept_weights.py)
     loaded: Any  # the bias (2, columns / 8, 2), in 16 bits two in one (kernels/score/reads.py)
     distance: Any  # (2,) q_pos - k_pos
-    daux: Any = None  # of a gradient of aux: as acc_s, where the derivative of the score is by the number of aux
-    run: Any = None  # their sums so far (kernels/score/aux_gradient.py)
+    daux: Any = None  # like acc_s, for a gradient of aux: derivatives of the scores by the number of aux
+    run: Any = None  # the sums of daux so far (kernels/score/aux_gradient.py)
 
 
 @inlined

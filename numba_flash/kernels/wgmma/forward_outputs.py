@@ -37,7 +37,7 @@ def make(config, finish):
 
     @inlined
     def exchange(words, x, distance, keeps_second):
-        """Of words x and x + distance a lane keeps one. It gives the other to the lane `distance` away."""
+        """A lane keeps one of words x and x + distance. It gives the other to the lane `distance` away."""
         mine, given = words[x], words[x + distance]
         if keeps_second:
             mine, given = given, mine

@@ -1,4 +1,4 @@
-"""What two blocks do together if a cluster of two, a pair, owns 64 rows: float32 gradients with head_dim above 128.
+"""A cluster of two blocks, a pair, owns 64 rows: float32 gradients with head_dim above 128.
 
 A consumer has registers for 128 columns of a gradient, and shared memory has no room for wider tiles. So each block has
 half of the columns of every tile, own or streamed. It computes half of the sum of each score,

@@ -68,7 +68,7 @@ def query_tiles(config):
 
     @inlined
     def whole_tiles(sizes):
-        """Of K and V: the tile of this number may begin in them; the next one is past the end for every sequence."""
+        """The last tile number that may begin in K and V; the next one is past the end for every sequence."""
         return divide(int32(sizes.total_k if packed else sizes.seqlen_k), tile_n)
 
     @inlined
@@ -89,7 +89,7 @@ def query_tiles(config):
 
     @inlined
     def own_part(part, begin, free, cut, stop, sizes):
-        """Of the key tiles of a query tile those that belong to a part of them; as in key_tiles_of if that is none."""
+        """-> one part of a query tile's key tiles. An empty part becomes a tile past the end, as in key_tiles_of."""
         most = tiles_of(stop - begin, parts)
         first = int32(begin + most * part)
         last = min(int32(first + most), stop)
@@ -279,7 +279,7 @@ def make(config):
             more = word_alone(rings.work_tile(base, i), MEMBERS)
             if more != 0:
                 if packed:
-                    # To look for a tile takes long: by a short one the block is ahead of what the producer asks for.
+                    # Looking for a tile takes long. If this one is short, the block looks one tile further ahead.
                     work_tile = rings.work_tile(base, i)
                     short = word_alone(work_tile, STOP) - word_alone(work_tile, BEGIN) <= SHORT
                     before = int32(i - 1) if short else i

@@ -13,9 +13,9 @@ _PYTHON = (contextlib.__file__,)
 
 
 class InstructionError(RuntimeError):
-    """What a GPU would answer with a wrong result, a hang or an illegal access.
+    """A mistake after which a GPU would give a wrong result, a hang or an illegal access.
 
-    thread: who did it, where it is not the thread that raises. scheduler.py adds names and lines.
+    thread: the one that made it, if it is not the thread that raises. scheduler.py adds names and lines.
     """
 
     def __init__(self, text, thread=None):

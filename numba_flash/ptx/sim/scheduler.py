@@ -112,7 +112,7 @@ class Turns(numba_kernel.BlockManager):
             now.thread, now.follow = None, before
             sys.settrace(tracing)
 
-    # Waiting. Called by the thread that is running. What they give, the stand-in must return.
+    # Waiting. The running thread calls these, and its stand-in must return their result.
 
     def wait(self, thread, what, then=None):
         """-> a Pause, until somebody calls wake(thread). what: for the message if nobody does; then: see pause."""
