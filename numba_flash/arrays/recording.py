@@ -19,7 +19,7 @@ class NeedsBridge(NotImplementedError):
 
 
 def refuse_jax_tracer(x: Any) -> None:
-    """Raise where x is what JAX traces."""
+    """Raises if x is a tracer of JAX."""
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(x, jax.core.Tracer):
         raise NeedsBridge(

@@ -15,7 +15,7 @@ _taken: list[Any] = []
 
 
 def _before() -> None:
-    """Waits until no thread compiles: what it leaves half-way would stay so in the child, and its locks taken."""
+    """Waits until no thread compiles: half a compilation would stay so in the child, and its locks taken."""
     of_numba = getattr(sys.modules.get("numba.core.compiler_lock"), "global_compiler_lock", None)
     for lock in (compile_lock, of_numba):  # in the order in which a compile takes them
         if lock is not None:

@@ -46,7 +46,7 @@ def numpy_names() -> Iterator[None]:
 
 @contextlib.contextmanager
 def keeping_garbage() -> Iterator[None]:
-    """Python does not look for garbage in here: Numba makes many objects that stay; it is a sixth faster, or more."""
+    """Turns the garbage collector off: Numba makes many objects that stay, and is a sixth faster, or more."""
     collecting = gc.isenabled()
     gc.disable()
     try:

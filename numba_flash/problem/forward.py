@@ -93,7 +93,7 @@ class Problem:
 
     @property
     def forward(self) -> "Problem":
-        """The problem itself: what a kernel's facts follow from is a Problem or a BackwardProblem, which has one."""
+        """The problem itself: a BackwardProblem has one, too, and a kernel's facts follow from either."""
         return self
 
     @property
@@ -296,7 +296,7 @@ def _check_lse(lse: Layout, shape: tuple[int, ...], dtype: str) -> None:
 
 
 def _conversion(q: Layout) -> str:
-    """How to make q of a dtype that is taken, without a loss of digits."""
+    """Says how to convert q to a dtype that is taken, without a loss of digits."""
     if q.dtype.startswith("complex"):
         return "attention of complex numbers is not defined here"
     if q.dtype.startswith(">"):  # of another byte order

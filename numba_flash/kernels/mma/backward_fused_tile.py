@@ -70,7 +70,7 @@ def make(config):
 
     @inlined
     def weigh(i, registers, k_smem, walk, sizes, score):
-        """P^T and dS^T of the warp's half to shared memory. No option changes scores."""
+        """Stores P^T and dS^T of the warp's half in shared memory. No option changes scores."""
         lane, role = special.thread_index() & int32(31), role_of_warp()
         row, to_ds = int32(first_row_of_warp() + 8 * role), int32(plan.ds - plan.p)
         p_place = weights.place(lane, k_smem + int32(plan.p)) + row * pitch

@@ -3,8 +3,8 @@
 Keys are cut into chunks of config.CHUNK at absolute positions. An item is a node of 2^level neighbouring chunks, for a
 row tile of a KV head of a sequence. If a sequence has one node, one block computes all of it. Otherwise its nodes are
 parts: blocks hand them over, and the last block to arrive joins them. Parts come first. level is the lowest that gives
-no more than config.most_parts of them: then blocks have about as much to do, however unequal the
-sequences are.
+no more than config.most_parts of them. Then blocks have about as much to do, however unequal the sequences are.
+
 Nodes of a prefix that sequences share (decode_prefixes.py) are parts of the sequence that leads.
 
 A warp looks at 32 sequences at a time, and all warps find the same.

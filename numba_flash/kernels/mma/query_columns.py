@@ -29,7 +29,7 @@ def make(config):
 
     @inlined
     def head_step(sizes):
-        """From there to where the next head's begin."""
+        """The distance from a head's numbers to the next head's."""
         if of_blocks:
             blocks = lse_delta.packed_blocks(sizes) if config.packed else lse_delta.row_blocks(sizes.seqlen_q)
             return blocks * (4 * lse_delta.BLOCK_WORDS)

@@ -138,7 +138,7 @@ def on_fragments(config, strips, columns):
 
     @inlined
     def of_query_rows(strip, kept, first_key, b, h, first, tile_pos, seed, most):
-        """kept <- of both rows of a strip. Lanes 1 apart share counters: one computes those of the first row, the other
+        """kept <- that of both rows of a strip. Lanes 1 apart share counters: one computes those of the first row, one
         those of the second, for the columns of both."""
         second = (int32(first_key) >> int32(1)) & int32(1)
         row = int32(first + strip * 16 + second * 8)

@@ -82,7 +82,7 @@ def make(config):
 
     @inlined
     def way_of(piece, place):
-        """How to read it. place: its address."""
+        """How to read a Piece. place: its address."""
         way = int32(BY_BYTES)
         if piece.column_stride == 1 and (place | piece.row_stride) & 3 == 0:
             way = int32(BY_WORDS)

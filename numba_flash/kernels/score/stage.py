@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 
 class Stage(NamedTuple):
-    """For a score in natural units, in the kernel's computing type."""
+    """Functions of a score in natural units, in the kernel's computing type."""
 
     value: Callable[..., Any]  # (s, at, arrays, strides, score) -> the next s
     with_derivative: Callable[..., Any] | None = None  # likewise -> (the next s, its derivative by s); None: 1

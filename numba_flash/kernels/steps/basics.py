@@ -28,7 +28,7 @@ TRUE, FALSE = np.bool_(True), np.bool_(False)
 
 @inlined
 def nothing(*arguments):
-    """In place of a step that a dtype or an option does not need."""
+    """Takes the place of a step that a dtype or an option does not need."""
 
 
 def named(*functions, **others):
@@ -66,7 +66,7 @@ panel_offset, swizzled = inlined(fragments.panel_offset), inlined(fragments.swiz
 
 @inlined
 def chunk_pair(lane_address, pair, panel):
-    """From a lane's address of the first two chunks of its row to that of the pair-th two: XOR by the swizzle."""
+    """The address of the pair-th two chunks of a row, from the lane's address of the first two: XOR by the swizzle."""
     return (lane_address ^ ((pair & 3) << 5)) + (pair >> 2) * panel
 
 

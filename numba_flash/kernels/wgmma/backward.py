@@ -134,8 +134,8 @@ def make(config):
 
     @inlined
     def to_ds(base, step, tile, own_desc, elected, arrays, strides, sizes, score):
-        """P of a tile, whose S has been issued; and dS, for which it computes dP. own_desc: of the warpgroup's rows of
-        V or dO."""
+        """Computes P of a tile, whose S has been issued, then dP and dS. own_desc: that of the warpgroup's rows of V or
+        dO."""
         every = scores.prepare(base, step, tile, arrays, strides, sizes)
         wait_all()
         pin_s(tile.acc_s)

@@ -74,7 +74,7 @@ def to_sums(config, tiles):
 
     @inlined
     def add_dq_of_tile(base, own, n, me, arrays, sizes):
-        """One thread for each consumer warpgroup: its parts of dQ to global memory, each when its turn has come; the
+        """One thread for each consumer warpgroup adds its parts of dQ to the sums, each when its turn has come. The
         first one is the n-th of all. If a mask hides a query tile, its turn passes without a part. -> n"""
         m_tiles, before_head = tiles_before(own, sizes)
         begin, stop = word_alone(own, BEGIN), word_alone(own, STOP)
@@ -123,7 +123,7 @@ def to_sums(config, tiles):
 
     @inlined
     def add_dq(base, me, arrays, strides, sizes, score):
-        """One thread: add_dq_of_tile for one tile after the other."""
+        """One thread calls add_dq_of_tile for one tile after the other."""
         w, n = int32(0), int32(0)
         while tiles.has_tile(base, w):
             n = add_dq_of_tile(base, tiles.state_of(base, w), n, me, arrays, sizes)
@@ -133,7 +133,7 @@ def to_sums(config, tiles):
 
     @inlined
     def add_or_write_dq(base, me, arrays, strides, sizes, score):
-        """A warp: the same, or write_alone."""
+        """A warp does the same, or calls write_alone."""
         w, n, first_lane = int32(0), int32(0), block.elected()
         while tiles.has_tile(base, w):
             own = tiles.state_of(base, w)

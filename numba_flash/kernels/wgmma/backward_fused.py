@@ -142,7 +142,7 @@ def make(config):
 
     @inlined
     def fetch(base, arrays, strides, sizes):
-        """One thread: K, V and Q of one tile after the other."""
+        """One thread loads K, V and Q of one tile after the other."""
         w, n = int32(0), int32(0)
         while tiles.next_tile(base, w, arrays, strides, sizes):
             n = producer.load_q(base, tiles.state_of(base, w), n, w, arrays, strides, sizes)
@@ -152,7 +152,7 @@ def make(config):
 
     @inlined
     def fetch_do(base, arrays, strides):
-        """Another thread: dO."""
+        """Another thread loads dO."""
         w, n = int32(0), int32(0)
         while tiles.has_tile(base, w):
             n = producer.load_do(base, tiles.state_of(base, w), n, arrays, strides)
@@ -161,7 +161,7 @@ def make(config):
 
     @inlined
     def store_ds(base, ds_frag, n):
-        """The warpgroup's dS^T (64, m) to its panel of dS (m, n): rows of it become columns."""
+        """Stores the warpgroup's dS^T (64, m) in its panel of dS (m, n): rows of it become columns."""
         first_row, lane = rows_of_lane()
         row, chunk = lane & 7, (first_row >> 3) + ((lane >> 3) & 1)  # of 8 keys
         own = base + plan.ds + (n & 1) * ds_bytes + (chunk >> 3) * ds_panel
@@ -173,7 +173,7 @@ def make(config):
 
     @inlined
     def issue_dq(base, acc_dq, me, n):
-        """The warpgroup's part of dQ of the n-th query tile, once both warpgroups have stored their dS."""
+        """Issues the warpgroup's part of dQ of the n-th query tile, once both warpgroups have stored their dS."""
         rings.ds.consumer_wait(base, n)
         ds_desc = describe_rows(base + plan.ds + (n & 1) * ds_bytes + me * own_queries)
         multiply_ds_k(acc_dq, ds_desc, describe_columns(base + plan.own_a + me * own_columns), 0)
@@ -181,7 +181,7 @@ def make(config):
 
     @inlined
     def store_dq(base, own, acc_dq, me, n, before, arrays, strides, sizes, score):
-        """To where add_dq takes it from, as it lies in registers."""
+        """Stores dQ where add_dq takes it from, as it lies in registers."""
         four = local.array(4, uint32)
         rings.dq.producer_acquire(base + 8 * me, n)
         place = base + plan.dq + (rings.dq.stage(n) * 2 + me) * part_bytes + (special.thread_index() & int32(127)) * 16
@@ -220,8 +220,8 @@ def make(config):
 
     @inlined
     def to_ds(base, own, consumer, step, tile, arrays, strides, sizes, score):
-        """P and dS of a query tile, whose S is there. dP is computed beside P, once dQ of the tile before has left its
-        registers."""
+        """Computes P and dS of a query tile, whose S is there. dP runs beside P, once dQ of the tile before has left
+        its registers."""
         n, lse_and_delta = step.n, products.lse_and_delta_at(base, step.n)
         if config.seeded:
             for x in range(mask_words):  # otherwise the last tile's bits would stay in registers
@@ -252,7 +252,7 @@ def make(config):
 
     @inlined
     def add_products(base, consumer, n, last, tile, acc_dk, acc_dv, lse_factor):
-        """dV and dK of the n-th query tile, behind them S of the next one, and then dQ of this one."""
+        """Issues dV and dK of the n-th query tile, behind them S of the next one, and then dQ of this one."""
         ahead = n if last else int32(n + 1)
         products.preload_s(base, tile.acc_s, ahead, lse_factor)
         products.issue_b(base, acc_dv, tile.p_frag, n)

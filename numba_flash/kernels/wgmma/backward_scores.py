@@ -51,13 +51,13 @@ class TileFragments(NamedTuple):
 
 @inlined
 def is_set(bits, r, n, x):
-    """Whether the bit of a lane's element is set: of its row r, and of its two in block n of 8 columns the x-th."""
+    """Whether the bit is set of the x-th of the lane's two elements in its row r and block n of 8 columns."""
     return (bits[r] >> uint32(2 * n + x)) & uint32(1) != 0
 
 
 @inlined
 def place_of_columns(lse_and_delta):
-    """Where those of the lane's first columns are."""
+    """Where lse of the lane's first columns is."""
     return lse_and_delta + ((special.thread_index() & int32(3)) << 4)
 
 

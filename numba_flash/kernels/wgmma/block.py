@@ -76,7 +76,7 @@ def words(at=0):
     def position_by(read):
         @inlined
         def position(work):
-            """64 bits, because an offset may be any number."""
+            """It has 64 bits, because an offset may be any number."""
             return int64(read(work, POS_HIGH)) << int64(32) | int64(uint32(read(work, POS_LOW)))
 
         return position
@@ -170,7 +170,7 @@ def aligned(smem, alignment):
 
 @inlined
 def warpgroup_index():
-    """Known to be the same in a whole warp."""
+    """The warpgroup's index, which the compiler knows to be the same in a whole warp."""
     return int32(shfl.idx_b32(uint32(special.thread_index() >> int32(7)), 0))
 
 
@@ -238,7 +238,7 @@ def places(config):
 
     @inlined
     def write_places(work, sequence):
-        """The words that the others read, of packed sequences."""
+        """Writes the words of packed sequences that the other functions read."""
         if packed:
             state.write(work, FIRST_QUERY, sequence.first_query)
             state.write(work, FIRST_KEY, sequence.first_key)

@@ -82,13 +82,13 @@ def make(config):
 
     @inlined
     def issue_scores(base, q_desc, acc_s, n):
-        """S of the block's n-th tile of keys, which has come."""
+        """Issues S of the block's n-th tile of keys, which has come."""
         multiply_q_k(acc_s, q_desc, describe_rows(base + plan.k + rings.k.stage(n) * k_bytes), 0)
         wgmma.commit_group()
 
     @inlined
     def issue_outputs(base, acc_o, p_frag, n):
-        """P . V of the n-th tile of keys."""
+        """Issues P . V of the n-th tile of keys."""
         rings.v.consumer_wait(base, n)
         multiply_p_v(acc_o, p_frag, describe_v(base + plan.v + rings.v.stage(n) * v_bytes), 1)
         wgmma.commit_group()
@@ -105,8 +105,8 @@ def make(config):
 
     @inlined
     def step(first, base, consumer, tile, rows, registers, arrays, strides, sizes, score):
-        """S and P of a tile of keys, and beside them P . V of the tile before. first, a constant: it is a query tile's
-        first, whose S is issued already, and no tile is before it.
+        """Computes S and P of a tile of keys, and beside them P . V of the tile before. first, a constant: it is a
+        query tile's first, whose S is issued already, and no tile is before it.
 
         -> (the key tile after it, one before `begin` if none is left; whether mask_mod removes something of that)
         """

@@ -65,7 +65,7 @@ def exchanges(config):
 
         @inlined
         def send(acc, base, n):
-            """To the other block, as soon as it has read the last ones."""
+            """Sends acc to the other block, as soon as it has read the last numbers."""
             four = local.array(4, uint32)
             other = cluster.rank() ^ 1
             place, arrived = cluster.place_in(place_of(base), other), cluster.place_in(ring.full(base, n), other)
@@ -88,7 +88,7 @@ def exchanges(config):
 
         @inlined
         def release(base):
-            """By the last reader of the place; the other block may fill it again."""
+            """The last reader of the place lets the other block fill it again."""
             bar.warp_sync()
             mbarrier.arrive_there_if(cluster.place_in(ring.empty(base, 0), cluster.rank() ^ 1), elected())
 

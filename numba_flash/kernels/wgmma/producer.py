@@ -158,12 +158,12 @@ def query_tiles(config):
 
     @inlined
     def acts():
-        """Whether the thread is the scheduler: of packed sequences it is one of a warp, which looks for tiles."""
+        """Whether the thread is the scheduler. With packed sequences it is one of a warp, which looks for tiles."""
         return special.thread_index() & int32(31) == 0 if packed else TRUE
 
     @inlined
     def publish(base, i, t, arrays, strides, sizes):
-        """Query tile t is the block's i-th: tells the producer and the consumers. -> where its Q is"""
+        """Tells the producer and the consumers that query tile t is the block's i-th. -> where its Q is"""
         tile, work = of(base, i, t, arrays, strides, sizes), rings.work_tile(base, i)
         if packed:  # at once: behind the wait it would be read again, which takes registers that the scheduler lacks
             sequence = sequence_of(tile.b, arrays, strides, sizes)
@@ -339,7 +339,7 @@ def make(config):
 
     @inlined
     def clear_outside(arrays, strides, sizes):
-        """A warp: rows of no packed sequence. A lane looks at one gap between sequences, and blocks share its rows."""
+        """A warp clears rows of no packed sequence. A lane looks at one gap between sequences. Blocks share a gap."""
         for first in range(int32(0), int32(sizes.batch + 1), int32(32)):
             begin, end = outside.gap(int32(first + (special.thread_index() & int32(31))), arrays, strides, sizes)
             left = vote.ballot(uint32(1) if begin < end else uint32(0))
@@ -376,7 +376,7 @@ def make(config):
 
     @inlined
     def set_up(base):
-        """By one thread, before a barrier."""
+        """One thread sets up the block, before a barrier."""
         for number in range(config.tensor_maps):
             tma.prefetch(maps_address() + 128 * number)
         start(base)

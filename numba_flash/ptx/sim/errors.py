@@ -41,7 +41,7 @@ def place(thread):
 
 
 def place_of_error(error):
-    """The same of where an exception was raised."""
+    """The place where an exception was raised."""
     frames, traceback = [], error.__traceback__
     while traceback is not None:
         frames.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))

@@ -167,7 +167,7 @@ def of_the_caller() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_its_place(operands: list[Pointer | None], behind: bool) -> Iterator[None]:
-    """Behind the launches before this one: what they may still be writing is marked, and what this one writes kept."""
+    """Marks arrays that earlier launches may still be writing, and keeps those that this one writes."""
     if not behind:
         _unfinished.clear()
     given = [pointer for pointer in operands if pointer is not None]

@@ -83,7 +83,7 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def _value_waits(value: Any, names: set[str], of: FunctionType, cudas: Any, met: Any) -> bool:
-    """The same of a value that `of` sees. names: those in `of`."""
+    """Whether a value that `of` sees may wait. names: those in `of`."""
     if any(value is cuda for cuda in cudas):
         return bool(names & OF_CUDA)
     if isinstance(value, ModuleType):

@@ -172,7 +172,7 @@ class Turns(numba_kernel.BlockManager):
         return None
 
     def open_barrier(self, came, last=None):
-        """All who are to come have come, `last` right now. -> who is there for the next time: nobody."""
+        """Opens a barrier: all have come, `last` right now. -> who has come for the next time: nobody."""
         self.order.meet(slice(None) if len(came) == len(self.threads) else [thread.number for thread in came])
         for thread in came:
             if thread is not last:

@@ -209,7 +209,7 @@ class SharedMemory:
             self.write(words, thread)
 
     def _late(self, words, thread):
-        """Which of the words were written by whom the thread has not heard of since."""
+        """Which of the words have a last write of which the thread has not heard."""
         return self.order.known[thread, self.writer[words]] < self.written[words]
 
     def _stored_by_others(self, words, thread):

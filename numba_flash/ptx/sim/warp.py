@@ -57,7 +57,7 @@ def together(instruction, compute, given, group="warp"):
 
 
 def _result(group, lane):
-    """Those of the next instruction come when all lanes have taken theirs."""
+    """A lane's result. The next instruction's results come only when all lanes have taken theirs."""
     return None if group.results is None else group.results[lane]
 
 
