@@ -1,1 +1,1 @@
-"""What a kernel takes: its parameters, their types and their values, and its tensor maps. Nothing here uses CUDA."""
+"""A kernel's parameters, their types and their values, and its tensor maps. Nothing here uses CUDA."""

@@ -83,7 +83,7 @@ class Values(NamedTuple):
 
     @property
     def tuples(self) -> tuple[Any, ...]:
-        """As the kernel's NamedTuples. A launch needs only the numbers, so it creates no classes."""
+        """The kernel's NamedTuples. A launch needs only the numbers, so it creates no classes."""
         return tuple(tuple_class(kind, names)(*values) for kind, names, values in self.kinds)
 
     @property
@@ -121,7 +121,7 @@ def _numbers(p: Problem, tile: abi.StatesTile | None) -> tuple[dict[str, Any], d
 
         strides |= {abi.MASK_BITS: mask_bits.layout(p)[1], abi.MASK_BITS_OF_KEYS: mask_bits.layout(p, of_keys=True)[1]}
     if tile is not None:
-        from . import tile_states  # loads what reads functions
+        from . import tile_states  # loads the reader of functions
 
         strides[tile.array] = tile_states.strides(p, tile)
     for name, aux in zip(abi.aux_names(len(p.aux)), p.aux, strict=True):

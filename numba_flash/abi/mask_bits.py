@@ -18,7 +18,7 @@ def is_read_as_bits(p: Problem) -> bool:
     function = p.function("mask_mod")
     if function is None or len(p.functions) > 1 or p.array("mask") is not None or p.packed is not None:
         return False
-    from ..functions.expression import length  # loads what reads functions
+    from ..functions.expression import length  # loads the reader of functions
 
     pays = p.kept or length(function, tuple(len(x.shape) for x in p.aux)) > LONG
     pieces, (*_, row_words) = layout(p)
@@ -34,7 +34,7 @@ def layout(p: Problem, of_keys: bool = False) -> tuple[int, tuple[int, int, int,
     if mask is not None:
         varies, by_row = mask.strides[:2], mask.strides[3 if of_keys else 2]
     else:
-        from .tile_states import differ  # loads what reads functions
+        from .tile_states import differ  # loads the reader of functions
 
         varies, by_row = differ(p), 1
     rows, columns = (p.seqlen_k, p.seqlen_q) if of_keys else (p.seqlen_q, p.seqlen_k)

@@ -23,7 +23,7 @@ class Parameters(NamedTuple):
     score: tuple[str, ...] = ()
 
     def plus(self, arrays: str = "", sizes: str = "", strides: str = "") -> "Parameters":
-        """With more arrays, more sizes, and strides of more arrays."""
+        """Adds arrays, sizes, and strides of arrays."""
         more = dict(arrays=arrays, sizes=sizes, strides=strides)
         return self._replace(**{name: (*getattr(self, name), *words(text)) for name, text in more.items()})
 
@@ -33,18 +33,18 @@ def words(text: str) -> tuple[str, ...]:
 
 
 SIZES = words("batch heads heads_kv seqlen_q seqlen_k left right q_offset")
-# What tensor-core kernels take instead of a mask (kernels/score/mask_bits.py); those whose rows are keys take the
-# second.
+# Tensor-core kernels take one of these instead of a mask (kernels/score/mask_bits.py): the second if their rows are
+# keys.
 MASK_BITS, MASK_BITS_OF_KEYS = "mask_bits", "mask_bits_of_keys"
-AS_BITS = "bits"  # stands for a mask_mod in the options of a kernel that reads what it leaves there, and calls none
+AS_BITS = "bits"  # stands for a mask_mod in the options of a kernel that reads its bits and does not call it
 BIAS_ROWS = "bias_rows"  # a copy of the bias (kernels/score/bias_rows.py)
 # The arrays of states and of the order in which tiles are taken (kernels/score/tile_order.py), for kernels that own
 # queries and for those that own keys.
 TILE_STATES, TILE_STATES_OF_KEYS = "tile_states", "tile_states_of_keys"
 STATES_IN_WORD = 16  # bit i: something is seen in the i-th tile; bit 16 + i: mask_mod decides what
-AUX_SUMS, OF_AUX = "aux_sums", "aux_begins"  # of kernels/score/aux_gradient.py, and where each array's begin
-COUNTERS = "counters"  # of a kernel whose blocks take their work by a counter (gpu/tile_counters.py)
-# Where weights drop: a number in the place of a pointer; how many of the 2^16 random numbers, the largest, drop a
+AUX_SUMS, OF_AUX = "aux_sums", "aux_begins"  # sums of kernels/score/aux_gradient.py, and where each array's begin
+COUNTERS = "counters"  # for a kernel whose blocks take their work by a counter (gpu/tile_counters.py)
+# With dropout: the seed, a number in the place of a pointer; how many of the 2^16 random numbers, the largest, drop a
 # weight; how often a kept weight counts.
 SEED, DROPPED, KEPT_COUNT = "seed", "dropped", "kept_count"
 
@@ -62,24 +62,24 @@ STRIDES = dict(x=2, y=2) | dict.fromkeys(STATES, 3) | {name: rank if rank > 1 el
 
 CU_SEQLENS = PACKED_ARRAYS  # where packed sequences are
 _OPTIONS = tuple(option.name for option in ARRAYS if not option.packed)
-_OF_SCORES = tuple(name for name in _OPTIONS if BY_NAME[name].acts_on != "sum")  # lse says all of a sum to a backward
+_OF_SCORES = tuple(name for name in _OPTIONS if BY_NAME[name].acts_on != "sum")  # of a sum a backward needs only lse
 
 
 def forward(mask: str = MASK_BITS) -> Parameters:
-    """mask: by what the kernel knows the mask."""
+    """mask: the array from which the kernel knows the mask."""
     options = tuple(mask if name == "mask" else name for name in _OPTIONS)
     return Parameters((*Operands._fields[:5], *options), ("q", "k", "v", "o", *options), SIZES, SCORE_NUMBERS)
 
 
 @functools.cache
 def backward(gradients: str, rows: str = "lse_delta", mask: str = MASK_BITS) -> Parameters:
-    """rows: the arrays with what is known of each query."""
+    """rows: the arrays with numbers of each query."""
     options = tuple(mask if name == "mask" else name for name in _OF_SCORES)
     own = (*options, *words(gradients))
     return Parameters((*words(f"q k v do {rows}"), *own), (*words("q k v do"), *own), SIZES, SCORE_NUMBERS)
 
 
-ROWS = "lse delta"  # what kernels take that read each row's lse and delta by themselves
+ROWS = "lse delta"  # for kernels that read each row's lse and delta by themselves
 _OF_ROWS = Parameters((), words("do o dlse"), words("batch heads seqlen_q"))
 OF_DELTA, OF_PREPROCESS = _OF_ROWS.plus("do o dlse delta turns"), _OF_ROWS.plus("do o lse dlse lse_delta turns")
 

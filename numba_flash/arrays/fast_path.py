@@ -19,7 +19,7 @@ Facts = tuple[Any, ...]
 
 
 class FastPath(NamedTuple):
-    """What a repeated call asks of a library's arrays."""
+    """A library's functions that a repeated call needs for its arrays."""
 
     # x, y, z -> their addresses; a key of all else that a plan follows from; and whether the library must record the
     # call because one of them requires grad. None if only `read` can tell.
@@ -45,7 +45,7 @@ def torch_maker(like: Layout, shape: tuple[int, ...], dtype: str) -> Maker:
 @functools.lru_cache(maxsize=20_000)
 def cupy_maker(like: Layout, shape: tuple[int, ...], dtype: str) -> Maker:
     """The same for CuPy, on the device of `like`."""
-    cuda, ndarray = sys.modules["cupy"].cuda, sys.modules["cupy"].ndarray  # what cupy.empty() makes one call later
+    cuda, ndarray = sys.modules["cupy"].cuda, sys.modules["cupy"].ndarray  # cupy.empty() makes the same, one call later
     of_dtype, device = numpy_dtype(dtype), like.device
     if cuda.runtime.getDeviceCount() == 1:
         return lambda x: ndarray(shape, of_dtype)

@@ -14,7 +14,7 @@ from .recording import NeedsBridge
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What an array is, apart from where its bytes lie.
+    """Describes an array, except where its bytes lie.
 
     Equal layouts are one object (`_Layouts` has it), so that looking up what was decided for a set of
     layouts compares addresses: a call with small arrays costs less than hashing their shapes would.
@@ -143,7 +143,7 @@ def contiguous_like(layout: Layout, shape: tuple[int, ...], dtype: str) -> Layou
     """The layout of what `making.empty` makes; the same one where it is the same, which `torch_maker` looks at."""
     if layout.contiguous and layout.shape == shape and layout.dtype == dtype and not layout.readonly:
         return layout
-    unit = ITEM_SIZE[dtype] if layout.family == "torch" else 1  # what the family counts its strides in
+    unit = ITEM_SIZE[dtype] if layout.family == "torch" else 1  # the family counts strides in units of so many bytes
     strides = strides_of_contiguous(shape, ITEM_SIZE[dtype] // unit)
     return Layout(layout.family, layout.device, shape, strides, unit, dtype, False)
 

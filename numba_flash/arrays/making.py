@@ -122,7 +122,7 @@ def _cupy_stream(address: int) -> Any:
 
 
 def note_writing(*written: Array | None) -> None:
-    """Before arrays of the caller's are written: torch then notices it where autograd saved what stood there."""
+    """Runs before the caller's arrays are written: torch then notices if autograd saved their old values."""
     for array in written:
         if array is not None and array.layout.family == "torch":
             _increment_version()(array.owner)

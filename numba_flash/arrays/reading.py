@@ -103,7 +103,7 @@ def read_jax(x: Any) -> Array:
 
 
 def _jax_buffer(x: Any) -> Array:
-    """What JAX hands to a callback: memory of XLA's. Results are written there."""
+    """Reads an array that JAX hands to a callback: memory of XLA's, also for results."""
     if x.__dlpack_device__()[0] != 1:  # kDLCPU
         return _cuda_interface(x, "jax")
     host = np.asarray(x)
@@ -150,7 +150,7 @@ def _dlpack(x: Any, family: str = "foreign") -> Array:
         return Array(host_pointer(host), facts, x, host)
     from cuda.core.utils import StridedMemoryView
 
-    view = StridedMemoryView.from_dlpack(x, stream_ptr=LEGACY_DEFAULT)  # which then waits for the producer
+    view = StridedMemoryView.from_dlpack(x, stream_ptr=LEGACY_DEFAULT)  # that stream then waits for the producer
     dtype = np.dtype(view.dtype)
     strides = view.strides or strides_of_contiguous(tuple(view.shape), 1)
     readonly = view.readonly or family == "jax"
@@ -159,12 +159,12 @@ def _dlpack(x: Any, family: str = "foreign") -> Array:
 
 
 class DLDataType(ctypes.Structure):
-    """Of dlpack.h."""
+    """The type of this name in dlpack.h."""
 
     _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
 
 
-INT, BFLOAT = 0, 4  # codes of it
+INT, BFLOAT = 0, 4  # values of its code
 
 
 def as_bfloat16(capsule: Any) -> Any:
@@ -217,8 +217,8 @@ def _device_of(pointer: int) -> int:
 
 
 _READERS: dict[type, Callable[[Any], Array]] = {np.ndarray: read_numpy}
-# family -> what is to be called with all arrays of a call, once they are read: it raises NeedsBridge where the family's
-# library records whatever is done, by other means than its arrays. There from the first array of the family on.
+# family -> a function to call with all arrays of a call, once they are read. It raises NeedsBridge if the family's
+# library records every operation, by other means than its arrays. It is there from the family's first array on.
 checks: dict[str, Callable[[Sequence[Array | None]], None]] = {}
 # type of q -> whether its library differentiates a call with these q, k and v. `read` finds out too, by an exception
 # that takes 3 to 8 us.

@@ -19,7 +19,7 @@ class NeedsBridge(NotImplementedError):
 
 
 def refuse_jax_tracer(x: Any) -> None:
-    """Raise where x is what JAX traces."""
+    """Raises if x is a tracer of JAX."""
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(x, jax.core.Tracer):
         raise NeedsBridge(
@@ -64,7 +64,7 @@ def torch_differentiates() -> Callable[[Any, Any, Any], bool]:
 
 
 def recording_mode() -> str | None:
-    """What mode of torch sees every operation; None if there is none.
+    """The mode of torch that sees every operation; None if there is none.
 
     The mode of `torch.set_default_device` only says where new tensors go.
     """

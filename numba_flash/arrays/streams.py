@@ -20,7 +20,7 @@ def stream_of(given: Sequence[Array | None], stream: Any) -> int:
     if like.layout.device is None:
         return 0
     address = current_stream(like) if stream is None else address_of(stream)
-    if like.layout.family not in ("cupy", "torch"):  # whose own work is on the current stream
+    if like.layout.family not in ("cupy", "torch"):  # their own work is on the current stream
         _wait_for_producers(given, like.layout.device, address or LEGACY_DEFAULT)
     return address
 

@@ -1,4 +1,4 @@
-"""Configs of the kernels for the gradients of aux: a loop over all scores, and what runs before and after."""
+"""Configs of the kernels for the gradients of aux: one loops over all scores, two run before and after it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from ..problem.options import daux_name
 from .forward import LaunchFacts
 from .simt_backward import OfAux, SimtRowsConfig
 
-PART = 24  # bits of a sum that each of its words has (kernels/score/aux_gradient.py)
+PART = 24  # each word holds so many bits of a sum (kernels/score/aux_gradient.py)
 
 
 def words(compute_dtype: str) -> int:
@@ -20,7 +20,7 @@ def words(compute_dtype: str) -> int:
 
 @dataclass(frozen=True)
 class DauxConfig(OfAux, SimtRowsConfig):
-    """Of v2_daux, one thread per query row."""
+    """Config of v2_daux: one thread per query row."""
 
     kernel = "v2_daux"
     module = "simt.v2_backward_daux"
@@ -33,8 +33,8 @@ class DauxConfig(OfAux, SimtRowsConfig):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class AuxElementsConfig(LaunchFacts):
-    """Of kernels that have a thread for each element of the arrays wanted_aux. dtype: what sums are of, float32 or
-    float64; given: the dtypes of these arrays."""
+    """Kernels with one thread for each element of the arrays wanted_aux. dtype: of the sums' terms, float32 or float64;
+    given: the dtypes of these arrays."""
 
     dtype: str
     given: tuple[str, ...]
@@ -57,7 +57,7 @@ class AuxElementsConfig(LaunchFacts):
 
 @dataclass(frozen=True)
 class AuxStartConfig(AuxElementsConfig):
-    """Of daux_start, which runs before all others."""
+    """Config of daux_start, which clears the sums before other kernels add to them."""
 
     kernel = "daux_start"
     module = "simt.daux_start"
@@ -65,7 +65,7 @@ class AuxStartConfig(AuxElementsConfig):
 
 @dataclass(frozen=True)
 class AuxRoundConfig(AuxElementsConfig):
-    """Of daux_round, which runs after them and writes the gradients."""
+    """Config of daux_round, which runs last, rounds the sums and writes the gradients."""
 
     kernel = "daux_round"
     module = "simt.daux_round"

@@ -1,4 +1,4 @@
-"""Configs of mma's backward, and of the kernel before it in 16 bits, which wgmma's has, too."""
+"""Configs of mma's backward, and of backward_preprocess, which runs before mma's and wgmma's in 16 bits."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -8,15 +8,15 @@ from .forward import ITEM_SIZE, AnyProblem, Config, check, layout, multiple_of, 
 from .mma_forward import MmaConfig
 from .simt_backward import OfAux, OfBias, OfDelta
 
-BLOCK_ROWS = 16  # queries of a block of backward_preprocess' results (kernels/steps/lse_delta.py)
+BLOCK_ROWS = 16  # backward_preprocess writes blocks of so many queries (kernels/steps/lse_delta.py)
 
 
 @dataclass(frozen=True)
 class PreprocessConfig(OfDelta):
-    """Of mma/backward_preprocess.
+    """Config of mma/backward_preprocess.
 
-    natural: lse is kept as it is, as scores with a bias need it (kernels/steps/units.py). dq_partials: how many sums of
-    dQ are taken in turns. early: the kernel behind may start before this one has ended; cc 9.0.
+    natural: lse stays a natural logarithm, as scores with a bias need it (kernels/steps/units.py). dq_partials: sums of
+    dQ of a query tile, each with turn counters. early: the next kernel may start before this one ends (cc 9.0).
     """
 
     natural: bool = False
@@ -42,7 +42,7 @@ class PreprocessConfig(OfDelta):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class OfGradients:
-    """of_dk, of_dv: which of dK and dV a kernel computes that owns keys."""
+    """of_dk, of_dv: which of dK and dV a kernel computes whose blocks own keys."""
 
     of_dk: bool = True
     of_dv: bool = True
@@ -53,34 +53,34 @@ class OfGradients:
 
 
 class Sums:
-    """Of a block that owns keys, with of_dk and of_dv, or queries."""
+    """The gradients that a block sums up: dK and dV (of_dk, of_dv) if it owns keys, dQ if it owns queries."""
 
     @property
     def of_ds(self) -> bool:
-        """Whether it sums up dS times rows of the other side, to dK or dQ."""
+        """Whether it sums up dS times rows of the other side, which gives dK or dQ."""
         return getattr(self, "of_dk", True)
 
     @property
     def of_p(self) -> bool:
-        """Whether it sums up P times them, to dV."""
+        """Whether it sums up P times rows of the other side, which gives dV."""
         return getattr(self, "of_dv", False)
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class MmaBackwardConfig(Sums, Config):
-    """Of mma/backward, all dtypes: a block owns a tile of rows, keeps it in shared memory, and walks over the tiles of
-    the other side.
+    """Config of mma/backward, all dtypes: a block owns a tile of rows, keeps it in shared memory, and walks over the
+    tiles of the other side.
 
-    Warps own `warp_rows` rows. column_groups: each of so many warps that own the same rows computes their scores with a
-    part of the other rows and sums up a part of the columns of their gradients; in between, scores go through shared
-    memory: 4 to 5 % at head_dim 128, 44 to 57 % at 256. bias_pairs: bias can be read two keys at a time
-    (problem/option_checks.py, OptionArray). large_f64, copy_bytes: as of MmaConfig. with_dq: a block that owns keys
+    Each warp owns `warp_rows` rows. column_groups: so many warps own the same rows; each computes their scores with a
+    part of the other rows, they exchange them through shared memory, and each sums up a part of the gradients' columns:
+    4 to 5 % at head_dim 128, 44 to 57 % at 256. bias_pairs: bias can be read two keys at a time
+    (problem/option_checks.py, OptionArray). large_f64, copy_bytes: as in MmaConfig. with_dq: a block that owns keys
     computes dQ, too. of_product: dS is the gradient of scale * q . k, otherwise that of the finished score.
 
     In 16 bits: in_registers: fragments of the block's own tiles stay in registers instead of being read again for each
-    tile that it walks over: 4 to 6 % at head_dim 64. stages: with two there is room for two tiles of the other side,
-    one in use and one on its way: 8 to 18 % at head_dim 64. With one, a half of the only one (V of K and V, dO of Q and
-    dO) comes while products use the other: room for tiles twice as large.
+    tile that it walks over: 4 to 6 % at head_dim 64. stages: with two, one tile of the other side is in use while the
+    next is in flight: 8 to 18 % at head_dim 64. With one, one half of the only tile (V of K and V, dO of Q and dO)
+    is loaded while products use the other half, so tiles can be twice as large.
     """
 
     warp_rows: int = 16
@@ -93,9 +93,9 @@ class MmaBackwardConfig(Sums, Config):
     copy_bytes: int = 16
 
     DTYPES: ClassVar[tuple[str, ...]] = MmaConfig.DTYPES
-    GROUPS: ClassVar[tuple[int, ...]] = (1, 2)  # of elements of more than 16 bits
-    WIDEST: ClassVar[int] = 256  # columns of a gradient whose sums a warp can keep in registers: of 32 bits
-    columns_in_order: ClassVar[bool] = False  # a lane's sums are of two columns of each 8, side by side
+    GROUPS: ClassVar[tuple[int, ...]] = (1, 2)  # column_groups allowed in more than 16 bits
+    WIDEST: ClassVar[int] = 256  # columns of a gradient whose 32-bit sums a warp can keep in registers
+    columns_in_order: ClassVar[bool] = False  # True: of each 8 columns, a lane sums up two neighbours
     with_dq = False
     only_tile = False
     of_product = True
@@ -137,13 +137,13 @@ class MmaBackwardConfig(Sums, Config):
         return self.item_size == 2 and self.of_product and not self.with_dq
 
     def _padded(self, columns: int) -> int:
-        """Of more than 16 bits in whole panels for each group of columns."""
+        """In more than 16 bits each group of columns has whole panels."""
         step = 16 if self.item_size == 2 else 128 // self.item_size * self.column_groups
         return -(-columns // step) * step
 
     @property
     def group_columns(self) -> int:
-        """Columns of gradients that a warp of a group sums up, in 16 bits: whole panels of 64."""
+        """How many columns of a gradient a warp of a group sums up in 16 bits: whole panels of 64."""
         return -(-max(self.head_dim_padded, self.head_dim_v_padded) // (64 * self.column_groups)) * 64
 
     def summed(self, columns: int) -> int:
@@ -152,7 +152,7 @@ class MmaBackwardConfig(Sums, Config):
 
     @property
     def strips(self) -> int:
-        """Of 16 rows, of a warp."""
+        """Strips of 16 rows that a warp owns."""
         return self.warp_rows // 16
 
     @property
@@ -165,24 +165,24 @@ class MmaBackwardConfig(Sums, Config):
         return self.own_rows // self.warp_rows * self.column_groups * 32
 
     def tiles(self) -> tuple[int, int, int, int]:
-        """Bytes of the own tiles, for S and for dP, and of the other side's."""
+        """Bytes of the block's own tiles, for S and for dP, and of the other side's, for S and for dP."""
         columns, rows = (self.head_dim_padded, self.head_dim_v_padded), (self.own_rows, self.other_rows)
         own_s, own_dp, other_s, other_dp = (tile_bytes(r, c, self.item_size) for r in rows for c in columns)
         return own_s, own_dp, other_s, other_dp
 
     @property
     def delta_first(self) -> bool:
-        """Whether the sums of dP begin with -delta."""
+        """Whether the accumulators of dP begin with -delta."""
         return self.item_size == 2 and not self.seeded
 
     def shared_layout(self) -> Any:
-        """Where the block's own tiles are, for S and for dP (K and V, or Q and dO), the stages of the other side's
-        tiles, P and dS where warps exchange them, dQ with with_dq, the bias of a tile, lse and delta of the other
-        side's queries, what each own row needs (RowState in kernels/mma/backward_scores.py), the state of the block and
+        """In this order: the block's own tiles, for S and for dP (K and V, or Q and dO); the stages of the other side's
+        tiles; P and dS if warps exchange them; dQ if with_dq; the bias of a tile; lse and delta of the other side's
+        queries; a RowState for each own row (kernels/mma/backward_scores.py); the state of the block;
         the end.
 
-        Gradients in 16 bits are staged in the place of the own tiles; without dS there is no V, and dV takes K's place.
-        With an only tile dS is in the place of V, whose rows no other warp reads, and dQ in that of dO.
+        Gradients in 16 bits are staged over the own tiles; without dS there is no V, and dV is staged over K.
+        With only_tile dS overwrites V, whose rows no other warp reads, and dQ overwrites dO.
         """
         own_s, own_dp, other_s, other_dp = self.tiles()
         own = dict(own_s=own_s, own_dp=own_dp) if self.of_ds else dict(own_s=max(own_s, own_dp), own_dp=0)
@@ -205,8 +205,8 @@ class MmaBackwardConfig(Sums, Config):
 
 @dataclass(frozen=True)
 class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
-    """A block owns tile_n keys and walks over tiles of tile_m queries. In 16 bits both sums together fit into registers
-    up to head_dim 128."""
+    """A block owns tile_n keys and walks over tiles of tile_m queries. In 16 bits the sums of dK and dV fit into
+    registers together up to head_dim 128."""
 
     kernel = "mma_dkdv"
     module = "mma.backward"
@@ -230,10 +230,10 @@ class MmaDkdvConfig(OfGradients, MmaBackwardConfig):
 
 @dataclass(frozen=True)
 class MmaOneKeyTileConfig(MmaDkdvConfig):
-    """The same where a block's tile has all keys of a head: it computes dQ, too.
+    """The same for heads with one tile of keys: a block computes dQ, too.
 
-    delta: that of backward_preprocess, whose work the block does itself if a head has one tile of queries. with_dbias:
-    it stores dbias, too, each element of which is that of one score. pairs: as of MmaDbiasConfig. bias_boxes: rows of a
+    delta: the Config of backward_preprocess if the block does its work, for heads with one tile of queries. with_dbias:
+    the block stores dbias, too; each element belongs to one score. pairs: as in MmaDbiasConfig. bias_boxes: rows of a
     bias can be copied 16 bytes at a time (kernels/mma/query_columns.py).
     """
 
@@ -258,12 +258,12 @@ class MmaOneKeyTileConfig(MmaDkdvConfig):
 
     @property
     def only_tile(self) -> bool:  # type: ignore[override]
-        """Whether the block has one tile of queries, and the work of backward_preprocess."""
+        """Whether a head has one tile of queries, too; then the block does the work of backward_preprocess."""
         return self.delta is not None
 
     @property
     def own_delta(self) -> PreprocessConfig:
-        """The same for the block's threads. Lanes share no more rows than leave some for each warp."""
+        """`delta` with the block's threads. most_rows is so small that every warp has rows."""
         assert self.delta is not None
         most = self.tile_m * self.delta.lanes // self.threads
         return replace(self.delta, threads=self.threads, most_rows=min(max(most, 1), 4))
@@ -286,12 +286,12 @@ class MmaDqConfig(MmaBackwardConfig):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class MmaScoresConfig(MmaBackwardConfig):
-    """Of the kernels that stop at dS. Tiles of tile_m queries by tile_n keys, one behind the other."""
+    """The kernels that stop at dS. They process one tile of tile_m queries by tile_n keys after the other."""
 
     DTYPES = ("float16", "bfloat16")
     of_product = False
-    ROW_BYTES: ClassVar[int] = 8  # of what is known of a query
-    SCORE_PAD: ClassVar[int] = 8  # floats behind a row of scores in shared memory, so that lanes meet no bank twice
+    ROW_BYTES: ClassVar[int] = 8  # bytes of a query's lse and delta
+    SCORE_PAD: ClassVar[int] = 8  # floats after a row of scores in shared memory, against bank conflicts
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -301,18 +301,18 @@ class MmaScoresConfig(MmaBackwardConfig):
 
     @property
     def rows_bytes(self) -> int:
-        """Of what is known of the queries of a stage."""
+        """Bytes of the rows (lse, delta) of a stage's queries."""
         return self.ROW_BYTES * self.tile_m
 
     def _layout(self, **behind: int) -> Any:
-        """Where Q, dO, K, V, what is behind them and the end are."""
+        """Q, dO, K, V, then the parts named in `behind`, and the end."""
         tiles = zip(("q", "do", "k", "v"), self.tiles(), strict=True)
         return layout(**{name: self.stages * size for name, size in tiles}, **behind)
 
 
 @dataclass(frozen=True)
 class MmaDbiasConfig(OfBias, MmaScoresConfig):
-    """Of mma_dbias. pairs: two neighbours of 16 bits in dbias lie in one word of 4 bytes."""
+    """Config of mma_dbias. pairs: two neighbours of 16 bits in dbias lie in one word of 4 bytes."""
 
     pairs: bool = False
 
@@ -321,19 +321,19 @@ class MmaDbiasConfig(OfBias, MmaScoresConfig):
     takes = abi.backward("dbias").plus("dbias_sums", OfBias.SIZES)
 
     def shared_layout(self) -> Any:
-        """lse and delta of the queries are behind the tiles, the bias, and a row of sums for each warp."""
+        """After the tiles: lse and delta of the queries, the bias, and a row of sums for each warp."""
         bias = self.tile_m * self.tile_n * ITEM_SIZE[self.dtype_of("bias") or self.dtype]
         return self._layout(rows=self.stages * self.rows_bytes, bias=bias, sums=self.threads // 32 * self.tile_n * 4)
 
 
 @dataclass(frozen=True)
 class MmaDauxConfig(OfAux, MmaScoresConfig):
-    """Of mma_daux. With two stages no barrier would be between a tile's products and the threads that take them."""
+    """Config of mma_daux. With two stages no barrier would separate a tile's products from their readers."""
 
     kernel = "mma_daux"
     module = "mma.backward_daux"
     takes = abi.backward("").plus(abi.AUX_SUMS, abi.OF_AUX)
-    ROW_BYTES = 16
+    ROW_BYTES = 16  # its range of keys, too
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -345,6 +345,6 @@ class MmaDauxConfig(OfAux, MmaScoresConfig):
         return 4 * (self.tile_n + self.SCORE_PAD)
 
     def shared_layout(self) -> Any:
-        """Q K^T, dO V^T, and what is known of each query are behind the tiles."""
+        """After the tiles: Q K^T, dO V^T, and the rows of the queries."""
         scores = self.tile_m * self.score_row
         return self._layout(s=scores, dp=scores, rows=self.rows_bytes)

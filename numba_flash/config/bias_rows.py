@@ -10,13 +10,13 @@ from ..arrays.dtypes import ITEM_SIZE
 from ..problem.backward import BackwardProblem
 from .forward import LaunchFacts
 
-PIECE = 8  # numbers of 16 bits in the 16 bytes of which TMA takes a multiple
+PIECE = 8  # TMA needs rows of a multiple of 16 bytes: so many numbers of 16 bits
 
 
 @dataclass(frozen=True)
 class BiasRowsConfig(LaunchFacts):
-    """Of bias_rows, which runs before Hopper's backward where TMA cannot load rows of a bias in 16 bits. The kernels
-    behind it read its copy. pairs: as of OptionArray."""
+    """Config of bias_rows, which copies a 16-bit bias whose rows TMA cannot load. Hopper's backward then reads the
+    copy. pairs: as in OptionArray."""
 
     dtype: str
     pairs: bool = False
@@ -29,7 +29,7 @@ class BiasRowsConfig(LaunchFacts):
 
     @staticmethod
     def before(problem: BackwardProblem, threads: int) -> "BiasRowsConfig | None":
-        """None where TMA can load the rows, where queries share one, or where no kernel would load them."""
+        """The Config; None if TMA can load the rows, if all queries share one row, or if no kernel would load them."""
         p, bias = problem.forward, problem.forward.array("bias")
         loads = (
             {"dq", "dk", "dv"} & {*problem.wanted} and p.packed is None and 0 not in (p.batch, p.seqlen_q, p.seqlen_k)
@@ -45,7 +45,7 @@ class BiasRowsConfig(LaunchFacts):
         return -(-math.prod(self._shape(problem)) // (PIECE * self.threads))
 
     def own_sizes(self, problem: Any) -> dict[str, Any]:
-        """batch: of the bias; bias_shape: its heads, rows, numbers of a row of the copy, and keys."""
+        """batch: that of the copy; bias_shape: its heads, its rows, the numbers in a row, and the keys."""
         batch, *shape = self._shape(problem)
         return dict(batch=batch, bias_shape=(*shape, problem.forward.seqlen_k))
 
@@ -53,7 +53,7 @@ class BiasRowsConfig(LaunchFacts):
         return {abi.BIAS_ROWS: (self._shape(problem), self.dtype)}
 
     def problem_behind(self, problem: BackwardProblem) -> BackwardProblem:
-        """With the copy's strides."""
+        """The problem with the copy's strides in place of the bias's."""
         p, (batch, heads, rows, row) = problem.forward, self._shape(problem)
         strides = heads * rows * row if batch > 1 else 0, rows * row if heads > 1 else 0, row, 1
         arrays = tuple(
@@ -64,7 +64,7 @@ class BiasRowsConfig(LaunchFacts):
 
     @staticmethod
     def _shape(problem: Any) -> tuple[int, int, int, int]:
-        """Of the copy."""
+        """(batch, heads, rows, numbers in a row) of the copy."""
         p = problem.forward
         by_batch, by_head, *_ = p.array("bias").strides
         return p.batch if by_batch else 1, p.heads if by_head else 1, p.seqlen_q, -(-p.seqlen_k // PIECE) * PIECE

@@ -2,25 +2,25 @@
 
 from ..problem.forward import Problem
 
-AT_A_TIME = 128  # about as many as a GPU has room for where one fills a multiprocessor
-FEW = 24  # heads whose tiles may always come from memory: a quarter of its bandwidth
+AT_A_TIME = 128  # about as many blocks as a GPU runs at a time, if one fills a multiprocessor
+FEW = 24  # so many heads may always read tiles from global memory: a quarter of its bandwidth
 HALF_OF_L2 = 24 << 20  # bytes, about
-MOST_TILES = 8 * AT_A_TIME  # of keys: with more, the waits at the beginning are a small part of the whole
-FEW_QUERIES = 512  # up to here a head's line is long, but the waits in it are short
+MOST_TILES = 8 * AT_A_TIME  # of keys: with more, the waits at the beginning are a small part of the run time
+FEW_QUERIES = 512  # up to here a head's line of blocks is long, but each wait is short
 
 
 def heads_in_flight(p: Problem, tile_n: int, sums: int = 1) -> int:
-    """How many heads wgmma/backward_fused processes side by side, of each way (kernels/steps/dq_order.py), as equal as
-    possible for all groups. The order of sums, and so every bit, stays the same.
+    """How many heads wgmma/backward_fused processes side by side, in each direction (kernels/steps/dq_order.py); the
+    groups are as equal as possible. It does not change the order of sums, and so changes no bit.
 
-    If every query sees every key, blocks of a head follow each other in a line, each one turn after the one before.
-    With more heads, fewer blocks of each run at a time, and the line is shorter. But what they read and add to should
-    stay in L2. So it is where most queries see most keys. Under another mask blocks do not wait, and with many key
-    tiles only the first ones do. Then the number is as many heads as keep a GPU busy. Of packed sequences it is the
-    number of key tiles: the kernel counts those of a sequence, and takes as many of its heads as that needs.
+    If every query sees every key, the blocks of a head form a line: each is one turn behind the one before. With more
+    heads, fewer blocks of each run at a time, and the line is shorter. But the data that they read and add to should
+    stay in L2. The same holds if most queries see most keys. Under another mask blocks do not wait, and with many key
+    tiles only the first blocks do: then the number is as many heads as keep a GPU busy. For packed sequences it is a
+    number of key tiles: the kernel counts the key tiles of a sequence and takes as many heads as that needs.
 
-    sums: of dQ, for each query tile. With more, a line is shorter, and takes more room: then fewer heads wait no longer
-    than more heads with one sum.
+    sums: how many sums of dQ a query tile has. With more, a line is shorter and takes more memory: then fewer heads
+    wait no longer than more heads with one sum.
     """
     if p.packed is not None:
         return AT_A_TIME

@@ -12,14 +12,14 @@ from .kvcache import page_arrays
 
 @dataclass(frozen=True)
 class DecodeConfig(TensorConfig):
-    """Of mma/decode: a block has up to tile_m rows, which are all query heads of a KV head, query after query.
+    """Config of mma/decode: a block has up to tile_m rows, which are all query heads of a KV head, query after query.
 
-    tile_n: keys of a warp's tile; key_warps warps have neighbouring ones. stages: tiles of keys that have a place.
-    blocks: how many run at a time; no more parts of sequences are handed from block to block. pages: how a sequence's
-    pages are found (kernels/steps/pages.py). stack_rows, stack_levels: of nodes that wait in shared memory for their
-    neighbours, as many rows and levels of the tree; those of level 0 may wait in registers, and those above in global
-    memory. copy_bytes: as of MmaConfig. members: how many sequences may have rows in the tile of a prefix that they
-    share, a power of 2; 1: no prefix is shared (kernels/mma/decode_prefixes.py). large_f64: as of MmaConfig.
+    tile_n: keys of a warp's tile; key_warps warps have neighbouring tiles. stages: tiles of K and V in flight or in
+    use. blocks: how many blocks run at a time. pages: how a sequence's pages are found (kernels/steps/pages.py).
+    stack_levels: levels of the tree whose nodes wait in shared memory for their neighbours; stack_rows: rows of each
+    such node. Nodes of level 0 may wait in registers, and those of higher levels in global memory. copy_bytes,
+    large_f64: as in MmaConfig. members: how many sequences may have rows in the tile of a prefix that they share, a
+    power of 2; 1: no prefix is shared (kernels/mma/decode_prefixes.py).
     """
 
     warp_rows: int = 16
@@ -32,8 +32,8 @@ class DecodeConfig(TensorConfig):
     members: int = 1
     large_f64: bool = False
 
-    CHUNK: ClassVar[int] = 256  # keys of a leaf of the tree; the bits follow from it, from tile_n and from key_warps
-    STAGE_BYTES: ClassVar[dict[str, int]] = dict(float32=32 * 1024)  # at most, if not 64 KB
+    CHUNK: ClassVar[int] = 256  # keys of a leaf of the tree; bits depend on it, on tile_n and on key_warps
+    STAGE_BYTES: ClassVar[dict[str, int]] = dict(float32=32 * 1024)  # at most; other dtypes: 64 KB
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
 
     kernel = "decode"
@@ -64,7 +64,7 @@ class DecodeConfig(TensorConfig):
 
     @functools.cached_property
     def key_warps(self) -> int:
-        """Four, or as many fewer as a tile of wide rows takes, so that several tiles fit into shared memory."""
+        """Warps that share the keys of a tile: four, or fewer if rows are wide, so that several tiles fit."""
         of_16 = 16 * 128 * sum(-(-columns * self.item_size // 128) for columns in (self.head_dim, self.head_dim_v))
         return next(n for n in (4, 2, 1) if n == 1 or n * of_16 <= self.STAGE_BYTES.get(self.dtype, 64 * 1024))
 
@@ -74,13 +74,13 @@ class DecodeConfig(TensorConfig):
 
     @property
     def keys(self) -> int:
-        """Of a tile of the block."""
+        """Keys of a block's tile."""
         return self.key_warps * self.tile_n
 
     @property
     def most_parts(self) -> int:
-        """The most parts of sequences that are handed from block to block. Beside prefixes they are more, and finer:
-        what sequences share ends at a part."""
+        """The most parts of sequences that blocks share. With shared prefixes there are more and finer parts, because a
+        prefix ends at the end of a part."""
         return self.blocks if self.members == 1 else 4 * self.blocks
 
     @property
@@ -92,12 +92,12 @@ class DecodeConfig(TensorConfig):
         return self.counter_words + self._sharing(problem.forward)
 
     def _sharing(self, p: Any) -> int:
-        """Sequences, times KV heads, that may have a part of a prefix."""
+        """How many pairs of a sequence and a KV head may have part of a shared prefix."""
         return p.batch * p.heads_kv if self.members > 1 else 0
 
     @property
     def columns_step(self) -> int:  # type: ignore[override]
-        """Each key warp has its part of the columns of what they join; products of more than 16 bits take whole
+        """Each key warp joins its part of O's columns; products of more than 16 bits take whole
         panels."""
         return max(8 * self.key_warps, 128 // self.item_size if self.item_size > 2 else 16)
 
@@ -107,13 +107,13 @@ class DecodeConfig(TensorConfig):
 
     @functools.cached_property
     def scores(self) -> "DecodeConfig":
-        """What the stages of a score are made from: its aux are those of functions alone."""
+        """The Config that the stages of a score read: its aux has only the arrays of functions."""
         return dataclasses.replace(self, pages="own", members=1)
 
     @property
     def lane_rows(self) -> int:
-        """Of those of a warp: one of each 16 that a lane could have two of, where a tile has 8 at most. Then numbers of
-        O are told apart by columns alone, four at a time."""
+        """Rows of a node that a lane holds: two of each 16 of its warp, or one if a tile has 8 rows at most. With one,
+        a lane's numbers of O differ by column alone."""
         few = self.stack_rows <= 8 and self.head_dim_v_padded % (16 * self.key_warps) == 0
         return 1 if few else self.warp_rows // 8
 
@@ -124,7 +124,7 @@ class DecodeConfig(TensorConfig):
 
     @property
     def parts_at_once(self) -> int:
-        """Of the columns' key_warps parts, how many are exchanged at a time in a stage of K and V."""
+        """How many of the columns' key_warps parts are exchanged at a time in a stage of K and V."""
         part = self.tile_m * self.head_dim_v_padded * self.number_size
         return next(n for n in (4, 2, 1) if n == 1 or n <= self.key_warps and n * part <= self.stage_bytes)
 
@@ -132,11 +132,11 @@ class DecodeConfig(TensorConfig):
         return layout(
             q=tile_bytes(self.tile_m, self.head_dim_padded, self.item_size),
             ring=self.stages * self.stage_bytes,
-            places=self.stages * 2 * self.keys * 8,  # where rows of K and V lie
+            places=self.stages * 2 * self.keys * 8,  # where rows of K and V lie in global memory
             states=self.key_warps * self.tile_m * 2 * self.number_size,  # m and l of key warps
             flags=self.ROW_STATE_BYTES * self.tile_m,
             stack=self.stack_levels * self.shared_stack[1],
-            last=max(16, 4 * self.members),  # what warps tell each other
+            last=max(16, 4 * self.members),  # words that warps exchange
         )
 
     def grid(self, problem: Any) -> int:
@@ -146,7 +146,7 @@ class DecodeConfig(TensorConfig):
         return min(self.blocks, items)
 
     def levels(self, seqlen_k: int) -> int:
-        """Of the tree over the chunks of a sequence."""
+        """Levels of the tree over the chunks of a sequence."""
         return max(-(-seqlen_k // self.CHUNK) - 1, 1).bit_length()
 
     @property
@@ -155,19 +155,19 @@ class DecodeConfig(TensorConfig):
 
     @property
     def shared_stack(self) -> tuple[int, int, int]:
-        """Levels; bytes of one, and of one number of each thread, which are float32. Four lanes of each key warp share
+        """(levels, bytes of a level, bytes of one float32 number of every thread). Four lanes of each key warp share
         a row of O; each has m and l."""
         number_bytes = 4 * 4 * self.key_warps * self.stack_rows
         return self.stack_levels, (self.head_dim_v_padded // (4 * self.key_warps) + 2) * number_bytes, number_bytes
 
     @property
     def node_numbers(self) -> int:
-        """A thread's numbers of a node: its part of O, and m and l of its rows."""
+        """How many numbers of a node a thread holds: its part of O, and m and l of its rows."""
         return self.lane_rows * (self.head_dim_v_padded // (4 * self.key_warps) + 2)
 
     @property
     def slot_numbers(self) -> int:
-        """The numbers of a node in memory that another block may read: O of all rows, then their m and l."""
+        """How many numbers a node has in global memory: O of all rows, then their m and l."""
         return self.tile_m * (self.head_dim_v_padded + 2)
 
     def own_sizes(self, problem: Any) -> dict[str, Any]:
@@ -176,8 +176,8 @@ class DecodeConfig(TensorConfig):
         return dict(page=max(size, 1), pages=total, levels=self.levels(p.seqlen_k))
 
     def workspace(self, problem: Any) -> abi.Workspace:
-        """Slots of the nodes that blocks hand each other, one for each block's own, those of sequences behind a prefix
-        and two words for each of them, and each block's stack."""
+        """Slots for the nodes that blocks share, one slot for each block's own node, a slot and two words for each
+        sequence behind a prefix, and each block's stack."""
         stacks = self.blocks * self.levels(problem.forward.seqlen_k) * self.node_numbers * self.threads
         slots, sharing = self.most_parts + self.blocks, self._sharing(problem.forward)
         numbers = slots * self.slot_numbers + sharing * (self.slot_numbers + 2) + stacks

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 else:
     AnyProblem = Any
 
-L2_BYTES = 16 * 2**20  # of K and V on which all blocks of the GPU work at the same time, so that they stay in L2
+L2_BYTES = 16 * 2**20  # all blocks of the GPU work on so much of K and V at a time that it stays in L2
 
 
 # Tiles for tensor cores are stored as swizzled panels with 128 bytes per row, 64 columns of 16 bits (ptx/fragments.py).
@@ -70,32 +70,32 @@ def multiple_of(name: str, value: int, step: int) -> None:
 
 
 def fields_of(config: Any, kind: Any) -> dict[str, Any]:
-    """Of a Config the fields that Configs of this kind are made with."""
+    """The fields of a Config that Configs of this kind are made with."""
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(kind) if field.init}
 
 
 def tiles_of_all(p: Any, rows: int, of_keys: bool = False) -> int:
-    """Tiles of `rows` queries or keys of one head in all batch entries; of packed sequences their numbers
-    (kernels/steps/tile_numbers.py)."""
+    """How many tiles of `rows` queries or keys one head has in all batch entries; for packed sequences, how many tile
+    numbers (kernels/steps/tile_numbers.py)."""
     if p.packed is None:
         return tiles_by_bound(p, rows, of_keys)
     return p.packed[of_keys] // rows + p.batch if p.batch and p.packed[of_keys] else 0
 
 
 def tiles_by_bound(p: Any, rows: int, of_keys: bool = False) -> int:
-    """The same if each sequence has as many as the bound of the lengths."""
+    """The same, if every sequence is as long as the bound of the lengths."""
     return p.batch * -(-(p.seqlen_k if of_keys else p.seqlen_q) // rows)  # type: ignore[no-any-return]
 
 
 def with_problems(configs: Iterable[Any], problem: Any) -> Iterator[tuple[Any, Any]]:
-    """Each kernel with its problem: one before it may have replaced an array."""
+    """Each kernel with its problem, in which an earlier kernel may have replaced an array."""
     for config in configs:
         yield config, problem
         problem = config.problem_behind(problem)
 
 
 class LaunchFacts:
-    """What selecting, compiling and launching need to know of a kernel, with the values that hold for most."""
+    """The facts that selecting, compiling and launching a kernel need. The defaults hold for most kernels."""
 
     kernel: str  # its name
     module: ClassVar[str]  # its file, below numba_flash/kernels
@@ -105,28 +105,28 @@ class LaunchFacts:
     dtype: str  # of q, k, v and o
     threads: int
     shared_bytes: int = 0
-    blocks_per_sm: int = 0  # how many blocks the registers must suffice for; 0 leaves it to the assembler
-    uses: Uses = ()  # options.uses(...): what else the problem uses
-    wanted_aux: tuple[int, ...] = ()  # the numbers of the arrays of functions whose gradients it is about
+    blocks_per_sm: int = 0  # the registers must suffice for so many blocks; 0 leaves it to the assembler
+    uses: Uses = ()  # options.uses(...): the options that the problem uses
+    wanted_aux: tuple[int, ...] = ()  # the indices in aux of the arrays whose gradients it computes
 
     of_keys: ClassVar[bool] = False  # a block owns keys and walks over queries
     tensor_maps: ClassVar[int] = 0  # how many TMA descriptors the kernel takes
     whole_program: ClassVar[bool] = False  # assembled by the driver (compiled.to_code)
-    waits: ClassVar[bool] = False  # it executes griddepcontrol.wait: it may start before the kernel before has ended
+    waits: ClassVar[bool] = False  # it executes griddepcontrol.wait: it may start before the previous kernel ends
     cluster: ClassVar[int] = 1  # how many neighbouring blocks run together and reach each other's shared memory
     counted: ClassVar[bool] = False  # its blocks share counters, the last of its pointers
-    counter_words: ClassVar[int] = 2  # how many: these take their work by one (gpu/tile_counters.py)
+    counter_words: ClassVar[int] = 2  # words of them; the default is one tile counter (gpu/tile_counters.py)
     persistent: ClassVar[bool] = False  # a block takes one piece of work after the other
-    shared_alignment: ClassVar[int] = 0  # where dynamic shared memory has to begin at a multiple of; 0: of 16
-    bias_boxes: ClassVar[bool] = False  # a bias comes by TMA (problem/option_checks.py, OptionArray)
-    tile_states: ClassVar[str] = ""  # the array that says which tiles a mask_mod leaves; "" = it asks for none
-    states_tile: ClassVar[StatesTile | None] = None  # what has a state there
-    ptx_version: ClassVar[str] = ""  # the first with its instructions; "": its GPU's (compiled.PTX_VERSIONS)
-    kept: ClassVar[str] = ""  # the array that it makes and a BlockMask keeps for the next call; "" = none
-    replaces: ClassVar[tuple[str, str] | None] = None  # (an array, the one that kernels behind it get in its place)
+    shared_alignment: ClassVar[int] = 0  # dynamic shared memory begins at a multiple of this; 0: of 16
+    bias_boxes: ClassVar[bool] = False  # TMA loads the bias (problem/option_checks.py, OptionArray)
+    tile_states: ClassVar[str] = ""  # the array of the states of tiles under a mask_mod; "" = it reads none
+    states_tile: ClassVar[StatesTile | None] = None  # the kind of tile that has a state there
+    ptx_version: ClassVar[str] = ""  # the first version with its instructions; "": its GPU's (compiled.PTX_VERSIONS)
+    kept: ClassVar[str] = ""  # the array that it writes and a BlockMask keeps for the next call; "" = none
+    replaces: ClassVar[tuple[str, str] | None] = None  # (an array, its copy that later kernels read instead)
     packed: bool = False  # sequences are packed (problem/packed.py)
-    clears_outside: ClassVar[bool] = False  # it writes rows of no sequence, too (kernels/steps/outside_rows.py)
-    in_order: bool = False  # their tiles have numbers (kernels/steps/tile_numbers.py)
+    clears_outside: ClassVar[bool] = False  # it also writes rows of no sequence (kernels/steps/outside_rows.py)
+    in_order: bool = False  # tiles of packed sequences have numbers (kernels/steps/tile_numbers.py)
 
     @property
     def compute_dtype(self) -> str:
@@ -151,7 +151,7 @@ class LaunchFacts:
 
     @property
     def mask_mod_as_bits(self) -> bool:
-        """Whether it reads what a mask_mod leaves, and calls no mask_mod."""
+        """Whether it reads a mask_mod as bits and does not call it."""
         return dict(self.uses).get("mask_mod") == abi.AS_BITS
 
     @property
@@ -166,7 +166,7 @@ class LaunchFacts:
 
     @property
     def seeded(self) -> bool:
-        """Whether each call brings a seed, from which follows which weights count."""
+        """Whether it takes a dropout seed."""
         return self.has(SEEDED)
 
     @property
@@ -175,11 +175,11 @@ class LaunchFacts:
         return abi.complete(self.takes, len(self.aux), self.seeded, self.tile_states, self.counted, self.packed)
 
     def own_sizes(self, problem: AnyProblem) -> dict[str, Any]:
-        """Values of sizes that this kernel alone takes."""
+        """The values of the sizes that only this kernel takes."""
         return {}
 
     def problem_behind(self, problem: Any) -> Any:
-        """The problem of the kernels behind it, with the strides of the array that it replaces."""
+        """The problem of later kernels, with the strides of the array that this kernel replaces."""
         return problem
 
     def grid(self, problem: AnyProblem) -> int:
@@ -187,7 +187,7 @@ class LaunchFacts:
         raise NotImplementedError
 
     def workspace(self, problem: AnyProblem) -> Workspace:
-        """What it needs of the arrays that the kernels of a call hand each other, other than the next kernel's."""
+        """Shapes and dtypes of the workspace arrays that it needs beside those of the next kernel."""
         return {}
 
     def operand_maps(self, problem: AnyProblem) -> "OperandMaps":
@@ -195,13 +195,13 @@ class LaunchFacts:
         return ()
 
 
-# This class and TensorConfig have no instances of their own. So they do without the methods of a dataclass, which each
-# class below them has anew: making these would take longer than the rest of this module.
+# This class and TensorConfig are never instantiated, so they skip the generated methods of a dataclass. Each subclass
+# generates its own. Generating them here would take longer than the rest of this module.
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Config(LaunchFacts):
     """The compile-time facts that every attention kernel has; frozen, hashable, part of the disk cache's key.
 
-    tile_m query rows by tile_n keys is what a block works on at a time.
+    A block works on a tile of tile_m query rows by tile_n keys at a time.
     """
 
     dtype: str
@@ -211,22 +211,22 @@ class Config(LaunchFacts):
     tile_n: int
     write_lse: bool = True
     uses: Uses = ()
-    q_offset_source: str = "number"  # as of Problem
-    narrow: bool = False  # as of Problem: where functions are told positions
+    q_offset_source: str = "number"  # as in Problem
+    narrow: bool = False  # as in Problem, if functions are called; else False
     blocks_per_sm: int = 0
 
-    DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")  # that kernels on tensor cores take
-    ALIGNMENT: ClassVar[int] = 1024  # of panels; dynamic shared memory itself begins at a multiple of 16
-    group_size: ClassVar[int] = 1  # a tile is of one head
+    DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")  # the dtypes of most tensor-core kernels
+    ALIGNMENT: ClassVar[int] = 1024  # bytes, of panels; dynamic shared memory begins at a multiple of 16 alone
+    group_size: ClassVar[int] = 1  # query heads of one KV head in a tile
     v_parts: ClassVar[int] = 1  # blocks that share a tile's columns of O
-    reads_bits: ClassVar[bool] = True  # it reads a mask as bits, which mask_bits makes before
-    reads_mask_mod: ClassVar[bool] = False  # and a mask_mod too, where that can be (abi/mask_bits.py)
+    reads_bits: ClassVar[bool] = True  # it reads a mask as bits, which the kernel mask_bits writes before
+    reads_mask_mod: ClassVar[bool] = False  # it reads a mask_mod as bits, too, where it can (abi/mask_bits.py)
     reads_states: ClassVar[bool] = False  # it skips tiles in which a mask_mod leaves nothing
-    reads_order: ClassVar[bool] = True  # and takes tiles in an order that depends on this
+    reads_order: ClassVar[bool] = True  # it takes tiles in the order that tile_order makes of the states
 
     @classmethod
     def behind(cls, config: "Config") -> "Config":
-        """Of a kernel that goes on with what that of `config` leaves, tile for tile."""
+        """The Config of a kernel that continues the work of that of `config`, with the same tiles."""
         return cls(**fields_of(config, cls) | dict(blocks_per_sm=0))
 
     def shared_layout(self) -> Any:
@@ -235,7 +235,7 @@ class Config(LaunchFacts):
 
     @functools.cached_property
     def shared_bytes(self) -> int:  # type: ignore[override]
-        """With a gap in front, unless the assembler is told where shared memory begins."""
+        """Bytes of the layout, and of a gap in front unless the assembler knows where shared memory begins."""
         return self.shared_layout().end + (0 if self.shared_alignment else self.ALIGNMENT)  # type: ignore[no-any-return]
 
     def _check_dtype(self) -> None:
@@ -258,7 +258,7 @@ class Config(LaunchFacts):
 
     @property
     def tile_states(self) -> str:  # type: ignore[override]
-        """The array that says which tiles a mask_mod leaves; "" without one."""
+        """The array of the states of tiles under a mask_mod; "" if it reads none."""
         reads = self.reads_states and self.has("mask_mod") and not self.packed
         return self.states_tile.array if reads else ""
 
@@ -268,7 +268,7 @@ class Config(LaunchFacts):
 
     @property
     def states_tile(self) -> StatesTile:  # type: ignore[override]
-        """What has a state there."""
+        """The kind of tile that has a state there."""
         return StatesTile(self.queries, self.tile_n, self.group_size, self.of_keys)
 
     @property
@@ -288,7 +288,7 @@ class Config(LaunchFacts):
 
     @property
     def head_dim_padded(self) -> int:
-        """Columns of a tile on tensor cores, in whole steps of a product; what is past head_dim is zero."""
+        """Columns of a tile on tensor cores, in whole steps of a product; columns past head_dim are zero."""
         return self._padded(self.head_dim)
 
     @property
@@ -300,12 +300,12 @@ class Config(LaunchFacts):
 
     @property
     def derivative_varies(self) -> bool:
-        """Whether the derivative of a score by scale * q . k is anything but 1."""
+        """Whether the derivative of a score with respect to scale * q . k may differ from 1."""
         return any(BY_NAME[name].derivative for name, _ in self.uses)
 
     @property
     def by_distance_alone(self) -> bool:
-        """Whether scores change by the distance of a query and a key, and by nothing else."""
+        """Whether options change scores by the distance of query and key alone."""
         return changes_by_distance_alone(self.uses)
 
     def grid(self, problem: AnyProblem) -> int:
@@ -319,13 +319,13 @@ class Config(LaunchFacts):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class TensorConfig(Config):
-    """What the tensor-core kernels of a forward share.
+    """The fields and properties that the tensor-core kernels of a forward share.
 
     group_size: how many query heads of one KV head lie in a tile as rows of one query (1: a tile is of one head).
     scores_finished: scores are finished before the softmax, because an option that changes them or a scale that is not
     above 0 forbids folding the scale into the exponent. o_vectorized: rows of o can be written 16 bytes at a time.
     bias_pairs: bias can be read two keys at a time (problem/option_checks.py, OptionArray). rescale_threshold: how many
-    powers of two a row's running maximum may be behind (kernels/score/fragment_softmax.py); 0 = none.
+    powers of two a row's running maximum may lag (kernels/score/fragment_softmax.py); 0 = not at all.
     """
 
     group_size: int = 1  # type: ignore[misc]
@@ -337,14 +337,14 @@ class TensorConfig(Config):
     takes = abi.forward()
     reads_states = True
     widest: ClassVar[int] = 256  # columns of O that a block keeps in registers
-    columns_step: ClassVar[int] = 16  # of which O has a multiple
-    column_groups: ClassVar[int] = 1  # this and the next two: as of MmaConfig, for products
+    columns_step: ClassVar[int] = 16  # O's padded columns are a multiple of it
+    column_groups: ClassVar[int] = 1  # this and the next two: as in MmaConfig, for products
     splits_columns: ClassVar[bool] = False
     exchange_at: ClassVar[int] = 0
     scalar_loads: ClassVar[bool] = False  # these three: kernels/mma/products_float64.py
     columns_in_order: ClassVar[bool] = False
     odd_rows_first: ClassVar[bool] = False
-    ROW_STATE_BYTES: ClassVar[int] = 4  # for a row of O that waits in shared memory: is it finite
+    ROW_STATE_BYTES: ClassVar[int] = 4  # bytes of a row's flag in shared memory: whether its O is finite
 
     def _check(self, rows_step: int, keys_step: int) -> None:
         self._check_dtype()
@@ -362,7 +362,7 @@ class TensorConfig(Config):
 
     @property
     def v_parts(self) -> int:  # type: ignore[override]
-        """Blocks that share one tile's columns of O, each computing the scores anew: registers end at `widest`."""
+        """Blocks that share one tile's columns of O; each computes all scores. Registers hold `widest` columns."""
         return -(-self.head_dim_v // self.widest)
 
     @property
@@ -373,7 +373,7 @@ class TensorConfig(Config):
 
     @property
     def group_columns(self) -> int:
-        """Columns of O that a warp has."""
+        """Columns of O that a warp computes."""
         return self.head_dim_v_padded // self.column_groups
 
     def grid(self, problem: AnyProblem) -> int:

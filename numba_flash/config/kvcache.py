@@ -11,8 +11,8 @@ from .simt_forward import SimtConfig, V2Config
 
 @dataclass(frozen=True)
 class AppendConfig(LaunchFacts):
-    """All arrays are aux, in this order; pages: how a sequence's pages are found ("table", "csr",
-    "entries", or "own" of a contiguous cache). Its launch says the grid: a block for a row, and one for a sequence."""
+    """All arrays are aux, in the order of `arrays`. pages: how a sequence's pages are found ("table", "csr",
+    "entries", or "own" for a contiguous cache). Its launch says the grid: a block for each row and each sequence."""
 
     dtype: str
     arrays: tuple[tuple[str, str, int], ...]  # (name, dtype, dimensions)
@@ -43,8 +43,8 @@ class AppendConfig(LaunchFacts):
 
 @dataclass(frozen=True)
 class PagedConfig(SimtConfig):
-    """v2 whose keys lie in pages. Its first arrays of aux say where pages are: a table, or with csr the numbers of
-    pages and where each sequence's begin."""
+    """v2 for keys in pages. Its first arrays of aux say where pages are: a table; or, with csr, the numbers of all
+    pages, and where those of each sequence begin."""
 
     pages: str = "table"  # type: ignore[misc]
 
@@ -63,7 +63,7 @@ class PagedConfig(SimtConfig):
 
     @functools.cached_property
     def scores(self) -> V2Config:  # type: ignore[override]
-        """Without the arrays that say where pages are."""
+        """The Config that the stages of a score read: its aux lacks the arrays that say where pages are."""
         return V2Config(**fields_of(self, V2Config))
 
     def own_sizes(self, problem: Any) -> dict[str, Any]:

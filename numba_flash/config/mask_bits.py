@@ -9,8 +9,8 @@ from .forward import AnyProblem, LaunchFacts, multiple_of
 
 @dataclass(frozen=True)
 class MaskBitsConfig(LaunchFacts):
-    """Of mask_bits, which runs before tensor-core kernels where there is a mask. of_keys: its rows are keys. waits: it
-    begins beside the kernel before it, and the kernel behind may start before it has ended; cc 9.0."""
+    """Config of mask_bits, which runs before tensor-core kernels that read a mask. of_keys: its rows are keys. waits:
+    it may overlap with the previous kernel and with the next one (cc 9.0)."""
 
     of_keys: bool = False  # type: ignore[misc]
     threads: int = 512
@@ -19,7 +19,7 @@ class MaskBitsConfig(LaunchFacts):
     module = "score.mask_bits"
     names = (abi.MASK_BITS, abi.MASK_BITS_OF_KEYS)
     dtype: ClassVar[str] = "bool"  # type: ignore[misc]
-    # so that 32 warps read at a time; a thread then has 64 registers
+    # Two blocks give a multiprocessor 32 reading warps; a thread then has 64 registers.
     blocks_per_sm: ClassVar[int] = 2  # type: ignore[misc]
 
     def __post_init__(self) -> None:
@@ -39,7 +39,7 @@ class MaskBitsConfig(LaunchFacts):
     def grid(self, problem: AnyProblem) -> int:
         pieces, (*_, row_words) = mask_bits.layout(problem.forward, self.of_keys)
         warps = self.threads // 32
-        return -(-pieces // (warps // max(min(row_words // 4, warps), 1)))  # a piece has as many as columns for them
+        return -(-pieces // (warps // max(min(row_words // 4, warps), 1)))  # row_words // 4 warps share a piece
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         return {self.kernel: ((mask_bits.words(problem.forward, self.of_keys),), "uint32")}

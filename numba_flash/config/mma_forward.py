@@ -8,15 +8,15 @@ from .forward import TensorConfig, check, layout, one_of, places, tile_bytes
 
 @dataclass(frozen=True)
 class MmaConfig(TensorConfig):
-    """Of mma/forward: warps of `warp_rows` query rows.
+    """Config of mma/forward: each warp owns `warp_rows` query rows.
 
     warp_rows 32 reads each K and V fragment from shared memory once for two strips of 16 rows, which
     halves that traffic; the registers allow it up to 128 columns of O. q_registers: Q's fragments stay in
-    registers instead of being read again for each tile: 4 to 8 % at head_dim 64. For float32 and float64 there are two
-    more. column_groups: so many warps own the same rows; each computes scores with its part of a tile's keys, they
-    exchange them, and each has its part of O's columns. large_f64: float64 products are m16n8k16, which sm_90 has and
-    which is twice as fast there as m8n8k4. copy_bytes: how much of a row of Q, K or V a copy to shared memory has.
-    only_tile: all keys are in one, whose V is copied together with its K.
+    registers instead of being read again for each tile: 4 to 8 % at head_dim 64. float32 and float64 have two more
+    fields. column_groups: so many warps own the same rows; each computes the scores of its part of a tile's keys, they
+    exchange them, and each computes its part of O's columns. large_f64: float64 products are m16n8k16, which sm_90 has
+    and which is twice as fast there as m8n8k4. copy_bytes: bytes of one copy of Q, K or V to shared memory. only_tile:
+    all keys are in one tile, whose V is copied together with its K.
     """
 
     warp_rows: int = 16
@@ -48,17 +48,17 @@ class MmaConfig(TensorConfig):
 
     @property
     def whole_program(self) -> bool:  # type: ignore[override]
-        """Where code that nvJitLink makes spills and the driver's does not (tests/unit/test_gates.py)."""
+        """The driver assembles it if nvJitLink's code spills and the driver's does not (tests/unit/test_gates.py)."""
         return self.dtype == "float64" and not self.large_f64 or self.dtype == "float32" and self.head_dim <= 128
 
     @property
     def widest(self) -> int:  # type: ignore[override]
-        """float64 takes two registers."""
+        """A float64 number takes two registers."""
         return 128 * self.column_groups if self.dtype == "float64" else 256
 
     @property
     def columns_step(self) -> int:  # type: ignore[override]
-        """Elements of more than 16 bits are taken by whole panels, by each group of columns."""
+        """In more than 16 bits each group of columns has whole panels."""
         return 16 if self.item_size == 2 else 128 // self.item_size * self.column_groups
 
     @property
@@ -68,8 +68,8 @@ class MmaConfig(TensorConfig):
         return self.dtype == "float64" and self.column_groups > 1
 
     def shared_layout(self) -> Any:
-        """O of 16 bits takes Q's place and may reach into K's, which is no longer needed then; of more bits it goes
-        straight to global memory.
+        """A 16-bit O is staged over Q and K, which are no longer needed then. A 32- or 64-bit O is written directly to
+        global memory.
         """
         size = self.item_size
         tile_q, tile_k = (tile_bytes(rows, self.head_dim_padded, size) for rows in (self.tile_m, self.tile_n))
@@ -78,12 +78,12 @@ class MmaConfig(TensorConfig):
         of_rows = self.ROW_STATE_BYTES * self.tile_m * self.column_groups
         behind = max(v_at + tile_bytes(self.tile_n, self.head_dim_v_padded, size), row_states_at + of_rows)
         exchanged = self.tile_m * self.tile_n * size * (1 + self.splits_columns) if self.column_groups > 1 else 0
-        # What a block keeps of its query tile (kernels/steps/block_state.py); of bias and mask, where they are.
+        # The block's state has notes of 16 bytes (kernels/steps/block_state.py). bias, mask and in_order need two more.
         entries = 4 if self.has("bias") or self.has("mask") or self.in_order else 2
         states = layout(begin=behind, tile_state=entries * 16, exchange=exchanged)
         return places(q=0, k=tile_q, v=v_at, row_states=row_states_at, **states._asdict())
 
     @property
     def exchange_at(self) -> int:  # type: ignore[override]
-        """Where scores that warps exchange are."""
+        """Where the scores that warps exchange begin in shared memory."""
         return self.shared_layout().exchange

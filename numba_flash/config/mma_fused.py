@@ -1,4 +1,4 @@
-"""Configs of the one kernel of all gradients in float64, and of the one behind it."""
+"""Configs of the one kernel that computes all gradients in float64, and of the kernel that finishes its dQ."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,12 +13,12 @@ class MmaFusedConfig(MmaBackwardConfig):
     """A block owns tile_n keys, walks over tiles of tile_m queries, and computes dK, dV and its parts of dQ.
 
     Two warps own the same keys: one computes S of them, the other dP, and each sums up half of the columns of dK and
-    dV. Of dQ warps have `dq_columns` of 16 queries. A further warpgroup loads tiles and adds parts of dQ in global
-    memory.
+    dV. A warp computes `dq_columns` columns of dQ of 16 queries. A further warpgroup loads tiles and adds parts of dQ
+    in global memory.
 
-    blocks: with 2, a cluster, each has half of the columns, which head_dim_padded then counts. Scores from the other
-    block, P^T with dS^T, and the part of dQ follow each other in one buffer of shared memory, so that tiles of more
-    queries fit.
+    blocks: 2 form a cluster; each has half of the columns, and head_dim_padded counts that half. Scores from the other
+    block, P^T with dS^T, and the part of dQ use one buffer of shared memory in turn, so that tiles of more queries
+    fit.
     """
 
     column_groups: int = 2
@@ -30,7 +30,7 @@ class MmaFusedConfig(MmaBackwardConfig):
     of_keys = True
     of_p = True  # type: ignore[assignment]
     DTYPES = ("float64",)
-    whole_program: ClassVar[bool] = True  # setmaxnreg wants that
+    whole_program: ClassVar[bool] = True  # setmaxnreg needs it
     columns_in_order: ClassVar[bool] = True
     shared_alignment: ClassVar[int] = MmaBackwardConfig.ALIGNMENT
     GROUPS: ClassVar[tuple[int, ...]] = (2,)
@@ -59,12 +59,12 @@ class MmaFusedConfig(MmaBackwardConfig):
 
     @property
     def ptx_version(self) -> str:  # type: ignore[override]
-        """st.async, by which blocks hand each other scores, has 8.1."""
+        """Blocks exchange scores by st.async, which needs PTX 8.1."""
         return "8.1" if self.blocks > 1 else ""
 
     @property
     def head_dim_padded(self) -> int:
-        """Of one block, of all tiles alike: what a warp does is then the same for S as for dP."""
+        """Columns of a block. All tiles have as many, so a warp does the same work for S as for dP."""
         return self._padded(-(-max(self.head_dim, self.head_dim_v) // self.blocks))
 
     @property
@@ -73,7 +73,7 @@ class MmaFusedConfig(MmaBackwardConfig):
 
     @property
     def _column_parts(self) -> int:
-        """In how many parts warps have the columns of dQ."""
+        """How many warps share the columns of dQ."""
         return max(self.workers // 32 // (self.tile_m // 16), 1)
 
     @property
@@ -99,8 +99,8 @@ class MmaFusedConfig(MmaBackwardConfig):
         return dict(turns=((self.TURNS_AT + p.batch * p.heads * -(-p.seqlen_q // self.tile_m),), "uint32"))
 
     def shared_layout(self) -> Any:
-        """Where K, V, Q, dO, P^T, dS^T, lse with delta of the queries, the block's state, the part of dQ, mbarriers,
-        those of scores from the other block (kernels/mma/shared_scores.py), and the end are."""
+        """In this order: K, V, Q, dO, P^T, dS^T, lse with delta of the queries, the block's state, mbarriers, those of
+        scores from the other block (kernels/mma/shared_scores.py), the end. The part of dQ begins at P^T."""
         own, other = (tile_bytes(rows, self.head_dim_padded, 8) for rows in (self.tile_n, self.tile_m))
         weights, part = self.tile_n * self.pitch, self.tile_m * self.pitch_dq * 8
         tiles, barriers = dict(k=own, v=own, q=other, do=other, p=weights), (self.blocks - 1) * self.workers // 4
@@ -111,7 +111,7 @@ class MmaFusedConfig(MmaBackwardConfig):
 
 @dataclass(frozen=True)
 class MmaDqFinishConfig(Config):
-    """Of mma_dq_finish; tiles as in the MmaFusedConfig whose parts it finishes."""
+    """Config of mma_dq_finish. Its tiles are those of the MmaFusedConfig whose parts it finishes."""
 
     kernel = "mma_dq_finish"
     module = "mma.backward_dq_finish"

@@ -1,4 +1,4 @@
-"""Config of outside, which writes what rows of no packed sequence have."""
+"""Config of outside, which writes the rows that are in no packed sequence."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,19 +13,19 @@ _READ = abi.words("seqlens_k q_offset")
 
 @dataclass(frozen=True)
 class OutsideConfig(LaunchFacts):
-    """Of outside: a block, or `parts` blocks, for each gap in front of a packed sequence, and all for that at the end.
-    written: the arrays, "o" and perhaps "lse", or gradients, and how many columns they have.
+    """Config of outside: some blocks share the gap in front of each packed sequence, and all share the one at the end.
+    written: (array, its columns): "o" and perhaps "lse", or gradients.
 
-    No other kernel reads or writes these rows. So where kernels may overlap (ptx/griddepcontrol.py), this one does:
-    waits: it may start before the kernel before it has ended.
+    No other kernel reads or writes these rows, so it may overlap with other kernels (ptx/griddepcontrol.py).
+    waits: it may start before the previous kernel ends.
     """
 
     dtype: str
     written: tuple[tuple[str, int], ...]
     uses: Uses
     threads: int = 128
-    blocks: int = 256  # about as many, for all gaps
-    in_order: bool = False  # as of the other kernels
+    blocks: int = 256  # about so many for all gaps together
+    in_order: bool = False  # as in the other kernels
     waits: bool = False  # type: ignore[misc]
 
     kernel = "outside"
@@ -35,7 +35,7 @@ class OutsideConfig(LaunchFacts):
 
     @staticmethod
     def of(p: Any, names: tuple[str, ...], target: Target, **order: bool) -> "OutsideConfig":
-        """p: the Problem, or the Config of a forward kernel, which then runs behind it. order: the last fields."""
+        """p: the Problem, or the Config of the forward kernel that runs next. order: in_order and waits."""
         columns = dict(o=p.head_dim_v, lse=1, dq=p.head_dim, dk=p.head_dim, dv=p.head_dim_v)
         uses = tuple((name, given) for name, given in p.uses if name in (*abi.CU_SEQLENS, "seqlens_k"))
         # A thread of the simulator takes as long to start as its work does.
@@ -44,7 +44,7 @@ class OutsideConfig(LaunchFacts):
 
     @property
     def sides(self) -> tuple[tuple[tuple[str, int], ...], ...]:
-        """Of `written` those that have a row for each query, and those that have one for each key."""
+        """`written`, split into arrays with a row for each query and arrays with a row for each key."""
         sides = (tuple(of for of in self.written if (of[0] in ("dk", "dv")) == keys) for keys in (False, True))
         return tuple(filter(None, sides))
 
@@ -61,5 +61,5 @@ class OutsideConfig(LaunchFacts):
         return len(self.sides) * max(problem.forward.batch, 1) * self._parts(problem)
 
     def _parts(self, problem: AnyProblem) -> int:
-        """Blocks that share a gap: many gaps are short, and few may be long."""
+        """Blocks that share a gap: if there are many gaps they are short, and if there are few they may be long."""
         return max(self.blocks // max(problem.forward.batch, 1), 1)

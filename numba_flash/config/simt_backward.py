@@ -1,4 +1,4 @@
-"""Configs of the kernels of v2's backward, of which delta runs first."""
+"""Configs of the kernels of v2's backward; delta runs first."""
 
 import math
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from .simt_forward import SimtRows
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class OfDelta(LaunchFacts):
-    """What delta and backward_preprocess share. load_bytes: of the loads of do and o, whose rows begin and end at
-    multiples of them; an element, if columns may be anywhere. most_rows: that lanes share. of_terms: what they find
-    goes into the gradient of a term of the sum, too. turns_of: of how many queries the parts of dQ are that are added
-    up in turns; 0: none are."""
+    """The fields that delta and backward_preprocess share. load_bytes: bytes of one load of do and o, whose rows begin
+    and end at multiples of it; those of one element if rows are not contiguous. most_rows: the most rows that lanes
+    share. of_terms: delta also feeds the gradient of a term of the sum (sinks). turns_of: queries of a tile of dQ whose
+    parts are added in turns, so that its turn counters are cleared; 0: there are none."""
 
     dtype: str
     head_dim_v: int
@@ -26,9 +26,9 @@ class OfDelta(LaunchFacts):
     of_terms: bool = False
     turns_of: int = 0
     packed: bool = False
-    in_order: bool = False  # as of the kernels behind
+    in_order: bool = False  # as in the kernels that follow
 
-    UNIT: ClassVar[int]  # rows of a head are in so many, which lanes share with no other head
+    UNIT: ClassVar[int]  # rows of a head are padded to a multiple of it, so lanes share rows of one head
 
     def __post_init__(self) -> None:
         multiple_of("threads", self.threads, 32)
@@ -38,12 +38,12 @@ class OfDelta(LaunchFacts):
 
     @property
     def lanes(self) -> int:
-        """That share a row: a power of two, each with 16 bytes of it, or several times 16."""
+        """Lanes that share a row: a power of two. Each reads 16 bytes of it, or several times 16."""
         return min(1 << (-(-self.head_dim_v * ITEM_SIZE[self.dtype] // 16) - 1).bit_length(), 32)
 
     @property
     def rows_of_lanes(self) -> int:
-        """Rows that they share: a lane ends with one at most."""
+        """Rows that these lanes share: in the end a lane has the sum of one row at most."""
         return min(self.lanes, self.most_rows)
 
     def grid(self, problem: AnyProblem) -> int:
@@ -54,7 +54,7 @@ class OfDelta(LaunchFacts):
 
 @dataclass(frozen=True)
 class DeltaConfig(OfDelta):
-    """Of delta."""
+    """Config of delta."""
 
     kernel = "delta"
     module = "simt.delta"
@@ -67,7 +67,7 @@ class DeltaConfig(OfDelta):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class SimtBackwardConfig(SimtRows):
-    """Of v2's kernels: tiles of tile_m queries by tile_n keys. wanted: what the kernel writes, of its gradients."""
+    """v2's kernels: tiles of tile_m queries by tile_n keys. wanted: the gradients that the kernel writes."""
 
     wanted: tuple[str, ...] = ()
 
@@ -76,7 +76,7 @@ class SimtBackwardConfig(SimtRows):
 
 @dataclass(frozen=True)
 class DkdvConfig(SimtBackwardConfig):
-    """Of v2_dkdv, in which a key has two threads, which run the same code on rows of one length; wanted: dk, dv or
+    """Config of v2_dkdv: a key has two threads, which run the same code on rows of one length. wanted: dk, dv or
     both."""
 
     kernel = "v2_dkdv"
@@ -106,7 +106,7 @@ class DkdvConfig(SimtBackwardConfig):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class SimtRowsConfig(SimtBackwardConfig):
-    """Of the kernels that have one thread per query row."""
+    """The kernels that have one thread per query row."""
 
     def _tile_sizes(self) -> dict[str, int]:
         return dict(
@@ -120,7 +120,7 @@ class SimtRowsConfig(SimtBackwardConfig):
 
 @dataclass(frozen=True)
 class DqConfig(SimtRowsConfig):
-    """Of v2_dq; wanted: dq, the gradient of which head_sums adds up each row's share, or both."""
+    """Config of v2_dq. wanted: dq, a gradient whose shares of rows head_sums adds up, or both."""
 
     kernel = "v2_dq"
     module = "simt.v2_backward_dq"
@@ -133,8 +133,8 @@ class DqConfig(SimtRowsConfig):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class OfBias(Config):
-    """A kernel of dbias, in tiles as large as dbias has rows and keys. rows_summed, keys_summed: bias is one row, or
-    one column, for all. split: several blocks share the sum of an element, and dbias_sum adds theirs up."""
+    """A kernel of dbias, in which a block owns a tile of dbias. rows_summed, keys_summed: bias has one row for all
+    queries, or one column for all keys. split: several blocks share an element's sum, and dbias_sum adds up theirs."""
 
     rows_summed: bool = False
     keys_summed: bool = False
@@ -157,7 +157,7 @@ class OfAux(Config):
 
 @dataclass(frozen=True)
 class DbiasConfig(OfBias, SimtRowsConfig):
-    """Of v2_dbias."""
+    """Config of v2_dbias."""
 
     kernel = "v2_dbias"
     module = "simt.v2_backward_dbias"
@@ -166,8 +166,8 @@ class DbiasConfig(OfBias, SimtRowsConfig):
 
 @dataclass(frozen=True)
 class DbiasSumConfig(LaunchFacts):
-    """Of dbias_sum. dtype: that of the problem; given: that of dbias; splits: at least as many as there are, a power of
-    two. Few splits are of many elements, and many of few: so the threads of both keep a GPU busy."""
+    """Config of dbias_sum. dtype: that of the problem; given: that of dbias; splits: a power of two, not less than the
+    number of splits. More splits give an element more threads, so that few elements keep a GPU busy, too."""
 
     dtype: str
     given: str
@@ -187,17 +187,17 @@ class DbiasSumConfig(LaunchFacts):
 
     @property
     def loads(self) -> int:
-        """That a thread has on their way."""
+        """How many loads a thread issues before it adds."""
         return min(self.splits, 16)
 
     @property
     def parts(self) -> int:
-        """Threads of an element."""
+        """Threads that share an element."""
         return min(self.splits // self.loads, self.MOST_PARTS)
 
     @property
     def elements(self) -> int:
-        """Of a block."""
+        """Elements of a block."""
         return self.threads // self.parts
 
     @property
@@ -211,10 +211,10 @@ class DbiasSumConfig(LaunchFacts):
 
 @dataclass(frozen=True)
 class HeadSumsConfig(LaunchFacts):
-    """Of head_sums, with which every rung's backward ends where the gradient of one number for each head is wanted.
+    """Config of head_sums: it ends every rung's backward if the gradient of one number for each head is wanted.
 
-    gradient: its name. given: the dtype of it and of its option. batch_summed: the numbers are those of all entries.
-    of_blocks: delta comes from backward_preprocess, in its order, and not from delta.
+    gradient: its name. given: the dtype of it and of its option. batch_summed: all batch entries share the numbers.
+    of_blocks: backward_preprocess wrote delta, in its own order; otherwise the kernel delta did.
     """
 
     dtype: str
@@ -239,7 +239,7 @@ class HeadSumsConfig(LaunchFacts):
 
     @property
     def option(self) -> str:
-        """Of which it is the gradient."""
+        """The option whose gradient it computes."""
         return GRADIENT_OF[self.gradient]
 
     @property

@@ -1,4 +1,4 @@
-"""Configs of v1 and v2 (kernels/simt), where a thread owns a row."""
+"""Configs of v1 and v2 (kernels/simt), in which a thread owns a row."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,10 +9,10 @@ from .forward import ITEM_SIZE, AnyProblem, Config, check, layout, multiple_of
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class SimtRows(Config):
-    """Rows of tiles in shared memory: head_dim in whole 16-byte reads.
+    """Tiles lie in shared memory; a row has head_dim elements, padded to whole 16-byte reads.
 
-    `pad` is how many elements are added to each row of a tile that every thread reads its own row of: with pad 0 and a
-    head_dim that is a multiple of 32 all 32 lanes of a warp hit one bank, which shows bank conflicts
+    pad: elements added to each row of a tile in which every thread reads its own row. With pad 0 and a head_dim that is
+    a multiple of 32 all 32 lanes of a warp hit one bank, which shows bank conflicts
     (docs/tensor_cores.md).
     """
 
@@ -20,7 +20,7 @@ class SimtRows(Config):
 
     reads_bits: ClassVar[bool] = False
     reads_order: ClassVar[bool] = False
-    READ: ClassVar[tuple[str, ...]] = ("tile_n",)  # tiles whose rows are read four at a time
+    READ: ClassVar[tuple[str, ...]] = ("tile_n",)  # kernels read rows of these tiles four at a time
 
     def __post_init__(self) -> None:
         check(1 <= self.threads <= 1024, f"a block has 1 to 1024 threads, not {self.threads}")
@@ -34,7 +34,7 @@ class SimtRows(Config):
 
     @property
     def threads(self) -> int:  # type: ignore[override]
-        """One for each query row."""
+        """One thread for each query row."""
         return self.tile_m
 
     @property
@@ -58,7 +58,7 @@ class SimtRows(Config):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class SimtConfig(SimtRows):
-    """Of v1 and v2, which run one thread per query row. pages: where v2 finds keys; "" = one row after another."""
+    """v1 and v2, which run one thread per query row. pages: how v2 finds pages of keys; "" = keys are not in pages."""
 
     reads_states = True
     pages: ClassVar[str] = ""

@@ -1,4 +1,4 @@
-"""Configs of tile_states, tile_order and mask_mod_bits, which find out and write down what a mask_mod leaves."""
+"""Configs of tile_states, tile_order and mask_mod_bits, which find and record the scores that a mask_mod leaves."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,7 +10,7 @@ from ..problem.options import Uses
 from .forward import AnyProblem, LaunchFacts, multiple_of
 
 _READ = abi.words("mask seqlens_k q_offset")
-VISIBLE = ("mask", "mask_mod", "aux", "seqlens_k", "q_offset")  # the options that decide what is seen
+VISIBLE = ("mask", "mask_mod", "aux", "seqlens_k", "q_offset")  # the options that decide which scores are seen
 
 
 class OfTile(LaunchFacts):
@@ -43,7 +43,7 @@ class TileStatesConfig(OfTile):
     uses: Uses
     q_offset_source: str = "number"
     threads: int = 512
-    narrow: bool = False  # as of Config
+    narrow: bool = False  # as in Config
 
     module = "score.tile_states"
     takes = abi.Parameters(_READ, _READ, abi.SIZES)
@@ -54,12 +54,12 @@ class TileStatesConfig(OfTile):
 
     @property
     def kept(self) -> str:  # type: ignore[override]
-        """Not where a mask has its part in the states: that is each call's own."""
+        """Nothing, if the states also depend on a mask, which each call gives anew."""
         return "" if self.has("mask") else self.tile_states
 
     @classmethod
     def before(cls, config: Any, p: Problem, threads: int) -> "TileStatesConfig":
-        """Of what runs before the kernel of `config`."""
+        """The Config of the kernel that runs before that of `config`."""
         used = tuple((name, given) for name, given in p.uses if name in VISIBLE)
         return cls(config.compute_dtype, config.states_tile, used, p.q_offset_source, threads, p.narrow)
 
@@ -72,7 +72,7 @@ class TileStatesConfig(OfTile):
 
 @dataclass(frozen=True)
 class MaskModBitsConfig(TileStatesConfig):
-    """Of mask_mod_bits, which runs behind tile_states, for the same tile."""
+    """Config of mask_mod_bits, which runs after tile_states, for the same tile."""
 
     module = "score.mask_mod_bits"
     names = ("mask_mod_bits", "mask_mod_bits_of_keys")
@@ -97,9 +97,9 @@ class MaskModBitsConfig(TileStatesConfig):
 
 @dataclass(frozen=True)
 class TileOrderConfig(OfTile):
-    """Of tile_order, which runs behind tile_states, for the same tile.
+    """Config of tile_order, which runs after tile_states, for the same tile.
 
-    of_mask: a mask has its part in the states, which are each call's own then.
+    of_mask: the states also depend on a mask, so they cannot be kept for the next call.
     """
 
     tile: StatesTile

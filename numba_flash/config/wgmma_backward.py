@@ -21,10 +21,10 @@ def all_parts(p: Problem, members: int) -> int:
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class StreamingConfig(Sums, Config):
-    """Of a block that owns a tile of rows, and to which a producer warpgroup loads the tiles that it walks over.
+    """A block owns a tile of rows. Its producer warpgroup loads the tiles that it walks over.
 
-    a is of head_dim (K or Q), b of head_dim_v (V or dO). stages_a and stages_b: how many tiles of either kind have a
-    place in shared memory, in use or on their way. bias_pairs: bias can be read two keys at a time
+    Tiles a have head_dim columns (K or Q), tiles b have head_dim_v (V or dO). stages_a, stages_b: how many of each are
+    in flight or in use in shared memory. bias_pairs: bias can be read two keys at a time
     (problem/option_checks.py, OptionArray).
     """
 
@@ -35,15 +35,15 @@ class StreamingConfig(Sums, Config):
 
     whole_program = True
     in_order: ClassVar[bool] = True  # type: ignore[misc]
-    key_tiles: ClassVar[int] = 0  # these three: as of WgmmaFusedConfig
+    key_tiles: ClassVar[int] = 0  # this and the next two: as in WgmmaFusedConfig
     bias_in_ds: ClassVar[bool] = False
-    bidirectional: ClassVar[bool] = False  # a block is told which way to walk
-    keys_first: ClassVar[bool] = False  # K and V are loaded before it is known which queries see them
-    PARTS: ClassVar[int] = 1  # of which a tile consists (kernels/wgmma/parts.py)
-    STATE_WORDS: ClassVar[int] = 16  # that every role reads of the block's work
+    bidirectional: ClassVar[bool] = False  # blocks walk in both directions; the state says which
+    keys_first: ClassVar[bool] = False  # K and V are loaded before the block finds the queries that see them
+    PARTS: ClassVar[int] = 1  # parts of 16 bits that an element has (kernels/wgmma/parts.py)
+    STATE_WORDS: ClassVar[int] = 16  # words of the block's state, which every role reads
     OWN_ROWS: ClassVar[tuple[int, ...]] = (64, 128, 192)
-    LONGEST: ClassVar[int] = 128  # rows of a tile that a block walks over
-    LEAST_STAGES_A: ClassVar[int] = 2  # S of the next tile is issued before the product with this one's a is done
+    LONGEST: ClassVar[int] = 128  # the most rows of a tile that a block walks over
+    LEAST_STAGES_A: ClassVar[int] = 2  # the next S is issued before the product with this tile's a ends
     NOT_TAKEN: ClassVar[tuple[str, ...]] = ()  # options that other kernels on tensor cores take
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class StreamingConfig(Sums, Config):
         check_registers(self.registers, self.consumers)  # type: ignore[attr-defined]
 
     def parts_bytes(self, rows: int, columns: int) -> int:
-        """Of a tile in parts."""
+        """Bytes of a tile in parts."""
         return self.PARTS * tile_bytes(rows, columns)
 
     @property
@@ -73,7 +73,7 @@ class StreamingConfig(Sums, Config):
 
     @property
     def stream_a_bytes(self) -> int:
-        """Of one stage."""
+        """Bytes of one stage of tiles a."""
         return self.parts_bytes(self.other_rows, self.head_dim_padded)
 
     @property
@@ -81,12 +81,12 @@ class StreamingConfig(Sums, Config):
         return self.parts_bytes(self.other_rows, self.head_dim_v_padded)
 
     def barriers(self) -> Any:
-        """Where the mbarriers are, 8 bytes each."""
+        """Where the mbarriers begin, 8 bytes each."""
         counts = {name: 8 * count for name, count in self._barrier_counts().items()}
         return layout(begin=self.shared_layout().barriers, **counts)
 
     def _rings(self) -> dict[str, int]:
-        """Of the stages: one of each kind for each."""
+        """How many mbarriers the stages have: a full one and an empty one for each."""
         return dict(a_full=self.stages_a, a_empty=self.stages_a, b_full=self.stages_b, b_empty=self.stages_b)
 
     def _barrier_counts(self) -> dict[str, int]:
@@ -100,32 +100,32 @@ class StreamingConfig(Sums, Config):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
-    """Of wgmma/backward and wgmma/backward_fused.
+    """wgmma/backward and wgmma/backward_fused.
 
-    A block is a producer warpgroup and own_rows / 64 consumer warpgroups, each of which owns 64 rows. bias_boxes: a
-    bias comes by TMA, with a tile of stream_a (problem/option_checks.py, OptionArray).
+    A block has a producer warpgroup and own_rows / 64 consumer warpgroups, each of which owns 64 rows. bias_boxes: TMA
+    loads a bias, together with a tile of stream_a (problem/option_checks.py, OptionArray).
     """
 
     bias_boxes: bool = False  # type: ignore[misc]
 
     waits = reads_mask_mod = True
     stays: ClassVar[bool] = False
-    WIDEST: ClassVar[int] = 256  # columns that one product can be wide
+    WIDEST: ClassVar[int] = 256  # the most columns of one product
     MOST_BARRIERS: ClassVar[int] = 24
-    # consumers -> registers of a thread of the producer and of the consumers
+    # consumers -> registers of a thread: (of the producer, of the consumers)
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
-    lse_first: ClassVar[bool] = False  # these two: as of WgmmaFusedConfig
+    lse_first: ClassVar[bool] = False  # this and the next: as in WgmmaFusedConfig
     delta_first: ClassVar[bool] = False
-    # of a block without these
-    lse_delta_bytes: ClassVar[int] = 0  # of one stage of stream_a
-    ds_bytes: ClassVar[int] = 0  # of one of two tiles of dS that go through shared memory
-    dq_part_bytes: ClassVar[int] = 0  # of what a consumer warpgroup makes of dQ at a time
-    dq_places: ClassVar[int] = 1  # how many of these are in shared memory for each consumer warpgroup
-    dq_stages: ClassVar[int] = 0  # how many of these may be on their way to the sums of dQ
+    # The defaults of these are for blocks that have none.
+    lse_delta_bytes: ClassVar[int] = 0  # bytes of lse and -delta in one stage of stream_a
+    ds_bytes: ClassVar[int] = 0  # bytes of a tile of dS; shared memory has two
+    dq_part_bytes: ClassVar[int] = 0  # bytes of the part of dQ that a consumer warpgroup computes at a time
+    dq_places: ClassVar[int] = 1  # such parts that shared memory holds for each consumer warpgroup
+    dq_stages: ClassVar[int] = 0  # such parts that may be in flight to the sums of dQ
 
     @property
     def tensor_maps(self) -> int:  # type: ignore[override]
-        """Of q, k, v and do, and of a bias that comes in boxes."""
+        """One each for q, k, v and do, and one for a bias that TMA loads."""
         return 4 + self.bias_boxes
 
     def operand_maps(self, problem: AnyProblem) -> OperandMaps:
@@ -147,29 +147,29 @@ class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
 
     @property
     def bias_bytes(self) -> int:
-        """Of one stage of stream_a. With bias_in_ds it has no place of its own."""
+        """Bytes of the bias in one stage of stream_a; 0 with bias_in_ds, because it then overlays dS."""
         return 2 * self.tile_m * self.tile_n if self.bias_boxes and not self.bias_in_ds else 0
 
     @property
     def state_bytes(self) -> int:
-        """Of a tile that the block owns. With key_tiles packed sequences need one more word."""
+        """Bytes of the state of a tile that the block owns. Packed sequences with key_tiles need 16 more."""
         return 4 * self.STATE_WORDS + 16 * (self.packed and self.key_tiles > 0)
 
     @property
     def states(self) -> int:
-        """How many tiles of a block have a state: the one at which it works, and the next one where it stays."""
+        """How many states a block has: one for the tile in work and, if it stays, one for the next tile."""
         return 2 if self.stays else 1
 
     def _barrier_counts(self) -> dict[str, int]:
-        """A block that stays has own_empty and those of its state; dq_full and dq_empty have for each stage one for
-        each consumer warpgroup."""
+        """Only a block that stays has own_empty, state_full and state_empty. dq_full and dq_empty have one mbarrier for
+        each stage and consumer warpgroup."""
         told, parts = self.states if self.stays else 0, self.dq_stages * self.consumers
         counts = dict(own_full=1, own_empty=int(self.stays), state_full=told, state_empty=told) | self._rings()
         return counts | dict(ds_full=int(self.ds_bytes > 0), dq_full=parts, dq_empty=parts)
 
     def shared_layout(self) -> Any:
-        """bias: of each stage of stream_a, where it comes in boxes. ds: two tiles of dS, in 16 bits. dq: parts of dQ on
-        their way to global memory. lse_delta: lse and -delta of each stage's queries."""
+        """bias: one for each stage of stream_a, if TMA loads it. ds: two tiles of dS in 16 bits. dq: parts of dQ in
+        flight to global memory. lse_delta: lse and -delta of each stage's queries."""
         return layout(
             **self._tiles(),
             bias=self.stages_a * self.bias_bytes,
@@ -185,8 +185,8 @@ class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
 class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
     """A block owns tile_n keys and walks over tiles of tile_m queries.
 
-    Both sums together fit into registers up to head_dim 128. members: how many of the query heads of a group
-    it takes, and then it leaves sums in float32; 0: all.
+    The sums of dK and dV fit into registers together up to head_dim 128. members: how many query heads of a group a
+    block takes, and then it writes partial sums in float32; 0: all heads, and it writes dK and dV.
     """
 
     members: int = 0
@@ -214,7 +214,7 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
 
     @property
     def own_a_bytes(self) -> int:
-        """Of K, in whose place a block without dK stages dV."""
+        """Bytes of K. A block without dK stages dV over K, so it counts the wider of them."""
         columns = self.head_dim_padded if self.of_dk else max(self.head_dim_padded, self.head_dim_v_padded)
         return tile_bytes(self.tile_n, columns)
 
@@ -232,7 +232,7 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
 class WgmmaDqConfig(WgmmaBackwardConfig):
     """A block owns tile_m queries of one head and walks over tiles of tile_n keys.
 
-    wanted_aux: the number of an array whose gradient it computes too, if all scores of a head read one number of it.
+    wanted_aux: the index of an array whose gradient it computes too, if all scores of a head read one element of it.
     """
 
     wanted_aux: tuple[int, ...] = ()
@@ -249,16 +249,16 @@ class WgmmaDqConfig(WgmmaBackwardConfig):
 
 @dataclass(frozen=True)
 class WgmmaFusedConfig(WgmmaDkdvConfig):
-    """Of wgmma/backward_fused: as WgmmaDkdvConfig, and the block's parts of dQ.
+    """Config of wgmma/backward_fused, which computes dK and dV as WgmmaDkdvConfig says, and parts of dQ.
 
-    Two warpgroups share dQ: each has 64 queries of a tile of 128, or a panel of 64 columns of a tile of 64.
+    Two warpgroups share dQ: each computes 64 queries of a tile of 128, or a panel of 64 columns of a tile of 64.
 
-    key_tiles: this many tiles hold all keys of a head; the block owns one after the other, adds up dQ in shared memory
-    and writes it in 16 bits. With 0 the block owns tiles of many heads. stays: the block is persistent. It takes one
-    tile after another, and stages dK and dV in the place of dS while the next K and V arrive. lse_first: the
-    accumulators of S begin with -lse / scale instead of 0, so that nothing waits for lse afterwards; for a scale that
-    is not 0, and only if no weights are dropped and there is no bias. dq_partials: the number of sums of dQ, to which
-    key tiles add in turn; with one, a head of 32k causal queries takes 9 % longer, two heads of 16k take 14 % longer
+    key_tiles: so many tiles hold all keys of a head; the block owns one after the other, adds up dQ in shared memory
+    and writes it in 16 bits. With 0 blocks add up dQ in global memory. stays: the block is persistent. It takes one
+    tile after another, and stages dK and dV over dS while the next K and V are loaded. lse_first: the accumulators of S
+    begin with -lse / scale instead of 0, so that nothing waits for lse afterwards; it needs a scale that is not 0, no
+    dropout and no bias. dq_partials: the number of sums of dQ, to which key tiles add in rotation; with one, a head of
+    32k causal queries takes 9 % longer, and two heads of 16k take 14 % longer
     (H200).
     """
 
@@ -274,11 +274,11 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     )
     reads_states = False
     bidirectional: ClassVar[bool] = True
-    shared_alignment: ClassVar[int] = Config.ALIGNMENT  # nothing is left for a gap (compiled.to_ptx)
-    KEYS: ClassVar[int] = 128  # of a tile
+    shared_alignment: ClassVar[int] = Config.ALIGNMENT  # shared memory has no room for a gap (compiled.to_ptx)
+    KEYS: ClassVar[int] = 128  # keys of a tile
     TURNS_AT: ClassVar[int] = 32  # as in kernels/steps/lse_delta.py
-    KEPT: ClassVar[int] = 2  # tiles of queries whose dQ shared memory has room for, with more than one key tile
-    MOST_KEY_TILES: ClassVar[int] = 4  # that a block owns one after the other
+    KEPT: ClassVar[int] = 2  # with more than one key tile: query tiles whose dQ shared memory holds
+    MOST_KEY_TILES: ClassVar[int] = 4  # key tiles that a block may own, one after the other
     MOST_LINES: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
@@ -306,7 +306,7 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
         check(alone, f"it takes no option that changes scores but a bias, and none of {', '.join(FUNCTIONS)}")
         read = self.has("mask") or self.has("bias")
         check(not (self.seeded and read), f"with {SEEDED} it takes no mask and no bias: registers are few")
-        meets = self.key_tiles > 1 and not self.packed  # each key tile of a block meets some query
+        meets = self.key_tiles > 1 and not self.packed  # some query sees each key tile of a block
         boxed = self.bias_boxes and (meets or not self.stays) and not self.lse_first
         needs = "with a bias it needs bias_boxes and no lse_first, and stays with key_tiles alone"
         check(boxed or not self.has("bias"), needs)
@@ -320,7 +320,7 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
 
     @property
     def bias_in_ds(self) -> bool:  # type: ignore[override]
-        """A bias comes to the place of the tile's dS, which is as large and not written yet."""
+        """Whether a bias overlays the tile's dS, which is as large and not written yet."""
         return self.bias_boxes
 
     def own_sizes(self, problem: AnyProblem) -> dict[str, Any]:
@@ -336,33 +336,33 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
 
     @property
     def delta_first(self) -> bool:  # type: ignore[override]
-        """Whether dP begins with -delta. Where weights are dropped, dP is multiplied before delta is taken away."""
+        """Whether the accumulators of dP begin with -delta. Dropout scales dP before it subtracts delta."""
         return not self.seeded
 
     @property
     def registers(self) -> tuple[int, int]:
-        """The threads that add keep more in mind than a producer's others, and most of all where they stay. With a bias
-        blocks that stay have none that add, and consumers need the registers."""
+        """Threads that add up dQ need more registers than the other producer threads, and most of all in a block that
+        stays. Blocks that stay with a bias have no such threads, so consumers get their registers."""
         return (56, 224) if self.stays and not self.bias_boxes else (40, 232)
 
     @property
     def keys_first(self) -> bool:  # type: ignore[override]
-        """Where a block has one tile, whose place follows from its number. Without packing it gains nothing."""
+        """Whether K and V are loaded first: the block's number gives its only tile. Unpacked, this gains nothing."""
         return self.packed and self.key_tiles > 0 and not self.stays
 
     @property
     def dq_panels(self) -> int:
-        """Panels of 64 columns of dQ: the warpgroups own one each, or half of the rows of the only one."""
+        """Panels of 64 columns of dQ: each warpgroup owns one, or half of the rows of the only one."""
         return 128 // self.tile_m
 
     @property
     def dq_columns(self) -> int:
-        """Of the sums of dQ, and of K's panels."""
+        """Columns of the sums of dQ, and of K's panels."""
         return 64 * self.dq_panels
 
     @property
     def head_dim_padded(self) -> int:
-        """K has dq_panels panels where head_dim_v alone is wide, too."""
+        """K has dq_panels panels even if only head_dim_v is wide."""
         return max(super().head_dim_padded, self.dq_columns - 48)
 
     @property
@@ -375,7 +375,7 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
 
     @property
     def in_order(self) -> bool:  # type: ignore[override]
-        """With key_tiles no block waits for another, and the block's number gives the sequence."""
+        """Not with key_tiles: then no block waits for another, and the block's number says the sequence."""
         return not self.key_tiles
 
     @property

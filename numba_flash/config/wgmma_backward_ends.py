@@ -1,4 +1,4 @@
-"""Configs of the kernels behind wgmma's backward, which round dQ or add up parts of dK and dV."""
+"""Configs of the kernels that follow wgmma's backward: they round dQ, or add up parts of dK and dV."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,7 +10,7 @@ from .wgmma_backward import WgmmaDkdvConfig
 
 @dataclass(frozen=True)
 class WgmmaRoundConfig(Config):
-    """Of wgmma/backward_round; tiles and columns as in the WgmmaFusedConfig whose sums it takes."""
+    """Config of wgmma/backward_round. Its tiles and columns are those of the WgmmaFusedConfig whose sums it reads."""
 
     dq_columns: int = 128
     dq_partials: int = 1
@@ -33,7 +33,7 @@ class WgmmaRoundConfig(Config):
 
 @dataclass(frozen=True)
 class WgmmaAddPartsConfig(Config):
-    """Of wgmma/backward_add_parts; tiles, depths and members as in the WgmmaDkdvConfigs whose sums it takes."""
+    """Config of wgmma/backward_add_parts. Its fields are those of the WgmmaDkdvConfig whose sums it reads."""
 
     head_dim_padded: int = 128
     head_dim_v_padded: int = 128
@@ -48,7 +48,7 @@ class WgmmaAddPartsConfig(Config):
     threads: ClassVar[int] = 128  # type: ignore[misc]
 
     def shared_layout(self) -> Any:
-        """Where dK and dV are put together."""
+        """dK and dV are staged there."""
         return layout(dk=self.of_dk * tile_bytes(64, self.head_dim), dv=self.of_dv * tile_bytes(64, self.head_dim_v))
 
     def grid(self, problem: AnyProblem) -> int:

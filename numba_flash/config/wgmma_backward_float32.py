@@ -15,9 +15,9 @@ NOT_TAKEN = (*FUNCTIONS, SEEDED)  # yet
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class WgmmaBackwardFloat32Config(StreamingConfig):
-    """What wgmma_dkdv_float32 and wgmma_dq_float32 share.
+    """The fields that wgmma_dkdv_float32 and wgmma_dq_float32 share.
 
-    A block owns 64 rows. It is a producer warpgroup and two consumer warpgroups, one for S and one for dP.
+    A block owns 64 rows. It has a producer warpgroup and two consumer warpgroups, one for S and one for dP.
     """
 
     stages_b: int = 1
@@ -25,19 +25,19 @@ class WgmmaBackwardFloat32Config(StreamingConfig):
     members: ClassVar[int] = 0  # a block that owns keys takes all query heads of a group
     DTYPES = ("float32",)
     PARTS = 3
-    paired: ClassVar[bool] = False  # two blocks own the same rows, and share the columns
-    WIDEST: ClassVar[int] = 128  # columns of a gradient whose sums a consumer keeps
-    LONGEST = 64  # rows that are one sum: a longer one would drift
+    paired: ClassVar[bool] = False  # whether two blocks own the same rows and share the columns
+    WIDEST: ClassVar[int] = 128  # a consumer keeps the sums of so many columns at most
+    LONGEST = 64  # one sum covers so many rows at most: a longer sum would drift
     OWN_ROWS = (64,)
     LEAST_STAGES_A = 1
     NOT_TAKEN = NOT_TAKEN
     consumers: ClassVar[int] = 2
     threads: ClassVar[int] = 128 * (1 + consumers)  # type: ignore[misc]
-    registers: ClassVar[tuple[int, int]] = 104, 200  # a thread's, of the producer and of the consumers
+    registers: ClassVar[tuple[int, int]] = 104, 200  # of a thread: (of the producer, of the consumers)
 
     @property
     def weights_bytes(self) -> int:
-        """Of a tile of scores in float32, on their way from one consumer, or one block, to the other."""
+        """Bytes of a float32 tile of scores that one consumer, or one block, hands to the other."""
         return 4 * self.own_rows * self.other_rows
 
     def _barrier_counts(self) -> dict[str, int]:
@@ -54,7 +54,7 @@ class WgmmaBackwardFloat32Config(StreamingConfig):
 
 @dataclass(frozen=True)
 class WgmmaDkdvFloat32Config(OfGradients, WgmmaBackwardFloat32Config):
-    """Of wgmma_dkdv_float32: a block owns tile_n keys and walks over tiles of tile_m queries."""
+    """Config of wgmma_dkdv_float32: a block owns tile_n keys and walks over tiles of tile_m queries."""
 
     kernel = "wgmma_dkdv_float32"
     module = "wgmma.backward_float32"
@@ -64,7 +64,7 @@ class WgmmaDkdvFloat32Config(OfGradients, WgmmaBackwardFloat32Config):
 
 @dataclass(frozen=True)
 class WgmmaDqFloat32Config(WgmmaBackwardFloat32Config):
-    """Of wgmma_dq_float32: a block owns tile_m queries of one head and walks over tiles of tile_n keys."""
+    """Config of wgmma_dq_float32: a block owns tile_m queries of one head and walks over tiles of tile_n keys."""
 
     kernel = "wgmma_dq_float32"
     module = "wgmma.backward_float32"
@@ -72,7 +72,7 @@ class WgmmaDqFloat32Config(WgmmaBackwardFloat32Config):
 
 
 class Paired(WgmmaBackwardFloat32Config):
-    """Two blocks, a cluster, own the same 64 rows, and each has half of the columns of every tile: of a, and of b."""
+    """A cluster of two blocks owns 64 rows. Each block has half of the columns of every tile a and b."""
 
     WIDEST = 256
     cluster = 2
@@ -85,33 +85,33 @@ class Paired(WgmmaBackwardFloat32Config):
         super().__post_init__()
 
     def _padded(self, columns: int) -> int:
-        """Columns of a block."""
+        """Columns of a tile that one block has."""
         return -(-columns // 32) * 16
 
     @property
     def panels(self) -> int:
-        """Of the tile that has more."""
+        """Panels of the wider of tiles a and b."""
         return -(-max(self.head_dim_padded, self.head_dim_v_padded) // 64)
 
     @property
     def panel_bytes(self) -> int:
-        """Of 64 columns of a tile of the walk."""
+        """Bytes of 64 columns of a tile that the block walks over."""
         return self.parts_bytes(self.other_rows, 64)
 
     def _barrier_counts(self) -> dict[str, int]:
-        """Tiles have one of each kind for each panel. The next tile of a comes while the last one is still read, so
-        those of a are there twice. scores_empty, score_gradients_empty: in the other block."""
+        """Each panel has a full and an empty mbarrier. The next tile a is loaded while the last one is still read, so
+        a has two sets. scores_empty, score_gradients_empty: whether the other block's buffer is free."""
         counts = dict(a_full=2 * self.panels, a_empty=2 * self.panels, b_full=self.panels, b_empty=self.panels)
         counts |= dict(scores_full=1, scores_empty=1, score_gradients_full=1, score_gradients_empty=1)
         return counts | dict(weights_full=1)
 
     def shared_layout(self) -> Any:
-        """Tiles are of the block's half of the columns.
+        """Tiles have the block's half of the columns.
 
-        stream: two places for tiles that it walks over, each of panels of 64 columns: one has a tile of a, the other of
-        b, and in the next step the other way around. weights: what the other block has of S, and then those on their
-        way to the other consumer. score_gradients: what the other block has of dP. nonfinite: rows of results that are
-        not finite in the other block.
+        stream: two places for tiles that it walks over, in panels of 64 columns. One has a tile a, the other a tile b,
+        and they swap in the next step. weights: the other block's half of S, and then the weights for the other
+        consumer. score_gradients: the other block's half of dP. nonfinite: rows of results that are not finite in the
+        other block.
         """
         return layout(
             own_a=self.own_a_bytes,
@@ -127,13 +127,13 @@ class Paired(WgmmaBackwardFloat32Config):
 
 @dataclass(frozen=True)
 class WgmmaPairedDkdvConfig(Paired, WgmmaDkdvFloat32Config):
-    """Of wgmma_dkdv_paired."""
+    """Config of wgmma_dkdv_paired."""
 
     kernel = "wgmma_dkdv_paired"
 
 
 @dataclass(frozen=True)
 class WgmmaPairedDqConfig(Paired, WgmmaDqFloat32Config):
-    """Of wgmma_dq_paired."""
+    """Config of wgmma_dq_paired."""
 
     kernel = "wgmma_dq_paired"

@@ -12,7 +12,7 @@ class WgmmaFloat32Config(WarpgroupsConfig):
     """A producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
 
     Elements are kept as three parts in bfloat16 (kernels/wgmma/parts.py). stages: tiles of K and V in parts; with one,
-    the next K is made while P . V is computed, and the next V while S is.
+    the next K is split while P . V is computed, and the next V while S is computed.
     """
 
     stages: int = 1  # type: ignore[misc]
@@ -22,8 +22,8 @@ class WgmmaFloat32Config(WarpgroupsConfig):
     kernel = "wgmma_float32"
     module = "wgmma.forward_float32"
     element_parts = 3
-    KEYS: ClassVar[tuple[int, ...]] = (32, 64)  # whose weights are one sum: a longer one would drift
-    # By consumers and keys: a tile of 32 keys is for many columns of O, and takes few registers on its way.
+    KEYS: ClassVar[tuple[int, ...]] = (32, 64)  # one sum covers a tile's keys: a longer sum would drift
+    # By (consumers, keys). A tile of 32 keys is for many columns of O; the producer splits it in few registers.
     REGISTERS: ClassVar[dict[tuple[int, int], tuple[int, int]]] = {
         (1, 32): (128, 256),
         (1, 64): (128, 256),
@@ -45,7 +45,7 @@ class WgmmaFloat32Config(WarpgroupsConfig):
 
     @property
     def v_panels(self) -> int:
-        """Of V's columns, as many in each, that are a product of their own; at most 64."""
+        """Panels of V: each is a product of its own, they are equally wide, and have at most 64 columns."""
         return -(-self.head_dim_v // 64)
 
     @property

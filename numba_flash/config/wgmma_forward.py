@@ -10,11 +10,11 @@ from .forward import AnyProblem, LaunchFacts, TensorConfig, check, layout, one_o
 
 
 def check_registers(registers: tuple[int, int], consumers: int) -> None:
-    """That the warpgroups of a block ask for no more registers than the block was launched with.
+    """Checks that the warpgroups of a block ask for no more registers than the block was launched with.
 
-    registers: a thread's, of the producer and of the consumers. setmaxnreg waits until the block has as many to give
-    away (PTX ISA 9.7.19.5). A multiprocessor has 65536, and a launch gives every thread the same multiple of 8. What is
-    left over belongs to no block: on some H200 machines a block got it all the same, on others it waits forever.
+    registers: of a thread of the producer, and of the consumers. setmaxnreg waits until the block has enough free ones
+    (PTX ISA 9.7.19.5). A multiprocessor has 65536, and a launch gives every thread the same multiple of 8. setmaxnreg
+    can only move registers that the launch gave to the block: asking for more waits forever on some H200 machines.
     """
     producer, consumer = registers
     warpgroups = 1 + consumers
@@ -27,8 +27,8 @@ def check_registers(registers: tuple[int, int], consumers: int) -> None:
 
 
 class Warpgroups(LaunchFacts):
-    """A block of a producer warpgroup and consumer warpgroups, each of which owns 64 rows. registers: a thread's, of
-    the producer and of the consumers."""
+    """A block has one producer warpgroup and consumer warpgroups, each of which owns 64 rows. registers: of a thread of
+    the producer, and of the consumers."""
 
     own_rows: int
     tile_n: int
@@ -45,23 +45,23 @@ class Warpgroups(LaunchFacts):
 
     @property
     def bias_panel(self) -> int:
-        """The keys of a panel of a bias that TMA loads."""
+        """Keys of one panel of a bias that TMA loads."""
         return next(keys for keys in (64, 32, 16) if self.tile_n % keys == 0)
 
 
 class WarpgroupsConfig(Warpgroups, TensorConfig):
-    """Of a forward. Elements of Q, K and V are in `element_parts` parts, each in 16 bits."""
+    """The Hopper forwards. An element of Q, K and V has `element_parts` parts of 16 bits each."""
 
     counted = persistent = True
     element_parts: ClassVar[int] = 1
-    stages: ClassVar[int] = 2  # tiles of K and of V on their way or in use
-    q_buffers: ClassVar[int] = 1  # this and the next: as of WgmmaConfig
+    stages: ClassVar[int] = 2  # tiles of K and of V in flight or in use
+    q_buffers: ClassVar[int] = 1  # this and the next two: as in WgmmaConfig
     bias_stages: ClassVar[int] = 0
     parts: ClassVar[int] = 1
 
     @property
     def bias_bytes(self) -> int:
-        """Of one stage of a consumer."""
+        """Bytes of a consumer's bias in one stage."""
         return 2 * 64 * self.tile_n
 
     def shared_layout(self) -> Any:
@@ -72,18 +72,18 @@ class WarpgroupsConfig(Warpgroups, TensorConfig):
             v=tiles * tile_bytes(self.tile_n, self.head_dim_v_padded),
             bias=boxes * self.bias_bytes,
             row_states=self.ROW_STATE_BYTES * self.tile_m,
-            barriers=112 + 32 * self.stages + 4 * 64 + 16 * boxes,  # and work tiles
+            barriers=112 + 32 * self.stages + 4 * 64 + 16 * boxes,  # barriers and work tiles
         )
 
 
 @dataclass(frozen=True)
 class WgmmaConfig(WarpgroupsConfig):
-    """Of wgmma/forward: a producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
+    """Config of wgmma/forward: a producer warpgroup and tile_m / 64 consumer warpgroups of 64 query rows each.
 
-    q_buffers: how many tiles of Q are on their way or in use, so that with two the next one is there when this one is
-    done. bias_stages: how many tiles of a bias that comes by TMA are on their way or in use, of each consumer's rows; 0
-    where it does not. parts: how many blocks share the keys of a query tile; with more than one another kernel adds up
-    their sums.
+    q_buffers: tiles of Q in flight or in use; with two, the next one is loaded while this one is in use. bias_stages:
+    tiles of a bias in flight or in use, for each consumer's rows; 0 if TMA does not load the bias. parts: how many
+    blocks share the keys of a query tile (split-KV); with more than one, another kernel adds up the sums of these
+    blocks.
     """
 
     q_buffers: int = 2  # type: ignore[misc]
@@ -96,9 +96,9 @@ class WgmmaConfig(WarpgroupsConfig):
     reads_mask_mod = clears_outside = True
     PARTS: ClassVar[tuple[int, ...]] = (1, 2, 4, 8, 16)
     REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
-    # Where the scheduler looks which tiles are shown:
+    # If the scheduler reads which tiles a mask leaves:
     MASK_REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {2: (56, 224), 3: (56, 152)}
-    FINISHED_REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {3: (56, 152)}  # with 32 the scheduler spills
+    FINISHED_REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {3: (56, 152)}  # with 32 registers the scheduler spills
 
     def __post_init__(self) -> None:
         self._check(64, 16)
@@ -117,7 +117,7 @@ class WgmmaConfig(WarpgroupsConfig):
         return abi.forward().plus("acc_o" if self.parts > 1 else "")
 
     def grid(self, problem: AnyProblem) -> int:
-        """Of packed sequences enough to write all rows, of which few may be of a sequence."""
+        """Packed sequences need enough blocks to write all rows, even if few rows are of a sequence."""
         p, grid = problem.forward, super().grid(problem) * self.parts
         return max(grid, p.heads * -(-p.packed[0] // self.tile_m)) if p.packed and p.batch else grid
 
@@ -128,7 +128,7 @@ class WgmmaConfig(WarpgroupsConfig):
 
     @property
     def tensor_maps(self) -> int:  # type: ignore[override]
-        """Of q, k and v, and of a bias that comes in boxes."""
+        """One each for q, k and v, and one for a bias that TMA loads."""
         return 3 + self.bias_boxes
 
     def operand_maps(self, problem: AnyProblem) -> OperandMaps:
@@ -152,7 +152,7 @@ class WgmmaConfig(WarpgroupsConfig):
 
     @property
     def o_in_q(self) -> bool:
-        """Whether O goes to global memory by way of a buffer of Q, while the next Q is in the other one."""
+        """Whether O is staged in one buffer of Q while the next Q is in the other one."""
         return self.q_buffers == 2 and self.head_dim_v_padded <= self.head_dim_padded
 
     @property

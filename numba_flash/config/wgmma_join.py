@@ -1,4 +1,4 @@
-"""Config of the kernel behind the Hopper forward where blocks share keys (kernels/wgmma/forward_join.py)."""
+"""Config of the kernel that follows the Hopper forward if blocks share keys (kernels/wgmma/forward_join.py)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from .wgmma_forward import WgmmaConfig
 
 @dataclass(frozen=True)
 class WgmmaJoinConfig(WgmmaConfig):
-    """Of wgmma/forward_join, which adds up the parts that wgmma/forward leaves; the fields are those of its Config."""
+    """Config of wgmma/forward_join, which adds up the parts of wgmma/forward; it has the fields of that Config."""
 
     kernel = "wgmma_join"
     module = "wgmma.forward_join"
@@ -33,7 +33,7 @@ class WgmmaJoinConfig(WgmmaConfig):
         return {}
 
     def shared_layout(self) -> Any:
-        """As of WgmmaConfig, without tiles of K and V, and with one of Q only if O goes there."""
+        """The layout of WgmmaConfig without K and V. It has one tile of Q if O is staged there, otherwise none."""
         own = super().shared_layout()
         in_q = tile_bytes(self.tile_m, self.head_dim_padded) if self.o_in_q else 0
         states, barriers = own.barriers - own.row_states, own.end - own.barriers

@@ -56,7 +56,7 @@ def assemble(ptx: str, arch: str) -> Assembled:
 
 
 def assemble_whole(ptx: str, arch: str) -> Assembled:
-    """Likewise for a whole program, as the driver assembles it: by ptxas."""
+    """Assembles a whole program as the driver does: by ptxas."""
     import subprocess
     import tempfile
 

@@ -25,7 +25,7 @@ class Bundle(NamedTuple):
 
     @property
     def compilers(self) -> tuple[str, ...]:
-        """Those that made it."""
+        """The compilers that made it."""
         return tuple(self.table["compilers"])
 
     def check(self, room: str, sources: str, compilers: tuple[str, ...]) -> None:
@@ -72,7 +72,7 @@ class Bundle(NamedTuple):
 
 @functools.cache
 def opened(folder: Path) -> Bundle:
-    """Its table; ValueError if there is none that can be read."""
+    """The bundle's table; ValueError if there is none that can be read."""
     try:
         table = json.loads((folder / TABLE).read_text())
     except (OSError, ValueError) as error:

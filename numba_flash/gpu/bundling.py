@@ -66,7 +66,7 @@ def machine_code(config: LaunchFacts, cc: tuple[int, int]) -> bytes:
 
 
 def facts(config: LaunchFacts) -> dict[str, Any]:
-    """What a launch needs, for readers of the table: numba_flash itself has it in the Config."""
+    """The facts of a launch, for readers of the table. numba_flash itself has them in the Config."""
     parameters = [f"tensor map of 128 bytes, {number}" for number in range(config.tensor_maps)]
     for made, kinds in parameter_types(config):
         pointers = made.__name__ == "arrays"
@@ -94,7 +94,7 @@ def _words(kind: Any, pointer: bool) -> str:
 
 
 def _table(folder: Path) -> dict[str, Any]:
-    """Of the bundle that is there, or of a new one."""
+    """The table of the bundle that is there, or of a new one."""
     if toolchain.simulated():
         raise ValueError("the simulator is on, which compiles nothing: unset NUMBA_ENABLE_CUDASIM")
     rooms = (path.name for path in (Path(compiled.__file__).parents[1] / "kernels").iterdir() if path.is_dir())

@@ -12,7 +12,7 @@ def encode(tensor_map: TensorMap, pointer: int) -> bytes:
     """The map of a tensor that begins at `pointer`, as the 128 bytes of a kernel's parameter."""
     if pointer % 16:
         raise ValueError(f"a tensor map begins at a multiple of 16 bytes, not at address {pointer:#x}")
-    kept = vars(tensor_map)  # where functools.cached_property would keep it
+    kept = vars(tensor_map)  # functools.cached_property would keep it there, too
     if "behind_address" not in kept:
         kept["behind_address"] = _behind_address(tensor_map)
     behind_address: bytes | None = kept["behind_address"]

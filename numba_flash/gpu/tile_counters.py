@@ -31,7 +31,7 @@ def counter(device: int, stream: int, words: int = WORDS) -> int:
 
 
 def _size(words: int) -> int:
-    """Bytes, of which there are few kinds."""
+    """The bytes of a counter. There are few such sizes."""
     return max(SPACING, 4 * (1 << (words - 1).bit_length()))
 
 

@@ -1,4 +1,4 @@
-"""What people are told beside results: on stderr that something compiles, and by warnings at their own line."""
+"""Tells people, on stderr, that something compiles, and warns them at their own line."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ import warnings
 
 
 def announce(text: str, end: str = "\n") -> None:
-    """On stderr, for those who wait; only in a terminal: a log is not told. NUMBA_FLASH_QUIET=1 silences it."""
+    """Writes to stderr, for people who wait: only to a terminal, not to a log. NUMBA_FLASH_QUIET=1 silences it."""
     if os.environ.get("NUMBA_FLASH_QUIET", "0") not in ("", "0"):
         return
     if sys.stderr is not None and sys.stderr.isatty():
@@ -14,7 +14,7 @@ def announce(text: str, end: str = "\n") -> None:
 
 
 def warn_caller(text: str) -> None:
-    """A RuntimeWarning at the line that called into numba_flash, however deep this is."""
+    """Gives a RuntimeWarning at the line that called into numba_flash, however deep this is."""
     frame, level = sys._getframe(1), 2
     ours = __name__.partition(".")[0], "numba"  # Numba's compiler calls this package's cache
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ours:

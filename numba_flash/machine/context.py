@@ -2,7 +2,7 @@
 
 
 def ensure(device: int) -> None:
-    """Make this device current in a thread where none is, as in those in which torch runs a backward."""
+    """Makes this device current in a thread that has none, as those in which torch runs a backward."""
     from cuda.bindings import driver
 
     nothing_current, _ = driver.cuCtxGetDevice()

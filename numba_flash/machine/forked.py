@@ -9,13 +9,13 @@ import threading
 from typing import Any
 
 launch_lock = threading.Lock()  # Numba's workqueue threads abort the process when launched twice at once
-compile_lock = threading.RLock()  # of whoever compiles, or imports Numba
+compile_lock = threading.RLock()  # held by whoever compiles or imports Numba
 threads_lost = False  # GNU's OpenMP ends a forked process that asks for threads, when its parent has had some
 _taken: list[Any] = []
 
 
 def _before() -> None:
-    """Waits until no thread compiles: what it leaves half-way would stay so in the child, and its locks taken."""
+    """Waits until no thread compiles: half a compilation would stay so in the child, and its locks taken."""
     of_numba = getattr(sys.modules.get("numba.core.compiler_lock"), "global_compiler_lock", None)
     for lock in (compile_lock, of_numba):  # in the order in which a compile takes them
         if lock is not None:

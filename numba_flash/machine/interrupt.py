@@ -48,7 +48,7 @@ def stoppable(run: Callable[[int], None]) -> None:
 
 
 def stoppable_if_long(seconds: float, run: Callable[[int], None]) -> None:
-    """seconds: how long it takes, by a rough count."""
+    """seconds: a rough estimate of how long `run` takes."""
     if seconds > LONG_SECONDS:
         stoppable(run)
     else:
@@ -56,7 +56,7 @@ def stoppable_if_long(seconds: float, run: Callable[[int], None]) -> None:
 
 
 class _Watcher(threading.Thread):
-    """Sets `stop` when a SIGINT comes. `before`: who else was to be told of signals, and still is."""
+    """Sets `stop` when a SIGINT comes. `before`: the descriptor that was told of signals before; it still is."""
 
     def __init__(self) -> None:
         super().__init__(name="numba_flash Ctrl-C", daemon=True)

@@ -8,7 +8,7 @@ from . import toolchain
 
 @dataclass(frozen=True)
 class Target:
-    """What `select` may know of the machine. cc is None where no GPU is usable, and `why_no_gpu` says why."""
+    """The machine, as far as `select` may know it. cc is None where no GPU is usable, and `why_no_gpu` says why."""
 
     arrays_on_host: bool  # the caller's arrays are in host memory
     simulated: bool = False  # Numba's CUDA simulator stands in for the GPU

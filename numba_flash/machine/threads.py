@@ -32,7 +32,7 @@ def count() -> int:
 
 @functools.cache
 def _of_openmp() -> int:
-    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # of nested regions each has a number
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # each nested region has its number
     if "NUMBA_NUM_THREADS" in os.environ or not first.isdecimal() or int(first) == 0:
         return sys.maxsize
     return int(first)

@@ -46,7 +46,7 @@ def numpy_names() -> Iterator[None]:
 
 @contextlib.contextmanager
 def keeping_garbage() -> Iterator[None]:
-    """Python does not look for garbage in here: Numba makes many objects that stay; it is a sixth faster, or more."""
+    """Turns the garbage collector off: Numba makes many objects that stay, and is a sixth faster, or more."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -58,7 +58,7 @@ def keeping_garbage() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """What makes Numba compile faster, to the same code. One thread at a time, as Numba itself has it."""
+    """Makes Numba compile faster, to the same code. One thread compiles at a time, as in Numba itself."""
     with compile_lock, keeping_garbage(), _remembering_signatures():
         yield
 
@@ -104,7 +104,7 @@ def _remembering_signatures() -> Iterator[None]:
     from numba import types
 
     function_type: Any = next((base for base in types.Function.__mro__ if "get_call_type" in vars(base)), None)
-    if function_type is None:  # of another Numba: nothing is remembered
+    if function_type is None:  # another version of Numba: nothing is remembered
         yield
         return
     look_up = function_type.get_call_type
@@ -115,7 +115,7 @@ def _remembering_signatures() -> Iterator[None]:
             return look_up(self, context, args, kws)
         key = (id(self), id(context), args)
         if key not in found:
-            found[key] = look_up(self, context, args, kws), self, context  # which keeps their ids
+            found[key] = look_up(self, context, args, kws), self, context  # keeps both alive, and so their ids
         return found[key][0]
 
     function_type.get_call_type = remembered

@@ -35,7 +35,7 @@ _FINDER: Any = _Finder
 
 
 def register() -> None:
-    """Importing torch may not fail here: what is wrong is said when the bridge is imported for a call."""
+    """Never makes the import of torch fail: the error comes when the bridge is imported for a call."""
     with contextlib.suppress(Exception):
         importlib.import_module("numba_flash.bridges.torch")
 

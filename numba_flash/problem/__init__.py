@@ -1,1 +1,1 @@
-"""What a caller asks for, checked: every mistake of a caller raises here."""
+"""Checks what a caller asks for: every mistake of a caller raises here."""

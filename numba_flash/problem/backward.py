@@ -15,13 +15,13 @@ GRADIENTS = tuple(GRADIENT_OF)
 
 SPLIT_TILE = 64  # rows of a tile of dbias, about
 SPLIT_BLOCKS = 1024  # blocks that keep any GPU busy
-SPLIT_BLOCKS_16BIT = 396  # where three are on a multiprocessor: those that an H200 runs at a time
-LEAST_TILES = 4  # of scores, for a block: what a sum of its own costs is little beside them
+SPLIT_BLOCKS_16BIT = 396  # as many as an H200 runs at a time, three on a multiprocessor
+LEAST_TILES = 4  # tiles of scores for a block: the cost of its own sum is small beside them
 
 
 @dataclass(frozen=True)
 class BackwardProblem:
-    """What to compute, never how or where. Frozen and hashable; `BackwardProblem.of` creates and checks it.
+    """Says what to compute, never how or where. Frozen and hashable; `BackwardProblem.of` creates and checks it.
 
     Strides as in Problem. The gradients are contiguous: dq, dk and dv in the caller's layout, those of options in the
     options' own shapes, with stride 0 where these are broadcast.
@@ -135,7 +135,7 @@ def _check_input(name: str, array: Layout, q: Layout, shape: tuple[int, ...], dt
 
 
 def _strides(name: str, shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a gradient, which is contiguous. order: of the dimensions of dq, dk and dv."""
+    """The strides of a gradient, which is contiguous. order: that of the dimensions of dq, dk and dv."""
     strides = contiguous_strides(shape)
     if name in ("dq", "dk", "dv"):
         return axes_strides(strides, order)

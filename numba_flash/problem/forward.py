@@ -35,7 +35,7 @@ AUTOCAST = " (compat.torch.scaled_dot_product_attention casts as torch.autocast 
 
 @dataclass(frozen=True)
 class Problem:
-    """What to compute, never how or where. Frozen and hashable; `Problem.of` creates and checks it.
+    """Says what to compute, never how or where. Frozen and hashable; `Problem.of` creates and checks it.
 
     Strides are in elements of their own array and always in the order (batch, head, seqlen, dim), whatever the caller's
     layout was. Broadcast dimensions have stride 0; negative strides are allowed.
@@ -66,10 +66,10 @@ class Problem:
     aux: tuple[AuxArray, ...]  # the arrays that they read
     return_lse: bool
     alignment: int  # q, k, v and out begin at multiples of so many bytes: 16 or a lower power of two
-    packed: tuple[int, int] | None = None  # the rows of q and of k, of packed sequences (packed.py)
-    pages: "Pages | None" = None  # in which k and v lie (kvcache.py)
+    packed: tuple[int, int] | None = None  # packed sequences: the rows of q and of k (packed.py)
+    pages: "Pages | None" = None  # the pages in which k and v lie (kvcache.py)
     kept: bool = False  # a BlockMask keeps what is found about mask_mod
-    as_nodes: bool = False  # of a cache: instead of o and lse, a node of each row (dispatch/kvcache_nodes.py)
+    as_nodes: bool = False  # for a cache: a node of each row instead of o and lse (dispatch/kvcache_nodes.py)
     o_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of the output, in the caller's layout
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -93,7 +93,7 @@ class Problem:
 
     @property
     def forward(self) -> "Problem":
-        """The problem itself: what a kernel's facts follow from is a Problem or a BackwardProblem, which has one."""
+        """The problem itself: a BackwardProblem has one, too, and a kernel's facts follow from either."""
         return self
 
     @property
@@ -130,7 +130,7 @@ class Problem:
 
     @property
     def nodes_shape(self) -> tuple[int, ...]:
-        """Of each row O, which is not divided yet, m and l."""
+        """For each row O before its division by l, then m and l."""
         return (*self.lse_shape, self.head_dim_v + 2)
 
     @property
@@ -173,7 +173,7 @@ class Problem:
 
     @functools.cached_property
     def uses(self) -> Uses:
-        """What a kernel is compiled for; scale, which every problem has, is left out."""
+        """The options that a kernel is compiled for. scale is left out, because every problem has it."""
         given: dict[str, Any] = {array.name: array.dtype for array in self.arrays} | dict(self.functions)
         if self.aux:
             given["aux"] = tuple((array.dtype, len(array.shape)) for array in self.aux)
@@ -188,7 +188,7 @@ class Problem:
         bytes."""
         causal, layout, packed = options.causal, options.layout, None
         if isinstance(layout, Packed):
-            from . import packed as packing  # what a plain call does without
+            from . import packed as packing  # a plain call does not load it
 
             layout = "packed"
         elif not isinstance(layout, str) or layout not in LAYOUTS:
@@ -296,7 +296,7 @@ def _check_lse(lse: Layout, shape: tuple[int, ...], dtype: str) -> None:
 
 
 def _conversion(q: Layout) -> str:
-    """How to make q of a dtype that is taken, without a loss of digits."""
+    """Says how to convert q to a dtype that is taken, without a loss of digits."""
     if q.dtype.startswith("complex"):
         return "attention of complex numbers is not defined here"
     if q.dtype.startswith(">"):  # of another byte order

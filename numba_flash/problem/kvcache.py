@@ -22,7 +22,7 @@ LENGTH_DTYPES, SLOT_DTYPES = ("int32",), ("int32", "int64")
 
 
 class Cache(NamedTuple):
-    """What attention_kvcache takes beside q, the caches and the options: arrays, or their layouts."""
+    """The arguments of attention_kvcache besides q, the caches and the options: arrays, or their layouts."""
 
     seqlens_k: Any
     k_new: Any = None
@@ -98,7 +98,7 @@ def problem_of(
     rotary_dim, rotary_rows = _rotary(cache, q, head_dim)
     if v_is_k and rotary_dim and cache.k_new is not None and 0 not in k.shape:
         raise NotImplementedError("rotary_cos is not taken where v_cache is a view of k_cache: rotate k_new before")
-    # k and v as if they were contiguous: what Problem checks is their sizes
+    # k and v as if they were contiguous: Problem checks their sizes
     shape = [batch, heads_kv, pages.capacity, dim]
     if ragged:
         if options.array("bias") is not None or options.array("mask") is not None:
@@ -274,7 +274,7 @@ def _rotary(cache: Cache, q: Layout, head_dim: int) -> tuple[int, int]:
 
 
 class Lines(NamedTuple):
-    """What is known of each sequence in host memory; arrays of int64, (batch,)."""
+    """Each sequence's lengths and places in host memory: arrays of int64, (batch,)."""
 
     first_query: Any
     queries: Any

@@ -53,7 +53,7 @@ def check_lengths(given: dict[str, Any], problem: Problem) -> None:
     """Checks lengths in host memory. On a device the kernels clamp them, because reading them would mean waiting.
     given: arrays by name."""
     if problem.packed is not None:
-        from .packed import SPANS, check_spans  # what a plain call does without
+        from .packed import SPANS, check_spans  # a plain call does not load it
 
         check_spans(problem, {name: given[name] for name in SPANS})
         return

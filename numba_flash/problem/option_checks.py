@@ -27,8 +27,8 @@ class OptionArray(NamedTuple):
     name: str
     dtype: str
     strides: tuple[int, ...]  # in elements; 0 in broadcast dimensions
-    pairs: bool = False  # of bias: keys 2 i and 2 i + 1 are one read, side by side at a multiple of their size
-    boxes: bool = False  # of bias in 16 bits: TMA can load its rows
+    pairs: bool = False  # bias: keys 2 i and 2 i + 1 are one read, side by side at a multiple of their size
+    boxes: bool = False  # bias in 16 bits: TMA can load its rows
 
 
 class AuxArray(NamedTuple):
@@ -109,7 +109,7 @@ def number_of(name: str, value: Any, dtype: str) -> float | None:
 
 
 def _of_one(name: str, value: Any) -> str:
-    """What to do with an array of one number. A kernel takes a number, and to read it the host waits for a GPU."""
+    """-> a hint if `value` is an array of one number. A kernel takes a number; reading it makes the host wait."""
     if getattr(value, "shape", None) != ():
         return ""
     hint = f": write {name}=float(...), which waits for the GPU if the number is there"

@@ -20,17 +20,17 @@ class Option(NamedTuple):
     acts_on: str
     # of an array: "scores" broadcasts to (batch, heads, seqlen_q, seqlen_k); "heads"; "batch"; "ends": (batch + 1,)
     shape: str = ""
-    dtypes: tuple[str, ...] = ()  # of an array; "q" is the dtype of q
+    dtypes: tuple[str, ...] = ()  # if it is an array; "q" is the dtype of q
     gradient: str = ""  # its field of AttentionGradients
     gradient_on_tensor_cores: bool = True
-    positive: bool = False  # of a number: it must be above 0
+    positive: bool = False  # it is a number that must be above 0
     by_distance: bool = False  # it takes a number of the row times |q_pos - k_pos| from a score
     derivative: bool = False  # whether a score after it has a derivative by the score before it that is not 1
     function: bool = False  # a function of the caller's own
     seeded: bool = False  # each call brings a seed
-    packed: bool = False  # of attention_varlen alone: where its sequences are (problem/packed.py)
+    packed: bool = False  # only attention_varlen takes it: where sequences are (problem/packed.py)
     on_tensor_cores: bool = True
-    instead: str = ""  # of one that is not: an option that does part of the same, and is
+    instead: str = ""  # if not: an option on tensor cores that does part of the same
     on_cpu: bool = True
 
     @property
@@ -134,15 +134,15 @@ class AttentionGradients(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What stands in the place of layout= where sequences are packed (packed.py): upper bounds of their lengths; None:
-    the arrays'."""
+    """Stands in the place of layout= if sequences are packed (packed.py): upper bounds of their lengths. None: the
+    arrays' rows are the bound."""
 
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
 
 
 class Options(NamedTuple):
-    """What a call asks for besides q, k and v: as the caller gave it, or with layouts in the place of arrays.
+    """The arguments of a call besides q, k and v: as the caller gave them, or with layouts in the place of arrays.
 
     numbers, arrays and functions are in the order of the table, so that nothing in between has to name them.
     """
@@ -151,10 +151,10 @@ class Options(NamedTuple):
     window: Any = None
     q_offset: Any = None  # a number or an array
     numbers: tuple[Any, ...] = NO_NUMBERS
-    arrays: tuple[Any, ...] | None = None  # of ARRAYS, without q_offset; None: there are none
-    functions: tuple[Any, ...] | None = None  # of FUNCTIONS, followed by the tuple aux; None: there are none
+    arrays: tuple[Any, ...] | None = None  # those of ARRAYS, without q_offset; None: there are none
+    functions: tuple[Any, ...] | None = None  # those of FUNCTIONS, followed by the tuple aux; None: there are none
     layout: Any = "bhsd"
-    seed: Any = None  # of SEEDED, an integer; not part of the problem, because each call has another one
+    seed: Any = None  # an integer for SEEDED. It is no part of the problem, because each call has another one
 
     @staticmethod
     def of(
@@ -166,10 +166,10 @@ class Options(NamedTuple):
         seed: Any = None,
         **named: Any,
     ) -> "Options":
-        """From keyword arguments, as attention() takes them."""
+        """Makes Options from keyword arguments, as attention() takes them."""
         unknown = set(named) - {*NUMBERS, *OPTION_ARRAYS, *FUNCTIONS}
         if unknown:
-            from .keywords import unexpected  # what a call without a mistake does without
+            from .keywords import unexpected  # a call without a mistake does not load it
 
             raise unexpected("attention", min(unknown))
         numbers = tuple([named.get(name) for name in NUMBERS])
@@ -203,7 +203,7 @@ Uses = tuple[tuple[str, Any], ...]
 
 
 def uses(**given: Any) -> Uses:
-    """What a problem uses: (option, dtype of its array, a Function, or "" for a number), in the order of OPTIONS.
+    """The options of a problem: (option, dtype of its array, a Function, or "" for a number), in the order of OPTIONS.
 
     given: for an array its dtype, for a function the Function, for aux (dtype, dimensions) of each, for a number True.
     """
@@ -226,5 +226,5 @@ def changes_by_distance_alone(used: Uses) -> bool:
 
 
 def of_scores(used: Uses) -> Uses:
-    """Without the options that change only lse, which a backward is given."""
+    """Drops the options that change only lse: a backward is given lse."""
     return tuple((name, given) for name, given in used if BY_NAME[name].acts_on != "sum")

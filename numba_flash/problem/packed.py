@@ -18,7 +18,7 @@ SPANS = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k")  # the arrays that say whe
 
 
 def bounds(max_seqlen_q: Any, max_seqlen_k: Any) -> Packed:
-    """Checks what a caller gave: as parts of a key 5.0 and 5 would be equal."""
+    """Checks a caller's bounds: as parts of a key 5.0 and 5 would be equal."""
     return Packed(_bound("max_seqlen_q", max_seqlen_q), _bound("max_seqlen_k", max_seqlen_k))
 
 
@@ -102,7 +102,7 @@ class Span(NamedTuple):
 
 
 def spans_of(problem: Any, given: dict[str, Any], q_offset: Any = None) -> list[Span]:
-    """given: the arrays of SPANS in host memory, or None. q_offset: an array, if that is where positions come from."""
+    """given: the arrays of SPANS in host memory, or None. q_offset: the array, if positions come from one."""
     assert problem.packed is not None
     first_query, queries = _rows(given["cu_seqlens_q"], problem.packed[0], problem.seqlen_q)
     first_key, keys = _rows(given["cu_seqlens_k"], problem.packed[1], problem.seqlen_k)

@@ -21,8 +21,8 @@ def element_strides(array: Layout) -> tuple[int, ...]:
 
 
 def axes_strides(strides: tuple[int, ...], order: tuple[int, ...]) -> Strides:
-    """In the order (batch, head, seqlen, dim), whose indices in `strides` `order` has. Of packed sequences, which have
-    no batch, 3 strides."""
+    """Puts strides in the order (batch, head, seqlen, dim). `order` has the indices of these in `strides`. Packed
+    sequences have no batch, and 3 strides."""
     every = (0,) * (4 - len(strides)) + strides
     return (every[order[0]], every[order[1]], every[order[2]], every[order[3]])
 

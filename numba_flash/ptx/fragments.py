@@ -84,7 +84,7 @@ def panel_offset(row, chunk, rows):
     return (chunk >> 3) * rows * 128 + row * 128 + (((chunk ^ row) & 7) << 4)
 
 
-# wgmma's descriptors. A core matrix is 8 rows of 16 bytes. Of a tile whose rows are swizzle_bytes wide:
+# wgmma's descriptors. A core matrix is 8 rows of 16 bytes. For a tile whose rows are swizzle_bytes wide:
 #   k-contiguous (A, and B as K is stored): stride is the distance from 8 rows to the next 8 (8 * swizzle_bytes);
 #     leading is not used while a step of 16 stays inside a swizzled row; the next step begins 32 bytes further.
 #   n-contiguous (B as V is stored; b_trans = 1): stride is the distance from 8 rows (along k) to the next 8,

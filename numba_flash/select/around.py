@@ -1,4 +1,4 @@
-"""The kernels before and behind a kernel: those that make what it reads, and those that finish what it leaves."""
+"""The kernels around a kernel: some prepare the arrays that it reads, others finish the parts that it leaves."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def prologue(config: Config, problem: Problem, target: Target, overlaps: bool = False) -> list[LaunchFacts]:
-    """The kernels that make what the kernel of `config` reads: a mask's bits, the states of tiles under a mask_mod,
-    their order, and its bits. Most calls have none, and load nothing for them. overlaps: they may run beside kernels in
-    front of them, as far as they can."""
+    """The kernels that prepare arrays for the kernel of `config`: a mask's bits, the states of tiles under a mask_mod,
+    their order, and its bits. Most calls need none, and then import nothing. overlaps: kernels that can overlap with
+    the ones before them may do so."""
     threads, made = 32 if target.simulated else 512, list[LaunchFacts]()
     if config.packed and "o" in config.takes.arrays and not (config.clears_outside and problem.batch):
         from ..config.outside import OutsideConfig
@@ -36,7 +36,7 @@ def prologue(config: Config, problem: Problem, target: Target, overlaps: bool = 
 
 
 def epilogue(config: Config) -> list[LaunchFacts]:
-    """The kernel that joins parts, if the one of `config` leaves parts."""
+    """The kernel that joins parts, if the kernel of `config` leaves parts."""
     if getattr(config, "parts", 1) == 1:
         return []
     from ..config.wgmma_join import WgmmaJoinConfig
@@ -45,7 +45,7 @@ def epilogue(config: Config) -> list[LaunchFacts]:
 
 
 def outside(problem: "BackwardProblem", target: Target, before: Sequence[LaunchFacts]) -> list[LaunchFacts]:
-    """The kernel that writes the gradients of rows of no packed sequence. before: those in front of it."""
+    """The kernel that writes the gradients of rows in no packed sequence. before: the kernels before it."""
     written = tuple(name for name in ("dq", "dk", "dv") if name in problem.wanted)
     if problem.forward.packed is None or not written:
         return []
@@ -57,8 +57,8 @@ def outside(problem: "BackwardProblem", target: Target, before: Sequence[LaunchF
 
 
 def with_prologues(configs: Sequence[Config], problem: "BackwardProblem", target: Target) -> list[LaunchFacts]:
-    """Kernels, preceded by those that prepare what they read: a mask's bits, the states of tiles. Those that overlap
-    with what is in front of them go ahead of all."""
+    """These kernels, each after the kernels that prepare its arrays: a mask's bits, the states of tiles. Kernels that
+    overlap with the ones before them come first."""
     made, ahead = list[LaunchFacts](), list[LaunchFacts]()
     overlaps = len(configs) > 0 and configs[0].waits
     for config in configs:

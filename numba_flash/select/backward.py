@@ -1,4 +1,4 @@
-"""Selects what computes the gradients for a BackwardProblem and a Target, and says why the other rungs do not run."""
+"""Selects the rung and its kernels for a BackwardProblem and a Target, and says why the other rungs do not run."""
 
 import functools
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from .rungs import RUNGS, Refused, Rung, check_request, choose
 
 
 class BackwardChoice(NamedTuple):
-    """What will run. `configs`: of its kernels in the order of their launches; empty for rungs on the host."""
+    """The rung that will run. configs: the Configs of its kernels in launch order; empty for rungs on the host."""
 
     kernel: str
     configs: tuple[LaunchFacts, ...]
@@ -40,7 +40,7 @@ def select_backward(
 
 def kernels_of(name: str, problem: BackwardProblem, target: Target) -> tuple[LaunchFacts, ...]:
     """The Configs of a rung in the order of their launches; none on the host."""
-    from . import backward_kernels as of_rungs  # loads the class of every Config, each in a millisecond
+    from . import backward_kernels as of_rungs  # imports the class of every Config; each takes a millisecond
 
     of_rung = dict(v2=of_rungs.v2_configs, mma=of_rungs.mma_configs, wgmma=of_rungs.wgmma_configs)
     return of_rung[name](problem, target) if name in of_rung else ()
@@ -66,7 +66,7 @@ def _not_on_tensor_cores(rung: Rung, problem: BackwardProblem, target: Target) -
     """Why the kernels of a rung on tensor cores do not take the problem, apart from shared memory."""
     forward, wanted = problem.forward, [given for given in ARRAYS if given.gradient in problem.wanted]
     missing = [f"it has no gradient of {given.name} yet" for given in wanted if not given.gradient_on_tensor_cores]
-    if rung.name == "wgmma" and forward.dtype == "float32":  # which takes less than the kernels in 16 bits
+    if rung.name == "wgmma" and forward.dtype == "float32":  # these kernels take fewer options than those in 16 bits
         options = [option for option, _ in forward.uses if option in NOT_TAKEN]
         missing += [f"its gradients take no {option} in float32 yet" for option in options]
     reason = too_wide(forward, MmaBackwardConfig.WIDEST) or next(iter(missing), None)

@@ -1,4 +1,4 @@
-"""In which form wgmma's backward runs: one kernel or two, how many heads and key tiles a block has, and how dQ is
+"""Chooses the form of wgmma's backward: one kernel or two, how many heads and key tiles a block has, and how dQ is
 added up. docs/adding_a_tile_row.md has the measurements."""
 
 from ..config.blocks import AT_A_TIME
@@ -9,12 +9,12 @@ from ..problem.groups import parts_of
 from ..problem.options import changes_scores
 from .backward_line import dq_stays, fastest, loses_nowhere
 
-LONGEST_STAY = 8192  # queries of a walk over all of them
-# And of the only block of a head. Few heads leave the GPU idle: 2 x 10 of 4096 queries and 77 keys take 106 us, and 77
-# as two kernels (H200).
+LONGEST_STAY = 8192  # the most queries of a block that stays, if it walks over all of them
+# The most queries of a head with one key tile. Few heads leave the GPU idle: 2 x 10 of 4096 queries and 77 keys take
+# 106 us, and 77 as two kernels (H200).
 LONGEST_OF_ONE_TILE = 1024
-MOST_QUERIES_ALONE = 512  # of packed sequences: with more, too few blocks would run side by side
-MOST_TURNS = (1 << 16) - 1  # key tiles under a mask: half of a counter has them (kernels/wgmma/backward_dq_sums.py)
+MOST_QUERIES_ALONE = 512  # of packed sequences: with more queries, too few blocks would run side by side
+MOST_TURNS = (1 << 16) - 1  # key tiles under a mask: half of a counter counts them (kernels/wgmma/backward_dq_sums.py)
 
 
 def can_be_one_kernel(problem: BackwardProblem) -> bool:
@@ -28,20 +28,20 @@ def can_be_one_kernel(problem: BackwardProblem) -> bool:
     plain = plain and (bias is None or bias.boxes)
     counted = forward.array("mask") is None or -(-forward.seqlen_k // WgmmaFusedConfig.KEYS) <= MOST_TURNS
     plain = plain and not (forward.seeded and (bias is not None or forward.array("mask") is not None))
-    # Where weights are dropped, registers do not suffice for tiles of 128 queries. At head_dim 128 two kernels take 15
+    # With dropout, registers do not suffice for tiles of 128 queries. At head_dim 128 two kernels take 15
     # to 16 % longer (H200).
     taken = forward.widest <= 128 and (forward.widest > 64 or not forward.seeded)
-    taken = taken and not (forward.seeded and forward.packed is not None)  # whose blocks stay (`blocks_stay`)
+    taken = taken and not (forward.seeded and forward.packed is not None)  # packed: blocks stay (`blocks_stay`)
     return plain and counted and {"dq", "dk", "dv"} <= set(problem.wanted) and taken
 
 
 def gains_by_one_kernel(problem: BackwardProblem, target: Target) -> bool:
     """Whether the one kernel is faster than two. docs/adding_a_tile_row.md has the measurements.
 
-    If every query sees every key, parts of dQ wait in a line, and a model says what that costs (backward_line.py). So
-    it is where most queries see most keys, as in a chunk behind others' keys. Under another mask two long heads go two
-    ways, and parts of a group count as heads. The batch size may not decide: a row's bits must not depend on it. Short
-    sequences are assumed to come in batches. Of packed sequences the lengths are not known, and may not decide.
+    If every query sees every key, parts of dQ wait in a line, and a model estimates the cost (backward_line.py). The
+    same holds if most queries see most keys, as in a chunk after other chunks' keys. Under another mask two long heads
+    walk in opposite directions, and parts of a group count as heads. The batch size may not decide: a row's bits must
+    not depend on it. Short sequences are assumed to come in batches. The lengths of packed sequences are not known.
     """
     forward = problem.forward
     one_tile = 0 < forward.seqlen_k <= WgmmaFusedConfig.KEYS  # a head is one block, which walks all of its queries
@@ -67,8 +67,8 @@ def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
     """How many key tiles a block of the one kernel has: all of a head if dQ stays in shared memory; otherwise 0.
 
     With one tile dQ need not stay there. Without a key no block would write dQ. If every query sees every key, both
-    ways have the same order of sums, and so the same bits. Then a block has one tile if the GPU can run all blocks at a
-    time: 12 heads of 197 tokens take 20 us instead of 26, 256 heads 64 instead of 53 (H200).
+    forms have the same order of sums, and so the same bits. Then a block has one tile if the GPU can run all blocks at
+    a time: 12 heads of 197 tokens take 20 us instead of 26, 256 heads 64 instead of 53 (H200).
     """
     forward = problem.forward
     key_tiles = -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
@@ -83,8 +83,8 @@ def key_tiles_of_a_block(problem: BackwardProblem, target: Target) -> int:
 def dq_partials(problem: BackwardProblem) -> int:
     """How many sums of dQ the key tiles of a head add to in rotation.
 
-    More sums shorten the wait of key tiles for each other (backward_line.py), and take more of the L2 cache. Under a
-    mask blocks hardly wait, but for one head with as many key tiles as a GPU runs blocks.
+    With more sums key tiles wait less for each other (backward_line.py), but the sums take more of the L2 cache. Under
+    a mask blocks hardly wait, except for one head with as many key tiles as a GPU runs blocks.
     docs/adding_a_tile_row.md has the measurements.
     """
     forward = problem.forward
@@ -100,14 +100,14 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
     """Whether blocks of the one kernel process several tiles, if there are more tiles than blocks that run at a time.
     It changes no order of sums, and so no bit.
 
-    From head_dim 65 on long loops lose 2 % by it, and short ones gain up to 14 % (docs/adding_a_tile_row.md). A block
-    with the only key tile of a head does not stay there: the compiler would serialise its products. Nor does a block
-    where weights are dropped, or where a mask says over which queries each of many key tiles loops: registers are
-    scarce. Nor does one of many heads whose bias comes to where dS will be, because dK and dV of the tile before are
-    staged there: its next tile might meet no query.
+    Above head_dim 64 it makes long loops 2 % slower and short ones up to 14 % faster (docs/adding_a_tile_row.md). There
+    a block with the only key tile of a head does not stay: the compiler would serialise its products. Nor does a block
+    stay with dropout, or if a mask decides over which queries each of many key tiles loops: registers are
+    scarce. Nor does a block of many heads with a bias stay: the bias overlays dS, where dK and dV of the previous tile
+    are staged, and its next tile might meet no query.
     """
     forward = problem.forward
-    if forward.packed is not None and not key_tiles:  # the numbers of tiles that do not exist are passed over
+    if forward.packed is not None and not key_tiles:  # blocks skip the numbers of tiles that do not exist
         return True
     tiles = all_parts(forward, members) * -(-forward.seqlen_k // WgmmaFusedConfig.KEYS)
     many = key_tiles > 1 or tiles > target.multiprocessors
@@ -122,13 +122,13 @@ def heads_per_block(problem: BackwardProblem, one_kernel: bool) -> int:
 
     Under a causal mask the blocks of a head process different query tiles at a time, each of all its members. With two
     members the concurrent tiles and the sums of dQ stay in L2; with eight they do not. The two kernels gain only with
-    few blocks. If every query sees every key, nothing is gained. 4 x 32 heads over 8 of 2k causal queries take 784 us
+    few blocks. If every query sees every key, a model decides. 4 x 32 heads over 8 of 2k causal queries take 784 us
     with two members and 927 with all, 2 x 8 heads over one of head_dim 256 1017 and 1513 (H200).
     """
     forward = problem.forward
     short = max(forward.seqlen_q, forward.seqlen_k) <= 512
     if forward.packed is not None or forward.function("mask_mod") is not None:
-        return 0  # of packed sequences lengths are not known, and members change bits
+        return 0  # lengths of packed sequences are not known, and members change bits
     if forward.every_key:
         return fastest(forward, one_kernel).members
     if short or not (one_kernel or forward.heads_kv <= 4):

@@ -39,12 +39,12 @@ from .forward_kernels import halved
 from .tiles import Row
 
 Configs = tuple[LaunchFacts, ...]  # in the order of their launches
-KEYS_WITH_AUX = (64, 32)  # of a tile, up to head_dim 128 and above, where a gradient of aux takes registers beside dQ
+KEYS_WITH_AUX = (64, 32)  # keys of a tile, up to head_dim 128 and above, if daux takes registers beside dQ
 
 
 def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow: bool = False) -> Configs:
-    """A rung's kernels, the one that adds up split sums of dbias, and those of the gradients of aux. narrow: it has
-    products on tensor cores in 16 bits."""
+    """A rung's kernels, the one that adds up split sums of dbias, and those of the gradients of aux. narrow: the rung
+    computes products in 16 bits on tensor cores."""
     bias, before = problem.forward.array("bias"), (*before, *outside(problem, target, before))
     if "dbias" in problem.wanted and bias is not None and problem.dbias_splits > 1:
         threads, splits = 16 if target.simulated else 256, 1 << (problem.dbias_splits - 1).bit_length()
@@ -54,7 +54,7 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
     dtypes = tuple(problem.forward.aux[number].dtype for number in problem.wanted_aux)
     facts = (problem.forward.compute_dtype, dtypes, problem.wanted_aux, 16 if target.simulated else 256)
     start, end = AuxStartConfig(*facts), AuxRoundConfig(*facts)
-    if any(config.wanted_aux for config in before):  # it is added up beside dQ
+    if any(config.wanted_aux for config in before):  # the kernel of dQ adds up daux, too
         return (start, *before, end)
     if problem.forward.function("score_mod") is None:
         return (*before, start, end)
@@ -69,8 +69,8 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
 
 
 def _with_delta(own: Sequence[Config], problem: BackwardProblem, target: Target) -> Configs:
-    """Kernels that read each row's lse and delta, with those before and after them; v2's kernel of dbias is for all
-    of these."""
+    """Kernels that read each row's lse and delta, with the kernels before and after them. All of them use v2's kernel
+    of dbias."""
     in_order = problem.forward.packed is not None and any(config.in_order for config in own)
     delta = shared.first(DeltaConfig, problem, target, in_order=in_order)
     made = [delta, *with_prologues(own, problem, target)]
@@ -101,7 +101,7 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
     if rows := shared.one_key_tile(problem, target):
         with_dbias = _own_dbias(problem)
         only = [] if with_dbias else shared.one_key_tile(problem, target, only=True)
-        delta = None  # of the block, whatever the number of heads
+        delta = None  # the block's own, so most_rows does not depend on the number of heads
         if only:
             delta = dataclasses.replace(shared.first(mma.PreprocessConfig, problem, target), most_rows=1)
         pairs = with_dbias and problem.forward.seqlen_k % 2 == 0
@@ -122,8 +122,8 @@ def mma_configs(problem: BackwardProblem, target: Target) -> Configs:
 
 
 def _own_dbias(problem: BackwardProblem) -> bool:
-    """Whether a kernel that has a whole head's dS in 16 bits also has its dbias: an element is that of one score, and
-    dS is not yet the gradient of another score."""
+    """Whether a kernel that has a whole head's dS in 16 bits also has its dbias: each element belongs to one score, and
+    no option has a derivative, so dS is the gradient of that score."""
     forward, bias = problem.forward, problem.forward.array("bias")
     alone = problem.dbias_shape == (forward.batch, forward.heads, forward.seqlen_q, forward.seqlen_k)
     same = bias is not None and bias.dtype == forward.dtype and not forward.seeded
@@ -146,8 +146,8 @@ def _mma_fp32_fp64(problem: BackwardProblem, target: Target) -> Configs:
 
 
 def _shrunk(row: Row, of_keys: bool, problem: Problem) -> Row:
-    """With tiles as small as the lengths, of which more blocks then run at a time. The longest of packed sequences
-    decides nothing that could change the bits of another."""
+    """The row with tiles as small as the lengths, so that more blocks run at a time. Packed sequences keep the row: the
+    longest one must not change the bits of another."""
     if problem.packed is not None:
         return row
     queries, keys = row.tile["tile_m"], row.tile["tile_n"]
@@ -157,12 +157,12 @@ def _shrunk(row: Row, of_keys: bool, problem: Problem) -> Row:
 
 
 def _mma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
-    """One kernel of dK, dV and parts of dQ, with those before and after it, if that is the faster form; otherwise none.
-    It computes five products instead of seven. It needs a GPU whose products of float64 are one instruction. It needs a
-    query: without one no previous kernel would set its ticket to 0."""
+    """One kernel of dK, dV and parts of dQ, with those before and after it, if it is the faster form; otherwise none.
+    It computes five products instead of seven. It needs a GPU with float64 products in one instruction (m16n8k16). It
+    needs a query: without one no previous kernel would set its ticket to 0."""
     forward = problem.forward
     taken = forward.dtype == "float64" and target.cc == LARGE_FLOAT64 and {"dq", "dk", "dv"} <= set(problem.wanted)
-    rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # of dq, which is contiguous
+    rows_of_16_bytes = forward.head_dim * ITEM_SIZE[forward.dtype] % 16 == 0  # rows of dq, which is contiguous
     every = taken and rows_of_16_bytes and forward.seqlen_q > 0 and forward.packed is None
     if not every or not gains_by_mma_fused(problem):
         return []
@@ -175,7 +175,7 @@ def _mma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
 
 
 def gains_by_mma_fused(problem: BackwardProblem) -> bool:
-    """Whether the one kernel is the faster form, where a row is for the problem: its parts of dQ wait in a line, so a
+    """Whether the one kernel is the faster form, if a row is for the problem. Its parts of dQ wait in a line, so a
     batch entry needs enough work, as in gains_by_one_kernel. docs/adding_a_tile_row.md has the measurements."""
     return problem.forward.seqlen_k <= problem.forward.seqlen_q and problem.forward.heads_kv >= 8
 
@@ -196,7 +196,7 @@ def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """A kernel of dK and dV, or one for each, and a kernel of dQ."""
     members, packed = heads_per_block(problem, one_kernel=False), problem.forward.packed is not None
     dkdv = shared.best(wgmma.WgmmaDkdvConfig, problem, target, members=members)
-    dkdv = [config if config.of_dk else dataclasses.replace(config, stages_b=2) for config in dkdv]  # it has no V
+    dkdv = [config if config.of_dk else dataclasses.replace(config, stages_b=2) for config in dkdv]  # it loads no V
     own = [_halved(config, problem, target) for config in dkdv]
     if "dq" in problem.wanted:
         of_heads = aux_of_heads(problem)
@@ -210,7 +210,7 @@ def _wgmma_two(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
 
 
 def aux_of_heads(problem: BackwardProblem) -> tuple[int, ...]:
-    """wanted_aux, if that is one number of one array for all scores of a head: it is added up beside dQ then."""
+    """wanted_aux, if all scores of a head read one element of one array: the kernel of dQ then adds up daux."""
     forward = problem.forward
     function = forward.function("score_mod")
     if function is None or not problem.wanted_aux or forward.packed is not None:
@@ -220,7 +220,7 @@ def aux_of_heads(problem: BackwardProblem) -> tuple[int, ...]:
 
 
 def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
-    """wgmma's kernels in float32, for the problems that select_backward leaves to them."""
+    """wgmma's kernels in float32."""
     kinds: list[type[Any]] = [wgmma_float32.WgmmaDkdvFloat32Config, wgmma_float32.WgmmaDqFloat32Config]
     if problem.forward.widest > wgmma_float32.WgmmaBackwardFloat32Config.WIDEST:
         kinds = [wgmma_float32.WgmmaPairedDkdvConfig, wgmma_float32.WgmmaPairedDqConfig]
@@ -260,18 +260,18 @@ def _dbias(problem: BackwardProblem, target: Target) -> Sequence[Config]:
     if "dbias" not in problem.wanted or bias is None:
         return []
     own = shared.of_bias(problem)
-    # a row of dbias, which is contiguous, then begins at a multiple of 4 bytes
+    # dbias is contiguous, so its rows then begin at multiples of 4 bytes.
     pairs = ITEM_SIZE[bias.dtype] == 2 and problem.dbias_shape[-1] % 2 == 0 and not any(own.values())
     return shared.best(mma.MmaDbiasConfig, problem, target, pairs=pairs, **own)
 
 
 def _halved(config: Any, problem: BackwardProblem, target: Target) -> Any:
-    """Blocks own 64 rows instead of 128 if those of 128 leave half of the multiprocessors idle, or of their rows.
+    """Blocks own 64 rows instead of 128 if with 128 half of the multiprocessors, or half of the rows, would be idle.
 
     The order of sums stays, and so do a row's bits. With head_dim 256 and one KV head of 4096 keys it is 1.65 times as
     fast, with head_dim 160 and 256 keys of 32 heads 1.2 times, with head_dim 256 and 41 tokens 1.3 times (H200).
     """
-    packed = problem.forward.packed is not None  # of which only a bound of the blocks is known
+    packed = problem.forward.packed is not None  # only a bound of the number of blocks is known then
     rows = problem.forward.seqlen_k if config.of_keys else problem.forward.seqlen_q
     many = rows > 64 and 2 * config.grid(problem) > target.multiprocessors
     if packed or config.own_rows != 128 or many:
@@ -280,6 +280,6 @@ def _halved(config: Any, problem: BackwardProblem, target: Target) -> Any:
 
 
 def _add_parts(configs: Sequence[wgmma.WgmmaDkdvConfig]) -> list[LaunchFacts]:
-    """The kernels that add up the sums of dK and dV that these kernels leave; none if they write the gradients
+    """The kernels that add up the partial sums of dK and dV of these kernels; none if they write the gradients
     themselves."""
     return [wgmma_ends.WgmmaAddPartsConfig.behind(config) for config in configs if config.members]

@@ -1,11 +1,11 @@
-"""How long wgmma's backward takes if every query sees every key: as one kernel, whose key tiles add to dQ in a line, or
-as two; each with blocks that take all heads of a group, or a part of them. Microseconds on an H200;
-docs/measurements/wgmma_backward_fused.md has them beside what was measured.
+"""Estimates how long wgmma's backward takes if every query sees every key: as one kernel, whose key tiles add to dQ in
+a line, or as two; each with blocks that take all heads of a group or a part of them. Times are microseconds on an H200;
+docs/measurements/wgmma_backward_fused.md compares them with measured ones.
 
-The key tiles of a head are added to a query tile one after the other, each one turn after the one before. All blocks
-that run at a time begin with the same query tiles, so the last of them begins many turns late. The next ones begin in
-the order in which these end, and wait no more, unless a block is done with its queries sooner than its turn comes. With
-several sums a query tile has as many lines, each of which is shorter.
+Key tiles of a head add their parts to a query tile one after the other, each one turn after the one before. All blocks
+that run at a time begin with the same query tiles, so the last block begins many turns late. Later blocks begin in
+the order in which these end, and wait no more, unless a block finishes its queries before its turn comes. With
+several sums a query tile has several lines, and each is shorter.
 """
 
 import dataclasses
@@ -19,24 +19,24 @@ from ..problem.forward import Problem
 from ..problem.groups import parts_of
 
 SUMS, MEMBERS = (1, 2, 4, 8), (1, 2, 4)
-# The batch size may not decide, because bits must not depend on it. So a form is weighed over {batch: weight}: large
-# ones count twice, because they take longest, but none of more than MOST_TOKENS. Two kernels must GAIN.
+# The batch size may not decide, because bits must not depend on it. So a form is averaged over {batch: weight}: large
+# ones count twice, as they take longest, but not above MOST_TOKENS. Two kernels must be GAIN times as fast as one.
 BATCHES, MOST_TOKENS, GAIN = {1: 1, 8: 2, 64: 2}, 1 << 18, 1.03
-WIDE = 64  # from the next head_dim on tiles have 64 queries
-# A call's kernels beside these; until a block has its own tile, of keys or of queries; until the next key tile can add
-# to the same sum.
+WIDE = 64  # above this head_dim tiles have 64 queries
+# CALL: the call and its other kernels. OF_KEYS, OF_QUERIES: until a block has its own tile, of keys or of queries.
+# TURN: until the next key tile can add to the same sum.
 CALL, OF_KEYS, OF_QUERIES, TURN = 7.3, 4.7, 2.5, 1.65
-# A tile of 128 queries by 128 keys, up to WIDE and above: in the one kernel, in that of dK and dV, in that of dQ. A
-# block of 64 of its own rows takes HALF of it.
+# A tile of 128 queries by 128 keys (up to WIDE, above) in the ONE kernel, in that of dK and dV, in that of dQ. A block
+# that owns 64 rows takes HALF of it.
 ONE, DKDV, DQ, HALF = (2.3, 4.1), (1.85, 3.2), (1.1, 2.0), 0.63
-# Bytes that delta is made of, and of sums that a kernel behind reads, in one. It takes PARTS beside that for parts of
-# a group, and SUM for each sum of a query tile.
+# In a microsecond delta reads ROWS bytes, and a kernel that finishes gradients reads SUMMED bytes of sums. It takes
+# PARTS more for parts of a group, and SUM more for each sum of a query tile.
 ROWS, SUMMED, PARTS, SUM = 2.1e6, 3.0e6, 3.8, 1.1
 
 
 class Form(NamedTuple):
-    """one: one kernel or two; members: how many query heads of a group a block takes, 0: all; sums: of dQ, for each
-    query tile."""
+    """one: one kernel or two; members: how many query heads of a group a block takes, 0: all; sums: how many sums of dQ
+    a query tile has."""
 
     one: bool
     members: int = 0
@@ -48,10 +48,10 @@ class Form(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def fastest(p: Problem, one: bool = True) -> Form:
-    """The form that is the fastest on the average of BATCHES. one: whether it may be one kernel."""
+    """The form that is the fastest on average over BATCHES. one: whether it may be one kernel."""
     members = (0, *(n for n in MEMBERS if n < p.group))
     forms = [Form(False, n) for n in members]
-    if one and dq_stays(p):  # with one order of sums, whether or not a block has all key tiles
+    if one and dq_stays(p):  # the order of sums is the same, whether or not a block has all key tiles
         forms.append(Form(True))
     elif one:
         forms += [*(Form(True, n) for n in members), *(Form(True, 0, n) for n in SUMS[1:] if n <= _key_tiles(p))]
@@ -65,8 +65,8 @@ def fastest(p: Problem, one: bool = True) -> Form:
 
 
 def loses_nowhere(p: Problem, sums: int) -> bool:
-    """Whether one kernel of a chunk behind others' keys takes no longer than two, whatever the batch: for two chunks
-    that were measured it took 4 to 10 % less than the model says."""
+    """Whether one kernel takes no longer than two for a chunk after other chunks' keys, whatever the batch: for two
+    measured chunks it took 4 to 10 % less than the model says."""
     batches = [dataclasses.replace(p, batch=batch) for batch in BATCHES]
     return max(one_kernel(of, sums) / two_kernels(of) for of in batches) < 1.1
 
@@ -86,7 +86,7 @@ def one_kernel(p: Problem, sums: int = 1, members: int = 0) -> float:
         return around + -(-heads // AT_A_TIME) * (OF_KEYS + key_tiles * of_tile)
     walk, rounds = OF_KEYS + of_tile, -(-heads * key_tiles // AT_A_TIME)
     together = min(max(heads_in_flight(p, WgmmaFusedConfig.KEYS, sums), AT_A_TIME // key_tiles), heads)
-    at_a_time = min(AT_A_TIME / together, key_tiles)  # of a head
+    at_a_time = min(AT_A_TIME / together, key_tiles)  # blocks of a head
     last = key_tiles - (rounds - 1) * at_a_time - 1 if heads == together else at_a_time
     late = min(max(last, 0), at_a_time) * TURN / sums
     line = key_tiles * heads / together * TURN / sums
@@ -109,12 +109,12 @@ def two_kernels(p: Problem, members: int = 0) -> float:
 
 
 def _delta(p: Problem) -> float:
-    """What all forms have in common: the call, and the kernel of delta, which reads dO and O."""
+    """The time that all forms share: the call, and the kernel of delta, which reads dO and O."""
     return CALL + 4 * p.batch * p.heads * p.seqlen_q * p.head_dim_v / ROWS
 
 
 def _add_parts(p: Problem, members: int) -> float:
-    """The kernel that adds up parts of dK and dV."""
+    """The time of the kernel that adds up parts of dK and dV."""
     if not members:
         return 0.0
     rows = p.batch * p.heads_kv * parts_of(p.group, members) * _key_tiles(p) * WgmmaFusedConfig.KEYS
@@ -130,5 +130,5 @@ def _key_tiles(p: Problem) -> int:
 
 
 def _query_tiles(p: Problem, rows: int, members: int = 0) -> int:
-    """Of the heads of a group that a block takes."""
+    """Query tiles of all heads of a group that a block takes."""
     return -(-p.seqlen_q // rows) * (min(members, p.group) or p.group)

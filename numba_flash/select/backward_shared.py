@@ -1,5 +1,5 @@
-"""What the backward kernels of all rungs share: the parts of each Config that follow from the problem, the rows of a
-table that can be used, and the kernels that run before and after those of the rungs."""
+"""The backward kernels of all rungs use these functions: they find the fields of a Config that follow from the problem,
+the rows of a table that fit, and the kernels that run before and after those of the rungs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ from .features import copied, features_of, of_simt, rows_for
 from .forward_kernels import halved
 from .tiles import Row
 
-SMALL_BLOCKS = 192  # keys of all blocks of a multiprocessor, where tiles have fewer than 64
+SMALL_BLOCKS = 192  # keys of all blocks of a multiprocessor, if tiles have fewer than 64
 
 
 def _parts(problem: BackwardProblem, apart: bool) -> list[dict[str, Any]]:
-    """Which of dK and dV each kernel computes that owns keys."""
+    """Which of dK and dV each kernel computes whose blocks own keys."""
     wanted = [name for name in ("dk", "dv") if name in problem.wanted]
     parts = [[name] for name in wanted] if apart else [wanted] if wanted else []
     return [dict(of_dk="dk" in part, of_dv="dv" in part) for part in parts]
 
 
 def best(kind: type[Any], problem: BackwardProblem, target: Target, rows: Sequence[Row] = (), **more: Any) -> list[Any]:
-    """The kernels of the first row whose blocks fit into a multiprocessor as often as they need, or of the last: one,
-    or one for each of dK and dV. rows: others than those of its table. more: fields."""
+    """The kernels of the first row with blocks_per_sm blocks that fit into a multiprocessor, or of the last row: one,
+    or one for each of dK and dV. rows: instead of those of its table. more: further fields."""
     sets, features = [], features_of(kind, problem, target) | more
     for row in rows or rows_for(TABLES, kind.kernel, problem, target):
         parts = _parts(problem, row.apart) if kind.of_keys else [{}]
@@ -39,8 +39,8 @@ def best(kind: type[Any], problem: BackwardProblem, target: Target, rows: Sequen
 
 def one_key_tile(problem: BackwardProblem, target: Target, only: bool = False) -> list[Row]:
     """The rows of mma_one_key_tile, shrunk to the lengths, if all keys of a head fit into a tile: one kernel then reads
-    a head once. It walks over two tiles of queries at most, because only heads run side by side. only: those of
-    mma_only_tile, if the queries fit into one, too, and no other head reads these keys."""
+    a head once. It walks over two tiles of queries at most, because only heads run side by side. only: the rows of
+    mma_only_tile, if the queries fit into one tile, too, and no other head reads these keys."""
     forward, table, tiles = problem.forward, "mma_only_tile" if only else "mma_one_key_tile", 1 if only else 2
     all_three = {"dq", "dk", "dv"} <= set(problem.wanted) and target.cc is not None and not (only and forward.group > 1)
     if not all_three or ITEM_SIZE[forward.dtype] != 2 or not forward.seqlen_k or forward.packed is not None:
@@ -66,7 +66,7 @@ def simt(
 
 
 def of_bias(problem: BackwardProblem) -> dict[str, Any]:
-    """Which scores an element of dbias sums up, as OfBias says it."""
+    """The fields of OfBias: they say which scores an element of dbias sums up."""
     *_, rows, keys = problem.dbias_shape
     return dict(rows_summed=rows == 1, keys_summed=keys == 1, split=problem.dbias_splits > 1)
 
@@ -77,11 +77,11 @@ def fits(config: LaunchFacts, target: Target) -> bool:
 
 def first(kind: type[Any], problem: BackwardProblem, target: Target, **more: Any) -> Any:
     """The Config of the kernel of delta, with which a backward begins: PreprocessConfig in 16 bits on tensor cores, or
-    DeltaConfig. Lanes share a row at a time, if there are fewer blocks than multiprocessors. The order of a row's sum
-    stays."""
+    DeltaConfig. Lanes share one row at a time if there are fewer blocks than multiprocessors. The order of a row's sum
+    stays the same."""
     forward, rows = problem.forward, (problem.do_strides, problem.forward.o_strides)
     size, columns = ITEM_SIZE[forward.dtype], forward.head_dim_v
-    joined = copied(forward, *rows, (columns, 0, 0, 0))  # rows also end at multiples of them
+    joined = copied(forward, *rows, (columns, 0, 0, 0))  # rows also end at multiples of it
     apart = any(strides[3] != 1 and columns > 1 for strides in rows)
     of_terms = any(option.acts_on == "sum" for name, option in HEAD_GRADIENTS.items() if name in problem.wanted)
     facts = dict(of_terms=of_terms, packed=forward.packed is not None, load_bytes=size if apart else max(joined, size))
@@ -94,7 +94,7 @@ def first(kind: type[Any], problem: BackwardProblem, target: Target, **more: Any
 
 
 def head_sums(problem: BackwardProblem, target: Target, of_blocks: bool) -> list[HeadSumsConfig]:
-    """The kernels of the wanted gradients of options that are one number for each head. of_blocks: as in
+    """The kernels of the wanted gradients of options with one number for each head. of_blocks: as in
     HeadSumsConfig."""
     made, threads, dtype = [], 16 if target.simulated else 1024, problem.forward.dtype
     for name, option in HEAD_GRADIENTS.items():

@@ -1,4 +1,4 @@
-"""Which tiles each kernel of a backward uses, as tiles.py says it of a forward."""
+"""The tiles that each kernel of a backward uses, in tables as in tiles.py."""
 
 from .tiles import ANY, SIMULATOR, Row, at, table
 
@@ -6,12 +6,12 @@ _MMA = "tile_m tile_n warp_rows blocks_per_sm column_groups stages"
 _SHORT = dict(warp_rows=16, in_registers=False, column_groups=1, stages=1)  # one tile of keys
 _WIDE = "tile_m tile_n column_groups blocks_per_sm"
 _WGMMA = "tile_m tile_n stages_a stages_b"
-# per_score of rows that serve problems with these options, too (tiles.PER_SCORE)
+# A row with one of these as per_score also serves problems with these options (tiles.PER_SCORE).
 _MASK_MOD, _MASK, _ONE, _SEVERAL = "mask_mod", "mask or dropped weights", "one kind", "several kinds"
 
 TABLES: dict[str, tuple[Row, ...]] = {
-    # A key has two threads in v2_dkdv. These two are not measured yet. Rows that would be mostly past the last key, or
-    # query, are passed over.
+    # A key has two threads in v2_dkdv. These two tables are not measured yet. Tiles mostly past the last key, or query,
+    # are skipped (features.of_simt).
     "v2_dkdv": table(
         "tile_m tile_n",
         *(at(ANY, *sizes) for sizes in ((16, 64), (16, 32), (8, 32), (8, 16), (8, 8), (4, 4))),
@@ -40,7 +40,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
         at(256, 32, 32, 16, 0, 1, 2, apart=True, gpu=SIMULATOR),
         in_registers=False,
     ),
-    # All keys of a head in one tile, which shrinks to the lengths: dK, dV and dQ in one kernel.
+    # One tile has all keys of a head and shrinks to the lengths; one kernel computes dK, dV and dQ.
     "mma_one_key_tile": table(
         "tile_m tile_n blocks_per_sm",
         at(32, 64, 64, 3),
@@ -50,7 +50,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
         at(128, 16, 16, 0, gpu=SIMULATOR),
         **_SHORT,
     ),
-    # The same where the queries have one tile, too: then lse and delta come from no kernel before.
+    # The same if the queries fit into one tile, too: the kernel then computes delta itself.
     "mma_only_tile": table(
         "tile_m tile_n blocks_per_sm",
         at(32, 64, 64, 5, plain=True),
@@ -142,7 +142,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
         warp_rows=16,
     ),
     # One kernel of all gradients: 1.3 to 2 times as fast as two, at head_dim 256 2.7 to 3.1 times. least_keys: with
-    # fewer, its line of parts of dQ takes too long.
+    # fewer keys, its line of parts of dQ takes too long.
     "mma_fused": table(
         "tile_n blocks_per_sm blocks",
         at(64, 32, 2, 1, above=32, least_keys=32768, plain=True),
@@ -185,8 +185,8 @@ TABLES: dict[str, tuple[Row, ...]] = {
         at(256, 128, 32, 2, 1, per_score=_SEVERAL),
         at(256, 64, 32, 2, 2, per_score=_SEVERAL, gpu=SIMULATOR),
     ),
-    # With head_dim above 64 two places for 64 rows of a do not fit, nor do two of both kinds for 48. Above 128 two
-    # blocks share the columns (config/wgmma_backward_float32.py).
+    # Above head_dim 64 two stages of tiles a of 64 rows do not fit, nor two stages of both a and b of 48 rows. Above
+    # 128 two blocks share the columns (config/wgmma_backward_float32.py).
     "wgmma_dkdv_float32": table(
         _WGMMA,
         at(64, 64, 64, 2, 2),
@@ -205,5 +205,5 @@ TABLES: dict[str, tuple[Row, ...]] = {
         at(128, 64, 32, 2, 1, gpu=SIMULATOR),
         at(256, 64, 32, 1, 1, gpu=SIMULATOR),
     ),
-    "wgmma_fused": table(_WGMMA, at(64, 128, 128, 2, 2), at(128, 64, 128, 2, 2)),  # gains_by_one_kernel says for what
+    "wgmma_fused": table(_WGMMA, at(64, 128, 128, 2, 2), at(128, 64, 128, 2, 2)),  # gains_by_one_kernel says when
 }

@@ -1,6 +1,6 @@
 """Cost model: run time as a function of tile_m, in visits of key tiles.
 
-Larger tiles reread K and V less often, but waste masked work and may not fill the GPU. No kernel and no CUDA here.
+Larger tiles read K and V less often, but waste masked work and may not fill the GPU. Nothing here uses CUDA.
 """
 
 from typing import Any, NamedTuple
@@ -11,23 +11,23 @@ from .rungs import RUNGS
 
 SAMPLES = 24  # about how many query tiles of a head are examined
 ENDS = 0.5  # the overhead of a query tile, in key tiles
-# In key tiles of 128 queries, about 1 us: a second kernel that joins parts, and how many rows of parts it joins in one.
+# In visits of a key tile by 128 queries, about 1 us: joining parts takes JOIN, and one more for each ROWS_JOINED rows.
 JOIN, ROWS_JOINED = 3.0, 8192
 
 
 class Speed(NamedTuple):
-    """Of a rung's kernels, on a multiprocessor of the GPU that was measured."""
+    """The speed of a rung's kernels on one multiprocessor of the measured GPU."""
 
-    ends: float  # microseconds that a tile takes which a block owns, beside its products
+    ends: float  # microseconds for a tile that a block owns, without its products
     products: float  # multiplications in a microsecond
-    visit: float  # microseconds that each tile takes at least that a block walks over, of latencies
+    visit: float  # the least microseconds for a tile that a block walks over: latencies
 
 
-# In float32; docs/measurements/wgmma_forward_float32.md has what they follow from.
+# In float32; docs/measurements/wgmma_forward_float32.md has the measurements behind them.
 FLOAT32 = {"wgmma": Speed(2.5, 0.42e6, 0.0), "mma": Speed(0.4, 0.22e6, 2.0)}
 
-# In the simulator: the time for one score, and for each element of its products, which are read by index or by tensor
-# cores; v2 and mma on one core of a busy server, 2026. One thread runs at a time, so only the amount of work counts.
+# In the simulator: the time for one score, and for each element of its products, {on tensor cores: time};
+# v2 and mma on one core of a busy server, 2026. One thread runs at a time, so only the amount of work counts.
 SIMULATED_SCORE_SECONDS, SIMULATED_PRODUCT_SECONDS = 25e-6, {False: 2.3e-6, True: 0.8e-6}
 
 
@@ -37,18 +37,18 @@ def wave_cost(
     """How many key tiles a block processes until all is done: one block for each multiprocessor, longest query tiles
     first.
 
-    queries: of a query tile, which has them of `group_size` heads; parts: how many blocks share its keys.
+    queries: in a query tile, for each of its `group_size` heads; parts: how many blocks share its keys.
     """
     lengths, tiles = _lengths(problem, queries, tile_n, parts=parts)
     count = problem.batch * (problem.heads // group_size) * tiles * parts
     mean, shortest = sum(lengths) / len(lengths), min(lengths)
-    # What all tiles have in common comes in whole rounds; the rest evens out, except for the longest tile.
+    # The length that all tiles have takes whole rounds; the rest evens out, except for the longest tile.
     rounds = -(-count // multiprocessors)
     return max(max(lengths), shortest * rounds + (mean - shortest) * count / multiprocessors)
 
 
 def join_cost(problem: Problem, parts: int) -> float:
-    """What it takes to join the parts of all query tiles, in key tiles of 128 queries."""
+    """The cost of joining the parts of all query tiles, in visits of a key tile by 128 queries."""
     rows = problem.batch * problem.heads * problem.seqlen_q
     return JOIN + parts * rows / ROWS_JOINED if parts > 1 else 0.0
 
@@ -60,10 +60,10 @@ def tile_visits(problem: Problem, queries: int, tile_n: int, ends: float = ENDS)
 
 
 def microseconds(problem: Problem, config: Any, rung: str) -> float:
-    """What a kernel on tensor cores takes in float32 for one head, of whole tiles, if a multiprocessor has nothing
-    else. Neither heads nor batch entries may decide: they would change a row's bits."""
+    """The time of a tensor-core kernel in float32 for one head of whole tiles, alone on a multiprocessor. Neither the
+    number of heads nor the batch size may decide: they would change a row's bits."""
     own, other = config.head_dim_padded, config.head_dim_v_padded
-    columns = own + other  # of the products of a tile of scores; in a backward those of S, dP and each gradient
+    columns = own + other  # of all products of a tile: S and O; in a backward S, dP and each gradient
     if "o" not in config.takes.arrays:
         columns += own + other * getattr(config, "of_dv", False)
     owned = -(-problem.seqlen_k // config.tile_n) if config.of_keys else -(-problem.seqlen_q // config.queries)
@@ -76,7 +76,7 @@ def same_tile_walk(problem: Problem, queries: int, tile_n: int) -> bool:
     """Whether every part of a query tile of `queries` queries visits the same key tiles as the whole, with the same
     ones masked.
 
-    That is so if an edge of causal or of a window moves from one key tile to the next only between query tiles. A part
+    It holds if an edge of causal or of a window moves from one key tile to the next only between query tiles. A part
     is half of the queries, a quarter and so on, at least two. With a mask or a mask_mod the answer is unknown, so
     False.
     """
@@ -89,7 +89,7 @@ def same_tile_walk(problem: Problem, queries: int, tile_n: int) -> bool:
 
 
 def simulated_seconds(problem: Problem, kernel: str = "v2") -> float:
-    """How long a kernel will take in Numba's simulator; half of it if causal hides half of the scores."""
+    """How long a kernel takes in Numba's simulator if all scores are seen; causal may halve it."""
     scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
     of_product = SIMULATED_PRODUCT_SECONDS[RUNGS[kernel].tensor_cores]
     return scores * (SIMULATED_SCORE_SECONDS + of_product * (problem.head_dim + problem.head_dim_v))
@@ -105,5 +105,5 @@ def _lengths(
     for first in range(step // 2 * queries, tiles * queries, step * queries):
         last = min(first + queries, problem.seqlen_q) - 1
         begin, _, _, end = key_tiles(*problem.keys_seen(first), *problem.keys_seen(last), tile_n)
-        lengths.append(ends + -(-max(end - begin, 1) // parts))  # without keys one tile is read, as zeros
+        lengths.append(ends + -(-max(end - begin, 1) // parts))  # without keys a block reads one tile, of zeros
     return lengths, tiles

@@ -14,14 +14,14 @@ from .rungs import RUNGS
 if TYPE_CHECKING:
     from ..config.decode import DecodeConfig
 
-# Rows of a KV head: with more, a contiguous cache is for the kernels of `attention`. In float32 and float64 they are
-# those of one product: with more or wider ones products take longer than memory, and large batches are sooner there.
+# Rows of a KV head: with more, the kernels of `attention` read a contiguous cache. In float32 and float64 the limits
+# are those of one product: above them products take longer than memory, and `attention` is faster for large batches.
 FEW_ROWS, FEW_WIDE_ROWS, WIDE_COLUMNS = 64, 16, 128
-WIDEST = dict(float64=128)  # head_dim, where it is not 256
+WIDEST = dict(float64=128)  # the largest head_dim, if it is not 256
 SIMULATED_BLOCKS = 4
-LEAST_SHARED = 16384  # room for keys: with less, each sequence reads its own prefix (measurements/mma_decode.md)
-MOST_THREADS = 256  # of a multiprocessor: each takes up to 255 registers
-LEAST_LEVELS, MOST_LEVELS = 1, 7  # of nodes in shared memory, if none waits in registers
+LEAST_SHARED = 16384  # keys of the cache: with fewer, each sequence reads its own prefix (measurements/mma_decode.md)
+MOST_THREADS = 256  # threads of a multiprocessor: each takes up to 255 registers
+LEAST_LEVELS, MOST_LEVELS = 1, 7  # levels of nodes in shared memory, if none waits in registers
 
 
 def refusal(problem: Problem, target: Target, contiguous: bool) -> str | None:
@@ -48,8 +48,8 @@ def config_of(problem: Problem, pages: str, target: Target, shares: bool = False
 
 
 def not_shared(problem: Problem, target: Target) -> str | None:
-    """Why decode reads a prefix that sequences share for each of them, or None. It computes the nodes of a prefix
-    without knowing whose rows they are of."""
+    """Why decode reads a shared prefix once for each sequence, or None. Nodes of a prefix are computed without knowing
+    to which sequence a row belongs."""
     p = problem
     if ITEM_SIZE[p.dtype] > 2:
         return f"prefixes are shared in float16 and bfloat16, not in {p.dtype}"
@@ -65,13 +65,13 @@ def not_shared(problem: Problem, target: Target) -> str | None:
 
 
 def rows_of(problem: Problem) -> int:
-    """The rows of a KV head, or a bound of them."""
+    """The number of rows of a KV head, or a bound of it."""
     return problem.seqlen_q * max(problem.group, 1)
 
 
 def _fitting(problem: Problem, pages: str, target: Target, shares: bool = False) -> "DecodeConfig | None":
-    """As many rows as there are, and as many bytes on the way as there is room for: of two blocks with three tiles or
-    more each, or else of one. shares: rows are those of all sequences, whose own ones have a power of 2 of places."""
+    """The largest tile_m that the rows fill and that fits, with as many stages as fit: two blocks a multiprocessor with
+    three or more each, or else one block. shares: a tile has rows of all sequences, each padded to a power of 2."""
     p, wide = problem, problem.widest > 128 or ITEM_SIZE[problem.dtype] > 2
     one_panel = -(-p.head_dim // 64) >= -(-p.head_dim_v // 64)  # rows of O fit into a tile of K and V
     most = 64 if one_panel and not wide else 32

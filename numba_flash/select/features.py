@@ -1,4 +1,4 @@
-"""What a problem says of every Config, whatever its tile, and which rows of a table are for it."""
+"""Finds the fields of a Config that follow from the problem alone, and the rows of a table that are for it."""
 
 import dataclasses
 import functools
@@ -17,11 +17,11 @@ from .refusals import strides_that_matter
 from .tiles import Facts, Row, rows_of
 
 LARGE_FLOAT64 = (9, 0)  # m16n8k16 is one instruction on these GPUs; sm_100 splits it, with local memory
-LOOSE = 8  # bounds of lengths allow so many times the tiles that packed sequences have
+LOOSE = 8  # the bounds of the lengths allow more than so many times the tiles of packed sequences
 
 
 def features_of(kind: Any, problem: Any, target: Target) -> dict[str, Any]:
-    """What the problem says of a Config of this kind, whatever the tile: those of these fields that it has."""
+    """The fields of a Config of this kind that follow from the problem, and not from the tile."""
     p, of_gradients = problem.forward, problem.wanted is not None
     bias, size, uses = p.array("bias"), ITEM_SIZE[p.dtype], _uses_of(kind, p)
     read = [strides for _, strides in strides_that_matter(p)] + ([problem.do_strides] if of_gradients else [])
@@ -45,10 +45,10 @@ def features_of(kind: Any, problem: Any, target: Target) -> dict[str, Any]:
 
 
 def _uses_of(kind: Any, p: Problem) -> Uses:
-    """What a kernel of this kind is compiled for: the same for every mask_mod that it reads as bits."""
+    """The options that a kernel is compiled for. They are the same for every mask_mod that it reads as bits."""
     if not kind.reads_mask_mod or p.function("mask_mod") is None:
         return p.uses
-    from ..abi.mask_bits import is_read_as_bits  # a plain call does without
+    from ..abi.mask_bits import is_read_as_bits  # a plain call does not import it
 
     if not is_read_as_bits(p):
         return p.uses
@@ -57,8 +57,8 @@ def _uses_of(kind: Any, p: Problem) -> Uses:
 
 
 def loosely_bound(problem: Problem) -> bool:
-    """Whether tiles of packed sequences have far fewer numbers than bounds of the lengths allow tiles. To look for a
-    number's tile takes longer than to find none: 5 times as many blocks cost nothing (H200)."""
+    """Whether packed sequences have far fewer tile numbers than the bounds of the lengths allow tiles. Finding the tile
+    of a number takes longer than finding that there is none: 5 times as many blocks cost nothing (H200)."""
     sides = ((tiles_of_all(problem, 64, side), tiles_by_bound(problem, 64, side)) for side in (False, True))
     return problem.packed is not None and any(LOOSE * numbers < by_bound for numbers, by_bound in sides)
 
@@ -69,8 +69,8 @@ def _fields(kind: Any) -> tuple[str, ...]:
 
 
 def copied(problem: Problem, *arrays: Strides) -> int:
-    """How many bytes of a row a copy can have, at most 16: rows of arrays with these strides begin at multiples of
-    them."""
+    """How many bytes one copy of a row can have, at most 16: rows of arrays with these strides begin at multiples of
+    it."""
     steps = [stride * ITEM_SIZE[problem.dtype] for strides in arrays for stride in strides[:3]]
     joined = functools.reduce(operator.or_, steps, problem.alignment)
     return min(joined & -joined, 16)
@@ -103,7 +103,7 @@ def _facts_of(problem: Any, asks_per_score: bool) -> Facts:
 
 
 def _per_score(p: Problem) -> str:
-    """Which entry of tiles.PER_SCORE the problem is; "" if no option acts on single scores."""
+    """The entry of tiles.PER_SCORE that fits the problem; "" if no option acts on single scores."""
     found = [name for name, _ in p.uses if BY_NAME[name].per_score]
     kinds = {"functions" if BY_NAME[name].function else "read" if BY_NAME[name].shape else name for name in found}
     if not found:
@@ -123,7 +123,7 @@ def of_simt(
     kind: Any, tables: dict[str, tuple[Row, ...]], table: str, problem: Any, target: Target, **own: Any
 ) -> Iterator[Any]:
     """The Configs of a kernel in which a thread owns a row, the best first. Tiles that are mostly past the last row of
-    their own side are passed over, but the longest of packed sequences decides nothing."""
+    their own side are skipped, except for packed sequences: the longest one must not decide."""
     p, features = problem.forward, features_of(kind, problem, target) | own
     side, length = ("tile_n", p.seqlen_k) if kind.of_keys else ("tile_m", p.seqlen_q)
     tiles = (row.tile for row in rows_of(tables, table, p.dtype, target))

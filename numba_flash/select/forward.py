@@ -21,7 +21,7 @@ CANDIDATES: dict[str, Callable[[Problem, Target], Iterator[Config]]] = dict(v1=v
 
 
 class Choice(NamedTuple):
-    """What will run. `config` is None for the rungs that are not compiled for CUDA."""
+    """The kernel that will run. `config` is None for rungs that are not compiled for CUDA."""
 
     kernel: str
     config: Config | None
@@ -83,9 +83,9 @@ def _fitting(name: str, problem: Problem, target: Target) -> Config | None:
 def mma_is_sooner(
     problem: Problem, target: Target, refuses: Callable[[str], str | None], configs: Callable[[str], list[Any]]
 ) -> bool:
-    """Whether mma is done sooner than wgmma in float32, because its tiles are smaller and its blocks begin sooner.
+    """Whether mma is faster than wgmma in float32, because its tiles are smaller and its blocks begin sooner.
 
-    refuses: why a rung does not run; configs: its own kernels. The longest of packed sequences decides nothing.
+    refuses: why a rung does not run; configs: its own kernels. For packed sequences it is False.
     """
     both = target.cc == RUNGS["wgmma"].only_cc and not target.simulated
     if not both or problem.dtype != "float32" or problem.packed is not None or any(map(refuses, FLOAT32)):

@@ -16,10 +16,10 @@ from .tiles import MOST_KEYS, TABLES, TILE_COST
 if TYPE_CHECKING:
     from ..config.wgmma_forward import WgmmaConfig
 
-LEAST_TILES = 8  # of keys, in each of several parts of them
+LEAST_TILES = 8  # key tiles of each part, if several blocks share the keys
 LEAST_WIDE = 32  # keys of a tile of wgmma
-LEAST_KEYS = 1024  # of few queries: with fewer, there is little to share out
-GAIN = 0.85  # parts are taken where they take less than this of the time: a large batch loses 6 % by them
+LEAST_KEYS = 1024  # keys for few_queries: with fewer, blocks have little work to share
+GAIN = 0.85  # keys are split if that takes less than this of the time: a large batch gets 6 % slower by it
 
 
 def v1(problem: Problem, target: Target) -> Iterator[Config]:
@@ -35,9 +35,9 @@ def v2(problem: Problem, target: Target) -> Iterator[Config]:
 
 
 def few_queries(problem: Problem, target: Target) -> Any:
-    """The Config for a problem of `attention` in float32 or float64 that has few queries of many keys, or None. So few
-    rows wait for memory alone, as they do with a cache. Neither the batch nor the number of heads decides: bits depend
-    on it."""
+    """The Config of decode for a problem of `attention` in float32 or float64 with few queries and many keys, or None.
+    So few rows wait for memory alone, as they do with a cache. Neither the batch nor the number of heads decides: bits
+    depend on the choice."""
     p = problem
     many_keys = p.batch and p.heads and p.seqlen_q and p.seqlen_k >= LEAST_KEYS and p.packed is None
     if not many_keys or ITEM_SIZE[p.dtype] == 2 or p.function("mask_mod") is not None or target.cc is None:
@@ -64,8 +64,8 @@ def mma(problem: Problem, target: Target) -> Iterator[Config]:
 
 
 def short(problem: Problem, target: Target) -> bool:
-    """Whether mma has all queries and keys of a head in one tile. "auto" takes it then: a tile of wgmma has
-    64 rows at least, of which most would be wasted, and fewer blocks run at a time. Heads of 16 tokens take 32 us in
+    """Whether mma has all queries and keys of a head in one tile. Then "auto" takes mma: a tile of wgmma has
+    64 rows at least, so most would be wasted, and fewer blocks run at a time. Heads of 16 tokens take 32 us in
     16 bits instead of 214, of 64 tokens 22 instead of 35 (H200)."""
     few = 0 < problem.seqlen_k <= 64 >= problem.seqlen_q and problem.packed is None
     return target.cc is not None and ITEM_SIZE[problem.dtype] == 2 and few and problem.widest <= 128
@@ -135,12 +135,12 @@ def _asked_for_each_score(problem: Problem) -> str:
 
 
 def with_fastest_rows(config: "WgmmaConfig", problem: Problem, target: Target) -> "WgmmaConfig":
-    """With tiles of fewer query rows and keys in parts, if they finish sooner; in float32 the row says how many rows.
+    """The Config with fewer query rows in a tile or with keys in parts, if that is faster; not in float32.
 
-    A row's bits must not depend on the number of heads and batch entries. tile_m changes nothing else, except that a
+    A row's bits must not depend on the number of heads and batch entries. tile_m changes no bits, with one exception: a
     tile visits keys that some of its rows do not see. Their weight is 0, but if V is not finite there, the row is
-    computed again, in another order. So if larger tiles visit more keys, the work for one head decides. Of packed
-    sequences only a bound is known: then tiles are smaller only if each sequence has one tile all the same.
+    computed again, in another order. So if larger tiles visit more keys, the work for one head decides. For packed
+    sequences only a bound is known: then tiles are smaller only if each sequence still has one tile.
     """
     if problem.dtype == "float32":
         return config
@@ -163,11 +163,11 @@ def with_fastest_rows(config: "WgmmaConfig", problem: Problem, target: Target) -
 
 
 def _parts(config: "WgmmaConfig", problem: Problem) -> int:
-    """How many blocks share the keys of a query tile: more than one if a single batch entry is done sooner so.
+    """How many blocks share the keys of a query tile: more than one if that is faster for a single batch entry.
 
-    It changes the order of sums, and so bits. So neither the batch size decides nor the number of multiprocessors. A
-    large batch gains nothing by it, and each part takes a while to begin and to be joined: so a part has many keys, and
-    a single entry gains much.
+    It changes the order of sums, and so bits. So neither the batch size nor the number of multiprocessors decides. A
+    large batch gains nothing by it, and each part takes time to begin and to be joined. So a part must have many keys,
+    and a single entry must gain much.
     """
     group, tile_n = config.group_size, config.tile_n
     most = problem.seqlen_k // (LEAST_TILES * tile_n)
@@ -197,5 +197,5 @@ def _same_keys(problem: Problem) -> bool:
 def _group(problem: Problem, tile_m: int) -> int:
     """How many query heads share a tile: all of a KV head's if the queries of one head would not fill it."""
     group = max(problem.group, 1) if problem.heads_kv else 1
-    # Of packed sequences the longest one decides nothing that could change the bits of another.
+    # The longest packed sequence must not change the bits of another.
     return group if problem.seqlen_q < tile_m and tile_m % group == 0 and problem.packed is None else 1

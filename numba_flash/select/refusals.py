@@ -12,8 +12,8 @@ FLOAT64_CORES = ((8, 0), (9, 0), (10, 0))  # tensor cores with float64 at full s
 
 
 def not_here(rung: Any, problem: Problem, target: Target) -> str | None:
-    """Why a rung cannot compute where the arrays are, or None; of a rung on the host, also the option that it does not
-    take."""
+    """Why a rung cannot compute where the arrays are, or None. For a rung on the host, also why it does not take an
+    option."""
     if rung.on_host:
         elsewhere = None if target.arrays_on_host else "it computes in host memory; copy the arrays there first"
         return rung.not_taken(problem) or elsewhere
@@ -64,8 +64,8 @@ def too_wide(problem: Problem, widest: int) -> str | None:
 
 
 def no_copies(problem: Problem, least: int, arrays: str) -> str | None:
-    """Why rows of q, k and v cannot be copied an element, or `least` bytes, at a time, or None. arrays: those whose
-    addresses count."""
+    """Why rows of q, k and v cannot be copied one element, or `least` bytes, at a time, or None. arrays: the names of
+    the arrays whose addresses matter."""
     least = max(least, ITEM_SIZE[problem.dtype])
     if problem.alignment < least:
         return f"{arrays} begins at an address that is not a multiple of {least} bytes"

@@ -1,4 +1,4 @@
-"""The rungs: a row of facts for each, and what choosing one has in common for attention and for its gradients."""
+"""The rungs: a row of facts for each, and the choice of one, which attention and its gradients share."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,7 +13,7 @@ GPU, HOST, SIMULATOR = "gpu", "host", "simulator"  # where arrays are
 
 
 class Rung(NamedTuple):
-    """What is said of a rung. forward.CANDIDATES and backward.kernels_of have its Configs."""
+    """The facts of a rung. forward.CANDIDATES and backward.kernels_of have its Configs."""
 
     name: str
     auto: tuple[str, ...]  # where "auto" may take it
@@ -21,11 +21,11 @@ class Rung(NamedTuple):
     option: str = ""  # the field of Option that says whether it takes an option
     dtypes: tuple[str, ...] = ()  # (): all
     tensor_cores: bool = False
-    least_copy: int = 16  # bytes, of the smallest copies of its loads: rows begin at multiples of them
+    least_copy: int = 16  # bytes of its smallest copies: rows must begin at multiples of it
     least_cc: tuple[int, int] = (0, 0)
     only_cc: tuple[int, int] | None = None
     has_backward: bool = True
-    sums: dict[str, str] = {}  # how exact it is, by dtype, of a rung that could be less exact than its dtype
+    sums: dict[str, str] = {}  # {dtype: how exact its sums are}, if they could be less exact than the dtype
 
     def runs_on(self, cc: tuple[int, int]) -> bool:
         return cc >= self.least_cc and self.only_cc in (None, cc)
@@ -120,7 +120,7 @@ def choose(
 
 
 def comes_first(name: str) -> str:
-    """Why those behind it are not asked."""
+    """Why the rungs after it are not asked."""
     return f"{name} comes first"
 
 

@@ -1,6 +1,6 @@
-"""Which tiles each kernel of a forward uses: a table of rows for each kernel, the best first.
+"""The tiles that each kernel of a forward uses: a table of rows for each kernel, the best first.
 
-The first row is taken that is for the problem and whose shared memory fits. docs/adding_a_tile_row.md explains the
+select takes the first row that is for the problem and whose shared memory fits. docs/adding_a_tile_row.md explains the
 columns, has the measurements behind the rows, and shows how to add one for another GPU.
 """
 
@@ -10,38 +10,38 @@ from ..machine.target import Target
 
 MEASURED = "H200"  # the GPU of a row that names none
 SIMULATOR = "simulator"  # small blocks, whose barriers are cheap, and few wasted rows: all threads run in Python
-ANY = 2**31  # head_dim of a row for all
+ANY = 2**31  # the head_dim of a row for every head_dim
 
-# What decides about each score or weight on its own in wgmma's backward. Each takes more registers than the one before
-# it: a mask_mod alone; a bias alone that TMA loads, a mask alone, or dropped weights; one kind of these, or functions,
+# Options that act on each score or weight on its own in wgmma's backward. Each entry takes more registers than the one
+# before: a mask_mod alone; a bias alone that TMA loads, a mask alone, or dropout; one kind of these, or functions,
 # beside options of the score; several kinds, or a bias beside another option of the score. A row of its own for a
 # mask_mod alone gains 13 % at head_dim 64 and 9 % at 128 (4 x 2k documents, H200).
 PER_SCORE = ("mask_mod", "mask or dropped weights", "one kind", "several kinds")
 
 
 class Facts(NamedTuple):
-    """What the rows of a table ask of a problem."""
+    """The facts of a problem that decide which rows of a table are for it."""
 
     head_dim: int  # the larger of q's and v's
-    least: int  # the smaller
-    keys: int  # of all heads of a batch entry
-    words: frozenset[str]  # what is so of those of When
-    per_score: str = ""  # one of PER_SCORE, or nothing decides about a score on its own
+    least: int  # the smaller of the two
+    keys: int  # the keys of all heads of a batch entry together
+    words: frozenset[str]  # the names of the conditions of When that hold
+    per_score: str = ""  # one of PER_SCORE; "" if no option acts on single scores
 
 
 class When(NamedTuple):
-    """For which problems a row is: True stands for "only where this is so"."""
+    """The problems that a row is for. A condition that is True must hold."""
 
     head_dim: int  # up to this one
-    above: int = 0  # for head_dim of q and k and of v that are both above this
+    above: int = 0  # head_dim of q and k and that of v are both above this
     least_keys: int = 0
-    unread: bool = False  # nothing is read or asked for each score
+    unread: bool = False  # no bias, mask or function; in a forward no dropout, either
     plain: bool = False  # no option changes, reads or drops scores
     masked: bool = False  # a mask is read for each score, and nothing else
     sloped: bool = False  # ALiBi alone changes scores
-    linear: bool = False  # the derivative of scores by the product is 1: nothing keeps another
+    linear: bool = False  # the derivative of a score by the product is 1
     functions: bool = False  # the caller's functions change or hide scores, and nothing else
-    per_score: str = ""  # and for problems with one of PER_SCORE, up to this one, whatever is said before
+    per_score: str = ""  # also for problems with an entry of PER_SCORE up to this one, whatever else holds
     gpu: str = MEASURED
 
     def holds(self, facts: Facts) -> bool:
@@ -65,7 +65,7 @@ class Row(NamedTuple):
         return dict(zip(self.names, self.values, strict=True))
 
     def changed(self, **values: Any) -> "Row":
-        """The same with other values."""
+        """The row with other values."""
         return self._replace(values=tuple((self.tile | values).values()))
 
 
@@ -88,14 +88,14 @@ def rows_of(tables: dict[str, tuple[Row, ...]], kernel: str, dtype: str, target:
 
 
 TABLES: dict[str, tuple[Row, ...]] = {
-    # Of v1 and v2. Rows that would be mostly past the last query are passed over.
+    # For v1 and v2. Tiles that are mostly past the last query are skipped (features.of_simt).
     "simt": table(
         "tile_m tile_n",
         *(at(ANY, tile_m, 16) for tile_m in (256, 128, 64, 32)),
         *(at(ANY, *sizes) for sizes in ((32, 8), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))),
         *(at(ANY, *sizes, gpu=SIMULATOR) for sizes in ((16, 16), (16, 8), (8, 8), (8, 4), (4, 4), (1, 4))),
     ),
-    # The words of a bias or a mask take registers: then a warp has one strip of 16 rows.
+    # A bias or a mask takes registers, so a warp then has one strip of 16 rows.
     "mma": table(
         "tile_m tile_n warp_rows q_registers blocks_per_sm rescale_threshold",
         at(64, 128, 64, 32, True, 2, 0, unread=True),
@@ -105,7 +105,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
         at(512, 64, 32, 16, False, 1, 0),
         at(512, 32, 32, 16, False, 1, 0),
     ),
-    # All queries and keys of a head in one tile, which shrinks to the lengths (forward_kernels.short).
+    # One tile has all queries and keys of a head and shrinks to the lengths (forward_kernels.short).
     "mma_short": table(
         "tile_m tile_n warp_rows q_registers blocks_per_sm rescale_threshold",
         at(64, 64, 64, 16, False, 4, 0),
@@ -136,7 +136,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
         warp_rows=16,
         rescale_threshold=8,
     ),
-    # tile_m: at most; TILE_COST decides
+    # tile_m is the largest; TILE_COST chooses up to it.
     "wgmma": table(
         "tile_m tile_n q_buffers",
         at(64, 192, 128, 2, plain=True),
@@ -149,7 +149,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
         at(256, 128, 64, 1),
         rescale_threshold=8,
     ),
-    # tile_m: at most
+    # tile_m is the largest; few queries halve it.
     "wgmma_float32": table(
         "tile_m tile_n stages",
         at(64, 128, 64, 2),
@@ -162,16 +162,16 @@ TABLES: dict[str, tuple[Row, ...]] = {
     ),
 }
 
-# What wgmma takes for a tile of keys, by query rows. Of those up to a row's tile_m the one is taken by which all is
-# done soonest (cost_model.py).
+# The relative cost of a key tile in wgmma, by query rows. The cost model takes the fastest number of rows up to a row's
+# tile_m (cost_model.py).
 TILE_COST = {64: 0.75, 128: 1.0, 192: 1.3}
 
-# How many keys a tile of wgmma has at most, by what is asked or read for each score, which takes registers:
+# The most keys of a tile of wgmma, by the option that acts on each score, because it takes registers:
 # ((up to head_dim, keys), ...). "alone": nothing else changes or hides scores. One product can be 256 keys wide.
 MOST_KEYS = {
     "": ((256, 256),),
     "score_mod": ((64, 128), (128, 80), (256, 32)),
-    "mask_mod": ((128, 128), (256, 64)),  # which is called for few tiles
+    "mask_mod": ((128, 128), (256, 64)),  # called for few tiles
     "dropout_p": ((128, 256), (192, 64), (256, 32)),
     "mask alone": ((128, 128), (192, 80), (256, 64)),
     "mask": ((64, 128), (128, 112), (192, 80), (256, 64)),

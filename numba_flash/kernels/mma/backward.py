@@ -116,8 +116,8 @@ def make(config):
 
     @inlined
     def prefetch_dp(tile, smem, arrays, strides, sizes):
-        """With one stage, after the last product of a tile's half for dP: wait for its other half, and start the copies
-        of the next tile's half."""
+        """Runs with one stage, after the last product of a tile's half for dP: waits for its other half, and starts
+        the copies of the next tile's half."""
         following = walk.following(tile, smem, arrays, strides)
         source = walk.sources(following, FALSE, TRUE, smem, strides, sizes)
         wait_all()

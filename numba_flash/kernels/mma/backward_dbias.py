@@ -22,7 +22,7 @@ from ..steps.basics import FALSE, TRUE, first_column_of, first_row_of, inlined, 
 from . import backward_scores, query_columns, score_tiles
 from .backward_scores import RowState
 
-# Of a lane. Shapes are in the kernel.
+# A lane's local arrays. Shapes are in the kernel.
 Registers = namedtuple(
     "Registers", "acc_s acc_dp sums q_frag do_frag b_frag lse minus_delta distance loaded shown_bits kept"
 )
@@ -91,7 +91,7 @@ def make(config):
 
     @inlined
     def show(place, registers, arrays, strides, sizes, score):
-        """shown_bits <- of the scores that count."""
+        """shown_bits <- the bits of the scores that count."""
         sequence, first_query = place.sequence, int32(place.i * tile_m + scores.own_row())
         for r in range(rows):
             query = int32(first_query + r * 8)

@@ -110,7 +110,7 @@ def make(config):
 
     @inlined
     def leave(k_smem, ds_smem, dq_smem, score):
-        """The block's part of dQ of a query tile, scale * dS K, to shared memory."""
+        """Stores the block's part of dQ of a query tile, scale * dS K, in shared memory."""
         acc = local.array(dq_count, float64)  # (columns / 8, 4)
         operand, other = local.array(8, made.register), local.array(made.kv_count, made.register)
         values = local.array(2, float64)
@@ -138,7 +138,7 @@ def make(config):
 
     @inlined
     def copy_part(i, h, adds, dq_smem, state, strides, sizes):
-        """Starts a copy of each row, by a lane."""
+        """Each lane starts to copy its rows."""
         lane, (dq, _) = special.thread_index() & int32(31), block_state.get(state)
         first = int32(cluster.rank() * config.head_dim_padded) if paired else int32(0)
         row_bytes = int32(min(config.head_dim - first, config.head_dim_padded) * 8)
@@ -155,7 +155,7 @@ def make(config):
 
     @inlined
     def say_free(last, free):
-        """All lanes' copies have read the place."""
+        """Says that all lanes' copies have read the place."""
         bar.warp_sync()
         elected = special.thread_index() & int32(31) == 0
         if paired:

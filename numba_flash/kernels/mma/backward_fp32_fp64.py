@@ -43,7 +43,7 @@ def make(config):
     rows = config.own_rows, config.other_rows, config.warp_rows
 
     def view(first, second):
-        """Of products of scores over `first` columns, and of P or dS with a tile of `second` columns."""
+        """The View of score products over `first` columns, and of P or dS times a tile of `second` columns."""
         return View(config.dtype, *rows, first, second // groups, groups, config.large_f64)
 
     of_s = PRODUCTS[config.dtype].make(view(columns, columns_v))

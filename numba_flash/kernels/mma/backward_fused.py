@@ -59,7 +59,7 @@ def make(config):
 
     @inlined
     def meet_all():
-        """All warps that compute."""
+        """Waits for all warps that compute."""
         bar.sync(WORKERS, workers)
 
     @inlined
@@ -69,7 +69,7 @@ def make(config):
 
     @inlined
     def load_tile(rows, by, columns, to, t, k_smem, thread, sizes):
-        """Start the copies of the t-th query tile of q or do, which has so many columns, to its place."""
+        """Starts to copy the t-th query tile of q or do, which has so many columns, to its place."""
         i, h, walk = parts.tile_at(t, k_smem + int32(plan.state), sizes)
         first, rows_left = own_column(), int32(sizes.seqlen_q - i * tile_m)
         source = memory.address(rows, query_row(by, walk.sequence, h, i * tile_m) + first)
@@ -77,14 +77,14 @@ def make(config):
 
     @inlined
     def load_numbers(t, k_smem, thread, arrays, sizes):
-        """Likewise of lse and delta."""
+        """Starts the copies of lse and delta of the t-th query tile."""
         i, h, walk = parts.tile_at(t, k_smem + int32(plan.state), sizes)
         head = lse_row(walk.sequence, h, 0, sizes)
         staged.start_rows(k_smem + int32(plan.rows), head, i * tile_m, sizes.seqlen_q, arrays, thread)
 
     @inlined
     def fetch(k_smem, thread, arrays, strides, sizes):
-        """What the loaders do: all tiles of Q and dO, one behind the other, each as soon as its place is free."""
+        """The loaders copy all tiles of Q and dO in order, each as soon as its place is free."""
         t = int32(0)
         while t < end_of(k_smem):
             mbarrier.wait(k_smem + int32(do_empty), (t & 1) ^ 1)
@@ -99,7 +99,7 @@ def make(config):
 
     @inlined
     def carry(k_smem, strides, sizes):
-        """What the carrier does: all of the block's parts of dQ, one behind the other."""
+        """The carrier writes all of the block's parts of dQ in order."""
         state, t = k_smem + int32(plan.state), int32(0)
         while t < end_of(k_smem):
             i, h, _ = parts.tile_at(t, state, sizes)
@@ -109,14 +109,14 @@ def make(config):
 
     @inlined
     def place_of_incoming_scores(k_smem):
-        """Where the other block's scores for the warp come to: there the warp puts the half that it gives, later."""
+        """Where the warp receives the other block's scores. Later it puts the half that it gives there."""
         warp = special.thread_index() >> int32(5)
         group, role = warp >> int32(1), warp & int32(1)
         return k_smem + int32(plan.p) + role * int32(plan.ds - plan.p) + group * int32(s_count * 256)
 
     @inlined
     def scores_of_tile(t, registers, k_smem, sizes, score):
-        """P and dS of the t-th query tile to shared memory."""
+        """Stores P and dS of the t-th query tile in shared memory."""
         tile.find_scores(registers, k_smem)
         i, _, walk = parts.tile_at(t, k_smem + int32(plan.state), sizes)  # while the last products end
         mbarrier.wait(k_smem + int32(staging_empty), (t & 1) ^ 1)
@@ -130,8 +130,8 @@ def make(config):
 
     @inlined
     def step(t, registers, k_smem, sizes, score):
-        """One query tile of one head. Each lane arrives for itself: racecheck does not follow one arrival for a whole
-        warp."""
+        """Computes one query tile of one head. Each lane arrives for itself: racecheck does not follow one arrival for
+        a whole warp."""
         mbarrier.wait(k_smem + int32(full), t & 1)
         scores_of_tile(t, registers, k_smem, sizes, score)
         tile.add_rows(registers.acc_dv, registers, k_smem + int32(plan.p), k_smem + int32(plan.do))
@@ -143,7 +143,7 @@ def make(config):
 
     @inlined
     def take_ticket(k_smem, state, arrays):
-        """Stores at `state` which work the block has, or the cluster; sets up mbarriers."""
+        """Stores the work of the block, or of the cluster, at `state`; sets up mbarriers."""
         if special.thread_index() == 0:
             mbarrier.init(k_smem + int32(full), loaders)
             mbarrier.init(k_smem + int32(q_empty), workers)

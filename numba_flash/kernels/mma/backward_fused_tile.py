@@ -1,4 +1,4 @@
-"""What a warp computes of a tile of scores in backward_fused.py."""
+"""A warp's part of a tile of scores in backward_fused.py."""
 
 from collections import namedtuple
 
@@ -12,7 +12,7 @@ from ..steps.basics import first_column_of, first_row_of, inlined, key_queries, 
 from . import products_float64, shared_weights
 from .backward_fp32_fp64 import View
 
-# What a warp holds of S^T or dP^T, of dK and dV, and of operands. Shapes are in the kernel.
+# A warp's part of S^T or dP^T, of dK and dV, and of operands. Shapes are in the kernel.
 Registers = namedtuple("Registers", "acc acc_dk acc_dv own_frag other_frag p_frag")
 
 
@@ -22,7 +22,7 @@ def make(config):
     staged = lse_delta.staged(config, config.tile_m, config.LOADERS)
 
     def products(groups):
-        """Where so many warps share rows: each has a part of the columns that are summed up."""
+        """The products if `groups` warps share rows: each sums up its part of the columns."""
         padded, rows = config.head_dim_padded, (config.tile_n, config.tile_m, config.warp_rows)
         loads = dict(scalar_loads=True, columns_in_order=True, odd_rows_first=True)
         view = View("float64", *rows, padded, padded // groups, groups, config.large_f64, **loads)
@@ -41,7 +41,7 @@ def make(config):
 
     @inlined
     def meet():
-        """Both warps that own the same keys."""
+        """Waits for both warps that own the same keys."""
         bar.sync(1 + (special.thread_index() >> int32(6)), 64)
 
     @inlined
@@ -56,7 +56,7 @@ def make(config):
 
     @inlined
     def give_half(registers, k_smem):
-        """What the other warp makes P and dS of, to where it puts them: S to P, dP to dS."""
+        """Stores the half that the partner warp needs: of S in the place of P, of dP in the place of dS."""
         lane, role = special.thread_index() & int32(31), role_of_warp()
         at = weights.place(lane, k_smem + int32(plan.p) + role * int32(plan.ds - plan.p))
         at = weights.moved(at + (first_row_of_warp() + 8 - 8 * role) * pitch, int32(0))
@@ -70,7 +70,7 @@ def make(config):
 
     @inlined
     def weigh(i, registers, k_smem, walk, sizes, score):
-        """P^T and dS^T of the warp's half to shared memory. No option changes scores."""
+        """Stores P^T and dS^T of the warp's half in shared memory. No option changes scores."""
         lane, role = special.thread_index() & int32(31), role_of_warp()
         row, to_ds = int32(first_row_of_warp() + 8 * role), int32(plan.ds - plan.p)
         p_place = weights.place(lane, k_smem + int32(plan.p)) + row * pitch

@@ -102,7 +102,7 @@ def make(config):
 
     @inlined
     def seqlen_q(smem, sizes):
-        """Of the block's sequence."""
+        """The number of queries of the block's sequence."""
         if config.packed:
             b_and_queries, _ = block_state.get(smem + int32(tile_at))
             return b_and_queries >> 32
@@ -246,7 +246,7 @@ def make(config):
 
     @inlined
     def add_deltas(stage, registers, smem, score):
-        """acc_dp <- with -delta of its columns (backward_scores.py)."""
+        """Adds -delta of the columns to acc_dp (backward_scores.py)."""
         minus_delta, at = local.array(4, real), columns_at(stage, smem)
         for n in range(blocks):
             columns.minus_delta(minus_delta, n, at)

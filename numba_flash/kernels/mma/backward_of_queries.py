@@ -193,7 +193,7 @@ def make(config):
 
     @inlined
     def add_deltas(stage, registers, smem, score):
-        """acc_dp <- with -delta of its rows (backward_scores.py)."""
+        """Adds -delta of the rows to acc_dp (backward_scores.py)."""
         for r in range(rows):
             minus_delta = own_row(r, smem, FALSE).minus_delta
             for n in range(blocks):

@@ -26,7 +26,7 @@ def make(config):
 
     @inlined
     def store_dbias(ds, y, first_query, at, lane, arrays, strides, sizes):
-        """The lane's part of dS of 16 queries and the y-th 16 keys to dbias; at: of the head's first element."""
+        """Stores the lane's part of dS of 16 queries and the y-th 16 keys in dbias; at: the head's first element."""
         for x in range(4):  # rows of the first 8 queries and of the last; then those of the last 8 keys
             query = int32(first_query + int32(first_row_of(lane)) + 8 * (x % 2))
             key = int32(16 * y + 8 * (x // 2) + int32(first_column_of(lane)))

@@ -22,13 +22,13 @@ from ..steps.row_products import Rows
 from ..steps.sequence import lse_row, query_row
 from ..steps.units import LOG2_E
 
-# Of a query: what the backward kernels read of it. own: whether the lane has one.
+# A query's numbers that the backward kernels read. own: whether the lane has a query.
 Known = namedtuple("Known", "query own lse minus_delta")
 
 
 def of_rows(config):
     """-> device functions. find(rows, lane, arrays, strides, sizes): Known of the lane's own one of these Rows
-    (kernels/steps/row_products.py). put(known, rows, arrays, sizes): to where the backward kernels read it."""
+    (kernels/steps/row_products.py). put(known, rows, arrays, sizes): stores it for the backward kernels."""
     count, products = config.rows_of_lanes, row_products.make(config)
     unit, inf = float32(1.0 if config.natural else LOG2_E), float32(math.inf)
 

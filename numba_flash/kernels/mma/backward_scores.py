@@ -17,8 +17,8 @@ from ..score.stage import FragmentAt
 from ..steps import numbers
 from ..steps.basics import FALSE, TRUE, first_column_of, first_row_of, inlined, lane_and_warp, named
 
-# What a block knows of an own row: the columns [first, end) that count, and of a query its lse in the scores' units,
-# +inf if it sees no key, and its -delta.
+# One of the block's own rows: the columns [first, end) that count. If rows are queries, also lse in the scores' unit,
+# +inf if the query sees no key, and -delta.
 RowState = namedtuple("RowState", "first end lse minus_delta")
 
 
@@ -48,7 +48,7 @@ def make(config):
 
     @inlined
     def load(t, origin, registers, arrays, strides, sizes, masked):
-        """Loads what the scores need from global memory, while they are computed."""
+        """Loads what the scores need from global memory, while S is computed."""
         lane, warp = lane_and_warp()
         part_t = int32(t * groups + (warp & (groups - 1)))  # index of the warp's part of all columns
         loaded, shown_bits, first_row = registers.loaded, registers.shown_bits, (warp >> shift) * config.warp_rows
@@ -83,19 +83,19 @@ def make(config):
 
     @inlined
     def within(t, row):
-        """Bits of those of the lane's columns of tile t that lie in the range of a RowState."""
+        """Bits of the lane's columns of tile t that lie in the range of a RowState."""
         column = first_column(t)
         return columns_within(int32(row.first - column), int32(row.end - column), 0)
 
     @inlined
     def show_seen(r, t, row, registers):
-        """shown_bits of row r <- those that count, as far as no function decides."""
+        """shown_bits of row r <- the columns that count, before any function decides."""
         seen = within(t, row)
         registers.shown_bits[r] = registers.shown_bits[r] & seen if has_mask else seen
 
     @inlined
     def apply(place, asks, registers, arrays, strides, score):
-        """The caller's functions: acc_s, acc_dp <- with score_mod and its derivative; shown_bits <- without what
+        """Applies score_mod and its derivative to acc_s and acc_dp. Drops from shown_bits the scores that
         mask_mod hides. place: a LanePlace; asks: mask_mod decides here."""
         if has_score_mod or asks:
             acc_s, acc_dp, bits = registers.acc_s, registers.acc_dp, registers.shown_bits
@@ -103,7 +103,7 @@ def make(config):
 
     @inlined
     def shown(r, t, row, registers, masked):
-        """Bits of those of the lane's columns of row r that count, by its RowState, a mask and functions. masked, a
+        """Bits of the lane's columns that count in row r, by its RowState, a mask and functions. masked, a
         constant: lengths and window leave out some."""
         if has_functions:
             return registers.shown_bits[r]

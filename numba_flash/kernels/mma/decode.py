@@ -81,7 +81,7 @@ def make(config):
 
     @inlined
     def tile_of(item, level, arrays, strides, sizes):
-        """What a block does of an Item."""
+        """-> the Tile of an Item."""
         sequence = work.sequence_of(int64(item.b), arrays, strides, sizes)
         first_row, all_rows = int32(item.row_tile * config.tile_m), int32(sequence.seqlen_q) * group
         if shares and item.members > 0:
@@ -157,7 +157,7 @@ def make(config):
 
     @inlined
     def walk(tile, slot, registers, node, places, stack, own, arrays, strides, sizes, score):
-        """Hands the node of all keys of the tile over. Their first copies and places are under way."""
+        """Hands over the node of all keys of the tile. Their first copies and places are under way."""
         lane, key_warp, row_warp = own
         row = int32(tile.first_row + row_warp * warp_rows)
         j, stage, waiting, there = tile.begin, int32(0), int32(0), int32(0)
@@ -218,7 +218,7 @@ def make(config):
 
     @inlined
     def is_last(item, last_smem, thread, arrays):
-        """Behind the node that this block handed over: whether all others of its row tile are there, too."""
+        """Whether this block handed over the last node of its row tile: all others are there."""
         cuda.syncthreads()
         if thread == 0:
             counter = memory.address(arrays.counters, int64(item.node_slot))

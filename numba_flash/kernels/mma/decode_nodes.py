@@ -52,9 +52,9 @@ def joins(dtype, o_count, rows, shared=(0, 0, 0), in_registers=True):
 
     @inlined
     def factors_of(left_m, left_l, node, at, r):
-        """m and l of row r of node[at :] <- with those to the left. -> what the left and the right numbers of O are
-        multiplied by, and whether the node is the left one, or both. One of no keys leaves the other's bits: they are
-        not 0 plus them."""
+        """Joins m and l of row r of node[at :] with those to the left. -> (the factors of the left and the right O,
+        whether the node is the left one, whether it is both). A node of no keys does not change the other's bits:
+        nothing is added to them."""
         m, l = node[at + o_count + r], node[at + o_count + rows + r]
         top = maximum(left_m, m)
         left_factor, factor = ex2(left_m - top), ex2(m - top)
@@ -66,7 +66,7 @@ def joins(dtype, o_count, rows, shared=(0, 0, 0), in_registers=True):
 
     @inlined
     def join(left, left_at, node, at):
-        """node[at :] <- left[left_at :] and node[at :], which has the keys behind."""
+        """node[at :] <- left[left_at :] joined with node[at :], which has the keys behind."""
         for r in range(rows):
             left_m, left_l = left[left_at + o_count + r], left[left_at + o_count + rows + r]
             left_factor, factor, of_left, of_both = factors_of(left_m, left_l, node, at, r)
@@ -85,7 +85,7 @@ def joins(dtype, o_count, rows, shared=(0, 0, 0), in_registers=True):
 
     @inlined
     def put(node, stack, level, there, arrays):
-        """The existing rows of a node wait."""
+        """Stores the existing rows of a node, which then waits on a level."""
         place = stack.rest + int64(level) * stack.level_step
         for r in range(rows):
             if (there >> r) & 1 != 0:
@@ -124,7 +124,7 @@ def joins(dtype, o_count, rows, shared=(0, 0, 0), in_registers=True):
 
     @inlined
     def join_waiting(node, stack, level, there, arrays):
-        """The existing rows of a node <- with those that wait on a level."""
+        """Joins the existing rows of a node with those that wait on a level."""
         for r in range(rows):
             if (there >> r) & 1 != 0:
                 if shared_levels > 0 and level < outside + shared_levels:
@@ -213,7 +213,7 @@ def of_chunks(config):
 
     @inlined
     def join_states(m, l, node, factor, states, lane, key_warp, row_warp):
-        """m and l of the node; factor (rows,): of the warp's own part of O."""
+        """node <- its m and l; factor (rows,) <- that of the warp's own part of O."""
         for r in range(rows):
             l[r] += bfly(l[r], 1)
         for r in range(rows):
@@ -240,7 +240,7 @@ def of_chunks(config):
 
     @inlined
     def place_of(block, i):
-        """Of number 4 * block + i of a node: the strip, the block of columns, the element of it, and the row."""
+        """-> (strip, block of columns, element of the block, row) of number 4 * block + i of a node."""
         if rows == 1:
             return 0, 2 * block + i // 2, i % 2, 0
         return block // blocks, block % blocks, i, block // blocks * 2 + i // 2
@@ -271,7 +271,7 @@ def of_chunks(config):
 
     @inlined
     def join_part(number, acc_o, node, factor, exchange, lane, key_warp, row_warp):
-        """The columns of at_once key warps, whose place in shared memory the next ones take."""
+        """Joins the columns of at_once key warps. The next ones take their place in shared memory."""
         first = int32(number * at_once)
         if number > 0:
             cuda.syncthreads()

@@ -84,8 +84,8 @@ def arrivals(config, member_of):
 
     @inlined
     def arrive(item, level, words, thread, arrays, strides, sizes):
-        """Behind the node that this block handed over: a word in shared memory for each sequence that has it, 1 if all
-        its others are there, too."""
+        """Reports that this block handed a node over. A word in shared memory for each sequence that has it <- 1 if all
+        others of the sequence are there."""
         cuda.threadfence()
         cuda.syncthreads()
         if thread < max(item.members, int32(1)):

@@ -44,7 +44,7 @@ def make(config):
                 nodes[n * count + e] = words[e].view(np.float32)
 
     def joiner(number):
-        """-> join_all(nodes, at), a device function: the last of so many nodes from `at` on <- all of them."""
+        """-> join_all(nodes, at), a device function. It joins so many nodes from `at` on into the last one."""
         step = number // 2 * count
         join_half = joiner(number // 2) if number > 2 else nothing
 
@@ -61,7 +61,7 @@ def make(config):
 
     @inlined
     def join_group(nodes, node, more):
-        """node <- all of them. more: whether there are any in the second half."""
+        """node <- all of them joined. more: whether there are any in the second half."""
         join_half(nodes, int32(0))
         if more:
             join_half(nodes, int32(step))
@@ -83,7 +83,7 @@ def make(config):
 
     @inlined
     def root(node, row, quad, item, slot, of_prefix, stack, arrays):
-        """node <- that of all keys, of an Item. slot, of_prefix: of the first node of its own and of its prefix."""
+        """node <- that of all keys of an Item. slot, of_prefix: the slots of its own first node and of its prefix's."""
         nodes, words = local.array(everything, real), local.array(6, uint32)
         first = int32(item.first_node - item.shared) if shares else item.first_node  # of all nodes
         waiting, index = int32(0), int32(first >> group_bits)

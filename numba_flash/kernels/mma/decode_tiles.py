@@ -29,7 +29,7 @@ def make(config, sequence_of):
 
     @inlined
     def offset_of(row, n, rows):
-        """Of the n-th piece of a row, in a tile."""
+        """The offset of the n-th piece of a row in a tile."""
         chunk = n // in_16
         return panel_offset(row, chunk, rows) + (n - chunk * in_16) * piece
 

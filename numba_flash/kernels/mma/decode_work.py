@@ -1,10 +1,10 @@
-"""What a block of decode works on: chosen on the device from the lengths of all sequences, so that no host plans.
+"""Chooses the work of each decode block on the device, from the lengths of all sequences: the host plans nothing.
 
 Keys are cut into chunks of config.CHUNK at absolute positions. An item is a node of 2^level neighbouring chunks, for a
-row tile of a KV head of a sequence. Of a sequence with one such node a block computes all. The nodes of others are
-handed from block to block, and the last one to arrive joins them: such items are parts and come first, up to
-config.most_parts. level is the lowest for which that is so: then blocks have about as much to do, however unequal the
-sequences are.
+row tile of a KV head of a sequence. If a sequence has one node, one block computes all of it. Otherwise its nodes are
+parts: blocks hand them over, and the last block to arrive joins them. Parts come first. level is the lowest that gives
+no more than config.most_parts of them. Then blocks have about as much to do, however unequal the sequences are.
+
 Nodes of a prefix that sequences share (decode_prefixes.py) are parts of the sequence that leads.
 
 A warp looks at 32 sequences at a time, and all warps find the same.
@@ -21,12 +21,12 @@ from ..steps.sequence import Sequence
 from . import decode_prefixes
 
 LEVELS = 8
-MANY = 1 << 24  # of a lane's items: more are not told apart, so that sums fit into 32 bits
+MANY = 1 << 24  # a lane counts no more items than this, so that sums fit into 32 bits
 
 
 class Cursor(NamedTuple):
-    """How far a block has looked for its items: those of whole sequences or of parts, the first of 32 sequences, and
-    the number of items before it."""
+    """How far a block has looked for its items. whole: it looks for whole sequences, not for parts. first: the first of
+    32 sequences. before: the number of items before that one."""
 
     whole: int
     first: int
@@ -34,7 +34,7 @@ class Cursor(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Of a sequence: its row tiles, the first and the last chunk of which they see keys, and its part of a prefix."""
+    """A sequence's row tiles, the first and the last chunk in which they see keys, and its part of a prefix."""
 
     row_tiles: int
     first: int
@@ -50,14 +50,14 @@ class Item(NamedTuple):
     h_kv: int
     row_tile: int
     node: int  # at absolute positions
-    nodes: int  # of the sequence, those of its prefix too
-    node_slot: int  # where the sequence's first node is handed over; others are row_tiles further each
+    nodes: int  # how many the sequence has, with those of its prefix
+    node_slot: int  # where the sequence's first node is handed over; each further node is row_tiles slots on
     row_tiles: int
-    first_node: int  # of its own
+    first_node: int  # the sequence's first, without those of its prefix
     shared: int  # nodes of a prefix before it
-    counter: int  # of the nodes that are there
+    counter: int  # which counter counts the nodes that are there
     members: int  # sequences whose rows are in the tile of a prefix; 0: the node is the sequence's own
-    prefix_row: int  # in such a tile its first one
+    prefix_row: int  # the sequence's first row in such a tile
 
 
 def make(config):
@@ -92,7 +92,7 @@ def make(config):
 
     @inlined
     def items_of(b, chunks, level, whole):
-        """Of one KV head of a sequence: those of whole sequences, or of parts."""
+        """The number of a sequence's items for one KV head: whole ones if `whole`, otherwise parts."""
         _, nodes = own_nodes(chunks, level)
         items = chunks.row_tiles
         if nodes > 1:
@@ -102,7 +102,7 @@ def make(config):
 
     @inlined
     def level_of(lane, arrays, strides, sizes):
-        """How many chunks are a node, as a power of 2: LEVELS are tried at a time."""
+        """A node has 2^level chunks. LEVELS of them are tried at a time."""
         counts, level = local.array(LEVELS, int32), int32(0)
         while True:
             for n in range(LEVELS):
@@ -135,7 +135,7 @@ def make(config):
     @inlined
     def member_of(item, m, level, arrays, strides, sizes):
         """-> the Item of the m-th sequence to which the node of an Item belongs; without nodes if it does not. Its own
-        nodes are not said."""
+        nodes are left out."""
         if item.members == 0:
             return item
         b = int32(item.b + m)

@@ -54,7 +54,7 @@ class Registers(NamedTuple):
     term: Any  # a number that all its scores share (kernels/score/fragments.py)
     distance: Any  # q_pos - k_pos at the lane's first column
     mask_bits: Any
-    shown_bits: Any  # of the mask that was given
+    shown_bits: Any  # which scores the given mask leaves
     query: Any  # the number of the query in the tile
     kept: Any  # which of its weights count (kernels/score/kept_weights.py)
 
@@ -123,7 +123,7 @@ def make(config):
 
     @inlined
     def load_for_scores(j, registers, places, arrays, strides, sizes, masked):
-        """What the scores of tile j need from global memory, while they are computed."""
+        """Loads what the scores of tile j need from global memory, while S is computed."""
         lane, row = lane_and_row()
         bias, bits = block_state.get(places.q + int32(origin_at))
         first_query, _ = block_state.get(places.q + int32(query_at))
@@ -311,14 +311,14 @@ def make(config):
                 step(j, begin, states, registers, places, tile, arrays, strides, sizes, score, FALSE)
         else:
             while j >= begin:
-                # Tiles that some row sees in part; then those that every row sees whole; then, behind a left window,
-                # some of the first kind again.
+                # First the tiles that some row sees in part, then those that every row sees whole. Behind a left window
+                # come some of the first kind again.
                 while j >= begin and (j >= cut or j < free):
                     j = step(j, begin, states, registers, places, tile, arrays, strides, sizes, score, FALSE)
                 while j >= free and j < cut:
                     j = step(j, begin, states, registers, places, tile, arrays, strides, sizes, score, TRUE)
 
-        # Where all this belongs is worked out again: kept through the loop, it would cost the registers that S needs.
+        # The tile's coordinates are computed again: kept through the loop, they would cost registers that S needs.
         thread = special.thread_index()
         lane, warp = thread & int32(31), thread >> int32(5)
         tile = work_again(async_tiles.aligned(shared.address(smem)), arrays, strides, sizes)

@@ -143,7 +143,7 @@ def make(config):
 
     @inlined
     def add_two_panels(pair, acc_o, p_big, p_small, v_frag, v_lane):
-        """So many for each loop, because LLVM unrolls only so much of one; otherwise acc_o would be indexed."""
+        """Two panels for each loop, because LLVM does not unroll longer ones; otherwise acc_o would be indexed."""
         for n in range(2 * pair, min(2 * pair + 2, panels)):
             add_panel(n, acc_o, p_big, p_small, v_frag, v_lane)
 

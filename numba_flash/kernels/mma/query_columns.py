@@ -1,4 +1,4 @@
-"""What comes to shared memory with a tile of queries, for scores whose rows are keys: lse and delta, and a bias.
+"""Copies lse, delta and a bias to shared memory with a tile of queries, for scores whose rows are keys.
 
 In 16 bits lse and delta come from the blocks of kernels/steps/lse_delta.py, whose order is that of a lane's columns; in
 float32 and float64 from what the forward and the delta kernel wrote.
@@ -29,7 +29,7 @@ def make(config):
 
     @inlined
     def head_step(sizes):
-        """From there to where the next head's begin."""
+        """The distance from a head's numbers to the next head's."""
         if of_blocks:
             blocks = lse_delta.packed_blocks(sizes) if config.packed else lse_delta.row_blocks(sizes.seqlen_q)
             return blocks * (4 * lse_delta.BLOCK_WORDS)

@@ -30,7 +30,7 @@ class Smem(NamedTuple):
     do: int  # (tile_m, head_dim_v_padded)
     k: int  # (tile_n, head_dim_padded)
     v: int  # (tile_n, head_dim_v_padded)
-    rows: int  # what a kernel knows of each query
+    rows: int  # numbers of each query, such as lse
 
 
 def make(config):
@@ -44,7 +44,7 @@ def make(config):
 
     @inlined
     def kept(sequence, b):
-        """What a loop keeps of it, as that of entry b: nothing of what is the same for all."""
+        """The sequence as that of entry b. A loop keeps it, without numbers that all entries share."""
         if packed:
             return sequence
         return unpacked(b, sequence.seqlen_q, sequence.keys, sequence.q_start)

@@ -20,18 +20,18 @@ def bits_of(values, words):
 
 
 def make(config, count):
-    """count: of numbers that a thread has. bars: an mbarrier of each warp, which completes when scores have come."""
+    """count: how many numbers a thread has. bars: an mbarrier of each warp, which completes when scores have come."""
     warps = config.workers // 32
 
     @inlined
     def begin(bars):
-        """By one thread, before all threads of the cluster meet."""
+        """One thread sets up the mbarriers, before all threads of the cluster meet."""
         for n in range(warps):
             mbarrier.init(int32(bars + 8 * n), 1)
 
     @inlined
     def add_other(acc, t, at, bars):
-        """acc of tile t += what the other block has. at: where it comes to for the warp."""
+        """acc of tile t += the other block's numbers. at: where they arrive for the warp."""
         thread, other = special.thread_index(), cluster.rank() ^ 1
         elected = thread & int32(31) == 0
         full, place = int32(bars + 8 * (thread >> int32(5))), int32(at + (thread & int32(31)) * 16)

@@ -19,14 +19,14 @@ def make(pitch, strips):
 
     @inlined
     def place(lane, smem):
-        """Of the lane's pair in an accumulator."""
+        """The address of the lane's first pair in an accumulator."""
         row = int32(first_row_of(lane))
         chunk = (lane & 3) ^ (row & 6) ^ ((row & 1) << 2)
         return int32(smem + row * pitch + (chunk << 4))
 
     @inlined
     def moved(at, n):
-        """8 * n columns further."""
+        """-> the address 8 * n columns further."""
         return int32((at ^ int32((n & 1) << 6)) + (n >> 1) * 128)
 
     @inlined

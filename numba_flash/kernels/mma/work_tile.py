@@ -31,7 +31,7 @@ def query_tile(work):
 
 @inlined
 def part_of(block, parts):
-    """Which of the blocks that share the columns of O it is."""
+    """The block's number among those that share the columns of O."""
     return int32(block - divide(block, parts) * parts)
 
 

@@ -60,7 +60,7 @@ def make(config, of_keys=False, of_ds=True, row_of_key=own_row):
 
     @inlined
     def score_of(sequence, h, query, key, lane, arrays, strides, sizes, score):
-        """In the scores' unit (kernels/steps/units.py), or -inf."""
+        """The score in the scores' unit (kernels/steps/units.py), or -inf."""
         product = product_of(sequence, h, query, key, lane, arrays, strides, sizes)
         seen = read.visible(sequence.b, h, query, key, arrays, strides)
         if seen:

@@ -56,7 +56,7 @@ class Score(NamedTuple):
     masked: Callable[..., Any]  # (product, query, k_index, needs_mask, arrays, strides, score) -> the score or -inf
     # (product, row_lse, at, needs_mask, arrays, strides, score) -> (p, derivative of the score by scale * product)
     weight: Callable[..., Any]
-    weight_factor: Callable[..., Any]  # (at, arrays, sizes, score) -> 1, or what a random weight is multiplied by
+    weight_factor: Callable[..., Any]  # (at, arrays, sizes, score) -> 1, or a random weight's factor
 
 
 @functools.cache

@@ -85,7 +85,7 @@ def make(config):
 
     @inlined
     def plus(total, ds, slope):
-        """Rounded once, in whatever code it stands. What is 0 counts nothing, also beside an infinity."""
+        """total + ds * slope, rounded once in whatever code it stands. A 0 adds nothing, also beside an infinity."""
         return cuda.fma(ds, slope, total) if ds != zero and slope != zero else total
 
     @inlined
@@ -126,7 +126,7 @@ def make(config):
 
     @inlined
     def finish_warp(run, arrays, sizes):
-        """Likewise, of one array, where all lanes that have an element have the same."""
+        """finish for one array, where all lanes that have an element have the same one."""
         there = vote.ballot(uint32(run.place[0] >= 0))
         total = warp_sum(run.total[0])
         if there != 0 and (special.thread_index() & int32(31)) == bits.highest(there):

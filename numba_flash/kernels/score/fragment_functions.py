@@ -15,14 +15,14 @@ from . import At, user
 
 
 class LaneScores(NamedTuple):
-    """Where the scores of a lane lie."""
+    """The place of a lane's scores."""
 
     b: Any
     h: Any  # the head of the query tile's first row
-    first_row: Any  # the lane's, in the query tile
-    last_row: Any  # of the query tile, that exists
-    first_query: Any  # the query tile's
-    first_key: Any  # the lane's
+    first_row: Any  # the lane's first row in the query tile
+    last_row: Any  # the last row of the query tile that exists
+    first_query: Any  # the query tile's first query
+    first_key: Any  # the lane's first key
     tile_pos: Any  # position of the query tile's first query
     ahead: Any  # position of the lane's first row less first_key
 

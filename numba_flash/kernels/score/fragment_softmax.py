@@ -33,7 +33,7 @@ def make(config, strips, rows=0, shifted=False):
 
     @inlined
     def start(m, l):
-        """As before the first tile."""
+        """m, l <- their values before the first tile."""
         for r in range(rows):
             m[r] = of.lowest  # not -inf: if a row has only scores of -inf so far, -inf - m must be -inf, not NaN
             l[r] = of.real(0)
@@ -78,8 +78,8 @@ def make(config, strips, rows=0, shifted=False):
 
     @inlined
     def update(acc_s, m, l, alpha, factor, shift):
-        """acc_s <- p; m, l <- with this tile; alpha (rows,) <- the factor of the older part of O and l. factor: what a
-        score is multiplied by. -> whether some alpha of the warp is not 1."""
+        """acc_s <- p; updates m and l with this tile; alpha (rows,) <- the factor of the older part of O and l. factor:
+        that of a score. -> whether some alpha of the warp is not 1."""
         top = local.array(rows, of.real)
         tops(acc_s, top)
         for r in range(rows):

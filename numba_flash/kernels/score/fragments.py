@@ -126,7 +126,7 @@ def columns_below(limit, word):
 @inlined
 def columns_within(first, end, word):
     """Likewise for the columns in [first, end)."""
-    # As bits, one for each element of a row: ptxas turns eight of them into predicates at a time. Comparing each column
+    # These are bits, one for each element of a row: ptxas turns eight at a time into predicates. Comparing each column
     # with both limits takes three instructions.
     return columns_below(end, word) & ~columns_below(first, word)
 

@@ -114,11 +114,11 @@ def on_fragments(config, strips, columns):
     real, words = elements.COMPUTE_TYPES[config.dtype], rows if config.seeded else 1
     assert not config.seeded or columns % 16 == 0 or columns == 8
 
-    # Of 16 columns at a time. Bits are shifted in at the low end, so the last 16 come first.
+    # These take 16 columns at a time. Bits are shifted in at the low end, so the last 16 come first.
 
     @inlined
     def of_16_keys(n, dropped, seed, keys, q_pos, h, b, most):
-        """dropped (2,) <- with the bits of the keys of two counters, of one query."""
+        """Shifts the bits of one query and the keys of two counters into dropped (2,)."""
         found = random_words(seed, uint64(keys) + uint64(2 * (columns_16 - 1 - n)), q_pos, h, b)
         one, other = dropped[0], dropped[1]
         one = push_upper(push_upper(one, found[1], most), found[0], most)
@@ -128,7 +128,7 @@ def on_fragments(config, strips, columns):
 
     @inlined
     def of_16_queries(n, dropped, seed, keys, q_pos, h, b, most):
-        """dropped (2,) <- with the bits of one counter, of keys near and 8 away."""
+        """Shifts the bits of one counter, of keys near and 8 away, into dropped (2,)."""
         found = random_words(seed, keys, uint64(q_pos) + uint64(16 * (columns_16 - 1 - n)), h, b)
         for i in range(4):
             dropped[0] = push_lower(dropped[0], found[3 - i], most)
@@ -138,7 +138,7 @@ def on_fragments(config, strips, columns):
 
     @inlined
     def of_query_rows(strip, kept, first_key, b, h, first, tile_pos, seed, most):
-        """kept <- of both rows of a strip. Lanes 1 apart share counters: one computes those of the first row, the other
+        """kept <- that of both rows of a strip. Lanes 1 apart share counters: one computes those of the first row, one
         those of the second, for the columns of both."""
         second = (int32(first_key) >> int32(1)) & int32(1)
         row = int32(first + strip * 16 + second * 8)

@@ -35,7 +35,7 @@ PIECE, ENDS = 16, 4  # rows of a piece; words before them
 SEEN_BY_SOME, SEEN_BY_ALL = 0, 2  # offsets of the ranges
 ALL_ROWS, EVERY_SECOND = uint32(0xFFFF), uint32(0x55555555)
 BY_WORDS, BY_ROWS, BY_BYTES = 0, 1, 2  # how a piece is read
-ROWS_AT_A_TIME = 4  # whose bytes are loaded before any is looked at
+ROWS_AT_A_TIME = 4  # so many rows are loaded before any byte is tested
 
 
 class Piece(NamedTuple):
@@ -82,7 +82,7 @@ def make(config):
 
     @inlined
     def way_of(piece, place):
-        """How to read it. place: its address."""
+        """How to read a Piece. place: its address."""
         way = int32(BY_BYTES)
         if piece.column_stride == 1 and (place | piece.row_stride) & 3 == 0:
             way = int32(BY_WORDS)
@@ -202,7 +202,7 @@ def make(config):
         seen = local.array(2, uint32)
         every_row = EVERY_SECOND >> uint32(32 - 2 * bits.count(piece.rows))
         first, end = int32(columns), int32(0)
-        # Of the warp's columns: the first that all rows see, the next that some do not, and the first of those.
+        # The warp's first column that all rows see, the next that some row does not see, and the first of that kind.
         whole_first, whole_end, cut_first = int32(columns), int32(columns), int32(columns)
         of_warp = divide(groups + sharing - int32(1), sharing)
         begin = int32((warp - first_warp) * of_warp)

@@ -137,7 +137,7 @@ def make(config, strips, columns=0, of_keys=False):
 
     @inlined
     def load(loaded, bits, j, origin, first_row, lane, arrays, strides, sizes, inside):
-        """Both; inside: as of load_bias."""
+        """Loads both; inside: as of load_bias."""
         load_bias(loaded, j, origin, first_row, lane, strides, sizes, inside)
         load_bits(bits, j, origin, first_row, lane, arrays, strides, sizes)
 
@@ -156,8 +156,8 @@ def make(config, strips, columns=0, of_keys=False):
 
     @inlined
     def hide(mask_bits, bits, masked):
-        """mask_bits <- without those that the mask hides. masked, a constant; without it all of the tile is seen so
-        far."""
+        """Drops from mask_bits the scores that the mask hides. masked, a constant: without it all of the tile is seen
+        so far."""
         if has_bits:
             for i in range(rows * words):
                 mask_bits[i] = mask_bits[i] & bits[i] if masked else bits[i]

@@ -1,11 +1,11 @@
-"""What a stage of the score provides: device functions for a score, and for a score in a fragment."""
+"""A stage of the score: its device functions for a score, and for a score in a fragment."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
 class Stage(NamedTuple):
-    """For a score in natural units, in the kernel's computing type."""
+    """Functions of a score in natural units, in the kernel's computing type."""
 
     value: Callable[..., Any]  # (s, at, arrays, strides, score) -> the next s
     with_derivative: Callable[..., Any] | None = None  # likewise -> (the next s, its derivative by s); None: 1
@@ -13,7 +13,7 @@ class Stage(NamedTuple):
 
 
 class FragmentAt(NamedTuple):
-    """What the stages of a problem need about the place of a score in a fragment."""
+    """The place of a score in a fragment, as the stages need it."""
 
     term: Any  # what `row_term` loaded for the row
     distance: Any  # q_pos - k_pos

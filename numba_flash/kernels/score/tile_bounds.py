@@ -1,5 +1,5 @@
-"""Between which numbers a mask_mod lies in a tile, found without calling it for every score: interval arithmetic on its
-expression (functions/expression.py).
+"""Finds the bounds of a mask_mod in a tile, without calling it for every score: interval arithmetic on its expression
+(functions/expression.py).
 
 An interval (least, largest) holds every number that the expression has in the tile, and maybe others: so what holds
 for all of it holds for the tile. Numbers up to MOST are known; ANY stands for all others. An array is read from the

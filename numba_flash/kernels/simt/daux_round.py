@@ -1,4 +1,4 @@
-"""Behind the loop over all scores: the sums of each array that has a gradient, in its dtype
+"""Rounds the sums of each array that has a gradient to its dtype, behind the loop over all scores
 (kernels/score/aux_gradient.py).
 
 Launch: grid (elements / threads, rounded up), block (config.threads).
@@ -15,7 +15,7 @@ from ..steps import elements
 from ..steps.basics import inlined, nothing
 
 LEAST = dict(float32=149, float64=1074)  # 2^-least: the smallest number of a type
-ENOUGH = float64(2**60)  # what is below 1 changes no digit of it
+ENOUGH = float64(2**60)  # adding a number below 1 changes no digit of it
 
 
 @inlined
@@ -32,7 +32,7 @@ def make(config):
         sums, step = arrays.aux_sums, sizes.aux_begins[-1]
         if sums[count * step + at] != 0:
             return compute(math.nan)
-        # Each word gets PART bits that are not negative, and what is over goes to the last: so nothing cancels.
+        # Each word gets PART bits that are not negative, and the rest goes to the next one: so nothing cancels.
         parts = local.array(count, int64)
         for word in range(count):
             parts[word] = sums[word * step + at]

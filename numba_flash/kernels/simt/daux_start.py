@@ -1,4 +1,4 @@
-"""Before the gradients of aux: the sums of all elements are 0 (kernels/score/aux_gradient.py).
+"""Sets the sums of all elements to 0 before the gradients of aux (kernels/score/aux_gradient.py).
 
 Launch: grid (elements / threads, rounded up), block (config.threads).
 """

@@ -1,4 +1,4 @@
-"""Behind a dbias kernel whose blocks share the sum of an element: adds up their sums, and rounds once.
+"""Runs after a dbias kernel whose blocks share the sum of an element: adds up their sums, and rounds once.
 
 arrays.dbias_sums (splits, elements of dbias) has the sum of each split, in float32, or float64 for float64. An element
 has config.parts threads, of which each adds up every parts-th sum, in order; one adds up what they found. The number of

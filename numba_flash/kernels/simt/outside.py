@@ -20,7 +20,7 @@ def make(config):
 
         @inlined
         def write(block, blocks, arrays, strides, sizes):
-            """By a block of so many of this side."""
+            """A block, one of `blocks` for this side, writes its rows."""
             thread, parts = int32(cuda.threadIdx.x), int32(sizes.outside_parts)
             begin, end = rows.gap(min(block // parts, int32(sizes.batch)), arrays, strides, sizes)
             last, total = rows.gap(int32(sizes.batch), arrays, strides, sizes)

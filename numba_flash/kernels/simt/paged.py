@@ -11,7 +11,7 @@ from numba import cuda, int64
 from ..steps import elements, pages, sequence
 from ..steps.sequence import Sequence, span
 
-# A Sequence, and where its pages are: two arrays with their strides (pages.py); keys of a page, and pages of the pool.
+# A Sequence and its pages: two arrays with their strides (pages.py), keys of a page, pages of the pool.
 _FIELDS = (*Sequence._fields, "table", "indptr", "by_table", "by_indptr", "page", "pages")
 PagedSequence = collections.namedtuple("PagedSequence", _FIELDS)  # type: ignore[misc]
 
@@ -23,7 +23,7 @@ def make(config):
 
     @cuda.jit(device=True)
     def own_of(b, arrays, strides, sizes):
-        """Of packed queries; their keys are as many as seqlens_k says."""
+        """The Sequence of entry b of packed queries; seqlens_k has the number of its keys."""
         first_query, queries = span(arrays.cu_seqlens_q, b, strides.cu_seqlens_q, sizes.total_q, sizes.seqlen_q, sizes)
         keys = int64(arrays.seqlens_k[b * strides.seqlens_k])
         q_start = q_start_of(b, queries, keys, arrays, strides, sizes)

@@ -68,7 +68,7 @@ def make(config):
         of_p = thread < config.tile_n  # line 2: the first thread of a key, else the second
         k_index = first_y + thread % config.tile_n
         kv_y, s_y = thread * kv_row, thread * s_row  # where this thread's width begins in K_j, V_j and in P, dS
-        # what its width is multiplied by, and then its weights
+        # where the tiles begin that its width, and then its weights, are multiplied by
         first, second = (0, config.tile_m * width) if of_p else (config.tile_m * width, 0)
         is_wanted = write_dv if of_p else write_dk
         for x in range(width):
@@ -114,7 +114,7 @@ def make(config):
                     for row in range(config.tile_m):  # line 9
                         p = weights_smem[s_p + row]
                         ds = compute(0)
-                        if p != 0:  # else dP may be NaN or Inf, of a key that is not seen
+                        if p != 0:  # otherwise the key is not seen, and dP may be NaN or Inf
                             at = at_position(b, h, first_row + row, k_index, first_row + row + sequence.q_start)
                             factor = scores.weight_factor(at, arrays, sizes, score)
                             dp = weights_smem[s_y + row] * factor if factor != 0 else compute(0)

@@ -58,7 +58,7 @@ def loader(rows, columns, threads, group=1, size=2, copy_bytes=16):
 
     @inlined
     def offset_of(row, n):
-        """Of the n-th piece of a row, in the tile."""
+        """The offset of the n-th piece of a row in the tile."""
         if piece == 16:
             return panel_offset(row, n, rows)
         return panel_offset(row, n // (16 // piece), rows) + n % (16 // piece) * piece

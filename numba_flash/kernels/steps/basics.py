@@ -1,6 +1,6 @@
-"""What nearly every file of kernels/ is written with. How device functions are made: `inlined`, `named`, `nothing`,
-TRUE and FALSE. Arithmetic of numbers of rows and tiles. Where in a tile a thread has its part: `first_row_of`,
-`panel_offset`, `lane_and_warp` and the like.
+"""Nearly every file of kernels/ uses this. `inlined`, `named`, `nothing`, TRUE and FALSE help to make device functions.
+`divide`, `tiles_of` and others compute numbers of rows and tiles. `first_row_of`, `panel_offset`, `lane_and_warp` and
+others find a thread's part of a tile.
 
 LLVM inlines device functions into their callers, after Numba has typed and lowered each by itself. Numba's own
 inline="always" first makes one long function of everything and then types that; kernels then take up to three times as
@@ -28,7 +28,7 @@ TRUE, FALSE = np.bool_(True), np.bool_(False)
 
 @inlined
 def nothing(*arguments):
-    """In place of a step that a dtype or an option does not need."""
+    """Takes the place of a step that a dtype or an option does not need."""
 
 
 def named(*functions, **others):
@@ -66,12 +66,12 @@ panel_offset, swizzled = inlined(fragments.panel_offset), inlined(fragments.swiz
 
 @inlined
 def chunk_pair(lane_address, pair, panel):
-    """From a lane's address of the first two chunks of its row to that of the pair-th two: XOR by the swizzle."""
+    """The address of the pair-th two chunks of a row, from the lane's address of the first two: XOR by the swizzle."""
     return (lane_address ^ ((pair & 3) << 5)) + (pair >> 2) * panel
 
 
 @inlined
 def lane_and_warp():
-    """Of this thread. Read anew at each call: so what follows from them is not kept in registers in between."""
+    """The thread's lane and warp, read anew at each call: so no number made of them stays in a register."""
     thread = special.thread_index()
     return thread & int32(31), thread >> int32(5)

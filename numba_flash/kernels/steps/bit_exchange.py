@@ -8,7 +8,7 @@ from .basics import inlined
 
 @inlined
 def exchange(own, lane_bit, distance, keep, shift):
-    """own <- merged with bits of the lane `distance` away, which differs in lane_bit. The place of a bit and lane_bit
+    """-> own, merged with bits of the lane `distance` away, which differs in lane_bit. The place of a bit and lane_bit
     exchange their meanings. keep: the places with lane_bit set; shift: the distance of places."""
     came = shfl.bfly_b32(own, distance)
     came = uint32(came << uint32(shift)) if lane_bit == 0 else uint32(came >> uint32(shift))

@@ -1,4 +1,4 @@
-"""What a block computes once and its threads need for every tile: notes in shared memory, 16 bytes each.
+"""Numbers that a block computes once and its threads need for every tile: 16-byte notes in shared memory.
 
 In registers they would displace accumulators. Computed again for each tile, the divisions that find a block's head
 alone take as long as a third of the products of a small tile (H200). Reading a note takes a while; before a barrier it

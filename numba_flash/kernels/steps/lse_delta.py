@@ -31,7 +31,7 @@ def row_blocks(seqlen_q):
 
 @inlined
 def packed_blocks(sizes):
-    """The same, of packed sequences."""
+    """Number of blocks that a head has room for, with packed sequences."""
     return row_blocks(sizes.total_q) + sizes.batch
 
 
@@ -132,7 +132,7 @@ def staged(config, rows, threads):
 
     @inlined
     def delta_pair(values, x, at):
-        """The same of delta; `at` as there."""
+        """values[x : x + 2] <- delta of two neighbours; `at` as in lse_pair."""
         pair(values, x, int32(at + rows * size))
 
     return named(start_rows, lse_pair, delta_pair)

@@ -21,7 +21,7 @@ class Numbers(NamedTuple):
     exp2: Callable[..., Any]
     log2: Callable[..., Any]
     reciprocal: Callable[..., Any]
-    maximum: Callable[..., Any]  # of a number and NaN, the number
+    maximum: Callable[..., Any]  # if one of the two is NaN, the other one
     bfly: Callable[..., Any]  # (value, mask) -> the value of lane (own lane ^ mask)
     warp_sum: Callable[..., Any]  # (value) -> the sum over all lanes
     ceil: Callable[..., Any]

@@ -21,7 +21,7 @@ from .sequence import query_row
 
 
 class Rows(NamedTuple):
-    """Of some lanes; some or all of them may lie past the last one."""
+    """The rows that some lanes share. Some or all of them may lie past the last one."""
 
     sequence: Any
     h: Any

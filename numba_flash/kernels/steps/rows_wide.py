@@ -40,7 +40,7 @@ def row_writer(dtype, blocks, vectorized, columns_in_order=False):
 
     @inlined
     def write_row(acc, r, lane, target, row_at, column_stride, columns_left):
-        """Row r of the lane's, to the row that begins at element row_at of target."""
+        """Stores the lane's row r in the row that begins at element row_at of target."""
         values = local.array(chunk, real)
         first_column = int32((lane & 3) * step)
         to = memory.address(target, row_at + first_column * column_stride)
@@ -147,8 +147,8 @@ def make(config, warp_rows, columns_in_order=False):
 
     @inlined
     def write_rows(acc_o, inverse_l, lse, o_smem, row_states, first_row, lane, work, arrays, strides, sizes):
-        """A warp's rows of a QueryWork from first_row on, with their lse. O of a row that is not finite is not written,
-        but the row is marked in row_states (kernels/recompute/rows.py). -> whether the lane has a part of such a row.
+        """Writes a warp's rows of a QueryWork from first_row on, with their lse. A row of O that is not finite is not
+        written but marked in row_states (kernels/recompute/rows.py). -> whether the lane has a part of such a row.
         o_smem: not used; kernels/mma/rows_16bit.py, which takes the same, stages rows there."""
         some = local.array(1, uint32)
         some[0] = uint32(0)

@@ -51,7 +51,7 @@ class QueryTile(NamedTuple):
 
 
 class QueryWork(NamedTuple):
-    """The same with the sequence that it is of, and the head of K and V."""
+    """A QueryTile with its sequence, and with the head of K and V."""
 
     sequence: Any
     h: int
@@ -116,13 +116,13 @@ def first_position(config: Any) -> Any:
 
 @inlined
 def unpacked(b, seqlen_q, keys, q_start):
-    """A Sequence with rows of its own."""
+    """A Sequence whose rows are those of batch entry b."""
     return Sequence(b, seqlen_q, keys, q_start, b, int64(0), int64(0), seqlen_q, int64(0))
 
 
 @inlined
 def packed_sequence(b, queries, keys, q_start, first_query, first_key, sizes):
-    """One whose rows begin at these."""
+    """A Sequence whose rows begin at first_query and first_key."""
     return Sequence(b, queries, keys, q_start, int64(0), first_query, first_key, sizes.total_q, sizes.batch)
 
 

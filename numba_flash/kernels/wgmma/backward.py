@@ -71,7 +71,7 @@ class TileStep(NamedTuple):
     member: Any  # index of the head in its group
     masked: Any  # some row does not see some column, or a mask hides something
     asks: Any  # mask_mod removes something
-    lse_log2: Any  # these two as backward_scores.py takes them
+    lse_log2: Any  # this and minus_delta: as backward_scores.py takes them
     minus_delta: Any
     term: Any  # of the head (kernels/score/fragments.py)
 
@@ -134,12 +134,12 @@ def make(config):
 
     @inlined
     def to_ds(base, step, tile, own_desc, elected, arrays, strides, sizes, score):
-        """P of a tile, whose S has been issued; and dS, for which it computes dP. own_desc: of the warpgroup's rows of
-        V or dO."""
+        """Computes P of a tile, whose S has been issued, then dP and dS. own_desc: that of the warpgroup's rows of V or
+        dO."""
         every = scores.prepare(base, step, tile, arrays, strides, sizes)
         wait_all()
         pin_s(tile.acc_s)
-        if cuts_queries and step.masked:  # as a tile is that has rows behind the last query
+        if cuts_queries and step.masked:  # so is a tile with rows behind the last query
             zero_queries(base, base, step)
         if of_ds:
             products.issue_dp(base, tile.acc_dp, own_desc, step.n)

@@ -70,7 +70,7 @@ def make(config):
 
     @inlined
     def own_keys(arrays, strides, sizes):
-        """Of a block that has all keys of a head in one tile: -> (the first row of K and V, head, batch entry)."""
+        """-> (first row of K and V, head, batch entry) of a block that has all keys of a head in one tile."""
         all_parts, n_tiles = tiles_of(sizes)
         b, part, _, _ = work_of(number_of(int32(0), arrays), int32(0), n_tiles, sizes)
         sequence = sequence_of(int32(b), arrays, strides, sizes)
@@ -93,7 +93,7 @@ def make(config):
 
     @inlined
     def take_of_packed(base, w, arrays, strides, sizes):
-        """take, of packed sequences. They follow each other, and each has a ticket for each head and number of a tile.
+        """take for packed sequences. They follow each other, and each has a ticket for each head and number of a tile.
         Tickets behind its last tile are passed over."""
         own, all_numbers, head_parts = state_of(base, w), numbers.count(sizes), head_parts_of(sizes, config.members)
         # The number of tiles may decide nothing that changes the order of a sequence's sums.
@@ -134,7 +134,7 @@ def make(config):
 
     @inlined
     def next_tile(base, w, arrays, strides, sizes):
-        """has_tile for the thread that writes the state."""
+        """The thread that writes the state calls this in place of has_tile."""
         if stays:
             ring.producer_acquire(base, w)
             take_next(base, w, arrays, strides, sizes)
@@ -143,7 +143,7 @@ def make(config):
 
     @inlined
     def leave(base, w):
-        """A thread has read the state of the w-th tile for the last time."""
+        """A thread says that it has read the state of the w-th tile for the last time."""
         if stays:
             ring.consumer_release(base, w, True)
 

@@ -21,7 +21,7 @@ CHUNK_BYTES = 128 * 16  # of a part: 8 columns of 64 queries
 
 
 def present(config):
-    """Whether a block does so: 16 bytes at a time."""
+    """Whether a block writes dQ itself: 16 bytes at a time."""
     return config.packed and config.head_dim % 8 == 0
 
 
@@ -35,9 +35,9 @@ def make(config, tiles_before):
 
     @inlined
     def write_part(staged, lane, queries, columns, target, at, row, factor):
-        """`queries` rows of `columns` columns. at: index of the first; row: from one to the next. Eight lanes write a
-        row. What a thread staged lies side by side: two columns of a row, and of the row 8 behind it. -> whether some
-        element of the lane's is not finite."""
+        """Writes `queries` rows of `columns` columns. at: index of the first; row: from one to the next. Eight lanes
+        write a row. A thread's staged numbers are adjacent: two columns of a row and of the row 8 behind it. ->
+        whether some element of the lane's is not finite."""
         four = local.array(4, uint32)
         words = local.array(4, uint32)
         column, nonfinite = int32((lane & int32(7)) * 8), float32(0)
@@ -57,7 +57,7 @@ def make(config, tiles_before):
 
     @inlined
     def write_alone(base, own, n, me, arrays, strides, sizes, score):
-        """The warp of a consumer warpgroup: its parts of dQ of the block's tile; the first one is the n-th of all."""
+        """One warp writes a consumer warpgroup's parts of dQ of the block's tile; the first one is the n-th of all."""
         lane = special.thread_index() & int32(31)
         member, i = int32(0), first_tile(word(own, BEGIN), word(own, STOP), word(own, STEP))
         end = int32(n + word(own, MEMBERS) * (word(own, STOP) - word(own, BEGIN)))

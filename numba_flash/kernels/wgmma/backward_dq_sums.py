@@ -1,4 +1,4 @@
-"""What becomes of the parts of dQ that the key tiles of wgmma/backward_fused contribute.
+"""Sums up dQ from the parts that the key tiles of wgmma/backward_fused contribute.
 
 If several blocks share the keys of a head (to_sums), one thread for each consumer warpgroup adds the parts from shared
 memory to sums in global memory, in the order of kernels/steps/dq_order.py. So no consumer waits for a turn.
@@ -21,7 +21,7 @@ from . import backward_dq_alone, block, pipeline
 from .backward_work import first_tile, following_tile
 from .block import BEGIN, FIRST_QUERY, FIRST_ROW, KEYS, MEMBERS, QUERIES, STEP, STOP, B, H
 
-# A counter of turns has in its low half how many have passed. With a mask its high half has how many parts were added.
+# The low half of a turn counter is the number of turns that have passed. With a mask, its high half counts the parts.
 TURN = 1 << 16
 
 
@@ -66,15 +66,15 @@ def to_sums(config, tiles):
 
     @inlined
     def line_of(tile, before, me):
-        """Of a query tile that has so many parts before the block's own: -> (where the sum is to which it adds, how
-        many parts of that come before)."""
+        """-> (which sum the block adds its part of the query tile to, how many of that sum's parts come before).
+        before: how many of the query tile's parts come before the block's."""
         dealt = uint32(before // uint32(lines)) if lines > 1 else before
         own_line = int32(before - dealt * uint32(lines)) if lines > 1 else int32(0)
         return (tile * lines + own_line) * 2 + me, dealt
 
     @inlined
     def add_dq_of_tile(base, own, n, me, arrays, sizes):
-        """One thread for each consumer warpgroup: its parts of dQ to global memory, each when its turn has come; the
+        """One thread for each consumer warpgroup adds its parts of dQ to the sums, each when its turn has come. The
         first one is the n-th of all. If a mask hides a query tile, its turn passes without a part. -> n"""
         m_tiles, before_head = tiles_before(own, sizes)
         begin, stop = word_alone(own, BEGIN), word_alone(own, STOP)
@@ -123,7 +123,7 @@ def to_sums(config, tiles):
 
     @inlined
     def add_dq(base, me, arrays, strides, sizes, score):
-        """One thread: add_dq_of_tile for one tile after the other."""
+        """One thread calls add_dq_of_tile for one tile after the other."""
         w, n = int32(0), int32(0)
         while tiles.has_tile(base, w):
             n = add_dq_of_tile(base, tiles.state_of(base, w), n, me, arrays, sizes)
@@ -133,7 +133,7 @@ def to_sums(config, tiles):
 
     @inlined
     def add_or_write_dq(base, me, arrays, strides, sizes, score):
-        """A warp: the same, or write_alone."""
+        """A warp does the same, or calls write_alone."""
         w, n, first_lane = int32(0), int32(0), block.elected()
         while tiles.has_tile(base, w):
             own = tiles.state_of(base, w)

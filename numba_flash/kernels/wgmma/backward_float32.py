@@ -77,7 +77,7 @@ def make(config):
 
         @inlined
         def write(base, acc, factor, target, of_target, arrays, strides, sizes, score):
-            """A warp's rows: factor * acc."""
+            """Writes a warp's rows of factor * acc."""
             first_row, lane = rows_in_warpgroup()
             sequence, tile_row = sequence_of(base, arrays, strides, sizes), word(base, FIRST_ROW)
             first = int32(tile_row + first_row)
@@ -110,7 +110,7 @@ def make(config):
 
     @inlined
     def consume_first(base, arrays, strides, sizes, score):
-        """S and P of all tiles, and dV."""
+        """The first consumer computes S and P of all tiles, and dV."""
         acc_s, other = local.array(score_count, float32), local.array(score_count, float32)
         mask_bits, shown_bits = local.array(scores.mask_words, uint32), local.array(scores.bits_words, uint32)
         distance, loaded = local.array(2, float32), local.array(scores.bias_words, scores.bias_type)
@@ -140,7 +140,7 @@ def make(config):
 
     @inlined
     def consume_second(base, arrays, strides, sizes, score):
-        """dP and dS of all tiles, and dK or dQ."""
+        """The second consumer computes dP and dS of all tiles, and dK or dQ."""
         acc_dp, other = local.array(score_count, float32), local.array(score_count, float32)
         lse, delta = local.array(query_count, float32), local.array(query_count, float32)
         acc = local.array(a.sum_count, float32)  # (head_dim_padded / 8, 4)

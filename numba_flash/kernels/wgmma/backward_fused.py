@@ -142,7 +142,7 @@ def make(config):
 
     @inlined
     def fetch(base, arrays, strides, sizes):
-        """One thread: K, V and Q of one tile after the other."""
+        """One thread loads K, V and Q of one tile after the other."""
         w, n = int32(0), int32(0)
         while tiles.next_tile(base, w, arrays, strides, sizes):
             n = producer.load_q(base, tiles.state_of(base, w), n, w, arrays, strides, sizes)
@@ -152,7 +152,7 @@ def make(config):
 
     @inlined
     def fetch_do(base, arrays, strides):
-        """Another thread: dO."""
+        """Another thread loads dO."""
         w, n = int32(0), int32(0)
         while tiles.has_tile(base, w):
             n = producer.load_do(base, tiles.state_of(base, w), n, arrays, strides)
@@ -161,7 +161,7 @@ def make(config):
 
     @inlined
     def store_ds(base, ds_frag, n):
-        """The warpgroup's dS^T (64, m) to its panel of dS (m, n): rows of it become columns."""
+        """Stores the warpgroup's dS^T (64, m) in its panel of dS (m, n): rows of it become columns."""
         first_row, lane = rows_of_lane()
         row, chunk = lane & 7, (first_row >> 3) + ((lane >> 3) & 1)  # of 8 keys
         own = base + plan.ds + (n & 1) * ds_bytes + (chunk >> 3) * ds_panel
@@ -173,7 +173,7 @@ def make(config):
 
     @inlined
     def issue_dq(base, acc_dq, me, n):
-        """The warpgroup's part of dQ of the n-th query tile, once both warpgroups have stored their dS."""
+        """Issues the warpgroup's part of dQ of the n-th query tile, once both warpgroups have stored their dS."""
         rings.ds.consumer_wait(base, n)
         ds_desc = describe_rows(base + plan.ds + (n & 1) * ds_bytes + me * own_queries)
         multiply_ds_k(acc_dq, ds_desc, describe_columns(base + plan.own_a + me * own_columns), 0)
@@ -181,7 +181,7 @@ def make(config):
 
     @inlined
     def store_dq(base, own, acc_dq, me, n, before, arrays, strides, sizes, score):
-        """To where add_dq takes it from, as it lies in registers."""
+        """Stores dQ where add_dq takes it from, as it lies in registers."""
         four = local.array(4, uint32)
         rings.dq.producer_acquire(base + 8 * me, n)
         place = base + plan.dq + (rings.dq.stage(n) * 2 + me) * part_bytes + (special.thread_index() & int32(127)) * 16
@@ -193,7 +193,7 @@ def make(config):
         fence.proxy_async()
         rings.dq.producer_commit(base + 8 * me, n, True)
 
-    # What becomes of the warpgroup's part of dQ of the n-th query tile. `before` are of the block's other key tiles.
+    # Takes the warpgroup's part of dQ of query tile n. The first `before` belong to the block's other key tiles.
     leave_dq = leave_own_dq if all_keys else store_dq
 
     @inlined
@@ -220,11 +220,11 @@ def make(config):
 
     @inlined
     def to_ds(base, own, consumer, step, tile, arrays, strides, sizes, score):
-        """P and dS of a query tile, whose S is there. dP is computed beside P, once dQ of the tile before has left its
-        registers."""
+        """Computes P and dS of a query tile, whose S is there. dP runs beside P, once dQ of the tile before has left
+        its registers."""
         n, lse_and_delta = step.n, products.lse_and_delta_at(base, step.n)
         if config.seeded:
-            for x in range(mask_words):  # else those of the tile before would be kept in registers
+            for x in range(mask_words):  # otherwise the last tile's bits would stay in registers
                 tile.mask_bits[x] = uint32(0)
         if step.masked:
             find_visible(own, step.i, sizes, tile.mask_bits, tile.distance)
@@ -241,7 +241,7 @@ def make(config):
             leave_dq(base, own, tile.acc_dp, consumer.me, int32(n - 1), step.before, arrays, strides, sizes, score)
         products.preload_dp(base, tile.acc_dp, n)
         rings.b.consumer_wait(base, n)
-        if packed and step.masked:  # as a tile is that has rows behind the last query
+        if packed and step.masked:  # so is a tile with rows behind the last query
             zero_behind(base, own, step)
         products.issue_dp(base, tile.acc_dp, consumer.v_desc, n)
         to_other_weights(tile, lse_and_delta, bias, score, step.masked)
@@ -252,7 +252,7 @@ def make(config):
 
     @inlined
     def add_products(base, consumer, n, last, tile, acc_dk, acc_dv, lse_factor):
-        """dV and dK of the n-th query tile, behind them S of the next one, and then dQ of this one."""
+        """Issues dV and dK of the n-th query tile, behind them S of the next one, and then dQ of this one."""
         ahead = n if last else int32(n + 1)
         products.preload_s(base, tile.acc_s, ahead, lse_factor)
         products.issue_b(base, acc_dv, tile.p_frag, n)
@@ -287,7 +287,7 @@ def make(config):
         else:
             bar.sync(3, all_consumers)  # both warpgroups have read K and V for the last time
             write_gradients(own, base, acc_dk, acc_dv, arrays, strides, sizes, score)
-        if all_keys and word(own, FIRST_ROW) == 0:  # of all key tiles the last one
+        if all_keys and word(own, FIRST_ROW) == 0:  # this is the last key tile
             bar.sync(3, all_consumers)  # all of dQ is written
             repair_dq(own, steps, arrays, strides, sizes, score)
 
@@ -297,7 +297,7 @@ def make(config):
         acc_s, acc_dp = local.array(s_count, float32), local.array(s_count, float32)
         acc_dk = local.array(dk_count, float32)  # (head_dim_padded / 8, 4)
         acc_dv = local.array(dv_count, float32)  # (head_dim_v_padded / 8, 4)
-        acc_dq = acc_dp  # (dq_columns / 8, 4): one is done with where the other begins, which ptxas does not find out
+        acc_dq = acc_dp  # (dq_columns / 8, 4): dP is no longer needed where dQ begins; ptxas does not notice
         p_frag, ds_frag = local.array(frag_count, uint32), local.array(frag_count, uint32)
         mask_bits = local.array(mask_words, uint32)
         kept, distance = local.array(count.words, uint32), local.array(2, float32)
@@ -331,14 +331,14 @@ def make(config):
                 keys_left = max(int32(word(own, KEYS) - word(own, FIRST_ROW)), int32(0))
                 if n < end and keys_left < tile_n:
                     zero_tail(base + plan.own_a, keys_left)
-                    if packed:  # what is there may not be finite, and would reach dQ, which is then computed again
+                    if packed:  # V may not be finite there. It would reach dQ, which is then computed again
                         zero_tail_of_v(base + plan.own_b, keys_left)
-            # Else ptxas makes these zeros out of the accumulators of S, which are theirs too, while S is computed.
+            # Otherwise ptxas copies these zeros from the accumulators of S while S is computed.
             pin_s(acc_s)
             pin_s(acc_dp)
             pin_dk(acc_dk)
             pin_dv(acc_dv)
-            # packed: both zero what is behind the last query; boxed: what comes would replace the zeros of dS
+            # packed: both zero the rows behind the last query; boxed: the next bias would replace the zeros of dS
             alone = not packed and not boxed and not (stays and one_panel)
             if alone and word(own, KEYS) - word(own, FIRST_ROW) <= me * 64:
                 n = own_dq_alone(base, own, acc_dq, me, n, end, elected, arrays, strides, sizes, score)

@@ -1,4 +1,4 @@
-"""What only a block of wgmma/backward does that owns queries: how it loops over key tiles, and how it writes dQ."""
+"""A block of wgmma/backward that owns queries: its loop over key tiles, and how it writes dQ."""
 
 import math
 
@@ -14,7 +14,7 @@ from .block import BEGIN, FIRST_ROW, STATES, STOP, B, H, rows_of_lane
 
 
 def key_loop(config):
-    """-> as backward.query_loop, over key tiles. limit: the last tile of the loop."""
+    """-> the same as backward.query_loop, over key tiles. limit: the last tile of the loop."""
     walk, word = tile_walk.make(config, whole_warp=True), block.state_of(config).read
 
     @inlined

@@ -86,7 +86,7 @@ def of_keys(config):
 
     @inlined
     def load_beside_q(base, work, i, h, n, count, arrays, strides, sizes):
-        """Loads lse, -delta and bias of query tile i, in place with its Q, which is the n-th."""
+        """Loads lse, -delta and bias of query tile i into the stage of its Q, which is the n-th."""
         sequence = queries_of(work, arrays, strides, sizes)
         stage, full = rings.a.stage(n), rings.a.full(base, n)
         source = memory.address(arrays.lse_delta, lse_delta.row_block(sequence, h, i * tile_blocks, sizes))
@@ -147,13 +147,13 @@ def of_keys(config):
 
     @inlined
     def produce_a(base, arrays, strides, sizes):
-        """K and V, and Q, of a block with one key tile."""
+        """Loads K and V, and Q, of a block with one key tile."""
         n = load_q(base, base, int32(0), int32(0), arrays, strides, sizes)
         load_no_q(base, n, sizes)
 
     @inlined
     def produce_b(base, arrays, strides):
-        """The same of dO."""
+        """Loads dO of such a block."""
         load_do(base, base, int32(0), arrays, strides)
 
     return named(load_own, load_q, load_no_q, load_do, produce_a, produce_b)
@@ -176,8 +176,8 @@ def of_queries(config):
 
     @inlined
     def produce_a(base, arrays, strides, sizes):
-        """Q and dO, then K with its bias, tile after tile. After the last tile it loads a K past the end, as
-        load_no_q."""
+        """Loads Q and dO, then K with its bias, tile after tile. After the last tile it loads a K past the end, as
+        load_no_q does."""
         load_own(base, places.query_row(base, word(base, FIRST_ROW)), word(base, H), places.entry(base))
         n, j = int32(0), int32(word(base, STOP) - 1)
         while j >= word(base, BEGIN):
@@ -193,7 +193,7 @@ def of_queries(config):
 
     @inlined
     def produce_b(base, arrays, strides):
-        """V."""
+        """Loads V, tile after tile."""
         n, j = int32(0), int32(word(base, STOP) - 1)
         while j >= word(base, BEGIN):
             load_b(base, n, places.key_row(base, int32(j * tile_n)), word(base, H_KV), places.entry(base), 0)

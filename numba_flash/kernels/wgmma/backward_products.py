@@ -92,8 +92,8 @@ def make(config):
 
     @inlined
     def issue_s(base, acc_s, own_desc, n, none):
-        """S of the n-th tile a, once it has arrived. With `none` own_a times own_b instead, which is dropped: so
-        consumers need no branch if no tile follows."""
+        """Issues S of the n-th tile a, once it has arrived. With `none` it issues own_a times own_b, whose result is
+        not used: so consumers need no branch if no tile follows."""
         rings.a.consumer_wait(base, n)
         place = base + plan.own_b if none else a_at(base, n)
         multiply_s(acc_s, own_desc, describe_rows(place), to_lse)
@@ -101,7 +101,7 @@ def make(config):
 
     @inlined
     def issue_dp(base, acc_dp, own_desc, n):
-        """dP of the n-th tile b, which has arrived."""
+        """Issues dP of the n-th tile b, which has arrived."""
         multiply_dp(acc_dp, own_desc, describe_rows(b_at(base, n)), to_delta)
         wgmma.commit_group()
 
@@ -119,7 +119,7 @@ def make(config):
 
     @inlined
     def release_a(base, n, elected):
-        """A warp has finished with the n-th tile a. Ordinary loads read lse, delta and a bias beside it, and a bulk
+        """Releases the n-th tile a for a warp. Ordinary loads read lse, delta and a bias beside it, and a bulk
         copy overwrites them: then every lane that has read them arrives."""
         if read_by_lanes:
             fence.proxy_async()

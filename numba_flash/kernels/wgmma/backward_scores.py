@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 class TileFragments(NamedTuple):
-    """What a lane has of a tile of scores: local arrays."""
+    """A lane's part of a tile of scores, in local arrays."""
 
     acc_s: Any  # (columns / 8, 4): S, then P
     acc_dp: Any  # likewise dP
@@ -45,19 +45,19 @@ class TileFragments(NamedTuple):
     kept: Any  # which weights count (kernels/score/kept_weights.py)
     loaded: Any  # the bias (2, columns / 8, 2), in 16 bits two in one (kernels/score/reads.py)
     distance: Any  # (2,) q_pos - k_pos
-    daux: Any = None  # of a gradient of aux: as acc_s, where the derivative of the score is by the number of aux
-    run: Any = None  # their sums so far (kernels/score/aux_gradient.py)
+    daux: Any = None  # like acc_s, for a gradient of aux: derivatives of the scores by the number of aux
+    run: Any = None  # the sums of daux so far (kernels/score/aux_gradient.py)
 
 
 @inlined
 def is_set(bits, r, n, x):
-    """Whether the bit of a lane's element is set: of its row r, and of its two in block n of 8 columns the x-th."""
+    """Whether the bit is set of the x-th of the lane's two elements in its row r and block n of 8 columns."""
     return (bits[r] >> uint32(2 * n + x)) & uint32(1) != 0
 
 
 @inlined
 def place_of_columns(lse_and_delta):
-    """Where those of the lane's first columns are."""
+    """Where lse of the lane's first columns is."""
     return lse_and_delta + ((special.thread_index() & int32(3)) << 4)
 
 

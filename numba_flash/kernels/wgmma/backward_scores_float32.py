@@ -97,8 +97,8 @@ def make(config, tiles):
 
     @inlined
     def to_weights(base, step, weights, held, lse, arrays, strides, sizes, score):
-        """The first consumer: S of a tile, and P in its place. lse: of the lane's columns or of its rows, whichever are
-        queries."""
+        """The first consumer computes S of a tile, and P in its place. lse: that of the lane's columns or rows,
+        whichever are queries."""
         n, i = step.n, step.i
         masked = i >= word(base, CUT) or i < word(base, FREE)
         term = float32(0)
@@ -126,7 +126,7 @@ def make(config, tiles):
 
     @inlined
     def to_score_gradients(base, step, weights, acc_dp, other, delta):
-        """The second consumer: dP of a tile, and dS in its place. delta: as lse."""
+        """The second consumer computes dP of a tile, and dS in its place. delta: as lse."""
         four = local.array(4, uint32)
         n = step.n
         tiles.b.wait(base, n)

@@ -172,7 +172,7 @@ def make(config):
 
     @inlined
     def start():
-        """All threads, after what one thread has set up."""
+        """Waits for all threads, so that they see what one thread has set up."""
         if config.paired:
             cluster.sync()
         else:
@@ -180,19 +180,19 @@ def make(config):
 
     @inlined
     def leave(base, found):
-        """All threads, at the end. found: rows of the warp that are not finite. -> those that it computes again"""
+        """All threads call this last. found: rows of the warp that are not finite. -> those that it computes again"""
         return gather_rows(base, found) if config.paired else found
 
     @inlined
     def acquire_weights(base, n):
-        """The first consumer, before it hands over weights. In a pair their place is that of the other block's half of
-        S, which the same thread has read."""
+        """The first consumer calls this before it hands over weights. In a pair their place is that of the other
+        block's half of S, which the same thread has read."""
         if has_second and not config.paired:
             weights.producer_acquire(base, n)
 
     @inlined
     def release_weights(base):
-        """The second consumer, once a warp has read them."""
+        """The second consumer calls this once a warp has read them."""
         if config.paired:
             of_s.release(base)
         else:

@@ -231,7 +231,7 @@ def query_walk(config, whole_warp):
 
     @inlined
     def needs_mask(work, i, member, arrays, strides):
-        """Of tile i; False if no tile is left."""
+        """Whether mask_mod decides in tile i; False if no tile is left."""
         if not walk.present:
             return walk.needs_mask(int32(0), i, arrays, strides)
         asks = False

@@ -41,7 +41,7 @@ def make(config, queries, of_keys=False):
 
     @inlined
     def place_of_keys(tile, first_row, lane):
-        """In order: upper and lower 8 keys of the first 8 queries, then of the next 8 queries."""
+        """Matrices of 8 x 8, in order: upper and lower 8 keys of the first 8 queries, then of the next 8 queries."""
         query, key = ((lane >> 4) << 3) + (lane & 7), first_row + (lane & 8)
         in_panel = int32(query * row_bytes + (key % config.bias_panel) * 2)
         return tile + int32(key // config.bias_panel) * panel_bytes + swizzled(in_panel, row_bytes)

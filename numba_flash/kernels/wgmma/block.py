@@ -1,4 +1,4 @@
-"""What the roles of a wgmma block share: the words that describe its work, and who a thread is.
+"""The roles of a wgmma block share these: the words that describe its work, and who a thread is.
 
 One thread writes the words of a work tile to shared memory: of a query tile in the forward, of the tile that a block
 owns in the backward. Everyone reads them there again and again, because registers are few.
@@ -21,17 +21,17 @@ from ..steps.sequence import (
     queries as make_queries,
 )
 
-# Where a word is in its work tile, in bytes.
+# The byte offset of each word in its work tile.
 B, H, H_KV, FIRST_ROW, KEYS, BEGIN, FREE, CUT, STOP, MEMBERS, POS_LOW, POS_HIGH = (4 * i for i in range(12))
 STATES = 48  # where the states of its tiles begin (kernels/score/tile_walk.py)
-STEP = 52  # to the next query tile, of a block that owns keys
+STEP = 52  # from a query tile to the next, if the block owns keys
 PART = 56  # the number of its part among those of all groups (config.members), or of all query tiles (config.parts)
 NONFINITE = 60  # whether some row of dQ is not finite (config.key_tiles)
-# With a mask: FREE and CUT by positions alone. They replace words that no kernel with a mask uses:
+# With a mask: FREE and CUT by positions alone. They replace words that no kernel with a mask uses.
 POS_FREE, POS_CUT = STEP, NONFINITE
-# Of backward_fused with a mask: the query tiles that see the key tile by positions. It has a turn in the dQ of each.
+# In backward_fused with a mask: the query tiles that see the key tile by positions. It takes a turn in the dQ of each.
 LINE_BEGIN, LINE_STOP = STATES, NONFINITE
-# Of packed sequences, which have neither states nor a mask: the tile's first row in q, the sequence's first in k and v.
+# Packed sequences have neither states nor a mask. For them: the tile's first row in q, the sequence's in k and v.
 # In the first work tile, for the scheduler alone: its last tile's sequence, and the number of query tiles before that.
 Q_ROW, FIRST_KEY, SEQUENCE, BEFORE = PART, STATES, STEP, NONFINITE
 # In the backward: the sequence's first row in q and do, and how many queries it has.
@@ -76,19 +76,19 @@ def words(at=0):
     def position_by(read):
         @inlined
         def position(work):
-            """64 bits, because an offset may be any number."""
+            """It has 64 bits, because an offset may be any number."""
             return int64(read(work, POS_HIGH)) << int64(32) | int64(uint32(read(work, POS_LOW)))
 
         return position
 
     @inlined
     def write(work, which, value):
-        """By one thread."""
+        """One thread writes the word."""
         ld_st.store_b32(work + at + which, uint32(int64(value) & int64(0xFFFFFFFF)))
 
     @inlined
     def write_tile(work, tile):
-        """All of a WorkTile."""
+        """One thread writes all of a WorkTile."""
         # In another order the scheduler of forward.py spills 8 bytes with three consumers.
         write(work, MEMBERS, tile.members)
         write(work, B, tile.b)
@@ -116,7 +116,7 @@ def state_of(config):
     return words(config.shared_layout().state)
 
 
-# Of a work tile at a given address.
+# These take the address of a work tile.
 word, word_alone, position = words().read, words().read_alone, words().position
 write, write_tile = words().write, words().write_tile
 
@@ -170,7 +170,7 @@ def aligned(smem, alignment):
 
 @inlined
 def warpgroup_index():
-    """Known to be the same in a whole warp."""
+    """The warpgroup's index, which the compiler knows to be the same in a whole warp."""
     return int32(shfl.idx_b32(uint32(special.thread_index() >> int32(7)), 0))
 
 
@@ -238,7 +238,7 @@ def places(config):
 
     @inlined
     def write_places(work, sequence):
-        """The words that the others read, of packed sequences."""
+        """Writes the words of packed sequences that the other functions read."""
         if packed:
             state.write(work, FIRST_QUERY, sequence.first_query)
             state.write(work, FIRST_KEY, sequence.first_key)

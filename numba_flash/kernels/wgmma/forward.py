@@ -82,13 +82,13 @@ def make(config):
 
     @inlined
     def issue_scores(base, q_desc, acc_s, n):
-        """S of the block's n-th tile of keys, which has come."""
+        """Issues S of the block's n-th tile of keys, which has come."""
         multiply_q_k(acc_s, q_desc, describe_rows(base + plan.k + rings.k.stage(n) * k_bytes), 0)
         wgmma.commit_group()
 
     @inlined
     def issue_outputs(base, acc_o, p_frag, n):
-        """P . V of the n-th tile of keys."""
+        """Issues P . V of the n-th tile of keys."""
         rings.v.consumer_wait(base, n)
         multiply_p_v(acc_o, p_frag, describe_v(base + plan.v + rings.v.stage(n) * v_bytes), 1)
         wgmma.commit_group()
@@ -105,8 +105,8 @@ def make(config):
 
     @inlined
     def step(first, base, consumer, tile, rows, registers, arrays, strides, sizes, score):
-        """S and P of a tile of keys, and beside them P . V of the tile before. first, a constant: it is a query tile's
-        first, whose S is issued already, and no tile is before it.
+        """Computes S and P of a tile of keys, and beside them P . V of the tile before. first, a constant: it is a
+        query tile's first, whose S is issued already, and no tile is before it.
 
         -> (the key tile after it, one before `begin` if none is left; whether mask_mod removes something of that)
         """
@@ -122,7 +122,7 @@ def make(config):
             issue_outputs(base, acc_o, registers.p_frag, int32(tile.n - 1))
             pingpong_arrive(consumer.following)
 
-        # What needs no score runs beside these products.
+        # Work that needs no score runs beside these products.
         options.find_bits(tile, scores, sizes)
         side = int32(0)
         if sides.present:
@@ -184,7 +184,7 @@ def make(config):
         p_frag, kept = local.array(p_count, uint32), local.array(kept_weights.words, uint32)
         scores = ScoreRegisters(acc_s, loaded, mask_bits, local.array(read.bits_words, uint32), terms, distance)
         registers = ConsumerRegisters(scores, acc_o, p_frag, m, l, alpha, shift, kept)
-        words = local.array(outputs.words, uint32)  # of O, on their way
+        words = local.array(outputs.words, uint32)  # O, on its way to global memory
         me, elected = int32(warpgroup - 1), block.elected()
         consumer = Consumer(me, int32(0) if me == config.consumers - 1 else int32(me + 1), elected)
         q_desc = describe_rows(base + me * (64 * 128))  # of the query tile at work
@@ -267,7 +267,7 @@ def make(config):
             give_registers()
             if thread == 0:
                 roles.produce(base, arrays, strides)
-            # Of another warp, so that neither waits for the other.
+            # The scheduler is in another warp, so that neither waits for the other.
             if thread == 32 or (config.packed and thread > 32 and thread < 64):
                 roles.schedule(base, memory.address(arrays.counters, 0), arrays, strides, sizes)
             if config.packed:

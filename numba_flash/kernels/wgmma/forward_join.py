@@ -52,7 +52,7 @@ def of_parts(config):
 
     @inlined
     def add(piece, registers, older, arrays):
-        """acc_o, m and l of the registers <- with those of all parts, of which `piece` is the first. older (2,)."""
+        """Joins acc_o, m and l of the registers with those of all parts, of which `piece` is the first. older (2,)."""
         four, m, l, newer = local.array(4, uint32), registers.m, registers.l, registers.alpha
         for part in range(parts):
             at = place(piece + part, arrays)

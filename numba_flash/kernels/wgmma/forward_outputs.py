@@ -37,7 +37,7 @@ def make(config, finish):
 
     @inlined
     def exchange(words, x, distance, keeps_second):
-        """Of words x and x + distance a lane keeps one. It gives the other to the lane `distance` away."""
+        """A lane keeps one of words x and x + distance. It gives the other to the lane `distance` away."""
         mine, given = words[x], words[x + distance]
         if keeps_second:
             mine, given = given, mine
@@ -95,8 +95,8 @@ def make(config, finish):
 
     @inlined
     def write(base, work_tile, seen, registers, words, arrays, strides, sizes, score):
-        """By a warp. registers: ConsumerRegisters; seen: the number of query tiles before this one, in the place of
-        whose Q O may be staged."""
+        """A warp writes its rows. registers: ConsumerRegisters; seen: the number of query tiles before this one. O may
+        be staged in the place of Q."""
         tile, acc_o = tile_of(work_tile), registers.acc_o
         work = work_of(tile, work_tile, arrays, strides, sizes)
         sequence = work.sequence

@@ -1,4 +1,4 @@
-"""What two blocks do together if a cluster of two, a pair, owns 64 rows: float32 gradients with head_dim above 128.
+"""A cluster of two blocks, a pair, owns 64 rows: float32 gradients with head_dim above 128.
 
 A consumer has registers for 128 columns of a gradient, and shared memory has no room for wider tiles. So each block has
 half of the columns of every tile, own or streamed. It computes half of the sum of each score,
@@ -65,7 +65,7 @@ def exchanges(config):
 
         @inlined
         def send(acc, base, n):
-            """To the other block, as soon as it has read the last ones."""
+            """Sends acc to the other block, as soon as it has read the last numbers."""
             four = local.array(4, uint32)
             other = cluster.rank() ^ 1
             place, arrived = cluster.place_in(place_of(base), other), cluster.place_in(ring.full(base, n), other)
@@ -88,7 +88,7 @@ def exchanges(config):
 
         @inlined
         def release(base):
-            """By the last reader of the place; the other block may fill it again."""
+            """The last reader of the place lets the other block fill it again."""
             bar.warp_sync()
             mbarrier.arrive_there_if(cluster.place_in(ring.empty(base, 0), cluster.rank() ^ 1), elected())
 

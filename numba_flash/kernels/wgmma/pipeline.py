@@ -47,7 +47,7 @@ def pipeline(full_at, empty_at, stages=1, stride=8):
 
     @inlined
     def init(base, fillers, readers):
-        """By one thread: how many arrivals fill and empty a place."""
+        """One thread sets how many arrivals fill and empty a place."""
         for n in range(stages):
             mbarrier.init(base + full_at + stride * n, fillers)
             if has_empty:

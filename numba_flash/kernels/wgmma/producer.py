@@ -68,7 +68,7 @@ def query_tiles(config):
 
     @inlined
     def whole_tiles(sizes):
-        """Of K and V: the tile of this number may begin in them; the next one is past the end for every sequence."""
+        """The last tile number that may begin in K and V; the next one is past the end for every sequence."""
         return divide(int32(sizes.total_k if packed else sizes.seqlen_k), tile_n)
 
     @inlined
@@ -89,7 +89,7 @@ def query_tiles(config):
 
     @inlined
     def own_part(part, begin, free, cut, stop, sizes):
-        """Of the key tiles of a query tile those that belong to a part of them; as in key_tiles_of if that is none."""
+        """-> one part of a query tile's key tiles. An empty part becomes a tile past the end, as in key_tiles_of."""
         most = tiles_of(stop - begin, parts)
         first = int32(begin + most * part)
         last = min(int32(first + most), stop)
@@ -158,12 +158,12 @@ def query_tiles(config):
 
     @inlined
     def acts():
-        """Whether the thread is the scheduler: of packed sequences it is one of a warp, which looks for tiles."""
+        """Whether the thread is the scheduler. With packed sequences it is one of a warp, which looks for tiles."""
         return special.thread_index() & int32(31) == 0 if packed else TRUE
 
     @inlined
     def publish(base, i, t, arrays, strides, sizes):
-        """Query tile t is the block's i-th: tells the producer and the consumers. -> where its Q is"""
+        """Tells the producer and the consumers that query tile t is the block's i-th. -> where its Q is"""
         tile, work = of(base, i, t, arrays, strides, sizes), rings.work_tile(base, i)
         if packed:  # at once: behind the wait it would be read again, which takes registers that the scheduler lacks
             sequence = sequence_of(tile.b, arrays, strides, sizes)
@@ -279,7 +279,7 @@ def make(config):
             more = word_alone(rings.work_tile(base, i), MEMBERS)
             if more != 0:
                 if packed:
-                    # To look for a tile takes long: by a short one the block is ahead of what the producer asks for.
+                    # Looking for a tile takes long. If this one is short, the block looks one tile further ahead.
                     work_tile = rings.work_tile(base, i)
                     short = word_alone(work_tile, STOP) - word_alone(work_tile, BEGIN) <= SHORT
                     before = int32(i - 1) if short else i
@@ -339,7 +339,7 @@ def make(config):
 
     @inlined
     def clear_outside(arrays, strides, sizes):
-        """A warp: rows of no packed sequence. A lane looks at one gap between sequences, and blocks share its rows."""
+        """A warp clears rows of no packed sequence. A lane looks at one gap between sequences. Blocks share a gap."""
         for first in range(int32(0), int32(sizes.batch + 1), int32(32)):
             begin, end = outside.gap(int32(first + (special.thread_index() & int32(31))), arrays, strides, sizes)
             left = vote.ballot(uint32(1) if begin < end else uint32(0))
@@ -376,7 +376,7 @@ def make(config):
 
     @inlined
     def set_up(base):
-        """By one thread, before a barrier."""
+        """One thread sets up the block, before a barrier."""
         for number in range(config.tensor_maps):
             tma.prefetch(maps_address() + 128 * number)
         start(base)

@@ -1,4 +1,4 @@
-"""What a consumer does with the scores of a key tile after their product: options, masks and the caller's functions."""
+"""A consumer's scores of a key tile after their product: options, masks and the caller's functions."""
 
 from typing import Any, NamedTuple
 
@@ -92,7 +92,7 @@ def make(config, sides):
         """mask_bits <- which scores count, if that may be asked; distance, if that is needed. It runs beside
         products, because it takes a while."""
         j, work_tile, mask_bits, distance = tile.j, tile.work_tile, registers.mask_bits, registers.distance
-        # Inside a tile nothing but a mask_mod hides a score, whose bits are all then.
+        # If every row sees every key, only a mask_mod hides scores: mask_bits are its bits.
         alone = tile.inside and mod_bits and not config.scores_finished
         bits, asks = registers.shown_bits, tile.asks
         if has_mask and not tile.inside:

@@ -1,4 +1,4 @@
-"""A block of the simulator: what its threads share, and cuda.syncthreads."""
+"""A block of the simulator: the state that its threads share, and cuda.syncthreads."""
 
 import functools
 
@@ -12,7 +12,7 @@ from .warp import Group
 
 
 class Block:
-    """What the threads of a block share. rank: its number in the cluster, which is `turns.blocks`."""
+    """A block's state that its threads share. rank: its number in the cluster, which is `turns.blocks`."""
 
     def __init__(self, turns, rank, shared_bytes):
         self.turns, self.rank, self.order = turns, rank, turns.order

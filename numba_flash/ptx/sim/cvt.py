@@ -5,7 +5,7 @@ import numpy as np
 from .errors import InstructionError
 from .registers import check_float
 
-# Room for two numbers and what becomes of them: new arrays would take three times as long. One thread runs at a time.
+# Room for two numbers and their results: new arrays would take three times as long. One thread runs at a time.
 _PAIR = np.empty(2, np.float32)
 _WORDS = memoryview(_PAIR.view(np.uint32))
 _F16 = np.empty(2, np.float16)

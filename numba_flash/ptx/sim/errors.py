@@ -13,9 +13,9 @@ _PYTHON = (contextlib.__file__,)
 
 
 class InstructionError(RuntimeError):
-    """What a GPU would answer with a wrong result, a hang or an illegal access.
+    """A mistake after which a GPU would give a wrong result, a hang or an illegal access.
 
-    thread: who did it, where it is not the thread that raises. scheduler.py adds names and lines.
+    thread: the one that made it, if it is not the thread that raises. scheduler.py adds names and lines.
     """
 
     def __init__(self, text, thread=None):
@@ -41,7 +41,7 @@ def place(thread):
 
 
 def place_of_error(error):
-    """The same of where an exception was raised."""
+    """The place where an exception was raised."""
     frames, traceback = [], error.__traceback__
     while traceback is not None:
         frames.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))

@@ -1,4 +1,4 @@
-"""Stand-ins for ptx.fence: what this thread did before is marked as in order."""
+"""Stand-ins for ptx.fence: they mark what this thread did before as in order."""
 
 from .now import current
 

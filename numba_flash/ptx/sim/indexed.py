@@ -15,7 +15,7 @@ SMALLEST = 4  # bytes of an element
 
 
 class Indexed:
-    """What a kernel sees of a shared array. `array` is the same memory without a check, which repr and NumPy show."""
+    """A shared array as a kernel sees it. `array` is the same memory without a check; repr and NumPy show it."""
 
     __slots__ = ("_begin", "_first", "_read_word", "_reads_as", "_room", "_shared", "array")
 
@@ -39,7 +39,7 @@ class Indexed:
             return value
         at = as_int(index)
         word = self._first + (at if at >= 0 else at + len(self.array))
-        if thread.reads[word] != self._reads_as[thread.number]:  # else it did already, and nobody has written since
+        if thread.reads[word] != self._reads_as[thread.number]:  # equal: it has read it, and nobody has written since
             self._read_word(word, thread)
         return value
 
@@ -76,7 +76,7 @@ class Indexed:
         return repr(self.array)
 
     def __getattr__(self, name):
-        return getattr(self.array, name)  # shape, dtype, and what a person in the debugger asks for
+        return getattr(self.array, name)  # shape, dtype, and others for a person in the debugger
 
 
 class Atomic:

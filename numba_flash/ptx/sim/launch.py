@@ -26,11 +26,11 @@ def _misuse(text: str) -> Exception:
 
 
 class Pointer:
-    """What a kernel sees of an array: an address that can be indexed, like a C pointer, but checked.
+    """An array as a kernel sees it: an address that can be indexed, like a C pointer, but checked.
 
     Index 0 is the array's first element; with negative strides the others lie before it. bfloat16
-    is shown as its 16 bits, as it is to the compiled kernel. Blocks have no order, so what one has stored no other
-    may store, even if it is the same number.
+    is shown as its 16 bits, as it is to the compiled kernel. Blocks have no order, so no two may store the same
+    element, even if they store the same number.
     """
 
     __slots__ = ("_begin", "_first", "_flat", "_size", "_stored_by", "array", "unfinished", "written")
@@ -59,7 +59,7 @@ class Pointer:
             self.check_waited("is read")
         position = as_int(index) + self._first
         if not 0 <= position < self._size:
-            self._checked(index)  # says what is wrong
+            self._checked(index)  # raises the error
         return self._flat[position]
 
     def __setitem__(self, index: int, value: Any) -> None:
@@ -167,7 +167,7 @@ def of_the_caller() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_its_place(operands: list[Pointer | None], behind: bool) -> Iterator[None]:
-    """Behind the launches before this one: what they may still be writing is marked, and what this one writes kept."""
+    """Marks arrays that earlier launches may still be writing, and keeps those that this one writes."""
     if not behind:
         _unfinished.clear()
     given = [pointer for pointer in operands if pointer is not None]
@@ -276,7 +276,7 @@ def _instead_of_numbas(numba_kernel: Any, memory: Any, cluster: int) -> Iterator
     blocks, swapping, launch = numba_kernel.BlockManager, numba_kernel.swapped_cuda_module, kernels.__call__
     numba_kernel.BlockManager, numba_kernel.swapped_cuda_module = functools.partial(Turns, memory, cluster), swap
     kernels.__call__ = call
-    kernelapi.threading = _Running()  # asked for the thread whose threadIdx a kernel reads
+    kernelapi.threading = _Running()  # Numba asks it whose threadIdx a kernel reads
     try:
         yield
     finally:

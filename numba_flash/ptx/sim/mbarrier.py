@@ -13,8 +13,8 @@ class Mbarrier:
         self.made = maker.block.order.now(maker.number)
         self.fenced = False  # is known to the asynchronous proxy
         self.phase = 0
-        self.left, self.bytes = count, 0  # that this phase waits for
-        self.clock = self.open_clock = None  # what arrivals told: of this phase, of those that ended
+        self.left, self.bytes = count, 0  # arrivals and bytes that this phase still waits for
+        self.clock = self.open_clock = None  # clocks of the arrivals: of this phase, of those that ended
         self.waiting = []
 
     def arrive(self, thread):
@@ -120,7 +120,7 @@ def find(thread, barrier, block=None):
 
 
 class _Waiting:
-    """What a message says of a thread that waits, as it is then."""
+    """Describes a wait in a message, as the mbarrier is when the message is written."""
 
     def __init__(self, mbarrier, parity):
         self.mbarrier, self.parity = mbarrier, parity

@@ -8,7 +8,7 @@ from .. import fragments
 from .registers import check, halves, table
 from .warp import together
 
-# What stands where in a matrix; of the first `count` elements that each lane has.
+# The places in a matrix of the elements that each lane has.
 _TABLES = {
     "a": table(fragments.a_element, 8),
     "b": table(fragments.b_element, 4),

@@ -1,5 +1,5 @@
-"""Who can know of whose writes: vector clocks, one row for each thread of a block, or of a
-cluster's blocks.
+"""Vector clocks say which thread can know of whose writes: one row for each thread of a block,
+or of a cluster's blocks.
 
 A thread lives in epochs. What it writes carries its epoch; when it comes to a barrier it tells its epoch there
 and begins the next. So a reader has seen a write, by this or by a longer way over other threads, when the
@@ -9,8 +9,8 @@ this time.
 
 import numpy as np
 
-MBARRIERS = 64  # columns for what TMA writes: one each for the first mbarriers of a cluster, then shared
-NOBODY = -1  # the last column: whose writes everyone has seen
+MBARRIERS = 64  # columns for TMA's writes: one each for the first mbarriers of a cluster, then shared
+NOBODY = -1  # the last column: everyone has seen its writes
 NONE_YET = -1
 NEVER = np.iinfo(np.int32).max  # the epoch that no one comes to know
 
@@ -24,7 +24,7 @@ class Order:
         self.own = np.einsum("ii->i", self.known[:, :threads])  # the epoch of each thread, in the same memory
         self.own[:] = 1
         self.started = np.zeros(MBARRIERS, np.int32)
-        # What numbers stand for each thread's reads of this epoch (shared_memory.py), or NONE_YET.
+        # The number that stands for each thread's reads of this epoch (shared_memory.py), or NONE_YET.
         self._reads_as = np.full(threads, NONE_YET, np.int32)
         self.reads_as = memoryview(self._reads_as)
         self.mbarriers = 0
@@ -34,7 +34,7 @@ class Order:
         return self.numbers[thread, thread]
 
     def release(self, thread, clock=None):
-        """What a thread knows, added to a clock; what it writes from here on is news."""
+        """Adds what a thread knows to a clock. The thread's next epoch begins."""
         row = self.known[thread]
         told = row.copy() if clock is None else np.maximum(clock, row)
         row[thread] += 1
@@ -53,7 +53,7 @@ class Order:
         self._reads_as[threads] = NONE_YET
 
     def known_to(self, threads):
-        """What each of several threads knows: a slice or a list of them."""
+        """The epochs that each of these threads knows of. threads: a slice or a list."""
         return np.minimum.reduce(self.known[threads])
 
     def new_mbarrier(self):

@@ -1,4 +1,4 @@
-"""How many registers each warp may use: what setmaxnreg moves between the warpgroups of a block."""
+"""How many registers each warp may use. setmaxnreg moves them between the warpgroups of a block."""
 
 from .errors import InstructionError
 

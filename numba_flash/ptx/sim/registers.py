@@ -1,4 +1,4 @@
-"""What registers hold: 16-bit elements in pairs, and the mark of a value that is not there yet.
+"""The contents of registers: 16-bit elements in pairs, and the mark of a value that is not there yet.
 
 wgmma's accumulators hold RUNNING until its wait_group: a signaling NaN, which arithmetic hands on as the quiet
 one with the same payload. So instructions that take registers know both and raise, and an accumulator that

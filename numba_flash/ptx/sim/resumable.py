@@ -20,12 +20,12 @@ from typing import Any
 
 from . import views
 
-NAMES = {"__Pause": GeneratorType, "__type": type, **views.NAMES}  # what the new code asks its module for
+NAMES = {"__Pause": GeneratorType, "__type": type, **views.NAMES}  # globals that the new code reads
 RESULT = ".result"  # a name that no program has
 OURS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 WAITING = {"wait", "sync", "let_others_run"}  # methods of a block and its turns that stand-ins call
 OF_CUDA = {"syncthreads", "syncthreads_count", "syncthreads_and", "syncthreads_or", "cg"}
-_texts: dict[str, dict[str, bool]] = {}  # of each file, all texts that it had
+_texts: dict[str, dict[str, bool]] = {}  # file -> all texts that it had
 _waits: Any = weakref.WeakKeyDictionary()  # {function: whether it may wait}
 
 
@@ -83,7 +83,7 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def _value_waits(value: Any, names: set[str], of: FunctionType, cudas: Any, met: Any) -> bool:
-    """The same of a value that `of` sees. names: those in `of`."""
+    """Whether a value that `of` sees may wait. names: those in `of`."""
     if any(value is cuda for cuda in cudas):
         return bool(names & OF_CUDA)
     if isinstance(value, ModuleType):

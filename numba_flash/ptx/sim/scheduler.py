@@ -112,7 +112,7 @@ class Turns(numba_kernel.BlockManager):
             now.thread, now.follow = None, before
             sys.settrace(tracing)
 
-    # Waiting. Called by the thread that is running. What they give, the stand-in must return.
+    # Waiting. The running thread calls these, and its stand-in must return their result.
 
     def wait(self, thread, what, then=None):
         """-> a Pause, until somebody calls wake(thread). what: for the message if nobody does; then: see pause."""
@@ -172,7 +172,7 @@ class Turns(numba_kernel.BlockManager):
         return None
 
     def open_barrier(self, came, last=None):
-        """All who are to come have come, `last` right now. -> who is there for the next time: nobody."""
+        """Opens a barrier: all have come, `last` right now. -> who has come for the next time: nobody."""
         self.order.meet(slice(None) if len(came) == len(self.threads) else [thread.number for thread in came])
         for thread in came:
             if thread is not last:

@@ -27,11 +27,11 @@ from .registers import some
 BASE = 1024  # where dynamic shared memory begins: aligned for everything, and no small number is an address
 STATIC_BYTES = 48 * 1024  # room behind it for cuda.shared.array of a fixed size
 ALL = ["all words"]  # in place of a list of words
-GARBAGE = 0xFF  # what it holds at first: NaN in every float, so that nobody takes it for zeros
+GARBAGE = 0xFF  # its bytes at first: NaN in every float, so that nobody takes it for zeros
 
 
 class SharedMemory:
-    """What a kernel gets as `cuda.shared`, by way of turns.SharedOfBlock."""
+    """A block's shared memory. A kernel gets it as `cuda.shared`, by way of turns.SharedOfBlock."""
 
     def __init__(self, dynamic_bytes, order, first_thread):
         self._dynamic_bytes = dynamic_bytes
@@ -47,7 +47,7 @@ class SharedMemory:
         self.data = np.frombuffer(self._bytes, np.uint8)
         self._begin = self.data.ctypes.data
         self.bits, self.doubles = self.data.view(np.uint32), self.data.view(np.float64)
-        self.lines = self.data.reshape(-1, 16)  # what a swizzle moves
+        self.lines = self.data.reshape(-1, 16)  # the units that a swizzle moves
         words = size // 4
         self._copying, self._reading, self._read_since = bytearray(words), bytearray(words), bytearray(words)
         self.copying = np.frombuffer(self._copying, bool)
@@ -141,9 +141,9 @@ class SharedMemory:
         if number == NONE_YET:
             number = self._reads_of(thread)
         for word in range(words.start, words.stop):
-            if readers[word] != number:  # else it did already, and nobody has written since
+            if readers[word] != number:  # equal: it has read it, and nobody has written since
                 if self._copying[word] or known[thread, self._writer[word]] < self._written[word]:
-                    self.read(words, thread)  # says what is wrong
+                    self.read(words, thread)  # raises the error
                 readers[word] = number
                 self._read_since[word] = 1
 
@@ -151,7 +151,7 @@ class SharedMemory:
         """`read` of one word by a thread's index, which simulated kernels do most of all."""
         number = thread.number
         if self._copying[word] or thread.known[self._writer[word]] < self._written[word]:
-            self.read(slice(word, word + 1), number)  # says what is wrong
+            self.read(slice(word, word + 1), number)  # raises the error
         reads = self.order.reads_as[number]
         thread.reads[word] = reads if reads != NONE_YET else self._reads_of(number)
         self._read_since[word] = 1
@@ -165,7 +165,7 @@ class SharedMemory:
         return number
 
     def readers_of(self, thread):
-        """Of each word, the number of its latest read by the thread's warp."""
+        """For each word, the number of its latest read by the thread's warp."""
         return self._readers[thread // 32]
 
     def _read_by(self, threads):
@@ -209,7 +209,7 @@ class SharedMemory:
             self.write(words, thread)
 
     def _late(self, words, thread):
-        """Which of the words were written by whom the thread has not heard of since."""
+        """Which of the words have a last write of which the thread has not heard."""
         return self.order.known[thread, self.writer[words]] < self.written[words]
 
     def _stored_by_others(self, words, thread):
@@ -255,7 +255,7 @@ class SharedMemory:
         self.written[words] = self.fenced[words] = epoch
 
     def fence(self, thread):
-        """What a thread wrote before is in order with the asynchronous proxy."""
+        """Orders a thread's earlier writes before accesses of the asynchronous proxy."""
         if not thread.unfenced:
             return
         words = np.arange(len(self.writer)) if thread.unfenced is ALL else np.array(thread.unfenced)

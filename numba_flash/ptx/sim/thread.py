@@ -43,7 +43,7 @@ class Thread:
         self.steps = self._whole(body)
 
     def _whole(self, body):
-        """From the thread's first turn to its end."""
+        """Runs the thread from its first turn to its end."""
         if self.turns.over:
             return
         try:

@@ -101,7 +101,7 @@ def _read_by_index(counts, owner, name):
     return counted
 
 
-# What one call of each function moves: -> (name of the count, how much).
+# The traffic of one call of each function: -> (name of the count, how much).
 
 
 def _elements(what, arguments, options, result):

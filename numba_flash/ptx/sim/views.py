@@ -27,7 +27,7 @@ def _viewer(kind: Any) -> Any:
     return view
 
 
-NAMES = {f"__view_{kind.__name__}": _viewer(kind) for kind in KINDS}  # what the code asks its module for
+NAMES = {f"__view_{kind.__name__}": _viewer(kind) for kind in KINDS}  # globals that the code reads
 
 
 class Views(ast.NodeTransformer):

@@ -19,7 +19,7 @@ class Group:
         self.products, self.product_groups = [], deque()  # wgmma under way, of a warpgroup
 
     def left(self, thread):
-        """What is wrong when a thread ends: that somebody waits for it here, or nothing."""
+        """-> the error if others wait here for a thread that ends, or None."""
         if not self.came:
             return None
         text = f"leaves the kernel, but {_who(self.came)} waits in {self.instruction[0]} at {place(self.came[0])}"
@@ -57,7 +57,7 @@ def together(instruction, compute, given, group="warp"):
 
 
 def _result(group, lane):
-    """Those of the next instruction come when all lanes have taken theirs."""
+    """A lane's result. The next instruction's results come only when all lanes have taken theirs."""
     return None if group.results is None else group.results[lane]
 
 

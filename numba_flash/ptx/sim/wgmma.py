@@ -29,7 +29,7 @@ class Product:
         self.acc, self.values, self.operands, self.words, self.place = acc, values, operands, words, place
 
 
-# What the instructions compute.
+# The results of the instructions.
 
 
 def rows_of_k(descriptor, rows):
@@ -84,7 +84,7 @@ def a_of_registers(registers, kind):
     return a.reshape(64, 16 * steps)
 
 
-# What they do.
+# The instructions themselves.
 
 
 def commit_group():
