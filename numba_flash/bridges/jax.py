@@ -253,7 +253,7 @@ class _Callback:
         addresses, device = arrays.jax_addresses(buffers)
         alignment = alignment_of(functools.reduce(operator.or_, addresses))
         plan = _plan(self, tuple([x.shape for x in buffers]), device, alignment)
-        stream = 0 if device is None else context.stream  # in host memory there is none, and asking raises
+        stream = 0 if device is None else context.stream  # on the host there is no stream, and reading it raises
         seeds: list[Any] = [None] * len(plan.turns)
         if (at := plan.seed) is not None:
             begins = [starts[at] for starts in plan.turns]

@@ -184,7 +184,7 @@ def scaled_dot_product_flash_attention(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """The same of (batch, heads, seqlen, head_dim)."""
+    """`flash_attention_forward` for tensors (batch, heads, seqlen, head_dim)."""
     lengths = query.shape[2], key.shape[2]
     o, lse, *others = flash_attention_forward(
         query, key, value, None, None, *lengths, dropout_p, is_causal, return_debug_mask, scale=scale, layout="bhsd"
@@ -193,7 +193,7 @@ def scaled_dot_product_flash_attention(
 
 
 def scaled_dot_product_flash_attention_backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
-    """The same of (batch, heads, seqlen, head_dim)."""
+    """`flash_attention_backward` for tensors (batch, heads, seqlen, head_dim)."""
     return flash_attention_backward(*arguments, **named, layout="bhsd")
 
 

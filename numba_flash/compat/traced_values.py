@@ -164,7 +164,7 @@ class Row:
             if value.kind != "whole":
                 raise TypeError(f"a tensor is indexed by a {value.kind} number: only whole numbers are indices")
             sizes = self.tensor.shape[len(self.index) + len(texts) :]
-            for end in (value.span or (0,) * (sizes[0] == 0)) if sizes else ():  # as torch, whatever a mask hides
+            for end in (value.span or (0,) * (sizes[0] == 0)) if sizes else ():  # as torch, even if a mask hides it
                 if not -sizes[0] <= end < sizes[0]:
                     axis = self.tensor.ndim - len(sizes)
                     raise IndexError(f"index {end} is out of bounds for dimension {axis} with size {sizes[0]}")

@@ -13,7 +13,7 @@ Options = dict[str, Any]
 
 
 class Visible:
-    """Which keys each query sees: for `attention` in its options, and for a model that reads its mask as that mask.
+    """Which keys each query sees: `attention` takes it from the options, and a model can read it as an additive mask.
 
     A model may add its mask to scores or join it with another one. It then gets the additive mask of shape (batch, 1,
     seqlen_q, seqlen_k) that eager attention would give it: each model can read that one. It is made when its numbers
@@ -72,8 +72,8 @@ class Visible:
         return plain and (self.proof is None or (self.options["window"][0] is None) == (sliding_window is None))
 
     def of_positions(self, positions: torch.Tensor) -> "Visible":
-        """The same for position_ids that may begin anew: with a cache, Transformers does not look at them when it makes
-        a mask. They are read once for all layers, and in a compiled program in each run."""
+        """This mask for position_ids that may restart: with a cache, Transformers ignores them when it makes a mask.
+        They are read once for all layers, and in a compiled program in each run."""
         if positions is not self._positions:
             self._positions, self._anew = positions, None
             made = functools.partial(Visible, packed.no_matrix, tuple(self.shape), self.dtype, self.device)
@@ -90,7 +90,7 @@ class Visible:
         return self
 
     def to(self, *arguments: Any, **named: Any) -> Any:
-        """The same for a mask of another dtype or on another device, as torch.Tensor.to. accelerate's hooks call it."""
+        """This mask with another dtype or on another device, like torch.Tensor.to. accelerate's hooks call it."""
         if not self.unchanged():
             return self.whole().to(*arguments, **named)
         before = torch.empty(0, dtype=self.dtype, device=self.device)

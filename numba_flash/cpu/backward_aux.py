@@ -100,5 +100,5 @@ def run_aux_float32(frame, _, scratch):
 
 
 def run_aux_float64(frame, _, scratch):
-    """The same in double precision."""
+    """run_aux_float32 in double precision."""
     run_parts(frame, scratch, np.float64(0))

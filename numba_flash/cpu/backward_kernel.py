@@ -246,5 +246,5 @@ def run_phase_float32(frame, phase, scratch):
 
 
 def run_phase_float64(frame, phase, scratch):
-    """The same in double precision."""
+    """run_phase_float32 in double precision."""
     run_phase(frame, phase, scratch, np.float64(0))

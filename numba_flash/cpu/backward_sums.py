@@ -174,5 +174,5 @@ def run_sums_float32(frame, _, scratch):
 
 
 def run_sums_float64(frame, _, scratch):
-    """The same in double precision."""
+    """run_sums_float32 in double precision."""
     run_tasks(frame, scratch, np.float64(0))

@@ -77,5 +77,5 @@ def run_terms_float32(frame, _, scratch):
 
 
 def run_terms_float64(frame, _, scratch):
-    """The same in double precision."""
+    """run_terms_float32 in double precision."""
     run_tasks(frame, scratch, np.float64(0))

@@ -367,7 +367,7 @@ def run_tasks_float32(frame, first, scratch):
 
 
 def run_tasks_float64(frame, first, scratch):
-    """The same in double precision."""
+    """run_tasks_float32 in double precision."""
     task, tasks = first, load(load(frame, slot.PLAN, INT), slot.TASKS, INT)
     while task < tasks and not load(load(frame, slot.STOP, INT), 0, INT):
         run_task(task, frame, scratch, np.float64(0))

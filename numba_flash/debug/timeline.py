@@ -99,7 +99,7 @@ def timeline(q: Any, k: Any, v: Any, **options: Any) -> Timeline:
         if block[0] or thread[0] not in roles:
             return None
         follow = _follower(roles[thread[0]], seen, now)
-        sys.settrace(follow)  # for all that the kernel calls in this thread
+        sys.settrace(follow)  # traces all functions that the kernel calls in this thread
         return follow
 
     with watching(make_of("wgmma", "timeline").co_filename, attach):

@@ -1,4 +1,4 @@
-"""From a Choice to running code: grid, block, shared bytes, stream, pointers."""
+"""Makes a launch from a Choice: grid, block, shared bytes, stream, pointers."""
 
 import functools
 import math

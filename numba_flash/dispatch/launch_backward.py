@@ -1,4 +1,4 @@
-"""From a BackwardChoice to running code."""
+"""Makes a launch from a BackwardChoice."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which tokens each rank holds, and which of them another rank has to see: whole numbers only.
+"""Layout: which tokens each rank holds, and which of them another rank must see. Integers only.
 
 A Layout and the window determine all messages between ranks. So each rank knows what it sends and what it gets without
 asking, and a test can check it without any process.
@@ -184,7 +184,7 @@ class Piece(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def pieces(layout: Layout, owner: int, wanted: Part | None = None) -> tuple[Piece, ...]:
-    """Those of the owner's tokens that lie in `wanted` (None = all), in the order of its memory."""
+    """The pieces of the owner's tokens that lie in `wanted` (None = all), in the order of its memory."""
     found, local = [], 0
     for start, stop in layout.runs(owner):
         for low, high in ((start, stop),) if wanted is None else wanted:

@@ -10,9 +10,7 @@ FEW_ROWS = 128 * 1024
 # With fewer KV heads in a slice the backward takes two kernels instead of one (select/backward_forms.py). With a
 # large group half as many are enough.
 LEAST_HEADS_KV, LARGE_GROUP, WIDE = 4, 4, 64
-GRADIENTS_GAIN = (
-    1.25  # by so many times more is moved, where gradients are wanted: a rank's kernels are those of a whole
-)
+GRADIENTS_GAIN = 1.25  # "heads" may move so many times more with gradients: each rank's kernels see a whole sequence
 
 
 def method_of(

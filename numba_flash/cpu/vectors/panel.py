@@ -10,7 +10,7 @@ from llvmlite import ir
 
 from .build import I64, PANEL_VECTORS, exp2_vectors, loop, vector_function
 
-FAR = 2.0**24  # powers of 2, from where on float32 counts in steps of 2
+FAR = 2.0**24  # in powers of 2; from here on float32 numbers are 2 apart
 CHAINS = 4  # independent chains of additions or comparisons
 TOGETHER = 2  # keys that softmax takes at once: two chains of operations a vector hide each other's latency
 

@@ -61,10 +61,10 @@ def cap_scores(b, shape, s, count, cap):
 
 
 def capping_with_slopes(times):
-    """The same with slopes: an intrinsic (s, slopes, count, cap, zero)."""
+    """cap_scores with slopes: an intrinsic (s, slopes, count, cap, zero)."""
 
     def build(b, shape, s, slopes, count, cap):
-        """slopes = 1 - tanh(s / cap)^2, what the gradient of a capped score is multiplied by, times what is there."""
+        """s = cap * tanh(s / cap), and slopes = the cap's derivative, 1 - tanh(s / cap)^2; `times`: slopes *= it."""
         s, slopes, cap = shape.pointer(b, s), shape.pointer(b, slopes), shape.splat(b, cap)
 
         def body(i, _):

@@ -131,7 +131,7 @@ def _getitem(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     for axis, (kind, value) in enumerate(indices):
         at = code.whole(kind, value, t.narrow and is_narrow(kind))
         length, first = code.resized(shape[axis], at.type), ir.Constant(at.type, 0)
-        if within_of(kind)[0] < 0 and getattr(kind, "side", "") != "position":  # from the end
+        if within_of(kind)[0] < 0 and getattr(kind, "side", "") != "position":  # a negative index counts from the end
             at = builder.select(builder.icmp_signed("<", at, first), builder.add(at, length), at)
         if t.checked:
             compare = builder.icmp_signed if within_of(kind)[0] >= 0 else builder.icmp_unsigned
