@@ -44,7 +44,7 @@ TILE_STATES, TILE_STATES_OF_KEYS = "tile_states", "tile_states_of_keys"
 STATES_IN_WORD = 16  # bit i: something is seen in the i-th tile; bit 16 + i: mask_mod decides what
 AUX_SUMS, OF_AUX = "aux_sums", "aux_begins"  # sums of kernels/score/aux_gradient.py, and where each array's begin
 COUNTERS = "counters"  # for a kernel whose blocks take their work by a counter (gpu/tile_counters.py)
-# With dropout: the seed, a number in the place of a pointer; how many of the 2^16 random numbers, the largest, drop a
+# Where weights drop: the seed, a number in place of a pointer; how many of the 2^16 random numbers, the largest, drop a
 # weight; how often a kept weight counts.
 SEED, DROPPED, KEPT_COUNT = "seed", "dropped", "kept_count"
 

@@ -37,7 +37,7 @@ class StaticCall(NamedTuple):
         return len(q) - (3 if self.packed else 4)
 
     def reads_entries(self, seed: Any) -> bool:
-        """Whether a result depends on the index of the batch entry: functions may read it, and dropout uses it."""
+        """Whether a result depends on the index of the batch entry: functions may read it, and a seed uses it."""
         return not (self.options.functions is self.options.seed is seed is None)
 
     def plan_key(self, operands: Any, others: tuple[Layout | None, ...], **more: Any) -> PlanKey:

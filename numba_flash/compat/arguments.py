@@ -10,7 +10,7 @@ NUMBER = (float, int, np.floating, np.integer)
 
 
 def probability(name: str, value: Any, may_be_one: bool = False) -> float:
-    """Checks a dropout probability of a signature where 0 means none. -> a Python float"""
+    """Checks a probability that weights are dropped, of a signature where 0 means none. -> a Python float"""
     if not isinstance(value, NUMBER) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {described(value)}")
     if not (0 <= value < 1 or may_be_one and value == 1):

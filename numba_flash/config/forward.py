@@ -166,7 +166,7 @@ class LaunchFacts:
 
     @property
     def seeded(self) -> bool:
-        """Whether it takes a dropout seed."""
+        """Whether it takes a seed: weights are dropped at random."""
         return self.has(SEEDED)
 
     @property
@@ -350,7 +350,7 @@ class TensorConfig(Config):
         self._check_dtype()
         multiple_of("tile_m", self.tile_m, rows_step)
         multiple_of("tile_n", self.tile_n, keys_step)
-        check(self.tile_n <= 128, f"tile_n must be at most 128, a row's word of dropout bits, not {self.tile_n}")
+        check(self.tile_n <= 128, f"tile_n must be at most 128, a row's word of random bits, not {self.tile_n}")
         fits = self.group_size >= 1 and self.tile_m % self.group_size == 0
         check(fits, f"group_size must divide tile_m = {self.tile_m}, but is {self.group_size}")
         named, most = ", ".join(name for name, _ in self.uses), 12  # 2^12 is far from float16's largest number, 65504

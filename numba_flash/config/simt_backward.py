@@ -14,7 +14,7 @@ from .simt_forward import SimtRows
 class OfDelta(LaunchFacts):
     """The fields that delta and backward_preprocess share. load_bytes: bytes of one load of do and o, whose rows begin
     and end at multiples of it; those of one element if rows are not contiguous. most_rows: the most rows that lanes
-    share. of_terms: delta also feeds the gradient of a term of the sum (sinks). turns_of: queries of a tile of dQ whose
+    share. of_terms: delta also feeds the gradient of a term of every row's sum. turns_of: queries of a tile of dQ whose
     parts are added in turns, so that its turn counters are cleared; 0: there are none."""
 
     dtype: str

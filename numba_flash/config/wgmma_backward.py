@@ -257,9 +257,8 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     and writes it in 16 bits. With 0 blocks add up dQ in global memory. stays: the block is persistent. It takes one
     tile after another, and stages dK and dV over dS while the next K and V are loaded. lse_first: the accumulators of S
     begin with -lse / scale instead of 0, so that nothing waits for lse afterwards; it needs a scale that is not 0, no
-    dropout and no bias. dq_partials: the number of sums of dQ, to which key tiles add in rotation; with one, a head of
-    32k causal queries takes 9 % longer, and two heads of 16k take 14 % longer
-    (H200).
+    dropped weights and no bias. dq_partials: the number of sums of dQ, to which key tiles add in rotation; with one, a
+    head of 32k causal queries takes 9 % longer, and two heads of 16k take 14 % longer (H200).
     """
 
     key_tiles: int = 0  # type: ignore[misc]

@@ -152,7 +152,7 @@ def panel_gradients(tiles, panel, seen, scale_log2, what, plan, pointers, zero):
             count(p, places, keys, first, panel, plan, pointers, zero)
         return
     scores(ds, v, head_dim_v * size, do, head_dim_v, keys, 0, zero)
-    if load(plan, slot.SEEDED, INT):  # dP is the gradient of the weights before dropout
+    if load(plan, slot.SEEDED, INT):  # dP is the gradient of the weights before any are dropped
         count(ds, places, keys, first, panel, plan, pointers, zero)
     if what == CAPPED:
         score_gradients_capped(p, ds, slopes, keys, scale_log2, shift, delta, zero)

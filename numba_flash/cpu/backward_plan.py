@@ -143,7 +143,7 @@ def make_aux_plan(problem: BackwardProblem, lanes: int) -> tuple[np.ndarray, int
 
 
 def make_terms_plan(problem: BackwardProblem, name: str, lanes: int) -> tuple[np.ndarray, int]:
-    """make_sums_plan for the gradient of a term of every row's sum (sinks). A task is one element of it."""
+    """make_sums_plan for the gradient of a term of every row's sum. A task is one element of it."""
     p, term = problem.forward, problem.forward.array(GRADIENT_OF[name])
     assert term is not None
     numbers = make_plan(problem, lanes, 1).numbers

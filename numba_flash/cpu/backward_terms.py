@@ -1,4 +1,4 @@
-"""Gradients of terms of every row's sum, on the CPU (compiled), by the formula of kernels/score/sinks.py.
+"""Gradients of terms of every row's sum, on the CPU (compiled), by the formula of kernels/score/sum_term.py.
 
 One task is one element of the result, so its sum has one order for any number of threads. Sums are in float64.
 """

@@ -1,4 +1,4 @@
-"""Applies dropout to the weights of a panel on the CPU (compiled): 0 or 1 / (1 - p), by the rule of
+"""Drops weights of a panel on the CPU (compiled), by factors of 0 or 1 / (1 - p) and the rule of
 kernels/score/kept_weights.py."""
 
 # mypy: ignore-errors

@@ -128,7 +128,7 @@ def backward(
 
 
 def seen_end(call: Call, task: Task) -> int:
-    """The end of the keys that the task's rows see. With documents, dropout or seqlens_k it is the end of all keys,
+    """The end of the keys that the task's rows see. With documents, a seed or seqlens_k it is the end of all keys,
     since these count all keys."""
     right, seqlen = call.reach.right, call.layout.seqlen
     of_all = call.packed or call.options.get(SEEDED) or call.options.get("seqlens_k") is not None

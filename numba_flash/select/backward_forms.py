@@ -28,7 +28,7 @@ def can_be_one_kernel(problem: BackwardProblem) -> bool:
     plain = plain and (bias is None or bias.boxes)
     counted = forward.array("mask") is None or -(-forward.seqlen_k // WgmmaFusedConfig.KEYS) <= MOST_TURNS
     plain = plain and not (forward.seeded and (bias is not None or forward.array("mask") is not None))
-    # With dropout, registers do not suffice for tiles of 128 queries. At head_dim 128 two kernels take 15
+    # Where weights drop, registers do not suffice for tiles of 128 queries. At head_dim 128 two kernels take 15
     # to 16 % longer (H200).
     taken = forward.widest <= 128 and (forward.widest > 64 or not forward.seeded)
     taken = taken and not (forward.seeded and forward.packed is not None)  # packed: blocks stay (`blocks_stay`)
@@ -102,7 +102,7 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
 
     Above head_dim 64 it makes long loops 2 % slower and short ones up to 14 % faster (docs/adding_a_tile_row.md). There
     a block with the only key tile of a head does not stay: the compiler would serialise its products. Nor does a block
-    stay with dropout, or if a mask decides over which queries each of many key tiles loops: registers are
+    stay where weights drop, or if a mask decides over which queries each of many key tiles loops: registers are
     scarce. Nor does a block of many heads with a bias stay: the bias overlays dS, where dK and dV of the previous tile
     are staged, and its next tile might meet no query.
     """

@@ -79,7 +79,7 @@ def softmax(case: Case, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def counts_of(case: Case, like: np.ndarray) -> np.ndarray:
-    """The factor of each weight in o: 0 or 1 / (1 - dropout_p), 1 without dropout; in the dtype of `like`."""
+    """The factor of each weight in o: 0 or 1 / (1 - dropout_p), 1 if none is dropped; in the dtype of `like`."""
     if SEEDED not in case.options:
         return np.ones((), like.dtype)
     q, k = heads_first(case, case.q), heads_first(case, case.k)

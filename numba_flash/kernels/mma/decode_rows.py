@@ -8,7 +8,7 @@ import numpy as np
 from numba import cuda, int32, int64, uint32
 
 from ...ptx import ld_st, local, memory, special
-from ..score import sinks
+from ..score import sum_term
 from ..steps import elements, numbers
 from ..steps.basics import inlined, nothing
 from ..steps.sequence import lse_row, query_row
@@ -23,7 +23,7 @@ def make(config):
     quads, slot_numbers, count = columns // own, config.slot_numbers, own + 2  # a thread's numbers of a node
     at_once, group_bits = (8, 3) if double else (32, 5)  # nodes
     real, everything, (join, carry) = of.real, at_once * count, joins(config.compute_dtype, own, 1)
-    term, store = sinks.make(config.scores), elements.storer(config.dtype)
+    term, store = sum_term.make(config.scores), elements.storer(config.dtype)
     has_term, minus_inf, seeded, write_lse = term is not None, of.minus_inf, config.seeded, config.write_lse
     log2_e, ln_2, shares = real(LOG2_E), real(LN_2), config.members > 1
 

@@ -25,7 +25,7 @@ from ..score import (
     fragments,
     kept_weights,
     reads as score_reads,
-    sinks,
+    sum_term,
     tile_walk,
 )
 from ..score.reads import Origin
@@ -93,7 +93,7 @@ def make(config):
     start, softmax, finish = fragment_softmax.make(config, strips)
     rescale = fragment_softmax.rescaler(strips, o_blocks)
     kept_weight = kept_weights.on_fragments(config, strips, tile_n)
-    has_term, load_terms = sinks.make(config) is not None, sinks.on_fragments(config, rows)
+    has_term, load_terms = sum_term.make(config) is not None, sum_term.on_fragments(config, rows)
     products, recompute_rows = PRODUCTS[config.dtype].make(config), recompute.make(config, warp_rows)
     write_rows, log2_e = (rows_16bit if config.item_size == 2 else rows_wide).make(config, warp_rows), real(LOG2_E)
 

@@ -14,7 +14,7 @@ from typing import Any
 from numba import int32, int64, uint32
 
 from ...ptx import ld_st, local
-from ..score import at_key, fragments, kept_weights, sinks
+from ..score import at_key, fragments, kept_weights, sum_term
 from ..steps import numbers, pages
 from ..steps.basics import inlined
 from ..steps.sequence import key_row, kv_head, lse_row, make as make_sequence, query_of, query_row
@@ -26,7 +26,7 @@ def _of_row(config: Any, row_of_v: Any, row_of_key: Any = pairs.own_row) -> Any:
     """-> recompute_row, a device function. row_of_v: (of_v, key, arrays, strides, sizes) -> where the columns of a row
     of V begin; of_v: what a caller of recompute_row says of all rows. row_of_key: as of pairs.make."""
     made, of_pair = numbers.of(config.compute_dtype), pairs.make(config, row_of_key=row_of_key)
-    first_m_and_l, exponential = sinks.start(config), fragments.exponential_of(config)
+    first_m_and_l, exponential = sum_term.start(config), fragments.exponential_of(config)
     unit, ln_2, weight_factor = made.real(exponent_unit(config)), made.real(math.log(2)), kept_weights.make(config)
     words = -(-config.group_columns // 32)
 

@@ -15,10 +15,10 @@ from numba import cuda, int64
 
 from ..steps import elements
 from ..steps.basics import inlined
-from . import alibi, bias, kept_weights, mask, scale, score_mod, sinks, softcap, user
+from . import alibi, bias, kept_weights, mask, scale, score_mod, softcap, sum_term, user
 
 STAGES = (scale, score_mod, softcap, alibi, bias)
-OF_HEADS = {"alibi_slopes": alibi, "sinks": sinks}  # options of one number for each head that have gradients
+OF_HEADS = {"alibi_slopes": alibi, "sinks": sum_term}  # options of one number for each head that have gradients
 
 
 class At(NamedTuple):

@@ -18,7 +18,7 @@ from ...ptx import cvt, local, vote
 from ..steps import numbers
 from ..steps.basics import inlined, named
 from ..steps.units import LN_2, exponent_unit
-from . import sinks
+from . import sum_term
 from .fragments import exponential_of
 
 
@@ -29,7 +29,7 @@ def make(config, strips, rows=0, shifted=False):
     natural = exponent_unit(config) == 1.0  # rescale_threshold and lse are in the scores' unit, too
     rescale_threshold = of.real(config.rescale_threshold * LN_2 if natural else config.rescale_threshold)
     exponential, of_log2 = exponential_of(config), of.real(LN_2 if natural else 1.0)
-    has_term = sinks.make(config) is not None
+    has_term = sum_term.make(config) is not None
 
     @inlined
     def start(m, l):
@@ -115,7 +115,7 @@ def make(config, strips, rows=0, shifted=False):
     @inlined
     def finish(m, l, alpha, lse):
         """l <- sums of whole rows; alpha (rows,) <- 1 / l, or 0; lse (rows,) <- log of the sum of exponentials, in the
-        scores' unit. With sinks (kernels/score/sinks.py), lse holds the row's sink on entry.
+        scores' unit. With a term of its sum (kernels/score/sum_term.py), lse holds that on entry.
 
         A row without keys gets 0 and -inf, or its sink.
         """

@@ -19,7 +19,7 @@ import math
 from numba import cuda
 
 from ...ptx import shared
-from ..score import at_key, make as make_score, sinks, tile_walk
+from ..score import at_key, make as make_score, sum_term, tile_walk
 from ..steps import elements, sequence, tiles
 from ..steps.sequence import key_range, kv_head, lse_row, query_of, query_row
 
@@ -32,7 +32,7 @@ def make(config):
     load_v = tiles.key_loader(config, config.v_row, config.head_dim_v)
     store, minus_inf = elements.storer(config.dtype), compute(-math.inf)
     sequence_of, scores = sequence.make(config), make_score(config)
-    first_m_and_l, walk = sinks.start(config), tile_walk.make(config)
+    first_m_and_l, walk = sum_term.start(config), tile_walk.make(config)
 
     @cuda.jit
     def flash_attention_v1(arrays, strides, sizes, score):

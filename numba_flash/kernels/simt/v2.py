@@ -18,7 +18,7 @@ import math
 from numba import cuda
 
 from ...ptx import local, shared
-from ..score import at_key, make as make_score, sinks, tile_walk
+from ..score import at_key, make as make_score, sum_term, tile_walk
 from ..steps import elements, rows, sequence, tiles
 from ..steps.sequence import key_range, kv_head, lse_row, query_of, query_row
 from . import paged
@@ -36,7 +36,7 @@ def make(config):
     add_rows = rows.adder(config.v_row, config.tile_n, config.dtype, compute)
     store, minus_inf = elements.storer(config.dtype), compute(-math.inf)
     sequence_of, scores = places.make(config), make_score(config.scores)
-    first_m_and_l, walk = sinks.start(config), tile_walk.make(config)
+    first_m_and_l, walk = sum_term.start(config), tile_walk.make(config)
 
     @cuda.jit
     def flash_attention_v2(arrays, strides, sizes, score):

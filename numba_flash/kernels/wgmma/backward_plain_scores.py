@@ -59,7 +59,7 @@ def make(config):
 
         return to_weights
 
-    # With dropout, mask_bits would take too many registers. P is 0 where a score is hidden.
+    # Where weights drop, mask_bits would take too many registers. P is 0 where a score is hidden.
     differentiate, differentiate_some = gradients(config, True), gradients(config, False, hidden_by_p=config.seeded)
 
     @inlined

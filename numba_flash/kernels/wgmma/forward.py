@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from numba import cuda, float32, int32, uint8, uint32
 
 from ...ptx import bar, griddepcontrol, local, memory, special, wgmma
-from ..score import fragment_softmax, fragments, reads, sinks, tile_walk
+from ..score import fragment_softmax, fragments, reads, sum_term, tile_walk
 from ..steps.basics import FALSE, TRUE, first_row_of, inlined
 from . import block, forward_join, forward_outputs, one_side, operands, pipeline, producer, tile_scores
 from .block import BEGIN, CUT, FREE, KEYS, MEMBERS, PART, STATES, STOP, B, H, position, rows_of_lane, word
@@ -77,8 +77,8 @@ def make(config):
     start, softmax, finish = fragment_softmax.make(config, 1, shifted=sides.present)
     outputs, rescale = forward_outputs.make(config, finish), fragment_softmax.rescaler(1, head_dim_v_padded // 8)
     in_parts, (leave_part, _) = config.parts > 1, forward_join.of_parts(config)
-    has_term = sinks.make(config) is not None and not in_parts
-    load_terms = sinks.on_fragments(config, 2)
+    has_term = sum_term.make(config) is not None and not in_parts
+    load_terms = sum_term.on_fragments(config, 2)
 
     @inlined
     def issue_scores(base, q_desc, acc_s, n):

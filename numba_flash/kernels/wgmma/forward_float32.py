@@ -20,7 +20,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from ...ptx import bar, fence, local, memory, special, vote, wgmma
 from ..recompute import rows as recompute
-from ..score import fragment_softmax, fragments, reads, sinks, tile_walk
+from ..score import fragment_softmax, fragments, reads, sum_term, tile_walk
 from ..steps import rows_wide
 from ..steps.basics import FALSE, TRUE, first_row_of, inlined, nothing
 from ..steps.sequence import key_row, make as make_sequence, queries as make_queries, query_row
@@ -69,7 +69,7 @@ def make(config):
     read, options, kept_weights = reads.make(config, 1), tile_scores.make(config, None), counting(config)
     walk, producer_walk = tile_walk.make(config, whole_warp=True), tile_walk.make(config)
     start, softmax, finish = fragment_softmax.make(config, 1)
-    has_term, load_terms = sinks.make(config) is not None, sinks.on_fragments(config, 2)
+    has_term, load_terms = sum_term.make(config) is not None, sum_term.on_fragments(config, 2)
     to_p = parts.to_operand(tile_n)
     write_rows, recompute_rows = rows_wide.make(config, 16, columns_in_order=True), recompute.make(config, 16)
     work_of = block.query_work(config)

@@ -15,7 +15,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import griddepcontrol, local, memory, special
-from ..score import fragment_softmax, sinks
+from ..score import fragment_softmax, sum_term
 from ..score.fragments import exponential_of
 from ..steps.basics import first_row_of, inlined
 from . import block, forward_outputs, pipeline
@@ -75,7 +75,7 @@ def make(config):
     o_count, parts, rings = config.head_dim_v_padded // 2, config.parts, pipeline.of_forward(config)
     start, _, finish = fragment_softmax.make(config, 1)
     outputs, work, (_, add) = forward_outputs.make(config, finish), query_tiles(config), of_parts(config)
-    has_term, load_terms = sinks.make(config) is not None, sinks.on_fragments(config, 2)
+    has_term, load_terms = sum_term.make(config) is not None, sum_term.on_fragments(config, 2)
 
     @inlined
     def join(base, arrays, strides, sizes, score):

@@ -1,5 +1,5 @@
-"""A sink: one more score of every row of a head. It adds e^sink to the row's sum and has no value (Xiao et al.,
-2023).
+"""The term that an option adds to the sum of every row. A sink is one more score of each row of a head: it adds
+e^sink and has no value (Xiao et al., 2023).
 
 If P is rounded to 16 bits, the term is added last; otherwise the row's sum begins with it. As the first maximum, a term
 far above all scores would push P into float16's smallest numbers.
