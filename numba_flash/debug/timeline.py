@@ -120,7 +120,6 @@ WORK: dict[str, tuple[str, str, Number]] = {
     "producer.load_q": ("load", "Q", lambda own: own["i"]),
     "forward.issue_scores": ("S", "products", lambda own: own["n"]),
     "forward.issue_outputs": ("PV", "products", lambda own: own["n"]),
-    "forward.weigh": ("softmax", "scores", lambda own: own["tile"].n),
     "forward_outputs.write": ("write", "O", lambda own: own["seen"]),
     "forward.pingpong_wait": ("wait", "turn", lambda own: None),
 }
@@ -132,25 +131,33 @@ def _noted(frame: types.FrameType) -> tuple[str, str, Any] | None:
     """(what, of, tile) of a call of the kernel's functions, or None."""
     code = frame.f_code
     folder, _, file = code.co_filename.replace("\\", "/").rpartition("/")
-    if not folder.endswith("kernels/wgmma"):
+    if not folder.endswith(("kernels/wgmma", "kernels/score")):
         return None
     name, own = f"{file.removesuffix('.py')}.{code.co_name}", frame.f_locals
+    if name == "fragment_softmax.update":
+        return "softmax", "scores", _caller(frame, ("__call__",)).f_locals["tile"].n
     if name in WORK:
         what, of, number = WORK[name]
         return what, of, number(own)
     if name == "producer.load":
         return "load", "K" if own["map_at"] == 128 else "V", own["n"]
     if code.co_name in ("consumer_wait", "consumer_release", "producer_acquire"):
-        caller = frame.f_back
-        while caller is not None and caller.f_code.co_name in ("__call__", "producer_expect"):
-            caller = caller.f_back
-        assert caller is not None
+        caller = _caller(frame, ("__call__", "producer_expect"))
         if code.co_name == "consumer_release" and not own["condition"]:
             return None  # only one lane reports it, and Q only at the query tile's end
         ring = RING.search(linecache.getline(caller.f_code.co_filename, caller.f_lineno))
         of = RINGS.get(ring[1], ring[1]) if ring else "K" if caller.f_locals["map_at"] == 128 else "V"
         return "release" if code.co_name == "consumer_release" else "wait", of, own["n"]
     return None
+
+
+def _caller(frame: types.FrameType, without: tuple[str, ...]) -> types.FrameType:
+    """The function of the kernel that called this one. without: names of functions in between."""
+    caller = frame.f_back
+    while caller is not None and caller.f_code.co_name in without:
+        caller = caller.f_back
+    assert caller is not None
+    return caller
 
 
 def _follower(role: str, seen: list[Span], now: list[int]) -> Follow:

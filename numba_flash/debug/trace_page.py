@@ -26,7 +26,7 @@ for each key tile j that some query sees:
         max_tmp <- -inf
         for each key y of the tile:
             s <- Q_i[k, :] . K_j[y, :]
-            s <- the score that is made of it, or -inf where n does not see the key
+            s <- s with scale and options, or -inf where n does not see the key
             S[k, y] <- s;  max_tmp <- max(max_tmp, s)
         skip to the next i if every s was -inf
         sum_tmp <- 0
@@ -49,7 +49,7 @@ for each key tile j that some row of the query tile sees:
     max_tmp <- -inf
     for each key y of the tile:
         s <- Q_i[k, :] . K_j[y, :]
-        s <- the score that is made of it, or -inf where n does not see the key
+        s <- s with scale and options, or -inf where n does not see the key
         S[k, y] <- s;  max_tmp <- max(max_tmp, s)
     skip to the next j if every s was -inf
     m_new <- max(max_tmp, m)

@@ -46,7 +46,7 @@ FIRST_LINES = {
     **dict.fromkeys(("wgmma", "wgmma_float32", "wgmma_dkdv", "wgmma_dq", "wgmma_fused"), WGMMA),
     **dict.fromkeys(("wgmma_dkdv_float32", "wgmma_dq_float32", "wgmma_dkdv_paired", "wgmma_dq_paired"), WGMMA),
     **dict.fromkeys(("wgmma_join", "wgmma_round", "wgmma_add_parts"), WGMMA),
-    **dict.fromkeys(("v2_dq", "v2_daux"), "b, h, first_row = ds.query_tile("),
+    **dict.fromkeys(("v2_dq", "v2_daux"), "sequence, h, first_row = ds.query_tile("),
     "mma_dbias": "own, split = tiles_of.own_range(",
     "mma_daux": "thread, block = special.thread_index()",
     **dict.fromkeys(("daux_start", "daux_round", "dbias_sum"), "at = int64(cuda.blockIdx.x)"),

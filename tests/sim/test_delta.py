@@ -8,6 +8,7 @@ from helpers.machines import empty
 from helpers.simt_kernels import backward_problem
 
 from numba_flash import arrays
+from numba_flash.config.backward import PreprocessConfig
 from numba_flash.config.simt_backward import DeltaConfig
 from numba_flash.dispatch import launch
 from numba_flash.machine.target import Target
@@ -15,6 +16,7 @@ from numba_flash.select import backward_shared
 
 BATCH, HEADS, ROWS = 2, 3, 21
 DTYPES = ("float16", "float32", "float64")
+KINDS = dict(delta=DeltaConfig, preprocess=PreprocessConfig)
 
 
 def laid_out(x, how):
@@ -38,7 +40,7 @@ def of_rows(do, o, lse, dlse, kernel, alignment=16, **fields):
     problem = backward_problem(
         do=do, q=q, k=q, v=q, o=o, lse=lse, dlse=dlse, dtype=dtype, alignment=alignment, head_dim=head_dim
     )
-    made = dataclasses.replace(getattr(backward_shared, f"{kernel}_config")(problem, target), **fields)
+    made = dataclasses.replace(backward_shared.first(KINDS[kernel], problem, target), **fields)
     workspace = {name: np.full(*given) for name, given in _filled(made.workspace(problem)).items()}
     given = dict(do=do, o=o, lse=lse, dlse=dlse, turns=None) | workspace
     read = [None if given[name] is None else arrays.read(name, given[name]) for name in made.parameters.arrays]
