@@ -1,6 +1,7 @@
 """The sessions that README and docs/stepping.md show happen as they are shown, and the stops that they name exist."""
 
 import importlib
+import os
 import re
 import runpy
 import subprocess
@@ -84,7 +85,7 @@ def test_the_race_of_readme_is_what_happens(monkeypatch, capsys):
 def test_pdb_stops_where_the_page_says(tmp_path):
     """A program of one's own, under python -m pdb, started in the clone."""
     page = (ROOT / "docs" / "stepping.md").read_text()
-    place = " ".join(re.search(r"`(b numba_flash/\S+:\d+,\s+.*?)`", page)[1].split())
+    place = " ".join(re.search(r"`(b\s+numba_flash/\S+:\d+,\s+.*?)`", page)[1].split())
     program = tmp_path / "mine.py"
     program.write_text(
         "import numpy as np, numba_flash\n"
@@ -92,7 +93,9 @@ def test_pdb_stops_where_the_page_says(tmp_path):
         "numba_flash.attention(q, q, q, causal=True, kernel='v2')\n"
     )
     command, typed = [sys.executable, "-m", "pdb", str(program)], f"{place}\nc\np j\nq\n"
-    done = subprocess.run(command, input=typed, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "`PYTHONPATH=. python -m pdb`" in page
+    env = os.environ | dict(PYTHONPATH=".")
+    done = subprocess.run(command, input=typed, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert "\n-> alpha = math.exp(m - m_new)\n(Pdb) 0\n" in done.stdout, done.stdout + done.stderr
 
 
