@@ -52,6 +52,7 @@ def outside(problem: "BackwardProblem", target: Target, before: Sequence[LaunchF
     from ..config.outside import OutsideConfig
 
     in_order = any(config.in_order for config in before)
+    # Before sm_90 no kernel begins beside the previous one, and there is no griddepcontrol.wait.
     waits = (target.cc or (0, 0)) >= (9, 0) and (in_order or any(config.waits for config in before))
     return [OutsideConfig.of(problem.forward, written, target, in_order=in_order, waits=waits)]
 
