@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Array, Layout, host_view
+from ..arrays.dtypes import conversion
 from .options import PACKED_ARRAYS, Options, Packed
 
 SPANS = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k")  # the arrays that say where sequences are
@@ -34,8 +35,7 @@ def sizes(options: Options, total_q: int, total_k: int) -> tuple[int, int, int]:
     ends = [options.array(name) for name in PACKED_ARRAYS]
     for name, array in zip(PACKED_ARRAYS, ends, strict=True):
         if array.dtype != "int32":
-            how = f"{name}.int()" if array.family == "torch" else f"{name}.astype('int32')"
-            raise TypeError(f"{name} must be int32, not {array.dtype}; convert it first, as with {how}")
+            raise TypeError(f"{name} must be int32, not {array.dtype}; {conversion(name, array.family, 'int32')}")
         if len(array.shape) != 1 or not array.shape[0]:
             raise ValueError(f"{name} must have shape (batch + 1,), not {array.shape}: 0, and where each sequence ends")
     if ends[0].shape != ends[1].shape:
