@@ -112,19 +112,21 @@ def tiles_of(rows, tile_n):
 
 
 @compiled
-def scores(s, k, k_stride, q, head_dim, keys, by_rows, zero):
-    """s (keys, width) = k (keys, head_dim) @ q (head_dim, width)."""
-    size = size_of(zero)
-    key = 0
-    if by_rows:
-        while key + 4 <= keys:
-            dot_rows_4(s + key * size, k + key * k_stride, k_stride, q, head_dim, zero)
-            key += 4
-        while key < keys:
-            dot_rows_1(s + key * size, k + key * k_stride, k_stride, q, head_dim, zero)
-            key += 1
-        return
-    row = lanes(zero) * size
+def scores_of_row(s, step, k, k_stride, q, head_dim, keys, zero):
+    """s (keys,), elements `step` apart, = k (keys, head_dim) @ q (head_dim,)."""
+    key, row = 0, step * size_of(zero)
+    while key + 4 <= keys:
+        dot_rows_4(s + key * row, step, k + key * k_stride, k_stride, q, head_dim, zero)
+        key += 4
+    while key < keys:
+        dot_rows_1(s + key * row, step, k + key * k_stride, k_stride, q, head_dim, zero)
+        key += 1
+
+
+@compiled
+def scores(s, k, k_stride, q, head_dim, keys, zero):
+    """s (keys, lanes) = k (keys, head_dim) @ q (head_dim, lanes)."""
+    key, row = 0, lanes(zero) * size_of(zero)
     while key + TILE_KEYS <= keys:
         score_rows_all(s + key * row, k + key * k_stride, k_stride, q, head_dim, zero)
         key += TILE_KEYS
@@ -181,35 +183,36 @@ def values(o, alpha, v, v_stride, column, skip, p, keys, width, zero):
 
 
 @compiled
-def values_of_row(sums, v, v_stride, p, keys, width, zero):
-    """sums (width,) += p (keys,) @ v (keys, width)."""
+def values_of_row(sums, v, v_stride, p, step, keys, width, zero):
+    """sums (width,) += p (keys,), elements `step` apart, @ v (keys, width)."""
     size, vector = size_of(zero), lanes(zero) // PANEL_VECTORS
     at = 0
     while at + 8 * vector <= width:
-        value_columns_8(sums + at * size, v + at * size, v_stride, p, keys, zero)
+        value_columns_8(sums + at * size, v + at * size, v_stride, p, step, keys, zero)
         at += 8 * vector
     while at + 4 * vector <= width:
-        value_columns_4(sums + at * size, v + at * size, v_stride, p, keys, zero)
+        value_columns_4(sums + at * size, v + at * size, v_stride, p, step, keys, zero)
         at += 4 * vector
     while at + vector <= width:
-        value_columns_1(sums + at * size, v + at * size, v_stride, p, keys, zero)
+        value_columns_1(sums + at * size, v + at * size, v_stride, p, step, keys, zero)
         at += vector
     while at < width:
-        value_column(sums + at * size, v + at * size, v_stride, p, keys, zero)
+        value_column(sums + at * size, v + at * size, v_stride, p, step, keys, zero)
         at += 1
 
 
 @compiled
-def values_guarded(o, alpha, v, v_stride, p, keys, width, by_rows, sums, zero):
+def values_guarded(o, alpha, v, v_stride, p, keys, width, zero):
     """Like `values`, if v has NaN or Inf: a key whose weight is 0 is left out. Rare, so one column at a time."""
-    size = size_of(zero)
     for at in range(width):
-        if by_rows:
-            store(sums, 0, zero)
-            value_column_guarded(sums, v + at * size, v_stride, p, keys, zero)
-            rescale_row(o + at * size, alpha, sums, 1, zero)
-        else:
-            value_rows_guarded(o + at * lanes(zero) * size, alpha, v + at * size, v_stride, p, keys, zero)
+        value_rows_guarded(o + at * lanes(zero) * size_of(zero), alpha, v + at * size_of(zero), v_stride, p, keys, zero)
+
+
+@compiled
+def values_of_row_guarded(sums, v, v_stride, p, step, keys, width, zero):
+    """`values_of_row`, guarded likewise."""
+    for at in range(width):
+        value_column_guarded(sums + at * size_of(zero), v + at * size_of(zero), v_stride, p, step, keys, zero)
 
 
 @compiled
