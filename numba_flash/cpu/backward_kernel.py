@@ -169,14 +169,15 @@ def run_task(task, frame, scratch, zero):
             own_dq = dq + panel * across * size * head_dim
             own_tiles = tiles_from(tiles, p + here, ds + here, panel * across, skip, plan, zero)
             own_keys = Keys(first, last, is_cut, asks)
-            panel_gradients(own_tiles, panel_of(tile, panel), own_keys, scale_log2, what, plan, pointers, zero)
+            own = panel_of(tile, panel)
+            panel_gradients(own_tiles, own, own_keys, scale_log2, what, plan, pointers, zero)
             if wants_dq and by_rows:
                 add_dq(dq, ds + here, own_tiles.k, keys, k_guarded, row, tile, plan, zero)
             elif wants_dq and k_guarded:
                 values_guarded(own_dq, ones, own_tiles.k, head_dim * size, ds + here, keys, head_dim, zero)
             elif wants_dq:
                 column = (key_end - key0) * size
-                values(own_dq, ones, packed, PACKED, column, skip, ds + here, keys, head_dim, zero)
+                values(own_dq, ones, packed, PACKED, column, skip, ds + here, keys, head_dim, own.rows, zero)
         if not wants_dk and not wants_dv:
             continue
         if before_begin <= key_tile and key_tile < before_end:

@@ -146,9 +146,9 @@ def products(s, k, q, width, keys, panel, plan, zero):
     """s (keys, lanes) = k (keys, width) @ q of a panel, in the order of take_rows."""
     size = size_of(zero)
     if not load(plan, slot.BY_ROWS, INT):
-        scores(s, k, width * size, q, width, keys, zero)
+        scores(s, k, width * size, q, width, keys, panel.rows, zero)
         return
-    fill(s, keys * panel.width, zero)
+    fill(s, keys * panel.width, zero)  # a function of scores also meets those of no row
     for r in range(panel.rows):
         scores_of_row(s + r * size, panel.width, k, width * size, q + r * width * size, width, keys, zero)
 

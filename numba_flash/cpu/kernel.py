@@ -149,7 +149,7 @@ def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
             elif by_rows:
                 scores_of_row(s, 1, k_first, k_stride, q + of_panel * head_dim, head_dim, keys, zero)
             else:
-                scores(s, k_first, k_stride, q + of_panel * head_dim, head_dim, keys, zero)
+                scores(s, k_first, k_stride, q + of_panel * head_dim, head_dim, keys, panel.rows, zero)
             if featured:
                 composed((s, INT, row_numbers, places), asks, keys, first, panel, plan, pointers, zero)
             if free > first or cut < end:
@@ -187,9 +187,9 @@ def attend(state, scratch, tile, tile_first, tile_end, plan, pointers, zero):
             else:
                 if packs:
                     column = (key_end - key0) * size
-                    values(panel_o, alpha, packed, PACKED, column, first - key0, s, keys, head_dim_v, zero)
+                    values(panel_o, alpha, packed, PACKED, column, first - key0, s, keys, head_dim_v, panel.rows, zero)
                 else:
-                    values(panel_o, alpha, v, v_stride, size, first - key0, s, keys, head_dim_v, zero)
+                    values(panel_o, alpha, v, v_stride, size, first - key0, s, keys, head_dim_v, panel.rows, zero)
 
 
 @compiled

@@ -12,7 +12,7 @@ from . import plan as slot
 from .elements import INT, compiled, fill, get, length_and_offset, row_address
 from .vectors.build import LOG2_E, PANEL_VECTORS, TILE_KEYS, call_function, fetch_add, lanes, load, size_of, store
 from .vectors.panel import all_finite, largest, pack_rows, score_rows, value_rows
-from .vectors.row import dot_rows, rescale_row, value_columns
+from .vectors.row import dot_rows, value_columns
 from .vectors.scores import (
     cap_scores,
     cap_scores_slopes,
@@ -24,6 +24,7 @@ from .vectors.scores import (
 
 score_rows_all, score_rows_4, score_rows_2, score_rows_1 = (score_rows(n) for n in (TILE_KEYS, 4, 2, 1))
 value_rows_all, value_rows_4, value_rows_2, value_rows_1 = (value_rows(n) for n in (TILE_KEYS, 4, 2, 1))
+score_rows_narrow, value_rows_narrow = score_rows(TILE_KEYS, 1), value_rows(TILE_KEYS, count=1)
 value_rows_guarded = value_rows(1, guarded=True)
 pack_rows_all, pack_rows_4, pack_rows_2, pack_rows_1 = (pack_rows(n) for n in (TILE_KEYS, 4, 2, 1))
 dot_rows_4, dot_rows_1 = dot_rows(4), dot_rows(1)
@@ -112,6 +113,12 @@ def tiles_of(rows, tile_n):
 
 
 @compiled
+def is_narrow(rows, zero):
+    """Whether the rows of a panel lie in its first vector: then most products leave out the others."""
+    return rows * PANEL_VECTORS <= lanes(zero)
+
+
+@compiled
 def scores_of_row(s, step, k, k_stride, q, head_dim, keys, zero):
     """s (keys,), elements `step` apart, = k (keys, head_dim) @ q (head_dim,)."""
     key, row = 0, step * size_of(zero)
@@ -124,9 +131,12 @@ def scores_of_row(s, step, k, k_stride, q, head_dim, keys, zero):
 
 
 @compiled
-def scores(s, k, k_stride, q, head_dim, keys, zero):
-    """s (keys, lanes) = k (keys, head_dim) @ q (head_dim, lanes)."""
+def scores(s, k, k_stride, q, head_dim, keys, rows, zero):
+    """s (keys, lanes) = k (keys, head_dim) @ q (head_dim, lanes), of which `rows` exist."""
     key, row = 0, lanes(zero) * size_of(zero)
+    while is_narrow(rows, zero) and key + TILE_KEYS <= keys:
+        score_rows_narrow(s + key * row, k + key * k_stride, k_stride, q, head_dim, zero)
+        key += TILE_KEYS
     while key + TILE_KEYS <= keys:
         score_rows_all(s + key * row, k + key * k_stride, k_stride, q, head_dim, zero)
         key += TILE_KEYS
@@ -157,14 +167,19 @@ def pack(to, v, v_stride, keys, width, zero):
 
 
 @compiled
-def values(o, alpha, v, v_stride, column, skip, p, keys, width, zero):
-    """o (width, lanes) = alpha * o + v^T @ p (keys, lanes), with `keys` rows of v after `skip` others.
+def values(o, alpha, v, v_stride, column, skip, p, keys, width, rows, zero):
+    """o (width, lanes) = alpha * o + v^T @ p (keys, lanes), of which `rows` exist, with `keys` rows of v after `skip`
+    others.
 
     v in place (v_stride bytes from row to row, column bytes from column to column), or packed, with v_stride PACKED.
     """
     size = size_of(zero)
     row = lanes(zero) * size
     at = 0
+    while is_narrow(rows, zero) and at + TILE_KEYS <= width:
+        stride = v_stride if v_stride != PACKED else TILE_KEYS * size
+        value_rows_narrow(o + at * row, alpha, v + at * column + skip * stride, stride, p, keys, zero)
+        at += TILE_KEYS
     while at + TILE_KEYS <= width:
         stride = v_stride if v_stride != PACKED else TILE_KEYS * size
         value_rows_all(o + at * row, alpha, v + at * column + skip * stride, stride, p, keys, zero)
