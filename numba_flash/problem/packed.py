@@ -126,9 +126,9 @@ def spans_of_operands(problem: Any, operands: Any) -> list[Span]:
 
 def _rows(ends: Any, total: int, most: int) -> tuple[Any, Any]:
     """-> (first rows, numbers of rows), clamped as on a device (kernels/steps/sequence.py)."""
-    ends = ends.astype(np.int64)
-    first = np.clip(ends[:-1], 0, total)
-    return first, np.clip(np.minimum(ends[1:], total) - first, 0, most)
+    ends = np.minimum(ends.astype(np.int64), total)  # twice as fast as np.clip
+    first = np.maximum(ends[:-1], 0)
+    return first, np.minimum(np.maximum(ends[1:] - first, 0), most)
 
 
 def outside(spans: list[tuple[int, int]], total: int) -> np.ndarray:
