@@ -76,9 +76,8 @@ def same_tile_walk(problem: Problem, queries: int, tile_n: int) -> bool:
     """Whether every part of a query tile of `queries` queries visits the same key tiles as the whole, with the same
     ones masked.
 
-    It holds if an edge of causal or of a window moves from one key tile to the next only between query tiles. A part
-    is half of the queries, a quarter and so on, at least two. With a mask or a mask_mod the answer is unknown, so
-    False.
+    It holds if an edge of causal or of a window moves from one key tile to the next only between query tiles. A part is
+    half of the queries, a quarter and so on, at least two. With a mask or a mask_mod the answer is unknown, so False.
     """
     if problem.array("mask") is not None or problem.function("mask_mod") is not None:
         return False
