@@ -296,7 +296,7 @@ def make(config):
             own, joined = int32(config.most_parts + block), item.nodes > 1
             if shares:
                 joined = joined or item.members > 0
-            slot = int32(item.node_slot + (item.node - item.first_node) * item.row_tiles) if joined else own
+            slot = int32(item.node_slot + item.node - item.first_node) if joined else own
             walk(tile, slot, registers, node, places, stack, (lane, key_warp, row_warp), arrays, strides, sizes, score)
             if shares:
                 arrive(item, level, last_smem, thread, arrays, strides, sizes)
