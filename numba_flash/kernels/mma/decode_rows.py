@@ -32,24 +32,24 @@ def make(config):
     has_term, minus_inf, seeded, write_lse = term is not None, of.minus_inf, config.seeded, config.write_lse
     log2_e, ln_2, shares = real(LOG2_E), real(LN_2), config.members > 1
 
-    @inlined
-    def read_sums(at, there, words):
-        """-> m and l of a node. Of none l is 0."""
-        if double:
-            return memory.load_f64_if(at, there), memory.load_f64_if(at + 8, there)
-        memory.load_v2_if(words, 0, at, there)
-        return words[0].view(np.float32), words[1].view(np.float32)
+    def reader(number):
+        """-> read(values, at, place, there, words), a device function. values[at :] <- so many numbers, 0 without
+        `there`."""
+        load = memory.load_v4_if if number == 4 else memory.load_v2_if
 
-    @inlined
-    def read_columns(nodes, n, at, there, words):
-        """nodes[own * n :] <- the lane's columns of a node."""
-        if double:
-            for e in range(own):
-                nodes[n * own + e] = memory.load_f64_if(at + e * 8, there)
-        else:
-            memory.load_v4_if(words, 0, at, there)
-            for e in range(own):
-                nodes[n * own + e] = words[e].view(np.float32)
+        @inlined
+        def read(values, at, place, there, words):
+            if double:
+                for e in range(number):
+                    values[at + e] = memory.load_f64_if(place + e * 8, there)
+            else:
+                load(words, 0, place, there)
+                for e in range(number):
+                    values[at + e] = words[e].view(np.float32)
+
+        return read
+
+    read_columns, read_sums = reader(own), reader(2)
 
     @inlined
     def read_half(nodes, at, of_o, o_of_prefix, behind, there, words):
@@ -57,7 +57,9 @@ def make(config):
         for i in range(half):
             n = at + i
             place = o_of_prefix if shares and n < behind else of_o
-            read_columns(nodes, n, place + int64(n * slot_numbers * size), (there >> uint32(n)) & uint32(1), words)
+            read_columns(
+                nodes, n * own, place + int64(n * slot_numbers * size), (there >> uint32(n)) & uint32(1), words
+            )
 
     @inlined
     def join_sums(m, l, factors, lane):
@@ -124,12 +126,13 @@ def make(config):
             )
             if lane < behind:
                 sums = memory.address(arrays.partials, (at + lane) * slot_numbers + of_sums + item.prefix_row * 2)
-        m, l = read_sums(sums, exists, words)
+        read_sums(node, own, sums, exists, words)
         there, more = vote.ballot(exists), first + item.nodes > begin + half
         read_half(nodes, int32(0), of_o, o_of_prefix, behind, there, words)
         if more:  # a branch, too, behind which the compiler waits for m and l
             read_half(nodes, int32(half), of_o, o_of_prefix, behind, there, words)
-        m = of.lowest if l == real(0) else m
+        l = node[own + 1]
+        m = of.lowest if l == real(0) else node[own]
         empty = vote.ballot(uint32(1) if l == real(0) else uint32(0))
         m, l = join_sums(m, l, factors, lane)
         join_half(nodes, int32(0), empty, factors)
