@@ -3,7 +3,7 @@
 Keys are cut into chunks of config.CHUNK at absolute positions. An item is a node of 2^level neighbouring chunks, for a
 row tile of a KV head of a sequence. If a sequence has one node, one block computes all of it. Otherwise its nodes are
 parts: blocks hand them over, and the last block to arrive joins them. Parts come first. level is the lowest that gives
-no more than config.most_parts of them. Then blocks have about as much to do, however unequal the sequences are.
+no more than config.blocks of them. Then blocks have about as much to do, however unequal the sequences are.
 
 Nodes of a prefix that sequences share (decode_prefixes.py) are parts of the sequence that leads.
 
@@ -61,7 +61,7 @@ class Item(NamedTuple):
 
 def make(config):
     """-> device functions: sequence_of, level_of, next_item, member_of."""
-    group, chunk_bits, most = config.group_size, config.CHUNK.bit_length() - 1, config.most_parts
+    group, chunk_bits, most = config.group_size, config.CHUNK.bit_length() - 1, config.blocks
     sequence_of, members, none = _sequence(config), config.members, int32(0)
     part_of, shares, rows_each = decode_prefixes.parts(config, sequence_of), members > 1, config.tile_m // members
 
