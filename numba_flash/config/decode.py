@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
@@ -10,9 +9,8 @@ from .forward import ITEM_SIZE, TensorConfig, check, layout, multiple_of, one_of
 from .kvcache import page_arrays
 
 
-@dataclass(frozen=True)
-class DecodeConfig(TensorConfig):
-    """Config of mma/decode: a block has up to tile_m rows, which are all query heads of a KV head, query after query.
+class DecodeConfig(TensorConfig, kernel="decode", module="mma.decode"):
+    """A block has up to tile_m rows, which are all query heads of a KV head, query after query.
 
     tile_n: keys of a warp's tile; key_warps warps have neighbouring tiles. stages: tiles of K and V in flight or in
     use. blocks: how many blocks run at a time. pages: how a sequence's pages are found (kernels/steps/pages.py).
@@ -36,25 +34,21 @@ class DecodeConfig(TensorConfig):
     STAGE_BYTES: ClassVar[dict[str, int]] = dict(float32=32 * 1024)  # at most; other dtypes: 64 KB
     DTYPES: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32", "float64")
 
-    kernel = "decode"
-    module = "mma.decode"
     takes = abi.forward().plus("partials", sizes="page pages levels")
     reads_states = False
     counted = True
 
     def __post_init__(self) -> None:
-        self._check_dtype()
+        self._check_taken(self.widest)
         check(self.tile_n == 16, f"tile_n must be 16, not {self.tile_n}: other tiles give other bits")
         one_of("warp_rows", self.warp_rows, 16, 32)
         multiple_of("tile_m", self.tile_m, self.warp_rows)
         check(self.stages >= 2, f"stages must be at least 2, not {self.stages}")
-        self._check_widest(self.widest)
         fits = self.tile_m * self.head_dim_v_padded * self.number_size <= self.stage_bytes
         check(fits, f"tile_m = {self.tile_m} rows of O do not fit into a tile of K and V")
 
     @property
     def q_registers(self) -> bool:  # type: ignore[override]
-        """Whether Q stays in registers."""
         return self.item_size == 2 and self.warp_rows == 16 and self.head_dim_padded <= 128
 
     @property
@@ -78,15 +72,9 @@ class DecodeConfig(TensorConfig):
         return self.key_warps * self.tile_n
 
     @property
-    def most_parts(self) -> int:
-        """The most parts of sequences that blocks share. With shared prefixes there are more and finer parts, because a
-        prefix ends at the end of a part."""
-        return self.blocks if self.members == 1 else 4 * self.blocks
-
-    @property
     def counter_words(self) -> int:  # type: ignore[override]
         """A counter for each group of blocks that share a row tile."""
-        return self.most_parts
+        return self.blocks
 
     def counters(self, problem: Any) -> int:
         return self.counter_words + self._sharing(problem.forward)
@@ -97,8 +85,7 @@ class DecodeConfig(TensorConfig):
 
     @property
     def columns_step(self) -> int:  # type: ignore[override]
-        """Each key warp joins its part of O's columns; products of more than 16 bits take whole
-        panels."""
+        """Each key warp joins its part of O's columns; products of more than 16 bits take whole panels."""
         return max(8 * self.key_warps, 128 // self.item_size if self.item_size > 2 else 16)
 
     @property
@@ -179,6 +166,6 @@ class DecodeConfig(TensorConfig):
         """Slots for the nodes that blocks share, one slot for each block's own node, a slot and two words for each
         sequence behind a prefix, and each block's stack."""
         stacks = self.blocks * self.levels(problem.forward.seqlen_k) * self.node_numbers * self.threads
-        slots, sharing = self.most_parts + self.blocks, self._sharing(problem.forward)
+        slots, sharing = 2 * self.blocks, self._sharing(problem.forward)
         numbers = slots * self.slot_numbers + sharing * (self.slot_numbers + 2) + stacks
         return dict(partials=((numbers,), self.compute_dtype))

@@ -1,6 +1,5 @@
 """Configs of the one kernel that computes all gradients in float64, and of the kernel that finishes its dQ."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
@@ -8,8 +7,7 @@ from .backward import MmaBackwardConfig
 from .forward import AnyProblem, Config, check, layout, one_of, tile_bytes
 
 
-@dataclass(frozen=True)
-class MmaFusedConfig(MmaBackwardConfig):
+class MmaFusedConfig(MmaBackwardConfig, kernel="mma_fused", module="mma.backward_fused"):
     """A block owns tile_n keys, walks over tiles of tile_m queries, and computes dK, dV and its parts of dQ.
 
     Two warps own the same keys: one computes S of them, the other dP, and each sums up half of the columns of dK and
@@ -17,21 +15,17 @@ class MmaFusedConfig(MmaBackwardConfig):
     in global memory.
 
     blocks: 2 form a cluster; each has half of the columns, and head_dim_padded counts that half. Scores from the other
-    block, P^T with dS^T, and the part of dQ use one buffer of shared memory in turn, so that tiles of more queries
-    fit.
+    block, P^T with dS^T, and the part of dQ use one buffer of shared memory in turn, so that tiles of more queries fit.
     """
 
     column_groups: int = 2
     blocks: int = 1
 
-    kernel = "mma_fused"
-    module = "mma.backward_fused"
     takes = abi.backward("dq dk dv", abi.ROWS).plus("turns")
     of_keys = True
     of_p = True  # type: ignore[assignment]
     DTYPES = ("float64",)
     whole_program: ClassVar[bool] = True  # setmaxnreg needs it
-    columns_in_order: ClassVar[bool] = True
     shared_alignment: ClassVar[int] = MmaBackwardConfig.ALIGNMENT
     GROUPS: ClassVar[tuple[int, ...]] = (2,)
     LOADERS: ClassVar[int] = 64  # threads that load tiles
@@ -109,12 +103,9 @@ class MmaFusedConfig(MmaBackwardConfig):
         return made._replace(dq=made.p)
 
 
-@dataclass(frozen=True)
-class MmaDqFinishConfig(Config):
-    """Config of mma_dq_finish. Its tiles are those of the MmaFusedConfig whose parts it finishes."""
+class MmaDqFinishConfig(Config, kernel="mma_dq_finish", module="mma.backward_dq_finish"):
+    """Its tiles are those of the MmaFusedConfig whose parts it finishes."""
 
-    kernel = "mma_dq_finish"
-    module = "mma.backward_dq_finish"
     takes = abi.backward("dq", abi.ROWS)
     ROWS_OF_WARP: ClassVar[int] = 4
     shared_bytes: ClassVar[int] = 0  # type: ignore[misc]

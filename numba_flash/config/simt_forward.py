@@ -1,24 +1,20 @@
 """Configs of v1 and v2 (kernels/simt), in which a thread owns a row."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
 from .forward import ITEM_SIZE, AnyProblem, Config, check, layout, multiple_of
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class SimtRows(Config):
     """Tiles lie in shared memory; a row has head_dim elements, padded to whole 16-byte reads.
 
     pad: elements added to each row of a tile in which every thread reads its own row. With pad 0 and a head_dim that is
-    a multiple of 32 all 32 lanes of a warp hit one bank, which shows bank conflicts
-    (docs/tensor_cores.md).
+    a multiple of 32 all 32 lanes of a warp hit one bank, which shows bank conflicts (docs/tensor_cores.md).
     """
 
     pad: int = 1
 
-    reads_bits: ClassVar[bool] = False
     reads_order: ClassVar[bool] = False
     READ: ClassVar[tuple[str, ...]] = ("tile_n",)  # kernels read rows of these tiles four at a time
 
@@ -34,7 +30,6 @@ class SimtRows(Config):
 
     @property
     def threads(self) -> int:  # type: ignore[override]
-        """One thread for each query row."""
         return self.tile_m
 
     @property
@@ -48,15 +43,13 @@ class SimtRows(Config):
         return (self.head_dim_v + 3) // 4 * 4
 
     def shared_layout(self) -> Any:
-        """Where the kernel's tiles begin in shared memory, and the end, in elements. Every tile begins at a multiple of
-        16 bytes."""
+        """In elements; every tile begins at a multiple of 16 bytes."""
         return layout(4, **self._tile_sizes())
 
     def _tile_sizes(self) -> dict[str, int]:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class SimtConfig(SimtRows):
     """v1 and v2, which run one thread per query row. pages: how v2 finds pages of keys; "" = keys are not in pages."""
 
@@ -77,12 +70,9 @@ class SimtConfig(SimtRows):
         )
 
 
-@dataclass(frozen=True)
-class V1Config(SimtConfig):
+class V1Config(SimtConfig, kernel="v1", module="simt.v1"):
     """A block for each head, which loops over all queries."""
 
-    kernel = "v1"
-    module = "simt.v1"
     takes = abi.forward("mask").plus("acc_o row_sum row_max")
 
     def grid(self, problem: AnyProblem) -> int:
@@ -94,8 +84,5 @@ class V1Config(SimtConfig):
         return dict(acc_o=((*rows, self.head_dim_v), dtype), row_sum=(rows, dtype), row_max=(rows, dtype))
 
 
-@dataclass(frozen=True)
-class V2Config(SimtConfig):
-    kernel = "v2"
-    module = "simt.v2"
+class V2Config(SimtConfig, kernel="v2", module="simt.v2"):
     takes = abi.forward("mask")

@@ -1,7 +1,6 @@
 """Configs of the Hopper backward in float32 (kernels/wgmma/backward_float32.py); with
 head_dim above 128 two blocks share the columns (kernels/wgmma/paired_tiles.py)."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
@@ -13,12 +12,8 @@ from .wgmma_backward import StreamingConfig
 NOT_TAKEN = (*FUNCTIONS, SEEDED)  # yet
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class WgmmaBackwardFloat32Config(StreamingConfig):
-    """The fields that wgmma_dkdv_float32 and wgmma_dq_float32 share.
-
-    A block owns 64 rows. It has a producer warpgroup and two consumer warpgroups, one for S and one for dP.
-    """
+    """A block owns 64 rows. It has a producer warpgroup and two consumer warpgroups, one for S and one for dP."""
 
     stages_b: int = 1
 
@@ -52,22 +47,18 @@ class WgmmaBackwardFloat32Config(StreamingConfig):
         )
 
 
-@dataclass(frozen=True)
-class WgmmaDkdvFloat32Config(OfGradients, WgmmaBackwardFloat32Config):
-    """Config of wgmma_dkdv_float32: a block owns tile_n keys and walks over tiles of tile_m queries."""
+class WgmmaDkdvFloat32Config(
+    OfGradients, WgmmaBackwardFloat32Config, kernel="wgmma_dkdv_float32", module="wgmma.backward_float32"
+):
+    """A block owns tile_n keys and walks over tiles of tile_m queries."""
 
-    kernel = "wgmma_dkdv_float32"
-    module = "wgmma.backward_float32"
     takes = abi.backward("dk dv", abi.ROWS, abi.MASK_BITS_OF_KEYS)
     of_keys = True
 
 
-@dataclass(frozen=True)
-class WgmmaDqFloat32Config(WgmmaBackwardFloat32Config):
-    """Config of wgmma_dq_float32: a block owns tile_m queries of one head and walks over tiles of tile_n keys."""
+class WgmmaDqFloat32Config(WgmmaBackwardFloat32Config, kernel="wgmma_dq_float32", module="wgmma.backward_float32"):
+    """A block owns tile_m queries of one head and walks over tiles of tile_n keys."""
 
-    kernel = "wgmma_dq_float32"
-    module = "wgmma.backward_float32"
     takes = abi.backward("dq", abi.ROWS)
 
 
@@ -114,8 +105,7 @@ class Paired(WgmmaBackwardFloat32Config):
         other block.
         """
         return layout(
-            own_a=self.own_a_bytes,
-            own_b=self.own_b_bytes,
+            **self._own_tile(),
             stream=2 * self.panels * self.panel_bytes,
             weights=self.weights_bytes,
             score_gradients=self.weights_bytes,
@@ -125,15 +115,9 @@ class Paired(WgmmaBackwardFloat32Config):
         )
 
 
-@dataclass(frozen=True)
-class WgmmaPairedDkdvConfig(Paired, WgmmaDkdvFloat32Config):
-    """Config of wgmma_dkdv_paired."""
-
-    kernel = "wgmma_dkdv_paired"
+class WgmmaPairedDkdvConfig(Paired, WgmmaDkdvFloat32Config, kernel="wgmma_dkdv_paired"):
+    """The same for two blocks."""
 
 
-@dataclass(frozen=True)
-class WgmmaPairedDqConfig(Paired, WgmmaDqFloat32Config):
-    """Config of wgmma_dq_paired."""
-
-    kernel = "wgmma_dq_paired"
+class WgmmaPairedDqConfig(Paired, WgmmaDqFloat32Config, kernel="wgmma_dq_paired"):
+    """The same for two blocks."""
