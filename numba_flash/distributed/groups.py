@@ -25,9 +25,9 @@ class Group(abc.ABC):
 
     @abc.abstractmethod
     def send_recv(self, sends: Buffers, receives: Buffers, then: Callable[[], None] | None = None) -> Callable[[], Any]:
-        """Starts to send `sends` and to receive into `receives`, lists of arrays by rank, and calls `then` when all have
-        arrived. -> a function that makes the caller, or its stream, wait for that. Buffers must not be used before.
-        Arrays are contiguous; with `takes_views` any.
+        """Starts to send `sends` and to receive into `receives`, lists of arrays by rank, and calls `then` when all are
+        there. -> a function that makes the caller, or its stream, wait for that. Buffers must not be used before. The
+        arrays are contiguous, or any with `takes_views`.
 
         All ranks call this equally often. The n-th array sent to a rank is the n-th that it receives from here in the
         same call. Calls may be waited for in any order. It raises RuntimeError if another rank is gone.

@@ -7,6 +7,7 @@ the process with an error, as for any operation of NCCL that hangs.
 
 import socket
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -63,12 +64,8 @@ class PeerMemory:
         self._handle = symmetric.rendezvous(self.memory, group.group_name)
         self.bases = [int(address) for address in self._handle.buffer_ptrs]
         self.streams = [torch.cuda.Stream(self.device, priority=-1) for _ in (STAGING, PULLING)]
-        self._alone = dist.new_group(
-            [dist.get_rank()],
-            timeout=group._get_backend(self.device).options._timeout,
-            backend="nccl",
-            use_local_synchronization=True,
-        )
+        self._alone = _of_one_rank(group._get_backend(self.device).options._timeout)
+        weakref.finalize(self, self._alone.abort)
         self._token = torch.zeros(1, device=self.device)
         self._watched()
         self.memory[:FLAGS] = 0
@@ -103,7 +100,7 @@ class PeerMemory:
 
     def _watched(self) -> None:
         """torch's watchdog waits for what the current stream has done until here."""
-        dist.all_reduce(self._token, group=self._alone)
+        self._alone.allreduce([self._token])
 
     def stage(self, at: int, letter: Letter) -> None:
         """Copies a letter to this GPU's shared memory."""
@@ -134,6 +131,13 @@ class PeerMemory:
         from cuda.bindings import driver
 
         _checked(driver.cuStreamWaitValue32(self.streams[stream].cuda_stream, address, value % 2**32, 0))
+
+
+def _of_one_rank(timeout: Any) -> Any:
+    """A group of NCCL, without torch.distributed.new_group, for which all processes of the job would have to come."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, options)
 
 
 def in_planes(x: Any) -> tuple[int, int, int, list[int]]:

@@ -144,6 +144,13 @@ def test_peers_change_no_bits(ranks, name, method, size, layout, seqlen):
     assert ranks.run(size, "over_peers", 4096, 2, 0, "compared", *given) == ranks.run(size, "compared", *given)
 
 
+def test_a_group_says_what_moves_its_tokens(ranks):
+    assert (
+        ranks.run(2, "transport")
+        == [("gloo", ["tokens are moved by gloo: the backend of the group is gloo, not nccl"])] * 2
+    )
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_generation_has_the_bits_of_one_process(ranks, size):
     assert ranks.run(size, "from_caches") == [[True, True]] * size

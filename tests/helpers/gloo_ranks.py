@@ -6,6 +6,7 @@ Each case is a function of this file that a rank calls with its group. Its name 
 import datetime
 import os
 import traceback
+import warnings
 
 import numpy as np
 import torch
@@ -190,3 +191,11 @@ def numbers(group):
     """Sizes of ranks that differ, and a dtype for each."""
     x = np.arange(7)
     return distributed.unshard(torch.from_numpy(distributed.shard(x, group, 0)), group, 0, seqlen=7).tolist()
+
+
+def transport(group):
+    """That of peer_group, and what the warning says."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        made = distributed.peer_group(group)
+    return made.transport, [str(each.message) for each in said]
