@@ -270,7 +270,7 @@ class WarnsIfSlow(Launch):
 
     def run(self, operands: Given, stream: int) -> None:
         from ..machine.announce import warn_caller
-        from ..select.cost_model import simulated_seconds
+        from .simulated import simulated_seconds
 
         seconds = self._times * simulated_seconds(self._problem, self._kernel)
         if seconds > 60:
