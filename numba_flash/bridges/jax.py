@@ -247,10 +247,6 @@ class _Callback:
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]  # asked for in every call
 
-    def load(self, shapes: Iterable[Any], device: int | None) -> None:
-        """Compiles and loads what a call with buffers of these shapes needs. XLA aligns its buffers."""
-        _plan(self, tuple(map(tuple, shapes)), device, 16).launch.load()
-
     def __call__(self, context: Any, results: Sequence[Any], *operands: Any) -> None:
         buffers = (*operands, *results)
         addresses, device = arrays.jax_addresses(buffers)

@@ -7,7 +7,6 @@ the devices. A device counts its batch entries and heads from 0. So a seed, and 
 refused where they are split.
 """
 
-import contextlib
 import functools
 import math
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..problem.forward import LAYOUTS
 from ..problem.options import BROADCAST, GRADIENT_OF, RANKS, SEEDED
@@ -190,40 +189,21 @@ def _lower(context: Any, *values: Any, callback: Any, results: Any, devices: Any
     device, which is lowered later as a program of its own, names the callback as JAX did here."""
     usual = mlir.lower_fun(buffer_callback(callback, results), multiple_results=True)
     found = usual(context.replace(), *values)
-    if getattr(axes := context.module_context.axis_context, "manual_axes", ()):
-        _load(callback, (*context.avals_in, *results), axes.mesh)
+    if getattr(context.module_context.axis_context, "manual_axes", ()):
         return found  # inside jax.shard_map; an axis of the mesh that it leaves out has no rule in JAX
     made = found[0].owner
     target = made.attributes["call_target_name"].value
     named = {x.name: np.uint64(x.attr.value) for x in made.attributes["mhlo.backend_config"]}
     made.erase()
 
-    def computed(results: Any, mesh: Any = None) -> Any:
-        def run(*given: Any) -> Any:
-            _load(callback, (*given, *results), mesh)
-            return jax.ffi.ffi_call(target, results)(*given, **named)
-
-        return run
+    def computed(results: Any) -> Any:
+        return lambda *given: jax.ffi.ffi_call(target, results)(*given, **named)
 
     rule = Rule.of(callback, context.avals_in, results)
     return mlir.lower_fun(_split(rule, results, computed), multiple_results=True)(context, *values)
 
 
 mlir.register_lowering(operation, _lower)
-
-
-def _load(callback: Any, buffers: Any, mesh: Any) -> None:
-    """Loads the callback's kernels to all devices of the mesh in this process, before the program runs.
-
-    Loading may wait for what runs on a GPU. One device would load while another runs a collective that waits for it,
-    and neither would go on.
-    """
-    if not isinstance(mesh, Mesh) or mesh.size == 1:
-        return
-    here = [x for x in mesh.devices.flat if x.process_index == jax.process_index()]
-    for device in {x.local_hardware_id if x.platform == "gpu" else None for x in here}:
-        with contextlib.suppress(Exception):  # the callback raises it
-            callback.load([x.shape for x in buffers], device)
 
 
 def _sum(x: Any, names: Axes) -> Any:
@@ -256,8 +236,7 @@ def _split(rule: Rule, results: tuple[jax.ShapeDtypeStruct, ...], computed: Any)
         ]
 
         def part(*operands: Any) -> Any:
-            found = computed(parts, mesh)(*operands)
-            return tuple(_sum(x, names) for x, names in zip(found, over, strict=True))
+            return tuple(_sum(x, names) for x, names in zip(computed(parts)(*operands), over, strict=True))
 
         return mesh, part, tuple(found), tuple(given)
 

@@ -68,14 +68,12 @@ class Launcher:
         self._threads, self._shared_bytes = threads, shared_bytes
         # with one device, a launch need not ask for the current context
         self._several_devices = driver.cuDeviceGetCount()[1] != 1
+        context.ensure(device)
         # A kernel is passed as a function, in the current context, whichever that is.
         self._function = driver.CUfunction(int(kernel.handle))
-        with context.of(device):
-            error, first, _ = driver.cuKernelGetParamInfo(driver.CUkernel(int(kernel.handle)), 0)
-            if not error:  # loads the code to this device now, not in the first launch
-                error, _ = driver.cuKernelGetFunction(driver.CUkernel(int(kernel.handle)))
+        error, first, _ = driver.cuKernelGetParamInfo(driver.CUkernel(int(kernel.handle)), 0)
         if error:
-            raise RuntimeError(f"kernel {name!r} could not be loaded: {error.name}")
+            raise RuntimeError(f"the parameters of kernel {name!r} could not be looked up: {error.name}")
         self._size = first + MAP_SIZE * maps + 8 * pointers + constants
         # the five words of `extra` and the size that one of them points to; then the parameters
         self._layout = struct.Struct(f"<6Q{first}x{f'{MAP_SIZE}s' * maps}{pointers}Q{constants}s")
@@ -135,8 +133,13 @@ class Launcher:
         none, current = self._driver.cuCtxGetDevice()
         if not none and int(current) == self._device:
             return self._launch_here(parameters, stream, blocks)
-        with context.of(self._device):
-            return self._launch_here(parameters, stream, blocks)
+        from cuda.core import Device
+
+        Device(self._device).set_current()
+        error = self._launch_here(parameters, stream, blocks)
+        if not none:
+            Device(int(current)).set_current()
+        return error
 
 
 def _serialization(driver: Any) -> Any:
