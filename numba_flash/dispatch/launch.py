@@ -424,6 +424,7 @@ class OnCpu(_ByAddresses):
         run(self._problem, operands, addresses_of(operands), self._code())
 
 
+@functools.cache
 def _cpu() -> Any:
     with toolchain.importing():
         from ..cpu import forward as cpu
