@@ -195,7 +195,6 @@ def make(config):
         pin_b(acc_b)
         products.issue_s(base, acc_s, a_desc, n, FALSE)
         asks = ahead(base, i, member, tile, arrays, strides, sizes)
-        # As a function this condition becomes another machine code.
         while (member < word(base, MEMBERS) if loop.early else n < limit) if of_keys else i >= limit:
             rings.b.consumer_wait(base, n)
             masked = i >= word(base, CUT) or i < word(base, FREE)
