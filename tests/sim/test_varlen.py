@@ -12,7 +12,7 @@ from numba_flash.config import wgmma_backward
 from numba_flash.dispatch import backward as dispatch_backward, forward as dispatch, launch
 from numba_flash.kernels.wgmma import backward_block_tiles
 from numba_flash.machine.target import Target
-from numba_flash.problem import packed as problem_packed
+from numba_flash.problem import groups, packed as problem_packed
 from numba_flash.ptx.sim import launch as sim_launch
 from numba_flash.select import backward_kernels, features, rungs
 from numba_flash.testing import packed
@@ -158,6 +158,28 @@ def test_heads_of_a_sequence_go_side_by_side(monkeypatch, nothing_remembered):
     short = [(h, 0) for h in (0, 2, 1, 3)]
     assert [(h, j) for _, h, j, _ in taken] == [*one, *short, *both, *short]
     assert all(forward.same_bits(*of) for of in zip(*found, strict=True) if of[0] is not None)
+
+
+@pytest.mark.slow
+def test_blocks_share_the_heads_of_a_group_for_long_sequences_alone(monkeypatch, nothing_remembered):
+    """Four of five heads, then the fifth; their sums are added up. A short sequence's bits are those without parts,
+    which its bounds allow."""
+    monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: True)
+    monkeypatch.setattr(launch, "blocks_at_a_time", lambda _: 2)
+    monkeypatch.setattr(groups, "SHORT", 256)
+    rung = forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    lengths = [(3, 9), (5, 270), (0, 280), (9, 130)]
+    case = varlen.ragged(rung, lengths, heads=5, heads_kv=1, head_dim=8, causal=True)
+    given, keys = incoming(case), case.keys(3)
+    found = varlen.backward(rung, case, *given)
+    packed.check_packed_gradients(case, found, *given)
+    alone = varlen.ragged(rung, lengths[3:], heads=5, heads_kv=1, head_dim=8, causal=True)
+    rows = case.queries(3)
+    own = (given[0][rows], given[1][rows], given[2][:, rows].copy(), given[3][:, rows].copy())
+    for bounds in ({}, dict(max_seqlen_q=9, max_seqlen_k=130)):
+        made = varlen.backward(rung, alone, *own, **bounds)
+        parts = (found.dq[rows], found.dk[keys], found.dv[keys])
+        assert all(forward.same_bits(*of) for of in zip(made[:3], parts, strict=True))
 
 
 def test_what_is_behind_a_sequence_changes_no_bits_of_one_kernel(monkeypatch, nothing_remembered):
