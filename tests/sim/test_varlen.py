@@ -14,7 +14,7 @@ from numba_flash.kernels.wgmma import backward_block_tiles
 from numba_flash.machine.target import Target
 from numba_flash.problem import groups, packed as problem_packed
 from numba_flash.ptx.sim import launch as sim_launch
-from numba_flash.select import backward_kernels, features, rungs
+from numba_flash.select import backward_kernels, features, forward as select_forward, rungs
 from numba_flash.testing import packed
 
 TestVarlen = suite(varlen)
@@ -218,6 +218,23 @@ def test_rows_that_a_hidden_key_spoils_are_computed_again(head_dim, monkeypatch,
     right, again = (x.astype(np.float32) for x in found)
     np.testing.assert_allclose(again[:19], right[:19], rtol=0.02, atol=2e-3)
     assert np.isnan(again[19]).all() and (again[20:] == right[20:]).all()
+
+
+HIDDEN = [(dict(causal=True), [(200, 200), (9, 9)]), (dict(causal=True), [(150, 160)]), ({}, [(10, 600), (70, 140)])]
+
+
+@pytest.mark.parametrize(("options", "lengths"), HIDDEN, ids=str)
+def test_a_consumer_leaves_out_keys_that_its_rows_do_not_see(options, lengths, monkeypatch, nothing_remembered):
+    """So the number of a tile's rows decides no bits, even if V is not finite where only some rows see it."""
+    rung, found = forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True), []
+    case = varlen.ragged(rung, lengths, heads=1, heads_kv=1, head_dim=8, **options)
+    packed.check_packed(case, *varlen.forward(rung, case))
+    case.v[150 if options else 100] = np.nan if options else 0
+    for rows in (192, 128):
+        monkeypatch.setattr(select_forward, "with_fastest_rows", lambda c, *_, m=rows: dataclasses.replace(c, tile_m=m))
+        dispatch._plans.clear()
+        found.append(varlen.forward(rung, case))
+    assert all(forward.same_bits(*of) for of in zip(*found, strict=True))
 
 
 NUMBERED = [("float16", {}, 1), ("float16", dict(causal=True), 2), ("float32", dict(window=(9, 3)), 1)]
