@@ -185,13 +185,15 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig, kernel="wgmma_dkdv", mod
     def grid(self, problem: AnyProblem) -> int:
         p = problem.forward
         if p.packed is not None and not self.key_tiles:
-            return super().grid(problem)
+            return super().grid(problem) * parts_of(p.group, self.members)
         return all_parts(p, self.members) * (1 if self.key_tiles else self._tiles_of_keys(problem))
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         if not self.members:
             return {}
-        rows = all_parts(problem.forward, self.members) * self._tiles_of_keys(problem) * self.tile_n
+        p = problem.forward
+        tiles = p.heads_kv * parts_of(p.group, self.members) * tiles_of_all(p, self.tile_n, of_keys=True)
+        rows = tiles * self.tile_n
         columns = dict(dk_sums=self.of_dk * self.head_dim_padded, dv_sums=self.of_dv * self.head_dim_v_padded)
         return {name: ((rows * count,), "float32") for name, count in columns.items() if count}
 

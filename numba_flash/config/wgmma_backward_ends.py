@@ -36,6 +36,7 @@ class WgmmaAddPartsConfig(Config, kernel="wgmma_add_parts", module="wgmma.backwa
     of_dv: bool = True
     members: int = 1
 
+    in_order = True
     takes = WgmmaDkdvConfig.takes
     waits = True
     threads: ClassVar[int] = 128  # type: ignore[misc]
@@ -45,4 +46,7 @@ class WgmmaAddPartsConfig(Config, kernel="wgmma_add_parts", module="wgmma.backwa
         return layout(dk=self.of_dk * tile_bytes(64, self.head_dim), dv=self.of_dv * tile_bytes(64, self.head_dim_v))
 
     def grid(self, problem: AnyProblem) -> int:
-        return problem.forward.heads_kv * tiles_by_bound(problem.forward, 64, of_keys=True)
+        p = problem.forward
+        if p.packed is None:
+            return p.heads_kv * tiles_by_bound(p, 64, of_keys=True)
+        return p.heads_kv * tiles_of_all(p, self.tile_n, of_keys=True) * (self.tile_n // 64)

@@ -1,5 +1,12 @@
 """How blocks that own keys share the query heads of a group: each takes some, its members. Integers only."""
 
+SHORT = 1024  # keys of a packed sequence up to which a block takes all heads: partial sums would take too long
+
+
+def members_of(members, keys):
+    """`members`, or 0 for a short packed sequence."""
+    return members if keys > SHORT else 0
+
 
 def parts_of(group, members):
     """Number of blocks that share a group; members 0: one block, which takes all heads."""

@@ -5,7 +5,7 @@ from ..config.blocks import AT_A_TIME
 from ..config.wgmma_backward import WgmmaFusedConfig, all_parts
 from ..machine.target import Target
 from ..problem.backward import BackwardProblem
-from ..problem.groups import parts_of
+from ..problem.groups import SHORT, parts_of
 from ..problem.options import changes_scores
 from .backward_line import dq_stays, fastest, loses_nowhere
 
@@ -126,8 +126,9 @@ def heads_per_block(problem: BackwardProblem, one_kernel: bool) -> int:
     with two members and 927 with all, 2 x 8 heads over one of head_dim 256 1017 and 1513 (H200).
     """
     forward = problem.forward
-    short = max(forward.seqlen_q, forward.seqlen_k) <= 512
-    if forward.packed is not None or forward.function("mask_mod") is not None:
+    packed = forward.packed is not None  # then a kernel leaves the groups of short sequences whole (problem/groups.py)
+    short = forward.seqlen_k <= SHORT if packed else max(forward.seqlen_q, forward.seqlen_k) <= 512
+    if forward.function("mask_mod") is not None or (packed and (forward.every_key or not one_kernel)):
         return 0  # lengths of packed sequences are not known, and members change bits
     if forward.every_key:
         return fastest(forward, one_kernel).members

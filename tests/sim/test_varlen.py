@@ -12,9 +12,9 @@ from numba_flash.config import wgmma_backward
 from numba_flash.dispatch import backward as dispatch_backward, forward as dispatch, launch
 from numba_flash.kernels.wgmma import backward_block_tiles
 from numba_flash.machine.target import Target
-from numba_flash.problem import packed as problem_packed
+from numba_flash.problem import groups, packed as problem_packed
 from numba_flash.ptx.sim import launch as sim_launch
-from numba_flash.select import backward_kernels, features, rungs
+from numba_flash.select import backward_kernels, features, forward as select_forward, rungs
 from numba_flash.testing import packed
 
 TestVarlen = suite(varlen)
@@ -160,6 +160,28 @@ def test_heads_of_a_sequence_go_side_by_side(monkeypatch, nothing_remembered):
     assert all(forward.same_bits(*of) for of in zip(*found, strict=True) if of[0] is not None)
 
 
+@pytest.mark.slow
+def test_blocks_share_the_heads_of_a_group_for_long_sequences_alone(monkeypatch, nothing_remembered):
+    """Four of five heads, then the fifth; their sums are added up. A short sequence's bits are those without parts,
+    which its bounds allow."""
+    monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: True)
+    monkeypatch.setattr(launch, "blocks_at_a_time", lambda _: 2)
+    monkeypatch.setattr(groups, "SHORT", 256)
+    rung = forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True)
+    lengths = [(3, 9), (5, 270), (0, 280), (9, 130)]
+    case = varlen.ragged(rung, lengths, heads=5, heads_kv=1, head_dim=8, causal=True)
+    given, keys = incoming(case), case.keys(3)
+    found = varlen.backward(rung, case, *given)
+    packed.check_packed_gradients(case, found, *given)
+    alone = varlen.ragged(rung, lengths[3:], heads=5, heads_kv=1, head_dim=8, causal=True)
+    rows = case.queries(3)
+    own = (given[0][rows], given[1][rows], given[2][:, rows].copy(), given[3][:, rows].copy())
+    for bounds in ({}, dict(max_seqlen_q=9, max_seqlen_k=130)):
+        made = varlen.backward(rung, alone, *own, **bounds)
+        parts = (found.dq[rows], found.dk[keys], found.dv[keys])
+        assert all(forward.same_bits(*of) for of in zip(made[:3], parts, strict=True))
+
+
 def test_what_is_behind_a_sequence_changes_no_bits_of_one_kernel(monkeypatch, nothing_remembered):
     """The last tile of keys, and of queries, has rows of no sequence: NaN, which would reach dQ by 0 * NaN."""
     monkeypatch.setattr(backward_kernels, "gains_by_one_kernel", lambda *_: True)
@@ -196,6 +218,23 @@ def test_rows_that_a_hidden_key_spoils_are_computed_again(head_dim, monkeypatch,
     right, again = (x.astype(np.float32) for x in found)
     np.testing.assert_allclose(again[:19], right[:19], rtol=0.02, atol=2e-3)
     assert np.isnan(again[19]).all() and (again[20:] == right[20:]).all()
+
+
+HIDDEN = [(dict(causal=True), [(200, 200), (9, 9)]), (dict(causal=True), [(150, 160)]), ({}, [(10, 600), (70, 140)])]
+
+
+@pytest.mark.parametrize(("options", "lengths"), HIDDEN, ids=str)
+def test_a_consumer_leaves_out_keys_that_its_rows_do_not_see(options, lengths, monkeypatch, nothing_remembered):
+    """So the number of a tile's rows decides no bits, even if V is not finite where only some rows see it."""
+    rung, found = forward.Rung("wgmma", testing.rows_padded, tensor=True, tile=32, slow=True), []
+    case = varlen.ragged(rung, lengths, heads=1, heads_kv=1, head_dim=8, **options)
+    packed.check_packed(case, *varlen.forward(rung, case))
+    case.v[150 if options else 100] = np.nan if options else 0
+    for rows in (192, 128):
+        monkeypatch.setattr(select_forward, "with_fastest_rows", lambda c, *_, m=rows: dataclasses.replace(c, tile_m=m))
+        dispatch._plans.clear()
+        found.append(varlen.forward(rung, case))
+    assert all(forward.same_bits(*of) for of in zip(*found, strict=True))
 
 
 NUMBERED = [("float16", {}, 1), ("float16", dict(causal=True), 2), ("float32", dict(window=(9, 3)), 1)]

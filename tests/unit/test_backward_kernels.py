@@ -13,6 +13,7 @@ from numba_flash.arrays import read
 from numba_flash.dispatch.launch import workspace
 from numba_flash.functions.function import Function
 from numba_flash.machine.target import Target
+from numba_flash.problem.groups import SHORT
 from numba_flash.problem.options import Packed
 from numba_flash.select import backward_forms, backward_kernels
 from numba_flash.select.backward import select_backward
@@ -623,6 +624,23 @@ def test_how_many_heads_of_a_group_a_block_takes():
     assert members(32, 4, 256, one_kernel=False) == 2 and members(64, 8, 256, one_kernel=False) == 0
     assert members(32, 4, 192, one_kernel=False) == 4
     assert members(32, 4, mask_mod=Function.of("mask_mod", earlier)) == 0, "blocks take what is left of tiles in turns"
+
+    def of_packed(longest, causal=True):
+        rows, keys, ends = empty(4096, 32, 128), empty(4096, 8, 128), empty(5, dtype="int32")
+        given = dict(
+            do=rows,
+            q=rows,
+            k=keys,
+            v=keys,
+            o=rows,
+            lse=empty(32, 4096, dtype="float32"),
+            cu_seqlens_q=ends,
+            cu_seqlens_k=ends,
+        )
+        made = problem(128, dtype="float16", causal=causal, layout=Packed(longest, longest), **given)
+        return backward_forms.heads_per_block(made, one_kernel=True)
+
+    assert [of_packed(None), of_packed(SHORT + 1), of_packed(SHORT), of_packed(None, causal=False)] == [2, 2, 0, 0]
 
 
 def test_one_kernel_in_float64_needs_a_query(monkeypatch):

@@ -570,6 +570,11 @@ def packed_gates():
                     for own in (config, *configs_of(kernel, packed_gradients(head_dim, "float32", **options))):
                         if own.kernel.startswith(kernel):
                             yield f"{own.kernel}-{head_dim}-packed{words}", own
+    # Blocks share the heads of a group.
+    for head_dim in (64, 128):
+        for config in configs_of("wgmma", packed_gradients(head_dim, heads=16, causal=True)):
+            if config.kernel in ("wgmma_fused", "wgmma_add_parts"):
+                yield f"{config.kernel}-{head_dim}-packed-group", config
     # Of many sequences without bounds, where tiles have numbers.
     made = select.select(packed_problem(64, sequences=64, causal=True), A100, "mma", "cupy").config
     for config in (made, *configs_of("mma", packed_gradients(64, sequences=64, causal=True), A100)):
@@ -577,9 +582,10 @@ def packed_gates():
             yield f"{config.kernel}-64-packed-numbered", config
 
 
-def packed_gradients(head_dim, dtype="float16", sequences=4, **options):
-    rows, ends = empty(4096, 2, head_dim, dtype=dtype), empty(sequences + 1, dtype="int32")
-    arrays = dict.fromkeys(("do", "q", "k", "v", "o"), rows) | dict(lse=empty(2, 4096, dtype="float32"))
+def packed_gradients(head_dim, dtype="float16", sequences=4, heads=2, **options):
+    rows, keys = (empty(4096, n, head_dim, dtype=dtype) for n in (heads, 2))
+    ends = empty(sequences + 1, dtype="int32")
+    arrays = dict(do=rows, q=rows, k=keys, v=keys, o=rows, lse=empty(heads, 4096, dtype="float32"))
     arrays |= dict(cu_seqlens_q=ends, cu_seqlens_k=ends, layout=Packed())
     return gradients(head_dim, dtype=dtype, **arrays, **options)
 

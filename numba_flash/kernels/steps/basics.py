@@ -59,7 +59,7 @@ def tiles_of(rows, in_tile):
 # The keys a query sees, the order of dQ's parts, the elements a lane holds.
 row_keys, key_tiles, key_queries = inlined(ranges.row_keys), inlined(ranges.key_tiles), inlined(ranges.key_queries)
 key_tile_of, parts_before, ways_of = map(inlined, (dq_order.key_tile_of, dq_order.parts_before, dq_order.ways_of))
-parts_of, part_of = inlined(groups.parts_of), inlined(groups.part_of)
+parts_of, part_of, members_of = map(inlined, (groups.parts_of, groups.part_of, groups.members_of))
 first_row_of, first_column_of = inlined(fragments.row), inlined(fragments.column)
 panel_offset, swizzled = inlined(fragments.panel_offset), inlined(fragments.swizzled)
 

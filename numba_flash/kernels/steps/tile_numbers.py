@@ -60,6 +60,26 @@ def make(config: Any, rows: int, of_keys: bool) -> Any:
 
 
 @functools.cache
+def halves(config: Any, rows: int, of_keys: bool) -> Any:
+    """-> place_of(block, arrays, strides, sizes), for kernels with a block for 64 rows of each head's tiles: (its
+    Sequence, head, first row in it, number of its 64 rows among a head's, count of these). If there is no such
+    sequence, one without rows."""
+    numbers, complete, parts = make(config, rows, of_keys), completer(config, of_keys), rows // 64
+
+    @inlined
+    def place_of(block, arrays, strides, sizes):
+        count = int32(numbers.count(sizes) * parts)
+        h = divide(block, count)
+        half = int32(block - h * count)
+        b, first, length = numbers.sequence(divide(half, parts), arrays, strides, sizes)
+        first_row = int64(half - numbers.first(b, first) * parts) * 64
+        sequence = complete(b if length > 0 else int32(0), first, length, arrays, strides, sizes)
+        return sequence, h, first_row, half, count
+
+    return place_of
+
+
+@functools.cache
 def completer(config: Any, of_keys: bool) -> Any:
     """-> complete(b, first, rows, arrays, strides, sizes): the Sequence b, as sequence.py makes it, of which it
     is known where its keys, or else its queries, begin, and how many there are. A search takes long, and is left out

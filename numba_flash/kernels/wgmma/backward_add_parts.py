@@ -13,7 +13,8 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32
 
 from ...ptx import griddepcontrol, local, memory, special
-from ..steps.basics import divide, inlined, parts_of
+from ..steps import tile_numbers
+from ..steps.basics import divide, inlined, members_of, parts_of
 from ..steps.sequence import make as make_sequence
 from . import backward_outputs
 from .block import aligned, clear
@@ -24,7 +25,8 @@ def make(config):
     # columns past head_dim are left out
     dk_blocks, dv_blocks = -(-config.head_dim // 16) * 2, -(-config.head_dim_v // 16) * 2
     dk_count, dv_count = 4 * dk_blocks if config.of_dk else 1, 4 * dv_blocks if config.of_dv else 1
-    sequence_of = make_sequence(config)
+    sequence_of, packed = make_sequence(config), config.packed
+    packed_place = tile_numbers.halves(config, config.tile_n, True) if packed else None
     write = backward_outputs.key_rows(config, 64, 0, config.shared_layout().dv)
 
     def adder(blocks, padded):
@@ -48,18 +50,25 @@ def make(config):
         base = aligned(cuda.shared.array(0, uint8), config.ALIGNMENT)
         acc_dk = local.array(dk_count, float32)  # (head_dim / 8, 4)
         acc_dv = local.array(dv_count, float32)  # (head_dim_v / 8, 4)
+        if packed:  # outside runs behind
+            griddepcontrol.launch_dependents()
         thread, block = special.thread_index(), special.block_index()
-        own_tiles = divide(int32(sizes.seqlen_k) + int32(63), 64)
-        head_of_all = divide(block, own_tiles)
-        b = divide(head_of_all, sizes.heads_kv)
-        h_kv, tile = int32(head_of_all - b * sizes.heads_kv), int32(block - head_of_all * own_tiles)
-        first_key = int32(tile * 64)
-        sequence = sequence_of(b, arrays, strides, sizes)
+        if packed:
+            sequence, h_kv, first_key, tile, tiles = packed_place(block, arrays, strides, sizes)
+            head_of_all = h_kv
+        else:
+            own_tiles = divide(int32(sizes.seqlen_k) + int32(63), 64)
+            head_of_all = divide(block, own_tiles)
+            b = divide(head_of_all, sizes.heads_kv)
+            h_kv, tile = int32(head_of_all - b * sizes.heads_kv), int32(block - head_of_all * own_tiles)
+            first_key, sequence = int32(tile * 64), sequence_of(b, arrays, strides, sizes)
+            tiles = divide(int32(sizes.seqlen_k) + int32(64 * of_tile - 1), 64 * of_tile) * of_tile
         parts = int32(parts_of(divide(sizes.heads, sizes.heads_kv), config.members))
-        tiles = divide(int32(sizes.seqlen_k) + int32(64 * of_tile - 1), 64 * of_tile) * of_tile
         clear(acc_dk, dk_count)
         clear(acc_dv, dv_count)
         griddepcontrol.wait()
+        if packed and (members_of(config.members, sequence.keys) == 0 or first_key >= sequence.keys):
+            return
         if config.of_dk:
             add_dk(acc_dk, arrays.dk_sums, head_of_all * parts, parts, tiles, tile, thread)
         if config.of_dv:

@@ -15,7 +15,7 @@ from numba import int32, uint32
 
 from ...ptx import memory, special
 from ..steps import tile_numbers
-from ..steps.basics import divide, inlined, key_tile_of, named, ways_of
+from ..steps.basics import divide, inlined, key_tile_of, members_of, named, ways_of
 from ..steps.sequence import make as make_sequence
 from . import backward_work, block, pipeline
 from .backward_work import head_parts_of, kv_head_of
@@ -93,25 +93,27 @@ def make(config):
 
     @inlined
     def take_of_packed(base, w, arrays, strides, sizes):
-        """take for packed sequences. They follow each other, and each has a ticket for each head and number of a tile.
-        Tickets behind its last tile are passed over."""
-        own, all_numbers, head_parts = state_of(base, w), numbers.count(sizes), head_parts_of(sizes, config.members)
-        # The number of tiles may decide nothing that changes the order of a sequence's sums.
-        ways, looking = int32(ways_of(head_parts, int32(0), sizes.left, sizes.right)), True
+        """take for packed sequences. They follow each other, and each has a ticket for each part of a group and number
+        of a tile. Tickets behind its last tile are passed over."""
+        own, all_numbers, most_parts = state_of(base, w), numbers.count(sizes), head_parts_of(sizes, config.members)
+        looking = True
         while looking:
             ticket, busy = number_of(w, arrays), special.opaque(int32(sizes.heads_in_flight))
-            looking = ticket < int32(head_parts * all_numbers)
+            looking = ticket < int32(most_parts * all_numbers)
             if not looking:
                 state.write(own, MEMBERS, 0)
             else:
-                b, first_row, rows = numbers.sequence(divide(ticket, head_parts), arrays, strides, sizes)
+                b, first_row, rows = numbers.sequence(divide(ticket, most_parts), arrays, strides, sizes)
                 keys = rows
                 if has_seqlens_k and rows > 0:
                     keys = int32(complete(b, first_row, rows, arrays, strides, sizes).keys)
                 n_tiles = divide(keys + int32(tile_n - 1), tile_n)
-                ticket = int32(ticket - numbers.first(b, first_row) * head_parts)
+                ticket = int32(ticket - numbers.first(b, first_row) * most_parts)
+                head_parts = head_parts_of(sizes, members_of(int32(config.members), keys))
                 looking = ticket >= int32(head_parts * n_tiles)
                 if not looking:
+                    # The number of tiles may decide nothing that changes the order of a sequence's sums.
+                    ways = int32(ways_of(head_parts, int32(0), sizes.left, sizes.right))
                     in_flight = divide(busy + n_tiles - int32(1), n_tiles)
                     _, part, j, step = key_tile_of(ticket, int32(1), head_parts, n_tiles, ways, in_flight)
                     sequence = complete(b, first_row, rows, arrays, strides, sizes)

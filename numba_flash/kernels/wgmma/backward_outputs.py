@@ -9,12 +9,12 @@ from numba import float32, int32, int64, uint32
 
 from ...ptx import bar, local, memory, special
 from ..recompute import keys as recompute_keys, queries as recompute_queries
-from ..steps import gradient_rows
-from ..steps.basics import divide, inlined
+from ..steps import gradient_rows, tile_numbers
+from ..steps.basics import divide, inlined, members_of, parts_of
 from ..steps.sequence import QueryTile, key_row, query_row
 from . import block
 from .backward_work import head_parts_of
-from .block import FIRST_ROW, H_KV, PART, B, H, rows_of_lane
+from .block import FIRST_KEY, FIRST_ROW, H_KV, KEYS, PART, B, H, rows_of_lane
 
 
 def key_rows(config, rows, dk_at, dv_at):
@@ -56,6 +56,8 @@ def key_rows(config, rows, dk_at, dv_at):
 def of_keys(config):
     """-> write_gradients, a device function of a consumer warpgroup of a block that owns keys."""
     plan, tile_n, sequence_of = config.shared_layout(), config.tile_n, block.sequence_of_work(config)
+    members, packed = config.members, config.packed
+    numbers = tile_numbers.make(config, tile_n, True) if packed else None
     word = block.state_of(config).read
     # If the next K and V arrive meanwhile, dK and dV are staged in the place of dS. Up to 64 columns they lie side by
     # side in one of its two buffers; above that one follows the other, each with a panel in both buffers.
@@ -68,9 +70,14 @@ def of_keys(config):
     def leave_sums(own, acc, blocks, sums, sizes):
         """Stores acc (blocks, 4), in the layout of the registers, where add_parts reads it."""
         four, thread = local.array(4, uint32), special.thread_index() - 128
-        tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
-        all_parts = int64(word(own, B) * head_parts_of(sizes, config.members) + word(own, PART))
-        tile = (all_parts * tiles + divide(word(own, FIRST_ROW), tile_n)) * (tile_n // 64) + (thread >> int32(7))
+        tiles, number = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n), divide(word(own, FIRST_ROW), tile_n)
+        if packed:
+            group, h_kv = divide(sizes.heads, sizes.heads_kv), word(own, H_KV)
+            all_parts = int64(h_kv * parts_of(group, members) + divide(word(own, H) - h_kv * group, members))
+            tiles, number = numbers.count(sizes), number + numbers.first(word(own, B), word(own, FIRST_KEY))
+        else:
+            all_parts = int64(word(own, B) * head_parts_of(sizes, members) + word(own, PART))
+        tile = (all_parts * tiles + number) * (tile_n // 64) + (thread >> int32(7))
         at = (tile * blocks * 128 + (thread & int32(127))) * 4
         for column in range(blocks):
             for x in range(4):
@@ -85,7 +92,7 @@ def of_keys(config):
 
         All threads that read these rows must have done so.
         """
-        if config.members:
+        if members and (not packed or members_of(members, word(own, KEYS)) > 0):
             if config.of_dk:
                 leave_sums(own, acc_dk, config.head_dim_padded // 8, arrays.dk_sums, sizes)
             if config.of_dv:

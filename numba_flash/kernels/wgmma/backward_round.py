@@ -31,24 +31,15 @@ def make(config):
     stage_dq, store_dq = gradient_rows.make(config.dtype, 64, 16, config.head_dim, config.head_dim % 8 == 0)
     recompute_queries = recompute.make(config, of_keys=True)
     find_nonfinite = backward_dq_sums.nonfinite_finder(config)
-    numbers = tile_numbers.make(config, config.tile_m, False) if config.packed else None
-    complete = tile_numbers.completer(config, False) if config.packed else None
+    packed_place = tile_numbers.halves(config, config.tile_m, False) if config.packed else None
 
     @inlined
     def place_of(block, arrays, strides, sizes):
         """-> (sequence, h, first query, number of its query tile among all, its part of that)."""
         if config.packed:
-            m_tiles = numbers.count(sizes)
-            tiles = m_tiles * of_part
-            h = divide(block, tiles)
-            part = int32(block - h * tiles)
-            number = divide(part, of_part)
-            part = int32(part - number * of_part)
-            b, first, rows = numbers.sequence(number, arrays, strides, sizes)
-            first_query = int64((number - numbers.first(b, first)) * config.tile_m + part * 64)
-            b = b if rows > 0 else int32(0)  # else there is no such sequence, and no query
-            sequence = complete(b, first, rows, arrays, strides, sizes)
-            return sequence, h, first_query, int64(h) * m_tiles + number, part
+            sequence, h, first_query, half, count = packed_place(block, arrays, strides, sizes)
+            number = divide(half, of_part)
+            return sequence, h, first_query, int64(h) * divide(count, of_part) + number, int32(half - number * of_part)
         tiles = divide(int32(sizes.seqlen_q) + int32(63), 64)
         head_of_all = divide(block, tiles)
         b = divide(head_of_all, sizes.heads)

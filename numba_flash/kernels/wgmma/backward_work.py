@@ -15,7 +15,7 @@ from numba import int32
 
 from ..score import longest_first, reads, tile_walk
 from ..steps import tile_numbers
-from ..steps.basics import divide, inlined, named, part_of, parts_of, tiles_of
+from ..steps.basics import divide, inlined, members_of, named, part_of, parts_of, tiles_of
 from ..steps.head_rounds import bias_of_entries, entry_and_head, heads_of_round, in_rounds
 from ..steps.sequence import key_range, make as make_sequence, query_range
 from . import block
@@ -95,9 +95,10 @@ def of_keys(config):
     @inlined
     def write_tile(base, sequence, head_part, first_key, arrays, strides, sizes):
         """Writes the words of the block's work, of a given tile."""
-        group = int32(divide(sizes.heads, sizes.heads_kv))
-        parts = parts_of(group, int32(config.members))
-        h_kv, first_head, members = part_of(head_part, parts, group, int32(config.members))
+        group, members = int32(divide(sizes.heads, sizes.heads_kv)), int32(config.members)
+        if config.packed:
+            members = int32(members_of(members, sequence.keys))
+        h_kv, first_head, members = part_of(head_part, parts_of(group, members), group, members)
         keys_left = min(sequence.keys - first_key, config.tile_n)
         begin, free, cut, stop = query_range(sequence, first_key, first_key + keys_left - 1, sizes, config.tile_m)
         if in_line:

@@ -32,8 +32,10 @@ POS_FREE, POS_CUT = STEP, NONFINITE
 # In backward_fused with a mask: the query tiles that see the key tile by positions. It takes a turn in the dQ of each.
 LINE_BEGIN, LINE_STOP = STATES, NONFINITE
 # Packed sequences have neither states nor a mask. For them: the tile's first row in q, the sequence's in k and v.
-# In the first work tile, for the scheduler alone: its last tile's sequence, and the number of query tiles before that.
-Q_ROW, FIRST_KEY, SEQUENCE, BEFORE = PART, STATES, STEP, NONFINITE
+# Tiles of keys that a consumer leaves out (forward.py), some bits for each consumer; bit 30: there is a query tile.
+Q_ROW, FIRST_KEY, HIDDEN, HIDDEN_BITS = PART, STATES, STEP, 10
+# Behind the four work tiles, for the scheduler alone: its last tile's sequence, the number of query tiles before that.
+SEQUENCE, BEFORE = 256, 260
 # In the backward: the sequence's first row in q and do, and how many queries it has.
 FIRST_QUERY, QUERIES = PART, NONFINITE
 NONFINITE_OF_PACKED = 64  # in the place of NONFINITE, behind the others (config.state_bytes)

@@ -29,7 +29,7 @@ from ...ptx import bar, griddepcontrol, local, memory, special, wgmma
 from ..score import fragment_softmax, tile_walk
 from ..steps.basics import FALSE, TRUE, inlined
 from . import block, forward_join, forward_outputs, one_side, operands, pipeline, producer, tile_scores
-from .block import BEGIN, CUT, FREE, KEYS, MEMBERS, PART, STATES, STOP, word
+from .block import BEGIN, CUT, FREE, HIDDEN, HIDDEN_BITS, KEYS, MEMBERS, PART, STATES, STOP, word
 from .operands import describe_rows, wait_all, wait_but_one
 from .tile_scores import ConsumerRegisters, KeyTile, ScoreRegisters
 
@@ -63,6 +63,7 @@ def make(config):
     ping_pong, pair = config.consumers > 1, 256  # threads of two warpgroups
     # Past the valid keys V may hold NaN, and 0 * NaN is NaN: consumers set such rows to 0.
     padded, zero_tail = config.packed or config.has("seqlens_k"), block.tail_zeroer(config, head_dim_v_padded, 4)
+    skips = config.packed and config.consumers > 1  # consumers leave out keys that none of their rows sees
 
     multiply_q_k = operands.rows_by_rows(config, config.tile_m, tile_n, head_dim_padded)
     multiply_p_v = operands.fragment_by_tile(config, tile_n, head_dim_v_padded)
@@ -103,6 +104,40 @@ def make(config):
         """Gives the turn to consumer `following`."""
         if ping_pong:
             bar.arrive(following + 1, pair)
+
+    @inlined
+    def zero_behind(base, work_tile, j, n):
+        """Zeroes the rows of V behind the last key, if key tile j, the block's n-th, has such rows."""
+        left = word(work_tile, KEYS) - j * tile_n
+        if left < tile_n:
+            rings.v.consumer_wait(base, n)
+            zero_tail(base + plan.v + rings.v.stage(n) * v_bytes, max(left, 0))
+
+    @inlined
+    def hidden_tiles(base, seen, me):
+        """-> how many of a query tile's last key tiles the consumer leaves out; the word that says it, 0 if there is no
+        such query tile."""
+        bits = word(rings.work_tile(base, seen), HIDDEN) if skips else int32(0)
+        return (bits >> (me * HIDDEN_BITS)) & int32((1 << HIDDEN_BITS) - 1), bits
+
+    @inlined
+    def leave_out(base, consumer, seen, hidden, n):
+        """A consumer whose turn it is gives on this turn and others, and so passes over the first `hidden` key tiles of
+        query tile `seen`. It ends P . V of the tile before the block's n-th. -> the number of the key tile behind"""
+        for x in range(n, n + hidden):
+            pingpong_arrive(consumer.following)
+            rings.k.consumer_wait(base, x)
+            rings.k.consumer_release(base, x, consumer.elected)
+            rings.v.consumer_wait(base, x)
+            if x == n:
+                wait_all()
+                rings.v.consumer_release(base, int32(n - 1), consumer.elected & (n > 0))
+                work_tile = rings.work_tile(base, seen)
+                zero_behind(base, work_tile, int32(word(work_tile, STOP) - 1), n)
+            rings.v.consumer_release(base, x, consumer.elected)
+            rings.k.consumer_wait(base, int32(x + 1))
+            pingpong_wait(consumer.me)
+        return int32(n + hidden)
 
     @inlined
     def step(first, base, consumer, tile, rows, registers, arrays, strides, sizes, score):
@@ -149,10 +184,7 @@ def make(config):
         if not first:
             rescale(acc_o, registers.alpha, moved)
         elif padded:
-            keys, first_key = word(tile.work_tile, KEYS), tile.j * tile_n
-            if keys < first_key + tile_n:
-                rings.v.consumer_wait(base, tile.n)
-                zero_tail(base + plan.v + rings.v.stage(tile.n) * v_bytes, max(keys - first_key, 0))
+            zero_behind(base, tile.work_tile, tile.j, tile.n)
         return following, asks
 
     @inlined
@@ -187,13 +219,15 @@ def make(config):
         rings.tiles.consumer_wait(base, seen)
         rings.q.consumer_wait(base, seen)
         rings.k.consumer_wait(base, taken)
+        hidden, there = hidden_tiles(base, seen, me)
         pingpong_wait(me)
+        taken = leave_out(base, consumer, seen, hidden, taken)
         issue_scores(base, q_desc, acc_s, taken)
         pingpong_arrive(consumer.following)
-        while word(rings.work_tile(base, seen), MEMBERS) != 0:
+        while (there if skips else word(rings.work_tile(base, seen), MEMBERS)) != 0:
             work_tile = rings.work_tile(base, seen)
             begin, free = word(work_tile, BEGIN), word(work_tile, FREE)
-            cut, j = word(work_tile, CUT), int32(word(work_tile, STOP) - 1)
+            cut, j = word(work_tile, CUT), int32(word(work_tile, STOP) - 1 - hidden)
             states = word(work_tile, STATES) if walk.present else int32(0)
             rows = begin_rows(work_tile, seen, q_desc, begin, states, registers, arrays, strides, score)
             masked, asks = j >= cut or j < free, walk.needs_mask(states, j, arrays, strides)
@@ -216,10 +250,12 @@ def make(config):
             # If there is no next query tile, nobody reads that S.
             seen = int32(seen + 1)
             rings.tiles.consumer_wait(base, seen)
+            (hidden, there), last = hidden_tiles(base, seen, me), int32(taken - 1)
             pingpong_wait(me)
-            issue_outputs(base, acc_o, p_frag, int32(taken - 1))
+            issue_outputs(base, acc_o, p_frag, last)
             q_desc = describe_rows(base + rings.q.stage(seen) * q_bytes + me * (64 * 128))
             rings.q.consumer_wait(base, seen)
+            taken = leave_out(base, consumer, seen, hidden, taken)
             rings.k.consumer_wait(base, taken)
             issue_scores(base, q_desc, acc_s, taken)
             pingpong_arrive(consumer.following)
@@ -227,7 +263,7 @@ def make(config):
                 outputs.load_sinks(distance, work_tile, arrays, strides)
             wait_but_one()
             pin_o(acc_o)
-            rings.v.consumer_release(base, int32(taken - 1), elected)
+            rings.v.consumer_release(base, last, elected & (hidden == 0))
 
             if config.parts > 1:
                 leave_part(word(work_tile, PART), registers, arrays)

@@ -23,7 +23,7 @@ from ..steps.basics import TRUE, divide, inlined, named, tiles_of
 from ..steps.head_rounds import bias_of_entries, entry_and_head, in_rounds
 from ..steps.sequence import key_range, make as make_sequence
 from . import bias_boxes, block, packed_tiles, pipeline
-from .block import BEGIN, CUT, FIRST_ROW, FREE, MEMBERS, STATES, STOP, B, H, word_alone, write
+from .block import BEGIN, CUT, FIRST_ROW, FREE, HIDDEN_BITS, MEMBERS, STATES, STOP, B, H, word_alone, write
 
 SHORT = 2  # key tiles
 
@@ -158,6 +158,19 @@ def query_tiles(config):
         return block.WorkTile(b, h, h_kv, first_query, sequence.keys, position, members, begin, free, cut, stop)
 
     @inlined
+    def hidden_tiles(tile, sizes):
+        """-> the word HIDDEN: how many of the last key tiles none of a consumer's rows sees; one tile is left. A lane
+        counts those of a consumer."""
+        lane, found = special.thread_index() & int32(31), int32(0)
+        left = tile.members - 64 * lane
+        end = min(tile.position + 64 * lane + min(left, 64) + sizes.right, tile.keys)
+        seen = max(tiles_of(max(end, 0), tile_n) if left > 0 else int32(0), int32(tile.begin + 1))
+        hidden = min(max(int32(tile.stop - seen), 0), (1 << HIDDEN_BITS) - 1)
+        for consumer in range(config.consumers):
+            found |= int32(shfl.idx_b32(uint32(hidden), consumer)) << int32(HIDDEN_BITS * consumer)
+        return found
+
+    @inlined
     def acts():
         """Whether the thread is the scheduler. With packed sequences it is one of a warp, which looks for tiles."""
         return special.thread_index() & int32(31) == 0 if packed else TRUE
@@ -167,7 +180,11 @@ def query_tiles(config):
         """Tells the producer and the consumers that query tile t is the block's i-th. -> where its Q is"""
         tile, work = work_tile_of(base, i, t, arrays, strides, sizes), rings.work_tile(base, i)
         if packed:  # at once: behind the wait it would be read again, which takes registers that the scheduler lacks
-            sequence = sequence_of(tile.b, arrays, strides, sizes)
+            sequence, hidden = sequence_of(tile.b, arrays, strides, sizes), int32(0)
+            if tile.members != 0:
+                hidden = int32(1 << 30)
+                if tile.stop - tile.begin > 1:
+                    hidden |= hidden_tiles(tile, sizes)
         rings.tiles.producer_acquire(base, i)
         if acts():
             block.write_tile(work, tile)
@@ -176,6 +193,7 @@ def query_tiles(config):
             if packed:
                 write(work, block.Q_ROW, tile.first_row + sequence.first_query)
                 write(work, block.FIRST_KEY, sequence.first_key)
+                write(work, block.HIDDEN, hidden)
             if has_mask:
                 write(work, block.POS_FREE, tile.free)
                 write(work, block.POS_CUT, tile.cut)
@@ -329,7 +347,8 @@ def make(config):
     @inlined
     def clear_outside(arrays, strides, sizes):
         """A warp clears rows of no packed sequence. A lane looks at one gap between sequences. Blocks share a gap."""
-        for first in range(int32(0), int32(sizes.batch + 1), int32(32)):
+        first = int32(0)
+        while first <= sizes.batch:
             begin, end = outside.gap(int32(first + (special.thread_index() & int32(31))), arrays, strides, sizes)
             left = vote.ballot(uint32(1) if begin < end else uint32(0))
             while left != 0:
@@ -340,6 +359,7 @@ def make(config):
                 while row < last:
                     outside.clear(row, special.thread_index() & int32(31), arrays, strides, sizes)
                     row = int32(row + special.block_count())
+            first = int32(first + 32)
 
     @inlined
     def produce_bias(base, arrays, strides):
