@@ -4,7 +4,17 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
-from .forward import ITEM_SIZE, AnyProblem, Config, check, layout, multiple_of, one_of, tile_bytes
+from .forward import (
+    ITEM_SIZE,
+    AnyProblem,
+    Config,
+    check,
+    layout,
+    multiple_of,
+    one_of,
+    tile_bytes,
+    tiles_by_bound,
+)
 from .mma_forward import MmaConfig
 from .simt_backward import OfAux, OfBias, OfDelta
 
@@ -16,17 +26,25 @@ class PreprocessConfig(OfDelta):
     """Config of mma/backward_preprocess.
 
     natural: lse stays a natural logarithm, as scores with a bias need it (kernels/steps/units.py). dq_partials: sums of
-    dQ of a query tile, each with turn counters. early: the next kernel may start before this one ends (cc 9.0).
+    dQ of a query tile, each with turn counters. part_keys: keys of a tile whose parts of dK and dV have one, too. early: the next kernel may start before this one ends (cc 9.0).
     """
 
     natural: bool = False
     dq_partials: int = 1
     early: bool = False
+    part_keys: int = 0
 
     kernel = "backward_preprocess"
     module = "mma.backward_preprocess"
-    takes = abi.OF_PREPROCESS
     UNIT = BLOCK_ROWS
+
+    @property
+    def takes(self) -> abi.Parameters:  # type: ignore[override]
+        return abi.OF_PREPROCESS.plus(sizes="key_tiles" if self.part_keys else "")
+
+    def own_sizes(self, problem: AnyProblem) -> dict[str, Any]:
+        p = problem.forward
+        return dict(key_tiles=p.heads_kv * tiles_by_bound(p, self.part_keys, of_keys=True)) if self.part_keys else {}
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         p = problem.forward

@@ -191,6 +191,8 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
 
     members: int = 0
 
+    parts_in_line: ClassVar[bool] = False  # as in WgmmaFusedConfig
+
     kernel = "wgmma_dkdv"
     module = "wgmma.backward"
     takes = abi.backward("dk dv", mask=abi.MASK_BITS_OF_KEYS).plus("dk_sums dv_sums")
@@ -257,7 +259,8 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     and writes it in 16 bits. With 0 blocks add up dQ in global memory. stays: the block is persistent. It takes one
     tile after another, and stages dK and dV over dS while the next K and V are loaded. lse_first: the accumulators of S
     begin with -lse / scale instead of 0, so that nothing waits for lse afterwards; it needs a scale that is not 0, no
-    dropped weights and no bias. dq_partials: the number of sums of dQ, to which key tiles add in rotation; with one, a
+    dropped weights and no bias. parts_in_line: with members, each part of a group adds its dK and dV to the sums of the
+    parts before it, and the last part writes them; otherwise wgmma_add_parts does. dq_partials: the number of sums of dQ, to which key tiles add in rotation; with one, a
     head of 32k causal queries takes 9 % longer, and two heads of 16k take 14 % longer (H200).
     """
 
@@ -265,6 +268,7 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     stays: bool = False  # type: ignore[misc]
     lse_first: bool = True  # type: ignore[misc]
     dq_partials: int = 1
+    parts_in_line: bool = False  # type: ignore[misc]
 
     kernel = "wgmma_fused"
     module = "wgmma.backward_fused"
@@ -294,6 +298,8 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
         apart = large or not (tiles and self.stays)  # else products would wait for each other (C7515)
         check(apart, f"with key_tiles blocks stay with tiles of 128 queries, not {queries}")
         check(self.stays or tiles <= 1, f"a block with {tiles} key tiles stays")
+        line = self.members > 0 and not tiles and not self.packed  # blocks have tickets
+        check(line or not self.parts_in_line, "parts_in_line needs members, and no key_tiles or packed sequences")
         check(0 <= tiles <= self.MOST_KEY_TILES, f"key_tiles must be 0 to {self.MOST_KEY_TILES}, not {tiles}")
         most = 1 if tiles else self.MOST_LINES
         check(
@@ -323,13 +329,17 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
         return self.bias_boxes
 
     def own_sizes(self, problem: AnyProblem) -> dict[str, Any]:
-        return dict(heads_in_flight=heads_in_flight(problem.forward, self.KEYS, self.dq_partials))
+        p, step = problem.forward, 1
+        if self.parts_in_line:  # parts of a head that go one way are side by side with those that go the other way
+            step = parts_of(p.group, self.members)
+        return dict(heads_in_flight=-(-heads_in_flight(p, self.KEYS, self.dq_partials) // step) * step)
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         made, p = super().workspace(problem), problem.forward
         if not self.key_tiles:
             sums = p.heads * tiles_of_all(p, self.tile_m) * self.dq_partials
-            made["turns"] = (self.TURNS_AT + 2 * sums,), "uint32"
+            of_parts = p.batch * p.heads_kv * self._tiles_of_keys(problem) if self.parts_in_line else 0
+            made["turns"] = (self.TURNS_AT + 2 * sums + of_parts,), "uint32"
             made["dq_sums"] = (sums * self.tile_m * self.dq_columns,), "float32"
         return made
 

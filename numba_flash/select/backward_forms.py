@@ -117,6 +117,12 @@ def blocks_stay(problem: BackwardProblem, target: Target, members: int, key_tile
     return many and not masked and (forward.array("bias") is None or key_tiles > 1) and not leaves
 
 
+def parts_in_line(problem: BackwardProblem, members: int, key_tiles: int) -> bool:
+    """Whether each part of a group adds its dK and dV to those of the parts before it. Otherwise a kernel of its own
+    adds them up, and reads all of them from global memory."""
+    return 0 < members < problem.forward.group and not key_tiles
+
+
 def heads_per_block(problem: BackwardProblem, one_kernel: bool) -> int:
     """How many query heads of a group a block that owns keys processes; 0: all, so it writes dK and dV itself.
 

@@ -32,6 +32,7 @@ from .backward_forms import (
     gains_by_one_kernel,
     heads_per_block,
     key_tiles_of_a_block,
+    parts_in_line,
 )
 from .backward_tiles import TABLES
 from .features import LARGE_FLOAT64, features_of, rows_for
@@ -234,6 +235,7 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """One kernel of all gradients."""
     tile = rows_for(TABLES, "wgmma_fused", problem, target)[0].tile
     key_tiles, members = key_tiles_of_a_block(problem, target), heads_per_block(problem, one_kernel=True)
+    in_line = parts_in_line(problem, members, key_tiles)
     packed, bias = problem.forward.packed is not None, problem.forward.array("bias")
     lines = 1 if key_tiles else dq_partials(problem)
     fused = wgmma.WgmmaFusedConfig(
@@ -243,10 +245,12 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
         lse_first=problem.forward.number("scale") != 0 and not problem.forward.seeded and bias is None,
         members=members,
         stays=blocks_stay(problem, target, members, key_tiles),
+        parts_in_line=in_line,
         dq_partials=lines,
     )
     turns_of = 0 if key_tiles else fused.tile_m
-    more = dict(turns_of=turns_of, dq_partials=lines, early=True, in_order=packed and fused.in_order)
+    part_keys = fused.KEYS * in_line
+    more = dict(turns_of=turns_of, dq_partials=lines, part_keys=part_keys, early=True, in_order=packed and fused.in_order)
     start = shared.first(mma.PreprocessConfig, problem, target, **more)
     made: list[LaunchFacts] = [start, *with_prologues([fused], problem, target)]
     if not key_tiles:
@@ -282,4 +286,4 @@ def _halved(config: Any, problem: BackwardProblem, target: Target) -> Any:
 def _add_parts(configs: Sequence[wgmma.WgmmaDkdvConfig]) -> list[LaunchFacts]:
     """The kernels that add up the partial sums of dK and dV of these kernels; none if they write the gradients
     themselves."""
-    return [wgmma_ends.WgmmaAddPartsConfig.behind(config) for config in configs if config.members]
+    return [wgmma_ends.WgmmaAddPartsConfig.behind(config) for config in configs if config.members and not config.parts_in_line]

@@ -107,6 +107,11 @@ def make(config):
                 tile = int64(rows.head_of_all) * tiles + known.query // turns_of
                 for word in range(turn_words):
                     arrays.turns[lse_delta.TURNS_AT + turn_words * tile + word] = uint32(0)
+            if config.part_keys:
+                tiles = divide(int32(sizes.seqlen_q) + int32(turns_of - 1), turns_of)
+                at = lse_delta.TURNS_AT + int64(sizes.batch * sizes.heads) * tiles * turn_words
+                for word in range(block * config.threads + thread, sizes.key_tiles, special.block_count() * config.threads):
+                    arrays.turns[at + word] = uint32(0)
         known_rows.put(known, rows, arrays, sizes)
 
     return preprocess

@@ -9,7 +9,8 @@ from numba import float32, int32, int64, uint32
 from ...ptx import bar, local, memory, special
 from ..recompute import keys as recompute
 from ..steps import gradient_rows
-from ..steps.basics import divide, inlined
+from ..steps.basics import divide, inlined, parts_of, tiles_of, ways_of
+from ..steps.lse_delta import TURNS_AT
 from ..steps.sequence import key_row
 from . import block
 from .backward_work import head_parts_of
@@ -61,20 +62,59 @@ def of_block(config):
     places = (plan.own_a, plan.own_b if config.of_dk else plan.own_a)
     if config.stays:
         places = (plan.ds, plan.ds + 64 * 128 if config.dq_panels == 1 else plan.ds)
-    write_outputs = make(config, tile_n, *places)
+    write_outputs, in_line, warp_sync = make(config, tile_n, *places), config.parts_in_line, bar.warp_sync
+    warps = 4 * config.consumers
+    dk_blocks, dv_blocks = config.head_dim_padded // 8, config.head_dim_v_padded // 8
+    at_once = 16 if config.own_rows == 128 and config.other_rows == 64 else 4  # ptxas would load more, and spill
 
     @inlined
-    def leave_sums(own, acc, blocks, sums, sizes):
-        """Stores acc (blocks, 4), in the layout of the registers, where add_parts reads it."""
-        four, thread = local.array(4, uint32), special.thread_index() - 128
-        tiles = divide(int32(sizes.seqlen_k) + int32(tile_n - 1), tile_n)
-        all_parts = int64(word(own, B) * head_parts_of(sizes, config.members) + word(own, PART))
-        tile = (all_parts * tiles + divide(word(own, FIRST_ROW), tile_n)) * (tile_n // 64) + (thread >> int32(7))
-        at = (tile * blocks * 128 + (thread & int32(127))) * 4
+    def tile_of(own, head, sizes):
+        """The number of the key tile among those of all heads, or parts of them."""
+        return int64(head) * tiles_of(sizes.seqlen_k, tile_n) + divide(word(own, FIRST_ROW), tile_n)
+
+    @inlined
+    def sums_at(own, part, blocks, sizes):
+        """Where the thread's sums of `blocks` times 8 columns begin, in the layout of the registers."""
+        thread = special.thread_index() - 128
+        tile = tile_of(own, word(own, B) * head_parts_of(sizes, config.members) + part, sizes) * (tile_n // 64)
+        return ((tile + (thread >> int32(7))) * blocks * 128 + (thread & int32(127))) * 4
+
+    @inlined
+    def add_sums(own, part, acc, blocks, sums, sizes):
+        """acc (blocks, 4) <- acc + what leave_sums has stored."""
+        four, at = local.array(4, uint32), sums_at(own, part, blocks, sizes)
+        for column in range(blocks):
+            memory.load_v4(four, 0, memory.address(sums, at + column * 512))
+            for x in range(4):
+                acc[4 * column + x] += four[x].view(np.float32)
+            if column % at_once == at_once - 1:
+                warp_sync()
+
+    @inlined
+    def leave_sums(own, part, acc, blocks, sums, sizes):
+        """Stores acc (blocks, 4) where add_parts or the next part reads it."""
+        four, at = local.array(4, uint32), sums_at(own, part, blocks, sizes)
         for column in range(blocks):
             for x in range(4):
                 four[x] = acc[4 * column + x].view(np.uint32)
             memory.store_v4(memory.address(sums, at + column * 512), four, 0)
+
+    @inlined
+    def place_in_line(own, arrays, sizes):
+        """-> (the address of the tile's counter, the group's first part, how many parts come before, whether the part is
+        the last). They come in the order of their tickets: of two ways, first those that go up
+        (kernels/steps/dq_order.py)."""
+        m_tiles = int64(tiles_of(sizes.seqlen_q, config.tile_m)) * sizes.batch * sizes.heads
+        turn = TURNS_AT + m_tiles * (2 * config.dq_partials)
+        turn += tile_of(own, int64(word(own, B)) * sizes.heads_kv + word(own, H_KV), sizes)
+        parts, part = parts_of(divide(sizes.heads, sizes.heads_kv), int32(config.members)), word(own, PART)
+        first = int32(word(own, H_KV) * parts)
+        before, end = int32(part - first), int32(first + parts)
+        all_parts, n_tiles = head_parts_of(sizes, config.members), tiles_of(sizes.seqlen_k, tile_n)
+        if ways_of(all_parts, n_tiles, sizes.left, sizes.right) == 2:  # even ones go up
+            up, up_before = (end + 1) >> 1, (first + 1) >> 1
+            before = int32((part >> 1) - (first >> 1) + up - up_before if part & 1 != 0 else (part >> 1) - up_before)
+        return memory.address(arrays.turns, turn), first, before, before == parts - 1
 
     @inlined
     def write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score):
@@ -84,11 +124,24 @@ def of_block(config):
 
         All threads that read these rows must have done so.
         """
-        if config.members:
+        last, part = config.members == 0, word(own, PART) if config.members else int32(0)
+        if in_line:
+            turn, first, before, last = place_in_line(own, arrays, sizes)
+            part = int32(first + before)
+            if before > 0:
+                while memory.load_acquire(turn) < uint32(warps * before):
+                    pass
+                add_sums(own, part - 1, acc_dk, dk_blocks, arrays.dk_sums, sizes)
+                add_sums(own, part - 1, acc_dv, dv_blocks, arrays.dv_sums, sizes)
+        if not last:
             if config.of_dk:
-                leave_sums(own, acc_dk, config.head_dim_padded // 8, arrays.dk_sums, sizes)
+                leave_sums(own, part, acc_dk, dk_blocks, arrays.dk_sums, sizes)
             if config.of_dv:
-                leave_sums(own, acc_dv, config.head_dim_v_padded // 8, arrays.dv_sums, sizes)
+                leave_sums(own, part, acc_dv, dv_blocks, arrays.dv_sums, sizes)
+            if in_line:
+                warp_sync()
+                if special.thread_index() & int32(31) == 0:
+                    memory.add_release(turn, uint32(1))
         else:
             sequence = sequence_of(own, arrays, strides, sizes)
             place_of_tile = sequence, word(own, H_KV), word(own, FIRST_ROW)
