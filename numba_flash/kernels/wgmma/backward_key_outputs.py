@@ -65,7 +65,7 @@ def of_block(config):
     write_outputs, in_line, warp_sync = make(config, tile_n, *places), config.parts_in_line, bar.warp_sync
     warps = 4 * config.consumers
     dk_blocks, dv_blocks = config.head_dim_padded // 8, config.head_dim_v_padded // 8
-    at_once = 16 if config.own_rows == 128 and config.other_rows == 64 else 4  # ptxas would load more, and spill
+    at_once = 4  # ptxas would load more of them at once, and spill
 
     @inlined
     def tile_of(own, head, sizes):
@@ -100,21 +100,27 @@ def of_block(config):
             memory.store_v4(memory.address(sums, at + column * 512), four, 0)
 
     @inlined
-    def place_in_line(own, arrays, sizes):
-        """-> (the address of the tile's counter, the group's first part, how many parts come before, whether the part is
-        the last). They come in the order of their tickets: of two ways, first those that go up
-        (kernels/steps/dq_order.py)."""
-        m_tiles = int64(tiles_of(sizes.seqlen_q, config.tile_m)) * sizes.batch * sizes.heads
-        turn = TURNS_AT + m_tiles * (2 * config.dq_partials)
-        turn += tile_of(own, int64(word(own, B)) * sizes.heads_kv + word(own, H_KV), sizes)
-        parts, part = parts_of(divide(sizes.heads, sizes.heads_kv), int32(config.members)), word(own, PART)
-        first = int32(word(own, H_KV) * parts)
-        before, end = int32(part - first), int32(first + parts)
+    def turn_of(own, arrays, sizes):
+        """The address of the key tile's counter: behind those of dQ."""
+        of_dq = int64(tiles_of(sizes.seqlen_q, config.tile_m)) * sizes.batch * sizes.heads * (2 * config.dq_partials)
+        tile = tile_of(own, word(own, B) * int32(sizes.heads_kv) + word(own, H_KV), sizes)
+        return memory.address(arrays.turns, TURNS_AT + of_dq + tile)
+
+    @inlined
+    def place_in_line(own, sizes):
+        """-> (the group's first part, how many parts come before, whether the part is the last). They come in the order
+        of their tickets: of two ways, first those that go up (kernels/steps/dq_order.py)."""
+        parts = int32(parts_of(divide(sizes.heads, sizes.heads_kv), int32(config.members)))
+        first, part, one = int32(word(own, H_KV) * parts), word(own, PART), int32(1)
+        before, last = int32(part - first), int32(parts - 1)
         all_parts, n_tiles = head_parts_of(sizes, config.members), tiles_of(sizes.seqlen_k, tile_n)
         if ways_of(all_parts, n_tiles, sizes.left, sizes.right) == 2:  # even ones go up
-            up, up_before = (end + 1) >> 1, (first + 1) >> 1
-            before = int32((part >> 1) - (first >> 1) + up - up_before if part & 1 != 0 else (part >> 1) - up_before)
-        return memory.address(arrays.turns, turn), first, before, before == parts - 1
+            up = int32(int32(first + one) >> one)
+            if part & one == 0:
+                before = int32((part >> one) - up)
+            else:
+                before = int32((part >> one) - (first >> one) + (int32(first + parts + one) >> one) - up)
+        return first, before, before == last
 
     @inlined
     def write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score):
@@ -126,9 +132,10 @@ def of_block(config):
         """
         last, part = config.members == 0, word(own, PART) if config.members else int32(0)
         if in_line:
-            turn, first, before, last = place_in_line(own, arrays, sizes)
+            first, before, last = place_in_line(own, sizes)
             part = int32(first + before)
             if before > 0:
+                turn = turn_of(own, arrays, sizes)
                 while memory.load_acquire(turn) < uint32(warps * before):
                     pass
                 add_sums(own, part - 1, acc_dk, dk_blocks, arrays.dk_sums, sizes)
@@ -140,6 +147,7 @@ def of_block(config):
                 leave_sums(own, part, acc_dv, dv_blocks, arrays.dv_sums, sizes)
             if in_line:
                 warp_sync()
+                turn = turn_of(own, arrays, sizes)
                 if special.thread_index() & int32(31) == 0:
                     memory.add_release(turn, uint32(1))
         else:
