@@ -65,7 +65,7 @@ def of_block(config):
     write_outputs, in_line, warp_sync = make(config, tile_n, *places), config.parts_in_line, bar.warp_sync
     warps = 4 * config.consumers
     dk_blocks, dv_blocks = config.head_dim_padded // 8, config.head_dim_v_padded // 8
-    at_once = 4  # ptxas would load more of them at once, and spill
+    at_once = 8  # ptxas would load more of them at once, and spill
 
     @inlined
     def tile_of(own, head, sizes):
