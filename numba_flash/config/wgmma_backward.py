@@ -1,6 +1,5 @@
 """Configs of the Hopper backward (kernels/wgmma/backward_*.py): everything in them is a constant of the code."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..abi import parameters as abi
@@ -19,7 +18,6 @@ def all_parts(p: Problem, members: int) -> int:
     return p.batch * p.heads_kv * parts_of(p.group, members)
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class StreamingConfig(Sums, Config):
     """A block owns a tile of rows. Its producer warpgroup loads the tiles that it walks over.
 
@@ -44,32 +42,21 @@ class StreamingConfig(Sums, Config):
     OWN_ROWS: ClassVar[tuple[int, ...]] = (64, 128, 192)
     LONGEST: ClassVar[int] = 128  # the most rows of a tile that a block walks over
     LEAST_STAGES_A: ClassVar[int] = 2  # the next S is issued before the product with this tile's a ends
-    NOT_TAKEN: ClassVar[tuple[str, ...]] = ()  # options that other kernels on tensor cores take
 
     def __post_init__(self) -> None:
         other, a, b = self.other_rows, self.stages_a, self.stages_b
         most, least = self.LONGEST, self.LEAST_STAGES_A
-        self._check_dtype()
+        self._check_taken(self.WIDEST)  # type: ignore[attr-defined]
         one_of("a block's own rows", self.own_rows, *self.OWN_ROWS)
         whole = 16 <= other <= most and other % 16 == 0
         check(whole, f"a block walks over tiles of 16 to {most} rows, in steps of 16, not {other}")
         enough = least <= a <= 4 and 1 <= b <= 4
         check(enough, f"stages_a must be {least} to 4 and stages_b 1 to 4, not {a} and {b}")
-        self._check_widest()
-        self._check_options(self.NOT_TAKEN)
         check_registers(self.registers, self.consumers)  # type: ignore[attr-defined]
 
     def parts_bytes(self, rows: int, columns: int) -> int:
         """Bytes of a tile in parts."""
         return self.PARTS * tile_bytes(rows, columns)
-
-    @property
-    def own_a_bytes(self) -> int:
-        return self.parts_bytes(self.own_rows, self.head_dim_padded)
-
-    @property
-    def own_b_bytes(self) -> int:
-        return self.parts_bytes(self.own_rows, self.head_dim_v_padded)
 
     @property
     def stream_a_bytes(self) -> int:
@@ -92,13 +79,16 @@ class StreamingConfig(Sums, Config):
     def _barrier_counts(self) -> dict[str, int]:
         raise NotImplementedError
 
+    def _own_tile(self) -> dict[str, int]:
+        a, b = (self.parts_bytes(self.own_rows, n) for n in (self.head_dim_padded, self.head_dim_v_padded))
+        return dict(own_a=a, own_b=b)
+
     def _tiles(self) -> dict[str, int]:
-        """own_*: the tile that the block owns; stream_*: the stages of the tiles that it walks over."""
+        """The tile that the block owns, and the stages of the tiles that it walks over."""
         stream_a, stream_b = self.stages_a * self.stream_a_bytes, self.stages_b * self.stream_b_bytes
-        return dict(own_a=self.own_a_bytes, own_b=self.own_b_bytes, stream_a=stream_a, stream_b=stream_b)
+        return self._own_tile() | dict(stream_a=stream_a, stream_b=stream_b)
 
 
-@dataclass(frozen=True, init=False, repr=False, eq=False)
 class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
     """wgmma/backward and wgmma/backward_fused.
 
@@ -181,8 +171,7 @@ class WgmmaBackwardConfig(Warpgroups, StreamingConfig):
         )
 
 
-@dataclass(frozen=True)
-class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
+class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig, kernel="wgmma_dkdv", module="wgmma.backward"):
     """A block owns tile_n keys and walks over tiles of tile_m queries.
 
     The sums of dK and dV fit into registers together up to head_dim 128. members: how many query heads of a group a
@@ -192,9 +181,6 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
     members: int = 0
 
     parts_in_line: ClassVar[bool] = False  # as in WgmmaFusedConfig
-
-    kernel = "wgmma_dkdv"
-    module = "wgmma.backward"
     takes = abi.backward("dk dv", mask=abi.MASK_BITS_OF_KEYS).plus("dk_sums dv_sums")
     of_keys = reads_states = True
 
@@ -207,31 +193,25 @@ class WgmmaDkdvConfig(OfGradients, WgmmaBackwardConfig):
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         if not self.members:
             return {}
-        rows = all_parts(problem.forward, self.members) * self._tiles_of_keys(problem) * self.tile_n
+        sums = all_parts(problem.forward, self.members) // (1 + self.parts_in_line)
+        rows = sums * self._tiles_of_keys(problem) * self.tile_n
         columns = dict(dk_sums=self.of_dk * self.head_dim_padded, dv_sums=self.of_dv * self.head_dim_v_padded)
         return {name: ((rows * count,), "float32") for name, count in columns.items() if count}
 
     def _tiles_of_keys(self, problem: AnyProblem) -> int:
         return -(-problem.forward.seqlen_k // self.tile_n)
 
-    @property
-    def own_a_bytes(self) -> int:
-        """Bytes of K. A block without dK stages dV over K, so it counts the wider of them."""
-        columns = self.head_dim_padded if self.of_dk else max(self.head_dim_padded, self.head_dim_v_padded)
-        return tile_bytes(self.tile_n, columns)
-
-    @property
-    def own_b_bytes(self) -> int:
-        """dV alone needs no V."""
-        return tile_bytes(self.tile_n, self.head_dim_v_padded) if self.of_dk else 0
+    def _own_tile(self) -> dict[str, int]:
+        """dV alone needs no V, and is staged over K: the wider of them counts."""
+        made = super()._own_tile()
+        return made if self.of_dk else dict(own_a=max(made.values()), own_b=0)
 
     @property
     def lse_delta_bytes(self) -> int:  # type: ignore[override]
         return 8 * self.tile_m
 
 
-@dataclass(frozen=True)
-class WgmmaDqConfig(WgmmaBackwardConfig):
+class WgmmaDqConfig(WgmmaBackwardConfig, kernel="wgmma_dq", module="wgmma.backward"):
     """A block owns tile_m queries of one head and walks over tiles of tile_n keys.
 
     wanted_aux: the index of an array whose gradient it computes too, if all scores of a head read one element of it.
@@ -239,8 +219,6 @@ class WgmmaDqConfig(WgmmaBackwardConfig):
 
     wanted_aux: tuple[int, ...] = ()
 
-    kernel = "wgmma_dq"
-    module = "wgmma.backward"
     reads_states = True
 
     @property
@@ -249,8 +227,7 @@ class WgmmaDqConfig(WgmmaBackwardConfig):
         return own.plus(abi.AUX_SUMS, abi.OF_AUX) if self.wanted_aux else own
 
 
-@dataclass(frozen=True)
-class WgmmaFusedConfig(WgmmaDkdvConfig):
+class WgmmaFusedConfig(WgmmaDkdvConfig, kernel="wgmma_fused", module="wgmma.backward_fused"):
     """Config of wgmma/backward_fused, which computes dK and dV as WgmmaDkdvConfig says, and parts of dQ.
 
     Two warpgroups share dQ: each computes 64 queries of a tile of 128, or a panel of 64 columns of a tile of 64.
@@ -259,9 +236,10 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     and writes it in 16 bits. With 0 blocks add up dQ in global memory. stays: the block is persistent. It takes one
     tile after another, and stages dK and dV over dS while the next K and V are loaded. lse_first: the accumulators of S
     begin with -lse / scale instead of 0, so that nothing waits for lse afterwards; it needs a scale that is not 0, no
-    dropped weights and no bias. parts_in_line: with members, each part of a group adds its dK and dV to the sums of the
-    parts before it, and the last part writes them; otherwise wgmma_add_parts does. dq_partials: the number of sums of dQ, to which key tiles add in rotation; with one, a
-    head of 32k causal queries takes 9 % longer, and two heads of 16k take 14 % longer (H200).
+    dropped weights and no bias. parts_in_line: of the two parts of a group the second waits for the sums of dK
+    and dV of the first, and writes the gradients; otherwise wgmma_add_parts does. dq_partials: the number of sums of
+    dQ, to which key tiles add in rotation; with one, a head of 32k causal queries takes 9 % longer, and two heads of
+    16k take 14 % longer (H200).
     """
 
     key_tiles: int = 0  # type: ignore[misc]
@@ -270,8 +248,6 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
     dq_partials: int = 1
     parts_in_line: bool = False  # type: ignore[misc]
 
-    kernel = "wgmma_fused"
-    module = "wgmma.backward_fused"
     takes = abi.backward("dq dk dv", mask=abi.MASK_BITS_OF_KEYS).plus(
         "turns dq_sums dk_sums dv_sums", "heads_in_flight"
     )
@@ -298,8 +274,8 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
         apart = large or not (tiles and self.stays)  # else products would wait for each other (C7515)
         check(apart, f"with key_tiles blocks stay with tiles of 128 queries, not {queries}")
         check(self.stays or tiles <= 1, f"a block with {tiles} key tiles stays")
-        line = self.members > 0 and not tiles and not self.packed  # blocks have tickets
-        check(line or not self.parts_in_line, "parts_in_line needs members, and no key_tiles or packed sequences")
+        line = self.members > 0 and not tiles and not self.packed
+        check(line or not self.parts_in_line, "parts_in_line needs members, and no key_tiles and no packed sequences")
         check(0 <= tiles <= self.MOST_KEY_TILES, f"key_tiles must be 0 to {self.MOST_KEY_TILES}, not {tiles}")
         most = 1 if tiles else self.MOST_LINES
         check(
@@ -329,16 +305,13 @@ class WgmmaFusedConfig(WgmmaDkdvConfig):
         return self.bias_boxes
 
     def own_sizes(self, problem: AnyProblem) -> dict[str, Any]:
-        p, step = problem.forward, 1
-        if self.parts_in_line:  # parts of a head that go one way are side by side with those that go the other way
-            step = parts_of(p.group, self.members)
-        return dict(heads_in_flight=-(-heads_in_flight(p, self.KEYS, self.dq_partials) // step) * step)
+        return dict(heads_in_flight=heads_in_flight(problem.forward, self.KEYS, self.dq_partials))
 
     def workspace(self, problem: AnyProblem) -> abi.Workspace:
         made, p = super().workspace(problem), problem.forward
         if not self.key_tiles:
             sums = p.heads * tiles_of_all(p, self.tile_m) * self.dq_partials
-            of_parts = p.batch * p.heads_kv * self._tiles_of_keys(problem) if self.parts_in_line else 0
+            of_parts = self.parts_in_line * p.heads_kv * tiles_of_all(p, self.tile_n, of_keys=True)
             made["turns"] = (self.TURNS_AT + 2 * sums + of_parts,), "uint32"
             made["dq_sums"] = (sums * self.tile_m * self.dq_columns,), "float32"
         return made

@@ -63,7 +63,7 @@ def _with_sums(problem: BackwardProblem, target: Target, before: Configs, narrow
         sums = shared.best(mma.MmaDauxConfig, problem, target, wanted_aux=problem.wanted_aux)
         needed = with_prologues(sums, problem, target)[:-1]
     else:
-        sums = [shared.simt(DauxConfig, "v2_dq", problem, target, wanted_aux=problem.wanted_aux)]
+        sums = shared.best(DauxConfig, problem, target, table="v2_dq", wanted_aux=problem.wanted_aux)
         needed = [shared.first(DeltaConfig, problem, target)]
     there = [config.kernel for config in before]
     return (*before, *(config for config in needed if config.kernel not in there), start, *sums, end)
@@ -76,8 +76,8 @@ def _with_delta(own: Sequence[Config], problem: BackwardProblem, target: Target)
     delta = shared.first(DeltaConfig, problem, target, in_order=in_order)
     made = [delta, *with_prologues(own, problem, target)]
     if "dbias" in problem.wanted:
-        of_bias = shared.of_bias(problem)
-        made.append(shared.simt(DbiasConfig, "v2_dq", problem, target, wanted=("dbias",), **of_bias))
+        more = dict(table="v2_dq", wanted=("dbias",), **shared.of_bias(problem))
+        made += shared.best(DbiasConfig, problem, target, **more)
     return (*made, *shared.head_sums(problem, target, of_blocks=False))
 
 
@@ -89,7 +89,7 @@ def v2_configs(problem: BackwardProblem, target: Target) -> Configs:
     for kind, gradients in ((DkdvConfig, ("dk", "dv")), (DqConfig, ("dq", *in_rows))):
         wanted = tuple(name for name in gradients if name in problem.wanted)
         if wanted:
-            own.append(shared.simt(kind, kind.kernel, problem, target, wanted=wanted))
+            own += shared.best(kind, problem, target, wanted=wanted)
     return _with_sums(problem, target, _with_delta(own, problem, target))
 
 
@@ -138,11 +138,11 @@ def _mma_fp32_fp64(problem: BackwardProblem, target: Target) -> Configs:
     fused = _mma_fused(problem, target)
     if fused:
         return (*fused, *shared.head_sums(problem, target, of_blocks=False))
-    own: list[Any] = []
+    own: list[Config] = []
     kinds: list[Any] = [mma.MmaDkdvConfig, *[mma.MmaDqConfig] * ("dq" in problem.wanted)]
     for kind in kinds:
-        rows = [_shrunk(row, kind.of_keys, problem.forward) for row in rows_for(TABLES, kind.kernel, problem, target)]
-        own += shared.best(kind, problem, target, rows)
+        rows = rows_for(TABLES, kind.kernel, problem, target)
+        own += shared.best(kind, problem, target, [_shrunk(row, kind.of_keys, problem.forward) for row in rows])
     return _with_delta(own, problem, target)
 
 
@@ -225,16 +225,17 @@ def _wgmma_float32(problem: BackwardProblem, target: Target) -> Configs:
     kinds: list[type[Any]] = [wgmma_float32.WgmmaDkdvFloat32Config, wgmma_float32.WgmmaDqFloat32Config]
     if problem.forward.widest > wgmma_float32.WgmmaBackwardFloat32Config.WIDEST:
         kinds = [wgmma_float32.WgmmaPairedDkdvConfig, wgmma_float32.WgmmaPairedDqConfig]
-    own = shared.best(kinds[0], problem, target, rows_for(TABLES, "wgmma_dkdv", problem, target)[:1])
+    own = shared.best(kinds[0], problem, target, table="wgmma_dkdv")
     if "dq" in problem.wanted:
-        own += shared.best(kinds[1], problem, target, rows_for(TABLES, "wgmma_dq", problem, target)[:1])
+        own += shared.best(kinds[1], problem, target, table="wgmma_dq")
     return _with_delta(own, problem, target)
 
 
 def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
     """One kernel of all gradients."""
     tile = rows_for(TABLES, "wgmma_fused", problem, target)[0].tile
-    key_tiles, members = key_tiles_of_a_block(problem, target), heads_per_block(problem, one_kernel=True)
+    key_tiles = key_tiles_of_a_block(problem, target)
+    members = heads_per_block(problem, one_kernel=True, key_tiles=key_tiles)
     in_line = parts_in_line(problem, members, key_tiles)
     packed, bias = problem.forward.packed is not None, problem.forward.array("bias")
     lines = 1 if key_tiles else dq_partials(problem)
@@ -249,9 +250,9 @@ def _wgmma_fused(problem: BackwardProblem, target: Target) -> list[LaunchFacts]:
         dq_partials=lines,
     )
     turns_of = 0 if key_tiles else fused.tile_m
-    part_keys = fused.KEYS * in_line
-    more = dict(turns_of=turns_of, dq_partials=lines, part_keys=part_keys, early=True, in_order=packed and fused.in_order)
-    start = shared.first(mma.PreprocessConfig, problem, target, **more)
+    counted = dict(turns_of=turns_of, dq_partials=lines, part_keys=fused.KEYS * in_line)
+    in_order = packed and fused.in_order
+    start = shared.first(mma.PreprocessConfig, problem, target, **counted, early=True, in_order=in_order)
     made: list[LaunchFacts] = [start, *with_prologues([fused], problem, target)]
     if not key_tiles:
         made.append(wgmma_ends.WgmmaRoundConfig.behind(fused))
@@ -286,4 +287,5 @@ def _halved(config: Any, problem: BackwardProblem, target: Target) -> Any:
 def _add_parts(configs: Sequence[wgmma.WgmmaDkdvConfig]) -> list[LaunchFacts]:
     """The kernels that add up the partial sums of dK and dV of these kernels; none if they write the gradients
     themselves."""
-    return [wgmma_ends.WgmmaAddPartsConfig.behind(config) for config in configs if config.members and not config.parts_in_line]
+    leave = [config for config in configs if config.members and not config.parts_in_line]
+    return [wgmma_ends.WgmmaAddPartsConfig.behind(config) for config in leave]

@@ -371,7 +371,12 @@ def test_more_key_tiles_of_a_block_give_the_same_bits(rung, one_kernel, key_tile
 # parts two go down, or up. Of the head dims, one has panels of its own for dK and dV. Rows are computed again.
 @pytest.mark.parametrize(
     ("head_dim", "group", "heads_kv", "members", "options"),
-    [(8, 3, 2, 1, dict(causal=True)), (72, 3, 1, 2, {}), (8, 4, 1, 1, dict(causal=True)), (72, 8, 1, 2, dict(causal=True))],
+    [
+        (8, 3, 2, 1, dict(causal=True)),
+        (72, 3, 1, 2, {}),
+        (8, 4, 1, 1, dict(causal=True)),
+        (72, 8, 1, 2, dict(causal=True)),
+    ],
     ids=["three parts", "wide", "four parts", "wide, four parts"],
 )
 @pytest.mark.parametrize("stays", [False, True], ids=["leaves", "stays"])

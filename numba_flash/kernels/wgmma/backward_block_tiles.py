@@ -66,8 +66,7 @@ def make(config):
                 step = int32(-1) if both and part & int32(1) != 0 else int32(1)
             return b, part, int32(j), step
         ways = int32(ways_of(head_parts, n_tiles, sizes.left, sizes.right))
-        busy = special.opaque(int32(sizes.heads_in_flight)) if config.parts_in_line else int32(sizes.heads_in_flight)
-        return key_tile_of(number, int32(sizes.batch), head_parts, n_tiles, ways, busy)
+        return key_tile_of(number, int32(sizes.batch), head_parts, n_tiles, ways, int32(sizes.heads_in_flight))
 
     @inlined
     def own_keys(arrays, strides, sizes):

@@ -9,7 +9,7 @@ from numba import float32, int32, int64, uint32
 from ...ptx import bar, local, memory, special
 from ..recompute import keys as recompute
 from ..steps import gradient_rows
-from ..steps.basics import divide, inlined, parts_of, tiles_of, ways_of
+from ..steps.basics import divide, inlined, tiles_of
 from ..steps.lse_delta import TURNS_AT
 from ..steps.sequence import key_row
 from . import block
@@ -63,26 +63,37 @@ def of_block(config):
     if config.stays:
         places = (plan.ds, plan.ds + 64 * 128 if config.dq_panels == 1 else plan.ds)
     write_outputs, in_line, warp_sync = make(config, tile_n, *places), config.parts_in_line, bar.warp_sync
-    warps = 4 * config.consumers
     dk_blocks, dv_blocks = config.head_dim_padded // 8, config.head_dim_v_padded // 8
-    at_once = 8  # ptxas would load more of them at once, and spill
+    # Two parts in line have the same sums and a counter, behind those of dQ.
+    sharing, head_word = (0, H_KV) if in_line else (config.members, PART)
+    warps, at_once = 4 * config.consumers, 8  # ptxas would load more of the other part's sums at once, and spill
 
     @inlined
-    def tile_of(own, head, sizes):
-        """The number of the key tile among those of all heads, or parts of them."""
-        return int64(head) * tiles_of(sizes.seqlen_k, tile_n) + divide(word(own, FIRST_ROW), tile_n)
+    def tile_of(own, sizes):
+        """The number of the key tile among those of all groups or parts that have sums."""
+        head = int64(word(own, B) * head_parts_of(sizes, sharing) + word(own, head_word))
+        return head * tiles_of(sizes.seqlen_k, tile_n) + divide(word(own, FIRST_ROW), tile_n)
 
     @inlined
-    def sums_at(own, part, blocks, sizes):
+    def sums_at(own, blocks, sizes):
         """Where the thread's sums of `blocks` times 8 columns begin, in the layout of the registers."""
         thread = special.thread_index() - 128
-        tile = tile_of(own, word(own, B) * head_parts_of(sizes, config.members) + part, sizes) * (tile_n // 64)
-        return ((tile + (thread >> int32(7))) * blocks * 128 + (thread & int32(127))) * 4
+        tile = tile_of(own, sizes) * (tile_n // 64) + (thread >> int32(7))
+        return (tile * blocks * 128 + (thread & int32(127))) * 4
 
     @inlined
-    def add_sums(own, part, acc, blocks, sums, sizes):
-        """acc (blocks, 4) <- acc + what leave_sums has stored."""
-        four, at = local.array(4, uint32), sums_at(own, part, blocks, sizes)
+    def leave_sums(own, acc, blocks, sums, sizes):
+        """Stores acc (blocks, 4) where add_parts or the other part reads it."""
+        four, at = local.array(4, uint32), sums_at(own, blocks, sizes)
+        for column in range(blocks):
+            for x in range(4):
+                four[x] = acc[4 * column + x].view(np.uint32)
+            memory.store_v4(memory.address(sums, at + column * 512), four, 0)
+
+    @inlined
+    def add_sums(own, acc, blocks, sums, sizes):
+        """acc (blocks, 4) += what the other part has left."""
+        four, at = local.array(4, uint32), sums_at(own, blocks, sizes)
         for column in range(blocks):
             memory.load_v4(four, 0, memory.address(sums, at + column * 512))
             for x in range(4):
@@ -91,65 +102,38 @@ def of_block(config):
                 warp_sync()
 
     @inlined
-    def leave_sums(own, part, acc, blocks, sums, sizes):
-        """Stores acc (blocks, 4) where add_parts or the next part reads it."""
-        four, at = local.array(4, uint32), sums_at(own, part, blocks, sizes)
-        for column in range(blocks):
-            for x in range(4):
-                four[x] = acc[4 * column + x].view(np.uint32)
-            memory.store_v4(memory.address(sums, at + column * 512), four, 0)
-
-    @inlined
     def turn_of(own, arrays, sizes):
-        """The address of the key tile's counter: behind those of dQ."""
-        of_dq = int64(tiles_of(sizes.seqlen_q, config.tile_m)) * sizes.batch * sizes.heads * (2 * config.dq_partials)
-        tile = tile_of(own, word(own, B) * int32(sizes.heads_kv) + word(own, H_KV), sizes)
-        return memory.address(arrays.turns, TURNS_AT + of_dq + tile)
-
-    @inlined
-    def place_in_line(own, sizes):
-        """-> (the group's first part, how many parts come before, whether the part is the last). They come in the order
-        of their tickets: of two ways, first those that go up (kernels/steps/dq_order.py)."""
-        parts = int32(parts_of(divide(sizes.heads, sizes.heads_kv), int32(config.members)))
-        first, part, one = int32(word(own, H_KV) * parts), word(own, PART), int32(1)
-        before, last = int32(part - first), int32(parts - 1)
-        all_parts, n_tiles = head_parts_of(sizes, config.members), tiles_of(sizes.seqlen_k, tile_n)
-        if ways_of(all_parts, n_tiles, sizes.left, sizes.right) == 2:  # even ones go up
-            up = int32(int32(first + one) >> one)
-            if part & one == 0:
-                before = int32((part >> one) - up)
-            else:
-                before = int32((part >> one) - (first >> one) + (int32(first + parts + one) >> one) - up)
-        return first, before, before == last
+        """The address of the key tile's counter."""
+        of_dq = int64(sizes.batch * sizes.heads) * tiles_of(sizes.seqlen_q, config.tile_m) * (2 * config.dq_partials)
+        return memory.address(arrays.turns, TURNS_AT + of_dq + tile_of(own, sizes))
 
     @inlined
     def write_gradients(own, place, acc_dk, acc_dv, arrays, strides, sizes, score):
         """Writes dK and dV to global memory, staged in the place of the warpgroup's own rows of K and V. If other
-        blocks have other heads of the group, writes their sums instead. place: the base, moved to the dS whose place
-        they take.
+        blocks have other heads of the group, writes their sums instead. Of two parts in line the second, whose ticket
+        is higher, adds the first one's sums and writes the gradients. place: the base, moved to the dS whose place they
+        take.
 
         All threads that read these rows must have done so.
         """
-        last, part = config.members == 0, word(own, PART) if config.members else int32(0)
+        complete = config.members == 0
         if in_line:
-            first, before, last = place_in_line(own, sizes)
-            part = int32(first + before)
-            if before > 0:
+            complete = word(own, PART) & int32(1) != 0
+            if complete:
                 turn = turn_of(own, arrays, sizes)
-                while memory.load_acquire(turn) < uint32(warps * before):
+                while memory.load_acquire(turn) < uint32(warps):
                     pass
-                add_sums(own, part - 1, acc_dk, dk_blocks, arrays.dk_sums, sizes)
-                add_sums(own, part - 1, acc_dv, dv_blocks, arrays.dv_sums, sizes)
-        if not last:
+                add_sums(own, acc_dk, dk_blocks, arrays.dk_sums, sizes)
+                add_sums(own, acc_dv, dv_blocks, arrays.dv_sums, sizes)
+        if not complete:
             if config.of_dk:
-                leave_sums(own, part, acc_dk, dk_blocks, arrays.dk_sums, sizes)
+                leave_sums(own, acc_dk, dk_blocks, arrays.dk_sums, sizes)
             if config.of_dv:
-                leave_sums(own, part, acc_dv, dv_blocks, arrays.dv_sums, sizes)
+                leave_sums(own, acc_dv, dv_blocks, arrays.dv_sums, sizes)
             if in_line:
                 warp_sync()
-                turn = turn_of(own, arrays, sizes)
                 if special.thread_index() & int32(31) == 0:
-                    memory.add_release(turn, uint32(1))
+                    memory.add_release(turn_of(own, arrays, sizes), uint32(1))
         else:
             sequence = sequence_of(own, arrays, strides, sizes)
             place_of_tile = sequence, word(own, H_KV), word(own, FIRST_ROW)
