@@ -98,7 +98,6 @@ class MmaBackwardConfig(Sums, Config):
     GRADIENTS: ClassVar[str]  # that it writes
     GROUPS: ClassVar[tuple[int, ...]] = (1, 2)  # column_groups allowed in more than 16 bits
     WIDEST: ClassVar[int] = 256  # columns of a gradient whose 32-bit sums a warp can keep in registers
-    columns_in_order: ClassVar[bool] = False  # True: of each 8 columns, a lane sums up two neighbours
     with_dq = False
     only_tile = False
     of_product = True

@@ -311,6 +311,11 @@ class Config(LaunchFacts):
         return -(-columns // 16) * 16
 
     @property
+    def columns_in_order(self) -> bool:
+        """Whether a lane sums up two neighbouring columns of each 8 (kernels/steps/rows_wide.py)."""
+        return self.dtype == "float64"
+
+    @property
     def derivative_varies(self) -> bool:
         """Whether the derivative of a score with respect to scale * q . k may differ from 1."""
         return any(BY_NAME[name].derivative for name, _ in self.uses)
@@ -352,8 +357,7 @@ class TensorConfig(Config):
     column_groups: ClassVar[int] = 1  # this and the next two: as in MmaConfig, for products
     splits_columns: ClassVar[bool] = False
     exchange_at: ClassVar[int] = 0
-    scalar_loads: ClassVar[bool] = False  # these three: kernels/mma/products_float64.py
-    columns_in_order: ClassVar[bool] = False
+    unrolled: ClassVar[bool] = False  # this and the next: kernels/mma/products_float64.py
     odd_rows_first: ClassVar[bool] = False
     ROW_STATE_BYTES: ClassVar[int] = 4  # bytes of a row's flag in shared memory: whether its O is finite
 
