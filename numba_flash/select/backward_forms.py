@@ -135,8 +135,8 @@ def heads_per_block(problem: BackwardProblem, one_kernel: bool, key_tiles: int =
     members the concurrent tiles and the sums of dQ stay in L2; with eight they do not. The two kernels gain only with
     few blocks. If every query sees every key, a model decides. 4 x 32 heads over 8 of 2k causal queries take 731 us
     with two members and 920 with all, 2 x 8 heads over one of head_dim 256 1017 and 1513. Short sequences gain if two
-    parts are in line (parts_in_line): 1, 4 and 16 x 32 heads over 8 of 512 take 58, 104 and 365 us with two members, and
-    86, 110 and 362 with all (H200).
+    parts are in line: 1, 4 and 16 x 32 heads over 8 of 512 take 58, 104 and 365 us with two members, and 86, 110 and
+    362 with all (H200).
     """
     forward = problem.forward
     short = max(forward.seqlen_q, forward.seqlen_k) <= 512
@@ -147,6 +147,6 @@ def heads_per_block(problem: BackwardProblem, one_kernel: bool, key_tiles: int =
     if not (one_kernel or forward.heads_kv <= 4):
         return 0
     members = 2 if forward.widest > (64 if one_kernel else 192) else 4
-    if short and not (one_kernel and parts_in_line(problem, members, key_tiles))):
+    if short and not (one_kernel and parts_in_line(problem, members, key_tiles)):
         return 0
     return members if forward.heads > members * forward.heads_kv else 0
