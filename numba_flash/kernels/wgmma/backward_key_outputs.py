@@ -14,7 +14,7 @@ from ..steps.lse_delta import TURNS_AT
 from ..steps.sequence import key_row
 from . import block
 from .backward_work import head_parts_of
-from .block import FIRST_ROW, H_KV, PART, B, rows_of_lane
+from .block import FIRST_ROW, H_KV, MEMBERS, PART, B, rows_of_lane
 
 
 def make(config, rows, dk_at, dv_at):
@@ -66,7 +66,7 @@ def of_block(config):
     dk_blocks, dv_blocks = config.head_dim_padded // 8, config.head_dim_v_padded // 8
     # Two parts in line have the same sums and a counter, behind those of dQ.
     sharing, head_word = (0, H_KV) if in_line else (config.members, PART)
-    warps, at_once = 4 * config.consumers, 8  # ptxas would load more of the other part's sums at once, and spill
+    warps = 4 * config.consumers
 
     @inlined
     def tile_of(own, sizes):
@@ -94,12 +94,12 @@ def of_block(config):
     def add_sums(own, acc, blocks, sums, sizes):
         """acc (blocks, 4) += what the other part has left."""
         four, at = local.array(4, uint32), sums_at(own, blocks, sizes)
-        for column in range(blocks):
-            memory.load_v4(four, 0, memory.address(sums, at + column * 512))
-            for x in range(4):
-                acc[4 * column + x] += four[x].view(np.float32)
-            if column % at_once == at_once - 1:
-                warp_sync()
+        for first in range(0, blocks, 8):
+            if word(own, MEMBERS) > 0:  # always: otherwise ptxas would load all at once, and spill
+                for column in range(first, min(first + 8, blocks)):
+                    memory.load_v4(four, 0, memory.address(sums, at + column * 512))
+                    for x in range(4):
+                        acc[4 * column + x] += four[x].view(np.float32)
 
     @inlined
     def turn_of(own, arrays, sizes):
