@@ -131,9 +131,10 @@ def of_block(config):
             if config.of_dv:
                 leave_sums(own, acc_dv, dv_blocks, arrays.dv_sums, sizes)
             if in_line:
-                warp_sync()
+                turn = turn_of(own, arrays, sizes)
+                warp_sync()  # all lanes have left theirs
                 if special.thread_index() & int32(31) == 0:
-                    memory.add_release(turn_of(own, arrays, sizes), uint32(1))
+                    memory.add_release(turn, uint32(1))
         else:
             sequence = sequence_of(own, arrays, strides, sizes)
             place_of_tile = sequence, word(own, H_KV), word(own, FIRST_ROW)
