@@ -13,12 +13,17 @@ BLOCK_ROWS = 16  # backward_preprocess writes blocks of so many queries (kernels
 
 
 class PreprocessConfig(OfDelta, kernel="backward_preprocess", module="mma.backward_preprocess"):
+<<<<<<< HEAD
     """Config of mma/backward_preprocess.
 
     natural: lse stays a natural logarithm, as scores with a bias need it (kernels/steps/units.py). dq_partials: sums of
     dQ of a query tile, each with turn counters. part_keys: keys of a tile that has a counter too (parts_in_line of
     WgmmaFusedConfig). early: the next kernel may start before this one ends (cc 9.0).
     """
+=======
+    """natural: lse stays a natural logarithm, as scores with a bias need it (kernels/steps/units.py). dq_partials: sums
+    of dQ of a query tile, each with turn counters. early: the next kernel may start before this one ends (cc 9.0)."""
+>>>>>>> main
 
     natural: bool = False
     dq_partials: int = 1
@@ -70,8 +75,7 @@ class Sums:
 
 
 class MmaBackwardConfig(Sums, Config):
-    """Config of mma/backward, all dtypes: a block owns a tile of rows, keeps it in shared memory, and walks over the
-    tiles of the other side.
+    """In all dtypes a block owns a tile of rows, keeps it in shared memory, and walks over the tiles of the other side.
 
     Each warp owns `warp_rows` rows. column_groups: so many warps own the same rows; each computes their scores with a
     part of the other rows, they exchange them through shared memory, and each sums up a part of the gradients' columns:
@@ -180,8 +184,7 @@ class MmaBackwardConfig(Sums, Config):
     def shared_layout(self) -> Any:
         """In this order: the block's own tiles, for S and for dP (K and V, or Q and dO); the stages of the other side's
         tiles; P and dS if warps exchange them; dQ if with_dq; the bias of a tile; lse and delta of the other side's
-        queries; a RowState for each own row (kernels/mma/backward_scores.py); the state of the block;
-        the end.
+        queries; a RowState for each own row (kernels/mma/backward_scores.py); the state of the block; the end.
 
         Gradients in 16 bits are staged over the own tiles; without dS there is no V, and dV is staged over K.
         With only_tile dS overwrites V, whose rows no other warp reads, and dQ overwrites dO.
@@ -298,7 +301,7 @@ class MmaScoresConfig(MmaBackwardConfig):
 
 
 class MmaDbiasConfig(OfBias, MmaScoresConfig, kernel="mma_dbias", module="mma.backward_dbias"):
-    """Config of mma_dbias. pairs: two neighbours of 16 bits in dbias lie in one word of 4 bytes."""
+    """pairs: two neighbours of 16 bits in dbias lie in one word of 4 bytes."""
 
     pairs: bool = False
 
@@ -311,7 +314,7 @@ class MmaDbiasConfig(OfBias, MmaScoresConfig, kernel="mma_dbias", module="mma.ba
 
 
 class MmaDauxConfig(MmaScoresConfig, kernel="mma_daux", module="mma.backward_daux"):
-    """Config of mma_daux. With two stages no barrier would separate a tile's products from their readers."""
+    """With two stages no barrier would separate a tile's products from their readers."""
 
     wanted_aux: tuple[int, ...] = ()
 

@@ -10,7 +10,7 @@ from .kvcache import page_arrays
 
 
 class DecodeConfig(TensorConfig, kernel="decode", module="mma.decode"):
-    """Config of mma/decode: a block has up to tile_m rows, which are all query heads of a KV head, query after query.
+    """A block has up to tile_m rows, which are all query heads of a KV head, query after query.
 
     tile_n: keys of a warp's tile; key_warps warps have neighbouring tiles. stages: tiles of K and V in flight or in
     use. blocks: how many blocks run at a time. pages: how a sequence's pages are found (kernels/steps/pages.py).
@@ -49,7 +49,6 @@ class DecodeConfig(TensorConfig, kernel="decode", module="mma.decode"):
 
     @property
     def q_registers(self) -> bool:  # type: ignore[override]
-        """Whether Q stays in registers."""
         return self.item_size == 2 and self.warp_rows == 16 and self.head_dim_padded <= 128
 
     @property
@@ -73,15 +72,9 @@ class DecodeConfig(TensorConfig, kernel="decode", module="mma.decode"):
         return self.key_warps * self.tile_n
 
     @property
-    def most_parts(self) -> int:
-        """The most parts of sequences that blocks share. With shared prefixes there are more and finer parts, because a
-        prefix ends at the end of a part."""
-        return self.blocks if self.members == 1 else 4 * self.blocks
-
-    @property
     def counter_words(self) -> int:  # type: ignore[override]
         """A counter for each group of blocks that share a row tile."""
-        return self.most_parts
+        return self.blocks
 
     def counters(self, problem: Any) -> int:
         return self.counter_words + self._sharing(problem.forward)
@@ -92,8 +85,7 @@ class DecodeConfig(TensorConfig, kernel="decode", module="mma.decode"):
 
     @property
     def columns_step(self) -> int:  # type: ignore[override]
-        """Each key warp joins its part of O's columns; products of more than 16 bits take whole
-        panels."""
+        """Each key warp joins its part of O's columns; products of more than 16 bits take whole panels."""
         return max(8 * self.key_warps, 128 // self.item_size if self.item_size > 2 else 16)
 
     @property
@@ -174,6 +166,6 @@ class DecodeConfig(TensorConfig, kernel="decode", module="mma.decode"):
         """Slots for the nodes that blocks share, one slot for each block's own node, a slot and two words for each
         sequence behind a prefix, and each block's stack."""
         stacks = self.blocks * self.levels(problem.forward.seqlen_k) * self.node_numbers * self.threads
-        slots, sharing = self.most_parts + self.blocks, self._sharing(problem.forward)
+        slots, sharing = 2 * self.blocks, self._sharing(problem.forward)
         numbers = slots * self.slot_numbers + sharing * (self.slot_numbers + 2) + stacks
         return dict(partials=((numbers,), self.compute_dtype))

@@ -95,12 +95,12 @@ def test_which_tiles_lie_on_one_side_of_the_queries(rung, position):
     config = config_of(case, alibi_slopes=SLOPES)
     made = one_side.make(config)
     assert made.present and (config.group_size, config.tile_n) == (1, 32)
-    before, behind = made.ends(np.int64(position - 48), np.int32(48), np.float32(4))
+    before, behind, _ = made.ends(np.int64(position - 48), np.int32(48), np.float32(4))
     for j in range(8):
         keys = np.arange(32 * j, 32 * j + 32)
         assert (j < before) == (keys.max() <= position)
         assert (j >= behind) == (keys.min() >= position + 15)
-    assert made.ends(np.int64(position), np.int32(0), np.float32(0)) == (0, one_side.FAR), "none are linear"
+    assert made.ends(np.int64(position), np.int32(0), np.float32(0)) == (0, one_side.FAR, 0), "none are linear"
 
 
 def test_only_where_nothing_else_changes_scores(rung):

@@ -5,25 +5,35 @@ from numba import float32, int64, uint32
 
 from ...ptx import bar, cvt, ld_st, memory, shfl, vote
 from ..recompute import rows as recompute
+from ..score import sum_term
 from ..steps.basics import divide, first_column_of, first_row_of, inlined, named
 from ..steps.sequence import lse_row, query_row
 from ..steps.units import exponent_unit
-from .block import query_work, rows_of_lane, tile_of
-from .tile_scores import counting
+from .block import B, H, query_work, rows_of_lane, tile_of, word
+from .tile_scores import dropout
 
 
 def make(config, finish):
-    """-> write, a device function, and `words`, the number of uint32 that it needs as work space. finish: of
-    fragment_softmax.
+    """-> load_sinks and write, device functions, and `words`, the number of uint32 that `write` needs as work space.
+    finish: of fragment_softmax.
 
     acc_o (head_dim_v_padded / 8, 4) is not divided yet; inverse (2,): the factors of its rows.
     """
     o_blocks = config.head_dim_v_padded // 8
     o_words = (o_blocks + 3) // 4 * 4  # a lane's words of a row in 16 bits: one for each block of 8 columns
-    plan, kept_weights = config.shared_layout(), counting(config)
+    plan, scale_kept = config.shared_layout(), dropout(config).scale_kept
+    has_sinks, load = sum_term.make(config) is not None, sum_term.on_fragments(config, 2)
     recompute_rows, work_of = recompute.make(config, 16), query_work(config)
     to_natural = float32(1 / exponent_unit(config))
     pack = cvt.pack_f16x2 if config.dtype == "float16" else cvt.pack_bf16x2
+
+    @inlined
+    def load_sinks(distance, work_tile, arrays, strides):
+        """distance (2,) <- the sinks of the lane's rows. Free after the last tile; `write` reads them there."""
+        if has_sinks:
+            first_row, lane = rows_of_lane()
+            lane_row = first_row + first_row_of(lane)
+            load(distance, word(work_tile, B), word(work_tile, H), lane_row, arrays, strides)
 
     @inlined
     def output_pair(acc_o, inverse, n, r):
@@ -88,8 +98,7 @@ def make(config, finish):
         lane_row, lane_column = first_row + first_row_of(lane), first_column_of(lane)
         inverse_l, lse = registers.alpha, registers.scores.distance  # the same registers, free by now
         finish(registers.m, registers.l, inverse_l, lse)
-        if kept_weights.drops:
-            kept_weights.scale(inverse_l, score)
+        scale_kept(inverse_l, score)
         some_nonfinite = uint32(0)
         nonfinite = registers.m  # the same registers: NaN where a number of the row is NaN or Inf
         for r in range(2):
@@ -118,4 +127,4 @@ def make(config, finish):
         if vote.any_lane(some_nonfinite) != 0:
             recompute_rows(first_row, lane, base + plan.row_states, tile, arrays, strides, sizes, score)
 
-    return named(write, words=o_words)
+    return named(load_sinks, write, words=o_words)

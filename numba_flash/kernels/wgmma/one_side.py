@@ -11,6 +11,8 @@ general form takes three instructions for each score, and shares one of them bet
 to 9 % longer at head_dim 64, 5 to 7 % at 128, and as long at 256 (4 x 16 heads of 4096, H200).
 """
 
+from typing import Any, NamedTuple
+
 from numba import float32, int32, int64, uint32
 
 from ...ptx import vote
@@ -21,10 +23,18 @@ LEAST_SCALE, STEEPEST = 1e-30, 1e30  # within these limits no number overflows
 FAR = 2**30  # a position: tiles further away are not linear
 
 
+class Sides(NamedTuple):
+    """Which key tiles are linear for a warp's rows: those before `before`, and those from `behind` on."""
+
+    before: Any
+    behind: Any
+    inverse_scale: Any  # 1 / scale; 0 if no tile is linear
+
+
 def make(config):
     """-> device functions, for rows in fragments as in fragments.py: tiles of config.tile_n keys, of which a warp has
-    16 rows. Its rows alone decide: a row's bits must not depend on how many rows a block has. side: 1 before, -1
-    behind, 0 both. present: whether the distance is all that changes the kernel's scores."""
+    16 rows. Its rows alone decide: a row's bits must not depend on how many rows a block has. side: 1 if all keys are
+    before the queries, -1 behind, 0 both. present: whether the distance is all that changes the kernel's scores."""
     tile_n, group = config.tile_n, config.group_size
     least_scale, steepest, log2_e = float32(LEAST_SCALE), float32(STEEPEST), float32(LOG2_E)
 
@@ -40,20 +50,20 @@ def make(config):
 
     @inlined
     def ends(tile_pos, first_row, inverse_scale):
-        """-> (before, behind): key tiles j < before and j >= behind are linear."""
+        """-> Sides of the rows from first_row on."""
         first, last = tile_pos + divide(first_row, group), tile_pos + divide(first_row + 15, group)
         before, behind = int32(0), int32(FAR)
         if inverse_scale != 0:
             before = divide(int32(min(max(first + 1, int64(0)), int64(FAR))), tile_n)
             if last <= FAR - tile_n:
                 behind = divide(int32(max(last, int64(0))) + int32(tile_n - 1), tile_n)
-        return before, behind
+        return Sides(before, behind, inverse_scale)
 
     @inlined
-    def of_tile(j, before, behind, terms, distance, shift):
-        """-> on which side of the queries key tile j lies; shift <- of its scores. distance: as tile_scores.py finds it
-        with the bits of the tile."""
-        side = int32(1) if j < before else int32(-1) if j >= behind else int32(0)
+    def of_tile(j, sides, terms, distance, shift):
+        """-> side of the queries on which key tile j lies; shift (2,) <- what the rows' scores share. distance: as
+        tile_scores.py finds it with the bits of the tile."""
+        side = int32(1) if j < sides.before else int32(-1) if j >= sides.behind else int32(0)
         for r in range(2):
             shifted = -(terms[r] * float32(side) * log2_e) * distance[r]
             shift[r] = shifted if side != 0 else float32(0)  # also if the slope is not finite

@@ -1,28 +1,29 @@
-"""Writes dK and dV of a key tile from a block's sums, in 16 bits. Rows that are not finite are computed again.
+"""Writes the gradients of a tile in 16 bits: dK and dV from a block with keys, dQ from a block with queries. Rows that
+are not finite are computed again.
 
-dK is multiplied by scale. Where weights are dropped, dV is multiplied by how often a kept weight counts.
+dK and dQ are multiplied by scale. Where weights are dropped, dV is multiplied by how often a kept weight counts.
 """
 
 import numpy as np
 from numba import float32, int32, int64, uint32
 
 from ...ptx import bar, local, memory, special
-from ..recompute import keys as recompute
+from ..recompute import keys as recompute_keys, queries as recompute_queries
 from ..steps import gradient_rows
 from ..steps.basics import divide, inlined, tiles_of
 from ..steps.lse_delta import TURNS_AT
-from ..steps.sequence import key_row
+from ..steps.sequence import QueryTile, key_row, query_row
 from . import block
 from .backward_work import head_parts_of
-from .block import FIRST_ROW, H_KV, MEMBERS, PART, B, rows_of_lane
+from .block import FIRST_ROW, H_KV, MEMBERS, PART, B, H, rows_of_lane
 
 
-def make(config, rows, dk_at, dv_at):
+def key_rows(config, rows, dk_at, dv_at):
     """-> write, a device function. rows: keys of the tile; dk_at, dv_at: where in shared memory the gradients are
     staged, in bytes from `base`."""
     stage_dk, store_dk = gradient_rows.make(config.dtype, rows, 16, config.head_dim, config.head_dim % 8 == 0)
     stage_dv, store_dv = gradient_rows.make(config.dtype, rows, 16, config.head_dim_v, config.head_dim_v % 8 == 0)
-    recompute_keys, drops = recompute.make(config, config.of_dk, config.of_dv), config.seeded
+    recompute, drops = recompute_keys.make(config, config.of_dk, config.of_dv), config.seeded
     in_turn, warp_sync = config.of_dk and config.of_dv and dk_at == dv_at, bar.warp_sync
 
     @inlined
@@ -48,12 +49,12 @@ def make(config, rows, dk_at, dv_at):
             to, row = key_row(strides.dv, sequence, h_kv, first_key), strides.dv[2]
             store_dv(base + dv_at, first_row, lane, arrays.dv, to, row, rows_left, config.head_dim_v, nonfinite)
         if nonfinite != 0:
-            recompute_keys(nonfinite, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score)
+            recompute(nonfinite, first_row, lane, sequence, h_kv, first_key, arrays, strides, sizes, score)
 
     return write
 
 
-def of_block(config):
+def of_keys(config):
     """-> write_gradients, a device function of a consumer warpgroup of a block that owns keys."""
     plan, tile_n, sequence_of = config.shared_layout(), config.tile_n, block.sequence_of_work(config)
     word = block.state_of(config).read
@@ -62,7 +63,7 @@ def of_block(config):
     places = (plan.own_a, plan.own_b if config.of_dk else plan.own_a)
     if config.stays:
         places = (plan.ds, plan.ds + 64 * 128 if config.dq_panels == 1 else plan.ds)
-    write_outputs, in_line, warp_sync = make(config, tile_n, *places), config.parts_in_line, bar.warp_sync
+    write_outputs, in_line, warp_sync = key_rows(config, tile_n, *places), config.parts_in_line, bar.warp_sync
     dk_blocks, dv_blocks = config.head_dim_padded // 8, config.head_dim_v_padded // 8
     # Two parts in line have the same sums and a counter, behind those of dQ.
     sharing, head_word = (0, H_KV) if in_line else (config.members, PART)
@@ -141,3 +142,27 @@ def of_block(config):
             write_outputs(place, acc_dk, acc_dv, *rows_of_lane(), *place_of_tile, arrays, strides, sizes, score)
 
     return write_gradients
+
+
+def of_queries(config):
+    """-> write(base, acc_dq, arrays, strides, sizes, score), a device function of a consumer warpgroup of a block that
+    owns queries."""
+    tile_m, head_dim, own_at = config.tile_m, config.head_dim, config.shared_layout().own_a
+    word, queries_of = block.state_of(config).read, block.sequence_of_work(config, queries=True)
+    stage, store = gradient_rows.make(config.dtype, tile_m, 16, head_dim, head_dim % 8 == 0)
+    recompute = recompute_queries.make(config)
+
+    @inlined
+    def write(base, acc_dq, arrays, strides, sizes, score):
+        """Stages dQ in the place of the warpgroup's own rows of Q, and writes it from there to global memory."""
+        first_row, lane = rows_of_lane()
+        own = QueryTile(word(base, B), word(base, H), word(base, FIRST_ROW), int32(0))
+        sequence = queries_of(base, arrays, strides, sizes)
+        queries_left = int32(min(sequence.seqlen_q - own.first_query, tile_m))
+        nonfinite = stage(acc_dq, score.scale, base + own_at, first_row, lane, queries_left)
+        to, row = query_row(strides.dq, sequence, own.h, own.first_query), strides.dq[2]
+        store(base + own_at, first_row, lane, arrays.dq, to, row, queries_left, head_dim, nonfinite)
+        if nonfinite != 0:
+            recompute(nonfinite, first_row, lane, own, arrays, strides, sizes, score)
+
+    return write
