@@ -13,17 +13,9 @@ BLOCK_ROWS = 16  # backward_preprocess writes blocks of so many queries (kernels
 
 
 class PreprocessConfig(OfDelta, kernel="backward_preprocess", module="mma.backward_preprocess"):
-<<<<<<< HEAD
-    """Config of mma/backward_preprocess.
-
-    natural: lse stays a natural logarithm, as scores with a bias need it (kernels/steps/units.py). dq_partials: sums of
-    dQ of a query tile, each with turn counters. part_keys: keys of a tile that has a counter too (parts_in_line of
-    WgmmaFusedConfig). early: the next kernel may start before this one ends (cc 9.0).
-    """
-=======
     """natural: lse stays a natural logarithm, as scores with a bias need it (kernels/steps/units.py). dq_partials: sums
-    of dQ of a query tile, each with turn counters. early: the next kernel may start before this one ends (cc 9.0)."""
->>>>>>> main
+    of dQ of a query tile, each with turn counters. part_keys: keys of a tile that has a counter too (parts_in_line of
+    WgmmaFusedConfig). early: the next kernel may start before this one ends (cc 9.0)."""
 
     natural: bool = False
     dq_partials: int = 1

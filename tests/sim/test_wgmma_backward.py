@@ -367,16 +367,19 @@ def test_more_key_tiles_of_a_block_give_the_same_bits(rung, one_kernel, key_tile
         assert same(together, rung.check(case, given))
 
 
-# Groups of 2 or 4 heads in two parts, whose blocks have two key tiles. They go one way, or under a mask two. Of the head
-# dims, one has panels of its own for dK and dV. Rows with large or hidden NaN keys are computed again.
+# Groups of 2 or 4 heads in two parts, whose blocks have two key tiles and go one way, or under a mask two. Of the head
+# dims, one has panels of its own for dK and dV. Rows are computed again.
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("group", "heads_kv", "head_dim", "options"),
-    [(2, 3, 8, {}), (4, 1, 8, dict(causal=True)), (2, 2, 72, dict(window=(60, 0), q_offset=100)), (4, 1, 72, {})],
-    ids=["one way", "two ways", "window", "wide"],
-)
-@pytest.mark.parametrize("stays", [False, True], ids=["leaves", "stays"])
+    ("group", "heads_kv", "head_dim", "stays", "options"),
+    [
+        (2, 3, 8, True, {}), (4, 1, 8, False, dict(causal=True)), (4, 1, 72, False, {}),
+        (2, 2, 72, True, dict(window=(60, 0), q_offset=100)),
+    ],
+    ids=["one way", "two ways", "wide", "window"],
+)  # fmt: skip
 def test_two_parts_of_a_group_in_line(
-    rung, group, heads_kv, head_dim, options, stays, one_kernel, monkeypatch, nothing_remembered
+    rung, group, heads_kv, head_dim, stays, options, one_kernel, monkeypatch, nothing_remembered
 ):
     """With the bits of a kernel that adds them up."""
     monkeypatch.setattr(select_backward, "heads_per_block", lambda *_, **__: group // 2)
