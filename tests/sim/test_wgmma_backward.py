@@ -373,7 +373,7 @@ def test_more_key_tiles_of_a_block_give_the_same_bits(rung, one_kernel, key_tile
 @pytest.mark.parametrize(
     ("group", "heads_kv", "head_dim", "stays", "options"),
     [
-        (2, 3, 8, True, {}), (4, 1, 8, False, dict(causal=True)), (4, 1, 72, False, {}),
+        (2, 2, 8, True, {}), (4, 1, 8, False, dict(causal=True)), (4, 1, 72, False, {}),
         (2, 2, 72, True, dict(window=(60, 0), q_offset=100)),
     ],
     ids=["one way", "two ways", "wide", "window"],

@@ -65,9 +65,8 @@ def of_keys(config):
         places = (plan.ds, plan.ds + 64 * 128 if config.dq_panels == 1 else plan.ds)
     write_outputs, in_line, warp_sync = key_rows(config, tile_n, *places), config.parts_in_line, bar.warp_sync
     dk_blocks, dv_blocks = config.head_dim_padded // 8, config.head_dim_v_padded // 8
-    # Two parts in line have the same sums and a counter, behind those of dQ.
+    # Two parts in line share sums and a counter, which is behind those of dQ.
     sharing, head_word = (0, H_KV) if in_line else (config.members, PART)
-    warps = 4 * config.consumers
 
     @inlined
     def tile_of(own, sizes):
@@ -122,7 +121,7 @@ def of_keys(config):
             complete = word(own, PART) & int32(1) != 0
             if complete:
                 turn = turn_of(own, arrays, sizes)
-                while memory.load_acquire(turn) < uint32(warps):
+                while memory.load_acquire(turn) < uint32(4 * config.consumers):  # its warps
                     pass
                 add_sums(own, acc_dk, dk_blocks, arrays.dk_sums, sizes)
                 add_sums(own, acc_dv, dv_blocks, arrays.dv_sums, sizes)
